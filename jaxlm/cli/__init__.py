@@ -1,0 +1,49 @@
+"""The `jaxlm` command. Nothing heavy is imported before a command has been chosen."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from jaxlm import __version__
+from jaxlm.errors import InputError
+
+
+class _Parser(argparse.ArgumentParser):
+    """Bad arguments are one line, like every other bad input."""
+
+    def error(self, message: str) -> None:
+        raise InputError(f"{message} (see {self.prog} --help)")
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    from jaxlm.cli import eval, generate, train
+
+    parser = _Parser(prog="jaxlm", description="Language models in JAX, with every cost counted before it is paid.")
+    parser.add_argument("--version", action="version", version=f"jaxlm {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for module in (train, eval, generate):
+        name, summary = module.__name__.rpartition(".")[2], module.__doc__.strip().splitlines()[0]
+        command = commands.add_parser(name, help=summary, description=module.__doc__)
+        module.add_arguments(command)
+        command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        command.set_defaults(main=module.main)
+    if arguments and arguments[0] in commands.choices:
+        # Options may stand between key=value overrides, which a parser with commands does not allow.
+        return commands.choices[arguments[0]].parse_intermixed_args(arguments[1:])
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status: 0, 1 for a run that failed, 2 for bad input, 130 for Ctrl-C."""
+    try:
+        chosen = _parse(sys.argv[1:] if arguments is None else arguments)
+        return chosen.main(chosen)
+    except InputError as error:
+        print(f"jaxlm: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("jaxlm: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of a pipe left; there is nobody to tell
+        return 1

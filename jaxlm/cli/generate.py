@@ -1,0 +1,82 @@
+"""Continue a prompt with a trained model."""
+
+import argparse
+import json
+
+from jaxlm.cli import trained
+from jaxlm.errors import InputError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    trained.add_arguments(parser)
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument("--prompt", metavar="TEXT", help="text to continue")
+    given.add_argument("--token-ids", metavar="1,2,3", help="token ids to continue")
+    parser.add_argument("--max-tokens", type=int, default=100, metavar="N", help="at most this many (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="0 takes the likeliest (%(default)s)")
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw among the K likeliest")
+    parser.add_argument("--top-p", type=float, metavar="P", help="draw among the fewest that hold P of the probability")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="another seed draws another text (%(default)s)")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    from jaxlm.inference.sampling import Sampling
+    from jaxlm.run import Run
+
+    run = Run(arguments.run)
+    run.experiment()  # says so where this is no run
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p).check()
+    tokenizer = run.load_tokenizer() if run.tokenizer.is_file() or arguments.prompt is not None else None
+    if arguments.prompt is not None:
+        # A document begins behind a separator; so does a prompt.
+        begin = [] if tokenizer.separator is None else [tokenizer.separator]
+        prompt = begin + tokenizer.encode(arguments.prompt)
+    else:
+        prompt = _token_ids(arguments.token_ids)
+    model = trained.load(arguments, run)
+
+    import jax.numpy as jnp
+
+    from jaxlm.inference.generate import generate
+    from jaxlm.models.tree import abstract
+    from jaxlm.training.step import cast
+
+    experiment = model.experiment
+    graph, _ = abstract(experiment.model)
+    drawn = generate(
+        graph,
+        experiment.model,
+        cast(model.parameters, jnp.dtype(experiment.training.dtype)),
+        [prompt],
+        arguments.max_tokens,
+        model.mesh,
+        sampling=sampling,
+        seed=arguments.seed,
+        valid=tokenizer and tokenizer.vocabulary,
+    )
+    ids: list[int] = []
+    text = ""
+    if not arguments.json and arguments.prompt is not None:
+        print(arguments.prompt, end="", flush=True)
+    for token in drawn:
+        if tokenizer and int(token[0]) == tokenizer.separator:
+            break
+        ids.append(int(token[0]))
+        longer = tokenizer.decode(ids) if tokenizer else ",".join(map(str, ids))
+        # A character may take several tokens: its bytes are shown once they are whole.
+        if not arguments.json and not longer.endswith("\ufffd"):
+            print(longer[len(text) :], end="", flush=True)
+            text = longer
+    whole = tokenizer.decode(ids) if tokenizer else None
+    if arguments.json:
+        print(json.dumps({"text": whole, "token_ids": ids}))
+    else:
+        print((whole if tokenizer else ",".join(map(str, ids)))[len(text) :])
+    return 0
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"--token-ids {text!r} is no list of numbers such as 1,2,3") from None

@@ -1,0 +1,52 @@
+"""A trained model out of a run folder, for the commands that use one."""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from jaxlm import config
+from jaxlm.config import Experiment
+from jaxlm.errors import InputError
+from jaxlm.run import Run
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+
+class Trained(NamedTuple):
+    """An experiment, its float32 parameters from one step, and the mesh they lie on."""
+
+    experiment: Experiment
+    parameters: dict
+    step: int
+    mesh: "Mesh"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The run, and which of its checkpoints."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as mesh.tensor=1")
+    parser.add_argument(
+        "--checkpoint", choices=("newest", "best"), default="newest", help="the newest, or lowest in held-out loss"
+    )
+
+
+def load(arguments: Namespace, run: Run) -> Trained:
+    """Restore the parameters onto this machine's devices. Raises InputError where there is no whole checkpoint."""
+    run.experiment()  # says so where this is no run
+    experiment = config.load(run.config, arguments.overrides)
+
+    import sys
+
+    from jaxlm.cli.devices import make_mesh
+    from jaxlm.models import tree as model_tree
+    from jaxlm.training import checkpoints
+
+    choose = checkpoints.best_whole if arguments.checkpoint == "best" else checkpoints.newest_whole
+    step = choose(run.checkpoints, lambda line: print(f"jaxlm: {line}", file=sys.stderr))
+    if step is None:
+        raise InputError(f"{run.directory} has no whole checkpoint yet; jaxlm train writes one")
+    mesh = make_mesh(experiment)
+    _, tree = model_tree.abstract(experiment.model)
+    like = checkpoints.shaped(model_tree.shapes(tree), model_tree.shardings(tree, mesh))
+    return Trained(experiment, checkpoints.restore_parameters(run.checkpoints, step, like), step, mesh)

@@ -1,0 +1,244 @@
+"""The experiment: every section of a TOML file, composed, resolved and checked before JAX starts."""
+
+import difflib
+import math
+import tomllib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import tomli_w
+from pydantic import PositiveInt, ValidationError
+
+from jaxlm.data.config import DataConfig
+from jaxlm.data.tokenizers import BYTES_VOCABULARY
+from jaxlm.errors import InputError
+from jaxlm.models.config import ModelConfig
+from jaxlm.schema import Section
+from jaxlm.training.config import AdamWConfig, CheckpointConfig, EvaluationConfig, TrainingConfig
+
+
+class MeshConfig(Section):
+    """How the devices are factored: `data` replicates, `fsdp` shards parameters and batch, `tensor` shards within
+    layers. fsdp = "all" takes what the other two leave."""
+
+    data: PositiveInt = 1
+    fsdp: PositiveInt | Literal["all"] = "all"
+    tensor: PositiveInt = 1
+
+
+class Experiment(Section):
+    """One training run, whole: what it trains, on what, how, and what it keeps."""
+
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    training: TrainingConfig
+    optimizer: AdamWConfig
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    mesh: MeshConfig = MeshConfig()
+
+    def to_toml(self) -> str:
+        """Every key with its value; loads back to the same experiment."""
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+
+def load(path: Path, overrides: Iterable[str] = ()) -> Experiment:
+    """Read a TOML file, apply `key=value` overrides with dotted keys, fill in and check everything.
+
+    `model.base = "FILE"`, relative to the file it stands in, names a TOML file whose [model] the other keys of
+    [model] then change. Raises InputError, in one line.
+    """
+    values = _read_toml(path)
+    model = values.get("model")
+    if isinstance(model, dict) and "base" in model:
+        base = _read_toml(path.parent / str(model["base"])).get("model", {})
+        values["model"] = _merge(base, {key: value for key, value in model.items() if key != "base"})
+    for override in overrides:
+        _set(values, override)
+    _fill(values)
+    try:
+        experiment = Experiment.model_validate(values)
+    except ValidationError as error:
+        raise InputError(f"{path}: {_explain(error, values)}") from None
+    _check(experiment)
+    return experiment
+
+
+def mesh_sizes(experiment: Experiment, devices: int) -> tuple[int, int, int]:
+    """(data, fsdp, tensor) on this many devices, checked. Raises InputError where they do not fit the devices,
+    the model or the batch."""
+    mesh = experiment.mesh
+    if mesh.fsdp == "all":
+        fsdp, over = divmod(devices, mesh.data * mesh.tensor)
+        if over or not fsdp:
+            raise InputError(
+                f"mesh.data × mesh.tensor = {mesh.data * mesh.tensor} does not divide the {devices} devices here; "
+                "change one of them, or set mesh.fsdp"
+            )
+    else:
+        fsdp = mesh.fsdp
+    sizes = mesh.data, fsdp, mesh.tensor
+    if math.prod(sizes) > devices:
+        raise InputError(
+            f"the mesh needs mesh.data × mesh.fsdp × mesh.tensor = {math.prod(sizes)} devices and {devices} "
+            f"{'is' if devices == 1 else 'are'} here; lower one of them"
+        )
+    check_mesh(experiment, *sizes)
+    return sizes
+
+
+def check_mesh(experiment: Experiment, data: int, fsdp: int, tensor: int) -> None:
+    """Raises InputError where a mesh does not divide the model or the batch, naming the number to change."""
+    model, training = experiment.model, experiment.training
+    for axis, parts, key, size in (
+        ("tensor", tensor, "model.attention.heads", model.attention.heads),
+        ("tensor", tensor, "model.feed_forward.hidden", model.feed_forward.hidden),
+        ("tensor", tensor, "model.vocabulary", model.vocabulary),
+        ("fsdp", fsdp, "model.width", model.width),
+    ):
+        if size % parts:
+            raise InputError(
+                f"mesh.{axis} = {parts} does not divide {key} = {size}: "
+                f"set mesh.{axis} to one of {_divisors(size)}, or {key} to {math.ceil(size / parts) * parts}"
+            )
+    rows = training.batch // training.microbatches
+    if rows % (data * fsdp):
+        fitting = math.ceil(rows / (data * fsdp)) * data * fsdp * training.microbatches
+        raise InputError(
+            f"mesh.data × mesh.fsdp = {data * fsdp} does not divide the {rows} rows of a microbatch "
+            f"(training.batch / training.microbatches): set training.batch to {fitting}"
+        )
+
+
+def replicated_kv_heads(experiment: Experiment, tensor: int) -> bool:
+    """Whether the tensor axis does not divide the key/value heads, so that each device holds all of them."""
+    return experiment.model.attention.kv_heads % tensor != 0
+
+
+def _divisors(n: int) -> str:
+    return ", ".join([str(d) for d in range(1, n + 1) if n % d == 0][:8])
+
+
+def _check(experiment: Experiment) -> None:
+    """What no single section can check."""
+    model, training, mesh = experiment.model, experiment.training, experiment.mesh
+    if training.sequence > model.context:
+        raise InputError(
+            f"training.sequence = {training.sequence} is longer than model.context = {model.context}; lower it"
+        )
+    if training.batch % training.microbatches:
+        raise InputError(
+            f"training.microbatches = {training.microbatches} does not divide training.batch = {training.batch}: "
+            f"set it to one of {_divisors(training.batch)}"
+        )
+    if experiment.data.tokenizer == "bytes" and model.vocabulary < BYTES_VOCABULARY:
+        raise InputError(
+            f'model.vocabulary = {model.vocabulary} is smaller than the {BYTES_VOCABULARY} of data.tokenizer = "bytes"; '
+            f"set model.vocabulary={BYTES_VOCABULARY}"
+        )
+    check_mesh(experiment, mesh.data, 1 if mesh.fsdp == "all" else mesh.fsdp, mesh.tensor)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"there is no file {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{path} is not TOML: {error}") from None
+
+
+def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _set(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    *sections, name = key.strip().split(".")
+    if not equals or not name or not all(sections):
+        raise InputError(f"{override!r} is no override; write key=value, such as training.steps=100")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string
+    table = values
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise InputError(f"{key}: {section} is a value, not a section")
+    table[name] = value
+
+
+def _fill(values: dict[str, Any]) -> None:
+    """The defaults of one section that come from another."""
+    for section in ("training", "optimizer"):
+        values.setdefault(section, {})
+    model, training, optimizer = values.get("model"), values["training"], values["optimizer"]
+    if isinstance(model, dict) and isinstance(training, dict) and "context" in model:
+        training.setdefault("sequence", model["context"])
+    if isinstance(training, dict) and isinstance(optimizer, dict):
+        schedule = optimizer.setdefault("schedule", {})
+        if isinstance(schedule, dict):
+            steps = training.get("steps", TrainingConfig.model_fields["steps"].default)
+            schedule.setdefault("decay_steps", steps)
+
+
+def _explain(error: ValidationError, values: dict[str, Any]) -> str:
+    """The first of pydantic's errors as one line in the words of the file."""
+    first, *others = error.errors()
+    key, value = _key(first["loc"], values), first.get("input")
+    match first["type"]:
+        case "extra_forbidden":
+            line = f"unknown key {key}{_did_you_mean(key)}"
+        case "missing":
+            line = f"{key} is missing"
+        case "value_error":
+            line = f"{key}: {first['ctx']['error']}" if key else str(first["ctx"]["error"])
+        case "union_tag_invalid":
+            line = f"{key}.kind = {first['ctx']['tag']!r} is none of {first['ctx']['expected_tags']}"
+        case "union_tag_not_found":
+            line = f"{key}.kind is missing"
+        case "model_type" | "model_attributes_type":
+            line = f"{key} must be a section, [{key}]"
+        case _:
+            shown = "" if isinstance(value, dict) else f" = {value!r}"
+            line = f"{key}{shown}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    return line + (f" (and {len(others)} more)" if others else "")
+
+
+def _key(location: tuple, values: Any) -> str:
+    """The dotted key of an error; pydantic puts names of union members between the keys, which are left out."""
+    parts = []
+    for index, part in enumerate(location):
+        last = index == len(location) - 1
+        if isinstance(values, dict) and part in values:
+            values = values[part]
+            parts.append(str(part))
+        elif isinstance(values, dict) and last:
+            parts.append(str(part))
+    return ".".join(parts)
+
+
+def _did_you_mean(key: str) -> str:
+    known = sorted(set(_keys(Experiment)))
+    section, _, name = key.rpartition(".")
+    siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
+    near = [f"{section}.{n}".lstrip(".") for n in difflib.get_close_matches(name, siblings, 1)]
+    near = near or difflib.get_close_matches(key, known, 1)
+    near = near or [k for k in known if k.rpartition(".")[2] == name]
+    return f"; did you mean {near[0]}?" if near else f"; [{section}] knows {', '.join(siblings)}"
+
+
+def _keys(section: type[Section], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        for inner in (field.annotation, *get_args(field.annotation)):
+            if isinstance(inner, type) and issubclass(inner, Section):
+                yield from _keys(inner, f"{prefix}{name}.")

@@ -1,0 +1,1 @@
+"""Text to batches: sources, tokenizers, token shards on disk, packing, the loader."""

@@ -1,0 +1,27 @@
+"""Folders that are either whole or not there."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def building(directory: Path) -> Iterator[Path]:
+    """A folder to fill that becomes `directory` when the block ends, and vanishes when it fails.
+
+    Where another process was first, its folder stays.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        yield folder
+        try:
+            os.rename(folder, directory)
+        except OSError:
+            if not directory.is_dir():
+                raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,100 @@
+"""Packing: which pieces of which documents make up each row, as an index on disk.
+
+A row of T tokens is a pure function of (data, T, row number): a long document is cut into pieces of T targets,
+what is left of it goes with other remainders into the fullest row that still has room (best-fit decreasing;
+Ding et al. 2024, arXiv:2404.10830), so that no document is cut without need. Pieces never see one another.
+"""
+
+import bisect
+from collections import defaultdict
+
+import numpy as np
+
+from jaxlm.data.cache import building
+from jaxlm.data.store import TokenStore
+
+
+def pack(lengths: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
+    """Assign documents to rows.
+
+    Args:
+      lengths: int [documents], tokens of each; n tokens are n − 1 targets.
+      sequence: targets that a row holds, T.
+
+    Returns:
+      pieces, int64 [pieces, 3]: document, first token, number of targets, in the order of their rows;
+      rows, int64 [rows + 1]: row i holds pieces[rows[i]:rows[i + 1]].
+    """
+    targets = np.maximum(np.asarray(lengths, np.int64) - 1, 0)
+    whole, rest = np.divmod(targets, sequence)
+
+    document = np.repeat(np.arange(len(targets)), whole)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(whole) - whole, whole)
+    full = np.stack([document, number * sequence, np.full_like(document, sequence)], axis=1)
+
+    remainders = np.flatnonzero(rest)
+    row_of = np.zeros(len(targets), np.int64)
+    room: dict[int, list[int]] = defaultdict(list)  # rows by the targets they still have room for
+    rooms: list[int] = []  # the sizes of room there are, ascending
+    count = len(full)
+    for i in remainders[np.argsort(-rest[remainders], kind="stable")]:
+        need = int(rest[i])
+        at = bisect.bisect_left(rooms, need)
+        if at == len(rooms):
+            row, left, count = count, sequence - need, count + 1
+        else:
+            size = rooms[at]
+            row, left = room[size].pop(), size - need
+            if not room[size]:
+                del rooms[at]
+        row_of[i] = row
+        if left:
+            if not room[left]:
+                bisect.insort(rooms, left)
+            room[left].append(row)
+
+    packed = np.stack([remainders, whole[remainders] * sequence, rest[remainders]], axis=1)
+    in_rows = np.concatenate([np.arange(len(full)), row_of[remainders]])
+    order = np.argsort(in_rows, kind="stable")
+    pieces = np.concatenate([full, packed])[order]
+    rows = np.searchsorted(in_rows[order], np.arange(count + 1))
+    return pieces.astype(np.int64), rows.astype(np.int64)
+
+
+class Rows:
+    """The packed rows of a store, by number; the index is built at first use and memory-mapped after."""
+
+    def __init__(self, store: TokenStore, sequence: int):
+        self._store, self._sequence = store, sequence
+        index = store.directory / f"rows-{sequence}"
+        if not index.is_dir():
+            pieces, rows = pack(store.lengths, sequence)
+            with building(index) as folder:
+                np.save(folder / "pieces.npy", pieces)
+                np.save(folder / "rows.npy", rows)
+        self._pieces = np.load(index / "pieces.npy", mmap_mode="r")
+        self._rows = np.load(index / "rows.npy", mmap_mode="r")
+
+    def __len__(self) -> int:
+        return len(self._rows) - 1
+
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        """int32 [T] each: `tokens`; `targets`, the token that follows each; `segments`, 1, 2, … per piece and 0
+        where the row is empty; `positions`, from 0 in each piece."""
+        batch = empty_row(self._sequence)
+        at = 0
+        for segment, piece in enumerate(self._pieces[self._rows[row] : self._rows[row + 1]], start=1):
+            document, start, length = (int(x) for x in piece)
+            text = self._store.read(document, start, length + 1)
+            here = slice(at, at + length)
+            batch["tokens"][here], batch["targets"][here] = text[:-1], text[1:]
+            batch["segments"][here], batch["positions"][here] = segment, np.arange(length)
+            at += length
+        batch["positions"][at:] = np.arange(self._sequence - at)
+        return batch
+
+
+def empty_row(sequence: int) -> dict[str, np.ndarray]:
+    """A row without targets."""
+    row = {name: np.zeros(sequence, np.int32) for name in ("tokens", "targets", "segments")}
+    return {**row, "positions": np.arange(sequence, dtype=np.int32)}

@@ -1,0 +1,134 @@
+"""Tokenizers, all as one kind of thing: a `tokenizer.json` of the `tokenizers` library."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+
+from jaxlm.errors import InputError
+
+END_OF_TEXT = "<|endoftext|>"
+BYTES_VOCABULARY = 257
+# Names under which published tokenizers keep the token that separates documents.
+_SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "</s>")
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    `vocabulary`: number of ids. `separator`: the id that starts and ends a document, or None (characters).
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer):
+        self._backend = backend
+        backend.encode_special_tokens = True  # a separator spelled out in a document is text, not a separator
+        self.vocabulary: int = backend.get_vocab_size(with_added_tokens=True)
+        known = (backend.token_to_id(token) for token in _SEPARATORS)
+        self.separator: int | None = next((token for token in known if token is not None), None)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without separators. Raises InputError for text it has no tokens for."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` for many texts, in parallel."""
+        try:
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception
+            raise InputError(self._why_not(texts) or f"the text cannot be tokenized: {error}") from error
+        return [encoding.ids for encoding in encodings]
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of whole documents, between separators where the tokenizer has one."""
+        ends = [] if self.separator is None else [self.separator]
+        dtype = self.dtype
+        return [np.array([*ends, *ids, *ends], dtype) for ids in self.encode_batch(texts)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of token ids, without separators; broken UTF-8 becomes U+FFFD."""
+        return self._backend.decode(list(ids), skip_special_tokens=True)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest unsigned type that holds every id."""
+        return np.dtype(np.uint16 if self.vocabulary <= 2**16 else np.uint32)
+
+    def save(self, path: Path) -> None:
+        """Write a `tokenizer.json`."""
+        self._backend.save(str(path))
+
+    def to_json(self) -> str:
+        """The content of its `tokenizer.json`."""
+        return self._backend.to_str()
+
+    def _why_not(self, texts: Sequence[str]) -> str | None:
+        if not isinstance(self._backend.model, models.WordLevel):
+            return None
+        known = self._backend.get_vocab()
+        strange = next((c for text in texts for c in text if c not in known), None)
+        return strange and f"the character {strange!r} is not among the {self.vocabulary} the tokenizer knows"
+
+
+def load(path: Path) -> Tokenizer:
+    """Any `tokenizer.json`. Raises InputError where there is none."""
+    if not path.is_file():
+        raise InputError(f"data.tokenizer: there is no file {path}")
+    try:
+        return Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
+    except Exception as error:  # the library raises bare Exception
+        raise InputError(f"data.tokenizer: {path} is no tokenizer.json ({error})") from error
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """Every byte of UTF-8 is the token of its value; 256 separates documents."""
+    # The byte-level alphabet lists printable stand-ins for the 256 bytes; token i must stand for byte i.
+    vocabulary = {_stand_in(byte): byte for byte in range(256)}
+    return _byte_level(models.BPE(vocab=vocabulary, merges=[]))
+
+
+def characters_tokenizer(texts: Iterable[str]) -> Tokenizer:
+    """Every character that occurs is a token, in code-point order; no separator."""
+    characters = sorted(set().union(*texts))
+    model = models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="")
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    return Tokenizer(backend)
+
+
+def train_bpe(texts: Iterable[str], vocabulary: int) -> Tokenizer:
+    """Byte-level byte-pair encoding (Sennrich et al. 2016, arXiv:1508.07909; GPT-2) of exactly `vocabulary` tokens
+    where the text has that many pairs to merge, fewer otherwise."""
+    if vocabulary < BYTES_VOCABULARY:
+        raise InputError(
+            f'model.vocabulary = {vocabulary} is too small for data.tokenizer = "bpe": '
+            f"{BYTES_VOCABULARY} are bytes and the separator"
+        )
+    tokenizer = _byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer._backend.train_from_iterator(texts, trainer)
+    return Tokenizer(tokenizer._backend)
+
+
+def _byte_level(model: models.Model) -> Tokenizer:
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    if isinstance(model, models.BPE) and backend.get_vocab_size() == 256:
+        backend.add_special_tokens([END_OF_TEXT])
+    return Tokenizer(backend)
+
+
+def _stand_in(byte: int) -> str:
+    """GPT-2's printable character for a byte: itself where printable, otherwise moved past U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    if byte in printable:
+        return chr(byte)
+    return chr(0x100 + sum(b not in printable for b in range(byte)))

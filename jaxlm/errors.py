@@ -1,0 +1,8 @@
+"""The one exception that is the user's to fix."""
+
+
+class InputError(ValueError):
+    """Bad input: the message is one line that says what is wrong and what would be right.
+
+    The command line prints it without a traceback and exits with status 2.
+    """

@@ -1,0 +1,1 @@
+"""Prefill and decode steps, the key/value cache, sampling, generation."""

@@ -1,0 +1,84 @@
+"""Generation: prefill once, then decode token by token."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxlm import sharding
+from jaxlm.errors import InputError
+from jaxlm.inference import steps
+from jaxlm.inference.cache import Cache, cache_shardings, empty_cache
+from jaxlm.inference.sampling import Sampling, sample
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.tree import Tree
+
+
+def generate(
+    graph: nnx.GraphDef,
+    model: ModelConfig,
+    parameters: Tree,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    mesh: Mesh,
+    *,
+    sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
+    seed: int = 0,
+    valid: int | None = None,
+) -> Iterator[np.ndarray]:
+    """Yield up to `max_tokens` times the next token id of every prompt, int32 [B], as they are drawn.
+
+    `parameters` are in the dtype to compute in; the cache has it too. `valid` is the number of ids that the
+    tokenizer knows. Raises InputError for empty prompts, ids outside the vocabulary, or more tokens than
+    `model.context` holds.
+    """
+    _check(model, prompts, max_tokens)
+    longest, batch = max(map(len, prompts)), len(prompts)
+    size = longest + max_tokens
+    dtype = jax.tree.leaves(parameters)[0].dtype
+    lies, rows = cache_shardings(model, batch, size, mesh), sharding.sharding(("batch",), (batch,), mesh)
+
+    def first(parameters: Tree, tokens: jax.Array, length: jax.Array, key: jax.Array) -> tuple:
+        cache = empty_cache(model, batch, size, dtype)
+        logits, cache = steps.prefill(graph, parameters, tokens, length, cache)
+        return sample(logits, key, sampling, valid), cache
+
+    def following(parameters: Tree, tokens: jax.Array, cache: Cache, key: jax.Array) -> tuple:
+        key = jax.random.fold_in(key, jnp.max(cache.length))
+        logits, cache = steps.decode_step(graph, parameters, tokens, cache)
+        return sample(logits, key, sampling, valid), cache
+
+    padded = np.zeros((batch, longest), np.int32)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    length = np.array([len(prompt) for prompt in prompts], np.int32)
+    jit = partial(jax.jit, out_shardings=(rows, lies))
+    start, step = jit(first), jit(following, donate_argnums=2)
+    key = jax.random.key(seed)
+    with jax.set_mesh(mesh):
+        tokens, cache = start(parameters, padded, length, key)
+    yield np.asarray(tokens)
+    for _ in range(max_tokens - 1):
+        with jax.set_mesh(mesh):  # not across a yield: the caller must not find a mesh set
+            tokens, cache = step(parameters, tokens, cache, key)
+        yield np.asarray(tokens)
+
+
+def _check(model: ModelConfig, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+    if max_tokens < 1:
+        raise InputError(f"--max-tokens {max_tokens} must be 1 or more")
+    if not prompts or not all(prompts):
+        raise InputError("the prompt is empty; give at least one token")
+    strange = next((t for prompt in prompts for t in prompt if not 0 <= t < model.vocabulary), None)
+    if strange is not None:
+        raise InputError(f"token id {strange} is outside the vocabulary, 0 to {model.vocabulary - 1}")
+    longest = max(map(len, prompts))
+    if longest + max_tokens > model.context:
+        raise InputError(
+            f"a prompt of {longest} tokens and --max-tokens {max_tokens} exceed model.context = {model.context}; "
+            f"at most {max(model.context - longest, 0)} tokens can follow this prompt"
+        )

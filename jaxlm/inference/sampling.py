@@ -1,0 +1,58 @@
+"""Choosing the next token from logits."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxlm.errors import InputError
+
+
+class Sampling(NamedTuple):
+    """How a token is drawn: from softmax(logits / temperature) among the `top_k` likeliest, then among the fewest
+    that hold `top_p` of what is left (nucleus sampling; Holtzman et al. 2020, arXiv:1904.09751).
+
+    Temperature 0 takes the likeliest. None leaves a filter out.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def check(self) -> "Sampling":
+        """Raises InputError for values that mean nothing."""
+        if not 0.0 <= self.temperature < float("inf"):
+            raise InputError(f"--temperature {self.temperature:g} must be 0 or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise InputError(f"--top-k {self.top_k} must be 1 or more")
+        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
+            raise InputError(f"--top-p {self.top_p:g} must be above 0 and at most 1")
+        return self
+
+
+def sample(logits_BV: jax.Array, key: jax.Array, how: Sampling, valid: int | None = None) -> jax.Array:
+    """Token ids, int32 [B]. `valid`: ids from here on are padding of the vocabulary and never drawn."""
+    if valid is not None and valid < logits_BV.shape[-1]:
+        logits_BV = jnp.where(jnp.arange(logits_BV.shape[-1])[None] < valid, logits_BV, -jnp.inf)
+    if how.temperature == 0.0:
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    return jax.random.categorical(key, filtered(logits_BV, how)).astype(jnp.int32)
+
+
+def filtered(logits_BV: jax.Array, how: Sampling) -> jax.Array:
+    """Logits / temperature, −∞ for the tokens that top-k and top-p leave out. Equal logits stay or go together."""
+    logits_BV = logits_BV / how.temperature
+    if how.top_k is None and how.top_p is None:
+        return logits_BV
+    ordered_BV = jnp.sort(logits_BV, axis=-1, descending=True)
+    if how.top_k is not None and how.top_k < logits_BV.shape[-1]:
+        least_B1 = ordered_BV[:, how.top_k - 1, None]
+        logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
+        ordered_BV = jnp.where(ordered_BV >= least_B1, ordered_BV, -jnp.inf)
+    if how.top_p is not None and how.top_p < 1.0:
+        share_BV = jax.nn.softmax(ordered_BV, axis=-1)
+        before_BV = jnp.cumsum(share_BV, axis=-1) - share_BV
+        # A token stays while those before it do not yet hold top_p; the first always does.
+        least_B1 = jnp.min(jnp.where(before_BV < how.top_p, ordered_BV, jnp.inf), axis=-1, keepdims=True)
+        logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
+    return logits_BV

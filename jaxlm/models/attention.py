@@ -1,0 +1,98 @@
+"""Attention: how tokens read from one another."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxlm.models import config
+from jaxlm.models.layers import linear, norm
+from jaxlm.models.parameters import normal, param, zeros
+from jaxlm.models.positions import Rotation, Visible, rotate
+from jaxlm.sharding import constrain
+
+
+def dot_product_attention(
+    query_BTNH: jax.Array, key_BSKH: jax.Array, value_BSKH: jax.Array, visible: Visible
+) -> jax.Array:
+    """softmax(q·kᵀ / √H) · v over the visible keys (Vaswani et al. 2017, equation 1) → [B, T, N, H].
+
+    N is a multiple of K; query heads n·G … n·G + G − 1 share key/value head n. Scores and softmax are float32.
+    A query that sees nothing gives zeros.
+    """
+    kv_heads, queries = key_BSKH.shape[2], query_BTNH.shape[1]
+    query = rearrange(query_BTNH, "B T (K G) H -> B K (G T) H", K=kv_heads)
+    key, value = (rearrange(x, "B S K H -> B K S H") for x in (key_BSKH, value_BSKH))
+    scores = jnp.einsum("BKQH,BKSH->BKQS", query, key, preferred_element_type=jnp.float32)
+    scores = rearrange(scores * query.shape[-1] ** -0.5, "B K (G T) S -> B K G T S", T=queries)
+
+    index_S = jnp.arange(key_BSKH.shape[1])[None, None]
+    seen_BTS = (visible.start_BT[..., None] <= index_S) & (index_S < visible.end_BT[..., None])
+    seen = seen_BTS[:, None, None]
+    # The largest negative finite number, not −∞: a row that sees nothing must not become NaN.
+    weights = jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(jnp.float32).min), axis=-1)
+    weights = jnp.where(seen, weights, 0.0).astype(value.dtype)
+
+    mixed = jnp.einsum("BKQS,BKSH->BKQH", rearrange(weights, "B K G T S -> B K (G T) S"), value)
+    return rearrange(mixed, "B K (G T) H -> B T (K G) H", T=queries)
+
+
+class GroupedQueryAttention(nnx.Module):
+    """Multi-head attention whose key/value heads are shared by groups of query heads (arXiv:2305.13245)."""
+
+    def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
+        settings: config.GroupedQueryAttention = model.attention
+        D, N, K, H = model.width, settings.heads, settings.kv_heads, settings.head_width
+        std = model.initializer_std
+        self.query = param(rngs, (D, N, H), "embed -> heads head_width", normal(std))
+        self.key = param(rngs, (D, K, H), "embed -> kv_heads head_width", normal(std))
+        self.value = param(rngs, (D, K, H), "embed -> kv_heads head_width", normal(std))
+        # Residual outputs shrink with depth (GPT-2, section 2.3), so that their sum does not grow.
+        self.output = param(
+            rngs, (N, H, D), "heads head_width -> embed", normal(std * (2 * model.layers) ** -0.5)
+        )
+        biased = settings.qkv_bias
+        self.query_bias = param(rngs, (N, H), "heads head_width", zeros) if biased else None
+        self.key_bias = param(rngs, (K, H), "kv_heads head_width", zeros) if biased else None
+        self.value_bias = param(rngs, (K, H), "kv_heads head_width", zeros) if biased else None
+        self.output_bias = param(rngs, (D,), "channels", zeros) if settings.output_bias else None
+        self.query_norm = norm(model.norm, H, rngs, axis="head_width") if settings.qk_norm else None
+        self.key_norm = norm(model.norm, H, rngs, axis="head_width") if settings.qk_norm else None
+
+    def __call__(
+        self, x_BTD: jax.Array, visible: Visible, turn: Rotation | None, cache: Any = None
+    ) -> tuple[jax.Array, Any]:
+        """x [B, T, D] → [B, T, D], and the cache with this layer's keys and values written to it."""
+        query_BTNH = linear(x_BTD, self.query, self.query_bias)
+        key_BTKH = linear(x_BTD, self.key, self.key_bias)
+        value_BTKH = linear(x_BTD, self.value, self.value_bias)
+        if self.query_norm is not None:
+            query_BTNH, key_BTKH = self.query_norm(query_BTNH), self.key_norm(key_BTKH)
+        if turn is not None:
+            query_BTNH, key_BTKH = rotate(query_BTNH, turn), rotate(key_BTKH, turn)
+
+        query_BTNH = checkpoint_name(_by_heads(query_BTNH, "act_heads"), "query")
+        key_BSKH = checkpoint_name(_by_heads(key_BTKH, "act_kv_heads"), "key")
+        value_BSKH = checkpoint_name(_by_heads(value_BTKH, "act_kv_heads"), "value")
+        if cache is not None:
+            cache, key_BSKH, value_BSKH = cache.extend(key_BSKH, value_BSKH)
+        mixed_BTNH = dot_product_attention(query_BTNH, key_BSKH, value_BSKH, visible)
+        mixed_BTNH = checkpoint_name(_by_heads(mixed_BTNH, "act_heads"), "attention")
+
+        output_BTD = linear(mixed_BTNH, self.output, self.output_bias)
+        return constrain(output_BTD, "batch", "sequence", "act_model"), cache
+
+
+def _by_heads(x_BTNH: jax.Array, heads: str) -> jax.Array:
+    return constrain(x_BTNH, "batch", "sequence", heads, "act_head_width")
+
+
+_ATTENTIONS = {"grouped_query": GroupedQueryAttention}
+
+
+def attention(model: config.ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
+    """The attention that the configuration names."""
+    return _ATTENTIONS[model.attention.kind](model, rngs)

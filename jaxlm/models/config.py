@@ -1,0 +1,144 @@
+"""The architecture of a decoder-only Transformer as orthogonal choices. Imports no JAX."""
+
+from typing import Annotated, Literal, get_args
+
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+
+from jaxlm.schema import Section
+
+Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]
+
+# Activations of a layer that have a name, and what a layer keeps for its backward pass: everything,
+# only its input, or its input and the activations named.
+ActivationName = Literal["query", "key", "value", "attention", "up", "gate"]
+
+
+def _remat(value):
+    names = get_args(ActivationName)
+    listed = isinstance(value, list | tuple) and all(name in names for name in value)
+    if value not in ("none", "full") and not listed:
+        raise ValueError(f'{value!r} is neither "none" nor "full" nor a list of {", ".join(names)}')
+    return value
+
+
+Remat = Annotated[Literal["none", "full"] | tuple[ActivationName, ...], BeforeValidator(_remat)]
+
+
+class RMSNorm(Section):
+    """Zhang and Sennrich 2019 (arXiv:1910.07467), equation 4."""
+
+    kind: Literal["rms"] = "rms"
+    epsilon: PositiveFloat = 1e-5
+
+
+class LayerNorm(Section):
+    """Ba et al. 2016 (arXiv:1607.06450), equations 3 and 4."""
+
+    kind: Literal["layer"] = "layer"
+    epsilon: PositiveFloat = 1e-5
+    bias: bool = True
+
+
+class LearnedPositions(Section):
+    """One learned vector per position, added to the token embedding (GPT-2)."""
+
+    kind: Literal["learned"] = "learned"
+
+
+class Llama3Scaling(Section):
+    """Stretches the slow rotary frequencies, as Llama 3.1 does to reach 128k tokens (arXiv:2407.21783)."""
+
+    kind: Literal["llama3"] = "llama3"
+    factor: PositiveFloat
+    low_frequency_factor: PositiveFloat = 1.0
+    high_frequency_factor: PositiveFloat = 4.0
+    original_context: PositiveInt
+
+    @model_validator(mode="after")
+    def _ordered(self):
+        if self.high_frequency_factor <= self.low_frequency_factor:
+            raise ValueError("high_frequency_factor must be larger than low_frequency_factor")
+        return self
+
+
+class RotaryPositions(Section):
+    """Rotation of query and key pairs, half-split layout (Su et al. 2021, arXiv:2104.09864)."""
+
+    kind: Literal["rotary"] = "rotary"
+    base: PositiveFloat = 10_000.0
+    scaling: Llama3Scaling | None = None
+
+
+class GroupedQueryAttention(Section):
+    """Ainslie et al. 2023 (arXiv:2305.13245): `heads` query heads share `kv_heads` key/value heads.
+
+    `kv_heads = heads` is multi-head attention, `kv_heads = 1` multi-query attention.
+    """
+
+    kind: Literal["grouped_query"] = "grouped_query"
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    head_width: PositiveInt
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+
+
+class DenseFeedForward(Section):
+    """Two matrices with an activation between, or three when gated (Shazeer 2020, arXiv:2002.05202)."""
+
+    kind: Literal["dense"] = "dense"
+    hidden: PositiveInt
+    activation: Activation
+    gated: bool = False
+    bias: bool = False
+
+
+class ModelConfig(Section):
+    """A decoder-only Transformer.
+
+    `context` is the longest sequence it can see. `attention.kv_heads` defaults to `attention.heads`,
+    `attention.head_width` to `width / attention.heads`.
+    """
+
+    vocabulary: PositiveInt
+    context: PositiveInt
+    layers: PositiveInt
+    width: PositiveInt
+    norm: Annotated[RMSNorm | LayerNorm, Field(discriminator="kind")]
+    position: Annotated[LearnedPositions | RotaryPositions, Field(discriminator="kind")]
+    attention: GroupedQueryAttention
+    feed_forward: DenseFeedForward
+    tied_embeddings: bool = False
+    initializer_std: PositiveFloat = 0.02
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_heads(cls, values):
+        """Write the two defaults that depend on other keys into the table, so that a resolved file is whole."""
+        attention = values.get("attention") if isinstance(values, dict) else None
+        if not isinstance(attention, dict) or not isinstance(attention.get("heads"), int):
+            return values
+        heads, width = attention["heads"], values.get("width")
+        filled = {"kv_heads": heads, **attention}
+        if "head_width" not in filled and isinstance(width, int) and heads > 0:
+            if width % heads:
+                raise ValueError(
+                    f"attention.heads = {heads} does not divide width = {width}: "
+                    "change one of them, or set attention.head_width"
+                )
+            filled["head_width"] = width // heads
+        return {**values, "attention": filled}
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        attention = self.attention
+        if attention.heads % attention.kv_heads:
+            raise ValueError(
+                f"attention.kv_heads = {attention.kv_heads} does not divide attention.heads = {attention.heads}"
+            )
+        if self.position.kind == "rotary" and attention.head_width % 2:
+            raise ValueError(
+                f"rotary positions turn pairs: attention.head_width = {attention.head_width} must be even"
+            )
+        return self

@@ -1,0 +1,51 @@
+"""Feed-forward layers: what each token does by itself."""
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxlm.models import config
+from jaxlm.models.layers import ACTIVATIONS, linear
+from jaxlm.models.parameters import normal, param, zeros
+from jaxlm.sharding import constrain
+
+
+class DenseFeedForward(nnx.Module):
+    """act(x·W_up)·W_down, or (act(x·W_gate) ⊙ x·W_up)·W_down when gated (arXiv:2002.05202, equation 6)."""
+
+    def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
+        settings: config.DenseFeedForward = model.feed_forward
+        D, F, std = model.width, settings.hidden, model.initializer_std
+        self.activation = settings.activation
+        self.gate = param(rngs, (D, F), "embed -> feed_forward", normal(std)) if settings.gated else None
+        self.up = param(rngs, (D, F), "embed -> feed_forward", normal(std))
+        self.down = param(
+            rngs, (F, D), "feed_forward -> embed", normal(std * (2 * model.layers) ** -0.5)
+        )
+        biased = settings.bias
+        self.gate_bias = param(rngs, (F,), "feed_forward", zeros) if biased and settings.gated else None
+        self.up_bias = param(rngs, (F,), "feed_forward", zeros) if biased else None
+        self.down_bias = param(rngs, (D,), "channels", zeros) if biased else None
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """x [B, T, D] → [B, T, D]."""
+        activate = ACTIVATIONS[self.activation]
+        up_BTF = checkpoint_name(_by_hidden(linear(x_BTD, self.up, self.up_bias)), "up")
+        if self.gate is None:
+            hidden_BTF = activate(up_BTF)
+        else:
+            gate_BTF = checkpoint_name(_by_hidden(linear(x_BTD, self.gate, self.gate_bias)), "gate")
+            hidden_BTF = activate(gate_BTF) * up_BTF
+        return constrain(linear(hidden_BTF, self.down, self.down_bias), "batch", "sequence", "act_model")
+
+
+def _by_hidden(x_BTF: jax.Array) -> jax.Array:
+    return constrain(x_BTF, "batch", "sequence", "act_ff")
+
+
+_FEED_FORWARDS = {"dense": DenseFeedForward}
+
+
+def feed_forward(model: config.ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
+    """The feed-forward layer that the configuration names."""
+    return _FEED_FORWARDS[model.feed_forward.kind](model, rngs)

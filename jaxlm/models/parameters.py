@@ -1,0 +1,48 @@
+"""How parameters are declared: once, in their module, with everything that others need to know of them."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
+
+zeros: Initializer = jax.nn.initializers.zeros
+ones: Initializer = jax.nn.initializers.ones
+
+
+def normal(std: float) -> Initializer:
+    """Independent draws from N(0, std²)."""
+    return jax.nn.initializers.normal(std)
+
+
+def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: str, init: Initializer) -> nnx.Param:
+    """Declare a float32 parameter; the only way to do so.
+
+    Args:
+      rngs: its `params` stream draws the initial value.
+      shape: one size per logical axis.
+      axes: names of the logical axes. A matrix has an arrow between the axes that it contracts and those
+        that it makes ("embed -> heads head_width"); a vector of gains or biases has none ("heads head_width").
+      init: initializer of `jax.nn.initializers`.
+
+    Returns an `nnx.Param` with metadata `axes`, all names, and `inputs`, those left of the arrow: weight decay,
+    `linear` and the sharding table read them, so that nothing is ever guessed from a number of dimensions.
+    """
+    inputs, arrow, outputs = axes.partition("->")
+    names = (*inputs.split(), *outputs.split())
+    if len(names) != len(shape):
+        raise ValueError(f"axes {axes!r} name {len(names)} dimensions; the shape {shape} has {len(shape)}")
+    return nnx.Param(
+        init(rngs.params(), shape, jnp.float32), axes=names, inputs=tuple(inputs.split()) if arrow else ()
+    )
+
+
+def stack(make_layer: Callable[[nnx.Rngs], nnx.Module], n: int, rngs: nnx.Rngs) -> nnx.Module:
+    """n layers as one module whose parameters are [n, …] with the axis "layers" in front."""
+    layers = nnx.vmap(make_layer)(rngs.split(n))
+    for _, variable in nnx.iter_graph(layers):
+        if isinstance(variable, nnx.Param):
+            variable.set_metadata(axes=("layers", *variable.axes))
+    return layers

@@ -1,0 +1,129 @@
+"""The decoder-only Transformer, assembled from interchangeable parts."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxlm.models import config
+from jaxlm.models.attention import attention
+from jaxlm.models.feed_forward import feed_forward
+from jaxlm.models.layers import Dropout, linear, norm
+from jaxlm.models.parameters import normal, param, stack
+from jaxlm.models.positions import Rotation, Visible, rotation
+from jaxlm.sharding import constrain
+
+class Execution(NamedTuple):
+    """How the layers run; the result is the same whichever is chosen.
+
+    `remat`: what a layer keeps for its backward pass. `scan`: one compiled layer in a loop, or all written out.
+    """
+
+    remat: config.Remat = "none"
+    scan: bool = True
+
+
+class Block(nnx.Module):
+    """One layer: attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
+        self.attention_norm = norm(model.norm, model.width, rngs)
+        self.attention = attention(model, rngs)
+        self.feed_forward_norm = norm(model.norm, model.width, rngs)
+        self.feed_forward = feed_forward(model, rngs)
+
+    def __call__(
+        self, x_BTD: jax.Array, visible: Visible, turn: Rotation | None, dropout: Dropout, cache: Any
+    ) -> tuple[jax.Array, Any]:
+        """x [B, T, D] → [B, T, D], and the cache extended by this layer."""
+        read_BTD, cache = self.attention(self.attention_norm(x_BTD), visible, turn, cache)
+        x_BTD = x_BTD + dropout(read_BTD, 0)
+        x_BTD = x_BTD + dropout(self.feed_forward(self.feed_forward_norm(x_BTD)), 1)
+        return x_BTD, cache
+
+
+class Transformer(nnx.Module):
+    """Token and position embedding, a stack of blocks, a final norm and the unembedding."""
+
+    def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
+        V, D, std = model.vocabulary, model.width, model.initializer_std
+        self.model = model
+        self.embedding = param(rngs, (V, D), "vocab -> embed", normal(std))
+        learned = model.position.kind == "learned"
+        self.positions = param(rngs, (model.context, D), "positions -> embed", normal(std)) if learned else None
+        self.layers = stack(lambda rngs: Block(model, rngs), model.layers, rngs)
+        self.final_norm = norm(model.norm, D, rngs)
+        tied = model.tied_embeddings
+        self.unembedding = None if tied else param(rngs, (D, V), "embed -> vocab", normal(std))
+
+    def hidden(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        visible: Visible,
+        *,
+        cache: Any = None,
+        dropout: Dropout = Dropout(),  # noqa: B008 (immutable)
+        execution: Execution = Execution(),  # noqa: B008 (immutable)
+    ) -> tuple[jax.Array, Any]:
+        """The normalised residual stream after the last layer, [B, T, D], and the extended cache.
+
+        Args:
+          tokens_BT: int32 token ids in [0, vocabulary).
+          positions_BT: int32 position of each token in its document.
+          visible: what each token may see; indices of the row, or of the cache where there is one.
+          cache: keys and values of earlier tokens (`jaxlm.inference.cache.Cache`), or None.
+        """
+        x_BTD = self.embedding[...][tokens_BT]
+        if self.positions is not None:
+            x_BTD = x_BTD + self.positions[...][positions_BT]
+        x_BTD = dropout.at(0)(constrain(x_BTD, "batch", "sequence", "act_model"), 0)
+
+        turn = None
+        if self.model.position.kind == "rotary":
+            turn = rotation(self.model.position, self.model.attention.head_width, positions_BT)
+
+        def run(block: Block, carry: tuple, layer: jax.Array) -> tuple:
+            return block(carry[0], visible, turn, dropout.at(layer + 1), carry[1])
+
+        x_BTD, cache = _through(self.layers, run, (x_BTD, cache), self.model.layers, execution)
+        return self.final_norm(x_BTD), cache
+
+    def logits(self, hidden_BTD: jax.Array) -> jax.Array:
+        """Unembed [B, T, D] to float32 logits [B, T, V]."""
+        if self.unembedding is not None:
+            logits_BTV = linear(hidden_BTD, self.unembedding, out_dtype=jnp.float32)
+        else:
+            logits_BTV = _tied(hidden_BTD, self.embedding)
+        return constrain(logits_BTV, "batch", "sequence", "act_vocab")
+
+
+def _tied(hidden_BTD: jax.Array, embedding_VD: nnx.Param) -> jax.Array:
+    rows = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
+    logits = jnp.einsum("RD,VD->RV", rows, embedding_VD[...], preferred_element_type=jnp.float32)
+    return logits.reshape(*hidden_BTD.shape[:-1], -1)
+
+
+def _through(
+    layers: nnx.Module, run: Callable[[Block, tuple, jax.Array], tuple], carry: tuple, n: int, execution: Execution
+) -> tuple:
+    """Carry a value through the stacked layers, scanned or unrolled over the same tree."""
+    graph, stacked = nnx.split(layers)
+
+    def body(carry: tuple, layer: tuple) -> tuple[tuple, None]:
+        tree, index = layer
+        return run(nnx.merge(graph, tree), carry, index), None
+
+    if execution.remat != "none":
+        saved = () if execution.remat == "full" else execution.remat
+        # Inside scan nothing can be merged across iterations, so the barrier against it is needless there.
+        body = jax.checkpoint(
+            body,
+            policy=jax.checkpoint_policies.save_only_these_names(*saved),
+            prevent_cse=not execution.scan,
+        )
+    # unroll=True writes the loop out at trace time: the same tree, the same body, no while loop in the program.
+    carry, _ = jax.lax.scan(body, carry, (stacked, jnp.arange(n)), unroll=1 if execution.scan else n)
+    return carry

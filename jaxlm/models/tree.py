@@ -1,0 +1,78 @@
+"""The abstract tree: shapes, dtypes and logical axes of a model, without a backend or an array.
+
+Everything that must know the parameters reads it: initialisation, sharding, weight decay, counting, checkpoints,
+compilation. Trees are nested dicts whose leaves are found by path ("layers/attention/query").
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxlm import sharding
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.transformer import Transformer
+
+Tree = dict[str, Any]
+
+
+def abstract(model: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
+    """(graph, tree) of the model: `nnx.merge(graph, parameters)` is the module; the tree's leaves are `nnx.Param`
+    with a `jax.ShapeDtypeStruct` and the metadata `axes` and `inputs` that `models.parameters.param` declared."""
+    return nnx.split(nnx.eval_shape(lambda: build(model, seed=0)))
+
+
+def read(tree: nnx.State, leaf: Callable[[nnx.Param], Any]) -> Tree:
+    """A nested dict with leaf(parameter) for each parameter of an abstract tree."""
+    return nnx.to_pure_dict(tree, extract_fn=leaf)
+
+
+def shapes(tree: nnx.State) -> Tree:
+    """The `jax.ShapeDtypeStruct` of each parameter."""
+    return read(tree, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+
+
+def shardings(tree: nnx.State, mesh: Mesh, table: sharding.Table = sharding.TABLE) -> Tree:
+    """The NamedSharding of each parameter."""
+    return read(tree, lambda leaf: sharding.sharding(leaf.axes, leaf.shape, mesh, table))
+
+
+def matrices(tree: nnx.State) -> Tree:
+    """True for each parameter that is a matrix by declaration, embeddings included; False for gains and biases."""
+    return read(tree, lambda leaf: bool(leaf.inputs))
+
+
+def paths(tree: Tree) -> dict[str, Any]:
+    """Leaves by path, the keys joined by "/"."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Exact number of parameters, tied ones once."""
+    _, tree = abstract(model)
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(tree)))
+
+
+def build(model: ModelConfig, seed: int) -> Transformer:
+    """The module with initial parameters; inside jit, so that each device makes only its own shard.
+
+    The values do not depend on the mesh.
+    """
+    return Transformer(model, nnx.Rngs(params=seed))
+
+
+def init(model: ModelConfig, seed: int, mesh: Mesh) -> Tree:
+    """Initial parameters, float32, laid out on the mesh."""
+    _, tree = abstract(model)
+    with jax.set_mesh(mesh):
+        make = jax.jit(lambda: parameters(build(model, seed)), out_shardings=shardings(tree, mesh))
+        return make()
+
+
+def parameters(module: Transformer) -> Tree:
+    """The parameters of a module as a nested dict."""
+    return nnx.to_pure_dict(nnx.state(module))

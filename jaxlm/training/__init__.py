@@ -1,0 +1,1 @@
+"""The training step, the loop around it, checkpoints and records."""

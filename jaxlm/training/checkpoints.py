@@ -1,0 +1,163 @@
+"""Checkpoints: Orbax writes them, asynchronously and atomically; checksums tell whether they are still whole."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
+
+from jaxlm.errors import InputError
+from jaxlm.models.tree import Tree
+from jaxlm.training.step import TrainState
+
+_CHECKSUMS = "checksums.json"
+# Orbax stamps this file with the time of the commit, after everything else is sealed.
+_STAMPED = "_CHECKPOINT_METADATA"
+_LOSS = "held_out_loss"
+
+logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports each of its phases there
+
+
+class Checkpoints:
+    """The checkpoints of one run, for writing. Close it, or use it as a context, so that the last one is whole.
+
+    A folder per step, in it `parameters` and `rest` (the other fields of `TrainState`), keyed by tree path.
+    """
+
+    def __init__(self, directory: Path, keep: int):
+        self._directory = directory.absolute()
+        policies = [
+            LatestN(keep),
+            BestN(
+                get_metric_fn=lambda metrics: -metrics[_LOSS], n=1, keep_checkpoints_without_metrics=False
+            ),
+        ]
+        options = ocp.CheckpointManagerOptions(
+            best_fn=lambda metrics: metrics[_LOSS],  # without it Orbax writes no metrics down
+            best_mode="min",
+            preservation_policy=AnyPreservationPolicy(policies),
+            cleanup_tmp_directories=True,
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
+        )
+        self._manager = ocp.CheckpointManager(self._directory, options=options)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._manager.close()
+
+    def save(self, state: TrainState, held_out_loss: float | None) -> None:
+        """Begin to write a state; returns when its buffers may be reused."""
+        step = int(state.step)
+        if step in self._manager.all_steps():
+            return
+        parts = state._asdict()
+        items = ocp.args.Composite(
+            parameters=ocp.args.StandardSave(parts.pop("parameters")), rest=ocp.args.StandardSave(parts)
+        )
+        metrics = None if held_out_loss is None else {_LOSS: held_out_loss}
+        self._manager.save(step, args=items, metrics=metrics)
+
+    def _seal(self) -> None:
+        """Write the checksums into the folder that Orbax is about to rename: what is committed is sealed."""
+        for folder in self._directory.glob("*.orbax-checkpoint-tmp*"):
+            (folder / _CHECKSUMS).write_text(json.dumps(dict(_checksums(folder))))
+
+
+def newest_whole(directory: Path, say: Callable[[str], None]) -> int | None:
+    """The newest step whose files all match their checksums, or None. Damaged ones are reported through `say`."""
+    for step in sorted(_steps(directory), reverse=True):
+        damage = _damage(directory / str(step))
+        if damage is None:
+            return step
+        say(f"checkpoint {step} is damaged ({damage}); trying the one before it")
+    return None
+
+
+def best_whole(directory: Path, say: Callable[[str], None]) -> int | None:
+    """The whole step with the lowest held-out loss, or the newest where none was evaluated."""
+    losses = {step: loss for step in _steps(directory) if (loss := held_out_loss(directory, step)) is not None}
+    for step in sorted(losses, key=losses.__getitem__):
+        damage = _damage(directory / str(step))
+        if damage is None:
+            return step
+        say(f"checkpoint {step} is damaged ({damage}); trying the next best")
+    return newest_whole(directory, say)
+
+
+def held_out_loss(directory: Path, step: int) -> float | None:
+    """The held-out loss that was measured when a checkpoint was written."""
+    try:
+        return json.loads((directory / str(step) / "metrics" / "metrics").read_text())[_LOSS]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def set_aside_damaged(directory: Path, newest: int | None) -> None:
+    """Move checkpoints newer than the newest whole one to `damaged/`, so that their steps can be written again."""
+    for step in _steps(directory):
+        if newest is None or step > newest:
+            aside = directory / "damaged" / str(step)
+            while aside.exists():
+                aside = aside.with_name(aside.name + "+")
+            aside.parent.mkdir(exist_ok=True)
+            (directory / str(step)).rename(aside)
+
+
+def restore_state(directory: Path, step: int, like: TrainState) -> TrainState:
+    """A whole training state, laid out as `like`: `jax.ShapeDtypeStruct`s with the shardings of any mesh."""
+    parts = like._asdict()
+    parameters = parts.pop("parameters")
+    restored = _restore(directory, step, parameters=parameters, rest=parts)
+    return TrainState(parameters=restored["parameters"], **restored["rest"])
+
+
+def restore_parameters(directory: Path, step: int, like: Tree) -> Tree:
+    """The parameters alone, laid out as `like`."""
+    return _restore(directory, step, parameters=like)["parameters"]
+
+
+def _restore(directory: Path, step: int, **items: Any) -> Any:
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        wanted = {name: ocp.args.StandardRestore(like) for name, like in items.items()}
+        try:
+            return reader.restore((directory / str(step)).absolute(), args=ocp.args.Composite(**wanted))
+        except ValueError as error:
+            raise InputError(f"checkpoint {step} of {directory} does not fit the model: {error}") from error
+
+
+def shaped(tree: Any, shardings: Any) -> Any:
+    """`jax.ShapeDtypeStruct`s with shardings, from an abstract tree and its shardings."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+
+
+def _steps(directory: Path) -> list[int]:
+    return [int(p.name) for p in directory.glob("*") if p.name.isdigit()] if directory.is_dir() else []
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, or None."""
+    try:
+        expected = json.loads((folder / _CHECKSUMS).read_text())
+    except (OSError, ValueError):
+        return "it has no checksums"
+    actual = dict(_checksums(folder))
+    for name, digest in expected.items():
+        if name not in actual:
+            return f"{name} is missing"
+        if actual[name] != digest:
+            return f"{name} does not match its checksum"
+    return None
+
+
+def _checksums(folder: Path) -> Iterator[tuple[str, str]]:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name not in (_CHECKSUMS, _STAMPED):
+            with path.open("rb") as file:
+                yield path.relative_to(folder).as_posix(), hashlib.file_digest(file, "blake2b").hexdigest()

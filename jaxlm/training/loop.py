@@ -1,0 +1,201 @@
+"""The training loop: steps, and between them records, evaluations and checkpoints."""
+
+import math
+import signal
+import time
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+from jax.sharding import Mesh
+
+from jaxlm import sharding
+from jaxlm.data.dataset import Dataset
+from jaxlm.data.loader import training_batches
+from jaxlm.data.packing import Rows
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.tree import Tree
+from jaxlm.training import checkpoints
+from jaxlm.training.checkpoints import Checkpoints
+from jaxlm.training.config import AdamWConfig, CheckpointConfig, EvaluationConfig, TrainingConfig
+from jaxlm.training.evaluation import Evaluation, evaluate
+from jaxlm.training.interrupt import StopRequest
+from jaxlm.training.records import JsonLines
+from jaxlm.training.step import TrainState, jit_steps, make_steps
+
+
+class Diverged(RuntimeError):
+    """Too many steps in a row had a loss or gradient that is not finite."""
+
+
+class Display(Protocol):
+    """What the loop tells whoever watches."""
+
+    def say(self, line: str) -> None:
+        """Something happened."""
+
+    def advance(self, step: int, metrics: dict[str, Any] | None) -> None:
+        """`step` steps are done; metrics come with those that are recorded."""
+
+
+class Result(NamedTuple):
+    """How a run ended: at which step, with which parameters, and by which signal if one stopped it."""
+
+    step: int
+    parameters: Tree
+    held_out: Evaluation | None
+    signal: signal.Signals | None
+
+
+class Trainer:
+    """A run from its newest whole checkpoint, or from the start, to `training.steps`.
+
+    Writes `metrics.jsonl` and `evaluations.jsonl` (lines with their `step`) and `checkpoints/` into RUN.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        training: TrainingConfig,
+        optimization: AdamWConfig,
+        evaluation: EvaluationConfig,
+        checkpoint: CheckpointConfig,
+        dataset: Dataset,
+        mesh: Mesh,
+        run: Path,
+        display: Display,
+    ):
+        self._training, self._evaluation, self._checkpoint = training, evaluation, checkpoint
+        self._mesh, self._display = mesh, display
+        self._rows = Rows(dataset.train, training.sequence)
+        self._held_out_rows = Rows(dataset.held_out, training.sequence)
+        self._steps = make_steps(model, training, optimization)
+        self._compiled = jit_steps(self._steps, mesh)
+        self._metrics = JsonLines(run / "metrics.jsonl")
+        self._evaluations = JsonLines(run / "evaluations.jsonl")
+        self._directory = run / "checkpoints"
+        self._window = _Window()
+        self._previous: tuple[int, dict[str, jax.Array]] | None = None
+
+    def train(self) -> Result:
+        """Train to the last step. A signal ends it after the step in progress, with a checkpoint.
+
+        Raises Diverged; what was saved until then stays.
+        """
+        newest = checkpoints.newest_whole(self._directory, self._display.say)
+        checkpoints.set_aside_damaged(self._directory, newest)
+        with (
+            StopRequest() as stop,
+            jax.set_mesh(self._mesh),
+            Checkpoints(self._directory, self._checkpoint.keep) as saved,
+        ):
+            state = self._start(newest)
+            return self._continue(newest or 0, state, saved, stop)
+
+    def _continue(self, step: int, state: TrainState, saved: Checkpoints, stop: StopRequest) -> Result:
+        training, last = self._training, self._training.steps
+        held_out = None
+        if step >= last:
+            return Result(step, state.parameters, None, None)
+
+        batches = training_batches(self._rows, training.batch, training.seed, start=step)
+        batch = sharding.put_batch(next(batches), self._mesh)
+        began = time.perf_counter()
+        self._display.say("compiling the training step")
+        train_step = self._compiled.train.lower(state, batch).compile()
+        self._display.say(f"compiled in {time.perf_counter() - began:.1f} s")
+
+        self._window.restart()
+        while step < last and stop.signal is None:
+            state, metrics = train_step(state, batch)
+            step += 1
+            # The next batch travels while this step runs; only then is the step before it looked at.
+            batch = sharding.put_batch(next(batches), self._mesh)
+            self._look_at_previous()
+            self._previous = step, metrics
+
+            ending = step == last
+            evaluating = ending or step % self._evaluation.every == 0
+            saving = ending or step % self._checkpoint.every == 0
+            if evaluating or saving:
+                self._look_at_previous()
+            measured = None
+            if evaluating:
+                limit = None if ending else self._evaluation.batches
+                measured = held_out = self._evaluate(step, state.parameters, limit)
+            if saving:
+                saved.save(state, measured and measured.loss)
+            if evaluating or saving:
+                self._window.restart()
+
+        self._look_at_previous()
+        if step < last:
+            saved.save(state, None)
+        return Result(step, state.parameters, held_out if step == last else None, stop.signal)
+
+    def _start(self, newest: int | None) -> TrainState:
+        for file in (self._metrics, self._evaluations):
+            file.cut_after(newest or 0)
+        if newest is None:
+            return self._compiled.init()
+        self._display.say(f"resuming from step {newest}")
+        like = checkpoints.shaped(jax.eval_shape(self._steps.init), self._steps.shardings(self._mesh))
+        return checkpoints.restore_state(self._directory, newest, like)
+
+    def _look_at_previous(self) -> None:
+        """Wait for the last step that was not looked at, and record it where it is due."""
+        if self._previous is None:
+            return
+        (step, arrays), self._previous = self._previous, None
+        metrics = jax.device_get(arrays)
+        self._window.add(int(metrics["tokens"]))
+        in_a_row = int(metrics["skipped_in_a_row"])
+        row = None
+        if step == 1 or step % self._training.log_every == 0 or step == self._training.steps:
+            row = {
+                "step": step,
+                "loss": _finite(metrics["loss"]),
+                **self._window.rates(),
+                "mfu": None,  # needs the peak of the chip
+                "grad_norm": _finite(metrics["grad_norm"]),
+                "learning_rate": float(metrics["learning_rate"]),
+                "skipped": int(metrics["skipped"]),
+            }
+            self._metrics.append(row)
+            self._window.restart()
+        self._display.advance(step, row)
+        if in_a_row >= self._training.max_skipped_in_a_row:
+            raise Diverged(
+                f"the loss or gradient of steps {step - in_a_row + 1} to {step} was not finite, and their updates were "
+                "skipped; lower optimizer.learning_rate or optimizer.clip_norm, or set training.dtype=float32"
+            )
+
+    def _evaluate(self, step: int, parameters: Tree, limit: int | None) -> Evaluation:
+        measured = evaluate(
+            self._compiled.evaluate, parameters, self._held_out_rows, self._training.batch, self._mesh, limit
+        )
+        self._evaluations.append({"step": step, "loss": _finite(measured.loss), "tokens": measured.tokens})
+        self._display.say(f"step {step}: held-out loss {measured.loss:.4f}")
+        return measured
+
+
+class _Window:
+    """Time and tokens since the last line of metrics, without what was done between steps."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self._began, self._steps, self._tokens = time.perf_counter(), 0, 0
+
+    def add(self, tokens: int) -> None:
+        self._steps, self._tokens = self._steps + 1, self._tokens + tokens
+
+    def rates(self) -> dict[str, float]:
+        seconds = time.perf_counter() - self._began
+        return {"step_s": seconds / self._steps, "tokens_per_s": self._tokens / seconds}
+
+
+def _finite(x: Any) -> float | None:
+    """A number that JSON can hold; None for infinities and NaN."""
+    return float(x) if math.isfinite(x) else None

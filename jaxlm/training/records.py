@@ -1,0 +1,97 @@
+"""What a run writes down: metrics line by line, where it ran, and a picture of its losses."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_VERSIONS = ("jaxlm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
+
+
+class JsonLines:
+    """A file of one JSON object per line, each with its `step`; whole lines survive a killed process."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All whole lines."""
+        if not self.path.exists():
+            return []
+        rows = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                break  # the process was killed while writing this one
+        return rows
+
+    def cut_after(self, step: int) -> None:
+        """Drop what was written after `step`, so that a resumed run writes it again."""
+        kept = [row for row in self.rows() if row["step"] <= step]
+        partial = self.path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        os.replace(partial, self.path)
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Write one line through to the operating system."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def environment(devices: list) -> dict[str, Any]:
+    """Versions, git commit of this code, command line and devices of a start."""
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": sys.argv,
+        "versions": {name: _version(name) for name in _VERSIONS},
+        "python": platform.python_version(),
+        "git_commit": _git_commit(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "devices": [f"{device.platform}:{device.id} {device.device_kind}" for device in devices],
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    """The commit of this code, "+changes" behind it where files differ; None outside a checkout of it."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def plot_losses(metrics: list[dict], evaluations: list[dict], path: Path) -> None:
+    """Training and held-out loss over steps, as a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot([m["step"] for m in metrics], [m["loss"] for m in metrics], lw=1, label="training batch")
+    if evaluations:
+        axes.plot([e["step"] for e in evaluations], [e["loss"] for e in evaluations], "o-", label="held out")
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)

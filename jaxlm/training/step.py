@@ -1,0 +1,163 @@
+"""One optimizer step and one evaluation step, as pure functions of plain trees."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from einops import rearrange
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxlm import sharding
+from jaxlm.models import tree as model_tree
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.layers import Dropout
+from jaxlm.models.positions import visible_in_rows
+from jaxlm.models.transformer import Execution
+from jaxlm.models.tree import Tree
+from jaxlm.training.config import AdamWConfig, TrainingConfig
+from jaxlm.training.losses import cross_entropy
+from jaxlm.training.optimizer import optimizer, schedule, state_shardings
+
+# tokens, targets, segments, positions: int32 [B, T] each (`jaxlm.data.packing`).
+Batch = dict[str, jax.Array]
+
+
+class TrainState(NamedTuple):
+    """Everything that a resumed run needs; the position in the data is `step`."""
+
+    step: jax.Array  # batches consumed, int32
+    parameters: Tree  # float32
+    optimizer: optax.OptState
+    skipped: jax.Array  # steps whose update was not finite, int32
+    skipped_in_a_row: jax.Array
+
+
+class Steps(NamedTuple):
+    """The functions of a training run, pure and not yet compiled, and how their state lies on the mesh."""
+
+    init: Callable[[], TrainState]
+    train: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+    evaluate: Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]
+    shardings: Callable[[Mesh], TrainState]
+
+
+def make_steps(model: ModelConfig, training: TrainingConfig, optimization: AdamWConfig) -> Steps:
+    """The steps of this model under these settings.
+
+    `train` returns the next state and the metrics `loss` (nats per target), `grad_norm` (before clipping),
+    `learning_rate`, `tokens` (targets that count), `skipped` and `skipped_in_a_row`. `evaluate` returns the sum
+    of the token losses and the number of targets. Under microbatches the loss is still
+    Σ token losses / Σ targets over the whole batch.
+    """
+    graph, tree = model_tree.abstract(model)
+    transform = optimizer(optimization, tree)
+    learning_rate = schedule(optimization.schedule, optimization.learning_rate)
+    dtype = jnp.dtype(training.dtype)
+    execution = Execution(remat=training.remat, scan=training.scan_layers)
+
+    def init() -> TrainState:
+        fresh = model_tree.parameters(model_tree.build(model, training.seed))
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(zero, fresh, transform.init(fresh), zero, zero)
+
+    def summed_loss(parameters: Tree, batch: Batch, dropout: Dropout) -> jax.Array:
+        module = nnx.merge(graph, parameters)
+        positions = batch["positions"]
+        hidden, _ = module.hidden(
+            batch["tokens"], positions, visible_in_rows(positions), dropout=dropout, execution=execution
+        )
+        losses = cross_entropy(module.logits(hidden), batch["targets"])
+        return jnp.sum(jnp.where(batch["segments"] > 0, losses, 0.0))
+
+    def gradients(parameters: Tree, batch: Batch, key: jax.Array) -> tuple[jax.Array, Tree, jax.Array]:
+        """Mean loss, its float32 gradients, and the number of targets."""
+        targets = jnp.sum(batch["segments"] > 0)
+        scale = 1.0 / jnp.maximum(targets, 1).astype(jnp.float32)
+        working = cast(parameters, dtype)
+
+        def share(index: jax.Array | int, part: Batch) -> tuple[jax.Array, Tree]:
+            dropout = Dropout(training.dropout, jax.random.fold_in(key, index))
+            return jax.value_and_grad(lambda p: summed_loss(p, part, dropout) * scale)(working)
+
+        if training.microbatches == 1:
+            loss, grads = share(0, batch)
+            return loss, cast(grads, jnp.float32), targets
+
+        def add(total: tuple, part: tuple) -> tuple[tuple, None]:
+            return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, share(*part)), None
+
+        # Each microbatch takes every M-th row, so that it lies on all devices without moving any row.
+        parts = {k: rearrange(x, "(B M) T -> M B T", M=training.microbatches) for k, x in batch.items()}
+        parts = {k: sharding.constrain(x, None, "batch", "sequence") for k, x in parts.items()}
+        nothing = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, parameters)
+        (loss, grads), _ = jax.lax.scan(add, nothing, (jnp.arange(training.microbatches), parts))
+        return loss, grads, targets
+
+    def train(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        key = jax.random.fold_in(jax.random.key(training.seed), state.step)
+        loss, grads, targets = gradients(state.parameters, batch, key)
+        grad_norm = optax.global_norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+
+        updates, moments = transform.update(grads, state.optimizer, state.parameters)
+        updated = optax.apply_updates(state.parameters, updates), moments
+        kept = state.parameters, state.optimizer
+        parameters, moments = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, kept)
+
+        skipped = jnp.where(finite, 0, 1)
+        following = TrainState(
+            step=state.step + 1,
+            parameters=parameters,
+            optimizer=moments,
+            skipped=state.skipped + skipped,
+            skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
+        )
+        return following, {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate(state.step - state.skipped),
+            "tokens": targets,
+            "skipped": following.skipped,
+            "skipped_in_a_row": following.skipped_in_a_row,
+        }
+
+    def evaluate(parameters: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        return summed_loss(cast(parameters, dtype), batch, Dropout()), jnp.sum(batch["segments"] > 0)
+
+    def shardings(mesh: Mesh) -> TrainState:
+        whole = sharding.replicated(mesh)
+        return TrainState(
+            step=whole,
+            parameters=model_tree.shardings(tree, mesh),
+            optimizer=state_shardings(transform, tree, mesh),
+            skipped=whole,
+            skipped_in_a_row=whole,
+        )
+
+    return Steps(init, train, evaluate, shardings)
+
+
+def cast(parameters: Tree, dtype: jnp.dtype) -> Tree:
+    """Every parameter in another dtype."""
+    return jax.tree.map(lambda x: x.astype(dtype), parameters)
+
+
+class Compiled(NamedTuple):
+    """The steps jitted for a mesh; call them under `jax.set_mesh`. `train` consumes its state."""
+
+    init: Callable[[], TrainState]
+    train: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+    evaluate: Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]
+
+
+def jit_steps(steps: Steps, mesh: Mesh) -> Compiled:
+    """jit at the edge: shardings pinned in and out, the state's buffers donated."""
+    lies, whole = steps.shardings(mesh), sharding.replicated(mesh)
+    return Compiled(
+        init=jax.jit(steps.init, out_shardings=lies),
+        train=jax.jit(steps.train, donate_argnums=0, out_shardings=(lies, whole)),
+        evaluate=jax.jit(steps.evaluate, out_shardings=whole),
+    )

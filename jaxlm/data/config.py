@@ -1,5 +1,6 @@
 """Where text comes from and how it becomes tokens. Imports no JAX."""
 
+import os
 from typing import Annotated
 
 from pydantic import Field, field_validator
@@ -8,6 +9,10 @@ from jaxlm.schema import Section
 
 STANDARD_LIBRARY = "stdlib"
 TOKENIZERS = ("bytes", "characters", "bpe")
+
+
+def _cache() -> str:
+    return os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "jaxlm")
 
 
 class DataConfig(Section):
@@ -22,7 +27,7 @@ class DataConfig(Section):
     text: tuple[str, ...] = (STANDARD_LIBRARY,)
     tokenizer: str = "bpe"
     held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    cache: str = "~/.cache/jaxlm"
+    cache: str = Field(default_factory=_cache)
 
     @field_validator("text", mode="before")
     @classmethod

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import tomli_w
-from pydantic import PositiveInt, ValidationError
+from pydantic import Field, PositiveInt, ValidationError
 
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizers import BYTES_VOCABULARY
@@ -31,12 +31,12 @@ class Experiment(Section):
     """One training run, whole: what it trains, on what, how, and what it keeps."""
 
     model: ModelConfig
-    data: DataConfig = DataConfig()
+    data: DataConfig = Field(default_factory=DataConfig)
     training: TrainingConfig
     optimizer: AdamWConfig
-    evaluation: EvaluationConfig = EvaluationConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    mesh: MeshConfig = MeshConfig()
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    mesh: MeshConfig = Field(default_factory=MeshConfig)
 
     def to_toml(self) -> str:
         """Every key with its value; loads back to the same experiment."""

@@ -76,10 +76,10 @@ class Transformer(nnx.Module):
           visible: what each token may see; indices of the row, or of the cache where there is one.
           cache: keys and values of earlier tokens (`jaxlm.inference.cache.Cache`), or None.
         """
-        x_BTD = self.embedding[...][tokens_BT]
+        x_BTD = _look_up(self.embedding, tokens_BT)
         if self.positions is not None:
-            x_BTD = x_BTD + self.positions[...][positions_BT]
-        x_BTD = dropout.at(0)(constrain(x_BTD, "batch", "sequence", "act_model"), 0)
+            x_BTD = x_BTD + _look_up(self.positions, positions_BT)
+        x_BTD = dropout.at(0)(x_BTD, 0)
 
         turn = None
         if self.model.position.kind == "rotary":
@@ -98,6 +98,16 @@ class Transformer(nnx.Module):
         else:
             logits_BTV = _tied(hidden_BTD, self.embedding)
         return constrain(logits_BTV, "batch", "sequence", "act_vocab")
+
+
+def _look_up(table: nnx.Param, index_BT: jax.Array) -> jax.Array:
+    """Rows of a table [rows, D], as [B, T, D].
+
+    The table is made whole in D first: left to itself, the partitioner gathers the ids and then moves the
+    activations instead. Its rows stay where they are: each device looks up those it has, and the results are added.
+    """
+    rows = constrain(table[...], table.axes[0], "act_model")
+    return constrain(jnp.take(rows, index_BT, axis=0, mode="clip"), "batch", "sequence", "act_model")
 
 
 def _tied(hidden_BTD: jax.Array, embedding_VD: nnx.Param) -> jax.Array:

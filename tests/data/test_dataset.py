@@ -1,0 +1,195 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jaxlm.data import dataset
+from jaxlm.data.cache import building
+from jaxlm.data.config import DataConfig
+from jaxlm.data.dataset import prepare
+from jaxlm.data.tokenizers import characters_tokenizer
+from jaxlm.errors import InputError
+
+VOCABULARY = 300
+
+
+def texts(count: int = 40) -> list[str]:
+    return [f"document {i}: " + "some words " * (i % 7 + 1) for i in range(count)]
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A folder of forty documents."""
+    (tmp_path / "text").mkdir()
+    for i, content in enumerate(texts()):
+        (tmp_path / "text" / f"{i:02d}.txt").write_text(content)
+    return tmp_path / "text"
+
+
+@pytest.fixture
+def describe(text, tmp_path):
+    """A data configuration of that text, with its cache among the test's own files."""
+
+    def describe(**changes) -> DataConfig:
+        return DataConfig(**{"text": str(text), "tokenizer": "bytes", "cache": str(tmp_path / "cache"), **changes})
+
+    return describe
+
+
+def in_cache(tmp_path) -> list[str]:
+    return sorted(os.listdir(tmp_path / "cache" / "datasets"))
+
+
+def decoded(data: dataset.Dataset, split: str) -> set[str]:
+    store = getattr(data, split)
+    return {data.tokenizer.decode(store.read(i, 0, n)) for i, n in enumerate(store.lengths)}
+
+
+def manifests(tmp_path) -> dict:
+    return {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("manifest.json")}
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "characters", "bpe"])
+def test_both_splits_together_are_the_text(describe, tokenizer):
+    data = prepare(describe(tokenizer=tokenizer, held_out=0.3), VOCABULARY)
+    assert decoded(data, "train") | decoded(data, "held_out") == set(texts())
+    assert not decoded(data, "train") & decoded(data, "held_out")
+
+
+def test_held_out_bytes_are_those_of_the_held_out_documents(describe):
+    data = prepare(describe(), VOCABULARY)
+    assert data.held_out_bytes == sum(map(len, decoded(data, "held_out"))) > 0
+
+
+def test_the_tokenizer_is_trained_on_the_training_text_alone(describe, text):
+    before = prepare(describe(tokenizer="bpe"), VOCABULARY)
+    unseen = [path for path in text.iterdir() if path.read_text() in decoded(before, "held_out")]
+    for path in unseen[1:]:
+        path.unlink()
+    after = prepare(describe(tokenizer="bpe"), VOCABULARY)
+    assert decoded(after, "held_out") < decoded(before, "held_out")
+    assert after.tokenizer.to_json() == before.tokenizer.to_json()
+
+
+def test_what_was_built_is_used_again(describe, tmp_path):
+    said: list[str] = []
+    first = prepare(describe(), VOCABULARY, said.append)
+    assert said and (built := manifests(tmp_path))
+    said.clear()
+    again = prepare(describe(), VOCABULARY, said.append)
+    assert not said and manifests(tmp_path) == built
+    assert again.digest == first.digest and again.held_out_bytes == first.held_out_bytes
+
+
+def test_a_changed_file_is_read_again(describe, text, tmp_path):
+    first = prepare(describe(), VOCABULARY)
+    (text / "00.txt").write_text("something else entirely")
+    second = prepare(describe(), VOCABULARY)
+    assert second.digest != first.digest and len(in_cache(tmp_path)) == 2
+    assert "something else entirely" in decoded(second, "train") | decoded(second, "held_out")
+
+
+def test_a_touched_file_is_read_again_into_the_same_data(describe, text):
+    first = prepare(describe(), VOCABULARY)
+    os.utime(text / "00.txt", (1, 1))
+    said: list[str] = []
+    assert prepare(describe(), VOCABULARY, said.append).digest == first.digest
+    assert said
+
+
+@pytest.mark.parametrize("change", [{"held_out": 0.4}, {"tokenizer": "characters"}, {"tokenizer": "bpe"}], ids=str)
+def test_another_choice_is_other_data(describe, change):
+    assert prepare(describe(**change), VOCABULARY).digest != prepare(describe(), VOCABULARY).digest
+
+
+def test_another_bpe_vocabulary_is_another_tokenizer(describe):
+    sizes = [prepare(describe(tokenizer="bpe"), size).tokenizer.vocabulary for size in (270, 280)]
+    assert sizes == [270, 280]
+
+
+def test_a_tokenizer_file_counts_by_its_content(describe, tmp_path):
+    path, said = tmp_path / "mine.json", []
+    characters_tokenizer(texts()).save(path)
+    first = prepare(describe(tokenizer=str(path)), VOCABULARY)
+    path.rename(tmp_path / "moved.json")
+    assert prepare(describe(tokenizer=str(tmp_path / "moved.json")), VOCABULARY, said.append).digest == first.digest
+    characters_tokenizer([*texts(), "!"]).save(path)
+    assert prepare(describe(tokenizer=str(path)), VOCABULARY).digest != first.digest
+
+
+def test_the_digest_does_not_depend_on_where_the_files_lie(describe, text, tmp_path):
+    first = prepare(describe(), VOCABULARY)
+    text.rename(tmp_path / "elsewhere")
+    moved = describe(text=str(tmp_path / "elsewhere"), cache=str(tmp_path / "other cache"))
+    assert prepare(moved, VOCABULARY).digest == first.digest
+
+
+@pytest.mark.parametrize("tokenizer", ["characters", "bytes", "bpe"])
+def test_a_vocabulary_that_is_too_small_is_refused_with_the_one_to_set(describe, tmp_path, tokenizer):
+    needed = {"characters": len(set().union(*texts())), "bytes": 257, "bpe": 257}[tokenizer]
+    with pytest.raises(InputError, match=f"model.vocabulary = {needed - 1} .*{needed}"):
+        prepare(describe(tokenizer=tokenizer), needed - 1)
+    assert not (tmp_path / "cache" / "datasets").exists() or in_cache(tmp_path) == []
+    assert prepare(describe(tokenizer=tokenizer), needed).tokenizer.vocabulary == needed
+
+
+def test_a_vocabulary_that_is_too_small_is_refused_for_data_in_the_cache_too(describe):
+    prepare(describe(), VOCABULARY)
+    with pytest.raises(InputError, match="set model.vocabulary=257"):
+        prepare(describe(), 200)
+
+
+def test_text_the_tokenizer_has_no_tokens_for_leaves_nothing_behind(describe, tmp_path):
+    characters_tokenizer(["document"]).save(tmp_path / "few.json")
+    with pytest.raises(InputError, match="the character"):
+        prepare(describe(tokenizer=str(tmp_path / "few.json")), VOCABULARY)
+    assert in_cache(tmp_path) == []
+
+
+def test_a_build_that_breaks_off_leaves_nothing_behind_and_can_be_repeated(describe, tmp_path, monkeypatch):
+    whole = dataset.write_store
+
+    def breaks_off(directory, *arguments):
+        if directory.name == "held_out":
+            raise KeyboardInterrupt
+        return whole(directory, *arguments)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(dataset, "write_store", breaks_off)
+        prepare(describe(), VOCABULARY)
+    assert in_cache(tmp_path) == []
+    assert decoded(prepare(describe(), VOCABULARY), "held_out")
+
+
+def test_files_that_are_all_empty_are_refused(describe, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(InputError, match="data.text.*empty.txt.*empty"):
+        prepare(describe(text=str(tmp_path / "empty.txt")), VOCABULARY)
+
+
+def test_a_held_out_side_without_a_target_is_refused(describe, tmp_path):
+    """A single character held out leaves nothing to predict, and a loss of nothing would look perfect."""
+    (tmp_path / "one.txt").write_text("ab" * 50)
+    with pytest.raises(InputError, match="data.held_out"):
+        prepare(describe(text=str(tmp_path / "one.txt"), tokenizer="characters", held_out=0.01), VOCABULARY)
+
+
+def test_a_cache_that_cannot_be_written_is_refused(describe, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="data.cache"):
+        prepare(describe(cache=str(tmp_path / "file")), VOCABULARY)
+
+
+def test_of_two_builders_of_one_folder_the_first_stays(tmp_path):
+    with building(tmp_path / "folder") as late:
+        (late / "late").touch()
+        with building(tmp_path / "folder") as early:
+            (early / "early").touch()
+    assert os.listdir(tmp_path) == ["folder"]
+    assert os.listdir(tmp_path / "folder") == ["early"]
+
+
+def test_preparing_data_needs_no_jax():
+    code = "import sys, jaxlm.data.dataset, jaxlm.data.packing; raise SystemExit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,175 @@
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxlm.data import sources
+from jaxlm.data.sources import find_files, read_documents, split
+from jaxlm.errors import InputError
+
+WORDS = [f"document {i} of the text" for i in range(400)]
+
+
+def write(path: Path, content: str | bytes = "text") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def read(path: Path) -> list[str]:
+    return list(read_documents([path]))
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Three text files and one that is none."""
+    for name in ("b.txt", "a.md", "deep/er/c.py", "deep/picture.png"):
+        write(tmp_path / name)
+    return tmp_path
+
+
+def names(files: list[Path]) -> list[str]:
+    return [path.name for path in files]
+
+
+def test_a_file_means_itself(tree):
+    assert find_files([str(tree / "b.txt")]) == [tree / "b.txt"]
+
+
+def test_a_directory_means_the_text_files_under_it(tree):
+    assert names(find_files([str(tree)])) == ["a.md", "b.txt", "c.py"]
+
+
+def test_a_glob_means_the_text_files_it_matches(tree):
+    assert names(find_files([str(tree / "*")])) == ["a.md", "b.txt"]
+    assert names(find_files([str(tree / "**" / "*.py")])) == ["c.py"]
+
+
+def test_a_path_with_glob_characters_that_is_there_is_itself(tree):
+    write(tree / "odd[1]" / "d.txt")
+    assert names(find_files([str(tree / "odd[1]")])) == ["d.txt"]
+
+
+def test_the_home_directory_is_expanded(tree, monkeypatch):
+    monkeypatch.setenv("HOME", str(tree))
+    assert find_files(["~/b.txt"]) == [tree / "b.txt"]
+
+
+def test_doubles_are_removed(tree):
+    (tree / "deep" / "same.txt").symlink_to(tree / "b.txt")
+    entries = [str(tree / "b.txt"), str(tree), str(tree / "*.txt"), str(tree / "deep" / ".." / "b.txt")]
+    assert sorted(names(find_files(entries))) == ["a.md", "b.txt", "c.py"]
+
+
+def test_the_order_is_that_of_the_entries_and_then_of_the_names(tmp_path):
+    for name in ("z.txt", "m.txt", "a.txt", "first.txt"):
+        write(tmp_path / "one" / name)
+    write(tmp_path / "zero" / "x.txt")
+    found = find_files([str(tmp_path / "zero"), str(tmp_path / "one" / "z.txt"), str(tmp_path / "one")])
+    assert names(found) == ["x.txt", "z.txt", "a.txt", "first.txt", "m.txt"]
+
+
+def test_the_standard_library_is_its_sources_without_tests_and_installed_packages():
+    found = find_files(["stdlib"])
+    root = Path(sysconfig.get_path("stdlib"))
+    relative = {path.relative_to(root).as_posix() for path in found}
+    assert {"argparse.py", "json/decoder.py", "asyncio/tasks.py"} <= relative
+    assert not [name for name in relative if {"test", "site-packages", "__pycache__"} & set(name.split("/"))]
+    assert len(found) == len(set(found)) > 400
+    assert found == sorted(found) == find_files(["stdlib"])
+
+
+def test_the_standard_library_behind_a_link_makes_no_doubles(tree, tmp_path, monkeypatch):
+    (tmp_path / "link").symlink_to(tree / "deep")
+    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(tmp_path / "link"))
+    assert names(find_files(["stdlib", str(tree / "deep" / "er")])) == ["c.py"]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["deep/picture.png", "missing.txt", "missing", "*.csv", "deep/*", "empty", "a" * 300 + ".txt", "~nobody-here/a.txt"],
+)
+def test_an_entry_without_text_is_refused_by_its_name(tree, monkeypatch, entry):
+    (tree / "empty").mkdir()
+    monkeypatch.chdir(tree)
+    with pytest.raises(InputError) as refused:
+        find_files(["b.txt", entry])
+    assert "data.text" in str(refused.value) and entry in str(refused.value)
+    assert ".txt, .md, .py" in str(refused.value)
+
+
+def test_each_file_is_one_document_and_empty_ones_are_none(tmp_path):
+    files = [write(tmp_path / "a.txt", "first\nlines"), write(tmp_path / "b.md", ""), write(tmp_path / "c.py", "x = 1\n")]
+    assert list(read_documents(files)) == ["first\nlines", "x = 1\n"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.py"])
+def test_a_file_that_is_not_utf8_is_named(tmp_path, name):
+    path = write(tmp_path / name, b"# fine\n# fine\n# fine\n# caf\xe9\n")
+    with pytest.raises(InputError, match="UTF-8") as refused:
+        read(path)
+    assert str(path) in str(refused.value)
+
+
+def test_a_file_that_vanished_is_named(tmp_path):
+    with pytest.raises(InputError, match="gone.txt"):
+        read(tmp_path / "gone.txt")
+
+
+def test_python_source_is_read_in_the_encoding_it_declares(tmp_path):
+    text = "# -*- coding: latin-1 -*-\n# café\n"
+    assert read(write(tmp_path / "a.py", text.encode("latin-1"))) == [text]
+
+
+@pytest.mark.parametrize("codec", ["no-such-codec", "hex", "undefined"])
+def test_python_source_in_an_encoding_that_is_none_is_named(tmp_path, codec):
+    path = write(tmp_path / "a.py", f"# coding: {codec}\nx = 1\n")
+    with pytest.raises(InputError, match="a.py"):
+        read(path)
+
+
+def test_a_document_keeps_its_side_when_others_are_added():
+    few, many = split(WORDS[:200], 0.3), split(WORDS[::-1], 0.3)
+    for side in (0, 1):
+        assert few[side] and set(few[side]) < set(many[side])
+
+
+def test_a_larger_share_only_adds_held_out_documents():
+    small, large = split(WORDS, 0.1)[1], split(WORDS, 0.4)[1]
+    assert set(small) < set(large)
+
+
+@pytest.mark.parametrize("held_out", [0.05, 0.3, 0.8])
+def test_the_share_is_held_out_within_chance(held_out):
+    documents = [f"document {i}" for i in range(10_000)]
+    share = len(split(documents, held_out)[1]) / len(documents)
+    assert abs(share - held_out) < 5 * np.sqrt(held_out * (1 - held_out) / len(documents))
+
+
+def test_every_document_is_on_one_side_in_order():
+    train, held_out = split(WORDS, 0.3)
+    assert not set(train) & set(held_out)
+    assert sorted(train + held_out) == sorted(WORDS)
+    assert train == [text for text in WORDS if text in set(train)]
+
+
+def test_copies_of_a_document_never_straddle_the_split():
+    train, held_out = split(WORDS * 3, 0.3)
+    assert not set(train) & set(held_out)
+
+
+@pytest.mark.parametrize("held_out", [0.1, 0.25, 0.5])
+def test_a_single_document_is_cut_at_its_end(held_out):
+    text = "".join(map(chr, range(0x4E00, 0x4E00 + 1000)))
+    (train,), (end,) = split([text], held_out)
+    assert train + end == text and len(end) == 1000 * held_out
+
+
+@pytest.mark.parametrize(
+    ("documents", "held_out", "side"),
+    [(WORDS, 1e-12, "held-out"), (WORDS, 1 - 1e-12, "training"), (["short"], 0.01, "held-out"), (["s"], 0.9, "training")],
+)
+def test_a_side_without_text_is_refused(documents, held_out, side):
+    with pytest.raises(InputError, match=f"data.held_out = .* no {side} text"):
+        split(documents, held_out)

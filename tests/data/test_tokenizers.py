@@ -1,0 +1,206 @@
+import json
+import os
+import string
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxlm.data import tokenizers
+from jaxlm.data.tokenizers import END_OF_TEXT, bytes_tokenizer, characters_tokenizer, train_bpe
+from jaxlm.errors import InputError
+
+SHAKESPEARE = "\n !$&',-.3:;?" + string.ascii_letters  # the characters of nanoGPT's data set
+TEXTS = [
+    "",
+    "plain words, and\tmore  of   them",
+    "\n\nlines\r\nof every\rkind\n",
+    "Grüße, Здравствуй, 你好, שלום, é as e\u0301",
+    "😀👩‍👩‍👧 and a zero \0, a space \u00a0, a joiner \u200d",
+    f"a {END_OF_TEXT} spelled out{END_OF_TEXT}",
+]
+CORPUS = [f"def number_{i}(value):\n    return value + {i}  # adds {i}\n" * 3 for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return train_bpe(CORPUS, 400)
+
+
+@pytest.fixture(params=["bytes", "characters", "bpe"])
+def tokenizer(request, bpe):
+    return {"bytes": bytes_tokenizer(), "characters": characters_tokenizer(TEXTS), "bpe": bpe}[request.param]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_decoding_undoes_encoding(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_many_texts_are_encoded_as_each_alone(tokenizer):
+    assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
+
+
+def test_ids_are_below_the_vocabulary(tokenizer):
+    assert max(max(ids, default=0) for ids in tokenizer.encode_batch(TEXTS)) < tokenizer.vocabulary
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_token_of_bytes_is_its_byte(text):
+    assert bytes_tokenizer().encode(text) == list(text.encode())
+
+
+def test_all_256_bytes_are_tokens_and_256_separates():
+    tokenizer = bytes_tokenizer()
+    assert (tokenizer.vocabulary, tokenizer.separator) == (257, 256)
+    assert {i: tokenizer.decode([i]) for i in range(128)} == {i: chr(i) for i in range(128)}
+    assert all(tokenizer.decode([256, first, 0x80, 256]) == chr((first - 0xC0) << 6) for first in range(0xC2, 0xE0))
+
+
+def test_broken_utf8_decodes_to_the_replacement_character():
+    assert bytes_tokenizer().decode([0x61, 0xFF, 0x62]) == "a\ufffdb"
+
+
+def test_characters_are_numbered_in_code_point_order():
+    tokenizer = characters_tokenizer([SHAKESPEARE[::-1], SHAKESPEARE[:30]])
+    assert (tokenizer.vocabulary, tokenizer.separator) == (65, None)
+    assert tokenizer.encode("".join(sorted(SHAKESPEARE))) == list(range(65))
+
+
+@pytest.mark.parametrize("strange", ["é", "0", "\t", "\r", "😀"])
+def test_an_unknown_character_is_named(strange):
+    with pytest.raises(InputError) as refused:
+        characters_tokenizer([SHAKESPEARE]).encode(f"To be{strange}or not")
+    assert repr(strange) in str(refused.value) and "65" in str(refused.value)
+
+
+@pytest.mark.parametrize("size", [257, 300, 512])
+def test_bpe_has_the_vocabulary_asked_for(size):
+    tokenizer = train_bpe(CORPUS, size)
+    assert tokenizer.vocabulary == size
+    assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in TEXTS)
+
+
+def test_bpe_of_a_text_with_one_pair_has_one_merge():
+    assert train_bpe(["ab"], 1000).vocabulary == 258
+
+
+def test_bpe_is_shorter_than_bytes_on_its_own_text(bpe):
+    assert len(bpe.encode(CORPUS[7])) < len(CORPUS[7]) / 3
+
+
+def test_bpe_training_is_deterministic_on_one_thread_or_many(bpe):
+    code = (
+        "import json, sys; from jaxlm.data.tokenizers import train_bpe;"
+        "print(train_bpe(json.load(sys.stdin), 400).to_json())"
+    )
+    alone = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(CORPUS),
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "RAYON_NUM_THREADS": "1", "PYTHONUTF8": "1"},
+    )
+    assert train_bpe(CORPUS, 400).to_json() == bpe.to_json() == alone.stdout.rstrip("\n")
+
+
+def test_bpe_learns_no_separator_from_text_that_spells_it_out():
+    tokenizer = train_bpe([END_OF_TEXT * 50], 1000)
+    assert tokenizer.separator not in tokenizer.encode(END_OF_TEXT)
+    assert tokenizer.decode(tokenizer.encode(END_OF_TEXT)) == END_OF_TEXT
+
+
+def test_a_vocabulary_too_small_for_the_bytes_is_refused():
+    with pytest.raises(InputError, match="model.vocabulary = 256 is too small .* 257"):
+        train_bpe(CORPUS, 256)
+
+
+def test_a_separator_in_the_text_is_text(tokenizer):
+    ids = tokenizer.encode(TEXTS[-1])
+    assert tokenizer.separator is None or tokenizer.separator not in ids
+
+
+def test_documents_lie_between_separators(tokenizer):
+    ends = [] if tokenizer.separator is None else [tokenizer.separator]
+    for text, ids in zip(TEXTS, tokenizer.encode_documents(TEXTS), strict=True):
+        assert ids.tolist() == ends + tokenizer.encode(text) + ends
+        assert ids.dtype == tokenizer.dtype == np.uint16
+
+
+def test_separators_are_not_decoded():
+    assert bytes_tokenizer().decode([256, 97, 256, 98, 256]) == "ab"
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(2**16, np.uint16), (2**16 + 1, np.uint32)])
+def test_ids_are_kept_in_the_smallest_type_that_holds_them(size, dtype):
+    characters = [chr(i) for i in range(0x11000) if not 0xD800 <= i < 0xE000][:size]
+    tokenizer = characters_tokenizer(characters)
+    assert tokenizer.vocabulary == size
+    (ids,) = tokenizer.encode_documents([characters[-1]])
+    assert ids.dtype == dtype and ids.tolist() == [size - 1]
+
+
+def test_text_that_is_no_unicode_is_refused(tokenizer):
+    with pytest.raises(InputError):
+        tokenizer.encode("half a pair \ud800")
+
+
+def test_loading_undoes_saving(tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "tokenizer.json")
+    again = tokenizers.load(tmp_path / "tokenizer.json")
+    assert again.to_json() == tokenizer.to_json()
+    assert (again.vocabulary, again.separator) == (tokenizer.vocabulary, tokenizer.separator)
+    assert again.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
+
+
+def test_a_missing_tokenizer_file_is_named(tmp_path):
+    with pytest.raises(InputError, match="data.tokenizer.*no file.*missing.json"):
+        tokenizers.load(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"{}", b"[]", b"\xff\xfe", b'{"model": {"type": "BPE"}}'])
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(InputError, match=r"data.tokenizer.*tokenizer.json") as refused:
+        tokenizers.load(tmp_path / "tokenizer.json")
+    assert "\n" not in str(refused.value)
+
+
+def changed(tmp_path, change):
+    """The tokenizer of bytes, after a change to its JSON."""
+    values = json.loads(bytes_tokenizer().to_json())
+    change(values)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    return tokenizers.load(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize("separator", [END_OF_TEXT, "<|end_of_text|>", "</s>"])
+def test_the_separator_of_a_published_tokenizer_is_found(tmp_path, separator):
+    tokenizer = changed(tmp_path, lambda values: values["added_tokens"][0].update(content=separator))
+    assert tokenizer.separator == 256
+
+
+def test_a_tokenizer_file_that_truncates_and_pads_still_gives_whole_documents(tmp_path):
+    def published(values):
+        values["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+        values["padding"] = {
+            "strategy": {"Fixed": 8},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": "<pad>",
+        }
+
+    assert changed(tmp_path, published).encode("whole text") == list(b"whole text")
+
+
+def test_the_vocabulary_is_above_every_id_where_ids_have_gaps(tmp_path):
+    def published(values):
+        values["model"]["vocab"]["a"] = 1000
+
+    tokenizer = changed(tmp_path, published)
+    assert tokenizer.encode("a") == [1000]
+    assert tokenizer.vocabulary == 1001

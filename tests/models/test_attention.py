@@ -1,0 +1,103 @@
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.models.attention import dot_product_attention
+from jaxlm.models.positions import Visible, rotate, rotation, visible_in_rows
+from jaxlm.models.config import Llama3Scaling, RotaryPositions
+
+
+def by_hand(query, key, value, start, end):
+    """Equation 1 of Vaswani et al. in numpy float64, query by query, head by head."""
+    B, T, N, H = query.shape
+    out = np.zeros(query.shape)
+    for b in range(B):
+        for t in range(T):
+            seen = slice(start[b, t], end[b, t])
+            for n in range(N):
+                k = n // (N // key.shape[2])
+                scores = key[b, seen, k].astype(np.float64) @ query[b, t, n].astype(np.float64) / np.sqrt(H)
+                if len(scores):
+                    weights = np.exp(scores - scores.max())
+                    out[b, t, n] = weights / weights.sum() @ value[b, seen, k]
+    return out
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_equals_the_equation(kv_heads):
+    draw = np.random.default_rng(0)
+    query = draw.normal(size=(2, 7, 6, 8)).astype(np.float32)
+    key, value = draw.normal(size=(2, 2, 9, kv_heads, 8)).astype(np.float32)
+    start = draw.integers(0, 4, (2, 7)).astype(np.int32)
+    end = start + draw.integers(0, 5, (2, 7)).astype(np.int32)  # some see nothing
+    assert (start == end).any()
+    actual = dot_product_attention(query, key, value, Visible(jnp.asarray(start), jnp.asarray(end)))
+    chex.assert_trees_all_close(actual, by_hand(query, key, value, start, end).astype(np.float32), atol=2e-6)
+
+
+def test_a_query_that_sees_nothing_gives_zeros_and_no_gradient():
+    draw = np.random.default_rng(0)
+    query, key, value = (draw.normal(size=(1, 3, 2, 4)).astype(np.float32) for _ in range(3))
+    nothing = Visible(jnp.zeros((1, 3), jnp.int32), jnp.zeros((1, 3), jnp.int32))
+
+    def total(query, key, value):
+        return jnp.sum(dot_product_attention(query, key, value, nothing) * 3.0)
+
+    assert total(query, key, value) == 0.0
+    chex.assert_trees_all_equal(
+        jax.grad(total, argnums=(0, 1, 2))(query, key, value), tuple(map(jnp.zeros_like, (query, key, value)))
+    )
+
+
+def test_rows_see_their_own_segment_up_to_themselves():
+    positions = jnp.array([[0, 1, 2, 0, 1, 0]])
+    visible = visible_in_rows(positions)
+    np.testing.assert_array_equal(visible.start_BT, [[0, 0, 0, 3, 3, 5]])
+    np.testing.assert_array_equal(visible.end_BT, [[1, 2, 3, 4, 5, 6]])
+
+
+def test_rotary_scores_depend_on_distance_only():
+    draw = np.random.default_rng(0)
+    query, key = draw.normal(size=(2, 1, 1, 1, 16)).astype(np.float32)
+
+    def score(q_at, k_at):
+        turned = (
+            rotate(jnp.asarray(x), rotation(RotaryPositions(), 16, jnp.array([[at]])))
+            for x, at in ((query, q_at), (key, k_at))
+        )
+        return jnp.vdot(*turned)
+
+    np.testing.assert_allclose(score(7, 3), score(104, 100), rtol=1e-5)
+    assert abs(score(7, 3) - score(7, 4)) > 1e-3
+
+
+def test_rotary_keeps_length_and_position_zero():
+    x = np.random.default_rng(0).normal(size=(1, 2, 3, 8)).astype(np.float32)
+    turned = rotate(jnp.asarray(x), rotation(RotaryPositions(), 8, jnp.array([[0, 5]])))
+    np.testing.assert_allclose(np.linalg.norm(turned, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-6)
+    np.testing.assert_array_equal(turned[:, 0], x[:, 0])
+
+
+def test_rotary_pairs_are_half_a_head_apart():
+    turn = rotation(RotaryPositions(base=100.0), 4, jnp.array([[1]]))
+    turned = rotate(jnp.array([[[[1.0, 0.0, 0.0, 0.0]]]]), turn)
+    np.testing.assert_allclose(turned[0, 0, 0], [np.cos(1.0), 0.0, np.sin(1.0), 0.0], atol=1e-7)
+
+
+def test_llama3_scaling_keeps_fast_frequencies_and_stretches_slow_ones():
+    scaling = Llama3Scaling(factor=8.0, original_context=8192)
+    plain = RotaryPositions(base=500_000.0)
+    stretched = RotaryPositions(base=500_000.0, scaling=scaling)
+
+    def angles(settings):
+        turn = rotation(settings, 128, jnp.array([[1]]))
+        return np.arctan2(turn.sin[0, 0, 0], turn.cos[0, 0, 0]).astype(np.float64)
+
+    ratio = angles(stretched) / angles(plain)
+    wavelength = 2 * np.pi / angles(plain)
+    np.testing.assert_allclose(ratio[wavelength < 8192 / 4], 1.0, rtol=1e-4)
+    np.testing.assert_allclose(ratio[wavelength > 8192], 1 / 8, rtol=1e-4)
+    between = ratio[(wavelength > 8192 / 4) & (wavelength < 8192)]
+    assert len(between) and np.all(np.diff(between) < 0) and np.all((between < 1) & (between > 1 / 8))

@@ -1,0 +1,218 @@
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+from jaxlm import sharding
+from jaxlm.models import tree
+from jaxlm.models.layers import Dropout
+from jaxlm.models.positions import Visible, visible_in_rows
+from jaxlm.models.transformer import Execution
+
+families = pytest.mark.parametrize("family", tiny.FAMILIES.values(), ids=tiny.FAMILIES)
+
+
+def parts(family, **changes):
+    model = tiny.model(family, **changes)
+    graph, _ = tree.abstract(model)
+    return model, graph, tree.init(model, 0, sharding.make_mesh())
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "execution"))
+def logits(graph, parameters, tokens, positions, visible=None, execution=Execution(), dropout=Dropout()):
+    module = nnx.merge(graph, parameters)
+    visible = visible or visible_in_rows(positions)
+    hidden, _ = module.hidden(tokens, positions, visible, execution=execution, dropout=dropout)
+    return module.logits(hidden)
+
+
+def rows(length=12, rows=2, seed=0):
+    tokens = np.random.default_rng(seed).integers(0, tiny.VOCABULARY, (rows, length), dtype=np.int32)
+    return jnp.asarray(tokens), jnp.broadcast_to(jnp.arange(length)[None], tokens.shape)
+
+
+def hidden(graph, parameters, embedding, tokens, positions):
+    """The residual stream as a function of the embedding: with all tokens different, one row of it is one input."""
+    module = nnx.merge(graph, {**parameters, "embedding": embedding})
+    return module.hidden(tokens, positions, visible_in_rows(positions))[0]
+
+
+def influence(graph, parameters, positions, chosen):
+    """Of each input position on the chosen outputs: the size of their gradient with respect to it."""
+    tokens = jnp.arange(positions.shape[1])[None]
+
+    @jax.jit
+    def gradient(weight_T):
+        def total(embedding):
+            x_BTD = hidden(graph, parameters, embedding, tokens, positions)
+            return jnp.sum(jnp.square(x_BTD) * weight_T[None, :, None])
+
+        return jax.grad(total)(parameters["embedding"])
+
+    weight_T = jnp.zeros(positions.shape[1]).at[jnp.asarray(chosen)].set(1.0)
+    return np.abs(gradient(weight_T)).sum(axis=1)[: positions.shape[1]]
+
+
+@families
+def test_causality_by_gradient(family):
+    """An output has no gradient from any input after it, and some from every input up to it."""
+    _, graph, parameters = parts(family)
+    for t in (0, 5, 11):
+        felt = influence(graph, parameters, jnp.arange(12)[None], [t])
+        assert np.all(felt[t + 1 :] == 0.0) and np.all(felt[: t + 1] > 0.0)
+
+
+@families
+def test_packed_documents_are_as_if_alone(family):
+    _, graph, parameters = parts(family)
+    tokens, _ = rows(rows=1)
+    positions = jnp.array([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]])
+    packed = logits(graph, parameters, tokens, positions)
+    for start, end in ((0, 5), (5, 8), (8, 12)):
+        alone = logits(graph, parameters, tokens[:, start:end], jnp.arange(end - start)[None])
+        chex.assert_trees_all_close(packed[:, start:end], alone, rtol=1e-4, atol=1e-4)
+
+
+@families
+def test_no_gradient_crosses_a_document_boundary(family):
+    _, graph, parameters = parts(family)
+    felt = influence(graph, parameters, jnp.array([[*range(6), *range(6)]]), range(6, 12))
+    assert np.all(felt[:6] == 0.0) and np.all(felt[6:] > 0.0)
+
+
+@families
+def test_padding_behind_a_row_changes_nothing(family):
+    _, graph, parameters = parts(family)
+    tokens, positions = rows()
+    padded = jnp.concatenate([tokens, jnp.full((2, 5), 3)], axis=1)
+    padded_positions = jnp.concatenate([positions, jnp.broadcast_to(jnp.arange(5)[None], (2, 5))], axis=1)
+    chex.assert_trees_all_close(
+        logits(graph, parameters, padded, padded_positions)[:, :12],
+        logits(graph, parameters, tokens, positions),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+EXECUTIONS = [
+    Execution("none", scan=True),
+    Execution("none", scan=False),
+    Execution("full", scan=True),
+    Execution("full", scan=False),
+    Execution(("query", "key", "value"), scan=True),
+    Execution(("attention", "up", "gate"), scan=False),
+]
+
+
+@pytest.mark.parametrize("family", [tiny.LLAMA, tiny.GPT2], ids=["llama", "gpt2"])
+def test_execution_changes_neither_loss_nor_gradients(family):
+    _, graph, parameters = parts(family, layers=2)
+    tokens, positions = rows()
+
+    def loss(parameters, execution):
+        return jnp.mean(jnp.square(logits(graph, parameters, tokens, positions, execution=execution)))
+
+    results = [jax.jit(jax.value_and_grad(loss), static_argnums=1)(parameters, e) for e in EXECUTIONS]
+    for result in results[1:]:
+        tiny.assert_same_numbers(result, results[0], 1e-5)
+
+
+def saved_bytes(graph, parameters, execution):
+    """Activations held between forward and backward pass, the parameters left out."""
+    tokens, positions = rows(length=32, rows=8)
+    _, back = jax.eval_shape(
+        lambda p: jax.vjp(lambda p: jnp.sum(logits(graph, p, tokens, positions, execution=execution)), p), parameters
+    )
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(back))
+
+
+def test_remat_keeps_what_its_name_says():
+    model, graph, parameters = parts(tiny.LLAMA)
+    none, full, up = (saved_bytes(graph, parameters, Execution(remat)) for remat in ("none", "full", ("up",)))
+    assert full < up < none
+    # Naming `up` keeps [B, T, F] in float32 per layer, and nothing else.
+    assert up - full == model.layers * 8 * 32 * model.feed_forward.hidden * 4
+
+
+def test_grouped_heads_equal_repeated_ones():
+    grouped, graph, parameters = parts(tiny.LLAMA)
+    _, full_graph, _ = parts({**tiny.LLAMA, "attention": {"heads": 8, "kv_heads": 8}})
+    repeated = jax.tree.map(lambda x: x, parameters)
+    for name in ("key", "value"):
+        repeated["layers"]["attention"][name] = jnp.repeat(parameters["layers"]["attention"][name], 2, axis=2)
+    tokens, positions = rows()
+    chex.assert_trees_all_close(
+        logits(graph, parameters, tokens, positions),
+        logits(full_graph, repeated, tokens, positions),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+def layer_norm(x, scale, bias=0.0):
+    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * scale + bias
+
+
+def test_gpt2_equals_its_equations_in_numpy():
+    model, graph, parameters = parts(tiny.GPT2)
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), parameters)
+    # Biases are zero at first; give them values, so that a forgotten one shows.
+    draw = np.random.default_rng(1)
+    for path, leaf in tree.paths(p).items():
+        if path.endswith("bias"):
+            leaf += draw.normal(size=leaf.shape)
+    tokens, positions = rows()
+    x = p["embedding"][tokens] + p["positions"][positions]
+    causal = np.tril(np.ones((12, 12), bool))
+    for i in range(model.layers):
+        layer = jax.tree.map(lambda a, i=i: a[i], p["layers"])
+        a, f = layer["attention"], layer["feed_forward"]
+        h = layer_norm(x, **layer["attention_norm"])
+        q, k, v = (np.einsum("btd,dnh->btnh", h, a[n]) + a[f"{n}_bias"] for n in ("query", "key", "value"))
+        scores = np.where(causal, np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(4), -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        mixed = np.einsum("bnts,bsnh->btnh", weights, v)
+        x = x + np.einsum("btnh,nhd->btd", mixed, a["output"]) + a["output_bias"]
+        h = layer_norm(x, **layer["feed_forward_norm"]) @ f["up"] + f["up_bias"]
+        h = 0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))
+        x = x + h @ f["down"] + f["down_bias"]
+    expected = layer_norm(x, **p["final_norm"]) @ p["embedding"].T
+    actual = logits(graph, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), p), tokens, positions)
+    tiny.assert_same_numbers(actual, expected, 1e-5)
+
+
+def test_logits_are_float32_whatever_the_parameters_are():
+    _, graph, parameters = parts(tiny.QWEN3)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), parameters)
+    tokens, positions = rows()
+    out = logits(graph, half, tokens, positions)
+    assert out.dtype == jnp.float32
+    # bfloat16 has 8 bits: its logits correlate with the exact ones, and are not them.
+    exact = logits(graph, parameters, tokens, positions)
+    assert np.corrcoef(out.ravel(), exact.ravel())[0, 1] > 0.99 and not np.array_equal(out, exact)
+
+
+def test_dropout_drops_the_share_it_says_and_keeps_the_mean():
+    x = jnp.ones((64, 64))
+    dropped = Dropout(0.25, jax.random.key(0))(x, 0)
+    np.testing.assert_allclose(np.mean(dropped == 0), 0.25, atol=0.03)  # 4,096 draws: four sigma
+    np.testing.assert_allclose(dropped[dropped != 0], 1 / 0.75)
+    assert not np.array_equal(dropped, Dropout(0.25, jax.random.key(0))(x, 1))
+    chex.assert_trees_all_equal(Dropout(0.25)(x, 0), x)
+
+
+def test_a_window_is_only_another_interval():
+    """Sliding windows need no code in the model: a start that follows the query is one."""
+    _, graph, parameters = parts(tiny.LLAMA, layers=1)
+    tokens, positions = rows(rows=1)
+    window = Visible(jnp.maximum(positions - 2, 0), positions + 1)
+    changed = tokens.at[0, 0].set((tokens[0, 0] + 1) % tiny.VOCABULARY)
+    before, after = (logits(graph, parameters, t, positions, window) for t in (tokens, changed))
+    np.testing.assert_array_equal(before[:, 3:], after[:, 3:])
+    assert not np.array_equal(before[:, :3], after[:, :3])

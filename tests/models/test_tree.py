@@ -1,0 +1,167 @@
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+from jaxlm import sharding
+from jaxlm.models import tree
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.parameters import param, zeros
+
+MODELS = Path(__file__).parents[2] / "configs" / "models"
+
+# From the models' published weights.
+PUBLISHED = {
+    "gpt2-124m": 124_439_808,
+    "gpt2-355m": 354_823_168,
+    "gpt2-774m": 774_030_080,
+    "gpt2-1.5b": 1_557_611_200,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+}
+
+
+def published(name: str) -> ModelConfig:
+    return ModelConfig(**tomllib.loads((MODELS / f"{name}.toml").read_text())["model"])
+
+
+def test_every_published_model_has_its_count_here():
+    assert {path.stem for path in MODELS.glob("*.toml")} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_count_is_the_published_one(name):
+    assert tree.parameter_count(published(name)) == PUBLISHED[name]
+
+
+def test_405b_is_abstract_within_two_seconds():
+    model = published("llama3.1-405b")
+    began = time.perf_counter()
+    _, abstract = tree.abstract(model)
+    leaves = jax.tree.leaves(tree.shapes(abstract))
+    assert time.perf_counter() - began < 2.0
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+
+
+def test_the_abstract_tree_starts_no_backend():
+    code = (
+        "from jax._src import xla_bridge; from jaxlm.models.config import ModelConfig; from jaxlm.models import tree;"
+        f"import tomllib; text = open({str(MODELS / 'llama3.1-405b.toml')!r}).read();"
+        "tree.parameter_count(ModelConfig(**tomllib.loads(text)['model']));"
+        "assert not xla_bridge._backends, xla_bridge._backends"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+GOLDEN_AXES = {
+    "gpt2": {
+        "embedding": "vocab embed",
+        "final_norm/bias": "channels",
+        "final_norm/scale": "channels",
+        "layers/attention/key": "layers embed kv_heads head_width",
+        "layers/attention/key_bias": "layers kv_heads head_width",
+        "layers/attention/output": "layers heads head_width embed",
+        "layers/attention/output_bias": "layers channels",
+        "layers/attention/query": "layers embed heads head_width",
+        "layers/attention/query_bias": "layers heads head_width",
+        "layers/attention/value": "layers embed kv_heads head_width",
+        "layers/attention/value_bias": "layers kv_heads head_width",
+        "layers/attention_norm/bias": "layers channels",
+        "layers/attention_norm/scale": "layers channels",
+        "layers/feed_forward/down": "layers feed_forward embed",
+        "layers/feed_forward/down_bias": "layers channels",
+        "layers/feed_forward/up": "layers embed feed_forward",
+        "layers/feed_forward/up_bias": "layers feed_forward",
+        "layers/feed_forward_norm/bias": "layers channels",
+        "layers/feed_forward_norm/scale": "layers channels",
+        "positions": "positions embed",
+    },
+    "llama": {
+        "embedding": "vocab embed",
+        "final_norm/scale": "channels",
+        "layers/attention/key": "layers embed kv_heads head_width",
+        "layers/attention/output": "layers heads head_width embed",
+        "layers/attention/query": "layers embed heads head_width",
+        "layers/attention/value": "layers embed kv_heads head_width",
+        "layers/attention_norm/scale": "layers channels",
+        "layers/feed_forward/down": "layers feed_forward embed",
+        "layers/feed_forward/gate": "layers embed feed_forward",
+        "layers/feed_forward/up": "layers embed feed_forward",
+        "layers/feed_forward_norm/scale": "layers channels",
+        "unembedding": "embed vocab",
+    },
+}
+GOLDEN_AXES["qwen3"] = {
+    **{path: axes for path, axes in GOLDEN_AXES["llama"].items() if path != "unembedding"},
+    "layers/attention/query_norm/scale": "layers head_width",
+    "layers/attention/key_norm/scale": "layers head_width",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [(n, "gpt2" if "gpt2" in n else "qwen3" if "qwen3" in n else "llama") for n in PUBLISHED if n != "qwen3-8b"],
+)
+def test_logical_axes(name, family):
+    _, abstract = tree.abstract(published(name))
+    axes = tree.paths(tree.read(abstract, lambda leaf: " ".join(leaf.axes)))
+    assert axes == GOLDEN_AXES[family]
+
+
+def test_matrices_are_what_the_axes_say_not_what_has_two_dimensions():
+    _, abstract = tree.abstract(tiny.model(tiny.GPT2))
+    matrices = tree.paths(tree.matrices(abstract))
+    vectors = {path for path, is_matrix in matrices.items() if not is_matrix}
+    assert vectors == {path for path in matrices if path.endswith(("scale", "bias"))}
+
+
+def test_initial_values_do_not_depend_on_the_mesh():
+    model = tiny.model()
+    one = tree.init(model, 0, sharding.make_mesh())
+    eight = tree.init(model, 0, sharding.make_mesh(data=2, fsdp=2, tensor=2))
+    jax.tree.map(np.testing.assert_array_equal, one, eight)
+
+
+def test_each_device_holds_only_its_shard():
+    mesh = sharding.make_mesh(fsdp=4, tensor=2)
+    up = tree.init(tiny.model(), 0, mesh)["layers"]["feed_forward"]["up"]
+    assert up.shape == (3, 32, 48)
+    assert {shard.data.shape for shard in up.addressable_shards} == {(3, 8, 24)}
+
+
+def test_another_seed_makes_other_values():
+    mesh = sharding.make_mesh()
+    a, b = (tree.init(tiny.model(), seed, mesh)["embedding"] for seed in (0, 1))
+    assert not np.array_equal(a, b)
+
+
+def test_layers_are_not_copies_of_one_another():
+    query = tree.init(tiny.model(), 0, sharding.make_mesh())["layers"]["attention"]["query"]
+    assert not np.array_equal(query[0], query[1])
+
+
+def test_initial_spread():
+    model = tiny.model(width=128, initializer_std=0.02)
+    parameters = tree.init(model, 0, sharding.make_mesh())
+    # 49,152 draws: the sample's deviation is within 2 % by six sigma.
+    np.testing.assert_allclose(np.std(parameters["layers"]["feed_forward"]["up"][0]), 0.02, rtol=0.06)
+    residual = np.std(parameters["layers"]["feed_forward"]["down"])
+    np.testing.assert_allclose(residual, 0.02 / np.sqrt(2 * model.layers), rtol=0.06)
+
+
+def test_axes_must_name_every_dimension():
+    with pytest.raises(ValueError, match="name 2 dimensions; the shape"):
+        param(nnx.Rngs(params=0), (2, 3, 4), "embed -> heads", zeros)

@@ -1,0 +1,133 @@
+"""The same losses and gradients on every mesh, and the collectives that each may contain."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from jax.sharding import PartitionSpec as P
+
+from jaxlm import sharding
+from jaxlm.training.step import jit_steps, make_steps
+
+MESHES = [(d, f, t) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) for t in (1, 2, 4, 8) if d * f * t == 8]
+
+
+def first_gradients(model, mesh, microbatches=1):
+    """Loss and all gradients of one step, through the step function itself: Adam's first moment after one update is
+    (1 − β₁) × the gradient, and nothing is clipped."""
+    optimization = tiny.optimization(clip_norm=1e9, beta1=0.5)
+    training = tiny.training(microbatches=microbatches)
+    (metrics,), state = tiny.run_steps(model, training, [tiny.batch()], mesh, optimization)
+    moments = state.optimizer[1][0].mu
+    return {"loss": metrics["loss"], "norm": metrics["grad_norm"]}, jax.tree.map(lambda m: 2.0 * m, moments)
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    return {name: first_gradients(tiny.model(tiny.FAMILIES[name]), sharding.make_mesh()) for name in ("llama", "gpt2")}
+
+
+def test_there_are_ten_ways_to_factor_eight():
+    assert len(MESHES) == 10
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_losses_and_gradients_are_those_of_one_device(on_one_device, family, mesh):
+    expected_loss, expected = on_one_device[family]
+    loss, gradients = first_gradients(tiny.model(tiny.FAMILIES[family]), sharding.make_mesh(*mesh))
+    # The tolerances of DESIGN: sums are added in another order, in float32.
+    tiny.assert_same_numbers(loss, expected_loss, 1e-5)
+    tiny.assert_same_numbers(gradients, expected, 1e-4)
+
+
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (4, 1, 2)], ids=str)
+def test_microbatches_on_a_mesh_are_the_whole_batch(on_one_device, mesh):
+    expected_loss, expected = on_one_device["llama"]
+    loss, gradients = first_gradients(tiny.model(), sharding.make_mesh(*mesh), microbatches=2)
+    tiny.assert_same_numbers(loss, expected_loss, 1e-5)
+    tiny.assert_same_numbers(gradients, expected, 1e-4)
+
+
+COLLECTIVE = re.compile(
+    r"= (?P<shapes>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+
+
+def collectives(model, mesh, **training):
+    """{kind: shapes of its results} in the compiled training step."""
+    steps = make_steps(model, tiny.training(**training), tiny.optimization())
+    state = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), jax.eval_shape(steps.init), steps.shardings(mesh)
+    )
+    with jax.set_mesh(mesh):
+        batch = sharding.put_batch(tiny.batch(), mesh)
+        text = jit_steps(steps, mesh).train.lower(state, batch).compile().as_text()
+    found: dict[str, set] = {}
+    for line in text.splitlines():
+        if match := COLLECTIVE.search(line):
+            shapes = re.findall(r"\w+\[([\d,]*)\]", match["shapes"])
+            sizes = {tuple(int(n) for n in shape.split(",") if n) for shape in shapes}
+            found.setdefault(match["kind"], set()).update(sizes)
+    return found
+
+
+# `reduce-scatter` is what accelerators make of an all-reduce of which each device keeps a part; the CPU does not.
+CONTRACT = {
+    (1, 1, 1): set(),
+    (8, 1, 1): {"all-reduce"},
+    (1, 8, 1): {"all-gather", "all-reduce"},
+    (1, 1, 4): {"all-reduce"},
+    (2, 2, 1): {"all-gather", "all-reduce"},
+    (2, 1, 4): {"all-reduce"},
+    (2, 2, 2): {"all-gather", "all-reduce"},
+    (1, 4, 2): {"all-gather", "all-reduce"},
+}
+
+
+@pytest.mark.parametrize("mesh", CONTRACT, ids=str)
+def test_a_mesh_contains_its_collectives_and_no_other(mesh):
+    assert set(collectives(tiny.model(), sharding.make_mesh(*mesh))) == CONTRACT[mesh]
+
+
+@pytest.mark.parametrize("mesh", [(1, 8, 1), (2, 2, 2)], ids=str)
+def test_only_parameters_are_gathered(mesh):
+    """What is gathered over fsdp are matrices without their fsdp part; no activation [B, T, …] and no whole vocabulary
+    where the tensor axis shards it."""
+    model = tiny.model()
+    _, fsdp, tensor = mesh
+    D, F, V = model.width, model.feed_forward.hidden // tensor, model.vocabulary // tensor
+    heads, kv_heads = model.attention.heads // tensor, model.attention.kv_heads // tensor
+    H = model.attention.head_width
+    matrices = {(V, D), (D, heads, H), (D, kv_heads, H), (heads, H, D), (D, F)}
+    flat = {(D, heads * H), (D, kv_heads * H)}
+    allowed = {tuple(sorted(shape)) for shape in matrices | flat}
+    gathered = collectives(model, sharding.make_mesh(*mesh))["all-gather"]
+    strange = {shape for shape in gathered if tuple(sorted(n for n in shape if n != 1)) not in allowed}
+    assert not strange
+
+
+def test_uneven_kv_heads_are_replicated():
+    mesh = sharding.make_mesh(tensor=8)
+    assert sharding.partition(("embed", "kv_heads", "head_width"), (32, 4, 4), mesh) == P("fsdp", None, None)
+    assert sharding.partition(("embed", "kv_heads", "head_width"), (32, 8, 4), mesh) == P("fsdp", "tensor", None)
+
+
+def test_other_uneven_dimensions_are_refused():
+    with pytest.raises(ValueError, match="tensor = 8 does not divide vocab = 65"):
+        sharding.partition(("vocab", "embed"), (65, 32), sharding.make_mesh(tensor=8))
+
+
+def test_a_mesh_larger_than_the_machine_is_refused():
+    with pytest.raises(ValueError, match="needs 16 devices; 8 are here"):
+        sharding.make_mesh(data=16)
+
+
+def test_batches_go_to_the_devices_that_use_them():
+    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+    host = tiny.batch()
+    placed = sharding.put_batch(host, mesh)["tokens"]
+    np.testing.assert_array_equal(placed, host["tokens"])
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(2, tiny.CONTEXT)}

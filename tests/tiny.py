@@ -1,0 +1,94 @@
+"""Models, batches and settings small enough for many tests."""
+
+import chex
+import jax
+import numpy as np
+
+from jaxlm import sharding
+from jaxlm.models.config import ModelConfig
+from jaxlm.training.config import AdamWConfig, TrainingConfig
+from jaxlm.training.step import jit_steps, make_steps
+
+VOCABULARY, CONTEXT = 64, 32
+
+LLAMA = {
+    "norm": {"kind": "rms"},
+    "position": {"kind": "rotary"},
+    "attention": {"heads": 8, "kv_heads": 4},
+    "feed_forward": {"hidden": 48, "activation": "silu", "gated": True},
+}
+GPT2 = {
+    "norm": {"kind": "layer", "bias": True},
+    "position": {"kind": "learned"},
+    "attention": {"heads": 8, "qkv_bias": True, "output_bias": True},
+    "feed_forward": {"hidden": 64, "activation": "gelu_tanh", "bias": True},
+    "tied_embeddings": True,
+}
+QWEN3 = {
+    **LLAMA,
+    "attention": {"heads": 8, "kv_heads": 2, "head_width": 8, "qk_norm": True},
+    "tied_embeddings": True,
+}
+LLAMA31 = {
+    **LLAMA,
+    "position": {"kind": "rotary", "scaling": {"factor": 8.0, "original_context": 16}},
+}
+FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "qwen3": QWEN3, "llama3.1": LLAMA31}
+
+
+def model(family: dict = LLAMA, **changes) -> ModelConfig:
+    """Three layers, width 32. Weights ten times the usual size, so that every part of it matters in float32."""
+    sizes = {"vocabulary": VOCABULARY, "context": CONTEXT, "layers": 3, "width": 32, "initializer_std": 0.2}
+    return ModelConfig(**{**sizes, **family, **changes})
+
+
+def training(**changes) -> TrainingConfig:
+    return TrainingConfig(**{"batch": 8, "sequence": CONTEXT, "dtype": "float32", **changes})
+
+
+def optimization(**changes) -> AdamWConfig:
+    return AdamWConfig(**{"learning_rate": 1e-2, "schedule": {"decay_steps": 100}, **changes})
+
+
+def batch(rows: int = 8, length: int = CONTEXT, seed: int = 0, vocabulary: int = VOCABULARY) -> dict:
+    """Random rows, each packed with three segments and some room left at its end."""
+    draw = np.random.default_rng(seed)
+    segments = np.zeros((rows, length), np.int32)
+    positions = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
+    for row in range(rows):
+        cuts = [0, *np.sort(draw.choice(np.arange(1, length), 3, replace=False))]
+        for segment, (start, end) in enumerate(zip(cuts[:-1], cuts[1:], strict=True), start=1):
+            segments[row, start:end] = segment
+            positions[row, start:end] = np.arange(end - start)
+        positions[row, cuts[-1] :] = np.arange(length - cuts[-1])
+    tokens, targets = draw.integers(0, vocabulary, (2, rows, length), dtype=np.int32)
+    return {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions}
+
+
+def run_steps(model, training, batches, mesh=None, optimization=optimization()):
+    """(metrics of each step, final state) of a few training steps."""
+    mesh = mesh or sharding.make_mesh()
+    with jax.set_mesh(mesh):
+        steps = jit_steps(make_steps(model, training, optimization), mesh)
+        state = steps.init()
+        metrics = []
+        for host in batches:
+            state, measured = steps.train(state, sharding.put_batch(host, mesh))
+            metrics.append(jax.device_get(measured))
+        return metrics, jax.device_get(state)
+
+
+def assert_same_numbers(actual, expected, relative: float) -> None:
+    """Leaves equal to a share of the largest number of each.
+
+    Gradients are sums, whose small entries carry the rounding of the large terms. A leaf that is zero but for
+    rounding (a key bias moves no softmax) is held against a thousandth of the largest number of all.
+    """
+    largest = max(np.abs(np.asarray(leaf)).max() for leaf in jax.tree.leaves(expected))
+
+    def scaled(x, like):
+        return np.asarray(x, np.float64) / max(np.abs(np.asarray(like, np.float64)).max(), 1e-3 * largest)
+
+    chex.assert_trees_all_close(
+        jax.tree.map(scaled, actual, expected), jax.tree.map(scaled, expected, expected), rtol=0, atol=relative
+    )

@@ -4,9 +4,12 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+# Most of the time here is LLVM's, optimising programs that run once; what XLA itself does stays the same.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
-import jax
-import pytest
+import chex  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -16,3 +19,9 @@ jax.config.update("jax_default_matmul_precision", "highest")
 def cache_of_its_own(tmp_path_factory, monkeypatch):
     """Nothing is read from or left in the cache of whoever runs the tests."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def traces_of_its_own():
+    """`chex.assert_max_traces` counts by name, across tests."""
+    chex.clear_trace_counter()

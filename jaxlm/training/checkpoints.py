@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from jaxlm.training.step import TrainState
 _CHECKSUMS = "checksums.json"
 # Orbax stamps this file with the time of the commit, after everything else is sealed.
 _STAMPED = "_CHECKPOINT_METADATA"
+# The folder that Orbax fills before it renames it to the step's.
+_IN_PROGRESS = "*.orbax-checkpoint-tmp*"
 _LOSS = "held_out_loss"
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports each of its phases there
@@ -31,6 +34,8 @@ class Checkpoints:
 
     def __init__(self, directory: Path, keep: int):
         self._directory = directory.absolute()
+        for left in self._directory.glob(_IN_PROGRESS):  # by a process that was killed while saving
+            shutil.rmtree(left)
         policies = [
             LatestN(keep),
             BestN(
@@ -41,7 +46,6 @@ class Checkpoints:
             best_fn=lambda metrics: metrics[_LOSS],  # without it Orbax writes no metrics down
             best_mode="min",
             preservation_policy=AnyPreservationPolicy(policies),
-            cleanup_tmp_directories=True,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
         )
         self._manager = ocp.CheckpointManager(self._directory, options=options)
@@ -66,7 +70,7 @@ class Checkpoints:
 
     def _seal(self) -> None:
         """Write the checksums into the folder that Orbax is about to rename: what is committed is sealed."""
-        for folder in self._directory.glob("*.orbax-checkpoint-tmp*"):
+        for folder in self._directory.glob(_IN_PROGRESS):
             (folder / _CHECKSUMS).write_text(json.dumps(dict(_checksums(folder))))
 
 

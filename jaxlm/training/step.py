@@ -99,7 +99,7 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: AdamW
     def train(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.key(training.seed), state.step)
         loss, grads, targets = gradients(state.parameters, batch, key)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
         updates, moments = transform.update(grads, state.optimizer, state.parameters)

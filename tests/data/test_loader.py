@@ -90,10 +90,10 @@ def test_batches_are_int32(rows):
 
 def test_rows_are_passed_on_whole(rows):
     (batch,) = take(rows, 1)
+    row_of = {int(rows[i]["tokens"][1]) - ord("A"): rows[i] for i in range(COUNT)}
     for i, document in enumerate(order([batch])):
-        expected = next(row for row in map(rows.__getitem__, range(COUNT)) if row["tokens"][1] == document + ord("A"))
-        for name in expected:
-            np.testing.assert_array_equal(batch[name][i], expected[name])
+        for name, expected in row_of[document].items():
+            np.testing.assert_array_equal(batch[name][i], expected)
 
 
 def test_training_without_rows_is_refused(tmp_path):

@@ -10,7 +10,7 @@ from jaxlm.data.tokenizers import characters_tokenizer
 
 
 class Packed(NamedTuple):
-    """Documents in which every token of the corpus is another id, 0, 1, 2, …, and the rows they were packed into."""
+    """Documents, and the rows they were packed into. Every token of the corpus is another id: 0, 1, 2, …"""
 
     lengths: np.ndarray
     sequence: int
@@ -28,7 +28,8 @@ class Packed(NamedTuple):
 
 def make_store(directory, lengths) -> TokenStore:
     ends = np.cumsum(lengths)
-    texts = ["".join(map(chr, range(0x4E00 + end - n, 0x4E00 + end))) for end, n in zip(ends, lengths, strict=True)]
+    characters = "".join(map(chr, range(0x4E00, 0x4E00 + sum(lengths))))
+    texts = [characters[end - n : end] for end, n in zip(ends, lengths, strict=True)]
     return write_store(directory, texts, characters_tokenizer(texts))
 
 
@@ -89,11 +90,13 @@ def test_a_segment_is_one_unbroken_piece_of_one_document(packed):
 def test_positions_restart_in_every_piece_and_in_what_is_empty(packed):
     for positions, segments in zip(packed.rows["positions"], packed.rows["segments"], strict=True):
         for segment in set(segments):
-            np.testing.assert_array_equal(positions[segments == segment], np.arange((segments == segment).sum()))
+            here = positions[segments == segment]
+            np.testing.assert_array_equal(here, np.arange(len(here)))
 
 
 def test_what_is_empty_is_zero(packed):
-    assert not packed.rows["tokens"][~packed.filled].any() and not packed.rows["targets"][~packed.filled].any()
+    for name in ("tokens", "targets", "segments"):
+        assert not packed.rows[name][~packed.filled].any()
 
 
 def test_a_document_is_cut_only_at_multiples_of_the_sequence(packed):

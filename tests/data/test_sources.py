@@ -88,7 +88,16 @@ def test_the_standard_library_behind_a_link_makes_no_doubles(tree, tmp_path, mon
 
 @pytest.mark.parametrize(
     "entry",
-    ["deep/picture.png", "missing.txt", "missing", "*.csv", "deep/*", "empty", "a" * 300 + ".txt", "~nobody-here/a.txt"],
+    [
+        "deep/picture.png",
+        "missing.txt",
+        "missing",
+        "*.csv",
+        "deep/*",
+        "empty",
+        "a" * 300,
+        "~nobody-here/a.txt",
+    ],
 )
 def test_an_entry_without_text_is_refused_by_its_name(tree, monkeypatch, entry):
     (tree / "empty").mkdir()
@@ -100,7 +109,8 @@ def test_an_entry_without_text_is_refused_by_its_name(tree, monkeypatch, entry):
 
 
 def test_each_file_is_one_document_and_empty_ones_are_none(tmp_path):
-    files = [write(tmp_path / "a.txt", "first\nlines"), write(tmp_path / "b.md", ""), write(tmp_path / "c.py", "x = 1\n")]
+    contents = {"a.txt": "first\nlines", "b.md": "", "c.py": "x = 1\n"}
+    files = [write(tmp_path / name, content) for name, content in contents.items()]
     assert list(read_documents(files)) == ["first\nlines", "x = 1\n"]
 
 
@@ -168,7 +178,12 @@ def test_a_single_document_is_cut_at_its_end(held_out):
 
 @pytest.mark.parametrize(
     ("documents", "held_out", "side"),
-    [(WORDS, 1e-12, "held-out"), (WORDS, 1 - 1e-12, "training"), (["short"], 0.01, "held-out"), (["s"], 0.9, "training")],
+    [
+        (WORDS, 1e-12, "held-out"),
+        (WORDS, 1 - 1e-12, "training"),
+        (["short"], 0.01, "held-out"),
+        (["s"], 0.9, "training"),
+    ],
 )
 def test_a_side_without_text_is_refused(documents, held_out, side):
     with pytest.raises(InputError, match=f"data.held_out = .* no {side} text"):

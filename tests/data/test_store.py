@@ -13,7 +13,7 @@ SHARD = 50
 
 @pytest.fixture
 def texts():
-    """Enough for several groups of documents; empty ones, one of exactly a shard, and one larger than that."""
+    """Several groups of documents; among them empty ones, one of exactly a shard, and one larger than that."""
     draw = np.random.default_rng(0)
     texts = ["".join(map(chr, draw.integers(32, 1000, n))) for n in draw.integers(0, 15, 600)]
     return [*texts[:300], "x" * (SHARD - 2), "y" * 3 * SHARD, "", *texts[300:]]
@@ -59,13 +59,14 @@ def test_no_document_lies_in_two_shards(sharded, texts):
     """A shard is over its size only where one document alone is."""
     separators = [np.count_nonzero(tokens == BYTES.separator) for tokens in shards(sharded)]
     assert all(count % 2 == 0 for count in separators) and sum(separators) == 2 * len(texts)
-    assert all(len(tokens) <= SHARD or count == 2 for tokens, count in zip(shards(sharded), separators, strict=True))
+    sizes = [len(tokens) for tokens in shards(sharded)]
+    assert all(size <= SHARD or count == 2 for size, count in zip(sizes, separators, strict=True))
 
 
 def test_shards_are_filled_before_the_next_begins(sharded):
-    tokens = shards(sharded)
-    starts = [np.flatnonzero(shard == BYTES.separator)[1] + 1 for shard in tokens]  # size of a shard's first document
-    assert all(len(a) + first > SHARD for a, first in zip(tokens[:-1], starts[1:], strict=True))
+    sizes = [len(tokens) for tokens in shards(sharded)]
+    firsts = [np.flatnonzero(tokens == BYTES.separator)[1] + 1 for tokens in shards(sharded)]
+    assert all(size + first > SHARD for size, first in zip(sizes[:-1], firsts[1:], strict=True))
 
 
 def test_one_shard_holds_what_fits(texts, tmp_path):

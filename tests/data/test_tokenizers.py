@@ -20,7 +20,8 @@ TEXTS = [
     "😀👩‍👩‍👧 and a zero \0, a space \u00a0, a joiner \u200d",
     f"a {END_OF_TEXT} spelled out{END_OF_TEXT}",
 ]
-CORPUS = [f"def number_{i}(value):\n    return value + {i}  # adds {i}\n" * 3 for i in range(60)]
+SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprst" for vowel in "aeiou"]
+CORPUS = [f"def {a}{b}(value):\n    return {b}{a} + value\n" for a in SYLLABLES for b in SYLLABLES[::5]]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,8 @@ def test_all_256_bytes_are_tokens_and_256_separates():
     tokenizer = bytes_tokenizer()
     assert (tokenizer.vocabulary, tokenizer.separator) == (257, 256)
     assert {i: tokenizer.decode([i]) for i in range(128)} == {i: chr(i) for i in range(128)}
-    assert all(tokenizer.decode([256, first, 0x80, 256]) == chr((first - 0xC0) << 6) for first in range(0xC2, 0xE0))
+    two = [tokenizer.decode([first, 0x80]) for first in range(0xC2, 0xE0)]
+    assert two == [chr((first - 0xC0) << 6) for first in range(0xC2, 0xE0)]
 
 
 def test_broken_utf8_decodes_to_the_replacement_character():
@@ -75,7 +77,7 @@ def test_an_unknown_character_is_named(strange):
     assert repr(strange) in str(refused.value) and "65" in str(refused.value)
 
 
-@pytest.mark.parametrize("size", [257, 300, 512])
+@pytest.mark.parametrize("size", [257, 300, 400])
 def test_bpe_has_the_vocabulary_asked_for(size):
     tokenizer = train_bpe(CORPUS, size)
     assert tokenizer.vocabulary == size
@@ -160,7 +162,7 @@ def test_a_missing_tokenizer_file_is_named(tmp_path):
         tokenizers.load(tmp_path / "missing.json")
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage", b"{}", b"[]", b"\xff\xfe", b'{"model": {"type": "BPE"}}'])
+@pytest.mark.parametrize("content", [b"", b"garbage", b"{}", b"[]", b"\xff\xfe", b'{"model": {"type": 5}}'])
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(InputError, match=r"data.tokenizer.*tokenizer.json") as refused:
@@ -184,7 +186,12 @@ def test_the_separator_of_a_published_tokenizer_is_found(tmp_path, separator):
 
 def test_a_tokenizer_file_that_truncates_and_pads_still_gives_whole_documents(tmp_path):
     def published(values):
-        values["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+        values["truncation"] = {
+            "strategy": "LongestFirst",
+            "direction": "Right",
+            "max_length": 4,
+            "stride": 0,
+        }
         values["padding"] = {
             "strategy": {"Fixed": 8},
             "direction": "Right",

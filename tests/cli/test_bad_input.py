@@ -1,0 +1,219 @@
+"""Bad input is one line on standard error and status 2; nothing on standard output, nothing written."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxlm.cli import main
+from jaxlm.config import load
+from jaxlm.data.tokenizers import bytes_tokenizer
+
+CONFIG = """
+[model]
+vocabulary = 264
+context = 32
+layers = 1
+width = 32
+norm = {kind = "rms"}
+position = {kind = "rotary"}
+attention = {heads = 4}
+feed_forward = {hidden = 64, activation = "silu"}
+[data]
+text = "text.txt"
+tokenizer = "bytes"
+[training]
+steps = 1
+batch = 8
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A working directory with good and bad files; a cache would be made in it."""
+    (tmp_path / "good.toml").write_text(CONFIG)
+    (tmp_path / "broken.toml").write_text("[model\n")
+    (tmp_path / "text.txt").write_text("some words to learn from\n" * 100)
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 100)
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "picture.png").write_text("none")
+    (tmp_path / "garbage.json").write_text("garbage")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "letter.md").write_text("not a run")
+    (tmp_path / "config_alone").mkdir()
+    (tmp_path / "config_alone" / "config.toml").write_text(CONFIG)
+    (tmp_path / "other_config").mkdir()
+    (tmp_path / "other_config" / "config.toml").write_text("[tool]\nname = 'other'\n")
+    run = tmp_path / "run"  # as one that was interrupted before its first checkpoint
+    run.mkdir()
+    (run / "config.toml").write_text(load(tmp_path / "good.toml").to_toml())
+    (run / "data.json").write_text(json.dumps({"digest": "another", "held_out_bytes": 100}))
+    bytes_tokenizer().save(run / "tokenizer.json")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def files(place: Path) -> dict:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in place.rglob("*")}
+
+
+def check(status: int, out: str, error: str, says: list[str]) -> None:
+    assert (status, out) == (2, "")
+    assert error.startswith("jaxlm: ") and error.count("\n") == 1 and error.endswith("\n"), error
+    assert not [part for part in says if part not in error], error
+
+
+ARGUMENTS = {
+    "no command": ("", ["COMMAND"]),
+    "unknown command": ("trian good.toml", ["trian", "train"]),
+    "no config": ("train", ["CONFIG"]),
+    "unknown option": ("train good.toml --outt x", ["--outt", "--help"]),
+    "no run": ("eval", ["RUN"]),
+    "no prompt": ("generate run", ["--prompt", "--token-ids"]),
+    "two prompts": ("generate run --prompt a --token-ids 1", ["--prompt", "--token-ids"]),
+    "unknown checkpoint": ("eval run --checkpoint oldest", ["oldest", "newest", "best"]),
+    "temperature that is no number": ("generate run --prompt a --temperature hot", ["hot"]),
+    "seed that is no number": ("generate run --prompt a --seed x", ["--seed", "x"]),
+}
+CONFIGURATIONS = {
+    "missing config": ("train missing.toml", ["missing.toml"]),
+    "config that is not TOML": ("train broken.toml", ["broken.toml", "not TOML"]),
+    "config that is a directory": ("train foreign", ["foreign"]),
+    "unknown key": ("train good.toml training.step=3", ["training.step", "training.steps"]),
+    "no override": ("train good.toml steps", ["'steps'", "key=value"]),
+    "mesh that does not divide": (
+        "train good.toml mesh.tensor=3",
+        ["mesh.tensor = 3", "heads = 4", "1, 2, 4"],
+    ),
+    "mesh larger than the batch": (
+        "train good.toml mesh.data=16",
+        ["= 16", "8 rows", "training.batch to 16"],
+    ),
+    "vocabulary below the bytes": ("train good.toml model.vocabulary=200", ["200", "model.vocabulary=257"]),
+}
+DATA = {
+    "missing text": ("train good.toml data.text=missing.txt", ["data.text", "missing.txt"]),
+    "text that is none": ("train good.toml data.text=picture.png", ["data.text", "picture.png", ".txt"]),
+    "a text instead of its path": (f"train good.toml 'data.text={'To be, or not. ' * 30}'", ["data.text"]),
+    "lines instead of a path": ("train good.toml 'data.text=To be,\nor not to be'", ["data.text"]),
+    "missing tokenizer": ("train good.toml data.tokenizer=none.json", ["data.tokenizer", "none.json"]),
+    "broken tokenizer": ("train good.toml data.tokenizer=garbage.json", ["data.tokenizer", "garbage.json"]),
+    "cache that is a file": ("train good.toml data.cache=text.txt", ["data.cache", "text.txt"]),
+    "text that is not UTF-8": ("train good.toml data.text=latin.txt", ["data.text", "latin.txt", "UTF-8"]),
+    "empty text": ("train good.toml data.text=empty.txt", ["data.text", "empty.txt", "empty"]),
+    "vocabulary below the characters": (
+        "train good.toml data.tokenizer=characters model.vocabulary=8",
+        ["model.vocabulary = 8", "set model.vocabulary=14"],
+    ),
+    "vocabulary below bpe": (
+        "train good.toml data.tokenizer=bpe model.vocabulary=100",
+        ["model.vocabulary = 100", "257"],
+    ),
+}
+FOLDERS = {
+    "out is another's folder": ("train good.toml --out foreign", ["foreign", "no run", "--out"]),
+    "out is a file": ("train good.toml --out text.txt", ["text.txt", "no run", "--out"]),
+    "out is under a file": ("train good.toml --out text.txt/run", ["text.txt/run"]),
+    "out holds a config and no run": ("train good.toml --out config_alone", ["config_alone"]),
+    "out holds another's config": ("train good.toml --out other_config", ["other_config/config.toml"]),
+    "out was begun otherwise": (
+        "train good.toml --out run model.layers=2",
+        ["run", "model.layers = 1, not 2", "--out"],
+    ),
+    "run that is missing": ("eval nowhere", ["nowhere", "no run", "jaxlm train"]),
+    "run that is a file": ("eval text.txt", ["text.txt", "no run"]),
+    "run that is another's folder": ("eval foreign", ["foreign", "no run"]),
+    "run with another's config": ("eval other_config", ["other_config/config.toml"]),
+    "run with a bad override": ("eval run training.step=3", ["training.step", "training.steps"]),
+    "generate without a run": ("generate nowhere --prompt a", ["nowhere", "no run", "jaxlm train"]),
+    "prompt without a tokenizer": ("generate config_alone --prompt a", ["config_alone", "--token-ids"]),
+}
+GENERATION = {
+    "negative temperature": ("generate run --prompt a --temperature -1", ["--temperature -1", "0"]),
+    "no temperature": ("generate run --prompt a --temperature nan", ["--temperature nan", "0"]),
+    "infinite temperature": ("generate run --prompt a --temperature inf", ["--temperature inf"]),
+    "top-k of none": ("generate run --prompt a --top-k 0", ["--top-k 0", "1"]),
+    "top-p of nothing": ("generate run --prompt a --top-p 0", ["--top-p 0", "above 0"]),
+    "top-p of more than all": ("generate run --prompt a --top-p 1.5", ["--top-p 1.5", "at most 1"]),
+    "words for token ids": ("generate run --token-ids one,two", ["--token-ids", "'one,two'", "1,2,3"]),
+    "no token ids": ("generate run --token-ids ''", ["--token-ids", "''", "1,2,3"]),
+    "token ids with a gap": ("generate run --token-ids 1,,2", ["--token-ids", "'1,,2'", "1,2,3"]),
+}
+# Found only once JAX is there: it reads the checkpoints.
+AFTER_JAX = {
+    "run without a checkpoint": ("eval run", ["run", "no whole checkpoint", "jaxlm train"]),
+    "generation without a checkpoint": ("generate run --prompt a", ["run", "no whole checkpoint"]),
+}
+BEFORE_JAX = {**ARGUMENTS, **CONFIGURATIONS, **DATA, **FOLDERS, **GENERATION}
+ALL = {**BEFORE_JAX, **AFTER_JAX}
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_bad_input_is_one_line_and_leaves_nothing(case, place, capsys):
+    arguments, says = ALL[case]
+    before = files(place)
+    check(main(shlex.split(arguments)), *capsys.readouterr(), says)
+    assert files(place) == before
+
+
+# Reading arguments, files and folders takes no JAX, and need not wait for it.
+WITHOUT_JAX = [
+    "unknown command",
+    "unknown option",
+    "missing config",
+    "unknown key",
+    "mesh that does not divide",
+    "missing text",
+    "vocabulary below the characters",
+    "out is another's folder",
+    "run that is missing",
+    "generate without a run",
+    "negative temperature",
+    "words for token ids",
+]
+
+
+@pytest.mark.parametrize("case", WITHOUT_JAX)
+def test_bad_input_is_found_before_jax_is_imported(case, place):
+    code = "import sys; from jaxlm.cli import main; assert main() == 2; sys.exit('jax' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *shlex.split(BEFORE_JAX[case][0])], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("case", ["no command", "unknown key", "run that is missing", "top-k of none"])
+def test_a_process_with_bad_input_ends_with_status_2(case, place):
+    arguments, says = BEFORE_JAX[case]
+    before = files(place)
+    code = "from jaxlm.cli import main; raise SystemExit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *shlex.split(arguments)], capture_output=True, text=True
+    )
+    check(done.returncode, done.stdout, done.stderr, says)
+    assert files(place) == before
+
+
+def test_json_does_not_change_how_bad_input_is_refused(place, capsys):
+    arguments, says = CONFIGURATIONS["unknown key"]
+    check(main([*shlex.split(arguments), "--json"]), *capsys.readouterr(), says)
+
+
+def test_a_mesh_larger_than_the_machine_begins_no_run(place, capsys):
+    """The data may have been prepared by then, but later settings need not be those that were refused."""
+    assert main(["train", "good.toml", "mesh.data=16", "training.batch=16"]) == 2
+    printed = capsys.readouterr()
+    last = printed.err.splitlines()[-1]
+    assert last.startswith("jaxlm: mesh.data × mesh.tensor = 16") and "8 devices" in last
+    assert printed.out == ""
+    assert not (place / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_overrides_are_not_said_to_be_required(command, capsys):
+    assert main([command]) == 2
+    assert "key=value" not in capsys.readouterr().err

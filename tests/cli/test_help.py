@@ -1,0 +1,70 @@
+import importlib
+import pkgutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+import jaxlm.cli
+from jaxlm import __version__
+from jaxlm.cli import main
+
+CALL = """
+import sys
+from jaxlm.cli import main
+try:
+    sys.exit(main())
+finally:
+    assert "jax" not in sys.modules
+"""
+
+
+def is_command(name: str) -> bool:
+    return hasattr(importlib.import_module(f"jaxlm.cli.{name}"), "main")
+
+
+COMMANDS = [module.name for module in pkgutil.iter_modules(jaxlm.cli.__path__) if is_command(module.name)]
+
+
+def test_the_commands_are_found():
+    assert {"train", "eval", "generate"} <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)], ids=" ".join)
+def test_help_needs_no_jax(command):
+    done = subprocess.run([sys.executable, "-c", CALL, *command, "--help"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(" ".join(["usage: jaxlm", *command]))
+
+
+def test_help_lists_every_command(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert not ended.value.code
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("    ")}
+    assert set(COMMANDS) <= listed
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_speaks_json_and_says_what_it_takes(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    said = capsys.readouterr().out
+    assert not ended.value.code
+    assert "--json" in said and importlib.import_module(f"jaxlm.cli.{command}").__doc__.split()[0] in said
+
+
+def test_version_is_said(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert not ended.value.code and capsys.readouterr().out == f"jaxlm {__version__}\n"
+
+
+def test_help_takes_less_than_half_a_second():
+    def seconds() -> float:
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", CALL, "--help"], check=True, stdout=subprocess.DEVNULL)
+        return time.perf_counter() - began
+
+    assert min(seconds() for _ in range(5)) < 0.5

@@ -1,0 +1,140 @@
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+from jaxlm import sharding
+from jaxlm.errors import InputError
+from jaxlm.inference import steps
+from jaxlm.inference.cache import cache_shardings, empty_cache
+from jaxlm.inference.generate import generate
+from jaxlm.inference.sampling import Sampling
+from jaxlm.models import tree
+from jaxlm.models.positions import visible_in_rows
+
+families = pytest.mark.parametrize("family", tiny.FAMILIES.values(), ids=tiny.FAMILIES)
+
+
+def parts(family, mesh=None):
+    model = tiny.model(family)
+    graph, _ = tree.abstract(model)
+    return model, graph, tree.init(model, 0, mesh or sharding.make_mesh())
+
+
+def full_logits(graph, parameters, tokens):
+    """Logits at the end of a sequence, by recomputing all of it."""
+
+    @jax.jit
+    def run(parameters, tokens):
+        module = nnx.merge(graph, parameters)
+        positions = jnp.arange(tokens.shape[1])[None]
+        hidden, _ = module.hidden(tokens, positions, visible_in_rows(positions))
+        return module.logits(hidden)
+
+    return run(parameters, jnp.asarray(tokens)[None])[0]
+
+
+@families
+def test_prefill_and_decode_equal_recomputing(family):
+    """Prompts of different lengths in one batch, then token by token."""
+    model, graph, parameters = parts(family)
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(0, tiny.VOCABULARY, (3, 20), dtype=np.int32)
+    lengths = np.array([7, 1, 12], np.int32)
+    prompts = np.where(np.arange(12)[None] < lengths[:, None], tokens[:, :12], 5)
+    expected = [full_logits(graph, parameters, row) for row in tokens]
+
+    prefill = jax.jit(lambda p, t, n: steps.prefill(graph, p, t, n, empty_cache(model, 3, 24, jnp.float32)))
+    decode = jax.jit(chex.assert_max_traces(lambda p, t, c: steps.decode_step(graph, p, t, c), n=1))
+    logits, cache = prefill(parameters, prompts, lengths)
+    for step in range(6):
+        at = lengths + step
+        for row in range(3):
+            tiny.assert_same_numbers(logits[row], expected[row][at[row] - 1], 1e-5)
+        np.testing.assert_array_equal(cache.length, at)
+        logits, cache = decode(parameters, tokens[np.arange(3), at], cache)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8), (2, 2, 2), (8, 1, 1), (1, 2, 4)], ids=str)
+def test_any_mesh_gives_the_same_logits(shape):
+    model, graph, parameters = parts(tiny.LLAMA)
+    tokens = np.random.default_rng(0).integers(0, tiny.VOCABULARY, (8, 6), dtype=np.int32)
+    lengths = np.full(8, 6, np.int32)
+
+    def two_steps(mesh, parameters):
+        lies = cache_shardings(model, 8, 12, mesh)
+        with jax.set_mesh(mesh):
+            first = jax.jit(
+                lambda p, t, n: steps.prefill(graph, p, t, n, empty_cache(model, 8, 12, jnp.float32)),
+                out_shardings=(None, lies),
+            )
+            second = jax.jit(lambda p, t, c: steps.decode_step(graph, p, t, c), out_shardings=(None, lies))
+            logits, cache = first(parameters, tokens, lengths)
+            assert cache.key.sharding.is_equivalent_to(lies.key, cache.key.ndim)
+            after, cache = second(parameters, tokens[:, 0], cache)
+        return jax.device_get((logits, after, cache.key))
+
+    mesh = sharding.make_mesh(*shape)
+    _, _, spread = parts(tiny.LLAMA, mesh)
+    tiny.assert_same_numbers(two_steps(mesh, spread), two_steps(sharding.make_mesh(), parameters), 1e-5)
+
+
+def test_generation_is_greedy_at_temperature_zero():
+    model, graph, parameters = parts(tiny.LLAMA)
+    mesh = sharding.make_mesh()
+    prompt = [3, 1, 4, 1, 5]
+    drawn = [
+        int(t[0])
+        for t in generate(graph, model, parameters, [prompt], 8, mesh, sampling=Sampling(temperature=0.0))
+    ]
+    sequence = list(prompt)
+    for token in drawn:
+        assert token == int(np.argmax(full_logits(graph, parameters, sequence)[-1]))
+        sequence.append(token)
+
+
+def test_generation_repeats_with_its_seed_and_differs_with_another():
+    model, graph, parameters = parts(tiny.LLAMA)
+    mesh = sharding.make_mesh()
+
+    def run(seed):
+        return [int(t[0]) for t in generate(graph, model, parameters, [[1, 2]], 16, mesh, seed=seed)]
+
+    assert run(0) == run(0) != run(1)
+
+
+def test_generation_on_a_mesh_with_one_prompt():
+    """One sequence cannot be split over eight devices; it is replicated, not refused."""
+    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+    model, graph, spread = parts(tiny.LLAMA, mesh)
+    _, _, parameters = parts(tiny.LLAMA)
+    greedy = Sampling(temperature=0.0)
+    many = [int(t[0]) for t in generate(graph, model, spread, [[1, 2, 3]], 5, mesh, sampling=greedy)]
+    one = [int(t[0]) for t in generate(graph, model, parameters, [[1, 2, 3]], 5, sharding.make_mesh(), sampling=greedy)]
+    assert many == one
+
+
+@pytest.mark.parametrize(
+    ("prompts", "max_tokens", "message"),
+    [
+        ([[]], 1, "prompt is empty"),
+        ([[1], []], 1, "prompt is empty"),
+        ([[64]], 1, "token id 64 is outside the vocabulary, 0 to 63"),
+        ([[-1]], 1, "token id -1 is outside"),
+        ([[1] * 30], 3, "at most 2 tokens can follow"),
+        ([[1]], 0, "--max-tokens 0 must be 1 or more"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(prompts, max_tokens, message):
+    model, graph, parameters = parts(tiny.LLAMA)
+    with pytest.raises(InputError, match=message):
+        next(generate(graph, model, parameters, prompts, max_tokens, sharding.make_mesh()))
+
+
+def test_the_whole_context_can_be_used():
+    model, graph, parameters = parts(tiny.GPT2)
+    drawn = list(generate(graph, model, parameters, [[1] * 30], 2, sharding.make_mesh()))
+    assert len(drawn) == 2

@@ -1,0 +1,490 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxlm import config
+from jaxlm.config import check_mesh, load, mesh_sizes, replicated_kv_heads
+from jaxlm.errors import InputError
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+QUICKSTART = CONFIGS / "quickstart.toml"
+ALL = sorted(CONFIGS.rglob("*.toml"))
+PUBLISHED = sorted((CONFIGS / "models").glob("*.toml"))
+
+
+def refusal(*overrides: str, path: Path = QUICKSTART) -> str:
+    """The one line with which a configuration is refused."""
+    with pytest.raises(InputError) as refused:
+        load(path, overrides)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def flat(values: dict, prefix: str = "") -> dict:
+    """Nested tables as dotted keys."""
+    pairs = {}
+    for key, value in values.items():
+        pairs.update(flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+    return pairs
+
+
+def changed(*overrides: str) -> dict:
+    """The keys of the quickstart that overrides change, with their new values."""
+    before, after = flat(load(QUICKSTART).model_dump()), flat(load(QUICKSTART, overrides).model_dump())
+    return {key: value for key, value in after.items() if key not in before or before[key] != value}
+
+
+# Files
+
+
+def test_the_files_that_others_rely_on_are_there():
+    names = {path.relative_to(CONFIGS).with_suffix("").as_posix() for path in ALL}
+    models = "gpt2-124m gpt2-355m gpt2-774m gpt2-1.5b llama2-7b llama2-13b llama2-70b"
+    models += " llama3.1-8b llama3.1-70b llama3.1-405b qwen3-0.6b qwen3-8b"
+    assert {"quickstart", "shakespeare_char"} | {f"models/{name}" for name in models.split()} <= names
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
+def test_a_resolved_file_loads_back_to_the_same_experiment(path, tmp_path):
+    experiment = load(path)
+    resolved = write(tmp_path / "config.toml", experiment.to_toml())
+    assert load(resolved) == experiment
+    assert load(resolved).to_toml() == experiment.to_toml()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("training.remat=['query', 'up']",),
+        ("mesh.data=2", "mesh.fsdp=4", "mesh.tensor=2"),
+        ("data.text=['a b.txt', '~/*.md', 'quo\"te.py', 'back\\slash', 'Grüße']", "data.tokenizer=a/t.json"),
+        ("model.position.scaling={factor=4.0, original_context=128}", "training.sequence=100"),
+        ("optimizer.learning_rate=1.2345678901234567e-5", "optimizer.epsilon=1e-30"),
+    ],
+    ids=lambda overrides: overrides[0].partition("=")[0],
+)
+def test_overrides_are_resolved_and_loaded_back(overrides, tmp_path):
+    experiment = load(QUICKSTART, overrides)
+    assert experiment != load(QUICKSTART)
+    assert load(write(tmp_path / "config.toml", experiment.to_toml())) == experiment
+
+
+def test_a_resolved_file_holds_every_key():
+    """A default that changes later does not change an old run."""
+    written = flat(config.tomllib.loads(load(QUICKSTART).to_toml()))
+    missing = flat(load(QUICKSTART).model_dump()).keys() - written.keys()
+    assert missing == {"model.position.scaling"}  # None cannot be written
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
+def test_a_published_architecture_is_a_model_and_nothing_else(path):
+    assert set(config.tomllib.loads(path.read_text())) == {"model"}
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
+def test_a_file_opens_with_the_command_that_runs_it(path):
+    first = path.read_text().splitlines()[0]
+    assert first.startswith(f"# jaxlm train configs/{path.relative_to(CONFIGS).as_posix()}")
+
+
+def test_configurations_need_no_jax():
+    code = "import sys, jaxlm.config; raise SystemExit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "there is no file"),
+        (b"[model", "is not TOML"),
+        (b"[model]\nlayers = 1\nlayers = 2\n", "is not TOML"),
+        (b"name = '\xff'", "cannot be read"),
+    ],
+    ids=["missing", "broken", "twice", "latin-1"],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, content, says):
+    path = tmp_path / "mine.toml"
+    if content is not None:
+        path.write_bytes(content)
+    said = refusal(path=path)
+    assert "mine.toml" in said and says in said
+
+
+def test_a_directory_is_no_configuration(tmp_path):
+    assert str(tmp_path) in refusal(path=tmp_path)
+
+
+# Overrides
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("training.log_every=7", "training.log_every", 7),
+        ("optimizer.learning_rate=1e-5", "optimizer.learning_rate", 1e-5),
+        ("optimizer.weight_decay=0", "optimizer.weight_decay", 0.0),
+        ("model.tied_embeddings=false", "model.tied_embeddings", False),
+        ("training.dtype=bfloat16", "training.dtype", "bfloat16"),
+        ('training.dtype="bfloat16"', "training.dtype", "bfloat16"),
+        (" training.dtype = 'bfloat16'", "training.dtype", "bfloat16"),
+        ("mesh.fsdp=2", "mesh.fsdp", 2),
+        ("data.text=some/file.txt", "data.text", ("some/file.txt",)),
+        ("data.text=a=b #1.txt", "data.text", ("a=b #1.txt",)),
+        ('data.text=["a.txt", "b.md"]', "data.text", ("a.txt", "b.md")),
+        ("training.remat=full", "training.remat", "full"),
+        ("training.remat=['query', 'gate']", "training.remat", ("query", "gate")),
+        ("optimizer.schedule.warmup_steps=3", "optimizer.schedule.warmup_steps", 3),
+        ("optimizer.schedule={warmup_steps=3, decay_steps=400}", "optimizer.schedule.warmup_steps", 3),
+        ("checkpoint.keep=5", "checkpoint.keep", 5),
+    ],
+)
+def test_an_override_sets_its_key_and_no_other(override, key, value):
+    assert changed(override) == {key: value}
+
+
+def test_the_last_override_of_a_key_holds():
+    assert changed("training.batch=4", "training.batch=6") == {"training.batch": 6}
+
+
+def test_fsdp_over_all_devices_is_the_default_and_can_be_said():
+    assert load(QUICKSTART).mesh.fsdp == "all" and changed("mesh.fsdp=all") == {}
+
+
+@pytest.mark.parametrize("override", ["training.steps", "=3", "training.=3", ".steps=3", "a..b=3", ""])
+def test_an_override_that_is_none_is_quoted_with_an_example(override):
+    assert refusal(override).startswith(f"{override!r} is no override; write key=value, such as ")
+
+
+def test_a_value_has_no_keys():
+    said = refusal("training.steps.more=3")
+    assert "training.steps.more" in said and "steps is a value" in said
+
+
+# model.base
+
+
+@pytest.fixture
+def base(tmp_path):
+    model = QUICKSTART.read_text().partition("[data]")[0]
+    return write(tmp_path / "models" / "small.toml", model + "[training]\nsteps = 123\n")
+
+
+def test_a_base_is_found_from_the_file_that_names_it(base, tmp_path, monkeypatch):
+    path = write(tmp_path / "runs" / "mine.toml", '[model]\nbase = "../models/small.toml"\n')
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert load(path).model == load(QUICKSTART).model
+
+
+def test_the_other_keys_of_a_model_change_its_base(base):
+    path = base.with_name("mine.toml")
+    write(path, '[model]\nbase = "small.toml"\nlayers = 9\nattention.kv_heads = 2\nnorm.epsilon = 1e-3\n')
+    before, after = (flat(load(p).model.model_dump()) for p in (QUICKSTART, path))
+    assert {key: value for key, value in after.items() if before[key] != value} == {
+        "layers": 9,
+        "attention.kv_heads": 2,
+        "norm.epsilon": 1e-3,
+    }
+
+
+def test_defaults_that_depend_on_other_keys_follow_a_changed_base(base):
+    path = write(base.with_name("mine.toml"), '[model]\nbase = "small.toml"\nwidth = 512\ncontext = 64\n')
+    experiment = load(path)
+    assert (experiment.model.attention.head_width, experiment.training.sequence) == (64, 64)
+
+
+def test_only_the_model_of_a_base_counts(base):
+    assert load(write(base.with_name("mine.toml"), '[model]\nbase = "small.toml"\n')).training.steps == 1000
+
+
+def test_overrides_change_what_a_base_says(base):
+    path = write(base.with_name("mine.toml"), '[model]\nbase = "small.toml"\nlayers = 9\n')
+    assert load(path, ["model.layers=3", "model.attention.kv_heads=8"]).model.attention.kv_heads == 8
+    assert load(path, ["model.layers=3"]).model.layers == 3
+
+
+def test_the_resolved_file_needs_no_base(base, tmp_path):
+    experiment = load(write(base.with_name("mine.toml"), '[model]\nbase = "small.toml"\nlayers = 9\n'))
+    assert load(write(tmp_path / "elsewhere" / "config.toml", experiment.to_toml())) == experiment
+
+
+def test_a_missing_base_is_named(tmp_path):
+    said = refusal(path=write(tmp_path / "mine.toml", '[model]\nbase = "nowhere.toml"\n'))
+    assert "nowhere.toml" in said
+
+
+@pytest.mark.parametrize("content", ["model = 5\n", "model = [1]\n"])
+def test_a_base_whose_model_is_no_section_is_refused(tmp_path, content):
+    write(tmp_path / "odd.toml", content)
+    said = refusal(path=write(tmp_path / "mine.toml", '[model]\nbase = "odd.toml"\n'))
+    assert "model" in said and ".toml" in said
+
+
+# Defaults that come from elsewhere
+
+
+def test_the_sequence_is_the_context_unless_given():
+    assert load(QUICKSTART).training.sequence == 256
+    assert load(QUICKSTART, ["model.context=128"]).training.sequence == 128
+    assert load(QUICKSTART, ["training.sequence=100"]).training.sequence == 100
+
+
+def test_the_schedule_decays_over_the_steps_unless_given():
+    assert load(QUICKSTART).optimizer.schedule.decay_steps == 400
+    assert load(QUICKSTART, ["training.steps=50"]).optimizer.schedule.decay_steps == 50
+    assert load(QUICKSTART, ["optimizer.schedule.decay_steps=7"]).optimizer.schedule.decay_steps == 7
+
+
+def test_the_schedule_decays_over_the_default_steps_too():
+    experiment = load(CONFIGS / "models" / "gpt2-124m.toml")
+    assert experiment.optimizer.schedule.decay_steps == experiment.training.steps
+
+
+def test_heads_are_multi_head_and_share_the_width_unless_given():
+    attention = load(CONFIGS / "shakespeare_char.toml").model.attention
+    assert (attention.heads, attention.kv_heads, attention.head_width) == (4, 4, 32)
+    attention = load(CONFIGS / "models" / "qwen3-0.6b.toml").model.attention
+    assert (attention.heads, attention.kv_heads, attention.head_width) == (16, 8, 128)
+
+
+@pytest.mark.parametrize("path", [QUICKSTART, PUBLISHED[0]], ids=["with [data]", "without [data]"])
+def test_the_cache_follows_the_environment(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    assert load(path).data.cache == str(tmp_path / "mine" / "jaxlm")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert load(path).data.cache == "~/.cache/jaxlm"
+    assert load(path, ["data.cache=/there"]).data.cache == "/there"
+
+
+# Unknown keys
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("training.step", "training.steps"),
+        ("trainig.steps", "training"),
+        ("model.attention.head", "model.attention.heads"),
+        ("model.feedforward.hidden", "model.feed_forward"),
+        ("optimizer.lr_rate", "optimizer.learning_rate"),
+        ("optimizer.schedule.warmup", "optimizer.schedule.warmup_steps"),
+        ("optimizer.warmup_steps", "optimizer.schedule.warmup_steps"),
+        ("checkpoint.evry", "checkpoint.every"),
+        ("mesh.tensors", "mesh.tensor"),
+        ("steps", "training.steps"),
+        ("vocabulary", "model.vocabulary"),
+        ("data.tokeniser", "data.tokenizer"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(key, meant):
+    said = refusal(f"{key}=1")
+    assert said.endswith(f"did you mean {meant}?")
+    unknown = said.partition("unknown key ")[2].partition(";")[0]
+    assert f"{key}.".startswith(f"{unknown}.")
+
+
+@pytest.mark.parametrize(
+    ("key", "known"),
+    [
+        ("zzz", ["training", "mesh"]),
+        ("model.zzz", ["layers", "width"]),
+        ("training.zzz", ["steps", "batch"]),
+        ("checkpoint.zzz", ["every", "keep"]),
+    ],
+)
+def test_a_key_like_no_other_is_told_the_keys_of_its_section(key, known):
+    said = refusal(f"{key}=1")
+    assert f"unknown key {key}" in said and not [name for name in known if name not in said], said
+    assert "[]" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("quickstart", "model.norm.bias"), ("shakespeare_char", "model.position.base")]
+)
+def test_a_key_of_another_kind_is_not_answered_with_itself(name, key):
+    said = refusal(f"{key}=1", path=CONFIGS / f"{name}.toml")
+    assert f"unknown key {key}" in said and f"did you mean {key}?" not in said
+
+
+def test_a_key_of_two_lines_is_refused_in_one():
+    assert "unknown key" in refusal("first\nsecond=1")
+
+
+# Refusals. Each names its key, what is wrong and, where there is one, the number to set.
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("training.steps=many", ["training.steps = 'many'", "integer"]),
+        ("training.steps=0", ["training.steps = 0", "greater than 0"]),
+        ("training.steps=1.5", ["training.steps = 1.5", "integer"]),
+        ("training.seed=-1", ["training.seed = -1", "0"]),
+        ("training.dropout=1", ["training.dropout = 1", "less than 1"]),
+        ("training.dtype=float16", ["training.dtype = 'float16'", "float32", "bfloat16"]),
+        ("training.remat=some", ["training.remat", "some", "none", "full", "query"]),
+        ("training.remat=['query', 'norm']", ["training.remat", "norm", "attention"]),
+        ("training=5", ["training must be a section", "[training]"]),
+        ("model=5", ["model must be a section", "[model]"]),
+        ("optimizer.schedule=5", ["optimizer.schedule must be a section"]),
+        ("model.norm=rms", ["model.norm must be a section"]),
+        ("model.norm={}", ["model.norm.kind is missing"]),
+        ("model.norm.kind=group", ["model.norm.kind = 'group'", "rms", "layer"]),
+        ("model.position={kind='alibi'}", ["model.position.kind = 'alibi'", "learned", "rotary"]),
+        ("model.position.scaling={factor=2.0}", ["model.position.scaling.original_context is missing"]),
+        (
+            "model.position.scaling={factor=2.0, original_context=8, high_frequency_factor=1.0}",
+            ["model.position.scaling", "high_frequency_factor must be larger than low_frequency_factor"],
+        ),
+        ("model.feed_forward.activation=swiglu", ["model.feed_forward.activation = 'swiglu'", "silu"]),
+        ("model.attention={}", ["model.attention.heads is missing"]),
+        ("model.attention.heads=7", ["attention.heads = 7", "width = 256", "head_width"]),
+        ("model.attention.heads=7.5", ["model.attention.heads = 7.5", "integer"]),
+        ("model.attention.heads='eight'", ["model.attention.heads = 'eight'", "integer"]),
+        ("model.attention.kv_heads=3", ["attention.kv_heads = 3", "attention.heads = 8"]),
+        ("model.attention.head_width=31", ["attention.head_width = 31", "even"]),
+        ("model.layers=-2", ["model.layers = -2", "greater than 0"]),
+        ("optimizer.kind=sgd", ["optimizer.kind = 'sgd'", "adamw"]),
+        ("optimizer.learning_rate=nan", ["optimizer.learning_rate = nan", "finite"]),
+        ("optimizer.learning_rate=inf", ["optimizer.learning_rate = inf", "finite"]),
+        ("optimizer.schedule.final_fraction=2", ["optimizer.schedule.final_fraction = 2", "1"]),
+        ("data.text=[]", ["data.text", "no text", "stdlib"]),
+        ("data.text=5", ["data.text = 5"]),
+        ("data.held_out=1", ["data.held_out = 1", "less than 1"]),
+        ("data.held_out=0.0", ["data.held_out = 0.0", "greater than 0"]),
+        ("data.tokenizer=gpt2", ["data.tokenizer", "gpt2", "bytes, characters, bpe", "tokenizer.json"]),
+        ("mesh.fsdp=0", ["mesh.fsdp = 0", "greater than 0"]),
+        ("mesh.fsdp=most", ["mesh.fsdp = 'most'", "all"]),
+        ("training.sequence=257", ["training.sequence = 257", "model.context = 256"]),
+        ("training.microbatches=3", ["training.microbatches = 3", "training.batch = 16", "1, 2, 4, 8, 16"]),
+        ("mesh.tensor=3", ["mesh.tensor = 3", "model.attention.heads = 8", "1, 2, 4, 8"]),
+        ("mesh.fsdp=3", ["mesh.fsdp = 3", "model.width = 256", "1, 2, 4, 8, 16"]),
+        ("mesh.data=3", ["mesh.data × mesh.fsdp = 3", "16 rows", "training.batch to 18"]),
+    ],
+)
+def test_a_refusal_says_what_is_wrong_and_what_would_be_right(override, says):
+    said = refusal(override)
+    assert not [part for part in says if part not in said], said
+
+
+@pytest.mark.parametrize("name", ["", ".norm", ".position", ".attention", ".feed_forward"])
+def test_a_missing_section_is_named(name, tmp_path):
+    section = f"model{name}"
+    tables = QUICKSTART.read_text().replace("[", "\f[").split("\f")
+    kept = [table for table in tables if not table.startswith((f"[{section}]", f"[{section}."))]
+    assert f"{section} is missing" in refusal(path=write(tmp_path / "mine.toml", "".join(kept)))
+
+
+def test_the_number_of_further_errors_is_said():
+    assert "(and 1 more)" in refusal("training.batch=0", "training.seed=-1")
+
+
+def test_bytes_need_their_vocabulary():
+    said = refusal("data.tokenizer=bytes", "model.vocabulary=256")
+    assert "model.vocabulary = 256" in said and "set model.vocabulary=257" in said
+    assert load(QUICKSTART, ["data.tokenizer=bytes", "model.vocabulary=257"]).model.vocabulary == 257
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        (["training.microbatches=3"], ["training.microbatches=8"]),
+        (["mesh.tensor=3"], ["mesh.tensor=4"]),
+        (["mesh.fsdp=3"], ["mesh.fsdp=16"]),
+        (["mesh.data=3"], ["mesh.data=3", "training.batch=18"]),
+        (
+            ["mesh.data=3", "training.batch=18", "training.microbatches=6"],
+            ["mesh.data=3", "training.batch=18"],
+        ),
+        (["mesh.tensor=8", "model.vocabulary=4097"], ["mesh.tensor=8", "model.vocabulary=4104"]),
+        (["mesh.tensor=4", "model.feed_forward.hidden=770"], ["model.feed_forward.hidden=772"]),
+    ],
+    ids=str,
+)
+def test_the_number_that_a_refusal_names_is_accepted(wrong, right):
+    said = refusal(*wrong)
+    assert right[-1].partition("=")[2] in said.replace(",", " ").split()
+    load(QUICKSTART, right)
+
+
+@pytest.mark.parametrize("override", ["model.attention.heads=8.0", "model.width='256'"])
+def test_a_number_written_otherwise_is_that_number_or_refused_by_its_name(override):
+    try:
+        assert load(QUICKSTART, [override]) == load(QUICKSTART)
+    except InputError as error:
+        assert f"{override.partition('=')[0]} =" in str(error)
+
+
+def test_a_seed_that_the_order_of_the_rows_cannot_take_is_refused():
+    assert load(QUICKSTART, [f"training.seed={2**32 - 1}"]).training.seed == 2**32 - 1
+    assert "training.seed = 4294967296" in refusal(f"training.seed={2**32}")
+
+
+# The mesh
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices", "sizes"),
+    [
+        ([], 1, (1, 1, 1)),
+        ([], 8, (1, 8, 1)),
+        (["mesh.data=2", "mesh.tensor=2"], 8, (2, 2, 2)),
+        (["mesh.data=2", "mesh.tensor=4"], 8, (2, 1, 4)),
+        (["mesh.data=4", "mesh.fsdp=2"], 8, (4, 2, 1)),
+        (["mesh.fsdp=2"], 8, (1, 2, 1)),  # fewer than there are
+        (["mesh.fsdp=all", "mesh.tensor=8"], 16, (1, 2, 8)),
+    ],
+)
+def test_the_mesh_factors_the_devices(mesh, devices, sizes):
+    assert mesh_sizes(load(QUICKSTART, mesh), devices) == sizes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices", "says"),
+    [
+        (["mesh.tensor=8"], 12, ["mesh.data × mesh.tensor = 8 does not divide the 12 devices"]),
+        (["mesh.data=2", "mesh.tensor=4"], 4, ["mesh.data × mesh.tensor = 8", "4 devices", "mesh.fsdp"]),
+        (["mesh.data=2", "mesh.fsdp=4", "mesh.tensor=2"], 8, ["16 devices and 8 are here"]),
+        (["mesh.fsdp=2"], 1, ["2 devices and 1 is here"]),
+        ([], 32, ["mesh.data × mesh.fsdp = 32", "16 rows", "training.batch to 32"]),
+        ([], 3, ["mesh.fsdp = 3 does not divide model.width = 256"]),
+        (["training.microbatches=4"], 8, ["= 8 does not divide the 4 rows", "training.batch to 32"]),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(overrides, devices, says):
+    with pytest.raises(InputError) as refused:
+        mesh_sizes(load(QUICKSTART, overrides), devices)
+    said = str(refused.value)
+    assert "\n" not in said and not [part for part in says if part not in said], said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes", "key"),
+    [
+        ([], (1, 1, 16), "model.attention.heads = 8"),
+        (["model.feed_forward.hidden=772"], (1, 1, 8), "model.feed_forward.hidden = 772"),
+        (["model.vocabulary=4100"], (1, 1, 8), "model.vocabulary = 4100"),
+        ([], (1, 6, 1), "model.width = 256"),
+        ([], (4, 8, 1), "training.batch to 32"),
+    ],
+)
+def test_a_mesh_divides_heads_feed_forward_vocabulary_width_and_rows(overrides, sizes, key):
+    experiment = load(QUICKSTART, overrides)
+    check_mesh(experiment, 1, 1, 1)
+    with pytest.raises(InputError) as refused:
+        check_mesh(experiment, *sizes)
+    assert key in str(refused.value)
+
+
+@pytest.mark.parametrize(("tensor", "replicated"), [(1, False), (2, False), (4, False), (8, True)])
+def test_key_value_heads_that_tensor_does_not_divide_are_replicated(tensor, replicated):
+    experiment = load(QUICKSTART, [f"mesh.tensor={tensor}"])  # 8 query heads share 4
+    assert replicated_kv_heads(experiment, tensor) is replicated

@@ -1,0 +1,164 @@
+import json
+
+import chex
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from jaxlm import sharding
+from jaxlm.errors import InputError
+from jaxlm.training import checkpoints
+from jaxlm.training.checkpoints import Checkpoints
+from jaxlm.training.step import jit_steps, make_steps
+
+MESH = (2, 2, 2)
+
+
+def like(mesh, model=None):
+    steps = make_steps(model or tiny.model(), tiny.training(), tiny.optimization())
+    return checkpoints.shaped(jax.eval_shape(steps.init), steps.shardings(mesh))
+
+
+def trained(directory, losses, keep=2, mesh=MESH):
+    """Train len(losses) steps and save after each, with that held-out loss; the states that were saved."""
+    mesh = sharding.make_mesh(*mesh)
+    states = {}
+    with jax.set_mesh(mesh), Checkpoints(directory, keep) as saved:
+        steps = jit_steps(make_steps(tiny.model(), tiny.training(), tiny.optimization()), mesh)
+        state = steps.init()
+        for step, loss in enumerate(losses, start=1):
+            state, _ = steps.train(state, sharding.put_batch(tiny.batch(seed=step), mesh))
+            states[step] = jax.tree.map(lambda x: np.array(x, copy=True), state)
+            # The next step reuses the buffers while this one is still being written.
+            saved.save(state, loss)
+    return states
+
+
+def steps_in(directory):
+    return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit())
+
+
+def never(line):
+    raise AssertionError(line)
+
+
+def flip_a_byte(folder):
+    file = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_state_comes_back_to_the_last_bit_though_its_buffers_were_reused(tmp_path):
+    states = trained(tmp_path, [None, None, None], keep=3)
+    for step, state in states.items():
+        restored = checkpoints.restore_state(tmp_path, step, like(sharding.make_mesh(*MESH)))
+        chex.assert_trees_all_equal(jax.device_get(restored), state)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (8, 1, 1), (1, 2, 4)], ids=str)
+def test_a_state_from_one_mesh_restores_onto_another(tmp_path, mesh):
+    states = trained(tmp_path, [None])
+    mesh = sharding.make_mesh(*mesh)
+    restored = checkpoints.restore_state(tmp_path, 1, like(mesh))
+    chex.assert_trees_all_equal(jax.device_get(restored), states[1])
+    for leaf, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(like(mesh)), strict=True):
+        assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
+
+
+def test_parameters_restore_alone(tmp_path):
+    states = trained(tmp_path, [None])
+    restored = checkpoints.restore_parameters(tmp_path, 1, like(sharding.make_mesh()).parameters)
+    chex.assert_trees_all_equal(jax.device_get(restored), states[1].parameters)
+
+
+def test_the_newest_and_the_best_stay(tmp_path):
+    trained(tmp_path, [3.0, 1.0, 2.0, 2.5, None, 2.6])
+    assert steps_in(tmp_path) == [2, 5, 6]
+    assert checkpoints.newest_whole(tmp_path, never) == 6
+    assert checkpoints.best_whole(tmp_path, never) == 2
+
+
+def test_the_best_stays_the_best_when_a_run_is_resumed(tmp_path):
+    trained(tmp_path, [1.0, 2.0, 3.0])
+    mesh = sharding.make_mesh(*MESH)
+    with jax.set_mesh(mesh), Checkpoints(tmp_path, 2) as saved:
+        steps = jit_steps(make_steps(tiny.model(), tiny.training(), tiny.optimization()), mesh)
+        state = checkpoints.restore_state(tmp_path, 3, like(mesh))
+        for loss in (4.0, 5.0, 6.0):
+            state, _ = steps.train(state, sharding.put_batch(tiny.batch(), mesh))
+            saved.save(state, loss)
+    assert steps_in(tmp_path) == [1, 5, 6]
+
+
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(tmp_path):
+    states = trained(tmp_path, [None, None])
+    flip_a_byte(tmp_path / "2")
+    lines = []
+    assert checkpoints.newest_whole(tmp_path, lines.append) == 1
+    assert len(lines) == 1 and "checkpoint 2 is damaged" in lines[0] and "checksum" in lines[0]
+    restored = checkpoints.restore_state(tmp_path, 1, like(sharding.make_mesh()))
+    chex.assert_trees_all_equal(jax.device_get(restored), states[1])
+
+
+def test_a_damaged_best_checkpoint_gives_way_to_the_next_best(tmp_path):
+    trained(tmp_path, [1.0, 3.0, 2.0])
+    flip_a_byte(tmp_path / "1")
+    assert checkpoints.best_whole(tmp_path, lambda line: None) == 3
+
+
+@pytest.mark.parametrize("what", ["a file is missing", "a file is cut short", "there are no checksums"])
+def test_other_damage_is_seen_too(tmp_path, what):
+    trained(tmp_path, [None])
+    sums = tmp_path / "1" / "checksums.json"
+    largest = max((p for p in (tmp_path / "1").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    match what:
+        case "a file is missing":
+            largest.unlink()
+        case "a file is cut short":
+            largest.write_bytes(largest.read_bytes()[:-1])
+        case _:
+            sums.unlink()
+    assert checkpoints.newest_whole(tmp_path, lambda line: None) is None
+
+
+def test_every_file_of_a_checkpoint_is_under_a_checksum(tmp_path):
+    trained(tmp_path, [1.0])
+    files = {p.relative_to(tmp_path / "1").as_posix() for p in (tmp_path / "1").rglob("*") if p.is_file()}
+    covered = set(json.loads((tmp_path / "1" / "checksums.json").read_text()))
+    # Orbax's own marks of the commit come after the checksums; nothing that is restored is among them.
+    assert files - covered == {"checksums.json", "_CHECKPOINT_METADATA", "commit_success.txt"}
+
+
+def test_damaged_checkpoints_are_set_aside_not_lost_and_their_steps_written_again(tmp_path):
+    states = trained(tmp_path, [None, None])
+    flip_a_byte(tmp_path / "2")
+    checkpoints.set_aside_damaged(tmp_path, newest=1)
+    assert steps_in(tmp_path) == [1] and (tmp_path / "damaged" / "2").is_dir()
+    trained_again = trained(tmp_path / "other", [None, None])
+    mesh = sharding.make_mesh()
+    with jax.set_mesh(mesh), Checkpoints(tmp_path, 2) as saved:
+        saved.save(jax.device_put(trained_again[2]), None)
+    assert checkpoints.newest_whole(tmp_path, never) == 2
+    chex.assert_trees_all_equal(
+        jax.device_get(checkpoints.restore_state(tmp_path, 2, like(mesh))), states[2]
+    )
+
+
+def test_what_a_killed_process_left_half_written_is_no_checkpoint(tmp_path):
+    trained(tmp_path, [None])
+    half = tmp_path / "2.orbax-checkpoint-tmp"
+    (tmp_path / "1").rename(half)
+    (half / "commit_success.txt").unlink()
+    assert checkpoints.newest_whole(tmp_path, never) is None
+    with Checkpoints(tmp_path, 2):
+        pass
+    assert not half.exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused_in_one_line(tmp_path):
+    trained(tmp_path, [None])
+    with pytest.raises(InputError, match="checkpoint 1 .* does not fit the model") as refused:
+        checkpoints.restore_state(tmp_path, 1, like(sharding.make_mesh(), tiny.model(width=64)))
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,153 @@
+"""train, eval and generate as a user calls them, each in a process of its own."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SMALL = (
+    "training.steps=12", "training.batch=4", "training.sequence=64", "training.log_every=5",
+    "model.vocabulary=512", "model.width=64", "model.layers=2", "model.attention.head_width=8",
+    "model.feed_forward.hidden=96", "evaluation.every=6", "evaluation.batches=2", "checkpoint.every=6",
+)  # fmt: skip
+
+
+def jaxlm(*arguments, devices=1, status=0):
+    code = "import sys; from jaxlm.cli import main; sys.exit(main())"
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices)}
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert ended.returncode == status, ended.stderr
+    return ended
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(40):
+        (folder / f"{i}.py").write_text("".join(f"def f{j}(x):\n    return x + {i * j}\n\n\n" for j in range(20)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    ended = jaxlm(
+        "train", CONFIGS / "quickstart.toml", *SMALL, f"data.text={text}", "data.held_out=0.3", "--out", folder, "--json"
+    )
+    (folder / "stdout").write_text(ended.stdout)
+    return folder
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_train_prints_one_json_object(run):
+    printed = json.loads((run / "stdout").read_text())
+    assert printed["step"] == 12 and math.isfinite(printed["held_out_loss"])
+
+
+@pytest.mark.slow
+def test_a_run_holds_what_it_should(run):
+    assert {p.name for p in run.iterdir()} >= {
+        "config.toml", "data.json", "starts.jsonl", "tokenizer.json", "metrics.jsonl", "evaluations.jsonl",
+        "checkpoints", "loss.png", "sample.txt",
+    }  # fmt: skip
+    metrics = lines(run / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == [1, 5, 10, 12]
+    for row in metrics:
+        assert {"step", "loss", "step_s", "tokens_per_s", "mfu", "grad_norm", "learning_rate"} <= row.keys()
+        assert row["step_s"] > 0 and row["tokens_per_s"] > 0 and row["grad_norm"] > 0
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    assert [row["step"] for row in lines(run / "evaluations.jsonl")] == [6, 12]
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "sample.txt").read_text().startswith("def f0(x)")
+    (start,) = lines(run / "starts.jsonl")
+    assert start["versions"]["jax"] and start["devices"]
+
+
+@pytest.mark.slow
+def test_the_resolved_configuration_trains_the_same_model(run, tmp_path):
+    jaxlm("train", run / "config.toml", "--out", tmp_path / "again")
+    losses = [[row["loss"] for row in lines(folder / "metrics.jsonl")] for folder in (run, tmp_path / "again")]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+def test_eval_measures_the_held_out_text(run):
+    measured = json.loads(jaxlm("eval", run, "--json").stdout)
+    last = lines(run / "evaluations.jsonl")[-1]
+    assert measured["tokens"] == last["tokens"]
+    assert measured["loss"] == pytest.approx(last["loss"], rel=1e-6)
+    assert measured["perplexity"] == pytest.approx(math.exp(measured["loss"]))
+    size = json.loads((run / "data.json").read_text())["held_out_bytes"]
+    assert measured["bits_per_byte"] == pytest.approx(measured["loss"] * measured["tokens"] / math.log(2) / size)
+
+
+@pytest.mark.slow
+def test_eval_measures_other_text_on_a_mesh(run, text):
+    one = json.loads(jaxlm("eval", run, "--data", text / "0.py", "--json").stdout)
+    four = json.loads(
+        jaxlm("eval", run, "--data", text / "0.py", "mesh.fsdp=2", "mesh.tensor=2", "--json", devices=4).stdout
+    )
+    assert four["tokens"] == one["tokens"] and four["loss"] == pytest.approx(one["loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_generate_continues_a_prompt_and_repeats(run):
+    def generate(*options):
+        return json.loads(jaxlm("generate", run, "--prompt", "def f", "--max-tokens", 8, "--json", *options).stdout)
+
+    first = generate("--seed", 1, "--temperature", 0.9, "--top-k", 20, "--top-p", 0.9)
+    assert set(first) == {"text", "token_ids"} and 0 < len(first["token_ids"]) <= 8
+    assert first == generate("--seed", 1, "--temperature", 0.9, "--top-k", 20, "--top-p", 0.9)
+    assert generate("--temperature", 0) == generate("--top-k", 1, "--seed", 3)
+
+
+@pytest.mark.slow
+def test_generate_for_a_person_is_prompt_and_text(run):
+    asked = ("generate", run, "--prompt", "def f", "--max-tokens", 8, "--temperature", 0)
+    assert jaxlm(*asked).stdout == "def f" + json.loads(jaxlm(*asked, "--json").stdout)["text"] + "\n"
+
+
+@pytest.mark.slow
+def test_generate_from_token_ids_without_a_tokenizer(run, tmp_path):
+    (tmp_path / "bare").mkdir()
+    for name in ("config.toml", "checkpoints"):
+        (tmp_path / "bare" / name).symlink_to(run / name)
+    asked = ("--token-ids", "1,2,3", "--max-tokens", 4, "--temperature", 0, "--json")
+    bare = json.loads(jaxlm("generate", tmp_path / "bare", *asked).stdout)
+    assert bare["text"] is None and len(bare["token_ids"]) == 4
+    refused = jaxlm("generate", tmp_path / "bare", "--prompt", "def", status=2)
+    assert "--token-ids" in refused.stderr and len(refused.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_loss_that_stays_infinite_stops_the_run(text, tmp_path):
+    ended = jaxlm(
+        "train", CONFIGS / "quickstart.toml", *SMALL, f"data.text={text}", "data.held_out=0.3", "--out", tmp_path / "run",
+        "model.initializer_std=1e30", "training.max_skipped_in_a_row=3", status=1,
+    )  # fmt: skip
+    assert "steps 1 to 3 was not finite" in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_cpu_becomes_the_mesh_that_is_asked_for(text, tmp_path):
+    code = "import sys; from jaxlm.cli import main; sys.exit(main())"
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "train", CONFIGS / "quickstart.toml", *SMALL, f"data.text={text}",
+         "data.held_out=0.3", "--out", tmp_path / "run", "mesh.data=2", "mesh.tensor=2"],
+        capture_output=True, text=True, env=environment, timeout=300,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert "4 emulated CPU devices: data 2 × tensor 2" in ended.stderr

@@ -50,10 +50,8 @@ def load(path: Path, overrides: Iterable[str] = ()) -> Experiment:
     [model] then change. Raises InputError, in one line.
     """
     values = _read_toml(path)
-    model = values.get("model")
-    if isinstance(model, dict) and "base" in model:
-        base = _read_toml(path.parent / str(model["base"])).get("model", {})
-        values["model"] = _merge(base, {key: value for key, value in model.items() if key != "base"})
+    if isinstance(values.get("model"), dict):
+        values["model"] = _on_its_base(values["model"], (path,))
     for override in overrides:
         _set(values, override)
     _fill(values)
@@ -63,6 +61,10 @@ def load(path: Path, overrides: Iterable[str] = ()) -> Experiment:
         raise InputError(f"{path}: {_explain(error, values)}") from None
     _check(experiment)
     return experiment
+
+
+# Sizes that may be rounded up to suit a mesh; others are bound to one another.
+_PADDABLE = ("model.vocabulary", "model.feed_forward.hidden")
 
 
 def mesh_sizes(experiment: Experiment, devices: int) -> tuple[int, int, int]:
@@ -98,10 +100,10 @@ def check_mesh(experiment: Experiment, data: int, fsdp: int, tensor: int) -> Non
         ("fsdp", fsdp, "model.width", model.width),
     ):
         if size % parts:
-            raise InputError(
-                f"mesh.{axis} = {parts} does not divide {key} = {size}: "
-                f"set mesh.{axis} to one of {_divisors(size)}, or {key} to {math.ceil(size / parts) * parts}"
-            )
+            fitting = f"set mesh.{axis} to one of {_divisors(size)}"
+            if key in _PADDABLE:
+                fitting += f", or {key} to {math.ceil(size / parts) * parts}"
+            raise InputError(f"mesh.{axis} = {parts} does not divide {key} = {size}: {fitting}")
     rows = training.batch // training.microbatches
     if rows % (data * fsdp):
         fitting = math.ceil(rows / (data * fsdp)) * data * fsdp * training.microbatches
@@ -132,10 +134,14 @@ def _check(experiment: Experiment) -> None:
             f"training.microbatches = {training.microbatches} does not divide training.batch = {training.batch}: "
             f"set it to one of {_divisors(training.batch)}"
         )
-    if experiment.data.tokenizer == "bytes" and model.vocabulary < BYTES_VOCABULARY:
+    if "gate" in training.remat and not model.feed_forward.gated:
         raise InputError(
-            f'model.vocabulary = {model.vocabulary} is smaller than the {BYTES_VOCABULARY} of data.tokenizer = "bytes"; '
-            f"set model.vocabulary={BYTES_VOCABULARY}"
+            "training.remat keeps gate, which a model with model.feed_forward.gated = false does not have; leave it out"
+        )
+    if experiment.data.tokenizer in ("bytes", "bpe") and model.vocabulary < BYTES_VOCABULARY:
+        raise InputError(
+            f'data.tokenizer = "{experiment.data.tokenizer}" has at least {BYTES_VOCABULARY} tokens, more than '
+            f"model.vocabulary = {model.vocabulary}; set model.vocabulary={BYTES_VOCABULARY}"
         )
     check_mesh(experiment, mesh.data, 1 if mesh.fsdp == "all" else mesh.fsdp, mesh.tensor)
 
@@ -145,10 +151,24 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"there is no file {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{path} is not TOML: {error}") from None
+    except (OSError, ValueError) as error:  # no permission, not UTF-8, no name of a file
+        raise InputError(f"{path} cannot be read: {error}") from None
+
+
+def _on_its_base(model: dict[str, Any], files: tuple[Path, ...]) -> dict[str, Any]:
+    """A [model] with what its `base` says, and the base of that; `files` led here."""
+    if "base" not in model:
+        return model
+    source = files[-1].parent / str(model["base"])
+    base = _read_toml(source).get("model")
+    if not isinstance(base, dict):
+        raise InputError(f"{files[-1]}: model.base = {str(source)!r} has no section [model]")
+    if source.resolve() in [file.resolve() for file in files]:
+        raise InputError(f"{files[-1]}: model.base = {str(source)!r} leads back to itself")
+    changes = {key: value for key, value in model.items() if key != "base"}
+    return _merge(_on_its_base(base, (*files, source)), changes)
 
 
 def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -195,12 +215,15 @@ def _explain(error: ValidationError, values: dict[str, Any]) -> str:
     first, *others = error.errors()
     key, value = _key(first["loc"], values), first.get("input")
     match first["type"]:
+        case "literal_error" | "int_parsing" | "int_type" if "fsdp" in first["loc"]:
+            line = f'{key} = {value!r} is neither a whole number nor "all"'
         case "extra_forbidden":
             line = f"unknown key {key}{_did_you_mean(key)}"
         case "missing":
             line = f"{key} is missing"
         case "value_error":
-            line = f"{key}: {first['ctx']['error']}" if key else str(first["ctx"]["error"])
+            said = str(first["ctx"]["error"])
+            line = said if not key or f"{key}." in said else f"{key}: {said}"
         case "union_tag_invalid":
             line = f"{key}.kind = {first['ctx']['tag']!r} is none of {first['ctx']['expected_tags']}"
         case "union_tag_not_found":
@@ -227,13 +250,15 @@ def _key(location: tuple, values: Any) -> str:
 
 
 def _did_you_mean(key: str) -> str:
-    known = sorted(set(_keys(Experiment)))
+    known = sorted(set(_keys(Experiment)) - {key})  # it may be a key of another kind of its section
     section, _, name = key.rpartition(".")
     siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
     near = [f"{section}.{n}".lstrip(".") for n in difflib.get_close_matches(name, siblings, 1)]
-    near = near or difflib.get_close_matches(key, known, 1)
     near = near or [k for k in known if k.rpartition(".")[2] == name]
-    return f"; did you mean {near[0]}?" if near else f"; [{section}] knows {', '.join(siblings)}"
+    near = near or ([] if siblings else difflib.get_close_matches(key, known, 1))
+    if near:
+        return f"; did you mean {near[0]}?"
+    return f"; [{section}] knows {', '.join(siblings)}" if section else f"; the sections are {', '.join(siblings)}"
 
 
 def _keys(section: type[Section], prefix: str = "") -> Iterator[str]:

@@ -6,3 +6,6 @@ class InputError(ValueError):
 
     The command line prints it without a traceback and exits with status 2.
     """
+
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.split()))  # what it quotes may have lines of its own

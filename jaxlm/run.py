@@ -31,28 +31,47 @@ class Run:
         self.loss_curve = directory / "loss.png"
         self.sample = directory / "sample.txt"
 
-    def open(self, experiment: Experiment, dataset: Dataset) -> None:
-        """Make the folder, or check that what it holds can be continued by this experiment.
-
-        Raises InputError where model, batch order or data are other than when the run began.
-        """
+    def check(self, experiment: Experiment) -> None:
+        """Raises InputError where the folder is none of ours, or its run was begun as another experiment."""
         if self.config.exists():
-            before = config.load(self.config)
+            before = self.experiment()
+            self.digest()
             for key in _KEPT:
                 _check_same(self.directory, key, _value(before, key), _value(experiment, key))
-            if json.loads(self.data.read_text())["digest"] != dataset.digest:
-                raise InputError(
-                    f"{self.directory} was trained on other data than data.text and data.tokenizer give now; "
-                    "put them back, or choose another --out"
-                )
-        elif self.directory.exists() and (not self.directory.is_dir() or any(self.directory.iterdir())):
-            raise InputError(f"{self.directory} is there and is no run; choose another --out")
-        self.directory.mkdir(parents=True, exist_ok=True)
-        dataset.tokenizer.save(self.tokenizer)
-        self.data.write_text(json.dumps({"digest": dataset.digest, "held_out_bytes": dataset.held_out_bytes}))
+            return
+        ours = {self.tokenizer, self.data, self.config.with_suffix(".partial")}  # of a start that was cut short
+        try:
+            existing = next(p for p in (self.directory, *self.directory.absolute().parents) if p.exists())
+            usable = existing.is_dir() and (existing != self.directory or set(existing.iterdir()) <= ours)
+        except OSError:
+            usable = False
+        if not usable:
+            raise InputError(f"{self.directory} is there and is no run, or cannot be made; choose another --out")
+
+    def open(self, experiment: Experiment, dataset: Dataset) -> None:
+        """Make the folder, or continue it with the same data. The configuration comes last: it makes it a run.
+
+        Raises InputError where the run was begun on other data.
+        """
+        if not self.config.exists():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            dataset.tokenizer.save(self.tokenizer)
+            self.data.write_text(json.dumps({"digest": dataset.digest, "held_out_bytes": dataset.held_out_bytes}))
+        elif self.digest() != dataset.digest:
+            raise InputError(
+                f"{self.directory} was trained on other data than data.text and data.tokenizer give now; "
+                "put them back, or choose another --out"
+            )
         partial = self.config.with_suffix(".partial")
         partial.write_text(experiment.to_toml(), encoding="utf-8")
         os.replace(partial, self.config)
+
+    def digest(self) -> str:
+        """Identity of the data it was begun with. Raises InputError where that is not recorded."""
+        try:
+            return json.loads(self.data.read_text())["digest"]
+        except (OSError, ValueError, KeyError):
+            raise InputError(f"{self.directory} is no run: it has no data.json; choose another --out") from None
 
     def experiment(self) -> Experiment:
         """The resolved configuration. Raises InputError where this is no run."""
@@ -79,4 +98,6 @@ def _check_same(directory: Path, key: str, before: Any, now: Any) -> None:
         for name in sorted(before.keys() | now.keys()):
             _check_same(directory, f"{key}.{name}", before.get(name), now.get(name))
     elif before != now:
-        raise InputError(f"{directory} was begun with {key} = {before}, not {now}; put it back, or choose another --out")
+        raise InputError(
+            f"{directory} was begun with {key} = {before}, not {now}; put it back, or choose another --out"
+        )

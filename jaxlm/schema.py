@@ -6,6 +6,4 @@ from pydantic import BaseModel, ConfigDict
 class Section(BaseModel):
     """A table of an experiment's TOML file: immutable, and unknown keys are errors."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)

@@ -5,7 +5,7 @@ name lands on. Mesh axes are Auto (GSPMD) axes: XLA's partitioner places the col
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -50,9 +50,7 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence |
     size = data * fsdp * tensor
     if size > len(devices):
         raise ValueError(f"a mesh of {data} × {fsdp} × {tensor} needs {size} devices; {len(devices)} are here")
-    return jax.make_mesh(
-        (data, fsdp, tensor), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:size]
-    )
+    return jax.make_mesh((data, fsdp, tensor), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:size])
 
 
 def partition(
@@ -77,9 +75,7 @@ def partition(
     return PartitionSpec(*entries)
 
 
-def sharding(
-    axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh, table: Table = TABLE
-) -> NamedSharding:
+def sharding(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh, table: Table = TABLE) -> NamedSharding:
     """`partition` on a mesh of devices."""
     return NamedSharding(mesh, partition(axes, shape, mesh, table))
 
@@ -104,8 +100,7 @@ def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Arra
     """Host arrays [B, …] onto the mesh, B over the batch axes; each device receives only its rows."""
 
     def put(x: np.ndarray) -> jax.Array:
-        rows: Callable = lambda index: x[index]  # noqa: E731
         axes = ("batch", "sequence")[: x.ndim]
-        return jax.make_array_from_callback(x.shape, sharding(axes, x.shape, mesh), rows)
+        return jax.make_array_from_callback(x.shape, sharding(axes, x.shape, mesh), x.__getitem__)
 
     return {name: put(x) for name, x in batch.items()}

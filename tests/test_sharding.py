@@ -60,7 +60,9 @@ def collectives(model, mesh, **training):
     """{kind: shapes of its results} in the compiled training step."""
     steps = make_steps(model, tiny.training(**training), tiny.optimization())
     state = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), jax.eval_shape(steps.init), steps.shardings(mesh)
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        jax.eval_shape(steps.init),
+        steps.shardings(mesh),
     )
     with jax.set_mesh(mesh):
         batch = sharding.put_batch(tiny.batch(), mesh)

@@ -65,11 +65,14 @@ def batch(rows: int = 8, length: int = CONTEXT, seed: int = 0, vocabulary: int =
     return {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions}
 
 
-def run_steps(model, training, batches, mesh=None, optimization=optimization()):
+_OPTIMIZATION = optimization()
+
+
+def run_steps(model, training, batches, mesh=None, optimization=None):
     """(metrics of each step, final state) of a few training steps."""
     mesh = mesh or sharding.make_mesh()
     with jax.set_mesh(mesh):
-        steps = jit_steps(make_steps(model, training, optimization), mesh)
+        steps = jit_steps(make_steps(model, training, optimization or _OPTIMIZATION), mesh)
         state = steps.init()
         metrics = []
         for host in batches:

@@ -10,7 +10,9 @@ from jaxlm.cli import trained
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     trained.add_arguments(parser)
-    parser.add_argument("--data", metavar="PATH", help="a file, directory or glob of text in place of the held-out text")
+    parser.add_argument(
+        "--data", metavar="PATH", help="a file, directory or glob of text in place of the held-out text"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -57,12 +59,10 @@ def _text(arguments, run, experiment, folder: Path) -> tuple:
 
     if arguments.data is None:
         dataset = prepare(experiment.data, experiment.model.vocabulary)
-        if dataset.digest != json.loads(run.data.read_text())["digest"]:
+        if dataset.digest != run.digest():
             raise InputError(f"the text of {run.directory} has changed since it was trained; give --data PATH")
         return dataset.held_out, dataset.held_out_bytes
     tokenizer = run.load_tokenizer()
     documents = list(read_documents(find_files([arguments.data])))
     store = write_store(folder / "tokens", documents, tokenizer)
-    if not (store.lengths > 1).any():
-        raise InputError(f"--data: {arguments.data} holds no two tokens in a row")
     return store, predicted_bytes(documents, tokenizer)

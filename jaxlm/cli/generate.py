@@ -13,14 +13,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     given.add_argument("--prompt", metavar="TEXT", help="text to continue")
     given.add_argument("--token-ids", metavar="1,2,3", help="token ids to continue")
     parser.add_argument("--max-tokens", type=int, default=100, metavar="N", help="at most this many (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="0 takes the likeliest (%(default)s)")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, metavar="X", help="0 takes the likeliest (%(default)s)"
+    )
     parser.add_argument("--top-k", type=int, metavar="K", help="draw among the K likeliest")
     parser.add_argument("--top-p", type=float, metavar="P", help="draw among the fewest that hold P of the probability")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="another seed draws another text (%(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="another seed draws another text (%(default)s)"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
-    from jaxlm.inference.sampling import Sampling
+    from jaxlm.inference.config import Sampling
     from jaxlm.run import Run
 
     run = Run(arguments.run)

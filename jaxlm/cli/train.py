@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file, such as configs/quickstart.toml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as training.steps=100")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as training.steps=100")
     parser.add_argument("--out", type=Path, metavar="RUN", help="folder of the run (runs/<name of CONFIG>)")
 
 
@@ -23,9 +22,9 @@ def main(arguments: argparse.Namespace) -> int:
 
     experiment = config.load(arguments.config, arguments.overrides)
     run = Run(arguments.out or Path("runs") / arguments.config.stem)
+    run.check(experiment)
     with Bar(experiment.training.steps) as bar:
         dataset = prepare(experiment.data, experiment.model.vocabulary, bar.say)
-        run.open(experiment, dataset)
 
         from jaxlm.cli.devices import describe, make_mesh
         from jaxlm.models.tree import parameter_count
@@ -33,6 +32,7 @@ def main(arguments: argparse.Namespace) -> int:
         from jaxlm.training.records import JsonLines, environment, plot_losses
 
         mesh = make_mesh(experiment)
+        run.open(experiment, dataset)
         JsonLines(run.starts).append(environment(list(mesh.devices.flat)))
         bar.say(f"{parameter_count(experiment.model):,} parameters on {describe(mesh)}")
         if config.replicated_kv_heads(experiment, mesh.shape["tensor"]):
@@ -92,8 +92,8 @@ def _sample(experiment, dataset, parameters, mesh, prompt_tokens: int = 32, max_
     """How the model continues the beginning of a held-out document."""
     import jax.numpy as jnp
 
+    from jaxlm.inference.config import Sampling
     from jaxlm.inference.generate import generate
-    from jaxlm.inference.sampling import Sampling
     from jaxlm.models.tree import abstract
     from jaxlm.training.step import cast
 

@@ -25,7 +25,7 @@ class Trained(NamedTuple):
 def add_arguments(parser: ArgumentParser) -> None:
     """The run, and which of its checkpoints."""
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as mesh.tensor=1")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as mesh.tensor=1")
     parser.add_argument(
         "--checkpoint", choices=("newest", "best"), default="newest", help="the newest, or lowest in held-out loss"
     )

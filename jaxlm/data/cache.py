@@ -2,7 +2,7 @@
 
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +15,8 @@ def building(directory: Path) -> Iterator[Path]:
     Where another process was first, its folder stays.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    folder = directory.with_name(f".{directory.name}-{uuid.uuid4().hex}")
+    folder.mkdir()
     try:
         yield folder
         try:

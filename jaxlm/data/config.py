@@ -37,7 +37,7 @@ class DataConfig(Section):
     @field_validator("text")
     @classmethod
     def _some(cls, value):
-        if not value:
+        if not all(value) or not value:
             raise ValueError('names no text; give files, directories or globs, or "stdlib"')
         return value
 

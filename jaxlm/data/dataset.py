@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -35,12 +36,21 @@ def prepare(data: DataConfig, vocabulary: int, say: Callable[[str], None] = lamb
     files = find_files(data.text)
     directory = Path(data.cache).expanduser() / "datasets" / _fingerprint(data, vocabulary, files)
     if not (directory / "manifest.json").is_file():
-        say(f"reading {len(files)} files")
-        _build(directory, data, vocabulary, list(read_documents(files)), say)
+        documents = list(read_documents(files))
+        existing = next(p for p in directory.absolute().parents if p.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            raise InputError(f"data.cache: {data.cache} cannot be written; set it to a folder that can")
+        try:
+            _build(directory, data, vocabulary, documents, say)
+        except OSError as error:
+            raise InputError(f"data.cache: {directory.parent} cannot be written ({error.strerror})") from error
     manifest = json.loads((directory / "manifest.json").read_text())
     tokenizer = tokenizers.load(directory / "tokenizer.json")
     _check_vocabulary(tokenizer, vocabulary)
     train, held_out = TokenStore(directory / "train"), TokenStore(directory / "held_out")
+    for side, store in (("training", train), ("held-out", held_out)):
+        if not (store.lengths > 1).any():  # a loss of nothing would look perfect
+            raise InputError(f"data.held_out = {data.held_out} leaves no target in the {side} text; give more text")
     return Dataset(tokenizer, train, held_out, manifest["held_out_bytes"], manifest["digest"])
 
 

@@ -6,7 +6,6 @@ import grain
 import numpy as np
 
 from jaxlm.data.packing import Rows, empty_row
-from jaxlm.errors import InputError
 
 Batch = dict[str, np.ndarray]
 
@@ -15,11 +14,9 @@ def training_batches(rows: Rows, batch: int, seed: int, start: int) -> Iterator[
     """Endless batches, int32 [batch, T] each, from step `start` on; every epoch in a new order.
 
     Batch i is the same however often, and from wherever, reading begins: the step is the loader's whole state.
-    Grain reads ahead in threads. Raises InputError where there are no rows.
+    Grain reads ahead in threads.
     """
-    if not len(rows):
-        raise InputError("data.text: the training text has no two tokens in a row; give more text")
-    dataset = grain.MapDataset.source(rows).shuffle(seed=seed).repeat().batch(batch)
+    dataset = grain.MapDataset.source(rows).shuffle(seed=seed).repeat().batch(batch, drop_remainder=True)
     ahead = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
     return iter(dataset[start:].to_iter_dataset(ahead))
 

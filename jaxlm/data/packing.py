@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxlm.data.cache import building
 from jaxlm.data.store import TokenStore
+from jaxlm.errors import InputError
 
 
 def pack(lengths: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
@@ -62,7 +63,10 @@ def pack(lengths: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Rows:
-    """The packed rows of a store, by number; the index is built at first use and memory-mapped after."""
+    """The packed rows of a store, by number; the index is built at first use and memory-mapped after.
+
+    Raises InputError where no document has a target.
+    """
 
     def __init__(self, store: TokenStore, sequence: int):
         self._store, self._sequence = store, sequence
@@ -74,6 +78,8 @@ class Rows:
                 np.save(folder / "rows.npy", rows)
         self._pieces = np.load(index / "pieces.npy", mmap_mode="r")
         self._rows = np.load(index / "rows.npy", mmap_mode="r")
+        if not len(self):
+            raise InputError("data.text: no document has two tokens, one to see and one to predict; give more text")
 
     def __len__(self) -> int:
         return len(self._rows) - 1

@@ -11,6 +11,7 @@ from jaxlm.data.config import STANDARD_LIBRARY
 from jaxlm.errors import InputError
 
 SUFFIXES = (".txt", ".md", ".py")
+_KINDS = ", ".join(SUFFIXES)
 # In the standard library's folder, but not its sources: installed packages, build outputs, and the tests,
 # which are larger than everything else together.
 _NOT_STANDARD_LIBRARY = {
@@ -32,27 +33,31 @@ def find_files(text: Iterable[str]) -> list[Path]:
 def _find(entry: str) -> list[Path]:
     if entry == STANDARD_LIBRARY:
         return _standard_library()
-    path = Path(entry).expanduser()
-    if path.is_file():
+    try:
+        path = Path(entry).expanduser()
+        is_file, is_dir = path.is_file(), path.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, a user who is not, a null byte
+        raise InputError(f"data.text: {entry} is no name of {_KINDS} files ({error})") from None
+    if is_file:
         if path.suffix not in SUFFIXES:
-            raise InputError(f"data.text: {entry} is not text; give {', '.join(SUFFIXES)} files")
+            raise InputError(f"data.text: {entry} is not text; give {_KINDS} files")
         return [path.resolve()]
-    if path.is_dir():
+    if is_dir:
         files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
         if not files:
-            raise InputError(f"data.text: no {', '.join(SUFFIXES)} files under {entry}")
+            raise InputError(f"data.text: no {_KINDS} files under {entry}")
         return [p.resolve() for p in files]
     matches = sorted(Path(p) for p in glob.glob(str(path), recursive=True))
     files = [p for p in matches if p.suffix in SUFFIXES and p.is_file()]
     if not files:
-        raise InputError(f"data.text: {entry} is no file, directory or glob of {', '.join(SUFFIXES)} files here")
+        raise InputError(f"data.text: {entry} is no file, directory or glob of {_KINDS} files here")
     return [p.resolve() for p in files]
 
 
 def _standard_library() -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
+    root = Path(sysconfig.get_path("stdlib")).resolve()
     files = (p for p in root.rglob("*.py") if not _NOT_STANDARD_LIBRARY.intersection(p.relative_to(root).parts))
-    return sorted(files)
+    return sorted(p.resolve() for p in files)
 
 
 def read_documents(files: Iterable[Path]) -> Iterator[str]:
@@ -66,8 +71,8 @@ def read_documents(files: Iterable[Path]) -> Iterator[str]:
                 with tokenize.open(path) as source:
                     text = source.read()
             else:
-                text = path.read_text(encoding="utf-8")
-        except (UnicodeDecodeError, SyntaxError) as error:
+                text = path.read_text(encoding="utf-8-sig")
+        except (UnicodeError, SyntaxError, LookupError) as error:
             raise InputError(f"data.text: {path} is not UTF-8 text ({error})") from error
         except OSError as error:
             raise InputError(f"data.text: {path} cannot be read ({error.strerror})") from error

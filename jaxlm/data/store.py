@@ -9,6 +9,7 @@ from jaxlm.data.tokenizers import Tokenizer
 
 SHARD_TOKENS = 2**27
 _DOCUMENTS_AT_ONCE = 256
+_LONGEST_TOKEN = 256  # characters
 
 
 class TokenStore:
@@ -66,7 +67,7 @@ def predicted_bytes(texts: Iterable[str], tokenizer: Tokenizer) -> int:
     for text in texts:
         given = 0
         if tokenizer.separator is None:
-            given = len(tokenizer.decode(tokenizer.encode(text[:16])[:1]).encode())
+            given = sum(map(tokenizer.size, tokenizer.encode(text[:_LONGEST_TOKEN])[:1]))
         total += len(text.encode()) - given
     return total
 

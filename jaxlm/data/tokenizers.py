@@ -18,13 +18,16 @@ _SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "</s>")
 class Tokenizer:
     """Text to token ids and back.
 
-    `vocabulary`: number of ids. `separator`: the id that starts and ends a document, or None (characters).
+    `vocabulary`: one more than the largest id. `separator`: the id that starts and ends a document, or None
+    (characters).
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
         self._backend = backend
+        backend.no_truncation()
+        backend.no_padding()
         backend.encode_special_tokens = True  # a separator spelled out in a document is text, not a separator
-        self.vocabulary: int = backend.get_vocab_size(with_added_tokens=True)
+        self.vocabulary: int = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         known = (backend.token_to_id(token) for token in _SEPARATORS)
         self.separator: int | None = next((token for token in known if token is not None), None)
 
@@ -49,6 +52,12 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids, without separators; broken UTF-8 becomes U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=True)
+
+    def size(self, token: int) -> int:
+        """UTF-8 bytes that a token stands for; a byte-level token may be part of a character."""
+        if isinstance(self._backend.decoder, decoders.ByteLevel):
+            return len(self._backend.id_to_token(token))
+        return len(self.decode([token]).encode())
 
     @property
     def dtype(self) -> np.dtype:

@@ -13,7 +13,8 @@ from jaxlm import sharding
 from jaxlm.errors import InputError
 from jaxlm.inference import steps
 from jaxlm.inference.cache import Cache, cache_shardings, empty_cache
-from jaxlm.inference.sampling import Sampling, sample
+from jaxlm.inference.config import Sampling
+from jaxlm.inference.sampling import sample
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.tree import Tree
 
@@ -26,7 +27,7 @@ def generate(
     max_tokens: int,
     mesh: Mesh,
     *,
-    sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
+    sampling: Sampling = Sampling(),
     seed: int = 0,
     valid: int | None = None,
 ) -> Iterator[np.ndarray]:

@@ -31,15 +31,11 @@ def prefill(
     return _logits(module, last_B1D), cache.hold(length_B)
 
 
-def decode_step(
-    graph: nnx.GraphDef, parameters: Tree, tokens_B: jax.Array, cache: Cache
-) -> tuple[jax.Array, Cache]:
+def decode_step(graph: nnx.GraphDef, parameters: Tree, tokens_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
     """Read one token more of each sequence; float32 logits [B, V] of the one after it, and the cache."""
     module = nnx.merge(graph, parameters)
     positions_B1 = cache.length[:, None]
-    hidden_B1D, cache = module.hidden(
-        tokens_B[:, None], positions_B1, visible_in_cache(positions_B1), cache=cache
-    )
+    hidden_B1D, cache = module.hidden(tokens_B[:, None], positions_B1, visible_in_cache(positions_B1), cache=cache)
     return _logits(module, hidden_B1D), cache.hold(cache.length + 1)
 
 

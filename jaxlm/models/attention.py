@@ -9,7 +9,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlm.models import config
-from jaxlm.models.layers import linear, norm
+from jaxlm.models.layers import linear, norm, product_in_float32
 from jaxlm.models.parameters import normal, param, zeros
 from jaxlm.models.positions import Rotation, Visible, rotate
 from jaxlm.sharding import constrain
@@ -26,7 +26,7 @@ def dot_product_attention(
     kv_heads, queries = key_BSKH.shape[2], query_BTNH.shape[1]
     query = rearrange(query_BTNH, "B T (K G) H -> B K (G T) H", K=kv_heads)
     key, value = (rearrange(x, "B S K H -> B K S H") for x in (key_BSKH, value_BSKH))
-    scores = jnp.einsum("BKQH,BKSH->BKQS", query, key, preferred_element_type=jnp.float32)
+    scores = product_in_float32("BKQH,BKSH->BKQS", query, key)
     scores = rearrange(scores * query.shape[-1] ** -0.5, "B K (G T) S -> B K G T S", T=queries)
 
     index_S = jnp.arange(key_BSKH.shape[1])[None, None]
@@ -51,9 +51,7 @@ class GroupedQueryAttention(nnx.Module):
         self.key = param(rngs, (D, K, H), "embed -> kv_heads head_width", normal(std))
         self.value = param(rngs, (D, K, H), "embed -> kv_heads head_width", normal(std))
         # Residual outputs shrink with depth (GPT-2, section 2.3), so that their sum does not grow.
-        self.output = param(
-            rngs, (N, H, D), "heads head_width -> embed", normal(std * (2 * model.layers) ** -0.5)
-        )
+        self.output = param(rngs, (N, H, D), "heads head_width -> embed", normal(std * (2 * model.layers) ** -0.5))
         biased = settings.qkv_bias
         self.query_bias = param(rngs, (N, H), "heads head_width", zeros) if biased else None
         self.key_bias = param(rngs, (K, H), "kv_heads head_width", zeros) if biased else None

@@ -117,15 +117,18 @@ class ModelConfig(Section):
     def _fill_heads(cls, values):
         """Write the two defaults that depend on other keys into the table, so that a resolved file is whole."""
         attention = values.get("attention") if isinstance(values, dict) else None
-        if not isinstance(attention, dict) or not isinstance(attention.get("heads"), int):
+        if not isinstance(attention, dict) or "heads" not in attention:
             return values
         heads, width = attention["heads"], values.get("width")
+        for key, size in (("attention.heads", heads), ("width", width)):
+            if size is not None and not isinstance(size, int):
+                raise ValueError(f"model.{key} = {size!r}: it must be an integer")
         filled = {"kv_heads": heads, **attention}
         if "head_width" not in filled and isinstance(width, int) and heads > 0:
             if width % heads:
                 raise ValueError(
-                    f"attention.heads = {heads} does not divide width = {width}: "
-                    "change one of them, or set attention.head_width"
+                    f"model.attention.heads = {heads} does not divide model.width = {width}: "
+                    "change one of them, or set model.attention.head_width"
                 )
             filled["head_width"] = width // heads
         return {**values, "attention": filled}
@@ -135,10 +138,11 @@ class ModelConfig(Section):
         attention = self.attention
         if attention.heads % attention.kv_heads:
             raise ValueError(
-                f"attention.kv_heads = {attention.kv_heads} does not divide attention.heads = {attention.heads}"
+                f"model.attention.kv_heads = {attention.kv_heads} does not divide "
+                f"model.attention.heads = {attention.heads}; set it to one that does"
             )
         if self.position.kind == "rotary" and attention.head_width % 2:
             raise ValueError(
-                f"rotary positions turn pairs: attention.head_width = {attention.head_width} must be even"
+                f"model.attention.head_width = {attention.head_width}: it must be even, rotary positions turn pairs"
             )
         return self

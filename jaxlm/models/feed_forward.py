@@ -19,9 +19,7 @@ class DenseFeedForward(nnx.Module):
         self.activation = settings.activation
         self.gate = param(rngs, (D, F), "embed -> feed_forward", normal(std)) if settings.gated else None
         self.up = param(rngs, (D, F), "embed -> feed_forward", normal(std))
-        self.down = param(
-            rngs, (F, D), "feed_forward -> embed", normal(std * (2 * model.layers) ** -0.5)
-        )
+        self.down = param(rngs, (F, D), "feed_forward -> embed", normal(std * (2 * model.layers) ** -0.5))
         biased = settings.bias
         self.gate_bias = param(rngs, (F,), "feed_forward", zeros) if biased and settings.gated else None
         self.up_bias = param(rngs, (F,), "feed_forward", zeros) if biased else None

@@ -1,5 +1,6 @@
 """The small parts that every block is made of: linear maps, norms, activations, dropout."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -11,22 +12,47 @@ from jaxlm.models import config
 from jaxlm.models.parameters import ones, param, zeros
 
 
-def linear(
-    x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None = None, out_dtype: jnp.dtype | None = None
-) -> jax.Array:
-    """x [B, T, *inputs] · kernel [*inputs, *outputs] (+ bias [*outputs]) → [B, T, *outputs].
+def linear(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
+    """x [B, T, *inputs] · kernel [*inputs, *outputs] (+ bias [*outputs]) → [B, T, *outputs], in x's dtype.
 
-    The kernel's declared axes say how many dimensions are inputs. Multiplies in x's dtype and returns
-    `out_dtype`, by default x's. One [B·T, I] × [I, O] product: XLA's CPU code for it is a third faster than
-    for the batched form.
+    The kernel's declared axes say how many dimensions are inputs. One [B·T, I] × [I, O] product: XLA's CPU code for
+    it is a third faster than for the batched form.
     """
     contracted = len(kernel.inputs)
     outputs = kernel.shape[contracted:]
     rows, inputs = x.shape[: x.ndim - contracted], math.prod(kernel.shape[:contracted])
-    y = jnp.matmul(
-        x.reshape(-1, inputs), kernel[...].reshape(inputs, -1), preferred_element_type=out_dtype or x.dtype
-    ).reshape(*rows, *outputs)
+    y = jnp.matmul(x.reshape(-1, inputs), kernel[...].reshape(inputs, -1)).reshape(*rows, *outputs)
     return y if bias is None else y + bias[...].reshape((1,) * len(rows) + outputs)
+
+
+def product_in_float32(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """einsum(subscripts, a, b) with a float32 result, whose backward pass multiplies in the operands' dtype.
+
+    JAX alone would multiply the float32 cotangent with operands widened to float32, at a fraction of a matrix
+    unit's rate. Every index of an operand must appear in the other or in the result.
+    """
+    if a.dtype == b.dtype == jnp.float32:
+        return jnp.einsum(subscripts, a, b)
+    return _product_in_float32(subscripts, a, b)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product_in_float32(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
+
+
+def _forward(subscripts: str, a: jax.Array, b: jax.Array) -> tuple[jax.Array, tuple]:
+    return _product_in_float32(subscripts, a, b), (a, b)
+
+
+def _backward(subscripts: str, operands: tuple, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    (a, b), (inputs, result) = operands, subscripts.split("->")
+    left, right = inputs.split(",")
+    narrow = cotangent.astype(a.dtype)
+    return jnp.einsum(f"{result},{right}->{left}", narrow, b), jnp.einsum(f"{result},{left}->{right}", narrow, a)
+
+
+_product_in_float32.defvjp(_forward, _backward)
 
 
 class RMSNorm(nnx.Module):

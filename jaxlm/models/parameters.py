@@ -34,9 +34,7 @@ def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: str, init: Initializer) 
     names = (*inputs.split(), *outputs.split())
     if len(names) != len(shape):
         raise ValueError(f"axes {axes!r} name {len(names)} dimensions; the shape {shape} has {len(shape)}")
-    return nnx.Param(
-        init(rngs.params(), shape, jnp.float32), axes=names, inputs=tuple(inputs.split()) if arrow else ()
-    )
+    return nnx.Param(init(rngs.params(), shape, jnp.float32), axes=names, inputs=tuple(inputs.split()) if arrow else ())
 
 
 def stack(make_layer: Callable[[nnx.Rngs], nnx.Module], n: int, rngs: nnx.Rngs) -> nnx.Module:

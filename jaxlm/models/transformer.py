@@ -10,10 +10,11 @@ from flax import nnx
 from jaxlm.models import config
 from jaxlm.models.attention import attention
 from jaxlm.models.feed_forward import feed_forward
-from jaxlm.models.layers import Dropout, linear, norm
+from jaxlm.models.layers import Dropout, norm, product_in_float32
 from jaxlm.models.parameters import normal, param, stack
 from jaxlm.models.positions import Rotation, Visible, rotation
 from jaxlm.sharding import constrain
+
 
 class Execution(NamedTuple):
     """How the layers run; the result is the same whichever is chosen.
@@ -65,8 +66,8 @@ class Transformer(nnx.Module):
         visible: Visible,
         *,
         cache: Any = None,
-        dropout: Dropout = Dropout(),  # noqa: B008 (immutable)
-        execution: Execution = Execution(),  # noqa: B008 (immutable)
+        dropout: Dropout = Dropout(),
+        execution: Execution = Execution(),
     ) -> tuple[jax.Array, Any]:
         """The normalised residual stream after the last layer, [B, T, D], and the extended cache.
 
@@ -93,10 +94,12 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Unembed [B, T, D] to float32 logits [B, T, V]."""
-        if self.unembedding is not None:
-            logits_BTV = linear(hidden_BTD, self.unembedding, out_dtype=jnp.float32)
+        rows = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
+        if self.unembedding is None:
+            logits = product_in_float32("RD,VD->RV", rows, self.embedding[...])
         else:
-            logits_BTV = _tied(hidden_BTD, self.embedding)
+            logits = product_in_float32("RD,DV->RV", rows, self.unembedding[...])
+        logits_BTV = logits.reshape(*hidden_BTD.shape[:-1], -1)
         return constrain(logits_BTV, "batch", "sequence", "act_vocab")
 
 
@@ -108,12 +111,6 @@ def _look_up(table: nnx.Param, index_BT: jax.Array) -> jax.Array:
     """
     rows = constrain(table[...], table.axes[0], "act_model")
     return constrain(jnp.take(rows, index_BT, axis=0, mode="clip"), "batch", "sequence", "act_model")
-
-
-def _tied(hidden_BTD: jax.Array, embedding_VD: nnx.Param) -> jax.Array:
-    rows = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
-    logits = jnp.einsum("RD,VD->RV", rows, embedding_VD[...], preferred_element_type=jnp.float32)
-    return logits.reshape(*hidden_BTD.shape[:-1], -1)
 
 
 def _through(

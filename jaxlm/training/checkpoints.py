@@ -38,9 +38,7 @@ class Checkpoints:
             shutil.rmtree(left)
         policies = [
             LatestN(keep),
-            BestN(
-                get_metric_fn=lambda metrics: -metrics[_LOSS], n=1, keep_checkpoints_without_metrics=False
-            ),
+            BestN(get_metric_fn=lambda metrics: -metrics[_LOSS], n=1, keep_checkpoints_without_metrics=False),
         ]
         options = ocp.CheckpointManagerOptions(
             best_fn=lambda metrics: metrics[_LOSS],  # without it Orbax writes no metrics down

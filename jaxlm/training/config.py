@@ -20,7 +20,7 @@ class TrainingConfig(Section):
     `max_skipped_in_a_row` of them end the run.
     """
 
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     steps: PositiveInt = 1000
     batch: PositiveInt = 16
     microbatches: PositiveInt = 1

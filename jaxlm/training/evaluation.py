@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 from jax.sharding import Mesh
 
 from jaxlm import sharding

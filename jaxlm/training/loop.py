@@ -124,7 +124,7 @@ class Trainer:
                 limit = None if ending else self._evaluation.batches
                 measured = held_out = self._evaluate(step, state.parameters, limit)
             if saving:
-                saved.save(state, measured and measured.loss)
+                saved.save(state, measured and _finite(measured.loss))
             if evaluating or saving:
                 self._window.restart()
 

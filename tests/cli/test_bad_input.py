@@ -191,9 +191,7 @@ def test_a_process_with_bad_input_ends_with_status_2(case, place):
     arguments, says = BEFORE_JAX[case]
     before = files(place)
     code = "from jaxlm.cli import main; raise SystemExit(main())"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *shlex.split(arguments)], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code, *shlex.split(arguments)], capture_output=True, text=True)
     check(done.returncode, done.stdout, done.stderr, says)
     assert files(place) == before
 

@@ -39,7 +39,14 @@ def text(tmp_path_factory):
 def run(text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "run"
     ended = jaxlm(
-        "train", CONFIGS / "quickstart.toml", *SMALL, f"data.text={text}", "data.held_out=0.3", "--out", folder, "--json"
+        "train",
+        CONFIGS / "quickstart.toml",
+        *SMALL,
+        f"data.text={text}",
+        "data.held_out=0.3",
+        "--out",
+        folder,
+        "--json",
     )
     (folder / "stdout").write_text(ended.stdout)
     return folder
@@ -133,8 +140,8 @@ def test_generate_from_token_ids_without_a_tokenizer(run, tmp_path):
 @pytest.mark.slow
 def test_a_loss_that_stays_infinite_stops_the_run(text, tmp_path):
     ended = jaxlm(
-        "train", CONFIGS / "quickstart.toml", *SMALL, f"data.text={text}", "data.held_out=0.3", "--out", tmp_path / "run",
-        "model.initializer_std=1e30", "training.max_skipped_in_a_row=3", status=1,
+        "train", CONFIGS / "quickstart.toml", *SMALL, f"data.text={text}", "data.held_out=0.3",
+        "--out", tmp_path / "run", "model.initializer_std=1e30", "training.max_skipped_in_a_row=3", status=1,
     )  # fmt: skip
     assert "steps 1 to 3 was not finite" in ended.stderr.splitlines()[-1]
     assert "Traceback" not in ended.stderr

@@ -99,9 +99,7 @@ def test_a_touched_file_is_read_again_into_the_same_data(describe, text):
     assert said
 
 
-@pytest.mark.parametrize(
-    "change", [("held_out", 0.4), ("tokenizer", "characters"), ("tokenizer", "bpe")], ids=str
-)
+@pytest.mark.parametrize("change", [("held_out", 0.4), ("tokenizer", "characters"), ("tokenizer", "bpe")], ids=str)
 def test_another_choice_is_other_data(describe, change):
     assert prepare(describe(**dict([change])), VOCABULARY).digest != prepare(describe(), VOCABULARY).digest
 
@@ -112,13 +110,16 @@ def test_another_bpe_vocabulary_is_another_tokenizer(describe):
 
 
 def test_a_tokenizer_file_counts_by_its_content(describe, tmp_path):
-    def digest(name: str, characters: list[str]) -> str:
+    def built(name: str, characters: list[str]) -> tuple[bool, str]:
+        said: list[str] = []
         characters_tokenizer(characters).save(tmp_path / name)
-        return prepare(describe(tokenizer=str(tmp_path / name)), VOCABULARY).digest
+        digest = prepare(describe(tokenizer=str(tmp_path / name)), VOCABULARY, said.append).digest
+        return bool(said), digest
 
-    first = digest("mine.json", texts())
-    assert digest("moved.json", texts()) == first
-    assert digest("mine.json", [*texts(), "!"]) != first
+    _, first = built("mine.json", texts())
+    assert built("moved.json", texts()) == (False, first)
+    anew, second = built("mine.json", [*texts(), "!"])
+    assert anew and second != first
 
 
 def test_the_digest_does_not_depend_on_where_the_files_lie(describe, text, tmp_path):

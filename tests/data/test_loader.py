@@ -7,7 +7,6 @@ from jaxlm.data.loader import evaluation_batches, training_batches
 from jaxlm.data.packing import Rows
 from jaxlm.data.store import write_store
 from jaxlm.data.tokenizers import bytes_tokenizer
-from jaxlm.errors import InputError
 
 SEQUENCE, COUNT = 16, 24
 
@@ -96,11 +95,6 @@ def test_rows_are_passed_on_whole(rows):
             np.testing.assert_array_equal(batch[name][i], expected)
 
 
-def test_training_without_rows_is_refused(tmp_path):
-    with pytest.raises(InputError, match="data.text"):
-        training_batches(make_rows(tmp_path / "store", []), 4, 0, 0)
-
-
 @pytest.mark.parametrize("batch", [1, 4, 5, 24, 100])
 def test_evaluation_covers_every_row_once_in_order(rows, batch):
     batches = list(evaluation_batches(rows, batch))
@@ -125,7 +119,3 @@ def test_evaluation_holds_every_target_once(tmp_path):
 @pytest.mark.parametrize(("limit", "count"), [(1, 1), (3, 3), (5, 5), (50, 5), (None, 5)])
 def test_a_limit_is_a_prefix(rows, limit, count):
     assert_same(list(evaluation_batches(rows, 5, limit)), list(evaluation_batches(rows, 5))[:count])
-
-
-def test_evaluation_without_rows_is_no_batch(tmp_path):
-    assert list(evaluation_batches(make_rows(tmp_path / "store", []), 4)) == []

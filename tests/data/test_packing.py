@@ -7,6 +7,7 @@ from jaxlm.data import packing
 from jaxlm.data.packing import Rows, empty_row, pack
 from jaxlm.data.store import TokenStore, write_store
 from jaxlm.data.tokenizers import characters_tokenizer
+from jaxlm.errors import InputError
 
 
 class Packed(NamedTuple):
@@ -126,18 +127,25 @@ def test_many_short_documents_leave_little_empty(seed):
     assert (lengths - 1).sum() / ((len(rows) - 1) * sequence) >= 0.99
 
 
-def test_a_document_goes_where_it_fits_best():
-    """Of the rows with room for 4 and for 3, a document of 3 targets takes the second."""
-    pieces, rows = pack(np.array([6, 7, 3, 3]) + 1, 10)
+@pytest.mark.parametrize(
+    ("targets", "packed"),
+    [
+        ([3, 3, 6, 7], [[3, 6], [3, 7]]),  # longest first: in the order given, three rows
+        ([2, 3, 5, 7], [[2, 5], [3, 7]]),  # 3 leaves no room beside 7, and some beside 5
+    ],
+)
+def test_a_document_goes_where_it_fits_best(targets, packed):
+    pieces, rows = pack(np.array(targets) + 1, 10)
     together = [sorted(pieces[a:b, 2].tolist()) for a, b in zip(rows[:-1], rows[1:], strict=True)]
-    assert sorted(together) == [[3, 6], [3, 7]]
+    assert sorted(together) == packed
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [1], [0, 1, 1, 0]])
-def test_documents_without_two_tokens_have_no_rows(lengths, tmp_path):
+def test_documents_without_two_tokens_have_no_rows_and_are_refused(lengths, tmp_path):
     pieces, rows = pack(np.array(lengths, np.int64), 8)
     assert pieces.shape == (0, 3) and rows.tolist() == [0]
-    assert len(Rows(make_store(tmp_path / "store", lengths), 8)) == 0
+    with pytest.raises(InputError, match="data.text"):
+        Rows(make_store(tmp_path / "store", lengths), 8)
 
 
 def test_the_index_is_built_once_per_sequence(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ SHARD = 50
 
 @pytest.fixture
 def texts():
-    """Several groups of documents; among them empty ones, one of exactly a shard, and one larger than that."""
+    """Several groups of documents, among them empty ones, one of exactly a shard and a larger one."""
     draw = np.random.default_rng(0)
     texts = ["".join(map(chr, draw.integers(32, 1000, n))) for n in draw.integers(0, 15, 600)]
     return [*texts[:300], "x" * (SHARD - 2), "y" * 3 * SHARD, "", *texts[300:]]

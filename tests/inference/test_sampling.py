@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from jaxlm.errors import InputError
-from jaxlm.inference.sampling import Sampling, filtered, sample
+from jaxlm.inference.config import Sampling
+from jaxlm.inference.sampling import filtered, sample
 
 PROBABILITIES = np.array([0.5, 0.3, 0.15, 0.05])
 LOGITS = jnp.log(jnp.asarray(PROBABILITIES, jnp.float32))[None]

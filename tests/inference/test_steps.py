@@ -10,8 +10,8 @@ from jaxlm import sharding
 from jaxlm.errors import InputError
 from jaxlm.inference import steps
 from jaxlm.inference.cache import cache_shardings, empty_cache
+from jaxlm.inference.config import Sampling
 from jaxlm.inference.generate import generate
-from jaxlm.inference.sampling import Sampling
 from jaxlm.models import tree
 from jaxlm.models.positions import visible_in_rows
 
@@ -87,8 +87,7 @@ def test_generation_is_greedy_at_temperature_zero():
     mesh = sharding.make_mesh()
     prompt = [3, 1, 4, 1, 5]
     drawn = [
-        int(t[0])
-        for t in generate(graph, model, parameters, [prompt], 8, mesh, sampling=Sampling(temperature=0.0))
+        int(t[0]) for t in generate(graph, model, parameters, [prompt], 8, mesh, sampling=Sampling(temperature=0.0))
     ]
     sequence = list(prompt)
     for token in drawn:

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jaxlm.models.attention import dot_product_attention
-from jaxlm.models.positions import Visible, rotate, rotation, visible_in_rows
 from jaxlm.models.config import Llama3Scaling, RotaryPositions
+from jaxlm.models.positions import Visible, rotate, rotation, visible_in_rows
 
 
 def by_hand(query, key, value, start, end):

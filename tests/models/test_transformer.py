@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxlm import sharding
 from jaxlm.models import tree
-from jaxlm.models.layers import Dropout
+from jaxlm.models.layers import Dropout, product_in_float32
 from jaxlm.models.positions import Visible, visible_in_rows
 from jaxlm.models.transformer import Execution
 
@@ -216,3 +216,21 @@ def test_a_window_is_only_another_interval():
     before, after = (logits(graph, parameters, t, positions, window) for t in (tokens, changed))
     np.testing.assert_array_equal(before[:, 3:], after[:, 3:])
     assert not np.array_equal(before[:, :3], after[:, :3])
+
+
+def test_the_float32_product_has_the_gradients_of_einsum():
+    draw = np.random.default_rng(0)
+    a, b, weight = (jnp.asarray(draw.normal(size=s), jnp.bfloat16) for s in ((2, 5, 3), (2, 7, 3), (2, 5, 7)))
+
+    def total(product, a, b):
+        return jnp.sum(product("nqh,nkh->nqk", a, b).astype(jnp.float32) * weight.astype(jnp.float32))
+
+    def exact(subscripts, a, b):
+        return jnp.einsum(subscripts, a.astype(jnp.float32), b.astype(jnp.float32))
+
+    assert product_in_float32("nqh,nkh->nqk", a, b).dtype == jnp.float32
+    chex.assert_trees_all_close(product_in_float32("nqh,nkh->nqk", a, b), exact("nqh,nkh->nqk", a, b), rtol=1e-6)
+    ours, theirs = (jax.grad(total, argnums=(1, 2))(product, a, b) for product in (product_in_float32, exact))
+    assert {g.dtype for g in ours} == {jnp.dtype(jnp.bfloat16)}
+    # The weights are bfloat16 numbers, so the cotangent is exact; what differs is one rounding of the result.
+    chex.assert_trees_all_close(ours, theirs, rtol=2**-7)

@@ -141,9 +141,7 @@ def test_damaged_checkpoints_are_set_aside_not_lost_and_their_steps_written_agai
     with jax.set_mesh(mesh), Checkpoints(tmp_path, 2) as saved:
         saved.save(jax.device_put(trained_again[2]), None)
     assert checkpoints.newest_whole(tmp_path, never) == 2
-    chex.assert_trees_all_equal(
-        jax.device_get(checkpoints.restore_state(tmp_path, 2, like(mesh))), states[2]
-    )
+    chex.assert_trees_all_equal(jax.device_get(checkpoints.restore_state(tmp_path, 2, like(mesh))), states[2])
 
 
 def test_what_a_killed_process_left_half_written_is_no_checkpoint(tmp_path):

@@ -1,3 +1,5 @@
+import re
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -100,7 +102,9 @@ def test_one_step_is_adamw_by_hand():
 
 
 def test_clipping_bounds_the_gradient_and_reports_it_unclipped():
-    free, _ = tiny.run_steps(tiny.model(), tiny.training(), [tiny.batch()], optimization=tiny.optimization(clip_norm=1e9))
+    free, _ = tiny.run_steps(
+        tiny.model(), tiny.training(), [tiny.batch()], optimization=tiny.optimization(clip_norm=1e9)
+    )
     settings = tiny.optimization(clip_norm=0.01)
     clipped, state = tiny.run_steps(tiny.model(), tiny.training(), [tiny.batch()], optimization=settings)
     assert clipped[0]["grad_norm"] == free[0]["grad_norm"] > 0.01
@@ -170,12 +174,14 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32():
     np.testing.assert_allclose(*losses, rtol=0.03)  # eight bits of mantissa through three layers
 
 
-def test_the_program_multiplies_in_bfloat16():
-    steps = make_steps(tiny.model(), tiny.training(dtype="bfloat16"), tiny.optimization())
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_every_product_of_the_step_is_of_bfloat16(family):
+    """Backward too: JAX's own transpose of a product with a float32 result multiplies in float32."""
+    steps = make_steps(tiny.model(tiny.FAMILIES[family]), tiny.training(dtype="bfloat16"), tiny.optimization())
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tiny.batch())
-    jaxpr = str(jax.make_jaxpr(steps.train)(jax.eval_shape(steps.init), batch))
-    products = [line for line in jaxpr.splitlines() if "dot_general" in line]
-    assert products and not [line for line in products if ":f32" in line.split("dot_general")[0] and "preferred_element_type=bfloat16" in line]
+    program = jax.jit(steps.train).lower(jax.eval_shape(steps.init), batch).as_text()
+    operands = re.findall(r"dot_general.* : \(tensor<[^>]*x(\w+)>, tensor<[^>]*x(\w+)>\)", program)
+    assert len(operands) > 20 and set(operands) == {("bf16", "bf16")}
 
 
 def test_one_trace_serves_every_step():

@@ -1,0 +1,53 @@
+"""Where results go: results/<chip>/<benchmark>.json, with everything needed to read them later."""
+
+import json
+import platform
+import re
+import shlex
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("jaxlm", "jax", "jaxlib", "flax", "optax", "torch", "numpy")
+
+
+def write(benchmark: str, chip: str, results: dict[str, Any]) -> Path:
+    """Write one benchmark's results with chip, versions, command and day; returns the file."""
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    command = shlex.join(["python", Path(sys.argv[0]).name, *map(_without_folders, sys.argv[1:])])
+    path = Path(__file__).parent / "results" / re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-") / f"{benchmark}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    described = {
+        "benchmark": benchmark,
+        "command": command,
+        "day": time.strftime("%Y-%m-%d"),
+        "chip": chip,
+        "python": platform.python_version(),
+        "versions": versions,
+        **results,
+    }
+    path.write_text(json.dumps(described, indent=1) + "\n")
+    return path
+
+
+def cpu() -> str:
+    """The processor's name and number of cores, "cpu" where the system does not tell."""
+    import os
+
+    name = "cpu"
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        flags = info.read_text()
+        name = "cpu-avx512" if "avx512f" in flags else "cpu-avx2" if "avx2" in flags else "cpu"
+    return f"{name}-{os.cpu_count()}-cores"
+
+
+def _without_folders(argument: str) -> str:
+    return Path(argument).name if "/" in argument else argument

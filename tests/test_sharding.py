@@ -133,3 +133,11 @@ def test_batches_go_to_the_devices_that_use_them():
     placed = sharding.put_batch(host, mesh)["tokens"]
     np.testing.assert_array_equal(placed, host["tokens"])
     assert {shard.data.shape for shard in placed.addressable_shards} == {(2, tiny.CONTEXT)}
+
+
+def test_bfloat16_on_a_mesh_with_microbatches_is_one_device_s_to_its_precision():
+    training = tiny.training(dtype="bfloat16", microbatches=2, remat="full")
+    one, _ = tiny.run_steps(tiny.model(), training, [tiny.batch()] * 3)
+    many, _ = tiny.run_steps(tiny.model(), training, [tiny.batch()] * 3, sharding.make_mesh(2, 2, 2))
+    # Eight bits of mantissa, and sums between devices that round in another order.
+    np.testing.assert_allclose([m["loss"] for m in many], [m["loss"] for m in one], rtol=2e-2)

@@ -99,8 +99,14 @@ def norm(
     return _NORMS[settings.kind](settings, width, axis, rngs)
 
 
+def _gelu(x: jax.Array) -> jax.Array:
+    """x · Φ(x) (Hendrycks and Gimpel 2016, arXiv:1606.08415), by erf: `jax.nn.gelu` takes erfc, which keeps more digits
+    far below zero and costs a fifth of a small model's step on a CPU."""
+    return 0.5 * x * (1.0 + jax.lax.erf(x * 2**-0.5))
+
+
 ACTIVATIONS = {
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu": _gelu,
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "silu": jax.nn.silu,
     "relu": jax.nn.relu,

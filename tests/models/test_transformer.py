@@ -1,4 +1,5 @@
 import functools
+import math
 
 import chex
 import jax
@@ -10,7 +11,7 @@ from flax import nnx
 
 from jaxlm import sharding
 from jaxlm.models import tree
-from jaxlm.models.layers import Dropout, product_in_float32
+from jaxlm.models.layers import ACTIVATIONS, Dropout, product_in_float32
 from jaxlm.models.positions import Visible, visible_in_rows
 from jaxlm.models.transformer import Execution
 
@@ -234,3 +235,10 @@ def test_the_float32_product_has_the_gradients_of_einsum():
     assert {g.dtype for g in ours} == {jnp.dtype(jnp.bfloat16)}
     # The weights are bfloat16 numbers, so the cotangent is exact; what differs is one rounding of the result.
     chex.assert_trees_all_close(ours, theirs, rtol=2**-7)
+
+
+def test_gelu_is_x_times_the_normal_distribution():
+    x = np.linspace(-6, 6, 1001, dtype=np.float32)
+    exact = np.array([v * 0.5 * math.erfc(-v / math.sqrt(2)) for v in x.astype(float)])
+    # By erf the far tail loses digits that are below one rounding of 1.
+    np.testing.assert_allclose(ACTIVATIONS["gelu"](jnp.asarray(x)), exact, rtol=1e-5, atol=6e-7)

@@ -11,7 +11,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 from pathlib import Path
 
@@ -22,22 +21,18 @@ LEARNING_RATES = (tomllib.loads(CONFIG.read_text())["optimizer"]["learning_rate"
 
 
 def train(text: Path, learning_rate: float, seed: int, folder: Path) -> dict:
-    began = time.perf_counter()
     run = folder / f"{learning_rate}-{seed}"
     code = "import sys; from jaxlm.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "train", str(CONFIG), f"data.text={text}", f"training.seed={seed}"]
     command += [f"optimizer.learning_rate={learning_rate}", "--out", str(run), "--json"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     evaluations = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {
         "learning_rate": learning_rate,
         "seed": seed,
         "steps": evaluations[-1]["step"],
         "held_out_loss": evaluations[-1]["loss"],
         "held_out_tokens": evaluations[-1]["tokens"],
-        "median_step_s": sorted(row["step_s"] for row in metrics)[len(metrics) // 2],
-        "wall_s": time.perf_counter() - began,
     }
 
 

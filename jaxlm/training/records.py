@@ -14,7 +14,7 @@ _VERSIONS = ("jaxlm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "gra
 
 
 class JsonLines:
-    """A file of one JSON object per line, each with its `step`; whole lines survive a killed process."""
+    """A file of one JSON object per line; whole lines survive a killed process."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -32,7 +32,7 @@ class JsonLines:
         return rows
 
     def cut_after(self, step: int) -> None:
-        """Drop what was written after `step`, so that a resumed run writes it again."""
+        """Drop the lines of later steps, by their `step`, so that a resumed run writes them again."""
         kept = [row for row in self.rows() if row["step"] <= step]
         partial = self.path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")

@@ -43,7 +43,6 @@ class Result(NamedTuple):
 
     step: int
     parameters: Tree
-    held_out: Evaluation | None
     signal: signal.Signals | None
 
 
@@ -94,9 +93,8 @@ class Trainer:
 
     def _continue(self, step: int, state: TrainState, saved: Checkpoints, stop: StopRequest) -> Result:
         training, last = self._training, self._training.steps
-        held_out = None
         if step >= last:
-            return Result(step, state.parameters, None, None)
+            return Result(step, state.parameters, None)
 
         batches = training_batches(self._rows, training.batch, training.seed, start=step)
         batch = sharding.put_batch(next(batches), self._mesh)
@@ -122,7 +120,7 @@ class Trainer:
             measured = None
             if evaluating:
                 limit = None if ending else self._evaluation.batches
-                measured = held_out = self._evaluate(step, state.parameters, limit)
+                measured = self._evaluate(step, state.parameters, limit)
             if saving:
                 saved.save(state, measured and _finite(measured.loss))
             if evaluating or saving:
@@ -131,7 +129,7 @@ class Trainer:
         self._look_at_previous()
         if step < last:
             saved.save(state, None)
-        return Result(step, state.parameters, held_out if step == last else None, stop.signal)
+        return Result(step, state.parameters, stop.signal)
 
     def _start(self, newest: int | None) -> TrainState:
         for file in (self._metrics, self._evaluations):

@@ -1,4 +1,4 @@
-"""The claim: on a CPU a training step is at least level with eager PyTorch.
+"""The question: how long a training step takes on a CPU beside eager PyTorch. The aim is level; see the results.
 
     pip install torch==2.13.0
     python benchmarks/train_cpu.py [CONFIG]
@@ -98,7 +98,8 @@ def pytorch_steps(experiment):
     torch.manual_seed(0)
     net = Transformer()
     betas = optimizer.beta1, optimizer.beta2
-    adamw = torch.optim.AdamW(net.parameters(), lr=optimizer.learning_rate, betas=betas, weight_decay=0.1)
+    decay = optimizer.weight_decay
+    adamw = torch.optim.AdamW(net.parameters(), lr=optimizer.learning_rate, betas=betas, weight_decay=decay)
     tokens, targets = torch.randint(0, model.vocabulary, (2, training.batch, training.sequence))
 
     def run(n: int) -> None:

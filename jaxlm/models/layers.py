@@ -101,7 +101,7 @@ def norm(
 
 def _gelu(x: jax.Array) -> jax.Array:
     """x · Φ(x) (Hendrycks and Gimpel 2016, arXiv:1606.08415), by erf: `jax.nn.gelu` takes erfc, which keeps more digits
-    far below zero and costs a fifth of a small model's step on a CPU."""
+    far below zero and is slower on a CPU."""
     return 0.5 * x * (1.0 + jax.lax.erf(x * 2**-0.5))
 
 

@@ -1,22 +1,29 @@
-"""The question: how long a training step takes on a CPU beside eager PyTorch. The aim is level; see the results.
+"""The question: how long a training step takes on a CPU beside PyTorch. The aim is level with eager; see the results.
 
     pip install torch==2.13.0
     python benchmarks/train_cpu.py [CONFIG]
 
-Times the training step of a GPT-2-shaped CONFIG (by default configs/shakespeare_char.toml) and the same model, loss,
-clipping and AdamW in plain PyTorch, eager, with its fused attention. Each runs in a process of its own; blocks of
-steps alternate, so that both see the same machine. Random tokens; the first block of each is warm-up.
+Times the training step of a GPT-2-shaped CONFIG (by default configs/shakespeare_char.toml; benchmarks/gpt2_25m.toml is
+the larger one) on the mesh that `jaxlm train` makes, and the same model, loss, clipping and AdamW in plain PyTorch
+with its fused attention, eager and compiled. Each runs in a process of its own; blocks of steps alternate, so that all
+see the same machine. Every step has new random tokens and all weights begin small, for gradients that vanish are
+denormal numbers, which PyTorch multiplies at a tenth of the speed. The first block of each is warm-up. Without
+PyTorch it times jaxlm alone.
 """
 
 import argparse
+import importlib.util
 import json
 import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import results
+
+from jaxlm import config as configuration
 
 DEFAULT = Path(__file__).parents[1] / "configs" / "shakespeare_char.toml"
 
@@ -27,30 +34,33 @@ def jaxlm_steps(experiment):
     import numpy as np
 
     from jaxlm import sharding
+    from jaxlm.cli.devices import make_mesh
     from jaxlm.training.step import jit_steps, make_steps
 
     training, draw = experiment.training, np.random.default_rng(0)
     shape = training.batch, training.sequence
-    mesh = sharding.make_mesh()
+    mesh = make_mesh(experiment)
     with jax.set_mesh(mesh):
         compiled = jit_steps(make_steps(experiment.model, training, experiment.optimizer), mesh)
         state = compiled.init()
+    positions = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
+
+    def batch():
         tokens, targets = draw.integers(0, experiment.model.vocabulary, (2, *shape), dtype=np.int32)
-        positions = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
         host = {"tokens": tokens, "targets": targets, "segments": np.ones(shape, np.int32), "positions": positions}
-        batch = sharding.put_batch(host, mesh)
+        return sharding.put_batch(host, mesh)
 
     def run(n: int) -> None:
         nonlocal state
         with jax.set_mesh(mesh):
             for _ in range(n):
-                state, metrics = compiled.train(state, batch)
+                state, metrics = compiled.train(state, batch())
             jax.block_until_ready(metrics)
 
     return run
 
 
-def pytorch_steps(experiment):
+def pytorch_steps(experiment, compiled=False):
     """The same in PyTorch."""
     import torch
     import torch.nn.functional as F
@@ -97,14 +107,18 @@ def pytorch_steps(experiment):
 
     torch.manual_seed(0)
     net = Transformer()
+    for parameter in net.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=model.initializer_std)
+    forward = torch.compile(net) if compiled else net
     betas = optimizer.beta1, optimizer.beta2
     decay = optimizer.weight_decay
     adamw = torch.optim.AdamW(net.parameters(), lr=optimizer.learning_rate, betas=betas, weight_decay=decay)
-    tokens, targets = torch.randint(0, model.vocabulary, (2, training.batch, training.sequence))
 
     def run(n: int) -> None:
         for _ in range(n):
-            loss = net(tokens, targets)
+            tokens, targets = torch.randint(0, model.vocabulary, (2, training.batch, training.sequence))
+            loss = forward(tokens, targets)
             adamw.zero_grad(set_to_none=True)
             loss.backward()
             nn.utils.clip_grad_norm_(net.parameters(), optimizer.clip_norm)
@@ -113,13 +127,15 @@ def pytorch_steps(experiment):
     return run
 
 
-WORKERS = {"jaxlm": jaxlm_steps, "pytorch": pytorch_steps}
+WORKERS = {
+    "jaxlm": jaxlm_steps,
+    "pytorch": pytorch_steps,
+    "pytorch-compiled": partial(pytorch_steps, compiled=True),
+}
 
 
 def work(name: str, config: Path) -> None:
     """Answer each number of steps on standard input with the seconds that a step took."""
-    from jaxlm import config as configuration
-
     run = WORKERS[name](configuration.load(config))
     for line in sys.stdin:
         steps = int(line)
@@ -147,7 +163,8 @@ def main() -> None:
         process.stdin.flush()
         return json.loads(process.stdout.readline())
 
-    processes = {name: start(name) for name in WORKERS}
+    names = list(WORKERS) if importlib.util.find_spec("torch") else ["jaxlm"]
+    processes = {name: start(name) for name in names}
     for process in processes.values():
         block(process)
     times = {name: [] for name in processes}
@@ -157,20 +174,23 @@ def main() -> None:
     for process in processes.values():
         process.stdin.close()
         process.wait()
+    training = configuration.load(arguments.config).training
     rows = {
-        name: {"median_step_s": statistics.median(seconds), "min_step_s": min(seconds), "blocks_step_s": seconds}
+        name: {
+            "median_step_s": statistics.median(seconds),
+            "min_step_s": min(seconds),
+            "median_tokens_per_s": training.batch * training.sequence / statistics.median(seconds),
+            "jaxlm_over_this": statistics.median(j / s for j, s in zip(times["jaxlm"], seconds, strict=True)),
+            "blocks_step_s": seconds,
+        }
         for name, seconds in times.items()
     }
-    ratio = statistics.median(j / p for j, p in zip(times["jaxlm"], times["pytorch"], strict=True))
-    described = {
-        "config": arguments.config.name,
-        "steps_per_block": arguments.steps,
-        "jaxlm_over_pytorch": ratio,
-        **rows,
-    }
     for name, row in rows.items():
-        print(f"{name}: {1e3 * row['median_step_s']:.1f} ms per step")
-    print(f"median of the paired ratios: {ratio:.3f}")
+        print(
+            f"{name}: {1e3 * row['median_step_s']:.1f} ms per step, {row['median_tokens_per_s']:,.0f} tokens/s; "
+            f"jaxlm takes {row['jaxlm_over_this']:.2f} of its time (median of the paired ratios)"
+        )
+    described = {"config": arguments.config.name, "steps_per_block": arguments.steps, **rows}
     print(results.write(f"train_cpu-{arguments.config.stem}", results.cpu(), described))
 
 

@@ -1,7 +1,9 @@
 """The devices of this machine, as the mesh that an experiment asks for."""
 
+import ctypes
 import math
 import os
+import platform
 from typing import TYPE_CHECKING
 
 from jaxlm import config
@@ -9,6 +11,9 @@ from jaxlm.config import Experiment
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
+
+# Parameters of glibc's mallopt(3).
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 
 
 def make_mesh(experiment: Experiment) -> "Mesh":
@@ -26,7 +31,21 @@ def make_mesh(experiment: Experiment) -> "Mesh":
     if wanted > 1 and not chosen:
         jax.config.update("jax_num_cpu_devices", wanted)
     devices = jax.devices()
+    if devices[0].platform == "cpu":
+        _keep_freed_memory()
     return sharding.make_mesh(*config.mesh_sizes(experiment, len(devices)), devices)
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc keep what is freed. XLA's CPU programs allocate all their temporaries anew at each call; handed back
+    to the system and cleared again page by page, they cost a third of a small step (`benchmarks/README.md`)."""
+    if platform.libc_ver()[0] != "glibc":
+        return
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(_M_MMAP_MAX, 0)  # no block is mapped for itself and unmapped when freed
+    mallopt(_M_TRIM_THRESHOLD, -1)  # nothing goes back from the heap's end
+    mallopt(_M_ARENA_MAX, 1)  # one heap, so that every thread finds what another freed
+    mallopt(_M_TOP_PAD, 2**26)  # and it grows by 64 MiB
 
 
 def describe(mesh: "Mesh") -> str:

@@ -31,13 +31,16 @@ def dot_product_attention(
 
     index_S = jnp.arange(key_BSKH.shape[1])[None, None]
     seen_BTS = (visible.start_BT[..., None] <= index_S) & (index_S < visible.end_BT[..., None])
-    seen = seen_BTS[:, None, None]
     # The largest negative finite number, not −∞: a row that sees nothing must not become NaN.
-    weights = jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(jnp.float32).min), axis=-1)
-    weights = jnp.where(seen, weights, 0.0).astype(value.dtype)
+    scores = jnp.where(seen_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
 
-    mixed = jnp.einsum("BKQS,BKSH->BKQH", rearrange(weights, "B K G T S -> B K (G T) S"), value)
-    return rearrange(mixed, "B K (G T) H -> B T (K G) H", T=queries)
+    # The division follows the mixture, as in FlashAttention (arXiv:2205.14135): it has H numbers per row, not S.
+    weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+    total = jnp.where(jnp.any(seen_BTS, axis=-1)[:, None, None], jnp.sum(weights, axis=-1), jnp.inf)
+    weights = rearrange(weights, "B K G T S -> B K (G T) S").astype(value.dtype)
+    mixed = product_in_float32("BKQS,BKSH->BKQH", weights, value)
+    mixed = rearrange(mixed, "B K (G T) H -> B K G T H", T=queries) / total[..., None]
+    return rearrange(mixed, "B K G T H -> B T (K G) H").astype(query_BTNH.dtype)
 
 
 class GroupedQueryAttention(nnx.Module):

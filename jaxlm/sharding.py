@@ -4,6 +4,7 @@ Models name the axes of their parameters and activations; nothing but this file 
 name lands on. Mesh axes are Auto (GSPMD) axes: XLA's partitioner places the collectives.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -96,11 +97,34 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
 
 
+@functools.lru_cache
+def process_rows(batch: int, mesh: Mesh) -> np.ndarray:
+    """Which rows of a batch lie on the devices of this process: int [rows], ascending; all, where it has all devices."""
+    held = sharding(("batch",), (batch,), mesh).addressable_devices_indices_map((batch,)).values()
+    return np.unique(np.concatenate([np.arange(batch)[rows] for (rows,) in held]))
+
+
+@functools.lru_cache
+def _parts(mesh: Mesh) -> tuple[int, int]:
+    """Into how many parts the mesh cuts a batch, and how many of them this process has."""
+    over = [MESH_AXES.index(axis) for axis in TABLE["batch"]]
+    ours = np.isin(mesh.device_ids, [device.id for device in mesh.local_devices])
+    return math.prod(mesh.device_ids.shape[axis] for axis in over), len(np.unique(np.argwhere(ours)[:, over], axis=0))
+
+
 def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """Host arrays [B, …] onto the mesh, B over the batch axes; each device receives only its rows."""
+    """Host arrays [rows of this process, …] onto the mesh as global arrays [B, …], B over the batch axes."""
+    parts, ours = _parts(mesh)
 
     def put(x: np.ndarray) -> jax.Array:
+        shape = (len(x) * parts // ours, *x.shape[1:])
+        rows = process_rows(shape[0], mesh)
+
+        def piece(index: tuple[slice, ...]) -> np.ndarray:
+            first, behind, _ = index[0].indices(shape[0])
+            return x[slice(*np.searchsorted(rows, (first, behind))), *index[1:]]
+
         axes = ("batch", "sequence")[: x.ndim]
-        return jax.make_array_from_callback(x.shape, sharding(axes, x.shape, mesh), x.__getitem__)
+        return jax.make_array_from_callback(shape, sharding(axes, shape, mesh), piece)
 
     return {name: put(x) for name, x in batch.items()}

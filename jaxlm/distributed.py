@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,20 +42,51 @@ def join(place: Place | None) -> None:
 
     Call it before anything asks JAX for devices.
     """
+    launched = any(int(os.environ.get(name) or 1) > 1 for name in _LAUNCHERS) or "," in os.environ.get(_TPU_HOSTS, "")
+    if place is None and not launched:
+        return
+
     import jax
 
+    _native_output_to_stderr()
     noticed = {"heartbeat_timeout_seconds": _HEARTBEAT_S, "shutdown_timeout_seconds": _HEARTBEAT_S}
-    if place is not None:
-        jax.distributed.initialize(place.coordinator, place.count, place.index, **noticed)
-    elif any(int(os.environ.get(name) or 1) > 1 for name in _LAUNCHERS) or "," in os.environ.get(_TPU_HOSTS, ""):
+    if place is None:
         jax.distributed.initialize(**noticed)
+        return
+    host = place.coordinator.rpartition(":")[0]
+    bind = place.coordinator if host in ("127.0.0.1", "localhost", "[::1]") else None  # else on every interface
+    jax.distributed.initialize(
+        place.coordinator,
+        place.count,
+        place.index,
+        coordinator_bind_address=bind if place.index == 0 else None,
+        **noticed,
+    )
+
+
+def _native_output_to_stderr() -> None:
+    """Gloo reports its connections on standard output, which belongs to what the command prints."""
+    sys.stdout.flush()
+    ours = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(ours, "w", encoding=sys.stdout.encoding)
+
+
+def processes() -> int:
+    """How many processes the job has."""
+    return _state().num_processes or 1
 
 
 def is_first() -> bool:
     """Whether this process is the one that writes and speaks for the job."""
-    import jax
+    return not _state().process_id
 
-    return jax.process_index() == 0
+
+def _state():
+    # jax.process_count() and jax.process_index() would start the backend, before it is told how many devices to make.
+    from jax._src import distributed
+
+    return distributed.global_state
 
 
 @contextmanager
@@ -69,20 +101,41 @@ def first_goes_first(name: str) -> Iterator[None]:
 
 
 def _wait(name: str) -> None:
-    import jax
-    from orbax.checkpoint import multihost
+    if processes() > 1:
+        _state().client.wait_at_barrier(f"jaxlm {name}", timeout_in_ms=_TURN_S * 1000)
 
-    if jax.process_count() > 1:
-        multihost.sync_global_processes(name, timeout=_TURN_S)
+
+@contextmanager
+def ending_when_one_is_lost() -> Iterator[None]:
+    """A block whose failed collectives mean that another process is gone: one line, and this process ends too, with
+    exit status 1. At once, for an orderly end would wait for the one that is lost."""
+    import jax
+
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if processes() == 1:
+            raise
+        reason = str(error).partition("\n")[0][:200]
+        print(
+            f"jaxlm: process {_state().process_id} of {processes()} lost another one ({reason}); start all of them "
+            "again and the run goes on from its newest checkpoint",
+            file=sys.stderr,
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def as_first_says(value: int) -> int:
     """The value that process 0 has, on every process."""
-    import jax
+    if processes() == 1:
+        return value
+
     import numpy as np
     from jax.experimental import multihost_utils
 
-    return value if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int64(value)))
+    return int(multihost_utils.broadcast_one_to_all(np.int64(value)))
 
 
 class Agreement:
@@ -96,7 +149,7 @@ class Agreement:
         import jax.numpy as jnp
         from jax.sharding import NamedSharding, PartitionSpec
 
-        self._alone = jax.process_count() == 1
+        self._alone = processes() == 1
         self._lies = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
         self._size = mesh.size

@@ -99,7 +99,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 @functools.lru_cache
 def process_rows(batch: int, mesh: Mesh) -> np.ndarray:
-    """Which rows of a batch lie on the devices of this process: int [rows], ascending; all, where it has all devices."""
+    """The rows of a batch that lie on the devices of this process, int [rows], ascending."""
     held = sharding(("batch",), (batch,), mesh).addressable_devices_indices_map((batch,)).values()
     return np.unique(np.concatenate([np.arange(batch)[rows] for (rows,) in held]))
 

@@ -7,10 +7,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Bar:
-    """A `training.loop.Display` of `steps` steps; a context, because a bar must be taken down."""
+    """A `training.loop.Display` of `steps` steps; a context, because a bar must be taken down. A `quiet` one shows
+    nothing."""
 
-    def __init__(self, steps: int):
-        self._console = Console(stderr=True, highlight=False)
+    def __init__(self, steps: int, quiet: bool = False):
+        self._console = Console(stderr=True, highlight=False, quiet=quiet)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

@@ -6,7 +6,8 @@ name lands on. Mesh axes are Auto (GSPMD) axes: XLA's partitioner places the col
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -63,10 +64,13 @@ def partition(
     """
     if len(axes) != len(shape):
         raise ValueError(f"{len(axes)} logical axes {tuple(axes)} for shape {tuple(shape)}")
+    manual = getattr(mesh, "manual_axes", ())  # of a shard_map around this: arrays are parts along them already
     entries = []
     for name, size in zip(axes, shape, strict=True):
         target = table[name] if name is not None else None
         names = (target,) if isinstance(target, str) else (target or ())
+        if manual:
+            target = names = tuple(axis for axis in names if axis not in manual)
         parts = math.prod(mesh.shape[axis] for axis in names)
         if size % parts:
             if name not in WHOLE_IF_UNEVEN:
@@ -95,6 +99,26 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if mesh.empty:
         return x
     return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
+
+
+def summed_over_data(function: Callable[[Any, Any, jax.Array | int], Any], whole: Any, batch: Any) -> Any:
+    """function(whole, batch, part), whose results are sums over the rows of `batch`, added over the `data` axis once.
+
+    Inside, each part of the axis sees its rows alone, so that a loop there sends nothing over it: XLA would leave the
+    all-reduce of an accumulated sum in the loop. `part` is 0, 1, … along the axis. Results are float32.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.shape["data"] == 1:
+        return function(whole, batch, 0)
+
+    def local(whole: Any, batch: Any) -> Any:
+        return jax.lax.psum(function(whole, batch, jax.lax.axis_index("data")), "data")
+
+    everywhere, rows = PartitionSpec(), PartitionSpec("data")
+    # check_vma=False: whole is not varying over data, and its gradients inside must stay the sums of this part.
+    return jax.shard_map(
+        local, in_specs=(everywhere, rows), out_specs=everywhere, axis_names={"data"}, check_vma=False
+    )(whole, batch)
 
 
 @functools.lru_cache

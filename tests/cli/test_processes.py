@@ -81,9 +81,7 @@ def start(config, run, count, *overrides):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
     if count == 1:
         return [subprocess.Popen(command, **pipes)]
-    return [
-        subprocess.Popen([*command, "--process", f"{i}/{count}@127.0.0.1:{port}"], **pipes) for i in range(count)
-    ]
+    return [subprocess.Popen([*command, "--process", f"{i}/{count}@127.0.0.1:{port}"], **pipes) for i in range(count)]
 
 
 def finish(processes):

@@ -38,6 +38,13 @@ class Run:
             self.digest()
             for key in _KEPT:
                 _check_same(self.directory, key, _value(before, key), _value(experiment, key))
+            was, now = before.training.ema_decay, experiment.training.ema_decay
+            if (was is None) != (now is None):
+                without, wants = ("without ", f"= {now}") if was is None else ("with ", "no longer set")
+                raise InputError(
+                    f"{self.directory} was begun {without}training.ema_decay, which is {wants} now: an average of the "
+                    "weights begins with them; put it back, or choose another --out"
+                )
             return
         ours = {self.tokenizer, self.data, self.config.with_suffix(".partial")}  # of a start that was cut short
         try:

@@ -40,10 +40,10 @@ class Run:
                 _check_same(self.directory, key, _value(before, key), _value(experiment, key))
             was, now = before.training.ema_decay, experiment.training.ema_decay
             if (was is None) != (now is None):
-                without, wants = ("without ", f"= {now}") if was is None else ("with ", "no longer set")
+                begun, now = ("without", now) if was is None else (f"with {was} for", "not set")
                 raise InputError(
-                    f"{self.directory} was begun {without}training.ema_decay, which is {wants} now: an average of the "
-                    "weights begins with them; put it back, or choose another --out"
+                    f"{self.directory} was begun {begun} training.ema_decay, which is {now} now, and an average begins "
+                    "with its run; put it back, or choose another --out"
                 )
             return
         ours = {self.tokenizer, self.data, self.config.with_suffix(".partial")}  # of a start that was cut short

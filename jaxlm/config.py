@@ -2,10 +2,11 @@
 
 import difflib
 import math
+import re
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import tomli_w
 from pydantic import Field, PositiveInt, ValidationError
@@ -14,8 +15,8 @@ from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizers import BYTES_VOCABULARY
 from jaxlm.errors import InputError
 from jaxlm.models.config import ModelConfig
-from jaxlm.schema import Section
-from jaxlm.training.config import AdamWConfig, CheckpointConfig, EvaluationConfig, TrainingConfig
+from jaxlm.schema import Section, chosen, kind_of, sections_in
+from jaxlm.training.config import AnyOptimizer, CheckpointConfig, EvaluationConfig, OptimizerConfig, TrainingConfig
 
 
 class MeshConfig(Section):
@@ -33,7 +34,7 @@ class Experiment(Section):
     model: ModelConfig
     data: DataConfig = Field(default_factory=DataConfig)
     training: TrainingConfig
-    optimizer: AdamWConfig
+    optimizer: AnyOptimizer
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     mesh: MeshConfig = Field(default_factory=MeshConfig)
@@ -205,20 +206,26 @@ def _fill(values: dict[str, Any]) -> None:
         training.setdefault("sequence", model["context"])
     if isinstance(training, dict) and isinstance(optimizer, dict):
         schedule = optimizer.setdefault("schedule", {})
-        if isinstance(schedule, dict):
+        # A constant schedule, or one that is not known, does not decay.
+        if isinstance(schedule, dict) and all("decay_steps" in s.model_fields for s in _schedules(schedule)):
             steps = training.get("steps", TrainingConfig.model_fields["steps"].default)
             schedule.setdefault("decay_steps", steps)
+
+
+def _schedules(schedule: dict[str, Any]) -> tuple[type[Section], ...]:
+    return chosen(OptimizerConfig.model_fields["schedule"].annotation, schedule)
 
 
 def _explain(error: ValidationError, values: dict[str, Any]) -> str:
     """The first of pydantic's errors as one line in the words of the file."""
     first, *others = error.errors()
     key, value = _key(first["loc"], values), first.get("input")
+    shown = "" if isinstance(value, dict) else f" = {value!r}"
     match first["type"]:
         case "literal_error" | "int_parsing" | "int_type" if "fsdp" in first["loc"]:
             line = f'{key} = {value!r} is neither a whole number nor "all"'
         case "extra_forbidden":
-            line = f"unknown key {key}{_did_you_mean(key)}"
+            line = f"unknown key {key}{_did_you_mean(key, values)}"
         case "missing":
             line = f"{key} is missing"
         case "value_error":
@@ -230,28 +237,33 @@ def _explain(error: ValidationError, values: dict[str, Any]) -> str:
             line = f"{key}.kind is missing"
         case "model_type" | "model_attributes_type":
             line = f"{key} must be a section, [{key}]"
+        case "tuple_type":
+            line = f"{key}{shown} must be a list"
         case _:
-            shown = "" if isinstance(value, dict) else f" = {value!r}"
             line = f"{key}{shown}: {first['msg'][0].lower()}{first['msg'][1:]}"
     return line + (f" (and {len(others)} more)" if others else "")
 
 
 def _key(location: tuple, values: Any) -> str:
     """The dotted key of an error; pydantic puts names of union members between the keys, which are left out."""
-    parts = []
+    key = ""
     for index, part in enumerate(location):
         last = index == len(location) - 1
-        if isinstance(values, dict) and part in values:
+        if isinstance(values, list) and isinstance(part, int):
             values = values[part]
-            parts.append(str(part))
-        elif isinstance(values, dict) and last:
-            parts.append(str(part))
-    return ".".join(parts)
+            key += f"[{part}]"
+        elif isinstance(values, dict) and (part in values or last):
+            values = values.get(part)
+            key += f".{part}" if key else str(part)
+    return key
 
 
-def _did_you_mean(key: str) -> str:
-    known = sorted(set(_keys(Experiment)) - {key})  # it may be a key of another kind of its section
+def _did_you_mean(key: str, values: dict[str, Any]) -> str:
+    key = re.sub(r"\[\d+\]", "", key)
     section, _, name = key.rpartition(".")
+    if kinds := [kind_of(s) for s in _sections_at(section) if name in s.model_fields]:
+        return f"; it is a key of {section}.kind = {' or '.join(map(repr, kinds))}"
+    known = sorted(set(_keys(Experiment, values)))
     siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
     near = [f"{section}.{n}".lstrip(".") for n in difflib.get_close_matches(name, siblings, 1)]
     near = near or [k for k in known if k.rpartition(".")[2] == name]
@@ -261,9 +273,19 @@ def _did_you_mean(key: str) -> str:
     return f"; [{section}] knows {', '.join(siblings)}" if section else f"; the sections are {', '.join(siblings)}"
 
 
-def _keys(section: type[Section], prefix: str = "") -> Iterator[str]:
+def _sections_at(key: str) -> list[type[Section]]:
+    """Every kind of section that a dotted key may hold."""
+    sections: list[type[Section]] = [Experiment]
+    for part in key.split(".") if key else ():
+        fields = [s.model_fields[part] for s in sections if part in s.model_fields]
+        sections = [inner for field in fields for inner in sections_in(field.annotation)]
+    return list(dict.fromkeys(sections))
+
+
+def _keys(section: type[Section], values: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted keys of a section and those below it, of the kinds that the values choose."""
     for name, field in section.model_fields.items():
         yield prefix + name
-        for inner in (field.annotation, *get_args(field.annotation)):
-            if isinstance(inner, type) and issubclass(inner, Section):
-                yield from _keys(inner, f"{prefix}{name}.")
+        inside = values.get(name) if isinstance(values, dict) else None
+        for inner in chosen(field.annotation, inside):
+            yield from _keys(inner, inside, f"{prefix}{name}.")

@@ -38,6 +38,13 @@ class Run:
             self.digest()
             for key in _KEPT:
                 _check_same(self.directory, key, _value(before, key), _value(experiment, key))
+            was, now = before.training.ema_decay, experiment.training.ema_decay
+            if (was is None) != (now is None):
+                begun, now = ("without", now) if was is None else (f"with {was} for", "not set")
+                raise InputError(
+                    f"{self.directory} was begun {begun} training.ema_decay, which is {now} now, and an average begins "
+                    "with its run; put it back, or choose another --out"
+                )
             return
         ours = {self.tokenizer, self.data, self.config.with_suffix(".partial")}  # of a start that was cut short
         try:

@@ -1,9 +1,50 @@
-"""The base of every section of a configuration. Imports no JAX."""
+"""The base of every section of a configuration, and how one key may hold one of several. Imports no JAX."""
 
-from pydantic import BaseModel, ConfigDict
+import functools
+import operator
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Tag
 
 
 class Section(BaseModel):
     """A table of an experiment's TOML file: immutable, and unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
+
+
+def one_of(*sections: type[Section]) -> Any:
+    """The type of a key whose table is one of these sections, as its `kind` says; the first where it says nothing."""
+    default = kind_of(sections[0])
+
+    def choose(value: Any) -> str:
+        given = value.get("kind", default) if isinstance(value, dict) else getattr(value, "kind", default)
+        return given if isinstance(given, str) else repr(given)
+
+    tagged = [Annotated[section, Tag(kind_of(section))] for section in sections]
+    return Annotated[functools.reduce(operator.or_, tagged), Discriminator(choose)]
+
+
+def kind_of(section: type[Section]) -> str | None:
+    """The `kind` by which a section is chosen; None where it is no choice."""
+    field = section.model_fields.get("kind")
+    return field.default if field else None
+
+
+def sections_in(annotation: Any) -> Iterator[type[Section]]:
+    """The sections that a key of this type may hold, in the order in which they are written."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    elif get_origin(annotation) is Annotated:
+        yield from sections_in(get_args(annotation)[0])
+    else:
+        for inner in get_args(annotation):
+            yield from sections_in(inner)
+
+
+def chosen(annotation: Any, values: Any) -> tuple[type[Section], ...]:
+    """Those of `sections_in` that the `kind` of a table chooses; all of them where it is none of theirs."""
+    sections = tuple(sections_in(annotation))
+    given = values.get("kind", kind_of(sections[0])) if sections and isinstance(values, dict) else None
+    return tuple(section for section in sections if given is not None and kind_of(section) == given) or sections

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -134,6 +135,33 @@ def _parts(mesh: Mesh) -> tuple[int, int]:
     over = [MESH_AXES.index(axis) for axis in TABLE["batch"]]
     ours = np.isin(mesh.device_ids, [device.id for device in mesh.local_devices])
     return math.prod(mesh.device_ids.shape[axis] for axis in over), len(np.unique(np.argwhere(ours)[:, over], axis=0))
+
+
+def map_whole(function: Callable[[jax.Array], jax.Array], x: jax.Array, *axes: str | None) -> jax.Array:
+    """function(x) for an x [M, …] with these logical axes, computed with whole entries of M on each device.
+
+    `function` keeps the shape and treats each entry by itself. The result is laid out as x is declared. M is padded
+    with zeros so that every device has as many. Inside jit under `jax.set_mesh`; without a mesh it is function(x).
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return function(x)
+    entries = list(partition(axes, x.shape, mesh))
+    layouts = [PartitionSpec(*entries)]
+    # One mesh axis after the other moves to the first dimension: each is one all-to-all (over data it is a slice, and
+    # an all-gather back). Asked for at once, the partitioner replicates the array on its way.
+    for axis in reversed(MESH_AXES):
+        first, *others = ((entry,) if isinstance(entry, str) else (entry or ()) for entry in entries)
+        entries = [(*(a for a in first if a != axis), axis), *(tuple(a for a in e if a != axis) for e in others)]
+        layouts.append(PartitionSpec(*entries))
+    padding = [(0, -len(x) % mesh.size)] + [(0, 0)] * (x.ndim - 1)
+    y = jnp.pad(x, padding)
+    for layout in layouts:
+        y = jax.lax.with_sharding_constraint(y, layout)
+    y = function(y)
+    for layout in reversed(layouts):
+        y = jax.lax.with_sharding_constraint(y, layout)
+    return constrain(y[: len(x)], *axes)
 
 
 def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:

@@ -105,6 +105,9 @@ def test_a_resolved_file_loads_back_to_the_same_experiment(path, tmp_path):
         ("data.text=['a b.txt', '~/*.md', 'quo\"te.py', 'back\\slash', 'Grüße']", "data.tokenizer=a/t.json"),
         ("model.position.scaling={factor=4.0, original_context=128}", "training.sequence=100"),
         ("optimizer.learning_rate=1.2345678901234567e-5", "optimizer.epsilon=1e-30"),
+        ("optimizer.kind=muon", "optimizer.adam_learning_rate=1e-3", "training.ema_decay=0.999"),
+        ("optimizer.groups=[{pattern='*/scale', weight_decay=0.5}, {pattern='*', learning_rate_scale=0}]",),
+        ("optimizer={kind='lion', schedule={kind='constant', warmup_steps=3}}",),
     ],
     ids=lambda overrides: overrides[0].partition("=")[0],
 )
@@ -118,7 +121,7 @@ def test_a_resolved_file_holds_every_key():
     """A default that changes later does not change an old run."""
     written = flat(config.tomllib.loads(load(SMALL).to_toml()))
     missing = flat(load(SMALL).model_dump()).keys() - written.keys()
-    assert missing == {"model.position.scaling"}  # None cannot be written
+    assert missing == {"model.position.scaling", "training.ema_decay"}  # None cannot be written
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
@@ -286,6 +289,23 @@ def test_the_schedule_decays_over_the_default_steps_too():
     assert experiment.optimizer.schedule.decay_steps == experiment.training.steps
 
 
+@pytest.mark.parametrize("kind", ["cosine", "linear", "warmup_stable_decay"])
+def test_every_schedule_that_decays_does_so_over_the_steps(kind):
+    schedule = load(SMALL, [f"optimizer.schedule.kind={kind}"]).optimizer.schedule
+    assert (schedule.kind, schedule.decay_steps) == (kind, 400)
+
+
+def test_the_optimizer_is_adamw_under_a_cosine_unless_given():
+    optimizer = load(SMALL).optimizer
+    assert (optimizer.kind, optimizer.schedule.kind) == ("adamw", "cosine")
+
+
+def test_a_kind_brings_its_own_defaults():
+    kinds = ("adamw", "muon", "adafactor", "lion", "sgd")
+    rates = {kind: load(SMALL, [f"optimizer.kind={kind}"]).optimizer.learning_rate for kind in kinds}
+    assert rates == {"adamw": 3e-4, "muon": 3e-4, "adafactor": 1e-2, "lion": 1e-4, "sgd": 0.1}
+
+
 def test_heads_are_multi_head_and_share_the_width_unless_given():
     attention = load(SMALL, ["model.attention={heads=4}"]).model.attention
     assert (attention.heads, attention.kv_heads, attention.head_width) == (4, 4, 64)
@@ -395,7 +415,26 @@ def test_a_key_of_two_lines_is_refused_in_one():
         ("model.attention.kv_heads=3", ["attention.kv_heads = 3", "attention.heads = 8"]),
         ("model.attention.head_width=31", ["attention.head_width = 31", "even"]),
         ("model.layers=-2", ["model.layers = -2", "greater than 0"]),
-        ("optimizer.kind=sgd", ["optimizer.kind = 'sgd'", "adamw"]),
+        ("optimizer.kind=sdg", ["optimizer.kind = 'sdg'", "adamw", "muon", "adafactor", "lion", "sgd"]),
+        ("optimizer.kind=5", ["optimizer.kind = '5'", "adamw"]),
+        ("optimizer=5", ["optimizer must be a section"]),
+        ("optimizer.momentum=0.5", ["unknown key optimizer.momentum", "optimizer.kind = 'muon' or 'sgd'"]),
+        ("optimizer.schedule.kind=wsd", ["optimizer.schedule.kind = 'wsd'", "cosine", "warmup_stable_decay"]),
+        (
+            "optimizer.schedule={kind='constant', decay_steps=9}",
+            ["unknown key optimizer.schedule.decay_steps", "'cosine' or 'linear' or 'warmup_stable_decay'"],
+        ),
+        ("optimizer.schedule={kind='warmup_stable_decay', decay_fraction=0}", ["decay_fraction = 0", "greater than 0"]),
+        ("optimizer.groups=5", ["optimizer.groups = 5 must be a list"]),
+        ("optimizer.groups=[5]", ["optimizer.groups[0] must be a section"]),
+        ("optimizer.groups=[{}]", ["optimizer.groups[0].pattern is missing"]),
+        ("optimizer.groups=[{pattern='*', scale=2}]", ["optimizer.groups[0].scale", "learning_rate_scale"]),
+        (
+            "optimizer.groups=[{pattern='a'}, {pattern='b', learning_rate_scale=-1}]",
+            ["optimizer.groups[1].learning_rate_scale = -1", "greater than or equal to 0"],
+        ),
+        ("training.ema_decay=1", ["training.ema_decay = 1", "less than 1"]),
+        ("training.z_loss=-1", ["training.z_loss = -1", "greater than or equal to 0"]),
         ("optimizer.learning_rate=nan", ["optimizer.learning_rate = nan", "finite"]),
         ("optimizer.learning_rate=inf", ["optimizer.learning_rate = inf", "finite"]),
         ("optimizer.schedule.final_fraction=2", ["optimizer.schedule.final_fraction = 2", "1"]),

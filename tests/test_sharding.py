@@ -51,6 +51,39 @@ def test_microbatches_on_a_mesh_are_the_whole_batch(on_one_device, mesh):
     tiny.assert_same_numbers(gradients, expected, 1e-4)
 
 
+def all_that_is_new(mesh):
+    """(metrics, state) after three steps of a run with everything that acts on parameters turned on."""
+    return tiny.run_steps(
+        tiny.model(layers=2),
+        tiny.training(z_loss=1e-2, ema_decay=0.5),
+        [tiny.batch(seed=seed) for seed in range(3)],
+        mesh,
+        tiny.optimization(
+            kind="muon",
+            groups=[
+                {"pattern": "embedding", "learning_rate_scale": 0.0},
+                {"pattern": "*norm/scale", "weight_decay": 0.3},
+                {"pattern": "*/key", "learning_rate_scale": 0.5},
+            ],
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def all_that_is_new_on_one_device():
+    return all_that_is_new(sharding.make_mesh())
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_muon_groups_average_and_z_loss_are_those_of_one_device(all_that_is_new_on_one_device, mesh):
+    expected_metrics, expected = all_that_is_new_on_one_device
+    metrics, state = all_that_is_new(sharding.make_mesh(*mesh))
+    for name in ("loss", "z_loss", "grad_norm"):
+        tiny.assert_same_numbers([m[name] for m in metrics], [m[name] for m in expected_metrics], 1e-5)
+    tiny.assert_same_numbers(state.parameters, expected.parameters, 1e-4)
+    tiny.assert_same_numbers(state.average, expected.average, 1e-4)
+
+
 COLLECTIVE = re.compile(
     r"= (?P<shapes>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 )

@@ -3,10 +3,11 @@
 import chex
 import jax
 import numpy as np
+from pydantic import TypeAdapter
 
 from jaxlm import sharding
 from jaxlm.models.config import ModelConfig
-from jaxlm.training.config import AdamWConfig, TrainingConfig
+from jaxlm.training.config import AnyOptimizer, OptimizerConfig, TrainingConfig
 from jaxlm.training.step import jit_steps, make_steps
 
 VOCABULARY, CONTEXT = 64, 32
@@ -46,8 +47,13 @@ def training(**changes) -> TrainingConfig:
     return TrainingConfig(**{"batch": 8, "sequence": CONTEXT, "dtype": "float32", **changes})
 
 
-def optimization(**changes) -> AdamWConfig:
-    return AdamWConfig(**{"learning_rate": 1e-2, "schedule": {"decay_steps": 100}, **changes})
+OPTIMIZERS = ("adamw", "muon", "adafactor", "lion", "sgd")
+
+
+def optimization(**changes) -> OptimizerConfig:
+    """AdamW unless a `kind` is given."""
+    values = {"learning_rate": 1e-2, "schedule": {"decay_steps": 100}, **changes}
+    return TypeAdapter(AnyOptimizer).validate_python(values)
 
 
 def batch(rows: int = 8, length: int = CONTEXT, seed: int = 0, vocabulary: int = VOCABULARY) -> dict:

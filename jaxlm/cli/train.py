@@ -39,9 +39,6 @@ def main(arguments: argparse.Namespace) -> int:
         from jaxlm.training.records import JsonLines, environment, plot_losses
 
         mesh = make_mesh(experiment)
-        with distributed.first_goes_first("run"):
-            run.open(experiment, dataset)
-        JsonLines(run.starts).append(environment(list(mesh.devices.flat)))
         bar.say(f"{parameter_count(experiment.model):,} parameters on {describe(mesh)}")
         if config.replicated_kv_heads(experiment, mesh.shape["tensor"]):
             bar.say(
@@ -59,6 +56,10 @@ def main(arguments: argparse.Namespace) -> int:
             run.directory,
             bar,
         )
+        # Only now that nothing was refused is it a run.
+        with distributed.first_goes_first("run"):
+            run.open(experiment, dataset)
+        JsonLines(run.starts).append(environment(list(mesh.devices.flat)))
         try:
             result = trainer.train()
         except Diverged as error:

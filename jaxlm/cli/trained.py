@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Trained(NamedTuple):
-    """An experiment, its float32 parameters from one step, and the mesh they lie on."""
+    """An experiment, its float32 parameters (or their average) from one step, and the mesh they lie on."""
 
     experiment: Experiment
     parameters: dict
@@ -29,11 +29,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", choices=("newest", "best"), default="newest", help="the newest, or lowest in held-out loss"
     )
+    parser.add_argument(
+        "--ema", action="store_true", help="the moving average of the weights (training.ema_decay) in their place"
+    )
 
 
 def load(arguments: Namespace, run: Run) -> Trained:
     """Restore the parameters onto this machine's devices. Raises InputError where there is no whole checkpoint."""
-    run.experiment()  # says so where this is no run
+    if run.experiment().training.ema_decay is None and arguments.ema:
+        raise InputError(f"{run.directory} keeps no average of its weights (training.ema_decay); leave out --ema")
     experiment = config.load(run.config, arguments.overrides)
 
     import sys
@@ -49,4 +53,5 @@ def load(arguments: Namespace, run: Run) -> Trained:
     mesh = make_mesh(experiment)
     _, tree = model_tree.abstract(experiment.model)
     like = checkpoints.shaped(model_tree.shapes(tree), model_tree.shardings(tree, mesh))
-    return Trained(experiment, checkpoints.restore_parameters(run.checkpoints, step, like), step, mesh)
+    parameters = checkpoints.restore_parameters(run.checkpoints, step, like, average=arguments.ema)
+    return Trained(experiment, parameters, step, mesh)

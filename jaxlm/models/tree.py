@@ -6,6 +6,7 @@ compilation. Trees are nested dicts whose leaves are found by path ("layers/atte
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,6 +18,11 @@ from jaxlm.models.config import ModelConfig
 from jaxlm.models.transformer import Transformer
 
 Tree = dict[str, Any]
+
+# Axes along which parameters are many of a kind rather than one.
+_STACKED = frozenset({"layers"})
+# Axes whose entries are looked up, or are classes.
+_TABLES = frozenset({"vocab", "positions"})
 
 
 def abstract(model: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
@@ -43,6 +49,32 @@ def shardings(tree: nnx.State, mesh: Mesh, table: sharding.Table = sharding.TABL
 def matrices(tree: nnx.State) -> Tree:
     """True for each parameter that is a matrix by declaration, embeddings included; False for gains and biases."""
     return read(tree, lambda leaf: bool(leaf.inputs))
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """Which dimensions of a parameter are what, by declaration: a `stack` of like parameters (one per layer), the
+    `inputs` that a matrix contracts, and its `outputs`, or those of a vector, which has no inputs."""
+
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    stack: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    table: bool  # a matrix with a row or column per token or position: embedding, unembedding
+
+
+def dimensions(tree: nnx.State) -> Tree:
+    """The `Dimensions` of each parameter."""
+
+    def of(leaf: nnx.Param) -> Dimensions:
+        stack = tuple(i for i, name in enumerate(leaf.axes) if name in _STACKED)
+        rest = tuple(i for i, name in enumerate(leaf.axes) if name not in _STACKED)
+        inputs = sum(name not in _STACKED for name in leaf.inputs)
+        table = bool(leaf.inputs) and not _TABLES.isdisjoint(leaf.axes)
+        return Dimensions(leaf.axes, leaf.shape, stack, rest[:inputs], rest[inputs:], table)
+
+    return read(tree, of)
 
 
 def paths(tree: Tree) -> dict[str, Any]:

@@ -30,7 +30,8 @@ logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports each of its p
 class Checkpoints:
     """The checkpoints of one run, for writing. Close it, or use it as a context, so that the last one is whole.
 
-    A folder per step, in it `parameters` and `rest` (the other fields of `TrainState`), keyed by tree path.
+    A folder per step, in it `parameters`, `average` where the state has one, and `rest` (the other fields of
+    `TrainState`), keyed by tree path.
     """
 
     def __init__(self, directory: Path, keep: int):
@@ -61,10 +62,7 @@ class Checkpoints:
         step = int(state.step)
         if step in self._manager.all_steps():
             return
-        parts = state._asdict()
-        items = ocp.args.Composite(
-            parameters=ocp.args.StandardSave(parts.pop("parameters")), rest=ocp.args.StandardSave(parts)
-        )
+        items = ocp.args.Composite(**{name: ocp.args.StandardSave(item) for name, item in _items(state).items()})
         metrics = None if held_out_loss is None else {_LOSS: held_out_loss}
         self._manager.save(step, args=items, metrics=metrics)
 
@@ -127,22 +125,30 @@ def _set_aside_damaged(directory: Path, newest: int | None) -> None:
 
 def restore_state(directory: Path, step: int, like: TrainState) -> TrainState:
     """A whole training state, laid out as `like`: `jax.ShapeDtypeStruct`s with the shardings of any mesh."""
-    parts = like._asdict()
-    parameters = parts.pop("parameters")
-    restored = _restore(directory, step, parameters=parameters, rest=parts)
-    return TrainState(parameters=restored["parameters"], **restored["rest"])
+    restored = _restore(directory, step, **_items(like))
+    rest = restored.pop("rest")
+    return TrainState(**restored, **rest)
 
 
-def restore_parameters(directory: Path, step: int, like: Tree) -> Tree:
-    """The parameters alone, laid out as `like`."""
-    return _restore(directory, step, parameters=like)["parameters"]
+def restore_parameters(directory: Path, step: int, like: Tree, average: bool = False) -> Tree:
+    """The parameters alone, or their average, laid out as `like`."""
+    item = "average" if average else "parameters"
+    return _restore(directory, step, **{item: like})[item]
 
 
-def _restore(directory: Path, step: int, **items: Any) -> Any:
+def _items(state: TrainState) -> dict[str, Any]:
+    """What is written apart, so that it can be read alone, and the `rest`."""
+    parts = state._asdict()
+    items = {name: parts.pop(name) for name in ("parameters", "average")}
+    return {name: tree for name, tree in items.items() if tree is not None} | {"rest": parts}
+
+
+def _restore(directory: Path, step: int, **items: Any) -> dict[str, Any]:
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         wanted = {name: ocp.args.StandardRestore(like) for name, like in items.items()}
         try:
-            return reader.restore((directory / str(step)).absolute(), args=ocp.args.Composite(**wanted))
+            restored = reader.restore((directory / str(step)).absolute(), args=ocp.args.Composite(**wanted))
+            return {name: restored[name] for name in items}
         except ValueError as error:
             raise InputError(f"checkpoint {step} of {directory} does not fit the model: {error}") from error
 

@@ -5,9 +5,10 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from jaxlm.models.config import Remat
-from jaxlm.schema import Section
+from jaxlm.schema import Section, one_of
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class TrainingConfig(Section):
@@ -16,8 +17,10 @@ class TrainingConfig(Section):
     `batch` is sequences per optimizer step over the whole job; `microbatches` divides it. `sequence` is tokens
     per row (by default the model's context). `dtype` is that of the forward and backward pass; parameters,
     gradients' sums and optimizer state are float32. `remat` is what a layer keeps for its backward pass:
-    everything, only its input, or the activations named. A step whose loss or gradient is not finite is skipped;
-    `max_skipped_in_a_row` of them end the run.
+    everything, only its input, or the activations named. `z_loss` times log² Z is added to each token's loss, to keep
+    softmax's Z near 1 (Chowdhery et al. 2022, arXiv:2204.02311, section 5: 1e-4); the losses reported are without it.
+    `ema_decay` keeps an exponential moving average of the parameters beside them. A step whose loss or gradient is not
+    finite is skipped; `max_skipped_in_a_row` of them end the run.
     """
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
@@ -29,31 +32,146 @@ class TrainingConfig(Section):
     remat: Remat = "none"
     scan_layers: bool = True
     dropout: Fraction = 0.0
+    z_loss: NonNegativeFloat = 0.0
+    ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     log_every: PositiveInt = 10
     max_skipped_in_a_row: PositiveInt = 10
 
 
-class CosineSchedule(Section):
-    """Linear warmup from 0, then half a cosine from the peak to `final_fraction` of it at
-    `decay_steps` (by default `training.steps`)."""
+class ScheduleConfig(Section):
+    """What every schedule of the learning rate has: its steps are updates, and it begins with a linear warmup from 0
+    to the peak, `optimizer.learning_rate`, over `warmup_steps`."""
+
+    kind: str
+    warmup_steps: NonNegativeInt = 0
+
+
+class CosineSchedule(ScheduleConfig):
+    """Half a cosine from the peak to `final_fraction` of it at `decay_steps` (by default `training.steps`;
+    Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5)."""
 
     kind: Literal["cosine"] = "cosine"
     decay_steps: PositiveInt
-    warmup_steps: NonNegativeInt = 0
-    final_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+    final_fraction: Share = 0.1
 
 
-class AdamWConfig(Section):
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101); `weight_decay` acts on matrices only."""
+class LinearSchedule(ScheduleConfig):
+    """A line from the peak to `final_fraction` of it at `decay_steps` (by default `training.steps`)."""
+
+    kind: Literal["linear"] = "linear"
+    decay_steps: PositiveInt
+    final_fraction: Share = 0.0
+
+
+class WarmupStableDecaySchedule(ScheduleConfig):
+    """The peak, then over the last `decay_fraction` of `decay_steps` a line to `final_fraction` of the peak at
+    `decay_steps` (by default `training.steps`; Hu et al. 2024, arXiv:2404.06395, section 4; the line and the share are
+    those of Hägele et al. 2024, arXiv:2405.18392)."""
+
+    kind: Literal["warmup_stable_decay"] = "warmup_stable_decay"
+    decay_steps: PositiveInt
+    decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    final_fraction: Share = 0.0
+
+
+class ConstantSchedule(ScheduleConfig):
+    """The peak to the end."""
+
+    kind: Literal["constant"] = "constant"
+
+
+class ParameterGroup(Section):
+    """What holds for parameters whose path, such as "layers/attention/query", matches `pattern` (`*` matches any
+    characters, `/` too).
+
+    Their learning rate is multiplied by `learning_rate_scale`; 0 freezes them, and their gradients do not count in
+    the norm. `weight_decay` takes the place of the optimizer's, for gains and biases too.
+    """
+
+    pattern: str
+    learning_rate_scale: NonNegativeFloat = 1.0
+    weight_decay: NonNegativeFloat | None = None
+
+
+class OptimizerConfig(Section):
+    """What every optimizer has. One update is p ← p − rate · (direction + weight_decay · p), the direction from
+    gradients clipped to the global norm `clip_norm`; `weight_decay` acts on matrices only. Of `groups`, a parameter
+    belongs to the first whose pattern matches it.
+    """
+
+    kind: str
+    learning_rate: PositiveFloat = 3e-4
+    schedule: one_of(CosineSchedule, LinearSchedule, WarmupStableDecaySchedule, ConstantSchedule)
+    weight_decay: NonNegativeFloat = 0.1
+    clip_norm: PositiveFloat = 1.0
+    groups: tuple[ParameterGroup, ...] = ()
+
+
+class AdamWConfig(OptimizerConfig):
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
 
     kind: Literal["adamw"] = "adamw"
-    learning_rate: PositiveFloat = 3e-4
-    schedule: CosineSchedule
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
     epsilon: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.1
-    clip_norm: PositiveFloat = 1.0
+
+
+class MuonConfig(OptimizerConfig):
+    """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for the matrices inside the layers; AdamW with
+    `beta1`, `beta2` and `epsilon` for embeddings, unembedding, gains and biases.
+
+    The update of a matrix, per layer and of the whole matrix [inputs, outputs] with the heads of a projection
+    together, is orthogonal by `iterations` of Newton and Schulz, times 0.2 · √max(inputs, outputs): the root mean
+    square of AdamW's, so that its learning rate and weight decay carry over (Liu et al. 2025, arXiv:2502.16982,
+    equation 4). `adam_learning_rate` is by default `learning_rate`.
+    """
+
+    kind: Literal["muon"] = "muon"
+    momentum: Fraction = 0.95
+    nesterov: bool = True
+    iterations: PositiveInt = 5
+    adam_learning_rate: PositiveFloat | None = None
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    epsilon: PositiveFloat = 1e-8
+
+
+class AdafactorConfig(OptimizerConfig):
+    """Adafactor (Shazeer and Stern 2018, arXiv:1804.04235, algorithms 4 and 5), without momentum.
+
+    `learning_rate` is relative to the root mean square of a parameter (at least 1e-3). The second moment is averaged
+    with decay 1 − t^−`decay_exponent`; an update's root mean square is at most `update_clip`.
+    """
+
+    kind: Literal["adafactor"] = "adafactor"
+    learning_rate: PositiveFloat = 1e-2
+    weight_decay: NonNegativeFloat = 0.0
+    decay_exponent: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8
+    update_clip: PositiveFloat = 1.0
+
+
+class LionConfig(OptimizerConfig):
+    """Lion (Chen et al. 2023, arXiv:2302.06675, algorithm 2); its section 5 asks for a learning rate 3 to 10 times
+    below AdamW's, and a weight decay as much above."""
+
+    kind: Literal["lion"] = "lion"
+    learning_rate: PositiveFloat = 1e-4
+    weight_decay: NonNegativeFloat = 0.3
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.99
+
+
+class SGDConfig(OptimizerConfig):
+    """Gradient descent with momentum (Sutskever et al. 2013, equations 1 to 4), `nesterov` looking ahead."""
+
+    kind: Literal["sgd"] = "sgd"
+    learning_rate: PositiveFloat = 0.1
+    weight_decay: NonNegativeFloat = 0.0
+    momentum: Fraction = 0.9
+    nesterov: bool = False
+
+
+AnyOptimizer = one_of(AdamWConfig, MuonConfig, AdafactorConfig, LionConfig, SGDConfig)
 
 
 class EvaluationConfig(Section):

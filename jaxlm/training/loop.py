@@ -18,7 +18,7 @@ from jaxlm.models.config import ModelConfig
 from jaxlm.models.tree import Tree
 from jaxlm.training import checkpoints
 from jaxlm.training.checkpoints import Checkpoints
-from jaxlm.training.config import AdamWConfig, CheckpointConfig, EvaluationConfig, TrainingConfig
+from jaxlm.training.config import CheckpointConfig, EvaluationConfig, OptimizerConfig, TrainingConfig
 from jaxlm.training.evaluation import Evaluation, evaluate
 from jaxlm.training.interrupt import StopRequest
 from jaxlm.training.records import JsonLines
@@ -57,7 +57,7 @@ class Trainer:
         self,
         model: ModelConfig,
         training: TrainingConfig,
-        optimization: AdamWConfig,
+        optimization: OptimizerConfig,
         evaluation: EvaluationConfig,
         checkpoint: CheckpointConfig,
         dataset: Dataset,
@@ -124,7 +124,7 @@ class Trainer:
             measured = None
             if evaluating:
                 limit = None if ending else self._evaluation.batches
-                measured = self._evaluate(step, state.parameters, limit)
+                measured = self._evaluate(step, state, limit)
             if saving:
                 saved.save(state, measured and _finite(measured.loss))
             if evaluating or saving:
@@ -162,6 +162,7 @@ class Trainer:
                 "mfu": None,  # needs the peak of the chip
                 "grad_norm": _finite(metrics["grad_norm"]),
                 "learning_rate": float(metrics["learning_rate"]),
+                **{name: _finite(metrics[name]) for name in ("z_loss",) if name in metrics},
                 "skipped": int(metrics["skipped"]),
             }
             self._metrics.append(row)
@@ -173,12 +174,20 @@ class Trainer:
                 "skipped; lower optimizer.learning_rate or optimizer.clip_norm, or set training.dtype=float32"
             )
 
-    def _evaluate(self, step: int, parameters: Tree, limit: int | None) -> Evaluation:
-        measured = evaluate(
-            self._compiled.evaluate, parameters, self._held_out_rows, self._training.batch, self._mesh, limit
-        )
-        self._evaluations.append({"step": step, "loss": _finite(measured.loss), "tokens": measured.tokens})
-        self._display.say(f"step {step}: held-out loss {measured.loss:.4f}")
+    def _evaluate(self, step: int, state: TrainState, limit: int | None) -> Evaluation:
+        def held_out(parameters: Tree) -> Evaluation:
+            rows, batch = self._held_out_rows, self._training.batch
+            return evaluate(self._compiled.evaluate, parameters, rows, batch, self._mesh, limit)
+
+        measured = held_out(state.parameters)
+        row = {"step": step, "loss": _finite(measured.loss), "tokens": measured.tokens}
+        said = f"step {step}: held-out loss {measured.loss:.4f}"
+        if state.average is not None:
+            of_average = held_out(state.average)
+            row["ema_loss"] = _finite(of_average.loss)
+            said += f", of the averaged weights {of_average.loss:.4f}"
+        self._evaluations.append(row)
+        self._display.say(said)
         return measured
 
 

@@ -17,9 +17,10 @@ from jaxlm.models.layers import Dropout
 from jaxlm.models.positions import visible_in_rows
 from jaxlm.models.transformer import Execution
 from jaxlm.models.tree import Tree
-from jaxlm.training.config import AdamWConfig, TrainingConfig
+from jaxlm.training.config import OptimizerConfig, TrainingConfig
 from jaxlm.training.losses import cross_entropy
-from jaxlm.training.optimizer import optimizer, schedule, state_shardings
+from jaxlm.training.optimizer import optimizer, state_shardings, without_frozen
+from jaxlm.training.schedules import schedule
 
 # tokens, targets, segments, positions: int32 [B, T] each (`jaxlm.data.packing`).
 Batch = dict[str, jax.Array]
@@ -33,6 +34,7 @@ class TrainState(NamedTuple):
     optimizer: optax.OptState
     skipped: jax.Array  # steps whose update was not finite, int32
     skipped_in_a_row: jax.Array
+    average: Tree | None = None  # of the parameters, float32; None without `training.ema_decay`
 
 
 class Steps(NamedTuple):
@@ -44,72 +46,99 @@ class Steps(NamedTuple):
     shardings: Callable[[Mesh], TrainState]
 
 
-def make_steps(model: ModelConfig, training: TrainingConfig, optimization: AdamWConfig) -> Steps:
+def make_steps(model: ModelConfig, training: TrainingConfig, optimization: OptimizerConfig) -> Steps:
     """The steps of this model under these settings.
 
     `train` returns the next state and the metrics `loss` (nats per target), `grad_norm` (before clipping),
-    `learning_rate`, `tokens` (targets that count), `skipped` and `skipped_in_a_row`. `evaluate` returns the sum
+    `learning_rate`, `tokens` (targets that count), `skipped` and `skipped_in_a_row`; where it is on also `z_loss`, the
+    mean term that was added to the loss. `evaluate` returns the sum
     of the token losses and the number of targets. Under microbatches the loss is still
     Σ token losses / Σ targets over the whole batch.
+
+    Raises InputError where a pattern of `optimizer.groups` decides nothing.
     """
     graph, tree = model_tree.abstract(model)
     transform = optimizer(optimization, tree)
+    trained = without_frozen(optimization, tree)
     learning_rate = schedule(optimization.schedule, optimization.learning_rate)
     dtype = jnp.dtype(training.dtype)
+    terms_of_loss = ("loss", "z_loss") if training.z_loss else ("loss",)
     execution = Execution(remat=training.remat, scan=training.scan_layers)
 
     def init() -> TrainState:
         fresh = model_tree.parameters(model_tree.build(model, training.seed))
         zero = jnp.zeros((), jnp.int32)
-        return TrainState(zero, fresh, transform.init(fresh), zero, zero)
+        average = None if training.ema_decay is None else fresh
+        return TrainState(zero, fresh, transform.init(fresh), zero, zero, average)
 
-    def summed_loss(parameters: Tree, batch: Batch, dropout: Dropout) -> jax.Array:
+    def summed_losses(parameters: Tree, batch: Batch, dropout: Dropout) -> dict[str, jax.Array]:
+        """The terms of the objective, each summed over the targets; `loss` is the cross-entropy."""
         module = nnx.merge(graph, parameters)
         positions = batch["positions"]
         hidden, _ = module.hidden(
             batch["tokens"], positions, visible_in_rows(positions), dropout=dropout, execution=execution
         )
-        losses = cross_entropy(module.logits(hidden), batch["targets"])
-        return jnp.sum(jnp.where(batch["segments"] > 0, losses, 0.0))
+        losses, log_z = cross_entropy(module.logits(hidden), batch["targets"])
+        terms = {"loss": losses, "z_loss": training.z_loss * jnp.square(log_z)}
+        return {name: jnp.sum(jnp.where(batch["segments"] > 0, terms[name], 0.0)) for name in terms_of_loss}
 
-    def gradients(parameters: Tree, batch: Batch, key: jax.Array) -> tuple[jax.Array, Tree, jax.Array]:
-        """Mean loss, its float32 gradients, and the number of targets."""
+    def gradients(parameters: Tree, batch: Batch, key: jax.Array) -> tuple[dict[str, jax.Array], Tree, jax.Array]:
+        """Means of the objective's terms, the float32 gradients of their sum, and the number of targets."""
         targets = jnp.sum(batch["segments"] > 0)
         scale = 1.0 / jnp.maximum(targets, 1).astype(jnp.float32)
         working = cast(parameters, dtype)
 
-        def share(working: Tree, index: jax.Array | int, part: Batch) -> tuple[jax.Array, Tree]:
+        def share(working: Tree, index: jax.Array | int, part: Batch) -> tuple[dict[str, jax.Array], Tree]:
             dropout = Dropout(training.dropout, jax.random.fold_in(key, index))
-            return jax.value_and_grad(lambda p: summed_loss(p, part, dropout) * scale)(working)
+
+            def objective(p: Tree) -> tuple[jax.Array, dict[str, jax.Array]]:
+                terms = {name: term * scale for name, term in summed_losses(p, part, dropout).items()}
+                return sum(terms.values()), terms
+
+            grads, terms = jax.grad(objective, has_aux=True)(working)
+            return terms, grads
 
         if training.microbatches == 1:
-            loss, grads = share(working, 0, batch)
-            return loss, cast(grads, jnp.float32), targets
+            terms, grads = share(working, 0, batch)
+            return terms, cast(grads, jnp.float32), targets
 
-        def accumulate(working: Tree, batch: Batch, part: jax.Array | int) -> tuple[jax.Array, Tree]:
+        def accumulate(working: Tree, batch: Batch, part: jax.Array | int) -> tuple[dict[str, jax.Array], Tree]:
             def add(total: tuple, microbatch: tuple) -> tuple[tuple, None]:
                 return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, share(working, *microbatch)), None
 
             # Each microbatch takes every M-th row, so that it lies on all devices without moving any row.
             parts = {k: rearrange(x, "(B M) T -> M B T", M=training.microbatches) for k, x in batch.items()}
             parts = {k: sharding.constrain(x, None, "batch", "sequence") for k, x in parts.items()}
-            nothing = jnp.zeros((), jnp.float32), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), working)
+            nothing = (
+                {name: jnp.zeros((), jnp.float32) for name in terms_of_loss},
+                jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), working),
+            )
             indices = part * training.microbatches + jnp.arange(training.microbatches)
             return jax.lax.scan(add, nothing, (indices, parts))[0]
 
-        loss, grads = sharding.summed_over_data(accumulate, working, batch)
-        return loss, grads, targets
+        terms, grads = sharding.summed_over_data(accumulate, working, batch)
+        return terms, grads, targets
+
+    def averaged(average: Tree | None, parameters: Tree, updates: jax.Array) -> Tree | None:
+        """The average after this many updates; its first ones weigh more, so that it forgets where it began."""
+        if average is None:
+            return None
+        # As tf.train.ExponentialMovingAverage does with num_updates.
+        decay = jnp.minimum(training.ema_decay, (1.0 + updates) / (10.0 + updates))
+        return jax.tree.map(lambda a, p: a + (1.0 - decay) * (p - a), average, parameters)
 
     def train(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.key(training.seed), state.step)
-        loss, grads, targets = gradients(state.parameters, batch, key)
+        terms, grads, targets = gradients(state.parameters, batch, key)
+        grads = trained(grads)
         grad_norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        finite = jnp.isfinite(terms["loss"]) & jnp.isfinite(grad_norm)
 
         updates, moments = transform.update(grads, state.optimizer, state.parameters)
-        updated = optax.apply_updates(state.parameters, updates), moments
-        kept = state.parameters, state.optimizer
-        parameters, moments = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, kept)
+        moved = optax.apply_updates(state.parameters, updates)
+        updated = moved, moments, averaged(state.average, moved, state.step - state.skipped + 1)
+        kept = state.parameters, state.optimizer, state.average
+        parameters, moments, average = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, kept)
 
         skipped = jnp.where(finite, 0, 1)
         following = TrainState(
@@ -118,9 +147,10 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: AdamW
             optimizer=moments,
             skipped=state.skipped + skipped,
             skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
+            average=average,
         )
         return following, {
-            "loss": loss,
+            **terms,
             "grad_norm": grad_norm,
             "learning_rate": learning_rate(state.step - state.skipped),
             "tokens": targets,
@@ -129,16 +159,17 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: AdamW
         }
 
     def evaluate(parameters: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        return summed_loss(cast(parameters, dtype), batch, Dropout()), jnp.sum(batch["segments"] > 0)
+        return summed_losses(cast(parameters, dtype), batch, Dropout())["loss"], jnp.sum(batch["segments"] > 0)
 
     def shardings(mesh: Mesh) -> TrainState:
-        whole = sharding.replicated(mesh)
+        whole, placed = sharding.replicated(mesh), model_tree.shardings(tree, mesh)
         return TrainState(
             step=whole,
-            parameters=model_tree.shardings(tree, mesh),
+            parameters=placed,
             optimizer=state_shardings(transform, tree, mesh),
             skipped=whole,
             skipped_in_a_row=whole,
+            average=None if training.ema_decay is None else placed,
         )
 
     return Steps(init, train, evaluate, shardings)

@@ -124,6 +124,16 @@ FOLDERS = {
         "train good.toml --out run model.layers=2",
         ["run", "model.layers = 1, not 2", "--out"],
     ),
+    "average turned on in the middle": (
+        "train good.toml --out run training.ema_decay=0.99",
+        ["run was begun without training.ema_decay", "0.99", "--out"],
+    ),
+    "another optimizer in the middle": (
+        "train good.toml --out run optimizer.kind=muon",
+        ["run", "optimizer.kind = adamw, not muon", "--out"],
+    ),
+    "average of a run without": ("eval run --ema", ["run keeps no average", "training.ema_decay", "--ema"]),
+    "generation from no average": ("generate run --prompt a --ema", ["run keeps no average", "--ema"]),
     "run that is missing": ("eval nowhere", ["nowhere", "no run", "jaxlm train"]),
     "run that is a file": ("eval text.txt", ["text.txt", "no run"]),
     "run that is another's folder": ("eval foreign", ["foreign", "no run"]),
@@ -209,6 +219,14 @@ def test_a_mesh_larger_than_the_machine_begins_no_run(place, capsys):
     assert last.startswith("jaxlm: mesh.data × mesh.tensor = 16") and "8 devices" in last
     assert printed.out == ""
     assert not (place / "runs").exists()
+
+
+def test_a_pattern_that_matches_nothing_begins_no_run(place, capsys):
+    assert main(["train", "good.toml", "optimizer.groups=[{pattern='embeding'}]"]) == 2
+    printed = capsys.readouterr()
+    last = printed.err.splitlines()[-1]
+    assert last.startswith("jaxlm: optimizer.groups[0].pattern = 'embeding' matches no parameter; there are embedding")
+    assert printed.out == "" and not (place / "runs").exists()
 
 
 @pytest.mark.parametrize("command", ["train", "eval"])

@@ -44,6 +44,7 @@ def run(text, tmp_path_factory):
         *SMALL,
         f"data.text={text}",
         "data.held_out=0.3",
+        "training.ema_decay=0.5",
         "--out",
         folder,
         "--json",
@@ -100,6 +101,13 @@ def test_eval_measures_the_held_out_text(run):
 
 
 @pytest.mark.slow
+def test_the_average_of_the_weights_is_measured_in_the_run_and_by_eval(run):
+    measured = json.loads(jaxlm("eval", run, "--ema", "--json").stdout)
+    last = lines(run / "evaluations.jsonl")[-1]
+    assert measured["loss"] == pytest.approx(last["ema_loss"], rel=1e-6) and last["ema_loss"] != last["loss"]
+
+
+@pytest.mark.slow
 def test_eval_measures_other_text_on_a_mesh(run, text):
     one = json.loads(jaxlm("eval", run, "--data", text / "0.py", "--json").stdout)
     four = json.loads(
@@ -117,6 +125,7 @@ def test_generate_continues_a_prompt_and_repeats(run):
     assert set(first) == {"text", "token_ids"} and 0 < len(first["token_ids"]) <= 8
     assert first == generate("--seed", 1, "--temperature", 0.9, "--top-k", 20, "--top-p", 0.9)
     assert generate("--temperature", 0) == generate("--top-k", 1, "--seed", 3)
+    assert generate("--temperature", 0, "--ema")["token_ids"]
 
 
 @pytest.mark.slow

@@ -7,12 +7,14 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from flax import nnx
 
 from jaxlm import sharding
 from jaxlm.models import tree
-from jaxlm.training.config import AdamWConfig, CosineSchedule
+from jaxlm.models.positions import visible_in_rows
+from jaxlm.training.config import CosineSchedule
 from jaxlm.training.losses import cross_entropy
-from jaxlm.training.optimizer import optimizer, schedule, state_shardings
+from jaxlm.training.schedules import schedule
 from jaxlm.training.step import jit_steps, make_steps
 
 
@@ -23,7 +25,9 @@ def test_cross_entropy_is_minus_the_log_of_the_softmax():
     exact = logits.astype(np.float64)
     exact = np.log(np.exp(exact - exact.max(-1, keepdims=True)).sum(-1)) + exact.max(-1)
     exact -= np.take_along_axis(logits.astype(np.float64), targets[..., None], -1)[..., 0]
-    np.testing.assert_allclose(cross_entropy(jnp.asarray(logits), jnp.asarray(targets)), exact, rtol=1e-5, atol=1e-5)
+    losses, log_z = cross_entropy(jnp.asarray(logits), jnp.asarray(targets))
+    np.testing.assert_allclose(losses, exact, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(log_z, np.logaddexp.reduce(logits.astype(np.float64), -1), rtol=1e-6)
 
 
 def test_an_untrained_model_knows_nothing():
@@ -112,16 +116,6 @@ def test_clipping_bounds_the_gradient_and_reports_it_unclipped():
     np.testing.assert_allclose(norm, 0.01, rtol=1e-4)
 
 
-def test_schedule_warms_up_decays_and_stays():
-    rate = schedule(CosineSchedule(warmup_steps=10, decay_steps=110, final_fraction=0.1), peak=2.0)
-    steps = {0: 0.0, 5: 1.0, 10: 2.0, 60: 1.1, 110: 0.2, 500: 0.2}
-    np.testing.assert_allclose([rate(s) for s in steps], list(steps.values()), rtol=1e-5, atol=1e-7)
-
-
-def test_schedule_without_warmup_starts_at_the_peak():
-    assert schedule(CosineSchedule(warmup_steps=0, decay_steps=10), peak=1.0)(0) == 1.0
-
-
 def poisoned(model, at_steps, steps=6, **training):
     """A run whose token 0 has an embedding that is not a number, and meets it in the given steps only."""
     mesh = sharding.make_mesh()
@@ -154,6 +148,68 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_is_counted():
         chex.assert_trees_all_equal(states[skipped].optimizer, states[before].optimizer)
     # The schedule counts updates, not batches.
     assert metrics[3]["learning_rate"] == pytest.approx(float(schedule(CosineSchedule(decay_steps=100), 1e-2)(1)))
+
+
+def test_the_average_follows_the_parameters_and_a_skipped_step_leaves_it_alone():
+    metrics, states = poisoned(tiny.model(layers=2), at_steps=(1,), steps=4, ema_decay=0.3)
+    chex.assert_trees_all_equal(states[1].average, states[0].average)
+    average = jax.device_get(tree.init(tiny.model(layers=2), 0, sharding.make_mesh()))
+    for updates, state in enumerate((states[0], states[2], states[3]), start=1):
+        decay = min(0.3, (1 + updates) / (10 + updates))
+        average = jax.tree.map(lambda a, p, d=decay: d * a + (1 - d) * p, average, state.parameters)
+        chex.assert_trees_all_close(state.average, average, rtol=1e-5, atol=1e-7)
+
+
+def test_without_an_average_nothing_of_it_is_in_the_state():
+    steps = make_steps(tiny.model(), tiny.training(), tiny.optimization())
+    state = jax.eval_shape(steps.init)
+    assert state.average is None and not [path for path in tree.paths(state) if "average" in path]
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_the_z_loss_is_added_to_the_objective_and_not_to_the_loss(microbatches):
+    batch, coefficient = tiny.batch(), 0.1
+    model = tiny.model(layers=2)
+    settings = tiny.optimization(clip_norm=1e9)
+    training = tiny.training(z_loss=coefficient, microbatches=microbatches)
+    (metrics,), state = tiny.run_steps(model, training, [batch], optimization=settings)
+
+    graph, _ = tree.abstract(model)
+    seen = visible_in_rows(batch["positions"])
+    valid = batch["segments"] > 0
+
+    def objective(parameters):
+        module = nnx.merge(graph, parameters)
+        logits = module.logits(module.hidden(batch["tokens"], batch["positions"], seen)[0])
+        log_z = jax.nn.logsumexp(logits, axis=-1)
+        loss = log_z - jnp.take_along_axis(logits, jnp.asarray(batch["targets"])[..., None], -1)[..., 0]
+        loss, z_loss = ((jnp.where(valid, x, 0.0)).sum() / valid.sum() for x in (loss, coefficient * log_z**2))
+        return loss + z_loss, (loss, z_loss)
+
+    parameters = tree.init(model, 0, sharding.make_mesh())
+    gradients, (loss, z_loss) = jax.jit(jax.grad(objective, has_aux=True))(parameters)
+    tiny.assert_same_numbers([metrics["loss"], metrics["z_loss"]], [loss, z_loss], 1e-5)
+    moments = jax.tree.map(lambda m: m / (1 - settings.beta1), state.optimizer[1][0].mu)
+    tiny.assert_same_numbers(moments, jax.device_get(gradients), 1e-4)
+
+
+def test_the_z_loss_is_not_among_the_metrics_where_it_is_off():
+    steps = make_steps(tiny.model(), tiny.training(), tiny.optimization())
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tiny.batch())
+    _, metrics = jax.eval_shape(steps.train, jax.eval_shape(steps.init), batch)
+    assert "loss" in metrics and "z_loss" not in metrics
+
+
+def test_the_logarithm_of_z_is_computed_once():
+    """One exponential of logits forward, and the softmax backward."""
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tiny.batch())
+
+    def exponentials(z_loss):
+        steps = make_steps(tiny.model(), tiny.training(z_loss=z_loss), tiny.optimization())
+        program = jax.jit(steps.train).lower(jax.eval_shape(steps.init), batch).as_text()
+        return len(re.findall(rf"exponential .* tensor<8x{tiny.CONTEXT}x{tiny.VOCABULARY}xf32>", program))
+
+    assert exponentials(1e-4) == exponentials(0.0) > 0
 
 
 def test_dropout_is_the_step_s_own_and_repeats():
@@ -206,16 +262,6 @@ def test_the_state_s_buffers_are_donated():
         state = compiled.init()
         compiled.train(state, sharding.put_batch(tiny.batch(), mesh))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-
-
-def test_optimizer_state_lies_as_its_parameters_do():
-    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-    _, abstract = tree.abstract(tiny.model())
-    transform = optimizer(AdamWConfig(schedule={"decay_steps": 10}), abstract)
-    lies = state_shardings(transform, abstract, mesh)
-    placed = tree.shardings(abstract, mesh)
-    assert lies[1][0].mu == placed and lies[1][0].nu == placed
-    assert lies[1][0].count == sharding.replicated(mesh)
 
 
 def test_training_learns():

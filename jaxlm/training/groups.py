@@ -1,0 +1,55 @@
+"""What holds for each parameter: its share of the learning rate, and its weight decay."""
+
+import difflib
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import jax
+from flax import nnx
+
+from jaxlm.errors import InputError
+from jaxlm.models import tree as model_tree
+from jaxlm.models.tree import Tree
+from jaxlm.training.config import OptimizerConfig, ParameterGroup
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one parameter is updated: `scale` multiplies its learning rate; at 0 it is frozen."""
+
+    scale: float
+    weight_decay: float
+
+
+def rules(settings: OptimizerConfig, tree: nnx.State) -> Tree:
+    """The `Rule` of each parameter: that of the first group whose pattern matches its path.
+
+    Raises InputError where a pattern decides nothing, naming paths that are near.
+    """
+    dimensions = model_tree.dimensions(tree)
+    group_of = _assign(settings.groups, list(model_tree.paths(dimensions)))
+
+    def rule(path: tuple, leaf: model_tree.Dimensions) -> Rule:
+        group = group_of.get(jax.tree_util.keystr(path, simple=True, separator="/"))
+        decay = settings.weight_decay if leaf.inputs else 0.0
+        if group is None:
+            return Rule(1.0, decay)
+        return Rule(group.learning_rate_scale, decay if group.weight_decay is None else group.weight_decay)
+
+    return jax.tree_util.tree_map_with_path(rule, dimensions)
+
+
+def _assign(groups: tuple[ParameterGroup, ...], paths: list[str]) -> dict[str, ParameterGroup]:
+    """{path: its group}, for the paths that have one."""
+    group_of: dict[str, ParameterGroup] = {}
+    for index, group in enumerate(groups):
+        matched = [path for path in paths if fnmatchcase(path, group.pattern)]
+        free = [path for path in matched if path not in group_of]
+        key = f"optimizer.groups[{index}].pattern = {group.pattern!r}"
+        if not matched:
+            near = difflib.get_close_matches(group.pattern, paths, 3, cutoff=0.4) or paths[:3]
+            raise InputError(f"{key} matches no parameter; there are {', '.join(near)}")
+        if not free:
+            raise InputError(f"{key} comes too late: an earlier group has {matched[0]} and all that it matches")
+        group_of.update(dict.fromkeys(free, group))
+    return group_of

@@ -1,0 +1,76 @@
+"""Muon over declared matrices, one per layer, each orthogonalised whole on one device.
+
+`optax.contrib.scale_by_muon` can be told which dimensions are inputs and outputs; but GSPMD then partitions each of its
+iterations: 208 collectives for the 7 matrices of a Llama layer on data 2 × fsdp 2 × tensor 2, where these are 38.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxlm import sharding
+from jaxlm.models.tree import Dimensions, Tree
+from jaxlm.training.config import MuonConfig
+
+# Jordan et al. 2024, "Newton-Schulz iteration": a·X + b·(XXᵀ)X + c·(XXᵀ)²X takes singular values from far below 1 to
+# between 0.68 and 1.13 in five iterations.
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+# About the root mean square of AdamW's updates (arXiv:2502.16982, section 2.2).
+_ADAM_RMS = 0.2
+
+
+def is_orthogonal(d: Dimensions) -> bool:
+    """Whether Muon orthogonalises this parameter's update: the matrices that are no embedding or unembedding."""
+    return bool(d.inputs) and not d.table
+
+
+def scale_by_muon_and_adam(settings: MuonConfig, dimensions: Tree) -> optax.GradientTransformation:
+    """Directions: orthogonal ones for the matrices inside the layers, Adam's for every other parameter.
+
+    A projection is one matrix [inputs, outputs], its heads and head width flattened together: to orthogonalise per head
+    is another optimizer.
+    """
+    kinds = jax.tree.map(lambda d: "muon" if is_orthogonal(d) else "adam", dimensions)
+
+    def orthogonal(updates: Tree) -> Tree:
+        # Where optax masked a parameter out there is nothing to do.
+        return jax.tree.map(
+            lambda d, u: _of_layers(d, u, settings.iterations) if is_orthogonal(d) else u, dimensions, updates
+        )
+
+    muon = optax.chain(
+        optax.trace(settings.momentum, settings.nesterov), optax.stateless(lambda updates, _: orthogonal(updates))
+    )
+    adam = optax.scale_by_adam(settings.beta1, settings.beta2, settings.epsilon)
+    return optax.partition({"muon": muon, "adam": adam}, kinds)
+
+
+def _of_layers(d: Dimensions, update: jax.Array, iterations: int) -> jax.Array:
+    """0.2 · √max(inputs, outputs) times the orthogonal part of each layer's matrix; shaped and laid out as given."""
+    inputs, outputs = (math.prod(d.shape[axis] for axis in side) for side in (d.inputs, d.outputs))
+
+    def orthogonal(x: jax.Array) -> jax.Array:
+        matrices = orthogonalize(x.reshape(-1, inputs, outputs), iterations)
+        return (matrices * (_ADAM_RMS * math.sqrt(max(inputs, outputs)))).reshape(x.shape)
+
+    if not d.stack:
+        return sharding.map_whole(orthogonal, update[None], None, *d.axes)[0]
+    return sharding.map_whole(orthogonal, update, *d.axes)
+
+
+def orthogonalize(x_MIO: jax.Array, iterations: int) -> jax.Array:
+    """UVᵀ of each matrix UΣVᵀ, float32 [M, I, O], approximately: Newton and Schulz's iteration with Jordan's
+    coefficients leaves singular values between 0.68 and 1.13, but for those below 1/485 of the Frobenius norm.
+
+    Its products are of the backend's default precision: bfloat16 on a TPU, as in the original.
+    """
+    if x_MIO.shape[1] > x_MIO.shape[2]:  # XXᵀ is of the shorter side
+        return jnp.swapaxes(orthogonalize(jnp.swapaxes(x_MIO, 1, 2), iterations), 1, 2)
+    a, b, c = _COEFFICIENTS
+    x = x_MIO / (jnp.linalg.norm(x_MIO, axis=(1, 2), keepdims=True) + 1e-7)
+    for _ in range(iterations):
+        square = jnp.einsum("MIO,MJO->MIJ", x, x)
+        x = a * x + jnp.einsum("MIJ,MJO->MIO", b * square + c * square @ square, x)
+    return x

@@ -1,0 +1,33 @@
+"""Learning-rate schedules."""
+
+import optax
+
+from jaxlm.training.config import (
+    ConstantSchedule,
+    CosineSchedule,
+    LinearSchedule,
+    ScheduleConfig,
+    WarmupStableDecaySchedule,
+)
+
+
+def schedule(settings: ScheduleConfig, peak: float) -> optax.Schedule:
+    """Learning rate as a function of the number of updates made so far."""
+    warmup = optax.linear_schedule(0.0, peak, settings.warmup_steps)
+    return optax.join_schedules([warmup, _after_warmup(settings, peak)], [settings.warmup_steps])
+
+
+def _after_warmup(settings: ScheduleConfig, peak: float) -> optax.Schedule:
+    if isinstance(settings, ConstantSchedule):
+        return optax.constant_schedule(peak)
+    # A run that ends inside its warmup leaves nothing to decay over.
+    left = max(settings.decay_steps - settings.warmup_steps, 1)
+    match settings:
+        case CosineSchedule():
+            return optax.cosine_decay_schedule(peak, left, alpha=settings.final_fraction)
+        case LinearSchedule():
+            return optax.linear_schedule(peak, peak * settings.final_fraction, left)
+        case WarmupStableDecaySchedule():
+            decay = min(max(round(settings.decay_fraction * settings.decay_steps), 1), left)
+            return optax.linear_schedule(peak, peak * settings.final_fraction, decay, transition_begin=left - decay)
+    raise TypeError(f"no schedule {settings!r}")

@@ -24,7 +24,7 @@ def main(arguments: argparse.Namespace) -> int:
     run = Run(arguments.out or Path("runs") / arguments.config.stem)
     run.check(experiment)
     with Bar(experiment.training.steps) as bar:
-        dataset = prepare(experiment.data, experiment.model.vocabulary, bar.say)
+        dataset = prepare(experiment.data, experiment.model.vocabulary, bar.say, bar.progress)
 
         from jaxlm.cli.devices import describe, make_mesh
         from jaxlm.models.tree import parameter_count
@@ -97,7 +97,7 @@ def _sample(experiment, dataset, parameters, mesh, prompt_tokens: int = 32, max_
     from jaxlm.models.tree import abstract
     from jaxlm.training.step import cast
 
-    model, store = experiment.model, dataset.held_out
+    model, store = experiment.model, max(dataset.sources.values(), key=lambda source: source.weight).held_out
     longest = int(store.lengths.argmax())
     given = min(prompt_tokens, model.context // 2, int(store.lengths[longest]))
     prompt = store.read(longest, 0, given).tolist()

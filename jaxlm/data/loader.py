@@ -1,6 +1,6 @@
 """Batches of packed rows, in an order that depends on nothing but the seed and the step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import grain
 import numpy as np
@@ -10,13 +10,16 @@ from jaxlm.data.packing import Rows, empty_row
 Batch = dict[str, np.ndarray]
 
 
-def training_batches(rows: Rows, batch: int, seed: int, start: int) -> Iterator[Batch]:
-    """Endless batches, int32 [batch, T] each, from step `start` on; every epoch in a new order.
+def training_batches(sources: Sequence[tuple[Rows, float]], batch: int, seed: int, start: int) -> Iterator[Batch]:
+    """Endless batches, int32 [batch, T] each, from step `start` on; rows of each source by its weight, evenly, and in
+    a new order every time all of its rows have been.
 
     Batch i is the same however often, and from wherever, reading begins: the step is the loader's whole state.
     Grain reads ahead in threads.
     """
-    dataset = grain.MapDataset.source(rows).shuffle(seed=seed).repeat().batch(batch, drop_remainder=True)
+    shuffled = [grain.MapDataset.source(rows).shuffle(seed=seed).repeat() for rows, _ in sources]
+    mixed = grain.MapDataset.mix(shuffled, [weight for _, weight in sources])
+    dataset = mixed.batch(batch, drop_remainder=True)
     ahead = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
     return iter(dataset[start:].to_iter_dataset(ahead))
 

@@ -18,7 +18,7 @@ from jaxlm.models.tree import Tree
 from jaxlm.training import checkpoints
 from jaxlm.training.checkpoints import Checkpoints
 from jaxlm.training.config import AdamWConfig, CheckpointConfig, EvaluationConfig, TrainingConfig
-from jaxlm.training.evaluation import Evaluation, evaluate
+from jaxlm.training.evaluation import Evaluation, evaluate_sources
 from jaxlm.training.interrupt import StopRequest
 from jaxlm.training.records import JsonLines
 from jaxlm.training.step import TrainState, jit_steps, make_steps
@@ -66,8 +66,9 @@ class Trainer:
     ):
         self._training, self._evaluation, self._checkpoint = training, evaluation, checkpoint
         self._mesh, self._display = mesh, display
-        self._rows = Rows(dataset.train, training.sequence)
-        self._held_out_rows = Rows(dataset.held_out, training.sequence)
+        sources = dataset.sources
+        self._rows = [(Rows(source.train, training.sequence), source.weight) for source in sources.values()]
+        self._held_out_rows = {name: Rows(source.held_out, training.sequence) for name, source in sources.items()}
         self._steps = make_steps(model, training, optimization)
         self._compiled = jit_steps(self._steps, mesh)
         self._metrics = JsonLines(run / "metrics.jsonl")
@@ -169,10 +170,10 @@ class Trainer:
             )
 
     def _evaluate(self, step: int, parameters: Tree, limit: int | None) -> Evaluation:
-        measured = evaluate(
+        measured = evaluate_sources(
             self._compiled.evaluate, parameters, self._held_out_rows, self._training.batch, self._mesh, limit
         )
-        self._evaluations.append({"step": step, "loss": _finite(measured.loss), "tokens": measured.tokens})
+        self._evaluations.append({"step": step, **measured.row()})
         self._display.say(f"step {step}: held-out loss {measured.loss:.4f}")
         return measured
 

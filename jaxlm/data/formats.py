@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-PART_BYTES = 2**25
+PART_BYTES = 2**24
 _WHOLE = (".txt", ".md", ".py")
 _COMPRESSED = (".jsonl.gz", ".jsonl.zst")
 SUFFIXES = (*_WHOLE, ".jsonl", *_COMPRESSED, ".parquet")

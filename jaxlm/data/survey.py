@@ -81,7 +81,8 @@ def survey(
     """
     parts, split = formats.cut(source.files, source.field), Split(held_out)
     tallies: list[_Tally] = []
-    left, done, size = source.documents, 0, sum(part.size for part in parts)
+    left, done, whole, broken = source.documents, 0, 0, 0
+    size = sum(part.size for part in parts)
     counted = in_order(partial(_tally, split=split), parts)
     for part, tally in zip(parts, counted, strict=True):
         if left is not None and tally.documents > left:
@@ -91,12 +92,13 @@ def survey(
         done += part.size
         progress(f"reading {source.name}", done, size)
         left = None if left is None else left - tally.documents
-        if left == 0 or (sum(t.broken for t in tallies) >= _HOPELESS and not any(t.documents for t in tallies)):
+        whole, broken = whole + tally.documents, broken + tally.broken
+        if left == 0 or (broken >= _HOPELESS and not whole):
             break
     counted.close()
     parts = parts[: len(tallies)]
-    whole = sum(t.documents for t in tallies)
-    _check(source, whole, tallies, max_broken, say)
+    examples = [example for tally in tallies for example in tally.examples][:_NAMED]
+    _check(source, whole, broken, examples, max_broken, say)
     if whole == 1:
         split = Split(held_out, alone=True)
         tallies = [_tally(part, split) for part, tally in zip(parts, tallies, strict=True) if tally.documents]
@@ -122,9 +124,9 @@ def _tally(part: Part, split: Split) -> _Tally:
     return _Tally(count, *sizes, broken, examples)
 
 
-def _check(source: Source, whole: int, tallies: list[_Tally], max_broken: float, say: Callable[[str], None]) -> None:
-    broken = sum(t.broken for t in tallies)
-    examples = [example for t in tallies for example in t.examples][:_NAMED]
+def _check(
+    source: Source, whole: int, broken: int, examples: list[str], max_broken: float, say: Callable[[str], None]
+) -> None:
     total = whole + broken
     if broken > max_broken * total:
         raise InputError(

@@ -5,7 +5,7 @@ import math
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import tomli_w
 from pydantic import Field, PositiveInt, ValidationError
@@ -250,7 +250,9 @@ def _key(location: tuple, values: Any) -> str:
 
 
 def _did_you_mean(key: str) -> str:
-    known = sorted(set(_keys(Experiment)) - {key})  # it may be a key of another kind of its section
+    known = sorted(
+        {_like(known, key) for known in _keys(Experiment)} - {key}
+    )  # it may be a key of another kind of its section
     section, _, name = key.rpartition(".")
     siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
     near = [f"{section}.{n}".lstrip(".") for n in difflib.get_close_matches(name, siblings, 1)]
@@ -261,9 +263,20 @@ def _did_you_mean(key: str) -> str:
     return f"; [{section}] knows {', '.join(siblings)}" if section else f"; the sections are {', '.join(siblings)}"
 
 
+def _like(known: str, key: str) -> str:
+    """A known key with the name that `key` gives to the table it may be about."""
+    before, named, after = known.partition(f".{_NAME}.")
+    given = key.removeprefix(f"{before}.")
+    return f"{before}.{given.partition('.')[0]}.{after}" if named and given != key else known
+
+
+_NAME = "NAME"
+
+
 def _keys(section: type[Section], prefix: str = "") -> Iterator[str]:
     for name, field in section.model_fields.items():
         yield prefix + name
+        name += f".{_NAME}" * (get_origin(field.annotation) is dict)
         for inner in (field.annotation, *get_args(field.annotation)):
             if isinstance(inner, type) and issubclass(inner, Section):
                 yield from _keys(inner, f"{prefix}{name}.")

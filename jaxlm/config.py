@@ -250,9 +250,8 @@ def _key(location: tuple, values: Any) -> str:
 
 
 def _did_you_mean(key: str) -> str:
-    known = sorted(
-        {_like(known, key) for known in _keys(Experiment)} - {key}
-    )  # it may be a key of another kind of its section
+    # It may be a key of another kind of its section.
+    known = sorted({_like(known, key) for known in _keys(Experiment)} - {key})
     section, _, name = key.rpartition(".")
     siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
     near = [f"{section}.{n}".lstrip(".") for n in difflib.get_close_matches(name, siblings, 1)]

@@ -320,8 +320,6 @@ def test_the_cache_follows_the_environment(path, tmp_path, monkeypatch):
         ("steps", "training.steps"),
         ("vocabulary", "model.vocabulary"),
         ("data.tokeniser", "data.tokenizer"),
-        ("data.sources.web.wait", "data.sources.web.weight"),
-        ("data.sources.web.tokenizer", "data.tokenizer"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(key, meant):
@@ -604,6 +602,11 @@ def test_sources_come_from_the_command_line_too(mixed):
         ("data.sources.web.text=[]", ["data.sources.web.text", "no text"]),
         ("data.sources.new.weight=1", ["data.sources.new.text is missing"]),
         ("data.sources.web=a.txt", ["[data.sources.web]"]),
+        ("data.sources.web.wait=1", ["did you mean data.sources.web.weight?"]),
+        (
+            "data.sources.web.tokenizer=bytes",
+            ["unknown key data.sources.web.tokenizer", "did you mean data.tokenizer?"],
+        ),
         ("data.sources.a b.text=a.txt", ["'a b'", "letters, digits"]),
     ],
 )

@@ -4,8 +4,10 @@ Models name the axes of their parameters and activations; nothing but this file 
 name lands on. Mesh axes are Auto (GSPMD) axes: XLA's partitioner places the collectives.
 """
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -62,10 +64,13 @@ def partition(
     """
     if len(axes) != len(shape):
         raise ValueError(f"{len(axes)} logical axes {tuple(axes)} for shape {tuple(shape)}")
+    manual = getattr(mesh, "manual_axes", ())  # of a shard_map around this: arrays are parts along them already
     entries = []
     for name, size in zip(axes, shape, strict=True):
         target = table[name] if name is not None else None
         names = (target,) if isinstance(target, str) else (target or ())
+        if manual:
+            target = names = tuple(axis for axis in names if axis not in manual)
         parts = math.prod(mesh.shape[axis] for axis in names)
         if size % parts:
             if name not in WHOLE_IF_UNEVEN:
@@ -96,11 +101,54 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
 
 
+def summed_over_data(function: Callable[[Any, Any, jax.Array | int], Any], whole: Any, batch: Any) -> Any:
+    """function(whole, batch, part), whose results are sums over the rows of `batch`, added over the `data` axis once.
+
+    Inside, each part of the axis sees its rows alone, so that a loop there sends nothing over it: XLA would leave the
+    all-reduce of an accumulated sum in the loop. `part` is 0, 1, … along the axis. Results are float32.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.shape["data"] == 1:
+        return function(whole, batch, 0)
+
+    def local(whole: Any, batch: Any) -> Any:
+        return jax.lax.psum(function(whole, batch, jax.lax.axis_index("data")), "data")
+
+    everywhere, rows = PartitionSpec(), PartitionSpec("data")
+    # check_vma=False: whole is not varying over data, and its gradients inside must stay the sums of this part.
+    return jax.shard_map(
+        local, in_specs=(everywhere, rows), out_specs=everywhere, axis_names={"data"}, check_vma=False
+    )(whole, batch)
+
+
+@functools.lru_cache
+def process_rows(batch: int, mesh: Mesh) -> np.ndarray:
+    """The rows of a batch that lie on the devices of this process, int [rows], ascending."""
+    held = sharding(("batch",), (batch,), mesh).addressable_devices_indices_map((batch,)).values()
+    return np.unique(np.concatenate([np.arange(batch)[rows] for (rows,) in held]))
+
+
+@functools.lru_cache
+def _parts(mesh: Mesh) -> tuple[int, int]:
+    """Into how many parts the mesh cuts a batch, and how many of them this process has."""
+    over = [MESH_AXES.index(axis) for axis in TABLE["batch"]]
+    ours = np.isin(mesh.device_ids, [device.id for device in mesh.local_devices])
+    return math.prod(mesh.device_ids.shape[axis] for axis in over), len(np.unique(np.argwhere(ours)[:, over], axis=0))
+
+
 def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """Host arrays [B, …] onto the mesh, B over the batch axes; each device receives only its rows."""
+    """Host arrays [rows of this process, …] onto the mesh as global arrays [B, …], B over the batch axes."""
+    parts, ours = _parts(mesh)
 
     def put(x: np.ndarray) -> jax.Array:
+        shape = (len(x) * parts // ours, *x.shape[1:])
+        rows = process_rows(shape[0], mesh)
+
+        def piece(index: tuple[slice, ...]) -> np.ndarray:
+            first, behind, _ = index[0].indices(shape[0])
+            return x[slice(*np.searchsorted(rows, (first, behind))), *index[1:]]
+
         axes = ("batch", "sequence")[: x.ndim]
-        return jax.make_array_from_callback(x.shape, sharding(axes, x.shape, mesh), x.__getitem__)
+        return jax.make_array_from_callback(shape, sharding(axes, shape, mesh), piece)
 
     return {name: put(x) for name, x in batch.items()}

@@ -6,7 +6,7 @@ import os
 import platform
 from typing import TYPE_CHECKING
 
-from jaxlm import config
+from jaxlm import config, distributed
 from jaxlm.config import Experiment
 
 if TYPE_CHECKING:
@@ -17,7 +17,8 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 
 
 def make_mesh(experiment: Experiment) -> "Mesh":
-    """The experiment's mesh. A CPU is split into as many devices as it needs, where nobody said otherwise.
+    """The experiment's mesh over the devices of all processes. A CPU is split into as many devices as the mesh needs of
+    this process, where nobody said otherwise.
 
     Raises InputError where the devices here cannot make it.
     """
@@ -29,7 +30,7 @@ def make_mesh(experiment: Experiment) -> "Mesh":
     wanted = math.prod(size for size in (mesh.data, mesh.fsdp, mesh.tensor) if size != "all")
     chosen = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if wanted > 1 and not chosen:
-        jax.config.update("jax_num_cpu_devices", wanted)
+        jax.config.update("jax_num_cpu_devices", math.ceil(wanted / distributed.processes()))
     devices = jax.devices()
     if devices[0].platform == "cpu":
         _keep_freed_memory()

@@ -10,10 +10,11 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Bar:
-    """A `training.loop.Display` of `steps` steps; a context, because a bar must be taken down."""
+    """A `training.loop.Display` of `steps` steps; a context, because a bar must be taken down. A `quiet` one shows
+    nothing."""
 
-    def __init__(self, steps: int):
-        self._console = Console(stderr=True, highlight=False)
+    def __init__(self, steps: int, quiet: bool = False):
+        self._console = Console(stderr=True, highlight=False, quiet=quiet)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -29,21 +30,19 @@ class Bar:
         self._said = time.monotonic()
 
     def __enter__(self) -> "Bar":
-        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
-        if self._reading is not None:
-            self._reading.stop()
+        self._end_reading()
 
     def say(self, line: str) -> None:
         """A line of its own, above the bar."""
         self._console.print(line, markup=False, soft_wrap=True)
 
     def progress(self, doing: str, done: int, size: int) -> None:
-        """How many of how many bytes are done, in a bar in place of that of the steps; where there is none, a line now
-        and then."""
+        """How many of how many bytes are done, before the first step: a bar of their own; where there is none, a line
+        now and then."""
         if self._bar.disable:
             if time.monotonic() - self._said > _SECONDS_BETWEEN_LINES and done < size:
                 self._said = time.monotonic()
@@ -53,16 +52,20 @@ class Bar:
             columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(compact=True)
             self._reading = Progress(*columns, console=self._console, transient=True)
             self._reading.add_task(doing)
-            self._bar.stop()  # a terminal shows one at a time
             self._reading.start()
         self._reading.update(self._reading.task_ids[0], description=doing, completed=done, total=size)
         if done >= size:
+            self._end_reading()
+
+    def _end_reading(self) -> None:
+        if self._reading is not None:
             self._reading.stop()
             self._reading = None
-            self._bar.start()
 
     def advance(self, step: int, metrics: dict[str, Any] | None) -> None:
         """Move the bar; where there is none, print the metrics."""
+        self._end_reading()  # a terminal shows one at a time
+        self._bar.start()
         if metrics is None:
             self._bar.update(self._task, completed=step)
             return

@@ -12,10 +12,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file, such as configs/quickstart.toml")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as training.steps=100")
     parser.add_argument("--out", type=Path, metavar="RUN", help="folder of the run (runs/<name of CONFIG>)")
+    parser.add_argument(
+        "--process",
+        metavar="INDEX/COUNT@HOST:PORT",
+        help="which process of a job this is, and where process 0 listens (Slurm, Open MPI and Cloud TPU say so)",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
-    from jaxlm import config
+    from jaxlm import config, distributed
     from jaxlm.cli.progress import Bar
     from jaxlm.data.dataset import prepare
     from jaxlm.run import Run
@@ -23,8 +28,10 @@ def main(arguments: argparse.Namespace) -> int:
     experiment = config.load(arguments.config, arguments.overrides)
     run = Run(arguments.out or Path("runs") / arguments.config.stem)
     run.check(experiment)
-    with Bar(experiment.training.steps) as bar:
-        dataset = prepare(experiment.data, experiment.model.vocabulary, bar.say, bar.progress)
+    distributed.join(arguments.process and distributed.Place.parse(arguments.process))
+    with Bar(experiment.training.steps, quiet=not distributed.is_first()) as bar:
+        with distributed.first_goes_first("data"):
+            dataset = prepare(experiment.data, experiment.model.vocabulary, bar.say, bar.progress)
 
         from jaxlm.cli.devices import describe, make_mesh
         from jaxlm.models.tree import parameter_count
@@ -32,7 +39,8 @@ def main(arguments: argparse.Namespace) -> int:
         from jaxlm.training.records import JsonLines, environment, plot_losses
 
         mesh = make_mesh(experiment)
-        run.open(experiment, dataset)
+        with distributed.first_goes_first("run"):
+            run.open(experiment, dataset)
         JsonLines(run.starts).append(environment(list(mesh.devices.flat)))
         bar.say(f"{parameter_count(experiment.model):,} parameters on {describe(mesh)}")
         if config.replicated_kv_heads(experiment, mesh.shape["tensor"]):
@@ -58,14 +66,17 @@ def main(arguments: argparse.Namespace) -> int:
             return 1
 
     metrics, evaluations = JsonLines(run.metrics).rows(), JsonLines(run.evaluations).rows()
-    if metrics:
+    if metrics and distributed.is_first():
         plot_losses(metrics, evaluations, run.loss_curve)
     if result.signal is not None:
         again = shlex.join(["jaxlm", *sys.argv[1:]])
-        print(f"stopped at step {result.step}, checkpoint written; to go on: {again}", file=sys.stderr)
+        if distributed.is_first():
+            print(f"stopped at step {result.step}, checkpoint written; to go on: {again}", file=sys.stderr)
         return 130 if result.signal == signal.SIGINT else 0
 
     sample = _sample(experiment, dataset, result.parameters, mesh)
+    if not distributed.is_first():
+        return 0
     run.sample.write_text(sample, encoding="utf-8")
     held_out = evaluations[-1]["loss"] if evaluations else None
     if arguments.json:

@@ -9,25 +9,43 @@ from jaxlm.data.packing import Rows, empty_row
 
 Batch = dict[str, np.ndarray]
 
+_ENDLESS = 2**62  # steps
 
-def training_batches(sources: Sequence[tuple[Rows, float]], batch: int, seed: int, start: int) -> Iterator[Batch]:
+
+def training_batches(
+    sources: Sequence[tuple[Rows, float]], batch: int, seed: int, start: int, share: Sequence[int] | None = None
+) -> Iterator[Batch]:
     """Endless batches, int32 [batch, T] each, from step `start` on; rows of each source by its weight, evenly, and in
     a new order every time all of its rows have been.
 
     Batch i is the same however often, and from wherever, reading begins: the step is the loader's whole state.
+    `share` names the rows of each batch to read, where a process needs no others; arrays then hold these alone.
     Grain reads ahead in threads.
     """
     shuffled = [grain.MapDataset.source(rows).shuffle(seed=seed).repeat() for rows, _ in sources]
-    mixed = grain.MapDataset.mix(shuffled, [weight for _, weight in sources])
-    dataset = mixed.batch(batch, drop_remainder=True)
+    endless = grain.MapDataset.mix(shuffled, [weight for _, weight in sources])
+    share = range(batch) if share is None else share
+
+    def read(step: int) -> Batch:
+        return _stack([endless[step * batch + row] for row in share])
+
     ahead = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
-    return iter(dataset[start:].to_iter_dataset(ahead))
+    return iter(grain.MapDataset.range(start, _ENDLESS).map(read).to_iter_dataset(ahead))
 
 
-def evaluation_batches(rows: Rows, batch: int, limit: int | None = None) -> Iterator[Batch]:
-    """All rows in order, or the first `limit` batches; the last is filled up with rows without targets."""
+def evaluation_batches(
+    rows: Rows, batch: int, limit: int | None = None, share: Sequence[int] | None = None
+) -> Iterator[Batch]:
+    """All rows in order, or the first `limit` batches; the last is filled up with rows without targets.
+
+    `share` as in `training_batches`.
+    """
     count = -(-len(rows) // batch)
+    empty = empty_row(rows.sequence)
+    share = range(batch) if share is None else share
     for first in range(0, min(count, limit or count) * batch, batch):
-        chosen = [rows[i] for i in range(first, min(first + batch, len(rows)))]
-        chosen += [empty_row(len(chosen[0]["tokens"]))] * (batch - len(chosen))
-        yield {name: np.stack([row[name] for row in chosen]) for name in chosen[0]}
+        yield _stack([rows[first + row] if first + row < len(rows) else empty for row in share])
+
+
+def _stack(rows: list[Batch]) -> Batch:
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}

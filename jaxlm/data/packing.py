@@ -69,7 +69,7 @@ class Rows:
     """
 
     def __init__(self, store: TokenStore, sequence: int):
-        self.store, self._sequence = store, sequence
+        self.store, self.sequence = store, sequence
         index = store.directory / f"rows-{sequence}"
         if not index.is_dir():
             pieces, rows = pack(store.lengths, sequence)
@@ -87,7 +87,7 @@ class Rows:
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         """int32 [T] each: `tokens`; `targets`, the token that follows each; `segments`, 1, 2, … per piece and 0
         where the row is empty; `positions`, from 0 in each piece."""
-        batch = empty_row(self._sequence)
+        batch = empty_row(self.sequence)
         at = 0
         for segment, piece in enumerate(self._pieces[self._rows[row] : self._rows[row + 1]], start=1):
             document, start, length = (int(x) for x in piece)
@@ -96,7 +96,7 @@ class Rows:
             batch["tokens"][here], batch["targets"][here] = text[:-1], text[1:]
             batch["segments"][here], batch["positions"][here] = segment, np.arange(length)
             at += length
-        batch["positions"][at:] = np.arange(self._sequence - at)
+        batch["positions"][at:] = np.arange(self.sequence - at)
         return batch
 
 

@@ -96,6 +96,7 @@ def survey(
         if left == 0 or (broken >= _HOPELESS and not whole):
             break
     counted.close()
+    progress(f"reading {source.name}", size, size)
     parts = parts[: len(tallies)]
     examples = [example for tally in tallies for example in tally.examples][:_NAMED]
     _check(source, whole, broken, examples, max_broken, say)

@@ -12,6 +12,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
+from jaxlm.distributed import as_first_says, first_goes_first, is_first
 from jaxlm.errors import InputError
 from jaxlm.models.tree import Tree
 from jaxlm.training.step import TrainState
@@ -34,8 +35,9 @@ class Checkpoints:
 
     def __init__(self, directory: Path, keep: int):
         self._directory = directory.absolute()
-        for left in self._directory.glob(_IN_PROGRESS):  # by a process that was killed while saving
-            shutil.rmtree(left)
+        with first_goes_first("cleaning checkpoints"):
+            for left in self._directory.glob(_IN_PROGRESS):  # by a process that was killed while saving
+                shutil.rmtree(left)
         policies = [
             LatestN(keep),
             BestN(get_metric_fn=lambda metrics: -metrics[_LOSS], n=1, keep_checkpoints_without_metrics=False),
@@ -68,8 +70,19 @@ class Checkpoints:
 
     def _seal(self) -> None:
         """Write the checksums into the folder that Orbax is about to rename: what is committed is sealed."""
-        for folder in self._directory.glob(_IN_PROGRESS):
+        for folder in self._directory.glob(_IN_PROGRESS) if is_first() else ():
             (folder / _CHECKSUMS).write_text(json.dumps(dict(_checksums(folder))))
+
+
+def resume_from(directory: Path, say: Callable[[str], None]) -> int | None:
+    """The newest whole step, with newer, damaged ones set aside; every process of a job takes what the first finds."""
+    nothing = -1
+    newest = None
+    if is_first():
+        newest = newest_whole(directory, say)
+        _set_aside_damaged(directory, newest)
+    step = as_first_says(nothing if newest is None else newest)
+    return None if step == nothing else step
 
 
 def newest_whole(directory: Path, say: Callable[[str], None]) -> int | None:
@@ -101,7 +114,7 @@ def held_out_loss(directory: Path, step: int) -> float | None:
         return None
 
 
-def set_aside_damaged(directory: Path, newest: int | None) -> None:
+def _set_aside_damaged(directory: Path, newest: int | None) -> None:
     """Move checkpoints newer than the newest whole one to `damaged/`, so that their steps can be written again."""
     for step in _steps(directory):
         if newest is None or step > newest:

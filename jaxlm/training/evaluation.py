@@ -50,7 +50,7 @@ def evaluate(
     `step` is a compiled `training.step.Steps.evaluate`. Sums of losses are added in float64 on the host.
     """
     losses, tokens, ahead = 0.0, 0, None
-    for host in evaluation_batches(rows, batch, limit):
+    for host in evaluation_batches(rows, batch, limit, sharding.process_rows(batch, mesh)):
         ahead, done = step(parameters, sharding.put_batch(host, mesh)), ahead
         if done is not None:
             losses, tokens = losses + float(done[0]), tokens + int(done[1])

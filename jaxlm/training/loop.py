@@ -13,6 +13,7 @@ from jaxlm import sharding
 from jaxlm.data.dataset import Dataset
 from jaxlm.data.loader import training_batches
 from jaxlm.data.packing import Rows
+from jaxlm.distributed import Agreement, ending_when_one_is_lost, is_first
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.tree import Tree
 from jaxlm.training import checkpoints
@@ -82,12 +83,12 @@ class Trainer:
 
         Raises Diverged; what was saved until then stays.
         """
-        newest = checkpoints.newest_whole(self._directory, self._display.say)
-        checkpoints.set_aside_damaged(self._directory, newest)
+        newest = checkpoints.resume_from(self._directory, self._display.say)
         with (
             StopRequest() as stop,
             jax.set_mesh(self._mesh),
             Checkpoints(self._directory, self._checkpoint.keep) as saved,
+            ending_when_one_is_lost(),
         ):
             state = self._start(newest)
             return self._continue(newest or 0, state, saved, stop)
@@ -97,7 +98,8 @@ class Trainer:
         if step >= last:
             return Result(step, state.parameters, None)
 
-        batches = training_batches(self._rows, training.batch, training.seed, start=step)
+        share = sharding.process_rows(training.batch, self._mesh)
+        batches = training_batches(self._rows, training.batch, training.seed, start=step, share=share)
         batch = sharding.put_batch(next(batches), self._mesh)
         began = time.perf_counter()
         self._display.say("compiling the training step")
@@ -105,9 +107,11 @@ class Trainer:
         self._display.say(f"compiled in {time.perf_counter() - began:.1f} s")
 
         self._window.restart()
-        while step < last and stop.signal is None:
+        agreement = Agreement(self._mesh)
+        while step < last and not agreement.settled():
             state, metrics = train_step(state, batch)
             step += 1
+            agreement.propose(stop.signal or 0)
             # The next batch travels while this step runs; only then is the step before it looked at.
             batch = sharding.put_batch(next(batches), self._mesh)
             self._look_at_previous()
@@ -130,11 +134,12 @@ class Trainer:
         self._look_at_previous()
         if step < last:
             saved.save(state, None)
-        return Result(step, state.parameters, stop.signal)
+        return Result(step, state.parameters, signal.Signals(agreement.settled()) if step < last else None)
 
     def _start(self, newest: int | None) -> TrainState:
-        for file in (self._metrics, self._evaluations):
-            file.cut_after(newest or 0)
+        if is_first():
+            for file in (self._metrics, self._evaluations):
+                file.cut_after(newest or 0)
         if newest is None:
             return self._compiled.init()
         self._display.say(f"resuming from step {newest}")

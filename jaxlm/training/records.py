@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from jaxlm.distributed import is_first
+
 _VERSIONS = ("jaxlm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
 
 
@@ -39,7 +41,9 @@ class JsonLines:
         os.replace(partial, self.path)
 
     def append(self, row: dict[str, Any]) -> None:
-        """Write one line through to the operating system."""
+        """Write one line through to the operating system; in a job of several processes the first writes."""
+        if not is_first():
+            return
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 

@@ -78,22 +78,26 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: AdamW
         scale = 1.0 / jnp.maximum(targets, 1).astype(jnp.float32)
         working = cast(parameters, dtype)
 
-        def share(index: jax.Array | int, part: Batch) -> tuple[jax.Array, Tree]:
+        def share(working: Tree, index: jax.Array | int, part: Batch) -> tuple[jax.Array, Tree]:
             dropout = Dropout(training.dropout, jax.random.fold_in(key, index))
             return jax.value_and_grad(lambda p: summed_loss(p, part, dropout) * scale)(working)
 
         if training.microbatches == 1:
-            loss, grads = share(0, batch)
+            loss, grads = share(working, 0, batch)
             return loss, cast(grads, jnp.float32), targets
 
-        def add(total: tuple, part: tuple) -> tuple[tuple, None]:
-            return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, share(*part)), None
+        def accumulate(working: Tree, batch: Batch, part: jax.Array | int) -> tuple[jax.Array, Tree]:
+            def add(total: tuple, microbatch: tuple) -> tuple[tuple, None]:
+                return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, share(working, *microbatch)), None
 
-        # Each microbatch takes every M-th row, so that it lies on all devices without moving any row.
-        parts = {k: rearrange(x, "(B M) T -> M B T", M=training.microbatches) for k, x in batch.items()}
-        parts = {k: sharding.constrain(x, None, "batch", "sequence") for k, x in parts.items()}
-        nothing = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, parameters)
-        (loss, grads), _ = jax.lax.scan(add, nothing, (jnp.arange(training.microbatches), parts))
+            # Each microbatch takes every M-th row, so that it lies on all devices without moving any row.
+            parts = {k: rearrange(x, "(B M) T -> M B T", M=training.microbatches) for k, x in batch.items()}
+            parts = {k: sharding.constrain(x, None, "batch", "sequence") for k, x in parts.items()}
+            nothing = jnp.zeros((), jnp.float32), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), working)
+            indices = part * training.microbatches + jnp.arange(training.microbatches)
+            return jax.lax.scan(add, nothing, (indices, parts))[0]
+
+        loss, grads = sharding.summed_over_data(accumulate, working, batch)
         return loss, grads, targets
 
     def train(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:

@@ -1,0 +1,171 @@
+"""Several processes as one job: how they find one another, take turns, agree, and notice that one is lost."""
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jaxlm.errors import InputError
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+# A process that is silent for this long is lost, and the others end.
+_HEARTBEAT_S = 30
+# One process may prepare data for hours while the others wait.
+_TURN_S = 7 * 24 * 3600
+# What Slurm and Open MPI tell each of several processes: their number.
+_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+_TPU_HOSTS = "TPU_WORKER_HOSTNAMES"
+
+
+class Place(NamedTuple):
+    """Process `index` of `count`, which meet at `coordinator`, host:port of process 0."""
+
+    index: int
+    count: int
+    coordinator: str
+
+    @staticmethod
+    def parse(text: str) -> "Place":
+        """From INDEX/COUNT@HOST:PORT. Raises InputError."""
+        match = re.fullmatch(r"(\d+)/(\d+)@(\S+:\d+)", text)
+        if match is None or int(match[1]) >= int(match[2]):
+            raise InputError(f"--process {text!r} is not INDEX/COUNT@HOST:PORT, such as 0/2@127.0.0.1:9876")
+        return Place(int(match[1]), int(match[2]), match[3])
+
+
+def join(place: Place | None) -> None:
+    """Join the job: as told, or as Slurm, Open MPI or Cloud TPU tell; alone where nobody does.
+
+    Call it before anything asks JAX for devices.
+    """
+    launched = any(int(os.environ.get(name) or 1) > 1 for name in _LAUNCHERS) or "," in os.environ.get(_TPU_HOSTS, "")
+    if place is None and not launched:
+        return
+
+    import jax
+
+    _native_output_to_stderr()
+    noticed = {"heartbeat_timeout_seconds": _HEARTBEAT_S, "shutdown_timeout_seconds": _HEARTBEAT_S}
+    if place is None:
+        jax.distributed.initialize(**noticed)
+        return
+    host = place.coordinator.rpartition(":")[0]
+    bind = place.coordinator if host in ("127.0.0.1", "localhost", "[::1]") else None  # else on every interface
+    jax.distributed.initialize(
+        place.coordinator,
+        place.count,
+        place.index,
+        coordinator_bind_address=bind if place.index == 0 else None,
+        **noticed,
+    )
+
+
+def _native_output_to_stderr() -> None:
+    """Gloo reports its connections on standard output, which belongs to what the command prints."""
+    sys.stdout.flush()
+    ours = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(ours, "w", encoding=sys.stdout.encoding)
+
+
+def processes() -> int:
+    """How many processes the job has."""
+    return _state().num_processes or 1
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes and speaks for the job."""
+    return not _state().process_id
+
+
+def _state():
+    # jax.process_count() and jax.process_index() would start the backend, before it is told how many devices to make.
+    from jax._src import distributed
+
+    return distributed.global_state
+
+
+@contextmanager
+def first_goes_first(name: str) -> Iterator[None]:
+    """A block that process 0 leaves before the others enter it, so that they find what it made."""
+    first = is_first()
+    if not first:
+        _wait(name)
+    yield
+    if first:
+        _wait(name)
+
+
+def _wait(name: str) -> None:
+    if processes() > 1:
+        _state().client.wait_at_barrier(f"jaxlm {name}", timeout_in_ms=_TURN_S * 1000)
+
+
+@contextmanager
+def ending_when_one_is_lost() -> Iterator[None]:
+    """A block whose failed collectives mean that another process is gone: one line, and this process ends too, with
+    exit status 1. At once, for an orderly end would wait for the one that is lost."""
+    import jax
+
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if processes() == 1:
+            raise
+        reason = str(error).partition("\n")[0][:200]
+        print(
+            f"jaxlm: process {_state().process_id} of {processes()} lost another one ({reason}); start all of them "
+            "again and the run goes on from its newest checkpoint",
+            file=sys.stderr,
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def as_first_says(value: int) -> int:
+    """The value that process 0 has, on every process."""
+    if processes() == 1:
+        return value
+
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    return int(multihost_utils.broadcast_one_to_all(np.int64(value)))
+
+
+class Agreement:
+    """The largest of a number that each process proposes, known to all of them at the same step.
+
+    Proposals travel with the steps: `propose` starts, `settled` waits for the last one proposed.
+    """
+
+    def __init__(self, mesh: "Mesh"):
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        self._alone = processes() == 1
+        self._lies = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        self._size = mesh.size
+        self._proposed: Any = 0
+
+    def propose(self, number: int) -> None:
+        """Offer this process's number; every process calls it once per step."""
+        import jax
+        import numpy as np
+
+        if self._alone:
+            self._proposed = number
+        else:
+            flags = jax.make_array_from_callback((self._size,), self._lies, lambda _: np.full(1, number, np.int32))
+            self._proposed = self._largest(flags)
+
+    def settled(self) -> int:
+        """The largest of the last proposals."""
+        return int(self._proposed)

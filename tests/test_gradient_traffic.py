@@ -1,0 +1,110 @@
+"""Gradients cross the `data` axis once per step, outside the loops over microbatches and layers, on every compiler."""
+
+import platform
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from jax.experimental import topologies
+
+from jaxlm import sharding
+from jaxlm.training.step import jit_steps, make_steps
+
+COLLECTIVE = re.compile(r"\s(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
+CALLED = re.compile(r"(?:calls|to_apply|body|condition|branch_computations)=\{?((?:%?[\w.-]+(?:, )?)+)")
+LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}")
+COUNTED = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+
+
+def collectives(text: str) -> tuple[list[str], list[str]]:
+    """The lines (inside loops, and outside them) of a compiled program's text that send between devices."""
+    lines: dict[str, list[str]] = {}
+    name = ""
+    for line in text.splitlines():
+        if match := COMPUTATION.match(line):
+            name = match[1]
+        lines.setdefault(name, []).append(line)
+    called = {
+        name: {callee.lstrip("%") for line in body for m in CALLED.finditer(line) for callee in m[1].split(", ")}
+        for name, body in lines.items()
+    }
+    looping, waiting = set(), re.findall(r"body=%?([\w.-]+)", text)
+    while waiting:
+        name = waiting.pop()
+        if name not in looping:
+            looping.add(name)
+            waiting += called.get(name, ())
+    inside, outside = [], []
+    for name, body in lines.items():
+        (inside if name in looping else outside).extend(line for line in body if COLLECTIVE.search(line))
+    return inside, outside
+
+
+def groups(line: str) -> list[list[int]]:
+    """Which devices, by their place in the mesh, a collective joins; one group of all where it names none."""
+    if match := LISTED.search(line):
+        return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", match[1])]
+    if match := COUNTED.search(line):
+        shape = [int(n) for n in match[3].split(",")]
+        order = [int(n) for n in match[4].split(",")] if match[4] else range(len(shape))
+        return np.arange(np.prod(shape)).reshape(shape).transpose(order).reshape(int(match[1]), -1).tolist()
+    raise AssertionError(f"groups in an unknown syntax: {line}")
+
+
+def training_step(mesh, dtype: str) -> str:
+    """The text of a compiled step of four microbatches on a mesh, perhaps of devices that are not here."""
+    steps = make_steps(tiny.model(), tiny.training(dtype=dtype, microbatches=4, batch=32), tiny.optimization())
+    state = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        jax.eval_shape(steps.init),
+        steps.shardings(mesh),
+    )
+    lies = sharding.sharding(("batch", "sequence"), (32, tiny.CONTEXT), mesh)
+    names = ("tokens", "targets", "segments", "positions")
+    batch = {name: jax.ShapeDtypeStruct((32, tiny.CONTEXT), jnp.int32, sharding=lies) for name in names}
+    with jax.set_mesh(mesh):
+        return jit_steps(steps, mesh).train.lower(state, batch).compile().as_text()
+
+
+# Where programs for TPU and CUDA can be compiled without either.
+ELSEWHERE = sys.platform == "linux" and platform.machine() == "x86_64"
+MESHES = [(4, 1, 1), (2, 2, 1), (2, 1, 2)]
+
+
+def check(mesh: tuple[int, int, int], devices, dtype: str) -> None:
+    inside, outside = collectives(training_step(sharding.make_mesh(*mesh, devices), dtype))
+    beneath = mesh[1] * mesh[2]  # devices of one place on the data axis, which is outermost
+    assert bool(inside) == (beneath > 1)
+    crossing = [line for line in inside if any(len({n // beneath for n in group}) > 1 for group in groups(line))]
+    assert not crossing
+    assert any("all-reduce" in line for line in outside)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_on_cpu(mesh):
+    check(mesh, jax.devices(), "float32")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ELSEWHERE, reason="its compilers are for Linux on x86-64")
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_on_tpu(mesh, monkeypatch):
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # there is no machine to ask
+    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
+    check(mesh, topology.devices, "bfloat16")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ELSEWHERE, reason="its compilers are for Linux on x86-64")
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_on_cuda(mesh):
+    chip = (Path(__file__).parent / "h200.txtpb").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", target_config=chip, topology="1x1x4")
+    check(mesh, topology.devices, "bfloat16")

@@ -6,7 +6,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_origin
 
 import tomli_w
 from pydantic import Field, PositiveInt, ValidationError
@@ -263,7 +263,7 @@ def _did_you_mean(key: str, values: dict[str, Any]) -> str:
     section, _, name = key.rpartition(".")
     if kinds := [kind_of(s) for s in _sections_at(section) if name in s.model_fields]:
         return f"; it is a key of {section}.kind = {' or '.join(map(repr, kinds))}"
-    known = sorted(set(_keys(Experiment, values)))
+    known = sorted({_like(known, key) for known in _keys(Experiment, values)})
     siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
     near = [f"{section}.{n}".lstrip(".") for n in difflib.get_close_matches(name, siblings, 1)]
     near = near or [k for k in known if k.rpartition(".")[2] == name]
@@ -282,10 +282,21 @@ def _sections_at(key: str) -> list[type[Section]]:
     return list(dict.fromkeys(sections))
 
 
+_NAME = "NAME"
+
+
+def _like(known: str, key: str) -> str:
+    """A known key with the name that `key` gives to the table it may be about."""
+    before, named, after = known.partition(f".{_NAME}.")
+    given = key.removeprefix(f"{before}.")
+    return f"{before}.{given.partition('.')[0]}.{after}" if named and given != key else known
+
+
 def _keys(section: type[Section], values: Any, prefix: str = "") -> Iterator[str]:
     """The dotted keys of a section and those below it, of the kinds that the values choose."""
     for name, field in section.model_fields.items():
         yield prefix + name
         inside = values.get(name) if isinstance(values, dict) else None
+        name += f".{_NAME}" * (get_origin(field.annotation) is dict)
         for inner in chosen(field.annotation, inside):
             yield from _keys(inner, inside, f"{prefix}{name}.")

@@ -121,7 +121,8 @@ def test_a_resolved_file_holds_every_key():
     """A default that changes later does not change an old run."""
     written = flat(config.tomllib.loads(load(SMALL).to_toml()))
     missing = flat(load(SMALL).model_dump()).keys() - written.keys()
-    assert missing == {"model.position.scaling", "training.ema_decay"}  # None cannot be written
+    missing_keys = {"model.position.scaling", "training.ema_decay", "data.documents"}
+    assert missing == missing_keys  # None cannot be written
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
@@ -442,6 +443,9 @@ def test_a_key_of_two_lines_is_refused_in_one():
         ("data.text=5", ["data.text = 5"]),
         ("data.held_out=1", ["data.held_out = 1", "less than 1"]),
         ("data.held_out=0.0", ["data.held_out = 0.0", "greater than 0"]),
+        ("data.sources.web.text=a.txt", ["data.text and data.sources are both given", "[data.sources.NAME]"]),
+        ("data.max_broken=1", ["data.max_broken = 1", "less than 1"]),
+        ("data.documents=0", ["data.documents = 0", "greater than 0"]),
         ("data.tokenizer=gpt2", ["data.tokenizer", "gpt2", "bytes, characters, bpe", "tokenizer.json"]),
         ("mesh.fsdp=0", ["mesh.fsdp = 0", "greater than 0"]),
         ("mesh.fsdp=most", ["mesh.fsdp = 'most'", "all"]),
@@ -579,3 +583,73 @@ def test_a_base_may_have_a_base_but_not_itself(tmp_path):
     assert (model.layers, model.context) == (7, 32) and model.width == load(SMALL).model.width
     with pytest.raises(InputError, match="leads back to itself"):
         load(write(tmp_path / "d.toml", '[model]\nbase = "d.toml"\n'))
+
+
+MIXED = Path("mixed.toml")
+SOURCES = """
+[data.sources.web]
+text = "web.jsonl.zst"
+weight = 3
+
+[data.sources.code]
+text = ["code/", "more.py"]
+field = "content"
+"""
+
+
+@pytest.fixture
+def mixed(place):
+    MIXED.write_text(CONTENT.replace('text = "stdlib"', "") + SOURCES)
+    return MIXED
+
+
+def test_sources_are_mixed_by_their_share_of_all_weights(mixed):
+    described = load(mixed).data.described()
+    assert list(described) == ["data.sources.web.text", "data.sources.code.text"]
+    web, code = described.values()
+    assert (web.text, web.field, web.weight) == (("web.jsonl.zst",), "text", 0.75)
+    assert (code.text, code.field, code.weight) == (("code/", "more.py"), "content", 0.25)
+
+
+def test_one_text_is_one_source():
+    (source,) = load(SMALL, ["data.text=a.jsonl", "data.field=content"]).data.described().values()
+    assert (source.text, source.field, source.weight) == (("a.jsonl",), "content", 1.0)
+
+
+def test_what_is_said_for_all_sources_holds_where_one_says_nothing(mixed):
+    web, code = load(mixed, ["data.field=body", "data.documents=7"]).data.described().values()
+    assert (web.field, web.documents, code.field, code.documents) == ("body", 7, "content", 7)
+
+
+def test_a_mixture_loads_back_the_same(mixed, tmp_path):
+    written = tmp_path / "written.toml"
+    written.write_text(load(mixed).to_toml())
+    assert load(written) == load(mixed)
+
+
+def test_sources_come_from_the_command_line_too(mixed):
+    web, code, new = (
+        load(mixed, ["data.sources.code.weight=9", "data.sources.new.text=n.txt"]).data.described().values()
+    )
+    assert (web.weight, code.weight, new.weight) == (3 / 13, 9 / 13, 1 / 13)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("data.text=a.txt", ["data.text and data.sources are both given"]),
+        ("data.sources.web.weight=0", ["data.sources.web.weight = 0", "greater than 0"]),
+        ("data.sources.web.text=[]", ["data.sources.web.text", "no text"]),
+        ("data.sources.new.weight=1", ["data.sources.new.text is missing"]),
+        ("data.sources.web=a.txt", ["[data.sources.web]"]),
+        ("data.sources.web.wait=1", ["did you mean data.sources.web.weight?"]),
+        (
+            "data.sources.web.tokenizer=bytes",
+            ["unknown key data.sources.web.tokenizer", "did you mean data.tokenizer?"],
+        ),
+        ("data.sources.a b.text=a.txt", ["'a b'", "letters, digits"]),
+    ],
+)
+def test_a_source_that_is_none_is_refused(mixed, override, says):
+    said = refusal(override, path=mixed)
+    assert not [part for part in says if part not in said], said

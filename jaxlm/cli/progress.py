@@ -1,9 +1,12 @@
 """What a person sees of a long run: a live bar on a terminal, plain lines elsewhere, always on standard error."""
 
+import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+_SECONDS_BETWEEN_LINES = 10.0
 
 
 class Bar:
@@ -23,20 +26,46 @@ class Bar:
             disable=not self._console.is_terminal,
         )
         self._task = self._bar.add_task("step", total=steps, metrics="")
+        self._reading: Progress | None = None
+        self._said = time.monotonic()
 
     def __enter__(self) -> "Bar":
-        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
+        self._end_reading()
 
     def say(self, line: str) -> None:
         """A line of its own, above the bar."""
         self._console.print(line, markup=False, soft_wrap=True)
 
+    def progress(self, doing: str, done: int, size: int) -> None:
+        """How many of how many bytes are done, before the first step: a bar of their own; where there is none, a line
+        now and then."""
+        if self._bar.disable:
+            if time.monotonic() - self._said > _SECONDS_BETWEEN_LINES and done < size:
+                self._said = time.monotonic()
+                self.say(f"{doing}: {done / 1e6:,.0f} of {size / 1e6:,.0f} MB")
+            return
+        if self._reading is None:
+            columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(compact=True)
+            self._reading = Progress(*columns, console=self._console, transient=True)
+            self._reading.add_task(doing)
+            self._reading.start()
+        self._reading.update(self._reading.task_ids[0], description=doing, completed=done, total=size)
+        if done >= size:
+            self._end_reading()
+
+    def _end_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.stop()
+            self._reading = None
+
     def advance(self, step: int, metrics: dict[str, Any] | None) -> None:
         """Move the bar; where there is none, print the metrics."""
+        self._end_reading()  # a terminal shows one at a time
+        self._bar.start()
         if metrics is None:
             self._bar.update(self._task, completed=step)
             return

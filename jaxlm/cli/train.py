@@ -31,7 +31,7 @@ def main(arguments: argparse.Namespace) -> int:
     distributed.join(arguments.process and distributed.Place.parse(arguments.process))
     with Bar(experiment.training.steps, quiet=not distributed.is_first()) as bar:
         with distributed.first_goes_first("data"):
-            dataset = prepare(experiment.data, experiment.model.vocabulary, bar.say)
+            dataset = prepare(experiment.data, experiment.model.vocabulary, bar.say, bar.progress)
 
         from jaxlm.cli.devices import describe, make_mesh
         from jaxlm.models.tree import parameter_count
@@ -109,7 +109,7 @@ def _sample(experiment, dataset, parameters, mesh, prompt_tokens: int = 32, max_
     from jaxlm.models.tree import abstract
     from jaxlm.training.step import cast
 
-    model, store = experiment.model, dataset.held_out
+    model, store = experiment.model, max(dataset.sources.values(), key=lambda source: source.weight).held_out
     longest = int(store.lengths.argmax())
     given = min(prompt_tokens, model.context // 2, int(store.lengths[longest]))
     prompt = store.read(longest, 0, given).tolist()

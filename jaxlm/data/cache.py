@@ -1,5 +1,6 @@
 """Folders that are either whole or not there."""
 
+import fcntl
 import os
 import shutil
 import uuid
@@ -26,3 +27,12 @@ def building(directory: Path) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time; the lock goes with the process that holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,13 +1,15 @@
 """Where text comes from and how it becomes tokens. Imports no JAX."""
 
 import os
+import re
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from jaxlm.schema import Section
 
 STANDARD_LIBRARY = "stdlib"
+HUGGING_FACE = "hf:"  # begins the name of a dataset there
 TOKENIZERS = ("bytes", "characters", "bpe")
 
 
@@ -15,35 +17,88 @@ def _cache() -> str:
     return os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "jaxlm")
 
 
+def _some(text: tuple[str, ...]) -> tuple[str, ...]:
+    if not all(text) or not text:
+        raise ValueError('names no text; give files, directories or globs, or "stdlib"')
+    return text
+
+
+def _known(tokenizer: str) -> str:
+    if tokenizer not in TOKENIZERS and not tokenizer.endswith(".json"):
+        raise ValueError(f'"{tokenizer}" is none of {", ".join(TOKENIZERS)} and no path of a tokenizer.json')
+    return tokenizer
+
+
+Text = Annotated[
+    tuple[str, ...],
+    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+    AfterValidator(_some),
+]
+
+
+class SourceConfig(Section):
+    """One text of a mixture. `field` and `documents` are those of [data] where they are not given; of the rows of a
+    batch a source gives its share of all weights."""
+
+    text: Text
+    field: str | None = None
+    documents: PositiveInt | None = None
+    weight: PositiveFloat = 1.0
+
+
 class DataConfig(Section):
     """Text, tokenizer and split.
 
-    `text`: files, directories and globs of `.txt`, `.md` and `.py`; "stdlib" is the Python standard library's
-    own sources, found on every machine. `tokenizer`: "bytes", "characters", "bpe" (trained on the text, as
-    large as `model.vocabulary`) or the path of a `tokenizer.json`. `held_out`: the share of documents (of one
-    document: its end) that training never sees. `cache`: where token shards are kept.
+    `text`: files, directories and globs of `.txt`, `.md`, `.py` (a file is a document), `.jsonl`, `.jsonl.gz`,
+    `.jsonl.zst` and `.parquet` (a line or row is one, its text in `field`); "stdlib" is the Python standard library's
+    own sources, found on every machine; "hf:OWNER/NAME:CONFIG@SPLIT" streams from Hugging Face, configuration and
+    split (train) where they are needed. In its place `sources`, by name, are mixed by their weights.
+    `documents`: take the first so many of a source; a Hugging Face source needs it.
+    `max_broken`: the share of a source's documents that may be unreadable, and are then left out.
+    `tokenizer`: "bytes", "characters", "bpe" (trained on the text, as large as `model.vocabulary`) or the path of a
+    `tokenizer.json`. `held_out`: the share of a source's documents (of a single document: its end) that training
+    never sees. `cache`: where token shards are kept.
     """
 
-    text: tuple[str, ...] = (STANDARD_LIBRARY,)
-    tokenizer: str = "bpe"
+    text: Text | None = None
+    field: Annotated[str, Field(min_length=1)] = "text"
+    documents: PositiveInt | None = None
+    sources: dict[str, SourceConfig] = Field(default_factory=dict)
+    max_broken: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.001
+    tokenizer: Annotated[str, AfterValidator(_known)] = "bpe"
     held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     cache: str = Field(default_factory=_cache)
 
-    @field_validator("text", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _one_or_many(cls, value):
-        return (value,) if isinstance(value, str) else value
+    def _the_standard_library_unless_said(cls, values):
+        if isinstance(values, dict) and not values.get("sources") and values.get("text") is None:
+            return {**values, "text": STANDARD_LIBRARY}
+        return values
 
-    @field_validator("text")
-    @classmethod
-    def _some(cls, value):
-        if not all(value) or not value:
-            raise ValueError('names no text; give files, directories or globs, or "stdlib"')
-        return value
+    @model_validator(mode="after")
+    def _consistent(self):
+        if self.text and self.sources:
+            raise ValueError(
+                "data.text and data.sources are both given; leave one out, or make the text one of the sources: "
+                "[data.sources.NAME]"
+            )
+        for name in self.sources:  # it becomes a key of results
+            if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+                raise ValueError(f"data.sources.{name!r} is no name of letters, digits, _ and -")
+        return self
 
-    @field_validator("tokenizer")
-    @classmethod
-    def _known(cls, value):
-        if value not in TOKENIZERS and not value.endswith(".json"):
-            raise ValueError(f'"{value}" is none of {", ".join(TOKENIZERS)} and no path of a tokenizer.json')
-        return value
+    def described(self) -> dict[str, SourceConfig]:
+        """The sources, whole, by the key under which their text is configured; weights add up to 1."""
+        given = {f"data.sources.{name}.text": source for name, source in self.sources.items()}
+        given = given or {"data.text": SourceConfig(text=self.text)}
+        total = sum(source.weight for source in given.values())
+        return {
+            key: SourceConfig(
+                text=source.text,
+                field=source.field or self.field,
+                documents=source.documents or self.documents,
+                weight=source.weight / total,
+            )
+            for key, source in given.items()
+        }

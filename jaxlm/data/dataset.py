@@ -2,115 +2,167 @@
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxlm.data import tokenizers
-from jaxlm.data.cache import building
+from jaxlm.data.cache import building, locked
 from jaxlm.data.config import DataConfig
-from jaxlm.data.sources import find_files, read_documents, split
-from jaxlm.data.store import TokenStore, predicted_bytes, write_store
+from jaxlm.data.sources import Source, find_sources
+from jaxlm.data.store import TokenStore
+from jaxlm.data.survey import Progress, Survey, survey
 from jaxlm.data.tokenizers import Tokenizer
+from jaxlm.data.tokenizing import SIDES, TRAINING_BYTES, tokenize, train_bpe, train_characters
 from jaxlm.errors import InputError
 
-_FORMAT = 1  # of what lies in the cache; another number makes everything anew
+_FORMAT = 2  # of what lies in the cache; another number makes everything anew
+
+
+class SplitSource(NamedTuple):
+    """A source's tokens: what is trained on, what is held out, and its share of the rows of a batch."""
+
+    train: TokenStore
+    held_out: TokenStore
+    weight: float
+
+    @property
+    def held_out_bytes(self) -> int:
+        """UTF-8 bytes that the held-out targets stand for."""
+        return self.held_out.predicted_bytes
 
 
 class Dataset(NamedTuple):
-    """Two tokenized splits. `digest` identifies tokens and tokenizer, wherever the files lie."""
+    """Tokenized sources, by name. `digest` identifies tokens, tokenizer and weights, wherever the files lie."""
 
     tokenizer: Tokenizer
-    train: TokenStore
-    held_out: TokenStore
-    held_out_bytes: int
+    sources: dict[str, SplitSource]
     digest: str
 
+    @property
+    def held_out_bytes(self) -> int:
+        """UTF-8 bytes that the held-out targets of all sources stand for."""
+        return sum(source.held_out_bytes for source in self.sources.values())
 
-def prepare(data: DataConfig, vocabulary: int, say: Callable[[str], None] = lambda line: None) -> Dataset:
+
+def prepare(
+    data: DataConfig,
+    vocabulary: int,
+    say: Callable[[str], None] = lambda line: None,
+    progress: Progress = lambda doing, done, size: None,
+) -> Dataset:
     """The dataset that the configuration describes, from the cache where it is there.
 
     Raises InputError for text that cannot be read, or a tokenizer with more tokens than `vocabulary`.
     """
-    files = find_files(data.text)
-    directory = Path(data.cache).expanduser() / "datasets" / _fingerprint(data, vocabulary, files)
-    if not (directory / "manifest.json").is_file():
-        documents = list(read_documents(files))
-        existing = next(p for p in directory.absolute().parents if p.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
-            raise InputError(f"data.cache: {data.cache} cannot be written; set it to a folder that can")
+    sources, cache = find_sources(data, say), _Cache(data, say, progress)
+    try:
+        tokenizer = cache.tokenizer(sources, vocabulary)
+        found = {source.name: cache.split(source, tokenizer) for source in sources}
+    except BrokenProcessPool:
+        raise InputError("a process that read text was killed, perhaps for its memory; start again to go on") from None
+    identity = [tokenizer.to_json()]
+    for name, (source, digest) in found.items():
+        for side, store in (("training", source.train), ("held-out", source.held_out)):
+            if not store.targets:  # a loss of nothing would look perfect
+                raise InputError(f"data.held_out = {data.held_out} leaves no target in the {side} text; give more text")
+        identity += [name, str(source.weight), digest]
+    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    return Dataset(tokenizer, {name: source for name, (source, _) in found.items()}, digest)
+
+
+def tokenize_whole(data: DataConfig, text: str, tokenizer: Tokenizer) -> TokenStore:
+    """Other text than `data` has, read as it says, as one store. Raises InputError as `prepare` does."""
+    data = data.model_copy(update={"text": (text,), "sources": {}, "held_out": 1.0})
+    (source,) = find_sources(data, _nobody)
+    return _Cache(data, _nobody, _nobody).split(source, tokenizer)[0].held_out
+
+
+def _nobody(*_: object) -> None:
+    """Nobody watches."""
+
+
+class _Cache:
+    """Tokenizers and tokens under `data.cache`, each in a folder named by all that shapes it."""
+
+    def __init__(self, data: DataConfig, say: Callable[[str], None], progress: Progress):
+        self._data, self._say, self._progress = data, say, progress
+        self._folder = Path(data.cache).expanduser()
+        self._surveys: dict[str, Survey] = {}
+
+    def tokenizer(self, sources: Sequence[Source], vocabulary: int) -> Tokenizer:
+        """The tokenizer of the configuration, trained if it must be; of at most `vocabulary` tokens."""
+        match kind := self._data.tokenizer:
+            case "bytes":
+                return _fitting(tokenizers.bytes_tokenizer(), vocabulary)
+            case "characters":
+                shaped_by = {}
+            case "bpe":
+                shaped_by = {"vocabulary": vocabulary, "held_out": self._data.held_out}
+            case path:
+                return _fitting(tokenizers.load(Path(path).expanduser()), vocabulary)
+        described = {"tokenizer": kind, **shaped_by, "sources": [source.described() for source in sources]}
+        directory = self._directory("tokenizers", described)
+        if not directory.is_dir():
+            tokenizer = _fitting(self._train(kind, sources, vocabulary), vocabulary)
+            with self._writing(), building(directory) as folder:
+                tokenizer.save(folder / "tokenizer.json")
+        return _fitting(tokenizers.load(directory / "tokenizer.json"), vocabulary)
+
+    def split(self, source: Source, tokenizer: Tokenizer) -> tuple[SplitSource, str]:
+        """A source's tokens, tokenized if they must be, and a digest of them."""
+        shaped_by = {"tokenizer": tokenizer.to_json(), "held_out": self._data.held_out}
+        directory = self._directory("datasets", {**shaped_by, **source.described()})
+        if not directory.is_dir():
+            survey = self._survey(source)
+            with self._writing(), locked(self._folder / "locks" / directory.name):
+                if not directory.is_dir():  # nobody else was first
+                    self._say(f"tokenizing {_shown(survey.train_bytes + survey.held_out_bytes)} of {source.name}")
+                    tokenize(survey, tokenizer, directory, self._progress)
+        train, held_out = (TokenStore(directory / side) for side in SIDES)
+        digest = json.loads((directory / "manifest.json").read_text())["digest"]
+        return SplitSource(train, held_out, source.weight), digest
+
+    def _train(self, kind: str, sources: Sequence[Source], vocabulary: int) -> Tokenizer:
+        surveys = [self._survey(source) for source in sources]
+        if kind == "characters":
+            return train_characters(surveys, self._progress)
+        size = sum(survey.train_bytes for survey in surveys)
+        some = f" {_shown(TRAINING_BYTES)} of" if size > TRAINING_BYTES else ""
+        self._say(f"training a BPE tokenizer of {vocabulary} tokens on{some} {_shown(size)}")
+        return train_bpe(surveys, vocabulary, self._progress)
+
+    def _survey(self, source: Source) -> Survey:
+        if source.name not in self._surveys:
+            found = survey(source, self._data.held_out, self._data.max_broken, self._say, self._progress)
+            self._surveys[source.name] = found
+        return self._surveys[source.name]
+
+    def _directory(self, kind: str, described: dict[str, Any]) -> Path:
+        described = json.dumps({"format": _FORMAT, **described})
+        return self._folder / kind / hashlib.sha256(described.encode()).hexdigest()[:20]
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
         try:
-            _build(directory, data, vocabulary, documents, say)
+            yield
         except OSError as error:
-            raise InputError(f"data.cache: {directory.parent} cannot be written ({error.strerror})") from error
-    manifest = json.loads((directory / "manifest.json").read_text())
-    tokenizer = tokenizers.load(directory / "tokenizer.json")
-    _check_vocabulary(tokenizer, vocabulary)
-    train, held_out = TokenStore(directory / "train"), TokenStore(directory / "held_out")
-    for side, store in (("training", train), ("held-out", held_out)):
-        if not (store.lengths > 1).any():  # a loss of nothing would look perfect
-            raise InputError(f"data.held_out = {data.held_out} leaves no target in the {side} text; give more text")
-    return Dataset(tokenizer, train, held_out, manifest["held_out_bytes"], manifest["digest"])
+            raise InputError(
+                f"data.cache: {self._data.cache} cannot be written ({error.strerror or error}); "
+                "set it to a folder that can"
+            ) from error
 
 
-def _fingerprint(data: DataConfig, vocabulary: int, files: list[Path]) -> str:
-    """Changes whenever a file, or a choice that shapes the tokens, does."""
-    described = {
-        "format": _FORMAT,
-        "tokenizer": data.tokenizer,
-        "held_out": data.held_out,
-        "files": [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files],
-    }
-    if data.tokenizer == "bpe":
-        described["vocabulary"] = vocabulary
-    elif data.tokenizer.endswith(".json"):
-        described["tokenizer"] = tokenizers.load(Path(data.tokenizer).expanduser()).to_json()
-    return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:20]
-
-
-def _build(
-    directory: Path, data: DataConfig, vocabulary: int, documents: list[str], say: Callable[[str], None]
-) -> None:
-    if not documents:
-        raise InputError(f"data.text: the files of {', '.join(data.text)} are empty")
-    train, held_out = split(documents, data.held_out)
-    if data.tokenizer == "bpe":
-        say(f"training a BPE tokenizer of {vocabulary} tokens on {_size(train)}")
-    tokenizer = _tokenizer(data.tokenizer, vocabulary, train, documents)
-    _check_vocabulary(tokenizer, vocabulary)
-
-    say(f"tokenizing {_size(documents)}")
-    with building(directory) as folder:
-        tokenizer.save(folder / "tokenizer.json")
-        digest = hashlib.sha256(tokenizer.to_json().encode())
-        for name, texts in (("train", train), ("held_out", held_out)):
-            write_store(folder / name, texts, tokenizer)
-            for file in sorted((folder / name).iterdir()):
-                digest.update(file.read_bytes())
-        manifest = {"digest": digest.hexdigest(), "held_out_bytes": predicted_bytes(held_out, tokenizer)}
-        (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
-def _tokenizer(kind: str, vocabulary: int, train: list[str], documents: list[str]) -> Tokenizer:
-    match kind:
-        case "bytes":
-            return tokenizers.bytes_tokenizer()
-        case "characters":
-            return tokenizers.characters_tokenizer(documents)
-        case "bpe":
-            return tokenizers.train_bpe(train, vocabulary)
-        case path:
-            return tokenizers.load(Path(path).expanduser())
-
-
-def _check_vocabulary(tokenizer: Tokenizer, vocabulary: int) -> None:
+def _fitting(tokenizer: Tokenizer, vocabulary: int) -> Tokenizer:
     if tokenizer.vocabulary > vocabulary:
         raise InputError(
             f"model.vocabulary = {vocabulary} is smaller than the tokenizer's {tokenizer.vocabulary}; "
             f"set model.vocabulary={tokenizer.vocabulary} or more"
         )
+    return tokenizer
 
 
-def _size(texts: Iterable[str]) -> str:
-    return f"{sum(map(len, texts)) / 1e6:.1f} M characters"
+def _shown(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -13,15 +13,17 @@ _ENDLESS = 2**62  # steps
 
 
 def training_batches(
-    rows: Rows, batch: int, seed: int, start: int, share: Sequence[int] | None = None
+    sources: Sequence[tuple[Rows, float]], batch: int, seed: int, start: int, share: Sequence[int] | None = None
 ) -> Iterator[Batch]:
-    """Endless batches, int32 [batch, T] each, from step `start` on; every epoch in a new order.
+    """Endless batches, int32 [batch, T] each, from step `start` on; rows of each source by its weight, evenly, and in
+    a new order every time all of its rows have been.
 
     Batch i is the same however often, and from wherever, reading begins: the step is the loader's whole state.
     `share` names the rows of each batch to read, where a process needs no others; arrays then hold these alone.
     Grain reads ahead in threads.
     """
-    endless = grain.MapDataset.source(rows).shuffle(seed=seed).repeat()
+    shuffled = [grain.MapDataset.source(rows).shuffle(seed=seed).repeat() for rows, _ in sources]
+    endless = grain.MapDataset.mix(shuffled, [weight for _, weight in sources])
     share = range(batch) if share is None else share
 
     def read(step: int) -> Batch:

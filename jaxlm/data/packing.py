@@ -69,7 +69,7 @@ class Rows:
     """
 
     def __init__(self, store: TokenStore, sequence: int):
-        self._store, self.sequence = store, sequence
+        self.store, self.sequence = store, sequence
         index = store.directory / f"rows-{sequence}"
         if not index.is_dir():
             pieces, rows = pack(store.lengths, sequence)
@@ -91,7 +91,7 @@ class Rows:
         at = 0
         for segment, piece in enumerate(self._pieces[self._rows[row] : self._rows[row + 1]], start=1):
             document, start, length = (int(x) for x in piece)
-            text = self._store.read(document, start, length + 1)
+            text = self.store.read(document, start, length + 1)
             here = slice(at, at + length)
             batch["tokens"][here], batch["targets"][here] = text[:-1], text[1:]
             batch["segments"][here], batch["positions"][here] = segment, np.arange(length)

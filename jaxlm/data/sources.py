@@ -1,16 +1,17 @@
-"""Text on disk: which files a configuration means, and the documents in them."""
+"""Which files a configuration means."""
 
 import glob
-import hashlib
+import os
 import sysconfig
-import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from jaxlm.data.config import STANDARD_LIBRARY
+from jaxlm.data import huggingface
+from jaxlm.data.config import HUGGING_FACE, STANDARD_LIBRARY, DataConfig
+from jaxlm.data.formats import SUFFIXES
 from jaxlm.errors import InputError
 
-SUFFIXES = (".txt", ".md", ".py")
 _KINDS = ", ".join(SUFFIXES)
 # In the standard library's folder, but not its sources: installed packages, build outputs, and the tests,
 # which are larger than everything else together.
@@ -19,86 +20,80 @@ _NOT_STANDARD_LIBRARY = {
 }  # fmt: skip
 
 
-def find_files(text: Iterable[str]) -> list[Path]:
-    """The files that `data.text` means, without doubles, in an order that does not depend on the file system.
+class Source(NamedTuple):
+    """One text: its name, the key that configures it, its files, the field of their records that holds the text, how
+    many documents to take if not all, and its share of the rows of a batch."""
+
+    name: str
+    key: str
+    files: tuple[Path, ...]
+    field: str
+    documents: int | None
+    weight: float
+
+    def described(self) -> dict[str, Any]:
+        """What changes whenever its documents may have; JSON."""
+        files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self.files]
+        return {"field": self.field, "documents": self.documents, "files": files}
+
+
+def find_sources(data: DataConfig, say: Callable[[str], None]) -> list[Source]:
+    """The sources of a configuration. What lies at Hugging Face is fetched into the cache first.
 
     Raises InputError for an entry that names nothing, or nothing that is text.
     """
-    found: dict[Path, None] = {}
-    for entry in text:
-        found.update(dict.fromkeys(_find(entry)))
-    return list(found)
+    cache = Path(data.cache).expanduser()
+    found = []
+    for key, source in data.described().items():
+        files: dict[Path, None] = {}
+        for entry in source.text:
+            if entry.startswith(HUGGING_FACE):
+                fetched = huggingface.fetch(entry, source.field, source.documents, cache, key, say)
+                files.update(dict.fromkeys(fetched))
+            else:
+                files.update(dict.fromkeys(_find(entry, key)))
+        name = key.split(".")[-2]
+        found.append(Source(name, key, _without_doubles(files), source.field, source.documents, source.weight))
+    return found
 
 
-def _find(entry: str) -> list[Path]:
+def _without_doubles(files: Iterable[Path]) -> tuple[Path, ...]:
+    """Files by the first name they have here: a link may lack the suffix of what it leads to, or the other way."""
+    seen: dict[Path, Path] = {}
+    for path in files:
+        seen.setdefault(path.resolve(), Path(os.path.abspath(path)))
+    return tuple(seen.values())
+
+
+def _find(entry: str, key: str) -> list[Path]:
+    """The files that an entry means, in an order that does not depend on the file system."""
     if entry == STANDARD_LIBRARY:
         return _standard_library()
     try:
         path = Path(entry).expanduser()
         is_file, is_dir = path.is_file(), path.is_dir()
     except (OSError, RuntimeError, ValueError) as error:  # a name too long, a user who is not, a null byte
-        raise InputError(f"data.text: {entry} is no name of {_KINDS} files ({error})") from None
+        raise InputError(f"{key}: {entry} is no name of {_KINDS} files ({error})") from None
     if is_file:
-        if path.suffix not in SUFFIXES:
-            raise InputError(f"data.text: {entry} is not text; give {_KINDS} files")
-        return [path.resolve()]
+        if not _is_text(path):
+            raise InputError(f"{key}: {entry} is not text; give {_KINDS} files")
+        return [path]
     if is_dir:
-        files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+        files = sorted(p for p in path.rglob("*") if _is_text(p))
         if not files:
-            raise InputError(f"data.text: no {_KINDS} files under {entry}")
-        return [p.resolve() for p in files]
-    matches = sorted(Path(p) for p in glob.glob(str(path), recursive=True))
-    files = [p for p in matches if p.suffix in SUFFIXES and p.is_file()]
+            raise InputError(f"{key}: no {_KINDS} files under {entry}")
+        return files
+    files = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if _is_text(p))
     if not files:
-        raise InputError(f"data.text: {entry} is no file, directory or glob of {_KINDS} files here")
-    return [p.resolve() for p in files]
+        raise InputError(f"{key}: {entry} is no file, directory or glob of {_KINDS} files here")
+    return files
+
+
+def _is_text(path: Path) -> bool:
+    return path.name.endswith(SUFFIXES) and path.is_file()
 
 
 def _standard_library() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib")).resolve()
     files = (p for p in root.rglob("*.py") if not _NOT_STANDARD_LIBRARY.intersection(p.relative_to(root).parts))
-    return sorted(p.resolve() for p in files)
-
-
-def read_documents(files: Iterable[Path]) -> Iterator[str]:
-    """The text of each file that is not empty; one file is one document.
-
-    Text is UTF-8, Python source as it declares itself. Raises InputError naming a file that is neither.
-    """
-    for path in files:
-        try:
-            if path.suffix == ".py":
-                with tokenize.open(path) as source:
-                    text = source.read()
-            else:
-                text = path.read_text(encoding="utf-8-sig")
-        except (UnicodeError, SyntaxError, LookupError) as error:
-            raise InputError(f"data.text: {path} is not UTF-8 text ({error})") from error
-        except OSError as error:
-            raise InputError(f"data.text: {path} cannot be read ({error.strerror})") from error
-        if text:
-            yield text
-
-
-def split(documents: list[str], held_out: float) -> tuple[list[str], list[str]]:
-    """(training, held-out) documents.
-
-    Each document falls by a hash of its content, so that adding files moves none; a single one is cut, and its
-    end held out. Raises InputError where one side would be empty.
-    """
-    if len(documents) == 1:
-        text = documents[0]
-        cut = round(len(text) * (1.0 - held_out))
-        sides = [text[:cut]], [text[cut:]]
-    else:
-        sides = [], []
-        for text in documents:
-            share = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) / 2**64
-            sides[share < held_out].append(text)
-    if not any(sides[0]) or not any(sides[1]):
-        side = "training" if not any(sides[0]) else "held-out"
-        raise InputError(
-            f"data.held_out = {held_out} leaves no {side} text of {len(documents)} documents; "
-            "give more text or change it"
-        )
-    return sides
+    return sorted(files)

@@ -1,5 +1,7 @@
 """Token shards on disk: written once, then memory-mapped."""
 
+import hashlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -7,28 +9,38 @@ import numpy as np
 
 from jaxlm.data.tokenizers import Tokenizer
 
-SHARD_TOKENS = 2**27
+SHARD_TOKENS = 2**29
 _DOCUMENTS_AT_ONCE = 256
+_CHARACTERS_AT_ONCE = 2**22
 _LONGEST_TOKEN = 256  # characters
 
 
 class TokenStore:
     """Tokenized documents of one split.
 
-    A folder with `tokens-00000.npy` … (the smallest unsigned type that holds an id) and `documents.npy`, int64
-    [documents, 3]: shard, first token and number of tokens. No document lies in two shards.
+    A folder with `tokens-00000.npy` … (the smallest unsigned type that holds an id), `documents.npy`, int64
+    [documents, 3]: shard, first token and number of tokens, and `sizes.json`. No document lies in two shards.
     """
 
     def __init__(self, directory: Path):
         self.directory = directory
         self._documents = np.load(directory / "documents.npy", mmap_mode="r")
-        shards = sorted(directory.glob("tokens-*.npy"))
-        self._shards = [np.load(shard, mmap_mode="r") for shard in shards]
+        self._shards = [np.load(shard, mmap_mode="r") for shard in _shards(directory)]
 
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each document, separators included, int64 [documents]."""
         return np.asarray(self._documents[:, 2])
+
+    @property
+    def targets(self) -> int:
+        """Tokens that a model predicts: all but the first of each document."""
+        return int(np.maximum(self._documents[:, 2] - 1, 0).sum())
+
+    @property
+    def predicted_bytes(self) -> int:
+        """UTF-8 bytes that the targets stand for."""
+        return json.loads((self.directory / "sizes.json").read_text())["predicted_bytes"]
 
     def read(self, document: int, start: int, length: int) -> np.ndarray:
         """`length` tokens of a document from its token `start` on."""
@@ -36,28 +48,118 @@ class TokenStore:
         return self._shards[shard][first + start : first + start + length]
 
 
+class StoreWriter:
+    """A new store, filled document by document; a context, and the store is whole when it ends without an error.
+
+    Holds a few documents at a time.
+    """
+
+    def __init__(self, directory: Path, tokenizer: Tokenizer):
+        directory.mkdir(parents=True)
+        self._files = _StoreFiles(directory, tokenizer.dtype)
+        self._tokenizer = tokenizer
+        self._waiting: list[str] = []
+        self._characters = 0
+
+    def __enter__(self) -> "StoreWriter":
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind is None:
+            self._encode()
+        self._files.close()
+
+    def add(self, text: str) -> None:
+        """One more document. Raises InputError for text that the tokenizer has no tokens for."""
+        self._waiting.append(text)
+        self._characters += len(text)
+        if len(self._waiting) == _DOCUMENTS_AT_ONCE or self._characters >= _CHARACTERS_AT_ONCE:
+            self._encode()
+
+    def _encode(self) -> None:
+        for tokens in self._tokenizer.encode_documents(self._waiting):
+            self._files.append(tokens, np.array([[0, len(tokens)]]))
+        self._files.predicted_bytes += predicted_bytes(self._waiting, self._tokenizer)
+        self._waiting, self._characters = [], 0
+
+
 def write_store(directory: Path, texts: Iterable[str], tokenizer: Tokenizer) -> TokenStore:
     """Tokenize documents into a new folder."""
-    directory.mkdir(parents=True)
-    documents: list[tuple[int, int, int]] = []
-    pending: list[np.ndarray] = []
-    shard = filled = 0
-
-    def flush() -> None:
-        tokens = np.concatenate(pending) if pending else np.zeros(0, tokenizer.dtype)
-        np.save(directory / f"tokens-{shard:05d}.npy", tokens)
-
-    for group in _in_groups(texts, _DOCUMENTS_AT_ONCE):
-        for tokens in tokenizer.encode_documents(group):
-            if filled and filled + len(tokens) > SHARD_TOKENS:
-                flush()
-                pending, filled, shard = [], 0, shard + 1
-            documents.append((shard, filled, len(tokens)))
-            pending.append(tokens)
-            filled += len(tokens)
-    flush()
-    np.save(directory / "documents.npy", np.array(documents, np.int64).reshape(-1, 3))
+    with StoreWriter(directory, tokenizer) as writer:
+        for text in texts:
+            writer.add(text)
     return TokenStore(directory)
+
+
+def join_stores(directory: Path, parts: Iterable[Path]) -> str:
+    """A new store of the documents of others, one after another; a digest of tokens and documents."""
+    directory.mkdir(parents=True)
+    files = None
+    for part in parts:
+        documents = np.load(part / "documents.npy")
+        for number, path in enumerate(_shards(part)):
+            tokens = np.load(path, mmap_mode="r")
+            files = files or _StoreFiles(directory, tokens.dtype)
+            files.append(tokens, documents[documents[:, 0] == number, 1:])
+        files.predicted_bytes += json.loads((part / "sizes.json").read_text())["predicted_bytes"]
+    return files.close()
+
+
+class _StoreFiles:
+    """The files of a store, written from beginning to end."""
+
+    def __init__(self, directory: Path, dtype: np.dtype):
+        self._directory, self._dtype = directory, dtype
+        self._documents = _NpyFile(directory / "documents.npy", np.dtype(np.int64), (3,))
+        self._shard, self._tokens = 0, self._new_shard(0)
+        self._digests = hashlib.sha256(), hashlib.sha256()
+        self.predicted_bytes = 0
+
+    def append(self, tokens: np.ndarray, documents: np.ndarray) -> None:
+        """Tokens that stay in one shard, and the first token and length of each document in them, [documents, 2]."""
+        if self._tokens.length and self._tokens.length + len(tokens) > SHARD_TOKENS:
+            self._tokens.close()
+            self._shard += 1
+            self._tokens = self._new_shard(self._shard)
+        rows = np.insert(documents, 0, self._shard, axis=1).astype(np.int64)
+        rows[:, 1] += self._tokens.length
+        self._documents.append(rows)
+        self._tokens.append(tokens)
+        for digest, array in zip(self._digests, (tokens, rows[:, 2]), strict=True):
+            digest.update(np.ascontiguousarray(array))
+
+    def close(self) -> str:
+        self._tokens.close()
+        self._documents.close()
+        (self._directory / "sizes.json").write_text(json.dumps({"predicted_bytes": self.predicted_bytes}))
+        return "".join(digest.hexdigest() for digest in self._digests)
+
+    def _new_shard(self, number: int) -> "_NpyFile":
+        return _NpyFile(self._directory / f"tokens-{number:05d}.npy", self._dtype)
+
+
+class _NpyFile:
+    """A `.npy` file that grows at its end."""
+
+    def __init__(self, path: Path, dtype: np.dtype, shape: tuple[int, ...] = ()):
+        self._file, self._dtype, self._shape = path.open("wb"), dtype, shape
+        self.length = 0
+        self._write_header()
+
+    def append(self, array: np.ndarray) -> None:
+        self._file.write(np.ascontiguousarray(array, self._dtype))
+        self.length += len(array)
+
+    def close(self) -> None:
+        self._file.seek(0)
+        self._write_header()
+        self._file.close()
+
+    def _write_header(self) -> None:
+        """NumPy leaves room in it, so that a larger first dimension takes no more."""
+        shape = (self.length, *self._shape)
+        described = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(self._file, described)
 
 
 def predicted_bytes(texts: Iterable[str], tokenizer: Tokenizer) -> int:
@@ -72,12 +174,5 @@ def predicted_bytes(texts: Iterable[str], tokenizer: Tokenizer) -> int:
     return total
 
 
-def _in_groups(texts: Iterable[str], size: int) -> Iterable[list[str]]:
-    group: list[str] = []
-    for text in texts:
-        group.append(text)
-        if len(group) == size:
-            yield group
-            group = []
-    if group:
-        yield group
+def _shards(directory: Path) -> list[Path]:
+    return sorted(directory.glob("tokens-*.npy"))

@@ -1,8 +1,8 @@
 """Held-out loss."""
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
@@ -13,19 +13,33 @@ from jaxlm.models.tree import Tree
 
 
 class Evaluation(NamedTuple):
-    """`loss` in nats per token, over `tokens` targets."""
+    """`loss` in nats per token, measured on `tokens` of the `targets` of a text, which stand for `size` bytes; the same
+    of each of its `sources` where there are several."""
 
     loss: float
     tokens: int
+    targets: int
+    size: int
+    sources: Mapping[str, "Evaluation"] | None = None
 
     @property
     def perplexity(self) -> float:
         """exp(loss)."""
         return math.exp(min(self.loss, 700.0))
 
-    def bits_per_byte(self, size: int) -> float:
-        """Total information of the text over its size in bytes: comparable across tokenizers."""
-        return self.loss * self.tokens / math.log(2) / size
+    @property
+    def bits_per_byte(self) -> float:
+        """Information of the text over its size in bytes: comparable across tokenizers. Where not all targets were
+        measured, those that were are taken for as many bytes each as all of them are on average."""
+        return self.loss * self.targets / math.log(2) / max(self.size, 1)
+
+    def row(self) -> dict[str, Any]:
+        """What is recorded; None for numbers that JSON does not have."""
+        row = {"loss": self.loss, "tokens": self.tokens, "bits_per_byte": self.bits_per_byte}
+        row = {name: value if math.isfinite(value) else None for name, value in row.items()}
+        if self.sources:
+            row["sources"] = {name: source.row() for name, source in self.sources.items()}
+        return row
 
 
 def evaluate(
@@ -42,4 +56,16 @@ def evaluate(
             losses, tokens = losses + float(done[0]), tokens + int(done[1])
     if ahead is not None:
         losses, tokens = losses + float(ahead[0]), tokens + int(ahead[1])
-    return Evaluation(losses / max(tokens, 1), tokens)
+    return Evaluation(losses / max(tokens, 1), tokens, rows.store.targets, rows.store.predicted_bytes)
+
+
+def evaluate_sources(
+    step: Callable, parameters: Tree, sources: Mapping[str, Rows], batch: int, mesh: Mesh, limit: int | None = None
+) -> Evaluation:
+    """Mean loss over all text of all sources, and of each. A limit is that of each source, which still counts by all
+    of its targets."""
+    each = {name: evaluate(step, parameters, rows, batch, mesh, limit) for name, rows in sources.items()}
+    if len(each) == 1:
+        return each.popitem()[1]
+    tokens, targets, size = (sum(x) for x in zip(*(e[1:4] for e in each.values()), strict=True))
+    return Evaluation(sum(e.loss * e.targets for e in each.values()) / max(targets, 1), tokens, targets, size, each)

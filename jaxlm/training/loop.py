@@ -19,7 +19,7 @@ from jaxlm.models.tree import Tree
 from jaxlm.training import checkpoints
 from jaxlm.training.checkpoints import Checkpoints
 from jaxlm.training.config import CheckpointConfig, EvaluationConfig, OptimizerConfig, TrainingConfig
-from jaxlm.training.evaluation import Evaluation, evaluate
+from jaxlm.training.evaluation import Evaluation, evaluate_sources
 from jaxlm.training.interrupt import StopRequest
 from jaxlm.training.records import JsonLines
 from jaxlm.training.step import TrainState, jit_steps, make_steps
@@ -67,8 +67,9 @@ class Trainer:
     ):
         self._training, self._evaluation, self._checkpoint = training, evaluation, checkpoint
         self._mesh, self._display = mesh, display
-        self._rows = Rows(dataset.train, training.sequence)
-        self._held_out_rows = Rows(dataset.held_out, training.sequence)
+        sources = dataset.sources
+        self._rows = [(Rows(source.train, training.sequence), source.weight) for source in sources.values()]
+        self._held_out_rows = {name: Rows(source.held_out, training.sequence) for name, source in sources.items()}
         self._steps = make_steps(model, training, optimization)
         self._compiled = jit_steps(self._steps, mesh)
         self._metrics = JsonLines(run / "metrics.jsonl")
@@ -177,10 +178,10 @@ class Trainer:
     def _evaluate(self, step: int, state: TrainState, limit: int | None) -> Evaluation:
         def held_out(parameters: Tree) -> Evaluation:
             rows, batch = self._held_out_rows, self._training.batch
-            return evaluate(self._compiled.evaluate, parameters, rows, batch, self._mesh, limit)
+            return evaluate_sources(self._compiled.evaluate, parameters, rows, batch, self._mesh, limit)
 
         measured = held_out(state.parameters)
-        row = {"step": step, "loss": _finite(measured.loss), "tokens": measured.tokens}
+        row = {"step": step, **measured.row()}
         said = f"step {step}: held-out loss {measured.loss:.4f}"
         if state.average is not None:
             of_average = held_out(state.average)

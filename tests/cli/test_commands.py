@@ -167,3 +167,41 @@ def test_a_cpu_becomes_the_mesh_that_is_asked_for(text, tmp_path):
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert "4 emulated CPU devices: data 2 × tensor 2" in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_mixture_reports_each_source(tmp_path):
+    """Trained from two sources of different formats; eval measures again what the run recorded last."""
+    records = [json.dumps({"body": f"page {i} of the web, " + "word " * (i % 9)}) for i in range(120)]
+    (tmp_path / "web.jsonl").write_text("\n".join([*records, "broken"]))
+    (tmp_path / "code").mkdir()
+    for i in range(40):
+        (tmp_path / "code" / f"{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * 5)
+    config = (CONFIGS / "quickstart.toml").read_text().replace('text = "stdlib"\n', "")
+    (tmp_path / "mixed.toml").write_text(
+        f"""{config}
+[data.sources.web]
+text = "{tmp_path}/web.jsonl"
+field = "body"
+weight = 3
+[data.sources.code]
+text = "{tmp_path}/code"
+"""
+    )
+    options = ("data.held_out=0.3", "data.max_broken=0.01", "--out", tmp_path / "run", "--json")
+    ended = jaxlm("train", tmp_path / "mixed.toml", *SMALL, *options)
+    assert f"left out: {tmp_path}/web.jsonl:121 is not JSON" in ended.stderr
+    rows = lines(tmp_path / "run" / "evaluations.jsonl")
+    for row in rows:
+        assert {"step", "loss", "tokens", "bits_per_byte"} < row.keys()
+        assert list(row["sources"]) == ["web", "code"]
+        losses = [source["loss"] for source in row["sources"].values()]
+        assert min(losses) < row["loss"] < max(losses)
+    measured = json.loads(jaxlm("eval", tmp_path / "run", "--json").stdout)
+    assert measured["bits_per_byte"] == pytest.approx(rows[-1]["bits_per_byte"], rel=1e-6)
+    for name, source in measured["sources"].items():
+        assert source == pytest.approx(rows[-1]["sources"][name], rel=1e-6)
+    shown = jaxlm("eval", tmp_path / "run").stdout.splitlines()
+    assert [line.partition(":")[0] for line in shown[1:]] == ["web", "code"]
+    other = jaxlm("eval", tmp_path / "run", "--data", tmp_path / "code" / "0.py", "--json")
+    assert "sources" not in json.loads(other.stdout)

@@ -158,9 +158,9 @@ def test_shares_of_a_batch_are_its_rows(tmp_path):
     store = write_store(tmp_path / "tokens", ["some text, " * 50, "other text"], bytes_tokenizer())
     rows = Rows(store, 16)
     shares = [0, 1, 4], [2, 3], [5]
-    parts = [next(training_batches(rows, 6, 0, 3, share)) for share in shares]
+    parts = [next(training_batches([(rows, 1.0)], 6, 0, 3, share)) for share in shares]
     joined = np.concatenate([part["tokens"] for part in parts])[np.argsort(np.concatenate(shares))]
-    np.testing.assert_array_equal(joined, next(training_batches(rows, 6, 0, 3))["tokens"])
+    np.testing.assert_array_equal(joined, next(training_batches([(rows, 1.0)], 6, 0, 3))["tokens"])
     last = [list(evaluation_batches(rows, 6, share=share))[-1] for share in shares]
     joined = np.concatenate([part["targets"] for part in last])[np.argsort(np.concatenate(shares))]
     np.testing.assert_array_equal(joined, list(evaluation_batches(rows, 6))[-1]["targets"])

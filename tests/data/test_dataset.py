@@ -4,10 +4,11 @@ import sys
 
 import pytest
 
-from jaxlm.data import dataset
+from jaxlm.data import dataset, tokenizing
 from jaxlm.data.cache import building
 from jaxlm.data.config import DataConfig
 from jaxlm.data.dataset import prepare
+from jaxlm.data.store import join_stores
 from jaxlm.data.tokenizers import characters_tokenizer
 from jaxlm.errors import InputError
 
@@ -43,8 +44,9 @@ def in_cache(tmp_path) -> list[str]:
 
 
 def decoded(data: dataset.Dataset, split: str) -> set[str]:
-    store = getattr(data, split)
-    return {data.tokenizer.decode(store.read(i, 0, n)) for i, n in enumerate(store.lengths)}
+    """Documents of one side, of all sources."""
+    stores = [getattr(source, split) for source in data.sources.values()]
+    return {data.tokenizer.decode(store.read(i, 0, n)) for store in stores for i, n in enumerate(store.lengths)}
 
 
 def manifests(tmp_path) -> dict:
@@ -152,18 +154,20 @@ def test_text_the_tokenizer_has_no_tokens_for_leaves_nothing_behind(describe, tm
 
 
 def test_a_build_that_breaks_off_leaves_nothing_behind_and_can_be_repeated(describe, tmp_path, monkeypatch):
-    whole = dataset.write_store
+    """Nothing, that is, that would be taken for a dataset: the parts that are whole stay until it is."""
 
-    def breaks_off(directory, *arguments):
+    def breaks_off(directory, parts):
         if directory.name == "held_out":
             raise KeyboardInterrupt
-        return whole(directory, *arguments)
+        return join_stores(directory, parts)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(dataset, "write_store", breaks_off)
+        patched.setattr(tokenizing, "join_stores", breaks_off)
         prepare(describe(), VOCABULARY)
-    assert in_cache(tmp_path) == []
+    (left,) = in_cache(tmp_path)
+    assert left.endswith(".parts")
     assert decoded(prepare(describe(), VOCABULARY), "held_out")
+    assert in_cache(tmp_path) == [left.removesuffix(".parts")]
 
 
 def test_files_that_are_all_empty_are_refused(describe, tmp_path):

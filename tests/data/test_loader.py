@@ -25,7 +25,7 @@ def rows(tmp_path_factory):
 
 
 def take(rows, count, batch=4, seed=0, start=0) -> list[dict[str, np.ndarray]]:
-    return list(islice(training_batches(rows, batch, seed, start), count))
+    return list(islice(training_batches([(rows, 1.0)], batch, seed, start), count))
 
 
 def order(batches) -> list[int]:

@@ -5,7 +5,11 @@ import numpy as np
 import pytest
 
 from jaxlm.data import sources
-from jaxlm.data.sources import find_files, read_documents, split
+from jaxlm.data.config import DataConfig
+from jaxlm.data.formats import Broken, cut
+from jaxlm.data.formats import read as read_part
+from jaxlm.data.sources import find_sources
+from jaxlm.data.survey import Split, survey
 from jaxlm.errors import InputError
 
 WORDS = [f"document {i} of the text" for i in range(400)]
@@ -17,8 +21,19 @@ def write(path: Path, content: str | bytes = "text") -> Path:
     return path
 
 
-def read(path: Path) -> list[str]:
-    return list(read_documents([path]))
+def find_files(text: list[str]) -> list[Path]:
+    (source,) = find_sources(DataConfig(text=text), lambda line: None)
+    return list(source.files)
+
+
+def read(*files: Path) -> list[str | Broken]:
+    return [item for part in cut(files, "text") for item in read_part(part)]
+
+
+def split(documents: list[str], held_out: float) -> tuple[list[str], list[str]]:
+    """(training, held-out) documents."""
+    sides = [Split(held_out, alone=len(documents) == 1).divide(text) for text in documents]
+    return [text for text, _ in sides if text], [text for _, text in sides if text]
 
 
 @pytest.fixture
@@ -111,20 +126,19 @@ def test_an_entry_without_text_is_refused_by_its_name(tree, monkeypatch, entry):
 def test_each_file_is_one_document_and_empty_ones_are_none(tmp_path):
     contents = {"a.txt": "first\nlines", "b.md": "", "c.py": "x = 1\n"}
     files = [write(tmp_path / name, content) for name, content in contents.items()]
-    assert list(read_documents(files)) == ["first\nlines", "x = 1\n"]
+    assert read(*files) == ["first\nlines", "x = 1\n"]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "a.py"])
 def test_a_file_that_is_not_utf8_is_named(tmp_path, name):
     path = write(tmp_path / name, b"# fine\n# fine\n# fine\n# caf\xe9\n")
-    with pytest.raises(InputError, match="UTF-8") as refused:
-        read(path)
-    assert str(path) in str(refused.value)
+    (broken,) = read(path)
+    assert broken.where == str(path) and "UTF-8" in broken.why
 
 
 def test_a_file_that_vanished_is_named(tmp_path):
-    with pytest.raises(InputError, match="gone.txt"):
-        read(tmp_path / "gone.txt")
+    (broken,) = read(tmp_path / "gone.txt")
+    assert broken.where == str(tmp_path / "gone.txt") and "cannot be read" in broken.why
 
 
 def test_python_source_is_read_in_the_encoding_it_declares(tmp_path):
@@ -135,8 +149,8 @@ def test_python_source_is_read_in_the_encoding_it_declares(tmp_path):
 @pytest.mark.parametrize("codec", ["no-such-codec", "hex", "undefined"])
 def test_python_source_in_an_encoding_that_is_none_is_named(tmp_path, codec):
     path = write(tmp_path / "a.py", f"# coding: {codec}\nx = 1\n")
-    with pytest.raises(InputError, match="a.py"):
-        read(path)
+    (broken,) = read(path)
+    assert broken.where == str(path)
 
 
 def test_a_document_keeps_its_side_when_others_are_added():
@@ -185,6 +199,9 @@ def test_a_single_document_is_cut_at_its_end(held_out):
         (["s"], 0.9, "training"),
     ],
 )
-def test_a_side_without_text_is_refused(documents, held_out, side):
+def test_a_side_without_text_is_refused(documents, held_out, side, tmp_path):
+    for number, text in enumerate(documents):
+        write(tmp_path / f"{number}.txt", text)
+    (source,) = find_sources(DataConfig(text=str(tmp_path)), lambda line: None)
     with pytest.raises(InputError, match=f"data.held_out = .* no {side} text"):
-        split(documents, held_out)
+        survey(source, held_out, 0.0, lambda line: None, lambda *_: None)

@@ -1,0 +1,279 @@
+"""Files as documents: the formats, and how the files of a source are cut into parts of about equal size."""
+
+import gzip
+import io
+import json
+import tokenize
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+PART_BYTES = 2**24
+_WHOLE = (".txt", ".md", ".py")
+_COMPRESSED = (".jsonl.gz", ".jsonl.zst")
+SUFFIXES = (*_WHOLE, ".jsonl", *_COMPRESSED, ".parquet")
+_CHUNK = 2**16
+
+
+class Slice(NamedTuple):
+    """Some of the documents of a file: of JSON lines those that begin in bytes [start, end), of Parquet those in row
+    groups [start, end), otherwise all. `size`: what it takes of the file, bytes."""
+
+    path: str
+    start: int
+    end: int
+    size: int
+
+
+class Part(NamedTuple):
+    """A piece of work: slices, the field that holds the text, and how many documents to take if not all."""
+
+    slices: tuple[Slice, ...]
+    field: str
+    documents: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(piece.size for piece in self.slices)
+
+
+class Broken(NamedTuple):
+    """A document, or the rest of a file, that cannot be read: where (FILE or FILE:LINE), and why."""
+
+    where: str
+    why: str
+
+
+class _Unreadable(Exception):
+    """The rest of a file cannot be read; says why."""
+
+
+def cut(files: Iterable[Path], field: str) -> list[Part]:
+    """Parts of about PART_BYTES, in the order of the files; the same files are always cut alike.
+
+    Compressed files are not cut, nor are documents or row groups.
+    """
+    groups: list[list[Slice]] = []
+    filled = 0
+    for piece in (piece for path in files for piece in _slices(path)):
+        if not groups or filled + piece.size > PART_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(piece)
+        filled += piece.size
+    return [Part(tuple(group), field) for group in groups]
+
+
+def _slices(path: Path) -> list[Slice]:
+    try:
+        size = path.stat().st_size
+        if path.suffix == ".jsonl":
+            starts = range(0, size, PART_BYTES)
+            return [Slice(str(path), at, min(at + PART_BYTES, size), min(PART_BYTES, size - at)) for at in starts]
+        if path.suffix == ".parquet":
+            return _row_groups(path, size)
+    except (OSError, _Unreadable):  # reading it will say so
+        return [Slice(str(path), 0, 1, 0)]
+    return [Slice(str(path), 0, size, size)]
+
+
+def _row_groups(path: Path, size: int) -> list[Slice]:
+    with _Parquet(str(path)) as file:
+        sizes = [file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups)]
+    starts, filled = [0], 0
+    for i, group in enumerate(sizes):
+        if filled and filled + group > PART_BYTES:
+            starts.append(i)
+            filled = 0
+        filled += group
+    ends = [*starts[1:], len(sizes)]
+    share = size / max(sum(sizes), 1)
+    return [Slice(str(path), a, b, round(share * sum(sizes[a:b]))) for a, b in zip(starts, ends, strict=True)]
+
+
+def read(part: Part) -> Iterator[str | Broken]:
+    """The documents of a part that are not empty, one at a time, and what is broken, in order."""
+    left = part.documents
+    for piece in part.slices:
+        for item in _read_slice(piece, part.field):
+            if left == 0:
+                return
+            if item:
+                yield item
+                left = left - 1 if left is not None and isinstance(item, str) else left
+
+
+def _read_slice(piece: Slice, field: str) -> Iterator[str | Broken]:
+    path = piece.path
+    try:
+        if path.endswith(_WHOLE):
+            yield _read_whole(path)
+        elif path.endswith(".parquet"):
+            yield from _read_parquet(piece, field)
+        elif path.endswith(_COMPRESSED):
+            yield from _documents(_decompressed(path), field, path)
+        else:
+            yield from _read_lines(piece, field)
+    except _Unreadable as error:
+        yield Broken(path, str(error))
+    except OSError as error:
+        yield Broken(path, f"cannot be read ({error.strerror or error})")
+
+
+def _read_whole(path: str) -> str:
+    """UTF-8, or Python source as it declares itself."""
+    try:
+        if path.endswith(".py"):
+            with tokenize.open(path) as source:
+                text = source.read()
+        else:
+            text = Path(path).read_text(encoding="utf-8-sig")
+        text.encode()  # a source may declare an encoding that has what UTF-8 has not
+        return text
+    except (UnicodeError, SyntaxError, LookupError) as error:
+        raise _Unreadable(f"is not UTF-8 text ({error})") from None
+
+
+def _read_lines(piece: Slice, field: str) -> Iterator[str | Broken]:
+    with open(piece.path, "rb") as file:
+        if piece.start:  # the line that runs across the start belongs to the slice before
+            file.seek(piece.start - 1)
+            file.readline()
+        first = file.tell()
+
+        def lines() -> Iterator[bytes]:
+            at = first
+            while at < piece.end and (line := file.readline()):
+                at += len(line)
+                yield line
+
+        yield from _documents(lines(), field, piece.path, cache(lambda: _lines_in(piece.path, first)))
+
+
+def _lines_in(path: str, size: int) -> int:
+    """Lines in the first `size` bytes."""
+    count = 0
+    with open(path, "rb") as file:
+        while size > 0 and (chunk := file.read(min(2**20, size))):
+            count, size = count + chunk.count(b"\n"), size - len(chunk)
+    return count
+
+
+def _documents(
+    lines: Iterable[bytes], field: str, path: str, lines_before: Callable[[], int] = lambda: 0
+) -> Iterator[str | Broken]:
+    """The text of each JSON line that is not blank."""
+    for number, line in enumerate(lines, start=1):
+        if line.isspace():
+            continue
+        try:
+            yield _text(line, field)
+        except _Unreadable as error:
+            yield Broken(f"{path}:{lines_before() + number}", str(error))
+
+
+def _text(line: bytes, field: str) -> str:
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeError as error:
+        raise _Unreadable(f"is not UTF-8 text ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise _Unreadable(f"is not JSON ({error})") from None
+    if not isinstance(record, dict):
+        raise _Unreadable("is no JSON object")
+    if field not in record:
+        raise _Unreadable(f'has no field "{field}", but {", ".join(map(str, list(record)[:8])) or "none"}')
+    text = record[field]
+    if not isinstance(text, str):
+        raise _Unreadable(f'has no text in its field "{field}"')
+    try:
+        text.encode()
+    except UnicodeError:
+        raise _Unreadable("is not Unicode text (half of a surrogate pair)") from None
+    return text
+
+
+def _decompressed(path: str) -> Iterator[bytes]:
+    """The lines of a compressed file."""
+    try:
+        with open(path, "rb") as file:
+            yield from gzip.open(file) if path.endswith(".gz") else io.BufferedReader(_Zstandard(file), _CHUNK)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise _Unreadable(f"is damaged or cut short ({error})") from None
+
+
+class _Zstandard(io.RawIOBase):
+    """Frames of a file as one stream. The package's own reader takes a file that is cut short for a whole one."""
+
+    def __init__(self, file: io.BufferedReader):
+        import zstandard
+
+        self._file, self._frame, self._ready = file, None, memoryview(b"")
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)  # whatever `zstd --long` makes
+        self._error = zstandard.ZstdError
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._ready:
+            rest = b"" if self._frame is None or not self._frame.eof else self._frame.unused_data
+            given = rest or self._file.read(_CHUNK)
+            if not given:
+                if self._frame is not None and not self._frame.eof:
+                    raise EOFError("the last frame has no end")
+                return 0
+            if self._frame is None or self._frame.eof:
+                self._frame = self._decompressor.decompressobj()
+            try:
+                self._ready = memoryview(self._frame.decompress(given))
+            except self._error as error:
+                raise EOFError(str(error)) from None
+        taken = self._ready[: len(buffer)]
+        buffer[: len(taken)], self._ready = taken, self._ready[len(taken) :]
+        return len(taken)
+
+
+class _Parquet:
+    """An open Parquet file; the context turns pyarrow's errors into _Unreadable."""
+
+    def __init__(self, path: str):
+        self._path, self._file = path, None
+
+    def __enter__(self):
+        import pyarrow
+        import pyarrow.parquet
+
+        self._error = pyarrow.ArrowException
+        try:
+            self._file = pyarrow.parquet.ParquetFile(self._path)
+        except self._error as error:
+            raise _Unreadable(f"is no Parquet file ({error})") from None
+        return self._file
+
+    def __exit__(self, kind, error, _) -> None:
+        self._file.close()
+        if kind is not None and (issubclass(kind, (self._error, OSError))):
+            raise _Unreadable(f"is a damaged Parquet file ({error})") from None
+
+
+def _read_parquet(piece: Slice, field: str) -> Iterator[str | Broken]:
+    with _Parquet(piece.path) as file:
+        names = file.schema_arrow.names
+        if field not in names:
+            raise _Unreadable(f'has no column "{field}", but {", ".join(names[:8])}')
+        number = sum(file.metadata.row_group(i).num_rows for i in range(piece.start))
+        groups = list(range(piece.start, piece.end))
+        for batch in file.iter_batches(256, row_groups=groups, columns=[field], use_threads=False):
+            for value in batch.column(0):
+                number += 1
+                try:
+                    text = value.as_py()
+                except UnicodeError as error:
+                    yield Broken(f"{piece.path}:{number}", f"is not UTF-8 text ({error})")
+                    continue
+                broken = Broken(f"{piece.path}:{number}", f'has no text in its column "{field}"')
+                yield text if isinstance(text, str) else broken

@@ -1,0 +1,83 @@
+"""Datasets from Hugging Face, streamed once into files of JSON lines; from then on they are files like others."""
+
+import hashlib
+import json
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+from jaxlm.data.config import HUGGING_FACE
+from jaxlm.errors import InputError
+
+_ROWS_PER_FILE = 10_000
+_NAME = re.compile(re.escape(HUGGING_FACE) + r"(?P<path>[^:@]+)(:(?P<name>[^:@]+))?(@(?P<split>[^:@]+))?")
+
+
+def fetch(
+    entry: str, field: str, documents: int | None, cache: Path, key: str, say: Callable[[str], None]
+) -> list[Path]:
+    """Files with the first `documents` rows of a dataset, "hf:OWNER/NAME:CONFIG@SPLIT", of which they keep `field`.
+
+    What was fetched is not fetched again, nor are files that were whole when an earlier start broke off. Raises
+    InputError, under the name of `key`, for a dataset that cannot be read.
+    """
+    asked = _NAME.fullmatch(entry)
+    if asked is None:
+        raise InputError(f"{key}: {entry} is no dataset; write hf:OWNER/NAME, :CONFIG and @SPLIT behind it as needed")
+    if documents is None:
+        raise InputError(f"{key}: {entry} may be endless; set {key.removesuffix('text')}documents to how many to take")
+    described = json.dumps([entry, field, documents, _ROWS_PER_FILE])
+    directory = cache / "huggingface" / hashlib.sha256(described.encode()).hexdigest()[:20]
+    files = sorted(directory.glob("*.jsonl.zst"))
+    if (directory / "complete").exists():
+        return files
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        rows = _rows(asked, field, len(files) * _ROWS_PER_FILE, documents, key, entry)
+        for number in count(len(files)):
+            written = _write(directory / f"{number:06d}.jsonl.zst", islice(rows, _ROWS_PER_FILE))
+            say(f"{entry}: {number * _ROWS_PER_FILE + written:,} of {documents:,} documents fetched")
+            if written < _ROWS_PER_FILE:
+                break
+        (directory / "complete").touch()
+    except OSError as error:
+        raise InputError(f"data.cache: {directory} cannot be written ({error.strerror})") from error
+    return sorted(directory.glob("*.jsonl.zst"))
+
+
+def _rows(asked: re.Match, field: str, first: int, end: int, key: str, entry: str) -> Iterator[dict[str, Any]]:
+    try:
+        import datasets
+    except ImportError:
+        raise InputError(f"{key}: {entry} needs the package datasets: pip install 'jaxlm[hf]'") from None
+    try:
+        stream = datasets.load_dataset(asked["path"], asked["name"], split=asked["split"] or "train", streaming=True)
+        for row in stream.skip(first).take(max(end - first, 0)):
+            if field not in row:
+                raise InputError(f'{key}: {entry} has no field "{field}", but {", ".join(row)}')
+            yield {field: row[field] if isinstance(row[field], str) else None}  # null is counted as broken when read
+    except InputError:
+        raise
+    except Exception as error:  # of the network, of the dataset, of its configuration: the library raises all kinds
+        raise InputError(f"{key}: {entry} cannot be read ({error}); what is fetched stays") from error
+
+
+def _write(path: Path, rows: Iterator[dict[str, Any]]) -> int:
+    """Rows as JSON lines, in a file that is whole or not there; how many."""
+    import zstandard
+
+    partial = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    written = 0
+    try:
+        with partial.open("wb") as file, zstandard.ZstdCompressor().stream_writer(file) as packed:
+            for row in rows:
+                packed.write(json.dumps(row).encode() + b"\n")
+                written += 1
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return written

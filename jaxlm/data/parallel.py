@@ -1,0 +1,54 @@
+"""The same work on many parts, each core a process."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from itertools import islice
+from typing import TypeVar
+
+Item, Result = TypeVar("Item"), TypeVar("Result")
+_AHEAD = 8  # items per process that are begun before the oldest is done
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def in_order(function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
+    """`function(item)` of every item, in their order, by a process per core; by this one where there is one item.
+
+    Processes are spawned: function, items and results must pickle. Those that still work when the iterator is closed,
+    or an exception ends it, are ended. Raises what `function` raises; BrokenProcessPool where a process was killed.
+    """
+    workers = min(cores(), len(items))
+    if workers < 2:
+        yield from map(function, items)
+        return
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_begin)
+    try:
+        waiting = iter(items)
+        begun: deque[Future[Result]] = deque(pool.submit(function, item) for item in islice(waiting, workers * _AHEAD))
+        while begun:
+            yield begun.popleft().result()
+            begun.extend(pool.submit(function, item) for item in islice(waiting, 1))
+    finally:
+        for process in set(multiprocessing.active_children()) - others:
+            process.terminate()
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends this process
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would be as many again on every core
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)  # the parent was killed, and would wait for nothing

@@ -1,0 +1,142 @@
+"""A first reading of a source: how much text there is, what of it is broken, which documents are held out."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+from jaxlm.data import formats
+from jaxlm.data.formats import Broken, Part
+from jaxlm.data.parallel import in_order
+from jaxlm.data.sources import Source
+from jaxlm.errors import InputError
+
+_NAMED = 3  # broken documents that are named
+_HOPELESS = 1000  # broken documents without a whole one
+
+Progress = Callable[[str, int, int], None]  # what is done, and how many of how many bytes of files
+
+
+class Split(NamedTuple):
+    """Which documents are held out: a share of them, or the end of the one that is alone."""
+
+    held_out: float
+    alone: bool = False
+
+    def divide(self, text: str) -> tuple[str, str]:
+        """(training text, held-out text) of a document: all of it is one or the other, by a hash of its content, so
+        that adding documents moves none. A document alone is cut."""
+        if self.alone:
+            at = round(len(text) * (1.0 - self.held_out))
+            return text[:at], text[at:]
+        return ("", text) if share(text) < self.held_out else (text, "")
+
+    def sample(self, text: str, part: float) -> bool:
+        """Whether the document is in that part of all training documents, from 0 to 1."""
+        return self.alone or share(text) < self.held_out + part * (1.0 - self.held_out)
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1 that its content gives to a document."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) / 2**64
+
+
+def documents(part: Part) -> Iterator[str]:
+    """The documents of a part that can be read."""
+    return (item for item in formats.read(part) if isinstance(item, str))
+
+
+class Survey(NamedTuple):
+    """A source that was read once: its parts, their split, and the bytes of UTF-8 on both sides."""
+
+    source: Source
+    parts: tuple[Part, ...]
+    split: Split
+    train_bytes: int
+    held_out_bytes: int
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(part.size for part in self.parts)
+
+
+class _Tally(NamedTuple):
+    """What one part holds; `examples` are the first broken documents."""
+
+    documents: int
+    train_bytes: int
+    held_out_bytes: int
+    broken: int
+    examples: list[str]
+
+
+def survey(
+    source: Source, held_out: float, max_broken: float, say: Callable[[str], None], progress: Progress
+) -> Survey:
+    """Read a source from beginning to end, or to the last document it is to give.
+
+    Everything is held out where `held_out` is 1. Raises InputError where it has no text, a side would have none, or a
+    larger share than `max_broken` of its documents cannot be read.
+    """
+    parts, split = formats.cut(source.files, source.field), Split(held_out)
+    tallies: list[_Tally] = []
+    left, done, whole, broken = source.documents, 0, 0, 0
+    size = sum(part.size for part in parts)
+    counted = in_order(partial(_tally, split=split), parts)
+    for part, tally in zip(parts, counted, strict=True):
+        if left is not None and tally.documents > left:
+            parts[len(tallies)] = part._replace(documents=left)
+            tally = _tally(parts[len(tallies)], split)
+        tallies.append(tally)
+        done += part.size
+        progress(f"reading {source.name}", done, size)
+        left = None if left is None else left - tally.documents
+        whole, broken = whole + tally.documents, broken + tally.broken
+        if left == 0 or (broken >= _HOPELESS and not whole):
+            break
+    counted.close()
+    progress(f"reading {source.name}", size, size)
+    parts = parts[: len(tallies)]
+    examples = [example for tally in tallies for example in tally.examples][:_NAMED]
+    _check(source, whole, broken, examples, max_broken, say)
+    if whole == 1:
+        split = Split(held_out, alone=True)
+        tallies = [_tally(part, split) for part, tally in zip(parts, tallies, strict=True) if tally.documents]
+    train, ends = sum(t.train_bytes for t in tallies), sum(t.held_out_bytes for t in tallies)
+    for side, size in (("training", train or held_out == 1.0), ("held-out", ends)):
+        if not size:
+            raise InputError(
+                f"data.held_out = {held_out} leaves no {side} text of the {whole:,} documents of {source.key}; "
+                "give more text or change it"
+            )
+    return Survey(source, tuple(parts), split, train, ends)
+
+
+def _tally(part: Part, split: Split) -> _Tally:
+    count, sizes, broken, examples = 0, [0, 0], 0, []
+    for item in formats.read(part):
+        if isinstance(item, Broken):
+            broken += 1
+            examples += [f"{item.where} {item.why}"] if len(examples) < _NAMED else []
+        else:
+            count += 1
+            sizes = [size + len(text.encode()) for size, text in zip(sizes, split.divide(item), strict=True)]
+    return _Tally(count, *sizes, broken, examples)
+
+
+def _check(
+    source: Source, whole: int, broken: int, examples: list[str], max_broken: float, say: Callable[[str], None]
+) -> None:
+    total = whole + broken
+    if broken > max_broken * total:
+        raise InputError(
+            f"{source.key}: {broken:,} of {total:,} documents cannot be read, more than data.max_broken = {max_broken} "
+            f"allows: {examples[0]}"
+        )
+    if not whole:
+        raise InputError(f"{source.key}: {', '.join(map(str, source.files[:_NAMED]))} are empty: there is no text")
+    for example in examples:
+        say(f"left out: {example}")
+    if broken > len(examples):
+        say(f"left out: {broken:,} of {total:,} documents of {source.key} in all")

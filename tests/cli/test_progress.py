@@ -1,0 +1,39 @@
+"""The bars of a terminal, and the lines elsewhere."""
+
+import io
+
+from rich.console import Console
+
+from jaxlm.cli import progress
+from jaxlm.cli.progress import Bar
+
+METRICS = {"loss": 1.5, "tokens_per_s": 1000.0}
+
+
+def show(monkeypatch, terminal: bool) -> str:
+    """Data that is not read to its end, then steps."""
+    out = io.StringIO()
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", -1.0)
+    monkeypatch.setattr(progress, "Console", lambda **_: Console(file=out, force_terminal=terminal, width=100))
+    with Bar(2) as bar:
+        bar.say("tokenizing")
+        for done in (1_000_000, 2_000_000):
+            bar.progress("reading web", done, 4_000_000)
+        bar.advance(1, METRICS)
+        bar.advance(2, METRICS)
+    return out.getvalue()
+
+
+def test_a_terminal_shows_bytes_and_then_steps(monkeypatch):
+    shown = show(monkeypatch, True)
+    assert shown.index("tokenizing") < shown.index("2.0/4.0 MB") < shown.index("2/2")
+
+
+def test_elsewhere_there_are_lines(monkeypatch):
+    assert show(monkeypatch, False).splitlines() == [
+        "tokenizing",
+        "reading web: 1 of 4 MB",
+        "reading web: 2 of 4 MB",
+        "step 1: loss 1.5000 · 1,000 tokens/s",
+        "step 2: loss 1.5000 · 1,000 tokens/s",
+    ]

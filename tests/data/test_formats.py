@@ -1,0 +1,169 @@
+import gzip
+import json
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from text_files import RECORDS, lines, write, write_parquet
+
+from jaxlm.data import formats
+from jaxlm.data.formats import Broken, Part, cut, read
+
+TEXTS = [f"document {i}, Grüße 😀\nand a line" + " more" * (i % 11) for i in range(100)]
+
+
+def read_all(*files, field="text") -> list[str | Broken]:
+    return [item for part in cut(files, field) for item in read(part)]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("field", ["text", "the content"])
+def test_every_record_is_a_document(tmp_path, name, field):
+    assert read_all(write(tmp_path / name, TEXTS, field), field=field) == TEXTS
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_empty_documents_are_none(tmp_path, name):
+    assert read_all(write(tmp_path / name, ["", "a", "", "b", ""])) == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("size", [1, 50, 333, 1000, 10**9])
+def test_however_files_are_cut_they_give_their_documents_in_order(tmp_path, monkeypatch, name, size):
+    monkeypatch.setattr(formats, "PART_BYTES", size)
+    files = [write(tmp_path / f"{i}{name}", TEXTS[10 * i : 10 * i + 10]) for i in range(10)]
+    assert read_all(*files) == TEXTS
+
+
+def test_large_files_are_cut_and_small_ones_go_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "PART_BYTES", 1000)
+    large = write(tmp_path / "large.jsonl", TEXTS)
+    small = [write(tmp_path / f"{i}.jsonl", ["tiny"]) for i in range(90)]
+    assert len(cut([large], "text")) == -(-large.stat().st_size // 1000)
+    assert 2 <= len(cut(small, "text")) <= 4
+    for part in cut([large, *small], "text"):
+        assert part.size <= 1000
+    assert sum(part.size for part in cut([large], "text")) == large.stat().st_size
+
+
+def test_row_groups_share_the_bytes_of_a_parquet_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "PART_BYTES", 600)
+    path = write_parquet(tmp_path / "a.parquet", TEXTS)
+    parts = cut([path], "text")
+    assert len(parts) > 3
+    assert sum(part.size for part in parts) == pytest.approx(path.stat().st_size, abs=len(parts))
+
+
+def test_a_limit_takes_the_first_documents(tmp_path):
+    part = cut([write(tmp_path / "a.jsonl", TEXTS)], "text")[0]
+    assert list(read(part._replace(documents=7))) == TEXTS[:7]
+
+
+LINES = {
+    "not UTF-8": (b'{"text": "caf\xe9"}', "is not UTF-8"),
+    "not JSON": (b'{"text": "a"', "is not JSON"),
+    "words": (b"words", "is not JSON"),
+    "a list": (b'["text"]', "no JSON object"),
+    "another field": (b'{"content": "a"}', 'no field "text", but content'),
+    "no field": (b"{}", 'no field "text", but none'),
+    "a number": (b'{"text": 5}', 'no text in its field "text"'),
+    "null": (b'{"text": null}', 'no text in its field "text"'),
+    "half a character": (rb'{"text": "\ud83d"}', "not Unicode"),
+    "too deep": (b"[" * 100_000, "is not JSON"),
+    "a number too long": (b'{"text": ' + b"1" * 10_000 + b"}", "is not JSON"),
+}
+
+
+@pytest.mark.parametrize("case", LINES)
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+@pytest.mark.parametrize("size", [40, 10**6])
+def test_a_broken_line_is_named_and_the_others_are_read(tmp_path, monkeypatch, case, suffix, size):
+    monkeypatch.setattr(formats, "PART_BYTES", size)
+    line, why = LINES[case]
+    content = lines(TEXTS[:5]) + b"\n" + line + b"\n" + lines(TEXTS[5:9])
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    *before, broken, fourth, third, second, last = read_all(path)
+    assert [*before, fourth, third, second, last] == TEXTS[:9]
+    assert broken.where == f"{path}:7" and why in broken.why
+
+
+def test_a_byte_order_mark_and_other_line_ends_are_no_matter(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n  \r\n{"text": "b"}')
+    assert read_all(path) == ["a", "b"]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_what_comes_before_the_damage_is_read(tmp_path, suffix):
+    texts = ["".join(map(chr, np.random.default_rng(i).integers(97, 123, 5000))) for i in range(100)]
+    path = write(tmp_path / f"a.jsonl{suffix}", texts)
+    path.write_bytes(path.read_bytes()[:-20_000])
+    *whole, broken = read_all(path)
+    # The last line that begins before the end may be broken as well.
+    whole = [item for item in whole if isinstance(item, str)]
+    assert whole == texts[: len(whole)]
+    assert broken.where == str(path) and "cut short" in broken.why
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("content", [b"garbage" * 100, b"\x1f\x8b garbage", b"\x28\xb5\x2f\xfd garbage"])
+def test_what_is_not_compressed_is_broken(tmp_path, suffix, content):
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(content)
+    (broken,) = read_all(path)
+    assert broken.where == str(path)
+
+
+def test_several_frames_are_one_file(tmp_path):
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(lines(["a"])) + zstandard.compress(lines(["b"])))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(["a"])) + gzip.compress(lines(["b"])))
+    assert read_all(tmp_path / "a.jsonl.zst", tmp_path / "a.jsonl.gz") == ["a", "b"] * 2
+
+
+def test_empty_files_hold_nothing(tmp_path):
+    for name in ("a.jsonl", "a.txt", "a.jsonl.zst", "a.jsonl.gz"):
+        (tmp_path / name).touch()
+    assert read_all(*sorted(tmp_path.iterdir())) == []
+    assert read_all(write_parquet(tmp_path / "a.parquet", [])) == []
+
+
+def test_a_bad_parquet_file_is_broken(tmp_path):
+    (tmp_path / "garbage.parquet").write_bytes(b"garbage" * 100)
+    other = write_parquet(tmp_path / "other.parquet", ["a"], "content")
+    damaged = write_parquet(tmp_path / "damaged.parquet", TEXTS * 10, rows=10**6)
+    content = bytearray(damaged.read_bytes())
+    column = pyarrow.parquet.read_metadata(damaged).row_group(0).column(1)
+    content[column.dictionary_page_offset : column.data_page_offset] = b""
+    damaged.write_bytes(content)
+    for path, why in ((tmp_path / "garbage.parquet", "Parquet"), (other, 'column "text", but id, content')):
+        (broken,) = read_all(path)
+        assert broken.where == str(path) and why in broken.why
+    assert any(isinstance(item, Broken) for item in read_all(damaged))
+
+
+def test_a_parquet_column_that_is_no_text_breaks_each_row(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None, "c"]}), tmp_path / "null.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "number.parquet")
+    first, broken, last = read_all(tmp_path / "null.parquet")
+    assert (first, last) == ("a", "c") and broken.where.endswith("null.parquet:2")
+    assert [item.where[-2:] for item in read_all(tmp_path / "number.parquet")] == [":1", ":2"]
+
+
+def test_documents_are_read_one_at_a_time(tmp_path):
+    """What follows is not looked at, however much it is."""
+    path = write(tmp_path / "a.jsonl", TEXTS)
+    documents = read(Part(cut([path], "text")[0].slices, "text"))
+    assert next(documents) == TEXTS[0]
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size - 10)
+        file.truncate()
+    assert len([item for item in documents if isinstance(item, str)]) in (98, 99)  # the buffer may have the end
+
+
+def test_json_is_read_as_python_writes_it(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": TEXTS[0]}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_all(path) == TEXTS[:1]

@@ -15,7 +15,7 @@ from jaxlm.data.tokenizers import BYTES_VOCABULARY
 from jaxlm.errors import InputError
 from jaxlm.models.config import ModelConfig
 from jaxlm.schema import Section
-from jaxlm.training.config import AdamWConfig, CheckpointConfig, EvaluationConfig, TrainingConfig
+from jaxlm.training.config import AdamWConfig, CheckpointConfig, EvaluationConfig, RecordsConfig, TrainingConfig
 
 
 class MeshConfig(Section):
@@ -36,6 +36,7 @@ class Experiment(Section):
     optimizer: AdamWConfig
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    records: RecordsConfig = Field(default_factory=RecordsConfig)
     mesh: MeshConfig = Field(default_factory=MeshConfig)
 
     def to_toml(self) -> str:

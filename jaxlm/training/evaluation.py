@@ -29,14 +29,23 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    step: Callable, parameters: Tree, rows: Rows, batch: int, mesh: Mesh, limit: int | None = None
-) -> Evaluation:
-    """Mean loss over all rows, or the first `limit` batches; call it under `jax.set_mesh`.
+    step: Callable,
+    parameters: Tree,
+    rows: Rows,
+    batch: int,
+    mesh: Mesh,
+    limit: int | None = None,
+    go_on: Callable[[], bool] = lambda: True,
+) -> Evaluation | None:
+    """Mean loss over all rows, or the first `limit` batches; call it under `jax.set_mesh`. None where `go_on`,
+    asked before every batch, said no.
 
     `step` is a compiled `training.step.Steps.evaluate`. Sums of losses are added in float64 on the host.
     """
     losses, tokens, ahead = 0.0, 0, None
     for host in evaluation_batches(rows, batch, limit, sharding.process_rows(batch, mesh)):
+        if not go_on():
+            return None
         ahead, done = step(parameters, sharding.put_batch(host, mesh)), ahead
         if done is not None:
             losses, tokens = losses + float(done[0]), tokens + int(done[1])

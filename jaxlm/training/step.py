@@ -1,7 +1,7 @@
 """One optimizer step and one evaluation step, as pure functions of plain trees."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxlm.models.layers import Dropout
 from jaxlm.models.positions import visible_in_rows
 from jaxlm.models.transformer import Execution
 from jaxlm.models.tree import Tree
+from jaxlm.training import norms as norms_of
 from jaxlm.training.config import AdamWConfig, TrainingConfig
 from jaxlm.training.losses import cross_entropy
 from jaxlm.training.optimizer import optimizer, schedule, state_shardings
@@ -41,6 +42,7 @@ class Steps(NamedTuple):
     init: Callable[[], TrainState]
     train: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]
+    norms: Callable[[TrainState, Batch], dict[str, Any]]
     shardings: Callable[[Mesh], TrainState]
 
 
@@ -50,7 +52,9 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: AdamW
     `train` returns the next state and the metrics `loss` (nats per target), `grad_norm` (before clipping),
     `learning_rate`, `tokens` (targets that count), `skipped` and `skipped_in_a_row`. `evaluate` returns the sum
     of the token losses and the number of targets. Under microbatches the loss is still
-    Σ token losses / Σ targets over the whole batch.
+    Σ token losses / Σ targets over the whole batch. `norms` returns what `train` would meet on this batch, by layer:
+    `gradient` by path (`norms.of_gradients`) and `residual`, the root mean square of the stream after each layer, [L].
+    It is a program of its own, so that looking changes no rounding in `train` and costs nothing on other steps.
     """
     graph, tree = model_tree.abstract(model)
     transform = optimizer(optimization, tree)
@@ -72,6 +76,11 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: AdamW
         losses = cross_entropy(module.logits(hidden), batch["targets"])
         return jnp.sum(jnp.where(batch["segments"] > 0, losses, 0.0))
 
+    def in_microbatches(batch: Batch) -> Batch:
+        """[B, T] → [M, B / M, T]. Each takes every M-th row, so that it lies on all devices without moving any row."""
+        parts = {k: rearrange(x, "(B M) T -> M B T", M=training.microbatches) for k, x in batch.items()}
+        return {k: sharding.constrain(x, None, "batch", "sequence") for k, x in parts.items()}
+
     def gradients(parameters: Tree, batch: Batch, key: jax.Array) -> tuple[jax.Array, Tree, jax.Array]:
         """Mean loss, its float32 gradients, and the number of targets."""
         targets = jnp.sum(batch["segments"] > 0)
@@ -90,9 +99,7 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: AdamW
             def add(total: tuple, microbatch: tuple) -> tuple[tuple, None]:
                 return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, share(working, *microbatch)), None
 
-            # Each microbatch takes every M-th row, so that it lies on all devices without moving any row.
-            parts = {k: rearrange(x, "(B M) T -> M B T", M=training.microbatches) for k, x in batch.items()}
-            parts = {k: sharding.constrain(x, None, "batch", "sequence") for k, x in parts.items()}
+            parts = in_microbatches(batch)
             nothing = jnp.zeros((), jnp.float32), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), working)
             indices = part * training.microbatches + jnp.arange(training.microbatches)
             return jax.lax.scan(add, nothing, (indices, parts))[0]
@@ -100,13 +107,16 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: AdamW
         loss, grads = sharding.summed_over_data(accumulate, working, batch)
         return loss, grads, targets
 
+    def key_of(state: TrainState) -> jax.Array:
+        return jax.random.fold_in(jax.random.key(training.seed), state.step)
+
     def train(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        key = jax.random.fold_in(jax.random.key(training.seed), state.step)
-        loss, grads, targets = gradients(state.parameters, batch, key)
+        loss, grads, targets = gradients(state.parameters, batch, key_of(state))
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
-        updates, moments = transform.update(grads, state.optimizer, state.parameters)
+        with jax.named_scope("optimizer"):
+            updates, moments = transform.update(grads, state.optimizer, state.parameters)
         updated = optax.apply_updates(state.parameters, updates), moments
         kept = state.parameters, state.optimizer
         parameters, moments = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, kept)
@@ -131,6 +141,15 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: AdamW
     def evaluate(parameters: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
         return summed_loss(cast(parameters, dtype), batch, Dropout()), jnp.sum(batch["segments"] > 0)
 
+    def norms(state: TrainState, batch: Batch) -> dict[str, Any]:
+        _, grads, _ = gradients(state.parameters, batch, key_of(state))
+        module = nnx.merge(graph, cast(state.parameters, dtype))
+        squares_ML = jax.lax.map(lambda part: norms_of.mean_squares(module, part, execution), in_microbatches(batch))
+        return {
+            "gradient": norms_of.of_gradients(grads, tree),
+            "residual": jnp.sqrt(jnp.mean(squares_ML, axis=0)),
+        }
+
     def shardings(mesh: Mesh) -> TrainState:
         whole = sharding.replicated(mesh)
         return TrainState(
@@ -141,7 +160,7 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: AdamW
             skipped_in_a_row=whole,
         )
 
-    return Steps(init, train, evaluate, shardings)
+    return Steps(init, train, evaluate, norms, shardings)
 
 
 def cast(parameters: Tree, dtype: jnp.dtype) -> Tree:
@@ -155,6 +174,7 @@ class Compiled(NamedTuple):
     init: Callable[[], TrainState]
     train: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]
+    norms: Callable[[TrainState, Batch], dict[str, Any]]
 
 
 def jit_steps(steps: Steps, mesh: Mesh) -> Compiled:
@@ -164,4 +184,5 @@ def jit_steps(steps: Steps, mesh: Mesh) -> Compiled:
         init=jax.jit(steps.init, out_shardings=lies),
         train=jax.jit(steps.train, donate_argnums=0, out_shardings=(lies, whole)),
         evaluate=jax.jit(steps.evaluate, out_shardings=whole),
+        norms=jax.jit(steps.norms, out_shardings=whole),
     )

@@ -120,7 +120,11 @@ class _End:
         from jaxlm.training.interrupt import named
 
         if distributed.is_first():
-            why = "no step was done" if self.step is None else f"stopped at step {self.step}, checkpoint written"
+            why = (
+                "stopped before the first step"
+                if self.step is None
+                else f"stopped at step {self.step}, checkpoint written"
+            )
             again = shlex.join(["jaxlm", *sys.argv[1:]])
             print(f"{why}; to go on: {again}", file=sys.stderr)
             self._print_json(stopped=named(reason))

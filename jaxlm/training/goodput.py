@@ -103,13 +103,14 @@ class Goodput(NamedTuple):
     starts: int
 
     def __str__(self) -> str:
-        rest = sorted(((s, name) for name, s in self.seconds.items() if name != "training" and s >= 0.05), reverse=True)
-        explained = ", ".join(f"{name.replace('_', ' ')} {_duration(s)}" for s, name in rest)
+        others = sorted(
+            ((s, name) for name, s in self.seconds.items() if name != "training" and s >= 0.05), reverse=True
+        )
+        explained = ", ".join(f"{name.replace('_', ' ')} {_duration(s)}" for s, name in others)
         spent, whole = _duration(self.seconds["training"]), _duration(sum(self.seconds.values()))
         begun = f" over {self.starts} starts" if self.starts > 1 else ""
-        return f"goodput {self.share:.1%}: {spent} of {whole}{begun} in training steps" + (
-            f"; the rest: {explained}" if explained else ""
-        )
+        rest = f"; the rest: {explained}" if explained else ""
+        return f"goodput {self.share:.1%}: {spent} of {whole}{begun} in training steps{rest}"
 
 
 class Starts:

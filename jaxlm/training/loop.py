@@ -207,7 +207,7 @@ class Trainer:
             return
         (step, arrays), self._previous = self._previous, None
         with self._clock.phase(DEVICE):
-            metrics = jax.device_get(arrays)
+            metrics = to_host(arrays)
         self._pace.add(int(metrics["tokens"]))
         self._starts.write(step)
         in_a_row = int(metrics["skipped_in_a_row"])
@@ -256,6 +256,13 @@ class Trainer:
         self._recorder.flush()  # a start that resumes here writes only what comes after
         with self._clock.phase("checkpoint"):
             self._saved.save(state, held_out_loss)
+
+
+def to_host(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    """`jax.device_get`, at a fifth of its cost for a few numbers: that of each step."""
+    for array in arrays.values():
+        array.copyto_host_async()
+    return {name: np.asarray(array) for name, array in arrays.items()}
 
 
 def _finite(x: Any) -> float | None:

@@ -1,7 +1,6 @@
 """Where records go besides the run's own files: TensorBoard and Weights & Biases."""
 
 import importlib.util
-import os
 import uuid
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,8 +33,8 @@ class TensorBoard:
     def __init__(self, directory: Path, resumed: int):
         from tensorboardX import SummaryWriter
 
-        # The name has the second in it; starts of the same second must not share a file.
-        suffix = f".{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        # Files are read in the order of their names, which have only the second in them.
+        suffix = f".{len(list(directory.glob('events*'))):06d}" if directory.is_dir() else ""
         self._writer = SummaryWriter(str(directory), purge_step=resumed + 1, flush_secs=10, filename_suffix=suffix)
 
     def write(self, step: int, values: dict[str, float]) -> None:

@@ -20,13 +20,13 @@ def of_gradients(gradients: Tree, tree: nnx.State) -> dict[str, jax.Array]:
     return {path: norm(gradient, axes[path]) for path, gradient in model_tree.paths(gradients).items()}
 
 
-def mean_squares(module: Transformer, batch: dict[str, jax.Array], execution: Execution) -> jax.Array:
-    """Of the residual stream after each layer, without dropout: its mean square over the tokens that count, [L]."""
+def squares(module: Transformer, batch: dict[str, jax.Array], execution: Execution) -> jax.Array:
+    """Of the residual stream after each layer, without dropout: its mean square, summed over the targets, [L]."""
     counts_BT = batch["segments"] > 0
 
     def observe(x_BTD: jax.Array) -> jax.Array:
         squares_BT = jnp.mean(jnp.square(x_BTD.astype(jnp.float32)), axis=-1)
-        return jnp.sum(jnp.where(counts_BT, squares_BT, 0.0)) / jnp.maximum(jnp.sum(counts_BT), 1)
+        return jnp.sum(jnp.where(counts_BT, squares_BT, 0.0))
 
     positions = batch["positions"]
     _, _, squares_L = module.residual(

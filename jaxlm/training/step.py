@@ -142,12 +142,12 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: AdamW
         return summed_loss(cast(parameters, dtype), batch, Dropout()), jnp.sum(batch["segments"] > 0)
 
     def norms(state: TrainState, batch: Batch) -> dict[str, Any]:
-        _, grads, _ = gradients(state.parameters, batch, key_of(state))
+        _, grads, targets = gradients(state.parameters, batch, key_of(state))
         module = nnx.merge(graph, cast(state.parameters, dtype))
-        squares_ML = jax.lax.map(lambda part: norms_of.mean_squares(module, part, execution), in_microbatches(batch))
+        squares_ML = jax.lax.map(lambda part: norms_of.squares(module, part, execution), in_microbatches(batch))
         return {
             "gradient": norms_of.of_gradients(grads, tree),
-            "residual": jnp.sqrt(jnp.mean(squares_ML, axis=0)),
+            "residual": jnp.sqrt(jnp.sum(squares_ML, axis=0) / jnp.maximum(targets, 1)),
         }
 
     def shardings(mesh: Mesh) -> TrainState:

@@ -16,7 +16,14 @@ from jaxlm.data.tokenizers import BYTES_VOCABULARY
 from jaxlm.errors import InputError
 from jaxlm.models.config import ModelConfig
 from jaxlm.schema import Section, chosen, kind_of, sections_in
-from jaxlm.training.config import AnyOptimizer, CheckpointConfig, EvaluationConfig, OptimizerConfig, TrainingConfig
+from jaxlm.training.config import (
+    AnyOptimizer,
+    CheckpointConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    RecordsConfig,
+    TrainingConfig,
+)
 
 
 class MeshConfig(Section):
@@ -37,6 +44,7 @@ class Experiment(Section):
     optimizer: AnyOptimizer
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    records: RecordsConfig = Field(default_factory=RecordsConfig)
     mesh: MeshConfig = Field(default_factory=MeshConfig)
 
     def to_toml(self) -> str:

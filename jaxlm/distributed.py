@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxlm.errors import InputError
@@ -83,6 +84,8 @@ def is_first() -> bool:
 
 
 def _state():
+    if "jax" not in sys.modules:  # nor has anybody joined a job; bad input need not wait for the import
+        return SimpleNamespace(process_id=0, num_processes=1)
     # jax.process_count() and jax.process_index() would start the backend, before it is told how many devices to make.
     from jax._src import distributed
 

@@ -27,6 +27,8 @@ class Run:
         self.starts = directory / "starts.jsonl"
         self.metrics = directory / "metrics.jsonl"
         self.evaluations = directory / "evaluations.jsonl"
+        self.goodput = directory / "goodput.jsonl"
+        self.profile = directory / "profile"
         self.checkpoints = directory / "checkpoints"
         self.loss_curve = directory / "loss.png"
         self.sample = directory / "sample.txt"

@@ -2,16 +2,22 @@
 
 import argparse
 import json
+import os
 import shlex
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file, such as configs/quickstart.toml")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as training.steps=100")
     parser.add_argument("--out", type=Path, metavar="RUN", help="folder of the run (runs/<name of CONFIG>)")
+    parser.add_argument("--profile", metavar="START:STOP", help="trace the steps from START to before STOP, for XProf")
+    parser.add_argument(
+        "--max-hours", type=float, metavar="X", help="stop with a checkpoint before this start has lasted X hours"
+    )
     parser.add_argument(
         "--process",
         metavar="INDEX/COUNT@HOST:PORT",
@@ -21,22 +27,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     from jaxlm import config, distributed
-    from jaxlm.cli.progress import Bar
-    from jaxlm.data.dataset import prepare
     from jaxlm.run import Run
+    from jaxlm.training import profile, sinks
+    from jaxlm.training.goodput import Clock
+    from jaxlm.training.interrupt import Stopped, StopRequest
 
+    clock = Clock()
     experiment = config.load(arguments.config, arguments.overrides)
+    traced = arguments.profile and profile.Steps.parse(arguments.profile).check(experiment.training.steps)
+    sinks.check_installed(experiment.records.wandb_project)
     run = Run(arguments.out or Path("runs") / arguments.config.stem)
     run.check(experiment)
-    distributed.join(arguments.process and distributed.Place.parse(arguments.process))
+    end = _End(run, arguments.json)
+    with StopRequest(end.early, arguments.max_hours) as stop:
+        distributed.join(arguments.process and distributed.Place.parse(arguments.process))
+        try:
+            return _train(experiment, run, traced, stop, clock, end)
+        except Stopped as stopped:
+            status = end.early(stopped.reason)
+            os._exit(status)  # a compiler may still be at work in its threads, and would be waited for
+
+
+def _train(experiment, run, traced, stop, clock, end) -> int:
+    from jaxlm import config, distributed
+    from jaxlm.cli.progress import Bar
+    from jaxlm.data.dataset import prepare
+
     with Bar(experiment.training.steps, quiet=not distributed.is_first()) as bar:
-        with distributed.first_goes_first("data"):
+        with clock.phase("data_preparation"), distributed.first_goes_first("data"):
             dataset = prepare(experiment.data, experiment.model.vocabulary, bar.say, bar.progress)
 
         from jaxlm.cli.devices import describe, make_mesh
         from jaxlm.models.tree import parameter_count
         from jaxlm.training.loop import Diverged, Trainer
-        from jaxlm.training.records import JsonLines, environment, plot_losses
+        from jaxlm.training.profile import Profiler
+        from jaxlm.training.recorder import Recorder
+        from jaxlm.training.records import JsonLines, environment
 
         mesh = make_mesh(experiment)
         bar.say(f"{parameter_count(experiment.model):,} parameters on {describe(mesh)}")
@@ -45,6 +71,7 @@ def main(arguments: argparse.Namespace) -> int:
                 f"mesh.tensor = {mesh.shape['tensor']} does not divide {experiment.model.attention.kv_heads} "
                 "key/value heads: every device of that axis holds all of them"
             )
+        described = experiment.model_dump(mode="json")
         trainer = Trainer(
             experiment.model,
             experiment.training,
@@ -55,6 +82,11 @@ def main(arguments: argparse.Namespace) -> int:
             mesh,
             run.directory,
             bar,
+            recorder=lambda resumed: Recorder(run.directory, experiment.records, resumed, described),
+            norms_every=experiment.records.norms_every,
+            profiler=Profiler(traced, run.profile, bar.say),
+            stop=stop,
+            clock=clock,
         )
         # Only now that nothing was refused is it a run.
         with distributed.first_goes_first("run"):
@@ -66,38 +98,96 @@ def main(arguments: argparse.Namespace) -> int:
             print(f"jaxlm: {error}", file=sys.stderr)
             return 1
 
-    metrics, evaluations = JsonLines(run.metrics).rows(), JsonLines(run.evaluations).rows()
-    if metrics and distributed.is_first():
-        plot_losses(metrics, evaluations, run.loss_curve)
-    if result.signal is not None:
-        again = shlex.join(["jaxlm", *sys.argv[1:]])
+    with clock.phase("ending"):
+        end.step = result.step
         if distributed.is_first():
-            print(f"stopped at step {result.step}, checkpoint written; to go on: {again}", file=sys.stderr)
-        return 130 if result.signal == signal.SIGINT else 0
+            end.plot()
+        if result.reason:
+            return end.early(result.reason)
+        sample = _sample(experiment, dataset, result.parameters, mesh)
+    return end.whole(sample)
 
-    sample = _sample(experiment, dataset, result.parameters, mesh)
-    if not distributed.is_first():
+
+class _End:
+    """The last words of a run, whole or stopped early; in a job of several processes the first says them."""
+
+    def __init__(self, run, as_json: bool):
+        self._run, self._json = run, as_json
+        self.step: int | None = None  # once it is saved
+
+    def early(self, reason: int) -> int:
+        """Say how to go on; the exit status."""
+        from jaxlm import distributed
+        from jaxlm.training.interrupt import named
+
+        if distributed.is_first():
+            why = (
+                "stopped before the first step"
+                if self.step is None
+                else f"stopped at step {self.step}, checkpoint written"
+            )
+            again = shlex.join(["jaxlm", *sys.argv[1:]])
+            print(f"{why}; to go on: {again}", file=sys.stderr)
+            self._print_json(stopped=named(reason))
+            sys.stdout.flush()
+            sys.stderr.flush()
+        return 130 if reason == signal.SIGINT else 0
+
+    def plot(self) -> None:
+        """The loss curve, and where the time went."""
+        from jaxlm.training.records import JsonLines, plot_losses
+
+        metrics = JsonLines(self._run.metrics).rows()
+        if metrics:
+            plot_losses(metrics, JsonLines(self._run.evaluations).rows(), self._run.loss_curve)
+        print(self._goodput(), file=sys.stderr)
+
+    def whole(self, sample: str) -> int:
+        """Show what a finished run has made; the exit status."""
+        from jaxlm import distributed
+        from jaxlm.training.records import JsonLines
+
+        run = self._run
+        if not distributed.is_first():
+            return 0
+        run.sample.write_text(sample, encoding="utf-8")
+        if self._json:
+            self._print_json(stopped=None)
+            return 0
+        evaluations = JsonLines(run.evaluations).rows()
+        held_out = f", held-out loss {evaluations[-1]['loss']:.4f}" if evaluations else ""
+        print(f"\n{sample}\n")
+        print(f"{run.directory}: {self.step} steps{held_out}")
+        print(f"loss curve {run.loss_curve}, sample {run.sample}, checkpoints {run.checkpoints}")
         return 0
-    run.sample.write_text(sample, encoding="utf-8")
-    held_out = evaluations[-1]["loss"] if evaluations else None
-    if arguments.json:
-        last = metrics[-1] if metrics else {}
+
+    def _goodput(self):
+        from jaxlm.training.goodput import summary
+        from jaxlm.training.records import JsonLines
+
+        return summary(JsonLines(self._run.goodput).rows())
+
+    def _print_json(self, stopped: str | None) -> None:
+        from jaxlm.training.records import JsonLines
+
+        if not self._json:
+            return
+        last: dict[str, Any] = (JsonLines(self._run.metrics).rows() or [{}])[-1]
+        evaluations, goodput = JsonLines(self._run.evaluations).rows(), self._goodput()
         print(
             json.dumps(
                 {
-                    "run": str(run.directory),
-                    "step": result.step,
+                    "run": str(self._run.directory),
+                    "step": self.step,
+                    "stopped": stopped,
                     "loss": last.get("loss"),
-                    "held_out_loss": held_out,
+                    "held_out_loss": evaluations[-1]["loss"] if evaluations else None,
                     "tokens_per_s": last.get("tokens_per_s"),
+                    "goodput": goodput.share,
+                    "seconds": goodput.seconds,
                 }
             )
         )
-        return 0
-    print(f"\n{sample}\n")
-    print(f"{run.directory}: {result.step} steps, held-out loss {held_out:.4f}")
-    print(f"loss curve {run.loss_curve}, sample {run.sample}, checkpoints {run.checkpoints}")
-    return 0
 
 
 def _sample(experiment, dataset, parameters, mesh, prompt_tokens: int = 32, max_tokens: int = 200) -> str:

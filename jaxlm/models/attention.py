@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxlm.models import config
 from jaxlm.models.layers import linear, norm, product_in_float32
-from jaxlm.models.parameters import normal, param, zeros
+from jaxlm.models.parameters import Module, normal, param, zeros
 from jaxlm.models.positions import Rotation, Visible, rotate
 from jaxlm.sharding import constrain
 
@@ -43,7 +43,7 @@ def dot_product_attention(
     return rearrange(mixed, "B K G T H -> B T (K G) H").astype(query_BTNH.dtype)
 
 
-class GroupedQueryAttention(nnx.Module):
+class GroupedQueryAttention(Module):
     """Multi-head attention whose key/value heads are shared by groups of query heads (arXiv:2305.13245)."""
 
     def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
@@ -94,6 +94,6 @@ def _by_heads(x_BTNH: jax.Array, heads: str) -> jax.Array:
 _ATTENTIONS = {"grouped_query": GroupedQueryAttention}
 
 
-def attention(model: config.ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
+def attention(model: config.ModelConfig, rngs: nnx.Rngs) -> Module:
     """The attention that the configuration names."""
     return _ATTENTIONS[model.attention.kind](model, rngs)

@@ -6,11 +6,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxlm.models import config
 from jaxlm.models.layers import ACTIVATIONS, linear
-from jaxlm.models.parameters import normal, param, zeros
+from jaxlm.models.parameters import Module, normal, param, zeros
 from jaxlm.sharding import constrain
 
 
-class DenseFeedForward(nnx.Module):
+class DenseFeedForward(Module):
     """act(x·W_up)·W_down, or (act(x·W_gate) ⊙ x·W_up)·W_down when gated (arXiv:2002.05202, equation 6)."""
 
     def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
@@ -44,6 +44,6 @@ def _by_hidden(x_BTF: jax.Array) -> jax.Array:
 _FEED_FORWARDS = {"dense": DenseFeedForward}
 
 
-def feed_forward(model: config.ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
+def feed_forward(model: config.ModelConfig, rngs: nnx.Rngs) -> Module:
     """The feed-forward layer that the configuration names."""
     return _FEED_FORWARDS[model.feed_forward.kind](model, rngs)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlm.models import config
-from jaxlm.models.parameters import ones, param, zeros
+from jaxlm.models.parameters import Module, ones, param, scope, zeros
 
 
 def linear(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
@@ -21,8 +21,9 @@ def linear(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> ja
     contracted = len(kernel.inputs)
     outputs = kernel.shape[contracted:]
     rows, inputs = x.shape[: x.ndim - contracted], math.prod(kernel.shape[:contracted])
-    y = jnp.matmul(x.reshape(-1, inputs), kernel[...].reshape(inputs, -1)).reshape(*rows, *outputs)
-    return y if bias is None else y + bias[...].reshape((1,) * len(rows) + outputs)
+    with scope(kernel):
+        y = jnp.matmul(x.reshape(-1, inputs), kernel[...].reshape(inputs, -1)).reshape(*rows, *outputs)
+        return y if bias is None else y + bias[...].reshape((1,) * len(rows) + outputs)
 
 
 def product_in_float32(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -55,7 +56,7 @@ def _backward(subscripts: str, operands: tuple, cotangent: jax.Array) -> tuple[j
 _product_in_float32.defvjp(_forward, _backward)
 
 
-class RMSNorm(nnx.Module):
+class RMSNorm(Module):
     """x / √(mean(x²) + ε) · scale over the last dimension, statistics in float32 (arXiv:1910.07467)."""
 
     def __init__(self, settings: config.RMSNorm, width: int, axis: str, rngs: nnx.Rngs):
@@ -68,7 +69,7 @@ class RMSNorm(nnx.Module):
         return (wide * inverse * _last(self.scale, x.ndim)).astype(x.dtype)
 
 
-class LayerNorm(nnx.Module):
+class LayerNorm(Module):
     """(x − mean) / √(var + ε) · scale + bias over the last dimension, statistics in float32 (arXiv:1607.06450)."""
 
     def __init__(self, settings: config.LayerNorm, width: int, axis: str, rngs: nnx.Rngs):

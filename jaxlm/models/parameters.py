@@ -1,6 +1,9 @@
 """How parameters are declared: once, in their module, with everything that others need to know of them."""
 
+import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +40,41 @@ def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: str, init: Initializer) 
     return nnx.Param(init(rngs.params(), shape, jnp.float32), axes=names, inputs=tuple(inputs.split()) if arrow else ())
 
 
-def stack(make_layer: Callable[[nnx.Rngs], nnx.Module], n: int, rngs: nnx.Rngs) -> nnx.Module:
+class Module(nnx.Module):
+    """A module whose parts are named by the attributes that hold them: what it computes carries, in the compiled
+    program and in profiles, the path that the abstract tree gives it ("layers/attention/query")."""
+
+    name: str | None = None  # in its parent; the root has none
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__call__" in vars(cls):
+            cls.__call__ = _named(cls.__call__)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, Module):
+            value.name = name
+        elif isinstance(value, nnx.Param):
+            value.set_metadata(name=name)
+        super().__setattr__(name, value)
+
+
+def scope(parameter: nnx.Param) -> AbstractContextManager:
+    """What is computed inside belongs to this parameter: its name is added to the path."""
+    name = parameter.get_metadata().get("name")
+    return jax.named_scope(name) if name else nullcontext()
+
+
+def _named(call: Callable) -> Callable:
+    @functools.wraps(call)
+    def inner(self: Module, *arguments: Any, **options: Any) -> Any:
+        with jax.named_scope(self.name) if self.name else nullcontext():
+            return call(self, *arguments, **options)
+
+    return inner
+
+
+def stack(make_layer: Callable[[nnx.Rngs], Module], n: int, rngs: nnx.Rngs) -> Module:
     """n layers as one module whose parameters are [n, …] with the axis "layers" in front."""
     layers = nnx.vmap(make_layer)(rngs.split(n))
     for _, variable in nnx.iter_graph(layers):

@@ -11,7 +11,7 @@ from jaxlm.models import config
 from jaxlm.models.attention import attention
 from jaxlm.models.feed_forward import feed_forward
 from jaxlm.models.layers import Dropout, norm, product_in_float32
-from jaxlm.models.parameters import normal, param, stack
+from jaxlm.models.parameters import Module, normal, param, scope, stack
 from jaxlm.models.positions import Rotation, Visible, rotation
 from jaxlm.sharding import constrain
 
@@ -26,7 +26,7 @@ class Execution(NamedTuple):
     scan: bool = True
 
 
-class Block(nnx.Module):
+class Block(Module):
     """One layer: attention and feed-forward, each behind a norm and added to the residual stream."""
 
     def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
@@ -45,7 +45,7 @@ class Block(nnx.Module):
         return x_BTD, cache
 
 
-class Transformer(nnx.Module):
+class Transformer(Module):
     """Token and position embedding, a stack of blocks, a final norm and the unembedding."""
 
     def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
@@ -69,13 +69,31 @@ class Transformer(nnx.Module):
         dropout: Dropout = Dropout(),
         execution: Execution = Execution(),
     ) -> tuple[jax.Array, Any]:
-        """The normalised residual stream after the last layer, [B, T, D], and the extended cache.
+        """The normalised residual stream after the last layer, [B, T, D], and the extended cache; see `residual`."""
+        x_BTD, cache, _ = self.residual(
+            tokens_BT, positions_BT, visible, cache=cache, dropout=dropout, execution=execution
+        )
+        return self.final_norm(x_BTD), cache
+
+    def residual(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        visible: Visible,
+        *,
+        cache: Any = None,
+        dropout: Dropout = Dropout(),
+        execution: Execution = Execution(),
+        observe: Callable[[jax.Array], Any] = lambda x_BTD: None,
+    ) -> tuple[jax.Array, Any, Any]:
+        """The residual stream after the last layer, [B, T, D], the extended cache, and what was observed.
 
         Args:
           tokens_BT: int32 token ids in [0, vocabulary).
           positions_BT: int32 position of each token in its document.
           visible: what each token may see; indices of the row, or of the cache where there is one.
           cache: keys and values of earlier tokens (`jaxlm.inference.cache.Cache`), or None.
+          observe: a function of the stream after each layer; what it returns comes back stacked, [L, …].
         """
         x_BTD = _look_up(self.embedding, tokens_BT)
         if self.positions is not None:
@@ -87,18 +105,19 @@ class Transformer(nnx.Module):
             turn = rotation(self.model.position, self.model.attention.head_width, positions_BT)
 
         def run(block: Block, carry: tuple, layer: jax.Array) -> tuple:
-            return block(carry[0], visible, turn, dropout.at(layer + 1), carry[1])
+            x_BTD, cache = block(carry[0], visible, turn, dropout.at(layer + 1), carry[1])
+            return (x_BTD, cache), observe(x_BTD)
 
-        x_BTD, cache = _through(self.layers, run, (x_BTD, cache), self.model.layers, execution)
-        return self.final_norm(x_BTD), cache
+        (x_BTD, cache), observed = _through(self.layers, run, (x_BTD, cache), self.model.layers, execution)
+        return x_BTD, cache, observed
 
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Unembed [B, T, D] to float32 logits [B, T, V]."""
         rows = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
-        if self.unembedding is None:
-            logits = product_in_float32("RD,VD->RV", rows, self.embedding[...])
-        else:
-            logits = product_in_float32("RD,DV->RV", rows, self.unembedding[...])
+        tied = self.unembedding is None
+        table, product = (self.embedding, "RD,VD->RV") if tied else (self.unembedding, "RD,DV->RV")
+        with scope(table):
+            logits = product_in_float32(product, rows, table[...])
         logits_BTV = logits.reshape(*hidden_BTD.shape[:-1], -1)
         return constrain(logits_BTV, "batch", "sequence", "act_vocab")
 
@@ -109,19 +128,20 @@ def _look_up(table: nnx.Param, index_BT: jax.Array) -> jax.Array:
     The table is made whole in D first: left to itself, the partitioner gathers the ids and then moves the
     activations instead. Its rows stay where they are: each device looks up those it has, and the results are added.
     """
-    rows = constrain(table[...], table.axes[0], "act_model")
-    return constrain(jnp.take(rows, index_BT, axis=0, mode="clip"), "batch", "sequence", "act_model")
+    with scope(table):
+        rows = constrain(table[...], table.axes[0], "act_model")
+        return constrain(jnp.take(rows, index_BT, axis=0, mode="clip"), "batch", "sequence", "act_model")
 
 
 def _through(
-    layers: nnx.Module, run: Callable[[Block, tuple, jax.Array], tuple], carry: tuple, n: int, execution: Execution
+    layers: Module, run: Callable[[Block, tuple, jax.Array], tuple], carry: tuple, n: int, execution: Execution
 ) -> tuple:
-    """Carry a value through the stacked layers, scanned or unrolled over the same tree."""
+    """Carry a value through the stacked layers, scanned or unrolled over the same tree; and what each of them gives."""
     graph, stacked = nnx.split(layers)
 
-    def body(carry: tuple, layer: tuple) -> tuple[tuple, None]:
+    def body(carry: tuple, layer: tuple) -> tuple[tuple, Any]:
         tree, index = layer
-        return run(nnx.merge(graph, tree), carry, index), None
+        return run(nnx.merge(graph, tree), carry, index)
 
     if execution.remat != "none":
         saved = () if execution.remat == "full" else execution.remat
@@ -132,5 +152,4 @@ def _through(
             prevent_cse=not execution.scan,
         )
     # unroll=True writes the loop out at trace time: the same tree, the same body, no while loop in the program.
-    carry, _ = jax.lax.scan(body, carry, (stacked, jnp.arange(n)), unroll=1 if execution.scan else n)
-    return carry
+    return jax.lax.scan(body, carry, (stacked, jnp.arange(n)), unroll=1 if execution.scan else n)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ _STAMPED = "_CHECKPOINT_METADATA"
 # The folder that Orbax fills before it renames it to the step's.
 _IN_PROGRESS = "*.orbax-checkpoint-tmp*"
 _LOSS = "held_out_loss"
+# What any disk or network that is fit for training can do.
+_BYTES_PER_S = 1e8
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports each of its phases there
 
@@ -50,6 +53,7 @@ class Checkpoints:
             async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
         )
         self._manager = ocp.CheckpointManager(self._directory, options=options)
+        self._began = self._longest_s = 0.0
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -64,12 +68,22 @@ class Checkpoints:
             return
         items = ocp.args.Composite(**{name: ocp.args.StandardSave(item) for name, item in _items(state).items()})
         metrics = None if held_out_loss is None else {_LOSS: held_out_loss}
+        self._began = time.monotonic()
         self._manager.save(step, args=items, metrics=metrics)
+
+    def expected_s(self, size: int) -> float:
+        """Seconds that writing `size` bytes takes: as long as the longest time yet; at first, at a careful guess."""
+        return self._longest_s or size / _BYTES_PER_S
+
+    def wait(self) -> None:
+        """Until all that was saved is whole."""
+        self._manager.wait_until_finished()
 
     def _seal(self) -> None:
         """Write the checksums into the folder that Orbax is about to rename: what is committed is sealed."""
         for folder in self._directory.glob(_IN_PROGRESS) if is_first() else ():
             (folder / _CHECKSUMS).write_text(json.dumps(dict(_checksums(folder))))
+        self._longest_s = max(self._longest_s, time.monotonic() - self._began)
 
 
 def resume_from(directory: Path, say: Callable[[str], None]) -> int | None:

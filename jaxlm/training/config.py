@@ -181,6 +181,15 @@ class EvaluationConfig(Section):
     batches: PositiveInt = 20
 
 
+class RecordsConfig(Section):
+    """What is recorded besides metrics.jsonl and evaluations.jsonl: TensorBoard event files in RUN/tensorboard, a
+    Weights & Biases run in this project, and every `norms_every` steps the norms of each layer."""
+
+    tensorboard: bool = True
+    wandb_project: str | None = None
+    norms_every: PositiveInt | None = None
+
+
 class CheckpointConfig(Section):
     """A checkpoint every `every` steps and at the end; the newest `keep` and the best stay."""
 

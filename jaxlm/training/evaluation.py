@@ -43,14 +43,23 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    step: Callable, parameters: Tree, rows: Rows, batch: int, mesh: Mesh, limit: int | None = None
-) -> Evaluation:
-    """Mean loss over all rows, or the first `limit` batches; call it under `jax.set_mesh`.
+    step: Callable,
+    parameters: Tree,
+    rows: Rows,
+    batch: int,
+    mesh: Mesh,
+    limit: int | None = None,
+    go_on: Callable[[], bool] = lambda: True,
+) -> Evaluation | None:
+    """Mean loss over all rows, or the first `limit` batches; call it under `jax.set_mesh`. None where `go_on`,
+    asked before every batch, said no.
 
     `step` is a compiled `training.step.Steps.evaluate`. Sums of losses are added in float64 on the host.
     """
     losses, tokens, ahead = 0.0, 0, None
     for host in evaluation_batches(rows, batch, limit, sharding.process_rows(batch, mesh)):
+        if not go_on():
+            return None
         ahead, done = step(parameters, sharding.put_batch(host, mesh)), ahead
         if done is not None:
             losses, tokens = losses + float(done[0]), tokens + int(done[1])
@@ -60,11 +69,22 @@ def evaluate(
 
 
 def evaluate_sources(
-    step: Callable, parameters: Tree, sources: Mapping[str, Rows], batch: int, mesh: Mesh, limit: int | None = None
-) -> Evaluation:
+    step: Callable,
+    parameters: Tree,
+    sources: Mapping[str, Rows],
+    batch: int,
+    mesh: Mesh,
+    limit: int | None = None,
+    go_on: Callable[[], bool] = lambda: True,
+) -> Evaluation | None:
     """Mean loss over all text of all sources, and of each. A limit is that of each source, which still counts by all
-    of its targets."""
-    each = {name: evaluate(step, parameters, rows, batch, mesh, limit) for name, rows in sources.items()}
+    of its targets. None as in `evaluate`."""
+    each: dict[str, Evaluation] = {}
+    for name, rows in sources.items():
+        measured = evaluate(step, parameters, rows, batch, mesh, limit, go_on)
+        if measured is None:
+            return None
+        each[name] = measured
     if len(each) == 1:
         return each.popitem()[1]
     tokens, targets, size = (sum(x) for x in zip(*(e[1:4] for e in each.values()), strict=True))

@@ -1,26 +1,99 @@
-"""Ctrl-C and SIGTERM as a request to stop at the next step."""
+"""Why a process stops before its work is done: Ctrl-C, SIGTERM, or the hours it was given."""
 
+import math
+import os
+import select
 import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
+
+from jaxlm.errors import InputError
+from jaxlm.training.goodput import process_age
+
+# Why a run stops, as a number that processes can agree on by its maximum: 0 is not at all, above 1 is a signal.
+OUT_OF_TIME = 1
+# How long the main thread has to notice a signal: inside a compiler it does not.
+_NOTICE_S = 2.0
+
+
+class Stopped(BaseException):
+    """A signal came while there was nothing to save."""
+
+    def __init__(self, number: signal.Signals):
+        super().__init__(number.name)
+        self.reason = int(number)
 
 
 class StopRequest:
-    """While it is the context, the first SIGINT or SIGTERM is noted in `signal`; a second one acts as usual."""
+    """While it is the context, the first SIGINT or SIGTERM asks for an end, and a second one ends the process at once.
 
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
+    At first there is nothing to save, and the first signal raises Stopped; where the main thread does not notice for
+    two seconds, `leave(reason)` is called in another thread, and its result is the exit status. Under `noted()` the
+    signal waits to be asked for by `reason`, as do the `hours` that this process may last.
+    """
+
+    def __init__(self, leave: Callable[[int], int], hours: float | None = None):
+        if hours is not None and not (hours > 0 and math.isfinite(hours)):
+            raise InputError(f"--max-hours {hours:g} is no time to train in; give a number above 0")
+        self._leave, self._limit_s = leave, math.inf if hours is None else hours * 3600
+        self._signal, self._noting, self._noticed = 0, False, False
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopRequest":
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        # The numbers of signals arrive in the pipe whatever the main thread does.
+        self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._note)
+            self._before[number] = signal.signal(number, self._notice)
+        self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
+        self._watcher.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        os.close(self._write)
+        self._watcher.join()
+        os.close(self._read)
 
-    def _note(self, number: int, _: FrameType | None) -> None:
-        self.signal = signal.Signals(number)
-        for other, handler in self._before.items():
-            signal.signal(other, handler)
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """A block that a first signal does not end."""
+        self._noting = True
+        try:
+            yield
+        finally:
+            self._noting = False
+
+    def reason(self, ahead_s: float = 0.0) -> int:
+        """0, or why to stop now: a signal's number, or OUT_OF_TIME where `ahead_s` more seconds are too many."""
+        return self._signal or (OUT_OF_TIME if process_age() + ahead_s > self._limit_s else 0)
+
+    def _notice(self, number: int, _: FrameType | None) -> None:
+        self._signal = self._signal or number
+        first, self._noticed = not self._noticed, True
+        if first and not self._noting:
+            raise Stopped(signal.Signals(number))
+
+    def _watch(self) -> None:
+        asked = 0
+        while True:
+            if select.select([self._read], [], [], _NOTICE_S if asked else None)[0]:
+                number = int.from_bytes(os.read(self._read, 1))
+                if not number:  # the context ended
+                    return
+                if number in self._before:
+                    if asked:
+                        os._exit(128 + number)
+                    asked = self._signal = number
+            elif not self._noting and not self._noticed:
+                os._exit(self._leave(asked))
+
+
+def named(reason: int) -> str | None:
+    """The name of a reason: "SIGTERM", "max_hours"; None where there is none."""
+    return None if not reason else "max_hours" if reason == OUT_OF_TIME else signal.Signals(reason).name

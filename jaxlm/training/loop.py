@@ -1,28 +1,35 @@
 """The training loop: steps, and between them records, evaluations and checkpoints."""
 
 import math
-import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxlm import sharding
 from jaxlm.data.dataset import Dataset
 from jaxlm.data.loader import training_batches
 from jaxlm.data.packing import Rows
-from jaxlm.distributed import Agreement, ending_when_one_is_lost, is_first
+from jaxlm.distributed import Agreement, ending_when_one_is_lost
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.tree import Tree
 from jaxlm.training import checkpoints
 from jaxlm.training.checkpoints import Checkpoints
 from jaxlm.training.config import CheckpointConfig, EvaluationConfig, OptimizerConfig, TrainingConfig
 from jaxlm.training.evaluation import Evaluation, evaluate_sources
+from jaxlm.training.goodput import DATA, DATA_WAIT, DEVICE, HOST, Clock, Pace, Starts
 from jaxlm.training.interrupt import StopRequest
-from jaxlm.training.records import JsonLines
-from jaxlm.training.step import TrainState, jit_steps, make_steps
+from jaxlm.training.profile import Profiler
+from jaxlm.training.recorder import Recorder
+from jaxlm.training.records import memory_use
+from jaxlm.training.step import Compiled, TrainState, jit_steps, make_steps
+
+# For what comes behind the last checkpoint.
+_END_S = 2.0
 
 
 class Diverged(RuntimeError):
@@ -40,17 +47,17 @@ class Display(Protocol):
 
 
 class Result(NamedTuple):
-    """How a run ended: at which step, with which parameters, and by which signal if one stopped it."""
+    """How a run ended: at which step, with which parameters, and why (`interrupt.named`) if before its last."""
 
     step: int
     parameters: Tree
-    signal: signal.Signals | None
+    reason: int
 
 
 class Trainer:
     """A run from its newest whole checkpoint, or from the start, to `training.steps`.
 
-    Writes `metrics.jsonl` and `evaluations.jsonl` (lines with their `step`) and `checkpoints/` into RUN.
+    Writes what `Recorder` does, `goodput.jsonl` and `checkpoints/` into RUN.
     """
 
     def __init__(
@@ -64,110 +71,162 @@ class Trainer:
         mesh: Mesh,
         run: Path,
         display: Display,
+        *,
+        recorder: Callable[[int], Recorder],
+        norms_every: int | None,
+        profiler: Profiler,
+        stop: StopRequest,
+        clock: Clock,
     ):
+        """`recorder` makes the recorder of a run that resumes behind a step."""
         self._training, self._evaluation, self._checkpoint = training, evaluation, checkpoint
-        self._mesh, self._display = mesh, display
+        self._mesh, self._run, self._display = mesh, run, display
+        self._make_recorder, self._norms_every = recorder, norms_every
+        self._profiler, self._stop, self._clock = profiler, stop, clock
         sources = dataset.sources
         self._rows = [(Rows(source.train, training.sequence), source.weight) for source in sources.values()]
         self._held_out_rows = {name: Rows(source.held_out, training.sequence) for name, source in sources.items()}
         self._steps = make_steps(model, training, optimization)
         self._compiled = jit_steps(self._steps, mesh)
-        self._metrics = JsonLines(run / "metrics.jsonl")
-        self._evaluations = JsonLines(run / "evaluations.jsonl")
         self._directory = run / "checkpoints"
-        self._window = _Window()
+        self._agreement = Agreement(mesh)
+        self._pace = Pace(clock)
         self._previous: tuple[int, dict[str, jax.Array]] | None = None
 
     def train(self) -> Result:
-        """Train to the last step. A signal ends it after the step in progress, with a checkpoint.
+        """Train to the last step. A signal, or the end of the time given, ends it after the step in progress or in the
+        midst of an evaluation, with a checkpoint.
 
-        Raises Diverged; what was saved until then stays.
+        Raises Diverged; what was saved until then stays. Raises Stopped for a signal before the first step.
         """
-        newest = checkpoints.resume_from(self._directory, self._display.say)
+        with self._clock.phase("restoring"):
+            step = checkpoints.resume_from(self._directory, self._display.say)
+        self._starts = Starts(self._run / "goodput.jsonl", self._clock, step or 0)
         with (
-            StopRequest() as stop,
             jax.set_mesh(self._mesh),
-            Checkpoints(self._directory, self._checkpoint.keep) as saved,
+            Checkpoints(self._directory, self._checkpoint.keep) as self._saved,
+            self._make_recorder(step or 0) as self._recorder,
             ending_when_one_is_lost(),
         ):
-            state = self._start(newest)
-            return self._continue(newest or 0, state, saved, stop)
+            try:
+                return self._continue(step or 0, self._start(step))
+            finally:
+                self._profiler.close()
+                with self._clock.phase("checkpoint"):
+                    self._saved.wait()
+                self._starts.write(now=True)
 
-    def _continue(self, step: int, state: TrainState, saved: Checkpoints, stop: StopRequest) -> Result:
+    def _start(self, newest: int | None) -> TrainState:
+        if newest is None:
+            with self._clock.phase("compilation"):
+                return self._compiled.init()
+        self._display.say(f"resuming from step {newest}")
+        like = checkpoints.shaped(jax.eval_shape(self._steps.init), self._steps.shardings(self._mesh))
+        with self._clock.phase("restoring"):
+            return checkpoints.restore_state(self._directory, newest, like)
+
+    def _continue(self, step: int, state: TrainState) -> Result:
         training, last = self._training, self._training.steps
-        if step >= last:
-            return Result(step, state.parameters, None)
+        # An evaluation that was interrupted comes first.
+        due = step > 0 and self._evaluates_at(step) and not self._recorder.holds("evaluation", step)
+        if step >= last and not due:
+            return Result(step, state.parameters, 0)
 
         share = sharding.process_rows(training.batch, self._mesh)
         batches = training_batches(self._rows, training.batch, training.seed, start=step, share=share)
         batch = sharding.put_batch(next(batches), self._mesh)
+        self._state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        programs = self._compile(state, batch)
+
+        with self._stop.noted(), self._clock.phase(HOST):
+            self._propose()
+            if due:
+                self._evaluate(step, programs, state)
+            self._pace.restart()
+            while step < last and not self._agreement.settled():
+                if self._norms_every and (step + 1) % self._norms_every == 0:
+                    self._look_at_previous()
+                    self._norms(step + 1, programs, state, batch)
+                self._profiler.before(step + 1, self._look_at_previous)
+                with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
+                    state, metrics = programs.train(state, batch)
+                step += 1
+                self._propose()
+                # The next batch travels while this step runs; only then is the step before it looked at.
+                batch = self._next_batch(batches, running=metrics["loss"])
+                self._look_at_previous()
+                self._previous = step, metrics
+
+                evaluating, saving = self._evaluates_at(step), step == last or step % self._checkpoint.every == 0
+                if evaluating or saving:
+                    self._look_at_previous()
+                measured = self._evaluate(step, programs, state) if evaluating else None
+                if saving:
+                    self._save(state, measured and _finite(measured.loss))
+
+            self._look_at_previous()
+            if step < last:
+                self._save(state, None)
+            done = step >= last and self._recorder.holds("evaluation", step)
+        return Result(step, state.parameters, 0 if done else self._agreement.settled())
+
+    def _compile(self, state: TrainState, batch: dict[str, jax.Array]) -> Compiled:
+        """Everything before the first step: until then there is nothing to lose."""
         began = time.perf_counter()
         self._display.say("compiling the training step")
-        train_step = self._compiled.train.lower(state, batch).compile()
+        with self._clock.phase("compilation"):
+            compiled = self._compiled._replace(
+                train=self._compiled.train.lower(state, batch).compile(),
+                evaluate=self._compiled.evaluate.lower(state.parameters, batch).compile(),
+            )
+            if self._norms_every:
+                compiled = compiled._replace(norms=compiled.norms.lower(state, batch).compile())
         self._display.say(f"compiled in {time.perf_counter() - began:.1f} s")
+        return compiled
 
-        self._window.restart()
-        agreement = Agreement(self._mesh)
-        while step < last and not agreement.settled():
-            state, metrics = train_step(state, batch)
-            step += 1
-            agreement.propose(stop.signal or 0)
-            # The next batch travels while this step runs; only then is the step before it looked at.
-            batch = sharding.put_batch(next(batches), self._mesh)
-            self._look_at_previous()
-            self._previous = step, metrics
+    def _propose(self) -> None:
+        """What this process knows of a stop, with time enough for what is under way and a checkpoint."""
+        saving_s = self._saved.expected_s(self._state_bytes)
+        self._agreement.propose(self._stop.reason(ahead_s=3 * self._pace.longest_s + saving_s + _END_S))
 
-            ending = step == last
-            evaluating = ending or step % self._evaluation.every == 0
-            saving = ending or step % self._checkpoint.every == 0
-            if evaluating or saving:
-                self._look_at_previous()
-            measured = None
-            if evaluating:
-                limit = None if ending else self._evaluation.batches
-                measured = self._evaluate(step, state, limit)
-            if saving:
-                saved.save(state, measured and _finite(measured.loss))
-            if evaluating or saving:
-                self._window.restart()
+    def _goes_on(self) -> bool:
+        stopping = self._agreement.settled()
+        self._propose()
+        return not stopping
 
-        self._look_at_previous()
-        if step < last:
-            saved.save(state, None)
-        return Result(step, state.parameters, signal.Signals(agreement.settled()) if step < last else None)
-
-    def _start(self, newest: int | None) -> TrainState:
-        if is_first():
-            for file in (self._metrics, self._evaluations):
-                file.cut_after(newest or 0)
-        if newest is None:
-            return self._compiled.init()
-        self._display.say(f"resuming from step {newest}")
-        like = checkpoints.shaped(jax.eval_shape(self._steps.init), self._steps.shardings(self._mesh))
-        return checkpoints.restore_state(self._directory, newest, like)
+    def _next_batch(self, batches: Iterator, running: jax.Array) -> dict[str, jax.Array]:
+        began = time.perf_counter()
+        with self._clock.phase(DATA):
+            host = next(batches)
+        if running.is_ready():  # the device stood still meanwhile
+            self._clock.move(time.perf_counter() - began, DATA, DATA_WAIT)
+        return sharding.put_batch(host, self._mesh)
 
     def _look_at_previous(self) -> None:
         """Wait for the last step that was not looked at, and record it where it is due."""
         if self._previous is None:
             return
         (step, arrays), self._previous = self._previous, None
-        metrics = jax.device_get(arrays)
-        self._window.add(int(metrics["tokens"]))
+        with self._clock.phase(DEVICE):
+            metrics = to_host(arrays)
+        self._pace.add(int(metrics["tokens"]))
+        self._starts.write(step)
         in_a_row = int(metrics["skipped_in_a_row"])
         row = None
         if step == 1 or step % self._training.log_every == 0 or step == self._training.steps:
             row = {
                 "step": step,
                 "loss": _finite(metrics["loss"]),
-                **self._window.rates(),
+                **self._pace.rates(),
                 "mfu": None,  # needs the peak of the chip
                 "grad_norm": _finite(metrics["grad_norm"]),
                 "learning_rate": float(metrics["learning_rate"]),
                 **{name: _finite(metrics[name]) for name in ("z_loss",) if name in metrics},
                 "skipped": int(metrics["skipped"]),
+                **memory_use(self._mesh.local_devices),
             }
-            self._metrics.append(row)
-            self._window.restart()
+            self._recorder.write("train", row)
+            self._pace.restart()
         self._display.advance(step, row)
         if in_a_row >= self._training.max_skipped_in_a_row:
             raise Diverged(
@@ -175,40 +234,53 @@ class Trainer:
                 "skipped; lower optimizer.learning_rate or optimizer.clip_norm, or set training.dtype=float32"
             )
 
-    def _evaluate(self, step: int, state: TrainState, limit: int | None) -> Evaluation:
-        def held_out(parameters: Tree) -> Evaluation:
-            rows, batch = self._held_out_rows, self._training.batch
-            return evaluate_sources(self._compiled.evaluate, parameters, rows, batch, self._mesh, limit)
+    def _evaluates_at(self, step: int) -> bool:
+        return step >= self._training.steps or step % self._evaluation.every == 0
 
-        measured = held_out(state.parameters)
+    def _evaluate(self, step: int, programs: Compiled, state: TrainState) -> Evaluation | None:
+        """Held-out loss; None where the run is to stop before all of it is measured."""
+        limit = None if step >= self._training.steps else self._evaluation.batches
+
+        def held_out(parameters: Tree) -> Evaluation | None:
+            rows, batch = self._held_out_rows, self._training.batch
+            return evaluate_sources(programs.evaluate, parameters, rows, batch, self._mesh, limit, self._goes_on)
+
+        with self._clock.phase("evaluation"):
+            measured = held_out(state.parameters)
+            of_average = held_out(state.average) if measured and state.average is not None else None
+        if measured is None or (state.average is not None and of_average is None):
+            return None
         row = {"step": step, **measured.row()}
         said = f"step {step}: held-out loss {measured.loss:.4f}"
-        if state.average is not None:
-            of_average = held_out(state.average)
+        if of_average is not None:
             row["ema_loss"] = _finite(of_average.loss)
             said += f", of the averaged weights {of_average.loss:.4f}"
-        self._evaluations.append(row)
+        self._recorder.write("evaluation", row)
         self._display.say(said)
         return measured
 
+    def _norms(self, step: int, programs: Compiled, state: TrainState, batch: dict[str, jax.Array]) -> None:
+        with self._clock.phase("norms"):
+            norms = jax.device_get(programs.norms(state, batch))
+        self._recorder.write("norms", {"step": step, **jax.tree.map(_finite_list, norms)})
 
-class _Window:
-    """Time and tokens since the last line of metrics, without what was done between steps."""
+    def _save(self, state: TrainState, held_out_loss: float | None) -> None:
+        self._recorder.flush()  # a start that resumes here writes only what comes after
+        with self._clock.phase("checkpoint"):
+            self._saved.save(state, held_out_loss)
 
-    def __init__(self) -> None:
-        self.restart()
 
-    def restart(self) -> None:
-        self._began, self._steps, self._tokens = time.perf_counter(), 0, 0
-
-    def add(self, tokens: int) -> None:
-        self._steps, self._tokens = self._steps + 1, self._tokens + tokens
-
-    def rates(self) -> dict[str, float]:
-        seconds = time.perf_counter() - self._began
-        return {"step_s": seconds / self._steps, "tokens_per_s": self._tokens / seconds}
+def to_host(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    """`jax.device_get`, at a fifth of its cost for a few numbers: that of each step."""
+    for array in arrays.values():
+        array.copy_to_host_async()
+    return {name: np.asarray(array) for name, array in arrays.items()}
 
 
 def _finite(x: Any) -> float | None:
     """A number that JSON can hold; None for infinities and NaN."""
     return float(x) if math.isfinite(x) else None
+
+
+def _finite_list(x: np.ndarray) -> Any:
+    return _finite(x) if x.ndim == 0 else [_finite(y) for y in x]

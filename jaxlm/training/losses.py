@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 
+@jax.named_scope("loss")
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(−log softmax(logits)[target], log Z) per token, float32 [B, T] each, in nats; Z = Σ exp(logits).
 

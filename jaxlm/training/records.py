@@ -1,4 +1,4 @@
-"""What a run writes down: metrics line by line, where it ran, and a picture of its losses."""
+"""What a run writes down: lines of JSON, where it ran, its memory, and a picture of its losses."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,15 @@ class JsonLines:
 
     def cut_after(self, step: int) -> None:
         """Drop the lines of later steps, by their `step`, so that a resumed run writes them again."""
-        kept = [row for row in self.rows() if row["step"] <= step]
+        if self.path.exists():
+            self.replace(row for row in self.rows() if row["step"] <= step)
+
+    def replace(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Put these lines in place of all there are, at once; in a job of several processes the first writes."""
+        if not is_first():
+            return
         partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         os.replace(partial, self.path)
 
     def append(self, row: dict[str, Any]) -> None:
@@ -60,6 +67,23 @@ def environment(devices: list) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "devices": [f"{device.platform}:{device.id} {device.device_kind}" for device in devices],
     }
+
+
+def memory_use(devices: list) -> dict[str, int | None]:
+    """`memory_bytes` in use and `peak_memory_bytes`, of the device of these that uses the most. Where the devices do
+    not tell, as CPUs, they are the resident memory of the process."""
+    stats = [device.memory_stats() or {} for device in devices]
+    if all("bytes_in_use" in one for one in stats):
+        peaks = [one.get("peak_bytes_in_use", one["bytes_in_use"]) for one in stats]
+        return {"memory_bytes": max(one["bytes_in_use"] for one in stats), "peak_memory_bytes": max(peaks)}
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return {"memory_bytes": None, "peak_memory_bytes": peak}
+    return {"memory_bytes": pages * resource.getpagesize(), "peak_memory_bytes": peak}
 
 
 def _version(name: str) -> str | None:

@@ -1,7 +1,7 @@
 """One optimizer step and one evaluation step, as pure functions of plain trees."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxlm.models.layers import Dropout
 from jaxlm.models.positions import visible_in_rows
 from jaxlm.models.transformer import Execution
 from jaxlm.models.tree import Tree
+from jaxlm.training import norms as norms_of
 from jaxlm.training.config import OptimizerConfig, TrainingConfig
 from jaxlm.training.losses import cross_entropy
 from jaxlm.training.optimizer import optimizer, state_shardings, without_frozen
@@ -43,6 +44,7 @@ class Steps(NamedTuple):
     init: Callable[[], TrainState]
     train: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]
+    norms: Callable[[TrainState, Batch], dict[str, Any]]
     shardings: Callable[[Mesh], TrainState]
 
 
@@ -53,7 +55,9 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
     `learning_rate`, `tokens` (targets that count), `skipped` and `skipped_in_a_row`; where it is on also `z_loss`, the
     mean term that was added to the loss. `evaluate` returns the sum
     of the token losses and the number of targets. Under microbatches the loss is still
-    Σ token losses / Σ targets over the whole batch.
+    Σ token losses / Σ targets over the whole batch. `norms` returns what `train` would meet on this batch, by layer:
+    `gradient` by path (`norms.of_gradients`) and `residual`, the root mean square of the stream after each layer, [L].
+    It is a program of its own, so that looking changes no rounding in `train` and costs nothing on other steps.
 
     Raises InputError where a pattern of `optimizer.groups` decides nothing.
     """
@@ -82,6 +86,11 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
         terms = {"loss": losses, "z_loss": training.z_loss * jnp.square(log_z)}
         return {name: jnp.sum(jnp.where(batch["segments"] > 0, terms[name], 0.0)) for name in terms_of_loss}
 
+    def in_microbatches(batch: Batch) -> Batch:
+        """[B, T] → [M, B / M, T]. Each takes every M-th row, so that it lies on all devices without moving any row."""
+        parts = {k: rearrange(x, "(B M) T -> M B T", M=training.microbatches) for k, x in batch.items()}
+        return {k: sharding.constrain(x, None, "batch", "sequence") for k, x in parts.items()}
+
     def gradients(parameters: Tree, batch: Batch, key: jax.Array) -> tuple[dict[str, jax.Array], Tree, jax.Array]:
         """Means of the objective's terms, the float32 gradients of their sum, and the number of targets."""
         targets = jnp.sum(batch["segments"] > 0)
@@ -106,9 +115,7 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
             def add(total: tuple, microbatch: tuple) -> tuple[tuple, None]:
                 return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, share(working, *microbatch)), None
 
-            # Each microbatch takes every M-th row, so that it lies on all devices without moving any row.
-            parts = {k: rearrange(x, "(B M) T -> M B T", M=training.microbatches) for k, x in batch.items()}
-            parts = {k: sharding.constrain(x, None, "batch", "sequence") for k, x in parts.items()}
+            parts = in_microbatches(batch)
             nothing = (
                 {name: jnp.zeros((), jnp.float32) for name in terms_of_loss},
                 jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), working),
@@ -127,14 +134,17 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
         decay = jnp.minimum(training.ema_decay, (1.0 + updates) / (10.0 + updates))
         return jax.tree.map(lambda a, p: a + (1.0 - decay) * (p - a), average, parameters)
 
+    def key_of(state: TrainState) -> jax.Array:
+        return jax.random.fold_in(jax.random.key(training.seed), state.step)
+
     def train(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        key = jax.random.fold_in(jax.random.key(training.seed), state.step)
-        terms, grads, targets = gradients(state.parameters, batch, key)
+        terms, grads, targets = gradients(state.parameters, batch, key_of(state))
         grads = trained(grads)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(terms["loss"]) & jnp.isfinite(grad_norm)
 
-        updates, moments = transform.update(grads, state.optimizer, state.parameters)
+        with jax.named_scope("optimizer"):
+            updates, moments = transform.update(grads, state.optimizer, state.parameters)
         moved = optax.apply_updates(state.parameters, updates)
         updated = moved, moments, averaged(state.average, moved, state.step - state.skipped + 1)
         kept = state.parameters, state.optimizer, state.average
@@ -161,6 +171,15 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
     def evaluate(parameters: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
         return summed_losses(cast(parameters, dtype), batch, Dropout())["loss"], jnp.sum(batch["segments"] > 0)
 
+    def norms(state: TrainState, batch: Batch) -> dict[str, Any]:
+        _, grads, targets = gradients(state.parameters, batch, key_of(state))
+        module = nnx.merge(graph, cast(state.parameters, dtype))
+        squares_ML = jax.lax.map(lambda part: norms_of.squares(module, part, execution), in_microbatches(batch))
+        return {
+            "gradient": norms_of.of_gradients(grads, tree),
+            "residual": jnp.sqrt(jnp.sum(squares_ML, axis=0) / jnp.maximum(targets, 1)),
+        }
+
     def shardings(mesh: Mesh) -> TrainState:
         whole, placed = sharding.replicated(mesh), model_tree.shardings(tree, mesh)
         return TrainState(
@@ -172,7 +191,7 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
             average=None if training.ema_decay is None else placed,
         )
 
-    return Steps(init, train, evaluate, shardings)
+    return Steps(init, train, evaluate, norms, shardings)
 
 
 def cast(parameters: Tree, dtype: jnp.dtype) -> Tree:
@@ -186,6 +205,7 @@ class Compiled(NamedTuple):
     init: Callable[[], TrainState]
     train: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]
+    norms: Callable[[TrainState, Batch], dict[str, Any]]
 
 
 def jit_steps(steps: Steps, mesh: Mesh) -> Compiled:
@@ -195,4 +215,5 @@ def jit_steps(steps: Steps, mesh: Mesh) -> Compiled:
         init=jax.jit(steps.init, out_shardings=lies),
         train=jax.jit(steps.train, donate_argnums=0, out_shardings=(lies, whole)),
         evaluate=jax.jit(steps.evaluate, out_shardings=whole),
+        norms=jax.jit(steps.norms, out_shardings=whole),
     )

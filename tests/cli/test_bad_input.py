@@ -93,6 +93,11 @@ CONFIGURATIONS = {
         "train good.toml mesh.data=16",
         ["= 16", "8 rows", "training.batch to 16"],
     ),
+    "profile that is no range": ("train good.toml --profile 3", ["--profile '3'", "START:STOP"]),
+    "profile that is backwards": ("train good.toml --profile 5:2", ["--profile '5:2'", "START < STOP"]),
+    "profile after the end": ("train good.toml --profile 5:6", ["--profile 5:6", "training.steps = 1"]),
+    "no hours": ("train good.toml --max-hours 0", ["--max-hours 0", "above 0"]),
+    "hours that are no number": ("train good.toml --max-hours nan", ["--max-hours nan", "above 0"]),
     "vocabulary below the bytes": ("train good.toml model.vocabulary=200", ["200", "model.vocabulary=257"]),
 }
 DATA = {

@@ -1,0 +1,113 @@
+"""The question: how much of a training step is the loop's own host time? The aim is under 2 % of the step on a chip.
+
+    python benchmarks/loop_cost.py [CONFIG] [key=value …]
+
+Times what the host does for a step of CONFIG (by default configs/quickstart.toml) while the device works: sending the
+step off, fetching a batch that is ready, putting it on the devices, reading the metrics of the step before, and
+recording a line. Next to it stands the time of the step. On a CPU the two share the cores; on a chip the host's time is
+hidden unless it exceeds the step, which is not measured yet.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import results
+
+from jaxlm import config as configuration
+
+DEFAULT = Path(__file__).parents[1] / "configs" / "quickstart.toml"
+
+
+def median(work: Callable[[], object], settle: Callable[[], object] = lambda: None, times: int = 300) -> float:
+    """Median seconds of `work`, each time after `settle`."""
+    seconds = []
+    for _ in range(times):
+        settle()
+        began = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[times // 10 :])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path, nargs="?", default=DEFAULT)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
+    arguments = parser.parse_args()
+    experiment = configuration.load(arguments.config, arguments.overrides)
+
+    import jax
+
+    from jaxlm import sharding
+    from jaxlm.cli.devices import make_mesh
+    from jaxlm.data.dataset import prepare
+    from jaxlm.data.loader import training_batches
+    from jaxlm.data.packing import Rows
+    from jaxlm.training.loop import to_host
+    from jaxlm.training.recorder import Recorder
+    from jaxlm.training.records import memory_use
+    from jaxlm.training.step import jit_steps, make_steps
+
+    training = experiment.training
+    mesh = make_mesh(experiment)
+    dataset = prepare(experiment.data, experiment.model.vocabulary)
+    rows = Rows(dataset.train, training.sequence)
+    share = sharding.process_rows(training.batch, mesh)
+    batches = training_batches(rows, training.batch, training.seed, 0, share)
+    host = next(batches)
+
+    with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as folder:
+        steps = jit_steps(make_steps(experiment.model, training, experiment.optimizer), mesh)
+        state, batch = steps.init(), sharding.put_batch(host, mesh)
+        program = steps.train.lower(state, batch).compile()
+        metrics = None
+
+        def step() -> None:
+            nonlocal state, metrics
+            state, metrics = program(state, batch)
+
+        def settle() -> None:
+            jax.block_until_ready((state, metrics))
+
+        def whole() -> None:
+            step()
+            settle()
+
+        whole_s = median(whole, times=60)
+        parts = {
+            "dispatch_s": median(step, settle, times=60),
+            "fetch_s": median(lambda: next(batches), lambda: time.sleep(0.01)),
+            "put_batch_s": median(lambda: sharding.put_batch(host, mesh)),
+            "read_metrics_s": median(lambda: to_host(metrics), lambda: (step(), settle()), times=60),
+        }
+        row = {"step": 0, **{name: 1.0 for name in ("loss", "step_s", "tokens_per_s", "host_s", "grad_norm")}}
+        with Recorder(Path(folder), experiment.records, 0, {}) as recorder:
+
+            def record() -> None:
+                row["step"] += 1
+                recorder.write("train", {**row, **memory_use(mesh.local_devices)})
+
+            line_s = median(record)
+        parts["record_s"] = line_s / training.log_every
+    host_s = sum(parts.values())
+    for name, seconds in parts.items():
+        print(f"{name}: {1e6 * seconds:.0f} µs")
+    print(f"host {1e3 * host_s:.2f} ms of a step of {1e3 * whole_s:.1f} ms: {host_s / whole_s:.1%}")
+    described = {
+        "config": arguments.config.name,
+        "overrides": arguments.overrides,
+        "step_s": whole_s,
+        "host_s": host_s,
+        "host_share": host_s / whole_s,
+        "record_line_s": line_s,
+        **parts,
+    }
+    print(results.write(f"loop_cost-{arguments.config.stem}", results.cpu(), described))
+
+
+if __name__ == "__main__":
+    main()

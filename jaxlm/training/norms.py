@@ -1,0 +1,35 @@
+"""Norms of every layer: of its gradients, and of the residual stream that it leaves."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxlm.models import tree as model_tree
+from jaxlm.models.positions import visible_in_rows
+from jaxlm.models.transformer import Execution, Transformer
+from jaxlm.models.tree import Tree
+
+
+def of_gradients(gradients: Tree, tree: nnx.State) -> dict[str, jax.Array]:
+    """The Euclidean norm of each parameter's gradient by path, float32 []; of stacked ones of each layer, [L]."""
+    axes = model_tree.paths(model_tree.read(tree, lambda leaf: leaf.axes.count("layers")))
+
+    def norm(gradient: jax.Array, stacked: int) -> jax.Array:
+        return jnp.sqrt(jnp.sum(jnp.square(gradient.astype(jnp.float32)), axis=range(stacked, gradient.ndim)))
+
+    return {path: norm(gradient, axes[path]) for path, gradient in model_tree.paths(gradients).items()}
+
+
+def squares(module: Transformer, batch: dict[str, jax.Array], execution: Execution) -> jax.Array:
+    """Of the residual stream after each layer, without dropout: its mean square, summed over the targets, [L]."""
+    counts_BT = batch["segments"] > 0
+
+    def observe(x_BTD: jax.Array) -> jax.Array:
+        squares_BT = jnp.mean(jnp.square(x_BTD.astype(jnp.float32)), axis=-1)
+        return jnp.sum(jnp.where(counts_BT, squares_BT, 0.0))
+
+    positions = batch["positions"]
+    _, _, squares_L = module.residual(
+        batch["tokens"], positions, visible_in_rows(positions), execution=execution, observe=observe
+    )
+    return squares_L

@@ -1,0 +1,59 @@
+"""Profiles of chosen steps, for XProf. The names in them are the paths of the abstract tree."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxlm.errors import InputError
+
+
+class Steps(NamedTuple):
+    """Steps start, …, stop − 1, as they are numbered in metrics.jsonl."""
+
+    start: int
+    stop: int
+
+    @staticmethod
+    def parse(text: str) -> "Steps":
+        """From START:STOP. Raises InputError."""
+        match = re.fullmatch(r"(\d+):(\d+)", text)
+        if match is None or not 0 < int(match[1]) < int(match[2]):
+            raise InputError(f"--profile {text!r} is not START:STOP with 0 < START < STOP, such as 10:13 for 10 to 12")
+        return Steps(int(match[1]), int(match[2]))
+
+    def check(self, last: int) -> "Steps":
+        """Itself. Raises InputError where the run ends, with step `last`, before they begin."""
+        if self.start > last:
+            raise InputError(f"--profile {self.start}:{self.stop} begins after training.steps = {last}; lower START")
+        return self
+
+
+class Profiler:
+    """Traces `steps` into a folder; with None it does nothing."""
+
+    def __init__(self, steps: Steps | None, directory: Path, say: Callable[[str], None]):
+        self._steps, self._directory, self._say, self._tracing = steps, directory, say, False
+
+    def before(self, step: int, settle: Callable[[], None]) -> None:
+        """Call before each step is sent off; `settle` waits for those before it, where a trace begins or ends."""
+        if self._steps is None:
+            return
+        if self._tracing and step >= self._steps.stop:
+            settle()
+            self.close()
+        elif not self._tracing and self._steps.start <= step < self._steps.stop:
+            import jax
+
+            settle()
+            jax.profiler.start_trace(self._directory)
+            self._tracing = True
+
+    def close(self) -> None:
+        """Write the trace that is being taken, if one is."""
+        if self._tracing:
+            import jax
+
+            self._tracing, self._steps = False, None
+            jax.profiler.stop_trace()
+            self._say(f"profile written; to see it: xprof --logdir {self._directory}")

@@ -1,0 +1,67 @@
+"""What a run writes down while it trains, behind one object that the loop talks to."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxlm.distributed import as_first_says, is_first
+from jaxlm.training.config import RecordsConfig
+from jaxlm.training.records import JsonLines
+from jaxlm.training.sinks import Sink, TensorBoard, WeightsAndBiases
+
+_FILES = {"train": "metrics.jsonl", "evaluation": "evaluations.jsonl", "norms": "norms.jsonl"}
+
+
+class Recorder:
+    """Rows of numbers with their `step`, each written to a file of its kind and to TensorBoard and W&B.
+
+    A resumed run begins behind step `resumed`: what files and sinks hold of later ones is dropped. In a job of several
+    processes the first writes, and the others' recorders are silent. Close it, or use it as a context.
+    """
+
+    def __init__(self, run: Path, settings: RecordsConfig, resumed: int, config: dict[str, Any]):
+        self._files = {kind: JsonLines(run / name) for kind, name in _FILES.items()}
+        self._sinks: list[Sink] = []
+        if not is_first():
+            return
+        for file in self._files.values():
+            file.cut_after(resumed)
+        if settings.tensorboard:
+            self._sinks.append(TensorBoard(run / "tensorboard", resumed))
+        if settings.wandb_project is not None:
+            self._sinks.append(WeightsAndBiases(run, settings.wandb_project, config))
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+    def write(self, kind: str, row: dict[str, Any]) -> None:
+        """A row of kind "train", "evaluation" or "norms". Its values may be nested dicts and lists of numbers, whose
+        names in the sinks are joined by "/"."""
+        self._files[kind].append(row)
+        if self._sinks:
+            values = dict(_numbers(kind, {name: value for name, value in row.items() if name != "step"}))
+            for sink in self._sinks:
+                sink.write(row["step"], values)
+
+    def holds(self, kind: str, step: int) -> bool:
+        """Whether a row of this step is written; the same on every process."""
+        return bool(as_first_says(is_first() and any(row["step"] == step for row in self._files[kind].rows())))
+
+    def flush(self) -> None:
+        """What was written survives the process."""
+        for sink in self._sinks:
+            sink.flush()
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if inside is not None:
+        for key, item in inside:
+            yield from _numbers(f"{name}/{key}", item)
+    elif isinstance(value, int | float) and math.isfinite(value):
+        yield name, float(value)

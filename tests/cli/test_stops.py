@@ -1,0 +1,208 @@
+"""Ends before the last step: at any moment, soon, and with nothing lost."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+CONFIG = """
+[model]
+vocabulary = 257
+context = 32
+layers = 2
+width = 32
+norm = {kind = "layer"}
+position = {kind = "learned"}
+attention = {heads = 4}
+feed_forward = {hidden = 64, activation = "gelu"}
+[data]
+text = "TEXT"
+tokenizer = "bytes"
+held_out = 0.5
+[training]
+steps = 40
+batch = 8
+dtype = "float32"
+log_every = 1
+[evaluation]
+every = 20
+batches = 100000
+[checkpoint]
+every = 1000
+[records]
+tensorboard = false
+"""
+SLOW_EVALUATION = """
+import time
+from jaxlm.training import evaluation
+batches = evaluation.evaluation_batches
+def slowly(*arguments):
+    for batch in batches(*arguments):
+        time.sleep(DELAY)
+        yield batch
+evaluation.evaluation_batches = slowly
+"""
+# As in a compiler: no signal interrupts it, and the interpreter is free for other threads.
+STUCK = """
+import ctypes, signal, jaxlm.data.dataset as dataset
+def prepare(*arguments):
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    print("stuck", flush=True)
+    ctypes.CDLL(None).sleep(60)
+dataset.prepare = prepare
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stops")
+    draw = random.Random(0)
+    for i in range(40):
+        text = " ".join(draw.choice(["alpha", "beta", "gamma", "delta", "epsilon"]) for _ in range(300))
+        (folder / f"{i}.txt").write_text(text)
+    path = folder / "tiny.toml"
+    path.write_text(CONFIG.replace("TEXT", str(folder)))
+    return path
+
+
+def start(config, run, *arguments, before=""):
+    code = f"{before}\nimport sys; from jaxlm.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "train", str(config), "--out", str(run), "mesh.fsdp=1", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_line(process, part):
+    said = ""
+    for line in process.stderr:
+        said += line
+        if part in line:
+            return
+    raise AssertionError(said)
+
+
+def rows(run, name):
+    path = run / name
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def losses(run, name="metrics.jsonl"):
+    return {row["step"]: row["loss"] for row in rows(run, name)}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(config, tmp_path_factory):
+    run = tmp_path_factory.mktemp("whole") / "run"
+    process = start(config, run)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert "goodput" in errors
+    return run
+
+
+@pytest.mark.slow
+def test_a_signal_in_an_evaluation_does_not_wait_for_it_and_it_is_done_later(config, uninterrupted, tmp_path):
+    run = tmp_path / "run"
+    process = start(config, run, "--json", before=SLOW_EVALUATION.replace("DELAY", "0.5"))
+    wait_for_line(process, "step 20:")
+    time.sleep(1.0)
+    asked = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and time.monotonic() - asked < 10, errors
+    assert "stopped at step 20, checkpoint written; to go on: jaxlm train" in errors.splitlines()[-1]
+    printed = json.loads(out)
+    assert (printed["stopped"], printed["step"]) == ("SIGTERM", 20) and not losses(run, "evaluations.jsonl")
+
+    process = start(config, run, "--json")
+    out, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        assert losses(run, name) == losses(uninterrupted, name)
+    goodput = rows(run, "goodput.jsonl")
+    assert [(row["from_step"], row["to_step"]) for row in goodput] == [(0, 20), (20, 40)]
+    printed = json.loads(out)
+    assert printed["stopped"] is None and 0 < printed["goodput"] < 1
+    assert sum(printed["seconds"].values()) == pytest.approx(sum(sum(row["seconds"].values()) for row in goodput))
+
+
+@pytest.mark.slow
+def test_a_signal_in_the_last_evaluation_leaves_it_to_the_next_start(config, uninterrupted, tmp_path):
+    run = tmp_path / "run"
+    delayed = SLOW_EVALUATION.replace("DELAY", "0.5")
+    process = start(config, run, "evaluation.every=1000", before=delayed)
+    wait_for_line(process, "step 40:")
+    time.sleep(1.0)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and "stopped at step 40, checkpoint written" in errors, errors
+    assert not losses(run, "evaluations.jsonl") and not (run / "sample.txt").exists()
+    process = start(config, run, "evaluation.every=1000")
+    _, errors = process.communicate(timeout=300)
+    assert losses(run, "evaluations.jsonl")[40] == losses(uninterrupted, "evaluations.jsonl")[40]
+    assert (run / "sample.txt").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_before_the_first_step_a_signal_ends_it_though_a_compiler_does_not_hear(config, tmp_path, number, status):
+    process = start(config, tmp_path / "run", before=STUCK)
+    assert process.stdout.readline() == "stuck\n"
+    asked = time.monotonic()
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == status and time.monotonic() - asked < 15, errors
+    assert "stopped before the first step; to go on: jaxlm train" in errors.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_it_at_once(config, tmp_path):
+    process = start(config, tmp_path / "run", before=SLOW_EVALUATION.replace("DELAY", "30"))
+    wait_for_line(process, "step 20:")
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    asked = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM and time.monotonic() - asked < 5, errors
+
+
+@pytest.mark.slow
+def test_a_run_ends_before_its_hours_are_over_and_goes_on(config, tmp_path):
+    run = tmp_path / "run"
+    hours = 30 / 3600
+    began = time.monotonic()
+    process = start(
+        config, run, "training.steps=100000", "evaluation.every=100000", "--max-hours", str(hours), "--json"
+    )
+    out, errors = process.communicate(timeout=300)
+    lasted = time.monotonic() - began
+    assert process.returncode == 0, errors
+    printed = json.loads(out)
+    assert printed["stopped"] == "max_hours" and lasted < 3600 * hours + 5
+    assert (run / "checkpoints" / str(printed["step"])).is_dir()
+    assert f"stopped at step {printed['step']}, checkpoint written; to go on: jaxlm train" in errors.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_profile_names_steps_and_is_written(config, tmp_path):
+    import jax
+
+    run = tmp_path / "run"
+    process = start(config, run, "training.steps=8", "evaluation.batches=1", "--profile", "3:6")
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0 and "xprof --logdir" in errors, errors
+    (file,) = (run / "profile").rglob("*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(file)).planes
+    steps = [
+        dict(event.stats)["step_num"]
+        for plane in planes
+        for line in plane.lines
+        for event in line.events
+        if event.name == "train"
+    ]
+    assert sorted(set(steps)) == [3, 4, 5]

@@ -1,0 +1,51 @@
+"""What the compiled step says of each operation: the path of its parameter in the tree."""
+
+import re
+
+import jax
+import pytest
+import tiny
+
+from jaxlm import sharding
+from jaxlm.models import tree
+from jaxlm.training.step import jit_steps, make_steps
+
+# Products of two activations; they belong to the layer that makes them.
+ATTENTION = re.compile(r"layers/attention/BK")
+
+
+def products(family, **training):
+    """The op_name of every product in the compiled training step, without the marks of transformations."""
+    mesh = sharding.make_mesh()
+    with jax.set_mesh(mesh):
+        steps = jit_steps(
+            make_steps(tiny.model(tiny.FAMILIES[family]), tiny.training(**training), tiny.optimization()), mesh
+        )
+        text = steps.train.lower(jax.eval_shape(steps.init), tiny.batch()).compile().as_text()
+    lines = [line for line in text.splitlines() if re.search(r"= \S+ (dot|convolution|custom-call)\(", line)]
+    names = [re.search(r'op_name="([^"]*)"', line)[1] for line in lines if "dot_general" in line or " dot(" in line]
+    return [re.sub(r"\w+\(|\)", "", name) for name in names]
+
+
+@pytest.mark.parametrize("settings", [{}, {"scan_layers": False}, {"remat": "full", "microbatches": 2}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_every_product_with_a_parameter_carries_its_path(family, settings):
+    model = tiny.model(tiny.FAMILIES[family])
+    _, abstract = tree.abstract(model)
+    matrices = {path for path, matrix in tree.paths(tree.matrices(abstract)).items() if matrix}
+    multiplied = matrices - {"positions"} - ({"embedding"} if "unembedding" in matrices else set())
+    found = {path: 0 for path in multiplied}
+    for name in products(family, **settings):
+        owners = [path for path in multiplied if f"/{path}/" in name]
+        assert len(owners) == 1 or (not owners and ATTENTION.search(name)), name
+        for path in owners:
+            found[path] += 1
+    # Forward, and two products backward.
+    assert min(found.values()) >= 3, found
+
+
+def test_a_part_is_named_by_the_attribute_that_holds_it():
+    for path, variable in jax.tree_util.tree_leaves_with_path(
+        tree.abstract(tiny.model())[1], is_leaf=lambda x: hasattr(x, "get_metadata")
+    ):
+        assert variable.get_metadata()["name"] == jax.tree_util.keystr(path[-1:], simple=True)

@@ -1,0 +1,66 @@
+import jax
+import numpy as np
+import optax
+import pytest
+import tiny
+
+from jaxlm import sharding
+from jaxlm.models import tree
+from jaxlm.training.step import jit_steps, make_steps
+
+
+def measured(mesh=None, watch=(), steps=3, **training):
+    """(norms of the watched steps, metrics of each step, final state)."""
+    mesh = mesh or sharding.make_mesh()
+    with jax.set_mesh(mesh):
+        compiled = jit_steps(make_steps(tiny.model(), tiny.training(**training), tiny.optimization()), mesh)
+        state, norms, metrics = compiled.init(), [], []
+        for step in range(steps):
+            batch = sharding.put_batch(tiny.batch(seed=step), mesh)
+            if step in watch:
+                norms.append(jax.device_get(compiled.norms(state, batch)))
+            state, now = compiled.train(state, batch)
+            metrics.append(jax.device_get(now))
+        return norms, metrics, jax.device_get(state)
+
+
+@pytest.mark.parametrize("training", [{}, {"microbatches": 4, "dropout": 0.2}], ids=str)
+def test_norms_are_those_of_the_step_and_looking_changes_no_bit(training):
+    norms, watched, state = measured(watch=(0, 2), **training)
+    _, metrics, unwatched = measured(**training)
+    for a, b in zip(jax.tree.leaves((watched, state)), jax.tree.leaves((metrics, unwatched)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for row, step in zip(norms, (0, 2), strict=True):
+        total = np.sqrt(sum(np.sum(np.square(norm)) for norm in row["gradient"].values()))
+        np.testing.assert_allclose(total, metrics[step]["grad_norm"], rtol=1e-5)
+
+
+def test_stacked_parameters_have_a_norm_per_layer():
+    (row,), _, _ = measured(watch=(0,), steps=1)
+    _, abstract = tree.abstract(tiny.model())
+    assert row["gradient"].keys() == tree.paths(tree.shapes(abstract)).keys()
+    for path, norm in row["gradient"].items():
+        assert norm.shape == ((3,) if path.startswith("layers/") else ()), path
+    assert row["residual"].shape == (3,) and (row["residual"] > 0).all()
+
+
+def test_norms_are_the_same_on_a_mesh():
+    (one,), _, _ = measured(watch=(0,), steps=1)
+    (eight,), _, _ = measured(sharding.make_mesh(data=2, fsdp=2, tensor=2), watch=(0,), steps=1)
+    tiny.assert_same_numbers(eight, one, 1e-4)
+
+
+def test_a_layer_that_adds_nothing_leaves_the_stream_as_it_was():
+    mesh = sharding.make_mesh()
+    with jax.set_mesh(mesh):
+        compiled = jit_steps(make_steps(tiny.model(), tiny.training(), tiny.optimization()), mesh)
+        state = compiled.init()
+        silent = jax.tree_util.tree_map_with_path(
+            lambda path, x: 0 * x if jax.tree_util.keystr(path).endswith(("['output']", "['down']")) else x,
+            state.parameters,
+        )
+        batch = tiny.batch()
+        row = compiled.norms(state._replace(parameters=silent), sharding.put_batch(batch, mesh))
+    read = np.asarray(state.parameters["embedding"])[batch["tokens"][batch["segments"] > 0]]
+    np.testing.assert_allclose(row["residual"], [np.sqrt(np.mean(np.square(read)))] * 3, rtol=1e-5)
+    assert optax.tree.norm(row["gradient"]) > 0

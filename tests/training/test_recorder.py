@@ -1,0 +1,82 @@
+import json
+
+import pytest
+
+from jaxlm.errors import InputError
+from jaxlm.training import sinks
+from jaxlm.training.config import RecordsConfig
+from jaxlm.training.recorder import Recorder
+
+ONLY_FILES = RecordsConfig(tensorboard=False)
+
+
+def record(run, resumed, steps, settings, scale=1.0):
+    with Recorder(run, settings, resumed, {"training": {"seed": 0}}) as recorder:
+        for step in steps:
+            recorder.write("train", {"step": step, "loss": scale * step, "mfu": None})
+            if step % 2 == 0:
+                recorder.write("evaluation", {"step": step, "loss": -scale * step, "by_source": {"a": 1.0}})
+                recorder.write("norms", {"step": step, "gradient": {"layers/up": [1.0, 2.0], "embedding": 3.0}})
+
+
+def events(run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(e.step, round(e.value, 4)) for e in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+
+
+def test_event_files_hold_every_number_of_every_row(tmp_path):
+    record(tmp_path, 0, [1, 2], RecordsConfig())
+    assert events(tmp_path) == {
+        "train/loss": [(1, 1.0), (2, 2.0)],
+        "evaluation/loss": [(2, -2.0)],
+        "evaluation/by_source/a": [(2, 1.0)],
+        "norms/gradient/layers/up/0": [(2, 1.0)],
+        "norms/gradient/layers/up/1": [(2, 2.0)],
+        "norms/gradient/embedding": [(2, 3.0)],
+    }
+
+
+@pytest.mark.parametrize("resumed", [0, 2, 5])
+def test_a_resumed_run_has_every_point_once_and_the_newer_one(tmp_path, resumed):
+    record(tmp_path, 0, range(1, 6), RecordsConfig())
+    record(tmp_path, resumed, range(resumed + 1, 8), RecordsConfig(), scale=10.0)
+    expected = [(step, step * (1.0 if step <= resumed else 10.0)) for step in range(1, 8)]
+    assert events(tmp_path)["train/loss"] == expected
+    assert events(tmp_path)["evaluation/loss"] == [(step, -value) for step, value in expected if step % 2 == 0]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["loss"]) for row in rows] == expected
+
+
+def test_what_is_written_is_known(tmp_path):
+    record(tmp_path, 0, [1, 2], ONLY_FILES)
+    recorder = Recorder(tmp_path, ONLY_FILES, 2, {})
+    assert recorder.holds("evaluation", 2) and not recorder.holds("evaluation", 1)
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_other_processes_of_a_job_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxlm.training.recorder.is_first", lambda: False)
+    monkeypatch.setattr("jaxlm.training.records.is_first", lambda: False)
+    record(tmp_path, 0, [1, 2], RecordsConfig())
+    assert not list(tmp_path.iterdir())
+
+
+def test_wandb_continues_one_run_without_a_network(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    settings = RecordsConfig(tensorboard=False, wandb_project="tests")
+    record(tmp_path, 0, [1, 2, 3], settings)
+    record(tmp_path, 2, [3, 4], settings)
+    starts = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    name = (tmp_path / "wandb_id").read_text()
+    assert {start.name.rpartition("-")[2] for start in starts} == {name} and name
+    assert all(list(start.glob(f"run-{name}.wandb")) for start in starts)
+
+
+def test_a_package_that_is_not_here_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    sinks.check_installed(None)
+    with pytest.raises(InputError, match=r"pip install 'jaxlm\[wandb\]'"):
+        sinks.check_installed("project")

@@ -206,3 +206,4 @@ def test_a_profile_names_steps_and_is_written(config, tmp_path):
         if event.name == "train"
     ]
     assert sorted(set(steps)) == [3, 4, 5]
+    assert b"layers/attention/query" in file.read_bytes()

@@ -53,11 +53,11 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
 
     `train` returns the next state and the metrics `loss` (nats per target), `grad_norm` (before clipping),
     `learning_rate`, `tokens` (targets that count), `skipped` and `skipped_in_a_row`; where it is on also `z_loss`, the
-    mean term that was added to the loss. `evaluate` returns the sum
-    of the token losses and the number of targets. Under microbatches the loss is still
-    Σ token losses / Σ targets over the whole batch. `norms` returns what `train` would meet on this batch, by layer:
-    `gradient` by path (`norms.of_gradients`) and `residual`, the root mean square of the stream after each layer, [L].
-    It is a program of its own, so that looking changes no rounding in `train` and costs nothing on other steps.
+    mean term that was added to the loss. `evaluate` returns the sum of the token losses and the number of targets.
+    Under microbatches the loss is still Σ token losses / Σ targets over the whole batch. `norms` returns what `train`
+    would meet on this batch, by layer: `gradient` by path (`norms.of_gradients`) and `residual`, the root mean square
+    of the stream after each layer, [L]. It is a program of its own, so that looking changes no rounding in `train` and
+    costs nothing on other steps.
 
     Raises InputError where a pattern of `optimizer.groups` decides nothing.
     """

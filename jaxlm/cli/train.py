@@ -39,8 +39,9 @@ def main(arguments: argparse.Namespace) -> int:
     run = Run(arguments.out or Path("runs") / arguments.config.stem)
     run.check(experiment)
     end = _End(run, arguments.json)
-    with StopRequest(end.early, arguments.max_hours) as stop:
-        distributed.join(arguments.process and distributed.Place.parse(arguments.process))
+    stop = StopRequest(end.early, arguments.max_hours)
+    distributed.join(arguments.process and distributed.Place.parse(arguments.process))
+    with stop:  # only now: JAX takes SIGTERM for itself when it joins a job
         try:
             return _train(experiment, run, traced, stop, clock, end)
         except Stopped as stopped:

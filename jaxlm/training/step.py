@@ -176,7 +176,7 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
         module = nnx.merge(graph, cast(state.parameters, dtype))
         squares_ML = jax.lax.map(lambda part: norms_of.squares(module, part, execution), in_microbatches(batch))
         return {
-            "gradient": norms_of.of_gradients(grads, tree),
+            "gradient": norms_of.of_gradients(trained(grads), tree),
             "residual": jnp.sqrt(jnp.sum(squares_ML, axis=0) / jnp.maximum(targets, 1)),
         }
 

@@ -4,19 +4,19 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from jaxlm import config
-from jaxlm.config import Experiment
 from jaxlm.errors import InputError
-from jaxlm.run import Run
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
+
+    from jaxlm.config import Experiment
+    from jaxlm.run import Run
 
 
 class Trained(NamedTuple):
     """An experiment, its float32 parameters (or their average) from one step, and the mesh they lie on."""
 
-    experiment: Experiment
+    experiment: "Experiment"
     parameters: dict
     step: int
     mesh: "Mesh"
@@ -34,8 +34,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def load(arguments: Namespace, run: Run) -> Trained:
+def load(arguments: Namespace, run: "Run") -> Trained:
     """Restore the parameters onto this machine's devices. Raises InputError where there is no whole checkpoint."""
+    from jaxlm import config
+
     if run.experiment().training.ema_decay is None and arguments.ema:
         raise InputError(f"{run.directory} keeps no average of its weights (training.ema_decay); leave out --ema")
     experiment = config.load(run.config, arguments.overrides)

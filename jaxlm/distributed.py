@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # A process that is silent for this long is lost, and the others end.
 _HEARTBEAT_S = 30
+# The first still draws a sample and a picture while the others leave.
+_LEAVE_S = 300
 # One process may prepare data for hours while the others wait.
 _TURN_S = 7 * 24 * 3600
 # What Slurm and Open MPI tell each of several processes: their number.
@@ -50,7 +52,7 @@ def join(place: Place | None) -> None:
     import jax
 
     _native_output_to_stderr()
-    noticed = {"heartbeat_timeout_seconds": _HEARTBEAT_S, "shutdown_timeout_seconds": _HEARTBEAT_S}
+    noticed = {"heartbeat_timeout_seconds": _HEARTBEAT_S, "shutdown_timeout_seconds": _LEAVE_S}
     if place is None:
         jax.distributed.initialize(**noticed)
         return
@@ -97,13 +99,14 @@ def first_goes_first(name: str) -> Iterator[None]:
     """A block that process 0 leaves before the others enter it, so that they find what it made."""
     first = is_first()
     if not first:
-        _wait(name)
+        meet(name)
     yield
     if first:
-        _wait(name)
+        meet(name)
 
 
-def _wait(name: str) -> None:
+def meet(name: str) -> None:
+    """Wait for all processes, however long they take; collectives give up on the slowest after half a minute."""
     if processes() > 1:
         _state().client.wait_at_barrier(f"jaxlm {name}", timeout_in_ms=_TURN_S * 1000)
 

@@ -14,7 +14,7 @@ from jaxlm import sharding
 from jaxlm.data.dataset import Dataset
 from jaxlm.data.loader import training_batches
 from jaxlm.data.packing import Rows
-from jaxlm.distributed import Agreement, ending_when_one_is_lost
+from jaxlm.distributed import Agreement, ending_when_one_is_lost, meet
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.tree import Tree
 from jaxlm.training import checkpoints
@@ -181,6 +181,7 @@ class Trainer:
             )
             if self._norms_every:
                 compiled = compiled._replace(norms=compiled.norms.lower(state, batch).compile())
+            meet("compiled")
         self._display.say(f"compiled in {time.perf_counter() - began:.1f} s")
         return compiled
 

@@ -113,8 +113,8 @@ def meet(name: str) -> None:
 
 @contextmanager
 def ending_when_one_is_lost() -> Iterator[None]:
-    """A block whose failed collectives mean that another process is gone: one line, and this process ends too, with
-    exit status 1. At once, for an orderly end would wait for the one that is lost."""
+    """A block in which an error of the runtime ends this process too: a failed collective means that another one is
+    gone. One line and exit status 1, at once, for an orderly end would wait for the others."""
     import jax
 
     try:
@@ -123,9 +123,10 @@ def ending_when_one_is_lost() -> Iterator[None]:
         if processes() == 1:
             raise
         reason = str(error).partition("\n")[0][:200]
+        happened = "ran out of memory" if "RESOURCE_EXHAUSTED" in reason else "lost another one"
         print(
-            f"jaxlm: process {_state().process_id} of {processes()} lost another one ({reason}); start all of them "
-            "again and the run goes on from its newest checkpoint",
+            f"jaxlm: process {_state().process_id} of {processes()} {happened} ({reason}); started again, all of them, "
+            "the run goes on from its newest checkpoint",
             file=sys.stderr,
         )
         sys.stdout.flush()

@@ -106,7 +106,8 @@ def summed_over_data(function: Callable[[Any, Any, jax.Array | int], Any], whole
     """function(whole, batch, part), whose results are sums over the rows of `batch`, added over the `data` axis once.
 
     Inside, each part of the axis sees its rows alone, so that a loop there sends nothing over it: XLA would leave the
-    all-reduce of an accumulated sum in the loop. `part` is 0, 1, … along the axis. Results are float32.
+    all-reduce of an accumulated sum in the loop. `part` is 0, 1, … along the axis; what is drawn at random
+    there (dropout) depends on how many parts there are. Results are float32.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.shape["data"] == 1:

@@ -47,7 +47,7 @@ def make_mesh(experiment: Experiment) -> "Mesh":
 
 def _keep_freed_memory() -> None:
     """Have glibc keep what is freed. XLA's CPU programs allocate all their temporaries anew at each call; handed back
-    to the system and cleared again page by page, they cost a third of a small step (`benchmarks/README.md`)."""
+    to the system and cleared again page by page, they cost about a third of a small step (`benchmarks/README.md`)."""
     if platform.libc_ver()[0] != "glibc":
         return
     mallopt = ctypes.CDLL(None).mallopt

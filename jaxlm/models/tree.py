@@ -46,15 +46,11 @@ def shardings(tree: nnx.State, mesh: Mesh, table: sharding.Table = sharding.TABL
     return read(tree, lambda leaf: sharding.sharding(leaf.axes, leaf.shape, mesh, table))
 
 
-def matrices(tree: nnx.State) -> Tree:
-    """True for each parameter that is a matrix by declaration, embeddings included; False for gains and biases."""
-    return read(tree, lambda leaf: bool(leaf.inputs))
-
-
 @dataclass(frozen=True)
 class Dimensions:
     """Which dimensions of a parameter are what, by declaration: a `stack` of like parameters (one per layer), the
-    `inputs` that a matrix contracts, and its `outputs`, or those of a vector, which has no inputs."""
+    `inputs` that a matrix (embeddings included) contracts, and its `outputs`, or those of a gain or bias, which has no
+    inputs."""
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]

@@ -123,9 +123,9 @@ def test_logical_axes(name, family):
 
 def test_matrices_are_what_the_axes_say_not_what_has_two_dimensions():
     _, abstract = tree.abstract(tiny.model(tiny.GPT2))
-    matrices = tree.paths(tree.matrices(abstract))
-    vectors = {path for path, is_matrix in matrices.items() if not is_matrix}
-    assert vectors == {path for path in matrices if path.endswith(("scale", "bias"))}
+    dimensions = tree.paths(tree.dimensions(abstract))
+    vectors = {path for path, parameter in dimensions.items() if not parameter.inputs}
+    assert vectors == {path for path in dimensions if path.endswith(("scale", "bias"))}
 
 
 def test_initial_values_do_not_depend_on_the_mesh():

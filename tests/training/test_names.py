@@ -32,7 +32,7 @@ def products(family, **training):
 def test_every_product_with_a_parameter_carries_its_path(family, settings):
     model = tiny.model(tiny.FAMILIES[family])
     _, abstract = tree.abstract(model)
-    matrices = {path for path, matrix in tree.paths(tree.matrices(abstract)).items() if matrix}
+    matrices = {path for path, parameter in tree.paths(tree.dimensions(abstract)).items() if parameter.inputs}
     multiplied = matrices - {"positions"} - ({"embedding"} if "unembedding" in matrices else set())
     found = {path: 0 for path in multiplied}
     for name in products(family, **settings):

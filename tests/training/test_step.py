@@ -87,9 +87,9 @@ def test_weights_decay_and_gains_and_biases_do_not():
     _, state = tiny.run_steps(model, tiny.training(), [batch], optimization=settings)
     _, abstract = tree.abstract(model)
     before = tree.paths(tree.init(model, 0, sharding.make_mesh()))
-    after, matrices = tree.paths(state.parameters), tree.paths(tree.matrices(abstract))
+    after, dimensions = tree.paths(state.parameters), tree.paths(tree.dimensions(abstract))
     for path, old in before.items():
-        shrunk = old * (1 - settings.learning_rate * 0.5) if matrices[path] else old
+        shrunk = old * (1 - settings.learning_rate * 0.5) if dimensions[path].inputs else old
         np.testing.assert_allclose(after[path], shrunk, rtol=1e-6, err_msg=path)
 
 

@@ -1,8 +1,10 @@
 """Several processes as one job: how they find one another, take turns, agree, and notice that one is lost."""
 
+import itertools
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -22,6 +24,7 @@ _TURN_S = 7 * 24 * 3600
 # What Slurm and Open MPI tell each of several processes: their number.
 _LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 _TPU_HOSTS = "TPU_WORKER_HOSTNAMES"
+_said = itertools.count()
 
 
 class Place(NamedTuple):
@@ -112,37 +115,45 @@ def meet(name: str) -> None:
 
 
 @contextmanager
-def ending_when_one_is_lost() -> Iterator[None]:
-    """A block in which an error of the runtime ends this process too: a failed collective means that another one is
-    gone. One line and exit status 1, at once, for an orderly end would wait for the others."""
+def failing_as_one() -> Iterator[None]:
+    """A block in which an error of this process ends it at once, with exit status 1, or 2 for bad input: an orderly
+    end would wait for the others, which are told by its absence. A failed collective means that another one is gone."""
     import jax
 
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
+    except Exception as error:
         if processes() == 1:
             raise
-        reason = str(error).partition("\n")[0][:200]
-        happened = "ran out of memory" if "RESOURCE_EXHAUSTED" in reason else "lost another one"
-        print(
-            f"jaxlm: process {_state().process_id} of {processes()} {happened} ({reason}); started again, all of them, "
-            "the run goes on from its newest checkpoint",
-            file=sys.stderr,
-        )
+        who = f"jaxlm: process {_state().process_id} of {processes()}"
+        if isinstance(error, InputError):
+            print(f"{who}: {error}", file=sys.stderr)
+        elif isinstance(error, jax.errors.JaxRuntimeError):
+            reason = str(error).partition("\n")[0][:200]
+            happened = "ran out of memory" if "RESOURCE_EXHAUSTED" in reason else "lost another one"
+            print(
+                f"{who} {happened} ({reason}); started again, all of them, the run goes on from its newest checkpoint",
+                file=sys.stderr,
+            )
+        else:
+            traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(2 if isinstance(error, InputError) else 1)
 
 
 def as_first_says(value: int) -> int:
-    """The value that process 0 has, on every process."""
+    """The value that process 0 has, on every process. All of them call it, in the same order.
+
+    Not a collective: process 0 may have long to find out.
+    """
     if processes() == 1:
         return value
-
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    return int(multihost_utils.broadcast_one_to_all(np.int64(value)))
+    key = f"jaxlm said {next(_said)}"
+    if is_first():
+        _state().client.key_value_set(key, str(int(value)))
+        return value
+    return int(_state().client.blocking_key_value_get(key, _TURN_S * 1000))
 
 
 class Agreement:

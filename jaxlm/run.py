@@ -10,6 +10,7 @@ from jaxlm.config import Experiment
 from jaxlm.data import tokenizers
 from jaxlm.data.dataset import Dataset
 from jaxlm.data.tokenizers import Tokenizer
+from jaxlm.distributed import is_first
 from jaxlm.errors import InputError
 
 # What a resumed run must share with its beginning; everything else may change.
@@ -59,10 +60,13 @@ class Run:
 
     def open(self, experiment: Experiment, dataset: Dataset) -> None:
         """Make the folder, or continue it with the same data. The configuration comes last: it makes it a run.
+        In a job of several processes the first writes, and the others, behind it, look.
 
-        Raises InputError where the run was begun on other data.
+        Raises InputError where the run was begun on other data, or where another process does not see the folder.
         """
         if not self.config.exists():
+            if not is_first():
+                raise InputError(f"{self.directory} is not there for every process; choose an --out that all share")
             self.directory.mkdir(parents=True, exist_ok=True)
             dataset.tokenizer.save(self.tokenizer)
             self.data.write_text(json.dumps({"digest": dataset.digest, "held_out_bytes": dataset.held_out_bytes}))
@@ -71,6 +75,8 @@ class Run:
                 f"{self.directory} was trained on other data than data.text and data.tokenizer give now; "
                 "put them back, or choose another --out"
             )
+        if not is_first():
+            return
         partial = self.config.with_suffix(".partial")
         partial.write_text(experiment.to_toml(), encoding="utf-8")
         os.replace(partial, self.config)

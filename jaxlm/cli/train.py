@@ -41,7 +41,7 @@ def main(arguments: argparse.Namespace) -> int:
     end = _End(run, arguments.json)
     stop = StopRequest(end.early, arguments.max_hours)
     distributed.join(arguments.process and distributed.Place.parse(arguments.process))
-    with stop:  # only now: JAX takes SIGTERM for itself when it joins a job
+    with distributed.failing_as_one(), stop:  # only now: JAX takes SIGTERM for itself when it joins a job
         try:
             return _train(experiment, run, traced, stop, clock, end)
         except Stopped as stopped:

@@ -14,7 +14,7 @@ from jaxlm import sharding
 from jaxlm.data.dataset import Dataset
 from jaxlm.data.loader import training_batches
 from jaxlm.data.packing import Rows
-from jaxlm.distributed import Agreement, ending_when_one_is_lost, meet
+from jaxlm.distributed import Agreement, failing_as_one, meet
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.tree import Tree
 from jaxlm.training import checkpoints
@@ -106,7 +106,7 @@ class Trainer:
             jax.set_mesh(self._mesh),
             Checkpoints(self._directory, self._checkpoint.keep) as self._saved,
             self._make_recorder(step or 0) as self._recorder,
-            ending_when_one_is_lost(),
+            failing_as_one(),  # here too: closing checkpoints waits for the others
         ):
             try:
                 return self._continue(step or 0, self._start(step))

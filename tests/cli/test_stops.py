@@ -1,41 +1,12 @@
 """Ends before the last step: at any moment, soon, and with nothing lost."""
 
 import json
-import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
+from runs import finish, losses, rows, start, wait_for_line, write_config
 
-CONFIG = """
-[model]
-vocabulary = 257
-context = 32
-layers = 2
-width = 32
-norm = {kind = "layer"}
-position = {kind = "learned"}
-attention = {heads = 4}
-feed_forward = {hidden = 64, activation = "gelu"}
-[data]
-text = "TEXT"
-tokenizer = "bytes"
-held_out = 0.5
-[training]
-steps = 40
-batch = 8
-dtype = "float32"
-log_every = 1
-[evaluation]
-every = 20
-batches = 100000
-[checkpoint]
-every = 1000
-[records]
-tensorboard = false
-"""
 SLOW_EVALUATION = """
 import time
 from jaxlm.training import evaluation
@@ -60,45 +31,13 @@ dataset.prepare = prepare
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stops")
-    draw = random.Random(0)
-    for i in range(40):
-        text = " ".join(draw.choice(["alpha", "beta", "gamma", "delta", "epsilon"]) for _ in range(300))
-        (folder / f"{i}.txt").write_text(text)
-    path = folder / "tiny.toml"
-    path.write_text(CONFIG.replace("TEXT", str(folder)))
-    return path
-
-
-def start(config, run, *arguments, before=""):
-    code = f"{before}\nimport sys; from jaxlm.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, "train", str(config), "--out", str(run), "mesh.fsdp=1", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for_line(process, part):
-    said = ""
-    for line in process.stderr:
-        said += line
-        if part in line:
-            return
-    raise AssertionError(said)
-
-
-def rows(run, name):
-    path = run / name
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def losses(run, name="metrics.jsonl"):
-    return {row["step"]: row["loss"] for row in rows(run, name)}
+    return write_config(folder, "data.held_out=0.5", "evaluation.batches=100000", "checkpoint.every=1000")
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(config, tmp_path_factory):
     run = tmp_path_factory.mktemp("whole") / "run"
-    process = start(config, run)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
+    _, errors = finish(start(config, run))
     assert "goodput" in errors
     return run
 
@@ -117,9 +56,7 @@ def test_a_signal_in_an_evaluation_does_not_wait_for_it_and_it_is_done_later(con
     printed = json.loads(out)
     assert (printed["stopped"], printed["step"]) == ("SIGTERM", 20) and not losses(run, "evaluations.jsonl")
 
-    process = start(config, run, "--json")
-    out, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
+    out, errors = finish(start(config, run, "--json"))
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         assert losses(run, name) == losses(uninterrupted, name)
     goodput = rows(run, "goodput.jsonl")
@@ -140,8 +77,7 @@ def test_a_signal_in_the_last_evaluation_leaves_it_to_the_next_start(config, uni
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0 and "stopped at step 40, checkpoint written" in errors, errors
     assert not losses(run, "evaluations.jsonl") and not (run / "sample.txt").exists()
-    process = start(config, run, "evaluation.every=1000")
-    _, errors = process.communicate(timeout=300)
+    finish(start(config, run, "evaluation.every=1000"))
     assert losses(run, "evaluations.jsonl")[40] == losses(uninterrupted, "evaluations.jsonl")[40]
     assert (run / "sample.txt").exists()
 
@@ -176,12 +112,10 @@ def test_a_run_ends_before_its_hours_are_over_and_goes_on(config, tmp_path):
     run = tmp_path / "run"
     hours = 30 / 3600
     began = time.monotonic()
-    process = start(
-        config, run, "training.steps=100000", "evaluation.every=100000", "--max-hours", str(hours), "--json"
+    out, errors = finish(
+        start(config, run, "training.steps=100000", "evaluation.every=100000", "--max-hours", str(hours), "--json")
     )
-    out, errors = process.communicate(timeout=300)
     lasted = time.monotonic() - began
-    assert process.returncode == 0, errors
     printed = json.loads(out)
     assert printed["stopped"] == "max_hours" and lasted < 3600 * hours + 5
     assert (run / "checkpoints" / str(printed["step"])).is_dir()
@@ -193,9 +127,8 @@ def test_a_profile_names_steps_and_is_written(config, tmp_path):
     import jax
 
     run = tmp_path / "run"
-    process = start(config, run, "training.steps=8", "evaluation.batches=1", "--profile", "3:6")
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0 and "xprof --logdir" in errors, errors
+    _, errors = finish(start(config, run, "training.steps=8", "evaluation.batches=1", "--profile", "3:6"))
+    assert "xprof --logdir" in errors
     (file,) = (run / "profile").rglob("*.xplane.pb")
     planes = jax.profiler.ProfileData.from_file(str(file)).planes
     steps = [

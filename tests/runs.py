@@ -1,0 +1,109 @@
+"""Small training runs, each in processes of its own, as a user starts them."""
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from jaxlm.config import load
+
+CONFIG = """
+[model]
+vocabulary = 257
+context = 32
+layers = 2
+width = 32
+norm = {kind = "layer"}
+position = {kind = "learned"}
+attention = {heads = 4}
+feed_forward = {hidden = 64, activation = "gelu"}
+[data]
+text = "TEXT"
+tokenizer = "bytes"
+held_out = 0.1
+[training]
+steps = 40
+batch = 8
+dtype = "float32"
+dropout = 0.1
+log_every = 1
+[evaluation]
+every = 20
+batches = 2
+[checkpoint]
+every = 20
+[records]
+tensorboard = false
+"""
+
+
+def write_config(folder: Path, *overrides: str) -> Path:
+    """A configuration, and forty documents to train on."""
+    draw = random.Random(0)
+    for i in range(40):
+        text = " ".join(draw.choice(["alpha", "beta", "gamma", "delta", "epsilon"]) for _ in range(500))
+        (folder / f"{i}.txt").write_text(text)
+    path = folder / "tiny.toml"
+    path.write_text(CONFIG.replace("TEXT", str(folder)))
+    path.write_text(load(path, overrides).to_toml())
+    return path
+
+
+def start(config: Path, run: Path, *arguments: str, devices: int = 1, before: str = "") -> subprocess.Popen:
+    """`jaxlm train`, behind lines of Python that change what it does."""
+    code = f"{before}\nimport sys; from jaxlm.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "train", str(config), "--out", str(run), *arguments]
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices)}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def finish(process: subprocess.Popen, status: int = 0) -> tuple[str, str]:
+    """What it wrote to standard output and standard error until its end."""
+    out, errors = process.communicate(timeout=300)
+    assert process.returncode == status, errors
+    return out, errors
+
+
+def wait_for_line(process: subprocess.Popen, part: str) -> None:
+    """Until it says so on standard error."""
+    said = ""
+    for line in process.stderr:
+        said += line
+        if part in line:
+            return
+    raise AssertionError(said)
+
+
+def wait_for_step(process: subprocess.Popen, run: Path, step: int) -> None:
+    """Until a step is recorded, or the process is gone."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if max(losses(run), default=0) >= step:
+            return
+        time.sleep(0.005)
+    if process.poll() is None:
+        raise AssertionError(f"no step {step} in two minutes")
+
+
+def rows(run: Path, name: str = "metrics.jsonl") -> list[dict]:
+    """The whole lines of one of its files."""
+    path = run / name
+    return [json.loads(line) for line in path.read_text().splitlines(True) if line[-1] == "\n"] if path.exists() else []
+
+
+def losses(run: Path, name: str = "metrics.jsonl") -> dict[int, float]:
+    """{step: loss}; each step once, in order."""
+    found = rows(run, name)
+    steps = [row["step"] for row in found]
+    assert steps == sorted(set(steps))
+    return dict(zip(steps, (row["loss"] for row in found), strict=True))

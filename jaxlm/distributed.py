@@ -118,13 +118,13 @@ def meet(name: str) -> None:
 def failing_as_one() -> Iterator[None]:
     """A block in which an error of this process ends it at once, with exit status 1, or 2 for bad input: an orderly
     end would wait for the others, which are told by its absence. A failed collective means that another one is gone."""
-    import jax
-
     try:
         yield
     except Exception as error:
         if processes() == 1:
             raise
+        import jax
+
         who = f"jaxlm: process {_state().process_id} of {processes()}"
         if isinstance(error, InputError):
             print(f"{who}: {error}", file=sys.stderr)

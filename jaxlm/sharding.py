@@ -6,12 +6,14 @@ name lands on. Mesh axes are Auto (GSPMD) axes: XLA's partitioner places the col
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -32,6 +34,7 @@ TABLE: Table = {
     # activations
     "batch": ("data", "fsdp"),
     "sequence": None,
+    "stream": "tensor",  # the sequence between attention and feed-forward (arXiv:2205.05198, section 4.2.2)
     "act_model": None,
     "act_heads": "tensor",
     "act_kv_heads": "tensor",
@@ -41,19 +44,46 @@ TABLE: Table = {
 }
 
 # Dimensions that stay whole when their mesh axes do not divide them. Every other one must divide.
-WHOLE_IF_UNEVEN = {"batch", "kv_heads", "act_kv_heads"}
+WHOLE_IF_UNEVEN = {"batch", "stream", "kv_heads", "act_kv_heads"}
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence | None = None) -> Mesh:
     """A mesh of the first data × fsdp × tensor devices, `tensor` innermost (its traffic is the heaviest).
 
-    Raises ValueError where there are fewer devices than that.
+    Where the devices lie in several slices, each a fast network of its own, `data` and then `fsdp` go over the slow
+    network between them. Warns where an axis of the mesh shares links of the torus with another.
+
+    Raises ValueError where there are fewer devices than that, or where data × fsdp does not divide over the slices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    size = data * fsdp * tensor
+    shape = data, fsdp, tensor
+    size = math.prod(shape)
     if size > len(devices):
         raise ValueError(f"a mesh of {data} × {fsdp} × {tensor} needs {size} devices; {len(devices)} are here")
-    return jax.make_mesh((data, fsdp, tensor), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:size])
+    if size < len(devices):  # in their order: a part of a topology need not be one
+        return _mesh(np.array(devices[:size]).reshape(shape))
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    between = math.gcd(data, slices)
+    outer = between, math.gcd(fsdp, slices // between), 1
+    if math.prod(outer) != slices:
+        raise ValueError(
+            f"the devices lie in {slices} slices, over which data × fsdp = {data} × {fsdp} does not divide: the slow "
+            "network between slices carries these two axes alone"
+        )
+    inner = tuple(n // o for n, o in zip(shape, outer, strict=True))
+    if slices == 1:
+        arrange = functools.partial(mesh_utils.create_device_mesh, inner, devices)
+    else:
+        arrange = functools.partial(mesh_utils.create_hybrid_device_mesh, inner, outer, devices)
+    try:
+        return _mesh(arrange())
+    except NotImplementedError:
+        warnings.warn(f"in a mesh of {data} × {fsdp} × {tensor} axes share links of this topology", stacklevel=2)
+        return _mesh(arrange(allow_split_physical_axes=True))
+
+
+def _mesh(devices: np.ndarray) -> Mesh:
+    return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def partition(
@@ -100,6 +130,13 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if mesh.empty:
         return x
     return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
+
+
+def is_parted(axis: str) -> bool:
+    """Whether the mesh around this parts a logical axis among devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    target = TABLE[axis] or ()
+    return not mesh.empty and any(mesh.shape[name] > 1 for name in ((target,) if isinstance(target, str) else target))
 
 
 def summed_over_data(function: Callable[[Any, Any, jax.Array | int], Any], whole: Any, batch: Any) -> Any:

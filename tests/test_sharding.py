@@ -1,6 +1,7 @@
 """The same losses and gradients on every mesh, and the collectives that each may contain."""
 
 import re
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -89,8 +90,8 @@ COLLECTIVE = re.compile(
 )
 
 
-def collectives(model, mesh, **training):
-    """{kind: shapes of its results} in the compiled training step."""
+def training_step(model, mesh, **training):
+    """The text of the compiled training step."""
     steps = make_steps(model, tiny.training(**training), tiny.optimization())
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
@@ -99,9 +100,13 @@ def collectives(model, mesh, **training):
     )
     with jax.set_mesh(mesh):
         batch = sharding.put_batch(tiny.batch(), mesh)
-        text = jit_steps(steps, mesh).train.lower(state, batch).compile().as_text()
+        return jit_steps(steps, mesh).train.lower(state, batch).compile().as_text()
+
+
+def collectives(model, mesh, **training):
+    """{kind: shapes of its results} in the compiled training step."""
     found: dict[str, set] = {}
-    for line in text.splitlines():
+    for line in training_step(model, mesh, **training).splitlines():
         if match := COLLECTIVE.search(line):
             shapes = re.findall(r"\w+\[([\d,]*)\]", match["shapes"])
             sizes = {tuple(int(n) for n in shape.split(",") if n) for shape in shapes}
@@ -114,9 +119,9 @@ CONTRACT = {
     (1, 1, 1): set(),
     (8, 1, 1): {"all-reduce"},
     (1, 8, 1): {"all-gather", "all-reduce"},
-    (1, 1, 4): {"all-reduce"},
+    (1, 1, 4): {"all-gather", "all-reduce"},
     (2, 2, 1): {"all-gather", "all-reduce"},
-    (2, 1, 4): {"all-reduce"},
+    (2, 1, 4): {"all-gather", "all-reduce"},
     (2, 2, 2): {"all-gather", "all-reduce"},
     (1, 4, 2): {"all-gather", "all-reduce"},
 }
@@ -127,21 +132,71 @@ def test_a_mesh_contains_its_collectives_and_no_other(mesh):
     assert set(collectives(tiny.model(), sharding.make_mesh(*mesh))) == CONTRACT[mesh]
 
 
-@pytest.mark.parametrize("mesh", [(1, 8, 1), (2, 2, 2)], ids=str)
-def test_only_parameters_are_gathered(mesh):
-    """What is gathered over fsdp are matrices without their fsdp part; no activation [B, T, …] and no whole vocabulary
-    where the tensor axis shards it."""
+@pytest.mark.parametrize("mesh", [(1, 8, 1), (1, 1, 4), (2, 2, 2)], ids=str)
+def test_only_parameters_and_the_stream_are_gathered(mesh):
+    """What is gathered over fsdp are matrices without their fsdp part, and over tensor the stream [B, T, D]; no other
+    activation, and no whole vocabulary where the tensor axis shards it."""
     model = tiny.model()
-    _, fsdp, tensor = mesh
+    data, fsdp, tensor = mesh
+    stream = (len(tiny.batch()["tokens"]) // (data * fsdp), tiny.CONTEXT, model.width)
     D, F, V = model.width, model.feed_forward.hidden // tensor, model.vocabulary // tensor
     heads, kv_heads = model.attention.heads // tensor, model.attention.kv_heads // tensor
     H = model.attention.head_width
     matrices = {(V, D), (D, heads, H), (D, kv_heads, H), (heads, H, D), (D, F)}
     flat = {(D, heads * H), (D, kv_heads * H)}
-    allowed = {tuple(sorted(shape)) for shape in matrices | flat}
+    allowed = {tuple(sorted(shape)) for shape in matrices | flat | ({stream} if tensor > 1 else set())}
     gathered = collectives(model, sharding.make_mesh(*mesh))["all-gather"]
     strange = {shape for shape in gathered if tuple(sorted(n for n in shape if n != 1)) not in allowed}
     assert not strange
+
+
+def test_each_device_keeps_its_part_of_the_stream_between_layers():
+    """All that layers keep for the backward pass under full rematerialisation is [L, B, T / tensor, D]."""
+    model = tiny.model()
+    stream = f"f32[{model.layers},{len(tiny.batch()['tokens'])},{{}},{model.width}]"
+    whole, part = stream.format(tiny.CONTEXT), stream.format(tiny.CONTEXT // 4)
+    text = training_step(model, sharding.make_mesh(tensor=4), remat="full")
+    assert part in text and whole not in text
+    assert whole in training_step(model, sharding.make_mesh(), remat="full")
+
+
+def test_a_sequence_that_does_not_divide_stays_whole():
+    mesh = sharding.make_mesh(tensor=4)
+    assert sharding.partition(("batch", "stream", "act_model"), (8, 1, 32), mesh) == P(("data", "fsdp"), None, None)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU in one of several fast networks."""
+
+    id: int
+    slice_index: int
+    platform: str = "gpu"
+    device_kind: str = "NVIDIA H100 80GB HBM3"
+    process_index: int = 0
+
+
+@pytest.mark.parametrize(
+    ("mesh", "slices"),
+    [
+        ((2, 4, 1), [[[0], [0], [0], [0]], [[1], [1], [1], [1]]]),
+        ((1, 8, 1), [[[0], [0], [0], [0], [1], [1], [1], [1]]]),
+        ((1, 2, 4), [[[0, 0, 0, 0], [1, 1, 1, 1]]]),
+        ((2, 1, 4), [[[0, 0, 0, 0]], [[1, 1, 1, 1]]]),
+    ],
+    ids=str,
+)
+def test_the_slow_network_between_slices_carries_data_then_fsdp(monkeypatch, mesh, slices):
+    arranged = []
+    monkeypatch.setattr(sharding, "_mesh", arranged.append)
+    mixed = [Device(id=i, slice_index=i % 2) for i in range(8)]
+    sharding.make_mesh(*mesh, mixed)
+    assert np.vectorize(lambda device: device.slice_index, otypes=[int])(arranged[0]).tolist() == slices
+
+
+def test_tensor_does_not_reach_over_slices():
+    with pytest.raises(ValueError, match="lie in 2 slices, over which data × fsdp = 1 × 1 does not divide"):
+        sharding.make_mesh(tensor=8, devices=[Device(id=i, slice_index=i // 4) for i in range(8)])
 
 
 def test_uneven_kv_heads_are_replicated():

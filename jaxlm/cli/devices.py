@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from jaxlm import config, distributed
 from jaxlm.config import Experiment
+from jaxlm.errors import InputError
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -42,7 +43,10 @@ def make_mesh(experiment: Experiment) -> "Mesh":
     devices = jax.devices()
     if devices[0].platform == "cpu":
         _keep_freed_memory()
-    return sharding.make_mesh(*config.mesh_sizes(experiment, len(devices)), devices)
+    try:
+        return sharding.make_mesh(*config.mesh_sizes(experiment, len(devices)), devices)
+    except ValueError as error:
+        raise InputError(str(error)) from error
 
 
 def _keep_freed_memory() -> None:

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlm.models import config
-from jaxlm.models.layers import linear, norm, product_in_float32
+from jaxlm.models.layers import linear, norm, product_in_float32, whole_sequence
 from jaxlm.models.parameters import Module, normal, param, zeros
 from jaxlm.models.positions import Rotation, Visible, rotate
 from jaxlm.sharding import constrain
@@ -67,6 +67,7 @@ class GroupedQueryAttention(Module):
         self, x_BTD: jax.Array, visible: Visible, turn: Rotation | None, cache: Any = None
     ) -> tuple[jax.Array, Any]:
         """x [B, T, D] → [B, T, D], and the cache with this layer's keys and values written to it."""
+        x_BTD = whole_sequence(x_BTD)
         query_BTNH = linear(x_BTD, self.query, self.query_bias)
         key_BTKH = linear(x_BTD, self.key, self.key_bias)
         value_BTKH = linear(x_BTD, self.value, self.value_bias)
@@ -84,7 +85,7 @@ class GroupedQueryAttention(Module):
         mixed_BTNH = checkpoint_name(_by_heads(mixed_BTNH, "act_heads"), "attention")
 
         output_BTD = linear(mixed_BTNH, self.output, self.output_bias)
-        return constrain(output_BTD, "batch", "sequence", "act_model"), cache
+        return constrain(output_BTD, "batch", "stream", "act_model"), cache
 
 
 def _by_heads(x_BTNH: jax.Array, heads: str) -> jax.Array:

@@ -5,7 +5,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlm.models import config
-from jaxlm.models.layers import ACTIVATIONS, linear
+from jaxlm.models.layers import ACTIVATIONS, linear, whole_sequence
 from jaxlm.models.parameters import Module, normal, param, zeros
 from jaxlm.sharding import constrain
 
@@ -27,6 +27,7 @@ class DenseFeedForward(Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """x [B, T, D] → [B, T, D]."""
+        x_BTD = whole_sequence(x_BTD)
         activate = ACTIVATIONS[self.activation]
         up_BTF = checkpoint_name(_by_hidden(linear(x_BTD, self.up, self.up_bias)), "up")
         if self.gate is None:
@@ -34,7 +35,7 @@ class DenseFeedForward(Module):
         else:
             gate_BTF = checkpoint_name(_by_hidden(linear(x_BTD, self.gate, self.gate_bias)), "gate")
             hidden_BTF = activate(gate_BTF) * up_BTF
-        return constrain(linear(hidden_BTF, self.down, self.down_bias), "batch", "sequence", "act_model")
+        return constrain(linear(hidden_BTF, self.down, self.down_bias), "batch", "stream", "act_model")
 
 
 def _by_hidden(x_BTF: jax.Array) -> jax.Array:

@@ -10,20 +10,31 @@ from flax import nnx
 
 from jaxlm.models import config
 from jaxlm.models.parameters import Module, ones, param, scope, zeros
+from jaxlm.sharding import constrain, is_parted
 
 
 def linear(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
     """x [B, T, *inputs] · kernel [*inputs, *outputs] (+ bias [*outputs]) → [B, T, *outputs], in x's dtype.
 
-    The kernel's declared axes say how many dimensions are inputs. One [B·T, I] × [I, O] product: XLA's CPU code for
-    it is a third faster than for the batched form.
+    The kernel's declared axes say how many dimensions are inputs. Where no device has a part of T alone it is one
+    [B·T, I] × [I, O] product: XLA's CPU code for it is a third faster than for the batched form.
     """
     contracted = len(kernel.inputs)
     outputs = kernel.shape[contracted:]
     rows, inputs = x.shape[: x.ndim - contracted], math.prod(kernel.shape[:contracted])
     with scope(kernel):
-        y = jnp.matmul(x.reshape(-1, inputs), kernel[...].reshape(inputs, -1)).reshape(*rows, *outputs)
+        if is_parted("stream"):
+            y = jnp.tensordot(x, kernel[...], contracted)
+        else:
+            y = jnp.matmul(x.reshape(-1, inputs), kernel[...].reshape(inputs, -1)).reshape(*rows, *outputs)
         return y if bias is None else y + bias[...].reshape((1,) * len(rows) + outputs)
+
+
+def whole_sequence(x_BTD: jax.Array) -> jax.Array:
+    """The normalised stream [B, T, D] with all of T on each device, gathered in the dtype that it has now: without
+    the first of the two the partitioner gathers it before it is narrowed from float32."""
+    x_BTD = constrain(x_BTD, "batch", "stream", "act_model")
+    return constrain(x_BTD, "batch", "sequence", "act_model")
 
 
 def product_in_float32(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:

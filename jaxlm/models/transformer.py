@@ -5,15 +5,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from flax import nnx
 
 from jaxlm.models import config
 from jaxlm.models.attention import attention
 from jaxlm.models.feed_forward import feed_forward
-from jaxlm.models.layers import Dropout, norm, product_in_float32
+from jaxlm.models.layers import Dropout, norm, product_in_float32, whole_sequence
 from jaxlm.models.parameters import Module, normal, param, scope, stack
 from jaxlm.models.positions import Rotation, Visible, rotation
-from jaxlm.sharding import constrain
+from jaxlm.sharding import constrain, is_parted
 
 
 class Execution(NamedTuple):
@@ -113,11 +114,11 @@ class Transformer(Module):
 
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Unembed [B, T, D] to float32 logits [B, T, V]."""
-        rows = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
-        tied = self.unembedding is None
-        table, product = (self.embedding, "RD,VD->RV") if tied else (self.unembedding, "RD,DV->RV")
+        hidden_BTD = whole_sequence(hidden_BTD)
+        rows, hidden = ("BT", hidden_BTD) if is_parted("stream") else ("R", rearrange(hidden_BTD, "B T D -> (B T) D"))
+        table, letters = (self.embedding, "VD") if self.unembedding is None else (self.unembedding, "DV")
         with scope(table):
-            logits = product_in_float32(product, rows, table[...])
+            logits = product_in_float32(f"{rows}D,{letters}->{rows}V", hidden, table[...])
         logits_BTV = logits.reshape(*hidden_BTD.shape[:-1], -1)
         return constrain(logits_BTV, "batch", "sequence", "act_vocab")
 
@@ -127,10 +128,12 @@ def _look_up(table: nnx.Param, index_BT: jax.Array) -> jax.Array:
 
     The table is made whole in D first: left to itself, the partitioner gathers the ids and then moves the
     activations instead. Its rows stay where they are: each device looks up those it has, and the results are added.
+    The sequence is parted only behind that: before it, the rows would be gathered.
     """
     with scope(table):
         rows = constrain(table[...], table.axes[0], "act_model")
-        return constrain(jnp.take(rows, index_BT, axis=0, mode="clip"), "batch", "sequence", "act_model")
+        x_BTD = constrain(jnp.take(rows, index_BT, axis=0, mode="clip"), "batch", "sequence", "act_model")
+        return constrain(x_BTD, "batch", "stream", "act_model")
 
 
 def _through(

@@ -1,4 +1,5 @@
-"""Gradients cross the `data` axis once per step, outside the loops over microbatches and layers, on every compiler."""
+"""What crosses between devices, on every compiler: gradients the `data` axis once per step, outside the loops over
+microbatches and layers; the stream the `tensor` axis by gathers and scatters, so that each device holds its part."""
 
 import platform
 import re
@@ -57,23 +58,42 @@ def groups(line: str) -> list[list[int]]:
     raise AssertionError(f"groups in an unknown syntax: {line}")
 
 
-def training_step(mesh, dtype: str) -> str:
+def training_step(mesh, dtype: str, context: int = tiny.CONTEXT, **model) -> str:
     """The text of a compiled step of four microbatches on a mesh, perhaps of devices that are not here."""
-    steps = make_steps(tiny.model(), tiny.training(dtype=dtype, microbatches=4, batch=32), tiny.optimization())
+    training = tiny.training(dtype=dtype, microbatches=4, batch=32, sequence=context)
+    steps = make_steps(tiny.model(context=context, **model), training, tiny.optimization())
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         jax.eval_shape(steps.init),
         steps.shardings(mesh),
     )
-    lies = sharding.sharding(("batch", "sequence"), (32, tiny.CONTEXT), mesh)
+    lies = sharding.sharding(("batch", "sequence"), (32, context), mesh)
     names = ("tokens", "targets", "segments", "positions")
-    batch = {name: jax.ShapeDtypeStruct((32, tiny.CONTEXT), jnp.int32, sharding=lies) for name in names}
+    batch = {name: jax.ShapeDtypeStruct((32, context), jnp.int32, sharding=lies) for name in names}
     with jax.set_mesh(mesh):
         return jit_steps(steps, mesh).train.lower(state, batch).compile().as_text()
 
 
 # Where programs for TPU and CUDA can be compiled without either.
-ELSEWHERE = sys.platform == "linux" and platform.machine() == "x86_64"
+elsewhere = pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="its compilers are for Linux on x86-64"
+)
+
+
+@pytest.fixture
+def tpu(monkeypatch):
+    """Devices of a TPU topology."""
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # there is no machine to ask
+    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    return lambda name, **more: topologies.get_topology_desc(platform="tpu", topology_name=name, **more).devices
+
+
+@pytest.fixture(scope="module")
+def four_h200():
+    chip = (Path(__file__).parent / "h200.txtpb").read_text()
+    return topologies.get_topology_desc(platform="cuda", target_config=chip, topology="1x1x4").devices
+
+
 MESHES = [(4, 1, 1), (2, 2, 1), (2, 1, 2)]
 
 
@@ -87,24 +107,58 @@ def check(mesh: tuple[int, int, int], devices, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_on_cpu(mesh):
+def test_gradients_on_cpu(mesh):
     check(mesh, jax.devices(), "float32")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not ELSEWHERE, reason="its compilers are for Linux on x86-64")
+@elsewhere
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_on_tpu(mesh, monkeypatch):
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # there is no machine to ask
-    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
-    check(mesh, topology.devices, "bfloat16")
+def test_gradients_on_tpu(mesh, tpu):
+    check(mesh, tpu("v5e:2x2"), "bfloat16")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not ELSEWHERE, reason="its compilers are for Linux on x86-64")
+@elsewhere
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_on_cuda(mesh):
-    chip = (Path(__file__).parent / "h200.txtpb").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", target_config=chip, topology="1x1x4")
-    check(mesh, topology.devices, "bfloat16")
+def test_gradients_on_cuda(mesh, four_h200):
+    check(mesh, four_h200, "bfloat16")
+
+
+@pytest.mark.slow
+@elsewhere
+def test_the_stream_is_gathered_and_scattered_on_cuda(four_h200):
+    """Forward: in a layer two gathers, and two sums of which each device keeps its part; one such sum behind the
+    embedding and a gather before the unembedding. Backward: their transposes. No [B, T, D] is summed whole."""
+    inside, _ = collectives(training_step(sharding.make_mesh(1, 1, 4, four_h200), "bfloat16"))
+    kinds = [COLLECTIVE.search(line)[1] for line in inside if re.search(r"\[\d+,\d+,32\]", line)]
+    assert sorted(kinds) == ["all-gather"] * 6 + ["reduce-scatter"] * 6
+
+
+@pytest.mark.slow
+@elsewhere
+def test_the_stream_is_gathered_and_scattered_on_tpu(tpu):
+    """There, a sum of which each device keeps its part is an all-reduce in a fusion of that name."""
+    text = training_step(sharding.make_mesh(1, 1, 4, tpu("v5e:2x2")), "bfloat16", context=512, width=256)
+    whole = re.compile(r"= bf16\[\d+,512,256\]\S* all-reduce\(")
+    computation, outside = "", []
+    for line in text.splitlines():
+        if match := COMPUTATION.match(line):
+            computation = match[1]
+        if whole.search(line) and not computation.startswith("all-reduce-scatter"):
+            outside.append(line)
+    assert "all-reduce-scatter" in text and not outside
+
+
+@elsewhere
+@pytest.mark.slow
+def test_two_slices_of_a_tpu_are_joined_by_data(tpu):
+    mesh = sharding.make_mesh(2, 2, 2, tpu("v5e:2x2", num_slices=2))
+    assert [{device.slice_index for device in part.flat} for part in mesh.devices] == [{0}, {1}]
+
+
+@elsewhere
+@pytest.mark.slow
+def test_an_axis_that_shares_links_of_the_torus_is_said(tpu):
+    with pytest.warns(UserWarning, match="a mesh of 1 × 8 × 8 axes share links"):
+        sharding.make_mesh(1, 8, 8, tpu("v5p:4x4x4"))

@@ -163,11 +163,11 @@ def _products(dtype: str, largest: int) -> Iterator[float]:
             x = jnp.full((size, size), 1e-3, dtype)
             seconds = statistics.median(_times(lambda: multiply(x, x).block_until_ready(), _REPEATS))  # noqa: B023
         yield 2 * size**3 / seconds
-        # The next takes eight times as long, twice of it to warm up.
-        over = time.perf_counter() - began + 8 * seconds * (_REPEATS + 2) > _MOST_S
-        if seconds >= _LONG_ENOUGH_S or 2 * size > largest or over:
+        growth = 4 if seconds < 1e-3 else 2
+        next_s = growth**3 * seconds * (_REPEATS + 2)
+        if seconds >= _LONG_ENOUGH_S or size * growth > largest or time.perf_counter() - began + next_s > _MOST_S:
             return
-        size *= 2
+        size *= growth
 
 
 def _times(call: Callable[[], Any], repeats: int) -> list[float]:

@@ -1,22 +1,18 @@
 """The devices of this machine, as the mesh that an experiment asks for."""
 
 import ctypes
-import glob
 import math
 import os
 import platform
-import sys
 from typing import TYPE_CHECKING
 
-from jaxlm import config, distributed
+from jaxlm import accelerators, config, distributed
 from jaxlm.config import Experiment
 from jaxlm.errors import InputError
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-# Where Linux shows a TPU, an NVIDIA or an AMD GPU (the last one: under WSL).
-_ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/dev/kfd", "/dev/dxg")
 # Parameters of glibc's mallopt(3).
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 
@@ -31,10 +27,7 @@ def make_mesh(experiment: Experiment) -> "Mesh":
 
     from jaxlm import sharding
 
-    if sys.platform == "linux" and not any(glob.glob(device) for device in _ACCELERATORS):
-        # Else JAX asks every compiler that is installed for its chips, and each complains.
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+    accelerators.choose()
     mesh = experiment.mesh
     wanted = math.prod(size for size in (mesh.data, mesh.fsdp, mesh.tensor) if size != "all")
     chosen = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")

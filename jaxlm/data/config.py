@@ -13,7 +13,8 @@ HUGGING_FACE = "hf:"  # begins the name of a dataset there
 TOKENIZERS = ("bytes", "characters", "bpe")
 
 
-def _cache() -> str:
+def default_cache() -> str:
+    """Where what can be made anew is kept, not expanded: `$XDG_CACHE_HOME/jaxlm`, or under `~/.cache`."""
     return os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "jaxlm")
 
 
@@ -67,7 +68,7 @@ class DataConfig(Section):
     max_broken: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.001
     tokenizer: Annotated[str, AfterValidator(_known)] = "bpe"
     held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    cache: str = Field(default_factory=_cache)
+    cache: str = Field(default_factory=default_cache)
 
     @model_validator(mode="before")
     @classmethod

@@ -1,0 +1,140 @@
+"""Show the catalog of chips, or all that is known of one; measure this machine.
+
+In the table every rate is of one chip: peak is of dense bfloat16 products, FLOP/byte is the intensity above which they
+are bound by compute, link is one-way to the other chips of its domain.
+"""
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxlm.costs.chips import Chip
+
+# The unit of a figure, by how its name begins or ends.
+_UNITS = {"peak_flops": "FLOP/s", "bytes_per_s": "B/s", "bytes": "B", "_s": "s", "_hz": "Hz", "watts": "W"}
+_PREFIXES = {1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1.0: "", 1e-3: "m", 1e-6: "µ", 1e-9: "n"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("id", nargs="?", metavar="ID", help="a chip, such as h200-sxm; host is this machine")
+    parser.add_argument(
+        "--measure", action="store_true", help="calibrate this machine (host), in place of what was found before"
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    from jaxlm.costs import hardware
+    from jaxlm.errors import InputError
+
+    if arguments.measure:
+        if arguments.id not in (None, hardware.HOST):
+            raise InputError(f"--measure calibrates this machine, not {arguments.id}; write host in its place")
+        chips = [_measure()]
+    elif arguments.id is not None:
+        chips = [hardware.find(arguments.id)]
+    else:
+        chips = [*hardware.catalog().values(), *_host()]
+    if arguments.json:
+        print(json.dumps({"rows": [_row(chip) for chip in chips]}))
+    elif arguments.id is None and not arguments.measure:
+        _print_table(chips)
+    else:
+        _print_chip(chips[0])
+    return 0
+
+
+def _host() -> list["Chip"]:
+    from jaxlm.costs import hardware
+    from jaxlm.errors import InputError
+
+    try:
+        return [hardware.find(hardware.HOST)]
+    except InputError:  # not calibrated
+        return []
+
+
+def _measure() -> "Chip":
+    from rich.console import Console
+
+    from jaxlm.costs import calibration
+
+    console = Console(stderr=True, highlight=False)
+    with console.status("measuring this machine"):
+        return calibration.measure(lambda line: console.print(line, markup=False, soft_wrap=True))
+
+
+def _row(chip: "Chip") -> dict[str, Any]:
+    """Every published figure, in SI units, and the intensity of bfloat16 products."""
+    return {**chip.model_dump(mode="json", exclude_none=True), "intensity": _intensity(chip)}
+
+
+def _intensity(chip: "Chip") -> float | None:
+    return chip.intensity("bfloat16") if "bfloat16" in chip.peak_flops else None
+
+
+def _print_table(chips: list["Chip"]) -> None:
+    from rich import box
+
+    table = _table(box.SIMPLE_HEAD)
+    table.add_column("chip", no_wrap=True)
+    for column in ("TFLOP/s", "GB", "TB/s", "FLOP/byte", "link GB/s", "W", "$/h"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for chip in chips:
+        peak, link = chip.peak_flops.get("bfloat16"), chip.link and chip.link.bytes_per_s
+        table.add_row(
+            chip.id,
+            _scaled(peak, 1e12),
+            _scaled(chip.memory_bytes, 1e9),
+            _scaled(chip.memory_bytes_per_s, 1e12),
+            _scaled(_intensity(chip), 1.0),
+            _scaled(link, 1e9),
+            _scaled(chip.watts, 1.0),
+            "–" if chip.usd_per_hour is None else _shown("usd_per_hour", chip.usd_per_hour),
+        )
+    _print(table)
+
+
+def _print_chip(chip: "Chip") -> None:
+    table = _table(None)
+    for column in ("figure", "value"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("source", overflow="fold")
+    for figure, value in chip.figures().items():
+        table.add_row(figure, _shown(figure, value), chip.source(figure) or "")
+    print(f"{chip.id}: {chip.name}, {chip.vendor}")
+    _print(table)
+    if chip.notes:
+        print(chip.notes)
+
+
+def _table(box: Any) -> Any:
+    from rich.table import Table
+
+    return Table(box=box, show_edge=False, pad_edge=False)
+
+
+def _print(table: Any) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 200  # nothing is cut off in a file or a pipe
+    console.print(table)
+
+
+def _scaled(value: float | None, unit: float) -> str:
+    return "–" if value is None else f"{value / unit:,.4g}" if value / unit < 1e4 else f"{value / unit:,.0f}"
+
+
+def _shown(figure: str, value: Any) -> str:
+    """A figure with its unit, such as "3.35 TB/s"."""
+    if figure == "usd_per_hour":
+        return "–".join(f"{price:.2f}" for price in dict.fromkeys(value))
+    if isinstance(value, tuple):
+        return (", " if isinstance(value[0], str) else " × ").join(map(str, value))
+    for part, unit in _UNITS.items():
+        if figure.startswith(part) or figure.endswith(part):
+            scale = next((scale for scale in _PREFIXES if abs(value) >= scale), 1e-9)
+            return f"{_scaled(value, scale)} {_PREFIXES[scale]}{unit}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,219 @@
+"""What is known of a chip: peaks, memories, links. Units are SI: FLOP/s, bytes, bytes/s, seconds, W, USD.
+
+A chip is what is sold; a device is what JAX shards over (`devices_per_chip`). What nobody publishes is None, and
+`Chip.figure` says so in one line.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from jaxlm.errors import InputError
+from jaxlm.schema import Section
+
+# The names under which peaks are kept; all formats of one width are one.
+DTYPES = ("bfloat16", "float16", "tf32", "float32", "float8", "float6", "float4", "int8", "int4")
+_SHORT = {"bf": "bfloat", "fp": "float", "f": "float", "i": "int", "s": "int"}
+
+
+def canonical_dtype(dtype: Any) -> str:
+    """The name under which a chip keeps the peak of a type: "bf16", "bfloat16" and a NumPy dtype are one, as are
+    "fp8", "float8_e4m3fn" and "float8_e5m2". Raises InputError for a name that is no type of a matrix product."""
+    said = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    name = re.sub(r"^(mx|nv)(?=fp)", "", said.strip().lower())
+    if name in ("tensorfloat32", "tf32"):
+        return "tf32"
+    if parts := re.fullmatch(r"(bfloat|float|int|bf|fp|f|i|s)(\d+)(_?e\d+m\d+\w*)?", name):
+        kind, bits, _ = parts.groups()
+        name = _SHORT.get(kind, kind) + bits
+    if name not in DTYPES:
+        raise InputError(f"{said!r} is no type with a peak; the types are {', '.join(DTYPES)}")
+    return name
+
+
+class OnChip(Section):
+    """What lies on the chip.
+
+    `core` is the vendor's word for what `cores` counts: SM, TensorCore, CU. Per core: `registers_bytes`;
+    `scratchpad_bytes`, the fastest memory that programs address (shared memory with L1, VMEM, LDS, SBUF), of which one
+    block of a kernel may take `block_scratchpad_bytes`; `tensor_memory_bytes`, which feeds matrix units alone. Of the
+    whole chip: `shared_bytes`, addressed by all cores (CMEM, Gaudi's SRAM); the caches `l2_bytes` and `l3_bytes`;
+    `matrix_units`. Bandwidths are of the whole chip. `matrix_tile` is [M, N, K] of the largest bfloat16 product that
+    one matrix unit takes as one instruction, or as one step of a systolic array: sizes it does not divide are padded.
+    `clock_hz` is the highest.
+    """
+
+    core: str
+    cores: PositiveInt
+    clock_hz: PositiveFloat | None = None
+    registers_bytes: PositiveInt | None = None
+    scratchpad_bytes: PositiveInt | None = None
+    scratchpad_bytes_per_s: PositiveFloat | None = None
+    block_scratchpad_bytes: PositiveInt | None = None
+    tensor_memory_bytes: PositiveInt | None = None
+    shared_bytes: PositiveInt | None = None
+    shared_bytes_per_s: PositiveFloat | None = None
+    l2_bytes: PositiveInt | None = None
+    l2_bytes_per_s: PositiveFloat | None = None
+    l3_bytes: PositiveInt | None = None
+    matrix_units: PositiveInt | None = None
+    matrix_tile: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
+
+
+class Link(Section):
+    """How chips of one scale-up domain are joined. All rates are one-way: what a chip sends while it may receive as
+    much.
+
+    `bytes_per_s` leaves a chip over all of its `links`, `link_bytes_per_s` over one. `topology`: through a "switch",
+    every chip reaches every other at the full rate; in a "mesh" each pair has its own links; a "ring" or torus joins
+    neighbours; "host" is the PCIe of the machine. `domain`: how many chips are joined at most (node, NVLink domain or
+    pod); None where their machine decides. `wraparound`: the ends of an axis are joined where its length is a multiple
+    of this; in a 3-D torus only where that holds for every axis, because the optical switches that join them join whole
+    cubes (scaling-book, tpus.md). `latency_s` is that of one hop.
+    """
+
+    kind: str
+    topology: Literal["switch", "mesh", "ring", "torus2d", "torus3d", "host"]
+    domain: PositiveInt | None = None
+    links: PositiveInt | None = None
+    link_bytes_per_s: PositiveFloat | None = None
+    bytes_per_s: PositiveFloat | None = None
+    latency_s: PositiveFloat | None = None
+    wraparound: PositiveInt | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _all_links_together(cls, values):
+        if isinstance(values, dict) and values.get("links") and values.get("link_bytes_per_s"):
+            return {"bytes_per_s": values["links"] * values["link_bytes_per_s"], **values}
+        return values
+
+    @property
+    def axes(self) -> int:
+        """How many axes the torus has; 0 where it is none."""
+        return {"torus2d": 2, "torus3d": 3}.get(self.topology, 0)
+
+    def wraps(self, topology: tuple[int, ...]) -> tuple[bool, ...]:
+        """For each axis of a slice, whether its two ends are joined."""
+        if not self.wraparound:
+            return (False,) * len(topology)
+        joined = tuple(size % self.wraparound == 0 for size in topology)
+        return (all(joined),) * len(joined) if self.topology == "torus3d" else joined
+
+
+class Chip(Section):
+    """One chip. `memory_bytes` is nominal and of the chip; `device_memory_bytes` is what a compiler lets a program use
+    on one device. `host_bytes_per_s` (PCIe) and `scale_out_bytes_per_s` (network) are one-way and per chip.
+    `usd_per_hour` is the range of prices of one chip. `dispatch_s`, the time of a compiled call that does nothing, is
+    measured, not published.
+
+    `float32_as` is the type in which XLA multiplies float32 at its default precision: TF32 on NVIDIA's chips since
+    Ampere, one bfloat16 pass on a TPU; None is float32 itself. `slices` are the legal ones of a TPU, but for those
+    made of whole cubes (`legal_slices`). `sources` names for each source the figures that it backs, with dots;
+    "recalled" is no source but memory. `notes` says where sources disagree.
+    """
+
+    id: str
+    name: str
+    vendor: str
+    kind: Literal["gpu", "tpu", "asic", "apple", "cpu"]
+    peak_flops: dict[Literal[DTYPES], PositiveFloat] = Field(default_factory=dict)
+    float32_as: Literal["tf32", "bfloat16"] | None = None
+    memory_bytes: PositiveInt
+    device_memory_bytes: PositiveInt | None = None
+    memory_bytes_per_s: PositiveFloat
+    on_chip: OnChip | None = None
+    link: Link | None = None
+    host_bytes_per_s: PositiveFloat | None = None
+    scale_out_bytes_per_s: PositiveFloat | None = None
+    watts: PositiveFloat | None = None
+    usd_per_hour: tuple[PositiveFloat, PositiveFloat] | None = None
+    dispatch_s: PositiveFloat | None = None
+    devices_per_chip: PositiveInt = 1
+    libtpu_name: str | None = None
+    slices: tuple[str, ...] = ()
+    notes: str = ""
+    sources: dict[str, tuple[str, ...]]
+
+    def peak(self, dtype: Any) -> float:
+        """FLOP/s of dense matrix products of a type, as XLA runs them by default: float32 is that of `float32_as`.
+
+        The rate of products in full float32 (precision "highest") is `peak_flops["float32"]`, where it is published.
+        Raises InputError where the chip has no published figure.
+        """
+        name = canonical_dtype(dtype)
+        run_as = self.float32_as or name if name == "float32" else name
+        if run_as not in self.peak_flops:
+            has = ", ".join(self.peak_flops)
+            raise InputError(
+                f"{self.id} has no published peak for {name}; " + (f"it has {has}" if has else "it has none at all")
+            )
+        return self.peak_flops[run_as]
+
+    def intensity(self, dtype: Any) -> float:
+        """FLOP per byte of memory traffic above which products of a type are bound by compute."""
+        return self.peak(dtype) / self.memory_bytes_per_s
+
+    def figure(self, name: str) -> Any:
+        """A figure by its name, such as "watts" or "link.bytes_per_s". Raises InputError where it is not published."""
+        value: Any = self
+        for part in name.split("."):
+            value = value and getattr(value, part)
+        if value is None:
+            raise InputError(f"{self.id} has no published {name}")
+        return value
+
+    def figures(self) -> dict[str, Any]:
+        """Every published figure, by its name with dots; ranges, tiles and slices whole."""
+        return dict(_flat(self.model_dump(exclude_none=True, exclude=set(_NO_FIGURES))))
+
+    def source(self, figure: str) -> str | None:
+        """What backs a figure: an address, "recalled", or None where nothing does."""
+        parts = figure.split(".")
+        names = {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+        return ", ".join(source for source, backed in self.sources.items() if names & set(backed)) or None
+
+    def device_capacity(self) -> int:
+        """Bytes that a program may use on one device: as the compiler sees it, or else its share of the nominal."""
+        return self.device_memory_bytes or self.memory_bytes // self.devices_per_chip
+
+    def legal_slices(self) -> list[tuple[int, ...]]:
+        """The topologies that exist, ascending in chips, the most cubic first among equals; none where counts do."""
+        slices = {parse_topology(text) for text in self.slices}
+        if slices and self.link.topology == "torus3d":
+            slices |= set(_cubes(self.link.wraparound, self.link.domain))
+        return sorted(slices, key=lambda slice: (math.prod(slice), max(slice)))
+
+
+# Of a chip's fields, those that are no figure with a source of its own.
+_NO_FIGURES = ("id", "name", "vendor", "kind", "float32_as", "libtpu_name", "notes", "sources")
+
+
+def parse_topology(text: str) -> tuple[int, ...]:
+    """ "4x4" is (4, 4)."""
+    return tuple(int(size) for size in text.split("x"))
+
+
+def show_topology(topology: tuple[int, ...]) -> str:
+    """(4, 4) is "4x4"."""
+    return "x".join(map(str, topology))
+
+
+def _cubes(edge: int, chips: int) -> Iterator[tuple[int, ...]]:
+    """Whole cubes in a row, a plane or a block of at most so many chips, in ascending order."""
+    most = chips // edge**3
+    for a in range(1, most + 1):
+        for b in range(a, most // a + 1):
+            for c in range(b, most // (a * b) + 1):
+                yield a * edge, b * edge, c * edge
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        elif value != ():
+            yield prefix + name, value

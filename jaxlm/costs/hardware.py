@@ -1,0 +1,131 @@
+"""The catalog of chips, and the machines that are made of them. Imports no JAX.
+
+`hardware.toml` holds the figures with their sources; "host" is this machine, as `calibration.measure` found it.
+"""
+
+import difflib
+import functools
+import itertools
+import math
+import re
+import tomllib
+from dataclasses import dataclass
+from importlib import resources
+
+from jaxlm.costs import calibration
+from jaxlm.costs.chips import Chip, parse_topology, show_topology
+from jaxlm.errors import InputError
+
+HOST = calibration.HOST
+
+
+@functools.cache
+def catalog() -> dict[str, Chip]:
+    """Every chip with published figures, by its id, in the order of the file."""
+    text = (resources.files("jaxlm.costs") / "hardware.toml").read_text(encoding="utf-8")
+    return {id: Chip(id=id, **figures) for id, figures in tomllib.loads(text).items()}
+
+
+def find(id: str) -> Chip:
+    """The chip of an id; "host" is this machine. Raises InputError, which names the nearest id or says how to
+    calibrate."""
+    if id == HOST:
+        return calibration.load()
+    if id not in catalog():
+        known = [*catalog(), HOST]
+        near = difflib.get_close_matches(id.lower(), known, 1, cutoff=0.5)
+        near = near or [name for name in known if id and id.lower() in name][:1]
+        raise InputError(
+            f"there is no chip {id!r}; " + (f"did you mean {near[0]}?" if near else "jaxlm hardware lists them")
+        )
+    return catalog()[id]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Chips that work together. `topology` is the slice of a TPU, such as (4, 4); of other chips (domains, chips in
+    each), such as (2, 8) for two nodes of eight."""
+
+    chip: Chip
+    topology: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Target":
+        """`<id>[:<count or topology>]`: "h200-sxm:8", "h200-sxm:2x8", "tpu-v5e:4x4", "host".
+
+        A count of TPU chips is the most cubic slice of that many; without one it is the smallest slice there is, and
+        one chip of any other kind. Raises InputError where there is no such slice, naming the nearest.
+        """
+        id, colon, size = text.strip().partition(":")
+        chip = find(id)
+        if colon and not re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){0,2}", size):
+            raise InputError(f"{text!r} names no chips; write {id}:COUNT or {id}:TOPOLOGY, such as {_example(chip)}")
+        wanted = parse_topology(size) if colon else ()
+        return cls(chip, _slice(chip, wanted) if chip.slices else _domains(chip, wanted))
+
+    @property
+    def chips(self) -> int:
+        return math.prod(self.topology)
+
+    @property
+    def devices(self) -> int:
+        """What JAX shards over."""
+        return self.chips * self.chip.devices_per_chip
+
+    @property
+    def wraparound(self) -> tuple[bool, ...]:
+        """For each axis of a TPU's slice, whether its two ends are joined; nothing for other chips."""
+        return self.chip.link.wraps(self.topology) if self.chip.slices else ()
+
+    def __str__(self) -> str:
+        whole = self.chip.slices or self.topology != _domains(self.chip, (self.chips,))
+        return f"{self.chip.id}:{show_topology(self.topology) if whole else self.chips}"
+
+
+def _example(chip: Chip) -> str:
+    """What a target of this chip may look like."""
+    if chip.slices:
+        return str(Target(chip, [slice for slice in chip.legal_slices() if math.prod(slice) <= 64][-1]))
+    return f"{chip.id}:{chip.link.domain or 2}" if chip.link else chip.id
+
+
+def _slice(chip: Chip, wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """The legal slice of a topology or a count of chips; the smallest of none."""
+    legal = chip.legal_slices()
+    if not wanted:
+        return legal[0]
+    if wanted in legal:
+        return wanted
+    if len(wanted) == 1:
+        for slice in legal:  # the most cubic comes first
+            if math.prod(slice) == wanted[0]:
+                return slice
+
+    def distance(slice: tuple[int, ...]) -> tuple[float, float]:
+        pairs = itertools.zip_longest(sorted(slice), sorted(wanted), fillvalue=1)
+        return abs(math.log(math.prod(slice) / math.prod(wanted))), sum(abs(math.log(a / b)) for a, b in pairs)
+
+    near = [f"{show_topology(slice)} ({math.prod(slice)} chips)" for slice in sorted(legal, key=distance)[:3]]
+    what = f"{show_topology(wanted)}" if len(wanted) > 1 else f"{wanted[0]} chips"
+    raise InputError(f"{chip.id} has no slice of {what}; the nearest are {', '.join(near)}")
+
+
+def _domains(chip: Chip, wanted: tuple[int, ...]) -> tuple[int, int]:
+    """(domains, chips in each) of a count or of these two numbers."""
+    if math.prod(wanted) == 1:
+        return 1, 1
+    if chip.link is None:
+        raise InputError(f"{chip.id} has no known link to others of its kind; write {chip.id} for one of them")
+    domain = chip.link.domain or math.inf
+    *above, chips = wanted
+    if len(above) > 1:
+        raise InputError(f"{chip.id} has no topology {show_topology(wanted)}; write a count, or NODESxCHIPS")
+    if above and chips > domain:
+        raise InputError(f"{chip.id} has at most {domain} chips in one domain, not {chips}")
+    if above or chips <= domain:
+        return (above or [1])[0], chips
+    domains, over = divmod(chips, domain)
+    if over:
+        near = f"{domains * domain} or {(domains + 1) * domain}"
+        raise InputError(f"{chip.id} comes in domains of {domain}, which do not add up to {chips}; take {near}")
+    return domains, domain

@@ -1,0 +1,81 @@
+"""`jaxlm hardware`: for a person, as JSON, and refused in one line."""
+
+import json
+
+import pytest
+
+from jaxlm.cli import main
+from jaxlm.costs import calibration
+from jaxlm.costs.hardware import catalog
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    whole = calibration.measure
+    monkeypatch.setattr(calibration, "measure", lambda say: whole(say, largest=64, copied_bytes=2**16, calls=5))
+
+
+def rows(capsys, *arguments: str) -> list[dict]:
+    assert main(["hardware", *arguments, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert list(said) == ["rows"]
+    return said["rows"]
+
+
+def test_json_holds_every_chip(capsys):
+    found = {row["id"]: row for row in rows(capsys)}
+    assert list(found) == list(catalog())
+    h100 = found["h100-sxm5"]
+    assert h100["peak_flops"]["bfloat16"] == 989.4e12 and h100["link"]["bytes_per_s"] == 450e9
+    assert h100["intensity"] == pytest.approx(989.4 / 3.35) and found["cerebras-wse3"]["intensity"] is None
+
+
+def test_json_of_one_chip(capsys):
+    (row,) = rows(capsys, "tpu-v7x")
+    assert (row["id"], row["devices_per_chip"], row["libtpu_name"]) == ("tpu-v7x", 2, "tpu7x")
+    assert "watts" not in row and row["sources"]
+
+
+def test_a_person_sees_a_table(capsys):
+    assert main(["hardware"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:4] == ["chip", "TFLOP/s", "GB", "TB/s"]
+    assert "tpu-v5e 197 17.18 0.819 240.5 200 – 1.20".split() in [line.split() for line in lines]
+    assert len(lines) == 2 + len(catalog())
+
+
+def test_a_person_sees_sources_and_notes(capsys):
+    assert main(["hardware", "h100-sxm5"]) == 0
+    shown = capsys.readouterr().out
+    for part in ("989.4 TFLOP/s", "3.35 TB/s", "52.43 MB", "10 µs", "1.99–5.00", "scaling-book", "sparse", "recalled"):
+        assert part in shown
+
+
+def test_a_measured_machine_joins_the_catalog(capsys, quick):
+    (measured,) = rows(capsys, "--measure")
+    assert measured["id"] == "host" and measured["dispatch_s"] > 0
+    assert rows(capsys, "host") == [measured] and rows(capsys)[-1] == measured
+    assert main(["hardware", "host", "--measure"]) == 0
+    said = capsys.readouterr()
+    assert "TFLOP/s" in said.err and said.out.startswith("host: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["h100"], "there is no chip 'h100'; did you mean h100-sxm5?"),
+        (["host"], "this machine is not calibrated yet; run jaxlm hardware host --measure"),
+        (["l40s", "--measure"], "--measure calibrates this machine, not l40s; write host in its place"),
+        (["l40s", "a10g"], "unrecognized arguments: a10g (see jaxlm --help)"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, line, capsys):
+    assert main(["hardware", *arguments, "--json"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("jaxlm: ") and said.err.count("\n") == 1
+    assert line.partition(" (see")[0] in said.err

@@ -6,8 +6,9 @@
     cost.backward.flops, cost.rematerialised.flops
 
 What is counted is what runs, so far as the jaxpr tells: code whose result nothing uses is dropped first, as jit does
-(with full rematerialisation the last product of a block is not run again). What one equation costs is in
-`jaxlm.costs.primitives`; around it
+(with full rematerialisation the last product of a block is not run again). The products of jaxlm's steps are to the
+last FLOP those in XLA's optimised programs; in general XLA may still merge equal work or move it out of a loop. What
+one equation costs is in `jaxlm.costs.primitives`; around it
 
 - a scan costs its body times its length, a `while` its condition and body times its iterations where the program says
   how many (a counter compared with a constant), and otherwise as many as `trips` says;
@@ -15,12 +16,14 @@ What is counted is what runs, so far as the jaxpr tells: code whose result nothi
 - `shard_map` costs its body on every shard: figures are sums over the mesh. Outside it they are those of the whole
   arrays, however they are partitioned; collectives that XLA's partitioner places are not in a jaxpr;
 - a Pallas kernel costs what its `cost_estimate` says;
-- loops and calls move no bytes but those that their bodies move.
+- loops and calls move no bytes but those that their bodies move; a primitive that is not known and has jaxprs costs
+  what they cost, once each.
 
 Work is `backward` inside a transposition, `rematerialised` where `jax.checkpoint` computes something again for the
 backward pass, and otherwise `forward`; so is an optimizer, whose scope tells it apart.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -48,7 +51,8 @@ def count(fn: Callable, *args: Any, trips: int | None = None, **kwargs: Any) -> 
 
     Raises ValueError for such a loop without `trips`, and for a Pallas kernel that states no cost.
     """
-    return count_jaxpr(jax.make_jaxpr(fn)(*args, **kwargs).jaxpr, trips, getattr(fn, "__name__", "total"))
+    named = fn.func if isinstance(fn, functools.partial) else fn
+    return count_jaxpr(jax.make_jaxpr(fn)(*args, **kwargs).jaxpr, trips, getattr(named, "__name__", "total"))
 
 
 def count_jaxpr(jaxpr: Jaxpr, trips: int | None = None, name: str = "total") -> Cost:

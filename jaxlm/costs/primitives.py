@@ -40,43 +40,54 @@ _MATMUL = {"dot_general", "ragged_dot_general", "scaled_dot"}
 
 _ELEMENTWISE = set(
     """
-    abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp conj cos cosh digamma
-    div erf erf_inv erfc exp exp2 expm1 floor integer_pow is_finite lgamma log log1p logistic max min mul neg nextafter
-    pow rem round rsqrt sign sin sinh sqrt square sub tan tanh
-    and clz eq eq_to ge gt le le_to lt lt_to mulhi ne not or population_count shift_left shift_right_arithmetic
-    shift_right_logical xor
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz conj cos cosh
+    digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le le_to lgamma log log1p
+    logistic lt lt_to max min mul mulhi ne neg nextafter not or population_count pow rem round rsqrt shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor
     """.split()
 )
 
 _REDUCTION = set(
-    """
-    argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
-    """.split()
+    "argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor".split()
 )
 _CUMULATIVE = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"}
 _WINDOW = {"reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"}
 
 _MOVEMENT = set(
     """
-    approx_top_k broadcast_in_dim clone complex concatenate convert_element_type copy copy_p imag iota pad philox2x32
-    philox4x32 random_bits random_fold_in random_seed random_split real reduce_precision rev rng_bit_generator
-    rng_uniform select_n sort split threefry2x32 threefry4x32 tile top_k transpose unstack
+    approx_top_k broadcast_in_dim clone complex concatenate convert_element_type copy copy_p imag iota new_ref pad
+    philox2x32 philox4x32 random_bits random_fold_in random_seed random_split real reduce_precision rev
+    rng_bit_generator rng_uniform select_n sort split threefry2x32 threefry4x32 tile top_k transpose unstack
     """.split()
 )
 
 # Annotations, and other names of the same bytes.
 _VIEW = set(
     """
-    add_dependency after_all axis_index bitcast_convert_type create_token device_put empty empty2 expand_dims
-    layout_constraint name optimization_barrier pcast platform_index preduced pvary random_clone random_unwrap
-    random_wrap reduced_vary_cast reshape reshard sharding_constraint squeeze stop_gradient vary_unreduced_cast
-    debug_callback debug_print program_order
+    add_dependency after_all axis_index bitcast_convert_type create_token debug_callback debug_print device_put empty
+    empty2 expand_dims free_ref freeze layout_constraint name optimization_barrier pcast platform_index preduced pvary
+    random_clone random_unwrap random_wrap reduced_vary_cast reshape reshard sharding_constraint squeeze stop_gradient
+    vary_unreduced_cast
     """.split()
 )
 
-# Which operand of a partial access sets its size: None is the result.
-_PART = {"slice": None, "dynamic_slice": None, "gather": None, "dynamic_update_slice": 1, "scatter": 2}
-_COMBINING = {"scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub", "scatter_add", "scatter_mul"}
+# Which operand of a partial access is the part that is moved: None is the result. The others are indices.
+_PART = {
+    "slice": None,
+    "dynamic_slice": None,
+    "gather": None,
+    "get": None,
+    "dynamic_update_slice": 1,
+    "swap": 1,
+    "addupdate": 1,
+    "scatter": 2,
+    "scatter-add": 2,
+    "scatter-sub": 2,
+    "scatter-mul": 2,
+    "scatter-min": 2,
+    "scatter-max": 2,
+}
+_COMBINING = {"addupdate", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}
 
 # What each collective is to XLA.
 COLLECTIVES = {
@@ -99,7 +110,7 @@ COLLECTIVES = {
 
 KNOWN = frozenset(
     {"conv_general_dilated", "pallas_call"}.union(
-        _MATMUL, _ELEMENTWISE, _REDUCTION, _CUMULATIVE, _WINDOW, _MOVEMENT, _VIEW, _PART, _COMBINING, COLLECTIVES
+        _MATMUL, _ELEMENTWISE, _REDUCTION, _CUMULATIVE, _WINDOW, _MOVEMENT, _VIEW, _PART, COLLECTIVES
     )
 )
 
@@ -123,14 +134,12 @@ def work(eqn: JaxprEqn) -> Work:
         return _kernel(eqn, whole[1])
     if name in COLLECTIVES:
         return Work("collective", 0, *whole)
-    if name in _PART or name in _COMBINING:
-        size = _PART.get(name, 2)
-        part = results if size is None else operands[size : size + 1]
-        indices = operands[1:] if size is None else operands[size + 1 :] if size == 1 else operands[1:2]
-        reads = 2 if name in _COMBINING else 1  # the update, and what it is combined with
-        flops = _size(part[0]) if name in _COMBINING and _floating(part[0]) else 0
-        kind = "reduction" if name in _COMBINING else "movement"
-        return Work(kind, flops, reads * _bytes(part) + _bytes(indices), _bytes(part))
+    if name in _PART:
+        part = results[0] if _PART[name] is None else operands[_PART[name]]
+        size, indices = _bytes([part]), _bytes(v for v in operands[1:] if v is not part)
+        if name not in _COMBINING:
+            return Work("movement", 0, size + indices, size)
+        return Work("reduction", _size(part) if _floating(part) else 0, 2 * size + indices, size)
     if name in _REDUCTION:
         reduced = sum(_size(v) for v in operands[: len(results)]) if floats else 0
         return Work("reduction", max(reduced - floats, 0), *whole)

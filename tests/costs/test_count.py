@@ -1,5 +1,6 @@
 """What is counted against arithmetic by hand, and against the products that XLA's compiled program runs."""
 
+import functools
 import math
 import re
 import subprocess
@@ -19,6 +20,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxlm import sharding
 from jaxlm.costs.count import count
+from jaxlm.inference.cache import empty_cache
+from jaxlm.inference.steps import decode_step, prefill
 from jaxlm.models import tree
 from jaxlm.models.config import ModelConfig
 from jaxlm.training.step import jit_steps, make_steps
@@ -185,6 +188,13 @@ def test_a_loop_without_end_is_refused():
     assert count(loop, f32(8, 8), i32(), trips=6).matmul_flops == 6 * 2 * 8**3
 
 
+def in_place(x):
+    held = jax.new_ref(x)
+    held[0] = held[0] * 2
+    jax.ref.addupdate(held, 1, x[0])
+    return jax.freeze(held)
+
+
 ELEMENTS = {
     "chain": (lambda x: jnp.exp(x) * 2 + lax.integer_pow(x, 3), [f32(4, 8)], 4 * 32, 0),
     "max": (lambda x: jnp.maximum(x, 0.0), [f32(4, 8)], 32, 0),
@@ -197,6 +207,7 @@ ELEMENTS = {
     "cumulative": (lambda x: jnp.cumsum(x, 1), [f32(4, 8)], 0, 4 * 7),
     "window": (lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 1), "VALID"), [f32(4, 8)], 0, 4 * 7),
     "sort": (lambda x: jnp.sort(x), [f32(4, 8)], 0, 0),
+    "reference": (in_place, [f32(4, 8)], 8, 8),
     "scatter-add": (lambda x, i: x.at[i].add(jnp.zeros((2, 8)), mode="drop"), [f32(4, 8), i32(2)], 0, 16),
     "bits": (lambda k: jax.random.bits(k, (4, 8)), [jax.eval_shape(jax.random.key, 0)], 0, 0),
     "scan": (lambda x: lax.scan(lambda c, x: (c + x, None), jnp.zeros(8), x)[0], [f32(4, 8)], 32, 0),
@@ -452,6 +463,40 @@ def test_products_of_the_training_step_are_those_that_run(family, training, opti
     with jax.set_mesh(mesh):
         text = jit_steps(steps, mesh).train.lower(state, batch).compile().as_text()
     assert count(steps.train, state, batch).matmul_flops == executed_products(text)
+
+
+@pytest.mark.parametrize("shape, microbatches", [((2, 2, 2), 1), ((4, 1, 2), 2)], ids=str)
+def test_the_products_of_all_devices_are_those_of_one(shape, microbatches):
+    mesh = sharding.make_mesh(*shape)
+    training = tiny.training(remat="full", microbatches=microbatches, batch=16)
+    steps, state, batch = abstract_step(tiny.model(), training)
+
+    def lying(x, sharding):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    rows = sharding.sharding(("batch", "sequence"), (training.batch, training.sequence), mesh)
+    with jax.set_mesh(mesh):
+        cost = count(steps.train, state, batch)
+        arguments = jax.tree.map(lying, state, steps.shardings(mesh)), jax.tree.map(lambda x: lying(x, rows), batch)
+        text = jit_steps(steps, mesh).train.lower(*arguments).compile().as_text()
+    assert cost.matmul_flops == mesh.size * executed_products(text)
+    # The gradients, float32, and the loss cross the data axis once: by the program's own word, or XLA's partitioner's.
+    sent = shape[0] * 4 * (tree.parameter_count(tiny.model()) + 1)
+    written = [(each.kind, each.axes, each.bytes) for each in cost.collectives]
+    assert written == ([] if microbatches == 1 else [("all-reduce", ("data",), sent)])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_products_of_inference_are_those_that_run(family):
+    model = tiny.model(tiny.FAMILIES[family])
+    graph, declared = tree.abstract(model)
+    parameters, cache = tree.shapes(declared), jax.eval_shape(lambda: empty_cache(model, 4, 32, jnp.float32))
+    for step, read in ((prefill, (i32(4, 16), i32(4))), (decode_step, (i32(4),))):
+        fn, arguments = functools.partial(step, graph), (parameters, *read, cache)
+        cost = count(fn, *arguments)
+        assert cost.name == step.__name__
+        assert cost.matmul_flops == executed_products(jax.jit(fn).lower(*arguments).compile().as_text())
+        assert not cost.assumed
 
 
 def published(name):

@@ -34,7 +34,7 @@ class Collective(NamedTuple):
     bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Cost:
     """What a function costs, as a tree by named scope; every figure is a sum over `rows`.
 
@@ -159,6 +159,9 @@ class Cost:
                 child._lines(lines, depth - 1, indent + "  ")
 
     __str__ = table
+
+    def __repr__(self) -> str:
+        return f"Cost({self.name}: {_short(self.flops)}FLOP, {_short(self.bytes_in + self.bytes_out)}B)"
 
 
 def _short(n: float) -> str:

@@ -42,8 +42,8 @@ _ELEMENTWISE = set(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz conj cos cosh
     digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le le_to lgamma log log1p
-    logistic lt lt_to max min mul mulhi ne neg nextafter not or population_count pow rem round rsqrt shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor
+    logistic lt lt_to max min mul mulhi ne neg nextafter not one_minus_square or population_count pow rem round rsqrt
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor
     """.split()
 )
 

@@ -1,1 +1,1 @@
-"""What a run costs before it is paid for: chips, counting, memory and time."""
+"""What a run costs before it is paid for: FLOPs, bytes, memory, time, money and energy, counted."""

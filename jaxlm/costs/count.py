@@ -1,0 +1,222 @@
+"""FLOPs and bytes of any JAX function, counted from its jaxpr: no backend, no compiler, no arrays.
+
+    cost = count(steps.train, jax.eval_shape(steps.init), batch)  # arrays or jax.ShapeDtypeStruct
+    print(cost)
+    cost["layers/attention/query"].matmul_flops
+    cost.backward.flops, cost.rematerialised.flops
+
+What is counted is what runs, so far as the jaxpr tells: code whose result nothing uses is dropped first, as jit does
+(with full rematerialisation the last product of a block is not run again). The products of jaxlm's steps are to the
+last FLOP those in XLA's optimised programs; in general XLA may still merge equal work or move it out of a loop. What
+one equation costs is in `jaxlm.costs.primitives`; around it
+
+- a scan costs its body times its length, a `while` its condition and body times its iterations where the program says
+  how many (a counter compared with a constant), and otherwise as many as `trips` says;
+- of the branches of a `cond` the one with the most FLOPs counts, then the one with the most bytes;
+- `shard_map` costs its body on every shard: figures are sums over the mesh. Outside it they are those of the whole
+  arrays, however they are partitioned; collectives that XLA's partitioner places are not in a jaxpr;
+- a Pallas kernel costs what its `cost_estimate` says;
+- loops and calls move no bytes but those that their bodies move; a primitive that is not known and has jaxprs costs
+  what they cost, once each.
+
+Work is `backward` inside a transposition, `rematerialised` where `jax.checkpoint` computes something again for the
+backward pass, and otherwise `forward`; so is an optimizer, whose scope tells it apart.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax._src.source_info_util import Transform  # tells jvp(x) from a scope called so; no public name
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.extend.core import Literal as Constant
+from jax.interpreters import partial_eval
+
+from jaxlm.costs import primitives
+from jaxlm.costs.cost import Cost, Phase, Row
+
+# The scope that jax.checkpoint adds around what it computes again.
+_AGAIN = "rematted_computation"
+
+
+def count(fn: Callable, *args: Any, trips: int | None = None, **kwargs: Any) -> Cost:
+    """What fn(*args, **kwargs) costs.
+
+    Args:
+      fn: any function that `jax.jit` takes. Under `jax.sharding.use_abstract_mesh` (or `jax.set_mesh`) it may ask for
+        meshes of devices that are not here.
+      args, kwargs: trees of arrays or `jax.ShapeDtypeStruct`.
+      trips: iterations of each `while` loop whose number the program does not say.
+
+    Raises ValueError for such a loop without `trips`, and for a Pallas kernel that states no cost.
+    """
+    named = fn.func if isinstance(fn, functools.partial) else fn
+    return count_jaxpr(jax.make_jaxpr(fn)(*args, **kwargs).jaxpr, trips, getattr(named, "__name__", "total"))
+
+
+def count_jaxpr(jaxpr: Jaxpr, trips: int | None = None, name: str = "total") -> Cost:
+    """What a jaxpr costs whose results are all used."""
+    live, _ = partial_eval.dce_jaxpr(jaxpr, True)
+    rows = _Rows()
+    _walk(live, _Place(trips), rows)
+    return Cost(name, rows.all())
+
+
+class _Place(NamedTuple):
+    """Where in the program an equation stands, and how often it runs there."""
+
+    trips: int | None
+    scope: tuple[str, ...] = ()
+    phase: Phase = "forward"
+    runs: int = 1
+    shards: int = 1
+
+    def inside(self, eqn: JaxprEqn) -> "_Place":
+        """The place of this equation; that of an equation of an inner jaxpr is relative to the outer one."""
+        scope, phase = self.scope, self.phase
+        for element in eqn.source_info.name_stack.stack:
+            if isinstance(element, Transform):
+                if element.name == "transpose" and phase == "forward":
+                    phase = "backward"
+            elif element.name == _AGAIN:
+                phase = "rematerialised"
+            else:
+                scope += tuple(filter(None, element.name.split("/")))
+        return self._replace(scope=scope, phase=phase)
+
+    def times(self, n: int) -> "_Place":
+        return self._replace(runs=self.runs * n)
+
+
+class _Rows:
+    """Sums of rows with the same key."""
+
+    def __init__(self) -> None:
+        self.sums: dict[tuple, list[int]] = {}
+
+    def add(self, key: tuple, values: Iterable[int]) -> None:
+        held = self.sums.setdefault(key, [0, 0, 0, 0])
+        for i, value in enumerate(values):
+            held[i] += value
+
+    def all(self) -> tuple[Row, ...]:
+        return tuple(Row(*key, *values) for key, values in self.sums.items())
+
+
+def _walk(jaxpr: Jaxpr, place: _Place, rows: _Rows) -> None:
+    for eqn in jaxpr.eqns:
+        here, name = place.inside(eqn), eqn.primitive.name
+        if name == "cond":
+            _add_dearest(eqn.params["branches"], here, rows)
+            continue
+        parts = None if name in primitives.KNOWN else _parts(eqn, here)
+        if parts:
+            for part, there in parts:
+                _walk(part, there, rows)
+            continue
+        work = primitives.work(eqn)
+        key = (here.scope, name, work.kind, here.phase, _axes(eqn) if work.kind == "collective" else (), work.assumed)
+        everywhere = here.runs * here.shards
+        rows.add(key, (here.runs, *(everywhere * n for n in (work.flops, work.bytes_in, work.bytes_out))))
+
+
+def _add_dearest(branches: Sequence[Any], place: _Place, rows: _Rows) -> None:
+    counted = [_Rows() for _ in branches]
+    for branch, its in zip(branches, counted, strict=True):
+        _walk(_open(branch), place, its)
+
+    def price(its: _Rows) -> tuple[int, int]:
+        cost = Cost("", its.all())
+        return cost.flops, cost.bytes_in + cost.bytes_out
+
+    for key, values in max(counted, key=price).sums.items():
+        rows.add(key, values)
+
+
+def _parts(eqn: JaxprEqn, place: _Place) -> list[tuple[Jaxpr, _Place]]:
+    """The jaxprs that this equation runs, and where."""
+    parameters = eqn.params
+    match eqn.primitive.name:
+        case "scan":
+            return [(_open(parameters["jaxpr"]), place.times(parameters["length"]))]
+        case "while":
+            n = _iterations(eqn)
+            n = place.trips if n is None else n
+            if n is None:
+                raise ValueError(
+                    f"the program does not say how often its while loop in scope {'/'.join(place.scope) or '(none)'} "
+                    "runs: pass trips=… to count"
+                )
+            condition, body = _open(parameters["cond_jaxpr"]), _open(parameters["body_jaxpr"])
+            return [(condition, place.times(n + 1)), (body, place.times(n))]
+        case "shard_map":
+            shards = 1
+            for axis in parameters["newly_manual_axes"]:
+                shards *= parameters["mesh"].shape[axis]
+            return [(parameters["jaxpr"], place._replace(shards=place.shards * shards))]
+        case "custom_linear_solve":
+            return [(_open(parameters["jaxprs"].solve), place)]
+        case "linear_call":
+            return [(_open(parameters["callee"]), place)]
+        case _:
+            return [(jaxpr, place) for jaxpr in jaxprs_in_params(parameters)]
+
+
+def _open(jaxpr: Any) -> Jaxpr:
+    """The jaxpr in a closed one (in newer versions of JAX every one is closed)."""
+    return jaxpr.jaxpr
+
+
+def _axes(eqn: JaxprEqn) -> tuple[str, ...]:
+    names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return tuple(map(str, names)) if isinstance(names, tuple | list | frozenset) else (str(names),)
+
+
+def _iterations(eqn: JaxprEqn) -> int | None:
+    """How often a `while` runs that compares a counter, which starts and steps by constants, with a constant."""
+    condition, body = _open(eqn.params["cond_jaxpr"]), _open(eqn.params["body_jaxpr"])
+    carried = len(body.outvars)
+    constants, starts = eqn.invars[: len(condition.invars) - carried], eqn.invars[-carried:]
+    counters = body.invars[-carried:]
+    if len(condition.eqns) != 1 or condition.eqns[0].primitive.name not in _MIRRORED:
+        return None
+
+    def written(atom: Any) -> int | None:
+        return int(atom.val) if isinstance(atom, Constant) else None
+
+    def end_of(atom: Any) -> int | None:
+        """The value of what the condition reads, if no iteration changes it."""
+        places = [i for i, variable in enumerate(condition.invars) if variable is atom]
+        if not places:
+            return written(atom)
+        i = places[0] - len(constants)
+        if i < 0:
+            return written(constants[i])
+        return written(starts[i]) if body.outvars[i] is counters[i] else None
+
+    def step_of(i: int) -> int | None:
+        made = [e for e in body.eqns if e.outvars[0] is body.outvars[i]]
+        if not made or made[0].primitive.name not in ("add", "sub"):
+            return None
+        (left, right), adds = made[0].invars, made[0].primitive.name == "add"
+        if adds and right is counters[i]:
+            left, right = right, left
+        n = written(right) if left is counters[i] else None
+        return n if n is None or adds else -n
+
+    compare, (left, right) = condition.eqns[0].primitive.name, condition.eqns[0].invars
+    if end_of(right) is None:
+        compare, left, right = _MIRRORED[compare], right, left
+    for i, variable in enumerate(condition.invars[-carried:]):
+        start, step, end = written(starts[i]), step_of(i), end_of(right)
+        if variable is left and None not in (start, step, end):
+            ahead = range(start, end + _PAST_END[compare], step) if step else ()
+            towards = step > 0 if compare in ("lt", "le") else step < 0
+            return len(ahead) if towards else None
+    return None
+
+
+# The same comparison with its sides exchanged, and how far a counter may go beyond the end.
+_MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
+_PAST_END = {"lt": 0, "le": 1, "gt": 0, "ge": -1}

@@ -132,11 +132,24 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
 
 
+def by_parts(x: jax.Array, axis: str) -> jax.Array:
+    """x [n, …], whose first dimension is this logical axis, as [P, n / P, …]: P parts, each on devices of its own."""
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = 1 if mesh.empty else math.prod(mesh.shape[name] for name in _mesh_axes(axis))
+    x = x.reshape(parts, -1, *x.shape[1:])
+    return x if mesh.empty else jax.lax.with_sharding_constraint(x, PartitionSpec(TABLE[axis]))
+
+
 def is_parted(axis: str) -> bool:
     """Whether the mesh around this parts a logical axis among devices."""
     mesh = jax.sharding.get_abstract_mesh()
-    target = TABLE[axis] or ()
-    return not mesh.empty and any(mesh.shape[name] > 1 for name in ((target,) if isinstance(target, str) else target))
+    return not mesh.empty and any(mesh.shape[name] > 1 for name in _mesh_axes(axis))
+
+
+def _mesh_axes(axis: str | None) -> tuple[str, ...]:
+    """What the table says of a logical axis."""
+    target = None if axis is None else TABLE[axis]
+    return (target,) if isinstance(target, str) else (target or ())
 
 
 def summed_over_data(function: Callable[[Any, Any, jax.Array | int], Any], whole: Any, batch: Any) -> Any:

@@ -14,7 +14,7 @@ from jaxlm.models.feed_forward import feed_forward
 from jaxlm.models.layers import Dropout, norm, product_in_float32, whole_sequence
 from jaxlm.models.parameters import Module, normal, param, scope, stack
 from jaxlm.models.positions import Rotation, Visible, rotation
-from jaxlm.sharding import constrain, is_parted
+from jaxlm.sharding import by_parts, constrain, is_parted
 
 
 class Execution(NamedTuple):
@@ -127,12 +127,22 @@ def _look_up(table: nnx.Param, index_BT: jax.Array) -> jax.Array:
     """Rows of a table [rows, D], as [B, T, D].
 
     The table is made whole in D first: left to itself, the partitioner gathers the ids and then moves the
-    activations instead. Its rows stay where they are: each device looks up those it has, and the results are added.
-    The sequence is parted only behind that: before it, the rows would be gathered.
+    activations instead. Its rows stay where they are: each part of them gives what it has and zeros for the rest,
+    and the results are added. The sequence is parted only behind that: before it, the rows would be gathered.
     """
     with scope(table):
-        rows = constrain(table[...], table.axes[0], "act_model")
-        x_BTD = constrain(jnp.take(rows, index_BT, axis=0, mode="clip"), "batch", "sequence", "act_model")
+        rows_PRD = by_parts(constrain(table[...], table.axes[0], "act_model"), table.axes[0])
+        parts, rows, _ = rows_PRD.shape
+
+        def held(rows_RD: jax.Array, first: jax.Array) -> jax.Array:
+            at_BT = jnp.clip(index_BT, 0, parts * rows - 1) - first
+            x_BTD = jnp.take(rows_RD, at_BT, axis=0, mode="clip")
+            return jnp.where(((0 <= at_BT) & (at_BT < rows))[..., None], x_BTD, 0)
+
+        x_PBTD = jax.vmap(held)(rows_PRD, rows * jnp.arange(parts))
+        # jnp.sum would add in float32, and send that: here one of the P is not zero.
+        x_BTD = jax.lax.reduce_sum(x_PBTD, axes=(0,))
+        x_BTD = constrain(x_BTD, "batch", "sequence", "act_model")
         return constrain(x_BTD, "batch", "stream", "act_model")
 
 

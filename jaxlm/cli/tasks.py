@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from argparse import ArgumentParser, Namespace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,10 @@ def load(names: list[str], few_shot: int | None) -> dict[str, Any]:
     """Tasks as `lm_eval.evaluate` takes them. Raises InputError for those that are not there or cannot be run so."""
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager()
-    for name in names:
-        if name not in manager.task_index and not Path(name).is_file():
+    named = [name for name in names if not Path(name).is_file()]
+    manager = TaskManager(include_defaults=bool(named))  # reading what the harness has takes seconds
+    for name in named:
+        if name not in manager.task_index:
             near = difflib.get_close_matches(name, manager.all_tasks, 3)
             near = f"; near it: {', '.join(near)}" if near else ""
             raise InputError(f"--tasks: {name!r} is no task of the harness and no file{near}")
@@ -99,23 +101,27 @@ def show(results: dict[str, Any], step: int, as_json: bool) -> None:
     for column in ("value", "± standard error"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, values in measured.items():
-        label, shots = name, str(results["n-shot"].get(name, ""))
-        for key, value in _numbers(values).items():
+        label, numbers = (name, str(results["n-shot"].get(name, ""))), _numbers(values)
+        for key, value in numbers.items():
             metric, _, how = key.partition(",")
             if not how or metric.endswith("_stderr"):
                 continue
-            error = values.get(f"{metric}_stderr,{how}")
-            shown = metric if how == "none" else f"{metric} ({how})"
-            table.add_row(label, shots, shown, _number(value), _number(error))
-            label = shots = ""
+            error = numbers.get(f"{metric}_stderr,{how}")
+            table.add_row(*label, metric if how == "none" else f"{metric} ({how})", _shown(value), _shown(error))
+            label = "", ""
     Console(highlight=False).print(table)
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, Any]:
     """The metrics as JSON has them: None for what is no number."""
-    numbers = {key: value for key, value in values.items() if key not in ("name", "alias")}
-    return {k: v if isinstance(v, int | float) and math.isfinite(v) else None for k, v in numbers.items()}
+    return {key: _number(value) for key, value in values.items() if key not in ("name", "alias")}
 
 
-def _number(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, int | float) and math.isfinite(value) else ""
+def _number(value: Any) -> int | float | None:
+    if isinstance(value, int):
+        return value
+    return float(value) if isinstance(value, Real) and math.isfinite(value) else None
+
+
+def _shown(number: int | float | None) -> str:
+    return "" if number is None else f"{number:.4f}"

@@ -13,6 +13,7 @@ import runs
 from flax import nnx
 
 from jaxlm.cli import main, tasks, trained
+from jaxlm.data.tokenizers import characters_tokenizer
 from jaxlm.errors import InputError
 from jaxlm.inference.config import Sampling
 from jaxlm.inference.generate import before_stop, generate
@@ -205,6 +206,14 @@ def test_sampling_draws_other_texts_and_repeats(adapter):
 def test_what_cannot_be_generated_is_refused(options, message, adapter):
     with pytest.raises(InputError, match=message):
         ask(adapter, "generate_until", ("alpha", {"until": [], **options}))
+
+
+def test_a_text_needs_something_before_its_first_token(model):
+    characters = make_adapter((*model[:2], characters_tokenizer(["alpha beta"])), batch=2)
+    assert len(ask(characters, "loglikelihood", ("alpha", " beta"))) == 1
+    for kind, given in (("loglikelihood", ("", "beta")), ("loglikelihood_rolling", ("beta",))):
+        with pytest.raises(InputError, match="tokenizer has no separator"):
+            ask(characters, kind, given)
 
 
 def test_local_tasks_are_evaluated(folder, model, adapter, capsys):

@@ -1,22 +1,32 @@
-"""Measure the loss of a trained model on its held-out text, or on other text."""
+"""Measure the loss of a trained model on its held-out text, or on other text; or how well it does at tasks."""
 
 import argparse
 import json
 
-from jaxlm.cli import trained
+from jaxlm.cli import tasks, trained
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     trained.add_arguments(parser)
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
         "--data", metavar="PATH", help="a file, directory or glob of text in place of the held-out text"
     )
+    instead.add_argument(
+        "--tasks",
+        metavar="TASK[,…]",
+        help="in place of a loss: tasks of the lm-evaluation-harness, by their names or YAML files",
+    )
+    tasks.add_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     from jaxlm.run import Run
 
+    tasks.check(arguments)
     run = Run(arguments.run)
+    if arguments.tasks is not None:
+        return _at_tasks(arguments, run)
     model = trained.load(arguments, run)
 
     import jax
@@ -42,6 +52,26 @@ def main(arguments: argparse.Namespace) -> int:
         )
         for name, source in (measured.sources or {}).items():
             print(f"{name}: loss {source.loss:.4f}, {source.bits_per_byte:.4f} bits per byte")
+    return 0
+
+
+def _at_tasks(arguments, run) -> int:
+    """Evaluate at tasks, in batches of `training.batch`, computed in `training.dtype`."""
+    run.experiment()  # says so where this is no run, before anything is loaded
+    tokenizer = run.load_tokenizer()
+    asked = tasks.load(arguments.tasks.split(","), arguments.num_fewshot)
+    experiment, parameters, step, mesh = trained.load(arguments, run)
+
+    import jax.numpy as jnp
+
+    from jaxlm.inference.harness import HarnessModel
+    from jaxlm.models.tree import abstract
+    from jaxlm.training.step import cast
+
+    graph, _ = abstract(experiment.model)
+    parameters = cast(parameters, jnp.dtype(experiment.training.dtype))
+    model = HarnessModel(graph, experiment.model, parameters, tokenizer, experiment.training.batch, mesh)
+    tasks.show(tasks.run(model, asked, arguments.limit), step, arguments.json)
     return 0
 
 

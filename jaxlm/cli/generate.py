@@ -32,9 +32,7 @@ def main(arguments: argparse.Namespace) -> int:
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p).check()
     tokenizer = run.load_tokenizer() if run.tokenizer.is_file() or arguments.prompt is not None else None
     if arguments.prompt is not None:
-        # A document begins behind a separator; so does a prompt.
-        begin = [] if tokenizer.separator is None else [tokenizer.separator]
-        prompt = begin + tokenizer.encode(arguments.prompt)
+        prompt = tokenizer.encode_prompt(arguments.prompt)
     else:
         prompt = _token_ids(arguments.token_ids)
     model = trained.load(arguments, run)

@@ -43,6 +43,10 @@ class Tokenizer:
             raise InputError(self._why_not(texts) or f"the text cannot be tokenized: {error}") from error
         return [encoding.ids for encoding in encodings]
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of the beginning of a document: behind a separator where the tokenizer has one."""
+        return [*([] if self.separator is None else [self.separator]), *self.encode(text)]
+
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of whole documents, between separators where the tokenizer has one."""
         ends = [] if self.separator is None else [self.separator]

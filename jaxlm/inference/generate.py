@@ -1,7 +1,7 @@
 """Generation: prefill once, then decode token by token."""
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -30,17 +30,52 @@ def generate(
     sampling: Sampling = Sampling(),
     seed: int = 0,
     valid: int | None = None,
+    fill_to: int = 0,
 ) -> Iterator[np.ndarray]:
     """Yield up to `max_tokens` times the next token id of every prompt, int32 [B], as they are drawn.
 
     `parameters` are in the dtype to compute in; the cache has it too. `valid` is the number of ids that the
-    tokenizer knows. Raises InputError for empty prompts, ids outside the vocabulary, or more tokens than
+    tokenizer knows. Prompts are filled up to the longest, or to `fill_to` tokens: as many prompts of one such length
+    run the same programs again. Raises InputError for empty prompts, ids outside the vocabulary, or more tokens than
     `model.context` holds.
     """
     _check(model, prompts, max_tokens)
-    longest, batch = max(map(len, prompts)), len(prompts)
-    size = longest + max_tokens
+    longest, batch = max(fill_to, *map(len, prompts)), len(prompts)
     dtype = jax.tree.leaves(parameters)[0].dtype
+    start, step = _programs(graph, model, batch, longest + max_tokens, dtype, mesh, sampling, valid)
+
+    padded = np.zeros((batch, longest), np.int32)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    length = np.array([len(prompt) for prompt in prompts], np.int32)
+    key = jax.random.key(seed)
+    with jax.set_mesh(mesh):
+        tokens, cache = start(parameters, padded, length, key)
+    yield np.asarray(tokens)
+    for _ in range(max_tokens - 1):
+        with jax.set_mesh(mesh):  # not across a yield: the caller must not find a mesh set
+            tokens, cache = step(parameters, tokens, cache, key)
+        yield np.asarray(tokens)
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """A text up to the first of these strings in it; all of it where there is none."""
+    found = (text.find(stop) for stop in stops if stop)
+    return text[: min((at for at in found if at >= 0), default=len(text))]
+
+
+@lru_cache(maxsize=8)
+def _programs(
+    graph: nnx.GraphDef,
+    model: ModelConfig,
+    batch: int,
+    size: int,
+    dtype: jnp.dtype,
+    mesh: Mesh,
+    sampling: Sampling,
+    valid: int | None,
+) -> tuple[Callable, Callable]:
+    """The compiled steps: prompts to first tokens and a cache of `size` tokens each, and from there one token on."""
     lies, rows = cache_shardings(model, batch, size, mesh), sharding.sharding(("batch",), (batch,), mesh)
 
     def first(parameters: Tree, tokens: jax.Array, length: jax.Array, key: jax.Array) -> tuple:
@@ -53,20 +88,8 @@ def generate(
         logits, cache = steps.decode_step(graph, parameters, tokens, cache)
         return sample(logits, key, sampling, valid), cache
 
-    padded = np.zeros((batch, longest), np.int32)
-    for row, prompt in zip(padded, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    length = np.array([len(prompt) for prompt in prompts], np.int32)
     jit = partial(jax.jit, out_shardings=(rows, lies))
-    start, step = jit(first), jit(following, donate_argnums=2)
-    key = jax.random.key(seed)
-    with jax.set_mesh(mesh):
-        tokens, cache = start(parameters, padded, length, key)
-    yield np.asarray(tokens)
-    for _ in range(max_tokens - 1):
-        with jax.set_mesh(mesh):  # not across a yield: the caller must not find a mesh set
-            tokens, cache = step(parameters, tokens, cache, key)
-        yield np.asarray(tokens)
+    return jit(first), jit(following, donate_argnums=2)
 
 
 def _check(model: ModelConfig, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:

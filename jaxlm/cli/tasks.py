@@ -1,0 +1,127 @@
+"""Tasks of EleutherAI's lm-evaluation-harness, for `jaxlm eval --tasks`."""
+
+import contextlib
+import difflib
+import importlib.util
+import json
+import math
+import sys
+from argparse import ArgumentParser, Namespace
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from jaxlm.errors import InputError
+
+_FEW_SHOT_SEED = 1234  # the harness's own
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N documents of each task")
+    parser.add_argument(
+        "--num-fewshot", type=int, metavar="K", help="K solved examples before each question, in place of the task's"
+    )
+
+
+def check(arguments: Namespace) -> None:
+    """Raises InputError for options that mean nothing together, or where the harness is not installed."""
+    if arguments.tasks is None:
+        given = [name for name in ("limit", "num_fewshot") if getattr(arguments, name) is not None]
+        if given:
+            raise InputError(f"--{given[0].replace('_', '-')} is of tasks; give --tasks, or leave it out")
+        return
+    if importlib.util.find_spec("lm_eval") is None:
+        raise InputError("--tasks needs the lm-evaluation-harness: pip install 'jaxlm[lm-eval]'")
+    if arguments.limit is not None and arguments.limit < 1:
+        raise InputError(f"--limit {arguments.limit} must be 1 or more")
+    if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
+        raise InputError(f"--num-fewshot {arguments.num_fewshot} must be 0 or more")
+
+
+def load(names: list[str], few_shot: int | None) -> dict[str, Any]:
+    """Tasks as `lm_eval.evaluate` takes them. Raises InputError for those that are not there or cannot be run so."""
+    from lm_eval.tasks import TaskManager
+
+    named = [name for name in names if not Path(name).is_file()]
+    manager = TaskManager(include_defaults=bool(named))  # reading what the harness has takes seconds
+    for name in named:
+        if name not in manager.task_index:
+            near = difflib.get_close_matches(name, manager.all_tasks, 3)
+            near = f"; near it: {', '.join(near)}" if near else ""
+            raise InputError(f"--tasks: {name!r} is no task of the harness and no file{near}")
+    try:
+        loaded = manager.load(names)
+    except Exception as error:  # of YAML, of the dataset, of the network: the library raises all kinds
+        raise InputError(f"--tasks: {', '.join(names)} cannot be loaded ({error})") from error
+    for name, task in loaded["tasks"].items():
+        _prepare(name, task, few_shot)
+    return loaded
+
+
+def _prepare(name: str, task: Any, few_shot: int | None) -> None:
+    """Set the number of examples, as `lm_eval.simple_evaluate` does, but for what it would silently leave out."""
+    for what in ("UNSAFE_CODE", "MULTIMODAL"):
+        if getattr(task, what, False):
+            raise InputError(f"--tasks: {name} is marked {what} by the harness; jaxlm runs no such task")
+    own = task.get_config("num_fewshot")
+    if few_shot is not None:
+        if few_shot and (own == 0 or task.OUTPUT_TYPE == "loglikelihood_rolling"):
+            raise InputError(f"--num-fewshot {few_shot}: {name} takes no examples; leave it out, or set 0")
+        task.set_config("num_fewshot", few_shot)
+    elif own is None:
+        task.set_config("num_fewshot", 0)
+    if wanted := task.get_config("num_fewshot"):
+        # A question is no example of itself.
+        there = len(list(task.fewshot_docs())) - (task.fewshot_cfg.split == task.config.test_split)
+        if wanted > there:
+            raise InputError(f"--num-fewshot {wanted}: {name} has {there} examples; give at most as many")
+    task.set_fewshot_seed(_FEW_SHOT_SEED)
+
+
+def run(model: Any, tasks: dict[str, Any], limit: int | None) -> dict[str, Any]:
+    """The harness's results of a `HarnessModel`. What the harness prints goes to standard error."""
+    from lm_eval import evaluate
+
+    with contextlib.redirect_stdout(sys.stderr):
+        return evaluate(model, tasks, limit=limit, log_samples=False)
+
+
+def show(results: dict[str, Any], step: int, as_json: bool) -> None:
+    """Print the metrics of each task and group, under the harness's own names."""
+    measured = results["results"] | results.get("groups", {})
+    if as_json:
+        print(json.dumps({"tasks": {name: _numbers(values) for name, values in measured.items()}, "step": step}))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"step {step}", title_justify="left", box=None, header_style="bold", pad_edge=False)
+    for column in ("task", "examples", "metric"):
+        table.add_column(column, overflow="fold")
+    for column in ("value", "± standard error"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, values in measured.items():
+        label, numbers = (name, str(results["n-shot"].get(name, ""))), _numbers(values)
+        for key, value in numbers.items():
+            metric, _, how = key.partition(",")
+            if not how or metric.endswith("_stderr"):
+                continue
+            error = numbers.get(f"{metric}_stderr,{how}")
+            table.add_row(*label, metric if how == "none" else f"{metric} ({how})", _shown(value), _shown(error))
+            label = "", ""
+    Console(highlight=False).print(table)
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, Any]:
+    """The metrics as JSON has them: None for what is no number."""
+    return {key: _number(value) for key, value in values.items() if key not in ("name", "alias")}
+
+
+def _number(value: Any) -> int | float | None:
+    if isinstance(value, int):
+        return value
+    return float(value) if isinstance(value, Real) and math.isfinite(value) else None
+
+
+def _shown(number: int | float | None) -> str:
+    return "" if number is None else f"{number:.4f}"

@@ -1,0 +1,142 @@
+"""A model as EleutherAI's lm-evaluation-harness asks for one. Needs the extra `lm-eval`."""
+
+from collections import defaultdict
+from typing import Any
+
+from flax import nnx
+from jax.sharding import Mesh
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from jaxlm.data.tokenizers import Tokenizer
+from jaxlm.errors import InputError
+from jaxlm.inference.config import Sampling
+from jaxlm.inference.generate import before_stop, generate
+from jaxlm.inference.scoring import Scorer, padded_length
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.tree import Tree
+
+_MAX_TOKENS = 256  # the harness's own, where neither the task says how many nor the context is too short for it
+
+
+class HarnessModel(TemplateLM):
+    """`lm_eval`'s three questions, answered for parameters on a mesh, `batch` requests at a time.
+
+    As in training, a text begins behind the tokenizer's separator. What is too long for the context loses its
+    beginning, as everywhere in the harness. Parameters are in the dtype to compute in.
+    """
+
+    def __init__(
+        self,
+        graph: nnx.GraphDef,
+        model: ModelConfig,
+        parameters: Tree,
+        tokenizer: Tokenizer,
+        batch: int,
+        mesh: Mesh,
+    ):
+        super().__init__()
+        self._graph, self._model, self._parameters, self._mesh = graph, model, parameters, mesh
+        self._tokens, self._batch = tokenizer, batch
+        self._score = Scorer(graph, model, parameters, batch, mesh, tokenizer.vocabulary)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The separator of documents. Raises InputError where the tokenizer has none."""
+        if self._tokens.separator is None:
+            raise InputError("the run's tokenizer has no separator, so that nothing stands before a text's first token")
+        return self._tokens.separator
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Token ids of a text from its beginning, or of one that goes on (False)."""
+        return self._tokens.encode(string) if add_special_tokens is False else self._tokens.encode_prompt(string)
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(ln p(continuation | context), whether greedy decoding gives it) of each request."""
+        return super().loglikelihood(requests, disable_tqdm=True)  # tokenizing is quick; scoring shows a bar
+
+    def _loglikelihood_tokens(self, requests: list, **_: Any) -> list[tuple[float, bool]]:
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        return list(map(tuple, self._scores(pairs)))
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """ln p of whole texts, each token behind as many before it as the windows of the harness give it."""
+        pairs, sizes = [], []
+        for request in requests:
+            ids = self.tok_encode(request.args[0], add_special_tokens=False)
+            windows = get_rolling_token_windows(ids, self.prefix_token_id, self._model.context, context_len=1)
+            before = len(pairs)
+            pairs += map(make_disjoint_window, windows)
+            sizes.append(len(pairs) - before)
+        scores = iter(self._scores(pairs))
+        return [sum(next(scores).logprob for _ in range(size)) for size in sizes]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The text that follows each context, up to a separator, a stop string or the most tokens.
+
+        Raises InputError for ways to generate that jaxlm does not have.
+        """
+        alike = defaultdict(list)  # requests of one batch are drawn in one way
+        for index, request in enumerate(requests):
+            context, options = request.args
+            alike[_options(options, self._model.context)].append((self.tok_encode(context), index))
+        texts = [""] * len(requests)
+        with tqdm(total=len(requests), desc="generating", disable=None) as bar:
+            for (sampling, max_tokens, stops), asked in alike.items():
+                asked.sort(key=lambda pair: -len(pair[0]))
+                for first in range(0, len(asked), self._batch):
+                    prompts, indices = zip(*asked[first : first + self._batch], strict=True)
+                    drawn = self._continue(prompts, max_tokens, sampling, stops, seed=first)
+                    for index, text in zip(indices, drawn, strict=True):
+                        texts[index] = text
+                    bar.update(len(indices))
+        return texts
+
+    def _continue(self, prompts: tuple, max_tokens: int, sampling: Sampling, stops: tuple, seed: int) -> list[str]:
+        room = self._model.context - max_tokens
+        prompts = [prompt[-room:] for prompt in prompts]
+        fill_to = padded_length(max(map(len, prompts)), room)
+        rows = [*prompts, *[prompts[-1]] * (self._batch - len(prompts))]
+        ids, texts, going = [[] for _ in prompts], [""] * len(prompts), set(range(len(prompts)))
+        for tokens in generate(
+            self._graph, self._model, self._parameters, rows, max_tokens, self._mesh,
+            sampling=sampling, seed=seed, valid=self._tokens.vocabulary, fill_to=fill_to,
+        ):  # fmt: skip
+            for row in tuple(going):
+                if tokens[row] == self._tokens.separator:
+                    going.remove(row)
+                    continue
+                ids[row].append(int(tokens[row]))
+                whole = self._tokens.decode(ids[row])
+                texts[row] = before_stop(whole, stops)
+                if texts[row] != whole:
+                    going.remove(row)
+            if not going:
+                break
+        return texts
+
+    def _scores(self, pairs: list) -> list:
+        scores = [None] * len(pairs)
+        with tqdm(total=len(pairs), desc="scoring", disable=None) as bar:
+            for index, score in self._score(pairs):
+                scores[index] = score
+                bar.update()
+        return scores
+
+
+def _options(given: dict, context: int) -> tuple[Sampling, int, tuple[str, ...]]:
+    """How tokens are drawn, at most how many, and the strings that end a text, of a task's `generation_kwargs`."""
+    options = normalize_gen_kwargs(given, min(_MAX_TOKENS, context // 2))
+    greedy = not options.pop("do_sample")
+    drawn = Sampling(*(options.pop(name, default) for name, default in Sampling()._asdict().items()))
+    max_tokens, stops = options.pop("max_gen_toks"), tuple(options.pop("until"))
+    if options:
+        raise InputError(f"generation_kwargs: {', '.join(options)} is nothing that jaxlm can generate with")
+    if not 0 < max_tokens < context:
+        raise InputError(
+            f"generation_kwargs: max_gen_toks = {max_tokens} must be 1 to {context - 1}, a prompt before it"
+        )
+    return Sampling(temperature=0.0) if greedy else drawn.check(), max_tokens, stops

@@ -1,0 +1,102 @@
+"""Log-likelihoods of texts that are given: continuations behind their contexts, in batches of few shapes."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxlm import sharding
+from jaxlm.errors import InputError
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.positions import visible_in_rows
+from jaxlm.models.tree import Tree
+from jaxlm.training.losses import cross_entropy
+
+_SHORTEST = 32
+
+
+class Score(NamedTuple):
+    """`logprob`: ln p(continuation | context). `greedy`: each of its tokens is the likeliest behind those before it."""
+
+    logprob: float
+    greedy: bool
+
+
+def token_logprobs(
+    graph: nnx.GraphDef, parameters: Tree, tokens_BT: jax.Array, targets_BT: jax.Array, valid: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """ln p of each target behind the tokens up to it, float32 [B, T], and whether it is the likeliest, bool [B, T].
+
+    Args:
+      graph: of `models.tree.abstract`.
+      parameters: in the dtype to compute in.
+      tokens_BT, targets_BT: int32. The model is causal: what fills a row up on the right changes nothing before it.
+      valid: ids from here on are padding of the vocabulary and never the likeliest.
+    """
+    module = nnx.merge(graph, parameters)
+    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
+    hidden_BTD, _ = module.hidden(tokens_BT, positions_BT, visible_in_rows(positions_BT))
+    logits_BTV = module.logits(hidden_BTD)
+    losses_BT, _ = cross_entropy(logits_BTV, targets_BT)
+    return -losses_BT, jnp.argmax(logits_BTV[..., :valid], axis=-1) == targets_BT
+
+
+def padded_length(tokens: int, longest: int) -> int:
+    """The power of two that holds so many tokens, at most `longest`: few lengths are few programs to compile."""
+    return min(longest, max(_SHORTEST, 1 << (tokens - 1).bit_length()))
+
+
+class Scorer:
+    """Scores continuations under one model, `batch` at a time on a mesh; `valid` as in `token_logprobs`."""
+
+    def __init__(
+        self,
+        graph: nnx.GraphDef,
+        model: ModelConfig,
+        parameters: Tree,
+        batch: int,
+        mesh: Mesh,
+        valid: int | None = None,
+    ):
+        self._context, self._parameters, self._batch, self._mesh = model.context, parameters, batch, mesh
+        self._logprobs = jax.jit(partial(token_logprobs, graph, valid=valid), out_shardings=sharding.replicated(mesh))
+
+    def __call__(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Iterator[tuple[int, Score]]:
+        """The index and Score of each (context, continuation) of token ids, the longest first.
+
+        A pair of more than `model.context` + 1 tokens loses the beginning of its context. Raises InputError for a
+        context or continuation without tokens, and for a continuation that alone is longer than that.
+        """
+        for context, continuation in pairs:
+            _check(context, continuation, self._context)
+        rows = [np.array([*context, *continuation], np.int32)[-self._context - 1 :] for context, continuation in pairs]
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+        for first in range(0, len(order), self._batch):
+            chosen = order[first : first + self._batch]
+            logprobs, likeliest = self._run([rows[i] for i in chosen])
+            for at, i in enumerate(chosen):
+                end = len(rows[i]) - 1
+                scored = slice(end - len(pairs[i][1]), end)
+                yield i, Score(float(logprobs[at, scored].sum(dtype=np.float64)), bool(likeliest[at, scored].all()))
+
+    def _run(self, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        length = padded_length(max(map(len, rows)) - 1, self._context)
+        batch = {name: np.zeros((self._batch, length), np.int32) for name in ("tokens", "targets")}
+        for at, row in enumerate(rows):
+            batch["tokens"][at, : len(row) - 1], batch["targets"][at, : len(row) - 1] = row[:-1], row[1:]
+        with jax.set_mesh(self._mesh):
+            placed = sharding.put_batch(batch, self._mesh)
+            return jax.device_get(self._logprobs(self._parameters, placed["tokens"], placed["targets"]))
+
+
+def _check(context: Sequence[int], continuation: Sequence[int], longest: int) -> None:
+    if not context or not continuation:
+        empty = "continuation" if context else "context"
+        raise InputError(f"a {empty} without tokens cannot be scored")
+    if len(continuation) > longest:
+        raise InputError(f"a continuation of {len(continuation)} tokens exceeds model.context = {longest}")

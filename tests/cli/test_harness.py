@@ -1,0 +1,278 @@
+"""`jaxlm eval --tasks`: tasks of the lm-evaluation-harness in local files, run on a small model trained here."""
+
+import json
+import math
+import sys
+from argparse import Namespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import runs
+from flax import nnx
+
+from jaxlm.cli import main, tasks, trained
+from jaxlm.data.tokenizers import characters_tokenizer
+from jaxlm.errors import InputError
+from jaxlm.inference.config import Sampling
+from jaxlm.inference.generate import before_stop, generate
+from jaxlm.models.positions import visible_in_rows
+from jaxlm.models.tree import abstract
+from jaxlm.run import Run
+
+pytestmark = pytest.mark.slow
+
+CONTEXT, SEPARATOR = 32, 256
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files: {{train: {folder}/{name}-solved.jsonl, test: {folder}/{name}.jsonl}}
+  cache_dir: {folder}/cache
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+target_delimiter: ""
+{rest}
+"""
+CHOICE = """
+output_type: multiple_choice
+fewshot_split: train
+doc_to_choice: ["alpha", " beta", "x"]
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+UNTIL = """
+output_type: generate_until
+num_fewshot: 0
+generation_kwargs: {until: ["STOP"], max_gen_toks: 12, do_sample: false}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+ROLLING = """
+output_type: loglikelihood_rolling
+metric_list: [{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}]
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("harness")
+    (folder / "text").mkdir()
+    config = runs.write_config(folder / "text")
+    runs.finish(runs.start(config, folder / "run"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    """The trained model, as jaxlm's own functions take it."""
+    run = Run(folder / "run")
+    asked = Namespace(checkpoint="newest", ema=False, overrides=[])
+    restored = trained.load(asked, run)
+    return restored, abstract(restored.experiment.model)[0], run.load_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def adapter(model):
+    return make_adapter(model, batch=4)
+
+
+def make_adapter(model, batch):
+    from jaxlm.inference.harness import HarnessModel
+
+    restored, graph, tokenizer = model
+    return HarnessModel(graph, restored.experiment.model, restored.parameters, tokenizer, batch, restored.mesh)
+
+
+def ask(adapter, kind, *arguments):
+    from lm_eval.api.instance import Instance
+
+    return getattr(adapter, kind)([Instance(kind, {}, given, 0) for given in arguments])
+
+
+def log_softmax(model, tokens):
+    """ln p of every token behind each of these, [T, V]."""
+    restored, graph, _ = model
+
+    @jax.jit
+    def run(parameters, tokens_1T):
+        module, positions = nnx.merge(graph, parameters), jnp.arange(tokens_1T.shape[1])[None]
+        hidden, _ = module.hidden(tokens_1T, positions, visible_in_rows(positions))
+        return jax.nn.log_softmax(module.logits(hidden))[0]
+
+    return np.asarray(run(restored.parameters, jnp.asarray(tokens)[None]))
+
+
+def greedy(model, prompt, count=12):
+    """The likeliest continuation of a text, one prompt alone."""
+    restored, graph, tokenizer = model
+    ids = tokenizer.encode_prompt(prompt)[-(CONTEXT - count) :]
+    drawn = generate(
+        graph, restored.experiment.model, restored.parameters, [ids], count, restored.mesh,
+        sampling=Sampling(temperature=0.0), valid=tokenizer.vocabulary,
+    )  # fmt: skip
+    ids = [int(token[0]) for token in drawn]
+    return tokenizer.decode(ids[: ids.index(SEPARATOR)] if SEPARATOR in ids else ids)
+
+
+def write_task(folder, name, rest, docs):
+    solved = {"question": "beta ", "answer": type(docs[0]["answer"])(1)}  # all splits have the same types
+    for split, rows in {f"{name}-solved": [solved], name: docs}.items():
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = folder / f"{name}.yaml"
+    path.write_text(TASK.format(name=name, folder=folder, rest=rest))
+    return str(path)
+
+
+def evaluate(capsys, *arguments):
+    assert main(["eval", *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+PAIRS = [("alpha ", "beta"), ("", "gamma"), ("beta " * 20, "alpha"), ("e", " "), ("delta ", "alpha beta gamma delta")]
+
+
+def test_log_likelihoods_are_those_of_the_logits(model, adapter):
+    tokenizer = model[2]
+    answers = ask(adapter, "loglikelihood", *PAIRS)
+    for (context, continuation), (logprob, is_greedy) in zip(PAIRS, answers, strict=True):
+        # The harness counts spaces at the end of a context to what follows.
+        count = len(tokenizer.encode(context + continuation)) - len(tokenizer.encode(context.rstrip()))
+        tokens = [SEPARATOR, *tokenizer.encode(context + continuation)][-CONTEXT - 1 :]
+        table = log_softmax(model, tokens[:-1])
+        scored, targets = table[-count:], tokens[-count:]
+        assert logprob == pytest.approx(scored[np.arange(count), targets].sum(), abs=1e-5)
+        assert is_greedy == (scored.argmax(axis=-1).tolist() == targets)
+
+
+def test_answers_do_not_depend_on_the_batch(model, adapter):
+    one = make_adapter(model, batch=1)
+    many, alone = (ask(a, "loglikelihood", *PAIRS) for a in (adapter, one))
+    assert [g for _, g in many] == [g for _, g in alone]
+    np.testing.assert_allclose([p for p, _ in many], [p for p, _ in alone], atol=1e-5)
+    rolled = [[(text,) for text in ("alpha beta " * 9, "", "gamma")]] * 2
+    np.testing.assert_allclose(
+        *(ask(a, "loglikelihood_rolling", *r) for a, r in zip((adapter, one), rolled, strict=True))
+    )
+    prompts = [(context + "a", {"until": [], "max_gen_toks": 6}) for context, _ in PAIRS]
+    assert ask(adapter, "generate_until", *prompts) == ask(one, "generate_until", *prompts)
+
+
+def test_rolling_is_what_eval_measures(folder, model, adapter, capsys):
+    """Of whole windows, so that both cut the text at the same places; eval goes on to the separator at its end."""
+    text = ("alpha beta gamma delta " * 9)[: 4 * CONTEXT]
+    (folder / "rolled.txt").write_text(text)
+    measured = evaluate(capsys, folder / "run", "--data", folder / "rolled.txt")
+    (rolling,) = ask(adapter, "loglikelihood_rolling", (text,))
+    end = log_softmax(model, model[2].encode(text[-1]))[-1, SEPARATOR]
+    assert measured["tokens"] == len(text) + 1
+    assert measured["loss"] * measured["tokens"] == pytest.approx(-(rolling + end), rel=1e-5)
+
+    task = write_task(folder, "rolling", ROLLING, [{"question": "", "answer": text}])
+    (found,) = evaluate(capsys, folder / "run", "--tasks", task)["tasks"].values()
+    assert found["bits_per_byte,none"] == pytest.approx(-rolling / math.log(2) / len(text), rel=1e-5)
+
+
+def test_generation_ends_before_the_first_stop(model, adapter):
+    for prompt in ("alpha ", "gamma " * 30):
+        whole = greedy(model, prompt)
+        assert len(whole) > 6
+        for stops in ([whole[3:6]], [whole[5:6], "never"], []):
+            options = {"until": stops, "max_gen_toks": 12, "do_sample": False}
+            assert ask(adapter, "generate_until", (prompt, options)) == [before_stop(whole, stops)]
+
+
+def test_sampling_draws_other_texts_and_repeats(adapter):
+    options = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.5, "top_k": 50, "top_p": 0.95}
+    first, second = ask(adapter, "generate_until", *[("alpha", options)] * 2)
+    assert first != second
+    assert ask(adapter, "generate_until", *[("alpha", options)] * 2) == [first, second]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 4}, "num_beams is nothing that jaxlm"),
+        ({"max_gen_toks": CONTEXT}, "max_gen_toks = 32 must be 1 to 31"),
+        ({"do_sample": True, "top_p": 2.0}, "top-p 2"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(options, message, adapter):
+    with pytest.raises(InputError, match=message):
+        ask(adapter, "generate_until", ("alpha", {"until": [], **options}))
+
+
+def test_a_text_needs_something_before_its_first_token(model):
+    characters = make_adapter((*model[:2], characters_tokenizer(["alpha beta"])), batch=2)
+    assert len(ask(characters, "loglikelihood", ("alpha", " beta"))) == 1
+    for kind, given in (("loglikelihood", ("", "beta")), ("loglikelihood_rolling", ("beta",))):
+        with pytest.raises(InputError, match="tokenizer has no separator"):
+            ask(characters, kind, given)
+
+
+def test_local_tasks_are_evaluated(folder, model, adapter, capsys):
+    questions = ["alpha ", "beta", "gamma x", "delta "]
+    choices = ["alpha", " beta", "x"]
+    likeliest = [
+        int(np.argmax([p for p, _ in ask(adapter, "loglikelihood", *[(q, choice) for choice in choices])]))
+        for q in questions
+    ]
+    docs = [{"question": q, "answer": best} for q, best in zip(questions, likeliest, strict=True)]
+    docs[0]["answer"] = (docs[0]["answer"] + 1) % 3
+    choice = write_task(folder, "choice", CHOICE, docs)
+    answers = [greedy(model, question) for question in questions]
+    docs = [{"question": q, "answer": a} for q, a in zip(questions, [*answers[:2], "wrong", "wrong"], strict=True)]
+    until = write_task(folder, "until", UNTIL, docs)
+
+    found = evaluate(capsys, folder / "run", "--tasks", f"{choice},{until}")
+    assert set(found) == {"tasks", "step"} and found["step"] == 40
+    assert found["tasks"]["choice"]["acc,none"] == 0.75 and found["tasks"]["choice"]["sample_len"] == 4
+    assert found["tasks"]["until"]["exact_match,none"] == 0.5
+    found = evaluate(capsys, folder / "run", "--tasks", choice, "--limit", 1, "mesh.fsdp=2")
+    assert found["tasks"]["choice"]["acc,none"] == 0.0 and found["tasks"]["choice"]["sample_len"] == 1
+
+    assert main(["eval", str(folder / "run"), "--tasks", choice]) == 0
+    shown = capsys.readouterr().out
+    assert "step 40" in shown and ["choice", "0", "acc", "0.7500"] == shown.splitlines()[2].split()[:4]
+
+
+def test_solved_examples_stand_before_a_question(folder):
+    task = write_task(folder, "shots", CHOICE, [{"question": "delta ", "answer": 0}] * 3)
+    (loaded,) = tasks.load([task], 1)["tasks"].values()
+    loaded.build_all_requests(limit=1)
+    assert {i.args for i in loaded.instances} == {("beta  beta\n\ndelta ", end) for end in ("alpha", " beta", "x")}
+
+
+def test_bad_tasks_are_one_line(folder, capsys):
+    run = str(folder / "run")
+    choice = write_task(folder, "refused", CHOICE, [{"question": "delta ", "answer": 0}])
+    until = write_task(folder, "unshot", UNTIL, [{"question": "delta ", "answer": "x"}])
+    (folder / "broken.yaml").write_text("task: [\n")
+    (folder / "lost.yaml").write_text((folder / "refused.yaml").read_text().replace("refused.jsonl", "lost.jsonl"))
+    for arguments, says in {
+        "--tasks hellaswg": "'hellaswg' is no task of the harness and no file; near it: hellaswag",
+        f"--tasks {folder}/none.yaml": "none.yaml' is no task of the harness and no file",
+        f"--tasks {folder}/broken.yaml": "broken.yaml cannot be loaded",
+        f"--tasks {folder}/lost.yaml": "lost.yaml cannot be loaded",
+        f"--tasks {until} --num-fewshot 1": "--num-fewshot 1: unshot takes no examples",
+        f"--tasks {choice} --num-fewshot 2": "--num-fewshot 2: refused has 1 examples",
+        f"--tasks {choice} --num-fewshot -1": "--num-fewshot -1 must be 0 or more",
+        f"--tasks {choice} --limit 0": "--limit 0 must be 1 or more",
+    }.items():
+        assert main(["eval", run, *arguments.split()]) == 2
+        printed = capsys.readouterr()
+        last = printed.err.splitlines()[-1]
+        assert printed.out == "" and last.startswith("jaxlm: ") and says in last
+        assert "Traceback" not in printed.err
+
+
+def test_without_the_extra_one_line_says_how_to_get_it(folder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert main(["eval", str(folder / "run"), "--tasks", "hellaswag"]) == 2
+    assert capsys.readouterr().err == ("jaxlm: --tasks needs the lm-evaluation-harness: pip install 'jaxlm[lm-eval]'\n")

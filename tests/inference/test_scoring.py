@@ -1,0 +1,145 @@
+"""Scores are sums of log-softmax of the logits, whatever else is in the batch, on any mesh."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+from jaxlm import sharding
+from jaxlm.errors import InputError
+from jaxlm.inference import steps
+from jaxlm.inference.config import Sampling
+from jaxlm.inference.generate import before_stop, generate
+from jaxlm.inference.scoring import Scorer, padded_length, token_logprobs
+from jaxlm.models import tree
+from jaxlm.models.positions import visible_in_rows
+
+families = pytest.mark.parametrize("family", tiny.FAMILIES.values(), ids=tiny.FAMILIES)
+
+
+def parts(family=tiny.LLAMA, mesh=None):
+    model = tiny.model(family)
+    graph, _ = tree.abstract(model)
+    return graph, model, tree.init(model, 0, mesh or sharding.make_mesh())
+
+
+def scores(pairs, batch=4, mesh=None, **options):
+    mesh = mesh or sharding.make_mesh()
+    found = dict(Scorer(*parts(mesh=mesh), batch, mesh, **options)(pairs))
+    return [found[i] for i in range(len(pairs))]
+
+
+def direct(graph, parameters, tokens):
+    """Logits behind each token of one sequence, [T, V]."""
+
+    @jax.jit
+    def logits(parameters, tokens_1T):
+        module = nnx.merge(graph, parameters)
+        positions = jnp.arange(tokens_1T.shape[1])[None]
+        hidden, _ = module.hidden(tokens_1T, positions, visible_in_rows(positions))
+        return module.logits(hidden)
+
+    return logits(parameters, jnp.asarray(tokens)[None])[0]
+
+
+def pairs(count=5, most=40):
+    draw = np.random.default_rng(0)
+    sizes = [(int(draw.integers(1, most)), int(draw.integers(1, 8))) for _ in range(count)]
+    return [tuple(draw.integers(0, tiny.VOCABULARY, n).tolist() for n in pair) for pair in sizes]
+
+
+@families
+def test_token_logprobs_are_log_softmax_and_argmax(family):
+    graph, _, parameters = parts(family)
+    tokens, targets = np.random.default_rng(0).integers(0, tiny.VOCABULARY, (2, 3, 12), dtype=np.int32)
+    logprobs, likeliest = jax.jit(lambda *x: token_logprobs(graph, *x))(parameters, tokens, targets)
+    chex.assert_type([logprobs, likeliest], [jnp.float32, jnp.bool_])
+    for row in range(3):
+        logits = direct(graph, parameters, tokens[row])
+        expected = jax.nn.log_softmax(logits)[jnp.arange(12), targets[row]]
+        np.testing.assert_allclose(logprobs[row], expected, atol=1e-5)
+        np.testing.assert_array_equal(likeliest[row], jnp.argmax(logits, axis=-1) == targets[row])
+
+
+def test_scores_are_sums_over_the_continuation_behind_as_much_context_as_fits():
+    asked = pairs()
+    assert any(len(context) + len(rest) > tiny.CONTEXT + 1 for context, rest in asked)
+    graph, model, parameters = parts()
+    for (context, continuation), score in zip(asked, scores(asked), strict=True):
+        tokens = np.array([*context, *continuation])[-model.context - 1 :]
+        logprobs = jax.nn.log_softmax(direct(graph, parameters, tokens[:-1]))
+        expected = np.asarray(logprobs)[np.arange(len(tokens) - 1), tokens[1:]][-len(continuation) :].sum()
+        assert score.logprob == pytest.approx(expected, abs=1e-5)
+
+
+def test_one_at_a_time_scores_as_many_do():
+    asked = pairs()
+    many, one = scores(asked, batch=16), scores(asked, batch=1)
+    assert [s.greedy for s in many] == [s.greedy for s in one]
+    np.testing.assert_allclose([s.logprob for s in many], [s.logprob for s in one], atol=1e-5)
+    assert scores(asked[:1], batch=16)[0] == many[0]  # to the last bit, whatever the other rows hold
+
+
+def test_any_mesh_scores_the_same():
+    asked = pairs()
+    one, many = scores(asked), scores(asked, mesh=sharding.make_mesh(data=2, fsdp=2, tensor=2))
+    np.testing.assert_allclose([s.logprob for s in many], [s.logprob for s in one], rtol=1e-5)
+
+
+def test_what_greedy_decoding_gives_is_greedy():
+    graph, model, parameters = parts()
+    drawn = generate(graph, model, parameters, [[3, 1, 4]], 6, sharding.make_mesh(), sampling=Sampling(0.0), valid=40)
+    ids = [int(token[0]) for token in drawn]
+    other = [*ids[:-1], (ids[-1] + 1) % 40]
+    assert [s.greedy for s in scores([([3, 1, 4], ids), ([3, 1, 4], other)], valid=40)] == [True, False]
+
+
+def test_few_lengths_are_compiled():
+    assert {padded_length(n, 1000) for n in range(1, 1001)} == {32, 64, 128, 256, 512, 1000}
+    assert padded_length(5, 24) == 24
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        (([], [1]), "a context without tokens"),
+        (([1], []), "a continuation without tokens"),
+        (([1], [1] * 33), r"33 tokens exceeds model\.context = 32"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(pair, message):
+    with pytest.raises(InputError, match=message):
+        scores([([1], [2]), pair])
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "expected"),
+    [
+        ("one two", [], "one two"),
+        ("one two", ["three", ""], "one two"),
+        ("one two", ["two", " t"], "one"),
+        ("one two", ["one"], ""),
+    ],
+)
+def test_a_text_ends_before_its_first_stop(text, stops, expected):
+    assert before_stop(text, stops) == expected
+
+
+def test_prompts_filled_to_one_length_run_one_program(monkeypatch):
+    graph, model, parameters = parts(tiny.GPT2)
+    # What other tests compiled would be found again.
+    model = model.model_copy(update={"initializer_std": 0.123})
+    greedy, mesh = Sampling(temperature=0.0), sharding.make_mesh()
+
+    def run(prompt, **options):
+        drawn = generate(graph, model, parameters, [prompt], 4, mesh, sampling=greedy, **options)
+        return [int(token[0]) for token in drawn]
+
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+    expected = [run(prompt) for prompt in prompts]
+    monkeypatch.setattr(steps, "prefill", chex.assert_max_traces(steps.prefill, n=1))
+    monkeypatch.setattr(steps, "decode_step", chex.assert_max_traces(steps.decode_step, n=1))
+    assert [run(prompt, fill_to=12) for prompt in prompts] == expected

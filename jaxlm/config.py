@@ -5,12 +5,14 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
 import tomli_w
 from pydantic import Field, PositiveInt, ValidationError
 
+from jaxlm.costs.workload import Kind, MeshShape, Workload
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizers import BYTES_VOCABULARY
 from jaxlm.errors import InputError
@@ -79,7 +81,13 @@ _PADDABLE = ("model.vocabulary", "model.feed_forward.hidden")
 def mesh_sizes(experiment: Experiment, devices: int) -> tuple[int, int, int]:
     """(data, fsdp, tensor) on this many devices, checked. Raises InputError where they do not fit the devices,
     the model or the batch."""
-    mesh = experiment.mesh
+    sizes = divided(experiment.mesh, devices)
+    check_mesh(experiment, *sizes)
+    return sizes
+
+
+def divided(mesh: MeshConfig, devices: int) -> tuple[int, int, int]:
+    """(data, fsdp, tensor) on this many devices. Raises InputError where they do not fit."""
     if mesh.fsdp == "all":
         fsdp, over = divmod(devices, mesh.data * mesh.tensor)
         if over or not fsdp:
@@ -95,7 +103,6 @@ def mesh_sizes(experiment: Experiment, devices: int) -> tuple[int, int, int]:
             f"the mesh needs mesh.data × mesh.fsdp × mesh.tensor = {math.prod(sizes)} devices and {devices} "
             f"{'is' if devices == 1 else 'are'} here; lower one of them"
         )
-    check_mesh(experiment, *sizes)
     return sizes
 
 
@@ -120,6 +127,25 @@ def check_mesh(experiment: Experiment, data: int, fsdp: int, tensor: int) -> Non
             f"mesh.data × mesh.fsdp = {data * fsdp} does not divide the {rows} rows of a microbatch "
             f"(training.batch / training.microbatches): set training.batch to {fitting}"
         )
+
+
+def workload(experiment: Experiment, sizes: tuple[int, int, int], kind: Kind = "train") -> Workload:
+    """What costs are counted of: a training step on a mesh (data, fsdp, tensor), or a step of inference with
+    `training.batch` sequences of `training.sequence` tokens each."""
+    training, optimizer = experiment.training, experiment.optimizer
+    work = Workload(
+        kind, experiment.model, training.batch, training.sequence, dtype=training.dtype, mesh=MeshShape(*sizes)
+    )
+    if kind != "train":
+        return work
+    return replace(
+        work,
+        remat=training.remat,
+        microbatches=training.microbatches,
+        optimizer=optimizer.kind,
+        muon_iterations=getattr(optimizer, "iterations", work.muon_iterations),
+        average=training.ema_decay is not None,
+    )
 
 
 def replicated_kv_heads(experiment: Experiment, tensor: int) -> bool:

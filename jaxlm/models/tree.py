@@ -59,6 +59,11 @@ class Dimensions:
     outputs: tuple[int, ...]
     table: bool  # a matrix with a row or column per token or position: embedding, unembedding
 
+    @property
+    def projection(self) -> bool:
+        """Whether it is a matrix that maps channels to channels, no table; Muon's matrices."""
+        return bool(self.inputs) and not self.table
+
 
 def dimensions(tree: nnx.State) -> Tree:
     """The `Dimensions` of each parameter."""

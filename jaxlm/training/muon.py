@@ -21,23 +21,18 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ADAM_RMS = 0.2
 
 
-def is_orthogonal(d: Dimensions) -> bool:
-    """Whether Muon orthogonalises this parameter's update: the matrices that are no embedding or unembedding."""
-    return bool(d.inputs) and not d.table
-
-
 def scale_by_muon_and_adam(settings: MuonConfig, dimensions: Tree) -> optax.GradientTransformation:
     """Directions: orthogonal ones for the matrices inside the layers, Adam's for every other parameter.
 
     A projection is one matrix [inputs, outputs], its heads and head width flattened together: to orthogonalise per head
     is another optimizer.
     """
-    kinds = jax.tree.map(lambda d: "muon" if is_orthogonal(d) else "adam", dimensions)
+    kinds = jax.tree.map(lambda d: "muon" if d.projection else "adam", dimensions)
 
     def orthogonal(updates: Tree) -> Tree:
         # Where optax masked a parameter out there is nothing to do.
         return jax.tree.map(
-            lambda d, u: _of_layers(d, u, settings.iterations) if is_orthogonal(d) else u, dimensions, updates
+            lambda d, u: _of_layers(d, u, settings.iterations) if d.projection else u, dimensions, updates
         )
 
     muon = optax.chain(

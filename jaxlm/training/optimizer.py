@@ -15,7 +15,7 @@ from jaxlm.models.tree import Tree
 from jaxlm.training.adafactor import scale_by_adafactor
 from jaxlm.training.config import OptimizerConfig
 from jaxlm.training.groups import Rule, rules
-from jaxlm.training.muon import is_orthogonal, scale_by_muon_and_adam
+from jaxlm.training.muon import scale_by_muon_and_adam
 from jaxlm.training.schedules import schedule
 
 # Per kind: the direction in which the settings move the parameters of these dimensions, before decay and rate.
@@ -52,7 +52,7 @@ def _decay_and_scale(settings: OptimizerConfig, tree: nnx.State) -> optax.Gradie
     """scale · (direction + weight_decay · parameter), with each parameter's own."""
     aside = getattr(settings, "adam_learning_rate", None)  # Muon's, for what it does not orthogonalise
     own = {True: 1.0, False: 1.0 if aside is None else aside / settings.learning_rate}
-    relative = jax.tree.map(lambda d: own[is_orthogonal(d)], model_tree.dimensions(tree))
+    relative = jax.tree.map(lambda d: own[d.projection], model_tree.dimensions(tree))
     ruled = rules(settings, tree)
 
     def moved(r: Rule, relative: float, u: jax.Array, p: jax.Array) -> jax.Array:

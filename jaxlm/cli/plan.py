@@ -1,0 +1,220 @@
+"""Count what a step costs on chips that need not be here: FLOPs, memory, time, money and energy, in seconds.
+
+Time is a bracket: everything overlapped and fused below, nothing above; rates and prices are at its geometric middle.
+"""
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxlm.config import MeshConfig
+    from jaxlm.costs.hardware import Target
+    from jaxlm.costs.plan import Plan
+
+_SHOWN = 10  # of the plans that a search finds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file; one with [model] alone will do")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as training.batch=512")
+    parser.add_argument(
+        "--on",
+        required=True,
+        metavar="CHIPS",
+        help="such as h200-sxm:8, tpu-v5e:4x4 or host (jaxlm hardware lists them); all:8 ranks 8 chips of each kind",
+    )
+    parser.add_argument("--workload", choices=("train", "prefill", "decode"), default="train", help="the step (train)")
+    parser.add_argument(
+        "--mesh", metavar="AXIS=N,…", help="such as fsdp=8,tensor=2 (all devices on fsdp); auto ranks those that fit"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the roofline and the memory into FILE")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    plans = _plans(arguments)
+    if arguments.plot:
+        from jaxlm.costs.pictures import draw
+
+        draw(plans[0], arguments.plot)
+    if len(plans) > 1:
+        _show_many(plans, arguments.json)
+    elif arguments.json:
+        print(json.dumps(_row(plans[0])))
+    else:
+        _show(plans[0])
+    return 0
+
+
+def _plans(arguments: argparse.Namespace) -> list["Plan"]:
+    """One, or those that were searched for, the best first."""
+    from jaxlm.costs.hardware import Target
+    from jaxlm.errors import InputError
+
+    name, _, count = arguments.on.partition(":")
+    if name != "all":
+        return _on(arguments, Target.parse(arguments.on))
+    found = []
+    for target in _every_chip(count):
+        try:
+            found.append(_on(arguments, target)[0])
+        except InputError:  # it lacks a figure, the dtype, or the memory
+            continue
+    if not found:
+        raise InputError(f"no chip of the catalog can run this as {arguments.on}; give more chips or another --mesh")
+    return sorted(found, key=lambda plan: (not plan.fits, plan.time.expected))
+
+
+def _every_chip(count: str) -> list["Target"]:
+    """So many chips of each kind in the catalog."""
+    from jaxlm.costs.hardware import Target, catalog
+    from jaxlm.errors import InputError
+
+    if not (count or "1").isdecimal():
+        raise InputError(f"all:{count} names no number of chips; write all:8")
+    targets = []
+    for id in catalog():
+        try:
+            targets.append(Target.parse(f"{id}:{count or 1}"))
+        except InputError:  # it does not come in this number
+            continue
+    return targets
+
+
+def _on(arguments: argparse.Namespace, target: "Target") -> list["Plan"]:
+    from jaxlm import config
+    from jaxlm.costs.plan import plan
+    from jaxlm.costs.search import search
+    from jaxlm.errors import InputError
+
+    experiment = config.load(arguments.config, arguments.overrides)
+    auto = arguments.mesh == "auto"
+    mesh = experiment.mesh if auto or arguments.mesh is None else _mesh(arguments.mesh)
+    sizes = None if auto else config.divided(mesh, target.devices)
+    if "batch" not in experiment.training.model_fields_set:
+        parts = (sizes[0] * sizes[1] if sizes else target.devices) * experiment.training.microbatches
+        batch = parts * math.ceil(experiment.training.batch / parts)
+        experiment = config.load(arguments.config, [*arguments.overrides, f"training.batch={batch}"])
+    if sizes is not None:
+        config.check_mesh(experiment, *sizes)
+        return [plan(config.workload(experiment, sizes, arguments.workload), target)]
+    found = search(config.workload(experiment, (1, 1, 1), arguments.workload), target)
+    if not found:
+        raise InputError(
+            f"no mesh of {target} holds this {arguments.workload} step with a batch of {experiment.training.batch} × "
+            f"{experiment.training.sequence} tokens; give more chips, or a batch that more meshes divide"
+        )
+    return found
+
+
+def _mesh(text: str) -> "MeshConfig":
+    """The mesh of "fsdp=8,tensor=2"; data and tensor are 1 and fsdp is the rest where they are not named."""
+    from jaxlm.config import MeshConfig
+    from jaxlm.errors import InputError
+
+    sizes = dict(part.partition("=")[::2] for part in text.replace(" ", "").split(","))
+    if not sizes.keys() <= MeshConfig.model_fields.keys() or not all(n.isdecimal() and int(n) for n in sizes.values()):
+        raise InputError(f"--mesh {text!r} is not AXIS=N,… with axes data, fsdp, tensor, such as fsdp=8,tensor=2")
+    return MeshConfig(**{axis: int(size) for axis, size in sizes.items()})
+
+
+def _row(plan: "Plan") -> dict[str, Any]:
+    from jaxlm.costs.serving import critical_batch
+
+    row = plan.row()
+    if plan.work.kind == "decode":
+        row["critical_batch"] = critical_batch(plan.work, plan.target)
+    return row
+
+
+def _show_many(plans: list["Plan"], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({**_row(plans[0]), "rows": [plan.row() for plan in plans]}))
+        return
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("chips", "mesh", "microbatches", "remat"):
+        table.add_column(column, no_wrap=True)
+    for column in ("memory", "step", "tokens/s", "MFU", "$/Mtok", "J/tok"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for plan in plans[: _SHOWN if len({str(p.target) for p in plans}) == 1 else None]:
+        remat = plan.work.remat if isinstance(plan.work.remat, str) else "named"
+        table.add_row(
+            str(plan.target),
+            str(plan.work.mesh),
+            str(plan.work.microbatches),
+            remat,
+            f"{plan.memory.total / plan.capacity:.0%}",
+            seconds(plan.time.expected),
+            f"{plan.tokens_per_s:,.0f}",
+            f"{plan.mfu:.0%}",
+            _or_dash(plan.usd_per_million_tokens, ".3g"),
+            _or_dash(plan.joules_per_token, ".3g"),
+        )
+    _print(table)
+
+
+def _show(plan: "Plan") -> None:
+    from rich.table import Table
+
+    work, time, memory = plan.work, plan.time, plan.memory
+    row = _row(plan)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    table.add_row("step", f"{work.kind}, {work.batch:,} × {work.sequence:,} tokens in {work.dtype} on {plan.target}")
+    microbatches = f", {work.microbatches} microbatches" if work.microbatches > 1 else ""
+    table.add_row("mesh", f"{work.mesh}{microbatches}, remat {work.remat}" if work.kind == "train" else str(work.mesh))
+    table.add_row("parameters", f"{row['parameters']['total']:,}")
+    for name, value in plan.flops._asdict().items():
+        share = f"  {value / plan.flops.model:.3f} of model" if name != "model" else ""
+        table.add_row(f"FLOPs, {name}", f"{value:.4g}{share}")
+    parts = {name: size for name, size in memory._asdict().items() if size}
+    for name, size in parts.items():
+        table.add_row(f"memory, {name}", f"{size / 2**30:.2f} GiB")
+    verdict = "fits" if plan.fits else f"does not fit by {(memory.total - plan.capacity) / 2**30:.2f} GiB"
+    table.add_row("memory", f"{memory.total / 2**30:.2f} of {plan.capacity / 2**30:.2f} GiB per device: {verdict}")
+    table.add_row(
+        "time",
+        f"{seconds(time.lower_bound)} to {seconds(time.upper_bound)}: compute {seconds(time.compute)}, memory "
+        f"{seconds(time.memory)}, collectives {seconds(time.collectives)}; bound by {time.bound_by}",
+    )
+    each = plan.tokens_per_s / plan.target.devices
+    table.add_row(
+        "rate", f"{plan.tokens_per_s:,.0f} tokens/s, {each:,.0f} per device, {plan.mfu:.1%} MFU (model FLOPs)"
+    )
+    table.add_row(
+        "price",
+        f"{_or_dash(plan.usd_per_million_tokens, '.3g')} $ per million tokens, "
+        f"{_or_dash(plan.joules_per_token, '.3g')} J per token",
+    )
+    if "critical_batch" in row:
+        batch = row["critical_batch"]
+        said = "at no batch: the caches outgrow the FLOPs" if batch is None else f"from a batch of {batch:,}"
+        table.add_row("bound by compute", said)
+    _print(table)
+
+
+def seconds(value: float) -> str:
+    """With the prefix that leaves one to three digits before the point."""
+    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if value >= factor:
+            return f"{value / factor:.3g} {unit}"
+    return f"{value / 1e-9:.3g} ns"
+
+
+def _or_dash(value: float | None, shape: str) -> str:
+    return "–" if value is None else format(value, shape)
+
+
+def _print(table: Any) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # a file has no width of its own
+    console.print(table)

@@ -1,0 +1,171 @@
+"""What a step costs on chips that need not be here: FLOPs, memory, a bracket of time, money and energy."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from jaxlm.costs import operations, traffic
+from jaxlm.costs.chips import Chip
+from jaxlm.costs.flops import Flops, flops
+from jaxlm.costs.hardware import Target
+from jaxlm.costs.memory import Memory, memory
+from jaxlm.costs.network import Network
+from jaxlm.costs.operations import Operation, Product
+from jaxlm.costs.workload import Workload
+from jaxlm.errors import InputError
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds of a step on each device.
+
+    `compute`: all products at the chip's peak; `memory`: the least traffic at its bandwidth; `collectives` alone.
+    `lower_bound`: each operation takes the longer of its compute and its least traffic, and collectives run beside
+    them. `upper_bound`: nothing overlaps, nothing is fused, products are filled up to whole tiles of the matrix unit.
+    """
+
+    compute: float
+    memory: float
+    collectives: float
+    lower_bound: float
+    upper_bound: float
+
+    @property
+    def expected(self) -> float:
+        """The geometric middle of the bracket: as many times the lower bound as the upper is of it."""
+        return math.sqrt(self.lower_bound * self.upper_bound)
+
+    @property
+    def bound_by(self) -> str:
+        parts = {"compute": self.compute, "memory": self.memory, "collectives": self.collectives}
+        return max(parts, key=parts.__getitem__)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A workload on a target. Rates and prices are at the expected time of the step."""
+
+    work: Workload
+    target: Target
+    flops: Flops
+    memory: Memory
+    time: Time
+
+    @property
+    def capacity(self) -> int:
+        return self.target.chip.device_capacity()
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.capacity
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.work.tokens / self.time.expected
+
+    @property
+    def mfu(self) -> float:
+        """Of the `model` FLOPs (attention whole), of the peak in the workload's dtype."""
+        return mfu(self.flops.model, self.time.expected, self.target.chip, self.target.chips, self.work.dtype)
+
+    @property
+    def usd_per_million_tokens(self) -> float | None:
+        """At the geometric middle of the range of prices; None where no price is published."""
+        price = self.target.chip.usd_per_hour
+        return price and math.sqrt(price[0] * price[1]) * self.target.chips / 3600 / self.tokens_per_s * 1e6
+
+    @property
+    def joules_per_token(self) -> float | None:
+        """At the chips' rated power; None where that is not published."""
+        watts = self.target.chip.watts
+        return watts and watts * self.target.chips / self.tokens_per_s
+
+    def row(self) -> dict[str, Any]:
+        """As JSON."""
+        time = self.time
+        return {
+            "chips": self.target.chips,
+            "devices": self.target.devices,
+            "target": str(self.target),
+            "workload": self.work.kind,
+            "mesh": self.work.mesh.axes(),
+            "batch": self.work.batch,
+            "sequence": self.work.sequence,
+            "microbatches": self.work.microbatches,
+            "remat": self.work.remat,
+            "parameters": parameters(self.work),
+            "flops": self.flops._asdict(),
+            "memory_bytes_per_device": {**self.memory._asdict(), "total": self.memory.total, "capacity": self.capacity},
+            "fits": self.fits,
+            "time_s": {
+                "compute": time.compute,
+                "memory": time.memory,
+                "collectives": time.collectives,
+                "lower_bound": time.lower_bound,
+                "expected": time.expected,
+                "upper_bound": time.upper_bound,
+            },
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "bound_by": time.bound_by,
+            "usd_per_million_tokens": self.usd_per_million_tokens,
+            "joules_per_token": self.joules_per_token,
+        }
+
+
+def plan(work: Workload, target: Target) -> Plan:
+    """Count a workload on a target.
+
+    Raises InputError where the mesh does not make up the target's devices, where the chip lacks a figure that is
+    needed, or where the sequence is longer than the model's context.
+    """
+    if work.mesh.size != target.devices:
+        raise InputError(
+            f"the mesh {work.mesh} has {work.mesh.size} devices and {target} has {target.devices}: "
+            "data × fsdp × tensor must give that number"
+        )
+    if work.sequence > work.model.context:
+        raise InputError(f"a sequence of {work.sequence} is longer than model.context = {work.model.context}")
+    return Plan(work, target, flops(work), memory(work), time(work, target))
+
+
+def time(work: Workload, target: Target) -> Time:
+    """The bracket of a step's time."""
+    chip = target.chip
+    share = chip.devices_per_chip
+    rate, bandwidth = chip.peak(work.dtype) / share, chip.memory_bytes_per_s / share
+    compute = least = together = apart = 0.0
+    for op in operations.step(work):
+        # Optimizers compute in float32.
+        peak = rate if op.phase != "optimizer" or not op.product else chip.peak("float32") / share
+        ideal, fused = op.flops / peak, op.least_bytes / bandwidth
+        compute += op.times * ideal
+        least += op.times * fused
+        together += op.times * max(ideal, fused)
+        apart += op.times * (_in_tiles(op, chip) / peak + op.most_bytes / bandwidth)
+    network = Network(target, work.mesh.axes())
+    sent = sum(c.times * network.seconds(c.kind, c.bytes, c.axes) for c in traffic.collectives(work))
+    start = chip.dispatch_s or 0.0
+    return Time(compute, least, sent, max(together, sent), apart + sent + start)
+
+
+def _in_tiles(op: Operation, chip: Chip) -> float:
+    """FLOPs of a product whose sizes are filled up to whole tiles of the matrix unit."""
+    if op.product is None or chip.on_chip is None or chip.on_chip.matrix_tile is None:
+        return op.flops
+    batch, *sizes = op.product
+    filled = (math.ceil(size / tile) * tile for size, tile in zip(sizes, chip.on_chip.matrix_tile, strict=True))
+    return Product(batch, *filled).flops
+
+
+def parameters(work: Workload) -> dict[str, int]:
+    """How many there are, how many of them a token meets, and those of the embedding tables."""
+    sizes = {path: math.prod(d.shape) for path, d in operations.parameters(work.model).items()}
+    total = sum(sizes.values())
+    tables = sum(sizes[path] for path, d in operations.parameters(work.model).items() if d.table)
+    return {"total": total, "active": total, "embedding": tables}
+
+
+def mfu(flops: float, seconds: float, chip: Chip, chips: int, dtype: str) -> float:
+    """The share of the chips' peak that these FLOPs in these seconds are."""
+    return flops / (seconds * chips * chip.peak(dtype))

@@ -1,0 +1,46 @@
+"""Which mesh, microbatches and rematerialisation are fastest of those that fit."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from jaxlm.costs.hardware import Target
+from jaxlm.costs.memory import memory
+from jaxlm.costs.plan import Plan, plan
+from jaxlm.costs.workload import MeshShape, Workload
+
+
+def meshes(work: Workload, devices: int) -> Iterator[MeshShape]:
+    """The factorings of a number of devices that divide the model and the batch."""
+    model = work.model
+    for tensor in _divisors(devices):
+        if model.attention.heads % tensor or model.feed_forward.hidden % tensor or model.vocabulary % tensor:
+            continue
+        for fsdp in _divisors(devices // tensor):
+            data = devices // tensor // fsdp
+            if model.width % fsdp == 0 and (work.kind != "train" or work.batch % (data * fsdp) == 0):
+                yield MeshShape(data, fsdp, tensor)
+
+
+def search(work: Workload, target: Target) -> list[Plan]:
+    """Plans of a workload that fit, the fastest first; for training over microbatches and rematerialisation too."""
+    found = []
+    for mesh in meshes(work, target.devices):
+        for candidate in _variants(replace(work, mesh=mesh)):
+            if memory(candidate).total <= target.chip.device_capacity():
+                found.append(plan(candidate, target))
+    return sorted(found, key=lambda p: p.time.expected)
+
+
+def _variants(work: Workload) -> Iterator[Workload]:
+    if work.kind != "train":
+        yield work
+        return
+    names = ("query", "key", "value", "up") + (("gate",) if work.model.feed_forward.gated else ())
+    rows = work.batch // (work.mesh.data * work.mesh.fsdp)
+    for microbatches in (2**n for n in range(rows.bit_length()) if rows % 2**n == 0):
+        for remat in ("none", names, "full"):
+            yield replace(work, microbatches=microbatches, remat=remat)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,0 +1,228 @@
+"""Closed forms against what is counted from programs, what an optimizer really holds, and each other."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxlm import config
+from jaxlm.costs import operations, traffic
+from jaxlm.costs.count import count
+from jaxlm.costs.flops import flops
+from jaxlm.costs.hardware import Target
+from jaxlm.costs.memory import kv_bytes_per_token, memory
+from jaxlm.costs.plan import plan
+from jaxlm.costs.search import meshes, search
+from jaxlm.costs.serving import critical_batch, speculative_speedup
+from jaxlm.costs.workload import MeshShape, Workload
+from jaxlm.errors import InputError
+from jaxlm.inference.cache import empty_cache
+from jaxlm.inference.steps import decode_step, prefill
+from jaxlm.models import tree
+from jaxlm.training.step import make_steps
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+EXPERIMENTS = sorted([*CONFIGS.glob("*.toml"), *CONFIGS.glob("models/*.toml")], key=lambda path: path.stem)
+
+
+def counted(experiment):
+    """The products of the experiment's own training step."""
+    steps = make_steps(experiment.model, experiment.training, experiment.optimizer)
+    shape = experiment.training.batch, experiment.training.sequence
+    batch = {n: jax.ShapeDtypeStruct(shape, jnp.int32) for n in ("tokens", "targets", "segments", "positions")}
+    return count(steps.train, jax.eval_shape(steps.init), batch)
+
+
+@pytest.mark.parametrize("remat", ["none", "full", '["query", "key", "value", "attention", "up"]'])
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_every_config_s_training_step_has_the_products_that_are_counted(path, remat):
+    experiment = config.load(path, [f"training.remat={remat}"])
+    executed = flops(config.workload(experiment, (1, 1, 1))).executed
+    cost = counted(experiment)
+    assert executed == cost.matmul_flops
+    if remat == "none":
+        assert flops(config.workload(experiment, (1, 1, 1))).model == executed
+        assert cost.forward.matmul_flops * 3 == executed
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "adafactor", "lion", "sgd"])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_products_and_state_of_every_optimizer(family, kind):
+    model, training = tiny.model(tiny.FAMILIES[family]), tiny.training(remat="full", microbatches=2, dtype="bfloat16")
+    optimization = tiny.optimization(kind=kind)
+    steps = make_steps(model, training, optimization)
+    state = jax.eval_shape(steps.init)
+    shape = training.batch, training.sequence
+    batch = {n: jax.ShapeDtypeStruct(shape, jnp.int32) for n in ("tokens", "targets", "segments", "positions")}
+    work = Workload("train", model, *shape, "bfloat16", training.remat, training.microbatches, kind)
+    assert flops(work).executed == count(steps.train, state, batch).matmul_flops
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim)
+    assert memory(work).optimizer == held
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_products_of_inference(family):
+    model = tiny.model(tiny.FAMILIES[family])
+    graph, abstract = tree.abstract(model)
+    parameters, B, T = tree.shapes(abstract), 4, 16
+    cache = jax.eval_shape(lambda: empty_cache(model, B, T, jnp.float32))
+    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+    read = count(lambda p, t, n, c: prefill(graph, p, t, n, c), parameters, ints(B, T), ints(B), cache)
+    assert flops(Workload("prefill", model, B, T)).model == read.matmul_flops
+    one = count(lambda p, t, c: decode_step(graph, p, t, c), parameters, ints(B), cache)
+    assert flops(Workload("decode", model, B, T)).model == one.matmul_flops
+
+
+def test_figures_of_gpt2():
+    """nanoGPT's transformer_sizing.ipynb, whose count of a sequence's forward pass is 291,648,307,200."""
+    model = config.load(CONFIGS / "models" / "gpt2-124m.toml").model
+    figures = flops(Workload("train", model, 1, 1024))
+    assert figures.model == 3 * 291_648_307_200
+    attention = 3 * 2 * 2 * 12 * 1024 * 1024 * 768
+    assert figures.model_causal == figures.model - attention // 2
+    assert figures.napkin == figures.model - attention
+
+
+def test_napkin_is_six_for_each_parameter_and_token():
+    work = config.workload(config.load(CONFIGS / "models" / "llama3.1-8b.toml"), (1, 1, 1))
+    table = work.model.vocabulary * work.model.width
+    gains = (2 * work.model.layers + 1) * work.model.width
+    assert flops(work).napkin == 6 * (8_030_261_248 - table - gains) * work.tokens
+
+
+def test_work_divides_over_devices():
+    """Products and state of one device times devices are those of the whole, where everything divides."""
+    whole = Workload("train", tiny.model(), 16, 32, remat="full", microbatches=2)
+    total = sum(op.times * op.flops for op in operations.step(whole))
+    for mesh in (MeshShape(2, 2, 2), MeshShape(1, 4, 4), MeshShape(8, 1, 1)):
+        part = replace(whole, mesh=mesh)
+        assert mesh.size * sum(op.times * op.flops for op in operations.step(part)) == total
+        assert memory(part).optimizer * mesh.fsdp * mesh.tensor <= memory(whole).optimizer * 1.2  # gains replicate
+
+
+def test_parameters_on_a_device_are_those_that_the_sharding_gives():
+    model = tiny.model()
+    mesh = jax.sharding.AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"))
+    from jaxlm.sharding import partition
+
+    work = Workload("train", model, 16, 32, mesh=MeshShape(2, 2, 2))
+    for d in operations.parameters(model).values():
+        spec = partition(d.axes, d.shape, mesh)
+        parts = math.prod(mesh.shape[axis] for entry in spec if entry for axis in np.atleast_1d(entry))
+        assert work.stored(d.axes, d.shape) == math.prod(d.shape) // parts
+
+
+def test_what_is_sent():
+    work = Workload("train", tiny.model(), 16, 32, microbatches=2, mesh=MeshShape(2, 2, 2))
+    found = traffic.collectives(work)
+    assert {(c.kind, c.axes) for c in found} == {
+        ("all-gather", ("fsdp",)),
+        ("reduce-scatter", ("fsdp",)),
+        ("all-reduce", ("fsdp",)),
+        ("all-reduce", ("data",)),
+        ("all-gather", ("tensor",)),
+        ("reduce-scatter", ("tensor",)),
+        ("all-reduce", ("tensor",)),
+    }
+    (gradients,) = (c for c in found if c.axes == ("data",))
+    assert gradients.times == 1
+    # Those of tests/test_traffic.py: of each microbatch, in a layer two forward and two backward, and one each around.
+    streams = [c for c in found if c.of == "stream"]
+    assert all(c.times == 2 * (4 * work.model.layers + 2) for c in streams)
+    assert not traffic.collectives(replace(work, mesh=MeshShape()))
+
+
+def test_cache_of_llama():
+    """2 × 126 layers × 8 heads × 128 × 2 bytes."""
+    work = config.workload(config.load(CONFIGS / "models" / "llama3.1-405b.toml"), (1, 1, 1), "decode")
+    assert kv_bytes_per_token(work) == 516_096
+    assert memory(work).kv_cache == 516_096 * work.batch * work.sequence
+
+
+@pytest.mark.parametrize("target", ["h200-sxm:8", "tpu-v5e:4x4", "tpu-v5p:4x4x4", "a100-sxm4-80g:64"])
+def test_a_plan_s_figures_agree_with_one_another(target):
+    target = Target.parse(target)
+    model = config.load(CONFIGS / "models" / "llama3.1-8b.toml").model
+    work = Workload("train", model, 2 * target.devices, 4096, remat="full", mesh=MeshShape(1, target.devices, 1))
+    row = plan(work, target).row()
+    time = row["time_s"]
+    assert max(time["compute"], time["memory"], time["collectives"]) <= time["lower_bound"] < time["expected"]
+    assert time["expected"] < time["upper_bound"]
+    assert row["tokens_per_s"] * time["expected"] == pytest.approx(work.tokens)
+    assert row["mfu"] == pytest.approx(
+        row["flops"]["model"] / (time["expected"] * target.chips * target.chip.peak("bfloat16"))
+    )
+    parts = row["memory_bytes_per_device"]
+    assert parts["total"] == sum(parts[name] for name in memory(work)._fields)
+    if row["usd_per_million_tokens"]:
+        low, high = target.chip.usd_per_hour
+        at = target.chips / 3600 / row["tokens_per_s"] * 1e6
+        assert low * at * 0.999 <= row["usd_per_million_tokens"] <= high * at * 1.001
+
+
+def test_more_of_everything_is_never_faster():
+    target = Target.parse("h100-sxm5:8")
+    base = Workload("train", tiny.model(), 16, 32, mesh=MeshShape(1, 8, 1))
+    first = plan(base, target).time
+    for change in ({"batch": 32}, {"remat": "full"}, {"model": tiny.model(layers=6)}):
+        other = plan(replace(base, **change), target).time
+        assert other.lower_bound >= first.lower_bound and other.upper_bound > first.upper_bound
+
+
+def test_search_finds_what_fits_and_sorts_it():
+    target = Target.parse("h200-sxm:8")
+    model = config.load(CONFIGS / "models" / "llama3.1-8b.toml").model
+    work = Workload("train", model, 16, 4096)
+    found = search(work, target)
+    assert found and all(p.fits and p.work.mesh.size == 8 for p in found)
+    times = [p.time.expected for p in found]
+    assert times == sorted(times)
+    assert {p.work.mesh for p in found} <= set(meshes(work, 8))
+
+
+def test_ten_thousand_plans_a_minute():
+    import time
+
+    target = Target.parse("h100-sxm5:64")
+    model = config.load(CONFIGS / "models" / "llama3.1-405b.toml").model
+    work = Workload("train", model, 64, 8192, remat="full", mesh=MeshShape(1, 8, 8))
+    plan(work, target)
+    began = time.perf_counter()
+    for batch in range(64, 64 * 101, 64):
+        plan(replace(work, batch=batch), target)
+    assert time.perf_counter() - began < 100 * 60 / 10_000
+
+
+def test_decoding_is_bound_by_memory_until_its_critical_batch():
+    target = Target.parse("h100-sxm5")
+    model = config.load(CONFIGS / "models" / "llama3.1-8b.toml").model
+    work = Workload("decode", model, 1, 128)
+    batch = critical_batch(work, target)
+    assert plan(replace(work, batch=batch // 2), target).time.bound_by == "memory"
+    assert plan(replace(work, batch=batch), target).time.bound_by == "compute"
+    # 989 TFLOP/s over 3.35 TB/s are 295 FLOP per byte: 295 sequences for the weights, and the caches come on top.
+    assert 256 < batch <= 1024
+    assert critical_batch(replace(work, sequence=100_000), target) is None
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "guesses", "ratio", "speedup"),
+    [(0.8, 5, 0.0, 3.68928), (1.0, 4, 0.0, 5.0), (0.0, 3, 0.1, 1 / 1.3), (0.75, 1, 0.5, 1.75 / 1.5)],
+)
+def test_speculative_decoding(acceptance, guesses, ratio, speedup):
+    assert speculative_speedup(acceptance, guesses, ratio) == pytest.approx(speedup, rel=1e-6)
+
+
+def test_bad_input():
+    work = Workload("train", tiny.model(), 16, 32)
+    with pytest.raises(InputError, match="has 1 devices and h100-sxm5:8 has 8"):
+        plan(work, Target.parse("h100-sxm5:8"))
+    with pytest.raises(InputError, match="a sequence of 64 is longer than model.context = 32"):
+        plan(replace(work, sequence=64), Target.parse("h100-sxm5"))
+    with pytest.raises(InputError, match="has no published peak"):
+        plan(work, Target.parse("cerebras-wse3"))

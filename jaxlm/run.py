@@ -29,6 +29,7 @@ class Run:
         self.metrics = directory / "metrics.jsonl"
         self.evaluations = directory / "evaluations.jsonl"
         self.goodput = directory / "goodput.jsonl"
+        self.ladder = directory / "ladder.json"
         self.profile = directory / "profile"
         self.checkpoints = directory / "checkpoints"
         self.loss_curve = directory / "loss.png"

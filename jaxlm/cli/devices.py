@@ -4,10 +4,14 @@ import ctypes
 import math
 import os
 import platform
+import subprocess
+import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jaxlm import accelerators, config, distributed
 from jaxlm.config import Experiment
+from jaxlm.costs import hardware
 from jaxlm.errors import InputError
 
 if TYPE_CHECKING:
@@ -40,6 +44,19 @@ def make_mesh(experiment: Experiment) -> "Mesh":
         return sharding.make_mesh(*config.mesh_sizes(experiment, len(devices)), devices)
     except ValueError as error:
         raise InputError(str(error)) from error
+
+
+def calibrated(say: Callable[[str], None]) -> None:
+    """Have a CPU measured, once per machine, so that what it should do can be counted. In a process of its own, whose
+    memory does not stay."""
+    if accelerators.platforms() != "cpu":
+        return
+    try:
+        hardware.find(hardware.HOST)
+    except InputError:
+        say("measuring this machine, once: jaxlm hardware host shows the figures")
+        code = "import sys; from jaxlm.cli import main; sys.exit(main(['hardware', 'host', '--measure', '--json']))"
+        subprocess.run([sys.executable, "-c", code], capture_output=True)
 
 
 def _keep_freed_memory() -> None:

@@ -7,7 +7,10 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxlm.training.ladder import Counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,13 +61,17 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
         with clock.phase("data_preparation"), distributed.first_goes_first("data"):
             dataset = prepare(experiment.data, experiment.model.vocabulary, bar.say, bar.progress)
 
-        from jaxlm.cli.devices import describe, make_mesh
+        from jaxlm.cli.devices import calibrated, describe, make_mesh
+        from jaxlm.cli.ladder import say_counted
         from jaxlm.models.tree import parameter_count
+        from jaxlm.training.ladder import counted
         from jaxlm.training.loop import Diverged, Trainer
         from jaxlm.training.profile import Profiler
         from jaxlm.training.recorder import Recorder
         from jaxlm.training.records import JsonLines, environment
 
+        with clock.phase("calibration"), distributed.first_goes_first("calibration"):
+            calibrated(bar.say)
         mesh = make_mesh(experiment)
         bar.say(f"{parameter_count(experiment.model):,} parameters on {describe(mesh)}")
         if config.replicated_kv_heads(experiment, mesh.shape["tensor"]):
@@ -72,6 +79,8 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
                 f"mesh.tensor = {mesh.shape['tensor']} does not divide {experiment.model.attention.kv_heads} "
                 "key/value heads: every device of that axis holds all of them"
             )
+        end.counted = counted(config.workload(experiment, tuple(mesh.shape.values())), mesh)
+        bar.say(say_counted(end.counted))
         described = experiment.model_dump(mode="json")
         trainer = Trainer(
             experiment.model,
@@ -88,6 +97,7 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
             profiler=Profiler(traced, run.profile, bar.say),
             stop=stop,
             clock=clock,
+            counted=end.counted,
         )
         # Only now that nothing was refused is it a run.
         with distributed.first_goes_first("run"):
@@ -115,6 +125,7 @@ class _End:
     def __init__(self, run, as_json: bool):
         self._run, self._json = run, as_json
         self.step: int | None = None  # once it is saved
+        self.counted: Counted | None = None  # once its devices are known
 
     def early(self, reason: int) -> int:
         """Say how to go on; the exit status."""
@@ -135,13 +146,19 @@ class _End:
         return 130 if reason == signal.SIGINT else 0
 
     def plot(self) -> None:
-        """The loss curve, and where the time went."""
+        """The loss curve, where the time went, and the ladder."""
+        from jaxlm.cli.ladder import show
+        from jaxlm.training.ladder import ladder
         from jaxlm.training.records import JsonLines, plot_losses
 
         metrics = JsonLines(self._run.metrics).rows()
         if metrics:
             plot_losses(metrics, JsonLines(self._run.evaluations).rows(), self._run.loss_curve)
         print(self._goodput(), file=sys.stderr)
+        if metrics:
+            rungs = ladder(self.counted, metrics)
+            self._run.ladder.write_text(json.dumps(rungs, indent=1) + "\n", encoding="utf-8")
+            show(rungs)
 
     def whole(self, sample: str) -> int:
         """Show what a finished run has made; the exit status."""

@@ -111,7 +111,8 @@ class Chip(Section):
     measured, not published.
 
     `float32_as` is the type in which XLA multiplies float32 at its default precision: TF32 on NVIDIA's chips since
-    Ampere, one bfloat16 pass on a TPU; None is float32 itself. `slices` are the legal ones of a TPU, but for those
+    Ampere, one bfloat16 pass on a TPU; None is float32 itself. `device_kinds` are what JAX calls its
+    devices. `slices` are the legal ones of a TPU, but for those
     made of whole cubes (`legal_slices`). `sources` names for each source the figures that it backs, with dots;
     "recalled" is no source but memory. `notes` says where sources disagree.
     """
@@ -134,6 +135,7 @@ class Chip(Section):
     dispatch_s: PositiveFloat | None = None
     devices_per_chip: PositiveInt = 1
     libtpu_name: str | None = None
+    device_kinds: tuple[str, ...] = ()
     slices: tuple[str, ...] = ()
     notes: str = ""
     sources: dict[str, tuple[str, ...]]
@@ -189,7 +191,7 @@ class Chip(Section):
 
 
 # Of a chip's fields, those that are no figure with a source of its own.
-_NO_FIGURES = ("id", "name", "vendor", "kind", "float32_as", "libtpu_name", "notes", "sources")
+_NO_FIGURES = ("id", "name", "vendor", "kind", "float32_as", "libtpu_name", "device_kinds", "notes", "sources")
 
 
 def parse_topology(text: str) -> tuple[int, ...]:

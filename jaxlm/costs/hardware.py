@@ -82,6 +82,17 @@ class Target:
         return f"{self.chip.id}:{show_topology(self.topology) if whole else self.chips}"
 
 
+def of_devices(kind: str, platform: str, count: int) -> Target:
+    """The target that this many devices are which JAX calls `kind`; CPU devices, also emulated ones, share this
+    machine. Raises InputError for devices that are not in the catalog, and on a machine that is not calibrated."""
+    if platform == "cpu":
+        return Target(find(HOST).model_copy(update={"devices_per_chip": count}), (1, 1))
+    for chip in catalog().values():
+        if kind in chip.device_kinds:
+            return Target.parse(f"{chip.id}:{count // chip.devices_per_chip}")
+    raise InputError(f"devices of the kind {kind!r} are not in the catalog")
+
+
 def _example(chip: Chip) -> str:
     """What a target of this chip may look like."""
     if chip.slices:

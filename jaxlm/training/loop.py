@@ -23,6 +23,7 @@ from jaxlm.training.config import CheckpointConfig, EvaluationConfig, OptimizerC
 from jaxlm.training.evaluation import Evaluation, evaluate_sources
 from jaxlm.training.goodput import DATA, DATA_WAIT, DEVICE, HOST, Clock, Pace, Starts
 from jaxlm.training.interrupt import StopRequest
+from jaxlm.training.ladder import Counted
 from jaxlm.training.profile import Profiler
 from jaxlm.training.recorder import Recorder
 from jaxlm.training.records import memory_use
@@ -77,12 +78,13 @@ class Trainer:
         profiler: Profiler,
         stop: StopRequest,
         clock: Clock,
+        counted: Counted,
     ):
         """`recorder` makes the recorder of a run that resumes behind a step."""
         self._training, self._evaluation, self._checkpoint = training, evaluation, checkpoint
         self._mesh, self._run, self._display = mesh, run, display
         self._make_recorder, self._norms_every = recorder, norms_every
-        self._profiler, self._stop, self._clock = profiler, stop, clock
+        self._profiler, self._stop, self._clock, self._counted = profiler, stop, clock, counted
         sources = dataset.sources
         self._rows = [(Rows(source.train, training.sequence), source.weight) for source in sources.values()]
         self._held_out_rows = {name: Rows(source.held_out, training.sequence) for name, source in sources.items()}
@@ -215,11 +217,12 @@ class Trainer:
         in_a_row = int(metrics["skipped_in_a_row"])
         row = None
         if step == 1 or step % self._training.log_every == 0 or step == self._training.steps:
+            rates = self._pace.rates()
             row = {
                 "step": step,
                 "loss": _finite(metrics["loss"]),
-                **self._pace.rates(),
-                "mfu": None,  # needs the peak of the chip
+                **rates,
+                "mfu": self._counted.mfu(rates["step_s"]),
                 "grad_norm": _finite(metrics["grad_norm"]),
                 "learning_rate": float(metrics["learning_rate"]),
                 **{name: _finite(metrics[name]) for name in ("z_loss",) if name in metrics},

@@ -1,0 +1,116 @@
+"""The ladder of a run: what was estimated on a napkin, what was counted, what was measured, and the gaps explained."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxlm.costs import hardware, operations
+from jaxlm.costs.flops import Flops, flops
+from jaxlm.costs.hardware import Target
+from jaxlm.costs.memory import Memory, memory
+from jaxlm.costs.plan import Time, mfu, parameters, time
+from jaxlm.costs.workload import Workload
+from jaxlm.errors import InputError
+
+# Float32 parameter and gradient, and Adam's two moments (Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1).
+_NAPKIN_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What was counted of a run's step before it ran. `target` is None where the devices are unknown, and `time` also
+    where a figure of them that it needs is."""
+
+    work: Workload
+    flops: Flops
+    memory: Memory
+    target: Target | None
+    time: Time | None
+
+    def mfu(self, step_s: float) -> float | None:
+        """Of the `model` FLOPs in a step of so many seconds; None where the peak is unknown."""
+        try:
+            return self.target and mfu(self.flops.model, step_s, self.target.chip, self.target.chips, self.work.dtype)
+        except InputError:  # it has no published peak
+            return None
+
+    def napkin_s(self) -> float | None:
+        """The napkin's step: its FLOPs at the chips' peak."""
+        utilisation = self.mfu(1.0)
+        return utilisation and utilisation * self.flops.napkin / self.flops.model
+
+
+def counted(work: Workload, mesh: Mesh) -> Counted:
+    """Count a workload on the devices of a mesh."""
+    device = mesh.devices.flat[0]
+    try:
+        target = hardware.of_devices(device.device_kind, device.platform, mesh.size)
+    except InputError:
+        target = None
+    try:
+        seconds = target and time(work, target)
+    except InputError:  # emulated devices have no links, and some chips no published rate
+        seconds = None
+    return Counted(work, flops(work), memory(work), target, seconds)
+
+
+def ladder(before: Counted, metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The rungs, from the lines of `metrics.jsonl`; those of the first steps are left out where there are others.
+
+    FLOPs of a step over the whole job, seconds of a step, bytes on one device (on CPUs: of the process).
+    """
+    settled = metrics[1:] or metrics
+    step_s = statistics.median(row["step_s"] for row in settled)
+    time = before.time
+    return {
+        "napkin": {
+            "flops": before.flops.napkin,
+            "step_s": before.napkin_s(),
+            "memory_bytes": _NAPKIN_BYTES * parameters(before.work)["total"] // before.work.mesh.size,
+        },
+        "counted": {
+            "flops": before.flops.executed,
+            "step_s": time and [time.lower_bound, time.upper_bound],
+            "memory_bytes": before.memory.total,
+        },
+        "measured": {
+            "flops": None,
+            "step_s": step_s,
+            "memory_bytes": settled[-1].get("peak_memory_bytes"),
+            "mfu": before.mfu(step_s),
+        },
+        "inside": time and time.lower_bound <= step_s <= time.upper_bound,
+        "gap": gap(before, settled, step_s),
+    }
+
+
+def gap(before: Counted, metrics: Sequence[dict[str, Any]], step_s: float) -> dict[str, float]:
+    """Seconds that lie between the napkin's step and the measured one, by cause.
+
+    `attention`, `rematerialisation` and `optimizer`: their products at the peak. `memory`: what the least traffic
+    takes beyond the products it goes with. `collectives`: beyond those two. `data_wait`: of each step, as measured.
+    `rest`: what is not counted: traffic that is not fused, products below the peak, dispatch.
+    """
+    napkin = before.napkin_s()
+    if napkin is None or before.time is None:
+        return {}
+    per_flop = napkin / before.flops.napkin
+    phases = {"rematerialised": 0, "optimizer": 0}
+    for op in operations.step(before.work):
+        if op.phase in phases:
+            phases[op.phase] += op.times * op.flops * before.work.mesh.size
+    time = before.time
+    causes = {
+        "attention": (before.flops.model - before.flops.napkin) * per_flop,
+        "rematerialisation": phases["rematerialised"] * per_flop,
+        "optimizer": phases["optimizer"] * per_flop,
+    }
+    ideal = napkin + sum(causes.values())
+    together = max(time.lower_bound, ideal)
+    causes["memory_and_collectives"] = together - ideal
+    causes["data_wait"] = statistics.median(row["data_wait_s"] for row in metrics)
+    causes["rest"] = step_s - together - causes["data_wait"]
+    return causes

@@ -1,0 +1,275 @@
+"""How long a collective takes on a target, counted. Units are SI; rates are one-way.
+
+The model is the scaling book's (github:jax-ml/scaling-book): the slower of the way there and of the bytes,
+
+    seconds = max(hops · latency, bytes / rate)                                                    (sharding.md, case 2)
+
+with links at their published rates and free of other traffic; programs are slower, if anything. Whoever gathers
+V bytes over n members lacks V (n − 1) / n of them, and cannot have them sooner than its links bring them. That is V / W
+on a ring of rate W both ways, but for (n − 1) / n, which the book drops where it rounds (sharding.md, "What Have We
+Learned?"), and twice as much on a row whose ends are not joined. Not counted: reduction inside switches (SHARP saves
+30 % of an all-reduce, gpus.md), work on the chip, and networks thinner than a fat tree.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxlm.costs.hardware import Target
+from jaxlm.errors import InputError
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+
+# One step over the network between domains. NCCL counts this much for each level of a tree of nodes
+# (github:NVIDIA/nccl:src/graph/tuning.cc, hwLat: network, tree, LL); no vendor of chips publishes it.
+NETWORK_LATENCY_S = 5e-6
+
+# The two devices of a TPU v7x are joined six times as fast as by a link of the torus (recalled of
+# https://docs.cloud.google.com/tpu/docs/tpu7x, "Dual-chiplet architecture").
+DIE_TO_DIE_LINKS = 6
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """A direction in which devices of a target differ: `x`, `y`, `z` of a torus, `core` of a chip, `domain` (through a
+    switch, links between all pairs or the host), `network` between domains. `ring`: its two ends are joined."""
+
+    name: str
+    size: int
+    ring: bool = False
+
+    @property
+    def level(self) -> int:
+        """From the inside outwards: chip, torus or domain, network."""
+        return {"core": 0, "network": 2}.get(self.name, 1)
+
+
+@dataclass(frozen=True)
+class Span:
+    """The members of a group along one dimension.
+
+    A group may be a part of a row: then `sharing` groups lie between one another's members on the same links.
+    """
+
+    dimension: Dimension
+    size: int
+    sharing: int = 1
+
+    @property
+    def ring(self) -> bool:
+        """Whether it goes all the way around."""
+        return self.dimension.ring and self.size * self.sharing == self.dimension.size
+
+    @property
+    def split(self) -> bool:
+        """Whether it is a part of a torus's row."""
+        return self.dimension.name in "xyz" and self.size < self.dimension.size
+
+    def __str__(self) -> str:
+        name, whole = self.dimension.name, self.dimension.size
+        others = {
+            "core": "cores of a chip",
+            "domain": f"of {whole} in the domain",
+            "network": "domains over the network",
+        }
+        if name in others:
+            return f"{self.size} {others[name]}"
+        shared = f", links shared by {self.sharing}" if self.sharing > 1 else ""
+        return f"{self.size} {f'of {whole} ' * self.split}on {name} ({'ring' if self.ring else 'line'}{shared})"
+
+
+class _Links(NamedTuple):
+    """What carries a span, for one device: bytes/s over all its links there (`rate`) and to one neighbour (`path`); the
+    latency of the farthest bytes and of those to the next member; the seconds of an all-to-all, times rate, per byte of
+    its operand (`crossing`)."""
+
+    rate: float
+    path: float
+    farthest_s: float
+    next_s: float
+    crossing: float
+
+
+class Network:
+    """Where the axes of a mesh lie on a target, and how long collectives over them take.
+
+    `mesh` maps axes to sizes, outermost first, as `jaxlm.sharding.MESH_AXES` has them. They are laid out as
+    `jaxlm.sharding.make_mesh` does: the outer axes go over the network between domains as far as they divide (the inner
+    one too, which `make_mesh` may refuse), and what is left is laid on the torus by the rule of
+    `jax.experimental.mesh_utils.create_device_mesh`. Where that winds a slice of 4 or 8 chips along a ring, the torus
+    is taken as it is. Within a domain all places are alike.
+
+    Raises InputError where the mesh has not as many devices as the target.
+    """
+
+    def __init__(self, target: Target, mesh: Mapping[str, int]):
+        said = " × ".join(f"{axis}={size}" for axis, size in mesh.items())
+        if any(size < 1 for size in mesh.values()):
+            raise InputError(f"axes of a mesh have at least one device, not {said}")
+        if math.prod(mesh.values()) != target.devices:
+            raise InputError(
+                f"a mesh of {said} has {math.prod(mesh.values())} devices; {target} has {target.devices} of them"
+            )
+        self.target = target
+        self.mesh = dict(mesh)
+        self._dimensions = _dimensions(target)
+        *inner, network = self._dimensions
+        outer, left = [], network.size
+        for size in mesh.values():
+            outer.append(math.gcd(size, left))
+            left //= outer[-1]
+        within = [size // over for size, over in zip(mesh.values(), outer, strict=True)]
+        parts = _lay_out([dimension.size for dimension in inner], within)
+        # For each axis, how many of its members lie along each dimension.
+        self._parts = {axis: (*part, over) for axis, part, over in zip(mesh, parts, outer, strict=True)}
+
+    def spans(self, axes: str | Sequence[str]) -> tuple[Span, ...]:
+        """How the members of a group over these axes lie, from the inside outwards; nothing for a group of one."""
+        axes = {axes} if isinstance(axes, str) else set(axes)
+        if unknown := axes - set(self.mesh):
+            raise InputError(f"the mesh has no axis {', '.join(sorted(unknown))}; it has {', '.join(self.mesh)}")
+        spans = []
+        for i, dimension in enumerate(self._dimensions):
+            size, block, stride = 1, 1, 1
+            for axis in reversed(self.mesh):  # inner axes have neighbours for members
+                part = self._parts[axis][i]
+                stride *= part
+                if axis in axes and part > 1:
+                    size, block = size * part, stride
+            if size > 1:
+                spans.append(Span(dimension, size, block // size))
+        return tuple(sorted(spans, key=lambda span: span.dimension.level))
+
+    @property
+    def split(self) -> tuple[str, ...]:
+        """The axes that hold parts of a torus's rows, and so share links or have no ring."""
+        return tuple(axis for axis in self.mesh if any(span.split for span in self.spans(axis)))
+
+    def describe(self) -> dict[str, str]:
+        """For each axis, where its members lie: "8 of 8 in the domain × 2 domains over the network"."""
+        return {axis: " × ".join(map(str, self.spans(axis))) or "1 device" for axis in self.mesh}
+
+    def seconds(self, kind: str, bytes: float, axes: str | Sequence[str]) -> float:
+        """How long one collective over these axes takes, where all groups of the mesh run it at once.
+
+        `bytes` are those on one device, of its larger side: the result of an all-gather, the operand of a
+        reduce-scatter, an all-reduce (which is these two in turn), an all-to-all or a collective-permute (by one place
+        along the axes, the shortest way). Zero for a group of one. A latency that is not published counts as zero;
+        raises InputError where a rate is not, and for a kind that is none of `KINDS`.
+        """
+        if kind not in KINDS:
+            raise InputError(f"there is no collective {kind!r}; the kinds are {', '.join(KINDS)}")
+        links = {span: self._links(span) for span in self.spans(axes)}
+        if not links:
+            return 0.0
+        if kind == "collective-permute":
+            return max(bytes / min(link.path for link in links.values()), sum(link.next_s for link in links.values()))
+        carried = _exchange(links, bytes) if kind == "all-to-all" else _gather(links, bytes)
+        once = max(carried, sum(link.farthest_s for link in links.values()))
+        return 2 * once if kind == "all-reduce" else once
+
+    def _links(self, span: Span) -> _Links:
+        chip, n, name = self.target.chip, span.size, span.dimension.name
+        direct = (n - 1) / n
+        if name == "network":  # a fat tree, all cards at their full rate (gpus.md, "Beyond the node level")
+            rate = chip.figure("scale_out_bytes_per_s") / chip.devices_per_chip
+            return _Links(rate, rate, math.ceil(math.log2(n)) * NETWORK_LATENCY_S, NETWORK_LATENCY_S, direct)
+        rate, hop_s = chip.figure("link.bytes_per_s"), chip.link.latency_s or 0.0
+        neighbours = 2 * (chip.link.axes or 1)
+        if name == "core":  # on the chip: no hop
+            rate *= DIE_TO_DIE_LINKS / neighbours
+            return _Links(rate, rate, 0.0, 0.0, direct)
+        rate /= chip.devices_per_chip  # the devices of a chip share its links
+        if name == "domain" and chip.link.topology == "mesh":  # links to those outside the group lie idle
+            path = rate / (chip.link.domain - 1)
+            return _Links(path * (n - 1), path, hop_s, hop_s, direct)
+        if name == "domain":
+            return _Links(rate, rate, hop_s, hop_s, direct)
+        path, hop_s = rate / neighbours / span.sharing, hop_s * span.sharing
+        # Every member of one half sends to every one of the other, over one link or, around a ring, two.
+        crossing = (n // 2) * (n - n // 2) / n
+        if span.ring:
+            return _Links(2 * path, path, n // 2 * hop_s, hop_s, crossing)
+        return _Links(path, path, (n - 1) * hop_s, (n - 1) * hop_s, crossing)
+
+
+def _gather(links: Mapping[Span, _Links], bytes: float) -> float:
+    """Seconds in which `bytes` are gathered, or scattered, but for latency.
+
+    Levels work at the same time and the slowest decides; bytes enter a chip or a domain once, shared out over the links
+    of all its members (gpus.md, "Cross-node collectives"). A torus uses all directions at once (sharding.md, case 2).
+    """
+    slowest, inner = 0.0, 1
+    for _, group in itertools.groupby(links.items(), lambda item: item[0].dimension.level):
+        level = dict(group)
+        members = math.prod(span.size for span in level)
+        # What one member lacks comes over all its links; what a plane of a torus lacks, over those into the plane.
+        bounds = [(members, sum(link.rate for link in level.values()))]
+        bounds += [(span.size, link.rate * members / span.size) for span, link in level.items()]
+        slowest = max(slowest, *(bytes * (n - 1) / n / (rate * inner) for n, rate in bounds))
+        inner *= members
+    return slowest
+
+
+def _exchange(links: Mapping[Span, _Links], bytes: float) -> float:
+    """Seconds in which each member sends an equal part of `bytes` to each, but for latency.
+
+    A level carries what stays within the levels outside it, every direction of a torus all of that: on an even ring a
+    quarter of an all-gather (sharding.md, "AllToAll"; gpus.md, "Cross-node collectives").
+    """
+    slowest = 0.0
+    for span, link in links.items():
+        outside = math.prod(other.size for other in links if other.dimension.level > span.dimension.level)
+        slowest = max(slowest, bytes * link.crossing / outside / link.rate)
+    return slowest
+
+
+def _dimensions(target: Target) -> list[Dimension]:
+    """Those of a target, the network last."""
+    chip, link, domains = target.chip, target.chip.link, 1
+    if chip.slices:
+        inner = list(map(Dimension, "xyz", target.topology, target.wraparound))
+    else:
+        domains, chips = target.topology
+        inner = [Dimension("domain", chips)]
+        if link and link.topology == "ring":
+            inner = [Dimension("x", chips, chips == link.domain)]
+        elif link and link.topology == "torus2d":  # a count does not say how they lie: the squarest
+            short = max(n for n in range(1, math.isqrt(chips) + 1) if chips % n == 0)
+            inner = list(map(Dimension, "xy", (chips // short, short), link.wraps((chips // short, short))))
+    if chip.devices_per_chip > 1:
+        # The order decides between equal places: JAX has cores last, but first in slices of one or two planes of 2 × 2.
+        small = all(row.size <= 2 for row in inner[:2])
+        inner.insert(0 if small else len(inner), Dimension("core", chip.devices_per_chip))
+    return [*inner, Dimension("network", domains)]
+
+
+def _lay_out(dimensions: Sequence[int], axes: Sequence[int]) -> list[tuple[int, ...]]:
+    """For each axis of a mesh, how many of its members lie along each dimension. The inner axis chooses first."""
+    free, parts = tuple(dimensions), []
+    for axis in reversed(axes):
+        parts.append(max(_parts(free, axis), key=functools.partial(_preference, dimensions, free)))
+        free = tuple(n // p for n, p in zip(free, parts[-1], strict=True))
+    return parts[::-1]
+
+
+def _preference(dimensions: Sequence[int], free: Sequence[int], part: tuple[int, ...]) -> tuple:
+    """Whole dimensions before parts, then many of them, then those that are begun (jax/_src/mesh_utils.py,
+    `_prefer_first_logical_axis_assignment`)."""
+    whole = [p for p, n in zip(part, dimensions, strict=True) if p == n]
+    begun = [p for p, n, f in zip(part, dimensions, free, strict=True) if f < n]
+    return math.prod(whole), sum(p > 1 for p in whole), math.prod(begun), part
+
+
+def _parts(free: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a size as a product of divisors of these."""
+    if not free:
+        if size == 1:
+            yield ()
+        return
+    for p in range(1, math.gcd(free[0], size) + 1):
+        if free[0] % p == 0 and size % p == 0:
+            yield from ((p, *rest) for rest in _parts(free[1:], size // p))

@@ -15,10 +15,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 
 
-@pytest.fixture(autouse=True)
-def cache_of_its_own(tmp_path_factory, monkeypatch):
+@pytest.fixture(autouse=True, scope="session")
+def cache_of_its_own(tmp_path_factory):
     """Nothing is read from or left in the cache of whoever runs the tests."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,15 @@ if TYPE_CHECKING:
     from jaxlm.costs.chips import Chip
 
 # The unit of a figure, by how its name begins or ends.
-_UNITS = {"peak_flops": "FLOP/s", "bytes_per_s": "B/s", "bytes": "B", "_s": "s", "_hz": "Hz", "watts": "W"}
+_UNITS = {
+    "peak_flops": "FLOP/s",
+    "elementwise_flops": "FLOP/s",
+    "bytes_per_s": "B/s",
+    "bytes": "B",
+    "_s": "s",
+    "_hz": "Hz",
+    "watts": "W",
+}
 _PREFIXES = {1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1.0: "", 1e-3: "m", 1e-6: "µ", 1e-9: "n"}
 
 

@@ -26,6 +26,8 @@ _DTYPES = ("float32", "bfloat16")
 _LONG_ENOUGH_S = 0.05  # a product that takes so long hides its dispatch
 _MOST_S = 4.0  # on the products of one type
 _REPEATS = 5
+_SMALLEST, _WIDTH = 32, 2048
+_LOOPS = 20
 
 
 class Machine(Section):
@@ -84,9 +86,10 @@ def measure(
 ) -> Chip:
     """Measure the default device and keep what was found; less than 20 s.
 
-    `peak_flops` is the best rate, over square products of up to `largest`, of the median of some calls;
+    `peak_flops` is the best rate, over products of up to `largest`, of the median of some calls;
     `memory_bytes_per_s` counts reads and writes of an array of `copied_bytes` that is changed in place;
-    `dispatch_s` is the median of `calls` calls that each wait for a compiled function of one number.
+    `dispatch_s` is the median of `calls` calls that each wait for a compiled function of one number;
+    `elementwise_flops` is of a function whose mixture is that of a softmax: of six operations, one an exponential.
     """
     import jax
 
@@ -101,9 +104,12 @@ def measure(
         say(f"a call takes {dispatch * 1e6:.1f} µs")
         bandwidth = _bandwidth(min(copied_bytes, memory // 8))
         say(f"memory moves {bandwidth / 1e9:.1f} GB/s")
-        peaks = {}
+        elementwise = _elementwise(min(2**20, copied_bytes // 4))
+        say(f"element by element it computes {elementwise / 1e9:.2f} GFLOP/s")
+        rates, peaks = {}, {}
         for dtype in _DTYPES:
-            peaks[dtype] = max(_products(dtype, largest))
+            rates[dtype] = tuple(_products(dtype, largest))
+            peaks[dtype] = max(rate for _, rate in rates[dtype])
             say(f"{dtype} products run at {peaks[dtype] / 1e12:.3f} TFLOP/s")
     chip = Chip(
         id=HOST,
@@ -111,14 +117,22 @@ def measure(
         vendor="this machine",
         kind=device.platform if device.platform in ("cpu", "tpu") else "gpu",
         peak_flops=peaks,
+        product_rates=rates,
         memory_bytes=memory,
         device_memory_bytes=memory,
         memory_bytes_per_s=bandwidth,
         on_chip=OnChip(core="core", cores=here.cores) if device.platform == "cpu" else None,
         dispatch_s=dispatch,
+        elementwise_flops=elementwise,
         notes=f"Measured with JAX {here.jax} at its default precision: what programs reach, not what is sold.",
         sources={
-            "measured on this machine": ("peak_flops", "memory_bytes_per_s", "dispatch_s"),
+            "measured on this machine": (
+                "peak_flops",
+                "memory_bytes_per_s",
+                "dispatch_s",
+                "elementwise_flops",
+                "product_rates",
+            ),
             "memory_stats" if stats else "the operating system": ("memory_bytes", "device_memory_bytes", "on_chip"),
         },
     )
@@ -151,23 +165,39 @@ def _bandwidth(size: int) -> float:
     return 2 * x.nbytes / statistics.median(_times(once, _REPEATS))
 
 
-def _products(dtype: str, largest: int) -> Iterator[float]:
-    """FLOP/s of square products of growing size, until one takes long enough."""
+def _elementwise(size: int) -> float:
+    """FLOP/s of operations element by element, an exponential in six, on arrays that a cache may hold."""
     import jax
     import jax.numpy as jnp
 
-    began, size = time.perf_counter(), min(256, largest)
+    @jax.jit
+    def change(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, _LOOPS, lambda _, y: (jnp.exp(y * 0.5 - 1.0) + y) * 0.25 - 0.125, x)
+
+    x = jnp.zeros(size, jnp.float32)
+    return 6 * _LOOPS * size / statistics.median(_times(lambda: change(x).block_until_ready(), _REPEATS))
+
+
+def _products(dtype: str, largest: int) -> Iterator[tuple[int, float]]:
+    """Side and FLOP/s of products [n, side] × [side, n] of growing side, until a square one takes long enough; n is as
+    large as most models are wide, so that small sides are what attention and narrow models multiply."""
+    import jax
+    import jax.numpy as jnp
+
+    multiply = jax.jit(jnp.matmul)
+    began, side = time.perf_counter(), min(_SMALLEST, largest)
     while True:
+        n = max(side, min(_WIDTH, largest))
+        left, right = jnp.full((n, side), 1e-3, dtype), jnp.full((side, n), 1e-3, dtype)
         with jax.default_matmul_precision("default"):
-            multiply = jax.jit(jnp.matmul)
-            x = jnp.full((size, size), 1e-3, dtype)
-            seconds = statistics.median(_times(lambda: multiply(x, x).block_until_ready(), _REPEATS))  # noqa: B023
-        yield 2 * size**3 / seconds
-        growth = 4 if seconds < 1e-3 else 2
-        next_s = growth**3 * seconds * (_REPEATS + 2)
-        if seconds >= _LONG_ENOUGH_S or size * growth > largest or time.perf_counter() - began + next_s > _MOST_S:
+            times = _times(lambda: multiply(left, right).block_until_ready(), _REPEATS)  # noqa: B023
+        seconds = statistics.median(times)
+        yield side, 2 * n * n * side / seconds
+        next_s = 8 * seconds * (_REPEATS + 2)
+        over = time.perf_counter() - began + next_s > _MOST_S
+        if (side == n and seconds >= _LONG_ENOUGH_S) or 2 * side > largest or over:
             return
-        size *= growth
+        side *= 2
 
 
 def _times(call: Callable[[], Any], repeats: int) -> list[float]:

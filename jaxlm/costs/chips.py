@@ -4,6 +4,7 @@ A chip is what is sold; a device is what JAX shards over (`devices_per_chip`). W
 `Chip.figure` says so in one line.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -107,8 +108,10 @@ class Link(Section):
 class Chip(Section):
     """One chip. `memory_bytes` is nominal and of the chip; `device_memory_bytes` is what a compiler lets a program use
     on one device. `host_bytes_per_s` (PCIe) and `scale_out_bytes_per_s` (network) are one-way and per chip.
-    `usd_per_hour` is the range of prices of one chip. `dispatch_s`, the time of a compiled call that does nothing, is
-    measured, not published.
+    `usd_per_hour` is the range of prices of one chip. `dispatch_s`, the time of a compiled call that does nothing, and
+    `elementwise_flops`, float32 numbers computed per second element by element, exponentials among them, are measured,
+    not published; so are `product_rates`, FLOP/s of products by their
+    smallest side.
 
     `float32_as` is the type in which XLA multiplies float32 at its default precision: TF32 on NVIDIA's chips since
     Ampere, one bfloat16 pass on a TPU; None is float32 itself. `device_kinds` are what JAX calls its
@@ -133,6 +136,8 @@ class Chip(Section):
     watts: PositiveFloat | None = None
     usd_per_hour: tuple[PositiveFloat, PositiveFloat] | None = None
     dispatch_s: PositiveFloat | None = None
+    elementwise_flops: PositiveFloat | None = None
+    product_rates: dict[Literal[DTYPES], tuple[tuple[PositiveInt, PositiveFloat], ...]] = Field(default_factory=dict)
     devices_per_chip: PositiveInt = 1
     libtpu_name: str | None = None
     device_kinds: tuple[str, ...] = ()
@@ -154,6 +159,17 @@ class Chip(Section):
                 f"{self.id} has no published peak for {name}; " + (f"it has {has}" if has else "it has none at all")
             )
         return self.peak_flops[run_as]
+
+    def product_rate(self, dtype: Any, side: float) -> float:
+        """FLOP/s of a product whose smallest side is this: between the measured ones on a logarithmic scale of sides,
+        and the peak where none were measured."""
+        rates = self.product_rates.get(canonical_dtype(dtype), ())
+        if not rates:
+            return self.peak(dtype)
+        for (low, slow), (high, fast) in itertools.pairwise(rates):
+            if side <= high:
+                return slow + (fast - slow) * max(0.0, math.log(side / low) / math.log(high / low))
+        return rates[-1][1]
 
     def intensity(self, dtype: Any) -> float:
         """FLOP per byte of memory traffic above which products of a type are bound by compute."""
@@ -191,7 +207,18 @@ class Chip(Section):
 
 
 # Of a chip's fields, those that are no figure with a source of its own.
-_NO_FIGURES = ("id", "name", "vendor", "kind", "float32_as", "libtpu_name", "device_kinds", "notes", "sources")
+_NO_FIGURES = (
+    "id",
+    "name",
+    "vendor",
+    "kind",
+    "float32_as",
+    "libtpu_name",
+    "device_kinds",
+    "product_rates",
+    "notes",
+    "sources",
+)
 
 
 def parse_topology(text: str) -> tuple[int, ...]:

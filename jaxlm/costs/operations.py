@@ -3,13 +3,14 @@ what is read and written around them.
 
 Products are those of `jaxlm.costs.count` to the last FLOP; memory traffic is a bracket. Its lower end is what no
 schedule avoids: each product reads its operands and writes its result once, attention keeps its scores on the chip
-(arXiv:2205.14135), and everything element by element is fused into a neighbour. Its upper end fuses nothing.
+(arXiv:2205.14135), and everything element by element is fused into a neighbour. At its upper end each chain of such
+operations (a norm, an activation, a softmax) is a loop of its own, and scores go through memory.
 """
 
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from jaxlm.costs.workload import Workload
@@ -34,8 +35,8 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation on one device, which a step runs `times` times. FLOPs are those of its product; `least_bytes` and
-    `most_bytes` are the bracket of what it moves to and from memory each time."""
+    """One operation on one device, which a step runs `times` times. FLOPs are those of its product, or else
+    `elementwise` ones; `least_bytes` and `most_bytes` are the bracket of what it moves to and from memory each time."""
 
     scope: str
     phase: Phase
@@ -43,14 +44,11 @@ class Operation:
     product: Product | None
     least_bytes: int
     most_bytes: int
+    elementwise: int = 0
 
     @property
     def flops(self) -> int:
         return self.product.flops if self.product else 0
-
-    def again(self, phase: Phase) -> "Operation":
-        """The same in another phase."""
-        return Operation(self.scope, phase, self.times, self.product, self.least_bytes, self.most_bytes)
 
 
 @functools.lru_cache(maxsize=256)
@@ -71,20 +69,18 @@ def _multiplies(model: ModelConfig, path: str, d: tree.Dimensions) -> bool:
 
 def step(work: Workload) -> list[Operation]:
     """All operations of a step on one device."""
+    products, around = list(_products(work)), list(_around(work))
+    forward = products + [part.operation("forward", work.width_bytes) for part in around]
     if work.kind != "train":
-        return list(_forward(work))
-    forward = [op for op in _forward(work)]
-    again = [op.again("rematerialised") for op in forward if _runs_again(work, op.scope)]
-    backward = [transposed for op in forward for transposed in _transposed(op)]
-    each = [_times(op, work.microbatches) for op in (*forward, *again, *backward)]
+        return forward
+    again = [replace(op, phase="rematerialised") for op in forward if _runs_again(work, op.scope)]
+    backward = [transposed for op in products for transposed in _transposed(op)]
+    backward += [part.operation("backward", work.width_bytes) for part in around]
+    each = [replace(op, times=op.times * work.microbatches) for op in (*forward, *again, *backward)]
     return [*each, *_optimizer(work)]
 
 
-def _times(op: Operation, times: int) -> Operation:
-    return Operation(op.scope, op.phase, op.times * times, op.product, op.least_bytes, op.most_bytes)
-
-
-def _forward(work: Workload) -> Iterator[Operation]:
+def _products(work: Workload) -> Iterator[Operation]:
     model, width = work.model, work.width_bytes
     rows, queries, keys = work.rows(), work.queries, work.sequence
     for path, d in parameters(model).items():
@@ -106,43 +102,86 @@ def _forward(work: Workload) -> Iterator[Operation]:
     K = min(work.local("act_kv_heads", attention.kv_heads), N)
     query, cached, scores = rows * queries * N * H, rows * keys * K * H, rows * N * queries * keys
     group = N // K
-    once, unfused = width * (query + cached), width * (query + cached) + 4 * scores
+    once = width * (query + cached)
     first = Product(rows * K, group * queries, H, keys)
     second = Product(rows * K, group * queries, keys, H)
-    yield Operation(SCORES, "forward", L, first, once, unfused)
-    yield Operation(MIXTURE, "forward", L, second, once, width * (query + cached + scores))
+    yield Operation(SCORES, "forward", L, first, once, once + 4 * scores)
+    yield Operation(MIXTURE, "forward", L, second, once, once + width * scores)
 
-    # The softmax: maximum, exponential, sum; then narrowed to the dtype of the mixture.
-    yield Operation("layers/attention/softmax", "forward", L, None, 0, scores * (3 * 4 + 4 + width))
-    tokens, D = rows * queries, model.width
-    stream = tokens * D // (work.mesh.tensor if queries % work.mesh.tensor == 0 else 1) * width
-    F = work.local("act_ff", model.feed_forward.hidden)
-    yield Operation("layers/norms", "forward", L, None, 0, 2 * 2 * stream)
-    yield Operation("layers/residual", "forward", L, None, 0, 2 * 3 * stream)
-    yield Operation(
-        "layers/feed_forward/activation", "forward", L, None, 0, width * tokens * F * (3 if _gated(model) else 2)
+
+class Pass(NamedTuple):
+    """What one loop does with each number of an array: FLOPs, and how often it reads or writes one, in `float32` and in
+    the dtype that the step computes in (`narrow`)."""
+
+    flops: float
+    float32: float
+    narrow: float
+
+
+# Forward and backward. FLOPs are what jaxlm.costs.count finds in this project's configurations, to a fifth.
+_SOFTMAX = Pass(5.5, 3, 1), Pass(4, 4, 2)
+_NORMS = {"rms": (Pass(5.3, 0, 3), Pass(9.5, 0, 6)), "layer": (Pass(8.1, 0, 3), Pass(13.4, 0, 6))}
+_RESIDUAL = Pass(1, 0, 3), Pass(1, 0, 3)
+_LOSS = Pass(5, 2, 0), Pass(2, 2, 0)
+_GATED = Pass(5, 0, 3), Pass(6.3, 0, 5)
+_TANH = Pass(12.2, 0, 2), Pass(12.2, 0, 3)
+_PLAIN = Pass(8, 0, 2), Pass(7, 0, 3)
+_MOVED = Pass(0, 0, 2), Pass(0, 0, 2)
+_LOOKUP = Pass(0, 0, 2), Pass(1, 0, 3)
+_OPTIMIZER_FLOPS = 28
+
+
+def _activation(model: ModelConfig) -> tuple[Pass, Pass]:
+    if model.feed_forward.gated:
+        return _GATED
+    return _TANH if model.feed_forward.activation == "gelu_tanh" else _PLAIN
+
+
+class Around(NamedTuple):
+    """What happens to `numbers` numbers around the products, `times` times a step."""
+
+    scope: str
+    times: int
+    numbers: int
+    forward: Pass
+    backward: Pass
+
+    def operation(self, phase: Phase, width: int) -> Operation:
+        """Its forward or backward pass, in a dtype of so many bytes."""
+        each = self.backward if phase == "backward" else self.forward
+        moved = round(self.numbers * (4 * each.float32 + width * each.narrow))
+        return Operation(self.scope, phase, self.times, None, 0, moved, round(self.numbers * each.flops))
+
+
+def _around(work: Workload) -> Iterator[Around]:
+    model, rows, queries = work.model, work.rows(), work.queries
+    tokens, L = rows * queries, model.layers
+    stream = tokens * model.width // (work.mesh.tensor if queries % work.mesh.tensor == 0 else 1)
+    scores = tokens * work.sequence * work.local("act_heads", model.attention.heads)
+    hidden = tokens * work.local("act_ff", model.feed_forward.hidden)
+    yield Around("layers/attention/softmax", L, scores, *_SOFTMAX)
+    yield Around("layers/norms", 2 * L, stream, *_NORMS[model.norm.kind])
+    # Heads move in front of the sequence and back.
+    heads = rows * (2 * queries * work.local("act_heads", model.attention.heads)) * model.attention.head_width
+    heads += (
+        2 * rows * work.sequence * work.local("act_kv_heads", model.attention.kv_heads) * model.attention.head_width
     )
-    yield Operation("embedding/lookup", "forward", 1, None, width * tokens * D, 2 * width * tokens * D)
+    yield Around("layers/attention/heads", L, heads, *_MOVED)
+    yield Around("layers/residual", 2 * L, stream, *_RESIDUAL)
+    yield Around("layers/feed_forward/activation", L, hidden, *_activation(model))
+    yield Around("embedding/lookup", 1, tokens * model.width, *_LOOKUP)
     if work.kind == "train":
-        logits = tokens * work.local("act_vocab", model.vocabulary) * 4
-        yield Operation("loss", "forward", 1, None, 0, 2 * logits)
+        yield Around("loss", 1, tokens * work.local("act_vocab", model.vocabulary), *_LOSS)
 
 
 SCORES, MIXTURE = "layers/attention/scores", "layers/attention/mixture"
 
 
-def _gated(model: ModelConfig) -> bool:
-    return model.feed_forward.gated
-
-
 def _transposed(op: Operation) -> Iterator[Operation]:
-    """The backward pass of an operation: the gradients of both operands of a product; twice the traffic of the rest."""
-    if op.product is None:
-        yield Operation(op.scope, "backward", op.times, None, op.least_bytes, 2 * op.most_bytes)
-        return
+    """The gradients of both operands of a product."""
     batch, m, k, n = op.product
     for product in (Product(batch, m, n, k), Product(batch, k, m, n)):
-        yield Operation(op.scope, "backward", op.times, product, op.least_bytes, op.most_bytes)
+        yield replace(op, phase="backward", product=product)
 
 
 def _runs_again(work: Workload, scope: str) -> bool:
@@ -170,8 +209,9 @@ def _optimizer(work: Workload) -> Iterator[Operation]:
 
     stored = {path: work.stored(d.axes, d.shape) for path, d in parameters(work.model).items()}
     state = sum(state_numbers(work, path, d) for path, d in parameters(work.model).items())
-    moved = 4 * (3 * sum(stored.values()) + 2 * state + (2 * sum(stored.values()) if work.average else 0))
-    yield Operation("optimizer", "optimizer", 1, None, moved, 2 * moved)
+    total = sum(stored.values())
+    moved = 4 * (3 * total + 2 * state + (2 * total if work.average else 0))
+    yield Operation("optimizer", "optimizer", 1, None, moved, 2 * moved, total * _OPTIMIZER_FLOPS)
     if work.optimizer != "muon":
         return
     for path, d in parameters(work.model).items():

@@ -10,7 +10,7 @@ from jaxlm.costs.flops import Flops, flops
 from jaxlm.costs.hardware import Target
 from jaxlm.costs.memory import Memory, memory
 from jaxlm.costs.network import Network
-from jaxlm.costs.operations import Operation, Product
+from jaxlm.costs.operations import Product
 from jaxlm.costs.workload import Workload
 from jaxlm.errors import InputError
 
@@ -21,7 +21,9 @@ class Time:
 
     `compute`: all products at the chip's peak; `memory`: the least traffic at its bandwidth; `collectives` alone.
     `lower_bound`: each operation takes the longer of its compute and its least traffic, and collectives run beside
-    them. `upper_bound`: nothing overlaps, nothing is fused, products are filled up to whole tiles of the matrix unit.
+    them. `upper_bound`: nothing overlaps or is fused into products, which are filled up to whole tiles of the matrix
+    unit and run as fast as products of that smallest side do where it was measured; what is computed element by
+    element comes on top where the chip's rate of that is known.
     """
 
     compute: float
@@ -132,28 +134,39 @@ def plan(work: Workload, target: Target) -> Plan:
 def time(work: Workload, target: Target) -> Time:
     """The bracket of a step's time."""
     chip = target.chip
-    share = chip.devices_per_chip
-    rate, bandwidth = chip.peak(work.dtype) / share, chip.memory_bytes_per_s / share
+    share = 1 / chip.devices_per_chip  # of the chip's rates, that one device has
+    bandwidth, elementwise = share * chip.memory_bytes_per_s, share * _elementwise_rate(chip)
     compute = least = together = apart = 0.0
     for op in operations.step(work):
-        # Optimizers compute in float32.
-        peak = rate if op.phase != "optimizer" or not op.product else chip.peak("float32") / share
-        ideal, fused = op.flops / peak, op.least_bytes / bandwidth
+        dtype = "float32" if op.product and op.phase == "optimizer" else work.dtype
+        ideal, fused = op.flops / (share * chip.peak(dtype)), op.least_bytes / bandwidth
         compute += op.times * ideal
         least += op.times * fused
         together += op.times * max(ideal, fused)
-        apart += op.times * (_in_tiles(op, chip) / peak + op.most_bytes / bandwidth)
+        alone = op.most_bytes / bandwidth + op.elementwise / elementwise
+        if op.product:
+            _, *sizes = op.product
+            alone += _in_tiles(op.product, chip) / (share * chip.product_rate(dtype, min(sizes)))
+        apart += op.times * alone
     network = Network(target, work.mesh.axes())
     sent = sum(c.times * network.seconds(c.kind, c.bytes, c.axes) for c in traffic.collectives(work))
     start = chip.dispatch_s or 0.0
     return Time(compute, least, sent, max(together, sent), apart + sent + start)
 
 
-def _in_tiles(op: Operation, chip: Chip) -> float:
+def _elementwise_rate(chip: Chip) -> float:
+    """FLOP/s element by element: as measured, or for a GPU as its float32 units multiply or add."""
+    if chip.elementwise_flops is not None:
+        return chip.elementwise_flops
+    # A peak counts a multiplication and an addition at once.
+    return chip.peak_flops["float32"] / 2 if chip.kind == "gpu" and "float32" in chip.peak_flops else math.inf
+
+
+def _in_tiles(product: Product, chip: Chip) -> int:
     """FLOPs of a product whose sizes are filled up to whole tiles of the matrix unit."""
-    if op.product is None or chip.on_chip is None or chip.on_chip.matrix_tile is None:
-        return op.flops
-    batch, *sizes = op.product
+    if chip.on_chip is None or chip.on_chip.matrix_tile is None:
+        return product.flops
+    batch, *sizes = product
     filled = (math.ceil(size / tile) * tile for size, tile in zip(sizes, chip.on_chip.matrix_tile, strict=True))
     return Product(batch, *filled).flops
 

@@ -67,17 +67,19 @@ def test_train_prints_one_json_object(run):
 def test_a_run_holds_what_it_should(run):
     assert {p.name for p in run.iterdir()} >= {
         "config.toml", "data.json", "starts.jsonl", "tokenizer.json", "metrics.jsonl", "evaluations.jsonl",
-        "checkpoints", "loss.png", "sample.txt",
+        "checkpoints", "loss.png", "sample.txt", "ladder.json",
     }  # fmt: skip
     metrics = lines(run / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [1, 5, 10, 12]
     for row in metrics:
         assert {"step", "loss", "step_s", "tokens_per_s", "mfu", "grad_norm", "learning_rate"} <= row.keys()
-        assert row["step_s"] > 0 and row["tokens_per_s"] > 0 and row["grad_norm"] > 0
+        assert row["step_s"] > 0 and row["tokens_per_s"] > 0 and row["grad_norm"] > 0 and 0 < row["mfu"] < 1
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     assert [row["step"] for row in lines(run / "evaluations.jsonl")] == [6, 12]
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (run / "sample.txt").read_text().startswith("def f0(x)")
+    rungs = json.loads((run / "ladder.json").read_text())
+    assert rungs["measured"]["step_s"] > rungs["counted"]["step_s"][0] > rungs["napkin"]["step_s"] > 0
     (start,) = lines(run / "starts.jsonl")
     assert start["versions"]["jax"] and start["devices"]
 

@@ -29,7 +29,11 @@ def test_what_is_measured_is_kept():
     assert find(HOST) == chip and chip.id == HOST and chip.kind == "cpu"
     assert chip.dispatch_s < 0.1 and chip.memory_bytes > 2**28 and chip.memory_bytes_per_s > 1e6
     assert chip.peak("float32") > 1e5 and chip.peak("bf16") > 1e5 and chip.intensity("float32") > 0
-    assert chip.source("peak_flops.bfloat16") == "measured on this machine" and len(lines) == 5
+    assert chip.source("peak_flops.bfloat16") == "measured on this machine" and len(lines) == 6
+    assert chip.elementwise_flops > 1e4
+    sides, rates = zip(*chip.product_rates["float32"], strict=True)
+    assert list(sides) == sorted(sides) and chip.peak("float32") == max(rates)
+    assert chip.product_rate("float32", 1.0) == rates[0] and chip.product_rate("float32", 1e9) == rates[-1]
     target = Target.parse(HOST)
     assert (target.chip, target.chips, target.devices, str(target)) == (chip, 1, 1, "host:1")
 

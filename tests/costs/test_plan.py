@@ -45,6 +45,9 @@ def test_every_config_s_training_step_has_the_products_that_are_counted(path, re
     executed = flops(config.workload(experiment, (1, 1, 1))).executed
     cost = counted(experiment)
     assert executed == cost.matmul_flops
+    # Rounded figures per number, of norms, activations, softmax, loss and optimizer.
+    elementwise = sum(op.times * op.elementwise for op in operations.step(config.workload(experiment, (1, 1, 1))))
+    assert elementwise == pytest.approx(cost.flops - cost.matmul_flops, rel=0.2)
     if remat == "none":
         assert flops(config.workload(experiment, (1, 1, 1))).model == executed
         assert cost.forward.matmul_flops * 3 == executed

@@ -1,0 +1,62 @@
+"""The rungs of a run hold together: what was counted before it, what was measured, and the gap between."""
+
+import pytest
+import tiny
+
+from jaxlm import sharding
+from jaxlm.costs import calibration
+from jaxlm.costs.flops import flops
+from jaxlm.costs.memory import memory
+from jaxlm.costs.workload import MeshShape, Workload
+from jaxlm.training.ladder import counted, gap, ladder
+
+WORK = Workload("train", tiny.model(), 8, 32, "float32", remat="full")
+
+
+def metrics(*step_s):
+    return [{"step_s": s, "data_wait_s": 1e-4, "peak_memory_bytes": 2**30} for s in step_s]
+
+
+@pytest.fixture(scope="module")
+def on_this_machine():
+    """Counted on the machine as it is measured, in a hurry."""
+    calibration.measure(largest=64, copied_bytes=2**16, calls=3)
+    return counted(WORK, sharding.make_mesh())
+
+
+def test_what_is_counted_is_that_of_the_workload(on_this_machine):
+    assert on_this_machine.flops == flops(WORK) and on_this_machine.memory == memory(WORK)
+    peak = on_this_machine.target.chip.peak("float32")
+    assert on_this_machine.mfu(2.0) == pytest.approx(flops(WORK).model / (2.0 * peak))
+    assert on_this_machine.napkin_s() == pytest.approx(flops(WORK).napkin / peak)
+
+
+def test_the_gap_is_whole(on_this_machine):
+    rungs = ladder(on_this_machine, metrics(9.0, 0.3, 0.1, 0.2))
+    assert rungs["measured"]["step_s"] == 0.2  # the median, without the first
+    assert rungs["napkin"]["step_s"] + sum(rungs["gap"].values()) == pytest.approx(0.2)
+    assert rungs["gap"]["rematerialisation"] > 0 and rungs["gap"]["data_wait"] == 1e-4
+    assert rungs["measured"]["mfu"] == on_this_machine.mfu(0.2)
+
+
+def test_whether_the_measured_step_lies_in_the_bracket_is_said(on_this_machine):
+    time = on_this_machine.time
+    assert ladder(on_this_machine, metrics(time.expected))["inside"] is True
+    assert ladder(on_this_machine, metrics(2 * time.upper_bound))["inside"] is False
+
+
+def test_emulated_devices_have_a_peak_and_no_links(on_this_machine):
+    from dataclasses import replace
+
+    many = counted(replace(WORK, mesh=MeshShape(2, 2, 2)), sharding.make_mesh(2, 2, 2))
+    assert many.time is None and gap(many, metrics(0.1), 0.1) == {}
+    assert many.mfu(1.0) == pytest.approx(on_this_machine.mfu(1.0))
+    assert ladder(many, metrics(0.1))["inside"] is None
+
+
+def test_a_machine_that_is_not_known_still_has_flops_and_memory(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    unknown = counted(WORK, sharding.make_mesh())
+    rungs = ladder(unknown, metrics(0.1))
+    assert unknown.target is None and unknown.mfu(1.0) is None and rungs["counted"]["flops"] > 0
+    assert rungs["napkin"]["step_s"] is None and rungs["gap"] == {}

@@ -133,11 +133,10 @@ def time(work: Workload, target: Target) -> Time:
     """The bracket of a step's time."""
     chip = target.chip
     share = chip.devices_per_chip
-    rate, bandwidth = chip.peak(work.dtype) / share, chip.memory_bytes_per_s / share
+    bandwidth = chip.memory_bytes_per_s / share
     compute = least = together = apart = 0.0
     for op in operations.step(work):
-        # Optimizers compute in float32.
-        peak = rate if op.phase != "optimizer" or not op.product else chip.peak("float32") / share
+        peak = peak_of(op, work, chip) / share
         ideal, fused = op.flops / peak, op.least_bytes / bandwidth
         compute += op.times * ideal
         least += op.times * fused
@@ -147,6 +146,11 @@ def time(work: Workload, target: Target) -> Time:
     sent = sum(c.times * network.seconds(c.kind, c.bytes, c.axes) for c in traffic.collectives(work))
     start = chip.dispatch_s or 0.0
     return Time(compute, least, sent, max(together, sent), apart + sent + start)
+
+
+def peak_of(op: Operation, work: Workload, chip: Chip) -> float:
+    """FLOP/s of the chip in the type that an operation computes in: optimizers' products are float32."""
+    return chip.peak("float32" if op.phase == "optimizer" and op.product else work.dtype)
 
 
 def _in_tiles(op: Operation, chip: Chip) -> float:

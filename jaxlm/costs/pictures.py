@@ -106,7 +106,7 @@ def rooflines(axes: Axes, chips: Sequence[Chip], dtype: str = "bfloat16", intens
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     if len(chips) > 1:
-        axes.legend(frameon=False, loc="lower right", fontsize=9)
+        axes.legend(frameon=False, loc="upper left", fontsize=9)
 
 
 def operations_on_roof(axes: Axes, work: Workload, chip: Chip) -> None:

@@ -10,7 +10,7 @@ from jaxlm.costs.flops import Flops, flops
 from jaxlm.costs.hardware import Target
 from jaxlm.costs.memory import Memory, memory
 from jaxlm.costs.network import Network
-from jaxlm.costs.operations import Product
+from jaxlm.costs.operations import Operation, Product
 from jaxlm.costs.workload import Workload
 from jaxlm.errors import InputError
 
@@ -138,7 +138,7 @@ def time(work: Workload, target: Target) -> Time:
     bandwidth, elementwise = share * chip.memory_bytes_per_s, share * _elementwise_rate(chip)
     compute = least = together = apart = 0.0
     for op in operations.step(work):
-        dtype = "float32" if op.product and op.phase == "optimizer" else work.dtype
+        dtype = dtype_of(op, work)
         ideal, fused = op.flops / (share * chip.peak(dtype)), op.least_bytes / bandwidth
         compute += op.times * ideal
         least += op.times * fused
@@ -152,6 +152,11 @@ def time(work: Workload, target: Target) -> Time:
     sent = sum(c.times * network.seconds(c.kind, c.bytes, c.axes) for c in traffic.collectives(work))
     start = chip.dispatch_s or 0.0
     return Time(compute, least, sent, max(together, sent), apart + sent + start)
+
+
+def dtype_of(op: Operation, work: Workload) -> str:
+    """The type that an operation computes in: the products of an optimizer are float32."""
+    return "float32" if op.phase == "optimizer" and op.product else work.dtype
 
 
 def _elementwise_rate(chip: Chip) -> float:

@@ -1,0 +1,192 @@
+"""Pictures of a plan: operations under the roof of a chip, and memory against what there is of it.
+
+A roofline (Williams et al. 2009, doi:10.1145/1498765.1498785) is what a chip can compute at most of work with a given
+intensity, FLOPs per byte of memory traffic: its bandwidth times the intensity, until that is its peak.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from jaxlm.costs import operations
+from jaxlm.costs.chips import Chip
+from jaxlm.costs.memory import Memory
+from jaxlm.costs.operations import Operation
+from jaxlm.costs.plan import Plan, dtype_of
+from jaxlm.costs.workload import Workload
+from jaxlm.errors import InputError
+
+_INK, _PALE = "#22313f", "#9aa5b1"
+_PARTS = dict(zip(Memory._fields, ("#4c78a8", "#72b7b2", "#54a24b", "#f2a541", "#e4572e", "#9d6ac6"), strict=True))
+_NAMED = 10  # operations in a picture, at most
+_LEAST_SHARE = 0.005  # of a step's time, of an operation that has its name in the picture
+_GIB = 2**30
+
+
+class Point(NamedTuple):
+    """All operations of one scope of a step, in every phase. `seconds` on one chip, each operation at the longer of its
+    compute and its least traffic; `share` of those of the step; `peak` in the type that it computes in."""
+
+    scope: str
+    flops: int
+    bytes: int
+    seconds: float
+    share: float
+    peak: float
+    bandwidth: float
+
+    @property
+    def intensity(self) -> float:
+        return self.flops / self.bytes if self.bytes else 0.0
+
+    @property
+    def flops_per_s(self) -> float:
+        """What the roof allows."""
+        return min(self.peak, self.bandwidth * self.intensity)
+
+    @property
+    def bound_by(self) -> str:
+        return "compute" if self.peak < self.bandwidth * self.intensity else "memory"
+
+
+def points(work: Workload, chip: Chip) -> list[Point]:
+    """The scopes of a step, those that take the longest first. Figures are those of one device on all of the chip."""
+    scopes: dict[str, list[Operation]] = {}
+    for op in operations.step(work):
+        scopes.setdefault(op.scope, []).append(op)
+    bandwidth, found = chip.memory_bytes_per_s, []
+    for scope, ops in scopes.items():
+        peak = dtype_of(ops[0], work, chip)
+        seconds = sum(op.times * max(op.flops / peak, op.least_bytes / bandwidth) for op in ops)
+        flops, moved = sum(op.times * op.flops for op in ops), sum(op.times * op.least_bytes for op in ops)
+        found.append(Point(scope, flops, moved, seconds, 0.0, peak, bandwidth))
+    whole = sum(point.seconds for point in found)
+    shared = (point._replace(share=point.seconds / whole) for point in found)
+    return sorted(shared, key=lambda point: -point.seconds)
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """The roofline of the target's chip with the operations of the step, over the memory of one device, into a file
+    whose format is that of its ending. Raises InputError where it cannot be written."""
+    figure = Figure(figsize=(10, 6.4), layout="constrained")
+    known = figure.canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise InputError(f"{path} has no ending of a picture; the endings are {', '.join(sorted(known))}")
+    above, below = figure.subplots(2, 1, height_ratios=(6, 1))
+    work = plan.work
+    what = f"{work.kind}, {work.batch:,} × {work.sequence:,} tokens in {work.dtype} on {plan.target}, {work.mesh}"
+    figure.suptitle(what, color=_INK, fontsize=11)
+    operations_on_roof(above, work, plan.target.chip)
+    memory_bars(below, {"one device": plan})
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}") from None
+    except RuntimeError as error:  # a format that needs a program which is not here
+        raise InputError(f"{path} cannot be drawn: {error}") from None
+
+
+def rooflines(axes: Axes, chips: Sequence[Chip], dtype: str = "bfloat16", intensities: Iterable[float] = ()) -> None:
+    """The roofs of chips, each with its ridge; wide enough for these intensities."""
+    ridges = [chip.intensity(dtype) for chip in chips]
+    seen = [*ridges, *(i for i in intensities if i > 0)]
+    low, high = min(0.5, min(seen) / 2), max(seen) * 5
+    bottom = min(chip.memory_bytes_per_s for chip in chips) * low
+    for chip, ridge in zip(chips, ridges, strict=True):
+        peak, color = chip.peak(dtype), _INK if len(chips) == 1 else None
+        xs = (low, ridge, high)
+        (line,) = axes.plot(xs, (chip.memory_bytes_per_s * low, peak, peak), color=color, lw=1.6, label=chip.id)
+        axes.plot(ridge, peak, "|", color=line.get_color(), ms=11, mew=1.6)
+    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(bottom, 2 * max(chip.peak(dtype) for chip in chips)))
+    axes.set(xlabel="intensity (FLOP per byte of memory traffic)", ylabel=f"FLOP/s of a chip in {dtype}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    if len(chips) > 1:
+        axes.legend(frameon=False, loc="upper left", fontsize=9)
+
+
+def operations_on_roof(axes: Axes, work: Workload, chip: Chip) -> None:
+    """The operations of a step under the roof of a chip, the larger the longer they take. Beside it the names of those
+    that take the longest, those without products last."""
+    found = points(work, chip)
+    products = [point for point in found if point.flops]
+    rooflines(axes, [chip], work.dtype, (point.intensity for point in products))
+    ridge, peak, bandwidth = chip.intensity(work.dtype), chip.peak(work.dtype), chip.memory_bytes_per_s
+    low = min(point.flops_per_s for point in products)
+    axes.set_ylim(bottom=min(axes.get_ylim()[0], low * (low / peak) / 100))  # room for names below the lowest
+    axes.axvline(ridge, color=_PALE, lw=0.8, ls=":", zorder=0)
+    said = f"{chip.id}: {peak / 1e12:,.4g} TFLOP/s, {bandwidth / 1e12:.3g} TB/s, ridge at {ridge:,.0f} FLOP per byte"
+    axes.set_title(said, loc="left", fontsize=10, color=_INK)
+    for bound, color in (("compute", "#4c78a8"), ("memory", "#e4572e")):
+        mine = [point for point in products if point.bound_by == bound]
+        xs, ys = [point.intensity for point in mine], [point.flops_per_s for point in mine]
+        axes.scatter(xs, ys, [20 + 900 * point.share for point in mine], color, alpha=0.6, lw=0, zorder=3)
+        axes.scatter([], [], 60, color, alpha=0.6, lw=0, label=f"bound by {bound}")
+    axes.legend(handles=axes.collections[1::2], frameon=False, loc="upper left", fontsize=9)
+    _name(axes, [point for point in found if point.share >= _LEAST_SHARE][:_NAMED])
+
+
+def _name(axes: Axes, named: Sequence[Point]) -> None:
+    """Names in a column beside the axes, the rightmost operation on top, each no higher than its operation: so no two
+    names overlap, and no two lines to them cross."""
+    low, high = axes.get_ylim()
+    say = {"textcoords": "axes fraction", "va": "center", "fontsize": 9, "color": _INK, "annotation_clip": False}
+    line = {"arrowstyle": "-", "color": _PALE, "lw": 0.6, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)}
+    axes.annotate("share of the least time", (0, 0), (1.03, 1.0), **say | {"color": _PALE})
+    at = 1.0
+    for point in sorted(named, key=lambda point: (point.flops_per_s, point.intensity), reverse=True):
+        text = f"{_short(point.scope)}  {point.share:.1%}"
+        if point.flops:
+            at = min(at - 0.062, math.log(point.flops_per_s / low) / math.log(high / low))
+            axes.annotate(text, (point.intensity, point.flops_per_s), (1.03, at), arrowprops=line, **say)
+        else:
+            at -= 0.062
+            axes.annotate(f"{text}, no products", (0, 0), (1.03, at), **say)
+
+
+def _short(scope: str) -> str:
+    return scope.removeprefix("layers/")
+
+
+def memory_bars(axes: Axes, plans: dict[str, Plan]) -> None:
+    """What lies in the memory of one device, a bar for each plan, by name; a line marks the capacity."""
+    widest = max(max(plan.memory.total, plan.capacity) for plan in plans.values()) / _GIB
+    for row, plan in enumerate(plans.values()):
+        left = 0.0
+        for part, size in plan.memory._asdict().items():
+            axes.barh(row, size / _GIB, left=left, height=0.6, color=_PARTS[part])
+            left += size / _GIB
+        capacity = plan.capacity / _GIB
+        axes.plot([capacity, capacity], [row - 0.42, row + 0.42], color=_INK, lw=2)
+        over = left - capacity
+        verdict = "fits" if plan.fits else f"{over:.2f} GiB too much"
+        axes.annotate(
+            f"{left:.2f} of {capacity:.2f} GiB: {verdict}",
+            (max(left, capacity) + widest / 100, row),
+            va="center",
+            fontsize=9,
+            color=_INK if plan.fits else "#b3261e",
+        )
+    axes.set_yticks(range(len(plans)), list(plans))
+    axes.invert_yaxis()
+    axes.set(xlabel="GiB of memory", xlim=(0, 1.35 * widest))
+    axes.spines[["top", "right"]].set_visible(False)
+    _say_parts(axes, list(plans.values()))
+
+
+def _say_parts(axes: Axes, plans: list[Plan]) -> None:
+    """A legend over the bars; with the sizes, where there is one bar."""
+    from matplotlib.patches import Patch
+
+    parts = {part: [getattr(plan.memory, part) for plan in plans] for part in Memory._fields}
+    handles = [
+        Patch(color=_PARTS[part], label=part.replace("_", " ") + (f" {sizes[0] / _GIB:.2f}" if len(sizes) == 1 else ""))
+        for part, sizes in parts.items()
+        if any(sizes)
+    ]
+    place = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "ncols": len(handles)}
+    axes.legend(handles=handles, frameon=False, fontsize=9, columnspacing=1.2, handlelength=1.0, **place)

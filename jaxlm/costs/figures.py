@@ -100,6 +100,12 @@ def held_bytes(setting: Setting) -> float:
 
 
 @_figure
+def memory_bytes(setting: Setting) -> float:
+    """All of it, at the peak of a step."""
+    return memory.memory(setting.work).total
+
+
+@_figure
 def kept_bytes(setting: Setting) -> float:
     """Activations that all layers keep for the backward pass."""
     return memory.kept(setting.work)

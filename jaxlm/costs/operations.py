@@ -117,6 +117,13 @@ def _forward(work: Workload) -> Iterator[Operation]:
     tokens, D = rows * queries, model.width
     stream = tokens * D // (work.mesh.tensor if queries % work.mesh.tensor == 0 else 1) * width
     F = work.local("act_ff", model.feed_forward.hidden)
+    beside = 2 * width * rows * queries  # each number that stands beside a product is read and written
+    for path, d in parameters(model).items():
+        if not d.inputs and path.endswith("_bias"):
+            numbers = math.prod(work.local(d.axes[i], d.shape[i]) for i in d.outputs)
+            yield Operation(path, "forward", L, None, 0, beside * numbers)
+    turned = (N + K) * H * ((model.position.kind == "rotary") + attention.qk_norm)
+    yield Operation("layers/attention/positions", "forward", L, None, 0, beside * turned)
     yield Operation("layers/norms", "forward", L, None, 0, 2 * 2 * stream)
     yield Operation("layers/residual", "forward", L, None, 0, 2 * 3 * stream)
     yield Operation(

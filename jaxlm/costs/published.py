@@ -26,7 +26,7 @@ CHECKOUT = Path(__file__).parents[2]
 PUBLISHED = CHECKOUT / "tests" / "costs" / "published.toml"
 
 Of = Literal[
-    "parameters", "kv cache", "flops", "mfu", "memory", "roofline", "collectives", "duration",
+    "parameters", "kv cache", "flops", "mfu", "memory", "measured memory", "roofline", "collectives", "duration",
     "training", "prefill", "decode", "scaling laws",
 ]  # fmt: skip
 

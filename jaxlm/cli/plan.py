@@ -9,6 +9,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxlm.errors import InputError
+
 if TYPE_CHECKING:
     from jaxlm.config import MeshConfig
     from jaxlm.costs.hardware import Target
@@ -18,11 +20,12 @@ _SHOWN = 10  # of the plans that a search finds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file; one with [model] alone will do")
+    parser.add_argument(
+        "config", nargs="?", type=Path, metavar="CONFIG", help="a TOML file; one with [model] alone will do"
+    )
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as training.batch=512")
     parser.add_argument(
         "--on",
-        required=True,
         metavar="CHIPS",
         help="such as h200-sxm:8, tpu-v5e:4x4 or host (jaxlm hardware lists them); all:8 ranks 8 chips of each kind",
     )
@@ -31,9 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mesh", metavar="AXIS=N,…", help="such as fsdp=8,tensor=2 (all devices on fsdp); auto ranks those that fit"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the roofline and the memory into FILE")
+    parser.add_argument("--check", action="store_true", help="hold the cost model against published figures instead")
 
 
 def main(arguments: argparse.Namespace) -> int:
+    if arguments.check:
+        return _check(arguments)
+    missing = [name for name, value in (("CONFIG", arguments.config), ("--on", arguments.on)) if value is None]
+    if missing:
+        raise InputError(f"the following arguments are required: {', '.join(missing)} (see jaxlm plan --help)")
     plans = _plans(arguments)
     if arguments.plot:
         from jaxlm.costs.pictures import draw
@@ -48,10 +57,20 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check(arguments: argparse.Namespace) -> int:
+    from jaxlm.cli import published
+
+    given = {"CONFIG": arguments.config, "--on": arguments.on, "--mesh": arguments.mesh, "--plot": arguments.plot}
+    given["--workload"] = None if arguments.workload == "train" else arguments.workload
+    if refused := [name for name, value in given.items() if value is not None]:
+        raise InputError(f"--check counts published figures with settings of their own: leave out {', '.join(refused)}")
+    published.show(arguments.json)
+    return 0
+
+
 def _plans(arguments: argparse.Namespace) -> list["Plan"]:
     """One, or those that were searched for, the best first."""
     from jaxlm.costs.hardware import Target
-    from jaxlm.errors import InputError
 
     name, _, count = arguments.on.partition(":")
     if name != "all":
@@ -70,7 +89,6 @@ def _plans(arguments: argparse.Namespace) -> list["Plan"]:
 def _every_chip(count: str) -> list["Target"]:
     """So many chips of each kind in the catalog."""
     from jaxlm.costs.hardware import Target, catalog
-    from jaxlm.errors import InputError
 
     if not (count or "1").isdecimal():
         raise InputError(f"all:{count} names no number of chips; write all:8")
@@ -87,7 +105,6 @@ def _on(arguments: argparse.Namespace, target: "Target") -> list["Plan"]:
     from jaxlm import config
     from jaxlm.costs.plan import plan
     from jaxlm.costs.search import search
-    from jaxlm.errors import InputError
 
     experiment = config.load(arguments.config, arguments.overrides)
     auto = arguments.mesh == "auto"
@@ -112,7 +129,6 @@ def _on(arguments: argparse.Namespace, target: "Target") -> list["Plan"]:
 def _mesh(text: str) -> "MeshConfig":
     """The mesh of "fsdp=8,tensor=2"; data and tensor are 1 and fsdp is the rest where they are not named."""
     from jaxlm.config import MeshConfig
-    from jaxlm.errors import InputError
 
     sizes = dict(part.partition("=")[::2] for part in text.replace(" ", "").split(","))
     if not sizes.keys() <= MeshConfig.model_fields.keys() or not all(n.isdecimal() and int(n) for n in sizes.values()):
@@ -155,7 +171,7 @@ def _show_many(plans: list["Plan"], as_json: bool) -> None:
             _or_dash(plan.usd_per_million_tokens, ".3g"),
             _or_dash(plan.joules_per_token, ".3g"),
         )
-    _print(table)
+    print_table(table)
 
 
 def _show(plan: "Plan") -> None:
@@ -196,7 +212,7 @@ def _show(plan: "Plan") -> None:
         batch = row["critical_batch"]
         said = "at no batch: the caches outgrow the FLOPs" if batch is None else f"from a batch of {batch:,}"
         table.add_row("bound by compute", said)
-    _print(table)
+    print_table(table)
 
 
 def seconds(value: float) -> str:
@@ -211,7 +227,7 @@ def _or_dash(value: float | None, shape: str) -> str:
     return "–" if value is None else format(value, shape)
 
 
-def _print(table: Any) -> None:
+def print_table(table: Any) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)

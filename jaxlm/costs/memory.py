@@ -47,7 +47,7 @@ def memory(work: Workload) -> Memory:
         parameters=4 * total + working + _gathered(work),
         gradients=total * width + summed,
         optimizer=state + (4 * total if work.average else 0),
-        activations=_kept(work) + _layer(work),
+        activations=kept(work) + _layer(work),
         logits=_logits(work),
         kv_cache=0,
     )
@@ -127,7 +127,7 @@ def _whole_layer(work: Workload) -> int:
     )
 
 
-def _kept(work: Workload) -> int:
+def kept(work: Workload) -> int:
     """Bytes that all layers keep for their backward pass."""
     layers = work.model.layers
     if work.remat == "none":

@@ -127,6 +127,7 @@ _GATED = Pass(5, 0, 3), Pass(6.3, 0, 5)
 _TANH = Pass(12.2, 0, 2), Pass(12.2, 0, 3)
 _PLAIN = Pass(8, 0, 2), Pass(7, 0, 3)
 _MOVED = Pass(0, 0, 2), Pass(0, 0, 2)
+_BESIDE = Pass(0, 0, 2), Pass(0, 0, 2)  # their FLOPs are in those of the softmax and the activation
 _LOOKUP = Pass(0, 0, 2), Pass(1, 0, 3)
 _OPTIMIZER_FLOPS = 28
 
@@ -161,12 +162,16 @@ def _around(work: Workload) -> Iterator[Around]:
     hidden = tokens * work.local("act_ff", model.feed_forward.hidden)
     yield Around("layers/attention/softmax", L, scores, *_SOFTMAX)
     yield Around("layers/norms", 2 * L, stream, *_NORMS[model.norm.kind])
+    for path, d in parameters(model).items():
+        if not d.inputs and path.endswith("_bias"):
+            added = math.prod(work.local(d.axes[i], d.shape[i]) for i in d.outputs)
+            yield Around(path, L, tokens * added, *_BESIDE)
+    attention, H = model.attention, model.attention.head_width
+    N, K = work.local("act_heads", attention.heads), work.local("act_kv_heads", attention.kv_heads)
+    turned = (N + K) * H * ((model.position.kind == "rotary") + attention.qk_norm)
+    yield Around("layers/attention/positions", L, tokens * turned, *_BESIDE)
     # Heads move in front of the sequence and back.
-    heads = rows * (2 * queries * work.local("act_heads", model.attention.heads)) * model.attention.head_width
-    heads += (
-        2 * rows * work.sequence * work.local("act_kv_heads", model.attention.kv_heads) * model.attention.head_width
-    )
-    yield Around("layers/attention/heads", L, heads, *_MOVED)
+    yield Around("layers/attention/heads", L, 2 * rows * (queries * N + work.sequence * K) * H, *_MOVED)
     yield Around("layers/residual", 2 * L, stream, *_RESIDUAL)
     yield Around("layers/feed_forward/activation", L, hidden, *_activation(model))
     yield Around("embedding/lookup", 1, tokens * model.width, *_LOOKUP)

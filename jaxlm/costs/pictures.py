@@ -60,7 +60,7 @@ def points(work: Workload, chip: Chip) -> list[Point]:
         scopes.setdefault(op.scope, []).append(op)
     bandwidth, found = chip.memory_bytes_per_s, []
     for scope, ops in scopes.items():
-        peak = dtype_of(ops[0], work, chip)
+        peak = chip.peak(dtype_of(ops[0], work))
         seconds = sum(op.times * max(op.flops / peak, op.least_bytes / bandwidth) for op in ops)
         flops, moved = sum(op.times * op.flops for op in ops), sum(op.times * op.least_bytes for op in ops)
         found.append(Point(scope, flops, moved, seconds, 0.0, peak, bandwidth))

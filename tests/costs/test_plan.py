@@ -177,6 +177,20 @@ def test_more_of_everything_is_never_faster():
         assert other.lower_bound >= first.lower_bound and other.upper_bound > first.upper_bound
 
 
+def test_what_is_not_fused_counts_biases_rotation_and_norms_of_heads():
+    def unfused(**attention):
+        model = tiny.model(attention={**tiny.LLAMA["attention"], **attention})
+        work = Workload("prefill", model, 2, 32)
+        return sum(op.times * op.most_bytes for op in operations.step(work) if op.scope.startswith("layers/attention/"))
+
+    model = tiny.model()
+    heads, kv_heads, H = model.attention.heads, model.attention.kv_heads, model.attention.head_width
+    moved = 2 * 2 * 2 * 32 * model.layers * H  # read and written in bfloat16, for each head
+    base = unfused()
+    assert unfused(qkv_bias=True) - base == moved * (heads + 2 * kv_heads)
+    assert unfused(qk_norm=True) - base == moved * (heads + kv_heads)
+
+
 def test_search_finds_what_fits_and_sorts_it():
     target = Target.parse("h200-sxm:8")
     model = config.load(CONFIGS / "models" / "llama3.1-8b.toml").model

@@ -1,0 +1,73 @@
+"""Published figures beside what the cost model makes of them, for `jaxlm plan --check`."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxlm.costs.published import Row
+
+
+def show(as_json: bool) -> None:
+    """Count every published figure and print the table, or one JSON object."""
+    from jaxlm.cli.plan import print_table
+    from jaxlm.costs.published import check, inside_bracket, median_errors
+
+    rows = check()
+    medians, inside = median_errors(rows), inside_bracket(rows)
+    if as_json:
+        print(json.dumps({"rows": [row.row() for row in rows], "median_error": medians, "inside_bracket": inside}))
+        return
+    print_table(_table(rows))
+    print_table(_summary(rows, medians))
+    print(
+        f"{inside['inside']} of {inside['all']} measured figures lie inside the bracket, {inside['faster']} are faster "
+        f"and {inside['slower']} slower; {sum(row.counted is None for row in rows)} cases are beyond the cost model."
+    )
+
+
+def _table(rows: list["Row"]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("case", no_wrap=True)
+    for column in ("predicted", "bracket", "published"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("unit", no_wrap=True)
+    table.add_column("error", justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    table.add_column("why; or what stands for what is not exact", overflow="fold", ratio=1)
+    for row in rows:
+        case = row.case
+        published = case.published if isinstance(case.published, float) else None
+        table.add_row(
+            case.id,
+            _number(row.predicted),
+            " to ".join(map(_number, row.bracket)) if row.measured else "",
+            _number(published),
+            case.unit,
+            "" if row.error is None else f"{row.error:+.1%}",
+            row.verdict + (f" by {abs(row.off):.1%}" if row.off else ""),
+            case.not_expressed or (case.why if row.off else case.nearest),
+        )
+    return table
+
+
+def _summary(rows: list["Row"], medians: dict[str, float]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("kind", no_wrap=True)
+    for column in ("cases", "hold", "median error"):
+        table.add_column(column, justify="right")
+    for kind, median in medians.items():
+        counted = [row for row in rows if row.case.of == kind and row.counted is not None]
+        table.add_row(kind, str(len(counted)), str(sum(not row.off for row in counted)), f"{median:.1%}")
+    return table
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4g}"

@@ -1,0 +1,229 @@
+"""The figures that published cases are about, each counted with the cost model from a case's setting."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxlm.costs import memory, operations, plan
+from jaxlm.costs.flops import flops
+from jaxlm.costs.hardware import Target
+from jaxlm.costs.network import Network
+from jaxlm.costs.workload import Workload
+
+DAY = 86_400.0
+
+
+class Range(NamedTuple):
+    """What is counted of a measured figure: at the lower and the upper bound of time, and at their geometric middle,
+    which is the prediction. A rate falls from the first to the last."""
+
+    fast: float
+    middle: float
+    slow: float
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a case is about, as far as it says: work and chips."""
+
+    work: Workload | None
+    target: Target | None
+
+
+FIGURES: dict[str, Callable[..., float | Range]] = {}
+
+
+def _figure(function: Callable[..., float | Range]) -> Callable[..., float | Range]:
+    FIGURES[function.__name__] = function
+    return function
+
+
+# Closed forms of a model.
+
+
+@_figure
+def parameters(setting: Setting) -> float:
+    return plan.parameters(setting.work)["total"]
+
+
+@_figure
+def parameter_bytes(setting: Setting) -> float:
+    return plan.parameters(setting.work)["total"] * setting.work.width_bytes
+
+
+@_figure
+def kv_bytes_per_token(setting: Setting) -> float:
+    return memory.kv_bytes_per_token(setting.work)
+
+
+@_figure
+def model_flops(setting: Setting) -> float:
+    """Of a step, each product once."""
+    return flops(setting.work).model
+
+
+@_figure
+def napkin_flops(setting: Setting, tokens: float) -> float:
+    return flops(setting.work).napkin / setting.work.tokens * tokens
+
+
+@_figure
+def attention_crossover(setting: Setting) -> float:
+    """Tokens at which attention's products cost as much as its projections; the first grow with the square."""
+    forward = [op for op in operations.step(setting.work) if op.phase == "forward"]
+    attention = sum(op.times * op.flops for op in forward if op.scope in (operations.SCORES, operations.MIXTURE))
+    projections = sum(op.times * op.flops for op in forward if op.product and "/attention/" in op.scope) - attention
+    return setting.work.sequence * projections / attention
+
+
+@_figure
+def mfu(setting: Setting, seconds: float) -> float:
+    """Percent, of the model FLOPs in a time that was measured."""
+    target = setting.target
+    return 100 * plan.mfu(flops(setting.work).model, seconds, target.chip, target.chips, setting.work.dtype)
+
+
+# Memory, in bytes on one device.
+
+
+@_figure
+def checkpoint_bytes(setting: Setting) -> float:
+    """Float32 parameters and optimizer state."""
+    return 4 * plan.parameters(setting.work)["total"] + memory.memory(setting.work).optimizer
+
+
+@_figure
+def held_bytes(setting: Setting) -> float:
+    """Parameters, gradients and optimizer state."""
+    held = memory.memory(setting.work)
+    return held.parameters + held.gradients + held.optimizer
+
+
+@_figure
+def memory_bytes(setting: Setting) -> float:
+    """All of it, at the peak of a step."""
+    return memory.memory(setting.work).total
+
+
+@_figure
+def kept_bytes(setting: Setting) -> float:
+    """Activations that all layers keep for the backward pass."""
+    return memory.kept(setting.work)
+
+
+@_figure
+def largest_model(setting: Setting) -> float:
+    """Parameters whose training state fills the memory of the target."""
+    each = held_bytes(setting) / plan.parameters(setting.work)["total"]
+    return setting.target.chips * setting.target.chip.memory_bytes / each
+
+
+@_figure
+def inference_bytes(setting: Setting) -> float:
+    """Parameters and cache."""
+    held = memory.memory(setting.work)
+    return held.parameters + held.kv_cache
+
+
+# Roofline.
+
+
+@_figure
+def critical_tokens(setting: Setting, dtype: str, width: int, over: str = "memory_bytes_per_s") -> float:
+    """Tokens whose products take as long as the weights that they meet, of so many bytes each, take over a way."""
+    chip = setting.target.chip
+    return chip.peak(dtype) / chip.figure(over) * width / 2
+
+
+@_figure
+def intensity(setting: Setting, dtype: str) -> float:
+    return setting.target.chip.intensity(dtype)
+
+
+@_figure
+def memory_seconds(setting: Setting, bytes: float) -> float:
+    """To read so many bytes, parted over all chips."""
+    return bytes / (setting.target.chips * setting.target.chip.memory_bytes_per_s)
+
+
+@_figure
+def step_memory_seconds(setting: Setting) -> float:
+    """For the least memory traffic of a step."""
+    return plan.plan(setting.work, setting.target).time.memory
+
+
+@_figure
+def peak(setting: Setting, dtype: str) -> float:
+    return setting.target.chips * setting.target.chip.peak(dtype)
+
+
+@_figure
+def cores(setting: Setting) -> float:
+    return setting.target.chips * setting.target.chip.figure("on_chip.cores")
+
+
+# Collectives.
+
+
+@_figure
+def collective_seconds(setting: Setting, kind: str, bytes: float, mesh: dict[str, int], axes: Sequence[str]) -> float:
+    return Network(setting.target, mesh).seconds(kind, bytes, axes)
+
+
+@_figure
+def bus_bytes_per_s(setting: Setting, bytes: float) -> float:
+    """What NCCL calls the bus bandwidth of an all-reduce over all chips."""
+    n = setting.target.chips
+    seconds = Network(setting.target, {"all": n}).seconds("all-reduce", bytes, "all")
+    return 2 * (n - 1) / n * bytes / seconds
+
+
+# How long whole runs take, at a rate that was measured or is given.
+
+
+@_figure
+def days(setting: Setting, tokens: float, flops_per_s: float | None = None, mfu: float | None = None) -> float:
+    """Of the napkin FLOPs: on all chips at so many FLOP/s each, or at a share of their peak."""
+    target = setting.target
+    rate = flops_per_s or mfu * target.chip.peak(setting.work.dtype)
+    return napkin_flops(setting, tokens) / (target.chips * rate) / DAY
+
+
+@_figure
+def seconds_at(setting: Setting, mfu: float) -> float:
+    """Of a step's napkin FLOPs at a share of the peak."""
+    target = setting.target
+    return flops(setting.work).napkin / (target.chips * target.chip.peak(setting.work.dtype) * mfu)
+
+
+# Measured: brackets.
+
+
+def _time(setting: Setting) -> Range:
+    time = plan.plan(setting.work, setting.target).time
+    return Range(time.lower_bound, time.expected, time.upper_bound)
+
+
+@_figure
+def step_seconds(setting: Setting) -> Range:
+    return _time(setting)
+
+
+@_figure
+def tokens_per_s(setting: Setting) -> Range:
+    return Range(*(setting.work.tokens / seconds for seconds in _time(setting)))
+
+
+@_figure
+def chip_hours(setting: Setting, tokens: float) -> Range:
+    steps = tokens / setting.work.tokens
+    return Range(*(steps * seconds * setting.target.chips / 3600 for seconds in _time(setting)))
+
+
+@_figure
+def megatron_flops_per_s(setting: Setting) -> Range:
+    """Per chip, of the FLOPs with full recomputation as Narayanan et al. count them (arXiv:2104.04473, equation 3)."""
+    work, model = setting.work, setting.work.model
+    B, S, L, D, V = work.batch, work.sequence, model.layers, model.width, model.vocabulary
+    cost = 96 * B * S * L * D**2 * (1 + S / (6 * D) + V / (16 * L * D))
+    return Range(*(cost / (seconds * setting.target.chips) for seconds in _time(setting)))

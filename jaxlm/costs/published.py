@@ -1,0 +1,249 @@
+"""The cost model held against published figures: closed forms, worked exercises and measured runs.
+
+A file of cases gives each figure with its whole configuration and its source. A closed form must come out within its
+tolerance; a measured time must lie inside the bracket that is counted for it. What does neither, and what cannot be
+expressed, stays in the table with its reason.
+"""
+
+import statistics
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from jaxlm.costs.chips import Chip
+from jaxlm.costs.figures import FIGURES, Range, Setting
+from jaxlm.costs.hardware import Target
+from jaxlm.costs.workload import Kind, MeshShape, Workload
+from jaxlm.errors import InputError
+from jaxlm.models.config import ModelConfig, Remat
+from jaxlm.schema import Section
+
+CHECKOUT = Path(__file__).parents[2]
+PUBLISHED = CHECKOUT / "tests" / "costs" / "published.toml"
+
+Of = Literal[
+    "parameters", "kv cache", "flops", "mfu", "memory", "measured memory", "roofline", "collectives", "duration",
+    "training", "prefill", "decode", "scaling laws",
+]  # fmt: skip
+
+
+class Step(Section):
+    """A workload without its model."""
+
+    kind: Kind = "train"
+    batch: PositiveInt = 1
+    sequence: PositiveInt = 1
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    remat: Remat = "none"
+    microbatches: PositiveInt = 1
+    optimizer: str = "adamw"
+    mesh: dict[Literal["data", "fsdp", "tensor"], PositiveInt] = Field(default_factory=dict)
+
+
+class Case(Section):
+    """A published figure.
+
+    `figure` names one of `jaxlm.costs.figures`, which takes what is `given`; `scale` multiplies what it returns.
+    `model` is one of the file's [models] or a file of configs/models; `chips` is a target, of which `chip` changes
+    figures. `tolerance` is relative, `because` of what. `nearest` says what stands for what cannot be written exactly,
+    `why` where a miss is from. A case with `not_expressed` is beyond the cost model.
+    """
+
+    id: str
+    of: Of
+    quantity: str
+    published: float | tuple[float, ...] | None = None
+    unit: str
+    source: str
+    checked: Literal["read", "recomputed", "recalled"]
+    figure: str | None = None
+    given: dict[str, Any] = Field(default_factory=dict)
+    scale: PositiveFloat = 1.0
+    model: str | None = None
+    step: Step = Step()
+    chips: str | None = None
+    chip: dict[str, Any] = Field(default_factory=dict)
+    tolerance: float = Field(0.0, ge=0.0)
+    because: str = ""
+    nearest: str = ""
+    why: str = ""
+    not_expressed: str = ""
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        if bool(self.figure) == bool(self.not_expressed):
+            raise ValueError(f"{self.id} needs figure or not_expressed, and not both")
+        if self.figure and not isinstance(self.published, float):
+            raise ValueError(f"{self.id}: one number is published of what is counted")
+        if self.tolerance and not self.because:
+            raise ValueError(f"{self.id} has a tolerance and no reason for it: because is missing")
+        return self
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case with what is counted of it."""
+
+    case: Case
+    counted: float | Range | None
+
+    @property
+    def predicted(self) -> float | None:
+        return self.counted.middle if isinstance(self.counted, Range) else self.counted
+
+    @property
+    def error(self) -> float | None:
+        """Of the prediction, relative to what is published."""
+        return None if self.counted is None else self.predicted / self.case.published - 1.0
+
+    @property
+    def measured(self) -> bool:
+        """Whether it is held against a bracket."""
+        return isinstance(self.counted, Range)
+
+    @property
+    def bracket(self) -> tuple[float, float] | None:
+        """What a measured figure must lie between."""
+        return (min(self.counted), max(self.counted)) if self.measured else None
+
+    @property
+    def off(self) -> float:
+        """By how much it misses, relative to what is published; 0.0 where it holds."""
+        if self.counted is None:
+            return 0.0
+        if not self.measured:
+            return self.error if abs(self.error) > self.case.tolerance + 1e-12 else 0.0
+        low, high = self.bracket
+        nearest = min(max(self.case.published, low), high)
+        return nearest / self.case.published - 1.0
+
+    @property
+    def verdict(self) -> str:
+        if self.counted is None:
+            return "not expressed"
+        if self.measured:
+            if not self.off:
+                return "inside"
+            fast, _, slow = (abs(self.case.published - bound) for bound in self.counted)
+            return "faster" if fast < slow else "slower"
+        if self.off:
+            return "misses"
+        return "exact" if abs(self.error) < 1e-12 else "within"
+
+    def row(self) -> dict[str, Any]:
+        """As JSON."""
+        case = self.case
+        return {
+            "id": case.id,
+            "kind": case.of,
+            "quantity": case.quantity,
+            "unit": case.unit,
+            "published": case.published,
+            "predicted": self.predicted,
+            "bracket": self.bracket,
+            "error": self.error,
+            "off": self.off,
+            "verdict": self.verdict,
+            **{
+                name: getattr(case, name)
+                for name in ("because", "nearest", "why", "not_expressed")
+                if getattr(case, name)
+            },
+            "source": case.source,
+            "checked": case.checked,
+        }
+
+
+def check(path: Path = PUBLISHED) -> list[Row]:
+    """Count every case of a file. Raises InputError where there is none, or where it is not one of cases."""
+    cases, models = read(path)
+    return [Row(case, _count(case, models)) for case in cases]
+
+
+def median_errors(rows: Iterable[Row]) -> dict[str, float]:
+    """The median absolute error of each kind that is expressed."""
+    errors: dict[str, list[float]] = {}
+    for row in rows:
+        if row.counted is not None:
+            errors.setdefault(row.case.of, []).append(abs(row.error))
+    return {kind: statistics.median(each) for kind, each in errors.items()}
+
+
+def inside_bracket(rows: Iterable[Row]) -> dict[str, int]:
+    """How many measured figures lie inside their bracket, and how many are faster or slower than all of it."""
+    verdicts = [row.verdict for row in rows if row.measured]
+    return {**{verdict: verdicts.count(verdict) for verdict in ("inside", "faster", "slower")}, "all": len(verdicts)}
+
+
+def read(path: Path = PUBLISHED) -> tuple[list[Case], dict[str, Any]]:
+    """The cases of a file and the models that it defines."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        return [Case.model_validate(case) for case in values["case"]], values.get("models", {})
+    except FileNotFoundError:
+        raise InputError(
+            f"there is no file {path} of published figures; it is part of jaxlm's checkout: run from there"
+        ) from None
+    except (OSError, ValueError, KeyError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else None
+        said = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else repr(error)
+        raise InputError(f"{path} is no file of published figures: {said}") from None
+
+
+def _count(case: Case, models: dict[str, Any]) -> float | Range | None:
+    if case.not_expressed:
+        return None
+    if case.figure not in FIGURES:
+        raise InputError(f"{case.id}: there is no figure {case.figure!r}; there are {', '.join(FIGURES)}")
+    counted = FIGURES[case.figure](Setting(_work(case, models), _target(case)), **case.given)
+    if isinstance(counted, Range):
+        return Range(*(value * case.scale for value in counted))
+    return counted * case.scale
+
+
+def _work(case: Case, models: dict[str, Any]) -> Workload | None:
+    if case.model is None:
+        return None
+    step, model = case.step, ModelConfig.model_validate(_model(case.model, models))
+    return Workload(
+        step.kind,
+        model,
+        step.batch,
+        step.sequence,
+        step.dtype,
+        step.remat,
+        step.microbatches,
+        step.optimizer,
+        mesh=MeshShape(**step.mesh),
+    )
+
+
+def _target(case: Case) -> Target | None:
+    if case.chips is None:
+        return None
+    target = Target.parse(case.chips)
+    chip = Chip.model_validate(_merged(target.chip.model_dump(), case.chip))
+    return Target(chip, target.topology)
+
+
+def _model(name: str, models: dict[str, Any]) -> dict[str, Any]:
+    if name not in models:
+        path = CHECKOUT / "configs" / "models" / f"{name}.toml"
+        if not path.exists():
+            raise InputError(f"{name!r} is neither one of the file's [models] nor a file of configs/models")
+        return tomllib.loads(path.read_text(encoding="utf-8"))["model"]
+    changes = dict(models[name])
+    base = changes.pop("base", None)
+    return _merged(_model(base, models), changes) if base else changes
+
+
+def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both and value.get("kind") is None else value
+    return merged

@@ -145,6 +145,7 @@ def workload(experiment: Experiment, sizes: tuple[int, int, int], kind: Kind = "
         optimizer=optimizer.kind,
         muon_iterations=getattr(optimizer, "iterations", work.muon_iterations),
         average=training.ema_decay is not None,
+        steps=training.steps,
     )
 
 

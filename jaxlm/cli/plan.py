@@ -208,6 +208,13 @@ def _show(plan: "Plan") -> None:
         f"{_or_dash(plan.usd_per_million_tokens, '.3g')} $ per million tokens, "
         f"{_or_dash(plan.joules_per_token, '.3g')} J per token",
     )
+    if work.kind == "train" and work.steps > 1:
+        paid = "" if plan.usd_per_run is None else f", {plan.usd_per_run:,.2f} $"
+        table.add_row("run", f"{work.steps:,} steps in {plan.run_s / 3600:,.2f} hours{paid}")
+    elif work.kind == "prefill":
+        table.add_row("first token", f"after {seconds(time.expected)}")
+    elif work.kind == "decode":
+        table.add_row("each token", f"{seconds(time.expected)}, {row['kv_bytes_per_token']:,} bytes of cache")
     if "critical_batch" in row:
         batch = row["critical_batch"]
         said = "at no batch: the caches outgrow the FLOPs" if batch is None else f"from a batch of {batch:,}"

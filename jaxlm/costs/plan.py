@@ -8,7 +8,7 @@ from jaxlm.costs import operations, traffic
 from jaxlm.costs.chips import Chip
 from jaxlm.costs.flops import Flops, flops
 from jaxlm.costs.hardware import Target
-from jaxlm.costs.memory import Memory, memory
+from jaxlm.costs.memory import Memory, kv_bytes_per_token, memory
 from jaxlm.costs.network import Network
 from jaxlm.costs.operations import Operation, Product
 from jaxlm.costs.workload import Workload
@@ -73,8 +73,22 @@ class Plan:
     @property
     def usd_per_million_tokens(self) -> float | None:
         """At the geometric middle of the range of prices; None where no price is published."""
+        return self._usd_per_s and self._usd_per_s / self.tokens_per_s * 1e6
+
+    @property
+    def run_s(self) -> float:
+        """Seconds of all steps of a training run, or of the one step of inference."""
+        return self.work.steps * self.time.expected
+
+    @property
+    def usd_per_run(self) -> float | None:
+        """What `run_s` cost."""
+        return self._usd_per_s and self._usd_per_s * self.run_s
+
+    @property
+    def _usd_per_s(self) -> float | None:
         price = self.target.chip.usd_per_hour
-        return price and math.sqrt(price[0] * price[1]) * self.target.chips / 3600 / self.tokens_per_s * 1e6
+        return price and math.sqrt(price[0] * price[1]) * self.target.chips / 3600
 
     @property
     def joules_per_token(self) -> float | None:
@@ -112,7 +126,20 @@ class Plan:
             "bound_by": time.bound_by,
             "usd_per_million_tokens": self.usd_per_million_tokens,
             "joules_per_token": self.joules_per_token,
+            **self._of_its_kind(),
         }
+
+    def _of_its_kind(self) -> dict[str, Any]:
+        match self.work.kind:
+            case "train":
+                return {"steps": self.work.steps, "run_s": self.run_s, "usd_per_run": self.usd_per_run}
+            case "prefill":
+                return {
+                    "time_to_first_token_s": self.time.expected,
+                    "kv_bytes_per_token": kv_bytes_per_token(self.work),
+                }
+            case _:
+                return {"time_per_token_s": self.time.expected, "kv_bytes_per_token": kv_bytes_per_token(self.work)}
 
 
 def plan(work: Workload, target: Target) -> Plan:

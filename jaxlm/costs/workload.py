@@ -38,7 +38,8 @@ class Workload:
     `train` is an optimizer step over `batch` rows of `sequence` tokens; `prefill` reads `batch` prompts of `sequence`
     tokens and gives the logits behind each; `decode` reads one token more of each of `batch` sequences that hold
     `sequence` tokens. `dtype` is that of forward and backward pass, and of the cache; in training, parameters,
-    accumulated gradients and optimizer state are float32. `average` is an average of the parameters kept beside them.
+    accumulated gradients and optimizer state are float32. `average` is an average of the parameters kept beside them. A
+    training run has `steps` such steps.
     """
 
     kind: Kind
@@ -51,6 +52,7 @@ class Workload:
     optimizer: str = "adamw"
     muon_iterations: int = 5
     average: bool = False
+    steps: int = 1
     mesh: MeshShape = MeshShape()
 
     @property

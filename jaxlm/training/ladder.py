@@ -90,9 +90,10 @@ def ladder(before: Counted, metrics: Sequence[dict[str, Any]]) -> dict[str, Any]
 def gap(before: Counted, metrics: Sequence[dict[str, Any]], step_s: float) -> dict[str, float]:
     """Seconds that lie between the napkin's step and the measured one, by cause.
 
-    `attention`, `rematerialisation` and `optimizer`: their products at the peak. `memory`: what the least traffic
-    takes beyond the products it goes with. `collectives`: beyond those two. `data_wait`: of each step, as measured.
-    `rest`: what is not counted: traffic that is not fused, products below the peak, dispatch.
+    `attention`, `rematerialisation` and `optimizer`: their products at the peak. `memory_and_collectives`: what they
+    take beyond products where all overlap: the lower end of what was counted. `not_overlapped`: as far as the upper end,
+    where nothing overlaps or is fused, small products run below the peak, and the step is dispatched. `data_wait`: of
+    each step, as measured. `not_counted`: the rest.
     """
     napkin = before.napkin_s()
     if napkin is None or before.time is None:
@@ -110,7 +111,10 @@ def gap(before: Counted, metrics: Sequence[dict[str, Any]], step_s: float) -> di
     }
     ideal = napkin + sum(causes.values())
     together = max(time.lower_bound, ideal)
+    waited = statistics.median(row["data_wait_s"] for row in metrics)
+    computed = step_s - waited
     causes["memory_and_collectives"] = together - ideal
-    causes["data_wait"] = statistics.median(row["data_wait_s"] for row in metrics)
-    causes["rest"] = step_s - together - causes["data_wait"]
+    causes["not_overlapped"] = max(0.0, min(computed, time.upper_bound) - together)
+    causes["data_wait"] = waited
+    causes["not_counted"] = computed - together - causes["not_overlapped"]
     return causes

@@ -61,7 +61,10 @@ def test_inference(capsys, workload):
     arguments = ("--on", "h200-sxm", "--workload", workload, "training.batch=8", "training.sequence=2048", "--json")
     row = json.loads(plan(capsys, *arguments))
     assert row["fits"] and row["memory_bytes_per_device"]["kv_cache"] == 8 * 2048 * 131_072
-    assert ("critical_batch" in row) == (workload == "decode")
+    assert ("critical_batch" in row) == (workload == "decode") and row["kv_bytes_per_token"] == 131_072
+    assert (
+        row[{"prefill": "time_to_first_token_s", "decode": "time_per_token_s"}[workload]] == row["time_s"]["expected"]
+    )
 
 
 def test_a_search_ranks_meshes(capsys):

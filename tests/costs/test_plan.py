@@ -168,6 +168,14 @@ def test_a_plan_s_figures_agree_with_one_another(target):
         assert low * at * 0.999 <= row["usd_per_million_tokens"] <= high * at * 1.001
 
 
+def test_a_run_s_price_is_that_of_its_steps():
+    target = Target.parse("h100-sxm5:8")
+    work = Workload("train", tiny.model(), 16, 32, mesh=MeshShape(1, 8, 1), steps=1000)
+    row = plan(work, target).row()
+    assert row["run_s"] == pytest.approx(1000 * row["time_s"]["expected"])
+    assert row["usd_per_run"] == pytest.approx(row["usd_per_million_tokens"] * 1000 * work.tokens / 1e6)
+
+
 def test_more_of_everything_is_never_faster():
     target = Target.parse("h100-sxm5:8")
     base = Workload("train", tiny.model(), 16, 32, mesh=MeshShape(1, 8, 1))

@@ -91,9 +91,9 @@ def gap(before: Counted, metrics: Sequence[dict[str, Any]], step_s: float) -> di
     """Seconds that lie between the napkin's step and the measured one, by cause.
 
     `attention`, `rematerialisation` and `optimizer`: their products at the peak. `memory_and_collectives`: what they
-    take beyond products where all overlap: the lower end of what was counted. `not_overlapped`: as far as the upper end,
-    where nothing overlaps or is fused, small products run below the peak, and the step is dispatched. `data_wait`: of
-    each step, as measured. `not_counted`: the rest.
+    take beyond products where all overlap: the lower end of what was counted. `not_overlapped`: as far as the upper
+    end, where nothing overlaps or is fused, small products run below the peak, and the step is dispatched.
+    `data_wait`: of each step, as measured. `not_counted`: the rest.
     """
     napkin = before.napkin_s()
     if napkin is None or before.time is None:

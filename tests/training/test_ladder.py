@@ -18,10 +18,12 @@ def metrics(*step_s):
 
 
 @pytest.fixture(scope="module")
-def on_this_machine():
-    """Counted on the machine as it is measured, in a hurry."""
-    calibration.measure(largest=64, copied_bytes=2**16, calls=3)
-    return counted(WORK, sharding.make_mesh())
+def on_this_machine(tmp_path_factory):
+    """Counted on the machine as it is measured, in a hurry, and for these tests alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        calibration.measure(largest=64, copied_bytes=2**16, calls=3)
+        yield counted(WORK, sharding.make_mesh())
 
 
 def test_what_is_counted_is_that_of_the_workload(on_this_machine):

@@ -93,7 +93,7 @@ def main() -> None:
 
             line_s = median(record)
         parts["record_s"] = line_s / training.log_every
-    host_s = sum(parts.values())
+    host_s, chip = sum(parts.values()), results.chip(mesh.devices.flat[0].device_kind)
     for name, seconds in parts.items():
         print(f"{name}: {1e6 * seconds:.0f} µs")
     print(f"host {1e3 * host_s:.2f} ms of a step of {1e3 * whole_s:.1f} ms: {host_s / whole_s:.1%}")
@@ -106,7 +106,7 @@ def main() -> None:
         "record_line_s": line_s,
         **parts,
     }
-    print(results.write(f"loop_cost-{arguments.config.stem}", results.cpu(), described))
+    print(results.write(f"loop_cost-{arguments.config.stem}", chip, described))
 
 
 if __name__ == "__main__":

@@ -10,10 +10,33 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("jaxlm", "jax", "jaxlib", "flax", "optax", "torch", "numpy")
+FOLDER = Path(__file__).parent / "results"
+_PACKAGES = (
+    "jaxlm",
+    "jax",
+    "jaxlib",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "flax",
+    "optax",
+    "torch",
+    "triton",
+    "numpy",
+)
+# What drivers call the chips of `jaxlm.costs.hardware`.
+_CATALOG = {
+    "NVIDIA A100-SXM4-80GB": "a100-sxm4-80g",
+    "NVIDIA H100 80GB HBM3": "h100-sxm5",
+    "NVIDIA H200": "h200-sxm",
+    "NVIDIA B200": "b200-hgx",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA A10G": "a10g",
+    "NVIDIA GeForce RTX 4090": "rtx4090",
+    "NVIDIA GeForce RTX 5090": "rtx5090",
+}
 
 
-def write(benchmark: str, chip: str, results: dict[str, Any]) -> Path:
+def write(benchmark: str, chip: str, results: dict[str, Any], folder: Path = FOLDER) -> Path:
     """Write one benchmark's results with chip, versions, command and day; returns the file."""
     versions = {}
     for package in _PACKAGES:
@@ -22,7 +45,7 @@ def write(benchmark: str, chip: str, results: dict[str, Any]) -> Path:
         except metadata.PackageNotFoundError:
             continue
     command = shlex.join(["python", Path(sys.argv[0]).name, *map(_without_folders, sys.argv[1:])])
-    path = Path(__file__).parent / "results" / re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-") / f"{benchmark}.json"
+    path = folder / re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-") / f"{benchmark}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     described = {
         "benchmark": benchmark,
@@ -35,6 +58,11 @@ def write(benchmark: str, chip: str, results: dict[str, Any]) -> Path:
     }
     path.write_text(json.dumps(described, indent=1) + "\n")
     return path
+
+
+def chip(device_kind: str) -> str:
+    """The chip that JAX and PyTorch call so: its id in the catalog, where it has one."""
+    return cpu() if device_kind == "cpu" else _CATALOG.get(device_kind, device_kind)
 
 
 def cpu() -> str:

@@ -1,0 +1,94 @@
+"""A decoder-only Transformer in plain PyTorch, of the shape that a jaxlm configuration names."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from jaxlm.models.config import LayerNorm, ModelConfig
+
+_ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
+
+
+class Transformer(nn.Module):
+    """Tokens [B, T] → the mean cross-entropy (nats) with their targets [B, T]. All weights begin small.
+
+    Raises ValueError for parts that it does not have.
+    """
+
+    def __init__(self, model: ModelConfig):
+        super().__init__()
+        scaled = model.position.kind == "rotary" and model.position.scaling
+        if scaled or model.attention.qk_norm or model.feed_forward.activation not in _ACTIVATIONS:
+            raise ValueError(
+                f"the PyTorch model has no scaled rotary positions, no qk_norm, and of activations {list(_ACTIVATIONS)}"
+            )
+        self.tokens = nn.Embedding(model.vocabulary, model.width)
+        learned = model.position.kind == "learned"
+        self.positions = nn.Embedding(model.context, model.width) if learned else None
+        self.turn = None if learned else Rotation(model.position.base, model.attention.head_width, model.context)
+        self.blocks = nn.ModuleList(Block(model) for _ in range(model.layers))
+        self.norm = _norm(model)
+        self.unembedding = None if model.tied_embeddings else nn.Linear(model.width, model.vocabulary, bias=False)
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=model.initializer_std)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x, self.turn)
+        x = self.norm(x)
+        logits = x @ self.tokens.weight.T if self.unembedding is None else self.unembedding(x)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Block(nn.Module):
+    def __init__(self, model: ModelConfig):
+        super().__init__()
+        attention, feed_forward, width = model.attention, model.feed_forward, model.width
+        self.heads, self.head_width = (attention.heads, attention.kv_heads, attention.kv_heads), attention.head_width
+        self.activate = _ACTIVATIONS[feed_forward.activation]
+        self.norms = nn.ModuleList(_norm(model) for _ in range(2))
+        self.qkv = nn.Linear(width, sum(self.heads) * self.head_width, bias=attention.qkv_bias)
+        self.out = nn.Linear(attention.heads * self.head_width, width, bias=attention.output_bias)
+        self.gate = nn.Linear(width, feed_forward.hidden, bias=feed_forward.bias) if feed_forward.gated else None
+        self.up = nn.Linear(width, feed_forward.hidden, bias=feed_forward.bias)
+        self.down = nn.Linear(feed_forward.hidden, width, bias=feed_forward.bias)
+
+    def forward(self, x: torch.Tensor, turn: "Rotation | None") -> torch.Tensor:
+        batch, length, _ = x.shape
+        split = self.qkv(self.norms[0](x)).view(batch, length, -1, self.head_width).transpose(1, 2)
+        query, key, value = split.split(self.heads, dim=1)
+        if turn is not None:
+            query, key = turn(query), turn(key)
+        grouped = self.heads[0] != self.heads[1]
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
+        read = self.norms[1](x)
+        up = self.up(read)
+        return x + self.down(self.activate(up) if self.gate is None else self.activate(self.gate(read)) * up)
+
+
+class Rotation(nn.Module):
+    """Rotary positions of [B, N, T, H], half-split as in `jaxlm.models.positions`; float32 inside."""
+
+    def __init__(self, base: float, head_width: int, context: int):
+        super().__init__()
+        frequency = base ** (-torch.arange(0, head_width, 2) / head_width)
+        angle = torch.arange(context)[:, None] * frequency
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[2]
+        cos, sin = self.cos[:length], self.sin[:length]
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
+
+
+def _norm(model: ModelConfig) -> nn.Module:
+    if isinstance(model.norm, LayerNorm):
+        return nn.LayerNorm(model.width, eps=model.norm.epsilon, bias=model.norm.bias)
+    return nn.RMSNorm(model.width, eps=model.norm.epsilon)

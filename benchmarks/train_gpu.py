@@ -1,0 +1,194 @@
+"""The question: how long a training step takes on one NVIDIA GPU beside compiled PyTorch, and at which MFU.
+
+    pip install -e '.[cuda]' torch
+    python benchmarks/train_gpu.py [--models gpt2-355m,llama3.2_1b] [key=value …]
+
+Times the training step of each model (a file of configs/models or of this folder, or a path) as `jaxlm train` compiles
+it, and the same model, loss, clipping and AdamW in plain PyTorch: `torch.compile`, its own fused attention, autocast to
+bfloat16 and fused AdamW. Each runs in a process of its own, with an allocator of its own, and blocks of steps
+alternate, so that both see the same clocks; the first block of each is warm-up. Both stay on the GPU between their
+turns: JAX takes memory as it needs it (XLA_PYTHON_CLIENT_PREALLOCATE=false), and what the two take together must fit.
+Every step has new random tokens.
+
+MFU is the model's FLOPs over the step's time and the chip's published peak. The FLOPs are those of the products in
+jaxlm's step without rematerialisation, counted from its jaxpr, attention whole; both are held to the same number. With
+JAX_PLATFORMS=cpu it runs on a CPU, as its test does.
+"""
+
+import argparse
+import importlib.util
+import math
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import results
+import turns
+from training_steps import jaxlm_steps, pytorch_steps
+
+from jaxlm import config as configuration
+from jaxlm.config import Experiment
+from jaxlm.costs import hardware
+from jaxlm.errors import InputError
+
+MODELS = "gpt2-355m,llama3.2_1b"
+FOLDERS = Path(__file__).parents[1] / "configs" / "models", Path(__file__).parent
+
+
+def on_cpu() -> bool:
+    return os.environ["JAX_PLATFORMS"] == "cpu"
+
+
+def jaxlm_worker(experiment: Experiment) -> turns.Worker:
+    import jax
+
+    if jax.default_backend() != ("cpu" if on_cpu() else "gpu"):  # JAX would fall back to the CPU
+        raise RuntimeError("JAX finds no NVIDIA GPU here")
+    return jaxlm_steps(experiment)
+
+
+def pytorch_worker(experiment: Experiment) -> turns.Worker:
+    return pytorch_steps(experiment, "cpu" if on_cpu() else "cuda", compiled=True)
+
+
+WORKERS = {"jaxlm": jaxlm_worker, "pytorch-compiled": pytorch_worker}
+
+
+def flops(experiment: Experiment) -> dict[str, int]:
+    """FLOPs of one step: `napkin`, 6 × matmul parameters × tokens, and `model`, counted, attention whole."""
+    import jax
+
+    from jaxlm.costs.count import count
+    from jaxlm.models import tree
+    from jaxlm.training.step import make_steps
+
+    model, training = experiment.model, experiment.training
+    steps = make_steps(model, training.model_copy(update={"remat": "none"}), experiment.optimizer)
+    row = jax.ShapeDtypeStruct((training.batch, training.sequence), "int32")
+    batch = {name: row for name in ("tokens", "targets", "segments", "positions")}
+
+    matrices = {path: d.shape for path, d in tree.paths(tree.dimensions(tree.abstract(model)[1])).items() if d.inputs}
+    lookups = {"positions"} if model.tied_embeddings else {"positions", "embedding"}
+    multiplied = sum(math.prod(shape) for path, shape in matrices.items() if path not in lookups)
+    return {
+        "napkin": 6 * multiplied * training.batch * training.sequence,
+        "model": count(steps.train, jax.eval_shape(steps.init), batch).matmul_flops,
+    }
+
+
+def compare(path: Path, experiment: Experiment, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the results file holds of one model."""
+    from jaxlm.models.tree import parameter_count
+
+    model, training = experiment.model, experiment.training
+    command = [sys.executable, __file__, "--models", str(path), *arguments.overrides, "--worker"]
+    commands = {"jaxlm": [*command, "jaxlm"]}
+    absent = "--without-torch" if arguments.without_torch else "torch is not installed"
+    if not arguments.without_torch and importlib.util.find_spec("torch"):
+        commands["pytorch-compiled"], absent = [*command, "pytorch-compiled"], None
+    worked = turns.take_turns(commands, arguments.steps, arguments.blocks)
+    device = next((done.facts["device"] for done in worked.values() if not done.failed), None)
+    counted, peak = flops(experiment), peak_flops(device, training.dtype)
+
+    def row(done: turns.Worked) -> dict[str, Any]:
+        if done.failed:
+            return {"failed": done.failed}
+        tokens, beside = training.batch * training.sequence, worked["jaxlm"]
+        figures = turns.row(done.step_s, tokens, None if beside.failed else beside.step_s)
+        first, _, third = statistics.quantiles(done.step_s, method="inclusive")
+        mfu = counted["model"] / figures["median_step_s"] / peak if peak else None
+        return {"mfu": mfu, "quartiles_step_s": [first, third], **done.facts, **figures}
+
+    return {
+        "device": device,
+        "config": path.name,
+        "parameters": parameter_count(model),
+        **training.model_dump(include={"batch", "sequence", "dtype", "remat", "scan_layers"}, mode="json"),
+        "steps_per_block": arguments.steps,
+        "flops": counted,
+        "peak_flops": peak,
+        **{name: row(done) for name, done in worked.items()},
+        **({"pytorch-compiled": {"left_out": absent}} if absent else {}),
+    }
+
+
+def peak_flops(device: str | None, dtype: str) -> float | None:
+    """FLOP/s of the chip that is called so; None where nobody publishes it, as of a CPU."""
+    try:
+        return hardware.find(results.chip(device)).peak(dtype) if device else None
+    except InputError:
+        return None
+
+
+def find(model: str) -> Path:
+    """The TOML file of a model."""
+    named = [folder / f"{model}.toml" for folder in FOLDERS]
+    for path in (Path(model), *named):
+        if path.is_file():
+            return path
+    raise InputError(f"there is no model {model}: it is no file, and in neither configs/models nor benchmarks")
+
+
+def show(name: str, described: dict[str, Any]) -> None:
+    print(f"{name}, {described['batch']} × {described['sequence']} tokens on {described['device'] or 'no device'}")
+    for worker in WORKERS:
+        row = described[worker]
+        if "median_step_s" not in row:
+            print(f"  {worker}: {row}")
+            continue
+        print("  " + turns.describe(worker, row))
+        mfu, memory = row["mfu"], row["peak_memory_bytes"]
+        low, high = (1e3 * seconds for seconds in row["quartiles_step_s"])
+        print(
+            f"    half of the blocks within {low:.1f} to {high:.1f} ms; "
+            f"MFU {f'{mfu:.1%}' if mfu else 'unknown'}; peak {f'{memory / 1e9:.1f} GB' if memory else 'unknown'}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="for every model")
+    parser.add_argument("--models", default=MODELS, help=f"separated by commas ({MODELS})")
+    parser.add_argument("--batch", help="training.batch, by default as the model's file says")
+    parser.add_argument("--sequence", help="training.sequence, likewise")
+    parser.add_argument("--remat", help="training.remat of jaxlm, such as none or full")
+    parser.add_argument("--blocks", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=10, help="in each block")
+    parser.add_argument("--without-torch", action="store_true", help="time jaxlm alone")
+    parser.add_argument("--out", type=Path, default=results.FOLDER, help="folder of the results")
+    parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    for key in ("batch", "sequence", "remat"):
+        if (value := getattr(arguments, key)) is not None:
+            arguments.overrides.append(f"training.{key}={value}")
+
+    # One GPU, for the workers: this process itself starts no backend.
+    os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu")
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    try:
+        paths = {path.stem: path for path in map(find, arguments.models.split(","))}
+        experiments = {name: configuration.load(path, arguments.overrides) for name, path in paths.items()}
+    except InputError as error:
+        parser.error(str(error))
+    if arguments.worker:
+        (experiment,) = experiments.values()
+        return turns.answer(lambda: WORKERS[arguments.worker](experiment))
+
+    described, chip = {}, None
+    for name, experiment in experiments.items():
+        described[name] = compare(paths[name], experiment, arguments)
+        show(name, described[name])
+        device = described[name]["device"]
+        chip = results.chip(device) if device else chip
+        if chip:  # after each model, so that an end of the machine's time loses one of them only
+            written = results.write("train_gpu", chip, {"models": described}, arguments.out)
+    if chip is None:
+        raise SystemExit("nothing ran: no results are written")
+    print(written)
+
+
+if __name__ == "__main__":
+    main()

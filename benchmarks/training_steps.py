@@ -1,0 +1,101 @@
+"""Training steps of jaxlm and of PyTorch on random tokens, for `turns`: the same model, loss, clipping and AdamW."""
+
+from typing import TYPE_CHECKING, Any
+
+from turns import Worker
+
+if TYPE_CHECKING:
+    from jaxlm.config import Experiment
+
+
+def jaxlm_steps(experiment: "Experiment") -> Worker:
+    """The steps of `jaxlm train`, on the mesh that it makes."""
+    import jax
+    import numpy as np
+
+    from jaxlm import sharding
+    from jaxlm.cli.devices import make_mesh
+    from jaxlm.training.step import jit_steps, make_steps
+
+    training, draw = experiment.training, np.random.default_rng(0)
+    shape = training.batch, training.sequence
+    mesh = make_mesh(experiment)
+    with jax.set_mesh(mesh):
+        compiled = jit_steps(make_steps(experiment.model, training, experiment.optimizer), mesh)
+        state = compiled.init()
+    positions = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
+
+    def batch():
+        tokens, targets = draw.integers(0, experiment.model.vocabulary, (2, *shape), dtype=np.int32)
+        host = {"tokens": tokens, "targets": targets, "segments": np.ones(shape, np.int32), "positions": positions}
+        return sharding.put_batch(host, mesh)
+
+    def run(n: int) -> None:
+        nonlocal state
+        with jax.set_mesh(mesh):
+            for _ in range(n):
+                state, metrics = compiled.train(state, batch())
+            jax.block_until_ready(metrics)
+
+    def facts() -> dict[str, Any]:
+        """Where it ran, and the most bytes of one device: held by the allocator, and as XLA planned the step."""
+        device = mesh.devices.flat[0]
+        with jax.set_mesh(mesh):  # the program that ran: nothing is compiled again
+            planned = compiled.train.lower(state, batch()).compile().memory_analysis()
+        return {
+            "device": device.device_kind,
+            "peak_memory_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
+            "compiled_peak_memory_bytes": planned and planned.peak_memory_in_bytes,
+        }
+
+    return Worker(run, facts)
+
+
+def pytorch_steps(experiment: "Experiment", device: str = "cpu", compiled: bool = False) -> Worker:
+    """The same in plain PyTorch: parameters in float32, products under autocast where `training.dtype` is narrower,
+    and on a GPU its fused AdamW.
+
+    Raises ValueError where it would not be the same.
+    """
+    import torch
+    from pytorch_model import Transformer
+    from torch import nn
+
+    model, training, optimizer = experiment.model, experiment.training, experiment.optimizer
+    if training.dropout or training.microbatches > 1 or optimizer.kind != "adamw":
+        raise ValueError("the PyTorch step has no dropout, no microbatches and AdamW only")
+    on_gpu = device == "cuda"
+    torch.manual_seed(0)
+    net = Transformer(model).to(device)
+    forward = torch.compile(net) if compiled else net
+    adamw = torch.optim.AdamW(
+        net.parameters(),
+        lr=optimizer.learning_rate,
+        betas=(optimizer.beta1, optimizer.beta2),
+        weight_decay=optimizer.weight_decay,
+        fused=on_gpu or None,
+    )
+    dtype = getattr(torch, training.dtype)
+    autocast = torch.autocast(device, dtype, enabled=dtype != torch.float32)
+    shape = 2, training.batch, training.sequence
+
+    def run(n: int) -> None:
+        for _ in range(n):
+            # From pinned memory the copy does not wait for the step before.
+            both = torch.randint(0, model.vocabulary, shape, pin_memory=on_gpu).to(device, non_blocking=True)
+            with autocast:
+                loss = forward(*both)
+            adamw.zero_grad(set_to_none=True)
+            loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), optimizer.clip_norm)
+            adamw.step()
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    def facts() -> dict[str, Any]:
+        return {
+            "device": torch.cuda.get_device_name() if on_gpu else device,
+            "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+        }
+
+    return Worker(run, facts)

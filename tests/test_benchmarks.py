@@ -1,0 +1,156 @@
+"""What the benchmarks compare is the same work, and a GPU's runs from end to end without one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from jaxlm import config
+from jaxlm.models import tree
+from jaxlm.training.step import make_steps
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+CONFIG = """
+[model]
+vocabulary = 300
+context = 32
+layers = 2
+width = 32
+norm = {kind = "rms"}
+position = {kind = "rotary"}
+attention = {heads = 4, kv_heads = 2}
+feed_forward = {hidden = 64, activation = "silu", gated = true}
+[training]
+batch = 4
+dtype = "float32"
+"""
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch):
+    """Its files import one another by name."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def to_pytorch(model, parameters) -> dict:
+    """jaxlm's parameters under the names and in the layouts of the PyTorch model."""
+    names = {"embedding": "tokens", "positions": "positions", "unembedding": "unembedding"}
+    found = {f"{name}.weight": parameters[key] for key, name in names.items() if key in parameters}
+    if "unembedding" in parameters:
+        found["unembedding.weight"] = parameters["unembedding"].T
+
+    def add_norm(name, norm):
+        found.update({f"{name}.{'weight' if key == 'scale' else key}": x for key, x in norm.items()})
+
+    add_norm("norm", parameters["final_norm"])
+    for i in range(model.layers):
+        block = jax.tree.map(lambda x, i=i: x[i], parameters["layers"])
+        attention, feed_forward, prefix = block["attention"], block["feed_forward"], f"blocks.{i}"
+        add_norm(f"{prefix}.norms.0", block["attention_norm"])
+        add_norm(f"{prefix}.norms.1", block["feed_forward_norm"])
+        qkv = [attention[name].reshape(model.width, -1).T for name in ("query", "key", "value")]
+        found[f"{prefix}.qkv.weight"] = np.concatenate(qkv)
+        found[f"{prefix}.out.weight"] = attention["output"].reshape(-1, model.width).T
+        if "query_bias" in attention:
+            biases = [attention[f"{name}_bias"].reshape(-1) for name in ("query", "key", "value")]
+            found[f"{prefix}.qkv.bias"] = np.concatenate(biases)
+            found[f"{prefix}.out.bias"] = attention["output_bias"]
+        for name in ("gate", "up", "down"):
+            if name in feed_forward:
+                found[f"{prefix}.{name}.weight"] = feed_forward[name].T
+            if f"{name}_bias" in feed_forward:
+                found[f"{prefix}.{name}.bias"] = feed_forward[f"{name}_bias"]
+    return found
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_the_pytorch_model_is_the_same_model(family):
+    torch = pytest.importorskip("torch")
+    from pytorch_model import Transformer
+
+    model = tiny.model(tiny.FAMILIES[family])
+    draw = np.random.default_rng(0)
+    _, abstract = tree.abstract(model)
+    parameters = jax.tree.map(lambda s: draw.normal(0, 0.2, s.shape).astype(np.float32), tree.shapes(abstract))
+    batch = tiny.batch(rows=2)
+    batch["segments"] = np.ones_like(batch["segments"])
+    batch["positions"] = np.tile(np.arange(tiny.CONTEXT, dtype=np.int32), (2, 1))
+    steps = make_steps(model, tiny.training(batch=2), tiny.optimization())
+    total, targets = jax.jit(steps.evaluate)(parameters, batch)
+
+    net = Transformer(model)
+    weights = {name: torch.from_numpy(np.array(x)) for name, x in to_pytorch(model, parameters).items()}
+    net.load_state_dict(weights)
+    assert sum(p.numel() for p in net.parameters()) == tree.parameter_count(model)
+    loss = net(*(torch.from_numpy(batch[name]).long() for name in ("tokens", "targets")))
+    np.testing.assert_allclose(loss.item(), total / targets, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2-355m", "llama3.2_1b"])
+def test_flops_are_those_of_the_formula(name):
+    """Both rungs: 6 × matmul parameters × tokens, and with it 12 · L · T · N · H per token for attention, whole."""
+    import train_gpu
+
+    experiment = config.load(train_gpu.find(name))
+    model, training = experiment.model, experiment.training
+    heads = model.attention.heads * model.attention.head_width
+    attention = 12 * model.layers * training.batch * training.sequence**2 * heads
+    flops = train_gpu.flops(experiment)
+    assert flops["model"] == flops["napkin"] + attention
+    again = experiment.model_copy(update={"training": training.model_copy(update={"remat": "full"})})
+    assert train_gpu.flops(again) == flops
+
+
+def test_an_h200_has_its_peak():
+    import train_gpu
+
+    assert train_gpu.peak_flops("NVIDIA H200", "bfloat16") == 989.4e12
+    assert train_gpu.peak_flops("cpu", "bfloat16") is None
+
+
+def compare(tmp_path, *options) -> dict:
+    """What the results file of a training benchmark on this CPU holds of one tiny model."""
+    (tmp_path / "tiny.toml").write_text(CONFIG)
+    command = [sys.executable, str(BENCHMARKS / "train_gpu.py"), "--models", str(tmp_path / "tiny.toml")]
+    command += ["--blocks", "2", "--steps", "2", "--out", str(tmp_path), "mesh.fsdp=1", *options]
+    subprocess.run(command, check=True, timeout=300)
+    (written,) = tmp_path.glob("*/train_gpu.json")
+    return json.loads(written.read_text())["models"]["tiny"]
+
+
+def test_jaxlm_alone(tmp_path):
+    row = compare(tmp_path, "--without-torch", "--batch", "2", "--remat", "full")
+    assert (row["batch"], row["remat"]) == (2, "full")
+    assert len(row["jaxlm"]["blocks_step_s"]) == 2 and row["jaxlm"]["compiled_peak_memory_bytes"] > 0
+    assert row["pytorch-compiled"] == {"left_out": "--without-torch"}
+
+
+@pytest.mark.slow
+def test_beside_pytorch(tmp_path):
+    pytest.importorskip("torch")
+    row = compare(tmp_path)
+    assert row["pytorch-compiled"]["median_step_s"] > 0 and row["pytorch-compiled"]["jaxlm_over_this"] > 0
+
+
+def test_a_worker_that_fails_is_left_out():
+    import turns
+
+    start = "import os, turns; turns.answer(lambda: turns.Worker("
+    commands = {
+        "good": start + "lambda n: None, lambda: {'device': 'cpu'}))",
+        "refusing": start + "lambda n: 1 / 0, dict))",
+        "killed": start + "lambda n: os._exit(9), dict))",
+    }
+    into = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n"
+    worked = turns.take_turns({name: [sys.executable, "-c", into + code] for name, code in commands.items()}, 2, 3)
+    assert {name: done.failed for name, done in worked.items()} == {
+        "good": None,
+        "refusing": "ZeroDivisionError: division by zero",
+        "killed": "ended with status 9",
+    }
+    assert len(worked["good"].step_s) == 3 and worked["good"].facts == {"device": "cpu"}

@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from jaxlm.costs import hardware
+
 FOLDER = Path(__file__).parent / "results"
 _PACKAGES = (
     "jaxlm",
@@ -23,17 +25,6 @@ _PACKAGES = (
     "triton",
     "numpy",
 )
-# What drivers call the chips of `jaxlm.costs.hardware`.
-_CATALOG = {
-    "NVIDIA A100-SXM4-80GB": "a100-sxm4-80g",
-    "NVIDIA H100 80GB HBM3": "h100-sxm5",
-    "NVIDIA H200": "h200-sxm",
-    "NVIDIA B200": "b200-hgx",
-    "NVIDIA L40S": "l40s",
-    "NVIDIA A10G": "a10g",
-    "NVIDIA GeForce RTX 4090": "rtx4090",
-    "NVIDIA GeForce RTX 5090": "rtx5090",
-}
 
 
 def write(benchmark: str, chip: str, results: dict[str, Any], folder: Path = FOLDER) -> Path:
@@ -62,7 +53,10 @@ def write(benchmark: str, chip: str, results: dict[str, Any], folder: Path = FOL
 
 def chip(device_kind: str) -> str:
     """The chip that JAX and PyTorch call so: its id in the catalog, where it has one."""
-    return cpu() if device_kind == "cpu" else _CATALOG.get(device_kind, device_kind)
+    if device_kind == "cpu":
+        return cpu()
+    known = hardware.of_kind(device_kind)
+    return known.id if known else device_kind
 
 
 def cpu() -> str:

@@ -87,10 +87,15 @@ def of_devices(kind: str, platform: str, count: int) -> Target:
     machine. Raises InputError for devices that are not in the catalog, and on a machine that is not calibrated."""
     if platform == "cpu":
         return Target(find(HOST).model_copy(update={"devices_per_chip": count}), (1, 1))
-    for chip in catalog().values():
-        if kind in chip.device_kinds:
-            return Target.parse(f"{chip.id}:{count // chip.devices_per_chip}")
-    raise InputError(f"devices of the kind {kind!r} are not in the catalog")
+    chip = of_kind(kind)
+    if chip is None:
+        raise InputError(f"devices of the kind {kind!r} are not in the catalog")
+    return Target.parse(f"{chip.id}:{count // chip.devices_per_chip}")
+
+
+def of_kind(kind: str) -> Chip | None:
+    """The chip of the catalog whose devices JAX calls so; None where there is none."""
+    return next((chip for chip in catalog().values() if kind in chip.device_kinds), None)
 
 
 def _example(chip: Chip) -> str:

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from jaxlm.costs.chips import DTYPES, Chip, Link, canonical_dtype
-from jaxlm.costs.hardware import Target, catalog, find
+from jaxlm.costs.hardware import Target, catalog, find, of_devices
 from jaxlm.errors import InputError
 
 CHIPS = list(catalog().values())
@@ -258,3 +258,22 @@ def test_slices_fill_a_pod_and_no_more(chip):
 def test_the_rate_of_all_links_is_their_sum():
     link = Link(kind="wire", topology="mesh", links=7, link_bytes_per_s=2e9)
     assert link.bytes_per_s == 14e9 and link.wraps((4, 4)) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform", "count", "target"),
+    [
+        ("NVIDIA H200", "gpu", 8, "h200-sxm:8"),
+        ("TPU v5 lite", "tpu", 16, "tpu-v5e:4x4"),
+        ("TPU7x", "tpu", 8, "tpu-v7x:2x2x1"),
+    ],
+)
+def test_devices_that_are_here_are_a_target(kind, platform, count, target):
+    assert str(of_devices(kind, platform, count)) == target
+
+
+def test_every_kind_of_device_is_one_chip():
+    kinds = [kind for chip in catalog().values() for kind in chip.device_kinds]
+    assert len(kinds) == len(set(kinds))
+    with pytest.raises(InputError, match="'Abacus' are not in the catalog"):
+        of_devices("Abacus", "gpu", 1)

@@ -1,5 +1,6 @@
 """The four FLOP figures of a step over the whole job: napkin, model, model_causal, executed."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from jaxlm.costs import operations
@@ -24,8 +25,6 @@ class Flops(NamedTuple):
 
 def flops(work: Workload) -> Flops:
     """Of a step, exactly."""
-    from dataclasses import replace
-
     whole = replace(work, mesh=MeshShape())
     each = {"napkin": (6 if work.kind == "train" else 2) * operations.matmul_parameters(work.model) * work.tokens}
     if work.kind == "prefill":  # only the last token of each prompt is unembedded

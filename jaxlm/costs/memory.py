@@ -5,10 +5,6 @@ from typing import NamedTuple
 
 from jaxlm.costs import operations
 from jaxlm.costs.workload import Workload
-from jaxlm.models.tree import Dimensions
-
-# What one device holds of a parameter's optimizer state, in numbers per number of the parameter.
-_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
 
 
 class Memory(NamedTuple):
@@ -42,7 +38,7 @@ def memory(work: Workload) -> Memory:
         cache = kv_cache(work)
         return Memory(working + _gathered(work), 0, 0, _layer(work), _logits(work), cache)
     summed = 4 * total if work.microbatches > 1 else 0
-    state = 4 * sum(state_numbers(work, path, d) for path, d in leaves.items())
+    state = 4 * sum(operations.state_numbers(work, d) for d in leaves.values())
     return Memory(
         parameters=4 * total + working + _gathered(work),
         gradients=total * width + summed,
@@ -51,20 +47,6 @@ def memory(work: Workload) -> Memory:
         logits=_logits(work),
         kv_cache=0,
     )
-
-
-def state_numbers(work: Workload, path: str, d: Dimensions) -> int:
-    """Float32 numbers of optimizer state that one device holds for a parameter."""
-    whole = work.stored(d.axes, d.shape)
-    if work.optimizer == "muon":
-        return whole if d.projection else 2 * whole
-    if work.optimizer == "adafactor":
-        if not d.inputs:
-            return whole
-        # One number per row and one per column, replicated: its state has another shape than the parameter.
-        stack = math.prod(d.shape[i] for i in d.stack)
-        return stack * sum(math.prod(d.shape[i] for i in side) for side in (d.inputs, d.outputs))
-    return _MOMENTS[work.optimizer] * whole
 
 
 def kv_cache(work: Workload) -> int:

@@ -130,6 +130,8 @@ _MOVED = Pass(0, 0, 2), Pass(0, 0, 2)
 _BESIDE = Pass(0, 0, 2), Pass(0, 0, 2)  # their FLOPs are in those of the softmax and the activation
 _LOOKUP = Pass(0, 0, 2), Pass(1, 0, 3)
 _OPTIMIZER_FLOPS = 28
+# Numbers of optimizer state per number of a parameter.
+_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
 
 
 def _activation(model: ModelConfig) -> tuple[Pass, Pass]:
@@ -210,10 +212,8 @@ def _runs_again(work: Workload, scope: str) -> bool:
 
 def _optimizer(work: Workload) -> Iterator[Operation]:
     """Reads of gradient, parameter and state, writes of the last two; with Muon the products of its iterations."""
-    from jaxlm.costs.memory import state_numbers
-
     stored = {path: work.stored(d.axes, d.shape) for path, d in parameters(work.model).items()}
-    state = sum(state_numbers(work, path, d) for path, d in parameters(work.model).items())
+    state = sum(state_numbers(work, d) for d in parameters(work.model).values())
     total = sum(stored.values())
     moved = 4 * (3 * total + 2 * state + (2 * total if work.average else 0))
     yield Operation("optimizer", "optimizer", 1, None, moved, 2 * moved, total * _OPTIMIZER_FLOPS)
@@ -232,3 +232,17 @@ def _optimizer(work: Workload) -> Iterator[Operation]:
         ):
             moved = 4 * matrices * (product.m * product.k + product.k * product.n + product.m * product.n)
             yield Operation(f"optimizer/{path}", "optimizer", work.muon_iterations, product, moved, moved)
+
+
+def state_numbers(work: Workload, d: tree.Dimensions) -> int:
+    """Float32 numbers of optimizer state that one device holds for a parameter."""
+    whole = work.stored(d.axes, d.shape)
+    if work.optimizer == "muon":
+        return whole if d.projection else 2 * whole
+    if work.optimizer == "adafactor":
+        if not d.inputs:
+            return whole
+        # One number per row and one per column, replicated: its state has another shape than the parameter.
+        stack = math.prod(d.shape[i] for i in d.stack)
+        return stack * sum(math.prod(d.shape[i] for i in side) for side in (d.inputs, d.outputs))
+    return _MOMENTS[work.optimizer] * whole

@@ -8,6 +8,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from jaxlm.cli.tables import print_table
+
 if TYPE_CHECKING:
     from jaxlm.costs.chips import Chip
 
@@ -100,7 +102,7 @@ def _print_table(chips: list["Chip"]) -> None:
             _scaled(chip.watts, 1.0),
             "–" if chip.usd_per_hour is None else _shown("usd_per_hour", chip.usd_per_hour),
         )
-    _print(table)
+    print_table(table)
 
 
 def _print_chip(chip: "Chip") -> None:
@@ -111,7 +113,7 @@ def _print_chip(chip: "Chip") -> None:
     for figure, value in chip.figures().items():
         table.add_row(figure, _shown(figure, value), chip.source(figure) or "")
     print(f"{chip.id}: {chip.name}, {chip.vendor}")
-    _print(table)
+    print_table(table)
     if chip.notes:
         print(chip.notes)
 
@@ -120,15 +122,6 @@ def _table(box: Any) -> Any:
     from rich.table import Table
 
     return Table(box=box, show_edge=False, pad_edge=False)
-
-
-def _print(table: Any) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 200  # nothing is cut off in a file or a pipe
-    console.print(table)
 
 
 def _scaled(value: float | None, unit: float) -> str:

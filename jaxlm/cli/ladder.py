@@ -3,6 +3,8 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
+from jaxlm.cli.tables import or_dash, seconds
+
 if TYPE_CHECKING:
     from jaxlm.training.ladder import Counted
 
@@ -12,8 +14,6 @@ _SMALL = 0.01
 
 def say_counted(counted: "Counted") -> str:
     """One line, before the first step."""
-    from jaxlm.cli.plan import seconds
-
     said = f"counted: {counted.flops.model:.3g} model FLOPs a step, {_bytes(counted.memory.total)} on each device"
     if counted.time is None:
         return said
@@ -26,23 +26,21 @@ def show(rungs: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from jaxlm.cli.plan import seconds
-
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
     names = ("napkin", "counted", "measured")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_row("FLOPs of a step", *(_or_dash(rungs[name]["flops"], "{:.4g}".format) for name in names))
+    table.add_row("FLOPs of a step", *(or_dash(rungs[name]["flops"], "{:.4g}".format) for name in names))
     bracket = rungs["counted"]["step_s"]
     table.add_row(
         "step",
-        _or_dash(rungs["napkin"]["step_s"], seconds),
-        _or_dash(bracket, lambda ends: " to ".join(map(seconds, ends))),
+        or_dash(rungs["napkin"]["step_s"], seconds),
+        or_dash(bracket, lambda ends: " to ".join(map(seconds, ends))),
         seconds(rungs["measured"]["step_s"]),
     )
-    table.add_row("memory", *(_or_dash(rungs[name]["memory_bytes"], _bytes) for name in names))
-    table.add_row("MFU", "", "", _or_dash(rungs["measured"]["mfu"], "{:.1%}".format))
+    table.add_row("memory", *(or_dash(rungs[name]["memory_bytes"], _bytes) for name in names))
+    table.add_row("MFU", "", "", or_dash(rungs["measured"]["mfu"], "{:.1%}".format))
     console = Console(file=sys.stderr, highlight=False)
     console.print(table)
     step_s, gap = rungs["measured"]["step_s"], rungs["gap"]
@@ -55,10 +53,6 @@ def show(rungs: dict[str, Any]) -> None:
         console.print(f"from the napkin's step to the measured one: {', '.join(causes)}")
     if rungs["inside"] is False:
         console.print("the measured step lies outside of what was counted")
-
-
-def _or_dash(value: Any, shown: Any) -> str:
-    return "–" if value is None else shown(value)
 
 
 def _bytes(size: int) -> str:

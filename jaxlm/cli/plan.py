@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxlm.cli.tables import or_dash, print_table, seconds
 from jaxlm.errors import InputError
 
 if TYPE_CHECKING:
@@ -168,8 +169,8 @@ def _show_many(plans: list["Plan"], as_json: bool) -> None:
             seconds(plan.time.expected),
             f"{plan.tokens_per_s:,.0f}",
             f"{plan.mfu:.0%}",
-            _or_dash(plan.usd_per_million_tokens, ".3g"),
-            _or_dash(plan.joules_per_token, ".3g"),
+            or_dash(plan.usd_per_million_tokens, "{:.3g}".format),
+            or_dash(plan.joules_per_token, "{:.3g}".format),
         )
     print_table(table)
 
@@ -205,8 +206,8 @@ def _show(plan: "Plan") -> None:
     )
     table.add_row(
         "price",
-        f"{_or_dash(plan.usd_per_million_tokens, '.3g')} $ per million tokens, "
-        f"{_or_dash(plan.joules_per_token, '.3g')} J per token",
+        f"{or_dash(plan.usd_per_million_tokens, '{:.3g}'.format)} $ per million tokens, "
+        f"{or_dash(plan.joules_per_token, '{:.3g}'.format)} J per token",
     )
     if work.kind == "train" and work.steps > 1:
         paid = "" if plan.usd_per_run is None else f", {plan.usd_per_run:,.2f} $"
@@ -220,24 +221,3 @@ def _show(plan: "Plan") -> None:
         said = "at no batch: the caches outgrow the FLOPs" if batch is None else f"from a batch of {batch:,}"
         table.add_row("bound by compute", said)
     print_table(table)
-
-
-def seconds(value: float) -> str:
-    """With the prefix that leaves one to three digits before the point."""
-    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if value >= factor:
-            return f"{value / factor:.3g} {unit}"
-    return f"{value / 1e-9:.3g} ns"
-
-
-def _or_dash(value: float | None, shape: str) -> str:
-    return "–" if value is None else format(value, shape)
-
-
-def print_table(table: Any) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200  # a file has no width of its own
-    console.print(table)

@@ -3,13 +3,14 @@
 import json
 from typing import TYPE_CHECKING, Any
 
+from jaxlm.cli.tables import print_table
+
 if TYPE_CHECKING:
     from jaxlm.costs.published import Row
 
 
 def show(as_json: bool) -> None:
     """Count every published figure and print the table, or one JSON object."""
-    from jaxlm.cli.plan import print_table
     from jaxlm.costs.published import check, inside_bracket, median_errors
 
     rows = check()

@@ -16,6 +16,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxlm.errors import InputError
+
 MESH_AXES = ("data", "fsdp", "tensor")
 
 Table = Mapping[str, str | tuple[str, ...] | None]
@@ -53,20 +55,20 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence |
     Where the devices lie in several slices, each a fast network of its own, `data` and then `fsdp` go over the slow
     network between them. Warns where an axis of the mesh shares links of the torus with another.
 
-    Raises ValueError where there are fewer devices than that, or where data × fsdp does not divide over the slices.
+    Raises InputError where there are fewer devices than that, or where data × fsdp does not divide over the slices.
     """
     devices = jax.devices() if devices is None else list(devices)
     shape = data, fsdp, tensor
     size = math.prod(shape)
     if size > len(devices):
-        raise ValueError(f"a mesh of {data} × {fsdp} × {tensor} needs {size} devices; {len(devices)} are here")
+        raise InputError(f"a mesh of {data} × {fsdp} × {tensor} needs {size} devices; {len(devices)} are here")
     if size < len(devices):  # in their order: a part of a topology need not be one
         return _mesh(np.array(devices[:size]).reshape(shape))
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     between = math.gcd(data, slices)
     outer = between, math.gcd(fsdp, slices // between), 1
     if math.prod(outer) != slices:
-        raise ValueError(
+        raise InputError(
             f"the devices lie in {slices} slices, over which data × fsdp = {data} × {fsdp} does not divide: the slow "
             "network between slices carries these two axes alone"
         )
@@ -98,8 +100,7 @@ def partition(
     manual = getattr(mesh, "manual_axes", ())  # of a shard_map around this: arrays are parts along them already
     entries = []
     for name, size in zip(axes, shape, strict=True):
-        target = table[name] if name is not None else None
-        names = (target,) if isinstance(target, str) else (target or ())
+        target, names = table[name] if name is not None else None, _mesh_axes(name, table)
         if manual:
             target = names = tuple(axis for axis in names if axis not in manual)
         parts = math.prod(mesh.shape[axis] for axis in names)
@@ -146,9 +147,9 @@ def is_parted(axis: str) -> bool:
     return not mesh.empty and any(mesh.shape[name] > 1 for name in _mesh_axes(axis))
 
 
-def _mesh_axes(axis: str | None) -> tuple[str, ...]:
+def _mesh_axes(axis: str | None, table: Table = TABLE) -> tuple[str, ...]:
     """What the table says of a logical axis."""
-    target = None if axis is None else TABLE[axis]
+    target = None if axis is None else table[axis]
     return (target,) if isinstance(target, str) else (target or ())
 
 

@@ -1,4 +1,4 @@
-"""Count what a step costs on chips that need not be here: FLOPs, memory, time, money and energy, in seconds.
+"""Count what a step costs on chips that need not be here: FLOPs, memory, time, money and energy.
 
 Time is a bracket: everything overlapped and fused below, nothing above; rates and prices are at its geometric middle.
 """

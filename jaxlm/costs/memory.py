@@ -78,8 +78,7 @@ def _gathered(work: Workload) -> int:
 
 def _stream(work: Workload) -> int:
     """Numbers of the residual stream between two blocks on one device."""
-    parts = work.mesh.tensor if work.queries % work.mesh.tensor == 0 else 1
-    return work.rows() * work.queries * work.model.width // parts
+    return work.rows() * work.local("stream", work.queries) * work.model.width
 
 
 def _named(work: Workload) -> dict[str, int]:

@@ -159,7 +159,7 @@ class Around(NamedTuple):
 def _around(work: Workload) -> Iterator[Around]:
     model, rows, queries = work.model, work.rows(), work.queries
     tokens, L = rows * queries, model.layers
-    stream = tokens * model.width // (work.mesh.tensor if queries % work.mesh.tensor == 0 else 1)
+    stream = rows * work.local("stream", queries) * model.width
     scores = tokens * work.sequence * work.local("act_heads", model.attention.heads)
     hidden = tokens * work.local("act_ff", model.feed_forward.hidden)
     yield Around("layers/attention/softmax", L, scores, *_SOFTMAX)
@@ -203,7 +203,7 @@ def _runs_again(work: Workload, scope: str) -> bool:
     if kept == "none" or not scope.startswith("layers/"):
         return False
     kept = () if kept == "full" else kept
-    _, part, name = scope.split("/") if scope.count("/") == 2 else ("", "", scope)
+    part, _, name = scope.removeprefix("layers/").rpartition("/")
     if part == "feed_forward" and name == "down":
         return False
     normalised = part == "attention" and name in ("query", "key") and work.model.attention.qk_norm

@@ -2,29 +2,28 @@
 
 from dataclasses import replace
 
-from jaxlm.costs import operations
 from jaxlm.costs.hardware import Target
+from jaxlm.costs.plan import time
 from jaxlm.costs.workload import Workload
 from jaxlm.errors import InputError
 
+_DOUBLINGS = 21
 
-def critical_batch(work: Workload, target: Target, most: int = 2**20) -> int | None:
-    """The smallest power of two of sequences at which a decoding step computes as long as it reads memory.
 
-    None where no batch does: every sequence brings a cache of its own, whose bytes grow with the batch as FLOPs do
-    (scaling-book, inference).
+def critical_batch(work: Workload, target: Target) -> int | None:
+    """The smallest power of two of sequences for each device that parts them at which a decoding step computes as long
+    as it reads memory, as the whole job's batch.
+
+    None where no batch up to a million does: every sequence brings a cache of its own, whose bytes grow with the batch
+    as FLOPs do (scaling-book, inference). Raises InputError for another workload.
     """
     if work.kind != "decode":
         raise InputError("only decoding has a batch at which it stops being bound by memory")
-    chip = target.chip
-    batch = work.mesh.data * work.mesh.fsdp
-    while batch <= most:
-        ops = operations.step(replace(work, batch=batch))
-        compute = sum(op.times * op.flops for op in ops) / chip.peak(work.dtype)
-        memory = sum(op.times * op.least_bytes for op in ops) / chip.memory_bytes_per_s
-        if compute >= memory:
+    parts = work.mesh.data * work.mesh.fsdp
+    for batch in (parts * 2**n for n in range(_DOUBLINGS)):
+        seconds = time(replace(work, batch=batch), target)
+        if seconds.compute >= seconds.memory:
             return batch
-        batch *= 2
     return None
 
 
@@ -36,6 +35,8 @@ def speculative_speedup(acceptance: float, guesses: int, cost_ratio: float) -> f
       acceptance: probability that a guess is accepted, in [0, 1].
       guesses: tokens guessed before each check, at least 1.
       cost_ratio: time of a step of the draft over one of the model.
+
+    Raises InputError for values outside of these.
     """
     if not 0.0 <= acceptance <= 1.0 or guesses < 1 or cost_ratio < 0.0:
         raise InputError("acceptance lies in [0, 1], guesses are at least 1 and the cost ratio is not negative")

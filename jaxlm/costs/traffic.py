@@ -56,7 +56,7 @@ def _stream(work: Workload) -> list[Collective]:
     sequence does not divide."""
     model, tensor = work.model, ("tensor",)
     whole = work.width_bytes * work.rows() * work.queries * model.width
-    parted = work.queries % work.mesh.tensor == 0
+    parted = work.local("stream", work.queries) < work.queries
     train = work.kind == "train"
     each = work.microbatches if train else 1
     blocks = 2 * model.layers

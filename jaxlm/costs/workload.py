@@ -1,7 +1,7 @@
 """What is to run, and how it lies on the mesh: all that counting needs to know. Imports no JAX."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from jaxlm.models.config import ModelConfig, Remat
@@ -69,10 +69,6 @@ class Workload:
     def queries(self) -> int:
         """Tokens of each sequence that a step reads."""
         return 1 if self.kind == "decode" else self.sequence
-
-    def on(self, **changes: int) -> "Workload":
-        """The same work on another mesh."""
-        return replace(self, mesh=replace(self.mesh, **changes))
 
     def rows(self) -> int:
         """Sequences on one device at once: its part of a microbatch, or all where the mesh does not divide them."""

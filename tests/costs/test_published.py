@@ -7,7 +7,7 @@ import tomllib
 import pytest
 
 from jaxlm.cli import main
-from jaxlm.costs.published import PUBLISHED, check, inside_bracket, median_errors, read
+from jaxlm.costs.published import CHECKOUT, PUBLISHED, check, inside_bracket, median_errors, read
 from jaxlm.errors import InputError
 
 ROWS = check()
@@ -123,3 +123,14 @@ def test_a_file_that_is_not_there_or_not_one_of_cases(tmp_path):
         (tmp_path / "cases.toml").write_text(f"[[case]]\n{case}{change}\npublished = 1.0")
         with pytest.raises(InputError, match=says):
             check(tmp_path / "cases.toml")
+
+
+def test_the_readme_has_the_table_that_is_counted():
+    """So that none of these figures moves unseen, also where a miss has its reason."""
+    readme = (CHECKOUT / "README.md").read_text()
+    for kind, median in median_errors(ROWS).items():
+        counted = [row for row in EXPRESSED if row.case.of == kind]
+        assert f"| {kind} | {len(counted)} | {sum(not row.off for row in counted)} | {median:.1%} |" in readme
+    inside = inside_bracket(ROWS)
+    said = f"{inside['inside']} of {inside['all']} do, none is faster, and {inside['slower']} are slower"
+    assert said in " ".join(readme.split()) and not inside["faster"]

@@ -2,11 +2,14 @@
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from pydantic import TypeAdapter
 
 from jaxlm import sharding
 from jaxlm.models.config import ModelConfig
+from jaxlm.models.positions import visible_in_rows
 from jaxlm.training.config import AnyOptimizer, OptimizerConfig, TrainingConfig
 from jaxlm.training.step import jit_steps, make_steps
 
@@ -101,3 +104,16 @@ def assert_same_numbers(actual, expected, relative: float) -> None:
     chex.assert_trees_all_close(
         jax.tree.map(scaled, actual, expected), jax.tree.map(scaled, expected, expected), rtol=0, atol=relative
     )
+
+
+def full_logits(graph, parameters, tokens):
+    """Logits [T, V] behind each token of one sequence, by one pass over all of it."""
+
+    @jax.jit
+    def run(parameters, tokens):
+        module = nnx.merge(graph, parameters)
+        positions = jnp.arange(tokens.shape[1])[None]
+        hidden, _ = module.hidden(tokens, positions, visible_in_rows(positions))
+        return module.logits(hidden)
+
+    return run(parameters, jnp.asarray(tokens)[None])[0]

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from flax import nnx
 
 from jaxlm import sharding
 from jaxlm.errors import InputError
@@ -15,7 +14,6 @@ from jaxlm.inference.config import Sampling
 from jaxlm.inference.generate import before_stop, generate
 from jaxlm.inference.scoring import Scorer, padded_length, token_logprobs
 from jaxlm.models import tree
-from jaxlm.models.positions import visible_in_rows
 
 families = pytest.mark.parametrize("family", tiny.FAMILIES.values(), ids=tiny.FAMILIES)
 
@@ -32,19 +30,6 @@ def scores(pairs, batch=4, mesh=None, **options):
     return [found[i] for i in range(len(pairs))]
 
 
-def direct(graph, parameters, tokens):
-    """Logits behind each token of one sequence, [T, V]."""
-
-    @jax.jit
-    def logits(parameters, tokens_1T):
-        module = nnx.merge(graph, parameters)
-        positions = jnp.arange(tokens_1T.shape[1])[None]
-        hidden, _ = module.hidden(tokens_1T, positions, visible_in_rows(positions))
-        return module.logits(hidden)
-
-    return logits(parameters, jnp.asarray(tokens)[None])[0]
-
-
 def pairs(count=5, most=40):
     draw = np.random.default_rng(0)
     sizes = [(int(draw.integers(1, most)), int(draw.integers(1, 8))) for _ in range(count)]
@@ -58,7 +43,7 @@ def test_token_logprobs_are_log_softmax_and_argmax(family):
     logprobs, likeliest = jax.jit(lambda *x: token_logprobs(graph, *x))(parameters, tokens, targets)
     chex.assert_type([logprobs, likeliest], [jnp.float32, jnp.bool_])
     for row in range(3):
-        logits = direct(graph, parameters, tokens[row])
+        logits = tiny.full_logits(graph, parameters, tokens[row])
         expected = jax.nn.log_softmax(logits)[jnp.arange(12), targets[row]]
         np.testing.assert_allclose(logprobs[row], expected, atol=1e-5)
         np.testing.assert_array_equal(likeliest[row], jnp.argmax(logits, axis=-1) == targets[row])
@@ -70,7 +55,7 @@ def test_scores_are_sums_over_the_continuation_behind_as_much_context_as_fits():
     graph, model, parameters = parts()
     for (context, continuation), score in zip(asked, scores(asked), strict=True):
         tokens = np.array([*context, *continuation])[-model.context - 1 :]
-        logprobs = jax.nn.log_softmax(direct(graph, parameters, tokens[:-1]))
+        logprobs = jax.nn.log_softmax(tiny.full_logits(graph, parameters, tokens[:-1]))
         expected = np.asarray(logprobs)[np.arange(len(tokens) - 1), tokens[1:]][-len(continuation) :].sum()
         assert score.logprob == pytest.approx(expected, abs=1e-5)
 

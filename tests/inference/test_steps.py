@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from flax import nnx
 
 from jaxlm import sharding
 from jaxlm.errors import InputError
@@ -13,7 +12,6 @@ from jaxlm.inference.cache import cache_shardings, empty_cache
 from jaxlm.inference.config import Sampling
 from jaxlm.inference.generate import generate
 from jaxlm.models import tree
-from jaxlm.models.positions import visible_in_rows
 
 families = pytest.mark.parametrize("family", tiny.FAMILIES.values(), ids=tiny.FAMILIES)
 
@@ -24,19 +22,6 @@ def parts(family, mesh=None):
     return model, graph, tree.init(model, 0, mesh or sharding.make_mesh())
 
 
-def full_logits(graph, parameters, tokens):
-    """Logits at the end of a sequence, by recomputing all of it."""
-
-    @jax.jit
-    def run(parameters, tokens):
-        module = nnx.merge(graph, parameters)
-        positions = jnp.arange(tokens.shape[1])[None]
-        hidden, _ = module.hidden(tokens, positions, visible_in_rows(positions))
-        return module.logits(hidden)
-
-    return run(parameters, jnp.asarray(tokens)[None])[0]
-
-
 @families
 def test_prefill_and_decode_equal_recomputing(family):
     """Prompts of different lengths in one batch, then token by token."""
@@ -45,7 +30,7 @@ def test_prefill_and_decode_equal_recomputing(family):
     tokens = draw.integers(0, tiny.VOCABULARY, (3, 20), dtype=np.int32)
     lengths = np.array([7, 1, 12], np.int32)
     prompts = np.where(np.arange(12)[None] < lengths[:, None], tokens[:, :12], 5)
-    expected = [full_logits(graph, parameters, row) for row in tokens]
+    expected = [tiny.full_logits(graph, parameters, row) for row in tokens]
 
     prefill = jax.jit(lambda p, t, n: steps.prefill(graph, p, t, n, empty_cache(model, 3, 24, jnp.float32)))
     decode = jax.jit(chex.assert_max_traces(lambda p, t, c: steps.decode_step(graph, p, t, c), n=1))
@@ -91,7 +76,7 @@ def test_generation_is_greedy_at_temperature_zero():
     ]
     sequence = list(prompt)
     for token in drawn:
-        assert token == int(np.argmax(full_logits(graph, parameters, sequence)[-1]))
+        assert token == int(np.argmax(tiny.full_logits(graph, parameters, sequence)[-1]))
         sequence.append(token)
 
 

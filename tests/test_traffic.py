@@ -4,7 +4,6 @@ microbatches and layers; the stream the `tensor` axis by gathers and scatters, s
 import platform
 import re
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,8 @@ import tiny
 from jax.experimental import topologies
 
 from jaxlm import sharding
+from jaxlm.costs.hardware import Target
+from jaxlm.lowering import targets
 from jaxlm.training.step import jit_steps, make_steps
 
 COLLECTIVE = re.compile(r"\s(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
@@ -90,8 +91,7 @@ def tpu(monkeypatch):
 
 @pytest.fixture(scope="module")
 def four_h200():
-    chip = (Path(__file__).parent / "h200.txtpb").read_text()
-    return topologies.get_topology_desc(platform="cuda", target_config=chip, topology="1x1x4").devices
+    return targets.devices(Target.parse("h200-sxm:4"))
 
 
 MESHES = [(4, 1, 1), (2, 2, 1), (2, 1, 2)]

@@ -115,7 +115,7 @@ class Chip(Section):
 
     `float32_as` is the type in which XLA multiplies float32 at its default precision: TF32 on NVIDIA's chips since
     Ampere, one bfloat16 pass on a TPU; None is float32 itself. `device_kinds` are what JAX calls its
-    devices. `slices` are the legal ones of a TPU, but for those
+    devices; NVIDIA's have a `compute_capability`. `slices` are the legal ones of a TPU, but for those
     made of whole cubes (`legal_slices`). `sources` names for each source the figures that it backs, with dots;
     "recalled" is no source but memory. `notes` says where sources disagree.
     """
@@ -141,6 +141,7 @@ class Chip(Section):
     devices_per_chip: PositiveInt = 1
     libtpu_name: str | None = None
     device_kinds: tuple[str, ...] = ()
+    compute_capability: str | None = None
     slices: tuple[str, ...] = ()
     notes: str = ""
     sources: dict[str, tuple[str, ...]]
@@ -215,6 +216,7 @@ _NO_FIGURES = (
     "float32_as",
     "libtpu_name",
     "device_kinds",
+    "compute_capability",
     "product_rates",
     "notes",
     "sources",

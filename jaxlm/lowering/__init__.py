@@ -1,0 +1,1 @@
+"""Compile for chips that are not here: memory, collectives and kernels from XLA itself."""

@@ -1,0 +1,146 @@
+"""Devices of chips that are not here, for XLA's own compilers to compile for."""
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from jaxlm import accelerators
+from jaxlm.costs.chips import Chip, show_topology
+from jaxlm.costs.hardware import Target, catalog
+from jaxlm.errors import InputError
+
+if TYPE_CHECKING:
+    import jax
+
+INSTALL = "pip install -e '.[compile]'"
+
+# Threads and float32 units per SM, by compute capability (CUDA C++ Programming Guide, tables of compute capabilities).
+_THREADS = {"8.0": 2048, "8.6": 1536, "8.9": 1536, "9.0": 2048, "10.0": 2048, "10.3": 2048, "12.0": 1536}
+_UNITS = {"8.0": 64}
+_RESERVED = 1024  # bytes of each SM's shared memory that CUDA keeps per block
+
+# libtpu asks for a machine's TPU where these say nothing, and complains when there is none.
+_NO_MACHINE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+}
+
+
+def can_be_compiled_for(chip: Chip) -> bool:
+    """Whether one of XLA's compilers knows this chip, and the catalog all that the compiler must be told."""
+    return chip.kind == "cpu" or chip.libtpu_name is not None or not _unknown(chip)
+
+
+def devices(target: Target) -> list["jax.Device"]:
+    """The devices of these chips, which programs can be compiled for and not run on; this machine's own for "host".
+
+    Raises InputError for chips that no compiler knows, and where its compiler is not installed.
+    """
+    import jax
+    from jax.experimental import topologies
+
+    chip = target.chip
+    if chip.kind == "cpu":
+        return jax.devices("cpu")[: target.devices]
+    if chip.libtpu_name:
+        _require("libtpu", "libtpu")
+        return _described(target, topologies.get_topology_desc, "tpu", **_tpu(target))
+    if missing := _unknown(chip):
+        known = ", ".join(id for id, other in catalog().items() if can_be_compiled_for(other))
+        raise InputError(f"there is no compiler for {chip.id} here ({missing}); there is one for {known}")
+    _require("jax_plugins.xla_cuda13", "jax-cuda13-plugin")
+    return _described(target, topologies.get_topology_desc, "cuda", **_cuda(target))
+
+
+def _described(target: Target, describe: Callable, platform: str, **arguments: str) -> list["jax.Device"]:
+    import jax
+
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else processes wait for one another's lock, and abort
+    if not accelerators.found():
+        for name, value in _NO_MACHINE.items():
+            os.environ.setdefault(name, value)
+    try:
+        found = describe(platform=platform, **arguments).devices
+    except (jax.errors.JaxRuntimeError, NotImplementedError, RuntimeError) as error:
+        raise InputError(f"the compiler for {target} refuses it: {str(error).splitlines()[0]}") from None
+    if len(found) != target.devices:
+        raise InputError(f"the compiler makes {len(found)} devices of {target}, which has {target.devices}")
+    return found
+
+
+def _tpu(target: Target) -> dict[str, str]:
+    """A slice of a TPU. Both cores of a v4 are one device, as on its machines."""
+    megacore = {"chip_config_name": "megacore"} if target.chip.libtpu_name == "v4" else {}
+    return {"topology_name": f"{target.chip.libtpu_name}:{show_topology(target.topology)}", **megacore}
+
+
+def _cuda(target: Target) -> dict[str, str]:
+    """Nodes of GPUs, each described as XLA's `GpuTargetConfigProto`."""
+    nodes, gpus = target.topology
+    return {"topology": f"1x{nodes}x{gpus}", "target_config": gpu_target(target.chip)}
+
+
+def gpu_target(chip: Chip) -> str:
+    """What XLA's CUDA compiler must be told about a GPU, as the text of a `GpuTargetConfigProto`."""
+    major, minor = chip.compute_capability.split(".")
+    accelerated = int(major) >= 9  # instructions of this generation alone, such as wgmma
+    on_chip = chip.on_chip
+    return f"""
+gpu_device_info {{
+  name: "{chip.device_kinds[0]}"
+  device_vendor: "NVIDIA Corporation"
+  platform_version: "Compute Capability {chip.compute_capability}{"a" * accelerated}"
+  cuda_compute_capability {{
+    major: {major} minor: {minor} {"feature_extension: ACCELERATED_FEATURES" * accelerated}
+  }}
+  core_count: {on_chip.cores}
+  fpus_per_core: {_UNITS.get(chip.compute_capability, 128)}
+  clock_rate_ghz: {on_chip.clock_hz / 1e9:g}
+  device_memory_size: {chip.device_memory_bytes}
+  memory_bandwidth: {chip.memory_bytes_per_s:.0f}
+  l2_cache_size: {on_chip.l2_bytes}
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {on_chip.block_scratchpad_bytes}
+  shared_memory_per_core: {on_chip.block_scratchpad_bytes + _RESERVED}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: {_THREADS[chip.compute_capability]}
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  device_address_bits: 64
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{chip.device_kinds[0]}"
+"""
+
+
+def _unknown(chip: Chip) -> str:
+    """What keeps the CUDA compiler from knowing a chip; "" where nothing does."""
+    if chip.compute_capability is None:
+        return "XLA compiles for NVIDIA's GPUs and for TPUs"
+    needed = ("on_chip.cores", "on_chip.clock_hz", "on_chip.block_scratchpad_bytes", "on_chip.l2_bytes")
+    figures = chip.figures()
+    missing = [name for name in (*needed, "device_memory_bytes") if name not in figures]
+    return f"its {', '.join(missing)} are not in the catalog" if missing else ""
+
+
+def _require(module: str, name: str) -> None:
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # not even the package around it
+        found = None
+    if found is None:
+        raise InputError(f"{name} is not installed: {INSTALL}")

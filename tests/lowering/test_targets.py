@@ -1,0 +1,63 @@
+"""Chips that are not here, as XLA's compilers know them."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from jaxlm.costs.hardware import Target, catalog, find
+from jaxlm.errors import InputError
+from jaxlm.lowering import targets
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="the compilers are for Linux on x86-64"
+)
+
+GPUS = ("a100-sxm4-80g", "h100-sxm5", "h200-sxm", "b200-hgx", "l40s", "rtx4090")
+TPUS = ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v7x")
+
+
+def test_these_chips_can_be_compiled_for():
+    assert {id for id, chip in catalog().items() if targets.can_be_compiled_for(chip)} == {*GPUS, *TPUS}
+
+
+@pytest.mark.parametrize("id", TPUS)
+def test_every_slice_of_a_tpu_is_there(id):
+    slices = find(id).legal_slices()
+    for slice in [s for s in slices if max(s) <= 8] + slices[-1:]:
+        target = Target(find(id), slice)
+        devices = targets.devices(target)
+        assert len(devices) == target.devices and {d.device_kind for d in devices} <= set(find(id).device_kinds)
+
+
+@pytest.mark.parametrize("id", GPUS)
+def test_gpus_in_any_number_of_nodes(id):
+    domain = find(id).link.domain or 8
+    for text in (id, f"{id}:{domain}", f"{id}:3x{domain}", f"{id}:{2048}x{domain}"):
+        devices = targets.devices(Target.parse(text))
+        assert len(devices) == Target.parse(text).devices
+        assert {d.device_kind for d in devices} == set(find(id).device_kinds)
+
+
+def test_chips_without_a_compiler_say_which_have_one():
+    with pytest.raises(InputError, match="XLA compiles for NVIDIA's GPUs and for TPUs.*tpu-v5e"):
+        targets.devices(Target.parse("trainium2"))
+    with pytest.raises(InputError, match="device_memory_bytes are not in the catalog.*h200-sxm"):
+        targets.devices(Target.parse("h800-sxm5"))
+
+
+@pytest.mark.parametrize("chips, module", [("tpu-v5e:2x2", "libtpu"), ("h200-sxm", "jax_plugins.xla_cuda13")])
+def test_without_the_compiler_the_line_that_installs_it_is_said(monkeypatch, chips, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(InputError, match=r"is not installed: pip install -e '\.\[compile\]'"):
+        targets.devices(Target.parse(chips))
+
+
+def test_nothing_else_is_said_where_there_is_no_chip():
+    code = (
+        "from jaxlm.costs.hardware import Target; from jaxlm.lowering.targets import devices\n"
+        "print(*(len(devices(Target.parse(on))) for on in ('tpu-v5e:2x2', 'h200-sxm:8')))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (said.stdout, said.stderr) == ("4 8\n", "")

@@ -57,7 +57,7 @@ _MOVEMENT = set(
     """
     approx_top_k broadcast_in_dim clone complex concatenate convert_element_type copy copy_p imag iota new_ref pad
     philox2x32 philox4x32 random_bits random_fold_in random_seed random_split real reduce_precision rev
-    rng_bit_generator rng_uniform select_n sort split threefry2x32 threefry4x32 tile top_k transpose unstack
+    rng_bit_generator rng_uniform select_n sort split stack threefry2x32 threefry4x32 tile top_k transpose unstack
     """.split()
 )
 

@@ -5,18 +5,20 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax.sharding import Mesh, NamedSharding
 
 from jaxlm import sharding
 from jaxlm.models.config import ModelConfig
+from jaxlm.sharding import on_parts
 
-_AXES = ("layers", "batch", "sequence", "act_kv_heads", "act_head_width")
+_AXES = ("layers", "batch", "act_kv_heads", "sequence", "act_head_width")
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["key", "value", "length", "layer"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Keys and values [L, B, S, K, H] of up to S tokens per sequence.
+    """Keys and values [L, B, K, S, H] of up to S tokens per sequence: each head's lie together, as attention reads them.
 
     `length` int32 [B]: tokens each sequence holds, in the slots 0 … length − 1. `layer` int32: the layer that
     `extend` writes next; 0 between forward passes.
@@ -37,27 +39,35 @@ class Cache:
             for stored, new in ((self.key, key_BTKH), (self.value, value_BTKH))
         )
         extended = dataclasses.replace(self, key=key, value=value, layer=self.layer + 1)
-        return extended, *(jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False) for x in (key, value))
+        layer = (jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False) for x in (key, value))
+        return extended, *(rearrange(x_BKSH, "B K S H -> B S K H") for x_BKSH in layer)
 
     def hold(self, length: jax.Array) -> "Cache":
         """The cache after a forward pass, each sequence holding `length` [B] tokens."""
         return dataclasses.replace(self, length=length, layer=jnp.zeros((), jnp.int32))
 
 
-def _write(stored: jax.Array, new: jax.Array, layer: jax.Array, at: jax.Array) -> jax.Array:
-    """One scatter of [B, T, K, H] into [L, B, S, K, H]; no other layer is touched or copied."""
+def _write(stored: jax.Array, new_BTKH: jax.Array, layer: jax.Array, at_B: jax.Array) -> jax.Array:
+    """[B, T, K, H] into [L, B, K, S, H], where each device has what it writes; no other layer is touched or copied."""
+    inputs = (_AXES, _AXES[1:], (), ("batch",))
+    new_BKTH = rearrange(new_BTKH, "B T K H -> B K T H")
+    return on_parts(_write_part, inputs, _AXES)(stored, new_BKTH, layer, at_B)
 
-    def row(stored_LSKH: jax.Array, new_TKH: jax.Array, start: jax.Array) -> jax.Array:
-        zero = jnp.zeros((), jnp.int32)
-        return jax.lax.dynamic_update_slice(stored_LSKH, new_TKH[None], (layer, start, zero, zero))
 
-    return jax.vmap(row, in_axes=(1, 0, 0), out_axes=1)(stored, new, at)
+def _write_part(stored: jax.Array, new_BKTH: jax.Array, layer: jax.Array, at_B: jax.Array) -> jax.Array:
+    """One scatter of B windows [K, T, H]."""
+    row_B = jnp.arange(len(at_B), dtype=at_B.dtype)
+    windows = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(1, 2, 3), inserted_window_dims=(0, 1), scatter_dims_to_operand_dims=(0, 1, 3)
+    )
+    where = jnp.stack([jnp.broadcast_to(layer, at_B.shape), row_B, at_B], axis=1)
+    return jax.lax.scatter(stored, where, new_BKTH, windows, indices_are_sorted=True, unique_indices=True, mode="clip")
 
 
 def empty_cache(model: ModelConfig, batch: int, size: int, dtype: jnp.dtype) -> Cache:
     """Room for `size` tokens of each of `batch` sequences."""
     attention = model.attention
-    shape = (model.layers, batch, size, attention.kv_heads, attention.head_width)
+    shape = (model.layers, batch, attention.kv_heads, size, attention.head_width)
     zeros = sharding.constrain(jnp.zeros(shape, dtype), *_AXES)
     return Cache(zeros, zeros, jnp.zeros(batch, jnp.int32), jnp.zeros((), jnp.int32))
 
@@ -65,7 +75,7 @@ def empty_cache(model: ModelConfig, batch: int, size: int, dtype: jnp.dtype) -> 
 def cache_shardings(model: ModelConfig, batch: int, size: int, mesh: Mesh) -> Cache:
     """How a cache lies on a mesh: sequences over the batch axes, key/value heads over `tensor`."""
     attention = model.attention
-    shape = (model.layers, batch, size, attention.kv_heads, attention.head_width)
+    shape = (model.layers, batch, attention.kv_heads, size, attention.head_width)
     large: NamedSharding = sharding.sharding(_AXES, shape, mesh)
     small = sharding.replicated(mesh)
     return Cache(large, large, sharding.sharding(("batch",), (batch,), mesh), small)

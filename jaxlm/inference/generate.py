@@ -42,7 +42,7 @@ def generate(
     _check(model, prompts, max_tokens)
     longest, batch = max(fill_to, *map(len, prompts)), len(prompts)
     dtype = jax.tree.leaves(parameters)[0].dtype
-    start, step = _programs(graph, model, batch, longest + max_tokens, dtype, mesh, sampling, valid)
+    start, step = programs(graph, model, batch, longest + max_tokens, dtype, mesh, sampling, valid)
 
     padded = np.zeros((batch, longest), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
@@ -58,14 +58,8 @@ def generate(
         yield np.asarray(tokens)
 
 
-def before_stop(text: str, stops: Sequence[str]) -> str:
-    """A text up to the first of these strings in it; all of it where there is none."""
-    found = (text.find(stop) for stop in stops if stop)
-    return text[: min((at for at in found if at >= 0), default=len(text))]
-
-
 @lru_cache(maxsize=8)
-def _programs(
+def programs(
     graph: nnx.GraphDef,
     model: ModelConfig,
     batch: int,
@@ -75,7 +69,12 @@ def _programs(
     sampling: Sampling,
     valid: int | None,
 ) -> tuple[Callable, Callable]:
-    """The compiled steps: prompts to first tokens and a cache of `size` tokens each, and from there one token on."""
+    """The jitted steps (prefill, decode), to be called under `jax.set_mesh`.
+
+    prefill(parameters, tokens [B, T], length [B], key) reads prompts into a cache of `size` tokens each and draws the
+    first tokens [B]; decode(parameters, tokens [B], cache, key) reads these and draws the next ones, and consumes the
+    cache that it was given.
+    """
     lies, rows = cache_shardings(model, batch, size, mesh), sharding.sharding(("batch",), (batch,), mesh)
 
     def first(parameters: Tree, tokens: jax.Array, length: jax.Array, key: jax.Array) -> tuple:
@@ -90,6 +89,12 @@ def _programs(
 
     jit = partial(jax.jit, out_shardings=(rows, lies))
     return jit(first), jit(following, donate_argnums=2)
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """A text up to the first of these strings in it; all of it where there is none."""
+    found = (text.find(stop) for stop in stops if stop)
+    return text[: min((at for at in found if at >= 0), default=len(text))]
 
 
 def _check(model: ModelConfig, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:

@@ -1,0 +1,264 @@
+"""Programs as XLA prints them after it has optimised and scheduled them: computations, their instructions in the order
+in which they run, and where in the source each came from."""
+
+import functools
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxlm.lowering import shapes
+from jaxlm.lowering.shapes import Array, Type
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (.*)$")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_NAME = re.compile(r"%([\w.-]+)")
+_CALLED = re.compile(r"\b(calls|to_apply|body|condition|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.-]+)")
+_METADATA = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_LINE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
+_TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
+_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
+# Packages whose lines say less than the line that called them.
+_THEIRS = re.compile(r"[/\\](?:jax|jaxlib|flax|optax|einops|jax_plugins)[/\\]")
+
+
+@dataclass
+class Instruction:
+    """One line of a computation. `operands` are names; `attributes` the text behind them."""
+
+    name: str
+    type: Type
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+    literal: str = ""  # what stands in the parentheses of a constant or a parameter
+
+    @functools.cached_property
+    def called(self) -> dict[str, tuple[str, ...]]:
+        """Names of computations by the attribute that names them."""
+        return {key: tuple(_NAME.findall(value)) for key, value in _CALLED.findall(self.attributes)}
+
+    @functools.cached_property
+    def op_name(self) -> str:
+        """JAX's name of the operation: a path of scopes, such as "jit(train)/jvp()/while/body/layers/query/dot"."""
+        found = _METADATA.search(self.attributes)
+        return found[1].replace("\\'", "'") if found else ""
+
+    @functools.cached_property
+    def backend_config(self) -> dict[str, Any]:
+        start = self.attributes.find("backend_config={")
+        if start < 0:
+            return {}
+        try:
+            return json.JSONDecoder().raw_decode(self.attributes, start + len("backend_config="))[0]
+        except json.JSONDecodeError:
+            return {}
+
+    def attribute(self, key: str) -> str | None:
+        """The text of an attribute, such as "{1}" of `lhs_contracting_dims`; None where it is not given."""
+        found = re.search(rf'(?:^|[\s,]){key}=("[^"]*"|\{{[^}}]*\}}|[^,\s]+)', self.attributes)
+        return found[1].strip('"') if found else None
+
+    def dimensions(self, key: str) -> tuple[int, ...]:
+        """The numbers of an attribute; none where it is not given."""
+        return tuple(int(n) for n in re.findall(r"\d+", self.attribute(key) or ""))
+
+    @property
+    def arrays(self) -> list[Array]:
+        return shapes.arrays(self.type)
+
+
+@dataclass
+class Computation:
+    """Instructions in the order in which they run, by name."""
+
+    name: str
+    instructions: dict[str, Instruction] = field(default_factory=dict)
+    root: str = ""
+
+    @property
+    def parameters(self) -> list[Instruction]:
+        """In the order of their numbers."""
+        found = [i for i in self.instructions.values() if i.opcode == "parameter"]
+        return sorted(found, key=lambda i: int(i.literal))
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """Who reads an instruction."""
+        users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
+        for instruction in self.instructions.values():
+            for operand in dict.fromkeys(instruction.operands):
+                users[operand].append(instruction)
+        return users
+
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        return [self.instructions[name] for name in instruction.operands]
+
+
+@dataclass
+class Program:
+    """A compiled program: one for all devices of a mesh. `donated` maps outputs to the parameters whose memory they
+    take."""
+
+    computations: dict[str, Computation]
+    entry: Computation
+    donated: dict[int, int]
+    frames: dict[int, tuple[str, int, int]]  # file, line, number of the frame that called it
+
+    def source(self, instruction: Instruction) -> str:
+        """ "file.py:12": the innermost line that made an instruction and is not of JAX or of its libraries."""
+        if found := _LINE.search(instruction.attributes):
+            return f"{_short(found[1])}:{found[2]}"
+        found = _FRAME.search(instruction.attributes)
+        at, line = int(found[1]) if found else 0, ""
+        while at in self.frames:
+            file, number, at = self.frames[at]
+            if not _THEIRS.search(file):
+                return f"{_short(file)}:{number}"
+            line = line or f"{_short(file)}:{number}"
+        return line
+
+    @functools.cached_property
+    def times(self) -> dict[str, int]:
+        """How often each computation runs, those inside fusions and reductions included, by name."""
+        times = dict.fromkeys(self.computations, 0)
+        for computation, runs in self._runs(self.entry, 1):
+            times[computation] += runs
+        return times
+
+    def kernels(self) -> Iterator[tuple[Computation, Instruction, int]]:
+        """What the device is told to run, one after the other, and how often: instructions of the entry and of the
+        loops and branches beneath it, but not what is inside fusions and reductions."""
+        reached, waiting = {}, [self.entry.name]
+        while waiting:
+            name = waiting.pop()
+            if name not in reached:
+                reached[name] = None
+                for instruction in self.computations[name].instructions.values():
+                    waiting += controlled(instruction)
+        for name in reached:
+            for instruction in self.computations[name].instructions.values():
+                yield self.computations[name], instruction, self.times[name]
+
+    def trips(self, loop: Instruction) -> int:
+        """How often a loop runs its body: as XLA says, or by the constant that its condition compares with; 1 where it
+        depends on data."""
+        if known := loop.backend_config.get("known_trip_count"):
+            return int(known["n"])
+        condition = self.computations[loop.called["condition"][0]]
+        return _constant_bound(self, condition) or 1
+
+    def _runs(self, computation: Computation, runs: int) -> Iterator[tuple[str, int]]:
+        yield computation.name, runs
+        for instruction in computation.instructions.values():
+            each = runs * self.trips(instruction) if instruction.opcode == "while" else runs
+            for names in instruction.called.values():
+                for name in names:
+                    yield from self._runs(self.computations[name], each)
+
+
+def controlled(instruction: Instruction) -> tuple[str, ...]:
+    """Computations whose instructions run one by one where this one stands."""
+    if instruction.opcode == "while":
+        return (*instruction.called["body"], *instruction.called["condition"])
+    if instruction.opcode in ("conditional", "call", "async-start"):
+        return tuple(name for names in instruction.called.values() for name in names)
+    return ()
+
+
+def parse(text: str) -> Program:
+    """The program of a text that `jax.stages.Compiled.as_text()` gives."""
+    computations: dict[str, Computation] = {}
+    tables: dict[str, dict[int, str]] = {}
+    entry = computation = table = None
+    for line in text.splitlines():
+        if found := _COMPUTATION.match(line):
+            computation = computations[found[2]] = Computation(found[2])
+            entry = computation if found[1] else entry
+        elif line.startswith("}"):
+            computation = None
+        elif computation is not None:
+            if found := _INSTRUCTION.match(line):
+                instruction = _instruction(found[2], _COMMENT.sub("", found[3]))
+                computation.instructions[instruction.name] = instruction
+                if found[1]:
+                    computation.root = instruction.name
+        elif found := _TABLE.match(line):
+            table = tables.setdefault(found[1], {})
+        elif table is not None and (found := re.match(r"^(\d+) (.*)$", line)):
+            table[int(found[1])] = found[2]
+    if entry is None:
+        raise ValueError("the text holds no program")
+    return Program(computations, entry, _donated(text.partition("\n")[0]), _frames(tables))
+
+
+def _instruction(name: str, text: str) -> Instruction:
+    """`TYPE opcode(operands), attributes`."""
+    type, at = shapes._at(text, 0)
+    opcode, _, rest = text[at:].strip().partition("(")
+    depth, end = 1, 0
+    quoted = False
+    for end, character in enumerate(rest):  # noqa: B007
+        if character == '"':
+            quoted = not quoted
+        elif not quoted and character in "({":
+            depth += 1
+        elif not quoted and character in ")}":
+            depth -= 1
+            if not depth:
+                break
+    inside, attributes = rest[:end], rest[end + 1 :].lstrip(", ")
+    operands = () if opcode in ("constant", "parameter") else tuple(_NAME.findall(inside))
+    return Instruction(name, type, opcode, operands, attributes, inside if not operands else "")
+
+
+def _donated(header: str) -> dict[int, int]:
+    start = header.find("input_output_alias={")
+    if start < 0:
+        return {}
+    end = header.find("entry_computation_layout", start)
+    found = _ALIAS.findall(header[start + len("input_output_alias={") : end if end > 0 else None])
+    return {int(output.split(",")[0] or 0): int(parameter) for output, parameter, _ in found}
+
+
+def _frames(tables: dict[str, dict[int, str]]) -> dict[int, tuple[str, int, int]]:
+    """The stack frames of a program's tables; a frame that has none above it leads to 0."""
+    numbers = {
+        name: {id: {key: int(n) for key, n in re.findall(r"(\w+)=(\d+)", row)} for id, row in rows.items()}
+        for name, rows in tables.items()
+    }
+    files, places, frames = tables.get("FileNames", {}), numbers.get("FileLocations", {}), numbers.get("StackFrames", {})
+    # XLA counts parents from one more than it counts frames, so that 1 is none.
+    shift = 1 if frames.get(1, {}).get("parent_frame_id") == 1 else 0
+    found = {}
+    for id, frame in frames.items():
+        place = places.get(frame.get("file_location_id", 0), {})
+        file = files.get(place.get("file_name_id", 0), "").strip('"')
+        found[id] = file, place.get("line", 0), frame.get("parent_frame_id", shift) - shift
+    return found
+
+
+def _short(file: str) -> str:
+    """The last two parts of a path."""
+    return "/".join(re.split(r"[/\\]", file)[-2:])
+
+
+def _constant_bound(program: Program, condition: Computation) -> int | None:
+    """n of a condition `counter < n`, where the counter starts at 0 and goes up by 1, as JAX's loops do."""
+    constants = {}
+    for computation in (condition, *_within(program, condition)):
+        for instruction in computation.instructions.values():
+            if instruction.opcode == "constant" and re.fullmatch(r"\d+", instruction.literal):
+                constants[instruction.name] = int(instruction.literal)
+    return max(constants.values(), default=None)
+
+
+def _within(program: Program, computation: Computation) -> Iterator[Computation]:
+    for instruction in computation.instructions.values():
+        for names in instruction.called.values():
+            for name in names:
+                yield program.computations[name]
+                yield from _within(program, program.computations[name])

@@ -1,0 +1,89 @@
+"""Shapes as XLA prints them: dtype, sizes, and how they lie in memory."""
+
+import math
+import re
+from dataclasses import dataclass
+
+_BITS = {
+    **{"pred": 8, "token": 0, "opaque": 0},
+    **{f"{sign}{bits}": bits for sign in "su" for bits in (2, 4, 8, 16, 32, 64)},
+    **{"bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128},
+}
+_ARRAY = re.compile(r"(\w+)\[([^\]]*)\](?:\{([\d,]*)(?::([^}]*))?\})?")
+_TILE = re.compile(r"T\(([\d,]+)\)")
+_SPACE = re.compile(r"S\((\d+)\)")
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array of a program. `space` is where it lies: 0 is the device's memory; others (a TPU's VMEM is 1) lie on the
+    chip. `bytes` are those it takes there, filled up to whole tiles."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    space: int = 0
+
+    @property
+    def numbers(self) -> int:
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+# An array, or a tuple of types.
+Type = Array | tuple["Type", ...]
+
+
+def parse(text: str) -> Type:
+    """The type that a text holds, and no more: `(bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, s32[])`."""
+    type, end = _at(text, 0)
+    if text[end:].strip():
+        raise ValueError(f"a type and more: {text}")
+    return type
+
+
+def arrays(type: Type) -> list[Array]:
+    """The arrays of a type, from left to right."""
+    return [type] if isinstance(type, Array) else [array for part in type for array in arrays(part)]
+
+
+def _at(text: str, start: int) -> tuple[Type, int]:
+    """The type at a place of a text, and where it ends."""
+    while text[start] == " ":
+        start += 1
+    if text[start] != "(":
+        found = _ARRAY.match(text, start)
+        if found is None:
+            raise ValueError(f"no type at {text[start : start + 80]!r}")
+        return _array(*found.groups()), found.end()
+    parts, at = [], start + 1
+    while text[at] != ")":
+        part, at = _at(text, at)
+        parts.append(part)
+        while text[at] in ", ":
+            at += 1
+    return tuple(parts), at + 1
+
+
+def _array(dtype: str, sizes: str, order: str | None, layout: str | None) -> Array:
+    # "<=8" is a size that may be smaller at run time.
+    shape = tuple(int(size.strip().removeprefix("<=")) for size in sizes.split(",") if size.strip())
+    layout = layout or ""
+    space = int(found[1]) if (found := _SPACE.search(layout)) else 0
+    filled = [shape[int(axis)] for axis in order.split(",")] if order else [*reversed(shape)]  # innermost first
+    if tile := _TILE.search(layout):
+        for axis, size in enumerate(reversed([int(n) for n in tile[1].split(",")])):
+            if axis < len(filled):
+                filled[axis] = math.ceil(filled[axis] / size) * size
+    return Array(dtype, shape, math.ceil(math.prod(filled) * bits(dtype) / 8), space)
+
+
+def bits(dtype: str) -> int:
+    """Of a number of a type; the formats of eight bits and fewer have names such as f8e4m3fn and f4e2m1fn."""
+    if dtype in _BITS:
+        return _BITS[dtype]
+    if small := re.match(r"f(\d)e", dtype):
+        return int(small[1])
+    raise ValueError(f"unknown dtype {dtype}")

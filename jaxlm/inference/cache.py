@@ -18,7 +18,7 @@ _AXES = ("layers", "batch", "act_kv_heads", "sequence", "act_head_width")
 @partial(jax.tree_util.register_dataclass, data_fields=["key", "value", "length", "layer"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Keys and values [L, B, K, S, H] of up to S tokens per sequence: each head's lie together, as attention reads them.
+    """Keys and values [L, B, K, S, H] of up to S tokens per sequence, each head's together, as attention reads them.
 
     `length` int32 [B]: tokens each sequence holds, in the slots 0 … length − 1. `layer` int32: the layer that
     `extend` writes next; 0 between forward passes.

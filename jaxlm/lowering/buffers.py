@@ -5,9 +5,9 @@ The program is scheduled, so the order is that of its text. Not modelled: the ga
 """
 
 import functools
+import re
 from dataclasses import dataclass
 
-from jaxlm.lowering import shapes
 from jaxlm.lowering.hlo import Computation, Instruction, Program
 from jaxlm.lowering.shapes import Array, Type
 
@@ -218,8 +218,6 @@ def _through(computation: Computation, instruction: Instruction) -> Instruction:
 
 def _declared(instruction: Instruction) -> dict[int, int]:
     """`output_to_operand_aliasing={{1}: (0, {})}`."""
-    import re
-
     found = re.search(r"output_to_operand_aliasing=\{(.*?\)\s*)\}", instruction.attributes)
     pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\}", found[1]) if found else ()
     return {int(output or 0): int(operand) for output, operand in pairs}

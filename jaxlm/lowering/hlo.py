@@ -230,7 +230,11 @@ def _frames(tables: dict[str, dict[int, str]]) -> dict[int, tuple[str, int, int]
         name: {id: {key: int(n) for key, n in re.findall(r"(\w+)=(\d+)", row)} for id, row in rows.items()}
         for name, rows in tables.items()
     }
-    files, places, frames = tables.get("FileNames", {}), numbers.get("FileLocations", {}), numbers.get("StackFrames", {})
+    files, places, frames = (
+        tables.get("FileNames", {}),
+        numbers.get("FileLocations", {}),
+        numbers.get("StackFrames", {}),
+    )
     # XLA counts parents from one more than it counts frames, so that 1 is none.
     shift = 1 if frames.get(1, {}).get("parent_frame_id") == 1 else 0
     found = {}

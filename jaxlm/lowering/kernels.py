@@ -1,0 +1,221 @@
+"""What a device is told to run, kernel by kernel: XLA's fusions, Pallas's kernels and calls into libraries, with their
+FLOPs and the bytes that they read and write in the device's memory."""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jaxlm.lowering.hlo import Computation, Instruction, Program, controlled
+from jaxlm.lowering.products import product_flops
+
+# These move no bytes: names of what is there, and the ends of what has begun before.
+_NOTHING = set(
+    "parameter constant tuple get-tuple-element bitcast while conditional call after-all opt-barrier optimization-barrier "
+    "domain partition-id replica-id iota".split()
+)
+_NO_ARITHMETIC = _NOTHING | set(
+    "broadcast reshape transpose copy convert slice dynamic-slice dynamic-update-slice concatenate pad gather reverse "
+    "fusion dot convolution custom-call select rng-bit-generator".split()
+)
+_SLICES = ("dynamic-slice", "slice", "gather")
+_PALLAS = re.compile(r"tpu_custom_call|triton|mosaic")
+# Notes of XLA to itself.
+_OWN = re.compile(r"Sharding|SPMD|AllocateBuffer|Bitcast|AsyncCollective|Bitpacked|AssumeGather|AnnotateDevice|MoveTo")
+_SCOPES = re.compile(
+    r"^(?:jit\([^)]*\)|jvp\(\)|transpose\(jvp\(\)\)|while|body|closed_call|checkpoint|cond|branch_\d+_fun)$"
+)
+_ENDS = re.compile(r"-(start|done|update)$|^(all-|reduce-scatter|collective-)")
+
+
+class Kernel(NamedTuple):
+    """One that runs `count` times in a step. `flops` are of one run: `products` of matrix products, `elementwise` of
+    the rest; `bytes` those of one run that it reads and writes in the device's memory."""
+
+    name: str
+    kind: str
+    source: str
+    count: int
+    products: int
+    elementwise: int
+    bytes: int
+
+    @property
+    def flops(self) -> int:
+        return self.products + self.elementwise
+
+    @property
+    def intensity(self) -> float:
+        """FLOP per byte."""
+        return self.flops / self.bytes if self.bytes else float("inf")
+
+    def seconds(self, flops_per_s: float, bytes_per_s: float) -> float:
+        """Of all its runs, on a roofline."""
+        return self.count * max(self.flops / flops_per_s, self.bytes / bytes_per_s)
+
+
+class Chain(NamedTuple):
+    """Kernels bound by memory that hand arrays to one another through it, and the bytes per step that this writes and
+    reads again: what one kernel for all of them would spare."""
+
+    kernels: tuple[Kernel, ...]
+    bytes: int
+
+
+def kernels(program: Program) -> list[Kernel]:
+    """All but collectives, in the order in which they run."""
+    return [kernel for _, _, kernel in _all(program)]
+
+
+def calls(program: Program) -> list[tuple[str, int]]:
+    """Pallas kernels and library calls by name, and how often each runs."""
+    found: dict[str, int] = {}
+    for _, instruction, times in program.kernels():
+        target = instruction.attribute("custom_call_target") or ""
+        if instruction.opcode == "custom-call" and not _OWN.search(target):
+            name = scope(instruction.op_name) if _PALLAS.search(target) else target
+            found[name] = found.get(name, 0) + times
+    return sorted(found.items())
+
+
+def chains(program: Program, intensity: float) -> list[Chain]:
+    """Chains of kernels that do fewer FLOPs per byte than this and no matrix products; the most bytes first."""
+    bound = {
+        (computation.name, instruction.name): kernel
+        for computation, instruction, kernel in _all(program)
+        if not kernel.products and kernel.intensity < intensity
+    }
+    leader = {key: key for key in bound}
+
+    def find(key: tuple) -> tuple:
+        while leader[key] != key:
+            key = leader[key]
+        return key
+
+    handed: dict[tuple, int] = {}
+    for (place, name), kernel in bound.items():
+        computation = program.computations[place]
+        readers = {(place, user) for user in _readers(computation, computation.instructions[name])} & bound.keys()
+        for reader in readers:
+            leader[find(reader)] = find((place, name))
+        if readers:
+            written = sum(a.bytes for a in computation.instructions[name].arrays if a.space == 0)
+            handed[place, name] = kernel.count * written * (1 + len(readers))
+    groups: dict[tuple, list[tuple]] = {}
+    for key in bound:
+        groups.setdefault(find(key), []).append(key)
+    found = [
+        Chain(tuple(bound[key] for key in keys), sum(handed.get(key, 0) for key in keys))
+        for keys in groups.values()
+        if len(keys) > 1
+    ]
+    return sorted(found, key=lambda chain: -chain.bytes)
+
+
+def scope(op_name: str) -> str:
+    """JAX's name of an operation without what JAX's own machinery adds; "backward" or "again" in front of what is part
+    of the backward pass, or recomputed for it."""
+    parts = op_name.split("/")
+    kept = [re.sub(r"^(?:transpose\()?jvp\((.+?)\)+$", r"\1", part) for part in parts if not _SCOPES.match(part)]
+    again = "rematted_computation" in kept
+    kept = [part for part in kept if part != "rematted_computation"]
+    before = "again " if again else "backward " if any(part.startswith("transpose(") for part in parts) else ""
+    return before + "/".join(kept)
+
+
+def _all(program: Program) -> Iterator[tuple[Computation, Instruction, Kernel]]:
+    for computation, instruction, times in program.kernels():
+        opcode = instruction.opcode
+        if opcode in _NOTHING or controlled(instruction) or _ENDS.search(opcode):
+            continue
+        target = instruction.attribute("custom_call_target") if opcode == "custom-call" else None
+        if target and _OWN.search(target):
+            continue
+        inside = _beneath(program, computation, instruction)
+        yield (
+            computation,
+            instruction,
+            Kernel(
+                name=scope(instruction.op_name) or instruction.name,
+                kind=target or (f"fusion {instruction.attribute('kind')}" if opcode == "fusion" else opcode),
+                source=program.source(instruction),
+                count=times,
+                products=sum(product_flops(c, i) for c, i in inside),
+                elementwise=sum(_elementwise(c, i) for c, i in inside),
+                bytes=_bytes(program, computation, instruction),
+            ),
+        )
+
+
+def _beneath(
+    program: Program, computation: Computation, instruction: Instruction
+) -> list[tuple[Computation, Instruction]]:
+    """An instruction, or those of the fusion that it is, fusions in it included."""
+    if instruction.opcode != "fusion":
+        return [(computation, instruction)]
+    inner = program.computations[instruction.called["calls"][0]]
+    return [pair for i in inner.instructions.values() for pair in _beneath(program, inner, i)]
+
+
+def _elementwise(computation: Computation, instruction: Instruction) -> int:
+    """One FLOP for each number that an arithmetic operation makes; of a reduction, for each that it reads."""
+    if instruction.opcode in _NO_ARITHMETIC:
+        return 0
+    if instruction.opcode in ("reduce", "reduce-window"):
+        return computation.operands(instruction)[0].arrays[0].numbers
+    return max((array.numbers for array in instruction.arrays), default=0)
+
+
+def _bytes(program: Program, computation: Computation, instruction: Instruction) -> int:
+    """Read and written in the device's memory, each operand once; of a part that is cut out or overwritten, the part."""
+    if instruction.opcode in _SLICES:
+        return 2 * _in_memory(instruction)
+    if instruction.opcode == "dynamic-update-slice":
+        return 2 * _in_memory(computation.operands(instruction)[1])
+    operands = computation.operands(instruction)
+    if instruction.opcode != "fusion":
+        return _in_memory(instruction) + sum(_in_memory(operand) for operand in operands)
+    inner = program.computations[instruction.called["calls"][0]]
+    read = 0
+    for parameter, operand in zip(inner.parameters, operands, strict=True):
+        users = inner.users[parameter.name]
+        if users and all(user.opcode in _SLICES and user.operands[0] == parameter.name for user in users):
+            read += sum(array.bytes for user in users for array in user.arrays if operand.arrays[0].space == 0)
+        elif not _only_overwritten(inner, parameter):
+            read += _in_memory(operand)
+    return read + _written(inner, instruction)
+
+
+def _only_overwritten(inner: Computation, parameter: Instruction) -> bool:
+    users = inner.users[parameter.name]
+    return bool(users) and all(
+        user.opcode == "dynamic-update-slice"
+        and user.operands[0] == parameter.name
+        or (user.opcode == "bitcast" and _only_overwritten(inner, user))
+        for user in users
+    )
+
+
+def _written(inner: Computation, fusion: Instruction) -> int:
+    root = inner.instructions[inner.root]
+    outputs = inner.operands(root) if root.opcode == "tuple" else [root]
+    written = 0
+    for output, array in zip(outputs, fusion.arrays, strict=False):
+        while output.opcode == "bitcast":
+            output = inner.instructions[output.operands[0]]
+        if array.space == 0:
+            update = output.opcode == "dynamic-update-slice"
+            written += sum(a.bytes for a in inner.operands(output)[1].arrays) if update else array.bytes
+    return written
+
+
+def _in_memory(instruction: Instruction) -> int:
+    return sum(array.bytes for array in instruction.arrays if array.space == 0)
+
+
+def _readers(computation: Computation, instruction: Instruction) -> Iterator[str]:
+    """Who reads what an instruction writes, through views and tuples' parts."""
+    for user in computation.users[instruction.name]:
+        if user.opcode in ("bitcast", "get-tuple-element"):
+            yield from _readers(computation, user)
+        else:
+            yield user.name

@@ -39,7 +39,7 @@ def make_mesh(experiment: Experiment) -> "Mesh":
         jax.config.update("jax_num_cpu_devices", math.ceil(wanted / distributed.processes()))
     devices = jax.devices()
     if devices[0].platform == "cpu":
-        _keep_freed_memory()
+        keep_freed_memory()
     return sharding.make_mesh(*config.mesh_sizes(experiment, len(devices)), devices)
 
 
@@ -59,7 +59,7 @@ def calibrated(say: Callable[[str], None]) -> None:
             say(f"this machine could not be measured ({why}); nothing is counted in seconds")
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Have glibc keep what is freed. XLA's CPU programs allocate all their temporaries anew at each call; handed back
     to the system and cleared again page by page, they cost about a third of a small step (`benchmarks/README.md`)."""
     if platform.libc_ver()[0] != "glibc":

@@ -67,8 +67,12 @@ def _host() -> list["Chip"]:
 def _measure() -> "Chip":
     from rich.console import Console
 
+    from jaxlm import accelerators
+    from jaxlm.cli.devices import keep_freed_memory
     from jaxlm.costs import calibration
 
+    if accelerators.platforms() == "cpu":
+        keep_freed_memory()  # as in a run
     console = Console(stderr=True, highlight=False)
     with console.status("measuring this machine"):
         return calibration.measure(lambda line: console.print(line, markup=False, soft_wrap=True))

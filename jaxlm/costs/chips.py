@@ -35,6 +35,10 @@ def canonical_dtype(dtype: Any) -> str:
     return name
 
 
+# Sides of products, ascending, and FLOP/s.
+Rates = tuple[tuple[PositiveInt, PositiveFloat], ...]
+
+
 class OnChip(Section):
     """What lies on the chip.
 
@@ -110,8 +114,9 @@ class Chip(Section):
     on one device. `host_bytes_per_s` (PCIe) and `scale_out_bytes_per_s` (network) are one-way and per chip.
     `usd_per_hour` is the range of prices of one chip. `dispatch_s`, the time of a compiled call that does nothing, and
     `elementwise_flops`, float32 numbers computed per second element by element, exponentials among them, are measured,
-    not published; so are `product_rates`, FLOP/s of products by their
-    smallest side.
+    not published. So is how fast a training step runs: `product_rates` and, for the heads of attention,
+    `batched_rates` are FLOP/s of a product and both its gradients by the smallest side; `pass_bytes_per_s` is read and
+    written by the slowest kind of pass between products (heads moved, rows reduced, arrays added).
 
     `float32_as` is the type in which XLA multiplies float32 at its default precision: TF32 on NVIDIA's chips since
     Ampere, one bfloat16 pass on a TPU; None is float32 itself. `device_kinds` are what JAX calls its
@@ -137,7 +142,9 @@ class Chip(Section):
     usd_per_hour: tuple[PositiveFloat, PositiveFloat] | None = None
     dispatch_s: PositiveFloat | None = None
     elementwise_flops: PositiveFloat | None = None
-    product_rates: dict[Literal[DTYPES], tuple[tuple[PositiveInt, PositiveFloat], ...]] = Field(default_factory=dict)
+    pass_bytes_per_s: PositiveFloat | None = None
+    product_rates: dict[Literal[DTYPES], Rates] = Field(default_factory=dict)
+    batched_rates: dict[Literal[DTYPES], Rates] = Field(default_factory=dict)
     devices_per_chip: PositiveInt = 1
     libtpu_name: str | None = None
     device_kinds: tuple[str, ...] = ()
@@ -161,10 +168,11 @@ class Chip(Section):
             )
         return self.peak_flops[run_as]
 
-    def product_rate(self, dtype: Any, side: float) -> float:
-        """FLOP/s of a product whose smallest side is this: between the measured ones on a logarithmic scale of sides,
-        and the peak where none were measured."""
-        rates = self.product_rates.get(canonical_dtype(dtype), ())
+    def product_rate(self, dtype: Any, side: float, batch: int = 1) -> float:
+        """FLOP/s in a step of a product, or of a batch of products, whose smallest side is this: between the measured
+        ones on a logarithmic scale of sides, and the peak where none were measured."""
+        name = canonical_dtype(dtype)
+        rates = (batch > 1 and self.batched_rates.get(name)) or self.product_rates.get(name, ())
         if not rates:
             return self.peak(dtype)
         for (low, slow), (high, fast) in itertools.pairwise(rates):
@@ -218,6 +226,7 @@ _NO_FIGURES = (
     "device_kinds",
     "compute_capability",
     "product_rates",
+    "batched_rates",
     "notes",
     "sources",
 )

@@ -22,8 +22,9 @@ class Time:
     `compute`: all products at the chip's peak; `memory`: the least traffic at its bandwidth; `collectives` alone.
     `lower_bound`: each operation takes the longer of its compute and its least traffic, and collectives run beside
     them. `upper_bound`: nothing overlaps or is fused into products, which are filled up to whole tiles of the matrix
-    unit and run as fast as products of that smallest side do where it was measured; what is computed element by
-    element comes on top where the chip's rate of that is known.
+    unit and run as fast as products of that smallest side do in a step where it was measured; so do the passes
+    between products, and what they compute element by element comes on top where the chip's rate of that is known.
+    `below_peak`, a part of the upper bound, is what products take beyond their time at the peak.
     """
 
     compute: float
@@ -31,6 +32,7 @@ class Time:
     collectives: float
     lower_bound: float
     upper_bound: float
+    below_peak: float
 
     @property
     def expected(self) -> float:
@@ -163,22 +165,24 @@ def time(work: Workload, target: Target) -> Time:
     chip = target.chip
     share = 1 / chip.devices_per_chip  # of the chip's rates, that one device has
     bandwidth, elementwise = share * chip.memory_bytes_per_s, share * _elementwise_rate(chip)
-    compute = least = together = apart = 0.0
+    passes = share * (chip.pass_bytes_per_s or chip.memory_bytes_per_s)
+    compute = least = together = apart = products = 0.0
     for op in operations.step(work):
         dtype = dtype_of(op, work)
         ideal, fused = op.flops / (share * chip.peak(dtype)), op.least_bytes / bandwidth
         compute += op.times * ideal
         least += op.times * fused
         together += op.times * max(ideal, fused)
-        alone = op.most_bytes / bandwidth + op.elementwise / elementwise
+        apart += op.times * (op.most_bytes / (bandwidth if op.product else passes) + op.elementwise / elementwise)
         if op.product:
-            _, *sizes = op.product
-            alone += _in_tiles(op.product, chip) / (share * chip.product_rate(dtype, min(sizes)))
-        apart += op.times * alone
+            batch, *sizes = op.product
+            rate = share * chip.product_rate(dtype, min(sizes), batch)
+            products += op.times * _in_tiles(op.product, chip) / rate
     network = Network(target, work.mesh.axes())
     sent = sum(c.times * network.seconds(c.kind, c.bytes, c.axes) for c in traffic.collectives(work))
     start = chip.dispatch_s or 0.0
-    return Time(compute, least, sent, max(together, sent), apart + sent + start)
+    lower, upper = max(together, sent), products + apart + sent + start
+    return Time(compute, least, sent, lower, upper, max(0.0, products - compute))
 
 
 def dtype_of(op: Operation, work: Workload) -> str:

@@ -91,9 +91,10 @@ def gap(before: Counted, metrics: Sequence[dict[str, Any]], step_s: float) -> di
     """Seconds that lie between the napkin's step and the measured one, by cause.
 
     `attention`, `rematerialisation` and `optimizer`: their products at the peak. `memory_and_collectives`: what they
-    take beyond products where all overlap: the lower end of what was counted. `not_overlapped`: as far as the upper
-    end, where nothing overlaps or is fused, small products run below the peak, and the step is dispatched.
-    `data_wait`: of each step, as measured. `not_counted`: the rest.
+    take beyond products where all overlap: the lower end of what was counted. From there as far as the upper end the
+    seconds are shared in proportion to what that end counts: `products_below_peak`, as they run in a step, and
+    `not_overlapped`, passes between products that nothing hides or fuses, and the step's dispatch. `data_wait`: of
+    each step, as measured. `not_counted`: the rest.
     """
     napkin = before.napkin_s()
     if napkin is None or before.time is None:
@@ -114,7 +115,10 @@ def gap(before: Counted, metrics: Sequence[dict[str, Any]], step_s: float) -> di
     waited = statistics.median(row["data_wait_s"] for row in metrics)
     computed = step_s - waited
     causes["memory_and_collectives"] = together - ideal
-    causes["not_overlapped"] = max(0.0, min(computed, time.upper_bound) - together)
+    beyond = max(0.0, min(computed, time.upper_bound) - together)
+    below_peak = beyond * min(1.0, time.below_peak / (time.upper_bound - together)) if beyond else 0.0
+    causes["products_below_peak"] = below_peak
+    causes["not_overlapped"] = beyond - below_peak
     causes["data_wait"] = waited
-    causes["not_counted"] = computed - together - causes["not_overlapped"]
+    causes["not_counted"] = computed - together - beyond
     return causes

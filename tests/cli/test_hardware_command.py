@@ -1,10 +1,11 @@
 """`jaxlm hardware`: for a person, as JSON, and refused in one line."""
 
 import json
+import subprocess
 
 import pytest
 
-from jaxlm.cli import main
+from jaxlm.cli import devices, main
 from jaxlm.costs import calibration
 from jaxlm.costs.hardware import catalog
 
@@ -79,3 +80,25 @@ def test_bad_input_is_one_line(arguments, line, capsys):
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("jaxlm: ") and said.err.count("\n") == 1
     assert line.partition(" (see")[0] in said.err
+
+
+def test_a_run_measures_once_and_anew_what_is_of_another_version(monkeypatch, quick):
+    """In the process of the test: the one that a run starts does the same."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    started = []
+
+    def start(command, **_):
+        started.append(command)
+        calibration.measure(lambda line: None)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(devices.subprocess, "run", start)
+    lines = []
+    devices.calibrated(lines.append)
+    devices.calibrated(lines.append)
+    assert len(started) == len(lines) == 1 and "'--measure'" in started[0][-1]
+    kept = json.loads(calibration._file().read_text())
+    del kept["format"]
+    calibration._file().write_text(json.dumps(kept))
+    devices.calibrated(lines.append)
+    assert len(started) == len(lines) == 2 and json.loads(calibration._file().read_text())["format"]

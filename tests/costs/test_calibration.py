@@ -6,6 +6,7 @@ import pytest
 
 from jaxlm.costs import calibration
 from jaxlm.costs.hardware import HOST, Target, find
+from jaxlm.costs.timed import Program, in_turns
 from jaxlm.errors import InputError
 
 TINY = {"largest": 64, "copied_bytes": 2**16, "calls": 5}
@@ -14,6 +15,23 @@ TINY = {"largest": 64, "copied_bytes": 2**16, "calls": 5}
 @pytest.fixture(autouse=True)
 def empty_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> str:
+    """What is kept of this machine, measured once for these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("measured")))
+        calibration.measure(**TINY)
+        return calibration._file().read_text()
+
+
+@pytest.fixture
+def calibrated(measured, empty_cache) -> dict:
+    """A calibration lies in the cache; its content."""
+    calibration._file().parent.mkdir(parents=True)
+    calibration._file().write_text(measured)
+    return json.loads(measured)
 
 
 def refusal() -> str:
@@ -30,10 +48,12 @@ def test_what_is_measured_is_kept():
     assert chip.dispatch_s < 0.1 and chip.memory_bytes > 2**28 and chip.memory_bytes_per_s > 1e6
     assert chip.peak("float32") > 1e5 and chip.peak("bf16") > 1e5 and chip.intensity("float32") > 0
     assert chip.source("peak_flops.bfloat16") == "measured on this machine" and len(lines) == 6
-    assert chip.elementwise_flops > 1e4
-    sides, rates = zip(*chip.product_rates["float32"], strict=True)
-    assert list(sides) == sorted(sides) and chip.peak("float32") == max(rates)
-    assert chip.product_rate("float32", 1.0) == rates[0] and chip.product_rate("float32", 1e9) == rates[-1]
+    assert chip.elementwise_flops > 1e4 and chip.pass_bytes_per_s > 1e4
+    for batch, table in ((1, chip.product_rates), (8, chip.batched_rates)):
+        sides, rates = zip(*table["float32"], strict=True)
+        assert list(sides) == sorted(sides) and chip.peak("float32") >= max(rates)
+        assert chip.product_rate("float32", 1.0, batch) == rates[0]
+        assert chip.product_rate("float32", 1e9, batch) == rates[-1]
     target = Target.parse(HOST)
     assert (target.chip, target.chips, target.devices, str(target)) == (chip, 1, 1, "host:1")
 
@@ -45,13 +65,32 @@ def test_a_machine_that_is_not_calibrated_says_how():
 @pytest.mark.parametrize(
     ("fact", "value"), [("cpu", "Abacus"), ("cores", 3), ("jax", "0.0.1"), ("accelerators", ["/dev/x"])]
 )
-def test_the_calibration_of_another_machine_is_refused(fact, value):
-    calibration.measure(**TINY)
-    kept = json.loads(calibration._file().read_text())
-    kept["machine"][fact] = value
-    calibration._file().write_text(json.dumps(kept))
+def test_the_calibration_of_another_machine_is_refused(fact, value, calibrated):
+    calibrated["machine"][fact] = value
+    calibration._file().write_text(json.dumps(calibrated))
     said = refusal()
     assert f"of another machine ({fact} " in said and said.endswith("run jaxlm hardware host --measure")
+
+
+def test_one_call_is_best_and_three_in_four_are_usual():
+    program = Program(lambda: None, 12.0, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 100.0])
+    assert program.best == 12.0 and program.sustained == 2.0
+
+
+def test_programs_take_turns():
+    order = []
+    programs = [Program(lambda name=name: order.append(name), 1.0) for name in "ab"]
+    in_turns(programs, rounds=3, most_s=60.0)
+    assert "".join(order) == "ab" + 3 * "ab" and [len(p.seconds) for p in programs] == [3, 3]
+    in_turns(programs, rounds=300, most_s=0.0)
+    assert [len(p.seconds) for p in programs] == [5, 5]  # two more, whatever time is left
+
+
+def test_a_calibration_of_another_format_is_refused(calibrated):
+    for format in (None, calibrated["format"] - 1):
+        older = {k: v for k, v in calibrated.items() if k != "format"} | ({"format": format} if format else {})
+        calibration._file().write_text(json.dumps(older))
+        assert refusal().endswith("is broken or of another version; run jaxlm hardware host --measure")
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "not JSON", '{"machine": 1}'])
@@ -61,13 +100,11 @@ def test_a_broken_calibration_is_refused(text):
     assert refusal().endswith("run jaxlm hardware host --measure")
 
 
-def test_another_platform_is_another_machine(monkeypatch):
-    calibration.measure(**TINY)
+def test_another_platform_is_another_machine(monkeypatch, calibrated):
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     assert "platforms 'cpu', here 'cuda'" in refusal()
 
 
-def test_there_is_but_one_of_it():
-    calibration.measure(**TINY)
+def test_there_is_but_one_of_it(calibrated):
     with pytest.raises(InputError, match="write host for one"):
         Target.parse("host:8")

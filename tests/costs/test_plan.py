@@ -12,6 +12,7 @@ import tiny
 
 from jaxlm import config
 from jaxlm.costs import operations, traffic
+from jaxlm.costs.chips import Chip
 from jaxlm.costs.count import count
 from jaxlm.costs.flops import flops
 from jaxlm.costs.hardware import Target
@@ -251,3 +252,25 @@ def test_bad_input():
         plan(replace(work, sequence=64), Target.parse("h100-sxm5"))
     with pytest.raises(InputError, match="has no published peak"):
         plan(work, Target.parse("cerebras-wse3"))
+
+
+def test_what_was_measured_of_a_step_moves_the_upper_bound_alone():
+    """Each figure that calibration measures costs the seconds that it says, and none touches the lower bound."""
+    work = config.workload(config.load(CONFIGS / "quickstart.toml", []), (1, 1, 1))
+    chip = Target.parse("h200-sxm:1").chip.model_copy(update={"on_chip": None})  # no tiles to fill
+    target = Target(chip, (1, 1))
+    bare, peak = plan(work, target).time, chip.peak("float32")
+    batched = sum(op.times * op.flops for op in operations.step(work) if op.product and op.product.batch > 1)
+    single = sum(op.times * op.flops for op in operations.step(work) if op.product) - batched
+    passes = sum(op.times * op.most_bytes for op in operations.step(work) if not op.product)
+    for figure, value, more in (
+        ("product_rates", {"float32": [(1, peak / 2)]}, (single + batched) / peak),
+        ("batched_rates", {"float32": [(1, peak / 4)]}, 3 * batched / peak),
+        ("pass_bytes_per_s", 1e9, passes / 1e9 - passes / chip.memory_bytes_per_s),
+    ):
+        told = Chip.model_validate({**chip.model_dump(), figure: value})
+        measured = plan(work, replace(target, chip=told)).time
+        assert measured.upper_bound - bare.upper_bound == pytest.approx(more)
+        assert measured.lower_bound == bare.lower_bound
+        products = measured.below_peak - bare.below_peak
+        assert products == pytest.approx(0.0 if figure == "pass_bytes_per_s" else more)

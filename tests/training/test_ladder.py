@@ -41,6 +41,13 @@ def test_the_gap_is_whole(on_this_machine):
     assert rungs["measured"]["mfu"] == on_this_machine.mfu(0.2)
 
 
+def test_the_gap_at_the_upper_bound_is_what_that_bound_counts(on_this_machine):
+    time = on_this_machine.time
+    causes = gap(on_this_machine, metrics(1.0), time.upper_bound + 1e-4)  # of which 1e-4 is waited for data
+    assert causes["products_below_peak"] == pytest.approx(time.below_peak) and causes["not_counted"] == pytest.approx(0)
+    assert causes["not_overlapped"] == pytest.approx(time.upper_bound - time.lower_bound - time.below_peak)
+
+
 def test_whether_the_measured_step_lies_in_the_bracket_is_said(on_this_machine):
     time = on_this_machine.time
     assert ladder(on_this_machine, metrics(time.expected))["inside"] is True

@@ -1,0 +1,143 @@
+"""The question: does the measured step of a CPU lie in the bracket that is counted on it?
+
+    python benchmarks/bracket.py [--calibrations N] [--beside-a-busy-loop]
+
+N times in turn, calibrates the machine anew as `jaxlm train` does once, and times a block of steps of each setting on
+random tokens. Each bracket is held to each block: those of the same turn, and those of any other. Beside a busy loop
+only the calibrations are disturbed.
+"""
+
+import argparse
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import results
+import turns
+from training_steps import jaxlm_steps
+
+from jaxlm import config as configuration
+from jaxlm.costs.calibration import Calibration
+from jaxlm.costs.chips import Chip
+from jaxlm.costs.hardware import Target
+from jaxlm.costs.plan import time as counted
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = "configs/quickstart.toml"
+_MEASURE = "import sys; from jaxlm.cli import main; sys.exit(main(['hardware', 'host', '--measure', '--json']))"
+_BUSY = "while True: pass"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A configuration with its overrides, and how many steps of it are one block."""
+
+    config: str
+    steps: int
+    overrides: tuple[str, ...] = ()
+
+    def load(self) -> configuration.Experiment:
+        return configuration.load(ROOT / self.config, list(self.overrides))
+
+
+SETTINGS = {
+    "quickstart": Setting(QUICKSTART, 12),
+    "quickstart, rematerialised": Setting(QUICKSTART, 12, ("training.remat=full",)),
+    "quickstart, 4 microbatches": Setting(QUICKSTART, 12, ("training.microbatches=4",)),
+    "shakespeare_char": Setting("configs/shakespeare_char.toml", 60, ("data.text=stdlib",)),
+    "gpt2_25m": Setting("benchmarks/gpt2_25m.toml", 2),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calibrations", type=int, default=4, metavar="N")
+    parser.add_argument("--beside-a-busy-loop", action="store_true")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME")
+    parser.add_argument("--worker", choices=SETTINGS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        return turns.answer(lambda: jaxlm_steps(SETTINGS[arguments.worker].load()))
+
+    chips, seconds, blocks = [], [], {name: [] for name in arguments.settings}
+    for _ in range(arguments.calibrations):
+        with _busy(arguments.beside_a_busy_loop):
+            began = time.perf_counter()
+            chips.append(_calibrated())
+            seconds.append(time.perf_counter() - began)
+        for name in arguments.settings:
+            command = [sys.executable, __file__, "--worker", name]
+            worked = turns.take_turns({name: command}, SETTINGS[name].steps, blocks=1)[name]
+            if worked.failed:
+                raise SystemExit(f"{name}: {worked.failed}")
+            blocks[name] += worked.step_s
+    rows = {name: _row(SETTINGS[name].load(), chips, blocks[name]) for name in arguments.settings}
+    for name, row in rows.items():
+        print(
+            f"{name}: {1e3 * row['median_step_s']:.1f} ms, inside {row['inside']}, upper over lower {row['width']:.2f}"
+        )
+    described = {"calibration_s": seconds, "calibrations": list(map(_figures, chips)), "settings": rows}
+    name = "bracket-beside-a-busy-loop" if arguments.beside_a_busy_loop else "bracket"
+    print(results.write(name, results.cpu(), described))
+
+
+def _calibrated() -> Chip:
+    """This machine, measured in a process of its own and kept apart from the user's cache."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "XDG_CACHE_HOME": cache}
+        subprocess.run([sys.executable, "-c", _MEASURE], env=environment, check=True, capture_output=True)
+        (kept,) = Path(cache).rglob("host.json")
+        return Calibration.model_validate_json(kept.read_text()).chip
+
+
+def _row(experiment: configuration.Experiment, chips: list[Chip], step_s: list[float]) -> dict[str, Any]:
+    work = configuration.workload(experiment, (1, 1, 1))
+    times = [counted(work, Target(chip, (1, 1))) for chip in chips]
+    brackets = [(bracket.lower_bound, bracket.upper_bound) for bracket in times]
+    pairs = [low <= s <= high for low, high in brackets for s in step_s]
+    same_turn = [low <= s <= high for (low, high), s in zip(brackets, step_s, strict=True)]
+    return {
+        "median_step_s": statistics.median(step_s),
+        "blocks_step_s": step_s,
+        "brackets_s": brackets,
+        "width": statistics.median(high / low for low, high in brackets),
+        "inside": f"{sum(same_turn)} of {len(same_turn)} in the same turn, {sum(pairs)} of {len(pairs)} in any",
+    }
+
+
+def _figures(chip: Chip) -> dict[str, Any]:
+    return chip.model_dump(
+        mode="json",
+        include={
+            "peak_flops",
+            "memory_bytes_per_s",
+            "pass_bytes_per_s",
+            "elementwise_flops",
+            "product_rates",
+            "batched_rates",
+        },
+    )
+
+
+@contextlib.contextmanager
+def _busy(wanted: bool) -> Iterator[None]:
+    """A process beside that takes a core."""
+    process = subprocess.Popen([sys.executable, "-c", _BUSY]) if wanted else None
+    try:
+        yield
+    finally:
+        if process:
+            process.kill()
+            process.wait()
+
+
+if __name__ == "__main__":
+    main()

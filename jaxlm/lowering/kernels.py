@@ -10,13 +10,15 @@ from jaxlm.lowering.products import product_flops
 
 # These move no bytes: names of what is there, and the ends of what has begun before.
 _NOTHING = set(
-    "parameter constant tuple get-tuple-element bitcast while conditional call after-all opt-barrier optimization-barrier "
-    "domain partition-id replica-id iota".split()
+    "parameter constant tuple get-tuple-element bitcast while conditional call after-all opt-barrier domain iota "
+    "optimization-barrier partition-id replica-id".split()
 )
 _NO_ARITHMETIC = _NOTHING | set(
     "broadcast reshape transpose copy convert slice dynamic-slice dynamic-update-slice concatenate pad gather reverse "
     "fusion dot convolution custom-call select rng-bit-generator".split()
 )
+# Which operand of these is written over a part of the first.
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _SLICES = ("dynamic-slice", "slice", "gather")
 _PALLAS = re.compile(r"tpu_custom_call|triton|mosaic")
 # Notes of XLA to itself.
@@ -166,11 +168,11 @@ def _elementwise(computation: Computation, instruction: Instruction) -> int:
 
 
 def _bytes(program: Program, computation: Computation, instruction: Instruction) -> int:
-    """Read and written in the device's memory, each operand once; of a part that is cut out or overwritten, the part."""
+    """Read and written in the device's memory, each operand once; of what is cut out or overwritten, that part."""
     if instruction.opcode in _SLICES:
         return 2 * _in_memory(instruction)
-    if instruction.opcode == "dynamic-update-slice":
-        return 2 * _in_memory(computation.operands(instruction)[1])
+    if instruction.opcode in _UPDATES:
+        return 2 * _in_memory(computation.operands(instruction)[_UPDATES[instruction.opcode]])
     operands = computation.operands(instruction)
     if instruction.opcode != "fusion":
         return _in_memory(instruction) + sum(_in_memory(operand) for operand in operands)
@@ -188,7 +190,7 @@ def _bytes(program: Program, computation: Computation, instruction: Instruction)
 def _only_overwritten(inner: Computation, parameter: Instruction) -> bool:
     users = inner.users[parameter.name]
     return bool(users) and all(
-        user.opcode == "dynamic-update-slice"
+        user.opcode in _UPDATES
         and user.operands[0] == parameter.name
         or (user.opcode == "bitcast" and _only_overwritten(inner, user))
         for user in users
@@ -203,8 +205,9 @@ def _written(inner: Computation, fusion: Instruction) -> int:
         while output.opcode == "bitcast":
             output = inner.instructions[output.operands[0]]
         if array.space == 0:
-            update = output.opcode == "dynamic-update-slice"
-            written += sum(a.bytes for a in inner.operands(output)[1].arrays) if update else array.bytes
+            updated = _UPDATES.get(output.opcode)
+            part = array if updated is None else inner.operands(output)[updated].arrays[0]
+            written += part.bytes
     return written
 
 

@@ -5,15 +5,14 @@ Time is a bracket: everything overlapped and fused below, nothing above; rates a
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxlm.cli import steps
 from jaxlm.cli.tables import or_dash, print_table, seconds
 from jaxlm.errors import InputError
 
 if TYPE_CHECKING:
-    from jaxlm.config import MeshConfig
     from jaxlm.costs.hardware import Target
     from jaxlm.costs.plan import Plan
 
@@ -21,16 +20,12 @@ _SHOWN = 10  # of the plans that a search finds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "config", nargs="?", type=Path, metavar="CONFIG", help="a TOML file; one with [model] alone will do"
-    )
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as training.batch=512")
+    steps.add_arguments(parser)
     parser.add_argument(
         "--on",
         metavar="CHIPS",
         help="such as h200-sxm:8, tpu-v5e:4x4 or host (jaxlm hardware lists them); all:8 ranks 8 chips of each kind",
     )
-    parser.add_argument("--workload", choices=("train", "prefill", "decode"), default="train", help="the step (train)")
     parser.add_argument(
         "--mesh", metavar="AXIS=N,…", help="such as fsdp=8,tensor=2 (all devices on fsdp); auto ranks those that fit"
     )
@@ -41,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     if arguments.check:
         return _check(arguments)
-    missing = [name for name, value in (("CONFIG", arguments.config), ("--on", arguments.on)) if value is None]
-    if missing:
-        raise InputError(f"the following arguments are required: {', '.join(missing)} (see jaxlm plan --help)")
+    steps.require("plan", arguments)
     plans = _plans(arguments)
     if arguments.plot:
         from jaxlm.costs.pictures import draw
@@ -107,17 +100,11 @@ def _on(arguments: argparse.Namespace, target: "Target") -> list["Plan"]:
     from jaxlm.costs.plan import plan
     from jaxlm.costs.search import search
 
-    experiment = config.load(arguments.config, arguments.overrides)
-    auto = arguments.mesh == "auto"
-    mesh = experiment.mesh if auto or arguments.mesh is None else _mesh(arguments.mesh)
-    sizes = None if auto else config.divided(mesh, target.devices)
-    if "batch" not in experiment.training.model_fields_set:
-        parts = (sizes[0] * sizes[1] if sizes else target.devices) * experiment.training.microbatches
-        batch = parts * math.ceil(experiment.training.batch / parts)
-        experiment = config.load(arguments.config, [*arguments.overrides, f"training.batch={batch}"])
-    if sizes is not None:
-        config.check_mesh(experiment, *sizes)
+    if arguments.mesh != "auto":
+        experiment, sizes = steps.divided(arguments, target)
         return [plan(config.workload(experiment, sizes, arguments.workload), target)]
+    experiment = config.load(arguments.config, arguments.overrides)
+    experiment = steps.with_batch(arguments, experiment, target.devices)
     found = search(config.workload(experiment, (1, 1, 1), arguments.workload), target)
     if not found:
         raise InputError(
@@ -125,16 +112,6 @@ def _on(arguments: argparse.Namespace, target: "Target") -> list["Plan"]:
             f"{experiment.training.sequence} tokens; give more chips, or a batch that more meshes divide"
         )
     return found
-
-
-def _mesh(text: str) -> "MeshConfig":
-    """The mesh of "fsdp=8,tensor=2"; data and tensor are 1 and fsdp is the rest where they are not named."""
-    from jaxlm.config import MeshConfig
-
-    sizes = dict(part.partition("=")[::2] for part in text.replace(" ", "").split(","))
-    if not sizes.keys() <= MeshConfig.model_fields.keys() or not all(n.isdecimal() and int(n) for n in sizes.values()):
-        raise InputError(f"--mesh {text!r} is not AXIS=N,… with axes data, fsdp, tensor, such as fsdp=8,tensor=2")
-    return MeshConfig(**{axis: int(size) for axis, size in sizes.items()})
 
 
 def _row(plan: "Plan") -> dict[str, Any]:

@@ -25,13 +25,14 @@ def search(work: Workload, target: Target) -> list[Plan]:
     """Plans of a workload that fit, the fastest first; for training over microbatches and rematerialisation too."""
     found = []
     for mesh in meshes(work, target.devices):
-        for candidate in _variants(replace(work, mesh=mesh)):
+        for candidate in variants(replace(work, mesh=mesh)):
             if memory(candidate).total <= target.chip.device_capacity():
                 found.append(plan(candidate, target))
     return sorted(found, key=lambda p: p.time.expected)
 
 
-def _variants(work: Workload) -> Iterator[Workload]:
+def variants(work: Workload) -> Iterator[Workload]:
+    """A workload over microbatches and rematerialisation, on its mesh."""
     if work.kind != "train":
         yield work
         return

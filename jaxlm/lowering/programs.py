@@ -1,5 +1,7 @@
-"""The steps that commands run, lowered for a mesh of devices that need not be here."""
+"""The steps that commands run, and what they are given, for a mesh of devices that need not be here."""
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,47 +18,58 @@ from jaxlm.models import tree as model_tree
 from jaxlm.training.step import cast, jit_steps, make_steps
 
 
-def lower(experiment: Experiment, kind: Kind, mesh: Mesh) -> jax.stages.Lowered:
+@dataclass(frozen=True)
+class Step:
+    """A jitted function of a mesh, and the shapes and shardings of its arguments; no array is made."""
+
+    function: Any
+    arguments: tuple
+    mesh: Mesh
+
+    def lower(self) -> jax.stages.Lowered:
+        with jax.set_mesh(self.mesh):
+            return self.function.lower(*self.arguments)
+
+    @property
+    def argument_bytes(self) -> int:
+        """On one device."""
+
+        def size(x: jax.ShapeDtypeStruct) -> int:
+            shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+            return math.prod(shape) * x.dtype.itemsize
+
+        return sum(size(x) for x in jax.tree.leaves(self.arguments))
+
+
+def step(experiment: Experiment, kind: Kind, mesh: Mesh) -> Step:
     """The step that `jaxlm train` runs, or one of those that `jaxlm generate` runs: with its donated buffers, its
     shardings and its sampling, on `training.batch` sequences of `training.sequence` tokens in `training.dtype`.
 
-    No array is made. A prefill fills a cache of just these tokens; a decoding step reads the last of them.
+    A prefill fills a cache of just these tokens; a decoding step reads the last of them.
     """
-    with jax.set_mesh(mesh):
-        return {"train": _train, "prefill": _prefill, "decode": _decode}[kind](experiment, mesh)
-
-
-def _train(experiment: Experiment, mesh: Mesh) -> jax.stages.Lowered:
-    steps = make_steps(experiment.model, experiment.training, experiment.optimizer)
-    state = _placed(jax.eval_shape(steps.init), steps.shardings(mesh))
-    shape = experiment.training.batch, experiment.training.sequence
-    batch = {name: _ids(shape, mesh) for name in ("tokens", "targets", "segments", "positions")}
-    return jit_steps(steps, mesh).train.lower(state, batch)
-
-
-def _prefill(experiment: Experiment, mesh: Mesh) -> jax.stages.Lowered:
-    prefill, _, parameters, key = _inference(experiment, mesh)
-    batch, sequence = experiment.training.batch, experiment.training.sequence
-    return prefill.lower(parameters, _ids((batch, sequence), mesh), _ids((batch,), mesh), key)
-
-
-def _decode(experiment: Experiment, mesh: Mesh) -> jax.stages.Lowered:
-    _, decode, parameters, key = _inference(experiment, mesh)
-    model, batch, size = experiment.model, experiment.training.batch, experiment.training.sequence
-    empty = jax.eval_shape(lambda: empty_cache(model, batch, size, jnp.dtype(experiment.training.dtype)))
-    cache = _placed(empty, cache_shardings(model, batch, size, mesh))
-    return decode.lower(parameters, _ids((batch,), mesh), cache, key)
-
-
-def _inference(experiment: Experiment, mesh: Mesh) -> tuple:
-    """The programs of a generation, the parameters in the dtype to compute in, and a key."""
+    if kind == "train":
+        return Step(*_train(experiment, mesh), mesh)
     model, training = experiment.model, experiment.training
     dtype = jnp.dtype(training.dtype)
     graph, tree = model_tree.abstract(model)
     prefill, decode = programs(graph, model, training.batch, training.sequence, dtype, mesh, Sampling(), None)
     parameters = jax.eval_shape(lambda tree: cast(tree, dtype), model_tree.shapes(tree))
+    parameters = _placed(parameters, model_tree.shardings(tree, mesh))
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return prefill, decode, _placed(parameters, model_tree.shardings(tree, mesh)), key
+    one = _ids((training.batch,), mesh)
+    if kind == "prefill":
+        return Step(prefill, (parameters, _ids((training.batch, training.sequence), mesh), one, key), mesh)
+    empty = jax.eval_shape(lambda: empty_cache(model, training.batch, training.sequence, dtype))
+    cache = _placed(empty, cache_shardings(model, training.batch, training.sequence, mesh))
+    return Step(decode, (parameters, one, cache, key), mesh)
+
+
+def _train(experiment: Experiment, mesh: Mesh) -> tuple[Any, tuple]:
+    steps = make_steps(experiment.model, experiment.training, experiment.optimizer)
+    state = _placed(jax.eval_shape(steps.init), steps.shardings(mesh))
+    shape = experiment.training.batch, experiment.training.sequence
+    batch = {name: _ids(shape, mesh) for name in ("tokens", "targets", "segments", "positions")}
+    return jit_steps(steps, mesh).train, (state, batch)
 
 
 def _placed(shapes: Any, shardings: Any) -> Any:

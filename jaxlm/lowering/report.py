@@ -1,0 +1,211 @@
+"""What XLA makes of a step on chips that need not be here: the compiled rung, beside the counted one."""
+
+import re
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from jaxlm.config import Experiment, workload
+from jaxlm.costs.hardware import Target
+from jaxlm.costs.network import KINDS, Network
+from jaxlm.costs.plan import Plan, plan
+from jaxlm.costs.workload import Kind
+from jaxlm.errors import InputError
+from jaxlm.lowering import buffers, collectives, hlo, kernels, products, programs
+from jaxlm.lowering.collectives import Collective
+from jaxlm.lowering.kernels import Chain, Kernel
+
+
+class Memory(NamedTuple):
+    """Bytes on one device. `outputs` are those that do not take the place of a donated argument; `temporaries` the
+    whole that XLA's allocator takes for what lives in between, gaps included; `peak` is all of them together."""
+
+    arguments: int
+    outputs: int
+    temporaries: int
+    peak: int
+    capacity: int
+
+
+class Held(NamedTuple):
+    """Alike buffers that are held where the temporaries are largest, or arguments of one kind."""
+
+    bytes: int
+    count: int
+    array: str
+    name: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """A step compiled for a target, and the plan that was counted of it."""
+
+    plan: Plan
+    compile_s: float
+    memory: Memory
+    held: tuple[Held, ...]
+    flops: int
+    collectives: tuple[Collective, ...]
+    calls: tuple[tuple[str, int], ...]
+    kernels: tuple[Kernel, ...]
+    chains: tuple[Chain, ...]
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.peak <= self.memory.capacity
+
+    @property
+    def counted_flops(self) -> float:
+        """Per device, those that are executed."""
+        return self.plan.flops.executed / self.plan.target.devices
+
+    def seconds(self, collective: Collective) -> float | None:
+        """Counted, of all its runs; None where its groups are parts of an axis or its kind is not known."""
+        if collective.kind not in KINDS or not collective.whole:
+            return None
+        network = Network(self.plan.target, self.plan.work.mesh.axes())
+        return collective.count * network.seconds(collective.kind, collective.bytes, collective.axes)
+
+    def kernel_seconds(self, kernel: Kernel) -> float:
+        """Of all its runs on the device's roofline."""
+        chip = self.plan.target.chip
+        share = 1 / chip.devices_per_chip
+        return kernel.seconds(share * chip.peak(self.plan.work.dtype), share * chip.memory_bytes_per_s)
+
+    def row(self) -> dict[str, Any]:
+        """As JSON. Kernels are those of Pallas and of libraries; fusions, what XLA made, the longest first."""
+        counted = self.plan.row()
+        longest = sorted(self.kernels, key=self.kernel_seconds, reverse=True)
+        return {
+            **{key: counted[key] for key in ("chips", "devices", "target", "workload", "mesh", "batch", "sequence")},
+            **{key: counted[key] for key in ("microbatches", "remat")},
+            "compile_s": self.compile_s,
+            "memory_bytes_per_device": self.memory._asdict(),
+            "fits": self.fits,
+            "held_at_peak": [held._asdict() for held in self.held],
+            "flops_per_device": self.flops,
+            "collectives": [
+                {
+                    "kind": c.kind,
+                    "axes": list(c.axes),
+                    "count": c.count,
+                    "bytes": c.bytes,
+                    "dtype": c.dtype,
+                    "time_s": self.seconds(c),
+                    "of": c.of,
+                }
+                for c in self.collectives
+            ],
+            "kernels": [{"name": name, "count": count} for name, count in self.calls],
+            "fusions": [
+                {
+                    **{key: getattr(k, key) for key in ("name", "kind", "source", "count", "flops", "bytes")},
+                    "intensity": k.intensity if k.bytes else None,
+                    "time_s": self.kernel_seconds(k),
+                }
+                for k in longest
+            ],
+            "unfused": [
+                {"bytes": chain.bytes, "names": [kernel.name for kernel in chain.kernels]} for chain in self.chains
+            ],
+            "counted": {
+                "flops_per_device": self.counted_flops,
+                "memory_bytes_per_device": counted["memory_bytes_per_device"],
+                "time_s": counted["time_s"],
+            },
+        }
+
+
+class DoesNotFit(Exception):
+    """The compiler refuses a program for want of memory. `temporaries` are the bytes it needed for them, `arguments`
+    those that are given; both on one device."""
+
+    def __init__(self, plan: Plan, arguments: int, temporaries: int, said: str):
+        super().__init__(said)
+        self.plan, self.arguments, self.temporaries = plan, arguments, temporaries
+
+    @property
+    def needed(self) -> int:
+        return self.arguments + self.temporaries
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A report, and the texts that it was read from: as JAX wrote the program, and as XLA optimised it."""
+
+    report: Report
+    stablehlo: str
+    optimised: str
+
+
+def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh) -> Compiled:
+    """Compile a step for the devices of a mesh, and read what became of it.
+
+    Raises DoesNotFit where the compiler itself refuses for want of memory (TPUs), InputError where it cannot compile.
+    """
+    counted = plan(workload(experiment, tuple(mesh.shape.values()), kind), target)
+    began = time.perf_counter()
+    step = programs.step(experiment, kind, mesh)
+    lowered = step.lower()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        said = str(error)
+        if "RESOURCE_EXHAUSTED" not in said and "Ran out of memory" not in said:
+            raise InputError(f"the compiler for {target} fails: {said.splitlines()[0]}") from error
+        raise DoesNotFit(counted, step.argument_bytes, _needed(said), said) from None
+    seconds = time.perf_counter() - began
+    text = compiled.as_text()
+    program = hlo.parse(text)
+    chip = target.chip
+    # XLA's text has each shape as it is on one device, so figures are of one device.
+    return Compiled(
+        Report(
+            plan=counted,
+            compile_s=seconds,
+            memory=_memory(compiled, chip.device_capacity()),
+            held=_held(program),
+            flops=products.program_flops(program),
+            collectives=tuple(collectives.table(collectives.collectives(program, counted.work.mesh.axes()))),
+            calls=tuple(kernels.calls(program)),
+            kernels=tuple(kernels.kernels(program)),
+            chains=tuple(kernels.chains(program, chip.intensity(counted.work.dtype))),
+        ),
+        lowered.as_text(),
+        text,
+    )
+
+
+def _memory(compiled: jax.stages.Compiled, capacity: int) -> Memory:
+    said = compiled.memory_analysis()
+    arguments, temporaries = said.argument_size_in_bytes, said.temp_size_in_bytes
+    outputs = said.output_size_in_bytes - said.alias_size_in_bytes
+    return Memory(arguments, outputs, temporaries, arguments + outputs + temporaries, capacity)
+
+
+def _held(program: hlo.Program) -> tuple[Held, ...]:
+    """Arguments by the first part of their path, then temporaries that are alike; the largest first."""
+    arguments, temporaries = Counter(), Counter()
+    for parameter in program.entry.parameters:
+        size = sum(array.bytes for array in parameter.arrays)
+        arguments[re.split(r"[\[/]", parameter.op_name)[0] or parameter.name] += size
+    sizes = {}
+    for buffer in buffers.peak(program).buffers:
+        maker = buffer.maker
+        key = str(buffer.array), kernels.scope(maker.op_name) or maker.name, program.source(maker)
+        temporaries[key] += 1
+        sizes[key] = buffer.bytes
+    found = [Held(size, 1, "", name, "") for name, size in arguments.items()]
+    found += [Held(count * sizes[key], count, *key) for key, count in temporaries.items()]
+    return tuple(sorted(found, key=lambda held: -held.bytes))
+
+
+def _needed(said: str) -> int:
+    """The bytes of temporaries in E1000's words: "(20.48G) exceeds available HBM (15.75G)"."""
+    found = re.search(r"\(([\d.]+)([KMGT]?)\)", said) or re.search(r"Used ([\d.]+)([KMGT]?)", said)
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else 0

@@ -1,0 +1,284 @@
+"""Compile a step for chips that need not be here: whether it fits, what it sends, and which kernels it runs.
+
+XLA's own compilers for TPUs and NVIDIA's GPUs run on this machine; no chip is needed. Exit status 1: it does not fit.
+"""
+
+import argparse
+import json
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxlm.cli import steps
+from jaxlm.cli.tables import or_dash, print_table, seconds
+from jaxlm.errors import InputError
+
+if TYPE_CHECKING:
+    from jaxlm.config import Experiment
+    from jaxlm.costs.hardware import Target
+    from jaxlm.lowering.fit import Tried
+    from jaxlm.lowering.report import Compiled, DoesNotFit, Report
+
+_SHOWN = 10  # of buffers, and of fusions
+_GIB = 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    steps.add_arguments(parser)
+    parser.add_argument(
+        "--on", metavar="CHIPS", help="such as h200-sxm:8, tpu-v5e:16x16 or host (jaxlm hardware lists them)"
+    )
+    parser.add_argument("--mesh", metavar="AXIS=N,…", help="such as fsdp=8,tensor=2 (all devices on fsdp)")
+    parser.add_argument(
+        "--fit", action="store_true", help="find the largest microbatch and the cheapest rematerialisation that fit"
+    )
+    parser.add_argument("--dump", type=Path, metavar="DIR", help="keep the programs and the report in DIR")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    import jax
+
+    from jaxlm.costs.hardware import Target
+    from jaxlm.lowering.report import DoesNotFit
+
+    steps.require("compile", arguments)
+    if arguments.fit and arguments.workload != "train":
+        raise InputError(f"--fit turns microbatches and rematerialisation, which {arguments.workload} does not have")
+    if arguments.dump and arguments.dump.exists() and not arguments.dump.is_dir():
+        raise InputError(f"--dump {arguments.dump} is a file; give a directory")
+    target = Target.parse(arguments.on)
+    experiment, sizes = steps.divided(arguments, target)
+    jax.config.update("jax_platforms", "cpu")  # whatever is here is not what is compiled for
+    if arguments.fit:
+        return _fit(arguments, experiment, sizes, target)
+    try:
+        compiled = _compile(arguments, experiment, sizes, target)
+    except DoesNotFit as refused:
+        _refuse(refused, arguments.json)
+        return 1
+    _show(compiled, arguments)
+    return 0 if compiled.report.fits else 1
+
+
+def _compile(
+    arguments: argparse.Namespace, experiment: "Experiment", sizes: tuple[int, int, int], target: "Target"
+) -> "Compiled":
+    from rich.console import Console
+
+    from jaxlm import sharding
+    from jaxlm.lowering import report, targets
+
+    console = Console(stderr=True, highlight=False)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", UserWarning)
+        mesh = sharding.make_mesh(*sizes, targets.devices(target))
+    for warning in warned:
+        console.print(f"jaxlm: {warning.message}", markup=False, soft_wrap=True)
+    with console.status(f"compiling for {target}"):
+        return report.compile(experiment, arguments.workload, target, mesh)
+
+
+def _fit(arguments: argparse.Namespace, experiment: "Experiment", sizes: tuple[int, int, int], target: "Target") -> int:
+    from rich.console import Console
+
+    from jaxlm import config
+    from jaxlm.costs.workload import Workload
+    from jaxlm.lowering.fit import fit
+    from jaxlm.lowering.report import DoesNotFit
+
+    console = Console(stderr=True, highlight=False)
+    found: dict[Workload, Compiled] = {}
+    refused: list[DoesNotFit] = []
+
+    def needed(work: Workload) -> int:
+        settings = {"microbatches": work.microbatches, "remat": work.remat}
+        training = experiment.training.model_copy(update=settings)
+        try:
+            found[work] = _compile(arguments, experiment.model_copy(update={"training": training}), sizes, target)
+        except DoesNotFit as error:
+            refused.append(error)
+            return error.needed
+        return found[work].report.memory.peak
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
+    best, tried = fit(config.workload(experiment, sizes, "train"), target, needed, say)
+    if best is not None:
+        _show(found[best], arguments, tried)
+        return 0
+    least = min(tried, key=lambda t: t.needed)
+    if least.work in found:
+        _show(found[least.work], arguments, tried)
+    else:
+        _refuse(min(refused, key=lambda error: error.needed), arguments.json, tried)
+    return 1
+
+
+def _show(compiled: "Compiled", arguments: argparse.Namespace, tried: "list[Tried] | None" = None) -> None:
+    row = {**compiled.report.row(), **_tried_row(tried)}
+    if arguments.dump:
+        arguments.dump.mkdir(parents=True, exist_ok=True)
+        (arguments.dump / "stablehlo.mlir").write_text(compiled.stablehlo, encoding="utf-8")
+        (arguments.dump / "optimised.hlo").write_text(compiled.optimised, encoding="utf-8")
+        (arguments.dump / "report.json").write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
+    if arguments.json:
+        print(json.dumps(row))
+        return
+    _print_step(compiled.report)
+    _print_tried(tried)
+    _print_held(compiled.report)
+    _print_collectives(compiled.report)
+    _print_kernels(compiled.report)
+
+
+def _print_step(report: "Report") -> None:
+    from rich.table import Table
+
+    work, memory, counted = report.plan.work, report.memory, report.plan.memory.total
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    table.add_row("step", f"{work.kind}, {work.batch:,} × {work.sequence:,} tokens in {work.dtype}")
+    table.add_row("on", f"{report.plan.target}: {work.mesh}, compiled in {seconds(report.compile_s)}")
+    if work.kind == "train":
+        table.add_row("with", f"training.microbatches={work.microbatches} training.remat={work.remat}")
+    for name in ("arguments", "outputs", "temporaries"):
+        table.add_row(f"memory, {name}", f"{getattr(memory, name) / _GIB:.2f} GiB")
+    over = memory.peak - memory.capacity
+    verdict = "fits" if report.fits else f"does not fit by {over / _GIB:.2f} GiB"
+    table.add_row(
+        "memory",
+        f"{memory.peak / _GIB:.2f} of {memory.capacity / _GIB:.2f} GiB per device: {verdict} "
+        f"(counted {counted / _GIB:.2f}, {counted / memory.peak - 1:+.0%})",
+    )
+    if not report.fits:
+        table.add_row("turn", "; or ".join(_dials(report.plan, memory.peak)))
+    same = report.flops == report.counted_flops
+    gap = (
+        "as counted" if same else f"counted {report.counted_flops:.5g}, {report.counted_flops / report.flops - 1:+.1%}"
+    )
+    table.add_row("FLOPs", f"{report.flops:.5g} per device: {gap}" if report.flops else "no matrix products")
+    kernels = sum(map(report.kernel_seconds, report.kernels))
+    sent = [report.seconds(collective) for collective in report.collectives]
+    table.add_row(
+        "time",
+        f"{seconds(kernels)} of kernels on the roofline, {seconds(sum(s for s in sent if s))} of collectives "
+        f"(counted {seconds(report.plan.time.lower_bound)} to {seconds(report.plan.time.upper_bound)})",
+    )
+    print_table(table)
+
+
+def _print_held(report: "Report") -> None:
+    table = _table("held at the peak", ("GiB", "of"), ("array", "what", "source"))
+    for held in report.held[:_SHOWN]:
+        what = held.name if held.array else f"argument {held.name}"
+        table.add_row(f"{held.bytes / _GIB:.3f}", str(held.count), held.array, what, held.source)
+    if rest := report.held[_SHOWN:]:
+        table.add_row(f"{sum(h.bytes for h in rest) / _GIB:.3f}", str(sum(h.count for h in rest)), "", "the rest", "")
+    print_table(table)
+
+
+def _print_collectives(report: "Report") -> None:
+    if not report.collectives:
+        return
+    table = _table("collectives", ("count", "MB each", "counted"), ("kind", "axes", "of"))
+    for collective in report.collectives:
+        axes = " × ".join(collective.axes) + ("" if collective.whole else " in parts")
+        took = or_dash(report.seconds(collective), seconds)
+        size = f"{collective.bytes / 1e6:,.3f}"
+        table.add_row(str(collective.count), size, took, collective.kind, axes, collective.of)
+    print_table(table)
+
+
+def _print_kernels(report: "Report") -> None:
+    if report.calls:
+        table = _table("kernels", ("count",), ("Pallas or library",))
+        for name, count in report.calls:
+            table.add_row(str(count), name)
+        print_table(table)
+    table = _table("longest", ("time", "count", "GFLOP", "MB", "FLOP/B"), ("what", "source"))
+    longest = sorted(report.kernels, key=report.kernel_seconds, reverse=True)
+    for kernel in longest[:_SHOWN]:
+        table.add_row(
+            seconds(report.kernel_seconds(kernel)),
+            str(kernel.count),
+            f"{kernel.flops / 1e9:,.1f}",
+            f"{kernel.bytes / 1e6:,.1f}",
+            f"{kernel.intensity:,.0f}",
+            f"{kernel.name} ({kernel.kind})",
+            kernel.source,
+        )
+    print_table(table)
+    bandwidth = report.plan.target.chip.memory_bytes_per_s / report.plan.target.chip.devices_per_chip
+    table = _table("not fused", ("GB", "time"), ("kernels bound by memory that hand arrays to one another",))
+    for chain in report.chains[:3]:
+        names = list(dict.fromkeys(kernel.name for kernel in chain.kernels))
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        table.add_row(f"{chain.bytes / 1e9:,.2f}", seconds(chain.bytes / bandwidth), ", ".join(names[:4]) + more)
+    if report.chains:
+        print_table(table)
+
+
+def _print_tried(tried: "list[Tried] | None") -> None:
+    if not tried:
+        return
+    table = _table("tried", ("GiB",), ("microbatches", "remat"))
+    for work, size in tried:
+        table.add_row(f"{size / _GIB:.2f}", str(work.microbatches), str(work.remat))
+    print_table(table)
+
+
+def _tried_row(tried: "list[Tried] | None") -> dict[str, Any]:
+    if tried is None:
+        return {}
+    keys = ("microbatches", "remat")
+    return {"tried": [{**{key: getattr(t.work, key) for key in keys}, "peak": t.needed} for t in tried]}
+
+
+def _refuse(refused: "DoesNotFit", as_json: bool, tried: "list[Tried] | None" = None) -> None:
+    """What the compiler refused, and what counting says is in it."""
+    plan, memory = refused.plan, refused.plan.memory
+    turn = _dials(plan, refused.needed)
+    if as_json:
+        counted = plan.row()
+        sizes = {"arguments": refused.arguments, "temporaries": refused.temporaries, "peak": refused.needed}
+        row = {
+            **{key: counted[key] for key in ("chips", "devices", "target", "workload", "mesh", "batch", "sequence")},
+            **{key: counted[key] for key in ("microbatches", "remat")},
+            "memory_bytes_per_device": {**sizes, "capacity": plan.capacity},
+            "fits": False,
+            "turn": turn,
+            "counted": {key: counted[key] for key in ("memory_bytes_per_device", "time_s")},
+            **_tried_row(tried),
+        }
+        print(json.dumps(row))
+        return
+    _print_tried(tried)
+    table = _table("does not fit", ("GiB",), ("per device",))
+    table.add_row(f"{plan.capacity / _GIB:.2f}", f"there are on {plan.target.chip.name}")
+    table.add_row(f"{refused.arguments / _GIB:.2f}", "arguments")
+    table.add_row(f"{refused.temporaries / _GIB:.2f}", "temporaries, as the compiler says")
+    for name, size in sorted(memory._asdict().items(), key=lambda part: -part[1]):
+        if size:
+            table.add_row(f"{size / _GIB:.2f}", f"{name.replace('_', ' ')}, counted")
+    print_table(table)
+    print("turn " + ("; or ".join(turn) or "to more chips: counting knows no dial that lowers this"))
+
+
+def _dials(plan: Any, needed: int) -> list[str]:
+    from jaxlm.lowering.dials import dials
+
+    return dials(plan, needed)
+
+
+def _table(title: str, numbers: tuple[str, ...], texts: tuple[str, ...]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in texts:
+        table.add_column(column, overflow="fold")
+    return table

@@ -19,6 +19,7 @@ _PACKAGES = (
     "jaxlib",
     "jax-cuda12-plugin",
     "jax-cuda13-plugin",
+    "libtpu",
     "flax",
     "optax",
     "torch",

@@ -135,7 +135,7 @@ def _show(compiled: "Compiled", arguments: argparse.Namespace, tried: "list[Trie
 def _print_step(report: "Report") -> None:
     from rich.table import Table
 
-    work, memory, counted = report.plan.work, report.memory, report.plan.memory.total
+    work, memory, total = report.plan.work, report.memory, report.plan.memory.total
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
@@ -150,15 +150,13 @@ def _print_step(report: "Report") -> None:
     table.add_row(
         "memory",
         f"{memory.peak / _GIB:.2f} of {memory.capacity / _GIB:.2f} GiB per device: {verdict} "
-        f"(counted {counted / _GIB:.2f}, {counted / memory.peak - 1:+.0%})",
+        f"(counted {total / _GIB:.2f}, {total / memory.peak - 1:+.0%})",
     )
     if not report.fits:
         table.add_row("turn", "; or ".join(_dials(report.plan, memory.peak)))
-    same = report.flops == report.counted_flops
-    gap = (
-        "as counted" if same else f"counted {report.counted_flops:.5g}, {report.counted_flops / report.flops - 1:+.1%}"
-    )
-    table.add_row("FLOPs", f"{report.flops:.5g} per device: {gap}" if report.flops else "no matrix products")
+    counted = report.counted_flops
+    same = "as counted" if report.flops == counted else f"counted {counted:.5g}, {counted / report.flops - 1:+.1%}"
+    table.add_row("FLOPs", f"{report.flops:.5g} per device: {same}" if report.flops else "no matrix products")
     kernels = sum(map(report.kernel_seconds, report.kernels))
     sent = [report.seconds(collective) for collective in report.collectives]
     table.add_row(

@@ -4,12 +4,12 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxlm.lowering.hlo import Computation, Instruction, Program
+from jaxlm.lowering.hlo import Computation, Instruction, Program, scope
 from jaxlm.lowering.shapes import bits
 
 _KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
@@ -59,7 +59,7 @@ def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collective]:
             if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
                 kind = "reduce-scatter"
             sent, dtype = _payload(computation, instruction, kind)
-            key = Collective(kind, axes, 0, sent, dtype, instruction.op_name, whole, computation.name in looping)
+            key = Collective(kind, axes, 0, sent, dtype, scope(instruction.op_name), whole, computation.name in looping)
             found[key] += times
     return [key._replace(count=times) for key, times in found.items()]
 
@@ -153,6 +153,6 @@ def table(found: list[Collective]) -> list[Collective]:
     return sorted(rows, key=lambda c: -c.count * c.bytes)
 
 
-def _common(names) -> str:
-    names = list(dict.fromkeys(names))
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+def _common(names: Iterable[str]) -> str:
+    first, *others = dict.fromkeys(name for name in names if name) or [""]
+    return f"{first} and {len(others)} more" if others else first

@@ -1,42 +1,80 @@
 """What to turn where a step does not fit, by what counting says of each dial."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 from jaxlm.costs.memory import memory
 from jaxlm.costs.plan import Plan
 from jaxlm.costs.workload import Workload
 
+_SHOWN = 4
+
 
 def dials(plan: Plan, needed: int) -> list[str]:
-    """Each dial that may make a step fit which needs this many bytes on a device, with what it would need then: as much
-    less as counting says. All of them where none alone is enough; the cheapest first."""
+    """What would make a step fit which needs this many bytes on a device, with what it would need then: as much less
+    as counting says. Single dials where one is enough, else two or three together; none where these do not suffice."""
     now = memory(plan.work).total
-    turned = [(said, round(needed * memory(work).total / now)) for said, work in _turned(plan.work)]
-    enough = [(said, size) for said, size in turned if size <= plan.capacity]
-    less = [(said, size) for said, size in turned if size < needed]
-    return [f"{said} ({size / 2**30:.1f} GiB)" for said, size in enough or less]
+    for together in (1, 2, 3):
+        found = []
+        for turned in itertools.combinations(_DIALS, together):
+            work, said = plan.work, []
+            for dial in turned:
+                after = dial(work)
+                if after is None:
+                    break
+                said.append(after[0])
+                work = after[1]
+            else:
+                size = round(needed * memory(work).total / now)
+                if size <= plan.capacity:
+                    found.append(f"{' and '.join(said)} ({size / 2**30:.1f} GiB)")
+        if found:
+            return found[:_SHOWN]
+    return []
 
 
-def _turned(work: Workload) -> Iterator[tuple[str, Workload]]:
-    mesh = work.mesh
-    if work.kind == "train":
-        rows = work.rows()
-        if work.remat != "full":
-            yield "training.remat=full", replace(work, remat="full")
-        if rows > 1:
-            fewer = replace(work, microbatches=work.microbatches * rows)
-            yield f"training.microbatches={fewer.microbatches}", fewer
-            if work.remat != "full":
-                yield f"both, training.microbatches={fewer.microbatches}", replace(fewer, remat="full")
-    parts = mesh.data * mesh.fsdp
-    if work.batch >= 2 * parts * work.microbatches:
-        yield f"training.batch={parts * work.microbatches}", replace(work, batch=parts * work.microbatches)
-    for times in (2, 4, 8):
-        if work.model.width % (mesh.fsdp * times) == 0:
-            more = replace(work, mesh=replace(mesh, fsdp=mesh.fsdp * times))
-            if work.kind == "train":  # as many rows on each device
-                more = replace(more, batch=work.batch * times)
-            yield f"{times} times the chips on fsdp", more
-    if work.sequence > 1024:
-        yield f"training.sequence={work.sequence // 2}", replace(work, sequence=work.sequence // 2)
+# What is said of a dial that was turned, and the workload then; None where it is at its end.
+Turned = tuple[str, Workload] | None
+
+
+def _remat(work: Workload) -> Turned:
+    if work.kind != "train" or work.remat == "full":
+        return None
+    return "training.remat=full", replace(work, remat="full")
+
+
+def _microbatches(work: Workload) -> Turned:
+    if work.kind != "train" or work.rows() == 1:
+        return None
+    work = replace(work, microbatches=work.microbatches * work.rows())
+    return f"training.microbatches={work.microbatches}", work
+
+
+def _chips(times: int) -> Callable[[Workload], Turned]:
+    def turn(work: Workload) -> Turned:
+        fsdp = work.mesh.fsdp * times
+        if work.model.width % fsdp:
+            return None
+        # As many rows on each device in training; as many in all in inference, as far as they divide.
+        batch = work.batch * times if work.kind == "train" else work.batch
+        return f"{times} times the chips, on fsdp", replace(work, mesh=replace(work.mesh, fsdp=fsdp), batch=batch)
+
+    return turn
+
+
+def _batch(work: Workload) -> Turned:
+    least = work.mesh.data * work.mesh.fsdp * work.microbatches
+    if work.batch <= least:
+        return None
+    return f"training.batch={least}", replace(work, batch=least)
+
+
+def _sequence(work: Workload) -> Turned:
+    if work.sequence < 1024 or work.sequence % 4:
+        return None
+    return f"training.sequence={work.sequence // 4}", replace(work, sequence=work.sequence // 4)
+
+
+# What changes the result least comes first.
+_DIALS: tuple[Callable[[Workload], Turned], ...] = (_remat, _microbatches, _chips(2), _chips(8), _batch, _sequence)

@@ -21,6 +21,10 @@ _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _LINE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
+# What JAX's own machinery adds to the names of operations.
+_SCOPES = re.compile(
+    r"^(?:jit\([^)]*\)|jvp\(\)|transpose\(jvp\(\)\)|while|body|closed_call|checkpoint|cond|branch_\d+_fun)$"
+)
 # Packages whose lines say less than the line that called them.
 _THEIRS = re.compile(r"[/\\](?:jax|jaxlib|flax|optax|einops|jax_plugins)[/\\]")
 
@@ -167,6 +171,17 @@ def controlled(instruction: Instruction) -> tuple[str, ...]:
     if instruction.opcode in ("conditional", "call", "async-start"):
         return tuple(name for names in instruction.called.values() for name in names)
     return ()
+
+
+def scope(op_name: str) -> str:
+    """JAX's name of an operation without what JAX's own machinery adds; "backward" or "again" in front of what is part
+    of the backward pass, or recomputed for it."""
+    parts = op_name.split("/")
+    kept = [re.sub(r"^(?:transpose\()?jvp\((.+?)\)+$", r"\1", part) for part in parts if not _SCOPES.match(part)]
+    again = "rematted_computation" in kept
+    kept = [part for part in kept if part != "rematted_computation"]
+    before = "again " if again else "backward " if any(part.startswith("transpose(") for part in parts) else ""
+    return before + "/".join(kept)
 
 
 def parse(text: str) -> Program:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxlm.lowering.hlo import Computation, Instruction, Program, controlled
+from jaxlm.lowering.hlo import Computation, Instruction, Program, controlled, scope
 from jaxlm.lowering.products import product_flops
 
 # These move no bytes: names of what is there, and the ends of what has begun before.
@@ -23,9 +23,6 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 _PALLAS = re.compile(r"tpu_custom_call|triton|mosaic")
 # Notes of XLA to itself.
 _OWN = re.compile(r"Sharding|SPMD|AllocateBuffer|Bitcast|AsyncCollective|Bitpacked|AssumeGather|AnnotateDevice|MoveTo")
-_SCOPES = re.compile(
-    r"^(?:jit\([^)]*\)|jvp\(\)|transpose\(jvp\(\)\)|while|body|closed_call|checkpoint|cond|branch_\d+_fun)$"
-)
 _ENDS = re.compile(r"-(start|done|update)$|^(all-|reduce-scatter|collective-)")
 
 
@@ -113,17 +110,6 @@ def chains(program: Program, intensity: float) -> list[Chain]:
     return sorted(found, key=lambda chain: -chain.bytes)
 
 
-def scope(op_name: str) -> str:
-    """JAX's name of an operation without what JAX's own machinery adds; "backward" or "again" in front of what is part
-    of the backward pass, or recomputed for it."""
-    parts = op_name.split("/")
-    kept = [re.sub(r"^(?:transpose\()?jvp\((.+?)\)+$", r"\1", part) for part in parts if not _SCOPES.match(part)]
-    again = "rematted_computation" in kept
-    kept = [part for part in kept if part != "rematted_computation"]
-    before = "again " if again else "backward " if any(part.startswith("transpose(") for part in parts) else ""
-    return before + "/".join(kept)
-
-
 def _all(program: Program) -> Iterator[tuple[Computation, Instruction, Kernel]]:
     for computation, instruction, times in program.kernels():
         opcode = instruction.opcode
@@ -177,24 +163,33 @@ def _bytes(program: Program, computation: Computation, instruction: Instruction)
     if instruction.opcode != "fusion":
         return _in_memory(instruction) + sum(_in_memory(operand) for operand in operands)
     inner = program.computations[instruction.called["calls"][0]]
-    read = 0
-    for parameter, operand in zip(inner.parameters, operands, strict=True):
-        users = inner.users[parameter.name]
-        if users and all(user.opcode in _SLICES and user.operands[0] == parameter.name for user in users):
-            read += sum(array.bytes for user in users for array in user.arrays if operand.arrays[0].space == 0)
-        elif not _only_overwritten(inner, parameter):
-            read += _in_memory(operand)
+    read = sum(
+        min(_in_memory(operand), _read(program, inner, parameter))
+        for parameter, operand in zip(inner.parameters, operands, strict=True)
+    )
     return read + _written(inner, instruction)
 
 
-def _only_overwritten(inner: Computation, parameter: Instruction) -> bool:
-    users = inner.users[parameter.name]
-    return bool(users) and all(
-        user.opcode in _UPDATES
-        and user.operands[0] == parameter.name
-        or (user.opcode == "bitcast" and _only_overwritten(inner, user))
-        for user in users
-    )
+def _read(program: Program, inner: Computation, value: Instruction) -> int:
+    """Bytes of a fusion's parameter that are read: its parts where only these are cut out, none where a part of it is
+    only overwritten, and else all."""
+    read = 0
+    for user in inner.users[value.name]:
+        first = user.operands[0] == value.name
+        if user.opcode in _SLICES and first:
+            read += sum(array.bytes for array in user.arrays)
+        elif user.opcode == "bitcast":
+            read += _read(program, inner, user)
+        elif user.opcode == "fusion":
+            nested = program.computations[user.called["calls"][0]]
+            read += sum(
+                _read(program, nested, parameter)
+                for parameter, name in zip(nested.parameters, user.operands, strict=True)
+                if name == value.name
+            )
+        elif not (user.opcode in _UPDATES and first):
+            read += sum(array.bytes for array in value.arrays)
+    return read
 
 
 def _written(inner: Computation, fusion: Instruction) -> int:

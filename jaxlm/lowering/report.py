@@ -197,7 +197,7 @@ def _held(program: hlo.Program) -> tuple[Held, ...]:
     sizes = {}
     for buffer in buffers.peak(program).buffers:
         maker = buffer.maker
-        key = str(buffer.array), kernels.scope(maker.op_name) or maker.name, program.source(maker)
+        key = str(buffer.array), hlo.scope(maker.op_name) or maker.name, program.source(maker)
         temporaries[key] += 1
         sizes[key] = buffer.bytes
     found = [Held(size, 1, "", name, "") for name, size in arguments.items()]

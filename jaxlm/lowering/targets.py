@@ -3,7 +3,7 @@
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxlm import accelerators
 from jaxlm.costs.chips import Chip, show_topology
@@ -54,7 +54,7 @@ def devices(target: Target) -> list["jax.Device"]:
     return _described(target, topologies.get_topology_desc, "cuda", **_cuda(target))
 
 
-def _described(target: Target, describe: Callable, platform: str, **arguments: str) -> list["jax.Device"]:
+def _described(target: Target, describe: Callable, platform: str, **arguments: Any) -> list["jax.Device"]:
     import jax
 
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else processes wait for one another's lock, and abort
@@ -70,10 +70,11 @@ def _described(target: Target, describe: Callable, platform: str, **arguments: s
     return found
 
 
-def _tpu(target: Target) -> dict[str, str]:
-    """A slice of a TPU. Both cores of a v4 are one device, as on its machines."""
+def _tpu(target: Target) -> dict[str, Any]:
+    """A slice of a TPU. Both cores of a v4 are one device, as on its machines; a chip alone is a host's only one."""
     megacore = {"chip_config_name": "megacore"} if target.chip.libtpu_name == "v4" else {}
-    return {"topology_name": f"{target.chip.libtpu_name}:{show_topology(target.topology)}", **megacore}
+    alone = {"chips_per_host_bounds": [1, 1, 1]} if target.chips == 1 else {}
+    return {"topology_name": f"{target.chip.libtpu_name}:{show_topology(target.topology)}", **megacore, **alone}
 
 
 def _cuda(target: Target) -> dict[str, str]:

@@ -1,0 +1,72 @@
+"""How long, and in how much memory of this machine, do the steps of large models compile for chips that are not here?
+
+    python benchmarks/compile_targets.py [NAME …]
+
+Runs `jaxlm compile` once per case, each in a process of its own, and writes results/<this machine>/compile_targets.json
+after each one. With names, only the cases that begin so.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import results
+
+MODELS = Path(__file__).parents[1] / "configs/models"
+USUAL = ["training.sequence=4096", "training.remat=full"]
+CASES = {
+    **{
+        f"llama3.1-8b on {chips}": ["llama3.1-8b.toml", "--on", chips, *USUAL]
+        for chips in (
+            "tpu-v5e:16x16",
+            "tpu-v5p:4x4x4",
+            "tpu-v6e:16x16",
+            "tpu-v7x:4x4x4",
+            "h200-sxm:8",
+            "h100-sxm5:64",
+            "tpu-v5p:16x16x16",
+        )
+    },
+    "llama3.1-405b on tpu-v5p:8x8x8": ["llama3.1-405b.toml", "--on", "tpu-v5p:8x8x8", *USUAL],
+}
+
+
+def run(arguments: list[str]) -> dict:
+    """What a compilation reports of itself, and what it took in all: seconds, and the most memory of the process."""
+    config, *rest = arguments
+    command = [sys.executable, "-c", "import sys; from jaxlm.cli import main; sys.exit(main())", "compile"]
+    began = time.perf_counter()
+    with tempfile.TemporaryFile() as out:
+        process = subprocess.Popen([*command, str(MODELS / config), *rest, "--json"], stdout=out)
+        _, status, used = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - began
+        out.seek(0)
+        row = json.loads(out.read() or "{}")
+    kept = ("compile_s", "memory_bytes_per_device", "fits", "flops_per_device")
+    return {
+        "exit_status": os.waitstatus_to_exitcode(status),
+        "seconds": seconds,
+        "host_memory_bytes": used.ru_maxrss * 1024,
+        **{key: row[key] for key in kept if key in row},
+        "largest": row.get("held_at_peak", [])[:3],
+        "counted": row.get("counted"),
+    }
+
+
+def main() -> None:
+    rows = {}
+    for name, arguments in CASES.items():
+        if not sys.argv[1:] or any(name.startswith(given) for given in sys.argv[1:]):
+            rows[name] = run(arguments)
+            print(
+                name, json.dumps({key: rows[name].get(key) for key in ("exit_status", "seconds", "fits")}), flush=True
+            )
+            results.write("compile_targets", results.cpu(), {"arguments": CASES, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -24,13 +24,25 @@ def like(operation: str, x: Any, **arrays: Any) -> None:
 
 def norm(operation: str, x: Any, vectors: Mapping[str, Any], residual: Any, epsilon: float) -> None:
     """The operands of a norm over x's last dimension."""
-    if x.ndim == 0:
-        raise ValueError(f"{operation}: x is a scalar; it must have a last dimension to normalise over")
-    floating(operation, x=x, **vectors)
+    matrix(operation, x)
+    floating(operation, **vectors)
     like(operation, x, residual=residual)
     vector(operation, x, **vectors)
-    if epsilon <= 0:
-        raise ValueError(f"{operation}: epsilon = {epsilon}; it must be positive")
+    positive(operation, epsilon=epsilon)
+
+
+def matrix(operation: str, x: Any) -> None:
+    """x has a last dimension, of floating point."""
+    if x.ndim == 0:
+        raise ValueError(f"{operation}: x is a scalar; it must have a last dimension")
+    floating(operation, x=x)
+
+
+def positive(operation: str, **numbers: float | None) -> None:
+    """These numbers are positive, None aside."""
+    for name, n in numbers.items():
+        if n is not None and not n > 0:
+            raise ValueError(f"{operation}: {name} = {n}; it must be positive")
 
 
 def vector(operation: str, x: Any, **vectors: Any) -> None:

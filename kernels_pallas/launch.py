@@ -50,6 +50,11 @@ def mosaic_tpu(semantics: Sequence[str], vmem_bytes: int | None = None) -> Any:
     return pltpu.CompilerParams(dimension_semantics=tuple(semantics), vmem_limit_bytes=vmem_bytes)
 
 
+def vmem(shape: Sequence[int], dtype: Any) -> Any:
+    """Scratch memory of a Mosaic kernel, which lasts from program to program."""
+    return pltpu.VMEM(tuple(shape), dtype)
+
+
 def load(ref: Any, mask: jax.Array | None = None, other: float = 0) -> jax.Array:
     """What a Triton kernel's reference holds, `other` where the mask is False: those places are not read."""
     return pltriton.load(ref) if mask is None else pltriton.load(ref, mask=mask, other=other)

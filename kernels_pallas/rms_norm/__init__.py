@@ -35,7 +35,7 @@ def rms_norm(
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
     checks.norm("rms_norm", x, {"scale": scale}, residual, epsilon)
-    launch = rows.choose_launch(RMSNorm, (x,), implementation, _interpret)
+    launch = rows.choose_launch(RMSNorm, x, implementation, _interpret)
     if launch is None:
         return reference.rms_norm(x, scale, residual=residual, epsilon=epsilon, plus_one=plus_one)
     body, vectors = RMSNorm(x.shape[-1], epsilon, plus_one), () if scale is None else (scale,)

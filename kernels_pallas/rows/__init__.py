@@ -8,7 +8,7 @@ the derivative needs is computed again from it, which costs less than to store a
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
@@ -59,29 +59,23 @@ class Launch(NamedTuple):
     interpret: bool = False
 
 
-def serves(rows: Sequence[jax.Array], body: type[Body]) -> dict[str, Callable[[Target], Refusal]]:
-    """Why the two implementations cannot serve these operands [..., W], by name: see `choice.choose`."""
-    width, dtype = rows[0].shape[-1], rows[0].dtype
-
-    def refusal(chip: Target) -> Refusal:
-        if dtype not in _DTYPES:
-            return f"{dtype} is none of {', '.join(_DTYPES)}"
-        if width > MAX_WIDTH and not body.elementwise:
-            return f"rows of {width} numbers are wider than {MAX_WIDTH}"
-        if dtype == jnp.float16 and chip.platform == "tpu":
-            return "TPUs have no float16"
-        return None
-
-    return {name: refusal for name in IMPLEMENTATIONS}
+def refusal(x: jax.Array, chip: Target, max_width: int | None = MAX_WIDTH) -> Refusal:
+    """Why no kernel on rows serves x [..., W] on a chip."""
+    if x.dtype not in _DTYPES:
+        return f"{x.dtype} is none of {', '.join(_DTYPES)}"
+    if x.dtype == jnp.float16 and chip.platform == "tpu":
+        return "TPUs have no float16"
+    if max_width is not None and x.shape[-1] > max_width:
+        return f"rows of {x.shape[-1]} numbers are wider than {max_width}"
+    return None
 
 
-def choose_launch(
-    body: type[Body], rows: Sequence[jax.Array], implementation: str | None, interpret: bool
-) -> Launch | None:
-    """How to run on operands [..., W]; None for the reference."""
-    chosen = choose(body.name, implementation, serves(rows, body), interpret)
+def choose_launch(body: type[Body], x: jax.Array, implementation: str | None, interpret: bool) -> Launch | None:
+    """How to run on operands like x [..., W]; None for the reference."""
+    serves = functools.partial(refusal, x, max_width=None if body.elementwise else MAX_WIDTH)
+    chosen = choose(body.name, implementation, dict.fromkeys(IMPLEMENTATIONS, serves), interpret)
     # Of nothing there is one result, whoever computes it.
-    return None if chosen == "reference" or rows[0].size == 0 else Launch(chosen, interpret)
+    return None if chosen == "reference" or x.size == 0 else Launch(chosen, interpret)
 
 
 def apply(

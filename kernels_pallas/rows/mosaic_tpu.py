@@ -39,7 +39,8 @@ def run(
     """step(inside, rows, vectors) → (results, sums over rows) on blocks: results [R, W], and sums [W] in float32."""
     R, W = rows[0].shape
     arrays = len(rows) + len(outputs)
-    block_rows, columns = block_shape(R, W, arrays, rows[0].dtype.itemsize, elementwise)
+    narrowest = min(x.dtype.itemsize for x in rows)
+    block_rows, columns = block_shape(R, W, arrays, narrowest, elementwise)
     programs, parts = pl.cdiv(R, block_rows), pl.cdiv(W, columns)
 
     def kernel(*refs) -> None:

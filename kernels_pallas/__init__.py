@@ -13,4 +13,13 @@ from kernels_pallas.rms_norm import rms_norm
 from kernels_pallas.rotary_embedding import rotary_embedding
 from kernels_pallas.softmax import log_softmax, softmax
 
-__all__ = ["bias_activation", "gated_activation", "layer_norm", "log_softmax", "matmul", "rms_norm", "rotary_embedding", "softmax"]
+__all__ = [
+    "bias_activation",
+    "gated_activation",
+    "layer_norm",
+    "log_softmax",
+    "matmul",
+    "rms_norm",
+    "rotary_embedding",
+    "softmax",
+]

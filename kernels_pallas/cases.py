@@ -55,7 +55,7 @@ class Case:
     arrays: Mapping[str, Array]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     roundings: int = 0
-    uses: frozenset[Use] | set[Use] = frozenset({"test"})
+    uses: set[Use] | frozenset[Use] = frozenset({"test"})
     dtypes: tuple[str, ...] = ("float32",)
 
     def structs(self, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:

@@ -2,8 +2,8 @@
 
 `triton.py` shows reuse on a GPU: a program's tile of the result stays in registers while tiles of both operands stream
 through shared memory, several in flight, and programs that share operands run close together, for the L2 cache.
-`mosaic_tpu.py` shows it on a TPU: a sequential grid whose innermost axis adds into a sum in VMEM, while the pipeline fetches
-the next tiles. What they share, the product of two tiles and the epilogue, is in `tiles.py`.
+`mosaic_tpu.py` shows it on a TPU: a sequential grid whose innermost axis adds into a sum in VMEM, while the pipeline
+fetches the next tiles. What they share, the product of two tiles and the epilogue, is in `tiles.py`.
 """
 
 import functools

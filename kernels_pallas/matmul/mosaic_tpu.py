@@ -1,15 +1,25 @@
 """A matrix product on TPUs, compiled by Mosaic."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels_pallas import launch
+from kernels_pallas import launch, tuning
 from kernels_pallas.launch import Cost
 from kernels_pallas.matmul.tiles import Product
 
-# Of each matrix's tiles, a side. Two buffers of each and the float32 sum take 6 MiB of VMEM in bfloat16.
-_SIDE = 512
+
+class Blocks(NamedTuple):
+    """An m × n tile of the result, k numbers of the contraction at a time.
+
+    By default two buffers of each operand's and the result's tile, and the float32 sum, take 4 MiB of VMEM in bfloat16.
+    """
+
+    m: int = 512
+    n: int = 512
+    k: int = 512
 
 
 def run(
@@ -25,7 +35,8 @@ def run(
 ) -> list[jax.Array]:
     """The results [M, N] of a product, in a's dtype."""
     M, N, K = product.sizes(a, b)
-    bm, bn, bk = (min(size, _SIDE) for size in (M, N, K))
+    blocks = tuning.blocks(name, "mosaic_tpu", (M, N, K), a.dtype, Blocks())
+    bm, bn, bk = (min(block, size) for block, size in zip(blocks, (M, N, K), strict=True))
 
     def kernel(*refs) -> None:
         a_ref, b_ref, *others = refs

@@ -29,7 +29,11 @@ class Product(NamedTuple):
     def of_tiles(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """The product of two tiles, as they lie, in float32."""
         contracted = ((0 if self.transposed[0] else 1,), (1 if self.transposed[1] else 0,))
-        return jax.lax.dot_general(a, b, (contracted, ((), ())), preferred_element_type=jnp.float32)
+        # Of narrow numbers every product is exact, and Mosaic refuses to be told so.
+        precision = None if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+        return jax.lax.dot_general(
+            a, b, (contracted, ((), ())), precision=precision, preferred_element_type=jnp.float32
+        )
 
     def epilogue(self, total: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> list[jax.Array]:
         """What is written of a finished tile: activation(total + bias) + residual, and total + bias."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels_pallas import launch, target
+from kernels_pallas import launch, target, tuning
 from kernels_pallas.launch import Cost
 from kernels_pallas.matmul.tiles import Product
 from kernels_pallas.target import Target
@@ -49,7 +49,8 @@ def run(
 ) -> list[jax.Array]:
     """The results [M, N] of a product, in a's dtype."""
     M, N, K = product.sizes(a, b)
-    blocks = default_blocks(M, N, K, a.dtype.itemsize, target.current())
+    safe = default_blocks(M, N, K, a.dtype.itemsize, target.current())
+    blocks = tuning.blocks(name, "triton", (M, N, K), a.dtype, safe)
     bm, bn, bk = blocks[:3]
     rows, columns, steps = pl.cdiv(M, bm), pl.cdiv(N, bn), pl.cdiv(K, bk)
 

@@ -28,8 +28,8 @@ def rotary_embedding(
 
     Args:
       x: [..., N, H] in float32, bfloat16 or float16, H even: N heads of each token; arithmetic is float32.
-      cos, sin: of the angles, [..., H/2] over the tokens of x, or over its last dimensions alone, such as [T, H/2] for x
-        [B, T, N, H].
+      cos, sin: of the angles, [..., H/2] over the tokens of x, or over its last dimensions alone, such as [T, H/2]
+        for x [B, T, N, H].
       interleaved: pairs are (x[2i], x[2i + 1]), as in the paper and in GPT-J; otherwise (x[i], x[i + H/2]), as in
         GPT-NeoX and Llama.
       implementation: "reference", "triton" or "mosaic_tpu"; None chooses by the chip being lowered for and the shape.
@@ -52,8 +52,8 @@ def rotary_embedding(
 
 def costs(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> Costs:
     """What the kernels cost on these arrays, or shapes and dtypes: backward turns back, by the same work."""
-    tokens, (N, H) = x.shape[:-2], x.shape[-2:]
-    angles = [jax.ShapeDtypeStruct((math.prod(tokens), H // 2), a.dtype) for a in (cos, sin)]
+    tokens, pairs = math.prod(x.shape[:-2]), x.shape[-1] // 2
+    angles = [jax.ShapeDtypeStruct((tokens, pairs), a.dtype) for a in (cos, sin)]
     one = _cost(x, *angles)
     return Costs(one, one)
 
@@ -114,5 +114,5 @@ def _check(x, cos, sin) -> None:
         wanted = (*x.shape[:-2], x.shape[-1] // 2)
         if pairs != wanted[-1] or tuple(tokens) != x.shape[:-2][x.ndim - 2 - len(tokens) :]:
             raise ValueError(
-                f"rotary_embedding: {name} has shape {list(angle.shape)}; it must be {list(wanted)}, or its last dimensions"
+                f"rotary_embedding: {name} has shape {list(angle.shape)}; it must be {list(wanted)}, or its last part"
             )

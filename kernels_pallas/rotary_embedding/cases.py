@@ -29,7 +29,6 @@ CASES = (
     _case("Llama 3 8B, keys", (4, 2048, 8, 128), uses={"bench"}, dtypes=("bfloat16",)),
     _case("interleaved, GPT-J", (4, 2048, 16, 256), True, uses={"compile", "bench"}, dtypes=("bfloat16",)),
     _case("narrow heads", (2, 1000, 12, 80), uses={"compile"}),
-    _case("narrow heads, interleaved", (2, 1000, 12, 64), True, uses={"compile"}),
 )
 
 OPERATION = Operation(function, reference.rotary_embedding, IMPLEMENTATIONS, CASES, costs)

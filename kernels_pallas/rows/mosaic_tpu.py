@@ -1,12 +1,13 @@
 """Rows on TPUs, compiled by Mosaic."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels_pallas import launch
+from kernels_pallas import launch, tuning
 from kernels_pallas.launch import Cost
 
 # Of VMEM's 16 MiB that a kernel may use by default, what the blocks and their float32 intermediates may take.
@@ -14,14 +15,20 @@ _BUDGET = 10 * 2**20
 _INTERMEDIATES = 4
 
 
-def block_shape(rows: int, width: int, arrays: int, itemsize: int, elementwise: bool) -> tuple[int, int]:
-    """Rows and columns per block: whole tiles, or the whole array."""
-    tile = 8 * 4 // itemsize  # numbers narrower than 32 bits are packed along the rows
+class Blocks(NamedTuple):
+    """`rows` × `columns` numbers in VMEM at a time."""
+
+    rows: int
+    columns: int
+
+
+def default_blocks(width: int, arrays: int, itemsize: int, elementwise: bool) -> Blocks:
+    """As many rows as the budget holds, in whole tiles: numbers narrower than 32 bits are packed along the rows."""
+    tile = 8 * 4 // itemsize
     columns = min(width, 2048) if elementwise else width
     # Blocks are fetched while others are computed on: two buffers each.
     per_row = columns * (2 * arrays * itemsize + 4 * (arrays + _INTERMEDIATES))
-    fits = max(_BUDGET // per_row // tile * tile, tile)
-    return min(fits, rows, 1024), columns
+    return Blocks(min(max(_BUDGET // per_row // tile * tile, tile), 1024), columns)
 
 
 def run(
@@ -40,7 +47,10 @@ def run(
     R, W = rows[0].shape
     arrays = len(rows) + len(outputs)
     narrowest = min(x.dtype.itemsize for x in rows)
-    block_rows, columns = block_shape(R, W, arrays, narrowest, elementwise)
+    safe = default_blocks(W, arrays, narrowest, elementwise)
+    fixed = () if elementwise else ("columns",)
+    blocks = tuning.blocks(name, "mosaic_tpu", (W,), rows[0].dtype, safe, fixed)
+    block_rows, columns = min(blocks.rows, R), min(blocks.columns, W)
     programs, parts = pl.cdiv(R, block_rows), pl.cdiv(W, columns)
 
     def kernel(*refs) -> None:

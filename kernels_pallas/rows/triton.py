@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels_pallas import launch, target
+from kernels_pallas import launch, target, tuning
 from kernels_pallas.launch import Cost
 
 
@@ -44,7 +44,9 @@ def run(
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """step(inside, rows, vectors) → (results, sums over rows) on blocks: results [R, W], and sums [W] in float32."""
     R, W = rows[0].shape
-    blocks = default_blocks(R, W, sums, elementwise, target.current().cores)
+    safe = default_blocks(R, W, sums, elementwise, target.current().cores)
+    fixed = () if elementwise else ("columns",)
+    blocks = tuning.blocks(name, "triton", (W,), rows[0].dtype, safe, fixed)
     steps = pl.cdiv(pl.cdiv(R, blocks.rows), blocks.programs) if blocks.programs else 1
     share = blocks.rows * steps
     programs, parts = pl.cdiv(R, share), pl.cdiv(W, blocks.columns)

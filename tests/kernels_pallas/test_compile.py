@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from benchmarks import compile_matrix
+from kernels_pallas.matmul import triton
 
 ELSEWHERE = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "x86_64", reason="the compilers are for Linux on x86-64"
@@ -17,6 +18,16 @@ ELSEWHERE = pytest.mark.skipif(
 def test_all_kernels_compile(chip):
     problems = {str(row): problem for row, problem in compile_matrix.compile_rows(chip).items() if problem}
     assert not problems
+
+
+@ELSEWHERE
+def test_a_kernel_that_does_not_fit_fails(monkeypatch):
+    """Sixteen stages of a product's tiles are more than the shared memory of an A100."""
+    (row,) = (r for r in compile_matrix.rows() if r.implementation == "triton" and r.case.name == "4096³, GELU")
+    too_deep = triton.Blocks(128, 256, 64, warps=8, stages=16)
+    monkeypatch.setattr(triton, "default_blocks", lambda *arguments: too_deep)
+    monkeypatch.setattr(compile_matrix, "rows", lambda: [row])
+    assert "hared memory" in compile_matrix.compile_rows("A100")[row]
 
 
 def test_the_document_has_the_whole_table():

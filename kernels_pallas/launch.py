@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as pltriton
 
 # Said since JAX 0.11.0, each time a kernel is lowered. Triton is the only way to Ampere and Ada, and works through
-# 0.12; tests/kernels_pallas/test_launch.py fails once it stops.
+# 0.12; tests/kernels/test_launch.py fails once it stops.
 DEPRECATED = "The Pallas Triton backend is deprecated"
 warnings.filterwarnings("ignore", DEPRECATED, DeprecationWarning)
 

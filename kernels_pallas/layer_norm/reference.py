@@ -21,7 +21,8 @@ def layer_norm(
     y = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + epsilon)
     last = (1,) * (x.ndim - 1) + (-1,)
     if scale is not None:
-        y = y * (scale.astype(wide.dtype) + plus_one).reshape(last)
+        factor = scale.astype(wide.dtype).reshape(last)
+        y = y * (factor + 1.0 if plus_one else factor)
     if bias is not None:
         y = y + bias.astype(wide.dtype).reshape(last)
     y = y.astype(x.dtype)

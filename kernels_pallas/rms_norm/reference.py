@@ -18,6 +18,7 @@ def rms_norm(
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     y = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
     if scale is not None:
-        y = y * (scale.astype(wide.dtype) + plus_one).reshape((1,) * (x.ndim - 1) + (-1,))
+        factor = scale.astype(wide.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+        y = y * (factor + 1.0 if plus_one else factor)
     y = y.astype(x.dtype)
     return y if residual is None else (x, y)

@@ -8,9 +8,11 @@ def rotary_embedding(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleave
     """See `kernels_pallas.rotary_embedding`."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     cos, sin = (jnp.broadcast_to(a.astype(wide), (*x.shape[:-2], a.shape[-1]))[..., None, :] for a in (cos, sin))
-    half = x.shape[-1] // 2
-    split = (*x.shape[:-1], half, 2) if interleaved else (*x.shape[:-1], 2, half)
-    pairs = -1 if interleaved else -2
-    first, second = (jnp.take(x.astype(wide).reshape(split), i, axis=pairs) for i in (0, 1))
+    if interleaved:
+        pairs = x.astype(wide).reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+        first, second = pairs[..., 0], pairs[..., 1]
+    else:
+        first, second = jnp.split(x.astype(wide), 2, axis=-1)
     turned = first * cos - second * sin, second * cos + first * sin
-    return jnp.stack(turned, axis=pairs).reshape(x.shape).astype(x.dtype)
+    y = jnp.stack(turned, axis=-1).reshape(x.shape) if interleaved else jnp.concatenate(turned, axis=-1)
+    return y.astype(x.dtype)

@@ -2,9 +2,9 @@
 
 import jax
 import pytest
+from agreement import check
 
 from kernels_pallas.registry import OPERATIONS
-from tests.kernels_pallas.agreement import check
 
 CALLS = [
     pytest.param(operation, case, dtype, implementation, id=f"{operation.name}-{case.name}-{dtype}-{implementation}")

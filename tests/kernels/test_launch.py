@@ -5,14 +5,14 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import pytest
+from elsewhere import ELSEWHERE
 
 from jaxlm.costs.hardware import Target
 from jaxlm.lowering import targets
 from kernels_pallas import launch, rms_norm
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the CUDA compiler is for Linux")
+@ELSEWHERE
 def test_triton_lowers_without_a_word(recwarn):
     """The deprecation is silenced in launch.py alone; any other warning, or the end of the lowering, shows here."""
     warnings.filterwarnings("ignore", launch.DEPRECATED, DeprecationWarning)  # pytest resets filters

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from elsewhere import ELSEWHERE
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.costs.hardware import Target
 from jaxlm.lowering import targets
 from kernels_pallas import rms_norm
 from kernels_pallas.registry import OPERATIONS
-from tests.kernels_pallas.test_compile import ELSEWHERE
 
 CALLS = [
     pytest.param(operation, name, id=f"{operation.name}-{name}")

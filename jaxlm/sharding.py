@@ -206,7 +206,7 @@ def on_each_device(
     mesh = jax.sharding.get_abstract_mesh()
     arrays = [x for x, _ in operands]
     left = {name for name in mesh.axis_names if name not in mesh.manual_axes}
-    if math.prod(mesh.shape[name] for name in left) == 1:
+    if mesh.size <= 1 or not left:
         return function(*arrays)
     specs = tuple(None if x is None else partition(axes, x.shape, mesh) for x, axes in operands)
     # check_vma=False: interpreted kernels know of no other way, and where gradients are summed is the same.

@@ -37,7 +37,7 @@ def choose(
     chip = target.current()
 
     def refusal(name: str) -> Refusal:
-        general = None if interpret else _cannot_lower(name, chip) or _is_partitioned()
+        general = None if interpret else _cannot_lower(name, chip) or _is_partitioned(name)
         return general or refusals[name](chip)
 
     if implementation is not None:
@@ -56,12 +56,11 @@ def _cannot_lower(implementation: str, chip: Target) -> Refusal:
     return None
 
 
-def _is_partitioned() -> Refusal:
+def _is_partitioned(implementation: str) -> Refusal:
     """XLA's partitioner cannot look into a kernel: it would gather every operand first, or refuse it."""
     mesh = jax.sharding.get_abstract_mesh()
-    parted = [
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind != AxisType.Manual and mesh.shape[name] > 1
-    ]
+    left = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
+    parted = [name for name in mesh.axis_names if name in left and mesh.shape[name] > 1]
+    if not parted and implementation == "mosaic_tpu" and len(left) < len(mesh.axis_names):
+        parted = sorted(left)  # where some axes are manual Mosaic wants all of them, also those of one device
     return f"call it inside jax.shard_map over the mesh axes {', '.join(map(str, parted))}" if parted else None

@@ -1,5 +1,7 @@
 """Which implementation is chosen, by the chip being lowered for, the mesh around it and the shape."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -18,8 +20,8 @@ def kernels(function, device, devices=1, shape=(16, 256), dtype=jnp.bfloat16):
         return str(jax.make_jaxpr(function)(jnp.zeros(shape, dtype))).count("pallas_call")
 
 
-def over_data(function):
-    return jax.shard_map(function, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"))
+def over_data(function, **more):
+    return jax.shard_map(function, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), **more)
 
 
 @pytest.mark.parametrize("device", [H200, V5E], ids=lambda d: d.platform)
@@ -34,6 +36,15 @@ def test_only_inside_shard_map_where_there_are_several_devices():
     assert kernels(over_data(rms_norm), H200, devices=4) == 1
     with pytest.raises(NotImplementedError, match="call it inside jax.shard_map over the mesh axes data"):
         kernels(lambda x: rms_norm(x, implementation="triton"), H200, devices=4)
+
+
+def test_mosaic_wants_all_axes_where_some_are_manual():
+    mesh = AbstractMesh((4, 1), ("data", "tensor"), (AxisType.Auto,) * 2, abstract_device=V5E)
+    over = functools.partial(over_data, axis_names={"data"})
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert "pallas_call" not in str(jax.make_jaxpr(over(rms_norm))(jnp.zeros((16, 256))))
+        with pytest.raises(NotImplementedError, match="call it inside jax.shard_map over the mesh axes tensor"):
+            jax.make_jaxpr(over(functools.partial(rms_norm, implementation="mosaic_tpu")))(jnp.zeros((16, 256)))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiny
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxlm import sharding
 from jaxlm.models import kernels
@@ -52,9 +53,18 @@ def test_a_step_with_kernels_equals_one_without(family, mesh, interpreted):
     tiny.assert_same_numbers(gradients, wanted, 1e-4)
 
 
-def test_the_switch_leaves_them_out(interpreted):
-    model = tiny.model(kernels="reference")
-    steps = make_steps(model, tiny.training(), tiny.optimization())
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32), tiny.batch())
-    jax.eval_shape(steps.train, jax.eval_shape(steps.init), batch)
-    assert not interpreted
+@pytest.mark.parametrize("chip", ["NVIDIA H200", "TPU v5 lite", "cpu"])
+def test_the_chip_and_the_switch_decide(chip):
+    """Qwen 3 has four norms, two rotations and a gate in its layer and one norm behind, each forward and backward."""
+    device = AbstractDevice(chip, 1, {"N": "gpu", "T": "tpu"}.get(chip[0], "cpu"))
+    mesh = AbstractMesh((1, 1, 1), sharding.MESH_AXES, (AxisType.Auto,) * 3, abstract_device=device)
+
+    def kernels_of_a_step(**changes):
+        model = tiny.model(tiny.QWEN3, **changes)
+        steps = make_steps(model, tiny.training(), tiny.optimization())
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32), tiny.batch())
+        with jax.sharding.use_abstract_mesh(mesh):
+            return str(jax.make_jaxpr(steps.train)(jax.eval_shape(steps.init), batch)).count("= pallas_call[")
+
+    assert kernels_of_a_step(kernels="reference") == 0
+    assert kernels_of_a_step() == (0 if chip == "cpu" else 2 * (7 + 1))

@@ -18,7 +18,7 @@ from kernels_pallas.registry import OPERATIONS
 
 # One of each generation: a slice as small as its compiler allows; programs are for one device of it.
 GPUS = {"A100": "a100-sxm4-80g:1", "H100": "h100-sxm5:1", "H200": "h200-sxm:1", "B200": "b200-hgx:1"}
-TPUS = {"v4": "tpu-v4:4", "v5e": "tpu-v5e:1", "v5p": "tpu-v5p:4", "v6e": "tpu-v6e:1", "v7x": "tpu-v7x:4"}
+TPUS = {"v4": "tpu-v4:4", "v5e": "tpu-v5e:4", "v5p": "tpu-v5p:4", "v6e": "tpu-v6e:4", "v7x": "tpu-v7x:4"}
 CHIPS = GPUS | TPUS
 LOWERED_FOR = {"triton": GPUS, "mosaic_gpu": GPUS, "mosaic_tpu": TPUS}
 

@@ -94,4 +94,5 @@ def run(
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    # TPU v4 compares no narrow integers.
+    return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)

@@ -104,4 +104,4 @@ def _split(refs: Sequence, *counts: int) -> list[tuple]:
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)

@@ -12,6 +12,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "kernels.md"
 
 
 @ELSEWHERE
+@pytest.mark.slow
 @pytest.mark.parametrize("chip", kernel_matrix.CHIPS)
 def test_all_kernels_compile(chip):
     problems = {str(row): problem for row, problem in kernel_matrix.compile_rows(chip).items() if problem}

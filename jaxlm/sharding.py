@@ -194,6 +194,26 @@ def summed_over_data(function: Callable[[Any, Any, jax.Array | int], Any], whole
     )(whole, batch)
 
 
+def on_each_device(
+    function: Callable[..., jax.Array], *operands: tuple[jax.Array | None, Sequence[str | None]]
+) -> jax.Array:
+    """function(*arrays) on each device's own parts of them; the result lies as the first array does.
+
+    Args:
+      function: gives for parts of the arrays the same part of the result; a Pallas kernel may be in it.
+      operands: each array, or None, with its logical axes.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    arrays = [x for x, _ in operands]
+    left = {name for name in mesh.axis_names if name not in mesh.manual_axes}
+    if mesh.size <= 1 or not left:
+        return function(*arrays)
+    specs = tuple(None if x is None else partition(axes, x.shape, mesh) for x, axes in operands)
+    # check_vma=False: interpreted kernels know of no other way, and where gradients are summed is the same.
+    mapped = jax.shard_map(function, in_specs=specs, out_specs=specs[0], axis_names=left, check_vma=False)
+    return mapped(*arrays)
+
+
 @functools.lru_cache
 def process_rows(batch: int, mesh: Mesh) -> np.ndarray:
     """The rows of a batch that lie on the devices of this process, int [rows], ascending."""

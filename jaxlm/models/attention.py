@@ -43,13 +43,17 @@ def dot_product_attention(
     return rearrange(mixed, "B K G T H -> B T (K G) H").astype(query_BTNH.dtype)
 
 
+_HEADS = "batch", "sequence", "act_heads", "act_head_width"
+_KV_HEADS = "batch", "sequence", "act_kv_heads", "act_head_width"
+
+
 class GroupedQueryAttention(Module):
     """Multi-head attention whose key/value heads are shared by groups of query heads (arXiv:2305.13245)."""
 
     def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
         settings: config.GroupedQueryAttention = model.attention
         D, N, K, H = model.width, settings.heads, settings.kv_heads, settings.head_width
-        std = model.initializer_std
+        std, self.kernels = model.initializer_std, model.kernels
         self.query = param(rngs, (D, N, H), "embed -> heads head_width", normal(std))
         self.key = param(rngs, (D, K, H), "embed -> kv_heads head_width", normal(std))
         self.value = param(rngs, (D, K, H), "embed -> kv_heads head_width", normal(std))
@@ -60,8 +64,8 @@ class GroupedQueryAttention(Module):
         self.key_bias = param(rngs, (K, H), "kv_heads head_width", zeros) if biased else None
         self.value_bias = param(rngs, (K, H), "kv_heads head_width", zeros) if biased else None
         self.output_bias = param(rngs, (D,), "channels", zeros) if settings.output_bias else None
-        self.query_norm = norm(model.norm, H, rngs, axis="head_width") if settings.qk_norm else None
-        self.key_norm = norm(model.norm, H, rngs, axis="head_width") if settings.qk_norm else None
+        self.query_norm = norm(model, H, rngs, axis="head_width") if settings.qk_norm else None
+        self.key_norm = norm(model, H, rngs, axis="head_width") if settings.qk_norm else None
 
     def __call__(
         self, x_BTD: jax.Array, visible: Visible, turn: Rotation | None, cache: Any = None
@@ -72,24 +76,22 @@ class GroupedQueryAttention(Module):
         key_BTKH = linear(x_BTD, self.key, self.key_bias)
         value_BTKH = linear(x_BTD, self.value, self.value_bias)
         if self.query_norm is not None:
-            query_BTNH, key_BTKH = self.query_norm(query_BTNH), self.key_norm(key_BTKH)
+            query_BTNH = self.query_norm(query_BTNH, _HEADS)
+            key_BTKH = self.key_norm(key_BTKH, _KV_HEADS)
         if turn is not None:
-            query_BTNH, key_BTKH = rotate(query_BTNH, turn), rotate(key_BTKH, turn)
+            query_BTNH = rotate(query_BTNH, _HEADS, turn, self.kernels)
+            key_BTKH = rotate(key_BTKH, _KV_HEADS, turn, self.kernels)
 
-        query_BTNH = checkpoint_name(_by_heads(query_BTNH, "act_heads"), "query")
-        key_BSKH = checkpoint_name(_by_heads(key_BTKH, "act_kv_heads"), "key")
-        value_BSKH = checkpoint_name(_by_heads(value_BTKH, "act_kv_heads"), "value")
+        query_BTNH = checkpoint_name(constrain(query_BTNH, *_HEADS), "query")
+        key_BSKH = checkpoint_name(constrain(key_BTKH, *_KV_HEADS), "key")
+        value_BSKH = checkpoint_name(constrain(value_BTKH, *_KV_HEADS), "value")
         if cache is not None:
             cache, key_BSKH, value_BSKH = cache.extend(key_BSKH, value_BSKH)
         mixed_BTNH = dot_product_attention(query_BTNH, key_BSKH, value_BSKH, visible)
-        mixed_BTNH = checkpoint_name(_by_heads(mixed_BTNH, "act_heads"), "attention")
+        mixed_BTNH = checkpoint_name(constrain(mixed_BTNH, *_HEADS), "attention")
 
         output_BTD = linear(mixed_BTNH, self.output, self.output_bias)
         return constrain(output_BTD, "batch", "stream", "act_model"), cache
-
-
-def _by_heads(x_BTNH: jax.Array, heads: str) -> jax.Array:
-    return constrain(x_BTNH, "batch", "sequence", heads, "act_head_width")
 
 
 _ATTENTIONS = {"grouped_query": GroupedQueryAttention}

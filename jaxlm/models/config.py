@@ -8,6 +8,10 @@ from jaxlm.schema import Section
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]
 
+# What norms, rotary positions and gated activations run as: the kernels of kernels_pallas wherever there is one for the
+# chip, or plain JAX everywhere.
+Kernels = Literal["auto", "reference"]
+
 # Activations of a layer that have a name, and what a layer keeps for its backward pass: everything,
 # only its input, or its input and the activations named.
 ActivationName = Literal["query", "key", "value", "attention", "up", "gate"]
@@ -98,7 +102,7 @@ class ModelConfig(Section):
     """A decoder-only Transformer.
 
     `context` is the longest sequence it can see. `attention.kv_heads` defaults to `attention.heads`,
-    `attention.head_width` to `width / attention.heads`.
+    `attention.head_width` to `width / attention.heads`. `kernels` changes no result beyond rounding.
     """
 
     vocabulary: PositiveInt
@@ -111,6 +115,7 @@ class ModelConfig(Section):
     feed_forward: DenseFeedForward
     tied_embeddings: bool = False
     initializer_std: PositiveFloat = 0.02
+    kernels: Kernels = "auto"
 
     @model_validator(mode="before")
     @classmethod

@@ -4,10 +4,13 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlm.models import config
+from jaxlm.models import config, kernels
 from jaxlm.models.layers import ACTIVATIONS, linear, whole_sequence
 from jaxlm.models.parameters import Module, normal, param, zeros
 from jaxlm.sharding import constrain
+from kernels_pallas import gated_activation
+
+_HIDDEN = "batch", "sequence", "act_ff"
 
 
 class DenseFeedForward(Module):
@@ -16,7 +19,7 @@ class DenseFeedForward(Module):
     def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
         settings: config.DenseFeedForward = model.feed_forward
         D, F, std = model.width, settings.hidden, model.initializer_std
-        self.activation = settings.activation
+        self.activation, self.kernels = settings.activation, model.kernels
         self.gate = param(rngs, (D, F), "embed -> feed_forward", normal(std)) if settings.gated else None
         self.up = param(rngs, (D, F), "embed -> feed_forward", normal(std))
         self.down = param(rngs, (F, D), "feed_forward -> embed", normal(std * (2 * model.layers) ** -0.5))
@@ -28,18 +31,14 @@ class DenseFeedForward(Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """x [B, T, D] → [B, T, D]."""
         x_BTD = whole_sequence(x_BTD)
-        activate = ACTIVATIONS[self.activation]
-        up_BTF = checkpoint_name(_by_hidden(linear(x_BTD, self.up, self.up_bias)), "up")
+        up_BTF = checkpoint_name(constrain(linear(x_BTD, self.up, self.up_bias), *_HIDDEN), "up")
         if self.gate is None:
-            hidden_BTF = activate(up_BTF)
+            hidden_BTF = ACTIVATIONS[self.activation](up_BTF)
         else:
-            gate_BTF = checkpoint_name(_by_hidden(linear(x_BTD, self.gate, self.gate_bias)), "gate")
-            hidden_BTF = activate(gate_BTF) * up_BTF
+            gate_BTF = checkpoint_name(constrain(linear(x_BTD, self.gate, self.gate_bias), *_HIDDEN), "gate")
+            operands = (gate_BTF, _HIDDEN), (up_BTF, _HIDDEN)
+            hidden_BTF = kernels.run(self.kernels, gated_activation, *operands, activation=self.activation)
         return constrain(linear(hidden_BTF, self.down, self.down_bias), "batch", "stream", "act_model")
-
-
-def _by_hidden(x_BTF: jax.Array) -> jax.Array:
-    return constrain(x_BTF, "batch", "sequence", "act_ff")
 
 
 _FEED_FORWARDS = {"dense": DenseFeedForward}

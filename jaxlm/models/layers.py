@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxlm.models import config
+from jaxlm.models import config, kernels
 from jaxlm.models.parameters import Module, ones, param, scope, zeros
 from jaxlm.sharding import constrain, is_parted
+from kernels_pallas import layer_norm, rms_norm
 
 
 def linear(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
@@ -70,45 +71,37 @@ _product_in_float32.defvjp(_forward, _backward)
 class RMSNorm(Module):
     """x / √(mean(x²) + ε) · scale over the last dimension, statistics in float32 (arXiv:1910.07467)."""
 
-    def __init__(self, settings: config.RMSNorm, width: int, axis: str, rngs: nnx.Rngs):
-        self.epsilon = settings.epsilon
+    def __init__(self, model: config.ModelConfig, width: int, axis: str, rngs: nnx.Rngs):
+        self.epsilon, self.kernels = model.norm.epsilon, model.kernels
         self.scale = param(rngs, (width,), axis, ones)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.epsilon)
-        return (wide * inverse * _last(self.scale, x.ndim)).astype(x.dtype)
+    def __call__(self, x: jax.Array, axes: kernels.Axes = kernels.STREAM) -> jax.Array:
+        """x, and its logical axes; the last one must be whole on each device."""
+        operands = (x, axes), (self.scale[...], axes[-1:])
+        return kernels.run(self.kernels, rms_norm, *operands, epsilon=self.epsilon)
 
 
 class LayerNorm(Module):
     """(x − mean) / √(var + ε) · scale + bias over the last dimension, statistics in float32 (arXiv:1607.06450)."""
 
-    def __init__(self, settings: config.LayerNorm, width: int, axis: str, rngs: nnx.Rngs):
-        self.epsilon = settings.epsilon
+    def __init__(self, model: config.ModelConfig, width: int, axis: str, rngs: nnx.Rngs):
+        self.epsilon, self.kernels = model.norm.epsilon, model.kernels
         self.scale = param(rngs, (width,), axis, ones)
-        self.bias = param(rngs, (width,), axis, zeros) if settings.bias else None
+        self.bias = param(rngs, (width,), axis, zeros) if model.norm.bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        centred = wide - jnp.mean(wide, -1, keepdims=True)
-        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(centred), -1, keepdims=True) + self.epsilon)
-        y = centred * inverse * _last(self.scale, x.ndim)
-        return (y if self.bias is None else y + _last(self.bias, x.ndim)).astype(x.dtype)
-
-
-def _last(vector: nnx.Param, ndim: int) -> jax.Array:
-    """A vector [D] as [1, …, 1, D] in float32."""
-    return vector[...].astype(jnp.float32).reshape((1,) * (ndim - 1) + (-1,))
+    def __call__(self, x: jax.Array, axes: kernels.Axes = kernels.STREAM) -> jax.Array:
+        """x, and its logical axes; the last one must be whole on each device."""
+        bias = None if self.bias is None else self.bias[...]
+        operands = (x, axes), (self.scale[...], axes[-1:]), (bias, axes[-1:])
+        return kernels.run(self.kernels, layer_norm, *operands, epsilon=self.epsilon)
 
 
 _NORMS = {"rms": RMSNorm, "layer": LayerNorm}
 
 
-def norm(
-    settings: config.RMSNorm | config.LayerNorm, width: int, rngs: nnx.Rngs, axis: str = "channels"
-) -> RMSNorm | LayerNorm:
+def norm(model: config.ModelConfig, width: int, rngs: nnx.Rngs, axis: str = "channels") -> RMSNorm | LayerNorm:
     """The norm that the configuration names, over `width` channels."""
-    return _NORMS[settings.kind](settings, width, axis, rngs)
+    return _NORMS[model.norm.kind](model, width, axis, rngs)
 
 
 def _gelu(x: jax.Array) -> jax.Array:

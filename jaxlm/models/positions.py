@@ -6,7 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlm.models import config
+from jaxlm.models import config, kernels
+from kernels_pallas import rotary_embedding
 
 
 class Visible(NamedTuple):
@@ -31,7 +32,7 @@ def visible_in_cache(positions_BT: jax.Array) -> Visible:
 
 
 class Rotation(NamedTuple):
-    """cos and sin of the rotary angles, float32 [B, T, 1, H/2]."""
+    """cos and sin of the rotary angles, float32 [B, T, H/2]."""
 
     cos: jax.Array
     sin: jax.Array
@@ -42,7 +43,7 @@ def rotation(settings: config.RotaryPositions, head_width: int, positions_BT: ja
     frequency = settings.base ** (-jnp.arange(0, head_width, 2, dtype=jnp.float32) / head_width)
     if settings.scaling is not None:
         frequency = _llama3(frequency, settings.scaling)
-    angle = positions_BT[:, :, None, None].astype(jnp.float32) * frequency[None, None, None]
+    angle = positions_BT[..., None].astype(jnp.float32) * frequency[None, None]
     return Rotation(jnp.cos(angle), jnp.sin(angle))
 
 
@@ -54,8 +55,7 @@ def _llama3(frequency: jax.Array, scaling: config.Llama3Scaling) -> jax.Array:
     return kept * frequency + (1.0 - kept) * frequency / scaling.factor
 
 
-def rotate(x_BTNH: jax.Array, turn: Rotation) -> jax.Array:
-    """Rotate the pairs (x[i], x[i + H/2]) by the angles; float32 inside, x's dtype out."""
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    rotated = (first * turn.cos - second * turn.sin, second * turn.cos + first * turn.sin)
-    return jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)
+def rotate(x_BTNH: jax.Array, axes: kernels.Axes, turn: Rotation, choice: config.Kernels) -> jax.Array:
+    """Rotate the pairs (x[i], x[i + H/2]) of x, which has these logical axes, by the angles; float32 inside."""
+    angles = *axes[:2], None
+    return kernels.run(choice, rotary_embedding, (x_BTNH, axes), (turn.cos, angles), (turn.sin, angles))

@@ -31,9 +31,9 @@ class Block(Module):
     """One layer: attention and feed-forward, each behind a norm and added to the residual stream."""
 
     def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
-        self.attention_norm = norm(model.norm, model.width, rngs)
+        self.attention_norm = norm(model, model.width, rngs)
         self.attention = attention(model, rngs)
-        self.feed_forward_norm = norm(model.norm, model.width, rngs)
+        self.feed_forward_norm = norm(model, model.width, rngs)
         self.feed_forward = feed_forward(model, rngs)
 
     def __call__(
@@ -56,7 +56,7 @@ class Transformer(Module):
         learned = model.position.kind == "learned"
         self.positions = param(rngs, (model.context, D), "positions -> embed", normal(std)) if learned else None
         self.layers = stack(lambda rngs: Block(model, rngs), model.layers, rngs)
-        self.final_norm = norm(model.norm, D, rngs)
+        self.final_norm = norm(model, D, rngs)
         tied = model.tied_embeddings
         self.unembedding = None if tied else param(rngs, (D, V), "embed -> vocab", normal(std))
 

@@ -58,14 +58,17 @@ def test_rows_see_their_own_segment_up_to_themselves():
     np.testing.assert_array_equal(visible.end_BT, [[1, 2, 3, 4, 5, 6]])
 
 
+def rotated(x, turn):
+    return rotate(jnp.asarray(x), ("batch", "sequence", "act_heads", "act_head_width"), turn, "reference")
+
+
 def test_rotary_scores_depend_on_distance_only():
     draw = np.random.default_rng(0)
     query, key = draw.normal(size=(2, 1, 1, 1, 16)).astype(np.float32)
 
     def score(q_at, k_at):
         turned = (
-            rotate(jnp.asarray(x), rotation(RotaryPositions(), 16, jnp.array([[at]])))
-            for x, at in ((query, q_at), (key, k_at))
+            rotated(x, rotation(RotaryPositions(), 16, jnp.array([[at]]))) for x, at in ((query, q_at), (key, k_at))
         )
         return jnp.vdot(*turned)
 
@@ -75,14 +78,14 @@ def test_rotary_scores_depend_on_distance_only():
 
 def test_rotary_keeps_length_and_position_zero():
     x = np.random.default_rng(0).normal(size=(1, 2, 3, 8)).astype(np.float32)
-    turned = rotate(jnp.asarray(x), rotation(RotaryPositions(), 8, jnp.array([[0, 5]])))
+    turned = rotated(x, rotation(RotaryPositions(), 8, jnp.array([[0, 5]])))
     np.testing.assert_allclose(np.linalg.norm(turned, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-6)
     np.testing.assert_array_equal(turned[:, 0], x[:, 0])
 
 
 def test_rotary_pairs_are_half_a_head_apart():
     turn = rotation(RotaryPositions(base=100.0), 4, jnp.array([[1]]))
-    turned = rotate(jnp.array([[[[1.0, 0.0, 0.0, 0.0]]]]), turn)
+    turned = rotated(jnp.array([[[[1.0, 0.0, 0.0, 0.0]]]]), turn)
     np.testing.assert_allclose(turned[0, 0, 0], [np.cos(1.0), 0.0, np.sin(1.0), 0.0], atol=1e-7)
 
 
@@ -93,7 +96,7 @@ def test_llama3_scaling_keeps_fast_frequencies_and_stretches_slow_ones():
 
     def angles(settings):
         turn = rotation(settings, 128, jnp.array([[1]]))
-        return np.arctan2(turn.sin[0, 0, 0], turn.cos[0, 0, 0]).astype(np.float64)
+        return np.arctan2(turn.sin[0, 0], turn.cos[0, 0]).astype(np.float64)
 
     ratio = angles(stretched) / angles(plain)
     wavelength = 2 * np.pi / angles(plain)

@@ -1,0 +1,87 @@
+"""Which kernels of kernels_pallas compile for which chips, forward and backward, without any of the chips.
+
+A kernel that needs more shared memory, VMEM or registers than a chip has, or that its compiler refuses, fails here.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxlm.costs.hardware import Target
+from jaxlm.lowering import targets
+from kernels_pallas.cases import Case, Operation
+from kernels_pallas.registry import OPERATIONS
+
+# One of each generation: a slice as small as its compiler allows; programs are for one device of it.
+GPUS = {"A100": "a100-sxm4-80g:1", "H100": "h100-sxm5:1", "H200": "h200-sxm:1", "B200": "b200-hgx:1"}
+TPUS = {"v4": "tpu-v4:4", "v5e": "tpu-v5e:4", "v5p": "tpu-v5p:4", "v6e": "tpu-v6e:4", "v7x": "tpu-v7x:4"}
+CHIPS = GPUS | TPUS
+LOWERED_FOR = {"triton": GPUS, "mosaic_gpu": GPUS, "mosaic_tpu": TPUS}
+
+
+class Row(NamedTuple):
+    """One call of one implementation."""
+
+    operation: Operation
+    implementation: str
+    case: Case
+
+    def __str__(self) -> str:
+        return f"{self.operation.name} | {self.implementation} | {self.case.name}, {self.case.dtypes[0]}"
+
+
+def rows() -> Iterator[Row]:
+    """All that is compiled, each for every chip that its implementation is lowered for."""
+    for operation in OPERATIONS.values():
+        for implementation in operation.implementations:
+            for case in operation.used_in("compile"):
+                yield Row(operation, implementation, case)
+
+
+def compile_rows(chip: str) -> dict[Row, str]:
+    """Whether each kernel compiles for a chip of CHIPS, forward and backward.
+
+    "" where it does, else what went wrong.
+    """
+    device = targets.devices(Target.parse(CHIPS[chip]))[0]
+    mesh = Mesh(np.array([device]), ("one",))
+    return {row: _compile(row, mesh) for row in rows() if chip in LOWERED_FOR[row.implementation]}
+
+
+def _compile(row: Row, mesh: Mesh) -> str:
+    operation, implementation, case = row
+    whole = NamedSharding(mesh, PartitionSpec())
+    structs = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for name, x in case.structs(case.dtypes[0]).items()
+    }
+    inputs = {name: structs.pop(name) for name in case.differentiable()}
+
+    def program(inputs: dict, others: dict):
+        results, pull_back = jax.vjp(
+            lambda inputs: operation.function(**inputs, **others, **case.options, implementation=implementation), inputs
+        )
+        return results, pull_back(results)  # any cotangent: its shapes are those of the results
+
+    try:
+        with jax.set_mesh(mesh):
+            text = jax.jit(program).lower(inputs, structs).compile().as_text()
+    except Exception as error:  # a compiler's refusal has no type of its own
+        return str(error).splitlines()[0][:300]
+    kernels = re.findall(rf'custom-call.*op_name="[^"]*{operation.name}[^"]*/pallas_call"', text)
+    return "" if len(kernels) > 1 else f"{len(kernels)} kernels are in the program; forward and backward need one each"
+
+
+def table(results: dict[str, dict[Row, str]]) -> str:
+    """The results by chip as a Markdown table: ✓ compiles, – is not lowered for it."""
+    lines = [
+        f"| operation | implementation | case | {' | '.join(results)} |",
+        "| --- | --- | --- |" + " --- |" * len(results),
+    ]
+    for row in rows():
+        cells = ("–" if row not in by else "✗" if by[row] else "✓" for by in results.values())
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,32 @@
+"""The operations of kernels_pallas in a model: on each device, its own part of the arrays."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxlm import sharding
+from jaxlm.models.config import Kernels
+
+# Logical axes of an array, which say what part of it a device has.
+Axes = tuple[str | None, ...]
+
+STREAM: Axes = ("batch", "stream", "act_model")
+
+# What tests put here, so that kernels run, interpreted, where there is no chip for them.
+_HOW: dict[str, Any] = {}
+
+
+def run(kernels: Kernels, operation: Callable, *operands: tuple[jax.Array | None, Axes], **options: Any) -> jax.Array:
+    """operation(*arrays, **options) of kernels_pallas, whose result lies as the first array does.
+
+    Args:
+      kernels: "auto", or "reference" for what XLA makes of plain JAX, partitioned by it.
+      operands: each array with its logical axes; what the operation looks at together must be whole on a device.
+    """
+    arrays = [x for x, _ in operands]
+    # The mesh knows the chip, and asks no backend; who runs a model on one has set a mesh.
+    chip = jax.sharding.get_abstract_mesh().abstract_device
+    if kernels == "reference" or not (_HOW or chip is not None and chip.platform != "cpu"):
+        return operation(*arrays, implementation="reference", **options)
+    return sharding.on_each_device(lambda *parts: operation(*parts, **options, **_HOW), *operands)

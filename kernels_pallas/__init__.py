@@ -1,0 +1,25 @@
+"""Kernels in Pallas: compiled by Triton for NVIDIA GPUs and by Mosaic for TPUs, each beside its reference in plain JAX.
+
+Every function takes `implementation`: None chooses by the chip being lowered for, also ahead of time, and by the shape;
+a name is kept or refused. `jax.grad`, `jax.vmap`, `jax.checkpoint`, `jax.jit` and `jax.shard_map` compose with all of
+them; forward-mode differentiation is the reference's alone.
+"""
+
+from kernels_pallas.bias_activation import bias_activation
+from kernels_pallas.gated_activation import gated_activation
+from kernels_pallas.layer_norm import layer_norm
+from kernels_pallas.matmul import matmul
+from kernels_pallas.rms_norm import rms_norm
+from kernels_pallas.rotary_embedding import rotary_embedding
+from kernels_pallas.softmax import log_softmax, softmax
+
+__all__ = [
+    "bias_activation",
+    "gated_activation",
+    "layer_norm",
+    "log_softmax",
+    "matmul",
+    "rms_norm",
+    "rotary_embedding",
+    "softmax",
+]

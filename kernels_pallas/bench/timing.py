@@ -1,0 +1,67 @@
+"""How long a compiled program takes on its device."""
+
+import glob
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Time(NamedTuple):
+    """Seconds per call: median and quartiles over rounds. `clock`: "device" is what the device's own trace says,
+    "host" what the host saw of calls in a row."""
+
+    median: float
+    lower: float
+    upper: float
+    clock: str
+
+    @classmethod
+    def of(cls, seconds: list[float], clock: str) -> "Time":
+        lower, median, upper = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
+        return cls(median, lower, upper, clock)
+
+
+def measure(call: Callable[[], Any], rounds: int = 7, seconds: float = 0.05) -> Time:
+    """Time a call, which returns arrays: after a warm-up, `rounds` times as many calls in a row as take `seconds`."""
+    for _ in range(2):
+        jax.block_until_ready(call())
+    calls = max(1, min(1000, round(seconds / max(_in_a_row(call, 3), 1e-7))))
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        on_device = [_on_device(call, calls, device) for _ in range(rounds)]
+        if all(on_device):
+            return Time.of(on_device, "device")
+    return Time.of([_in_a_row(call, calls) for _ in range(rounds)], "host")
+
+
+def _in_a_row(call: Callable[[], Any], calls: int) -> float:
+    """Seconds per call; the host runs ahead, so that the device does not wait for it if a call is long enough."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        result = call()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / calls
+
+
+def _on_device(call: Callable[[], Any], calls: int, device: jax.Device) -> float | None:
+    """Seconds per call that the device was busy, from a trace; None where it shows nothing of the device."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            _in_a_row(call, calls)
+        (file,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+        profile = jax.profiler.ProfileData.from_file(file)
+    name = f"/device:{device.platform.upper()}:{device.id}"
+    planes = [plane for plane in profile.planes if plane.name == name]
+    # A GPU's work is on its streams; a TPU's programs follow one another on a line of their own.
+    busy = sum(
+        event.duration_ns
+        for plane in planes
+        for line in plane.lines
+        if line.name.startswith("Stream") or line.name == "XLA Modules" and device.platform == "tpu"
+        for event in line.events
+    )
+    return busy * 1e-9 / calls or None

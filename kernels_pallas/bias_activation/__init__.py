@@ -1,0 +1,45 @@
+"""A bias and an activation behind a linear map."""
+
+import jax
+
+from kernels_pallas import activations, checks, rows
+from kernels_pallas.bias_activation import reference
+from kernels_pallas.bias_activation.body import BiasActivation
+from kernels_pallas.launch import Costs
+
+
+def bias_activation(
+    x: jax.Array,
+    bias: jax.Array,
+    *,
+    activation: str = "gelu",
+    implementation: str | None = None,
+    _interpret: bool = False,
+) -> jax.Array:
+    """activation(x + bias).
+
+    Args:
+      x: [..., F] in float32, bfloat16 or float16; arithmetic is float32.
+      bias: [F], of any of these dtypes.
+      activation: "gelu" (exact), "gelu_tanh", "silu", "relu" or "relu_squared".
+      implementation: "reference", "triton" or "mosaic_tpu"; None chooses by the chip being lowered for and the shape.
+
+    Returns [..., F] in x's dtype.
+
+    Under a mesh of several devices the kernels live inside `jax.shard_map`; elsewhere None is "reference".
+
+    Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
+    """
+    checks.matrix("bias_activation", x)
+    checks.floating("bias_activation", bias=bias)
+    checks.vector("bias_activation", x, bias=bias)
+    activations.check("bias_activation", activation)
+    launch = rows.choose_launch(BiasActivation, x, implementation, _interpret)
+    if launch is None:
+        return reference.bias_activation(x, bias, activation=activation)
+    return rows.apply(BiasActivation(activation), launch, (x,), (bias,))[0]
+
+
+def costs(x: jax.Array, bias: jax.Array, *, activation: str = "gelu") -> Costs:
+    """What the kernels cost on these arrays, or shapes and dtypes."""
+    return rows.costs(BiasActivation(activation), (x,), (bias,))

@@ -1,0 +1,26 @@
+"""What bias and activation are tried on."""
+
+from kernels_pallas import bias_activation as function
+from kernels_pallas.bias_activation import costs, reference
+from kernels_pallas.cases import Array, Case, Operation
+from kernels_pallas.rows import IMPLEMENTATIONS
+
+_ALL = ("bfloat16", "float16", "float32")
+
+
+def _case(name: str, rows: tuple[int, ...], width: int, activation: str = "gelu", **more) -> Case:
+    arrays = {"x": Array((*rows, width)), "bias": Array((width,))}
+    return Case(name, arrays, {"activation": activation}, **more)
+
+
+CASES = (
+    _case("plain", (4, 32), 256, dtypes=_ALL),
+    _case("odd width", (7, 5), 1300, "gelu_tanh"),
+    _case("one row", (1,), 100, "silu"),
+    _case("empty batch", (0, 5), 128),
+    _case("small", (64,), 512, uses={"bench"}),
+    _case("16384 × 3072", (16384,), 3072, uses={"bench"}, dtypes=("bfloat16",)),
+    _case("16384 × 6400, by tanh", (16384,), 6400, "gelu_tanh", uses={"compile", "bench"}, dtypes=("bfloat16",)),
+)
+
+OPERATION = Operation(function, reference.bias_activation, IMPLEMENTATIONS, CASES, costs)

@@ -1,0 +1,43 @@
+"""Gated activations: SwiGLU, GeGLU exact and by tanh, ReLU² and their like."""
+
+import jax
+
+from kernels_pallas import activations, checks, rows
+from kernels_pallas.gated_activation import reference
+from kernels_pallas.gated_activation.body import GatedActivation
+from kernels_pallas.launch import Costs
+
+
+def gated_activation(
+    gate: jax.Array,
+    up: jax.Array,
+    *,
+    activation: str = "silu",
+    implementation: str | None = None,
+    _interpret: bool = False,
+) -> jax.Array:
+    """activation(gate) ⊙ up (Shazeer 2020, arXiv:2002.05202, equation 5).
+
+    Args:
+      gate, up: [..., F] of one dtype, float32, bfloat16 or float16; arithmetic is float32.
+      activation: "silu" (SwiGLU), "gelu" (GeGLU, exact), "gelu_tanh", "relu" (ReGLU) or "relu_squared".
+      implementation: "reference", "triton" or "mosaic_tpu"; None chooses by the chip being lowered for and the shape.
+
+    Returns [..., F] in that dtype.
+
+    Under a mesh of several devices the kernels live inside `jax.shard_map`; elsewhere None is "reference".
+
+    Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
+    """
+    checks.matrix("gated_activation", gate)
+    checks.like("gated_activation", gate, up=up)
+    activations.check("gated_activation", activation)
+    launch = rows.choose_launch(GatedActivation, gate, implementation, _interpret)
+    if launch is None:
+        return reference.gated_activation(gate, up, activation=activation)
+    return rows.apply(GatedActivation(activation), launch, (gate, up))[0]
+
+
+def costs(gate: jax.Array, up: jax.Array, *, activation: str = "silu") -> Costs:
+    """What the kernels cost on these arrays, or shapes and dtypes."""
+    return rows.costs(GatedActivation(activation), (gate, up))

@@ -1,0 +1,123 @@
+"""The one file that knows Pallas's backend-specific entry points, and how they differ between versions of JAX."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import triton as pltriton
+
+# Said since JAX 0.11.0, each time a kernel is lowered. Triton is the only way to Ampere and Ada, and works through
+# 0.12; tests/kernels/test_launch.py fails once it stops.
+DEPRECATED = "The Pallas Triton backend is deprecated"
+warnings.filterwarnings("ignore", DEPRECATED, DeprecationWarning)
+
+
+class Cost(NamedTuple):
+    """What one call does: FLOPs (one per transcendental, included), transcendentals, and bytes of HBM moved."""
+
+    flops: int = 0
+    transcendentals: int = 0
+    bytes: int = 0
+
+
+class Costs(NamedTuple):
+    """What an operation costs forward, and backward besides that."""
+
+    forward: Cost
+    backward: Cost
+
+
+def size_of(*arrays: Any) -> int:
+    """Bytes of arrays, or of their shapes and dtypes."""
+    return sum(x.size * x.dtype.itemsize for x in arrays if x is not None)
+
+
+def triton(warps: int, stages: int = 2) -> Any:
+    """Compile by Triton with so many warps of 32 threads, loops pipelined over so many stages."""
+    return pltriton.CompilerParams(num_warps=warps, num_stages=stages)
+
+
+def mosaic_tpu(semantics: Sequence[str], vmem_bytes: int | None = None) -> Any:
+    """Compile by Mosaic for TPUs.
+
+    Args:
+      semantics: of each axis of the grid, "parallel" or "arbitrary" (in sequence).
+      vmem_bytes: of VMEM that the kernel may use, where the default (16 MiB) is too little.
+    """
+    return pltpu.CompilerParams(dimension_semantics=tuple(semantics), vmem_limit_bytes=vmem_bytes)
+
+
+def vmem(shape: Sequence[int], dtype: Any) -> Any:
+    """Scratch memory of a Mosaic kernel, which lasts from program to program."""
+    return pltpu.VMEM(tuple(shape), dtype)
+
+
+def load(ref: Any, mask: jax.Array | None = None, other: float = 0) -> jax.Array:
+    """What a Triton kernel's reference holds, `other` where the mask is False: those places are not read."""
+    return pltriton.load(ref) if mask is None else pltriton.load(ref, mask=mask, other=other)
+
+
+def store(ref: Any, value: jax.Array, mask: jax.Array | None = None) -> None:
+    """Write a value through a Triton kernel's reference, where the mask is True."""
+    pltriton.store(ref, value.astype(ref.dtype), mask=mask)
+
+
+def call(
+    kernel: Callable[..., None],
+    operands: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    *,
+    params: Any,
+    grid: Sequence[int],
+    in_specs: Sequence[pl.BlockSpec],
+    out_specs: Sequence[pl.BlockSpec],
+    cost: Cost,
+    name: str,
+    scratch: Sequence[Any] = (),
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """Run a Pallas kernel; returns its outputs.
+
+    Args:
+      params: what `triton` or `mosaic_tpu` returned.
+      cost: of the whole call; XLA schedules by it on TPUs, and jaxlm counts it.
+      interpret: run as plain JAX instead, on any platform.
+      The others are those of `pl.pallas_call`. Operands vary over the same axes of a shard_map: see `vary`.
+    """
+    varying = jax.typeof(operands[0]).manual_axis_type
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying) for x in outputs]
+    run = pl.pallas_call(
+        kernel,
+        out_shape=shapes,
+        grid=tuple(grid),
+        in_specs=list(in_specs),
+        out_specs=list(out_specs),
+        scratch_shapes=tuple(scratch),
+        compiler_params=params,
+        cost_estimate=pl.CostEstimate(
+            # XLA's convention for a kernel's estimate: transcendentals apart.
+            flops=cost.flops - cost.transcendentals,
+            transcendentals=cost.transcendentals,
+            bytes_accessed=cost.bytes,
+        ),
+        name=name,
+        interpret=interpret,
+    )
+    return run(*operands)
+
+
+def vary(*operands: jax.Array | None) -> tuple:
+    """The operands, each varying over all axes of a surrounding shard_map over which any of them varies.
+
+    Then gradients of what was replicated are summed over those axes by JAX itself (`shard_map(check_vma=True)`).
+    """
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands if x is not None))
+
+    def spread(x: jax.Array | None) -> jax.Array | None:
+        lacking = () if x is None else tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
+        return jax.lax.pcast(x, lacking, to="varying") if lacking else x
+
+    return tuple(map(spread, operands))

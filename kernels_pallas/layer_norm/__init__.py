@@ -1,0 +1,64 @@
+"""LayerNorm, with an optional residual sum before it."""
+
+import jax
+
+from kernels_pallas import checks, rows
+from kernels_pallas.launch import Costs
+from kernels_pallas.layer_norm import reference
+from kernels_pallas.layer_norm.body import LayerNorm
+
+
+def layer_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    residual: jax.Array | None = None,
+    epsilon: float = 1e-6,
+    plus_one: bool = False,
+    implementation: str | None = None,
+    _interpret: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """(x − mean) / √(variance + ε) · scale + bias over the last dimension (Ba et al. 2016, arXiv:1607.06450).
+
+    Args:
+      x: [..., D] in float32, bfloat16 or float16; statistics are float32, the variance is that of x − mean.
+      scale, bias: [D], of any of these dtypes; None is 1 and 0.
+      residual: [..., D] like x: then s = x + residual is normalised, and both are returned.
+      epsilon: positive.
+      plus_one: multiply by 1 + scale.
+      implementation: "reference", "triton" or "mosaic_tpu"; None chooses by the chip being lowered for and the shape.
+
+    Returns y [..., D] in x's dtype; with a residual (s, y).
+
+    Under a mesh of several devices the kernels live inside `jax.shard_map` with D whole; elsewhere None is "reference".
+
+    Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
+    """
+    checks.norm("layer_norm", x, {"scale": scale, "bias": bias}, residual, epsilon)
+    launch = rows.choose_launch(LayerNorm, x, implementation, _interpret)
+    if launch is None:
+        return reference.layer_norm(x, scale, bias, residual=residual, epsilon=epsilon, plus_one=plus_one)
+    body, vectors = _body(x, scale, bias, epsilon, plus_one)
+    if residual is None:
+        return rows.apply(body, launch, (x,), vectors)[0]
+    return rows.apply_to_sum(body, launch, x, residual, vectors)
+
+
+def costs(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    residual: jax.Array | None = None,
+    epsilon: float = 1e-6,
+    plus_one: bool = False,
+) -> Costs:
+    """What the kernels cost on these arrays, or shapes and dtypes."""
+    body, vectors = _body(x, scale, bias, epsilon, plus_one)
+    return rows.costs(body, (x,), vectors) if residual is None else rows.costs_of_sum(body, x, vectors)
+
+
+def _body(x, scale, bias, epsilon, plus_one) -> tuple[LayerNorm, tuple]:
+    body = LayerNorm(x.shape[-1], epsilon, plus_one, scale is not None, bias is not None)
+    return body, tuple(v for v in (scale, bias) if v is not None)

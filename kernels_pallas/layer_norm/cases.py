@@ -1,0 +1,37 @@
+"""What LayerNorm is tried on."""
+
+from kernels_pallas import layer_norm as function
+from kernels_pallas.cases import Array, Case, Operation
+from kernels_pallas.layer_norm import costs, reference
+from kernels_pallas.rows import IMPLEMENTATIONS
+
+_ALL = ("bfloat16", "float16", "float32")
+
+
+def _case(name: str, rows: tuple[int, ...], width: int, *, bias: bool = True, residual: bool = False, **more) -> Case:
+    x = {key: more.pop(key) for key in ("scale", "mean", "draw") if key in more}
+    arrays = {"x": Array((*rows, width), **x), "scale": Array((width,), scale=0.1, mean=1.0)}
+    if bias:
+        arrays["bias"] = Array((width,), scale=0.1)
+    if residual:
+        arrays["residual"] = Array((*rows, width))
+    return Case(name, arrays, roundings=2 * residual, **more)
+
+
+CASES = (
+    _case("plain", (4, 32), 256, dtypes=_ALL),
+    _case("odd width, no bias", (3, 7), 300, bias=False, options={"plus_one": True}),
+    _case("one row", (1,), 100),
+    _case("empty batch", (0, 5), 128),
+    _case("residual", (5, 13), 200, residual=True, dtypes=_ALL),
+    _case("far from zero", (16,), 500, mean=30.0),
+    _case("zeros", (16,), 512, draw="zeros"),
+    _case("one hot", (16,), 512, draw="one_hot", scale=100.0),
+    _case("small", (64,), 256, uses={"bench"}),
+    _case("8192 × 4096", (8192,), 4096, uses={"compile", "bench"}, dtypes=("bfloat16",)),
+    _case("16384 × 8192", (16384,), 8192, uses={"bench"}, dtypes=("bfloat16",)),
+    _case("8192 × 1600 with residual", (8192,), 1600, residual=True, uses={"compile", "bench"}, dtypes=("bfloat16",)),
+    _case("8192 × 4096 with residual", (8192,), 4096, residual=True, uses={"bench"}, dtypes=("bfloat16",)),
+)
+
+OPERATION = Operation(function, reference.layer_norm, IMPLEMENTATIONS, CASES, costs)

@@ -1,0 +1,142 @@
+"""A matrix product with bias, activation and residual in its epilogue: the kernel to learn from.
+
+`triton.py` shows reuse on a GPU: a program's tile of the result stays in registers while tiles of both operands stream
+through shared memory, several in flight, and programs that share operands run close together, for the L2 cache.
+`mosaic_tpu.py` shows it on a TPU: a sequential grid whose innermost axis adds into a sum in VMEM, while the pipeline
+fetches the next tiles. What they share, the product of two tiles and the epilogue, is in `tiles.py`.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas import activations, checks, rows
+from kernels_pallas.choice import choose
+from kernels_pallas.launch import Cost, Costs, size_of, vary
+from kernels_pallas.matmul import mosaic_tpu, reference, triton
+from kernels_pallas.matmul.tiles import Product
+
+_RUN = {"triton": triton.run, "mosaic_tpu": mosaic_tpu.run}
+
+
+def matmul(
+    a: jax.Array,
+    b: jax.Array,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    *,
+    activation: str | None = None,
+    implementation: str | None = None,
+    _interpret: bool = False,
+) -> jax.Array:
+    """activation(a · b + bias) + residual, rounded once.
+
+    Args:
+      a: [..., K], b: [K, N], of one dtype, float32, bfloat16 or float16; sums are float32. Float32 products have the
+        precision that `jax.default_matmul_precision` says, as everywhere in JAX.
+      bias: [N], residual: [..., N] in a's dtype.
+      activation: "gelu", "gelu_tanh", "silu", "relu", "relu_squared" or None.
+      implementation: "reference", "triton" or "mosaic_tpu"; None chooses by the chip being lowered for and the shape.
+
+    Returns [..., N] in a's dtype. Differentiated, a · b + bias is kept in that dtype where there is an activation.
+
+    Under a mesh of several devices the kernels live inside `jax.shard_map`; elsewhere None is "reference".
+
+    Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
+    """
+    _check(a, b, bias, residual)
+    activations.check("matmul", activation)
+    serves = functools.partial(rows.refusal, a, max_width=None)
+    chosen = choose("matmul", implementation, dict.fromkeys(_RUN, serves), _interpret)
+    if chosen == "reference" or 0 in (a.size, b.size):
+        return reference.matmul(a, b, bias, residual, activation=activation)
+    shape = (*a.shape[:-1], b.shape[1])
+    flat = None if residual is None else residual.reshape(-1, b.shape[1])
+    operands = vary(a.reshape(-1, a.shape[-1]), b, bias, flat)
+    return _matmul(_Settings(activation, chosen, _interpret), *operands).reshape(shape)
+
+
+def costs(
+    a: jax.Array,
+    b: jax.Array,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    *,
+    activation: str | None = None,
+) -> Costs:
+    """What the kernels cost on these arrays, or shapes and dtypes, where they are differentiated."""
+    rows, products = a.size // a.shape[-1], 2 * a.size * b.shape[1]
+    y = jax.ShapeDtypeStruct((rows, b.shape[1]), a.dtype)
+    forward = _cost(_product(activation, bias, residual, keeps_sum=activation is not None), a, b, bias, residual, y)
+    return Costs(forward, Cost(2 * products, 0, 2 * size_of(a, b, y)))
+
+
+class _Settings(NamedTuple):
+    activation: str | None
+    implementation: str
+    interpret: bool
+
+
+def _product(activation, bias, residual, keeps_sum: bool) -> Product:
+    return Product((False, False), bias is not None, activation, residual is not None, keeps_sum)
+
+
+def _cost(product: Product, a, b, bias, residual, y) -> Cost:
+    extra = product.biased + product.added + (activations.FLOPS[product.activation][0] if product.activation else 0)
+    transcendentals = activations.TRANSCENDENTALS[product.activation][0] if product.activation else 0
+    flops = 2 * a.size * y.shape[-1] + extra * y.size
+    written = (y,) * (1 + product.keeps_sum)
+    return Cost(flops, transcendentals * y.size, size_of(a, b, bias, residual, *written))
+
+
+def _run(settings: _Settings, product: Product, a, b, bias=None, residual=None, name: str = "matmul") -> list:
+    M, N, K = product.sizes(a, b)
+    y = jax.ShapeDtypeStruct((M, N), a.dtype)
+    cost = _cost(product, jax.ShapeDtypeStruct((M, K), a.dtype), b, bias, residual, y)
+    run = _RUN[settings.implementation]
+    return run(product, a, b, bias, residual, cost=cost, name=name, interpret=settings.interpret)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(settings, a, b, bias, residual):
+    (y,) = _run(settings, _product(settings.activation, bias, residual, False), a, b, bias, residual)
+    return y
+
+
+def _fwd(settings, a, b, bias, residual):
+    keeps = settings.activation is not None
+    y, *z = _run(settings, _product(settings.activation, bias, residual, keeps), a, b, bias, residual)
+    return y, (a, b, z, bias, residual)
+
+
+def _bwd(settings, saved, d_y):
+    a, b, z, bias, residual = saved
+    d_z = d_y
+    if z:
+        wide = z[0].astype(jnp.float32)
+        d_z = jax.vjp(activations.REFERENCE[settings.activation], wide)[1](d_y.astype(jnp.float32))[0].astype(a.dtype)
+    (d_a,) = _run(settings, Product(transposed=(False, True)), d_z, b, name="matmul_backward_a")
+    (d_b,) = _run(settings, Product(transposed=(True, False)), a, d_z, name="matmul_backward_b")
+    d_bias = None if bias is None else jnp.sum(d_z, axis=0, dtype=jnp.float32).astype(bias.dtype)
+    return d_a, d_b, d_bias, None if residual is None else d_y
+
+
+_matmul.defvjp(_fwd, _bwd)
+
+
+def _check(a, b, bias, residual) -> None:
+    checks.floating("matmul", a=a, b=b, bias=bias, residual=residual)
+    if a.ndim == 0 or b.ndim != 2 or a.shape[-1] != b.shape[0] or a.dtype != b.dtype:
+        raise ValueError(
+            f"matmul: a is {a.dtype}{list(a.shape)} and b is {b.dtype}{list(b.shape)}; "
+            "they must be [..., K] and [K, N] of one dtype"
+        )
+    if bias is not None and bias.shape != b.shape[1:]:
+        raise ValueError(f"matmul: bias has shape {list(bias.shape)}; it must be {list(b.shape[1:])}")
+    wanted = (*a.shape[:-1], b.shape[1])
+    if residual is not None and (residual.shape, residual.dtype) != (wanted, a.dtype):
+        raise ValueError(
+            f"matmul: residual is {residual.dtype}{list(residual.shape)}; it must be {a.dtype}{list(wanted)}"
+        )

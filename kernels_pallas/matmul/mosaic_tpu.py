@@ -1,0 +1,100 @@
+"""A matrix product on TPUs, compiled by Mosaic."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from kernels_pallas import launch, tuning
+from kernels_pallas.launch import Cost
+from kernels_pallas.matmul.tiles import Product
+
+
+class Blocks(NamedTuple):
+    """An m × n tile of the result, k numbers of the contraction at a time.
+
+    By default two buffers of each operand's and the result's tile, and the float32 sum, take 4 MiB of VMEM in bfloat16.
+    """
+
+    m: int = 512
+    n: int = 512
+    k: int = 512
+
+
+def run(
+    product: Product,
+    a: jax.Array,
+    b: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    cost: Cost,
+    name: str,
+    interpret: bool,
+) -> list[jax.Array]:
+    """The results [M, N] of a product, in a's dtype."""
+    M, N, K = product.sizes(a, b)
+    blocks = tuning.blocks(name, "mosaic_tpu", (M, N, K), a.dtype, Blocks())
+    bm, bn, bk = (min(block, size) for block, size in zip(blocks, (M, N, K), strict=True))
+
+    def kernel(*refs) -> None:
+        a_ref, b_ref, *others = refs
+        bias_ref = others.pop(0) if product.biased else None
+        residual_ref = others.pop(0) if product.added else None
+        *outputs, total_ref = others
+        k = pl.program_id(2)
+
+        @pl.when(k == 0)
+        def _() -> None:
+            total_ref[...] = jnp.zeros_like(total_ref)
+
+        a_tile, b_tile = a_ref[...], b_ref[...]
+        if K % bk:  # beyond the matrix a tile holds anything
+            a_tile = _until(a_tile, 0 if product.transposed[0] else 1, K - k * bk)
+            b_tile = _until(b_tile, 1 if product.transposed[1] else 0, K - k * bk)
+        total_ref[...] += product.of_tiles(a_tile, b_tile)
+
+        @pl.when(k == pl.num_programs(2) - 1)
+        def _() -> None:
+            results = product.epilogue(
+                total_ref[...],
+                None if bias_ref is None else bias_ref[...],
+                None if residual_ref is None else residual_ref[...],
+            )
+            for ref, result in zip(outputs, results, strict=True):
+                ref[...] = result.astype(ref.dtype)
+
+    a_spec = pl.BlockSpec((bm, bk), lambda i, j, k: (i, k))
+    if product.transposed[0]:
+        a_spec = pl.BlockSpec((bk, bm), lambda i, j, k: (k, i))
+    b_spec = pl.BlockSpec((bk, bn), lambda i, j, k: (k, j))
+    if product.transposed[1]:
+        b_spec = pl.BlockSpec((bn, bk), lambda i, j, k: (j, k))
+    result = pl.BlockSpec((bm, bn), lambda i, j, k: (i, j))
+    operands, in_specs = [a, b], [a_spec, b_spec]
+    if bias is not None:
+        operands.append(bias[None])
+        in_specs.append(pl.BlockSpec((1, bn), lambda i, j, k: (0, j)))
+    if residual is not None:
+        operands.append(residual)
+        in_specs.append(result)
+    shapes = [jax.ShapeDtypeStruct((M, N), a.dtype)] * (1 + product.keeps_sum)
+    return launch.call(
+        kernel,
+        operands,
+        shapes,
+        params=launch.mosaic_tpu(("parallel", "parallel", "arbitrary")),
+        grid=(pl.cdiv(M, bm), pl.cdiv(N, bn), pl.cdiv(K, bk)),
+        in_specs=in_specs,
+        out_specs=[result] * len(shapes),
+        scratch=[launch.vmem((bm, bn), jnp.float32)],
+        cost=cost,
+        name=name,
+        interpret=interpret,
+    )
+
+
+def _until(x: jax.Array, axis: int, end: jax.Array) -> jax.Array:
+    """x up to an index along an axis, zeros from there on."""
+    return jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) < end, x, jnp.zeros_like(x))

@@ -1,0 +1,25 @@
+"""All operations, with their references, cases and costs."""
+
+from kernels_pallas.bias_activation.cases import OPERATION as BIAS_ACTIVATION
+from kernels_pallas.cases import Operation
+from kernels_pallas.gated_activation.cases import OPERATION as GATED_ACTIVATION
+from kernels_pallas.layer_norm.cases import OPERATION as LAYER_NORM
+from kernels_pallas.matmul.cases import OPERATION as MATMUL
+from kernels_pallas.rms_norm.cases import OPERATION as RMS_NORM
+from kernels_pallas.rotary_embedding.cases import OPERATION as ROTARY_EMBEDDING
+from kernels_pallas.softmax.cases import LOG_OPERATION as LOG_SOFTMAX
+from kernels_pallas.softmax.cases import OPERATION as SOFTMAX
+
+OPERATIONS: dict[str, Operation] = {
+    operation.name: operation
+    for operation in (
+        RMS_NORM,
+        LAYER_NORM,
+        SOFTMAX,
+        LOG_SOFTMAX,
+        ROTARY_EMBEDDING,
+        GATED_ACTIVATION,
+        BIAS_ACTIVATION,
+        MATMUL,
+    )
+}

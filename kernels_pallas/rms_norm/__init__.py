@@ -1,0 +1,57 @@
+"""RMSNorm, with an optional residual sum before it."""
+
+import jax
+
+from kernels_pallas import checks, rows
+from kernels_pallas.launch import Costs
+from kernels_pallas.rms_norm import reference
+from kernels_pallas.rms_norm.body import RMSNorm
+
+
+def rms_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    residual: jax.Array | None = None,
+    epsilon: float = 1e-6,
+    plus_one: bool = False,
+    implementation: str | None = None,
+    _interpret: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """x / √(mean(x²) + ε) · scale over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467, equation 4).
+
+    Args:
+      x: [..., D] in float32, bfloat16 or float16; statistics are float32.
+      scale: [D], of any of these dtypes; None is 1.
+      residual: [..., D] like x: then s = x + residual is normalised, and both are returned.
+      epsilon: positive.
+      plus_one: multiply by 1 + scale, as Gemma does.
+      implementation: "reference", "triton" or "mosaic_tpu"; None chooses by the chip being lowered for and the shape.
+
+    Returns y [..., D] in x's dtype; with a residual (s, y).
+
+    Under a mesh of several devices the kernels live inside `jax.shard_map` with D whole; elsewhere None is "reference".
+
+    Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
+    """
+    checks.norm("rms_norm", x, {"scale": scale}, residual, epsilon)
+    launch = rows.choose_launch(RMSNorm, x, implementation, _interpret)
+    if launch is None:
+        return reference.rms_norm(x, scale, residual=residual, epsilon=epsilon, plus_one=plus_one)
+    body, vectors = RMSNorm(x.shape[-1], epsilon, plus_one), () if scale is None else (scale,)
+    if residual is None:
+        return rows.apply(body, launch, (x,), vectors)[0]
+    return rows.apply_to_sum(body, launch, x, residual, vectors)
+
+
+def costs(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    residual: jax.Array | None = None,
+    epsilon: float = 1e-6,
+    plus_one: bool = False,
+) -> Costs:
+    """What the kernels cost on these arrays, or shapes and dtypes."""
+    body, vectors = RMSNorm(x.shape[-1], epsilon, plus_one), () if scale is None else (scale,)
+    return rows.costs(body, (x,), vectors) if residual is None else rows.costs_of_sum(body, x, vectors)

@@ -1,0 +1,39 @@
+"""What RMSNorm is tried on."""
+
+from kernels_pallas import rms_norm as function
+from kernels_pallas.cases import Array, Case, Operation
+from kernels_pallas.rms_norm import costs, reference
+from kernels_pallas.rows import IMPLEMENTATIONS
+
+_ALL = ("bfloat16", "float16", "float32")
+
+
+def _case(name: str, rows: tuple[int, ...], width: int, *, residual: bool = False, **more) -> Case:
+    x = Array((*rows, width), scale=more.pop("scale", 1.0), draw=more.pop("draw", "normal"))
+    arrays = {"x": x, "scale": Array((width,), scale=0.1, mean=1.0)}
+    if residual:
+        arrays["residual"] = Array((*rows, width))
+    return Case(name, arrays, roundings=2 * residual, **more)
+
+
+CASES = (
+    _case("plain", (4, 32), 256, dtypes=_ALL),
+    _case("odd width", (3, 7), 300, options={"plus_one": True}),
+    _case("rows beyond a share", (2400,), 24),
+    _case("one row", (1,), 128),
+    _case("empty batch", (0, 5), 128),
+    _case("no leading dimension", (), 96),
+    _case("residual", (5, 13), 200, residual=True, dtypes=_ALL),
+    _case("large", (16,), 512, scale=1e4, dtypes=("bfloat16",)),
+    _case("denormal", (16,), 512, scale=1e-39),
+    _case("zeros", (16,), 512, draw="zeros"),
+    _case("one hot", (16,), 512, draw="one_hot", scale=100.0),
+    _case("head", (8192, 32), 128, uses={"compile"}, dtypes=("bfloat16",)),
+    _case("small", (64,), 256, uses={"bench"}, dtypes=("float32",)),
+    _case("8192 × 4096", (8192,), 4096, uses={"compile", "bench"}, dtypes=("bfloat16",)),
+    _case("16384 × 8192", (16384,), 8192, uses={"bench"}, dtypes=("bfloat16",)),
+    _case("8192 × 4096 with residual", (8192,), 4096, residual=True, uses={"compile", "bench"}, dtypes=("bfloat16",)),
+    _case("1000 × 5000", (1000,), 5000, uses={"compile"}, dtypes=("float32",)),
+)
+
+OPERATION = Operation(function, reference.rms_norm, IMPLEMENTATIONS, CASES, costs)

@@ -1,0 +1,118 @@
+"""Rotary position embedding, half-split and interleaved."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas import checks, rows
+from kernels_pallas.choice import choose
+from kernels_pallas.launch import Cost, Costs, size_of, vary
+from kernels_pallas.rotary_embedding import mosaic_tpu, reference, triton
+
+_RUN = {"triton": triton.run, "mosaic_tpu": mosaic_tpu.run}
+
+
+def rotary_embedding(
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    *,
+    interleaved: bool = False,
+    implementation: str | None = None,
+    _interpret: bool = False,
+) -> jax.Array:
+    """Turn each pair of numbers of each head by its token's angle (Su et al. 2021, arXiv:2104.09864, section 3.2.2).
+
+    Args:
+      x: [..., N, H] in float32, bfloat16 or float16, H even: N heads of each token; arithmetic is float32.
+      cos, sin: of the angles, [..., H/2] over the tokens of x, or over its last dimensions alone, such as [T, H/2]
+        for x [B, T, N, H].
+      interleaved: pairs are (x[2i], x[2i + 1]), as in the paper and in GPT-J; otherwise (x[i], x[i + H/2]), as in
+        GPT-NeoX and Llama.
+      implementation: "reference", "triton" or "mosaic_tpu"; None chooses by the chip being lowered for and the shape.
+
+    Returns [..., N, H] in x's dtype. Gradients flow to cos and sin as well where they are asked for.
+
+    Under a mesh of several devices the kernels live inside `jax.shard_map`; elsewhere None is "reference".
+
+    Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
+    """
+    _check(x, cos, sin)
+    serves = functools.partial(rows.refusal, x, max_width=None)
+    chosen = choose("rotary_embedding", implementation, dict.fromkeys(_RUN, serves), _interpret)
+    if chosen == "reference" or x.size == 0:
+        return reference.rotary_embedding(x, cos, sin, interleaved=interleaved)
+    tokens, (N, H) = x.shape[:-2], x.shape[-2:]
+    angles = (jnp.broadcast_to(a, (*tokens, H // 2)).reshape(-1, H // 2) for a in (cos, sin))
+    return _turn(_Settings(chosen, interleaved, _interpret), *vary(x.reshape(-1, N, H), *angles)).reshape(x.shape)
+
+
+def costs(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> Costs:
+    """What the kernels cost on these arrays, or shapes and dtypes: backward turns back, by the same work."""
+    tokens, pairs = math.prod(x.shape[:-2]), x.shape[-1] // 2
+    angles = [jax.ShapeDtypeStruct((tokens, pairs), a.dtype) for a in (cos, sin)]
+    one = _cost(x, *angles)
+    return Costs(one, one)
+
+
+class _Settings(NamedTuple):
+    implementation: str
+    interleaved: bool
+    interpret: bool
+
+
+def _cost(x, cos, sin) -> Cost:
+    return Cost(flops=3 * x.size, bytes=size_of(x, x, cos, sin))
+
+
+def _run(settings: _Settings, x_MNH, cos_MP, sin_MP, inverse: bool = False) -> jax.Array:
+    return _RUN[settings.implementation](
+        x_MNH,
+        cos_MP,
+        sin_MP,
+        inverse=inverse,
+        interleaved=settings.interleaved,
+        cost=_cost(x_MNH, cos_MP, sin_MP),
+        interpret=settings.interpret,
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _turn(settings, x_MNH, cos_MP, sin_MP):
+    return _run(settings, x_MNH, cos_MP, sin_MP)
+
+
+def _fwd(settings, x, cos, sin):
+    # Only angles that are differentiated need x again: it is not kept for those that are constants.
+    kept = x.value if cos.perturbed or sin.perturbed else None
+    return _run(settings, x.value, cos.value, sin.value), (kept, cos.value, sin.value)
+
+
+def _bwd(settings, saved, d_y):
+    x, cos, sin = saved
+    d_x = _run(settings, d_y, cos, sin, inverse=True)
+    if x is None:
+        return d_x, jnp.zeros_like(cos), jnp.zeros_like(sin)
+    plain = functools.partial(reference.rotary_embedding, x, interleaved=settings.interleaved)
+    return d_x, *jax.vjp(plain, cos, sin)[1](d_y)
+
+
+_turn.defvjp(_fwd, _bwd, symbolic_zeros=True)
+
+
+def _check(x, cos, sin) -> None:
+    if x.ndim < 2:
+        raise ValueError(f"rotary_embedding: x has shape {list(x.shape)}; it must be [..., N, H]")
+    checks.floating("rotary_embedding", x=x, cos=cos, sin=sin)
+    if x.shape[-1] % 2:
+        raise ValueError(f"rotary_embedding: heads are {x.shape[-1]} wide; they must be even, pairs are turned")
+    for name, angle in (("cos", cos), ("sin", sin)):
+        *tokens, pairs = angle.shape or (0,)
+        wanted = (*x.shape[:-2], x.shape[-1] // 2)
+        if pairs != wanted[-1] or tuple(tokens) != x.shape[:-2][x.ndim - 2 - len(tokens) :]:
+            raise ValueError(
+                f"rotary_embedding: {name} has shape {list(angle.shape)}; it must be {list(wanted)}, or its last part"
+            )

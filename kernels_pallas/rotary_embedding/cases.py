@@ -1,0 +1,34 @@
+"""What rotary embeddings are tried on."""
+
+from kernels_pallas import rotary_embedding as function
+from kernels_pallas.cases import Array, Case, Operation
+from kernels_pallas.rotary_embedding import costs, reference
+from kernels_pallas.rows import IMPLEMENTATIONS
+
+_ALL = ("bfloat16", "float16", "float32")
+
+
+def _case(name: str, shape: tuple[int, ...], interleaved: bool = False, *, learned: bool = False, **more) -> Case:
+    """Angles over the last dimension of tokens; numbers of any size do for their cos and sin, the map is linear."""
+    angle = Array((*shape[-3:-2], shape[-1] // 2), "float32")
+    if learned:
+        angle = Array((*shape[:-2], shape[-1] // 2))
+    return Case(name, {"x": Array(shape), "cos": angle, "sin": angle}, {"interleaved": interleaved}, **more)
+
+
+CASES = (
+    _case("half-split", (2, 8, 4, 64), dtypes=_ALL),
+    _case("interleaved", (2, 8, 4, 64), True, dtypes=_ALL),
+    _case("odd shapes, half-split", (3, 5, 3, 40)),
+    _case("odd shapes, interleaved", (3, 5, 3, 40), True),
+    _case("gradients of the angles", (2, 5, 3, 16), learned=True),
+    _case("one token", (1, 1, 128)),
+    _case("empty batch", (0, 5, 2, 64)),
+    _case("small", (64, 4, 64), uses={"bench"}),
+    _case("Llama 3 8B, queries", (4, 2048, 32, 128), uses={"compile", "bench"}, dtypes=("bfloat16",)),
+    _case("Llama 3 8B, keys", (4, 2048, 8, 128), uses={"bench"}, dtypes=("bfloat16",)),
+    _case("interleaved, GPT-J", (4, 2048, 16, 256), True, uses={"compile", "bench"}, dtypes=("bfloat16",)),
+    _case("narrow heads", (2, 1000, 12, 80), uses={"compile"}),
+)
+
+OPERATION = Operation(function, reference.rotary_embedding, IMPLEMENTATIONS, CASES, costs)

@@ -1,0 +1,66 @@
+"""Rotary position embedding on TPUs, compiled by Mosaic."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from kernels_pallas import launch
+from kernels_pallas.launch import Cost
+
+_BUDGET = 8 * 2**20  # bytes of VMEM for the blocks and their float32 intermediates
+
+
+def run(
+    x_MNH: jax.Array,
+    cos_MP: jax.Array,
+    sin_MP: jax.Array,
+    *,
+    inverse: bool,
+    interleaved: bool,
+    cost: Cost,
+    interpret: bool,
+) -> jax.Array:
+    """Turn the pairs of x [M, N, H] by the angles of each row [M, H/2], or back."""
+    M, N, H = x_MNH.shape
+    lanes, heads = pl.cdiv(H, 128) * 128, pl.cdiv(N, 8) * 8
+    m = min(max(_BUDGET // (heads * lanes * 4 * 6) // 8 * 8, 8), M)
+
+    def wide(angle: jax.Array) -> jax.Array:
+        """[M, H/2] → [M, H]: each angle at both places of its pair. As large as one head; XLA makes it."""
+        angle = angle.astype(jnp.float32)
+        return jnp.repeat(angle, 2, axis=1) if interleaved else jnp.concatenate([angle, angle], axis=1)
+
+    def kernel(x_ref, cos_ref, sin_ref, y_ref) -> None:
+        x = x_ref[...].astype(jnp.float32)
+        cos, sin = cos_ref[...][:, None, :], sin_ref[...][:, None, :]
+        y_ref[...] = (x * cos + _partner(x, interleaved) * sin).astype(y_ref.dtype)
+
+    lane = jnp.arange(H)[None]
+    is_first = lane % 2 == 0 if interleaved else lane < H // 2
+    sin_MH = wide(sin_MP) * jnp.where(is_first != inverse, -1.0, 1.0)
+    tile = pl.BlockSpec((m, N, H), lambda i: (i, 0, 0))
+    angle = pl.BlockSpec((m, H), lambda i: (i, 0))
+    (y_MNH,) = launch.call(
+        kernel,
+        (x_MNH, wide(cos_MP), sin_MH),
+        [jax.ShapeDtypeStruct(x_MNH.shape, x_MNH.dtype)],
+        params=launch.mosaic_tpu(("parallel",)),
+        grid=(pl.cdiv(M, m),),
+        in_specs=[tile, angle, angle],
+        out_specs=[tile],
+        cost=cost,
+        name="rotary_embedding_backward" if inverse else "rotary_embedding",
+        interpret=interpret,
+    )
+    return y_MNH
+
+
+def _partner(x: jax.Array, interleaved: bool) -> jax.Array:
+    """The other number of each one's pair, [m, N, H]."""
+    if not interleaved:
+        half = x.shape[2] // 2
+        return jnp.concatenate([x[:, :, half:], x[:, :, :half]], axis=2)
+    before = jnp.concatenate([x[:, :, -1:], x[:, :, :-1]], axis=2)
+    after = jnp.concatenate([x[:, :, 1:], x[:, :, :1]], axis=2)
+    lane = jax.lax.broadcasted_iota(jnp.int32, x.shape, 2)
+    return jnp.where(lane % 2 == 0, after, before)

@@ -1,0 +1,98 @@
+"""Rows on TPUs, compiled by Mosaic."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from kernels_pallas import launch, tuning
+from kernels_pallas.launch import Cost
+
+# Of VMEM's 16 MiB that a kernel may use by default, what the blocks and their float32 intermediates may take.
+_BUDGET = 10 * 2**20
+_INTERMEDIATES = 4
+
+
+class Blocks(NamedTuple):
+    """`rows` × `columns` numbers in VMEM at a time."""
+
+    rows: int
+    columns: int
+
+
+def default_blocks(width: int, arrays: int, itemsize: int, elementwise: bool) -> Blocks:
+    """As many rows as the budget holds, in whole tiles: numbers narrower than 32 bits are packed along the rows."""
+    tile = 8 * 4 // itemsize
+    columns = min(width, 2048) if elementwise else width
+    # Blocks are fetched while others are computed on: two buffers each.
+    per_row = columns * (2 * arrays * itemsize + 4 * (arrays + _INTERMEDIATES))
+    return Blocks(min(max(_BUDGET // per_row // tile * tile, tile), 1024), columns)
+
+
+def run(
+    step: Callable[..., tuple[tuple, tuple]],
+    rows: Sequence[jax.Array],
+    vectors: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    *,
+    sums: int,
+    elementwise: bool,
+    cost: Cost,
+    name: str,
+    interpret: bool,
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """step(inside, rows, vectors) → (results, sums over rows) on blocks: results [R, W], and sums [W] in float32."""
+    R, W = rows[0].shape
+    arrays = len(rows) + len(outputs)
+    narrowest = min(x.dtype.itemsize for x in rows)
+    safe = default_blocks(W, arrays, narrowest, elementwise)
+    fixed = () if elementwise else ("columns",)
+    blocks = tuning.blocks(name, "mosaic_tpu", (W,), rows[0].dtype, safe, fixed)
+    block_rows, columns = min(blocks.rows, R), min(blocks.columns, W)
+    programs, parts = pl.cdiv(R, block_rows), pl.cdiv(W, columns)
+
+    def kernel(*refs) -> None:
+        left = iter(refs)
+        rows_in, vectors_in, rows_out, sums_out = (
+            [next(left) for _ in range(n)] for n in (len(rows), len(vectors), len(outputs), sums)
+        )
+        values = tuple(_wide(ref[...]) for ref in rows_in)
+        if sums and R % block_rows:  # beyond the array a block holds anything; results there are dropped, sums are not
+            row = pl.program_id(1) * block_rows + jax.lax.broadcasted_iota(jnp.int32, (block_rows, columns), 0)
+            values = tuple(jnp.where(row < R, x, jnp.zeros_like(x)) for x in values)
+        results, added = step(None, values, tuple(_wide(ref[...]) for ref in vectors_in))
+        for ref, result in zip(rows_out, results, strict=True):
+            ref[...] = result.astype(ref.dtype)
+        if not sums:
+            return
+
+        @pl.when(pl.program_id(1) == 0)
+        def _() -> None:
+            for ref in sums_out:
+                ref[...] = jnp.zeros_like(ref)
+
+        for ref, more in zip(sums_out, added, strict=True):  # this axis of the grid runs in sequence
+            ref[...] += more
+
+    tile = pl.BlockSpec((block_rows, columns), lambda j, i: (i, j))
+    vector = pl.BlockSpec((1, columns), lambda j, i: (0, j))
+    results = launch.call(
+        kernel,
+        (*rows, *(v[None] for v in vectors)),
+        (*outputs, *[jax.ShapeDtypeStruct((1, W), jnp.float32)] * sums),
+        params=launch.mosaic_tpu(("parallel", "arbitrary" if sums else "parallel")),
+        grid=(parts, programs),
+        in_specs=[tile] * len(rows) + [vector] * len(vectors),
+        out_specs=[tile] * len(outputs) + [vector] * sums,
+        cost=cost,
+        name=name,
+        interpret=interpret,
+    )
+    return tuple(results[: len(outputs)]), tuple(s[0] for s in results[len(outputs) :])
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    # TPU v4 compares no narrow integers.
+    return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)

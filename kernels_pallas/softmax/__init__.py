@@ -1,0 +1,81 @@
+"""Softmax and log-softmax with temperature, soft cap and mask."""
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas import checks, rows
+from kernels_pallas.launch import Costs
+from kernels_pallas.softmax import reference
+from kernels_pallas.softmax.body import LogSoftmax, Softmax
+
+
+def softmax(
+    x: jax.Array,
+    where: jax.Array | None = None,
+    *,
+    temperature: float = 1.0,
+    soft_cap: float | None = None,
+    implementation: str | None = None,
+    _interpret: bool = False,
+) -> jax.Array:
+    """exp(z) / Σ exp(z) over the last dimension, z = soft_cap · tanh(x / soft_cap) / temperature.
+
+    Args:
+      x: [..., D] in float32, bfloat16 or float16; arithmetic is float32.
+      where: bool [..., D]; what is False has no weight. A row without any True is all zeros.
+      temperature: positive.
+      soft_cap: positive; None caps nothing (Gemma 2, arXiv:2408.00118, section 2).
+      implementation: "reference", "triton" or "mosaic_tpu"; None chooses by the chip being lowered for and the shape.
+
+    Returns [..., D] in x's dtype.
+
+    Under a mesh of several devices the kernels live inside `jax.shard_map` with D whole; elsewhere None is "reference".
+
+    Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
+    """
+    return _run(Softmax, reference.softmax, x, where, temperature, soft_cap, implementation, _interpret)
+
+
+def log_softmax(
+    x: jax.Array,
+    where: jax.Array | None = None,
+    *,
+    temperature: float = 1.0,
+    soft_cap: float | None = None,
+    implementation: str | None = None,
+    _interpret: bool = False,
+) -> jax.Array:
+    """The logarithm of `softmax`, of the same arguments: −∞ where masked, also in a row without any True."""
+    return _run(LogSoftmax, reference.log_softmax, x, where, temperature, soft_cap, implementation, _interpret)
+
+
+def costs(
+    x: jax.Array, where: jax.Array | None = None, *, temperature: float = 1.0, soft_cap: float | None = None
+) -> Costs:
+    """What the kernels of `softmax` cost on these arrays, or shapes and dtypes."""
+    return rows.costs(Softmax(temperature, soft_cap), _operands(x, where))
+
+
+def log_costs(
+    x: jax.Array, where: jax.Array | None = None, *, temperature: float = 1.0, soft_cap: float | None = None
+) -> Costs:
+    """What the kernels of `log_softmax` cost on these arrays, or shapes and dtypes."""
+    return rows.costs(LogSoftmax(temperature, soft_cap), _operands(x, where))
+
+
+def _run(body, plain, x, where, temperature, soft_cap, implementation, interpret) -> jax.Array:
+    checks.matrix(body.name, x)
+    checks.positive(body.name, temperature=temperature, soft_cap=soft_cap)
+    if where is not None and (where.shape, where.dtype) != (x.shape, jnp.dtype(bool)):
+        raise ValueError(
+            f"{body.name}: where is {where.dtype}{list(where.shape)}; it must be bool{list(x.shape)}, as large as x"
+        )
+    launch = rows.choose_launch(body, x, implementation, interpret)
+    if launch is None:
+        return plain(x, where, temperature=temperature, soft_cap=soft_cap)
+    masks = () if where is None else (where.astype(jnp.int8),)
+    return rows.apply(body(temperature, soft_cap), launch, (x, *masks))[0]
+
+
+def _operands(x, where) -> tuple:
+    return (x,) if where is None else (x, jax.ShapeDtypeStruct(where.shape, jnp.int8))

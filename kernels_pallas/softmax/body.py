@@ -1,0 +1,57 @@
+"""Softmax and log-softmax of rows, as both kernels compute them."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+    """exp(z) / Σ exp(z) or its logarithm, z = cap(x) / temperature; a second operand is 0 where x is masked."""
+
+    temperature: float
+    soft_cap: float | None
+
+    name = "softmax"
+    elementwise = False
+    flops = (6, 13)
+    transcendentals = (1, 1)
+
+    def __call__(self, inside: Any, rows: tuple, vectors: tuple) -> tuple:
+        z, seen = self.logits(inside, rows)
+        weights = jnp.exp(z)
+        if seen is not None:
+            weights = jnp.where(seen, weights, jnp.zeros_like(weights))
+        total = jnp.sum(weights, axis=1, keepdims=True)
+        return (weights / jnp.where(total > 0, total, jnp.ones_like(total)),)
+
+    def logits(self, inside: Any, rows: tuple) -> tuple[jax.Array, jax.Array | None]:
+        """z less the row's largest, 0 where nothing is seen; and what is seen, None where all is."""
+        x, *masks = rows
+        seen = inside if inside is None else jnp.broadcast_to(inside, x.shape)
+        for mask in masks:
+            seen = mask != 0 if seen is None else seen & (mask != 0)
+        z = x if self.soft_cap is None else self.soft_cap * jnp.tanh(x * (1 / self.soft_cap))
+        z = z * (1 / self.temperature)
+        masked = z if seen is None else jnp.where(seen, z, jnp.full_like(z, jnp.finfo(jnp.float32).min))
+        z = z - jax.lax.stop_gradient(jnp.max(masked, axis=1, keepdims=True))
+        return (z if seen is None else jnp.where(seen, z, jnp.zeros_like(z))), seen
+
+
+@dataclasses.dataclass(frozen=True)
+class LogSoftmax(Softmax):
+    """The logarithm: −∞ where masked."""
+
+    name = "log_softmax"
+    flops = (6, 11)
+
+    def __call__(self, inside: Any, rows: tuple, vectors: tuple) -> tuple:
+        z, seen = self.logits(inside, rows)
+        weights = jnp.exp(z)
+        if seen is not None:
+            weights = jnp.where(seen, weights, jnp.zeros_like(weights))
+        total = jnp.sum(weights, axis=1, keepdims=True)
+        y = z - jnp.log(jnp.where(total > 0, total, jnp.ones_like(total)))
+        return (y if seen is None else jnp.where(seen, y, jnp.full_like(y, -jnp.inf)),)

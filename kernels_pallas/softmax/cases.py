@@ -1,0 +1,41 @@
+"""What softmax and log-softmax are tried on."""
+
+import dataclasses
+
+from kernels_pallas import log_softmax, softmax
+from kernels_pallas.cases import Array, Case, Operation
+from kernels_pallas.rows import IMPLEMENTATIONS
+from kernels_pallas.softmax import costs, log_costs, reference
+
+_ALL = ("bfloat16", "float16", "float32")
+
+
+def _case(name: str, rows: tuple[int, ...], width: int, *, mask: bool = False, **more) -> Case:
+    x = {key: more.pop(key) for key in ("scale", "draw") if key in more}
+    arrays = {"x": Array((*rows, width), **x)}
+    if mask:
+        arrays["where"] = Array((*rows, width), "bool", "mask")
+    return Case(name, arrays, **more)
+
+
+CASES = (
+    _case("plain", (4, 32), 256, dtypes=_ALL),
+    _case("odd width, masked rows", (9, 5), 300, mask=True, options={"temperature": 0.7, "soft_cap": 2.0}),
+    _case("one column", (6,), 1),
+    _case("empty batch", (0, 5), 128),
+    _case("large", (16,), 500, scale=1e4, dtypes=("bfloat16",)),
+    _case("denormal", (16,), 512, scale=1e-39),
+    _case("one hot", (16,), 512, draw="one_hot", scale=1e3),
+    _case("small", (64,), 256, uses={"bench"}),
+    _case("8192 × 4096", (8192,), 4096, uses={"compile", "bench"}, dtypes=("bfloat16",)),
+    _case("4096 × 32768", (4096,), 32768, uses={"compile", "bench"}, dtypes=("bfloat16",)),
+    _case("8192 × 4096, masked rows", (8192,), 4096, mask=True, uses={"compile", "bench"}, dtypes=("bfloat16",)),
+    _case("1000 × 5000, capped", (1000,), 5000, options={"soft_cap": 30.0}, uses={"compile"}),
+)
+
+OPERATION = Operation(softmax, reference.softmax, IMPLEMENTATIONS, CASES, costs)
+# The same kernels but for one line: one of them is compiled for every chip.
+_LOG_CASES = tuple(
+    case if case.name == "8192 × 4096" else dataclasses.replace(case, uses=case.uses - {"compile"}) for case in CASES
+)
+LOG_OPERATION = Operation(log_softmax, reference.log_softmax, IMPLEMENTATIONS, _LOG_CASES, log_costs)

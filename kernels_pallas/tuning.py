@@ -1,0 +1,96 @@
+"""Sizes of blocks: those that were measured to be fastest on a chip, and safe ones for every other.
+
+`blocks.json` holds what `python -m kernels_pallas.tune` measured, by chip and by kernel. Where it says nothing, a
+kernel's own default is taken.
+"""
+
+import contextlib
+import functools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from kernels_pallas import target
+
+TABLE = Path(__file__).parent / "blocks.json"
+
+Blocks = TypeVar("Blocks", bound=tuple)
+
+
+class Kernel(NamedTuple):
+    """What the sizes of blocks depend on, besides the chip.
+
+    Attributes:
+      name: of the kernel, such as "rms_norm_backward". implementation: such as "triton".
+      sizes: those that matter to it, each rounded up to a power of two. dtype: of its first operand.
+    """
+
+    name: str
+    implementation: str
+    sizes: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.implementation} {'×'.join(map(str, self.sizes))} {self.dtype}"
+
+
+class Asked(NamedTuple):
+    """What a kernel got, and which fields of it may be another number."""
+
+    blocks: Any
+    free: tuple[str, ...]
+
+
+class _Trial(NamedTuple):
+    """What the tuner has kernels run with, and what those that asked got."""
+
+    blocks: dict[Kernel, Any]
+    asked: dict[Kernel, Asked]
+
+
+_trial: _Trial | None = None
+
+
+def blocks(
+    name: str, implementation: str, sizes: Sequence[int], dtype: Any, default: Blocks, fixed: Sequence[str] = ()
+) -> Blocks:
+    """The sizes that a kernel runs with on the chip being lowered for.
+
+    Args:
+      name, implementation, sizes, dtype: of the kernel; see `Kernel`.
+      default: what to take where nothing was measured; a named tuple of integers.
+      fixed: fields of it that must stay as they are.
+    """
+    kernel = Kernel(name, implementation, tuple(1 << max(n - 1, 0).bit_length() for n in sizes), str(dtype))
+    chosen = default._replace(**_table().get(target.current().kind, {}).get(str(kernel), {}))
+    if _trial is not None:
+        chosen = _trial.blocks.get(kernel, chosen)
+        free = tuple(f for f, n in zip(default._fields, default, strict=True) if n and f not in fixed)
+        _trial.asked[kernel] = Asked(chosen, free)
+    return chosen
+
+
+@contextlib.contextmanager
+def trying(blocks: dict[Kernel, Any]) -> Iterator[dict[Kernel, Asked]]:
+    """Kernels that are traced inside run with these sizes; yields those that asked, with what they got."""
+    global _trial
+    before, _trial = _trial, _Trial(blocks, {})
+    try:
+        yield _trial.asked
+    finally:
+        _trial = before
+
+
+def record(chip: str, measured: dict[Kernel, Any], path: Path = TABLE) -> None:
+    """Put sizes for a chip, by JAX's name for it, into the table."""
+    table = json.loads(path.read_text())
+    table.setdefault(chip, {}).update({str(kernel): best._asdict() for kernel, best in measured.items()})
+    table = {chip: dict(sorted(rows.items())) for chip, rows in sorted(table.items())}
+    path.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n")
+    _table.cache_clear()
+
+
+@functools.cache
+def _table() -> dict[str, dict[str, dict[str, int]]]:
+    return json.loads(TABLE.read_text())

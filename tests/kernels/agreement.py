@@ -1,0 +1,65 @@
+"""How near an implementation must come to its reference."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas.cases import Case, Operation
+
+
+def results_and_gradients(function, case: Case):
+    """A jitted function of arguments and cotangents: function's results as a list, and the gradients by name."""
+
+    @jax.jit
+    def run(arguments: dict, cotangents: list) -> tuple[list, dict]:
+        inputs = {name: arguments[name] for name in case.differentiable()}
+        others = {name: x for name, x in arguments.items() if name not in inputs}
+
+        def results(inputs: dict) -> list:
+            return jax.tree.leaves(function(**inputs, **others, **case.options))
+
+        made, pull_back = jax.vjp(results, inputs)
+        return made, pull_back([c.astype(y.dtype) for c, y in zip(cotangents, made, strict=True)])[0]
+
+    return run
+
+
+def check(operation: Operation, case: Case, dtype: str, implementation: str) -> None:
+    """The interpreted kernel gives what the reference gives in float32, results and gradients, and twice the same."""
+    arguments = case.draw(dtype)
+    shapes = jax.tree.leaves(jax.eval_shape(lambda a: operation.reference(**a, **case.options), arguments))
+    keys = jax.random.split(jax.random.key(1), len(shapes))
+    cotangents = [jax.random.normal(key, y.shape).astype(y.dtype) for key, y in zip(keys, shapes, strict=True)]
+
+    kernel = functools.partial(operation.function, implementation=implementation, _interpret=True)
+    run = results_and_gradients(kernel, case)
+    results, gradients = run(arguments, cotangents)
+    chex.assert_trees_all_equal((results, gradients), run(arguments, cotangents))
+    chex.assert_trees_all_equal_shapes_and_dtypes(results, shapes)
+    wanted = results_and_gradients(operation.reference, case)(jax.tree.map(_wide, arguments), cotangents)
+    for name, got, want in (
+        *((f"result {i}", *pair) for i, pair in enumerate(zip(results, wanted[0], strict=True))),
+        *((f"gradient of {name}", gradients[name], wanted[1][name]) for name in gradients),
+    ):
+        assert_close(f"{operation.name}, {case.name}, {dtype}: {name}", got, want, case.roundings, dtype)
+
+
+def assert_close(what: str, got: jax.Array, want: jax.Array, roundings: int, dtype: str) -> None:
+    """|got − want| ≤ one unit in the last place, as a kernel rounds once, plus what float32 sums in another order.
+
+    Terms cancel in a sum, so its error is relative to the largest number: 64 units of float32 of it. Where an
+    operation rounds within as well, each rounding is one unit of its dtype of the largest number.
+    """
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    single = float(jnp.finfo(jnp.float32).eps)
+    unit = float(jnp.finfo(dtype).eps)
+    largest = float(np.max(np.abs(want), initial=0.0, where=np.isfinite(want)))
+    atol = largest * (64 * single + roundings * unit) + float(jnp.finfo(dtype).tiny)
+    np.testing.assert_allclose(got, want, rtol=max(unit, 8 * single), atol=atol, err_msg=what)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x

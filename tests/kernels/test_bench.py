@@ -1,0 +1,55 @@
+"""The harness runs where only a CPU is: the reference on small cases, every figure of a row."""
+
+import json
+
+import pytest
+
+from jaxlm import cli
+from kernels_pallas.bench import __main__ as bench
+from kernels_pallas.bench import run
+from kernels_pallas.bench.ceilings import Ceilings
+from kernels_pallas.bench.timing import Time
+from kernels_pallas.registry import OPERATIONS
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(run, "ceilings", lambda: Ceilings(1e10, 1e11, "float32"))
+    measured = run.measure
+    monkeypatch.setattr(run, "measure", lambda call, rounds: measured(call, rounds, seconds=0.001))
+
+
+def test_alone(tmp_path, capsys):
+    bench.main(["--rounds", "2", "--out", str(tmp_path)])
+    results = json.loads((tmp_path / "cpu" / "kernels.json").read_text())
+    rows = results["rows"]
+    assert {row["operation"] for row in rows} == set(OPERATIONS)
+    assert {row["implementation"] for row in rows} == {"reference"}
+    for row in rows:
+        assert row["seconds"] > 0 and row["clock"] == "host"
+        assert row["bytes_per_s"] == row["bytes"] / row["seconds"]
+        assert row["of_copy"] == row["bytes_per_s"] / 1e10
+        assert row["of_matmul"] == row["flops"] / row["seconds"] / 1e11
+        assert row["of_bound"] == pytest.approx(max(row["of_copy"], row["of_matmul"]))
+    assert capsys.readouterr().out.count("\n") == len(rows) + 1
+
+
+def test_as_a_command(tmp_path, capsys):
+    assert cli.main(["bench", "kernels", "rms_norm", "--rounds", "1", "--out", str(tmp_path), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [row["direction"] for row in printed["rows"]] == ["forward", "training"]
+    assert printed == json.loads((tmp_path / "cpu" / "kernels.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [(["rms"], "there is no operation 'rms'; there are rms_norm"), (["--rounds", "0"], "it must be at least 1")],
+)
+def test_bad_input(arguments, message, capsys):
+    assert cli.main(["bench", "kernels", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_median_and_quartiles():
+    assert Time.of([3.0, 1.0, 2.0], "host") == (2.0, 1.0, 3.0, "host")
+    assert Time.of([5.0], "host") == (5.0, 5.0, 5.0, "host")

@@ -1,0 +1,56 @@
+"""What operations say they cost: what jaxlm counts of their kernels, and what their references do."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxlm.costs.count import count
+from kernels_pallas.registry import OPERATIONS
+
+CALLS = [
+    pytest.param(operation, name, id=f"{operation.name}-{name}")
+    for operation in OPERATIONS.values()
+    for name in operation.implementations
+]
+
+
+def _both_ways(operation, case, **how):
+    """The case forward and backward as one function, and its arguments."""
+    structs = case.structs(case.dtypes[0])
+    inputs = {name: structs.pop(name) for name in case.differentiable()}
+
+    def run(inputs, others):
+        results, pull_back = jax.vjp(lambda i: operation.function(**i, **others, **case.options, **how), inputs)
+        return results, pull_back(results)
+
+    return run, inputs, structs
+
+
+@pytest.mark.parametrize("operation, implementation", CALLS)
+def test_kernels_carry_the_stated_cost(operation, implementation):
+    case = operation.used_in("compile")[0]
+    run, inputs, others = _both_ways(operation, case, implementation=implementation, _interpret=True)
+    counted = count(run, inputs, others)
+    kernels = [row for row in counted.rows if row.kind == "kernel"]
+    stated = operation.costs(**case.structs(case.dtypes[0]), **case.options)
+    for phase, cost in zip(("forward", "backward"), stated, strict=True):
+        here = [row for row in kernels if row.phase == phase]
+        assert sum(row.flops for row in here) == cost.flops
+        assert sum(row.bytes_in + row.bytes_out for row in here) == cost.bytes
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=list(OPERATIONS))
+def test_stated_flops_are_about_those_of_the_reference(operation):
+    """A kernel computes again what the reference keeps, and leaves out what is constant: within a factor of two."""
+    case = operation.used_in("compile")[0]
+    counted = count(*_both_ways(operation, case, implementation="reference"))
+    stated = operation.costs(**case.structs(case.dtypes[0]), **case.options)
+    assert 0.5 <= (stated.forward.flops + stated.backward.flops) / counted.flops <= 2.0
+
+
+def test_vmap_multiplies_the_cost():
+    operation = OPERATIONS["rms_norm"]
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    stack = jax.ShapeDtypeStruct((5, 8, 128), jnp.float32)
+    norm = jax.vmap(lambda x: operation.function(x, implementation="triton", _interpret=True))
+    assert sum(row.flops for row in count(norm, stack).rows) == 5 * operation.costs(x).forward.flops

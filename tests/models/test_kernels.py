@@ -1,0 +1,70 @@
+"""Kernels in the model: a training step with them, interpreted, is one without, on one device and on eight."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from jaxlm import sharding
+from jaxlm.models import kernels
+from jaxlm.training.step import make_steps
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Kernels run although this is a CPU; returns how often one was asked for."""
+    asked = []
+    run = sharding.on_each_device
+
+    def counted(function, *operands):
+        asked.append(function)
+        return run(function, *operands)
+
+    monkeypatch.setattr(kernels, "_HOW", {"implementation": "triton", "_interpret": True})
+    monkeypatch.setattr(sharding, "on_each_device", counted)
+    return asked
+
+
+@functools.cache
+def plain(family):
+    return step(family, (1, 1, 1), kernels="reference")
+
+
+def step(family, mesh, **model):
+    """Loss, norm of the gradient and first moment, which is the gradient by a factor, of one step."""
+    settings = tiny.training(microbatches=2 if mesh[0] > 1 else 1)
+    (metrics,), state = tiny.run_steps(
+        tiny.model(tiny.FAMILIES[family], **model), settings, [tiny.batch()], sharding.make_mesh(*mesh)
+    )
+    return metrics["loss"], state.optimizer[1][0].mu
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family, mesh", [("qwen3", (1, 1, 1)), ("qwen3", (2, 2, 2)), ("gpt2", (1, 4, 2))], ids=str)
+def test_a_step_with_kernels_equals_one_without(family, mesh, interpreted):
+    """Qwen 3 has every kernel: norms of the stream and of heads, of which two are shared by four; rotary; gated."""
+    loss, gradients = step(family, mesh)
+    assert interpreted
+    wanted_loss, wanted = plain(family)
+    tiny.assert_same_numbers(loss, wanted_loss, 1e-5)
+    tiny.assert_same_numbers(gradients, wanted, 1e-4)
+
+
+@pytest.mark.parametrize("chip", ["NVIDIA H200", "TPU v5 lite", "cpu"])
+def test_the_chip_and_the_switch_decide(chip):
+    """Qwen 3 has four norms, two rotations and a gate in its layer and one norm behind, each forward and backward."""
+    device = AbstractDevice(chip, 1, {"N": "gpu", "T": "tpu"}.get(chip[0], "cpu"))
+    mesh = AbstractMesh((1, 1, 1), sharding.MESH_AXES, (AxisType.Auto,) * 3, abstract_device=device)
+
+    def kernels_of_a_step(**changes):
+        model = tiny.model(tiny.QWEN3, **changes)
+        steps = make_steps(model, tiny.training(), tiny.optimization())
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32), tiny.batch())
+        with jax.sharding.use_abstract_mesh(mesh):
+            return str(jax.make_jaxpr(steps.train)(jax.eval_shape(steps.init), batch)).count("= pallas_call[")
+
+    assert kernels_of_a_step(kernels="reference") == 0
+    assert kernels_of_a_step() == (0 if chip == "cpu" else 2 * (7 + 1))

@@ -153,26 +153,6 @@ def _mesh_axes(axis: str | None, table: Table = TABLE) -> tuple[str, ...]:
     return (target,) if isinstance(target, str) else (target or ())
 
 
-def on_parts(
-    function: Callable[..., jax.Array], inputs: Sequence[Sequence[str | None]], output: Sequence[str | None]
-) -> Callable[..., jax.Array]:
-    """A function that each device runs on the parts that it holds of arrays with these logical axes; no collective.
-
-    `function` must give of parts the part of what it gives of the whole. Inside jit under `jax.set_mesh`; without a
-    mesh it is `function`.
-    """
-
-    def run(*arrays: jax.Array) -> jax.Array:
-        mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty:
-            return function(*arrays)
-        given = tuple(partition(axes, x.shape, mesh) for axes, x in zip(inputs, arrays, strict=True))
-        made = partition(output, jax.eval_shape(function, *arrays).shape, mesh)
-        return jax.shard_map(function, in_specs=given, out_specs=made, check_vma=False)(*arrays)
-
-    return run
-
-
 def summed_over_data(function: Callable[[Any, Any, jax.Array | int], Any], whole: Any, batch: Any) -> Any:
     """function(whole, batch, part), whose results are sums over the rows of `batch`, added over the `data` axis once.
 

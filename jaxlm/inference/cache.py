@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxlm import sharding
 from jaxlm.models.config import ModelConfig
-from jaxlm.sharding import on_parts
+from jaxlm.sharding import on_each_device
 
 _AXES = ("layers", "batch", "act_kv_heads", "sequence", "act_head_width")
 
@@ -49,9 +49,8 @@ class Cache:
 
 def _write(stored: jax.Array, new_BTKH: jax.Array, layer: jax.Array, at_B: jax.Array) -> jax.Array:
     """[B, T, K, H] into [L, B, K, S, H], where each device has what it writes; no other layer is touched or copied."""
-    inputs = (_AXES, _AXES[1:], (), ("batch",))
     new_BKTH = rearrange(new_BTKH, "B T K H -> B K T H")
-    return on_parts(_write_part, inputs, _AXES)(stored, new_BKTH, layer, at_B)
+    return on_each_device(_write_part, (stored, _AXES), (new_BKTH, _AXES[1:]), (layer, ()), (at_B, ("batch",)))
 
 
 def _write_part(stored: jax.Array, new_BKTH: jax.Array, layer: jax.Array, at_B: jax.Array) -> jax.Array:

@@ -115,7 +115,7 @@ class ModelConfig(Section):
     feed_forward: DenseFeedForward
     tied_embeddings: bool = False
     initializer_std: PositiveFloat = 0.02
-    kernels: Kernels = "auto"
+    kernels: Kernels = "reference"
 
     @model_validator(mode="before")
     @classmethod

@@ -86,7 +86,7 @@ def test_pallas_kernels_are_found_and_nothing_is_gathered_around_them(platform):
     given = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=sharding.sharding(axes, (256, 256), mesh))
 
     def step(x):
-        return jax.lax.scan(lambda x, _: (sharding.on_parts(kernel, (axes,), axes)(x), None), x, length=3)[0]
+        return jax.lax.scan(lambda x, _: (sharding.on_each_device(kernel, (x, axes)), None), x, length=3)[0]
 
     with jax.set_mesh(mesh):
         text = jax.jit(step, out_shardings=given.sharding).lower(given).compile().as_text()

@@ -35,7 +35,8 @@ def costs(
 ) -> Costs:
     """What the kernels and the products cost on these arrays, or shapes and dtypes, on one device.
 
-    With reduction="sum" the gradients are computed forward, and nothing is left to the backward pass.
+    Forward is what a call costs that is not differentiated; with reduction="sum" the gradients behind it are made in
+    the forward pass, from the same logits.
     """
     D, item = hidden.shape[-1], hidden.dtype.itemsize
     V = unembedding.size // D
@@ -46,9 +47,8 @@ def costs(
     gradients = Cost(2 * product, 0, (narrow + table + rows) + (narrow + rows + _SINGLE * D * V))
     looks = statistics_cost(C, V, soft_cap)
     turns = gradient_cost(C, V, soft_cap, hidden.dtype)
-    if reduction == "sum":
-        return Costs(_times(chunks, unembed, looks, turns, gradients), Cost())
-    return Costs(_times(chunks, unembed, looks), _times(chunks, unembed, turns, gradients))
+    again = Cost() if reduction == "sum" else unembed
+    return Costs(_times(chunks, unembed, looks), _times(chunks, again, turns, gradients))
 
 
 def _times(n: int, *parts: Cost) -> Cost:

@@ -12,12 +12,13 @@ from elsewhere import ELSEWHERE
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 
+from jaxlm.costs.count import count
 from jaxlm.costs.hardware import Target
 from jaxlm.lowering import targets as chips
 from jaxlm.models.layers import product_in_float32
 from jaxlm.training.losses import cross_entropy
 from kernels_pallas import linear_cross_entropy
-from kernels_pallas.linear_cross_entropy import chunks
+from kernels_pallas.linear_cross_entropy import chunks, costs
 from kernels_pallas.linear_cross_entropy.loop import KERNELS
 from kernels_pallas.linear_cross_entropy.reference import linear_cross_entropy as reference
 
@@ -221,6 +222,18 @@ def chosen(device, tokens, labels):
     with jax.sharding.use_abstract_mesh(mesh):
         text = str(jax.make_jaxpr(linear_cross_entropy)(*structs, jax.ShapeDtypeStruct((tokens,), jnp.int32)))
     return "kernel" if "pallas_call" in text else "chunked" if "scan" in text else "reference"
+
+
+def test_a_sum_takes_three_products():
+    """Its gradients too are counted as they are stated, though made in the forward pass."""
+    structs = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 64), (64, V))]
+    targets = jax.ShapeDtypeStruct((4096,), jnp.int32)
+    fused = functools.partial(linear_cross_entropy, reduction="sum", implementation="triton", _interpret=True)
+    rows = count(jax.grad(fused, argnums=(0, 1)), *structs, targets).rows
+    assert sum(row.flops for row in rows if row.kind == "matmul") == 3 * 2 * 4096 * 64 * V
+    stated = [sum(numbers) for numbers in zip(*costs(*structs, targets, reduction="sum"), strict=True)]
+    here = [row for row in rows if row.kind in ("kernel", "matmul")]
+    assert [sum(r.flops for r in here), sum(r.bytes_in + r.bytes_out for r in here)] == [stated[0], stated[2]]
 
 
 def test_chosen_by_chip_and_by_the_number_of_logits():

@@ -8,6 +8,7 @@ them; forward-mode differentiation is the reference's alone.
 from kernels_pallas.bias_activation import bias_activation
 from kernels_pallas.gated_activation import gated_activation
 from kernels_pallas.layer_norm import layer_norm
+from kernels_pallas.linear_cross_entropy import linear_cross_entropy
 from kernels_pallas.matmul import matmul
 from kernels_pallas.rms_norm import rms_norm
 from kernels_pallas.rotary_embedding import rotary_embedding
@@ -17,6 +18,7 @@ __all__ = [
     "bias_activation",
     "gated_activation",
     "layer_norm",
+    "linear_cross_entropy",
     "log_softmax",
     "matmul",
     "rms_norm",

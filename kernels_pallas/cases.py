@@ -21,7 +21,8 @@ class Array:
 
     Attributes:
       draw: "normal" (times `scale`, plus `mean`), "zeros", "one_hot" along the last dimension (times `scale`), "mask"
-        (True three times of four, and nowhere in the first row), or "below" (integers in [0, scale)).
+        (True three times of four, and nowhere in the first row), "below" (integers in [0, scale)), or "labels" (the
+        same, and −1 one time of four).
       differentiable: whether gradients with respect to it are checked; floats alone.
     """
 
@@ -114,4 +115,8 @@ def _draw(array: Array, dtype: Any, key: jax.Array) -> jax.Array:
             return jax.random.bernoulli(key, 0.75, shape) & jnp.broadcast_to(rows > 0, shape)
         case "below":
             return jax.random.randint(key, shape, 0, int(array.scale)).astype(dtype)
+        case "labels":
+            some, which = jax.random.split(key)
+            labels = jax.random.randint(which, shape, 0, int(array.scale))
+            return jnp.where(jax.random.bernoulli(some, 0.75, shape), labels, -1).astype(dtype)
     raise ValueError(f"there is no way {array.draw!r} to draw numbers")

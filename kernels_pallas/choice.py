@@ -11,12 +11,16 @@ from kernels_pallas.target import Target
 # Why an implementation cannot serve a call, in a few words; None where it can.
 Refusal = str | None
 
+# Lowered by Pallas, each for its own chips; what else there is XLA compiles for any.
+KERNELS = ("triton", "mosaic_gpu", "mosaic_tpu")
+
 
 def choose(
     operation: str,
     implementation: str | None,
     refusals: Mapping[str, Callable[[Target], Refusal]],
     interpret: bool = False,
+    manual: bool = False,
 ) -> str:
     """The name of the implementation to run: "reference" or a key of `refusals`.
 
@@ -26,6 +30,7 @@ def choose(
         being lowered for, and otherwise the reference.
       refusals: for each Pallas implementation, in order of preference, why it cannot serve this call on a target.
       interpret: whether the kernel runs as plain JAX, which any platform can.
+      manual: whether the operation puts the call inside a shard_map of its own.
 
     Raises ValueError for a name that there is not, NotImplementedError for an implementation that cannot serve.
     """
@@ -37,7 +42,10 @@ def choose(
     chip = target.current()
 
     def refusal(name: str) -> Refusal:
-        general = None if interpret else _cannot_lower(name, chip) or _is_partitioned(name)
+        if name in KERNELS and not interpret:
+            general = _cannot_lower(name, chip) or (None if manual else _is_partitioned(name))
+        else:
+            general = None
         return general or refusals[name](chip)
 
     if implementation is not None:

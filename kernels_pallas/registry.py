@@ -4,6 +4,7 @@ from kernels_pallas.bias_activation.cases import OPERATION as BIAS_ACTIVATION
 from kernels_pallas.cases import Operation
 from kernels_pallas.gated_activation.cases import OPERATION as GATED_ACTIVATION
 from kernels_pallas.layer_norm.cases import OPERATION as LAYER_NORM
+from kernels_pallas.linear_cross_entropy.cases import OPERATION as LINEAR_CROSS_ENTROPY
 from kernels_pallas.matmul.cases import OPERATION as MATMUL
 from kernels_pallas.rms_norm.cases import OPERATION as RMS_NORM
 from kernels_pallas.rotary_embedding.cases import OPERATION as ROTARY_EMBEDDING
@@ -21,5 +22,6 @@ OPERATIONS: dict[str, Operation] = {
         GATED_ACTIVATION,
         BIAS_ACTIVATION,
         MATMUL,
+        LINEAR_CROSS_ENTROPY,
     )
 }

@@ -17,6 +17,18 @@ STREAM: Axes = ("batch", "stream", "act_model")
 _HOW: dict[str, Any] = {}
 
 
+def serve(kernels: Kernels) -> bool:
+    """Whether kernels are to run here: not where the model's switch leaves them out, and not on a CPU."""
+    # The mesh knows the chip, and asks no backend; who runs a model on one has set a mesh.
+    chip = jax.sharding.get_abstract_mesh().abstract_device
+    return kernels != "reference" and bool(_HOW or chip is not None and chip.platform != "cpu")
+
+
+def how() -> dict[str, Any]:
+    """What operations are given besides."""
+    return _HOW
+
+
 def run(kernels: Kernels, operation: Callable, *operands: tuple[jax.Array | None, Axes], **options: Any) -> jax.Array:
     """operation(*arrays, **options) of kernels_pallas, whose result lies as the first array does.
 
@@ -25,8 +37,6 @@ def run(kernels: Kernels, operation: Callable, *operands: tuple[jax.Array | None
       operands: each array with its logical axes; what the operation looks at together must be whole on a device.
     """
     arrays = [x for x, _ in operands]
-    # The mesh knows the chip, and asks no backend; who runs a model on one has set a mesh.
-    chip = jax.sharding.get_abstract_mesh().abstract_device
-    if kernels == "reference" or not (_HOW or chip is not None and chip.platform != "cpu"):
+    if not serve(kernels):
         return operation(*arrays, implementation="reference", **options)
     return sharding.on_each_device(lambda *parts: operation(*parts, **options, **_HOW), *operands)

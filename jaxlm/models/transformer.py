@@ -112,11 +112,15 @@ class Transformer(Module):
         (x_BTD, cache), observed = _through(self.layers, run, (x_BTD, cache), self.model.layers, execution)
         return x_BTD, cache, observed
 
+    def unembedding_table(self) -> tuple[nnx.Param, str]:
+        """What turns the stream into logits, and its dimensions: "DV", or "VD" where it is the embedding."""
+        return (self.embedding, "VD") if self.unembedding is None else (self.unembedding, "DV")
+
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Unembed [B, T, D] to float32 logits [B, T, V]."""
         hidden_BTD = whole_sequence(hidden_BTD)
         rows, hidden = ("BT", hidden_BTD) if is_parted("stream") else ("R", rearrange(hidden_BTD, "B T D -> (B T) D"))
-        table, letters = (self.embedding, "VD") if self.unembedding is None else (self.unembedding, "DV")
+        table, letters = self.unembedding_table()
         with scope(table):
             logits = product_in_float32(f"{rows}D,{letters}->{rows}V", hidden, table[...])
         logits_BTV = logits.reshape(*hidden_BTD.shape[:-1], -1)

@@ -17,9 +17,9 @@ from jaxlm.models.layers import Dropout
 from jaxlm.models.positions import visible_in_rows
 from jaxlm.models.transformer import Execution
 from jaxlm.models.tree import Tree
+from jaxlm.training import losses
 from jaxlm.training import norms as norms_of
 from jaxlm.training.config import OptimizerConfig, TrainingConfig
-from jaxlm.training.losses import cross_entropy
 from jaxlm.training.optimizer import optimizer, state_shardings, without_frozen
 from jaxlm.training.schedules import schedule
 
@@ -82,9 +82,8 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
         hidden, _ = module.hidden(
             batch["tokens"], positions, visible_in_rows(positions), dropout=dropout, execution=execution
         )
-        losses, log_z = cross_entropy(module.logits(hidden), batch["targets"])
-        terms = {"loss": losses, "z_loss": training.z_loss * jnp.square(log_z)}
-        return {name: jnp.sum(jnp.where(batch["segments"] > 0, terms[name], 0.0)) for name in terms_of_loss}
+        terms = losses.summed(module, hidden, batch["targets"], batch["segments"] > 0, training.z_loss)
+        return {name: terms[name] for name in terms_of_loss}
 
     def in_microbatches(batch: Batch) -> Batch:
         """[B, T] → [M, B / M, T]. Each takes every M-th row, so that it lies on all devices without moving any row."""

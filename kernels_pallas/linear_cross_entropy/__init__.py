@@ -1,0 +1,219 @@
+"""Cross-entropy of a linear layer's logits, without the logits: memory for a chunk of tokens at a time.
+
+At 32768 tokens, 4096 channels and 128256 labels one product of hidden and unembedding is 34 TFLOP: 35 ms at the peak of
+an H200, against 7 ms to write and read float32 logits at the peak of its memory. So the number of products decides, and
+who computes them:
+
+- XLA does (on a GPU by cuBLAS or its own tuned Triton), on chunks of tokens with all labels: a product in Pallas would
+  at best be as fast. The kernels do what XLA does less well, over a chunk of float32 logits: the softmax statistics in
+  one reading where XLA's take two, and the logits' gradient, rounded to the products' dtype as it is written.
+- The unfused loss takes three products. Chunks lose their logits, so a backward pass that knows each token's cotangent
+  takes four. With `reduction="sum"` every token's is one number times its weight: the gradients are made in the forward
+  pass while a chunk's logits are at hand (as in Liger: Hsu et al. 2024, arXiv:2410.10989, section 3), three products in
+  all, and the backward pass multiplies by that number.
+- Chunks of labels instead would save the float32 sum of the unembedding's gradient, but take a second forward product:
+  no gradient of a logit is known before all labels were seen.
+"""
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from kernels_pallas import checks
+from kernels_pallas.choice import choose
+from kernels_pallas.launch import vary
+from kernels_pallas.linear_cross_entropy import chunks, loop, reference
+from kernels_pallas.linear_cross_entropy.costs import costs as costs
+from kernels_pallas.linear_cross_entropy.layout import ALONE, Layout, layout
+from kernels_pallas.linear_cross_entropy.loop import KERNELS, Plan
+from kernels_pallas.linear_cross_entropy.results import finish
+from kernels_pallas.target import Target
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def linear_cross_entropy(
+    hidden: jax.Array,
+    unembedding: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array | None = None,
+    *,
+    transposed: bool = False,
+    soft_cap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: Literal["none", "sum"] = "none",
+    return_log_z: bool = False,
+    partition: tuple[PartitionSpec, PartitionSpec] | None = None,
+    implementation: str | None = None,
+    _interpret: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """weight · (−log softmax(hidden · unembedding)[target] + z_loss · log² Z) of each token, in nats.
+
+    Z = Σ exp(logits); its term keeps it near one (PaLM, arXiv:2204.02311, section 5).
+
+    Args:
+      hidden: [..., D] in float32, bfloat16 or float16. Logits are float32; their gradient is rounded to this dtype.
+      unembedding: [D, V], or [V, D] where `transposed`, as a tied embedding is; in hidden's dtype.
+      targets: integers [...] in [0, V). The loss of a negative one is 0, of one beyond NaN.
+      weights: float [...], a factor for each token (for a factor per label: `factors[targets]`); None is 1.
+      soft_cap: of the logits, cap · tanh(logits / cap); positive.
+      reduction: "none" gives each token's loss; "sum" their sum, with gradients a quarter cheaper.
+      return_log_z: also return log Z.
+      partition: how hidden and unembedding lie on the mesh in context: the operation then runs under its own
+        `jax.shard_map`, its labels and tokens where they are. D of the unembedding may be parted: it is gathered, and
+        its gradient scattered. Without it, operands are whole, or parts of a surrounding shard_map's tokens.
+      implementation: "reference" (holds all logits), "chunked" (XLA alone), "triton" or "mosaic_tpu"; None chooses by
+        the chip being lowered for and the shape.
+
+    Returns losses, float32 [...] or [], or (losses, log Z), log Z float32 [...]. Beside a sum log Z is a constant:
+    what the sum owes to it is in the sum's gradient already.
+
+    Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
+    """
+    _check(hidden, unembedding, targets, weights, transposed, soft_cap, reduction)
+    lies = ALONE if partition is None else layout(*partition, hidden, unembedding, transposed)
+    chosen = _choose(hidden, unembedding, lies, implementation, _interpret)
+    if chosen == "reference":
+        options = dict(transposed=transposed, soft_cap=soft_cap, z_loss=z_loss)
+        options |= dict(reduction=reduction, return_log_z=return_log_z)
+        return reference.linear_cross_entropy(hidden, unembedding, targets, weights, **options)
+    plan = Plan(chosen, _interpret, transposed, soft_cap, lies.labels)
+    V = unembedding.shape[plan.table.index("V")]
+    if reduction == "sum":
+        weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
+    hidden, unembedding, targets, weights = vary(hidden, unembedding, targets, weights)
+    if reduction == "sum":
+        result, log_z = _summed(plan, lies, V, z_loss, hidden, unembedding, targets, weights)
+    else:
+        cross_entropy, log_z = _per_token(plan, lies, hidden, unembedding, targets)
+        result = finish(cross_entropy, log_z, targets, weights, V, z_loss)
+    return (result, log_z) if return_log_z else result
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _per_token(plan: Plan, lies: Layout, hidden: Any, unembedding: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
+    """(cross-entropy, log Z), float32 [...] each."""
+
+    def local(hidden: jax.Array, unembedding: jax.Array, targets: jax.Array) -> tuple:
+        found = loop.forward(plan, _flat(hidden), lies.gathered(unembedding), targets.reshape(-1))
+        return tuple(x.reshape(targets.shape) for x in found)
+
+    return lies.run(local, "hut", "tt")(hidden, unembedding, targets)
+
+
+def _per_token_fwd(plan, lies, hidden, unembedding, targets):
+    cross_entropy, log_z = _per_token(plan, lies, hidden, unembedding, targets)
+    return (cross_entropy, log_z), (hidden, unembedding, targets, log_z)
+
+
+def _per_token_bwd(plan, lies, saved, cotangents):
+    def local(hidden, unembedding, targets, log_z, of_cross_entropy, of_log_z) -> tuple:
+        d_hidden, d_unembedding, _ = loop.gradients(
+            plan,
+            _flat(hidden),
+            lies.gathered(unembedding),
+            targets.reshape(-1),
+            tuple(x.reshape(-1) for x in (log_z, of_cross_entropy + of_log_z, of_cross_entropy)),
+            lambda logits_CV, at_C, *numbers: (numbers, ()),
+        )
+        return d_hidden.reshape(hidden.shape), lies.reduced(d_unembedding, unembedding.dtype).astype(unembedding.dtype)
+
+    return *lies.run(local, "hutttt", "hu")(*saved, *cotangents), None
+
+
+_per_token.defvjp(_per_token_fwd, _per_token_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _summed(plan, lies, V, z_loss, hidden, unembedding, targets, weights) -> tuple[jax.Array, jax.Array]:
+    """(Σ weight · (cross-entropy + z_loss · log² Z), log Z [...])."""
+    cross_entropy, log_z = _per_token(plan, lies, hidden, unembedding, targets)
+    return jnp.sum(finish(cross_entropy, log_z, targets, weights, V, z_loss)), log_z
+
+
+def _summed_fwd(plan, lies, V, z_loss, hidden, unembedding, targets, weights):
+    def local(hidden, unembedding, targets, weights) -> tuple:
+        def cotangents(logits_CV, at_C, counted_C):
+            cross_entropy, log_z = loop.look(plan, logits_CV, at_C)
+            return (log_z, counted_C * (1.0 + 2.0 * z_loss * log_z), counted_C), (cross_entropy, log_z)
+
+        counted = jnp.where(targets < 0, 0.0, weights)
+        d_hidden, d_unembedding, found = loop.gradients(
+            plan, _flat(hidden), lies.gathered(unembedding), targets.reshape(-1), (counted.reshape(-1),), cotangents
+        )
+        found = (x.reshape(targets.shape) for x in found)
+        return d_hidden.reshape(hidden.shape), lies.reduced(d_unembedding, unembedding.dtype), *found
+
+    d_hidden, d_unembedding, cross_entropy, log_z = lies.run(local, "hutt", "hutt")(
+        hidden, unembedding, targets, weights
+    )
+    unweighted = finish(cross_entropy, log_z, targets, None, V, z_loss)
+    # An empty array remembers the unembedding's dtype; its gradient stays float32 until it is scaled.
+    kept = d_hidden, d_unembedding, unweighted, jnp.zeros((0,), unembedding.dtype)
+    return (jnp.sum(finish(cross_entropy, log_z, targets, weights, V, z_loss)), log_z), kept
+
+
+def _summed_bwd(plan, lies, V, z_loss, kept, cotangents):
+    d_hidden, d_unembedding, unweighted, like = kept
+    of_sum, _ = cotangents  # log Z is a constant here
+    return (
+        (d_hidden * of_sum).astype(d_hidden.dtype),
+        (d_unembedding * of_sum).astype(like.dtype),
+        None,
+        unweighted * of_sum,
+    )
+
+
+_summed.defvjp(_summed_fwd, _summed_bwd)
+
+
+def _flat(hidden: jax.Array) -> jax.Array:
+    return hidden.reshape(-1, hidden.shape[-1])
+
+
+def _choose(
+    hidden: jax.Array, unembedding: jax.Array, lies: Layout, implementation: str | None, interpret: bool
+) -> str:
+    D = hidden.shape[-1]
+    logits = hidden.size // max(D, 1) * (unembedding.size // max(D, 1)) // lies.parts
+    if implementation is None and logits < chunks.WORTHWHILE:
+        return "reference"
+
+    def refusal(chip: Target) -> str | None:
+        if hidden.dtype not in _DTYPES:
+            return f"{hidden.dtype} is none of {', '.join(_DTYPES)}"
+        return None
+
+    def on_tpu(chip: Target) -> str | None:
+        return "TPUs have no float16" if hidden.dtype == jnp.float16 and chip.platform == "tpu" else refusal(chip)
+
+    refusals = {"triton": refusal, "mosaic_tpu": on_tpu, "chunked": refusal}
+    assert refusals.keys() == KERNELS.keys()
+    return choose("linear_cross_entropy", implementation, refusals, interpret, manual=bool(lies.specs))
+
+
+def _check(hidden, unembedding, targets, weights, transposed, soft_cap, reduction) -> None:
+    name = "linear_cross_entropy"
+    checks.floating(name, hidden=hidden, unembedding=unembedding, weights=weights)
+    if hidden.ndim == 0 or unembedding.ndim != 2 or unembedding.shape[transposed] != hidden.shape[-1]:
+        wanted = "[V, D]" if transposed else "[D, V]"
+        raise ValueError(
+            f"{name}: hidden is {list(hidden.shape)} and unembedding {list(unembedding.shape)}; they must be [..., D] "
+            f"and {wanted}"
+        )
+    if unembedding.dtype != hidden.dtype:
+        raise ValueError(f"{name}: unembedding is {unembedding.dtype}; it must be {hidden.dtype} like hidden")
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise ValueError(f"{name}: targets is {targets.dtype}; it must hold integers")
+    for what, x in (("targets", targets), ("weights", weights)):
+        if x is not None and x.shape != hidden.shape[:-1]:
+            raise ValueError(f"{name}: {what} has shape {list(x.shape)}; it must be {list(hidden.shape[:-1])}")
+    if unembedding.size // max(hidden.shape[-1], 1) == 0:
+        raise ValueError(f"{name}: unembedding is {list(unembedding.shape)}; it must have at least one label")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"{name}: soft_cap = {soft_cap}; it must be positive")
+    if reduction not in ("none", "sum"):
+        raise ValueError(f"{name}: reduction = {reduction!r}; it must be 'none' or 'sum'")

@@ -1,0 +1,53 @@
+"""The mathematics on a block of logits, as every implementation computes it: logits [r, c], a number per row [r, 1]."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Statistics(NamedTuple):
+    """Of the logits of a row that have been seen: the largest, Σ exp(logit − largest), and the target's."""
+
+    largest: jax.Array
+    total: jax.Array
+    at_target: jax.Array
+
+
+def nothing(like: jax.Array) -> Statistics:
+    """The statistics of no logits, in the shape of an array [r, 1]."""
+    return Statistics(jnp.full_like(like, -jnp.inf), jnp.zeros_like(like), jnp.zeros_like(like))
+
+
+def capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:
+    """cap · tanh(logits / cap) (Gemma 2, arXiv:2408.00118, section 2)."""
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits * (1 / soft_cap))
+
+
+def add(
+    seen: Statistics,
+    logits: jax.Array,
+    is_target: jax.Array,
+    soft_cap: float | None,
+    inside: jax.Array | None = None,
+) -> Statistics:
+    """With more logits of the same rows (online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867).
+
+    Only those that are inside count, of which each block has some; None: all.
+    """
+    logits = capped(logits, soft_cap)
+    if inside is not None:
+        logits = jnp.where(inside, logits, -jnp.inf)
+    largest = jnp.maximum(seen.largest, jnp.max(logits, axis=1, keepdims=True))
+    total = seen.total * jnp.exp(seen.largest - largest) + jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True)
+    here = jnp.sum(jnp.where(is_target, logits, 0.0), axis=1, keepdims=True)
+    return Statistics(largest, total, seen.at_target + here)
+
+
+def gradient(
+    logits: jax.Array, is_target: jax.Array, log_z: jax.Array, of_z: jax.Array, of_target: jax.Array, cap: float | None
+) -> jax.Array:
+    """The logits' cotangent where log Z has the cotangent `of_z` and the target's logit −`of_target`."""
+    y = capped(logits, cap)
+    d_y = of_z * jnp.exp(y - log_z) - jnp.where(is_target, of_target, 0.0)
+    return d_y if cap is None else d_y * (1.0 - jnp.square(y * (1 / cap)))

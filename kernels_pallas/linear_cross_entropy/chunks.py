@@ -1,0 +1,19 @@
+"""How many logits are held."""
+
+import math
+
+# Logits held at a time: 1 GiB in float32. At 128256 labels that is 2048 tokens. Each chunk reads and writes the float32
+# sum of the unembedding's gradient, 8 bytes for 6 · C FLOPs: fewer tokens would wait for memory.
+LOGITS = 2**28
+
+# Fewer than these are best all held for the backward pass: 64 MiB in float32.
+WORTHWHILE = 2**24
+
+
+def chunk(tokens: int, vocabulary: int) -> tuple[int, int]:
+    """(chunks, tokens in each): a power of two of tokens, or all of them in one chunk. The last may need padding."""
+    most = max(LOGITS // vocabulary, 1)
+    if tokens <= most:
+        return 1, max(tokens, 1)
+    size = 2 ** int(math.log2(most))
+    return -(-tokens // size), size

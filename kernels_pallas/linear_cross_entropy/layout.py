@@ -1,0 +1,105 @@
+"""How the operands lie on a mesh, and what goes over it.
+
+The collectives are inside the operation, and its derivative is written around them: `jax.custom_vjp` outside, forward
+and backward each one `jax.shard_map`. Differentiated from outside, a shard_map would add its own sums to them.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
+
+class Layout(NamedTuple):
+    """Of operands on a mesh; without specs they are whole, and nothing is sent.
+
+    Attributes:
+      specs: of the hidden states, the unembedding and the tokens, by the letters h, u and t.
+      tokens, channels, labels: mesh axes over which these are parted.
+      channel_dimension: which of the unembedding's dimensions its channels are.
+      parts: into how many parts logits are cut.
+    """
+
+    specs: tuple[tuple[str, PartitionSpec], ...] = ()
+    tokens: tuple[str, ...] = ()
+    channels: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    channel_dimension: int = 0
+    parts: int = 1
+
+    def run(self, local: Callable, inputs: str, outputs: str) -> Callable:
+        """The function on each device's parts of its operands, which are given by their letters."""
+        if not self.specs:
+            return local
+        specs, mesh = dict(self.specs), jax.sharding.get_abstract_mesh()
+        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        return jax.shard_map(
+            local,
+            in_specs=tuple(specs[letter] for letter in inputs),
+            out_specs=tuple(specs[letter] for letter in outputs),
+            axis_names={name for name, kind in kinds if kind != AxisType.Manual},
+            check_vma=False,
+        )
+
+    def gathered(self, unembedding: jax.Array) -> jax.Array:
+        """With all channels."""
+        if not self.channels:
+            return unembedding
+        return jax.lax.all_gather(unembedding, self.channels, axis=self.channel_dimension, tiled=True)
+
+    def reduced(self, d_unembedding: jax.Array, dtype: Any) -> jax.Array:
+        """The sum over all tokens of the gradient, of this device's channels; what is sent is in this dtype."""
+        if self.tokens or self.channels:
+            d_unembedding = d_unembedding.astype(dtype)
+        scattered = set(self.channels) <= set(self.tokens)
+        summed = tuple(axis for axis in self.tokens if not (scattered and axis in self.channels))
+        if summed:
+            d_unembedding = jax.lax.psum(d_unembedding, summed)
+        if not self.channels:
+            return d_unembedding
+        at = self.channel_dimension
+        if scattered:
+            return jax.lax.psum_scatter(d_unembedding, self.channels, scatter_dimension=at, tiled=True)
+        width = d_unembedding.shape[at] // jax.lax.axis_size(self.channels)
+        return jax.lax.dynamic_slice_in_dim(d_unembedding, jax.lax.axis_index(self.channels) * width, width, at)
+
+
+ALONE = Layout()
+
+
+def layout(hidden: PartitionSpec, unembedding: PartitionSpec, h: jax.Array, u: jax.Array, transposed: bool) -> Layout:
+    """The layout of these operands, with these specs on the mesh in context.
+
+    Raises ValueError where they cannot lie so.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise ValueError("linear_cross_entropy: partition needs a mesh in context: call it under jax.set_mesh")
+    *rows, width = (_axes(entry) for entry in _entries(hidden, h.ndim))
+    first, second = (_axes(entry) for entry in _entries(unembedding, u.ndim))
+    channels, labels = (second, first) if transposed else (first, second)
+    tokens = tuple(axis for entry in rows for axis in entry)
+    if width:
+        raise ValueError(f"linear_cross_entropy: partition parts hidden's channels over {width}; they must be whole")
+    if set(tokens) & set(labels):
+        raise ValueError(f"linear_cross_entropy: partition parts tokens over {tokens} and labels over {labels}")
+    if channels and not set(channels) <= set(tokens) and set(channels) & set(tokens):
+        raise ValueError(
+            f"linear_cross_entropy: partition parts channels over {channels} and tokens over {tokens}; all axes of the "
+            "one must be the other's, or none"
+        )
+    parts = 1
+    for axis in (*tokens, *labels):
+        parts *= mesh.shape[axis]
+    per_token = PartitionSpec(*_entries(hidden, h.ndim)[:-1])
+    specs = (("h", hidden), ("u", unembedding), ("t", per_token))
+    return Layout(specs, tokens, channels, labels, int(transposed), parts)
+
+
+def _entries(spec: PartitionSpec, ndim: int) -> tuple:
+    return (*spec, *(None,) * (ndim - len(spec)))
+
+
+def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else (entry or ())

@@ -1,0 +1,125 @@
+"""The loss and its gradients on one device's tokens and labels, chunk of tokens by chunk of tokens."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.launch import vary
+from kernels_pallas.linear_cross_entropy import chunked, mosaic_tpu, triton
+from kernels_pallas.linear_cross_entropy.chunks import chunk
+
+KERNELS = {"triton": triton, "mosaic_tpu": mosaic_tpu, "chunked": chunked}
+
+
+class Plan(NamedTuple):
+    """What does not change between chunks.
+
+    Attributes:
+      implementation: a key of KERNELS.
+      transposed: the unembedding is [V, D].
+      labels_over: mesh axes, manual here, over which the labels are parted.
+    """
+
+    implementation: str
+    interpret: bool = False
+    transposed: bool = False
+    soft_cap: float | None = None
+    labels_over: tuple[str, ...] = ()
+
+    @property
+    def table(self) -> str:
+        return "VD" if self.transposed else "DV"
+
+
+def unembed(plan: Plan, hidden_CD: jax.Array, unembedding: jax.Array) -> jax.Array:
+    """float32 logits [C, V]."""
+    return jnp.einsum(f"CD,{plan.table}->CV", hidden_CD, unembedding, preferred_element_type=jnp.float32)
+
+
+def look(plan: Plan, logits_CV: jax.Array, at_C: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(cross-entropy, log Z) of each token, [C] each, over all devices' labels."""
+    seen = KERNELS[plan.implementation].statistics(logits_CV, at_C, plan.soft_cap, plan.interpret)
+    largest, total, at_target = seen
+    if plan.labels_over:
+        largest = jax.lax.pmax(seen.largest, plan.labels_over)
+        total, at_target = jax.lax.psum((seen.total * jnp.exp(seen.largest - largest), at_target), plan.labels_over)
+    log_z = largest + jnp.log(total)
+    return log_z - at_target, log_z
+
+
+def forward(
+    plan: Plan, hidden_RD: jax.Array, unembedding: jax.Array, targets_R: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(cross-entropy, log Z) of each token, [R] each."""
+
+    def body(_: None, chunk: tuple) -> tuple[None, tuple]:
+        hidden_CD, at_C = chunk
+        return None, look(plan, unembed(plan, hidden_CD, unembedding), at_C)
+
+    _, found = _by_chunks(body, None, (hidden_RD, _places(plan, targets_R, unembedding)), _labels(plan, unembedding))
+    return found
+
+
+def gradients(
+    plan: Plan,
+    hidden_RD: jax.Array,
+    unembedding: jax.Array,
+    targets_R: jax.Array,
+    rows: tuple[jax.Array, ...],
+    cotangents: Callable[..., tuple[tuple[jax.Array, jax.Array, jax.Array], Any]],
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Cotangents of `hidden`, in its dtype, and of `unembedding`, in float32, and what `cotangents` gave besides.
+
+    Args:
+      rows: arrays [R], a chunk of which is handed to `cotangents`.
+      cotangents: (logits_CV, at_C, *rows_C) → (log Z, its cotangent, minus that of the target's logit), extras.
+    """
+    narrow = hidden_RD.dtype
+
+    def body(d_unembedding: jax.Array, chunk: tuple) -> tuple[jax.Array, tuple]:
+        hidden_CD, at_C, *rows_C = chunk
+        logits_CV = unembed(plan, hidden_CD, unembedding)
+        numbers, extras = cotangents(logits_CV, at_C, *rows_C)
+        d_logits_CV = KERNELS[plan.implementation].gradient(
+            logits_CV, at_C, *numbers, plan.soft_cap, narrow, plan.interpret
+        )
+        d_hidden_CD = jnp.einsum(f"CV,{plan.table}->CD", d_logits_CV, unembedding, preferred_element_type=narrow)
+        d_unembedding += jnp.einsum(f"CD,CV->{plan.table}", hidden_CD, d_logits_CV, preferred_element_type=jnp.float32)
+        return d_unembedding, (d_hidden_CD, extras)
+
+    at_R = _places(plan, targets_R, unembedding)
+    nothing, _ = vary(jnp.zeros(unembedding.shape, jnp.float32), hidden_RD)
+    d_unembedding, (d_hidden_RD, extras) = _by_chunks(
+        body, nothing, (hidden_RD, at_R, *rows), _labels(plan, unembedding)
+    )
+    if plan.labels_over:
+        d_hidden_RD = jax.lax.psum(d_hidden_RD, plan.labels_over)
+    return d_hidden_RD, d_unembedding, extras
+
+
+def _labels(plan: Plan, unembedding: jax.Array) -> int:
+    return unembedding.shape[plan.table.index("V")]
+
+
+def _places(plan: Plan, targets_R: jax.Array, unembedding: jax.Array) -> jax.Array:
+    """Where each target stands among this device's labels; −1 where it does not."""
+    V = _labels(plan, unembedding)
+    first = V * jax.lax.axis_index(plan.labels_over) if plan.labels_over else 0
+    at_R = targets_R.astype(jnp.int32) - first
+    return jnp.where((0 <= at_R) & (at_R < V), at_R, -1)
+
+
+def _by_chunks(body: Callable, carry: Any, rows: tuple[jax.Array, ...], vocabulary: int) -> tuple[Any, Any]:
+    """`jax.lax.scan` over chunks of the first dimension, results in one piece; what is padded is zero."""
+    R = len(rows[0])
+    n, C = chunk(R, vocabulary)
+    if n * C > R:
+        rows = tuple(jnp.pad(x, [(0, n * C - R)] + [(0, 0)] * (x.ndim - 1)) for x in rows)
+    if n == 1:
+        carry, results = body(carry, rows)
+    else:
+        carry, results = jax.lax.scan(body, carry, tuple(x.reshape(n, C, *x.shape[1:]) for x in rows))
+        results = jax.tree.map(lambda x: x.reshape(n * C, *x.shape[2:]), results)
+    return carry, jax.tree.map(lambda x: x[:R], results)

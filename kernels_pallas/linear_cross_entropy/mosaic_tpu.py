@@ -1,0 +1,83 @@
+"""Statistics and gradients of a chunk's logits on TPUs, compiled by Mosaic."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from kernels_pallas import launch
+from kernels_pallas.linear_cross_entropy import block
+from kernels_pallas.linear_cross_entropy.costs import gradient_cost, statistics_cost
+
+# 1 MiB of float32: with a second buffer and intermediates well within VMEM's default 16 MiB.
+_ROWS, _COLUMNS = 128, 2048
+
+
+def statistics(logits_CV: jax.Array, at_C: jax.Array, soft_cap: float | None, interpret: bool) -> block.Statistics:
+    """Of each row, [C] each: the grid goes along the rows in sequence, and adds to what it has seen."""
+    C, V = logits_CV.shape
+    rows, columns = min(C, _ROWS), min(V, _COLUMNS)
+
+    def kernel(logits_ref, at_ref, *out_refs) -> None:
+        @pl.when(pl.program_id(1) == 0)
+        def _() -> None:
+            for ref, x in zip(out_refs, block.nothing(jnp.zeros((rows, 1), jnp.float32)), strict=True):
+                ref[...] = x
+
+        column = pl.program_id(1) * columns + jax.lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
+        inside = column < V if V % columns else None  # beyond the array a block holds anything
+        seen = block.Statistics(*(ref[...] for ref in out_refs))
+        seen = block.add(seen, logits_ref[...], column == at_ref[...], soft_cap, inside)
+        for ref, x in zip(out_refs, seen, strict=True):
+            ref[...] = x
+
+    tile, number = pl.BlockSpec((rows, columns), lambda i, j: (i, j)), pl.BlockSpec((rows, 1), lambda i, j: (i, 0))
+    found = launch.call(
+        kernel,
+        (logits_CV, at_C[:, None]),
+        [jax.ShapeDtypeStruct((C, 1), jnp.float32)] * 3,
+        params=launch.mosaic_tpu(("parallel", "arbitrary")),
+        grid=(pl.cdiv(C, rows), pl.cdiv(V, columns)),
+        in_specs=[tile, number],
+        out_specs=[number] * 3,
+        cost=statistics_cost(C, V, soft_cap),
+        name="linear_cross_entropy_statistics",
+        interpret=interpret,
+    )
+    return block.Statistics(*(x[:, 0] for x in found))
+
+
+def gradient(
+    logits_CV: jax.Array,
+    at_C: jax.Array,
+    log_z_C: jax.Array,
+    of_z_C: jax.Array,
+    of_target_C: jax.Array,
+    soft_cap: float | None,
+    dtype: Any,
+    interpret: bool,
+) -> jax.Array:
+    """The logits' cotangent [C, V] in this dtype: see `block.gradient`."""
+    C, V = logits_CV.shape
+    rows, columns = min(C, _ROWS), min(V, _COLUMNS)
+
+    def kernel(logits_ref, at_ref, log_z_ref, of_z_ref, of_target_ref, out_ref) -> None:
+        column = pl.program_id(1) * columns + jax.lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
+        numbers = (ref[...] for ref in (log_z_ref, of_z_ref, of_target_ref))
+        out = block.gradient(logits_ref[...], column == at_ref[...], *numbers, soft_cap)
+        out_ref[...] = out.astype(out_ref.dtype)
+
+    tile, number = pl.BlockSpec((rows, columns), lambda i, j: (i, j)), pl.BlockSpec((rows, 1), lambda i, j: (i, 0))
+    return launch.call(
+        kernel,
+        (logits_CV, *(x[:, None] for x in (at_C, log_z_C, of_z_C, of_target_C))),
+        [jax.ShapeDtypeStruct((C, V), dtype)],
+        params=launch.mosaic_tpu(("parallel", "parallel")),
+        grid=(pl.cdiv(C, rows), pl.cdiv(V, columns)),
+        in_specs=[tile] + [number] * 4,
+        out_specs=[tile],
+        cost=gradient_cost(C, V, soft_cap, dtype),
+        name="linear_cross_entropy_gradient",
+        interpret=interpret,
+    )[0]

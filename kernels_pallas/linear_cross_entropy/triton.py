@@ -1,0 +1,92 @@
+"""Statistics and gradients of a chunk's logits on NVIDIA GPUs, compiled by Triton."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from kernels_pallas import launch
+from kernels_pallas.linear_cross_entropy import block
+from kernels_pallas.linear_cross_entropy.costs import gradient_cost, statistics_cost
+
+# Logits in registers at a time: 16 for each of 8 warps' threads, that is four loads of 16 bytes.
+_COLUMNS = 4096
+_WARPS = 8
+
+
+def statistics(logits_CV: jax.Array, at_C: jax.Array, soft_cap: float | None, interpret: bool) -> block.Statistics:
+    """Of each row, [C] each: a program goes along one row, and reads it once."""
+    C, V = logits_CV.shape
+    columns = min(pl.next_power_of_2(V), _COLUMNS)
+    whole, rest = divmod(V, columns)
+
+    def kernel(logits_ref, at_ref, *out_refs) -> None:
+        at = at_ref[...].reshape(1, 1)
+
+        def one_block(i: jax.Array | int, seen: block.Statistics, masked: bool = False) -> block.Statistics:
+            column = i * columns + jax.lax.broadcasted_iota(jnp.int32, (1, columns), 1)
+            ref = logits_ref.at[:, pl.ds(i * columns, columns)]
+            inside = column < V if masked else None
+            return block.add(seen, launch.load(ref, inside), column == at, soft_cap, inside)
+
+        seen = block.nothing(jnp.zeros((1, 1), jnp.float32))
+        if whole:
+            seen = jax.lax.fori_loop(0, whole, one_block, seen)
+        if rest:
+            seen = one_block(whole, seen, masked=True)
+        for ref, x in zip(out_refs, seen, strict=True):
+            launch.store(ref, x.reshape(1))
+
+    row = pl.BlockSpec((1, pl.cdiv(V, columns) * columns), lambda i: (i, 0))
+    number = pl.BlockSpec((1,), lambda i: (i,))
+    return block.Statistics(
+        *launch.call(
+            kernel,
+            (logits_CV, at_C),
+            [jax.ShapeDtypeStruct((C,), jnp.float32)] * 3,
+            params=launch.triton(_WARPS, stages=3),
+            grid=(C,),
+            in_specs=[row, number],
+            out_specs=[number] * 3,
+            cost=statistics_cost(C, V, soft_cap),
+            name="linear_cross_entropy_statistics",
+            interpret=interpret,
+        )
+    )
+
+
+def gradient(
+    logits_CV: jax.Array,
+    at_C: jax.Array,
+    log_z_C: jax.Array,
+    of_z_C: jax.Array,
+    of_target_C: jax.Array,
+    soft_cap: float | None,
+    dtype: Any,
+    interpret: bool,
+) -> jax.Array:
+    """The logits' cotangent [C, V] in this dtype: see `block.gradient`."""
+    C, V = logits_CV.shape
+    columns = min(pl.next_power_of_2(V), _COLUMNS)
+
+    def kernel(logits_ref, at_ref, log_z_ref, of_z_ref, of_target_ref, out_ref) -> None:
+        column = pl.program_id(1) * columns + jax.lax.broadcasted_iota(jnp.int32, (1, columns), 1)
+        mask = column < V if V % columns else None
+        at, log_z, of_z, of_target = (ref[...].reshape(1, 1) for ref in (at_ref, log_z_ref, of_z_ref, of_target_ref))
+        logits = launch.load(logits_ref, mask)
+        launch.store(out_ref, block.gradient(logits, column == at, log_z, of_z, of_target, soft_cap), mask)
+
+    tile, number = pl.BlockSpec((1, columns), lambda i, j: (i, j)), pl.BlockSpec((1,), lambda i, j: (i,))
+    return launch.call(
+        kernel,
+        (logits_CV, at_C, log_z_C, of_z_C, of_target_C),
+        [jax.ShapeDtypeStruct((C, V), dtype)],
+        params=launch.triton(_WARPS),
+        grid=(C, pl.cdiv(V, columns)),
+        in_specs=[tile] + [number] * 4,
+        out_specs=[tile],
+        cost=gradient_cost(C, V, soft_cap, dtype),
+        name="linear_cross_entropy_gradient",
+        interpret=interpret,
+    )[0]

@@ -1,0 +1,280 @@
+"""The fused loss: chunks, extremes, labels over devices, and the memory that it does without."""
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from elsewhere import ELSEWHERE
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.test_util import check_grads
+
+from jaxlm.costs.count import count
+from jaxlm.costs.hardware import Target
+from jaxlm.lowering import targets as chips
+from jaxlm.models.layers import product_in_float32
+from jaxlm.training.losses import cross_entropy
+from kernels_pallas import linear_cross_entropy
+from kernels_pallas.linear_cross_entropy import chunks, costs
+from kernels_pallas.linear_cross_entropy.loop import KERNELS
+from kernels_pallas.linear_cross_entropy.reference import linear_cross_entropy as reference
+
+REDUCTIONS = ("none", "sum")
+EVERYTHING = dict(soft_cap=4.0, z_loss=1e-2)
+
+
+def operands(tokens=(22,), width=12, labels=40, transposed=False):
+    keys = jax.random.split(jax.random.key(0), 5)
+    hidden = jax.random.normal(keys[0], (*tokens, width))
+    unembedding = jax.random.normal(keys[1], (labels, width) if transposed else (width, labels))
+    ignored = jax.random.bernoulli(keys[2], 0.2, tokens)
+    targets = jnp.where(ignored, -100, jax.random.randint(keys[3], tokens, 0, labels))
+    return hidden, unembedding, targets, jax.random.uniform(keys[4], tokens)
+
+
+def loss_and_gradients(function, hidden, unembedding, targets, weights, **options):
+    """The result, log Z where it is asked for, and gradients with other cotangents for each token."""
+
+    def objective(hidden, unembedding, weights):
+        result = function(hidden, unembedding, targets, weights, **options)
+        parts = jax.tree.leaves(result)
+        return sum(jnp.sum(jnp.sin(i + 0.1 * x)) for i, x in enumerate(parts)), result
+
+    run = jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True))
+    return run(hidden, unembedding, weights)
+
+
+def assert_close(got, want):
+    """float32 sums in another order: a few units of the largest number, per array."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6 * float(jnp.max(jnp.abs(b), initial=1.0)))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_chunks_of_tokens_change_nothing(monkeypatch, implementation, reduction):
+    """22 tokens in chunks of 8, the last with two that are padded."""
+    monkeypatch.setattr(chunks, "LOGITS", 40 * 9)
+    assert chunks.chunk(22, 40) == (3, 8)
+    options = dict(reduction=reduction, return_log_z=True, **EVERYTHING)
+    fused = functools.partial(linear_cross_entropy, implementation=implementation, _interpret=True)
+    got = loss_and_gradients(fused, *operands(), **options)
+    assert_close(got, loss_and_gradients(reference, *operands(), **options))
+    chex.assert_trees_all_equal(got, loss_and_gradients(fused, *operands(), **options))
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_gradients_made_forward_under_vmap_and_checkpoint(monkeypatch, implementation):
+    monkeypatch.setattr(chunks, "LOGITS", 40 * 9)
+    hidden, unembedding, targets, weights = operands((3, 22))
+    fused = functools.partial(linear_cross_entropy, implementation=implementation, _interpret=True, reduction="sum")
+    gradient = jax.grad(jax.checkpoint(fused), argnums=(0, 1, 3))
+    got = jax.jit(jax.vmap(gradient, in_axes=(0, None, 0, 0)))(hidden, unembedding, targets, weights)
+    want = [gradient(hidden[i], unembedding, targets[i], weights[i]) for i in range(3)]
+    assert_close(got, jax.tree.map(lambda *xs: jnp.stack(xs), *want))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_gradients_are_those_of_finite_differences(reduction):
+    hidden, unembedding, targets, weights = operands((3,), 4, 7)
+    fused = functools.partial(linear_cross_entropy, reduction=reduction, implementation="chunked", **EVERYTHING)
+    check_grads(lambda h, u, w: fused(h, u, targets, w), (hidden, unembedding, weights), 1, ["rev"], 2e-2, 2e-2)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_nothing_counts_where_every_target_is_ignored(implementation):
+    hidden, unembedding, targets, weights = operands()
+    fused = functools.partial(linear_cross_entropy, implementation=implementation, _interpret=True, reduction="sum")
+    _, gradients = loss_and_gradients(fused, hidden, unembedding, jnp.full_like(targets, -1), weights, **EVERYTHING)
+    assert fused(hidden, unembedding, jnp.full_like(targets, -1), **EVERYTHING) == 0.0
+    chex.assert_trees_all_equal(gradients, jax.tree.map(jnp.zeros_like, gradients))
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_certainty_has_neither_loss_nor_gradient(implementation):
+    """One-hot states with a logit of 1e5 at the target: exp would be infinite without the largest taken off."""
+    targets = jnp.arange(12)
+    fused = functools.partial(linear_cross_entropy, implementation=implementation, _interpret=True)
+    losses, pull_back = jax.vjp(lambda h, u: fused(h, u, targets), 1e5 * jnp.eye(12), jnp.eye(12))
+    chex.assert_trees_all_equal((losses, *pull_back(losses + 1)), (jnp.zeros(12), *[jnp.zeros((12, 12))] * 2))
+
+
+def test_a_target_beyond_the_labels_is_seen():
+    hidden, unembedding, targets, _ = operands()
+    for implementation in ("reference", "chunked"):
+        losses = linear_cross_entropy(hidden, unembedding, targets.at[3].set(40), implementation=implementation)
+        assert jnp.isnan(losses).tolist() == (jnp.arange(22) == 3).tolist()
+
+
+def mesh_of(data, fsdp, tensor, devices=None):
+    devices = jax.devices()[:8] if devices is None else devices
+    return Mesh(np.array(devices).reshape(data, fsdp, tensor), ("data", "fsdp", "tensor"))
+
+
+def specs(transposed):
+    hidden = PartitionSpec(("data", "fsdp"))
+    return hidden, PartitionSpec("tensor", "fsdp") if transposed else PartitionSpec("fsdp", "tensor")
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize(
+    "shape, implementation, transposed",
+    [
+        ((2, 1, 4), "chunked", False),
+        ((2, 2, 2), "chunked", True),
+        ((1, 1, 8), "triton", False),
+        ((4, 2, 1), "mosaic_tpu", True),
+    ],
+    ids=str,
+)
+def test_labels_and_tokens_over_devices(monkeypatch, shape, implementation, transposed, reduction):
+    """Every gradient as on one device, and no labels beyond a part's are taken for its neighbour's."""
+    monkeypatch.setattr(chunks, "LOGITS", 40 * 2)
+    arguments = operands((8, 3), 12, 40, transposed)
+    options = dict(reduction=reduction, return_log_z=True, transposed=transposed, **EVERYTHING)
+    want = loss_and_gradients(reference, *arguments, **options)
+    with jax.set_mesh(mesh_of(*shape)):
+        fused = functools.partial(linear_cross_entropy, partition=specs(transposed), _interpret=True)
+        got = loss_and_gradients(fused, *arguments, implementation=implementation, **options)
+    assert_close(got, want)
+
+
+def test_inside_a_shard_map_over_tokens():
+    """Without a partition of its own, in a shard_map that checks: JAX adds up the gradient of what is replicated."""
+    hidden, unembedding, targets, weights = operands((24,))
+    fused = functools.partial(linear_cross_entropy, implementation="chunked", **EVERYTHING)
+    rows, whole = PartitionSpec("data"), PartitionSpec()
+    mesh = Mesh(jax.devices()[:4], ("data",))
+    parted = jax.shard_map(fused, mesh=mesh, in_specs=(rows, whole, rows, rows), out_specs=rows)
+    want = loss_and_gradients(reference, hidden, unembedding, targets, weights, **EVERYTHING)
+    assert_close(loss_and_gradients(parted, hidden, unembedding, targets, weights), want)
+
+
+def test_channels_over_devices_that_have_all_tokens():
+    arguments = operands((2, 3))
+    want = loss_and_gradients(reference, *arguments)
+    with jax.set_mesh(mesh_of(1, 4, 2)):
+        lies = PartitionSpec(), PartitionSpec("fsdp", "tensor")
+        fused = functools.partial(linear_cross_entropy, implementation="chunked", partition=lies)
+        assert_close(loss_and_gradients(fused, *arguments), want)
+
+
+R, D, V = 32768, 4096, 128256
+
+
+WHOLE = (PartitionSpec(),) * 3
+
+
+def on_h200(objective, *arguments, devices=1, shape=(1, 1, 1), parts=WHOLE):
+    """value_and_grad of objective(hidden, unembedding, targets), compiled for H200s."""
+    mesh = mesh_of(*shape, devices=chips.devices(Target.parse(f"h200-sxm:{devices}")))
+    structs = [
+        jax.ShapeDtypeStruct(s, t, sharding=NamedSharding(mesh, p)) for (s, t), p in zip(arguments, parts, strict=True)
+    ]
+    with jax.set_mesh(mesh):
+        return jax.jit(jax.value_and_grad(objective, argnums=(0, 1))).lower(*structs).compile()
+
+
+def largest(text: str) -> int:
+    """Numbers in the largest array that a compiled program names."""
+    shapes = re.findall(r"\b\w+\[([\d,]+)\]", text)
+    return max((int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes), default=1)
+
+
+@ELSEWHERE
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_memory_of_a_chunk(reduction):
+    """At 32768 × 4096 × 128256: at most 15 % of what training's unfused loss takes, no array of tokens × labels."""
+    arguments = ((R, D), jnp.bfloat16), ((D, V), jnp.bfloat16), ((R,), jnp.int32)
+
+    def loss_of_logits(hidden, unembedding, targets):
+        logits = product_in_float32("RD,DV->RV", hidden, unembedding)
+        return jnp.sum(cross_entropy(logits[None], targets[None])[0]) / R
+
+    fused_loss = functools.partial(linear_cross_entropy, reduction=reduction)
+    fused = on_h200(lambda *operands: jnp.sum(fused_loss(*operands)) / R, *arguments)
+    unfused = on_h200(loss_of_logits, *arguments)
+    assert largest(unfused.as_text()) == R * V
+    assert largest(fused.as_text()) == D * V  # the unembedding
+    temporaries = [program.memory_analysis().temp_size_in_bytes for program in (fused, unfused)]
+    assert temporaries[0] <= 0.15 * temporaries[1]
+
+
+@ELSEWHERE
+def test_logits_are_never_sent():
+    """Over fsdp × tensor: gathered is the unembedding, added are maxima and sums of tokens and the gradients."""
+    arguments = ((64, 128, 256), jnp.bfloat16), ((256, 32768), jnp.bfloat16), ((64, 128), jnp.int32)
+    hidden, unembedding = specs(transposed=False)
+    fused = functools.partial(linear_cross_entropy, reduction="sum", partition=(hidden, unembedding))
+    program = on_h200(fused, *arguments, devices=4, shape=(1, 2, 2), parts=(hidden, unembedding, hidden))
+    sent = re.findall(r"= (.*?) (all-[a-z]+|reduce-scatter|collective-permute)(?:-start)?\(", program.as_text())
+    assert {kind for _, kind in sent} == {"all-gather", "all-reduce", "reduce-scatter"}
+    assert max(largest(shapes) for shapes, _ in sent) == 256 * 32768 // 2
+    assert "triton" in program.as_text()
+
+
+def chosen(device, tokens, labels):
+    mesh = AbstractMesh((1,), ("one",), (AxisType.Auto,), abstract_device=device)
+    structs = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((tokens, 64), (64, labels))]
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = str(jax.make_jaxpr(linear_cross_entropy)(*structs, jax.ShapeDtypeStruct((tokens,), jnp.int32)))
+    return "kernel" if "pallas_call" in text else "chunked" if "scan" in text else "reference"
+
+
+def test_a_sum_takes_three_products():
+    """Its gradients too are counted as they are stated, though made in the forward pass."""
+    structs = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 64), (64, V))]
+    targets = jax.ShapeDtypeStruct((4096,), jnp.int32)
+    fused = functools.partial(linear_cross_entropy, reduction="sum", implementation="triton", _interpret=True)
+    rows = count(jax.grad(fused, argnums=(0, 1)), *structs, targets).rows
+    assert sum(row.flops for row in rows if row.kind == "matmul") == 3 * 2 * 4096 * 64 * V
+    stated = [sum(numbers) for numbers in zip(*costs(*structs, targets, reduction="sum"), strict=True)]
+    here = [row for row in rows if row.kind in ("kernel", "matmul")]
+    assert [sum(r.flops for r in here), sum(r.bytes_in + r.bytes_out for r in here)] == [stated[0], stated[2]]
+
+
+def test_chosen_by_chip_and_by_the_number_of_logits():
+    h200, cpu = AbstractDevice("NVIDIA H200", 132, "gpu"), AbstractDevice("cpu", None, "cpu")
+    assert chosen(h200, 4096, 128256) == chosen(AbstractDevice("TPU v5 lite", 1, "tpu"), 4096, 128256) == "kernel"
+    assert chosen(h200, 128, 1000) == chosen(cpu, 128, 1000) == "reference"
+    assert chosen(cpu, 4096, 128256) == chosen(AbstractDevice("Tesla V100", 80, "gpu"), 4096, 128256) == "chunked"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(unembedding=jnp.zeros((40, 12))), r"hidden is \[22, 12\] and unembedding \[40, 12\]; they must be"),
+        (
+            dict(unembedding=jnp.zeros((12, 40), jnp.bfloat16)),
+            "unembedding is bfloat16; it must be float32 like hidden",
+        ),
+        (dict(unembedding=jnp.zeros((12, 0))), r"unembedding is \[12, 0\]; it must have at least one label"),
+        (dict(targets=jnp.zeros(22)), "targets is float32; it must hold integers"),
+        (dict(weights=jnp.zeros(21)), r"weights has shape \[21\]; it must be \[22\]"),
+        (dict(soft_cap=0.0), "soft_cap = 0.0; it must be positive"),
+        (dict(reduction="mean"), "reduction = 'mean'; it must be 'none' or 'sum'"),
+        (dict(partition=(PartitionSpec(), PartitionSpec())), "partition needs a mesh in context"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_operands_that_do_not_fit(change, message):
+    hidden, unembedding, targets, weights = operands()
+    arguments = dict(hidden=hidden, unembedding=unembedding, targets=targets, weights=weights) | change
+    with pytest.raises(ValueError, match=f"linear_cross_entropy: {message}"):
+        linear_cross_entropy(**arguments)
+
+
+@pytest.mark.parametrize(
+    "partition, message",
+    [
+        ((PartitionSpec(None, "tensor"), PartitionSpec()), "parts hidden's channels over"),
+        ((PartitionSpec("tensor"), PartitionSpec(None, "tensor")), "parts tokens over .* and labels over"),
+        ((PartitionSpec("data"), PartitionSpec(("data", "fsdp"))), "parts channels over"),
+    ],
+)
+def test_partitions_that_cannot_be(partition, message):
+    with jax.set_mesh(mesh_of(2, 2, 2)), pytest.raises(ValueError, match=message):
+        linear_cross_entropy(*operands((8,)), partition=partition)

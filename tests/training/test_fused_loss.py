@@ -1,0 +1,86 @@
+"""A training step whose loss is computed without its logits equals one with them."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from jaxlm import sharding
+from jaxlm.models import kernels
+from jaxlm.training.step import jit_steps, make_steps
+from kernels_pallas.linear_cross_entropy import chunks
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """The loss alone, by XLA on this CPU; 16 tokens at a time where a device has all labels."""
+
+    def plain(choice, operation, *operands, **options):
+        return operation(*(x for x, _ in operands), implementation="reference", **options)
+
+    monkeypatch.setattr(kernels, "run", plain)
+    monkeypatch.setattr(kernels, "_HOW", {"implementation": "chunked"})
+    monkeypatch.setattr(chunks, "LOGITS", 16 * tiny.VOCABULARY)
+
+
+def one_step(family, mesh=(1, 1, 1), microbatches=1, **model):
+    """Metrics of a step, and its gradients: half of Adam's first moment after one update."""
+    settings = tiny.training(z_loss=1e-2, microbatches=microbatches)
+    optimization = tiny.optimization(clip_norm=1e9, beta1=0.5)
+    model = tiny.model(tiny.FAMILIES[family], **model)
+    (metrics,), state = tiny.run_steps(model, settings, [tiny.batch()], sharding.make_mesh(*mesh), optimization)
+    return {name: metrics[name] for name in ("loss", "z_loss", "grad_norm")}, state.optimizer[1][0].mu
+
+
+@functools.cache
+def with_logits(family):
+    return one_step(family, kernels="reference")
+
+
+@pytest.mark.parametrize(
+    "family, mesh, microbatches",
+    [
+        ("llama", (1, 1, 1), 1),
+        ("llama", (2, 2, 2), 1),
+        ("gpt2", (2, 2, 2), 2),
+        ("gpt2", (1, 4, 2), 1),
+        ("llama", (1, 1, 8), 2),
+    ],
+    ids=str,
+)
+def test_a_step_without_logits_is_one_with_them(fused, family, mesh, microbatches):
+    """Unembeddings [D, V] and tied [V, D]; labels over tensor, channels over fsdp, sums over data outside the loop."""
+    metrics, gradients = one_step(family, mesh, microbatches)
+    expected_metrics, expected = with_logits(family)
+    # The tolerances of DESIGN: sums are added in another order, in float32.
+    tiny.assert_same_numbers(metrics, expected_metrics, 1e-5)
+    tiny.assert_same_numbers(gradients, expected, 1e-4)
+
+
+def holds_logits(choice, which):
+    """Whether an array of tokens × labels is in the jaxpr of a step."""
+    steps = make_steps(tiny.model(kernels=choice), tiny.training(), tiny.optimization())
+    state, batch = jax.eval_shape(steps.init), tiny.batch()
+    arguments = (state, batch) if which == "train" else (state.parameters, batch)
+    with jax.set_mesh(sharding.make_mesh()):
+        text = str(jax.make_jaxpr(getattr(steps, which))(*arguments))
+    return f"f32[8,{tiny.CONTEXT},{tiny.VOCABULARY}]" in text or f"f32[{8 * tiny.CONTEXT},{tiny.VOCABULARY}]" in text
+
+
+@pytest.mark.parametrize("which", ["train", "evaluate"])
+def test_no_logits_are_in_the_step(fused, which):
+    assert holds_logits("reference", which)
+    assert not holds_logits("auto", which)
+
+
+def test_evaluation_without_logits(fused):
+    batch, mesh = tiny.batch(), sharding.make_mesh(2, 2, 2)
+    with jax.set_mesh(mesh):
+        sums = []
+        for choice in ("reference", "auto"):
+            steps = jit_steps(make_steps(tiny.model(kernels=choice), tiny.training(), tiny.optimization()), mesh)
+            sums.append(steps.evaluate(steps.init().parameters, sharding.put_batch(batch, mesh)))
+    np.testing.assert_allclose(sums[1][0], sums[0][0], rtol=1e-5)
+    assert sums[1][1] == sums[0][1]

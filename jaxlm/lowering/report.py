@@ -15,7 +15,7 @@ from jaxlm.costs.network import KINDS, Network
 from jaxlm.costs.plan import Plan, plan
 from jaxlm.costs.workload import Kind
 from jaxlm.errors import InputError
-from jaxlm.lowering import buffers, collectives, hlo, kernels, products, programs
+from jaxlm.lowering import buffers, collectives, hlo, kernels, products, programs, targets
 from jaxlm.lowering.collectives import Collective
 from jaxlm.lowering.kernels import Chain, Kernel
 
@@ -160,7 +160,10 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh) -> C
             raise InputError(f"the compiler for {target} fails: {said.splitlines()[0]}") from error
         raise DoesNotFit(counted, step.argument_bytes, _needed(said), said) from None
     seconds = time.perf_counter() - began
-    text = compiled.as_text()
+    try:
+        text = compiled.as_text()
+    except jax.errors.JaxRuntimeError as error:  # a compiler that is newer than the library which prints programs
+        raise InputError(f"this JAX cannot read what the compiler for {target} wrote; {targets.INSTALL}") from error
     program = hlo.parse(text)
     chip = target.chip
     # XLA's text has each shape as it is on one device, so figures are of one device.

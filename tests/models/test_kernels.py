@@ -46,7 +46,7 @@ def step(family, mesh, **model):
 @pytest.mark.parametrize("family, mesh", [("qwen3", (1, 1, 1)), ("qwen3", (2, 2, 2)), ("gpt2", (1, 4, 2))], ids=str)
 def test_a_step_with_kernels_equals_one_without(family, mesh, interpreted):
     """Qwen 3 has every kernel: norms of the stream and of heads, of which two are shared by four; rotary; gated."""
-    loss, gradients = step(family, mesh)
+    loss, gradients = step(family, mesh, kernels="auto")
     assert interpreted
     wanted_loss, wanted = plain(family)
     tiny.assert_same_numbers(loss, wanted_loss, 1e-5)
@@ -67,4 +67,4 @@ def test_the_chip_and_the_switch_decide(chip):
             return str(jax.make_jaxpr(steps.train)(jax.eval_shape(steps.init), batch)).count("= pallas_call[")
 
     assert kernels_of_a_step(kernels="reference") == 0
-    assert kernels_of_a_step() == (0 if chip == "cpu" else 2 * (7 + 1))
+    assert kernels_of_a_step(kernels="auto") == (0 if chip == "cpu" else 2 * (7 + 1))

@@ -1,6 +1,6 @@
 """Which implementation of an operation runs: the one that is asked for, or the first that can serve."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import jax
 from jax.sharding import AxisType
@@ -17,6 +17,7 @@ def choose(
     implementation: str | None,
     refusals: Mapping[str, Callable[[Target], Refusal]],
     interpret: bool = False,
+    by_name: Collection[str] = (),
 ) -> str:
     """The name of the implementation to run: "reference" or a key of `refusals`.
 
@@ -26,6 +27,7 @@ def choose(
         being lowered for, and otherwise the reference.
       refusals: for each Pallas implementation, in order of preference, why it cannot serve this call on a target.
       interpret: whether the kernel runs as plain JAX, which any platform can.
+      by_name: those of `refusals` that None does not take.
 
     Raises ValueError for a name that there is not, NotImplementedError for an implementation that cannot serve.
     """
@@ -44,7 +46,7 @@ def choose(
         if reason := refusal(implementation):
             raise NotImplementedError(f"{operation}: {implementation} cannot serve this call: {reason}")
         return implementation
-    return next((name for name in refusals if refusal(name) is None), "reference")
+    return next((name for name in refusals if name not in by_name and refusal(name) is None), "reference")
 
 
 def _cannot_lower(implementation: str, chip: Target) -> Refusal:

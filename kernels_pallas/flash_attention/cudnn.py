@@ -18,6 +18,8 @@ def refusal(operands: Operands, visible: Any, soft_cap: float | None, chip: Targ
         return "it has neither soft cap nor sinks"
     if H != V or H % 8 or H > (256 if (chip.compute_capability or (0,)) >= (9, 0) else 128):
         return f"head widths {H} and {V} are not equal, multiples of 8, and within what this chip has"
+    if operands.bias is not None and operands.bias.shape[2] != operands.sizes[1]:
+        return f"it takes a bias for each of the {operands.sizes[1]} queries"
     if _causal(operands, visible) is None:
         return "of masks known while tracing it serves all keys and, with as many keys as queries, causal"
     return None

@@ -46,7 +46,7 @@ class Tuning(NamedTuple):
 _TUNING = {
     (160, 129): Tuning(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 64, 8, 2)),
     (160, 65): Tuning(Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 128, 8, 2)),
-    (160, 0): Tuning(Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 3), Blocks(64, 128, 4, 3)),
+    (160, 0): Tuning(Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 3), Blocks(64, 128, 8, 2)),
     (0, 129): Tuning(Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1)),
     (0, 65): Tuning(Blocks(128, 32, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 64, 4, 2)),
     (0, 0): Tuning(Blocks(128, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
@@ -258,7 +258,7 @@ def _parts(width: int) -> list[tuple[int, int]]:
 
 
 def _load(ref: Any, rows: _Rows, width: int, *head: Any) -> tuple[jax.Array, ...]:
-    """Rows of a reference [_, width], or of a head of [_, heads, width], in parts; zeros for rows that are not there."""
+    """Rows of [_, width], or of a head of [_, heads, width], in parts; zeros for rows that are not there."""
     size = rows.index.shape[0]
 
     def mask(part: int) -> jax.Array | None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from kernels_pallas import checks
 from kernels_pallas.choice import choose
 from kernels_pallas.flash_attention import cudnn, mosaic_tpu, reference, triton
-from kernels_pallas.flash_attention.operands import Operands
+from kernels_pallas.flash_attention.operands import Operands, scores_seen
 from kernels_pallas.flash_attention.tiles import LOG2_E, Settings
 from kernels_pallas.flash_attention.visible import Visible, both, causal, packed, prefix, shifted, window
 from kernels_pallas.launch import Costs, vary
@@ -83,7 +83,8 @@ def flash_attention(
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     if chosen == "cudnn":
         return cudnn.flash_attention(operands, visible, scale, return_log_sum_exp)
-    settings = Settings(scale, None if soft_cap is None else float(soft_cap), chosen, _interpret)
+    seen = scores_seen(visible, *operands.sizes[:3])
+    settings = Settings(scale, None if soft_cap is None else float(soft_cap), seen, chosen, _interpret)
     out, log_sum_exp = _attend(settings, Operands(*vary(*operands)))
     return (out, jnp.swapaxes(log_sum_exp, 1, 2)) if return_log_sum_exp else out
 
@@ -91,10 +92,11 @@ def flash_attention(
 def costs(
     query: Any, key: Any, value: Any, *, visible: Any = None, sinks: Any = None, bias: Any = None, **options: Any
 ) -> Costs:
-    """What the kernels cost on these arrays, or shapes and dtypes: of all T·S scores, as which of them are skipped is
-    known only when it runs. The gradient of a bias is apart."""
+    """What the kernels cost on these arrays, or shapes and dtypes: of the scores that are seen where `visible` is of
+    numpy arrays, and of all T·S otherwise. The gradient of a bias is apart."""
     rows = jax.ShapeDtypeStruct(query.shape[:2], jnp.int32)
-    return Operands(query, key, value, rows, rows, sinks, bias).costs()
+    operands = Operands(query, key, value, rows, rows, sinks, bias)
+    return operands.costs(scores_seen(visible, *operands.sizes[:3]))
 
 
 def _operands(query: Any, key: Any, value: Any, visible: Any, sinks: Any, bias: Any) -> Operands:

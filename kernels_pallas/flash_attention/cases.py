@@ -51,6 +51,9 @@ _scattered = Visible(
     )
 )
 
+# Of the reference, that it fits a chip.
+_CHUNK = 1024
+
 # FlashAttention-3 (arXiv:2407.08608, section 4.1): 16k tokens, heads × width 2048.
 _GRID = tuple(
     _case(
@@ -59,7 +62,8 @@ _GRID = tuple(
         queries=length,
         heads=2048 // width,
         width=width,
-        options={"visible": causal(length)} if mask == "causal" else {},
+        options=({"visible": causal(length)} if mask == "causal" else {})
+        | ({"query_chunk": _CHUNK} if length > 2048 else {}),
         uses={"bench"},
         dtypes=("bfloat16",),
     )
@@ -72,7 +76,7 @@ _GRID = tuple(
 def _at_8k(name: str, queries: int = 8192, uses=frozenset({"compile", "bench"}), **more) -> Case:
     """Llama 3's heads, unless told otherwise; masks are causal besides what they are told."""
     settings = {"heads": (32, 8), "width": 128, "dtypes": ("bfloat16",), "options": {}} | more
-    settings["options"] = {"visible": causal(queries)} | settings["options"]
+    settings["options"] = {"visible": causal(queries), "query_chunk": _CHUNK} | settings["options"]
     return _case(name, queries=queries, uses=uses, **settings)
 
 

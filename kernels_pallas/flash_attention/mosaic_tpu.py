@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels_pallas import launch, target
+from kernels_pallas import launch, target, tuning
 from kernels_pallas.flash_attention.blocks import Ranges, key_ranges, query_ranges
 from kernels_pallas.flash_attention.operands import Operands
 from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, Settings, dot, score_gradient
@@ -28,19 +28,19 @@ class Blocks(NamedTuple):
     keys: int
 
 
-class Tuning(NamedTuple):
-    """Blocks of the three kernels."""
+class Kernels(NamedTuple):
+    """Blocks of the three."""
 
     forward: Blocks
     query_gradient: Blocks
     key_gradient: Blocks
 
 
-# Chosen by arithmetic, so that a tile's float32 intermediates fit the 16 MiB of VMEM that every generation grants a
-# kernel, and compiled for every generation; not yet measured on one.
-_TUNING = Tuning(Blocks(512, 1024), Blocks(512, 512), Blocks(512, 512))
-_FLOAT32 = Tuning(*[Blocks(256, 512)] * 3)
-_INTERPRETED = Tuning(*[Blocks(128, 128)] * 3)
+# Until they are measured: such that a tile's float32 intermediates fit the 16 MiB of VMEM that every generation grants
+# a kernel.
+_DEFAULT = Kernels(Blocks(512, 1024), Blocks(512, 512), Blocks(512, 512))
+_FLOAT32 = Kernels(*[Blocks(256, 512)] * 3)
+_INTERPRETED = Kernels(*[Blocks(128, 128)] * 3)
 
 
 class _Layout(NamedTuple):
@@ -83,14 +83,15 @@ def _pad(x: jax.Array, axis: int, length: int) -> jax.Array:
 
 
 def _layout(operands: Operands, kernel: str) -> _Layout:
-    B, T, S, *_ = sizes = operands.sizes
+    _, T, S, _, _, H, V = sizes = operands.sizes
+    dtype = operands.query.dtype
     if target.current().platform != "tpu":
-        tuning = _INTERPRETED
+        kernels = _INTERPRETED
     else:
-        tuning = _FLOAT32 if operands.query.dtype == jnp.float32 else _TUNING
-    largest = getattr(tuning, kernel)
+        kernels = _FLOAT32 if dtype == jnp.float32 else _DEFAULT
     lengths = (pl.cdiv(length, LANES) * LANES for length in (T, S))
-    blocks = Blocks(*(min(block, length) for block, length in zip(largest, lengths, strict=True)))
+    default = Blocks(*(min(block, most) for block, most in zip(getattr(kernels, kernel), lengths, strict=True)))
+    blocks = tuning.blocks(f"flash_attention_{kernel}", "mosaic_tpu", (T, S, H, V), dtype, default)
     return _Layout(sizes, blocks, pl.cdiv(T, blocks.queries), pl.cdiv(S, blocks.keys))
 
 
@@ -144,7 +145,7 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
 
     ranges = key_ranges(operands.start, operands.end, *blocks)
     out, log_sum_exp = _call(
-        "flash_attention",
+        "forward",
         kernel,
         settings,
         layout,
@@ -154,7 +155,7 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
         outputs={"out": ("query", V, operands.query.dtype), "log_sum_exp": ("row", 1, jnp.float32)},
         scratch={"largest": (1, blocks.queries), "total": (1, blocks.queries), "mixed": (V, blocks.queries)},
         by_keys=False,
-        cost=operands.forward_cost(),
+        cost=operands.forward_cost(settings.seen),
     )
     return jnp.swapaxes(out[:, :, :T], 1, 2), log_sum_exp[:, :, 0, :T]
 
@@ -189,7 +190,7 @@ def query_gradient(
             ref["d_query"][...] = (total[...] * settings.scale).astype(ref["d_query"].dtype)
 
     (d_query,) = _call(
-        "flash_attention_query_gradient",
+        "query_gradient",
         kernel,
         settings,
         layout,
@@ -199,7 +200,7 @@ def query_gradient(
         outputs={"d_query": ("query", H, operands.query.dtype)},
         scratch={"total": (blocks.queries, H)},
         by_keys=False,
-        cost=operands.query_cost(),
+        cost=operands.query_cost(settings.seen),
     )
     return jnp.swapaxes(d_query[:, :, :T], 1, 2)
 
@@ -238,7 +239,7 @@ def key_gradient(
             ref["d_value"][...] = value_total[...].astype(ref["d_value"].dtype)
 
     d_key, d_value = _call(
-        "flash_attention_key_gradient",
+        "key_gradient",
         kernel,
         settings,
         layout,
@@ -248,7 +249,7 @@ def key_gradient(
         outputs={"d_key": ("key", H, operands.key.dtype), "d_value": ("key", V, operands.value.dtype)},
         scratch={"key_total": (blocks.keys, H), "value_total": (blocks.keys, V)},
         by_keys=True,
-        cost=operands.key_cost(),
+        cost=operands.key_cost(settings.seen),
     )
     return jnp.swapaxes(d_key[:, :, :S], 1, 2), jnp.swapaxes(d_value[:, :, :S], 1, 2)
 
@@ -377,6 +378,6 @@ def _call(
         scratch=[launch.vmem(shape, jnp.float32) for shape in scratch.values()],
         prefetched=1,
         cost=cost,
-        name=name,
+        name=f"flash_attention_{name}",
         interpret=settings.interpret,
     )

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels_pallas.launch import Cost, Costs, size_of
 
@@ -38,29 +39,37 @@ class Operands(NamedTuple):
             jax.ShapeDtypeStruct((B, N, T), jnp.float32),
         )
 
-    def forward_cost(self) -> Cost:
-        """Of the forward kernel: two products, and six operations per score around them."""
+    def forward_cost(self, seen: int) -> Cost:
+        """Of the forward kernel, with so many scores per head: two products, and six operations per score."""
         H, V = self.sizes[5:]
-        return self._cost(2 * (H + V) + 6, *self, *self.out)
+        return self._cost(seen, 2 * (H + V) + 6, *self, *self.out)
 
-    def query_cost(self) -> Cost:
+    def query_cost(self, seen: int) -> Cost:
         """Of the kernel for the queries' gradient: three products."""
         H, V = self.sizes[5:]
         out, rows = self.out
-        return self._cost(2 * (2 * H + V) + 6, *self, out, rows, rows, self.query)
+        return self._cost(seen, 2 * (2 * H + V) + 6, *self, out, rows, rows, self.query)
 
-    def key_cost(self) -> Cost:
+    def key_cost(self, seen: int) -> Cost:
         """Of the kernel for the keys' and values' gradients: four products."""
         H, V = self.sizes[5:]
         out, rows = self.out
-        return self._cost(4 * (H + V) + 6, *self, out, rows, rows, self.key, self.value)
+        return self._cost(seen, 4 * (H + V) + 6, *self, out, rows, rows, self.key, self.value)
 
-    def costs(self) -> Costs:
-        """Of all T·S scores: which blocks are skipped is known only when it runs."""
-        backward = (sum(parts) for parts in zip(self.query_cost(), self.key_cost(), strict=True))
-        return Costs(self.forward_cost(), Cost(*backward))
+    def costs(self, seen: int) -> Costs:
+        """Of a call forward, and of both kernels backward."""
+        backward = (sum(parts) for parts in zip(self.query_cost(seen), self.key_cost(seen), strict=True))
+        return Costs(self.forward_cost(seen), Cost(*backward))
 
-    def _cost(self, flops_per_score: int, *arrays: Any) -> Cost:
-        B, T, S, N = self.sizes[:4]
-        scores = B * N * T * S
+    def _cost(self, seen: int, flops_per_score: int, *arrays: Any) -> Cost:
+        scores = seen * self.sizes[3]
         return Cost(scores * flops_per_score, scores, size_of(*arrays))
+
+
+def scores_seen(visible: Any, B: int, T: int, S: int) -> int:
+    """Scores per head of all rows, which decide what a call costs: exact for intervals that are numpy arrays, which are
+    known while tracing, and otherwise all of them."""
+    if visible is None or not all(isinstance(x, np.ndarray) for x in visible):
+        return B * T * S
+    start, end = (np.clip(x.astype(np.int64), 0, S) for x in visible)
+    return int(np.sum(np.broadcast_to(np.maximum(end - start, 0), (B, T))))

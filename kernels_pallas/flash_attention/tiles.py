@@ -18,10 +18,11 @@ LOWEST = float(jnp.finfo(jnp.float32).min) / 2
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static of a call: how scores are made, and how the kernel is run."""
+    """What is static of a call: how scores are made, how many are seen per head, and how the kernel is run."""
 
     scale: float
     soft_cap: float | None
+    seen: int
     implementation: str
     interpret: Any = False
 

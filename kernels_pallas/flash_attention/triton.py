@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels_pallas import launch, target
+from kernels_pallas import launch, target, tuning
 from kernels_pallas.flash_attention.blocks import key_ranges, query_ranges
 from kernels_pallas.flash_attention.operands import Operands
 from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, Settings, dot, score_gradient
@@ -33,37 +33,45 @@ class Blocks(NamedTuple):
     stages: int
 
 
-class Tuning(NamedTuple):
-    """Blocks of the three kernels."""
+class Kernels(NamedTuple):
+    """Blocks of the three."""
 
     forward: Blocks
     query_gradient: Blocks
     key_gradient: Blocks
 
 
-# By shared memory in KiB and the wider of the two head widths, both at least: chosen by arithmetic (registers and
-# shared memory that a tile takes), and compiled for every chip; not yet measured on one.
-_TUNING = {
-    (160, 129): Tuning(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 64, 8, 2)),
-    (160, 65): Tuning(Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 128, 8, 2)),
-    (160, 0): Tuning(Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 3), Blocks(64, 128, 8, 2)),
-    (0, 129): Tuning(Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1)),
-    (0, 65): Tuning(Blocks(128, 32, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 64, 4, 2)),
-    (0, 0): Tuning(Blocks(128, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+# Until they are measured, by shared memory in KiB and the wider of the two head widths, both at least: such that tiles
+# fit a chip's registers and shared memory.
+_DEFAULTS = {
+    (160, 129): Kernels(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 64, 8, 2)),
+    (160, 65): Kernels(Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 128, 8, 2)),
+    (160, 0): Kernels(Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 3), Blocks(64, 128, 8, 2)),
+    (0, 129): Kernels(Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1)),
+    (0, 65): Kernels(Blocks(128, 32, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 64, 4, 2)),
+    (0, 0): Kernels(Blocks(128, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
 }
 # float32 is for checking, not for speed: it fits everywhere.
-_FLOAT32 = Tuning(*[Blocks(32, 32, 4, 1)] * 3)
-_INTERPRETED = Tuning(Blocks(32, 16, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1))
+_FLOAT32 = Kernels(*[Blocks(32, 32, 4, 1)] * 3)
+_INTERPRETED = Kernels(Blocks(32, 16, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1))
 
 
-def tuning(chip: Target, width: int, dtype: Any) -> Tuning:
-    """The tiles of the three kernels."""
+def default_blocks(chip: Target, width: int, dtype: Any) -> Kernels:
+    """Tiles for heads of this width, the wider of the two."""
     if chip.platform != "gpu":
         return _INTERPRETED
     if dtype == jnp.float32:
         return _FLOAT32
-    fits = (found for (kib, least), found in _TUNING.items() if chip.scratchpad >= kib * 2**10 and width >= least)
+    fits = (found for (kib, least), found in _DEFAULTS.items() if chip.scratchpad >= kib * 2**10 and width >= least)
     return next(fits)
+
+
+def _blocks(kernel: str, operands: Operands) -> Blocks:
+    """The tiles of one of the three on these arrays."""
+    _, T, S, _, _, H, V = operands.sizes
+    dtype = operands.query.dtype
+    default = getattr(default_blocks(target.current(), max(H, V), dtype), kernel)
+    return tuning.blocks(f"flash_attention_{kernel}", "triton", (T, S, H, V), dtype, default)
 
 
 def refusal(operands: Operands) -> str | None:
@@ -77,7 +85,7 @@ def refusal(operands: Operands) -> str | None:
 def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, N, V] and log-sum-exp [B, N, T] in float32."""
     B, T, S, N, _, H, V = operands.sizes
-    blocks = tuning(target.current(), max(H, V), operands.query.dtype).forward
+    blocks = _blocks("forward", operands)
     rows = pl.cdiv(T, blocks.queries)
     ranges = key_ranges(operands.start, operands.end, blocks.queries, blocks.keys).stacked()
 
@@ -118,14 +126,14 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
     spec = _Specs(operands, blocks, lambda i, n, b: (b, n, rows - 1 - i, None))
     out, log_sum_exp = operands.out
     return _call(
-        "flash_attention",
+        "forward",
         kernel,
         settings,
         blocks,
         inputs=spec.inputs(operands) | {"ranges": (ranges, spec.ranges)},
         outputs={"out": (out, spec.query(V)), "log_sum_exp": (log_sum_exp, spec.query_row)},
         grid=(rows, N, B),
-        cost=operands.forward_cost(),
+        cost=operands.forward_cost(settings.seen),
     )
 
 
@@ -134,7 +142,7 @@ def query_gradient(
 ) -> jax.Array:
     """Gradient of the query; log_sum_exp in units of log₂ e, and delta: float32 [B, N, T]."""
     B, T, S, N, _, H, V = operands.sizes
-    blocks = tuning(target.current(), max(H, V), operands.query.dtype).query_gradient
+    blocks = _blocks("query_gradient", operands)
     rows = pl.cdiv(T, blocks.queries)
     ranges = key_ranges(operands.start, operands.end, blocks.queries, blocks.keys).stacked()
 
@@ -163,14 +171,14 @@ def query_gradient(
     spec = _Specs(operands, blocks, lambda i, n, b: (b, n, rows - 1 - i, None))
     by_row = {"log_sum_exp": (log_sum_exp, spec.query_row), "delta": (delta, spec.query_row)}
     (d_query,) = _call(
-        "flash_attention_query_gradient",
+        "query_gradient",
         kernel,
         settings,
         blocks,
         inputs=spec.inputs(operands) | by_row | {"d_out": (d_out, spec.query(V)), "ranges": (ranges, spec.ranges)},
         outputs={"d_query": (operands.query, spec.query(H))},
         grid=(rows, N, B),
-        cost=operands.query_cost(),
+        cost=operands.query_cost(settings.seen),
     )
     return d_query
 
@@ -180,7 +188,7 @@ def key_gradient(
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of key and value: see `query_gradient`."""
     B, T, S, N, K, H, V = operands.sizes
-    blocks = tuning(target.current(), max(H, V), operands.query.dtype).key_gradient
+    blocks = _blocks("key_gradient", operands)
     columns = pl.cdiv(S, blocks.keys)
     of_queries = key_ranges(operands.start, operands.end, blocks.queries, blocks.keys)
     ranges = query_ranges(of_queries, columns).stacked()
@@ -221,14 +229,14 @@ def key_gradient(
     spec = _Specs(operands, blocks, lambda j, k, b: (b, k, None, j))
     by_row = {"log_sum_exp": (log_sum_exp, spec.query_row), "delta": (delta, spec.query_row)}
     return _call(
-        "flash_attention_key_gradient",
+        "key_gradient",
         kernel,
         settings,
         blocks,
         inputs=spec.inputs(operands) | by_row | {"d_out": (d_out, spec.query(V)), "ranges": (ranges, spec.ranges)},
         outputs={"d_key": (operands.key, spec.key(H)), "d_value": (operands.value, spec.key(V))},
         grid=(columns, K, B),
-        cost=operands.key_cost(),
+        cost=operands.key_cost(settings.seen),
     )
 
 
@@ -398,6 +406,6 @@ def _call(name, kernel, settings: Settings, blocks: Blocks, *, inputs, outputs, 
         in_specs=[spec for _, spec in inputs.values()],
         out_specs=[spec for _, spec in outputs.values()],
         cost=cost,
-        name=name,
+        name=f"flash_attention_{name}",
         interpret=settings.interpret,
     )

@@ -21,6 +21,7 @@ from kernels_pallas.flash_attention import (
     blocks,
     both,
     causal,
+    costs,
     cudnn,
     packed,
     prefix,
@@ -184,6 +185,15 @@ def test_kernels_hold_no_scores(chip):
         compiled = jax.jit(jax.grad(loss)).lower((query, key, key), ids).compile()
     assert compiled.as_text().count("flash_attention_key_gradient")
     assert compiled.memory_analysis().temp_size_in_bytes < 16 * 2**20
+
+
+def test_the_cost_is_of_what_is_seen():
+    """Where intervals are known while tracing: of numpy arrays."""
+    x = jax.ShapeDtypeStruct((2, 64, 4, 32), jnp.float32)
+    whole, half = (costs(x, x, x, visible=visible).forward.flops for visible in (None, causal(64)))
+    assert half / whole == (64 * 65 / 2) / 64**2
+    assert costs(x, x, x, visible=packed(jnp.zeros((2, 64), int))).forward.flops == whole
+    assert costs(x, x, x, visible=both(causal(64), segments(32, 32))).forward.flops == whole * (32 * 33) / 64**2
 
 
 # Batch over data, heads over tensor.

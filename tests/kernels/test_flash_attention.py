@@ -12,9 +12,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.compile_matrix import CHIPS
 from jaxlm.costs.hardware import Target
 from jaxlm.lowering import targets
+from jaxlm.lowering.kernels import CHIPS
 from kernels_pallas import flash_attention
 from kernels_pallas.flash_attention import (
     IMPLEMENTATIONS,
@@ -30,8 +30,8 @@ from kernels_pallas.flash_attention import (
 )
 from kernels_pallas.flash_attention.cases import segments
 from kernels_pallas.flash_attention.operands import Operands
-from tests.kernels_pallas.test_choice import H200, V5E, kernels
-from tests.kernels_pallas.test_compile import ELSEWHERE
+from tests.kernels.elsewhere import ELSEWHERE
+from tests.kernels.test_choice import H200, V5E, kernels
 
 EACH = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 IDS = np.array([[3, 3, 3, 1, 1, -1, -1], [0, 0, 7, 7, 7, 7, 0]])

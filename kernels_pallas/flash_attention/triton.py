@@ -51,8 +51,8 @@ _DEFAULTS = {
     (0, 65): Kernels(Blocks(128, 32, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 64, 4, 2)),
     (0, 0): Kernels(Blocks(128, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
 }
-# float32 is for checking, not for speed: it fits everywhere.
-_FLOAT32 = Kernels(*[Blocks(32, 32, 4, 1)] * 3)
+# float32 is for checking, not for speed: tiles that fit every chip.
+_FLOAT32, _WIDE_FLOAT32 = (Kernels(*[Blocks(size, size, 4, 1)] * 3) for size in (32, 16))
 _INTERPRETED = Kernels(Blocks(32, 16, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1))
 
 
@@ -61,7 +61,7 @@ def default_blocks(chip: Target, width: int, dtype: Any) -> Kernels:
     if chip.platform != "gpu":
         return _INTERPRETED
     if dtype == jnp.float32:
-        return _FLOAT32
+        return _FLOAT32 if width <= 128 else _WIDE_FLOAT32
     fits = (found for (kib, least), found in _DEFAULTS.items() if chip.scratchpad >= kib * 2**10 and width >= least)
     return next(fits)
 

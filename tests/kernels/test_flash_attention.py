@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlm.costs.hardware import Target
 from jaxlm.lowering import targets
-from jaxlm.lowering.kernels import CHIPS
+from jaxlm.lowering.kernel_matrix import CHIPS
 from kernels_pallas import flash_attention
 from kernels_pallas.flash_attention import (
     IMPLEMENTATIONS,

@@ -6,6 +6,7 @@ them; forward-mode differentiation is the reference's alone.
 """
 
 from kernels_pallas.bias_activation import bias_activation
+from kernels_pallas.flash_attention import flash_attention
 from kernels_pallas.gated_activation import gated_activation
 from kernels_pallas.layer_norm import layer_norm
 from kernels_pallas.linear_cross_entropy import linear_cross_entropy
@@ -16,6 +17,7 @@ from kernels_pallas.softmax import log_softmax, softmax
 
 __all__ = [
     "bias_activation",
+    "flash_attention",
     "gated_activation",
     "layer_norm",
     "linear_cross_entropy",

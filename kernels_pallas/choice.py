@@ -1,6 +1,6 @@
 """Which implementation of an operation runs: the one that is asked for, or the first that can serve."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import jax
 from jax.sharding import AxisType
@@ -21,6 +21,7 @@ def choose(
     refusals: Mapping[str, Callable[[Target], Refusal]],
     interpret: bool = False,
     manual: bool = False,
+    by_name: Collection[str] = (),
 ) -> str:
     """The name of the implementation to run: "reference" or a key of `refusals`.
 
@@ -31,6 +32,7 @@ def choose(
       refusals: for each Pallas implementation, in order of preference, why it cannot serve this call on a target.
       interpret: whether the kernel runs as plain JAX, which any platform can.
       manual: whether the operation puts the call inside a shard_map of its own.
+      by_name: those of `refusals` that None does not take.
 
     Raises ValueError for a name that there is not, NotImplementedError for an implementation that cannot serve.
     """
@@ -52,7 +54,7 @@ def choose(
         if reason := refusal(implementation):
             raise NotImplementedError(f"{operation}: {implementation} cannot serve this call: {reason}")
         return implementation
-    return next((name for name in refusals if refusal(name) is None), "reference")
+    return next((name for name in refusals if name not in by_name and refusal(name) is None), "reference")
 
 
 def _cannot_lower(implementation: str, chip: Target) -> Refusal:

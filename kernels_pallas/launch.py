@@ -77,25 +77,27 @@ def call(
     cost: Cost,
     name: str,
     scratch: Sequence[Any] = (),
-    interpret: bool = False,
+    prefetched: int = 0,
+    interpret: Any = False,
 ) -> list[jax.Array]:
     """Run a Pallas kernel; returns its outputs.
 
     Args:
       params: what `triton` or `mosaic_tpu` returned.
       cost: of the whole call; XLA schedules by it on TPUs, and jaxlm counts it.
-      interpret: run as plain JAX instead, on any platform.
+      prefetched: how many of the first operands are scalars that index maps are given behind the ids; on TPUs.
+      interpret: run as plain JAX instead, on any platform; or how to, `pltpu.InterpretParams`.
       The others are those of `pl.pallas_call`. Operands vary over the same axes of a shard_map: see `vary`.
     """
     varying = jax.typeof(operands[0]).manual_axis_type
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying) for x in outputs]
+    layout = dict(grid=tuple(grid), in_specs=list(in_specs), out_specs=list(out_specs), scratch_shapes=tuple(scratch))
+    if prefetched:
+        layout = dict(grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=prefetched, **layout))
     run = pl.pallas_call(
         kernel,
         out_shape=shapes,
-        grid=tuple(grid),
-        in_specs=list(in_specs),
-        out_specs=list(out_specs),
-        scratch_shapes=tuple(scratch),
+        **layout,
         compiler_params=params,
         cost_estimate=pl.CostEstimate(
             # XLA's convention for a kernel's estimate: transcendentals apart.

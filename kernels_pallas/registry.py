@@ -2,6 +2,7 @@
 
 from kernels_pallas.bias_activation.cases import OPERATION as BIAS_ACTIVATION
 from kernels_pallas.cases import Operation
+from kernels_pallas.flash_attention.cases import OPERATION as FLASH_ATTENTION
 from kernels_pallas.gated_activation.cases import OPERATION as GATED_ACTIVATION
 from kernels_pallas.layer_norm.cases import OPERATION as LAYER_NORM
 from kernels_pallas.linear_cross_entropy.cases import OPERATION as LINEAR_CROSS_ENTROPY
@@ -23,5 +24,6 @@ OPERATIONS: dict[str, Operation] = {
         BIAS_ACTIVATION,
         MATMUL,
         LINEAR_CROSS_ENTROPY,
+        FLASH_ATTENTION,
     )
 }

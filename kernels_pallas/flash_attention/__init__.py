@@ -1,0 +1,198 @@
+"""Attention that never holds its scores, exact in every mask."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas import checks
+from kernels_pallas.choice import choose
+from kernels_pallas.flash_attention import cudnn, mosaic_tpu, reference, triton
+from kernels_pallas.flash_attention.operands import Operands, scores_seen
+from kernels_pallas.flash_attention.tiles import LOG2_E, Settings
+from kernels_pallas.flash_attention.visible import Visible, both, causal, packed, prefix, shifted, window
+from kernels_pallas.launch import Costs, vary
+
+__all__ = ["Visible", "both", "causal", "costs", "flash_attention", "packed", "prefix", "shifted", "window"]
+
+_KERNELS = {"triton": triton, "mosaic_tpu": mosaic_tpu}
+IMPLEMENTATIONS = tuple(_KERNELS)
+
+# A matrix unit's tile has sixteen rows: fewer queries than that are bound by the reading of keys and values, of scores
+# there are few, and XLA reads as fast.
+_FEW_QUERIES = 16
+# Of the scores that the gradient of a bias holds at a time.
+_SCORES_AT_ONCE = 2**25
+
+
+def flash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    visible: Visible | tuple[Any, Any] | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    return_log_sum_exp: bool = False,
+    query_chunk: int | None = None,
+    implementation: str | None = None,
+    _interpret: Any = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """softmax(cap · tanh(scale · q·kᵀ / cap) + bias) · v over the visible keys (Vaswani et al. 2017, equation 1), in
+    blocks, with the memory of its operands (FlashAttention-2, arXiv:2307.08691).
+
+    Args:
+      query: [B, T, N, H] in float32, bfloat16 or float16; scores and softmax are float32.
+      key: [B, S, K, H] like query, N a multiple of K: query heads n·G … n·G + G − 1 share key/value head n.
+      value: [B, S, K, V] like query; V may differ from H.
+      visible: query t sees the keys s with start ≤ s < end, int32 [B, T] or [1, T] each: see `causal`, `window`,
+        `prefix`, `packed`, `both` and `shifted`. None sees all. A query that sees nothing gives zeros.
+      scale: 1 / √H where None.
+      soft_cap: positive; scores stay between −cap and cap (Gemma 2, arXiv:2408.00118, section 2).
+      sinks: [N], learned: a score in each row's sum that has no value (arXiv:2508.10925, section 2.2).
+      bias: [B or 1, N or 1, T or 1, S], added to scores; −∞ hides a key. Its gradient is the reference's, in chunks,
+        and is computed only where it is used.
+      return_log_sum_exp: also return log Σ exp(scores) [B, T, N] in float32, with the sink; −∞ where nothing is seen.
+      query_chunk: of how many queries the reference may hold the scores at a time; None is all of them. Kernels never
+        hold more than a block.
+      implementation: "reference", "triton", "mosaic_tpu" or "cudnn"; None chooses one of the first three by the chip
+        being lowered for and the shape. "cudnn" is NVIDIA's, and serves only what means the same there.
+
+    Returns [B, T, N, V] in query's dtype; with return_log_sum_exp (output, log-sum-exp).
+
+    Under a mesh of several devices the kernels live inside `jax.shard_map` with T and S whole; elsewhere None is
+    "reference". Parts of the keys can be joined by their log-sum-exp.
+
+    Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
+    """
+    _check(query, key, value, visible, scale, soft_cap, sinks, bias, query_chunk)
+    options = dict(scale=scale, soft_cap=soft_cap, sinks=sinks, bias=bias, return_log_sum_exp=return_log_sum_exp)
+    operands = _operands(query, key, value, visible, sinks, bias)
+    refusals = {name: functools.partial(_refusal, name, operands) for name in IMPLEMENTATIONS}
+    refusals["cudnn"] = lambda chip: cudnn.refusal(operands, visible, soft_cap, chip)
+    if implementation is None and query.shape[1] < _FEW_QUERIES:
+        implementation = "reference"
+    chosen = choose("flash_attention", implementation, refusals, _interpret, by_name=("cudnn",))
+    if chosen == "reference" or 0 in query.shape or 0 in value.shape:  # of nothing there is one result
+        return reference.flash_attention(query, key, value, visible=visible, query_chunk=query_chunk, **options)
+
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    if chosen == "cudnn":
+        return cudnn.flash_attention(operands, visible, scale, return_log_sum_exp)
+    seen = scores_seen(visible, *operands.sizes[:3])
+    settings = Settings(scale, None if soft_cap is None else float(soft_cap), seen, chosen, _interpret)
+    out, log_sum_exp = _attend(settings, Operands(*vary(*operands)))
+    return (out, jnp.swapaxes(log_sum_exp, 1, 2)) if return_log_sum_exp else out
+
+
+def costs(
+    query: Any, key: Any, value: Any, *, visible: Any = None, sinks: Any = None, bias: Any = None, **options: Any
+) -> Costs:
+    """What the kernels cost on these arrays, or shapes and dtypes: of the scores that are seen where `visible` is of
+    numpy arrays, and of all T·S otherwise. The gradient of a bias is apart."""
+    rows = jax.ShapeDtypeStruct(query.shape[:2], jnp.int32)
+    operands = Operands(query, key, value, rows, rows, sinks, bias)
+    return operands.costs(scores_seen(visible, *operands.sizes[:3]))
+
+
+def _operands(query: Any, key: Any, value: Any, visible: Any, sinks: Any, bias: Any) -> Operands:
+    (B, T), S = query.shape[:2], key.shape[1]
+    start, end = (0, S) if visible is None else visible
+    start, end = (jnp.broadcast_to(jnp.clip(jnp.asarray(x, jnp.int32), 0, S), (B, T)) for x in (start, end))
+    return Operands(query, key, value, start, end, sinks, bias)
+
+
+def _refusal(name: str, operands: Operands, chip: Any) -> str | None:
+    if operands.query.dtype not in ("float32", "bfloat16", "float16"):
+        return f"{operands.query.dtype} is none of float32, bfloat16, float16"
+    return _KERNELS[name].refusal(operands)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    return _KERNELS[settings.implementation].forward(settings, operands)
+
+
+def _forward(settings: Settings, operands: Operands) -> tuple:
+    results = _attend(settings, operands)
+    return results, (operands, *results)
+
+
+def _backward(settings: Settings, saved: tuple, cotangents: tuple) -> tuple[Operands]:
+    operands, out, log_sum_exp = saved
+    d_out, d_log_sum_exp = cotangents
+    kernels = _KERNELS[settings.implementation]
+    # Σ weights · their gradients per row, less the gradient of the row's sum: all that a score's gradient needs of
+    # the other scores.
+    delta = jnp.einsum("BTNV,BTNV->BNT", out, d_out, preferred_element_type=jnp.float32) - d_log_sum_exp
+    # Any finite number stands for a row that sees nothing: exp2(−∞ − 0) is 0.
+    sums = jnp.where(jnp.isfinite(log_sum_exp), log_sum_exp, 0.0)
+    arguments = settings, operands, sums * LOG2_E, delta, d_out
+    d_query = kernels.query_gradient(*arguments)
+    d_key, d_value = kernels.key_gradient(*arguments)
+    d_sinks = None
+    if operands.sinks is not None:
+        of_sink = jnp.exp(operands.sinks.astype(jnp.float32)[None, :, None] - sums)
+        d_sinks = jnp.sum(-of_sink * delta, axis=(0, 2)).astype(operands.sinks.dtype)
+    d_bias = None if operands.bias is None else _bias_gradient(settings, operands, d_out, d_log_sum_exp)
+    return (Operands(d_query, d_key, d_value, None, None, d_sinks, d_bias),)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _bias_gradient(settings: Settings, operands: Operands, d_out: jax.Array, d_log_sum_exp: jax.Array) -> jax.Array:
+    """By the reference, a chunk of queries at a time; where nobody uses it XLA drops it whole."""
+    B, T, S, N, *_ = operands.sizes
+
+    def attend(bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return reference.flash_attention(
+            *operands[:3],
+            visible=operands[3:5],
+            scale=settings.scale,
+            soft_cap=settings.soft_cap,
+            sinks=operands.sinks,
+            bias=bias,
+            return_log_sum_exp=True,
+            query_chunk=max(1, min(T, _SCORES_AT_ONCE // (B * N * S))),
+        )
+
+    _, pull_back = jax.vjp(attend, operands.bias)
+    return pull_back((d_out, jnp.swapaxes(d_log_sum_exp, 1, 2)))[0]
+
+
+def _check(query, key, value, visible, scale, soft_cap, sinks, bias, query_chunk) -> None:
+    def wrong(what: str, got: Any, right: str) -> None:
+        raise ValueError(f"flash_attention: {what} is {got}; it must be {right}")
+
+    checks.floating("flash_attention", query=query, key=key, value=value, sinks=sinks, bias=bias)
+    for name, x, axes in (("query", query, "B, T, N, H"), ("key", key, "B, S, K, H"), ("value", value, "B, S, K, V")):
+        if x.ndim != 4:
+            wrong(name, list(x.shape), f"[{axes}]")
+        if x.dtype != query.dtype:
+            wrong(name, x.dtype, f"{query.dtype} like query")
+    (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
+    if key.shape != (B, S, K, H):
+        wrong("key", list(key.shape), f"[{B}, S, K, {H}] for query {list(query.shape)}")
+    if value.shape[:3] != (B, S, K):
+        wrong("value", list(value.shape), f"[{B}, {S}, {K}, V] for key {list(key.shape)}")
+    if K == 0 or N % K:
+        wrong("the number of query heads", N, f"a multiple of the {K} key/value heads")
+    for name, x in zip(("start", "end"), visible or (), strict=bool(visible)):
+        if jnp.shape(x) not in ((B, T), (1, T)) or not jnp.issubdtype(jnp.result_type(x), jnp.integer):
+            wrong(f"visible's {name}", f"{jnp.result_type(x)}{list(jnp.shape(x))}", f"int32[{B}, {T}] or int32[1, {T}]")
+    if sinks is not None and sinks.shape != (N,):
+        wrong("sinks", list(sinks.shape), f"[{N}]")
+    if bias is not None and (
+        bias.ndim != 4
+        or bias.shape[3] != S
+        or any(size not in (1, most) for size, most in zip(bias.shape, (B, N, T), strict=False))
+    ):
+        wrong("bias", list(bias.shape), f"[{B} or 1, {N} or 1, {T} or 1, {S}]")
+    for name, x in (("scale", scale), ("soft_cap", soft_cap), ("query_chunk", query_chunk)):
+        if x is not None and not (math.isfinite(x) and x > 0):
+            wrong(name, x, "positive")

@@ -1,0 +1,145 @@
+"""What attention is tried on."""
+
+import numpy as np
+
+from kernels_pallas import flash_attention as function
+from kernels_pallas.cases import Array, Case, Operation
+from kernels_pallas.flash_attention import IMPLEMENTATIONS, Visible, both, causal, costs, prefix, reference, window
+
+# Within, weights and their gradients are rounded before they are multiplied, and outputs before their gradient is.
+_ROUNDINGS = 4
+
+
+def _case(
+    name: str,
+    *,
+    batch: int = 1,
+    queries: int,
+    keys: int | None = None,
+    heads: int | tuple[int, int] = 1,
+    width: int | tuple[int, int] = 32,
+    sinks: bool = False,
+    bias: tuple[int, ...] | None = None,
+    **more,
+) -> Case:
+    """heads: of queries and of keys; width: of keys and of values; `options` as `flash_attention` takes them."""
+    keys = queries if keys is None else keys
+    (N, K), (H, V) = (x if isinstance(x, tuple) else (x, x) for x in (heads, width))
+    arrays = {
+        "query": Array((batch, queries, N, H)),
+        "key": Array((batch, keys, K, H)),
+        "value": Array((batch, keys, K, V)),
+    }
+    if sinks:
+        arrays["sinks"] = Array((N,))
+    if bias:
+        arrays["bias"] = Array(bias)
+    return Case(name, arrays, roundings=_ROUNDINGS, **more)
+
+
+def segments(*lengths: int) -> Visible:
+    """Rows of packed documents of these lengths."""
+    end = np.repeat(np.cumsum(lengths), lengths).astype(np.int32)
+    return Visible((end - np.repeat(lengths, lengths)).astype(np.int32)[None], end[None])
+
+
+# Every third query sees nothing, the others what lies around them.
+_scattered = Visible(
+    *(
+        np.where(np.arange(90) % 3 == 0, empty, np.arange(90) + at).astype(np.int32)[None]
+        for empty, at in ((7, -20), (7, 9))
+    )
+)
+
+# Of the reference, that it fits a chip.
+_CHUNK = 1024
+
+# FlashAttention-3 (arXiv:2407.08608, section 4.1): 16k tokens, heads × width 2048.
+_GRID = tuple(
+    _case(
+        f"{mask} {length} × {width}",
+        batch=16_384 // length,
+        queries=length,
+        heads=2048 // width,
+        width=width,
+        options=({"visible": causal(length)} if mask == "causal" else {})
+        | ({"query_chunk": _CHUNK} if length > 2048 else {}),
+        uses={"bench"},
+        dtypes=("bfloat16",),
+    )
+    for width in (64, 128, 256)
+    for mask in ("causal", "full")
+    for length in (512, 1024, 2048, 4096, 8192, 16_384)
+)
+
+
+def _at_8k(name: str, queries: int = 8192, uses=frozenset({"compile", "bench"}), **more) -> Case:
+    """Llama 3's heads, unless told otherwise; masks are causal besides what they are told."""
+    settings = {"heads": (32, 8), "width": 128, "dtypes": ("bfloat16",), "options": {}} | more
+    settings["options"] = {"visible": causal(queries), "query_chunk": _CHUNK} | settings["options"]
+    return _case(name, queries=queries, uses=uses, **settings)
+
+
+CASES = (
+    _case(
+        "causal",
+        batch=2,
+        queries=64,
+        heads=2,
+        options={"visible": causal(64)},
+        dtypes=("float32", "bfloat16", "float16"),
+    ),
+    _case("full, one query", queries=1, keys=200, heads=(4, 2), width=(48, 16)),
+    _case(
+        "grouped, packed, window",
+        batch=2,
+        queries=150,
+        heads=(4, 2),
+        options={"visible": both(segments(70, 1, 79), window(150, 40)), "return_log_sum_exp": True},
+    ),
+    _case(
+        "bias, cap and sinks on odd lengths",
+        queries=37,
+        keys=141,
+        heads=(3, 1),
+        width=(80, 32),
+        sinks=True,
+        bias=(1, 3, 37, 141),
+        options={"visible": causal(37, offset=104), "soft_cap": 2.0, "scale": 0.3, "return_log_sum_exp": True},
+        dtypes=("float32", "bfloat16"),
+    ),
+    _case("shared bias", batch=2, queries=20, keys=33, heads=2, bias=(2, 1, 1, 33), options={"visible": prefix(20, 9)}),
+    _case("rows that see nothing", queries=90, heads=2, options={"visible": _scattered, "return_log_sum_exp": True}),
+    _case("nothing at all", queries=20, options={"visible": Visible(*np.full((2, 1, 20), 5, np.int32))}),
+    _case("no key", queries=20, keys=0),
+    *_GRID,
+    _at_8k("32/8 causal 8192 × 128"),
+    _at_8k("latent causal 8192 × 192/128", heads=16, width=(192, 128)),
+    _at_8k(
+        "window 4096, cap, 8192 × 256",
+        heads=(16, 8),
+        width=256,
+        options={"visible": window(8192, 4095), "soft_cap": 50.0},
+    ),
+    _at_8k(
+        "packed, sinks, 8192 × 64",
+        heads=(64, 8),
+        width=64,
+        sinks=True,
+        options={"visible": both(causal(8192), segments(1000, 3000, 96, 4096))},
+    ),
+    _at_8k("bias 2048 × 128", queries=2048, heads=16, bias=(1, 16, 2048, 2048), uses={"bench"}),
+    _case(
+        "all of it on odd lengths",
+        queries=300,
+        keys=1111,
+        heads=(4, 2),
+        width=(96, 64),
+        sinks=True,
+        bias=(1, 4, 300, 1111),
+        options={"visible": causal(300, offset=811), "soft_cap": 20.0, "return_log_sum_exp": True},
+        uses={"compile"},
+    ),
+)
+
+OPERATION = Operation(function, reference.flash_attention, IMPLEMENTATIONS, CASES, costs)

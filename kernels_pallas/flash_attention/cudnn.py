@@ -1,0 +1,54 @@
+"""Attention by cuDNN, on request: only where it means exactly what ours does."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from kernels_pallas.flash_attention.operands import Operands
+from kernels_pallas.target import Target
+
+
+def refusal(operands: Operands, visible: Any, soft_cap: float | None, chip: Target) -> str | None:
+    """Why cuDNN, as `jax.nn.dot_product_attention` calls it, cannot serve a call."""
+    H, V = operands.sizes[5:]
+    if operands.query.dtype not in ("bfloat16", "float16"):
+        return f"it multiplies bfloat16 and float16, not {operands.query.dtype}"
+    if soft_cap is not None or operands.sinks is not None:
+        return "it has neither soft cap nor sinks"
+    if H != V or H % 8 or H > (256 if (chip.compute_capability or (0,)) >= (9, 0) else 128):
+        return f"head widths {H} and {V} are not equal, multiples of 8, and within what this chip has"
+    if operands.bias is not None and operands.bias.shape[2] != operands.sizes[1]:
+        return f"it takes a bias for each of the {operands.sizes[1]} queries"
+    if _causal(operands, visible) is None:
+        return "of masks known while tracing it serves all keys and, with as many keys as queries, causal"
+    return None
+
+
+def flash_attention(operands: Operands, visible: Any, scale: float, return_log_sum_exp: bool) -> Any:
+    """Output [B, T, N, V], and log-sum-exp [B, T, N] where it is asked for."""
+    query, key, value = operands[:3]
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        bias=operands.bias,
+        scale=scale,
+        is_causal=bool(_causal(operands, visible)),
+        implementation="cudnn",
+        return_residual=return_log_sum_exp,
+    )
+
+
+def _causal(operands: Operands, visible: Any) -> bool | None:
+    """Whether the mask is causal or none; None for any other, or one that is known only when it runs."""
+    _, T, S, *_ = operands.sizes
+    if visible is None:
+        return False
+    if any(isinstance(x, jax.core.Tracer) for x in visible):
+        return None
+    start, end = (np.asarray(x) for x in visible)
+    if np.all(start <= 0) and np.all(end >= S):
+        return False
+    causal = T == S and np.all(start <= 0) and np.all(end == np.arange(1, T + 1)[None])
+    return True if causal else None

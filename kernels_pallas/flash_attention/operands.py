@@ -1,0 +1,75 @@
+"""What the kernels are given, and what they cost."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas.launch import Cost, Costs, size_of
+
+
+class Operands(NamedTuple):
+    """The arrays of a call: intervals within the keys, and of their full batch.
+
+    query [B, T, N, H], key [B, S, K, H], value [B, S, K, V], start and end int32 [B, T], sinks [N] or None,
+    bias [B or 1, N or 1, T or 1, S] or None.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    start: Any
+    end: Any
+    sinks: Any
+    bias: Any
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, int, int]:
+        """B, T, S, N, K, H, V."""
+        (B, T, N, H), (_, S, K, V) = self.query.shape, self.value.shape
+        return B, T, S, N, K, H, V
+
+    @property
+    def out(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Output [B, T, N, V] and log-sum-exp [B, N, T]."""
+        B, T, _, N, _, _, V = self.sizes
+        return (
+            jax.ShapeDtypeStruct((B, T, N, V), self.query.dtype),
+            jax.ShapeDtypeStruct((B, N, T), jnp.float32),
+        )
+
+    def forward_cost(self, seen: int) -> Cost:
+        """Of the forward kernel, with so many scores per head: two products, and six operations per score."""
+        H, V = self.sizes[5:]
+        return self._cost(seen, 2 * (H + V) + 6, *self, *self.out)
+
+    def query_cost(self, seen: int) -> Cost:
+        """Of the kernel for the queries' gradient: three products."""
+        H, V = self.sizes[5:]
+        out, rows = self.out
+        return self._cost(seen, 2 * (2 * H + V) + 6, *self, out, rows, rows, self.query)
+
+    def key_cost(self, seen: int) -> Cost:
+        """Of the kernel for the keys' and values' gradients: four products."""
+        H, V = self.sizes[5:]
+        out, rows = self.out
+        return self._cost(seen, 4 * (H + V) + 6, *self, out, rows, rows, self.key, self.value)
+
+    def costs(self, seen: int) -> Costs:
+        """Of a call forward, and of both kernels backward."""
+        backward = (sum(parts) for parts in zip(self.query_cost(seen), self.key_cost(seen), strict=True))
+        return Costs(self.forward_cost(seen), Cost(*backward))
+
+    def _cost(self, seen: int, flops_per_score: int, *arrays: Any) -> Cost:
+        scores = seen * self.sizes[3]
+        return Cost(scores * flops_per_score, scores, size_of(*arrays))
+
+
+def scores_seen(visible: Any, B: int, T: int, S: int) -> int:
+    """Scores per head of all rows, which decide what a call costs: exact for intervals that are numpy arrays, which are
+    known while tracing, and otherwise all of them."""
+    if visible is None or not all(isinstance(x, np.ndarray) for x in visible):
+        return B * T * S
+    start, end = (np.clip(x.astype(np.int64), 0, S) for x in visible)
+    return int(np.sum(np.broadcast_to(np.maximum(end - start, 0), (B, T))))

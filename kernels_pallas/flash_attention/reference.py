@@ -1,0 +1,81 @@
+"""Attention in plain JAX."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.flash_attention.visible import Visible
+
+
+def flash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    visible: Visible | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    return_log_sum_exp: bool = False,
+    query_chunk: int | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """See `kernels_pallas.flash_attention`."""
+    (B, T, _, H), S = query.shape, key.shape[1]
+    start, end = (0, S) if visible is None else visible
+    start, end = (jnp.broadcast_to(x, (B, T)) for x in (start, end))
+    attend = functools.partial(
+        _attend, key, value, sinks=sinks, scale=H**-0.5 if scale is None else scale, soft_cap=soft_cap
+    )
+    if query_chunk is None or query_chunk >= T:
+        out, log_sum_exp = attend(query, start, end, bias)
+    else:
+        chunks = -(-T // query_chunk)
+
+        def split(x: jax.Array, axis: int) -> jax.Array:
+            """The axis over T in chunks, which come first; rows beyond T see nothing."""
+            rows = [(0, 0)] * x.ndim
+            rows[axis] = (0, chunks * query_chunk - T)
+            parted = jnp.pad(x, rows).reshape(*x.shape[:axis], chunks, query_chunk, *x.shape[axis + 1 :])
+            return jnp.moveaxis(parted, axis, 0)
+
+        by_row = bias is not None and bias.shape[2] == T > 1
+        xs = (split(query, 1), split(start, 1), split(end, 1), split(bias, 2) if by_row else None)
+        # Differentiated, a chunk is computed again: only its operands are kept.
+        chunk = jax.checkpoint(lambda x: attend(*x[:3], x[3] if by_row else bias))
+        out, log_sum_exp = (jnp.moveaxis(y, 0, 1).reshape(B, -1, *y.shape[3:])[:, :T] for y in jax.lax.map(chunk, xs))
+    return (out, log_sum_exp) if return_log_sum_exp else out
+
+
+def _attend(key, value, query, start, end, bias, *, sinks, scale, soft_cap):
+    (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
+    grouped = query.reshape(B, T, K, N // K, H)
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, key, preferred_element_type=jnp.float32)
+    scores = scores.reshape(B, N, T, S) * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    if bias is not None:
+        scores = scores + bias.astype(jnp.float32)
+    index = jnp.arange(S)[None, None]
+    seen = (start[..., None] <= index) & (index < end[..., None])
+    scores = jnp.where(seen[:, None], scores, -jnp.inf)
+
+    # A finite floor, so that a row of −∞ gives exp(−∞) = 0 and not NaN.
+    largest = jnp.max(scores, axis=-1, initial=jnp.finfo(jnp.float32).min)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32)[None, :, None]
+        largest = jnp.maximum(largest, sinks)
+    largest = jax.lax.stop_gradient(largest)
+    weights = jnp.exp(scores - largest[..., None])
+    total = jnp.sum(weights, axis=-1)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - largest)
+    some = total > 0
+    total = jnp.where(some, total, 1.0)
+    log_sum_exp = jnp.where(some, largest + jnp.log(total), -jnp.inf)
+
+    weights = weights.astype(value.dtype).reshape(B, K, N // K, T, S)
+    mixed = jnp.einsum("BKGTS,BSKV->BTKGV", weights, value, preferred_element_type=jnp.float32)
+    total, log_sum_exp = (jnp.swapaxes(x, 1, 2) for x in (total, log_sum_exp))
+    return (mixed.reshape(B, T, N, -1) / total[..., None]).astype(query.dtype), log_sum_exp

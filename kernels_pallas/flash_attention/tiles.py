@@ -1,0 +1,55 @@
+"""The mathematics of one tile of scores, as all kernels compute it (FlashAttention-2, arXiv:2307.08691, section 3.1).
+
+Scores are in units of log₂ e, so that exp is exp2, which the chips have. Masked scores are −∞ and running maxima
+finite: exp2(−∞ − m) is 0 without another mask.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2)
+LOWEST = float(jnp.finfo(jnp.float32).min) / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is static of a call: how scores are made, how many are seen per head, and how the kernel is run."""
+
+    scale: float
+    soft_cap: float | None
+    seen: int
+    implementation: str
+    interpret: Any = False
+
+    def scores(self, products: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """Scores of products q·k, in float32."""
+        return self.scores_and_slope(products, bias)[0]
+
+    def scores_and_slope(self, products: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        """Scores, and their derivative by the scaled products: None where it is 1."""
+        if self.soft_cap is None:
+            scores, slope = products * (self.scale * LOG2_E), None
+        else:
+            bent = jnp.tanh(products * (self.scale / self.soft_cap))
+            scores, slope = bent * (self.soft_cap * LOG2_E), 1.0 - bent * bent
+        if bias is not None:
+            scores = scores + bias.astype(jnp.float32) * LOG2_E
+        return scores, slope
+
+
+def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """The product of two matrices over these dimensions, summed in float32; float32 is multiplied as float32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    numbers = (((contract[0],), (contract[1],)), ((), ()))
+    return jax.lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=jnp.float32)
+
+
+def score_gradient(weights: jax.Array, d_weights: jax.Array, delta: jax.Array, slope: jax.Array | None) -> jax.Array:
+    """Gradient by the scaled products: weights · (d_weights − delta), with delta = Σ output · its gradient per row."""
+    gradient = weights * (d_weights - delta)
+    return gradient if slope is None else gradient * slope

@@ -1,0 +1,411 @@
+"""Attention on NVIDIA GPUs, compiled by Triton: FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2).
+
+One program holds a block of queries and goes through the keys, or holds a block of keys and goes through the queries of
+all heads that share it: no sum crosses programs. A loop over the blocks that are seen whole has no masks.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from kernels_pallas import launch, target, tuning
+from kernels_pallas.flash_attention.blocks import key_ranges, query_ranges
+from kernels_pallas.flash_attention.operands import Operands
+from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, Settings, dot, score_gradient
+from kernels_pallas.target import Target
+
+MAX_WIDTH = 256
+# Rows of a matrix unit's smallest tile: widths are multiples of it.
+TILE = 16
+
+
+class Blocks(NamedTuple):
+    """Scores are computed in tiles of `queries` × `keys`, by `warps` of 32 threads, loads `stages` ahead."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Kernels(NamedTuple):
+    """Blocks of the three."""
+
+    forward: Blocks
+    query_gradient: Blocks
+    key_gradient: Blocks
+
+
+# Until they are measured, by shared memory in KiB and the wider of the two head widths, both at least: such that tiles
+# fit a chip's registers and shared memory.
+_DEFAULTS = {
+    (160, 129): Kernels(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 64, 8, 2)),
+    (160, 65): Kernels(Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 128, 8, 2)),
+    (160, 0): Kernels(Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 3), Blocks(64, 128, 8, 2)),
+    (0, 129): Kernels(Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1)),
+    (0, 65): Kernels(Blocks(128, 32, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 64, 4, 2)),
+    (0, 0): Kernels(Blocks(128, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+}
+# float32 is for checking, not for speed: tiles that fit every chip.
+_FLOAT32, _WIDE_FLOAT32 = (Kernels(*[Blocks(size, size, 4, 1)] * 3) for size in (32, 16))
+_INTERPRETED = Kernels(Blocks(32, 16, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1))
+
+
+def default_blocks(chip: Target, width: int, dtype: Any) -> Kernels:
+    """Tiles for heads of this width, the wider of the two."""
+    if chip.platform != "gpu":
+        return _INTERPRETED
+    if dtype == jnp.float32:
+        return _FLOAT32 if width <= 128 else _WIDE_FLOAT32
+    fits = (found for (kib, least), found in _DEFAULTS.items() if chip.scratchpad >= kib * 2**10 and width >= least)
+    return next(fits)
+
+
+def _blocks(kernel: str, operands: Operands) -> Blocks:
+    """The tiles of one of the three on these arrays."""
+    _, T, S, _, _, H, V = operands.sizes
+    dtype = operands.query.dtype
+    default = getattr(default_blocks(target.current(), max(H, V), dtype), kernel)
+    return tuning.blocks(f"flash_attention_{kernel}", "triton", (T, S, H, V), dtype, default)
+
+
+def refusal(operands: Operands) -> str | None:
+    """Why these kernels cannot serve a call."""
+    widths = operands.sizes[5:]
+    if any(width % TILE or width > MAX_WIDTH for width in widths):
+        return f"head widths {widths[0]} and {widths[1]} are not both multiples of {TILE} up to {MAX_WIDTH}"
+    return None
+
+
+def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Output [B, T, N, V] and log-sum-exp [B, N, T] in float32."""
+    B, T, S, N, _, H, V = operands.sizes
+    blocks = _blocks("forward", operands)
+    rows = pl.cdiv(T, blocks.queries)
+    ranges = key_ranges(operands.start, operands.end, blocks.queries, blocks.keys).stacked()
+
+    def kernel(ref: Mapping[str, Any]) -> None:
+        i = _block_of_queries(rows)
+        at = _rows(0, blocks.queries, i * blocks.queries, T)
+        start, end = _load_row(ref["start"], at), _load_row(ref["end"], at)
+        query = _load(ref["query"], at, H)
+        largest = jnp.full((blocks.queries,), LOWEST, jnp.float32)
+        total = jnp.zeros((blocks.queries,), jnp.float32)
+        if "sinks" in ref:
+            sink = ref["sinks"][0].astype(jnp.float32) * LOG2_E
+            largest = jnp.maximum(largest, sink)
+            total = jnp.exp2(sink - largest)
+        mixed = tuple(jnp.zeros((blocks.queries, size), jnp.float32) for _, size in _parts(V))
+
+        def step(j: jax.Array, carry: tuple, masked: bool) -> tuple:
+            largest, total, mixed = carry
+            keys = _rows(j * blocks.keys, blocks.keys, j * blocks.keys, S if masked else None)
+            products = _dot_rows(query, _load(ref["key"], keys, H))
+            scores = settings.scores(products, _load_bias(ref, at, keys))
+            if masked:
+                scores = jnp.where(_sees(start[:, None], keys.index[None], end[:, None]), scores, -jnp.inf)
+            raised = jnp.maximum(largest, jnp.max(scores, axis=1))
+            kept, weights = jnp.exp2(largest - raised), jnp.exp2(scores - raised[:, None])
+            total = total * kept + jnp.sum(weights, axis=1)
+            values = _load(ref["value"], keys, V)
+            added = (dot(weights.astype(part.dtype), part, (1, 0)) for part in values)
+            return raised, total, tuple(m * kept[:, None] + a for m, a in zip(mixed, added, strict=True))
+
+        largest, total, mixed = _over_blocks(ref["ranges"], step, (largest, total, mixed))
+        some = total > 0
+        total = jnp.where(some, total, 1.0)
+        _store(ref["out"], at, tuple(part / total[:, None] for part in mixed))
+        log_sum_exp = jnp.where(some, (largest + jnp.log2(total)) * LN_2, -jnp.inf)
+        launch.store(ref["log_sum_exp"].at[at.slice], log_sum_exp, at.inside)
+
+    spec = _Specs(operands, blocks, lambda i, n, b: (b, n, rows - 1 - i, None))
+    out, log_sum_exp = operands.out
+    return _call(
+        "forward",
+        kernel,
+        settings,
+        blocks,
+        inputs=spec.inputs(operands) | {"ranges": (ranges, spec.ranges)},
+        outputs={"out": (out, spec.query(V)), "log_sum_exp": (log_sum_exp, spec.query_row)},
+        grid=(rows, N, B),
+        cost=operands.forward_cost(settings.seen),
+    )
+
+
+def query_gradient(
+    settings: Settings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
+) -> jax.Array:
+    """Gradient of the query; log_sum_exp in units of log₂ e, and delta: float32 [B, N, T]."""
+    B, T, S, N, _, H, V = operands.sizes
+    blocks = _blocks("query_gradient", operands)
+    rows = pl.cdiv(T, blocks.queries)
+    ranges = key_ranges(operands.start, operands.end, blocks.queries, blocks.keys).stacked()
+
+    def kernel(ref: Mapping[str, Any]) -> None:
+        i = _block_of_queries(rows)
+        at = _rows(0, blocks.queries, i * blocks.queries, T)
+        start, end = _load_row(ref["start"], at), _load_row(ref["end"], at)
+        log_sum_exp, delta = _load_row(ref["log_sum_exp"], at), _load_row(ref["delta"], at)
+        query, d_out = _load(ref["query"], at, H), _load(ref["d_out"], at, V)
+
+        def step(j: jax.Array, d_query: tuple, masked: bool) -> tuple:
+            keys = _rows(j * blocks.keys, blocks.keys, j * blocks.keys, S if masked else None)
+            key = _load(ref["key"], keys, H)
+            scores, slope = settings.scores_and_slope(_dot_rows(query, key), _load_bias(ref, at, keys))
+            if masked:
+                scores = jnp.where(_sees(start[:, None], keys.index[None], end[:, None]), scores, -jnp.inf)
+            weights = jnp.exp2(scores - log_sum_exp[:, None])
+            d_weights = _dot_rows(d_out, _load(ref["value"], keys, V))
+            d_scores = score_gradient(weights, d_weights, delta[:, None], slope).astype(ref["key"].dtype)
+            return tuple(d + dot(d_scores, part, (1, 0)) for d, part in zip(d_query, key, strict=True))
+
+        d_query = tuple(jnp.zeros((blocks.queries, size), jnp.float32) for _, size in _parts(H))
+        d_query = _over_blocks(ref["ranges"], step, d_query)
+        _store(ref["d_query"], at, tuple(part * settings.scale for part in d_query))
+
+    spec = _Specs(operands, blocks, lambda i, n, b: (b, n, rows - 1 - i, None))
+    by_row = {"log_sum_exp": (log_sum_exp, spec.query_row), "delta": (delta, spec.query_row)}
+    (d_query,) = _call(
+        "query_gradient",
+        kernel,
+        settings,
+        blocks,
+        inputs=spec.inputs(operands) | by_row | {"d_out": (d_out, spec.query(V)), "ranges": (ranges, spec.ranges)},
+        outputs={"d_query": (operands.query, spec.query(H))},
+        grid=(rows, N, B),
+        cost=operands.query_cost(settings.seen),
+    )
+    return d_query
+
+
+def key_gradient(
+    settings: Settings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of key and value: see `query_gradient`."""
+    B, T, S, N, K, H, V = operands.sizes
+    blocks = _blocks("key_gradient", operands)
+    columns = pl.cdiv(S, blocks.keys)
+    of_queries = key_ranges(operands.start, operands.end, blocks.queries, blocks.keys)
+    ranges = query_ranges(of_queries, columns).stacked()
+
+    def kernel(ref: Mapping[str, Any]) -> None:
+        keys = _rows(0, blocks.keys, pl.program_id(0) * blocks.keys, S)
+        key, value = _load(ref["key"], keys, H), _load(ref["value"], keys, V)
+
+        def of_head(g: jax.Array | int, carry: tuple) -> tuple:
+            def step(i: jax.Array, carry: tuple, masked: bool) -> tuple:
+                d_key, d_value = carry
+                at = _rows(i * blocks.queries, blocks.queries, i * blocks.queries, T if masked else None)
+                query, d_out = _load(ref["query"], at, H, g), _load(ref["d_out"], at, V, g)
+                bias = _load_bias(ref, at, keys, g)
+                products = _dot_rows(key, query)  # transposed: [keys, queries]
+                scores, slope = settings.scores_and_slope(products, None if bias is None else bias.T)
+                if masked:
+                    start, end = _load_row(ref["start"], at), _load_row(ref["end"], at)
+                    scores = jnp.where(_sees(start[None], keys.index[:, None], end[None]), scores, -jnp.inf)
+                weights = jnp.exp2(scores - _load_row(ref["log_sum_exp"], at, g)[None])
+                narrow = weights.astype(ref["value"].dtype)
+                d_value = tuple(d + dot(narrow, part, (1, 0)) for d, part in zip(d_value, d_out, strict=True))
+                d_weights = _dot_rows(value, d_out)
+                delta = _load_row(ref["delta"], at, g)[None]
+                d_scores = score_gradient(weights, d_weights, delta, slope).astype(ref["query"].dtype)
+                d_key = tuple(d + dot(d_scores, part, (1, 0)) for d, part in zip(d_key, query, strict=True))
+                return d_key, d_value
+
+            return _over_blocks(ref["ranges"], step, carry)
+
+        zeros = tuple(
+            tuple(jnp.zeros((blocks.keys, size), jnp.float32) for _, size in _parts(width)) for width in (H, V)
+        )
+        d_key, d_value = of_head(jnp.int32(0), zeros) if N == K else jax.lax.fori_loop(0, N // K, of_head, zeros)
+        _store(ref["d_key"], keys, tuple(part * settings.scale for part in d_key))
+        _store(ref["d_value"], keys, d_value)
+
+    spec = _Specs(operands, blocks, lambda j, k, b: (b, k, None, j))
+    by_row = {"log_sum_exp": (log_sum_exp, spec.query_row), "delta": (delta, spec.query_row)}
+    return _call(
+        "key_gradient",
+        kernel,
+        settings,
+        blocks,
+        inputs=spec.inputs(operands) | by_row | {"d_out": (d_out, spec.query(V)), "ranges": (ranges, spec.ranges)},
+        outputs={"d_key": (operands.key, spec.key(H)), "d_value": (operands.value, spec.key(V))},
+        grid=(columns, K, B),
+        cost=operands.key_cost(settings.seen),
+    )
+
+
+class _Rows(NamedTuple):
+    """Rows of an array that a program looks at: where they stand in its reference, their indices in the array, and
+    which of them are there; None where all are."""
+
+    slice: Any
+    index: jax.Array
+    inside: jax.Array | None
+
+
+def _rows(at: Any, size: int, first: Any, length: int | None) -> _Rows:
+    """`size` rows from `at` of a reference, the first of which is row `first` of `length`; None for surely inside."""
+    index = first + jax.lax.broadcasted_iota(jnp.int32, (size,), 0)
+    return _Rows(pl.ds(at, size), index, None if length is None or length % size == 0 else index < length)
+
+
+def _parts(width: int) -> list[tuple[int, int]]:
+    """Offsets and sizes, powers of two, that make up a width: Triton's arrays have no other."""
+    parts, offset = [], 0
+    while offset < width:
+        size = 1 << ((width - offset).bit_length() - 1)
+        parts.append((offset, size))
+        offset += size
+    return parts
+
+
+def _load(ref: Any, rows: _Rows, width: int, *head: Any) -> tuple[jax.Array, ...]:
+    """Rows of [_, width], or of a head of [_, heads, width], in parts; zeros for rows that are not there."""
+    size = rows.index.shape[0]
+
+    def mask(part: int) -> jax.Array | None:
+        return None if rows.inside is None else jnp.broadcast_to(rows.inside[:, None], (size, part))
+
+    return tuple(
+        launch.load(ref.at[(rows.slice, *head, pl.ds(offset, part))], mask(part)) for offset, part in _parts(width)
+    )
+
+
+def _load_row(ref: Any, rows: _Rows, *head: Any) -> jax.Array:
+    return launch.load(ref.at[(*head, rows.slice)], rows.inside)
+
+
+def _load_bias(ref: Mapping[str, Any], queries: _Rows, keys: _Rows, *head: Any) -> jax.Array | None:
+    """The bias of a tile [queries, keys]; one row of it where all queries share it."""
+    if "bias" not in ref:
+        return None
+    *heads, rows, _ = ref["bias"].shape
+    head, shared = (jnp.int32(0),) if heads == [1] else head, rows == 1
+    sizes = (1 if shared else queries.index.shape[0], keys.index.shape[0])
+    masks = [] if shared or queries.inside is None else [queries.inside[:, None]]
+    masks += [] if keys.inside is None else [keys.inside[None]]
+    mask = None
+    for part in masks:
+        mask = jnp.broadcast_to(part, sizes) if mask is None else mask & jnp.broadcast_to(part, sizes)
+    return launch.load(ref["bias"].at[(*head, pl.ds(0, 1) if shared else queries.slice, keys.slice)], mask)
+
+
+def _store(ref: Any, rows: _Rows, parts: tuple[jax.Array, ...]) -> None:
+    for (offset, size), part in zip(_parts(ref.shape[-1]), parts, strict=True):
+        mask = None if rows.inside is None else jnp.broadcast_to(rows.inside[:, None], part.shape)
+        launch.store(ref.at[rows.slice, pl.ds(offset, size)], part, mask)
+
+
+def _dot_rows(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> jax.Array:
+    """a · bᵀ of two blocks of rows in parts."""
+    return functools.reduce(operator.add, (dot(left, right, (1, 1)) for left, right in zip(a, b, strict=True)))
+
+
+def _sees(start: jax.Array, index: jax.Array, end: jax.Array) -> jax.Array:
+    return (start <= index) & (index < end)
+
+
+def _block_of_queries(blocks: int) -> jax.Array:
+    """The last block first: under a causal mask it has most to do, and the shortest are left for the end."""
+    return blocks - 1 - pl.program_id(0)
+
+
+def _over_blocks(ranges: Any, step: Callable[..., Any], carry: Any) -> Any:
+    """step(j, carry, masked) over the blocks of a range: the full ones without masks, then those beside them."""
+    first, full, full_end, last = (ranges[n] for n in range(4))
+    carry = jax.lax.fori_loop(full, full_end, lambda j, carry: step(j, carry, masked=False), carry)
+
+    def beside(n: jax.Array, carry: Any) -> Any:
+        j = first + n
+        return step(jnp.where(j < full, j, j + (full_end - full)), carry, masked=True)
+
+    return jax.lax.fori_loop(0, last - first - (full_end - full), beside, carry)
+
+
+class _Specs:
+    """Where each program finds its part of each array.
+
+    `where` gives of a program's ids the batch, the head (of queries, or of keys), and the block of queries or of keys;
+    the one that is None it sees whole, and of it all heads that share a key.
+    """
+
+    def __init__(self, operands: Operands, blocks: Blocks, where: Callable[..., tuple]):
+        self.B, self.T, self.S, self.N, self.K, self.H, self.V = operands.sizes
+        self.where, self.by_keys = where, where(0, 0, 0)[2] is None
+        self.blocks, self.group = blocks, self.N // self.K
+        self.all_queries = pl.cdiv(self.T, blocks.queries) * blocks.queries
+        self.all_keys = pl.cdiv(self.S, blocks.keys) * blocks.keys
+
+    def query(self, width: int) -> pl.BlockSpec:
+        if self.by_keys:
+            return self._spec((None, self.all_queries, self.group, width), lambda b, n, i, j: (b, 0, n, 0))
+        return self._spec((None, self.blocks.queries, None, width), lambda b, n, i, j: (b, i, n, 0))
+
+    def key(self, width: int) -> pl.BlockSpec:
+        if self.by_keys:
+            return self._spec((None, self.blocks.keys, None, width), lambda b, n, i, j: (b, j, n, 0))
+        return self._spec((None, self.all_keys, None, width), lambda b, n, i, j: (b, 0, n // self.group, 0))
+
+    @property
+    def query_row(self) -> pl.BlockSpec:
+        if self.by_keys:
+            return self._spec((None, self.group, self.all_queries), lambda b, n, i, j: (b, n, 0))
+        return self._spec((None, None, self.blocks.queries), lambda b, n, i, j: (b, n, i))
+
+    @property
+    def ranges(self) -> pl.BlockSpec:
+        return self._spec((None, None, 4), lambda b, n, i, j: (b, j if self.by_keys else i, 0))
+
+    def inputs(self, operands: Operands) -> dict[str, tuple[Any, pl.BlockSpec]]:
+        """The operands that there are, with their specs."""
+        if self.by_keys:
+            interval = self._spec((None, self.all_queries), lambda b, n, i, j: (b, 0))
+        else:
+            interval = self._spec((None, self.blocks.queries), lambda b, n, i, j: (b, i))
+        inputs = {
+            "query": (operands.query, self.query(self.H)),
+            "key": (operands.key, self.key(self.H)),
+            "value": (operands.value, self.key(self.V)),
+            "start": (operands.start, interval),
+            "end": (operands.end, interval),
+        }
+        if operands.sinks is not None and not self.by_keys:
+            inputs["sinks"] = operands.sinks, self._spec((1,), lambda b, n, i, j: (n,))
+        if operands.bias is not None:
+            inputs["bias"] = operands.bias, self._bias(operands.bias.shape)
+        return inputs
+
+    def _bias(self, shape: tuple[int, ...]) -> pl.BlockSpec:
+        """Of a bias, its axes of size 1 shared by all."""
+        many_b, many_n, many_t = (size > 1 for size in shape[:3])
+        if self.by_keys:
+            block = (None, self.group if many_n else 1, self.all_queries if many_t else 1, self.blocks.keys)
+            return self._spec(block, lambda b, n, i, j: (b * many_b, n * many_n, 0, j))
+        block = (None, None, self.blocks.queries if many_t else 1, self.all_keys)
+        return self._spec(block, lambda b, n, i, j: (b * many_b, n * many_n, i * many_t, 0))
+
+    def _spec(self, block: tuple, index: Callable[..., tuple]) -> pl.BlockSpec:
+        return pl.BlockSpec(block, lambda *ids: index(*self.where(*ids)))
+
+
+def _call(name, kernel, settings: Settings, blocks: Blocks, *, inputs, outputs, grid, cost) -> list[jax.Array]:
+    """Run a kernel that takes its references by name; inputs and outputs are arrays with their specs, by name."""
+    names = [*inputs, *outputs]
+    return launch.call(
+        lambda *refs: kernel(dict(zip(names, refs, strict=True))),
+        [x for x, _ in inputs.values()],
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in outputs.values()],
+        params=launch.triton(blocks.warps, blocks.stages),
+        grid=grid,
+        in_specs=[spec for _, spec in inputs.values()],
+        out_specs=[spec for _, spec in outputs.values()],
+        cost=cost,
+        name=f"flash_attention_{name}",
+        interpret=settings.interpret,
+    )

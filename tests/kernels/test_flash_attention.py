@@ -1,0 +1,338 @@
+"""What is peculiar to attention: its masks, its blocks, its memory, and how it is spread over devices."""
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec as P
+
+from jaxlm.costs.hardware import Target
+from jaxlm.lowering import targets
+from jaxlm.lowering.kernel_matrix import CHIPS
+from kernels_pallas import flash_attention
+from kernels_pallas.flash_attention import (
+    IMPLEMENTATIONS,
+    blocks,
+    both,
+    causal,
+    costs,
+    cudnn,
+    packed,
+    prefix,
+    shifted,
+    window,
+)
+from kernels_pallas.flash_attention.cases import segments
+from kernels_pallas.flash_attention.operands import Operands
+from tests.kernels.elsewhere import ELSEWHERE
+from tests.kernels.test_choice import H200, V5E, kernels
+
+EACH = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+IDS = np.array([[3, 3, 3, 1, 1, -1, -1], [0, 0, 7, 7, 7, 7, 0]])
+
+
+def drawn(*shapes, seed=0):
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "visible, sees",
+    [
+        (causal(7), lambda b, t, s: s <= t),
+        (causal(7, offset=jnp.array([0, 4])), lambda b, t, s: s <= t + 4 * b),
+        (window(7, 2, offset=1), lambda b, t, s: t - 1 <= s <= t + 1),
+        (window(7, None, after=1), lambda b, t, s: s <= t + 1),
+        (window(7, 1, after=None), lambda b, t, s: s >= t - 1),
+        (prefix(7, 3), lambda b, t, s: s < 3 or s <= t),
+        (prefix(7, jnp.array([0, 5])), lambda b, t, s: s < 5 * b or s <= t),
+        (packed(IDS), lambda b, t, s: IDS[b, t] >= 0 and (b, t, s) not in APART and IDS[b, t] == IDS[b, s]),
+        (both(causal(7), packed(IDS), window(7, 1)), lambda b, t, s: IDS[b, t] == IDS[b, s] >= 0 and t - 1 <= s <= t),
+        (shifted(causal(7), 2), lambda b, t, s: s + 2 <= t),
+        (segments(3, 1, 3), lambda b, t, s: [0, 0, 0, 1, 2, 2, 2][t] == [0, 0, 0, 1, 2, 2, 2][s]),
+    ],
+    ids=[
+        "causal",
+        "offset",
+        "window",
+        "ahead",
+        "behind",
+        "prefix",
+        "prefixes",
+        "packed",
+        "both",
+        "shifted",
+        "segments",
+    ],
+)
+def test_intervals_let_see_what_their_masks_do(visible, sees):
+    start, end = (np.broadcast_to(x, (2, 7)) for x in visible)
+    got = [[[start[b, t] <= s < end[b, t] for s in range(7)] for t in range(7)] for b in range(2)]
+    assert got == [[[bool(sees(b, t, s)) for s in range(7)] for t in range(7)] for b in range(2)]
+
+
+# The last token of the second row has the id of its first two, and is another segment all the same.
+APART = {(1, 6, 0), (1, 6, 1), (1, 0, 6), (1, 1, 6)}
+
+
+def test_no_block_that_is_seen_is_left_out_and_full_ones_are_full():
+    """Against the mask itself, for random intervals, the empty among them."""
+    T, S, queries, keys = 50, 70, 8, 16
+    low, high = np.random.default_rng(0).integers(0, S + 1, (2, 40, T))
+    visible = np.maximum(low, 0), np.where(np.arange(40)[:, None] % 2, high, S)
+    seen = (visible[0][..., None] <= np.arange(S)) & (np.arange(S) < visible[1][..., None])
+    seen = np.pad(seen, ((0, 0), (0, -T % queries), (0, -S % keys)))
+    tiles = seen.reshape(40, -(-T // queries), queries, -(-S // keys), keys).transpose(0, 1, 3, 2, 4)
+    any_seen, all_seen = tiles.any((-1, -2)), tiles.all((-1, -2))
+    of_queries = blocks.key_ranges(*map(jnp.asarray, visible), queries, keys)
+    of_keys = blocks.query_ranges(of_queries, any_seen.shape[2])
+    for ranges, axes in ((of_queries, (0, 1, 2)), (of_keys, (0, 2, 1))):
+        some, whole = (x.transpose(axes) for x in (any_seen, all_seen))
+        first, full, full_end, last = (np.asarray(x)[..., None] for x in ranges)
+        index = np.arange(some.shape[2])
+        assert np.all((0 <= first) & (first <= full) & (full <= full_end) & (full_end <= last))
+        assert np.all((first <= index) & (index < last) | ~some)
+        assert np.all(~((full <= index) & (index < full_end)) | whole)
+        assert np.any(full < full_end)
+
+
+@EACH
+def test_nothing_comes_from_the_future(implementation):
+    """The gradient of query t's output by later keys and values, and by later queries, is zero: exactly."""
+    query, key, value = drawn((1, 40, 2, 32), (1, 40, 1, 32), (1, 40, 1, 32))
+    attend = functools.partial(flash_attention, visible=causal(40), implementation=implementation, _interpret=True)
+
+    @jax.jit
+    def reach(t):
+        return jax.grad(lambda arrays: jnp.sum(attend(*arrays)[:, t]))((query, key, value))
+
+    for t in (0, 17, 33):
+        d_query, d_key, d_value = reach(t)
+        assert not any(np.any(d[:, t + 1 :]) for d in (d_query, d_key, d_value))
+        assert np.all(np.any(d_value[:, : t + 1], axis=-1))
+
+
+@EACH
+def test_gradients_are_finite_differences(implementation):
+    """Of a random function of output and log-sum-exp, along a random direction of all operands at once."""
+    shapes = dict(
+        query=(1, 20, 2, 16), key=(1, 35, 1, 16), value=(1, 35, 1, 32), sinks=(2,), bias=(1, 2, 20, 35)
+    )  # fmt: skip
+    point, way = (dict(zip(shapes, drawn(*shapes.values(), seed=seed), strict=True)) for seed in (0, 1))
+    pulls = drawn((1, 20, 2, 32), (1, 20, 2), seed=2)
+    options = dict(visible=causal(20, offset=15), soft_cap=3.0, return_log_sum_exp=True)
+
+    @jax.jit
+    def value_and_gradient(arguments):
+        def loss(arguments):
+            results = flash_attention(**arguments, **options, implementation=implementation, _interpret=True)
+            return sum(jnp.sum(pull * y) for pull, y in zip(pulls, results, strict=True))
+
+        return jax.value_and_grad(loss)(arguments)
+
+    def at(step):
+        return value_and_gradient(jax.tree.map(lambda x, d: x + step * d, point, way))
+
+    step = 1e-2
+    ahead, behind, gradient = at(step)[0], at(-step)[0], at(0.0)[1]
+    along = sum(jnp.sum(gradient[name] * way[name]) for name in shapes)
+    # Central differences err by step² of the third derivative.
+    np.testing.assert_allclose((ahead - behind) / (2 * step), along, rtol=2e-3)
+
+
+def test_chunks_of_the_reference_change_nothing():
+    query, key, value, bias = drawn((2, 37, 4, 16), (2, 37, 2, 16), (2, 37, 2, 8), (1, 4, 37, 37))
+
+    def results_and_gradients(query_chunk):
+        def loss(arrays):
+            *arrays, bias = arrays
+            options = dict(visible=both(causal(37), segments(20, 17)), bias=bias, return_log_sum_exp=True)
+            out, log_sum_exp = flash_attention(*arrays, **options, query_chunk=query_chunk)
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(log_sum_exp)), (out, log_sum_exp)
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))((query, key, value, bias))
+
+    chex.assert_trees_all_close(results_and_gradients(8), results_and_gradients(None), rtol=1e-5, atol=1e-6)
+
+
+def test_a_chunked_reference_holds_a_chunk():
+    """8192 queries and keys, 128 at a time: XLA's temporaries stay far from the 256 MiB of all scores."""
+    x = jax.ShapeDtypeStruct((1, 8192, 1, 64), jnp.float32)
+    attend = functools.partial(flash_attention, visible=causal(8192), query_chunk=128)
+    gradient = jax.jit(jax.grad(lambda arrays: jnp.sum(attend(*arrays))))
+    assert gradient.lower((x, x, x)).compile().memory_analysis().temp_size_in_bytes < 64 * 2**20
+
+
+@ELSEWHERE
+@pytest.mark.parametrize("chip", ["A100", "H200", "v5e", "v7x"])
+def test_kernels_hold_no_scores(chip):
+    """At 8192 the scores of one head take 128 MiB in bfloat16; forward and gradient together take less than 16."""
+    mesh = Mesh(np.array(targets.devices(Target.parse(CHIPS[chip]))[:1]), ("one",))
+    whole = NamedSharding(mesh, PartitionSpec())
+    query, key = (jax.ShapeDtypeStruct((1, 8192, heads, 64), jnp.bfloat16, sharding=whole) for heads in (2, 1))
+    ids = jax.ShapeDtypeStruct((1, 8192), jnp.int32, sharding=whole)
+
+    def loss(arrays, ids):
+        return jnp.sum(flash_attention(*arrays, visible=both(causal(8192), packed(ids))).astype(jnp.float32))
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(jax.grad(loss)).lower((query, key, key), ids).compile()
+    assert compiled.as_text().count("flash_attention_key_gradient")
+    assert compiled.memory_analysis().temp_size_in_bytes < 16 * 2**20
+
+
+def test_the_cost_is_of_what_is_seen():
+    """Where intervals are known while tracing: of numpy arrays."""
+    x = jax.ShapeDtypeStruct((2, 64, 4, 32), jnp.float32)
+    whole, half = (costs(x, x, x, visible=visible).forward.flops for visible in (None, causal(64)))
+    assert half / whole == (64 * 65 / 2) / 64**2
+    assert costs(x, x, x, visible=packed(jnp.zeros((2, 64), int))).forward.flops == whole
+    assert costs(x, x, x, visible=both(causal(64), segments(32, 32))).forward.flops == whole * (32 * 33) / 64**2
+
+
+# Batch over data, heads over tensor.
+HEADS, SINKS = P("data", None, "tensor"), P("tensor")
+
+
+@EACH
+def test_heads_and_batch_over_devices(implementation):
+    """Gradients with data × tensor = 2 × 2 are those of one device."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
+    arrays = drawn((2, 20, 4, 32), (2, 20, 2, 32), (2, 20, 2, 32), (4,))
+
+    def attend(query, key, value, sinks):
+        options = dict(visible=causal(20), implementation=implementation, _interpret=True)
+        return flash_attention(query, key, value, sinks=sinks, **options)
+
+    def gradient(attend):
+        return jax.jit(jax.grad(lambda arrays: jnp.sum(jnp.sin(attend(*arrays)))))(arrays)
+
+    # Interpreted kernels know of no other way than check_vma=False.
+    specs = dict(in_specs=(HEADS, HEADS, HEADS, SINKS), out_specs=HEADS, check_vma=False)
+    chex.assert_trees_all_close(
+        gradient(jax.shard_map(attend, mesh=mesh, **specs)), gradient(attend), rtol=1e-5, atol=1e-6
+    )
+
+
+@ELSEWHERE
+@pytest.mark.parametrize("chips, check_vma", [("h200-sxm:4", True), ("tpu-v5e:2x2", True), ("h200-sxm:4", False)])
+def test_devices_send_one_another_nothing_but_sums_for_the_sinks(chips, check_vma):
+    mesh = Mesh(np.array(targets.devices(Target.parse(chips))).reshape(2, 2), ("data", "tensor"))
+    query, key = (jax.ShapeDtypeStruct((2, 256, heads, 64), jnp.bfloat16) for heads in (4, 2))
+    sinks = jax.ShapeDtypeStruct((4,), jnp.float32)
+
+    def attend(query, key, value, sinks):
+        return flash_attention(query, key, value, sinks=sinks, visible=causal(256))
+
+    specs = (HEADS, HEADS, HEADS, SINKS)
+    through = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=HEADS, check_vma=check_vma)
+    gradient = jax.jit(
+        jax.grad(lambda arrays: jnp.sum(through(*arrays).astype(jnp.float32))),
+        in_shardings=(tuple(NamedSharding(mesh, spec) for spec in specs),),
+    )
+    with jax.set_mesh(mesh):
+        text = gradient.lower((query, key, key, sinks)).compile().as_text()
+    assert text.count("flash_attention_query_gradient")
+    assert re.findall(r" (all-[a-z]+|reduce-scatter|collective-permute)(?:-start)?\(", text) == ["all-reduce"]
+
+
+@pytest.mark.slow
+def test_the_tpu_kernels_race_with_nothing_and_read_what_was_written():
+    """On emulated TPU memory: races, reads out of bounds, and NaN where nothing was written."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    query, key, value, bias = drawn((1, 150, 2, 16), (1, 140, 1, 16), (1, 140, 1, 16), (1, 1, 1, 140))
+    how = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
+
+    def gradient(**how):
+        def loss(arrays):
+            out = flash_attention(*arrays, bias=bias, visible=window(150, 30, offset=-10), **how)
+            return jnp.sum(jnp.sin(out))
+
+        return jax.grad(loss)((query, key, value))
+
+    got = gradient(implementation="mosaic_tpu", _interpret=how)
+    assert not interpret_pallas_call.races.races_found
+    chex.assert_trees_all_close(got, gradient(implementation="reference"), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "device, name", [(H200, "triton"), (V5E, "mosaic_tpu")], ids=lambda x: getattr(x, "platform", x)
+)
+def test_chosen_by_chip_and_by_the_number_of_queries(device, name):
+    shape = (1, 128, 2, 64)
+    assert kernels(lambda x: flash_attention(x, x, x), device, shape=shape) == 1
+    assert kernels(lambda x: flash_attention(x, x, x, implementation=name), device, shape=shape) == 1
+    assert kernels(lambda x: flash_attention(x[:, :1], x, x), device, shape=shape) == 0
+    assert kernels(lambda x: flash_attention(x[:, :1], x, x, implementation=name), device, shape=shape) == 1
+    assert kernels(lambda x: flash_attention(x, x, x), device, shape=(1, 128, 2, 264)) == 0
+
+
+def _cudnn(**options):
+    return lambda x: flash_attention(x, x, x, implementation="cudnn", **options)
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        (
+            dict(visible=both(causal(64), segments(30, 34))),
+            "it serves all keys and, with as many keys as queries, causal",
+        ),
+        (dict(visible=window(64, 8)), "it serves all keys"),
+        (dict(soft_cap=30.0), "neither soft cap nor sinks"),
+        (dict(sinks=jnp.zeros(2)), "neither soft cap nor sinks"),
+        (dict(bias=jnp.zeros((1, 2, 1, 64))), "a bias for each of the 64 queries"),
+    ],
+    ids=["packed", "window", "cap", "sinks", "bias"],
+)
+def test_cudnn_is_refused_where_it_would_mean_something_else(options, reason):
+    with pytest.raises(NotImplementedError, match=f"flash_attention: cudnn cannot serve this call: .*{reason}"):
+        kernels(_cudnn(**options), H200, shape=(1, 64, 2, 64))
+
+
+@pytest.mark.parametrize("visible", [None, causal(20)], ids=["full", "causal"])
+def test_cudnn_is_asked_for_what_the_reference_gives(visible, monkeypatch):
+    """With XLA's implementation of the function that calls it, as cuDNN is not here."""
+    theirs = jax.nn.dot_product_attention
+    called = []
+    monkeypatch.setattr(
+        jax.nn,
+        "dot_product_attention",
+        lambda *arrays, implementation, **how: called.append(implementation) or theirs(*arrays, **how),
+    )
+    query, key, value, bias = drawn((2, 20, 4, 16), (2, 20, 2, 16), (2, 20, 2, 16), (1, 4, 20, 20))
+    operands = Operands(query, key, value, None, None, None, bias)
+    got = cudnn.flash_attention(operands, visible, 0.3, return_log_sum_exp=True)
+    wanted = flash_attention(query, key, value, visible=visible, bias=bias, scale=0.3, return_log_sum_exp=True)
+    chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=1e-5)
+    assert called == ["cudnn"]
+
+
+X = jnp.zeros((2, 20, 4, 32))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(key=X[..., :16]), r"key is \[2, 20, 4, 16\]; it must be \[2, S, K, 32\] for query \[2, 20, 4, 32\]"),
+        (dict(value=X[:, :5]), r"value is \[2, 5, 4, 32\]; it must be \[2, 20, 4, V\]"),
+        (dict(key=X[:, :, :3], value=X[:, :, :3]), "the number of query heads is 4; it must be a multiple of the 3"),
+        (dict(value=X.astype(jnp.bfloat16)), "value is bfloat16; it must be float32 like query"),
+        (dict(query=X[0]), r"query is \[20, 4, 32\]; it must be \[B, T, N, H\]"),
+        (dict(visible=causal(21)), r"visible's start is int32\[1, 21\]; it must be int32\[2, 20\] or int32\[1, 20\]"),
+        (dict(sinks=jnp.zeros(3)), r"sinks is \[3\]; it must be \[4\]"),
+        (dict(bias=jnp.zeros((20, 20))), r"bias is \[20, 20\]; it must be \[2 or 1, 4 or 1, 20 or 1, 20\]"),
+        (dict(soft_cap=0.0), "soft_cap is 0.0; it must be positive"),
+        (dict(query_chunk=0), "query_chunk is 0; it must be positive"),
+    ],
+)
+def test_operands_that_do_not_fit(arguments, message):
+    with pytest.raises(ValueError, match=f"flash_attention: {message}"):
+        flash_attention(**{"query": X, "key": X, "value": X} | arguments)

@@ -147,6 +147,12 @@ def is_parted(axis: str) -> bool:
     return not mesh.empty and any(mesh.shape[name] > 1 for name in _mesh_axes(axis))
 
 
+def divides(axis: str, size: int) -> bool:
+    """Whether the mesh around this parts a dimension of this size evenly."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.empty or size % math.prod(mesh.shape[name] for name in _mesh_axes(axis)) == 0
+
+
 def _mesh_axes(axis: str | None, table: Table = TABLE) -> tuple[str, ...]:
     """What the table says of a logical axis."""
     target = None if axis is None else table[axis]

@@ -8,11 +8,15 @@ from einops import rearrange
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlm.models import config
+from jaxlm.models import config, kernels
 from jaxlm.models.layers import linear, norm, product_in_float32, whole_sequence
 from jaxlm.models.parameters import Module, normal, param, zeros
 from jaxlm.models.positions import Rotation, Visible, rotate
-from jaxlm.sharding import constrain
+from jaxlm.sharding import constrain, divides, is_parted
+from kernels_pallas import flash_attention
+
+_HEADS = "batch", "sequence", "act_heads", "act_head_width"
+_KV_HEADS = "batch", "sequence", "act_kv_heads", "act_head_width"
 
 
 def dot_product_attention(
@@ -43,8 +47,21 @@ def dot_product_attention(
     return rearrange(mixed, "B K G T H -> B T (K G) H").astype(query_BTNH.dtype)
 
 
-_HEADS = "batch", "sequence", "act_heads", "act_head_width"
-_KV_HEADS = "batch", "sequence", "act_kv_heads", "act_head_width"
+def attend(
+    choice: config.Kernels, query_BTNH: jax.Array, key_BSKH: jax.Array, value_BSKH: jax.Array, visible: Visible
+) -> jax.Array:
+    """`dot_product_attention`, by the kernel that never holds its scores where kernels serve and each device has the
+    key/value heads that its query heads share."""
+    apart = is_parted("act_heads") and not divides("act_kv_heads", key_BSKH.shape[2])
+    if apart or not kernels.serve(choice):
+        return dot_product_attention(query_BTNH, key_BSKH, value_BSKH, visible)
+
+    def operation(query: jax.Array, key: jax.Array, value: jax.Array, *interval: jax.Array, **how: Any) -> jax.Array:
+        return flash_attention(query, key, value, visible=interval, **how)
+
+    rows = _HEADS[:2]
+    arrays = (query_BTNH, _HEADS), (key_BSKH, _KV_HEADS), (value_BSKH, _KV_HEADS)
+    return kernels.run(choice, operation, *arrays, (visible.start_BT, rows), (visible.end_BT, rows))
 
 
 class GroupedQueryAttention(Module):
@@ -87,7 +104,7 @@ class GroupedQueryAttention(Module):
         value_BSKH = checkpoint_name(constrain(value_BTKH, *_KV_HEADS), "value")
         if cache is not None:
             cache, key_BSKH, value_BSKH = cache.extend(key_BSKH, value_BSKH)
-        mixed_BTNH = dot_product_attention(query_BTNH, key_BSKH, value_BSKH, visible)
+        mixed_BTNH = attend(self.kernels, query_BTNH, key_BSKH, value_BSKH, visible)
         mixed_BTNH = checkpoint_name(constrain(mixed_BTNH, *_HEADS), "attention")
 
         output_BTD = linear(mixed_BTNH, self.output, self.output_bias)

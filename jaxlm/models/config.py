@@ -8,8 +8,8 @@ from jaxlm.schema import Section
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]
 
-# What norms, rotary positions and gated activations run as: the kernels of kernels_pallas wherever there is one for the
-# chip, or plain JAX everywhere.
+# What norms, rotary positions, attention, gated activations and the loss run as: the kernels of kernels_pallas wherever
+# there is one for the chip, or plain JAX everywhere.
 Kernels = Literal["auto", "reference"]
 
 # Activations of a layer that have a name, and what a layer keeps for its backward pass: everything,

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from elsewhere import ELSEWHERE
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
+from test_choice import H200, V5E, kernels
 
 from jaxlm.costs.hardware import Target
 from jaxlm.lowering import targets
@@ -30,8 +32,6 @@ from kernels_pallas.flash_attention import (
 )
 from kernels_pallas.flash_attention.cases import segments
 from kernels_pallas.flash_attention.operands import Operands
-from tests.kernels.elsewhere import ELSEWHERE
-from tests.kernels.test_choice import H200, V5E, kernels
 
 EACH = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 IDS = np.array([[3, 3, 3, 1, 1, -1, -1], [0, 0, 7, 7, 7, 7, 0]])

@@ -28,6 +28,12 @@ def interpreted(monkeypatch):
     return asked
 
 
+# Heads as wide as the kernel for attention takes.
+FAMILIES = {
+    name: {**family, "attention": {**family["attention"], "head_width": 16}} for name, family in tiny.FAMILIES.items()
+}
+
+
 @functools.cache
 def plain(family):
     return step(family, (1, 1, 1), kernels="reference")
@@ -37,7 +43,7 @@ def step(family, mesh, **model):
     """Loss, norm of the gradient and first moment, which is the gradient by a factor, of one step."""
     settings = tiny.training(microbatches=2 if mesh[0] > 1 else 1)
     (metrics,), state = tiny.run_steps(
-        tiny.model(tiny.FAMILIES[family], **model), settings, [tiny.batch()], sharding.make_mesh(*mesh)
+        tiny.model(FAMILIES[family], **model), settings, [tiny.batch()], sharding.make_mesh(*mesh)
     )
     return metrics["loss"], state.optimizer[1][0].mu
 
@@ -45,7 +51,8 @@ def step(family, mesh, **model):
 @pytest.mark.slow
 @pytest.mark.parametrize("family, mesh", [("qwen3", (1, 1, 1)), ("qwen3", (2, 2, 2)), ("gpt2", (1, 4, 2))], ids=str)
 def test_a_step_with_kernels_equals_one_without(family, mesh, interpreted):
-    """Qwen 3 has every kernel: norms of the stream and of heads, of which two are shared by four; rotary; gated."""
+    """Qwen 3 has every kernel: norms of the stream and of heads, of which two are shared by four; rotary; attention;
+    gated."""
     loss, gradients = step(family, mesh, kernels="auto")
     assert interpreted
     wanted_loss, wanted = plain(family)
@@ -55,16 +62,17 @@ def test_a_step_with_kernels_equals_one_without(family, mesh, interpreted):
 
 @pytest.mark.parametrize("chip", ["NVIDIA H200", "TPU v5 lite", "cpu"])
 def test_the_chip_and_the_switch_decide(chip):
-    """Qwen 3 has four norms, two rotations and a gate in its layer and one norm behind, each forward and backward."""
+    """Qwen 3 has four norms, two rotations and a gate in its layer and one norm behind, each forward and backward, and
+    attention, whose backward pass is two kernels."""
     device = AbstractDevice(chip, 1, {"N": "gpu", "T": "tpu"}.get(chip[0], "cpu"))
     mesh = AbstractMesh((1, 1, 1), sharding.MESH_AXES, (AxisType.Auto,) * 3, abstract_device=device)
 
     def kernels_of_a_step(**changes):
-        model = tiny.model(tiny.QWEN3, **changes)
+        model = tiny.model(FAMILIES["qwen3"], **changes)
         steps = make_steps(model, tiny.training(), tiny.optimization())
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32), tiny.batch())
         with jax.sharding.use_abstract_mesh(mesh):
             return str(jax.make_jaxpr(steps.train)(jax.eval_shape(steps.init), batch)).count("= pallas_call[")
 
     assert kernels_of_a_step(kernels="reference") == 0
-    assert kernels_of_a_step(kernels="auto") == (0 if chip == "cpu" else 2 * (7 + 1))
+    assert kernels_of_a_step(kernels="auto") == (0 if chip == "cpu" else 2 * (7 + 1) + 3)

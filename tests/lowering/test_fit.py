@@ -1,0 +1,61 @@
+"""Which variant of a step fits, by asking a compiler that is made up here; and what to turn where none does."""
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxlm.costs.hardware import Target
+from jaxlm.costs.memory import memory
+from jaxlm.costs.plan import plan
+from jaxlm.costs.search import variants
+from jaxlm.costs.workload import MeshShape, Workload
+from jaxlm.lowering.dials import dials
+from jaxlm.lowering.fit import fit
+from jaxlm.models.config import ModelConfig
+
+MODELS = Path(__file__).parents[2] / "configs/models"
+MODEL = ModelConfig(**tomllib.loads((MODELS / "llama3.1-8b.toml").read_text())["model"])
+WORK = Workload("train", MODEL, batch=32, sequence=4096, mesh=MeshShape(fsdp=8))
+TARGET = Target.parse("h200-sxm:8")
+
+
+@pytest.mark.parametrize("truth", [0.5, 0.8, 1.0, 1.3, 2.0])
+def test_the_fastest_that_fits_is_found_however_far_the_count_is_off(truth):
+    """The compiler needs so many times what is counted."""
+    capacity = TARGET.chip.device_capacity()
+    tried = []
+
+    def needed(work):
+        tried.append(work)
+        return int(truth * memory(work).total)
+
+    best, all_tried = fit(WORK, TARGET, needed, lambda line: None)
+    fitting = [w for w in variants(WORK) if truth * memory(w).total <= capacity]
+    assert best == min(fitting, key=lambda w: plan(w, TARGET).time.expected)
+    assert [t.work for t in all_tried] == tried and len(set(tried)) == len(tried) <= 6
+
+
+def test_none_fits():
+    best, tried = fit(WORK, TARGET, lambda work: 10**13, lambda line: None)
+    assert best is None and tried
+
+
+def test_a_single_dial_comes_before_several():
+    needed = plan(WORK, TARGET).memory.total
+    work = replace(WORK, batch=64)
+    said = dials(plan(work, TARGET), 3 * needed)
+    assert said and all(line.startswith(("training.", "2 times", "8 times")) for line in said)
+    single = [line for line in said if " and " not in line]
+    assert single in ([], said)
+
+
+def test_what_fits_after_turning_is_said_with_its_size():
+    planned = plan(WORK, TARGET)
+    for line in dials(planned, planned.memory.total):
+        assert float(line.rpartition("(")[2].removesuffix(" GiB)")) * 2**30 <= planned.capacity * 1.01
+
+
+def test_no_dial_is_invented():
+    assert dials(plan(WORK, TARGET), 10**16) == []

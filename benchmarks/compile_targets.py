@@ -50,6 +50,7 @@ def run(arguments: list[str]) -> dict:
     return {
         "exit_status": os.waitstatus_to_exitcode(status),
         "seconds": seconds,
+        "cpu_seconds": used.ru_utime + used.ru_stime,
         "host_memory_bytes": used.ru_maxrss * 1024,
         **{key: row[key] for key in kept if key in row},
         "largest": row.get("held_at_peak", [])[:3],

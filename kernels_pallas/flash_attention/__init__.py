@@ -128,7 +128,8 @@ def _backward(settings: Settings, saved: tuple, cotangents: tuple) -> tuple[Oper
     kernels = _KERNELS[settings.implementation]
     # Σ weights · their gradients per row, less the gradient of the row's sum: all that a score's gradient needs of
     # the other scores.
-    delta = jnp.einsum("BTNV,BTNV->BNT", out, d_out, preferred_element_type=jnp.float32) - d_log_sum_exp
+    products_BTNV = out.astype(jnp.float32) * d_out.astype(jnp.float32)
+    delta = jnp.swapaxes(jnp.sum(products_BTNV, axis=-1), 1, 2) - d_log_sum_exp
     # Any finite number stands for a row that sees nothing: exp2(−∞ − 0) is 0.
     sums = jnp.where(jnp.isfinite(log_sum_exp), log_sum_exp, 0.0)
     arguments = settings, operands, sums * LOG2_E, delta, d_out

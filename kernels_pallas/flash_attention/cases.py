@@ -72,6 +72,8 @@ _GRID = tuple(
     for length in (512, 1024, 2048, 4096, 8192, 16_384)
 )
 
+_SMALL = _case("small", queries=64, options={"visible": causal(64)}, uses={"bench"})
+
 
 def _at_8k(name: str, queries: int = 8192, uses=frozenset({"compile", "bench"}), **more) -> Case:
     """Llama 3's heads, unless told otherwise; masks are causal besides what they are told."""
@@ -112,6 +114,7 @@ CASES = (
     _case("rows that see nothing", queries=90, heads=2, options={"visible": _scattered, "return_log_sum_exp": True}),
     _case("nothing at all", queries=20, options={"visible": Visible(*np.full((2, 1, 20), 5, np.int32))}),
     _case("no key", queries=20, keys=0),
+    _SMALL,
     *_GRID,
     _at_8k("32/8 causal 8192 × 128"),
     _at_8k("latent causal 8192 × 192/128", heads=16, width=(192, 128)),

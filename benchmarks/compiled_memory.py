@@ -1,19 +1,23 @@
 """The question: how far is the memory that is counted from what XLA's compilers plan, for chips that are not here?
 
-    python benchmarks/compiled_memory.py [--only TEXT] [--anew] [--explain]
+    python benchmarks/compiled_memory.py [--only TEXT] [--anew] [--jobs N]
+    python benchmarks/compiled_memory.py --explain TEXT
 
-Compiles each case in a process of its own and adds it to `results/compiled/memory.json`; those that are there, of the
-same versions, are left. Then writes the table of docs/memory.md. `--explain` says what XLA holds at the peak of the
-cases that `--only` chooses, and writes nothing.
+Compiles each case in a process of its own and adds it to `results/compiled/memory.json`, where those that are there
+are left unless `--anew`, and writes the tables of docs/memory.md. `--only` takes the cases whose names hold a text.
+`--explain` says what XLA holds at the peak of such cases, and writes nothing.
 """
 
 import argparse
 import json
+import os
+import re
 import statistics
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -21,17 +25,17 @@ from typing import Any
 
 import results
 
+from jaxlm import accelerators
 from jaxlm import config as configuration
 from jaxlm.config import Experiment
 from jaxlm.costs.hardware import Target
-from jaxlm.costs.memory import memory
-from jaxlm.costs.workload import Kind, MeshShape, Workload
+from jaxlm.costs.memory import Memory, memory
+from jaxlm.costs.workload import Kind, MeshShape
 
 ROOT = Path(__file__).parents[1]
 FILE = results.FOLDER / "compiled" / "memory.json"
 PAGE = ROOT / "docs" / "memory.md"
-_COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt")
-_BEGIN, _END = "<!-- written by benchmarks/compiled_memory.py -->\n", "<!-- end -->\n"
+_MARK = "<!-- behind this: written by benchmarks/compiled_memory.py -->\n"
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,10 @@ class Case:
         sizes = f"training.batch={self.batch}", f"training.sequence={self.sequence}"
         return configuration.load(ROOT / "configs" / "models" / f"{self.model}.toml", [*sizes, *self.overrides])
 
-    def work(self) -> Workload:
-        return configuration.workload(self.load(), tuple(self.mesh.axes().values()), self.kind)
+    def counted(self) -> Memory:
+        """What the closed form says of one device."""
+        work = configuration.workload(self.load(), tuple(self.mesh.axes().values()), self.kind)
+        return memory(work, Target.parse(self.on).chip.kind)
 
 
 def _cases() -> Iterator[Case]:
@@ -101,7 +107,7 @@ def _cases() -> Iterator[Case]:
     yield Case("train", gpt2, "tpu-v5p:2x2x1", 16, 1024, fsdp(4))
     yield Case("train", gpt2, "tpu-v6e:2x2", 16, 1024, MeshShape(4, 1, 1), (full,))
     yield Case("train", qwen, "tpu-v6e:2x4", 8, 2048, MeshShape(2, 2, 2), (less,))
-    yield Case("train", qwen, "tpu-v6e:1x1", 8, 2048, overrides=(full, parts))
+    yield Case("train", qwen, "tpu-v6e:2x2", 32, 2048, MeshShape(4, 1, 1), (full, parts))
 
     yield Case("prefill", llama, "h200-sxm", 4, 4096)
     yield Case("prefill", llama, "h100-sxm5:8", 8, 4096, tensor(1, 8))
@@ -117,3 +123,66 @@ def _cases() -> Iterator[Case]:
 
 
 CASES = {str(case): case for case in _cases()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="TEXT")
+    parser.add_argument("--anew", action="store_true", help="compile what is in the file again")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="compile so many cases at once")
+    parser.add_argument("--explain", metavar="TEXT", help="list what is held at the peak of these cases")
+    parser.add_argument("--worker", choices=CASES, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        return print(json.dumps(compiled(CASES[arguments.worker])))
+    if arguments.explain:
+        for case in CASES.values():
+            if arguments.explain in str(case):
+                explain(case)
+        return None
+    rows = json.loads(FILE.read_text())["cases"] if FILE.exists() else {}
+    rows = {name: row for name, row in rows.items() if name in CASES}
+    wanted = [name for name in CASES if arguments.only in name and (arguments.anew or name not in rows)]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for done in as_completed(waiting := {pool.submit(_in_a_process, name): name for name in wanted}):
+            rows[waiting[done]] = row = done.result()
+            print(f"{waiting[done]}: {sum(row.values()) / 1e9:.2f} GB compiled", flush=True)
+            write(rows)
+    write(rows)
+    PAGE.write_text(page(PAGE.read_text(), rows))
+    return None
+
+
+def write(rows: dict[str, Any]) -> None:
+    """All that is compiled so far, with what is counted of it: an interrupted run goes on there."""
+    ordered = {name: {**rows[name], "counted": CASES[name].counted()._asdict()} for name in CASES if name in rows}
+    results.write("memory", "compiled", {"cases": ordered})
+
+
+def _in_a_process(name: str) -> dict[str, int]:
+    """Its memory goes with it."""
+    ran = subprocess.run([sys.executable, __file__, "--worker", name], capture_output=True, text=True)
+    if ran.returncode:
+        raise SystemExit(f"{name}: {ran.stderr.strip().splitlines()[-1]}")
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def compile(case: Case) -> "jax.stages.Compiled":
+    """The case's step as XLA compiles it."""
+    from jaxlm import sharding
+    from jaxlm.lowering import programs, targets
+
+    accelerators.choose()
+    devices = targets.devices(Target.parse(case.on))
+    mesh = sharding.make_mesh(*case.mesh.axes().values(), devices=devices)
+    return programs.lower(case.load(), case.kind, mesh).compile()
+
+
+def compiled(case: Case) -> dict[str, int]:
+    """Bytes on one device: of arguments, of outputs that take no argument's place, and of temporaries. Those of a TPU
+    are what is held at the peak; those of a GPU the one block that is asked for."""
+    said = compile(case).memory_analysis()
+    arguments, outputs = said.argument_size_in_bytes, said.output_size_in_bytes - said.alias_size_in_bytes
+    at_peak = said.peak_memory_in_bytes - arguments - outputs
+    temporaries = at_peak if Target.parse(case.on).chip.kind == "tpu" else said.temp_size_in_bytes
+    return {"arguments": arguments, "outputs": outputs, "temporaries": temporaries}

@@ -7,7 +7,7 @@ against each other.
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxlm.costs import operations
 from jaxlm.costs.workload import Workload
@@ -35,9 +35,11 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-def memory(work: Workload) -> Memory:
-    """Of a step of this workload on one device of its mesh."""
-    phases = _training(work) if work.kind == "train" else _inference(work)
+def memory(work: Workload, kind: str = "gpu") -> Memory:
+    """Of a step of this workload on one device of its mesh, on a chip of this kind (`Chip.kind`): "tpu", or any other,
+    for which XLA is taken to compile as for a GPU."""
+    fused = kind == "tpu"
+    phases = _training(work, fused) if work.kind == "train" else _inference(work, fused)
     return max(phases, key=lambda phase: phase.total)
 
 
@@ -58,12 +60,12 @@ def kept(work: Workload) -> int:
     part, width = _parts(work), work.width_bytes
     if work.remat == "none":
         return work.model.layers * (_wide(work) + part.scores * (4 + width))
+    named = _named(part) if work.model.feed_forward.gated else {**_named(part), "gate": 0}
     names = () if work.remat == "full" else work.remat
-    named = _named(part)
-    return work.model.layers * width * (part.stream + sum(named[name] for name in names if name in named))
+    return work.model.layers * width * (part.stream + sum(named[name] for name in names))
 
 
-def _training(work: Workload) -> Iterator[Memory]:
+def _training(work: Workload, fused: bool) -> Iterator[Memory]:
     """The end of the forward pass, the loss, the first backward pass of a layer, and the update."""
     leaves = operations.parameters(work.model)
     stored = {path: work.stored(d.axes, d.shape) for path, d in leaves.items()}
@@ -74,21 +76,21 @@ def _training(work: Workload) -> Iterator[Memory]:
     state = 4 * sum(operations.state_numbers(work, d) for d in leaves.values()) + (4 * total if work.average else 0)
     logits, saved = part.tokens * work.local("act_vocab", work.model.vocabulary), kept(work)
 
-    yield Memory(held + whole.layer, sums, state, saved + _forward(work), 0, 0)
+    yield Memory(held + whole.layer, sums, state, saved + _forward(work, fused), 0, 0)
     yield Memory(held + whole.table, sums, state, saved, logits * (4 + width), 0)
     made = sums + width * of_layers
     # That of the unembedding is made from the gradient of the logits, which waits until the layers are done.
-    yield Memory(held + whole.attention, made + whole.hidden, state, saved + _backward(work), logits * width, 0)
+    yield Memory(held + whole.attention, made + whole.hidden, state, saved + _backward(work, fused), logits * width, 0)
     yield Memory(4 * total, sums or 4 * total, state, 0, 0, 0)
 
 
-def _inference(work: Workload) -> Iterator[Memory]:
+def _inference(work: Workload, fused: bool) -> Iterator[Memory]:
     """A layer, and the unembedding of the last tokens."""
     leaves, whole = operations.parameters(work.model).values(), _gathered(work)
     held, cache = work.width_bytes * sum(work.stored(d.axes, d.shape) for d in leaves), kv_cache(work)
     logits = 4 * work.rows() * work.local("act_vocab", work.model.vocabulary)
     read = work.width_bytes * _keys(work)  # the keys, then the values, of the layer
-    yield Memory(held + whole.layer, 0, 0, _forward(work) + read, 0, cache)
+    yield Memory(held + whole.layer, 0, 0, _forward(work, fused) + read, 0, cache)
     yield Memory(held + whole.table, 0, 0, 0, logits, cache)
 
 
@@ -103,7 +105,6 @@ class _Parts(NamedTuple):
     kv_heads: int
     hidden: int
     scores: int
-    gated: bool
 
 
 def _parts(work: Workload) -> _Parts:
@@ -118,46 +119,53 @@ def _parts(work: Workload) -> _Parts:
         kv_heads=tokens * work.local("act_kv_heads", attention.kv_heads) * width,
         hidden=tokens * work.local("act_ff", model.feed_forward.hidden),
         scores=tokens * heads * work.sequence,
-        gated=model.feed_forward.gated,
     )
 
 
 def _named(part: _Parts) -> dict[str, int]:
     """Numbers of each activation of a layer that has a name."""
     sizes = {"query": part.heads, "key": part.kv_heads, "value": part.kv_heads, "attention": part.heads}
-    return {**sizes, "up": part.hidden, **({"gate": part.hidden} if part.gated else {})}
+    return {**sizes, "up": part.hidden, "gate": part.hidden}
 
 
 def _wide(work: Workload) -> int:
     """Bytes that the backward pass of a layer reads, but for scores: of norms their float32 insides and their results,
-    of attention its operands and its float32 result, of the hidden layer each step of the activation."""
+    of attention its operands and its result, also in float32, of the hidden layer each step of the activation."""
     part, width = _parts(work), work.width_bytes
-    hidden = 6 if part.gated else 5
-    narrow = 2 * part.whole + 2 * part.heads + 2 * part.kv_heads + hidden * part.hidden
+    narrow = 2 * part.whole + 2 * part.heads + 2 * part.kv_heads + 6 * part.hidden
     return width * narrow + 4 * (6 * part.stream + part.heads)
 
 
-def _forward(work: Workload) -> int:
-    """Bytes of a layer's forward pass where it is largest, in the softmax: scores and their exponentials in float32,
-    which become weights in the dtype. To keep them for the backward pass XLA makes the least number and the mask, which
-    select of them, arrays of their size."""
-    part, width = _parts(work), work.width_bytes
-    around = 2 * width * (part.stream + part.heads + part.kv_heads)
-    if work.kind == "train" and work.remat == "none":
-        return part.scores * (4 + 4 + 4 + 1) + around
-    return part.scores * (4 + width) + 4 * part.heads
+def _scores(work: Workload, phase: Literal["forward", "backward"], fused: bool) -> int:
+    """Bytes of attention's scores that a layer works with at once, beside those that are kept. XLA for a TPU makes
+    weights of float32 scores within the product that reads them, and the mask an array of their size; for a GPU it
+    makes weights an array in the dtype, and to keep what it makes also exponentials and the mask's values."""
+    part, width, keeps = _parts(work), work.width_bytes, work.kind == "train" and work.remat == "none"
+    if phase == "backward":
+        return part.scores * (width + 4 + (0 if fused or keeps else width))  # a gradient, scores and weights
+    if fused:
+        return part.scores * (4 + 1)
+    return part.scores * (4 + 4 + 4 + 1 if keeps else 4 + width)
 
 
-def _backward(work: Workload) -> int:
-    """Bytes of a layer's backward pass where it is largest, in the softmax: float32 scores, weights and the gradient
-    of these in the dtype; the stream's gradient and its norm in float32, attention's operands; and what the gradients of
-    the hidden layer's matrices are yet to be made of."""
+def _forward(work: Workload, fused: bool) -> int:
+    """Bytes of a layer's forward pass where it is largest, in the softmax."""
     part, width = _parts(work), work.width_bytes
-    around = width * (4 * part.stream + 2 * part.whole + 4 * part.heads + 2 * part.kv_heads)
-    around += 4 * (2 * part.stream + part.heads) + width * (3 if part.gated else 2) * part.hidden
-    if work.remat == "none":
-        return part.scores * (4 + width) + around
-    return part.scores * (4 + 2 * width) + around
+    around = width * part.stream + (0 if fused else 4 * part.heads)
+    return _scores(work, "forward", fused) + around
+
+
+def _backward(work: Workload, fused: bool) -> int:
+    """Bytes of a layer's backward pass where it is largest, in the softmax: attention's operands and the stream with
+    its gradient, of which a GPU has float32 copies, and what the gradients of the hidden layer's matrices are yet to be
+    made of."""
+    part, width, acts = _parts(work), work.width_bytes, 3 if work.model.feed_forward.gated else 2
+    if fused:
+        around = width * (2 * part.stream + 3 * part.heads + 2 * part.kv_heads + 2 * part.hidden)
+    else:
+        around = width * (4 * part.stream + 2 * part.whole + 4 * part.heads + 2 * part.kv_heads + acts * part.hidden)
+        around += 4 * (2 * part.stream + part.heads)
+    return _scores(work, "backward", fused) + around
 
 
 def _keys(work: Workload) -> int:
@@ -168,8 +176,8 @@ def _keys(work: Workload) -> int:
 
 
 class _Gathered(NamedTuple):
-    """Bytes of matrices that are whole along `fsdp` while they are used: those of a layer, those of its attention and
-    of the hidden layer's inputs alone, and the larger table."""
+    """Bytes of matrices that are whole along `fsdp` while they are used: those of a layer, of its attention and of its
+    hidden layer's inputs alone, and the larger table."""
 
     layer: int
     attention: int

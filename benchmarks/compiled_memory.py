@@ -10,8 +10,6 @@ are left unless `--anew`, and writes the tables of docs/memory.md. `--only` take
 
 import argparse
 import json
-import os
-import re
 import statistics
 import subprocess
 import sys
@@ -19,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -146,17 +143,17 @@ def main() -> None:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for done in as_completed(waiting := {pool.submit(_in_a_process, name): name for name in wanted}):
             rows[waiting[done]] = row = done.result()
-            print(f"{waiting[done]}: {sum(row.values()) / 1e9:.2f} GB compiled", flush=True)
+            print(f"{waiting[done]}: {_total(row) / 1e9:.2f} GB compiled", flush=True)
             write(rows)
-    write(rows)
-    PAGE.write_text(page(PAGE.read_text(), rows))
+    PAGE.write_text(page(PAGE.read_text(), write(rows)))
     return None
 
 
-def write(rows: dict[str, Any]) -> None:
+def write(rows: dict[str, Any]) -> dict[str, Any]:
     """All that is compiled so far, with what is counted of it: an interrupted run goes on there."""
     ordered = {name: {**rows[name], "counted": CASES[name].counted()._asdict()} for name in CASES if name in rows}
     results.write("memory", "compiled", {"cases": ordered})
+    return ordered
 
 
 def _in_a_process(name: str) -> dict[str, int]:
@@ -175,7 +172,7 @@ def compile(case: Case) -> "jax.stages.Compiled":
     accelerators.choose()
     devices = targets.devices(Target.parse(case.on))
     mesh = sharding.make_mesh(*case.mesh.axes().values(), devices=devices)
-    return programs.lower(case.load(), case.kind, mesh).compile()
+    return programs.step(case.load(), case.kind, mesh).lower().compile()
 
 
 def compiled(case: Case) -> dict[str, int]:
@@ -186,3 +183,51 @@ def compiled(case: Case) -> dict[str, int]:
     at_peak = said.peak_memory_in_bytes - arguments - outputs
     temporaries = at_peak if Target.parse(case.on).chip.kind == "tpu" else said.temp_size_in_bytes
     return {"arguments": arguments, "outputs": outputs, "temporaries": temporaries}
+
+
+def explain(case: Case) -> None:
+    """Print what is held at the peak: counted, and the buffers of XLA's program, those alike together."""
+    from jaxlm.lowering import buffers, hlo, kernels
+
+    program = hlo.parse(compile(case).as_text())
+    held = buffers.peak(program)
+    print(f"{case}: counted {_parts(case.counted())}; temporaries {held.bytes / 1e9:.2f} GB")
+    kinds: Counter[tuple[str, str, str]] = Counter()
+    for buffer in held.buffers:
+        kinds[str(buffer.array), kernels.scope(buffer.maker.op_name), program.source(buffer.maker)] += buffer.bytes
+    for (array, scope, source), size in kinds.most_common(30):
+        print(f"  {size / 1e9:8.3f} GB  {array}  {scope}  {source}")
+
+
+def _parts(held: Memory) -> str:
+    return ", ".join(f"{name} {size / 1e9:.2f}" for name, size in held._asdict().items() if size)
+
+
+def page(text: str, rows: dict[str, Any]) -> str:
+    """The page with its tables as these rows give them."""
+    said, mark, _ = text.partition(_MARK)
+    errors = {name: sum(row["counted"].values()) / _total(row) - 1 for name, row in rows.items()}
+    sizes = [abs(error) for error in errors.values()]
+    near, far = (sum(size <= limit for size in sizes) for limit in (0.05, 0.15))
+    lines = [
+        f"{len(rows)} cases: median error {statistics.median(sizes):.1%}, worst {max(sizes):.1%}; {near} within 5 %, "
+        f"{far} within 15 %.",
+        "",
+    ]
+    for kind in ("train", "prefill", "decode"):
+        lines += [f"### {kind}", "", "| case | counted, GB | compiled, GB | error |", "| --- | --- | --- | --- |"]
+        for name, row in rows.items():
+            if CASES[name].kind == kind:
+                counted = sum(row["counted"].values()) / 1e9
+                name_ = name.replace(f", {kind}", "")
+                lines.append(f"| {name_} | {counted:.2f} | {_total(row) / 1e9:.2f} | {errors[name]:+.1%} |")
+        lines.append("")
+    return said + mark + "\n" + "\n".join(lines)
+
+
+def _total(row: dict[str, int]) -> int:
+    return row["arguments"] + row["outputs"] + row["temporaries"]
+
+
+if __name__ == "__main__":
+    main()

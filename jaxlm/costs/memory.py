@@ -65,23 +65,36 @@ def kept(work: Workload) -> int:
     return work.model.layers * width * (part.stream + sum(named[name] for name in names))
 
 
+def trained(work: Workload) -> Memory:
+    """What training has of each parameter: master and working copy, gradient and optimizer state. Gradients of the
+    tables and the working copy of the layers are never there at once."""
+    leaves = operations.parameters(work.model).values()
+    total = sum(work.stored(d.axes, d.shape) for d in leaves)
+    working = total * work.width_bytes if work.dtype != "float32" else 0
+    state = 4 * sum(operations.state_numbers(work, d) for d in leaves) + (4 * total if work.average else 0)
+    return Memory(4 * total + working, total * work.width_bytes + _sums(work, total), state, 0, 0, 0)
+
+
+def _sums(work: Workload, numbers: int) -> int:
+    """Bytes of gradients added over microbatches."""
+    return 4 * numbers if work.microbatches > 1 else 0
+
+
 def _training(work: Workload, fused: bool) -> Iterator[Memory]:
     """The end of the forward pass, the loss, the first backward pass of a layer, and the update."""
-    leaves = operations.parameters(work.model)
-    stored = {path: work.stored(d.axes, d.shape) for path, d in leaves.items()}
-    total, width, part, whole = sum(stored.values()), work.width_bytes, _parts(work), _gathered(work)
+    stored = {path: work.stored(d.axes, d.shape) for path, d in operations.parameters(work.model).items()}
     of_layers = sum(numbers for path, numbers in stored.items() if path.startswith("layers/"))
-    held = 4 * total + (total * width if work.dtype != "float32" else 0)
-    sums = 4 * total if work.microbatches > 1 else 0
-    state = 4 * sum(operations.state_numbers(work, d) for d in leaves.values()) + (4 * total if work.average else 0)
-    logits, saved = part.tokens * work.local("act_vocab", work.model.vocabulary), kept(work)
+    total, width, part, whole = sum(stored.values()), work.width_bytes, _parts(work), _gathered(work)
+    held, sums, saved = trained(work), _sums(work, total), kept(work)
+    logits, state = part.tokens * work.local("act_vocab", work.model.vocabulary), held.optimizer
 
-    yield Memory(held + whole.layer, sums, state, saved + _forward(work, fused), 0, 0)
-    yield Memory(held + whole.table, sums, state, saved, logits * (4 + width), 0)
-    made = sums + width * of_layers
+    yield Memory(held.parameters + whole.layer, sums, state, saved + _forward(work, fused), 0, 0)
+    yield Memory(held.parameters + whole.table, sums, state, saved, logits * (4 + width), 0)
+    made = sums + width * of_layers + whole.hidden
     # That of the unembedding is made from the gradient of the logits, which waits until the layers are done.
-    yield Memory(held + whole.attention, made + whole.hidden, state, saved + _backward(work, fused), logits * width, 0)
-    yield Memory(4 * total, sums or 4 * total, state, 0, 0, 0)
+    backward = saved + _backward(work, fused)
+    yield Memory(held.parameters + whole.attention, made, state, backward, logits * width, 0)
+    yield Memory(4 * total, sums or width * total, state, 0, 0, 0)
 
 
 def _inference(work: Workload, fused: bool) -> Iterator[Memory]:

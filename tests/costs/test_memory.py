@@ -37,13 +37,12 @@ def test_the_closed_form_gives_what_the_file_says(compiled_memory):
         assert compiled_memory.CASES[name].counted()._asdict() == row["counted"], name
 
 
-# Each compiles in a few seconds, and its peak is another phase's: a layer's backward pass, the end of the forward pass,
-# the loss. 15 % is what the table aims at; they are within 5 % of it but for the schedule of small arrays.
-SMALL = {
-    "gpt2-355m, train, a100-sxm4-80g, one device, 16 × 1024, remat=full, microbatches=4": 0.05,
-    "gpt2-355m, prefill, a100-sxm4-80g, one device, 16 × 1024": 0.05,
-    "gpt2-355m, train, tpu-v6e:2x2, data 4, 16 × 1024, remat=full": 0.15,
-}
+# On a GPU and on a TPU, with the peak in training and without it. The table of docs/memory.md aims at 5 %.
+SMALL = (
+    "gpt2-355m, train, a100-sxm4-80g, one device, 16 × 1024, remat=full, microbatches=4",
+    "gpt2-355m, prefill, a100-sxm4-80g, one device, 16 × 1024",
+    "llama3.1-8b, prefill, tpu-v5e:2x4, tensor 8, 4 × 4096",
+)
 
 
 @pytest.mark.slow
@@ -52,11 +51,11 @@ SMALL = {
 )
 @pytest.mark.parametrize("name", SMALL)
 def test_what_compilers_say_here_is_near_what_is_counted(name, compiled_memory):
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}  # that of the tests is slower
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}  # the tests' own, for CPUs
     command = [sys.executable, str(BENCHMARK), "--worker", name]
     said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     compiled = sum(json.loads(said.stdout.splitlines()[-1]).values())
-    assert compiled_memory.CASES[name].counted().total == pytest.approx(compiled, rel=SMALL[name])
+    assert compiled_memory.CASES[name].counted().total == pytest.approx(compiled, rel=0.05)
 
 
 @pytest.mark.parametrize("chip", ["gpu", "tpu"])

@@ -91,9 +91,10 @@ def _training(work: Workload, fused: bool) -> Iterator[Memory]:
     yield Memory(held.parameters + whole.layer, sums, state, saved + _forward(work, fused), 0, 0)
     yield Memory(held.parameters + whole.table, sums, state, saved, logits * (4 + width), 0)
     made = sums + width * of_layers + whole.hidden
-    # That of the unembedding is made from the gradient of the logits, which waits until the layers are done.
-    backward = saved + _backward(work, fused)
-    yield Memory(held.parameters + whole.attention, made, state, backward, logits * width, 0)
+    # That of the unembedding is made from the gradient of the logits, which waits until the layers are done if it is a
+    # narrow copy.
+    waits = logits * width if work.dtype != "float32" else 0
+    yield Memory(held.parameters + whole.attention, made, state, saved + _backward(work, fused), waits, 0)
     yield Memory(4 * total, sums or width * total, state, 0, 0, 0)
 
 
@@ -155,7 +156,8 @@ def _scores(work: Workload, phase: Literal["forward", "backward"], fused: bool) 
     makes weights an array in the dtype, and to keep what it makes also exponentials and the mask's values."""
     part, width, keeps = _parts(work), work.width_bytes, work.kind == "train" and work.remat == "none"
     if phase == "backward":
-        return part.scores * (width + 4 + (0 if fused or keeps else width))  # a gradient, scores and weights
+        copied = not (fused or keeps or work.dtype == "float32")
+        return part.scores * (width + 4 + (width if copied else 0))  # a gradient, scores, and weights beside them
     if fused:
         return part.scores * (4 + 1)
     return part.scores * (4 + 4 + 4 + 1 if keeps else 4 + width)

@@ -20,6 +20,7 @@ _PACKAGES = (
     "jax-cuda12-plugin",
     "jax-cuda13-plugin",
     "libtpu",
+    "libtpu",
     "flax",
     "optax",
     "torch",

@@ -89,20 +89,19 @@ def mfu(setting: Setting, seconds: float) -> float:
 @_figure
 def checkpoint_bytes(setting: Setting) -> float:
     """Float32 parameters and optimizer state."""
-    return 4 * plan.parameters(setting.work)["total"] + memory.memory(setting.work).optimizer
+    return 4 * plan.parameters(setting.work)["total"] + memory.trained(setting.work).optimizer
 
 
 @_figure
 def held_bytes(setting: Setting) -> float:
     """Parameters, gradients and optimizer state."""
-    held = memory.memory(setting.work)
-    return held.parameters + held.gradients + held.optimizer
+    return memory.trained(setting.work).total
 
 
 @_figure
 def memory_bytes(setting: Setting) -> float:
     """All of it, at the peak of a step."""
-    return memory.memory(setting.work).total
+    return memory.memory(setting.work, setting.target.chip.kind if setting.target else "gpu").total
 
 
 @_figure

@@ -157,7 +157,7 @@ def plan(work: Workload, target: Target) -> Plan:
         )
     if work.sequence > work.model.context:
         raise InputError(f"a sequence of {work.sequence} is longer than model.context = {work.model.context}")
-    return Plan(work, target, flops(work), memory(work), time(work, target))
+    return Plan(work, target, flops(work), memory(work, target.chip.kind), time(work, target))
 
 
 def time(work: Workload, target: Target) -> Time:

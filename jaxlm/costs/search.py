@@ -26,7 +26,7 @@ def search(work: Workload, target: Target) -> list[Plan]:
     found = []
     for mesh in meshes(work, target.devices):
         for candidate in variants(replace(work, mesh=mesh)):
-            if memory(candidate).total <= target.chip.device_capacity():
+            if memory(candidate, target.chip.kind).total <= target.chip.device_capacity():
                 found.append(plan(candidate, target))
     return sorted(found, key=lambda p: p.time.expected)
 

@@ -54,7 +54,7 @@ def counted(work: Workload, mesh: Mesh) -> Counted:
         seconds = target and time(work, target)
     except InputError:  # emulated devices have no links, and some chips no published rate
         seconds = None
-    return Counted(work, flops(work), memory(work), target, seconds)
+    return Counted(work, flops(work), memory(work, device.platform), target, seconds)
 
 
 def ladder(before: Counted, metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:

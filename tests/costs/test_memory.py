@@ -1,0 +1,84 @@
+"""Memory in closed form against XLA's: as it was compiled for the table of docs/memory.md, and compiled here."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+
+from jaxlm.costs.memory import memory
+from jaxlm.costs.workload import MeshShape, Workload
+
+ROOT = Path(__file__).parents[2]
+BENCHMARK = ROOT / "benchmarks" / "compiled_memory.py"
+ROWS = json.loads((ROOT / "benchmarks" / "results" / "compiled" / "memory.json").read_text())["cases"]
+
+
+@pytest.fixture
+def compiled_memory(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARK.parent))
+    import compiled_memory
+
+    return compiled_memory
+
+
+def test_the_table_is_what_the_file_says(compiled_memory):
+    text = compiled_memory.PAGE.read_text()
+    assert compiled_memory.page(text, ROWS) == text
+
+
+def test_the_closed_form_gives_what_the_file_says(compiled_memory):
+    for name, row in ROWS.items():
+        assert compiled_memory.CASES[name].counted()._asdict() == row["counted"], name
+
+
+# On a GPU and on a TPU, with the peak in training and without it. The table of docs/memory.md aims at 5 %.
+SMALL = (
+    "gpt2-355m, train, a100-sxm4-80g, one device, 16 × 1024, remat=full, microbatches=4",
+    "gpt2-355m, prefill, a100-sxm4-80g, one device, 16 × 1024",
+    "llama3.1-8b, prefill, tpu-v5e:2x4, tensor 8, 4 × 4096",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="the compilers are for Linux on x86-64"
+)
+@pytest.mark.parametrize("name", SMALL)
+def test_what_compilers_say_here_is_near_what_is_counted(name, compiled_memory):
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}  # the tests' own, for CPUs
+    command = [sys.executable, str(BENCHMARK), "--worker", name]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    compiled = sum(json.loads(said.stdout.splitlines()[-1]).values())
+    assert compiled_memory.CASES[name].counted().total == pytest.approx(compiled, rel=0.05)
+
+
+@pytest.mark.parametrize("chip", ["gpu", "tpu"])
+@pytest.mark.parametrize("kind", ["train", "prefill", "decode"])
+def test_less_of_anything_never_takes_more(kind, chip):
+    base = Workload(kind, tiny.model(), 16, 32, mesh=MeshShape(1, 2, 2))
+    whole = memory(base, chip).total
+    for change in ({"batch": 8}, {"sequence": 16}, {"model": tiny.model(layers=1)}, {"mesh": MeshShape(2, 4, 2)}):
+        assert memory(replace(base, **change), chip).total < whole
+    if kind == "train":
+        for change in ({"remat": ("query",)}, {"remat": "full"}, {"optimizer": "sgd"}):
+            assert memory(replace(base, **change), chip).total < whole
+        assert memory(replace(base, average=True), chip).total > whole
+
+
+def test_the_peak_moves_with_what_is_large():
+    """Long rows fill it with scores, a large vocabulary with logits, keeping everything with what layers keep."""
+    base = Workload("train", tiny.model(), 16, 32, remat="full")
+
+    def largest(work):
+        held = memory(work)._asdict()
+        return max(held, key=held.get)
+
+    assert largest(replace(base, model=tiny.model(vocabulary=100_000), batch=1024)) == "logits"
+    assert largest(replace(base, sequence=4096)) == "activations"
+    assert largest(replace(base, batch=1, sequence=1)) == "optimizer"

@@ -14,7 +14,8 @@ _SHOWN = 4
 def dials(plan: Plan, needed: int) -> list[str]:
     """What would make a step fit which needs this many bytes on a device, with what it would need then: as much less
     as counting says. Single dials where one is enough, else two or three together; none where these do not suffice."""
-    now = memory(plan.work).total
+    kind = plan.target.chip.kind
+    now = memory(plan.work, kind).total
     for together in (1, 2, 3):
         found = []
         for turned in itertools.combinations(_DIALS, together):
@@ -26,7 +27,7 @@ def dials(plan: Plan, needed: int) -> list[str]:
                 said.append(after[0])
                 work = after[1]
             else:
-                size = round(needed * memory(work).total / now)
+                size = round(needed * memory(work, kind).total / now)
                 if size <= plan.capacity:
                     found.append(f"{' and '.join(said)} ({size / 2**30:.1f} GiB)")
         if found:

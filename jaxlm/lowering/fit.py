@@ -30,10 +30,14 @@ def fit(
     they cannot fit by far, and those that are slower than one that fits.
     """
     capacity = target.chip.device_capacity()
+
+    def counted(work: Workload) -> int:
+        return memory(work, target.chip.kind).total
+
     waiting = sorted(variants(work), key=lambda w: plan(w, target).time.expected)
     tried: list[Tried] = []
     best: Workload | None = None
-    while chosen := _next(waiting, tried, capacity):
+    while chosen := _next(waiting, tried, capacity, counted):
         say(f"compiling training.microbatches={chosen.microbatches} training.remat={chosen.remat}")
         tried.append(Tried(chosen, needed(chosen)))
         at = waiting.index(chosen)
@@ -44,13 +48,15 @@ def fit(
     return best, tried
 
 
-def _next(waiting: list[Workload], tried: list[Tried], capacity: int) -> Workload | None:
+def _next(
+    waiting: list[Workload], tried: list[Tried], capacity: int, counted: Callable[[Workload], int]
+) -> Workload | None:
     """The fastest that may fit, or, before anything fits, the one that needs least if none is thought to."""
-    ratio = min((t.needed / memory(t.work).total for t in tried), default=1.0)
-    hopeful = [w for w in waiting if memory(w).total * ratio <= capacity * (_DOUBT if tried else 1.0)]
+    ratio = min((t.needed / counted(t.work) for t in tried), default=1.0)
+    hopeful = [w for w in waiting if counted(w) * ratio <= capacity * (_DOUBT if tried else 1.0)]
     if hopeful:
         return hopeful[0]
     if waiting and not any(t.needed <= capacity for t in tried):
-        least = min(waiting, key=lambda w: memory(w).total)
-        return least if not tried or memory(least).total * ratio <= capacity * 2 else None
+        least = min(waiting, key=counted)
+        return least if not tried or counted(least) * ratio <= capacity * 2 else None
     return None

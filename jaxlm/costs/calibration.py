@@ -123,7 +123,7 @@ def measure(
         vendor="this machine",
         kind=device.platform if device.platform in ("cpu", "tpu") else "gpu",
         peak_flops={
-            dtype: max(program.best for kind in (matrices, squares) for program in kind[dtype].values())
+            dtype: max(program.best for kind in (matrices, squares, heads) for program in kind[dtype].values())
             for dtype in _DTYPES
         },
         product_rates=_rates(matrices),

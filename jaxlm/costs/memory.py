@@ -144,10 +144,13 @@ def _named(part: _Parts) -> dict[str, int]:
 
 def _wide(work: Workload) -> int:
     """Bytes that the backward pass of a layer reads, but for scores: of norms their float32 insides and their results,
-    of attention its operands and its result, also in float32, of the hidden layer each step of the activation."""
-    part, width = _parts(work), work.width_bytes
-    narrow = 2 * part.whole + 2 * part.heads + 2 * part.kv_heads + 6 * part.hidden
-    return width * narrow + 4 * (6 * part.stream + part.heads)
+    of attention its operands and its result, also in float32, of the hidden layer each step of the activation, which a
+    gated one takes in float32."""
+    part, width, model = _parts(work), work.width_bytes, work.model
+    normed = 3 * (part.heads + part.kv_heads) if model.attention.qk_norm else 0
+    narrow = 2 * part.whole + 2 * part.heads + 2 * part.kv_heads + part.hidden
+    steps = part.hidden * 5 * (4 if model.feed_forward.gated else width)
+    return width * narrow + steps + 4 * (6 * part.stream + normed + part.heads)
 
 
 def _scores(work: Workload, phase: Literal["forward", "backward"], fused: bool) -> int:

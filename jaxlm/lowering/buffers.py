@@ -40,9 +40,10 @@ def peak(program: Program) -> Peak:
     """The program's temporaries where they are largest: arguments and outputs are not among them."""
     entry = program.entry
     given = [_fresh(parameter.type, parameter) for parameter in entry.parameters]
-    return _Run(program).peak(entry, given, root_is_given=True)
+    return _Run(program).peak(entry, given)
 
 
+# Operations that XLA lets write over an operand.
 _IN_PLACE = ("add", "multiply", "subtract", "select", "convert", "copy", "all-reduce", "all-reduce-start")
 
 # Operations that read a number in one place to write it in another.
@@ -53,9 +54,9 @@ class _Run:
     def __init__(self, program: Program):
         self.program = program
 
-    def peak(self, computation: Computation, given: list[Value], root_is_given: bool) -> Peak:
-        """Of one run of a computation over parameters whose memory is the caller's. The caller also has the memory of
-        what a loop hands to its next round, and of the program's outputs (`root_is_given`)."""
+    def peak(self, computation: Computation, given: list[Value]) -> Peak:
+        """Of one run of a computation, whose parameters and results lie in the caller's memory: a loop hands on what it
+        has where it was given, and the program's outputs are none of its temporaries."""
         values: dict[str, Value] = {}
         inner: dict[str, Peak] = {}
         for instruction in computation.instructions.values():
@@ -65,28 +66,26 @@ class _Run:
                 operands = [values[name] for name in instruction.operands]
                 values[instruction.name] = self._value(computation, instruction, operands)
                 inner[instruction.name] = self._beneath(instruction, operands)
-        names = list(computation.instructions)
         last = _last_reads(computation, values)
-        theirs = {buffer for value in given for buffer in _buffers(value)}
-        kept = set(_buffers(values[computation.root]))
-        if root_is_given:
-            theirs |= kept
-        else:
-            last.update((buffer, len(names)) for buffer in kept)
-        born: dict[int, list[Buffer]] = {}
+        theirs = {buffer for value in (*given, values[computation.root]) for buffer in _buffers(value)}
         known = set(theirs)
-        for at, name in enumerate(names):
+        live: set[Buffer] = set()
+        held, best = 0, Peak()
+        for at, (name, instruction) in enumerate(computation.instructions.items()):
             made = [b for b in dict.fromkeys(_buffers(values[name])) if b.bytes and b not in known]
             known.update(made)
-            born[at] = made
-        overwritten = {}
-        for at, instruction in enumerate(computation.instructions.values()):
-            ends = [b for b in self._overwritable(instruction, values) if last[b] == at and b not in theirs]
-            made = born.get(at, [])
-            # One for one: an output takes the place of an operand of its size that nobody reads any more.
-            taken = [next((e for e in ends if e.bytes == b.bytes), None) for b in made[:1]]
-            overwritten[at] = [b for b in taken if b is not None]
-        return _largest(names, born, last, inner, overwritten)
+            # An output takes the place of an operand of its size that nobody reads any more.
+            ends = [b for b in self._overwritable(instruction, values) if last[b] == at and b in live]
+            over = [next((b for b in ends if b.bytes == output.bytes), None) for output in made[:1]]
+            live = (live - set(over)) | set(made)
+            held += sum(b.bytes for b in made) - sum(b.bytes for b in over if b is not None)
+            beneath = inner.get(name, Peak())
+            if held + beneath.bytes > best.bytes:
+                best = Peak(held + beneath.bytes, (*live, *beneath.buffers))
+            gone = {b for b in live if last[b] <= at}
+            live -= gone
+            held -= sum(b.bytes for b in gone)
+        return best
 
     def _overwritable(self, instruction: Instruction, values: dict[str, Value]) -> list[Buffer]:
         """Operands that an output may be written over: those read at each place only to write that place."""
@@ -108,13 +107,13 @@ class _Run:
         computations = self.program.computations
         if instruction.opcode == "while":
             runs = (computations[name] for key in ("body", "condition") for name in instruction.called[key])
-            return max((self.peak(run, operands, root_is_given=True) for run in runs), key=lambda p: p.bytes)
+            return max((self.peak(run, operands) for run in runs), key=lambda p: p.bytes)
         if instruction.opcode == "conditional":
             branches = [name for names in instruction.called.values() for name in names]
             each = zip(branches, operands[1:], strict=False)
-            return max((self.peak(computations[b], [o], True) for b, o in each), key=lambda p: p.bytes, default=Peak())
+            return max((self.peak(computations[b], [o]) for b, o in each), key=lambda p: p.bytes, default=Peak())
         if instruction.opcode == "call":
-            return self.peak(computations[instruction.called["to_apply"][0]], operands, root_is_given=True)
+            return self.peak(computations[instruction.called["to_apply"][0]], operands)
         return Peak()
 
     def _value(self, computation: Computation, instruction: Instruction, operands: list[Value]) -> Value:
@@ -236,25 +235,3 @@ def _fresh(type: Type, maker: Instruction) -> Value:
 
 def _buffers(value: Value) -> list[Buffer]:
     return [value] if isinstance(value, Buffer) else [buffer for part in value for buffer in _buffers(part)]
-
-
-def _largest(
-    names: list[str],
-    born: dict[int, list[Buffer]],
-    last: dict[Buffer, int],
-    inner: dict[str, Peak],
-    overwritten: dict[int, list[Buffer]],
-) -> Peak:
-    live: set[Buffer] = set()
-    held, best = 0, Peak()
-    for at, name in enumerate(names):
-        live -= set(over := overwritten.get(at, []))
-        live |= set(made := born.get(at, []))
-        held += sum(buffer.bytes for buffer in made) - sum(buffer.bytes for buffer in over)
-        beneath = inner.get(name, Peak())
-        if held + beneath.bytes > best.bytes:
-            best = Peak(held + beneath.bytes, (*live, *beneath.buffers))
-        gone = {buffer for buffer in live if last[buffer] <= at}
-        live -= gone
-        held -= sum(buffer.bytes for buffer in gone)
-    return best

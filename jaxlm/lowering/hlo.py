@@ -212,7 +212,7 @@ def parse(text: str) -> Program:
 
 def _instruction(name: str, text: str) -> Instruction:
     """`TYPE opcode(operands), attributes`."""
-    type, at = shapes._at(text, 0)
+    type, at = shapes.parse_first(text, 0)
     opcode, _, rest = text[at:].strip().partition("(")
     depth, end = 1, 0
     quoted = False

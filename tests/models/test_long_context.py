@@ -1,0 +1,34 @@
+"""Training at 8k context with kernels holds no array of queries × keys, on every chip that kernels are compiled for."""
+
+import platform
+import sys
+
+import pytest
+import tiny
+
+from jaxlm import sharding
+from jaxlm.config import Experiment
+from jaxlm.costs.hardware import Target
+from jaxlm.lowering import hlo, programs, targets
+from jaxlm.lowering.kernel_matrix import CHIPS
+
+CONTEXT = 8192
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="the compilers are for Linux on x86-64"
+)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_no_scores_are_held(chip):
+    target = Target.parse(CHIPS[chip])
+    devices = targets.devices(target)
+    model = tiny.model(
+        tiny.LLAMA, kernels="auto", context=CONTEXT, layers=2, width=256, attention={"heads": 2, "head_width": 128}
+    )
+    training = tiny.training(batch=len(devices), sequence=CONTEXT, dtype="bfloat16")
+    experiment = Experiment.model_construct(model=model, training=training, optimizer=tiny.optimization())
+    mesh = sharding.make_mesh(1, len(devices), 1, devices)
+    program = hlo.parse(programs.step(experiment, "train", mesh).lower().compile().as_text())
+    arrays = [a for c in program.computations.values() for i in c.instructions.values() for a in i.arrays]
+    assert max(a.numbers for a in arrays) < CONTEXT**2 / 4

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas import triton as pltriton
+
+# Pallas's backends are imported where a kernel is made: commands that only count models start without them.
 
 # Said since JAX 0.11.0, each time a kernel is lowered. Triton is the only way to Ampere and Ada, and works through
 # 0.12; tests/kernels/test_launch.py fails once it stops.
@@ -37,6 +37,8 @@ def size_of(*arrays: Any) -> int:
 
 def triton(warps: int, stages: int = 2) -> Any:
     """Compile by Triton with so many warps of 32 threads, loops pipelined over so many stages."""
+    from jax.experimental.pallas import triton as pltriton
+
     return pltriton.CompilerParams(num_warps=warps, num_stages=stages)
 
 
@@ -47,21 +49,29 @@ def mosaic_tpu(semantics: Sequence[str], vmem_bytes: int | None = None) -> Any:
       semantics: of each axis of the grid, "parallel" or "arbitrary" (in sequence).
       vmem_bytes: of VMEM that the kernel may use, where the default (16 MiB) is too little.
     """
+    from jax.experimental.pallas import tpu as pltpu
+
     return pltpu.CompilerParams(dimension_semantics=tuple(semantics), vmem_limit_bytes=vmem_bytes)
 
 
 def vmem(shape: Sequence[int], dtype: Any) -> Any:
     """Scratch memory of a Mosaic kernel, which lasts from program to program."""
+    from jax.experimental.pallas import tpu as pltpu
+
     return pltpu.VMEM(tuple(shape), dtype)
 
 
 def load(ref: Any, mask: jax.Array | None = None, other: float = 0) -> jax.Array:
     """What a Triton kernel's reference holds, `other` where the mask is False: those places are not read."""
+    from jax.experimental.pallas import triton as pltriton
+
     return pltriton.load(ref) if mask is None else pltriton.load(ref, mask=mask, other=other)
 
 
 def store(ref: Any, value: jax.Array, mask: jax.Array | None = None) -> None:
     """Write a value through a Triton kernel's reference, where the mask is True."""
+    from jax.experimental.pallas import triton as pltriton
+
     pltriton.store(ref, value.astype(ref.dtype), mask=mask)
 
 
@@ -89,6 +99,8 @@ def call(
       interpret: run as plain JAX instead, on any platform; or how to, `pltpu.InterpretParams`.
       The others are those of `pl.pallas_call`. Operands vary over the same axes of a shard_map: see `vary`.
     """
+    from jax.experimental.pallas import tpu as pltpu
+
     varying = jax.typeof(operands[0]).manual_axis_type
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying) for x in outputs]
     layout = dict(grid=tuple(grid), in_specs=list(in_specs), out_specs=list(out_specs), scratch_shapes=tuple(scratch))

@@ -54,7 +54,7 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         compiled = _compile(arguments, experiment, sizes, target)
     except DoesNotFit as refused:
-        _refuse(refused, arguments.json)
+        _refuse(refused, arguments)
         return 1
     _show(compiled, arguments)
     return 0 if compiled.report.fits else 1
@@ -111,17 +111,13 @@ def _fit(arguments: argparse.Namespace, experiment: "Experiment", sizes: tuple[i
     if least.work in found:
         _show(found[least.work], arguments, tried)
     else:
-        _refuse(min(refused, key=lambda error: error.needed), arguments.json, tried)
+        _refuse(min(refused, key=lambda error: error.needed), arguments, tried)
     return 1
 
 
 def _show(compiled: "Compiled", arguments: argparse.Namespace, tried: "list[Tried] | None" = None) -> None:
     row = {**compiled.report.row(), **_tried_row(tried)}
-    if arguments.dump:
-        arguments.dump.mkdir(parents=True, exist_ok=True)
-        (arguments.dump / "stablehlo.mlir").write_text(compiled.stablehlo, encoding="utf-8")
-        (arguments.dump / "optimised.hlo").write_text(compiled.optimised, encoding="utf-8")
-        (arguments.dump / "report.json").write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
+    _keep(arguments.dump, row, {"stablehlo.mlir": compiled.stablehlo, "optimised.hlo": compiled.optimised})
     if arguments.json:
         print(json.dumps(row))
         return
@@ -130,6 +126,13 @@ def _show(compiled: "Compiled", arguments: argparse.Namespace, tried: "list[Trie
     _print_held(compiled.report)
     _print_collectives(compiled.report)
     _print_kernels(compiled.report)
+
+
+def _keep(folder: Path | None, row: dict[str, Any], programs: dict[str, str]) -> None:
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in {**programs, "report.json": json.dumps(row, indent=1) + "\n"}.items():
+            (folder / name).write_text(text, encoding="utf-8")
 
 
 def _print_step(report: "Report") -> None:
@@ -234,22 +237,23 @@ def _tried_row(tried: "list[Tried] | None") -> dict[str, Any]:
     return {"tried": [{**{key: getattr(t.work, key) for key in keys}, "peak": t.needed} for t in tried]}
 
 
-def _refuse(refused: "DoesNotFit", as_json: bool, tried: "list[Tried] | None" = None) -> None:
+def _refuse(refused: "DoesNotFit", arguments: argparse.Namespace, tried: "list[Tried] | None" = None) -> None:
     """What the compiler refused, and what counting says is in it."""
     plan, memory = refused.plan, refused.plan.memory
     turn = _dials(plan, refused.needed)
-    if as_json:
-        counted = plan.row()
-        sizes = {"arguments": refused.arguments, "temporaries": refused.temporaries, "peak": refused.needed}
-        row = {
-            **{key: counted[key] for key in ("chips", "devices", "target", "workload", "mesh", "batch", "sequence")},
-            **{key: counted[key] for key in ("microbatches", "remat")},
-            "memory_bytes_per_device": {**sizes, "capacity": plan.capacity},
-            "fits": False,
-            "turn": turn,
-            "counted": {key: counted[key] for key in ("memory_bytes_per_device", "time_s")},
-            **_tried_row(tried),
-        }
+    counted = plan.row()
+    sizes = {"arguments": refused.arguments, "temporaries": refused.temporaries, "peak": refused.needed}
+    row = {
+        **{key: counted[key] for key in ("chips", "devices", "target", "workload", "mesh", "batch", "sequence")},
+        **{key: counted[key] for key in ("microbatches", "remat")},
+        "memory_bytes_per_device": {**sizes, "capacity": plan.capacity},
+        "fits": False,
+        "turn": turn,
+        "counted": {key: counted[key] for key in ("memory_bytes_per_device", "time_s")},
+        **_tried_row(tried),
+    }
+    _keep(arguments.dump, row, {"stablehlo.mlir": refused.stablehlo})
+    if arguments.json:
         print(json.dumps(row))
         return
     _print_tried(tried)

@@ -20,7 +20,6 @@ _METADATA = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _LINE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
-_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 # What JAX's own machinery adds to the names of operations.
 _SCOPES = re.compile(
     r"^(?:jit\([^)]*\)|jvp\(\)|transpose\(jvp\(\)\)|while|body|closed_call|checkpoint|cond|branch_\d+_fun)$"
@@ -104,12 +103,10 @@ class Computation:
 
 @dataclass
 class Program:
-    """A compiled program: one for all devices of a mesh. `donated` maps outputs to the parameters whose memory they
-    take."""
+    """A compiled program: one for all devices of a mesh."""
 
     computations: dict[str, Computation]
     entry: Computation
-    donated: dict[int, int]
     frames: dict[int, tuple[str, int, int]]  # file, line, number of the frame that called it
 
     def source(self, instruction: Instruction) -> str:
@@ -207,7 +204,7 @@ def parse(text: str) -> Program:
             table[int(found[1])] = found[2]
     if entry is None:
         raise ValueError("the text holds no program")
-    return Program(computations, entry, _donated(text.partition("\n")[0]), _frames(tables))
+    return Program(computations, entry, _frames(tables))
 
 
 def _instruction(name: str, text: str) -> Instruction:
@@ -228,15 +225,6 @@ def _instruction(name: str, text: str) -> Instruction:
     inside, attributes = rest[:end], rest[end + 1 :].lstrip(", ")
     operands = () if opcode in ("constant", "parameter") else tuple(_NAME.findall(inside))
     return Instruction(name, type, opcode, operands, attributes, inside if not operands else "")
-
-
-def _donated(header: str) -> dict[int, int]:
-    start = header.find("input_output_alias={")
-    if start < 0:
-        return {}
-    end = header.find("entry_computation_layout", start)
-    found = _ALIAS.findall(header[start + len("input_output_alias={") : end if end > 0 else None])
-    return {int(output.split(",")[0] or 0): int(parameter) for output, parameter, _ in found}
 
 
 def _frames(tables: dict[str, dict[int, str]]) -> dict[int, tuple[str, int, int]]:

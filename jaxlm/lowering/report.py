@@ -122,12 +122,13 @@ class Report:
 
 
 class DoesNotFit(Exception):
-    """The compiler refuses a program for want of memory. `temporaries` are the bytes it needed for them, `arguments`
-    those that are given; both on one device."""
+    """The compiler refuses a program for want of memory. `temporaries` are the bytes it needed for them, at least what
+    is more than there is, and `arguments` those that are given; both on one device. `stablehlo` is the program."""
 
-    def __init__(self, plan: Plan, arguments: int, temporaries: int, said: str):
+    def __init__(self, plan: Plan, arguments: int, temporaries: int, stablehlo: str, said: str):
         super().__init__(said)
-        self.plan, self.arguments, self.temporaries = plan, arguments, temporaries
+        self.plan, self.arguments, self.stablehlo = plan, arguments, stablehlo
+        self.temporaries = max(temporaries, plan.capacity + 1 - arguments)
 
     @property
     def needed(self) -> int:
@@ -158,7 +159,7 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh) -> C
         said = str(error)
         if "RESOURCE_EXHAUSTED" not in said and "Ran out of memory" not in said:
             raise InputError(f"the compiler for {target} fails: {said.splitlines()[0]}") from error
-        raise DoesNotFit(counted, step.argument_bytes, _needed(said), said) from None
+        raise DoesNotFit(counted, step.argument_bytes, _needed(said), lowered.as_text(), said) from None
     seconds = time.perf_counter() - began
     try:
         text = compiled.as_text()
@@ -166,7 +167,6 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh) -> C
         raise InputError(f"this JAX cannot read what the compiler for {target} wrote; {targets.INSTALL}") from error
     program = hlo.parse(text)
     chip = target.chip
-    # XLA's text has each shape as it is on one device, so figures are of one device.
     return Compiled(
         Report(
             plan=counted,
@@ -209,6 +209,6 @@ def _held(program: hlo.Program) -> tuple[Held, ...]:
 
 
 def _needed(said: str) -> int:
-    """The bytes of temporaries in E1000's words: "(20.48G) exceeds available HBM (15.75G)"."""
+    """The bytes of temporaries in E1000's words, "(20.48G) exceeds available HBM (15.75G)"; 0 where it has others."""
     found = re.search(r"\(([\d.]+)([KMGT]?)\)", said) or re.search(r"Used ([\d.]+)([KMGT]?)", said)
     return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else 0

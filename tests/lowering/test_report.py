@@ -64,8 +64,9 @@ def test_flops_and_memory_are_what_is_counted_and_what_xla_says(small, platform,
     assert named == pytest.approx(memory.arguments, rel=1e-2)
     live = buffers.peak(hlo.parse(found.optimised)).bytes
     assert live == sum(held.bytes for held in found.report.held if held.array)
-    # A TPU has most of so small a program in VMEM, and keeps scratch in memory.
-    assert {"cuda": 0.99, "tpu": 0.0}[platform] * memory.temporaries <= live <= 1.001 * memory.temporaries
+    assert live <= 1.001 * memory.temporaries
+    if platform == "cuda":  # a TPU has most of so small a program in VMEM, and keeps scratch in memory
+        assert live >= 0.99 * memory.temporaries
     if kind == "train":
         assert any("models/" in held.source for held in found.report.held)
 
@@ -116,11 +117,13 @@ def test_the_command_reports_and_keeps_the_programs(small, platform, capsys, tmp
 
 
 @pytest.mark.parametrize("chips", ["tpu-v5e:1x1", "rtx4090"])
-def test_what_does_not_fit_says_what_and_which_dial(small, chips, capsys):
+def test_what_does_not_fit_says_what_and_which_dial(small, chips, capsys, tmp_path):
     """A TPU's compiler refuses it; for a GPU the peak is compared with the memory."""
     settings = ["training.batch=512", "training.microbatches=1", "training.remat=none"]
-    status, row = run(capsys, small, "--on", chips, *settings)
+    status, row = run(capsys, small, "--on", chips, *settings, "--dump", tmp_path / "kept")
     assert status == 1 and not row["fits"]
+    assert json.loads((tmp_path / "kept/report.json").read_text()) == row
+    assert "stablehlo.while" in (tmp_path / "kept/stablehlo.mlir").read_text()
     memory = row["memory_bytes_per_device"]
     assert memory["peak"] > memory["capacity"]
     assert main(["compile", str(small), "--on", chips, *settings]) == 1

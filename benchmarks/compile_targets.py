@@ -3,7 +3,7 @@
     python benchmarks/compile_targets.py [NAME …]
 
 Runs `jaxlm compile` once per case, each in a process of its own, and writes results/<this machine>/compile_targets.json
-after each one. With names, only the cases that begin so.
+after each one. With names, the cases that begin so are run anew, and the others stay.
 """
 
 import json
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import results
 
+FILE = results.FOLDER / results.cpu() / "compile_targets.json"
 MODELS = Path(__file__).parents[1] / "configs/models"
 USUAL = ["training.sequence=4096", "training.remat=full"]
 CASES = {
@@ -31,6 +32,8 @@ CASES = {
             "tpu-v5p:16x16x16",
         )
     },
+    "llama3.1-8b on tpu-v6e:16x16, quick": ["llama3.1-8b.toml", "--on", "tpu-v6e:16x16", "--quick", *USUAL],
+    "llama3.1-8b on tpu-v7x:4x4x4, quick": ["llama3.1-8b.toml", "--on", "tpu-v7x:4x4x4", "--quick", *USUAL],
     "llama3.1-405b on tpu-v5p:8x8x8": ["llama3.1-405b.toml", "--on", "tpu-v5p:8x8x8", *USUAL],
 }
 
@@ -59,9 +62,10 @@ def run(arguments: list[str]) -> dict:
 
 
 def main() -> None:
-    rows = {}
+    names = sys.argv[1:]
+    rows = json.loads(FILE.read_text())["rows"] if names and FILE.exists() else {}
     for name, arguments in CASES.items():
-        if not sys.argv[1:] or any(name.startswith(given) for given in sys.argv[1:]):
+        if not names or any(name.startswith(given) for given in names):
             rows[name] = run(arguments)
             print(
                 name, json.dumps({key: rows[name].get(key) for key in ("exit_status", "seconds", "fits")}), flush=True

@@ -20,7 +20,6 @@ _PACKAGES = (
     "jax-cuda12-plugin",
     "jax-cuda13-plugin",
     "libtpu",
-    "libtpu",
     "flax",
     "optax",
     "torch",

@@ -180,13 +180,11 @@ def summed_over_data(function: Callable[[Any, Any, jax.Array | int], Any], whole
     )(whole, batch)
 
 
-def on_each_device(
-    function: Callable[..., jax.Array], *operands: tuple[jax.Array | None, Sequence[str | None]]
-) -> jax.Array:
-    """function(*arrays) on each device's own parts of them; the result lies as the first array does.
+def on_each_device(function: Callable[..., Any], *operands: tuple[jax.Array | None, Sequence[str | None]]) -> Any:
+    """function(*arrays) on each device's own parts of them; what it gives lies as the first array does.
 
     Args:
-      function: gives for parts of the arrays the same part of the result; a Pallas kernel may be in it.
+      function: gives for parts of the arrays the same part of its result, or results; a Pallas kernel may be in it.
       operands: each array, or None, with its logical axes.
     """
     mesh = jax.sharding.get_abstract_mesh()

@@ -120,7 +120,10 @@ def call(
         name=name,
         interpret=interpret,
     )
-    return run(*operands)
+    # JAX never drops a kernel whose results nobody uses, but a jitted function: rematerialisation would launch again,
+    # and compute the operands of, what is kept.
+    run.__name__ = name
+    return jax.jit(run)(*operands)
 
 
 def vary(*operands: jax.Array | None) -> tuple:

@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fit", action="store_true", help="find the largest microbatch and the cheapest rematerialisation that fit"
     )
+    parser.add_argument("--quick", action="store_true", help="search less for a fast program: sooner, for TPUs only")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="keep the programs and the report in DIR")
 
 
@@ -47,6 +48,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.dump and arguments.dump.exists() and not arguments.dump.is_dir():
         raise InputError(f"--dump {arguments.dump} is a file; give a directory")
     target = Target.parse(arguments.on)
+    if arguments.quick and target.chip.kind != "tpu":
+        raise InputError(f"--quick is for TPUs, whose compiler takes longer: leave it out for {target}")
     experiment, sizes = steps.divided(arguments, target)
     jax.config.update("jax_platforms", "cpu")  # whatever is here is not what is compiled for
     if arguments.fit:
@@ -75,7 +78,7 @@ def _compile(
     for warning in warned:
         console.print(f"jaxlm: {warning.message}", markup=False, soft_wrap=True)
     with console.status(f"compiling for {target}"):
-        return report.compile(experiment, arguments.workload, target, mesh)
+        return report.compile(experiment, arguments.workload, target, mesh, arguments.quick)
 
 
 def _fit(arguments: argparse.Namespace, experiment: "Experiment", sizes: tuple[int, int, int], target: "Target") -> int:

@@ -153,6 +153,11 @@ class Chip(Section):
     notes: str = ""
     sources: dict[str, tuple[str, ...]]
 
+    @property
+    def runs_kernels(self) -> bool:
+        """Whether kernels_pallas is compiled for it: TPUs from v4 on, NVIDIA's GPUs from Ampere on."""
+        return self.kind == "tpu" or float(self.compute_capability or 0) >= 8.0
+
     def peak(self, dtype: Any) -> float:
         """FLOP/s of dense matrix products of a type, as XLA runs them by default: float32 is that of `float32_as`.
 

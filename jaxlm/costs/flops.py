@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from jaxlm.costs import operations
+from jaxlm.costs.parameters import matmul_parameters
 from jaxlm.costs.workload import MeshShape, Workload
 
 
@@ -26,17 +27,19 @@ class Flops(NamedTuple):
 def flops(work: Workload) -> Flops:
     """Of a step, exactly."""
     whole = replace(work, mesh=MeshShape())
-    each = {"napkin": (6 if work.kind == "train" else 2) * operations.matmul_parameters(work.model) * work.tokens}
+    napkin = (6 if work.kind == "train" else 2) * matmul_parameters(work.model) * work.tokens
     if work.kind == "prefill":  # only the last token of each prompt is unembedded
         tables = work.model.vocabulary * work.model.width
-        each["napkin"] -= 2 * tables * (work.tokens - work.batch)
-    model = attention = executed = 0
-    for op in operations.step(whole):
-        cost = op.times * op.flops
-        executed += cost
+        napkin -= 2 * tables * (work.tokens - work.batch)
+    ran = operations.step(whole)
+    executed = sum(op.times * op.flops for op in ran)
+    # Kernels compute some products again, and fill up the last chunk of the loss: the model asks for neither.
+    asked = operations.step(whole.without_kernels()) if work.kernels else ran
+    model = attention = 0
+    for op in asked:
         if op.phase in ("forward", "backward"):
-            model += cost
+            model += op.times * op.flops
             if op.scope in (operations.SCORES, operations.MIXTURE):
-                attention += cost
+                attention += op.times * op.flops
     causal = 0 if work.kind == "decode" else attention // 2  # a decoded token sees all that is in the cache
-    return Flops(each["napkin"], model, model - causal, executed)
+    return Flops(napkin, model, model - causal, executed)

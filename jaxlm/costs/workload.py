@@ -1,7 +1,7 @@
 """What is to run, and how it lies on the mesh: all that counting needs to know. Imports no JAX."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jaxlm.models.config import ModelConfig, Remat
@@ -59,6 +59,16 @@ class Workload:
     def width_bytes(self) -> int:
         """Of a number in the dtype that it computes in."""
         return BYTES[self.dtype]
+
+    @property
+    def kernels(self) -> bool:
+        """Whether kernels of kernels_pallas run; `plan` leaves them out for chips that they are not compiled for."""
+        return self.model.kernels != "reference"
+
+    def without_kernels(self) -> "Workload":
+        """The same of plain JAX, as XLA compiles it."""
+        model = self.model.model_copy(update={"kernels": "reference"})
+        return replace(self, model=model) if self.kernels else self
 
     @property
     def tokens(self) -> int:

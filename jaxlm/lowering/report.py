@@ -144,8 +144,14 @@ class Compiled:
     optimised: str
 
 
-def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh) -> Compiled:
-    """Compile a step for the devices of a mesh, and read what became of it.
+# Sizes of blocks and orders of instructions are searched for less: what a program holds and sends is the same but for
+# some per cent of its temporaries (benchmarks/README.md), and it is slower.
+_QUICK = {"exec_time_optimization_effort": -1.0}
+
+
+def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quick: bool = False) -> Compiled:
+    """Compile a step for the devices of a mesh, and read what became of it. `quick` searches less for a fast program,
+    where the compiler knows how to (TPUs).
 
     Raises DoesNotFit where the compiler itself refuses for want of memory (TPUs), InputError where it cannot compile.
     """
@@ -154,7 +160,7 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh) -> C
     step = programs.step(experiment, kind, mesh)
     lowered = step.lower()
     try:
-        compiled = lowered.compile()
+        compiled = lowered.compile(_QUICK if quick else None)
     except jax.errors.JaxRuntimeError as error:
         said = str(error)
         if "RESOURCE_EXHAUSTED" not in said and "Ran out of memory" not in said:

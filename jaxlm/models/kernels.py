@@ -29,8 +29,8 @@ def how() -> dict[str, Any]:
     return _HOW
 
 
-def run(kernels: Kernels, operation: Callable, *operands: tuple[jax.Array | None, Axes], **options: Any) -> jax.Array:
-    """operation(*arrays, **options) of kernels_pallas, whose result lies as the first array does.
+def run(kernels: Kernels, operation: Callable, *operands: tuple[jax.Array | None, Axes], **options: Any) -> Any:
+    """operation(*arrays, **options) of kernels_pallas, whose results lie as the first array does.
 
     Args:
       kernels: "auto", or "reference" for what XLA makes of plain JAX, partitioned by it.

@@ -2,7 +2,8 @@
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,10 +76,10 @@ class RMSNorm(Module):
         self.epsilon, self.kernels = model.norm.epsilon, model.kernels
         self.scale = param(rngs, (width,), axis, ones)
 
-    def __call__(self, x: jax.Array, axes: kernels.Axes = kernels.STREAM) -> jax.Array:
-        """x, and its logical axes; the last one must be whole on each device."""
-        operands = (x, axes), (self.scale[...], axes[-1:])
-        return kernels.run(self.kernels, rms_norm, *operands, epsilon=self.epsilon)
+    def __call__(self, x: jax.Array, axes: kernels.Axes = kernels.STREAM, residual: jax.Array | None = None) -> Any:
+        """See `_normalise`."""
+        vectors = (self.scale[...],)
+        return _normalise(self.kernels, rms_norm, x, axes, residual, vectors, self.epsilon)
 
 
 class LayerNorm(Module):
@@ -89,11 +90,29 @@ class LayerNorm(Module):
         self.scale = param(rngs, (width,), axis, ones)
         self.bias = param(rngs, (width,), axis, zeros) if model.norm.bias else None
 
-    def __call__(self, x: jax.Array, axes: kernels.Axes = kernels.STREAM) -> jax.Array:
-        """x, and its logical axes; the last one must be whole on each device."""
-        bias = None if self.bias is None else self.bias[...]
-        operands = (x, axes), (self.scale[...], axes[-1:]), (bias, axes[-1:])
-        return kernels.run(self.kernels, layer_norm, *operands, epsilon=self.epsilon)
+    def __call__(self, x: jax.Array, axes: kernels.Axes = kernels.STREAM, residual: jax.Array | None = None) -> Any:
+        """See `_normalise`."""
+        vectors = self.scale[...], None if self.bias is None else self.bias[...]
+        return _normalise(self.kernels, layer_norm, x, axes, residual, vectors, self.epsilon)
+
+
+def _normalise(
+    choice: config.Kernels,
+    operation: Callable,
+    x: jax.Array,
+    axes: kernels.Axes,
+    residual: jax.Array | None,
+    vectors: tuple[jax.Array | None, ...],
+    epsilon: float,
+) -> Any:
+    """The norm of x, which has these logical axes, the last whole on each device; with a residual the sum of both and
+    its norm, by one kernel."""
+
+    def normalise(x: jax.Array, residual: jax.Array | None, *vectors: jax.Array | None, **how: Any) -> Any:
+        return operation(x, *vectors, residual=residual, **how)
+
+    operands = (x, axes), (residual, axes), *((v, axes[-1:]) for v in vectors)
+    return kernels.run(choice, normalise, *operands, epsilon=epsilon)
 
 
 _NORMS = {"rms": RMSNorm, "layer": LayerNorm}

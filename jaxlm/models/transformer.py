@@ -41,9 +41,8 @@ class Block(Module):
     ) -> tuple[jax.Array, Any]:
         """x [B, T, D] → [B, T, D], and the cache extended by this layer."""
         read_BTD, cache = self.attention(self.attention_norm(x_BTD), visible, turn, cache)
-        x_BTD = x_BTD + dropout(read_BTD, 0)
-        x_BTD = x_BTD + dropout(self.feed_forward(self.feed_forward_norm(x_BTD)), 1)
-        return x_BTD, cache
+        x_BTD, normalised_BTD = self.feed_forward_norm(x_BTD, residual=dropout(read_BTD, 0))
+        return x_BTD + dropout(self.feed_forward(normalised_BTD), 1), cache
 
 
 class Transformer(Module):

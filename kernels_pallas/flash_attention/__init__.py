@@ -15,7 +15,18 @@ from kernels_pallas.flash_attention.tiles import LOG2_E, Settings
 from kernels_pallas.flash_attention.visible import Visible, both, causal, packed, prefix, shifted, window
 from kernels_pallas.launch import Costs, vary
 
-__all__ = ["Visible", "both", "causal", "costs", "flash_attention", "packed", "prefix", "shifted", "window"]
+__all__ = [
+    "Visible",
+    "both",
+    "causal",
+    "costs",
+    "flash_attention",
+    "packed",
+    "prefix",
+    "serves",
+    "shifted",
+    "window",
+]
 
 _KERNELS = {"triton": triton, "mosaic_tpu": mosaic_tpu}
 IMPLEMENTATIONS = tuple(_KERNELS)
@@ -87,6 +98,12 @@ def flash_attention(
     settings = Settings(scale, None if soft_cap is None else float(soft_cap), seen, chosen, _interpret)
     out, log_sum_exp = _attend(settings, Operands(*vary(*operands)))
     return (out, jnp.swapaxes(log_sum_exp, 1, 2)) if return_log_sum_exp else out
+
+
+def serves(queries: int, width: int) -> bool:
+    """Whether None takes a kernel for so many queries of a sequence and heads of this width, on any chip that has one
+    (Mosaic's also takes other widths)."""
+    return queries >= _FEW_QUERIES and width % triton.TILE == 0 and width <= triton.MAX_WIDTH
 
 
 def costs(

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from jaxlm import config
+from jaxlm import config, sharding
 from jaxlm.costs import operations, traffic
 from jaxlm.costs.chips import Chip
 from jaxlm.costs.count import count
@@ -52,6 +53,24 @@ def test_every_config_s_training_step_has_the_products_that_are_counted(path, re
     if remat == "none":
         assert flops(config.workload(experiment, (1, 1, 1))).model == executed
         assert cost.forward.matmul_flops * 3 == executed
+
+
+@pytest.mark.parametrize("remat", ["none", "full", '["query", "key", "value", "attention", "up"]'])
+@pytest.mark.parametrize("name, chip", [("qwen3-0.6b", "NVIDIA H200"), ("gpt2-124m", "TPU v5 lite")])
+def test_kernels_compute_what_both_counters_read(name, chip, remat):
+    """Norms of heads, rotary positions and gates are Qwen's; biases, and an activation that is no kernel, GPT-2's."""
+    settings = ["model.kernels=auto", "training.sequence=512", "training.microbatches=2", f"training.remat={remat}"]
+    experiment = config.load(CONFIGS / f"models/{name}.toml", settings)
+    device = AbstractDevice(chip, 1, {"N": "gpu", "T": "tpu"}[chip[0]])
+    mesh = AbstractMesh((1, 1, 1), sharding.MESH_AXES, (AxisType.Auto,) * 3, abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        cost = counted(experiment)
+    ops = operations.step(config.workload(experiment, (1, 1, 1)))
+    assert cost.matmul_flops == sum(op.times * op.flops for op in ops if not op.kernel)
+    assert cost.kernel_flops == sum(op.times * (op.flops + op.elementwise) for op in ops if op.kernel)
+    launched = cost.of(kind="kernel")
+    moved = sum(op.times * op.most_bytes for op in ops if op.kernel)
+    assert launched.bytes_in + launched.bytes_out == pytest.approx(moved, rel=1e-3)  # angles once, not per sequence
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon", "adafactor", "lion", "sgd"])

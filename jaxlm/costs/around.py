@@ -1,0 +1,95 @@
+"""What XLA makes of all that stands around the products of a step: norms, softmax, activations, the loss. Each is a
+chain of operations element by element, and at the upper end of the bracket a loop of its own through memory."""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jaxlm.costs.parameters import parameters
+from jaxlm.costs.workload import Workload
+from jaxlm.models.config import ModelConfig
+
+
+class Work(NamedTuple):
+    """FLOPs, and bytes read and written."""
+
+    flops: int
+    bytes: int
+
+
+class Around(NamedTuple):
+    """What a step does `times` times around its products. A kernel is not fused into a neighbour; where what it `makes`
+    is kept by that name, rematerialisation spares its forward pass."""
+
+    scope: str
+    times: int
+    forward: Work
+    backward: Work
+    kernel: bool = False
+    makes: str = ""
+
+
+class Pass(NamedTuple):
+    """What one loop does with each number of an array: FLOPs, and how often it reads or writes one, in `float32` and in
+    the dtype that the step computes in (`narrow`)."""
+
+    flops: float
+    float32: float
+    narrow: float
+
+    def over(self, numbers: int, width: int) -> Work:
+        """So many numbers, in a dtype of so many bytes."""
+        return Work(round(numbers * self.flops), round(numbers * (4 * self.float32 + width * self.narrow)))
+
+
+# Forward and backward. FLOPs are what jaxlm.costs.count finds in this project's configurations, to a fifth.
+_SOFTMAX = Pass(5.5, 3, 1), Pass(4, 4, 2)
+_NORMS = {"rms": (Pass(5.3, 0, 3), Pass(9.5, 0, 6)), "layer": (Pass(8.1, 0, 3), Pass(13.4, 0, 6))}
+_RESIDUAL = Pass(1, 0, 3), Pass(1, 0, 3)
+_LOSS = Pass(5, 2, 0), Pass(2, 2, 0)
+_GATED = Pass(5, 0, 3), Pass(6.3, 0, 5)
+_TANH = Pass(12.2, 0, 2), Pass(12.2, 0, 3)
+_PLAIN = Pass(8, 0, 2), Pass(7, 0, 3)
+_MOVED = Pass(0, 0, 2), Pass(0, 0, 2)
+_BESIDE = Pass(0, 0, 2), Pass(0, 0, 2)  # their FLOPs are in those of the softmax and the activation
+_LOOKUP = Pass(0, 0, 2), Pass(1, 0, 3)
+
+
+def _activation(model: ModelConfig) -> tuple[Pass, Pass]:
+    if model.feed_forward.gated:
+        return _GATED
+    return _TANH if model.feed_forward.activation == "gelu_tanh" else _PLAIN
+
+
+def passes(work: Workload) -> Iterator[Around]:
+    """All of a step, as if there were no kernels."""
+
+    def around(scope: str, times: int, numbers: int, directions: tuple[Pass, Pass]) -> Around:
+        return Around(scope, times, *(each.over(numbers, work.width_bytes) for each in directions))
+
+    model, attention, rows, queries = work.model, work.model.attention, work.rows(), work.queries
+    tokens, L, H = rows * queries, model.layers, attention.head_width
+    stream = rows * work.local("stream", queries) * model.width
+    N, K = work.local("act_heads", attention.heads), work.local("act_kv_heads", attention.kv_heads)
+    yield around(SOFTMAX, L, tokens * work.sequence * N, _SOFTMAX)
+    yield around(NORMS, 2 * L, stream, _NORMS[model.norm.kind])
+    for path, d in parameters(model).items():
+        if not d.inputs and path.endswith("_bias"):
+            added = math.prod(work.local(d.axes[i], d.shape[i]) for i in d.outputs)
+            yield around(path, L, tokens * added, _BESIDE)
+    turned = (N + K) * H * ((model.position.kind == "rotary") + attention.qk_norm)
+    yield around(POSITIONS, L, tokens * turned, _BESIDE)
+    # Heads move in front of the sequence and back.
+    yield around(HEADS, L, 2 * rows * (queries * N + work.sequence * K) * H, _MOVED)
+    yield around(RESIDUAL, L, stream, _RESIDUAL)
+    yield around("layers/feed_forward/residual", L, stream, _RESIDUAL)
+    hidden = tokens * work.local("act_ff", model.feed_forward.hidden)
+    yield around(ACTIVATION, L, hidden, _activation(model))
+    yield around("embedding/lookup", 1, tokens * model.width, _LOOKUP)
+    if work.kind == "train":
+        yield around(LOSS, 1, tokens * work.local("act_vocab", model.vocabulary), _LOSS)
+
+
+SOFTMAX, HEADS = "layers/attention/softmax", "layers/attention/heads"
+NORMS, POSITIONS, RESIDUAL = "layers/norms", "layers/attention/positions", "layers/attention/residual"
+ACTIVATION, LOSS = "layers/feed_forward/activation", "loss"

@@ -1,0 +1,93 @@
+"""What the kernels of a step cost on one device, by what each declares (`costs` in kernels_pallas)."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxlm.costs.around import ACTIVATION, HEADS, LOSS, NORMS, POSITIONS, RESIDUAL, SOFTMAX, Around, Work
+from jaxlm.costs.workload import Workload
+from kernels_pallas.flash_attention import costs as attention_costs
+from kernels_pallas.flash_attention import serves
+from kernels_pallas.gated_activation import costs as gated_costs
+from kernels_pallas.launch import Cost, Costs
+from kernels_pallas.layer_norm import costs as layer_norm_costs
+from kernels_pallas.linear_cross_entropy import chunks
+from kernels_pallas.linear_cross_entropy.costs import gradient_cost, statistics_cost
+from kernels_pallas.rms_norm import costs as rms_norm_costs
+from kernels_pallas.rotary_embedding import costs as rotary_costs
+
+_NORMS = {"rms": rms_norm_costs, "layer": layer_norm_costs}
+
+
+class Loss(NamedTuple):
+    """The chunks that a microbatch's loss goes through, and the tokens in each."""
+
+    chunks: int
+    tokens: int
+
+
+def around(work: Workload) -> Iterator[Around]:
+    """The kernels of a step but for attention, in their places around its products."""
+    if not work.kernels:
+        return
+    model, settings = work.model, work.model.attention
+    rows, queries, L, H = work.rows(), work.queries, model.layers, settings.head_width
+    norm, vectors = _NORMS[model.norm.kind], 2 if getattr(model.norm, "bias", False) else 1
+    stream = _array(work, rows * work.local("stream", queries), model.width)
+    gains = [_array(work, model.width)] * vectors
+    yield _launched(NORMS, L, norm(stream, *gains))
+    yield _launched(NORMS, L, norm(stream, *gains, residual=stream))
+    yield _launched("final_norm", 1, norm(stream, *gains))
+
+    angles = jax.ShapeDtypeStruct((rows, queries, H // 2), jnp.float32)
+    for name, axis, heads in (("query", "act_heads", settings.heads), ("key", "act_kv_heads", settings.kv_heads)):
+        x = _array(work, rows, queries, work.local(axis, heads), H)
+        if settings.qk_norm:
+            yield _launched(POSITIONS, L, norm(x, *[_array(work, H)] * vectors), makes=name)
+        if model.position.kind == "rotary":
+            yield _launched(POSITIONS, L, rotary_costs(x, angles, angles), makes=name)
+    if model.feed_forward.gated:
+        hidden = _array(work, rows * queries, work.local("act_ff", model.feed_forward.hidden))
+        yield _launched(ACTIVATION, L, gated_costs(hidden, hidden, activation=model.feed_forward.activation))
+    if chunked := loss(work):
+        sizes = chunked.tokens, work.local("act_vocab", model.vocabulary), None
+        kernels = statistics_cost(*sizes), gradient_cost(*sizes, work.dtype)
+        # The gradient of the logits is made in the forward pass.
+        yield _launched(LOSS, chunked.chunks, Costs(Cost(*map(sum, zip(*kernels, strict=True))), Cost()))
+
+
+def instead_of(work: Workload) -> set[str]:
+    """Scopes of the passes that kernels take the place of."""
+    found = {part.scope for part in around(work)}
+    return found | ({RESIDUAL} if found else set()) | ({SOFTMAX, HEADS} if attention(work) else set())
+
+
+def attention(work: Workload) -> Costs | None:
+    """Of a layer, with all scores seen; None where it is the reference that runs: with few queries, heads of another
+    width than all chips' kernels take, or key/value heads that `tensor` does not divide."""
+    settings, H = work.model.attention, work.model.attention.head_width
+    N, K = work.local("act_heads", settings.heads), work.local("act_kv_heads", settings.kv_heads)
+    apart = N < settings.heads and K == settings.kv_heads
+    if not work.kernels or apart or not serves(work.queries, H):
+        return None
+    key = _array(work, work.rows(), work.sequence, K, H)
+    return attention_costs(_array(work, work.rows(), work.queries, N, H), key, key)
+
+
+def loss(work: Workload) -> Loss | None:
+    """Of a microbatch, where its logits are not held: not in inference, and not where they are few."""
+    tokens, labels = work.rows() * work.queries, work.local("act_vocab", work.model.vocabulary)
+    if not work.kernels or work.kind != "train" or tokens * labels < chunks.WORTHWHILE:
+        return None
+    return Loss(*chunks.chunk(tokens, labels))
+
+
+def _launched(scope: str, times: int, costs: Costs, makes: str = "") -> Around:
+    forward, backward = (Work(cost.flops, cost.bytes) for cost in costs)
+    return Around(scope, times, forward, backward, kernel=True, makes=makes)
+
+
+def _array(work: Workload, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, work.dtype)

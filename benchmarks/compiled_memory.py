@@ -106,6 +106,18 @@ def _cases() -> Iterator[Case]:
     yield Case("train", qwen, "tpu-v6e:2x4", 8, 2048, MeshShape(2, 2, 2), (less,))
     yield Case("train", qwen, "tpu-v6e:2x2", 32, 2048, MeshShape(4, 1, 1), (full, parts))
 
+    auto = "model.kernels=auto"
+    yield Case("train", llama, "h200-sxm:8", 32, 4096, fsdp(8), (few, auto, full))
+    yield Case("train", llama, "h200-sxm:8", 32, 4096, fsdp(8), (few, auto))
+    yield Case("train", llama, "h200-sxm:8", 32, 4096, fsdp(8), (auto, full, parts))
+    yield Case("train", gpt2, "a100-sxm4-80g", 16, 1024, overrides=(auto, full))
+    yield Case("train", gpt2, "h200-sxm", 16, 1024, overrides=(auto,))
+    yield Case("train", qwen, "h100-sxm5:4", 8, 4096, tensor(2, 2), (auto,))
+    yield Case("train", llama, "tpu-v5p:2x2x2", 32, 4096, fsdp(8), (few, auto, full))
+    yield Case("train", llama, "tpu-v5p:2x2x2", 32, 4096, fsdp(8), (few, auto))
+    yield Case("train", qwen, "tpu-v6e:2x2", 8, 4096, tensor(2, 2), (auto,))
+    yield Case("prefill", llama, "h200-sxm:8", 32, 4096, fsdp(8), (auto,))
+
     yield Case("prefill", llama, "h200-sxm", 4, 4096)
     yield Case("prefill", llama, "h100-sxm5:8", 8, 4096, tensor(1, 8))
     yield Case("prefill", llama, "tpu-v5e:2x4", 4, 4096, tensor(1, 8))
@@ -172,7 +184,7 @@ def compile(case: Case) -> Any:
     accelerators.choose()
     devices = targets.devices(Target.parse(case.on))
     mesh = sharding.make_mesh(*case.mesh.axes().values(), devices=devices)
-    return programs.step(case.load(), case.kind, mesh).lower().compile()
+    return programs.step(case.load(), case.kind, mesh).trace().lower().compile()
 
 
 def compiled(case: Case) -> dict[str, int]:

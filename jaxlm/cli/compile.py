@@ -5,6 +5,7 @@ XLA's own compilers for TPUs and NVIDIA's GPUs run on this machine; no chip is n
 
 import argparse
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,6 +164,10 @@ def _print_step(report: "Report") -> None:
     counted = report.counted_flops
     same = "as counted" if report.flops == counted else f"counted {counted:.5g}, {counted / report.flops - 1:+.1%}"
     table.add_row("FLOPs", f"{report.flops:.5g} per device: {same}" if report.flops else "no matrix products")
+    if report.kernel_flops:
+        counted = report.counted_kernel_flops
+        same = "as counted" if math.isclose(report.kernel_flops, counted) else f"counted {counted:.5g}"
+        table.add_row("FLOPs, kernels", f"{report.kernel_flops:.5g} per device that they declare: {same}")
     kernels = sum(map(report.kernel_seconds, report.kernels))
     sent = [report.seconds(collective) for collective in report.collectives]
     table.add_row(

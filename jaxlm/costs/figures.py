@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxlm.costs import memory, operations, plan
+from jaxlm.costs import layer_memory, memory, operations, plan
 from jaxlm.costs.flops import flops
 from jaxlm.costs.hardware import Target
 from jaxlm.costs.network import Network
@@ -107,7 +107,7 @@ def memory_bytes(setting: Setting) -> float:
 @_figure
 def kept_bytes(setting: Setting) -> float:
     """Activations that all layers keep for the backward pass."""
-    return memory.kept(setting.work)
+    return layer_memory.kept(setting.work)
 
 
 @_figure

@@ -7,9 +7,10 @@ against each other.
 
 import math
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from jaxlm.costs import operations
+from jaxlm.costs import kernels, operations
+from jaxlm.costs.layer_memory import backward, forward, kept, parts
 from jaxlm.costs.workload import Workload
 
 
@@ -54,17 +55,6 @@ def kv_bytes_per_token(work: Workload) -> int:
     return 2 * work.model.layers * attention.kv_heads * attention.head_width * work.width_bytes
 
 
-def kept(work: Workload) -> int:
-    """Bytes that all layers keep for their backward pass: the stream before each and what has the names that are
-    kept; without rematerialisation all that it reads, with each layer's matrices in the form that its products took."""
-    part, width = _parts(work), work.width_bytes
-    if work.remat == "none":
-        return work.model.layers * (_wide(work) + part.scores * (4 + width))
-    named = _named(part) if work.model.feed_forward.gated else {**_named(part), "gate": 0}
-    names = () if work.remat == "full" else work.remat
-    return work.model.layers * width * (part.stream + sum(named[name] for name in names))
-
-
 def trained(work: Workload) -> Memory:
     """What training has of each parameter: master and working copy, gradient and optimizer state. Gradients of the
     tables and the working copy of the layers are never there at once."""
@@ -84,17 +74,27 @@ def _training(work: Workload, fused: bool) -> Iterator[Memory]:
     """The end of the forward pass, the loss, the first backward pass of a layer, and the update."""
     stored = {path: work.stored(d.axes, d.shape) for path, d in operations.parameters(work.model).items()}
     of_layers = sum(numbers for path, numbers in stored.items() if path.startswith("layers/"))
-    total, width, part, whole = sum(stored.values()), work.width_bytes, _parts(work), _gathered(work)
-    held, sums, saved = trained(work), _sums(work, total), kept(work)
-    logits, state = part.tokens * work.local("act_vocab", work.model.vocabulary), held.optimizer
+    total, width, part, whole = sum(stored.values()), work.width_bytes, parts(work), _gathered(work)
+    held, sums, saved, state = trained(work), _sums(work, total), kept(work), trained(work).optimizer
+    in_kernels = bool(kernels.attention(work))
 
-    yield Memory(held.parameters + whole.layer, sums, state, saved + _forward(work, fused), 0, 0)
-    yield Memory(held.parameters + whole.table, sums, state, saved, logits * (4 + width), 0)
-    made = sums + width * of_layers + whole.hidden
-    # That of the unembedding is made from the gradient of the logits, which waits until the layers are done if it is a
-    # narrow copy.
-    waits = logits * width if work.dtype != "float32" else 0
-    yield Memory(held.parameters + whole.attention, made, state, saved + _backward(work, fused), waits, 0)
+    yield Memory(held.parameters + whole.layer, sums, state, saved + forward(work, fused), 0, 0)
+    labels = work.local("act_vocab", work.model.vocabulary)
+    if chunked := kernels.loss(work):
+        # A chunk's logits and their gradient, that of the stream, and that of the unembedding, whole along `fsdp`.
+        around, logits = saved + width * (part.stream + 2 * part.whole), chunked.tokens * labels * (4 + width)
+        whole_table = 4 * labels * work.model.width
+        yield Memory(held.parameters + whole.table, sums + whole_table, state, around, logits, 0)
+        waits, tables = 0, (4 if work.mesh.data * work.mesh.fsdp == 1 else width) * (total - of_layers)
+    else:
+        logits = part.tokens * labels
+        yield Memory(held.parameters + whole.table, sums, state, saved, logits * (4 + width), 0)
+        # That of the unembedding is made from the gradient of the logits, which waits until the layers are done if it
+        # is a narrow copy.
+        waits, tables = logits * width if work.dtype != "float32" else 0, 0
+    made = sums + tables + width * of_layers + whole.hidden
+    gathered = whole.hidden if in_kernels else whole.attention
+    yield Memory(held.parameters + gathered, made, state, saved + backward(work, fused), waits, 0)
     yield Memory(4 * total, sums or width * total, state, 0, 0, 0)
 
 
@@ -103,87 +103,12 @@ def _inference(work: Workload, fused: bool) -> Iterator[Memory]:
     leaves, whole = operations.parameters(work.model).values(), _gathered(work)
     held, cache = work.width_bytes * sum(work.stored(d.axes, d.shape) for d in leaves), kv_cache(work)
     logits = 4 * work.rows() * work.local("act_vocab", work.model.vocabulary)
-    read = work.width_bytes * _keys(work)  # the keys, then the values, of the layer
-    yield Memory(held + whole.layer, 0, 0, _forward(work, fused) + read, 0, cache)
-    yield Memory(held + whole.table, 0, 0, 0, logits, cache)
-
-
-class _Parts(NamedTuple):
-    """Numbers on one device of the arrays in a layer: the stream between blocks, what is as wide as it and whole in
-    the sequence, as wide as all query heads, as all key heads and as the hidden layer, and attention's scores."""
-
-    tokens: int
-    stream: int
-    whole: int
-    heads: int
-    kv_heads: int
-    hidden: int
-    scores: int
-
-
-def _parts(work: Workload) -> _Parts:
-    model, attention = work.model, work.model.attention
-    tokens, width = work.rows() * work.queries, attention.head_width
-    heads = work.local("act_heads", attention.heads)
-    return _Parts(
-        tokens=tokens,
-        stream=work.rows() * work.local("stream", work.queries) * model.width,
-        whole=tokens * model.width,
-        heads=tokens * heads * width,
-        kv_heads=tokens * work.local("act_kv_heads", attention.kv_heads) * width,
-        hidden=tokens * work.local("act_ff", model.feed_forward.hidden),
-        scores=tokens * heads * work.sequence,
-    )
-
-
-def _named(part: _Parts) -> dict[str, int]:
-    """Numbers of each activation of a layer that has a name."""
-    sizes = {"query": part.heads, "key": part.kv_heads, "value": part.kv_heads, "attention": part.heads}
-    return {**sizes, "up": part.hidden, "gate": part.hidden}
-
-
-def _wide(work: Workload) -> int:
-    """Bytes that the backward pass of a layer reads, but for scores: of norms their float32 insides and their results,
-    of attention its operands and its result, also in float32, of the hidden layer each step of the activation, which a
-    gated one takes in float32."""
-    part, width, model = _parts(work), work.width_bytes, work.model
-    normed = 3 * (part.heads + part.kv_heads) if model.attention.qk_norm else 0
-    narrow = 2 * part.whole + 2 * part.heads + 2 * part.kv_heads + part.hidden
-    steps = part.hidden * 5 * (4 if model.feed_forward.gated else width)
-    return width * narrow + steps + 4 * (6 * part.stream + normed + part.heads)
-
-
-def _scores(work: Workload, phase: Literal["forward", "backward"], fused: bool) -> int:
-    """Bytes of attention's scores that a layer works with at once, beside those that are kept. XLA for a TPU makes
-    weights of float32 scores within the product that reads them, and the mask an array of their size; for a GPU it
-    makes weights an array in the dtype, and to keep what it makes also exponentials and the mask's values."""
-    part, width, keeps = _parts(work), work.width_bytes, work.kind == "train" and work.remat == "none"
-    if phase == "backward":
-        copied = not (fused or keeps or work.dtype == "float32")
-        return part.scores * (width + 4 + (width if copied else 0))  # a gradient, scores, and weights beside them
-    if fused:
-        return part.scores * (4 + 1)
-    return part.scores * (4 + 4 + 4 + 1 if keeps else 4 + width)
-
-
-def _forward(work: Workload, fused: bool) -> int:
-    """Bytes of a layer's forward pass where it is largest, in the softmax."""
-    part, width = _parts(work), work.width_bytes
-    around = width * part.stream + (0 if fused else 4 * part.heads)
-    return _scores(work, "forward", fused) + around
-
-
-def _backward(work: Workload, fused: bool) -> int:
-    """Bytes of a layer's backward pass where it is largest, in the softmax: attention's operands and the stream with
-    its gradient, of which a GPU has float32 copies, and what the gradients of the hidden layer's matrices are yet to be
-    made of."""
-    part, width, acts = _parts(work), work.width_bytes, 3 if work.model.feed_forward.gated else 2
-    if fused:
-        around = width * (2 * part.stream + 3 * part.heads + 2 * part.kv_heads + 2 * part.hidden)
+    if kernels.attention(work):
+        gathered, read = whole.layer - whole.attention - whole.hidden, 0
     else:
-        around = width * (4 * part.stream + 2 * part.whole + 4 * part.heads + 2 * part.kv_heads + acts * part.hidden)
-        around += 4 * (2 * part.stream + part.heads)
-    return _scores(work, "backward", fused) + around
+        gathered, read = whole.layer, work.width_bytes * _keys(work)  # the keys, then the values, of the layer
+    yield Memory(held + gathered, 0, 0, forward(work, fused) + read, 0, cache)
+    yield Memory(held + whole.table, 0, 0, 0, logits, cache)
 
 
 def _keys(work: Workload) -> int:

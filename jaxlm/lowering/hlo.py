@@ -22,7 +22,8 @@ _LINE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
 # What JAX's own machinery adds to the names of operations.
 _SCOPES = re.compile(
-    r"^(?:jit\([^)]*\)|jvp\(\)|transpose\(jvp\(\)\)|while|body|closed_call|checkpoint|cond|branch_\d+_fun)$"
+    r"^(?:jit\([^)]*\)|jvp\(\)|transpose\(jvp\(\)\)|while|body|closed_call|checkpoint|cond|branch_\d+_fun|shard_map|"
+    r"pallas_call)$"
 )
 # Packages whose lines say less than the line that called them.
 _THEIRS = re.compile(r"[/\\](?:jax|jaxlib|flax|optax|einops|jax_plugins)[/\\]")

@@ -2,7 +2,9 @@
 FLOPs and the bytes that they read and write in the device's memory."""
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from jaxlm.lowering.hlo import Computation, Instruction, Program, controlled, scope
@@ -26,9 +28,15 @@ _OWN = re.compile(r"Sharding|SPMD|AllocateBuffer|Bitcast|AsyncCollective|Bitpack
 _ENDS = re.compile(r"-(start|done|update)$|^(all-|reduce-scatter|collective-)")
 
 
+# FLOPs that Pallas kernels declare, of all runs on one device, by their names in a program (`hlo.scope`).
+Declared = Mapping[str, float]
+_NONE: Declared = MappingProxyType({})
+
+
 class Kernel(NamedTuple):
     """One that runs `count` times in a step. `flops` are of one run: `products` of matrix products, `elementwise` of
-    the rest; `bytes` those of one run that it reads and writes in the device's memory."""
+    the rest, or `declared` by a Pallas kernel; `bytes` those of one run that it reads and writes in the device's
+    memory."""
 
     name: str
     kind: str
@@ -37,10 +45,11 @@ class Kernel(NamedTuple):
     products: int
     elementwise: int
     bytes: int
+    declared: float = 0.0
 
     @property
-    def flops(self) -> int:
-        return self.products + self.elementwise
+    def flops(self) -> float:
+        return self.products + self.elementwise + self.declared
 
     @property
     def intensity(self) -> float:
@@ -60,9 +69,9 @@ class Chain(NamedTuple):
     bytes: int
 
 
-def kernels(program: Program) -> list[Kernel]:
+def kernels(program: Program, declared: Declared = _NONE) -> list[Kernel]:
     """All but collectives, in the order in which they run."""
-    return [kernel for _, _, kernel in _all(program)]
+    return [kernel for _, _, kernel in _all(program, declared)]
 
 
 def calls(program: Program) -> list[tuple[str, int]]:
@@ -76,11 +85,11 @@ def calls(program: Program) -> list[tuple[str, int]]:
     return sorted(found.items())
 
 
-def chains(program: Program, intensity: float) -> list[Chain]:
+def chains(program: Program, intensity: float, declared: Declared = _NONE) -> list[Chain]:
     """Chains of kernels that do fewer FLOPs per byte than this and no matrix products; the most bytes first."""
     bound = {
         (computation.name, instruction.name): kernel
-        for computation, instruction, kernel in _all(program)
+        for computation, instruction, kernel in _all(program, declared)
         if not kernel.products and kernel.intensity < intensity
     }
     leader = {key: key for key in bound}
@@ -110,7 +119,21 @@ def chains(program: Program, intensity: float) -> list[Chain]:
     return sorted(found, key=lambda chain: -chain.bytes)
 
 
-def _all(program: Program) -> Iterator[tuple[Computation, Instruction, Kernel]]:
+def _all(program: Program, declared: Declared) -> list[tuple[Computation, Instruction, Kernel]]:
+    """With what Pallas kernels declare; those of one name share it by the sizes of their arrays."""
+    found = list(_compiled(program))
+    sizes = [sum(array.bytes for part in (i, *c.operands(i)) for array in part.arrays) for c, i, _ in found]
+    whole: Counter[str] = Counter()
+    for (_, _, kernel), size in zip(found, sizes, strict=True):
+        whole[kernel.name] += kernel.count * size
+
+    def share(kernel: Kernel, size: int) -> float:
+        return declared[kernel.name] * size / whole[kernel.name] if kernel.name in declared else 0.0
+
+    return [(c, i, k._replace(declared=share(k, size))) for (c, i, k), size in zip(found, sizes, strict=True)]
+
+
+def _compiled(program: Program) -> Iterator[tuple[Computation, Instruction, Kernel]]:
     for computation, instruction, times in program.kernels():
         opcode = instruction.opcode
         if opcode in _NOTHING or controlled(instruction) or _ENDS.search(opcode):

@@ -26,9 +26,9 @@ class Step:
     arguments: tuple
     mesh: Mesh
 
-    def lower(self) -> jax.stages.Lowered:
+    def trace(self) -> jax.stages.Traced:
         with jax.set_mesh(self.mesh):
-            return self.function.lower(*self.arguments)
+            return self.function.trace(*self.arguments)
 
     @property
     def argument_bytes(self) -> int:

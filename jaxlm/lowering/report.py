@@ -10,6 +10,8 @@ import jax
 from jax.sharding import Mesh
 
 from jaxlm.config import Experiment, workload
+from jaxlm.costs import operations
+from jaxlm.costs.count import count_jaxpr
 from jaxlm.costs.hardware import Target
 from jaxlm.costs.network import KINDS, Network
 from jaxlm.costs.plan import Plan, plan
@@ -43,13 +45,15 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """A step compiled for a target, and the plan that was counted of it."""
+    """A step compiled for a target, and the plan that was counted of it. `flops` are those of XLA's matrix products on
+    one device, `kernel_flops` what Pallas kernels declare of all that they compute."""
 
     plan: Plan
     compile_s: float
     memory: Memory
     held: tuple[Held, ...]
     flops: int
+    kernel_flops: float
     collectives: tuple[Collective, ...]
     calls: tuple[tuple[str, int], ...]
     kernels: tuple[Kernel, ...]
@@ -60,9 +64,14 @@ class Report:
         return self.memory.peak <= self.memory.capacity
 
     @property
-    def counted_flops(self) -> float:
-        """Per device, those that are executed."""
-        return self.plan.flops.executed / self.plan.target.devices
+    def counted_flops(self) -> int:
+        """Those of products on one device, but for those in kernels."""
+        return sum(op.times * op.flops for op in operations.step(self.plan.work) if not op.kernel)
+
+    @property
+    def counted_kernel_flops(self) -> int:
+        """Those of kernels on one device."""
+        return sum(op.times * (op.flops + op.elementwise) for op in operations.step(self.plan.work) if op.kernel)
 
     def seconds(self, collective: Collective) -> float | None:
         """Counted, of all its runs; None where its groups are parts of an axis or its kind is not known."""
@@ -89,6 +98,7 @@ class Report:
             "fits": self.fits,
             "held_at_peak": [held._asdict() for held in self.held],
             "flops_per_device": self.flops,
+            "kernel_flops_per_device": self.kernel_flops,
             "collectives": [
                 {
                     "kind": c.kind,
@@ -115,6 +125,7 @@ class Report:
             ],
             "counted": {
                 "flops_per_device": self.counted_flops,
+                "kernel_flops_per_device": self.counted_kernel_flops,
                 "memory_bytes_per_device": counted["memory_bytes_per_device"],
                 "time_s": counted["time_s"],
             },
@@ -158,7 +169,8 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
     counted = plan(workload(experiment, tuple(mesh.shape.values()), kind), target)
     began = time.perf_counter()
     step = programs.step(experiment, kind, mesh)
-    lowered = step.lower()
+    traced = step.trace()
+    lowered = traced.lower()
     try:
         compiled = lowered.compile(_QUICK if quick else None)
     except jax.errors.JaxRuntimeError as error:
@@ -171,8 +183,8 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
         text = compiled.as_text()
     except jax.errors.JaxRuntimeError as error:  # a compiler that is newer than the library which prints programs
         raise InputError(f"this JAX cannot read what the compiler for {target} wrote; {targets.INSTALL}") from error
-    program = hlo.parse(text)
-    chip = target.chip
+    program, declared, chip = hlo.parse(text), _declared(traced, target), target.chip
+    found = kernels.kernels(program, declared)
     return Compiled(
         Report(
             plan=counted,
@@ -180,14 +192,26 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
             memory=_memory(compiled, chip.device_capacity()),
             held=_held(program),
             flops=products.program_flops(program),
+            kernel_flops=sum(kernel.count * kernel.declared for kernel in found),
             collectives=tuple(collectives.table(collectives.collectives(program, counted.work.mesh.axes()))),
             calls=tuple(kernels.calls(program)),
-            kernels=tuple(kernels.kernels(program)),
-            chains=tuple(kernels.chains(program, chip.intensity(counted.work.dtype))),
+            kernels=tuple(found),
+            chains=tuple(kernels.chains(program, chip.intensity(counted.work.dtype), declared)),
         ),
         lowered.as_text(),
         text,
     )
+
+
+_SAID = {"forward": "", "backward": "backward ", "rematerialised": "again "}
+
+
+def _declared(traced: jax.stages.Traced, target: Target) -> dict[str, float]:
+    """What Pallas kernels declare that they compute on one device, by their names in the program."""
+    found: Counter[str] = Counter()
+    for row in count_jaxpr(traced.jaxpr.jaxpr).of(kind="kernel").rows:
+        found[_SAID[row.phase] + "/".join(row.scope)] += row.flops / target.devices
+    return found
 
 
 def _memory(compiled: jax.stages.Compiled, capacity: int) -> Memory:

@@ -145,7 +145,10 @@ def _summed_fwd(plan, lies, V, z_loss, hidden, unembedding, targets, weights):
             plan, _flat(hidden), lies.gathered(unembedding), targets.reshape(-1), (counted.reshape(-1),), cotangents
         )
         found = (x.reshape(targets.shape) for x in found)
-        return d_hidden.reshape(hidden.shape), lies.reduced(d_unembedding, unembedding.dtype), *found
+        d_unembedding = lies.reduced(d_unembedding, unembedding.dtype)
+        # The whole gradient, as large as all logits of a chunk, is not to wait until the layers' backward pass is done.
+        d_hidden, d_unembedding = jax.lax.optimization_barrier((d_hidden, d_unembedding))
+        return d_hidden.reshape(hidden.shape), d_unembedding, *found
 
     d_hidden, d_unembedding, cross_entropy, log_z = lies.run(local, "hutt", "hutt")(
         hidden, unembedding, targets, weights

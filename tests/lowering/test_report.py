@@ -46,10 +46,10 @@ def small(tmp_path) -> Path:
     return path
 
 
-def compiled(path: Path, chips: str, kind: str, sizes=(1, 2, 2), overrides=()) -> report.Compiled:
+def compiled(path: Path, chips: str, kind: str, sizes=(1, 2, 2), overrides=(), quick=False) -> report.Compiled:
     target = Target.parse(chips)
     mesh = sharding.make_mesh(*sizes, targets.devices(target))
-    return report.compile(config.load(path, list(overrides)), kind, target, mesh)
+    return report.compile(config.load(path, list(overrides)), kind, target, mesh, quick)
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
@@ -69,6 +69,19 @@ def test_flops_and_memory_are_what_is_counted_and_what_xla_says(small, platform,
         assert live >= 0.99 * memory.temporaries
     if kind == "train":
         assert any("models/" in held.source for held in found.report.held)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_kernels_are_counted_by_what_they_declare(small, platform):
+    """Norms, rotary positions, attention, gates and the loss of more logits than are held; their FLOPs are not in XLA's
+    text. A quick compilation has the same FLOPs."""
+    more = ["model.kernels=auto", "model.vocabulary=65536"]
+    found = compiled(small, FOUR[platform], "train", overrides=more, quick=platform == "tpu").report
+    assert found.flops == found.counted_flops
+    assert found.kernel_flops == pytest.approx(found.counted_kernel_flops, rel=1e-9)  # shared out as floats
+    launched = [kernel for kernel in found.kernels if kernel.kind in ("tpu_custom_call", "__gpu$xla.gpu.triton")]
+    assert len(launched) > 20 and all(kernel.declared for kernel in launched)
+    assert found.memory.peak == pytest.approx(found.plan.memory.total, rel=0.25)  # of a small step small things count
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])

@@ -1,0 +1,119 @@
+"""What one layer holds in the memory of one device: what it keeps for its backward pass, and what it works with.
+
+Which arrays XLA keeps was read from its programs (`jaxlm.lowering.buffers`), of plain JAX and of steps with kernels.
+"""
+
+from typing import Literal, NamedTuple
+
+from jaxlm.costs import kernels
+from jaxlm.costs.workload import Workload
+
+
+def kept(work: Workload) -> int:
+    """Bytes that all layers keep for their backward pass: the stream before each and what has the names that are
+    kept; without rematerialisation all that it reads, with each layer's matrices in the form that its products took."""
+    part, width = parts(work), work.width_bytes
+    if work.remat == "none":
+        return work.model.layers * _whole(work)
+    named = _named(part) if work.model.feed_forward.gated else {**_named(part), "gate": 0}
+    names = () if work.remat == "full" else work.remat
+    return work.model.layers * width * (part.stream + sum(named[name] for name in names))
+
+
+def forward(work: Workload, fused: bool) -> int:
+    """Bytes of a layer's forward pass where it is largest: in the softmax; with kernels in the hidden layer."""
+    part, width = parts(work), work.width_bytes
+    if kernels.attention(work):
+        return width * (_hidden(work, 3, 2) + part.stream + part.whole)
+    around = width * part.stream + (0 if fused else 4 * part.heads)
+    return _scores(work, "forward", fused) + around
+
+
+def backward(work: Workload, fused: bool) -> int:
+    """Bytes of a layer's backward pass where it is largest. In the softmax that is attention's operands and the stream
+    with its gradient, of which a GPU has float32 copies, and what the gradients of the hidden layer's matrices are yet
+    to be made of. With kernels it is in the hidden layer: all that the layer keeps, and the gradients there."""
+    part, width, acts = parts(work), work.width_bytes, 3 if work.model.feed_forward.gated else 2
+    if kernels.attention(work):
+        return _whole(work) + width * (_hidden(work, 2, 0) + 2 * part.stream)
+    if fused:
+        around = width * (2 * part.stream + 3 * part.heads + 2 * part.kv_heads + 2 * part.hidden)
+    else:
+        around = width * (4 * part.stream + 2 * part.whole + 4 * part.heads + 2 * part.kv_heads + acts * part.hidden)
+        around += 4 * (2 * part.stream + part.heads)
+    return _scores(work, "backward", fused) + around
+
+
+class Parts(NamedTuple):
+    """Numbers on one device of the arrays in a layer: the stream between blocks, what is as wide as it and whole in
+    the sequence, as wide as all query heads, as all key heads and as the hidden layer, and attention's scores."""
+
+    tokens: int
+    stream: int
+    whole: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    scores: int
+
+
+def parts(work: Workload) -> Parts:
+    model, attention = work.model, work.model.attention
+    tokens, width = work.rows() * work.queries, attention.head_width
+    heads = work.local("act_heads", attention.heads)
+    return Parts(
+        tokens=tokens,
+        stream=work.rows() * work.local("stream", work.queries) * model.width,
+        whole=tokens * model.width,
+        heads=tokens * heads * width,
+        kv_heads=tokens * work.local("act_kv_heads", attention.kv_heads) * width,
+        hidden=tokens * work.local("act_ff", model.feed_forward.hidden),
+        scores=tokens * heads * work.sequence,
+    )
+
+
+def _whole(work: Workload) -> int:
+    """Bytes that the backward pass of a layer reads, which are kept where nothing is computed again."""
+    part, width = parts(work), work.width_bytes
+    if not kernels.attention(work):
+        return _wide(work) + part.scores * (4 + width)
+    # The stream and its norm, twice; queries, the result of attention, and that again as a product takes it; keys and
+    # values; each step of an activation that is no kernel. Log-sum-exps are float32.
+    normed = part.heads + part.kv_heads if work.model.attention.qk_norm else 0
+    narrow = 2 * part.stream + 2 * part.whole + 3 * part.heads + 2 * part.kv_heads + normed + _hidden(work, 3, 6)
+    return width * narrow + 4 * part.heads // work.model.attention.head_width
+
+
+def _hidden(work: Workload, gated: int, plain: int) -> int:
+    """Numbers of so many arrays as wide as the hidden layer: with a gate, which is a kernel, or without."""
+    return parts(work).hidden * (gated if work.model.feed_forward.gated else plain)
+
+
+def _wide(work: Workload) -> int:
+    """Bytes that the backward pass of a layer reads without kernels, but for scores: of norms their float32 insides and
+    their results, of attention its operands and its result, also in float32, of the hidden layer each step of the
+    activation, which a gated one takes in float32."""
+    part, width, model = parts(work), work.width_bytes, work.model
+    normed = 3 * (part.heads + part.kv_heads) if model.attention.qk_norm else 0
+    narrow = 2 * part.whole + 2 * part.heads + 2 * part.kv_heads + part.hidden
+    steps = part.hidden * 5 * (4 if model.feed_forward.gated else width)
+    return width * narrow + steps + 4 * (6 * part.stream + normed + part.heads)
+
+
+def _scores(work: Workload, phase: Literal["forward", "backward"], fused: bool) -> int:
+    """Bytes of attention's scores that a layer works with at once, beside those that are kept. XLA for a TPU makes
+    weights of float32 scores within the product that reads them, and the mask an array of their size; for a GPU it
+    makes weights an array in the dtype, and to keep what it makes also exponentials and the mask's values."""
+    part, width, keeps = parts(work), work.width_bytes, work.kind == "train" and work.remat == "none"
+    if phase == "backward":
+        copied = not (fused or keeps or work.dtype == "float32")
+        return part.scores * (width + 4 + (width if copied else 0))  # a gradient, scores, and weights beside them
+    if fused:
+        return part.scores * (4 + 1)
+    return part.scores * (4 + 4 + 4 + 1 if keeps else 4 + width)
+
+
+def _named(part: Parts) -> dict[str, int]:
+    """Numbers of each activation of a layer that has a name."""
+    sizes = {"query": part.heads, "key": part.kv_heads, "value": part.kv_heads, "attention": part.heads}
+    return {**sizes, "up": part.hidden, "gate": part.hidden}

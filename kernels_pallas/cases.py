@@ -81,6 +81,7 @@ class Operation:
       function: the public one; takes a case's arguments and options, `implementation` and `_interpret`.
       reference: the specification, in plain JAX; takes a case's arguments and options.
       implementations: names of the Pallas implementations.
+      others: names of those that are not ours to compile, by XLA or a library: timed beside them.
       costs: what a call costs, from the shapes and dtypes of a case's arguments and its options.
     """
 
@@ -89,6 +90,7 @@ class Operation:
     implementations: tuple[str, ...]
     cases: tuple[Case, ...]
     costs: Callable[..., Costs]
+    others: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""Time every operation on the device that is here, against XLA's own version and PyTorch's.
+"""Time every operation on the device that is here, against XLA's own version, libraries' and PyTorch's.
 
 python -m kernels_pallas.bench                            all operations; writes benchmarks/results/<chip>/kernels.json
 python -m kernels_pallas.bench rms_norm --out DIR         one of them
@@ -13,10 +13,14 @@ from kernels_pallas.registry import OPERATIONS
 
 def show(row: dict) -> None:
     """One line for one row."""
+    name = f"{row['operation']:<22} {row['case']:<30} {row['direction']:<9} {row['implementation']:<13}"
+    if "reason" in row:
+        print(f"{name} left out: {row['reason']}", flush=True)
+        return
     speedup = "" if row["speedup"] is None else f"{row['speedup']:6.2f} × XLA"
     print(
-        f"{row['operation']:<22} {row['case']:<30} {row['direction']:<9} {row['implementation']:<11} "
-        f"{row['seconds'] * 1e6:12.1f} µs  {row['bytes_per_s'] / 1e9:8.1f} GB/s ({row['of_copy']:4.0%} of copy)  "
+        f"{name} {row['seconds'] * 1e6:12.1f} µs  "
+        f"{row['bytes_per_s'] / 1e9:8.1f} GB/s ({row['of_copy']:4.0%} of copy)  "
         f"{row['flops_per_s'] / 1e12:8.2f} TFLOP/s ({row['of_matmul']:4.0%} of matmul) {speedup}",
         flush=True,
     )

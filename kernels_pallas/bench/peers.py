@@ -1,9 +1,10 @@
-"""The same operations in PyTorch, compiled by TorchInductor (which writes Triton) or from its own libraries."""
+"""What the kernels are timed beside: others' versions of the same operations, on the same numbers."""
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -11,132 +12,99 @@ from kernels_pallas.bench.timing import Time
 from kernels_pallas.cases import Case
 
 
-def torch_call(operation: str, case: Case, backward: bool) -> Callable[[], Any] | None:
-    """A call of the operation on the GPU, forward or forward and backward; None where PyTorch or the GPU is missing,
-    or the operation is not written below."""
+class Peer(NamedTuple):
+    """Another's version of an operation.
+
+    Attributes:
+      name: as results have it.
+      function: takes a case's arguments, as tensors, and its options; raises NotImplementedError for what it has not.
+      compiled: by TorchInductor; otherwise it is a kernel already.
+      forward_only: it has no gradient.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    compiled: bool = True
+    forward_only: bool = False
+
+
+def of(operation: str) -> tuple[Peer, ...]:
+    """The peers of an operation that run here: none without PyTorch and a GPU that it sees."""
     try:
         import torch
     except ImportError:
-        return None
-    if not torch.cuda.is_available() or operation not in _OPERATIONS:
-        return None
-    tensors = {}
-    for name, x in case.draw(case.dtypes[0]).items():
-        wide = np.asarray(x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x)
-        tensor = torch.from_numpy(wide.copy()).cuda()  # NumPy has no bfloat16 that PyTorch takes
-        tensors[name] = tensor.to(getattr(torch, x.dtype.name))
-    inputs = [tensors[name].requires_grad_(backward) for name in case.differentiable()]
-    function = torch.compile(functools.partial(_OPERATIONS[operation], **case.options))
-    if not backward:
-        return lambda: function(**tensors)
+        return ()
+    if not torch.cuda.is_available():
+        return ()
+    from kernels_pallas.bench import pytorch
 
-    def both():
+    return pytorch.PEERS[operation]
+
+
+def call(peer: Peer, case: Case, training: bool, device: str = "cuda") -> Callable[[], Any]:
+    """A call on a case's random arguments: results, or in training (results, gradients) of all that the case
+    differentiates, from random cotangents."""
+    import torch
+
+    if training and peer.forward_only:
+        raise NotImplementedError("it is a forward pass alone")
+    tensors = {name: _tensor(x, device) for name, x in case.draw(case.dtypes[0]).items()}
+    inputs = [tensors[name].requires_grad_(training) for name in case.differentiable()]
+    function = functools.partial(peer.function, **case.options)
+    if peer.compiled:
+        torch.compiler.reset()  # else a function's ninth shape is not compiled any more
+        function = torch.compile(function, dynamic=False)
+
+    def results() -> tuple:
         y = function(**tensors)
-        results = y if isinstance(y, tuple) else (y,)
-        return torch.autograd.grad(results, inputs, [r.detach() for r in results])
+        return y if isinstance(y, tuple) else (y,)
+
+    if not training:
+        return results
+    cotangents = [_tensor(jax.random.normal(jax.random.key(1), y.shape), device).to(y.dtype) for y in results()]
+
+    def both() -> tuple:
+        made = results()
+        pulled = [i for i, y in enumerate(made) if y.requires_grad]  # a result may be a constant
+        return made, torch.autograd.grad([made[i] for i in pulled], inputs, [cotangents[i] for i in pulled])
 
     return both
 
 
-def torch_measure(call: Callable[[], Any], rounds: int = 7, seconds: float = 0.05) -> Time:
-    """As `timing.measure`, by CUDA's events."""
+def _tensor(x: jax.Array, device: str) -> Any:
     import torch
+
+    wide = np.array(x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x)
+    return torch.from_numpy(wide).to(device, getattr(torch, x.dtype.name))  # NumPy has no bfloat16 that PyTorch takes
+
+
+def measure(peer: Peer, case: Case, training: bool, rounds: int = 7, seconds: float = 0.05) -> tuple[Time, int]:
+    """As `timing.measure`, by CUDA's events; and bytes beyond arguments and results, as PyTorch allocated them."""
+    import torch
+
+    run = call(peer, case, training)
 
     def in_a_row(calls: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(calls):
-            call()
+            run()
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end) * 1e-3 / calls
 
     for _ in range(3):  # the first compiles
-        call()
+        run()
+    torch.cuda.reset_peak_memory_stats()
+    results = run()
+    temporary = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    del results
     calls = max(1, min(1000, round(seconds / max(in_a_row(3), 1e-7))))
-    return Time.of([in_a_row(calls) for _ in range(rounds)], "device")
+    return Time.of([in_a_row(calls) for _ in range(rounds)], "device"), temporary
 
 
-def _rms_norm(x, scale=None, *, residual=None, epsilon=1e-6, plus_one=False):
+def give_back() -> None:
+    """Have PyTorch give back the memory that it keeps: JAX is on the same GPU."""
     import torch
 
-    x = x if residual is None else x + residual
-    y = torch.nn.functional.rms_norm(x, x.shape[-1:], scale + 1 if plus_one else scale, epsilon)
-    return y if residual is None else (x, y)
-
-
-def _layer_norm(x, scale=None, bias=None, *, residual=None, epsilon=1e-6, plus_one=False):
-    import torch
-
-    x = x if residual is None else x + residual
-    y = torch.nn.functional.layer_norm(x, x.shape[-1:], scale + 1 if plus_one else scale, bias, epsilon)
-    return y if residual is None else (x, y)
-
-
-def _masked(x, where, temperature, soft_cap):
-    import torch
-
-    x = x.float()
-    x = x if soft_cap is None else soft_cap * torch.tanh(x / soft_cap)
-    return x / temperature if where is None else (x / temperature).masked_fill(~where, -torch.inf)
-
-
-def _softmax(x, where=None, *, temperature=1.0, soft_cap=None):
-    return _masked(x, where, temperature, soft_cap).softmax(-1).to(x.dtype)
-
-
-def _log_softmax(x, where=None, *, temperature=1.0, soft_cap=None):
-    return _masked(x, where, temperature, soft_cap).log_softmax(-1).to(x.dtype)
-
-
-def _rotary_embedding(x, cos, sin, *, interleaved=False):
-    import torch
-
-    cos, sin = (a.float()[..., None, :] for a in (cos, sin))
-    split, pairs = ((*x.shape[:-1], -1, 2), -1) if interleaved else ((*x.shape[:-1], 2, -1), -2)
-    first, second = x.float().reshape(split).unbind(pairs)
-    return torch.stack((first * cos - second * sin, second * cos + first * sin), pairs).reshape(x.shape).to(x.dtype)
-
-
-def _activate(x, name):
-    import torch
-
-    functions = torch.nn.functional
-    match name:
-        case "silu":
-            return functions.silu(x)
-        case "gelu":
-            return functions.gelu(x)
-        case "gelu_tanh":
-            return functions.gelu(x, approximate="tanh")
-        case "relu_squared":
-            return functions.relu(x).square()
-        case "relu":
-            return functions.relu(x)
-    return x
-
-
-def _gated_activation(gate, up, *, activation="silu"):
-    return _activate(gate, activation) * up
-
-
-def _bias_activation(x, bias, *, activation="gelu"):
-    return _activate(x + bias, activation)
-
-
-def _matmul(a, b, bias=None, residual=None, *, activation=None):
-    y = a @ b if bias is None else a @ b + bias
-    y = _activate(y, activation)
-    return y if residual is None else y + residual
-
-
-_OPERATIONS = {
-    "rms_norm": _rms_norm,
-    "layer_norm": _layer_norm,
-    "softmax": _softmax,
-    "log_softmax": _log_softmax,
-    "rotary_embedding": _rotary_embedding,
-    "gated_activation": _gated_activation,
-    "bias_activation": _bias_activation,
-    "matmul": _matmul,
-}
+    torch.cuda.empty_cache()

@@ -1,6 +1,7 @@
-"""Benchmarks of all operations on the device that is here: each kernel, XLA's version, and PyTorch's."""
+"""Benchmarks of all operations on the device that is here: each kernel, XLA's version, libraries' and PyTorch's."""
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from kernels_pallas.cases import Case, Operation
 from kernels_pallas.registry import OPERATIONS
 
 SMALL = "small"
+# Where these run; all others do anywhere.
+_PLATFORMS = {"triton": "gpu", "mosaic_gpu": "gpu", "cudnn": "gpu", "mosaic_tpu": "tpu"}
 _PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "torch", "triton", "numpy")
 
 
@@ -67,7 +70,8 @@ class _Program:
 
 
 def rows(operations: list[str], limits: Ceilings, rounds: int = 7) -> Iterator[dict[str, Any]]:
-    """One row per operation, case, direction and implementation that serves here, the reference first."""
+    """One row per operation, case, direction and implementation, the reference first and peers last. One that does not
+    serve has a `reason` and no figures."""
     for name in operations:
         operation = OPERATIONS[name]
         for case in cases(operation):
@@ -81,15 +85,19 @@ def _compare(operation: Operation, case: Case, training: bool, limits: Ceilings,
     moved = forward.bytes + training * backward.bytes
     reference = None
 
-    def row(implementation: str, taken: Time, temporary: int | None) -> dict[str, Any]:
-        # What bounds an operation from below: its bytes at the speed of a copy, its FLOPs at that of a product.
-        bound = max(moved / limits.copy_bytes_per_s, flops / limits.matmul_flops_per_s)
+    def named(implementation: str) -> dict[str, Any]:
         return {
             "operation": operation.name,
             "case": case.name,
             "dtype": case.dtypes[0],
             "direction": "training" if training else "forward",
             "implementation": implementation,
+        }
+
+    def row(implementation: str, taken: Time, temporary: int | None) -> dict[str, Any]:
+        # What bounds an operation from below: its bytes at the speed of a copy, its FLOPs at that of a product.
+        bound = max(moved / limits.copy_bytes_per_s, flops / limits.matmul_flops_per_s)
+        return named(implementation) | {
             "seconds": taken.median,
             "quartiles": [taken.lower, taken.upper],
             "clock": taken.clock,
@@ -104,18 +112,35 @@ def _compare(operation: Operation, case: Case, training: bool, limits: Ceilings,
             "speedup": None if reference is None else reference / taken.median,
         }
 
-    for implementation in ("reference", *operation.implementations):
-        try:
-            run = program(operation, case, implementation, training)
-        except NotImplementedError:
+    def left_out(implementation: str, error: Exception) -> dict[str, Any]:
+        reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
+        return named(implementation) | {"reason": reason[:300]}
+
+    platform = jax.devices()[0].platform
+    for implementation in ("reference", *operation.implementations, *operation.others):
+        if _PLATFORMS.get(implementation, platform) != platform:
             continue
-        taken = measure(run, rounds)
-        reference = reference or taken.median
-        yield row(implementation, taken, run.temporary_bytes)
-        del run
-    peer = peers.torch_call(operation.name, case, training)
-    if peer is not None:
-        yield row("torch", peers.torch_measure(peer, rounds), None)
+        try:
+            taken, temporary = _timed(operation, case, implementation, training, rounds)
+        except (NotImplementedError, jax.errors.JaxRuntimeError) as error:  # it does not serve, or memory is too small
+            yield left_out(implementation, error)
+            continue
+        reference = taken.median if implementation == "reference" else reference
+        yield row(implementation, taken, temporary)
+    for peer in peers.of(operation.name):
+        try:
+            found = row(peer.name, *peers.measure(peer, case, training, rounds))
+        except Exception as error:  # of PyTorch and Triton: what they refuse has no type of its own
+            found = left_out(peer.name, error)
+        peers.give_back()
+        yield found
+
+
+def _timed(
+    operation: Operation, case: Case, implementation: str, training: bool, rounds: int
+) -> tuple[Time, int | None]:
+    run = program(operation, case, implementation, training)
+    return measure(run, rounds), run.temporary_bytes
 
 
 def benchmark(operations: list[str], rounds: int = 7, say: Callable[[dict], None] = lambda row: None) -> dict[str, Any]:
@@ -128,10 +153,11 @@ def benchmark(operations: list[str], rounds: int = 7, say: Callable[[dict], None
             raise ValueError(f"there is no operation {name!r}; there are {', '.join(OPERATIONS)}")
     if rounds < 1:
         raise ValueError(f"--rounds {rounds}: it must be at least 1")
-    limits, done = ceilings(), []
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers need memory of the same GPU
+    limits, done, left_out = ceilings(), [], []
     for row in rows(operations or list(OPERATIONS), limits, rounds):
         say(row)
-        done.append(row)
+        (left_out if "reason" in row else done).append(row)
     return {
         "benchmark": "kernels",
         "day": time.strftime("%Y-%m-%d"),
@@ -139,6 +165,7 @@ def benchmark(operations: list[str], rounds: int = 7, say: Callable[[dict], None
         "versions": _versions(),
         "ceilings": limits._asdict(),
         "rows": done,
+        "left_out": left_out,
     }
 
 

@@ -145,4 +145,4 @@ CASES = (
     ),
 )
 
-OPERATION = Operation(function, reference.flash_attention, IMPLEMENTATIONS, CASES, costs)
+OPERATION = Operation(function, reference.flash_attention, IMPLEMENTATIONS, CASES, costs, ("cudnn",))

@@ -20,7 +20,7 @@ def refusal(operands: Operands, visible: Any, soft_cap: float | None, chip: Targ
         return f"head widths {H} and {V} are not equal, multiples of 8, and within what this chip has"
     if operands.bias is not None and operands.bias.shape[2] != operands.sizes[1]:
         return f"it takes a bias for each of the {operands.sizes[1]} queries"
-    if _causal(operands, visible) is None:
+    if is_causal(visible, *operands.sizes[1:3]) is None:
         return "of masks known while tracing it serves all keys and, with as many keys as queries, causal"
     return None
 
@@ -34,15 +34,15 @@ def flash_attention(operands: Operands, visible: Any, scale: float, return_log_s
         value,
         bias=operands.bias,
         scale=scale,
-        is_causal=bool(_causal(operands, visible)),
+        is_causal=bool(is_causal(visible, *operands.sizes[1:3])),
         implementation="cudnn",
         return_residual=return_log_sum_exp,
     )
 
 
-def _causal(operands: Operands, visible: Any) -> bool | None:
-    """Whether the mask is causal or none; None for any other, or one that is known only when it runs."""
-    _, T, S, *_ = operands.sizes
+def is_causal(visible: Any, T: int, S: int) -> bool | None:
+    """Whether the mask of T queries and S keys is causal or none; None for any other, or one that is known only when it
+    runs."""
     if visible is None:
         return False
     if any(isinstance(x, jax.core.Tracer) for x in visible):

@@ -46,4 +46,4 @@ CASES = (
     _case("32768 × 4096 × 128256", (32768,), 4096, 128256, **_on("bench")),
 )
 
-OPERATION = Operation(function, reference.linear_cross_entropy, ("triton", "mosaic_tpu"), CASES, costs)
+OPERATION = Operation(function, reference.linear_cross_entropy, ("triton", "mosaic_tpu"), CASES, costs, ("chunked",))

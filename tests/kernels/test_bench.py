@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import pytest
 
 from jaxlm import cli
@@ -24,7 +25,8 @@ def test_alone(tmp_path, capsys):
     results = json.loads((tmp_path / "cpu" / "kernels.json").read_text())
     rows = results["rows"]
     assert {row["operation"] for row in rows} == set(OPERATIONS)
-    assert {row["implementation"] for row in rows} == {"reference"}
+    assert {row["implementation"] for row in rows} == {"reference", "chunked"}
+    assert results["left_out"] == []
     for row in rows:
         assert row["seconds"] > 0 and row["clock"] == "host"
         assert row["bytes_per_s"] == row["bytes"] / row["seconds"]
@@ -32,6 +34,43 @@ def test_alone(tmp_path, capsys):
         assert row["of_matmul"] == row["flops"] / row["seconds"] / 1e11
         assert row["of_bound"] == pytest.approx(max(row["of_copy"], row["of_matmul"]))
     assert capsys.readouterr().out.count("\n") == len(rows) + 1
+
+
+def test_peers_stand_in_the_same_rows_and_what_fails_is_said(monkeypatch, capsys):
+    """A peer is held against the same reference; one that refuses, or breaks, takes nothing else with it."""
+
+    def measured(peer, case, training, rounds):
+        if training:
+            raise RuntimeError("No available kernel.\nAborting.")
+        return Time(1e-3, 1e-3, 1e-3, "device"), 64
+
+    monkeypatch.setattr(run.peers, "of", lambda operation: (run.peers.Peer("other", print),))
+    monkeypatch.setattr(run.peers, "measure", measured)
+    monkeypatch.setattr(run.peers, "give_back", lambda: None)
+    heard = []
+    results = run.benchmark(["softmax"], 1, lambda row: (heard.append(row), bench.show(row)))
+    forward, other, _ = results["rows"]
+    assert other.keys() == forward.keys() and other["implementation"] == "other" and other["temporary_bytes"] == 64
+    assert other["speedup"] == pytest.approx(forward["seconds"] / 1e-3)
+    (left_out,) = results["left_out"]
+    assert left_out["reason"] == "No available kernel." and left_out["direction"] == "training"
+    assert heard == [forward, other, results["rows"][2], left_out]
+    assert "other         left out: No available kernel." in capsys.readouterr().out
+
+
+def test_an_implementation_that_does_not_fit_is_left_out(monkeypatch):
+    def program(operation, case, implementation, training):
+        if implementation == "reference":
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
+        return made(operation, case, implementation, training)
+
+    made = run.program
+    monkeypatch.setattr(run, "program", program)
+    results = run.benchmark(["linear_cross_entropy"], 1)
+    assert [row["speedup"] for row in results["rows"]] == [None, None]
+    assert {(row["implementation"], row["reason"][:18]) for row in results["left_out"]} == {
+        ("reference", "RESOURCE_EXHAUSTED")
+    }
 
 
 def test_as_a_command(tmp_path, capsys):

@@ -20,6 +20,7 @@ def test_there_are_notebooks():
         "counting_the_cost",
         "how_models_run_on_hardware",
         "inference_by_the_numbers",
+        "writing_fast_kernels",
     ]
 
 

@@ -14,6 +14,7 @@ from kernels_pallas.bench import peers
 from kernels_pallas.cases import Array, Case
 from kernels_pallas.flash_attention import causal
 from kernels_pallas.registry import OPERATIONS
+from kernels_pallas.target import of_kind
 
 
 @pytest.fixture
@@ -88,6 +89,23 @@ for case in ATTENTION:
         text=True,
     )
     assert ran.stdout.split("\n")[:-1] == [case.name for case in ATTENTION], ran.stderr
+
+
+def test_native_triton_compiles_for_hopper(pytorch):
+    """Its products run on the matrix units and its loads ahead of them, in the shared memory that a block has."""
+    pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from kernels_pallas.bench import native_triton
+
+    sizes = dict(N=16, K=16, H=128, CAUSAL=True, QUERIES=128, KEYS=64)
+    arguments = dict.fromkeys(("query", "key", "value", "out"), "*bf16") | {"scale": "fp32", "T": "i32", "S": "i32"}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(arguments.values()) if kind != "fp32"}
+    source = ASTSource(native_triton._forward, arguments | dict.fromkeys(sizes, "constexpr"), sizes, aligned)
+    kernel = compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=8, num_stages=3))
+    assert kernel.metadata.shared <= of_kind("gpu", "NVIDIA H100 80GB HBM3").scratchpad
+    assert "wgmma.mma_async" in kernel.asm["ptx"] and "cp.async" in kernel.asm["ptx"]
 
 
 def test_every_operation_has_a_peer(pytorch):

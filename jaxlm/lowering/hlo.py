@@ -23,7 +23,7 @@ _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
 # What JAX's own machinery adds to the names of operations.
 _SCOPES = re.compile(
     r"^(?:jit\([^)]*\)|jvp\(\)|transpose\(jvp\(\)\)|while|body|closed_call|checkpoint|cond|branch_\d+_fun|shard_map|"
-    r"pallas_call)$"
+    r"pallas_call|eval_jaxpr)$"
 )
 # Packages whose lines say less than the line that called them.
 _THEIRS = re.compile(r"[/\\](?:jax|jaxlib|flax|optax|einops|jax_plugins)[/\\]")
@@ -225,6 +225,11 @@ def _instruction(name: str, text: str) -> Instruction:
                 break
     inside, attributes = rest[:end], rest[end + 1 :].lstrip(", ")
     operands = () if opcode in ("constant", "parameter") else tuple(_NAME.findall(inside))
+    # A fusion that runs beside the next operations (newer XLA) is read as one that is done where it starts.
+    if opcode == "fusion-start":
+        opcode, type = "fusion", type[1]
+    elif opcode == "fusion-done":
+        opcode = "bitcast"
     return Instruction(name, type, opcode, operands, attributes, inside if not operands else "")
 
 

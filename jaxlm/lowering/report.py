@@ -1,8 +1,10 @@
 """What XLA makes of a step on chips that need not be here: the compiled rung, beside the counted one."""
 
+import contextlib
 import re
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -155,14 +157,9 @@ class Compiled:
     optimised: str
 
 
-# Sizes of blocks and orders of instructions are searched for less: what a program holds and sends is the same but for
-# some per cent of its temporaries (benchmarks/README.md), and it is slower.
-_QUICK = {"exec_time_optimization_effort": -1.0}
-
-
 def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quick: bool = False) -> Compiled:
-    """Compile a step for the devices of a mesh, and read what became of it. `quick` searches less for a fast program,
-    where the compiler knows how to (TPUs).
+    """Compile a step for the devices of a mesh, and read what became of it. `quick` is XLA's level O1, at which a TPU's
+    compiler searches less for a fast program.
 
     Raises DoesNotFit where the compiler itself refuses for want of memory (TPUs), InputError where it cannot compile.
     """
@@ -172,7 +169,8 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
     traced = step.trace()
     lowered = traced.lower()
     try:
-        compiled = lowered.compile(_QUICK if quick else None)
+        with _level("O1") if quick else contextlib.nullcontext():
+            compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         said = str(error)
         if "RESOURCE_EXHAUSTED" not in said and "Ran out of memory" not in said:
@@ -201,6 +199,17 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
         lowered.as_text(),
         text,
     )
+
+
+@contextlib.contextmanager
+def _level(level: str) -> Iterator[None]:
+    """Compile at this optimization level of XLA's."""
+    before = jax.config.jax_optimization_level
+    jax.config.update("jax_optimization_level", level)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_optimization_level", before)
 
 
 _SAID = {"forward": "", "backward": "backward ", "rematerialised": "again "}

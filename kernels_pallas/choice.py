@@ -58,12 +58,13 @@ def choose(
 
 
 def _cannot_lower(implementation: str, chip: Target) -> Refusal:
-    if implementation == "mosaic_tpu":
-        if chip.platform != "tpu" or chip.generation in (None, "v2", "v3"):
-            return f"it runs on TPU v4 and later, and this is lowered for {chip.kind} ({chip.platform})"
-    elif chip.platform != "gpu" or chip.compute_capability is None or chip.compute_capability < (8, 0):
-        return f"it runs on NVIDIA GPUs from Ampere on, and this is lowered for {chip.kind} ({chip.platform})"
-    return None
+    capability = chip.compute_capability or (0, 0)
+    lowered, runs_on = {
+        "mosaic_tpu": (chip.platform == "tpu" and chip.generation not in (None, "v2", "v3"), "TPU v4 and later"),
+        "mosaic_gpu": (capability == (9, 0), "NVIDIA GPUs of compute capability 9.0, Hopper"),
+        "triton": (capability >= (8, 0), "NVIDIA GPUs from Ampere on"),
+    }[implementation]
+    return None if lowered else f"it runs on {runs_on}, and this is lowered for {chip.kind} ({chip.platform})"
 
 
 def _is_partitioned(implementation: str) -> Refusal:

@@ -36,6 +36,9 @@ class Work(NamedTuple):
     assumed: bool = False
 
 
+# Pallas kernels: by `pl.pallas_call`, and by `pl.kernel` over a mesh of cores or warpgroups.
+_KERNELS = {"pallas_call", "mpmd_map"}
+
 _MATMUL = {"dot_general", "ragged_dot_general", "scaled_dot"}
 
 _ELEMENTWISE = set(
@@ -109,7 +112,7 @@ COLLECTIVES = {
 }
 
 KNOWN = frozenset(
-    {"conv_general_dilated", "pallas_call"}.union(
+    {"conv_general_dilated", *_KERNELS}.union(
         _MATMUL, _ELEMENTWISE, _REDUCTION, _CUMULATIVE, _WINDOW, _MOVEMENT, _VIEW, _PART, COLLECTIVES
     )
 )
@@ -130,7 +133,7 @@ def work(eqn: JaxprEqn) -> Work:
         return Work("matmul", _dot_flops(eqn), *whole)
     if name == "conv_general_dilated":
         return Work("matmul", _convolution_flops(eqn), *whole)
-    if name == "pallas_call":
+    if name in _KERNELS:
         return _kernel(eqn, whole[1])
     if name in COLLECTIVES:
         return Work("collective", 0, *whole)
@@ -196,7 +199,7 @@ def _kernel(eqn: JaxprEqn, results: int) -> Work:
     if cost is None:
         name = eqn.params.get("name") or "without a name"
         raise ValueError(
-            f"the Pallas kernel {name} states no cost: pass cost_estimate=pl.CostEstimate(…) to its pallas_call"
+            f"the Pallas kernel {name} states no cost: pass cost_estimate=pl.CostEstimate(…) to its call"
         )
     written = min(results, int(cost.bytes_accessed))
     return Work("kernel", int(cost.flops) + int(cost.transcendentals), int(cost.bytes_accessed) - written, written)

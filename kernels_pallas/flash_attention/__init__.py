@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from kernels_pallas import checks
 from kernels_pallas.choice import choose
-from kernels_pallas.flash_attention import cudnn, mosaic_tpu, reference, triton
+from kernels_pallas.flash_attention import cudnn, mosaic_gpu, mosaic_tpu, reference, triton
 from kernels_pallas.flash_attention.operands import Operands, scores_seen
 from kernels_pallas.flash_attention.tiles import LOG2_E, Settings
 from kernels_pallas.flash_attention.visible import Visible, both, causal, packed, prefix, shifted, window
@@ -28,8 +28,10 @@ __all__ = [
     "window",
 ]
 
-_KERNELS = {"triton": triton, "mosaic_tpu": mosaic_tpu}
+_KERNELS = {"triton": triton, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
 IMPLEMENTATIONS = tuple(_KERNELS)
+# No chip has measured "mosaic_gpu" yet: once benchmarks say so, it comes before "triton" and is not here.
+_BY_NAME = ("mosaic_gpu", "cudnn")
 
 # A matrix unit's tile has sixteen rows: fewer queries than that are bound by the reading of keys and values, of scores
 # there are few, and XLA reads as fast.
@@ -70,8 +72,9 @@ def flash_attention(
       return_log_sum_exp: also return log Σ exp(scores) [B, T, N] in float32, with the sink; −∞ where nothing is seen.
       query_chunk: of how many queries the reference may hold the scores at a time; None is all of them. Kernels never
         hold more than a block.
-      implementation: "reference", "triton", "mosaic_tpu" or "cudnn"; None chooses one of the first three by the chip
-        being lowered for and the shape. "cudnn" is NVIDIA's, and serves only what means the same there.
+      implementation: "reference", "triton", "mosaic_tpu", "mosaic_gpu" or "cudnn"; None chooses one of the first three
+        by the chip being lowered for and the shape. "mosaic_gpu" is for Hopper, and "cudnn" is NVIDIA's, and serves
+        only what means the same there.
 
     Returns [B, T, N, V] in query's dtype; with return_log_sum_exp (output, log-sum-exp).
 
@@ -87,7 +90,7 @@ def flash_attention(
     refusals["cudnn"] = lambda chip: cudnn.refusal(operands, visible, soft_cap, chip)
     if implementation is None and query.shape[1] < _FEW_QUERIES:
         implementation = "reference"
-    chosen = choose("flash_attention", implementation, refusals, _interpret, by_name=("cudnn",))
+    chosen = choose("flash_attention", implementation, refusals, _interpret, by_name=_BY_NAME)
     if chosen == "reference" or 0 in query.shape or 0 in value.shape:  # of nothing there is one result
         return reference.flash_attention(query, key, value, visible=visible, query_chunk=query_chunk, **options)
 

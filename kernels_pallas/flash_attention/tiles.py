@@ -6,10 +6,13 @@ finite: exp2(−∞ − m) is 0 without another mask.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+Function = Callable[[jax.Array], jax.Array]
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
@@ -26,16 +29,18 @@ class Settings:
     implementation: str
     interpret: Any = False
 
-    def scores(self, products: jax.Array, bias: jax.Array | None) -> jax.Array:
+    def scores(self, products: jax.Array, bias: jax.Array | None, tanh: Function = jnp.tanh) -> jax.Array:
         """Scores of products q·k, in float32."""
-        return self.scores_and_slope(products, bias)[0]
+        return self.scores_and_slope(products, bias, tanh)[0]
 
-    def scores_and_slope(self, products: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    def scores_and_slope(
+        self, products: jax.Array, bias: jax.Array | None, tanh: Function = jnp.tanh
+    ) -> tuple[jax.Array, jax.Array | None]:
         """Scores, and their derivative by the scaled products: None where it is 1."""
         if self.soft_cap is None:
             scores, slope = products * (self.scale * LOG2_E), None
         else:
-            bent = jnp.tanh(products * (self.scale / self.soft_cap))
+            bent = tanh(products * (self.scale / self.soft_cap))
             scores, slope = bent * (self.soft_cap * LOG2_E), 1.0 - bent * bent
         if bias is not None:
             scores = scores + bias.astype(jnp.float32) * LOG2_E

@@ -1,0 +1,276 @@
+"""What kernels for Hopper are written in: the one file that knows Pallas's Mosaic GPU backend and its versions.
+
+A block of the grid is several warpgroups of 128 threads that run one body, share memory and meet at barriers. A value is
+spread over the registers of its warpgroup: a tile as wgmma has it (WGMMA fragments, CUDA PTX ISA, section 9.7.15), and
+what belongs to its rows or to its columns as reductions of such a tile are.
+
+Interpreted (on any platform), copies, barriers and warpgroups are those of Mosaic GPU's own interpreter, which watches
+for races and for deadlocks at barriers; products, which not every version of it has, are those of `jax.numpy`.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from kernels_pallas.launch import Cost
+
+# Rows of a warpgroup's smallest product (wgmma.m64nNk16), and the columns of 128 bytes that shared memory is swizzled by.
+ROWS = 64
+SWIZZLE = 128
+
+_WARPGROUP = "warpgroup"
+
+
+class Shared(NamedTuple):
+    """An array in shared memory. `tiled`: an operand of products, [..., rows, columns], columns a multiple of 64."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    tiled: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+class Barriers(NamedTuple):
+    """`count` barriers, each of which opens after so many arrivals, and closes again."""
+
+    count: int
+    arrivals: int = 1
+
+
+class Warpgroup:
+    """What one warpgroup can do; a kernel's body is given it, and its arrays by name."""
+
+    def __init__(self, interpret: bool):
+        self.interpret = interpret
+
+    def index(self, axis: str = _WARPGROUP) -> jax.Array:
+        """Where this block stands on an axis of the grid, or this warpgroup in its block."""
+        return jax.lax.axis_index(axis)
+
+    def registers(self, count: int, more: bool) -> None:
+        """Have `count` registers per thread, more or fewer than the block was launched with."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        plgpu.set_max_registers(count, action="increase" if more else "decrease")
+
+    def fetch(self, source: Any, destination: Any, barrier: Any) -> None:
+        """Begin to copy into shared memory; an arrival at the barrier when all is there."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        plgpu.copy_gmem_to_smem(source, destination, barrier)
+
+    def send(self, *copies: tuple[jax.Array, Any, Any]) -> None:
+        """Write values through places in shared memory to global memory: (value, place, destination) each."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        for value, place, _ in copies:
+            place[...] = value.astype(place.dtype)
+        plgpu.commit_smem()
+        for _, place, destination in copies:
+            plgpu.copy_smem_to_gmem(place, destination)
+        plgpu.wait_smem_to_gmem(0)
+
+    def wait(self, barrier: Any) -> None:
+        """Until the barrier opens once more than this warpgroup has seen it open."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        plgpu.barrier_wait(barrier)
+
+    def arrive(self, barrier: Any) -> None:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        plgpu.barrier_arrive(barrier)
+
+    def product(self, a: Any, b: Any, total: jax.Array | None = None, transposed: bool = False) -> jax.Array:
+        """total + a · b in float32, or a · bᵀ where `transposed`; of nothing where there is no total.
+
+        Args:
+          a: [64, k], a value or an array in shared memory. b: [k, n] or [n, k], in shared memory.
+        """
+        if self.interpret:
+            added = jax.lax.dot_general(
+                a if isinstance(a, jax.Array) else a[...],
+                b[...],
+                (((1,), (1 if transposed else 0,)), ((), ())),
+                preferred_element_type=jnp.float32,
+            )
+            return added if total is None else total + added
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        b = b.transpose((1, 0)) if transposed else b
+        if total is not None:
+            return pl.run_state(lambda sum_ref: plgpu.wgmma(sum_ref, a, b))(plgpu.ACC.init(total))
+
+        def from_zero(sum_ref: Any) -> jax.Array:
+            plgpu.wgmma(sum_ref, a, b)
+            return sum_ref[...]
+
+        return pl.run_scoped(from_zero, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+
+    def tile(self, x: jax.Array) -> jax.Array:
+        """A value [rows, columns] laid out as products are."""
+        return self._laid(x, lambda tile: tile)
+
+    def by_row(self, x: jax.Array) -> jax.Array:
+        """A value [rows] laid out as the rows of a tile are."""
+        return self._laid(x, lambda tile: tile.reduce(1))
+
+    def by_column(self, x: jax.Array) -> jax.Array:
+        """A value [columns] laid out as the columns of a tile are."""
+        return self._laid(x, lambda tile: tile.reduce(0))
+
+    def load_by_row(self, ref: Any) -> jax.Array:
+        """All of an array [rows] in global or shared memory."""
+        return self.by_row(self._load(ref))
+
+    def load_by_column(self, ref: Any) -> jax.Array:
+        """All of an array [columns] in global or shared memory."""
+        return self.by_column(self._load(ref))
+
+    def across(self, x: jax.Array, columns: int) -> jax.Array:
+        """A value by row in each of so many columns."""
+        return jax.lax.broadcast_in_dim(x, (x.shape[0], columns), (0,))
+
+    def down(self, x: jax.Array, rows: int) -> jax.Array:
+        """A value by column in each of so many rows."""
+        return self.tile(jax.lax.broadcast_in_dim(x, (rows, x.shape[0]), (1,)))
+
+    def count(self, shape: tuple[int, int], axis: int) -> jax.Array:
+        """0, 1, 2 … along an axis of a tile, int32."""
+        return self.tile(jax.lax.broadcasted_iota(jnp.int32, shape, axis))
+
+    def _laid(self, x: jax.Array, of_tile: Callable[[Any], Any]) -> jax.Array:
+        if self.interpret:
+            return x
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        return plgpu.layout_cast(x, of_tile(plgpu.Layout.WGMMA))
+
+    def _load(self, ref: Any) -> jax.Array:
+        if self.interpret:
+            return ref[...]
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        index = ((),) if jax.__version_info__ < (0, 11) else ()
+        return plgpu.load(ref, *index, optimized=False)
+
+
+def run(
+    body: Callable[[Warpgroup, Mapping[str, Any]], None],
+    operands: Mapping[str, jax.Array],
+    outputs: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    grid: Mapping[str, int],
+    warpgroups: int,
+    shared: Mapping[str, Shared | Barriers],
+    cost: Cost,
+    name: str,
+    interpret: Any = False,
+) -> list[jax.Array]:
+    """Run a kernel; returns its outputs.
+
+    Args:
+      body: what each warpgroup of each block does, with operands, outputs and shared memory by name.
+      grid: axes and their sizes, the one along which blocks start one after another first.
+      shared: of each block, arrays and barriers.
+      cost: of the whole call; jaxlm counts it.
+      interpret: run as plain JAX instead, on any platform; or how to, `InterpretGPUParams`.
+      Operands vary over the same axes of a shard_map: see `launch.vary`.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    names = list(operands)
+    warpgroup = Warpgroup(bool(interpret))
+    varying = jax.typeof(next(iter(operands.values()))).manual_axis_type
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying) for x in outputs.values()]
+
+    @jax.custom_batching.custom_vmap
+    def call(*arrays: jax.Array) -> list[jax.Array]:
+        def kernel(*refs: Any) -> None:
+            held = dict(zip((*names, *outputs), refs, strict=True))
+            pl.run_scoped(
+                lambda **places: body(warpgroup, held | places),
+                **{key: _allocation(place, bool(interpret)) for key, place in shared.items()},
+                collective_axes=_WARPGROUP,
+            )
+
+        made = pl.kernel(
+            kernel,
+            shapes,
+            mesh=plgpu.Mesh(
+                grid=tuple(grid.values()),
+                grid_names=tuple(grid),
+                num_threads=warpgroups,
+                thread_name=_WARPGROUP,
+                kernel_name=name,
+            ),
+            compiler_params=plgpu.CompilerParams(approx_math=True),
+            cost_estimate=pl.CostEstimate(
+                flops=cost.flops - cost.transcendentals,
+                transcendentals=cost.transcendentals,
+                bytes_accessed=cost.bytes,
+            ),
+            name=name,
+            interpret=_interpreted(interpret),
+        )
+        return made(*arrays)
+
+    @call.def_vmap
+    def batched(size: int, in_batched: Sequence[bool], *arrays: jax.Array) -> tuple:
+        """One more axis of the grid."""
+        axis = f"{_LANES}{len(grid)}"
+        many = {key for key, has in zip(names, in_batched, strict=True) if has} | set(outputs)
+
+        def lane(warpgroup: Warpgroup, ref: Mapping[str, Any]) -> None:
+            at = warpgroup.index(axis)
+            body(warpgroup, {key: x.at[at] if key in many else x for key, x in ref.items()})
+
+        made = run(
+            lane,
+            dict(zip(names, arrays, strict=True)),
+            {key: jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for key, x in outputs.items()},
+            grid=dict(grid) | {axis: size},
+            warpgroups=warpgroups,
+            shared=shared,
+            cost=Cost(*(size * part for part in cost)),
+            name=name,
+            interpret=interpret,
+        )
+        return made, [True] * len(made)
+
+    return call(*operands.values())
+
+
+_LANES = "lanes"
+
+
+def _allocation(place: Shared | Barriers, interpret: bool) -> Any:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if isinstance(place, Barriers):
+        return plgpu.Barrier(num_arrivals=place.arrivals, num_barriers=place.count)
+    if not place.tiled or interpret:
+        return plgpu.SMEM(place.shape, place.dtype)
+    columns = SWIZZLE // jnp.dtype(place.dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE))
+    return plgpu.SMEM(place.shape, place.dtype, transforms=transforms)
+
+
+def _interpreted(interpret: Any) -> Any:
+    if interpret is not True:
+        return interpret
+    return interpreter()
+
+
+def interpreter(**how: Any) -> Any:
+    """How Mosaic GPU's interpreter is to run a kernel: `InterpretGPUParams`, public since JAX 0.11."""
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    return InterpretGPUParams(**how)

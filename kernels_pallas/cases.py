@@ -83,6 +83,7 @@ class Operation:
       implementations: names of the Pallas implementations.
       others: names of those that are not ours to compile, by XLA or a library: timed beside them.
       costs: what a call costs, from the shapes and dtypes of a case's arguments and its options.
+      serves: whether an implementation serves a case in a dtype; where nothing is said, all do.
     """
 
     function: Callable[..., Any]
@@ -91,6 +92,7 @@ class Operation:
     cases: tuple[Case, ...]
     costs: Callable[..., Costs]
     others: tuple[str, ...] = ()
+    serves: Callable[[str, Case, str], bool] = lambda implementation, case, dtype: True
 
     @property
     def name(self) -> str:
@@ -99,6 +101,11 @@ class Operation:
     def used_in(self, use: Use) -> tuple[Case, ...]:
         """The cases with this use."""
         return tuple(case for case in self.cases if use in case.uses)
+
+    def served(self, implementation: str, use: Use) -> tuple[tuple[Case, str], ...]:
+        """The cases with this use that an implementation serves, each with the dtypes in which it does."""
+        pairs = ((case, dtype) for case in self.used_in(use) for dtype in case.dtypes)
+        return tuple(pair for pair in pairs if self.serves(implementation, *pair))
 
 
 def _draw(array: Array, dtype: Any, key: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ from kernels_pallas.registry import OPERATIONS
 GPUS = {"A100": "a100-sxm4-80g:1", "H100": "h100-sxm5:1", "H200": "h200-sxm:1", "B200": "b200-hgx:1"}
 TPUS = {"v4": "tpu-v4:4", "v5e": "tpu-v5e:4", "v5p": "tpu-v5p:4", "v6e": "tpu-v6e:4", "v7x": "tpu-v7x:4"}
 CHIPS = GPUS | TPUS
-LOWERED_FOR = {"triton": GPUS, "mosaic_gpu": GPUS, "mosaic_tpu": TPUS}
+LOWERED_FOR = {"triton": GPUS, "mosaic_gpu": {"H100", "H200"}, "mosaic_tpu": TPUS}
 
 
 class Row(NamedTuple):
@@ -39,7 +39,8 @@ def rows() -> Iterator[Row]:
     for operation in OPERATIONS.values():
         for implementation in operation.implementations:
             for case in operation.used_in("compile"):
-                yield Row(operation, implementation, case)
+                if operation.serves(implementation, case, case.dtypes[0]):
+                    yield Row(operation, implementation, case)
 
 
 def compile_rows(chip: str) -> dict[Row, str]:
@@ -73,7 +74,7 @@ def _compile(row: Row, mesh: Mesh) -> str:
     except Exception as error:  # a compiler's refusal has no type of its own
         return str(error).splitlines()[0][:300]
     # As lowered, not as compiled: for TPU v7x there are programs that jaxlib compiles and cannot print.
-    kernels = re.findall(rf'name = "\w*{operation.name}\w*"', lowered.as_text())
+    kernels = re.findall(rf'name = "\w*{operation.name}\w*"|@mosaic_gpu_v2', lowered.as_text())
     return "" if len(kernels) > 1 else f"{len(kernels)} kernels are in the program; forward and backward need one each"
 
 

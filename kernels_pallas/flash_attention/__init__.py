@@ -28,8 +28,8 @@ __all__ = [
     "window",
 ]
 
-_KERNELS = {"triton": triton, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
-IMPLEMENTATIONS = tuple(_KERNELS)
+KERNELS = {"triton": triton, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
+IMPLEMENTATIONS = tuple(KERNELS)
 # No chip has measured "mosaic_gpu" yet: once benchmarks say so, it comes before "triton" and is not here.
 _BY_NAME = ("mosaic_gpu", "cudnn")
 
@@ -129,12 +129,12 @@ def _operands(query: Any, key: Any, value: Any, visible: Any, sinks: Any, bias: 
 def _refusal(name: str, operands: Operands, chip: Any) -> str | None:
     if operands.query.dtype not in ("float32", "bfloat16", "float16"):
         return f"{operands.query.dtype} is none of float32, bfloat16, float16"
-    return _KERNELS[name].refusal(operands)
+    return KERNELS[name].refusal(operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    return _KERNELS[settings.implementation].forward(settings, operands)
+    return KERNELS[settings.implementation].forward(settings, operands)
 
 
 def _forward(settings: Settings, operands: Operands) -> tuple:
@@ -145,7 +145,7 @@ def _forward(settings: Settings, operands: Operands) -> tuple:
 def _backward(settings: Settings, saved: tuple, cotangents: tuple) -> tuple[Operands]:
     operands, out, log_sum_exp = saved
     d_out, d_log_sum_exp = cotangents
-    kernels = _KERNELS[settings.implementation]
+    kernels = KERNELS[settings.implementation]
     # Σ weights · their gradients per row, less the gradient of the row's sum: all that a score's gradient needs of
     # the other scores.
     products_BTNV = out.astype(jnp.float32) * d_out.astype(jnp.float32)

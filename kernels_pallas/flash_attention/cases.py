@@ -4,7 +4,18 @@ import numpy as np
 
 from kernels_pallas import flash_attention as function
 from kernels_pallas.cases import Array, Case, Operation
-from kernels_pallas.flash_attention import IMPLEMENTATIONS, Visible, both, causal, costs, prefix, reference, window
+from kernels_pallas.flash_attention import (
+    IMPLEMENTATIONS,
+    KERNELS,
+    Visible,
+    both,
+    causal,
+    costs,
+    prefix,
+    reference,
+    window,
+)
+from kernels_pallas.flash_attention.operands import Operands
 
 # Within, weights and their gradients are rounded before they are multiplied, and outputs before their gradient is.
 _ROUNDINGS = 4
@@ -49,6 +60,35 @@ _scattered = Visible(
         np.where(np.arange(90) % 3 == 0, empty, np.arange(90) + at).astype(np.int32)[None]
         for empty, at in ((7, -20), (7, 9))
     )
+)
+
+# What kernels for Hopper serve: narrow numbers, widths that are multiples of 64; several tiles of 64 queries, and more
+# blocks of keys than are in shared memory at a time.
+_WIDE = tuple(
+    _case(name, **{"dtypes": ("bfloat16",)} | more)
+    for name, more in {
+        "wide, causal": dict(
+            batch=2,
+            queries=70,
+            heads=(2, 1),
+            width=64,
+            options={"visible": causal(70), "return_log_sum_exp": True},
+            dtypes=("bfloat16", "float16"),
+        ),
+        "wide, packed, window, cap and sinks": dict(
+            queries=333,
+            heads=2,
+            width=(64, 128),
+            sinks=True,
+            options={
+                "visible": both(segments(133, 1, 199), window(333, 150, after=20)),
+                "soft_cap": 5.0,
+                "return_log_sum_exp": True,
+            },
+        ),
+        "wide, rows that see nothing": dict(queries=90, width=128, options={"visible": _scattered}),
+        "wide, many keys": dict(queries=20, keys=1300, width=64),
+    }.items()
 )
 
 # Of the reference, that it fits a chip.
@@ -114,6 +154,7 @@ CASES = (
     _case("rows that see nothing", queries=90, heads=2, options={"visible": _scattered, "return_log_sum_exp": True}),
     _case("nothing at all", queries=20, options={"visible": Visible(*np.full((2, 1, 20), 5, np.int32))}),
     _case("no key", queries=20, keys=0),
+    *_WIDE,
     _SMALL,
     *_GRID,
     _at_8k("32/8 causal 8192 × 128"),
@@ -145,4 +186,11 @@ CASES = (
     ),
 )
 
-OPERATION = Operation(function, reference.flash_attention, IMPLEMENTATIONS, CASES, costs, ("cudnn",))
+
+
+def _serves(implementation: str, case: Case, dtype: str) -> bool:
+    absent = dict.fromkeys(Operands._fields)
+    return KERNELS[implementation].refusal(Operands(**absent | case.structs(dtype))) is None
+
+
+OPERATION = Operation(function, reference.flash_attention, IMPLEMENTATIONS, CASES, costs, ("cudnn",), _serves)

@@ -119,14 +119,15 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
                 products = warpgroup.product(query, ref["key_ring"].at[slot], transposed=True)
                 next_turn()
                 pl.when(fetched_again)(lambda: warpgroup.arrive(ref["key_free"].at[slot]))
-                scores = settings.scores(products, None, _tanh)
+                values, factor = settings.factored(products, _tanh)
                 if masked:
-                    index = order.block(j) * blocks.keys + warpgroup.count(scores.shape, 1)
+                    index = order.block(j) * blocks.keys + warpgroup.count(values.shape, 1)
                     seen = warpgroup.across(start, blocks.keys) <= index
                     seen &= index < warpgroup.across(end, blocks.keys)
-                    scores = jnp.where(seen, scores, -jnp.inf)
-                raised = jnp.maximum(largest, jnp.max(scores, axis=1))
-                kept, weights = jnp.exp2(largest - raised), jnp.exp2(scores - warpgroup.across(raised, blocks.keys))
+                    values = jnp.where(seen, values, -jnp.inf)
+                raised = jnp.maximum(largest, jnp.max(values, axis=1) * factor)
+                kept = jnp.exp2(largest - raised)
+                weights = jnp.exp2(values * factor - warpgroup.across(raised, blocks.keys))
                 total = total * kept + jnp.sum(weights, axis=1)
                 mixed = mixed * warpgroup.across(kept, V)
                 # Nothing of this may be put off until it is this warpgroup's turn again.
@@ -151,7 +152,7 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
             log_sum_exp = jnp.where(some, (largest + jnp.log(total) * LOG2_E) * LN_2, -jnp.inf)
             place = query if H == V else ref["out_tile"].at[me]
             warpgroup.send(
-                (mixed / warpgroup.across(total, V), place, ref["out"].at[b, at, n]),
+                (mixed * warpgroup.across(1.0 / total, V), place, ref["out"].at[b, at, n]),
                 (log_sum_exp, ref["log_sum_exp_tile"].at[me], ref["log_sum_exp"].at[b, n, at]),
             )
 

@@ -12,8 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-Function = Callable[[jax.Array], jax.Array]
-
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 LOWEST = float(jnp.finfo(jnp.float32).min) / 2
@@ -29,22 +27,28 @@ class Settings:
     implementation: str
     interpret: Any = False
 
-    def scores(self, products: jax.Array, bias: jax.Array | None, tanh: Function = jnp.tanh) -> jax.Array:
-        """Scores of products q·k, in float32."""
-        return self.scores_and_slope(products, bias, tanh)[0]
-
-    def scores_and_slope(
-        self, products: jax.Array, bias: jax.Array | None, tanh: Function = jnp.tanh
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Scores, and their derivative by the scaled products: None where it is 1."""
+    def factored(self, products: jax.Array, tanh: Callable[[jax.Array], jax.Array] = jnp.tanh) -> tuple:
+        """Scores without a bias as values of products q·k, in float32, and a positive factor of them all: the largest
+        score is that of the largest value, and of a difference of scores the factor costs nothing (an FMA)."""
         if self.soft_cap is None:
-            scores, slope = products * (self.scale * LOG2_E), None
-        else:
-            bent = tanh(products * (self.scale / self.soft_cap))
-            scores, slope = bent * (self.soft_cap * LOG2_E), 1.0 - bent * bent
+            return products, self.scale * LOG2_E
+        return tanh(products * (self.scale / self.soft_cap)), self.soft_cap * LOG2_E
+
+    def scores(self, products: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """Scores of products q·k, in float32."""
+        return self.scores_and_slope(products, bias)[0]
+
+    def scores_and_slope(self, products: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        """Scores, and their derivative by the scaled products: None where it is 1."""
+        values, factor = self.factored(products)
+        scores = values * factor
         if bias is not None:
             scores = scores + bias.astype(jnp.float32) * LOG2_E
-        return scores, slope
+        return scores, self.slope(values)
+
+    def slope(self, values: jax.Array) -> jax.Array | None:
+        """The derivative of scores by the scaled products: None where it is 1."""
+        return None if self.soft_cap is None else 1.0 - values * values
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:

@@ -9,9 +9,8 @@ from kernels_pallas.registry import OPERATIONS
 CALLS = [
     pytest.param(operation, case, dtype, implementation, id=f"{operation.name}-{case.name}-{dtype}-{implementation}")
     for operation in OPERATIONS.values()
-    for case in operation.used_in("test")
-    for dtype in case.dtypes
     for implementation in operation.implementations
+    for case, dtype in operation.served(implementation, "test")
     if not (implementation == "mosaic_tpu" and dtype == "float16")
 ]
 

@@ -88,31 +88,26 @@ class Warpgroup:
 
         plgpu.barrier_arrive(barrier)
 
-    def product(self, a: Any, b: Any, total: jax.Array | None = None, transposed: bool = False) -> jax.Array:
-        """total + a · b in float32, or a · bᵀ where `transposed`; of nothing where there is no total.
-
-        Args:
-          a: [64, k], a value or an array in shared memory. b: [k, n] or [n, k], in shared memory.
-        """
+    def products_of_rows(self, *pairs: tuple[Any, Any]) -> tuple[jax.Array, ...]:
+        """a · bᵀ in float32 of each pair a [64, k] and b [n, k] in shared memory."""
         if self.interpret:
-            added = jax.lax.dot_general(
-                a if isinstance(a, jax.Array) else a[...],
-                b[...],
-                (((1,), (1 if transposed else 0,)), ((), ())),
-                preferred_element_type=jnp.float32,
-            )
-            return added if total is None else total + added
+            return tuple(_product(a[...], b[...], 1) for a, b in pairs)
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        b = b.transpose((1, 0)) if transposed else b
-        if total is not None:
-            return pl.run_state(lambda sum_ref: plgpu.wgmma(sum_ref, a, b))(plgpu.ACC.init(total))
+        def from_zero(*sum_refs: Any) -> tuple[jax.Array, ...]:
+            for sum_ref, (a, b) in zip(sum_refs, pairs, strict=True):
+                plgpu.wgmma(sum_ref, a, b.transpose((1, 0)))
+            return tuple(sum_ref[...] for sum_ref in sum_refs)
 
-        def from_zero(sum_ref: Any) -> jax.Array:
-            plgpu.wgmma(sum_ref, a, b)
-            return sum_ref[...]
+        return pl.run_scoped(from_zero, *(plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32) for a, b in pairs))
 
-        return pl.run_scoped(from_zero, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+    def add_product(self, total: jax.Array, a: jax.Array, b: Any) -> jax.Array:
+        """total + a · b in float32, of a value a [64, k] and b [k, n] in shared memory."""
+        if self.interpret:
+            return total + _product(a, b[...], 0)
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        return pl.run_state(lambda sum_ref: plgpu.wgmma(sum_ref, a, b))(plgpu.ACC.init(total))
 
     def tile(self, x: jax.Array) -> jax.Array:
         """A value [rows, columns] laid out as products are."""
@@ -261,6 +256,10 @@ def _allocation(place: Shared | Barriers, interpret: bool) -> Any:
     columns = SWIZZLE // jnp.dtype(place.dtype).itemsize
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE))
     return plgpu.SMEM(place.shape, place.dtype, transforms=transforms)
+
+
+def _product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+    return jax.lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _interpreted(interpret: Any) -> Any:

@@ -51,6 +51,11 @@ class Settings:
         return None if self.soft_cap is None else 1.0 - values * values
 
 
+def tanh_by_exp2(x: jax.Array) -> jax.Array:
+    """To 10⁻⁶, where Hopper's instruction has 5 · 10⁻⁴."""
+    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2_E)))
+
+
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     """The product of two matrices over these dimensions, summed in float32; float32 is multiplied as float32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT

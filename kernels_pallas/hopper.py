@@ -72,10 +72,16 @@ class Warpgroup:
 
         for value, place, _ in copies:
             place[...] = value.astype(place.dtype)
-        plgpu.commit_smem()
+        self.commit()
         for _, place, destination in copies:
             plgpu.copy_smem_to_gmem(place, destination)
         plgpu.wait_smem_to_gmem(0)
+
+    def commit(self) -> None:
+        """Order what this warpgroup has read and written in shared memory before what the copy engine and wgmma do."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        plgpu.commit_smem()
 
     def wait(self, barrier: Any) -> None:
         """Until the barrier opens once more than this warpgroup has seen it open."""
@@ -91,7 +97,7 @@ class Warpgroup:
     def products_of_rows(self, *pairs: tuple[Any, Any]) -> tuple[jax.Array, ...]:
         """a · bᵀ in float32 of each pair a [64, k] and b [n, k] in shared memory."""
         if self.interpret:
-            return tuple(_product(a[...], b[...], 1) for a, b in pairs)
+            return tuple(self._interpreted_product(a[...], b, 1) for a, b in pairs)
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         def from_zero(*sum_refs: Any) -> tuple[jax.Array, ...]:
@@ -104,7 +110,7 @@ class Warpgroup:
     def add_product(self, total: jax.Array, a: jax.Array, b: Any) -> jax.Array:
         """total + a · b in float32, of a value a [64, k] and b [k, n] in shared memory."""
         if self.interpret:
-            return total + _product(a, b[...], 0)
+            return total + self._interpreted_product(a, b, 0)
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         return pl.run_state(lambda sum_ref: plgpu.wgmma(sum_ref, a, b))(plgpu.ACC.init(total))
@@ -140,6 +146,11 @@ class Warpgroup:
     def count(self, shape: tuple[int, int], axis: int) -> jax.Array:
         """0, 1, 2 … along an axis of a tile, int32."""
         return self.tile(jax.lax.broadcasted_iota(jnp.int32, shape, axis))
+
+    def _interpreted_product(self, a: jax.Array, b: Any, axis: int) -> jax.Array:
+        product = jax.lax.dot_general(a, b[...], (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
+        self.commit()  # it was not wgmma that read
+        return product
 
     def _laid(self, x: jax.Array, of_tile: Callable[[Any], Any]) -> jax.Array:
         if self.interpret:
@@ -256,10 +267,6 @@ def _allocation(place: Shared | Barriers, interpret: bool) -> Any:
     columns = SWIZZLE // jnp.dtype(place.dtype).itemsize
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE))
     return plgpu.SMEM(place.shape, place.dtype, transforms=transforms)
-
-
-def _product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    return jax.lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _interpreted(interpret: Any) -> Any:

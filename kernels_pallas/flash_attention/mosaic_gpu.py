@@ -83,7 +83,7 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
                 largest, total, mixed = carry
                 (products,) = warpgroup.products_of_rows((query, ring.take(warpgroup, ref, "key", j)))
                 pass_turn()
-                ring.leave(warpgroup, ref, "key", j, order.steps)
+                ring.leave(warpgroup, ref, j, order.steps, "key")
                 values, factor = settings.factored(products, tanh_by_exp2)
                 if masked:
                     index = order.block(j) * keys + warpgroup.count((ROWS, keys), 1)
@@ -100,7 +100,7 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
                 value = ring.take(warpgroup, ref, "value", j)
                 warpgroup.wait(turn)
                 mixed = warpgroup.add_product(mixed, weights, value)
-                ring.leave(warpgroup, ref, "value", j, order.steps)
+                ring.leave(warpgroup, ref, j, order.steps, "value")
                 return raised, total, mixed
 
             pl.when(me == COMPUTING - 1)(pass_turn)  # to the first

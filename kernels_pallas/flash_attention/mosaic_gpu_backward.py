@@ -66,7 +66,7 @@ def query_gradient(
             def step(j: jax.Array, d_query: jax.Array, masked: bool) -> jax.Array:
                 key, value = (ring.take(warpgroup, ref, name, j) for name in ("key", "value"))
                 products, d_weights = warpgroup.products_of_rows((query, key), (d_out, value))
-                ring.leave(warpgroup, ref, "value", j, order.steps)
+                ring.leave(warpgroup, ref, j, order.steps, "value")
                 values, factor = settings.factored(products, tanh_by_exp2)
                 slope = settings.slope(values)
                 if masked:
@@ -76,7 +76,7 @@ def query_gradient(
                 weights = jnp.exp2(values * factor - warpgroup.across(log_sum_exp, keys))
                 d_scores = score_gradient(weights, d_weights, warpgroup.across(delta, keys), slope)
                 d_query = warpgroup.add_product(d_query, d_scores.astype(dtype), key)
-                ring.leave(warpgroup, ref, "key", j, order.steps)
+                ring.leave(warpgroup, ref, j, order.steps, "key")
                 return d_query
 
             d_query = order.over(step, warpgroup.tile(jnp.zeros((ROWS, H), jnp.float32)))
@@ -173,8 +173,7 @@ def key_gradient(
                     means = warpgroup.down(warpgroup.load_by_column(delta), ROWS)
                     d_scores = score_gradient(weights, d_weights, means, slope)
                     d_key = warpgroup.add_product(d_key, d_scores.astype(dtype), query)
-                    for name in ring.parts:
-                        ring.leave(warpgroup, ref, name, now, steps)
+                    ring.leave(warpgroup, ref, now, steps, *ring.parts)
                     return d_key, d_value
 
                 return order.over(step, carry)

@@ -96,10 +96,15 @@ class Ring(NamedTuple):
         warpgroup.wait(ref[f"{name}_ready"].at[slot])
         return ref[f"{name}_ring"].at[slot]
 
-    def leave(self, warpgroup: Warpgroup, ref: References, name: str, step: jax.Array, steps: Any) -> None:
-        """Free the place of this step, where another is to follow in it."""
-        free = ref[f"{name}_free"].at[lax.rem(step, self.stages)]
-        pl.when(step + self.stages < steps)(lambda: warpgroup.arrive(free))
+    def leave(self, warpgroup: Warpgroup, ref: References, step: jax.Array, steps: Any, *names: str) -> None:
+        """Free the places of this step, where others are to follow in them."""
+
+        @pl.when(step + self.stages < steps)
+        def _() -> None:
+            if not all(self.parts[name].tiled for name in names):
+                warpgroup.commit()
+            for name in names:
+                warpgroup.arrive(ref[f"{name}_free"].at[lax.rem(step, self.stages)])
 
 
 def roles(warpgroup: Warpgroup, fetch: Callable[[], None], compute: Callable[[], None]) -> None:

@@ -31,17 +31,17 @@ def _loss_of(operation, implementation, case):
     return loss
 
 
-def _arguments(operation, seed=0):
-    case = operation.used_in("test")[0]
-    arguments = case.draw("float32", seed)
+def _arguments(operation, implementation, seed=0):
+    case, dtype = operation.served(implementation, "test")[0]
+    arguments = case.draw(dtype, seed)
     inputs = {name: arguments.pop(name) for name in case.differentiable()}
     return case, inputs, arguments
 
 
 @pytest.mark.parametrize("operation, implementation", CALLS)
 def test_vmap_of_grad_is_a_loop(operation, implementation):
-    case, *first = _arguments(operation)
-    _, *second = _arguments(operation, seed=1)
+    case, *first = _arguments(operation, implementation)
+    _, *second = _arguments(operation, implementation, seed=1)
     gradient = jax.grad(_loss_of(operation, implementation, case))
     both = jax.tree.map(lambda *xs: jnp.stack(xs), first, second)
     wanted = jax.tree.map(lambda *xs: jnp.stack(xs), gradient(*first), gradient(*second))
@@ -50,7 +50,7 @@ def test_vmap_of_grad_is_a_loop(operation, implementation):
 
 @pytest.mark.parametrize("operation, implementation", CALLS)
 def test_checkpoint_changes_nothing(operation, implementation):
-    case, *arguments = _arguments(operation)
+    case, *arguments = _arguments(operation, implementation)
     loss = _loss_of(operation, implementation, case)
     plain, again = jax.grad(loss)(*arguments), jax.jit(jax.grad(jax.checkpoint(loss)))(*arguments)
     chex.assert_trees_all_close(plain, again, rtol=1e-6, atol=1e-6)

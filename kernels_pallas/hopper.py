@@ -1,8 +1,8 @@
 """What kernels for Hopper are written in: the one file that knows Pallas's Mosaic GPU backend and its versions.
 
-A block of the grid is several warpgroups of 128 threads that run one body, share memory and meet at barriers. A value is
-spread over the registers of its warpgroup: a tile as wgmma has it (WGMMA fragments, CUDA PTX ISA, section 9.7.15), and
-what belongs to its rows or to its columns as reductions of such a tile are.
+A block of the grid is several warpgroups of 128 threads that run one body, share memory and meet at barriers. A value
+is spread over the registers of its warpgroup: a tile as wgmma has it (PTX ISA, "asynchronous warpgroup level matrix
+instructions"), and what belongs to its rows or to its columns as the reductions of such a tile are.
 
 Interpreted (on any platform), copies, barriers and warpgroups are those of Mosaic GPU's own interpreter, which watches
 for races and for deadlocks at barriers; products, which not every version of it has, are those of `jax.numpy`.
@@ -18,11 +18,14 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.launch import Cost
 
-# Rows of a warpgroup's smallest product (wgmma.m64nNk16), and the columns of 128 bytes that shared memory is swizzled by.
+# Rows of a warpgroup's smallest product (wgmma.m64nNk16), and bytes of a row of a swizzled tile in shared memory.
 ROWS = 64
 SWIZZLE = 128
 
+# Axes of grids are told apart by this from those of a mesh of devices.
+_PREFIX = "gpu_"
 _WARPGROUP = "warpgroup"
+_LANES = "lanes"
 
 
 class Shared(NamedTuple):
@@ -52,7 +55,7 @@ class Warpgroup:
 
     def index(self, axis: str = _WARPGROUP) -> jax.Array:
         """Where this block stands on an axis of the grid, or this warpgroup in its block."""
-        return jax.lax.axis_index(axis)
+        return jax.lax.axis_index(_PREFIX + axis)
 
     def registers(self, count: int, more: bool) -> None:
         """Have `count` registers per thread, more or fewer than the block was launched with."""
@@ -204,17 +207,18 @@ def run(
             pl.run_scoped(
                 lambda **places: body(warpgroup, held | places),
                 **{key: _allocation(place, bool(interpret)) for key, place in shared.items()},
-                collective_axes=_WARPGROUP,
+                collective_axes=_PREFIX + _WARPGROUP,
             )
 
         made = pl.kernel(
             kernel,
             shapes,
             mesh=plgpu.Mesh(
-                grid=tuple(grid.values()),
-                grid_names=tuple(grid),
+                # Its last axis is CUDA's first.
+                grid=tuple(reversed(grid.values())),
+                grid_names=tuple(_PREFIX + axis for axis in reversed(grid)),
                 num_threads=warpgroups,
-                thread_name=_WARPGROUP,
+                thread_name=_PREFIX + _WARPGROUP,
                 kernel_name=name,
             ),
             compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -224,7 +228,7 @@ def run(
                 bytes_accessed=cost.bytes,
             ),
             name=name,
-            interpret=_interpreted(interpret),
+            interpret=interpreter() if interpret is True else interpret,
         )
         return made(*arrays)
 
@@ -254,9 +258,6 @@ def run(
     return call(*operands.values())
 
 
-_LANES = "lanes"
-
-
 def _allocation(place: Shared | Barriers, interpret: bool) -> Any:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -267,12 +268,6 @@ def _allocation(place: Shared | Barriers, interpret: bool) -> Any:
     columns = SWIZZLE // jnp.dtype(place.dtype).itemsize
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE))
     return plgpu.SMEM(place.shape, place.dtype, transforms=transforms)
-
-
-def _interpreted(interpret: Any) -> Any:
-    if interpret is not True:
-        return interpret
-    return interpreter()
 
 
 def interpreter(**how: Any) -> Any:

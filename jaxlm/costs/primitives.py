@@ -198,9 +198,7 @@ def _kernel(eqn: JaxprEqn, results: int) -> Work:
     cost = eqn.params["cost_estimate"]
     if cost is None:
         name = eqn.params.get("name") or "without a name"
-        raise ValueError(
-            f"the Pallas kernel {name} states no cost: pass cost_estimate=pl.CostEstimate(…) to its call"
-        )
+        raise ValueError(f"the Pallas kernel {name} states no cost: pass cost_estimate=pl.CostEstimate(…) to its call")
     written = min(results, int(cost.bytes_accessed))
     return Work("kernel", int(cost.flops) + int(cost.transcendentals), int(cost.bytes_accessed) - written, written)
 

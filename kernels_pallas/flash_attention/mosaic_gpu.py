@@ -5,6 +5,7 @@ ahead. Two compute: each holds 64 queries and their sums in registers, and they 
 multiply for one while the other exponentiates. The backward pass is in `mosaic_gpu_backward.py`.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -16,7 +17,16 @@ from kernels_pallas import hopper
 from kernels_pallas.flash_attention.blocks import key_ranges
 from kernels_pallas.flash_attention.mosaic_gpu_backward import key_gradient, query_gradient
 from kernels_pallas.flash_attention.operands import Operands
-from kernels_pallas.flash_attention.ring import COMPUTING, Order, References, Ring, padded, roles, tiled
+from kernels_pallas.flash_attention.ring import (
+    COMPUTING,
+    Order,
+    References,
+    Ring,
+    keys_and_values,
+    padded,
+    roles,
+    tiled,
+)
 from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, Settings, tanh_by_exp2
 from kernels_pallas.hopper import ROWS, Barriers, Shared, Warpgroup
 
@@ -42,17 +52,17 @@ def refusal(operands: Operands) -> str | None:
 def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, N, V] and log-sum-exp [B, N, T] in float32."""
     B, T, S, N, K, H, V = operands.sizes
-    # As many keys as registers hold scores of, besides the sums of all V columns.
-    keys, dtype, rows = 128 if max(H, V) <= 128 else 64, operands.query.dtype, pl.cdiv(T, _QUERIES)
-    ranges = key_ranges(operands.start, operands.end, _QUERIES, keys).stacked()
+    dtype, rows = operands.query.dtype, pl.cdiv(T, _QUERIES)
     own = {
         "query_tile": Shared((COMPUTING, ROWS, H), dtype, tiled=True),
         "log_sum_exp_tile": Shared((COMPUTING, ROWS), jnp.float32),
     }
     if H != V:  # else the output takes the place of the queries: they have been read by then
         own["out_tile"] = Shared((COMPUTING, ROWS, V), dtype, tiled=True)
-    block = {"key": Shared((keys, H), dtype, tiled=True), "value": Shared((keys, V), dtype, tiled=True)}
-    ring = Ring.filling(block, *own.values())
+    # As many keys as registers hold scores of, besides the sums of all V columns.
+    keys = 128 if max(H, V) <= 128 else 64
+    ring = Ring.of("forward", operands, keys, functools.partial(keys_and_values, operands), own)
+    keys = ring.blocks.rows
 
     def kernel(warpgroup: Warpgroup, ref: References) -> None:
         me, b, n = warpgroup.index(), warpgroup.index("batch"), warpgroup.index("head")
@@ -126,7 +136,7 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
         "value": padded(operands.value, keys),
         "start": tiled(operands.start, _QUERIES),
         "end": tiled(operands.end, _QUERIES),
-        "ranges": ranges,
+        "ranges": key_ranges(operands.start, operands.end, _QUERIES, keys).stacked(),
     }
     if operands.sinks is not None:
         inputs["sinks"] = operands.sinks.astype(jnp.float32)

@@ -6,6 +6,7 @@ not fit a warpgroup's registers.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -17,7 +18,16 @@ from kernels_pallas import hopper
 from kernels_pallas.flash_attention import triton
 from kernels_pallas.flash_attention.blocks import key_ranges, query_ranges
 from kernels_pallas.flash_attention.operands import Operands
-from kernels_pallas.flash_attention.ring import COMPUTING, Order, References, Ring, padded, roles, tiled
+from kernels_pallas.flash_attention.ring import (
+    COMPUTING,
+    Order,
+    References,
+    Ring,
+    keys_and_values,
+    padded,
+    roles,
+    tiled,
+)
 from kernels_pallas.flash_attention.tiles import Settings, score_gradient, tanh_by_exp2
 from kernels_pallas.hopper import ROWS, Barriers, Shared, Warpgroup
 
@@ -36,14 +46,15 @@ def query_gradient(
     if _too_wide(operands):
         return triton.query_gradient(_plain(settings), operands, log_sum_exp, delta, d_out)
     B, T, S, N, K, H, V = operands.sizes
-    # As many keys as registers hold scores and their gradients of, besides the sums of all H columns.
-    keys, dtype, rows = 128 if max(H, V) <= 64 else 64, operands.query.dtype, pl.cdiv(T, _BLOCK)
+    dtype, rows = operands.query.dtype, pl.cdiv(T, _BLOCK)
     own = {
         "query_tile": Shared((COMPUTING, ROWS, H), dtype, tiled=True),
         "d_out_tile": Shared((COMPUTING, ROWS, V), dtype, tiled=True),
     }
-    block = {"key": Shared((keys, H), dtype, tiled=True), "value": Shared((keys, V), dtype, tiled=True)}
-    ring = Ring.filling(block, *own.values())
+    # As many keys as registers hold scores and their gradients of, besides the sums of all H columns.
+    keys = 128 if max(H, V) <= 64 else 64
+    ring = Ring.of("query_gradient", operands, keys, functools.partial(keys_and_values, operands), own)
+    keys = ring.blocks.rows
 
     def kernel(warpgroup: Warpgroup, ref: References) -> None:
         me, b, n = warpgroup.index(), warpgroup.index("batch"), warpgroup.index("head")
@@ -116,18 +127,22 @@ def key_gradient(
         return triton.key_gradient(_plain(settings), operands, log_sum_exp, delta, d_out)
     B, T, S, N, K, H, V = operands.sizes
     dtype, columns, group = operands.query.dtype, pl.cdiv(S, _BLOCK), N // K
-    of_queries = key_ranges(operands.start, operands.end, ROWS, _BLOCK)
     own = {
         "key_tile": Shared((COMPUTING, ROWS, H), dtype, tiled=True),
         "value_tile": Shared((COMPUTING, ROWS, V), dtype, tiled=True),
     }
-    block = {
-        "query": Shared((ROWS, H), dtype, tiled=True),
-        "log_sum_exp": Shared((ROWS,), jnp.float32),
-        "d_out": Shared((ROWS, V), dtype, tiled=True),
-        "delta": Shared((ROWS,), jnp.float32),
-    }
-    ring = Ring.filling(block, *own.values())
+
+    def parts(queries: int) -> dict[str, Shared]:
+        return {
+            "query": Shared((queries, H), dtype, tiled=True),
+            "log_sum_exp": Shared((queries,), jnp.float32),
+            "d_out": Shared((queries, V), dtype, tiled=True),
+            "delta": Shared((queries,), jnp.float32),
+        }
+
+    ring = Ring.of("key_gradient", operands, ROWS, parts, own)
+    queries = ring.blocks.rows
+    of_queries = key_ranges(operands.start, operands.end, queries, _BLOCK)
 
     def kernel(warpgroup: Warpgroup, ref: References) -> None:
         me, b, k, column = (warpgroup.index(*axis) for axis in ((), ("batch",), ("head",), ("block",)))
@@ -136,7 +151,7 @@ def key_gradient(
 
         def sources(step: jax.Array) -> dict[str, Any]:
             n, i = k * group + lax.div(step, order.steps), order.block(lax.rem(step, order.steps))
-            at = pl.ds(i * ROWS, ROWS)
+            at = pl.ds(i * queries, queries)
             rows = {name: ref[name].at[b, at, n] for name in ("query", "d_out")}
             return rows | {name: ref[name].at[b, n, i] for name in ("log_sum_exp", "delta")}
 
@@ -164,7 +179,7 @@ def key_gradient(
                             warpgroup.down(warpgroup.load_by_column(ref[name].at[b, i]), ROWS)
                             for name in ("start", "end")
                         )
-                        index = first + warpgroup.count((ROWS, ROWS), 0)
+                        index = first + warpgroup.count((ROWS, queries), 0)
                         values = jnp.where((start <= index) & (index < end), values, -jnp.inf)
                     sums = warpgroup.down(warpgroup.load_by_column(log_sum_exp), ROWS)
                     weights = jnp.exp2(values * factor - sums)
@@ -180,23 +195,21 @@ def key_gradient(
 
             zeros = tuple(warpgroup.tile(jnp.zeros((ROWS, width), jnp.float32)) for width in (H, V))
             d_key, d_value = lax.fori_loop(0, group, of_head, zeros) if group > 1 else of_head(jnp.int32(0), zeros)
-            warpgroup.send(
-                (d_key * settings.scale, key, ref["d_key"].at[at]), (d_value, value, ref["d_value"].at[at])
-            )
+            warpgroup.send((d_key * settings.scale, key, ref["d_key"].at[at]), (d_value, value, ref["d_value"].at[at]))
 
         roles(warpgroup, lambda: ring.fill(warpgroup, ref, steps, sources), compute)
 
     d_key, d_value = hopper.run(
         kernel,
         {
-            "query": padded(operands.query, ROWS),
+            "query": padded(operands.query, queries),
             "key": padded(operands.key, _BLOCK),
             "value": padded(operands.value, _BLOCK),
-            "start": tiled(operands.start, ROWS),
-            "end": tiled(operands.end, ROWS),
-            "log_sum_exp": tiled(log_sum_exp, ROWS),
-            "delta": tiled(delta, ROWS),
-            "d_out": padded(d_out, ROWS),
+            "start": tiled(operands.start, queries, queries),
+            "end": tiled(operands.end, queries, queries),
+            "log_sum_exp": tiled(log_sum_exp, queries, queries),
+            "delta": tiled(delta, queries, queries),
+            "d_out": padded(d_out, queries),
             "ranges": query_ranges(of_queries, columns).stacked(),
         },
         {

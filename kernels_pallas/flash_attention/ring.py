@@ -1,4 +1,4 @@
-"""How the warpgroups of the Hopper kernels share blocks: a ring in shared memory, and the order in which it is filled."""
+"""How the warpgroups of the Hopper kernels share blocks: a ring in shared memory, and in which order it is filled."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from kernels_pallas import tuning
+from kernels_pallas.flash_attention.operands import Operands
 from kernels_pallas.hopper import ROWS, Barriers, Shared, Warpgroup
 
 # Of the warpgroups of a block two compute, and one fetches for them. Of the 504 registers per thread that the three can
@@ -50,22 +52,46 @@ class Order(NamedTuple):
         return lax.fori_loop(self.whole, self.steps, lambda j, carry: step(j, carry, True), carry)
 
 
+class Blocks(NamedTuple):
+    """What a kernel goes through: blocks of so many rows, `stages` of them in shared memory."""
+
+    rows: int
+    stages: int
+
+
 class Ring(NamedTuple):
     """Blocks of several arrays, of each `stages` in shared memory at a time. A place is ready once it has been filled,
     and free again once all that compute have left it.
 
     Attributes:
+      blocks: their sizes.
       parts: one block of each array.
     """
 
-    stages: int
+    blocks: Blocks
     parts: Mapping[str, Shared]
 
     @classmethod
-    def filling(cls, parts: Mapping[str, Shared], *others: Shared) -> "Ring":
-        """With as many stages as shared memory holds besides the others."""
-        room = SHARED_MEMORY - sum(other.bytes for other in others)
-        return cls(min(_MOST_STAGES, room // sum(part.bytes for part in parts.values())), parts)
+    def of(
+        cls,
+        kernel: str,
+        operands: Operands,
+        rows: int,
+        parts: Callable[[int], Mapping[str, Shared]],
+        own: Mapping[str, Shared],
+    ) -> "Ring":
+        """Of a kernel that has arrays of its `own` besides: with blocks that were measured to be fastest, or of so many
+        rows and with as many stages as shared memory holds."""
+        held, taken = (sum(x.bytes for x in arrays.values()) for arrays in (own, parts(rows)))
+        default = Blocks(rows, min(_MOST_STAGES, (SHARED_MEMORY - held) // taken))
+        _, T, S, _, _, H, V = operands.sizes
+        kernel = f"flash_attention_{kernel}"
+        blocks = tuning.blocks(kernel, "mosaic_gpu", (T, S, H, V), operands.query.dtype, default)
+        return cls(blocks, parts(blocks.rows))
+
+    @property
+    def stages(self) -> int:
+        return self.blocks.stages
 
     def shared(self) -> dict[str, Shared | Barriers]:
         """What it takes in shared memory."""
@@ -107,6 +133,13 @@ class Ring(NamedTuple):
                 warpgroup.arrive(ref[f"{name}_free"].at[lax.rem(step, self.stages)])
 
 
+def keys_and_values(operands: Operands, keys: int) -> dict[str, Shared]:
+    """The parts of a ring through which keys go with their values."""
+    H, V = operands.sizes[5:]
+    dtype = operands.query.dtype
+    return {"key": Shared((keys, H), dtype, tiled=True), "value": Shared((keys, V), dtype, tiled=True)}
+
+
 def roles(warpgroup: Warpgroup, fetch: Callable[[], None], compute: Callable[[], None]) -> None:
     """Have each warpgroup do its part."""
 
@@ -127,7 +160,7 @@ def padded(x: jax.Array, multiple: int, axis: int = 1) -> jax.Array:
     return jnp.pad(x, [(0, lacking if i == axis else 0) for i in range(x.ndim)]) if lacking else x
 
 
-def tiled(x: jax.Array, multiple: int) -> jax.Array:
-    """What belongs to rows, [..., rows], as [..., tiles, 64]; so many rows are a block."""
+def tiled(x: jax.Array, multiple: int, rows: int = ROWS) -> jax.Array:
+    """What belongs to rows, [..., T], as [..., tiles, rows]; T is padded to a multiple."""
     x = padded(x, multiple, x.ndim - 1)
-    return x.reshape(*x.shape[:-1], -1, ROWS)
+    return x.reshape(*x.shape[:-1], -1, rows)

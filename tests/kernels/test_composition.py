@@ -17,10 +17,12 @@ from kernels_pallas import rms_norm
 from kernels_pallas.registry import OPERATIONS
 
 CALLS = [
-    pytest.param(operation, name, id=f"{operation.name}-{name}")
+    pytest.param(operation, name, id=f"{operation.name}-{name}", marks=[pytest.mark.slow] * (name == "mosaic_gpu"))
     for operation in OPERATIONS.values()
     for name in operation.implementations
 ]
+# Mosaic GPU's interpreter has ordered effects, which jax.checkpoint refuses: see test_flash_attention.
+WITHOUT_EFFECTS = [call for call in CALLS if "mosaic_gpu" not in call.values]
 
 
 def _loss_of(operation, implementation, case):
@@ -48,7 +50,7 @@ def test_vmap_of_grad_is_a_loop(operation, implementation):
     chex.assert_trees_all_close(jax.jit(jax.vmap(gradient))(*both), wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("operation, implementation", CALLS)
+@pytest.mark.parametrize("operation, implementation", WITHOUT_EFFECTS)
 def test_checkpoint_changes_nothing(operation, implementation):
     case, *arguments = _arguments(operation, implementation)
     loss = _loss_of(operation, implementation, case)

@@ -7,7 +7,11 @@ from agreement import check
 from kernels_pallas.registry import OPERATIONS
 
 CALLS = [
-    pytest.param(operation, case, dtype, implementation, id=f"{operation.name}-{case.name}-{dtype}-{implementation}")
+    pytest.param(
+        *(operation, case, dtype, implementation),
+        id=f"{operation.name}-{case.name}-{dtype}-{implementation}",
+        marks=[pytest.mark.slow] if implementation == "mosaic_gpu" else [],
+    )
     for operation in OPERATIONS.values()
     for implementation in operation.implementations
     for case, dtype in operation.served(implementation, "test")

@@ -1,4 +1,5 @@
-"""The one file that knows Pallas's backend-specific entry points, and how they differ between versions of JAX."""
+"""The one file that knows Pallas's entry points and how they differ between versions of JAX; but for those of Mosaic
+GPU, which are in `hopper.py`."""
 
 import warnings
 from collections.abc import Callable, Sequence

@@ -27,6 +27,7 @@ from kernels_pallas.flash_attention import (
     cudnn,
     packed,
     prefix,
+    ring,
     shifted,
     window,
 )
@@ -313,6 +314,12 @@ def _hopper_calls(widths=(64, 64), around=lambda loss: loss):
 def test_the_hopper_kernels_fit_shared_memory(widths):
     """For each pair of widths: too much is an error of the lowering. Backward the widest are Triton's."""
     assert _hopper_calls(widths) == (3 if sum(widths) <= 256 else 1)
+
+
+def test_more_shared_memory_than_there_is_does_not_pass(monkeypatch):
+    monkeypatch.setattr(ring, "SHARED_MEMORY", 400_000)
+    with pytest.raises(ValueError, match="exceeds available shared memory"):
+        _hopper_calls((128, 128))
 
 
 def test_checkpoint_runs_the_hopper_kernel_again():

@@ -97,15 +97,20 @@ class Warpgroup:
 
         plgpu.barrier_arrive(barrier)
 
-    def products_of_rows(self, *pairs: tuple[Any, Any]) -> tuple[jax.Array, ...]:
-        """a · bᵀ in float32 of each pair a [64, k] and b [n, k] in shared memory."""
+    def products_of_rows(
+        self, *pairs: tuple[Any, Any], meanwhile: Callable[[], None] = lambda: None
+    ) -> tuple[jax.Array, ...]:
+        """a · bᵀ in float32 of each pair a [64, k] and b [n, k] in shared memory; `meanwhile` while they are made."""
         if self.interpret:
-            return tuple(self._interpreted_product(a[...], b, 1) for a, b in pairs)
+            products = tuple(self._interpreted_product(a[...], b, 1) for a, b in pairs)
+            meanwhile()
+            return products
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         def from_zero(*sum_refs: Any) -> tuple[jax.Array, ...]:
             for sum_ref, (a, b) in zip(sum_refs, pairs, strict=True):
                 plgpu.wgmma(sum_ref, a, b.transpose((1, 0)))
+            meanwhile()
             return tuple(sum_ref[...] for sum_ref in sum_refs)
 
         return pl.run_scoped(from_zero, *(plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32) for a, b in pairs))

@@ -91,8 +91,8 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
 
             def step(j: jax.Array, carry: tuple, masked: bool) -> tuple:
                 largest, total, mixed = carry
-                (products,) = warpgroup.products_of_rows((query, ring.take(warpgroup, ref, "key", j)))
-                pass_turn()
+                key = ring.take(warpgroup, ref, "key", j)
+                (products,) = warpgroup.products_of_rows((query, key), meanwhile=pass_turn)
                 ring.leave(warpgroup, ref, j, order.steps, "key")
                 values, factor = settings.factored(products, tanh_by_exp2)
                 if masked:

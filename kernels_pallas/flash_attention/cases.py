@@ -75,7 +75,7 @@ _WIDE = (
     _case(
         "wide, grouped, causal",
         queries=70,
-        heads=(3, 1),
+        heads=(2, 1),
         width=64,
         options={"visible": causal(70)},
         dtypes=("bfloat16",),

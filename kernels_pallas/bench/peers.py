@@ -28,19 +28,6 @@ class Peer(NamedTuple):
     forward_only: bool = False
 
 
-def of(operation: str) -> tuple[Peer, ...]:
-    """The peers of an operation that run here: none without PyTorch and a GPU that it sees."""
-    try:
-        import torch
-    except ImportError:
-        return ()
-    if not torch.cuda.is_available():
-        return ()
-    from kernels_pallas.bench import pytorch
-
-    return pytorch.PEERS[operation]
-
-
 def call(peer: Peer, case: Case, training: bool, device: str = "cuda") -> Callable[[], Any]:
     """A call on a case's random arguments: results, or in training (results, gradients) of all that the case
     differentiates, from random cotangents."""

@@ -30,6 +30,19 @@ def cases(operation: Operation) -> tuple[Case, ...]:
     return tuple(case for case in operation.used_in("bench") if on_cpu == case.name.startswith(SMALL))
 
 
+def peers_of(operation: str) -> tuple[peers.Peer, ...]:
+    """The peers of an operation that run here: none without PyTorch and a GPU that it sees."""
+    try:
+        import torch
+    except ImportError:
+        return ()
+    if not torch.cuda.is_available():
+        return ()
+    from kernels_pallas.bench import pytorch
+
+    return pytorch.PEERS[operation]
+
+
 def program(operation: Operation, case: Case, implementation: str, training: bool) -> Callable[[], Any]:
     """A compiled call on random arguments: forward, or forward and backward from random cotangents.
 
@@ -127,7 +140,7 @@ def _compare(operation: Operation, case: Case, training: bool, limits: Ceilings,
             continue
         reference = taken.median if implementation == "reference" else reference
         yield row(implementation, taken, temporary)
-    for peer in peers.of(operation.name):
+    for peer in peers_of(operation.name):
         try:
             found = row(peer.name, *peers.measure(peer, case, training, rounds))
         except Exception as error:  # of PyTorch and Triton: what they refuse has no type of its own

@@ -44,7 +44,7 @@ def test_peers_stand_in_the_same_rows_and_what_fails_is_said(monkeypatch, capsys
             raise RuntimeError("No available kernel.\nAborting.")
         return Time(1e-3, 1e-3, 1e-3, "device"), 64
 
-    monkeypatch.setattr(run.peers, "of", lambda operation: (run.peers.Peer("other", print),))
+    monkeypatch.setattr(run, "peers_of", lambda operation: (run.peers.Peer("other", print),))
     monkeypatch.setattr(run.peers, "measure", measured)
     monkeypatch.setattr(run.peers, "give_back", lambda: None)
     heard = []

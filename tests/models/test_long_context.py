@@ -29,6 +29,6 @@ def test_no_scores_are_held(chip):
     training = tiny.training(batch=len(devices), sequence=CONTEXT, dtype="bfloat16")
     experiment = Experiment.model_construct(model=model, training=training, optimizer=tiny.optimization())
     mesh = sharding.make_mesh(1, len(devices), 1, devices)
-    program = hlo.parse(programs.step(experiment, "train", mesh).lower().compile().as_text())
+    program = hlo.parse(programs.step(experiment, "train", mesh).trace().lower().compile().as_text())
     arrays = [a for c in program.computations.values() for i in c.instructions.values() for a in i.arrays]
     assert max(a.numbers for a in arrays) < CONTEXT**2 / 4

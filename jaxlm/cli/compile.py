@@ -147,7 +147,8 @@ def _print_step(report: "Report") -> None:
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     table.add_row("step", f"{work.kind}, {work.batch:,} × {work.sequence:,} tokens in {work.dtype}")
-    table.add_row("on", f"{report.plan.target}: {work.mesh}, compiled in {seconds(report.compile_s)}")
+    quickly = " quickly" if report.quick else ""
+    table.add_row("on", f"{report.plan.target}: {work.mesh}, compiled{quickly} in {seconds(report.compile_s)}")
     if work.kind == "train":
         table.add_row("with", f"training.microbatches={work.microbatches} training.remat={work.remat}")
     for name in ("arguments", "outputs", "temporaries"):

@@ -1,6 +1,7 @@
 """What one layer holds in the memory of one device: what it keeps for its backward pass, and what it works with.
 
 Which arrays XLA keeps was read from its programs (`jaxlm.lowering.buffers`), of plain JAX and of steps with kernels.
+`fused` says that they are those for a TPU, which puts more of an attention without kernels into one fusion.
 """
 
 from typing import Literal, NamedTuple
@@ -11,7 +12,7 @@ from jaxlm.costs.workload import Workload
 
 def kept(work: Workload) -> int:
     """Bytes that all layers keep for their backward pass: the stream before each and what has the names that are
-    kept; without rematerialisation all that it reads, with each layer's matrices in the form that its products took."""
+    kept; without rematerialisation all that it reads."""
     part, width = parts(work), work.width_bytes
     if work.remat == "none":
         return work.model.layers * _whole(work)

@@ -75,8 +75,8 @@ def _training(work: Workload, fused: bool) -> Iterator[Memory]:
     stored = {path: work.stored(d.axes, d.shape) for path, d in operations.parameters(work.model).items()}
     of_layers = sum(numbers for path, numbers in stored.items() if path.startswith("layers/"))
     total, width, part, whole = sum(stored.values()), work.width_bytes, parts(work), _gathered(work)
-    held, sums, saved, state = trained(work), _sums(work, total), kept(work), trained(work).optimizer
-    in_kernels = bool(kernels.attention(work))
+    held, sums, saved = trained(work), _sums(work, total), kept(work)
+    state = held.optimizer
 
     yield Memory(held.parameters + whole.layer, sums, state, saved + forward(work, fused), 0, 0)
     labels = work.local("act_vocab", work.model.vocabulary)
@@ -93,7 +93,7 @@ def _training(work: Workload, fused: bool) -> Iterator[Memory]:
         # is a narrow copy.
         waits, tables = logits * width if work.dtype != "float32" else 0, 0
     made = sums + tables + width * of_layers + whole.hidden
-    gathered = whole.hidden if in_kernels else whole.attention
+    gathered = whole.hidden if kernels.attention(work) else whole.attention
     yield Memory(held.parameters + gathered, made, state, saved + backward(work, fused), waits, 0)
     yield Memory(4 * total, sums or width * total, state, 0, 0, 0)
 

@@ -157,7 +157,7 @@ def plan(work: Workload, target: Target) -> Plan:
         )
     if work.sequence > work.model.context:
         raise InputError(f"a sequence of {work.sequence} is longer than model.context = {work.model.context}")
-    work = work if target.chip.runs_kernels else work.without_kernels()
+    work = work.on(target.chip)
     return Plan(work, target, flops(work), memory(work, target.chip.kind), time(work, target))
 
 

@@ -25,7 +25,7 @@ def search(work: Workload, target: Target) -> list[Plan]:
     """Plans of a workload that fit, the fastest first; for training over microbatches and rematerialisation too."""
     found = []
     for mesh in meshes(work, target.devices):
-        for candidate in variants(replace(work, mesh=mesh)):
+        for candidate in variants(replace(work.on(target.chip), mesh=mesh)):
             if memory(candidate, target.chip.kind).total <= target.chip.device_capacity():
                 found.append(plan(candidate, target))
     return sorted(found, key=lambda p: p.time.expected)

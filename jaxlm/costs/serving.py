@@ -21,7 +21,7 @@ def critical_batch(work: Workload, target: Target) -> int | None:
         raise InputError("only decoding has a batch at which it stops being bound by memory")
     parts = work.mesh.data * work.mesh.fsdp
     for batch in (parts * 2**n for n in range(_DOUBLINGS)):
-        seconds = time(replace(work, batch=batch), target)
+        seconds = time(replace(work.on(target.chip), batch=batch), target)
         if seconds.compute >= seconds.memory:
             return batch
     return None

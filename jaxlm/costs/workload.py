@@ -2,9 +2,12 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from jaxlm.models.config import ModelConfig, Remat
+
+if TYPE_CHECKING:
+    from jaxlm.costs.chips import Chip
 
 Kind = Literal["train", "prefill", "decode"]
 
@@ -62,8 +65,12 @@ class Workload:
 
     @property
     def kernels(self) -> bool:
-        """Whether kernels of kernels_pallas run; `plan` leaves them out for chips that they are not compiled for."""
+        """Whether kernels of kernels_pallas run: see `on`."""
         return self.model.kernels != "reference"
+
+    def on(self, chip: "Chip") -> "Workload":
+        """The same on a chip: without kernels where they are not compiled for it."""
+        return self if chip.runs_kernels else self.without_kernels()
 
     def without_kernels(self) -> "Workload":
         """The same of plain JAX, as XLA compiles it."""

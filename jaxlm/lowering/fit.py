@@ -29,7 +29,7 @@ def fit(
     `needed` compiles a variant. Those are left out of which the count, corrected by what was compiled so far, says that
     they cannot fit by far, and those that are slower than one that fits.
     """
-    capacity = target.chip.device_capacity()
+    capacity, work = target.chip.device_capacity(), work.on(target.chip)
 
     def counted(work: Workload) -> int:
         return memory(work, target.chip.kind).total

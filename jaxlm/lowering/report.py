@@ -47,10 +47,12 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """A step compiled for a target, and the plan that was counted of it. `flops` are those of XLA's matrix products on
-    one device, `kernel_flops` what Pallas kernels declare of all that they compute."""
+    """A step compiled for a target, with less search for a fast program where `quick`, and the plan that was counted of
+    it. `flops` are those of XLA's matrix products on one device, `kernel_flops` what Pallas kernels declare of all that
+    they compute."""
 
     plan: Plan
+    quick: bool
     compile_s: float
     memory: Memory
     held: tuple[Held, ...]
@@ -96,6 +98,7 @@ class Report:
             **{key: counted[key] for key in ("chips", "devices", "target", "workload", "mesh", "batch", "sequence")},
             **{key: counted[key] for key in ("microbatches", "remat")},
             "compile_s": self.compile_s,
+            "quick": self.quick,
             "memory_bytes_per_device": self.memory._asdict(),
             "fits": self.fits,
             "held_at_peak": [held._asdict() for held in self.held],
@@ -186,6 +189,7 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
     return Compiled(
         Report(
             plan=counted,
+            quick=quick,
             compile_s=seconds,
             memory=_memory(compiled, chip.device_capacity()),
             held=_held(program),

@@ -77,7 +77,7 @@ class RMSNorm(Module):
         self.scale = param(rngs, (width,), axis, ones)
 
     def __call__(self, x: jax.Array, axes: kernels.Axes = kernels.STREAM, residual: jax.Array | None = None) -> Any:
-        """See `_normalise`."""
+        """x [..., width], with these logical axes → the same; with a residual like x (x + residual, its norm)."""
         vectors = (self.scale[...],)
         return _normalise(self.kernels, rms_norm, x, axes, residual, vectors, self.epsilon)
 
@@ -91,7 +91,7 @@ class LayerNorm(Module):
         self.bias = param(rngs, (width,), axis, zeros) if model.norm.bias else None
 
     def __call__(self, x: jax.Array, axes: kernels.Axes = kernels.STREAM, residual: jax.Array | None = None) -> Any:
-        """See `_normalise`."""
+        """x [..., width], with these logical axes → the same; with a residual like x (x + residual, its norm)."""
         vectors = self.scale[...], None if self.bias is None else self.bias[...]
         return _normalise(self.kernels, layer_norm, x, axes, residual, vectors, self.epsilon)
 

@@ -19,6 +19,7 @@ MODEL = "configs/models/qwen3-0.6b.toml"
         ([MODEL, "--on", "h200-sxm:8", "--mesh", "model=8"], "--mesh 'model=8' is not AXIS=N"),
         ([MODEL, "--on", "h200-sxm:8", "--mesh", "auto"], "--mesh 'auto' is not AXIS=N"),
         ([MODEL, "--on", "h200-sxm:8", "--fit", "--workload", "decode"], "--fit turns microbatches"),
+        ([MODEL, "--on", "h200-sxm:8", "--quick"], "--quick is for TPUs"),
         ([MODEL, "--on", "h200-sxm:8", "--dump", "pyproject.toml"], "give a directory"),
         ([MODEL, "--on", "h200-sxm:8", "training.batsch=8"], "did you mean training.batch?"),
         ([MODEL, "--on", "h200-sxm:8", "training.batch=12"], "set training.batch to 16"),

@@ -25,6 +25,7 @@ from jaxlm.costs.workload import MeshShape, Workload
 from jaxlm.errors import InputError
 from jaxlm.inference.cache import empty_cache
 from jaxlm.inference.steps import decode_step, prefill
+from jaxlm.lowering.fit import fit
 from jaxlm.models import tree
 from jaxlm.training.step import make_steps
 
@@ -271,6 +272,19 @@ def test_bad_input():
         plan(replace(work, sequence=64), Target.parse("h100-sxm5"))
     with pytest.raises(InputError, match="has no published peak"):
         plan(work, Target.parse("cerebras-wse3"))
+
+
+def test_kernels_are_left_out_of_chips_that_do_not_run_them():
+    """By all that is asked of a workload and a target."""
+    experiment = config.load(CONFIGS / "models/qwen3-0.6b.toml", ["training.sequence=1024", "training.batch=8"])
+    plain, target = config.workload(experiment, (1, 8, 1)), Target.parse("mi300x:8")
+    auto = replace(plain, model=plain.model.model_copy(update={"kernels": "auto"}))
+    assert auto.kernels and not target.chip.runs_kernels and plan(auto, target) == plan(plain, target)
+    assert search(auto, target)[0] == search(plain, target)[0]
+    assert fit(auto, target, lambda work: 1, print)[0] == fit(plain, target, lambda work: 1, print)[0]
+    decode = (replace(work, kind="decode") for work in (auto, plain))
+    assert len({critical_batch(work, target) for work in decode}) == 1
+    assert plan(auto, Target.parse("h200-sxm:8")).memory.total < plan(plain, Target.parse("h200-sxm:8")).memory.total
 
 
 def test_what_was_measured_of_a_step_moves_the_upper_bound_alone():

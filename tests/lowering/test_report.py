@@ -75,8 +75,9 @@ def test_flops_and_memory_are_what_is_counted_and_what_xla_says(small, platform,
 def test_kernels_are_counted_by_what_they_declare(small, platform):
     """Norms, rotary positions, attention, gates and the loss of more logits than are held; their FLOPs are not in XLA's
     text. A quick compilation has the same FLOPs."""
-    more = ["model.kernels=auto", "model.vocabulary=65536"]
+    more, level = ["model.kernels=auto", "model.vocabulary=65536"], jax.config.jax_optimization_level
     found = compiled(small, FOUR[platform], "train", overrides=more, quick=platform == "tpu").report
+    assert found.row()["quick"] == (platform == "tpu") and jax.config.jax_optimization_level == level
     assert found.flops == found.counted_flops
     assert found.kernel_flops == pytest.approx(found.counted_kernel_flops, rel=1e-9)  # shared out as floats
     launched = [kernel for kernel in found.kernels if kernel.kind in ("tpu_custom_call", "__gpu$xla.gpu.triton")]

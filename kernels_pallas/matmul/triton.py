@@ -11,6 +11,8 @@ from kernels_pallas.launch import Cost
 from kernels_pallas.matmul.tiles import Product
 from kernels_pallas.target import Target
 
+_EPILOGUE = 64  # columns of a tile that are finished at a time
+
 
 class Blocks(NamedTuple):
     """A program computes an m × n tile of the result, k numbers of the contraction at a time; `group` rows of tiles are
@@ -90,12 +92,16 @@ def run(
             return total + product.of_tiles(a_tile, b_tile)
 
         total = jax.lax.fori_loop(0, steps, step, jnp.zeros((bm, bn), jnp.float32))
-        inside = _both(row, column, (bm, bn))
-        bias_tile = None if bias_ref is None else launch.load(bias_ref, column)
-        residual_tile = None if residual_ref is None else launch.load(residual_ref, inside)
-        outputs = others
-        for ref, result in zip(outputs, product.epilogue(total, bias_tile, residual_tile), strict=True):
-            launch.store(ref, result, inside)
+        # Some columns at a time: what an activation needs besides does not fit into registers beside all the sums.
+        width = min(bn, _EPILOGUE)
+        for part, sums in enumerate(jnp.split(total, bn // width, axis=1)):
+            at = pl.ds(part * width, width)
+            column = j * bn + part * width + jax.lax.broadcasted_iota(jnp.int32, (1, width), 1) < N if N % bn else None
+            inside = _both(row, column, (bm, width))
+            bias_tile = None if bias_ref is None else launch.load(bias_ref.at[:, at], column)
+            residual_tile = None if residual_ref is None else launch.load(residual_ref.at[:, at], inside)
+            for ref, result in zip(others, product.epilogue(sums, bias_tile, residual_tile), strict=True):
+                launch.store(ref.at[:, at], result, inside)
 
     whole = steps * bk
     a_spec = pl.BlockSpec((bm, whole), lambda p: (place(p)[0], 0))

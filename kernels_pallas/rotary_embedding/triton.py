@@ -1,5 +1,8 @@
 """Rotary position embedding on NVIDIA GPUs, compiled by Triton."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -23,14 +26,24 @@ def run(
     """Turn the pairs of x [M, N, H] by the angles of each row [M, H/2], or back."""
     M, N, H = x_MNH.shape
     P = H // 2
-    # The halves of a pair are two places of one axis: both layouts are one kernel, on two views of the same bytes.
-    x = x_MNH.reshape(M, N, P, 2) if interleaved else x_MNH.reshape(M, N, 2, P)
+    # Pairs that lie side by side are read as they lie and parted in registers: a thread reads 16 bytes at a time.
+    x = x_MNH if interleaved else x_MNH.reshape(M, N, 2, P)
     p, n = pl.next_power_of_2(P), min(pl.next_power_of_2(N), max(1, _NUMBERS // pl.next_power_of_2(H)))
     m = min(max(1, _NUMBERS // (2 * n * p)), pl.next_power_of_2(M))
 
-    def half(i: int) -> tuple:
-        at = jnp.int32(i)  # interpreted loads know no Python integers
-        return (slice(None), slice(None), slice(None), at) if interleaved else (slice(None), slice(None), at)
+    def load(ref: Any, mask: jax.Array) -> Sequence[jax.Array]:
+        if not interleaved:
+            return [launch.load(ref.at[_half(i)], mask) for i in (0, 1)]
+        pairs = launch.load(ref, _twice(mask)).reshape(m, n, p, 2)
+        return [half.reshape(m, n, p) for half in jnp.split(pairs, 2, axis=3)]
+
+    def store(ref: Any, pairs: Sequence[jax.Array], mask: jax.Array) -> None:
+        if not interleaved:
+            for i, half in enumerate(pairs):
+                launch.store(ref.at[_half(i)], half, mask)
+        else:
+            both = jnp.concatenate([half[..., None] for half in pairs], axis=3)
+            launch.store(ref, both.reshape(m, n, 2 * p), _twice(mask))
 
     def kernel(x_ref, cos_ref, sin_ref, y_ref) -> None:
         row = pl.program_id(0) * m + jax.lax.broadcasted_iota(jnp.int32, (m, 1), 0) < M
@@ -40,11 +53,13 @@ def run(
         mask = jnp.broadcast_to(angles[:, None, :], (m, n, p)) & head
         cos, sin = (launch.load(ref, angles).astype(jnp.float32)[:, None, :] for ref in (cos_ref, sin_ref))
         sin = -sin if inverse else sin
-        first, second = (launch.load(x_ref.at[half(i)], mask).astype(jnp.float32) for i in (0, 1))
-        launch.store(y_ref.at[half(0)], first * cos - second * sin, mask)
-        launch.store(y_ref.at[half(1)], second * cos + first * sin, mask)
+        first, second = (half.astype(jnp.float32) for half in load(x_ref, mask))
+        turned = first * cos - second * sin, second * cos + first * sin
+        store(y_ref, [half.astype(y_ref.dtype) for half in turned], mask)
 
-    tile = pl.BlockSpec((m, n, p, 2) if interleaved else (m, n, 2, p), lambda i, j: (i, j, 0, 0))
+    tile = pl.BlockSpec((m, n, 2, p), lambda i, j: (i, j, 0, 0))
+    if interleaved:
+        tile = pl.BlockSpec((m, n, 2 * p), lambda i, j: (i, j, 0))
     angle = pl.BlockSpec((m, p), lambda i, j: (i, 0))
     (y,) = launch.call(
         kernel,
@@ -59,3 +74,14 @@ def run(
         interpret=interpret,
     )
     return y.reshape(M, N, H)
+
+
+def _half(i: int) -> tuple:
+    """The first or the second numbers of pairs whose halves lie apart."""
+    return slice(None), slice(None), jnp.int32(i)  # interpreted loads know no Python integers
+
+
+def _twice(mask: jax.Array) -> jax.Array:
+    """[m, n, p] → [m, n, 2p], each for both of its pair."""
+    m, n, p = mask.shape
+    return jnp.broadcast_to(mask[..., None], (m, n, p, 2)).reshape(m, n, 2 * p)

@@ -22,10 +22,11 @@ _NORMS = {"rms": rms_norm_costs, "layer": layer_norm_costs}
 
 
 class Loss(NamedTuple):
-    """The chunks that a microbatch's loss goes through, and the tokens in each."""
+    """The chunks that a microbatch's loss goes through, the tokens in each, and the labels of each device."""
 
     chunks: int
     tokens: int
+    labels: int
 
 
 def around(work: Workload) -> Iterator[Around]:
@@ -52,7 +53,7 @@ def around(work: Workload) -> Iterator[Around]:
         hidden = _array(work, rows * queries, work.local("act_ff", model.feed_forward.hidden))
         yield _launched(ACTIVATION, L, gated_costs(hidden, hidden, activation=model.feed_forward.activation))
     if chunked := loss(work):
-        sizes = chunked.tokens, work.local("act_vocab", model.vocabulary), None
+        sizes = chunked.tokens, chunked.labels, None
         kernels = statistics_cost(*sizes), gradient_cost(*sizes, work.dtype)
         # The gradient of the logits is made in the forward pass.
         yield _launched(LOSS, chunked.chunks, Costs(Cost(*map(sum, zip(*kernels, strict=True))), Cost()))
@@ -81,7 +82,7 @@ def loss(work: Workload) -> Loss | None:
     tokens, labels = work.rows() * work.queries, work.local("act_vocab", work.model.vocabulary)
     if not work.kernels or work.kind != "train" or tokens * labels < chunks.WORTHWHILE:
         return None
-    return Loss(*chunks.chunk(tokens, labels))
+    return Loss(*chunks.chunk(tokens, labels), chunks.filled_up(labels))
 
 
 def _launched(scope: str, times: int, costs: Costs, makes: str = "") -> Around:

@@ -79,15 +79,14 @@ def _training(work: Workload, fused: bool) -> Iterator[Memory]:
     state = held.optimizer
 
     yield Memory(held.parameters + whole.layer, sums, state, saved + forward(work, fused), 0, 0)
-    labels = work.local("act_vocab", work.model.vocabulary)
     if chunked := kernels.loss(work):
         # A chunk's logits and their gradient, that of the stream, and that of the unembedding, whole along `fsdp`.
-        around, logits = saved + width * (part.stream + 2 * part.whole), chunked.tokens * labels * (4 + width)
-        whole_table = 4 * labels * work.model.width
+        around, logits = saved + width * (part.stream + 2 * part.whole), chunked.tokens * chunked.labels * (4 + width)
+        whole_table = 4 * chunked.labels * work.model.width
         yield Memory(held.parameters + whole.table, sums + whole_table, state, around, logits, 0)
         waits, tables = 0, (4 if work.mesh.data * work.mesh.fsdp == 1 else width) * (total - of_layers)
     else:
-        logits = part.tokens * labels
+        logits = part.tokens * work.local("act_vocab", work.model.vocabulary)
         yield Memory(held.parameters + whole.table, sums, state, saved, logits * (4 + width), 0)
         # That of the unembedding is made from the gradient of the logits, which waits until the layers are done if it
         # is a narrow copy.

@@ -86,7 +86,7 @@ def _products(work: Workload) -> Iterator[Operation]:
         if d.table and work.kind == "prefill":
             tokens = rows  # only the last token of each prompt is unembedded
         if d.table and (loss := kernels.loss(work)):
-            tokens = loss.chunks * loss.tokens  # the last chunk is filled up
+            tokens, n = loss.chunks * loss.tokens, loss.labels  # the last chunk is filled up, and so are the labels
         times = math.prod(d.shape[i] for i in d.stack)
         out = 4 if d.table else width  # logits are float32
         moved = width * (tokens * k + k * n) + out * tokens * n

@@ -117,7 +117,7 @@ def _per_token_bwd(plan, lies, saved, cotangents):
             lies.gathered(unembedding),
             targets.reshape(-1),
             tuple(x.reshape(-1) for x in (log_z, of_cross_entropy + of_log_z, of_cross_entropy)),
-            lambda logits_CV, at_C, *numbers: (numbers, ()),
+            lambda look, *numbers: (numbers, ()),
         )
         return d_hidden.reshape(hidden.shape), lies.reduced(d_unembedding, unembedding.dtype).astype(unembedding.dtype)
 
@@ -136,8 +136,8 @@ def _summed(plan, lies, V, z_loss, hidden, unembedding, targets, weights) -> tup
 
 def _summed_fwd(plan, lies, V, z_loss, hidden, unembedding, targets, weights):
     def local(hidden, unembedding, targets, weights) -> tuple:
-        def cotangents(logits_CV, at_C, counted_C):
-            cross_entropy, log_z = loop.look(plan, logits_CV, at_C)
+        def cotangents(look, counted_C):
+            cross_entropy, log_z = look()
             return (log_z, counted_C * (1.0 + 2.0 * z_loss * log_z), counted_C), (cross_entropy, log_z)
 
         counted = jnp.where(targets < 0, 0.0, weights)

@@ -45,9 +45,18 @@ def add(
 
 
 def gradient(
-    logits: jax.Array, is_target: jax.Array, log_z: jax.Array, of_z: jax.Array, of_target: jax.Array, cap: float | None
+    logits: jax.Array,
+    is_target: jax.Array,
+    log_z: jax.Array,
+    of_z: jax.Array,
+    of_target: jax.Array,
+    soft_cap: float | None,
+    inside: jax.Array | None = None,
 ) -> jax.Array:
-    """The logits' cotangent where log Z has the cotangent `of_z` and the target's logit −`of_target`."""
-    y = capped(logits, cap)
+    """The logits' cotangent where log Z has the cotangent `of_z` and the target's logit −`of_target`; zero for those
+    that are not inside."""
+    y = capped(logits, soft_cap)
     d_y = of_z * jnp.exp(y - log_z) - jnp.where(is_target, of_target, 0.0)
-    return d_y if cap is None else d_y * (1.0 - jnp.square(y * (1 / cap)))
+    if soft_cap is not None:
+        d_y = d_y * (1.0 - jnp.square(y * (1 / soft_cap)))
+    return d_y if inside is None else jnp.where(inside, d_y, 0.0)

@@ -8,10 +8,14 @@ import jax.numpy as jnp
 from kernels_pallas.linear_cross_entropy import block
 
 
-def statistics(logits_CV: jax.Array, at_C: jax.Array, soft_cap: float | None, interpret: bool) -> block.Statistics:
-    """Of each row, [C] each; `at` is where in it the target stands, if it does."""
+def statistics(
+    logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: float | None, interpret: bool
+) -> block.Statistics:
+    """Of the first `labels` of each row, [C] each; `at` is where in it the target stands, if it does."""
     like = jnp.zeros_like(logits_CV[:, :1])
-    found = block.add(block.nothing(like), logits_CV, _is_target(logits_CV, at_C), soft_cap)
+    found = block.add(
+        block.nothing(like), logits_CV, _column(logits_CV) == at_C[:, None], soft_cap, _inside(logits_CV, labels)
+    )
     return block.Statistics(*(x[:, 0] for x in found))
 
 
@@ -21,14 +25,21 @@ def gradient(
     log_z_C: jax.Array,
     of_z_C: jax.Array,
     of_target_C: jax.Array,
+    labels: int,
     soft_cap: float | None,
     dtype: Any,
     interpret: bool,
 ) -> jax.Array:
     """The logits' cotangent [C, V] in this dtype: see `block.gradient`."""
     rows = (x[:, None] for x in (log_z_C, of_z_C, of_target_C))
-    return block.gradient(logits_CV, _is_target(logits_CV, at_C), *rows, soft_cap).astype(dtype)
+    return block.gradient(
+        logits_CV, _column(logits_CV) == at_C[:, None], *rows, soft_cap, _inside(logits_CV, labels)
+    ).astype(dtype)
 
 
-def _is_target(logits_CV: jax.Array, at_C: jax.Array) -> jax.Array:
-    return jax.lax.broadcasted_iota(jnp.int32, logits_CV.shape, 1) == at_C[:, None]
+def _column(logits_CV: jax.Array) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.int32, logits_CV.shape, 1)
+
+
+def _inside(logits_CV: jax.Array, labels: int) -> jax.Array | None:
+    return _column(logits_CV) < labels if labels < logits_CV.shape[1] else None

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.launch import Cost, Costs
-from kernels_pallas.linear_cross_entropy.chunks import chunk
+from kernels_pallas.linear_cross_entropy.chunks import chunk, filled_up
 
 _SINGLE = 4  # bytes of a float32
 
@@ -39,8 +39,9 @@ def costs(
     the forward pass, from the same logits.
     """
     D, item = hidden.shape[-1], hidden.dtype.itemsize
-    V = unembedding.size // D
-    chunks, C = chunk(targets.size, V)
+    labels = unembedding.size // D
+    chunks, C = chunk(targets.size, labels)
+    V = filled_up(labels)
     product = 2 * C * D * V
     table, rows, logits, narrow = item * D * V, item * C * D, _SINGLE * C * V, item * C * V
     unembed = Cost(product, 0, rows + table + logits)

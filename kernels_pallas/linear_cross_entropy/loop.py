@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.launch import vary
 from kernels_pallas.linear_cross_entropy import chunked, mosaic_tpu, triton
-from kernels_pallas.linear_cross_entropy.chunks import chunk
+from kernels_pallas.linear_cross_entropy.chunks import chunk, filled_up
 
 KERNELS = {"triton": triton, "mosaic_tpu": mosaic_tpu, "chunked": chunked}
 
@@ -33,14 +33,14 @@ class Plan(NamedTuple):
         return "VD" if self.transposed else "DV"
 
 
-def unembed(plan: Plan, hidden_CD: jax.Array, unembedding: jax.Array) -> jax.Array:
+def _unembed(plan: Plan, hidden_CD: jax.Array, table: jax.Array) -> jax.Array:
     """float32 logits [C, V]."""
-    return jnp.einsum(f"CD,{plan.table}->CV", hidden_CD, unembedding, preferred_element_type=jnp.float32)
+    return jnp.einsum(f"CD,{plan.table}->CV", hidden_CD, table, preferred_element_type=jnp.float32)
 
 
-def look(plan: Plan, logits_CV: jax.Array, at_C: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _look(plan: Plan, logits_CV: jax.Array, at_C: jax.Array, labels: int) -> tuple[jax.Array, jax.Array]:
     """(cross-entropy, log Z) of each token, [C] each, over all devices' labels."""
-    seen = KERNELS[plan.implementation].statistics(logits_CV, at_C, plan.soft_cap, plan.interpret)
+    seen = KERNELS[plan.implementation].statistics(logits_CV, at_C, labels, plan.soft_cap, plan.interpret)
     largest, total, at_target = seen
     if plan.labels_over:
         largest = jax.lax.pmax(seen.largest, plan.labels_over)
@@ -53,12 +53,13 @@ def forward(
     plan: Plan, hidden_RD: jax.Array, unembedding: jax.Array, targets_R: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(cross-entropy, log Z) of each token, [R] each."""
+    labels, table = _table(plan, unembedding)
 
     def body(_: None, chunk: tuple) -> tuple[None, tuple]:
         hidden_CD, at_C = chunk
-        return None, look(plan, unembed(plan, hidden_CD, unembedding), at_C)
+        return None, _look(plan, _unembed(plan, hidden_CD, table), at_C, labels)
 
-    _, found = _by_chunks(body, None, (hidden_RD, _places(plan, targets_R, unembedding)), _labels(plan, unembedding))
+    _, found = _by_chunks(body, None, (hidden_RD, _places(plan, targets_R, labels)), labels)
     return found
 
 
@@ -74,47 +75,50 @@ def gradients(
 
     Args:
       rows: arrays [R], a chunk of which is handed to `cotangents`.
-      cotangents: (logits_CV, at_C, *rows_C) → (log Z, its cotangent, minus that of the target's logit), extras.
+      cotangents: (look, *rows_C) → (log Z, its cotangent, minus that of the target's logit), extras; look() gives
+        the cross-entropy and log Z of the chunk, [C] each.
     """
     narrow = hidden_RD.dtype
+    labels, table = _table(plan, unembedding)
 
-    def body(d_unembedding: jax.Array, chunk: tuple) -> tuple[jax.Array, tuple]:
+    def body(d_table: jax.Array, chunk: tuple) -> tuple[jax.Array, tuple]:
         hidden_CD, at_C, *rows_C = chunk
-        logits_CV = unembed(plan, hidden_CD, unembedding)
-        numbers, extras = cotangents(logits_CV, at_C, *rows_C)
+        logits_CV = _unembed(plan, hidden_CD, table)
+        numbers, extras = cotangents(lambda: _look(plan, logits_CV, at_C, labels), *rows_C)
         d_logits_CV = KERNELS[plan.implementation].gradient(
-            logits_CV, at_C, *numbers, plan.soft_cap, narrow, plan.interpret
+            logits_CV, at_C, *numbers, labels, plan.soft_cap, narrow, plan.interpret
         )
-        d_hidden_CD = jnp.einsum(f"CV,{plan.table}->CD", d_logits_CV, unembedding, preferred_element_type=narrow)
-        d_unembedding += jnp.einsum(f"CD,CV->{plan.table}", hidden_CD, d_logits_CV, preferred_element_type=jnp.float32)
-        return d_unembedding, (d_hidden_CD, extras)
+        d_hidden_CD = jnp.einsum(f"CV,{plan.table}->CD", d_logits_CV, table, preferred_element_type=narrow)
+        d_table += jnp.einsum(f"CD,CV->{plan.table}", hidden_CD, d_logits_CV, preferred_element_type=jnp.float32)
+        return d_table, (d_hidden_CD, extras)
 
-    at_R = _places(plan, targets_R, unembedding)
-    nothing, _ = vary(jnp.zeros(unembedding.shape, jnp.float32), hidden_RD)
-    d_unembedding, (d_hidden_RD, extras) = _by_chunks(
-        body, nothing, (hidden_RD, at_R, *rows), _labels(plan, unembedding)
-    )
+    at_R = _places(plan, targets_R, labels)
+    nothing, _ = vary(jnp.zeros(table.shape, jnp.float32), hidden_RD)
+    d_table, (d_hidden_RD, extras) = _by_chunks(body, nothing, (hidden_RD, at_R, *rows), labels)
     if plan.labels_over:
         d_hidden_RD = jax.lax.psum(d_hidden_RD, plan.labels_over)
-    return d_hidden_RD, d_unembedding, extras
+    return d_hidden_RD, jax.lax.slice_in_dim(d_table, 0, labels, axis=plan.table.index("V")), extras
 
 
-def _labels(plan: Plan, unembedding: jax.Array) -> int:
-    return unembedding.shape[plan.table.index("V")]
+def _table(plan: Plan, unembedding: jax.Array) -> tuple[int, jax.Array]:
+    """This device's labels, and the unembedding filled up with zeros behind them."""
+    at = plan.table.index("V")
+    labels = unembedding.shape[at]
+    more = filled_up(labels) - labels
+    return labels, jnp.pad(unembedding, [(0, more if i == at else 0) for i in (0, 1)]) if more else unembedding
 
 
-def _places(plan: Plan, targets_R: jax.Array, unembedding: jax.Array) -> jax.Array:
+def _places(plan: Plan, targets_R: jax.Array, labels: int) -> jax.Array:
     """Where each target stands among this device's labels; −1 where it does not."""
-    V = _labels(plan, unembedding)
-    first = V * jax.lax.axis_index(plan.labels_over) if plan.labels_over else 0
+    first = labels * jax.lax.axis_index(plan.labels_over) if plan.labels_over else 0
     at_R = targets_R.astype(jnp.int32) - first
-    return jnp.where((0 <= at_R) & (at_R < V), at_R, -1)
+    return jnp.where((0 <= at_R) & (at_R < labels), at_R, -1)
 
 
-def _by_chunks(body: Callable, carry: Any, rows: tuple[jax.Array, ...], vocabulary: int) -> tuple[Any, Any]:
+def _by_chunks(body: Callable, carry: Any, rows: tuple[jax.Array, ...], labels: int) -> tuple[Any, Any]:
     """`jax.lax.scan` over chunks of the first dimension, results in one piece; what is padded is zero."""
     R = len(rows[0])
-    n, C = chunk(R, vocabulary)
+    n, C = chunk(R, labels)
     if n * C > R:
         rows = tuple(jnp.pad(x, [(0, n * C - R)] + [(0, 0)] * (x.ndim - 1)) for x in rows)
     if n == 1:

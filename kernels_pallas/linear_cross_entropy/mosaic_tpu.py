@@ -14,8 +14,11 @@ from kernels_pallas.linear_cross_entropy.costs import gradient_cost, statistics_
 _ROWS, _COLUMNS = 128, 2048
 
 
-def statistics(logits_CV: jax.Array, at_C: jax.Array, soft_cap: float | None, interpret: bool) -> block.Statistics:
-    """Of each row, [C] each: the grid goes along the rows in sequence, and adds to what it has seen."""
+def statistics(
+    logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: float | None, interpret: bool
+) -> block.Statistics:
+    """Of the first `labels` of each row, [C] each: the grid goes along the rows in sequence, and adds to what it has
+    seen."""
     C, V = logits_CV.shape
     rows, columns = min(C, _ROWS), min(V, _COLUMNS)
 
@@ -26,7 +29,7 @@ def statistics(logits_CV: jax.Array, at_C: jax.Array, soft_cap: float | None, in
                 ref[...] = x
 
         column = pl.program_id(1) * columns + jax.lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
-        inside = column < V if V % columns else None  # beyond the array a block holds anything
+        inside = column < labels if labels % columns else None  # beyond the array a block holds anything
         seen = block.Statistics(*(ref[...] for ref in out_refs))
         seen = block.add(seen, logits_ref[...], column == at_ref[...], soft_cap, inside)
         for ref, x in zip(out_refs, seen, strict=True):
@@ -38,7 +41,7 @@ def statistics(logits_CV: jax.Array, at_C: jax.Array, soft_cap: float | None, in
         (logits_CV, at_C[:, None]),
         [jax.ShapeDtypeStruct((C, 1), jnp.float32)] * 3,
         params=launch.mosaic_tpu(("parallel", "arbitrary")),
-        grid=(pl.cdiv(C, rows), pl.cdiv(V, columns)),
+        grid=(pl.cdiv(C, rows), pl.cdiv(labels, columns)),
         in_specs=[tile, number],
         out_specs=[number] * 3,
         cost=statistics_cost(C, V, soft_cap),
@@ -54,6 +57,7 @@ def gradient(
     log_z_C: jax.Array,
     of_z_C: jax.Array,
     of_target_C: jax.Array,
+    labels: int,
     soft_cap: float | None,
     dtype: Any,
     interpret: bool,
@@ -65,7 +69,8 @@ def gradient(
     def kernel(logits_ref, at_ref, log_z_ref, of_z_ref, of_target_ref, out_ref) -> None:
         column = pl.program_id(1) * columns + jax.lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
         numbers = (ref[...] for ref in (log_z_ref, of_z_ref, of_target_ref))
-        out = block.gradient(logits_ref[...], column == at_ref[...], *numbers, soft_cap)
+        inside = column < labels if labels < V else None
+        out = block.gradient(logits_ref[...], column == at_ref[...], *numbers, soft_cap, inside)
         out_ref[...] = out.astype(out_ref.dtype)
 
     tile, number = pl.BlockSpec((rows, columns), lambda i, j: (i, j)), pl.BlockSpec((rows, 1), lambda i, j: (i, 0))

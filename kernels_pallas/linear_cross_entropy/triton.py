@@ -15,11 +15,13 @@ _COLUMNS = 4096
 _WARPS = 8
 
 
-def statistics(logits_CV: jax.Array, at_C: jax.Array, soft_cap: float | None, interpret: bool) -> block.Statistics:
-    """Of each row, [C] each: a program goes along one row, and reads it once."""
+def statistics(
+    logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: float | None, interpret: bool
+) -> block.Statistics:
+    """Of the first `labels` of each row, [C] each: a program goes along one row, and reads it once."""
     C, V = logits_CV.shape
     columns = min(pl.next_power_of_2(V), _COLUMNS)
-    whole, rest = divmod(V, columns)
+    whole, rest = divmod(labels, columns)
 
     def kernel(logits_ref, at_ref, *out_refs) -> None:
         at = at_ref[...].reshape(1, 1)
@@ -27,8 +29,9 @@ def statistics(logits_CV: jax.Array, at_C: jax.Array, soft_cap: float | None, in
         def one_block(i: jax.Array | int, seen: block.Statistics, masked: bool = False) -> block.Statistics:
             column = i * columns + jax.lax.broadcasted_iota(jnp.int32, (1, columns), 1)
             ref = logits_ref.at[:, pl.ds(i * columns, columns)]
-            inside = column < V if masked else None
-            return block.add(seen, launch.load(ref, inside), column == at, soft_cap, inside)
+            inside = column < labels if masked else None
+            # Behind them is more to be read, so that no mask lies in the middle of 16 bytes.
+            return block.add(seen, launch.load(ref, column < V if masked else None), column == at, soft_cap, inside)
 
         seen = block.nothing(jnp.zeros((1, 1), jnp.float32))
         if whole:
@@ -62,6 +65,7 @@ def gradient(
     log_z_C: jax.Array,
     of_z_C: jax.Array,
     of_target_C: jax.Array,
+    labels: int,
     soft_cap: float | None,
     dtype: Any,
     interpret: bool,
@@ -74,8 +78,9 @@ def gradient(
         column = pl.program_id(1) * columns + jax.lax.broadcasted_iota(jnp.int32, (1, columns), 1)
         mask = column < V if V % columns else None
         at, log_z, of_z, of_target = (ref[...].reshape(1, 1) for ref in (at_ref, log_z_ref, of_z_ref, of_target_ref))
+        inside = column < labels if labels < V else None
         logits = launch.load(logits_ref, mask)
-        launch.store(out_ref, block.gradient(logits, column == at, log_z, of_z, of_target, soft_cap), mask)
+        launch.store(out_ref, block.gradient(logits, column == at, log_z, of_z, of_target, soft_cap, inside), mask)
 
     tile, number = pl.BlockSpec((1, columns), lambda i, j: (i, j)), pl.BlockSpec((1,), lambda i, j: (i,))
     return launch.call(

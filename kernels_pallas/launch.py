@@ -121,10 +121,30 @@ def call(
         name=name,
         interpret=interpret,
     )
+
+    def launched(*operands: jax.Array) -> list[jax.Array]:
+        return run(*operands)
+
     # JAX never drops a kernel whose results nobody uses, but a jitted function: rematerialisation would launch again,
     # and compute the operands of, what is kept.
-    run.__name__ = name
-    return jax.jit(run)(*operands)
+    launched.__name__ = name
+    # Index maps count in 32 bits, which is all that the chips' compilers take.
+    with jax.enable_x64(False):
+        return jax.jit(differentiated_once(launched))(*operands)
+
+
+def differentiated_once(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel as it stands in an operation's first derivative, where Pallas has no second to offer."""
+    function = jax.custom_jvp(kernel)
+
+    @function.defjvp
+    def refuse(primals: tuple, tangents: tuple) -> None:
+        raise NotImplementedError(
+            f"{kernel.__name__}: kernels are differentiated once, in reverse mode; implementation='reference' has "
+            "derivatives of any kind"
+        )
+
+    return function
 
 
 def vary(*operands: jax.Array | None) -> tuple:

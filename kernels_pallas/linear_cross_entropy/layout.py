@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
+from kernels_pallas.launch import vary
+
 
 class Layout(NamedTuple):
     """Of operands on a mesh; without specs they are whole, and nothing is sent.
@@ -34,13 +36,20 @@ class Layout(NamedTuple):
             return local
         specs, mesh = dict(self.specs), jax.sharding.get_abstract_mesh()
         kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-        return jax.shard_map(
+        mapped = jax.shard_map(
             local,
             in_specs=tuple(specs[letter] for letter in inputs),
             out_specs=tuple(specs[letter] for letter in outputs),
             axis_names={name for name, kind in kinds if kind != AxisType.Manual},
             check_vma=False,
         )
+
+        def run(*operands: jax.Array) -> tuple:
+            """A shard_map around this one would take unchecked results for replicated, and add up their cotangents."""
+            results = mapped(*operands)
+            return vary(*results, *operands)[: len(results)]
+
+        return run
 
     def gathered(self, unembedding: jax.Array) -> jax.Array:
         """With all channels."""

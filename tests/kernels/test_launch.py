@@ -5,6 +5,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import pytest
 from elsewhere import ELSEWHERE
 
 from jaxlm.costs.hardware import Target
@@ -21,6 +22,34 @@ def test_triton_lowers_without_a_word(recwarn):
         jax.jit(rms_norm).lower(jax.ShapeDtypeStruct((4, 64), jnp.bfloat16)).compile()
     assert not [str(w.message) for w in recwarn.list]
     assert any(f[0] == "ignore" and f[1] and f[1].pattern == launch.DEPRECATED for f in _fresh_filters())
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])
+def test_a_second_derivative_is_refused_with_the_reason(implementation):
+    def loss(x):
+        return jnp.sum(jnp.sin(rms_norm(x, implementation=implementation, _interpret=True)))
+
+    def slope(x):
+        return jnp.sum(jnp.sin(jax.grad(loss)(x)))
+
+    with pytest.raises(NotImplementedError, match="rms_norm.*once, in reverse mode; implementation='reference'"):
+        jax.grad(slope)(jnp.ones((4, 64)))
+
+
+@ELSEWHERE
+@pytest.mark.parametrize("chip", ["tpu-v5e:4", "h200-sxm:1"])
+def test_kernels_compile_where_numbers_have_64_bits(chip):
+    """Index maps of Python numbers are of 64 bits there, which Mosaic refuses."""
+
+    def loss(x, scale):
+        return jnp.sum(rms_norm(x, scale))
+
+    device = targets.devices(Target.parse(chip))[0]
+    with jax.enable_x64(True), jax.set_mesh(jax.sharding.Mesh([device], ("one",))):
+        structs = jax.ShapeDtypeStruct((512, 1024), jnp.float32), jax.ShapeDtypeStruct((1024,), jnp.float32)
+        lowered = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*structs)
+        assert "rms_norm" in lowered.as_text()
+        lowered.compile()
 
 
 def _fresh_filters():

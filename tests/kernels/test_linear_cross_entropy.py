@@ -66,6 +66,28 @@ def test_chunks_of_tokens_change_nothing(monkeypatch, implementation, reduction)
     chex.assert_trees_all_equal(got, loss_and_gradients(fused, *operands(), **options))
 
 
+def test_chunks_are_alike_and_hardly_padded():
+    for vocabulary in (50257, 128256, 2**22):
+        for tokens in (1, 2100, 3072, 5000, 32768):
+            n, size = chunks.chunk(tokens, vocabulary)
+            assert n * size >= tokens and size * vocabulary <= max(chunks.LOGITS, tokens * vocabulary // n + vocabulary)
+            assert n * size - tokens < n * 128  # less than a tile each
+    assert chunks.chunk(32768, 128256) == (16, 2048)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_labels_that_fill_up_count_for_nothing(implementation, reduction):
+    """Behind 40 labels stand 24 with logits of 0, far above all others: at 200 below, exp(0 − log Z) is infinite."""
+    hidden, unembedding, targets, weights = operands()
+    hidden, unembedding = jnp.abs(hidden) + 1, -40 * (jnp.abs(unembedding) + 1)
+    arguments = hidden, unembedding, targets, weights
+    fused = functools.partial(linear_cross_entropy, implementation=implementation, _interpret=True)
+    want = loss_and_gradients(reference, *arguments, reduction=reduction)
+    assert float(jnp.max(hidden.reshape(-1, hidden.shape[-1]) @ unembedding)) < -200
+    assert_close(loss_and_gradients(fused, *arguments, reduction=reduction), want)
+
+
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_gradients_made_forward_under_vmap_and_checkpoint(monkeypatch, implementation):
     monkeypatch.setattr(chunks, "LOGITS", 40 * 9)
@@ -151,6 +173,30 @@ def test_inside_a_shard_map_over_tokens():
     parted = jax.shard_map(fused, mesh=mesh, in_specs=(rows, whole, rows, rows), out_specs=rows)
     want = loss_and_gradients(reference, hidden, unembedding, targets, weights, **EVERYTHING)
     assert_close(loss_and_gradients(parted, hidden, unembedding, targets, weights), want)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_with_a_partition_inside_a_shard_map_that_checks(reduction):
+    """Over data from outside, over fsdp and tensor by the operation itself."""
+    hidden, unembedding, targets, weights = operands((8, 3), 12, 40)
+    lies = PartitionSpec("fsdp"), PartitionSpec(None, "tensor")
+    fused = functools.partial(
+        linear_cross_entropy, implementation="triton", partition=lies, reduction=reduction, _interpret=True
+    )
+    rows, whole = PartitionSpec("data"), PartitionSpec()
+
+    def local(*operands):
+        return fused(*operands) if reduction == "none" else fused(*operands)[None]
+
+    def unfused(*operands):
+        losses = reference(*operands)
+        return losses if reduction == "none" else jnp.sum(losses.reshape(2, -1), axis=1)
+
+    want = loss_and_gradients(unfused, hidden, unembedding, targets, weights)
+    with jax.set_mesh(mesh_of(2, 2, 2)):
+        parted = jax.shard_map(local, in_specs=(rows, whole, rows, rows), out_specs=rows, axis_names={"data"})
+        got = loss_and_gradients(parted, hidden, unembedding, targets, weights)
+    assert_close(got, want)
 
 
 def test_channels_over_devices_that_have_all_tokens():

@@ -141,16 +141,15 @@ def by_parts(x: jax.Array, axis: str) -> jax.Array:
     return x if mesh.empty else jax.lax.with_sharding_constraint(x, PartitionSpec(TABLE[axis]))
 
 
+def parts_of(axis: str) -> int:
+    """Into how many parts the mesh around this cuts a logical axis, where its size lets it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else math.prod(mesh.shape[name] for name in _mesh_axes(axis))
+
+
 def is_parted(axis: str) -> bool:
     """Whether the mesh around this parts a logical axis among devices."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return not mesh.empty and any(mesh.shape[name] > 1 for name in _mesh_axes(axis))
-
-
-def divides(axis: str, size: int) -> bool:
-    """Whether the mesh around this parts a dimension of this size evenly."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return mesh.empty or size % math.prod(mesh.shape[name] for name in _mesh_axes(axis)) == 0
+    return parts_of(axis) > 1
 
 
 def _mesh_axes(axis: str | None, table: Table = TABLE) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Attention: how tokens read from one another."""
 
+import math
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jaxlm.models import config, kernels
 from jaxlm.models.layers import linear, norm, product_in_float32, whole_sequence
 from jaxlm.models.parameters import Module, normal, param, zeros
 from jaxlm.models.positions import Rotation, Visible, rotate
-from jaxlm.sharding import constrain, divides, is_parted
+from jaxlm.sharding import constrain, parts_of
 from kernels_pallas import flash_attention
 
 _HEADS = "batch", "sequence", "act_heads", "act_head_width"
@@ -50,11 +51,15 @@ def dot_product_attention(
 def attend(
     choice: config.Kernels, query_BTNH: jax.Array, key_BSKH: jax.Array, value_BSKH: jax.Array, visible: Visible
 ) -> jax.Array:
-    """`dot_product_attention`, by the kernel that never holds its scores where kernels serve and each device has the
-    key/value heads that its query heads share."""
-    apart = is_parted("act_heads") and not divides("act_kv_heads", key_BSKH.shape[2])
-    if apart or not kernels.serve(choice):
+    """`dot_product_attention`, by the kernel that never holds its scores where kernels serve."""
+    if not kernels.serve(choice):
         return dot_product_attention(query_BTNH, key_BSKH, value_BSKH, visible)
+
+    kv_heads = key_BSKH.shape[2]
+    copies = math.lcm(kv_heads, parts_of("act_heads")) // kv_heads
+    if copies > 1 and query_BTNH.shape[2] % (copies * kv_heads) == 0:
+        # Fewer heads than devices, or no even share of them: each device has its own copies of those that it reads.
+        key_BSKH, value_BSKH = (jnp.repeat(x, copies, axis=2) for x in (key_BSKH, value_BSKH))
 
     def operation(query: jax.Array, key: jax.Array, value: jax.Array, *interval: jax.Array, **how: Any) -> jax.Array:
         return flash_attention(query, key, value, visible=interval, **how)

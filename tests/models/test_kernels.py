@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
@@ -35,37 +36,51 @@ FAMILIES = {
 
 
 @functools.cache
-def plain(family):
-    return step(family, (1, 1, 1), kernels="reference")
+def plain(family, packed):
+    return step(family, (1, 1, 1), packed, kernels="reference")
 
 
-def step(family, mesh, **model):
-    """Loss, norm of the gradient and first moment, which is the gradient by a factor, of one step."""
-    settings = tiny.training(microbatches=2 if mesh[0] > 1 else 1)
+def step(family, mesh, packed, **model):
+    """Loss, and the first moment, which is the gradient by a factor, of one step."""
+    settings, batch = tiny.training(microbatches=2 if mesh[0] > 1 else 1), tiny.batch()
+    if not packed:
+        rows, length = batch["tokens"].shape
+        positions = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
+        batch |= {"segments": np.ones_like(positions), "positions": positions}
     (metrics,), state = tiny.run_steps(
-        tiny.model(FAMILIES[family], **model), settings, [tiny.batch()], sharding.make_mesh(*mesh)
+        tiny.model(FAMILIES[family], **model), settings, [batch], sharding.make_mesh(*mesh)
     )
     return metrics["loss"], state.optimizer[1][0].mu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family, mesh", [("qwen3", (1, 1, 1)), ("qwen3", (2, 2, 2)), ("gpt2", (1, 4, 2))], ids=str)
-def test_a_step_with_kernels_equals_one_without(family, mesh, interpreted):
-    """Qwen 3 has every kernel: norms of the stream and of heads, of which two are shared by four; rotary; attention;
-    gated."""
-    loss, gradients = step(family, mesh, kernels="auto")
+@pytest.mark.parametrize(
+    "family, mesh, packed",
+    [
+        ("qwen3", (1, 1, 1), True),
+        ("qwen3", (1, 1, 1), False),
+        ("qwen3", (2, 2, 2), True),
+        ("qwen3", (1, 2, 4), False),
+        ("gpt2", (1, 4, 2), True),
+    ],
+    ids=str,
+)
+def test_a_step_with_kernels_equals_one_without(family, mesh, packed, interpreted):
+    """Qwen 3 has every kernel: norms of the stream and of heads, of which two are shared by four, also where each is on
+    a device of its own; rotary; attention; gated."""
+    loss, gradients = step(family, mesh, packed, kernels="auto")
     assert interpreted
-    wanted_loss, wanted = plain(family)
+    wanted_loss, wanted = plain(family, packed)
     tiny.assert_same_numbers(loss, wanted_loss, 1e-5)
     tiny.assert_same_numbers(gradients, wanted, 1e-4)
 
 
-@pytest.mark.parametrize("chip", ["NVIDIA H200", "TPU v5 lite", "cpu"])
-def test_the_chip_and_the_switch_decide(chip):
+@pytest.mark.parametrize("chip, tensor", [("NVIDIA H200", 1), ("NVIDIA H200", 4), ("TPU v5 lite", 1), ("cpu", 1)])
+def test_the_chip_and_the_switch_decide(chip, tensor):
     """Qwen 3 has four norms, two rotations and a gate in its layer and one norm behind, each forward and backward, and
-    attention, whose backward pass is two kernels."""
+    attention, whose backward pass is two kernels, also where two key/value heads are on four devices."""
     device = AbstractDevice(chip, 1, {"N": "gpu", "T": "tpu"}.get(chip[0], "cpu"))
-    mesh = AbstractMesh((1, 1, 1), sharding.MESH_AXES, (AxisType.Auto,) * 3, abstract_device=device)
+    mesh = AbstractMesh((1, 1, tensor), sharding.MESH_AXES, (AxisType.Auto,) * 3, abstract_device=device)
 
     def kernels_of_a_step(**changes):
         model = tiny.model(FAMILIES["qwen3"], **changes)

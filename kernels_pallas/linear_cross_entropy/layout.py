@@ -4,11 +4,12 @@ The collectives are inside the operation, and its derivative is written around t
 and backward each one `jax.shard_map`. Differentiated from outside, a shard_map would add its own sums to them.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from kernels_pallas.launch import vary
 
@@ -85,8 +86,8 @@ def layout(hidden: PartitionSpec, unembedding: PartitionSpec, h: jax.Array, u: j
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise ValueError("linear_cross_entropy: partition needs a mesh in context: call it under jax.set_mesh")
-    *rows, width = (_axes(entry) for entry in _entries(hidden, h.ndim))
-    first, second = (_axes(entry) for entry in _entries(unembedding, u.ndim))
+    *rows, width = _parted("hidden", hidden, h.shape, mesh)
+    first, second = _parted("unembedding", unembedding, u.shape, mesh)
     channels, labels = (second, first) if transposed else (first, second)
     tokens = tuple(axis for entry in rows for axis in entry)
     if width:
@@ -104,6 +105,24 @@ def layout(hidden: PartitionSpec, unembedding: PartitionSpec, h: jax.Array, u: j
     per_token = PartitionSpec(*_entries(hidden, h.ndim)[:-1])
     specs = (("h", hidden), ("u", unembedding), ("t", per_token))
     return Layout(specs, tokens, channels, labels, int(transposed), parts)
+
+
+def _parted(name: str, spec: PartitionSpec, shape: tuple[int, ...], mesh: AbstractMesh) -> list[tuple[str, ...]]:
+    """The mesh axes over which each dimension lies."""
+    if len(spec) > len(shape):
+        raise ValueError(f"linear_cross_entropy: partition says {spec} of {name}, which has {len(shape)} dimensions")
+    parted = [_axes(entry) for entry in _entries(spec, len(shape))]
+    for axes, size in zip(parted, shape, strict=True):
+        if unknown := set(axes) - set(mesh.axis_names):
+            known = ", ".join(mesh.axis_names)
+            raise ValueError(f"linear_cross_entropy: partition names {unknown.pop()!r}; the mesh has {known}")
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        if size % parts:
+            raise ValueError(
+                f"linear_cross_entropy: partition parts {size} of {name} over {', '.join(axes)}, {parts} devices; they "
+                "must divide it"
+            )
+    return parted
 
 
 def _entries(spec: PartitionSpec, ndim: int) -> tuple:

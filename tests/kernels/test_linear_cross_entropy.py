@@ -319,8 +319,11 @@ def test_operands_that_do_not_fit(change, message):
         ((PartitionSpec(None, "tensor"), PartitionSpec()), "parts hidden's channels over"),
         ((PartitionSpec("tensor"), PartitionSpec(None, "tensor")), "parts tokens over .* and labels over"),
         ((PartitionSpec("data"), PartitionSpec(("data", "fsdp"))), "parts channels over"),
+        ((PartitionSpec("rows"), PartitionSpec()), "partition names 'rows'; the mesh has data, fsdp, tensor"),
+        ((PartitionSpec(None, None, "fsdp"), PartitionSpec()), "hidden, which has 2 dimensions"),
+        ((PartitionSpec(("data", "fsdp", "tensor")), PartitionSpec()), "parts 12 of hidden over data, fsdp, tensor, 8"),
     ],
 )
 def test_partitions_that_cannot_be(partition, message):
     with jax.set_mesh(mesh_of(2, 2, 2)), pytest.raises(ValueError, match=message):
-        linear_cross_entropy(*operands((8,)), partition=partition)
+        linear_cross_entropy(*operands((12,)), partition=partition)

@@ -52,21 +52,22 @@ class _Trial(NamedTuple):
 _trial: _Trial | None = None
 
 
-def blocks(
-    name: str, implementation: str, sizes: Sequence[int], dtype: Any, default: Blocks, fixed: Sequence[str] = ()
-) -> Blocks:
+def blocks(name: str, implementation: str, sizes: Sequence[int], dtype: Any, default: Blocks) -> Blocks:
     """The sizes that a kernel runs with on the chip being lowered for.
 
     Args:
-      name, implementation, sizes, dtype: of the kernel; see `Kernel`.
-      default: what to take where nothing was measured; a named tuple of integers.
-      fixed: fields of it that must stay as they are.
+      name, implementation, sizes, dtype: of the kernel; see `Kernel`. What is measured with one of its shapes is taken
+        for all of them: what must not exceed a bound that depends on more, the kernel itself has to bound.
+      default: what to take where nothing was measured; a named tuple of integers. A field that is 0 there is not the
+        table's to say, and stays 0.
     """
     kernel = Kernel(name, implementation, tuple(1 << max(n - 1, 0).bit_length() for n in sizes), str(dtype))
-    chosen = default._replace(**_table().get(target.current().kind, {}).get(str(kernel), {}))
+    tuned = _table().get(target.current().kind, {}).get(str(kernel), {})
+    if _trial is not None and kernel in _trial.blocks:
+        tuned = _trial.blocks[kernel]._asdict()
+    free = tuple(field for field, n in default._asdict().items() if n)
+    chosen = default._replace(**{field: n for field, n in tuned.items() if field in free})
     if _trial is not None:
-        chosen = _trial.blocks.get(kernel, chosen)
-        free = tuple(f for f, n in zip(default._fields, default, strict=True) if n and f not in fixed)
         _trial.asked[kernel] = Asked(chosen, free)
     return chosen
 
@@ -85,7 +86,8 @@ def trying(blocks: dict[Kernel, Any]) -> Iterator[dict[Kernel, Asked]]:
 def record(chip: str, measured: dict[Kernel, Any], path: Path = TABLE) -> None:
     """Put sizes for a chip, by JAX's name for it, into the table."""
     table = json.loads(path.read_text())
-    table.setdefault(chip, {}).update({str(kernel): best._asdict() for kernel, best in measured.items()})
+    said = {str(kernel): {field: n for field, n in best._asdict().items() if n} for kernel, best in measured.items()}
+    table.setdefault(chip, {}).update(said)
     table = {chip: dict(sorted(rows.items())) for chip, rows in sorted(table.items())}
     path.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n")
     _table.cache_clear()

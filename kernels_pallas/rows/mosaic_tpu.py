@@ -1,7 +1,7 @@
 """Rows on TPUs, compiled by Mosaic."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,25 +10,31 @@ from jax.experimental import pallas as pl
 from kernels_pallas import launch, tuning
 from kernels_pallas.launch import Cost
 
-# Of VMEM's 16 MiB that a kernel may use by default, what the blocks and their float32 intermediates may take.
+# Of VMEM's 16 MiB that a kernel may use by default, what the blocks and their float32 intermediates may take. Eight of
+# the widest rows take more, up to 15 MiB by this count, which is above what compilers for v4 to v7x were seen to take.
 _BUDGET = 10 * 2**20
 _INTERMEDIATES = 4
 
 
 class Blocks(NamedTuple):
-    """`rows` × `columns` numbers in VMEM at a time."""
+    """`rows` × `columns` numbers in VMEM at a time; 0 columns are all of the row's."""
 
     rows: int
     columns: int
 
 
-def default_blocks(width: int, arrays: int, itemsize: int, elementwise: bool) -> Blocks:
-    """As many rows as the budget holds, in whole tiles: numbers narrower than 32 bits are packed along the rows."""
-    tile = 8 * 4 // itemsize
-    columns = min(width, 2048) if elementwise else width
+def most_rows(columns: int, dtypes: Sequence[Any]) -> int:
+    """How many rows of arrays with these dtypes the budget holds, in whole tiles, and 8 where it holds no tile."""
+    tile = 8 * 4 // dtypes[0].itemsize  # numbers narrower than 32 bits are packed along the rows
     # Blocks are fetched while others are computed on: two buffers each.
-    per_row = columns * (2 * arrays * itemsize + 4 * (arrays + _INTERMEDIATES))
-    return Blocks(min(max(_BUDGET // per_row // tile * tile, tile), 1024), columns)
+    per_row = columns * (2 * sum(dtype.itemsize for dtype in dtypes) + 4 * (len(dtypes) + _INTERMEDIATES))
+    return min(max(_BUDGET // per_row // tile * tile, 8), 1024)
+
+
+def default_blocks(width: int, dtypes: Sequence[Any], elementwise: bool) -> Blocks:
+    """As many rows as the budget holds; columns in whole tiles, whatever the width."""
+    columns = min(pl.next_power_of_2(width), 2048) if elementwise else 0
+    return Blocks(most_rows(min(columns or width, width), dtypes), columns)
 
 
 def run(
@@ -45,12 +51,11 @@ def run(
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """step(inside, rows, vectors) → (results, sums over rows) on blocks: results [R, W], and sums [W] in float32."""
     R, W = rows[0].shape
-    arrays = len(rows) + len(outputs)
-    narrowest = min(x.dtype.itemsize for x in rows)
-    safe = default_blocks(W, arrays, narrowest, elementwise)
-    fixed = () if elementwise else ("columns",)
-    blocks = tuning.blocks(name, "mosaic_tpu", (W,), rows[0].dtype, safe, fixed)
-    block_rows, columns = min(blocks.rows, R), min(blocks.columns, W)
+    dtypes = [x.dtype for x in (*rows, *outputs)]
+    blocks = tuning.blocks(name, "mosaic_tpu", (W,), dtypes[0], default_blocks(W, dtypes, elementwise))
+    columns = min(blocks.columns or W, W)
+    # Measured it may be with narrower rows, or with fewer arrays.
+    block_rows = min(blocks.rows, most_rows(columns, dtypes), R)
     programs, parts = pl.cdiv(R, block_rows), pl.cdiv(W, columns)
 
     def kernel(*refs) -> None:

@@ -12,8 +12,8 @@ from kernels_pallas.launch import Cost
 
 
 class Blocks(NamedTuple):
-    """`rows` × `columns` numbers (powers of two) in registers at a time, by `warps` of 32 threads; `programs` along the
-    rows, each going through its share of them in a loop; 0 gives each program one block."""
+    """`rows` × `columns` numbers (powers of two) in registers at a time, by `warps` of 32 threads; 0 columns are all of
+    the row's. `programs` along the rows, each going through its share of them in a loop; 0 gives each one block."""
 
     rows: int
     columns: int
@@ -27,7 +27,7 @@ def default_blocks(rows: int, width: int, sums: int, elementwise: bool, cores: i
     block_rows = min(max(1, 4096 // columns), pl.next_power_of_2(rows))
     warps = min(max(block_rows * columns // (32 * 16), 1), 16)
     # Each program writes one partial sum of W float32 numbers: as few programs as keep every SM busy.
-    return Blocks(block_rows, columns, warps, 4 * cores if sums else 0)
+    return Blocks(block_rows, columns if elementwise else 0, warps, 4 * cores if sums else 0)
 
 
 def run(
@@ -45,19 +45,19 @@ def run(
     """step(inside, rows, vectors) → (results, sums over rows) on blocks: results [R, W], and sums [W] in float32."""
     R, W = rows[0].shape
     safe = default_blocks(R, W, sums, elementwise, target.current().cores)
-    fixed = () if elementwise else ("columns",)
-    blocks = tuning.blocks(name, "triton", (W,), rows[0].dtype, safe, fixed)
+    blocks = tuning.blocks(name, "triton", (W,), rows[0].dtype, safe)
+    columns = blocks.columns or pl.next_power_of_2(W)
     steps = pl.cdiv(pl.cdiv(R, blocks.rows), blocks.programs) if blocks.programs else 1
     share = blocks.rows * steps
-    programs, parts = pl.cdiv(R, share), pl.cdiv(W, blocks.columns)
+    programs, parts = pl.cdiv(R, share), pl.cdiv(W, columns)
 
     def kernel(*refs) -> None:
         rows_in, vectors_in, rows_out, sums_out = _split(refs, len(rows), len(vectors), len(outputs), sums)
-        first_row, first_column = pl.program_id(0) * share, pl.program_id(1) * blocks.columns
+        first_row, first_column = pl.program_id(0) * share, pl.program_id(1) * columns
         # A block may reach beyond the array, and nothing stops it there but these masks.
         inside = None
-        if W % blocks.columns:
-            inside = first_column + jax.lax.broadcasted_iota(jnp.int32, (1, blocks.columns), 1) < W
+        if W % columns:
+            inside = first_column + jax.lax.broadcasted_iota(jnp.int32, (1, columns), 1) < W
         constants = tuple(_wide(launch.load(ref, inside)) for ref in vectors_in)
 
         def one_block(i: jax.Array | int, totals: tuple) -> tuple:
@@ -67,21 +67,21 @@ def run(
                 row = first_row + i * blocks.rows + jax.lax.broadcasted_iota(jnp.int32, (blocks.rows, 1), 0)
                 mask = row < R if inside is None else (row < R) & inside
             if mask is not None:
-                mask = jnp.broadcast_to(mask, (blocks.rows, blocks.columns))
+                mask = jnp.broadcast_to(mask, (blocks.rows, columns))
             values = tuple(_wide(launch.load(ref.at[at, :], mask)) for ref in rows_in)
             results, added = step(inside, values, constants)
             for ref, result in zip(rows_out, results, strict=True):
                 launch.store(ref.at[at, :], result, mask)
             return tuple(total + more for total, more in zip(totals, added, strict=True))
 
-        totals = (jnp.zeros((1, blocks.columns), jnp.float32),) * sums
+        totals = (jnp.zeros((1, columns), jnp.float32),) * sums
         totals = one_block(0, totals) if steps == 1 else jax.lax.fori_loop(0, steps, one_block, totals)
         for ref, total in zip(sums_out, totals, strict=True):
             launch.store(ref, total, inside)
 
-    tile = pl.BlockSpec((share, blocks.columns), lambda i, j: (i, j))
-    vector = pl.BlockSpec((1, blocks.columns), lambda i, j: (0, j))
-    partial = pl.BlockSpec((None, 1, blocks.columns), lambda i, j: (i, 0, j))
+    tile = pl.BlockSpec((share, columns), lambda i, j: (i, j))
+    vector = pl.BlockSpec((1, columns), lambda i, j: (0, j))
+    partial = pl.BlockSpec((None, 1, columns), lambda i, j: (i, 0, j))
     results = launch.call(
         kernel,
         (*rows, *(v[None] for v in vectors)),

@@ -26,8 +26,10 @@ class Blocks(NamedTuple):
 def most_rows(columns: int, dtypes: Sequence[Any]) -> int:
     """How many rows of arrays with these dtypes the budget holds, in whole tiles, and 8 where it holds no tile."""
     tile = 8 * 4 // dtypes[0].itemsize  # numbers narrower than 32 bits are packed along the rows
-    # Blocks are fetched while others are computed on: two buffers each.
-    per_row = columns * (2 * sum(dtype.itemsize for dtype in dtypes) + 4 * (len(dtypes) + _INTERMEDIATES))
+    # Blocks are fetched while others are computed on: two buffers each, of whole lanes.
+    per_row = (
+        pl.cdiv(columns, 128) * 128 * (2 * sum(dtype.itemsize for dtype in dtypes) + 4 * (len(dtypes) + _INTERMEDIATES))
+    )
     return min(max(_BUDGET // per_row // tile * tile, 8), 1024)
 
 

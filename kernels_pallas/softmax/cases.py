@@ -31,6 +31,7 @@ CASES = (
     _case("4096 × 32768", (4096,), 32768, uses={"compile", "bench"}, dtypes=("bfloat16",)),
     _case("8192 × 4096, masked rows", (8192,), 4096, mask=True, uses={"compile", "bench"}, dtypes=("bfloat16",)),
     _case("1000 × 5000, capped", (1000,), 5000, options={"soft_cap": 30.0}, uses={"compile"}),
+    _case("1000 × 32768, masked", (1000,), 32768, mask=True, uses={"compile"}),
 )
 
 OPERATION = Operation(softmax, reference.softmax, IMPLEMENTATIONS, CASES, costs)

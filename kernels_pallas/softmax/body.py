@@ -30,13 +30,16 @@ class Softmax:
     def logits(self, inside: Any, rows: tuple) -> tuple[jax.Array, jax.Array | None]:
         """z less the row's largest, 0 where nothing is seen; and what is seen, None where all is."""
         x, *masks = rows
-        seen = inside if inside is None else jnp.broadcast_to(inside, x.shape)
-        for mask in masks:
-            seen = mask != 0 if seen is None else seen & (mask != 0)
         z = x if self.soft_cap is None else self.soft_cap * jnp.tanh(x * (1 / self.soft_cap))
         z = z * (1 / self.temperature)
-        masked = z if seen is None else jnp.where(seen, z, jnp.full_like(z, jnp.finfo(jnp.float32).min))
-        z = z - jax.lax.stop_gradient(jnp.max(masked, axis=1, keepdims=True))
+        seen, largest = None, z
+        for mask in masks:
+            seen = mask != 0
+            largest = jnp.where(seen, largest, jnp.full_like(z, jnp.finfo(jnp.float32).min))
+        if inside is not None:  # unlike what is masked, what is outside is no number of the row: not above −∞ either
+            seen = jnp.broadcast_to(inside, x.shape) if seen is None else seen & inside
+            largest = jnp.where(inside, largest, jnp.full_like(z, -jnp.inf))
+        z = z - jax.lax.stop_gradient(jnp.max(largest, axis=1, keepdims=True))
         return (z if seen is None else jnp.where(seen, z, jnp.zeros_like(z))), seen
 
 

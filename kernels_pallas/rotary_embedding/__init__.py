@@ -1,7 +1,6 @@
 """Rotary position embedding, half-split and interleaved."""
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -45,17 +44,22 @@ def rotary_embedding(
     chosen = choose("rotary_embedding", implementation, dict.fromkeys(_RUN, serves), _interpret)
     if chosen == "reference" or x.size == 0:
         return reference.rotary_embedding(x, cos, sin, interleaved=interleaved)
-    tokens, (N, H) = x.shape[:-2], x.shape[-2:]
-    angles = (jnp.broadcast_to(a, (*tokens, H // 2)).reshape(-1, H // 2) for a in (cos, sin))
-    return _turn(_Settings(chosen, interleaved, _interpret), *vary(x.reshape(-1, N, H), *angles)).reshape(x.shape)
+    shape = _shape_of_angles(cos, sin)
+    angles = (jnp.broadcast_to(a, shape).reshape(-1, shape[-1]) for a in (cos, sin))
+    operands = vary(x.reshape(-1, *x.shape[-2:]), *angles)
+    return _turn(_Settings(chosen, interleaved, _interpret), *operands).reshape(x.shape)
 
 
 def costs(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> Costs:
     """What the kernels cost on these arrays, or shapes and dtypes: backward turns back, by the same work."""
-    tokens, pairs = math.prod(x.shape[:-2]), x.shape[-1] // 2
-    angles = [jax.ShapeDtypeStruct((tokens, pairs), a.dtype) for a in (cos, sin)]
+    angles = [jax.ShapeDtypeStruct(_shape_of_angles(cos, sin), a.dtype) for a in (cos, sin)]
     one = _cost(x, *angles)
     return Costs(one, one)
+
+
+def _shape_of_angles(cos, sin) -> tuple[int, ...]:
+    """Of both, where one may be given for fewer dimensions than the other."""
+    return max(cos.shape, sin.shape, key=len)
 
 
 class _Settings(NamedTuple):
@@ -68,21 +72,21 @@ def _cost(x, cos, sin) -> Cost:
     return Cost(flops=3 * x.size, bytes=size_of(x, x, cos, sin))
 
 
-def _run(settings: _Settings, x_MNH, cos_MP, sin_MP, inverse: bool = False) -> jax.Array:
+def _run(settings: _Settings, x_MNH, cos_AP, sin_AP, inverse: bool = False) -> jax.Array:
     return _RUN[settings.implementation](
         x_MNH,
-        cos_MP,
-        sin_MP,
+        cos_AP,
+        sin_AP,
         inverse=inverse,
         interleaved=settings.interleaved,
-        cost=_cost(x_MNH, cos_MP, sin_MP),
+        cost=_cost(x_MNH, cos_AP, sin_AP),
         interpret=settings.interpret,
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _turn(settings, x_MNH, cos_MP, sin_MP):
-    return _run(settings, x_MNH, cos_MP, sin_MP)
+def _turn(settings, x_MNH, cos_AP, sin_AP):
+    return _run(settings, x_MNH, cos_AP, sin_AP)
 
 
 def _fwd(settings, x, cos, sin):
@@ -96,8 +100,9 @@ def _bwd(settings, saved, d_y):
     d_x = _run(settings, d_y, cos, sin, inverse=True)
     if x is None:
         return d_x, jnp.zeros_like(cos), jnp.zeros_like(sin)
-    plain = functools.partial(reference.rotary_embedding, x, interleaved=settings.interleaved)
-    return d_x, *jax.vjp(plain, cos, sin)[1](d_y)
+    tokens = (-1, len(cos), *x.shape[1:])
+    plain = functools.partial(reference.rotary_embedding, x.reshape(tokens), interleaved=settings.interleaved)
+    return d_x, *jax.vjp(plain, cos, sin)[1](d_y.reshape(tokens))
 
 
 _turn.defvjp(_fwd, _bwd, symbolic_zeros=True)

@@ -6,27 +6,31 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas import launch
 from kernels_pallas.launch import Cost
+from kernels_pallas.rotary_embedding.angles import tables_of_blocks
 
 _BUDGET = 8 * 2**20  # bytes of VMEM for the blocks and their float32 intermediates
 
 
 def run(
     x_MNH: jax.Array,
-    cos_MP: jax.Array,
-    sin_MP: jax.Array,
+    cos_AP: jax.Array,
+    sin_AP: jax.Array,
     *,
     inverse: bool,
     interleaved: bool,
     cost: Cost,
     interpret: bool,
 ) -> jax.Array:
-    """Turn the pairs of x [M, N, H] by the angles of each row [M, H/2], or back."""
+    """Turn the pairs of x [M, N, H] by angles [A, H/2], or back; row i by those of row i modulo A, which divides M."""
     M, N, H = x_MNH.shape
     lanes, heads = pl.cdiv(H, 128) * 128, pl.cdiv(N, 8) * 8
-    m = min(max(_BUDGET // (heads * lanes * 4 * 6) // 8 * 8, 8), M)
+    most = min(max(_BUDGET // (heads * lanes * 4 * 6) // 8 * 8, 8), M)
+    # Smaller blocks, but not much, where they are whole in the table.
+    m = next((m for m in range(most // 8 * 8, most // 4, -8) if len(cos_AP) % m == 0), most)
+    cos, sin, index = tables_of_blocks(cos_AP, sin_AP, M, m)
 
     def wide(angle: jax.Array) -> jax.Array:
-        """[M, H/2] → [M, H]: each angle at both places of its pair. As large as one head; XLA makes it."""
+        """[A, H/2] → [A, H]: each angle at both places of its pair. At most as large as one head; XLA makes it."""
         angle = angle.astype(jnp.float32)
         return jnp.repeat(angle, 2, axis=1) if interleaved else jnp.concatenate([angle, angle], axis=1)
 
@@ -37,12 +41,12 @@ def run(
 
     lane = jnp.arange(H)[None]
     is_first = lane % 2 == 0 if interleaved else lane < H // 2
-    sin_MH = wide(sin_MP) * jnp.where(is_first != inverse, -1.0, 1.0)
+    signed_sin = wide(sin) * jnp.where(is_first != inverse, -1.0, 1.0)
     tile = pl.BlockSpec((m, N, H), lambda i: (i, 0, 0))
-    angle = pl.BlockSpec((m, H), lambda i: (i, 0))
+    angle = pl.BlockSpec((m, H), lambda i: (index(i), 0))
     (y_MNH,) = launch.call(
         kernel,
-        (x_MNH, wide(cos_MP), sin_MH),
+        (x_MNH, wide(cos), signed_sin),
         [jax.ShapeDtypeStruct(x_MNH.shape, x_MNH.dtype)],
         params=launch.mosaic_tpu(("parallel",)),
         grid=(pl.cdiv(M, m),),

@@ -9,27 +9,29 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas import launch
 from kernels_pallas.launch import Cost
+from kernels_pallas.rotary_embedding.angles import tables_of_blocks
 
 _NUMBERS = 4096  # of both halves together, per program
 
 
 def run(
     x_MNH: jax.Array,
-    cos_MP: jax.Array,
-    sin_MP: jax.Array,
+    cos_AP: jax.Array,
+    sin_AP: jax.Array,
     *,
     inverse: bool,
     interleaved: bool,
     cost: Cost,
     interpret: bool,
 ) -> jax.Array:
-    """Turn the pairs of x [M, N, H] by the angles of each row [M, H/2], or back."""
+    """Turn the pairs of x [M, N, H] by angles [A, H/2], or back; row i by those of row i modulo A, which divides M."""
     M, N, H = x_MNH.shape
     P = H // 2
     # Pairs that lie side by side are read as they lie and parted in registers: a thread reads 16 bytes at a time.
     x = x_MNH if interleaved else x_MNH.reshape(M, N, 2, P)
     p, n = pl.next_power_of_2(P), min(pl.next_power_of_2(N), max(1, _NUMBERS // pl.next_power_of_2(H)))
     m = min(max(1, _NUMBERS // (2 * n * p)), pl.next_power_of_2(M))
+    cos, sin, index = tables_of_blocks(cos_AP, sin_AP, M, m)
 
     def load(ref: Any, mask: jax.Array) -> Sequence[jax.Array]:
         if not interleaved:
@@ -60,10 +62,10 @@ def run(
     tile = pl.BlockSpec((m, n, 2, p), lambda i, j: (i, j, 0, 0))
     if interleaved:
         tile = pl.BlockSpec((m, n, 2 * p), lambda i, j: (i, j, 0))
-    angle = pl.BlockSpec((m, p), lambda i, j: (i, 0))
+    angle = pl.BlockSpec((m, p), lambda i, j: (index(i), 0))
     (y,) = launch.call(
         kernel,
-        (x, cos_MP, sin_MP),
+        (x, cos, sin),
         [jax.ShapeDtypeStruct(x.shape, x.dtype)],
         params=launch.triton(warps=4),
         grid=(pl.cdiv(M, m), pl.cdiv(N, n)),

@@ -11,7 +11,7 @@ from kernels_pallas import launch, tuning
 from kernels_pallas.launch import Cost
 
 # Of VMEM's 16 MiB that a kernel may use by default, what the blocks and their float32 intermediates may take. Eight of
-# the widest rows take more, up to 15 MiB by this count, which is above what compilers for v4 to v7x were seen to take.
+# the widest rows take more, up to 16 MiB by this count, which is above what compilers for v4 to v7x were seen to take.
 _BUDGET = 10 * 2**20
 _INTERMEDIATES = 4
 
@@ -23,20 +23,25 @@ class Blocks(NamedTuple):
     columns: int
 
 
-def most_rows(columns: int, dtypes: Sequence[Any]) -> int:
-    """How many rows of arrays with these dtypes the budget holds, in whole tiles, and 8 where it holds no tile."""
-    tile = 8 * 4 // dtypes[0].itemsize  # numbers narrower than 32 bits are packed along the rows
+def bytes_per_row(columns: int, dtypes: Sequence[Any]) -> int:
+    """Of VMEM, for arrays with these dtypes and the intermediates."""
     # Blocks are fetched while others are computed on: two buffers each, of whole lanes.
-    per_row = (
-        pl.cdiv(columns, 128) * 128 * (2 * sum(dtype.itemsize for dtype in dtypes) + 4 * (len(dtypes) + _INTERMEDIATES))
-    )
-    return min(max(_BUDGET // per_row // tile * tile, 8), 1024)
+    lanes = pl.cdiv(columns, 128) * 128
+    return lanes * (2 * sum(dtype.itemsize for dtype in dtypes) + 4 * (len(dtypes) + _INTERMEDIATES))
+
+
+def rows_that_fit(rows: int, columns: int, dtypes: Sequence[Any]) -> int:
+    """As many of these rows as the budget holds, in whole tiles, and no fewer than Mosaic reads."""
+    # Numbers narrower than 32 bits are packed along the rows; half a tile is read of those of 16 bits, none of 8.
+    tile = 8 * 4 // min(dtype.itemsize for dtype in dtypes)
+    least = 8 if tile < 32 else tile
+    return max(min(rows, _BUDGET // bytes_per_row(columns, dtypes)) // tile * tile, least)
 
 
 def default_blocks(width: int, dtypes: Sequence[Any], elementwise: bool) -> Blocks:
     """As many rows as the budget holds; columns in whole tiles, whatever the width."""
     columns = min(pl.next_power_of_2(width), 2048) if elementwise else 0
-    return Blocks(most_rows(min(columns or width, width), dtypes), columns)
+    return Blocks(rows_that_fit(1024, min(columns or width, width), dtypes), columns)
 
 
 def run(
@@ -54,10 +59,14 @@ def run(
     """step(inside, rows, vectors) → (results, sums over rows) on blocks: results [R, W], and sums [W] in float32."""
     R, W = rows[0].shape
     dtypes = [x.dtype for x in (*rows, *outputs)]
+    # Bool Mosaic would have in 32 bits; in 8 where a tile of them fits.
+    mask = jnp.int8 if 32 * bytes_per_row(W, dtypes) <= _BUDGET else jnp.bfloat16
+    rows = [x.astype(mask) if x.dtype == jnp.bool else x for x in rows]
+    dtypes = [x.dtype for x in (*rows, *outputs)]
     blocks = tuning.blocks(name, "mosaic_tpu", (W,), dtypes[0], default_blocks(W, dtypes, elementwise))
     columns = min(blocks.columns or W, W)
     # Measured it may be with narrower rows, or with fewer arrays.
-    block_rows = min(blocks.rows, most_rows(columns, dtypes), R)
+    block_rows = min(rows_that_fit(blocks.rows, columns, dtypes), R)
     programs, parts = pl.cdiv(R, block_rows), pl.cdiv(W, columns)
 
     def kernel(*refs) -> None:

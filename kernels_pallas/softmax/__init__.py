@@ -73,9 +73,8 @@ def _run(body, plain, x, where, temperature, soft_cap, implementation, interpret
     launch = rows.choose_launch(body, x, implementation, interpret)
     if launch is None:
         return plain(x, where, temperature=temperature, soft_cap=soft_cap)
-    masks = () if where is None else (where.astype(jnp.int8),)
-    return rows.apply(body(temperature, soft_cap), launch, (x, *masks))[0]
+    return rows.apply(body(temperature, soft_cap), launch, _operands(x, where))[0]
 
 
 def _operands(x, where) -> tuple:
-    return (x,) if where is None else (x, jax.ShapeDtypeStruct(where.shape, jnp.int8))
+    return (x,) if where is None else (x, where)

@@ -1,12 +1,19 @@
 """Every implementation, interpreted, against the reference in float32: results, gradients, and twice the same."""
 
+import functools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from agreement import check
+from elsewhere import ELSEWHERE
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kernels_pallas import log_softmax, softmax
+from jaxlm.costs.hardware import Target
+from jaxlm.lowering import targets
+from kernels_pallas import log_softmax, rotary_embedding, softmax
 from kernels_pallas.registry import OPERATIONS
 
 CALLS = [
@@ -52,3 +59,55 @@ def test_rows_of_minus_infinity_are_those_of_the_reference(function, width, impl
         got = function(x, mask, implementation=implementation, _interpret=True)
         np.testing.assert_allclose(got, function(x, mask, implementation="reference"), rtol=1e-6)
         assert jnp.isnan(got[0]).all()
+
+
+SHARED = [  # tokens; heads of eight rows fill a Triton block and half a Mosaic one, and both end in the middle of 12
+    pytest.param(tokens, angles, id=f"{tokens}-{angles}")
+    for tokens, angles in (((3, 16), 1), ((2, 3, 8), 1), ((2, 3, 8), 2), ((5, 12), 1), ((40, 1), 1))
+]
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])
+@pytest.mark.parametrize("tokens, angles", SHARED)
+def test_rows_share_a_table_of_angles(tokens, angles, implementation):
+    """Angles of the last dimensions of the tokens, cos of one more than sin: results, and gradients of all three."""
+    x, cos, sin = (
+        jax.random.normal(key, shape)
+        for key, shape in zip(
+            jax.random.split(jax.random.key(0), 3),
+            ((*tokens, 8, 64), (*tokens[-angles:], 32), (*tokens[-1:], 32)),
+            strict=True,
+        )
+    )
+
+    def both(**how):
+        y, pull_back = jax.vjp(functools.partial(rotary_embedding, **how), x, cos, sin)
+        return y, *pull_back(jnp.sin(y))
+
+    chex.assert_trees_all_close(
+        both(implementation=implementation, _interpret=True), both(implementation="reference"), rtol=1e-5, atol=1e-5
+    )
+
+
+@ELSEWHERE
+@pytest.mark.parametrize(
+    "function, arguments",
+    [
+        (softmax, {"x": ((64, 4096), "bfloat16"), "where": ((64, 4096), "bool")}),
+        (rotary_embedding, {"x": ((2, 64, 8, 128), "bfloat16")} | dict.fromkeys(("cos", "sin"), ((64, 64), "float32"))),
+    ],
+)
+def test_triton_reads_operands_as_they_are(function, arguments):
+    """No kernel of XLA's converts a mask or repeats angles, forward or backward."""
+    mesh = Mesh(np.array(targets.devices(Target.parse("h200-sxm:1"))), ("one",))
+    whole = NamedSharding(mesh, PartitionSpec())
+    arguments = {name: jax.ShapeDtypeStruct(*of, sharding=whole) for name, of in arguments.items()}
+    x = arguments.pop("x")
+
+    def program(x, d_y, others):
+        y, pull_back = jax.vjp(lambda x: function(x, **others, implementation="triton"), x)
+        return y, *pull_back(d_y)
+
+    with jax.set_mesh(mesh):
+        text = jax.jit(program).lower(x, x, arguments).compile().as_text()
+    assert text.count("custom-call(") == 2 and " fusion(" not in text

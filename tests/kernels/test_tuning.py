@@ -94,7 +94,7 @@ def test_tuned_rows_are_no_more_than_vmem_holds(table, monkeypatch):
     monkeypatch.setattr(mosaic_tpu.launch, "call", call)
     x = jnp.ones((1024, 2048))
     softmax(x, x > 0, implementation="mosaic_tpu", _interpret=True)
-    most = mosaic_tpu.most_rows(2048, [jnp.dtype(d) for d in ("float32", "int8", "float32")])
+    most = mosaic_tpu.rows_that_fit(1024, 2048, [jnp.dtype(d) for d in ("float32", "int8", "float32")])
     assert blocks == [(most, 2048)] * 2 and most < 1024
 
 

@@ -25,9 +25,11 @@ def default_blocks(rows: int, width: int, sums: int, elementwise: bool, cores: i
     """About 4096 numbers per block and 16 per thread: two loads of 16 bytes in bfloat16."""
     columns = min(pl.next_power_of_2(width), 1024) if elementwise else pl.next_power_of_2(width)
     block_rows = min(max(1, 4096 // columns), pl.next_power_of_2(rows))
-    warps = min(max(block_rows * columns // (32 * 16), 1), 16)
-    # Each program writes one partial sum of W float32 numbers: as few programs as keep every SM busy.
-    return Blocks(block_rows, columns if elementwise else 0, warps, 4 * cores if sums else 0)
+    warps = min(max(block_rows * columns // (32 * 16), 1), 32)
+    # Each program writes a partial sum of W float32 numbers: no more programs than run at once. Of wide rows, operands,
+    # scale and sums fill 128 registers of a thread or nearly so, and an SM then holds 16 warps.
+    programs = cores * (4 if columns <= 1024 else max(1, 16 // warps))
+    return Blocks(block_rows, columns if elementwise else 0, warps, programs if sums else 0)
 
 
 def run(

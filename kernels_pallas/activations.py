@@ -73,7 +73,7 @@ FLOPS = {"silu": (2, 6), "gelu": (5, 12), "gelu_tanh": (9, 21), "relu": (1, 2), 
 TRANSCENDENTALS = {"silu": (1, 1), "gelu": (1, 2), "gelu_tanh": (1, 1), "relu": (0, 0), "relu_squared": (0, 0)}
 
 
-def check(operation: str, name: str | None) -> None:
-    """Raises ValueError where there is no activation with this name; None is none."""
-    if name is not None and name not in REFERENCE:
+def check(operation: str, name: str | None, *, required: bool = False) -> None:
+    """Raises ValueError where there is no activation with this name; None is none, unless one is required."""
+    if name not in REFERENCE and (required or name is not None):
         raise ValueError(f"{operation}: there is no activation {name!r}; there are {', '.join(REFERENCE)}")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 
@@ -22,13 +23,17 @@ def like(operation: str, x: Any, **arrays: Any) -> None:
             )
 
 
-def norm(operation: str, x: Any, vectors: Mapping[str, Any], residual: Any, epsilon: float) -> None:
-    """The operands of a norm over x's last dimension."""
+def norm(operation: str, x: Any, vectors: Mapping[str, Any], residual: Any, epsilon: Any) -> float:
+    """The operands of a norm over x's last dimension; returns epsilon, which a float32 has to hold."""
     matrix(operation, x)
     floating(operation, **vectors)
     like(operation, x, residual=residual)
     vector(operation, x, **vectors)
-    positive(operation, epsilon=epsilon)
+    (epsilon,) = positive(operation, epsilon=epsilon)
+    smallest = float(jnp.finfo(jnp.float32).tiny)
+    if epsilon < smallest:
+        raise ValueError(f"{operation}: epsilon = {epsilon}; it must be at least {smallest}, float32's smallest normal")
+    return epsilon
 
 
 def matrix(operation: str, x: Any) -> None:
@@ -38,11 +43,16 @@ def matrix(operation: str, x: Any) -> None:
     floating(operation, x=x)
 
 
-def positive(operation: str, **numbers: float | None) -> None:
-    """These numbers are positive, None aside."""
+def positive(operation: str, **numbers: Any) -> tuple[float | None, ...]:
+    """These numbers are positive and known, None aside; returns them as Python's: kernels hold no other constants."""
+    known = []
     for name, n in numbers.items():
+        if isinstance(n, jax.core.Tracer):
+            raise ValueError(f"{operation}: {name} is traced; it must be a number that is known while tracing")
+        known.append(n if n is None else float(n))
         if n is not None and not n > 0:
             raise ValueError(f"{operation}: {name} = {n}; it must be positive")
+    return tuple(known)
 
 
 def vector(operation: str, x: Any, **vectors: Any) -> None:

@@ -33,7 +33,7 @@ def bias_activation(
     checks.matrix("bias_activation", x)
     checks.floating("bias_activation", bias=bias)
     checks.vector("bias_activation", x, bias=bias)
-    activations.check("bias_activation", activation)
+    activations.check("bias_activation", activation, required=True)
     launch = rows.choose_launch(BiasActivation, x, implementation, _interpret)
     if launch is None:
         return reference.bias_activation(x, bias, activation=activation)

@@ -31,7 +31,7 @@ def gated_activation(
     """
     checks.matrix("gated_activation", gate)
     checks.like("gated_activation", gate, up=up)
-    activations.check("gated_activation", activation)
+    activations.check("gated_activation", activation, required=True)
     launch = rows.choose_launch(GatedActivation, gate, implementation, _interpret)
     if launch is None:
         return reference.gated_activation(gate, up, activation=activation)

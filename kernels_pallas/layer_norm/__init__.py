@@ -25,7 +25,7 @@ def layer_norm(
       x: [..., D] in float32, bfloat16 or float16; statistics are float32, the variance is that of x − mean.
       scale, bias: [D], of any of these dtypes; None is 1 and 0.
       residual: [..., D] like x: then s = x + residual is normalised, and both are returned.
-      epsilon: positive.
+      epsilon: a normal positive number of float32.
       plus_one: multiply by 1 + scale.
       implementation: "reference", "triton" or "mosaic_tpu"; None chooses by the chip being lowered for and the shape.
 
@@ -35,7 +35,7 @@ def layer_norm(
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
-    checks.norm("layer_norm", x, {"scale": scale, "bias": bias}, residual, epsilon)
+    epsilon = checks.norm("layer_norm", x, {"scale": scale, "bias": bias}, residual, epsilon)
     launch = rows.choose_launch(LayerNorm, x, implementation, _interpret)
     if launch is None:
         return reference.layer_norm(x, scale, bias, residual=residual, epsilon=epsilon, plus_one=plus_one)

@@ -24,7 +24,7 @@ def rms_norm(
       x: [..., D] in float32, bfloat16 or float16; statistics are float32.
       scale: [D], of any of these dtypes; None is 1.
       residual: [..., D] like x: then s = x + residual is normalised, and both are returned.
-      epsilon: positive.
+      epsilon: a normal positive number of float32.
       plus_one: multiply by 1 + scale, as Gemma does.
       implementation: "reference", "triton" or "mosaic_tpu"; None chooses by the chip being lowered for and the shape.
 
@@ -34,7 +34,7 @@ def rms_norm(
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
-    checks.norm("rms_norm", x, {"scale": scale}, residual, epsilon)
+    epsilon = checks.norm("rms_norm", x, {"scale": scale}, residual, epsilon)
     launch = rows.choose_launch(RMSNorm, x, implementation, _interpret)
     if launch is None:
         return reference.rms_norm(x, scale, residual=residual, epsilon=epsilon, plus_one=plus_one)

@@ -65,7 +65,7 @@ def log_costs(
 
 def _run(body, plain, x, where, temperature, soft_cap, implementation, interpret) -> jax.Array:
     checks.matrix(body.name, x)
-    checks.positive(body.name, temperature=temperature, soft_cap=soft_cap)
+    temperature, soft_cap = checks.positive(body.name, temperature=temperature, soft_cap=soft_cap)
     if where is not None and (where.shape, where.dtype) != (x.shape, jnp.dtype(bool)):
         raise ValueError(
             f"{body.name}: where is {where.dtype}{list(where.shape)}; it must be bool{list(x.shape)}, as large as x"

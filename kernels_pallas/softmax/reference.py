@@ -31,5 +31,5 @@ def _shifted(x, where, temperature, soft_cap) -> tuple[jax.Array, jax.Array]:
     wide = wide / temperature
     seen = jnp.ones(x.shape, bool) if where is None else where
     masked = jnp.where(seen, wide, jnp.finfo(wide.dtype).min)
-    largest = jax.lax.stop_gradient(jnp.max(masked, axis=-1, keepdims=True))
+    largest = jax.lax.stop_gradient(jnp.max(masked, axis=-1, keepdims=True, initial=-jnp.inf))
     return jnp.where(seen, wide - largest, 0.0), seen

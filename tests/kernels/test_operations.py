@@ -13,7 +13,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.costs.hardware import Target
 from jaxlm.lowering import targets
-from kernels_pallas import log_softmax, rotary_embedding, softmax
+from kernels_pallas import (
+    bias_activation,
+    gated_activation,
+    layer_norm,
+    log_softmax,
+    rms_norm,
+    rotary_embedding,
+    softmax,
+)
 from kernels_pallas.registry import OPERATIONS
 from kernels_pallas.rows import triton
 
@@ -60,6 +68,49 @@ def test_rows_of_minus_infinity_are_those_of_the_reference(function, width, impl
         got = function(x, mask, implementation=implementation, _interpret=True)
         np.testing.assert_allclose(got, function(x, mask, implementation="reference"), rtol=1e-6)
         assert jnp.isnan(got[0]).all()
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton", "mosaic_tpu"])
+def test_options_are_numbers_of_any_kind(implementation):
+    """Python's, NumPy's or JAX's, but known while tracing."""
+    x = jnp.linspace(-1.0, 1.0, 32).reshape(2, 16)
+    for function, options in (
+        (rms_norm, {"epsilon": 0.5}),
+        (layer_norm, {"epsilon": 0.5}),
+        (softmax, {"temperature": 0.5, "soft_cap": 2.0}),
+        (log_softmax, {"temperature": 0.5, "soft_cap": 2.0}),
+    ):
+        run = functools.partial(function, x, implementation=implementation, _interpret=True)
+        for kind in (np.float32, jnp.float32):
+            np.testing.assert_array_equal(run(**{k: kind(v) for k, v in options.items()}), run(**options))
+        with pytest.raises(ValueError, match=f"{function.__name__}: {next(iter(options))} is traced"):
+            jax.jit(lambda options, run=run: run(**options))(options)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (lambda x: gated_activation(x, x, activation=None), "gated_activation: there is no activation None; there are"),
+        (
+            lambda x: bias_activation(x, x[0], activation=None),
+            "bias_activation: there is no activation None; there are",
+        ),
+        (lambda x: rms_norm(x, epsilon=1e-40), "rms_norm: epsilon = 1e-40; it must be at least 1.17.*e-38"),
+        (lambda x: layer_norm(x, epsilon=0.0), "layer_norm: epsilon = 0.0; it must be positive"),
+    ],
+)
+def test_wrong_options_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        wrong(jnp.ones((2, 16)))
+
+
+@pytest.mark.parametrize("implementation", [None, "triton", "mosaic_tpu"])
+@pytest.mark.parametrize("function", [softmax, log_softmax, rms_norm, layer_norm])
+def test_rows_of_no_numbers(function, implementation):
+    """Of nothing there is nothing, and its gradient."""
+    run = functools.partial(function, implementation=implementation, _interpret=True)
+    y, pull_back = jax.vjp(run, jnp.zeros((3, 0)))
+    assert y.shape == (3, 0) == pull_back(y)[0].shape
 
 
 SHARED = [  # tokens; heads of eight rows fill a Triton block and half a Mosaic one, and both end in the middle of 12

@@ -17,7 +17,7 @@ def _case(name: str, shape: tuple[int, ...], interleaved: bool = False, *, learn
 
 
 CASES = (
-    _case("half-split", (2, 8, 4, 64), dtypes=_ALL),
+    _case("half-split", (4, 8, 4, 64), dtypes=_ALL),
     _case("interleaved", (2, 8, 4, 64), True, dtypes=_ALL),
     _case("odd shapes, half-split", (3, 5, 3, 40)),
     _case("odd shapes, interleaved", (3, 5, 3, 40), True),

@@ -31,8 +31,8 @@ def bytes_per_row(columns: int, dtypes: Sequence[Any]) -> int:
 
 
 def rows_that_fit(rows: int, columns: int, dtypes: Sequence[Any]) -> int:
-    """As many of these rows as the budget holds, in whole tiles, and no fewer than Mosaic reads."""
-    # Numbers narrower than 32 bits are packed along the rows; half a tile is read of those of 16 bits, none of 8.
+    """As many of these rows as the budget holds, in whole tiles, and no fewer than Mosaic takes."""
+    # Numbers narrower than 32 bits are packed along the rows. Of those of 16 bits Mosaic also takes half a tile.
     tile = 8 * 4 // min(dtype.itemsize for dtype in dtypes)
     least = 8 if tile < 32 else tile
     return max(min(rows, _BUDGET // bytes_per_row(columns, dtypes)) // tile * tile, least)

@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.costs.hardware import Target
 from jaxlm.lowering import targets
-from kernels_pallas import rms_norm
 from kernels_pallas.registry import OPERATIONS
 
 CALLS = [
@@ -59,53 +58,69 @@ def test_checkpoint_changes_nothing(operation, implementation):
     chex.assert_trees_all_close(plain, again, rtol=1e-6, atol=1e-6)
 
 
-def _norm(implementation, **how):
-    """The norm over four devices of a mesh, rows over them, and the mathematics that tests do with it."""
-    return functools.partial(rms_norm, implementation=implementation, **how)
-
-
-def _loss(norm):
-    return lambda x, scale: jnp.sum(jnp.sin(norm(x, scale).astype(jnp.float32)))
-
-
 ROWS, EVERYWHERE = PartitionSpec("data"), PartitionSpec()
+# Operations that treat each row by itself, on rows over the devices of a mesh.
+ROW_OPERATIONS = [
+    pytest.param(OPERATIONS[name], implementation, id=f"{name}-{implementation}")
+    for name in "rms_norm layer_norm softmax log_softmax rotary_embedding gated_activation bias_activation".split()
+    for implementation in OPERATIONS[name].implementations
+]
 
 
-@pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])
-def test_gradients_inside_and_through_shard_map(implementation):
-    """Rows over four devices: the gradient of a replicated scale is the sum of all of theirs."""
+def _specs(arrays):
+    """Of a case's arrays: those of x's rank lie over the devices, vectors and angles are replicated."""
+    rank = max(x.ndim for x in arrays.values())
+    return {name: ROWS if x.ndim == rank else EVERYWHERE for name, x in arrays.items()}
+
+
+def _call(operation, case, **how):
+    """The operation as a function of all of a case's arrays."""
+    return lambda arrays: operation.function(**arrays, **case.options, **how)
+
+
+def _gradients(call):
+    """A function of the arrays: their gradients through some mathematics behind the call."""
+    return jax.grad(lambda arrays: jnp.sum(jnp.sin(call(arrays).astype(jnp.float32))))
+
+
+@pytest.mark.parametrize("operation, implementation", ROW_OPERATIONS)
+def test_gradients_inside_and_through_shard_map(operation, implementation):
+    """Rows over four devices: the gradient of what is replicated is the sum of all of theirs."""
     mesh = Mesh(jax.devices()[:4], ("data",))
-    x, scale = jax.random.normal(jax.random.key(0), (8, 3, 40)), jnp.linspace(0.5, 1.5, 40)
-    norm = _norm(implementation, _interpret=True)
-    wanted = jax.grad(_loss(norm), argnums=(0, 1))(x, scale)
+    case = operation.used_in("test")[0]
+    arrays = case.draw("float32")
+    specs = _specs(arrays)
+    call = _call(operation, case, implementation=implementation, _interpret=True)
+    wanted = jax.jit(_gradients(call))(arrays)
 
     over = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)  # interpreted kernels know of no other way
-    through = over(norm, in_specs=(ROWS, EVERYWHERE), out_specs=ROWS)
-    got = jax.jit(jax.grad(_loss(through), argnums=(0, 1)))(x, scale)
-    chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=1e-5)
+    through = over(call, in_specs=(specs,), out_specs=ROWS)
+    chex.assert_trees_all_close(jax.jit(_gradients(through))(arrays), wanted, rtol=1e-5, atol=1e-5)
 
-    def inside(x, scale):
-        d_x, d_scale = jax.grad(_loss(norm), argnums=(0, 1))(x, scale)
-        return d_x, jax.lax.psum(d_scale, "data")
+    def inside(arrays):
+        found = _gradients(call)(arrays)
+        return {name: d if specs[name] == ROWS else jax.lax.psum(d, "data") for name, d in found.items()}
 
-    got = jax.jit(over(inside, in_specs=(ROWS, EVERYWHERE), out_specs=(ROWS, EVERYWHERE)))(x, scale)
+    got = jax.jit(over(inside, in_specs=(specs,), out_specs=specs))(arrays)
     chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 @ELSEWHERE
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("chips, implementation", [("h200-sxm:4", "triton"), ("tpu-v5e:2x2", "mosaic_tpu")])
-def test_shard_map_sends_nothing_but_the_sum_of_the_gradient_of_the_scale(chips, implementation, check_vma):
+@pytest.mark.parametrize("operation, implementation", ROW_OPERATIONS)
+def test_shard_map_sends_nothing_but_the_sum_of_gradients_of_what_is_replicated(operation, implementation, check_vma):
     """Compiled for four devices. Checked, JAX adds up the gradient inside; unchecked it does so around shard_map."""
+    chips = {"triton": "h200-sxm:4", "mosaic_tpu": "tpu-v5e:2x2"}[implementation]
     mesh = Mesh(np.array(targets.devices(Target.parse(chips))), ("data",))
-    x, scale = jax.ShapeDtypeStruct((8, 16, 256), jnp.bfloat16), jax.ShapeDtypeStruct((256,), jnp.bfloat16)
-    over = functools.partial(jax.shard_map, mesh=mesh, check_vma=check_vma)
-    through = over(_norm(implementation), in_specs=(ROWS, EVERYWHERE), out_specs=ROWS)
-    gradient = jax.jit(
-        jax.grad(_loss(through), argnums=(0, 1)),
-        in_shardings=(NamedSharding(mesh, ROWS), NamedSharding(mesh, EVERYWHERE)),
-    )
+    case = operation.used_in("test")[0]
+    specs = _specs(case.structs("bfloat16"))
+    arrays = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, specs[name]))
+        for name, x in case.structs("bfloat16").items()
+    }
+    call = _call(operation, case, implementation=implementation)
+    through = jax.shard_map(call, mesh=mesh, in_specs=(specs,), out_specs=ROWS, check_vma=check_vma)
     with jax.set_mesh(mesh):
-        text = gradient.lower(x, scale).compile().as_text()
+        text = jax.jit(_gradients(through)).lower(arrays).compile().as_text()
     collectives = re.findall(r" (all-[a-z]+|reduce-scatter|collective-permute)(?:-start)?\(", text)
-    assert collectives == ["all-reduce"]
+    assert collectives == ["all-reduce"] * (EVERYWHERE in specs.values())

@@ -44,7 +44,7 @@ class Body(Protocol):
     def __call__(
         self, inside: jax.Array | None, rows: tuple[jax.Array, ...], vectors: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
-        """Results [r, W] of operands [r, W] and vectors [1, W], all float32 but for integers among `rows`.
+        """Results [r, W] of operands [r, W] and vectors [1, W], all float32; a mask among `rows` is 0 or 1.
 
         Operands hold zeros in columns and rows beyond their array's; `inside`, bool [1, W], is True in the array's
         columns, and None where all are.
@@ -88,7 +88,7 @@ def apply(
     """body(rows, vectors), differentiable, by a kernel each way.
 
     Args:
-      rows: arrays [..., W] of one shape. vectors: arrays [W].
+      rows: arrays [..., W] of one shape, of floating point or bool. vectors: arrays [W].
       outputs: the dtype of each result; None is that of the first operand.
     """
     shape = rows[0].shape
@@ -143,7 +143,7 @@ def backward(
     vectors: Sequence[jax.Array],
     cotangents: Sequence[jax.Array],
 ) -> tuple[tuple[jax.Array | None, ...], tuple[jax.Array, ...]]:
-    """Cotangents of the operands and of the vectors, in their dtypes, by one kernel; None for integer operands."""
+    """Cotangents of the operands and of the vectors, in their dtypes, by one kernel; None for masks."""
     floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in rows]
     outputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in itertools.compress(rows, floats))
 

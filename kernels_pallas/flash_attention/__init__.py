@@ -201,7 +201,7 @@ def _check(query, key, value, visible, scale, soft_cap, sinks, bias, query_chunk
         wrong("key", list(key.shape), f"[{B}, S, K, {H}] for query {list(query.shape)}")
     if value.shape[:3] != (B, S, K):
         wrong("value", list(value.shape), f"[{B}, {S}, {K}, V] for key {list(key.shape)}")
-    if K == 0 or N % K:
+    if N % K if K else N:
         wrong("the number of query heads", N, f"a multiple of the {K} key/value heads")
     for name, x in zip(("start", "end"), visible or (), strict=bool(visible)):
         if jnp.shape(x) not in ((B, T), (1, T)) or not jnp.issubdtype(jnp.result_type(x), jnp.integer):

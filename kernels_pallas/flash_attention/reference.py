@@ -44,13 +44,15 @@ def flash_attention(
         xs = (split(query, 1), split(start, 1), split(end, 1), split(bias, 2) if by_row else None)
         # Differentiated, a chunk is computed again: only its operands are kept.
         chunk = jax.checkpoint(lambda x: attend(*x[:3], x[3] if by_row else bias))
-        out, log_sum_exp = (jnp.moveaxis(y, 0, 1).reshape(B, -1, *y.shape[3:])[:, :T] for y in jax.lax.map(chunk, xs))
+        mapped = (jnp.moveaxis(y, 0, 1) for y in jax.lax.map(chunk, xs))
+        out, log_sum_exp = (y.reshape(B, chunks * query_chunk, *y.shape[3:])[:, :T] for y in mapped)
     return (out, log_sum_exp) if return_log_sum_exp else out
 
 
 def _attend(key, value, query, start, end, bias, *, sinks, scale, soft_cap):
-    (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
-    grouped = query.reshape(B, T, K, N // K, H)
+    (B, T, N, H), (_, S, K, V) = query.shape, value.shape
+    G = N // max(K, 1)  # of no heads there are no groups
+    grouped = query.reshape(B, T, K, G, H)
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, key, preferred_element_type=jnp.float32)
     scores = scores.reshape(B, N, T, S) * scale
     if soft_cap is not None:
@@ -75,7 +77,7 @@ def _attend(key, value, query, start, end, bias, *, sinks, scale, soft_cap):
     total = jnp.where(some, total, 1.0)
     log_sum_exp = jnp.where(some, largest + jnp.log(total), -jnp.inf)
 
-    weights = weights.astype(value.dtype).reshape(B, K, N // K, T, S)
+    weights = weights.astype(value.dtype).reshape(B, K, G, T, S)
     mixed = jnp.einsum("BKGTS,BSKV->BTKGV", weights, value, preferred_element_type=jnp.float32)
     total, log_sum_exp = (jnp.swapaxes(x, 1, 2) for x in (total, log_sum_exp))
-    return (mixed.reshape(B, T, N, -1) / total[..., None]).astype(query.dtype), log_sum_exp
+    return (mixed.reshape(B, T, N, V) / total[..., None]).astype(query.dtype), log_sum_exp

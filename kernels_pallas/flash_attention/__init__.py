@@ -87,7 +87,7 @@ def flash_attention(
     options = dict(scale=scale, soft_cap=soft_cap, sinks=sinks, bias=bias, return_log_sum_exp=return_log_sum_exp)
     operands = _operands(query, key, value, visible, sinks, bias)
     refusals = {name: functools.partial(_refusal, name, operands) for name in IMPLEMENTATIONS}
-    refusals["cudnn"] = lambda chip: cudnn.refusal(operands, visible, soft_cap, chip)
+    refusals["cudnn"] = lambda chip: cudnn.refusal(operands, visible, soft_cap, return_log_sum_exp, chip)
     if implementation is None and query.shape[1] < _FEW_QUERIES:
         implementation = "reference"
     chosen = choose("flash_attention", implementation, refusals, _interpret, by_name=_BY_NAME)
@@ -96,7 +96,7 @@ def flash_attention(
 
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     if chosen == "cudnn":
-        return cudnn.flash_attention(operands, visible, scale, return_log_sum_exp)
+        return cudnn.flash_attention(operands, visible, scale)
     seen = scores_seen(visible, *operands.sizes[:3])
     settings = Settings(scale, None if soft_cap is None else float(soft_cap), seen, chosen, _interpret)
     out, log_sum_exp = _attend(settings, Operands(*vary(*operands)))

@@ -9,35 +9,32 @@ from kernels_pallas.flash_attention.operands import Operands
 from kernels_pallas.target import Target
 
 
-def refusal(operands: Operands, visible: Any, soft_cap: float | None, chip: Target) -> str | None:
+def refusal(
+    operands: Operands, visible: Any, soft_cap: float | None, return_log_sum_exp: bool, chip: Target
+) -> str | None:
     """Why cuDNN, as `jax.nn.dot_product_attention` calls it, cannot serve a call."""
     H, V = operands.sizes[5:]
+    if chip.platform != "gpu":
+        return f"it runs on NVIDIA GPUs, and this is lowered for {chip.kind} ({chip.platform})"
     if operands.query.dtype not in ("bfloat16", "float16"):
         return f"it multiplies bfloat16 and float16, not {operands.query.dtype}"
     if soft_cap is not None or operands.sinks is not None:
         return "it has neither soft cap nor sinks"
     if H != V or H % 8 or H > (256 if (chip.compute_capability or (0,)) >= (9, 0) else 128):
         return f"head widths {H} and {V} are not equal, multiples of 8, and within what this chip has"
-    if operands.bias is not None and operands.bias.shape[2] != operands.sizes[1]:
-        return f"it takes a bias for each of the {operands.sizes[1]} queries"
+    if operands.bias is not None:
+        return "of a row whose bias is −∞ throughout, which is not known while tracing, it may make NaN"
+    if return_log_sum_exp:
+        return "it rounds the log-sum-exp to the dtype of the query, and JAX drops its gradient"
     if is_causal(visible, *operands.sizes[1:3]) is None:
         return "of masks known while tracing it serves all keys and, with as many keys as queries, causal"
     return None
 
 
-def flash_attention(operands: Operands, visible: Any, scale: float, return_log_sum_exp: bool) -> Any:
-    """Output [B, T, N, V], and log-sum-exp [B, T, N] where it is asked for."""
-    query, key, value = operands[:3]
-    return jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        bias=operands.bias,
-        scale=scale,
-        is_causal=bool(is_causal(visible, *operands.sizes[1:3])),
-        implementation="cudnn",
-        return_residual=return_log_sum_exp,
-    )
+def flash_attention(operands: Operands, visible: Any, scale: float) -> jax.Array:
+    """Output [B, T, N, V]."""
+    causal = bool(is_causal(visible, *operands.sizes[1:3]))
+    return jax.nn.dot_product_attention(*operands[:3], scale=scale, is_causal=causal, implementation="cudnn")
 
 
 def is_causal(visible: Any, T: int, S: int) -> bool | None:

@@ -151,6 +151,15 @@ def test_gradients_are_finite_differences(implementation):
     np.testing.assert_allclose((ahead - behind) / (2 * step), along, rtol=2e-3)
 
 
+@pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
+def test_of_no_key_nothing_is_seen(implementation):
+    query, key = drawn((2, 20, 2, 64), (2, 0, 2, 64))
+    query, key = query.astype(jnp.bfloat16), key.astype(jnp.bfloat16)
+    options = dict(return_log_sum_exp=True, implementation=implementation, _interpret=True)
+    out, log_sum_exp = flash_attention(query, key, key, **options)
+    assert not np.any(out) and np.all(log_sum_exp == -np.inf)
+
+
 def test_chunks_of_the_reference_change_nothing():
     query, key, value, bias = drawn((2, 37, 4, 16), (2, 37, 2, 16), (2, 37, 2, 8), (1, 4, 37, 37))
 
@@ -375,13 +384,24 @@ def _cudnn(**options):
         (dict(visible=window(64, 8)), "it serves all keys"),
         (dict(soft_cap=30.0), "neither soft cap nor sinks"),
         (dict(sinks=jnp.zeros(2)), "neither soft cap nor sinks"),
-        (dict(bias=jnp.zeros((1, 2, 1, 64))), "a bias for each of the 64 queries"),
+        (dict(bias=jnp.zeros((1, 2, 64, 64))), "a row whose bias is −∞ throughout"),
+        (
+            dict(return_log_sum_exp=True),
+            "it rounds the log-sum-exp to the dtype of the query, and JAX drops its gradient",
+        ),
     ],
-    ids=["packed", "window", "cap", "sinks", "bias"],
+    ids=["packed", "window", "cap", "sinks", "bias", "log-sum-exp"],
 )
 def test_cudnn_is_refused_where_it_would_mean_something_else(options, reason):
     with pytest.raises(NotImplementedError, match=f"flash_attention: cudnn cannot serve this call: .*{reason}"):
         kernels(_cudnn(**options), H200, shape=(1, 64, 2, 64))
+
+
+@pytest.mark.parametrize("device", [V5E, AbstractDevice("cpu", None, "cpu")], ids=lambda device: device.platform)
+def test_cudnn_is_refused_where_there_is_none(device):
+    reason = rf"it runs on NVIDIA GPUs, and this is lowered for {device.device_kind} \({device.platform}\)"
+    with pytest.raises(NotImplementedError, match=f"flash_attention: cudnn cannot serve this call: {reason}"):
+        kernels(_cudnn(), device, shape=(1, 64, 2, 64))
 
 
 @pytest.mark.parametrize("visible", [None, causal(20)], ids=["full", "causal"])
@@ -394,10 +414,9 @@ def test_cudnn_is_asked_for_what_the_reference_gives(visible, monkeypatch):
         "dot_product_attention",
         lambda *arrays, implementation, **how: called.append(implementation) or theirs(*arrays, **how),
     )
-    query, key, value, bias = drawn((2, 20, 4, 16), (2, 20, 2, 16), (2, 20, 2, 16), (1, 4, 20, 20))
-    operands = Operands(query, key, value, None, None, None, bias)
-    got = cudnn.flash_attention(operands, visible, 0.3, return_log_sum_exp=True)
-    wanted = flash_attention(query, key, value, visible=visible, bias=bias, scale=0.3, return_log_sum_exp=True)
+    arrays = drawn((2, 20, 4, 16), (2, 20, 2, 16), (2, 20, 2, 16))
+    got = cudnn.flash_attention(Operands(*arrays, None, None, None, None), visible, 0.3)
+    wanted = flash_attention(*arrays, visible=visible, scale=0.3)
     chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=1e-5)
     assert called == ["cudnn"]
 

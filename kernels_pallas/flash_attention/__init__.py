@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels_pallas import checks
 from kernels_pallas.choice import choose
 from kernels_pallas.flash_attention import cudnn, mosaic_gpu, mosaic_tpu, reference, triton
 from kernels_pallas.flash_attention.operands import Operands, scores_seen
 from kernels_pallas.flash_attention.tiles import LOG2_E, Settings
-from kernels_pallas.flash_attention.visible import Visible, both, causal, packed, prefix, shifted, window
+from kernels_pallas.flash_attention.visible import Visible, both, causal, packed, prefix, shifted, window, within
 from kernels_pallas.launch import Costs, vary
 
 __all__ = [
@@ -62,8 +63,9 @@ def flash_attention(
       query: [B, T, N, H] in float32, bfloat16 or float16; scores and softmax are float32.
       key: [B, S, K, H] like query, N a multiple of K: query heads n·G … n·G + G − 1 share key/value head n.
       value: [B, S, K, V] like query; V may differ from H.
-      visible: query t sees the keys s with start ≤ s < end, int32 [B, T] or [1, T] each: see `causal`, `window`,
-        `prefix`, `packed`, `both` and `shifted`. None sees all. A query that sees nothing gives zeros.
+      visible: query t sees the keys s with start ≤ s < end, int32 [B, T] or [1, T] each (numpy arrays of any integer
+        dtype): see `causal`, `window`, `prefix`, `packed`, `both` and `shifted`. None sees all. A query that sees
+        nothing gives zeros.
       scale: 1 / √H where None.
       soft_cap: positive; scores stay between −cap and cap (Gemma 2, arXiv:2408.00118, section 2).
       sinks: [N], learned: a score in each row's sum that has no value (arXiv:2508.10925, section 2.2).
@@ -120,9 +122,7 @@ def costs(
 
 
 def _operands(query: Any, key: Any, value: Any, visible: Any, sinks: Any, bias: Any) -> Operands:
-    (B, T), S = query.shape[:2], key.shape[1]
-    start, end = (0, S) if visible is None else visible
-    start, end = (jnp.broadcast_to(jnp.clip(jnp.asarray(x, jnp.int32), 0, S), (B, T)) for x in (start, end))
+    start, end = map(jnp.asarray, within(visible, *query.shape[:2], key.shape[1]))
     return Operands(query, key, value, start, end, sinks, bias)
 
 
@@ -204,8 +204,10 @@ def _check(query, key, value, visible, scale, soft_cap, sinks, bias, query_chunk
     if N % K if K else N:
         wrong("the number of query heads", N, f"a multiple of the {K} key/value heads")
     for name, x in zip(("start", "end"), visible or (), strict=bool(visible)):
-        if jnp.shape(x) not in ((B, T), (1, T)) or not jnp.issubdtype(jnp.result_type(x), jnp.integer):
-            wrong(f"visible's {name}", f"{jnp.result_type(x)}{list(jnp.shape(x))}", f"int32[{B}, {T}] or int32[1, {T}]")
+        # numpy arrays are cut off at the keys before they are narrowed; in others what int32 cannot hold would wrap.
+        fits = np.can_cast(x.dtype, np.int32) if isinstance(x, jax.Array) else np.issubdtype(x.dtype, np.integer)
+        if x.shape not in ((B, T), (1, T)) or not fits:
+            wrong(f"visible's {name}", f"{x.dtype}{list(x.shape)}", f"int32[{B}, {T}] or int32[1, {T}]")
     if sinks is not None and sinks.shape != (N,):
         wrong("sinks", list(sinks.shape), f"[{N}]")
     if bias is not None and (

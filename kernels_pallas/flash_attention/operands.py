@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.flash_attention.visible import within
 from kernels_pallas.launch import Cost, Costs, size_of
 
 
@@ -69,7 +70,7 @@ class Operands(NamedTuple):
 def scores_seen(visible: Any, B: int, T: int, S: int) -> int:
     """Scores per head of all rows, which decide what a call costs: exact for intervals that are numpy arrays, which are
     known while tracing, and otherwise all of them."""
-    if visible is None or not all(isinstance(x, np.ndarray) for x in visible):
+    start, end = within(visible, B, T, S)
+    if not (isinstance(start, np.ndarray) and isinstance(end, np.ndarray)):
         return B * T * S
-    start, end = (np.clip(x.astype(np.int64), 0, S) for x in visible)
-    return int(np.sum(np.broadcast_to(np.maximum(end - start, 0), (B, T))))
+    return int(np.sum(np.maximum(end - start, 0), dtype=np.int64))

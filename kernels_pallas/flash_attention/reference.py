@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.flash_attention.visible import Visible
+from kernels_pallas.flash_attention.visible import Visible, within
 
 
 def flash_attention(
@@ -23,8 +23,7 @@ def flash_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """See `kernels_pallas.flash_attention`."""
     (B, T, _, H), S = query.shape, key.shape[1]
-    start, end = (0, S) if visible is None else visible
-    start, end = (jnp.broadcast_to(x, (B, T)) for x in (start, end))
+    start, end = map(jnp.asarray, within(visible, B, T, S))
     attend = functools.partial(
         _attend, key, value, sinks=sinks, scale=H**-0.5 if scale is None else scale, soft_cap=soft_cap
     )

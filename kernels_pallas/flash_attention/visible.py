@@ -11,10 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# Far beyond any key, and far from what int32 cannot hold: it may still be shifted.
+_NO_LIMIT = 2**30
+
 
 class Visible(NamedTuple):
     """Query t sees exactly the keys s with start ≤ s < end; int32 [B, T] or [1, T], and of any value: what lies beyond
-    the keys is cut off, and an interval with start ≥ end is empty."""
+    the keys is cut off, and an interval with start ≥ end is empty. numpy arrays may be of any integer dtype."""
 
     start: Any
     end: Any
@@ -37,7 +40,7 @@ def window(queries: int, before: int | None = None, after: int | None = 0, offse
     """
     position = _positions(queries, offset)
     start = position * 0 if before is None else position - before
-    return Visible(start, position * 0 + np.iinfo(np.int32).max if after is None else position + after + 1)
+    return Visible(start, position * 0 + _NO_LIMIT if after is None else position + after + 1)
 
 
 def prefix(queries: int, length: Any, offset: Any = 0) -> Visible:
@@ -76,11 +79,25 @@ def shifted(visible: Visible, first_key: Any) -> Visible:
     return Visible(visible[0] - first_key, visible[1] - first_key)
 
 
+def within(visible: Any, B: int, T: int, S: int) -> Visible:
+    """The intervals cut off at the S keys, int32 [B, T]: of numpy arrays numpy arrays, and of None all keys."""
+    if visible is None:
+        visible = np.zeros((1, T), np.int32), np.full((1, T), S, np.int32)
+
+    def cut(x: Any) -> Any:
+        if isinstance(x, jax.Array):
+            return jnp.broadcast_to(jnp.clip(x.astype(jnp.int32), 0, S), (B, T))
+        # In its own dtype or a wider one, before it is narrowed.
+        return np.broadcast_to(np.clip(x, np.int64(0), np.int64(S)).astype(np.int32), (B, T))
+
+    return Visible(*map(cut, visible))
+
+
 def _positions(queries: int, offset: Any) -> Any:
     if isinstance(offset, int):
         return np.arange(offset, offset + queries, dtype=np.int32)[None]
     module = _module(offset)
-    return module.reshape(module.asarray(offset, np.int32), (-1, 1)) + np.arange(queries, dtype=np.int32)[None]
+    return module.reshape(offset, (-1, 1)) + np.arange(queries, dtype=np.int32)[None]
 
 
 def _module(*arrays: Any) -> Any:

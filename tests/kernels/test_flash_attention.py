@@ -32,7 +32,7 @@ from kernels_pallas.flash_attention import (
     window,
 )
 from kernels_pallas.flash_attention.cases import segments
-from kernels_pallas.flash_attention.operands import Operands
+from kernels_pallas.flash_attention.operands import Operands, scores_seen
 
 # The kernels for Hopper have no float32.
 EACH = pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "mosaic_gpu"])
@@ -121,6 +121,24 @@ def test_nothing_comes_from_the_future(implementation):
         d_query, d_key, d_value = reach(t)
         assert not any(np.any(d[:, t + 1 :]) for d in (d_query, d_key, d_value))
         assert np.all(np.any(d_value[:, : t + 1], axis=-1))
+
+
+BEYOND = [
+    (np.zeros((1, 20), np.int64), np.full((1, 20), 2**40)),
+    (np.full((1, 20), -(2**40)), np.full((1, 20), 2**64 - 1, np.uint64)),
+    (np.zeros((1, 20), np.uint32), np.full((1, 20), 2**32 - 1, np.uint32)),
+    (np.zeros((1, 20), np.int8), np.full((1, 20), 127, np.int8)),
+    shifted(window(20, 3, after=None, offset=9), -5)._replace(start=np.zeros((1, 20), int)),
+]
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton", "mosaic_tpu"])
+@pytest.mark.parametrize("visible", BEYOND, ids=["int64", "uint64", "uint32", "int8", "no limit"])
+def test_what_lies_beyond_the_keys_is_cut_off_in_any_dtype(visible, implementation):
+    arrays = drawn((1, 20, 1, 16), (1, 30, 1, 16), (1, 30, 1, 16))
+    attend = functools.partial(flash_attention, *arrays, implementation=implementation, _interpret=True)
+    chex.assert_trees_all_equal(attend(visible=visible), attend())
+    assert scores_seen(visible, 1, 20, 30) == 20 * 30
 
 
 @EACH
@@ -433,6 +451,11 @@ X = jnp.zeros((2, 20, 4, 32))
         (dict(value=X.astype(jnp.bfloat16)), "value is bfloat16; it must be float32 like query"),
         (dict(query=X[0]), r"query is \[20, 4, 32\]; it must be \[B, T, N, H\]"),
         (dict(visible=causal(21)), r"visible's start is int32\[1, 21\]; it must be int32\[2, 20\] or int32\[1, 20\]"),
+        (
+            dict(visible=(jnp.zeros((1, 20), jnp.uint32),) * 2),
+            r"visible's start is uint32\[1, 20\]; it must be int32\[",
+        ),
+        (dict(visible=(np.zeros((1, 20)),) * 2), r"visible's start is float64\[1, 20\]; it must be int32\["),
         (dict(sinks=jnp.zeros(3)), r"sinks is \[3\]; it must be \[4\]"),
         (dict(bias=jnp.zeros((20, 20))), r"bias is \[20, 20\]; it must be \[2 or 1, 4 or 1, 20 or 1, 20\]"),
         (dict(soft_cap=0.0), "soft_cap is 0.0; it must be positive"),

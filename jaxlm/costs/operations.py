@@ -145,12 +145,14 @@ def _runs_again(work: Workload, scope: str, makes: str = "") -> bool:
     With rematerialisation a layer runs again, but for what its backward pass does not read: the last product, whose
     result is only added to the stream, and products whose result is kept. A query or key that is normalised is kept
     behind its norm, whose backward pass wants what was before. Softmax's backward pass wants scores and mixture,
-    whatever is kept.
+    whatever is kept; a kernel's wants the result, which is kept with its log-sum-exp.
     """
     kept = work.remat
     if kept == "none" or not scope.startswith("layers/"):
         return False
     kept = () if kept == "full" else kept
+    if scope in (SCORES, MIXTURE) and kernels.attention(work):
+        makes = "attention"
     if makes:
         return makes not in kept
     part, _, name = scope.removeprefix("layers/").rpartition("/")

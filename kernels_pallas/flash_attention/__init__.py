@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from kernels_pallas import checks
 from kernels_pallas.choice import choose
@@ -81,7 +82,8 @@ def flash_attention(
     Returns [B, T, N, V] in query's dtype; with return_log_sum_exp (output, log-sum-exp).
 
     Under a mesh of several devices the kernels live inside `jax.shard_map` with T and S whole; elsewhere None is
-    "reference". Parts of the keys can be joined by their log-sum-exp.
+    "reference". Parts of the keys can be joined by their log-sum-exp. Under `jax.checkpoint` with a policy that saves
+    the name "attention" (`jax.checkpoint_policies.save_only_these_names`) a kernel's forward pass does not run again.
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
@@ -138,7 +140,8 @@ def _attend(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
 
 
 def _forward(settings: Settings, operands: Operands) -> tuple:
-    results = _attend(settings, operands)
+    # Who keeps what has this name for the backward pass (`jax.checkpoint`) does not run the kernel again.
+    results = tuple(checkpoint_name(x, "attention") for x in _attend(settings, operands))
     return results, (operands, *results)
 
 

@@ -355,6 +355,24 @@ def test_checkpoint_runs_the_hopper_kernel_again():
     assert _hopper_calls(around=jax.checkpoint) == 4
 
 
+@EACH
+def test_what_is_kept_by_its_name_is_not_computed_again(implementation):
+    """Under rematerialisation that saves "attention" a kernel forward and two backward; else also one forward again."""
+
+    def kernels_of_gradient(*names):
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+        def attend(x):
+            x = jnp.sin(x)
+            return flash_attention(x, x, x, visible=causal(20), implementation=implementation, _interpret=True)
+
+        gradient = jax.grad(lambda x: jnp.sum(jnp.sin(jax.checkpoint(attend, policy=policy)(x))))
+        return str(jax.make_jaxpr(gradient)(jnp.ones((1, 20, 2, 16)))).count("= pallas_call[")
+
+    assert kernels_of_gradient("attention") == 3
+    assert kernels_of_gradient("query") == 4
+
+
 @pytest.mark.parametrize(
     "device, name", [(H200, "triton"), (V5E, "mosaic_tpu")], ids=lambda x: getattr(x, "platform", x)
 )

@@ -94,7 +94,7 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
                 key = ring.take(warpgroup, ref, "key", j)
                 (products,) = warpgroup.products_of_rows((query, key), meanwhile=pass_turn)
                 ring.leave(warpgroup, ref, j, order.steps, "key")
-                values, factor = settings.factored(products, tanh_by_exp2)
+                values, factor, _ = settings.factored(products, tanh=tanh_by_exp2)
                 if masked:
                     index = order.block(j) * keys + warpgroup.count((ROWS, keys), 1)
                     seen = (warpgroup.across(start, keys) <= index) & (index < warpgroup.across(end, keys))

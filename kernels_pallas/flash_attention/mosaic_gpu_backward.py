@@ -78,8 +78,7 @@ def query_gradient(
                 key, value = (ring.take(warpgroup, ref, name, j) for name in ("key", "value"))
                 products, d_weights = warpgroup.products_of_rows((query, key), (d_out, value))
                 ring.leave(warpgroup, ref, j, order.steps, "value")
-                values, factor = settings.factored(products, tanh_by_exp2)
-                slope = settings.slope(values)
+                values, factor, slope = settings.factored(products, tanh=tanh_by_exp2)
                 if masked:
                     index = order.block(j) * keys + warpgroup.count((ROWS, keys), 1)
                     seen = (warpgroup.across(start, keys) <= index) & (index < warpgroup.across(end, keys))
@@ -171,8 +170,7 @@ def key_gradient(
                         ring.take(warpgroup, ref, name, now) for name in ("query", "d_out", "log_sum_exp", "delta")
                     )
                     (products,) = warpgroup.products_of_rows((key, query))
-                    values, factor = settings.factored(products, tanh_by_exp2)
-                    slope = settings.slope(values)
+                    values, factor, slope = settings.factored(products, tanh=tanh_by_exp2)
                     if masked:
                         i = order.block(j)
                         start, end = (

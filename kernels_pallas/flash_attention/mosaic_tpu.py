@@ -266,7 +266,8 @@ def _scores(settings: Settings, ref: Mapping[str, Any], masked: bool, first_key:
     """Scores [keys, queries] of the tile, −∞ where a key is not seen, and their slope."""
     products = dot(ref["key"][...], ref["query"][...], (1, 1))
     bias = ref["bias"][...].astype(jnp.float32).T if "bias" in ref else None
-    scores, slope = settings.scores_and_slope(products, bias)
+    values, factor, slope = settings.factored(products, bias)
+    scores = values * factor
     if masked:
         index = first_key + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
         scores = jnp.where((ref["start"][...] <= index) & (index < ref["end"][...]), scores, -jnp.inf)

@@ -27,33 +27,28 @@ class Settings:
     implementation: str
     interpret: Any = False
 
-    def factored(self, products: jax.Array, tanh: Callable[[jax.Array], jax.Array] = jnp.tanh) -> tuple:
-        """Scores without a bias as values of products q·k, in float32, and a positive factor of them all: the largest
-        score is that of the largest value, and of a difference of scores the factor costs nothing (an FMA)."""
+    def factored(
+        self,
+        products: jax.Array,
+        bias: jax.Array | None = None,
+        tanh: Callable[[jax.Array, float], jax.Array] = lambda x, factor: jnp.tanh(x * factor),
+    ) -> tuple[jax.Array, float, jax.Array | None]:
+        """Scores of products q·k as values, in float32, and a positive factor of them all; and their derivative by the
+        scaled products, None where it is 1. The largest score is that of the largest value, and of a difference of
+        scores the factor costs nothing (an FMA)."""
         if self.soft_cap is None:
-            return products, self.scale * LOG2_E
-        return tanh(products * (self.scale / self.soft_cap)), self.soft_cap * LOG2_E
-
-    def scores(self, products: jax.Array, bias: jax.Array | None) -> jax.Array:
-        """Scores of products q·k, in float32."""
-        return self.scores_and_slope(products, bias)[0]
-
-    def scores_and_slope(self, products: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        """Scores, and their derivative by the scaled products: None where it is 1."""
-        values, factor = self.factored(products)
-        scores = values * factor
+            values, factor, slope = products, self.scale * LOG2_E, None
+        else:
+            values, factor = tanh(products, self.scale / self.soft_cap), self.soft_cap * LOG2_E
+            slope = 1.0 - values * values
         if bias is not None:
-            scores = scores + bias.astype(jnp.float32) * LOG2_E
-        return scores, self.slope(values)
-
-    def slope(self, values: jax.Array) -> jax.Array | None:
-        """The derivative of scores by the scaled products: None where it is 1."""
-        return None if self.soft_cap is None else 1.0 - values * values
+            values, factor = values * factor + bias.astype(jnp.float32) * LOG2_E, 1.0
+        return values, factor, slope
 
 
-def tanh_by_exp2(x: jax.Array) -> jax.Array:
-    """To 10⁻⁶, where Hopper's instruction has 5 · 10⁻⁴."""
-    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2_E)))
+def tanh_by_exp2(x: jax.Array, factor: float) -> jax.Array:
+    """tanh(x · factor) to 10⁻⁶, where the instruction of NVIDIA's GPUs has 5 · 10⁻⁴."""
+    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (factor * 2 * LOG2_E)))
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from kernels_pallas import launch, target, tuning
 from kernels_pallas.flash_attention.blocks import key_ranges, query_ranges
 from kernels_pallas.flash_attention.operands import Operands
-from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, Settings, dot, score_gradient
+from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, Settings, dot, score_gradient, tanh_by_exp2
 from kernels_pallas.target import Target
 
 MAX_WIDTH = 256
@@ -44,7 +44,8 @@ class Kernels(NamedTuple):
 # Until they are measured, by shared memory in KiB and the wider of the two head widths, both at least: such that tiles
 # fit a chip's registers and shared memory.
 _DEFAULTS = {
-    (160, 129): Kernels(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 64, 8, 2)),
+    (220, 129): Kernels(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 64, 8, 2)),
+    (160, 129): Kernels(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2)),
     (160, 65): Kernels(Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 128, 8, 2)),
     (160, 0): Kernels(Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 3), Blocks(64, 128, 8, 2)),
     (0, 129): Kernels(Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1)),
@@ -89,6 +90,8 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
     rows = pl.cdiv(T, blocks.queries)
     ranges = key_ranges(operands.start, operands.end, blocks.queries, blocks.keys).stacked()
 
+    tile = _Elementwise(settings.interpret)
+
     def kernel(ref: Mapping[str, Any]) -> None:
         i = _block_of_queries(rows)
         at = _rows(0, blocks.queries, i * blocks.queries, T)
@@ -106,11 +109,11 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
             largest, total, mixed = carry
             keys = _rows(j * blocks.keys, blocks.keys, j * blocks.keys, S if masked else None)
             products = _dot_rows(query, _load(ref["key"], keys, H))
-            scores = settings.scores(products, _load_bias(ref, at, keys))
+            values, factor, _ = settings.factored(products, _load_bias(ref, at, keys), tile.tanh)
             if masked:
-                scores = jnp.where(_sees(start[:, None], keys.index[None], end[:, None]), scores, -jnp.inf)
-            raised = jnp.maximum(largest, jnp.max(scores, axis=1))
-            kept, weights = jnp.exp2(largest - raised), jnp.exp2(scores - raised[:, None])
+                values = jnp.where(_sees(start[:, None], keys.index[None], end[:, None]), values, -jnp.inf)
+            raised = jnp.maximum(largest, jnp.max(values, axis=1) * factor)
+            kept, weights = tile.exp2(largest, 1.0, raised), tile.exp2(values, factor, raised[:, None])
             total = total * kept + jnp.sum(weights, axis=1)
             values = _load(ref["value"], keys, V)
             added = (dot(weights.astype(part.dtype), part, (1, 0)) for part in values)
@@ -146,6 +149,8 @@ def query_gradient(
     rows = pl.cdiv(T, blocks.queries)
     ranges = key_ranges(operands.start, operands.end, blocks.queries, blocks.keys).stacked()
 
+    tile = _Elementwise(settings.interpret)
+
     def kernel(ref: Mapping[str, Any]) -> None:
         i = _block_of_queries(rows)
         at = _rows(0, blocks.queries, i * blocks.queries, T)
@@ -156,10 +161,11 @@ def query_gradient(
         def step(j: jax.Array, d_query: tuple, masked: bool) -> tuple:
             keys = _rows(j * blocks.keys, blocks.keys, j * blocks.keys, S if masked else None)
             key = _load(ref["key"], keys, H)
-            scores, slope = settings.scores_and_slope(_dot_rows(query, key), _load_bias(ref, at, keys))
+            bias = _load_bias(ref, at, keys)
+            values, factor, slope = settings.factored(_dot_rows(query, key), bias, tile.tanh)
             if masked:
-                scores = jnp.where(_sees(start[:, None], keys.index[None], end[:, None]), scores, -jnp.inf)
-            weights = jnp.exp2(scores - log_sum_exp[:, None])
+                values = jnp.where(_sees(start[:, None], keys.index[None], end[:, None]), values, -jnp.inf)
+            weights = tile.exp2(values, factor, log_sum_exp[:, None])
             d_weights = _dot_rows(d_out, _load(ref["value"], keys, V))
             d_scores = score_gradient(weights, d_weights, delta[:, None], slope).astype(ref["key"].dtype)
             return tuple(d + dot(d_scores, part, (1, 0)) for d, part in zip(d_query, key, strict=True))
@@ -193,6 +199,8 @@ def key_gradient(
     of_queries = key_ranges(operands.start, operands.end, blocks.queries, blocks.keys)
     ranges = query_ranges(of_queries, columns).stacked()
 
+    tile = _Elementwise(settings.interpret)
+
     def kernel(ref: Mapping[str, Any]) -> None:
         keys = _rows(0, blocks.keys, pl.program_id(0) * blocks.keys, S)
         key, value = _load(ref["key"], keys, H), _load(ref["value"], keys, V)
@@ -204,11 +212,11 @@ def key_gradient(
                 query, d_out = _load(ref["query"], at, H, g), _load(ref["d_out"], at, V, g)
                 bias = _load_bias(ref, at, keys, g)
                 products = _dot_rows(key, query)  # transposed: [keys, queries]
-                scores, slope = settings.scores_and_slope(products, None if bias is None else bias.T)
+                values, factor, slope = settings.factored(products, None if bias is None else bias.T, tile.tanh)
                 if masked:
                     start, end = _load_row(ref["start"], at), _load_row(ref["end"], at)
-                    scores = jnp.where(_sees(start[None], keys.index[:, None], end[None]), scores, -jnp.inf)
-                weights = jnp.exp2(scores - _load_row(ref["log_sum_exp"], at, g)[None])
+                    values = jnp.where(_sees(start[None], keys.index[:, None], end[None]), values, -jnp.inf)
+                weights = tile.exp2(values, factor, _load_row(ref["log_sum_exp"], at, g)[None])
                 narrow = weights.astype(ref["value"].dtype)
                 d_value = tuple(d + dot(narrow, part, (1, 0)) for d, part in zip(d_value, d_out, strict=True))
                 d_weights = _dot_rows(value, d_out)
@@ -238,6 +246,42 @@ def key_gradient(
         grid=(columns, K, B),
         cost=operands.key_cost(settings.seen),
     )
+
+
+class _Elementwise(NamedTuple):
+    """Functions of each number of a tile, in PTX: of what is written in jnp Triton fuses no product with a sum, and
+    guards each exp2 against numbers below 2⁻¹²⁶, which a weight is as well without."""
+
+    interpret: Any
+
+    def exp2(self, x: jax.Array, factor: float, less: jax.Array) -> jax.Array:
+        """2 to the power of x · factor − less; 0 where x is −∞."""
+        if self.interpret:
+            return jnp.exp2(x * factor - less)
+        ptx = "{ .reg .f32 t; neg.f32 t, $3; fma.rn.f32 t, $1, $2, t; ex2.approx.ftz.f32 $0, t; }"
+        return self._inline(ptx, x, factor, less)
+
+    def tanh(self, x: jax.Array, factor: float) -> jax.Array:
+        """See `tanh_by_exp2`."""
+        if self.interpret:
+            return tanh_by_exp2(x, factor)
+        ptx = """{ .reg .f32 t; mul.f32 t, $1, $2; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000;
+            rcp.approx.ftz.f32 t, t; fma.rn.f32 $0, t, 0fC0000000, 0f3F800000; }"""
+        return self._inline(ptx, x, factor * 2 * LOG2_E)
+
+    @staticmethod
+    def _inline(ptx: str, *arguments: Any) -> jax.Array:
+        from jax.experimental.pallas import triton as pltriton
+
+        shape = arguments[0].shape
+        (result,) = pltriton.elementwise_inline_asm(
+            ptx,
+            args=[jnp.full(shape, x, jnp.float32) for x in arguments],
+            constraints=",".join(["=f", *["f"] * len(arguments)]),
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
+        )
+        return result
 
 
 class _Rows(NamedTuple):

@@ -1,7 +1,10 @@
 """What is peculiar to attention: its masks, its blocks, its memory, and how it is spread over devices."""
 
 import functools
+import importlib
+import pathlib
 import re
+import subprocess
 
 import chex
 import jax
@@ -217,6 +220,29 @@ def test_kernels_hold_no_scores(chip):
         compiled = jax.jit(jax.grad(loss)).lower((query, key, key), ids).compile()
     assert compiled.as_text().count("flash_attention_key_gradient")
     assert compiled.memory_analysis().temp_size_in_bytes < 16 * 2**20
+
+
+@ELSEWHERE
+def test_triton_guards_no_exponential_and_keeps_its_tiles_in_registers(tmp_path):
+    """For an A100, whose compiler gives up on a tile that is too large and keeps all of it in memory."""
+    mesh = Mesh(np.array(targets.devices(Target.parse(CHIPS["A100"]))[:1]), ("one",))
+    whole = NamedSharding(mesh, PartitionSpec())
+    arrays = [jax.ShapeDtypeStruct((1, 4096, 8, width), jnp.bfloat16, sharding=whole) for width in (192, 192, 128)]
+
+    def loss(arrays):
+        return jnp.sum(flash_attention(*arrays, visible=causal(4096)).astype(jnp.float32))
+
+    with jax.set_mesh(mesh):
+        jax.jit(jax.grad(loss)).lower(arrays).compile(compiler_options={"xla_dump_to": str(tmp_path)})
+    programs = [path for path in tmp_path.glob("*.ptx") if "flash_attention" in path.read_text()]
+    assert len(programs) == 3
+    assert not any("ex2.approx.f32" in path.read_text() for path in programs)
+    packages = importlib.import_module("nvidia").__path__
+    (ptxas,) = (path for folder in packages for path in pathlib.Path(folder).glob("*/bin/ptxas"))
+    for path in programs:
+        command = [ptxas, "-arch=sm_80", "-v", path, "-o", tmp_path / "cubin"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        assert all(int(size) < 100 for size in re.findall(r"(\d+) bytes spill stores", said)), said
 
 
 def test_the_cost_is_of_what_is_seen():

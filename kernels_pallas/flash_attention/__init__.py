@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from typing import Any
 
 import jax
@@ -14,8 +15,8 @@ from kernels_pallas.choice import choose
 from kernels_pallas.flash_attention import cudnn, mosaic_gpu, mosaic_tpu, reference, triton
 from kernels_pallas.flash_attention.operands import Operands, scores_seen
 from kernels_pallas.flash_attention.tiles import LOG2_E, Settings
-from kernels_pallas.flash_attention.visible import Visible, both, causal, packed, prefix, shifted, window, within
-from kernels_pallas.launch import Costs, vary
+from kernels_pallas.flash_attention.visible import Visible, both, causal, packed, prefix, shifted, union, window, within
+from kernels_pallas.launch import Cost, Costs, vary
 
 __all__ = [
     "Visible",
@@ -27,6 +28,7 @@ __all__ = [
     "prefix",
     "serves",
     "shifted",
+    "union",
     "window",
 ]
 
@@ -65,8 +67,8 @@ def flash_attention(
       key: [B, S, K, H] like query, N a multiple of K: query heads n·G … n·G + G − 1 share key/value head n.
       value: [B, S, K, V] like query; V may differ from H.
       visible: query t sees the keys s with start ≤ s < end, int32 [B, T] or [1, T] each (numpy arrays of any integer
-        dtype): see `causal`, `window`, `prefix`, `packed`, `both` and `shifted`. None sees all. A query that sees
-        nothing gives zeros.
+        dtype), or the union of several such intervals, with an axis of them in front: see `causal`, `window`, `prefix`,
+        `packed`, `both`, `union` and `shifted`. None sees all. A query that sees nothing gives zeros.
       scale: 1 / √H where None.
       soft_cap: positive; scores stay between −cap and cap (Gemma 2, arXiv:2408.00118, section 2).
       sinks: [N], learned: a score in each row's sum that has no value (arXiv:2508.10925, section 2.2).
@@ -101,8 +103,9 @@ def flash_attention(
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     if chosen == "cudnn":
         return cudnn.flash_attention(operands, visible, scale)
+    soft_cap = None if soft_cap is None else float(soft_cap)
     seen = scores_seen(visible, *operands.sizes[:3])
-    settings = Settings(scale, None if soft_cap is None else float(soft_cap), seen, chosen, _interpret)
+    settings = tuple(Settings(scale, soft_cap, scores, chosen, _interpret) for scores in seen)
     out, log_sum_exp = _attend(settings, Operands(*vary(*operands)))
     return (out, jnp.swapaxes(log_sum_exp, 1, 2)) if return_log_sum_exp else out
 
@@ -118,9 +121,11 @@ def costs(
 ) -> Costs:
     """What the kernels cost on these arrays, or shapes and dtypes: of the scores that are seen where `visible` is of
     numpy arrays, and of all T·S otherwise. The gradient of a bias is apart."""
-    rows = jax.ShapeDtypeStruct(query.shape[:2], jnp.int32)
-    operands = Operands(query, key, value, rows, rows, sinks, bias)
-    return operands.costs(scores_seen(visible, *operands.sizes[:3]))
+    seen = scores_seen(visible, *query.shape[:2], key.shape[1])
+    rows = (jax.ShapeDtypeStruct(query.shape[:2], jnp.int32),) * len(seen)
+    parts = Operands(query, key, value, rows, rows, sinks, bias).parts()
+    each = [part.costs(scores) for part, scores in zip(parts, seen, strict=True)]
+    return Costs(*(Cost(*map(sum, zip(*way, strict=True))) for way in zip(*each, strict=True)))
 
 
 def _operands(query: Any, key: Any, value: Any, visible: Any, sinks: Any, bias: Any) -> Operands:
@@ -135,34 +140,46 @@ def _refusal(name: str, operands: Operands, chip: Any) -> str | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    return KERNELS[settings.implementation].forward(settings, operands)
+def _attend(settings: tuple[Settings, ...], operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Output [B, T, N, V] and log-sum-exp [B, N, T] over all parts of the operands, with the settings of each."""
+    kernels = KERNELS[settings[0].implementation]
+    parts = [kernels.forward(*part) for part in zip(settings, operands.parts(), strict=True)]
+    if len(parts) == 1:
+        return parts[0]
+    outs, sums = zip(*parts, strict=True)
+    log_sum_exp = jax.nn.logsumexp(jnp.stack(sums), axis=0)
+    finite = jnp.where(jnp.isfinite(log_sum_exp), log_sum_exp, 0.0)
+    shares = (jnp.swapaxes(jnp.exp(part - finite), 1, 2)[..., None] for part in sums)
+    mixed = sum(share * out.astype(jnp.float32) for share, out in zip(shares, outs, strict=True))
+    return mixed.astype(operands.query.dtype), log_sum_exp
 
 
-def _forward(settings: Settings, operands: Operands) -> tuple:
+def _forward(settings: tuple[Settings, ...], operands: Operands) -> tuple:
     # Who keeps what has this name for the backward pass (`jax.checkpoint`) does not run the kernel again.
     results = tuple(checkpoint_name(x, "attention") for x in _attend(settings, operands))
     return results, (operands, *results)
 
 
-def _backward(settings: Settings, saved: tuple, cotangents: tuple) -> tuple[Operands]:
+def _backward(settings: tuple[Settings, ...], saved: tuple, cotangents: tuple) -> tuple[Operands]:
     operands, out, log_sum_exp = saved
     d_out, d_log_sum_exp = cotangents
-    kernels = KERNELS[settings.implementation]
+    kernels = KERNELS[settings[0].implementation]
     # Σ weights · their gradients per row, less the gradient of the row's sum: all that a score's gradient needs of
     # the other scores.
     products_BTNV = out.astype(jnp.float32) * d_out.astype(jnp.float32)
     delta = jnp.swapaxes(jnp.sum(products_BTNV, axis=-1), 1, 2) - d_log_sum_exp
     # Any finite number stands for a row that sees nothing: exp2(−∞ − 0) is 0.
     sums = jnp.where(jnp.isfinite(log_sum_exp), log_sum_exp, 0.0)
-    arguments = settings, operands, sums * LOG2_E, delta, d_out
-    d_query = kernels.query_gradient(*arguments)
-    d_key, d_value = kernels.key_gradient(*arguments)
+    rows = sums * LOG2_E, delta, d_out
+    parts = list(zip(settings, operands.parts(), strict=True))
+    d_query = functools.reduce(operator.add, [kernels.query_gradient(*part, *rows) for part in parts])
+    d_keys, d_values = zip(*[kernels.key_gradient(*part, *rows) for part in parts], strict=True)
+    d_key, d_value = (functools.reduce(operator.add, each) for each in (d_keys, d_values))
     d_sinks = None
     if operands.sinks is not None:
         of_sink = jnp.exp(operands.sinks.astype(jnp.float32)[None, :, None] - sums)
         d_sinks = jnp.sum(-of_sink * delta, axis=(0, 2)).astype(operands.sinks.dtype)
-    d_bias = None if operands.bias is None else _bias_gradient(settings, operands, d_out, d_log_sum_exp)
+    d_bias = None if operands.bias is None else _bias_gradient(settings[0], operands, d_out, d_log_sum_exp)
     return (Operands(d_query, d_key, d_value, None, None, d_sinks, d_bias),)
 
 
@@ -209,8 +226,11 @@ def _check(query, key, value, visible, scale, soft_cap, sinks, bias, query_chunk
     for name, x in zip(("start", "end"), visible or (), strict=bool(visible)):
         # numpy arrays are cut off at the keys before they are narrowed; in others what int32 cannot hold would wrap.
         fits = np.can_cast(x.dtype, np.int32) if isinstance(x, jax.Array) else np.issubdtype(x.dtype, np.integer)
-        if x.shape not in ((B, T), (1, T)) or not fits:
-            wrong(f"visible's {name}", f"{x.dtype}{list(x.shape)}", f"int32[{B}, {T}] or int32[1, {T}]")
+        if x.ndim not in (2, 3) or 0 in x.shape[:-2] or x.shape[-2:] not in ((B, T), (1, T)) or not fits:
+            right = f"int32[{B}, {T}] or int32[1, {T}], or a union's, with one more axis"
+            wrong(f"visible's {name}", f"{x.dtype}{list(x.shape)}", right)
+    if visible is not None and visible[0].shape[:-2] != visible[1].shape[:-2]:
+        wrong("visible's end", list(visible[1].shape), f"of as many intervals as start, {list(visible[0].shape)}")
     if sinks is not None and sinks.shape != (N,):
         wrong("sinks", list(sinks.shape), f"[{N}]")
     if bias is not None and (

@@ -13,6 +13,8 @@ from kernels_pallas.flash_attention import (
     costs,
     prefix,
     reference,
+    shifted,
+    union,
     window,
 )
 from kernels_pallas.flash_attention.operands import Operands
@@ -61,6 +63,12 @@ _scattered = Visible(
         for empty, at in ((7, -20), (7, 9))
     )
 )
+
+
+def first(queries: int, keys: int) -> Visible:
+    """All queries see the first keys."""
+    return Visible(np.zeros((1, queries), np.int32), np.full((1, queries), keys, np.int32))
+
 
 # What kernels for Hopper serve: narrow numbers, widths that are multiples of 64. Their interpreter takes seconds for
 # each block of a grid.
@@ -152,6 +160,26 @@ CASES = (
         bias=(1, 3, 37, 141),
         options={"visible": causal(37, offset=104), "soft_cap": 2.0, "scale": 0.3, "return_log_sum_exp": True},
         dtypes=("float32", "bfloat16"),
+    ),
+    _case(
+        "first tokens and a window, sinks",
+        batch=2,
+        queries=150,
+        heads=(4, 2),
+        sinks=True,
+        options={"visible": both(causal(150), union(first(150, 5), window(150, 40))), "return_log_sum_exp": True},
+        dtypes=("float32", "bfloat16"),
+    ),
+    _case(
+        "union, bias and cap",
+        queries=90,
+        keys=70,
+        bias=(1, 1, 90, 70),
+        options={
+            "visible": union(_scattered, shifted(_scattered, -30), shifted(segments(50, 40), 9)),
+            "soft_cap": 3.0,
+            "return_log_sum_exp": True,
+        },
     ),
     _case("shared bias", batch=2, queries=20, keys=33, heads=2, bias=(2, 1, 1, 33), options={"visible": prefix(20, 9)}),
     _case("rows that see nothing", queries=90, heads=2, options={"visible": _scattered, "return_log_sum_exp": True}),

@@ -42,7 +42,7 @@ def is_causal(visible: Any, T: int, S: int) -> bool | None:
     runs."""
     if visible is None:
         return False
-    if any(isinstance(x, jax.core.Tracer) for x in visible):
+    if any(isinstance(x, jax.core.Tracer) or x.ndim == 3 for x in visible):
         return None
     start, end = (np.asarray(x) for x in visible)
     if np.all(start <= 0) and np.all(end >= S):

@@ -13,8 +13,9 @@ from kernels_pallas.launch import Cost, Costs, size_of
 class Operands(NamedTuple):
     """The arrays of a call: intervals within the keys, and of their full batch.
 
-    query [B, T, N, H], key [B, S, K, H], value [B, S, K, V], start and end int32 [B, T], sinks [N] or None,
-    bias [B or 1, N or 1, T or 1, S] or None.
+    query [B, T, N, H], key [B, S, K, H], value [B, S, K, V], start and end int32 [P, B, T] of the P intervals that each
+    row sees, sinks [N] or None, bias [B or 1, N or 1, T or 1, S] or None. A kernel is given one of the `parts`, whose
+    start and end are [B, T].
     """
 
     query: Any
@@ -24,6 +25,13 @@ class Operands(NamedTuple):
     end: Any
     sinks: Any
     bias: Any
+
+    def parts(self) -> list["Operands"]:
+        """One for each interval; the sinks are in the sums of the first."""
+        return [
+            self._replace(start=start, end=end, sinks=None if i else self.sinks)
+            for i, (start, end) in enumerate(zip(self.start, self.end, strict=True))
+        ]
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int, int]:
@@ -67,10 +75,10 @@ class Operands(NamedTuple):
         return Cost(scores * flops_per_score, scores, size_of(*arrays))
 
 
-def scores_seen(visible: Any, B: int, T: int, S: int) -> int:
-    """Scores per head of all rows, which decide what a call costs: exact for intervals that are numpy arrays, which are
-    known while tracing, and otherwise all of them."""
+def scores_seen(visible: Any, B: int, T: int, S: int) -> tuple[int, ...]:
+    """Scores per head of all rows in each part of a union, which decide what a call costs: exact for intervals that are
+    numpy arrays, which are known while tracing, and otherwise all of them."""
     start, end = within(visible, B, T, S)
     if not (isinstance(start, np.ndarray) and isinstance(end, np.ndarray)):
-        return B * T * S
-    return int(np.sum(np.maximum(end - start, 0), dtype=np.int64))
+        return (B * T * S,) * len(start)
+    return tuple(int(np.sum(part, dtype=np.int64)) for part in np.maximum(end - start, 0))

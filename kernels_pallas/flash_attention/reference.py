@@ -40,7 +40,7 @@ def flash_attention(
             return jnp.moveaxis(parted, axis, 0)
 
         by_row = bias is not None and bias.shape[2] == T > 1
-        xs = (split(query, 1), split(start, 1), split(end, 1), split(bias, 2) if by_row else None)
+        xs = (split(query, 1), split(start, 2), split(end, 2), split(bias, 2) if by_row else None)
         # Differentiated, a chunk is computed again: only its operands are kept.
         chunk = jax.checkpoint(lambda x: attend(*x[:3], x[3] if by_row else bias))
         mapped = (jnp.moveaxis(y, 0, 1) for y in jax.lax.map(chunk, xs))
@@ -58,8 +58,8 @@ def _attend(key, value, query, start, end, bias, *, sinks, scale, soft_cap):
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     if bias is not None:
         scores = scores + bias.astype(jnp.float32)
-    index = jnp.arange(S)[None, None]
-    seen = (start[..., None] <= index) & (index < end[..., None])
+    index = jnp.arange(S)[None, None, None]
+    seen = jnp.any((start[..., None] <= index) & (index < end[..., None]), axis=0)
     scores = jnp.where(seen[:, None], scores, -jnp.inf)
 
     # A finite floor, so that a row of −∞ gives exp(−∞) = 0 and not NaN.

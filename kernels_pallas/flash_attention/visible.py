@@ -1,10 +1,11 @@
-"""Which keys a query sees, as one interval per query: O(T) memory where a mask takes O(T·S).
+"""Which keys a query sees, as intervals: one per query, or a few (`union`). O(T) memory where a mask takes O(T·S).
 
 Each function gives a `Visible`; those of batch size 1 serve any batch. Where no argument is traced the intervals are
 numpy arrays, known while tracing. Keys are counted from the first of the array of keys, queries from `offset`: a query
 t stands at position offset + t, as the second half of a prompt does behind a cache of its first half.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,8 @@ _NO_LIMIT = 2**30
 
 class Visible(NamedTuple):
     """Query t sees exactly the keys s with start ≤ s < end; int32 [B, T] or [1, T], and of any value: what lies beyond
-    the keys is cut off, and an interval with start ≥ end is empty. numpy arrays may be of any integer dtype."""
+    the keys is cut off, and an interval with start ≥ end is empty. numpy arrays may be of any integer dtype. A union of
+    P intervals that no key is in twice is [P, B, T] or [P, 1, T]: see `union`."""
 
     start: Any
     end: Any
@@ -66,12 +68,31 @@ def packed(segment_ids: jax.Array) -> Visible:
 
 
 def both(*parts: Visible) -> Visible:
-    """What all of them let see: both(causal(T), packed(ids)) is causal attention in packed rows."""
-    start, end = parts[0]
-    for other in parts[1:]:
-        module = _module(start, end, *other)
-        start, end = module.maximum(start, other[0]), module.minimum(end, other[1])
-    return Visible(start, end)
+    """What all of them let see: both(causal(T), packed(ids)) is causal attention in packed rows. Of unions it is the
+    union of what each two of their intervals have in common."""
+    met = []
+    for intervals in itertools.product(*map(_intervals, parts)):
+        start, end = intervals[0]
+        for begin, stop in intervals[1:]:
+            module = _module(start, end, begin, stop)
+            start, end = module.maximum(start, begin), module.minimum(end, stop)
+        met.append(Visible(start, end))
+    return met[0] if len(met) == 1 else _stacked(met)
+
+
+def union(*parts: Visible) -> Visible:
+    """What any of them lets see; they may overlap. both(causal(T), union(first, window(T, 255))) sees a window and the
+    first tokens (StreamingLLM, arXiv:2309.17453), with first = Visible(np.zeros((1, T), int), np.full((1, T), 4))."""
+    start, end = _stacked([interval for part in parts for interval in _intervals(part)])
+    module = _module(start, end)
+    order = module.argsort(start, axis=0)
+    start, end = (module.take_along_axis(x, order, axis=0) for x in (start, end))
+    # Each begins where those before it have ended.
+    apart, reached = [start[0]], end[0]
+    for begin, stop in zip(start[1:], end[1:], strict=True):
+        apart.append(module.maximum(begin, reached))
+        reached = module.maximum(reached, stop)
+    return Visible(module.stack(apart), end)
 
 
 def shifted(visible: Visible, first_key: Any) -> Visible:
@@ -80,17 +101,30 @@ def shifted(visible: Visible, first_key: Any) -> Visible:
 
 
 def within(visible: Any, B: int, T: int, S: int) -> Visible:
-    """The intervals cut off at the S keys, int32 [B, T]: of numpy arrays numpy arrays, and of None all keys."""
+    """The intervals cut off at the S keys, int32 [P, B, T]: of numpy arrays numpy arrays, and of None all keys."""
     if visible is None:
         visible = np.zeros((1, T), np.int32), np.full((1, T), S, np.int32)
 
     def cut(x: Any) -> Any:
+        shape = x.shape[0] if x.ndim == 3 else 1, B, T
         if isinstance(x, jax.Array):
-            return jnp.broadcast_to(jnp.clip(x.astype(jnp.int32), 0, S), (B, T))
+            return jnp.broadcast_to(jnp.clip(x.astype(jnp.int32), 0, S), shape)
         # In its own dtype or a wider one, before it is narrowed.
-        return np.broadcast_to(np.clip(x, np.int64(0), np.int64(S)).astype(np.int32), (B, T))
+        return np.broadcast_to(np.clip(x, np.int64(0), np.int64(S)).astype(np.int32), shape)
 
     return Visible(*map(cut, visible))
+
+
+def _intervals(visible: Visible) -> list[Visible]:
+    """Of a union its intervals."""
+    return [Visible(*visible)] if visible[0].ndim == 2 else [Visible(*each) for each in zip(*visible, strict=True)]
+
+
+def _stacked(intervals: list[Visible]) -> Visible:
+    arrays = [x for side in zip(*intervals, strict=True) for x in side]
+    module = _module(*arrays)
+    arrays = module.broadcast_arrays(*arrays)
+    return Visible(module.stack(arrays[: len(intervals)]), module.stack(arrays[len(intervals) :]))
 
 
 def _positions(queries: int, offset: Any) -> Any:

@@ -32,10 +32,12 @@ from kernels_pallas.flash_attention import (
     prefix,
     ring,
     shifted,
+    union,
     window,
 )
-from kernels_pallas.flash_attention.cases import segments
+from kernels_pallas.flash_attention.cases import first, segments
 from kernels_pallas.flash_attention.operands import Operands, scores_seen
+from kernels_pallas.flash_attention.visible import within
 
 # The kernels for Hopper have no float32.
 EACH = pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "mosaic_gpu"])
@@ -60,6 +62,17 @@ def drawn(*shapes, seed=0):
         (packed(IDS), lambda b, t, s: IDS[b, t] >= 0 and (b, t, s) not in APART and IDS[b, t] == IDS[b, s]),
         (both(causal(7), packed(IDS), window(7, 1)), lambda b, t, s: IDS[b, t] == IDS[b, s] >= 0 and t - 1 <= s <= t),
         (shifted(causal(7), 2), lambda b, t, s: s + 2 <= t),
+        (both(causal(7), union(first(7, 2), window(7, 1))), lambda b, t, s: s <= t and (s < 2 or s >= t - 1)),
+        (union(segments(3, 4), segments(2, 5)), lambda b, t, s: t == 2 or (t < 2 and s < 3) or (t > 2 and s >= 2)),
+        (
+            both(packed(IDS), union(first(7, 1), shifted(first(7, 1), -6))),
+            lambda b, t, s: s in (0, 6) and (b, t, s) not in APART and IDS[b, t] == IDS[b, s] >= 0,
+        ),
+        (
+            both(union(first(7, 2), window(7, 0)), union(first(7, 1), window(7, 1))),
+            lambda b, t, s: s < 1 or s == t or (s < 2 and t - 1 <= s <= t),
+        ),
+        (shifted(union(first(7, 3), window(7, 1)), 2), lambda b, t, s: s + 2 < 3 or t - 1 <= s + 2 <= t),
         (segments(3, 1, 3), lambda b, t, s: [0, 0, 0, 1, 2, 2, 2][t] == [0, 0, 0, 1, 2, 2, 2][s]),
     ],
     ids=[
@@ -73,12 +86,19 @@ def drawn(*shapes, seed=0):
         "packed",
         "both",
         "shifted",
+        "first and window",
+        "overlapping",
+        "union of packed",
+        "both unions",
+        "shifted union",
         "segments",
     ],
 )
 def test_intervals_let_see_what_their_masks_do(visible, sees):
-    start, end = (np.broadcast_to(x, (2, 7)) for x in visible)
-    got = [[[start[b, t] <= s < end[b, t] for s in range(7)] for t in range(7)] for b in range(2)]
+    start, end = within(visible, 2, 7, 7)
+    got = [
+        [[int(np.sum((start[:, b, t] <= s) & (s < end[:, b, t]))) for s in range(7)] for t in range(7)] for b in (0, 1)
+    ]
     assert got == [[[bool(sees(b, t, s)) for s in range(7)] for t in range(7)] for b in range(2)]
 
 
@@ -141,7 +161,38 @@ def test_what_lies_beyond_the_keys_is_cut_off_in_any_dtype(visible, implementati
     arrays = drawn((1, 20, 1, 16), (1, 30, 1, 16), (1, 30, 1, 16))
     attend = functools.partial(flash_attention, *arrays, implementation=implementation, _interpret=True)
     chex.assert_trees_all_equal(attend(visible=visible), attend())
-    assert scores_seen(visible, 1, 20, 30) == 20 * 30
+    assert scores_seen(visible, 1, 20, 30) == (20 * 30,)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton", "mosaic_tpu"])
+def test_a_union_is_attention_under_its_mask(implementation):
+    """Of packed rows, the intervals overlapping, touching or apart; padding sees nothing: against plain softmax."""
+    ids = np.repeat([[0, 0, 1, 1, 1, -1], [2, 3, 3, 3, 3, 3]], 20, axis=1)
+    query, key, value = drawn((2, 120, 2, 16), (2, 120, 2, 16), (2, 120, 2, 16))
+    pulls = drawn((2, 120, 2, 16), (2, 120, 2), seed=1)
+    t, s = np.arange(120)[:, None], np.arange(120)
+    mask = (ids[:, :, None] == ids[:, None]) & (ids >= 0)[..., None] & (s <= t) & ((s < 47) | (s >= t - 30))
+    empty = ~mask.any(-1)[..., None]
+
+    def plain(query, key, value):
+        scores = jnp.where(mask[:, None], jnp.einsum("btnh,bsnh->bnts", query, key) / 4, -1e30)
+        log_sum_exp = jnp.swapaxes(jax.nn.logsumexp(scores, axis=-1), 1, 2)
+        out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), value)
+        return jnp.where(empty[..., None], 0.0, out), jnp.where(empty, 0.0, log_sum_exp)
+
+    def ours(query, key, value):
+        visible = both(causal(120), packed(ids), union(first(120, 47), window(120, 30)))
+        options = dict(visible=visible, return_log_sum_exp=True, implementation=implementation, _interpret=True)
+        out, log_sum_exp = flash_attention(query, key, value, **options)
+        return out, jnp.where(empty & (log_sum_exp == -jnp.inf), 0.0, log_sum_exp)
+
+    def results_and_gradients(attend):
+        results, pull_back = jax.vjp(attend, query, key, value)
+        return results, pull_back(tuple(pulls))
+
+    chex.assert_trees_all_close(
+        *map(jax.jit(results_and_gradients, static_argnums=0), (ours, plain)), rtol=1e-4, atol=1e-5
+    )
 
 
 @EACH
@@ -252,6 +303,18 @@ def test_the_cost_is_of_what_is_seen():
     assert half / whole == (64 * 65 / 2) / 64**2
     assert costs(x, x, x, visible=packed(jnp.zeros((2, 64), int))).forward.flops == whole
     assert costs(x, x, x, visible=both(causal(64), segments(32, 32))).forward.flops == whole * (32 * 33) / 64**2
+
+
+def test_a_union_costs_what_is_seen_of_each_part():
+    x = jax.ShapeDtypeStruct((2, 64, 4, 32), jnp.float32)
+    whole = costs(x, x, x)
+    overlapping = costs(x, x, x, visible=union(first(64, 40), shifted(first(64, 40), -24)))
+    assert overlapping.forward.flops == whole.forward.flops
+    assert overlapping.backward.bytes == 2 * whole.backward.bytes
+    assert (
+        costs(x, x, x, visible=union(causal(64), first(64, 0))).forward.flops
+        == costs(x, x, x, visible=causal(64)).forward.flops
+    )
 
 
 # Batch over data, heads over tensor.
@@ -444,6 +507,7 @@ def _cudnn(**options):
             "it serves all keys and, with as many keys as queries, causal",
         ),
         (dict(visible=window(64, 8)), "it serves all keys"),
+        (dict(visible=union(causal(64), causal(64))), "it serves all keys"),
         (dict(soft_cap=30.0), "neither soft cap nor sinks"),
         (dict(sinks=jnp.zeros(2)), "neither soft cap nor sinks"),
         (dict(bias=jnp.zeros((1, 2, 64, 64))), "a row whose bias is −∞ throughout"),
@@ -452,7 +516,7 @@ def _cudnn(**options):
             "it rounds the log-sum-exp to the dtype of the query, and JAX drops its gradient",
         ),
     ],
-    ids=["packed", "window", "cap", "sinks", "bias", "log-sum-exp"],
+    ids=["packed", "window", "union", "cap", "sinks", "bias", "log-sum-exp"],
 )
 def test_cudnn_is_refused_where_it_would_mean_something_else(options, reason):
     with pytest.raises(NotImplementedError, match=f"flash_attention: cudnn cannot serve this call: .*{reason}"):
@@ -500,6 +564,10 @@ X = jnp.zeros((2, 20, 4, 32))
             r"visible's start is uint32\[1, 20\]; it must be int32\[",
         ),
         (dict(visible=(np.zeros((1, 20)),) * 2), r"visible's start is float64\[1, 20\]; it must be int32\["),
+        (
+            dict(visible=(first(20, 3)[0], union(first(20, 3))[1])),
+            r"visible's end is \[1, 1, 20\]; it must be of as many",
+        ),
         (dict(sinks=jnp.zeros(3)), r"sinks is \[3\]; it must be \[4\]"),
         (dict(bias=jnp.zeros((20, 20))), r"bias is \[20, 20\]; it must be \[2 or 1, 4 or 1, 20 or 1, 20\]"),
         (dict(soft_cap=0.0), "soft_cap is 0.0; it must be positive"),

@@ -181,13 +181,13 @@ def query_gradient(
             d_weights = dot(ref["value"][...], ref["d_out"][...], (1, 1))
             d_scores = score_gradient(weights, d_weights, ref["delta"][...], slope)
             key = ref["key"][...]
-            total[...] += dot(d_scores.astype(key.dtype), key, (0, 0))
+            total[...] += dot(key, d_scores.astype(key.dtype), (0, 0))
 
         at.visit(step)
 
         @pl.when(j == columns - 1)
         def _() -> None:
-            ref["d_query"][...] = (total[...] * settings.scale).astype(ref["d_query"].dtype)
+            ref["d_query"][...] = (total[...] * settings.scale).T.astype(ref["d_query"].dtype)
 
     (d_query,) = _call(
         "query_gradient",
@@ -198,7 +198,7 @@ def query_gradient(
         operands=layout.cut(operands),
         gradients=_by_row(layout, log_sum_exp, delta, d_out),
         outputs={"d_query": ("query", H, operands.query.dtype)},
-        scratch={"total": (blocks.queries, H)},
+        scratch={"total": (H, blocks.queries)},
         by_keys=False,
         cost=operands.query_cost(settings.seen),
     )

@@ -1,7 +1,7 @@
 """Which kernels compile for which chips?
 
 python benchmarks/compile_matrix.py                 prints the table
-python benchmarks/compile_matrix.py --write         puts it into docs/kernels.md
+python benchmarks/compile_matrix.py --write         puts it into docs/kernels.md, with what NVIDIA's assembler says
 python benchmarks/compile_matrix.py --on A100 v5e   some of the chips
 """
 
@@ -10,17 +10,18 @@ import time
 from pathlib import Path
 
 import jax
+import results as files
 
 from jaxlm.lowering import kernel_matrix
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "kernels.md"
-BEGIN, END = "<!-- compile matrix -->\n", "<!-- end of compile matrix -->\n"
 
 
-def write(table: str) -> None:
-    """Put the table into the document."""
-    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
-    DOCUMENT.write_text(before + BEGIN + table + END + rest.partition(END)[2])
+def write(name: str, table: str) -> None:
+    """Put a table between its marks in the document."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+    before, _, rest = DOCUMENT.read_text().partition(begin)
+    DOCUMENT.write_text(before + begin + table + end + rest.partition(end)[2])
 
 
 def main() -> None:
@@ -35,13 +36,16 @@ def main() -> None:
         start = time.perf_counter()
         results[chip] = kernel_matrix.compile_rows(chip)
         print(f"{chip}: {len(results[chip])} kernels in {time.perf_counter() - start:.0f} s")
-        for row, problem in results[chip].items():
-            if problem:
-                print(f"  {row}: {problem}")
-    table = kernel_matrix.table(results)
-    print(table)
+        for row, outcome in results[chip].items():
+            if outcome.problem:
+                print(f"  {row}: {outcome.problem}")
+    table, records = kernel_matrix.table(results), kernel_matrix.records(results)
+    registers = kernel_matrix.registers_table(records)
+    print(table, registers, sep="\n")
     if options.write:
-        write(table)
+        write("compile matrix", table)
+        write("registers", registers)
+        print(files.write("kernels", "compiled", {"kernels": records}))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ instructions"), and what belongs to its rows or to its columns as the reductions
 
 Interpreted (on any platform), copies, barriers and warpgroups are those of Mosaic GPU's own interpreter, which watches
 for races and for deadlocks at barriers; products, which not every version of it has, are those of `jax.numpy`.
-Warpgroups are threads of JAX's CPU client: with fewer of them than a block has warpgroups, which is what one device on a
-machine of few cores has, they may wait for one another for ever (`JAX_NUM_CPU_DEVICES`).
+Warpgroups are threads of JAX's CPU client: where it has fewer than a block has warpgroups, as with one device on a
+machine of few cores, they may wait for one another for ever (`JAX_NUM_CPU_DEVICES`).
 """
 
 import math

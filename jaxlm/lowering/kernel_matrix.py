@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.costs.hardware import Target
 from jaxlm.lowering import targets
+from jaxlm.lowering.assembly import Assembled, compile_and_assemble
 from kernels_pallas.cases import Case, Operation
 from kernels_pallas.registry import OPERATIONS
 
@@ -43,17 +44,21 @@ def rows() -> Iterator[Row]:
                     yield Row(operation, implementation, case)
 
 
-def compile_rows(chip: str) -> dict[Row, str]:
-    """Whether each kernel compiles for a chip of CHIPS, forward and backward.
+class Outcome(NamedTuple):
+    """What became of a row: "" or the problem with it, and for NVIDIA's chips its kernels."""
 
-    "" where it does, else what went wrong.
-    """
+    problem: str
+    kernels: tuple[Assembled, ...] = ()
+
+
+def compile_rows(chip: str) -> dict[Row, Outcome]:
+    """Each row that is lowered for a chip of CHIPS, compiled for it, forward and backward."""
     device = targets.devices(Target.parse(CHIPS[chip]))[0]
     mesh = Mesh(np.array([device]), ("one",))
     return {row: _compile(row, mesh) for row in rows() if chip in LOWERED_FOR[row.implementation]}
 
 
-def _compile(row: Row, mesh: Mesh) -> str:
+def _compile(row: Row, mesh: Mesh) -> Outcome:
     operation, implementation, case = row
     whole = NamedSharding(mesh, PartitionSpec())
     structs = {
@@ -70,21 +75,51 @@ def _compile(row: Row, mesh: Mesh) -> str:
     try:
         with jax.set_mesh(mesh):
             lowered = jax.jit(program).lower(inputs, structs)
-            lowered.compile()
+            nvidia = LOWERED_FOR[implementation] is not TPUS
+            assembled = compile_and_assemble(lowered) if nvidia else lowered.compile() and ()
     except Exception as error:  # a compiler's refusal has no type of its own
-        return str(error).splitlines()[0][:300]
+        return Outcome(str(error).splitlines()[0][:300])
     # As lowered, not as compiled: for TPU v7x there are programs that jaxlib compiles and cannot print.
     kernels = re.findall(rf'name = "\w*{operation.name}\w*"|@mosaic_gpu_v2', lowered.as_text())
-    return "" if len(kernels) > 1 else f"{len(kernels)} kernels are in the program; forward and backward need one each"
+    if len(kernels) < 2:
+        return Outcome(f"{len(kernels)} kernels are in the program; forward and backward need one each")
+    return Outcome("", tuple(kernel for kernel in assembled if operation.name in kernel.name))
 
 
-def table(results: dict[str, dict[Row, str]]) -> str:
+def table(results: dict[str, dict[Row, Outcome]]) -> str:
     """The results by chip as a Markdown table: ✓ compiles, – is not lowered for it."""
     lines = [
         f"| operation | implementation | case | {' | '.join(results)} |",
         "| --- | --- | --- |" + " --- |" * len(results),
     ]
     for row in rows():
-        cells = ("–" if row not in by else "✗" if by[row] else "✓" for by in results.values())
+        cells = ("–" if row not in by else "✗" if by[row].problem else "✓" for by in results.values())
         lines.append(f"| {row} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def records(results: dict[str, dict[Row, Outcome]]) -> list[dict[str, str | int]]:
+    """Every kernel that was assembled, one flat record each."""
+    return [
+        {"chip": chip, "row": str(row), **kernel._asdict()}
+        for chip, by in results.items()
+        for row, outcome in by.items()
+        for kernel in outcome.kernels
+    ]
+
+
+def registers_table(records: list[dict]) -> str:
+    """Of each row the registers of its kernels by chip, in the order of their names, as a Markdown table."""
+    chips = list(dict.fromkeys(record["chip"] for record in records))
+    cells: dict[str, dict[str, list[str]]] = {}
+    for record in records:
+        spilled = f" ({record['spilled']} B spilled)" if record["spilled"] else ""
+        cells.setdefault(record["row"], {}).setdefault(record["chip"], []).append(f"{record['registers']}{spilled}")
+    lines = [
+        f"| operation | implementation | case | {' | '.join(chips)} |",
+        "| --- | --- | --- |" + " --- |" * len(chips),
+    ]
+    lines += [
+        f"| {row} | {' | '.join(' · '.join(by.get(chip, ['–'])) for chip in chips)} |" for row, by in cells.items()
+    ]
     return "\n".join(lines) + "\n"

@@ -1,5 +1,6 @@
 """Every kernel compiles for every chip that it is lowered for, forward and backward, without the chip."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,15 +9,40 @@ from elsewhere import ELSEWHERE
 from jaxlm.lowering import kernel_matrix
 from kernels_pallas.matmul import triton
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "kernels.md"
+PROJECT = Path(__file__).parents[2]
+DOCUMENT, RESULTS = PROJECT / "docs" / "kernels.md", PROJECT / "benchmarks" / "results" / "compiled" / "kernels.json"
+
+# Bytes per thread: a quarter of its registers, which the first-level cache holds for all threads.
+SPILLED = 256
+PRODUCTS = {"A100": "mma.sync", "H100": "wgmma", "H200": "wgmma", "B200": "tcgen05.mma"}
 
 
 @ELSEWHERE
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", kernel_matrix.CHIPS)
 def test_all_kernels_compile(chip):
-    problems = {str(row): problem for row, problem in kernel_matrix.compile_rows(chip).items() if problem}
-    assert not problems
+    outcomes = kernel_matrix.compile_rows(chip)
+    assert not {str(row): outcome.problem for row, outcome in outcomes.items() if outcome.problem}
+    if chip in kernel_matrix.GPUS:
+        assert not list(_slow(chip, outcomes))
+
+
+def _slow(chip, outcomes):
+    """Kernels that would wait for memory without need. In float32 attention and products are for checking, and a row of
+    32768 with its gradient is as large as all registers together."""
+    for row, outcome in outcomes.items():
+        assert len(outcome.kernels) > 1, row
+        if row.case.dtypes[0] == "float32":
+            continue
+        multiplies = row.operation.name in ("matmul", "flash_attention")
+        for kernel in outcome.kernels:
+            where = f"{row}: {kernel}"
+            if kernel.spilled > SPILLED:
+                yield f"{where}: spills"
+            if kernel.products != (PRODUCTS[chip] if multiplies else ""):
+                yield f"{where}: multiplies by {kernel.products or 'nothing'}"
+            if kernel.reads < 16 or kernel.writes < 16 and not kernel.name.endswith("statistics"):
+                yield f"{where}: narrow"
 
 
 @ELSEWHERE
@@ -26,13 +52,25 @@ def test_a_kernel_that_does_not_fit_fails(monkeypatch):
     too_deep = triton.Blocks(128, 256, 64, warps=8, stages=16)
     monkeypatch.setattr(triton, "default_blocks", lambda *arguments: too_deep)
     monkeypatch.setattr(kernel_matrix, "rows", lambda: [row])
-    assert "hared memory" in kernel_matrix.compile_rows("A100")[row]
+    assert "hared memory" in kernel_matrix.compile_rows("A100")[row].problem
 
 
 def test_the_document_has_the_whole_table():
     """Any change of operations, cases or chips is in docs/kernels.md: python benchmarks/compile_matrix.py --write"""
     everywhere = {
-        chip: {row: "" for row in kernel_matrix.rows() if chip in kernel_matrix.LOWERED_FOR[row.implementation]}
+        chip: {
+            row: kernel_matrix.Outcome("")
+            for row in kernel_matrix.rows()
+            if chip in kernel_matrix.LOWERED_FOR[row.implementation]
+        }
         for chip in kernel_matrix.CHIPS
     }
     assert kernel_matrix.table(everywhere) in DOCUMENT.read_text()
+
+
+def test_the_document_has_what_the_results_file_has():
+    """The registers of the machine code: python benchmarks/compile_matrix.py --write"""
+    records = json.loads(RESULTS.read_text())["kernels"]
+    assert kernel_matrix.registers_table(records) in DOCUMENT.read_text()
+    assembled = {str(row) for row in kernel_matrix.rows() if row.implementation != "mosaic_tpu"}
+    assert {record["row"] for record in records} == assembled

@@ -1,0 +1,123 @@
+"""What NVIDIA's assembler makes of a program's kernels, without a chip: registers and what does not fit in them, how
+memory is read and written, and by which instructions matrices are multiplied."""
+
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from jaxlm.errors import InputError
+
+_KERNEL = re.compile(r"\.entry (\w+)\((.*?)(?=\.entry |\Z)", re.DOTALL)
+_THREADS = re.compile(r"\.(?:reqntid|maxntid) (\d+)")
+# ld.global.v4.b32, st.global.L1::evict_last.v2.b64, cp.async.cg.shared.global [a], [b], 0x10
+_ACCESS = re.compile(r"\b(ld|st)\.global[\w.:]*?(?:\.v(\d))?\.[busf](\d+)\b")
+_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global[\w.:]* \[[^]]*\], \[[^]]*\], (\w+)")
+_ENGINE = re.compile(r"\bcp\.async\.bulk\.tensor[\w.:]*\.(shared|global)\b")
+# In the order of their generations: Blackwell, Hopper, Ampere.
+_PRODUCTS = ("tcgen05.mma", "wgmma", "mma.sync")
+_WHOLE_TILES = 2**10  # the copy engine moves tiles at a time
+
+
+class Assembled(NamedTuple):
+    """One kernel.
+
+    Attributes:
+      threads: of a block.
+      registers: of a thread; 255 are the most that there are.
+      spilled: bytes of each thread that are written to memory for want of registers.
+      reads, writes: bytes that one instruction of a thread reads of device memory, and writes to it, at half of all
+        bytes that these instructions name; 16 are the most, and more stand for the copy engine. 0 where none does.
+      products: "tcgen05.mma" (Blackwell), "wgmma" (Hopper), "mma.sync" (Ampere and later), "" where there are none.
+    """
+
+    name: str
+    threads: int
+    registers: int
+    spilled: int
+    reads: int
+    writes: int
+    products: str
+
+
+def compile_and_assemble(lowered: jax.stages.Lowered) -> list[Assembled]:
+    """Compile a program for NVIDIA GPUs, and say what becomes of its Pallas kernels and XLA's own.
+
+    Raises InputError where the assembler is not installed; XLA's errors where it refuses the program.
+    """
+    with tempfile.TemporaryDirectory(prefix="jaxlm-assembly-") as folder, _mosaic_writes_to(folder):
+        lowered.compile(compiler_options={"xla_dump_to": folder})
+        texts = [path.read_text() for path in sorted(Path(folder).glob("*.ptx"))]
+        found = [kernel for text in texts if _KERNEL.search(text) for kernel in assemble(text, Path(folder))]
+        return sorted(found)
+
+
+def assemble(ptx: str, folder: Path) -> list[Assembled]:
+    """The kernels of a text in PTX, assembled for the chip that it names."""
+    source = folder / "kernel.ptx"
+    source.write_text(ptx)
+    architecture = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]
+    command = [_assembler(), f"-arch={architecture}", "-v", str(source), "-o", os.devnull]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"ptxas refuses a kernel: {done.stderr.strip().splitlines()[-1]}")
+    said = dict(re.findall(r"entry function '(\w+)'(.*?Used \d+ registers)", done.stderr, re.DOTALL))
+    return [_assembled(name, text, said[name]) for name, text in _KERNEL.findall(ptx)]
+
+
+def _assembled(name: str, ptx: str, said: str) -> Assembled:
+    spilled, registers = (
+        int(re.search(pattern, said)[1]) for pattern in (r"(\d+) bytes spill stores", r"Used (\d+) registers")
+    )
+    accesses = Counter((way, int(bits) // 8 * int(lanes or 1)) for way, lanes, bits in _ACCESS.findall(ptx))
+    accesses.update(("ld", int(size, 0)) for size in _COPY.findall(ptx))
+    accesses.update(("ld" if to == "shared" else "st", _WHOLE_TILES) for to in _ENGINE.findall(ptx))
+    products = next((name for name in _PRODUCTS if name in ptx), "")
+    threads = int(_THREADS.search(ptx)[1])
+    return Assembled(name, threads, registers, spilled, *(_typical(accesses, way) for way in ("ld", "st")), products)
+
+
+def _typical(accesses: Counter, way: str) -> int:
+    """The size below which half of the bytes are."""
+    sizes = sorted((size, size * times) for (kind, size), times in accesses.items() if kind == way)
+    left = sum(moved for _, moved in sizes) / 2
+    for size, moved in sizes:
+        left -= moved
+        if left <= 0:
+            return size
+    return 0
+
+
+def _assembler() -> str:
+    """The one that XLA uses where pip has installed it, else the machine's."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations if spec else ():
+        for path in sorted(Path(folder).glob("cu*/bin/ptxas")):
+            return str(path)
+    if path := shutil.which("ptxas"):
+        return path
+    raise InputError("there is no ptxas here; pip install -e '.[compile]' brings it")
+
+
+@contextlib.contextmanager
+def _mosaic_writes_to(folder: str) -> Iterator[None]:
+    """Mosaic GPU compiles by itself; this is how it is asked for what it makes."""
+    name = "MOSAIC_GPU_DUMP_TO"
+    before = os.environ.get(name)
+    os.environ[name] = folder
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -411,6 +411,18 @@ def test_the_hopper_kernels_race_with_nothing_and_free_what_they_fill():
     chex.assert_trees_all_close(jax.tree.map(lambda x: x.astype(jnp.float32), got), wanted, rtol=1e-2, atol=2e-2)
 
 
+def test_the_tpu_kernels_transpose_no_tile_of_scores():
+    """A product that sums over the rows of its first operand turns it: keys or values [128, 64] here, of which the
+    result is [64, 128], and not [keys, queries]."""
+
+    def loss(x):
+        return jnp.sum(flash_attention(x, x, x, implementation="mosaic_tpu", _interpret=True))
+
+    program = str(jax.make_jaxpr(jax.grad(loss))(jnp.zeros((1, 256, 1, 64))))
+    made = re.findall(r"\[(\d+,\d+)\] = dot_general\[\s*dimension_numbers=\(\(\[0\], \[0\]\)", program)
+    assert set(made) == {"64,128"}
+
+
 def _hopper_calls(widths=(64, 64), around=lambda loss: loss):
     """How many kernels of Mosaic GPU are in a loss with its gradient, lowered for an H200."""
     mesh = AbstractMesh((1,), ("one",), (AxisType.Auto,), abstract_device=H200)

@@ -1,4 +1,4 @@
-"""What is peculiar to attention: its masks, its blocks, its memory, and how it is spread over devices."""
+"""What is peculiar to attention: its gradients, its kernels, its memory, and how it is spread over devices."""
 
 import functools
 import importlib
@@ -23,108 +23,25 @@ from jaxlm.lowering.kernel_matrix import CHIPS
 from kernels_pallas import flash_attention, hopper
 from kernels_pallas.flash_attention import (
     IMPLEMENTATIONS,
-    blocks,
     both,
     causal,
     costs,
     cudnn,
     packed,
-    prefix,
     ring,
-    shifted,
     union,
     window,
 )
 from kernels_pallas.flash_attention.cases import first, segments
-from kernels_pallas.flash_attention.operands import Operands, scores_seen
-from kernels_pallas.flash_attention.visible import within
+from kernels_pallas.flash_attention.operands import Operands
 
 # The kernels for Hopper have no float32.
 EACH = pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "mosaic_gpu"])
-IDS = np.array([[3, 3, 3, 1, 1, -1, -1], [0, 0, 7, 7, 7, 7, 0]])
 
 
 def drawn(*shapes, seed=0):
     keys = jax.random.split(jax.random.key(seed), len(shapes))
     return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
-
-
-@pytest.mark.parametrize(
-    "visible, sees",
-    [
-        (causal(7), lambda b, t, s: s <= t),
-        (causal(7, offset=jnp.array([0, 4])), lambda b, t, s: s <= t + 4 * b),
-        (window(7, 2, offset=1), lambda b, t, s: t - 1 <= s <= t + 1),
-        (window(7, None, after=1), lambda b, t, s: s <= t + 1),
-        (window(7, 1, after=None), lambda b, t, s: s >= t - 1),
-        (prefix(7, 3), lambda b, t, s: s < 3 or s <= t),
-        (prefix(7, jnp.array([0, 5])), lambda b, t, s: s < 5 * b or s <= t),
-        (packed(IDS), lambda b, t, s: IDS[b, t] >= 0 and (b, t, s) not in APART and IDS[b, t] == IDS[b, s]),
-        (both(causal(7), packed(IDS), window(7, 1)), lambda b, t, s: IDS[b, t] == IDS[b, s] >= 0 and t - 1 <= s <= t),
-        (shifted(causal(7), 2), lambda b, t, s: s + 2 <= t),
-        (both(causal(7), union(first(7, 2), window(7, 1))), lambda b, t, s: s <= t and (s < 2 or s >= t - 1)),
-        (union(segments(3, 4), segments(2, 5)), lambda b, t, s: t == 2 or (t < 2 and s < 3) or (t > 2 and s >= 2)),
-        (
-            both(packed(IDS), union(first(7, 1), shifted(first(7, 1), -6))),
-            lambda b, t, s: s in (0, 6) and (b, t, s) not in APART and IDS[b, t] == IDS[b, s] >= 0,
-        ),
-        (
-            both(union(first(7, 2), window(7, 0)), union(first(7, 1), window(7, 1))),
-            lambda b, t, s: s < 1 or s == t or (s < 2 and t - 1 <= s <= t),
-        ),
-        (shifted(union(first(7, 3), window(7, 1)), 2), lambda b, t, s: s + 2 < 3 or t - 1 <= s + 2 <= t),
-        (segments(3, 1, 3), lambda b, t, s: [0, 0, 0, 1, 2, 2, 2][t] == [0, 0, 0, 1, 2, 2, 2][s]),
-    ],
-    ids=[
-        "causal",
-        "offset",
-        "window",
-        "ahead",
-        "behind",
-        "prefix",
-        "prefixes",
-        "packed",
-        "both",
-        "shifted",
-        "first and window",
-        "overlapping",
-        "union of packed",
-        "both unions",
-        "shifted union",
-        "segments",
-    ],
-)
-def test_intervals_let_see_what_their_masks_do(visible, sees):
-    start, end = within(visible, 2, 7, 7)
-    got = [
-        [[int(np.sum((start[:, b, t] <= s) & (s < end[:, b, t]))) for s in range(7)] for t in range(7)] for b in (0, 1)
-    ]
-    assert got == [[[bool(sees(b, t, s)) for s in range(7)] for t in range(7)] for b in range(2)]
-
-
-# The last token of the second row has the id of its first two, and is another segment all the same.
-APART = {(1, 6, 0), (1, 6, 1), (1, 0, 6), (1, 1, 6)}
-
-
-def test_no_block_that_is_seen_is_left_out_and_full_ones_are_full():
-    """Against the mask itself, for random intervals, the empty among them."""
-    T, S, queries, keys = 50, 70, 8, 16
-    low, high = np.random.default_rng(0).integers(0, S + 1, (2, 40, T))
-    visible = np.maximum(low, 0), np.where(np.arange(40)[:, None] % 2, high, S)
-    seen = (visible[0][..., None] <= np.arange(S)) & (np.arange(S) < visible[1][..., None])
-    seen = np.pad(seen, ((0, 0), (0, -T % queries), (0, -S % keys)))
-    tiles = seen.reshape(40, -(-T // queries), queries, -(-S // keys), keys).transpose(0, 1, 3, 2, 4)
-    any_seen, all_seen = tiles.any((-1, -2)), tiles.all((-1, -2))
-    of_queries = blocks.key_ranges(*map(jnp.asarray, visible), queries, keys)
-    of_keys = blocks.query_ranges(of_queries, any_seen.shape[2])
-    for ranges, axes in ((of_queries, (0, 1, 2)), (of_keys, (0, 2, 1))):
-        some, whole = (x.transpose(axes) for x in (any_seen, all_seen))
-        first, full, full_end, last = (np.asarray(x)[..., None] for x in ranges)
-        index = np.arange(some.shape[2])
-        assert np.all((0 <= first) & (first <= full) & (full <= full_end) & (full_end <= last))
-        assert np.all((first <= index) & (index < last) | ~some)
-        assert np.all(~((full <= index) & (index < full_end)) | whole)
-        assert np.any(full < full_end)
 
 
 @pytest.mark.slow
@@ -144,55 +61,6 @@ def test_nothing_comes_from_the_future(implementation):
         d_query, d_key, d_value = reach(t)
         assert not any(np.any(d[:, t + 1 :]) for d in (d_query, d_key, d_value))
         assert np.all(np.any(d_value[:, : t + 1], axis=-1))
-
-
-BEYOND = [
-    (np.zeros((1, 20), np.int64), np.full((1, 20), 2**40)),
-    (np.full((1, 20), -(2**40)), np.full((1, 20), 2**64 - 1, np.uint64)),
-    (np.zeros((1, 20), np.uint32), np.full((1, 20), 2**32 - 1, np.uint32)),
-    (np.zeros((1, 20), np.int8), np.full((1, 20), 127, np.int8)),
-    shifted(window(20, 3, after=None, offset=9), -5)._replace(start=np.zeros((1, 20), int)),
-]
-
-
-@pytest.mark.parametrize("implementation", ["reference", "triton", "mosaic_tpu"])
-@pytest.mark.parametrize("visible", BEYOND, ids=["int64", "uint64", "uint32", "int8", "no limit"])
-def test_what_lies_beyond_the_keys_is_cut_off_in_any_dtype(visible, implementation):
-    arrays = drawn((1, 20, 1, 16), (1, 30, 1, 16), (1, 30, 1, 16))
-    attend = functools.partial(flash_attention, *arrays, implementation=implementation, _interpret=True)
-    chex.assert_trees_all_equal(attend(visible=visible), attend())
-    assert scores_seen(visible, 1, 20, 30) == (20 * 30,)
-
-
-@pytest.mark.parametrize("implementation", ["reference", "triton", "mosaic_tpu"])
-def test_a_union_is_attention_under_its_mask(implementation):
-    """Of packed rows, the intervals overlapping, touching or apart; padding sees nothing: against plain softmax."""
-    ids = np.repeat([[0, 0, 1, 1, 1, -1], [2, 3, 3, 3, 3, 3]], 20, axis=1)
-    query, key, value = drawn((2, 120, 2, 16), (2, 120, 2, 16), (2, 120, 2, 16))
-    pulls = drawn((2, 120, 2, 16), (2, 120, 2), seed=1)
-    t, s = np.arange(120)[:, None], np.arange(120)
-    mask = (ids[:, :, None] == ids[:, None]) & (ids >= 0)[..., None] & (s <= t) & ((s < 47) | (s >= t - 30))
-    empty = ~mask.any(-1)[..., None]
-
-    def plain(query, key, value):
-        scores = jnp.where(mask[:, None], jnp.einsum("btnh,bsnh->bnts", query, key) / 4, -1e30)
-        log_sum_exp = jnp.swapaxes(jax.nn.logsumexp(scores, axis=-1), 1, 2)
-        out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), value)
-        return jnp.where(empty[..., None], 0.0, out), jnp.where(empty, 0.0, log_sum_exp)
-
-    def ours(query, key, value):
-        visible = both(causal(120), packed(ids), union(first(120, 47), window(120, 30)))
-        options = dict(visible=visible, return_log_sum_exp=True, implementation=implementation, _interpret=True)
-        out, log_sum_exp = flash_attention(query, key, value, **options)
-        return out, jnp.where(empty & (log_sum_exp == -jnp.inf), 0.0, log_sum_exp)
-
-    def results_and_gradients(attend):
-        results, pull_back = jax.vjp(attend, query, key, value)
-        return results, pull_back(tuple(pulls))
-
-    chex.assert_trees_all_close(
-        *map(jax.jit(results_and_gradients, static_argnums=0), (ours, plain)), rtol=1e-4, atol=1e-5
-    )
 
 
 @EACH
@@ -304,18 +172,6 @@ def test_the_cost_is_of_what_is_seen():
     assert half / whole == (64 * 65 / 2) / 64**2
     assert costs(x, x, x, visible=packed(jnp.zeros((2, 64), int))).forward.flops == whole
     assert costs(x, x, x, visible=both(causal(64), segments(32, 32))).forward.flops == whole * (32 * 33) / 64**2
-
-
-def test_a_union_costs_what_is_seen_of_each_part():
-    x = jax.ShapeDtypeStruct((2, 64, 4, 32), jnp.float32)
-    whole = costs(x, x, x)
-    overlapping = costs(x, x, x, visible=union(first(64, 40), shifted(first(64, 40), -24)))
-    assert overlapping.forward.flops == whole.forward.flops
-    assert overlapping.backward.bytes == 2 * whole.backward.bytes
-    assert (
-        costs(x, x, x, visible=union(causal(64), first(64, 0))).forward.flops
-        == costs(x, x, x, visible=causal(64)).forward.flops
-    )
 
 
 # Batch over data, heads over tensor.

@@ -12,13 +12,15 @@ from jaxlm.costs.workload import Workload
 
 def kept(work: Workload) -> int:
     """Bytes that all layers keep for their backward pass: the stream before each and what has the names that are
-    kept; without rematerialisation all that it reads."""
+    kept, with attention's output its log-sum-exp; without rematerialisation all that it reads."""
     part, width = parts(work), work.width_bytes
     if work.remat == "none":
         return work.model.layers * _whole(work)
     named = _named(part) if work.model.feed_forward.gated else {**_named(part), "gate": 0}
     names = () if work.remat == "full" else work.remat
-    return work.model.layers * width * (part.stream + sum(named[name] for name in names))
+    numbers = part.stream + sum(named[name] for name in names)
+    sums = 4 * part.heads // work.model.attention.head_width if kernels.attention(work) and "attention" in names else 0
+    return work.model.layers * (width * numbers + sums)
 
 
 def forward(work: Workload, fused: bool) -> int:

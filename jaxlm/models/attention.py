@@ -53,7 +53,8 @@ def attend(
 ) -> jax.Array:
     """`dot_product_attention`, by the kernel that never holds its scores where kernels serve."""
     if not kernels.serve(choice):
-        return dot_product_attention(query_BTNH, key_BSKH, value_BSKH, visible)
+        # `flash_attention` gives its result this name itself.
+        return checkpoint_name(dot_product_attention(query_BTNH, key_BSKH, value_BSKH, visible), "attention")
 
     kv_heads = key_BSKH.shape[2]
     copies = math.lcm(kv_heads, parts_of("act_heads")) // kv_heads
@@ -109,8 +110,7 @@ class GroupedQueryAttention(Module):
         value_BSKH = checkpoint_name(constrain(value_BTKH, *_KV_HEADS), "value")
         if cache is not None:
             cache, key_BSKH, value_BSKH = cache.extend(key_BSKH, value_BSKH)
-        mixed_BTNH = attend(self.kernels, query_BTNH, key_BSKH, value_BSKH, visible)
-        mixed_BTNH = checkpoint_name(constrain(mixed_BTNH, *_HEADS), "attention")
+        mixed_BTNH = constrain(attend(self.kernels, query_BTNH, key_BSKH, value_BSKH, visible), *_HEADS)
 
         output_BTD = linear(mixed_BTNH, self.output, self.output_bias)
         return constrain(output_BTD, "batch", "stream", "act_model"), cache

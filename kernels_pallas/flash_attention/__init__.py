@@ -84,8 +84,8 @@ def flash_attention(
     Returns [B, T, N, V] in query's dtype; with return_log_sum_exp (output, log-sum-exp).
 
     Under a mesh of several devices the kernels live inside `jax.shard_map` with T and S whole; elsewhere None is
-    "reference". Parts of the keys can be joined by their log-sum-exp. Under `jax.checkpoint` with a policy that saves
-    the name "attention" (`jax.checkpoint_policies.save_only_these_names`) a kernel's forward pass does not run again.
+    "reference". Parts of the keys can be joined by their log-sum-exp. Both results are named "attention": under
+    `jax.checkpoint` with a policy that saves it (`save_only_these_names`) a kernel's forward pass does not run again.
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
@@ -98,7 +98,8 @@ def flash_attention(
         implementation = "reference"
     chosen = choose("flash_attention", implementation, refusals, _interpret, by_name=_BY_NAME)
     if chosen == "reference" or 0 in query.shape or 0 in value.shape:  # of nothing there is one result
-        return reference.flash_attention(query, key, value, visible=visible, query_chunk=query_chunk, **options)
+        results = reference.flash_attention(query, key, value, visible=visible, query_chunk=query_chunk, **options)
+        return jax.tree.map(lambda x: checkpoint_name(x, "attention"), results)
 
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     if chosen == "cudnn":

@@ -45,7 +45,7 @@ def choose(
 
     def refusal(name: str) -> Refusal:
         if name in KERNELS and not interpret:
-            general = _cannot_lower(name, chip) or (None if manual else _is_partitioned(name))
+            general = cannot_lower(name, chip) or (None if manual else _is_partitioned(name))
         else:
             general = None
         return general or refusals[name](chip)
@@ -57,7 +57,8 @@ def choose(
     return next((name for name in refusals if name not in by_name and refusal(name) is None), "reference")
 
 
-def _cannot_lower(implementation: str, chip: Target) -> Refusal:
+def cannot_lower(implementation: str, chip: Target) -> Refusal:
+    """Why one of KERNELS does not run on a chip."""
     capability = chip.compute_capability or (0, 0)
     lowered, runs_on = {
         "mosaic_tpu": (chip.platform == "tpu" and chip.generation not in (None, "v2", "v3"), "TPU v4 and later"),

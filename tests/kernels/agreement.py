@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas import target
 from kernels_pallas.cases import Case, Operation
+from kernels_pallas.choice import cannot_lower
 
 
 def results_and_gradients(function, case: Case):
@@ -28,13 +30,15 @@ def results_and_gradients(function, case: Case):
 
 
 def check(operation: Operation, case: Case, dtype: str, implementation: str) -> None:
-    """The interpreted kernel gives what the reference gives in float32, results and gradients, and twice the same."""
+    """The kernel gives what the reference gives in float32, results and gradients, and twice the same: compiled where
+    JAX's default device runs it, interpreted elsewhere."""
+    interpret = cannot_lower(implementation, target.current()) is not None
     arguments = case.draw(dtype)
     shapes = jax.tree.leaves(jax.eval_shape(lambda a: operation.reference(**a, **case.options), arguments))
     keys = jax.random.split(jax.random.key(1), len(shapes))
     cotangents = [jax.random.normal(key, y.shape).astype(y.dtype) for key, y in zip(keys, shapes, strict=True)]
 
-    kernel = functools.partial(operation.function, implementation=implementation, _interpret=True)
+    kernel = functools.partial(operation.function, implementation=implementation, _interpret=interpret)
     run = results_and_gradients(kernel, case)
     results, gradients = run(arguments, cotangents)
     chex.assert_trees_all_equal((results, gradients), run(arguments, cotangents))

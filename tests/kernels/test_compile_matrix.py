@@ -14,7 +14,7 @@ DOCUMENT, RESULTS = PROJECT / "docs" / "kernels.md", PROJECT / "benchmarks" / "r
 
 # Bytes per thread: a quarter of its registers, which the first-level cache holds for all threads.
 SPILLED = 256
-PRODUCTS = {"A100": "mma.sync", "H100": "wgmma", "H200": "wgmma", "B200": "tcgen05.mma"}
+PRODUCTS = {"A100": "mma.sync", "H100": "wgmma", "B200": "tcgen05.mma"}
 
 
 @ELSEWHERE
@@ -23,7 +23,7 @@ PRODUCTS = {"A100": "mma.sync", "H100": "wgmma", "H200": "wgmma", "B200": "tcgen
 def test_all_kernels_compile(chip):
     outcomes = kernel_matrix.compile_rows(chip)
     assert not {str(row): outcome.problem for row, outcome in outcomes.items() if outcome.problem}
-    if chip in kernel_matrix.GPUS:
+    if chip in kernel_matrix.ASSEMBLED:
         assert not list(_slow(chip, outcomes))
 
 
@@ -31,7 +31,8 @@ def _slow(chip, outcomes):
     """Kernels that would wait for memory without need. In float32 attention and products are for checking, and a row of
     32768 with its gradient is as large as all registers together."""
     for row, outcome in outcomes.items():
-        assert len(outcome.kernels) > 1, row
+        # Mosaic GPU says nothing of what an earlier test had compiled.
+        assert len(outcome.kernels) > 1 or row.implementation == "mosaic_gpu", row
         if row.case.dtypes[0] == "float32":
             continue
         multiplies = row.operation.name in ("matmul", "flash_attention")

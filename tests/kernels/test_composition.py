@@ -33,7 +33,9 @@ def _loss_of(operation, implementation, case):
 
 
 def _arguments(operation, implementation, seed=0):
-    case, dtype = operation.served(implementation, "test")[0]
+    # In float32 where it can be: between bfloat16's roundings XLA may keep more digits in one program than in another.
+    served = operation.served(implementation, "test")
+    case, dtype = next((one for one in served if one[1] == "float32"), served[0])
     arguments = case.draw(dtype, seed)
     inputs = {name: arguments.pop(name) for name in case.differentiable()}
     return case, inputs, arguments

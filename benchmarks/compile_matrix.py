@@ -45,7 +45,7 @@ def main() -> None:
     if options.write:
         write("compile matrix", table)
         write("registers", registers)
-        print(files.write("kernels", "compiled", {"kernels": records}))
+        print(files.write("assembly", "compiled", {"kernels": records}))
 
 
 if __name__ == "__main__":

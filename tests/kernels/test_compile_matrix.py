@@ -10,7 +10,7 @@ from jaxlm.lowering import kernel_matrix
 from kernels_pallas.matmul import triton
 
 PROJECT = Path(__file__).parents[2]
-DOCUMENT, RESULTS = PROJECT / "docs" / "kernels.md", PROJECT / "benchmarks" / "results" / "compiled" / "kernels.json"
+DOCUMENT, RESULTS = PROJECT / "docs" / "kernels.md", PROJECT / "benchmarks" / "results" / "compiled" / "assembly.json"
 
 # Bytes per thread: a quarter of its registers, which the first-level cache holds for all threads.
 SPILLED = 256

@@ -41,7 +41,9 @@ def main() -> None:
                 print(f"  {row}: {outcome.problem}")
     table, records = kernel_matrix.table(results), kernel_matrix.records(results)
     registers = kernel_matrix.registers_table(records)
-    print(table, registers, sep="\n")
+    print(table)
+    if records:
+        print(registers)
     if options.write:
         write("compile matrix", table)
         write("registers", registers)

@@ -23,7 +23,7 @@ _NORMS = {"rms": rms_norm_costs, "layer": layer_norm_costs}
 
 
 class Loss(NamedTuple):
-    """The chunks that a microbatch's loss goes through, the tokens in each, and the labels of each device."""
+    """The chunks that a microbatch's loss goes through, the tokens in each, and each device's labels, filled up."""
 
     chunks: int
     tokens: int

@@ -49,28 +49,36 @@ class Assembled(NamedTuple):
     products: str
 
 
-def compile_and_assemble(lowered: jax.stages.Lowered) -> list[Assembled]:
-    """Compile a program for NVIDIA GPUs, and say what becomes of its Pallas kernels and XLA's own.
+def compile_to_ptx(lowered: jax.stages.Lowered) -> list[str]:
+    """Compile a program for NVIDIA GPUs; returns the PTX of its kernels, Pallas's and XLA's own.
 
-    Mosaic GPU compiles a kernel once in a process: of one that it had before nothing is said.
+    Mosaic GPU compiles a kernel once in a process: of one that it had before there is none.
 
-    Raises InputError where the assembler is not installed; XLA's errors where it refuses the program.
+    Raises XLA's errors where it refuses the program.
     """
     with tempfile.TemporaryDirectory(prefix="jaxlm-assembly-") as folder, _mosaic_writes_to(folder):
-        # Level 3 is XLA's default: machine code that was made in a hurry, as in tests, says nothing of the real one.
-        lowered.compile(compiler_options={"xla_dump_to": folder, "xla_backend_optimization_level": 3})
+        options = {
+            "xla_dump_to": folder,
+            "xla_dump_emitter_re": ".*",  # JAX 0.12 writes no PTX without
+            # XLA's default: machine code that was made in a hurry, as in tests, says nothing of the real one.
+            "xla_backend_optimization_level": 3,
+        }
+        lowered.compile(compiler_options=options)
         texts = [path.read_text() for path in sorted(Path(folder).glob("*.ptx"))]
-        found = [kernel for text in texts if _KERNEL.search(text) for kernel in assemble(text, Path(folder))]
-        return sorted(found)
+    return [text for text in texts if _KERNEL.search(text)]
 
 
-def assemble(ptx: str, folder: Path) -> list[Assembled]:
-    """The kernels of a text in PTX, assembled for the chip that it names."""
-    source = folder / "kernel.ptx"
-    source.write_text(ptx)
+def assemble(ptx: str) -> list[Assembled]:
+    """The kernels of a text in PTX, assembled for the chip that it names.
+
+    Raises InputError where the assembler is not installed, RuntimeError where it refuses a kernel.
+    """
     architecture = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]
-    command = [_assembler(), f"-arch={architecture}", "-v", str(source), "-o", os.devnull]
-    done = subprocess.run(command, capture_output=True, text=True)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
+        source.write(ptx)
+        source.flush()
+        command = [_assembler(), f"-arch={architecture}", "-v", source.name, "-o", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"ptxas refuses a kernel: {done.stderr.strip().splitlines()[-1]}")
     said = dict(re.findall(r"entry function '(\w+)'(.*?Used \d+ registers)", done.stderr, re.DOTALL))

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.costs.hardware import Target
 from jaxlm.lowering import targets
-from jaxlm.lowering.assembly import Assembled, compile_and_assemble
+from jaxlm.lowering.assembly import Assembled, assemble, compile_to_ptx
 from kernels_pallas.cases import Case, Operation
 from kernels_pallas.registry import OPERATIONS
 
@@ -77,7 +77,11 @@ def _compile(row: Row, mesh: Mesh, assembles: bool) -> Outcome:
     try:
         with jax.set_mesh(mesh):
             lowered = jax.jit(program).lower(inputs, structs)
-            assembled = compile_and_assemble(lowered) if assembles else lowered.compile() and ()
+            if assembles:
+                assembled = sorted(kernel for text in compile_to_ptx(lowered) for kernel in assemble(text))
+            else:
+                lowered.compile()
+                assembled = []
     except Exception as error:  # a compiler's refusal has no type of its own
         return Outcome(str(error).splitlines()[0][:300])
     # As lowered, not as compiled: for TPU v7x there are programs that jaxlib compiles and cannot print.

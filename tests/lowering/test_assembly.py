@@ -43,21 +43,21 @@ PTX = """
 
 
 @pytest.mark.skipif(not LINUX, reason="the assembler is for Linux on x86-64")
-def test_what_an_assembler_says(tmp_path):
-    copy, nothing = assemble(PTX, tmp_path)
+def test_what_an_assembler_says():
+    copy, nothing = assemble(PTX)
     assert copy[:2] == ("copy", 128) and 4 < copy.registers < 32
     assert copy[3:] == (0, 16, 8, "")  # most bytes are read by the one and written by the other
     assert nothing._replace(registers=0) == Assembled("nothing", 32, 0, 0, 0, 0, "")
 
 
 @pytest.mark.skipif(not LINUX, reason="the assembler is for Linux on x86-64")
-def test_what_it_refuses_is_said(tmp_path):
+def test_what_it_refuses_is_said():
     with pytest.raises(RuntimeError, match="ptxas refuses a kernel"):
-        assemble(PTX.replace("add.f32", "add.f31"), tmp_path)
+        assemble(PTX.replace("add.f32", "add.f31"))
 
 
-def test_without_an_assembler(monkeypatch, tmp_path):
+def test_without_an_assembler(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(assembly.shutil, "which", lambda name: None)
     with pytest.raises(InputError, match=r"no ptxas here; pip install -e '.\[compile\]'"):
-        assemble(PTX, tmp_path)
+        assemble(PTX)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels_pallas.launch import Cost
+from kernels_pallas.launch import Cost, differentiated_once
 
 # Rows of a warpgroup's smallest product (wgmma.m64nNk16), and bytes of a row of a swizzled tile in shared memory.
 ROWS = 64
@@ -262,7 +262,11 @@ def run(
         )
         return made, [True] * len(made)
 
-    return call(*operands.values())
+    def launched(*arrays: jax.Array) -> list[jax.Array]:
+        return call(*arrays)
+
+    launched.__name__ = name
+    return differentiated_once(launched)(*operands.values())
 
 
 def _allocation(place: Shared | Barriers, interpret: bool) -> Any:

@@ -1,17 +1,25 @@
 """Statistics and gradients of a chunk's logits on TPUs, compiled by Mosaic."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels_pallas import launch
+from kernels_pallas import launch, tuning
 from kernels_pallas.linear_cross_entropy import block
 from kernels_pallas.linear_cross_entropy.costs import gradient_cost, statistics_cost
 
-# 1 MiB of float32: with a second buffer and intermediates well within VMEM's default 16 MiB.
-_ROWS, _COLUMNS = 128, 2048
+# Numbers of the largest blocks: of logits, and of four numbers per row, each of which takes 128 lanes. With second
+# buffers, the result's and a soft cap's intermediates, 2 MiB of float32 fit into VMEM's default 16 on v4 to v7x.
+_MOST, _BESIDE = 2**19, 4 * 128
+
+
+class Blocks(NamedTuple):
+    """`rows` × `columns` logits in VMEM at a time."""
+
+    rows: int = 128
+    columns: int = 2048
 
 
 def statistics(
@@ -20,7 +28,7 @@ def statistics(
     """Of the first `labels` of each row, [C] each: the grid goes along the rows in sequence, and adds to what it has
     seen."""
     C, V = logits_CV.shape
-    rows, columns = min(C, _ROWS), min(V, _COLUMNS)
+    rows, columns = _block("statistics", C, V, logits_CV.dtype)
 
     def kernel(logits_ref, at_ref, *out_refs) -> None:
         @pl.when(pl.program_id(1) == 0)
@@ -64,7 +72,7 @@ def gradient(
 ) -> jax.Array:
     """The logits' cotangent [C, V] in this dtype: see `block.gradient`."""
     C, V = logits_CV.shape
-    rows, columns = min(C, _ROWS), min(V, _COLUMNS)
+    rows, columns = _block("gradient", C, V, dtype)
 
     def kernel(logits_ref, at_ref, log_z_ref, of_z_ref, of_target_ref, out_ref) -> None:
         column = pl.program_id(1) * columns + jax.lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
@@ -86,3 +94,10 @@ def gradient(
         name="linear_cross_entropy_gradient",
         interpret=interpret,
     )[0]
+
+
+def _block(kernel: str, C: int, V: int, dtype: Any) -> tuple[int, int]:
+    """Rows and columns of the blocks of logits [C, V]."""
+    blocks = tuning.blocks(f"linear_cross_entropy_{kernel}", "mosaic_tpu", (V,), dtype, Blocks())
+    columns = min(V, blocks.columns, _MOST // 16)
+    return min(C, blocks.rows, _MOST // (columns + _BESIDE) // 8 * 8), columns

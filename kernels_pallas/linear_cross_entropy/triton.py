@@ -1,18 +1,23 @@
 """Statistics and gradients of a chunk's logits on NVIDIA GPUs, compiled by Triton."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels_pallas import launch
+from kernels_pallas import launch, tuning
 from kernels_pallas.linear_cross_entropy import block
 from kernels_pallas.linear_cross_entropy.costs import gradient_cost, statistics_cost
 
-# Logits in registers at a time: 16 for each of 8 warps' threads, that is four loads of 16 bytes.
-_COLUMNS = 4096
-_WARPS = 8
+
+class Blocks(NamedTuple):
+    """`columns` logits of a row (a power of two) in registers at a time, by `warps` of 32 threads: by default 16 for
+    each thread, four loads of 16 bytes. `stages` of a loop along the row overlap; 0 where there is no loop."""
+
+    columns: int = 4096
+    warps: int = 8
+    stages: int = 3
 
 
 def statistics(
@@ -20,7 +25,8 @@ def statistics(
 ) -> block.Statistics:
     """Of the first `labels` of each row, [C] each: a program goes along one row, and reads it once."""
     C, V = logits_CV.shape
-    columns = min(pl.next_power_of_2(V), _COLUMNS)
+    blocks = tuning.blocks("linear_cross_entropy_statistics", "triton", (V,), logits_CV.dtype, Blocks())
+    columns = min(pl.next_power_of_2(V), blocks.columns)
     whole, rest = divmod(labels, columns)
 
     def kernel(logits_ref, at_ref, *out_refs) -> None:
@@ -48,7 +54,7 @@ def statistics(
             kernel,
             (logits_CV, at_C),
             [jax.ShapeDtypeStruct((C,), jnp.float32)] * 3,
-            params=launch.triton(_WARPS, stages=3),
+            params=launch.triton(blocks.warps, blocks.stages),
             grid=(C,),
             in_specs=[row, number],
             out_specs=[number] * 3,
@@ -72,7 +78,8 @@ def gradient(
 ) -> jax.Array:
     """The logits' cotangent [C, V] in this dtype: see `block.gradient`."""
     C, V = logits_CV.shape
-    columns = min(pl.next_power_of_2(V), _COLUMNS)
+    blocks = tuning.blocks("linear_cross_entropy_gradient", "triton", (V,), dtype, Blocks(stages=0))
+    columns = min(pl.next_power_of_2(V), blocks.columns)
 
     def kernel(logits_ref, at_ref, log_z_ref, of_z_ref, of_target_ref, out_ref) -> None:
         column = pl.program_id(1) * columns + jax.lax.broadcasted_iota(jnp.int32, (1, columns), 1)
@@ -87,7 +94,7 @@ def gradient(
         kernel,
         (logits_CV, at_C, log_z_C, of_z_C, of_target_C),
         [jax.ShapeDtypeStruct((C, V), dtype)],
-        params=launch.triton(_WARPS),
+        params=launch.triton(blocks.warps),
         grid=(C, pl.cdiv(V, columns)),
         in_specs=[tile] + [number] * 4,
         out_specs=[tile],

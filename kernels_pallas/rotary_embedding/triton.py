@@ -1,17 +1,22 @@
 """Rotary position embedding on NVIDIA GPUs, compiled by Triton."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels_pallas import launch
+from kernels_pallas import launch, tuning
 from kernels_pallas.launch import Cost
 from kernels_pallas.rotary_embedding.angles import tables_of_blocks
 
-_NUMBERS = 4096  # of both halves together, per program
+
+class Blocks(NamedTuple):
+    """`numbers` (a power of two; of both halves together) in registers at a time, by `warps` of 32 threads."""
+
+    numbers: int = 4096
+    warps: int = 4
 
 
 def run(
@@ -29,8 +34,10 @@ def run(
     P = H // 2
     # Pairs that lie side by side are read as they lie and parted in registers: a thread reads 16 bytes at a time.
     x = x_MNH if interleaved else x_MNH.reshape(M, N, 2, P)
-    p, n = pl.next_power_of_2(P), min(pl.next_power_of_2(N), max(1, _NUMBERS // pl.next_power_of_2(H)))
-    m = min(max(1, _NUMBERS // (2 * n * p)), pl.next_power_of_2(M))
+    name = "rotary_embedding_backward" if inverse else "rotary_embedding"
+    blocks = tuning.blocks(name, "triton", (N, H), x_MNH.dtype, Blocks())
+    p, n = pl.next_power_of_2(P), min(pl.next_power_of_2(N), max(1, blocks.numbers // pl.next_power_of_2(H)))
+    m = min(max(1, blocks.numbers // (2 * n * p)), pl.next_power_of_2(M))
     cos, sin, index = tables_of_blocks(cos_AP, sin_AP, M, m)
 
     def load(ref: Any, mask: jax.Array) -> Sequence[jax.Array]:
@@ -67,12 +74,12 @@ def run(
         kernel,
         (x, cos, sin),
         [jax.ShapeDtypeStruct(x.shape, x.dtype)],
-        params=launch.triton(warps=4),
+        params=launch.triton(blocks.warps),
         grid=(pl.cdiv(M, m), pl.cdiv(N, n)),
         in_specs=[tile, angle, angle],
         out_specs=[tile],
         cost=cost,
-        name="rotary_embedding_backward" if inverse else "rotary_embedding",
+        name=name,
         interpret=interpret,
     )
     return y.reshape(M, N, H)

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from typing import NamedTuple
 
 import chex
@@ -9,7 +10,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kernels_pallas import gated_activation, rms_norm, softmax, tune, tuning
+from kernels_pallas import (
+    gated_activation,
+    linear_cross_entropy,
+    rms_norm,
+    rotary_embedding,
+    softmax,
+    tune,
+    tuning,
+)
 from kernels_pallas.registry import OPERATIONS
 from kernels_pallas.rows import mosaic_tpu
 
@@ -96,6 +105,69 @@ def test_tuned_rows_are_no_more_than_vmem_holds(table, monkeypatch):
     softmax(x, x > 0, implementation="mosaic_tpu", _interpret=True)
     most = mosaic_tpu.rows_that_fit(1024, 2048, [jnp.dtype(d) for d in ("float32", "int8", "float32")])
     assert blocks == [(most, 2048)] * 2 and most < 1024
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_kernel_asks(name, implementation):
+    """Those that a row of the compile matrix launches, forward and backward."""
+    operation = OPERATIONS[name]
+    case = operation.used_in("compile")[0]
+    others = dict(case.structs(case.dtypes[0]))
+    inputs = {key: others.pop(key) for key in case.differentiable()}
+
+    def program(inputs, others):
+        run = functools.partial(operation.function, **others, **case.options, implementation=implementation)
+        results, pull_back = jax.vjp(lambda inputs: run(**inputs, _interpret=True), inputs)
+        return pull_back(results)
+
+    with tuning.trying({}) as asked:
+        text = str(jax.make_jaxpr(program)(inputs, others))
+    launched = set(re.findall(rf"name=({name}\w*)", text))
+    assert len(launched) >= 2 and {kernel.name for kernel in asked} == launched
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])
+def test_the_loss_tuned_at_one_vocabulary_serves_others(table, implementation):
+    """600 and 1,000 labels share an entry; with blocks of any size that fits the losses are the same."""
+
+    def drawn(labels):
+        hidden = jax.random.normal(jax.random.key(0), (96, 32))
+        return hidden, jax.random.normal(jax.random.key(1), (32, labels)), jnp.arange(96) * 6
+
+    def losses_and_gradients(arrays, **how):
+        hidden, unembedding, targets = arrays
+        losses, pull_back = jax.vjp(lambda *xs: linear_cross_entropy(*xs, targets, **how), hidden, unembedding)
+        return losses, *pull_back(jnp.ones_like(losses))
+
+    sizes = {"columns": 128, "warps": 2, "stages": 1} if implementation == "triton" else {"rows": 16, "columns": 256}
+    both = (f"linear_cross_entropy_{each} {implementation} 1024 float32" for each in ("statistics", "gradient"))
+    table.write_text(json.dumps({"cpu": {kernel: sizes for kernel in both}}))
+    for labels in (600, 1000):
+        with tuning.trying({}) as asked:
+            found = losses_and_gradients(drawn(labels), implementation=implementation, _interpret=True)
+        assert [got.blocks.columns for got in asked.values()] == [sizes["columns"]] * 2
+        wanted = losses_and_gradients(drawn(labels), implementation="reference")
+        chex.assert_trees_all_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])
+def test_rotary_tuned_with_few_heads_serves_more(table, implementation):
+    """Five heads and eight share an entry; on TPUs no more rows than fit are taken, whatever the table says."""
+
+    def drawn(heads):
+        x = jax.random.normal(jax.random.key(0), (2, 40, heads, 32))
+        angles = jax.random.normal(jax.random.key(1), (2, 40, 16))
+        return x, jnp.cos(angles), jnp.sin(angles)
+
+    run = functools.partial(rotary_embedding, implementation=implementation, _interpret=True)
+    for size in (1, 8, 2**20):
+        sizes = {"numbers": max(size, 64), "warps": 2} if implementation == "triton" else {"rows": size}
+        table.write_text(json.dumps({"cpu": {f"rotary_embedding {implementation} 8×32 float32": sizes}}))
+        tuning._table.cache_clear()
+        for heads in (5, 8):
+            wanted = rotary_embedding(*drawn(heads), implementation="reference")
+            chex.assert_trees_all_close(run(*drawn(heads)), wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_the_tuner_climbs_to_the_fastest(monkeypatch):

@@ -41,16 +41,17 @@ class Kernels(NamedTuple):
     key_gradient: Blocks
 
 
-# Until they are measured, by shared memory in KiB and the wider of the two head widths, both at least: such that tiles
-# fit a chip's registers and shared memory.
+# Until they are measured, by the least compute capability, shared memory in KiB and wider of the two head widths: such
+# that tiles fit a chip's registers and shared memory.
 _DEFAULTS = {
-    (220, 129): Kernels(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 64, 8, 2)),
-    (160, 129): Kernels(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2)),
-    (160, 65): Kernels(Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 128, 8, 2)),
-    (160, 0): Kernels(Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 3), Blocks(64, 128, 8, 2)),
-    (0, 129): Kernels(Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1)),
-    (0, 65): Kernels(Blocks(128, 32, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 64, 4, 2)),
-    (0, 0): Kernels(Blocks(128, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+    (10, 220, 129): Kernels(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 64, 8, 1)),
+    (0, 220, 129): Kernels(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 64, 8, 2)),
+    (0, 160, 129): Kernels(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2)),
+    (0, 160, 65): Kernels(Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 128, 8, 2)),
+    (0, 160, 0): Kernels(Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 3), Blocks(64, 128, 8, 2)),
+    (0, 0, 129): Kernels(Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1)),
+    (0, 0, 65): Kernels(Blocks(128, 32, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 64, 4, 2)),
+    (0, 0, 0): Kernels(Blocks(128, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
 }
 # float32 is for checking, not for speed: tiles that fit every chip.
 _FLOAT32, _WIDE_FLOAT32 = (Kernels(*[Blocks(size, size, 4, 1)] * 3) for size in (32, 16))
@@ -63,8 +64,12 @@ def default_blocks(chip: Target, width: int, dtype: Any) -> Kernels:
         return _INTERPRETED
     if dtype == jnp.float32:
         return _FLOAT32 if width <= 128 else _WIDE_FLOAT32
-    fits = (found for (kib, least), found in _DEFAULTS.items() if chip.scratchpad >= kib * 2**10 and width >= least)
-    return next(fits)
+    has = chip.compute_capability or (0, 0)
+    return next(
+        found
+        for (capability, kib, least), found in _DEFAULTS.items()
+        if has >= (capability, 0) and chip.scratchpad >= kib * 2**10 and width >= least
+    )
 
 
 def _blocks(kernel: str, operands: Operands) -> Blocks:

@@ -71,7 +71,7 @@ def passes(work: Workload) -> Iterator[Around]:
     tokens, L, H = rows * queries, model.layers, attention.head_width
     stream = rows * work.local("stream", queries) * model.width
     N, K = work.local("act_heads", attention.heads), work.local("act_kv_heads", attention.kv_heads)
-    yield around(SOFTMAX, L, tokens * work.sequence * N, _SOFTMAX)
+    yield around(SOFTMAX, L, rows * work.scores() * N, _SOFTMAX)
     yield around(NORMS, 2 * L, stream, _NORMS[model.norm.kind])
     for path, d in parameters(model).items():
         if not d.inputs and path.endswith("_bias"):

@@ -33,8 +33,9 @@ def flops(work: Workload) -> Flops:
         napkin -= 2 * tables * (work.tokens - work.batch)
     ran = operations.step(whole)
     executed = sum(op.times * op.flops for op in ran)
-    # Kernels compute some products again, and fill up the last chunk of the loss: the model asks for neither.
-    asked = operations.step(whole.without_kernels()) if work.kernels else ran
+    # Kernels compute some products again, and fill up the last chunk of the loss: the model asks for neither. It asks
+    # for scores that a CPU leaves out.
+    asked = ran if whole == whole.plain() else operations.step(whole.plain())
     model = attention = 0
     for op in asked:
         if op.phase in ("forward", "backward"):

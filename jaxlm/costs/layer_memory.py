@@ -71,7 +71,7 @@ def parts(work: Workload) -> Parts:
         heads=tokens * heads * width,
         kv_heads=tokens * work.local("act_kv_heads", attention.kv_heads) * width,
         hidden=tokens * work.local("act_ff", model.feed_forward.hidden),
-        scores=tokens * heads * work.sequence,
+        scores=work.rows() * heads * work.scores(),
     )
 
 

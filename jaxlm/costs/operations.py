@@ -75,7 +75,7 @@ def step(work: Workload) -> list[Operation]:
 
 def _products(work: Workload) -> Iterator[Operation]:
     model, width = work.model, work.width_bytes
-    rows, queries, keys = work.rows(), work.queries, work.sequence
+    rows, queries = work.rows(), work.queries
     for path, d in parameters(model).items():
         if not multiplies(model, path, d):
             continue
@@ -95,14 +95,16 @@ def _products(work: Workload) -> Iterator[Operation]:
     attention, L = model.attention, model.layers
     N, H = work.local("act_heads", attention.heads), attention.head_width
     K = min(work.local("act_kv_heads", attention.kv_heads), N)
-    first = Product(rows * K, N // K * queries, H, keys)
-    second = Product(rows * K, N // K * queries, keys, H)
-    if kernel := kernels.attention(work):
-        yield from _kernel(L, kernel.forward, (SCORES, "forward", first), (MIXTURE, "forward", second))
-        return
-    once, scores = width * rows * (queries * N + keys * K) * H, rows * N * queries * keys
-    yield Operation(SCORES, "forward", L, first, once, once + 4 * scores)
-    yield Operation(MIXTURE, "forward", L, second, once, once + width * scores)
+    kernel = kernels.attention(work)
+    for queries, keys in work.attended():
+        first = Product(rows * K, N // K * queries, H, keys)
+        second = Product(rows * K, N // K * queries, keys, H)
+        if kernel:
+            yield from _kernel(L, kernel.forward, (SCORES, "forward", first), (MIXTURE, "forward", second))
+            continue
+        once, scores = width * rows * (queries * N + keys * K) * H, rows * N * queries * keys
+        yield Operation(SCORES, "forward", L, first, once, once + 4 * scores)
+        yield Operation(MIXTURE, "forward", L, second, once, once + width * scores)
 
 
 def _kernel(times: int, declared: Cost, *products: tuple[str, Phase, Product]) -> Iterator[Operation]:

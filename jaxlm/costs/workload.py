@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from jaxlm.models import causal
 from jaxlm.models.config import ModelConfig, Remat
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class Workload:
     tokens and gives the logits behind each; `decode` reads one token more of each of `batch` sequences that hold
     `sequence` tokens. `dtype` is that of forward and backward pass, and of the cache; in training, parameters,
     accumulated gradients and optimizer state are float32. `average` is an average of the parameters kept beside them. A
-    training run has `steps` such steps.
+    training run has `steps` such steps. `causal_parts`: training computes attention in the parts of
+    `jaxlm.models.causal`, as a CPU does.
     """
 
     kind: Kind
@@ -57,6 +59,7 @@ class Workload:
     average: bool = False
     steps: int = 1
     mesh: MeshShape = MeshShape()
+    causal_parts: bool = False
 
     @property
     def width_bytes(self) -> int:
@@ -70,12 +73,18 @@ class Workload:
 
     def on(self, chip: "Chip") -> "Workload":
         """The same on a chip: without kernels where they are not compiled for it."""
-        return self if chip.runs_kernels else self.without_kernels()
+        if chip.kind == "cpu":
+            return self.on_cpu()
+        return self if chip.runs_kernels else self.plain()
 
-    def without_kernels(self) -> "Workload":
-        """The same of plain JAX, as XLA compiles it."""
-        model = self.model.model_copy(update={"kernels": "reference"})
-        return replace(self, model=model) if self.kernels else self
+    def on_cpu(self) -> "Workload":
+        """The same on any CPU."""
+        return replace(self.plain(), causal_parts=True)
+
+    def plain(self) -> "Workload":
+        """The same of plain JAX, with all of attention's scores: each product as the model has it."""
+        model = self.model.model_copy(update={"kernels": "reference"}) if self.kernels else self.model
+        return replace(self, model=model, causal_parts=False)
 
     @property
     def tokens(self) -> int:
@@ -86,6 +95,16 @@ class Workload:
     def queries(self) -> int:
         """Tokens of each sequence that a step reads."""
         return 1 if self.kind == "decode" else self.sequence
+
+    def attended(self) -> list[tuple[int, int]]:
+        """Queries and keys of each sequence between which attention computes scores, part by part."""
+        if self.causal_parts and self.kind == "train":
+            return [(end - first, end) for first, end in causal.parts(self.sequence)]
+        return [(self.queries, self.sequence)]
+
+    def scores(self) -> int:
+        """So many of each sequence and head."""
+        return sum(queries * keys for queries, keys in self.attended())
 
     def rows(self) -> int:
         """Sequences on one device at once: its part of a microbatch, or all where the mesh does not divide them."""

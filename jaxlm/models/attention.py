@@ -9,7 +9,7 @@ from einops import rearrange
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlm.models import config, kernels
+from jaxlm.models import causal, config, kernels
 from jaxlm.models.layers import linear, norm, product_in_float32, whole_sequence
 from jaxlm.models.parameters import Module, normal, param, zeros
 from jaxlm.models.positions import Rotation, Visible, rotate
@@ -48,13 +48,33 @@ def dot_product_attention(
     return rearrange(mixed, "B K G T H -> B T (K G) H").astype(query_BTNH.dtype)
 
 
+def in_causal_parts(query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array, visible: Visible) -> jax.Array:
+    """`dot_product_attention` where no query sees keys behind it: a part of the queries has no scores for those behind
+    all of them (`jaxlm.models.causal`)."""
+
+    def part(first: int, end: int) -> jax.Array:
+        intervals = Visible(*(x[:, first:end] for x in visible))
+        return dot_product_attention(query_BTNH[:, first:end], key_BTKH[:, :end], value_BTKH[:, :end], intervals)
+
+    return jnp.concatenate([part(*bounds) for bounds in causal.parts(query_BTNH.shape[1])], axis=1)
+
+
 def attend(
-    choice: config.Kernels, query_BTNH: jax.Array, key_BSKH: jax.Array, value_BSKH: jax.Array, visible: Visible
+    choice: config.Kernels,
+    query_BTNH: jax.Array,
+    key_BSKH: jax.Array,
+    value_BSKH: jax.Array,
+    visible: Visible,
+    is_causal: bool = False,
 ) -> jax.Array:
-    """`dot_product_attention`, by the kernel that never holds its scores where kernels serve."""
+    """`dot_product_attention`, by the kernel that never holds its scores where kernels serve.
+
+    `is_causal`: keys are as many as queries, and no query sees those behind it.
+    """
     if not kernels.serve(choice):
+        attention = in_causal_parts if is_causal and kernels.on_cpu() else dot_product_attention
         # `flash_attention` gives its result this name itself.
-        return checkpoint_name(dot_product_attention(query_BTNH, key_BSKH, value_BSKH, visible), "attention")
+        return checkpoint_name(attention(query_BTNH, key_BSKH, value_BSKH, visible), "attention")
 
     kv_heads = key_BSKH.shape[2]
     copies = math.lcm(kv_heads, parts_of("act_heads")) // kv_heads
@@ -108,9 +128,11 @@ class GroupedQueryAttention(Module):
         query_BTNH = checkpoint_name(constrain(query_BTNH, *_HEADS), "query")
         key_BSKH = checkpoint_name(constrain(key_BTKH, *_KV_HEADS), "key")
         value_BSKH = checkpoint_name(constrain(value_BTKH, *_KV_HEADS), "value")
+        is_causal = cache is None  # a cache is longer than what it was given
         if cache is not None:
             cache, key_BSKH, value_BSKH = cache.extend(key_BSKH, value_BSKH)
-        mixed_BTNH = constrain(attend(self.kernels, query_BTNH, key_BSKH, value_BSKH, visible), *_HEADS)
+        mixed_BTNH = attend(self.kernels, query_BTNH, key_BSKH, value_BSKH, visible, is_causal)
+        mixed_BTNH = constrain(mixed_BTNH, *_HEADS)
 
         output_BTD = linear(mixed_BTNH, self.output, self.output_bias)
         return constrain(output_BTD, "batch", "stream", "act_model"), cache

@@ -19,9 +19,18 @@ _HOW: dict[str, Any] = {}
 
 def serve(kernels: Kernels) -> bool:
     """Whether kernels are to run here: not where the model's switch leaves them out, and not on a CPU."""
-    # The mesh knows the chip, and asks no backend; who runs a model on one has set a mesh.
+    return kernels != "reference" and bool(_HOW or _platform() not in ("cpu", None))
+
+
+def on_cpu() -> bool:
+    """Whether what is traced here is for a CPU."""
+    return _platform() == "cpu"
+
+
+def _platform() -> str | None:
+    """The mesh knows the chip, and asks no backend; who runs a model on one has set a mesh."""
     chip = jax.sharding.get_abstract_mesh().abstract_device
-    return kernels != "reference" and bool(_HOW or chip is not None and chip.platform != "cpu")
+    return chip and chip.platform
 
 
 def how() -> dict[str, Any]:

@@ -50,8 +50,10 @@ def counted(work: Workload, mesh: Mesh) -> Counted:
         target = hardware.of_devices(device.device_kind, device.platform, mesh.size)
     except InputError:
         target = None
-    runs_kernels = target.chip.runs_kernels if target else device.platform != "cpu"
-    work = work if runs_kernels else work.without_kernels()
+    if target:
+        work = work.on(target.chip)
+    elif device.platform == "cpu":
+        work = work.on_cpu()
     try:
         seconds = target and time(work, target)
     except InputError:  # emulated devices have no links, and some chips no published rate

@@ -74,6 +74,33 @@ def test_kernels_compute_what_both_counters_read(name, chip, remat):
     assert launched.bytes_in + launched.bytes_out == pytest.approx(moved, rel=1e-3)  # angles once, not per sequence
 
 
+@pytest.mark.parametrize("remat", ["none", "full", ("query", "key", "value", "attention", "up")], ids=str)
+@pytest.mark.parametrize("sequence", [128, 300, 1024])
+def test_a_cpu_computes_attention_in_parts(sequence, remat):
+    """Both counters read the same products, and nearly the same of all others; MFU is of the whole square."""
+    model, training = tiny.model(context=sequence), tiny.training(batch=4, sequence=sequence, remat=remat)
+    steps = make_steps(model, training, tiny.optimization())
+    batch = {n: jax.ShapeDtypeStruct((4, sequence), jnp.int32) for n in ("tokens", "targets", "segments", "positions")}
+    with jax.set_mesh(sharding.make_mesh(1, 1, 1, jax.devices()[:1])):
+        cost = count(steps.train, jax.eval_shape(steps.init), batch)
+    whole = Workload("train", model, 4, sequence, "float32", remat)
+    work = whole.on_cpu()
+    assert flops(work).executed == cost.matmul_flops
+    assert (flops(work).executed < flops(whole).executed) == (memory(work) != memory(whole)) == (sequence > 256)
+    assert flops(work)._replace(executed=0) == flops(whole)._replace(executed=0)
+    elementwise = sum(op.times * op.elementwise for op in operations.step(work))
+    assert elementwise == pytest.approx(cost.flops - cost.matmul_flops, rel=0.2)
+
+
+def test_no_other_chip_computes_attention_in_parts():
+    work = Workload("train", tiny.model(context=1024), 4, 1024)
+    assert not any(work.on(Target.parse(name).chip).causal_parts for name in ("h200-sxm", "tpu-v5e", "mi300x"))
+    cpu = Target.parse("h200-sxm").chip.model_copy(update={"kind": "cpu", "compute_capability": None})
+    assert work.on(cpu) == work.on_cpu() and work.on_cpu().on(cpu) == work.on_cpu() and work.on_cpu().plain() == work
+    for kind in ("prefill", "decode"):  # of a cache
+        assert flops(replace(work, kind=kind).on_cpu()) == flops(replace(work, kind=kind))
+
+
 @pytest.mark.parametrize("kind", ["adamw", "muon", "adafactor", "lion", "sgd"])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_products_and_state_of_every_optimizer(family, kind):

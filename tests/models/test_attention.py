@@ -1,10 +1,15 @@
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from jaxlm.models.attention import dot_product_attention
+from jaxlm import sharding
+from jaxlm.models import causal
+from jaxlm.models.attention import attend, dot_product_attention, in_causal_parts
 from jaxlm.models.config import Llama3Scaling, RotaryPositions
 from jaxlm.models.positions import Visible, rotate, rotation, visible_in_rows
 
@@ -49,6 +54,49 @@ def test_a_query_that_sees_nothing_gives_zeros_and_no_gradient():
     chex.assert_trees_all_equal(
         jax.grad(total, argnums=(0, 1, 2))(query, key, value), tuple(map(jnp.zeros_like, (query, key, value)))
     )
+
+
+@pytest.mark.parametrize("length", [0, 1, 255, 256, 300, 1000, 5000])
+def test_parts_are_of_some_size_and_leave_nothing_out(length):
+    bounds = causal.parts(length)
+    assert [first for first, _ in bounds] == [0] + [end for _, end in bounds[:-1]] and bounds[-1][1] == length
+    assert len(bounds) == 1 if length < 256 else 2 <= len(bounds) <= 8
+    assert len(bounds) == 1 or min(end - first for first, end in bounds) >= 128
+
+
+@pytest.mark.parametrize("length", [7, 256, 300, 1100])
+def test_causal_parts_are_the_whole(length):
+    """Of packed rows with a window, and with rows that see nothing; forward and backward."""
+    draw = np.random.default_rng(0)
+    query, cotangent = draw.normal(size=(2, 2, length, 4, 8)).astype(np.float32)
+    key, value = draw.normal(size=(2, 2, length, 2, 8)).astype(np.float32)
+    start, end = visible_in_rows(jnp.asarray(np.arange(length) % draw.integers(1, length + 1, (2, 1)), jnp.int32))
+    visible = Visible(jnp.maximum(start, end - 200), jnp.where(jnp.arange(length)[None] % 5 == 3, start, end))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(attention):
+        out, pull_back = jax.vjp(lambda *xs: attention(*xs, visible), query, key, value)
+        return out, *pull_back(cotangent)
+
+    # Sums over keys and queries in another order.
+    chex.assert_trees_all_close(both(in_causal_parts), both(dot_product_attention), rtol=1e-5, atol=2e-5)
+
+
+def test_only_cpus_leave_out_what_causality_hides():
+    def scores(mesh):
+        x, row = jnp.ones((1, 512, 2, 8)), jnp.zeros((1, 512), jnp.int32)
+        with mesh:
+            text = str(jax.make_jaxpr(lambda: attend("reference", x, x, x, Visible(row, row + 1), True))())
+        return {"whole": "512,512]" in text, "parts": "128,256]" in text}
+
+    def chip(name, platform):
+        device = AbstractDevice(name, 1, platform)
+        mesh = AbstractMesh((1, 1, 1), sharding.MESH_AXES, (AxisType.Auto,) * 3, abstract_device=device)
+        return jax.sharding.use_abstract_mesh(mesh)
+
+    assert scores(jax.set_mesh(sharding.make_mesh(1, 1, 1, jax.devices()[:1]))) == {"whole": False, "parts": True}
+    assert scores(chip("NVIDIA H200", "gpu")) == {"whole": True, "parts": False}
+    assert scores(chip("TPU v5 lite", "tpu")) == {"whole": True, "parts": False}
 
 
 def test_rows_see_their_own_segment_up_to_themselves():

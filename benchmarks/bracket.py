@@ -100,7 +100,7 @@ def _calibrated() -> Chip:
 
 def _row(experiment: configuration.Experiment, chips: list[Chip], step_s: list[float]) -> dict[str, Any]:
     work = configuration.workload(experiment, (1, 1, 1))
-    times = [counted(work, Target(chip, (1, 1))) for chip in chips]
+    times = [counted(work.on(chip), Target(chip, (1, 1))) for chip in chips]
     brackets = [(bracket.lower_bound, bracket.upper_bound) for bracket in times]
     pairs = [low <= s <= high for low, high in brackets for s in step_s]
     same_turn = [low <= s <= high for (low, high), s in zip(brackets, step_s, strict=True)]

@@ -23,7 +23,8 @@ class Kernel(NamedTuple):
 
     Attributes:
       name: of the kernel, such as "rms_norm_backward". implementation: such as "triton".
-      sizes: those that matter to it, each rounded up to a power of two. dtype: of its first operand.
+      sizes: those that matter to it, each rounded up to a power of two. dtype: of its first operand, or of its
+        result where the first operand is always float32.
     """
 
     name: str

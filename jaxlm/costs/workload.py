@@ -103,7 +103,7 @@ class Workload:
         return [(self.queries, self.sequence)]
 
     def scores(self) -> int:
-        """So many of each sequence and head."""
+        """How many scores of each sequence and head those are."""
         return sum(queries * keys for queries, keys in self.attended())
 
     def rows(self) -> int:

@@ -49,8 +49,10 @@ def dot_product_attention(
 
 
 def in_causal_parts(query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array, visible: Visible) -> jax.Array:
-    """`dot_product_attention` where no query sees keys behind it: a part of the queries has no scores for those behind
-    all of them (`jaxlm.models.causal`)."""
+    """`dot_product_attention` of as many keys as queries, where query t sees no key behind t → [B, T, N, H].
+
+    A part of the queries computes no scores of the keys behind its last one (`jaxlm.models.causal`).
+    """
 
     def part(first: int, end: int) -> jax.Array:
         intervals = Visible(*(x[:, first:end] for x in visible))
@@ -69,7 +71,7 @@ def attend(
 ) -> jax.Array:
     """`dot_product_attention`, by the kernel that never holds its scores where kernels serve.
 
-    `is_causal`: keys are as many as queries, and no query sees those behind it.
+    `is_causal`: keys are as many as queries, and query t sees none behind t.
     """
     if not kernels.serve(choice):
         attention = in_causal_parts if is_causal and kernels.on_cpu() else dot_product_attention

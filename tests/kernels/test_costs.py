@@ -14,7 +14,7 @@ CALLS = [
 ]
 
 
-def _both_ways(operation, case, **how):
+def both_ways(operation, case, **how):
     """The case forward and backward as one function, and its arguments."""
     structs = case.structs(case.dtypes[0])
     inputs = {name: structs.pop(name) for name in case.differentiable()}
@@ -29,7 +29,7 @@ def _both_ways(operation, case, **how):
 @pytest.mark.parametrize("operation, implementation", CALLS)
 def test_kernels_carry_the_stated_cost(operation, implementation):
     case = operation.used_in("compile")[0]
-    run, inputs, others = _both_ways(operation, case, implementation=implementation, _interpret=True)
+    run, inputs, others = both_ways(operation, case, implementation=implementation, _interpret=True)
     counted = count(run, inputs, others)
     # Where an operation has XLA multiply around its kernels, its cost says so.
     kernels = [row for row in counted.rows if row.kind in ("kernel", "matmul")]
@@ -44,7 +44,7 @@ def test_kernels_carry_the_stated_cost(operation, implementation):
 def test_stated_flops_are_about_those_of_the_reference(operation):
     """A kernel computes again what the reference keeps, and leaves out what is constant: within a factor of two."""
     case = operation.used_in("compile")[0]
-    counted = count(*_both_ways(operation, case, implementation="reference"))
+    counted = count(*both_ways(operation, case, implementation="reference"))
     stated = operation.costs(**case.structs(case.dtypes[0]), **case.options)
     assert 0.5 <= (stated.forward.flops + stated.backward.flops) / counted.flops <= 2.0
 

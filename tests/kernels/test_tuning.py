@@ -9,6 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
+from test_costs import both_ways
 
 from kernels_pallas import (
     gated_activation,
@@ -113,16 +114,9 @@ def test_every_kernel_asks(name, implementation):
     """Those that a row of the compile matrix launches, forward and backward."""
     operation = OPERATIONS[name]
     case = operation.used_in("compile")[0]
-    others = dict(case.structs(case.dtypes[0]))
-    inputs = {key: others.pop(key) for key in case.differentiable()}
-
-    def program(inputs, others):
-        run = functools.partial(operation.function, **others, **case.options, implementation=implementation)
-        results, pull_back = jax.vjp(lambda inputs: run(**inputs, _interpret=True), inputs)
-        return pull_back(results)
-
+    run, inputs, others = both_ways(operation, case, implementation=implementation, _interpret=True)
     with tuning.trying({}) as asked:
-        text = str(jax.make_jaxpr(program)(inputs, others))
+        text = str(jax.make_jaxpr(run)(inputs, others))
     launched = set(re.findall(rf"name=({name}\w*)", text))
     assert len(launched) >= 2 and {kernel.name for kernel in asked} == launched
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels_pallas.launch import Cost, differentiated_once
+from kernels_pallas.launch import Cost, differentiated_once, vary
 
 # Rows of a warpgroup's smallest product (wgmma.m64nNk16), and bytes of a row of a swizzled tile in shared memory.
 ROWS = 64
@@ -198,10 +198,10 @@ def run(
       shared: of each block, arrays and barriers.
       cost: of the whole call; jaxlm counts it.
       interpret: run as plain JAX instead, on any platform; or how to, `InterpretGPUParams`.
-      Operands vary over the same axes of a shard_map: see `launch.vary`.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
+    operands = dict(zip(operands, vary(*map(jnp.asarray, operands.values())), strict=True))
     names = list(operands)
     warpgroup = Warpgroup(bool(interpret))
     varying = jax.typeof(next(iter(operands.values()))).manual_axis_type

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 # Pallas's backends are imported where a kernel is made: commands that only count models start without them.
@@ -82,7 +83,7 @@ def call(
     outputs: Sequence[jax.ShapeDtypeStruct],
     *,
     params: Any,
-    grid: Sequence[int],
+    grid: Sequence[int | jax.Array],
     in_specs: Sequence[pl.BlockSpec],
     out_specs: Sequence[pl.BlockSpec],
     cost: Cost,
@@ -95,34 +96,43 @@ def call(
 
     Args:
       params: what `triton` or `mosaic_tpu` returned.
+      grid: on TPUs also of int32 scalars that are known once the program runs.
       cost: of the whole call; XLA schedules by it on TPUs, and jaxlm counts it.
       prefetched: how many of the first operands are scalars that index maps are given behind the ids; on TPUs.
       interpret: run as plain JAX instead, on any platform; or how to, `pltpu.InterpretParams`.
-      The others are those of `pl.pallas_call`. Operands vary over the same axes of a shard_map: see `vary`.
+      The others are those of `pl.pallas_call`.
     """
     from jax.experimental.pallas import tpu as pltpu
 
-    varying = jax.typeof(operands[0]).manual_axis_type
+    late = [size for size in grid if not isinstance(size, int)]
+    arguments = vary(*map(jnp.asarray, (*late, *operands)))
+    varying = jax.typeof(arguments[0]).manual_axis_type
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying) for x in outputs]
-    layout = dict(grid=tuple(grid), in_specs=list(in_specs), out_specs=list(out_specs), scratch_shapes=tuple(scratch))
-    if prefetched:
-        layout = dict(grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=prefetched, **layout))
-    run = pl.pallas_call(
-        kernel,
-        out_shape=shapes,
-        **layout,
-        compiler_params=params,
-        cost_estimate=pl.CostEstimate(
-            # XLA's convention for a kernel's estimate: transcendentals apart.
-            flops=cost.flops - cost.transcendentals,
-            transcendentals=cost.transcendentals,
-            bytes_accessed=cost.bytes,
-        ),
-        name=name,
-        interpret=interpret,
-    )
 
-    def launched(*operands: jax.Array) -> list[jax.Array]:
+    def launched(*arguments: jax.Array) -> list[jax.Array]:
+        sizes, operands = iter(arguments[: len(late)]), arguments[len(late) :]
+        layout = dict(
+            grid=tuple(size if isinstance(size, int) else next(sizes) for size in grid),
+            in_specs=list(in_specs),
+            out_specs=list(out_specs),
+            scratch_shapes=tuple(scratch),
+        )
+        if prefetched:
+            layout = dict(grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=prefetched, **layout))
+        run = pl.pallas_call(
+            kernel,
+            out_shape=shapes,
+            **layout,
+            compiler_params=params,
+            cost_estimate=pl.CostEstimate(
+                # XLA's convention for a kernel's estimate: transcendentals apart.
+                flops=cost.flops - cost.transcendentals,
+                transcendentals=cost.transcendentals,
+                bytes_accessed=cost.bytes,
+            ),
+            name=name,
+            interpret=interpret,
+        )
         return run(*operands)
 
     # JAX never drops a kernel whose results nobody uses, but a jitted function: rematerialisation would launch again,
@@ -130,7 +140,7 @@ def call(
     launched.__name__ = name
     # Index maps count in 32 bits, which is all that the chips' compilers take.
     with jax.enable_x64(False):
-        return jax.jit(differentiated_once(launched))(*operands)
+        return jax.jit(differentiated_once(launched))(*arguments)
 
 
 def differentiated_once(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
 """Attention that never holds its scores, exact in every mask."""
 
 import functools
+import itertools
 import math
 import operator
 from typing import Any
@@ -15,7 +16,18 @@ from kernels_pallas.choice import choose
 from kernels_pallas.flash_attention import cudnn, mosaic_gpu, mosaic_tpu, reference, triton
 from kernels_pallas.flash_attention.operands import Operands, scores_seen
 from kernels_pallas.flash_attention.tiles import LOG2_E, Settings
-from kernels_pallas.flash_attention.visible import Visible, both, causal, packed, prefix, shifted, union, window, within
+from kernels_pallas.flash_attention.visible import (
+    Visible,
+    both,
+    causal,
+    module_of,
+    packed,
+    prefix,
+    shifted,
+    union,
+    window,
+    within,
+)
 from kernels_pallas.launch import Cost, Costs, vary
 
 __all__ = [
@@ -105,8 +117,11 @@ def flash_attention(
     if chosen == "cudnn":
         return cudnn.flash_attention(operands, visible, scale)
     soft_cap = None if soft_cap is None else float(soft_cap)
-    seen = scores_seen(visible, *operands.sizes[:3])
-    settings = tuple(Settings(scale, soft_cap, scores, chosen, _interpret) for scores in seen)
+    seen, known = scores_seen(visible, *operands.sizes[:3]), [None] * len(operands.start)
+    if module_of(*operands[3:5]) is np:
+        known = itertools.starmap(Visible, zip(*operands[3:5], strict=True))
+        operands = operands._replace(start=None, end=None)
+    settings = tuple(Settings(scale, soft_cap, *each, chosen, _interpret) for each in zip(seen, known, strict=True))
     out, log_sum_exp = _attend(settings, Operands(*vary(*operands)))
     return (out, jnp.swapaxes(log_sum_exp, 1, 2)) if return_log_sum_exp else out
 
@@ -130,8 +145,7 @@ def costs(
 
 
 def _operands(query: Any, key: Any, value: Any, visible: Any, sinks: Any, bias: Any) -> Operands:
-    start, end = map(jnp.asarray, within(visible, *query.shape[:2], key.shape[1]))
-    return Operands(query, key, value, start, end, sinks, bias)
+    return Operands(query, key, value, *within(visible, *query.shape[:2], key.shape[1]), sinks, bias)
 
 
 def _refusal(name: str, operands: Operands, chip: Any) -> str | None:
@@ -144,7 +158,7 @@ def _refusal(name: str, operands: Operands, chip: Any) -> str | None:
 def _attend(settings: tuple[Settings, ...], operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, N, V] and log-sum-exp [B, N, T] over all parts of the operands, with the settings of each."""
     kernels = KERNELS[settings[0].implementation]
-    parts = [kernels.forward(*part) for part in zip(settings, operands.parts(), strict=True)]
+    parts = [kernels.forward(*part) for part in zip(settings, _whole(settings, operands).parts(), strict=True)]
     if len(parts) == 1:
         return parts[0]
     outs, sums = zip(*parts, strict=True)
@@ -155,6 +169,14 @@ def _attend(settings: tuple[Settings, ...], operands: Operands) -> tuple[jax.Arr
     return mixed.astype(operands.query.dtype), log_sum_exp
 
 
+def _whole(settings: tuple[Settings, ...], operands: Operands) -> Operands:
+    """With the intervals that are known while tracing, which are not differentiated and so stay numpy arrays."""
+    if operands.start is not None:
+        return operands
+    start, end = zip(*(each.visible for each in settings), strict=True)
+    return operands._replace(start=np.stack(start), end=np.stack(end))
+
+
 def _forward(settings: tuple[Settings, ...], operands: Operands) -> tuple:
     # Who keeps what has this name for the backward pass (`jax.checkpoint`) does not run the kernel again.
     results = tuple(checkpoint_name(x, "attention") for x in _attend(settings, operands))
@@ -163,6 +185,7 @@ def _forward(settings: tuple[Settings, ...], operands: Operands) -> tuple:
 
 def _backward(settings: tuple[Settings, ...], saved: tuple, cotangents: tuple) -> tuple[Operands]:
     operands, out, log_sum_exp = saved
+    operands = _whole(settings, operands)
     d_out, d_log_sum_exp = cotangents
     kernels = KERNELS[settings[0].implementation]
     # Σ weights · their gradients per row, less the gradient of the row's sum: all that a score's gradient needs of

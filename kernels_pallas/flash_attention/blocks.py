@@ -1,37 +1,43 @@
-"""Which blocks of scores have to be looked at: block ranges from the rows' intervals, in O(T + S) memory."""
+"""Which blocks of scores have to be looked at: block ranges from the rows' intervals, in O(T + S) memory; of intervals
+that are numpy arrays while tracing, so that the program only reads them."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas.flash_attention.visible import module_of, shared
 
 
 class Ranges(NamedTuple):
-    """int32 [B, blocks]: for each block of queries the blocks first ≤ j < last of keys of which it may see something,
-    and those full ≤ j < full_end ≤ last of which each of its queries sees all. Or the other way round."""
+    """int32 [B or 1, blocks]: for each block of queries the blocks first ≤ j < last of keys of which it may see
+    something, and those full ≤ j < full_end ≤ last of which each of its queries sees all. Or the other way round."""
 
-    first: jax.Array
-    full: jax.Array
-    full_end: jax.Array
-    last: jax.Array
+    first: Any
+    full: Any
+    full_end: Any
+    last: Any
 
-    def stacked(self) -> jax.Array:
+    def stacked(self, batch: int) -> jax.Array:
         """int32 [B, blocks, 4], as kernels read it."""
-        return jnp.stack(self, axis=-1).astype(jnp.int32)
+        ranges = module_of(*self).stack(self, axis=-1).astype(np.int32)
+        return jnp.broadcast_to(ranges, (batch, *ranges.shape[1:]))
 
 
-def key_ranges(start_BT: jax.Array, end_BT: jax.Array, queries: int, keys: int) -> Ranges:
-    """For each block of `queries` queries, the blocks of `keys` keys. Intervals lie within the keys."""
-    B, T = start_BT.shape
+def key_ranges(start: Any, end: Any, queries: int, keys: int) -> Ranges:
+    """For each block of `queries` queries, the blocks of `keys` keys. Intervals [B, T] lie within the keys."""
+    module = module_of(start, end)
     # Rows that are not there see nothing: no block with one of them is full.
-    rows = [(0, 0), (0, -T % queries)]
-    start, end = (jnp.pad(x, rows).reshape(B, -1, queries) for x in (start_BT, end_BT))
+    rows = [(0, 0), (0, -start.shape[1] % queries)]
+    start, end = (module.pad(shared(x), rows) for x in (start, end))
+    start, end = (x.reshape(x.shape[0], -1, queries) for x in (start, end))
     sees = start < end
-    far = jnp.iinfo(jnp.int32).max
-    last = jnp.max(jnp.where(sees, -(-end // keys), 0), axis=-1)
-    first = jnp.minimum(jnp.min(jnp.where(sees, start // keys, far), axis=-1), last)
-    full = jnp.clip(-(-jnp.max(start, axis=-1) // keys), first, last)
-    full_end = jnp.clip(jnp.min(end, axis=-1) // keys, full, last)
+    far = np.iinfo(np.int32).max
+    last = module.max(module.where(sees, -(-end // keys), 0), axis=-1)
+    first = module.minimum(module.min(module.where(sees, start // keys, far), axis=-1), last)
+    full = module.clip(-(-module.max(start, axis=-1) // keys), first, last)
+    full_end = module.clip(module.min(end, axis=-1) // keys, full, last)
     return Ranges(first, full, full_end, last)
 
 
@@ -40,13 +46,15 @@ def query_ranges(of_queries: Ranges, key_blocks: int) -> Ranges:
 
     Between first and last there may be blocks that see nothing of these keys; the full ones are the first run of them.
     """
+    module = module_of(*of_queries)
     first, full, full_end, last = (x[:, :, None] for x in of_queries)
-    j = jnp.arange(key_blocks, dtype=jnp.int32)[None, None]
+    j = np.arange(key_blocks, dtype=np.int32)[None, None]
     blocks = first.shape[1]
-    i = jnp.arange(blocks, dtype=jnp.int32)[None, :, None]
+    i = np.arange(blocks, dtype=np.int32)[None, :, None]
     touched, whole = (first <= j) & (j < last), (full <= j) & (j < full_end)
-    end = jnp.max(jnp.where(touched, i + 1, 0), axis=1)
-    begin = jnp.minimum(jnp.min(jnp.where(touched, i, blocks), axis=1), end)
-    run = jnp.min(jnp.where(whole, i, blocks), axis=1)
-    run_end = jnp.min(jnp.where(~whole & (i >= run[:, None]), i, blocks), axis=1)
-    return Ranges(begin, jnp.minimum(run, end), jnp.minimum(run_end, end), end)
+    end = module.max(module.where(touched, i + 1, 0), axis=1)
+    begin = module.minimum(module.min(module.where(touched, i, blocks), axis=1), end)
+    run = module.min(module.where(whole, i, blocks), axis=1)
+    run_end = module.min(module.where(~whole & (i >= run[:, None]), i, blocks), axis=1)
+    run, run_end = module.minimum(run, end), module.minimum(run_end, end)
+    return Ranges(begin, run, run_end, end)

@@ -130,13 +130,14 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
 
         roles(warpgroup, lambda: ring.fill(warpgroup, ref, order.steps, sources), compute)
 
+    start, end = operands.intervals
     inputs = {
         "query": padded(operands.query, _QUERIES),
         "key": padded(operands.key, keys),
         "value": padded(operands.value, keys),
-        "start": tiled(operands.start, _QUERIES),
-        "end": tiled(operands.end, _QUERIES),
-        "ranges": key_ranges(operands.start, operands.end, _QUERIES, keys).stacked(),
+        "start": tiled(start, _QUERIES),
+        "end": tiled(end, _QUERIES),
+        "ranges": key_ranges(operands.start, operands.end, _QUERIES, keys).stacked(B),
     }
     if operands.sinks is not None:
         inputs["sinks"] = operands.sinks.astype(jnp.float32)

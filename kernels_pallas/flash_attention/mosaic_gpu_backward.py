@@ -94,18 +94,19 @@ def query_gradient(
 
         roles(warpgroup, lambda: ring.fill(warpgroup, ref, order.steps, sources), compute)
 
+    start, end = operands.intervals
     (d_query,) = hopper.run(
         kernel,
         {
             "query": padded(operands.query, _BLOCK),
             "key": padded(operands.key, keys),
             "value": padded(operands.value, keys),
-            "start": tiled(operands.start, _BLOCK),
-            "end": tiled(operands.end, _BLOCK),
+            "start": tiled(start, _BLOCK),
+            "end": tiled(end, _BLOCK),
             "log_sum_exp": tiled(log_sum_exp, _BLOCK),
             "delta": tiled(delta, _BLOCK),
             "d_out": padded(d_out, _BLOCK),
-            "ranges": key_ranges(operands.start, operands.end, _BLOCK, keys).stacked(),
+            "ranges": key_ranges(operands.start, operands.end, _BLOCK, keys).stacked(B),
         },
         {"d_query": jax.ShapeDtypeStruct((B, rows * _BLOCK, N, H), dtype)},
         grid={"head": N, "block": rows, "batch": B},
@@ -197,18 +198,19 @@ def key_gradient(
 
         roles(warpgroup, lambda: ring.fill(warpgroup, ref, steps, sources), compute)
 
+    start, end = operands.intervals
     d_key, d_value = hopper.run(
         kernel,
         {
             "query": padded(operands.query, queries),
             "key": padded(operands.key, _BLOCK),
             "value": padded(operands.value, _BLOCK),
-            "start": tiled(operands.start, queries, queries),
-            "end": tiled(operands.end, queries, queries),
+            "start": tiled(start, queries, queries),
+            "end": tiled(end, queries, queries),
             "log_sum_exp": tiled(log_sum_exp, queries, queries),
             "delta": tiled(delta, queries, queries),
             "d_out": padded(d_out, queries),
-            "ranges": query_ranges(of_queries, columns).stacked(),
+            "ranges": query_ranges(of_queries, columns).stacked(B),
         },
         {
             "d_key": jax.ShapeDtypeStruct((B, columns * _BLOCK, K, H), dtype),

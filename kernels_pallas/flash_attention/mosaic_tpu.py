@@ -2,10 +2,12 @@
 
 Tiles of scores are transposed, [keys, queries]: what belongs to a query (maximum, sum, interval) is then one row along
 the lanes, reduced and spread along sublanes, and takes no padding in memory. The last axes of the grid run in sequence
-and add up in VMEM. Blocks that nobody sees are neither computed nor fetched: their index is that of a neighbour.
+and add up in VMEM: one over a list of the tiles that somebody sees, made before the kernel runs (`visits.py`), so that
+the others take no step of the grid.
 """
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,9 +15,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas import launch, target, tuning
-from kernels_pallas.flash_attention.blocks import Ranges, key_ranges, query_ranges
 from kernels_pallas.flash_attention.operands import Operands
 from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, Settings, dot, score_gradient
+from kernels_pallas.flash_attention.visible import Visible, shifted, within
+from kernels_pallas.flash_attention.visits import MOST, Visit, Visits, visits
 
 # Queries lie along the lanes, and so do keys in a block of the bias.
 LANES = 128
@@ -44,16 +47,24 @@ _INTERPRETED = Kernels(*[Blocks(128, 128)] * 3)
 
 
 class _Layout(NamedTuple):
-    """How a call is cut: its sizes, blocks and numbers of blocks."""
+    """How a call is cut: its sizes, blocks and numbers of blocks, and which tiles are visited."""
 
     sizes: tuple[int, int, int, int, int, int, int]
     blocks: Blocks
     rows: int
     columns: int
+    by_keys: bool
+    visits: Visits
+
+    @property
+    def too_long(self) -> bool:
+        """Whether its list of tiles is, and can be parted."""
+        return self.visits.tiles.size > MOST and (self.columns if self.by_keys else self.rows) > 1
 
     def cut(self, operands: Operands) -> Operands:
         """Heads before the sequence, which is filled up to whole blocks: what is added sees nothing and is not seen."""
         rows, columns = self.rows * self.blocks.queries, self.columns * self.blocks.keys
+        start, end = operands.intervals
         bias = operands.bias
         if bias is not None:
             bias = _pad(bias, 3, columns) if bias.shape[2] == 1 else _pad(_pad(bias, 2, rows), 3, columns)
@@ -61,8 +72,8 @@ class _Layout(NamedTuple):
             self.heads_first(operands.query, rows),
             self.heads_first(operands.key, columns),
             self.heads_first(operands.value, columns),
-            self.per_query(operands.start[:, None]),
-            self.per_query(operands.end[:, None]),
+            self.per_query(start[:, None]),
+            self.per_query(end[:, None]),
             None if operands.sinks is None else operands.sinks.astype(jnp.float32)[:, None, None],
             bias,
         )
@@ -92,7 +103,9 @@ def _layout(operands: Operands, kernel: str) -> _Layout:
     lengths = (pl.cdiv(length, LANES) * LANES for length in (T, S))
     default = Blocks(*(min(block, most) for block, most in zip(getattr(kernels, kernel), lengths, strict=True)))
     blocks = tuning.blocks(f"flash_attention_{kernel}", "mosaic_tpu", (T, S, H, V), dtype, default)
-    return _Layout(sizes, blocks, pl.cdiv(T, blocks.queries), pl.cdiv(S, blocks.keys))
+    rows, columns, by_keys = pl.cdiv(T, blocks.queries), pl.cdiv(S, blocks.keys), kernel == "key_gradient"
+    visited = visits(operands.start, operands.end, *blocks, columns, by_keys=by_keys)
+    return _Layout(sizes, blocks, rows, columns, by_keys, visited)
 
 
 def refusal(operands: Operands) -> str | None:
@@ -108,13 +121,15 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
     """Output [B, T, N, V] and log-sum-exp [B, N, T] in float32."""
     B, T, _, N, _, _, V = operands.sizes
     layout = _layout(operands, "forward")
-    blocks, columns = layout.blocks, layout.columns
+    blocks = layout.blocks
+    if layout.too_long:
+        outs, sums = zip(*(forward(*part) for part in _query_parts(settings, operands, layout)), strict=True)
+        return jnp.concatenate(outs, axis=1), jnp.concatenate(sums, axis=2)
 
-    def kernel(at: _Block, ref: Mapping[str, Any]) -> None:
+    def kernel(at: Visit, ref: Mapping[str, Any]) -> None:
         largest, total, mixed = ref["largest"], ref["total"], ref["mixed"]
-        j = pl.program_id(3)
 
-        @pl.when(j == 0)
+        @pl.when(at.opens)
         def _() -> None:
             mixed[...] = jnp.zeros_like(mixed)
             if "sinks" in ref:
@@ -126,7 +141,7 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
                 total[...] = jnp.zeros_like(total)
 
         def step(masked: bool) -> None:
-            scores, _ = _scores(settings, ref, masked, j * blocks.keys)
+            scores, _ = _scores(settings, ref, masked, at.inner * blocks.keys)
             raised = jnp.maximum(largest[...], jnp.max(scores, axis=0, keepdims=True))
             kept, weights = jnp.exp2(largest[...] - raised), jnp.exp2(scores - raised)
             largest[...] = raised
@@ -136,25 +151,22 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
 
         at.visit(step)
 
-        @pl.when(j == columns - 1)
+        @pl.when(at.closes)
         def _() -> None:
             some = total[...] > 0
             sums = jnp.where(some, total[...], 1.0)
             ref["out"][...] = (mixed[...] / sums).T.astype(ref["out"].dtype)
             ref["log_sum_exp"][...] = jnp.where(some, (largest[...] + jnp.log2(sums)) * LN_2, -jnp.inf)
 
-    ranges = key_ranges(operands.start, operands.end, *blocks)
     out, log_sum_exp = _call(
         "forward",
         kernel,
         settings,
         layout,
-        ranges,
-        operands=layout.cut(operands),
+        operands,
         gradients={},
         outputs={"out": ("query", V, operands.query.dtype), "log_sum_exp": ("row", 1, jnp.float32)},
         scratch={"largest": (1, blocks.queries), "total": (1, blocks.queries), "mixed": (V, blocks.queries)},
-        by_keys=False,
         cost=operands.forward_cost(settings.seen),
     )
     return jnp.swapaxes(out[:, :, :T], 1, 2), log_sum_exp[:, :, 0, :T]
@@ -164,19 +176,22 @@ def query_gradient(
     settings: Settings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
 ) -> jax.Array:
     """Gradient of the query; log_sum_exp in units of log₂ e, and delta: float32 [B, N, T]."""
-    B, T, _, N, _, H, _ = operands.sizes
+    _, T, _, _, _, H, _ = operands.sizes
     layout = _layout(operands, "query_gradient")
-    blocks, columns = layout.blocks, layout.columns
+    blocks = layout.blocks
+    if layout.too_long:
+        parts = _query_parts(settings, operands, layout, log_sum_exp, delta, d_out)
+        return jnp.concatenate([query_gradient(*part) for part in parts], axis=1)
 
-    def kernel(at: _Block, ref: Mapping[str, Any]) -> None:
-        total, j = ref["total"], pl.program_id(3)
+    def kernel(at: Visit, ref: Mapping[str, Any]) -> None:
+        total = ref["total"]
 
-        @pl.when(j == 0)
+        @pl.when(at.opens)
         def _() -> None:
             total[...] = jnp.zeros_like(total)
 
         def step(masked: bool) -> None:
-            scores, slope = _scores(settings, ref, masked, j * blocks.keys)
+            scores, slope = _scores(settings, ref, masked, at.inner * blocks.keys)
             weights = jnp.exp2(scores - ref["log_sum_exp"][...])
             d_weights = dot(ref["value"][...], ref["d_out"][...], (1, 1))
             d_scores = score_gradient(weights, d_weights, ref["delta"][...], slope)
@@ -185,7 +200,7 @@ def query_gradient(
 
         at.visit(step)
 
-        @pl.when(j == columns - 1)
+        @pl.when(at.closes)
         def _() -> None:
             ref["d_query"][...] = (total[...] * settings.scale).T.astype(ref["d_query"].dtype)
 
@@ -194,12 +209,10 @@ def query_gradient(
         kernel,
         settings,
         layout,
-        key_ranges(operands.start, operands.end, *blocks),
-        operands=layout.cut(operands),
+        operands,
         gradients=_by_row(layout, log_sum_exp, delta, d_out),
         outputs={"d_query": ("query", H, operands.query.dtype)},
         scratch={"total": (H, blocks.queries)},
-        by_keys=False,
         cost=operands.query_cost(settings.seen),
     )
     return jnp.swapaxes(d_query[:, :, :T], 1, 2)
@@ -209,21 +222,25 @@ def key_gradient(
     settings: Settings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of key and value: see `query_gradient`."""
-    B, _, S, N, K, H, V = operands.sizes
+    _, _, S, N, K, H, V = operands.sizes
     layout = _layout(operands, "key_gradient")
-    blocks, rows = layout.blocks, layout.rows
+    blocks = layout.blocks
+    if layout.too_long:
+        parts = _key_parts(settings, operands, layout, log_sum_exp, delta, d_out)
+        d_keys, d_values = zip(*(key_gradient(*part) for part in parts), strict=True)
+        return jnp.concatenate(d_keys, axis=1), jnp.concatenate(d_values, axis=1)
 
-    def kernel(at: _Block, ref: Mapping[str, Any]) -> None:
+    def kernel(at: Visit, ref: Mapping[str, Any]) -> None:
         key_total, value_total = ref["key_total"], ref["value_total"]
-        first_key, head, i = pl.program_id(2) * blocks.keys, pl.program_id(3), pl.program_id(4)
+        head = pl.program_id(3)
 
-        @pl.when((head == 0) & (i == 0))
+        @pl.when(at.opens & (head == 0))
         def _() -> None:
             key_total[...] = jnp.zeros_like(key_total)
             value_total[...] = jnp.zeros_like(value_total)
 
         def step(masked: bool) -> None:
-            scores, slope = _scores(settings, ref, masked, first_key)
+            scores, slope = _scores(settings, ref, masked, at.outer * blocks.keys)
             weights = jnp.exp2(scores - ref["log_sum_exp"][...])
             d_out, query = ref["d_out"][...], ref["query"][...]
             value_total[...] += dot(weights.astype(d_out.dtype), d_out, (1, 0))
@@ -233,7 +250,7 @@ def key_gradient(
 
         at.visit(step)
 
-        @pl.when((head == N // K - 1) & (i == rows - 1))
+        @pl.when(at.closes & (head == N // K - 1))
         def _() -> None:
             ref["d_key"][...] = (key_total[...] * settings.scale).astype(ref["d_key"].dtype)
             ref["d_value"][...] = value_total[...].astype(ref["d_value"].dtype)
@@ -243,12 +260,10 @@ def key_gradient(
         kernel,
         settings,
         layout,
-        query_ranges(key_ranges(operands.start, operands.end, *blocks), layout.columns),
-        operands=layout.cut(operands),
+        operands,
         gradients=_by_row(layout, log_sum_exp, delta, d_out),
         outputs={"d_key": ("key", H, operands.key.dtype), "d_value": ("key", V, operands.value.dtype)},
         scratch={"key_total": (blocks.keys, H), "value_total": (blocks.keys, V)},
-        by_keys=True,
         cost=operands.key_cost(settings.seen),
     )
     return jnp.swapaxes(d_key[:, :, :S], 1, 2), jnp.swapaxes(d_value[:, :, :S], 1, 2)
@@ -274,56 +289,34 @@ def _scores(settings: Settings, ref: Mapping[str, Any], masked: bool, first_key:
     return scores, slope
 
 
-class _Block:
-    """The tile that a step of the grid is at, among those of its row: `ranges` is what a kernel prefetched."""
-
-    def __init__(self, ranges: Any, row: Any, column: Any):
-        self.column = column
-        self.first, self.full, self.full_end, self.last = (ranges[row * 4 + n] for n in range(4))
-
-    def visit(self, step: Callable[[bool], None]) -> None:
-        """step(masked), unless nothing is seen."""
-        seen = (self.first <= self.column) & (self.column < self.last)
-        whole = (self.full <= self.column) & (self.column < self.full_end)
-        pl.when(seen & whole)(lambda: step(False))
-        pl.when(seen & ~whole)(lambda: step(True))
-
-    @property
-    def fetched(self) -> Any:
-        """The nearest tile that is seen: an index that stays the same is not fetched again."""
-        return jnp.clip(self.column, self.first, jnp.maximum(self.last - 1, self.first))
-
-
 def _call(
     name: str,
     kernel: Callable[..., None],
     settings: Settings,
     layout: _Layout,
-    ranges: Ranges,
-    *,
     operands: Operands,
+    *,
     gradients: Mapping[str, tuple[str, jax.Array]],
     outputs: Mapping[str, tuple[str, int, Any]],
     scratch: Mapping[str, tuple[int, int]],
-    by_keys: bool,
     cost: launch.Cost,
 ) -> list[jax.Array]:
-    """Run a kernel that takes its references by name, on a grid over blocks of keys for each block of queries, or the
-    other way round; other arrays and outputs come with their kind: "query", "row" (one number per query) or "key"."""
-    (B, T, S, N, K, H, V), blocks, rows, columns = layout
+    """Run a kernel that takes its references by name at the tiles of scores that are seen: of each block of queries, or
+    `by_keys` of each block of keys, one after the other. Other arrays and outputs come with their kind: "query", "row"
+    (one number per query) or "key"."""
+    (B, T, S, N, K, H, V), blocks, rows, columns, by_keys, (tiles, steps) = layout
     group = N // K
-    outer = columns if by_keys else rows
+    inner = group if by_keys else 1  # the heads of a group add to the same keys' gradients
+    listed = tiles.shape[1] if tiles.shape[0] > 1 else 0
+    operands = layout.cut(operands)
 
     def of_tile(index: Callable[..., tuple]) -> Callable[..., tuple]:
-        """An index map from (b, n, i, j), where the tile of scores that is fetched stands, to a block's index."""
+        """An index map from (b, n, i, j), where the tile of scores stands, to a block's index."""
 
-        def at(*ids: Any) -> tuple:
-            *ids, ranges = ids
-            if by_keys:
-                b, k, j, g, i = ids
-                return index(b, k * group + g, _Block(ranges, b * outer + j, i).fetched, j)
-            b, n, i, j = ids
-            return index(b, n, i, _Block(ranges, b * outer + i, j).fetched)
+        def at(b: Any, heads: Any, step: Any, g: Any, tiles: Any) -> tuple:
+            tile = Visit(tiles[b * listed + step])
+            row, column = (tile.inner, tile.outer) if by_keys else (tile.outer, tile.inner)
+            return index(b, heads * inner + g, row, column)
 
         return at
 
@@ -364,16 +357,16 @@ def _call(
     }
     names = [*inputs, *outputs, *scratch]
 
-    def run(ranges: Any, *refs: Any) -> None:
-        b, outer_id, inner_id = pl.program_id(0), pl.program_id(2), pl.program_id(4 if by_keys else 3)
-        kernel(_Block(ranges, b * outer + outer_id, inner_id), dict(zip(names, refs, strict=True)))
+    def run(tiles: Any, *refs: Any) -> None:
+        tile = Visit(tiles[pl.program_id(0) * listed + pl.program_id(2)])
+        kernel(tile, dict(zip(names, refs, strict=True)))
 
     return launch.call(
         run,
-        [ranges.stacked().reshape(-1), *(x for x, _ in inputs.values())],
+        [tiles.reshape(-1), *(x for x, _ in inputs.values())],
         [jax.ShapeDtypeStruct(whole[kind](width), dtype) for kind, width, dtype in outputs.values()],
-        params=launch.mosaic_tpu(("parallel",) * 3 + ("arbitrary",) * (2 if by_keys else 1)),
-        grid=(B, K, columns, group, rows) if by_keys else (B, N, rows, columns),
+        params=launch.mosaic_tpu(("parallel", "parallel", "arbitrary", "arbitrary")),
+        grid=(B, N // inner, steps, inner),
         in_specs=[spec for _, spec in inputs.values()],
         out_specs=[spec(kind, width) for kind, width, _ in outputs.values()],
         scratch=[launch.vmem(shape, jnp.float32) for shape in scratch.values()],
@@ -382,3 +375,40 @@ def _call(
         name=f"flash_attention_{name}",
         interpret=settings.interpret,
     )
+
+
+def _query_parts(settings: Settings, operands: Operands, layout: _Layout, *rows: jax.Array) -> Iterator[tuple]:
+    """A call as two, each of half of the blocks of queries: its list of tiles is too long for one."""
+    half = pl.cdiv(layout.rows, 2) * layout.blocks.queries
+    for part, of in _halves(settings, half, operands.sizes[1]):
+        bias = operands.bias
+        cut = operands._replace(
+            query=operands.query[:, part],
+            start=operands.start[:, part],
+            end=operands.end[:, part],
+            bias=bias if bias is None or bias.shape[2] == 1 else bias[:, :, part],
+        )
+        yield of, cut, *(x[:, part] if x.ndim == 4 else x[:, :, part] for x in rows)
+
+
+def _key_parts(settings: Settings, operands: Operands, layout: _Layout, *rows: jax.Array) -> Iterator[tuple]:
+    """The same, each of half of the blocks of keys."""
+    half = pl.cdiv(layout.columns, 2) * layout.blocks.keys
+    for part, of in _halves(settings, half, operands.sizes[2]):
+        key, seen = operands.key[:, part], shifted(Visible(operands.start, operands.end), part.start)
+        (start,), (end,) = within(seen, *operands.start.shape, key.shape[1])
+        cut = operands._replace(
+            key=key,
+            value=operands.value[:, part],
+            start=start,
+            end=end,
+            bias=None if operands.bias is None else operands.bias[..., part],
+        )
+        yield of, cut, *rows
+
+
+def _halves(settings: Settings, half: int, length: int) -> Iterator[tuple[slice, Settings]]:
+    """Both parts, and of the scores that are seen each part's share by its length."""
+    before = settings.seen * half // length
+    yield slice(0, half), dataclasses.replace(settings, seen=before)
+    yield slice(half, length), dataclasses.replace(settings, seen=settings.seen - before)

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.flash_attention.visible import within
+from kernels_pallas import target
+from kernels_pallas.flash_attention.visible import shared, within
 from kernels_pallas.launch import Cost, Costs, size_of
 
 
@@ -15,7 +16,7 @@ class Operands(NamedTuple):
 
     query [B, T, N, H], key [B, S, K, H], value [B, S, K, V], start and end int32 [P, B, T] of the P intervals that each
     row sees, sinks [N] or None, bias [B or 1, N or 1, T or 1, S] or None. A kernel is given one of the `parts`, whose
-    start and end are [B, T].
+    start and end are [B, T], and numpy's where they are known while tracing.
     """
 
     query: Any
@@ -32,6 +33,33 @@ class Operands(NamedTuple):
             self._replace(start=start, end=end, sinks=None if i else self.sinks)
             for i, (start, end) in enumerate(zip(self.start, self.end, strict=True))
         ]
+
+    @property
+    def intervals(self) -> tuple[jax.Array, jax.Array]:
+        """A part's start and end as arrays [B, T]; of numpy arrays with one row in the program for sequences that all
+        see the same."""
+        B, T = self.query.shape[:2]
+        return tuple(jnp.broadcast_to(jnp.asarray(shared(x)), (B, T)) for x in (self.start, self.end))
+
+    def shares(self, blocks: int) -> int:
+        """Into how many shares the query heads of a key head are divided where a kernel for the keys' gradient would
+        have so few `blocks` that half of a chip's SMs stood still: each share adds up its own gradient."""
+        _, _, _, N, K, _, _ = self.sizes
+        enough = (n for n in range(1, N // K) if N // K % n == 0 and 2 * blocks * n > target.current().cores)
+        return next(enough, N // K)
+
+    @staticmethod
+    def shared_out(x: Any, shares: int) -> jax.ShapeDtypeStruct:
+        """The gradient of a key or value [B, S, K, …] by shares: [B, S, K · shares, …], in float32 if they are many."""
+        B, S, K, width = x.shape
+        return jax.ShapeDtypeStruct((B, S, K * shares, width), x.dtype if shares == 1 else jnp.float32)
+
+    def joined(self, x: jax.Array, shares: int) -> jax.Array:
+        """The sum of the shares."""
+        if shares == 1:
+            return x
+        B, S, many, width = x.shape
+        return jnp.sum(x.reshape(B, S, many // shares, shares, width), axis=3).astype(self.key.dtype)
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int, int]:

@@ -12,18 +12,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.flash_attention.visible import Visible
+
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 LOWEST = float(jnp.finfo(jnp.float32).min) / 2
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Settings:
-    """What is static of a call: how scores are made, how many are seen per head, and how the kernel is run."""
+    """What is static of a call: how scores are made, how many are seen per head and which (where that is known while
+    tracing, numpy arrays [B, T]), and how the kernel is run."""
 
     scale: float
     soft_cap: float | None
     seen: int
+    visible: Visible | None
     implementation: str
     interpret: Any = False
 

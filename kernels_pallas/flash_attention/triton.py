@@ -93,7 +93,7 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
     B, T, S, N, _, H, V = operands.sizes
     blocks = _blocks("forward", operands)
     rows = pl.cdiv(T, blocks.queries)
-    ranges = key_ranges(operands.start, operands.end, blocks.queries, blocks.keys).stacked()
+    ranges = key_ranges(operands.start, operands.end, blocks.queries, blocks.keys).stacked(B)
 
     tile = _Elementwise(settings.interpret)
 
@@ -152,7 +152,7 @@ def query_gradient(
     B, T, S, N, _, H, V = operands.sizes
     blocks = _blocks("query_gradient", operands)
     rows = pl.cdiv(T, blocks.queries)
-    ranges = key_ranges(operands.start, operands.end, blocks.queries, blocks.keys).stacked()
+    ranges = key_ranges(operands.start, operands.end, blocks.queries, blocks.keys).stacked(B)
 
     tile = _Elementwise(settings.interpret)
 
@@ -202,9 +202,9 @@ def key_gradient(
     blocks = _blocks("key_gradient", operands)
     columns = pl.cdiv(S, blocks.keys)
     of_queries = key_ranges(operands.start, operands.end, blocks.queries, blocks.keys)
-    ranges = query_ranges(of_queries, columns).stacked()
+    ranges = query_ranges(of_queries, columns).stacked(B)
 
-    tile = _Elementwise(settings.interpret)
+    tile, shares = _Elementwise(settings.interpret), operands.shares(columns * K * B)
 
     def kernel(ref: Mapping[str, Any]) -> None:
         keys = _rows(0, blocks.keys, pl.program_id(0) * blocks.keys, S)
@@ -235,22 +235,27 @@ def key_gradient(
         zeros = tuple(
             tuple(jnp.zeros((blocks.keys, size), jnp.float32) for _, size in _parts(width)) for width in (H, V)
         )
-        d_key, d_value = of_head(jnp.int32(0), zeros) if N == K else jax.lax.fori_loop(0, N // K, of_head, zeros)
+        heads = N // (K * shares)
+        d_key, d_value = of_head(jnp.int32(0), zeros) if heads == 1 else jax.lax.fori_loop(0, heads, of_head, zeros)
         _store(ref["d_key"], keys, tuple(part * settings.scale for part in d_key))
         _store(ref["d_value"], keys, d_value)
 
-    spec = _Specs(operands, blocks, lambda j, k, b: (b, k, None, j))
+    spec = _Specs(operands, blocks, lambda j, n, b: (b, n, None, j), shares)
     by_row = {"log_sum_exp": (log_sum_exp, spec.query_row), "delta": (delta, spec.query_row)}
-    return _call(
+    gradients = _call(
         "key_gradient",
         kernel,
         settings,
         blocks,
         inputs=spec.inputs(operands) | by_row | {"d_out": (d_out, spec.query(V)), "ranges": (ranges, spec.ranges)},
-        outputs={"d_key": (operands.key, spec.key(H)), "d_value": (operands.value, spec.key(V))},
-        grid=(columns, K, B),
+        outputs={
+            name: (operands.shared_out(x, shares), spec.key_share(x.shape[-1]))
+            for name, x in (("d_key", operands.key), ("d_value", operands.value))
+        },
+        grid=(columns, K * shares, B),
         cost=operands.key_cost(settings.seen),
     )
+    return tuple(operands.joined(x, shares) for x in gradients)
 
 
 class _Elementwise(NamedTuple):
@@ -381,13 +386,13 @@ class _Specs:
     """Where each program finds its part of each array.
 
     `where` gives of a program's ids the batch, the head (of queries, or of keys), and the block of queries or of keys;
-    the one that is None it sees whole, and of it all heads that share a key.
+    the one that is None it sees whole, and of it all heads that share a key, or one of their `shares`.
     """
 
-    def __init__(self, operands: Operands, blocks: Blocks, where: Callable[..., tuple]):
+    def __init__(self, operands: Operands, blocks: Blocks, where: Callable[..., tuple], shares: int = 1):
         self.B, self.T, self.S, self.N, self.K, self.H, self.V = operands.sizes
         self.where, self.by_keys = where, where(0, 0, 0)[2] is None
-        self.blocks, self.group = blocks, self.N // self.K
+        self.blocks, self.group, self.shares = blocks, self.N // (self.K * shares), shares
         self.all_queries = pl.cdiv(self.T, blocks.queries) * blocks.queries
         self.all_keys = pl.cdiv(self.S, blocks.keys) * blocks.keys
 
@@ -398,8 +403,12 @@ class _Specs:
 
     def key(self, width: int) -> pl.BlockSpec:
         if self.by_keys:
-            return self._spec((None, self.blocks.keys, None, width), lambda b, n, i, j: (b, j, n, 0))
+            return self._spec((None, self.blocks.keys, None, width), lambda b, n, i, j: (b, j, n // self.shares, 0))
         return self._spec((None, self.all_keys, None, width), lambda b, n, i, j: (b, 0, n // self.group, 0))
+
+    def key_share(self, width: int) -> pl.BlockSpec:
+        """Of an array that has every key head once for each share."""
+        return self._spec((None, self.blocks.keys, None, width), lambda b, n, i, j: (b, j, n, 0))
 
     @property
     def query_row(self) -> pl.BlockSpec:
@@ -417,12 +426,13 @@ class _Specs:
             interval = self._spec((None, self.all_queries), lambda b, n, i, j: (b, 0))
         else:
             interval = self._spec((None, self.blocks.queries), lambda b, n, i, j: (b, i))
+        start, end = operands.intervals
         inputs = {
             "query": (operands.query, self.query(self.H)),
             "key": (operands.key, self.key(self.H)),
             "value": (operands.value, self.key(self.V)),
-            "start": (operands.start, interval),
-            "end": (operands.end, interval),
+            "start": (start, interval),
+            "end": (end, interval),
         }
         if operands.sinks is not None and not self.by_keys:
             inputs["sinks"] = operands.sinks, self._spec((1,), lambda b, n, i, j: (n,))

@@ -48,8 +48,8 @@ def window(queries: int, before: int | None = None, after: int | None = 0, offse
 def prefix(queries: int, length: Any, offset: Any = 0) -> Visible:
     """Prefix-LM: the first `length` (int or int32 [B]) positions see one another, the others are causal."""
     start, end = causal(queries, offset)
-    length = length if isinstance(length, int) else _module(length).reshape(length, (-1, 1))
-    return Visible(start, _module(end, length).maximum(end, length))
+    length = length if isinstance(length, int) else module_of(length).reshape(length, (-1, 1))
+    return Visible(start, module_of(end, length).maximum(end, length))
 
 
 def packed(segment_ids: jax.Array) -> Visible:
@@ -74,7 +74,7 @@ def both(*parts: Visible) -> Visible:
     for intervals in itertools.product(*map(_intervals, parts)):
         start, end = intervals[0]
         for begin, stop in intervals[1:]:
-            module = _module(start, end, begin, stop)
+            module = module_of(start, end, begin, stop)
             start, end = module.maximum(start, begin), module.minimum(end, stop)
         met.append(Visible(start, end))
     return met[0] if len(met) == 1 else _stacked(met)
@@ -84,7 +84,7 @@ def union(*parts: Visible) -> Visible:
     """What any of them lets see; they may overlap. both(causal(T), union(first, window(T, 255))) sees a window and the
     first tokens (StreamingLLM, arXiv:2309.17453), with first = Visible(np.zeros((1, T), int), np.full((1, T), 4))."""
     start, end = _stacked([interval for part in parts for interval in _intervals(part)])
-    module = _module(start, end)
+    module = module_of(start, end)
     order = module.argsort(start, axis=0)
     start, end = (module.take_along_axis(x, order, axis=0) for x in (start, end))
     # Each begins where those before it have ended.
@@ -122,7 +122,7 @@ def _intervals(visible: Visible) -> list[Visible]:
 
 def _stacked(intervals: list[Visible]) -> Visible:
     arrays = [x for side in zip(*intervals, strict=True) for x in side]
-    module = _module(*arrays)
+    module = module_of(*arrays)
     arrays = module.broadcast_arrays(*arrays)
     return Visible(module.stack(arrays[: len(intervals)]), module.stack(arrays[len(intervals) :]))
 
@@ -130,10 +130,15 @@ def _stacked(intervals: list[Visible]) -> Visible:
 def _positions(queries: int, offset: Any) -> Any:
     if isinstance(offset, int):
         return np.arange(offset, offset + queries, dtype=np.int32)[None]
-    module = _module(offset)
+    module = module_of(offset)
     return module.reshape(offset, (-1, 1)) + np.arange(queries, dtype=np.int32)[None]
 
 
-def _module(*arrays: Any) -> Any:
-    """numpy for what numpy can hold: a jax.Array stays one, so that nothing is fetched from a device."""
+def module_of(*arrays: Any) -> Any:
+    """numpy where all arrays are numpy's, and otherwise jax.numpy, so that nothing is fetched from a device."""
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
+
+
+def shared(x: Any) -> Any:
+    """Of a numpy array [B, …] whose rows are all the same the first of them, [1, …]."""
+    return x[:1] if isinstance(x, np.ndarray) and np.all(x == x[:1]) else x

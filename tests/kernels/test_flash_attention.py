@@ -1,5 +1,6 @@
 """What is peculiar to attention: its gradients, its kernels, its memory, and how it is spread over devices."""
 
+import dataclasses
 import functools
 import re
 
@@ -18,7 +19,7 @@ from jaxlm.costs.hardware import Target
 from jaxlm.lowering import targets
 from jaxlm.lowering.assembly import assemble, compile_to_ptx
 from jaxlm.lowering.kernel_matrix import CHIPS
-from kernels_pallas import flash_attention, hopper
+from kernels_pallas import flash_attention, hopper, target
 from kernels_pallas.flash_attention import (
     IMPLEMENTATIONS,
     both,
@@ -213,6 +214,29 @@ def test_devices_send_one_another_nothing_but_sums_for_the_sinks(chips, implemen
         text = gradient.lower((query, key, key, sinks)).compile().as_text()
     assert text.count("flash_attention_query_gradient")
     assert re.findall(r" (all-[a-z]+|reduce-scatter|collective-permute)(?:-start)?\(", text) == ["all-reduce"]
+
+
+@pytest.mark.parametrize("sms, shares", [(23, 1), (24, 2), (48, 4)])
+@pytest.mark.parametrize("bias", [(1, 8, 200, 170), (1, 1, 1, 170), None], ids=str)
+def test_few_key_heads_are_shared_out_over_a_gpu(monkeypatch, sms, shares, bias):
+    """Twelve programs, two heads of 170 keys in blocks of 32, are enough for 23 SMs; for more the groups of four query
+    heads are divided, each share with its own sum in float32."""
+    arrays = drawn((1, 200, 8, 16), (1, 170, 2, 16), (1, 170, 2, 32), *([bias] if bias else []))
+
+    def gradient(implementation):
+        def loss(arrays):
+            query, key, value, *bias = arrays
+            options = dict(visible=window(200, 90, offset=-20), bias=bias[0] if bias else None)
+            how = dict(implementation=implementation, _interpret=True)
+            return jnp.sum(jnp.sin(flash_attention(query, key, value, **options, **how)))
+
+        return jax.grad(loss)(arrays)
+
+    chip = dataclasses.replace(target.current(), cores=sms)
+    monkeypatch.setattr(target, "current", lambda: chip)
+    program = str(jax.make_jaxpr(lambda: gradient("triton"))())
+    assert f"f32[1,170,{2 * shares},16]" in program
+    chex.assert_trees_all_close(gradient("triton"), gradient("reference"), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

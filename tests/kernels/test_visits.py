@@ -1,0 +1,148 @@
+"""Which tiles of scores the TPU's attention visits: those that are seen and no other, from one list per call."""
+
+import functools
+
+import chex
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_choice import V5E
+from test_flash_attention import drawn
+
+from kernels_pallas import flash_attention
+from kernels_pallas.flash_attention import Visible, both, causal, mosaic_tpu, packed, visits, window
+from kernels_pallas.flash_attention.visible import within
+from kernels_pallas.flash_attention.visits import Visit
+
+QUERIES, KEYS = 8, 16
+
+
+def _tiles(start, end, columns):
+    """[B, rows, columns, queries, keys]: the mask itself, cut into tiles."""
+    (B, T), S = start.shape, columns * KEYS
+    seen = (start[..., None] <= np.arange(S)) & (np.arange(S) < end[..., None])
+    seen = np.pad(seen, ((0, 0), (0, -T % QUERIES), (0, 0)))
+    return seen.reshape(B, -1, QUERIES, columns, KEYS).transpose(0, 1, 3, 2, 4)
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+def test_a_tile_is_visited_once_if_it_is_seen_and_each_block_at_least_once(by_keys):
+    """Against the mask itself, for random intervals, the empty among them."""
+    T, S = 50, 70
+    low, high = np.random.default_rng(0).integers(0, S + 1, (2, 40, T)).astype(np.int32)
+    # Tiles that are seen whole, and blocks of queries that see nothing.
+    low[:20], high[:20] = low[:20, :1], S
+    high[:10, 13:37] = 0
+    tiles = _tiles(low, np.where(low < high, high, 0), -(-S // KEYS))
+    if by_keys:
+        tiles = tiles.swapaxes(1, 2)
+    some, whole = tiles.any((-1, -2)), tiles.all((-1, -2))
+    make = functools.partial(visits.visits, queries=QUERIES, keys=KEYS, columns=-(-S // KEYS), by_keys=by_keys)
+    known, late = make(low, high), jax.jit(make)(low, high)
+    assert known.steps == late.steps == known.tiles.shape[1]
+    chex.assert_trees_all_equal(known.tiles, late.tiles[:, : known.steps])
+
+    for b, listed in enumerate(known.tiles):
+        at = Visit(listed)
+        marked = (listed & 15) != 0
+        count = marked.sum()
+        place = list(zip(at.outer, at.inner, strict=True))
+        assert np.all(marked[:count]) and place[count:] == [place[count - 1]] * (len(place) - count)
+        place, opens, closes = place[:count], at.opens[:count], at.closes[:count]
+        assert place == sorted(set(place))
+        outer = at.outer[:count]
+        assert set(outer) == set(range(some.shape[1]))
+        assert list(opens) == [i == 0 or outer[i] != outer[i - 1] for i in range(count)]
+        assert list(closes) == [i == count - 1 or outer[i] != outer[i + 1] for i in range(count)]
+        computed, unmasked = np.zeros_like(some[b]), np.zeros_like(some[b])
+        for here, tile in zip(place, listed, strict=False):
+            computed[here], unmasked[here] = (bool(tile & mark) for mark in (visits._SEEN, visits._WHOLE))
+        # Where queries of one block see intervals far apart the tiles between them are computed as well.
+        assert np.all(computed >= some[b]) and np.all(unmasked <= whole[b])
+    assert np.any(known.tiles & visits._WHOLE) and np.any(known.tiles[:, -1] & 15 == 0)
+
+
+def test_sequences_that_see_the_same_share_a_list():
+    see = within(causal(100), 3, 100, 100)
+    tiles, steps = visits.visits(see.start[0], see.end[0], 10, 20, 5, by_keys=False)
+    assert tiles.shape == (1, steps) and steps == 2 * (1 + 2 + 3 + 4 + 5)
+
+
+def _kernels(program):
+    """The parameters of each kernel in a program."""
+    for equation in program.eqns:
+        if equation.primitive.name == "pallas_call":
+            yield equation.params
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from _kernels(inner)
+
+
+def _grids(visible, T):
+    """Of each kernel of a loss and its gradient, lowered for a TPU, the steps over tiles; "late" where they are known
+    once the program runs."""
+    arrays = [jax.ShapeDtypeStruct((1, T, heads, 128), jnp.bfloat16) for heads in (2, 1, 1)]
+
+    def loss(*arrays):
+        return jnp.sum(flash_attention(*arrays, visible=visible(), implementation="mosaic_tpu").astype(jnp.float32))
+
+    mesh = jax.sharding.AbstractMesh((1,), ("one",), (jax.sharding.AxisType.Auto,), abstract_device=V5E)
+    with jax.sharding.use_abstract_mesh(mesh):
+        program = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*arrays)
+    found = {kernel["name"]: kernel["grid_mapping"].grid[2] for kernel in _kernels(program.jaxpr)}
+    steps = (found[f"flash_attention_{name}"] for name in ("forward", "query_gradient", "key_gradient"))
+    return [size if isinstance(size, int) else "late" for size in steps]
+
+
+def test_the_grid_has_a_step_for_what_is_seen():
+    """At 8192 with tiles of 512 × 1024 forward and 512 × 512 backward: 128 and 256 steps see all."""
+    T = 8192
+    assert _grids(lambda: None, T) == [128, 256, 256]
+    assert _grids(lambda: causal(T), T) == [72, 136, 136]
+    assert _grids(lambda: window(T, 511), T) == [23, 31, 31]
+    assert _grids(lambda: packed(jnp.zeros((1, T), jnp.int32)), T) == ["late"] * 3
+
+
+def test_masks_known_while_tracing_and_later_give_the_same():
+    query, key, value = drawn((2, 300, 2, 16), (2, 300, 1, 16), (2, 300, 1, 16))
+    ids = np.repeat([[0, 0, 1, 1, 1, -1], [2, 3, 3, 3, 3, 3]], 50, axis=1)
+    known = Visible(*map(np.asarray, both(causal(300), packed(ids))))
+
+    @jax.jit
+    def results_and_gradients(arrays, visible=known):
+        def loss(arrays):
+            out = flash_attention(*arrays, visible=visible, implementation="mosaic_tpu", _interpret=True)
+            return jnp.sum(jnp.sin(out)), out
+
+        return jax.value_and_grad(loss, has_aux=True)(arrays)
+
+    arrays = query, key, value
+    chex.assert_trees_all_equal(results_and_gradients(arrays), results_and_gradients(arrays, known))
+
+
+@pytest.mark.parametrize("bias", [(1, 1, 1, 640), (2, 2, 520, 640), None], ids=str)
+def test_a_list_that_is_too_long_is_parted(monkeypatch, bias):
+    """By queries forward and for their gradient, by keys for theirs: the same numbers, the same FLOPs."""
+    arrays = drawn((2, 520, 2, 16), (2, 640, 1, 16), (2, 640, 1, 16), *([bias] if bias else []))
+    options = dict(visible=window(520, 300, offset=100), soft_cap=5.0, return_log_sum_exp=True)
+
+    def run():
+        def loss(arrays):
+            query, key, value, *bias = arrays
+            given = dict(bias=bias[0] if bias else None, implementation="mosaic_tpu", _interpret=True)
+            results = flash_attention(query, key, value, **options, **given)
+            return sum(jnp.sum(jnp.sin(x)) for x in results), results
+
+        def results_and_gradients(arrays):
+            return jax.value_and_grad(loss, has_aux=True)(arrays)
+
+        flops = [kernel["cost_estimate"].flops for kernel in _kernels(jax.make_jaxpr(results_and_gradients)(arrays))]
+        return jax.jit(results_and_gradients)(arrays), flops
+
+    whole, flops = run()
+    monkeypatch.setattr(mosaic_tpu, "MOST", 10)
+    in_parts, of_parts = run()
+    assert len(flops) == 3 < len(of_parts) and sum(flops) == sum(of_parts)
+    # Sums of float32 in another order, where XLA fuses otherwise.
+    chex.assert_trees_all_close(in_parts, whole, rtol=1e-5, atol=1e-5)

@@ -7,6 +7,7 @@ the others take no step of the grid.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -25,10 +26,11 @@ LANES = 128
 
 
 class Blocks(NamedTuple):
-    """Scores are computed in tiles of `queries` × `keys`."""
+    """Scores are computed in tiles of `queries` × `keys`, of each the scores of `chunk` keys at a time."""
 
     queries: int
     keys: int
+    chunk: int
 
 
 class Kernels(NamedTuple):
@@ -41,9 +43,9 @@ class Kernels(NamedTuple):
 
 # Until they are measured: such that a tile's float32 intermediates fit the 16 MiB of VMEM that every generation grants
 # a kernel.
-_DEFAULT = Kernels(Blocks(512, 1024), Blocks(512, 512), Blocks(512, 512))
-_FLOAT32 = Kernels(*[Blocks(256, 512)] * 3)
-_INTERPRETED = Kernels(*[Blocks(128, 128)] * 3)
+_DEFAULT = Kernels(Blocks(512, 1024, 256), Blocks(512, 1024, 256), Blocks(1024, 512, 256))
+_FLOAT32 = Kernels(*[Blocks(256, 512, 256)] * 3)
+_INTERPRETED = Kernels(*[Blocks(128, 128, 64)] * 3)
 
 
 class _Layout(NamedTuple):
@@ -100,11 +102,12 @@ def _layout(operands: Operands, kernel: str) -> _Layout:
         kernels = _INTERPRETED
     else:
         kernels = _FLOAT32 if dtype == jnp.float32 else _DEFAULT
-    lengths = (pl.cdiv(length, LANES) * LANES for length in (T, S))
-    default = Blocks(*(min(block, most) for block, most in zip(getattr(kernels, kernel), lengths, strict=True)))
+    lengths = [pl.cdiv(length, LANES) * LANES for length in (T, S)]
+    chosen = getattr(kernels, kernel)
+    default = Blocks(min(chosen.queries, lengths[0]), min(chosen.keys, lengths[1]), chosen.chunk)
     blocks = tuning.blocks(f"flash_attention_{kernel}", "mosaic_tpu", (T, S, H, V), dtype, default)
     rows, columns, by_keys = pl.cdiv(T, blocks.queries), pl.cdiv(S, blocks.keys), kernel == "key_gradient"
-    visited = visits(operands.start, operands.end, *blocks, columns, by_keys=by_keys)
+    visited = visits(operands.start, operands.end, blocks.queries, blocks.keys, columns, by_keys=by_keys)
     return _Layout(sizes, blocks, rows, columns, by_keys, visited)
 
 
@@ -141,13 +144,15 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
                 total[...] = jnp.zeros_like(total)
 
         def step(masked: bool) -> None:
-            scores, _ = _scores(settings, ref, masked, at.inner * blocks.keys)
-            raised = jnp.maximum(largest[...], jnp.max(scores, axis=0, keepdims=True))
-            kept, weights = jnp.exp2(largest[...] - raised), jnp.exp2(scores - raised)
-            largest[...] = raised
-            total[...] = total[...] * kept + jnp.sum(weights, axis=0, keepdims=True)
-            value = ref["value"][...]
-            mixed[...] = mixed[...] * kept + dot(value, weights.astype(value.dtype), (0, 0))
+            top, sums, mix = largest[...], total[...], mixed[...]
+            for keys, products in _ahead(blocks, lambda keys: dot(ref["key"][keys], ref["query"][...], (1, 1))):
+                scores, _ = _scores(settings, ref, masked, products, at.inner * blocks.keys, keys)
+                raised = jnp.maximum(top, jnp.max(scores, axis=0, keepdims=True))
+                kept, weights = jnp.exp2(top - raised), jnp.exp2(scores - raised)
+                top, sums = raised, sums * kept + jnp.sum(weights, axis=0, keepdims=True)
+                value = ref["value"][keys]
+                mix = mix * kept + dot(value, weights.astype(value.dtype), (0, 0))
+            largest[...], total[...], mixed[...] = top, sums, mix
 
         at.visit(step)
 
@@ -191,12 +196,14 @@ def query_gradient(
             total[...] = jnp.zeros_like(total)
 
         def step(masked: bool) -> None:
-            scores, slope = _scores(settings, ref, masked, at.inner * blocks.keys)
-            weights = jnp.exp2(scores - ref["log_sum_exp"][...])
-            d_weights = dot(ref["value"][...], ref["d_out"][...], (1, 1))
-            d_scores = score_gradient(weights, d_weights, ref["delta"][...], slope)
-            key = ref["key"][...]
-            total[...] += dot(key, d_scores.astype(key.dtype), (0, 0))
+            d_query = total[...]
+            for keys, (products, d_weights) in _ahead(blocks, _both_products(ref)):
+                scores, slope = _scores(settings, ref, masked, products, at.inner * blocks.keys, keys)
+                weights = jnp.exp2(scores - ref["log_sum_exp"][...])
+                d_scores = score_gradient(weights, d_weights, ref["delta"][...], slope)
+                key = ref["key"][keys]
+                d_query += dot(key, d_scores.astype(key.dtype), (0, 0))
+            total[...] = d_query
 
         at.visit(step)
 
@@ -240,13 +247,13 @@ def key_gradient(
             value_total[...] = jnp.zeros_like(value_total)
 
         def step(masked: bool) -> None:
-            scores, slope = _scores(settings, ref, masked, at.outer * blocks.keys)
-            weights = jnp.exp2(scores - ref["log_sum_exp"][...])
             d_out, query = ref["d_out"][...], ref["query"][...]
-            value_total[...] += dot(weights.astype(d_out.dtype), d_out, (1, 0))
-            d_weights = dot(ref["value"][...], d_out, (1, 1))
-            d_scores = score_gradient(weights, d_weights, ref["delta"][...], slope)
-            key_total[...] += dot(d_scores.astype(query.dtype), query, (1, 0))
+            for keys, (products, d_weights) in _ahead(blocks, _both_products(ref)):
+                scores, slope = _scores(settings, ref, masked, products, at.outer * blocks.keys, keys)
+                weights = jnp.exp2(scores - ref["log_sum_exp"][...])
+                value_total[keys] += dot(weights.astype(d_out.dtype), d_out, (1, 0))
+                d_scores = score_gradient(weights, d_weights, ref["delta"][...], slope)
+                key_total[keys] += dot(d_scores.astype(query.dtype), query, (1, 0))
 
         at.visit(step)
 
@@ -277,14 +284,33 @@ def _by_row(layout: _Layout, log_sum_exp: jax.Array, delta: jax.Array, d_out: ja
     }
 
 
-def _scores(settings: Settings, ref: Mapping[str, Any], masked: bool, first_key: Any) -> tuple:
-    """Scores [keys, queries] of the tile, −∞ where a key is not seen, and their slope."""
-    products = dot(ref["key"][...], ref["query"][...], (1, 1))
-    bias = ref["bias"][...].astype(jnp.float32).T if "bias" in ref else None
+def _ahead(blocks: Blocks, products: Callable[[slice], Any]) -> Iterator[tuple[slice, Any]]:
+    """For each chunk of a tile's keys what `products` makes of it, those of the next chunk made before what the caller
+    does with these: the compiler lets the matrix unit run beside the others only where instructions are near."""
+    chunks = [slice(first, min(first + blocks.chunk, blocks.keys)) for first in range(0, blocks.keys, blocks.chunk)]
+    coming = products(chunks[0])
+    for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
+        made, coming = coming, products(following) if following else None
+        yield chunk, made
+
+
+def _both_products(ref: Mapping[str, Any]) -> Callable[[slice], tuple[jax.Array, jax.Array]]:
+    """Of some keys with all queries: the scores' products, and the weights' gradients."""
+    return lambda keys: (
+        dot(ref["key"][keys], ref["query"][...], (1, 1)),
+        dot(ref["value"][keys], ref["d_out"][...], (1, 1)),
+    )
+
+
+def _scores(
+    settings: Settings, ref: Mapping[str, Any], masked: bool, products: jax.Array, first_key: Any, keys: slice
+) -> tuple:
+    """Scores [keys, queries] of some keys of a tile, −∞ where a key is not seen, and their slope."""
+    bias = ref["bias"][:, keys].astype(jnp.float32).T if "bias" in ref else None
     values, factor, slope = settings.factored(products, bias)
     scores = values * factor
     if masked:
-        index = first_key + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+        index = first_key + keys.start + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
         scores = jnp.where((ref["start"][...] <= index) & (index < ref["end"][...]), scores, -jnp.inf)
     return scores, slope
 

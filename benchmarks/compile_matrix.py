@@ -1,7 +1,8 @@
 """Which kernels compile for which chips?
 
 python benchmarks/compile_matrix.py                 prints the table
-python benchmarks/compile_matrix.py --write         puts it into docs/kernels.md, with what NVIDIA's assembler says
+python benchmarks/compile_matrix.py --write         puts it into docs/kernels.md, with what NVIDIA's assembler and the
+                                                    TPUs' compiler say
 python benchmarks/compile_matrix.py --on A100 v5e   some of the chips
 """
 
@@ -13,6 +14,8 @@ import jax
 import results as files
 
 from jaxlm.lowering import kernel_matrix
+from jaxlm.lowering.assembly import Assembled
+from jaxlm.lowering.bundles import Scheduled
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "kernels.md"
 
@@ -39,15 +42,16 @@ def main() -> None:
         for row, outcome in results[chip].items():
             if outcome.problem:
                 print(f"  {row}: {outcome.problem}")
-    table, records = kernel_matrix.table(results), kernel_matrix.records(results)
-    registers = kernel_matrix.registers_table(records)
-    print(table)
-    if records:
-        print(registers)
+    tables = {"compile matrix": kernel_matrix.table(results)}
+    records = {kind: kernel_matrix.records(results, kind) for kind in (Assembled, Scheduled)}
+    tables["registers"] = kernel_matrix.registers_table(records[Assembled])
+    tables["schedules"] = kernel_matrix.schedules_table(records[Scheduled])
+    print(*tables.values(), sep="\n")
     if options.write:
-        write("compile matrix", table)
-        write("registers", registers)
-        print(files.write("assembly", "compiled", {"kernels": records}))
+        for name, table in tables.items():
+            write(name, table)
+        print(files.write("assembly", "compiled", {"kernels": records[Assembled]}))
+        print(files.write("schedules", "compiled", {"kernels": records[Scheduled]}))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,14 @@
 A kernel that needs more shared memory, VMEM or registers than a chip has, or that its compiler refuses, fails here.
 """
 
+import json
+import os
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -12,8 +18,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.costs.hardware import Target
-from jaxlm.lowering import targets
+from jaxlm.lowering import bundles, targets
 from jaxlm.lowering.assembly import Assembled, assemble, compile_to_ptx
+from jaxlm.lowering.bundles import Scheduled
 from kernels_pallas.cases import Case, Operation
 from kernels_pallas.registry import OPERATIONS
 
@@ -46,21 +53,65 @@ def rows() -> Iterator[Row]:
 
 
 class Outcome(NamedTuple):
-    """What became of a row: "" or the problem with it, and on ASSEMBLED chips its kernels."""
+    """What became of a row: "" or the problem with it, and on TPUs and ASSEMBLED chips its kernels."""
 
     problem: str
-    kernels: tuple[Assembled, ...] = ()
+    kernels: tuple[Assembled, ...] | tuple[Scheduled, ...] = ()
 
 
 def compile_rows(chip: str) -> dict[Row, Outcome]:
-    """Each row that is lowered for a chip of CHIPS, compiled for it, forward and backward."""
+    """Each row that is lowered for a chip of CHIPS, compiled for it, forward and backward; for a TPU in a process of
+    its own, since libtpu is told but once where to write its schedules."""
+    if chip not in TPUS:
+        return _compile_rows(chip, _assembled if chip in ASSEMBLED else _compiled)
+    with tempfile.TemporaryDirectory(prefix="jaxlm-schedules-") as folder:
+        command = [sys.executable, "-m", "jaxlm.lowering.kernel_matrix", chip, folder]
+        environment = os.environ | {"JAX_PLATFORMS": "cpu"} | bundles.environment(Path(folder))
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"compiling for {chip} failed: {done.stderr.strip()[-2000:]}")
+    outcomes = (
+        Outcome(problem, tuple(Scheduled(*kernel) for kernel in kernels))
+        for problem, kernels in json.loads(done.stdout.splitlines()[-1])
+    )
+    return dict(zip(_rows_of(chip), outcomes, strict=True))
+
+
+def _rows_of(chip: str) -> list[Row]:
+    return [row for row in rows() if chip in LOWERED_FOR[row.implementation]]
+
+
+# How a program is compiled, and the kernels that this says something of.
+_Compiler = Callable[[jax.stages.Lowered], list[Assembled] | list[Scheduled]]
+
+
+def _assembled(lowered: jax.stages.Lowered) -> list[Assembled]:
+    return sorted(kernel for text in compile_to_ptx(lowered) for kernel in assemble(text))
+
+
+def _compiled(lowered: jax.stages.Lowered) -> list[Assembled]:
+    lowered.compile()
+    return []
+
+
+def _scheduled(folder: Path) -> _Compiler:
+    def compiled(lowered: jax.stages.Lowered) -> list[Scheduled]:
+        lowered.compile()
+        kernels = sorted(bundles.read(folder), key=lambda kernel: kernel.name)
+        for path in folder.iterdir():
+            path.unlink()
+        return kernels
+
+    return compiled
+
+
+def _compile_rows(chip: str, compiled: _Compiler) -> dict[Row, Outcome]:
     device = targets.devices(Target.parse(CHIPS[chip]))[0]
     mesh = Mesh(np.array([device]), ("one",))
-    lowered = (row for row in rows() if chip in LOWERED_FOR[row.implementation])
-    return {row: _compile(row, mesh, chip in ASSEMBLED) for row in lowered}
+    return {row: _compile(row, mesh, compiled) for row in _rows_of(chip)}
 
 
-def _compile(row: Row, mesh: Mesh, assembles: bool) -> Outcome:
+def _compile(row: Row, mesh: Mesh, compiled: _Compiler) -> Outcome:
     operation, implementation, case = row
     whole = NamedSharding(mesh, PartitionSpec())
     structs = {
@@ -77,18 +128,14 @@ def _compile(row: Row, mesh: Mesh, assembles: bool) -> Outcome:
     try:
         with jax.set_mesh(mesh):
             lowered = jax.jit(program).lower(inputs, structs)
-            if assembles:
-                assembled = sorted(kernel for text in compile_to_ptx(lowered) for kernel in assemble(text))
-            else:
-                lowered.compile()
-                assembled = []
+            known = compiled(lowered)
     except Exception as error:  # a compiler's refusal has no type of its own
         return Outcome(str(error).splitlines()[0][:300])
     # As lowered, not as compiled: for TPU v7x there are programs that jaxlib compiles and cannot print.
     kernels = re.findall(rf'name = "\w*{operation.name}\w*"|@mosaic_gpu_v2', lowered.as_text())
     if len(kernels) < 2:
         return Outcome(f"{len(kernels)} kernels are in the program; forward and backward need one each")
-    return Outcome("", tuple(kernel for kernel in assembled if operation.name in kernel.name))
+    return Outcome("", tuple(kernel for kernel in known if operation.name in kernel.name))
 
 
 def table(results: dict[str, dict[Row, Outcome]]) -> str:
@@ -103,23 +150,42 @@ def table(results: dict[str, dict[Row, Outcome]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def records(results: dict[str, dict[Row, Outcome]]) -> list[dict[str, str | int]]:
-    """Every kernel that was assembled, one flat record each."""
+def records(results: dict[str, dict[Row, Outcome]], kind: type[Assembled] | type[Scheduled]) -> list[dict]:
+    """Every kernel of which something is known, one record each."""
     return [
         {"chip": chip, "row": str(row), **kernel._asdict()}
         for chip, by in results.items()
         for row, outcome in by.items()
         for kernel in outcome.kernels
+        if isinstance(kernel, kind)
     ]
 
 
 def registers_table(records: list[dict]) -> str:
     """Of each row the registers of its kernels by chip, in the order of their names, as a Markdown table."""
+
+    def cell(record: dict) -> str:
+        return f"{record['registers']}" + (f" ({record['spilled']} B spilled)" if record["spilled"] else "")
+
+    return _kernels_table(records, cell)
+
+
+def schedules_table(records: list[dict]) -> str:
+    """Of each row the longest run of its kernels by chip, and the unit that it keeps busiest, in the order of their
+    names, as a Markdown table."""
+
+    def cell(record: dict) -> str:
+        unit = max(record["busy"], key=lambda unit: record["busy"][unit])
+        return f"{record['longest']:,} {unit} {record['busy'][unit]:.0%}"
+
+    return _kernels_table(records, cell)
+
+
+def _kernels_table(records: list[dict], cell: Callable[[dict], str]) -> str:
     chips = list(dict.fromkeys(record["chip"] for record in records))
     cells: dict[str, dict[str, list[str]]] = {}
     for record in records:
-        spilled = f" ({record['spilled']} B spilled)" if record["spilled"] else ""
-        cells.setdefault(record["row"], {}).setdefault(record["chip"], []).append(f"{record['registers']}{spilled}")
+        cells.setdefault(record["row"], {}).setdefault(record["chip"], []).append(cell(record))
     lines = [
         f"| operation | implementation | case | {' | '.join(chips)} |",
         "| --- | --- | --- |" + " --- |" * len(chips),
@@ -128,3 +194,8 @@ def registers_table(records: list[dict]) -> str:
         f"| {row} | {' | '.join(' · '.join(by.get(chip, ['–'])) for chip in chips)} |" for row, by in cells.items()
     ]
     return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    chip, folder = sys.argv[1:]
+    print(json.dumps(list(_compile_rows(chip, _scheduled(Path(folder))).values())))

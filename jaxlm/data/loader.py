@@ -36,15 +36,18 @@ def training_batches(
 def evaluation_batches(
     rows: Rows, batch: int, limit: int | None = None, share: Sequence[int] | None = None
 ) -> Iterator[Batch]:
-    """All rows in order, or the first `limit` batches; the last is filled up with rows without targets.
+    """All rows, or `limit` batches of them, always the same: rows in an order that depends on their number alone, since
+    they are packed by the lengths of documents, and the first would be pieces of the longest. The last batch is filled
+    up with rows without targets.
 
     `share` as in `training_batches`.
     """
     count = -(-len(rows) // batch)
+    order = np.random.default_rng(0).permutation(len(rows))
     empty = empty_row(rows.sequence)
     share = range(batch) if share is None else share
     for first in range(0, min(count, limit or count) * batch, batch):
-        yield _stack([rows[first + row] if first + row < len(rows) else empty for row in share])
+        yield _stack([rows[int(order[first + row])] if first + row < len(rows) else empty for row in share])
 
 
 def _stack(rows: list[Batch]) -> Batch:

@@ -191,7 +191,8 @@ class RecordsConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """A checkpoint every `every` steps and at the end; the newest `keep` and the best stay."""
+    """A checkpoint every `every` steps and at the end; the newest `keep` stay, and the one with the lowest
+    held-out loss among those at whose step `evaluation.every` let it be measured."""
 
     every: PositiveInt = 500
     keep: PositiveInt = 2

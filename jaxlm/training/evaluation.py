@@ -51,7 +51,7 @@ def evaluate(
     limit: int | None = None,
     go_on: Callable[[], bool] = lambda: True,
 ) -> Evaluation | None:
-    """Mean loss over all rows, or the first `limit` batches; call it under `jax.set_mesh`. None where `go_on`,
+    """Mean loss over all rows, or `limit` batches of them; call it under `jax.set_mesh`. None where `go_on`,
     asked before every batch, said no.
 
     `step` is a compiled `training.step.Steps.evaluate`. Sums of losses are added in float64 on the host.

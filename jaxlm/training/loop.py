@@ -103,6 +103,7 @@ class Trainer:
         """
         with self._clock.phase("restoring"):
             step = checkpoints.resume_from(self._directory, self._display.say)
+        self._profiler.resume(step or 0)
         self._starts = Starts(self._run / "goodput.jsonl", self._clock, step or 0)
         with (
             jax.set_mesh(self._mesh),
@@ -162,9 +163,9 @@ class Trainer:
                 evaluating, saving = self._evaluates_at(step), step == last or step % self._checkpoint.every == 0
                 if evaluating or saving:
                     self._look_at_previous()
-                measured = self._evaluate(step, programs, state) if evaluating else None
+                compared = self._evaluate(step, programs, state) if evaluating else None
                 if saving:
-                    self._save(state, measured and _finite(measured.loss))
+                    self._save(state, compared)
 
             self._look_at_previous()
             if step < last:
@@ -241,17 +242,20 @@ class Trainer:
     def _evaluates_at(self, step: int) -> bool:
         return step >= self._training.steps or step % self._evaluation.every == 0
 
-    def _evaluate(self, step: int, programs: Compiled, state: TrainState) -> Evaluation | None:
-        """Held-out loss; None where the run is to stop before all of it is measured."""
-        limit = None if step >= self._training.steps else self._evaluation.batches
+    def _evaluate(self, step: int, programs: Compiled, state: TrainState) -> float | None:
+        """Record the held-out loss, at the end of all text. Returns what the checkpoints of a run are compared by, the
+        loss on the rows of every evaluation; None where it is not finite, or the run is to stop before."""
+        few = self._evaluation.batches
+        limit = None if step >= self._training.steps else few
 
-        def held_out(parameters: Tree) -> Evaluation | None:
+        def held_out(parameters: Tree, limit: int | None) -> Evaluation | None:
             rows, batch = self._held_out_rows, self._training.batch
             return evaluate_sources(programs.evaluate, parameters, rows, batch, self._mesh, limit, self._goes_on)
 
         with self._clock.phase("evaluation"):
-            measured = held_out(state.parameters)
-            of_average = held_out(state.average) if measured and state.average is not None else None
+            measured = held_out(state.parameters, limit)
+            of_average = held_out(state.average, limit) if measured and state.average is not None else None
+            compared = held_out(state.parameters, few) if measured and limit != few else measured
         if measured is None or (state.average is not None and of_average is None):
             return None
         row = {"step": step, **measured.row()}
@@ -261,7 +265,7 @@ class Trainer:
             said += f", of the averaged weights {of_average.loss:.4f}"
         self._recorder.write("evaluation", row)
         self._display.say(said)
-        return measured
+        return compared and _finite(compared.loss)
 
     def _norms(self, step: int, programs: Compiled, state: TrainState, batch: dict[str, jax.Array]) -> None:
         with self._clock.phase("norms"):

@@ -35,6 +35,12 @@ class Profiler:
     def __init__(self, steps: Steps | None, directory: Path, say: Callable[[str], None]):
         self._steps, self._directory, self._say, self._tracing = steps, directory, say, False
 
+    def resume(self, step: int) -> None:
+        """Say so where the run goes on from a step that lies behind the profile's: a job that is started again with the
+        same command is not refused for it."""
+        if self._steps is not None and self._steps.stop <= step + 1:
+            self._say(f"no profile: steps {self._steps.start} to {self._steps.stop - 1} are done, up to {step}")
+
     def before(self, step: int, settle: Callable[[], None]) -> None:
         """Call before each step is sent off; `settle` waits for those before it, where a trace begins or ends."""
         if self._steps is None:

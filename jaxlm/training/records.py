@@ -83,7 +83,8 @@ def memory_use(devices: list) -> dict[str, int | None]:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
         return {"memory_bytes": None, "peak_memory_bytes": peak}
-    return {"memory_bytes": pages * resource.getpagesize(), "peak_memory_bytes": peak}
+    now = pages * resource.getpagesize()
+    return {"memory_bytes": now, "peak_memory_bytes": max(now, peak)}  # the peak was read before
 
 
 def _version(name: str) -> str | None:

@@ -61,15 +61,21 @@ class WeightsAndBiases:
         if not kept.exists():
             kept.write_text(uuid.uuid4().hex[:12])
         settings = wandb.Settings(console="off")  # the bar is nothing to keep
-        self._run = wandb.init(
-            project=project,
-            name=run.absolute().name,
-            id=kept.read_text().strip(),
-            resume="allow",
-            dir=str(run),
-            config=config,
-            settings=settings,
-        )
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=run.absolute().name,
+                id=kept.read_text().strip(),
+                resume="allow",
+                dir=str(run),
+                config=config,
+                settings=settings,
+            )
+        except wandb.Error as error:
+            raise InputError(
+                f"Weights & Biases refuses the run: {str(error).splitlines()[0]}; log in (wandb login), or set "
+                "WANDB_MODE=offline"
+            ) from None
 
     def write(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step=step)

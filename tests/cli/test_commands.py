@@ -103,6 +103,18 @@ def test_eval_measures_the_held_out_text(run):
 
 
 @pytest.mark.slow
+def test_checkpoints_are_compared_by_the_same_rows(run):
+    """At the end all of the held-out text is measured, before it two batches; what decides is always of these."""
+    first, last = lines(run / "evaluations.jsonl")
+    assert first["tokens"] < last["tokens"]
+    of_first, of_last = (
+        json.loads((run / "checkpoints" / str(step) / "metrics" / "metrics").read_text())["held_out_loss"]
+        for step in (6, 12)
+    )
+    assert of_first == first["loss"] and of_last != last["loss"] == pytest.approx(of_last, rel=0.05)
+
+
+@pytest.mark.slow
 def test_the_average_of_the_weights_is_measured_in_the_run_and_by_eval(run):
     measured = json.loads(jaxlm("eval", run, "--ema", "--json").stdout)
     last = lines(run / "evaluations.jsonl")[-1]

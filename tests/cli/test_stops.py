@@ -129,6 +129,8 @@ def test_a_profile_names_steps_and_is_written(config, tmp_path):
     run = tmp_path / "run"
     _, errors = finish(start(config, run, "training.steps=8", "evaluation.batches=1", "--profile", "3:6"))
     assert "xprof --logdir" in errors
+    _, again = finish(start(config, run, "training.steps=9", "evaluation.batches=1", "--profile", "3:6"))
+    assert "no profile: steps 3 to 5 are done, up to 8" in again
     (file,) = (run / "profile").rglob("*.xplane.pb")
     planes = jax.profiler.ProfileData.from_file(str(file)).planes
     steps = [

@@ -76,6 +76,17 @@ def test_wandb_continues_one_run_without_a_network(tmp_path, monkeypatch):
     assert all(list(start.glob(f"run-{name}.wandb")) for start in starts)
 
 
+def test_weights_and_biases_without_a_login_is_one_line(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**_):
+        raise wandb.errors.UsageError("api_key not configured (no-tty)\nmore")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(InputError, match=r"no-tty\); log in \(wandb login\), or set WANDB_MODE=offline$"):
+        sinks.WeightsAndBiases(tmp_path, "project", {})
+
+
 def test_a_package_that_is_not_here_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     sinks.check_installed(None)

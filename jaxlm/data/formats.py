@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import os
 import tokenize
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -19,12 +20,14 @@ _CHUNK = 2**16
 
 class Slice(NamedTuple):
     """Some of the documents of a file: of JSON lines those that begin in bytes [start, end), of Parquet those in row
-    groups [start, end), otherwise all. `size`: what it takes of the file, bytes."""
+    groups [start, end), otherwise all. `size`: what it takes of the file, bytes. `documents`: how many, where that is
+    known before they are read."""
 
     path: str
     start: int
     end: int
     size: int
+    documents: int | None = None
 
 
 class Part(NamedTuple):
@@ -41,14 +44,22 @@ class Part(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """A document, or the rest of a file, that cannot be read: where (FILE or FILE:LINE), and why."""
+    """A document, or the rest of a file, that cannot be read: where (FILE or FILE:LINE), and why. `documents`: how many
+    are lost with it, at least; where nothing tells more, they are what `size` bytes of the file hold."""
 
     where: str
     why: str
+    documents: int = 1
+    size: int = 0
 
 
 class _Unreadable(Exception):
-    """The rest of a file cannot be read; says why."""
+    """The rest of a file cannot be read; says why. `read`: the share of the file that comes before. How much is gone
+    from a file that is cut short nobody knows; it is taken to be as much as is there."""
+
+    def __init__(self, why: str, read: float = 0.5):
+        super().__init__(why)
+        self.read = read
 
 
 def cut(files: Iterable[Path], field: str) -> list[Part]:
@@ -68,6 +79,7 @@ def cut(files: Iterable[Path], field: str) -> list[Part]:
 
 
 def _slices(path: Path) -> list[Slice]:
+    known, size = 1 if path.name.endswith(_WHOLE) else None, 0
     try:
         size = path.stat().st_size
         if path.suffix == ".jsonl":
@@ -76,13 +88,14 @@ def _slices(path: Path) -> list[Slice]:
         if path.suffix == ".parquet":
             return _row_groups(path, size)
     except (OSError, _Unreadable):  # reading it will say so
-        return [Slice(str(path), 0, 1, 0)]
-    return [Slice(str(path), 0, size, size)]
+        return [Slice(str(path), 0, 1, size, known)]
+    return [Slice(str(path), 0, size, size, known)]
 
 
 def _row_groups(path: Path, size: int) -> list[Slice]:
     with _Parquet(str(path)) as file:
-        sizes = [file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups)]
+        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        sizes, rows = [group.total_byte_size for group in groups], [group.num_rows for group in groups]
     starts, filled = [0], 0
     for i, group in enumerate(sizes):
         if filled and filled + group > PART_BYTES:
@@ -91,7 +104,10 @@ def _row_groups(path: Path, size: int) -> list[Slice]:
         filled += group
     ends = [*starts[1:], len(sizes)]
     share = size / max(sum(sizes), 1)
-    return [Slice(str(path), a, b, round(share * sum(sizes[a:b]))) for a, b in zip(starts, ends, strict=True)]
+    return [
+        Slice(str(path), a, b, round(share * sum(sizes[a:b])), sum(rows[a:b]))
+        for a, b in zip(starts, ends, strict=True)
+    ]
 
 
 def read(part: Part) -> Iterator[str | Broken]:
@@ -107,20 +123,37 @@ def read(part: Part) -> Iterator[str | Broken]:
 
 
 def _read_slice(piece: Slice, field: str) -> Iterator[str | Broken]:
-    path = piece.path
+    count = 0
     try:
-        if path.endswith(_WHOLE):
-            yield _read_whole(path)
-        elif path.endswith(".parquet"):
-            yield from _read_parquet(piece, field)
-        elif path.endswith(_COMPRESSED):
-            yield from _documents(_decompressed(path), field, path)
-        else:
-            yield from _read_lines(piece, field)
+        for item in _items(piece, field):
+            count += 1
+            yield item
     except _Unreadable as error:
-        yield Broken(path, str(error))
+        yield _rest(piece, count, error)
     except OSError as error:
-        yield Broken(path, f"cannot be read ({error.strerror or error})")
+        yield _rest(piece, count, _Unreadable(f"cannot be read ({error.strerror or error})"))
+
+
+def _items(piece: Slice, field: str) -> Iterator[str | Broken]:
+    path = piece.path
+    if path.endswith(_WHOLE):
+        yield _read_whole(path)
+    elif path.endswith(".parquet"):
+        yield from _read_parquet(piece, field)
+    elif path.endswith(_COMPRESSED):
+        yield from _documents(_decompressed(path), field, path)
+    else:
+        yield from _read_lines(piece, field)
+
+
+def _rest(piece: Slice, count: int, error: _Unreadable) -> Broken:
+    """What is lost of a slice behind its first `count` documents."""
+    if piece.documents is not None:
+        return Broken(piece.path, str(error), max(piece.documents - count, 1))
+    if not count:
+        return Broken(piece.path, str(error), size=piece.size)
+    lost = max(round(count * (1.0 - error.read) / error.read), 1)
+    return Broken(piece.path, f"{error}; about {lost:,} documents are lost with it", lost)
 
 
 def _read_whole(path: str) -> str:
@@ -198,11 +231,13 @@ def _text(line: bytes, field: str) -> str:
 
 def _decompressed(path: str) -> Iterator[bytes]:
     """The lines of a compressed file."""
-    try:
-        with open(path, "rb") as file:
+    with open(path, "rb") as file:
+        try:
             yield from gzip.open(file) if path.endswith(".gz") else io.BufferedReader(_Zstandard(file), _CHUNK)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise _Unreadable(f"is damaged or cut short ({error})") from None
+        except EOFError as error:
+            raise _Unreadable(f"is cut short ({error})") from None
+        except (zlib.error, gzip.BadGzipFile) as error:
+            raise _Unreadable(f"is damaged ({error})", file.tell() / os.path.getsize(path)) from None
 
 
 class _Zstandard(io.RawIOBase):
@@ -231,7 +266,7 @@ class _Zstandard(io.RawIOBase):
             try:
                 self._ready = memoryview(self._frame.decompress(given))
             except self._error as error:
-                raise EOFError(str(error)) from None
+                raise zlib.error(str(error)) from None  # as gzip does
         taken = self._ready[: len(buffer)]
         buffer[: len(taken)], self._ready = taken, self._ready[len(taken) :]
         return len(taken)

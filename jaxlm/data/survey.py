@@ -12,7 +12,7 @@ from jaxlm.data.sources import Source
 from jaxlm.errors import InputError
 
 _NAMED = 3  # broken documents that are named
-_HOPELESS = 1000  # broken documents without a whole one
+_HOPELESS = 1000  # places that are broken without a whole document
 
 Progress = Callable[[str, int, int], None]  # what is done, and how many of how many bytes of files
 
@@ -62,12 +62,15 @@ class Survey(NamedTuple):
 
 
 class _Tally(NamedTuple):
-    """What one part holds; `examples` are the first broken documents."""
+    """What one part holds: whole documents, broken ones at so many places, bytes of files in which nothing could be
+    counted; `examples` are the first broken documents."""
 
     documents: int
     train_bytes: int
     held_out_bytes: int
     broken: int
+    places: int
+    uncounted: int
     examples: list[str]
 
 
@@ -81,7 +84,7 @@ def survey(
     """
     parts, split = formats.cut(source.files, source.field), Split(held_out)
     tallies: list[_Tally] = []
-    left, done, whole, broken = source.documents, 0, 0, 0
+    left, done, whole, places = source.documents, 0, 0, 0
     size = sum(part.size for part in parts)
     counted = in_order(partial(_tally, split=split), parts)
     for part, tally in zip(parts, counted, strict=True):
@@ -92,12 +95,15 @@ def survey(
         done += part.size
         progress(f"reading {source.name}", done, size)
         left = None if left is None else left - tally.documents
-        whole, broken = whole + tally.documents, broken + tally.broken
-        if left == 0 or (broken >= _HOPELESS and not whole):
+        whole, places = whole + tally.documents, places + tally.places
+        if left == 0 or (places >= _HOPELESS and not whole):
             break
     counted.close()
     progress(f"reading {source.name}", size, size)
     parts = parts[: len(tallies)]
+    broken, uncounted = sum(tally.broken for tally in tallies), sum(tally.uncounted for tally in tallies)
+    if done > uncounted:  # as many in a byte as elsewhere
+        broken += int(uncounted * (whole + broken) / (done - uncounted))
     examples = [example for tally in tallies for example in tally.examples][:_NAMED]
     _check(source, whole, broken, examples, max_broken, say)
     if whole == 1:
@@ -114,15 +120,16 @@ def survey(
 
 
 def _tally(part: Part, split: Split) -> _Tally:
-    count, sizes, broken, examples = 0, [0, 0], 0, []
+    count, sizes = 0, [0, 0]
+    broken, places, uncounted, examples = 0, 0, 0, []
     for item in formats.read(part):
         if isinstance(item, Broken):
-            broken += 1
+            broken, places, uncounted = broken + item.documents, places + 1, uncounted + item.size
             examples += [f"{item.where} {item.why}"] if len(examples) < _NAMED else []
         else:
             count += 1
             sizes = [size + len(text.encode()) for size, text in zip(sizes, split.divide(item), strict=True)]
-    return _Tally(count, *sizes, broken, examples)
+    return _Tally(count, *sizes, broken, places, uncounted, examples)
 
 
 def _check(

@@ -1,8 +1,11 @@
 import json
+import random
+import re
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
-from text_files import lines, write, write_jsonl
+from text_files import lines, write, write_jsonl, write_parquet
 
 from jaxlm.data import formats, parallel, tokenizing
 from jaxlm.data.config import DataConfig
@@ -21,6 +24,18 @@ def look(path: Path, max_broken=0.001, said=None, held_out=0.1, **data):
 
 def taken(found) -> list[str]:
     return [text for part in found.parts for text in documents(part)]
+
+
+def random_text(seed: int) -> str:
+    """Text that hardly compresses."""
+    return random.Random(seed).randbytes(600).hex()
+
+
+def refused(path: Path) -> tuple[int, int]:
+    """How many documents cannot be read, of how many."""
+    with pytest.raises(InputError, match="cannot be read") as error:
+        look(path, max_broken=0.0)
+    return tuple(int(n.replace(",", "")) for n in re.search(r"(\S+) of (\S+) documents", str(error.value)).groups())
 
 
 def break_lines(path: Path, numbers: list[int]) -> Path:
@@ -75,6 +90,68 @@ def test_a_wrong_field_is_found_without_reading_everything(tmp_path, monkeypatch
     monkeypatch.setattr(parallel, "cores", lambda: 1)
     with pytest.raises(InputError, match=r"1,\d\d\d of 1,\d\d\d documents"):
         look(write(tmp_path / "a.jsonl", TEXTS), field="content")
+
+
+def test_a_parquet_file_without_the_column_is_lost_with_all_its_rows(tmp_path):
+    write(tmp_path / "a.parquet", TEXTS[:200])
+    write(tmp_path / "b.parquet", TEXTS[:2000], "content")
+    with pytest.raises(InputError, match=r'2,000 of 2,200 documents.*b\.parquet has no column "text"'):
+        look(tmp_path)
+    said: list[str] = []
+    assert len(taken(look(tmp_path, max_broken=0.95, said=said))) == 200
+    assert "2,000 of 2,200" in said[-1]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_file_that_is_cut_short_is_taken_to_have_lost_as_much_as_it_has(tmp_path, suffix):
+    texts = [random_text(i) for i in range(1000)]
+    path = write(tmp_path / f"a.jsonl{suffix}", texts)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    there = len(taken(look(path, max_broken=0.9)))
+    assert 300 < there < 700
+    broken, total = refused(path)
+    assert broken + there == total and broken == pytest.approx(there, abs=2)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_what_lies_behind_damage_counts_by_its_bytes(tmp_path, suffix):
+    path = write(tmp_path / f"a.jsonl{suffix}", [random_text(i) for i in range(500)])
+    path.write_bytes(path.read_bytes() + b"garbage " * (path.stat().st_size * 3 // 8))
+    broken, total = refused(path)
+    assert broken + 500 == total == pytest.approx(2000, rel=0.2)
+
+
+@pytest.mark.parametrize("name", ["b.parquet", "b.jsonl.gz", "b.jsonl.zst"])
+def test_a_file_that_tells_nothing_counts_by_its_bytes(tmp_path, name):
+    size = write(tmp_path / "a.jsonl", TEXTS).stat().st_size
+    (tmp_path / name).write_bytes(b"garbage " * (size // 8))
+    with pytest.raises(InputError, match=r"3,00[01] of 6,00[01] documents"):
+        look(tmp_path)
+
+
+def test_a_file_that_is_alone_and_tells_nothing_is_one_document(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"garbage" * 100)
+    with pytest.raises(InputError, match=r"1 of 1 documents.*a\.parquet is no Parquet file"):
+        look(tmp_path)
+
+
+def test_rows_behind_damage_count_where_the_file_has_them(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", [random_text(i) for i in range(1000)], rows=100)
+    column = pyarrow.parquet.read_metadata(path).row_group(4).column(1)
+    content = bytearray(path.read_bytes())
+    at = column.dictionary_page_offset or column.data_page_offset
+    content[at : at + 1000] = b"\xff" * 1000
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="744 of 1,000 documents.*damaged"):
+        look(path)
+
+
+def test_a_file_of_many_rows_without_the_column_does_not_end_the_reading(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "PART_BYTES", 1)
+    monkeypatch.setattr(parallel, "cores", lambda: 1)
+    write_parquet(tmp_path / "a.parquet", TEXTS[:2000], "content", rows=2000)
+    write_parquet(tmp_path / "b.parquet", TEXTS, rows=3000)
+    assert len(taken(look(tmp_path, max_broken=0.5))) == 3000
 
 
 @pytest.mark.parametrize("count", [2, 100, 2999, 3000, 5000])

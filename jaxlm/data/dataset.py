@@ -13,7 +13,7 @@ from jaxlm.data.cache import building, locked
 from jaxlm.data.config import DataConfig
 from jaxlm.data.sources import Source, find_sources
 from jaxlm.data.store import TokenStore
-from jaxlm.data.survey import Progress, Survey, survey
+from jaxlm.data.survey import Losses, Progress, Survey, survey
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.data.tokenizing import SIDES, TRAINING_BYTES, tokenize, train_bpe, train_characters
 from jaxlm.errors import InputError
@@ -122,8 +122,16 @@ class _Cache:
                     self._say(f"tokenizing {_shown(survey.train_bytes + survey.held_out_bytes)} of {source.name}")
                     tokenize(survey, tokenizer, directory, self._progress)
         train, held_out = (TokenStore(directory / side) for side in SIDES)
-        digest = json.loads((directory / "manifest.json").read_text())["digest"]
-        return SplitSource(train, held_out, source.weight), digest
+        manifest = json.loads((directory / "manifest.json").read_text())
+        if source.name not in self._surveys and "losses" in manifest:  # older ones have none
+            self._look_again(source, Losses(**manifest["losses"]))
+        return SplitSource(train, held_out, source.weight), manifest["digest"]
+
+    def _look_again(self, source: Source, losses: Losses) -> None:
+        """What a survey checks and says, of tokens that an earlier start made."""
+        losses.check(source, self._data.max_broken)
+        if losses.broken:
+            self._say(losses.summary(source))
 
     def _train(self, kind: str, sources: Sequence[Source], vocabulary: int) -> Tokenizer:
         surveys = [self._survey(source) for source in sources]

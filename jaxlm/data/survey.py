@@ -46,14 +46,35 @@ def documents(part: Part) -> Iterator[str]:
     return (item for item in formats.read(part) if isinstance(item, str))
 
 
+class Losses(NamedTuple):
+    """How many of a source's documents cannot be read, of how many; `examples` are the first."""
+
+    broken: int
+    documents: int
+    examples: list[str]
+
+    def check(self, source: Source, max_broken: float) -> None:
+        """Raises InputError where more than that share is broken."""
+        if self.broken > max_broken * self.documents:
+            raise InputError(
+                f"{source.key}: {self.broken:,} of {self.documents:,} documents cannot be read, more than "
+                f"data.max_broken = {max_broken} allows: {self.examples[0]}"
+            )
+
+    def summary(self, source: Source) -> str:
+        """One line of what is left out."""
+        return f"left out: {self.broken:,} of {self.documents:,} documents of {source.key} in all"
+
+
 class Survey(NamedTuple):
-    """A source that was read once: its parts, their split, and the bytes of UTF-8 on both sides."""
+    """A source that was read once: its parts, their split, the bytes of UTF-8 on both sides, and what is left out."""
 
     source: Source
     parts: tuple[Part, ...]
     split: Split
     train_bytes: int
     held_out_bytes: int
+    losses: Losses
 
     @property
     def size(self) -> int:
@@ -105,7 +126,14 @@ def survey(
     if done > uncounted:  # as many in a byte as elsewhere
         broken += int(uncounted * (whole + broken) / (done - uncounted))
     examples = [example for tally in tallies for example in tally.examples][:_NAMED]
-    _check(source, whole, broken, examples, max_broken, say)
+    losses = Losses(broken, whole + broken, examples)
+    losses.check(source, max_broken)
+    if not whole:
+        raise InputError(f"{source.key}: {', '.join(map(str, source.files[:_NAMED]))} are empty: there is no text")
+    for example in examples:
+        say(f"left out: {example}")
+    if broken > len(examples):
+        say(losses.summary(source))
     if whole == 1:
         split = Split(held_out, alone=True)
         tallies = [_tally(part, split) for part, tally in zip(parts, tallies, strict=True) if tally.documents]
@@ -116,7 +144,7 @@ def survey(
                 f"data.held_out = {held_out} leaves no {side} text of the {whole:,} documents of {source.key}; "
                 "give more text or change it"
             )
-    return Survey(source, tuple(parts), split, train, ends)
+    return Survey(source, tuple(parts), split, train, ends, losses)
 
 
 def _tally(part: Part, split: Split) -> _Tally:
@@ -130,20 +158,3 @@ def _tally(part: Part, split: Split) -> _Tally:
             count += 1
             sizes = [size + len(text.encode()) for size, text in zip(sizes, split.divide(item), strict=True)]
     return _Tally(count, *sizes, broken, places, uncounted, examples)
-
-
-def _check(
-    source: Source, whole: int, broken: int, examples: list[str], max_broken: float, say: Callable[[str], None]
-) -> None:
-    total = whole + broken
-    if broken > max_broken * total:
-        raise InputError(
-            f"{source.key}: {broken:,} of {total:,} documents cannot be read, more than data.max_broken = {max_broken} "
-            f"allows: {examples[0]}"
-        )
-    if not whole:
-        raise InputError(f"{source.key}: {', '.join(map(str, source.files[:_NAMED]))} are empty: there is no text")
-    for example in examples:
-        say(f"left out: {example}")
-    if broken > len(examples):
-        say(f"left out: {broken:,} of {total:,} documents of {source.key} in all")

@@ -61,7 +61,8 @@ class _Job(NamedTuple):
 
 
 def tokenize(survey: Survey, tokenizer: Tokenizer, directory: Path, progress: Progress) -> None:
-    """Tokens of a source into a new folder: the stores `train` and `held_out`, and a manifest with their digest.
+    """Tokens of a source into a new folder: the stores `train` and `held_out`, and a manifest with their digest
+    and what of the source is left out.
 
     Parts are tokenized side by side into a folder beside it, where those that are whole stay if this breaks off, and
     are not tokenized again. The stores are the parts in their order, whoever tokenized them. Raises InputError, and
@@ -85,7 +86,8 @@ def tokenize(survey: Survey, tokenizer: Tokenizer, directory: Path, progress: Pr
         raise
     with building(directory) as folder:
         digests = [join_stores(folder / side, [job.directory / side for job in jobs]) for side in SIDES]
-        (folder / "manifest.json").write_text(json.dumps({"digest": "".join(digests)}))
+        manifest = {"digest": "".join(digests), "losses": survey.losses._asdict()}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
     shutil.rmtree(work)
 
 

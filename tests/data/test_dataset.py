@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -83,6 +84,37 @@ def test_what_was_built_is_used_again(describe, tmp_path):
     again = prepare(describe(), VOCABULARY, said.append)
     assert not said and manifests(tmp_path) == built
     assert again.digest == first.digest and again.held_out_bytes == first.held_out_bytes
+
+
+@pytest.fixture
+def broken(tmp_path):
+    """A file of a hundred good lines and ten that are not."""
+    good = [json.dumps({"text": content}) for content in texts(100)]
+    (tmp_path / "broken.jsonl").write_text("\n".join([*good, *["broken"] * 10]))
+    return str(tmp_path / "broken.jsonl")
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_what_was_built_is_refused_where_too_much_of_the_text_is_broken(describe, broken, tokenizer):
+    prepare(describe(text=broken, tokenizer=tokenizer, max_broken=0.5), VOCABULARY)
+    with pytest.raises(InputError, match=r"10 of 110 documents.*data\.max_broken = 0\.001.*jsonl:101 is not JSON"):
+        prepare(describe(text=broken, tokenizer=tokenizer), VOCABULARY)
+
+
+def test_what_is_left_out_is_said_each_time(describe, broken):
+    said: list[str] = []
+    first = prepare(describe(text=broken, max_broken=0.5), VOCABULARY, said.append)
+    summary = [line for line in said if "10 of 110" in line]
+    said.clear()
+    again = prepare(describe(text=broken, max_broken=0.2), VOCABULARY, said.append)
+    assert said == summary and len(summary) == 1 and again.digest == first.digest
+
+
+def test_tokens_from_before_losses_were_kept_are_used(describe, tmp_path):
+    first = prepare(describe(), VOCABULARY)
+    for manifest in manifests(tmp_path):
+        manifest.write_text(json.dumps({"digest": json.loads(manifest.read_text())["digest"]}))
+    assert prepare(describe(), VOCABULARY).digest == first.digest
 
 
 def test_a_changed_file_is_read_again(describe, text, tmp_path):

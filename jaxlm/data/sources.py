@@ -3,7 +3,7 @@
 import glob
 import os
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,7 +79,7 @@ def _find(entry: str, key: str) -> list[Path]:
             raise InputError(f"{key}: {entry} is not text; give {_KINDS} files")
         return [path]
     if is_dir:
-        files = sorted(p for p in path.rglob("*") if _is_text(p))
+        files = sorted(p for p in _under(path) if _is_text(p))
         if not files:
             raise InputError(f"{key}: no {_KINDS} files under {entry}")
         return files
@@ -87,6 +87,19 @@ def _find(entry: str, key: str) -> list[Path]:
     if not files:
         raise InputError(f"{key}: {entry} is no file, directory or glob of {_KINDS} files here")
     return files
+
+
+def _under(directory: Path) -> Iterator[Path]:
+    """The files of a folder and of all below it, behind links too; each folder once, by the first name that leads
+    there, so that links to a folder above end."""
+    entered: set[str] = set()
+    for folder, below, names in os.walk(directory, followlinks=True):
+        if (real := os.path.realpath(folder)) in entered:
+            below.clear()
+            continue
+        entered.add(real)
+        below.sort()
+        yield from (Path(folder, name) for name in names)
 
 
 def _is_text(path: Path) -> bool:

@@ -61,6 +61,24 @@ def test_a_glob_means_the_text_files_it_matches(tree):
     assert names(find_files([str(tree / "**" / "*.py")])) == ["c.py"]
 
 
+def test_folders_behind_links_belong_to_a_directory(tree):
+    write(tree / "elsewhere" / "in" / "d.txt")
+    (tree / "root").mkdir()
+    (tree / "root" / "link").symlink_to(tree / "elsewhere")
+    (tree / "root" / "also").symlink_to(tree / "elsewhere" / "in")
+    assert find_files([str(tree / "root")]) == [tree / "root" / "also" / "d.txt"]
+    assert names(find_files([str(tree / "root" / "**")])) == ["d.txt"]
+
+
+def test_links_that_lead_back_end(tree):
+    (tree / "deep" / "er" / "up").symlink_to(tree)
+    (tree / "deep" / "here").symlink_to(tree / "deep")
+    (tree / "deep" / "nowhere").symlink_to(tree / "gone")
+    (tree / "a").symlink_to(tree / "z")
+    (tree / "z").symlink_to(tree / "a")
+    assert find_files([str(tree)]) == [tree / "a.md", tree / "b.txt", tree / "deep" / "er" / "c.py"]
+
+
 def test_a_path_with_glob_characters_that_is_there_is_itself(tree):
     write(tree / "odd[1]" / "d.txt")
     assert names(find_files([str(tree / "odd[1]")])) == ["d.txt"]

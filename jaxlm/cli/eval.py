@@ -4,6 +4,7 @@ import argparse
 import json
 
 from jaxlm.cli import tasks, trained
+from jaxlm.errors import InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +25,8 @@ def main(arguments: argparse.Namespace) -> int:
     from jaxlm.run import Run
 
     tasks.check(arguments)
+    if arguments.data == "":  # as of a shell variable that is not set
+        raise InputError("--data names no text; give a file, directory or glob, or leave it out")
     run = Run(arguments.run)
     if arguments.tasks is not None:
         return _at_tasks(arguments, run)
@@ -78,7 +81,6 @@ def _at_tasks(arguments, run) -> int:
 def _text(arguments, run, experiment) -> dict:
     """The text to measure on, by the name of its source."""
     from jaxlm.data.dataset import prepare, tokenize_whole
-    from jaxlm.errors import InputError
 
     if arguments.data is not None:
         return {"data": tokenize_whole(experiment.data, arguments.data, run.load_tokenizer())}

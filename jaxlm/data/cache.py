@@ -8,6 +8,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from jaxlm.errors import InputError
+
+
+@contextmanager
+def writing(folder: Path | str) -> Iterator[None]:
+    """Raises InputError where the block cannot write to this folder of the cache."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"data.cache: {folder} cannot be written ({error.strerror or error}); set it to a folder that can"
+        ) from error
+
 
 @contextmanager
 def building(directory: Path) -> Iterator[Path]:

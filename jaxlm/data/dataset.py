@@ -2,14 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxlm.data import tokenizers
-from jaxlm.data.cache import building, locked
+from jaxlm.data.cache import building, locked, writing
 from jaxlm.data.config import DataConfig
 from jaxlm.data.sources import Source, find_sources
 from jaxlm.data.store import TokenStore
@@ -107,7 +106,7 @@ class _Cache:
         directory = self._directory("tokenizers", described)
         if not directory.is_dir():
             tokenizer = _fitting(self._train(kind, sources, vocabulary), vocabulary)
-            with self._writing(), building(directory) as folder:
+            with writing(self._data.cache), building(directory) as folder:
                 tokenizer.save(folder / "tokenizer.json")
         return _fitting(tokenizers.load(directory / "tokenizer.json"), vocabulary)
 
@@ -117,7 +116,7 @@ class _Cache:
         directory = self._directory("datasets", {**shaped_by, **source.described()})
         if not directory.is_dir():
             survey = self._survey(source)
-            with self._writing(), locked(self._folder / "locks" / directory.name):
+            with writing(self._data.cache), locked(self._folder / "locks" / directory.name):
                 if not directory.is_dir():  # nobody else was first
                     self._say(f"tokenizing {_shown(survey.train_bytes + survey.held_out_bytes)} of {source.name}")
                     tokenize(survey, tokenizer, directory, self._progress)
@@ -151,16 +150,6 @@ class _Cache:
     def _directory(self, kind: str, described: dict[str, Any]) -> Path:
         described = json.dumps({"format": _FORMAT, **described})
         return self._folder / kind / hashlib.sha256(described.encode()).hexdigest()[:20]
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise InputError(
-                f"data.cache: {self._data.cache} cannot be written ({error.strerror or error}); "
-                "set it to a folder that can"
-            ) from error
 
 
 def _fitting(tokenizer: Tokenizer, vocabulary: int) -> Tokenizer:

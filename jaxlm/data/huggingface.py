@@ -10,6 +10,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+from jaxlm.data.cache import writing
 from jaxlm.data.config import HUGGING_FACE
 from jaxlm.errors import InputError
 
@@ -35,7 +36,7 @@ def fetch(
     files = sorted(directory.glob("*.jsonl.zst"))
     if (directory / "complete").exists():
         return files
-    try:
+    with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         rows = _rows(asked, field, len(files) * _ROWS_PER_FILE, documents, key, entry)
         for number in count(len(files)):
@@ -44,8 +45,6 @@ def fetch(
             if written < _ROWS_PER_FILE:
                 break
         (directory / "complete").touch()
-    except OSError as error:
-        raise InputError(f"data.cache: {directory} cannot be written ({error.strerror})") from error
     return sorted(directory.glob("*.jsonl.zst"))
 
 

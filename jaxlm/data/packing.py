@@ -10,7 +10,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from jaxlm.data.cache import building
+from jaxlm.data.cache import building, writing
 from jaxlm.data.store import TokenStore
 from jaxlm.errors import InputError
 
@@ -65,7 +65,7 @@ def pack(lengths: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
 class Rows:
     """The packed rows of a store, by number; the index is built at first use and memory-mapped after.
 
-    Raises InputError where no document has a target.
+    Raises InputError where no document has a target, or the index cannot be written.
     """
 
     def __init__(self, store: TokenStore, sequence: int):
@@ -73,7 +73,7 @@ class Rows:
         index = store.directory / f"rows-{sequence}"
         if not index.is_dir():
             pieces, rows = pack(store.lengths, sequence)
-            with building(index) as folder:
+            with writing(store.directory), building(index) as folder:
                 np.save(folder / "pieces.npy", pieces)
                 np.save(folder / "rows.npy", rows)
         self._pieces = np.load(index / "pieces.npy", mmap_mode="r")

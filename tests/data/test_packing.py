@@ -174,6 +174,13 @@ def test_an_index_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
     assert sorted(store.directory.iterdir()) == before
 
 
+def test_an_index_that_cannot_be_written_is_refused(tmp_path):
+    store = make_store(tmp_path / "store", [5, 9, 30])
+    (store.directory / "rows-8").touch()  # no folder can take its place
+    with pytest.raises(InputError, match=r"data\.cache: .*store cannot be written \(.*\); set it to a folder that can"):
+        Rows(store, 8)
+
+
 def test_an_empty_row_has_no_targets():
     row = empty_row(5)
     assert not row["segments"].any() and row["positions"].tolist() == [0, 1, 2, 3, 4]

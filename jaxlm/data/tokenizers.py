@@ -69,8 +69,8 @@ class Tokenizer:
         return np.dtype(np.uint16 if self.vocabulary <= 2**16 else np.uint32)
 
     def save(self, path: Path) -> None:
-        """Write a `tokenizer.json`."""
-        self._backend.save(str(path))
+        """Write a `tokenizer.json`. Raises OSError where it cannot be, which the library's own `save` does not."""
+        path.write_text(self._backend.to_str(pretty=True), encoding="utf-8")
 
     def to_json(self) -> str:
         """The content of its `tokenizer.json`."""

@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 
@@ -219,6 +220,19 @@ def test_a_cache_that_cannot_be_written_is_refused(describe, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="data.cache"):
         prepare(describe(cache=str(tmp_path / "file")), VOCABULARY)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_a_cache_that_is_full_is_refused(describe, monkeypatch):
+    @contextmanager
+    def full(directory):
+        with building(directory) as folder:
+            (folder / "tokenizer.json").symlink_to("/dev/full")
+            yield folder
+
+    monkeypatch.setattr(dataset, "building", full)
+    with pytest.raises(InputError, match=r"data\.cache: .* cannot be written \(No space left on device\)"):
+        prepare(describe(tokenizer="bpe"), VOCABULARY)
 
 
 def test_of_two_builders_of_one_folder_the_first_stays(tmp_path):

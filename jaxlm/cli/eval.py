@@ -6,6 +6,8 @@ import json
 from jaxlm.cli import tasks, trained
 from jaxlm.errors import InputError
 
+_SHAPING = ("text", "sources", "field", "documents", "tokenizer", "held_out")  # keys of [data] that decide the tokens
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     trained.add_arguments(parser)
@@ -79,12 +81,18 @@ def _at_tasks(arguments, run) -> int:
 
 
 def _text(arguments, run, experiment) -> dict:
-    """The text to measure on, by the name of its source."""
+    """The text to measure on, by the name of its source. Raises InputError where it is not that of the run."""
     from jaxlm.data.dataset import prepare, tokenize_whole
 
     if arguments.data is not None:
         return {"data": tokenize_whole(experiment.data, arguments.data, run.load_tokenizer())}
     dataset = prepare(experiment.data, experiment.model.vocabulary)
     if dataset.digest != run.digest():
+        trained_on = run.experiment().data
+        if other := [key for key in _SHAPING if getattr(experiment.data, key) != getattr(trained_on, key)]:
+            raise InputError(
+                f"data.{other[0]} is not what {run.directory} was trained with, and gives other text; leave it out, or "
+                "give --data PATH"
+            )
         raise InputError(f"the text of {run.directory} has changed since it was trained; give --data PATH")
     return {name: source.held_out for name, source in dataset.sources.items()}

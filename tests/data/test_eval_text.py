@@ -1,6 +1,70 @@
 """The text that `jaxlm eval` measures on."""
 
-from jaxlm.cli import main
+import json
+from argparse import Namespace
+
+import pytest
+
+from jaxlm import config
+from jaxlm.cli import eval, main
+from jaxlm.data.dataset import prepare
+from jaxlm.errors import InputError
+from jaxlm.run import Run
+
+CONFIG = """
+[model]
+vocabulary = 264
+context = 32
+layers = 1
+width = 32
+norm = {kind = "rms"}
+position = {kind = "rotary"}
+attention = {heads = 4}
+feed_forward = {hidden = 64, activation = "silu"}
+[data]
+text = "FOLDER/text"
+tokenizer = "bytes"
+held_out = 0.3
+cache = "FOLDER/cache"
+"""
+
+
+@pytest.fixture
+def text(tmp_path):
+    """What eval measures on, of a run on forty documents, under overrides."""
+    (tmp_path / "text").mkdir()
+    for i in range(40):
+        (tmp_path / "text" / f"{i:02d}.txt").write_text(f"document {i}")
+    run = Run(tmp_path / "run")
+    run.directory.mkdir()
+    run.config.write_text(CONFIG.replace("FOLDER", str(tmp_path)))
+    experiment = run.experiment()
+    run.data.write_text(json.dumps({"digest": prepare(experiment.data, experiment.model.vocabulary).digest}))
+
+    def text(*overrides: str) -> dict:
+        return eval._text(Namespace(data=None), run, config.load(run.config, overrides))
+
+    return text
+
+
+def test_the_text_is_what_was_held_out(text):
+    assert text()["data"].targets
+
+
+def test_an_override_that_makes_other_text_is_named(text):
+    with pytest.raises(InputError, match=r"^data\.held_out is not what .*/run was trained with.*; leave it out"):
+        text("data.held_out=0.5")
+
+
+def test_an_override_that_makes_the_same_text_is_taken(text, tmp_path):
+    (tmp_path / "text").rename(tmp_path / "moved")
+    assert text(f"data.text={tmp_path}/moved", f"data.cache={tmp_path}/other", "data.max_broken=0.5")
+
+
+def test_text_that_changed_is_said_to_have(text, tmp_path):
+    (tmp_path / "text" / "00.txt").write_text("something else")
+    with pytest.raises(InputError, match="^the text of .*/run has changed"):
+        text(f"data.cache={tmp_path}/other")
 
 
 def test_data_without_a_name_is_refused(tmp_path, capsys):

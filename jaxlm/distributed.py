@@ -1,9 +1,11 @@
 """Several processes as one job: how they find one another, take turns, agree, and notice that one is lost."""
 
+import hashlib
 import itertools
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +26,8 @@ _TURN_S = 7 * 24 * 3600
 # What Slurm and Open MPI tell each of several processes: their number.
 _LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 _TPU_HOSTS = "TPU_WORKER_HOSTNAMES"
+# An error that this process has, others may find as well, and end by themselves before the first one's end aborts them.
+_SAME_S = 1
 _said = itertools.count()
 
 
@@ -139,6 +143,8 @@ def failing_as_one() -> Iterator[None]:
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
+        if isinstance(error, InputError) and is_first():
+            time.sleep(_SAME_S)
         os._exit(2 if isinstance(error, InputError) else 1)
 
 
@@ -154,6 +160,21 @@ def as_first_says(value: int) -> int:
         _state().client.key_value_set(key, str(int(value)))
         return value
     return int(_state().client.blocking_key_value_get(key, _TURN_S * 1000))
+
+
+def check_same(name: str, text: str, remedy: str) -> None:
+    """Raises InputError, with the remedy, on every process where one of them has another text than process 0. All of
+    them call it."""
+    if processes() == 1:
+        return
+    key = f"jaxlm {name}"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    _state().client.key_value_set(f"{key}/{_state().process_id}", digest)
+    meet(name)
+    digests = {int(told.rpartition("/")[2]): digest for told, digest in _state().client.key_value_dir_get(f"{key}/")}
+    others = ", ".join(str(index) for index in sorted(digests) if digests[index] != digests[0])
+    if others:
+        raise InputError(f"{name} of process {others} are not those of process 0; {remedy}")
 
 
 class Agreement:

@@ -40,13 +40,13 @@ def whole(config, tmp_path_factory):
     return losses(run)
 
 
-def start(config, folders, *overrides):
-    """The processes of a job, one for each run folder."""
+def start(config, folders, *overrides, each=None):
+    """The processes of a job, one for each run folder, and what is given to each alone."""
     count, port = len(folders), runs.free_port()
     places = [() if count == 1 else ("--process", f"{i}/{count}@127.0.0.1:{port}") for i in range(count)]
     return [
-        runs.start(config, run, *overrides, *place, devices=DEVICES // count)
-        for run, place in zip(folders, places, strict=True)
+        runs.start(config, run, *overrides, *own, *place, devices=DEVICES // count)
+        for run, own, place in zip(folders, each or [()] * count, places, strict=True)
     ]
 
 
@@ -102,6 +102,17 @@ def test_bad_input_of_one_process_ends_all(config, tmp_path):
     _, said = first.communicate(timeout=120)
     assert first.returncode != 0 and time.monotonic() - began < 60
     assert "lost another one" in said or "another task died" in said
+
+
+def test_other_settings_in_one_process_are_refused_by_all(config, tmp_path):
+    first, second = start(config, [tmp_path / "run"] * 2, each=[(), ("optimizer.learning_rate=0.1",)])
+    for index, process in enumerate((first, second)):
+        _, said = runs.finish(process, status=2)
+        assert said.splitlines() == [
+            f"jaxlm: process {index} of 2: settings of process 1 are not those of process 0; "
+            "start all with the same CONFIG and key=value"
+        ]
+    assert not (tmp_path / "run").exists()
 
 
 def test_sigterm_for_one_process_stops_all_at_the_same_step(config, whole, tmp_path):

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxlm import accelerators
 from jaxlm.errors import InputError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _LEAVE_S = 300
 _TURN_S = 7 * 24 * 3600
 # What Slurm and Open MPI tell each of several processes: their number.
 _LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
-_TPU_HOSTS = "TPU_WORKER_HOSTNAMES"
+_TPU_FILES = ("/dev/accel", "/dev/vfio/")
 # An error that this process has, others may find as well, and end by themselves before the first one's end aborts them.
 _SAME_S = 1
 _said = itertools.count()
@@ -50,10 +51,10 @@ class Place(NamedTuple):
 def join(place: Place | None) -> None:
     """Join the job: as told, or as Slurm, Open MPI or Cloud TPU tell; alone where nobody does.
 
-    Call it before anything asks JAX for devices.
+    Call it before anything asks JAX for devices. Raises InputError where a TPU cannot ask for its other hosts.
     """
-    launched = any(int(os.environ.get(name) or 1) > 1 for name in _LAUNCHERS) or "," in os.environ.get(_TPU_HOSTS, "")
-    if place is None and not launched:
+    launched = any(int(os.environ.get(name) or 1) > 1 for name in _LAUNCHERS)
+    if place is None and not launched and _tpu_processes() == 1:
         return
 
     import jax
@@ -72,6 +73,23 @@ def join(place: Place | None) -> None:
         coordinator_bind_address=bind if place.index == 0 else None,
         **noticed,
     )
+
+
+def _tpu_processes() -> int:
+    """How many processes Cloud TPU has for the job, one per host of all slices: GKE says so in the environment, a TPU
+    VM in its metadata. Asked only where a TPU is: elsewhere nobody would answer, nor need JAX be imported."""
+    here = any(file.startswith(_TPU_FILES) for file in accelerators.found())
+    if not here or "tpu" not in (accelerators.platforms() or "tpu"):
+        return 1
+    from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster, GkeTpuCluster
+
+    try:
+        return next((c.get_process_count() for c in (GceTpuCluster, GkeTpuCluster) if c.is_env_present()), 1)
+    except OSError as error:
+        raise InputError(
+            f"this TPU cannot ask the metadata server for its other hosts ({error}); say it with --process, "
+            "0/1@127.0.0.1:9876 where it has none"
+        ) from None
 
 
 def _native_output_to_stderr() -> None:

@@ -175,7 +175,8 @@ AnyOptimizer = one_of(AdamWConfig, MuonConfig, AdafactorConfig, LionConfig, SGDC
 
 
 class EvaluationConfig(Section):
-    """Held-out loss every `every` steps over `batches` batches; at the end over all of the held-out text."""
+    """Held-out loss every `every` steps over `batches` batches of each source, always the same rows, drawn from all of
+    them; at the end over all of the held-out text."""
 
     every: PositiveInt = 500
     batches: PositiveInt = 20

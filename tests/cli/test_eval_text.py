@@ -4,6 +4,7 @@ import json
 from argparse import Namespace
 
 import pytest
+from runs import write_config
 
 from jaxlm import config
 from jaxlm.cli import eval, main
@@ -11,33 +12,16 @@ from jaxlm.data.dataset import prepare
 from jaxlm.errors import InputError
 from jaxlm.run import Run
 
-CONFIG = """
-[model]
-vocabulary = 264
-context = 32
-layers = 1
-width = 32
-norm = {kind = "rms"}
-position = {kind = "rotary"}
-attention = {heads = 4}
-feed_forward = {hidden = 64, activation = "silu"}
-[data]
-text = "FOLDER/text"
-tokenizer = "bytes"
-held_out = 0.3
-cache = "FOLDER/cache"
-"""
-
 
 @pytest.fixture
 def text(tmp_path):
     """What eval measures on, of a run on forty documents, under overrides."""
-    (tmp_path / "text").mkdir()
-    for i in range(40):
-        (tmp_path / "text" / f"{i:02d}.txt").write_text(f"document {i}")
+    folder = tmp_path / "text"
+    folder.mkdir()
     run = Run(tmp_path / "run")
     run.directory.mkdir()
-    run.config.write_text(CONFIG.replace("FOLDER", str(tmp_path)))
+    written = write_config(folder, f"data.text={folder}/*.txt", f"data.cache={tmp_path}/cache")
+    run.config.write_text(written.read_text())
     experiment = run.experiment()
     run.data.write_text(json.dumps({"digest": prepare(experiment.data, experiment.model.vocabulary).digest}))
 
@@ -58,11 +42,11 @@ def test_an_override_that_makes_other_text_is_named(text):
 
 def test_an_override_that_makes_the_same_text_is_taken(text, tmp_path):
     (tmp_path / "text").rename(tmp_path / "moved")
-    assert text(f"data.text={tmp_path}/moved", f"data.cache={tmp_path}/other", "data.max_broken=0.5")
+    assert text(f"data.text={tmp_path}/moved/*.txt", f"data.cache={tmp_path}/other", "data.max_broken=0.5")
 
 
 def test_text_that_changed_is_said_to_have(text, tmp_path):
-    (tmp_path / "text" / "00.txt").write_text("something else")
+    (tmp_path / "text" / "0.txt").write_text("something else")
     with pytest.raises(InputError, match="^the text of .*/run has changed"):
         text(f"data.cache={tmp_path}/other")
 

@@ -1,9 +1,10 @@
 """RUN, the folder of a training run: its resolved configuration, tokenizer and data identity, and what it holds."""
 
+import fcntl
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from jaxlm import config
 from jaxlm.config import Experiment
@@ -22,6 +23,7 @@ class Run:
 
     def __init__(self, directory: Path):
         self.directory = directory
+        self.lock = directory / "lock"
         self.config = directory / "config.toml"
         self.tokenizer = directory / "tokenizer.json"
         self.data = directory / "data.json"
@@ -34,6 +36,7 @@ class Run:
         self.checkpoints = directory / "checkpoints"
         self.loss_curve = directory / "loss.png"
         self.sample = directory / "sample.txt"
+        self._claimed: TextIO | None = None
 
     def check(self, experiment: Experiment) -> None:
         """Raises InputError where the folder is none of ours, or its run was begun as another experiment."""
@@ -50,7 +53,8 @@ class Run:
                     "with its run; put it back, or choose another --out"
                 )
             return
-        ours = {self.tokenizer, self.data, self.config.with_suffix(".partial")}  # of a start that was cut short
+        # What a start leaves that was cut short.
+        ours = {self.lock, self.tokenizer, self.data, self.config.with_suffix(".partial")}
         try:
             existing = next(p for p in (self.directory, *self.directory.absolute().parents) if p.exists())
             usable = existing.is_dir() and (existing != self.directory or set(existing.iterdir()) <= ours)
@@ -59,16 +63,41 @@ class Run:
         if not usable:
             raise InputError(f"{self.directory} is there and is no run, or cannot be made; choose another --out")
 
+    def claim(self) -> None:
+        """Have the folder, once it is there, for this job alone until its first process ends, however it ends.
+
+        Raises InputError where another job has it, or where nothing can be written to it.
+        """
+        if self._claimed is not None or not self.directory.exists():
+            return
+        try:
+            self._claimed = self.lock.open("a")  # and left open: the system releases the lock with the process
+        except OSError as error:
+            raise InputError(
+                f"{self.directory} cannot be written to ({error.strerror}); choose another --out"
+            ) from None
+        try:
+            fcntl.flock(self._claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"another jaxlm train is at work in {self.directory}; wait for its end, or choose another --out"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+
     def open(self, experiment: Experiment, dataset: Dataset) -> None:
         """Make the folder, or continue it with the same data. The configuration comes last: it makes it a run.
         In a job of several processes the first writes, and the others, behind it, look.
 
-        Raises InputError where the run was begun on other data, or where another process does not see the folder.
+        Raises InputError where another job has the folder, where the run was begun on other data, or where another
+        process of this job does not see the folder.
         """
-        if not self.config.exists():
-            if not is_first():
-                raise InputError(f"{self.directory} is not there for every process; choose an --out that all share")
+        if is_first():
             self.directory.mkdir(parents=True, exist_ok=True)
+            self.claim()
+        elif not self.config.exists():
+            raise InputError(f"{self.directory} is not there for every process; choose an --out that all share")
+        if not self.config.exists():
             dataset.tokenizer.save(self.tokenizer)
             self.data.write_text(json.dumps({"digest": dataset.digest, "held_out_bytes": dataset.held_out_bytes}))
         elif self.digest() != dataset.digest:

@@ -47,6 +47,8 @@ def main(arguments: argparse.Namespace) -> int:
     with distributed.failing_as_one(), stop:  # only now: JAX takes SIGTERM for itself when it joins a job
         # Each computes its part of a step by its own settings: with others the replicas drift apart, or wait for ever.
         distributed.check_same("settings", experiment.to_toml(), "start all with the same CONFIG and key=value")
+        if distributed.is_first():
+            run.claim()
         try:
             return _train(experiment, run, traced, stop, clock, end)
         except Stopped as stopped:

@@ -1,5 +1,6 @@
 """Bad input is one line on standard error and status 2; nothing on standard output, nothing written."""
 
+import errno
 import json
 import shlex
 import subprocess
@@ -11,6 +12,8 @@ import pytest
 from jaxlm.cli import main
 from jaxlm.config import load
 from jaxlm.data.tokenizers import bytes_tokenizer
+from jaxlm.errors import InputError
+from jaxlm.run import Run
 
 CONFIG = """
 [model]
@@ -235,6 +238,25 @@ def test_a_pattern_that_matches_nothing_begins_no_run(place, capsys):
     last = printed.err.splitlines()[-1]
     assert last.startswith("jaxlm: optimizer.groups[0].pattern = 'embeding' matches no parameter; there are embedding")
     assert printed.out == "" and not (place / "runs").exists()
+
+
+def test_a_folder_that_was_made_meanwhile_is_not_shared(tmp_path):
+    """Two first starts: the one that opens the run later finds it taken."""
+    run, late = Run(tmp_path / "run"), Run(tmp_path / "run")
+    for each in (run, late):
+        each.claim()  # there is nothing yet
+    run.directory.mkdir()
+    run.claim()
+    with pytest.raises(InputError, match="another jaxlm train is at work"):
+        late.claim()
+
+
+def test_a_file_system_without_locks_is_trained_on(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    Run(tmp_path).claim()
 
 
 @pytest.mark.parametrize("command", ["train", "eval"])

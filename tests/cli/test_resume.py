@@ -49,6 +49,19 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_losses(config, uninterr
 
 
 @pytest.mark.slow
+def test_a_second_start_is_refused_until_the_first_is_gone(config, tmp_path):
+    run = tmp_path / "run"
+    first = start(config, run, "training.steps=100000", "checkpoint.every=100000")
+    wait_for_step(first, run, 1)
+    _, errors = finish(start(config, run), status=2)
+    assert errors == f"jaxlm: another jaxlm train is at work in {run}; wait for its end, or choose another --out\n"
+    first.kill()
+    first.communicate()
+    finish(start(config, run, "training.steps=5"))
+    assert list(losses(run))[:5] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_saves_and_says_how_to_go_on(config, uninterrupted, tmp_path, number, status):
     run = tmp_path / "run"

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -39,7 +40,8 @@ class Run:
         self._claimed: TextIO | None = None
 
     def check(self, experiment: Experiment) -> None:
-        """Raises InputError where the folder is none of ours, or its run was begun as another experiment."""
+        """Raises InputError where the folder is none of ours or cannot be made, or where its run was begun as another
+        experiment."""
         if self.config.exists():
             before = self.experiment()
             self.digest()
@@ -57,7 +59,11 @@ class Run:
         ours = {self.lock, self.tokenizer, self.data, self.config.with_suffix(".partial")}
         try:
             existing = next(p for p in (self.directory, *self.directory.absolute().parents) if p.exists())
-            usable = existing.is_dir() and (existing != self.directory or set(existing.iterdir()) <= ours)
+            if existing == self.directory:
+                usable = set(existing.iterdir()) <= ours
+            else:
+                usable = existing.is_dir()
+                tempfile.TemporaryFile(dir=existing).close()  # permissions alone do not tell for root
         except OSError:
             usable = False
         if not usable:

@@ -129,6 +129,7 @@ FOLDERS = {
     "out is another's folder": ("train good.toml --out foreign", ["foreign", "no run", "--out"]),
     "out is a file": ("train good.toml --out text.txt", ["text.txt", "no run", "--out"]),
     "out is under a file": ("train good.toml --out text.txt/run", ["text.txt/run"]),
+    "out cannot be made": ("train good.toml --out /proc/run", ["/proc/run", "cannot be made", "--out"]),
     "out holds a config and no run": ("train good.toml --out config_alone", ["config_alone"]),
     "out holds another's config": ("train good.toml --out other_config", ["other_config/config.toml"]),
     "out was begun otherwise": (

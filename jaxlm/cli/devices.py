@@ -40,7 +40,14 @@ def make_mesh(experiment: Experiment) -> "Mesh":
     devices = jax.devices()
     if devices[0].platform == "cpu":
         keep_freed_memory()
-    return sharding.make_mesh(*config.mesh_sizes(experiment, len(devices)), devices)
+    made = sharding.make_mesh(*config.mesh_sizes(experiment, len(devices)), devices)
+    idle = {device.process_index for device in devices} - {device.process_index for device in made.devices.flat}
+    if idle:
+        raise InputError(
+            f"a mesh of {made.size} of {len(devices)} devices leaves process {', '.join(map(str, sorted(idle)))} "
+            f"without any; start fewer processes, or let mesh.data × mesh.fsdp × mesh.tensor be {len(devices)}"
+        )
+    return made
 
 
 def calibrated(say: Callable[[str], None]) -> None:

@@ -115,6 +115,17 @@ def test_other_settings_in_one_process_are_refused_by_all(config, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_mesh_that_leaves_a_process_without_devices_is_refused_by_all(config, tmp_path):
+    processes = start(config, [tmp_path / "run"] * 2, "mesh.data=1", "mesh.fsdp=2")
+    for index, process in enumerate(processes):
+        _, said = runs.finish(process, status=2)
+        assert said.splitlines()[-1] == (
+            f"jaxlm: process {index} of 2: a mesh of 2 of 8 devices leaves process 1 without any; "
+            "start fewer processes, or let mesh.data × mesh.fsdp × mesh.tensor be 8"
+        )
+    assert not (tmp_path / "run").exists()
+
+
 def test_sigterm_for_one_process_stops_all_at_the_same_step(config, whole, tmp_path):
     run = tmp_path / "run"
     processes = start(config, [run] * 2, "training.steps=100000")

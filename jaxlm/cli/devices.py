@@ -31,13 +31,20 @@ def make_mesh(experiment: Experiment) -> "Mesh":
 
     from jaxlm import sharding
 
+    named = os.environ.get("JAX_PLATFORMS")
     accelerators.choose()
     mesh = experiment.mesh
     wanted = math.prod(size for size in (mesh.data, mesh.fsdp, mesh.tensor) if size != "all")
     chosen = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if wanted > 1 and not chosen:
         jax.config.update("jax_num_cpu_devices", math.ceil(wanted / distributed.processes()))
-    devices = jax.devices()
+    try:
+        devices = jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts where a plugin of that name could not begin
+        if named in (None, "", "cpu"):
+            raise
+        why = str(error) or "its plugin did not start"
+        raise InputError(f"JAX_PLATFORMS={named} is not to be had here ({why}); change it, or unset it") from None
     if devices[0].platform == "cpu":
         keep_freed_memory()
     made = sharding.make_mesh(*config.mesh_sizes(experiment, len(devices)), devices)

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -231,6 +232,21 @@ def test_a_mesh_larger_than_the_machine_begins_no_run(place, capsys):
     assert last.startswith("jaxlm: mesh.data × mesh.tensor = 16") and "8 devices" in last
     assert printed.out == ""
     assert not (place / "runs").exists()
+
+
+@pytest.mark.parametrize("platform", ["cuda", "foo"])
+def test_a_platform_that_is_not_here_begins_no_run(platform, place):
+    code = "from jaxlm.cli import main; raise SystemExit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", "good.toml"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": platform},
+    )
+    assert done.returncode == 2, done.stderr
+    # What a plugin logs stands before it.
+    assert done.stderr.splitlines()[-1].startswith(f"jaxlm: JAX_PLATFORMS={platform} is not to be had here")
+    assert done.stdout == "" and not (place / "runs").exists()
 
 
 def test_a_pattern_that_matches_nothing_begins_no_run(place, capsys):

@@ -310,8 +310,9 @@ def _scores(
     values, factor, slope = settings.factored(products, bias)
     scores = values * factor
     if masked:
-        index = first_key + keys.start + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
-        scores = jnp.where((ref["start"][...] <= index) & (index < ref["end"][...]), scores, -jnp.inf)
+        index, first = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0), first_key + keys.start
+        start, end = ref["start"][...] - first, ref["end"][...] - first  # a row, where the index is a tile
+        scores = jnp.where((start <= index) & (index < end), scores, -jnp.inf)
     return scores, slope
 
 

@@ -1,6 +1,9 @@
 """Tokenizers, all as one kind of thing: a `tokenizer.json` of the `tokenizers` library."""
 
-from collections.abc import Iterable, Sequence
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +16,11 @@ END_OF_TEXT = "<|endoftext|>"
 BYTES_VOCABULARY = 257
 # Names under which published tokenizers keep the token that separates documents.
 _SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "</s>")
+# Characters that are encoded at once, and that a piece of a long document has at least.
+_AT_ONCE = 2**20
+_PIECE = 2**16
+_ANYWHERE = re.compile(r"(?s:.)")
+_BEFORE_BLANK = re.compile(r"\S(?=[ \n])")  # GPT-2's pattern always splits there, whatever comes before and after
 
 
 class Tokenizer:
@@ -49,9 +57,13 @@ class Tokenizer:
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of whole documents, between separators where the tokenizer has one."""
-        ends = [] if self.separator is None else [self.separator]
         dtype = self.dtype
-        return [np.array([*ends, *ids, *ends], dtype) for ids in self.encode_batch(texts)]
+        ends = np.array([] if self.separator is None else [self.separator], dtype)
+        found = [[ends] for _ in texts]
+        for numbers, batch in self._batches(texts):
+            for number, ids in zip(numbers, self.encode_batch(batch), strict=True):
+                found[number].append(np.array(ids, dtype))
+        return [np.concatenate([*arrays, ends]) for arrays in found]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids, without separators; broken UTF-8 becomes U+FFFD."""
@@ -76,12 +88,52 @@ class Tokenizer:
         """The content of its `tokenizer.json`."""
         return self._backend.to_str()
 
+    def _batches(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]:
+        """Pieces of the texts, few enough at a time, and the number of the text of each: the library takes some
+        hundred bytes per token."""
+        numbers, batch, size = [], [], 0
+        for number, text in enumerate(texts):
+            for piece in pieces(text, self._cut) if len(text) > _PIECE else (text,):
+                numbers.append(number)
+                batch.append(piece)
+                size += len(piece)
+                if size >= _AT_ONCE:
+                    yield numbers, batch
+                    numbers, batch, size = [], [], 0
+        yield numbers, batch
+
+    @cached_property
+    def _cut(self) -> re.Pattern | None:
+        """What a piece may end with, where tokens are known not to reach over it."""
+        if self.to_json() == bytes_tokenizer().to_json():
+            return _ANYWHERE
+        described = json.loads(self.to_json())
+        if described["normalizer"] or not all(token["special"] for token in described["added_tokens"]):
+            return None
+        match described["pre_tokenizer"], described["model"]:
+            case {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}, _:
+                return _ANYWHERE
+            case {"type": "ByteLevel", "use_regex": True, "add_prefix_space": False}, {"type": "BPE"}:
+                return _BEFORE_BLANK
+        return None
+
     def _why_not(self, texts: Sequence[str]) -> str | None:
         if not isinstance(self._backend.model, models.WordLevel):
             return None
         known = self._backend.get_vocab()
         strange = next((c for text in texts for c in text if c not in known), None)
         return strange and f"the character {strange!r} is not among the {self.vocabulary} the tokenizer knows"
+
+
+def pieces(text: str, cut: re.Pattern | None = _BEFORE_BLANK) -> Iterator[str]:
+    """A text, where it is long in pieces that end with `cut`; if not said, where our byte-pair encoding learns and
+    makes the same tokens of them as of the whole."""
+    at = 0
+    while cut and (found := cut.search(text, at + _PIECE - 1)):
+        yield text[at : found.end()]
+        at = found.end()
+    if at < len(text) or not at:
+        yield text[at:]
 
 
 def load(path: Path) -> Tokenizer:

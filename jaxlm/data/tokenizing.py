@@ -48,7 +48,7 @@ def train_bpe(surveys: Sequence[Survey], vocabulary: int, progress: Progress) ->
 
 def _sample(part: Part, split: Split, chosen: float) -> list[str]:
     texts = (split.divide(text)[0] for text in documents(part) if split.sample(text, chosen))
-    return [text[:TRAINING_BYTES] for text in texts if text]
+    return [piece for text in texts if text for piece in tokenizers.pieces(text[:TRAINING_BYTES])]
 
 
 class _Job(NamedTuple):

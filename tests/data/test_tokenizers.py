@@ -1,5 +1,6 @@
 import json
 import os
+import random
 import string
 import subprocess
 import sys
@@ -142,6 +143,69 @@ def test_ids_are_kept_in_the_smallest_type_that_holds_them(size, dtype):
     assert tokenizer.vocabulary == size
     (ids,) = tokenizer.encode_documents([characters[-1]])
     assert ids.dtype == dtype and ids.tolist() == [size - 1]
+
+
+def odd_text(seed: int) -> str:
+    """Words, blanks of every kind, contractions and separators, in no order."""
+    blanks = [" ", "  ", "\n", " \n ", "\r\n", "\t", "\x1c", "\u2028"]
+    some = [*TEXTS[1:], *CORPUS[:5], *blanks, "it's", "'ll", "12 345", "?!"]
+    return "".join(random.Random(seed).choices(some, k=400))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_long_document_has_the_tokens_of_the_whole(tokenizer, monkeypatch, seed):
+    text = odd_text(seed)
+    tokenizer = characters_tokenizer([text]) if tokenizer.separator is None else tokenizer
+    ends = [] if tokenizer.separator is None else [tokenizer.separator]
+    whole = [*ends, *tokenizer.encode(text), *ends]
+    given: list[str] = []
+    encode = tokenizer.encode_batch
+    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: given.extend(texts) or encode(texts))
+    for size in (1, 2, 7, 50):
+        monkeypatch.setattr(tokenizers, "_PIECE", size)
+        monkeypatch.setattr(tokenizers, "_AT_ONCE", 10 * size)
+        given.clear()
+        short, long, empty = tokenizer.encode_documents(["a", text, ""])
+        assert long.tolist() == whole and long.dtype == tokenizer.dtype
+        assert (len(short), len(empty)) == (1 + 2 * len(ends), 2 * len(ends))
+        assert len(given) > 50 and "".join(given) == f"a{text}"
+
+
+@pytest.mark.parametrize("made", [bytes_tokenizer, lambda: characters_tokenizer(["x"])])
+def test_bytes_and_characters_need_no_blanks(made, monkeypatch):
+    tokenizer, sizes = made(), []
+    encode = tokenizer.encode_batch
+    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: sizes.extend(map(len, texts)) or encode(texts))
+    monkeypatch.setattr(tokenizers, "_PIECE", 100)
+    tokenizer.encode_documents(["x" * 1001])
+    assert sizes == [100] * 10 + [1]
+
+
+def test_a_long_document_is_not_cut_where_tokens_may_reach_over_it(tmp_path, monkeypatch):
+    def any_words(values):
+        values["pre_tokenizer"]["use_regex"] = False
+        values["model"]["vocab"] |= {"aĠ": 257, "aĠa": 258}
+        values["model"]["merges"] = [["a", "Ġ"], ["aĠ", "a"]]
+
+    def named(values):
+        values["added_tokens"].append({**values["added_tokens"][0], "id": 257, "content": "a a", "special": False})
+
+    def prefixed(values):
+        values["pre_tokenizer"]["add_prefix_space"] = True
+
+    monkeypatch.setattr(tokenizers, "_PIECE", 1)
+    for change in (any_words, named, prefixed):
+        tokenizer = changed(tmp_path, change)
+        (ids,) = tokenizer.encode_documents(["a a a"])
+        assert ids[1:-1].tolist() == tokenizer.encode("a a a")
+
+
+def test_a_tokenizer_is_trained_on_pieces_as_on_the_whole(monkeypatch):
+    texts = [*map(odd_text, range(5)), *CORPUS]
+    whole = train_bpe(texts, 500).to_json()
+    monkeypatch.setattr(tokenizers, "_PIECE", 20)
+    cut = [piece for text in texts for piece in tokenizers.pieces(text)]
+    assert len(cut) > 2 * len(texts) and train_bpe(cut, 500).to_json() == whole
 
 
 def test_text_that_is_no_unicode_is_refused(tokenizer):

@@ -4,7 +4,9 @@ import hashlib
 import itertools
 import os
 import re
+import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -18,6 +20,8 @@ from jaxlm.errors import InputError
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+# Others that are not there at once are named, and not waited for for ever: a scheduler may start them minutes apart.
+_SAY_S, _MEET_S = 10, 300
 # A process that is silent for this long is lost, and the others end.
 _HEARTBEAT_S = 30
 # The first still draws a sample and a picture while the others leave.
@@ -43,7 +47,7 @@ class Place(NamedTuple):
     def parse(text: str) -> "Place":
         """From INDEX/COUNT@HOST:PORT. Raises InputError."""
         match = re.fullmatch(r"(\d+)/(\d+)@(\S+:\d+)", text)
-        if match is None or int(match[1]) >= int(match[2]):
+        if match is None or int(match[1]) >= int(match[2]) or not 0 < int(match[3].rpartition(":")[2]) < 2**16:
             raise InputError(f"--process {text!r} is not INDEX/COUNT@HOST:PORT, such as 0/2@127.0.0.1:9876")
         return Place(int(match[1]), int(match[2]), match[3])
 
@@ -51,7 +55,8 @@ class Place(NamedTuple):
 def join(place: Place | None) -> None:
     """Join the job: as told, or as Slurm, Open MPI or Cloud TPU tell; alone where nobody does.
 
-    Call it before anything asks JAX for devices. Raises InputError where a TPU cannot ask for its other hosts.
+    Call it before anything asks JAX for devices. Ends the process, with exit status 1, where the others do not come.
+    Raises InputError where a TPU cannot ask for its other hosts, or where process 0 cannot listen at its place.
     """
     launched = any(int(os.environ.get(name) or 1) > 1 for name in _LAUNCHERS)
     if place is None and not launched and _tpu_processes() == 1:
@@ -60,19 +65,64 @@ def join(place: Place | None) -> None:
     import jax
 
     _native_output_to_stderr()
-    noticed = {"heartbeat_timeout_seconds": _HEARTBEAT_S, "shutdown_timeout_seconds": _LEAVE_S}
+    noticed = {
+        "initialization_timeout": 2 * _MEET_S,  # never reached: JAX would abort the process
+        "heartbeat_timeout_seconds": _HEARTBEAT_S,
+        "shutdown_timeout_seconds": _LEAVE_S,
+    }
     if place is None:
-        jax.distributed.initialize(**noticed)
+        with _waiting("this process", "the other processes of the job"):
+            jax.distributed.initialize(**noticed)
         return
     host = place.coordinator.rpartition(":")[0]
     bind = place.coordinator if host in ("127.0.0.1", "localhost", "[::1]") else None  # else on every interface
-    jax.distributed.initialize(
-        place.coordinator,
-        place.count,
-        place.index,
-        coordinator_bind_address=bind if place.index == 0 else None,
-        **noticed,
-    )
+    if place.index == 0:
+        _check_free(place.coordinator, host if bind else "")
+    others = f"process {1 - place.index}" if place.count == 2 else f"the other {place.count - 1} processes"
+    with _waiting(f"process {place.index} of {place.count}", f"{others} to meet at {place.coordinator}"):
+        jax.distributed.initialize(
+            place.coordinator,
+            place.count,
+            place.index,
+            coordinator_bind_address=bind if place.index == 0 else None,
+            **noticed,
+        )
+
+
+def _check_free(coordinator: str, host: str) -> None:
+    """Raises InputError where process 0 cannot listen, on every interface where the host is "". JAX may crash there."""
+    port = int(coordinator.rpartition(":")[2])
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host.strip("[]"), port), family=family).close()
+    except OSError as error:
+        raise InputError(f"process 0 cannot listen at {coordinator} ({error.strerror}); choose another port") from None
+
+
+@contextmanager
+def _waiting(who: str, whom: str) -> Iterator[None]:
+    """A block in which JAX waits for others, and hears nothing: other threads say so, and end it."""
+
+    def say() -> None:
+        print(f"jaxlm: {who} waits for {whom}", file=sys.stderr, flush=True)
+
+    def give_up() -> None:
+        print(
+            f"jaxlm: {who} waited {_MEET_S} s in vain for {whom}; start all of them, each with its own number",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+    timers = threading.Timer(_SAY_S, say), threading.Timer(_MEET_S, give_up)
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
 
 
 def _tpu_processes() -> int:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,11 @@ CONFIGURATIONS = {
     "profile after the end": ("train good.toml --profile 5:6", ["--profile 5:6", "training.steps = 1"]),
     "no hours": ("train good.toml --max-hours 0", ["--max-hours 0", "above 0"]),
     "hours that are no number": ("train good.toml --max-hours nan", ["--max-hours nan", "above 0"]),
+    "process that is no place": (
+        "train good.toml --process 2/2@here:1",
+        ["--process '2/2@here:1'", "INDEX/COUNT@HOST"],
+    ),
+    "port that is none": ("train good.toml --process 0/1@127.0.0.1:99999", ["127.0.0.1:99999", "HOST:PORT"]),
     "vocabulary below the bytes": ("train good.toml model.vocabulary=200", ["200", "model.vocabulary=257"]),
 }
 DATA = {
@@ -231,6 +237,21 @@ def test_a_mesh_larger_than_the_machine_begins_no_run(place, capsys):
     last = printed.err.splitlines()[-1]
     assert last.startswith("jaxlm: mesh.data × mesh.tensor = 16") and "8 devices" in last
     assert printed.out == ""
+    assert not (place / "runs").exists()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "elsewhere"])
+def test_a_port_that_is_in_use_begins_no_run(host, place):
+    """On another host's name process 0 listens on every interface."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"{host}:{taken.getsockname()[1]}"
+        code = "from jaxlm.cli import main; raise SystemExit(main())"
+        done = subprocess.run(
+            [sys.executable, "-c", code, "train", "good.toml", "--process", f"0/1@{address}"],
+            capture_output=True,
+            text=True,
+        )
+    check(done.returncode, done.stdout, done.stderr, [f"process 0 cannot listen at {address}", "another port"])
     assert not (place / "runs").exists()
 
 

@@ -126,6 +126,21 @@ def test_a_mesh_that_leaves_a_process_without_devices_is_refused_by_all(config, 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("index", "other"), [(0, 1), (1, 0)])
+def test_a_process_that_waits_in_vain_says_for_whom(index, other, config, tmp_path):
+    address = f"127.0.0.1:{runs.free_port()}"
+    soon = "from jaxlm import distributed; distributed._SAY_S, distributed._MEET_S = 1, 3"
+    process = runs.start(config, tmp_path / "run", "--process", f"{index}/2@{address}", before=soon)
+    _, said = runs.finish(process, status=1)
+    ours = [line for line in said.splitlines() if line.startswith("jaxlm: ")]
+    whom = f"process {other} to meet at {address}"
+    assert ours == [
+        f"jaxlm: process {index} of 2 waits for {whom}",
+        f"jaxlm: process {index} of 2 waited 3 s in vain for {whom}; start all of them, each with its own number",
+    ]
+    assert said.splitlines()[-1] == ours[-1]
+
+
 def test_sigterm_for_one_process_stops_all_at_the_same_step(config, whole, tmp_path):
     run = tmp_path / "run"
     processes = start(config, [run] * 2, "training.steps=100000")

@@ -177,7 +177,8 @@ class _End:
             self._print_json(stopped=None)
             return 0
         evaluations = JsonLines(run.evaluations).rows()
-        held_out = f", held-out loss {evaluations[-1]['loss']:.4f}" if evaluations else ""
+        loss = evaluations[-1]["loss"] if evaluations else None
+        held_out = "" if not evaluations else f", held-out loss {'not finite' if loss is None else f'{loss:.4f}'}"
         print(f"\n{sample}\n")
         print(f"{run.directory}: {self.step} steps{held_out}")
         print(f"loss curve {run.loss_curve}, sample {run.sample}, checkpoints {run.checkpoints}")

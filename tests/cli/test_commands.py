@@ -171,6 +171,16 @@ def test_a_loss_that_stays_infinite_stops_the_run(text, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_held_out_loss_that_is_not_finite_is_said(text, tmp_path):
+    ended = jaxlm(
+        "train", CONFIGS / "quickstart.toml", *SMALL, f"data.text={text}", "data.held_out=0.3", "training.steps=2",
+        "--out", tmp_path / "run", "optimizer.learning_rate=1e38", "optimizer.weight_decay=1000",
+        "optimizer.schedule.warmup_steps=0",
+    )  # fmt: skip
+    assert ended.stdout.splitlines()[-2] == f"{tmp_path / 'run'}: 2 steps, held-out loss not finite"
+
+
+@pytest.mark.slow
 def test_a_cpu_becomes_the_mesh_that_is_asked_for(text, tmp_path):
     code = "import sys; from jaxlm.cli import main; sys.exit(main())"
     environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}

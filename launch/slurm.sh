@@ -6,9 +6,14 @@
 #SBATCH --cpus-per-task=8
 #SBATCH --signal=TERM@300
 #SBATCH --requeue
-# One process per GPU, as JAX expects under Slurm.
-# Five minutes before the time is over every process gets SIGTERM and saves; the requeued job resumes.
+# One process per GPU, as JAX expects under Slurm, each with its cores: since 22.05 srun does not take them over.
+# Five minutes before the time is over every process gets SIGTERM, saves, and ends with status 0. --requeue alone starts
+# the job again only where a node failed or another job had precedence, so the job asks for it; then it resumes.
 set -euo pipefail
 config=$1 run=$2
 shift 2
-srun --kill-on-bad-exit=1 jaxlm train "$config" --out "$run" "$@"
+ended=$(srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" jaxlm train "$config" --out "$run" --json "$@")
+echo "$ended"
+if [[ $ended == *'"stopped": "SIGTERM"'* ]]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi

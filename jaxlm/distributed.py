@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 # Others that are not there at once are named, and not waited for for ever: a scheduler may start them minutes apart.
-_SAY_S, _MEET_S = 10, 300
+_SAY_S, _MEET_S = 30, 300
 # A process that is silent for this long is lost, and the others end.
 _HEARTBEAT_S = 30
 # The first still draws a sample and a picture while the others leave.

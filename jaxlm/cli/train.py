@@ -45,11 +45,12 @@ def main(arguments: argparse.Namespace) -> int:
     stop = StopRequest(end.early, arguments.max_hours)
     distributed.join(arguments.process and distributed.Place.parse(arguments.process))
     with distributed.failing_as_one(), stop:  # only now: JAX takes SIGTERM for itself when it joins a job
-        # Each computes its part of a step by its own settings: with others the replicas drift apart, or wait for ever.
-        distributed.check_same("settings", experiment.to_toml(), "start all with the same CONFIG and key=value")
-        if distributed.is_first():
-            run.claim()
         try:
+            # Each computes its part of a step by its own settings: with others the replicas drift apart, or wait for
+            # ever.
+            distributed.check_same("settings", experiment.to_toml(), "start all with the same CONFIG and key=value")
+            if distributed.is_first():
+                run.claim()
             return _train(experiment, run, traced, stop, clock, end)
         except Stopped as stopped:
             status = end.early(stopped.reason)

@@ -1,5 +1,5 @@
 """What a TPU's compiler schedules of a program's kernels, without a chip: bundles of instructions, of which a core
-issues one a cycle unless it waits for memory, and which of its units they keep busy.
+issues one a cycle unless something makes it wait, and which of its units they keep busy.
 
 libtpu writes its schedules where flags ask for them, which it reads as it starts and which nothing documents; those of
 the versions that come with JAX 0.10.2 and 0.12 are the same.

@@ -1,5 +1,6 @@
 """Where a run's time goes: the share of it that was spent in training steps, and what took the rest."""
 
+import itertools
 import os
 import time
 from collections import defaultdict
@@ -146,7 +147,7 @@ def summary(starts: Iterable[dict[str, Any]]) -> Goodput:
     """
     starts = list(starts)
     total: dict[str, float] = defaultdict(float, training=0.0)
-    for start, following in zip(starts, [*starts[1:], None], strict=True):
+    for start, following in itertools.zip_longest(starts, starts[1:]):
         for name, seconds in start["seconds"].items():
             total["training" if name in _STEPS else name] += seconds
         done, lost = start["to_step"] - start["from_step"], 0

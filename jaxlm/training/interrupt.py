@@ -16,22 +16,25 @@ from jaxlm.training.goodput import process_age
 OUT_OF_TIME = 1
 # How long the main thread has to notice a signal: inside a compiler it does not.
 _NOTICE_S = 2.0
+# Of an alarm: no time at all would be none.
+_SOON_S = 0.01
 
 
 class Stopped(BaseException):
-    """A signal came while there was nothing to save."""
+    """A signal came, or the time was over, while there was nothing to save."""
 
-    def __init__(self, number: signal.Signals):
-        super().__init__(number.name)
-        self.reason = int(number)
+    def __init__(self, reason: int):
+        super().__init__(named(reason))
+        self.reason = reason
 
 
 class StopRequest:
     """While it is the context, the first SIGINT or SIGTERM asks for an end, and a second one ends the process at once.
 
-    At first there is nothing to save, and the first signal raises Stopped; where the main thread does not notice for
-    two seconds, `leave(reason)` is called in another thread, and its result is the exit status. Under `noted()` the
-    signal waits to be asked for by `reason`, as do the `hours` that this process may last.
+    At first there is nothing to save, and the first signal raises Stopped, as does the end of the `hours` that this
+    process may last; where the main thread does not notice for two seconds, `leave(reason)` is called in another
+    thread, and its result is the exit status. Under `noted()` the signal waits to be asked for by `reason`, as do from
+    then on the hours.
     """
 
     def __init__(self, leave: Callable[[int], int], hours: float | None = None):
@@ -46,13 +49,16 @@ class StopRequest:
         os.set_blocking(self._write, False)
         # The numbers of signals arrive in the pipe whatever the main thread does.
         self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
             self._before[number] = signal.signal(number, self._notice)
         self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._watcher.start()
+        if math.isfinite(self._limit_s):
+            signal.setitimer(signal.ITIMER_REAL, max(self._limit_s - process_age(), _SOON_S))
         return self
 
     def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
@@ -64,6 +70,7 @@ class StopRequest:
     def noted(self) -> Iterator[None]:
         """A block that a first signal does not end."""
         self._noting = True
+        signal.setitimer(signal.ITIMER_REAL, 0)
         try:
             yield
         finally:
@@ -74,10 +81,10 @@ class StopRequest:
         return self._signal or (OUT_OF_TIME if process_age() + ahead_s > self._limit_s else 0)
 
     def _notice(self, number: int, _: FrameType | None) -> None:
-        self._signal = self._signal or number
+        self._signal = self._signal or _reason(number)
         first, self._noticed = not self._noticed, True
         if first and not self._noting:
-            raise Stopped(signal.Signals(number))
+            raise Stopped(self._signal)
 
     def _watch(self) -> None:
         asked = 0
@@ -87,11 +94,15 @@ class StopRequest:
                 if not number:  # the context ended
                     return
                 if number in self._before:
-                    if asked:
+                    if asked and number != signal.SIGALRM:
                         os._exit(128 + number)
-                    asked = self._signal = number
+                    asked = self._signal = asked or _reason(number)
             elif not self._noting and not self._noticed:
                 os._exit(self._leave(asked))
+
+
+def _reason(number: int) -> int:
+    return OUT_OF_TIME if number == signal.SIGALRM else number
 
 
 def named(reason: int) -> str | None:

@@ -21,7 +21,7 @@ evaluation.evaluation_batches = slowly
 STUCK = """
 import ctypes, signal, jaxlm.data.dataset as dataset
 def prepare(*arguments):
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGALRM})
     print("stuck", flush=True)
     ctypes.CDLL(None).sleep(60)
 dataset.prepare = prepare
@@ -91,6 +91,16 @@ def test_before_the_first_step_a_signal_ends_it_though_a_compiler_does_not_hear(
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == status and time.monotonic() - asked < 15, errors
+    assert "stopped before the first step; to go on: jaxlm train" in errors.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_before_the_first_step_too_hours_end_it_though_a_compiler_does_not_hear(config, tmp_path):
+    began = time.monotonic()
+    process = start(config, tmp_path / "run", "--max-hours", str(30 / 3600), "--json", before=STUCK)
+    out, errors = finish(process)
+    assert out.startswith("stuck\n") and time.monotonic() - began < 30 + 15, errors
+    assert json.loads(out.splitlines()[-1])["stopped"] == "max_hours"
     assert "stopped before the first step; to go on: jaxlm train" in errors.splitlines()[-1]
 
 

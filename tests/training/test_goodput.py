@@ -47,6 +47,7 @@ def test_steps_that_were_done_twice_count_once():
 
 
 def test_a_start_that_did_no_step_is_all_loss():
+    assert summary([]).share == 0.0
     assert summary([{"from_step": 0, "to_step": 0, "seconds": {"startup": 5.0}}]).share == 0.0
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.flash_attention.visible import module_of, shared
+from kernels_pallas.flash_attention.visible import module_of, unrepeated
 
 
 class Ranges(NamedTuple):
@@ -30,7 +30,7 @@ def key_ranges(start: Any, end: Any, queries: int, keys: int) -> Ranges:
     module = module_of(start, end)
     # Rows that are not there see nothing: no block with one of them is full.
     rows = [(0, 0), (0, -start.shape[1] % queries)]
-    start, end = (module.pad(shared(x), rows) for x in (start, end))
+    start, end = (module.pad(unrepeated(x), rows) for x in (start, end))
     start, end = (x.reshape(x.shape[0], -1, queries) for x in (start, end))
     sees = start < end
     far = np.iinfo(np.int32).max

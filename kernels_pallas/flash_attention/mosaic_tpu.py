@@ -41,8 +41,8 @@ class Kernels(NamedTuple):
     key_gradient: Blocks
 
 
-# Until they are measured: such that a tile's float32 intermediates fit the 16 MiB of VMEM that every generation grants
-# a kernel.
+# Until they are measured: what the compiler schedules best (docs/kernels.md) of what fits the 16 MiB of VMEM that every
+# generation grants a kernel.
 _DEFAULT = Kernels(Blocks(512, 1024, 256), Blocks(512, 1024, 256), Blocks(1024, 512, 256))
 _FLOAT32 = Kernels(*[Blocks(256, 512, 256)] * 3)
 _INTERPRETED = Kernels(*[Blocks(128, 128, 64)] * 3)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas import target
-from kernels_pallas.flash_attention.visible import shared, within
+from kernels_pallas.flash_attention.visible import unrepeated, within
 from kernels_pallas.launch import Cost, Costs, size_of
 
 
@@ -39,7 +39,7 @@ class Operands(NamedTuple):
         """A part's start and end as arrays [B, T]; of numpy arrays with one row in the program for sequences that all
         see the same."""
         B, T = self.query.shape[:2]
-        return tuple(jnp.broadcast_to(jnp.asarray(shared(x)), (B, T)) for x in (self.start, self.end))
+        return tuple(jnp.broadcast_to(jnp.asarray(unrepeated(x)), (B, T)) for x in (self.start, self.end))
 
     def shares(self, blocks: int) -> int:
         """Into how many shares the query heads of a key head are divided where a kernel for the keys' gradient would
@@ -49,7 +49,7 @@ class Operands(NamedTuple):
         return next(enough, N // K)
 
     @staticmethod
-    def shared_out(x: Any, shares: int) -> jax.ShapeDtypeStruct:
+    def of_shares(x: Any, shares: int) -> jax.ShapeDtypeStruct:
         """The gradient of a key or value [B, S, K, …] by shares: [B, S, K · shares, …], in float32 if they are many."""
         B, S, K, width = x.shape
         return jax.ShapeDtypeStruct((B, S, K * shares, width), x.dtype if shares == 1 else jnp.float32)

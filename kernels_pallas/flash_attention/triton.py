@@ -249,7 +249,7 @@ def key_gradient(
         blocks,
         inputs=spec.inputs(operands) | by_row | {"d_out": (d_out, spec.query(V)), "ranges": (ranges, spec.ranges)},
         outputs={
-            name: (operands.shared_out(x, shares), spec.key_share(x.shape[-1]))
+            name: (operands.of_shares(x, shares), spec.key_share(x.shape[-1]))
             for name, x in (("d_key", operands.key), ("d_value", operands.value))
         },
         grid=(columns, K * shares, B),

@@ -139,6 +139,6 @@ def module_of(*arrays: Any) -> Any:
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
-def shared(x: Any) -> Any:
+def unrepeated(x: Any) -> Any:
     """Of a numpy array [B, …] whose rows are all the same the first of them, [1, …]."""
     return x[:1] if isinstance(x, np.ndarray) and np.all(x == x[:1]) else x

@@ -1,7 +1,7 @@
 """Which tiles of scores a TPU's kernel visits, in order: a list that its index maps read.
 
-A step of the grid takes a third of a microsecond even where nothing is computed, about as long as the products of a
-small tile: of causal attention half of all tiles would be such steps, of a window nearly all.
+A step of the grid takes about 0.35 µs even where nothing is computed (JAX's documentation of Pallas on TPUs), as long
+as the products of a small tile: of causal attention half of all tiles would be such steps, of a window nearly all.
 """
 
 from collections.abc import Callable

@@ -137,6 +137,19 @@ class Warpgroup:
         """A value [columns] laid out as the columns of a tile are."""
         return self._laid(x, lambda tile: tile.reduce(0))
 
+    def load_tile(self, ref: Any) -> jax.Array:
+        """All of a `tiled` array in shared memory, laid out as products are."""
+        return self.tile(ref[...])
+
+    def load_turned(self, ref: Any) -> jax.Array:
+        """The transpose of a `tiled` array [columns, rows] in shared memory, laid out as products are."""
+        if self.interpret:
+            return ref[...].T
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        turned = plgpu.layout_cast(self._load(ref.transpose((1, 0))), plgpu.Layout.WGMMA_TRANSPOSED)
+        return self.tile(turned)
+
     def load_by_row(self, ref: Any) -> jax.Array:
         """All of an array [rows] in global or shared memory."""
         return self.by_row(self._load(ref))

@@ -74,17 +74,19 @@ def first(queries: int, keys: int) -> Visible:
 # each block of a grid.
 _WIDE = (
     _case(
-        "wide, rows that see nothing",
+        "wide, rows that see nothing, shared bias",
         queries=90,
         width=64,
+        bias=(1, 1, 1, 90),
         options={"visible": _scattered, "return_log_sum_exp": True},
         dtypes=("float16",),
     ),
     _case(
-        "wide, grouped, causal",
+        "wide, grouped, causal, bias",
         queries=70,
         heads=(2, 1),
         width=64,
+        bias=(1, 2, 70, 70),
         options={"visible": causal(70)},
         dtypes=("bfloat16",),
     ),
@@ -206,7 +208,7 @@ CASES = (
         sinks=True,
         options={"visible": both(causal(8192), segments(1000, 3000, 96, 4096))},
     ),
-    _at_8k("bias 2048 × 128", queries=2048, heads=16, bias=(1, 16, 2048, 2048), uses={"bench"}),
+    _at_8k("bias 2048 × 128", queries=2048, heads=16, bias=(1, 16, 2048, 2048)),
     _case(
         "all of it on odd lengths",
         queries=300,

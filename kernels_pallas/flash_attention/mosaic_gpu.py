@@ -5,7 +5,6 @@ ahead. Two compute: each holds 64 queries and their sums in registers, and they 
 multiply for one while the other exponentiates. The backward pass is in `mosaic_gpu_backward.py`.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -19,10 +18,12 @@ from kernels_pallas.flash_attention.mosaic_gpu_backward import key_gradient, que
 from kernels_pallas.flash_attention.operands import Operands
 from kernels_pallas.flash_attention.ring import (
     COMPUTING,
+    QUERIES,
+    TILE,
+    Keys,
     Order,
     References,
     Ring,
-    keys_and_values,
     padded,
     roles,
     tiled,
@@ -32,9 +33,8 @@ from kernels_pallas.hopper import ROWS, Barriers, Shared, Warpgroup
 
 __all__ = ["forward", "key_gradient", "query_gradient", "refusal"]
 
-# A row of a tile in shared memory is 64 numbers of two bytes; wgmma has at most 256 columns.
-TILE, MAX_WIDTH = 64, 256
-_QUERIES = COMPUTING * ROWS
+# Columns of a product, at most.
+MAX_WIDTH = 256
 
 
 def refusal(operands: Operands) -> str | None:
@@ -42,8 +42,8 @@ def refusal(operands: Operands) -> str | None:
     H, V = operands.sizes[5:]
     if operands.query.dtype not in ("bfloat16", "float16"):
         return f"it multiplies bfloat16 and float16, not {operands.query.dtype}"
-    if operands.bias is not None:
-        return "it has no bias"
+    if operands.bias is not None and operands.bias.dtype.itemsize not in (2, 4):
+        return f"a bias of it is bfloat16, float16 or float32, not {operands.bias.dtype}"
     if any(width % TILE or width > MAX_WIDTH for width in (H, V)):
         return f"head widths {H} and {V} are not both multiples of {TILE} up to {MAX_WIDTH}"
     return None
@@ -52,16 +52,17 @@ def refusal(operands: Operands) -> str | None:
 def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, N, V] and log-sum-exp [B, N, T] in float32."""
     B, T, S, N, K, H, V = operands.sizes
-    dtype, rows = operands.query.dtype, pl.cdiv(T, _QUERIES)
+    dtype, rows = operands.query.dtype, pl.cdiv(T, QUERIES)
     own = {
         "query_tile": Shared((COMPUTING, ROWS, H), dtype, tiled=True),
         "log_sum_exp_tile": Shared((COMPUTING, ROWS), jnp.float32),
     }
     if H != V:  # else the output takes the place of the queries: they have been read by then
         own["out_tile"] = Shared((COMPUTING, ROWS, V), dtype, tiled=True)
-    # As many keys as registers hold scores of, besides the sums of all V columns.
-    keys = 128 if max(H, V) <= 128 else 64
-    ring = Ring.of("forward", operands, keys, functools.partial(keys_and_values, operands), own)
+    of_keys = Keys(operands)
+    # As many keys as registers hold scores of, besides the sums of all V columns, and shared memory two blocks of.
+    keys = 128 if max(H, V) <= 128 and not of_keys.biased else 64
+    ring = Ring.of("forward", operands, keys, of_keys.parts, own)
     keys = ring.blocks.rows
 
     def kernel(warpgroup: Warpgroup, ref: References) -> None:
@@ -70,8 +71,7 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
         order = Order(*(ref["ranges"][b, i, c] for c in range(4)))
 
         def sources(step: jax.Array) -> dict[str, Any]:
-            at = b, pl.ds(order.block(step) * keys, keys), lax.div(n, N // K)
-            return {"key": ref["key"].at[at], "value": ref["value"].at[at]}
+            return of_keys.sources(ref, b, n, i, order.block(step), keys)
 
         def compute() -> None:
             tile, query, turn = i * COMPUTING + me, ref["query_tile"].at[me], ref["turn"].at[me]
@@ -94,7 +94,8 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
                 key = ring.take(warpgroup, ref, "key", j)
                 (products,) = warpgroup.products_of_rows((query, key), meanwhile=pass_turn)
                 ring.leave(warpgroup, ref, j, order.steps, "key")
-                values, factor, _ = settings.factored(products, tanh=tanh_by_exp2)
+                bias = of_keys.bias(warpgroup, ref, ring, j, order.steps)
+                values, factor, _ = settings.factored(products, bias, tanh=tanh_by_exp2)
                 if masked:
                     index = order.block(j) * keys + warpgroup.count((ROWS, keys), 1)
                     seen = (warpgroup.across(start, keys) <= index) & (index < warpgroup.across(end, keys))
@@ -132,21 +133,19 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
 
     start, end = operands.intervals
     inputs = {
-        "query": padded(operands.query, _QUERIES),
-        "key": padded(operands.key, keys),
-        "value": padded(operands.value, keys),
-        "start": tiled(start, _QUERIES),
-        "end": tiled(end, _QUERIES),
-        "ranges": key_ranges(operands.start, operands.end, _QUERIES, keys).stacked(B),
-    }
+        "query": padded(operands.query, QUERIES),
+        "start": tiled(start, QUERIES),
+        "end": tiled(end, QUERIES),
+        "ranges": key_ranges(operands.start, operands.end, QUERIES, keys).stacked(B),
+    } | of_keys.inputs(keys)
     if operands.sinks is not None:
         inputs["sinks"] = operands.sinks.astype(jnp.float32)
     out, log_sum_exp = hopper.run(
         kernel,
         inputs,
         {
-            "out": jax.ShapeDtypeStruct((B, rows * _QUERIES, N, V), dtype),
-            "log_sum_exp": jax.ShapeDtypeStruct((B, N, rows * _QUERIES), jnp.float32),
+            "out": jax.ShapeDtypeStruct((B, rows * QUERIES, N, V), dtype),
+            "log_sum_exp": jax.ShapeDtypeStruct((B, N, rows * QUERIES), jnp.float32),
         },
         grid={"head": N, "block": rows, "batch": B},
         warpgroups=COMPUTING + 1,

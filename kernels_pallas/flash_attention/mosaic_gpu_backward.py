@@ -6,7 +6,6 @@ not fit a warpgroup's registers.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -20,10 +19,14 @@ from kernels_pallas.flash_attention.blocks import key_ranges, query_ranges
 from kernels_pallas.flash_attention.operands import Operands
 from kernels_pallas.flash_attention.ring import (
     COMPUTING,
+    QUERIES,
+    TILE,
+    Keys,
     Order,
     References,
     Ring,
-    keys_and_values,
+    bias_of,
+    of_bias,
     padded,
     roles,
     tiled,
@@ -31,7 +34,6 @@ from kernels_pallas.flash_attention.ring import (
 from kernels_pallas.flash_attention.tiles import Settings, score_gradient, tanh_by_exp2
 from kernels_pallas.hopper import ROWS, Barriers, Shared, Warpgroup
 
-_BLOCK = COMPUTING * ROWS
 _MAX_WIDTHS = 256
 
 
@@ -46,14 +48,15 @@ def query_gradient(
     if _too_wide(operands):
         return triton.query_gradient(_plain(settings), operands, log_sum_exp, delta, d_out)
     B, T, S, N, K, H, V = operands.sizes
-    dtype, rows = operands.query.dtype, pl.cdiv(T, _BLOCK)
+    dtype, rows = operands.query.dtype, pl.cdiv(T, QUERIES)
     own = {
         "query_tile": Shared((COMPUTING, ROWS, H), dtype, tiled=True),
         "d_out_tile": Shared((COMPUTING, ROWS, V), dtype, tiled=True),
     }
     # As many keys as registers hold scores and their gradients of, besides the sums of all H columns.
-    keys = 128 if max(H, V) <= 64 else 64
-    ring = Ring.of("query_gradient", operands, keys, functools.partial(keys_and_values, operands), own)
+    of_keys = Keys(operands)
+    keys = 128 if max(H, V) <= 64 and not of_keys.biased else 64
+    ring = Ring.of("query_gradient", operands, keys, of_keys.parts, own)
     keys = ring.blocks.rows
 
     def kernel(warpgroup: Warpgroup, ref: References) -> None:
@@ -62,8 +65,7 @@ def query_gradient(
         order = Order(*(ref["ranges"][b, i, c] for c in range(4)))
 
         def sources(step: jax.Array) -> dict[str, Any]:
-            at = b, pl.ds(order.block(step) * keys, keys), lax.div(n, N // K)
-            return {"key": ref["key"].at[at], "value": ref["value"].at[at]}
+            return of_keys.sources(ref, b, n, i, order.block(step), keys)
 
         def compute() -> None:
             tile, query, d_out = i * COMPUTING + me, ref["query_tile"].at[me], ref["d_out_tile"].at[me]
@@ -78,7 +80,8 @@ def query_gradient(
                 key, value = (ring.take(warpgroup, ref, name, j) for name in ("key", "value"))
                 products, d_weights = warpgroup.products_of_rows((query, key), (d_out, value))
                 ring.leave(warpgroup, ref, j, order.steps, "value")
-                values, factor, slope = settings.factored(products, tanh=tanh_by_exp2)
+                bias = of_keys.bias(warpgroup, ref, ring, j, order.steps)
+                values, factor, slope = settings.factored(products, bias, tanh=tanh_by_exp2)
                 if masked:
                     index = order.block(j) * keys + warpgroup.count((ROWS, keys), 1)
                     seen = (warpgroup.across(start, keys) <= index) & (index < warpgroup.across(end, keys))
@@ -98,17 +101,16 @@ def query_gradient(
     (d_query,) = hopper.run(
         kernel,
         {
-            "query": padded(operands.query, _BLOCK),
-            "key": padded(operands.key, keys),
-            "value": padded(operands.value, keys),
-            "start": tiled(start, _BLOCK),
-            "end": tiled(end, _BLOCK),
-            "log_sum_exp": tiled(log_sum_exp, _BLOCK),
-            "delta": tiled(delta, _BLOCK),
-            "d_out": padded(d_out, _BLOCK),
-            "ranges": key_ranges(operands.start, operands.end, _BLOCK, keys).stacked(B),
-        },
-        {"d_query": jax.ShapeDtypeStruct((B, rows * _BLOCK, N, H), dtype)},
+            "query": padded(operands.query, QUERIES),
+            "start": tiled(start, QUERIES),
+            "end": tiled(end, QUERIES),
+            "log_sum_exp": tiled(log_sum_exp, QUERIES),
+            "delta": tiled(delta, QUERIES),
+            "d_out": padded(d_out, QUERIES),
+            "ranges": key_ranges(operands.start, operands.end, QUERIES, keys).stacked(B),
+        }
+        | of_keys.inputs(keys),
+        {"d_query": jax.ShapeDtypeStruct((B, rows * QUERIES, N, H), dtype)},
         grid={"head": N, "block": rows, "batch": B},
         warpgroups=COMPUTING + 1,
         shared=own | ring.shared() | {"own_ready": Barriers(COMPUTING, arrivals=len(own))},
@@ -126,104 +128,126 @@ def key_gradient(
     if _too_wide(operands):
         return triton.key_gradient(_plain(settings), operands, log_sum_exp, delta, d_out)
     B, T, S, N, K, H, V = operands.sizes
-    dtype, columns, group = operands.query.dtype, pl.cdiv(S, _BLOCK), N // K
+    dtype, columns = operands.query.dtype, pl.cdiv(S, QUERIES)
+    shares = operands.shares(columns * K * B)
+    heads = N // (K * shares)  # of queries, to a block
     own = {
         "key_tile": Shared((COMPUTING, ROWS, H), dtype, tiled=True),
         "value_tile": Shared((COMPUTING, ROWS, V), dtype, tiled=True),
     }
+    d_key, d_value = (operands.of_shares(padded(x, QUERIES), shares) for x in (operands.key, operands.value))
+    if shares > 1:  # else the gradients take the places of what they are of
+        own["gradient_tile"] = Shared((COMPUTING, ROWS, TILE), d_key.dtype, tiled=True)
+    bias, biased = operands.bias, Keys(operands).biased
 
     def parts(queries: int) -> dict[str, Shared]:
-        return {
+        parts = {
             "query": Shared((queries, H), dtype, tiled=True),
-            "log_sum_exp": Shared((queries,), jnp.float32),
             "d_out": Shared((queries, V), dtype, tiled=True),
-            "delta": Shared((queries,), jnp.float32),
+            "interval": Shared((2, queries), jnp.int32),
+            "sums": Shared((2, queries), jnp.float32),
         }
+        return parts | ({"bias": Shared((queries, QUERIES), bias.dtype, tiled=True)} if biased else {})
 
     ring = Ring.of("key_gradient", operands, ROWS, parts, own)
     queries = ring.blocks.rows
-    of_queries = key_ranges(operands.start, operands.end, queries, _BLOCK)
+    of_queries = key_ranges(operands.start, operands.end, queries, QUERIES)
 
     def kernel(warpgroup: Warpgroup, ref: References) -> None:
-        me, b, k, column = (warpgroup.index(*axis) for axis in ((), ("batch",), ("head",), ("block",)))
+        me, b, share, column = (warpgroup.index(*axis) for axis in ((), ("batch",), ("head",), ("block",)))
+        k = lax.div(share, shares)
         order = Order(*(ref["ranges"][b, column, c] for c in range(4)))
-        steps = order.steps * group
+        steps = order.steps * heads
 
         def sources(step: jax.Array) -> dict[str, Any]:
-            n, i = k * group + lax.div(step, order.steps), order.block(lax.rem(step, order.steps))
+            n, i = share * heads + lax.div(step, order.steps), order.block(lax.rem(step, order.steps))
             at = pl.ds(i * queries, queries)
-            rows = {name: ref[name].at[b, at, n] for name in ("query", "d_out")}
-            return rows | {name: ref[name].at[b, n, i] for name in ("log_sum_exp", "delta")}
+            sources = {name: ref[name].at[b, at, n] for name in ("query", "d_out")}
+            sources |= {"interval": ref["interval"].at[b, i], "sums": ref["sums"].at[b, n, i]}
+            if biased:
+                sources["bias"] = of_bias(ref, b, n).at[at, pl.ds(column * QUERIES, QUERIES)]
+            return sources
 
         def compute() -> None:
             first = (column * COMPUTING + me) * ROWS
-            at, ready = (b, pl.ds(first, ROWS), k), ref["own_ready"].at[me]
+            at, ready = pl.ds(first, ROWS), ref["own_ready"].at[me]
             key, value = ref["key_tile"].at[me], ref["value_tile"].at[me]
-            warpgroup.fetch(ref["key"].at[at], key, ready)
-            warpgroup.fetch(ref["value"].at[at], value, ready)
+            warpgroup.fetch(ref["key"].at[b, at, k], key, ready)
+            warpgroup.fetch(ref["value"].at[b, at, k], value, ready)
             warpgroup.wait(ready)
 
             def of_head(g: jax.Array, carry: tuple) -> tuple:
+                of_keys = None
+                if bias is not None and not biased:
+                    of_keys = warpgroup.load_by_row(of_bias(ref, b, share * heads + g).at[0, at])
+                    of_keys = warpgroup.across(of_keys, queries)
+
                 def step(j: jax.Array, carry: tuple, masked: bool) -> tuple:
                     d_key, d_value = carry
                     now = g * order.steps + j
-                    query, d_out, log_sum_exp, delta = (
-                        ring.take(warpgroup, ref, name, now) for name in ("query", "d_out", "log_sum_exp", "delta")
-                    )
-                    (products,) = warpgroup.products_of_rows((key, query))
-                    values, factor, slope = settings.factored(products, tanh=tanh_by_exp2)
+
+                    def down(name: str, row: int) -> jax.Array:
+                        return warpgroup.down(warpgroup.load_by_column(place[name].at[row]), ROWS)
+
+                    place = {name: ring.take(warpgroup, ref, name, now) for name in ring.parts}
+                    bias = of_keys
+                    if biased:
+                        bias = warpgroup.load_turned(place["bias"].at[:, pl.ds(me * ROWS, ROWS)])
+                    (products,) = warpgroup.products_of_rows((key, place["query"]))
+                    values, factor, slope = settings.factored(products, bias, tanh=tanh_by_exp2)
                     if masked:
-                        i = order.block(j)
-                        start, end = (
-                            warpgroup.down(warpgroup.load_by_column(ref[name].at[b, i]), ROWS)
-                            for name in ("start", "end")
-                        )
                         index = first + warpgroup.count((ROWS, queries), 0)
-                        values = jnp.where((start <= index) & (index < end), values, -jnp.inf)
-                    sums = warpgroup.down(warpgroup.load_by_column(log_sum_exp), ROWS)
-                    weights = jnp.exp2(values * factor - sums)
-                    d_value = warpgroup.add_product(d_value, weights.astype(dtype), d_out)
-                    (d_weights,) = warpgroup.products_of_rows((value, d_out))
-                    means = warpgroup.down(warpgroup.load_by_column(delta), ROWS)
-                    d_scores = score_gradient(weights, d_weights, means, slope)
-                    d_key = warpgroup.add_product(d_key, d_scores.astype(dtype), query)
-                    ring.leave(warpgroup, ref, now, steps, *ring.parts)
+                        seen = (down("interval", 0) <= index) & (index < down("interval", 1))
+                        values = jnp.where(seen, values, -jnp.inf)
+                    weights = jnp.exp2(values * factor - down("sums", 0))
+                    d_value = warpgroup.add_product(d_value, weights.astype(dtype), place["d_out"])
+                    (d_weights,) = warpgroup.products_of_rows((value, place["d_out"]))
+                    d_scores = score_gradient(weights, d_weights, down("sums", 1), slope)
+                    d_key = warpgroup.add_product(d_key, d_scores.astype(dtype), place["query"])
+                    ring.leave(warpgroup, ref, now, steps, *ring.parts, loaded=True)
                     return d_key, d_value
 
                 return order.over(step, carry)
 
             zeros = tuple(warpgroup.tile(jnp.zeros((ROWS, width), jnp.float32)) for width in (H, V))
-            d_key, d_value = lax.fori_loop(0, group, of_head, zeros) if group > 1 else of_head(jnp.int32(0), zeros)
-            warpgroup.send((d_key * settings.scale, key, ref["d_key"].at[at]), (d_value, value, ref["d_value"].at[at]))
+            d_key, d_value = lax.fori_loop(0, heads, of_head, zeros) if heads > 1 else of_head(jnp.int32(0), zeros)
+            results = [(d_key * settings.scale, key, "d_key"), (d_value, value, "d_value")]
+            results = [(x, place, ref[name].at[b, at, share]) for x, place, name in results]
+            if shares == 1:
+                warpgroup.send(*results)
+                return
+            place = ref["gradient_tile"].at[me]
+            for x, _, result in results:
+                for part in range(0, x.shape[1], TILE):
+                    warpgroup.send((x[:, part : part + TILE], place, result.at[:, pl.ds(part, TILE)]))
 
         roles(warpgroup, lambda: ring.fill(warpgroup, ref, steps, sources), compute)
 
-    start, end = operands.intervals
-    d_key, d_value = hopper.run(
+    def stacked(*rows: jax.Array) -> jax.Array:
+        """[..., T] each as [..., blocks, 2, queries]."""
+        return jnp.stack([tiled(x, queries, queries) for x in rows], axis=-2)
+
+    gradients = hopper.run(
         kernel,
         {
             "query": padded(operands.query, queries),
-            "key": padded(operands.key, _BLOCK),
-            "value": padded(operands.value, _BLOCK),
-            "start": tiled(start, queries, queries),
-            "end": tiled(end, queries, queries),
-            "log_sum_exp": tiled(log_sum_exp, queries, queries),
-            "delta": tiled(delta, queries, queries),
+            "key": padded(operands.key, QUERIES),
+            "value": padded(operands.value, QUERIES),
+            "interval": stacked(*operands.intervals),
+            "sums": stacked(log_sum_exp, delta),
             "d_out": padded(d_out, queries),
             "ranges": query_ranges(of_queries, columns).stacked(B),
-        },
-        {
-            "d_key": jax.ShapeDtypeStruct((B, columns * _BLOCK, K, H), dtype),
-            "d_value": jax.ShapeDtypeStruct((B, columns * _BLOCK, K, V), dtype),
-        },
-        grid={"head": K, "block": columns, "batch": B},
+        }
+        | ({} if bias is None else {"bias": bias_of(operands, queries, QUERIES)}),
+        {"d_key": d_key, "d_value": d_value},
+        grid={"head": K * shares, "block": columns, "batch": B},
         warpgroups=COMPUTING + 1,
-        shared=own | ring.shared() | {"own_ready": Barriers(COMPUTING, arrivals=len(own))},
+        shared=own | ring.shared() | {"own_ready": Barriers(COMPUTING, arrivals=2)},
         cost=operands.key_cost(settings.seen),
         name="flash_attention_key_gradient",
         interpret=settings.interpret,
     )
-    return d_key[:, :S], d_value[:, :S]
+    return tuple(operands.joined(x[:, :S], shares) for x in gradients)
 
 
 def _plain(settings: Settings) -> Settings:

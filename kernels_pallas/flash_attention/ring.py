@@ -15,6 +15,9 @@ from kernels_pallas.hopper import ROWS, Barriers, Shared, Warpgroup
 # Of the warpgroups of a block two compute, and one fetches for them. Of the 504 registers per thread that the three can
 # have together, these are theirs: a tile of 64 × 128 numbers takes 64.
 COMPUTING = 2
+QUERIES = COMPUTING * ROWS
+# A row of a tile in shared memory is so many numbers of two bytes: widths of heads are multiples.
+TILE = 64
 _COMPUTING_REGISTERS, _FETCHING_REGISTERS = 240, 24
 # Bytes of shared memory that a block may have, less what barriers and the compiler take.
 SHARED_MEMORY = 232_448 - 6144
@@ -122,22 +125,79 @@ class Ring(NamedTuple):
         warpgroup.wait(ref[f"{name}_ready"].at[slot])
         return ref[f"{name}_ring"].at[slot]
 
-    def leave(self, warpgroup: Warpgroup, ref: References, step: jax.Array, steps: Any, *names: str) -> None:
-        """Free the places of this step, where others are to follow in them."""
+    def leave(
+        self, warpgroup: Warpgroup, ref: References, step: jax.Array, steps: Any, *names: str, loaded: bool = False
+    ) -> None:
+        """Free the places of this step, where others are to follow in them; `loaded` says that not only wgmma read."""
 
         @pl.when(step + self.stages < steps)
         def _() -> None:
-            if not all(self.parts[name].tiled for name in names):
+            if loaded:
                 warpgroup.commit()
             for name in names:
                 warpgroup.arrive(ref[f"{name}_free"].at[lax.rem(step, self.stages)])
 
 
-def keys_and_values(operands: Operands, keys: int) -> dict[str, Shared]:
-    """The parts of a ring through which keys go with their values."""
-    H, V = operands.sizes[5:]
-    dtype = operands.query.dtype
-    return {"key": Shared((keys, H), dtype, tiled=True), "value": Shared((keys, V), dtype, tiled=True)}
+class Keys(NamedTuple):
+    """The blocks of keys that a block of queries goes through, with their values and the bias of both."""
+
+    operands: Operands
+
+    def parts(self, keys: int) -> dict[str, Shared]:
+        """Of a ring."""
+        H, V = self.operands.sizes[5:]
+        dtype, bias = self.operands.query.dtype, self.operands.bias
+        parts = {"key": Shared((keys, H), dtype, tiled=True)}
+        if bias is not None:
+            shape = (QUERIES, keys) if self.biased else (keys,)
+            parts["bias"] = Shared(shape, bias.dtype, tiled=self.biased)
+        return parts | {"value": Shared((keys, V), dtype, tiled=True)}
+
+    @property
+    def biased(self) -> bool:
+        """Whether each query has a bias of its own."""
+        return self.operands.bias is not None and self.operands.bias.shape[2] > 1
+
+    def inputs(self, keys: int) -> dict[str, jax.Array]:
+        """Arrays of a kernel."""
+        operands = self.operands
+        inputs = {"key": padded(operands.key, keys), "value": padded(operands.value, keys)}
+        if operands.bias is not None:
+            inputs["bias"] = bias_of(operands, QUERIES, keys)
+        return inputs
+
+    def sources(self, ref: References, b: jax.Array, n: jax.Array, i: jax.Array, block: jax.Array, keys: int) -> dict:
+        """What is fetched for a block of queries and one of keys."""
+        N, K = self.operands.sizes[3:5]
+        at, k = pl.ds(block * keys, keys), lax.div(n, N // K)
+        sources = {"key": ref["key"].at[b, at, k]}
+        if self.operands.bias is not None:
+            sources["bias"] = of_bias(ref, b, n).at[pl.ds(i * QUERIES, QUERIES) if self.biased else 0, at]
+        return sources | {"value": ref["value"].at[b, at, k]}
+
+    def bias(self, warpgroup: Warpgroup, ref: References, ring: Ring, step: jax.Array, steps: Any) -> jax.Array | None:
+        """Of this warpgroup's scores [ROWS, keys], taken from a ring and left."""
+        if self.operands.bias is None:
+            return None
+        place = ring.take(warpgroup, ref, "bias", step)
+        if self.biased:
+            bias = warpgroup.load_tile(place.at[pl.ds(warpgroup.index() * ROWS, ROWS)])
+        else:
+            bias = warpgroup.down(warpgroup.load_by_column(place), ROWS)
+        ring.leave(warpgroup, ref, step, steps, "bias", loaded=True)
+        return bias
+
+
+def bias_of(operands: Operands, queries: int, keys: int) -> jax.Array:
+    """A bias [B or 1, N or 1, T or 1, S], T and S padded to whole blocks."""
+    bias = padded(operands.bias, keys, 3)
+    return bias if bias.shape[2] == 1 else padded(bias, queries, 2)
+
+
+def of_bias(ref: References, b: jax.Array, n: jax.Array) -> Any:
+    """The bias [T or 1, S] of a head."""
+    many_b, many_n = (size > 1 for size in ref["bias"].shape[:2])
+    return ref["bias"].at[b if many_b else 0, n if many_n else 0]
 
 
 def roles(warpgroup: Warpgroup, fetch: Callable[[], None], compute: Callable[[], None]) -> None:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxlm import accelerators
-from jaxlm.errors import InputError
+from jaxlm.errors import InputError, RunFailed
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -198,7 +198,7 @@ def failing_as_one() -> Iterator[None]:
         import jax
 
         who = f"jaxlm: process {_state().process_id} of {processes()}"
-        if isinstance(error, InputError):
+        if isinstance(error, (InputError, RunFailed)):
             print(f"{who}: {error}", file=sys.stderr)
         elif isinstance(error, jax.errors.JaxRuntimeError):
             reason = str(error).partition("\n")[0][:200]

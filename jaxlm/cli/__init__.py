@@ -1,11 +1,12 @@
 """The `jaxlm` command. Nothing heavy is imported before a command has been chosen."""
 
 import argparse
+import errno
 import sys
 from collections.abc import Sequence
 
 from jaxlm import __version__
-from jaxlm.errors import InputError
+from jaxlm.errors import InputError, RunFailed
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,9 +42,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"jaxlm: {error}", file=sys.stderr)
         return 2
+    except RunFailed as error:
+        print(f"jaxlm: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("jaxlm: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe left; there is nobody to tell
+        return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"jaxlm: {error.strerror}: {error.filename or 'what was to be written'}; make room", file=sys.stderr)
         return 1

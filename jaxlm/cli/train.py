@@ -70,7 +70,7 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
         from jaxlm.cli.ladder import say_counted
         from jaxlm.models.tree import parameter_count
         from jaxlm.training.ladder import counted
-        from jaxlm.training.loop import Diverged, Trainer
+        from jaxlm.training.loop import Trainer
         from jaxlm.training.profile import Profiler
         from jaxlm.training.recorder import Recorder
         from jaxlm.training.records import JsonLines, environment
@@ -108,11 +108,7 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
         with distributed.first_goes_first("run"):
             run.open(experiment, dataset)
         JsonLines(run.starts).append(environment(list(mesh.devices.flat)))
-        try:
-            result = trainer.train()
-        except Diverged as error:
-            print(f"jaxlm: {error}", file=sys.stderr)
-            return 1
+        result = trainer.train()
 
     with clock.phase("ending"):
         end.step = result.step

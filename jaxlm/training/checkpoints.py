@@ -3,9 +3,11 @@
 import hashlib
 import json
 import logging
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from jaxlm.distributed import as_first_says, first_goes_first, is_first
-from jaxlm.errors import InputError
+from jaxlm.errors import InputError, RunFailed
 from jaxlm.models.tree import Tree
 from jaxlm.training.step import TrainState
 
@@ -24,10 +26,17 @@ _STAMPED = "_CHECKPOINT_METADATA"
 # The folder that Orbax fills before it renames it to the step's.
 _IN_PROGRESS = "*.orbax-checkpoint-tmp*"
 _LOSS = "held_out_loss"
+# Why the system refused, at the end of what TensorStore says.
+_OF_SYSTEM = re.compile(r": ([^:]+) \[os_error_code=")
 # What any disk or network that is fit for training can do.
 _BYTES_PER_S = 1e8
 
-logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports each of its phases there
+# Orbax reports each of its phases there, and with tracebacks of its threads what it raises besides.
+logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+
+class Unsaved(RunFailed):
+    """A checkpoint that could not be written."""
 
 
 class Checkpoints:
@@ -59,31 +68,61 @@ class Checkpoints:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._manager.close()
+        with self._refusals_named():
+            self._manager.close()
 
     def save(self, state: TrainState, held_out_loss: float | None) -> None:
-        """Begin to write a state; returns when its buffers may be reused."""
+        """Begin to write a state; returns when its buffers may be reused. Raises Unsaved, also of the one before."""
         step = int(state.step)
         if step in self._manager.all_steps():
             return
         items = ocp.args.Composite(**{name: ocp.args.StandardSave(item) for name, item in _items(state).items()})
         metrics = None if held_out_loss is None else {_LOSS: held_out_loss}
+        self.wait()
+        self.check_room(bytes_of(state))
         self._began = time.monotonic()
-        self._manager.save(step, args=items, metrics=metrics)
+        with self._refusals_named():
+            self._manager.save(step, args=items, metrics=metrics)
+
+    def check_room(self, size: int) -> None:
+        """Raises Unsaved where the disk has no room for `size` bytes, before anything is written."""
+        free = shutil.disk_usage(self._directory).free
+        if free < size:
+            raise self._unsaved(f"a checkpoint takes {size / 1e9:.2g} GB, and there {free / 1e9:.2g} GB are free")
 
     def expected_s(self, size: int) -> float:
         """Seconds that writing `size` bytes takes: as long as the longest time yet; at first, at a careful guess."""
         return self._longest_s or size / _BYTES_PER_S
 
     def wait(self) -> None:
-        """Until all that was saved is whole."""
-        self._manager.wait_until_finished()
+        """Until all that was saved is whole. Raises Unsaved."""
+        with self._refusals_named():
+            self._manager.wait_until_finished()
+
+    @contextmanager
+    def _refusals_named(self) -> Iterator[None]:
+        """A block in which Orbax may find that it could not write; it raises what its storage raised."""
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            reason = _OF_SYSTEM.search(str(error))
+            raise self._unsaved(reason[1] if reason else str(error).partition("\n")[0][:200]) from error
+
+    def _unsaved(self, reason: str) -> Unsaved:
+        newest = max(_steps(self._directory), default=None)
+        goes_on = "from its start" if newest is None else f"from step {newest}"
+        return Unsaved(f"{self._directory} takes no checkpoint ({reason}); make room, and the run goes on {goes_on}")
 
     def _seal(self) -> None:
         """Write the checksums into the folder that Orbax is about to rename: what is committed is sealed."""
         for folder in self._directory.glob(_IN_PROGRESS) if is_first() else ():
             (folder / _CHECKSUMS).write_text(json.dumps(dict(_checksums(folder))))
         self._longest_s = max(self._longest_s, time.monotonic() - self._began)
+
+
+def bytes_of(state: TrainState) -> int:
+    """Of all its arrays."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
 def resume_from(directory: Path, say: Callable[[str], None]) -> int | None:

@@ -15,10 +15,11 @@ from jaxlm.data.dataset import Dataset
 from jaxlm.data.loader import training_batches
 from jaxlm.data.packing import Rows
 from jaxlm.distributed import Agreement, failing_as_one, meet
+from jaxlm.errors import RunFailed
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.tree import Tree
 from jaxlm.training import checkpoints
-from jaxlm.training.checkpoints import Checkpoints
+from jaxlm.training.checkpoints import Checkpoints, bytes_of
 from jaxlm.training.config import CheckpointConfig, EvaluationConfig, OptimizerConfig, TrainingConfig
 from jaxlm.training.evaluation import Evaluation, evaluate_sources
 from jaxlm.training.goodput import DATA, DATA_WAIT, DEVICE, HOST, Clock, Pace, Starts
@@ -33,7 +34,7 @@ from jaxlm.training.step import Compiled, TrainState, jit_steps, make_steps
 _END_S = 2.0
 
 
-class Diverged(RuntimeError):
+class Diverged(RunFailed):
     """Too many steps in a row had a loss or gradient that is not finite."""
 
 
@@ -99,7 +100,7 @@ class Trainer:
         """Train to the last step. A signal, or the end of the time given, ends it after the step in progress or in the
         midst of an evaluation, with a checkpoint.
 
-        Raises Diverged; what was saved until then stays. Raises Stopped for a signal before the first step.
+        Raises Diverged and Unsaved; what was saved until then stays. Raises Stopped for a signal before the first step.
         """
         with self._clock.phase("restoring"):
             step = checkpoints.resume_from(self._directory, self._display.say)
@@ -138,7 +139,8 @@ class Trainer:
         share = sharding.process_rows(training.batch, self._mesh)
         batches = training_batches(self._rows, training.batch, training.seed, start=step, share=share)
         batch = sharding.put_batch(next(batches), self._mesh)
-        self._state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        self._state_bytes = bytes_of(state)
+        self._saved.check_room(self._state_bytes)
         programs = self._compile(state, batch)
 
         with self._stop.noted(), self._clock.phase(HOST):

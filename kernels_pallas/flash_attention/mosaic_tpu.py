@@ -43,7 +43,7 @@ class Kernels(NamedTuple):
 
 # Until they are measured: what the compiler schedules best (docs/kernels.md) of what fits the 16 MiB of VMEM that every
 # generation grants a kernel.
-_DEFAULT = Kernels(Blocks(512, 1024, 256), Blocks(512, 1024, 256), Blocks(1024, 512, 256))
+_DEFAULT = Kernels(Blocks(512, 1024, 256), Blocks(512, 1024, 256), Blocks(1024, 1024, 256))
 _FLOAT32 = Kernels(*[Blocks(256, 512, 256)] * 3)
 _INTERPRETED = Kernels(*[Blocks(128, 128, 64)] * 3)
 

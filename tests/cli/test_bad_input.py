@@ -301,3 +301,14 @@ def test_a_file_system_without_locks_is_trained_on(tmp_path, monkeypatch):
 def test_overrides_are_not_said_to_be_required(command, capsys):
     assert main([command]) == 2
     assert "key=value" not in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_line(place, monkeypatch, capsys):
+    """Wherever it is found: here where the run's settings are written."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/good/config.toml")
+
+    monkeypatch.setattr(Run, "check", refuse)
+    assert main(["train", "good.toml"]) == 1
+    assert capsys.readouterr().err == "jaxlm: No space left on device: runs/good/config.toml; make room\n"

@@ -1,4 +1,6 @@
 import json
+import shutil
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -160,3 +162,28 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(tmp_path):
     with pytest.raises(InputError, match="checkpoint 1 .* does not fit the model") as refused:
         checkpoints.restore_state(tmp_path, 1, like(sharding.make_mesh(), tiny.model(width=64)))
     assert "\n" not in str(refused.value)
+
+
+def test_a_full_disk_takes_no_checkpoint_and_leaves_those_that_are_there(tmp_path, monkeypatch):
+    """Found before anything is written; and where another fills it meanwhile, from what Orbax says."""
+    mesh = sharding.make_mesh(*MESH)
+    state = jit_steps(make_steps(tiny.model(), tiny.training(), tiny.optimization()), mesh).init()
+    size = checkpoints.bytes_of(state)
+    with jax.set_mesh(mesh), Checkpoints(tmp_path, keep=2) as saved:
+        saved.save(state._replace(step=state.step + 3), None)
+        saved.wait()
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size - 1))
+        with pytest.raises(checkpoints.Unsaved, match=r"takes no checkpoint \(a checkpoint takes .* from step 3$"):
+            saved.save(state, None)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size))
+
+        def refuses():
+            raise ValueError("RESOURCE_EXHAUSTED: writing \"a\": Failed: No space left on device [os_error_code='28']")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(saved._manager, "wait_until_finished", refuses)
+            with pytest.raises(
+                checkpoints.Unsaved, match=r"\(No space left on device\); make room, and"
+            ):
+                saved.wait()
+    assert steps_in(tmp_path) == [3]

@@ -182,8 +182,6 @@ def test_a_full_disk_takes_no_checkpoint_and_leaves_those_that_are_there(tmp_pat
 
         with monkeypatch.context() as patched:
             patched.setattr(saved._manager, "wait_until_finished", refuses)
-            with pytest.raises(
-                checkpoints.Unsaved, match=r"\(No space left on device\); make room, and"
-            ):
+            with pytest.raises(checkpoints.Unsaved, match=r"\(No space left on device\); make room, and"):
                 saved.wait()
     assert steps_in(tmp_path) == [3]

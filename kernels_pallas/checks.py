@@ -1,5 +1,6 @@
 """Checks of arguments that operations share. Each raises ValueError with one line: what is wrong, and what is right."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,52 +8,80 @@ import jax
 import jax.numpy as jnp
 
 
-def floating(operation: str, **arrays: Any) -> None:
-    """These arguments are of floating point, None aside."""
+def array(operation: str, **arrays: Any) -> None:
+    """These arguments are arrays."""
     for name, x in arrays.items():
-        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{operation}: {name} is {x.dtype}; it must be of floating point")
+        if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+            raise ValueError(f"{operation}: {name} is {'None' if x is None else type(x).__name__}; it must be an array")
 
 
-def like(operation: str, x: Any, **arrays: Any) -> None:
-    """These arguments have the shape and dtype of x, None aside."""
+def floating(operation: str, **arrays: Any) -> None:
+    """These arguments are arrays of floating point, of two bytes or more, None aside."""
+    for name, x in arrays.items():
+        if x is None:
+            continue
+        array(operation, **{name: x})
+        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+            raise ValueError(f"{operation}: {name} is {x.dtype}; it must be of floating point, of two bytes or more")
+
+
+def like(operation: str, what: str, x: Any, **arrays: Any) -> None:
+    """These arguments have the shape and dtype of x, which is called so, None aside."""
     for name, other in arrays.items():
-        if other is not None and (other.shape, other.dtype) != (x.shape, x.dtype):
-            raise ValueError(
-                f"{operation}: {name} is {other.dtype}{list(other.shape)}; it must be {x.dtype}{list(x.shape)} like x"
-            )
+        if other is None:
+            continue
+        array(operation, **{name: other})
+        if (other.shape, other.dtype) != (x.shape, x.dtype):
+            wanted = f"{x.dtype}{list(x.shape)} like {what}"
+            raise ValueError(f"{operation}: {name} is {other.dtype}{list(other.shape)}; it must be {wanted}")
 
 
 def norm(operation: str, x: Any, vectors: Mapping[str, Any], residual: Any, epsilon: Any) -> float:
-    """The operands of a norm over x's last dimension; returns epsilon, which a float32 has to hold."""
-    matrix(operation, x)
+    """The operands of a norm over x's last dimension; returns epsilon as Python's."""
+    matrix(operation, x=x)
     floating(operation, **vectors)
-    like(operation, x, residual=residual)
+    like(operation, "x", x, residual=residual)
     vector(operation, x, **vectors)
-    (epsilon,) = positive(operation, epsilon=epsilon)
-    smallest = float(jnp.finfo(jnp.float32).tiny)
-    if epsilon < smallest:
-        raise ValueError(f"{operation}: epsilon = {epsilon}; it must be at least {smallest}, float32's smallest normal")
-    return epsilon
+    return positive(operation, epsilon=epsilon)[0]
 
 
-def matrix(operation: str, x: Any) -> None:
-    """x has a last dimension, of floating point."""
-    if x.ndim == 0:
-        raise ValueError(f"{operation}: x is a scalar; it must have a last dimension")
-    floating(operation, x=x)
+def matrix(operation: str, **arrays: Any) -> None:
+    """These arguments are arrays with a last dimension, of floating point."""
+    array(operation, **arrays)
+    for name, x in arrays.items():
+        if x.ndim == 0:
+            raise ValueError(f"{operation}: {name} is a scalar; it must have a last dimension")
+    floating(operation, **arrays)
 
 
-def positive(operation: str, **numbers: Any) -> tuple[float | None, ...]:
-    """These numbers are positive and known, None aside; returns them as Python's: kernels hold no other constants."""
-    known = []
-    for name, n in numbers.items():
-        if isinstance(n, jax.core.Tracer):
-            raise ValueError(f"{operation}: {name} is traced; it must be a number that is known while tracing")
-        known.append(n if n is None else float(n))
-        if n is not None and not n > 0:
+def number(operation: str, name: str, n: Any) -> float:
+    """A number that is known while tracing, as Python's: kernels hold no other constants."""
+    if isinstance(n, jax.core.Tracer):
+        raise ValueError(f"{operation}: {name} is traced; it must be a number that is known while tracing")
+    try:
+        return float(n)
+    except (TypeError, ValueError):
+        raise ValueError(f"{operation}: {name} = {n!r}; it must be a number") from None
+
+
+def positive(operation: str, **numbers: Any) -> tuple[float, ...]:
+    """These numbers are known, positive and within float32; returns them as Python's."""
+    smallest, known = float(jnp.finfo(jnp.float32).tiny), []
+    for name, given in numbers.items():
+        n = number(operation, name, given)
+        if not n > 0:
             raise ValueError(f"{operation}: {name} = {n}; it must be positive")
+        if n < smallest:
+            raise ValueError(f"{operation}: {name} = {n}; it must be at least {smallest}, float32's smallest normal")
+        if n == math.inf:
+            raise ValueError(f"{operation}: {name} = {n}; it must be finite")
+        known.append(n)
     return tuple(known)
+
+
+def positive_or_none(operation: str, **numbers: Any) -> tuple[float | None, ...]:
+    """As `positive`, None aside."""
+    return tuple(n if n is None else positive(operation, **{name: n})[0] for name, n in numbers.items())
 
 
 def vector(operation: str, x: Any, **vectors: Any) -> None:

@@ -38,7 +38,7 @@ def choose(
     """
     if implementation == "reference":
         return implementation
-    if implementation is not None and implementation not in refusals:
+    if implementation is not None and (not isinstance(implementation, str) or implementation not in refusals):
         names = ", ".join(["reference", *refusals])
         raise ValueError(f"{operation}: there is no implementation {implementation!r}; there are {names}")
     chip = target.current()

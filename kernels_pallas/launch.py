@@ -105,7 +105,7 @@ def call(
     from jax.experimental.pallas import tpu as pltpu
 
     late = [size for size in grid if not isinstance(size, int)]
-    arguments = vary(*map(jnp.asarray, (*late, *operands)))
+    arguments = vary(*map(_narrow, (*late, *operands)))
     varying = jax.typeof(arguments[0]).manual_axis_type
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying) for x in outputs]
 
@@ -133,7 +133,7 @@ def call(
             name=name,
             interpret=interpret,
         )
-        return run(*operands)
+        return batched_in_front(run)(*operands)
 
     # JAX never drops a kernel whose results nobody uses, but a jitted function: rematerialisation would launch again,
     # and compute the operands of, what is kept.
@@ -141,6 +141,25 @@ def call(
     # Index maps count in 32 bits, which is all that the chips' compilers take.
     with jax.enable_x64(False):
         return jax.jit(differentiated_once(launched))(*arguments)
+
+
+def _narrow(x: Any) -> jax.Array:
+    """As an array, of float32 where it is of float64: kernels have none."""
+    x = jnp.asarray(x)
+    return x.astype(jnp.float32) if x.dtype == jnp.float64 else x
+
+
+def batched_in_front(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, mapped by `jax.vmap` over dimensions that are moved to the front: Mosaic takes them nowhere else."""
+    call = jax.custom_batching.custom_vmap(run)
+
+    @call.def_vmap
+    def mapped(size: int, in_batched: Sequence[bool], *operands: jax.Array) -> tuple:
+        over = jax.vmap(run, in_axes=[0 if batched else None for batched in in_batched], axis_size=size)
+        results = batched_in_front(over)(*operands)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return call
 
 
 def differentiated_once(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,11 +22,15 @@ _ENOUGH = 0.98
 
 
 def tune(operation: Operation, case: Case, implementation: str) -> dict[tuning.Kernel, Any]:
-    """The fastest sizes of all kernels that forward and backward of a case run; empty where it does not serve here."""
+    """The fastest sizes of all kernels that forward and backward of a case run; empty where it does not serve here, or
+    runs with no sizes."""
     try:
         with tuning.trying({}) as asked:
             program(operation, case, implementation, training=True)
     except NotImplementedError:
+        return {}
+    except Exception as error:  # a case that is too large for this chip leaves the others to be tuned
+        print(f"{operation.name}, {case.name}, {implementation}: left out: {str(error).partition(chr(10))[0][:200]}")
         return {}
     best = {kernel: got.blocks for kernel, got in asked.items()}
     fastest = _seconds(operation, case, implementation, best)
@@ -41,7 +45,7 @@ def tune(operation: Operation, case: Case, implementation: str) -> dict[tuning.K
                     taken = _seconds(operation, case, implementation, other) if size else None
                     if taken is not None and (fastest is None or taken < fastest * _ENOUGH):
                         best, fastest, improved = other, taken, True
-    return best
+    return {} if fastest is None else best
 
 
 def _seconds(operation: Operation, case: Case, implementation: str, blocks: dict) -> float | None:
@@ -62,19 +66,21 @@ def main(arguments: list[str] | None = None) -> None:
     for name in options.operations:
         if name not in OPERATIONS:
             parser.error(f"there is no operation {name!r}; there are {', '.join(OPERATIONS)}")
-    found: dict[tuning.Kernel, Any] = {}
+    device, tuned = jax.devices()[0].device_kind, False
     for name in options.operations or OPERATIONS:
         operation = OPERATIONS[name]
+        found: dict[tuning.Kernel, Any] = {}
         for case in cases(operation):
             for implementation in operation.implementations:
                 for kernel, blocks in tune(operation, case, implementation).items():
                     print(f"{kernel}: {blocks}", flush=True)
                     found[kernel] = blocks
-    if not found:
-        print(f"no kernel runs on {jax.devices()[0].device_kind}: there is nothing to tune")
-    elif not options.dry_run:
-        tuning.record(jax.devices()[0].device_kind, found)
-        print(f"wrote {tuning.TABLE}")
+        tuned = tuned or bool(found)
+        if found and not options.dry_run:  # at once: the next operation may take hours
+            tuning.record(device, found)
+            print(f"wrote {tuning.TABLE}")
+    if not tuned:
+        print(f"no kernel runs on {device}: there is nothing to tune")
 
 
 if __name__ == "__main__":

@@ -84,8 +84,9 @@ def trying(blocks: dict[Kernel, Any]) -> Iterator[dict[Kernel, Asked]]:
         _trial = before
 
 
-def record(chip: str, measured: dict[Kernel, Any], path: Path = TABLE) -> None:
+def record(chip: str, measured: dict[Kernel, Any], path: Path | None = None) -> None:
     """Put sizes for a chip, by JAX's name for it, into the table."""
+    path = path or TABLE
     table = json.loads(path.read_text())
     said = {str(kernel): {field: n for field, n in best._asdict().items() if n} for kernel, best in measured.items()}
     table.setdefault(chip, {}).update(said)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["kernels"], help="what to measure")
-    parser.add_argument("operations", nargs="*", metavar="OPERATION", help="such as rms_norm; default: all")
+    parser.add_argument("operations", nargs="*", default=[], metavar="OPERATION", help="such as rms_norm; default: all")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), metavar="FOLDER", help="of results")
     parser.add_argument("--rounds", type=int, default=7, help="of each measurement, whose median counts")
 
@@ -27,6 +27,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     say = (lambda row: None) if arguments.json else shown.show
     try:
+        run.check_folder(arguments.out)
         results = run.benchmark(arguments.operations, arguments.rounds, say)
     except ValueError as error:
         raise InputError(str(error)) from None

@@ -81,9 +81,9 @@ def _whole(work: Workload) -> int:
     if not kernels.attention(work):
         return _wide(work) + part.scores * (4 + width)
     # The stream and its norm, twice; queries, the result of attention, and that again as a product takes it; keys and
-    # values; each step of an activation that is no kernel. Log-sum-exps are float32.
+    # values; of an activation that is no kernel result and slope. Log-sum-exps are float32.
     normed = part.heads + part.kv_heads if work.model.attention.qk_norm else 0
-    narrow = 2 * part.stream + 2 * part.whole + 3 * part.heads + 2 * part.kv_heads + normed + _hidden(work, 3, 6)
+    narrow = 2 * part.stream + 2 * part.whole + 3 * part.heads + 2 * part.kv_heads + normed + _hidden(work, 3, 2)
     return width * narrow + 4 * part.heads // work.model.attention.head_width
 
 
@@ -94,12 +94,12 @@ def _hidden(work: Workload, gated: int, plain: int) -> int:
 
 def _wide(work: Workload) -> int:
     """Bytes that the backward pass of a layer reads without kernels, but for scores: of norms their float32 insides and
-    their results, of attention its operands and its result, also in float32, of the hidden layer each step of the
-    activation, which a gated one takes in float32."""
+    their results, of attention its operands and its result, also in float32, of the hidden layer the activation's
+    result and slope, with a gate each of its steps in float32."""
     part, width, model = parts(work), work.width_bytes, work.model
     normed = 3 * (part.heads + part.kv_heads) if model.attention.qk_norm else 0
     narrow = 2 * part.whole + 2 * part.heads + 2 * part.kv_heads + part.hidden
-    steps = part.hidden * 5 * (4 if model.feed_forward.gated else width)
+    steps = part.hidden * (5 * 4 if model.feed_forward.gated else width)
     return width * narrow + steps + 4 * (6 * part.stream + normed + part.heads)
 
 

@@ -5,7 +5,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlm.models import config, kernels
-from jaxlm.models.layers import ACTIVATIONS, linear, whole_sequence
+from jaxlm.models.layers import activation, linear, whole_sequence
 from jaxlm.models.parameters import Module, normal, param, zeros
 from jaxlm.sharding import constrain
 from kernels_pallas import gated_activation
@@ -33,7 +33,7 @@ class DenseFeedForward(Module):
         x_BTD = whole_sequence(x_BTD)
         up_BTF = checkpoint_name(constrain(linear(x_BTD, self.up, self.up_bias), *_HIDDEN), "up")
         if self.gate is None:
-            hidden_BTF = ACTIVATIONS[self.activation](up_BTF)
+            hidden_BTF = activation(self.activation, up_BTF)
         else:
             gate_BTF = checkpoint_name(constrain(linear(x_BTD, self.gate, self.gate_bias), *_HIDDEN), "gate")
             operands = (gate_BTF, _HIDDEN), (up_BTF, _HIDDEN)

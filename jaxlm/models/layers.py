@@ -12,7 +12,7 @@ from flax import nnx
 from jaxlm.models import config, kernels
 from jaxlm.models.parameters import Module, ones, param, scope, zeros
 from jaxlm.sharding import constrain, is_parted
-from kernels_pallas import layer_norm, rms_norm
+from kernels_pallas import activations, layer_norm, rms_norm
 
 
 def linear(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
@@ -123,19 +123,23 @@ def norm(model: config.ModelConfig, width: int, rngs: nnx.Rngs, axis: str = "cha
     return _NORMS[model.norm.kind](model, width, axis, rngs)
 
 
-def _gelu(x: jax.Array) -> jax.Array:
-    """x · Φ(x) (Hendrycks and Gimpel 2016, arXiv:1606.08415), by erf: `jax.nn.gelu` takes erfc, which keeps more digits
-    far below zero and is slower on a CPU."""
-    return 0.5 * x * (1.0 + jax.lax.erf(x * 2**-0.5))
+def activation(name: str, x: jax.Array) -> jax.Array:
+    """Of each number, computed in float32 and given in x's dtype. Its backward pass reads one array of x's shape and
+    dtype, the slope, where JAX would keep each step of the formula."""
+    return _activation(x, name)
 
 
-ACTIVATIONS = {
-    "gelu": _gelu,
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "silu": jax.nn.silu,
-    "relu": jax.nn.relu,
-    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
-}
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _activation(x: jax.Array, name: str) -> jax.Array:
+    return activations.KERNEL[name](x.astype(jnp.float32)).astype(x.dtype)
+
+
+@_activation.defjvp
+def _activation_jvp(name: str, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    (x,), (t,) = primals, tangents
+    wide = x.astype(jnp.float32)
+    value, slope = jax.jvp(activations.KERNEL[name], (wide,), (jnp.ones_like(wide),))
+    return value.astype(x.dtype), t * slope.astype(x.dtype)
 
 
 class Dropout(NamedTuple):

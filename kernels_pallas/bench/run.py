@@ -182,6 +182,16 @@ def benchmark(operations: list[str], rounds: int = 7, say: Callable[[dict], None
     }
 
 
+def check_folder(folder: Path) -> None:
+    """Raises ValueError where no results can be written, before they are measured."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {folder}: {error.strerror}; it must be a folder") from None
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"--out {folder}: it must be a folder that can be written")
+
+
 def write(results: dict[str, Any], folder: Path, chip: str | None = None) -> Path:
     """Write results to FOLDER/<chip>/kernels.json; the chip's name is the device's where none is given."""
     name = re.sub(r"[^a-z0-9]+", "-", (chip or results["device"]).lower()).strip("-")

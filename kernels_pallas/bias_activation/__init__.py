@@ -30,7 +30,8 @@ def bias_activation(
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
-    checks.matrix("bias_activation", x)
+    checks.matrix("bias_activation", x=x)
+    checks.array("bias_activation", bias=bias)
     checks.floating("bias_activation", bias=bias)
     checks.vector("bias_activation", x, bias=bias)
     activations.check("bias_activation", activation, required=True)

@@ -234,6 +234,7 @@ def _check(query, key, value, visible, scale, soft_cap, sinks, bias, query_chunk
     def wrong(what: str, got: Any, right: str) -> None:
         raise ValueError(f"flash_attention: {what} is {got}; it must be {right}")
 
+    checks.array("flash_attention", query=query, key=key, value=value)
     checks.floating("flash_attention", query=query, key=key, value=value, sinks=sinks, bias=bias)
     for name, x, axes in (("query", query, "B, T, N, H"), ("key", key, "B, S, K, H"), ("value", value, "B, S, K, V")):
         if x.ndim != 4:

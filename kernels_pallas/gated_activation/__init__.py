@@ -29,8 +29,8 @@ def gated_activation(
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
-    checks.matrix("gated_activation", gate)
-    checks.like("gated_activation", gate, up=up)
+    checks.matrix("gated_activation", gate=gate, up=up)
+    checks.like("gated_activation", "gate", gate, up=up)
     activations.check("gated_activation", activation, required=True)
     launch = rows.choose_launch(GatedActivation, gate, implementation, _interpret)
     if launch is None:

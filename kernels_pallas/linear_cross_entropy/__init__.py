@@ -16,6 +16,7 @@ who computes them:
 """
 
 import functools
+import math
 from typing import Any, Literal
 
 import jax
@@ -73,7 +74,9 @@ def linear_cross_entropy(
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
-    _check(hidden, unembedding, targets, weights, transposed, soft_cap, reduction)
+    soft_cap, z_loss = _check(hidden, unembedding, targets, weights, transposed, soft_cap, z_loss, reduction, partition)
+    if targets.dtype.itemsize < 4:  # a narrow integer may not hold V, which it is compared with
+        targets = targets.astype(jnp.int32)
     lies = ALONE if partition is None else layout(*partition, hidden, unembedding, transposed)
     chosen = _choose(hidden, unembedding, lies, implementation, _interpret)
     if chosen == "reference":
@@ -83,7 +86,7 @@ def linear_cross_entropy(
     plan = Plan(chosen, _interpret, transposed, soft_cap, lies.labels)
     V = unembedding.shape[plan.table.index("V")]
     if reduction == "sum":
-        weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
+        weights = jnp.ones_like(targets, jnp.float32) if weights is None else weights.astype(jnp.float32)
     hidden, unembedding, targets, weights = vary(hidden, unembedding, targets, weights)
     if reduction == "sum":
         result, log_z = _summed(plan, lies, V, z_loss, hidden, unembedding, targets, weights)
@@ -140,7 +143,7 @@ def _summed_fwd(plan, lies, V, z_loss, hidden, unembedding, targets, weights):
             cross_entropy, log_z = look()
             return (log_z, counted_C * (1.0 + 2.0 * z_loss * log_z), counted_C), (cross_entropy, log_z)
 
-        counted = jnp.where(targets < 0, 0.0, weights)
+        counted = jnp.where((targets < 0) | (targets >= V), 0.0, weights)
         d_hidden, d_unembedding, found = loop.gradients(
             plan, _flat(hidden), lies.gathered(unembedding), targets.reshape(-1), (counted.reshape(-1),), cotangents
         )
@@ -198,9 +201,16 @@ def _choose(
     return choose("linear_cross_entropy", implementation, refusals, interpret, manual=bool(lies.specs))
 
 
-def _check(hidden, unembedding, targets, weights, transposed, soft_cap, reduction) -> None:
+def _check(hidden, unembedding, targets, weights, transposed, soft_cap, z_loss, reduction, partition) -> tuple:
+    """Of the two numbers, as Python's."""
     name = "linear_cross_entropy"
+    checks.array(name, hidden=hidden, unembedding=unembedding, targets=targets)
     checks.floating(name, hidden=hidden, unembedding=unembedding, weights=weights)
+    if not isinstance(transposed, bool):
+        raise ValueError(f"{name}: transposed = {transposed!r}; it must be True or False")
+    specs = partition if isinstance(partition, tuple) and len(partition) == 2 else (None,)
+    if partition is not None and not all(isinstance(spec, PartitionSpec) for spec in specs):
+        raise ValueError(f"{name}: partition = {partition}; it must be two PartitionSpecs, hidden's and unembedding's")
     if hidden.ndim == 0 or unembedding.ndim != 2 or unembedding.shape[transposed] != hidden.shape[-1]:
         wanted = "[V, D]" if transposed else "[D, V]"
         raise ValueError(
@@ -216,7 +226,9 @@ def _check(hidden, unembedding, targets, weights, transposed, soft_cap, reductio
             raise ValueError(f"{name}: {what} has shape {list(x.shape)}; it must be {list(hidden.shape[:-1])}")
     if unembedding.size // max(hidden.shape[-1], 1) == 0:
         raise ValueError(f"{name}: unembedding is {list(unembedding.shape)}; it must have at least one label")
-    if soft_cap is not None and soft_cap <= 0:
-        raise ValueError(f"{name}: soft_cap = {soft_cap}; it must be positive")
     if reduction not in ("none", "sum"):
         raise ValueError(f"{name}: reduction = {reduction!r}; it must be 'none' or 'sum'")
+    z_loss = checks.number(name, "z_loss", z_loss)
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"{name}: z_loss = {z_loss}; it must be 0 or positive")
+    return checks.positive_or_none(name, soft_cap=soft_cap)[0], z_loss

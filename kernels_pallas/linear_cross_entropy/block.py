@@ -19,6 +19,11 @@ def nothing(like: jax.Array) -> Statistics:
     return Statistics(jnp.full_like(like, -jnp.inf), jnp.zeros_like(like), jnp.zeros_like(like))
 
 
+def finite(largest: jax.Array) -> jax.Array:
+    """What logits are subtracted: 0 where all are −∞, of which −∞ would make NaN."""
+    return jnp.where(largest == -jnp.inf, 0.0, largest)
+
+
 def capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:
     """cap · tanh(logits / cap) (Gemma 2, arXiv:2408.00118, section 2)."""
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits * (1 / soft_cap))
@@ -39,7 +44,9 @@ def add(
     if inside is not None:
         logits = jnp.where(inside, logits, -jnp.inf)
     largest = jnp.maximum(seen.largest, jnp.max(logits, axis=1, keepdims=True))
-    total = seen.total * jnp.exp(seen.largest - largest) + jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True)
+    from_largest = finite(largest)
+    kept = seen.total * jnp.exp(seen.largest - from_largest)
+    total = kept + jnp.sum(jnp.exp(logits - from_largest), axis=1, keepdims=True)
     here = jnp.sum(jnp.where(is_target, logits, 0.0), axis=1, keepdims=True)
     return Statistics(largest, total, seen.at_target + here)
 

@@ -39,7 +39,7 @@ def costs(
     the forward pass, from the same logits.
     """
     D, item = hidden.shape[-1], hidden.dtype.itemsize
-    labels = unembedding.size // D
+    labels = unembedding.size // max(D, 1)
     chunks, C = chunk(targets.size, labels)
     V = filled_up(labels)
     product = 2 * C * D * V

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.launch import vary
 from kernels_pallas.linear_cross_entropy import chunked, mosaic_tpu, triton
+from kernels_pallas.linear_cross_entropy.block import finite
 from kernels_pallas.linear_cross_entropy.chunks import chunk, filled_up
 
 KERNELS = {"triton": triton, "mosaic_tpu": mosaic_tpu, "chunked": chunked}
@@ -44,7 +45,9 @@ def _look(plan: Plan, logits_CV: jax.Array, at_C: jax.Array, labels: int) -> tup
     largest, total, at_target = seen
     if plan.labels_over:
         largest = jax.lax.pmax(seen.largest, plan.labels_over)
-        total, at_target = jax.lax.psum((seen.total * jnp.exp(seen.largest - largest), at_target), plan.labels_over)
+        total, at_target = jax.lax.psum(
+            (seen.total * jnp.exp(seen.largest - finite(largest)), at_target), plan.labels_over
+        )
     log_z = largest + jnp.log(total)
     return log_z - at_target, log_z
 

@@ -7,6 +7,7 @@ fetches the next tiles. What they share, the product of two tiles and the epilog
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -67,7 +68,7 @@ def costs(
     activation: str | None = None,
 ) -> Costs:
     """What the kernels cost on these arrays, or shapes and dtypes, where they are differentiated."""
-    rows, products = a.size // a.shape[-1], 2 * a.size * b.shape[1]
+    rows, products = math.prod(a.shape[:-1]), 2 * a.size * b.shape[1]
     y = jax.ShapeDtypeStruct((rows, b.shape[1]), a.dtype)
     forward = _cost(_product(activation, bias, residual, keeps_sum=activation is not None), a, b, bias, residual, y)
     return Costs(forward, Cost(2 * products, 0, 2 * size_of(a, b, y)))
@@ -115,7 +116,9 @@ def _bwd(settings, saved, d_y):
     a, b, z, bias, residual = saved
     d_z = d_y
     if z:
-        wide = z[0].astype(jnp.float32)
+        # A sum that a narrow dtype cannot hold was kept as an infinity, of which derivatives are NaN.
+        most = float(jnp.finfo(a.dtype).max)
+        wide = jnp.clip(z[0].astype(jnp.float32), -most, most)
         d_z = jax.vjp(activations.REFERENCE[settings.activation], wide)[1](d_y.astype(jnp.float32))[0].astype(a.dtype)
     (d_a,) = _run(settings, Product(transposed=(False, True)), d_z, b, name="matmul_backward_a")
     (d_b,) = _run(settings, Product(transposed=(True, False)), a, d_z, name="matmul_backward_b")
@@ -127,6 +130,7 @@ _matmul.defvjp(_fwd, _bwd)
 
 
 def _check(a, b, bias, residual) -> None:
+    checks.array("matmul", a=a, b=b)
     checks.floating("matmul", a=a, b=b, bias=bias, residual=residual)
     if a.ndim == 0 or b.ndim != 2 or a.shape[-1] != b.shape[0] or a.dtype != b.dtype:
         raise ValueError(

@@ -10,6 +10,9 @@ from kernels_pallas import launch, tuning
 from kernels_pallas.launch import Cost
 from kernels_pallas.matmul.tiles import Product
 
+# Rows of a vector register.
+_SUBLANES = 8
+
 
 class Blocks(NamedTuple):
     """An m × n tile of the result, k numbers of the contraction at a time."""
@@ -56,6 +59,8 @@ def run(
         if K % bk:  # beyond the matrix a tile holds anything
             a_tile = _until(a_tile, 0 if product.transposed[0] else 1, K - k * bk)
             b_tile = _until(b_tile, 1 if product.transposed[1] else 0, K - k * bk)
+        if bn == 1 and product.transposed[1]:  # a product of a row with narrow numbers, which Mosaic does not know
+            a_tile, b_tile = a_tile.astype(jnp.float32), b_tile.astype(jnp.float32)
         total_ref[...] += product.of_tiles(a_tile, b_tile)
 
         @pl.when(k == pl.num_programs(2) - 1)
@@ -100,4 +105,7 @@ def run(
 
 def _until(x: jax.Array, axis: int, end: jax.Array) -> jax.Array:
     """x up to an index along an axis, zeros from there on."""
-    return jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) < end, x, jnp.zeros_like(x))
+    inside = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) < end
+    if x.shape[0] < _SUBLANES:  # of so few rows Mosaic has no mask for narrow numbers
+        return jnp.where(inside, x.astype(jnp.float32), 0.0).astype(x.dtype)
+    return jnp.where(inside, x, jnp.zeros_like(x))

@@ -111,6 +111,7 @@ _turn.defvjp(_fwd, _bwd, symbolic_zeros=True)
 def _check(x, cos, sin) -> None:
     if x.ndim < 2:
         raise ValueError(f"rotary_embedding: x has shape {list(x.shape)}; it must be [..., N, H]")
+    checks.array("rotary_embedding", x=x, cos=cos, sin=sin)
     checks.floating("rotary_embedding", x=x, cos=cos, sin=sin)
     if x.shape[-1] % 2:
         raise ValueError(f"rotary_embedding: heads are {x.shape[-1]} wide; they must be even, pairs are turned")

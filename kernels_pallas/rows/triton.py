@@ -10,6 +10,9 @@ from jax.experimental import pallas as pl
 from kernels_pallas import launch, target, tuning
 from kernels_pallas.launch import Cost
 
+# Numbers that an offset of 32 bits tells apart.
+_REACH = 2**31
+
 
 class Blocks(NamedTuple):
     """`rows` × `columns` numbers (powers of two) in registers at a time, by `warps` of 32 threads; 0 columns are all of
@@ -46,6 +49,8 @@ def run(
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """step(inside, rows, vectors) → (results, sums over rows) on blocks: results [R, W], and sums [W] in float32."""
     R, W = rows[0].shape
+    # Pallas counts in 32 bits where an array has at most 2³² bytes, which of a mask are twice as many as they reach.
+    rows = [x.astype(jnp.int16) if x.dtype.itemsize == 1 and x.size > _REACH else x for x in rows]
     safe = default_blocks(R, W, sums, elementwise, target.current().cores)
     blocks = tuning.blocks(name, "triton", (W,), rows[0].dtype, safe)
     columns = blocks.columns or pl.next_power_of_2(W)

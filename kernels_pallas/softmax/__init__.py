@@ -64,8 +64,11 @@ def log_costs(
 
 
 def _run(body, plain, x, where, temperature, soft_cap, implementation, interpret) -> jax.Array:
-    checks.matrix(body.name, x)
-    temperature, soft_cap = checks.positive(body.name, temperature=temperature, soft_cap=soft_cap)
+    checks.matrix(body.name, x=x)
+    (temperature,) = checks.positive(body.name, temperature=temperature)
+    (soft_cap,) = checks.positive_or_none(body.name, soft_cap=soft_cap)
+    if where is not None:
+        checks.array(body.name, where=where)
     if where is not None and (where.shape, where.dtype) != (x.shape, jnp.dtype(bool)):
         raise ValueError(
             f"{body.name}: where is {where.dtype}{list(where.shape)}; it must be bool{list(x.shape)}, as large as x"

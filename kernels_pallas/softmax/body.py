@@ -7,6 +7,11 @@ import jax
 import jax.numpy as jnp
 
 
+def _divisor(total: jax.Array) -> jax.Array:
+    """The sum of a row, 1 where nothing is seen; NaN stays NaN, also where a maximum (Triton's) has overlooked it."""
+    return jnp.where(total == 0, jnp.ones_like(total), total)
+
+
 @dataclasses.dataclass(frozen=True)
 class Softmax:
     """exp(z) / Σ exp(z) or its logarithm, z = cap(x) / temperature; a second operand is 0 where x is masked."""
@@ -25,11 +30,14 @@ class Softmax:
         if seen is not None:
             weights = jnp.where(seen, weights, jnp.zeros_like(weights))
         total = jnp.sum(weights, axis=1, keepdims=True)
-        return (weights / jnp.where(total > 0, total, jnp.ones_like(total)),)
+        return (weights / _divisor(total),)
 
     def logits(self, inside: Any, rows: tuple) -> tuple[jax.Array, jax.Array | None]:
         """z less the row's largest, 0 where nothing is seen; and what is seen, None where all is."""
         x, *masks = rows
+        if self.soft_cap is not None:  # the derivative of tanh at what is masked, which may be NaN, would be NaN
+            for mask in masks:
+                x = jnp.where(mask != 0, x, jnp.zeros_like(x))
         z = x if self.soft_cap is None else self.soft_cap * jnp.tanh(x * (1 / self.soft_cap))
         z = z * (1 / self.temperature)
         seen, largest = None, z
@@ -56,5 +64,5 @@ class LogSoftmax(Softmax):
         if seen is not None:
             weights = jnp.where(seen, weights, jnp.zeros_like(weights))
         total = jnp.sum(weights, axis=1, keepdims=True)
-        y = z - jnp.log(jnp.where(total > 0, total, jnp.ones_like(total)))
+        y = z - jnp.log(_divisor(total))
         return (y if seen is None else jnp.where(seen, y, jnp.full_like(y, -jnp.inf)),)

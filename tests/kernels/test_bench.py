@@ -92,3 +92,15 @@ def test_bad_input(arguments, message, capsys):
 def test_median_and_quartiles():
     assert Time.of([3.0, 1.0, 2.0], "host") == (2.0, 1.0, 3.0, "host")
     assert Time.of([5.0], "host") == (5.0, 5.0, 5.0, "host")
+
+
+@pytest.mark.parametrize("out", ["file", "/proc/nothing"])
+def test_a_folder_that_takes_no_results_is_refused_before_they_are_measured(tmp_path, capsys, monkeypatch, out):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(run, "ceilings", lambda: pytest.fail("measured"))
+    with pytest.raises(SystemExit) as refused:
+        bench.main(["rms_norm", "--out", str(tmp_path / out)])
+    assert refused.value.code == 2
+    assert cli.main(["bench", "kernels", "rms_norm", "--out", str(tmp_path / out)]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert "it must be a folder" in said[-1] and said[-1].startswith("jaxlm: --out ")

@@ -10,7 +10,7 @@ from elsewhere import ELSEWHERE
 
 from jaxlm.costs.hardware import Target
 from jaxlm.lowering import targets
-from kernels_pallas import flash_attention, launch, rms_norm
+from kernels_pallas import flash_attention, launch, matmul, rms_norm
 
 
 @ELSEWHERE
@@ -51,6 +51,45 @@ def test_kernels_compile_where_numbers_have_64_bits(chip):
         lowered = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*structs)
         assert "rms_norm" in lowered.as_text()
         lowered.compile()
+
+
+def _compiles(function, *structs):
+    """For a TPU v5e, with kernels."""
+    device = targets.devices(Target.parse("tpu-v5e:4"))[0]
+    with jax.set_mesh(jax.sharding.Mesh([device], ("one",))):
+        lowered = jax.jit(function).lower(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in structs))
+        assert "tpu_custom_call" in lowered.as_text()
+        lowered.compile()
+
+
+@ELSEWHERE
+@pytest.mark.parametrize(
+    "function, structs",
+    [
+        (jax.vmap(rms_norm, in_axes=1), [(100, 3, 256)]),
+        (jax.vmap(matmul, in_axes=(None, 2)), [(64, 128), (128, 256, 3)]),
+        (jax.vmap(jax.vmap(rms_norm, in_axes=1), in_axes=2), [(100, 3, 256, 2)]),
+        (
+            jax.grad(lambda w, x: jnp.sum(jax.vmap(lambda w, x: rms_norm(x @ w), in_axes=(0, None))(w, x))),
+            [(3, 128, 256), (64, 128)],
+        ),
+    ],
+    ids=["rows", "columns of a product", "twice", "ensemble"],
+)
+def test_mosaic_takes_what_is_mapped_over_any_dimension(function, structs):
+    _compiles(function, *structs)
+
+
+@ELSEWHERE
+@pytest.mark.parametrize("rows", [1, 4])
+def test_mosaic_multiplies_few_rows_whose_length_is_no_multiple_of_a_block(rows):
+    _compiles(matmul, (rows, 2048 + 256), (2048 + 256, 256))
+
+
+@ELSEWHERE
+def test_mosaic_multiplies_columns():
+    """The gradient of a product over one channel is a product with one column."""
+    _compiles(lambda a, b: jax.vjp(matmul, a, b)[1](jnp.ones((33, 256), a.dtype)), (33, 1), (1, 256))
 
 
 def _fresh_filters():

@@ -327,3 +327,52 @@ def test_operands_that_do_not_fit(change, message):
 def test_partitions_that_cannot_be(partition, message):
     with jax.set_mesh(mesh_of(2, 2, 2)), pytest.raises(ValueError, match=message):
         linear_cross_entropy(*operands((12,)), partition=partition)
+
+
+@pytest.mark.parametrize("implementation", ["reference", *KERNELS])
+@pytest.mark.parametrize("dtype, labels", [("uint8", 256), ("int8", 200), ("uint16", 2**16)])
+def test_targets_may_be_of_narrow_integers(implementation, dtype, labels):
+    """Of which the number of labels itself is none."""
+    hidden, unembedding, targets, _ = operands(tokens=(5,), width=4, labels=labels)
+    targets = jnp.clip(targets, 0, 100)
+    run = functools.partial(linear_cross_entropy, hidden, unembedding, implementation=implementation, _interpret=True)
+    np.testing.assert_array_equal(run(targets.astype(dtype)), run(targets))
+
+
+@pytest.mark.parametrize("implementation", ["reference", *KERNELS])
+def test_a_target_beyond_the_labels_is_nan_and_moves_nothing(implementation):
+    hidden, unembedding, _, _ = operands(tokens=(2,), labels=16)
+
+    def loss(hidden, reduction):
+        options = dict(reduction=reduction, implementation=implementation, _interpret=True)
+        return jnp.sum(linear_cross_entropy(hidden, unembedding, jnp.array([16, 3]), **options))
+
+    for reduction in REDUCTIONS:
+        value, gradient = jax.value_and_grad(loss)(hidden, reduction)
+        assert jnp.isnan(value) and jnp.all(gradient[0] == 0) and jnp.all(gradient[1] != 0)
+
+
+@pytest.mark.parametrize("implementation", list(KERNELS))
+def test_labels_that_are_ruled_out_may_come_first(implementation):
+    """A block of logits of −∞ is no number less than itself."""
+    hidden, unembedding = jnp.ones((3, 2)), jnp.ones((2, 9000)).at[:, :4096].set(-jnp.inf)
+    run = functools.partial(linear_cross_entropy, hidden, unembedding, jnp.full(3, 8999), _interpret=True)
+    np.testing.assert_allclose(run(implementation=implementation), np.log(9000 - 4096), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (dict(soft_cap=float("nan")), "soft_cap = nan; it must be positive"),
+        (dict(z_loss=-1.0), "z_loss = -1.0; it must be 0 or positive"),
+        (dict(z_loss=None), "z_loss = None; it must be a number"),
+        (dict(transposed="yes"), "transposed = 'yes'; it must be True or False"),
+        (dict(partition=PartitionSpec("data")), "partition = .*; it must be two PartitionSpecs"),
+        (dict(partition=(None, PartitionSpec())), "partition = .*; it must be two PartitionSpecs"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_wrong_options_of_the_loss_are_refused(wrong, message):
+    hidden, unembedding, targets, _ = operands()
+    with pytest.raises(ValueError, match=f"linear_cross_entropy: {message}"):
+        linear_cross_entropy(hidden, unembedding, targets, **wrong)

@@ -19,6 +19,7 @@ from kernels_pallas import (
     gated_activation,
     layer_norm,
     log_softmax,
+    matmul,
     rms_norm,
     rotary_embedding,
     softmax,
@@ -179,3 +180,40 @@ def test_partial_sums_are_a_small_part_of_what_is_moved(width):
     assert 132 <= blocks.programs <= rows
     written_and_read, operands_and_result = 2 * 4 * blocks.programs * width, 3 * 2 * rows * width
     assert written_and_read < 0.05 * operands_and_result
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton", "mosaic_tpu"])
+@pytest.mark.parametrize("function", [softmax, log_softmax])
+def test_a_nan_spoils_its_row_and_what_is_masked_nothing(function, implementation):
+    """Also where a maximum does not see it, as Triton's; and behind a cap, whose derivative there is NaN."""
+    run = functools.partial(function, implementation=implementation, _interpret=True)
+    x = jnp.zeros((8, 300)).at[3, 2].set(jnp.nan)
+    assert jnp.isnan(run(x)[3]).all() and not jnp.isnan(jnp.delete(run(x), 3, axis=0)).any()
+    seen = jnp.ones(x.shape, bool).at[3, 2].set(False)
+    gradient = jax.grad(lambda x: jnp.sum(jnp.where(seen, run(x, seen, soft_cap=5.0), 0.0) ** 2))(x)
+    assert not jnp.isnan(gradient).any()
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton", "mosaic_tpu"])
+def test_a_sum_that_float16_cannot_hold_has_a_gradient(implementation):
+    a, b = jnp.full((16, 16), -300, jnp.float16), jnp.full((16, 16), 300, jnp.float16)
+    run = functools.partial(matmul, activation="silu", implementation=implementation, _interpret=True)
+    assert not jnp.any(jax.grad(lambda a: jnp.sum(run(a, b).astype(jnp.float32)))(a))
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (lambda x: rms_norm([[1.0]]), "rms_norm: x is list; it must be an array"),
+        (lambda x: gated_activation(x, None), "gated_activation: up is None; it must be an array"),
+        (lambda x: gated_activation(x, x.astype(jnp.bfloat16)), r"up is bfloat16\[2, 16\]; .* like gate"),
+        (lambda x: softmax(x, temperature=None), "softmax: temperature = None; it must be a number"),
+        (lambda x: softmax(x, soft_cap=float("inf")), "softmax: soft_cap = inf; it must be finite"),
+        (lambda x: rms_norm(x.astype(jnp.float8_e4m3fn)), "rms_norm: x is float8_e4m3fn; it must be of floating point"),
+        (lambda x: rms_norm(x, implementation=["triton"]), r"rms_norm: there is no implementation \['triton'\]"),
+        (lambda x: matmul(x, x.T, activation=["silu"]), r"matmul: there is no activation \['silu'\]"),
+    ],
+)
+def test_what_is_no_operand_is_refused_in_words(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        wrong(jnp.ones((2, 16)))

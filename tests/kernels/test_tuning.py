@@ -181,6 +181,24 @@ def test_the_tuner_climbs_to_the_fastest(monkeypatch):
     assert tune.tune(operation, operation.used_in("bench")[0], "triton") == {kernel: Sizes(rows=64, columns=0)}
 
 
+def test_what_does_not_fit_leaves_the_others_to_be_tuned(table, monkeypatch, capsys):
+    """Nothing is recorded of it, and what was tuned before it is."""
+    kernel = tuning.Kernel("norm", "triton", (256,), "bfloat16")
+
+    def program(operation, case, implementation, **more):
+        if operation.name == "softmax":
+            raise MemoryError("out of memory")
+        if implementation != "triton":
+            raise NotImplementedError
+        tuning.blocks("norm", "triton", (256,), "bfloat16", Sizes())
+
+    monkeypatch.setattr(tune, "program", program)
+    monkeypatch.setattr(tune, "_seconds", lambda *arguments: 1.0)
+    tune.main(["rms_norm", "softmax"])
+    assert "left out: out of memory" in capsys.readouterr().out
+    assert json.loads(table.read_text()) == {"cpu": {str(kernel): {"rows": 8, "columns": 256}}}
+
+
 def test_nothing_to_tune_on_a_cpu(table, capsys):
     tune.main(["rms_norm"])
     assert capsys.readouterr().out == "no kernel runs on cpu: there is nothing to tune\n"

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxlm import sharding
 from jaxlm.models import tree
-from jaxlm.models.layers import ACTIVATIONS, Dropout, product_in_float32
+from jaxlm.models.layers import Dropout, activation, product_in_float32
 from jaxlm.models.positions import Visible, visible_in_rows
 from jaxlm.models.transformer import Execution
 
@@ -240,5 +240,12 @@ def test_the_float32_product_has_the_gradients_of_einsum():
 def test_gelu_is_x_times_the_normal_distribution():
     x = np.linspace(-6, 6, 1001, dtype=np.float32)
     exact = np.array([v * 0.5 * math.erfc(-v / math.sqrt(2)) for v in x.astype(float)])
-    # Far below zero 1 + erf is rounded to a float32 near 1: |x| / 2 times two roundings of 1.
-    np.testing.assert_allclose(ACTIVATIONS["gelu"](jnp.asarray(x)), exact, rtol=1e-5, atol=6 * 2**-23)
+    np.testing.assert_allclose(activation("gelu", jnp.asarray(x)), exact, rtol=1e-6, atol=6 * 2**-24)
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu", "relu_squared"])
+def test_an_activation_keeps_one_array_for_its_gradient(name):
+    """In the dtype of its operand, though it is computed in float32."""
+    x = jnp.linspace(-3, 3, 64, dtype=jnp.bfloat16)
+    _, pull_back = jax.vjp(functools.partial(activation, name), x)
+    assert [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(pull_back) if leaf.shape] == [((64,), x.dtype)]

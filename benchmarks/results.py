@@ -44,12 +44,22 @@ def write(benchmark: str, chip: str, results: dict[str, Any], folder: Path = FOL
         "command": command,
         "day": time.strftime("%Y-%m-%d"),
         "chip": chip,
+        "processor": _processor(),
         "python": platform.python_version(),
         "versions": versions,
         **results,
     }
     path.write_text(json.dumps(described, indent=1) + "\n")
     return path
+
+
+def _processor() -> str:
+    """The host's, as Linux calls it: machines whose instructions are alike still differ by library."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def chip(device_kind: str) -> str:

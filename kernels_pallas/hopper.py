@@ -6,8 +6,8 @@ instructions"), and what belongs to its rows or to its columns as the reductions
 
 Interpreted (on any platform), copies, barriers and warpgroups are those of Mosaic GPU's own interpreter, which watches
 for races and for deadlocks at barriers; products, which not every version of it has, are those of `jax.numpy`.
-Warpgroups are threads of JAX's CPU client: where it has fewer than a block has warpgroups, as with one device on a
-machine of few cores, they may wait for one another for ever (`JAX_NUM_CPU_DEVICES`).
+Warpgroups are threads of JAX's CPU client, and a kernel that is mapped holds one more: where it has fewer, which is
+refused, they may wait for one another for ever (`JAX_NUM_CPU_DEVICES`).
 """
 
 import math
@@ -27,6 +27,7 @@ SWIZZLE = 128
 # Axes of grids are told apart by this from those of a mesh of devices.
 _PREFIX = "gpu_"
 _WARPGROUP = "warpgroup"
+_BLOCK = "block"
 _LANES = "lanes"
 
 
@@ -52,12 +53,17 @@ class Barriers(NamedTuple):
 class Warpgroup:
     """What one warpgroup can do; a kernel's body is given it, and its arrays by name."""
 
-    def __init__(self, interpret: bool):
-        self.interpret = interpret
+    def __init__(self, interpret: bool, grid: Mapping[str, int]):
+        self.interpret, self._grid = interpret, grid
 
     def index(self, axis: str = _WARPGROUP) -> jax.Array:
         """Where this block stands on an axis of the grid, or this warpgroup in its block."""
-        return jax.lax.axis_index(_PREFIX + axis)
+        if axis == _WARPGROUP:
+            return jax.lax.axis_index(_PREFIX + axis)
+        # CUDA has three axes, of which all but the first end at 65,535: all are in the first.
+        names = list(self._grid)
+        before = math.prod(self._grid[name] for name in names[: names.index(axis)])
+        return jax.lax.rem(jax.lax.div(jax.lax.axis_index(_PREFIX + _BLOCK), before), self._grid[axis])
 
     def registers(self, count: int, more: bool) -> None:
         """Have `count` registers per thread, more or fewer than the block was launched with."""
@@ -216,7 +222,12 @@ def run(
 
     operands = dict(zip(operands, vary(*map(jnp.asarray, operands.values())), strict=True))
     names = list(operands)
-    warpgroup = Warpgroup(bool(interpret))
+    if interpret and len(jax.devices("cpu")) <= warpgroups:
+        raise RuntimeError(
+            f"{name}: interpreted, it needs {warpgroups + 1} CPU devices (JAX_NUM_CPU_DEVICES={warpgroups + 1}): "
+            "warpgroups are their threads, and would wait for one another for ever"
+        )
+    warpgroup = Warpgroup(bool(interpret), grid)
     varying = jax.typeof(next(iter(operands.values()))).manual_axis_type
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying) for x in outputs.values()]
 
@@ -234,9 +245,8 @@ def run(
             kernel,
             shapes,
             mesh=plgpu.Mesh(
-                # Its last axis is CUDA's first.
-                grid=tuple(reversed(grid.values())),
-                grid_names=tuple(_PREFIX + axis for axis in reversed(grid)),
+                grid=(math.prod(grid.values()),),
+                grid_names=(_PREFIX + _BLOCK,),
                 num_threads=warpgroups,
                 thread_name=_PREFIX + _WARPGROUP,
                 kernel_name=name,
@@ -279,7 +289,8 @@ def run(
         return call(*arrays)
 
     launched.__name__ = name
-    return differentiated_once(launched)(*operands.values())
+    with jax.enable_x64(False):  # indices are of 32 bits
+        return differentiated_once(launched)(*operands.values())
 
 
 def _allocation(place: Shared | Barriers, interpret: bool) -> Any:

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 import operator
 from typing import Any
 
@@ -84,8 +83,8 @@ def flash_attention(
       scale: 1 / √H where None.
       soft_cap: positive; scores stay between −cap and cap (Gemma 2, arXiv:2408.00118, section 2).
       sinks: [N], learned: a score in each row's sum that has no value (arXiv:2508.10925, section 2.2).
-      bias: [B or 1, N or 1, T or 1, S], added to scores; −∞ hides a key. Its gradient is the reference's, in chunks,
-        and is computed only where it is used.
+      bias: [B or 1, N or 1, T or 1, S], added to scores; −∞, or less than −10³⁸, hides a key. Its gradient is the
+        reference's, in chunks, and is computed only where it is used.
       return_log_sum_exp: also return log Σ exp(scores) [B, T, N] in float32, with the sink; −∞ where nothing is seen.
       query_chunk: of how many queries the reference may hold the scores at a time; None is all of them. Kernels never
         hold more than a block.
@@ -192,8 +191,9 @@ def _backward(settings: tuple[Settings, ...], saved: tuple, cotangents: tuple) -
     # the other scores.
     products_BTNV = out.astype(jnp.float32) * d_out.astype(jnp.float32)
     delta = jnp.swapaxes(jnp.sum(products_BTNV, axis=-1), 1, 2) - d_log_sum_exp
-    # Any finite number stands for a row that sees nothing: exp2(−∞ − 0) is 0.
-    sums = jnp.where(jnp.isfinite(log_sum_exp), log_sum_exp, 0.0)
+    # Any finite numbers stand for a row that sees nothing: exp2(−∞ − 0) is 0, whatever the cotangent of its −∞ is.
+    some = jnp.isfinite(log_sum_exp)
+    sums, delta = jnp.where(some, log_sum_exp, 0.0), jnp.where(some, delta, 0.0)
     rows = sums * LOG2_E, delta, d_out
     parts = list(zip(settings, operands.parts(), strict=True))
     d_query = functools.reduce(operator.add, [kernels.query_gradient(*part, *rows) for part in parts])
@@ -246,8 +246,14 @@ def _check(query, key, value, visible, scale, soft_cap, sinks, bias, query_chunk
         wrong("key", list(key.shape), f"[{B}, S, K, {H}] for query {list(query.shape)}")
     if value.shape[:3] != (B, S, K):
         wrong("value", list(value.shape), f"[{B}, {S}, {K}, V] for key {list(key.shape)}")
+    if H == 0:
+        wrong("query", list(query.shape), "of heads with at least one channel")
     if N % K if K else N:
         wrong("the number of query heads", N, f"a multiple of the {K} key/value heads")
+    pair = isinstance(visible, tuple) and len(visible) == 2 and all(hasattr(x, "dtype") for x in visible)
+    if visible is not None and not pair:
+        got = f"{visible.dtype}{list(visible.shape)}" if hasattr(visible, "dtype") else repr(visible)[:60]
+        wrong("visible", got, "two arrays, start and end, as `causal` and others make; any other mask is a bias of −∞")
     for name, x in zip(("start", "end"), visible or (), strict=bool(visible)):
         # numpy arrays are cut off at the keys before they are narrowed; in others what int32 cannot hold would wrap.
         fits = np.can_cast(x.dtype, np.int32) if isinstance(x, jax.Array) else np.issubdtype(x.dtype, np.integer)
@@ -264,6 +270,6 @@ def _check(query, key, value, visible, scale, soft_cap, sinks, bias, query_chunk
         or any(size not in (1, most) for size, most in zip(bias.shape, (B, N, T), strict=False))
     ):
         wrong("bias", list(bias.shape), f"[{B} or 1, {N} or 1, {T} or 1, {S}]")
-    for name, x in (("scale", scale), ("soft_cap", soft_cap), ("query_chunk", query_chunk)):
-        if x is not None and not (math.isfinite(x) and x > 0):
-            wrong(name, x, "positive")
+    checks.positive_or_none("flash_attention", scale=scale, soft_cap=soft_cap)
+    if query_chunk is not None and not (isinstance(query_chunk, int) and query_chunk > 0):
+        wrong("query_chunk", query_chunk, "a positive whole number")

@@ -19,7 +19,7 @@ from kernels_pallas import launch, target, tuning
 from kernels_pallas.flash_attention.operands import Operands
 from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, Settings, dot, score_gradient
 from kernels_pallas.flash_attention.visible import Visible, shifted, within
-from kernels_pallas.flash_attention.visits import MOST, Visit, Visits, visits
+from kernels_pallas.flash_attention.visits import MOST, MOST_OUTER, Visit, Visits, visits
 
 # Queries lie along the lanes, and so do keys in a block of the bias.
 LANES = 128
@@ -61,7 +61,8 @@ class _Layout(NamedTuple):
     @property
     def too_long(self) -> bool:
         """Whether its list of tiles is, and can be parted."""
-        return self.visits.tiles.size > MOST and (self.columns if self.by_keys else self.rows) > 1
+        outer = self.columns if self.by_keys else self.rows
+        return outer > MOST_OUTER or (self.visits.tiles.size > MOST and outer > 1)
 
     def cut(self, operands: Operands) -> Operands:
         """Heads before the sequence, which is filled up to whole blocks: what is added sees nothing and is not seen."""
@@ -104,6 +105,8 @@ def _layout(operands: Operands, kernel: str) -> _Layout:
         kernels = _FLOAT32 if dtype == jnp.float32 else _DEFAULT
     lengths = [pl.cdiv(length, LANES) * LANES for length in (T, S)]
     chosen = getattr(kernels, kernel)
+    if kernel == "key_gradient" and operands.bias is not None and operands.bias.shape[2] > 1:
+        chosen = chosen._replace(keys=min(chosen.keys, 512))  # a tile of it may be float32, and twice in VMEM
     default = Blocks(min(chosen.queries, lengths[0]), min(chosen.keys, lengths[1]), chosen.chunk)
     blocks = tuning.blocks(f"flash_attention_{kernel}", "mosaic_tpu", (T, S, H, V), dtype, default)
     rows, columns, by_keys = pl.cdiv(T, blocks.queries), pl.cdiv(S, blocks.keys), kernel == "key_gradient"

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.flash_attention.tiles import LN_2, LOWEST
 from kernels_pallas.flash_attention.visible import Visible, within
 
 
@@ -57,7 +58,8 @@ def _attend(key, value, query, start, end, bias, *, sinks, scale, soft_cap):
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     if bias is not None:
-        scores = scores + bias.astype(jnp.float32)
+        wide = bias.astype(jnp.float32)
+        scores = scores + jnp.where(wide < LOWEST * LN_2, -jnp.inf, wide)  # as in kernels, which count in log₂ e
     index = jnp.arange(S)[None, None, None]
     seen = jnp.any((start[..., None] <= index) & (index < end[..., None]), axis=0)
     scores = jnp.where(seen[:, None], scores, -jnp.inf)

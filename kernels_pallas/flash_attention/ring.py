@@ -85,12 +85,19 @@ class Ring(NamedTuple):
     ) -> "Ring":
         """Of a kernel that has arrays of its `own` besides: with blocks that were measured to be fastest, or of so many
         rows and with as many stages as shared memory holds."""
-        held, taken = (sum(x.bytes for x in arrays.values()) for arrays in (own, parts(rows)))
-        default = Blocks(rows, min(_MOST_STAGES, (SHARED_MEMORY - held) // taken))
+
+        def stages(rows: int) -> int:
+            held, taken = (sum(x.bytes for x in arrays.values()) for arrays in (own, parts(rows)))
+            return (SHARED_MEMORY - held) // taken
+
+        default = Blocks(rows, min(_MOST_STAGES, stages(rows)))
         _, T, S, _, _, H, V = operands.sizes
         kernel = f"flash_attention_{kernel}"
         blocks = tuning.blocks(kernel, "mosaic_gpu", (T, S, H, V), operands.query.dtype, default)
-        return cls(blocks, parts(blocks.rows))
+        # They may have been measured with other widths, or without a bias.
+        blocks = blocks._replace(stages=min(blocks.stages, stages(blocks.rows)))
+        chosen = blocks if blocks.stages else default
+        return cls(chosen, parts(chosen.rows))
 
     @property
     def stages(self) -> int:

@@ -16,6 +16,8 @@ from kernels_pallas.flash_attention.visible import Visible
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
+# tanh is made of 1 − 2 / (1 + e²ˣ), wrong by 10⁻⁷ times the cap: where that is much, small x have a series besides.
+_WIDE_CAP = 256
 LOWEST = float(jnp.finfo(jnp.float32).min) / 2
 
 
@@ -44,6 +46,9 @@ class Settings:
             values, factor, slope = products, self.scale * LOG2_E, None
         else:
             values, factor = tanh(products, self.scale / self.soft_cap), self.soft_cap * LOG2_E
+            if self.soft_cap > _WIDE_CAP:
+                x = products * (self.scale / self.soft_cap)
+                values = jnp.where(jnp.abs(x) < 0.1, x * (1.0 - x * x * (1 / 3 - x * x * (2 / 15))), values)
             slope = 1.0 - values * values
         if bias is not None:
             values, factor = values * factor + bias.astype(jnp.float32) * LOG2_E, 1.0

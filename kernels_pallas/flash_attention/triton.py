@@ -76,7 +76,10 @@ def _blocks(kernel: str, operands: Operands) -> Blocks:
     """The tiles of one of the three on these arrays."""
     _, T, S, _, _, H, V = operands.sizes
     dtype = operands.query.dtype
-    default = getattr(default_blocks(target.current(), max(H, V), dtype), kernel)
+    chip, width = target.current(), max(H, V)
+    if (chip.compute_capability or (0, 0)) >= (10, 0) and max(len(_parts(H)), len(_parts(V))) > 2:
+        width = max(width, 129)  # each part of a sum has columns of tensor memory to itself, and rounded up
+    default = getattr(default_blocks(chip, width, dtype), kernel)
     return tuning.blocks(f"flash_attention_{kernel}", "triton", (T, S, H, V), dtype, default)
 
 

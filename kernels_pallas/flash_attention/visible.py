@@ -6,6 +6,7 @@ t stands at position offset + t, as the second half of a prompt does behind a ca
 """
 
 import itertools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -41,14 +42,14 @@ def window(queries: int, before: int | None = None, after: int | None = 0, offse
     A causal sliding window of w keys is window(T, w − 1).
     """
     position = _positions(queries, offset)
-    start = position * 0 if before is None else position - before
-    return Visible(start, position * 0 + _NO_LIMIT if after is None else position + after + 1)
+    start = position * 0 if before is None else position - _bounded("before", before)
+    return Visible(start, position * 0 + _NO_LIMIT if after is None else position + _bounded("after", after) + 1)
 
 
 def prefix(queries: int, length: Any, offset: Any = 0) -> Visible:
     """Prefix-LM: the first `length` (int or int32 [B]) positions see one another, the others are causal."""
     start, end = causal(queries, offset)
-    length = length if isinstance(length, int) else module_of(length).reshape(length, (-1, 1))
+    length = module_of(length).reshape(length, (-1, 1)) if np.ndim(length) else _bounded("length", length)
     return Visible(start, module_of(end, length).maximum(end, length))
 
 
@@ -59,6 +60,8 @@ def packed(segment_ids: jax.Array) -> Visible:
       segment_ids: int [B, T]; neighbours of one id are a segment. Padding has negative ids and sees nothing.
     """
     ids = jnp.asarray(segment_ids)
+    if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(f"packed: segment_ids is {ids.dtype}{list(ids.shape)}; it must be int32[B, T]")
     index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     first = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
     start = jax.lax.cummax(jnp.where(first, index, 0), axis=1)
@@ -70,6 +73,7 @@ def packed(segment_ids: jax.Array) -> Visible:
 def both(*parts: Visible) -> Visible:
     """What all of them let see: both(causal(T), packed(ids)) is causal attention in packed rows. Of unions it is the
     union of what each two of their intervals have in common."""
+    _check_parts("both", parts)
     met = []
     for intervals in itertools.product(*map(_intervals, parts)):
         start, end = intervals[0]
@@ -83,6 +87,7 @@ def both(*parts: Visible) -> Visible:
 def union(*parts: Visible) -> Visible:
     """What any of them lets see; they may overlap. both(causal(T), union(first, window(T, 255))) sees a window and the
     first tokens (StreamingLLM, arXiv:2309.17453), with first = Visible(np.zeros((1, T), int), np.full((1, T), 4))."""
+    _check_parts("union", parts)
     start, end = _stacked([interval for part in parts for interval in _intervals(part)])
     module = module_of(start, end)
     order = module.argsort(start, axis=0)
@@ -95,9 +100,16 @@ def union(*parts: Visible) -> Visible:
     return Visible(module.stack(apart), end)
 
 
+def _check_parts(name: str, parts: tuple[Visible, ...]) -> None:
+    rows = {part[0].shape[-1] for part in parts}
+    if len(rows) != 1:
+        counts = ", ".join(str(n) for n in sorted(rows)) or "none"
+        raise ValueError(f"{name}: its parts are of {counts} queries; it must have some, all of as many")
+
+
 def shifted(visible: Visible, first_key: Any) -> Visible:
     """The same for an array of keys that begins at key `first_key`: a shard of the sequence, a part of a cache."""
-    return Visible(visible[0] - first_key, visible[1] - first_key)
+    return Visible(*(_narrowed(x) - first_key for x in visible))
 
 
 def within(visible: Any, B: int, T: int, S: int) -> Visible:
@@ -109,15 +121,24 @@ def within(visible: Any, B: int, T: int, S: int) -> Visible:
         shape = x.shape[0] if x.ndim == 3 else 1, B, T
         if isinstance(x, jax.Array):
             return jnp.broadcast_to(jnp.clip(x.astype(jnp.int32), 0, S), shape)
-        # In its own dtype or a wider one, before it is narrowed.
-        return np.broadcast_to(np.clip(x, np.int64(0), np.int64(S)).astype(np.int32), shape)
+        return np.broadcast_to(np.clip(_narrowed(x), 0, S), shape)
 
     return Visible(*map(cut, visible))
 
 
 def _intervals(visible: Visible) -> list[Visible]:
     """Of a union its intervals."""
-    return [Visible(*visible)] if visible[0].ndim == 2 else [Visible(*each) for each in zip(*visible, strict=True)]
+    start, end = map(_narrowed, visible)
+    return [Visible(start, end)] if start.ndim == 2 else [Visible(*each) for each in zip(start, end, strict=True)]
+
+
+def _narrowed(x: Any) -> Any:
+    """A numpy array of any integer dtype as int32, where nothing is beyond what may be shifted."""
+    if isinstance(x, jax.Array):
+        return x
+    if x.dtype.kind == "u":
+        return np.minimum(x, np.uint64(_NO_LIMIT)).astype(np.int32)
+    return np.clip(x.astype(np.int64), -_NO_LIMIT, _NO_LIMIT).astype(np.int32)
 
 
 def _stacked(intervals: list[Visible]) -> Visible:
@@ -127,8 +148,22 @@ def _stacked(intervals: list[Visible]) -> Visible:
     return Visible(module.stack(arrays[: len(intervals)]), module.stack(arrays[len(intervals) :]))
 
 
+def _bounded(name: str, n: Any) -> Any:
+    """A whole number that may still be added to positions; one that is traced may be anything."""
+    if isinstance(n, jax.Array):
+        return n
+    try:
+        whole = operator.index(n)
+    except TypeError:
+        raise ValueError(f"{name} = {n!r}; it must be a whole number") from None
+    if abs(whole) > _NO_LIMIT:
+        raise ValueError(f"{name} = {n}; it must be between −2³⁰ and 2³⁰")
+    return whole
+
+
 def _positions(queries: int, offset: Any) -> Any:
-    if isinstance(offset, int):
+    if np.ndim(offset) == 0 and not isinstance(offset, jax.Array):
+        offset = _bounded("offset", offset)
         return np.arange(offset, offset + queries, dtype=np.int32)[None]
     module = module_of(offset)
     return module.reshape(offset, (-1, 1)) + np.arange(queries, dtype=np.int32)[None]

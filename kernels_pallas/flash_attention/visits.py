@@ -13,8 +13,10 @@ from jax.experimental import pallas as pl
 from kernels_pallas.flash_attention.blocks import key_ranges
 from kernels_pallas.flash_attention.visible import module_of
 
-# A tile's bits from the lowest: four marks, its inner block (8 million keys or queries in blocks of 512), its outer.
+# A tile's bits from the lowest: four marks, its inner block (8 million keys or queries in blocks of 512), its outer,
+# of which a list may have so many.
 _INNER_BITS = 14
+MOST_OUTER = 2 ** (31 - 4 - _INNER_BITS)
 _OPENS, _CLOSES, _SEEN, _WHOLE = 1, 2, 4, 8
 # Tiles that one list may hold: 512 KiB, half of a TPU's scalar memory.
 MOST = 2**17

@@ -81,6 +81,34 @@ def test_mosaic_takes_what_is_mapped_over_any_dimension(function, structs):
 
 
 @ELSEWHERE
+def test_a_wide_bias_of_float32_fits_vmem():
+    """Of a v4 or v5p, whose compilers stay within 16 MiB."""
+    device = targets.devices(Target.parse("tpu-v4:4"))[0]
+    structs = [jax.ShapeDtypeStruct((1, 2048, 2, 256), jnp.bfloat16)] * 3
+    structs.append(jax.ShapeDtypeStruct((1, 2, 2048, 2048), jnp.float32))
+
+    def loss(query, key, value, bias):
+        out = flash_attention(query, key, value, bias=bias, implementation="mosaic_tpu")
+        return jnp.sum(jnp.square(out.astype(jnp.float32)))
+
+    with jax.set_mesh(jax.sharding.Mesh([device], ("one",))):
+        jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*structs).compile()
+
+
+@ELSEWHERE
+@pytest.mark.parametrize("widths", [(112, 112), (48, 112)], ids=str)
+def test_widths_of_three_parts_fit_the_tensor_memory_of_blackwell(widths):
+    device = targets.devices(Target.parse("b200-hgx:1"))[0]
+    structs = [jax.ShapeDtypeStruct((1, 512, 2, width), jnp.bfloat16) for width in (widths[0], *widths)]
+
+    def loss(query, key, value):
+        return jnp.sum(jnp.square(flash_attention(query, key, value, implementation="triton").astype(jnp.float32)))
+
+    with jax.set_mesh(jax.sharding.Mesh([device], ("one",))):
+        jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*structs).compile()
+
+
+@ELSEWHERE
 @pytest.mark.parametrize("rows", [1, 4])
 def test_mosaic_multiplies_few_rows_whose_length_is_no_multiple_of_a_block(rows):
     _compiles(matmul, (rows, 2048 + 256), (2048 + 256, 256))

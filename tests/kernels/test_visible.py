@@ -10,7 +10,7 @@ import pytest
 from test_flash_attention import drawn
 
 from kernels_pallas import flash_attention
-from kernels_pallas.flash_attention import blocks, both, causal, costs, packed, prefix, shifted, union, window
+from kernels_pallas.flash_attention import Visible, blocks, both, causal, costs, packed, prefix, shifted, union, window
 from kernels_pallas.flash_attention.cases import first, segments
 from kernels_pallas.flash_attention.operands import scores_seen
 from kernels_pallas.flash_attention.visible import within
@@ -155,3 +155,41 @@ def test_a_union_costs_what_is_seen_of_each_part():
         costs(x, x, x, visible=union(causal(64), first(64, 0))).forward.flops
         == costs(x, x, x, visible=causal(64)).forward.flops
     )
+
+
+def test_intervals_of_any_integer_dtype_meet_and_are_shifted():
+    """What int32 cannot hold is far beyond the keys, and stays so."""
+    for dtype, far in (
+        (np.int64, 2**40),
+        (np.int64, np.iinfo(np.int64).max),
+        (np.uint64, 2**63),
+        (np.uint32, 2**32 - 1),
+    ):
+        everything = Visible(np.zeros((1, 5), dtype), np.full((1, 5), far, dtype))
+        for met in (both(packed(jnp.zeros((1, 5), int)), everything), union(everything, causal(5))):
+            assert np.all(np.asarray(met.start).min(axis=0 if met.start.ndim > 2 else None) == 0)
+            assert np.asarray(met.end).max() >= 5
+        start, end = shifted(everything, 5)
+        assert np.all(start == -5) and np.all(end > 5)
+    narrow = shifted(shifted(Visible(np.zeros((1, 5), np.int8), np.full((1, 5), 100, np.int8)), 100), 100)
+    assert np.all(narrow.start == -200) and np.all(narrow.end == -100)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (lambda: causal(20, offset=2**31), "offset = 2147483648; it must be between"),
+        (lambda: causal(20, offset=1.5), "offset = 1.5; it must be a whole number"),
+        (lambda: window(20, 4.5), "before = 4.5; it must be a whole number"),
+        (lambda: window(20, None, after=2**31 - 5), "after = 2147483643; it must be between"),
+        (lambda: prefix(20, 2**31), "length = 2147483648; it must be between"),
+        (lambda: packed(jnp.zeros((1, 5))), r"packed: segment_ids is float32\[1, 5\]"),
+        (lambda: packed(jnp.zeros(5, int)), r"packed: segment_ids is int32\[5\]; it must be int32\[B, T\]"),
+        (lambda: both(causal(20), causal(21)), "both: its parts are of 20, 21 queries"),
+        (lambda: both(causal(20), causal(1)), "both: its parts are of 1, 20 queries"),
+        (lambda: union(), "union: its parts are of none queries"),
+    ],
+)
+def test_what_makes_no_intervals_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        wrong()

@@ -353,6 +353,11 @@ def test_checkpoint_runs_the_hopper_kernel_again():
     assert _hopper_calls(around=jax.checkpoint) == 4
 
 
+def test_the_hopper_kernels_lower_where_numbers_have_64_bits():
+    with jax.enable_x64(True):
+        assert _hopper_calls() == 3
+
+
 def launches(program):
     """The parameters of each kernel in a program, as often as it runs."""
     for equation in program.eqns:

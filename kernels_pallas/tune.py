@@ -30,7 +30,8 @@ def tune(operation: Operation, case: Case, implementation: str) -> dict[tuning.K
     except NotImplementedError:
         return {}
     except Exception as error:  # a case that is too large for this chip leaves the others to be tuned
-        print(f"{operation.name}, {case.name}, {implementation}: left out: {str(error).partition(chr(10))[0][:200]}")
+        reason = str(error).partition("\n")[0][:200]
+        print(f"{operation.name}, {case.name}, {implementation}: left out: {reason}", flush=True)
         return {}
     best = {kernel: got.blocks for kernel, got in asked.items()}
     fastest = _seconds(operation, case, implementation, best)

@@ -27,8 +27,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     say = (lambda row: None) if arguments.json else shown.show
     try:
-        run.check_folder(arguments.out)
-        results = run.benchmark(arguments.operations, arguments.rounds, say)
+        results = run.benchmark(arguments.operations, arguments.out, arguments.rounds, say)
     except ValueError as error:
         raise InputError(str(error)) from None
     known = hardware.of_kind(results["device"])

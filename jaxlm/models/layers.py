@@ -124,8 +124,9 @@ def norm(model: config.ModelConfig, width: int, rngs: nnx.Rngs, axis: str = "cha
 
 
 def activation(name: str, x: jax.Array) -> jax.Array:
-    """Of each number, computed in float32 and given in x's dtype. Its backward pass reads one array of x's shape and
-    dtype, the slope, where JAX would keep each step of the formula."""
+    """The activation of this name (`kernels_pallas.activations`) of each number of x [...]: computed in float32, given
+    in x's shape and dtype. Its backward pass reads one such array, the slope, where JAX would keep each step of the
+    formula."""
     return _activation(x, name)
 
 

@@ -7,7 +7,7 @@ python -m kernels_pallas.bench rms_norm --out DIR         one of them
 import argparse
 from pathlib import Path
 
-from kernels_pallas.bench.run import benchmark, check_folder, write
+from kernels_pallas.bench.run import benchmark, write
 from kernels_pallas.registry import OPERATIONS
 
 
@@ -47,8 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     add_arguments(parser)
     options = parser.parse_args(arguments)
     try:
-        check_folder(options.out)
-        results = benchmark(options.operations, options.rounds, show)
+        results = benchmark(options.operations, options.out, options.rounds, show)
     except ValueError as error:
         parser.error(str(error))
     print(f"{show_ceilings(results)}; wrote {write(results, options.out)}")

@@ -156,16 +156,19 @@ def _timed(
     return measure(run, rounds), run.temporary_bytes
 
 
-def benchmark(operations: list[str], rounds: int = 7, say: Callable[[dict], None] = lambda row: None) -> dict[str, Any]:
+def benchmark(
+    operations: list[str], folder: Path, rounds: int = 7, say: Callable[[dict], None] = lambda row: None
+) -> dict[str, Any]:
     """Measure the ceilings and these operations, or all where none is named; `say` hears each row.
 
-    Raises ValueError for a name that there is not, and for no round.
+    Raises ValueError for a name that there is not, for no round, and for a folder that would not take the results.
     """
     for name in operations:
         if name not in OPERATIONS:
             raise ValueError(f"there is no operation {name!r}; there are {', '.join(OPERATIONS)}")
     if rounds < 1:
         raise ValueError(f"--rounds {rounds}: it must be at least 1")
+    _check_folder(folder)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers need memory of the same GPU
     limits, done, left_out = ceilings(), [], []
     for row in rows(operations or list(OPERATIONS), limits, rounds):
@@ -182,8 +185,8 @@ def benchmark(operations: list[str], rounds: int = 7, say: Callable[[dict], None
     }
 
 
-def check_folder(folder: Path) -> None:
-    """Raises ValueError where no results can be written, before they are measured."""
+def _check_folder(folder: Path) -> None:
+    """Makes it. Raises ValueError where nothing can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

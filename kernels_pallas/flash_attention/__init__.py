@@ -271,5 +271,5 @@ def _check(query, key, value, visible, scale, soft_cap, sinks, bias, query_chunk
     ):
         wrong("bias", list(bias.shape), f"[{B} or 1, {N} or 1, {T} or 1, {S}]")
     checks.positive_or_none("flash_attention", scale=scale, soft_cap=soft_cap)
-    if query_chunk is not None and not (isinstance(query_chunk, int) and query_chunk > 0):
+    if query_chunk is not None and not (isinstance(query_chunk, int | np.integer) and query_chunk > 0):
         wrong("query_chunk", query_chunk, "a positive whole number")

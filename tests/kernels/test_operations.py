@@ -217,3 +217,12 @@ def test_a_sum_that_float16_cannot_hold_has_a_gradient(implementation):
 def test_what_is_no_operand_is_refused_in_words(wrong, message):
     with pytest.raises(ValueError, match=message):
         wrong(jnp.ones((2, 16)))
+
+
+def test_a_mask_of_more_numbers_than_32_bits_count_is_widened():
+    """Pallas-Triton counts in 32 bits where an array has at most 2³² bytes: traced alone, it is 4 GB of logits."""
+    x, where = (jax.ShapeDtypeStruct((65_600, 32_768), dtype) for dtype in (jnp.bfloat16, bool))
+    run = functools.partial(softmax, implementation="triton", _interpret=True)
+    assert "i16[65600,32768]" in str(jax.make_jaxpr(run)(x, where))
+    small = jax.ShapeDtypeStruct((600, 32_768), jnp.bfloat16), jax.ShapeDtypeStruct((600, 32_768), bool)
+    assert "i16[" not in str(jax.make_jaxpr(run)(*small))

@@ -27,7 +27,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     say = (lambda row: None) if arguments.json else shown.show
     try:
-        results = run.benchmark(arguments.operations, arguments.out, arguments.rounds, say)
+        results = run.benchmark(arguments.operations, arguments.rounds, say, arguments.out)
     except ValueError as error:
         raise InputError(str(error)) from None
     known = hardware.of_kind(results["device"])

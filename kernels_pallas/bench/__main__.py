@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     add_arguments(parser)
     options = parser.parse_args(arguments)
     try:
-        results = benchmark(options.operations, options.out, options.rounds, show)
+        results = benchmark(options.operations, options.rounds, show, options.out)
     except ValueError as error:
         parser.error(str(error))
     print(f"{show_ceilings(results)}; wrote {write(results, options.out)}")

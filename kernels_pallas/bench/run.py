@@ -157,18 +157,24 @@ def _timed(
 
 
 def benchmark(
-    operations: list[str], folder: Path, rounds: int = 7, say: Callable[[dict], None] = lambda row: None
+    operations: list[str],
+    rounds: int = 7,
+    say: Callable[[dict], None] = lambda row: None,
+    folder: Path | None = None,
 ) -> dict[str, Any]:
     """Measure the ceilings and these operations, or all where none is named; `say` hears each row.
 
-    Raises ValueError for a name that there is not, for no round, and for a folder that would not take the results.
+    Nothing is written here. A folder is one the results will go to: it is made, and one that would not take them
+    is refused before anything is measured.
+    Raises ValueError for a name that there is not, for no round, and for such a folder.
     """
     for name in operations:
         if name not in OPERATIONS:
             raise ValueError(f"there is no operation {name!r}; there are {', '.join(OPERATIONS)}")
     if rounds < 1:
         raise ValueError(f"--rounds {rounds}: it must be at least 1")
-    _check_folder(folder)
+    if folder is not None:
+        _check_folder(folder)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers need memory of the same GPU
     limits, done, left_out = ceilings(), [], []
     for row in rows(operations or list(OPERATIONS), limits, rounds):

@@ -36,7 +36,7 @@ def test_alone(tmp_path, capsys):
     assert capsys.readouterr().out.count("\n") == len(rows) + 1
 
 
-def test_peers_stand_in_the_same_rows_and_what_fails_is_said(tmp_path, monkeypatch, capsys):
+def test_peers_stand_in_the_same_rows_and_what_fails_is_said(monkeypatch, capsys):
     """A peer is held against the same reference; one that refuses, or breaks, takes nothing else with it."""
 
     def measured(peer, case, training, rounds):
@@ -48,7 +48,7 @@ def test_peers_stand_in_the_same_rows_and_what_fails_is_said(tmp_path, monkeypat
     monkeypatch.setattr(run.peers, "measure", measured)
     monkeypatch.setattr(run.peers, "give_back", lambda: None)
     heard = []
-    results = run.benchmark(["softmax"], tmp_path, 1, lambda row: (heard.append(row), bench.show(row)))
+    results = run.benchmark(["softmax"], 1, lambda row: (heard.append(row), bench.show(row)))
     forward, other, _ = results["rows"]
     assert other.keys() == forward.keys() and other["implementation"] == "other" and other["temporary_bytes"] == 64
     assert other["speedup"] == pytest.approx(forward["seconds"] / 1e-3)
@@ -58,7 +58,7 @@ def test_peers_stand_in_the_same_rows_and_what_fails_is_said(tmp_path, monkeypat
     assert "other         left out: No available kernel." in capsys.readouterr().out
 
 
-def test_an_implementation_that_does_not_fit_is_left_out(tmp_path, monkeypatch):
+def test_an_implementation_that_does_not_fit_is_left_out(monkeypatch):
     def program(operation, case, implementation, training):
         if implementation == "reference":
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
@@ -66,7 +66,7 @@ def test_an_implementation_that_does_not_fit_is_left_out(tmp_path, monkeypatch):
 
     made = run.program
     monkeypatch.setattr(run, "program", program)
-    results = run.benchmark(["linear_cross_entropy"], tmp_path, 1)
+    results = run.benchmark(["linear_cross_entropy"], 1)
     assert [row["speedup"] for row in results["rows"]] == [None, None]
     assert {(row["implementation"], row["reason"][:18]) for row in results["left_out"]} == {
         ("reference", "RESOURCE_EXHAUSTED")

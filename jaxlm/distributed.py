@@ -65,6 +65,7 @@ def join(place: Place | None) -> None:
     import jax
 
     _native_output_to_stderr()
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself
     noticed = {
         "initialization_timeout": 2 * _MEET_S,  # never reached: JAX would abort the process
         "heartbeat_timeout_seconds": _HEARTBEAT_S,

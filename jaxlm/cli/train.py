@@ -42,10 +42,10 @@ def main(arguments: argparse.Namespace) -> int:
     run = Run(arguments.out or Path("runs") / arguments.config.stem)
     run.check(experiment)
     end = _End(run, arguments.json)
-    stop = StopRequest(end.early, arguments.max_hours)
-    distributed.join(arguments.process and distributed.Place.parse(arguments.process))
-    with distributed.failing_as_one(), stop:  # only now: JAX takes SIGTERM for itself when it joins a job
+    place = arguments.process and distributed.Place.parse(arguments.process)
+    with distributed.failing_as_one(), StopRequest(end.early, arguments.max_hours) as stop:
         try:
+            distributed.join(place)
             # Each computes its part of a step by its own settings: with others the replicas drift apart, or wait for
             # ever.
             distributed.check_same("settings", experiment.to_toml(), "start all with the same CONFIG and key=value")

@@ -141,6 +141,19 @@ def test_a_process_that_waits_in_vain_says_for_whom(index, other, config, tmp_pa
     assert said.splitlines()[-1] == ours[-1]
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_process_that_waits_for_others(number, status, config, tmp_path):
+    soon = "from jaxlm import distributed; distributed._SAY_S = 1"
+    place = f"0/2@127.0.0.1:{runs.free_port()}"
+    process = runs.start(config, tmp_path / "run", "--process", place, before=soon)
+    runs.wait_for_line(process, "waits for process 1")
+    began = time.monotonic()
+    process.send_signal(number)
+    _, said = runs.finish(process, status)
+    assert time.monotonic() - began < 15
+    assert "stopped before the first step; to go on: jaxlm train" in said.splitlines()[-1]
+
+
 def test_sigterm_for_one_process_stops_all_at_the_same_step(config, whole, tmp_path):
     run = tmp_path / "run"
     processes = start(config, [run] * 2, "training.steps=100000")

@@ -17,6 +17,7 @@ from jaxlm.errors import InputError
 
 # What a resumed run must share with its beginning; everything else may change.
 _KEPT = ("model", "training.batch", "training.sequence", "training.seed", "optimizer.kind")
+_FREE = {"kernels"}  # of the model: they change no result but by rounding
 
 
 class Run:
@@ -141,7 +142,7 @@ def _value(experiment: Experiment, key: str) -> Any:
     value: Any = experiment
     for part in key.split("."):
         value = getattr(value, part)
-    return value.model_dump() if hasattr(value, "model_dump") else value
+    return value.model_dump(exclude=_FREE) if hasattr(value, "model_dump") else value
 
 
 def _check_same(directory: Path, key: str, before: Any, now: Any) -> None:

@@ -5,13 +5,23 @@ import operator
 from collections.abc import Iterator
 from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Tag, model_validator
 
 
 class Section(BaseModel):
     """A table of an experiment's TOML file: immutable, and unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _true_is_no_number(cls, values: Any) -> Any:
+        """Python counts with True as 1, and pydantic lets it."""
+        for name, value in values.items() if isinstance(values, dict) else ():
+            field = cls.model_fields.get(name)
+            if isinstance(value, bool) and field and bool not in _types_in(field.annotation):
+                raise ValueError(f"{name} = {str(value).lower()}, and is no switch")
+        return values
 
 
 def one_of(*sections: type[Section]) -> Any:
@@ -24,6 +34,11 @@ def one_of(*sections: type[Section]) -> Any:
 
     tagged = [Annotated[section, Tag(kind_of(section))] for section in sections]
     return Annotated[functools.reduce(operator.or_, tagged), Discriminator(choose)]
+
+
+def _types_in(annotation: Any) -> set[Any]:
+    """All that an annotation is made of."""
+    return {annotation}.union(*map(_types_in, get_args(annotation)))
 
 
 def kind_of(section: type[Section]) -> str | None:

@@ -136,9 +136,11 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 def by_parts(x: jax.Array, axis: str) -> jax.Array:
     """x [n, …], whose first dimension is this logical axis, as [P, n / P, …]: P parts, each on devices of its own."""
     mesh = jax.sharding.get_abstract_mesh()
-    parts = 1 if mesh.empty else math.prod(mesh.shape[name] for name in _mesh_axes(axis))
-    x = x.reshape(parts, -1, *x.shape[1:])
-    return x if mesh.empty else jax.lax.with_sharding_constraint(x, PartitionSpec(TABLE[axis]))
+    if mesh.empty:
+        return x[None]
+    (target,) = partition((axis,), x.shape[:1], mesh)
+    parts = math.prod(mesh.shape[name] for name in ((target,) if isinstance(target, str) else target or ()))
+    return jax.lax.with_sharding_constraint(x.reshape(parts, -1, *x.shape[1:]), PartitionSpec(target))
 
 
 def parts_of(axis: str) -> int:

@@ -510,6 +510,15 @@ def test_a_number_written_otherwise_is_that_number_or_refused_by_its_name(overri
         assert f"{override.partition('=')[0]} =" in str(error)
 
 
+@pytest.mark.parametrize("override", ["training.steps=true", "optimizer.learning_rate=true", "mesh.tensor=false"])
+def test_a_switch_is_no_number(override):
+    assert f"{override.partition('=')[0].rpartition('.')[2]} = {override.partition('=')[2]}" in refusal(override)
+
+
+def test_a_learning_rate_that_float32_does_not_have_is_refused():
+    assert "optimizer.learning_rate = 1e+39" in refusal("optimizer.learning_rate=1e39")
+
+
 def test_a_seed_that_the_order_of_the_rows_cannot_take_is_refused():
     assert load(SMALL, [f"training.seed={2**32 - 1}"]).training.seed == 2**32 - 1
     assert "training.seed = 4294967296" in refusal(f"training.seed={2**32}")

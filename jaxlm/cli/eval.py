@@ -47,7 +47,7 @@ def main(arguments: argparse.Namespace) -> int:
     }
     with jax.set_mesh(model.mesh):
         measured = evaluate_sources(steps.evaluate, model.parameters, text, experiment.training.batch, model.mesh)
-    row = {**measured.row(), "perplexity": measured.perplexity, "step": model.step}
+    row = {**measured.row(), "step": model.step}
     if arguments.json:
         print(json.dumps(row))
     else:

@@ -37,12 +37,15 @@ def main(arguments: argparse.Namespace) -> int:
 
     clock = Clock()
     experiment = config.load(arguments.config, arguments.overrides)
-    traced = arguments.profile and profile.Steps.parse(arguments.profile).check(experiment.training.steps)
+    traced = place = None
+    if arguments.profile is not None:
+        traced = profile.Steps.parse(arguments.profile).check(experiment.training.steps)
+    if arguments.process is not None:
+        place = distributed.Place.parse(arguments.process)
     sinks.check_installed(experiment.records.wandb_project)
     run = Run(arguments.out or Path("runs") / arguments.config.stem)
     run.check(experiment)
     end = _End(run, arguments.json)
-    place = arguments.process and distributed.Place.parse(arguments.process)
     with distributed.failing_as_one(), StopRequest(end.early, arguments.max_hours) as stop:
         try:
             distributed.join(place)
@@ -86,6 +89,12 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
             )
         end.counted = counted(config.workload(experiment, tuple(mesh.shape.values())), mesh)
         bar.say(say_counted(end.counted))
+        ends = getattr(experiment.optimizer.schedule, "decay_steps", experiment.training.steps)
+        if ends < experiment.training.steps:
+            bar.say(
+                f"optimizer.schedule.decay_steps = {ends}: from there to training.steps = {experiment.training.steps} "
+                "the learning rate stays where it ends"
+            )
         described = experiment.model_dump(mode="json")
         trainer = Trainer(
             experiment.model,

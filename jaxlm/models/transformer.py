@@ -130,23 +130,58 @@ def _look_up(table: nnx.Param, index_BT: jax.Array) -> jax.Array:
     """Rows of a table [rows, D], as [B, T, D].
 
     The table is made whole in D first: left to itself, the partitioner gathers the ids and then moves the
-    activations instead. Its rows stay where they are: each part of them gives what it has and zeros for the rest,
-    and the results are added. The sequence is parted only behind that: before it, the rows would be gathered.
+    activations instead. The sequence is parted only behind the look-up: before it, the rows would be gathered.
     """
     with scope(table):
         rows_PRD = by_parts(constrain(table[...], table.axes[0], "act_model"), table.axes[0])
-        parts, rows, _ = rows_PRD.shape
-
-        def held(rows_RD: jax.Array, first: jax.Array) -> jax.Array:
-            at_BT = jnp.clip(index_BT, 0, parts * rows - 1) - first
-            x_BTD = jnp.take(rows_RD, at_BT, axis=0, mode="clip")
-            return jnp.where(((0 <= at_BT) & (at_BT < rows))[..., None], x_BTD, 0)
-
-        x_PBTD = jax.vmap(held)(rows_PRD, rows * jnp.arange(parts))
-        # jnp.sum would add in float32, and send that: here one of the P is not zero.
-        x_BTD = jax.lax.reduce_sum(x_PBTD, axes=(0,))
+        x_BTD = looked_up(rows_PRD, index_BT)
         x_BTD = constrain(x_BTD, "batch", "sequence", "act_model")
         return constrain(x_BTD, "batch", "stream", "act_model")
+
+
+def looked_up(rows_PRD: jax.Array, index_BT: jax.Array) -> jax.Array:
+    """Rows of a table that lies in P parts, as [B, T, D]; of a table narrower than float32 with a gradient that was
+    added up in float32, in the table's dtype."""
+    return (_rows if rows_PRD.dtype == jnp.float32 else _narrow_rows)(rows_PRD, index_BT)
+
+
+def _rows(rows_PRD: jax.Array, index_BT: jax.Array) -> jax.Array:
+    """The parts stay where they are: each gives what it has and zeros for the rest, and the results are added."""
+    parts, rows, _ = rows_PRD.shape
+
+    def held(rows_RD: jax.Array, first: jax.Array) -> jax.Array:
+        at_BT = jnp.clip(index_BT, 0, parts * rows - 1) - first
+        x_BTD = jnp.take(rows_RD, at_BT, axis=0, mode="clip")
+        return jnp.where(((0 <= at_BT) & (at_BT < rows))[..., None], x_BTD, 0)
+
+    x_PBTD = jax.vmap(held)(rows_PRD, rows * jnp.arange(parts))
+    # jnp.sum would add in float32, and send that: here one of the P is not zero.
+    return jax.lax.reduce_sum(x_PBTD, axes=(0,))
+
+
+_narrow_rows = jax.custom_vjp(_rows)
+
+
+def _rows_forward(rows_PRD: jax.Array, index_BT: jax.Array) -> tuple[jax.Array, tuple]:
+    # An empty array remembers shape and dtype, and lets the table go.
+    return _rows(rows_PRD, index_BT), (index_BT, jnp.zeros((0, *rows_PRD.shape), rows_PRD.dtype))
+
+
+def _rows_backward(saved: tuple, d_BTD: jax.Array) -> tuple[jax.Array, None]:
+    """Of a frequent token thousands of gradients are added: in float32, since in bfloat16 the sum would stand still.
+    Each device adds those of its own rows of the batch, and rounds before sums travel."""
+    index_BT, like = saved
+    table = jax.ShapeDtypeStruct(like.shape[1:], jnp.float32)
+
+    def added(d_BTD: jax.Array, index_BT: jax.Array) -> jax.Array:
+        (d_PRD,) = jax.linear_transpose(lambda rows_PRD: _rows(rows_PRD, index_BT), table)(d_BTD.astype(jnp.float32))
+        return d_PRD.astype(like.dtype)
+
+    d_GPRD = jax.vmap(added)(by_parts(d_BTD, "batch"), by_parts(index_BT, "batch"))
+    return jax.lax.reduce_sum(d_GPRD, axes=(0,)), None
+
+
+_narrow_rows.defvjp(_rows_forward, _rows_backward)
 
 
 def _through(

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 import re
 import shutil
 import time
@@ -84,6 +85,16 @@ class Checkpoints:
         with self._refusals_named():
             self._manager.save(step, args=items, metrics=metrics)
 
+    def note(self, step: int, held_out_loss: float | None) -> None:
+        """The held-out loss of a checkpoint that was written before it was measured."""
+        with first_goes_first("noting the loss"):
+            folder = self._directory / str(step)
+            if is_first() and held_out_loss is not None and folder.is_dir():
+                (folder / "metrics").mkdir(exist_ok=True)
+                _replace(_metrics(folder), {_LOSS: held_out_loss})
+                _replace(folder / _CHECKSUMS, dict(_checksums(folder)))
+        self._manager.reload()
+
     def check_room(self, size: int) -> None:
         """Raises Unsaved where the disk has no room for `size` bytes, before anything is written."""
         free = shutil.disk_usage(self._directory).free
@@ -160,9 +171,21 @@ def best_whole(directory: Path, say: Callable[[str], None]) -> int | None:
 def held_out_loss(directory: Path, step: int) -> float | None:
     """The held-out loss that was measured when a checkpoint was written."""
     try:
-        return json.loads((directory / str(step) / "metrics" / "metrics").read_text())[_LOSS]
+        return json.loads(_metrics(directory / str(step)).read_text())[_LOSS]
     except (OSError, ValueError, KeyError):
         return None
+
+
+def _metrics(folder: Path) -> Path:
+    """Where Orbax keeps what a checkpoint is compared by."""
+    return folder / "metrics" / "metrics"
+
+
+def _replace(path: Path, content: dict[str, Any]) -> None:
+    """Put JSON in the place of a file, at once."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content))
+    os.replace(partial, path)
 
 
 def _set_aside_damaged(directory: Path, newest: int | None) -> None:
@@ -221,6 +244,8 @@ def _damage(folder: Path) -> str | None:
         expected = json.loads((folder / _CHECKSUMS).read_text())
     except (OSError, ValueError):
         return "it has no checksums"
+    if not expected or not isinstance(expected, dict):
+        return "its checksums are none"
     actual = dict(_checksums(folder))
     for name, digest in expected.items():
         if name not in actual:

@@ -7,6 +7,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from jaxlm.models.config import Remat
 from jaxlm.schema import Section, one_of
 
+LearningRate = Annotated[float, Field(gt=0.0, le=3e38)]  # what float32 has
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -15,8 +16,9 @@ class TrainingConfig(Section):
     """The optimizer's steps and how each is computed.
 
     `batch` is sequences per optimizer step over the whole job; `microbatches` divides it. `sequence` is tokens
-    per row (by default the model's context). `dtype` is that of the forward and backward pass; parameters,
-    gradients' sums and optimizer state are float32. `remat` is what a layer keeps for its backward pass:
+    per row (by default the model's context). `dtype` is that of the forward and backward pass, and of the gradients of
+    one microbatch where devices add them up; parameters, gradients' sums over microbatches and optimizer state are
+    float32. `remat` is what a layer keeps for its backward pass:
     everything, only its input, or the activations named. `z_loss` times log² Z is added to each token's loss, to keep
     softmax's Z near 1 (Chowdhery et al. 2022, arXiv:2204.02311, section 5: 1e-4); the losses reported are without it.
     `ema_decay` keeps an exponential moving average of the parameters beside them. A step whose loss or gradient is not
@@ -100,7 +102,7 @@ class OptimizerConfig(Section):
     """
 
     kind: str
-    learning_rate: PositiveFloat = 3e-4
+    learning_rate: LearningRate = 3e-4
     schedule: one_of(CosineSchedule, LinearSchedule, WarmupStableDecaySchedule, ConstantSchedule)
     weight_decay: NonNegativeFloat = 0.1
     clip_norm: PositiveFloat = 1.0
@@ -130,7 +132,7 @@ class MuonConfig(OptimizerConfig):
     momentum: Fraction = 0.95
     nesterov: bool = True
     iterations: PositiveInt = 5
-    adam_learning_rate: PositiveFloat | None = None
+    adam_learning_rate: LearningRate | None = None
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
     epsilon: PositiveFloat = 1e-8
@@ -144,7 +146,7 @@ class AdafactorConfig(OptimizerConfig):
     """
 
     kind: Literal["adafactor"] = "adafactor"
-    learning_rate: PositiveFloat = 1e-2
+    learning_rate: LearningRate = 1e-2
     weight_decay: NonNegativeFloat = 0.0
     decay_exponent: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8
     update_clip: PositiveFloat = 1.0
@@ -155,7 +157,7 @@ class LionConfig(OptimizerConfig):
     below AdamW's, and a weight decay as much above."""
 
     kind: Literal["lion"] = "lion"
-    learning_rate: PositiveFloat = 1e-4
+    learning_rate: LearningRate = 1e-4
     weight_decay: NonNegativeFloat = 0.3
     beta1: Fraction = 0.9
     beta2: Fraction = 0.99
@@ -165,7 +167,7 @@ class SGDConfig(OptimizerConfig):
     """Gradient descent with momentum (Sutskever et al. 2013, equations 1 to 4), `nesterov` looking ahead."""
 
     kind: Literal["sgd"] = "sgd"
-    learning_rate: PositiveFloat = 0.1
+    learning_rate: LearningRate = 0.1
     weight_decay: NonNegativeFloat = 0.0
     momentum: Fraction = 0.9
     nesterov: bool = False

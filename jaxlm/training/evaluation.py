@@ -35,7 +35,12 @@ class Evaluation(NamedTuple):
 
     def row(self) -> dict[str, Any]:
         """What is recorded; None for numbers that JSON does not have."""
-        row = {"loss": self.loss, "tokens": self.tokens, "bits_per_byte": self.bits_per_byte}
+        row = {
+            "loss": self.loss,
+            "tokens": self.tokens,
+            "perplexity": self.perplexity,
+            "bits_per_byte": self.bits_per_byte,
+        }
         row = {name: value if math.isfinite(value) else None for name, value in row.items()}
         if self.sources:
             row["sources"] = {name: source.row() for name, source in self.sources.items()}

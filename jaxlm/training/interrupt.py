@@ -18,6 +18,8 @@ OUT_OF_TIME = 1
 _NOTICE_S = 2.0
 # Of an alarm: no time at all would be none.
 _SOON_S = 0.01
+# And what a timer can be set to anywhere.
+_LONGEST_S = 1e8
 
 
 class Stopped(BaseException):
@@ -54,7 +56,8 @@ class StopRequest:
         self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._watcher.start()
         if math.isfinite(self._limit_s):
-            signal.setitimer(signal.ITIMER_REAL, max(self._limit_s - process_age(), _SOON_S))
+            left_s = max(self._limit_s - process_age(), _SOON_S)
+            signal.setitimer(signal.ITIMER_REAL, min(left_s, _LONGEST_S))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +24,7 @@ from jaxlm.training.checkpoints import Checkpoints, bytes_of
 from jaxlm.training.config import CheckpointConfig, EvaluationConfig, OptimizerConfig, TrainingConfig
 from jaxlm.training.evaluation import Evaluation, evaluate_sources
 from jaxlm.training.goodput import DATA, DATA_WAIT, DEVICE, HOST, Clock, Pace, Starts
-from jaxlm.training.interrupt import StopRequest
+from jaxlm.training.interrupt import OUT_OF_TIME, StopRequest
 from jaxlm.training.ladder import Counted
 from jaxlm.training.profile import Profiler
 from jaxlm.training.recorder import Recorder
@@ -93,6 +94,7 @@ class Trainer:
         self._compiled = jit_steps(self._steps, mesh)
         self._directory = run / "checkpoints"
         self._agreement = Agreement(mesh)
+        self._wider = "" if training.dtype == "float32" else ", or set training.dtype=float32"
         self._pace = Pace(clock)
         self._previous: tuple[int, dict[str, jax.Array]] | None = None
 
@@ -107,6 +109,7 @@ class Trainer:
         self._profiler.resume(step or 0)
         self._starts = Starts(self._run / "goodput.jsonl", self._clock, step or 0)
         with (
+            ExitStack() as self._noting,  # to the very end: there is something to lose until all is written
             jax.set_mesh(self._mesh),
             Checkpoints(self._directory, self._checkpoint.keep) as self._saved,
             self._make_recorder(step or 0) as self._recorder,
@@ -143,10 +146,11 @@ class Trainer:
         self._saved.check_room(self._state_bytes)
         programs = self._compile(state, batch)
 
-        with self._stop.noted(), self._clock.phase(HOST):
+        self._noting.enter_context(self._stop.noted())
+        with self._clock.phase(HOST):
             self._propose()
             if due:
-                self._evaluate(step, programs, state)
+                self._saved.note(step, self._evaluate(step, programs, state))
             self._pace.restart()
             while step < last and not self._agreement.settled():
                 if self._norms_every and (step + 1) % self._norms_every == 0:
@@ -172,8 +176,11 @@ class Trainer:
             self._look_at_previous()
             if step < last:
                 self._save(state, None)
-            done = step >= last and self._recorder.holds("evaluation", step)
-        return Result(step, state.parameters, 0 if done else self._agreement.settled())
+            with self._clock.phase("checkpoint"):
+                self._saved.wait()
+            if step >= last and self._recorder.holds("evaluation", step):  # hours were enough, but a signal may be new
+                self._agreement.propose(self._stop.reason() if self._stop.reason() != OUT_OF_TIME else 0)
+            return Result(step, state.parameters, self._agreement.settled())
 
     def _compile(self, state: TrainState, batch: dict[str, jax.Array]) -> Compiled:
         """Everything before the first step: until then there is nothing to lose."""
@@ -227,7 +234,7 @@ class Trainer:
                 **rates,
                 "mfu": self._counted.mfu(rates["step_s"]),
                 "grad_norm": _finite(metrics["grad_norm"]),
-                "learning_rate": float(metrics["learning_rate"]),
+                "learning_rate": _finite(metrics["learning_rate"]),
                 **{name: _finite(metrics[name]) for name in ("z_loss",) if name in metrics},
                 "skipped": int(metrics["skipped"]),
                 **memory_use(self._mesh.local_devices),
@@ -238,7 +245,7 @@ class Trainer:
         if in_a_row >= self._training.max_skipped_in_a_row:
             raise Diverged(
                 f"the loss or gradient of steps {step - in_a_row + 1} to {step} was not finite, and their updates were "
-                "skipped; lower optimizer.learning_rate or optimizer.clip_norm, or set training.dtype=float32"
+                f"skipped; lower optimizer.learning_rate or optimizer.clip_norm{self._wider}"
             )
 
     def _evaluates_at(self, step: int) -> bool:

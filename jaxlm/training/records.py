@@ -52,7 +52,7 @@ class JsonLines:
         if not is_first():
             return
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(row, allow_nan=False) + "\n")
 
 
 def environment(devices: list) -> dict[str, Any]:

@@ -102,6 +102,8 @@ CONFIGURATIONS = {
         ["= 16", "8 rows", "training.batch to 16"],
     ),
     "profile that is no range": ("train good.toml --profile 3", ["--profile '3'", "START:STOP"]),
+    "profile of a variable that is not set": ("train good.toml --profile ''", ["--profile ''", "START:STOP"]),
+    "process of a variable that is not set": ("train good.toml --process ''", ["--process ''", "INDEX/COUNT"]),
     "profile that is backwards": ("train good.toml --profile 5:2", ["--profile '5:2'", "START < STOP"]),
     "profile after the end": ("train good.toml --profile 5:6", ["--profile 5:6", "training.steps = 1"]),
     "no hours": ("train good.toml --max-hours 0", ["--max-hours 0", "above 0"]),

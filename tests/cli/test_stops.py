@@ -104,6 +104,31 @@ def test_before_the_first_step_too_hours_end_it_though_a_compiler_does_not_hear(
     assert "stopped before the first step; to go on: jaxlm train" in errors.splitlines()[-1]
 
 
+SLOW_CHECKPOINT = """
+import sys, time
+from jaxlm.training.checkpoints import Checkpoints
+seal = Checkpoints._seal
+def slowly(self):
+    print("sealing", file=sys.stderr, flush=True)
+    time.sleep(3)
+    seal(self)
+Checkpoints._seal = slowly
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_last_checkpoint_is_written_waits_for_it(config, tmp_path):
+    run = tmp_path / "run"
+    process = start(config, run, "training.steps=10", "evaluation.every=1000", "--json", before=SLOW_CHECKPOINT)
+    wait_for_line(process, "sealing")
+    process.send_signal(signal.SIGTERM)
+    out, errors = finish(process)
+    assert "stopped at step 10, checkpoint written" in errors.splitlines()[-1]
+    printed = json.loads(out)
+    assert (printed["step"], printed["stopped"]) == (10, "SIGTERM") and (run / "checkpoints" / "10").is_dir()
+    assert not (run / "sample.txt").exists()
+
+
 @pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(config, tmp_path):
     process = start(config, tmp_path / "run", before=SLOW_EVALUATION.replace("DELAY", "30"))

@@ -13,7 +13,7 @@ from jaxlm import sharding
 from jaxlm.models import tree
 from jaxlm.models.layers import Dropout, activation, product_in_float32
 from jaxlm.models.positions import Visible, visible_in_rows
-from jaxlm.models.transformer import Execution
+from jaxlm.models.transformer import Execution, looked_up
 
 families = pytest.mark.parametrize("family", tiny.FAMILIES.values(), ids=tiny.FAMILIES)
 
@@ -235,6 +235,20 @@ def test_the_float32_product_has_the_gradients_of_einsum():
     assert {g.dtype for g in ours} == {jnp.dtype(jnp.bfloat16)}
     # The weights are bfloat16 numbers, so the cotangent is exact; what differs is one rounding of the result.
     chex.assert_trees_all_close(ours, theirs, rtol=2**-7)
+
+
+def test_the_gradient_of_a_row_that_is_looked_up_often_is_a_float32_sum():
+    """In bfloat16 a sum of thousands stands still once it is 256 times what is added."""
+    index = jnp.zeros((4, 1024), jnp.int32).at[:, ::4].set(5)
+    x_BTD = jax.random.uniform(jax.random.key(0), (4, 1024, 8), jnp.bfloat16)
+
+    def gradient(dtype):
+        table = jnp.ones((1, 6, 8), dtype)
+        return jax.grad(lambda table: jnp.sum(looked_up(table, index) * x_BTD.astype(dtype)))(table)
+
+    exact, narrow = gradient(jnp.float32), gradient(jnp.bfloat16)
+    assert narrow.dtype == jnp.bfloat16
+    np.testing.assert_allclose(narrow, exact, rtol=2**-8)  # the last rounding
 
 
 def test_gelu_is_x_times_the_normal_distribution():

@@ -94,6 +94,19 @@ def test_the_best_stays_the_best_when_a_run_is_resumed(tmp_path):
     assert steps_in(tmp_path) == [1, 5, 6]
 
 
+def test_a_loss_that_is_measured_later_counts_for_the_best(tmp_path):
+    states = trained(tmp_path, [3.0, None])
+    with Checkpoints(tmp_path, 1) as saved:
+        saved.note(2, 1.0)
+        saved.note(1, None)
+        state = jax.tree.map(np.copy, states[2])
+        for step in (3, 4):
+            saved.save(state._replace(step=np.int32(step)), 2.0)
+    assert steps_in(tmp_path) == [2, 4]
+    assert checkpoints.best_whole(tmp_path, never) == 2 and checkpoints.newest_whole(tmp_path, never) == 4
+    assert "metrics/metrics" in json.loads((tmp_path / "2" / "checksums.json").read_text())
+
+
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(tmp_path):
     states = trained(tmp_path, [None, None])
     flip_a_byte(tmp_path / "2")

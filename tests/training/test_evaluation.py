@@ -64,16 +64,18 @@ def test_one_source_is_all_text(step, sources):
     measured = measure(step, {"b": sources["b"]})
     assert measured.sources is None and measured.loss == LOSS["b"]
     assert measured == evaluate(step, None, sources["b"], BATCH, sharding.make_mesh(1, 1, 1))
-    assert set(measured.row()) == {"loss", "tokens", "bits_per_byte"}
+    assert set(measured.row()) == {"loss", "tokens", "perplexity", "bits_per_byte"}
 
 
 def test_the_row_holds_numbers_that_json_has(step, sources):
     row = measure(step, sources).row()
     assert json.loads(json.dumps(row, allow_nan=False)) == row
     assert {name: set(each) for name, each in row["sources"].items()} == {
-        name: {"loss", "tokens", "bits_per_byte"} for name in sources
+        name: {"loss", "tokens", "perplexity", "bits_per_byte"} for name in sources
     }
-    assert Evaluation(math.nan, 1, 1, 1).row() == {"loss": None, "tokens": 1, "bits_per_byte": None}
+    assert Evaluation(math.nan, 1, 1, 1).row() == {
+        "loss": None, "tokens": 1, "perplexity": None, "bits_per_byte": None,
+    }  # fmt: skip
 
 
 def test_text_of_no_bytes_has_no_division_by_zero():

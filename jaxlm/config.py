@@ -74,6 +74,14 @@ def load(path: Path, overrides: Iterable[str] = ()) -> Experiment:
     return experiment
 
 
+def overridden(overrides: Iterable[str], section: str) -> list[str]:
+    """The keys of a section that `key=value` overrides set, of overrides that `load` took."""
+    values: dict[str, Any] = {}
+    for override in overrides:
+        _set(values, override)
+    return list(values.get(section, ()))
+
+
 # Sizes that may be rounded up to suit a mesh; others are bound to one another.
 _PADDABLE = ("model.vocabulary", "model.feed_forward.hidden")
 

@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mesh", metavar="AXIS=N,…", help="such as fsdp=8,tensor=2 (all devices on fsdp)")
     parser.add_argument(
-        "--fit", action="store_true", help="find the largest microbatch and the cheapest rematerialisation that fit"
+        "--fit",
+        action="store_true",
+        help="find the largest microbatch and the cheapest rematerialisation that fit; one that key=value gives stays",
     )
     parser.add_argument("--quick", action="store_true", help="search less for a fast program: sooner, for TPUs only")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="keep the programs and the report in DIR")
@@ -51,7 +53,8 @@ def main(arguments: argparse.Namespace) -> int:
     target = Target.parse(arguments.on)
     if arguments.quick and target.chip.kind != "tpu":
         raise InputError(f"--quick is for TPUs, whose compiler takes longer: leave it out for {target}")
-    experiment, sizes = steps.divided(arguments, target)
+    experiment = steps.load(arguments)
+    experiment, sizes = steps.divided(experiment, steps.mesh(arguments, experiment), target)
     jax.config.update("jax_platforms", "cpu")  # whatever is here is not what is compiled for
     if arguments.fit:
         return _fit(arguments, experiment, sizes, target)
@@ -107,7 +110,7 @@ def _fit(arguments: argparse.Namespace, experiment: "Experiment", sizes: tuple[i
     def say(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
-    best, tried = fit(config.workload(experiment, sizes, "train"), target, needed, say)
+    best, tried = fit(config.workload(experiment, sizes, "train"), target, needed, say, steps.held(arguments))
     if best is not None:
         _show(found[best], arguments, tried)
         return 0
@@ -150,7 +153,7 @@ def _print_step(report: "Report") -> None:
     quickly = " quickly" if report.quick else ""
     table.add_row("on", f"{report.plan.target}: {work.mesh}, compiled{quickly} in {seconds(report.compile_s)}")
     if work.kind == "train":
-        table.add_row("with", f"training.microbatches={work.microbatches} training.remat={work.remat}")
+        table.add_row("with", work.overrides())
     for name in ("arguments", "outputs", "temporaries"):
         table.add_row(f"memory, {name}", f"{getattr(memory, name) / _GIB:.2f} GiB")
     over = memory.peak - memory.capacity
@@ -235,7 +238,7 @@ def _print_tried(tried: "list[Tried] | None") -> None:
         return
     table = _table("tried", ("GiB",), ("microbatches", "remat"))
     for work, size in tried:
-        table.add_row(f"{size / _GIB:.2f}", str(work.microbatches), str(work.remat))
+        table.add_row(f"{size / _GIB:.2f}", str(work.microbatches), work.remat_shown)
     print_table(table)
 
 

@@ -5,6 +5,7 @@ Time is a bracket: everything overlapped and fused below, nothing above; rates a
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from jaxlm.cli.tables import or_dash, print_table, seconds
 from jaxlm.errors import InputError
 
 if TYPE_CHECKING:
+    from jaxlm.config import Experiment, MeshConfig
     from jaxlm.costs.hardware import Target
     from jaxlm.costs.plan import Plan
 
@@ -27,9 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="such as h200-sxm:8, tpu-v5e:4x4 or host (jaxlm hardware lists them); all:8 ranks 8 chips of each kind",
     )
     parser.add_argument(
-        "--mesh", metavar="AXIS=N,…", help="such as fsdp=8,tensor=2 (all devices on fsdp); auto ranks those that fit"
+        "--mesh",
+        metavar="AXIS=N,…",
+        help="such as fsdp=8,tensor=2 (all devices on fsdp); auto ranks those that fit, with the microbatches and "
+        "rematerialisation that key=value does not give",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the roofline and the memory into FILE")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the roofline and the memory, of the best of several, into FILE"
+    )
     parser.add_argument("--check", action="store_true", help="hold the cost model against published figures instead")
 
 
@@ -66,17 +73,19 @@ def _plans(arguments: argparse.Namespace) -> list["Plan"]:
     """One, or those that were searched for, the best first."""
     from jaxlm.costs.hardware import Target
 
+    experiment = steps.load(arguments)
+    mesh = None if arguments.mesh == "auto" else steps.mesh(arguments, experiment)
     name, _, count = arguments.on.partition(":")
     if name != "all":
-        return _on(arguments, Target.parse(arguments.on))
-    found = []
+        return _on(arguments, experiment, mesh, Target.parse(arguments.on))
+    found, refused = [], []
     for target in _every_chip(count):
         try:
-            found.append(_on(arguments, target)[0])
-        except InputError:  # it lacks a figure, the dtype, or the memory
-            continue
+            found.append(_on(arguments, experiment, mesh, target)[0])
+        except InputError as error:  # it lacks a figure, the dtype, or the memory
+            refused.append(f"{target}: {error}")
     if not found:
-        raise InputError(f"no chip of the catalog can run this as {arguments.on}; give more chips or another --mesh")
+        raise InputError(f"no chip of the catalog can run this as {arguments.on}; the first, {refused[0]}")
     return sorted(found, key=lambda plan: (not plan.fits, plan.time.expected))
 
 
@@ -92,24 +101,29 @@ def _every_chip(count: str) -> list["Target"]:
             targets.append(Target.parse(f"{id}:{count or 1}"))
         except InputError:  # it does not come in this number
             continue
+    if not targets:
+        raise InputError(f"no chip of the catalog comes as {count}; give another number, such as all:8")
     return targets
 
 
-def _on(arguments: argparse.Namespace, target: "Target") -> list["Plan"]:
+def _on(
+    arguments: argparse.Namespace, experiment: "Experiment", mesh: "MeshConfig | None", target: "Target"
+) -> list["Plan"]:
+    """On a mesh, or on those that fit, the best first."""
     from jaxlm import config
     from jaxlm.costs.plan import plan
     from jaxlm.costs.search import search
 
-    if arguments.mesh != "auto":
-        experiment, sizes = steps.divided(arguments, target)
+    if mesh is not None:
+        experiment, sizes = steps.divided(experiment, mesh, target)
         return [plan(config.workload(experiment, sizes, arguments.workload), target)]
-    experiment = config.load(arguments.config, arguments.overrides)
-    experiment = steps.with_batch(arguments, experiment, target.devices)
-    found = search(config.workload(experiment, (1, 1, 1), arguments.workload), target)
+    experiment, held = steps.with_batch(experiment, target.devices), steps.held(arguments)
+    found = search(config.workload(experiment, (1, 1, 1), arguments.workload), target, held)
     if not found:
+        free = "".join(f", or leave out training.{key}" for key in held)
         raise InputError(
             f"no mesh of {target} holds this {arguments.workload} step with a batch of {experiment.training.batch} × "
-            f"{experiment.training.sequence} tokens; give more chips, or a batch that more meshes divide"
+            f"{experiment.training.sequence} tokens; give more chips, or a batch that more meshes divide{free}"
         )
     return found
 
@@ -135,7 +149,8 @@ def _show_many(plans: list["Plan"], as_json: bool) -> None:
         table.add_column(column, no_wrap=True)
     for column in ("memory", "step", "tokens/s", "MFU", "$/Mtok", "J/tok"):
         table.add_column(column, justify="right", no_wrap=True)
-    for plan in plans[: _SHOWN if len({str(p.target) for p in plans}) == 1 else None]:
+    shown = plans[: _SHOWN if len({str(p.target) for p in plans}) == 1 else None]
+    for plan in shown:
         remat = plan.work.remat if isinstance(plan.work.remat, str) else "named"
         table.add_row(
             str(plan.target),
@@ -150,6 +165,8 @@ def _show_many(plans: list["Plan"], as_json: bool) -> None:
             or_dash(plan.joules_per_token, "{:.3g}".format),
         )
     print_table(table)
+    if named := [plan.work.remat_shown for plan in shown if not isinstance(plan.work.remat, str)]:
+        print(f"named: training.remat={shlex.quote(named[0])}")
 
 
 def _show(plan: "Plan") -> None:
@@ -162,7 +179,8 @@ def _show(plan: "Plan") -> None:
     table.add_column(overflow="fold")
     table.add_row("step", f"{work.kind}, {work.batch:,} × {work.sequence:,} tokens in {work.dtype} on {plan.target}")
     microbatches = f", {work.microbatches} microbatches" if work.microbatches > 1 else ""
-    table.add_row("mesh", f"{work.mesh}{microbatches}, remat {work.remat}" if work.kind == "train" else str(work.mesh))
+    trained = f"{microbatches}, remat {work.remat_shown}" if work.kind == "train" else ""
+    table.add_row("mesh", f"{work.mesh}{trained}")
     table.add_row("parameters", f"{row['parameters']['total']:,}")
     for name, value in plan.flops._asdict().items():
         share = f"  {value / plan.flops.model:.3f} of model" if name != "model" else ""

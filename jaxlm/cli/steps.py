@@ -28,35 +28,61 @@ def require(command: str, arguments: argparse.Namespace) -> None:
         raise InputError(f"the following arguments are required: {', '.join(missing)} (see jaxlm {command} --help)")
 
 
-def divided(arguments: argparse.Namespace, target: "Target") -> "tuple[Experiment, tuple[int, int, int]]":
+def load(arguments: argparse.Namespace) -> "Experiment":
+    """The experiment with its overrides. Raises InputError, also where both --mesh and overrides say the mesh."""
+    from jaxlm import config
+
+    experiment = config.load(arguments.config, arguments.overrides)
+    twice = config.overridden(arguments.overrides, "mesh")
+    if arguments.mesh is not None and twice:
+        raise InputError(f"--mesh {arguments.mesh} says the whole mesh; leave out mesh.{twice[0]}, or --mesh")
+    return experiment
+
+
+def mesh(arguments: argparse.Namespace, experiment: "Experiment") -> "MeshConfig":
+    """The mesh of --mesh, such as "fsdp=8,tensor=2", or the experiment's without it; data and tensor are 1 and fsdp is
+    the rest where they are not named. Raises InputError."""
+    from jaxlm.config import MeshConfig
+
+    text = arguments.mesh
+    if text is None:
+        return experiment.mesh
+    sizes: dict[str, int] = {}
+    for axis, _, size in (part.partition("=") for part in text.replace(" ", "").split(",")):
+        if axis not in MeshConfig.model_fields or not size.isdecimal() or not int(size):
+            raise InputError(f"--mesh {text!r} is not AXIS=N,… with axes data, fsdp, tensor, such as fsdp=8,tensor=2")
+        if axis in sizes:
+            raise InputError(f"--mesh {text!r} gives {axis} twice; give it once")
+        sizes[axis] = int(size)
+    return MeshConfig(**sizes)
+
+
+def divided(
+    experiment: "Experiment", mesh: "MeshConfig", target: "Target"
+) -> "tuple[Experiment, tuple[int, int, int]]":
     """The experiment and its (data, fsdp, tensor), which are checked. A batch that nobody gave is filled up until the
     mesh divides it."""
     from jaxlm import config
 
-    experiment = config.load(arguments.config, arguments.overrides)
-    mesh = experiment.mesh if arguments.mesh is None else parse_mesh(arguments.mesh)
     sizes = config.divided(mesh, target.devices)
-    experiment = with_batch(arguments, experiment, sizes[0] * sizes[1])
+    experiment = with_batch(experiment, sizes[0] * sizes[1])
     config.check_mesh(experiment, *sizes)
     return experiment, sizes
 
 
-def with_batch(arguments: argparse.Namespace, experiment: "Experiment", parts: int) -> "Experiment":
+def with_batch(experiment: "Experiment", parts: int) -> "Experiment":
     """With a batch that divides into so many parts per microbatch, where none was given."""
+    training = experiment.training
+    if "batch" in training.model_fields_set:
+        return experiment
+    parts *= training.microbatches
+    batch = parts * math.ceil(training.batch / parts)
+    return experiment.model_copy(update={"training": training.model_copy(update={"batch": batch})})
+
+
+def held(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Which of the settings that a search turns the command line gives, and which it therefore leaves as they are."""
     from jaxlm import config
 
-    if "batch" in experiment.training.model_fields_set:
-        return experiment
-    parts *= experiment.training.microbatches
-    batch = parts * math.ceil(experiment.training.batch / parts)
-    return config.load(arguments.config, [*arguments.overrides, f"training.batch={batch}"])
-
-
-def parse_mesh(text: str) -> "MeshConfig":
-    """The mesh of "fsdp=8,tensor=2"; data and tensor are 1 and fsdp is the rest where they are not named."""
-    from jaxlm.config import MeshConfig
-
-    sizes = dict(part.partition("=")[::2] for part in text.replace(" ", "").split(","))
-    if not sizes.keys() <= MeshConfig.model_fields.keys() or not all(n.isdecimal() and int(n) for n in sizes.values()):
-        raise InputError(f"--mesh {text!r} is not AXIS=N,… with axes data, fsdp, tensor, such as fsdp=8,tensor=2")
-    return MeshConfig(**{axis: int(size) for axis, size in sizes.items()})
+    given = config.overridden(arguments.overrides, "training") if arguments.workload == "train" else ()
+    return tuple(key for key in ("microbatches", "remat") if key in given)

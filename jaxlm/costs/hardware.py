@@ -59,7 +59,10 @@ class Target:
         id, colon, size = text.strip().partition(":")
         chip = find(id)
         if colon and not re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){0,2}", size):
-            raise InputError(f"{text!r} names no chips; write {id}:COUNT or {id}:TOPOLOGY, such as {_example(chip)}")
+            raise InputError(
+                f"{text!r} names no chips; write {id}:COUNT or {id}:TOPOLOGY of numbers up to 999999, such as "
+                f"{_example(chip)}"
+            )
         wanted = parse_topology(size) if colon else ()
         return cls(chip, _slice(chip, wanted) if chip.slices else _domains(chip, wanted))
 

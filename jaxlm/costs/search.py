@@ -1,6 +1,6 @@
 """Which mesh, microbatches and rematerialisation are fastest of those that fit."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from jaxlm.costs.hardware import Target
@@ -21,25 +21,27 @@ def meshes(work: Workload, devices: int) -> Iterator[MeshShape]:
                 yield MeshShape(data, fsdp, tensor)
 
 
-def search(work: Workload, target: Target) -> list[Plan]:
-    """Plans of a workload that fit, the fastest first; for training over microbatches and rematerialisation too."""
+def search(work: Workload, target: Target, held: Collection[str] = ()) -> list[Plan]:
+    """Plans of a workload that fit, the fastest first; for training over the `variants` of each mesh."""
     found = []
     for mesh in meshes(work, target.devices):
-        for candidate in variants(replace(work.on(target.chip), mesh=mesh)):
+        for candidate in variants(replace(work.on(target.chip), mesh=mesh), held):
             if memory(candidate, target.chip.kind).total <= target.chip.device_capacity():
                 found.append(plan(candidate, target))
     return sorted(found, key=lambda p: p.time.expected)
 
 
-def variants(work: Workload) -> Iterator[Workload]:
-    """A workload over microbatches and rematerialisation, on its mesh."""
+def variants(work: Workload, held: Collection[str] = ()) -> Iterator[Workload]:
+    """A workload over `microbatches` and `remat`, on its mesh; those of the two that are `held` stay as they are."""
     if work.kind != "train":
         yield work
         return
     names = ("query", "key", "value", "up") + (("gate",) if work.model.feed_forward.gated else ())
     rows = work.batch // (work.mesh.data * work.mesh.fsdp)
-    for microbatches in (2**n for n in range(rows.bit_length()) if rows % 2**n == 0):
-        for remat in ("none", names, "full"):
+    parts = (work.microbatches,) if "microbatches" in held else [2**n for n in range(rows.bit_length())]
+    remats = (work.remat,) if "remat" in held else ("none", names, "full")
+    for microbatches in parts:
+        for remat in remats if rows % microbatches == 0 else ():
             yield replace(work, microbatches=microbatches, remat=remat)
 
 

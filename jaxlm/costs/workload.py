@@ -1,6 +1,8 @@
 """What is to run, and how it lies on the mesh: all that counting needs to know. Imports no JAX."""
 
+import json
 import math
+import shlex
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -70,6 +72,15 @@ class Workload:
     def kernels(self) -> bool:
         """Whether kernels of kernels_pallas run: see `on`."""
         return self.model.kernels != "reference"
+
+    @property
+    def remat_shown(self) -> str:
+        """`remat` as a configuration has it: full, or ["query", "key"]."""
+        return self.remat if isinstance(self.remat, str) else json.dumps(self.remat)
+
+    def overrides(self) -> str:
+        """`microbatches` and `remat` as a shell takes them, to be given to a command."""
+        return f"training.microbatches={self.microbatches} training.remat={shlex.quote(self.remat_shown)}"
 
     def on(self, chip: "Chip") -> "Workload":
         """The same on a chip: without kernels where they are not compiled for it."""

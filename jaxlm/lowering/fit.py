@@ -1,6 +1,6 @@
 """The fastest training step that fits, by asking the compiler."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from jaxlm.costs.hardware import Target
@@ -21,24 +21,29 @@ class Tried(NamedTuple):
 
 
 def fit(
-    work: Workload, target: Target, needed: Callable[[Workload], int], say: Callable[[str], None]
+    work: Workload,
+    target: Target,
+    needed: Callable[[Workload], int],
+    say: Callable[[str], None],
+    held: Collection[str] = (),
 ) -> tuple[Workload | None, list[Tried]]:
     """The variant of a workload on its mesh that has the largest microbatch and the cheapest rematerialisation, by
     counted time, of those that fit; None where none does; and all that were compiled.
 
-    `needed` compiles a variant. Those are left out of which the count, corrected by what was compiled so far, says that
-    they cannot fit by far, and those that are slower than one that fits.
+    `needed` compiles a variant; `held` names settings that `variants` leaves as they are. Those are left out of which
+    the count, corrected by what was compiled so far, says that they cannot fit by far, and those that are slower than
+    one that fits.
     """
     capacity, work = target.chip.device_capacity(), work.on(target.chip)
 
     def counted(work: Workload) -> int:
         return memory(work, target.chip.kind).total
 
-    waiting = sorted(variants(work), key=lambda w: plan(w, target).time.expected)
+    waiting = sorted(variants(work, held), key=lambda w: plan(w, target).time.expected)
     tried: list[Tried] = []
     best: Workload | None = None
     while chosen := _next(waiting, tried, capacity, counted):
-        say(f"compiling training.microbatches={chosen.microbatches} training.remat={chosen.remat}")
+        say(f"compiling {chosen.overrides()}")
         tried.append(Tried(chosen, needed(chosen)))
         at = waiting.index(chosen)
         if tried[-1].needed <= capacity:

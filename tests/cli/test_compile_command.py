@@ -18,6 +18,7 @@ MODEL = "configs/models/qwen3-0.6b.toml"
         ([MODEL, "--on", "h200-sxm:8", "--mesh", "fsdp=3"], "does not divide model.width"),
         ([MODEL, "--on", "h200-sxm:8", "--mesh", "model=8"], "--mesh 'model=8' is not AXIS=N"),
         ([MODEL, "--on", "h200-sxm:8", "--mesh", "auto"], "--mesh 'auto' is not AXIS=N"),
+        ([MODEL, "--on", "h200-sxm:8", "--mesh", "fsdp=8", "mesh.data=2"], "leave out mesh.data, or --mesh"),
         ([MODEL, "--on", "h200-sxm:8", "--fit", "--workload", "decode"], "--fit turns microbatches"),
         ([MODEL, "--on", "h200-sxm:8", "--quick"], "--quick is for TPUs"),
         ([MODEL, "--on", "h200-sxm:8", "--dump", "pyproject.toml"], "give a directory"),

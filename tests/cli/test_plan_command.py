@@ -1,6 +1,7 @@
 """jaxlm plan as a user calls it."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,28 @@ def test_a_search_ranks_meshes(capsys):
     assert times == sorted(times) and row["time_s"]["expected"] == times[0] and all(r["fits"] for r in row["rows"])
 
 
+def test_a_search_leaves_alone_what_the_command_line_gives(capsys):
+    searched = ("--on", "h200-sxm:8", "--mesh", "auto", "training.sequence=4096", "--json")
+    for given, held in [("microbatches=2", ("microbatches", 2)), ("remat=full", ("remat", "full"))]:
+        rows = json.loads(plan(capsys, *searched, f"training.{given}"))["rows"]
+        assert len(rows) > 5 and all(row[held[0]] == held[1] for row in rows)
+
+
+def test_a_search_says_which_activations_a_plan_keeps_so_that_it_can_be_given(capsys):
+    searched = ("--on", "h200-sxm:8", "--mesh", "auto", "training.sequence=8192")
+    given = shlex.split(plan(capsys, *searched).splitlines()[-1].removeprefix("named: "))
+    assert 'remat ["query", "key", "value", "up", "gate"]' in plan(capsys, "--on", "h200-sxm:8", *given)
+
+
+def test_a_mesh_takes_the_place_of_that_of_the_file(tmp_path, capsys):
+    """Also where the batch that it fills up is none of the file's mesh."""
+    file = tmp_path / "meshed.toml"
+    file.write_text(f'model.base = "{MODELS}/llama3.1-8b.toml"\ntraining.sequence = 4096\nmesh.data = 16\n')
+    assert main(["plan", str(file), "--on", "h200-sxm:64", "--mesh", "data=2,fsdp=32", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["mesh"] == {"data": 2, "fsdp": 32, "tensor": 1} and row["batch"] == 64
+
+
 def test_every_chip_is_ranked(capsys):
     arguments = ("--on", "all:8", "--workload", "decode", "training.batch=64", "training.sequence=4096")
     row = json.loads(plan(capsys, *arguments, "--json"))
@@ -84,6 +107,7 @@ def test_every_chip_is_ranked(capsys):
     ("arguments", "said"),
     [
         (["--on", "h2000"], "there is no chip 'h2000'; did you mean h200-sxm?"),
+        (["--on", "h200-sxm:1000000"], "write h200-sxm:COUNT or h200-sxm:TOPOLOGY of numbers up to 999999, such as"),
         (["--on", "h200-sxm:8", "--mesh", "fsdp=4"], "the mesh fsdp 4 has 4 devices and h200-sxm:8 has 8"),
         (["--on", "h200-sxm:8", "--mesh", "rows=8"], "is not AXIS=N,… with axes data, fsdp, tensor"),
         (["--on", "h200-sxm:8", "training.batch=12"], "does not divide the 12 rows of a microbatch"),
@@ -92,6 +116,14 @@ def test_every_chip_is_ranked(capsys):
         (["--on", "tpu-v5e:5x5"], "no slice of 5x5; the nearest are"),
         (["--on", "a10g", "--mesh", "auto"], "no mesh of a10g:1 holds this train step"),
         (["--on", "all:many"], "all:many names no number of chips"),
+        (["--on", "all:1000000"], "no chip of the catalog comes as 1000000"),
+        (["--on", "all:8", "training.batsch=8"], "did you mean training.batch?"),
+        (["--on", "all:8", "--mesh", "rows=8"], "--mesh 'rows=8' is not AXIS=N,…"),
+        (["--on", "all", "--mesh", "auto"], "as all; the first, a100-sxm4-80g:1: no mesh of a100-sxm4-80g:1 holds"),
+        (["--on", "h200-sxm:8", "--mesh", "fsdp=4,fsdp=8"], "--mesh 'fsdp=4,fsdp=8' gives fsdp twice"),
+        (["--on", "h200-sxm:8", "--mesh", "auto", "mesh.tensor=2"], "--mesh auto says the whole mesh; leave out mesh."),
+        (["--on", "h200-sxm:8", "--mesh", "fsdp=8", "mesh={tensor=2}"], "leave out mesh.tensor, or --mesh"),
+        (["--on", "h200-sxm:8", "--mesh", "auto", "training.remat=none"], "or leave out training.remat"),
     ],
 )
 def test_bad_input_is_one_line(capsys, arguments, said):

@@ -1,11 +1,13 @@
 """Which variant of a step fits, by asking a compiler that is made up here; and what to turn where none does."""
 
+import shlex
 import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from jaxlm.config import load
 from jaxlm.costs.hardware import Target
 from jaxlm.costs.memory import memory
 from jaxlm.costs.plan import plan
@@ -40,6 +42,25 @@ def test_the_fastest_that_fits_is_found_however_far_the_count_is_off(truth):
 def test_none_fits():
     best, tried = fit(WORK, TARGET, lambda work: 10**13, lambda line: None)
     assert best is None and tried
+
+
+def test_what_is_held_is_not_turned():
+    work = replace(WORK, microbatches=2, remat="full")
+    best, tried = fit(work, TARGET, lambda work: 1, lambda line: None, held=("microbatches", "remat"))
+    assert best == work and [t.work for t in tried] == [work]
+    assert {w.remat for w in variants(work, ["remat"])} == {"full"} and len(list(variants(work, ["remat"]))) > 1
+    assert not list(variants(replace(work, microbatches=3), ["microbatches"]))
+
+
+def test_what_is_compiled_is_said_so_that_it_can_be_given():
+    said = []
+    fit(WORK, TARGET, lambda work: 10**13, said.append)
+    lists = [line for line in said if "[" in line]
+    assert lists
+    for line in lists:
+        *_, microbatches, remat = shlex.split(line)
+        training = load(MODELS / "llama3.1-8b.toml", [microbatches, remat, "training.batch=32"]).training
+        assert training.remat == ("query", "key", "value", "up", "gate")
 
 
 def test_a_single_dial_comes_before_several():

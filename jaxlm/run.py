@@ -18,6 +18,8 @@ from jaxlm.errors import InputError
 # What a resumed run must share with its beginning; everything else may change.
 _KEPT = ("model", "training.batch", "training.sequence", "training.seed", "optimizer.kind")
 _FREE = {"kernels"}  # of the model: they change no result but by rounding
+# What the parameters of a run are good for; the other keys of [model] may differ where they are used.
+_ARCHITECTURE = ("vocabulary", "layers", "width", "norm", "attention", "feed_forward", "tied_embeddings")
 
 
 class Run:
@@ -47,7 +49,8 @@ class Run:
             before = self.experiment()
             self.digest()
             for key in _KEPT:
-                _check_same(self.directory, key, _value(before, key), _value(experiment, key))
+                if changed := _changed(key, _value(before, key), _value(experiment, key)):
+                    raise InputError(f"{self.directory} was begun with {changed}; put it back, or choose another --out")
             was, now = before.training.ema_decay, experiment.training.ema_decay
             if (was is None) != (now is None):
                 begun, now = ("without", now) if was is None else (f"with {was} for", "not set")
@@ -69,6 +72,14 @@ class Run:
             usable = False
         if not usable:
             raise InputError(f"{self.directory} is there and is no run, or cannot be made; choose another --out")
+
+    def check_model(self, experiment: Experiment) -> None:
+        """Raises InputError where a model is none for the parameters of this run."""
+        before = self.experiment()
+        positions = ("position.kind", *(("context",) if before.model.position.kind == "learned" else ()))
+        for key in (f"model.{name}" for name in (*_ARCHITECTURE, *positions)):
+            if changed := _changed(key, _value(before, key), _value(experiment, key)):
+                raise InputError(f"{self.directory} was trained with {changed}; leave it out")
 
     def claim(self) -> None:
         """Have the folder, once it is there, for this job alone until its first process ends, however it ends.
@@ -145,11 +156,9 @@ def _value(experiment: Experiment, key: str) -> Any:
     return value.model_dump(exclude=_FREE) if hasattr(value, "model_dump") else value
 
 
-def _check_same(directory: Path, key: str, before: Any, now: Any) -> None:
+def _changed(key: str, before: Any, now: Any) -> str | None:
+    """The first value under a key that is another now, such as "model.layers = 2, not 3"; None where none is."""
     if isinstance(before, dict) and isinstance(now, dict):
-        for name in sorted(before.keys() | now.keys()):
-            _check_same(directory, f"{key}.{name}", before.get(name), now.get(name))
-    elif before != now:
-        raise InputError(
-            f"{directory} was begun with {key} = {before}, not {now}; put it back, or choose another --out"
-        )
+        names = sorted(before.keys() | now.keys(), key=lambda name: (name != "kind", name))  # it decides the others
+        return next(filter(None, (_changed(f"{key}.{name}", before.get(name), now.get(name)) for name in names)), None)
+    return None if before == now else f"{key} = {before}, not {now}"

@@ -32,7 +32,8 @@ def main(arguments: argparse.Namespace) -> int:
     run = Run(arguments.run)
     if arguments.tasks is not None:
         return _at_tasks(arguments, run)
-    model = trained.load(arguments, run)
+    experiment = trained.experiment(arguments, run)
+    model = trained.restore(arguments, run, experiment)
 
     import jax
 
@@ -40,7 +41,6 @@ def main(arguments: argparse.Namespace) -> int:
     from jaxlm.training.evaluation import evaluate_sources
     from jaxlm.training.step import jit_steps, make_steps
 
-    experiment = model.experiment
     steps = jit_steps(make_steps(experiment.model, experiment.training, experiment.optimizer), model.mesh)
     text = {
         name: Rows(store, experiment.training.sequence) for name, store in _text(arguments, run, experiment).items()
@@ -62,10 +62,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _at_tasks(arguments, run) -> int:
     """Evaluate at tasks, in batches of `training.batch`, computed in `training.dtype`."""
-    run.experiment()  # says so where this is no run, before anything is loaded
+    experiment = trained.experiment(arguments, run)
     tokenizer = run.load_tokenizer()
     asked = tasks.load(arguments.tasks.split(","), arguments.num_fewshot)
-    experiment, parameters, step, mesh = trained.load(arguments, run)
+    parameters, step, mesh = trained.restore(arguments, run, experiment)
 
     import jax.numpy as jnp
 

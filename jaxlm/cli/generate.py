@@ -6,13 +6,20 @@ import json
 from jaxlm.cli import trained
 from jaxlm.errors import InputError
 
+_MAX_TOKENS = 100  # where nobody says how many
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     trained.add_arguments(parser)
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument("--prompt", metavar="TEXT", help="text to continue")
     given.add_argument("--token-ids", metavar="1,2,3", help="token ids to continue")
-    parser.add_argument("--max-tokens", type=int, default=100, metavar="N", help="at most this many (%(default)s)")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help=f"at most this many ({_MAX_TOKENS}, or fewer where the context ends before)",
+    )
     parser.add_argument(
         "--temperature", type=float, default=1.0, metavar="X", help="0 takes the likeliest (%(default)s)"
     )
@@ -24,18 +31,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    from jaxlm.inference.config import Sampling
+    from jaxlm.inference.config import Sampling, check_prompts
     from jaxlm.run import Run
 
     run = Run(arguments.run)
-    run.experiment()  # says so where this is no run
+    experiment = trained.experiment(arguments, run)
+    if not 0 <= arguments.seed < 2**32:
+        raise InputError(f"--seed {arguments.seed} must be from 0 to {2**32 - 1}")
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p).check()
     tokenizer = run.load_tokenizer() if run.tokenizer.is_file() or arguments.prompt is not None else None
     if arguments.prompt is not None:
         prompt = tokenizer.encode_prompt(arguments.prompt)
     else:
         prompt = _token_ids(arguments.token_ids)
-    model = trained.load(arguments, run)
+    context, max_tokens = experiment.model.context, arguments.max_tokens
+    if max_tokens is None:
+        max_tokens = min(_MAX_TOKENS, max(context - len(prompt), 1))
+    check_prompts(experiment.model, [prompt], max_tokens)
+    model = trained.restore(arguments, run, experiment)
 
     import jax.numpy as jnp
 
@@ -43,14 +56,13 @@ def main(arguments: argparse.Namespace) -> int:
     from jaxlm.models.tree import abstract
     from jaxlm.training.step import cast
 
-    experiment = model.experiment
     graph, _ = abstract(experiment.model)
     drawn = generate(
         graph,
         experiment.model,
         cast(model.parameters, jnp.dtype(experiment.training.dtype)),
         [prompt],
-        arguments.max_tokens,
+        max_tokens,
         model.mesh,
         sampling=sampling,
         seed=arguments.seed,

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 
 
 class Trained(NamedTuple):
-    """An experiment, its float32 parameters (or their average) from one step, and the mesh they lie on."""
+    """Float32 parameters (or their average) from one step of a run, and the mesh they lie on."""
 
-    experiment: "Experiment"
     parameters: dict
     step: int
     mesh: "Mesh"
@@ -34,14 +33,19 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def load(arguments: Namespace, run: "Run") -> Trained:
-    """Restore the parameters onto this machine's devices. Raises InputError where there is no whole checkpoint."""
+def experiment(arguments: Namespace, run: "Run") -> "Experiment":
+    """That of the run, with overrides. Raises InputError where there is no run, or no such model in it."""
     from jaxlm import config
 
     if run.experiment().training.ema_decay is None and arguments.ema:
         raise InputError(f"{run.directory} keeps no average of its weights (training.ema_decay); leave out --ema")
-    experiment = config.load(run.config, arguments.overrides)
+    overridden = config.load(run.config, arguments.overrides)
+    run.check_model(overridden)
+    return overridden
 
+
+def restore(arguments: Namespace, run: "Run", experiment: "Experiment") -> Trained:
+    """Restore the parameters onto this machine's devices. Raises InputError where there is no whole checkpoint."""
     import sys
 
     from jaxlm.cli.devices import make_mesh
@@ -56,4 +60,4 @@ def load(arguments: Namespace, run: "Run") -> Trained:
     _, tree = model_tree.abstract(experiment.model)
     like = checkpoints.shaped(model_tree.shapes(tree), model_tree.shardings(tree, mesh))
     parameters = checkpoints.restore_parameters(run.checkpoints, step, like, average=arguments.ema)
-    return Trained(experiment, parameters, step, mesh)
+    return Trained(parameters, step, mesh)

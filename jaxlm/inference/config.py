@@ -1,8 +1,13 @@
-"""How tokens are drawn. Imports no JAX."""
+"""What may be generated, and how tokens are drawn. Imports no JAX."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxlm.errors import InputError
+from jaxlm.models.config import ModelConfig
+
+# Of temperatures: beyond these, logits divided by one overflow float32, or are all alike.
+_COLDEST, _HOTTEST = 1e-6, 1e6
 
 
 class Sampling(NamedTuple):
@@ -18,10 +23,30 @@ class Sampling(NamedTuple):
 
     def check(self) -> "Sampling":
         """Raises InputError for values that mean nothing."""
-        if not 0.0 <= self.temperature < float("inf"):
-            raise InputError(f"--temperature {self.temperature:g} must be 0 or more")
+        if self.temperature != 0.0 and not _COLDEST <= self.temperature <= _HOTTEST:
+            raise InputError(f"--temperature {self.temperature:g} must be 0, or from {_COLDEST:g} to {_HOTTEST:g}")
         if self.top_k is not None and self.top_k < 1:
             raise InputError(f"--top-k {self.top_k} must be 1 or more")
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             raise InputError(f"--top-p {self.top_p:g} must be above 0 and at most 1")
         return self
+
+
+def check_prompts(model: ModelConfig, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+    """Raises InputError for empty prompts, ids outside the vocabulary, or more tokens than `model.context` holds."""
+    if max_tokens < 1:
+        raise InputError(f"--max-tokens {max_tokens} must be 1 or more")
+    if not prompts or not all(prompts):
+        raise InputError("the prompt is empty; give at least one token")
+    strange = next((t for prompt in prompts for t in prompt if not 0 <= t < model.vocabulary), None)
+    if strange is not None:
+        raise InputError(f"token id {strange} is outside the vocabulary, 0 to {model.vocabulary - 1}")
+    longest = max(map(len, prompts))
+    room = model.context - longest
+    if room < 1:
+        raise InputError(f"a prompt of {longest} tokens leaves no room in model.context = {model.context}; shorten it")
+    if max_tokens > room:
+        raise InputError(
+            f"a prompt of {longest} tokens and --max-tokens {max_tokens} exceed model.context = {model.context}; "
+            f"at most {room} tokens can follow this prompt"
+        )

@@ -10,10 +10,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxlm import sharding
-from jaxlm.errors import InputError
 from jaxlm.inference import steps
 from jaxlm.inference.cache import Cache, cache_shardings, empty_cache
-from jaxlm.inference.config import Sampling
+from jaxlm.inference.config import Sampling, check_prompts
 from jaxlm.inference.sampling import sample
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.tree import Tree
@@ -36,10 +35,9 @@ def generate(
 
     `parameters` are in the dtype to compute in; the cache has it too. `valid` is the number of ids that the
     tokenizer knows. Prompts are filled up to the longest, or to `fill_to` tokens: as many prompts of one such length
-    run the same programs again. Raises InputError for empty prompts, ids outside the vocabulary, or more tokens than
-    `model.context` holds.
+    run the same programs again. Raises InputError as `check_prompts` does.
     """
-    _check(model, prompts, max_tokens)
+    check_prompts(model, prompts, max_tokens)
     longest, batch = max(fill_to, *map(len, prompts)), len(prompts)
     dtype = jax.tree.leaves(parameters)[0].dtype
     start, step = programs(graph, model, batch, longest + max_tokens, dtype, mesh, sampling, valid)
@@ -95,19 +93,3 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
     """A text up to the first of these strings in it; all of it where there is none."""
     found = (text.find(stop) for stop in stops if stop)
     return text[: min((at for at in found if at >= 0), default=len(text))]
-
-
-def _check(model: ModelConfig, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-    if max_tokens < 1:
-        raise InputError(f"--max-tokens {max_tokens} must be 1 or more")
-    if not prompts or not all(prompts):
-        raise InputError("the prompt is empty; give at least one token")
-    strange = next((t for prompt in prompts for t in prompt if not 0 <= t < model.vocabulary), None)
-    if strange is not None:
-        raise InputError(f"token id {strange} is outside the vocabulary, 0 to {model.vocabulary - 1}")
-    longest = max(map(len, prompts))
-    if longest + max_tokens > model.context:
-        raise InputError(
-            f"a prompt of {longest} tokens and --max-tokens {max_tokens} exceed model.context = {model.context}; "
-            f"at most {max(model.context - longest, 0)} tokens can follow this prompt"
-        )

@@ -66,8 +66,20 @@ def test_padding_of_the_vocabulary_is_never_drawn(temperature):
 
 
 @pytest.mark.parametrize(
-    "how", [Sampling(-1.0), Sampling(float("nan")), Sampling(top_k=0), Sampling(top_p=0.0), Sampling(top_p=1.5)]
+    "how",
+    [
+        *map(Sampling, (-1.0, float("nan"), float("inf"), 1e-40, 9e-7, 1.1e6, 1e300)),
+        *(Sampling(top_k=0), Sampling(top_p=0.0), Sampling(top_p=1.5)),
+    ],
 )
 def test_values_that_mean_nothing_are_refused(how):
     with pytest.raises(InputError, match="must be"):
         how.check()
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e6])
+def test_the_outermost_temperatures_draw_as_they_should(temperature):
+    how = Sampling(temperature).check()
+    logits = jnp.array([[-1000.0, 1000.0, 999.0]])
+    drawn = {int(sample(logits, key, how)[0]) for key in jax.random.split(jax.random.key(0), 64)}
+    assert drawn == ({1} if temperature < 1 else {0, 1, 2})

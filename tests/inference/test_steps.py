@@ -109,6 +109,7 @@ def test_generation_on_a_mesh_with_one_prompt():
         ([[64]], 1, "token id 64 is outside the vocabulary, 0 to 63"),
         ([[-1]], 1, "token id -1 is outside"),
         ([[1] * 30], 3, "at most 2 tokens can follow"),
+        ([[1] * 32], 1, "a prompt of 32 tokens leaves no room in model.context = 32"),
         ([[1]], 0, "--max-tokens 0 must be 1 or more"),
     ],
 )

@@ -3,7 +3,6 @@
 import fcntl
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,6 +13,7 @@ from jaxlm.data.dataset import Dataset
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.distributed import is_first
 from jaxlm.errors import InputError
+from jaxlm.folders import unwritable
 
 # What a resumed run must share with its beginning; everything else may change.
 _KEPT = ("model", "training.batch", "training.sequence", "training.seed", "optimizer.kind")
@@ -62,12 +62,8 @@ class Run:
         # What a start leaves that was cut short.
         ours = {self.lock, self.tokenizer, self.data, self.config.with_suffix(".partial")}
         try:
-            existing = next(p for p in (self.directory, *self.directory.absolute().parents) if p.exists())
-            if existing == self.directory:
-                usable = set(existing.iterdir()) <= ours
-            else:
-                usable = existing.is_dir()
-                tempfile.TemporaryFile(dir=existing).close()  # permissions alone do not tell for root
+            there = self.directory.exists()
+            usable = set(self.directory.iterdir()) <= ours if there else not unwritable(self.directory)
         except OSError:
             usable = False
         if not usable:

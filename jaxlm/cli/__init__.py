@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import io
 import sys
 from collections.abc import Sequence
 
@@ -36,6 +37,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit status: 0, 1 for a run that failed, 2 for bad input, 130 for Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # of what a terminal cannot encode
     try:
         chosen = _parse(sys.argv[1:] if arguments is None else arguments)
         return chosen.main(chosen)

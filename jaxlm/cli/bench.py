@@ -8,11 +8,13 @@ import argparse
 import json
 from pathlib import Path
 
+from jaxlm.cli.paths import path
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["kernels"], help="what to measure")
     parser.add_argument("operations", nargs="*", default=[], metavar="OPERATION", help="such as rms_norm; default: all")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), metavar="FOLDER", help="of results")
+    parser.add_argument("--out", type=path, default=Path("benchmarks/results"), metavar="FOLDER", help="of results")
     parser.add_argument("--rounds", type=int, default=7, help="of each measurement, whose median counts")
 
 

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.cli import steps
+from jaxlm.cli.paths import path
 from jaxlm.cli.tables import or_dash, print_table, seconds
 from jaxlm.errors import InputError
+from jaxlm.folders import unwritable
 
 if TYPE_CHECKING:
     from jaxlm.config import Experiment
@@ -36,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="find the largest microbatch and the cheapest rematerialisation that fit; one that key=value gives stays",
     )
     parser.add_argument("--quick", action="store_true", help="search less for a fast program: sooner, for TPUs only")
-    parser.add_argument("--dump", type=Path, metavar="DIR", help="keep the programs and the report in DIR")
+    parser.add_argument("--dump", type=path, metavar="DIR", help="keep the programs and the report in DIR")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -48,8 +50,8 @@ def main(arguments: argparse.Namespace) -> int:
     steps.require("compile", arguments)
     if arguments.fit and arguments.workload != "train":
         raise InputError(f"--fit turns microbatches and rematerialisation, which {arguments.workload} does not have")
-    if arguments.dump and arguments.dump.exists() and not arguments.dump.is_dir():
-        raise InputError(f"--dump {arguments.dump} is a file; give a directory")
+    if arguments.dump and (why := unwritable(arguments.dump)):
+        raise InputError(f"--dump {arguments.dump} cannot be written to ({why}); give a directory that can")
     target = Target.parse(arguments.on)
     if arguments.quick and target.chip.kind != "tpu":
         raise InputError(f"--quick is for TPUs, whose compiler takes longer: leave it out for {target}")

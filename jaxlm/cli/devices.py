@@ -1,17 +1,20 @@
 """The devices of this machine, as the mesh that an experiment asks for."""
 
 import ctypes
+import json
 import math
 import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jaxlm import accelerators, config, distributed
 from jaxlm.config import Experiment
-from jaxlm.costs import hardware
+from jaxlm.costs import calibration, hardware
+from jaxlm.costs.chips import Chip
 from jaxlm.errors import InputError
 
 if TYPE_CHECKING:
@@ -58,19 +61,32 @@ def make_mesh(experiment: Experiment) -> "Mesh":
 
 
 def calibrated(say: Callable[[str], None]) -> None:
-    """Have a CPU measured, once per machine, so that what it should do can be counted. In a process of its own, whose
-    memory does not stay."""
+    """Have a CPU measured, once per machine, or once per start where that cannot be kept, so that what it should do can
+    be counted. In a process of its own, whose memory does not stay."""
     if accelerators.platforms() != "cpu":
         return
     try:
         hardware.find(hardware.HOST)
+        return
     except InputError:
+        pass
+    try:
+        calibration.check_kept()
+        kept = True
         say("measuring this machine, once: jaxlm hardware host shows the figures")
-        code = "import sys; from jaxlm.cli import main; sys.exit(main(['hardware', 'host', '--measure', '--json']))"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        if done.returncode:
-            why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            say(f"this machine could not be measured ({why}); nothing is counted in seconds")
+    except InputError as error:
+        kept = False
+        say(f"measuring this machine, for this start alone: {error}")
+    code = "import sys; from jaxlm.cli import main; sys.exit(main(['hardware', 'host', '--measure', '--json']))"
+    with tempfile.TemporaryDirectory() as folder:
+        where = {} if kept else {"XDG_CACHE_HOME": folder}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **where})
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        say(f"this machine could not be measured ({why}); nothing is counted in seconds")
+    elif not kept:
+        (row,) = json.loads(done.stdout)["rows"]
+        calibration.use(Chip.model_validate({key: row[key] for key in row.keys() & Chip.model_fields.keys()}))
 
 
 def keep_freed_memory() -> None:

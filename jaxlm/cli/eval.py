@@ -32,8 +32,7 @@ def main(arguments: argparse.Namespace) -> int:
     run = Run(arguments.run)
     if arguments.tasks is not None:
         return _at_tasks(arguments, run)
-    experiment = trained.experiment(arguments, run)
-    model = trained.restore(arguments, run, experiment)
+    model = trained.restore(arguments, run, trained.experiment(arguments, run))
 
     import jax
 
@@ -41,6 +40,7 @@ def main(arguments: argparse.Namespace) -> int:
     from jaxlm.training.evaluation import evaluate_sources
     from jaxlm.training.step import jit_steps, make_steps
 
+    experiment = model.experiment
     steps = jit_steps(make_steps(experiment.model, experiment.training, experiment.optimizer), model.mesh)
     text = {
         name: Rows(store, experiment.training.sequence) for name, store in _text(arguments, run, experiment).items()
@@ -65,7 +65,7 @@ def _at_tasks(arguments, run) -> int:
     experiment = trained.experiment(arguments, run)
     tokenizer = run.load_tokenizer()
     asked = tasks.load(arguments.tasks.split(","), arguments.num_fewshot)
-    parameters, step, mesh = trained.restore(arguments, run, experiment)
+    _, parameters, step, mesh = trained.restore(arguments, run, experiment)
 
     import jax.numpy as jnp
 

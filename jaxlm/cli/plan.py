@@ -6,10 +6,10 @@ Time is a bracket: everything overlapped and fused below, nothing above; rates a
 import argparse
 import json
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.cli import steps
+from jaxlm.cli.paths import path
 from jaxlm.cli.tables import or_dash, print_table, seconds
 from jaxlm.errors import InputError
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "rematerialisation that key=value does not give",
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the roofline and the memory, of the best of several, into FILE"
+        "--plot", type=path, metavar="FILE", help="draw the roofline and the memory, of the best of several, into FILE"
     )
     parser.add_argument("--check", action="store_true", help="hold the cost model against published figures instead")
 

@@ -3,9 +3,9 @@ here."""
 
 import argparse
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxlm.cli.paths import path
 from jaxlm.errors import InputError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "config", nargs="?", type=Path, metavar="CONFIG", help="a TOML file; one with [model] alone will do"
+        "config", nargs="?", type=path, metavar="CONFIG", help="a TOML file; one with [model] alone will do"
     )
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as training.batch=512")
     parser.add_argument("--workload", choices=("train", "prefill", "decode"), default="train", help="the step (train)")

@@ -9,14 +9,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxlm.cli.paths import path
+
 if TYPE_CHECKING:
     from jaxlm.training.ladder import Counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file, such as configs/quickstart.toml")
+    parser.add_argument("config", type=path, metavar="CONFIG", help="a TOML file, such as configs/quickstart.toml")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as training.steps=100")
-    parser.add_argument("--out", type=Path, metavar="RUN", help="folder of the run (runs/<name of CONFIG>)")
+    parser.add_argument("--out", type=path, metavar="RUN", help="folder of the run (runs/<name of CONFIG>)")
     parser.add_argument("--profile", metavar="START:STOP", help="trace the steps from START to before STOP, for XProf")
     parser.add_argument(
         "--max-hours", type=float, metavar="X", help="stop with a checkpoint before this start has lasted X hours"

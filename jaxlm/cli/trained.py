@@ -1,9 +1,9 @@
 """A trained model out of a run folder, for the commands that use one."""
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from jaxlm.cli.paths import path
 from jaxlm.errors import InputError
 
 if TYPE_CHECKING:
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 
 class Trained(NamedTuple):
-    """Float32 parameters (or their average) from one step of a run, and the mesh they lie on."""
+    """An experiment, its float32 parameters (or their average) from one step, and the mesh they lie on."""
 
+    experiment: "Experiment"
     parameters: dict
     step: int
     mesh: "Mesh"
@@ -23,7 +24,7 @@ class Trained(NamedTuple):
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The run, and which of its checkpoints."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("run", type=path, metavar="RUN", help="folder of a run")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as mesh.tensor=1")
     parser.add_argument(
         "--checkpoint", choices=("newest", "best"), default="newest", help="the newest, or lowest in held-out loss"
@@ -60,4 +61,4 @@ def restore(arguments: Namespace, run: "Run", experiment: "Experiment") -> Train
     _, tree = model_tree.abstract(experiment.model)
     like = checkpoints.shaped(model_tree.shapes(tree), model_tree.shardings(tree, mesh))
     parameters = checkpoints.restore_parameters(run.checkpoints, step, like, average=arguments.ema)
-    return Trained(parameters, step, mesh)
+    return Trained(experiment, parameters, step, mesh)

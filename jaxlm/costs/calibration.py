@@ -18,12 +18,15 @@ from jaxlm import accelerators
 from jaxlm.costs.chips import Chip, OnChip
 from jaxlm.data.config import default_cache
 from jaxlm.errors import InputError
+from jaxlm.folders import unwritable
 from jaxlm.schema import Section
 
 if TYPE_CHECKING:
     from jaxlm.costs.timed import Program
 
 HOST = "host"
+# Of this machine, where none can be kept: for this process.
+_unkept: Chip | None = None
 _MEASURE = "run jaxlm hardware host --measure"
 _DTYPES = ("float32", "bfloat16")
 _MOST_S = 5.0  # on all programs together
@@ -64,6 +67,8 @@ def machine() -> Machine:
 
 def load() -> Chip:
     """The calibration of this machine. Raises InputError where there is none, or only that of another machine."""
+    if _unkept is not None:
+        return _unkept
     try:
         kept = Calibration.model_validate_json(_file().read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -79,6 +84,21 @@ def load() -> Chip:
     return kept.chip
 
 
+def check_kept() -> None:
+    """Raises InputError where a calibration could not be kept."""
+    folder = _file().parent
+    if why := unwritable(folder):
+        raise InputError(
+            f"a calibration is kept in {folder}, which cannot be written to ({why}); set XDG_CACHE_HOME to one that can"
+        )
+
+
+def use(chip: Chip) -> None:
+    """What `load` gives from now on, in this process alone."""
+    global _unkept
+    _unkept = chip
+
+
 def measure(
     say: Callable[[str], None] = lambda line: None,
     *,
@@ -86,7 +106,8 @@ def measure(
     copied_bytes: int = 2**30,
     calls: int = 300,
 ) -> Chip:
-    """Measure the default device and keep what was found; about 10 s on a CPU.
+    """Measure the default device and keep what was found; about 10 s on a CPU. Raises InputError, before it measures,
+    where nothing can be kept.
 
     What it does at best, of the fastest call: `peak_flops`, over products of up to `largest`; `memory_bytes_per_s`, of
     an array of `copied_bytes` that is changed in place, reads and writes counted. What it does in a step, of calls
@@ -99,6 +120,7 @@ def measure(
 
     from jaxlm.costs import timed
 
+    check_kept()
     accelerators.choose()
     device = jax.devices()[0]
     stats = device.memory_stats() or {}

@@ -1,5 +1,7 @@
 """`jaxlm hardware`: for a person, as JSON, and refused in one line."""
 
+import contextlib
+import io
 import json
 import subprocess
 
@@ -7,7 +9,7 @@ import pytest
 
 from jaxlm.cli import devices, main
 from jaxlm.costs import calibration
-from jaxlm.costs.hardware import catalog
+from jaxlm.costs.hardware import HOST, catalog, find
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +82,39 @@ def test_bad_input_is_one_line(arguments, line, capsys):
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("jaxlm: ") and said.err.count("\n") == 1
     assert line.partition(" (see")[0] in said.err
+
+
+@pytest.fixture
+def nowhere(monkeypatch):
+    """Nothing can be kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/cache")
+
+
+def test_nothing_is_measured_that_cannot_be_kept(nowhere, capsys, monkeypatch):
+    monkeypatch.setattr("jaxlm.costs.timed.in_turns", None)
+    assert main(["hardware", "host", "--measure"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "/proc/cache/jaxlm/hardware, which cannot be written to" in said.err.splitlines()[-1]
+
+
+def test_a_run_keeps_to_itself_what_can_be_kept_nowhere(monkeypatch, quick, nowhere):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr(calibration, "_unkept", None)  # and put back after this test
+
+    def start(command, env, **_):
+        with monkeypatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", env["XDG_CACHE_HOME"])
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                status = main(["hardware", "host", "--measure", "--json"])
+            return subprocess.CompletedProcess(command, status, printed.getvalue())
+
+    monkeypatch.setattr(devices.subprocess, "run", start)
+    lines = []
+    devices.calibrated(lines.append)
+    devices.calibrated(lines.append)
+    assert len(lines) == 1 and "for this start alone" in lines[0]
+    assert find(HOST).notes and find(HOST).dispatch_s > 0
 
 
 def test_a_run_measures_once_and_anew_what_is_of_another_version(monkeypatch, quick):

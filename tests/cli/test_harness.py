@@ -74,7 +74,7 @@ def model(folder):
     """The trained model, as jaxlm's own functions take it."""
     run = Run(folder / "run")
     asked = Namespace(checkpoint="newest", ema=False, overrides=[])
-    restored = trained.load(asked, run)
+    restored = trained.restore(asked, run, trained.experiment(asked, run))
     return restored, abstract(restored.experiment.model)[0], run.load_tokenizer()
 
 

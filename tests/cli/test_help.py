@@ -1,4 +1,5 @@
 import importlib
+import os
 import pkgutil
 import subprocess
 import sys
@@ -36,6 +37,15 @@ def test_help_needs_no_jax(command):
     done = subprocess.run([sys.executable, "-c", CALL, *command, "--help"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(" ".join(["usage: jaxlm", *command]))
+
+
+def test_what_a_terminal_cannot_encode_is_no_error():
+    done = subprocess.run(
+        [sys.executable, "-c", CALL, "eval", "--help"],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1:strict"},
+    )
+    assert (done.returncode, done.stderr) == (0, b"") and b"TASK[,?]" in done.stdout
 
 
 def test_help_lists_every_command(capsys):

@@ -3,9 +3,11 @@
     python benchmarks/compile_targets.py [NAME …]
 
 Runs `jaxlm compile` once per case, each in a process of its own, and writes results/<this machine>/compile_targets.json
-after each one. With names, the cases that begin so are run anew, and the others stay.
+after each one. With names, the cases that begin so are run anew, and the others stay, where the compilers are those
+that the file was written with.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -61,9 +63,13 @@ def run(arguments: list[str]) -> dict:
     }
 
 
-def main() -> None:
-    names = sys.argv[1:]
-    rows = json.loads(FILE.read_text())["rows"] if names and FILE.exists() else {}
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"the beginning of one of: {'; '.join(CASES)}")
+    names = parser.parse_args(arguments).names
+    if missed := [given for given in names if not any(name.startswith(given) for name in CASES)]:
+        parser.error(f"no case begins with {missed[0]!r}; there are {'; '.join(CASES)}")
+    rows = results.compiled_earlier(FILE, "rows") if names else {}
     for name, arguments in CASES.items():
         if not names or any(name.startswith(given) for given in names):
             rows[name] = run(arguments)

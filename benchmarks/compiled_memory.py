@@ -5,6 +5,7 @@
 
 Compiles each case in a process of its own and adds it to `results/compiled/memory.json`, where those that are there
 are left unless `--anew`, and writes the tables of docs/memory.md. `--only` takes the cases whose names hold a text.
+With other compilers than those that wrote the file all cases are compiled anew, or none.
 `--explain` says what XLA holds at the peak of such cases, and writes nothing.
 """
 
@@ -149,7 +150,8 @@ def main() -> None:
             if arguments.explain in str(case):
                 explain(case)
         return None
-    rows = json.loads(FILE.read_text())["cases"] if FILE.exists() else {}
+    all_anew = arguments.anew and not arguments.only
+    rows = {} if all_anew else results.compiled_earlier(FILE, "cases")
     rows = {name: row for name, row in rows.items() if name in CASES}
     wanted = [name for name in CASES if arguments.only in name and (arguments.anew or name not in rows)]
     with ThreadPoolExecutor(arguments.jobs) as pool:

@@ -26,16 +26,37 @@ _PACKAGES = (
     "triton",
     "numpy",
 )
+_COMPILERS = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
+
+
+def versions(packages: tuple[str, ...] = _PACKAGES) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def compiled_earlier(file: Path, key: str) -> dict[str, Any]:
+    """What a file of results has under a key, for a run that adds to it; nothing where there is no file. Exits where
+    other compilers than those here wrote it: its header would be true of one part alone."""
+    if not file.exists():
+        return {}
+    earlier, here = json.loads(file.read_text()), versions(_COMPILERS)
+    if here != (wrote := {name: earlier["versions"][name] for name in _COMPILERS if name in earlier["versions"]}):
+        raise SystemExit(f"{file.name} is of {_listed(wrote)}, and here are {_listed(here)}: run all of it anew")
+    return earlier[key]
+
+
+def _listed(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def write(benchmark: str, chip: str, results: dict[str, Any], folder: Path = FOLDER) -> Path:
     """Write one benchmark's results with chip, versions, command and day; returns the file."""
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     command = shlex.join(["python", Path(sys.argv[0]).name, *map(_without_folders, sys.argv[1:])])
     path = folder / re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-") / f"{benchmark}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +67,7 @@ def write(benchmark: str, chip: str, results: dict[str, Any], folder: Path = FOL
         "chip": chip,
         "processor": _processor(),
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": versions(),
         **results,
     }
     path.write_text(json.dumps(described, indent=1) + "\n")

@@ -37,6 +37,30 @@ def benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
+def test_compilations_are_added_to_those_of_the_same_compilers(tmp_path, monkeypatch):
+    import results
+
+    file = results.write("memory", "compiled", {"cases": {"a": 1}}, tmp_path)
+    assert results.compiled_earlier(file, "cases") == {"a": 1}
+    assert results.compiled_earlier(tmp_path / "none.json", "cases") == {}
+    monkeypatch.setattr("results.versions", lambda packages: {"jax": "0.1.0"})
+    with pytest.raises(SystemExit, match=r"memory.json is of jax \d.*, and here are jax 0.1.0: run all of it anew"):
+        results.compiled_earlier(file, "cases")
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "says"),
+    [("--help", 0, "llama3.1-8b on tpu-v5e:16x16"), ("llama3.1-8b in", 2, "no case begins")],
+)
+def test_nothing_is_compiled_for_help_or_a_name_that_no_case_has(asked, status, says, monkeypatch, capsys):
+    import compile_targets
+
+    monkeypatch.setattr(compile_targets, "run", None)
+    with pytest.raises(SystemExit) as ended:
+        compile_targets.main([asked])
+    assert ended.value.code == status and says in " ".join("".join(capsys.readouterr()).split())
+
+
 def to_pytorch(model, parameters) -> dict:
     """jaxlm's parameters under the names and in the layouts of the PyTorch model."""
     names = {"embedding": "tokens", "positions": "positions", "unembedding": "unembedding"}

@@ -1,5 +1,8 @@
 """All operations, with their references, cases and costs."""
 
+import difflib
+from collections.abc import Iterable
+
 from kernels_pallas.bias_activation.cases import OPERATION as BIAS_ACTIVATION
 from kernels_pallas.cases import Operation
 from kernels_pallas.flash_attention.cases import OPERATION as FLASH_ATTENTION
@@ -27,3 +30,12 @@ OPERATIONS: dict[str, Operation] = {
         FLASH_ATTENTION,
     )
 }
+
+
+def check(names: Iterable[str]) -> None:
+    """Raises ValueError for a name that no operation has."""
+    for name in names:
+        if name not in OPERATIONS:
+            near = difflib.get_close_matches(name, OPERATIONS, 1)
+            instead = f"did you mean {near[0]}?" if near else f"there are {', '.join(OPERATIONS)}"
+            raise ValueError(f"there is no operation {name!r}; {instead}")

@@ -16,7 +16,7 @@ from kernels_pallas import tuning
 from kernels_pallas.bench.run import cases, program
 from kernels_pallas.bench.timing import measure
 from kernels_pallas.cases import Case, Operation
-from kernels_pallas.registry import OPERATIONS
+from kernels_pallas.registry import OPERATIONS, check
 
 _ENOUGH = 0.98
 
@@ -64,9 +64,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("operations", nargs="*", metavar="OPERATION", help=f"of {', '.join(OPERATIONS)}; default: all")
     parser.add_argument("--dry-run", action="store_true", help="print what is fastest, and write nothing")
     options = parser.parse_args(arguments)
-    for name in options.operations:
-        if name not in OPERATIONS:
-            parser.error(f"there is no operation {name!r}; there are {', '.join(OPERATIONS)}")
+    try:
+        check(options.operations)
+    except ValueError as error:
+        parser.error(str(error))
     device, tuned = jax.devices()[0].device_kind, False
     for name in options.operations or OPERATIONS:
         operation = OPERATIONS[name]

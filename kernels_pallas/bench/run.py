@@ -16,7 +16,7 @@ from kernels_pallas.bench import peers
 from kernels_pallas.bench.ceilings import Ceilings, ceilings
 from kernels_pallas.bench.timing import Time, measure
 from kernels_pallas.cases import Case, Operation
-from kernels_pallas.registry import OPERATIONS
+from kernels_pallas.registry import OPERATIONS, check
 
 SMALL = "small"
 # Where these run; all others do anywhere.
@@ -168,9 +168,7 @@ def benchmark(
     is refused before anything is measured.
     Raises ValueError for a name that there is not, for no round, and for such a folder.
     """
-    for name in operations:
-        if name not in OPERATIONS:
-            raise ValueError(f"there is no operation {name!r}; there are {', '.join(OPERATIONS)}")
+    check(operations)
     if rounds < 1:
         raise ValueError(f"--rounds {rounds}: it must be at least 1")
     if folder is not None:

@@ -42,8 +42,8 @@ def window(queries: int, before: int | None = None, after: int | None = 0, offse
     A causal sliding window of w keys is window(T, w − 1).
     """
     position = _positions(queries, offset)
-    start = position * 0 if before is None else position - _bounded("before", before)
-    return Visible(start, position * 0 + _NO_LIMIT if after is None else position + _bounded("after", after) + 1)
+    start = position * 0 if before is None else position - _count("before", before)
+    return Visible(start, position * 0 + _NO_LIMIT if after is None else position + _count("after", after) + 1)
 
 
 def prefix(queries: int, length: Any, offset: Any = 0) -> Visible:
@@ -161,7 +161,16 @@ def _bounded(name: str, n: Any) -> Any:
     return whole
 
 
+def _count(name: str, n: Any) -> Any:
+    """Like `_bounded`, of what is at least 0."""
+    whole = _bounded(name, n)
+    if not isinstance(whole, jax.Array) and whole < 0:
+        raise ValueError(f"{name} = {n}; it must be 0 or more")
+    return whole
+
+
 def _positions(queries: int, offset: Any) -> Any:
+    queries = _count("queries", queries)
     if np.ndim(offset) == 0 and not isinstance(offset, jax.Array):
         offset = _bounded("offset", offset)
         return np.arange(offset, offset + queries, dtype=np.int32)[None]

@@ -82,7 +82,11 @@ def test_as_a_command(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "arguments, message",
-    [(["rms"], "there is no operation 'rms'; there are rms_norm"), (["--rounds", "0"], "it must be at least 1")],
+    [
+        (["rms"], "there is no operation 'rms'; there are rms_norm"),
+        (["rms_nor"], "there is no operation 'rms_nor'; did you mean rms_norm?"),
+        (["--rounds", "0"], "it must be at least 1"),
+    ],
 )
 def test_bad_input(arguments, message, capsys):
     assert cli.main(["bench", "kernels", *arguments]) == 2

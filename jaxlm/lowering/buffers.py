@@ -64,7 +64,7 @@ class _Run:
                 values[instruction.name] = given[int(instruction.literal)]
             else:
                 operands = [values[name] for name in instruction.operands]
-                values[instruction.name] = self._value(computation, instruction, operands)
+                values[instruction.name] = self._value(instruction, operands)
                 inner[instruction.name] = self._beneath(instruction, operands)
         last = _last_reads(computation, values)
         theirs = {buffer for value in (*given, values[computation.root]) for buffer in _buffers(value)}
@@ -116,7 +116,7 @@ class _Run:
             return self.peak(computations[instruction.called["to_apply"][0]], operands)
         return Peak()
 
-    def _value(self, computation: Computation, instruction: Instruction, operands: list[Value]) -> Value:
+    def _value(self, instruction: Instruction, operands: list[Value]) -> Value:
         """The buffers of what an instruction gives: those of its operands where it writes into them or only looks at
         them anew, and new ones otherwise."""
         match instruction.opcode:

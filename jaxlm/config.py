@@ -65,11 +65,11 @@ def load(path: Path, overrides: Iterable[str] = ()) -> Experiment:
         values["model"] = _on_its_base(values["model"], (path,))
     for override in overrides:
         _set(values, override)
-    _fill(values)
+    filled = _fill(values)
     try:
         experiment = Experiment.model_validate(values)
     except ValidationError as error:
-        raise InputError(f"{path}: {_explain(error, values)}") from None
+        raise InputError(f"{path}: {_explain(error, values, filled)}") from None
     _check(experiment)
     return experiment
 
@@ -240,28 +240,36 @@ def _set(values: dict[str, Any], override: str) -> None:
     table[name] = value
 
 
-def _fill(values: dict[str, Any]) -> None:
-    """The defaults of one section that come from another."""
+def _fill(values: dict[str, Any]) -> set[str]:
+    """The defaults of one section that come from another; their keys."""
+    filled = set()
     for section in ("training", "optimizer"):
         values.setdefault(section, {})
     model, training, optimizer = values.get("model"), values["training"], values["optimizer"]
     if isinstance(model, dict) and isinstance(training, dict) and "context" in model:
-        training.setdefault("sequence", model["context"])
+        if "sequence" not in training:
+            training["sequence"] = model["context"]
+            filled.add("training.sequence")
     if isinstance(training, dict) and isinstance(optimizer, dict):
         schedule = optimizer.setdefault("schedule", {})
         # A constant schedule, or one that is not known, does not decay.
         if isinstance(schedule, dict) and all("decay_steps" in s.model_fields for s in _schedules(schedule)):
             steps = training.get("steps", TrainingConfig.model_fields["steps"].default)
-            schedule.setdefault("decay_steps", steps)
+            if "decay_steps" not in schedule:
+                schedule["decay_steps"] = steps
+                filled.add("optimizer.schedule.decay_steps")
+    return filled
 
 
 def _schedules(schedule: dict[str, Any]) -> tuple[type[Section], ...]:
     return chosen(OptimizerConfig.model_fields["schedule"].annotation, schedule)
 
 
-def _explain(error: ValidationError, values: dict[str, Any]) -> str:
-    """The first of pydantic's errors as one line in the words of the file."""
-    first, *others = error.errors()
+def _explain(error: ValidationError, values: dict[str, Any], filled: set[str]) -> str:
+    """The first of pydantic's errors as one line in the words of the file. What was filled in is wrong only where what
+    it comes from is."""
+    errors = error.errors()
+    first, *others = [one for one in errors if _key(one["loc"], values) not in filled] or errors
     key, value = _key(first["loc"], values), first.get("input")
     shown = "" if isinstance(value, dict) else f" = {value!r}"
     match first["type"]:

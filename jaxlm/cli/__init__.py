@@ -1,6 +1,7 @@
 """The `jaxlm` command. Nothing heavy is imported before a command has been chosen."""
 
 import argparse
+import difflib
 import errno
 import io
 import sys
@@ -32,6 +33,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if arguments and arguments[0] in commands.choices:
         # Options may stand between key=value overrides, which a parser with commands does not allow.
         return commands.choices[arguments[0]].parse_intermixed_args(arguments[1:])
+    if arguments and (near := difflib.get_close_matches(arguments[0], commands.choices, 1)):
+        raise InputError(f"there is no command {arguments[0]!r}; did you mean {near[0]}?")
     return parser.parse_args(arguments)
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import sys
+import textwrap
 from argparse import ArgumentParser, Namespace
 from numbers import Real
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from jaxlm.errors import InputError
 
 _FEW_SHOT_SEED = 1234  # the harness's own
+_REASON = 200  # characters of what it says of a task that is none
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -52,7 +54,8 @@ def load(names: list[str], few_shot: int | None) -> dict[str, Any]:
     try:
         loaded = manager.load(names)
     except Exception as error:  # of YAML, of the dataset, of the network: the library raises all kinds
-        raise InputError(f"--tasks: {', '.join(names)} cannot be loaded ({error})") from error
+        why = textwrap.shorten(str(error), _REASON, placeholder=" …")
+        raise InputError(f"--tasks: {', '.join(names)} cannot be loaded ({why})") from error
     for name, task in loaded["tasks"].items():
         _prepare(name, task, few_shot)
     return loaded

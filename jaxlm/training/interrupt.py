@@ -41,7 +41,7 @@ class StopRequest:
 
     def __init__(self, leave: Callable[[int], int], hours: float | None = None):
         if hours is not None and not (hours > 0 and math.isfinite(hours)):
-            raise InputError(f"--max-hours {hours:g} is no time to train in; give a number above 0")
+            raise InputError(f"--max-hours {hours:g} is no time to train in; give a finite number above 0")
         self._leave, self._limit_s = leave, math.inf if hours is None else hours * 3600
         self._signal, self._noting, self._noticed = 0, False, False
         self._before: dict[signal.Signals, object] = {}

@@ -74,7 +74,8 @@ def check(status: int, out: str, error: str, says: list[str]) -> None:
 
 ARGUMENTS = {
     "no command": ("", ["COMMAND"]),
-    "unknown command": ("trian good.toml", ["trian", "train"]),
+    "misspelt command": ("trian good.toml", ["no command 'trian'", "did you mean train?"]),
+    "unknown command": ("serve run", ["serve", "train", "eval"]),
     "no config": ("train", ["CONFIG"]),
     "unknown option": ("train good.toml --outt x", ["--outt", "--help"]),
     "config without a name": ("train ''", ["CONFIG", "'' is no path"]),
@@ -109,6 +110,10 @@ CONFIGURATIONS = {
     "process of a variable that is not set": ("train good.toml --process ''", ["--process ''", "INDEX/COUNT"]),
     "profile that is backwards": ("train good.toml --profile 5:2", ["--profile '5:2'", "START < STOP"]),
     "profile after the end": ("train good.toml --profile 5:6", ["--profile 5:6", "training.steps = 1"]),
+    "steps that are none": ("train good.toml training.steps=-1", ["training.steps = -1", "greater than 0\n"]),
+    "two mistakes": ("train good.toml training.steps=-1 training.batch=0", ["(and 1 more)"]),
+    "context that is none": ("train good.toml model.context=-1", ["model.context = -1", "greater than 0\n"]),
+    "hours without end": ("train good.toml --max-hours inf", ["--max-hours inf", "a finite number above 0"]),
     "no hours": ("train good.toml --max-hours 0", ["--max-hours 0", "above 0"]),
     "hours that are no number": ("train good.toml --max-hours nan", ["--max-hours nan", "above 0"]),
     "process that is no place": (
@@ -223,7 +228,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(case, place, capsys):
 
 # Reading arguments, files and folders takes no JAX, and need not wait for it.
 WITHOUT_JAX = [
-    "unknown command",
+    "misspelt command",
     "unknown option",
     "missing config",
     "unknown key",

@@ -254,12 +254,14 @@ def test_bad_tasks_are_one_line(folder, capsys):
     choice = write_task(folder, "refused", CHOICE, [{"question": "delta ", "answer": 0}])
     until = write_task(folder, "unshot", UNTIL, [{"question": "delta ", "answer": "x"}])
     (folder / "broken.yaml").write_text("task: [\n")
+    (folder / "text.txt").write_text("no task: at all: " * 200)
     (folder / "lost.yaml").write_text((folder / "refused.yaml").read_text().replace("refused.jsonl", "lost.jsonl"))
     for arguments, says in {
         "--tasks hellaswg": "'hellaswg' is no task of the harness and no file; near it: hellaswag",
         f"--tasks {folder}/none.yaml": "none.yaml' is no task of the harness and no file",
         f"--tasks {folder}/broken.yaml": "broken.yaml cannot be loaded",
         f"--tasks {folder}/lost.yaml": "lost.yaml cannot be loaded",
+        f"--tasks {folder}/text.txt": "text.txt cannot be loaded",
         f"--tasks {until} --num-fewshot 1": "--num-fewshot 1: unshot takes no examples",
         f"--tasks {choice} --num-fewshot 2": "--num-fewshot 2: refused has 1 examples",
         f"--tasks {choice} --num-fewshot -1": "--num-fewshot -1 must be 0 or more",
@@ -268,7 +270,7 @@ def test_bad_tasks_are_one_line(folder, capsys):
         assert main(["eval", run, *arguments.split()]) == 2
         printed = capsys.readouterr()
         last = printed.err.splitlines()[-1]
-        assert printed.out == "" and last.startswith("jaxlm: ") and says in last
+        assert printed.out == "" and last.startswith("jaxlm: ") and says in last and len(last) < 600
         assert "Traceback" not in printed.err
 
 

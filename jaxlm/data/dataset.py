@@ -106,6 +106,8 @@ class _Cache:
         directory = self._directory("tokenizers", described)
         if not directory.is_dir():
             tokenizer = _fitting(self._train(kind, sources, vocabulary), vocabulary)
+            for source in sources:
+                source.check()
             with writing(self._data.cache), building(directory) as folder:
                 tokenizer.save(folder / "tokenizer.json")
         return _fitting(tokenizers.load(directory / "tokenizer.json"), vocabulary)

@@ -21,20 +21,28 @@ _NOT_STANDARD_LIBRARY = {
 
 
 class Source(NamedTuple):
-    """One text: its name, the key that configures it, its files, the field of their records that holds the text, how
-    many documents to take if not all, and its share of the rows of a batch."""
+    """One text: its name, the key that configures it, its files, each with its size and time (ns) when it was found,
+    the field of their records that holds the text, how many documents to take if not all, and its share of the rows of
+    a batch."""
 
     name: str
     key: str
-    files: tuple[Path, ...]
+    files: dict[Path, tuple[int, int]]
     field: str
     documents: int | None
     weight: float
 
     def described(self) -> dict[str, Any]:
         """What changes whenever its documents may have; JSON."""
-        files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self.files]
+        files = [(str(path), *stamp) for path, stamp in self.files.items()]
         return {"field": self.field, "documents": self.documents, "files": files}
+
+    def check(self) -> None:
+        """Raises InputError where a file is no longer the one that was found: what was read of it must not be kept
+        under its name."""
+        changed = next((path for path, stamp in self.files.items() if _stamp(path) != stamp), None)
+        if changed is not None:
+            raise InputError(f"{self.key}: {changed} changed while it was read; start again")
 
 
 def find_sources(data: DataConfig, say: Callable[[str], None]) -> list[Source]:
@@ -53,16 +61,26 @@ def find_sources(data: DataConfig, say: Callable[[str], None]) -> list[Source]:
             else:
                 files.update(dict.fromkeys(_find(entry, key)))
         name = key.split(".")[-2]
-        found.append(Source(name, key, _without_doubles(files), source.field, source.documents, source.weight))
+        stamped = {path: _stamp(path) for path in _without_doubles(files)}
+        found.append(Source(name, key, stamped, source.field, source.documents, source.weight))
     return found
 
 
-def _without_doubles(files: Iterable[Path]) -> tuple[Path, ...]:
+def _stamp(path: Path) -> tuple[int, int]:
+    """Size and time of a file; of one that cannot be looked at, which reading will name, no such."""
+    try:
+        status = path.stat()
+    except OSError:
+        return -1, -1
+    return status.st_size, status.st_mtime_ns
+
+
+def _without_doubles(files: Iterable[Path]) -> Iterable[Path]:
     """Files by the first name they have here: a link may lack the suffix of what it leads to, or the other way."""
-    seen: dict[Path, Path] = {}
+    seen: dict[str, Path] = {}
     for path in files:
-        seen.setdefault(path.resolve(), Path(os.path.abspath(path)))
-    return tuple(seen.values())
+        seen.setdefault(os.path.realpath(path), Path(os.path.abspath(path)))
+    return seen.values()
 
 
 def _find(entry: str, key: str) -> list[Path]:

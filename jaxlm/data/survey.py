@@ -42,8 +42,16 @@ def share(text: str) -> float:
 
 
 def documents(part: Part) -> Iterator[str]:
-    """The documents of a part that can be read."""
-    return (item for item in formats.read(part) if isinstance(item, str))
+    """The documents of a part of a survey. Raises InputError where they are fewer than the survey found."""
+    left = part.documents
+    for item in formats.read(part):
+        if isinstance(item, str):
+            left -= 1
+            yield item
+    if left:
+        files = dict.fromkeys(piece.path for piece in part.slices)
+        others = f", or one of {len(files) - 1} files read with it," if len(files) > 1 else ""
+        raise InputError(f"{next(iter(files))}{others} changed while it was read; start again")
 
 
 class Losses(NamedTuple):
@@ -67,7 +75,8 @@ class Losses(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """A source that was read once: its parts, their split, the bytes of UTF-8 on both sides, and what is left out."""
+    """A source that was read once: its parts, each with how many documents it gives, their split, the bytes of UTF-8 on
+    both sides, and what is left out."""
 
     source: Source
     parts: tuple[Part, ...]
@@ -110,8 +119,8 @@ def survey(
     counted = in_order(partial(_tally, split=split), parts)
     for part, tally in zip(parts, counted, strict=True):
         if left is not None and tally.documents > left:
-            parts[len(tallies)] = part._replace(documents=left)
-            tally = _tally(parts[len(tallies)], split)
+            tally = _tally(part._replace(documents=left), split)
+        parts[len(tallies)] = part._replace(documents=tally.documents)
         tallies.append(tally)
         done += part.size
         progress(f"reading {source.name}", done, size)
@@ -129,7 +138,7 @@ def survey(
     losses = Losses(broken, whole + broken, examples)
     losses.check(source, max_broken)
     if not whole:
-        raise InputError(f"{source.key}: {', '.join(map(str, source.files[:_NAMED]))} are empty: there is no text")
+        raise InputError(f"{source.key}: {', '.join(map(str, [*source.files][:_NAMED]))} are empty: there is no text")
     for example in examples:
         say(f"left out: {example}")
     if broken > len(examples):

@@ -66,7 +66,7 @@ def tokenize(survey: Survey, tokenizer: Tokenizer, directory: Path, progress: Pr
 
     Parts are tokenized side by side into a folder beside it, where those that are whole stay if this breaks off, and
     are not tokenized again. The stores are the parts in their order, whoever tokenized them. Raises InputError, and
-    leaves nothing, for text that the tokenizer has no tokens for.
+    leaves nothing, for text that the tokenizer has no tokens for, or that changed since the survey.
     """
     work = unfinished(directory)
     work.mkdir(parents=True, exist_ok=True)
@@ -81,6 +81,7 @@ def tokenize(survey: Survey, tokenizer: Tokenizer, directory: Path, progress: Pr
         for job, _ in zip(missing, in_order(_tokenize_part, missing), strict=True):
             done += job.part.size
             progress(f"tokenizing {survey.source.name}", done, survey.size)
+        survey.source.check()
     except InputError:
         shutil.rmtree(work)
         raise

@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from jaxlm.data.cache import building
 from jaxlm.data.config import DataConfig
 from jaxlm.data.dataset import prepare
 from jaxlm.data.store import join_stores
+from jaxlm.data.survey import survey
 from jaxlm.data.tokenizers import characters_tokenizer
 from jaxlm.errors import InputError
 
@@ -132,6 +134,31 @@ def test_a_touched_file_is_read_again_into_the_same_data(describe, text):
     said: list[str] = []
     assert prepare(describe(), VOCABULARY, said.append).digest == first.digest
     assert said
+
+
+@pytest.mark.parametrize("change", [Path.unlink, lambda path: path.write_text("other words")], ids=["gone", "other"])
+@pytest.mark.parametrize("tokenizer", ["bytes", "characters", "bpe"])
+def test_text_that_changes_while_it_is_read_is_refused_and_not_kept(describe, text, monkeypatch, change, tokenizer):
+    def interrupted(*arguments):
+        found = survey(*arguments)
+        change(text / "00.txt")
+        return found
+
+    with monkeypatch.context() as patched, pytest.raises(InputError, match=r"00\.txt.* changed while it was read"):
+        patched.setattr(dataset, "survey", interrupted)
+        prepare(describe(tokenizer=tokenizer), VOCABULARY)
+    kept = [path for path in Path(describe().cache).rglob("*") if path.is_file() and path.parent.name != "locks"]
+    assert not kept and prepare(describe(tokenizer=tokenizer), VOCABULARY)
+
+
+def test_a_file_that_vanishes_when_its_tokenizer_is_trained_is_named(describe, text, monkeypatch):
+    def trained(*arguments):
+        (text / "00.txt").unlink()
+        return tokenizing.train_bpe(*arguments)
+
+    monkeypatch.setattr(dataset, "train_bpe", trained)
+    with pytest.raises(InputError, match=r"00\.txt.* changed while it was read"):
+        prepare(describe(tokenizer="bpe"), VOCABULARY)
 
 
 @pytest.mark.parametrize("change", [("held_out", 0.4), ("tokenizer", "characters"), ("tokenizer", "bpe")], ids=str)

@@ -174,7 +174,7 @@ def _read_lines(piece: Slice, field: str) -> Iterator[str | Broken]:
     with open(piece.path, "rb") as file:
         if piece.start:  # the line that runs across the start belongs to the slice before
             file.seek(piece.start - 1)
-            file.readline()
+            file.readline(piece.end - piece.start + 1)  # and may be as long as the file
         first = file.tell()
 
         def lines() -> Iterator[bytes]:

@@ -2,6 +2,7 @@
 
 import glob
 import os
+import stat
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -59,7 +60,7 @@ def find_sources(data: DataConfig, say: Callable[[str], None]) -> list[Source]:
                 fetched = huggingface.fetch(entry, source.field, source.documents, cache, key, say)
                 files.update(dict.fromkeys(fetched))
             else:
-                files.update(dict.fromkeys(_find(entry, key)))
+                files.update(dict.fromkeys(_find(entry, key, say)))
         name = key.split(".")[-2]
         stamped = {path: _stamp(path) for path in _without_doubles(files)}
         found.append(Source(name, key, stamped, source.field, source.documents, source.weight))
@@ -83,7 +84,7 @@ def _without_doubles(files: Iterable[Path]) -> Iterable[Path]:
     return seen.values()
 
 
-def _find(entry: str, key: str) -> list[Path]:
+def _find(entry: str, key: str, say: Callable[[str], None]) -> list[Path]:
     """The files that an entry means, in an order that does not depend on the file system."""
     if entry == STANDARD_LIBRARY:
         return _standard_library()
@@ -93,25 +94,36 @@ def _find(entry: str, key: str) -> list[Path]:
     except (OSError, RuntimeError, ValueError) as error:  # a name too long, a user who is not, a null byte
         raise InputError(f"{key}: {entry} is no name of {_KINDS} files ({error})") from None
     if is_file:
-        if not _is_text(path):
+        if not _is_text(path, key):
             raise InputError(f"{key}: {entry} is not text; give {_KINDS} files")
         return [path]
     if is_dir:
-        files = sorted(p for p in _under(path) if _is_text(p))
+        files = sorted(p for p in _under(path, key) if _is_text(p, key))
         if not files:
             raise InputError(f"{key}: no {_KINDS} files under {entry}")
         return files
-    files = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if _is_text(p))
+    matched = sorted(map(Path, glob.glob(str(path), recursive=True)))
+    files = [p for p in matched if _is_text(p, key)]
     if not files:
         raise InputError(f"{key}: {entry} is no file, directory or glob of {_KINDS} files here")
+    folders = [p for p in matched if os.path.isdir(p)]
+    if folders and "**" not in entry:
+        say(
+            f"{key}: folders that {entry} matches besides files, such as {folders[0]} ({len(folders):,} in all), are "
+            f"not read; give {entry}/** as well to read them"
+        )
     return files
 
 
-def _under(directory: Path) -> Iterator[Path]:
+def _under(directory: Path, key: str) -> Iterator[Path]:
     """The files of a folder and of all below it, behind links too; each folder once, by the first name that leads
     there, so that links to a folder above end."""
+
+    def refuse(error: OSError) -> None:
+        raise InputError(f"{key}: the folder {error.filename} cannot be read ({error.strerror})") from None
+
     entered: set[str] = set()
-    for folder, below, names in os.walk(directory, followlinks=True):
+    for folder, below, names in os.walk(directory, onerror=refuse, followlinks=True):
         if (real := os.path.realpath(folder)) in entered:
             below.clear()
             continue
@@ -120,8 +132,16 @@ def _under(directory: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names)
 
 
-def _is_text(path: Path) -> bool:
-    return path.name.endswith(SUFFIXES) and path.is_file()
+def _is_text(path: Path, key: str) -> bool:
+    """Whether it is such a file, or a link that leads to none: reading that will say so."""
+    if not path.name.endswith(SUFFIXES):
+        return False
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except PermissionError as error:
+        raise InputError(f"{key}: {path} cannot be looked at ({error.strerror})") from None
+    except OSError:
+        return path.is_symlink()
 
 
 def _standard_library() -> list[Path]:

@@ -1,4 +1,5 @@
 import gzip
+import io
 import json
 
 import numpy as np
@@ -46,6 +47,23 @@ def test_large_files_are_cut_and_small_ones_go_together(tmp_path, monkeypatch):
     for part in cut([large, *small], "text"):
         assert part.size <= 1000
     assert sum(part.size for part in cut([large], "text")) == large.stat().st_size
+
+
+def test_a_line_longer_than_many_parts_is_not_read_by_each(tmp_path, monkeypatch):
+    count = 0
+
+    class Counted(io.FileIO):
+        def readinto(self, buffer):
+            nonlocal count
+            count += (size := super().readinto(buffer))
+            return size
+
+    monkeypatch.setattr(formats, "PART_BYTES", 2**16)
+    monkeypatch.setattr(formats, "open", lambda path, _: io.BufferedReader(Counted(path)), raising=False)
+    texts = ["first", "x" * 2**22, "last"]
+    path = write(tmp_path / "a.jsonl", texts)
+    assert read_all(path) == texts
+    assert count < 4 * path.stat().st_size
 
 
 def test_row_groups_share_the_bytes_of_a_parquet_file(tmp_path, monkeypatch):

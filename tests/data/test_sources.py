@@ -1,3 +1,5 @@
+import errno
+import os
 import sysconfig
 from pathlib import Path
 
@@ -21,8 +23,8 @@ def write(path: Path, content: str | bytes = "text") -> Path:
     return path
 
 
-def find_files(text: list[str]) -> list[Path]:
-    (source,) = find_sources(DataConfig(text=text), lambda line: None)
+def find_files(text: list[str], said: list[str] | None = None) -> list[Path]:
+    (source,) = find_sources(DataConfig(text=text), (said if said is not None else []).append)
     return list(source.files)
 
 
@@ -77,6 +79,45 @@ def test_links_that_lead_back_end(tree):
     (tree / "a").symlink_to(tree / "z")
     (tree / "z").symlink_to(tree / "a")
     assert find_files([str(tree)]) == [tree / "a.md", tree / "b.txt", tree / "deep" / "er" / "c.py"]
+
+
+def test_links_to_texts_that_are_gone_are_named_when_they_are_read(tree):
+    (tree / "deep" / "gone.txt").symlink_to(tree / "nowhere.txt")
+    (tree / "deep" / "round.md").symlink_to(tree / "deep" / "round.md")
+    for entry in (tree / "deep", tree / "deep" / "*"):
+        broken = [item for item in read(*find_files([str(entry)])) if isinstance(item, Broken)]
+        assert [Path(item.where).name for item in broken] == ["gone.txt", "round.md"]
+        assert all("cannot be read" in item.why for item in broken)
+
+
+def test_folders_that_a_glob_matches_besides_files_are_said_not_to_be_read(tree):
+    said: list[str] = []
+    assert names(find_files([str(tree / "*")], said)) == ["a.md", "b.txt"]
+    (line,) = said
+    assert f"such as {tree}/deep (1 in all), are not read; give {tree}/*/** as well" in line
+    said.clear()
+    find_files([str(tree / "*.txt"), str(tree / "**")], said)
+    assert not said
+    assert names(find_files([str(tree / "*"), str(tree / "*" / "**")])) == ["a.md", "b.txt", "c.py"]
+
+
+def forbidden(function, folder):
+    """`function`, which may not look into that folder: permissions do not bind root."""
+
+    def guarded(path, *arguments, **options):
+        if str(path).startswith(str(folder)):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return function(path, *arguments, **options)
+
+    return guarded
+
+
+@pytest.mark.parametrize("name", ["scandir", "stat"])
+def test_what_may_not_be_looked_at_is_refused_by_its_name(tree, monkeypatch, name):
+    with monkeypatch.context() as patched:
+        patched.setattr(os, name, forbidden(getattr(os, name), tree / "deep" / "er"))
+        with pytest.raises(InputError, match=r"data\.text: .*deep/er.* cannot be .* \(Permission denied\)"):
+            find_files([str(tree)])
 
 
 def test_a_path_with_glob_characters_that_is_there_is_itself(tree):

@@ -1,10 +1,11 @@
 """Folders that are either whole or not there."""
 
+import errno
 import fcntl
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +24,15 @@ def writing(folder: Path | str) -> Iterator[None]:
 
 
 @contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Raises InputError where the block cannot load what lies in this folder of the cache."""
+    try:
+        yield
+    except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
+        raise InputError(f"data.cache: {folder} is damaged ({error}); remove it, and it is made anew") from error
+
+
+@contextmanager
 def building(directory: Path) -> Iterator[Path]:
     """A folder to fill that becomes `directory` when the block ends, and vanishes when it fails.
 
@@ -33,6 +43,8 @@ def building(directory: Path) -> Iterator[Path]:
     folder.mkdir()
     try:
         yield folder
+        for path in (*folder.rglob("*"), folder):
+            to_disk(path)  # or a power failure may leave the new name to empty files
         try:
             os.rename(folder, directory)
         except OSError:
@@ -42,10 +54,29 @@ def building(directory: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def to_disk(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that has no such thing
+            raise
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """One process at a time; the lock goes with the process that holds it."""
+def locked(path: Path, wait: Callable[[], None]) -> Iterator[None]:
+    """One process at a time, where the file system has locks; calls `wait` before it waits for another. The lock goes
+    with the process that holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            wait()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file system without locks
         yield

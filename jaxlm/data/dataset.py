@@ -2,19 +2,21 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxlm.data import tokenizers
-from jaxlm.data.cache import building, locked, writing
+from jaxlm.data.cache import building, locked, reading, writing
 from jaxlm.data.config import DataConfig
 from jaxlm.data.sources import Source, find_sources
 from jaxlm.data.store import TokenStore
 from jaxlm.data.survey import Losses, Progress, Survey, survey
 from jaxlm.data.tokenizers import Tokenizer
-from jaxlm.data.tokenizing import SIDES, TRAINING_BYTES, tokenize, train_bpe, train_characters
+from jaxlm.data.tokenizing import SIDES, TRAINING_BYTES, tokenize, train_bpe, train_characters, unfinished
 from jaxlm.errors import InputError
 
 _FORMAT = 2  # of what lies in the cache; another number makes everything anew
@@ -110,7 +112,9 @@ class _Cache:
                 source.check()
             with writing(self._data.cache), building(directory) as folder:
                 tokenizer.save(folder / "tokenizer.json")
-        return _fitting(tokenizers.load(directory / "tokenizer.json"), vocabulary)
+        with reading(directory):
+            tokenizer = tokenizers.load(directory / "tokenizer.json")
+        return _fitting(tokenizer, vocabulary)
 
     def split(self, source: Source, tokenizer: Tokenizer) -> tuple[SplitSource, str]:
         """A source's tokens, tokenized if they must be, and a digest of them."""
@@ -118,15 +122,21 @@ class _Cache:
         directory = self._directory("datasets", {**shaped_by, **source.described()})
         if not directory.is_dir():
             survey = self._survey(source)
-            with writing(self._data.cache), locked(self._folder / "locks" / directory.name):
+            waiting = partial(self._say, f"another jaxlm tokenizes {source.name}; waiting for it")
+            with writing(self._data.cache), locked(self._folder / "locks" / directory.name, waiting):
                 if not directory.is_dir():  # nobody else was first
+                    for killed in directory.parent.glob(f".{directory.name}-*"):
+                        shutil.rmtree(killed, ignore_errors=True)
                     self._say(f"tokenizing {_shown(survey.train_bytes + survey.held_out_bytes)} of {source.name}")
                     tokenize(survey, tokenizer, directory, self._progress)
-        train, held_out = (TokenStore(directory / side) for side in SIDES)
-        manifest = json.loads((directory / "manifest.json").read_text())
-        if source.name not in self._surveys and "losses" in manifest:  # older ones have none
-            self._look_again(source, Losses(**manifest["losses"]))
-        return SplitSource(train, held_out, source.weight), manifest["digest"]
+        shutil.rmtree(unfinished(directory), ignore_errors=True)
+        with reading(directory):
+            train, held_out = (TokenStore(directory / side) for side in SIDES)
+            manifest = json.loads((directory / "manifest.json").read_text())
+            digest, losses = manifest["digest"], Losses(**manifest.get("losses", {}))  # older ones have none
+        if source.name not in self._surveys:
+            self._look_again(source, losses)
+        return SplitSource(train, held_out, source.weight), digest
 
     def _look_again(self, source: Source, losses: Losses) -> None:
         """What a survey checks and says, of tokens that an earlier start made."""

@@ -10,7 +10,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from jaxlm.data.cache import writing
+from jaxlm.data.cache import to_disk, writing
 from jaxlm.data.config import HUGGING_FACE
 from jaxlm.errors import InputError
 
@@ -76,6 +76,7 @@ def _write(path: Path, rows: Iterator[dict[str, Any]]) -> int:
             for row in rows:
                 packed.write(json.dumps(row).encode() + b"\n")
                 written += 1
+        to_disk(partial)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

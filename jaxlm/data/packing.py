@@ -10,7 +10,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from jaxlm.data.cache import building, writing
+from jaxlm.data.cache import building, reading, writing
 from jaxlm.data.store import TokenStore
 from jaxlm.errors import InputError
 
@@ -65,7 +65,7 @@ def pack(lengths: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
 class Rows:
     """The packed rows of a store, by number; the index is built at first use and memory-mapped after.
 
-    Raises InputError where no document has a target, or the index cannot be written.
+    Raises InputError where no document has a target, or the index cannot be written or read.
     """
 
     def __init__(self, store: TokenStore, sequence: int):
@@ -76,8 +76,9 @@ class Rows:
             with writing(store.directory), building(index) as folder:
                 np.save(folder / "pieces.npy", pieces)
                 np.save(folder / "rows.npy", rows)
-        self._pieces = np.load(index / "pieces.npy", mmap_mode="r")
-        self._rows = np.load(index / "rows.npy", mmap_mode="r")
+        with reading(index):
+            self._pieces = np.load(index / "pieces.npy", mmap_mode="r")
+            self._rows = np.load(index / "rows.npy", mmap_mode="r")
         if not len(self):
             raise InputError("data.text: no document has two tokens, one to see and one to predict; give more text")
 

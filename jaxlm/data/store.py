@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxlm.data.cache import reading
 from jaxlm.data.tokenizers import Tokenizer
 
 SHARD_TOKENS = 2**29
@@ -20,32 +21,31 @@ class TokenStore:
 
     A folder with `tokens-00000.npy` … (the smallest unsigned type that holds an id), `documents.npy`, int64
     [documents, 3]: shard, first token and number of tokens, and `sizes.json`. No document lies in two shards.
+    `predicted_bytes`: UTF-8 bytes that the targets stand for.
     """
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self._documents = np.load(directory / "documents.npy", mmap_mode="r")
-        self._shards = [np.load(shard, mmap_mode="r") for shard in _shards(directory)]
+        self.documents = np.load(directory / "documents.npy", mmap_mode="r")
+        self.shards = [np.load(shard, mmap_mode="r") for shard in sorted(directory.glob("tokens-*.npy"))]
+        self.predicted_bytes: int = json.loads((directory / "sizes.json").read_text())["predicted_bytes"]
+        if len(self.documents) and self.documents[-1, 0] != len(self.shards) - 1:
+            raise ValueError("not all tokens are there")
 
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each document, separators included, int64 [documents]."""
-        return np.asarray(self._documents[:, 2])
+        return np.asarray(self.documents[:, 2])
 
     @property
     def targets(self) -> int:
         """Tokens that a model predicts: all but the first of each document."""
-        return int(np.maximum(self._documents[:, 2] - 1, 0).sum())
-
-    @property
-    def predicted_bytes(self) -> int:
-        """UTF-8 bytes that the targets stand for."""
-        return json.loads((self.directory / "sizes.json").read_text())["predicted_bytes"]
+        return int(np.maximum(self.documents[:, 2] - 1, 0).sum())
 
     def read(self, document: int, start: int, length: int) -> np.ndarray:
         """`length` tokens of a document from its token `start` on."""
-        shard, first, _ = self._documents[document]
-        return self._shards[shard][first + start : first + start + length]
+        shard, first, _ = self.documents[document]
+        return self.shards[shard][first + start : first + start + length]
 
 
 class StoreWriter:
@@ -95,13 +95,13 @@ def join_stores(directory: Path, parts: Iterable[Path]) -> str:
     """A new store of the documents of others, one after another; a digest of tokens and documents."""
     directory.mkdir(parents=True)
     files = None
-    for part in parts:
-        documents = np.load(part / "documents.npy")
-        for number, path in enumerate(_shards(part)):
-            tokens = np.load(path, mmap_mode="r")
+    for path in parts:
+        with reading(path.parent):
+            part = TokenStore(path)
+        for number, tokens in enumerate(part.shards):
             files = files or _StoreFiles(directory, tokens.dtype)
-            files.append(tokens, documents[documents[:, 0] == number, 1:])
-        files.predicted_bytes += json.loads((part / "sizes.json").read_text())["predicted_bytes"]
+            files.append(tokens, part.documents[part.documents[:, 0] == number, 1:])
+        files.predicted_bytes += part.predicted_bytes
     return files.close()
 
 
@@ -172,7 +172,3 @@ def predicted_bytes(texts: Iterable[str], tokenizer: Tokenizer) -> int:
             given = sum(map(tokenizer.size, tokenizer.encode(text[:_LONGEST_TOKEN])[:1]))
         total += len(text.encode()) - given
     return total
-
-
-def _shards(directory: Path) -> list[Path]:
-    return sorted(directory.glob("tokens-*.npy"))

@@ -1,7 +1,7 @@
 """A first reading of a source: how much text there is, what of it is broken, which documents are held out."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -57,9 +57,9 @@ def documents(part: Part) -> Iterator[str]:
 class Losses(NamedTuple):
     """How many of a source's documents cannot be read, of how many; `examples` are the first."""
 
-    broken: int
-    documents: int
-    examples: list[str]
+    broken: int = 0
+    documents: int = 0
+    examples: Sequence[str] = ()
 
     def check(self, source: Source, max_broken: float) -> None:
         """Raises InputError where more than that share is broken."""

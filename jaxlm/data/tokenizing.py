@@ -64,9 +64,9 @@ def tokenize(survey: Survey, tokenizer: Tokenizer, directory: Path, progress: Pr
     """Tokens of a source into a new folder: the stores `train` and `held_out`, and a manifest with their digest
     and what of the source is left out.
 
-    Parts are tokenized side by side into a folder beside it, where those that are whole stay if this breaks off, and
-    are not tokenized again. The stores are the parts in their order, whoever tokenized them. Raises InputError, and
-    leaves nothing, for text that the tokenizer has no tokens for, or that changed since the survey.
+    Parts are tokenized side by side into a folder beside it, `unfinished`, where those that are whole stay if this
+    breaks off, and are not tokenized again. The stores are the parts in their order, whoever tokenized them. Raises
+    InputError, and leaves nothing, for text that the tokenizer has no tokens for, or that changed since the survey.
     """
     work = unfinished(directory)
     work.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,6 @@ def tokenize(survey: Survey, tokenizer: Tokenizer, directory: Path, progress: Pr
         digests = [join_stores(folder / side, [job.directory / side for job in jobs]) for side in SIDES]
         manifest = {"digest": "".join(digests), "losses": survey.losses._asdict()}
         (folder / "manifest.json").write_text(json.dumps(manifest))
-    shutil.rmtree(work)
 
 
 def unfinished(directory: Path) -> Path:

@@ -1,5 +1,7 @@
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -7,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxlm.data import dataset, tokenizing
-from jaxlm.data.cache import building
+from jaxlm.data import cache, dataset, tokenizing
+from jaxlm.data.cache import building, locked
 from jaxlm.data.config import DataConfig
 from jaxlm.data.dataset import prepare
+from jaxlm.data.packing import Rows
 from jaxlm.data.store import join_stores
 from jaxlm.data.survey import survey
 from jaxlm.data.tokenizers import characters_tokenizer
@@ -260,6 +263,61 @@ def test_a_cache_that_is_full_is_refused(describe, monkeypatch):
     monkeypatch.setattr(dataset, "building", full)
     with pytest.raises(InputError, match=r"data\.cache: .* cannot be written \(No space left on device\)"):
         prepare(describe(tokenizer="bpe"), VOCABULARY)
+
+
+def test_a_damaged_cache_is_refused_with_what_to_remove(describe, tmp_path):
+    def load() -> str:
+        data = prepare(describe(tokenizer="bpe"), VOCABULARY)
+        Rows(data.sources["data"].train, 16)
+        return data.digest
+
+    whole = load()
+    files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.parent.name != "locks"]
+    assert len(files) >= 9
+    for path in files:
+        for damage in (Path.unlink, lambda path: os.truncate(path, path.stat().st_size // 2)):
+            damage(path)
+            with pytest.raises(InputError, match=r"data\.cache: \S+ is damaged .* remove it, and it is") as error:
+                load()
+            shutil.rmtree(str(error.value).split()[1])
+            assert load() == whole and path.exists()
+
+
+def test_what_a_killed_process_leaves_is_removed(describe, tmp_path):
+    prepare(describe(), VOCABULARY)
+    (name,) = in_cache(tmp_path)
+    (tmp_path / "cache" / "datasets" / f"{name}.parts").mkdir()
+    prepare(describe(), VOCABULARY)
+    assert in_cache(tmp_path) == [name]
+    (tmp_path / "cache" / "datasets" / name).rename(tmp_path / "cache" / "datasets" / f".{name}-0123")
+    prepare(describe(), VOCABULARY)
+    assert in_cache(tmp_path) == [name]
+
+
+def test_who_waits_for_another_process_says_so(tmp_path):
+    said: list[str] = []
+    holds = f"""
+from jaxlm.data.cache import locked
+with locked(__import__("pathlib").Path({str(tmp_path / "lock")!r}), None):
+    print("locked", flush=True)
+    input()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", holds], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout.readline()
+        with locked(tmp_path / "lock", lambda: said.append("waiting") or other.communicate("\n")):
+            assert said == ["waiting"] and other.poll() == 0
+    with locked(tmp_path / "lock", said.clear):
+        assert said
+
+
+def test_a_file_system_without_locks_will_do(describe, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(cache.fcntl, "flock", flock)
+    assert prepare(describe(), VOCABULARY)
 
 
 def test_of_two_builders_of_one_folder_the_first_stays(tmp_path):

@@ -36,15 +36,16 @@ def main(arguments: argparse.Namespace) -> int:
 
     import jax
 
+    from jaxlm.cli.progress import Bar
     from jaxlm.data.packing import Rows
     from jaxlm.training.evaluation import evaluate_sources
     from jaxlm.training.step import jit_steps, make_steps
 
     experiment = model.experiment
     steps = jit_steps(make_steps(experiment.model, experiment.training, experiment.optimizer), model.mesh)
-    text = {
-        name: Rows(store, experiment.training.sequence) for name, store in _text(arguments, run, experiment).items()
-    }
+    with Bar(steps=0) as bar:
+        stores = _text(arguments, run, experiment, bar)
+    text = {name: Rows(store, experiment.training.sequence) for name, store in stores.items()}
     with jax.set_mesh(model.mesh):
         measured = evaluate_sources(steps.evaluate, model.parameters, text, experiment.training.batch, model.mesh)
     row = {**measured.row(), "step": model.step}
@@ -80,13 +81,15 @@ def _at_tasks(arguments, run) -> int:
     return 0
 
 
-def _text(arguments, run, experiment) -> dict:
-    """The text to measure on, by the name of its source. Raises InputError where it is not that of the run."""
+def _text(arguments, run, experiment, bar) -> dict:
+    """The text to measure on, by the name of its source; `bar` shows how far it is. Raises InputError where it is not
+    that of the run."""
     from jaxlm.data.dataset import prepare, tokenize_whole
 
     if arguments.data is not None:
-        return {"data": tokenize_whole(experiment.data, arguments.data, run.load_tokenizer())}
-    dataset = prepare(experiment.data, experiment.model.vocabulary)
+        tokenizer = run.load_tokenizer()
+        return {"data": tokenize_whole(experiment.data, arguments.data, tokenizer, bar.say, bar.progress)}
+    dataset = prepare(experiment.data, experiment.model.vocabulary, bar.say, bar.progress)
     if dataset.digest != run.digest():
         trained_on = run.experiment().data
         if other := [key for key in _SHAPING if getattr(experiment.data, key) != getattr(trained_on, key)]:

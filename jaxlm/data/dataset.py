@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jaxlm.data import tokenizers
 from jaxlm.data.cache import building, locked, reading, writing
-from jaxlm.data.config import DataConfig
+from jaxlm.data.config import HUGGING_FACE, DataConfig
 from jaxlm.data.sources import Source, find_sources
 from jaxlm.data.store import TokenStore
 from jaxlm.data.survey import Losses, Progress, Survey, survey
@@ -48,11 +48,12 @@ class Dataset(NamedTuple):
         return sum(source.held_out_bytes for source in self.sources.values())
 
 
+def _nobody(*_: object) -> None:
+    """Nobody watches."""
+
+
 def prepare(
-    data: DataConfig,
-    vocabulary: int,
-    say: Callable[[str], None] = lambda line: None,
-    progress: Progress = lambda doing, done, size: None,
+    data: DataConfig, vocabulary: int, say: Callable[[str], None] = _nobody, progress: Progress = _nobody
 ) -> Dataset:
     """The dataset that the configuration describes, from the cache where it is there.
 
@@ -74,15 +75,19 @@ def prepare(
     return Dataset(tokenizer, {name: source for name, (source, _) in found.items()}, digest)
 
 
-def tokenize_whole(data: DataConfig, text: str, tokenizer: Tokenizer) -> TokenStore:
-    """Other text than `data` has, read as it says, as one store. Raises InputError as `prepare` does."""
-    data = data.model_copy(update={"text": (text,), "sources": {}, "held_out": 1.0})
-    (source,) = find_sources(data, _nobody)
-    return _Cache(data, _nobody, _nobody).split(source, tokenizer)[0].held_out
-
-
-def _nobody(*_: object) -> None:
-    """Nobody watches."""
+def tokenize_whole(
+    data: DataConfig,
+    text: str,
+    tokenizer: Tokenizer,
+    say: Callable[[str], None] = _nobody,
+    progress: Progress = _nobody,
+) -> TokenStore:
+    """Other text than `data` has, read as it says, as one store; all of it, unless it lies at Hugging Face. Raises
+    InputError as `prepare` does."""
+    documents = data.documents if text.startswith(HUGGING_FACE) else None
+    data = data.model_copy(update={"text": (text,), "sources": {}, "held_out": 1.0, "documents": documents})
+    (source,) = find_sources(data, say)
+    return _Cache(data, say, progress).split(source, tokenizer)[0].held_out
 
 
 class _Cache:

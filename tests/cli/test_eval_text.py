@@ -8,14 +8,16 @@ from runs import write_config
 
 from jaxlm import config
 from jaxlm.cli import eval, main
+from jaxlm.cli.progress import Bar
 from jaxlm.data.dataset import prepare
+from jaxlm.data.tokenizers import bytes_tokenizer
 from jaxlm.errors import InputError
 from jaxlm.run import Run
 
 
 @pytest.fixture
 def text(tmp_path):
-    """What eval measures on, of a run on forty documents, under overrides."""
+    """What eval measures on, the held-out text or other data, of a run on forty documents, under overrides."""
     folder = tmp_path / "text"
     folder.mkdir()
     run = Run(tmp_path / "run")
@@ -25,8 +27,9 @@ def text(tmp_path):
     experiment = run.experiment()
     run.data.write_text(json.dumps({"digest": prepare(experiment.data, experiment.model.vocabulary).digest}))
 
-    def text(*overrides: str) -> dict:
-        return eval._text(Namespace(data=None), run, config.load(run.config, overrides))
+    def text(*overrides: str, data: str | None = None) -> dict:
+        with Bar(steps=0) as bar:
+            return eval._text(Namespace(data=data), run, config.load(run.config, overrides), bar)
 
     return text
 
@@ -49,6 +52,15 @@ def test_text_that_changed_is_said_to_have(text, tmp_path):
     (tmp_path / "text" / "0.txt").write_text("something else")
     with pytest.raises(InputError, match="^the text of .*/run has changed"):
         text(f"data.cache={tmp_path}/other")
+
+
+def test_other_data_is_read_whole_and_what_is_broken_of_it_is_said(text, tmp_path, capsys):
+    bytes_tokenizer().save(tmp_path / "run" / "tokenizer.json")
+    (tmp_path / "other.jsonl").write_text('{"text": "some words"}\n' * 9 + "broken\n")
+    store = text("data.documents=3", "data.max_broken=0.5", data=str(tmp_path / "other.jsonl"))["data"]
+    assert len(store.lengths) == 9
+    out, error = capsys.readouterr()
+    assert out == "" and "left out: " in error and "other.jsonl:10 is not JSON" in error
 
 
 def test_data_without_a_name_is_refused(tmp_path, capsys):

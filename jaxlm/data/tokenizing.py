@@ -1,6 +1,7 @@
 """Surveyed text to a tokenizer and to tokens, part by part."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
@@ -18,6 +19,8 @@ from jaxlm.errors import InputError
 
 TRAINING_BYTES = 2**30  # of text that a tokenizer is trained on, about
 SIDES = ("train", "held_out")
+_RUN = 1024
+_ONE_WORD = re.compile(rf"\S{{{_RUN}}}|\s{{{_RUN}}}")  # as far as a tokenizer may see
 
 
 def train_characters(surveys: Sequence[Survey], progress: Progress) -> Tokenizer:
@@ -48,7 +51,19 @@ def train_bpe(surveys: Sequence[Survey], vocabulary: int, progress: Progress) ->
 
 def _sample(part: Part, split: Split, chosen: float) -> list[str]:
     texts = (split.divide(text)[0] for text in documents(part) if split.sample(text, chosen))
-    return [piece for text in texts if text for piece in tokenizers.pieces(text[:TRAINING_BYTES])]
+    pieces = (piece for text in texts if text for piece in tokenizers.pieces(text[:TRAINING_BYTES]))
+    return [short for piece in pieces for short in _cut_runs(piece)]
+
+
+def _cut_runs(text: str) -> Iterator[str]:
+    """A text, cut anywhere in runs without a blank, or of blanks, that are longer than twice _RUN: training takes the
+    square of their length, and what it learns hardly depends on where they end."""
+    at = 0
+    for end in range(_RUN, len(text), _RUN):
+        if _ONE_WORD.match(text, end - _RUN):
+            yield text[at:end]
+            at = end
+    yield text[at:]
 
 
 class _Job(NamedTuple):

@@ -194,6 +194,21 @@ def test_a_tokenizer_is_trained_on_an_even_sample_where_there_is_more_than_enoug
     assert len(set(given) & set(half)) == pytest.approx(len(given) / 2, rel=0.2)
 
 
+@pytest.mark.parametrize("alphabet", ["ACGT", " \n"], ids=["letters", "blanks"])
+def test_a_tokenizer_is_trained_on_long_text_without_words_in_little_time(tmp_path, alphabet):
+    """Of uncut letters, with the square of their number."""
+    path = tmp_path / "a.txt"
+    path.write_text("".join(random.Random(0).choices(alphabet, k=200_000)))
+    assert train_bpe([look(path)], 300, lambda *_: None).vocabulary == 300
+
+
+def test_runs_are_cut_and_words_are_not(tmp_path):
+    texts = ["words " * 5000, "x" * 2048, f"a {'x' * 3000}\n{' ' * 2000}b"]
+    found = [list(tokenizing._cut_runs(text)) for text in texts]
+    assert [len(pieces) for pieces in found] == [1, 2, 3]
+    assert ["".join(pieces) for pieces in found] == texts
+
+
 def test_every_character_is_a_token(tmp_path):
     held_out = look(write(tmp_path / "a.jsonl", [*TEXTS, "ünique"]))
     other = look(write_jsonl(tmp_path / "b.jsonl", ["Σ", "σ", "ς", *"abc"]), held_out=0.5)

@@ -1,5 +1,6 @@
 """Where text comes from and how it becomes tokens. Imports no JAX."""
 
+import math
 import os
 import re
 from typing import Annotated
@@ -11,6 +12,7 @@ from jaxlm.schema import Section
 STANDARD_LIBRARY = "stdlib"
 HUGGING_FACE = "hf:"  # begins the name of a dataset there
 TOKENIZERS = ("bytes", "characters", "bpe")
+_LEAST = 1e-9  # weight of a source, of the largest
 
 
 def default_cache() -> str:
@@ -39,7 +41,7 @@ Text = Annotated[
 
 class SourceConfig(Section):
     """One text of a mixture. `field` and `documents` are those of [data] where they are not given; of the rows of a
-    batch a source gives its share of all weights."""
+    batch a source gives its share of all weights, to within 1 %."""
 
     text: Text
     field: str | None = None
@@ -87,6 +89,15 @@ class DataConfig(Section):
         for name in self.sources:  # it becomes a key of results
             if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
                 raise ValueError(f"data.sources.{name!r} is no name of letters, digits, _ and -")
+        weights = {name: source.weight for name, source in self.sources.items()}
+        if math.isinf(sum(weights.values())):
+            raise ValueError("the weights of data.sources add up to more than a number holds; make all of them smaller")
+        for name, weight in weights.items():
+            if weight < _LEAST * max(weights.values()):
+                raise ValueError(
+                    f"data.sources.{name}.weight = {weight} is less than {_LEAST} of the largest, "
+                    f"{max(weights.values())}, and would give no row; leave the source out, or give it more"
+                )
         return self
 
     def described(self) -> dict[str, SourceConfig]:

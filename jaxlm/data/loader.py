@@ -15,14 +15,17 @@ _ENDLESS = 2**62  # steps
 def training_batches(
     sources: Sequence[tuple[Rows, float]], batch: int, seed: int, start: int, share: Sequence[int] | None = None
 ) -> Iterator[Batch]:
-    """Endless batches, int32 [batch, T] each, from step `start` on; rows of each source by its weight, evenly, and in
-    a new order every time all of its rows have been.
+    """Endless batches, int32 [batch, T] each, from step `start` on; rows of each source by its weight to within 1 %,
+    evenly, and in a new order every time all of its rows have been.
 
     Batch i is the same however often, and from wherever, reading begins: the step is the loader's whole state.
     `share` names the rows of each batch to read, where a process needs no others; arrays then hold these alone.
     Grain reads ahead in threads.
     """
-    shuffled = [grain.MapDataset.source(rows).shuffle(seed=seed).repeat() for rows, _ in sources]
+    shuffled = [
+        grain.MapDataset.source(rows).shuffle(seed=_seed_of(seed, position)).repeat()
+        for position, (rows, _) in enumerate(sources)
+    ]
     endless = grain.MapDataset.mix(shuffled, [weight for _, weight in sources])
     share = range(batch) if share is None else share
 
@@ -31,6 +34,12 @@ def training_batches(
 
     ahead = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
     return iter(grain.MapDataset.range(start, _ENDLESS).map(read).to_iter_dataset(ahead))
+
+
+def _seed_of(seed: int, position: int) -> int:
+    """One for each source, for Grain counts on from it in the epochs that follow: sources of a size would be drawn in
+    lockstep, and one seed's first epoch would be another's second."""
+    return int(np.random.SeedSequence([seed, position]).generate_state(1)[0])
 
 
 def evaluation_batches(

@@ -82,6 +82,11 @@ def test_seeds_give_different_orders(rows):
     assert len({tuple(order(take(rows, 6, seed=seed))) for seed in range(5)}) == 5
 
 
+def test_no_epoch_of_a_seed_is_one_of_another(rows):
+    epochs = [tuple(order(take(rows, 6, seed=seed, start=6 * epoch))) for seed in range(3) for epoch in range(3)]
+    assert len(set(epochs)) == 9
+
+
 def test_batches_are_int32(rows):
     (batch,) = take(rows, 1, batch=7)
     assert {(x.dtype, x.shape) for x in batch.values()} == {(np.dtype(np.int32), (7, SEQUENCE))}

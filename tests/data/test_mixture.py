@@ -74,6 +74,12 @@ def test_what_one_source_gives_does_not_depend_on_the_others(rows):
     assert two[:50] == three[:50]
 
 
+def test_sources_of_a_size_are_not_drawn_in_lockstep(rows):
+    batches = islice(training_batches([(rows["a"], 0.5), (rows["a"], 0.5)], 2, 0, 0), SIZES["a"])
+    one, other = zip(*(map(bytes, batch["tokens"]) for batch in batches), strict=True)
+    assert sorted(one) == sorted(other) and one != other
+
+
 @pytest.fixture
 def describe(tmp_path):
     write(tmp_path / "web.jsonl", [f"web page {i} of many" for i in range(200)])
@@ -123,6 +129,16 @@ def test_without_one_source_the_tokens_of_the_other_stay(describe):
     data = describe(tokenizer="bytes")
     prepare(data.model_copy(update={"sources": {"web": data.sources["web"]}}), 400, said.append)
     assert not said
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [((1e308, 1e308), "add up to more"), ((1.0, 1e-12), r"code\.weight = 1e-12 is"), ((1e-320, 1e308), r"web\.weight")],
+)
+def test_weights_that_leave_no_share_are_refused(describe, weights, says):
+    with pytest.raises(ValueError, match=says):
+        describe(weights=weights)
+    assert describe(weights=(1.0, 1e-8)).described()
 
 
 def test_a_source_is_named_where_it_is_wrong(describe, tmp_path):

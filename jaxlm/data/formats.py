@@ -1,6 +1,5 @@
 """Files as documents: the formats, and how the files of a source are cut into parts of about equal size."""
 
-import gzip
 import io
 import json
 import os
@@ -9,13 +8,14 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 PART_BYTES = 2**24
 _WHOLE = (".txt", ".md", ".py")
 _COMPRESSED = (".jsonl.gz", ".jsonl.zst")
 SUFFIXES = (*_WHOLE, ".jsonl", *_COMPRESSED, ".parquet")
 _CHUNK = 2**16
+_COMPRESSED_CHUNK = 2**12  # so small that little of a damaged file is lost before the damage
 
 
 class Slice(NamedTuple):
@@ -232,41 +232,59 @@ def _text(line: bytes, field: str) -> str:
 def _decompressed(path: str) -> Iterator[bytes]:
     """The lines of a compressed file."""
     with open(path, "rb") as file:
+        frames = _Frames(file, *(_gzip if path.endswith(".gz") else _zstandard)())
         try:
-            yield from gzip.open(file) if path.endswith(".gz") else io.BufferedReader(_Zstandard(file), _CHUNK)
+            yield from io.BufferedReader(frames, _CHUNK)
         except EOFError as error:
             raise _Unreadable(f"is cut short ({error})") from None
-        except (zlib.error, gzip.BadGzipFile) as error:
-            raise _Unreadable(f"is damaged ({error})", file.tell() / os.path.getsize(path)) from None
+        except frames.error as error:
+            raise _Unreadable(f"is damaged ({error})", frames.used / os.path.getsize(path)) from None
 
 
-class _Zstandard(io.RawIOBase):
-    """Frames of a file as one stream. The package's own reader takes a file that is cut short for a whole one."""
+def _gzip() -> tuple[Callable, type[Exception], bytes]:
+    return lambda: zlib.decompressobj(wbits=31), zlib.error, b"\0"
 
-    def __init__(self, file: io.BufferedReader):
-        import zstandard
 
-        self._file, self._frame, self._ready = file, None, memoryview(b"")
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)  # whatever `zstd --long` makes
-        self._error = zstandard.ZstdError
+def _zstandard() -> tuple[Callable, type[Exception], bytes]:
+    import zstandard
+
+    decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)  # whatever `zstd --long` makes
+    return decompressor.decompressobj, zstandard.ZstdError, b""
+
+
+class _Frames(io.RawIOBase):
+    """The frames of a file, each a stream of its own, as one. The packages' own readers take a file that is cut short
+    for a whole one (zstd), or do not tell how far they came (gzip).
+
+    `begin` gives a decompressor of one frame, which raises `error`; `padding` may lie behind a frame. `used`: bytes
+    of the file that all that came out so far was made of.
+    """
+
+    def __init__(self, file: BinaryIO, begin: Callable, error: type[Exception], padding: bytes):
+        self.error, self.used = error, 0
+        self._file, self._begin, self._padding = file, begin, padding
+        self._frame, self._given, self._fed, self._ready = None, b"", 0, memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer) -> int:
         while not self._ready:
-            rest = b"" if self._frame is None or not self._frame.eof else self._frame.unused_data
-            given = rest or self._file.read(_CHUNK)
+            given, self._given = self._given or self._file.read(_COMPRESSED_CHUNK), b""
             if not given:
-                if self._frame is not None and not self._frame.eof:
+                if self._frame is not None:
                     raise EOFError("the last frame has no end")
                 return 0
-            if self._frame is None or self._frame.eof:
-                self._frame = self._decompressor.decompressobj()
-            try:
-                self._ready = memoryview(self._frame.decompress(given))
-            except self._error as error:
-                raise zlib.error(str(error)) from None  # as gzip does
+            if self._frame is None:
+                given = given.lstrip(self._padding) if self._fed else given
+                if not given:
+                    continue
+                self._frame = self._begin()
+            self._ready = memoryview(self._frame.decompress(given))
+            if self._frame.eof:
+                self._given, self._frame = self._frame.unused_data, None
+            self._fed += len(given) - len(self._given)
+            self.used = self._fed if self._ready else self.used
         taken = self._ready[: len(buffer)]
         buffer[: len(taken)], self._ready = taken, self._ready[len(taken) :]
         return len(taken)

@@ -141,6 +141,14 @@ def test_several_frames_are_one_file(tmp_path):
     assert read_all(tmp_path / "a.jsonl.zst", tmp_path / "a.jsonl.gz") == ["a", "b"] * 2
 
 
+def test_zeros_behind_a_gzip_file_are_no_matter(tmp_path):
+    one, other = gzip.compress(lines(["a"])), gzip.compress(lines(["b"]))
+    (tmp_path / "a.jsonl.gz").write_bytes(one + b"\0" * 9999 + other + b"\0")
+    assert read_all(tmp_path / "a.jsonl.gz") == ["a", "b"]
+    (tmp_path / "a.jsonl.gz").write_bytes(b"\0" * 9999)
+    assert "damaged" in read_all(tmp_path / "a.jsonl.gz")[0].why
+
+
 def test_empty_files_hold_nothing(tmp_path):
     for name in ("a.jsonl", "a.txt", "a.jsonl.zst", "a.jsonl.gz"):
         (tmp_path / name).touch()

@@ -121,6 +121,17 @@ def test_what_lies_behind_damage_counts_by_its_bytes(tmp_path, suffix):
     assert broken + 500 == total == pytest.approx(2000, rel=0.2)
 
 
+@pytest.mark.parametrize(("suffix", "count"), [(".gz", 50), (".gz", 800), (".zst", 800)])
+def test_what_damage_loses_is_counted_by_what_comes_before_it(tmp_path, suffix, count):
+    path = write(tmp_path / f"a.jsonl{suffix}", [random_text(i) for i in range(4 * count)])
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 :] = b"\xff" * (len(content) // 2)
+    path.write_bytes(content)
+    there = len(taken(look(path, max_broken=0.99)))
+    broken, total = refused(path)
+    assert there and broken + there == total == pytest.approx(4 * count, rel=0.2)
+
+
 @pytest.mark.parametrize("name", ["b.parquet", "b.jsonl.gz", "b.jsonl.zst"])
 def test_a_file_that_tells_nothing_counts_by_its_bytes(tmp_path, name):
     size = write(tmp_path / "a.jsonl", TEXTS).stat().st_size

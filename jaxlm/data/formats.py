@@ -6,9 +6,14 @@ import os
 import tokenize
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
+from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+
+if TYPE_CHECKING:
+    import pyarrow.parquet
 
 PART_BYTES = 2**24
 _WHOLE = (".txt", ".md", ".py")
@@ -93,7 +98,7 @@ def _slices(path: Path) -> list[Slice]:
 
 
 def _row_groups(path: Path, size: int) -> list[Slice]:
-    with _Parquet(str(path)) as file:
+    with _parquet(str(path)) as file:
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         sizes, rows = [group.total_byte_size for group in groups], [group.num_rows for group in groups]
     starts, filled = [0], 0
@@ -218,7 +223,7 @@ def _text(line: bytes, field: str) -> str:
     if not isinstance(record, dict):
         raise _Unreadable("is no JSON object")
     if field not in record:
-        raise _Unreadable(f'has no field "{field}", but {", ".join(map(str, list(record)[:8])) or "none"}')
+        raise _Unreadable(f'has no field "{field}", but {named(record)}')
     text = record[field]
     if not isinstance(text, str):
         raise _Unreadable(f'has no text in its field "{field}"')
@@ -227,6 +232,11 @@ def _text(line: bytes, field: str) -> str:
     except UnicodeError:
         raise _Unreadable("is not Unicode text (half of a surrogate pair)") from None
     return text
+
+
+def named(fields: Iterable[str]) -> str:
+    """The first of the fields there are, in what fits a line of a message."""
+    return ", ".join(repr(field)[:40] for field in islice(fields, 8)) or "none"
 
 
 def _decompressed(path: str) -> Iterator[bytes]:
@@ -290,34 +300,28 @@ class _Frames(io.RawIOBase):
         return len(taken)
 
 
-class _Parquet:
-    """An open Parquet file; the context turns pyarrow's errors into _Unreadable."""
+@contextmanager
+def _parquet(path: str) -> Iterator["pyarrow.parquet.ParquetFile"]:
+    """An open Parquet file, whose errors become _Unreadable."""
+    import pyarrow
+    import pyarrow.parquet
 
-    def __init__(self, path: str):
-        self._path, self._file = path, None
-
-    def __enter__(self):
-        import pyarrow
-        import pyarrow.parquet
-
-        self._error = pyarrow.ArrowException
+    with open(path, "rb") as opened:  # pyarrow itself takes no name that is not UTF-8
         try:
-            self._file = pyarrow.parquet.ParquetFile(self._path)
-        except self._error as error:
+            file = pyarrow.parquet.ParquetFile(opened)
+        except pyarrow.ArrowException as error:
             raise _Unreadable(f"is no Parquet file ({error})") from None
-        return self._file
-
-    def __exit__(self, kind, error, _) -> None:
-        self._file.close()
-        if kind is not None and (issubclass(kind, (self._error, OSError))):
+        try:
+            yield file
+        except (pyarrow.ArrowException, OSError) as error:
             raise _Unreadable(f"is a damaged Parquet file ({error})") from None
 
 
 def _read_parquet(piece: Slice, field: str) -> Iterator[str | Broken]:
-    with _Parquet(piece.path) as file:
+    with _parquet(piece.path) as file:
         names = file.schema_arrow.names
         if field not in names:
-            raise _Unreadable(f'has no column "{field}", but {", ".join(names[:8])}')
+            raise _Unreadable(f'has no column "{field}", but {named(names)}')
         number = sum(file.metadata.row_group(i).num_rows for i in range(piece.start))
         groups = list(range(piece.start, piece.end))
         for batch in file.iter_batches(256, row_groups=groups, columns=[field], use_threads=False):

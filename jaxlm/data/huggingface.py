@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxlm.data.cache import to_disk, writing
 from jaxlm.data.config import HUGGING_FACE
+from jaxlm.data.formats import named
 from jaxlm.errors import InputError
 
 _ROWS_PER_FILE = 10_000
@@ -57,7 +58,7 @@ def _rows(asked: re.Match, field: str, first: int, end: int, key: str, entry: st
         stream = datasets.load_dataset(asked["path"], asked["name"], split=asked["split"] or "train", streaming=True)
         for row in stream.skip(first).take(max(end - first, 0)):
             if field not in row:
-                raise InputError(f'{key}: {entry} has no field "{field}", but {", ".join(row)}')
+                raise InputError(f'{key}: {entry} has no field "{field}", but {named(row)}')
             yield {field: row[field] if isinstance(row[field], str) else None}  # null is counted as broken when read
     except InputError:
         raise

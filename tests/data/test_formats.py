@@ -1,6 +1,7 @@
 import gzip
 import io
 import json
+import os
 
 import numpy as np
 import pyarrow
@@ -84,7 +85,8 @@ LINES = {
     "not JSON": (b'{"text": "a"', "is not JSON"),
     "words": (b"words", "is not JSON"),
     "a list": (b'["text"]', "no JSON object"),
-    "another field": (b'{"content": "a"}', 'no field "text", but content'),
+    "another field": (b'{"content": "a"}', "no field \"text\", but 'content'"),
+    "a long field": (b'{"' + b"a\\n" * 1000 + b'": 1}', "but '" + r"a\n" * 13),
     "no field": (b"{}", 'no field "text", but none'),
     "a number": (b'{"text": 5}', 'no text in its field "text"'),
     "null": (b'{"text": null}', 'no text in its field "text"'),
@@ -164,10 +166,16 @@ def test_a_bad_parquet_file_is_broken(tmp_path):
     column = pyarrow.parquet.read_metadata(damaged).row_group(0).column(1)
     content[column.dictionary_page_offset : column.data_page_offset] = b""
     damaged.write_bytes(content)
-    for path, why in ((tmp_path / "garbage.parquet", "Parquet"), (other, 'column "text", but id, content')):
+    for path, why in ((tmp_path / "garbage.parquet", "Parquet"), (other, "column \"text\", but 'id', 'content'")):
         (broken,) = read_all(path)
         assert broken.where == str(path) and why in broken.why
     assert any(isinstance(item, Broken) for item in read_all(damaged))
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_file_may_have_a_name_that_is_not_utf8(tmp_path, name):
+    path = write(tmp_path / name, TEXTS)
+    assert read_all(path.rename(tmp_path / os.fsdecode(b"\xff" + name.encode()))) == TEXTS
 
 
 def test_a_parquet_column_that_is_no_text_breaks_each_row(tmp_path):

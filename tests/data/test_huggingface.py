@@ -108,7 +108,7 @@ def test_what_names_no_dataset_is_refused(tmp_path, entry):
 
 
 def test_a_wrong_field_is_refused_with_those_there_are(asked, tmp_path):
-    with pytest.raises(InputError, match='no field "content", but id, text'):
+    with pytest.raises(InputError, match="no field \"content\", but 'id', 'text'"):
         get("hf:owner/name", tmp_path, field="content")
 
 

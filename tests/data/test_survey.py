@@ -81,7 +81,7 @@ def test_one_broken_file_of_few_stops(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.jsonl.gz"])
 def test_a_wrong_field_stops_with_the_fields_there_are(tmp_path, name):
-    with pytest.raises(InputError, match='"content", but id, text'):
+    with pytest.raises(InputError, match="\"content\", but 'id', 'text'"):
         look(write(tmp_path / name, TEXTS), field="content")
 
 

@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +14,15 @@ from jaxlm.errors import InputError
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES_VOCABULARY = 257
-# Names under which published tokenizers keep the token that separates documents.
-_SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "</s>")
+# Names under which published tokenizers keep the token that separates documents; where one has <eos>, </s> is HTML.
+_SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "<｜end▁of▁sentence｜>", "</s>")
 # Characters that are encoded at once, and that a piece of a long document has at least.
 _AT_ONCE = 2**20
 _PIECE = 2**16
 _ANYWHERE = re.compile(r"(?s:.)")
+# What in a pattern sees what lies before or behind a match; but for `\s+(?!\S)`, blanks of which the last is left.
+_LOOKS_AROUND = re.compile(r"\(\?<|\(\?=|(?<!\\s\+)\(\?!|\(\?!(?!\\S\))|\\[ABbGKZz]|(?<!\[)\^|\$")
+_UNSURE = 8  # splits of a window that its end may have changed
 _BEFORE_BLANK = re.compile(r"\S(?=[ \n])")  # GPT-2's pattern always splits there, whatever comes before and after
 
 
@@ -59,6 +62,9 @@ class Tokenizer:
         """Token ids of whole documents, between separators where the tokenizer has one."""
         dtype = self.dtype
         ends = np.array([] if self.separator is None else [self.separator], dtype)
+        if self._of_bytes:
+            encoded = (np.frombuffer(text.encode(), np.uint8) for text in texts)
+            return [np.concatenate([ends, ids, ends]) for ids in encoded]
         found = [[ends] for _ in texts]
         for numbers, batch in self._batches(texts):
             for number, ids in zip(numbers, self.encode_batch(batch), strict=True):
@@ -93,7 +99,7 @@ class Tokenizer:
         hundred bytes per token."""
         numbers, batch, size = [], [], 0
         for number, text in enumerate(texts):
-            for piece in pieces(text, self._cut) if len(text) > _PIECE else (text,):
+            for piece in self._pieces(text) if len(text) > _PIECE else (text,):
                 numbers.append(number)
                 batch.append(piece)
                 size += len(piece)
@@ -103,19 +109,29 @@ class Tokenizer:
         yield numbers, batch
 
     @cached_property
-    def _cut(self) -> re.Pattern | None:
-        """What a piece may end with, where tokens are known not to reach over it."""
-        if self.to_json() == bytes_tokenizer().to_json():
-            return _ANYWHERE
+    def _of_bytes(self) -> bool:
+        return self.to_json() == bytes_tokenizer().to_json()
+
+    @cached_property
+    def _pieces(self) -> Callable[[str], Iterable[str]]:
+        """Cuts a text where tokens are known not to reach over the ends of its pieces."""
         described = json.loads(self.to_json())
         if described["normalizer"] or not all(token["special"] for token in described["added_tokens"]):
-            return None
+            return _uncut
         match described["pre_tokenizer"], described["model"]:
             case {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}, _:
-                return _ANYWHERE
+                return partial(pieces, end=_ANYWHERE)
             case {"type": "ByteLevel", "use_regex": True, "add_prefix_space": False}, {"type": "BPE"}:
-                return _BEFORE_BLANK
-        return None
+                return pieces
+            case {
+                "type": "Sequence",
+                "pretokenizers": [
+                    {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+                    {"type": "ByteLevel", "use_regex": False, "add_prefix_space": False},
+                ],
+            }, {"type": "BPE"} if not _LOOKS_AROUND.search(pattern):
+                return partial(_pieces_of_splits, split=pre_tokenizers.Split(Regex(pattern), "isolated"))
+        return _uncut
 
     def _why_not(self, texts: Sequence[str]) -> str | None:
         if not isinstance(self._backend.model, models.WordLevel):
@@ -125,15 +141,33 @@ class Tokenizer:
         return strange and f"the character {strange!r} is not among the {self.vocabulary} the tokenizer knows"
 
 
-def pieces(text: str, cut: re.Pattern | None = _BEFORE_BLANK) -> Iterator[str]:
-    """A text, where it is long in pieces that end with `cut`; if not said, where our byte-pair encoding learns and
+def pieces(text: str, end: re.Pattern = _BEFORE_BLANK) -> Iterator[str]:
+    """A text, where it is long in pieces that end with `end`; if not said, where our byte-pair encoding learns and
     makes the same tokens of them as of the whole."""
     at = 0
-    while cut and (found := cut.search(text, at + _PIECE - 1)):
+    while found := end.search(text, at + _PIECE - 1):
         yield text[at : found.end()]
         at = found.end()
     if at < len(text) or not at:
         yield text[at:]
+
+
+def _pieces_of_splits(text: str, split: pre_tokenizers.Split) -> Iterator[str]:
+    """A text in pieces that end where it is split, behind something else than a blank, since how blanks are split
+    depends on what follows. Splits depend on nothing before them, and only the last of a window on what is behind."""
+    at, size = 0, _PIECE
+    while len(text) - at > size:
+        splits = split.pre_tokenize_str(text[at : at + size])[:-_UNSURE]
+        if length := next((end for word, (_, end) in reversed(splits) if not word[-1].isspace()), 0):
+            yield text[at : at + length]
+            at, size = at + length, _PIECE
+        else:
+            size *= 2
+    yield text[at:]
+
+
+def _uncut(text: str) -> Iterable[str]:
+    return (text,)
 
 
 def load(path: Path) -> Tokenizer:

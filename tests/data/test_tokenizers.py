@@ -7,6 +7,8 @@ import sys
 
 import numpy as np
 import pytest
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
 
 from jaxlm.data import tokenizers
 from jaxlm.data.tokenizers import END_OF_TEXT, bytes_tokenizer, characters_tokenizer, train_bpe
@@ -30,9 +32,29 @@ def bpe():
     return train_bpe(CORPUS, 400)
 
 
-@pytest.fixture(params=["bytes", "characters", "bpe"])
-def tokenizer(request, bpe):
-    return {"bytes": bytes_tokenizer(), "characters": characters_tokenizer(TEXTS), "bpe": bpe}[request.param]
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """Of the kind that large models are published with: a pattern of its own splits words, and bytes are paired."""
+    pattern = r"(?i:'(?:s|ll|re))|[^\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+\n*|\s*\n+|\s+(?!\S)|\s+"
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator([*CORPUS, *map(odd_text, range(5))], trainer)
+    path = tmp_path_factory.mktemp("published") / "tokenizer.json"
+    backend.save(str(path))
+    return tokenizers.load(path)
+
+
+@pytest.fixture(params=["bytes", "characters", "bpe", "published"])
+def tokenizer(request):
+    made = {"bytes": bytes_tokenizer, "characters": lambda: characters_tokenizer(TEXTS)}.get(request.param)
+    return made() if made else request.getfixturevalue(request.param)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -148,10 +170,12 @@ def test_ids_are_kept_in_the_smallest_type_that_holds_them(size, dtype):
 def odd_text(seed: int) -> str:
     """Words, blanks of every kind, contractions and separators, in no order."""
     blanks = [" ", "  ", "\n", " \n ", "\r\n", "\t", "\x1c", "\u2028"]
-    some = [*TEXTS[1:], *CORPUS[:5], *blanks, "it's", "'ll", "12 345", "?!"]
+    runs = [" " * 9, "\n\n  ", "0123456789", "長い文章", "x" * 40, "...!\n"]
+    some = [*TEXTS[1:], *CORPUS[:5], *blanks, *runs, "it's", "'ll", "12 345", "?!"]
     return "".join(random.Random(seed).choices(some, k=400))
 
 
+@pytest.mark.parametrize("tokenizer", ["characters", "bpe", "published"], indirect=True)
 @pytest.mark.parametrize("seed", range(10))
 def test_a_long_document_has_the_tokens_of_the_whole(tokenizer, monkeypatch, seed):
     text = odd_text(seed)
@@ -171,9 +195,8 @@ def test_a_long_document_has_the_tokens_of_the_whole(tokenizer, monkeypatch, see
         assert len(given) > 50 and "".join(given) == f"a{text}"
 
 
-@pytest.mark.parametrize("made", [bytes_tokenizer, lambda: characters_tokenizer(["x"])])
-def test_bytes_and_characters_need_no_blanks(made, monkeypatch):
-    tokenizer, sizes = made(), []
+def test_characters_need_no_blanks(monkeypatch):
+    tokenizer, sizes = characters_tokenizer(["x"]), []
     encode = tokenizer.encode_batch
     monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: sizes.extend(map(len, texts)) or encode(texts))
     monkeypatch.setattr(tokenizers, "_PIECE", 100)
@@ -193,11 +216,21 @@ def test_a_long_document_is_not_cut_where_tokens_may_reach_over_it(tmp_path, mon
     def prefixed(values):
         values["pre_tokenizer"]["add_prefix_space"] = True
 
+    def behind(values, pattern="(?<=a) a|a| "):
+        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        own = {**values["pre_tokenizer"], "use_regex": False}
+        values["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, own]}
+        values["model"]["vocab"]["Ġa"], values["model"]["merges"] = 257, [["Ġ", "a"]]
+
+    def ahead(values):
+        behind(values, "(?=( a)*$) a|a| ")
+
     monkeypatch.setattr(tokenizers, "_PIECE", 1)
-    for change in (any_words, named, prefixed):
+    monkeypatch.setattr(tokenizers, "_UNSURE", 1)
+    for change in (any_words, named, prefixed, behind, ahead):
         tokenizer = changed(tmp_path, change)
-        (ids,) = tokenizer.encode_documents(["a a a"])
-        assert ids[1:-1].tolist() == tokenizer.encode("a a a")
+        (ids,) = tokenizer.encode_documents(["a a a a"])
+        assert ids[1:-1].tolist() == tokenizer.encode("a a a a")
 
 
 def test_a_tokenizer_is_trained_on_pieces_as_on_the_whole(monkeypatch):
@@ -242,7 +275,7 @@ def changed(tmp_path, change):
     return tokenizers.load(tmp_path / "tokenizer.json")
 
 
-@pytest.mark.parametrize("separator", [END_OF_TEXT, "<|end_of_text|>", "</s>"])
+@pytest.mark.parametrize("separator", [END_OF_TEXT, "<|end_of_text|>", "<eos>", "<｜end▁of▁sentence｜>", "</s>"])
 def test_the_separator_of_a_published_tokenizer_is_found(tmp_path, separator):
     tokenizer = changed(tmp_path, lambda values: values["added_tokens"][0].update(content=separator))
     assert tokenizer.separator == 256

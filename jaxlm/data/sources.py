@@ -68,7 +68,7 @@ def find_sources(data: DataConfig, say: Callable[[str], None]) -> list[Source]:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Size and time of a file; of one that cannot be looked at, which reading will name, no such."""
+    """Size and time of a file, or -1 of one that cannot be looked at: reading it will say so."""
     try:
         status = path.stat()
     except OSError:
@@ -106,8 +106,7 @@ def _find(entry: str, key: str, say: Callable[[str], None]) -> list[Path]:
     files = [p for p in matched if _is_text(p, key)]
     if not files:
         raise InputError(f"{key}: {entry} is no file, directory or glob of {_KINDS} files here")
-    folders = [p for p in matched if os.path.isdir(p)]
-    if folders and "**" not in entry:
+    if "**" not in entry and (folders := [p for p in matched if os.path.isdir(p)]):
         say(
             f"{key}: folders that {entry} matches besides files, such as {folders[0]} ({len(folders):,} in all), are "
             f"not read; give {entry}/** as well to read them"

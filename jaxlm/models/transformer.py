@@ -171,11 +171,23 @@ def _rows_backward(saved: tuple, d_BTD: jax.Array) -> tuple[jax.Array, None]:
     """Of a frequent token thousands of gradients are added: in float32, since in bfloat16 the sum would stand still.
     Each device adds those of its own rows of the batch, and rounds before sums travel."""
     index_BT, like = saved
-    table = jax.ShapeDtypeStruct(like.shape[1:], jnp.float32)
+    _, parts, rows, D = like.shape
 
     def added(d_BTD: jax.Array, index_BT: jax.Array) -> jax.Array:
-        (d_PRD,) = jax.linear_transpose(lambda rows_PRD: _rows(rows_PRD, index_BT), table)(d_BTD.astype(jnp.float32))
-        return d_PRD.astype(like.dtype)
+        """[P, R, D]. Sums of N tokens are as many or fewer: a table of them in float32 may be far larger."""
+        place_N = jnp.arange(index_BT.size)
+        index_N, order_N = jax.lax.sort((jnp.clip(index_BT, 0, parts * rows - 1).reshape(-1), place_N), num_keys=1)
+        begins_N = jnp.concatenate([jnp.ones(1, bool), index_N[1:] != index_N[:-1]])
+        at_N = jax.lax.cummax(jnp.where(begins_N, place_N, 0))  # each sum stands where its index begins
+        sums_ND = jnp.zeros((index_BT.size, D), jnp.float32)
+        sums_ND = sums_ND.at[at_N].add(d_BTD.reshape(-1, D)[order_N].astype(jnp.float32), indices_are_sorted=True)
+
+        def put(first: jax.Array) -> jax.Array:
+            held_N = begins_N & (first <= index_N) & (index_N < first + rows)
+            row_N = jnp.where(held_N, index_N - first, rows)  # behind the last: dropped
+            return jnp.zeros((rows, D), like.dtype).at[row_N].set(sums_ND.astype(like.dtype), mode="drop")
+
+        return jax.vmap(put)(rows * jnp.arange(parts))
 
     d_GPRD = jax.vmap(added)(by_parts(d_BTD, "batch"), by_parts(index_BT, "batch"))
     return jax.lax.reduce_sum(d_GPRD, axes=(0,)), None

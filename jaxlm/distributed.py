@@ -148,7 +148,7 @@ def _native_output_to_stderr() -> None:
     sys.stdout.flush()
     ours = os.dup(1)
     os.dup2(2, 1)
-    sys.stdout = os.fdopen(ours, "w", encoding=sys.stdout.encoding)
+    sys.stdout = os.fdopen(ours, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
 
 
 def processes() -> int:

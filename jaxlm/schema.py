@@ -16,12 +16,15 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _true_is_no_number(cls, values: Any) -> Any:
-        """Python counts with True as 1, and pydantic lets it."""
-        for name, value in values.items() if isinstance(values, dict) else ():
-            field = cls.model_fields.get(name)
-            if isinstance(value, bool) and field and bool not in _types_in(field.annotation):
-                raise ValueError(f"{name} = {str(value).lower()}, and is no switch")
-        return values
+        """Python counts with True as 1, and pydantic lets it: as a word it is refused."""
+        if not isinstance(values, dict):
+            return values
+        kinds = {name: _types_in(field.annotation) for name, field in cls.model_fields.items()}
+        numbers = {name for name, types in kinds.items() if types & {int, float} and bool not in types}
+        return {
+            name: str(value).lower() if isinstance(value, bool) and name in numbers else value
+            for name, value in values.items()
+        }
 
 
 def one_of(*sections: type[Section]) -> Any:

@@ -67,9 +67,9 @@ def to_disk(path: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path, wait: Callable[[], None]) -> Iterator[None]:
-    """One process at a time, where the file system has locks; calls `wait` before it waits for another. The lock goes
-    with the process that holds it."""
+def locked(path: Path, wait: Callable[[], None]) -> Iterator[bool]:
+    """One process at a time, where the file system has locks; whether it has. Calls `wait` before it waits for another.
+    The lock goes with the process that holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         try:
@@ -78,5 +78,6 @@ def locked(path: Path, wait: Callable[[], None]) -> Iterator[None]:
             wait()
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
-            pass  # a file system without locks
-        yield
+            yield False
+            return
+        yield True

@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,16 +126,20 @@ class _Cache:
         """A source's tokens, tokenized if they must be, and a digest of them."""
         shaped_by = {"tokenizer": tokenizer.to_json(), "held_out": self._data.held_out}
         directory = self._directory("datasets", {**shaped_by, **source.described()})
+        lock = self._folder / "locks" / directory.name
         if not directory.is_dir():
             survey = self._survey(source)
             waiting = partial(self._say, f"another jaxlm tokenizes {source.name}; waiting for it")
-            with writing(self._data.cache), locked(self._folder / "locks" / directory.name, waiting):
+            with writing(self._data.cache), locked(lock, waiting) as alone:
                 if not directory.is_dir():  # nobody else was first
-                    for killed in directory.parent.glob(f".{directory.name}-*"):
+                    for killed in directory.parent.glob(f".{directory.name}-*") if alone else ():
                         shutil.rmtree(killed, ignore_errors=True)
                     self._say(f"tokenizing {_shown(survey.train_bytes + survey.held_out_bytes)} of {source.name}")
                     tokenize(survey, tokenizer, directory, self._progress)
-        shutil.rmtree(unfinished(directory), ignore_errors=True)
+        elif unfinished(directory).is_dir():  # of a process that was killed, unless another just ends with it
+            with suppress(OSError), locked(lock, _nobody) as alone:
+                if alone:
+                    shutil.rmtree(unfinished(directory))
         with reading(directory):
             train, held_out = (TokenStore(directory / side) for side in SIDES)
             manifest = json.loads((directory / "manifest.json").read_text())

@@ -55,12 +55,19 @@ def find_sources(data: DataConfig, say: Callable[[str], None]) -> list[Source]:
     found = []
     for key, source in data.described().items():
         files: dict[Path, None] = {}
+        passed_over: dict[Path, str] = {}
         for entry in source.text:
             if entry.startswith(HUGGING_FACE):
                 fetched = huggingface.fetch(entry, source.field, source.documents, cache, key, say)
                 files.update(dict.fromkeys(fetched))
             else:
-                files.update(dict.fromkeys(_find(entry, key, say)))
+                found_here, folders = _find(entry, key)
+                files.update(dict.fromkeys(found_here))
+                passed_over.update(dict.fromkeys(folders, entry))
+        for folder, entry in passed_over.items():
+            if not any(folder in file.parents for file in files):
+                say(f"{key}: {entry} also matches the folder {folder}, which is not read; give it too to read it")
+                break
         name = key.split(".")[-2]
         stamped = {path: _stamp(path) for path in _without_doubles(files)}
         found.append(Source(name, key, stamped, source.field, source.documents, source.weight))
@@ -84,10 +91,11 @@ def _without_doubles(files: Iterable[Path]) -> Iterable[Path]:
     return seen.values()
 
 
-def _find(entry: str, key: str, say: Callable[[str], None]) -> list[Path]:
-    """The files that an entry means, in an order that does not depend on the file system."""
+def _find(entry: str, key: str) -> tuple[list[Path], list[Path]]:
+    """The files that an entry means, in an order that does not depend on the file system, and the folders that a glob
+    matches beside them."""
     if entry == STANDARD_LIBRARY:
-        return _standard_library()
+        return _standard_library(), []
     try:
         path = Path(entry).expanduser()
         is_file, is_dir = path.is_file(), path.is_dir()
@@ -96,22 +104,17 @@ def _find(entry: str, key: str, say: Callable[[str], None]) -> list[Path]:
     if is_file:
         if not _is_text(path, key):
             raise InputError(f"{key}: {entry} is not text; give {_KINDS} files")
-        return [path]
+        return [path], []
     if is_dir:
         files = sorted(p for p in _under(path, key) if _is_text(p, key))
         if not files:
             raise InputError(f"{key}: no {_KINDS} files under {entry}")
-        return files
+        return files, []
     matched = sorted(map(Path, glob.glob(str(path), recursive=True)))
     files = [p for p in matched if _is_text(p, key)]
     if not files:
         raise InputError(f"{key}: {entry} is no file, directory or glob of {_KINDS} files here")
-    if "**" not in entry and (folders := [p for p in matched if os.path.isdir(p)]):
-        say(
-            f"{key}: folders that {entry} matches besides files, such as {folders[0]} ({len(folders):,} in all), are "
-            f"not read; give {entry}/** as well to read them"
-        )
-    return files
+    return files, [] if "**" in entry else [p for p in matched if os.path.isdir(p)]
 
 
 def _under(directory: Path, key: str) -> Iterator[Path]:
@@ -119,7 +122,9 @@ def _under(directory: Path, key: str) -> Iterator[Path]:
     there, so that links to a folder above end."""
 
     def refuse(error: OSError) -> None:
-        raise InputError(f"{key}: the folder {error.filename} cannot be read ({error.strerror})") from None
+        raise InputError(
+            f"{key}: the folder {error.filename} cannot be read ({error.strerror}); give what lies beside it"
+        ) from None
 
     entered: set[str] = set()
     for folder, below, names in os.walk(directory, onerror=refuse, followlinks=True):

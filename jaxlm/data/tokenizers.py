@@ -21,7 +21,7 @@ _AT_ONCE = 2**20
 _PIECE = 2**16
 _ANYWHERE = re.compile(r"(?s:.)")
 # What in a pattern sees what lies before or behind a match; but for `\s+(?!\S)`, blanks of which the last is left.
-_LOOKS_AROUND = re.compile(r"\(\?<|\(\?=|(?<!\\s\+)\(\?!|\(\?!(?!\\S\))|\\[ABbGKZz]|(?<!\[)\^|\$")
+_LOOKS_AROUND = re.compile(r"\(\?<|\(\?=|(?<!\\s\+)\(\?!|\(\?!(?!\\S\))|\\[ABbGKYyZz]|(?<!\[)\^|\$")
 _UNSURE = 8  # splits of a window that its end may have changed
 _BEFORE_BLANK = re.compile(r"\S(?=[ \n])")  # GPT-2's pattern always splits there, whatever comes before and after
 
@@ -154,7 +154,9 @@ def pieces(text: str, end: re.Pattern = _BEFORE_BLANK) -> Iterator[str]:
 
 def _pieces_of_splits(text: str, split: pre_tokenizers.Split) -> Iterator[str]:
     """A text in pieces that end where it is split, behind something else than a blank, since how blanks are split
-    depends on what follows. Splits depend on nothing before them, and only the last of a window on what is behind."""
+    depends on what follows. Splits depend on nothing before them, and but for the last of a window on nothing behind:
+    so it is with runs of kinds of characters, as published patterns have them, and not where what begins a match may
+    turn out, far behind, to begin none."""
     at, size = 0, _PIECE
     while len(text) - at > size:
         splits = split.pre_tokenize_str(text[at : at + size])[:-_UNSURE]

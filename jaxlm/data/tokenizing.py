@@ -104,6 +104,7 @@ def tokenize(survey: Survey, tokenizer: Tokenizer, directory: Path, progress: Pr
         digests = [join_stores(folder / side, [job.directory / side for job in jobs]) for side in SIDES]
         manifest = {"digest": "".join(digests), "losses": survey.losses._asdict()}
         (folder / "manifest.json").write_text(json.dumps(manifest))
+    shutil.rmtree(work, ignore_errors=True)
 
 
 def unfinished(directory: Path) -> Path:

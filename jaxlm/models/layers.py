@@ -29,7 +29,14 @@ def linear(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> ja
             y = jnp.tensordot(x, kernel[...], contracted)
         else:
             y = jnp.matmul(x.reshape(-1, inputs), kernel[...].reshape(inputs, -1)).reshape(*rows, *outputs)
-        return y if bias is None else y + bias[...].reshape((1,) * len(rows) + outputs)
+        return y if bias is None else y + _spread(bias[...], y)
+
+
+def _spread(bias: jax.Array, like: jax.Array) -> jax.Array:
+    """A bias for every row of an array, in its dtype. By way of float32, in which its gradient is then added up: XLA
+    for GPUs and CPUs would round each sum of two to bfloat16."""
+    wide = bias.astype(jnp.promote_types(bias.dtype, jnp.float32))
+    return jnp.broadcast_to(wide, like.shape).astype(like.dtype)
 
 
 def whole_sequence(x_BTD: jax.Array) -> jax.Array:

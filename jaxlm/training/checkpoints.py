@@ -90,9 +90,13 @@ class Checkpoints:
         with first_goes_first("noting the loss"):
             folder = self._directory / str(step)
             if is_first() and held_out_loss is not None and folder.is_dir():
-                (folder / "metrics").mkdir(exist_ok=True)
-                _replace(_metrics(folder), {_LOSS: held_out_loss})
-                _replace(folder / _CHECKSUMS, dict(_checksums(folder)))
+                # Of the other files what was sealed: they may have been damaged since.
+                sealed, metrics = json.loads((folder / _CHECKSUMS).read_text()), _metrics(folder)
+                name = metrics.relative_to(folder).as_posix()
+                _replace(folder / _CHECKSUMS, {file: digest for file, digest in sealed.items() if file != name})
+                metrics.parent.mkdir(exist_ok=True)
+                _replace(metrics, {_LOSS: held_out_loss})
+                _replace(folder / _CHECKSUMS, {**sealed, name: _checksum(metrics)})
         self._manager.reload()
 
     def check_room(self, size: int) -> None:
@@ -258,5 +262,9 @@ def _damage(folder: Path) -> str | None:
 def _checksums(folder: Path) -> Iterator[tuple[str, str]]:
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name not in (_CHECKSUMS, _STAMPED):
-            with path.open("rb") as file:
-                yield path.relative_to(folder).as_posix(), hashlib.file_digest(file, "blake2b").hexdigest()
+            yield path.relative_to(folder).as_posix(), _checksum(path)
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()

@@ -150,7 +150,9 @@ class Trainer:
         with self._clock.phase(HOST):
             self._propose()
             if due:
-                self._saved.note(step, self._evaluate(step, programs, state))
+                compared = self._evaluate(step, programs, state)
+                with self._clock.phase("checkpoint"):
+                    self._saved.note(step, compared)
             self._pace.restart()
             while step < last and not self._agreement.settled():
                 if self._norms_every and (step + 1) % self._norms_every == 0:
@@ -179,7 +181,8 @@ class Trainer:
             with self._clock.phase("checkpoint"):
                 self._saved.wait()
             if step >= last and self._recorder.holds("evaluation", step):  # hours were enough, but a signal may be new
-                self._agreement.propose(self._stop.reason() if self._stop.reason() != OUT_OF_TIME else 0)
+                reason = self._stop.reason()
+                self._agreement.propose(0 if reason == OUT_OF_TIME else reason)
             return Result(step, state.parameters, self._agreement.settled())
 
     def _compile(self, state: TrainState, batch: dict[str, jax.Array]) -> Compiled:

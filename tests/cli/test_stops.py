@@ -7,6 +7,8 @@ import time
 import pytest
 from runs import finish, losses, rows, start, wait_for_line, write_config
 
+from jaxlm.training.checkpoints import held_out_loss
+
 SLOW_EVALUATION = """
 import time
 from jaxlm.training import evaluation
@@ -59,6 +61,8 @@ def test_a_signal_in_an_evaluation_does_not_wait_for_it_and_it_is_done_later(con
     out, errors = finish(start(config, run, "--json"))
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         assert losses(run, name) == losses(uninterrupted, name)
+    # It is what this checkpoint is compared by, though it was written before.
+    assert held_out_loss(run / "checkpoints", 20) == losses(run, "evaluations.jsonl")[20]
     goodput = rows(run, "goodput.jsonl")
     assert [(row["from_step"], row["to_step"]) for row in goodput] == [(0, 20), (20, 40)]
     printed = json.loads(out)

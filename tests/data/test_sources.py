@@ -94,9 +94,11 @@ def test_folders_that_a_glob_matches_besides_files_are_said_not_to_be_read(tree)
     said: list[str] = []
     assert names(find_files([str(tree / "*")], said)) == ["a.md", "b.txt"]
     (line,) = said
-    assert f"such as {tree}/deep (1 in all), are not read; give {tree}/*/** as well" in line
+    assert f"{tree}/* also matches the folder {tree}/deep, which is not read; give it too" in line
     said.clear()
     find_files([str(tree / "*.txt"), str(tree / "**")], said)
+    for rest in (str(tree / "*" / "**"), str(tree / "deep")):
+        assert names(find_files([str(tree / "*"), rest], said))[-1] == "c.py"
     assert not said
     assert names(find_files([str(tree / "*"), str(tree / "*" / "**")])) == ["a.md", "b.txt", "c.py"]
 

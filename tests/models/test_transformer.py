@@ -251,6 +251,24 @@ def test_the_gradient_of_a_row_that_is_looked_up_often_is_a_float32_sum():
     np.testing.assert_allclose(narrow, exact, rtol=2**-8)  # the last rounding
 
 
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 2), (1, 2, 4)], ids=str)
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_every_part_of_a_table_has_the_gradients_of_its_rows(parts, mesh):
+    index = jax.random.randint(jax.random.key(0), (4, 24), -5, 21)  # rows are 0 to 15: others are the nearest
+    x_BTD = jax.random.normal(jax.random.key(1), (4, 24, 8), jnp.bfloat16)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradient(dtype):
+        table = jnp.ones((parts, 16 // parts, 8), dtype)
+        return jax.grad(lambda table: jnp.sum(looked_up(table, index) * x_BTD.astype(dtype)))(table)
+
+    exact = gradient(jnp.float32)
+    with jax.set_mesh(sharding.make_mesh(*mesh)):
+        narrow = gradient(jnp.bfloat16)
+    # Each device rounds, and so does their sum.
+    np.testing.assert_allclose(narrow.astype(jnp.float32), exact, atol=2**-7 * np.abs(exact).max())
+
+
 def test_gelu_is_x_times_the_normal_distribution():
     x = np.linspace(-6, 6, 1001, dtype=np.float32)
     exact = np.array([v * 0.5 * math.erfc(-v / math.sqrt(2)) for v in x.astype(float)])

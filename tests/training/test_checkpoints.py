@@ -99,6 +99,10 @@ def test_a_loss_that_is_measured_later_counts_for_the_best(tmp_path):
     with Checkpoints(tmp_path, 1) as saved:
         saved.note(2, 1.0)
         saved.note(1, None)
+        flip_a_byte(tmp_path / "1")
+        saved.note(1, 5.0)
+        assert checkpoints.newest_whole(tmp_path, never) == 2
+        assert "does not match" in checkpoints._damage(tmp_path / "1")  # it was not sealed anew
         state = jax.tree.map(np.copy, states[2])
         for step in (3, 4):
             saved.save(state._replace(step=np.int32(step)), 2.0)

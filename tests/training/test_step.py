@@ -231,6 +231,28 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32():
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_gradients_in_bfloat16_are_those_of_float32_to_its_precision(family):
+    """Of every parameter, also where one token of the batch is far more frequent than the others."""
+    rows, length = 8, 512
+    tokens = np.random.default_rng(0).zipf(1.5, (rows, length + 1)).clip(max=tiny.VOCABULARY).astype(np.int32) - 1
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segments": np.ones((rows, length), np.int32)}
+    batch["positions"] = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
+    model = tiny.model(tiny.FAMILIES[family], context=length, layers=1, initializer_std=0.02)
+    # One step of it subtracts the gradient.
+    descent = tiny.optimization(
+        kind="sgd", learning_rate=1.0, momentum=0.0, clip_norm=1e9, schedule={"kind": "constant"}
+    )
+    _, begun = tiny.run_steps(model, tiny.training(sequence=length), [])
+
+    def gradients(dtype):
+        _, state = tiny.run_steps(model, tiny.training(sequence=length, dtype=dtype), [batch], optimization=descent)
+        return jax.tree.map(np.subtract, begun.parameters, state.parameters)
+
+    # Eight bits of mantissa, and their rounding in one layer.
+    tiny.assert_same_numbers(gradients("bfloat16"), gradients("float32"), relative=0.02)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_every_product_of_the_step_is_of_bfloat16(family):
     """Backward too: JAX's own transpose of a product with a float32 result multiplies in float32."""
     steps = make_steps(tiny.model(tiny.FAMILIES[family]), tiny.training(dtype="bfloat16"), tiny.optimization())

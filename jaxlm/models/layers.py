@@ -33,8 +33,8 @@ def linear(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> ja
 
 
 def _spread(bias: jax.Array, like: jax.Array) -> jax.Array:
-    """A bias for every row of an array, in its dtype. By way of float32, in which its gradient is then added up: XLA
-    for GPUs and CPUs would round each sum of two to bfloat16."""
+    """A bias [*outputs] for every row of an array [..., *outputs], in its dtype. By way of float32, in which its
+    gradient is then added up: XLA for GPUs and CPUs would round each sum of two to bfloat16."""
     wide = bias.astype(jnp.promote_types(bias.dtype, jnp.float32))
     return jnp.broadcast_to(wide, like.shape).astype(like.dtype)
 

@@ -140,8 +140,8 @@ def _look_up(table: nnx.Param, index_BT: jax.Array) -> jax.Array:
 
 
 def looked_up(rows_PRD: jax.Array, index_BT: jax.Array) -> jax.Array:
-    """Rows of a table that lies in P parts, as [B, T, D]; of a table narrower than float32 with a gradient that was
-    added up in float32, in the table's dtype."""
+    """Rows of a table [P, R, D], which lies in P parts, by their numbers, int [B, T], as [B, T, D] in its dtype; beyond
+    the table the nearest. The gradient of a table narrower than float32 is added up in float32."""
     return (_rows if rows_PRD.dtype == jnp.float32 else _narrow_rows)(rows_PRD, index_BT)
 
 

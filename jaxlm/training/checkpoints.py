@@ -173,7 +173,7 @@ def best_whole(directory: Path, say: Callable[[str], None]) -> int | None:
 
 
 def held_out_loss(directory: Path, step: int) -> float | None:
-    """The held-out loss that was measured when a checkpoint was written."""
+    """The held-out loss of a checkpoint, in nats per token; None where it was not measured."""
     try:
         return json.loads(_metrics(directory / str(step)).read_text())[_LOSS]
     except (OSError, ValueError, KeyError):

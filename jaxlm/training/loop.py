@@ -94,7 +94,6 @@ class Trainer:
         self._compiled = jit_steps(self._steps, mesh)
         self._directory = run / "checkpoints"
         self._agreement = Agreement(mesh)
-        self._wider = "" if training.dtype == "float32" else ", or set training.dtype=float32"
         self._pace = Pace(clock)
         self._previous: tuple[int, dict[str, jax.Array]] | None = None
 
@@ -246,9 +245,10 @@ class Trainer:
             self._pace.restart()
         self._display.advance(step, row)
         if in_a_row >= self._training.max_skipped_in_a_row:
+            wider = "" if self._training.dtype == "float32" else ", or set training.dtype=float32"
             raise Diverged(
                 f"the loss or gradient of steps {step - in_a_row + 1} to {step} was not finite, and their updates were "
-                f"skipped; lower optimizer.learning_rate or optimizer.clip_norm{self._wider}"
+                f"skipped; lower optimizer.learning_rate or optimizer.clip_norm{wider}"
             )
 
     def _evaluates_at(self, step: int) -> bool:

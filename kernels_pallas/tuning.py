@@ -5,9 +5,10 @@ kernel's own default is taken.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -43,11 +44,19 @@ class Asked(NamedTuple):
     free: tuple[str, ...]
 
 
-class _Trial(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Trial:
     """What the tuner has kernels run with, and what those that asked got."""
 
     blocks: dict[Kernel, Any]
     asked: dict[Kernel, Asked]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Table:
+    """The file: sizes by chip, kernel and field."""
+
+    chips: dict[str, dict[str, dict[str, int]]]
 
 
 _trial: _Trial | None = None
@@ -63,7 +72,7 @@ def blocks(name: str, implementation: str, sizes: Sequence[int], dtype: Any, def
         table's to say, and stays 0.
     """
     kernel = Kernel(name, implementation, tuple(1 << max(n - 1, 0).bit_length() for n in sizes), str(dtype))
-    tuned = _table().get(target.current().kind, {}).get(str(kernel), {})
+    tuned = _table().chips.get(target.current().kind, {}).get(str(kernel), {})
     if _trial is not None and kernel in _trial.blocks:
         tuned = _trial.blocks[kernel]._asdict()
     free = tuple(field for field, n in default._asdict().items() if n)
@@ -95,6 +104,11 @@ def record(chip: str, measured: dict[Kernel, Any], path: Path | None = None) -> 
     _table.cache_clear()
 
 
+def state() -> Hashable:
+    """Another one wherever `blocks` may say something else, and within each `trying`."""
+    return _trial, _table()
+
+
 @functools.cache
-def _table() -> dict[str, dict[str, dict[str, int]]]:
-    return json.loads(TABLE.read_text())
+def _table() -> _Table:
+    return _Table(json.loads(TABLE.read_text()))

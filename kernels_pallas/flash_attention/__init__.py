@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from kernels_pallas import checks
 from kernels_pallas.choice import choose
+from kernels_pallas.eager import compiled_once
 from kernels_pallas.flash_attention import cudnn, mosaic_gpu, mosaic_tpu, reference, triton
 from kernels_pallas.flash_attention.operands import Operands, scores_seen
 from kernels_pallas.flash_attention.tiles import LOG2_E, Settings
@@ -154,6 +155,7 @@ def _refusal(name: str, operands: Operands, chip: Any) -> str | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@compiled_once(static=1)
 def _attend(settings: tuple[Settings, ...], operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, N, V] and log-sum-exp [B, N, T] over all parts of the operands, with the settings of each."""
     kernels = KERNELS[settings[0].implementation]
@@ -182,6 +184,7 @@ def _forward(settings: tuple[Settings, ...], operands: Operands) -> tuple:
     return results, (operands, *results)
 
 
+@compiled_once(static=1)
 def _backward(settings: tuple[Settings, ...], saved: tuple, cotangents: tuple) -> tuple[Operands]:
     operands, out, log_sum_exp = saved
     operands = _whole(settings, operands)

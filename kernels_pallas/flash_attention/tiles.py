@@ -5,6 +5,7 @@ finite: exp2(−∞ − m) is 0 without another mask.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,18 @@ class Settings:
     visible: Visible | None
     implementation: str
     interpret: Any = False
+
+    @functools.cached_property
+    def _all(self) -> tuple:
+        """To tell settings apart by: numpy arrays, which do not say whether they are equal, by what they hold."""
+        held = () if self.visible is None else tuple((x.dtype, x.shape, x.tobytes()) for x in self.visible)
+        return (self.scale, self.soft_cap, self.seen, held, self.implementation, self.interpret)
+
+    def __hash__(self) -> int:
+        return hash(self._all)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Settings) and self._all == other._all
 
     def factored(
         self,

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 
 from kernels_pallas import checks
 from kernels_pallas.choice import choose
+from kernels_pallas.eager import compiled_once
 from kernels_pallas.launch import vary
 from kernels_pallas.linear_cross_entropy import chunks, loop, reference
 from kernels_pallas.linear_cross_entropy.costs import costs as costs
@@ -97,6 +98,7 @@ def linear_cross_entropy(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@compiled_once(static=2)
 def _per_token(plan: Plan, lies: Layout, hidden: Any, unembedding: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
     """(cross-entropy, log Z), float32 [...] each."""
 
@@ -112,6 +114,7 @@ def _per_token_fwd(plan, lies, hidden, unembedding, targets):
     return (cross_entropy, log_z), (hidden, unembedding, targets, log_z)
 
 
+@compiled_once(static=2)
 def _per_token_bwd(plan, lies, saved, cotangents):
     def local(hidden, unembedding, targets, log_z, of_cross_entropy, of_log_z) -> tuple:
         d_hidden, d_unembedding, _ = loop.gradients(
@@ -131,12 +134,14 @@ _per_token.defvjp(_per_token_fwd, _per_token_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+@compiled_once(static=4)
 def _summed(plan, lies, V, z_loss, hidden, unembedding, targets, weights) -> tuple[jax.Array, jax.Array]:
     """(Σ weight · (cross-entropy + z_loss · log² Z), log Z [...])."""
     cross_entropy, log_z = _per_token(plan, lies, hidden, unembedding, targets)
     return jnp.sum(finish(cross_entropy, log_z, targets, weights, V, z_loss)), log_z
 
 
+@compiled_once(static=4)
 def _summed_fwd(plan, lies, V, z_loss, hidden, unembedding, targets, weights):
     def local(hidden, unembedding, targets, weights) -> tuple:
         def cotangents(look, counted_C):

@@ -1,6 +1,6 @@
 """The loss and its gradients on one device's tokens and labels, chunk of tokens by chunk of tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -87,13 +87,18 @@ def gradients(
     def body(d_table: jax.Array, chunk: tuple) -> tuple[jax.Array, tuple]:
         hidden_CD, at_C, *rows_C = chunk
         logits_CV = _unembed(plan, hidden_CD, table)
-        numbers, extras = cotangents(lambda: _look(plan, logits_CV, at_C, labels), *rows_C)
+        (log_z_C, *of_C), extras = cotangents(lambda: _look(plan, logits_CV, at_C, labels), *rows_C)
+        unit = _unit(of_C) if narrow == jnp.float16 else None
+        of_C = of_C if unit is None else [x / unit for x in of_C]
         d_logits_CV = KERNELS[plan.implementation].gradient(
-            logits_CV, at_C, *numbers, labels, plan.soft_cap, narrow, plan.interpret
+            logits_CV, at_C, log_z_C, *of_C, labels, plan.soft_cap, narrow, plan.interpret
         )
-        d_hidden_CD = jnp.einsum(f"CV,{plan.table}->CD", d_logits_CV, table, preferred_element_type=narrow)
-        d_table += jnp.einsum(f"CD,CV->{plan.table}", hidden_CD, d_logits_CV, preferred_element_type=jnp.float32)
-        return d_table, (d_hidden_CD, extras)
+        summed = narrow if unit is None else jnp.float32
+        d_hidden_CD = jnp.einsum(f"CV,{plan.table}->CD", d_logits_CV, table, preferred_element_type=summed)
+        d_part = jnp.einsum(f"CD,CV->{plan.table}", hidden_CD, d_logits_CV, preferred_element_type=jnp.float32)
+        if unit is not None:
+            d_hidden_CD, d_part = (d_hidden_CD * unit).astype(narrow), d_part * unit
+        return d_table + d_part, (d_hidden_CD, extras)
 
     at_R = _places(plan, targets_R, labels)
     nothing, _ = vary(jnp.zeros(table.shape, jnp.float32), hidden_RD)
@@ -101,6 +106,14 @@ def gradients(
     if plan.labels_over:
         d_hidden_RD = jax.lax.psum(d_hidden_RD, plan.labels_over)
     return d_hidden_RD, jax.lax.slice_in_dim(d_table, 0, labels, axis=plan.table.index("V")), extras
+
+
+def _unit(of_C: Sequence[jax.Array]) -> jax.Array:
+    """The power of two in which a chunk's cotangents are written in float16, whose least number is 6e-8: those of most
+    logits are less, of a mean over many tokens. The largest is made 2¹³, of 2¹⁶ that there are."""
+    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x)) for x in of_C]))
+    _, exponent = jnp.frexp(largest)
+    return jnp.where((largest > 0) & jnp.isfinite(largest), jnp.ldexp(1.0, exponent - 13), 1.0)
 
 
 def _table(plan: Plan, unembedding: jax.Array) -> tuple[int, jax.Array]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from kernels_pallas import activations, checks, rows
 from kernels_pallas.choice import choose
+from kernels_pallas.eager import compiled_once
 from kernels_pallas.launch import Cost, Costs, size_of, vary
 from kernels_pallas.matmul import mosaic_tpu, reference, triton
 from kernels_pallas.matmul.tiles import Product
@@ -92,7 +93,8 @@ def _cost(product: Product, a, b, bias, residual, y) -> Cost:
     return Cost(flops, transcendentals * y.size, size_of(a, b, bias, residual, *written))
 
 
-def _run(settings: _Settings, product: Product, a, b, bias=None, residual=None, name: str = "matmul") -> list:
+@compiled_once(static=3)
+def _run(name: str, settings: _Settings, product: Product, a, b, bias=None, residual=None) -> list:
     M, N, K = product.sizes(a, b)
     y = jax.ShapeDtypeStruct((M, N), a.dtype)
     cost = _cost(product, jax.ShapeDtypeStruct((M, K), a.dtype), b, bias, residual, y)
@@ -102,13 +104,13 @@ def _run(settings: _Settings, product: Product, a, b, bias=None, residual=None, 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(settings, a, b, bias, residual):
-    (y,) = _run(settings, _product(settings.activation, bias, residual, False), a, b, bias, residual)
+    (y,) = _run("matmul", settings, _product(settings.activation, bias, residual, False), a, b, bias, residual)
     return y
 
 
 def _fwd(settings, a, b, bias, residual):
     keeps = settings.activation is not None
-    y, *z = _run(settings, _product(settings.activation, bias, residual, keeps), a, b, bias, residual)
+    y, *z = _run("matmul", settings, _product(settings.activation, bias, residual, keeps), a, b, bias, residual)
     return y, (a, b, z, bias, residual)
 
 
@@ -120,8 +122,8 @@ def _bwd(settings, saved, d_y):
         most = float(jnp.finfo(a.dtype).max)
         wide = jnp.clip(z[0].astype(jnp.float32), -most, most)
         d_z = jax.vjp(activations.REFERENCE[settings.activation], wide)[1](d_y.astype(jnp.float32))[0].astype(a.dtype)
-    (d_a,) = _run(settings, Product(transposed=(False, True)), d_z, b, name="matmul_backward_a")
-    (d_b,) = _run(settings, Product(transposed=(True, False)), a, d_z, name="matmul_backward_b")
+    (d_a,) = _run("matmul_backward_a", settings, Product(transposed=(False, True)), d_z, b)
+    (d_b,) = _run("matmul_backward_b", settings, Product(transposed=(True, False)), a, d_z)
     d_bias = None if bias is None else jnp.sum(d_z, axis=0, dtype=jnp.float32).astype(bias.dtype)
     return d_a, d_b, d_bias, None if residual is None else d_y
 

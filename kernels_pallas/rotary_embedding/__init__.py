@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from kernels_pallas import checks, rows
 from kernels_pallas.choice import choose
+from kernels_pallas.eager import compiled_once
 from kernels_pallas.launch import Cost, Costs, size_of, vary
 from kernels_pallas.rotary_embedding import mosaic_tpu, reference, triton
 
@@ -72,7 +73,8 @@ def _cost(x, cos, sin) -> Cost:
     return Cost(flops=3 * x.size, bytes=size_of(x, x, cos, sin))
 
 
-def _run(settings: _Settings, x_MNH, cos_AP, sin_AP, inverse: bool = False) -> jax.Array:
+@compiled_once(static=2)
+def _run(settings: _Settings, inverse: bool, x_MNH, cos_AP, sin_AP) -> jax.Array:
     return _RUN[settings.implementation](
         x_MNH,
         cos_AP,
@@ -86,18 +88,18 @@ def _run(settings: _Settings, x_MNH, cos_AP, sin_AP, inverse: bool = False) -> j
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _turn(settings, x_MNH, cos_AP, sin_AP):
-    return _run(settings, x_MNH, cos_AP, sin_AP)
+    return _run(settings, False, x_MNH, cos_AP, sin_AP)
 
 
 def _fwd(settings, x, cos, sin):
     # Only angles that are differentiated need x again: it is not kept for those that are constants.
     kept = x.value if cos.perturbed or sin.perturbed else None
-    return _run(settings, x.value, cos.value, sin.value), (kept, cos.value, sin.value)
+    return _run(settings, False, x.value, cos.value, sin.value), (kept, cos.value, sin.value)
 
 
 def _bwd(settings, saved, d_y):
     x, cos, sin = saved
-    d_x = _run(settings, d_y, cos, sin, inverse=True)
+    d_x = _run(settings, True, d_y, cos, sin)
     if x is None:
         return d_x, jnp.zeros_like(cos), jnp.zeros_like(sin)
     tokens = (-1, len(cos), *x.shape[1:])

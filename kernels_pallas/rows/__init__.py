@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.choice import Refusal, choose
+from kernels_pallas.eager import compiled_once
 from kernels_pallas.launch import Cost, Costs, size_of, vary
 from kernels_pallas.rows import mosaic_tpu, triton
 from kernels_pallas.target import Target
@@ -113,6 +114,7 @@ def apply_to_sum(
     return total.reshape(x.shape), y.reshape(x.shape)
 
 
+@compiled_once(static=3)
 def forward(
     body: Body, launch: Launch, dtypes: Sequence[Any], rows: Sequence[jax.Array], vectors: Sequence[jax.Array]
 ) -> tuple[jax.Array, ...]:
@@ -136,6 +138,7 @@ def forward(
     return results
 
 
+@compiled_once(static=2)
 def backward(
     body: Body,
     launch: Launch,

@@ -342,8 +342,8 @@ def test_the_hopper_kernels_fit_shared_memory(widths):
     assert _hopper_calls(widths) == (3 if sum(widths) <= 256 else 1)
 
 
-def test_more_shared_memory_than_there_is_does_not_pass(monkeypatch):
-    monkeypatch.setattr(ring, "SHARED_MEMORY", 400_000)
+def test_more_shared_memory_than_there_is_does_not_pass(constant):
+    constant(ring, "SHARED_MEMORY", 400_000)
     with pytest.raises(ValueError, match="exceeds available shared memory"):
         _hopper_calls((128, 128))
 

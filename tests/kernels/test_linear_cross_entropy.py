@@ -55,15 +55,38 @@ def assert_close(got, want):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("implementation", KERNELS)
-def test_chunks_of_tokens_change_nothing(monkeypatch, implementation, reduction):
+def test_chunks_of_tokens_change_nothing(constant, implementation, reduction):
     """22 tokens in chunks of 8, the last with two that are padded."""
-    monkeypatch.setattr(chunks, "LOGITS", 40 * 9)
+    constant(chunks, "LOGITS", 40 * 9)
     assert chunks.chunk(22, 40) == (3, 8)
     options = dict(reduction=reduction, return_log_z=True, **EVERYTHING)
     fused = functools.partial(linear_cross_entropy, implementation=implementation, _interpret=True)
     got = loss_and_gradients(fused, *operands(), **options)
     assert_close(got, loss_and_gradients(reference, *operands(), **options))
     chex.assert_trees_all_equal(got, loss_and_gradients(fused, *operands(), **options))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("implementation", sorted(KERNELS.keys() - {"mosaic_tpu"}))
+def test_small_cotangents_are_not_lost_in_float16(constant, implementation, reduction):
+    """Of the mean over a million tokens: each label's is a tenth of the least number that there is. In chunks of 64
+    tokens, one of which counts for nothing."""
+    constant(chunks, "LOGITS", 2000 * 64)
+    hidden, unembedding, targets, _ = operands((192,), 32, 2000)
+    narrow = [(0.5 * x).astype(jnp.float16) for x in (hidden, unembedding)]
+    weights = jnp.where(jnp.arange(192) < 64, 0.0, 1e-6)
+
+    def gradients(function, dtype, **how):
+        def loss(arrays):
+            return jnp.sum(function(*arrays, targets, weights, reduction=reduction, **how))
+
+        return jax.grad(loss)([x.astype(dtype) for x in narrow])
+
+    got = gradients(linear_cross_entropy, jnp.float16, implementation=implementation, _interpret=True)
+    for of, wanted in zip(got, gradients(reference, jnp.float32), strict=True):
+        # What is left is rounded to float16 itself, whose least number is `tiny`.
+        tiny = float(jnp.finfo(jnp.float16).smallest_subnormal)
+        np.testing.assert_allclose(of.astype(jnp.float32), wanted, rtol=2e-3, atol=tiny)
 
 
 def test_chunks_are_alike_and_hardly_padded():
@@ -89,8 +112,8 @@ def test_labels_that_fill_up_count_for_nothing(implementation, reduction):
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
-def test_gradients_made_forward_under_vmap_and_checkpoint(monkeypatch, implementation):
-    monkeypatch.setattr(chunks, "LOGITS", 40 * 9)
+def test_gradients_made_forward_under_vmap_and_checkpoint(constant, implementation):
+    constant(chunks, "LOGITS", 40 * 9)
     hidden, unembedding, targets, weights = operands((3, 22))
     fused = functools.partial(linear_cross_entropy, implementation=implementation, _interpret=True, reduction="sum")
     gradient = jax.grad(jax.checkpoint(fused), argnums=(0, 1, 3))
@@ -152,9 +175,9 @@ def specs(transposed):
     ],
     ids=str,
 )
-def test_labels_and_tokens_over_devices(monkeypatch, shape, implementation, transposed, reduction):
+def test_labels_and_tokens_over_devices(constant, shape, implementation, transposed, reduction):
     """Every gradient as on one device, and no labels beyond a part's are taken for its neighbour's."""
-    monkeypatch.setattr(chunks, "LOGITS", 40 * 2)
+    constant(chunks, "LOGITS", 40 * 2)
     arguments = operands((8, 3), 12, 40, transposed)
     options = dict(reduction=reduction, return_log_z=True, transposed=transposed, **EVERYTHING)
     want = loss_and_gradients(reference, *arguments, **options)

@@ -123,7 +123,7 @@ def test_masks_known_while_tracing_and_later_give_the_same():
 
 
 @pytest.mark.parametrize("bias", [(1, 1, 1, 640), (2, 2, 520, 640), None], ids=str)
-def test_a_list_that_is_too_long_is_parted(monkeypatch, bias):
+def test_a_list_that_is_too_long_is_parted(constant, bias):
     """By queries forward and for their gradient, by keys for theirs: the same numbers, the same FLOPs."""
     arrays = drawn((2, 520, 2, 16), (2, 640, 1, 16), (2, 640, 1, 16), *([bias] if bias else []))
     options = dict(visible=window(520, 300, offset=100), soft_cap=5.0, return_log_sum_exp=True)
@@ -142,7 +142,7 @@ def test_a_list_that_is_too_long_is_parted(monkeypatch, bias):
         return jax.jit(results_and_gradients)(arrays), flops
 
     whole, flops = run()
-    monkeypatch.setattr(mosaic_tpu, "MOST", 10)
+    constant(mosaic_tpu, "MOST", 10)
     in_parts, of_parts = run()
     assert len(flops) == 3 < len(of_parts) and sum(flops) == sum(of_parts)
     # Sums of float32 in another order, where XLA fuses otherwise.

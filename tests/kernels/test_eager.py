@@ -1,0 +1,90 @@
+"""Outside jit an operation is compiled once: for other numbers nothing is compiled again, for other options it is."""
+
+import contextlib
+import copy
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas import rms_norm, softmax, target
+from kernels_pallas.flash_attention import causal, flash_attention, packed, window
+from kernels_pallas.registry import OPERATIONS
+
+CALLS = [
+    pytest.param(operation, name, id=f"{operation.name}-{name}", marks=[pytest.mark.slow] * (name == "mosaic_gpu"))
+    for operation in OPERATIONS.values()
+    for name in operation.implementations
+]
+
+
+@contextlib.contextmanager
+def programs(caplog):
+    """Yields the names of those that are compiled inside, once it is left."""
+    names = []
+    caplog.clear()
+    with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
+        yield names
+    names += [line for line in caplog.messages if line.startswith("Finished XLA compilation")]
+
+
+@pytest.mark.parametrize("operation, implementation", CALLS)
+def test_results_and_gradients_are_compiled_once(caplog, operation, implementation):
+    """Also where options and masks are made anew each time."""
+    case, dtype = operation.served(implementation, "test")[0]
+
+    def run(seed):
+        arguments, options = case.draw(dtype, seed), copy.deepcopy(dict(case.options))
+        inputs = {name: arguments.pop(name) for name in case.differentiable()}
+
+        def results(inputs):
+            how = dict(implementation=implementation, _interpret=True)
+            return operation.function(**inputs, **arguments, **options, **how)
+
+        made, pull_back = jax.vjp(results, inputs)
+        return jax.block_until_ready((made, pull_back(made)))
+
+    with programs(caplog) as first:
+        run(0)
+    with programs(caplog) as second:
+        run(1)
+    assert first and second == []
+
+
+def test_mapped_it_is_compiled_once(caplog):
+    def run(seed):
+        x = jax.random.normal(jax.random.key(seed), (3, 8, 48))
+        return jax.vmap(lambda x: softmax(x, implementation="triton", _interpret=True))(x)
+
+    run(0)
+    with programs(caplog) as more:
+        run(1)
+    assert more == []
+
+
+def test_other_options_and_other_masks_are_other_programs():
+    x = jax.random.normal(jax.random.key(0), (2, 32, 2, 16))
+    ids = jnp.arange(32)[None].repeat(2, 0) // 10
+    for visible in (None, causal(32), window(32, 5), packed(ids), packed(ids // 2)):
+        for soft_cap in (None, 2.0):
+            run = dict(visible=visible, soft_cap=soft_cap)
+            got = flash_attention(x, x, x, **run, implementation="triton", _interpret=True)
+            wanted = flash_attention(x, x, x, **run, implementation="reference")
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_another_chip_has_a_program_of_its_own(monkeypatch, caplog):
+    """Blocks are chosen by what the chip has."""
+
+    def run():
+        return jax.grad(lambda x: jnp.sum(rms_norm(x, implementation="triton", _interpret=True)))(jnp.ones((8, 48)))
+
+    run()
+    chip = dataclasses.replace(target.current(), cores=7)
+    monkeypatch.setattr(target, "current", lambda: chip)
+    with programs(caplog) as more:
+        run()
+    assert more

@@ -86,7 +86,7 @@ class Warpgroup:
         self.commit()
         for _, place, destination in copies:
             plgpu.copy_smem_to_gmem(place, destination)
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the places are free again
 
     def commit(self) -> None:
         """Order what this warpgroup has read and written in shared memory before what the copy engine and wgmma do."""
@@ -251,7 +251,10 @@ def run(
                 thread_name=_PREFIX + _WARPGROUP,
                 kernel_name=name,
             ),
-            compiler_params=plgpu.CompilerParams(approx_math=True),
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True,
+                lowering_semantics=plgpu.LoweringSemantics.Warpgroup,  # the default since JAX 0.11
+            ),
             cost_estimate=pl.CostEstimate(
                 flops=cost.flops - cost.transcendentals,
                 transcendentals=cost.transcendentals,

@@ -4,8 +4,9 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
-# Most of the time here is LLVM's, optimising programs that run once; what XLA itself does stays the same.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+if os.environ["JAX_PLATFORMS"] == "cpu":  # a chip's programs are to be those that everybody runs on it
+    # Most of the time here is LLVM's, optimising programs that run once; what XLA itself does stays the same.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import chex  # noqa: E402
 import jax  # noqa: E402

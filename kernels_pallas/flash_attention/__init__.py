@@ -195,7 +195,7 @@ def _backward(settings: tuple[Settings, ...], saved: tuple, cotangents: tuple) -
     products_BTNV = out.astype(jnp.float32) * d_out.astype(jnp.float32)
     delta = jnp.swapaxes(jnp.sum(products_BTNV, axis=-1), 1, 2) - d_log_sum_exp
     # Any finite numbers stand for a row that sees nothing: exp2(−∞ − 0) is 0, whatever the cotangent of its −∞ is.
-    some = jnp.isfinite(log_sum_exp)
+    some = log_sum_exp != -jnp.inf
     sums, delta = jnp.where(some, log_sum_exp, 0.0), jnp.where(some, delta, 0.0)
     rows = sums * LOG2_E, delta, d_out
     parts = list(zip(settings, operands.parts(), strict=True))

@@ -1,5 +1,5 @@
-"""Which blocks of scores have to be looked at: block ranges from the rows' intervals, in O(T + S) memory; of intervals
-that are numpy arrays while tracing, so that the program only reads them."""
+"""Which blocks of scores have to be looked at: block ranges from the rows' intervals, in O(T + S) memory, as XLA fuses
+it; of intervals that are numpy arrays while tracing, so that the program only reads them."""
 
 from typing import Any, NamedTuple
 

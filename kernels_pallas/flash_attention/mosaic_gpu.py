@@ -120,7 +120,7 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
             largest, total, mixed = order.over(step, (largest, total, mixed))
             pl.when(me < COMPUTING - 1)(pass_turn)
 
-            some = total > 0
+            some = total != 0  # of a NaN too
             total = jnp.where(some, total, 1.0)
             log_sum_exp = jnp.where(some, (largest + jnp.log(total) * LOG2_E) * LN_2, -jnp.inf)
             place = query if H == V else ref["out_tile"].at[me]

@@ -161,7 +161,7 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
 
         @pl.when(at.closes)
         def _() -> None:
-            some = total[...] > 0
+            some = total[...] != 0  # of a NaN too
             sums = jnp.where(some, total[...], 1.0)
             ref["out"][...] = (mixed[...] / sums).T.astype(ref["out"].dtype)
             ref["log_sum_exp"][...] = jnp.where(some, (largest[...] + jnp.log2(sums)) * LN_2, -jnp.inf)

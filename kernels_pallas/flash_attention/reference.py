@@ -74,7 +74,7 @@ def _attend(key, value, query, start, end, bias, *, sinks, scale, soft_cap):
     total = jnp.sum(weights, axis=-1)
     if sinks is not None:
         total = total + jnp.exp(sinks - largest)
-    some = total > 0
+    some = total != 0  # of a NaN too
     total = jnp.where(some, total, 1.0)
     log_sum_exp = jnp.where(some, largest + jnp.log(total), -jnp.inf)
 

@@ -94,7 +94,8 @@ class Ring(NamedTuple):
         _, T, S, _, _, H, V = operands.sizes
         kernel = f"flash_attention_{kernel}"
         blocks = tuning.blocks(kernel, "mosaic_gpu", (T, S, H, V), operands.query.dtype, default)
-        # They may have been measured with other widths, or without a bias.
+        # They may have been measured with other widths, or without a bias: `rows` are what registers hold.
+        blocks = blocks._replace(rows=min(blocks.rows, rows))
         blocks = blocks._replace(stages=min(blocks.stages, stages(blocks.rows)))
         chosen = blocks if blocks.stages else default
         return cls(chosen, parts(chosen.rows))

@@ -128,7 +128,7 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
             return raised, total, tuple(m * kept[:, None] + a for m, a in zip(mixed, added, strict=True))
 
         largest, total, mixed = _over_blocks(ref["ranges"], step, (largest, total, mixed))
-        some = total > 0
+        some = total != 0  # of a NaN too
         total = jnp.where(some, total, 1.0)
         _store(ref["out"], at, tuple(part / total[:, None] for part in mixed))
         log_sum_exp = jnp.where(some, (largest + jnp.log2(total)) * LN_2, -jnp.inf)

@@ -6,7 +6,6 @@ import re
 
 import chex
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from elsewhere import ELSEWHERE
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
+from launches import launches
 from test_choice import H200, V5E, kernels
 
 from jaxlm.costs.hardware import Target
@@ -358,15 +358,6 @@ def test_the_hopper_kernels_lower_where_numbers_have_64_bits():
         assert _hopper_calls() == 3
 
 
-def launches(program):
-    """The parameters of each kernel in a program, as often as it runs."""
-    for equation in program.eqns:
-        if equation.primitive.name == "pallas_call":
-            yield equation.params
-        for inner in jax.extend.core.jaxprs_in_params(equation.params):
-            yield from launches(inner)
-
-
 @EACH
 def test_what_is_kept_by_its_name_is_not_computed_again(implementation):
     """Under rematerialisation that saves "attention" a kernel forward and two backward; else also one forward again."""
@@ -499,6 +490,26 @@ X = jnp.zeros((2, 20, 4, 32))
 def test_operands_that_do_not_fit(arguments, message):
     with pytest.raises(ValueError, match=f"flash_attention: {message}"):
         flash_attention(**{"query": X, "key": X, "value": X} | arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
+def test_a_nan_is_not_hidden(implementation):
+    """In a query it is in that row's results and gradient, in no other's, and in those of the keys that the row sees."""
+    query, key, value = drawn((1, 40, 2, 64), (1, 40, 1, 64), (1, 40, 1, 64))
+    arrays = [x.astype(jnp.bfloat16) for x in (query.at[0, 20, 1, 3].set(jnp.nan), key, value)]
+    attend = functools.partial(flash_attention, return_log_sum_exp=True, implementation=implementation, _interpret=True)
+
+    @jax.jit
+    def run(arrays):
+        results, pull_back = jax.vjp(lambda arrays: attend(*arrays, visible=causal(40)), arrays)
+        return results, pull_back(jax.tree.map(jnp.ones_like, results))[0]
+
+    (out, log_sum_exp), (d_query, d_key, d_value) = jax.tree.map(jnp.isnan, run(arrays))
+    wanted = jnp.zeros((40, 2), bool).at[20, 1].set(True)
+    for found in (out.all(-1), out.any(-1), log_sum_exp, d_query.all(-1), d_query.any(-1)):
+        assert jnp.array_equal(found[0], wanted)
+    assert d_key[0, :21].all() and d_value[0, :21].all()
 
 
 @EACH

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from launches import launches
 from test_choice import V5E
-from test_flash_attention import drawn, launches
+from test_flash_attention import drawn
 
 from kernels_pallas import flash_attention
 from kernels_pallas.flash_attention import Visible, both, causal, mosaic_tpu, packed, visits, window

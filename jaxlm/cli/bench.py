@@ -1,11 +1,13 @@
 """Measure this machine: the kernels against XLA's own versions and PyTorch's.
 
 Each operation of kernels_pallas is timed forward and in training (forward and backward), on random data, beside what
-the chip itself can copy and multiply; results go to FOLDER/<chip>/kernels.json.
+the chip itself can copy and multiply; results go to FOLDER/<chip>/kernels.json. Where it ends before all is measured,
+the same command goes on, and leaves out what it ended in.
 """
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from jaxlm.cli.paths import path
@@ -26,13 +28,18 @@ def main(arguments: argparse.Namespace) -> int:
     accelerators.choose()
     from kernels_pallas.bench import __main__ as shown
     from kernels_pallas.bench import run
+    from kernels_pallas.bench.record import results_file
 
     say = (lambda row: None) if arguments.json else shown.show
+    device = run.device()
+    known = hardware.of_kind(device)
+    file = results_file(arguments.out, known.id if known else device)
     try:
-        results = run.benchmark(arguments.operations, arguments.rounds, say, arguments.out)
+        results = run.benchmark(arguments.operations, arguments.rounds, say, file)
     except ValueError as error:
         raise InputError(str(error)) from None
-    known = hardware.of_kind(results["device"])
-    file = run.write(results, arguments.out, known.id if known else None)
+    except KeyboardInterrupt:
+        print(f"jaxlm: {shown.STOPPED}", file=sys.stderr)
+        return 130
     print(json.dumps(results) if arguments.json else f"{shown.show_ceilings(results)}; wrote {file}")
     return 0

@@ -2,13 +2,19 @@
 
 python -m kernels_pallas.bench                            all operations; writes benchmarks/results/<chip>/kernels.json
 python -m kernels_pallas.bench rms_norm --out DIR         one of them
+
+Where it ends before all is measured, the same command goes on, and leaves out what it ended in.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
-from kernels_pallas.bench.run import benchmark, write
+from kernels_pallas.bench.record import results_file
+from kernels_pallas.bench.run import benchmark, device
 from kernels_pallas.registry import OPERATIONS
+
+STOPPED = "stopped: the same command goes on from here"
 
 
 def show(row: dict) -> None:
@@ -46,11 +52,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kernels_pallas.bench", description=__doc__.splitlines()[0])
     add_arguments(parser)
     options = parser.parse_args(arguments)
+    file = results_file(options.out, device())
     try:
-        results = benchmark(options.operations, options.rounds, show, options.out)
+        results = benchmark(options.operations, options.rounds, show, file)
     except ValueError as error:
         parser.error(str(error))
-    print(f"{show_ceilings(results)}; wrote {write(results, options.out)}")
+    except KeyboardInterrupt:
+        print(STOPPED, file=sys.stderr)
+        raise SystemExit(130) from None
+    print(f"{show_ceilings(results)}; wrote {file}")
 
 
 if __name__ == "__main__":

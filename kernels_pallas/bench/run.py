@@ -1,19 +1,21 @@
 """Benchmarks of all operations on the device that is here: each kernel, XLA's version, libraries' and PyTorch's."""
 
-import json
+import contextlib
 import os
-import re
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from kernels_pallas import target
 from kernels_pallas.bench import peers
 from kernels_pallas.bench.ceilings import Ceilings, ceilings
+from kernels_pallas.bench.record import Record
 from kernels_pallas.bench.timing import Time, measure
 from kernels_pallas.cases import Case, Operation
 from kernels_pallas.registry import OPERATIONS, check
@@ -82,30 +84,53 @@ class _Program:
         return None if planned is None else int(planned.temp_size_in_bytes)
 
 
-def rows(operations: list[str], limits: Ceilings, rounds: int = 7) -> Iterator[dict[str, Any]]:
-    """One row per operation, case, direction and implementation, the reference first and peers last. One that does not
-    serve has a `reason` and no figures."""
+class Comparison(NamedTuple):
+    """What is measured side by side: all implementations of a case, forward or in training."""
+
+    operation: Operation
+    case: Case
+    training: bool
+
+    @property
+    def named(self) -> dict[str, str]:
+        """What tells its rows from others."""
+        direction = "training" if self.training else "forward"
+        return {
+            "operation": self.operation.name,
+            "case": self.case.name,
+            "dtype": self.case.dtypes[0],
+            "direction": direction,
+        }
+
+
+def comparisons(operations: list[str]) -> Iterator[Comparison]:
+    """All that there is to measure here of these operations."""
     for name in operations:
-        operation = OPERATIONS[name]
-        for case in cases(operation):
+        for case in cases(OPERATIONS[name]):
             for training in (False, True):
-                yield from _compare(operation, case, training, limits, rounds)
+                yield Comparison(OPERATIONS[name], case, training)
 
 
-def _compare(operation: Operation, case: Case, training: bool, limits: Ceilings, rounds: int) -> Iterator[dict]:
+def compare(
+    comparison: Comparison,
+    limits: Ceilings,
+    rounds: int = 7,
+    begin: Callable[[dict[str, str]], str] = lambda row: "",
+) -> Iterator[dict[str, Any]]:
+    """One row per implementation, the reference first and peers last. One that does not serve has a `reason` and no
+    figures.
+
+    Args:
+      begin: is told of each row before it is measured, and says why it is left out; "" where it is not.
+    """
+    operation, case, training = comparison
     forward, backward = operation.costs(**case.structs(case.dtypes[0]), **case.options)
     flops = forward.flops + training * backward.flops
     moved = forward.bytes + training * backward.bytes
     reference = None
 
     def named(implementation: str) -> dict[str, Any]:
-        return {
-            "operation": operation.name,
-            "case": case.name,
-            "dtype": case.dtypes[0],
-            "direction": "training" if training else "forward",
-            "implementation": implementation,
-        }
+        return comparison.named | {"implementation": implementation}
 
     def row(implementation: str, taken: Time, temporary: int | None) -> dict[str, Any]:
         # What bounds an operation from below: its bytes at the speed of a copy, its FLOPs at that of a product.
@@ -125,13 +150,16 @@ def _compare(operation: Operation, case: Case, training: bool, limits: Ceilings,
             "speedup": None if reference is None else reference / taken.median,
         }
 
-    def left_out(implementation: str, error: Exception) -> dict[str, Any]:
+    def left_out(implementation: str, error: Exception | str) -> dict[str, Any]:
         reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
         return named(implementation) | {"reason": reason[:300]}
 
     platform = jax.devices()[0].platform
     for implementation in ("reference", *operation.implementations, *operation.others):
         if _PLATFORMS.get(implementation, platform) != platform:
+            continue
+        if reason := begin(named(implementation)):
+            yield left_out(implementation, reason)
             continue
         try:
             taken, temporary = _timed(operation, case, implementation, training, rounds)
@@ -141,6 +169,9 @@ def _compare(operation: Operation, case: Case, training: bool, limits: Ceilings,
         reference = taken.median if implementation == "reference" else reference
         yield row(implementation, taken, temporary)
     for peer in peers_of(operation.name):
+        if reason := begin(named(peer.name)):
+            yield left_out(peer.name, reason)
+            continue
         try:
             found = row(peer.name, *peers.measure(peer, case, training, rounds))
         except Exception as error:  # of PyTorch and Triton: what they refuse has no type of its own
@@ -160,52 +191,73 @@ def benchmark(
     operations: list[str],
     rounds: int = 7,
     say: Callable[[dict], None] = lambda row: None,
-    folder: Path | None = None,
+    file: Path | None = None,
 ) -> dict[str, Any]:
     """Measure the ceilings and these operations, or all where none is named; `say` hears each row.
 
-    Nothing is written here. A folder is one the results will go to: it is made, and one that would not take them
-    is refused before anything is measured.
-    Raises ValueError for a name that there is not, for no round, and for such a folder.
+    Results are written to a file where one is given. If the process ends before all are there, the next one that is
+    asked for the same goes on behind them, and leaves out what was running when it ended.
+    Raises ValueError for a name that there is not, for no round, and for a file that cannot be written, before anything
+    is measured.
     """
     check(operations)
     if rounds < 1:
         raise ValueError(f"--rounds {rounds}: it must be at least 1")
-    if folder is not None:
-        _check_folder(folder)
+    record = Record(file)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers need memory of the same GPU
-    limits, done, left_out = ceilings(), [], []
-    for row in rows(operations or list(OPERATIONS), limits, rounds):
-        say(row)
-        (left_out if "reason" in row else done).append(row)
-    return {
-        "benchmark": "kernels",
+    operations = operations or list(OPERATIONS)
+    asked = {"benchmark": "kernels", "device": device(), "versions": _versions()}
+    asked |= {"operations": operations, "rounds": rounds}
+    results = record.begun(asked) or asked | {
         "day": time.strftime("%Y-%m-%d"),
-        "device": target.of_device(jax.devices()[0]).kind,
-        "versions": _versions(),
-        "ceilings": limits._asdict(),
-        "rows": done,
-        "left_out": left_out,
+        "ceilings": ceilings()._asdict(),
+        "rows": [],
+        "left_out": [],
     }
+    with _stoppable():
+        try:
+            for comparison in comparisons(operations):
+                if not any(comparison.named.items() <= row.items() for row in results["rows"] + results["left_out"]):
+                    _measure(comparison, results, say, record)
+        except KeyboardInterrupt:  # no fault of what was running
+            record.running(results, None)
+            raise
+    record.finish(results)
+    return results
 
 
-def _check_folder(folder: Path) -> None:
-    """Makes it. Raises ValueError where nothing can be written there."""
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM is Ctrl-C; where a kernel does not end, neither is heard, and the process has to be killed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {folder}: {error.strerror}; it must be a folder") from None
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"--out {folder}: it must be a folder that can be written")
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
-def write(results: dict[str, Any], folder: Path, chip: str | None = None) -> Path:
-    """Write results to FOLDER/<chip>/kernels.json; the chip's name is the device's where none is given."""
-    name = re.sub(r"[^a-z0-9]+", "-", (chip or results["device"]).lower()).strip("-")
-    path = folder / name / "kernels.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-    return path
+def _measure(comparison: Comparison, results: dict[str, Any], say: Callable[[dict], None], record: Record) -> None:
+    """Add a comparison's rows to the results."""
+
+    def begin(row: dict[str, str]) -> str:
+        record.running(results, row)
+        return "the process ended while it was measured" if record.ended_in(row) else ""
+
+    found = []
+    for row in compare(comparison, Ceilings(**results["ceilings"]), results["rounds"], begin):
+        say(row)
+        found.append(row)
+    results["rows"] += [row for row in found if "reason" not in row]
+    results["left_out"] += [row for row in found if "reason" in row]
+    record.running(results, None)
+
+
+def device() -> str:
+    """The device that is here, by JAX's name for it."""
+    return target.of_device(jax.devices()[0]).kind
 
 
 def _versions() -> dict[str, str]:

@@ -73,6 +73,53 @@ def test_an_implementation_that_does_not_fit_is_left_out(monkeypatch):
     }
 
 
+class Died(BaseException):
+    """As if the process had."""
+
+
+@pytest.mark.parametrize("end", [Died, KeyboardInterrupt])
+def test_another_process_goes_on_where_one_ended(tmp_path, monkeypatch, end):
+    """What was measured stays; what the process died in is left out, but not what was running when it was stopped."""
+    file, measured, calls = tmp_path / "cpu" / "kernels.json", run.measure, []
+
+    def measure(call, rounds):
+        calls.append(call)
+        if len(calls) == 4:
+            raise end
+        return measured(call, rounds)
+
+    monkeypatch.setattr(run, "measure", measure)
+    with pytest.raises(end):
+        run.benchmark(["softmax", "linear_cross_entropy"], 1, file=file)
+    assert not file.exists()
+    part = file.with_name("kernels.json.part")
+    earlier = json.loads(part.read_text())["rows"]
+    assert [row["operation"] for row in earlier] == ["softmax"] * 2
+    monkeypatch.setattr(run, "ceilings", lambda: pytest.fail("measured again"))
+    heard = []
+    results = run.benchmark(["softmax", "linear_cross_entropy"], 1, heard.append, file)
+    assert results["rows"][:2] == earlier and {row["operation"] for row in heard} == {"linear_cross_entropy"}
+    assert results == json.loads(file.read_text()) and not part.exists()
+    lost = {(row["implementation"], row["direction"], row["reason"]) for row in results["left_out"]}
+    ended = ("chunked", "forward", "the process ended while it was measured")
+    assert lost == ({ended} if end is Died else set())
+
+
+def test_what_was_measured_otherwise_is_measured_again(tmp_path, monkeypatch):
+    file = tmp_path / "cpu" / "kernels.json"
+
+    def stop(row):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.benchmark(["softmax"], 2, stop, file)
+    monkeypatch.setattr(run, "ceilings", lambda: Ceilings(2e10, 2e11, "float32"))
+    for rounds, copied in ((2, 1e10), (1, 2e10)):
+        with pytest.raises(KeyboardInterrupt):
+            run.benchmark(["softmax"], rounds, stop, file)
+        assert json.loads(file.with_name("kernels.json.part").read_text())["ceilings"]["copy_bytes_per_s"] == copied
+
+
 def test_as_a_command(tmp_path, capsys):
     assert cli.main(["bench", "kernels", "rms_norm", "--rounds", "1", "--out", str(tmp_path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)

@@ -495,7 +495,7 @@ def test_operands_that_do_not_fit(arguments, message):
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
 def test_a_nan_is_not_hidden(implementation):
-    """In a query it is in that row's results and gradient, in no other's, and in those of the keys that the row sees."""
+    """In a query it is in its row's results and gradient, in no other's, and in those of the keys that the row sees."""
     query, key, value = drawn((1, 40, 2, 64), (1, 40, 1, 64), (1, 40, 1, 64))
     arrays = [x.astype(jnp.bfloat16) for x in (query.at[0, 20, 1, 3].set(jnp.nan), key, value)]
     attend = functools.partial(flash_attention, return_log_sum_exp=True, implementation=implementation, _interpret=True)

@@ -1,0 +1,70 @@
+"""Results in a file as they come: where the process ends early, what it measured is there, and the next one goes on."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+
+def results_file(folder: Path, chip: str) -> Path:
+    """FOLDER/<chip>/kernels.json."""
+    return folder / re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-") / "kernels.json"
+
+
+class Record:
+    """Results that are written to a file once all are measured, until then to one beside it, `kernels.json.part`.
+
+    Without a file nothing is written. Raises ValueError for one that cannot be.
+    """
+
+    def __init__(self, file: Path | None):
+        self._file = file
+        self._ended: list[dict[str, str]] = []
+        if file is None:
+            return
+        folder = file.parent.parent
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--out {folder}: {error.strerror}; it must be a folder") from None
+        if not os.access(file.parent, os.W_OK):
+            raise ValueError(f"--out {folder}: it must be a folder that can be written")
+
+    @property
+    def _part(self) -> Path:
+        return self._file.with_name(f"{self._file.name}.part")
+
+    def begun(self, asked: dict[str, Any]) -> dict[str, Any] | None:
+        """The results so far of an earlier process that was asked for the same, None where there are none."""
+        try:
+            found = json.loads(self._part.read_text()) if self._file else {}
+        except (OSError, ValueError):
+            return None
+        if not asked.items() <= found.items():
+            return None
+        running = found.pop("running")
+        self._ended = found.pop("ended") + ([running] if running else [])
+        return found
+
+    def running(self, results: dict[str, Any], row: dict[str, str] | None) -> None:
+        """Say which row is being measured, None where none is, beside the results so far."""
+        if self._file:
+            _replace(self._part, results | {"running": row, "ended": self._ended})
+
+    def ended_in(self, row: dict[str, str]) -> bool:
+        """Whether an earlier process ended while it measured this row."""
+        return row in self._ended
+
+    def finish(self, results: dict[str, Any]) -> None:
+        """All is measured."""
+        if self._file:
+            _replace(self._file, results)
+            self._part.unlink(missing_ok=True)
+
+
+def _replace(file: Path, content: dict[str, Any]) -> None:
+    """Write a file, which is never there in half."""
+    new = file.with_name(f"{file.name}.new")
+    new.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    os.replace(new, file)

@@ -49,9 +49,11 @@ def test_results_and_gradients_are_compiled_once(caplog, operation, implementati
 
     with programs(caplog) as first:
         run(0)
-    with programs(caplog) as second:
+    with programs(caplog):  # JAX 0.12 compiles once more what was traced before all of Pallas was imported
         run(1)
-    assert first and second == []
+    with programs(caplog) as third:
+        run(2)
+    assert first and third == []
 
 
 def test_mapped_it_is_compiled_once(caplog):

@@ -20,6 +20,7 @@ from kernels_pallas import (
     tune,
     tuning,
 )
+from kernels_pallas.bench.timing import Time
 from kernels_pallas.registry import OPERATIONS
 from kernels_pallas.rows import mosaic_tpu
 
@@ -164,39 +165,84 @@ def test_rotary_tuned_with_few_heads_serves_more(table, implementation):
             chex.assert_trees_all_close(run(*drawn(heads)), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_the_tuner_climbs_to_the_fastest(monkeypatch):
-    """One number at a time, past what does not compile, and never a number that must stay."""
-    kernel = tuning.Kernel("norm", "triton", (256,), "bfloat16")
+NORM = tuning.Kernel("norm", "triton", (256,), "bfloat16")
 
-    def program(*arguments, **more):
-        tuning.blocks("norm", "triton", (256,), "bfloat16", Sizes(columns=0))
 
-    def seconds(operation, case, implementation, blocks):
-        rows = blocks[kernel].rows
-        return None if rows > 64 else 1.0 + abs(rows - 64)
+@pytest.fixture
+def clock(monkeypatch):
+    """Programs of one kernel, with what it makes of its number of rows, and the less time the nearer that is to 64."""
 
-    monkeypatch.setattr(tune, "program", program)
-    monkeypatch.setattr(tune, "_seconds", seconds)
+    def install(result=lambda rows: 1.0, left_out=lambda operation: None):
+        def program(operation, case, implementation, **more):
+            if implementation != "triton":
+                raise NotImplementedError
+            left_out(operation)
+            rows = tuning.blocks("norm", "triton", (256,), "bfloat16", Sizes(columns=0)).rows
+
+            def run():
+                return [jnp.full(4, result(rows), jnp.bfloat16)]
+
+            run.seconds = 1.0 + abs(rows - 64)
+            return run
+
+        monkeypatch.setattr(tune, "program", program)
+        monkeypatch.setattr(tune, "measure", lambda run, rounds: Time(run.seconds, run.seconds, run.seconds, "host"))
+
+    return install
+
+
+def tuned():
     operation = OPERATIONS["rms_norm"]
-    assert tune.tune(operation, operation.used_in("bench")[0], "triton") == {kernel: Sizes(rows=64, columns=0)}
+    return tune.tune(operation, operation.used_in("bench")[0], "triton")
 
 
-def test_what_does_not_fit_leaves_the_others_to_be_tuned(table, monkeypatch, capsys):
+def refuse(rows):
+    raise jax.errors.JaxRuntimeError(f"INTERNAL: {rows} rows")
+
+
+def test_the_tuner_climbs_to_the_fastest(clock):
+    """One number at a time, past what does not run, and never a number that must stay."""
+    clock(lambda rows: 1.0 if rows <= 64 else refuse(rows))
+    assert tuned() == {NORM: Sizes(rows=64, columns=0)}
+
+
+def test_the_tuner_passes_over_other_results(clock, capsys):
+    """A rounding more is none, and what is not finite is no number that is near another."""
+    clock(lambda rows: {32: 1.03}.get(rows, 1.0 + rows / 8000))
+    assert tuned() == {NORM: Sizes(rows=16, columns=0)}
+    assert "other results with" in capsys.readouterr().out
+    clock(lambda rows: jnp.nan if rows == 16 else 1.0)
+    assert tuned() == {NORM: Sizes(rows=8, columns=0)}
+    clock(lambda rows: jnp.inf)
+    assert tuned() == {NORM: Sizes(rows=64, columns=0)}
+
+
+def test_a_device_that_is_lost_ends_the_tuning(table, clock, monkeypatch):
+    """Not one more case is tried, and what was found before is recorded."""
+    lost = []
+
+    def result(rows):
+        lost.extend([rows] if rows > 64 and left else [])
+        return refuse(rows) if lost else 1.0
+
+    left = []
+    clock(result, lambda operation: left.append(operation) if operation.name == "softmax" else None)
+    with pytest.raises(SystemExit, match="cpu was lost at softmax, small.*, triton: INTERNAL: 64 rows; what was found"):
+        tune.main(["rms_norm", "softmax", "layer_norm"])
+    assert json.loads(table.read_text()) == {"cpu": {str(NORM): {"rows": 64}}}
+
+
+def test_what_does_not_fit_leaves_the_others_to_be_tuned(table, clock, capsys):
     """Nothing is recorded of it, and what was tuned before it is."""
-    kernel = tuning.Kernel("norm", "triton", (256,), "bfloat16")
 
-    def program(operation, case, implementation, **more):
+    def left_out(operation):
         if operation.name == "softmax":
             raise MemoryError("out of memory")
-        if implementation != "triton":
-            raise NotImplementedError
-        tuning.blocks("norm", "triton", (256,), "bfloat16", Sizes())
 
-    monkeypatch.setattr(tune, "program", program)
-    monkeypatch.setattr(tune, "_seconds", lambda *arguments: 1.0)
+    clock(left_out=left_out)
     tune.main(["rms_norm", "softmax"])
     assert "left out: out of memory" in capsys.readouterr().out
-    assert json.loads(table.read_text()) == {"cpu": {str(kernel): {"rows": 8, "columns": 256}}}
+    assert json.loads(table.read_text()) == {"cpu": {str(NORM): {"rows": 64}}}
 
 
 def test_nothing_to_tune_on_a_cpu(table, capsys):

@@ -54,8 +54,9 @@ class Experiment(Section):
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
 
-def load(path: Path, overrides: Iterable[str] = ()) -> Experiment:
-    """Read a TOML file, apply `key=value` overrides with dotted keys, fill in and check everything.
+def load(path: Path, overrides: Iterable[str] = (), kind: Kind = "train") -> Experiment:
+    """Read a TOML file, apply `key=value` overrides with dotted keys, fill in and check everything that a step of this
+    kind asks for.
 
     `model.base = "FILE"`, relative to the file it stands in, names a TOML file whose [model] the other keys of
     [model] then change. Raises InputError, in one line.
@@ -70,7 +71,7 @@ def load(path: Path, overrides: Iterable[str] = ()) -> Experiment:
         experiment = Experiment.model_validate(values)
     except ValidationError as error:
         raise InputError(f"{path}: {_explain(error, values, filled)}") from None
-    _check(experiment)
+    _check(experiment, kind)
     return experiment
 
 
@@ -86,11 +87,11 @@ def overridden(overrides: Iterable[str], section: str) -> list[str]:
 _PADDABLE = ("model.vocabulary", "model.feed_forward.hidden")
 
 
-def mesh_sizes(experiment: Experiment, devices: int) -> tuple[int, int, int]:
+def mesh_sizes(experiment: Experiment, devices: int, kind: Kind = "train") -> tuple[int, int, int]:
     """(data, fsdp, tensor) on this many devices, checked. Raises InputError where they do not fit the devices,
-    the model or the batch."""
+    the model or, in training, the batch."""
     sizes = divided(experiment.mesh, devices)
-    check_mesh(experiment, *sizes)
+    check_mesh(experiment, *sizes, kind)
     return sizes
 
 
@@ -114,8 +115,9 @@ def divided(mesh: MeshConfig, devices: int) -> tuple[int, int, int]:
     return sizes
 
 
-def check_mesh(experiment: Experiment, data: int, fsdp: int, tensor: int) -> None:
-    """Raises InputError where a mesh does not divide the model or the batch, naming the number to change."""
+def check_mesh(experiment: Experiment, data: int, fsdp: int, tensor: int, kind: Kind = "train") -> None:
+    """Raises InputError where a mesh does not divide the model or, in training, the batch, naming the number to change.
+    In inference every device computes all sequences where the mesh does not divide them (`Workload.rows`)."""
     model, training = experiment.model, experiment.training
     for axis, parts, key, size in (
         ("tensor", tensor, "model.attention.heads", model.attention.heads),
@@ -129,7 +131,7 @@ def check_mesh(experiment: Experiment, data: int, fsdp: int, tensor: int) -> Non
                 fitting += f", or {key} to {math.ceil(size / parts) * parts}"
             raise InputError(f"mesh.{axis} = {parts} does not divide {key} = {size}: {fitting}")
     rows = training.batch // training.microbatches
-    if rows % (data * fsdp):
+    if kind == "train" and rows % (data * fsdp):
         fitting = math.ceil(rows / (data * fsdp)) * data * fsdp * training.microbatches
         raise InputError(
             f"mesh.data × mesh.fsdp = {data * fsdp} does not divide the {rows} rows of a microbatch "
@@ -166,14 +168,14 @@ def _divisors(n: int) -> str:
     return ", ".join([str(d) for d in range(1, n + 1) if n % d == 0][:8])
 
 
-def _check(experiment: Experiment) -> None:
+def _check(experiment: Experiment, kind: Kind) -> None:
     """What no single section can check."""
     model, training, mesh = experiment.model, experiment.training, experiment.mesh
     if training.sequence > model.context:
         raise InputError(
             f"training.sequence = {training.sequence} is longer than model.context = {model.context}; lower it"
         )
-    if training.batch % training.microbatches:
+    if kind == "train" and training.batch % training.microbatches:
         raise InputError(
             f"training.microbatches = {training.microbatches} does not divide training.batch = {training.batch}: "
             f"set it to one of {_divisors(training.batch)}"
@@ -187,7 +189,7 @@ def _check(experiment: Experiment) -> None:
             f'data.tokenizer = "{experiment.data.tokenizer}" has at least {BYTES_VOCABULARY} tokens, more than '
             f"model.vocabulary = {model.vocabulary}; set model.vocabulary={BYTES_VOCABULARY}"
         )
-    check_mesh(experiment, mesh.data, 1 if mesh.fsdp == "all" else mesh.fsdp, mesh.tensor)
+    check_mesh(experiment, mesh.data, 1 if mesh.fsdp == "all" else mesh.fsdp, mesh.tensor, kind)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -582,6 +582,18 @@ def test_a_mesh_divides_heads_feed_forward_vocabulary_width_and_rows(overrides, 
     assert key in str(refused.value)
 
 
+def test_only_training_asks_that_a_mesh_divides_the_rows_of_a_microbatch():
+    overrides = ["training.batch=7", "training.microbatches=2", "mesh.data=4"]
+    with pytest.raises(InputError, match="training.microbatches = 2 does not divide training.batch = 7"):
+        load(SMALL, overrides)
+    experiment = load(SMALL, overrides, "decode")
+    assert mesh_sizes(experiment, 8, "decode") == (4, 2, 1)
+    with pytest.raises(InputError, match="the 3 rows of a microbatch"):
+        mesh_sizes(experiment, 8)
+    with pytest.raises(InputError, match="model.attention.heads = 8"):
+        check_mesh(experiment, 1, 1, 16, "decode")
+
+
 @pytest.mark.parametrize(("tensor", "replicated"), [(1, False), (2, False), (4, False), (8, True)])
 def test_key_value_heads_that_tensor_does_not_divide_are_replicated(tensor, replicated):
     experiment = load(SMALL, [f"mesh.tensor={tensor}"])  # 8 query heads share 4

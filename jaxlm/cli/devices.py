@@ -15,6 +15,7 @@ from jaxlm import accelerators, config, distributed
 from jaxlm.config import Experiment
 from jaxlm.costs import calibration, hardware
 from jaxlm.costs.chips import Chip
+from jaxlm.costs.workload import Kind
 from jaxlm.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 
 
-def make_mesh(experiment: Experiment) -> "Mesh":
-    """The experiment's mesh over the devices of all processes. A CPU is split into as many devices as the mesh needs of
-    this process, where nobody said otherwise.
+def make_mesh(experiment: Experiment, kind: Kind = "train") -> "Mesh":
+    """The experiment's mesh over the devices of all processes, for steps of a kind. A CPU is split into as many devices
+    as the mesh needs of this process, where nobody said otherwise.
 
     Raises InputError where the devices here cannot make it.
     """
@@ -50,7 +51,7 @@ def make_mesh(experiment: Experiment) -> "Mesh":
         raise InputError(f"JAX_PLATFORMS={named} is not to be had here ({why}); change it, or unset it") from None
     if devices[0].platform == "cpu":
         keep_freed_memory()
-    made = sharding.make_mesh(*config.mesh_sizes(experiment, len(devices)), devices)
+    made = sharding.make_mesh(*config.mesh_sizes(experiment, len(devices), kind), devices)
     idle = {device.process_index for device in devices} - {device.process_index for device in made.devices.flat}
     if idle:
         raise InputError(

@@ -40,7 +40,7 @@ def experiment(arguments: Namespace, run: "Run") -> "Experiment":
 
     if run.experiment().training.ema_decay is None and arguments.ema:
         raise InputError(f"{run.directory} keeps no average of its weights (training.ema_decay); leave out --ema")
-    overridden = config.load(run.config, arguments.overrides)
+    overridden = config.load(run.config, arguments.overrides, "decode")
     run.check_model(overridden)
     return overridden
 
@@ -57,7 +57,7 @@ def restore(arguments: Namespace, run: "Run", experiment: "Experiment") -> Train
     step = choose(run.checkpoints, lambda line: print(f"jaxlm: {line}", file=sys.stderr))
     if step is None:
         raise InputError(f"{run.directory} has no whole checkpoint yet; jaxlm train writes one")
-    mesh = make_mesh(experiment)
+    mesh = make_mesh(experiment, "decode")  # nothing is trained: any number of sequences will do
     _, tree = model_tree.abstract(experiment.model)
     like = checkpoints.shaped(model_tree.shapes(tree), model_tree.shardings(tree, mesh))
     parameters = checkpoints.restore_parameters(run.checkpoints, step, like, average=arguments.ema)

@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     import jax
 
+    from jaxlm import config
     from jaxlm.costs.hardware import Target
     from jaxlm.lowering.report import DoesNotFit
 
@@ -55,8 +56,9 @@ def main(arguments: argparse.Namespace) -> int:
     target = Target.parse(arguments.on)
     if arguments.quick and target.chip.kind != "tpu":
         raise InputError(f"--quick is for TPUs, whose compiler takes longer: leave it out for {target}")
-    experiment = steps.load(arguments)
-    experiment, sizes = steps.divided(experiment, steps.mesh(arguments, experiment), target)
+    experiment = steps.on_mesh(steps.load(arguments), arguments.mesh)
+    experiment = steps.with_batch(experiment, steps.parts(experiment, target), arguments.workload)
+    sizes = config.mesh_sizes(experiment, target.devices, arguments.workload)
     jax.config.update("jax_platforms", "cpu")  # whatever is here is not what is compiled for
     if arguments.fit:
         return _fit(arguments, experiment, sizes, target)
@@ -151,7 +153,7 @@ def _print_step(report: "Report") -> None:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
-    table.add_row("step", f"{work.kind}, {work.batch:,} × {work.sequence:,} tokens in {work.dtype}")
+    table.add_row("step", str(work))
     quickly = " quickly" if report.quick else ""
     table.add_row("on", f"{report.plan.target}: {work.mesh}, compiled{quickly} in {seconds(report.compile_s)}")
     if work.kind == "train":

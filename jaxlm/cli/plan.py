@@ -5,7 +5,10 @@ Time is a bracket: everything overlapped and fused below, nothing above; rates a
 
 import argparse
 import json
+import math
 import shlex
+import sys
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.cli import steps
@@ -14,7 +17,7 @@ from jaxlm.cli.tables import or_dash, print_table, seconds
 from jaxlm.errors import InputError
 
 if TYPE_CHECKING:
-    from jaxlm.config import Experiment, MeshConfig
+    from jaxlm.config import Experiment
     from jaxlm.costs.hardware import Target
     from jaxlm.costs.plan import Plan
 
@@ -44,13 +47,15 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.check:
         return _check(arguments)
     steps.require("plan", arguments)
-    plans = _plans(arguments)
+    plans, refused = _plans(arguments)
     if arguments.plot:
         from jaxlm.costs.pictures import draw
 
         draw(plans[0], arguments.plot)
-    if len(plans) > 1:
-        _show_many(plans, arguments.json)
+    for target, why in refused.items():
+        print(f"jaxlm: {target} is left out: {why}", file=sys.stderr)
+    if len(plans) > 1 or refused:
+        _show_many(plans, refused, arguments.json)
     elif arguments.json:
         print(json.dumps(_row(plans[0])))
     else:
@@ -69,55 +74,68 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _plans(arguments: argparse.Namespace) -> list["Plan"]:
-    """One, or those that were searched for, the best first."""
+def _plans(arguments: argparse.Namespace) -> "tuple[list[Plan], dict[str, str]]":
+    """One, or those that were searched for, the best first; and of `all` chips, why others are not among them."""
     from jaxlm.costs.hardware import Target
 
     experiment = steps.load(arguments)
-    mesh = None if arguments.mesh == "auto" else steps.mesh(arguments, experiment)
+    if arguments.mesh != "auto":
+        experiment = steps.on_mesh(experiment, arguments.mesh)
     name, _, count = arguments.on.partition(":")
-    if name != "all":
-        return _on(arguments, experiment, mesh, Target.parse(arguments.on))
-    found, refused = [], []
-    for target in _every_chip(count):
-        try:
-            found.append(_on(arguments, experiment, mesh, target)[0])
-        except InputError as error:  # it lacks a figure, the dtype, or the memory
-            refused.append(f"{target}: {error}")
-    if not found:
-        raise InputError(f"no chip of the catalog can run this as {arguments.on}; the first, {refused[0]}")
-    return sorted(found, key=lambda plan: (not plan.fits, plan.time.expected))
+    if name == "all":
+        return _on_every_chip(arguments, experiment, count)
+    target = Target.parse(arguments.on)
+    experiment = steps.with_batch(experiment, _parts(arguments, experiment, target), arguments.workload)
+    return _on(arguments, experiment, target), {}
 
 
-def _every_chip(count: str) -> list["Target"]:
-    """So many chips of each kind in the catalog."""
+def _on_every_chip(
+    arguments: argparse.Namespace, experiment: "Experiment", count: str
+) -> "tuple[list[Plan], dict[str, str]]":
+    """On so many chips of each kind in the catalog: the best plan of each, and why others have none."""
     from jaxlm.costs.hardware import Target, catalog
 
     if not (count or "1").isdecimal():
         raise InputError(f"all:{count} names no number of chips; write all:8")
-    targets = []
-    for id in catalog():
-        try:
-            targets.append(Target.parse(f"{id}:{count or 1}"))
-        except InputError:  # it does not come in this number
-            continue
+    refused: dict[str, str] = {}
+
+    def each(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        done = []
+        for item in items:
+            try:
+                done.append(function(item))
+            except InputError as error:  # it does not come in this number, or lacks a figure, the dtype or the memory
+                refused[str(item)] = str(error)
+        return done
+
+    targets = each(Target.parse, [f"{id}:{count or 1}" for id in catalog()])
     if not targets:
         raise InputError(f"no chip of the catalog comes as {count}; give another number, such as all:8")
-    return targets
+    # One batch for all: by their time they compare only at the same tokens.
+    parts = math.lcm(*each(lambda target: _parts(arguments, experiment, target), targets))
+    experiment = steps.with_batch(experiment, parts, arguments.workload)
+    found = each(lambda target: _on(arguments, experiment, target)[0], targets)
+    if not found:
+        first = str(targets[0])
+        raise InputError(f"no chip of the catalog can run this as {arguments.on}; the first, {first}: {refused[first]}")
+    return sorted(found, key=lambda plan: (not plan.fits, plan.time.expected)), refused
 
 
-def _on(
-    arguments: argparse.Namespace, experiment: "Experiment", mesh: "MeshConfig | None", target: "Target"
-) -> list["Plan"]:
+def _parts(arguments: argparse.Namespace, experiment: "Experiment", target: "Target") -> int:
+    """Into how many parts the batch is cut on these chips, or may be by a search."""
+    return target.devices if arguments.mesh == "auto" else steps.parts(experiment, target)
+
+
+def _on(arguments: argparse.Namespace, experiment: "Experiment", target: "Target") -> list["Plan"]:
     """On a mesh, or on those that fit, the best first."""
     from jaxlm import config
     from jaxlm.costs.plan import plan
     from jaxlm.costs.search import search
 
-    if mesh is not None:
-        experiment, sizes = steps.divided(experiment, mesh, target)
+    if arguments.mesh != "auto":
+        sizes = config.mesh_sizes(experiment, target.devices, arguments.workload)
         return [plan(config.workload(experiment, sizes, arguments.workload), target)]
-    experiment, held = steps.with_batch(experiment, target.devices), steps.held(arguments)
+    held = steps.held(arguments)
     found = search(config.workload(experiment, (1, 1, 1), arguments.workload), target, held)
     if not found:
         free = "".join(f", or leave out training.{key}" for key in held)
@@ -137,14 +155,15 @@ def _row(plan: "Plan") -> dict[str, Any]:
     return row
 
 
-def _show_many(plans: list["Plan"], as_json: bool) -> None:
+def _show_many(plans: list["Plan"], refused: dict[str, str], as_json: bool) -> None:
     if as_json:
-        print(json.dumps({**_row(plans[0]), "rows": [plan.row() for plan in plans]}))
+        left_out = [{"target": target, "why": why} for target, why in refused.items()]
+        print(json.dumps({**_row(plans[0]), "rows": [plan.row() for plan in plans], "refused": left_out}))
         return
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, title=str(plans[0].work), title_justify="left", title_style="bold")
     for column in ("chips", "mesh", "microbatches", "remat"):
         table.add_column(column, no_wrap=True)
     for column in ("memory", "step", "tokens/s", "MFU", "$/Mtok", "J/tok"):
@@ -177,7 +196,7 @@ def _show(plan: "Plan") -> None:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
-    table.add_row("step", f"{work.kind}, {work.batch:,} × {work.sequence:,} tokens in {work.dtype} on {plan.target}")
+    table.add_row("step", f"{work} on {plan.target}")
     microbatches = f", {work.microbatches} microbatches" if work.microbatches > 1 else ""
     trained = f"{microbatches}, remat {work.remat_shown}" if work.kind == "train" else ""
     table.add_row("mesh", f"{work.mesh}{trained}")

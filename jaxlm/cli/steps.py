@@ -9,8 +9,9 @@ from jaxlm.cli.paths import path
 from jaxlm.errors import InputError
 
 if TYPE_CHECKING:
-    from jaxlm.config import Experiment, MeshConfig
+    from jaxlm.config import Experiment
     from jaxlm.costs.hardware import Target
+    from jaxlm.costs.workload import Kind
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,21 +33,20 @@ def load(arguments: argparse.Namespace) -> "Experiment":
     """The experiment with its overrides. Raises InputError, also where both --mesh and overrides say the mesh."""
     from jaxlm import config
 
-    experiment = config.load(arguments.config, arguments.overrides)
+    experiment = config.load(arguments.config, arguments.overrides, arguments.workload)
     twice = config.overridden(arguments.overrides, "mesh")
     if arguments.mesh is not None and twice:
         raise InputError(f"--mesh {arguments.mesh} says the whole mesh; leave out mesh.{twice[0]}, or --mesh")
     return experiment
 
 
-def mesh(arguments: argparse.Namespace, experiment: "Experiment") -> "MeshConfig":
-    """The mesh of --mesh, such as "fsdp=8,tensor=2", or the experiment's without it; data and tensor are 1 and fsdp is
-    the rest where they are not named. Raises InputError."""
+def on_mesh(experiment: "Experiment", text: str | None) -> "Experiment":
+    """The experiment on the mesh of --mesh, such as "fsdp=8,tensor=2", or on its own without it; data and tensor are 1
+    and fsdp is the rest where they are not named. Raises InputError."""
     from jaxlm.config import MeshConfig
 
-    text = arguments.mesh
     if text is None:
-        return experiment.mesh
+        return experiment
     sizes: dict[str, int] = {}
     for axis, _, size in (part.partition("=") for part in text.replace(" ", "").split(",")):
         if axis not in MeshConfig.model_fields or not size.isdecimal() or not int(size):
@@ -54,28 +54,25 @@ def mesh(arguments: argparse.Namespace, experiment: "Experiment") -> "MeshConfig
         if axis in sizes:
             raise InputError(f"--mesh {text!r} gives {axis} twice; give it once")
         sizes[axis] = int(size)
-    return MeshConfig(**sizes)
+    return experiment.model_copy(update={"mesh": MeshConfig(**sizes)})
 
 
-def divided(
-    experiment: "Experiment", mesh: "MeshConfig", target: "Target"
-) -> "tuple[Experiment, tuple[int, int, int]]":
-    """The experiment and its (data, fsdp, tensor), which are checked. A batch that nobody gave is filled up until the
-    mesh divides it."""
+def parts(experiment: "Experiment", target: "Target") -> int:
+    """Into how many parts the experiment's mesh cuts a batch on these chips. Raises InputError where it does not divide
+    them."""
     from jaxlm import config
 
-    sizes = config.divided(mesh, target.devices)
-    experiment = with_batch(experiment, sizes[0] * sizes[1])
-    config.check_mesh(experiment, *sizes)
-    return experiment, sizes
+    data, fsdp, _ = config.divided(experiment.mesh, target.devices)
+    return data * fsdp
 
 
-def with_batch(experiment: "Experiment", parts: int) -> "Experiment":
-    """With a batch that divides into so many parts per microbatch, where none was given."""
+def with_batch(experiment: "Experiment", parts: int, kind: "Kind") -> "Experiment":
+    """With a batch, where none was given, that is filled up until it divides into so many parts, in training each
+    microbatch of it."""
     training = experiment.training
     if "batch" in training.model_fields_set:
         return experiment
-    parts *= training.microbatches
+    parts *= training.microbatches if kind == "train" else 1
     batch = parts * math.ceil(training.batch / parts)
     return experiment.model_copy(update={"training": training.model_copy(update={"batch": batch})})
 

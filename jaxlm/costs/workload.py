@@ -63,6 +63,9 @@ class Workload:
     mesh: MeshShape = MeshShape()
     causal_parts: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.batch:,} × {self.sequence:,} tokens in {self.dtype}"
+
     @property
     def width_bytes(self) -> int:
         """Of a number in the dtype that it computes in."""

@@ -68,6 +68,34 @@ def test_inference(capsys, workload):
     )
 
 
+@pytest.mark.parametrize(
+    ("batch", "mesh", "planned"),
+    [
+        (["training.batch=8"], ["--mesh", "fsdp=8"], 8),
+        ([], ["--mesh", "fsdp=8"], 16),
+        (["training.batch=7"], ["--mesh", "data=8,fsdp=1"], 7),
+        (["training.batch=7"], ["--mesh", "auto"], 7),
+    ],
+)
+def test_inference_has_no_microbatches_and_any_number_of_sequences(capsys, batch, mesh, planned):
+    arguments = ("--workload", "decode", "training.sequence=4096", "training.microbatches=4", *batch, *mesh)
+    row = json.loads(plan(capsys, "--on", "h200-sxm:8", *arguments, "--json"))
+    assert row["batch"] == planned and row["microbatches"] == 1
+
+
+def test_what_a_search_finds_is_planned_alike_where_it_is_given(capsys):
+    """Also the batch that it fills up, which the table says."""
+    searched = ("--on", "h200-sxm:64", "--mesh", "auto", "training.sequence=4096")
+    assert plan(capsys, *searched).startswith("train, 64 × 4,096 tokens in bfloat16")
+    row = next(r for r in json.loads(plan(capsys, *searched, "--json"))["rows"] if r["mesh"]["tensor"] == 4)
+    given = [f"training.{key}={json.dumps(row[key])}" for key in ("batch", "microbatches", "remat")]
+    mesh = ",".join(f"{axis}={size}" for axis, size in row["mesh"].items())
+    planned = json.loads(
+        plan(capsys, "--on", "h200-sxm:64", "--mesh", mesh, "training.sequence=4096", *given, "--json")
+    )
+    assert planned["batch"] == 64 and planned["tokens_per_s"] == row["tokens_per_s"]
+
+
 def test_a_search_ranks_meshes(capsys):
     row = json.loads(plan(capsys, "--on", "h200-sxm:8", "--mesh", "auto", "training.sequence=8192", "--json"))
     times = [one["time_s"]["expected"] for one in row["rows"]]
@@ -101,6 +129,28 @@ def test_every_chip_is_ranked(capsys):
     row = json.loads(plan(capsys, *arguments, "--json"))
     assert len(row["rows"]) > 15 and {"h200-sxm:8", "tpu-v5e:2x4"} <= {one["target"] for one in row["rows"]}
     assert "h200-sxm:8" in plan(capsys, *arguments)
+
+
+def test_every_chip_is_ranked_at_one_batch(capsys):
+    """Which TPU v7x, of two devices each, fill up."""
+    rows = json.loads(plan(capsys, "--on", "all:16", "training.sequence=4096", "training.remat=full", "--json"))["rows"]
+    assert {row["batch"] for row in rows} == {32} and {row["devices"] for row in rows} == {16, 32}
+    rates = [row["tokens_per_s"] for row in rows if row["fits"]]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_chips_that_are_not_ranked_are_named_with_why(capsys):
+    arguments = (str(MODELS / "llama3.1-8b.toml"), "--on", "all:8", "training.sequence=4096", "optimizer.kind=muon")
+    assert main(["plan", *arguments, "--json"]) == 0
+    out, errors = capsys.readouterr()
+    row = json.loads(out)
+    why = {one["target"]: one["why"] for one in row["refused"]}
+    assert (
+        why["gb300-nvl72:8"] == "gb300-nvl72 has no published peak for float32; it has bfloat16, float8, int8, float4"
+    )
+    assert why["apple-m1:8"].startswith("apple-m1 has no known link to others") and len(why) > 10
+    assert not why.keys() & {one["target"] for one in row["rows"]}
+    assert errors.splitlines() == [f"jaxlm: {target} is left out: {reason}" for target, reason in why.items()]
 
 
 @pytest.mark.parametrize(

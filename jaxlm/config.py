@@ -159,11 +159,6 @@ def workload(experiment: Experiment, sizes: tuple[int, int, int], kind: Kind = "
     )
 
 
-def replicated_kv_heads(experiment: Experiment, tensor: int) -> bool:
-    """Whether the tensor axis does not divide the key/value heads, so that each device holds all of them."""
-    return experiment.model.attention.kv_heads % tensor != 0
-
-
 def _divisors(n: int) -> str:
     return ", ".join([str(d) for d in range(1, n + 1) if n % d == 0][:8])
 

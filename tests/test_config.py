@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxlm import config
-from jaxlm.config import check_mesh, load, mesh_sizes, replicated_kv_heads
+from jaxlm.config import check_mesh, load, mesh_sizes
 from jaxlm.errors import InputError
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -592,12 +592,6 @@ def test_only_training_asks_that_a_mesh_divides_the_rows_of_a_microbatch():
         mesh_sizes(experiment, 8)
     with pytest.raises(InputError, match="model.attention.heads = 8"):
         check_mesh(experiment, 1, 1, 16, "decode")
-
-
-@pytest.mark.parametrize(("tensor", "replicated"), [(1, False), (2, False), (4, False), (8, True)])
-def test_key_value_heads_that_tensor_does_not_divide_are_replicated(tensor, replicated):
-    experiment = load(SMALL, [f"mesh.tensor={tensor}"])  # 8 query heads share 4
-    assert replicated_kv_heads(experiment, tensor) is replicated
 
 
 def test_a_base_may_have_a_base_but_not_itself(tmp_path):

@@ -6,11 +6,13 @@ XLA's own compilers for TPUs and NVIDIA's GPUs run on this machine; no chip is n
 import argparse
 import json
 import math
+import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.cli import steps
+from jaxlm.cli.ladder import say_replicated
 from jaxlm.cli.paths import path
 from jaxlm.cli.tables import or_dash, print_table, seconds
 from jaxlm.errors import InputError
@@ -59,6 +61,8 @@ def main(arguments: argparse.Namespace) -> int:
     experiment = steps.on_mesh(steps.load(arguments), arguments.mesh)
     experiment = steps.with_batch(experiment, steps.parts(experiment, target), arguments.workload)
     sizes = config.mesh_sizes(experiment, target.devices, arguments.workload)
+    if replicated := say_replicated(config.workload(experiment, sizes, arguments.workload)):
+        print(f"jaxlm: {replicated}", file=sys.stderr)
     jax.config.update("jax_platforms", "cpu")  # whatever is here is not what is compiled for
     if arguments.fit:
         return _fit(arguments, experiment, sizes, target)
@@ -257,17 +261,7 @@ def _refuse(refused: "DoesNotFit", arguments: argparse.Namespace, tried: "list[T
     """What the compiler refused, and what counting says is in it."""
     plan, memory = refused.plan, refused.plan.memory
     turn = _dials(plan, refused.needed)
-    counted = plan.row()
-    sizes = {"arguments": refused.arguments, "temporaries": refused.temporaries, "peak": refused.needed}
-    row = {
-        **{key: counted[key] for key in ("chips", "devices", "target", "workload", "mesh", "batch", "sequence")},
-        **{key: counted[key] for key in ("microbatches", "remat")},
-        "memory_bytes_per_device": {**sizes, "capacity": plan.capacity},
-        "fits": False,
-        "turn": turn,
-        "counted": {key: counted[key] for key in ("memory_bytes_per_device", "time_s")},
-        **_tried_row(tried),
-    }
+    row = {**refused.row(), "turn": turn, **_tried_row(tried)}
     _keep(arguments.dump, row, {"stablehlo.mlir": refused.stablehlo})
     if arguments.json:
         print(json.dumps(row))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from jaxlm.cli.tables import or_dash, seconds
 
 if TYPE_CHECKING:
+    from jaxlm.costs.workload import Workload
     from jaxlm.training.ladder import Counted
 
 # A cause of the gap below this share of the step is not worth a word.
@@ -18,6 +19,16 @@ def say_counted(counted: "Counted") -> str:
     if counted.time is None:
         return said
     return f"{said}, {seconds(counted.time.lower_bound)} to {seconds(counted.time.upper_bound)} a step"
+
+
+def say_replicated(work: "Workload") -> str | None:
+    """One line where devices hold key/value heads of others too; None where they do not."""
+    if not work.replicated_kv_heads:
+        return None
+    return (
+        f"mesh.tensor = {work.mesh.tensor} does not divide {work.model.attention.kv_heads} key/value heads: every "
+        "device of that axis holds all of them"
+    )
 
 
 def show(rungs: dict[str, Any]) -> None:

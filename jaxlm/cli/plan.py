@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.cli import steps
+from jaxlm.cli.ladder import say_replicated
 from jaxlm.cli.paths import path
 from jaxlm.cli.tables import or_dash, print_table, seconds
 from jaxlm.errors import InputError
@@ -54,6 +55,8 @@ def main(arguments: argparse.Namespace) -> int:
         draw(plans[0], arguments.plot)
     for target, why in refused.items():
         print(f"jaxlm: {target} is left out: {why}", file=sys.stderr)
+    for line in dict.fromkeys(filter(None, (say_replicated(plan.work) for plan in plans))):
+        print(f"jaxlm: {line}", file=sys.stderr)
     if len(plans) > 1 or refused:
         _show_many(plans, refused, arguments.json)
     elif arguments.json:

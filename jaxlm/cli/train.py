@@ -72,7 +72,7 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
             dataset = prepare(experiment.data, experiment.model.vocabulary, bar.say, bar.progress)
 
         from jaxlm.cli.devices import calibrated, describe, make_mesh
-        from jaxlm.cli.ladder import say_counted
+        from jaxlm.cli.ladder import say_counted, say_replicated
         from jaxlm.models.tree import parameter_count
         from jaxlm.training.ladder import counted
         from jaxlm.training.loop import Trainer
@@ -84,12 +84,9 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
             calibrated(bar.say)
         mesh = make_mesh(experiment)
         bar.say(f"{parameter_count(experiment.model):,} parameters on {describe(mesh)}")
-        if config.replicated_kv_heads(experiment, mesh.shape["tensor"]):
-            bar.say(
-                f"mesh.tensor = {mesh.shape['tensor']} does not divide {experiment.model.attention.kv_heads} "
-                "key/value heads: every device of that axis holds all of them"
-            )
         end.counted = counted(config.workload(experiment, tuple(mesh.shape.values())), mesh)
+        if replicated := say_replicated(end.counted.work):
+            bar.say(replicated)
         bar.say(say_counted(end.counted))
         ends = getattr(experiment.optimizer.schedule, "decay_steps", experiment.training.steps)
         if ends < experiment.training.steps:

@@ -111,6 +111,7 @@ class Plan:
             "sequence": self.work.sequence,
             "microbatches": self.work.microbatches,
             "remat": self.work.remat,
+            "replicated_kv_heads": self.work.replicated_kv_heads,
             "parameters": parameters(self.work),
             "flops": self.flops._asdict(),
             "memory_bytes_per_device": {**self.memory._asdict(), "total": self.memory.total, "capacity": self.capacity},

@@ -120,6 +120,11 @@ class Workload:
         """How many scores of each sequence and head those are."""
         return sum(queries * keys for queries, keys in self.attended())
 
+    @property
+    def replicated_kv_heads(self) -> bool:
+        """Whether the tensor axis does not divide the key/value heads, so that each device holds all of them."""
+        return self.model.attention.kv_heads % self.mesh.tensor != 0
+
     def rows(self) -> int:
         """Sequences on one device at once: its part of a microbatch, or all where the mesh does not divide them."""
         rows, parts = self.batch // self.microbatches, self.mesh.data * self.mesh.fsdp

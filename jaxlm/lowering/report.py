@@ -17,7 +17,7 @@ from jaxlm.costs.count import count_jaxpr
 from jaxlm.costs.hardware import Target
 from jaxlm.costs.network import KINDS, Network
 from jaxlm.costs.plan import Plan, plan
-from jaxlm.costs.workload import Kind
+from jaxlm.costs.workload import Kind, Workload
 from jaxlm.errors import InputError
 from jaxlm.lowering import buffers, collectives, hlo, kernels, products, programs, targets
 from jaxlm.lowering.collectives import Collective
@@ -70,12 +70,12 @@ class Report:
     @property
     def counted_flops(self) -> int:
         """Those of products on one device, but for those in kernels."""
-        return sum(op.times * op.flops for op in operations.step(self.plan.work) if not op.kernel)
+        return _product_flops(self.plan.work)
 
     @property
     def counted_kernel_flops(self) -> int:
         """Those of kernels on one device."""
-        return sum(op.times * (op.flops + op.elementwise) for op in operations.step(self.plan.work) if op.kernel)
+        return _kernel_flops(self.plan.work)
 
     def seconds(self, collective: Collective) -> float | None:
         """Counted, of all its runs; None where its groups are parts of an axis or its kind is not known."""
@@ -92,11 +92,9 @@ class Report:
 
     def row(self) -> dict[str, Any]:
         """As JSON. Kernels are those of Pallas and of libraries; fusions, what XLA made, the longest first."""
-        counted = self.plan.row()
         longest = sorted(self.kernels, key=self.kernel_seconds, reverse=True)
         return {
-            **{key: counted[key] for key in ("chips", "devices", "target", "workload", "mesh", "batch", "sequence")},
-            **{key: counted[key] for key in ("microbatches", "remat")},
+            **_asked(self.plan),
             "compile_s": self.compile_s,
             "quick": self.quick,
             "memory_bytes_per_device": self.memory._asdict(),
@@ -128,27 +126,69 @@ class Report:
             "unfused": [
                 {"bytes": chain.bytes, "names": [kernel.name for kernel in chain.kernels]} for chain in self.chains
             ],
-            "counted": {
-                "flops_per_device": self.counted_flops,
-                "kernel_flops_per_device": self.counted_kernel_flops,
-                "memory_bytes_per_device": counted["memory_bytes_per_device"],
-                "time_s": counted["time_s"],
-            },
+            "counted": _counted(self.plan),
         }
 
 
 class DoesNotFit(Exception):
-    """The compiler refuses a program for want of memory. `temporaries` are the bytes it needed for them, at least what
-    is more than there is, and `arguments` those that are given; both on one device. `stablehlo` is the program."""
+    """The compiler refuses a program for want of memory, after `compile_s`. `temporaries` are the bytes it needed for
+    them, at least what is more than there is, and `arguments` those that are given; both on one device. `stablehlo` is
+    the program."""
 
-    def __init__(self, plan: Plan, arguments: int, temporaries: int, stablehlo: str, said: str):
+    def __init__(
+        self, plan: Plan, quick: bool, compile_s: float, arguments: int, temporaries: int, stablehlo: str, said: str
+    ):
         super().__init__(said)
-        self.plan, self.arguments, self.stablehlo = plan, arguments, stablehlo
+        self.plan, self.quick, self.compile_s = plan, quick, compile_s
+        self.arguments, self.stablehlo = arguments, stablehlo
         self.temporaries = max(temporaries, plan.capacity + 1 - arguments)
 
     @property
     def needed(self) -> int:
         return self.arguments + self.temporaries
+
+    def row(self) -> dict[str, Any]:
+        """As JSON, with the keys of a report: null or empty is what only a compiled program says."""
+        sizes = {"arguments": self.arguments, "outputs": None, "temporaries": self.temporaries, "peak": self.needed}
+        return {
+            **_asked(self.plan),
+            "compile_s": self.compile_s,
+            "quick": self.quick,
+            "memory_bytes_per_device": {**sizes, "capacity": self.plan.capacity},
+            "fits": False,
+            "held_at_peak": [],
+            "flops_per_device": None,
+            "kernel_flops_per_device": None,
+            **{key: [] for key in ("collectives", "kernels", "fusions", "unfused")},
+            "counted": _counted(self.plan),
+        }
+
+
+def _asked(plan: Plan) -> dict[str, Any]:
+    """The step and its chips, as JSON."""
+    counted = plan.row()
+    return {
+        **{key: counted[key] for key in ("chips", "devices", "target", "workload", "mesh", "batch", "sequence")},
+        **{key: counted[key] for key in ("microbatches", "remat", "replicated_kv_heads")},
+    }
+
+
+def _counted(plan: Plan) -> dict[str, Any]:
+    """What was counted of it, as JSON."""
+    counted = plan.row()
+    return {
+        "flops_per_device": _product_flops(plan.work),
+        "kernel_flops_per_device": _kernel_flops(plan.work),
+        **{key: counted[key] for key in ("memory_bytes_per_device", "time_s")},
+    }
+
+
+def _product_flops(work: Workload) -> int:
+    return sum(op.times * op.flops for op in operations.step(work) if not op.kernel)
+
+
+def _kernel_flops(work: Workload) -> int:
+    return sum(op.times * (op.flops + op.elementwise) for op in operations.step(work) if op.kernel)
 
 
 @dataclass(frozen=True)
@@ -178,7 +218,8 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
         said = str(error)
         if "RESOURCE_EXHAUSTED" not in said and "Ran out of memory" not in said:
             raise InputError(f"the compiler for {target} fails: {said.splitlines()[0]}") from error
-        raise DoesNotFit(counted, step.argument_bytes, _needed(said), lowered.as_text(), said) from None
+        seconds = time.perf_counter() - began
+        raise DoesNotFit(counted, quick, seconds, step.argument_bytes, _needed(said), lowered.as_text(), said) from None
     seconds = time.perf_counter() - began
     try:
         text = compiled.as_text()

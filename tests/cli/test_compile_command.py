@@ -1,8 +1,16 @@
-"""What `jaxlm compile` refuses before it compiles. What it compiles: tests/lowering/test_report.py."""
+"""What `jaxlm compile` refuses before it compiles, and what it says where a compiler refuses. What it compiles:
+tests/lowering/test_report.py."""
+
+import json
+from pathlib import Path
 
 import pytest
 
-from jaxlm.cli import main
+from jaxlm import config
+from jaxlm.cli import compile, main
+from jaxlm.costs.hardware import Target
+from jaxlm.costs.plan import plan
+from jaxlm.lowering.report import DoesNotFit, Memory, Report
 
 MODEL = "configs/models/qwen3-0.6b.toml"
 
@@ -33,3 +41,23 @@ def test_bad_input_is_one_line_and_status_2(arguments, said, capsys):
     assert main(["compile", *arguments, "--json"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and said in err
+
+
+def test_where_the_compiler_refuses_the_row_has_the_keys_of_a_report(monkeypatch, capsys):
+    def refuse(_, experiment, sizes, target):
+        counted = plan(config.workload(experiment, sizes), target)
+        raise DoesNotFit(counted, False, 1.5, 10**9, 10**11, "module", "E1000")
+
+    monkeypatch.setattr(compile, "_compile", refuse)
+    arguments = [MODEL, "--on", "tpu-v5e:4x4", "--mesh", "tensor=16", "training.sequence=4096"]
+    assert main(["compile", *arguments, "--json"]) == 1
+    out, errors = capsys.readouterr()
+    row = json.loads(out)
+    experiment, target = config.load(Path(MODEL), ["training.sequence=4096"]), Target.parse("tpu-v5e:4x4")
+    counted = plan(config.workload(experiment, (1, 1, 16)), target)
+    report = Report(counted, False, 1.5, Memory(1, 1, 1, 3, 1), (), 1, 0.0, (), (), (), ()).row()
+    assert row.keys() == report.keys() | {"turn"}
+    assert row["memory_bytes_per_device"].keys() == report["memory_bytes_per_device"].keys()
+    assert row["counted"].keys() == report["counted"].keys()
+    assert row["compile_s"] == 1.5 and row["flops_per_device"] is None and row["collectives"] == row["kernels"] == []
+    assert row["replicated_kv_heads"] and "mesh.tensor = 16 does not divide 8 key/value heads" in errors

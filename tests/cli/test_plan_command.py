@@ -96,6 +96,17 @@ def test_what_a_search_finds_is_planned_alike_where_it_is_given(capsys):
     assert planned["batch"] == 64 and planned["tokens_per_s"] == row["tokens_per_s"]
 
 
+@pytest.mark.parametrize(("tensor", "replicated"), [(1, False), (2, False), (8, False), (16, True)])
+def test_key_value_heads_that_tensor_does_not_divide_are_replicated_and_that_is_said(capsys, tensor, replicated):
+    """8 of them are shared by 32 query heads."""
+    arguments = (str(MODELS / "llama3.1-8b.toml"), "--on", "h200-sxm:16", "training.sequence=4096", "--json")
+    assert main(["plan", *arguments, "--mesh", f"tensor={tensor}"]) == 0
+    out, errors = capsys.readouterr()
+    assert json.loads(out)["replicated_kv_heads"] is replicated
+    said = f"mesh.tensor = {tensor} does not divide 8 key/value heads: every device of that axis holds all of them"
+    assert errors == (f"jaxlm: {said}\n" if replicated else "")
+
+
 def test_a_search_ranks_meshes(capsys):
     row = json.loads(plan(capsys, "--on", "h200-sxm:8", "--mesh", "auto", "training.sequence=8192", "--json"))
     times = [one["time_s"]["expected"] for one in row["rows"]]

@@ -139,7 +139,8 @@ def test_what_does_not_fit_says_what_and_which_dial(small, chips, capsys, tmp_pa
     assert json.loads((tmp_path / "kept/report.json").read_text()) == row
     assert "stablehlo.while" in (tmp_path / "kept/stablehlo.mlir").read_text()
     memory = row["memory_bytes_per_device"]
-    assert memory["peak"] > memory["capacity"]
+    assert memory["peak"] > memory["capacity"] and row["compile_s"] > 0
+    assert {"flops_per_device", "collectives", "kernels", "outputs"} <= row.keys() | memory.keys()
     assert main(["compile", str(small), "--on", chips, *settings]) == 1
     said = capsys.readouterr().out
     assert "does not fit" in said and "turn training." in " ".join(said.split())

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from jaxlm.costs.plan import Plan
 
 _SHOWN = 10  # of the plans that a search finds
+# What the napkin takes a step's memory and its time for.
+_NAPKIN = {
+    "train": ("float32 parameters, gradients and Adam's moments", "its FLOPs at the peak"),
+    "prefill": ("parameters", "its FLOPs at the peak"),
+    "decode": ("parameters", "parameters read once"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -207,11 +213,17 @@ def _show(plan: "Plan") -> None:
     for name, value in plan.flops._asdict().items():
         share = f"  {value / plan.flops.model:.3f} of model" if name != "model" else ""
         table.add_row(f"FLOPs, {name}", f"{value:.4g}{share}")
+    napkin, (held, took) = row["napkin"], _NAPKIN[work.kind]
+    table.add_row("memory, napkin", f"{napkin['memory_bytes'] / 2**30:.2f} GiB: {held}")
     parts = {name: size for name, size in memory._asdict().items() if size}
     for name, size in parts.items():
         table.add_row(f"memory, {name}", f"{size / 2**30:.2f} GiB")
     verdict = "fits" if plan.fits else f"does not fit by {(memory.total - plan.capacity) / 2**30:.2f} GiB"
     table.add_row("memory", f"{memory.total / 2**30:.2f} of {plan.capacity / 2**30:.2f} GiB per device: {verdict}")
+    table.add_row(
+        "time, napkin",
+        f"{seconds(napkin['step_s'])}, {napkin['tokens_per_s']:,.0f} tokens/s: {took}",
+    )
     table.add_row(
         "time",
         f"{seconds(time.lower_bound)} to {seconds(time.upper_bound)}: compute {seconds(time.compute)}, memory "

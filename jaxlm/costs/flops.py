@@ -24,13 +24,18 @@ class Flops(NamedTuple):
     executed: int
 
 
-def flops(work: Workload) -> Flops:
-    """Of a step, exactly."""
-    whole = replace(work, mesh=MeshShape())
+def napkin_flops(work: Workload) -> int:
+    """Of a step, by parameters and tokens alone."""
     napkin = (6 if work.kind == "train" else 2) * matmul_parameters(work.model) * work.tokens
     if work.kind == "prefill":  # only the last token of each prompt is unembedded
         tables = work.model.vocabulary * work.model.width
         napkin -= 2 * tables * (work.tokens - work.batch)
+    return napkin
+
+
+def flops(work: Workload) -> Flops:
+    """Of a step, exactly."""
+    whole = replace(work, mesh=MeshShape())
     ran = operations.step(whole)
     executed = sum(op.times * op.flops for op in ran)
     # Kernels compute some products again, and fill up the last chunk of the loss: the model asks for neither. It asks
@@ -43,4 +48,4 @@ def flops(work: Workload) -> Flops:
             if op.scope in (operations.SCORES, operations.MIXTURE):
                 attention += op.times * op.flops
     causal = 0 if work.kind == "decode" else attention // 2  # a decoded token sees all that is in the cache
-    return Flops(napkin, model, model - causal, executed)
+    return Flops(napkin_flops(work), model, model - causal, executed)

@@ -9,6 +9,7 @@ from jaxlm.costs.chips import Chip
 from jaxlm.costs.flops import Flops, flops
 from jaxlm.costs.hardware import Target
 from jaxlm.costs.memory import Memory, kv_bytes_per_token, memory
+from jaxlm.costs.napkin import Napkin, napkin
 from jaxlm.costs.network import Network
 from jaxlm.costs.operations import Operation, Product
 from jaxlm.costs.workload import Workload
@@ -64,6 +65,10 @@ class Plan:
         return self.memory.total <= self.capacity
 
     @property
+    def napkin(self) -> Napkin:
+        return napkin(self.work, self.target)
+
+    @property
     def tokens_per_s(self) -> float:
         return self.work.tokens / self.time.expected
 
@@ -100,7 +105,7 @@ class Plan:
 
     def row(self) -> dict[str, Any]:
         """As JSON."""
-        time = self.time
+        time, first = self.time, self.napkin
         return {
             "chips": self.target.chips,
             "devices": self.target.devices,
@@ -113,6 +118,7 @@ class Plan:
             "remat": self.work.remat,
             "replicated_kv_heads": self.work.replicated_kv_heads,
             "parameters": parameters(self.work),
+            "napkin": {**first._asdict(), "tokens_per_s": first.step_s and self.work.tokens / first.step_s},
             "flops": self.flops._asdict(),
             "memory_bytes_per_device": {**self.memory._asdict(), "total": self.memory.total, "capacity": self.capacity},
             "fits": self.fits,

@@ -11,12 +11,10 @@ from jaxlm.costs import hardware, operations
 from jaxlm.costs.flops import Flops, flops
 from jaxlm.costs.hardware import Target
 from jaxlm.costs.memory import Memory, memory
-from jaxlm.costs.plan import Time, mfu, parameters, time
+from jaxlm.costs.napkin import Napkin, napkin
+from jaxlm.costs.plan import Time, mfu, time
 from jaxlm.costs.workload import Workload
 from jaxlm.errors import InputError
-
-# Float32 parameter and gradient, and Adam's two moments (Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1).
-_NAPKIN_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -37,10 +35,9 @@ class Counted:
         except InputError:  # it has no published peak
             return None
 
-    def napkin_s(self) -> float | None:
-        """The napkin's step: its FLOPs at the chips' peak."""
-        utilisation = self.mfu(1.0)
-        return utilisation and utilisation * self.flops.napkin / self.flops.model
+    @property
+    def napkin(self) -> Napkin:
+        return napkin(self.work, self.target)
 
 
 def counted(work: Workload, mesh: Mesh) -> Counted:
@@ -70,11 +67,7 @@ def ladder(before: Counted, metrics: Sequence[dict[str, Any]]) -> dict[str, Any]
     step_s = statistics.median(row["step_s"] for row in settled)
     time = before.time
     return {
-        "napkin": {
-            "flops": before.flops.napkin,
-            "step_s": before.napkin_s(),
-            "memory_bytes": _NAPKIN_BYTES * parameters(before.work)["total"] // before.work.mesh.size,
-        },
+        "napkin": before.napkin._asdict(),
         "counted": {
             "flops": before.flops.executed,
             "step_s": time and [time.lower_bound, time.upper_bound],
@@ -100,21 +93,21 @@ def gap(before: Counted, metrics: Sequence[dict[str, Any]], step_s: float) -> di
     `not_overlapped`, passes between products that nothing hides or fuses, and the step's dispatch. `data_wait`: of
     each step, as measured. `not_counted`: the rest.
     """
-    napkin = before.napkin_s()
-    if napkin is None or before.time is None:
+    first = before.napkin
+    if first.step_s is None or before.time is None:
         return {}
-    per_flop = napkin / before.flops.napkin
+    per_flop = first.step_s / first.flops
     phases = {"rematerialised": 0, "optimizer": 0}
     for op in operations.step(before.work):
         if op.phase in phases:
             phases[op.phase] += op.times * op.flops * before.work.mesh.size
     time = before.time
     causes = {
-        "attention": (before.flops.model - before.flops.napkin) * per_flop,
+        "attention": (before.flops.model - first.flops) * per_flop,
         "rematerialisation": phases["rematerialised"] * per_flop,
         "optimizer": phases["optimizer"] * per_flop,
     }
-    ideal = napkin + sum(causes.values())
+    ideal = first.step_s + sum(causes.values())
     together = max(time.lower_bound, ideal)
     waited = statistics.median(row["data_wait_s"] for row in metrics)
     computed = step_s - waited

@@ -13,7 +13,7 @@ from jaxlm.cli import main
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 KEYS = {
     "chips", "devices", "parameters", "flops", "memory_bytes_per_device", "fits", "time_s", "tokens_per_s", "mfu",
-    "bound_by", "usd_per_million_tokens", "joules_per_token",
+    "bound_by", "napkin", "usd_per_million_tokens", "joules_per_token",
 }  # fmt: skip
 
 
@@ -55,6 +55,11 @@ def test_a_person_reads_a_table(capsys):
     said = plan(capsys, "--on", "h200-sxm:8", "training.sequence=8192", "training.remat=full")
     for part in ("16 × 8,192 tokens in bfloat16 on h200-sxm:8", "GiB per device: fits", "MFU", "J per token"):
         assert part in said
+    for napkin in (
+        "14.96 GiB: float32 parameters, gradients and Adam's moments",
+        "746 ms, 175,784 tokens/s: its FLOPs",
+    ):
+        assert napkin in said
 
 
 @pytest.mark.parametrize("workload", ["prefill", "decode"])

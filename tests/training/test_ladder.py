@@ -30,7 +30,7 @@ def test_what_is_counted_is_that_of_the_workload(on_this_machine):
     assert on_this_machine.flops == flops(WORK) and on_this_machine.memory == memory(WORK)
     peak = on_this_machine.target.chip.peak("float32")
     assert on_this_machine.mfu(2.0) == pytest.approx(flops(WORK).model / (2.0 * peak))
-    assert on_this_machine.napkin_s() == pytest.approx(flops(WORK).napkin / peak)
+    assert on_this_machine.napkin.step_s == pytest.approx(flops(WORK).napkin / peak)
 
 
 def test_the_gap_is_whole(on_this_machine):
@@ -60,6 +60,7 @@ def test_emulated_devices_have_a_peak_and_no_links(on_this_machine):
     many = counted(replace(WORK, mesh=MeshShape(2, 2, 2)), sharding.make_mesh(2, 2, 2))
     assert many.time is None and gap(many, metrics(0.1), 0.1) == {}
     assert many.mfu(1.0) == pytest.approx(on_this_machine.mfu(1.0))
+    assert many.napkin.memory_bytes == on_this_machine.napkin.memory_bytes // 4  # data replicates them
     assert ladder(many, metrics(0.1))["inside"] is None
 
 

@@ -1,0 +1,38 @@
+"""The first rung of the ladder: what a textbook says of a step, by the number of parameters and tokens alone."""
+
+import math
+from typing import NamedTuple
+
+from jaxlm.costs.flops import napkin_flops
+from jaxlm.costs.hardware import Target
+from jaxlm.costs.parameters import parameters
+from jaxlm.costs.workload import Workload
+from jaxlm.errors import InputError
+
+# Float32 parameter and gradient, and Adam's two moments (Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1).
+_TRAINED_BYTES = 16
+
+
+class Napkin(NamedTuple):
+    """`flops` of a step over the whole job. `memory_bytes` on one device: 16 for each of its parameters in training,
+    those of a number in inference. `step_s`: the FLOPs at the chips' peak; in decoding, that memory read once at its
+    bandwidth; None where the chips or their peak are not known."""
+
+    flops: int
+    step_s: float | None
+    memory_bytes: int
+
+
+def napkin(work: Workload, target: Target | None) -> Napkin:
+    """Of a workload; `data` replicates parameters, the other axes part them."""
+    each = _TRAINED_BYTES if work.kind == "train" else work.width_bytes
+    held = sum(math.prod(d.shape) for d in parameters(work.model).values())
+    flops, size = napkin_flops(work), each * held // (work.mesh.fsdp * work.mesh.tensor)
+    if target is None:
+        return Napkin(flops, None, size)
+    if work.kind == "decode":
+        return Napkin(flops, size * target.chip.devices_per_chip / target.chip.memory_bytes_per_s, size)
+    try:
+        return Napkin(flops, flops / (target.chips * target.chip.peak(work.dtype)), size)
+    except InputError:  # it has no published peak
+        return Napkin(flops, None, size)

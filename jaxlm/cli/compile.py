@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on", metavar="CHIPS", help="such as h200-sxm:8, tpu-v5e:16x16 or host (jaxlm hardware lists them)"
     )
-    parser.add_argument("--mesh", metavar="AXIS=N,…", help="such as fsdp=8,tensor=2 (all devices on fsdp)")
+    parser.add_argument(
+        "--mesh", metavar="AXIS=N,…", help="such as fsdp=8,tensor=2 (all devices on fsdp, which is for training)"
+    )
     parser.add_argument(
         "--fit",
         action="store_true",

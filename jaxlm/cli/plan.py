@@ -6,6 +6,7 @@ Time is a bracket: everything overlapped and fused below, nothing above; rates a
 import argparse
 import json
 import math
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable
@@ -41,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh",
         metavar="AXIS=N,…",
-        help="such as fsdp=8,tensor=2 (all devices on fsdp); auto ranks those that fit, with the microbatches and "
-        "rematerialisation that key=value does not give",
+        help="such as fsdp=8,tensor=2 (all devices on fsdp, which is for training); auto ranks those that fit, with "
+        "the microbatches and rematerialisation that key=value does not give",
     )
     parser.add_argument(
         "--plot", type=path, metavar="FILE", help="draw the roofline and the memory, of the best of several, into FILE"
@@ -102,10 +103,10 @@ def _on_every_chip(
     arguments: argparse.Namespace, experiment: "Experiment", count: str
 ) -> "tuple[list[Plan], dict[str, str]]":
     """On so many chips of each kind in the catalog: the best plan of each, and why others have none."""
-    from jaxlm.costs.hardware import Target, catalog
+    from jaxlm.costs.hardware import COUNT, Target, catalog
 
-    if not (count or "1").isdecimal():
-        raise InputError(f"all:{count} names no number of chips; write all:8")
+    if not re.fullmatch(COUNT, count or "1"):
+        raise InputError(f"all:{count} names no number of chips; write one up to 999999, such as all:8")
     refused: dict[str, str] = {}
 
     def each(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
@@ -118,8 +119,6 @@ def _on_every_chip(
         return done
 
     targets = each(Target.parse, [f"{id}:{count or 1}" for id in catalog()])
-    if not targets:
-        raise InputError(f"no chip of the catalog comes as {count}; give another number, such as all:8")
     # One batch for all: by their time they compare only at the same tokens.
     parts = math.lcm(*each(lambda target: _parts(arguments, experiment, target), targets))
     experiment = steps.with_batch(experiment, parts, arguments.workload)

@@ -3,6 +3,7 @@ here."""
 
 import argparse
 import math
+import re
 from typing import TYPE_CHECKING
 
 from jaxlm.cli.paths import path
@@ -44,13 +45,17 @@ def on_mesh(experiment: "Experiment", text: str | None) -> "Experiment":
     """The experiment on the mesh of --mesh, such as "fsdp=8,tensor=2", or on its own without it; data and tensor are 1
     and fsdp is the rest where they are not named. Raises InputError."""
     from jaxlm.config import MeshConfig
+    from jaxlm.costs.hardware import COUNT
 
     if text is None:
         return experiment
     sizes: dict[str, int] = {}
     for axis, _, size in (part.partition("=") for part in text.replace(" ", "").split(",")):
-        if axis not in MeshConfig.model_fields or not size.isdecimal() or not int(size):
-            raise InputError(f"--mesh {text!r} is not AXIS=N,… with axes data, fsdp, tensor, such as fsdp=8,tensor=2")
+        if axis not in MeshConfig.model_fields or not re.fullmatch(COUNT, size):
+            raise InputError(
+                f"--mesh {text!r} is not AXIS=N,… with axes data, fsdp, tensor and numbers up to 999999, such as "
+                "fsdp=8,tensor=2"
+            )
         if axis in sizes:
             raise InputError(f"--mesh {text!r} gives {axis} twice; give it once")
         sizes[axis] = int(size)

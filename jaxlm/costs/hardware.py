@@ -18,6 +18,8 @@ from jaxlm.errors import InputError
 
 HOST = calibration.HOST
 
+COUNT = "[1-9][0-9]{0,5}"  # of chips or devices, as it is typed
+
 
 @functools.cache
 def catalog() -> dict[str, Chip]:
@@ -58,7 +60,7 @@ class Target:
         """
         id, colon, size = text.strip().partition(":")
         chip = find(id)
-        if colon and not re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){0,2}", size):
+        if colon and not re.fullmatch(f"{COUNT}(x{COUNT}){{0,2}}", size):
             raise InputError(
                 f"{text!r} names no chips; write {id}:COUNT or {id}:TOPOLOGY of numbers up to 999999, such as "
                 f"{_example(chip)}"

@@ -1,6 +1,7 @@
 """jaxlm plan as a user calls it."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -147,6 +148,20 @@ def test_every_chip_is_ranked(capsys):
     assert "h200-sxm:8" in plan(capsys, *arguments)
 
 
+def test_readme_ranks_chips_for_decoding_on_meshes_to_decode_on(capsys):
+    """Which part the heads: on fsdp every weight is gathered for each token."""
+    (said,) = re.findall(
+        r"^jaxlm plan \S+ (--on all:8 (?:.*\\\n)*.*)", (MODELS.parents[1] / "README.md").read_text(), re.M
+    )
+    arguments = shlex.split(said.replace("\\\n", ""))
+    ranked = json.loads(plan(capsys, *arguments, "--json"))
+    arguments[arguments.index("all:8")] = "h200-sxm:8"
+    arguments[arguments.index("auto")] = "fsdp=8"
+    trained = json.loads(plan(capsys, *arguments, "--json"))
+    rates = {row["target"]: row["tokens_per_s"] for row in ranked["rows"]}
+    assert ranked["workload"] == "decode" and rates["h200-sxm:8"] > 5 * trained["tokens_per_s"]
+
+
 def test_every_chip_is_ranked_at_one_batch(capsys):
     """Which TPU v7x, of two devices each, fill up."""
     rows = json.loads(plan(capsys, "--on", "all:16", "training.sequence=4096", "training.remat=full", "--json"))["rows"]
@@ -182,7 +197,11 @@ def test_chips_that_are_not_ranked_are_named_with_why(capsys):
         (["--on", "tpu-v5e:5x5"], "no slice of 5x5; the nearest are"),
         (["--on", "a10g", "--mesh", "auto"], "no mesh of a10g:1 holds this train step"),
         (["--on", "all:many"], "all:many names no number of chips"),
-        (["--on", "all:1000000"], "no chip of the catalog comes as 1000000"),
+        (["--on", "all:1000000"], "all:1000000 names no number of chips; write one up to 999999, such as all:8"),
+        (["--on", "all:８"], "all:８ names no number of chips"),
+        (["--on", "h200-sxm:1６"], "write h200-sxm:COUNT"),
+        (["--on", "h200-sxm:8", "--mesh", "fsdp=８"], "--mesh 'fsdp=８' is not AXIS=N,…"),
+        (["--on", "h200-sxm:8", "--mesh", f"fsdp={'1' * 5000}"], "and numbers up to 999999, such as fsdp=8,tensor=2"),
         (["--on", "all:8", "training.batsch=8"], "did you mean training.batch?"),
         (["--on", "all:8", "--mesh", "rows=8"], "--mesh 'rows=8' is not AXIS=N,…"),
         (["--on", "all", "--mesh", "auto"], "as all; the first, a100-sxm4-80g:1: no mesh of a100-sxm4-80g:1 holds"),

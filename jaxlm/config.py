@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Literal, get_origin
 
 import tomli_w
-from pydantic import Field, PositiveInt, ValidationError
+from pydantic import Field, ValidationError
 
 from jaxlm.costs.workload import Kind, MeshShape, Workload
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizers import BYTES_VOCABULARY
 from jaxlm.errors import InputError
 from jaxlm.models.config import ModelConfig
-from jaxlm.schema import Section, chosen, kind_of, sections_in
+from jaxlm.schema import Count, Section, chosen, kind_of, sections_in
 from jaxlm.training.config import (
     AnyOptimizer,
     CheckpointConfig,
@@ -32,9 +32,9 @@ class MeshConfig(Section):
     """How the devices are factored: `data` replicates, `fsdp` shards parameters and batch, `tensor` shards within
     layers. fsdp = "all" takes what the other two leave."""
 
-    data: PositiveInt = 1
-    fsdp: PositiveInt | Literal["all"] = "all"
-    tensor: PositiveInt = 1
+    data: Count = 1
+    fsdp: Count | Literal["all"] = "all"
+    tensor: Count = 1
 
 
 class Experiment(Section):
@@ -227,8 +227,8 @@ def _set(values: dict[str, Any], override: str) -> None:
         raise InputError(f"{override!r} is no override; write key=value, such as training.steps=100")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string
+    except ValueError:
+        value = text  # a bare word is a string; so is a number of more digits than Python reads
     table = values
     for section in sections:
         table = table.setdefault(section, {})

@@ -5,7 +5,9 @@ import operator
 from collections.abc import Iterator
 from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+Count = Annotated[int, Field(gt=0, lt=2**31)]  # up to what int32 holds, in which JAX counts
 
 
 class Section(BaseModel):

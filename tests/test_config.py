@@ -390,6 +390,11 @@ def test_a_key_of_two_lines_is_refused_in_one():
     [
         ("training.steps=many", ["training.steps = 'many'", "integer"]),
         ("training.steps=0", ["training.steps = 0", "greater than 0"]),
+        (f"training.batch={10**29}", [f"training.batch = {10**29}", "less than 2147483648"]),
+        ("training.batch=1e29", ["training.batch = 1e+29", "integer"]),
+        (f"training.batch={'1' * 5000}", ["training.batch = '111", "integer"]),
+        ("model.layers=2147483648", ["model.layers = 2147483648", "less than 2147483648"]),
+        ("mesh.fsdp=2147483648", ["mesh.fsdp = 2147483648", "less than 2147483648"]),
         ("training.steps=1.5", ["training.steps = 1.5", "integer"]),
         ("training.seed=-1", ["training.seed = -1", "0"]),
         ("training.dropout=1", ["training.dropout = 1", "less than 1"]),

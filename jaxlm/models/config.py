@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, model_validator
 
-from jaxlm.schema import Section
+from jaxlm.schema import Count, Section
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]
 
@@ -56,7 +56,7 @@ class Llama3Scaling(Section):
     factor: PositiveFloat
     low_frequency_factor: PositiveFloat = 1.0
     high_frequency_factor: PositiveFloat = 4.0
-    original_context: PositiveInt
+    original_context: Count
 
     @model_validator(mode="after")
     def _ordered(self):
@@ -80,9 +80,9 @@ class GroupedQueryAttention(Section):
     """
 
     kind: Literal["grouped_query"] = "grouped_query"
-    heads: PositiveInt
-    kv_heads: PositiveInt
-    head_width: PositiveInt
+    heads: Count
+    kv_heads: Count
+    head_width: Count
     qk_norm: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
@@ -92,7 +92,7 @@ class DenseFeedForward(Section):
     """Two matrices with an activation between, or three when gated (Shazeer 2020, arXiv:2002.05202)."""
 
     kind: Literal["dense"] = "dense"
-    hidden: PositiveInt
+    hidden: Count
     activation: Activation
     gated: bool = False
     bias: bool = False
@@ -105,10 +105,10 @@ class ModelConfig(Section):
     `attention.head_width` to `width / attention.heads`. `kernels` changes no result beyond rounding.
     """
 
-    vocabulary: PositiveInt
-    context: PositiveInt
-    layers: PositiveInt
-    width: PositiveInt
+    vocabulary: Count
+    context: Count
+    layers: Count
+    width: Count
     norm: Annotated[RMSNorm | LayerNorm, Field(discriminator="kind")]
     position: Annotated[LearnedPositions | RotaryPositions, Field(discriminator="kind")]
     attention: GroupedQueryAttention

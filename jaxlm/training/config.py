@@ -2,10 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from jaxlm.models.config import Remat
-from jaxlm.schema import Section, one_of
+from jaxlm.schema import Count, Section, one_of
 
 LearningRate = Annotated[float, Field(gt=0.0, le=3e38)]  # what float32 has
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -26,18 +26,18 @@ class TrainingConfig(Section):
     """
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    steps: PositiveInt = 1000
-    batch: PositiveInt = 16
-    microbatches: PositiveInt = 1
-    sequence: PositiveInt
+    steps: Count = 1000
+    batch: Count = 16
+    microbatches: Count = 1
+    sequence: Count
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     remat: Remat = "none"
     scan_layers: bool = True
     dropout: Fraction = 0.0
     z_loss: NonNegativeFloat = 0.0
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    log_every: PositiveInt = 10
-    max_skipped_in_a_row: PositiveInt = 10
+    log_every: Count = 10
+    max_skipped_in_a_row: Count = 10
 
 
 class ScheduleConfig(Section):
@@ -53,7 +53,7 @@ class CosineSchedule(ScheduleConfig):
     Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5)."""
 
     kind: Literal["cosine"] = "cosine"
-    decay_steps: PositiveInt
+    decay_steps: Count
     final_fraction: Share = 0.1
 
 
@@ -61,7 +61,7 @@ class LinearSchedule(ScheduleConfig):
     """A line from the peak to `final_fraction` of it at `decay_steps` (by default `training.steps`)."""
 
     kind: Literal["linear"] = "linear"
-    decay_steps: PositiveInt
+    decay_steps: Count
     final_fraction: Share = 0.0
 
 
@@ -71,7 +71,7 @@ class WarmupStableDecaySchedule(ScheduleConfig):
     those of Hägele et al. 2024, arXiv:2405.18392)."""
 
     kind: Literal["warmup_stable_decay"] = "warmup_stable_decay"
-    decay_steps: PositiveInt
+    decay_steps: Count
     decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
     final_fraction: Share = 0.0
 
@@ -131,7 +131,7 @@ class MuonConfig(OptimizerConfig):
     kind: Literal["muon"] = "muon"
     momentum: Fraction = 0.95
     nesterov: bool = True
-    iterations: PositiveInt = 5
+    iterations: Count = 5
     adam_learning_rate: LearningRate | None = None
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
@@ -180,8 +180,8 @@ class EvaluationConfig(Section):
     """Held-out loss every `every` steps over `batches` batches of each source, always the same rows, drawn from all of
     them; at the end over all of the held-out text."""
 
-    every: PositiveInt = 500
-    batches: PositiveInt = 20
+    every: Count = 500
+    batches: Count = 20
 
 
 class RecordsConfig(Section):
@@ -190,12 +190,12 @@ class RecordsConfig(Section):
 
     tensorboard: bool = True
     wandb_project: str | None = None
-    norms_every: PositiveInt | None = None
+    norms_every: Count | None = None
 
 
 class CheckpointConfig(Section):
     """A checkpoint every `every` steps and at the end; the newest `keep` stay, and the one with the lowest
     held-out loss among those at whose step `evaluation.every` let it be measured."""
 
-    every: PositiveInt = 500
-    keep: PositiveInt = 2
+    every: Count = 500
+    keep: Count = 2

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels_pallas import launch, tuning
+from kernels_pallas import launch, target, tuning
 from kernels_pallas.launch import Cost
 from kernels_pallas.matmul.tiles import Product
+from kernels_pallas.target import Target
 
 # Rows of a vector register.
 _SUBLANES = 8
@@ -22,10 +23,12 @@ class Blocks(NamedTuple):
     k: int
 
 
-def _default(dtype: jnp.dtype) -> Blocks:
-    """Two buffers of each operand's and the result's tile, and the float32 sum, take 10 of VMEM's 16 MiB in bfloat16
-    and 7 in float32, which may add a residual. The longer k, the less often the sum is read and written."""
-    return Blocks(512, 512, 2048 if dtype.itemsize == 2 else 512)
+def default_blocks(dtype: jnp.dtype, chip: Target) -> Blocks:
+    """Two buffers of each operand's and the result's tile, and the float32 sum, take 10 of the 16 MiB that a kernel may
+    use in bfloat16 and 7 in float32, which may add a residual. The longer k, the less often the sum is read and written;
+    a v4, which has no more VMEM than that, is left 6 in bfloat16, as some compilers take 7 besides for a gradient."""
+    narrow = 2048 if chip.scratchpad > 2**24 else 1024
+    return Blocks(512, 512, narrow if dtype.itemsize == 2 else 512)
 
 
 def run(
@@ -41,7 +44,7 @@ def run(
 ) -> list[jax.Array]:
     """The results [M, N] of a product, in a's dtype."""
     M, N, K = product.sizes(a, b)
-    blocks = tuning.blocks(name, "mosaic_tpu", (M, N, K), a.dtype, _default(a.dtype))
+    blocks = tuning.blocks(name, "mosaic_tpu", (M, N, K), a.dtype, default_blocks(a.dtype, target.current()))
     bm, bn, bk = (min(block, size) for block, size in zip(blocks, (M, N, K), strict=True))
 
     def kernel(*refs) -> None:

@@ -9,7 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+
+from jaxlm import sharding
 from jaxlm.config import load
+from jaxlm.data.tokenizers import Tokenizer, bytes_tokenizer
+from jaxlm.run import Run
+from jaxlm.training.checkpoints import Checkpoints
+from jaxlm.training.step import jit_steps, make_steps
 
 CONFIG = """
 [model]
@@ -51,6 +58,20 @@ def write_config(folder: Path, *overrides: str) -> Path:
     path.write_text(CONFIG.replace("TEXT", str(folder)))
     path.write_text(load(path, overrides).to_toml())
     return path
+
+
+def untrained(folder: Path, *overrides: str, tokenizer: Tokenizer | None = None) -> Path:
+    """A run as it is before its first step, made here, with that checkpoint."""
+    folder.mkdir()
+    run, config = Run(folder), write_config(folder, *overrides)
+    config.rename(run.config)
+    run.data.write_text(json.dumps({"digest": "of no data", "held_out_bytes": 1}))
+    (tokenizer or bytes_tokenizer()).save(run.tokenizer)
+    experiment, mesh = run.experiment(), sharding.make_mesh()
+    steps = jit_steps(make_steps(experiment.model, experiment.training, experiment.optimizer), mesh)
+    with jax.set_mesh(mesh), Checkpoints(run.checkpoints, keep=1) as saved:
+        saved.save(steps.init(), None)
+    return folder
 
 
 def start(config: Path, run: Path, *arguments: str, devices: int = 1, before: str = "") -> subprocess.Popen:

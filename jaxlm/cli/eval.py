@@ -66,16 +66,12 @@ def _at_tasks(arguments, run) -> int:
     experiment = trained.experiment(arguments, run)
     tokenizer = run.load_tokenizer()
     asked = tasks.load(arguments.tasks.split(","), arguments.num_fewshot)
-    _, parameters, step, mesh = trained.restore(arguments, run, experiment)
-
-    import jax.numpy as jnp
+    _, parameters, step, mesh = trained.restore(arguments, run, experiment, experiment.training.dtype)
 
     from jaxlm.inference.harness import HarnessModel
     from jaxlm.models.tree import abstract
-    from jaxlm.training.step import cast
 
     graph, _ = abstract(experiment.model)
-    parameters = cast(parameters, jnp.dtype(experiment.training.dtype))
     model = HarnessModel(graph, experiment.model, parameters, tokenizer, experiment.training.batch, mesh)
     tasks.show(tasks.run(model, asked, arguments.limit), step, arguments.json)
     return 0

@@ -48,19 +48,16 @@ def main(arguments: argparse.Namespace) -> int:
     if max_tokens is None:
         max_tokens = min(_MAX_TOKENS, max(context - len(prompt), 1))
     check_prompts(experiment.model, [prompt], max_tokens)
-    model = trained.restore(arguments, run, experiment)
-
-    import jax.numpy as jnp
+    model = trained.restore(arguments, run, experiment, experiment.training.dtype)
 
     from jaxlm.inference.generate import generate
     from jaxlm.models.tree import abstract
-    from jaxlm.training.step import cast
 
     graph, _ = abstract(experiment.model)
     drawn = generate(
         graph,
         experiment.model,
-        cast(model.parameters, jnp.dtype(experiment.training.dtype)),
+        model.parameters,
         [prompt],
         max_tokens,
         model.mesh,

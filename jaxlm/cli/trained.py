@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Trained(NamedTuple):
-    """An experiment, its float32 parameters (or their average) from one step, and the mesh they lie on."""
+    """An experiment, its parameters (or their average) from one step, and the mesh they lie on."""
 
     experiment: "Experiment"
     parameters: dict
@@ -45,13 +45,18 @@ def experiment(arguments: Namespace, run: "Run") -> "Experiment":
     return overridden
 
 
-def restore(arguments: Namespace, run: "Run", experiment: "Experiment") -> Trained:
-    """Restore the parameters onto this machine's devices. Raises InputError where there is no whole checkpoint."""
+def restore(arguments: Namespace, run: "Run", experiment: "Experiment", dtype: str = "float32") -> Trained:
+    """Restore the parameters onto this machine's devices, rounded to `dtype` on their way: they never lie there in
+    float32 too. Raises InputError where there is no whole checkpoint."""
     import sys
+
+    import jax
+    import jax.numpy as jnp
 
     from jaxlm.cli.devices import make_mesh
     from jaxlm.models import tree as model_tree
     from jaxlm.training import checkpoints
+    from jaxlm.training.step import cast
 
     choose = checkpoints.best_whole if arguments.checkpoint == "best" else checkpoints.newest_whole
     step = choose(run.checkpoints, lambda line: print(f"jaxlm: {line}", file=sys.stderr))
@@ -59,6 +64,7 @@ def restore(arguments: Namespace, run: "Run", experiment: "Experiment") -> Train
         raise InputError(f"{run.directory} has no whole checkpoint yet; jaxlm train writes one")
     mesh = make_mesh(experiment, "decode")  # nothing is trained: any number of sequences will do
     _, tree = model_tree.abstract(experiment.model)
-    like = checkpoints.shaped(model_tree.shapes(tree), model_tree.shardings(tree, mesh))
+    shapes = jax.eval_shape(lambda tree: cast(tree, jnp.dtype(dtype)), model_tree.shapes(tree))
+    like = checkpoints.shaped(shapes, model_tree.shardings(tree, mesh))
     parameters = checkpoints.restore_parameters(run.checkpoints, step, like, average=arguments.ema)
     return Trained(experiment, parameters, step, mesh)

@@ -211,7 +211,7 @@ def restore_state(directory: Path, step: int, like: TrainState) -> TrainState:
 
 
 def restore_parameters(directory: Path, step: int, like: Tree, average: bool = False) -> Tree:
-    """The parameters alone, or their average, laid out as `like`."""
+    """The parameters alone, or their average, laid out as `like`, and rounded to its dtypes as they are read."""
     item = "average" if average else "parameters"
     return _restore(directory, step, **{item: like})[item]
 

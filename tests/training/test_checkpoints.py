@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -12,7 +13,7 @@ from jaxlm import sharding
 from jaxlm.errors import InputError
 from jaxlm.training import checkpoints
 from jaxlm.training.checkpoints import Checkpoints
-from jaxlm.training.step import jit_steps, make_steps
+from jaxlm.training.step import cast, jit_steps, make_steps
 
 MESH = (2, 2, 2)
 
@@ -69,10 +70,13 @@ def test_a_state_from_one_mesh_restores_onto_another(tmp_path, mesh):
         assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
 
 
-def test_parameters_restore_alone(tmp_path):
-    states = trained(tmp_path, [None])
-    restored = checkpoints.restore_parameters(tmp_path, 1, like(sharding.make_mesh()).parameters)
-    chex.assert_trees_all_equal(jax.device_get(restored), states[1].parameters)
+def test_parameters_restore_alone_and_are_rounded_as_they_are_read(tmp_path):
+    saved = trained(tmp_path, [None])[1].parameters
+    whole = like(sharding.make_mesh()).parameters
+    for dtype in (jnp.float32, jnp.bfloat16):
+        wanted = jax.tree.map(lambda leaf, dtype=dtype: leaf.update(dtype=dtype), whole)
+        restored = checkpoints.restore_parameters(tmp_path, 1, wanted)
+        chex.assert_trees_all_equal(jax.device_get(restored), cast(saved, dtype))
 
 
 def test_the_newest_and_the_best_stay(tmp_path):

@@ -50,6 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
     check_prompts(experiment.model, [prompt], max_tokens)
     model = trained.restore(arguments, run, experiment, experiment.training.dtype)
 
+    from jaxlm.inference.detokenizer import Detokenizer
     from jaxlm.inference.generate import generate
     from jaxlm.models.tree import abstract
 
@@ -65,24 +66,25 @@ def main(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         valid=tokenizer and tokenizer.vocabulary,
     )
+    detokenizer = tokenizer and Detokenizer(tokenizer, prompt)
     ids: list[int] = []
-    text = ""
+    pieces: list[str] = []
+
+    def show(piece: str) -> None:
+        pieces.append(piece)
+        if not arguments.json:
+            print(piece, end="", flush=True)
+
     if not arguments.json and arguments.prompt is not None:
         print(arguments.prompt, end="", flush=True)
-    for token in drawn:
-        if tokenizer and int(token[0]) == tokenizer.separator:
+    for token in (int(tokens[0]) for tokens in drawn):
+        if tokenizer and token == tokenizer.separator:
             break
-        ids.append(int(token[0]))
-        longer = tokenizer.decode(ids) if tokenizer else ",".join(map(str, ids))
-        # A character may take several tokens: its bytes are shown once they are whole.
-        if not arguments.json and not longer.endswith("\ufffd"):
-            print(longer[len(text) :], end="", flush=True)
-            text = longer
-    whole = tokenizer.decode(ids) if tokenizer else None
-    if arguments.json:
-        print(json.dumps({"text": whole, "token_ids": ids}))
-    else:
-        print((whole if tokenizer else ",".join(map(str, ids)))[len(text) :])
+        ids.append(token)
+        show(detokenizer.add(token) if detokenizer else f"{',' if pieces else ''}{token}")
+    if detokenizer:
+        show(detokenizer.rest())
+    print(json.dumps({"text": "".join(pieces) if tokenizer else None, "token_ids": ids}) if arguments.json else "")
     return 0
 
 

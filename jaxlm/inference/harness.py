@@ -14,6 +14,7 @@ from tqdm import tqdm
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.errors import InputError
 from jaxlm.inference.config import Sampling
+from jaxlm.inference.detokenizer import Detokenizer
 from jaxlm.inference.generate import before_stop, generate
 from jaxlm.inference.scoring import Scorer, padded_length
 from jaxlm.models.config import ModelConfig
@@ -100,22 +101,29 @@ class HarnessModel(TemplateLM):
         prompts = [prompt[-room:] for prompt in prompts]
         fill_to = padded_length(max(map(len, prompts)), room)
         rows = [*prompts, *[prompts[-1]] * (self._batch - len(prompts))]
-        ids, texts, going = [[] for _ in prompts], [""] * len(prompts), set(range(len(prompts)))
+        following = [Detokenizer(self._tokens, prompt) for prompt in prompts]
+        texts, going = [""] * len(prompts), set(range(len(prompts)))
+
+        def write(row: int, piece: str) -> None:
+            whole = texts[row] + piece
+            texts[row] = before_stop(whole, stops, known=len(texts[row]))
+            if texts[row] != whole:
+                going.remove(row)
+
         for tokens in generate(
             self._graph, self._model, self._parameters, rows, max_tokens, self._mesh,
             sampling=sampling, seed=seed, valid=self._tokens.vocabulary, fill_to=fill_to,
         ):  # fmt: skip
             for row in tuple(going):
                 if tokens[row] == self._tokens.separator:
-                    going.remove(row)
-                    continue
-                ids[row].append(int(tokens[row]))
-                whole = self._tokens.decode(ids[row])
-                texts[row] = before_stop(whole, stops)
-                if texts[row] != whole:
-                    going.remove(row)
+                    write(row, following[row].rest())
+                    going.discard(row)
+                else:
+                    write(row, following[row].add(int(tokens[row])))
             if not going:
                 break
+        for row in tuple(going):
+            write(row, following[row].rest())
         return texts
 
     def _scores(self, pairs: list) -> list:

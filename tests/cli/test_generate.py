@@ -3,8 +3,10 @@
 import json
 
 import jax
+import numpy as np
 import pytest
 import runs
+import vocabularies
 
 from jaxlm.cli import main
 from jaxlm.inference import generate
@@ -35,3 +37,17 @@ def test_no_parameter_lies_in_float32_while_tokens_are_drawn(run, monkeypatch, c
     monkeypatch.setattr(generate, "generate", watched)
     generated(capsys, run, "--token-ids", "1,2,3", "--max-tokens", 3)
     assert len(largest) == 3 and max(largest) < 1000
+
+
+def test_what_is_drawn_goes_on_from_the_prompt(tmp_path, monkeypatch, capsys):
+    """Its first blank stays, and a character of several tokens is shown whole."""
+    tokenizer = vocabularies.llama2()
+    run = runs.untrained(tmp_path / "run", "model.vocabulary=296", tokenizer=tokenizer)
+    prompt = tokenizer.encode("the model")
+    following = tokenizer.encode("the model goes on 😀 here")[len(prompt) :]
+    monkeypatch.setattr(generate, "generate", lambda *_, **__: (np.array([token]) for token in following))
+    assert generated(capsys, run, "--prompt", "the model") == {"text": " goes on 😀 here", "token_ids": following}
+    assert main(["generate", str(run), "--prompt", "the model"]) == 0
+    assert capsys.readouterr().out == "the model goes on 😀 here\n"
+    assert main(["generate", str(run), "--token-ids", ",".join(map(str, prompt))]) == 0
+    assert capsys.readouterr().out == " goes on 😀 here\n"

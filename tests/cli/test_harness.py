@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import runs
+import vocabularies
 from flax import nnx
 
 from jaxlm.cli import main, tasks, trained
@@ -186,6 +187,17 @@ def test_generation_ends_before_the_first_stop(model, adapter):
         for stops in ([whole[3:6]], [whole[5:6], "never"], []):
             options = {"until": stops, "max_gen_toks": 12, "do_sample": False}
             assert ask(adapter, "generate_until", (prompt, options)) == [before_stop(whole, stops)]
+
+
+def test_a_continuation_goes_on_from_its_context(model, monkeypatch):
+    """Its first blank stays, and a stop is found where it begins in one token and ends in another."""
+    tokenizer = vocabularies.llama2()
+    context = tokenizer.encode("the model")
+    following = tokenizer.encode("the model goes on 😀 here")[len(context) :]
+    monkeypatch.setattr("jaxlm.inference.harness.generate", lambda *_, **__: (np.array([t, t]) for t in following))
+    adapter = make_adapter((*model[:2], tokenizer), batch=2)
+    for until, text in {"never": " goes on 😀 here", "on 😀": " goes ", " go": "", "😀 h": " goes on "}.items():
+        assert ask(adapter, "generate_until", ("the model", {"until": until})) == [text]
 
 
 def test_sampling_draws_other_texts_and_repeats(adapter):

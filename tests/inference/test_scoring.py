@@ -111,6 +111,8 @@ def test_what_cannot_be_scored_is_refused(pair, message):
 )
 def test_a_text_ends_before_its_first_stop(text, stops, expected):
     assert before_stop(text, stops) == expected
+    for known in range(len(expected) + 1):
+        assert before_stop(text, stops, known) == expected
 
 
 def test_prompts_filled_to_one_length_run_one_program(monkeypatch):

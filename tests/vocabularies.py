@@ -1,0 +1,33 @@
+"""Small tokenizers of the kinds that published models have."""
+
+import string
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from jaxlm.data.tokenizers import Tokenizer
+
+
+def sentencepiece(decoder: decoders.Decoder) -> Tokenizer:
+    """As Llama 2 and Gemma have it: blanks are ▁, and what is not in the vocabulary is bytes."""
+    tokens = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁.,:'", *string.ascii_lowercase]
+    merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("▁", "m"), ("o", "n"), ("▁", "▁")]
+    tokens += ["".join(pair) for pair in merges]
+    model = models.BPE({token: i for i, token in enumerate(tokens)}, merges, unk_token="<unk>", byte_fallback=True)
+    backend = Backend(model)
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoder
+    return Tokenizer(backend)
+
+
+def llama2() -> Tokenizer:
+    steps = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    return sentencepiece(decoders.Sequence(list(steps)))
+
+
+def wordpiece(text: str) -> Tokenizer:
+    """As BERT has it, of the characters of a text: no token is a blank, and unknown words are [UNK]."""
+    letters = sorted(set(text) - {" "})
+    tokens = ["[UNK]", *letters, *(f"##{letter}" for letter in letters), "the", "mod", "##el"]
+    backend = Backend(models.WordPiece({token: i for i, token in enumerate(tokens)}, unk_token="[UNK]"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    return Tokenizer(backend)

@@ -24,6 +24,13 @@ def llama2() -> Tokenizer:
     return sentencepiece(decoders.Sequence(list(steps)))
 
 
+def dropping(letters: str) -> Tokenizer:
+    """Byte-pair encoding of these characters, their pairs and a separator; it leaves out all others without a word."""
+    tokens = [*letters, *(2 * letter for letter in letters), "</s>"]
+    merges = [(letter, letter) for letter in letters]
+    return Tokenizer(Backend(models.BPE({token: i for i, token in enumerate(tokens)}, merges)))
+
+
 def wordpiece(text: str) -> Tokenizer:
     """As BERT has it, of the characters of a text: no token is a blank, and unknown words are [UNK]."""
     letters = sorted(set(text) - {" "})

@@ -125,6 +125,8 @@ class _Cache:
     def split(self, source: Source, tokenizer: Tokenizer) -> tuple[SplitSource, str]:
         """A source's tokens, tokenized if they must be, and a digest of them."""
         shaped_by = {"tokenizer": tokenizer.to_json(), "held_out": self._data.held_out}
+        if tokenizer.drops:
+            shaped_by["dropped"] = "counted"  # older ones take what is dropped for predicted
         directory = self._directory("datasets", {**shaped_by, **source.described()})
         lock = self._folder / "locks" / directory.name
         if not directory.is_dir():
@@ -146,6 +148,7 @@ class _Cache:
             digest, losses = manifest["digest"], Losses(**manifest.get("losses", {}))  # older ones have none
         if source.name not in self._surveys:
             self._look_again(source, losses)
+        self._say_unread(source, train, held_out)
         return SplitSource(train, held_out, source.weight), digest
 
     def _look_again(self, source: Source, losses: Losses) -> None:
@@ -153,6 +156,22 @@ class _Cache:
         losses.check(source, self._data.max_broken)
         if losses.broken:
             self._say(losses.summary(source))
+
+    def _say_unread(self, source: Source, *stores: TokenStore) -> None:
+        """How much of the text the tokenizer does not know."""
+        dropped, unknown = (sum(store.sizes[name] for store in stores) for name in ("dropped_bytes", "unknown_tokens"))
+        if dropped:
+            whole = dropped + sum(store.predicted_bytes for store in stores)
+            self._say(
+                f"{dropped:,} of {whole:,} bytes of {source.name} are characters without a token: they are left out, "
+                "and bits per byte are of the others"
+            )
+        if unknown:
+            tokens = sum(int(store.lengths.sum()) for store in stores)
+            self._say(
+                f"{unknown:,} of {tokens:,} tokens of {source.name} stand for text that the tokenizer does not know, "
+                "of which bits per byte count every byte"
+            )
 
     def _train(self, kind: str, sources: Sequence[Source], vocabulary: int) -> Tokenizer:
         surveys = [self._survey(source) for source in sources]

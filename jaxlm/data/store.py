@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,14 +22,15 @@ class TokenStore:
 
     A folder with `tokens-00000.npy` … (the smallest unsigned type that holds an id), `documents.npy`, int64
     [documents, 3]: shard, first token and number of tokens, and `sizes.json`. No document lies in two shards.
-    `predicted_bytes`: UTF-8 bytes that the targets stand for.
+    `sizes`: `predicted_bytes`, UTF-8 bytes that the targets stand for; `dropped_bytes`, those of characters that the
+    tokenizer drops; `unknown_tokens`, how many of the tokens stand for what it does not know.
     """
 
     def __init__(self, directory: Path):
         self.directory = directory
         self.documents = np.load(directory / "documents.npy", mmap_mode="r")
         self.shards = [np.load(shard, mmap_mode="r") for shard in sorted(directory.glob("tokens-*.npy"))]
-        self.predicted_bytes: int = json.loads((directory / "sizes.json").read_text())["predicted_bytes"]
+        self.sizes = Counter(json.loads((directory / "sizes.json").read_text()))
         if len(self.documents) and self.documents[-1, 0] != len(self.shards) - 1:
             raise ValueError("not all tokens are there")
 
@@ -41,6 +43,11 @@ class TokenStore:
     def targets(self) -> int:
         """Tokens that a model predicts: all but the first of each document."""
         return int(np.maximum(self.documents[:, 2] - 1, 0).sum())
+
+    @property
+    def predicted_bytes(self) -> int:
+        """UTF-8 bytes that the targets stand for."""
+        return self.sizes["predicted_bytes"]
 
     def read(self, document: int, start: int, length: int) -> np.ndarray:
         """`length` tokens of a document from its token `start` on."""
@@ -70,16 +77,19 @@ class StoreWriter:
         self._files.close()
 
     def add(self, text: str) -> None:
-        """One more document. Raises InputError for text that the tokenizer has no tokens for."""
+        """One more document. Raises InputError for text that cannot be tokenized."""
         self._waiting.append(text)
         self._characters += len(text)
         if len(self._waiting) == _DOCUMENTS_AT_ONCE or self._characters >= _CHARACTERS_AT_ONCE:
             self._encode()
 
     def _encode(self) -> None:
+        sizes, unknown = self._files.sizes, self._tokenizer.unknown
         for tokens in self._tokenizer.encode_documents(self._waiting):
             self._files.append(tokens, np.array([[0, len(tokens)]]))
-        self._files.predicted_bytes += predicted_bytes(self._waiting, self._tokenizer)
+            sizes["unknown_tokens"] += 0 if unknown is None else int(np.count_nonzero(tokens == unknown))
+        sizes["dropped_bytes"] += sum(dropped_bytes(text, self._tokenizer) for text in self._waiting)
+        sizes["predicted_bytes"] += predicted_bytes(self._waiting, self._tokenizer)
         self._waiting, self._characters = [], 0
 
 
@@ -101,7 +111,7 @@ def join_stores(directory: Path, parts: Iterable[Path]) -> str:
         for number, tokens in enumerate(part.shards):
             files = files or _StoreFiles(directory, tokens.dtype)
             files.append(tokens, part.documents[part.documents[:, 0] == number, 1:])
-        files.predicted_bytes += part.predicted_bytes
+        files.sizes.update(part.sizes)
     return files.close()
 
 
@@ -113,7 +123,7 @@ class _StoreFiles:
         self._documents = _NpyFile(directory / "documents.npy", np.dtype(np.int64), (3,))
         self._shard, self._tokens = 0, self._new_shard(0)
         self._digests = hashlib.sha256(), hashlib.sha256()
-        self.predicted_bytes = 0
+        self.sizes: Counter[str] = Counter()
 
     def append(self, tokens: np.ndarray, documents: np.ndarray) -> None:
         """Tokens that stay in one shard, and the first token and length of each document in them, [documents, 2]."""
@@ -131,7 +141,7 @@ class _StoreFiles:
     def close(self) -> str:
         self._tokens.close()
         self._documents.close()
-        (self._directory / "sizes.json").write_text(json.dumps({"predicted_bytes": self.predicted_bytes}))
+        (self._directory / "sizes.json").write_text(json.dumps(self.sizes))
         return "".join(digest.hexdigest() for digest in self._digests)
 
     def _new_shard(self, number: int) -> "_NpyFile":
@@ -164,11 +174,16 @@ class _NpyFile:
 
 def predicted_bytes(texts: Iterable[str], tokenizer: Tokenizer) -> int:
     """UTF-8 bytes that a model predicts of these documents: without a separator before it, a document's first
-    token is given, not predicted."""
+    token is given, not predicted, and what the tokenizer drops is neither."""
     total = 0
     for text in texts:
         given = 0
         if tokenizer.separator is None:
-            given = sum(map(tokenizer.size, tokenizer.encode(text[:_LONGEST_TOKEN])[:1]))
-        total += len(text.encode()) - given
+            given = sum(map(tokenizer.size, tokenizer.encode_batch([text[:_LONGEST_TOKEN]])[0][:1]))
+        total += len(text.encode()) - given - dropped_bytes(text, tokenizer)
     return total
+
+
+def dropped_bytes(text: str, tokenizer: Tokenizer) -> int:
+    """UTF-8 bytes of the characters that a tokenizer drops of a text."""
+    return sum(text.count(character) * len(character.encode()) for character in tokenizer.dropped(text))

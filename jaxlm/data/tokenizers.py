@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,7 @@ _ANYWHERE = re.compile(r"(?s:.)")
 # What in a pattern sees what lies before or behind a match; but for `\s+(?!\S)`, blanks of which the last is left.
 _LOOKS_AROUND = re.compile(r"\(\?<|\(\?=|(?<!\\s\+)\(\?!|\(\?!(?!\\S\))|\\[ABbGKYyZz]|(?<!\[)\^|\$")
 _UNSURE = 8  # splits of a window that its end may have changed
+_PRIVATE = "\uf8ff"  # a character that is a token only where its bytes are
 _BEFORE_BLANK = re.compile(r"\S(?=[ \n])")  # GPT-2's pattern always splits there, whatever comes before and after
 
 
@@ -44,10 +45,13 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without separators. Raises InputError for text it has no tokens for."""
-        return self.encode_batch([text])[0]
+        (ids,) = self.encode_batch([text])
+        if dropped := self.dropped(text):
+            raise InputError(self._unknown_character(dropped[0]))
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` for many texts, in parallel."""
+        """Token ids of many texts, in parallel, without what is `dropped` of them."""
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises bare Exception
@@ -70,6 +74,41 @@ class Tokenizer:
             for number, ids in zip(numbers, self.encode_batch(batch), strict=True):
                 found[number].append(np.array(ids, dtype))
         return [np.concatenate([*arrays, ends]) for arrays in found]
+
+    @cached_property
+    def drops(self) -> Callable[[str], bool] | None:
+        """Whether a character is dropped, or a part of it; None where none ever is. What the normalizer or the
+        pre-tokenizer take away, such as blanks between words, is no text to them."""
+        model, vocabulary = self._backend.model, self._backend.get_vocab(with_added_tokens=True)
+        if not isinstance(model, models.BPE) or model.unk_token is not None:
+            return None
+        if model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
+            return None
+        prefix, suffix = model.continuing_subword_prefix or "", model.end_of_word_suffix or ""
+        symbols = {token.removeprefix(prefix).removesuffix(suffix) for token in vocabulary}
+        normalizer, pre_tokenizer = self._backend.normalizer, self._backend.pre_tokenizer
+
+        @cache
+        def is_dropped(character: str) -> bool:
+            text = normalizer.normalize_str(character) if normalizer else character
+            words = [word for word, _ in pre_tokenizer.pre_tokenize_str(text)] if pre_tokenizer else [text]
+            return not symbols.issuperset("".join(words))
+
+        bytes_are_known = symbols.issuperset(pre_tokenizers.ByteLevel.alphabet())
+        return None if bytes_are_known and not is_dropped(_PRIVATE) else is_dropped
+
+    def dropped(self, text: str) -> list[str]:
+        """The characters of a text, each once, that the library leaves out without a word: a byte-pair encoding with no
+        token for the unknown leaves out what it has no token for."""
+        return sorted(filter(self.drops, set(text))) if self.drops else []
+
+    @cached_property
+    def unknown(self) -> int | None:
+        """The token of all that has no other; None where there is none."""
+        model = self._backend.model
+        if isinstance(model, models.Unigram):
+            return json.loads(self.to_json())["model"]["unk_id"]
+        return self._backend.token_to_id(model.unk_token or "")
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids, without separators; broken UTF-8 becomes U+FFFD."""
@@ -134,11 +173,21 @@ class Tokenizer:
         return _uncut
 
     def _why_not(self, texts: Sequence[str]) -> str | None:
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                return f"the text is not UTF-8 behind its first {error.start} characters"
         if not isinstance(self._backend.model, models.WordLevel):
             return None
         known = self._backend.get_vocab()
         strange = next((c for text in texts for c in text if c not in known), None)
-        return strange and f"the character {strange!r} is not among the {self.vocabulary} the tokenizer knows"
+        return strange and self._unknown_character(strange)
+
+    def _unknown_character(self, character: str) -> str:
+        return (
+            f"the character {character!r} is not among the {self.vocabulary} tokens of the tokenizer, nor made of them"
+        )
 
 
 def pieces(text: str, end: re.Pattern = _BEFORE_BLANK) -> Iterator[str]:

@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import vocabularies
 
 from jaxlm.data import cache, dataset, tokenizing
 from jaxlm.data.cache import building, locked
@@ -332,3 +334,17 @@ def test_of_two_builders_of_one_folder_the_first_stays(tmp_path):
 def test_preparing_data_needs_no_jax():
     code = "import sys, jaxlm.data.dataset, jaxlm.data.packing; raise SystemExit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_what_the_tokenizer_does_not_know_is_said_at_every_start(describe, text, tmp_path):
+    (text / "99.txt").write_text("你好 and more")
+    letters = "".join(sorted(set("".join(texts()) + " and more")))
+    for tokenizer, says in {
+        vocabularies.dropping(letters): "6 of .* bytes of data are characters without a token",
+        vocabularies.wordpiece(letters): "1 of .* tokens of data stand for text that the tokenizer does not know",
+    }.items():
+        tokenizer.save(tmp_path / "tokenizer.json")
+        for _ in range(2):
+            said: list[str] = []
+            prepare(describe(tokenizer=str(tmp_path / "tokenizer.json")), VOCABULARY, said.append)
+            assert re.search(says, said[-1])

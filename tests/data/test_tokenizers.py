@@ -7,11 +7,13 @@ import sys
 
 import numpy as np
 import pytest
+import vocabularies
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
+from vocabularies import dropping
 
 from jaxlm.data import tokenizers
-from jaxlm.data.tokenizers import END_OF_TEXT, bytes_tokenizer, characters_tokenizer, train_bpe
+from jaxlm.data.tokenizers import END_OF_TEXT, Tokenizer, bytes_tokenizer, characters_tokenizer, train_bpe
 from jaxlm.errors import InputError
 
 SHAKESPEARE = "\n !$&',-.3:;?" + string.ascii_letters  # the characters of nanoGPT's data set
@@ -98,6 +100,32 @@ def test_an_unknown_character_is_named(strange):
     with pytest.raises(InputError) as refused:
         characters_tokenizer([SHAKESPEARE]).encode(f"To be{strange}or not")
     assert repr(strange) in str(refused.value) and "65" in str(refused.value)
+
+
+def test_characters_that_are_left_out_are_named():
+    tokenizer = dropping("abcä")
+    assert tokenizer.encode("abäc") == tokenizer.encode_batch(["abä你c"])[0]
+    assert tokenizer.dropped("你b你x") == ["x", "你"]
+    with pytest.raises(InputError, match="the character '你' is not among the 9 tokens"):
+        tokenizer.encode("abä你c")
+
+
+def test_what_is_bytes_or_unknown_is_not_left_out(tokenizer):
+    for each in (tokenizer, vocabularies.llama2(), vocabularies.wordpiece("abc")):
+        assert each.dropped("".join(map(chr, range(0x20, 0x3000)))) == []
+
+
+def test_what_is_normalized_is_known_by_what_it_becomes(tmp_path):
+    def lowercase(values):
+        values["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, {"type": "NFC"}]}
+
+    assert changed(tmp_path, lowercase, dropping("abcä")).dropped("ABÄ") == []
+
+
+def test_the_token_of_the_unknown_is_known():
+    assert vocabularies.wordpiece("abc").unknown == 0
+    assert bytes_tokenizer().unknown is characters_tokenizer("abc").unknown is None
+    assert Tokenizer(Backend(models.Unigram([("a", 0.0), ("<unk>", 0.0)], unk_id=1))).unknown == 1
 
 
 @pytest.mark.parametrize("size", [257, 300, 400])
@@ -242,7 +270,7 @@ def test_a_tokenizer_is_trained_on_pieces_as_on_the_whole(monkeypatch):
 
 
 def test_text_that_is_no_unicode_is_refused(tokenizer):
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="not UTF-8 behind its first 12 characters"):
         tokenizer.encode("half a pair \ud800")
 
 
@@ -267,9 +295,9 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content):
     assert "\n" not in str(refused.value)
 
 
-def changed(tmp_path, change):
-    """The tokenizer of bytes, after a change to its JSON."""
-    values = json.loads(bytes_tokenizer().to_json())
+def changed(tmp_path, change, tokenizer=None):
+    """A tokenizer, that of bytes unless another is given, after a change to its JSON."""
+    values = json.loads((tokenizer or bytes_tokenizer()).to_json())
     change(values)
     (tmp_path / "tokenizer.json").write_text(json.dumps(values))
     return tokenizers.load(tmp_path / "tokenizer.json")

@@ -139,10 +139,16 @@ class Run:
         return config.load(self.config)
 
     def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer of the run. Raises InputError where it has none."""
+        """The tokenizer of the run. Raises InputError where it has none, or one with more tokens than the model."""
         if not self.tokenizer.is_file():
             raise InputError(f"{self.directory} has no tokenizer.json; give --token-ids in place of --prompt")
-        return tokenizers.load(self.tokenizer)
+        tokenizer, model = tokenizers.load(self.tokenizer), self.experiment().model
+        if tokenizer.vocabulary > model.vocabulary:
+            raise InputError(
+                f"{self.tokenizer} has {tokenizer.vocabulary} tokens, and model.vocabulary = {model.vocabulary}: the "
+                "run was trained with another; put that back"
+            )
+        return tokenizer
 
 
 def _value(experiment: Experiment, key: str) -> Any:

@@ -32,7 +32,9 @@ def main(arguments: argparse.Namespace) -> int:
     run = Run(arguments.run)
     if arguments.tasks is not None:
         return _at_tasks(arguments, run)
-    model = trained.restore(arguments, run, trained.experiment(arguments, run))
+    experiment = trained.experiment(arguments, run)
+    tokenizer = None if arguments.data is None else run.load_tokenizer()
+    model = trained.restore(arguments, run, experiment)
 
     import jax
 
@@ -41,10 +43,9 @@ def main(arguments: argparse.Namespace) -> int:
     from jaxlm.training.evaluation import evaluate_sources
     from jaxlm.training.step import jit_steps, make_steps
 
-    experiment = model.experiment
     steps = jit_steps(make_steps(experiment.model, experiment.training, experiment.optimizer), model.mesh)
     with Bar(steps=0) as bar:
-        stores = _text(arguments, run, experiment, bar)
+        stores = _text(arguments.data, tokenizer, run, experiment, bar)
     text = {name: Rows(store, experiment.training.sequence) for name, store in stores.items()}
     with jax.set_mesh(model.mesh):
         measured = evaluate_sources(steps.evaluate, model.parameters, text, experiment.training.batch, model.mesh)
@@ -77,14 +78,13 @@ def _at_tasks(arguments, run) -> int:
     return 0
 
 
-def _text(arguments, run, experiment, bar) -> dict:
-    """The text to measure on, by the name of its source; `bar` shows how far it is. Raises InputError where it is not
-    that of the run."""
+def _text(data, tokenizer, run, experiment, bar) -> dict:
+    """The text to measure on, by the name of its source; `bar` shows how far it is: other `data` in the tokens of
+    `tokenizer`, or what was held out. Raises InputError where that is not the text of the run."""
     from jaxlm.data.dataset import prepare, tokenize_whole
 
-    if arguments.data is not None:
-        tokenizer = run.load_tokenizer()
-        return {"data": tokenize_whole(experiment.data, arguments.data, tokenizer, bar.say, bar.progress)}
+    if data is not None:
+        return {"data": tokenize_whole(experiment.data, data, tokenizer, bar.say, bar.progress)}
     dataset = prepare(experiment.data, experiment.model.vocabulary, bar.say, bar.progress)
     if dataset.digest != run.digest():
         trained_on = run.experiment().data

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    from jaxlm.inference.config import Sampling, check_prompts
+    from jaxlm.inference.config import Sampling, check_prompts, room_behind
     from jaxlm.run import Run
 
     run = Run(arguments.run)
@@ -44,9 +44,9 @@ def main(arguments: argparse.Namespace) -> int:
         prompt = tokenizer.encode_prompt(arguments.prompt)
     else:
         prompt = _token_ids(arguments.token_ids)
-    context, max_tokens = experiment.model.context, arguments.max_tokens
+    max_tokens = arguments.max_tokens
     if max_tokens is None:
-        max_tokens = min(_MAX_TOKENS, max(context - len(prompt), 1))
+        max_tokens = min(_MAX_TOKENS, max(room_behind(experiment.model, len(prompt)), 1))
     check_prompts(experiment.model, [prompt], max_tokens)
     model = trained.restore(arguments, run, experiment, experiment.training.dtype)
 

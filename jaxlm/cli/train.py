@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import shlex
 import signal
@@ -222,14 +223,14 @@ def _sample(experiment, dataset, parameters, mesh, prompt_tokens: int = 32, max_
     """How the model continues the beginning of a held-out document."""
     import jax.numpy as jnp
 
-    from jaxlm.inference.config import Sampling
+    from jaxlm.inference.config import Sampling, room_behind
     from jaxlm.inference.generate import generate
     from jaxlm.models.tree import abstract
     from jaxlm.training.step import cast
 
     model, store = experiment.model, max(dataset.sources.values(), key=lambda source: source.weight).held_out
     longest = int(store.lengths.argmax())
-    given = min(prompt_tokens, model.context // 2, int(store.lengths[longest]))
+    given = min(prompt_tokens, math.ceil(model.context / 2), int(store.lengths[longest]))
     prompt = store.read(longest, 0, given).tolist()
     graph, _ = abstract(model)
     tokens = generate(
@@ -237,7 +238,7 @@ def _sample(experiment, dataset, parameters, mesh, prompt_tokens: int = 32, max_
         model,
         cast(parameters, jnp.dtype(experiment.training.dtype)),
         [prompt],
-        min(max_tokens, model.context - given),
+        min(max_tokens, room_behind(model, given)),
         mesh,
         sampling=Sampling(temperature=0.8, top_p=0.95),
         seed=experiment.training.seed,

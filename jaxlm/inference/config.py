@@ -32,8 +32,14 @@ class Sampling(NamedTuple):
         return self
 
 
-def check_prompts(model: ModelConfig, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-    """Raises InputError for empty prompts, ids outside the vocabulary, or more tokens than `model.context` holds."""
+def room_behind(model: ModelConfig, tokens: int) -> int:
+    """How many tokens `model.context` lets follow so many: the last of them is drawn, and not read."""
+    return model.context - tokens + 1
+
+
+def check_prompts(model: ModelConfig, prompts: Sequence[Sequence[int]], max_tokens: int, fill_to: int = 0) -> None:
+    """Raises InputError for empty prompts, ids outside the vocabulary, or more tokens than `model.context` holds;
+    prompts that are filled up to `fill_to` tokens are as long."""
     if max_tokens < 1:
         raise InputError(f"--max-tokens {max_tokens} must be 1 or more")
     if not prompts or not all(prompts):
@@ -41,11 +47,10 @@ def check_prompts(model: ModelConfig, prompts: Sequence[Sequence[int]], max_toke
     strange = next((t for prompt in prompts for t in prompt if not 0 <= t < model.vocabulary), None)
     if strange is not None:
         raise InputError(f"token id {strange} is outside the vocabulary, 0 to {model.vocabulary - 1}")
-    longest = max(map(len, prompts))
-    room = model.context - longest
-    if room < 1:
-        raise InputError(f"a prompt of {longest} tokens leaves no room in model.context = {model.context}; shorten it")
-    if max_tokens > room:
+    longest = max(fill_to, *map(len, prompts))
+    if longest > model.context:
+        raise InputError(f"a prompt of {longest} tokens exceeds model.context = {model.context}; shorten it")
+    if max_tokens > (room := room_behind(model, longest)):
         raise InputError(
             f"a prompt of {longest} tokens and --max-tokens {max_tokens} exceed model.context = {model.context}; "
             f"at most {room} tokens can follow this prompt"

@@ -37,10 +37,10 @@ def generate(
     tokenizer knows. Prompts are filled up to the longest, or to `fill_to` tokens: as many prompts of one such length
     run the same programs again. Raises InputError as `check_prompts` does.
     """
-    check_prompts(model, prompts, max_tokens)
+    check_prompts(model, prompts, max_tokens, fill_to)
     longest, batch = max(fill_to, *map(len, prompts)), len(prompts)
     dtype = jax.tree.leaves(parameters)[0].dtype
-    start, step = programs(graph, model, batch, longest + max_tokens, dtype, mesh, sampling, valid)
+    start, step = programs(graph, model, batch, longest + max_tokens - 1, dtype, mesh, sampling, valid)
 
     padded = np.zeros((batch, longest), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.errors import InputError
-from jaxlm.inference.config import Sampling
+from jaxlm.inference.config import Sampling, room_behind
 from jaxlm.inference.detokenizer import Detokenizer
 from jaxlm.inference.generate import before_stop, generate
 from jaxlm.inference.scoring import Scorer, padded_length
@@ -97,7 +97,7 @@ class HarnessModel(TemplateLM):
         return texts
 
     def _continue(self, prompts: tuple, max_tokens: int, sampling: Sampling, stops: tuple, seed: int) -> list[str]:
-        room = self._model.context - max_tokens
+        room = room_behind(self._model, max_tokens)
         prompts = [prompt[-room:] for prompt in prompts]
         fill_to = padded_length(max(map(len, prompts)), room)
         rows = [*prompts, *[prompts[-1]] * (self._batch - len(prompts))]
@@ -143,8 +143,6 @@ def _options(given: dict, context: int) -> tuple[Sampling, int, tuple[str, ...]]
     max_tokens, stops = options.pop("max_gen_toks"), tuple(options.pop("until"))
     if options:
         raise InputError(f"generation_kwargs: {', '.join(options)} is nothing that jaxlm can generate with")
-    if not 0 < max_tokens < context:
-        raise InputError(
-            f"generation_kwargs: max_gen_toks = {max_tokens} must be 1 to {context - 1}, a prompt before it"
-        )
+    if not 0 < max_tokens <= context:
+        raise InputError(f"generation_kwargs: max_gen_toks = {max_tokens} must be 1 to model.context = {context}")
     return Sampling(temperature=0.0) if greedy else drawn.check(), max_tokens, stops

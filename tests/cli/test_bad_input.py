@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from jaxlm.cli import main
 from jaxlm.config import load
-from jaxlm.data.tokenizers import bytes_tokenizer
+from jaxlm.data.tokenizers import bytes_tokenizer, characters_tokenizer
 from jaxlm.errors import InputError
 from jaxlm.run import Run
 
@@ -57,6 +58,8 @@ def place(tmp_path, monkeypatch):
     (run / "config.toml").write_text(load(tmp_path / "good.toml").to_toml())
     (run / "data.json").write_text(json.dumps({"digest": "another", "held_out_bytes": 100}))
     bytes_tokenizer().save(run / "tokenizer.json")
+    shutil.copytree(run, tmp_path / "crossed")
+    characters_tokenizer(map(chr, range(300))).save(tmp_path / "crossed" / "tokenizer.json")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path
@@ -181,6 +184,11 @@ FOLDERS = {
     ),
     "run with a bad override": ("eval run training.step=3", ["training.step", "training.steps"]),
     "generate without a run": ("generate nowhere --prompt a", ["nowhere", "no run", "jaxlm train"]),
+    "generation with another's tokenizer": (
+        "generate crossed --prompt a",
+        ["crossed/tokenizer.json has 300 tokens", "model.vocabulary = 264", "put that back"],
+    ),
+    "other text with another's tokenizer": ("eval crossed --data text.txt", ["crossed/tokenizer.json has 300 tokens"]),
     "prompt without a tokenizer": ("generate config_alone --prompt a", ["config_alone", "--token-ids"]),
 }
 GENERATION = {
@@ -199,8 +207,12 @@ GENERATION = {
     "negative seed": ("generate run --prompt a --seed -1", ["--seed -1", "from 0"]),
     "no tokens": ("generate run --prompt a --max-tokens 0", ["--max-tokens 0", "1 or more"]),
     "fewer tokens than none": ("generate run --prompt a --max-tokens -1", ["--max-tokens -1", "1 or more"]),
-    "more tokens than the context": ("generate run --token-ids 1,2 --max-tokens 31", ["context = 32", "at most 30"]),
-    "prompt that fills the context": (f"generate run --prompt {'a' * 40}", ["41 tokens", "no room", "context = 32"]),
+    "more tokens than the context": ("generate run --token-ids 1,2 --max-tokens 32", ["context = 32", "at most 31"]),
+    "prompt that fills the context": (
+        f"generate run --prompt {'a' * 40}",
+        ["a prompt of 41 tokens exceeds", "context = 32"],
+    ),
+    "prompt that is not UTF-8": ("generate run --prompt a\udcff", ["not UTF-8 behind its first 1 characters"]),
     "token id of another vocabulary": ("generate run --token-ids 1,264", ["264", "0 to 263"]),
     "top-k of none": ("generate run --prompt a --top-k 0", ["--top-k 0", "1"]),
     "top-p of nothing": ("generate run --prompt a --top-p 0", ["--top-p 0", "above 0"]),

@@ -1,7 +1,6 @@
 """The text that `jaxlm eval` measures on."""
 
 import json
-from argparse import Namespace
 
 import pytest
 from runs import write_config
@@ -29,7 +28,7 @@ def text(tmp_path):
 
     def text(*overrides: str, data: str | None = None) -> dict:
         with Bar(steps=0) as bar:
-            return eval._text(Namespace(data=data), run, config.load(run.config, overrides), bar)
+            return eval._text(data, bytes_tokenizer(), run, config.load(run.config, overrides), bar)
 
     return text
 
@@ -55,7 +54,6 @@ def test_text_that_changed_is_said_to_have(text, tmp_path):
 
 
 def test_other_data_is_read_whole_and_what_is_broken_of_it_is_said(text, tmp_path, capsys):
-    bytes_tokenizer().save(tmp_path / "run" / "tokenizer.json")
     (tmp_path / "other.jsonl").write_text('{"text": "some words"}\n' * 9 + "broken\n")
     store = text("data.documents=3", "data.max_broken=0.5", data=str(tmp_path / "other.jsonl"))["data"]
     assert len(store.lengths) == 9

@@ -8,8 +8,12 @@ import pytest
 import runs
 import vocabularies
 
-from jaxlm.cli import main
+from jaxlm import sharding
+from jaxlm.cli import main, train
+from jaxlm.config import load
+from jaxlm.data.dataset import prepare
 from jaxlm.inference import generate
+from jaxlm.models import tree
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +55,18 @@ def test_what_is_drawn_goes_on_from_the_prompt(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "the model goes on 😀 here\n"
     assert main(["generate", str(run), "--token-ids", ",".join(map(str, prompt))]) == 0
     assert capsys.readouterr().out == " goes on 😀 here\n"
+
+
+def test_a_model_of_one_token_shows_a_sample(tmp_path):
+    experiment = load(runs.write_config(tmp_path, "model.context=1"))
+    data, mesh = prepare(experiment.data, experiment.model.vocabulary), sharding.make_mesh()
+    sample = train._sample(experiment, data, tree.init(experiment.model, 0, mesh), mesh)
+    assert isinstance(sample, str)
+
+
+def test_as_many_tokens_follow_as_the_context_holds(run, capsys):
+    for given, follow in ((6, 27), (32, 1)):
+        asked = "--token-ids", ",".join(["1"] * given), "--temperature", 0
+        assert 0 < len(generated(capsys, run, *asked)["token_ids"]) <= follow
+        assert main(["generate", str(run), *map(str, asked), "--max-tokens", str(follow + 1)]) == 2
+        assert f"at most {follow} tokens can follow" in capsys.readouterr().err

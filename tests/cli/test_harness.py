@@ -211,7 +211,7 @@ def test_sampling_draws_other_texts_and_repeats(adapter):
     ("options", "message"),
     [
         ({"num_beams": 4}, "num_beams is nothing that jaxlm"),
-        ({"max_gen_toks": CONTEXT}, "max_gen_toks = 32 must be 1 to 31"),
+        ({"max_gen_toks": CONTEXT + 1}, "max_gen_toks = 33 must be 1 to model.context = 32"),
         ({"do_sample": True, "top_p": 2.0}, "top-p 2"),
     ],
 )

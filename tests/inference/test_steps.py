@@ -108,8 +108,8 @@ def test_generation_on_a_mesh_with_one_prompt():
         ([[1], []], 1, "prompt is empty"),
         ([[64]], 1, "token id 64 is outside the vocabulary, 0 to 63"),
         ([[-1]], 1, "token id -1 is outside"),
-        ([[1] * 30], 3, "at most 2 tokens can follow"),
-        ([[1] * 32], 1, "a prompt of 32 tokens leaves no room in model.context = 32"),
+        ([[1] * 30], 4, "at most 3 tokens can follow"),
+        ([[1] * 33], 1, "a prompt of 33 tokens exceeds model.context = 32"),
         ([[1]], 0, "--max-tokens 0 must be 1 or more"),
     ],
 )
@@ -121,5 +121,16 @@ def test_what_cannot_be_generated_is_refused(prompts, max_tokens, message):
 
 def test_the_whole_context_can_be_used():
     model, graph, parameters = parts(tiny.GPT2)
-    drawn = list(generate(graph, model, parameters, [[1] * 30], 2, sharding.make_mesh()))
-    assert len(drawn) == 2
+    for given, follow in ((30, 3), (32, 1)):
+        greedy = Sampling(temperature=0.0)
+        drawn = list(generate(graph, model, parameters, [[1] * given], follow, sharding.make_mesh(), sampling=greedy))
+        assert len(drawn) == follow
+        read = [1] * given + [int(token[0]) for token in drawn[:-1]]
+        assert len(read) == tiny.CONTEXT
+        assert int(drawn[-1][0]) == int(np.argmax(tiny.full_logits(graph, parameters, read)[-1]))
+
+
+def test_prompts_are_not_filled_beyond_the_context():
+    model, graph, parameters = parts(tiny.LLAMA)
+    with pytest.raises(InputError, match="33 tokens exceeds model.context = 32"):
+        next(generate(graph, model, parameters, [[1]], 1, sharding.make_mesh(), fill_to=33))

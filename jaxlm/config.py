@@ -75,12 +75,20 @@ def load(path: Path, overrides: Iterable[str] = (), kind: Kind = "train") -> Exp
     return experiment
 
 
-def overridden(overrides: Iterable[str], section: str) -> list[str]:
-    """The keys of a section that `key=value` overrides set, of overrides that `load` took."""
+def overridden(overrides: Iterable[str]) -> list[str]:
+    """The dotted keys that `key=value` overrides set, of overrides that `load` took."""
     values: dict[str, Any] = {}
     for override in overrides:
         _set(values, override)
-    return list(values.get(section, ()))
+    return list(_leaves(values))
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
 
 
 # Sizes that may be rounded up to suit a mesh; others are bound to one another.
@@ -130,11 +138,11 @@ def check_mesh(experiment: Experiment, data: int, fsdp: int, tensor: int, kind: 
             if key in _PADDABLE:
                 fitting += f", or {key} to {math.ceil(size / parts) * parts}"
             raise InputError(f"mesh.{axis} = {parts} does not divide {key} = {size}: {fitting}")
-    rows = training.batch // training.microbatches
-    if kind == "train" and rows % (data * fsdp):
-        fitting = math.ceil(rows / (data * fsdp)) * data * fsdp * training.microbatches
+    rows, parts = training.batch // training.microbatches, data * fsdp
+    if kind == "train" and rows % parts:
+        fitting = math.ceil(rows / parts) * parts * training.microbatches
         raise InputError(
-            f"mesh.data × mesh.fsdp = {data * fsdp} does not divide the {rows} rows of a microbatch "
+            f"mesh.data × mesh.fsdp = {parts} does not divide the {rows} rows of a microbatch "
             f"(training.batch / training.microbatches): set training.batch to {fitting}"
         )
 

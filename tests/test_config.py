@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxlm import config
-from jaxlm.config import check_mesh, load, mesh_sizes
+from jaxlm.config import check_mesh, load, mesh_sizes, overridden
 from jaxlm.errors import InputError
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -557,9 +557,7 @@ def test_the_mesh_factors_the_devices(mesh, devices, sizes):
         (["mesh.data=2", "mesh.tensor=4"], 4, ["mesh.data × mesh.tensor = 8", "4 devices", "mesh.fsdp"]),
         (["mesh.data=2", "mesh.fsdp=4", "mesh.tensor=2"], 8, ["16 devices and 8 are here"]),
         (["mesh.fsdp=2"], 1, ["2 devices and 1 is here"]),
-        ([], 32, ["mesh.data × mesh.fsdp = 32", "16 rows", "training.batch to 32"]),
         ([], 3, ["mesh.fsdp = 3 does not divide model.width = 256"]),
-        (["training.microbatches=4"], 8, ["= 8 does not divide the 4 rows", "training.batch to 32"]),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused(overrides, devices, says):
@@ -576,10 +574,9 @@ def test_a_mesh_that_does_not_fit_is_refused(overrides, devices, says):
         (["model.feed_forward.hidden=772"], (1, 1, 8), "model.feed_forward.hidden = 772"),
         (["model.vocabulary=4100"], (1, 1, 8), "model.vocabulary = 4100"),
         ([], (1, 6, 1), "model.width = 256"),
-        ([], (4, 8, 1), "training.batch to 32"),
     ],
 )
-def test_a_mesh_divides_heads_feed_forward_vocabulary_width_and_rows(overrides, sizes, key):
+def test_a_mesh_divides_heads_feed_forward_vocabulary_and_width(overrides, sizes, key):
     experiment = load(SMALL, overrides)
     check_mesh(experiment, 1, 1, 1)
     with pytest.raises(InputError) as refused:
@@ -597,6 +594,13 @@ def test_only_training_asks_that_a_mesh_divides_the_rows_of_a_microbatch():
         mesh_sizes(experiment, 8)
     with pytest.raises(InputError, match="model.attention.heads = 8"):
         check_mesh(experiment, 1, 1, 16, "decode")
+
+
+def test_the_keys_that_overrides_set_are_named():
+    given = ["training.steps=3", "mesh={data=2, tensor=2}", "data.sources.web.weight=2", "data.tokenizer=bytes"]
+    assert overridden(given) == [
+        "training.steps", "mesh.data", "mesh.tensor", "data.sources.web.weight", "data.tokenizer",
+    ]  # fmt: skip
 
 
 def test_a_base_may_have_a_base_but_not_itself(tmp_path):

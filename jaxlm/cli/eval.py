@@ -6,7 +6,10 @@ import json
 from jaxlm.cli import tasks, trained
 from jaxlm.errors import InputError
 
-_SHAPING = ("text", "sources", "field", "documents", "tokenizer", "held_out")  # keys of [data] that decide the tokens
+# Keys of [data] that decide the tokens: by themselves, or by files, which may have been moved.
+_SHAPING = ("field", "documents", "held_out")
+_FILES = ("text", "sources", "tokenizer")
+_ROWS = ("training.batch", "training.sequence", "training.scan_layers")  # of [training] that a loss is measured with
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
+    from jaxlm.data.config import TOKENIZERS
     from jaxlm.run import Run
 
     tasks.check(arguments)
@@ -32,8 +36,11 @@ def main(arguments: argparse.Namespace) -> int:
     run = Run(arguments.run)
     if arguments.tasks is not None:
         return _at_tasks(arguments, run)
-    experiment = trained.experiment(arguments, run)
+    experiment = trained.experiment(arguments, run, (*_ROWS, *_read_of_data(arguments.data)))
     tokenizer = None if arguments.data is None else run.load_tokenizer()
+    if arguments.data is None:
+        kind = experiment.data.tokenizer in TOKENIZERS
+        _check_shaping(run, experiment.data, (*_SHAPING, "tokenizer") if kind else _SHAPING)
     model = trained.restore(arguments, run, experiment)
 
     import jax
@@ -64,10 +71,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _at_tasks(arguments, run) -> int:
     """Evaluate at tasks, in batches of `training.batch`, computed in `training.dtype`."""
-    experiment = trained.experiment(arguments, run)
+    experiment = trained.experiment(arguments, run, ("training.batch",))
     tokenizer = run.load_tokenizer()
     asked = tasks.load(arguments.tasks.split(","), arguments.num_fewshot)
-    _, parameters, step, mesh = trained.restore(arguments, run, experiment, experiment.training.dtype)
+    _, parameters, step, mesh = trained.restore(arguments, run, experiment, dtype=experiment.training.dtype)
 
     from jaxlm.inference.harness import HarnessModel
     from jaxlm.models.tree import abstract
@@ -87,11 +94,26 @@ def _text(data, tokenizer, run, experiment, bar) -> dict:
         return {"data": tokenize_whole(experiment.data, data, tokenizer, bar.say, bar.progress)}
     dataset = prepare(experiment.data, experiment.model.vocabulary, bar.say, bar.progress)
     if dataset.digest != run.digest():
-        trained_on = run.experiment().data
-        if other := [key for key in _SHAPING if getattr(experiment.data, key) != getattr(trained_on, key)]:
-            raise InputError(
-                f"data.{other[0]} is not what {run.directory} was trained with, and gives other text; leave it out, or "
-                "give --data PATH"
-            )
+        _check_shaping(run, experiment.data, _FILES)
         raise InputError(f"the text of {run.directory} has changed since it was trained; give --data PATH")
     return {name: source.held_out for name, source in dataset.sources.items()}
+
+
+def _read_of_data(path: str | None) -> tuple[str, ...]:
+    """What is read of [data] for the run's own text, or for other text at that path."""
+    from jaxlm.data.config import HUGGING_FACE
+
+    if path is None:
+        return ("data",)
+    return "data.field", "data.max_broken", "data.cache", *["data.documents"] * path.startswith(HUGGING_FACE)
+
+
+def _check_shaping(run, data, keys) -> None:
+    """Raises InputError where one of these keys of [data] is not as the run was trained with."""
+    before = run.experiment().data
+    for key in keys:
+        if getattr(data, key) != getattr(before, key):
+            raise InputError(
+                f"data.{key} is not what {run.directory} was trained with, and gives other text; leave it out, or give "
+                "--data PATH"
+            )

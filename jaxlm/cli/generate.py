@@ -48,7 +48,7 @@ def main(arguments: argparse.Namespace) -> int:
     if max_tokens is None:
         max_tokens = min(_MAX_TOKENS, max(room_behind(experiment.model, len(prompt)), 1))
     check_prompts(experiment.model, [prompt], max_tokens)
-    model = trained.restore(arguments, run, experiment, experiment.training.dtype)
+    model = trained.restore(arguments, run, experiment, dtype=experiment.training.dtype)
 
     from jaxlm.inference.detokenizer import Detokenizer
     from jaxlm.inference.generate import generate

@@ -35,9 +35,9 @@ def load(arguments: argparse.Namespace) -> "Experiment":
     from jaxlm import config
 
     experiment = config.load(arguments.config, arguments.overrides, arguments.workload)
-    twice = config.overridden(arguments.overrides, "mesh")
+    twice = [key for key in config.overridden(arguments.overrides) if key.startswith("mesh.")]
     if arguments.mesh is not None and twice:
-        raise InputError(f"--mesh {arguments.mesh} says the whole mesh; leave out mesh.{twice[0]}, or --mesh")
+        raise InputError(f"--mesh {arguments.mesh} says the whole mesh; leave out {twice[0]}, or --mesh")
     return experiment
 
 
@@ -86,5 +86,5 @@ def held(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Which of the settings that a search turns the command line gives, and which it therefore leaves as they are."""
     from jaxlm import config
 
-    given = config.overridden(arguments.overrides, "training") if arguments.workload == "train" else ()
-    return tuple(key for key in ("microbatches", "remat") if key in given)
+    given = config.overridden(arguments.overrides) if arguments.workload == "train" else ()
+    return tuple(key for key in ("microbatches", "remat") if f"training.{key}" in given)

@@ -1,6 +1,7 @@
 """A trained model out of a run folder, for the commands that use one."""
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxlm.cli.paths import path
@@ -34,20 +35,31 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def experiment(arguments: Namespace, run: "Run") -> "Experiment":
-    """That of the run, with overrides. Raises InputError where there is no run, or no such model in it."""
+_READ = ("model", "mesh", "training.dtype")  # sections and keys that every command reads
+
+
+def experiment(arguments: Namespace, run: "Run", reads: Collection[str] = ()) -> "Experiment":
+    """That of the run, with overrides of what the command reads: more than others in `reads`. Raises InputError where
+    there is no run, no such model in it, or where an override would change nothing."""
     from jaxlm import config
 
     if run.experiment().training.ema_decay is None and arguments.ema:
         raise InputError(f"{run.directory} keeps no average of its weights (training.ema_decay); leave out --ema")
     overridden = config.load(run.config, arguments.overrides, "decode")
     run.check_model(overridden)
+    known = *_READ, *reads
+    for key in config.overridden(arguments.overrides):
+        if not any(f"{key}.".startswith(f"{read}.") for read in known):
+            raise InputError(f"{key} changes nothing here, where {', '.join(known)} are read of the run; leave it out")
     return overridden
 
 
-def restore(arguments: Namespace, run: "Run", experiment: "Experiment", dtype: str = "float32") -> Trained:
+def restore(arguments: Namespace, run: "Run", experiment: "Experiment", *, dtype: str = "float32") -> Trained:
     """Restore the parameters onto this machine's devices, rounded to `dtype` on their way: they never lie there in
-    float32 too. Raises InputError where there is no whole checkpoint."""
+    float32 too.
+
+    Raises InputError where there is no whole checkpoint, or where the mesh does not divide the model.
+    """
     import sys
 
     import jax

@@ -189,6 +189,21 @@ FOLDERS = {
         ["crossed/tokenizer.json has 300 tokens", "model.vocabulary = 264", "put that back"],
     ),
     "other text with another's tokenizer": ("eval crossed --data text.txt", ["crossed/tokenizer.json has 300 tokens"]),
+    "generation with another seed of training": (
+        "generate run --prompt a training.seed=1",
+        ["training.seed changes nothing here", "model, mesh, training.dtype are read", "leave it out"],
+    ),
+    "generation with another tokenizer": (
+        "generate run --prompt a data.tokenizer=none.json",
+        ["data.tokenizer changes nothing here"],
+    ),
+    "loss with another number of steps": ("eval run evaluation={batches=1}", ["evaluation.batches changes nothing"]),
+    "other text in other tokens": (
+        "eval run --data text.txt data.tokenizer=characters",
+        ["data.tokenizer changes nothing here", "data.field"],
+    ),
+    "some of other text": ("eval run --data text.txt data.documents=1", ["data.documents changes nothing here"]),
+    "tasks in rows": ("eval run --tasks hellaswag training.sequence=8", ["training.sequence changes nothing here"]),
     "prompt without a tokenizer": ("generate config_alone --prompt a", ["config_alone", "--token-ids"]),
 }
 GENERATION = {

@@ -1,6 +1,7 @@
 """The text that `jaxlm eval` measures on."""
 
 import json
+import re
 
 import pytest
 from runs import write_config
@@ -37,9 +38,19 @@ def test_the_text_is_what_was_held_out(text):
     assert text()["data"].targets
 
 
-def test_an_override_that_makes_other_text_is_named(text):
-    with pytest.raises(InputError, match=r"^data\.held_out is not what .*/run was trained with.*; leave it out"):
-        text("data.held_out=0.5")
+@pytest.mark.parametrize("key", ["held_out=0.5", "field=body", "documents=3", "tokenizer=characters"])
+def test_an_override_that_makes_other_text_is_named_before_it_is_tokenized(key, text, tmp_path, capsys):
+    (tmp_path / "text").rename(tmp_path / "elsewhere")
+    assert main(["eval", str(tmp_path / "run"), f"data.{key}"]) == 2
+    out, error = capsys.readouterr()
+    said = rf"jaxlm: data\.{key.partition('=')[0]} is not what .*/run was trained with.*; leave it out"
+    assert out == "" and re.match(said, error) and error.count("\n") == 1
+
+
+def test_files_that_are_other_text_are_named(text, tmp_path):
+    (tmp_path / "other.txt").write_text("something else " * 99)
+    with pytest.raises(InputError, match=r"^data\.text is not what .*/run was trained with.*; leave it out"):
+        text(f"data.text={tmp_path}/other.txt")
 
 
 def test_an_override_that_makes_the_same_text_is_taken(text, tmp_path):

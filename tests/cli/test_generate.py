@@ -70,3 +70,17 @@ def test_as_many_tokens_follow_as_the_context_holds(run, capsys):
         assert 0 < len(generated(capsys, run, *asked)["token_ids"]) <= follow
         assert main(["generate", str(run), *map(str, asked), "--max-tokens", str(follow + 1)]) == 2
         assert f"at most {follow} tokens can follow" in capsys.readouterr().err
+
+
+def test_a_batch_that_the_mesh_does_not_divide_is_no_matter(run, capsys):
+    """One prompt is drawn from, whatever the batch of training was."""
+    written = run / "config.toml"
+    whole = written.read_text()
+    try:
+        written.write_text(whole.replace("batch = 8", "batch = 3"))
+        assert generated(capsys, run, "--token-ids", "1,2", "--max-tokens", 1)["token_ids"]
+        assert generated(capsys, run, "--token-ids", "1,2", "--max-tokens", 1, "mesh.data=2")["token_ids"]
+        assert main(["eval", str(run), "--data", str(run / "0.txt")]) == 2
+        assert "does not divide the 3 rows" in capsys.readouterr().err
+    finally:
+        written.write_text(whole)

@@ -20,15 +20,16 @@ def filtered(logits_BV: jax.Array, how: Sampling) -> jax.Array:
     logits_BV = logits_BV / how.temperature
     if how.top_k is None and how.top_p is None:
         return logits_BV
-    ordered_BV = jnp.sort(logits_BV, axis=-1, descending=True)
+    ordered_BV = jnp.sort(logits_BV, axis=-1)
     if how.top_k is not None and how.top_k < logits_BV.shape[-1]:
-        least_B1 = ordered_BV[:, how.top_k - 1, None]
+        least_B1 = ordered_BV[:, -how.top_k, None]
         logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
         ordered_BV = jnp.where(ordered_BV >= least_B1, ordered_BV, -jnp.inf)
     if how.top_p is not None and how.top_p < 1.0:
-        share_BV = jax.nn.softmax(ordered_BV, axis=-1)
-        before_BV = jnp.cumsum(share_BV, axis=-1) - share_BV
-        # A token stays while those before it do not yet hold top_p; the first always does.
-        least_B1 = jnp.min(jnp.where(before_BV < how.top_p, ordered_BV, jnp.inf), axis=-1, keepdims=True)
+        # A token stays while those likelier than it do not yet hold top_p: while it and the rest hold more than what is
+        # to go, sums of small numbers that float32 has exactly enough. The likeliest always stays.
+        rest_BV = jnp.cumsum(jax.nn.softmax(ordered_BV, axis=-1), axis=-1)
+        kept_BV = jnp.where(rest_BV > 1.0 - how.top_p, ordered_BV, ordered_BV[:, -1:])
+        least_B1 = jnp.min(kept_BV, axis=-1, keepdims=True)
         logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
     return logits_BV

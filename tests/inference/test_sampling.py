@@ -38,6 +38,15 @@ def test_filters_keep_the_tokens_that_they_should(how, tokens):
     assert kept(how, LOGITS[:, SHUFFLED[0]]) == where
 
 
+@pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.9, 0.999, 0.99999, 0.9999999])
+def test_as_many_tokens_of_a_large_vocabulary_stay_as_in_float64(top_p):
+    logits = np.random.default_rng(0).normal(0.0, 3.0, 2**17).astype(np.float32)
+    shares = np.sort(np.exp(logits.astype(np.float64)))[::-1]
+    shares /= shares.sum()
+    expected = np.count_nonzero(np.cumsum(shares) - shares < top_p)
+    assert len(kept(Sampling(top_p=top_p), jnp.asarray(logits)[None])) == pytest.approx(expected, rel=1e-4)
+
+
 def test_samples_follow_the_probabilities():
     keys = jax.random.split(jax.random.key(0), 8192)
     drawn = jax.vmap(lambda key: sample(LOGITS, key, Sampling())[0])(keys)

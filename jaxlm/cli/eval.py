@@ -73,7 +73,8 @@ def _at_tasks(arguments, run) -> int:
     """Evaluate at tasks, in batches of `training.batch`, computed in `training.dtype`."""
     experiment = trained.experiment(arguments, run, ("training.batch",))
     tokenizer = run.load_tokenizer()
-    asked = tasks.load(arguments.tasks.split(","), arguments.num_fewshot)
+    names = [name.strip() for name in arguments.tasks.split(",")]
+    asked = tasks.load(names, arguments.num_fewshot, experiment.model.context)
     _, parameters, step, mesh = trained.restore(arguments, run, experiment, dtype=experiment.training.dtype)
 
     from jaxlm.inference.harness import HarnessModel
@@ -81,7 +82,8 @@ def _at_tasks(arguments, run) -> int:
 
     graph, _ = abstract(experiment.model)
     model = HarnessModel(graph, experiment.model, parameters, tokenizer, experiment.training.batch, mesh)
-    tasks.show(tasks.run(model, asked, arguments.limit), step, arguments.json)
+    results = tasks.run(model, asked, arguments.limit)
+    tasks.show(results, model.truncated, step, arguments.json)
     return 0
 
 

@@ -8,6 +8,7 @@ import math
 import sys
 import textwrap
 from argparse import ArgumentParser, Namespace
+from collections import Counter
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,9 @@ def check(arguments: Namespace) -> None:
         raise InputError(f"--num-fewshot {arguments.num_fewshot} must be 0 or more")
 
 
-def load(names: list[str], few_shot: int | None) -> dict[str, Any]:
-    """Tasks as `lm_eval.evaluate` takes them. Raises InputError for those that are not there or cannot be run so."""
+def load(names: list[str], few_shot: int | None, context: int) -> dict[str, Any]:
+    """Tasks as `lm_eval.evaluate` takes them, for a model of that `context`. Raises InputError for those that are not
+    there or cannot be run so."""
     from lm_eval.tasks import TaskManager
 
     named = [name for name in names if not Path(name).is_file()]
@@ -54,18 +56,34 @@ def load(names: list[str], few_shot: int | None) -> dict[str, Any]:
     try:
         loaded = manager.load(names)
     except Exception as error:  # of YAML, of the dataset, of the network: the library raises all kinds
-        why = textwrap.shorten(str(error), _REASON, placeholder=" …")
+        why = textwrap.shorten(_reason(error), _REASON, placeholder=" …")
         raise InputError(f"--tasks: {', '.join(names)} cannot be loaded ({why})") from error
     for name, task in loaded["tasks"].items():
-        _prepare(name, task, few_shot)
+        _prepare(name, task, few_shot, context)
     return loaded
 
 
-def _prepare(name: str, task: Any, few_shot: int | None) -> None:
+def _reason(error: Exception) -> str:
+    """What the harness says, or means where it fails by accident."""
+    if isinstance(error, StopIteration) or "out of bounds for size 0" in str(error):
+        return "it has no documents"
+    if isinstance(error, TypeError) and "NoneType" in str(error):
+        return "a task in it has no dataset_path; of a group of files, name the files"
+    return str(error) or type(error).__name__
+
+
+def _prepare(name: str, task: Any, few_shot: int | None, context: int) -> None:
     """Set the number of examples, as `lm_eval.simple_evaluate` does, but for what it would silently leave out."""
+    from jaxlm.inference.harness import generation_options
+
     for what in ("UNSAFE_CODE", "MULTIMODAL"):
         if getattr(task, what, False):
             raise InputError(f"--tasks: {name} is marked {what} by the harness; jaxlm runs no such task")
+    if task.OUTPUT_TYPE == "generate_until":
+        try:
+            generation_options(task.get_config("generation_kwargs"), context)
+        except InputError as error:
+            raise InputError(f"--tasks: {name}: {error}") from None
     own = task.get_config("num_fewshot")
     if few_shot is not None:
         if few_shot and (own == 0 or task.OUTPUT_TYPE == "loglikelihood_rolling"):
@@ -89,11 +107,18 @@ def run(model: Any, tasks: dict[str, Any], limit: int | None) -> dict[str, Any]:
         return evaluate(model, tasks, limit=limit, log_samples=False)
 
 
-def show(results: dict[str, Any], step: int, as_json: bool) -> None:
-    """Print the metrics of each task and group, under the harness's own names."""
+def show(results: dict[str, Any], truncated: Counter[str], step: int, as_json: bool) -> None:
+    """Print the metrics of each task and group, under the harness's own names, and how many requests of each task lost
+    their beginning."""
+    if some := {name: count for name, count in truncated.items() if count}:
+        named = ", ".join(f"{count:,} of {name}" for name, count in some.items())
+        print(f"jaxlm: requests longer than model.context lost their beginning: {named}", file=sys.stderr)
     measured = results["results"] | results.get("groups", {})
     if as_json:
-        print(json.dumps({"tasks": {name: _numbers(values) for name, values in measured.items()}, "step": step}))
+        tasks = {name: _numbers(values) for name, values in measured.items()}
+        for name in results["configs"]:
+            tasks[name]["truncated"] = truncated[name]
+        print(json.dumps({"tasks": tasks, "step": step}))
         return
     from rich.console import Console
     from rich.table import Table

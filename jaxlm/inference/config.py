@@ -21,14 +21,21 @@ class Sampling(NamedTuple):
     top_k: int | None = None
     top_p: float | None = None
 
-    def check(self) -> "Sampling":
-        """Raises InputError for values that mean nothing."""
+    def check(self, section: str | None = None) -> "Sampling":
+        """Raises InputError for values that mean nothing, under their names in that section of a file, or as options of
+        the command line."""
+
+        def named(field: str) -> str:
+            return f"{section}.{field} =" if section else f"--{field.replace('_', '-')}"
+
         if self.temperature != 0.0 and not _COLDEST <= self.temperature <= _HOTTEST:
-            raise InputError(f"--temperature {self.temperature:g} must be 0, or from {_COLDEST:g} to {_HOTTEST:g}")
+            raise InputError(
+                f"{named('temperature')} {self.temperature:g} must be 0, or from {_COLDEST:g} to {_HOTTEST:g}"
+            )
         if self.top_k is not None and self.top_k < 1:
-            raise InputError(f"--top-k {self.top_k} must be 1 or more")
+            raise InputError(f"{named('top_k')} {self.top_k} must be 1 or more")
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
-            raise InputError(f"--top-p {self.top_p:g} must be above 0 and at most 1")
+            raise InputError(f"{named('top_p')} {self.top_p:g} must be above 0 and at most 1")
         return self
 
 

@@ -1,6 +1,6 @@
 """A model as EleutherAI's lm-evaluation-harness asks for one. Needs the extra `lm-eval`."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 from flax import nnx
@@ -9,6 +9,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from pydantic import TypeAdapter, ValidationError
 from tqdm import tqdm
 
 from jaxlm.data.tokenizers import Tokenizer
@@ -20,6 +21,16 @@ from jaxlm.inference.scoring import Scorer, padded_length
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.tree import Tree
 
+_SECTION = "generation_kwargs"
+_TYPES = {
+    **dict.fromkeys(("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"), int),
+    **{"do_sample": bool, "temperature": float, "top_k": int, "top_p": float, "until": str | list[str]},
+}
+# What tasks give where they mean that nothing is to be done.
+_OFF = {
+    **{"top_k": (0, -1), "min_p": (0,), "typical_p": (1,), "num_beams": (1,)},
+    **{"repetition_penalty": (1,), "presence_penalty": (0,), "frequency_penalty": (0,)},
+}
 _MAX_TOKENS = 256  # the harness's own, where neither the task says how many nor the context is too short for it
 
 
@@ -27,7 +38,8 @@ class HarnessModel(TemplateLM):
     """`lm_eval`'s three questions, answered for parameters on a mesh, `batch` requests at a time.
 
     As in training, a text begins behind the tokenizer's separator. What is too long for the context loses its
-    beginning, as everywhere in the harness. Parameters are in the dtype to compute in.
+    beginning, as everywhere in the harness; `truncated` counts such requests by their task. Parameters are in the
+    dtype to compute in.
     """
 
     def __init__(
@@ -42,6 +54,8 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self._graph, self._model, self._parameters, self._mesh = graph, model, parameters, mesh
         self._tokens, self._batch = tokenizer, batch
+        self.truncated: Counter[str] = Counter()
+        self._asked: list[Instance] = []
         self._score = Scorer(graph, model, parameters, batch, mesh, tokenizer.vocabulary)
 
     @property
@@ -57,11 +71,14 @@ class HarnessModel(TemplateLM):
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(ln p(continuation | context), whether greedy decoding gives it) of each request."""
+        self._asked = requests
         return super().loglikelihood(requests, disable_tqdm=True)  # tokenizing is quick; scoring shows a bar
 
     def _loglikelihood_tokens(self, requests: list, **_: Any) -> list[tuple[float, bool]]:
         pairs = [(context, continuation) for _, context, continuation in requests]
-        return list(map(tuple, self._scores(pairs)))
+        scores = self._scores(pairs)
+        self.truncated.update(one.task_name for one, score in zip(self._asked, scores, strict=True) if score.truncated)
+        return [(score.logprob, score.greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """ln p of whole texts, each token behind as many before it as the windows of the harness give it."""
@@ -83,7 +100,10 @@ class HarnessModel(TemplateLM):
         alike = defaultdict(list)  # requests of one batch are drawn in one way
         for index, request in enumerate(requests):
             context, options = request.args
-            alike[_options(options, self._model.context)].append((self.tok_encode(context), index))
+            way, prompt = generation_options(options, self._model.context), self.tok_encode(context)
+            _, max_tokens, _ = way
+            self.truncated[request.task_name] += len(prompt) > room_behind(self._model, max_tokens)
+            alike[way].append((prompt, index))
         texts = [""] * len(requests)
         with tqdm(total=len(requests), desc="generating", disable=None) as bar:
             for (sampling, max_tokens, stops), asked in alike.items():
@@ -135,14 +155,28 @@ class HarnessModel(TemplateLM):
         return scores
 
 
-def _options(given: dict, context: int) -> tuple[Sampling, int, tuple[str, ...]]:
-    """How tokens are drawn, at most how many, and the strings that end a text, of a task's `generation_kwargs`."""
+def generation_options(given: dict, context: int) -> tuple[Sampling, int, tuple[str, ...]]:
+    """How tokens are drawn, at most how many, and the strings that end a text, of a task's `generation_kwargs`.
+
+    Raises InputError for what jaxlm cannot do, unless it is switched off.
+    """
+    given = {key: _read(key, value) for key, value in given.items() if value is not None}
     options = normalize_gen_kwargs(given, min(_MAX_TOKENS, context // 2))
+    options = {key: value for key, value in options.items() if value not in _OFF.get(key, ())}
     greedy = not options.pop("do_sample")
     drawn = Sampling(*(options.pop(name, default) for name, default in Sampling()._asdict().items()))
     max_tokens, stops = options.pop("max_gen_toks"), tuple(options.pop("until"))
     if options:
-        raise InputError(f"generation_kwargs: {', '.join(options)} is nothing that jaxlm can generate with")
+        raise InputError(f"{_SECTION}: {', '.join(options)} is nothing that jaxlm can generate with")
     if not 0 < max_tokens <= context:
-        raise InputError(f"generation_kwargs: max_gen_toks = {max_tokens} must be 1 to model.context = {context}")
-    return Sampling(temperature=0.0) if greedy else drawn.check(), max_tokens, stops
+        raise InputError(f"{_SECTION}.max_gen_toks = {max_tokens} must be 1 to model.context = {context}")
+    return Sampling(temperature=0.0) if greedy else drawn.check(_SECTION), max_tokens, stops
+
+
+def _read(key: str, value: Any) -> Any:
+    """A value as its key has it. Raises InputError where it is of another type."""
+    try:
+        return TypeAdapter(_TYPES.get(key, Any)).validate_python(value)
+    except ValidationError as error:
+        why = error.errors()[0]["msg"]
+        raise InputError(f"{_SECTION}.{key} = {value!r}: {why[0].lower()}{why[1:]}") from None

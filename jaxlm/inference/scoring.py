@@ -21,10 +21,12 @@ _SHORTEST = 32
 
 
 class Score(NamedTuple):
-    """`logprob`: ln p(continuation | context). `greedy`: each of its tokens is the likeliest behind those before it."""
+    """`logprob`: ln p(continuation | context). `greedy`: each of its tokens is the likeliest behind those before it.
+    `truncated`: the context lost its beginning."""
 
     logprob: float
     greedy: bool
+    truncated: bool
 
 
 def token_logprobs(
@@ -82,7 +84,8 @@ class Scorer:
             for at, i in enumerate(chosen):
                 end = len(rows[i]) - 1
                 scored = slice(end - len(pairs[i][1]), end)
-                yield i, Score(float(logprobs[at, scored].sum(dtype=np.float64)), bool(likeliest[at, scored].all()))
+                logprob, greedy = logprobs[at, scored].sum(dtype=np.float64), likeliest[at, scored].all()
+                yield i, Score(float(logprob), bool(greedy), truncated=sum(map(len, pairs[i])) > len(rows[i]))
 
     def _run(self, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         length = padded_length(max(map(len, rows)) - 1, self._context)

@@ -49,6 +49,7 @@ num_fewshot: 0
 generation_kwargs: {until: ["STOP"], max_gen_toks: 12, do_sample: false}
 metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 """
+DOC = {"question": "delta ", "answer": 0}
 ROLLING = """
 output_type: loglikelihood_rolling
 metric_list: [{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}]
@@ -113,7 +114,7 @@ def log_softmax(model, tokens):
 def greedy(model, prompt, count=12):
     """The likeliest continuation of a text, one prompt alone."""
     restored, graph, tokenizer = model
-    ids = tokenizer.encode_prompt(prompt)[-(CONTEXT - count) :]
+    ids = tokenizer.encode_prompt(prompt)[-(CONTEXT - count + 1) :]
     drawn = generate(
         graph, restored.experiment.model, restored.parameters, [ids], count, restored.mesh,
         sampling=Sampling(temperature=0.0), valid=tokenizer.vocabulary,
@@ -212,12 +213,49 @@ def test_sampling_draws_other_texts_and_repeats(adapter):
     [
         ({"num_beams": 4}, "num_beams is nothing that jaxlm"),
         ({"max_gen_toks": CONTEXT + 1}, "max_gen_toks = 33 must be 1 to model.context = 32"),
-        ({"do_sample": True, "top_p": 2.0}, "top-p 2"),
+        ({"max_gen_toks": "many"}, "max_gen_toks = 'many': input should be a valid integer"),
+        ({"max_new_tokens": 0}, "max_gen_toks = 0 must be 1 to"),
+        ({"do_sample": True, "top_p": 2.0}, r"generation_kwargs\.top_p = 2 must be above 0"),
+        ({"do_sample": True, "top_k": 2.5}, "top_k = 2.5: input should be a valid integer"),
+        ({"temperature": "hot"}, "temperature = 'hot': input should be a valid number"),
+        ({"temperature": -1.0, "do_sample": True}, r"generation_kwargs\.temperature = -1 must be 0"),
+        ({"do_sample": "sometimes"}, "do_sample = 'sometimes': input should be a valid boolean"),
+        ({"until": [5]}, r"until = \[5\]: input should be a valid string"),
     ],
 )
 def test_what_cannot_be_generated_is_refused(options, message, adapter):
     with pytest.raises(InputError, match=message):
         ask(adapter, "generate_until", ("alpha", {"until": [], **options}))
+
+
+def test_what_changes_nothing_may_be_given():
+    from jaxlm.inference.harness import generation_options
+
+    off = {"num_beams": 1, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "top_p": None}
+    plain = {"until": "\n", "max_gen_toks": 8, "do_sample": True, "temperature": 0.7}
+    expected = Sampling(temperature=0.7), 8, ("\n",)
+    for given in (plain, plain | off, plain | {"temperature": "0.7", "max_gen_toks": 8.0, "top_k": -1}):
+        assert generation_options(given, CONTEXT) == expected
+
+
+def test_a_way_to_generate_is_refused_before_anything_is_restored(folder, capsys, monkeypatch):
+    monkeypatch.setattr(trained, "restore", None)
+    task = write_task(folder, "beams", UNTIL.replace("do_sample", "num_beams: 4, do_sample"), [DOC])
+    assert main(["eval", str(folder / "run"), "--tasks", task]) == 2
+    assert "--tasks: beams: generation_kwargs: num_beams is nothing" in capsys.readouterr().err
+
+
+def test_requests_that_lose_their_beginning_are_counted(folder, capsys):
+    long, short = DOC | {"question": "alpha " * 20}, DOC
+    choice = write_task(folder, "cut_choice", CHOICE, [long, short | {"answer": 1}])
+    until = write_task(folder, "cut_until", UNTIL, [long | {"answer": "x"}, DOC | {"answer": "x"}])
+    assert main(["eval", str(folder / "run"), "--tasks", f"{choice}, {until}", "--json"]) == 0
+    out, error = capsys.readouterr()
+    found = json.loads(out)["tasks"]
+    assert (found["cut_choice"]["truncated"], found["cut_until"]["truncated"]) == (3, 1)
+    said = "jaxlm: requests longer than model.context lost their beginning: 3 of cut_choice, 1 of cut_until\n"
+    assert error.count(said) == 1
+    assert evaluate(capsys, folder / "run", "--tasks", choice, "--limit", 1)["tasks"]["cut_choice"]["truncated"] == 3
 
 
 def test_a_text_needs_something_before_its_first_token(model):
@@ -256,7 +294,7 @@ def test_local_tasks_are_evaluated(folder, model, adapter, capsys):
 
 def test_solved_examples_stand_before_a_question(folder):
     task = write_task(folder, "shots", CHOICE, [{"question": "delta ", "answer": 0}] * 3)
-    (loaded,) = tasks.load([task], 1)["tasks"].values()
+    (loaded,) = tasks.load([task], 1, CONTEXT)["tasks"].values()
     loaded.build_all_requests(limit=1)
     assert {i.args for i in loaded.instances} == {("beta  beta\n\ndelta ", end) for end in ("alpha", " beta", "x")}
 
@@ -268,7 +306,13 @@ def test_bad_tasks_are_one_line(folder, capsys):
     (folder / "broken.yaml").write_text("task: [\n")
     (folder / "text.txt").write_text("no task: at all: " * 200)
     (folder / "lost.yaml").write_text((folder / "refused.yaml").read_text().replace("refused.jsonl", "lost.jsonl"))
+    (folder / "group.yaml").write_text(f"group: some\ntask: [{choice}]\n")
+    nothing = write_task(folder, "nothing", CHOICE, [DOC])
+    for name in ("nothing", "nothing-solved"):
+        (folder / f"{name}.jsonl").write_text("")
     for arguments, says in {
+        f"--tasks {folder}/group.yaml": "of a group of files, name the files",
+        f"--tasks {nothing}": "nothing.yaml cannot be loaded (it has no documents)",
         "--tasks hellaswg": "'hellaswg' is no task of the harness and no file; near it: hellaswag",
         f"--tasks {folder}/none.yaml": "none.yaml' is no task of the harness and no file",
         f"--tasks {folder}/broken.yaml": "broken.yaml cannot be loaded",

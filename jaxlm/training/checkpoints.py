@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,9 @@ _IN_PROGRESS = "*.orbax-checkpoint-tmp*"
 _LOSS = "held_out_loss"
 # Why the system refused, at the end of what TensorStore says.
 _OF_SYSTEM = re.compile(r": ([^:]+) \[os_error_code=")
+# What Orbax says of its own options, behind what does not fit, of which so many characters are shown.
+_ADVICE = re.compile(r"\.? *Truncating/padding is|\s*If this mismatch is")
+_REASON = 300
 # What any disk or network that is fit for training can do.
 _BYTES_PER_S = 1e8
 
@@ -230,7 +234,10 @@ def _restore(directory: Path, step: int, **items: Any) -> dict[str, Any]:
             restored = reader.restore((directory / str(step)).absolute(), args=ocp.args.Composite(**wanted))
             return {name: restored[name] for name in items}
         except ValueError as error:
-            raise InputError(f"checkpoint {step} of {directory} does not fit the model: {error}") from error
+            why = textwrap.shorten(_ADVICE.split(str(error))[0], _REASON, placeholder=" …")
+            raise InputError(
+                f"checkpoint {step} of {directory} does not fit the model ({why}); put [model] back as it was trained"
+            ) from error
 
 
 def shaped(tree: Any, shardings: Any) -> Any:

@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -180,9 +181,12 @@ def test_what_a_killed_process_left_half_written_is_no_checkpoint(tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(tmp_path):
     trained(tmp_path, [None])
-    with pytest.raises(InputError, match="checkpoint 1 .* does not fit the model") as refused:
-        checkpoints.restore_state(tmp_path, 1, like(sharding.make_mesh(), tiny.model(width=64)))
-    assert "\n" not in str(refused.value)
+    for other, names in (tiny.model(width=64), "64"), (tiny.model(tied_embeddings=True), "unembedding"):
+        with pytest.raises(InputError) as refused:
+            checkpoints.restore_parameters(tmp_path, 1, like(sharding.make_mesh(), other).parameters)
+        said = str(refused.value)
+        assert re.fullmatch(rf"checkpoint 1 of .* does not fit the model \(.*{names}.*\); put \[model\] back.*", said)
+        assert "\n" not in said and "strict" not in said and "partial_restore" not in said
 
 
 def test_a_full_disk_takes_no_checkpoint_and_leaves_those_that_are_there(tmp_path, monkeypatch):

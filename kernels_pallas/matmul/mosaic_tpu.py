@@ -25,8 +25,8 @@ class Blocks(NamedTuple):
 
 def default_blocks(dtype: jnp.dtype, chip: Target) -> Blocks:
     """Two buffers of each operand's and the result's tile, and the float32 sum, take 10 of the 16 MiB that a kernel may
-    use in bfloat16 and 7 in float32, which may add a residual. The longer k, the less often the sum is read and written;
-    a v4, which has no more VMEM than that, is left 6 in bfloat16, as some compilers take 7 besides for a gradient."""
+    use in bfloat16 and 7 in float32, which may add a residual. The longer k, the less often the sum is read and
+    written. A v4 has no more VMEM than that, of which some compilers take 7 besides in bfloat16: there it is half."""
     narrow = 2048 if chip.scratchpad > 2**24 else 1024
     return Blocks(512, 512, narrow if dtype.itemsize == 2 else 512)
 

@@ -1,6 +1,5 @@
 """What the kernels of a step cost on one device, by what each declares (`costs` in kernels_pallas)."""
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -69,14 +68,11 @@ def instead_of(work: Workload) -> set[str]:
 def attention(work: Workload) -> Costs | None:
     """Of a layer, with all scores seen; None where it is the reference that runs: with few queries, or heads of another
     width than all chips' kernels take."""
-    settings, H = work.model.attention, work.model.attention.head_width
+    (K, G), H = work.groups(), work.model.attention.head_width
     if not work.kernels or not serves(work.queries, H):
         return None
-    N = work.local("act_heads", settings.heads)
-    parts = settings.heads // N
-    K = math.lcm(settings.kv_heads, parts) // parts  # where `tensor` does not divide them, a device has copies
     key = _array(work, work.rows(), work.sequence, K, H)
-    return attention_costs(_array(work, work.rows(), work.queries, N, H), key, key)
+    return attention_costs(_array(work, work.rows(), work.queries, K * G, H), key, key)
 
 
 def loss(work: Workload) -> Loss | None:

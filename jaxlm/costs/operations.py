@@ -92,17 +92,15 @@ def _products(work: Workload) -> Iterator[Operation]:
         moved = width * (tokens * k + k * n) + out * tokens * n
         yield Operation(path, "forward", times, Product(1, tokens, k, n), moved, moved)
 
-    attention, L = model.attention, model.layers
-    N, H = work.local("act_heads", attention.heads), attention.head_width
-    K = min(work.local("act_kv_heads", attention.kv_heads), N)
+    (K, G), L, H = work.groups(), model.layers, model.attention.head_width
     kernel = kernels.attention(work)
     for queries, keys in work.attended():
-        first = Product(rows * K, N // K * queries, H, keys)
-        second = Product(rows * K, N // K * queries, keys, H)
+        first = Product(rows * K, G * queries, H, keys)
+        second = Product(rows * K, G * queries, keys, H)
         if kernel:
             yield from _kernel(L, kernel.forward, (SCORES, "forward", first), (MIXTURE, "forward", second))
             continue
-        once, scores = width * rows * (queries * N + keys * K) * H, rows * N * queries * keys
+        once, scores = width * rows * (queries * G + keys) * K * H, rows * K * G * queries * keys
         yield Operation(SCORES, "forward", L, first, once, once + 4 * scores)
         yield Operation(MIXTURE, "forward", L, second, once, once + width * scores)
 

@@ -130,6 +130,13 @@ class Workload:
         rows, parts = self.batch // self.microbatches, self.mesh.data * self.mesh.fsdp
         return rows // parts if rows % parts == 0 else rows
 
+    def groups(self) -> tuple[int, int]:
+        """Key/value heads that attention reads on one device, and the query heads there that share each. Of those that
+        `tensor` does not divide every device reads copies."""
+        heads, kv_heads, parts = self.model.attention.heads, self.model.attention.kv_heads, self.mesh.tensor
+        read = math.lcm(kv_heads, parts)
+        return read // parts, heads // read
+
     def local(self, axis: str, size: int) -> int:
         """How much of a dimension with this logical axis one device computes with: what `tensor` leaves of it (parts
         along `fsdp` are gathered first)."""

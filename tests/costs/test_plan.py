@@ -156,6 +156,19 @@ def test_work_divides_over_devices():
         assert memory(part).optimizer * mesh.fsdp * mesh.tensor <= memory(whole).optimizer * 1.2  # gains replicate
 
 
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize("heads, kv_heads, tensor", [(12, 2, 4), (12, 4, 3), (12, 4, 6), (8, 1, 8), (8, 8, 4)])
+def test_attention_divides_by_query_heads_whatever_its_keys_do(heads, kv_heads, tensor, kernels):
+    attention = {"heads": heads, "kv_heads": kv_heads, "head_width": 64}
+    model = tiny.model(attention=attention, vocabulary=192, context=256, kernels=kernels)
+
+    def computed(mesh):
+        ops = operations.step(Workload("train", model, 16, 256, remat="full", mesh=mesh))
+        return sum(op.times * op.flops for op in ops if op.scope in (operations.SCORES, operations.MIXTURE))
+
+    assert tensor * computed(MeshShape(tensor=tensor)) == computed(MeshShape())
+
+
 def test_parameters_on_a_device_are_those_that_the_sharding_gives():
     model = tiny.model()
     mesh = jax.sharding.AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"))

@@ -2,9 +2,12 @@
 logical axes in `jaxlm.sharding`."""
 
 import math
+from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxlm.costs import operations
+from jaxlm.costs.parameters import multiplies
 from jaxlm.costs.workload import Workload
 
 
@@ -22,32 +25,65 @@ class Collective(NamedTuple):
 def collectives(work: Workload) -> list[Collective]:
     """All of a step; those over axes of one device are left out."""
     found = [*_parameters(work), *_stream(work)]
+    if work.kind == "train":
+        found += [*_sums(work), *_optimizer(work)]
     sizes = work.mesh.axes()
     return [c for c in found if math.prod(sizes[axis] for axis in c.axes) > 1 and c.times * c.bytes]
 
 
-def _parameters(work: Workload) -> list[Collective]:
-    """Over `fsdp`, matrices are gathered for the forward and again for the backward pass of each microbatch, and their
-    gradients are summed, each device keeping its part; over `data`, gradients are summed once per step."""
-    leaves = operations.parameters(work.model)
-    width, found = work.width_bytes, []
-    train = work.kind == "train"
+def _parameters(work: Workload) -> Iterator[Collective]:
+    """Over `fsdp`, a layer's matrices are gathered together for its forward and again for its backward pass of each
+    microbatch, and their gradients are summed, each device keeping its part; those of vectors are summed whole.
+
+    A table is gathered once, since forward and backward pass of the unembedding follow each other, and summed for each
+    of its uses. What is looked up is the same for all microbatches: XLA gathers it before their loop, but not before
+    one that each part of `data` runs by itself.
+    """
+    fsdp, width, L, train = ("fsdp",), work.width_bytes, work.model.layers, work.kind == "train"
     each = work.microbatches if train else 1
-    for path, d in leaves.items():
-        parted = "embed" in d.axes
-        stack = math.prod(d.shape[i] for i in d.stack)
-        numbers = math.prod(work.local(axis, size) for axis, size in zip(d.axes, d.shape, strict=True)) // stack
-        if parted:
-            found.append(Collective("all-gather", ("fsdp",), each * stack * (2 if train else 1), width * numbers, path))
+    layer = vectors = 0
+    for path, d in operations.parameters(work.model).items():
+        numbers = math.prod(work.local(axis, size) for axis, size in zip(d.axes, d.shape, strict=True))
+        if d.table:
+            looked_up, unembeds = path != "unembedding", multiplies(work.model, path, d)
+            gathers = 1 if looked_up and work.mesh.data == 1 else each
+            yield Collective("all-gather", fsdp, gathers, width * numbers, path)
             if train:
-                found.append(Collective("reduce-scatter", ("fsdp",), each * stack, width * numbers, path))
-        elif train:
-            found.append(Collective("all-reduce", ("fsdp",), each, width * numbers * stack, path))
+                yield Collective("reduce-scatter", fsdp, each * (looked_up + unembeds), width * numbers, path)
+        elif "embed" in d.axes:
+            layer += numbers // L
+        else:
+            vectors += numbers
+    yield Collective("all-gather", fsdp, each * L * (2 if train else 1), width * layer, "layers")
     if train:
-        stored = sum(work.stored(d.axes, d.shape) for d in leaves.values())
-        wide = 4 if work.microbatches > 1 else width
-        found.append(Collective("all-reduce", ("data",), 1, wide * stored, "gradients"))
-    return found
+        yield Collective("reduce-scatter", fsdp, each * L, width * layer, "layers")
+        yield Collective("all-reduce", fsdp, each, 4 * vectors, "vectors")  # added up in float32
+
+
+def _sums(work: Workload) -> Iterator[Collective]:
+    """Over `data`, gradients are summed once per step."""
+    stored = sum(work.stored(d.axes, d.shape) for d in operations.parameters(work.model).values())
+    wide = 4 if work.microbatches > 1 else work.width_bytes
+    yield Collective("all-reduce", ("data",), 1, wide * stored, "gradients")
+
+
+def _optimizer(work: Workload) -> Iterator[Collective]:
+    """Muon's updates move in float32 until each matrix is whole on one device, and back (`jaxlm.sharding.map_whole`):
+    one axis after the other goes to the stack, which is filled up to the number of devices. Along an axis that parts a
+    matrix that is an all-to-all; along others a device keeps its part, and gathers behind."""
+    if work.optimizer != "muon":
+        return
+    moved: Counter[tuple[str, str]] = Counter()
+    for d in operations.parameters(work.model).values():
+        if d.projection:
+            stack, devices = math.prod(d.shape[i] for i in d.stack), work.mesh.size
+            held = 4 * work.stored(d.axes, d.shape) // stack * math.ceil(stack / devices) * devices
+            for axis, size in reversed(work.mesh.axes().items()):
+                parted = any(work.parts(axis, *each) > 1 for each in zip(d.axes, d.shape, strict=True))
+                moved["all-to-all" if parted else "all-gather", axis] += held
+                held //= 1 if parted else size
+    for (kind, axis), held in moved.items():
+        yield Collective(kind, (axis,), 2 if kind == "all-to-all" else 1, held, "optimizer")
 
 
 def _stream(work: Workload) -> list[Collective]:

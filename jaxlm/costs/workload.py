@@ -140,19 +140,18 @@ class Workload:
     def local(self, axis: str, size: int) -> int:
         """How much of a dimension with this logical axis one device computes with: what `tensor` leaves of it (parts
         along `fsdp` are gathered first)."""
-        from jaxlm.sharding import TABLE, WHOLE_IF_UNEVEN
-
-        parts = self.mesh.tensor if TABLE[axis] == "tensor" else 1
-        if size % parts and axis in WHOLE_IF_UNEVEN:
-            return size
-        return math.ceil(size / parts)
+        return math.ceil(size / self.parts("tensor", axis, size))
 
     def stored(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> int:
         """Numbers of a parameter that lie on one device."""
-        from jaxlm.sharding import TABLE
-
-        sizes = (
-            math.ceil(size / self.mesh.fsdp) if TABLE[axis] == "fsdp" else self.local(axis, size)
+        return math.prod(
+            math.ceil(size / (self.parts("fsdp", axis, size) * self.parts("tensor", axis, size)))
             for axis, size in zip(axes, shape, strict=True)
         )
-        return math.prod(sizes)
+
+    def parts(self, over: str, axis: str, size: int) -> int:
+        """Into how many parts a mesh axis cuts a dimension with this logical axis."""
+        from jaxlm.sharding import TABLE, WHOLE_IF_UNEVEN
+
+        parts = getattr(self.mesh, over) if TABLE[axis] == over else 1
+        return 1 if size % parts and axis in WHOLE_IF_UNEVEN else parts

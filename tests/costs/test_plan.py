@@ -201,6 +201,37 @@ def test_what_is_sent():
     assert not traffic.collectives(replace(work, mesh=MeshShape()))
 
 
+@pytest.mark.parametrize(
+    "data, tied, gathers, sums", [(1, False, 1, 3), (1, True, 1, 6), (2, False, 3, 3), (2, True, 3, 6)]
+)
+def test_tables_are_gathered_once_and_summed_for_each_use(data, tied, gathers, sums):
+    """The look-up's before the loop over three microbatches, where that is not inside a part of `data`."""
+    model = tiny.model(tied_embeddings=tied)
+    work = Workload("train", model, 24, 32, microbatches=3, mesh=MeshShape(data, 4, 1))
+    sent = {(c.kind, c.of): c.times for c in traffic.collectives(work)}
+    assert (sent["all-gather", "embedding"], sent["reduce-scatter", "embedding"]) == (gathers, sums)
+    unembedding = [] if tied else [("all-gather", "unembedding"), ("reduce-scatter", "unembedding")]
+    assert [key for key in sent if key[1] == "unembedding"] == unembedding and all(
+        sent[key] == 3 for key in unembedding
+    )
+    assert sent["all-gather", "layers"] == 2 * 3 * model.layers == 2 * sent["reduce-scatter", "layers"]
+    (once,) = (c for c in traffic.collectives(replace(work, kind="decode")) if c.of == "embedding")
+    assert once[:3] == ("all-gather", ("fsdp",), 1)
+
+
+def test_muon_moves_whole_matrices():
+    """Three layers filled up to eight, in float32; a quarter of each on a device, and keys whole beside `tensor`."""
+    model = tiny.model(attention={"heads": 8, "kv_heads": 1, "head_width": 4})
+    found = traffic.collectives(Workload("train", model, 16, 32, optimizer="muon", mesh=MeshShape(2, 2, 2)))
+    keys, others = 2 * 32 * 4, 2 * 32 * 32 + 3 * 32 * 48
+    assert {c[:4] for c in found if c.of == "optimizer"} == {
+        ("all-to-all", ("tensor",), 2, 4 * 8 * others // 4),
+        ("all-gather", ("tensor",), 1, 4 * 8 * keys // 2),
+        ("all-to-all", ("fsdp",), 2, 4 * 8 * (others + keys) // 4),
+        ("all-gather", ("data",), 1, 4 * 8 * (others + keys) // 4),
+    }
+
+
 def test_cache_of_llama():
     """2 × 126 layers × 8 heads × 128 × 2 bytes."""
     work = config.workload(config.load(CONFIGS / "models" / "llama3.1-405b.toml"), (1, 1, 1), "decode")

@@ -75,9 +75,9 @@ class Link(Section):
     `bytes_per_s` leaves a chip over all of its `links`, `link_bytes_per_s` over one. `topology`: through a "switch",
     every chip reaches every other at the full rate; in a "mesh" each pair has its own links; a "ring" or torus joins
     neighbours; "host" is the PCIe of the machine. `domain`: how many chips are joined at most (node, NVLink domain or
-    pod); None where their machine decides. `wraparound`: the ends of an axis are joined where its length is a multiple
-    of this; in a 3-D torus only where that holds for every axis, because the optical switches that join them join whole
-    cubes (scaling-book, tpus.md). `latency_s` is that of one hop.
+    pod); None where nobody says. `wraparound`: the ends of an axis are joined where its length is a multiple of this;
+    in a 3-D torus only where that holds for every axis, because the optical switches that join them join whole cubes
+    (scaling-book, tpus.md). `latency_s` is that of one hop.
     """
 
     kind: str

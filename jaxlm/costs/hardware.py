@@ -107,7 +107,7 @@ def _example(chip: Chip) -> str:
     """What a target of this chip may look like."""
     if chip.slices:
         return str(Target(chip, [slice for slice in chip.legal_slices() if math.prod(slice) <= 64][-1]))
-    return f"{chip.id}:{chip.link.domain or 2}" if chip.link else chip.id
+    return f"{chip.id}:{chip.link.domain}" if chip.link and chip.link.domain else chip.id
 
 
 def _slice(chip: Chip, wanted: tuple[int, ...]) -> tuple[int, ...]:
@@ -135,9 +135,10 @@ def _domains(chip: Chip, wanted: tuple[int, ...]) -> tuple[int, int]:
     """(domains, chips in each) of a count or of these two numbers."""
     if math.prod(wanted) == 1:
         return 1, 1
-    if chip.link is None:
-        raise InputError(f"{chip.id} has no known link to others of its kind; write {chip.id} for one of them")
-    domain = chip.link.domain or math.inf
+    if chip.link is None or chip.link.domain is None:
+        known = "link to others of its kind" if chip.link is None else "size of its domain"
+        raise InputError(f"{chip.id} has no known {known}; write {chip.id} for one of them")
+    domain = chip.link.domain
     *above, chips = wanted
     if len(above) > 1:
         raise InputError(f"{chip.id} has no topology {show_topology(wanted)}; write a count, or NODESxCHIPS")

@@ -144,6 +144,12 @@ def test_the_capacity_of_a_device_is_the_compilers(tpu, gib):
     assert find(tpu).device_capacity() == pytest.approx(gib * GIB)
 
 
+def test_more_than_the_nominal_capacity_is_explained():
+    for chip in catalog().values():
+        if chip.device_capacity() * chip.devices_per_chip > chip.memory_bytes:
+            assert chip.notes.startswith("memory_bytes is"), chip.id
+
+
 def test_capacity_without_a_compiler_is_nominal():
     assert find("mi300x").device_capacity() == 192_000_000_000
 
@@ -178,6 +184,8 @@ def test_an_id_that_is_near_to_nothing_says_where_to_look(wrong):
         ("h100-sxm5:16384", (2048, 8), 16384, 16384),
         ("gb200-nvl72:144", (2, 72), 144, 144),
         ("rtx4090:3", (1, 3), 3, 3),
+        ("rtx5090:4096", (512, 8), 4096, 4096),  # servers of eight
+        ("a10g:16", (2, 8), 16, 16),
         ("apple-m1:1", (1, 1), 1, 1),
         ("trainium2:32", (2, 16), 32, 32),
         ("tpu-v5e:4x4", (4, 4), 16, 16),
@@ -215,6 +223,9 @@ def test_targets(text, topology, chips, devices):
         ("h200-sxm:2x16", "at most 8"),
         ("h200-sxm:2x2x2", "NODESxCHIPS"),
         ("gb200-nvl72:100", "take 72 or 144"),
+        ("rtx4090:12", "take 8 or 16"),
+        ("trainium3:2", "no known size of its domain; write trainium3 for one"),
+        ("trainium3:", "such as trainium3"),
         ("apple-m4-pro:2", "write apple-m4-pro for one"),
         ("tpu-v5e:4x5", "the nearest are 4x4 (16 chips), 4x8 (32 chips)"),
         ("tpu-v5e:8x4", "the nearest are 4x8 (32 chips)"),

@@ -359,6 +359,8 @@ def test_bad_input():
         plan(work, Target.parse("h100-sxm5:8"))
     with pytest.raises(InputError, match="a sequence of 64 is longer than model.context = 32"):
         plan(replace(work, sequence=64), Target.parse("h100-sxm5"))
+    with pytest.raises(InputError, match="rtx4090 has no published scale_out_bytes_per_s"):
+        plan(replace(work, mesh=MeshShape(2, 8, 1)), Target.parse("rtx4090:16"))
     with pytest.raises(InputError, match="has no published peak"):
         plan(work, Target.parse("cerebras-wse3"))
 

@@ -163,8 +163,8 @@ def _runs_again(work: Workload, scope: str, makes: str = "") -> bool:
 
 
 _OPTIMIZER_FLOPS = 28
-# Numbers of optimizer state per number of a parameter.
-_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
+# Numbers of optimizer state per number of a parameter; Adafactor's of a vector.
+_MOMENTS = {"adamw": 2, "adafactor": 1, "lion": 1, "sgd": 1}
 
 
 def _optimizer(work: Workload) -> Iterator[Operation]:
@@ -196,10 +196,7 @@ def state_numbers(work: Workload, d: tree.Dimensions) -> int:
     whole = work.stored(d.axes, d.shape)
     if work.optimizer == "muon":
         return whole if d.projection else 2 * whole
-    if work.optimizer == "adafactor":
-        if not d.inputs:
-            return whole
-        # One number per row and one per column, replicated: its state has another shape than the parameter.
-        stack = math.prod(d.shape[i] for i in d.stack)
-        return stack * sum(math.prod(d.shape[i] for i in side) for side in (d.inputs, d.outputs))
+    if work.optimizer == "adafactor" and d.inputs:  # one number per row and one per column of each layer's matrix
+        sides = (d.stack + d.inputs, d.stack + d.outputs)
+        return sum(work.stored([d.axes[i] for i in side], [d.shape[i] for i in side]) for side in sides)
     return _MOMENTS[work.optimizer] * whole

@@ -3,6 +3,7 @@
 import json
 import math
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -142,7 +143,7 @@ class Workload:
         along `fsdp` are gathered first)."""
         return math.ceil(size / self.parts("tensor", axis, size))
 
-    def stored(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> int:
+    def stored(self, axes: Sequence[str], shape: Sequence[int]) -> int:
         """Numbers of a parameter that lie on one device."""
         return math.prod(
             math.ceil(size / (self.parts("fsdp", axis, size) * self.parts("tensor", axis, size)))

@@ -17,7 +17,7 @@ from jaxlm.costs.chips import Chip
 from jaxlm.costs.count import count
 from jaxlm.costs.flops import flops
 from jaxlm.costs.hardware import Target
-from jaxlm.costs.memory import kv_bytes_per_token, memory
+from jaxlm.costs.memory import kv_bytes_per_token, memory, trained
 from jaxlm.costs.plan import plan
 from jaxlm.costs.search import meshes, search
 from jaxlm.costs.serving import critical_batch, speculative_speedup
@@ -114,6 +114,17 @@ def test_products_and_state_of_every_optimizer(family, kind):
     assert flops(work).executed == count(steps.train, state, batch).matmul_flops
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim)
     assert memory(work).optimizer == held
+
+
+@pytest.mark.parametrize("mesh", [(1, 8, 1), (2, 2, 2), (1, 2, 4)], ids=str)
+@pytest.mark.parametrize("kind", tiny.OPTIMIZERS)
+def test_state_of_every_optimizer_lies_on_a_mesh_as_counted(kind, mesh):
+    model = tiny.model(tiny.QWEN3)  # two key heads: whole beside four parts of `tensor`
+    steps = make_steps(model, tiny.training(), tiny.optimization(kind=kind))
+    held = jax.eval_shape(steps.init).optimizer, steps.shardings(sharding.make_mesh(*mesh)).optimizer
+    shards = jax.tree.map(lambda x, lies: math.prod(lies.shard_shape(x.shape)) * 4 if x.ndim else 0, *held)
+    work = Workload("train", model, 8, 32, optimizer=kind, mesh=MeshShape(*mesh))
+    assert trained(work).optimizer == sum(jax.tree.leaves(shards))
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

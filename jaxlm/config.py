@@ -149,13 +149,18 @@ def check_mesh(experiment: Experiment, data: int, fsdp: int, tensor: int, kind: 
 
 def workload(experiment: Experiment, sizes: tuple[int, int, int], kind: Kind = "train") -> Workload:
     """What costs are counted of: a training step on a mesh (data, fsdp, tensor), or a step of inference with
-    `training.batch` sequences of `training.sequence` tokens each."""
+    `training.batch` sequences of `training.sequence` tokens each. Raises InputError where a pattern of
+    `optimizer.groups` decides nothing of a training step."""
     training, optimizer = experiment.training, experiment.optimizer
     work = Workload(
         kind, experiment.model, training.batch, training.sequence, dtype=training.dtype, mesh=MeshShape(*sizes)
     )
     if kind != "train":
         return work
+    # Here and not above: they import JAX.
+    from jaxlm.costs.parameters import parameters
+    from jaxlm.training.groups import frozen
+
     return replace(
         work,
         remat=training.remat,
@@ -163,6 +168,8 @@ def workload(experiment: Experiment, sizes: tuple[int, int, int], kind: Kind = "
         optimizer=optimizer.kind,
         muon_iterations=getattr(optimizer, "iterations", work.muon_iterations),
         average=training.ema_decay is not None,
+        frozen=frozen(optimizer.groups, list(parameters(experiment.model))) if optimizer.groups else frozenset(),
+        dropout=training.dropout > 0,
         steps=training.steps,
     )
 

@@ -46,6 +46,7 @@ class Pass(NamedTuple):
 _SOFTMAX = Pass(5.5, 3, 1), Pass(4, 4, 2)
 _NORMS = {"rms": (Pass(5.3, 0, 3), Pass(9.5, 0, 6)), "layer": (Pass(8.1, 0, 3), Pass(13.4, 0, 6))}
 _RESIDUAL = Pass(1, 0, 3), Pass(1, 0, 3)
+_DROPOUT = Pass(5, 0, 2), Pass(1, 0, 2)
 _LOSS = Pass(5, 2, 0), Pass(2, 2, 0)
 _GATED = Pass(5, 0, 3), Pass(6.3, 0, 5)
 # Of an activation without a gate, and its bias.
@@ -87,6 +88,9 @@ def passes(work: Workload) -> Iterator[Around]:
     hidden = tokens * work.local("act_ff", model.feed_forward.hidden)
     yield around(ACTIVATION, L, hidden, _activation(model))
     yield around("embedding/lookup", 1, tokens * model.width, _LOOKUP)
+    if work.dropout:
+        yield around("layers/dropout", 2 * L, stream, _DROPOUT)
+        yield around("embedding/dropout", 1, stream, _DROPOUT)
     if work.kind == "train":
         yield around(LOSS, 1, tokens * work.local("act_vocab", model.vocabulary), _LOSS)
 

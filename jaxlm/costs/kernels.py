@@ -68,7 +68,7 @@ def instead_of(work: Workload) -> set[str]:
 def attention(work: Workload) -> Costs | None:
     """Of a layer, with all scores seen; None where it is the reference that runs: with few queries, or heads of another
     width than all chips' kernels take."""
-    (K, G), H = work.groups(), work.model.attention.head_width
+    (K, G), H = work.head_groups(), work.model.attention.head_width
     if not work.kernels or not serves(work.queries, H):
         return None
     key = _array(work, work.rows(), work.sequence, K, H)

@@ -12,15 +12,17 @@ from jaxlm.costs.workload import Workload
 
 def kept(work: Workload) -> int:
     """Bytes that all layers keep for their backward pass: the stream before each and what has the names that are
-    kept, with attention's output its log-sum-exp; without rematerialisation all that it reads."""
+    kept, with attention's output its log-sum-exp; without rematerialisation all that it reads, the masks of its two
+    dropouts among it. That of the embedding's stays in any case."""
     part, width = parts(work), work.width_bytes
+    mask = part.stream if work.dropout else 0
     if work.remat == "none":
-        return work.model.layers * _whole(work)
+        return work.model.layers * (_whole(work) + 2 * mask) + mask
     named = _named(part) if work.model.feed_forward.gated else {**_named(part), "gate": 0}
     names = () if work.remat == "full" else work.remat
     numbers = part.stream + sum(named[name] for name in names)
     sums = 4 * part.heads // work.model.attention.head_width if kernels.attention(work) and "attention" in names else 0
-    return work.model.layers * (width * numbers + sums)
+    return work.model.layers * (width * numbers + sums) + mask
 
 
 def forward(work: Workload, fused: bool) -> int:

@@ -7,10 +7,12 @@ against each other.
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from jaxlm.costs import kernels, operations
 from jaxlm.costs.layer_memory import backward, forward, kept, parts
+from jaxlm.costs.parameters import LAYERS, goes_back_to
 from jaxlm.costs.workload import Workload
 
 
@@ -56,13 +58,19 @@ def kv_bytes_per_token(work: Workload) -> int:
 
 
 def trained(work: Workload) -> Memory:
-    """What training has of each parameter: master and working copy, gradient and optimizer state. Gradients of the
-    tables and the working copy of the layers are never there at once."""
-    leaves = operations.parameters(work.model).values()
+    """What training has of each parameter: master and working copy, optimizer state and, where it is not frozen, its
+    gradient. Gradients of the tables and the working copy of the layers are never there at once."""
+    leaves, moved = operations.parameters(work.model).values(), sum(_gradients(work).values())
     total = sum(work.stored(d.axes, d.shape) for d in leaves)
     working = total * work.width_bytes if work.dtype != "float32" else 0
     state = 4 * sum(operations.state_numbers(work, d) for d in leaves) + (4 * total if work.average else 0)
-    return Memory(4 * total + working, total * work.width_bytes + _sums(work, total), state, 0, 0, 0)
+    return Memory(4 * total + working, moved * work.width_bytes + _sums(work, moved), state, 0, 0, 0)
+
+
+def _gradients(work: Workload) -> dict[str, int]:
+    """Numbers of each parameter's gradient, of what is not frozen."""
+    leaves = operations.parameters(work.model).items()
+    return {path: work.stored(d.axes, d.shape) for path, d in leaves if path not in work.frozen}
 
 
 def _sums(work: Workload, numbers: int) -> int:
@@ -72,13 +80,14 @@ def _sums(work: Workload, numbers: int) -> int:
 
 def _training(work: Workload, fused: bool) -> Iterator[Memory]:
     """The end of the forward pass, the loss, the first backward pass of a layer, and the update."""
-    stored = {path: work.stored(d.axes, d.shape) for path, d in operations.parameters(work.model).items()}
-    of_layers = sum(numbers for path, numbers in stored.items() if path.startswith("layers/"))
-    total, width, part, whole = sum(stored.values()), work.width_bytes, parts(work), _gathered(work)
-    held, sums, saved = trained(work), _sums(work, total), kept(work)
+    gradients, through = _gradients(work), goes_back_to(work.model, work.frozen) <= LAYERS
+    of_layers = sum(numbers for path, numbers in gradients.items() if path.startswith("layers/"))
+    total, width, part, whole = sum(gradients.values()), work.width_bytes, parts(work), _gathered(work)
+    held, sums, saved = trained(work), _sums(work, total), kept(work) if through else 0
     state = held.optimizer
 
-    yield Memory(held.parameters + whole.layer, sums, state, saved + forward(work, fused), 0, 0)
+    keeps = work if through else replace(work, remat="full")
+    yield Memory(held.parameters + whole.layer, sums, state, saved + forward(keeps, fused), 0, 0)
     if chunked := kernels.loss(work):
         # A chunk's logits and their gradient, that of the stream, and that of the unembedding, whole along `fsdp`.
         around, logits = saved + width * (part.stream + 2 * part.whole), chunked.tokens * chunked.labels * (4 + width)
@@ -91,10 +100,15 @@ def _training(work: Workload, fused: bool) -> Iterator[Memory]:
         # That of the unembedding is made from the gradient of the logits, which waits until the layers are done if it
         # is a narrow copy.
         waits, tables = logits * width if work.dtype != "float32" else 0, 0
-    made = sums + tables + width * of_layers + whole.hidden
-    gathered = whole.hidden if kernels.attention(work) else whole.attention
-    yield Memory(held.parameters + gathered, made, state, saved + backward(work, fused), waits, 0)
-    yield Memory(4 * total, sums or width * total, state, 0, 0, 0)
+    if through:
+        made = sums + tables + width * of_layers + (whole.hidden if _HIDDEN & gradients.keys() else 0)
+        gathered = whole.hidden if kernels.attention(work) else whole.attention
+        yield Memory(held.parameters + gathered, made, state, saved + backward(work, fused), waits, 0)
+    masters = 4 * sum(work.stored(d.axes, d.shape) for d in operations.parameters(work.model).values())
+    yield Memory(masters, sums or width * total, state, 0, 0, 0)
+
+
+_HIDDEN = {"layers/feed_forward/up", "layers/feed_forward/gate"}
 
 
 def _inference(work: Workload, fused: bool) -> Iterator[Memory]:
@@ -139,6 +153,6 @@ def _gathered(work: Workload) -> _Gathered:
     return _Gathered(
         layer=sum(layer.values()),
         attention=sum(size for path, size in layer.items() if path.startswith("layers/attention/")),
-        hidden=sum(size for path, size in layer.items() if path.endswith(("/up", "/gate"))),
+        hidden=sum(size for path, size in layer.items() if path in _HIDDEN),
         table=max(size for path, size in sizes.items() if path not in layer),
     )

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from jaxlm.costs import around, kernels
 from jaxlm.costs.around import Around
-from jaxlm.costs.parameters import multiplies, parameters
+from jaxlm.costs.parameters import FINAL_NORM, LAYERS, LOOK_UP, UNEMBEDDING, goes_back_to, multiplies, parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.models import tree
 from kernels_pallas.launch import Cost
@@ -68,7 +68,7 @@ def step(work: Workload) -> list[Operation]:
     again += [_beside(part, "forward") for part in beside if _runs_again(work, part.scope, part.makes)]
     again = [replace(op, phase="rematerialised") for op in again]
     backward = [gradient for op in products for gradient in _gradients(work, op)]
-    backward += [_beside(part, "backward") for part in beside]
+    backward += [_beside(part, "backward") for part in beside if _goes_back(work, part.scope)]
     each = [replace(op, times=op.times * work.microbatches) for op in (*forward, *again, *backward)]
     return [*each, *_optimizer(work)]
 
@@ -92,7 +92,7 @@ def _products(work: Workload) -> Iterator[Operation]:
         moved = width * (tokens * k + k * n) + out * tokens * n
         yield Operation(path, "forward", times, Product(1, tokens, k, n), moved, moved)
 
-    (K, G), L, H = work.groups(), model.layers, model.attention.head_width
+    (K, G), L, H = work.head_groups(), model.layers, model.attention.head_width
     kernel = kernels.attention(work)
     for queries, keys in work.attended():
         first = Product(rows * K, G * queries, H, keys)
@@ -123,13 +123,30 @@ def _beside(part: Around, phase: Phase) -> Operation:
 SCORES, MIXTURE = "layers/attention/scores", "layers/attention/mixture"
 
 
+def _goes_back(work: Workload, scope: str) -> bool:
+    """Whether gradients go through what stands in a scope, to what trains there or before."""
+    first = goes_back_to(work.model, work.frozen)
+    if scope.startswith("layers/"):
+        return first <= LAYERS
+    if scope.startswith("embedding/"):
+        return first <= LOOK_UP
+    return first <= (FINAL_NORM if scope == "final_norm" else UNEMBEDDING)
+
+
 def _gradients(work: Workload, op: Operation) -> Iterator[Operation]:
-    """The gradients of both operands of a product."""
+    """The gradients of both operands of a product, but for those that nothing which trains asks for. A loss in chunks
+    adds up both."""
+    if not _goes_back(work, op.scope):
+        return
     batch, m, k, n = op.product
     first, second = Product(batch, m, n, k), Product(batch, k, m, n)
     if not op.kernel:
-        yield replace(op, phase="backward", product=first)
-        yield replace(op, phase="backward", product=second)
+        inside = op.scope.startswith("layers/")
+        together = not inside and kernels.loss(work) is not None
+        if together or inside or _goes_back(work, "final_norm"):
+            yield replace(op, phase="backward", product=first)
+        if together or op.scope not in work.frozen:
+            yield replace(op, phase="backward", product=second)
     elif op.scope == SCORES:
         # One kernel for the queries' gradient, one for the keys' and the values'. Both compute scores again, and the
         # gradient of the weights, which is the first of the mixture's.
@@ -148,7 +165,7 @@ def _runs_again(work: Workload, scope: str, makes: str = "") -> bool:
     whatever is kept; a kernel's wants the result, which is kept with its log-sum-exp.
     """
     kept = work.remat
-    if kept == "none" or not scope.startswith("layers/"):
+    if kept == "none" or not scope.startswith("layers/") or not _goes_back(work, scope):
         return False
     kept = () if kept == "full" else kept
     if scope in (SCORES, MIXTURE) and kernels.attention(work):
@@ -168,16 +185,17 @@ _MOMENTS = {"adamw": 2, "adafactor": 1, "lion": 1, "sgd": 1}
 
 
 def _optimizer(work: Workload) -> Iterator[Operation]:
-    """Reads of gradient, parameter and state, writes of the last two; with Muon the products of its iterations."""
+    """Reads of gradient, parameter and state, writes of the last two; with Muon the products of its iterations. What is
+    frozen has a state all the same."""
     stored = {path: work.stored(d.axes, d.shape) for path, d in parameters(work.model).items()}
     state = sum(state_numbers(work, d) for d in parameters(work.model).values())
-    total = sum(stored.values())
-    moved = 4 * (3 * total + 2 * state + (2 * total if work.average else 0))
-    yield Operation("optimizer", "optimizer", 1, None, moved, 2 * moved, total * _OPTIMIZER_FLOPS)
+    trained = sum(numbers for path, numbers in stored.items() if path not in work.frozen)
+    moved = 4 * (3 * trained + 2 * state + (2 * sum(stored.values()) if work.average else 0))
+    yield Operation("optimizer", "optimizer", 1, None, moved, 2 * moved, trained * _OPTIMIZER_FLOPS)
     if work.optimizer != "muon":
         return
     for path, d in parameters(work.model).items():
-        if not d.projection:
+        if not d.projection or path in work.frozen:
             continue
         sides = sorted(math.prod(d.shape[i] for i in side) for side in (d.inputs, d.outputs))
         short, long = sides

@@ -1,7 +1,8 @@
-"""The parameters of a model, and which of them multiply each token."""
+"""The parameters of a model, which of them multiply each token, and how far back their gradients go."""
 
 import functools
 import math
+from collections.abc import Set
 
 from jaxlm.models import tree
 from jaxlm.models.config import ModelConfig
@@ -21,3 +22,22 @@ def matmul_parameters(model: ModelConfig) -> int:
 def multiplies(model: ModelConfig, path: str, d: tree.Dimensions) -> bool:
     looked_up = path == "positions" or (path == "embedding" and not model.tied_embeddings)
     return bool(d.inputs) and not looked_up
+
+
+# The parts of a model in the order of its forward pass.
+LOOK_UP, LAYERS, FINAL_NORM, UNEMBEDDING, NOTHING = range(5)
+
+
+@functools.lru_cache(maxsize=256)
+def goes_back_to(model: ModelConfig, frozen: Set[str]) -> int:
+    """The first part in which something trains: to the end of the model gradients go back that far. Layers are alike:
+    with one matrix of them, gradients go through all."""
+    return min((_part(path) for path in parameters(model) if path not in frozen), default=NOTHING)
+
+
+def _part(path: str) -> int:
+    if path.startswith("layers/"):
+        return LAYERS
+    if path.startswith("final_norm/"):
+        return FINAL_NORM
+    return UNEMBEDDING if path == "unembedding" else LOOK_UP

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxlm.costs import operations
-from jaxlm.costs.parameters import multiplies
+from jaxlm.costs.parameters import FINAL_NORM, LAYERS, LOOK_UP, goes_back_to, multiplies
 from jaxlm.costs.workload import Workload
 
 
@@ -41,28 +41,30 @@ def _parameters(work: Workload) -> Iterator[Collective]:
     """
     fsdp, width, L, train = ("fsdp",), work.width_bytes, work.model.layers, work.kind == "train"
     each = work.microbatches if train else 1
-    layer = vectors = 0
+    passes = 2 if train and goes_back_to(work.model, work.frozen) <= LAYERS else 1
+    gathered = matrices = vectors = 0
     for path, d in operations.parameters(work.model).items():
         numbers = math.prod(work.local(axis, size) for axis, size in zip(d.axes, d.shape, strict=True))
+        trains = train and path not in work.frozen
         if d.table:
             looked_up, unembeds = path != "unembedding", multiplies(work.model, path, d)
             gathers = 1 if looked_up and work.mesh.data == 1 else each
             yield Collective("all-gather", fsdp, gathers, width * numbers, path)
-            if train:
-                yield Collective("reduce-scatter", fsdp, each * (looked_up + unembeds), width * numbers, path)
+            yield Collective("reduce-scatter", fsdp, each * trains * (looked_up + unembeds), width * numbers, path)
         elif "embed" in d.axes:
-            layer += numbers // L
+            gathered += numbers // L
+            matrices += trains * numbers // L
         else:
-            vectors += numbers
-    yield Collective("all-gather", fsdp, each * L * (2 if train else 1), width * layer, "layers")
-    if train:
-        yield Collective("reduce-scatter", fsdp, each * L, width * layer, "layers")
-        yield Collective("all-reduce", fsdp, each, 4 * vectors, "vectors")  # added up in float32
+            vectors += trains * numbers
+    yield Collective("all-gather", fsdp, each * L * passes, width * gathered, "layers")
+    yield Collective("reduce-scatter", fsdp, each * L, width * matrices, "layers")
+    yield Collective("all-reduce", fsdp, each, 4 * vectors, "vectors")  # added up in float32
 
 
 def _sums(work: Workload) -> Iterator[Collective]:
     """Over `data`, gradients are summed once per step."""
-    stored = sum(work.stored(d.axes, d.shape) for d in operations.parameters(work.model).values())
+    leaves = operations.parameters(work.model).items()
+    stored = sum(work.stored(d.axes, d.shape) for path, d in leaves if path not in work.frozen)
     wide = 4 if work.microbatches > 1 else work.width_bytes
     yield Collective("all-reduce", ("data",), 1, wide * stored, "gradients")
 
@@ -74,8 +76,8 @@ def _optimizer(work: Workload) -> Iterator[Collective]:
     if work.optimizer != "muon":
         return
     moved: Counter[tuple[str, str]] = Counter()
-    for d in operations.parameters(work.model).values():
-        if d.projection:
+    for path, d in operations.parameters(work.model).items():
+        if d.projection and path not in work.frozen:
             stack, devices = math.prod(d.shape[i] for i in d.stack), work.mesh.size
             held = 4 * work.stored(d.axes, d.shape) // stack * math.ceil(stack / devices) * devices
             for axis, size in reversed(work.mesh.axes().items()):
@@ -98,9 +100,11 @@ def _stream(work: Workload) -> list[Collective]:
     blocks = 2 * model.layers
     sums = blocks + 1  # behind each block and the embedding
     gathers = blocks + (1 if train else 0)  # before each block; in inference only the last token is unembedded
-    if train:  # the backward pass transposes one into the other
-        sums, gathers = sums + gathers, gathers + sums
-        if work.remat != "none":  # all but the sum behind the feed-forward runs again
+    if train:  # the backward pass transposes one into the other, as far as it goes
+        first = goes_back_to(model, work.frozen)
+        through = blocks if first <= LAYERS else 0
+        sums, gathers = sums + through + (first <= FINAL_NORM), gathers + through + (first == LOOK_UP)
+        if through and work.remat != "none":  # all but the sum behind the feed-forward runs again
             sums, gathers = sums + model.layers, gathers + blocks
     found = []
     if parted:

@@ -45,9 +45,9 @@ class Workload:
     `train` is an optimizer step over `batch` rows of `sequence` tokens; `prefill` reads `batch` prompts of `sequence`
     tokens and gives the logits behind each; `decode` reads one token more of each of `batch` sequences that hold
     `sequence` tokens. `dtype` is that of forward and backward pass, and of the cache; in training, parameters,
-    accumulated gradients and optimizer state are float32. `average` is an average of the parameters kept beside them. A
-    training run has `steps` such steps. `causal_parts`: training computes attention in the parts of
-    `jaxlm.models.causal`, as a CPU does.
+    accumulated gradients and optimizer state are float32. `average` is an average of the parameters kept beside them,
+    and `frozen` are the paths of those that do not train; `dropout` says whether there is any. A training run has
+    `steps` such steps. `causal_parts`: training computes attention in parts (`jaxlm.models.causal`), as a CPU does.
     """
 
     kind: Kind
@@ -60,6 +60,8 @@ class Workload:
     optimizer: str = "adamw"
     muon_iterations: int = 5
     average: bool = False
+    frozen: frozenset[str] = frozenset()
+    dropout: bool = False
     steps: int = 1
     mesh: MeshShape = MeshShape()
     causal_parts: bool = False
@@ -131,7 +133,7 @@ class Workload:
         rows, parts = self.batch // self.microbatches, self.mesh.data * self.mesh.fsdp
         return rows // parts if rows % parts == 0 else rows
 
-    def groups(self) -> tuple[int, int]:
+    def head_groups(self) -> tuple[int, int]:
         """Key/value heads that attention reads on one device, and the query heads there that share each. Of those that
         `tensor` does not divide every device reads copies."""
         heads, kv_heads, parts = self.model.attention.heads, self.model.attention.kv_heads, self.mesh.tensor

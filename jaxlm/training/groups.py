@@ -39,6 +39,11 @@ def rules(settings: OptimizerConfig, tree: nnx.State) -> Tree:
     return jax.tree_util.tree_map_with_path(rule, dimensions)
 
 
+def frozen(groups: tuple[ParameterGroup, ...], paths: list[str]) -> frozenset[str]:
+    """Those of a model's parameters that stay as they are. Raises InputError as `rules` does."""
+    return frozenset(path for path, group in _assign(groups, paths).items() if not group.learning_rate_scale)
+
+
 def _assign(groups: tuple[ParameterGroup, ...], paths: list[str]) -> dict[str, ParameterGroup]:
     """{path: its group}, for the paths that have one."""
     group_of: dict[str, ParameterGroup] = {}

@@ -116,6 +116,56 @@ def test_products_and_state_of_every_optimizer(family, kind):
     assert memory(work).optimizer == held
 
 
+FROZEN = {
+    "layers": ("layers/*",),
+    "embedding": ("embedding",),
+    "attention": ("layers/attention/*", "embedding"),
+    "down": ("layers/feed_forward/down",),
+    "all but the unembedding": ("layers/*", "embedding"),
+    "all but one table": ("layers/*", "embedding", "final_norm/*"),
+}
+
+
+@pytest.mark.parametrize("remat", ["none", "full", ("query", "key", "value", "attention", "up")], ids=str)
+@pytest.mark.parametrize("patterns", FROZEN)
+@pytest.mark.parametrize("family, kind", [("llama", "adamw"), ("qwen3", "muon")])
+def test_products_of_a_step_in_which_something_is_frozen(family, kind, patterns, remat):
+    """Layers below nothing that trains have no backward pass, and run no more than once."""
+    model, training = tiny.model(tiny.FAMILIES[family]), tiny.training(remat=remat, microbatches=2)
+    groups = [{"pattern": pattern, "learning_rate_scale": 0.0} for pattern in FROZEN[patterns]]
+    experiment = config.Experiment(
+        model=model, training=training, optimizer=tiny.optimization(kind=kind, groups=groups).model_dump()
+    )
+    work, whole = config.workload(experiment, (1, 1, 1)), Workload("train", model, 8, 32, remat=remat, microbatches=2)
+    assert flops(work).executed == counted(experiment).matmul_flops <= flops(replace(whole, optimizer=kind)).executed
+    assert memory(work).total <= memory(replace(work, frozen=frozenset())).total
+
+
+def test_what_is_frozen_is_gathered_and_not_sent():
+    """A linear probe gathers its layers once; where the embedding trains they are gathered for both passes."""
+    model = tiny.model()
+    whole = Workload("train", model, 16, 32, optimizer="muon", mesh=MeshShape(2, 2, 2))
+    paths = frozenset(operations.parameters(model))
+    layers = frozenset(path for path in paths if path.startswith("layers/"))
+    found = {(c.kind, c.of): c.times for c in traffic.collectives(replace(whole, frozen=layers))}
+    assert not {("reduce-scatter", "layers"), ("all-to-all", "optimizer")} & found.keys()
+    assert found["all-gather", "layers"] == 2 * model.layers and found["reduce-scatter", "embedding"] == 1
+    (sums,) = (
+        c for c in traffic.collectives(replace(whole, frozen=paths - {"final_norm/scale"})) if c.of == "gradients"
+    )
+    assert sums.bytes == 2 * model.width
+    probe = {(c.kind, c.of): c.times for c in traffic.collectives(replace(whole, frozen=paths - {"unembedding"}))}
+    assert probe["all-gather", "layers"] == model.layers and ("reduce-scatter", "embedding") not in probe
+    assert probe["reduce-scatter", "stream"] == probe["all-gather", "stream"] == 2 * model.layers + 1
+
+
+def test_a_pattern_that_decides_nothing_is_refused_before_anything_is_counted():
+    experiment = config.load(CONFIGS / "models/qwen3-0.6b.toml", ['optimizer.groups=[{pattern="layer/*"}]'])
+    with pytest.raises(InputError, match="matches no parameter; there are"):
+        config.workload(experiment, (1, 1, 1))
+    assert not config.workload(experiment, (1, 1, 1), "decode").frozen
+
+
 @pytest.mark.parametrize("mesh", [(1, 8, 1), (2, 2, 2), (1, 2, 4)], ids=str)
 @pytest.mark.parametrize("kind", tiny.OPTIMIZERS)
 def test_state_of_every_optimizer_lies_on_a_mesh_as_counted(kind, mesh):
@@ -125,6 +175,25 @@ def test_state_of_every_optimizer_lies_on_a_mesh_as_counted(kind, mesh):
     shards = jax.tree.map(lambda x, lies: math.prod(lies.shard_shape(x.shape)) * 4 if x.ndim else 0, *held)
     work = Workload("train", model, 8, 32, optimizer=kind, mesh=MeshShape(*mesh))
     assert trained(work).optimizer == sum(jax.tree.leaves(shards))
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_dropout_takes_passes_and_no_products(remat):
+    model = tiny.model()
+    dropped, plain = (
+        config.Experiment(
+            model=model, training=tiny.training(remat=remat, dropout=rate), optimizer=tiny.optimization().model_dump()
+        )
+        for rate in (0.1, 0.0)
+    )
+    work, without = (config.workload(experiment, (1, 1, 1)) for experiment in (dropped, plain))
+    assert flops(work) == flops(without)
+
+    def elementwise(work):
+        return sum(op.times * op.elementwise for op in operations.step(work))
+
+    more = counted(dropped).flops - counted(plain).flops
+    assert elementwise(work) - elementwise(without) == pytest.approx(more, rel=0.1)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

@@ -38,6 +38,7 @@ batch = 16
 microbatches = 2
 remat = "full"
 """
+FROZEN = '{pattern = "%s", learning_rate_scale = 0.0}'
 FOUR = {"tpu": "tpu-v5e:2x2", "cuda": "h200-sxm:4"}
 
 
@@ -79,6 +80,8 @@ def test_flops_and_memory_are_what_is_counted_and_what_xla_says(small, platform,
         ((1, 4, 1), []),
         ((2, 2, 1), ["optimizer.kind=muon", "model.tied_embeddings=true"]),
         ((1, 2, 2), ["optimizer.kind=muon"]),
+        ((2, 2, 1), [f"optimizer.groups=[{FROZEN % 'layers/feed_forward/*'}, {FROZEN % 'embedding'}]"]),
+        ((1, 2, 2), [f"optimizer.groups=[{FROZEN % 'layers/*'}, {FROZEN % 'embedding'}]"]),
     ],
     ids=str,
 )
@@ -91,6 +94,7 @@ def test_what_is_sent_is_what_is_counted(small, sizes, settings):
         sent[c.kind, c.axes] += c.count * c.bytes
     for c in traffic.collectives(found.plan.work):
         counted[c.kind, c.axes] += c.times * c.bytes
+    assert found.flops == found.counted_flops
     for (kind, axes), bytes in counted.items():
         if kind == "all-gather":
             assert bytes <= sent[kind, axes] <= 1.05 * bytes

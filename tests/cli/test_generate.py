@@ -73,14 +73,17 @@ def test_as_many_tokens_follow_as_the_context_holds(run, capsys):
 
 
 def test_a_batch_that_the_mesh_does_not_divide_is_no_matter(run, capsys):
-    """One prompt is drawn from, whatever the batch of training was."""
+    """Nothing is trained: one prompt is drawn from, and a loss is that of one device, whatever the batch was."""
     written = run / "config.toml"
     whole = written.read_text()
     try:
         written.write_text(whole.replace("batch = 8", "batch = 3"))
         assert generated(capsys, run, "--token-ids", "1,2", "--max-tokens", 1)["token_ids"]
         assert generated(capsys, run, "--token-ids", "1,2", "--max-tokens", 1, "mesh.data=2")["token_ids"]
-        assert main(["eval", str(run), "--data", str(run / "0.txt")]) == 2
-        assert "does not divide the 3 rows" in capsys.readouterr().err
+        losses = []
+        for mesh in ("mesh.fsdp=8", "mesh.fsdp=1"):
+            assert main(["eval", str(run), "--data", str(run / "0.txt"), "--json", mesh]) == 0
+            losses.append(json.loads(capsys.readouterr().out)["loss"])
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     finally:
         written.write_text(whole)

@@ -36,8 +36,8 @@ def _parameters(work: Workload) -> Iterator[Collective]:
     microbatch, and their gradients are summed, each device keeping its part; those of vectors are summed whole.
 
     A table is gathered once, since forward and backward pass of the unembedding follow each other, and summed for each
-    of its uses. What is looked up is the same for all microbatches: XLA gathers it before their loop, but not before
-    one that each part of `data` runs by itself.
+    of its uses. What is looked up is the same for all microbatches: XLA gathers it before their loop (of JAX 0.10, not
+    where each part of `data` has a loop of its own).
     """
     fsdp, width, L, train = ("fsdp",), work.width_bytes, work.model.layers, work.kind == "train"
     each = work.microbatches if train else 1
@@ -48,8 +48,7 @@ def _parameters(work: Workload) -> Iterator[Collective]:
         trains = train and path not in work.frozen
         if d.table:
             looked_up, unembeds = path != "unembedding", multiplies(work.model, path, d)
-            gathers = 1 if looked_up and work.mesh.data == 1 else each
-            yield Collective("all-gather", fsdp, gathers, width * numbers, path)
+            yield Collective("all-gather", fsdp, 1 if looked_up else each, width * numbers, path)
             yield Collective("reduce-scatter", fsdp, each * trains * (looked_up + unembeds), width * numbers, path)
         elif "embed" in d.axes:
             gathered += numbers // L

@@ -86,8 +86,9 @@ def test_flops_and_memory_are_what_is_counted_and_what_xla_says(small, platform,
     ids=str,
 )
 def test_what_is_sent_is_what_is_counted(small, sizes, settings):
-    """To the byte, but that XLA gathers a query's matrix once more beside `tensor`: Muon's three layers are filled up
-    to one for each of four devices. Small things are sent together; no program takes less time than is counted."""
+    """To the byte, but that XLA gathers a query's matrix once more beside `tensor`, and an older one a table for each
+    microbatch beside `data`. Muon's three layers are filled up to one for each of four devices. Small things are sent
+    together; no program takes less time than is counted."""
     found = compiled(small, FOUR["cuda"], "train", sizes, ["model.layers=3", *settings]).report
     sent, counted = Counter(), Counter()
     for c in found.collectives:
@@ -97,7 +98,7 @@ def test_what_is_sent_is_what_is_counted(small, sizes, settings):
     assert found.flops == found.counted_flops
     for (kind, axes), bytes in counted.items():
         if kind == "all-gather":
-            assert bytes <= sent[kind, axes] <= 1.05 * bytes
+            assert bytes <= sent[kind, axes] <= 1.1 * bytes
         elif kind != "all-reduce":
             assert bytes == sent[kind, axes]
     seconds = sum(found.seconds(c) or 0.0 for c in found.collectives)

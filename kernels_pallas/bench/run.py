@@ -204,7 +204,6 @@ def benchmark(
     if rounds < 1:
         raise ValueError(f"--rounds {rounds}: it must be at least 1")
     record = Record(file)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers need memory of the same GPU
     operations = operations or list(OPERATIONS)
     asked = {"benchmark": "kernels", "device": device(), "versions": _versions()}
     asked |= {"operations": operations, "rounds": rounds}
@@ -256,7 +255,9 @@ def _measure(comparison: Comparison, results: dict[str, Any], say: Callable[[dic
 
 
 def device() -> str:
-    """The device that is here, by JAX's name for it."""
+    """The device that is here, by JAX's name for it. To be asked first: JAX then takes memory of a GPU as it needs some,
+    and leaves the rest to peers."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     return target.of_device(jax.devices()[0]).kind
 
 

@@ -1,6 +1,9 @@
 """The harness runs where only a CPU is: the reference on small cases, every figure of a row."""
 
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -34,6 +37,20 @@ def test_alone(tmp_path, capsys):
         assert row["of_matmul"] == row["flops"] / row["seconds"] / 1e11
         assert row["of_bound"] == pytest.approx(max(row["of_copy"], row["of_matmul"]))
     assert capsys.readouterr().out.count("\n") == len(rows) + 1
+
+
+def test_memory_is_left_to_peers(tmp_path):
+    """What JAX is told before it starts, it is told before anything is asked of it."""
+    code = (
+        "import os, jax; devices = jax.devices\n"
+        "def asked(*a): assert os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'] == 'false'; return devices(*a)\n"
+        "jax.devices = asked\n"
+        "from kernels_pallas.bench.__main__ import main\n"
+        f"main(['rms_norm', '--rounds', '1', '--out', {str(tmp_path)!r}])"
+    )
+    environment = {key: x for key, x in os.environ.items() if key != "XLA_PYTHON_CLIENT_PREALLOCATE"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    assert (tmp_path / "cpu" / "kernels.json").exists()
 
 
 def test_peers_stand_in_the_same_rows_and_what_fails_is_said(monkeypatch, capsys):

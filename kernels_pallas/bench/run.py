@@ -255,8 +255,8 @@ def _measure(comparison: Comparison, results: dict[str, Any], say: Callable[[dic
 
 
 def device() -> str:
-    """The device that is here, by JAX's name for it. To be asked first: JAX then takes memory of a GPU as it needs some,
-    and leaves the rest to peers."""
+    """The device that is here, by JAX's name for it. Asked first, it has JAX take memory of a GPU as it needs some, and
+    leave the rest to peers."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     return target.of_device(jax.devices()[0]).kind
 

@@ -124,7 +124,7 @@ def _on_every_chip(
     experiment = steps.with_batch(experiment, parts, arguments.workload)
     found = each(lambda target: _on(arguments, experiment, target)[0], targets)
     if not found:
-        first = str(targets[0])
+        first = str(targets[0]) if targets else next(iter(refused))
         raise InputError(f"no chip of the catalog can run this as {arguments.on}; the first, {first}: {refused[first]}")
     return sorted(found, key=lambda plan: (not plan.fits, plan.time.expected)), refused
 

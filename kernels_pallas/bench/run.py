@@ -196,7 +196,7 @@ def benchmark(
     """Measure the ceilings and these operations, or all where none is named; `say` hears each row.
 
     Results are written to a file where one is given. If the process ends before all are there, the next one that is
-    asked for the same goes on behind them, and leaves out what was running when it ended.
+    asked for the same on that day goes on behind them, and leaves out what was running when it ended.
     Raises ValueError for a name that there is not, for no round, and for a file that cannot be written, before anything
     is measured.
     """
@@ -205,10 +205,9 @@ def benchmark(
         raise ValueError(f"--rounds {rounds}: it must be at least 1")
     record = Record(file)
     operations = operations or list(OPERATIONS)
-    asked = {"benchmark": "kernels", "device": device(), "versions": _versions()}
+    asked = {"benchmark": "kernels", "day": time.strftime("%Y-%m-%d"), "device": device(), "versions": _versions()}
     asked |= {"operations": operations, "rounds": rounds}
     results = record.begun(asked) or asked | {
-        "day": time.strftime("%Y-%m-%d"),
         "ceilings": ceilings()._asdict(),
         "rows": [],
         "left_out": [],

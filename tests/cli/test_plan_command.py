@@ -198,6 +198,7 @@ def test_chips_that_are_not_ranked_are_named_with_why(capsys):
         (["--on", "a10g", "--mesh", "auto"], "no mesh of a10g:1 holds this train step"),
         (["--on", "all:many"], "all:many names no number of chips"),
         (["--on", "all:1000000"], "all:1000000 names no number of chips; write one up to 999999, such as all:8"),
+        (["--on", "all:999999"], "no chip of the catalog can run this as all:999999; the first, "),
         (["--on", "all:８"], "all:８ names no number of chips"),
         (["--on", "h200-sxm:1６"], "write h200-sxm:COUNT"),
         (["--on", "h200-sxm:8", "--mesh", "fsdp=８"], "--mesh 'fsdp=８' is not AXIS=N,…"),

@@ -28,7 +28,7 @@ from jaxlm import config as configuration
 from jaxlm.costs.calibration import Calibration
 from jaxlm.costs.chips import Chip
 from jaxlm.costs.hardware import Target
-from jaxlm.costs.plan import time as counted
+from jaxlm.costs.plan import step_time
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = "configs/quickstart.toml"
@@ -100,7 +100,7 @@ def _calibrated() -> Chip:
 
 def _row(experiment: configuration.Experiment, chips: list[Chip], step_s: list[float]) -> dict[str, Any]:
     work = configuration.workload(experiment, (1, 1, 1))
-    times = [counted(work.on(chip), Target(chip, (1, 1))) for chip in chips]
+    times = [step_time(work.on(chip), Target(chip, (1, 1))) for chip in chips]
     brackets = [(bracket.lower_bound, bracket.upper_bound) for bracket in times]
     pairs = [low <= s <= high for low, high in brackets for s in step_s]
     same_turn = [low <= s <= high for (low, high), s in zip(brackets, step_s, strict=True)]

@@ -1,23 +1,22 @@
 """The experiment: every section of a TOML file, composed, resolved and checked before JAX starts."""
 
-import difflib
 import math
-import re
 import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_origin
+from typing import Any, Literal
 
 import tomli_w
 from pydantic import Field, ValidationError
 
-from jaxlm.costs.workload import Kind, MeshShape, Workload
+from jaxlm.costs.workload import Kind, MeshShape, Workload, divided_by_mesh, divisors
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizers import BYTES_VOCABULARY
 from jaxlm.errors import InputError
+from jaxlm.explain import explain
 from jaxlm.models.config import ModelConfig
-from jaxlm.schema import Count, Section, chosen, kind_of, sections_in
+from jaxlm.schema import Count, Section, chosen, merged
 from jaxlm.training.config import (
     AnyOptimizer,
     CheckpointConfig,
@@ -70,7 +69,7 @@ def load(path: Path, overrides: Iterable[str] = (), kind: Kind = "train") -> Exp
     try:
         experiment = Experiment.model_validate(values)
     except ValidationError as error:
-        raise InputError(f"{path}: {_explain(error, values, filled)}") from None
+        raise InputError(f"{path}: {explain(error, Experiment, values, filled)}") from None
     _check(experiment, kind)
     return experiment
 
@@ -126,15 +125,10 @@ def divided(mesh: MeshConfig, devices: int) -> tuple[int, int, int]:
 def check_mesh(experiment: Experiment, data: int, fsdp: int, tensor: int, kind: Kind = "train") -> None:
     """Raises InputError where a mesh does not divide the model or, in training, the batch, naming the number to change.
     In inference every device computes all sequences where the mesh does not divide them (`Workload.rows`)."""
-    model, training = experiment.model, experiment.training
-    for axis, parts, key, size in (
-        ("tensor", tensor, "model.attention.heads", model.attention.heads),
-        ("tensor", tensor, "model.feed_forward.hidden", model.feed_forward.hidden),
-        ("tensor", tensor, "model.vocabulary", model.vocabulary),
-        ("fsdp", fsdp, "model.width", model.width),
-    ):
-        if size % parts:
-            fitting = f"set mesh.{axis} to one of {_divisors(size)}"
+    training, mesh = experiment.training, MeshShape(data, fsdp, tensor).axes()
+    for axis, key, size in divided_by_mesh(experiment.model):
+        if size % (parts := mesh[axis]):
+            fitting = f"set mesh.{axis} to one of {_some_divisors(size)}"
             if key in _PADDABLE:
                 fitting += f", or {key} to {math.ceil(size / parts) * parts}"
             raise InputError(f"mesh.{axis} = {parts} does not divide {key} = {size}: {fitting}")
@@ -174,8 +168,8 @@ def workload(experiment: Experiment, sizes: tuple[int, int, int], kind: Kind = "
     )
 
 
-def _divisors(n: int) -> str:
-    return ", ".join([str(d) for d in range(1, n + 1) if n % d == 0][:8])
+def _some_divisors(n: int) -> str:
+    return ", ".join(map(str, divisors(n)[:8]))
 
 
 def _check(experiment: Experiment, kind: Kind) -> None:
@@ -188,7 +182,7 @@ def _check(experiment: Experiment, kind: Kind) -> None:
     if kind == "train" and training.batch % training.microbatches:
         raise InputError(
             f"training.microbatches = {training.microbatches} does not divide training.batch = {training.batch}: "
-            f"set it to one of {_divisors(training.batch)}"
+            f"set it to one of {_some_divisors(training.batch)}"
         )
     if "gate" in training.remat and not model.feed_forward.gated:
         raise InputError(
@@ -224,15 +218,7 @@ def _on_its_base(model: dict[str, Any], files: tuple[Path, ...]) -> dict[str, An
     if source.resolve() in [file.resolve() for file in files]:
         raise InputError(f"{files[-1]}: model.base = {str(source)!r} leads back to itself")
     changes = {key: value for key, value in model.items() if key != "base"}
-    return _merge(_on_its_base(base, (*files, source)), changes)
-
-
-def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in changes.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
-    return merged
+    return merged(_on_its_base(base, (*files, source)), changes)
 
 
 def _set(values: dict[str, Any], override: str) -> None:
@@ -275,91 +261,3 @@ def _fill(values: dict[str, Any]) -> set[str]:
 
 def _schedules(schedule: dict[str, Any]) -> tuple[type[Section], ...]:
     return chosen(OptimizerConfig.model_fields["schedule"].annotation, schedule)
-
-
-def _explain(error: ValidationError, values: dict[str, Any], filled: set[str]) -> str:
-    """The first of pydantic's errors as one line in the words of the file. What was filled in is wrong only where what
-    it comes from is."""
-    errors = error.errors()
-    first, *others = [one for one in errors if _key(one["loc"], values) not in filled] or errors
-    key, value = _key(first["loc"], values), first.get("input")
-    shown = "" if isinstance(value, dict) else f" = {value!r}"
-    match first["type"]:
-        case "literal_error" | "int_parsing" | "int_type" if "fsdp" in first["loc"]:
-            line = f'{key} = {value!r} is neither a whole number nor "all"'
-        case "extra_forbidden":
-            line = f"unknown key {key}{_did_you_mean(key, values)}"
-        case "missing":
-            line = f"{key} is missing"
-        case "value_error":
-            said = str(first["ctx"]["error"])
-            line = said if not key or f"{key}." in said else f"{key}: {said}"
-        case "union_tag_invalid":
-            line = f"{key}.kind = {first['ctx']['tag']!r} is none of {first['ctx']['expected_tags']}"
-        case "union_tag_not_found":
-            line = f"{key}.kind is missing"
-        case "model_type" | "model_attributes_type":
-            line = f"{key} must be a section, [{key}]"
-        case "tuple_type":
-            line = f"{key}{shown} must be a list"
-        case _:
-            line = f"{key}{shown}: {first['msg'][0].lower()}{first['msg'][1:]}"
-    return line + (f" (and {len(others)} more)" if others else "")
-
-
-def _key(location: tuple, values: Any) -> str:
-    """The dotted key of an error; pydantic puts names of union members between the keys, which are left out."""
-    key = ""
-    for index, part in enumerate(location):
-        last = index == len(location) - 1
-        if isinstance(values, list) and isinstance(part, int):
-            values = values[part]
-            key += f"[{part}]"
-        elif isinstance(values, dict) and (part in values or last):
-            values = values.get(part)
-            key += f".{part}" if key else str(part)
-    return key
-
-
-def _did_you_mean(key: str, values: dict[str, Any]) -> str:
-    key = re.sub(r"\[\d+\]", "", key)
-    section, _, name = key.rpartition(".")
-    if kinds := [kind_of(s) for s in _sections_at(section) if name in s.model_fields]:
-        return f"; it is a key of {section}.kind = {' or '.join(map(repr, kinds))}"
-    known = sorted({_like(known, key) for known in _keys(Experiment, values)})
-    siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
-    near = [f"{section}.{n}".lstrip(".") for n in difflib.get_close_matches(name, siblings, 1)]
-    near = near or [k for k in known if k.rpartition(".")[2] == name]
-    near = near or ([] if siblings else difflib.get_close_matches(key, known, 1))
-    if near:
-        return f"; did you mean {near[0]}?"
-    return f"; [{section}] knows {', '.join(siblings)}" if section else f"; the sections are {', '.join(siblings)}"
-
-
-def _sections_at(key: str) -> list[type[Section]]:
-    """Every kind of section that a dotted key may hold."""
-    sections: list[type[Section]] = [Experiment]
-    for part in key.split(".") if key else ():
-        fields = [s.model_fields[part] for s in sections if part in s.model_fields]
-        sections = [inner for field in fields for inner in sections_in(field.annotation)]
-    return list(dict.fromkeys(sections))
-
-
-_NAME = "NAME"
-
-
-def _like(known: str, key: str) -> str:
-    """A known key with the name that `key` gives to the table it may be about."""
-    before, named, after = known.partition(f".{_NAME}.")
-    given = key.removeprefix(f"{before}.")
-    return f"{before}.{given.partition('.')[0]}.{after}" if named and given != key else known
-
-
-def _keys(section: type[Section], values: Any, prefix: str = "") -> Iterator[str]:
-    """The dotted keys of a section and those below it, of the kinds that the values choose."""
-    for name, field in section.model_fields.items():
-        yield prefix + name
-        inside = values.get(name) if isinstance(values, dict) else None
-        name += f".{_NAME}" * (get_origin(field.annotation) is dict)
-        for inner in chosen(field.annotation, inside):
-            yield from _keys(inner, inside, f"{prefix}{name}.")

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import json
 import os
 import re
 import socket
@@ -15,7 +16,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxlm import accelerators
-from jaxlm.errors import InputError, RunFailed
+from jaxlm.errors import InputError, in_one_line
+from jaxlm.schema import changed
+from jaxlm.streams import native_output_to_stderr
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -33,6 +36,11 @@ _LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 _TPU_FILES = ("/dev/accel", "/dev/vfio/")
 # An error that this process has, others may find as well, and end by themselves before the first one's end aborts them.
 _SAME_S = 1
+# What JAX's coordination service, Gloo and NCCL say of a process that is gone.
+_LOST = re.compile(
+    r"^(UNAVAILABLE|DEADLINE_EXCEEDED)|(?i:heartbeat|barrier (timed out|failed)|another task|timed out waiting"
+    r"|connection (reset|closed|refused)|broken pipe|socket closed|remote process exited)"
+)
 _said = itertools.count()
 
 
@@ -56,7 +64,8 @@ def join(place: Place | None) -> None:
     """Join the job: as told, or as Slurm, Open MPI or Cloud TPU tell; alone where nobody does.
 
     Call it before anything asks JAX for devices. Ends the process, with exit status 1, where the others do not come.
-    Raises InputError where a TPU cannot ask for its other hosts, or where process 0 cannot listen at its place.
+    Raises InputError where a TPU cannot ask for its other hosts, where JAX does not know the launcher, or where process
+    0 cannot listen at its place.
     """
     launched = any(int(os.environ.get(name) or 1) > 1 for name in _LAUNCHERS)
     if place is None and not launched and _tpu_processes() == 1:
@@ -64,7 +73,7 @@ def join(place: Place | None) -> None:
 
     import jax
 
-    _native_output_to_stderr()
+    native_output_to_stderr()
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself
     noticed = {
         "initialization_timeout": 2 * _MEET_S,  # never reached: JAX would abort the process
@@ -72,8 +81,16 @@ def join(place: Place | None) -> None:
         "shutdown_timeout_seconds": _LEAVE_S,
     }
     if place is None:
-        with _waiting("this process", "the other processes of the job"):
-            jax.distributed.initialize(**noticed)
+        try:
+            with _waiting("this process", "the other processes of the job"):
+                jax.distributed.initialize(**noticed)
+        except jax.errors.JaxRuntimeError:
+            raise
+        except (ValueError, RuntimeError) as error:
+            raise InputError(
+                f"this process was started as one of several, and JAX does not find the others ({error}), as under "
+                "Open MPI 5; say it with --process INDEX/COUNT@HOST:PORT"
+            ) from None
         return
     host = place.coordinator.rpartition(":")[0]
     bind = place.coordinator if host in ("127.0.0.1", "localhost", "[::1]") else None  # else on every interface
@@ -85,6 +102,7 @@ def join(place: Place | None) -> None:
             place.coordinator,
             place.count,
             place.index,
+            cluster_detection_method="deactivate",  # a launcher would still choose the devices
             coordinator_bind_address=bind if place.index == 0 else None,
             **noticed,
         )
@@ -97,7 +115,8 @@ def _check_free(coordinator: str, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         socket.create_server((host.strip("[]"), port), family=family).close()
     except OSError as error:
-        raise InputError(f"process 0 cannot listen at {coordinator} ({error.strerror}); choose another port") from None
+        why = os.strerror(error.errno)  # Python's own has the place in it, again
+        raise InputError(f"process 0 cannot listen at {coordinator} ({why}); choose another port") from None
 
 
 @contextmanager
@@ -108,12 +127,14 @@ def _waiting(who: str, whom: str) -> Iterator[None]:
         print(f"jaxlm: {who} waits for {whom}", file=sys.stderr, flush=True)
 
     def give_up() -> None:
-        print(
-            f"jaxlm: {who} waited {_MEET_S} s in vain for {whom}; start all of them, each with its own number",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(1)
+        try:
+            print(
+                f"jaxlm: {who} waited {_MEET_S} s in vain for {whom}; start all of them, each with its own number",
+                file=sys.stderr,
+                flush=True,
+            )
+        finally:
+            os._exit(1)
 
     timers = threading.Timer(_SAY_S, say), threading.Timer(_MEET_S, give_up)
     for timer in timers:
@@ -141,14 +162,6 @@ def _tpu_processes() -> int:
             f"this TPU cannot ask the metadata server for its other hosts ({error}); say it with --process, "
             "0/1@127.0.0.1:9876 where it has none"
         ) from None
-
-
-def _native_output_to_stderr() -> None:
-    """Gloo reports its connections on standard output, which belongs to what the command prints."""
-    sys.stdout.flush()
-    ours = os.dup(1)
-    os.dup2(2, 1)
-    sys.stdout = os.fdopen(ours, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
 
 
 def processes() -> int:
@@ -196,25 +209,31 @@ def failing_as_one() -> Iterator[None]:
     except Exception as error:
         if processes() == 1:
             raise
-        import jax
+        try:
+            _say_why(error)
+            if is_first():
+                time.sleep(_SAME_S)
+        finally:  # whatever has become of the streams
+            os._exit(2 if isinstance(error, InputError) else 1)
 
-        who = f"jaxlm: process {_state().process_id} of {processes()}"
-        if isinstance(error, (InputError, RunFailed)):
-            print(f"{who}: {error}", file=sys.stderr)
-        elif isinstance(error, jax.errors.JaxRuntimeError):
-            reason = str(error).partition("\n")[0][:200]
-            happened = "ran out of memory" if "RESOURCE_EXHAUSTED" in reason else "lost another one"
-            print(
-                f"{who} {happened} ({reason}); started again, all of them, the run goes on from its newest checkpoint",
-                file=sys.stderr,
-            )
-        else:
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if isinstance(error, InputError) and is_first():
-            time.sleep(_SAME_S)
-        os._exit(2 if isinstance(error, InputError) else 1)
+
+def _say_why(error: Exception) -> None:
+    """Print what ends this process of several."""
+    import jax
+
+    who = f"jaxlm: process {_state().process_id} of {processes()}"
+    goes_on = "started again, all of them, the run goes on from its newest checkpoint"
+    native = str(error).partition("\n")[0][:200] if isinstance(error, jax.errors.JaxRuntimeError) else ""
+    if line := in_one_line(error):
+        print(f"{who}: {line}", file=sys.stderr)
+    elif "RESOURCE_EXHAUSTED" in native:
+        print(f"{who} ran out of memory ({native}); {goes_on}", file=sys.stderr)
+    elif _LOST.search(native):
+        print(f"{who} lost another one ({native}); {goes_on}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
 
 
 def as_first_says(value: int) -> int:
@@ -231,19 +250,25 @@ def as_first_says(value: int) -> int:
     return int(_state().client.blocking_key_value_get(key, _TURN_S * 1000))
 
 
-def check_same(name: str, text: str, remedy: str) -> None:
-    """Raises InputError, with the remedy, on every process where one of them has another text than process 0. All of
-    them call it."""
+def check_same(name: str, values: dict[str, Any], remedy: str) -> None:
+    """Raises InputError, with the first difference and the remedy, on every process where one of them has other values
+    than process 0. All of them call it."""
     if processes() == 1:
         return
-    key = f"jaxlm {name}"
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    _state().client.key_value_set(f"{key}/{_state().process_id}", digest)
-    meet(name)
-    digests = {int(told.rpartition("/")[2]): digest for told, digest in _state().client.key_value_dir_get(f"{key}/")}
-    others = ", ".join(str(index) for index in sorted(digests) if digests[index] != digests[0])
-    if others:
-        raise InputError(f"{name} of process {others} are not those of process 0; {remedy}")
+    client, key, mine = _state().client, f"jaxlm same {name}", json.dumps(values, sort_keys=True)
+    client.key_value_set(f"{key}/values/{_state().process_id}", mine)
+    client.key_value_set(f"{key}/digests/{_state().process_id}", hashlib.sha256(mine.encode()).hexdigest())
+    meet(f"same {name}")
+    told = client.key_value_dir_get(f"{key}/digests/")
+    digests = {int(path.rpartition("/")[2]): digest for path, digest in told}
+    others = sorted(index for index in digests if digests[index] != digests[0])
+    if not others:
+        return
+    its, first = (
+        json.loads(client.blocking_key_value_get(f"{key}/values/{index}", _TURN_S * 1000)) for index in (others[0], 0)
+    )
+    who, what = ", ".join(map(str, others)), changed("", its, first)
+    raise InputError(f"{name} of process {who} are not those of process 0 ({what}); {remedy}")
 
 
 class Agreement:

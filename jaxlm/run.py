@@ -14,6 +14,7 @@ from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.distributed import is_first
 from jaxlm.errors import InputError
 from jaxlm.folders import unwritable
+from jaxlm.schema import changed
 
 # What a resumed run must share with its beginning; everything else may change.
 _KEPT = ("model", "training.batch", "training.sequence", "training.seed", "optimizer.kind")
@@ -49,8 +50,8 @@ class Run:
             before = self.experiment()
             self.digest()
             for key in _KEPT:
-                if changed := _changed(key, _value(before, key), _value(experiment, key)):
-                    raise InputError(f"{self.directory} was begun with {changed}; put it back, or choose another --out")
+                if change := changed(key, _value(before, key), _value(experiment, key)):
+                    raise InputError(f"{self.directory} was begun with {change}; put it back, or choose another --out")
             was, now = before.training.ema_decay, experiment.training.ema_decay
             if (was is None) != (now is None):
                 begun, now = ("without", now) if was is None else (f"with {was} for", "not set")
@@ -74,8 +75,8 @@ class Run:
         before = self.experiment()
         positions = ("position.kind", *(("context",) if before.model.position.kind == "learned" else ()))
         for key in (f"model.{name}" for name in (*_ARCHITECTURE, *positions)):
-            if changed := _changed(key, _value(before, key), _value(experiment, key)):
-                raise InputError(f"{self.directory} was trained with {changed}; leave it out")
+            if change := changed(key, _value(before, key), _value(experiment, key)):
+                raise InputError(f"{self.directory} was trained with {change}; leave it out")
 
     def claim(self) -> None:
         """Have the folder, once it is there, for this job alone until its first process ends, however it ends.
@@ -93,11 +94,25 @@ class Run:
         try:
             fcntl.flock(self._claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(
-                f"another jaxlm train is at work in {self.directory}; wait for its end, or choose another --out"
-            ) from None
+            raise self._taken() from None
         except OSError:
             pass  # a file system without locks
+
+    def check_free(self) -> None:
+        """Raises InputError where another job has the folder. For every process, before it joins the others: where that
+        job was started with the same address, it would be joined, and die of it."""
+        try:
+            with self.lock.open("r+") as lock:  # and closed, which releases it
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self._taken() from None
+        except OSError:
+            pass  # none there yet, or none for us: `claim` says which
+
+    def _taken(self) -> InputError:
+        return InputError(
+            f"another jaxlm train is at work in {self.directory}; wait for its end, or choose another --out"
+        )
 
     def open(self, experiment: Experiment, dataset: Dataset) -> None:
         """Make the folder, or continue it with the same data. The configuration comes last: it makes it a run.
@@ -156,11 +171,3 @@ def _value(experiment: Experiment, key: str) -> Any:
     for part in key.split("."):
         value = getattr(value, part)
     return value.model_dump(exclude=_FREE) if hasattr(value, "model_dump") else value
-
-
-def _changed(key: str, before: Any, now: Any) -> str | None:
-    """The first value under a key that is another now, such as "model.layers = 2, not 3"; None where none is."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        names = sorted(before.keys() | now.keys(), key=lambda name: (name != "kind", name))  # it decides the others
-        return next(filter(None, (_changed(f"{key}.{name}", before.get(name), now.get(name)) for name in names)), None)
-    return None if before == now else f"{key} = {before}, not {now}"

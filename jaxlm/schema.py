@@ -1,8 +1,9 @@
-"""The base of every section of a configuration, and how one key may hold one of several. Imports no JAX."""
+"""The base of every section of a configuration, how one key may hold one of several, and where two of them differ.
+Imports no JAX."""
 
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -46,6 +47,18 @@ def _types_in(annotation: Any) -> set[Any]:
     return {annotation}.union(*map(_types_in, get_args(annotation)))
 
 
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A table with changes: those of a table inside it key by key, but for one that names another `kind`, which has
+    other keys and takes its place."""
+    result = dict(base)
+    for key, value in changes.items():
+        before = base.get(key)
+        both = isinstance(value, dict) and isinstance(before, dict)
+        other_kind = both and "kind" in before and value.get("kind", before["kind"]) != before["kind"]
+        result[key] = merged(before, value) if both and not other_kind else value
+    return result
+
+
 def kind_of(section: type[Section]) -> str | None:
     """The `kind` by which a section is chosen; None where it is no choice."""
     field = section.model_fields.get("kind")
@@ -68,3 +81,12 @@ def chosen(annotation: Any, values: Any) -> tuple[type[Section], ...]:
     sections = tuple(sections_in(annotation))
     given = values.get("kind", kind_of(sections[0])) if sections and isinstance(values, dict) else None
     return tuple(section for section in sections if given is not None and kind_of(section) == given) or sections
+
+
+def changed(key: str, before: Any, now: Any) -> str | None:
+    """The first value under a key that is another now, such as "model.layers = 2, not 3"; None where none is."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        names = sorted(before.keys() | now.keys(), key=lambda name: (name != "kind", name))  # it decides the others
+        under = ((f"{key}.{name}".removeprefix("."), before.get(name), now.get(name)) for name in names)
+        return next(filter(None, (changed(*each) for each in under)), None)
+    return None if before == now else f"{key} = {before}, not {now}"

@@ -20,9 +20,7 @@ from jaxlm.errors import InputError
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
-Table = Mapping[str, str | tuple[str, ...] | None]
-
-TABLE: Table = {
+TABLE: Mapping[str, str | tuple[str, ...] | None] = {
     # parameters
     "layers": None,
     "vocab": "tensor",
@@ -88,9 +86,7 @@ def _mesh(devices: np.ndarray) -> Mesh:
     return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def partition(
-    axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh, table: Table = TABLE
-) -> PartitionSpec:
+def partition(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """The PartitionSpec of an array whose dimensions carry these logical axes.
 
     Raises ValueError where a mesh axis does not divide a dimension that has no right to stay whole.
@@ -100,7 +96,7 @@ def partition(
     manual = getattr(mesh, "manual_axes", ())  # of a shard_map around this: arrays are parts along them already
     entries = []
     for name, size in zip(axes, shape, strict=True):
-        target, names = table[name] if name is not None else None, _mesh_axes(name, table)
+        target, names = TABLE[name] if name is not None else None, _mesh_axes(name)
         if manual:
             target = names = tuple(axis for axis in names if axis not in manual)
         parts = math.prod(mesh.shape[axis] for axis in names)
@@ -112,9 +108,9 @@ def partition(
     return PartitionSpec(*entries)
 
 
-def sharding(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh, table: Table = TABLE) -> NamedSharding:
+def sharding(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh) -> NamedSharding:
     """`partition` on a mesh of devices."""
-    return NamedSharding(mesh, partition(axes, shape, mesh, table))
+    return NamedSharding(mesh, partition(axes, shape, mesh))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -154,9 +150,9 @@ def is_parted(axis: str) -> bool:
     return parts_of(axis) > 1
 
 
-def _mesh_axes(axis: str | None, table: Table = TABLE) -> tuple[str, ...]:
+def _mesh_axes(axis: str | None) -> tuple[str, ...]:
     """What the table says of a logical axis."""
-    target = None if axis is None else table[axis]
+    target = None if axis is None else TABLE[axis]
     return (target,) if isinstance(target, str) else (target or ())
 
 

@@ -102,11 +102,6 @@ class Operation:
         """The cases with this use."""
         return tuple(case for case in self.cases if use in case.uses)
 
-    def served(self, implementation: str, use: Use) -> tuple[tuple[Case, str], ...]:
-        """The cases with this use that an implementation serves, each with the dtypes in which it does."""
-        pairs = ((case, dtype) for case in self.used_in(use) for dtype in case.dtypes)
-        return tuple(pair for pair in pairs if self.serves(implementation, *pair))
-
 
 def _draw(array: Array, dtype: Any, key: jax.Array) -> jax.Array:
     shape, dtype = array.struct(dtype).shape, array.struct(dtype).dtype

@@ -44,16 +44,15 @@ def triton(warps: int, stages: int = 2) -> Any:
     return pltriton.CompilerParams(num_warps=warps, num_stages=stages)
 
 
-def mosaic_tpu(semantics: Sequence[str], vmem_bytes: int | None = None) -> Any:
-    """Compile by Mosaic for TPUs.
+# Bytes of VMEM that Mosaic grants a kernel, whatever the chip has.
+TPU_VMEM = 16 * 2**20
 
-    Args:
-      semantics: of each axis of the grid, "parallel" or "arbitrary" (in sequence).
-      vmem_bytes: of VMEM that the kernel may use, where the default (16 MiB) is too little.
-    """
+
+def mosaic_tpu(semantics: Sequence[str]) -> Any:
+    """Compile by Mosaic for TPUs, each axis of the grid "parallel" or "arbitrary" (in sequence)."""
     from jax.experimental.pallas import tpu as pltpu
 
-    return pltpu.CompilerParams(dimension_semantics=tuple(semantics), vmem_limit_bytes=vmem_bytes)
+    return pltpu.CompilerParams(dimension_semantics=tuple(semantics))
 
 
 def vmem(shape: Sequence[int], dtype: Any) -> Any:
@@ -109,7 +108,7 @@ def call(
     varying = jax.typeof(arguments[0]).manual_axis_type
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying) for x in outputs]
 
-    def launched(*arguments: jax.Array) -> list[jax.Array]:
+    def run(*arguments: jax.Array) -> list[jax.Array]:
         sizes, operands = iter(arguments[: len(late)]), arguments[len(late) :]
         layout = dict(
             grid=tuple(size if isinstance(size, int) else next(sizes) for size in grid),
@@ -119,7 +118,7 @@ def call(
         )
         if prefetched:
             layout = dict(grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=prefetched, **layout))
-        run = pl.pallas_call(
+        call = pl.pallas_call(
             kernel,
             out_shape=shapes,
             **layout,
@@ -133,7 +132,10 @@ def call(
             name=name,
             interpret=interpret,
         )
-        return batched_in_front(run)(*operands)
+        return call(*operands)
+
+    def launched(*arguments: jax.Array) -> list[jax.Array]:
+        return batched_in_front(run, len(late))(*arguments)
 
     # JAX never drops a kernel whose results nobody uses, but a jitted function: rematerialisation would launch again,
     # and compute the operands of, what is kept.
@@ -149,14 +151,24 @@ def _narrow(x: Any) -> jax.Array:
     return x.astype(jnp.float32) if x.dtype == jnp.float64 else x
 
 
-def batched_in_front(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, mapped by `jax.vmap` over dimensions that are moved to the front: Mosaic takes them nowhere else."""
+def batched_in_front(run: Callable[..., Any], late: int = 0) -> Callable[..., Any]:
+    """`run`, mapped by `jax.vmap` over dimensions that are moved to the front: Mosaic takes them nowhere else. Where
+    the grid itself is mapped, which the first `late` operands are sizes of, one after the other."""
     call = jax.custom_batching.custom_vmap(run)
 
     @call.def_vmap
     def mapped(size: int, in_batched: Sequence[bool], *operands: jax.Array) -> tuple:
-        over = jax.vmap(run, in_axes=[0 if batched else None for batched in in_batched], axis_size=size)
-        results = batched_in_front(over)(*operands)
+        if any(in_batched[:late]):
+            some = tuple(x for x, batched in zip(operands, in_batched, strict=True) if batched)
+
+            def one(some: tuple) -> Any:
+                left = iter(some)
+                return call(*(next(left) if batched else x for x, batched in zip(operands, in_batched, strict=True)))
+
+            results = jax.lax.map(one, some)
+        else:
+            over = jax.vmap(run, in_axes=[0 if batched else None for batched in in_batched], axis_size=size)
+            results = batched_in_front(over, late)(*operands)
         return results, jax.tree.map(lambda _: True, results)
 
     return call

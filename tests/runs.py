@@ -74,9 +74,13 @@ def untrained(folder: Path, *overrides: str, tokenizer: Tokenizer | None = None)
     return folder
 
 
+# Behind nohup, which tests may run behind, a closed terminal says nothing.
+_AT_A_TERMINAL = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
+
+
 def start(config: Path, run: Path, *arguments: str, devices: int = 1, before: str = "") -> subprocess.Popen:
     """`jaxlm train`, behind lines of Python that change what it does."""
-    code = f"{before}\nimport sys; from jaxlm.cli import main; sys.exit(main())"
+    code = f"{_AT_A_TERMINAL}\n{before}\nimport sys; from jaxlm.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "train", str(config), "--out", str(run), *arguments]
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices)}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)

@@ -238,6 +238,18 @@ def test_the_other_keys_of_a_model_change_its_base(base):
     }
 
 
+def test_a_table_of_another_kind_takes_the_place_of_its_base(tmp_path):
+    big = Path(__file__).parents[1] / "configs" / "models" / "llama3.1-8b.toml"
+
+    def on_it(changes):
+        return load(write(tmp_path / "mine.toml", f"[model]\nbase = {str(big)!r}\n{changes}\n")).model
+
+    assert on_it('position = { kind = "learned" }').position.model_dump() == {"kind": "learned"}
+    assert on_it('norm.kind = "layer"').norm.model_dump() == {"kind": "layer", "epsilon": 1e-5, "bias": True}
+    before, after = load(big).model.position, on_it('position = { kind = "rotary", base = 5.0 }').position
+    assert before.scaling is not None and after == before.model_copy(update={"base": 5.0})
+
+
 def test_defaults_that_depend_on_other_keys_follow_a_changed_base(base):
     path = write(base.with_name("mine.toml"), '[model]\nbase = "small.toml"\nwidth = 512\ncontext = 64\n')
     experiment = load(path)

@@ -1,5 +1,8 @@
 """How a process finds the others of its job."""
 
+import errno
+from types import SimpleNamespace
+
 import pytest
 
 from jaxlm import accelerators, distributed
@@ -19,10 +22,39 @@ def joined(monkeypatch):
     monkeypatch.setattr(accelerators, "found", lambda: ("/dev/accel0",))
     monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
     monkeypatch.setattr(cloud_tpu_cluster, "get_metadata", lambda key: ("", 404))
-    monkeypatch.setattr(distributed, "_native_output_to_stderr", lambda: None)
+    monkeypatch.setattr(distributed, "native_output_to_stderr", lambda: None)
     asked = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *place, **_: asked.append(place))
     return asked
+
+
+class Store:
+    """What processes tell one another, in turn."""
+
+    def __init__(self):
+        self.values = {}
+        self.key_value_set = self.values.__setitem__
+
+    def wait_at_barrier(self, name, timeout_in_ms):
+        pass
+
+    def key_value_dir_get(self, key):
+        return [(name, value) for name, value in self.values.items() if name.startswith(key)]
+
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        return self.values[key]
+
+
+@pytest.fixture
+def be(monkeypatch):
+    """Be process `index` of two."""
+    store = Store()
+
+    def be(index):
+        state = SimpleNamespace(process_id=index, num_processes=2, client=store)
+        monkeypatch.setattr(distributed, "_state", lambda: state)
+
+    return be
 
 
 @pytest.fixture
@@ -76,3 +108,66 @@ def test_a_tpu_vm_without_an_answer_is_told_of_process(joined, monkeypatch):
     monkeypatch.setattr(cloud_tpu_cluster, "get_metadata", refuse)
     with pytest.raises(InputError, match="metadata server.*refused.*--process"):
         distributed.join(None)
+
+
+def test_a_launcher_that_jax_does_not_know_is_told_of_process(monkeypatch):
+    """Open MPI 5 as JAX 0.10 sees it."""
+    for name, value in {"WORLD_SIZE": 2, "WORLD_RANK": 0, "WORLD_LOCAL_RANK": 0}.items():
+        monkeypatch.setenv(f"OMPI_COMM_{name}", str(value))
+    monkeypatch.setattr(distributed, "native_output_to_stderr", lambda: None)
+
+    import jax
+
+    def initialize(**_):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with pytest.raises(InputError, match="coordinator_address.*Open MPI 5.*--process INDEX/COUNT@HOST:PORT"):
+        distributed.join(None)
+
+
+def test_a_place_that_is_told_has_all_devices_whatever_launched_it(joined, monkeypatch):
+    import jax
+
+    told = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: told.update(options))
+    distributed.join(distributed.Place(1, 2, "10.0.0.1:9876"))
+    assert told["cluster_detection_method"] == "deactivate" and "local_device_ids" not in told
+
+
+def test_a_difference_between_processes_is_named(be):
+    be(0)
+    distributed.check_same("settings", {"COUNT": 2, "optimizer": {"kind": "adamw", "learning_rate": 0.1}}, "agree")
+    be(1)
+    with pytest.raises(InputError) as refused:
+        distributed.check_same("settings", {"COUNT": 2, "optimizer": {"kind": "adamw", "learning_rate": 0.2}}, "agree")
+    difference = "optimizer.learning_rate = 0.2, not 0.1"
+    assert str(refused.value) == f"settings of process 1 are not those of process 0 ({difference}); agree"
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        ("UNKNOWN: Gloo all-reduce failed: [pair.cc:547] Connection closed by peer [127.0.0.1]", "lost another one"),
+        ("DEADLINE_EXCEEDED: Barrier timed out. Id: jaxlm compiled", "lost another one"),
+        ("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes", "ran out of memory"),
+        (OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl"), "left on device: metrics.jsonl; make room"),
+        (InputError("that is bad"), "jaxlm: process 1 of 2: that is bad"),
+    ],
+)
+def test_why_a_process_ends_is_one_line(error, says, be, capsys):
+    import jax
+
+    be(1)
+    distributed._say_why(jax.errors.JaxRuntimeError(error) if isinstance(error, str) else error)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+def test_an_error_of_the_compiler_is_no_lost_process(be, capsys):
+    import jax
+
+    be(1)
+    distributed._say_why(jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed to compile TPU kernel: bad shape"))
+    said = capsys.readouterr().err
+    assert "lost" not in said and "INTERNAL: Mosaic failed to compile TPU kernel: bad shape" in said.splitlines()[-1]

@@ -1,8 +1,10 @@
 """What the launchers' recipes do at a signal, with programs in the place of Slurm's and of jaxlm."""
 
 import os
+import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -60,3 +62,42 @@ def test_a_pod_that_is_told_to_stop_saves_and_does_not_count_as_done(told, statu
         pod.send_signal(signal.SIGTERM)
     assert pod.wait(timeout=20) == status and (tmp_path / "saved").exists() == told
     assert (tmp_path / "calls").read_text() == f"jaxlm train {' '.join(container['args'])}\n"
+
+
+def test_a_tpu_slice_trains_on_without_the_connection_that_started_it(programs, tmp_path):
+    home = tmp_path / "home" / "jaxlm"
+    home.mkdir(parents=True)
+    remote = 'for last; do :; done; cd "$HOME"; exec bash -c "${last#--command=}"'
+    waits = f"echo trains; until [ -e {tmp_path}/gone ]; do sleep 0.05; done; echo ends"
+    environment = programs(gcloud=remote, jaxlm=waits) | {"HOME": str(home.parent)}
+    recipe = ["bash", str(LAUNCH / "cloud_tpu.sh"), "name", "zone", "a.toml", "/runs/a", "data.text=a b"]
+    subprocess.run(recipe, check=True, env=environment, timeout=20, capture_output=True)
+    (tmp_path / "gone").touch()
+    log, deadline = home / "train.log", time.monotonic() + 20
+    while log.read_text() != "trains\nends\n" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert log.read_text() == "trains\nends\n"
+    ssh, jaxlm = (tmp_path / "calls").read_text().splitlines()
+    assert ssh.startswith("gcloud compute tpus tpu-vm ssh name --zone=zone --worker=all --command=cd jaxlm && ")
+    assert jaxlm == "jaxlm train a.toml --out /runs/a data.cache=/runs/cache data.text=a b"
+
+
+def test_a_pod_without_good_input_is_not_started_again_and_a_preempted_one_always():
+    yaml = pytest.importorskip("yaml")
+    spec = yaml.safe_load((LAUNCH / "gke.yaml").read_text())["spec"]
+    (worker,) = spec["replicatedJobs"]
+    (container,) = worker["template"]["spec"]["template"]["spec"]["containers"]
+    preempted, bad = worker["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert preempted["onPodConditions"] == [{"type": "DisruptionTarget"}]
+    assert bad["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": [2]}
+    # What Kubernetes says of them.
+    said = [
+        "Pod a/b has condition DisruptionTarget matching FailJob rule at index 0",
+        f"Container {container['name']} for pod a/b failed with exit code 2 matching FailJob rule at index 1",
+    ]
+    rules = spec["failurePolicy"]["rules"]
+    matched = [
+        next(rule["action"] for rule in rules if any(re.search(p, line) for p in rule["onJobFailureMessagePatterns"]))
+        for line in said
+    ]
+    assert matched == ["RestartJobSetAndIgnoreMaxRestarts", "FailJobSet"]

@@ -2,13 +2,12 @@
 
 import argparse
 import difflib
-import errno
 import io
 import sys
 from collections.abc import Sequence
 
-from jaxlm import __version__
-from jaxlm.errors import InputError, RunFailed
+from jaxlm import __version__, streams
+from jaxlm.errors import InputError, in_one_line
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,20 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         chosen = _parse(sys.argv[1:] if arguments is None else arguments)
         return chosen.main(chosen)
-    except InputError as error:
-        print(f"jaxlm: {error}", file=sys.stderr)
-        return 2
-    except RunFailed as error:
-        print(f"jaxlm: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print("jaxlm: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of a pipe left; there is nobody to tell
+        streams.lead_nowhere(1, 2)  # the reader of a pipe left; there is nobody to tell
         return 1
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:
+        line = in_one_line(error)
+        if line is None:
             raise
-        print(f"jaxlm: {error.strerror}: {error.filename or 'what was to be written'}; make room", file=sys.stderr)
-        return 1
+        print(f"jaxlm: {line}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1

@@ -173,6 +173,8 @@ def _print_step(report: "Report") -> None:
         f"{memory.peak / _GIB:.2f} of {memory.capacity / _GIB:.2f} GiB per device: {verdict} "
         f"(counted {total / _GIB:.2f}, {total / memory.peak - 1:+.0%})",
     )
+    if memory.gaps:
+        table.add_row("", f"and {memory.gaps / _GIB:.2f} GiB of gaps, which close where memory is short")
     if not report.fits:
         table.add_row("turn", "; or ".join(_dials(report.plan, memory.peak)))
     counted = report.counted_flops

@@ -78,10 +78,8 @@ def _at_tasks(arguments, run) -> int:
     _, parameters, step, mesh = trained.restore(arguments, run, experiment, dtype=experiment.training.dtype)
 
     from jaxlm.inference.harness import HarnessModel
-    from jaxlm.models.tree import abstract
 
-    graph, _ = abstract(experiment.model)
-    model = HarnessModel(graph, experiment.model, parameters, tokenizer, experiment.training.batch, mesh)
+    model = HarnessModel(experiment.model, parameters, tokenizer, experiment.training.batch, mesh)
     results = tasks.run(model, asked, arguments.limit)
     tasks.show(results, model.truncated, step, arguments.json)
     return 0

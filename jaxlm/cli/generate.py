@@ -31,14 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    from jaxlm.inference.config import Sampling, check_prompts, room_behind
+    from jaxlm.inference.requests import Sampling, check_prompts, room_behind
     from jaxlm.run import Run
 
     run = Run(arguments.run)
     experiment = trained.experiment(arguments, run)
     if not 0 <= arguments.seed < 2**32:
         raise InputError(f"--seed {arguments.seed} must be from 0 to {2**32 - 1}")
-    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p).check()
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p).check(_option)
     tokenizer = run.load_tokenizer() if run.tokenizer.is_file() or arguments.prompt is not None else None
     if arguments.prompt is not None:
         prompt = tokenizer.encode_prompt(arguments.prompt)
@@ -47,16 +47,13 @@ def main(arguments: argparse.Namespace) -> int:
     max_tokens = arguments.max_tokens
     if max_tokens is None:
         max_tokens = min(_MAX_TOKENS, max(room_behind(experiment.model, len(prompt)), 1))
-    check_prompts(experiment.model, [prompt], max_tokens)
+    check_prompts(experiment.model, [prompt], max_tokens, named=_option)
     model = trained.restore(arguments, run, experiment, dtype=experiment.training.dtype)
 
     from jaxlm.inference.detokenizer import Detokenizer
     from jaxlm.inference.generate import generate
-    from jaxlm.models.tree import abstract
 
-    graph, _ = abstract(experiment.model)
     drawn = generate(
-        graph,
         experiment.model,
         model.parameters,
         [prompt],
@@ -86,6 +83,11 @@ def main(arguments: argparse.Namespace) -> int:
         show(detokenizer.rest())
     print(json.dumps({"text": "".join(pieces) if tokenizer else None, "token_ids": ids}) if arguments.json else "")
     return 0
+
+
+def _option(field: str) -> str:
+    """The option that sets it, as a message names it."""
+    return f"--{field.replace('_', '-')}"
 
 
 def _token_ids(text: str) -> list[int]:

@@ -60,7 +60,7 @@ def _summary(rows: list["Row"], medians: dict[str, float]) -> Any:
 
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("kind", no_wrap=True)
-    for column in ("cases", "hold", "median error"):
+    for column in ("cases", "within", "median error"):
         table.add_column(column, justify="right")
     for kind, median in medians.items():
         counted = [row for row in rows if row.case.of == kind and row.counted is not None]

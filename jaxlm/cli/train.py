@@ -15,6 +15,9 @@ from jaxlm.cli.paths import path
 if TYPE_CHECKING:
     from jaxlm.training.ladder import Counted
 
+# Of a digest, to tell it from others.
+_SHOWN = 12
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=path, metavar="CONFIG", help="a TOML file, such as configs/quickstart.toml")
@@ -32,11 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    from jaxlm import config, distributed
+    from jaxlm import config, distributed, streams
     from jaxlm.run import Run
     from jaxlm.training import profile, sinks
     from jaxlm.training.goodput import Clock
     from jaxlm.training.interrupt import Stopped, StopRequest
+    from jaxlm.training.records import versions
 
     clock = Clock()
     experiment = config.load(arguments.config, arguments.overrides)
@@ -49,12 +53,15 @@ def main(arguments: argparse.Namespace) -> int:
     run = Run(arguments.out or Path("runs") / arguments.config.stem)
     run.check(experiment)
     end = _End(run, arguments.json)
-    with distributed.failing_as_one(), StopRequest(end.early, arguments.max_hours) as stop:
+    stop = StopRequest(end.early, arguments.max_hours)
+    with streams.outliving_readers(), distributed.failing_as_one(), stop:
         try:
+            run.check_free()
             distributed.join(place)
-            # Each computes its part of a step by its own settings: with others the replicas drift apart, or wait for
-            # ever.
-            distributed.check_same("settings", experiment.to_toml(), "start all with the same CONFIG and key=value")
+            # Each computes its part of a step by its own: with others the replicas drift apart, or wait for ever.
+            distributed.check_same("versions", versions("jaxlm", "jax", "jaxlib"), "install the same for all")
+            settings = {"COUNT": distributed.processes(), **experiment.model_dump(mode="json")}
+            distributed.check_same("settings", settings, "start all with the same CONFIG, key=value and COUNT")
             if distributed.is_first():
                 run.claim()
             return _train(experiment, run, traced, stop, clock, end)
@@ -69,8 +76,11 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
     from jaxlm.data.dataset import prepare
 
     with Bar(experiment.training.steps, quiet=not distributed.is_first()) as bar:
-        with clock.phase("data_preparation"), distributed.first_goes_first("data"):
-            dataset = prepare(experiment.data, experiment.model.vocabulary, bar.say, bar.progress)
+        with clock.phase("data_preparation"):
+            with distributed.first_goes_first("data"):
+                dataset = prepare(experiment.data, experiment.model.vocabulary, bar.say, bar.progress)
+            found = {"digest": dataset.digest[:_SHOWN]}
+            distributed.check_same("data", found, "let data.text and data.tokenizer be the same for all")
 
         from jaxlm.cli.devices import calibrated, describe, make_mesh
         from jaxlm.cli.ladder import say_counted, say_replicated
@@ -116,7 +126,8 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
         # Only now that nothing was refused is it a run.
         with distributed.first_goes_first("run"):
             run.open(experiment, dataset)
-        JsonLines(run.starts).append(environment(list(mesh.devices.flat)))
+        if distributed.is_first():
+            JsonLines(run.starts).append(environment(list(mesh.devices.flat)))
         result = trainer.train()
 
     with clock.phase("ending"):
@@ -219,26 +230,23 @@ class _End:
         )
 
 
-def _sample(experiment, dataset, parameters, mesh, prompt_tokens: int = 32, max_tokens: int = 200) -> str:
+def _sample(experiment, dataset, parameters, mesh) -> str:
     """How the model continues the beginning of a held-out document."""
     import jax.numpy as jnp
 
-    from jaxlm.inference.config import Sampling, room_behind
     from jaxlm.inference.generate import generate
-    from jaxlm.models.tree import abstract
+    from jaxlm.inference.requests import Sampling, room_behind
     from jaxlm.training.step import cast
 
     model, store = experiment.model, max(dataset.sources.values(), key=lambda source: source.weight).held_out
     longest = int(store.lengths.argmax())
-    given = min(prompt_tokens, math.ceil(model.context / 2), int(store.lengths[longest]))
+    given = min(32, math.ceil(model.context / 2), int(store.lengths[longest]))
     prompt = store.read(longest, 0, given).tolist()
-    graph, _ = abstract(model)
     tokens = generate(
-        graph,
         model,
         cast(parameters, jnp.dtype(experiment.training.dtype)),
         [prompt],
-        min(max_tokens, room_behind(model, given)),
+        min(200, room_behind(model, given)),
         mesh,
         sampling=Sampling(temperature=0.8, top_p=0.95),
         seed=experiment.training.seed,

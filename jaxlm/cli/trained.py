@@ -62,13 +62,11 @@ def restore(arguments: Namespace, run: "Run", experiment: "Experiment", *, dtype
     """
     import sys
 
-    import jax
     import jax.numpy as jnp
 
     from jaxlm.cli.devices import make_mesh
     from jaxlm.models import tree as model_tree
     from jaxlm.training import checkpoints
-    from jaxlm.training.step import cast
 
     choose = checkpoints.best_whole if arguments.checkpoint == "best" else checkpoints.newest_whole
     step = choose(run.checkpoints, lambda line: print(f"jaxlm: {line}", file=sys.stderr))
@@ -76,7 +74,6 @@ def restore(arguments: Namespace, run: "Run", experiment: "Experiment", *, dtype
         raise InputError(f"{run.directory} has no whole checkpoint yet; jaxlm train writes one")
     mesh = make_mesh(experiment, "decode")  # nothing is trained: any number of sequences will do
     _, tree = model_tree.abstract(experiment.model)
-    shapes = jax.eval_shape(lambda tree: cast(tree, jnp.dtype(dtype)), model_tree.shapes(tree))
-    like = checkpoints.shaped(shapes, model_tree.shardings(tree, mesh))
+    like = model_tree.placed(model_tree.shapes(tree, jnp.dtype(dtype)), model_tree.shardings(tree, mesh))
     parameters = checkpoints.restore_parameters(run.checkpoints, step, like, average=arguments.ema)
     return Trained(experiment, parameters, step, mesh)

@@ -38,7 +38,7 @@ class Collective(NamedTuple):
 class Cost:
     """What a function costs, as a tree by named scope; every figure is a sum over `rows`.
 
-    `own` is what happens in the scope itself and in no child: a figure is that of `own` plus those of `children`.
+    `of(scope=())` is what happens in the scope itself and in no child: a figure is that of it plus those of `children`.
     """
 
     name: str
@@ -97,10 +97,6 @@ class Cost:
         """The part whose rows have these values: `of(kind="matmul", phase="backward")`."""
         return Cost(self.name, tuple(r for r in self.rows if all(getattr(r, k) == v for k, v in fields.items())))
 
-    @property
-    def own(self) -> "Cost":
-        return self.of(scope=())
-
     @functools.cached_property
     def children(self) -> dict[str, "Cost"]:
         rows: dict[str, list[Row]] = {}
@@ -117,12 +113,6 @@ class Cost:
                 raise KeyError(f"{path}: {cost.name} has the scopes {', '.join(cost.children) or '(none)'}")
             cost = cost.children[name]
         return cost
-
-    def by_primitive(self) -> dict[str, "Cost"]:
-        """The cost of each primitive over all scopes, the most FLOPs first, then the most bytes."""
-        costs = [Cost(name, self.of(primitive=name).rows) for name in {row.primitive for row in self.rows}]
-        costs.sort(key=lambda cost: (-cost.flops, -cost.bytes_in - cost.bytes_out, cost.name))
-        return {cost.name: cost for cost in costs}
 
     @property
     def collectives(self) -> tuple[Collective, ...]:

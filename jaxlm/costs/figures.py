@@ -43,16 +43,19 @@ def _figure(function: Callable[..., float | Range]) -> Callable[..., float | Ran
 
 @_figure
 def parameters(setting: Setting) -> float:
-    return plan.parameters(setting.work)["total"]
+    """How many the model has, tied ones once."""
+    return plan.parameter_counts(setting.work)["total"]
 
 
 @_figure
 def parameter_bytes(setting: Setting) -> float:
-    return plan.parameters(setting.work)["total"] * setting.work.width_bytes
+    """Bytes of all parameters in the dtype that computes."""
+    return plan.parameter_counts(setting.work)["total"] * setting.work.itemsize
 
 
 @_figure
 def kv_bytes_per_token(setting: Setting) -> float:
+    """Bytes of keys and values that a token adds to the cache, over all layers and devices."""
     return memory.kv_bytes_per_token(setting.work)
 
 
@@ -64,6 +67,7 @@ def model_flops(setting: Setting) -> float:
 
 @_figure
 def napkin_flops(setting: Setting, tokens: float) -> float:
+    """FLOPs by the textbook formula of so many tokens."""
     return flops(setting.work).napkin / setting.work.tokens * tokens
 
 
@@ -89,7 +93,7 @@ def mfu(setting: Setting, seconds: float) -> float:
 @_figure
 def checkpoint_bytes(setting: Setting) -> float:
     """Float32 parameters and optimizer state."""
-    return 4 * plan.parameters(setting.work)["total"] + memory.trained(setting.work).optimizer
+    return 4 * plan.parameter_counts(setting.work)["total"] + memory.trained(setting.work).optimizer
 
 
 @_figure
@@ -113,7 +117,7 @@ def kept_bytes(setting: Setting) -> float:
 @_figure
 def largest_model(setting: Setting) -> float:
     """Parameters whose training state fills the memory of the target."""
-    each = held_bytes(setting) / plan.parameters(setting.work)["total"]
+    each = held_bytes(setting) / plan.parameter_counts(setting.work)["total"]
     return setting.target.chips * setting.target.chip.memory_bytes / each
 
 
@@ -136,6 +140,7 @@ def critical_tokens(setting: Setting, dtype: str, width: int, over: str = "memor
 
 @_figure
 def intensity(setting: Setting, dtype: str) -> float:
+    """FLOP per byte of memory traffic above which products of a type are bound by compute."""
     return setting.target.chip.intensity(dtype)
 
 
@@ -153,11 +158,13 @@ def step_memory_seconds(setting: Setting) -> float:
 
 @_figure
 def peak(setting: Setting, dtype: str) -> float:
+    """FLOP/s of all chips together, as they are rated."""
     return setting.target.chips * setting.target.chip.peak(dtype)
 
 
 @_figure
 def cores(setting: Setting) -> float:
+    """SMs, TensorCores or CUs (`on_chip.core`) of all chips together."""
     return setting.target.chips * setting.target.chip.figure("on_chip.cores")
 
 
@@ -166,6 +173,7 @@ def cores(setting: Setting) -> float:
 
 @_figure
 def collective_seconds(setting: Setting, kind: str, bytes: float, mesh: dict[str, int], axes: Sequence[str]) -> float:
+    """Seconds of one collective over axes of a mesh, of so many bytes on each device: see `Network.seconds`."""
     return Network(setting.target, mesh).seconds(kind, bytes, axes)
 
 
@@ -205,16 +213,19 @@ def _time(setting: Setting) -> Range:
 
 @_figure
 def step_seconds(setting: Setting) -> Range:
+    """Seconds of a step."""
     return _time(setting)
 
 
 @_figure
 def tokens_per_s(setting: Setting) -> Range:
+    """Tokens that all chips together read per second."""
     return Range(*(setting.work.tokens / seconds for seconds in _time(setting)))
 
 
 @_figure
 def chip_hours(setting: Setting, tokens: float) -> Range:
+    """Hours of so many tokens, times the chips."""
     steps = tokens / setting.work.tokens
     return Range(*(steps * seconds * setting.target.chips / 3600 for seconds in _time(setting)))
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlm.costs.around import ACTIVATION, HEADS, LOSS, NORMS, POSITIONS, RESIDUAL, SOFTMAX, Around, Work
+from jaxlm.costs.elementwise import ACTIVATION, HEADS, LOSS, NORMS, POSITIONS, RESIDUAL, SOFTMAX, Elementwise, Work
 from jaxlm.costs.workload import Workload
 from kernels_pallas.flash_attention import costs as attention_costs
 from kernels_pallas.flash_attention import serves
@@ -29,7 +29,7 @@ class Loss(NamedTuple):
     labels: int
 
 
-def around(work: Workload) -> Iterator[Around]:
+def elementwise(work: Workload) -> Iterator[Elementwise]:
     """The kernels of a step but for attention, in their places around its products."""
     if not work.kernels:
         return
@@ -60,8 +60,8 @@ def around(work: Workload) -> Iterator[Around]:
 
 
 def instead_of(work: Workload) -> set[str]:
-    """Scopes of the passes that kernels take the place of."""
-    found = {part.scope for part in around(work)}
+    """Scopes of the loops that kernels take the place of."""
+    found = {part.scope for part in elementwise(work)}
     return found | ({RESIDUAL} if found else set()) | ({SOFTMAX, HEADS} if attention(work) else set())
 
 
@@ -83,9 +83,9 @@ def loss(work: Workload) -> Loss | None:
     return Loss(*chunks.chunk(tokens, labels), chunks.filled_up(labels))
 
 
-def _launched(scope: str, times: int, costs: Costs, makes: str = "") -> Around:
+def _launched(scope: str, times: int, costs: Costs, makes: str = "") -> Elementwise:
     forward, backward = (Work(cost.flops, cost.bytes) for cost in costs)
-    return Around(scope, times, forward, backward, kernel=True, makes=makes)
+    return Elementwise(scope, times, forward, backward, kernel=True, makes=makes)
 
 
 def _array(work: Workload, *shape: int) -> jax.ShapeDtypeStruct:

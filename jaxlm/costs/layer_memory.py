@@ -14,7 +14,7 @@ def kept(work: Workload) -> int:
     """Bytes that all layers keep for their backward pass: the stream before each and what has the names that are
     kept, with attention's output its log-sum-exp; without rematerialisation all that it reads, the masks of its two
     dropouts among it. That of the embedding's stays in any case."""
-    part, width = parts(work), work.width_bytes
+    part, itemsize = parts(work), work.itemsize
     mask = part.stream if work.dropout else 0
     if work.remat == "none":
         return work.model.layers * (_whole(work) + 2 * mask) + mask
@@ -22,15 +22,15 @@ def kept(work: Workload) -> int:
     names = () if work.remat == "full" else work.remat
     numbers = part.stream + sum(named[name] for name in names)
     sums = 4 * part.heads // work.model.attention.head_width if kernels.attention(work) and "attention" in names else 0
-    return work.model.layers * (width * numbers + sums) + mask
+    return work.model.layers * (itemsize * numbers + sums) + mask
 
 
 def forward(work: Workload, fused: bool) -> int:
     """Bytes of a layer's forward pass where it is largest: in the softmax; with kernels in the hidden layer."""
-    part, width = parts(work), work.width_bytes
+    part, itemsize = parts(work), work.itemsize
     if kernels.attention(work):
-        return width * (_hidden(work, 3, 2) + part.stream + part.whole)
-    around = width * part.stream + (0 if fused else 4 * part.heads)
+        return itemsize * (_hidden(work, 3, 2) + part.stream + part.whole)
+    around = itemsize * part.stream + (0 if fused else 4 * part.heads)
     return _scores(work, "forward", fused) + around
 
 
@@ -38,13 +38,13 @@ def backward(work: Workload, fused: bool) -> int:
     """Bytes of a layer's backward pass where it is largest. In the softmax that is attention's operands and the stream
     with its gradient, of which a GPU has float32 copies, and what the gradients of the hidden layer's matrices are yet
     to be made of. With kernels it is in the hidden layer: all that the layer keeps, and the gradients there."""
-    part, width, acts = parts(work), work.width_bytes, 3 if work.model.feed_forward.gated else 2
+    part, itemsize, acts = parts(work), work.itemsize, 3 if work.model.feed_forward.gated else 2
     if kernels.attention(work):
-        return _whole(work) + width * (_hidden(work, 2, 0) + 2 * part.stream)
+        return _whole(work) + itemsize * (_hidden(work, 2, 0) + 2 * part.stream)
     if fused:
-        around = width * (2 * part.stream + 3 * part.heads + 2 * part.kv_heads + 2 * part.hidden)
+        around = itemsize * (2 * part.stream + 3 * part.heads + 2 * part.kv_heads + 2 * part.hidden)
     else:
-        around = width * (4 * part.stream + 2 * part.whole + 4 * part.heads + 2 * part.kv_heads + acts * part.hidden)
+        around = itemsize * (4 * part.stream + 2 * part.whole + 4 * part.heads + 2 * part.kv_heads + acts * part.hidden)
         around += 4 * (2 * part.stream + part.heads)
     return _scores(work, "backward", fused) + around
 
@@ -63,6 +63,8 @@ class Parts(NamedTuple):
 
 
 def parts(work: Workload) -> Parts:
+    """How many numbers each array of a layer has on one device: of a microbatch's rows there, and what `tensor` leaves
+    of heads and hidden layer."""
     model, attention = work.model, work.model.attention
     tokens, width = work.rows() * work.queries, attention.head_width
     heads = work.local("act_heads", attention.heads)
@@ -79,14 +81,14 @@ def parts(work: Workload) -> Parts:
 
 def _whole(work: Workload) -> int:
     """Bytes that the backward pass of a layer reads, which are kept where nothing is computed again."""
-    part, width = parts(work), work.width_bytes
+    part, itemsize = parts(work), work.itemsize
     if not kernels.attention(work):
-        return _wide(work) + part.scores * (4 + width)
+        return _wide(work) + part.scores * (4 + itemsize)
     # The stream and its norm, twice; queries, the result of attention, and that again as a product takes it; keys and
     # values; of an activation that is no kernel result and slope. Log-sum-exps are float32.
     normed = part.heads + part.kv_heads if work.model.attention.qk_norm else 0
     narrow = 2 * part.stream + 2 * part.whole + 3 * part.heads + 2 * part.kv_heads + normed + _hidden(work, 3, 2)
-    return width * narrow + 4 * part.heads // work.model.attention.head_width
+    return itemsize * narrow + 4 * part.heads // work.model.attention.head_width
 
 
 def _hidden(work: Workload, gated: int, plain: int) -> int:
@@ -98,24 +100,24 @@ def _wide(work: Workload) -> int:
     """Bytes that the backward pass of a layer reads without kernels, but for scores: of norms their float32 insides and
     their results, of attention its operands and its result, also in float32, of the hidden layer the activation's
     result and slope, with a gate each of its steps in float32."""
-    part, width, model = parts(work), work.width_bytes, work.model
+    part, itemsize, model = parts(work), work.itemsize, work.model
     normed = 3 * (part.heads + part.kv_heads) if model.attention.qk_norm else 0
     narrow = 2 * part.whole + 2 * part.heads + 2 * part.kv_heads + part.hidden
-    steps = part.hidden * (5 * 4 if model.feed_forward.gated else width)
-    return width * narrow + steps + 4 * (6 * part.stream + normed + part.heads)
+    steps = part.hidden * (5 * 4 if model.feed_forward.gated else itemsize)
+    return itemsize * narrow + steps + 4 * (6 * part.stream + normed + part.heads)
 
 
 def _scores(work: Workload, phase: Literal["forward", "backward"], fused: bool) -> int:
     """Bytes of attention's scores that a layer works with at once, beside those that are kept. XLA for a TPU makes
     weights of float32 scores within the product that reads them, and the mask an array of their size; for a GPU it
     makes weights an array in the dtype, and to keep what it makes also exponentials and the mask's values."""
-    part, width, keeps = parts(work), work.width_bytes, work.kind == "train" and work.remat == "none"
+    part, itemsize, keeps = parts(work), work.itemsize, work.kind == "train" and work.remat == "none"
     if phase == "backward":
         copied = not (fused or keeps or work.dtype == "float32")
-        return part.scores * (width + 4 + (width if copied else 0))  # a gradient, scores, and weights beside them
+        return part.scores * (itemsize + 4 + (itemsize if copied else 0))  # a gradient, scores, and weights beside them
     if fused:
         return part.scores * (4 + 1)
-    return part.scores * (4 + 4 + 4 + 1 if keeps else 4 + width)
+    return part.scores * (4 + 4 + 4 + 1 if keeps else 4 + itemsize)
 
 
 def _named(part: Parts) -> dict[str, int]:

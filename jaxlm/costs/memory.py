@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from jaxlm.costs import kernels, operations
 from jaxlm.costs.layer_memory import backward, forward, kept, parts
-from jaxlm.costs.parameters import LAYERS, goes_back_to
+from jaxlm.costs.parameters import Part, goes_back_to, parameters
 from jaxlm.costs.workload import Workload
 
 
@@ -38,38 +38,38 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-def memory(work: Workload, kind: str = "gpu") -> Memory:
-    """Of a step of this workload on one device of its mesh, on a chip of this kind (`Chip.kind`): "tpu", or any other,
-    for which XLA is taken to compile as for a GPU."""
-    fused = kind == "tpu"
+def memory(work: Workload, platform: str = "gpu") -> Memory:
+    """Of a step of this workload on one device of its mesh, on a chip of this platform (`Chip.kind`): "tpu", or any
+    other, for which XLA is taken to compile as for a GPU."""
+    fused = platform == "tpu"
     phases = _training(work, fused) if work.kind == "train" else _inference(work, fused)
     return max(phases, key=lambda phase: phase.total)
 
 
 def kv_cache(work: Workload) -> int:
     """Bytes of keys and values that one device holds for its sequences."""
-    return work.model.layers * 2 * work.width_bytes * _keys(work)
+    return work.model.layers * 2 * work.itemsize * _keys(work)
 
 
 def kv_bytes_per_token(work: Workload) -> int:
     """Bytes of keys and values that a token adds to the cache, over the whole mesh without replicas."""
     attention = work.model.attention
-    return 2 * work.model.layers * attention.kv_heads * attention.head_width * work.width_bytes
+    return 2 * work.model.layers * attention.kv_heads * attention.head_width * work.itemsize
 
 
 def trained(work: Workload) -> Memory:
     """What training has of each parameter: master and working copy, optimizer state and, where it is not frozen, its
     gradient. Gradients of the tables and the working copy of the layers are never there at once."""
-    leaves, moved = operations.parameters(work.model).values(), sum(_gradients(work).values())
+    leaves, moved = parameters(work.model).values(), sum(_gradients(work).values())
     total = sum(work.stored(d.axes, d.shape) for d in leaves)
-    working = total * work.width_bytes if work.dtype != "float32" else 0
+    working = total * work.itemsize if work.dtype != "float32" else 0
     state = 4 * sum(operations.state_numbers(work, d) for d in leaves) + (4 * total if work.average else 0)
-    return Memory(4 * total + working, moved * work.width_bytes + _sums(work, moved), state, 0, 0, 0)
+    return Memory(4 * total + working, moved * work.itemsize + _sums(work, moved), state, 0, 0, 0)
 
 
 def _gradients(work: Workload) -> dict[str, int]:
     """Numbers of each parameter's gradient, of what is not frozen."""
-    leaves = operations.parameters(work.model).items()
+    leaves = parameters(work.model).items()
     return {path: work.stored(d.axes, d.shape) for path, d in leaves if path not in work.frozen}
 
 
@@ -80,9 +80,9 @@ def _sums(work: Workload, numbers: int) -> int:
 
 def _training(work: Workload, fused: bool) -> Iterator[Memory]:
     """The end of the forward pass, the loss, the first backward pass of a layer, and the update."""
-    gradients, through = _gradients(work), goes_back_to(work.model, work.frozen) <= LAYERS
+    gradients, through = _gradients(work), goes_back_to(work.model, work.frozen) <= Part.LAYERS
     of_layers = sum(numbers for path, numbers in gradients.items() if path.startswith("layers/"))
-    total, width, part, whole = sum(gradients.values()), work.width_bytes, parts(work), _gathered(work)
+    total, itemsize, part, whole = sum(gradients.values()), work.itemsize, parts(work), _gathered(work)
     held, sums, saved = trained(work), _sums(work, total), kept(work) if through else 0
     state = held.optimizer
 
@@ -90,22 +90,23 @@ def _training(work: Workload, fused: bool) -> Iterator[Memory]:
     yield Memory(held.parameters + whole.layer, sums, state, saved + forward(keeps, fused), 0, 0)
     if chunked := kernels.loss(work):
         # A chunk's logits and their gradient, that of the stream, and that of the unembedding, whole along `fsdp`.
-        around, logits = saved + width * (part.stream + 2 * part.whole), chunked.tokens * chunked.labels * (4 + width)
+        around = saved + itemsize * (part.stream + 2 * part.whole)
+        logits = chunked.tokens * chunked.labels * (4 + itemsize)
         whole_table = 4 * chunked.labels * work.model.width
         yield Memory(held.parameters + whole.table, sums + whole_table, state, around, logits, 0)
-        waits, tables = 0, (4 if work.mesh.data * work.mesh.fsdp == 1 else width) * (total - of_layers)
+        waits, tables = 0, (4 if work.mesh.data * work.mesh.fsdp == 1 else itemsize) * (total - of_layers)
     else:
         logits = part.tokens * work.local("act_vocab", work.model.vocabulary)
-        yield Memory(held.parameters + whole.table, sums, state, saved, logits * (4 + width), 0)
+        yield Memory(held.parameters + whole.table, sums, state, saved, logits * (4 + itemsize), 0)
         # That of the unembedding is made from the gradient of the logits, which waits until the layers are done if it
         # is a narrow copy.
-        waits, tables = logits * width if work.dtype != "float32" else 0, 0
+        waits, tables = logits * itemsize if work.dtype != "float32" else 0, 0
     if through:
-        made = sums + tables + width * of_layers + (whole.hidden if _HIDDEN & gradients.keys() else 0)
+        made = sums + tables + itemsize * of_layers + (whole.hidden if _HIDDEN & gradients.keys() else 0)
         gathered = whole.hidden if kernels.attention(work) else whole.attention
         yield Memory(held.parameters + gathered, made, state, saved + backward(work, fused), waits, 0)
-    masters = 4 * sum(work.stored(d.axes, d.shape) for d in operations.parameters(work.model).values())
-    yield Memory(masters, sums or width * total, state, 0, 0, 0)
+    masters = 4 * sum(work.stored(d.axes, d.shape) for d in parameters(work.model).values())
+    yield Memory(masters, sums or itemsize * total, state, 0, 0, 0)
 
 
 _HIDDEN = {"layers/feed_forward/up", "layers/feed_forward/gate"}
@@ -113,13 +114,13 @@ _HIDDEN = {"layers/feed_forward/up", "layers/feed_forward/gate"}
 
 def _inference(work: Workload, fused: bool) -> Iterator[Memory]:
     """A layer, and the unembedding of the last tokens."""
-    leaves, whole = operations.parameters(work.model).values(), _gathered(work)
-    held, cache = work.width_bytes * sum(work.stored(d.axes, d.shape) for d in leaves), kv_cache(work)
+    leaves, whole = parameters(work.model).values(), _gathered(work)
+    held, cache = work.itemsize * sum(work.stored(d.axes, d.shape) for d in leaves), kv_cache(work)
     logits = 4 * work.rows() * work.local("act_vocab", work.model.vocabulary)
     if kernels.attention(work):
         gathered, read = whole.layer - whole.attention - whole.hidden, 0
     else:
-        gathered, read = whole.layer, work.width_bytes * _keys(work)  # the keys, then the values, of the layer
+        gathered, read = whole.layer, work.itemsize * _keys(work)  # the keys, then the values, of the layer
     yield Memory(held + gathered, 0, 0, forward(work, fused) + read, 0, cache)
     yield Memory(held + whole.table, 0, 0, 0, logits, cache)
 
@@ -145,10 +146,10 @@ def _gathered(work: Workload) -> _Gathered:
     if work.mesh.fsdp == 1:
         return _Gathered(0, 0, 0, 0)
     sizes = {}
-    for path, d in operations.parameters(work.model).items():
+    for path, d in parameters(work.model).items():
         if d.inputs:
             numbers = math.prod(work.local(axis, size) for axis, size in zip(d.axes, d.shape, strict=True))
-            sizes[path] = work.width_bytes * (numbers if d.table else numbers // work.model.layers)
+            sizes[path] = work.itemsize * (numbers if d.table else numbers // work.model.layers)
     layer = {path: size for path, size in sizes.items() if path.startswith("layers/")}
     return _Gathered(
         layer=sum(layer.values()),

@@ -25,7 +25,7 @@ class Napkin(NamedTuple):
 
 def napkin(work: Workload, target: Target | None) -> Napkin:
     """Of a workload; `data` replicates parameters, the other axes part them."""
-    each = _TRAINED_BYTES if work.kind == "train" else work.width_bytes
+    each = _TRAINED_BYTES if work.kind == "train" else work.itemsize
     held = sum(math.prod(d.shape) for d in parameters(work.model).values())
     flops, size = napkin_flops(work), each * held // (work.mesh.fsdp * work.mesh.tensor)
     if target is None:

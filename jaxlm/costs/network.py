@@ -143,11 +143,6 @@ class Network:
                 spans.append(Span(dimension, size, block // size))
         return tuple(sorted(spans, key=lambda span: span.dimension.level))
 
-    @property
-    def split(self) -> tuple[str, ...]:
-        """The axes that hold parts of a torus's rows, and so share links or have no ring."""
-        return tuple(axis for axis in self.mesh if any(span.split for span in self.spans(axis)))
-
     def describe(self) -> dict[str, str]:
         """For each axis, where its members lie: "8 of 8 in the domain × 2 domains over the network"."""
         return {axis: " × ".join(map(str, self.spans(axis))) or "1 device" for axis in self.mesh}

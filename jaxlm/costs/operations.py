@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from jaxlm.costs import around, kernels
-from jaxlm.costs.around import Around
-from jaxlm.costs.parameters import FINAL_NORM, LAYERS, LOOK_UP, UNEMBEDDING, goes_back_to, multiplies, parameters
+from jaxlm.costs import elementwise, kernels
+from jaxlm.costs.elementwise import Elementwise
+from jaxlm.costs.parameters import Part, goes_back_to, multiplies, parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.models import tree
 from kernels_pallas.launch import Cost
+
+SCORES, MIXTURE = "layers/attention/scores", "layers/attention/mixture"
 
 Phase = Literal["forward", "backward", "rematerialised", "optimizer"]
 
@@ -59,7 +61,7 @@ class Operation:
 def step(work: Workload) -> list[Operation]:
     """All operations of a step on one device."""
     instead = kernels.instead_of(work)
-    beside = [*(part for part in around.passes(work) if part.scope not in instead), *kernels.around(work)]
+    beside = [*(part for part in elementwise.loops(work) if part.scope not in instead), *kernels.elementwise(work)]
     products = list(_products(work))
     forward = products + [_beside(part, "forward") for part in beside]
     if work.kind != "train":
@@ -74,7 +76,7 @@ def step(work: Workload) -> list[Operation]:
 
 
 def _products(work: Workload) -> Iterator[Operation]:
-    model, width = work.model, work.width_bytes
+    model, itemsize = work.model, work.itemsize
     rows, queries = work.rows(), work.queries
     for path, d in parameters(model).items():
         if not multiplies(model, path, d):
@@ -88,8 +90,8 @@ def _products(work: Workload) -> Iterator[Operation]:
         if d.table and (loss := kernels.loss(work)):
             tokens, n = loss.chunks * loss.tokens, loss.labels  # the last chunk is filled up, and so are the labels
         times = math.prod(d.shape[i] for i in d.stack)
-        out = 4 if d.table else width  # logits are float32
-        moved = width * (tokens * k + k * n) + out * tokens * n
+        out = 4 if d.table else itemsize  # logits are float32
+        moved = itemsize * (tokens * k + k * n) + out * tokens * n
         yield Operation(path, "forward", times, Product(1, tokens, k, n), moved, moved)
 
     (K, G), L, H = work.head_groups(), model.layers, model.attention.head_width
@@ -100,9 +102,9 @@ def _products(work: Workload) -> Iterator[Operation]:
         if kernel:
             yield from _kernel(L, kernel.forward, (SCORES, "forward", first), (MIXTURE, "forward", second))
             continue
-        once, scores = width * rows * (queries * G + keys) * K * H, rows * K * G * queries * keys
+        once, scores = itemsize * rows * (queries * G + keys) * K * H, rows * K * G * queries * keys
         yield Operation(SCORES, "forward", L, first, once, once + 4 * scores)
-        yield Operation(MIXTURE, "forward", L, second, once, once + width * scores)
+        yield Operation(MIXTURE, "forward", L, second, once, once + itemsize * scores)
 
 
 def _kernel(times: int, declared: Cost, *products: tuple[str, Phase, Product]) -> Iterator[Operation]:
@@ -113,24 +115,21 @@ def _kernel(times: int, declared: Cost, *products: tuple[str, Phase, Product]) -
         rest = moved = 0
 
 
-def _beside(part: Around, phase: Phase) -> Operation:
+def _beside(part: Elementwise, phase: Phase) -> Operation:
     """Its forward or backward pass. What XLA makes may be fused into a neighbour, a kernel is not."""
     each = part.backward if phase == "backward" else part.forward
     least = each.bytes if part.kernel else 0
     return Operation(part.scope, phase, part.times, None, least, each.bytes, each.flops, part.kernel)
 
 
-SCORES, MIXTURE = "layers/attention/scores", "layers/attention/mixture"
-
-
 def _goes_back(work: Workload, scope: str) -> bool:
     """Whether gradients go through what stands in a scope, to what trains there or before."""
     first = goes_back_to(work.model, work.frozen)
     if scope.startswith("layers/"):
-        return first <= LAYERS
+        return first <= Part.LAYERS
     if scope.startswith("embedding/"):
-        return first <= LOOK_UP
-    return first <= (FINAL_NORM if scope == "final_norm" else UNEMBEDDING)
+        return first <= Part.LOOK_UP
+    return first <= (Part.FINAL_NORM if scope == "final_norm" else Part.UNEMBEDDING)
 
 
 def _gradients(work: Workload, op: Operation) -> Iterator[Operation]:

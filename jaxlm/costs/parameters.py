@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Set
+from enum import IntEnum
 
 from jaxlm.models import tree
 from jaxlm.models.config import ModelConfig
@@ -20,24 +21,31 @@ def matmul_parameters(model: ModelConfig) -> int:
 
 
 def multiplies(model: ModelConfig, path: str, d: tree.Dimensions) -> bool:
+    """Whether the parameter at a path multiplies each token: it is a matrix, and not one that is only looked up."""
     looked_up = path == "positions" or (path == "embedding" and not model.tied_embeddings)
     return bool(d.inputs) and not looked_up
 
 
-# The parts of a model in the order of its forward pass.
-LOOK_UP, LAYERS, FINAL_NORM, UNEMBEDDING, NOTHING = range(5)
+class Part(IntEnum):
+    """The parts of a model in the order of its forward pass; NOTHING lies behind its end."""
+
+    LOOK_UP = 0
+    LAYERS = 1
+    FINAL_NORM = 2
+    UNEMBEDDING = 3
+    NOTHING = 4
 
 
 @functools.lru_cache(maxsize=256)
-def goes_back_to(model: ModelConfig, frozen: Set[str]) -> int:
+def goes_back_to(model: ModelConfig, frozen: Set[str]) -> Part:
     """The first part in which something trains: to the end of the model gradients go back that far. Layers are alike:
     with one matrix of them, gradients go through all."""
-    return min((_part(path) for path in parameters(model) if path not in frozen), default=NOTHING)
+    return min((_part(path) for path in parameters(model) if path not in frozen), default=Part.NOTHING)
 
 
-def _part(path: str) -> int:
+def _part(path: str) -> Part:
     if path.startswith("layers/"):
-        return LAYERS
+        return Part.LAYERS
     if path.startswith("final_norm/"):
-        return FINAL_NORM
-    return UNEMBEDDING if path == "unembedding" else LOOK_UP
+        return Part.FINAL_NORM
+    return Part.UNEMBEDDING if path == "unembedding" else Part.LOOK_UP

@@ -12,6 +12,7 @@ from jaxlm.costs.memory import Memory, kv_bytes_per_token, memory
 from jaxlm.costs.napkin import Napkin, napkin
 from jaxlm.costs.network import Network
 from jaxlm.costs.operations import Operation, Product
+from jaxlm.costs.parameters import parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.errors import InputError
 
@@ -117,7 +118,7 @@ class Plan:
             "microbatches": self.work.microbatches,
             "remat": self.work.remat,
             "replicated_kv_heads": self.work.replicated_kv_heads,
-            "parameters": parameters(self.work),
+            "parameters": parameter_counts(self.work),
             "napkin": {**first._asdict(), "tokens_per_s": first.step_s and self.work.tokens / first.step_s},
             "flops": self.flops._asdict(),
             "memory_bytes_per_device": {**self.memory._asdict(), "total": self.memory.total, "capacity": self.capacity},
@@ -165,10 +166,10 @@ def plan(work: Workload, target: Target) -> Plan:
     if work.sequence > work.model.context:
         raise InputError(f"a sequence of {work.sequence} is longer than model.context = {work.model.context}")
     work = work.on(target.chip)
-    return Plan(work, target, flops(work), memory(work, target.chip.kind), time(work, target))
+    return Plan(work, target, flops(work), memory(work, target.chip.kind), step_time(work, target))
 
 
-def time(work: Workload, target: Target) -> Time:
+def step_time(work: Workload, target: Target) -> Time:
     """The bracket of a step's time."""
     chip = target.chip
     share = 1 / chip.devices_per_chip  # of the chip's rates, that one device has
@@ -215,11 +216,11 @@ def _in_tiles(product: Product, chip: Chip) -> int:
     return Product(batch, *filled).flops
 
 
-def parameters(work: Workload) -> dict[str, int]:
+def parameter_counts(work: Workload) -> dict[str, int]:
     """How many there are, how many of them a token meets, and those of the embedding tables."""
-    sizes = {path: math.prod(d.shape) for path, d in operations.parameters(work.model).items()}
+    sizes = {path: math.prod(d.shape) for path, d in parameters(work.model).items()}
     total = sum(sizes.values())
-    tables = sum(sizes[path] for path, d in operations.parameters(work.model).items() if d.table)
+    tables = sum(sizes[path] for path, d in parameters(work.model).items() if d.table)
     return {"total": total, "active": total, "embedding": tables}
 
 

@@ -20,10 +20,10 @@ from jaxlm.costs.hardware import Target
 from jaxlm.costs.workload import Kind, MeshShape, Workload
 from jaxlm.errors import InputError
 from jaxlm.models.config import ModelConfig, Remat
-from jaxlm.schema import Section
+from jaxlm.schema import Section, merged
 
-CHECKOUT = Path(__file__).parents[2]
-PUBLISHED = CHECKOUT / "tests" / "costs" / "published.toml"
+PUBLISHED = Path(__file__).with_name("published.toml")
+MODELS = Path(__file__).parents[2] / "configs" / "models"
 
 Of = Literal[
     "parameters", "kv cache", "flops", "mfu", "memory", "measured memory", "roofline", "collectives", "duration",
@@ -185,9 +185,7 @@ def read(path: Path = PUBLISHED) -> tuple[list[Case], dict[str, Any]]:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
         return [Case.model_validate(case) for case in values["case"]], values.get("models", {})
     except FileNotFoundError:
-        raise InputError(
-            f"there is no file {path} of published figures; it is part of jaxlm's checkout: run from there"
-        ) from None
+        raise InputError(f"there is no file {path} of published figures") from None
     except (OSError, ValueError, KeyError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else None
         said = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else repr(error)
@@ -226,24 +224,21 @@ def _target(case: Case) -> Target | None:
     if case.chips is None:
         return None
     target = Target.parse(case.chips)
-    chip = Chip.model_validate(_merged(target.chip.model_dump(), case.chip))
+    chip = Chip.model_validate(merged(target.chip.model_dump(), case.chip))
     return Target(chip, target.topology)
 
 
 def _model(name: str, models: dict[str, Any]) -> dict[str, Any]:
     if name not in models:
-        path = CHECKOUT / "configs" / "models" / f"{name}.toml"
+        path = MODELS / f"{name}.toml"
+        if not MODELS.is_dir():
+            raise InputError(
+                f"there is no folder {MODELS}, whose models the published figures are of; it is part of jaxlm's "
+                "checkout: install that with pip install -e"
+            )
         if not path.exists():
             raise InputError(f"{name!r} is neither one of the file's [models] nor a file of configs/models")
         return tomllib.loads(path.read_text(encoding="utf-8"))["model"]
     changes = dict(models[name])
     base = changes.pop("base", None)
-    return _merged(_model(base, models), changes) if base else changes
-
-
-def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in changes.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merged(merged[key], value) if both and value.get("kind") is None else value
-    return merged
+    return merged(_model(base, models), changes) if base else changes

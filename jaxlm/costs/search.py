@@ -6,19 +6,17 @@ from dataclasses import replace
 from jaxlm.costs.hardware import Target
 from jaxlm.costs.memory import memory
 from jaxlm.costs.plan import Plan, plan
-from jaxlm.costs.workload import MeshShape, Workload
+from jaxlm.costs.workload import MeshShape, Workload, divided_by_mesh, divisors
 
 
 def meshes(work: Workload, devices: int) -> Iterator[MeshShape]:
     """The factorings of a number of devices that divide the model and the batch."""
-    model = work.model
-    for tensor in _divisors(devices):
-        if model.attention.heads % tensor or model.feed_forward.hidden % tensor or model.vocabulary % tensor:
-            continue
-        for fsdp in _divisors(devices // tensor):
-            data = devices // tensor // fsdp
-            if model.width % fsdp == 0 and (work.kind != "train" or work.batch % (data * fsdp) == 0):
-                yield MeshShape(data, fsdp, tensor)
+    for tensor in divisors(devices):
+        for fsdp in divisors(devices // tensor):
+            mesh = MeshShape(devices // tensor // fsdp, fsdp, tensor)
+            fits = all(size % mesh.axes()[axis] == 0 for axis, _, size in divided_by_mesh(work.model))
+            if fits and (work.kind != "train" or work.batch % (mesh.data * mesh.fsdp) == 0):
+                yield mesh
 
 
 def search(work: Workload, target: Target, held: Collection[str] = ()) -> list[Plan]:
@@ -43,7 +41,3 @@ def variants(work: Workload, held: Collection[str] = ()) -> Iterator[Workload]:
     for microbatches in parts:
         for remat in remats if rows % microbatches == 0 else ():
             yield replace(work, microbatches=microbatches, remat=remat)
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from jaxlm.costs.hardware import Target
-from jaxlm.costs.plan import time
+from jaxlm.costs.plan import step_time
 from jaxlm.costs.workload import Workload
 from jaxlm.errors import InputError
 
@@ -21,7 +21,7 @@ def critical_batch(work: Workload, target: Target) -> int | None:
         raise InputError("only decoding has a batch at which it stops being bound by memory")
     parts = work.mesh.data * work.mesh.fsdp
     for batch in (parts * 2**n for n in range(_DOUBLINGS)):
-        seconds = time(replace(work.on(target.chip), batch=batch), target)
+        seconds = step_time(replace(work.on(target.chip), batch=batch), target)
         if seconds.compute >= seconds.memory:
             return batch
     return None

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxlm.costs import operations
-from jaxlm.costs.parameters import FINAL_NORM, LAYERS, LOOK_UP, goes_back_to, multiplies
+from jaxlm.costs.parameters import Part, goes_back_to, multiplies, parameters
 from jaxlm.costs.workload import Workload
 
 
@@ -39,32 +38,32 @@ def _parameters(work: Workload) -> Iterator[Collective]:
     of its uses. What is looked up is the same for all microbatches: XLA gathers it before their loop (of JAX 0.10, not
     where each part of `data` has a loop of its own).
     """
-    fsdp, width, L, train = ("fsdp",), work.width_bytes, work.model.layers, work.kind == "train"
+    fsdp, itemsize, L, train = ("fsdp",), work.itemsize, work.model.layers, work.kind == "train"
     each = work.microbatches if train else 1
-    passes = 2 if train and goes_back_to(work.model, work.frozen) <= LAYERS else 1
+    passes = 2 if train and goes_back_to(work.model, work.frozen) <= Part.LAYERS else 1
     gathered = matrices = vectors = 0
-    for path, d in operations.parameters(work.model).items():
+    for path, d in parameters(work.model).items():
         numbers = math.prod(work.local(axis, size) for axis, size in zip(d.axes, d.shape, strict=True))
         trains = train and path not in work.frozen
         if d.table:
             looked_up, unembeds = path != "unembedding", multiplies(work.model, path, d)
-            yield Collective("all-gather", fsdp, 1 if looked_up else each, width * numbers, path)
-            yield Collective("reduce-scatter", fsdp, each * trains * (looked_up + unembeds), width * numbers, path)
+            yield Collective("all-gather", fsdp, 1 if looked_up else each, itemsize * numbers, path)
+            yield Collective("reduce-scatter", fsdp, each * trains * (looked_up + unembeds), itemsize * numbers, path)
         elif "embed" in d.axes:
             gathered += numbers // L
             matrices += trains * numbers // L
         else:
             vectors += trains * numbers
-    yield Collective("all-gather", fsdp, each * L * passes, width * gathered, "layers")
-    yield Collective("reduce-scatter", fsdp, each * L, width * matrices, "layers")
+    yield Collective("all-gather", fsdp, each * L * passes, itemsize * gathered, "layers")
+    yield Collective("reduce-scatter", fsdp, each * L, itemsize * matrices, "layers")
     yield Collective("all-reduce", fsdp, each, 4 * vectors, "vectors")  # added up in float32
 
 
 def _sums(work: Workload) -> Iterator[Collective]:
     """Over `data`, gradients are summed once per step."""
-    leaves = operations.parameters(work.model).items()
+    leaves = parameters(work.model).items()
     stored = sum(work.stored(d.axes, d.shape) for path, d in leaves if path not in work.frozen)
-    wide = 4 if work.microbatches > 1 else work.width_bytes
+    wide = 4 if work.microbatches > 1 else work.itemsize
     yield Collective("all-reduce", ("data",), 1, wide * stored, "gradients")
 
 
@@ -75,7 +74,7 @@ def _optimizer(work: Workload) -> Iterator[Collective]:
     if work.optimizer != "muon":
         return
     moved: Counter[tuple[str, str]] = Counter()
-    for path, d in operations.parameters(work.model).items():
+    for path, d in parameters(work.model).items():
         if d.projection and path not in work.frozen:
             stack, devices = math.prod(d.shape[i] for i in d.stack), work.mesh.size
             held = 4 * work.stored(d.axes, d.shape) // stack * math.ceil(stack / devices) * devices
@@ -92,7 +91,7 @@ def _stream(work: Workload) -> list[Collective]:
     keeping its part of the sequence (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2), or all of it where the
     sequence does not divide."""
     model, tensor = work.model, ("tensor",)
-    whole = work.width_bytes * work.rows() * work.queries * model.width
+    whole = work.itemsize * work.rows() * work.queries * model.width
     parted = work.local("stream", work.queries) < work.queries
     train = work.kind == "train"
     each = work.microbatches if train else 1
@@ -101,8 +100,8 @@ def _stream(work: Workload) -> list[Collective]:
     gathers = blocks + (1 if train else 0)  # before each block; in inference only the last token is unembedded
     if train:  # the backward pass transposes one into the other, as far as it goes
         first = goes_back_to(model, work.frozen)
-        through = blocks if first <= LAYERS else 0
-        sums, gathers = sums + through + (first <= FINAL_NORM), gathers + through + (first == LOOK_UP)
+        through = blocks if first <= Part.LAYERS else 0
+        sums, gathers = sums + through + (first <= Part.FINAL_NORM), gathers + through + (first == Part.LOOK_UP)
         if through and work.remat != "none":  # all but the sum behind the feed-forward runs again
             sums, gathers = sums + model.layers, gathers + blocks
     found = []

@@ -38,6 +38,20 @@ class MeshShape:
         return " × ".join(f"{name} {size}" for name, size in self.axes().items() if size > 1) or "one device"
 
 
+def divided_by_mesh(model: ModelConfig) -> list[tuple[str, str, int]]:
+    """What the axes of a mesh must divide of a model: axis, key in a configuration, size."""
+    return [
+        ("tensor", "model.attention.heads", model.attention.heads),
+        ("tensor", "model.feed_forward.hidden", model.feed_forward.hidden),
+        ("tensor", "model.vocabulary", model.vocabulary),
+        ("fsdp", "model.width", model.width),
+    ]
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
 @dataclass(frozen=True)
 class Workload:
     """One step of a kind, over the whole job.
@@ -70,7 +84,7 @@ class Workload:
         return f"{self.kind}, {self.batch:,} × {self.sequence:,} tokens in {self.dtype}"
 
     @property
-    def width_bytes(self) -> int:
+    def itemsize(self) -> int:
         """Of a number in the dtype that it computes in."""
         return BYTES[self.dtype]
 

@@ -93,14 +93,6 @@ class StoreWriter:
         self._waiting, self._characters = [], 0
 
 
-def write_store(directory: Path, texts: Iterable[str], tokenizer: Tokenizer) -> TokenStore:
-    """Tokenize documents into a new folder."""
-    with StoreWriter(directory, tokenizer) as writer:
-        for text in texts:
-            writer.add(text)
-    return TokenStore(directory)
-
-
 def join_stores(directory: Path, parts: Iterable[Path]) -> str:
     """A new store of the documents of others, one after another; a digest of tokens and documents."""
     directory.mkdir(parents=True)

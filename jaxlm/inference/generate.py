@@ -6,20 +6,18 @@ from functools import lru_cache, partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from jaxlm import sharding
 from jaxlm.inference import steps
 from jaxlm.inference.cache import Cache, cache_shardings, empty_cache
-from jaxlm.inference.config import Sampling, check_prompts
+from jaxlm.inference.requests import Sampling, check_prompts
 from jaxlm.inference.sampling import sample
 from jaxlm.models.config import ModelConfig
-from jaxlm.models.tree import Tree
+from jaxlm.models.tree import Tree, abstract
 
 
 def generate(
-    graph: nnx.GraphDef,
     model: ModelConfig,
     parameters: Tree,
     prompts: Sequence[Sequence[int]],
@@ -40,7 +38,7 @@ def generate(
     check_prompts(model, prompts, max_tokens, fill_to)
     longest, batch = max(fill_to, *map(len, prompts)), len(prompts)
     dtype = jax.tree.leaves(parameters)[0].dtype
-    start, step = programs(graph, model, batch, longest + max_tokens - 1, dtype, mesh, sampling, valid)
+    start, step = programs(model, batch, longest + max_tokens - 1, dtype, mesh, sampling, valid)
 
     padded = np.zeros((batch, longest), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
@@ -58,7 +56,6 @@ def generate(
 
 @lru_cache(maxsize=8)
 def programs(
-    graph: nnx.GraphDef,
     model: ModelConfig,
     batch: int,
     size: int,
@@ -73,6 +70,7 @@ def programs(
     first tokens [B]; decode(parameters, tokens [B], cache, key) reads these and draws the next ones, and consumes the
     cache that it was given.
     """
+    graph, _ = abstract(model)
     lies, rows = cache_shardings(model, batch, size, mesh), sharding.sharding(("batch",), (batch,), mesh)
 
     def first(parameters: Tree, tokens: jax.Array, length: jax.Array, key: jax.Array) -> tuple:

@@ -3,7 +3,6 @@
 from collections import Counter, defaultdict
 from typing import Any
 
-from flax import nnx
 from jax.sharding import Mesh
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -14,9 +13,9 @@ from tqdm import tqdm
 
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.errors import InputError
-from jaxlm.inference.config import Sampling, room_behind
 from jaxlm.inference.detokenizer import Detokenizer
 from jaxlm.inference.generate import before_stop, generate
+from jaxlm.inference.requests import Sampling, room_behind
 from jaxlm.inference.scoring import Scorer, padded_length
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.tree import Tree
@@ -42,21 +41,13 @@ class HarnessModel(TemplateLM):
     dtype to compute in.
     """
 
-    def __init__(
-        self,
-        graph: nnx.GraphDef,
-        model: ModelConfig,
-        parameters: Tree,
-        tokenizer: Tokenizer,
-        batch: int,
-        mesh: Mesh,
-    ):
+    def __init__(self, model: ModelConfig, parameters: Tree, tokenizer: Tokenizer, batch: int, mesh: Mesh):
         super().__init__()
-        self._graph, self._model, self._parameters, self._mesh = graph, model, parameters, mesh
+        self._model, self._parameters, self._mesh = model, parameters, mesh
         self._tokens, self._batch = tokenizer, batch
         self.truncated: Counter[str] = Counter()
         self._asked: list[Instance] = []
-        self._score = Scorer(graph, model, parameters, batch, mesh, tokenizer.vocabulary)
+        self._score = Scorer(model, parameters, batch, mesh, tokenizer.vocabulary)
 
     @property
     def eot_token_id(self) -> int:
@@ -131,7 +122,7 @@ class HarnessModel(TemplateLM):
                 going.remove(row)
 
         for tokens in generate(
-            self._graph, self._model, self._parameters, rows, max_tokens, self._mesh,
+            self._model, self._parameters, rows, max_tokens, self._mesh,
             sampling=sampling, seed=seed, valid=self._tokens.vocabulary, fill_to=fill_to,
         ):  # fmt: skip
             for row in tuple(going):
@@ -170,7 +161,7 @@ def generation_options(given: dict, context: int) -> tuple[Sampling, int, tuple[
         raise InputError(f"{_SECTION}: {', '.join(options)} is nothing that jaxlm can generate with")
     if not 0 < max_tokens <= context:
         raise InputError(f"{_SECTION}.max_gen_toks = {max_tokens} must be 1 to model.context = {context}")
-    return Sampling(temperature=0.0) if greedy else drawn.check(_SECTION), max_tokens, stops
+    return Sampling(temperature=0.0) if greedy else drawn.check((_SECTION + ".{} =").format), max_tokens, stops
 
 
 def _read(key: str, value: Any) -> Any:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxlm.inference.config import Sampling
+from jaxlm.inference.requests import Sampling
 
 
 def sample(logits_BV: jax.Array, key: jax.Array, how: Sampling, valid: int | None = None) -> jax.Array:

@@ -14,7 +14,7 @@ from jaxlm import sharding
 from jaxlm.errors import InputError
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.positions import visible_in_rows
-from jaxlm.models.tree import Tree
+from jaxlm.models.tree import Tree, abstract
 from jaxlm.training.losses import cross_entropy
 
 _SHORTEST = 32
@@ -56,15 +56,8 @@ def padded_length(tokens: int, longest: int) -> int:
 class Scorer:
     """Scores continuations under one model, `batch` at a time on a mesh; `valid` as in `token_logprobs`."""
 
-    def __init__(
-        self,
-        graph: nnx.GraphDef,
-        model: ModelConfig,
-        parameters: Tree,
-        batch: int,
-        mesh: Mesh,
-        valid: int | None = None,
-    ):
+    def __init__(self, model: ModelConfig, parameters: Tree, batch: int, mesh: Mesh, valid: int | None = None):
+        graph, _ = abstract(model)
         self._context, self._parameters, self._batch, self._mesh = model.context, parameters, batch, mesh
         self._logprobs = jax.jit(partial(token_logprobs, graph, valid=valid), out_shardings=sharding.replicated(mesh))
 

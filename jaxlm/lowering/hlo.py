@@ -131,7 +131,7 @@ class Program:
             times[computation] += runs
         return times
 
-    def kernels(self) -> Iterator[tuple[Computation, Instruction, int]]:
+    def executed(self) -> Iterator[tuple[Computation, Instruction, int]]:
         """What the device is told to run, one after the other, and how often: instructions of the entry and of the
         loops and branches beneath it, but not what is inside fusions and reductions."""
         reached, waiting = {}, [self.entry.name]
@@ -210,7 +210,7 @@ def parse(text: str) -> Program:
 
 def _instruction(name: str, text: str) -> Instruction:
     """`TYPE opcode(operands), attributes`."""
-    type, at = shapes.parse_first(text, 0)
+    type, at = shapes.parse(text, 0)
     opcode, _, rest = text[at:].strip().partition("(")
     depth, end = 1, 0
     quoted = False
@@ -260,7 +260,8 @@ def _short(file: str) -> str:
 
 
 def _constant_bound(program: Program, condition: Computation) -> int | None:
-    """n of a condition `counter < n`, where the counter starts at 0 and goes up by 1, as JAX's loops do."""
+    """The largest whole number that stands in a loop's condition, and what it is taken for: n of `counter < n`, where
+    the counter starts at 0 and goes up by 1, as JAX's loops do. None where there is no number."""
     constants = {}
     for computation in (condition, *_within(program, condition)):
         for instruction in computation.instructions.values():

@@ -21,7 +21,9 @@ from jaxlm.costs.hardware import Target
 from jaxlm.lowering import bundles, targets
 from jaxlm.lowering.assembly import Assembled, assemble, compile_to_ptx
 from jaxlm.lowering.bundles import Scheduled
+from kernels_pallas import target
 from kernels_pallas.cases import Case, Operation
+from kernels_pallas.choice import KERNELS, cannot_lower
 from kernels_pallas.registry import OPERATIONS
 
 # One of each generation: a slice as small as its compiler allows; programs are for one device of it.
@@ -29,7 +31,16 @@ GPUS = {"A100": "a100-sxm4-80g:1", "H100": "h100-sxm5:1", "H200": "h200-sxm:1", 
 TPUS = {"v4": "tpu-v4:4", "v5e": "tpu-v5e:4", "v5p": "tpu-v5p:4", "v6e": "tpu-v6e:4", "v7x": "tpu-v7x:4"}
 CHIPS = GPUS | TPUS
 ASSEMBLED = ("A100", "H100", "B200")  # one of each compute capability: an H200 runs the machine code of an H100
-LOWERED_FOR = {"triton": GPUS, "mosaic_gpu": {"H100", "H200"}, "mosaic_tpu": TPUS}
+
+
+def _lowered_for(implementation: str) -> tuple[str, ...]:
+    """The chips of CHIPS that one of KERNELS runs on."""
+    chips = {name: Target.parse(text).chip for name, text in CHIPS.items()}
+    known = {name: target.of_kind(chip.kind, chip.device_kinds[0]) for name, chip in chips.items()}
+    return tuple(name for name, chip in known.items() if cannot_lower(implementation, chip) is None)
+
+
+LOWERED_FOR = {implementation: _lowered_for(implementation) for implementation in KERNELS}
 
 
 class Row(NamedTuple):

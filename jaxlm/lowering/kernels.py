@@ -77,7 +77,7 @@ def kernels(program: Program, declared: Declared = _NONE) -> list[Kernel]:
 def calls(program: Program) -> list[tuple[str, int]]:
     """Pallas kernels and library calls by name, and how often each runs."""
     found: dict[str, int] = {}
-    for _, instruction, times in program.kernels():
+    for _, instruction, times in program.executed():
         target = instruction.attribute("custom_call_target") or ""
         if instruction.opcode == "custom-call" and not _OWN.search(target):
             name = scope(instruction.op_name) if _PALLAS.search(target) else target
@@ -134,7 +134,7 @@ def _all(program: Program, declared: Declared) -> list[tuple[Computation, Instru
 
 
 def _compiled(program: Program) -> Iterator[tuple[Computation, Instruction, Kernel]]:
-    for computation, instruction, times in program.kernels():
+    for computation, instruction, times in program.executed():
         opcode = instruction.opcode
         if opcode in _NOTHING or controlled(instruction) or _ENDS.search(opcode):
             continue

@@ -9,7 +9,6 @@ import numpy as np
 from jaxlm.lowering.hlo import Computation, Instruction, Program
 
 _CUBLAS = re.compile(r"__cublas|__cudnn\$gemm")
-_SIZES = re.compile(r"\d+")
 
 
 def program_flops(program: Program) -> int:

@@ -12,10 +12,10 @@ from jaxlm import sharding
 from jaxlm.config import Experiment
 from jaxlm.costs.workload import Kind
 from jaxlm.inference.cache import cache_shardings, empty_cache
-from jaxlm.inference.config import Sampling
 from jaxlm.inference.generate import programs
+from jaxlm.inference.requests import Sampling
 from jaxlm.models import tree as model_tree
-from jaxlm.training.step import cast, jit_steps, make_steps
+from jaxlm.training.step import jit_steps, make_steps
 
 
 @dataclass(frozen=True)
@@ -51,29 +51,24 @@ def step(experiment: Experiment, kind: Kind, mesh: Mesh) -> Step:
         return Step(*_train(experiment, mesh), mesh)
     model, training = experiment.model, experiment.training
     dtype = jnp.dtype(training.dtype)
-    graph, tree = model_tree.abstract(model)
-    prefill, decode = programs(graph, model, training.batch, training.sequence, dtype, mesh, Sampling(), None)
-    parameters = jax.eval_shape(lambda tree: cast(tree, dtype), model_tree.shapes(tree))
-    parameters = _placed(parameters, model_tree.shardings(tree, mesh))
+    _, tree = model_tree.abstract(model)
+    prefill, decode = programs(model, training.batch, training.sequence, dtype, mesh, Sampling(), None)
+    parameters = model_tree.placed(model_tree.shapes(tree, dtype), model_tree.shardings(tree, mesh))
     key = jax.eval_shape(lambda: jax.random.key(0))
     one = _ids((training.batch,), mesh)
     if kind == "prefill":
         return Step(prefill, (parameters, _ids((training.batch, training.sequence), mesh), one, key), mesh)
     empty = jax.eval_shape(lambda: empty_cache(model, training.batch, training.sequence, dtype))
-    cache = _placed(empty, cache_shardings(model, training.batch, training.sequence, mesh))
+    cache = model_tree.placed(empty, cache_shardings(model, training.batch, training.sequence, mesh))
     return Step(decode, (parameters, one, cache, key), mesh)
 
 
 def _train(experiment: Experiment, mesh: Mesh) -> tuple[Any, tuple]:
     steps = make_steps(experiment.model, experiment.training, experiment.optimizer)
-    state = _placed(jax.eval_shape(steps.init), steps.shardings(mesh))
+    state = model_tree.placed(jax.eval_shape(steps.init), steps.shardings(mesh))
     shape = experiment.training.batch, experiment.training.sequence
     batch = {name: _ids(shape, mesh) for name in ("tokens", "targets", "segments", "positions")}
     return jit_steps(steps, mesh).train, (state, batch)
-
-
-def _placed(shapes: Any, shardings: Any) -> Any:
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
 def _ids(shape: tuple[int, ...], mesh: Mesh) -> jax.ShapeDtypeStruct:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxlm.config import Experiment, workload
 from jaxlm.costs import operations
+from jaxlm.costs.chips import Chip
 from jaxlm.costs.count import count_jaxpr
 from jaxlm.costs.hardware import Target
 from jaxlm.costs.network import KINDS, Network
@@ -25,13 +26,15 @@ from jaxlm.lowering.kernels import Chain, Kernel
 
 
 class Memory(NamedTuple):
-    """Bytes on one device. `outputs` are those that do not take the place of a donated argument; `temporaries` the
-    whole that XLA's allocator takes for what lives in between, gaps included; `peak` is all of them together."""
+    """Bytes on one device. `outputs` are those that do not take the place of a donated argument; `temporaries` what
+    lives in between and must have room; `peak` is all three together. `gaps` are what a TPU's allocator leaves free
+    between temporaries while there is room for it, and closes where there is not."""
 
     arguments: int
     outputs: int
     temporaries: int
     peak: int
+    gaps: int
     capacity: int
 
 
@@ -149,12 +152,12 @@ class DoesNotFit(Exception):
 
     def row(self) -> dict[str, Any]:
         """As JSON, with the keys of a report: null or empty is what only a compiled program says."""
-        sizes = {"arguments": self.arguments, "outputs": None, "temporaries": self.temporaries, "peak": self.needed}
+        sizes = {"arguments": self.arguments, "temporaries": self.temporaries, "peak": self.needed}
         return {
             **_asked(self.plan),
             "compile_s": self.compile_s,
             "quick": self.quick,
-            "memory_bytes_per_device": {**sizes, "capacity": self.plan.capacity},
+            "memory_bytes_per_device": {**dict.fromkeys(Memory._fields), **sizes, "capacity": self.plan.capacity},
             "fits": False,
             "held_at_peak": [],
             "flops_per_device": None,
@@ -232,7 +235,7 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
             plan=counted,
             quick=quick,
             compile_s=seconds,
-            memory=_memory(compiled, chip.device_capacity()),
+            memory=memory_of(compiled, chip),
             held=_held(program),
             flops=products.program_flops(program),
             kernel_flops=sum(kernel.count * kernel.declared for kernel in found),
@@ -268,11 +271,14 @@ def _declared(traced: jax.stages.Traced, target: Target) -> dict[str, float]:
     return found
 
 
-def _memory(compiled: jax.stages.Compiled, capacity: int) -> Memory:
+def memory_of(compiled: jax.stages.Compiled, chip: Chip) -> Memory:
+    """What a compiled program takes of a device. A GPU's runtime asks for temporaries as one block, gaps and all."""
     said = compiled.memory_analysis()
-    arguments, temporaries = said.argument_size_in_bytes, said.temp_size_in_bytes
     outputs = said.output_size_in_bytes - said.alias_size_in_bytes
-    return Memory(arguments, outputs, temporaries, arguments + outputs + temporaries, capacity)
+    taken = said.argument_size_in_bytes + outputs + said.temp_size_in_bytes
+    peak = min(taken, said.peak_memory_in_bytes) if chip.kind == "tpu" else taken
+    temporaries = peak - said.argument_size_in_bytes - outputs
+    return Memory(said.argument_size_in_bytes, outputs, temporaries, peak, taken - peak, chip.device_capacity())
 
 
 def _held(program: hlo.Program) -> tuple[Held, ...]:

@@ -36,21 +36,13 @@ class Array:
 Type = Array | tuple["Type", ...]
 
 
-def parse(text: str) -> Type:
-    """The type that a text holds, and no more: `(bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, s32[])`."""
-    type, end = parse_first(text, 0)
-    if text[end:].strip():
-        raise ValueError(f"a type and more: {text}")
-    return type
-
-
 def arrays(type: Type) -> list[Array]:
     """The arrays of a type, from left to right."""
     return [type] if isinstance(type, Array) else [array for part in type for array in arrays(part)]
 
 
-def parse_first(text: str, start: int) -> tuple[Type, int]:
-    """The type at a place of a text, and where it ends."""
+def parse(text: str, start: int) -> tuple[Type, int]:
+    """The type at a place of a text, such as `(bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, s32[])`, and where it ends."""
     while text[start] == " ":
         start += 1
     if text[start] != "(":
@@ -60,7 +52,7 @@ def parse_first(text: str, start: int) -> tuple[Type, int]:
         return _array(*found.groups()), found.end()
     parts, at = [], start + 1
     while text[at] != ")":
-        part, at = parse_first(text, at)
+        part, at = parse(text, at)
         parts.append(part)
         while text[at] in ", ":
             at += 1

@@ -1,4 +1,8 @@
-"""Attention: how tokens read from one another."""
+"""Attention: how tokens read from one another.
+
+`dot_product_attention` is what XLA runs where no kernel does, and what `jaxlm.costs` counts: laid out for its products,
+on a CPU in parts. The reference in `kernels_pallas` says what its kernels compute, and they can more.
+"""
 
 import math
 from typing import Any
@@ -12,9 +16,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxlm.models import causal, config, kernels
 from jaxlm.models.layers import linear, norm, product_in_float32, whole_sequence
 from jaxlm.models.parameters import Module, normal, param, zeros
-from jaxlm.models.positions import Rotation, Visible, rotate
+from jaxlm.models.positions import Rotation, rotate
 from jaxlm.sharding import constrain, parts_of
 from kernels_pallas import flash_attention
+from kernels_pallas.flash_attention import Visible
 
 _HEADS = "batch", "sequence", "act_heads", "act_head_width"
 _KV_HEADS = "batch", "sequence", "act_kv_heads", "act_head_width"
@@ -25,8 +30,8 @@ def dot_product_attention(
 ) -> jax.Array:
     """softmax(q·kᵀ / √H) · v over the visible keys (Vaswani et al. 2017, equation 1) → [B, T, N, H].
 
-    N is a multiple of K; query heads n·G … n·G + G − 1 share key/value head n. Scores and softmax are float32.
-    A query that sees nothing gives zeros.
+    `visible` is one interval per query. N is a multiple of K; query heads n·G … n·G + G − 1 share key/value head n.
+    Scores and softmax are float32. A query that sees nothing gives zeros.
     """
     kv_heads, queries = key_BSKH.shape[2], query_BTNH.shape[1]
     query = rearrange(query_BTNH, "B T (K G) H -> B K (G T) H", K=kv_heads)
@@ -35,7 +40,7 @@ def dot_product_attention(
     scores = rearrange(scores * query.shape[-1] ** -0.5, "B K (G T) S -> B K G T S", T=queries)
 
     index_S = jnp.arange(key_BSKH.shape[1])[None, None]
-    seen_BTS = (visible.start_BT[..., None] <= index_S) & (index_S < visible.end_BT[..., None])
+    seen_BTS = (visible.start[..., None] <= index_S) & (index_S < visible.end[..., None])
     # The largest negative finite number, not −∞: a row that sees nothing must not become NaN.
     scores = jnp.where(seen_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
 
@@ -73,7 +78,7 @@ def attend(
 
     `is_causal`: keys are as many as queries, and query t sees none behind t.
     """
-    if not kernels.serve(choice):
+    if not kernels.kernels_run_here(choice):
         attention = in_causal_parts if is_causal and kernels.on_cpu() else dot_product_attention
         # `flash_attention` gives its result this name itself.
         return checkpoint_name(attention(query_BTNH, key_BSKH, value_BSKH, visible), "attention")
@@ -89,7 +94,7 @@ def attend(
 
     rows = _HEADS[:2]
     arrays = (query_BTNH, _HEADS), (key_BSKH, _KV_HEADS), (value_BSKH, _KV_HEADS)
-    return kernels.run(choice, operation, *arrays, (visible.start_BT, rows), (visible.end_BT, rows))
+    return kernels.run(choice, operation, *arrays, (visible.start, rows), (visible.end, rows))
 
 
 class GroupedQueryAttention(Module):

@@ -13,13 +13,14 @@ Axes = tuple[str | None, ...]
 
 STREAM: Axes = ("batch", "stream", "act_model")
 
-# What tests put here, so that kernels run, interpreted, where there is no chip for them.
-_HOW: dict[str, Any] = {}
+# Options that operations are given besides their own: none, but where tests have kernels run, interpreted, on a machine
+# without a chip for them.
+forced_options: dict[str, Any] = {}
 
 
-def serve(kernels: Kernels) -> bool:
+def kernels_run_here(kernels: Kernels) -> bool:
     """Whether kernels are to run here: not where the model's switch leaves them out, and not on a CPU."""
-    return kernels != "reference" and bool(_HOW or _platform() not in ("cpu", None))
+    return kernels != "reference" and bool(forced_options or _platform() not in ("cpu", None))
 
 
 def on_cpu() -> bool:
@@ -33,11 +34,6 @@ def _platform() -> str | None:
     return chip and chip.platform
 
 
-def how() -> dict[str, Any]:
-    """What operations are given besides."""
-    return _HOW
-
-
 def run(kernels: Kernels, operation: Callable, *operands: tuple[jax.Array | None, Axes], **options: Any) -> Any:
     """operation(*arrays, **options) of kernels_pallas, whose results lie as the first array does.
 
@@ -46,6 +42,6 @@ def run(kernels: Kernels, operation: Callable, *operands: tuple[jax.Array | None
       operands: each array with its logical axes; what the operation looks at together must be whole on a device.
     """
     arrays = [x for x, _ in operands]
-    if not serve(kernels):
+    if not kernels_run_here(kernels):
         return operation(*arrays, implementation="reference", **options)
-    return sharding.on_each_device(lambda *parts: operation(*parts, **options, **_HOW), *operands)
+    return sharding.on_each_device(lambda *parts: operation(*parts, **options, **forced_options), *operands)

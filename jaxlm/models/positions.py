@@ -8,16 +8,7 @@ import jax.numpy as jnp
 
 from jaxlm.models import config, kernels
 from kernels_pallas import rotary_embedding
-
-
-class Visible(NamedTuple):
-    """Query t sees exactly the keys s with start_BT ≤ s < end_BT (int32, key indices).
-
-    Causality, packing, windows and a cache's filled part are all intervals: O(T) memory where a mask is O(T·S).
-    """
-
-    start_BT: jax.Array
-    end_BT: jax.Array
+from kernels_pallas.flash_attention import Visible
 
 
 def visible_in_rows(positions_BT: jax.Array) -> Visible:

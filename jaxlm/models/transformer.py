@@ -10,11 +10,13 @@ from flax import nnx
 
 from jaxlm.models import config
 from jaxlm.models.attention import attention
+from jaxlm.models.embedding import look_up
 from jaxlm.models.feed_forward import feed_forward
 from jaxlm.models.layers import Dropout, norm, product_in_float32, whole_sequence
 from jaxlm.models.parameters import Module, normal, param, scope, stack
-from jaxlm.models.positions import Rotation, Visible, rotation
-from jaxlm.sharding import by_parts, constrain, is_parted
+from jaxlm.models.positions import Rotation, rotation
+from jaxlm.sharding import constrain, is_parted
+from kernels_pallas.flash_attention import Visible
 
 
 class Execution(NamedTuple):
@@ -95,9 +97,9 @@ class Transformer(Module):
           cache: keys and values of earlier tokens (`jaxlm.inference.cache.Cache`), or None.
           observe: a function of the stream after each layer; what it returns comes back stacked, [L, …].
         """
-        x_BTD = _look_up(self.embedding, tokens_BT)
+        x_BTD = look_up(self.embedding, tokens_BT)
         if self.positions is not None:
-            x_BTD = x_BTD + _look_up(self.positions, positions_BT)
+            x_BTD = x_BTD + look_up(self.positions, positions_BT)
         x_BTD = dropout.at(0)(x_BTD, 0)
 
         turn = None
@@ -124,76 +126,6 @@ class Transformer(Module):
             logits = product_in_float32(f"{rows}D,{letters}->{rows}V", hidden, table[...])
         logits_BTV = logits.reshape(*hidden_BTD.shape[:-1], -1)
         return constrain(logits_BTV, "batch", "sequence", "act_vocab")
-
-
-def _look_up(table: nnx.Param, index_BT: jax.Array) -> jax.Array:
-    """Rows of a table [rows, D], as [B, T, D].
-
-    The table is made whole in D first: left to itself, the partitioner gathers the ids and then moves the
-    activations instead. The sequence is parted only behind the look-up: before it, the rows would be gathered.
-    """
-    with scope(table):
-        rows_PRD = by_parts(constrain(table[...], table.axes[0], "act_model"), table.axes[0])
-        x_BTD = looked_up(rows_PRD, index_BT)
-        x_BTD = constrain(x_BTD, "batch", "sequence", "act_model")
-        return constrain(x_BTD, "batch", "stream", "act_model")
-
-
-def looked_up(rows_PRD: jax.Array, index_BT: jax.Array) -> jax.Array:
-    """Rows of a table [P, R, D], which lies in P parts, by their numbers, int [B, T], as [B, T, D] in its dtype; beyond
-    the table the nearest. The gradient of a table narrower than float32 is added up in float32."""
-    return (_rows if rows_PRD.dtype == jnp.float32 else _narrow_rows)(rows_PRD, index_BT)
-
-
-def _rows(rows_PRD: jax.Array, index_BT: jax.Array) -> jax.Array:
-    """The parts stay where they are: each gives what it has and zeros for the rest, and the results are added."""
-    parts, rows, _ = rows_PRD.shape
-
-    def held(rows_RD: jax.Array, first: jax.Array) -> jax.Array:
-        at_BT = jnp.clip(index_BT, 0, parts * rows - 1) - first
-        x_BTD = jnp.take(rows_RD, at_BT, axis=0, mode="clip")
-        return jnp.where(((0 <= at_BT) & (at_BT < rows))[..., None], x_BTD, 0)
-
-    x_PBTD = jax.vmap(held)(rows_PRD, rows * jnp.arange(parts))
-    # jnp.sum would add in float32, and send that: here one of the P is not zero.
-    return jax.lax.reduce_sum(x_PBTD, axes=(0,))
-
-
-_narrow_rows = jax.custom_vjp(_rows)
-
-
-def _rows_forward(rows_PRD: jax.Array, index_BT: jax.Array) -> tuple[jax.Array, tuple]:
-    # An empty array remembers shape and dtype, and lets the table go.
-    return _rows(rows_PRD, index_BT), (index_BT, jnp.zeros((0, *rows_PRD.shape), rows_PRD.dtype))
-
-
-def _rows_backward(saved: tuple, d_BTD: jax.Array) -> tuple[jax.Array, None]:
-    """Of a frequent token thousands of gradients are added: in float32, since in bfloat16 the sum would stand still.
-    Each device adds those of its own rows of the batch, and rounds before sums travel."""
-    index_BT, like = saved
-    _, parts, rows, D = like.shape
-
-    def added(d_BTD: jax.Array, index_BT: jax.Array) -> jax.Array:
-        """[P, R, D]. Sums of N tokens are as many or fewer: a table of them in float32 may be far larger."""
-        place_N = jnp.arange(index_BT.size)
-        index_N, order_N = jax.lax.sort((jnp.clip(index_BT, 0, parts * rows - 1).reshape(-1), place_N), num_keys=1)
-        begins_N = jnp.concatenate([jnp.ones(1, bool), index_N[1:] != index_N[:-1]])
-        at_N = jax.lax.cummax(jnp.where(begins_N, place_N, 0))  # each sum stands where its index begins
-        sums_ND = jnp.zeros((index_BT.size, D), jnp.float32)
-        sums_ND = sums_ND.at[at_N].add(d_BTD.reshape(-1, D)[order_N].astype(jnp.float32), indices_are_sorted=True)
-
-        def put(first: jax.Array) -> jax.Array:
-            held_N = begins_N & (first <= index_N) & (index_N < first + rows)
-            row_N = jnp.where(held_N, index_N - first, rows)  # behind the last: dropped
-            return jnp.zeros((rows, D), like.dtype).at[row_N].set(sums_ND.astype(like.dtype), mode="drop")
-
-        return jax.vmap(put)(rows * jnp.arange(parts))
-
-    d_GPRD = jax.vmap(added)(by_parts(d_BTD, "batch"), by_parts(index_BT, "batch"))
-    return jax.lax.reduce_sum(d_GPRD, axes=(0,)), None
-
-
-_narrow_rows.defvjp(_rows_forward, _rows_backward)
 
 
 def _through(

@@ -36,14 +36,19 @@ def read(tree: nnx.State, leaf: Callable[[nnx.Param], Any]) -> Tree:
     return nnx.to_pure_dict(tree, extract_fn=leaf)
 
 
-def shapes(tree: nnx.State) -> Tree:
-    """The `jax.ShapeDtypeStruct` of each parameter."""
-    return read(tree, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+def shapes(tree: nnx.State, dtype: jax.typing.DTypeLike | None = None) -> Tree:
+    """The `jax.ShapeDtypeStruct` of each parameter, as declared or in another dtype."""
+    return read(tree, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype))
 
 
-def shardings(tree: nnx.State, mesh: Mesh, table: sharding.Table = sharding.TABLE) -> Tree:
+def shardings(tree: nnx.State, mesh: Mesh) -> Tree:
     """The NamedSharding of each parameter."""
-    return read(tree, lambda leaf: sharding.sharding(leaf.axes, leaf.shape, mesh, table))
+    return read(tree, lambda leaf: sharding.sharding(leaf.axes, leaf.shape, mesh))
+
+
+def placed(shapes: Any, shardings: Any) -> Any:
+    """The `jax.ShapeDtypeStruct`s of any tree with the shardings of another that is built alike."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ _ADVICE = re.compile(r"\.? *Truncating/padding is|\s*If this mismatch is")
 _REASON = 300
 # What any disk or network that is fit for training can do.
 _BYTES_PER_S = 1e8
+# How long processes wait for the slowest beyond that.
+_PATIENCE_S = 1200
 
 # Orbax reports each of its phases there, and with tracebacks of its threads what it raises besides.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -51,7 +53,9 @@ class Checkpoints:
     `TrainState`), keyed by tree path.
     """
 
-    def __init__(self, directory: Path, keep: int):
+    def __init__(self, directory: Path, keep: int, size: int = 0):
+        """`size`: the bytes of a state. All are written, and then read again to be sealed, while processes wait for one
+        another."""
         self._directory = directory.absolute()
         with first_goes_first("cleaning checkpoints"):
             for left in self._directory.glob(_IN_PROGRESS):  # by a process that was killed while saving
@@ -64,7 +68,9 @@ class Checkpoints:
             best_fn=lambda metrics: metrics[_LOSS],  # without it Orbax writes no metrics down
             best_mode="min",
             preservation_policy=AnyPreservationPolicy(policies),
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
+            async_options=ocp.AsyncOptions(
+                timeout_secs=int(_PATIENCE_S + 2 * size / _BYTES_PER_S), post_finalization_callback=self._seal
+            ),
         )
         self._manager = ocp.CheckpointManager(self._directory, options=options)
         self._began = self._longest_s = 0.0
@@ -140,8 +146,8 @@ class Checkpoints:
 
 
 def bytes_of(state: TrainState) -> int:
-    """Of all its arrays."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    """Of all its arrays, which may be abstract."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 def resume_from(directory: Path, say: Callable[[str], None]) -> int | None:
@@ -238,11 +244,6 @@ def _restore(directory: Path, step: int, **items: Any) -> dict[str, Any]:
             raise InputError(
                 f"checkpoint {step} of {directory} does not fit the model ({why}); put [model] back as it was trained"
             ) from error
-
-
-def shaped(tree: Any, shardings: Any) -> Any:
-    """`jax.ShapeDtypeStruct`s with shardings, from an abstract tree and its shardings."""
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
 def _steps(directory: Path) -> list[int]:

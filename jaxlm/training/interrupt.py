@@ -1,4 +1,4 @@
-"""Why a process stops before its work is done: Ctrl-C, SIGTERM, or the hours it was given."""
+"""Why a process stops before its work is done: Ctrl-C, SIGTERM, a closed terminal, or the hours it was given."""
 
 import math
 import os
@@ -12,8 +12,11 @@ from types import FrameType
 from jaxlm.errors import InputError
 from jaxlm.training.goodput import process_age
 
-# Why a run stops, as a number that processes can agree on by its maximum: 0 is not at all, above 1 is a signal.
-OUT_OF_TIME = 1
+# Why a run stops is the number of a signal, and 0 is not at all, so that processes can agree on it by its maximum. The
+# hours end with an alarm.
+OUT_OF_TIME = int(signal.SIGALRM)
+# These say once more what was said: shell and system both tell of a closed terminal.
+_REPEATED = (signal.SIGALRM, signal.SIGHUP)
 # How long the main thread has to notice a signal: inside a compiler it does not.
 _NOTICE_S = 2.0
 # Of an alarm: no time at all would be none.
@@ -31,7 +34,8 @@ class Stopped(BaseException):
 
 
 class StopRequest:
-    """While it is the context, the first SIGINT or SIGTERM asks for an end, and a second one ends the process at once.
+    """While it is the context, the first SIGINT, SIGTERM or SIGHUP asks for an end, and a second one, but of SIGHUP,
+    ends the process at once. Where SIGHUP is ignored, as under nohup, it stays so.
 
     At first there is nothing to save, and the first signal raises Stopped, as does the end of the `hours` that this
     process may last; where the main thread does not notice for two seconds, `leave(reason)` is called in another
@@ -51,8 +55,9 @@ class StopRequest:
         os.set_blocking(self._write, False)
         # The numbers of signals arrive in the pipe whatever the main thread does.
         self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
-            self._before[number] = signal.signal(number, self._notice)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._notice)
         self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._watcher.start()
         if math.isfinite(self._limit_s):
@@ -84,7 +89,7 @@ class StopRequest:
         return self._signal or (OUT_OF_TIME if process_age() + ahead_s > self._limit_s else 0)
 
     def _notice(self, number: int, _: FrameType | None) -> None:
-        self._signal = self._signal or _reason(number)
+        self._signal = self._signal or number
         first, self._noticed = not self._noticed, True
         if first and not self._noting:
             raise Stopped(self._signal)
@@ -97,15 +102,11 @@ class StopRequest:
                 if not number:  # the context ended
                     return
                 if number in self._before:
-                    if asked and number != signal.SIGALRM:
+                    if asked and number not in _REPEATED:
                         os._exit(128 + number)
-                    asked = self._signal = asked or _reason(number)
+                    asked = self._signal = asked or number
             elif not self._noting and not self._noticed:
                 os._exit(self._leave(asked))
-
-
-def _reason(number: int) -> int:
-    return OUT_OF_TIME if number == signal.SIGALRM else number
 
 
 def named(reason: int) -> str | None:

@@ -12,7 +12,7 @@ from jaxlm.costs.flops import Flops, flops
 from jaxlm.costs.hardware import Target
 from jaxlm.costs.memory import Memory, memory
 from jaxlm.costs.napkin import Napkin, napkin
-from jaxlm.costs.plan import Time, mfu, time
+from jaxlm.costs.plan import Time, mfu, step_time
 from jaxlm.costs.workload import Workload
 from jaxlm.errors import InputError
 
@@ -52,7 +52,7 @@ def counted(work: Workload, mesh: Mesh) -> Counted:
     elif device.platform == "cpu":
         work = work.on_cpu()
     try:
-        seconds = target and time(work, target)
+        seconds = target and step_time(work, target)
     except InputError:  # emulated devices have no links, and some chips no published rate
         seconds = None
     return Counted(work, flops(work), memory(work, device.platform), target, seconds)

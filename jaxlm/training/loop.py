@@ -15,10 +15,10 @@ from jaxlm import sharding
 from jaxlm.data.dataset import Dataset
 from jaxlm.data.loader import training_batches
 from jaxlm.data.packing import Rows
-from jaxlm.distributed import Agreement, failing_as_one, meet
+from jaxlm.distributed import Agreement, failing_as_one, first_goes_first, meet
 from jaxlm.errors import RunFailed
 from jaxlm.models.config import ModelConfig
-from jaxlm.models.tree import Tree
+from jaxlm.models.tree import Tree, placed
 from jaxlm.training import checkpoints
 from jaxlm.training.checkpoints import Checkpoints, bytes_of
 from jaxlm.training.config import CheckpointConfig, EvaluationConfig, OptimizerConfig, TrainingConfig
@@ -88,10 +88,13 @@ class Trainer:
         self._make_recorder, self._norms_every = recorder, norms_every
         self._profiler, self._stop, self._clock, self._counted = profiler, stop, clock, counted
         sources = dataset.sources
-        self._rows = [(Rows(source.train, training.sequence), source.weight) for source in sources.values()]
-        self._held_out_rows = {name: Rows(source.held_out, training.sequence) for name, source in sources.items()}
+        with first_goes_first("packing"):
+            self._rows = [(Rows(source.train, training.sequence), source.weight) for source in sources.values()]
+            self._held_out_rows = {name: Rows(source.held_out, training.sequence) for name, source in sources.items()}
         self._steps = make_steps(model, training, optimization)
         self._compiled = jit_steps(self._steps, mesh)
+        self._shapes = jax.eval_shape(self._steps.init)
+        self._state_bytes = bytes_of(self._shapes)
         self._directory = run / "checkpoints"
         self._agreement = Agreement(mesh)
         self._pace = Pace(clock)
@@ -110,7 +113,7 @@ class Trainer:
         with (
             ExitStack() as self._noting,  # to the very end: there is something to lose until all is written
             jax.set_mesh(self._mesh),
-            Checkpoints(self._directory, self._checkpoint.keep) as self._saved,
+            Checkpoints(self._directory, self._checkpoint.keep, self._state_bytes) as self._saved,
             self._make_recorder(step or 0) as self._recorder,
             failing_as_one(),  # here too: closing checkpoints waits for the others
         ):
@@ -127,7 +130,7 @@ class Trainer:
             with self._clock.phase("compilation"):
                 return self._compiled.init()
         self._display.say(f"resuming from step {newest}")
-        like = checkpoints.shaped(jax.eval_shape(self._steps.init), self._steps.shardings(self._mesh))
+        like = placed(self._shapes, self._steps.shardings(self._mesh))
         with self._clock.phase("restoring"):
             return checkpoints.restore_state(self._directory, newest, like)
 
@@ -141,7 +144,6 @@ class Trainer:
         share = sharding.process_rows(training.batch, self._mesh)
         batches = training_batches(self._rows, training.batch, training.seed, start=step, share=share)
         batch = sharding.put_batch(next(batches), self._mesh)
-        self._state_bytes = bytes_of(state)
         self._saved.check_room(self._state_bytes)
         programs = self._compile(state, batch)
 

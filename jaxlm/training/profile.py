@@ -30,7 +30,8 @@ class Steps(NamedTuple):
 
 
 class Profiler:
-    """Traces `steps` into a folder; with None it does nothing."""
+    """Traces `steps` into a folder, in a job of several processes each into one of its own there; with None it does
+    nothing."""
 
     def __init__(self, steps: Steps | None, directory: Path, say: Callable[[str], None]):
         self._steps, self._directory, self._say, self._tracing = steps, directory, say, False
@@ -52,7 +53,8 @@ class Profiler:
             import jax
 
             settle()
-            jax.profiler.start_trace(self._directory)
+            own = f"process-{jax.process_index()}" if jax.process_count() > 1 else ""  # or those of a host overwrite
+            jax.profiler.start_trace(self._directory / own)
             self._tracing = True
 
     def close(self) -> None:

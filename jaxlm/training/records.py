@@ -60,7 +60,7 @@ def environment(devices: list) -> dict[str, Any]:
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": sys.argv,
-        "versions": {name: _version(name) for name in _VERSIONS},
+        "versions": versions(*_VERSIONS),
         "python": platform.python_version(),
         "git_commit": _git_commit(),
         "machine": platform.machine(),
@@ -87,6 +87,11 @@ def memory_use(devices: list) -> dict[str, int | None]:
     return {"memory_bytes": now, "peak_memory_bytes": max(now, peak)}  # the peak was read before
 
 
+def versions(*names: str) -> dict[str, str | None]:
+    """Of installed packages; None for those that are not."""
+    return {name: _version(name) for name in names}
+
+
 def _version(name: str) -> str | None:
     try:
         return metadata.version(name)
@@ -105,7 +110,7 @@ def _git_commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
+        return git("rev-parse", "HEAD") + ("+changes" if git("--no-optional-locks", "status", "--porcelain") else "")
     except (OSError, subprocess.SubprocessError):
         return None
 

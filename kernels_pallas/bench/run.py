@@ -18,11 +18,10 @@ from kernels_pallas.bench.ceilings import Ceilings, ceilings
 from kernels_pallas.bench.record import Record
 from kernels_pallas.bench.timing import Time, measure
 from kernels_pallas.cases import Case, Operation
+from kernels_pallas.choice import KERNELS, cannot_lower
 from kernels_pallas.registry import OPERATIONS, check
 
 SMALL = "small"
-# Where these run; all others do anywhere.
-_PLATFORMS = {"triton": "gpu", "mosaic_gpu": "gpu", "cudnn": "gpu", "mosaic_tpu": "tpu"}
 _PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "torch", "triton", "numpy")
 
 
@@ -154,9 +153,9 @@ def compare(
         reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
         return named(implementation) | {"reason": reason[:300]}
 
-    platform = jax.devices()[0].platform
+    chip = target.of_device(jax.devices()[0])
     for implementation in ("reference", *operation.implementations, *operation.others):
-        if _PLATFORMS.get(implementation, platform) != platform:
+        if not _is_for(implementation, chip):
             continue
         if reason := begin(named(implementation)):
             yield left_out(implementation, reason)
@@ -178,6 +177,13 @@ def compare(
             found = left_out(peer.name, error)
         peers.give_back()
         yield found
+
+
+def _is_for(implementation: str, chip: target.Target) -> bool:
+    """Whether it is for this kind of chip, where it may yet refuse a case."""
+    if implementation in KERNELS:
+        return cannot_lower(implementation, chip) is None
+    return implementation != "cudnn" or chip.platform == "gpu"
 
 
 def _timed(

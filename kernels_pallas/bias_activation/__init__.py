@@ -38,7 +38,7 @@ def bias_activation(
     launch = rows.choose_launch(BiasActivation, x, implementation, _interpret)
     if launch is None:
         return reference.bias_activation(x, bias, activation=activation)
-    return rows.apply(BiasActivation(activation), launch, (x,), (bias,))[0]
+    return rows.apply(BiasActivation(activation), launch, (x,), (bias,))
 
 
 def costs(x: jax.Array, bias: jax.Array, *, activation: str = "gelu") -> Costs:

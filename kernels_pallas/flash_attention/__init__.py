@@ -1,5 +1,6 @@
 """Attention that never holds its scores, exact in every mask."""
 
+import contextlib
 import functools
 import itertools
 import operator
@@ -106,11 +107,11 @@ def flash_attention(
     operands = _operands(query, key, value, visible, sinks, bias)
     refusals = {name: functools.partial(_refusal, name, operands) for name in IMPLEMENTATIONS}
     refusals["cudnn"] = lambda chip: cudnn.refusal(operands, visible, soft_cap, return_log_sum_exp, chip)
-    if implementation is None and query.shape[1] < _FEW_QUERIES:
-        implementation = "reference"
     chosen = choose("flash_attention", implementation, refusals, _interpret, by_name=_BY_NAME)
-    if chosen == "reference" or 0 in query.shape or 0 in value.shape:  # of nothing there is one result
-        results = reference.flash_attention(query, key, value, visible=visible, query_chunk=query_chunk, **options)
+    few = implementation is None and query.shape[1] < _FEW_QUERIES
+    if chosen == "reference" or few or 0 in query.shape or 0 in value.shape:  # of nothing there is one result
+        with _multiplied_as(chosen, query.dtype):
+            results = reference.flash_attention(query, key, value, visible=visible, query_chunk=query_chunk, **options)
         return jax.tree.map(lambda x: checkpoint_name(x, "attention"), results)
 
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -133,7 +134,7 @@ def serves(queries: int, width: int) -> bool:
 
 
 def costs(
-    query: Any, key: Any, value: Any, *, visible: Any = None, sinks: Any = None, bias: Any = None, **options: Any
+    query: Any, key: Any, value: Any, *, visible: Any = None, sinks: Any = None, bias: Any = None, **_: Any
 ) -> Costs:
     """What the kernels cost on these arrays, or shapes and dtypes: of the scores that are seen where `visible` is of
     numpy arrays, and of all T·S otherwise. The gradient of a bias is apart."""
@@ -146,6 +147,13 @@ def costs(
 
 def _operands(query: Any, key: Any, value: Any, visible: Any, sinks: Any, bias: Any) -> Operands:
     return Operands(query, key, value, *within(visible, *query.shape[:2], key.shape[1]), sinks, bias)
+
+
+def _multiplied_as(implementation: str, dtype: Any) -> contextlib.AbstractContextManager:
+    """Where XLA multiplies beside or in place of a kernel: float32 as float32 there too (`tiles.dot`). The reference
+    that is asked for, or that nothing else serves, has the precision that JAX is told."""
+    as_kernels_do = implementation in IMPLEMENTATIONS and dtype == jnp.float32
+    return jax.default_matmul_precision("highest") if as_kernels_do else contextlib.nullcontext()
 
 
 def _refusal(name: str, operands: Operands, chip: Any) -> str | None:
@@ -229,8 +237,9 @@ def _bias_gradient(settings: Settings, operands: Operands, d_out: jax.Array, d_l
             query_chunk=max(1, min(T, _SCORES_AT_ONCE // (B * N * S))),
         )
 
-    _, pull_back = jax.vjp(attend, operands.bias)
-    return pull_back((d_out, jnp.swapaxes(d_log_sum_exp, 1, 2)))[0]
+    with _multiplied_as(settings.implementation, operands.query.dtype):
+        _, pull_back = jax.vjp(attend, operands.bias)
+        return pull_back((d_out, jnp.swapaxes(d_log_sum_exp, 1, 2)))[0]
 
 
 def _check(query, key, value, visible, scale, soft_cap, sinks, bias, query_chunk) -> None:

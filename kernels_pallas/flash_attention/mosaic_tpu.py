@@ -46,6 +46,8 @@ class Kernels(NamedTuple):
 _DEFAULT = Kernels(Blocks(512, 1024, 256), Blocks(512, 1024, 256), Blocks(1024, 1024, 256))
 _FLOAT32 = Kernels(*[Blocks(256, 512, 256)] * 3)
 _INTERPRETED = Kernels(*[Blocks(128, 128, 64)] * 3)
+# Of a chunk's scores in float32, as many as compilers for v5e were seen to hold.
+_INTERMEDIATES = 7
 
 
 class _Layout(NamedTuple):
@@ -60,9 +62,17 @@ class _Layout(NamedTuple):
 
     @property
     def too_long(self) -> bool:
-        """Whether its list of tiles is, and can be parted."""
-        outer = self.columns if self.by_keys else self.rows
-        return outer > MOST_OUTER or (self.visits.tiles.size > MOST and outer > 1)
+        """Whether its list of tiles is."""
+        return self._outer > MOST_OUTER or self.visits.tiles.size > MOST
+
+    @property
+    def by_sequence(self) -> bool:
+        """Whether half of the sequences have half of it."""
+        return self._outer <= MOST_OUTER and self.visits.tiles.shape[0] > 1
+
+    @property
+    def _outer(self) -> int:
+        return self.columns if self.by_keys else self.rows
 
     def cut(self, operands: Operands) -> Operands:
         """Heads before the sequence, which is filled up to whole blocks: what is added sees nothing and is not seen."""
@@ -109,9 +119,28 @@ def _layout(operands: Operands, kernel: str) -> _Layout:
         chosen = chosen._replace(keys=min(chosen.keys, 512))  # a tile of it may be float32, and twice in VMEM
     default = Blocks(min(chosen.queries, lengths[0]), min(chosen.keys, lengths[1]), chosen.chunk)
     blocks = tuning.blocks(f"flash_attention_{kernel}", "mosaic_tpu", (T, S, H, V), dtype, default)
+    # Measured it may be without a bias, or with narrower heads.
+    blocks = blocks if _held(blocks, operands, kernel) <= launch.TPU_VMEM else default
     rows, columns, by_keys = pl.cdiv(T, blocks.queries), pl.cdiv(S, blocks.keys), kernel == "key_gradient"
     visited = visits(operands.start, operands.end, blocks.queries, blocks.keys, columns, by_keys=by_keys)
     return _Layout(sizes, blocks, rows, columns, by_keys, visited)
+
+
+def _held(blocks: Blocks, operands: Operands, kernel: str) -> int:
+    """Bytes of VMEM: two buffers of each array's block, of whole lanes, a row in 8 sublanes; the float32 sums; and what
+    is made of a chunk of scores."""
+    H, V = (pl.cdiv(width, LANES) * LANES for width in operands.sizes[5:])
+    queries, keys, chunk = blocks
+    written, sums = {
+        "forward": (queries * V, queries * V),
+        "query_gradient": (queries * (V + H), queries * H),  # with the output's gradient, which is read
+        "key_gradient": (queries * V + keys * (H + V), keys * (H + V)),
+    }[kernel]
+    arrays = operands.query.dtype.itemsize * (queries * H + keys * (H + V) + written)
+    rows, bias = 4 * 4 * 8 * queries, 0
+    if operands.bias is not None:
+        bias = operands.bias.dtype.itemsize * keys * (queries if operands.bias.shape[2] > 1 else 16)
+    return 2 * (arrays + rows + bias) + 4 * (sums + _INTERMEDIATES * min(chunk, keys) * queries)
 
 
 def refusal(operands: Operands) -> str | None:
@@ -129,8 +158,9 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
     layout = _layout(operands, "forward")
     blocks = layout.blocks
     if layout.too_long:
-        outs, sums = zip(*(forward(*part) for part in _query_parts(settings, operands, layout)), strict=True)
-        return jnp.concatenate(outs, axis=1), jnp.concatenate(sums, axis=2)
+        axis, parts = _parts(settings, operands, layout)
+        outs, sums = zip(*itertools.starmap(forward, parts), strict=True)
+        return jnp.concatenate(outs, axis), jnp.concatenate(sums, 2 * axis)
 
     def kernel(at: Visit, ref: Mapping[str, Any]) -> None:
         largest, total, mixed = ref["largest"], ref["total"], ref["mixed"]
@@ -188,8 +218,8 @@ def query_gradient(
     layout = _layout(operands, "query_gradient")
     blocks = layout.blocks
     if layout.too_long:
-        parts = _query_parts(settings, operands, layout, log_sum_exp, delta, d_out)
-        return jnp.concatenate([query_gradient(*part) for part in parts], axis=1)
+        axis, parts = _parts(settings, operands, layout, log_sum_exp, delta, d_out)
+        return jnp.concatenate(list(itertools.starmap(query_gradient, parts)), axis)
 
     def kernel(at: Visit, ref: Mapping[str, Any]) -> None:
         total = ref["total"]
@@ -236,9 +266,9 @@ def key_gradient(
     layout = _layout(operands, "key_gradient")
     blocks = layout.blocks
     if layout.too_long:
-        parts = _key_parts(settings, operands, layout, log_sum_exp, delta, d_out)
-        d_keys, d_values = zip(*(key_gradient(*part) for part in parts), strict=True)
-        return jnp.concatenate(d_keys, axis=1), jnp.concatenate(d_values, axis=1)
+        axis, parts = _parts(settings, operands, layout, log_sum_exp, delta, d_out)
+        d_keys, d_values = zip(*itertools.starmap(key_gradient, parts), strict=True)
+        return jnp.concatenate(d_keys, axis), jnp.concatenate(d_values, axis)
 
     def kernel(at: Visit, ref: Mapping[str, Any]) -> None:
         key_total, value_total = ref["key_total"], ref["value_total"]
@@ -407,8 +437,27 @@ def _call(
     )
 
 
+def _parts(settings: Settings, operands: Operands, layout: _Layout, *rows: jax.Array) -> tuple[int, Iterator[tuple]]:
+    """A call whose list of tiles is too long as two, and along which axis their results lie."""
+    if layout.by_sequence:
+        return 0, _batch_parts(settings, operands, *rows)
+    return 1, (_key_parts if layout.by_keys else _query_parts)(settings, operands, layout, *rows)
+
+
+def _batch_parts(settings: Settings, operands: Operands, *rows: jax.Array) -> Iterator[tuple]:
+    """Each of half of the sequences."""
+    B = operands.sizes[0]
+    for part, of in _halves(settings, pl.cdiv(B, 2), B):
+        bias = operands.bias
+        cut = operands._replace(
+            **{name: getattr(operands, name)[part] for name in ("query", "key", "value", "start", "end")},
+            bias=bias if bias is None or bias.shape[0] == 1 else bias[part],
+        )
+        yield of, cut, *(x[part] for x in rows)
+
+
 def _query_parts(settings: Settings, operands: Operands, layout: _Layout, *rows: jax.Array) -> Iterator[tuple]:
-    """A call as two, each of half of the blocks of queries: its list of tiles is too long for one."""
+    """Each of half of the blocks of queries."""
     half = pl.cdiv(layout.rows, 2) * layout.blocks.queries
     for part, of in _halves(settings, half, operands.sizes[1]):
         bias = operands.bias
@@ -422,7 +471,7 @@ def _query_parts(settings: Settings, operands: Operands, layout: _Layout, *rows:
 
 
 def _key_parts(settings: Settings, operands: Operands, layout: _Layout, *rows: jax.Array) -> Iterator[tuple]:
-    """The same, each of half of the blocks of keys."""
+    """Each of half of the blocks of keys."""
     half = pl.cdiv(layout.columns, 2) * layout.blocks.keys
     for part, of in _halves(settings, half, operands.sizes[2]):
         key, seen = operands.key[:, part], shifted(Visible(operands.start, operands.end), part.start)

@@ -35,7 +35,7 @@ def gated_activation(
     launch = rows.choose_launch(GatedActivation, gate, implementation, _interpret)
     if launch is None:
         return reference.gated_activation(gate, up, activation=activation)
-    return rows.apply(GatedActivation(activation), launch, (gate, up))[0]
+    return rows.apply(GatedActivation(activation), launch, (gate, up))
 
 
 def costs(gate: jax.Array, up: jax.Array, *, activation: str = "silu") -> Costs:

@@ -1,5 +1,7 @@
 """LayerNorm, with an optional residual sum before it."""
 
+from typing import Any
+
 import jax
 
 from kernels_pallas import checks, rows
@@ -39,9 +41,9 @@ def layer_norm(
     launch = rows.choose_launch(LayerNorm, x, implementation, _interpret)
     if launch is None:
         return reference.layer_norm(x, scale, bias, residual=residual, epsilon=epsilon, plus_one=plus_one)
-    body, vectors = _body(x, scale, bias, epsilon, plus_one)
+    body, vectors = LayerNorm(x.shape[-1], epsilon, plus_one, scale is not None, bias is not None), _given(scale, bias)
     if residual is None:
-        return rows.apply(body, launch, (x,), vectors)[0]
+        return rows.apply(body, launch, (x,), vectors)
     return rows.apply_to_sum(body, launch, x, residual, vectors)
 
 
@@ -51,14 +53,12 @@ def costs(
     bias: jax.Array | None = None,
     *,
     residual: jax.Array | None = None,
-    epsilon: float = 1e-6,
-    plus_one: bool = False,
+    **_: Any,
 ) -> Costs:
     """What the kernels cost on these arrays, or shapes and dtypes."""
-    body, vectors = _body(x, scale, bias, epsilon, plus_one)
-    return rows.costs(body, (x,), vectors) if residual is None else rows.costs_of_sum(body, x, vectors)
+    vectors = _given(scale, bias)
+    return rows.costs(LayerNorm, (x,), vectors) if residual is None else rows.costs_of_sum(LayerNorm, x, vectors)
 
 
-def _body(x, scale, bias, epsilon, plus_one) -> tuple[LayerNorm, tuple]:
-    body = LayerNorm(x.shape[-1], epsilon, plus_one, scale is not None, bias is not None)
-    return body, tuple(v for v in (scale, bias) if v is not None)
+def _given(*vectors: jax.Array | None) -> tuple[jax.Array, ...]:
+    return tuple(v for v in vectors if v is not None)

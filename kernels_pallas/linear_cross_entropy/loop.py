@@ -74,7 +74,9 @@ def gradients(
     rows: tuple[jax.Array, ...],
     cotangents: Callable[..., tuple[tuple[jax.Array, jax.Array, jax.Array], Any]],
 ) -> tuple[jax.Array, jax.Array, Any]:
-    """Cotangents of `hidden`, in its dtype, and of `unembedding`, in float32, and what `cotangents` gave besides.
+    """Cotangents of `hidden`, in its dtype, and of `unembedding`, in float32, and what `cotangents` gave besides. Where
+    the labels are parted each device's part of the former is rounded before they are added: in float32 twice as much
+    would be sent.
 
     Args:
       rows: arrays [R], a chunk of which is handed to `cotangents`.

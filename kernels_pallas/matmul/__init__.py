@@ -14,13 +14,27 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas import activations, checks, rows
-from kernels_pallas.choice import choose
+from kernels_pallas.choice import Refusal, choose
 from kernels_pallas.eager import compiled_once
 from kernels_pallas.launch import Cost, Costs, size_of, vary
 from kernels_pallas.matmul import mosaic_tpu, reference, triton
 from kernels_pallas.matmul.tiles import Product
+from kernels_pallas.target import Target
 
 _RUN = {"triton": triton.run, "mosaic_tpu": mosaic_tpu.run}
+# Algorithms of `jax.lax.DotAlgorithmPreset` by which these multiply float32: of others Triton's compiler may end the
+# process.
+_ALGORITHMS = {
+    "triton": {
+        "F32_F32_F32",
+        "TF32_TF32_F32",
+        "TF32_TF32_F32_X3",
+        "BF16_BF16_F32",
+        "BF16_BF16_F32_X3",
+        "BF16_BF16_F32_X6",
+    },
+    "mosaic_tpu": set(),
+}
 
 
 def matmul(
@@ -37,7 +51,7 @@ def matmul(
 
     Args:
       a: [..., K], b: [K, N], of one dtype, float32, bfloat16 or float16; sums are float32. Float32 products have the
-        precision that `jax.default_matmul_precision` says, as everywhere in JAX.
+        precision that `jax.default_matmul_precision` says, as everywhere in JAX; on TPUs "high" is "highest".
       bias: [N], residual: [..., N] in a's dtype.
       activation: "gelu", "gelu_tanh", "silu", "relu", "relu_squared" or None.
       implementation: "reference", "triton" or "mosaic_tpu"; None chooses by the chip being lowered for and the shape.
@@ -50,8 +64,8 @@ def matmul(
     """
     _check(a, b, bias, residual)
     activations.check("matmul", activation)
-    serves = functools.partial(rows.refusal, a, max_width=None)
-    chosen = choose("matmul", implementation, dict.fromkeys(_RUN, serves), _interpret)
+    refusals = {name: functools.partial(_refusal, name, a) for name in _RUN}
+    chosen = choose("matmul", implementation, refusals, _interpret)
     if chosen == "reference" or 0 in (a.size, b.size):
         return reference.matmul(a, b, bias, residual, activation=activation)
     shape = (*a.shape[:-1], b.shape[1])
@@ -73,6 +87,13 @@ def costs(
     y = jax.ShapeDtypeStruct((rows, b.shape[1]), a.dtype)
     forward = _cost(_product(activation, bias, residual, keeps_sum=activation is not None), a, b, bias, residual, y)
     return Costs(forward, Cost(2 * products, 0, 2 * size_of(a, b, y)))
+
+
+def _refusal(name: str, a: jax.Array, chip: Target) -> Refusal:
+    asked = jax.config.jax_default_matmul_precision
+    if a.dtype == jnp.float32 and asked in jax.lax.DotAlgorithmPreset.__members__ and asked not in _ALGORITHMS[name]:
+        return f"it does not multiply float32 by {asked}, which jax.default_matmul_precision says"
+    return rows.refusal(a, chip, max_width=None)
 
 
 class _Settings(NamedTuple):

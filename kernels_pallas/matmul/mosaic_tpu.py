@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas import launch, target, tuning
 from kernels_pallas.launch import Cost
-from kernels_pallas.matmul.tiles import Product
+from kernels_pallas.matmul.tiles import Product, precision_of
 from kernels_pallas.target import Target
 
 # Rows of a vector register.
@@ -27,8 +27,16 @@ def default_blocks(dtype: jnp.dtype, chip: Target) -> Blocks:
     """Two buffers of each operand's and the result's tile, and the float32 sum, take 10 of the 16 MiB that a kernel may
     use in bfloat16 and 7 in float32, which may add a residual. The longer k, the less often the sum is read and
     written. A v4 has no more VMEM than that, of which some compilers take 7 besides in bfloat16: there it is half."""
-    narrow = 2048 if chip.scratchpad > 2**24 else 1024
+    narrow = 2048 if chip.scratchpad > launch.TPU_VMEM else 1024
     return Blocks(512, 512, narrow if dtype.itemsize == 2 else 512)
+
+
+def _held(blocks: Blocks, product: Product, dtype: jnp.dtype) -> int:
+    """Bytes of VMEM, as compilers for v4 and v5e were seen to need at most: two buffers of each tile, the sum, and the
+    operands' tiles once more in 32 bits, turned or masked."""
+    m, n, k = blocks
+    results = 1 + product.added + product.keeps_sum
+    return (2 * dtype.itemsize + 4) * (m + n) * k + (2 * dtype.itemsize * results + 4) * m * n
 
 
 def run(
@@ -44,8 +52,11 @@ def run(
 ) -> list[jax.Array]:
     """The results [M, N] of a product, in a's dtype."""
     M, N, K = product.sizes(a, b)
-    blocks = tuning.blocks(name, "mosaic_tpu", (M, N, K), a.dtype, default_blocks(a.dtype, target.current()))
-    bm, bn, bk = (min(block, size) for block, size in zip(blocks, (M, N, K), strict=True))
+    default = default_blocks(a.dtype, target.current())
+    blocks = tuning.blocks(name, "mosaic_tpu", (M, N, K), a.dtype, default)
+    blocks, default = (Blocks(*map(min, each, (M, N, K))) for each in (blocks, default))
+    # Measured it may be without a residual, or where nothing is kept for a derivative.
+    bm, bn, bk = blocks if _held(blocks, product, a.dtype) <= launch.TPU_VMEM else default
 
     def kernel(*refs) -> None:
         a_ref, b_ref, *others = refs
@@ -64,7 +75,7 @@ def run(
             b_tile = _until(b_tile, 1 if product.transposed[1] else 0, K - k * bk)
         if bn == 1 and product.transposed[1]:  # a product of a row with narrow numbers, which Mosaic does not know
             a_tile, b_tile = a_tile.astype(jnp.float32), b_tile.astype(jnp.float32)
-        total_ref[...] += product.of_tiles(a_tile, b_tile)
+        total_ref[...] += product.of_tiles(a_tile, b_tile, _precision(a.dtype))
 
         @pl.when(k == pl.num_programs(2) - 1)
         def _() -> None:
@@ -104,6 +115,13 @@ def run(
         name=name,
         interpret=interpret,
     )
+
+
+def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
+    """Mosaic multiplies float32 in one pass of the matrix unit or as float32: who asks for three passes gets the
+    latter."""
+    high = jax.config.jax_default_matmul_precision in ("high", "tensorfloat32")
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 and high else precision_of(dtype)
 
 
 def _until(x: jax.Array, axis: int, end: jax.Array) -> jax.Array:

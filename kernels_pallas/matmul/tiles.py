@@ -26,11 +26,9 @@ class Product(NamedTuple):
         m, k = reversed(a.shape) if self.transposed[0] else a.shape
         return m, b.shape[0 if self.transposed[1] else 1], k
 
-    def of_tiles(self, a: jax.Array, b: jax.Array) -> jax.Array:
+    def of_tiles(self, a: jax.Array, b: jax.Array, precision: jax.lax.Precision | None) -> jax.Array:
         """The product of two tiles, as they lie, in float32."""
         contracted = ((0 if self.transposed[0] else 1,), (1 if self.transposed[1] else 0,))
-        # Of narrow numbers every product is exact, and Mosaic refuses to be told so.
-        precision = None if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
         return jax.lax.dot_general(
             a, b, (contracted, ((), ())), precision=precision, preferred_element_type=jnp.float32
         )
@@ -43,3 +41,9 @@ class Product(NamedTuple):
         if residual is not None:
             y = y + residual.astype(jnp.float32)
         return [y, total] if self.keeps_sum else [y]
+
+
+def precision_of(dtype: jnp.dtype) -> jax.lax.Precision | None:
+    """Of a product; None is what `jax.default_matmul_precision` says. Of narrow numbers every product is exact, and
+    Mosaic refuses to be told so."""
+    return None if dtype == jnp.float32 else jax.lax.Precision.DEFAULT

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas import launch, target, tuning
 from kernels_pallas.launch import Cost
-from kernels_pallas.matmul.tiles import Product
+from kernels_pallas.matmul.tiles import Product, precision_of
 from kernels_pallas.target import Target
 
 _EPILOGUE = 64  # columns of a tile that are finished at a time
@@ -89,7 +89,7 @@ def run(
         def step(k, total: jax.Array) -> jax.Array:
             a_tile = tile(a_ref, product.transposed[0], row, True, k)
             b_tile = tile(b_ref, product.transposed[1], column, False, k)
-            return total + product.of_tiles(a_tile, b_tile)
+            return total + product.of_tiles(a_tile, b_tile, precision_of(a.dtype))
 
         total = jax.lax.fori_loop(0, steps, step, jnp.zeros((bm, bn), jnp.float32))
         # Some columns at a time: what an activation needs besides does not fit into registers beside all the sums.

@@ -1,5 +1,7 @@
 """RMSNorm, with an optional residual sum before it."""
 
+from typing import Any
+
 import jax
 
 from kernels_pallas import checks, rows
@@ -40,18 +42,11 @@ def rms_norm(
         return reference.rms_norm(x, scale, residual=residual, epsilon=epsilon, plus_one=plus_one)
     body, vectors = RMSNorm(x.shape[-1], epsilon, plus_one), () if scale is None else (scale,)
     if residual is None:
-        return rows.apply(body, launch, (x,), vectors)[0]
+        return rows.apply(body, launch, (x,), vectors)
     return rows.apply_to_sum(body, launch, x, residual, vectors)
 
 
-def costs(
-    x: jax.Array,
-    scale: jax.Array | None = None,
-    *,
-    residual: jax.Array | None = None,
-    epsilon: float = 1e-6,
-    plus_one: bool = False,
-) -> Costs:
+def costs(x: jax.Array, scale: jax.Array | None = None, *, residual: jax.Array | None = None, **_: Any) -> Costs:
     """What the kernels cost on these arrays, or shapes and dtypes."""
-    body, vectors = RMSNorm(x.shape[-1], epsilon, plus_one), () if scale is None else (scale,)
-    return rows.costs(body, (x,), vectors) if residual is None else rows.costs_of_sum(body, x, vectors)
+    vectors = () if scale is None else (scale,)
+    return rows.costs(RMSNorm, (x,), vectors) if residual is None else rows.costs_of_sum(RMSNorm, x, vectors)

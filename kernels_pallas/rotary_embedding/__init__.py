@@ -1,7 +1,7 @@
 """Rotary position embedding, half-split and interleaved."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ def rotary_embedding(
     return _turn(_Settings(chosen, interleaved, _interpret), *operands).reshape(x.shape)
 
 
-def costs(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> Costs:
+def costs(x: jax.Array, cos: jax.Array, sin: jax.Array, **_: Any) -> Costs:
     """What the kernels cost on these arrays, or shapes and dtypes: backward turns back, by the same work."""
     angles = [jax.ShapeDtypeStruct(_shape_of_angles(cos, sin), a.dtype) for a in (cos, sin)]
     one = _cost(x, *angles)

@@ -84,20 +84,17 @@ def apply(
     launch: Launch,
     rows: Sequence[jax.Array],
     vectors: Sequence[jax.Array] = (),
-    outputs: Sequence[Any] = (None,),
-) -> tuple[jax.Array, ...]:
-    """body(rows, vectors), differentiable, by a kernel each way.
+) -> jax.Array:
+    """The one result of body(rows, vectors), in the first operand's dtype, differentiable, by a kernel each way.
 
     Args:
       rows: arrays [..., W] of one shape, of floating point or bool. vectors: arrays [W].
-      outputs: the dtype of each result; None is that of the first operand.
     """
     shape = rows[0].shape
-    dtypes = tuple(rows[0].dtype if dtype is None else jnp.dtype(dtype) for dtype in outputs)
     flat = tuple(x.reshape(-1, shape[-1]) for x in rows)
     operands = vary(*flat, *vectors)
-    results = _apply(body, launch, dtypes, operands[: len(rows)], operands[len(rows) :])
-    return tuple(y.reshape(shape) for y in results)
+    (y,) = _apply(body, launch, operands[: len(rows)], operands[len(rows) :])
+    return y.reshape(shape)
 
 
 def apply_to_sum(
@@ -116,15 +113,15 @@ def apply_to_sum(
 
 @compiled_once(static=3)
 def forward(
-    body: Body, launch: Launch, dtypes: Sequence[Any], rows: Sequence[jax.Array], vectors: Sequence[jax.Array]
+    body: Body, launch: Launch, results: int, rows: Sequence[jax.Array], vectors: Sequence[jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """Results [R, W] in these dtypes of operands [R, W] and vectors [W], by one kernel."""
-    outputs = tuple(jax.ShapeDtypeStruct(rows[0].shape, dtype) for dtype in dtypes)
+    """So many results [R, W], in the first operand's dtype, of operands [R, W] and vectors [W], by one kernel."""
+    outputs = (jax.ShapeDtypeStruct(rows[0].shape, rows[0].dtype),) * results
 
     def step(inside: jax.Array | None, rows: tuple, vectors: tuple) -> tuple[tuple, tuple]:
         return body(inside, rows, vectors), ()
 
-    results, _ = _RUN[launch.implementation](
+    made, _ = _RUN[launch.implementation](
         step,
         rows,
         vectors,
@@ -135,7 +132,7 @@ def forward(
         name=body.name,
         interpret=launch.interpret,
     )
-    return results
+    return made
 
 
 @compiled_once(static=2)
@@ -182,17 +179,14 @@ def _insert(chosen: Sequence[Any], others: Sequence[Any], where: Sequence[bool])
     return tuple(next(left) if yes else other for other, yes in zip(others, where, strict=True))
 
 
-def costs(body: Body, rows: Sequence[Any], vectors: Sequence[Any] = (), outputs: Sequence[Any] = (None,)) -> Costs:
-    """What `apply` costs on arrays, or shapes and dtypes."""
-    results = [jax.ShapeDtypeStruct(rows[0].shape, dtype or rows[0].dtype) for dtype in outputs]
+def costs(body: Body | type[Body], rows: Sequence[Any], vectors: Sequence[Any] = ()) -> Costs:
+    """What `apply` costs on arrays, or shapes and dtypes; of a body's class, where its options cost nothing."""
+    y = rows[0]
     floats = [x for x in rows if jnp.issubdtype(x.dtype, jnp.floating)]
-    return Costs(
-        _cost(body, 0, *rows, *vectors, *results),
-        _cost(body, 1, *rows, *vectors, *results, *floats, *vectors),
-    )
+    return Costs(_cost(body, 0, *rows, *vectors, y), _cost(body, 1, *rows, *vectors, y, *floats, *vectors))
 
 
-def _cost(body: Body, direction: int, first: Any, *others: Any) -> Cost:
+def _cost(body: Body | type[Body], direction: int, first: Any, *others: Any) -> Cost:
     return Cost(
         flops=body.flops[direction] * first.size,
         transcendentals=body.transcendentals[direction] * first.size,
@@ -200,28 +194,34 @@ def _cost(body: Body, direction: int, first: Any, *others: Any) -> Cost:
     )
 
 
-def _fwd(body, launch, dtypes, rows, vectors):
-    return forward(body, launch, dtypes, rows, vectors), (rows, vectors)
+def _fwd(body, launch, rows, vectors):
+    return _apply(body, launch, rows, vectors), (rows, vectors)
 
 
-def _bwd(body, launch, dtypes, saved, cotangents):
+def _bwd(body, launch, saved, cotangents):
     rows, vectors = saved
     return backward(body, launch, rows, vectors, cotangents)
 
 
-_apply = jax.custom_vjp(forward, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _apply(body, launch, rows, vectors):
+    return forward(body, launch, 1, rows, vectors)
+
+
 _apply.defvjp(_fwd, _bwd)
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfSum:
-    """body(a + b) behind a + b, which is rounded to a dtype first."""
+class _WithSum:
+    """A sum s and body(s): of two operands, whose sum is rounded to a dtype first, or of the one that is it."""
 
-    body: Body
+    body: Body | type[Body]
     dtype: str
 
     def __call__(self, inside: Any, rows: tuple, vectors: tuple) -> tuple:
-        total = (rows[0] + rows[1]).astype(self.dtype).astype(jnp.float32)
+        total, *others = rows
+        for x in others:
+            total = (total + x).astype(self.dtype).astype(jnp.float32)
         return (total, *self.body(inside, (total,), vectors))
 
     name = property(lambda self: f"add_{self.body.name}")
@@ -230,23 +230,15 @@ class _OfSum:
     transcendentals = property(lambda self: self.body.transcendentals)
 
 
-@dataclasses.dataclass(frozen=True)
-class _BesideItself(_OfSum):
-    """body(s) behind s: what `_OfSum` is after its addition."""
-
-    def __call__(self, inside: Any, rows: tuple, vectors: tuple) -> tuple:
-        return (*rows, *self.body(inside, rows, vectors))
-
-
-def costs_of_sum(body: Body, x: Any, vectors: Sequence[Any] = ()) -> Costs:
+def costs_of_sum(body: Body | type[Body], x: Any, vectors: Sequence[Any] = ()) -> Costs:
     """What `apply_to_sum` costs on x [..., W] and a residual like it."""
-    add = _OfSum(body, str(x.dtype))
+    add = _WithSum(body, str(x.dtype))
     return Costs(_cost(add, 0, x, x, *vectors, x, x), _cost(add, 1, x, *vectors, x, x, x, *vectors))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _apply_to_sum(body, launch, x, residual, vectors):
-    return forward(_OfSum(body, str(x.dtype)), launch, (x.dtype, x.dtype), (x, residual), vectors)
+    return forward(_WithSum(body, str(x.dtype)), launch, 2, (x, residual), vectors)
 
 
 def _sum_fwd(body, launch, x, residual, vectors):
@@ -256,7 +248,7 @@ def _sum_fwd(body, launch, x, residual, vectors):
 
 def _sum_bwd(body, launch, saved, cotangents):
     total, vectors = saved
-    (d_total,), d_vectors = backward(_BesideItself(body, str(total.dtype)), launch, (total,), vectors, cotangents)
+    (d_total,), d_vectors = backward(_WithSum(body, str(total.dtype)), launch, (total,), vectors, cotangents)
     return d_total, d_total, d_vectors
 
 

@@ -1,5 +1,7 @@
 """Softmax and log-softmax with temperature, soft cap and mask."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -49,18 +51,14 @@ def log_softmax(
     return _run(LogSoftmax, reference.log_softmax, x, where, temperature, soft_cap, implementation, _interpret)
 
 
-def costs(
-    x: jax.Array, where: jax.Array | None = None, *, temperature: float = 1.0, soft_cap: float | None = None
-) -> Costs:
+def costs(x: jax.Array, where: jax.Array | None = None, **_: Any) -> Costs:
     """What the kernels of `softmax` cost on these arrays, or shapes and dtypes."""
-    return rows.costs(Softmax(temperature, soft_cap), _operands(x, where))
+    return rows.costs(Softmax, _operands(x, where))
 
 
-def log_costs(
-    x: jax.Array, where: jax.Array | None = None, *, temperature: float = 1.0, soft_cap: float | None = None
-) -> Costs:
+def log_costs(x: jax.Array, where: jax.Array | None = None, **_: Any) -> Costs:
     """What the kernels of `log_softmax` cost on these arrays, or shapes and dtypes."""
-    return rows.costs(LogSoftmax(temperature, soft_cap), _operands(x, where))
+    return rows.costs(LogSoftmax, _operands(x, where))
 
 
 def _run(body, plain, x, where, temperature, soft_cap, implementation, interpret) -> jax.Array:
@@ -76,7 +74,7 @@ def _run(body, plain, x, where, temperature, soft_cap, implementation, interpret
     launch = rows.choose_launch(body, x, implementation, interpret)
     if launch is None:
         return plain(x, where, temperature=temperature, soft_cap=soft_cap)
-    return rows.apply(body(temperature, soft_cap), launch, _operands(x, where))[0]
+    return rows.apply(body(temperature, soft_cap), launch, _operands(x, where))
 
 
 def _operands(x, where) -> tuple:

@@ -7,9 +7,14 @@ import jax
 import jax.numpy as jnp
 
 
-def _divisor(total: jax.Array) -> jax.Array:
-    """The sum of a row, 1 where nothing is seen; NaN stays NaN, also where a maximum (Triton's) has overlooked it."""
-    return jnp.where(total == 0, jnp.ones_like(total), total)
+def _weights(z: jax.Array, seen: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """exp(z) of what is seen, and its sum in each row, 1 where nothing is; NaN stays NaN, also where a maximum
+    (Triton's) has overlooked it."""
+    weights = jnp.exp(z)
+    if seen is not None:
+        weights = jnp.where(seen, weights, jnp.zeros_like(weights))
+    total = jnp.sum(weights, axis=1, keepdims=True)
+    return weights, jnp.where(total == 0, jnp.ones_like(total), total)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +31,8 @@ class Softmax:
 
     def __call__(self, inside: Any, rows: tuple, vectors: tuple) -> tuple:
         z, seen = self.logits(inside, rows)
-        weights = jnp.exp(z)
-        if seen is not None:
-            weights = jnp.where(seen, weights, jnp.zeros_like(weights))
-        total = jnp.sum(weights, axis=1, keepdims=True)
-        return (weights / _divisor(total),)
+        weights, total = _weights(z, seen)
+        return (weights / total,)
 
     def logits(self, inside: Any, rows: tuple) -> tuple[jax.Array, jax.Array | None]:
         """z less the row's largest, 0 where nothing is seen; and what is seen, None where all is."""
@@ -60,9 +62,6 @@ class LogSoftmax(Softmax):
 
     def __call__(self, inside: Any, rows: tuple, vectors: tuple) -> tuple:
         z, seen = self.logits(inside, rows)
-        weights = jnp.exp(z)
-        if seen is not None:
-            weights = jnp.where(seen, weights, jnp.zeros_like(weights))
-        total = jnp.sum(weights, axis=1, keepdims=True)
-        y = z - jnp.log(_divisor(total))
+        _, total = _weights(z, seen)
+        y = z - jnp.log(total)
         return (y if seen is None else jnp.where(seen, y, jnp.full_like(y, -jnp.inf)),)

@@ -83,6 +83,7 @@ ARGUMENTS = {
     "unknown option": ("train good.toml --outt x", ["--outt", "--help"]),
     "config without a name": ("train ''", ["CONFIG", "'' is no path"]),
     "out without a name": ("train good.toml --out ''", ["--out", "'' is no path"]),
+    "out in a bucket": ("train good.toml --out gs://bucket/run", ["--out", "'gs://bucket/run'", "mount"]),
     "picture without a name": ("plan good.toml --on h200-sxm --plot ''", ["--plot", "'' is no path"]),
     "no run": ("eval", ["RUN"]),
     "no prompt": ("generate run", ["--prompt", "--token-ids"]),
@@ -315,7 +316,8 @@ def test_a_port_that_is_in_use_begins_no_run(host, place):
             capture_output=True,
             text=True,
         )
-    check(done.returncode, done.stdout, done.stderr, [f"process 0 cannot listen at {address}", "another port"])
+    refusal = f"process 0 cannot listen at {address} (Address already in use); choose another port"
+    check(done.returncode, done.stdout, done.stderr, [refusal])
     assert not (place / "runs").exists()
 
 

@@ -16,8 +16,8 @@ from flax import nnx
 from jaxlm.cli import main, tasks, trained
 from jaxlm.data.tokenizers import characters_tokenizer
 from jaxlm.errors import InputError
-from jaxlm.inference.config import Sampling
 from jaxlm.inference.generate import before_stop, generate
+from jaxlm.inference.requests import Sampling
 from jaxlm.models.positions import visible_in_rows
 from jaxlm.models.tree import abstract
 from jaxlm.run import Run
@@ -88,8 +88,8 @@ def adapter(model):
 def make_adapter(model, batch):
     from jaxlm.inference.harness import HarnessModel
 
-    restored, graph, tokenizer = model
-    return HarnessModel(graph, restored.experiment.model, restored.parameters, tokenizer, batch, restored.mesh)
+    restored, _, tokenizer = model
+    return HarnessModel(restored.experiment.model, restored.parameters, tokenizer, batch, restored.mesh)
 
 
 def ask(adapter, kind, *arguments):
@@ -113,10 +113,10 @@ def log_softmax(model, tokens):
 
 def greedy(model, prompt, count=12):
     """The likeliest continuation of a text, one prompt alone."""
-    restored, graph, tokenizer = model
+    restored, _, tokenizer = model
     ids = tokenizer.encode_prompt(prompt)[-(CONTEXT - count + 1) :]
     drawn = generate(
-        graph, restored.experiment.model, restored.parameters, [ids], count, restored.mesh,
+        restored.experiment.model, restored.parameters, [ids], count, restored.mesh,
         sampling=Sampling(temperature=0.0), valid=tokenizer.vocabulary,
     )  # fmt: skip
     ids = [int(token[0]) for token in drawn]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import runs
 from runs import losses
+from stores import write_store
 
 from jaxlm.data.packing import Rows
-from jaxlm.data.store import write_store
 from jaxlm.data.tokenizers import bytes_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -40,9 +40,9 @@ def whole(config, tmp_path_factory):
     return losses(run)
 
 
-def start(config, folders, *overrides, each=None):
+def start(config, folders, *overrides, each=None, port=None):
     """The processes of a job, one for each run folder, and what is given to each alone."""
-    count, port = len(folders), runs.free_port()
+    count, port = len(folders), port or runs.free_port()
     places = [() if count == 1 else ("--process", f"{i}/{count}@127.0.0.1:{port}") for i in range(count)]
     return [
         runs.start(config, run, *overrides, *own, *place, devices=DEVICES // count)
@@ -64,10 +64,12 @@ def assert_close(actual, expected):
 
 
 def test_two_processes_train_to_the_losses_of_one(config, whole, tmp_path):
-    (first, _), (second, quiet) = finish(start(config, [tmp_path / "run"] * 2, "--json"))
+    (first, _), (second, quiet) = finish(start(config, [tmp_path / "run"] * 2, "--json", "--profile", "3:5"))
     assert_close(losses(tmp_path / "run"), whole)
     assert json.loads(first)["step"] == STEPS  # one object, and nothing of the network library around it
     assert second == "" and "step" not in quiet
+    for index in range(2):
+        assert list((tmp_path / "run" / "profile" / f"process-{index}").rglob("*.xplane.pb"))
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -109,8 +111,8 @@ def test_other_settings_in_one_process_are_refused_by_all(config, tmp_path):
     for index, process in enumerate((first, second)):
         _, said = runs.finish(process, status=2)
         assert said.splitlines() == [
-            f"jaxlm: process {index} of 2: settings of process 1 are not those of process 0; "
-            "start all with the same CONFIG and key=value"
+            f"jaxlm: process {index} of 2: settings of process 1 are not those of process 0 "
+            "(optimizer.learning_rate = 0.1, not 0.0003); start all with the same CONFIG, key=value and COUNT"
         ]
     assert not (tmp_path / "run").exists()
 
@@ -164,6 +166,32 @@ def test_sigterm_for_one_process_stops_all_at_the_same_step(config, whole, tmp_p
     if max(losses(run)) < STEPS:
         finish(start(config, [run] * 2))
     assert_close({s: x for s, x in losses(run).items() if s <= STEPS}, whole)
+
+
+def test_a_run_outlives_the_readers_of_its_output_and_saves_when_its_terminal_is_closed(config, tmp_path):
+    run = tmp_path / "run"
+    first, second = start(config, [run] * 2, "training.steps=100000", "checkpoint.every=100000")
+    runs.wait_for_step(first, run, 3)
+    first.stdout.close()
+    first.stderr.close()
+    runs.wait_for_step(first, run, max(losses(run)) + 5)
+    for _ in range(2):  # shell and system both say so
+        first.send_signal(signal.SIGHUP)
+    runs.finish(second)
+    assert first.wait(timeout=60) == 0
+    assert max(losses(run)) == max(int(step.name) for step in (run / "checkpoints").iterdir())
+
+
+def test_the_same_command_again_leaves_a_job_at_work_alone(config, tmp_path):
+    run, port = tmp_path / "run", runs.free_port()
+    job = start(config, [run] * 2, "training.steps=100000", port=port)
+    runs.wait_for_step(job[0], run, 3)
+    for again in start(config, [run] * 2, "training.steps=100000", port=port):
+        _, said = runs.finish(again, status=2)
+        assert said == f"jaxlm: another jaxlm train is at work in {run}; wait for its end, or choose another --out\n"
+    runs.wait_for_step(job[0], run, max(losses(run)) + 3)
+    job[0].send_signal(signal.SIGTERM)
+    finish(job)
 
 
 def test_shares_of_a_batch_are_its_rows(tmp_path):

@@ -151,7 +151,7 @@ def test_more_than_the_nominal_capacity_is_explained():
 
 
 def test_capacity_without_a_compiler_is_nominal():
-    assert find("mi300x").device_capacity() == 192_000_000_000
+    assert find("mi300x").device_capacity() == 206_141_652_992
 
 
 def test_unknown_keys_and_changes_are_refused():

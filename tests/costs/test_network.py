@@ -55,7 +55,7 @@ class TestTheScalingBook:
 
     def test_a_v5e_pod_has_rings_of_sixteen(self):
         net = network("tpu-v5e:16x16", fsdp=16, tensor=16)
-        assert net.describe() == {"fsdp": "16 on y (ring)", "tensor": "16 on x (ring)"} and net.split == ()
+        assert net.describe() == {"fsdp": "16 on y (ring)", "tensor": "16 on x (ring)"}
         assert net.seconds("all-gather", GB, "tensor") == pytest.approx(GB * 15 / 16 / 100e9)
         assert net.seconds("all-gather", GB, ("fsdp", "tensor")) == pytest.approx(GB * 255 / 256 / 200e9)
 
@@ -141,7 +141,6 @@ class TestWhereAxesLie:
             "fsdp": "16 on y (ring)",
             "tensor": "8 of 16 on x (line)",
         }
-        assert net.split == ("data", "tensor")
         assert net.seconds("all-gather", GB, "tensor") == pytest.approx(GB * 7 / 8 / 50e9)
         # Eight pairs lie on each link; together, the two axes are the whole ring.
         assert net.seconds("all-gather", GB, "data") == pytest.approx(GB / 2 / (2 * 50e9 / 8))

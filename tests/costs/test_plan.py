@@ -18,6 +18,7 @@ from jaxlm.costs.count import count
 from jaxlm.costs.flops import flops
 from jaxlm.costs.hardware import Target
 from jaxlm.costs.memory import kv_bytes_per_token, memory, trained
+from jaxlm.costs.parameters import parameters
 from jaxlm.costs.plan import plan
 from jaxlm.costs.search import meshes, search
 from jaxlm.costs.serving import critical_batch, speculative_speedup
@@ -145,7 +146,7 @@ def test_what_is_frozen_is_gathered_and_not_sent():
     """A linear probe gathers its layers once; where the embedding trains they are gathered for both passes."""
     model = tiny.model()
     whole = Workload("train", model, 16, 32, optimizer="muon", mesh=MeshShape(2, 2, 2))
-    paths = frozenset(operations.parameters(model))
+    paths = frozenset(parameters(model))
     layers = frozenset(path for path in paths if path.startswith("layers/"))
     found = {(c.kind, c.of): c.times for c in traffic.collectives(replace(whole, frozen=layers))}
     assert not {("reduce-scatter", "layers"), ("all-to-all", "optimizer")} & found.keys()
@@ -200,12 +201,12 @@ def test_dropout_takes_passes_and_no_products(remat):
 def test_products_of_inference(family):
     model = tiny.model(tiny.FAMILIES[family])
     graph, abstract = tree.abstract(model)
-    parameters, B, T = tree.shapes(abstract), 4, 16
+    weights, B, T = tree.shapes(abstract), 4, 16
     cache = jax.eval_shape(lambda: empty_cache(model, B, T, jnp.float32))
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
-    read = count(lambda p, t, n, c: prefill(graph, p, t, n, c), parameters, ints(B, T), ints(B), cache)
+    read = count(lambda p, t, n, c: prefill(graph, p, t, n, c), weights, ints(B, T), ints(B), cache)
     assert flops(Workload("prefill", model, B, T)).model == read.matmul_flops
-    one = count(lambda p, t, c: decode_step(graph, p, t, c), parameters, ints(B), cache)
+    one = count(lambda p, t, c: decode_step(graph, p, t, c), weights, ints(B), cache)
     assert flops(Workload("decode", model, B, T)).model == one.matmul_flops
 
 
@@ -255,7 +256,7 @@ def test_parameters_on_a_device_are_those_that_the_sharding_gives():
     from jaxlm.sharding import partition
 
     work = Workload("train", model, 16, 32, mesh=MeshShape(2, 2, 2))
-    for d in operations.parameters(model).values():
+    for d in parameters(model).values():
         spec = partition(d.axes, d.shape, mesh)
         parts = math.prod(mesh.shape[axis] for entry in spec if entry for axis in np.atleast_1d(entry))
         assert work.stored(d.axes, d.shape) == math.prod(d.shape) // parts

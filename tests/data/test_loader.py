@@ -2,10 +2,10 @@ from itertools import islice
 
 import numpy as np
 import pytest
+from stores import write_store
 
 from jaxlm.data.loader import evaluation_batches, training_batches
 from jaxlm.data.packing import Rows
-from jaxlm.data.store import write_store
 from jaxlm.data.tokenizers import bytes_tokenizer
 
 SEQUENCE, COUNT = 16, 24

@@ -3,13 +3,13 @@ from itertools import islice
 
 import numpy as np
 import pytest
+from stores import write_store
 from text_files import write
 
 from jaxlm.data.config import DataConfig
 from jaxlm.data.dataset import prepare
 from jaxlm.data.loader import training_batches
 from jaxlm.data.packing import Rows
-from jaxlm.data.store import write_store
 from jaxlm.data.tokenizers import bytes_tokenizer
 from jaxlm.errors import InputError
 

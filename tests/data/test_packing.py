@@ -2,10 +2,11 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from stores import write_store
 
 from jaxlm.data import packing
 from jaxlm.data.packing import Rows, empty_row, pack
-from jaxlm.data.store import TokenStore, write_store
+from jaxlm.data.store import TokenStore
 from jaxlm.data.tokenizers import characters_tokenizer
 from jaxlm.errors import InputError
 

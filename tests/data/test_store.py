@@ -3,9 +3,10 @@ import json
 import numpy as np
 import pytest
 import vocabularies
+from stores import write_store
 
 from jaxlm.data import store, tokenizers
-from jaxlm.data.store import TokenStore, join_stores, predicted_bytes, write_store
+from jaxlm.data.store import TokenStore, join_stores, predicted_bytes
 from jaxlm.data.tokenizers import bytes_tokenizer, characters_tokenizer
 
 BYTES = bytes_tokenizer()

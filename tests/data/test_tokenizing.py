@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from stores import write_store
 from text_files import RECORDS, write
 
 from jaxlm.data import formats, parallel, store, tokenizing
 from jaxlm.data.config import DataConfig
 from jaxlm.data.dataset import prepare, tokenize_whole
 from jaxlm.data.parallel import in_order
-from jaxlm.data.store import TokenStore, write_store
+from jaxlm.data.store import TokenStore
 from jaxlm.data.tokenizers import bytes_tokenizer
 
 TEXTS = [f"document {i}: " + "some words " * (i % 7 + 1) for i in range(400)]

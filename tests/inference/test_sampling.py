@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxlm.errors import InputError
-from jaxlm.inference.config import Sampling
+from jaxlm.inference.requests import Sampling
 from jaxlm.inference.sampling import filtered, sample
 
 PROBABILITIES = np.array([0.5, 0.3, 0.15, 0.05])

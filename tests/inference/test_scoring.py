@@ -10,8 +10,8 @@ import tiny
 from jaxlm import sharding
 from jaxlm.errors import InputError
 from jaxlm.inference import steps
-from jaxlm.inference.config import Sampling
 from jaxlm.inference.generate import before_stop, generate
+from jaxlm.inference.requests import Sampling
 from jaxlm.inference.scoring import Scorer, padded_length, token_logprobs
 from jaxlm.models import tree
 
@@ -26,7 +26,7 @@ def parts(family=tiny.LLAMA, mesh=None):
 
 def scores(pairs, batch=4, mesh=None, **options):
     mesh = mesh or sharding.make_mesh()
-    found = dict(Scorer(*parts(mesh=mesh), batch, mesh, **options)(pairs))
+    found = dict(Scorer(*parts(mesh=mesh)[1:], batch, mesh, **options)(pairs))
     return [found[i] for i in range(len(pairs))]
 
 
@@ -75,8 +75,8 @@ def test_any_mesh_scores_the_same():
 
 
 def test_what_greedy_decoding_gives_is_greedy():
-    graph, model, parameters = parts()
-    drawn = generate(graph, model, parameters, [[3, 1, 4]], 6, sharding.make_mesh(), sampling=Sampling(0.0), valid=40)
+    _, model, parameters = parts()
+    drawn = generate(model, parameters, [[3, 1, 4]], 6, sharding.make_mesh(), sampling=Sampling(0.0), valid=40)
     ids = [int(token[0]) for token in drawn]
     other = [*ids[:-1], (ids[-1] + 1) % 40]
     assert [s.greedy for s in scores([([3, 1, 4], ids), ([3, 1, 4], other)], valid=40)] == [True, False]
@@ -116,13 +116,13 @@ def test_a_text_ends_before_its_first_stop(text, stops, expected):
 
 
 def test_prompts_filled_to_one_length_run_one_program(monkeypatch):
-    graph, model, parameters = parts(tiny.GPT2)
+    _, model, parameters = parts(tiny.GPT2)
     # What other tests compiled would be found again.
     model = model.model_copy(update={"initializer_std": 0.123})
     greedy, mesh = Sampling(temperature=0.0), sharding.make_mesh()
 
     def run(prompt, **options):
-        drawn = generate(graph, model, parameters, [prompt], 4, mesh, sampling=greedy, **options)
+        drawn = generate(model, parameters, [prompt], 4, mesh, sampling=greedy, **options)
         return [int(token[0]) for token in drawn]
 
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]

@@ -9,8 +9,8 @@ from jaxlm import sharding
 from jaxlm.errors import InputError
 from jaxlm.inference import steps
 from jaxlm.inference.cache import cache_shardings, empty_cache
-from jaxlm.inference.config import Sampling
 from jaxlm.inference.generate import generate
+from jaxlm.inference.requests import Sampling
 from jaxlm.models import tree
 
 families = pytest.mark.parametrize("family", tiny.FAMILIES.values(), ids=tiny.FAMILIES)
@@ -71,9 +71,7 @@ def test_generation_is_greedy_at_temperature_zero():
     model, graph, parameters = parts(tiny.LLAMA)
     mesh = sharding.make_mesh()
     prompt = [3, 1, 4, 1, 5]
-    drawn = [
-        int(t[0]) for t in generate(graph, model, parameters, [prompt], 8, mesh, sampling=Sampling(temperature=0.0))
-    ]
+    drawn = [int(t[0]) for t in generate(model, parameters, [prompt], 8, mesh, sampling=Sampling(temperature=0.0))]
     sequence = list(prompt)
     for token in drawn:
         assert token == int(np.argmax(tiny.full_logits(graph, parameters, sequence)[-1]))
@@ -81,11 +79,11 @@ def test_generation_is_greedy_at_temperature_zero():
 
 
 def test_generation_repeats_with_its_seed_and_differs_with_another():
-    model, graph, parameters = parts(tiny.LLAMA)
+    model, _, parameters = parts(tiny.LLAMA)
     mesh = sharding.make_mesh()
 
     def run(seed):
-        return [int(t[0]) for t in generate(graph, model, parameters, [[1, 2]], 16, mesh, seed=seed)]
+        return [int(t[0]) for t in generate(model, parameters, [[1, 2]], 16, mesh, seed=seed)]
 
     assert run(0) == run(0) != run(1)
 
@@ -93,11 +91,11 @@ def test_generation_repeats_with_its_seed_and_differs_with_another():
 def test_generation_on_a_mesh_with_one_prompt():
     """One sequence cannot be split over eight devices; it is replicated, not refused."""
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-    model, graph, spread = parts(tiny.LLAMA, mesh)
+    model, _, spread = parts(tiny.LLAMA, mesh)
     _, _, parameters = parts(tiny.LLAMA)
     greedy = Sampling(temperature=0.0)
-    many = [int(t[0]) for t in generate(graph, model, spread, [[1, 2, 3]], 5, mesh, sampling=greedy)]
-    one = [int(t[0]) for t in generate(graph, model, parameters, [[1, 2, 3]], 5, sharding.make_mesh(), sampling=greedy)]
+    many = [int(t[0]) for t in generate(model, spread, [[1, 2, 3]], 5, mesh, sampling=greedy)]
+    one = [int(t[0]) for t in generate(model, parameters, [[1, 2, 3]], 5, sharding.make_mesh(), sampling=greedy)]
     assert many == one
 
 
@@ -110,20 +108,20 @@ def test_generation_on_a_mesh_with_one_prompt():
         ([[-1]], 1, "token id -1 is outside"),
         ([[1] * 30], 4, "at most 3 tokens can follow"),
         ([[1] * 33], 1, "a prompt of 33 tokens exceeds model.context = 32"),
-        ([[1]], 0, "--max-tokens 0 must be 1 or more"),
+        ([[1]], 0, "max_tokens = 0 must be 1 or more"),
     ],
 )
 def test_what_cannot_be_generated_is_refused(prompts, max_tokens, message):
-    model, graph, parameters = parts(tiny.LLAMA)
+    model, _, parameters = parts(tiny.LLAMA)
     with pytest.raises(InputError, match=message):
-        next(generate(graph, model, parameters, prompts, max_tokens, sharding.make_mesh()))
+        next(generate(model, parameters, prompts, max_tokens, sharding.make_mesh()))
 
 
 def test_the_whole_context_can_be_used():
     model, graph, parameters = parts(tiny.GPT2)
     for given, follow in ((30, 3), (32, 1)):
         greedy = Sampling(temperature=0.0)
-        drawn = list(generate(graph, model, parameters, [[1] * given], follow, sharding.make_mesh(), sampling=greedy))
+        drawn = list(generate(model, parameters, [[1] * given], follow, sharding.make_mesh(), sampling=greedy))
         assert len(drawn) == follow
         read = [1] * given + [int(token[0]) for token in drawn[:-1]]
         assert len(read) == tiny.CONTEXT
@@ -131,6 +129,6 @@ def test_the_whole_context_can_be_used():
 
 
 def test_prompts_are_not_filled_beyond_the_context():
-    model, graph, parameters = parts(tiny.LLAMA)
+    model, _, parameters = parts(tiny.LLAMA)
     with pytest.raises(InputError, match="33 tokens exceeds model.context = 32"):
-        next(generate(graph, model, parameters, [[1]], 1, sharding.make_mesh(), fill_to=33))
+        next(generate(model, parameters, [[1]], 1, sharding.make_mesh(), fill_to=33))

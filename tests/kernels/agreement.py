@@ -12,6 +12,12 @@ from kernels_pallas.cases import Case, Operation
 from kernels_pallas.choice import cannot_lower
 
 
+def served(operation: Operation, implementation: str) -> tuple[tuple[Case, str], ...]:
+    """The tested cases that an implementation serves, each with the dtypes in which it does."""
+    pairs = ((case, dtype) for case in operation.used_in("test") for dtype in case.dtypes)
+    return tuple(pair for pair in pairs if operation.serves(implementation, *pair))
+
+
 def results_and_gradients(function, case: Case):
     """A jitted function of arguments and cotangents: function's results as a list, and the gradients by name."""
 

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 from launches import launches
 
+from jaxlm.costs.hardware import catalog
 from kernels_pallas import rms_norm, target
 
 H200 = AbstractDevice("NVIDIA H200", 132, "gpu")
@@ -83,6 +84,18 @@ def test_tpus_have_no_float16():
 def test_targets_by_their_names(platform, kind, capability, generation):
     chip = target.of_kind(platform, kind)
     assert (chip.compute_capability, chip.generation) == (capability, generation)
+
+
+@pytest.mark.parametrize(
+    "chip, kind", [pytest.param(chip, kind, id=kind) for chip in catalog().values() for kind in chip.device_kinds]
+)
+def test_targets_are_what_the_catalog_of_chips_says(chip, kind):
+    known = target.of_kind(chip.kind, kind)
+    capability = known.compute_capability and ".".join(map(str, known.compute_capability))
+    assert (known.platform, capability) == (chip.kind, chip.compute_capability)
+    if chip.on_chip is not None:
+        field = "scratchpad_bytes" if chip.kind == "tpu" else "block_scratchpad_bytes"
+        assert getattr(chip.on_chip, field) in (known.scratchpad, None)
 
 
 @pytest.mark.parametrize(

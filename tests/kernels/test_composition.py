@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agreement import served
 from elsewhere import ELSEWHERE
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -34,8 +35,8 @@ def _loss_of(operation, implementation, case):
 
 def _arguments(operation, implementation, seed=0):
     # In float32 where it can be: between bfloat16's roundings XLA may keep more digits in one program than in another.
-    served = operation.served(implementation, "test")
-    case, dtype = next((one for one in served if one[1] == "float32"), served[0])
+    found = served(operation, implementation)
+    case, dtype = next((one for one in found if one[1] == "float32"), found[0])
     arguments = case.draw(dtype, seed)
     inputs = {name: arguments.pop(name) for name in case.differentiable()}
     return case, inputs, arguments

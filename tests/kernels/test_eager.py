@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agreement import served
 
 from kernels_pallas import rms_norm, softmax, target
 from kernels_pallas.flash_attention import causal, flash_attention, packed, window
@@ -34,7 +35,7 @@ def programs(caplog):
 @pytest.mark.parametrize("operation, implementation", CALLS)
 def test_results_and_gradients_are_compiled_once(caplog, operation, implementation):
     """Also where options and masks are made anew each time."""
-    case, dtype = operation.served(implementation, "test")[0]
+    case, dtype = served(operation, implementation)[0]
 
     def run(seed):
         arguments, options = case.draw(dtype, seed), copy.deepcopy(dict(case.options))

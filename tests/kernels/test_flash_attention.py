@@ -218,6 +218,35 @@ def test_devices_send_one_another_nothing_but_sums_for_the_sinks(chips, implemen
     assert re.findall(r" (all-[a-z]+|reduce-scatter|collective-permute)(?:-start)?\(", text) == ["all-reduce"]
 
 
+@ELSEWHERE
+@pytest.mark.parametrize("what", ["gradient of a bias", "few queries"])
+@pytest.mark.parametrize("dtype, precision", [(jnp.float32, "HIGHEST"), (jnp.bfloat16, "DEFAULT")])
+def test_what_xla_multiplies_for_kernels_has_their_precision(what, dtype, precision):
+    """Lowered for a TPU, which multiplies float32 as bfloat16 unless it is told otherwise."""
+    mesh = Mesh(np.array(targets.devices(Target.parse("tpu-v5e:4"))[:1]), ("one",))
+    few, key, bias = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((1, 15, 2, 64), (1, 64, 2, 64), (1, 2, 64, 64)))
+
+    def gradient(bias, key):
+        def total(bias):
+            return jnp.sum(flash_attention(key, key, key, bias=bias).astype(jnp.float32))
+
+        return jax.value_and_grad(total)(bias)
+
+    def attend(implementation=None):
+        return lambda few, key: flash_attention(few, key, key, implementation=implementation)
+
+    function, arrays = (attend(), (few, key)) if what == "few queries" else (gradient, (bias, key))
+    with jax.set_mesh(mesh), jax.default_matmul_precision("default"):
+        text = jax.jit(function).lower(*arrays).as_text()
+        asked_for = jax.jit(attend("reference")).lower(few, key).as_text()
+    assert ("flash_attention_forward" in text) == (what == "gradient of a bias")
+
+    def precisions(text):
+        return set(re.findall(r"stablehlo.dot_general .*precision = \[(\w+), \w+\]", text))
+
+    assert precisions(text) == {precision} and precisions(asked_for) == {"DEFAULT"}
+
+
 @pytest.mark.parametrize("sms, shares", [(23, 1), (24, 2), (48, 4)])
 @pytest.mark.parametrize("bias", [(1, 8, 200, 170), (1, 1, 1, 170), None], ids=str)
 def test_few_key_heads_are_shared_out_over_a_gpu(monkeypatch, sms, shares, bias):

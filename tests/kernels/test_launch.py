@@ -1,5 +1,6 @@
 """What launch.py knows of JAX still holds."""
 
+import functools
 import sys
 import warnings
 
@@ -11,6 +12,7 @@ from elsewhere import ELSEWHERE
 from jaxlm.costs.hardware import Target
 from jaxlm.lowering import targets
 from kernels_pallas import flash_attention, launch, matmul, rms_norm
+from kernels_pallas.flash_attention import both, causal, packed
 
 
 @ELSEWHERE
@@ -53,11 +55,11 @@ def test_kernels_compile_where_numbers_have_64_bits(chip):
         lowered.compile()
 
 
-def _compiles(function, *structs):
+def _compiles(function, *structs, dtype=jnp.bfloat16):
     """For a TPU v5e, with kernels."""
     device = targets.devices(Target.parse("tpu-v5e:4"))[0]
     with jax.set_mesh(jax.sharding.Mesh([device], ("one",))):
-        lowered = jax.jit(function).lower(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in structs))
+        lowered = jax.jit(function).lower(*(jax.ShapeDtypeStruct(shape, dtype) for shape in structs))
         assert "tpu_custom_call" in lowered.as_text()
         lowered.compile()
 
@@ -78,6 +80,23 @@ def _compiles(function, *structs):
 )
 def test_mosaic_takes_what_is_mapped_over_any_dimension(function, structs):
     _compiles(function, *structs)
+
+
+@ELSEWHERE
+@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)], ids=str)
+def test_mosaic_takes_mapped_masks_that_are_not_known_while_tracing(axes):
+    """Whose grid is as long as what the longest sequence sees: another for each of them, or one for all."""
+
+    def gradient(x, mask):
+        def loss(x):
+            out = flash_attention(x, x, x, visible=both(causal(512), packed((mask > 0).astype(jnp.int32))))
+            return jnp.sum(jnp.square(out.astype(jnp.float32)))
+
+        return jax.grad(loss)(x)
+
+    shapes = ((1, 512, 2, 64), (1, 512))
+    structs = [shape if axis is None else (3, *shape) for shape, axis in zip(shapes, axes, strict=True)]
+    _compiles(jax.vmap(gradient, in_axes=axes), *structs)
 
 
 @ELSEWHERE
@@ -112,6 +131,40 @@ def test_widths_of_three_parts_fit_the_tensor_memory_of_blackwell(widths):
 @pytest.mark.parametrize("rows", [1, 4])
 def test_mosaic_multiplies_few_rows_whose_length_is_no_multiple_of_a_block(rows):
     _compiles(matmul, (rows, 2048 + 256), (2048 + 256, 256))
+
+
+@ELSEWHERE
+@pytest.mark.parametrize("precision, passes", [("default", 0), ("high", 1), ("tensorfloat32", 1), ("highest", 1)])
+def test_mosaic_multiplies_float32_once_or_in_full(precision, passes):
+    """For a TPU v5e; and narrow numbers as it can, whatever is said of float32."""
+    with jax.default_matmul_precision(precision):
+        program = jax.make_jaxpr(functools.partial(matmul, implementation="mosaic_tpu", _interpret=True))
+        x = jnp.ones((128, 128))
+        assert str(program(x, x)).count("Precision.HIGHEST") == 2 * passes
+        for dtype in (jnp.float32, jnp.bfloat16):
+            _compiles(matmul, (128, 256), (256, 128), dtype=dtype)
+
+
+@ELSEWHERE
+def test_an_algorithm_that_a_kernel_has_not_is_the_reference_s():
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    for chip, name, algorithm in (
+        ("tpu-v5e:4", "mosaic_tpu", "BF16_BF16_F32_X3"),
+        ("h200-sxm:1", "triton", "F16_F16_F32"),
+    ):
+        mesh = jax.sharding.Mesh(targets.devices(Target.parse(chip))[:1], ("one",))
+        with jax.set_mesh(mesh), jax.default_matmul_precision(algorithm):
+            assert "custom_call" not in jax.jit(matmul).lower(x, x).as_text()
+            with pytest.raises(
+                NotImplementedError, match=f"matmul: {name} .* does not multiply float32 by {algorithm}"
+            ):
+                jax.eval_shape(functools.partial(matmul, implementation=name), x, x)
+            narrow = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+            assert "custom_call" in jax.jit(matmul).lower(narrow, narrow).as_text()
+    with jax.set_mesh(mesh), jax.default_matmul_precision("TF32_TF32_F32_X3"):
+        lowered = jax.jit(matmul).lower(x, x)
+        assert "custom_call" in lowered.as_text()
+        lowered.compile()
 
 
 @ELSEWHERE

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreement import check
+from agreement import check, served
 from elsewhere import ELSEWHERE
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -35,7 +35,7 @@ CALLS = [
     )
     for operation in OPERATIONS.values()
     for implementation in operation.implementations
-    for case, dtype in operation.served(implementation, "test")
+    for case, dtype in served(operation, implementation)
     if not (implementation == "mosaic_tpu" and dtype == "float16")
 ]
 

@@ -8,12 +8,20 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from elsewhere import ELSEWHERE
+from jax.sharding import Mesh
+from launches import launches
 from test_costs import both_ways
 
+from jaxlm.costs.hardware import Target
+from jaxlm.lowering import targets
 from kernels_pallas import (
+    flash_attention,
     gated_activation,
     linear_cross_entropy,
+    matmul,
     rms_norm,
     rotary_embedding,
     softmax,
@@ -21,6 +29,9 @@ from kernels_pallas import (
     tuning,
 )
 from kernels_pallas.bench.timing import Time
+from kernels_pallas.flash_attention import causal
+from kernels_pallas.flash_attention import mosaic_tpu as attention
+from kernels_pallas.matmul import mosaic_tpu as products
 from kernels_pallas.registry import OPERATIONS
 from kernels_pallas.rows import mosaic_tpu
 
@@ -107,6 +118,65 @@ def test_tuned_rows_are_no_more_than_vmem_holds(table, monkeypatch):
     softmax(x, x > 0, implementation="mosaic_tpu", _interpret=True)
     most = mosaic_tpu.rows_that_fit(1024, 2048, [jnp.dtype(d) for d in ("float32", "int8", "float32")])
     assert blocks == [(most, 2048)] * 2 and most < 1024
+
+
+@functools.cache
+def _v5e():
+    return Mesh(np.array(targets.devices(Target.parse("tpu-v5e:4"))[:1]), ("one",))
+
+
+def _tiles(function, shapes, compiled=False):
+    """Of a program for a TPU v5e and its derivative, by kernel the shapes of the first blocks."""
+
+    def both_ways(*arrays):
+        results, pull_back = jax.vjp(function, *arrays)
+        return results, pull_back(results)
+
+    structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    with jax.set_mesh(_v5e()):
+        traced = jax.jit(both_ways).trace(*structs)
+        if compiled:
+            traced.lower().compile()
+    blocks = {kernel["name"]: kernel["grid_mapping"].block_mappings for kernel in launches(traced.jaxpr.jaxpr)}
+    return {
+        name: [[getattr(n, "block_size", 0) for n in one.block_shape][-2:] for one in of] for name, of in blocks.items()
+    }
+
+
+@ELSEWHERE
+@pytest.mark.slow
+def test_tiles_of_scores_that_were_tuned_without_a_bias_are_not_taken_with_it():
+    """Those that fit the 16 MiB of a v5e alone, and do not beside a tile of a bias, nor with wider heads."""
+    tuned = attention.Blocks(1024, 2048, 256)
+    kernels = [f"flash_attention_{each}" for each in attention.Kernels._fields]
+
+    def attend(query, bias=None):
+        return flash_attention(query, query, query, bias=bias, visible=causal(2048), soft_cap=50.0)
+
+    def tiles(width, bias=None):
+        entry = {tuning.Kernel(name, "mosaic_tpu", (2048, 2048, width, width), "bfloat16"): tuned for name in kernels}
+        with tuning.trying(entry):
+            found = _tiles(
+                attend, [(1, 2048, 1, width)] + ([bias] if bias else []), compiled=bias == (1, 1, 2048, 2048)
+            )
+        return [tuple(found[name][i][0] for i in (0, 1)) for name in kernels]
+
+    assert tiles(128) == tiles(128, (1, 1, 1, 2048)) == [(1024, 2048)] * 3
+    assert tiles(128, (1, 1, 2048, 2048)) == [(512, 1024), (512, 1024), (1024, 512)]
+    assert tiles(256) == [(1024, 2048), (1024, 2048), (1024, 1024)]
+
+
+@ELSEWHERE
+@pytest.mark.slow
+def test_tiles_of_a_product_that_were_tuned_alone_are_not_taken_with_a_residual():
+    tuned = products.Blocks(1024, 1024, 512)
+    entry = {tuning.Kernel("matmul", "mosaic_tpu", (2048, 2048, 2048), "bfloat16"): tuned}
+    square = 2048, 2048
+    with tuning.trying(entry):
+        alone = _tiles(matmul, [square, square])
+        more = functools.partial(matmul, activation="gelu")
+        added = _tiles(lambda a, b, c, d: more(a, b, c, d), [square, square, (2048,), square], compiled=True)
+    assert alone["matmul"][0] == [1024, 512] and added["matmul"][0] == [512, 2048]
 
 
 @pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])

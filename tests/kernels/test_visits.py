@@ -123,6 +123,29 @@ def test_masks_known_while_tracing_and_later_give_the_same():
     chex.assert_trees_all_equal(results_and_gradients(arrays), results_and_gradients(arrays, known))
 
 
+@pytest.mark.parametrize("maps", ["both", "arrays", "mask"])
+def test_masks_known_later_are_mapped(maps):
+    """Whether each of what `jax.vmap` maps over has its own mask, and so its own number of steps, or all have one."""
+    axes = {"both": (0, 0), "arrays": (0, None), "mask": (None, 0)}[maps]
+    arrays = tuple(drawn((3, 1, 200, 2, 16), (3, 1, 200, 1, 16), (3, 1, 200, 1, 16)))
+    ids = jnp.asarray(np.array([[0] * 4, [0, 1, 2, -1], [0, 1, 1, 1]]).repeat(50, axis=1)[:, None], jnp.int32)
+    if axes[0] is None:
+        arrays = tuple(x[1] for x in arrays)
+    if axes[1] is None:
+        ids = ids[1]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(implementation, arrays, ids):
+        def loss(arrays, ids):
+            see = both(causal(200), packed(ids))
+            out = flash_attention(*arrays, visible=see, implementation=implementation, _interpret=True)
+            return jnp.sum(jnp.sin(out)), out
+
+        return jax.vmap(jax.value_and_grad(loss, has_aux=True), in_axes=axes)(arrays, ids)
+
+    chex.assert_trees_all_close(*(run(name, arrays, ids) for name in ("mosaic_tpu", "reference")), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("bias", [(1, 1, 1, 640), (2, 2, 520, 640), None], ids=str)
 def test_a_list_that_is_too_long_is_parted(constant, bias):
     """By queries forward and for their gradient, by keys for theirs: the same numbers, the same FLOPs."""
@@ -147,4 +170,29 @@ def test_a_list_that_is_too_long_is_parted(constant, bias):
     in_parts, of_parts = run()
     assert len(flops) == 3 < len(of_parts) and sum(flops) == sum(of_parts)
     # Sums of float32 in another order, where XLA fuses otherwise.
+    chex.assert_trees_all_close(in_parts, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [(3, 1, 16, 16), (1, 2, 1, 16)], ids=str)
+def test_lists_of_many_sequences_are_parted_by_sequences(constant, bias):
+    """Of which each sees something else, all of it in one tile."""
+    arrays = drawn((3, 16, 2, 16), (3, 16, 1, 16), (3, 16, 1, 16), *([bias] if bias else []))
+    ids = jnp.asarray(np.arange(16) // np.arange(3, 6)[:, None], jnp.int32)
+
+    def run():
+        def loss(arrays, ids):
+            query, key, value, *bias = arrays
+            given = dict(bias=bias[0] if bias else None, implementation="mosaic_tpu", _interpret=True)
+            see = both(causal(16), packed(ids))
+            results = flash_attention(query, key, value, visible=see, return_log_sum_exp=True, **given)
+            return sum(jnp.sum(jnp.sin(x)) for x in results), results
+
+        results_and_gradients = jax.value_and_grad(loss, has_aux=True)
+        kernels = [kernel["name"] for kernel in launches(jax.make_jaxpr(results_and_gradients)(arrays, ids).jaxpr)]
+        return jax.jit(results_and_gradients)(arrays, ids), len(kernels)
+
+    whole, once = run()
+    constant(mosaic_tpu, "MOST", 2)
+    in_parts, times = run()
+    assert (once, times) == (3, 3 * 2)
     chex.assert_trees_all_close(in_parts, whole, rtol=1e-5, atol=1e-5)

@@ -11,7 +11,8 @@ from jaxlm import sharding
 from jaxlm.models import causal
 from jaxlm.models.attention import attend, dot_product_attention, in_causal_parts
 from jaxlm.models.config import Llama3Scaling, RotaryPositions
-from jaxlm.models.positions import Visible, rotate, rotation, visible_in_rows
+from jaxlm.models.positions import rotate, rotation, visible_in_rows
+from kernels_pallas.flash_attention import Visible
 
 
 def by_hand(query, key, value, start, end):
@@ -102,8 +103,8 @@ def test_only_cpus_leave_out_what_causality_hides():
 def test_rows_see_their_own_segment_up_to_themselves():
     positions = jnp.array([[0, 1, 2, 0, 1, 0]])
     visible = visible_in_rows(positions)
-    np.testing.assert_array_equal(visible.start_BT, [[0, 0, 0, 3, 3, 5]])
-    np.testing.assert_array_equal(visible.end_BT, [[1, 2, 3, 4, 5, 6]])
+    np.testing.assert_array_equal(visible.start, [[0, 0, 0, 3, 3, 5]])
+    np.testing.assert_array_equal(visible.end, [[1, 2, 3, 4, 5, 6]])
 
 
 def rotated(x, turn):

@@ -25,7 +25,7 @@ def interpreted(monkeypatch):
         asked.append(function)
         return run(function, *operands)
 
-    monkeypatch.setattr(kernels, "_HOW", {"implementation": "triton", "_interpret": True})
+    monkeypatch.setattr(kernels, "forced_options", {"implementation": "triton", "_interpret": True})
     monkeypatch.setattr(sharding, "on_each_device", counted)
     return asked
 

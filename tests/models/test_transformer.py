@@ -11,9 +11,11 @@ from flax import nnx
 
 from jaxlm import sharding
 from jaxlm.models import tree
+from jaxlm.models.embedding import looked_up
 from jaxlm.models.layers import Dropout, activation, product_in_float32
-from jaxlm.models.positions import Visible, visible_in_rows
-from jaxlm.models.transformer import Execution, looked_up
+from jaxlm.models.positions import visible_in_rows
+from jaxlm.models.transformer import Execution
+from kernels_pallas.flash_attention import Visible
 
 families = pytest.mark.parametrize("family", tiny.FAMILIES.values(), ids=tiny.FAMILIES)
 

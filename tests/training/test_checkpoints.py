@@ -12,6 +12,7 @@ import tiny
 
 from jaxlm import sharding
 from jaxlm.errors import InputError
+from jaxlm.models import tree as model_tree
 from jaxlm.training import checkpoints
 from jaxlm.training.checkpoints import Checkpoints
 from jaxlm.training.step import cast, jit_steps, make_steps
@@ -21,7 +22,7 @@ MESH = (2, 2, 2)
 
 def like(mesh, model=None):
     steps = make_steps(model or tiny.model(), tiny.training(), tiny.optimization())
-    return checkpoints.shaped(jax.eval_shape(steps.init), steps.shardings(mesh))
+    return model_tree.placed(jax.eval_shape(steps.init), steps.shardings(mesh))
 
 
 def trained(directory, losses, keep=2, mesh=MESH):

@@ -5,10 +5,10 @@ import math
 
 import numpy as np
 import pytest
+from stores import write_store
 
 from jaxlm import sharding
 from jaxlm.data.packing import Rows
-from jaxlm.data.store import write_store
 from jaxlm.data.tokenizers import bytes_tokenizer
 from jaxlm.training.evaluation import Evaluation, evaluate, evaluate_sources
 

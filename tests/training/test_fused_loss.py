@@ -21,7 +21,7 @@ def fused(monkeypatch):
         return operation(*(x for x, _ in operands), implementation="reference", **options)
 
     monkeypatch.setattr(kernels, "run", plain)
-    monkeypatch.setattr(kernels, "_HOW", {"implementation": "chunked"})
+    monkeypatch.setattr(kernels, "forced_options", {"implementation": "chunked"})
     monkeypatch.setattr(chunks, "LOGITS", 16 * tiny.VOCABULARY)
 
 

@@ -287,8 +287,8 @@ def test_muon_s_matrices_are_exchanged_once_each_way_and_never_replicated(mesh, 
     tree, mesh = abstract(), sharding.make_mesh(*mesh)
     transform = optimizer(settings("muon"), tree)
     placed, lies = model_tree.shardings(tree, mesh), state_shardings(transform, tree, mesh)
-    parameters = checkpoints.shaped(model_tree.shapes(tree), placed)
-    state = checkpoints.shaped(jax.eval_shape(transform.init, parameters), lies)
+    parameters = model_tree.placed(model_tree.shapes(tree), placed)
+    state = model_tree.placed(jax.eval_shape(transform.init, parameters), lies)
     with jax.set_mesh(mesh):
         update = jax.jit(transform.update, out_shardings=(placed, lies))
         program = update.lower(parameters, state, parameters).compile().as_text()
@@ -317,7 +317,7 @@ def test_a_run_resumed_from_a_checkpoint_is_the_run_straight_through(kind, tmp_p
         with Checkpoints(tmp_path, 2) as saved:
             saved.save(state, None)
         straight = jax.device_get(go_on(state, (2, 3)))
-        like = checkpoints.shaped(jax.eval_shape(steps.init), steps.shardings(mesh))
+        like = model_tree.placed(jax.eval_shape(steps.init), steps.shardings(mesh))
         resumed = jax.device_get(go_on(checkpoints.restore_state(tmp_path, 2, like), (2, 3)))
     chex.assert_trees_all_equal(resumed, straight)
 

@@ -1,6 +1,6 @@
 """What may be generated, and how tokens are drawn. Imports no JAX."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jaxlm.errors import InputError
@@ -8,6 +8,11 @@ from jaxlm.models.config import ModelConfig
 
 # Of temperatures: beyond these, logits divided by one overflow float32, or are all alike.
 _COLDEST, _HOTTEST = 1e-6, 1e6
+
+
+# How a message says the name of what was asked for, before its value.
+Named = Callable[[str], str]
+_NAMED: Named = "{} =".format
 
 
 class Sampling(NamedTuple):
@@ -21,13 +26,8 @@ class Sampling(NamedTuple):
     top_k: int | None = None
     top_p: float | None = None
 
-    def check(self, section: str | None = None) -> "Sampling":
-        """Raises InputError for values that mean nothing, under their names in that section of a file, or as options of
-        the command line."""
-
-        def named(field: str) -> str:
-            return f"{section}.{field} =" if section else f"--{field.replace('_', '-')}"
-
+    def check(self, named: Named = _NAMED) -> "Sampling":
+        """Raises InputError for values that mean nothing, under the names that they were given by."""
         if self.temperature != 0.0 and not _COLDEST <= self.temperature <= _HOTTEST:
             raise InputError(
                 f"{named('temperature')} {self.temperature:g} must be 0, or from {_COLDEST:g} to {_HOTTEST:g}"
@@ -44,11 +44,18 @@ def room_behind(model: ModelConfig, tokens: int) -> int:
     return model.context - tokens + 1
 
 
-def check_prompts(model: ModelConfig, prompts: Sequence[Sequence[int]], max_tokens: int, fill_to: int = 0) -> None:
+def check_prompts(
+    model: ModelConfig,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    fill_to: int = 0,
+    named: Named = _NAMED,
+) -> None:
     """Raises InputError for empty prompts, ids outside the vocabulary, or more tokens than `model.context` holds;
     prompts that are filled up to `fill_to` tokens are as long."""
+    asked = f"{named('max_tokens')} {max_tokens}"
     if max_tokens < 1:
-        raise InputError(f"--max-tokens {max_tokens} must be 1 or more")
+        raise InputError(f"{asked} must be 1 or more")
     if not prompts or not all(prompts):
         raise InputError("the prompt is empty; give at least one token")
     strange = next((t for prompt in prompts for t in prompt if not 0 <= t < model.vocabulary), None)
@@ -59,6 +66,6 @@ def check_prompts(model: ModelConfig, prompts: Sequence[Sequence[int]], max_toke
         raise InputError(f"a prompt of {longest} tokens exceeds model.context = {model.context}; shorten it")
     if max_tokens > (room := room_behind(model, longest)):
         raise InputError(
-            f"a prompt of {longest} tokens and --max-tokens {max_tokens} exceed model.context = {model.context}; "
+            f"a prompt of {longest} tokens and {asked} exceed model.context = {model.context}; "
             f"at most {room} tokens can follow this prompt"
         )

@@ -9,6 +9,11 @@ from jaxlm.costs.parameters import parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.models.config import ModelConfig
 
+# Scopes of a step's operations element by element, of which kernels take the place of some.
+SOFTMAX, HEADS = "layers/attention/softmax", "layers/attention/heads"
+NORMS, POSITIONS, RESIDUAL = "layers/norms", "layers/attention/positions", "layers/attention/residual"
+ACTIVATION, LOSS = "layers/feed_forward/activation", "loss"
+
 
 class Work(NamedTuple):
     """FLOPs, and bytes read and written."""
@@ -17,7 +22,7 @@ class Work(NamedTuple):
     bytes: int
 
 
-class Around(NamedTuple):
+class Elementwise(NamedTuple):
     """What a step does `times` times around its products. A kernel is not fused into a neighbour; where what it `makes`
     is kept by that name, rematerialisation spares its forward pass."""
 
@@ -29,7 +34,7 @@ class Around(NamedTuple):
     makes: str = ""
 
 
-class Pass(NamedTuple):
+class Loop(NamedTuple):
     """What one loop does with each number of an array: FLOPs, and how often it reads or writes one, in `float32` and in
     the dtype that the step computes in (`narrow`)."""
 
@@ -37,64 +42,59 @@ class Pass(NamedTuple):
     float32: float
     narrow: float
 
-    def over(self, numbers: int, width: int) -> Work:
+    def over(self, numbers: int, itemsize: int) -> Work:
         """So many numbers, in a dtype of so many bytes."""
-        return Work(round(numbers * self.flops), round(numbers * (4 * self.float32 + width * self.narrow)))
+        return Work(round(numbers * self.flops), round(numbers * (4 * self.float32 + itemsize * self.narrow)))
 
 
 # Forward and backward. FLOPs are what jaxlm.costs.count finds in this project's configurations, to a fifth.
-_SOFTMAX = Pass(5.5, 3, 1), Pass(4, 4, 2)
-_NORMS = {"rms": (Pass(5.3, 0, 3), Pass(9.5, 0, 6)), "layer": (Pass(8.1, 0, 3), Pass(13.4, 0, 6))}
-_RESIDUAL = Pass(1, 0, 3), Pass(1, 0, 3)
-_DROPOUT = Pass(5, 0, 2), Pass(1, 0, 2)
-_LOSS = Pass(5, 2, 0), Pass(2, 2, 0)
-_GATED = Pass(5, 0, 3), Pass(6.3, 0, 5)
+_SOFTMAX = Loop(5.5, 3, 1), Loop(4, 4, 2)
+_NORMS = {"rms": (Loop(5.3, 0, 3), Loop(9.5, 0, 6)), "layer": (Loop(8.1, 0, 3), Loop(13.4, 0, 6))}
+_RESIDUAL = Loop(1, 0, 3), Loop(1, 0, 3)
+_DROPOUT = Loop(5, 0, 2), Loop(1, 0, 2)
+_LOSS = Loop(5, 2, 0), Loop(2, 2, 0)
+_GATED = Loop(5, 0, 3), Loop(6.3, 0, 5)
 # Of an activation without a gate, and its bias.
 _ACTIVATIONS = {"silu": (3, 8), "gelu": (23, 6), "gelu_tanh": (9, 10), "relu": (1, 2), "relu_squared": (2, 5)}
-_MOVED = Pass(0, 0, 2), Pass(0, 0, 2)
-_BESIDE = Pass(0, 0, 2), Pass(0, 0, 2)  # their FLOPs are in those of the softmax and the activation
-_LOOKUP = Pass(0, 0, 2), Pass(1, 0, 3)
+_MOVED = Loop(0, 0, 2), Loop(0, 0, 2)
+_BESIDE = Loop(0, 0, 2), Loop(0, 0, 2)  # their FLOPs are in those of the softmax and the activation
+_LOOKUP = Loop(0, 0, 2), Loop(1, 0, 3)
 
 
-def _activation(model: ModelConfig) -> tuple[Pass, Pass]:
+def _activation(model: ModelConfig) -> tuple[Loop, Loop]:
     if model.feed_forward.gated:
         return _GATED
     forward, backward = _ACTIVATIONS[model.feed_forward.activation]
-    return Pass(forward, 0, 2), Pass(backward, 0, 4)
+    return Loop(forward, 0, 2), Loop(backward, 0, 4)
 
 
-def passes(work: Workload) -> Iterator[Around]:
+def loops(work: Workload) -> Iterator[Elementwise]:
     """All of a step, as if there were no kernels."""
 
-    def around(scope: str, times: int, numbers: int, directions: tuple[Pass, Pass]) -> Around:
-        return Around(scope, times, *(each.over(numbers, work.width_bytes) for each in directions))
+    def each(scope: str, times: int, numbers: int, directions: tuple[Loop, Loop]) -> Elementwise:
+        return Elementwise(scope, times, *(loop.over(numbers, work.itemsize) for loop in directions))
 
     model, attention, rows, queries = work.model, work.model.attention, work.rows(), work.queries
     tokens, L, H = rows * queries, model.layers, attention.head_width
     stream = rows * work.local("stream", queries) * model.width
     N, K = work.local("act_heads", attention.heads), work.local("act_kv_heads", attention.kv_heads)
-    yield around(SOFTMAX, L, rows * work.scores() * N, _SOFTMAX)
-    yield around(NORMS, 2 * L, stream, _NORMS[model.norm.kind])
+    yield each(SOFTMAX, L, rows * work.scores() * N, _SOFTMAX)
+    yield each(NORMS, 2 * L, stream, _NORMS[model.norm.kind])
     for path, d in parameters(model).items():
         if not d.inputs and path.endswith("_bias"):
             added = math.prod(work.local(d.axes[i], d.shape[i]) for i in d.outputs)
-            yield around(path, L, tokens * added, _BESIDE)
+            yield each(path, L, tokens * added, _BESIDE)
     turned = (N + K) * H * ((model.position.kind == "rotary") + attention.qk_norm)
-    yield around(POSITIONS, L, tokens * turned, _BESIDE)
+    yield each(POSITIONS, L, tokens * turned, _BESIDE)
     # Heads move in front of the sequence and back.
-    yield around(HEADS, L, 2 * rows * (queries * N + work.sequence * K) * H, _MOVED)
-    yield around(RESIDUAL, L, stream, _RESIDUAL)
-    yield around("layers/feed_forward/residual", L, stream, _RESIDUAL)
+    yield each(HEADS, L, 2 * rows * (queries * N + work.sequence * K) * H, _MOVED)
+    yield each(RESIDUAL, L, stream, _RESIDUAL)
+    yield each("layers/feed_forward/residual", L, stream, _RESIDUAL)
     hidden = tokens * work.local("act_ff", model.feed_forward.hidden)
-    yield around(ACTIVATION, L, hidden, _activation(model))
-    yield around("embedding/lookup", 1, tokens * model.width, _LOOKUP)
+    yield each(ACTIVATION, L, hidden, _activation(model))
+    yield each("embedding/lookup", 1, tokens * model.width, _LOOKUP)
     if work.dropout:
-        yield around("layers/dropout", 2 * L, stream, _DROPOUT)
-        yield around("embedding/dropout", 1, stream, _DROPOUT)
+        yield each("layers/dropout", 2 * L, stream, _DROPOUT)
+        yield each("embedding/dropout", 1, stream, _DROPOUT)
     if work.kind == "train":
-        yield around(LOSS, 1, tokens * work.local("act_vocab", model.vocabulary), _LOSS)
-
-
-SOFTMAX, HEADS = "layers/attention/softmax", "layers/attention/heads"
-NORMS, POSITIONS, RESIDUAL = "layers/norms", "layers/attention/positions", "layers/attention/residual"
-ACTIVATION, LOSS = "layers/feed_forward/activation", "loss"
+        yield each(LOSS, 1, tokens * work.local("act_vocab", model.vocabulary), _LOSS)

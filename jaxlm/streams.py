@@ -1,0 +1,67 @@
+"""Standard output and standard error: shared with native libraries, and of no reader any more."""
+
+import errno
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TextIO
+
+# What writing to a pipe without a reader gives, and to a terminal that was closed.
+_NOBODY = (errno.EPIPE, errno.EIO)
+
+
+class _Outliving(io.FileIO):
+    """A file that leads nowhere from when its reader has gone."""
+
+    def write(self, data) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in _NOBODY:
+                raise
+            lead_nowhere(self.fileno())
+            return super().write(data)
+
+
+@contextmanager
+def outliving_readers() -> Iterator[None]:
+    """A block that goes on in silence where nobody reads what it says any more."""
+    before = sys.stdout, sys.stderr
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        with suppress(AttributeError, io.UnsupportedOperation):  # None, closed from the beginning, or no file
+            setattr(sys, name, _outliving(stream, stream.fileno()))
+    try:
+        yield
+    finally:
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+def native_output_to_stderr() -> None:
+    """Gloo reports its connections on standard output, which belongs to what the command prints."""
+    if sys.stdout is not None:
+        ours = os.dup(1)
+        sys.stdout = _outliving(sys.stdout, ours)
+        os.dup2(2, 1)
+
+
+def lead_nowhere(*files: int) -> None:
+    """Let what is written to these go nowhere."""
+    with open(os.devnull, "wb") as nowhere:
+        for file in files:
+            os.dup2(nowhere.fileno(), file)
+
+
+def _outliving(stream: TextIO, file: int) -> TextIO:
+    """Written to in place of a stream, as that one was."""
+    stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Outliving(file, "w", closefd=False)),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+    )

@@ -1,0 +1,51 @@
+"""A run goes on where nobody reads what it says any more."""
+
+import os
+import subprocess
+import sys
+
+TALKS = """
+import os, sys
+from jaxlm import streams
+with streams.outliving_readers():
+    streams.native_output_to_stderr()
+    os.write(1, NATIVE)
+    print("out", flush=True)
+    print("said", file=sys.stderr, flush=True)
+    sys.stdin.readline()
+    for stream in (sys.stdout, sys.stderr):
+        print("to nobody", file=stream, flush=True)
+        print("nor this", file=stream)
+open(sys.argv[1], "w").write("done")
+"""
+
+
+def start(tmp_path, native=b"", **streams):
+    command = [sys.executable, "-c", TALKS.replace("NATIVE", repr(native)), str(tmp_path / "done")]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, **streams)
+
+
+def test_a_closed_pipe_does_not_end_it(tmp_path):
+    process = start(tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert (process.stdout.readline(), process.stderr.readline()) == ("out\n", "said\n")
+    process.stdout.close()
+    process.stderr.close()
+    process.communicate("\n", timeout=60)
+    assert process.returncode == 0 and (tmp_path / "done").exists()
+
+
+def test_a_closed_terminal_does_not_end_it(tmp_path):
+    ours, its = os.openpty()
+    process = start(tmp_path, stdout=its, stderr=its)
+    os.close(its)
+    assert os.read(ours, 3) == b"out"
+    os.close(ours)
+    process.communicate("\n", timeout=60)
+    assert process.returncode == 0 and (tmp_path / "done").exists()
+
+
+def test_native_output_is_not_among_what_is_printed(tmp_path):
+    process = start(tmp_path, native=b"native\n", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, errors = process.communicate("\n", timeout=60)
+    assert out.splitlines() == ["out", "to nobody", "nor this"]
+    assert errors.splitlines() == ["native", "said", "to nobody", "nor this"]

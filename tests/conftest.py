@@ -11,6 +11,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":  # a chip's programs are to be those th
 import chex  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+import runs  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -28,3 +29,9 @@ def cache_of_its_own(tmp_path_factory):
 def traces_of_its_own():
     """`chex.assert_max_traces` counts by name, across tests."""
     chex.clear_trace_counter()
+
+
+@pytest.fixture(autouse=True)
+def processes_end_with_their_test():
+    yield
+    runs.end_all()

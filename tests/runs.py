@@ -74,16 +74,44 @@ def untrained(folder: Path, *overrides: str, tokenizer: Tokenizer | None = None)
     return folder
 
 
+# For a start that is to compile by itself.
+COMPILING = "import jax; jax.config.update('jax_enable_compilation_cache', False)"
+
+_started: list[subprocess.Popen] = []
+
 # Behind nohup, which tests may run behind, a closed terminal says nothing.
 _AT_A_TERMINAL = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
 
 
 def start(config: Path, run: Path, *arguments: str, devices: int = 1, before: str = "") -> subprocess.Popen:
-    """`jaxlm train`, behind lines of Python that change what it does."""
+    """`jaxlm train`, behind lines of Python that change what it does. It ends with its test."""
     code = f"{_AT_A_TERMINAL}\n{before}\nimport sys; from jaxlm.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "train", str(config), "--out", str(run), *arguments]
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices)}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(devices)
+    )
+    _started.append(process)
+    return process
+
+
+def environment(devices: int = 1) -> dict[str, str]:
+    """For a command in a process of its own. What one has compiled the next ones take from JAX's cache: half of a small
+    run is XLA's work."""
+    return {
+        **os.environ,
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "JAX_COMPILATION_CACHE_DIR": str(Path(os.environ["XDG_CACHE_HOME"], "jax")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    }
+
+
+def end_all() -> None:
+    """What a failed test has left at work would train on beside the others."""
+    while _started:
+        process = _started.pop()
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
 
 
 def free_port() -> int:

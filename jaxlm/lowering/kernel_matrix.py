@@ -70,10 +70,10 @@ class Outcome(NamedTuple):
     kernels: tuple[Assembled, ...] | tuple[Scheduled, ...] = ()
 
 
-def compile_rows(chip: str) -> dict[Row, Outcome]:
-    """Each row that is lowered for a chip of CHIPS, compiled for it, forward and backward; for a TPU in a process of
-    its own, since libtpu is told but once where to write its schedules."""
-    if chip not in TPUS:
+def compile_rows(chip: str, schedules: bool = True) -> dict[Row, Outcome]:
+    """Each row that is lowered for a chip of CHIPS, compiled for it, forward and backward. The schedules of a TPU take
+    two to five times as long as compiling, in a process of its own: libtpu is told but once where to write them."""
+    if chip not in TPUS or not schedules:
         return _compile_rows(chip, _assembled if chip in ASSEMBLED else _compiled)
     with tempfile.TemporaryDirectory(prefix="jaxlm-schedules-") as folder:
         command = [sys.executable, "-m", "jaxlm.lowering.kernel_matrix", chip, folder]

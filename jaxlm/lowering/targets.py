@@ -36,11 +36,17 @@ def can_be_compiled_for(chip: Chip) -> bool:
 def devices(target: Target) -> list["jax.Device"]:
     """The devices of these chips, which programs can be compiled for and not run on; this machine's own for "host".
 
+    What this process compiles from here on is compiled, and not taken from the cache that `JAX_COMPILATION_CACHE_DIR`
+    names: a program of chips that are not here is written to it, and cannot be read back.
+
     Raises InputError for chips that no compiler knows, and where its compiler is not installed.
     """
     import jax
     from jax.experimental import topologies
+    from jax.experimental.compilation_cache import compilation_cache
 
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it asks once, and may have asked
     chip = target.chip
     if chip.kind == "cpu":
         return jax.devices("cpu")[: target.devices]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import runs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = (
@@ -19,10 +20,8 @@ SMALL = (
 
 def jaxlm(*arguments, devices=1, status=0):
     code = "import sys; from jaxlm.cli import main; sys.exit(main())"
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices)}
-    ended = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=300
-    )
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    ended = subprocess.run(command, capture_output=True, text=True, env=runs.environment(devices), timeout=300)
     assert ended.returncode == status, ended.stderr
     return ended
 

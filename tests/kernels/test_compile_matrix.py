@@ -16,6 +16,7 @@ DOCUMENT, RESULTS = PROJECT / "docs" / "kernels.md", PROJECT / "benchmarks" / "r
 SPILLED = 256
 # Of what the matrix units could do: with libtpu 0.0.42 no kernel of attention is below 0.31, with 0.0.50 on v6e 0.24.
 LEAST_PRODUCTS = 0.2
+SCHEDULED = "v6e"  # where libtpu leaves them most idle; schedules.json has those of all
 PRODUCTS = {"A100": "mma.sync", "H100": "wgmma", "B200": "tcgen05.mma"}
 
 
@@ -23,11 +24,11 @@ PRODUCTS = {"A100": "mma.sync", "H100": "wgmma", "B200": "tcgen05.mma"}
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", kernel_matrix.CHIPS)
 def test_all_kernels_compile(chip):
-    outcomes = kernel_matrix.compile_rows(chip)
+    outcomes = kernel_matrix.compile_rows(chip, schedules=chip == SCHEDULED)
     assert not {str(row): outcome.problem for row, outcome in outcomes.items() if outcome.problem}
     if chip in kernel_matrix.ASSEMBLED:
         assert not list(_slow(chip, outcomes))
-    if chip in kernel_matrix.TPUS:
+    if chip == SCHEDULED:
         assert not list(_idle(outcomes))
 
 
@@ -88,5 +89,8 @@ def test_the_document_has_what_the_results_files_have(name):
     records = json.loads((RESULTS / f"{name}.json").read_text())["kernels"]
     table = {"assembly": kernel_matrix.registers_table, "schedules": kernel_matrix.schedules_table}[name]
     assert table(records) in DOCUMENT.read_text()
+    if name == "schedules":
+        products = {str(r): r["busy"]["MXU"] for r in records if r["row"].startswith("flash_attention")}
+        assert products and not {row: busy for row, busy in products.items() if busy < LEAST_PRODUCTS}
     rows = {str(row) for row in kernel_matrix.rows() if (row.implementation == "mosaic_tpu") == (name == "schedules")}
     assert {record["row"] for record in records} == rows

@@ -1,5 +1,6 @@
 """Chips that are not here, as XLA's compilers know them."""
 
+import os
 import platform
 import subprocess
 import sys
@@ -61,3 +62,22 @@ def test_nothing_else_is_said_where_there_is_no_chip():
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (said.stdout, said.stderr) == ("4 8\n", "")
+
+
+def test_the_cache_of_compiled_programs_is_left_alone(tmp_path):
+    """Of chips that are not here, JAX writes programs to it and cannot read them back."""
+    code = (
+        "import jax, jax.numpy as jnp\n"
+        "from jaxlm.costs.hardware import Target; from jaxlm.lowering.targets import devices\n"
+        "jax.jit(jnp.square).lower(1.0).compile()\n"  # JAX asks once whether there is a cache
+        "mesh = jax.sharding.Mesh(devices(Target.parse('tpu-v5e:1x1')), ['data'])\n"
+        "whole = jax.sharding.NamedSharding(mesh, jax.P())\n"
+        "jax.jit(jnp.square, in_shardings=whole).lower(1.0).compile()\n"
+    )
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    for _ in range(2):
+        said = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, **cache}
+        )
+        assert said.stderr == ""
+    assert len([file for file in tmp_path.iterdir() if file.name.endswith("-cache")]) == 1  # this machine's

@@ -25,9 +25,9 @@ import turns
 from training_steps import jaxlm_steps
 
 from jaxlm import config as configuration
-from jaxlm.costs.calibration import Calibration
-from jaxlm.costs.chips import Chip
-from jaxlm.costs.hardware import Target
+from jaxlm.costs.hardware.calibration import Calibration
+from jaxlm.costs.hardware.chips import Chip
+from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import step_time
 
 ROOT = Path(__file__).parents[1]

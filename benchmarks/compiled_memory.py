@@ -26,8 +26,8 @@ import results
 from jaxlm import accelerators
 from jaxlm import config as configuration
 from jaxlm.config import Experiment
-from jaxlm.costs.hardware import Target
-from jaxlm.costs.memory import Memory, memory
+from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.step.memory import Memory, memory
 from jaxlm.costs.workload import Kind, MeshShape
 
 ROOT = Path(__file__).parents[1]

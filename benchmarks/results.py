@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from jaxlm.costs import hardware
+from jaxlm.costs.hardware import catalog
 
 FOLDER = Path(__file__).parent / "results"
 _PACKAGES = (
@@ -87,7 +87,7 @@ def chip(device_kind: str) -> str:
     """The chip that JAX and PyTorch call so: its id in the catalog, where it has one."""
     if device_kind == "cpu":
         return cpu()
-    known = hardware.of_kind(device_kind)
+    known = catalog.of_kind(device_kind)
     return known.id if known else device_kind
 
 

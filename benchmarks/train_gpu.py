@@ -30,7 +30,7 @@ from training_steps import jaxlm_steps, pytorch_steps
 
 from jaxlm import config as configuration
 from jaxlm.config import Experiment
-from jaxlm.costs import hardware
+from jaxlm.costs.hardware import catalog
 from jaxlm.errors import InputError
 
 MODELS = "gpt2-355m,llama3.2_1b"
@@ -60,7 +60,7 @@ def flops(experiment: Experiment) -> dict[str, int]:
     """FLOPs of one step: `napkin`, 6 × matmul parameters × tokens, and `model`, counted, attention whole."""
     import jax
 
-    from jaxlm.costs.count import count
+    from jaxlm.costs.jaxpr.count import count
     from jaxlm.models import tree
     from jaxlm.training.step import make_steps
 
@@ -117,7 +117,7 @@ def compare(path: Path, experiment: Experiment, arguments: argparse.Namespace) -
 def peak_flops(device: str | None, dtype: str) -> float | None:
     """FLOP/s of the chip that is called so; None where nobody publishes it, as of a CPU."""
     try:
-        return hardware.find(results.chip(device)).peak(dtype) if device else None
+        return catalog.find(results.chip(device)).peak(dtype) if device else None
     except InputError:
         return None
 

@@ -152,7 +152,7 @@ def workload(experiment: Experiment, sizes: tuple[int, int, int], kind: Kind = "
     if kind != "train":
         return work
     # Here and not above: they import JAX.
-    from jaxlm.costs.parameters import parameters
+    from jaxlm.costs.step.parameters import parameters
     from jaxlm.training.groups import frozen
 
     return replace(

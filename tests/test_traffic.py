@@ -13,7 +13,7 @@ import pytest
 import tiny
 
 from jaxlm import sharding
-from jaxlm.costs.hardware import Target
+from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import collectives, hlo, targets
 from jaxlm.models import tree as model_tree
 from jaxlm.training.step import jit_steps, make_steps

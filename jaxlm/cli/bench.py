@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     from jaxlm import accelerators
-    from jaxlm.costs import hardware
+    from jaxlm.costs.hardware import catalog
     from jaxlm.errors import InputError
 
     accelerators.choose()
@@ -32,7 +32,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     say = (lambda row: None) if arguments.json else shown.show
     device = run.device()
-    known = hardware.of_kind(device)
+    known = catalog.of_kind(device)
     file = results_file(arguments.out, known.id if known else device)
     try:
         results = run.benchmark(arguments.operations, arguments.rounds, say, file)

@@ -20,7 +20,7 @@ from jaxlm.folders import unwritable
 
 if TYPE_CHECKING:
     from jaxlm.config import Experiment
-    from jaxlm.costs.hardware import Target
+    from jaxlm.costs.hardware.target import Target
     from jaxlm.lowering.fit import Tried
     from jaxlm.lowering.report import Compiled, DoesNotFit, Report
 
@@ -49,7 +49,7 @@ def main(arguments: argparse.Namespace) -> int:
     import jax
 
     from jaxlm import config
-    from jaxlm.costs.hardware import Target
+    from jaxlm.costs.hardware.target import Target
     from jaxlm.lowering.report import DoesNotFit
 
     steps.require("compile", arguments)

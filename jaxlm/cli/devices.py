@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from jaxlm import accelerators, config, distributed
 from jaxlm.config import Experiment
-from jaxlm.costs import calibration, hardware
-from jaxlm.costs.chips import Chip
+from jaxlm.costs.hardware import calibration, catalog
+from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.workload import Kind
 from jaxlm.errors import InputError
 
@@ -67,7 +67,7 @@ def calibrated(say: Callable[[str], None]) -> None:
     if accelerators.platforms() != "cpu":
         return
     try:
-        hardware.find(hardware.HOST)
+        catalog.find(catalog.HOST)
         return
     except InputError:
         pass

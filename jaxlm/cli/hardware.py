@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jaxlm.cli.tables import print_table
 
 if TYPE_CHECKING:
-    from jaxlm.costs.chips import Chip
+    from jaxlm.costs.hardware.chips import Chip
 
 # The unit of a figure, by how its name begins or ends.
 _UNITS = {
@@ -34,17 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    from jaxlm.costs import hardware
+    from jaxlm.costs.hardware.catalog import HOST, catalog, find
     from jaxlm.errors import InputError
 
     if arguments.measure:
-        if arguments.id not in (None, hardware.HOST):
+        if arguments.id not in (None, HOST):
             raise InputError(f"--measure calibrates this machine, not {arguments.id}; write host in its place")
         chips = [_measure()]
     elif arguments.id is not None:
-        chips = [hardware.find(arguments.id)]
+        chips = [find(arguments.id)]
     else:
-        chips = [*hardware.catalog().values(), *_host()]
+        chips = [*catalog().values(), *_host()]
     if arguments.json:
         print(json.dumps({"rows": [_row(chip) for chip in chips]}))
     elif arguments.id is None and not arguments.measure:
@@ -55,11 +55,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _host() -> list["Chip"]:
-    from jaxlm.costs import hardware
+    from jaxlm.costs.hardware.catalog import HOST, find
     from jaxlm.errors import InputError
 
     try:
-        return [hardware.find(hardware.HOST)]
+        return [find(HOST)]
     except InputError:  # not calibrated
         return []
 
@@ -69,7 +69,7 @@ def _measure() -> "Chip":
 
     from jaxlm import accelerators
     from jaxlm.cli.devices import keep_freed_memory
-    from jaxlm.costs import calibration
+    from jaxlm.costs.hardware import calibration
 
     if accelerators.platforms() == "cpu":
         keep_freed_memory()  # as in a run

@@ -20,7 +20,7 @@ from jaxlm.errors import InputError
 
 if TYPE_CHECKING:
     from jaxlm.config import Experiment
-    from jaxlm.costs.hardware import Target
+    from jaxlm.costs.hardware.target import Target
     from jaxlm.costs.plan import Plan
 
 _SHOWN = 10  # of the plans that a search finds
@@ -86,7 +86,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _plans(arguments: argparse.Namespace) -> "tuple[list[Plan], dict[str, str]]":
     """One, or those that were searched for, the best first; and of `all` chips, why others are not among them."""
-    from jaxlm.costs.hardware import Target
+    from jaxlm.costs.hardware.target import Target
 
     experiment = steps.load(arguments)
     if arguments.mesh != "auto":
@@ -103,7 +103,8 @@ def _on_every_chip(
     arguments: argparse.Namespace, experiment: "Experiment", count: str
 ) -> "tuple[list[Plan], dict[str, str]]":
     """On so many chips of each kind in the catalog: the best plan of each, and why others have none."""
-    from jaxlm.costs.hardware import COUNT, Target, catalog
+    from jaxlm.costs.hardware.catalog import catalog
+    from jaxlm.costs.hardware.target import COUNT, Target
 
     if not re.fullmatch(COUNT, count or "1"):
         raise InputError(f"all:{count} names no number of chips; write one up to 999999, such as all:8")

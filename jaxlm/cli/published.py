@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 from jaxlm.cli.tables import print_table
 
 if TYPE_CHECKING:
-    from jaxlm.costs.published import Row
+    from jaxlm.costs.published.cases import Row
 
 
 def show(as_json: bool) -> None:
     """Count every published figure and print the table, or one JSON object."""
-    from jaxlm.costs.published import check, inside_bracket, median_errors
+    from jaxlm.costs.published.cases import check, inside_bracket, median_errors
 
     rows = check()
     medians, inside = median_errors(rows), inside_bracket(rows)

@@ -11,7 +11,7 @@ from jaxlm.errors import InputError
 
 if TYPE_CHECKING:
     from jaxlm.config import Experiment
-    from jaxlm.costs.hardware import Target
+    from jaxlm.costs.hardware.target import Target
     from jaxlm.costs.workload import Kind
 
 
@@ -45,7 +45,7 @@ def on_mesh(experiment: "Experiment", text: str | None) -> "Experiment":
     """The experiment on the mesh of --mesh, such as "fsdp=8,tensor=2", or on its own without it; data and tensor are 1
     and fsdp is the rest where they are not named. Raises InputError."""
     from jaxlm.config import MeshConfig
-    from jaxlm.costs.hardware import COUNT
+    from jaxlm.costs.hardware.target import COUNT
 
     if text is None:
         return experiment

@@ -3,9 +3,9 @@
 import math
 from typing import NamedTuple
 
-from jaxlm.costs.flops import napkin_flops
-from jaxlm.costs.hardware import Target
-from jaxlm.costs.parameters import parameters
+from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.step.flops import napkin_flops
+from jaxlm.costs.step.parameters import parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.errors import InputError
 

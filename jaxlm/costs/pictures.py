@@ -12,11 +12,11 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from jaxlm.costs import operations
-from jaxlm.costs.chips import Chip
-from jaxlm.costs.memory import Memory
-from jaxlm.costs.operations import Operation
+from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.plan import Plan, dtype_of
+from jaxlm.costs.step import operations
+from jaxlm.costs.step.memory import Memory
+from jaxlm.costs.step.operations import Operation
 from jaxlm.costs.workload import Workload
 from jaxlm.errors import InputError
 

@@ -4,15 +4,15 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from jaxlm.costs import operations, traffic
-from jaxlm.costs.chips import Chip
-from jaxlm.costs.flops import Flops, flops
-from jaxlm.costs.hardware import Target
-from jaxlm.costs.memory import Memory, kv_bytes_per_token, memory
+from jaxlm.costs.hardware.chips import Chip
+from jaxlm.costs.hardware.network import Network
+from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.napkin import Napkin, napkin
-from jaxlm.costs.network import Network
-from jaxlm.costs.operations import Operation, Product
-from jaxlm.costs.parameters import parameters
+from jaxlm.costs.step import operations, traffic
+from jaxlm.costs.step.flops import Flops, flops
+from jaxlm.costs.step.memory import Memory, kv_bytes_per_token, memory
+from jaxlm.costs.step.operations import Operation, Product
+from jaxlm.costs.step.parameters import parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.errors import InputError
 

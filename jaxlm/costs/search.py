@@ -3,9 +3,9 @@
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from jaxlm.costs.hardware import Target
-from jaxlm.costs.memory import memory
+from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import Plan, plan
+from jaxlm.costs.step.memory import memory
 from jaxlm.costs.workload import MeshShape, Workload, divided_by_mesh, divisors
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from jaxlm.costs.hardware import Target
+from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import step_time
 from jaxlm.costs.workload import Workload
 from jaxlm.errors import InputError

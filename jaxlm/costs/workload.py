@@ -11,7 +11,7 @@ from jaxlm.models import causal
 from jaxlm.models.config import ModelConfig, Remat
 
 if TYPE_CHECKING:
-    from jaxlm.costs.chips import Chip
+    from jaxlm.costs.hardware.chips import Chip
 
 Kind = Literal["train", "prefill", "decode"]
 

@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
-from jaxlm.costs.memory import memory
 from jaxlm.costs.plan import Plan
+from jaxlm.costs.step.memory import memory
 from jaxlm.costs.workload import Workload
 
 _SHOWN = 4

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from jaxlm.costs.hardware import Target
-from jaxlm.costs.memory import memory
+from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import plan
 from jaxlm.costs.search import variants
+from jaxlm.costs.step.memory import memory
 from jaxlm.costs.workload import Workload
 
 # How far the compiler may differ from what the compilations before it made of the count.

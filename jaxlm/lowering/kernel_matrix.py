@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxlm.costs.hardware import Target
+from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import bundles, targets
 from jaxlm.lowering.assembly import Assembled, assemble, compile_to_ptx
 from jaxlm.lowering.bundles import Scheduled

@@ -12,12 +12,12 @@ import jax
 from jax.sharding import Mesh
 
 from jaxlm.config import Experiment, workload
-from jaxlm.costs import operations
-from jaxlm.costs.chips import Chip
-from jaxlm.costs.count import count_jaxpr
-from jaxlm.costs.hardware import Target
-from jaxlm.costs.network import KINDS, Network
+from jaxlm.costs.hardware.chips import Chip
+from jaxlm.costs.hardware.network import KINDS, Network
+from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.jaxpr.count import count_jaxpr
 from jaxlm.costs.plan import Plan, plan
+from jaxlm.costs.step import operations
 from jaxlm.costs.workload import Kind, Workload
 from jaxlm.errors import InputError
 from jaxlm.lowering import buffers, collectives, hlo, kernels, products, programs, targets

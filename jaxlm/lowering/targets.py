@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jaxlm import accelerators
-from jaxlm.costs.chips import Chip, show_topology
-from jaxlm.costs.hardware import Target, catalog
+from jaxlm.costs.hardware.catalog import catalog
+from jaxlm.costs.hardware.chips import Chip, show_topology
+from jaxlm.costs.hardware.target import Target
 from jaxlm.errors import InputError
 
 if TYPE_CHECKING:

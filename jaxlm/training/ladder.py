@@ -7,12 +7,12 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxlm.costs import hardware, operations
-from jaxlm.costs.flops import Flops, flops
-from jaxlm.costs.hardware import Target
-from jaxlm.costs.memory import Memory, memory
+from jaxlm.costs.hardware.target import Target, of_devices
 from jaxlm.costs.napkin import Napkin, napkin
 from jaxlm.costs.plan import Time, mfu, step_time
+from jaxlm.costs.step import operations
+from jaxlm.costs.step.flops import Flops, flops
+from jaxlm.costs.step.memory import Memory, memory
 from jaxlm.costs.workload import Workload
 from jaxlm.errors import InputError
 
@@ -44,7 +44,7 @@ def counted(work: Workload, mesh: Mesh) -> Counted:
     """Count a workload on the devices of a mesh."""
     device = mesh.devices.flat[0]
     try:
-        target = hardware.of_devices(device.device_kind, device.platform, mesh.size)
+        target = of_devices(device.device_kind, device.platform, mesh.size)
     except InputError:
         target = None
     if target:

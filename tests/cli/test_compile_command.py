@@ -8,7 +8,7 @@ import pytest
 
 from jaxlm import config
 from jaxlm.cli import compile, main
-from jaxlm.costs.hardware import Target
+from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import plan
 from jaxlm.lowering.report import DoesNotFit, Memory, Report
 

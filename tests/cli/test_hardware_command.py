@@ -8,8 +8,8 @@ import subprocess
 import pytest
 
 from jaxlm.cli import devices, main
-from jaxlm.costs import calibration
-from jaxlm.costs.hardware import HOST, catalog, find
+from jaxlm.costs.hardware import calibration
+from jaxlm.costs.hardware.catalog import HOST, catalog, find
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def nowhere(monkeypatch):
 
 
 def test_nothing_is_measured_that_cannot_be_kept(nowhere, capsys, monkeypatch):
-    monkeypatch.setattr("jaxlm.costs.timed.in_turns", None)
+    monkeypatch.setattr("jaxlm.costs.hardware.timed.in_turns", None)
     assert main(["hardware", "host", "--measure"]) == 2
     said = capsys.readouterr()
     assert said.out == "" and "/proc/cache/jaxlm/hardware, which cannot be written to" in said.err.splitlines()[-1]

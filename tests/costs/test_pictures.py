@@ -14,9 +14,11 @@ from matplotlib.text import Text
 
 from jaxlm import config
 from jaxlm.cli import main
-from jaxlm.costs import operations, pictures
-from jaxlm.costs.hardware import Target, find
+from jaxlm.costs import pictures
+from jaxlm.costs.hardware.catalog import find
+from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import plan
+from jaxlm.costs.step import operations
 from jaxlm.costs.workload import MeshShape, Workload
 from jaxlm.errors import InputError
 

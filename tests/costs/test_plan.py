@@ -12,16 +12,16 @@ import tiny
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxlm import config, sharding
-from jaxlm.costs import operations, traffic
-from jaxlm.costs.chips import Chip
-from jaxlm.costs.count import count
-from jaxlm.costs.flops import flops
-from jaxlm.costs.hardware import Target
-from jaxlm.costs.memory import kv_bytes_per_token, memory, trained
-from jaxlm.costs.parameters import parameters
+from jaxlm.costs.hardware.chips import Chip
+from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.plan import plan
 from jaxlm.costs.search import meshes, search
 from jaxlm.costs.serving import critical_batch, speculative_speedup
+from jaxlm.costs.step import operations, traffic
+from jaxlm.costs.step.flops import flops
+from jaxlm.costs.step.memory import kv_bytes_per_token, memory, trained
+from jaxlm.costs.step.parameters import parameters
 from jaxlm.costs.workload import MeshShape, Workload
 from jaxlm.errors import InputError
 from jaxlm.inference.cache import empty_cache

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 from launches import launches
 
-from jaxlm.costs.hardware import catalog
+from jaxlm.costs.hardware.catalog import catalog
 from kernels_pallas import rms_norm, target
 
 H200 = AbstractDevice("NVIDIA H200", 132, "gpu")

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxlm.costs.count import count
+from jaxlm.costs.jaxpr.count import count
 from kernels_pallas.registry import OPERATIONS
 
 CALLS = [

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from launches import launches
 from test_choice import H200, V5E, kernels
 
-from jaxlm.costs.hardware import Target
+from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import targets
 from jaxlm.lowering.assembly import assemble, compile_to_ptx
 from jaxlm.lowering.kernel_matrix import CHIPS

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from elsewhere import ELSEWHERE
 
-from jaxlm.costs.hardware import Target
+from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import targets
 from kernels_pallas import flash_attention, launch, matmul, rms_norm
 from kernels_pallas.flash_attention import both, causal, packed

@@ -12,8 +12,8 @@ from elsewhere import ELSEWHERE
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 
-from jaxlm.costs.count import count
-from jaxlm.costs.hardware import Target
+from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.jaxpr.count import count
 from jaxlm.lowering import targets as chips
 from jaxlm.models.layers import product_in_float32
 from jaxlm.training.losses import cross_entropy

@@ -12,7 +12,7 @@ from agreement import check, served
 from elsewhere import ELSEWHERE
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxlm.costs.hardware import Target
+from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import targets
 from kernels_pallas import (
     bias_activation,

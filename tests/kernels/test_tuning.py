@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from launches import launches
 from test_costs import both_ways
 
-from jaxlm.costs.hardware import Target
+from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import targets
 from kernels_pallas import (
     flash_attention,

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from jaxlm.config import load
-from jaxlm.costs.hardware import Target
-from jaxlm.costs.memory import memory
+from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import plan
 from jaxlm.costs.search import variants
+from jaxlm.costs.step.memory import memory
 from jaxlm.costs.workload import MeshShape, Workload
 from jaxlm.lowering.dials import dials
 from jaxlm.lowering.fit import fit

@@ -13,8 +13,9 @@ import pytest
 
 from jaxlm import config, sharding
 from jaxlm.cli import main
-from jaxlm.costs import hardware, traffic
-from jaxlm.costs.hardware import Target
+from jaxlm.costs.hardware import catalog
+from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.step import traffic
 from jaxlm.lowering import buffers, hlo, kernels, report, targets
 
 pytestmark = [
@@ -89,7 +90,7 @@ def test_gaps_that_a_tpu_closes_are_not_what_a_step_needs(chip, temporaries, gap
                 peak_memory_in_bytes=710,
             )
 
-    said = report.memory_of(Compiled(), hardware.find(chip))
+    said = report.memory_of(Compiled(), catalog.find(chip))
     assert (said.arguments, said.outputs, said.temporaries, said.gaps) == (100, 10, temporaries, gaps)
     assert said.peak == 110 + temporaries
 

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from jaxlm.costs.hardware import Target, catalog, find
+from jaxlm.costs.hardware.catalog import catalog, find
+from jaxlm.costs.hardware.target import Target
 from jaxlm.errors import InputError
 from jaxlm.lowering import targets
 
@@ -57,7 +58,7 @@ def test_without_the_compiler_the_line_that_installs_it_is_said(monkeypatch, chi
 
 def test_nothing_else_is_said_where_there_is_no_chip():
     code = (
-        "from jaxlm.costs.hardware import Target; from jaxlm.lowering.targets import devices\n"
+        "from jaxlm.costs.hardware.target import Target; from jaxlm.lowering.targets import devices\n"
         "print(*(len(devices(Target.parse(on))) for on in ('tpu-v5e:2x2', 'h200-sxm:8')))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

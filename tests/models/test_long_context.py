@@ -8,7 +8,7 @@ import tiny
 
 from jaxlm import sharding
 from jaxlm.config import Experiment
-from jaxlm.costs.hardware import Target
+from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import hlo, programs, targets
 from jaxlm.lowering.kernel_matrix import CHIPS
 

@@ -4,9 +4,9 @@ import pytest
 import tiny
 
 from jaxlm import sharding
-from jaxlm.costs import calibration
-from jaxlm.costs.flops import flops
-from jaxlm.costs.memory import memory
+from jaxlm.costs.hardware import calibration
+from jaxlm.costs.step.flops import flops
+from jaxlm.costs.step.memory import memory
 from jaxlm.costs.workload import MeshShape, Workload
 from jaxlm.training.ladder import counted, gap, ladder
 

@@ -19,14 +19,14 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxlm import sharding
-from jaxlm.costs.count import count
+from jaxlm.costs.jaxpr.count import count
 from jaxlm.inference.cache import empty_cache
 from jaxlm.inference.steps import decode_step, prefill
 from jaxlm.models import tree
 from jaxlm.models.config import ModelConfig
 from jaxlm.training.step import jit_steps, make_steps
 
-MODELS = Path(__file__).parents[2] / "configs" / "models"
+MODELS = Path(__file__).parents[3] / "configs" / "models"
 
 
 def f32(*shape):
@@ -519,7 +519,7 @@ def test_no_backend_is_asked():
     code = """
 import jax, tiny
 from jax.sharding import AbstractMesh, AxisType
-from jaxlm.costs.count import count
+from jaxlm.costs.jaxpr.count import count
 from jaxlm.training.step import make_steps
 steps = make_steps(tiny.model(), tiny.training(microbatches=2, batch=4096), tiny.optimization())
 batch = {k: jax.ShapeDtypeStruct((4096, 32), "int32") for k in ("tokens", "targets", "segments", "positions")}
@@ -531,7 +531,7 @@ assert alone.matmul_flops == spread.matmul_flops
 assert [(sent.kind, sent.axes) for sent in spread.collectives] == [("all-reduce", ("data",))]
 print(jax._src.xla_bridge.backends_are_initialized())
 """
-    here = Path(__file__).parents[1]
+    here = Path(__file__).parents[2]
     path = {"PYTHONPATH": f"{here}:{here.parent}", "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"}
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=path, check=False)
     assert ran.stdout.strip() == "False", ran.stderr

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from jaxlm.costs.chips import DTYPES, Chip, Link, canonical_dtype
-from jaxlm.costs.hardware import Target, catalog, find, of_devices
+from jaxlm.costs.hardware.catalog import catalog, find
+from jaxlm.costs.hardware.chips import DTYPES, Chip, Link, canonical_dtype
+from jaxlm.costs.hardware.target import Target, of_devices
 from jaxlm.errors import InputError
 
 CHIPS = list(catalog().values())
@@ -71,7 +72,7 @@ class TestEveryChip:
 
 
 def test_the_file_has_no_keys_beside_the_chips_and_no_paths_of_a_machine():
-    text = (resources.files("jaxlm.costs") / "hardware.toml").read_text(encoding="utf-8")
+    text = (resources.files("jaxlm.costs.hardware") / "catalog.toml").read_text(encoding="utf-8")
     assert list(tomllib.loads(text)) == list(catalog())
     assert not re.search(r"/(work|root|home|tmp)/", text) and "sparse_" not in text
 

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-from jaxlm.costs import operations
-from jaxlm.costs.parameters import matmul_parameters
+from jaxlm.costs.step import operations
+from jaxlm.costs.step.parameters import matmul_parameters
 from jaxlm.costs.workload import MeshShape, Workload
 
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from jax._src import mesh_utils
 
-from jaxlm.costs.hardware import Target, find
-from jaxlm.costs.network import DIE_TO_DIE_LINKS, KINDS, NETWORK_LATENCY_S, Network
+from jaxlm.costs.hardware.catalog import find
+from jaxlm.costs.hardware.network import DIE_TO_DIE_LINKS, KINDS, NETWORK_LATENCY_S, Network
+from jaxlm.costs.hardware.target import Target
 from jaxlm.errors import InputError
 
 GB = 1e9

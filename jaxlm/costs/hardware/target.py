@@ -1,46 +1,15 @@
-"""The catalog of chips, and the machines that are made of them. Imports no JAX.
+"""Chips that work together: a slice of TPUs, or domains of any other chip. Imports no JAX."""
 
-`hardware.toml` holds the figures with their sources; "host" is this machine, as `calibration.measure` found it.
-"""
-
-import difflib
-import functools
 import itertools
 import math
 import re
-import tomllib
 from dataclasses import dataclass
-from importlib import resources
 
-from jaxlm.costs import calibration
-from jaxlm.costs.chips import Chip, parse_topology, show_topology
+from jaxlm.costs.hardware.catalog import HOST, find, of_kind
+from jaxlm.costs.hardware.chips import Chip, parse_topology, show_topology
 from jaxlm.errors import InputError
 
-HOST = calibration.HOST
-
 COUNT = "[1-9][0-9]{0,5}"  # of chips or devices, as it is typed
-
-
-@functools.cache
-def catalog() -> dict[str, Chip]:
-    """Every chip with published figures, by its id, in the order of the file."""
-    text = (resources.files("jaxlm.costs") / "hardware.toml").read_text(encoding="utf-8")
-    return {id: Chip(id=id, **figures) for id, figures in tomllib.loads(text).items()}
-
-
-def find(id: str) -> Chip:
-    """The chip of an id; "host" is this machine. Raises InputError, which names the nearest id or says how to
-    calibrate."""
-    if id == HOST:
-        return calibration.load()
-    if id not in catalog():
-        known = [*catalog(), HOST]
-        near = difflib.get_close_matches(id.lower(), known, 1, cutoff=0.5)
-        near = near or [name for name in known if id and id.lower() in name][:1]
-        raise InputError(
-            f"there is no chip {id!r}; " + (f"did you mean {near[0]}?" if near else "jaxlm hardware lists them")
-        )
-    return catalog()[id]
 
 
 @dataclass(frozen=True)
@@ -96,11 +65,6 @@ def of_devices(kind: str, platform: str, count: int) -> Target:
     if chip is None:
         raise InputError(f"devices of the kind {kind!r} are not in the catalog")
     return Target.parse(f"{chip.id}:{count // chip.devices_per_chip}")
-
-
-def of_kind(kind: str) -> Chip | None:
-    """The chip of the catalog whose devices JAX calls so; None where there is none."""
-    return next((chip for chip in catalog().values() if kind in chip.device_kinds), None)
 
 
 def _example(chip: Chip) -> str:

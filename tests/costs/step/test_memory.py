@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import tiny
 
-from jaxlm.costs.layer_memory import kept
-from jaxlm.costs.memory import memory
-from jaxlm.costs.parameters import parameters
+from jaxlm.costs.step.layer_memory import kept
+from jaxlm.costs.step.memory import memory
+from jaxlm.costs.step.parameters import parameters
 from jaxlm.costs.workload import MeshShape, Workload
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BENCHMARK = ROOT / "benchmarks" / "compiled_memory.py"
 ROWS = json.loads((ROOT / "benchmarks" / "results" / "compiled" / "memory.json").read_text())["cases"]
 

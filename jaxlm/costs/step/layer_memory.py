@@ -6,7 +6,7 @@ Which arrays XLA keeps was read from its programs (`jaxlm.lowering.buffers`), of
 
 from typing import Literal, NamedTuple
 
-from jaxlm.costs import kernels
+from jaxlm.costs.step import kernels
 from jaxlm.costs.workload import Workload
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxlm.costs.parameters import Part, goes_back_to, multiplies, parameters
+from jaxlm.costs.step.parameters import Part, goes_back_to, multiplies, parameters
 from jaxlm.costs.workload import Workload
 
 

@@ -1,11 +1,11 @@
-"""What a program costs, as a tree by named scope: the figures that `jaxlm.costs.count` makes."""
+"""What a program costs, as a tree by named scope: the figures that `jaxlm.costs.jaxpr.count` makes."""
 
 import functools
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from jaxlm.costs import primitives
-from jaxlm.costs.primitives import Kind
+from jaxlm.costs.jaxpr import primitives
+from jaxlm.costs.jaxpr.primitives import Kind
 
 Phase = Literal["forward", "backward", "rematerialised"]
 

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import ValidationError
 
 from jaxlm import accelerators
-from jaxlm.costs.chips import Chip, OnChip
+from jaxlm.costs.hardware.chips import Chip, OnChip
 from jaxlm.data.config import default_cache
 from jaxlm.errors import InputError
 from jaxlm.folders import unwritable
 from jaxlm.schema import Section
 
 if TYPE_CHECKING:
-    from jaxlm.costs.timed import Program
+    from jaxlm.costs.hardware.timed import Program
 
 HOST = "host"
 # Of this machine, where none can be kept: for this process.
@@ -114,11 +114,11 @@ def measure(
     three in four of which are faster: `product_rates`, of a matrix and both its gradients; `batched_rates`, of the
     heads of attention likewise; `elementwise_flops`, of a mixture as in a softmax; `pass_bytes_per_s`, of the slowest
     kind of pass between products. `dispatch_s` is the median of a call of nothing. Programs take turns, each at most
-    `calls` times (`jaxlm.costs.timed`).
+    `calls` times (`jaxlm.costs.hardware.timed`).
     """
     import jax
 
-    from jaxlm.costs import timed
+    from jaxlm.costs.hardware import timed
 
     check_kept()
     accelerators.choose()

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from jaxlm.costs import calibration
-from jaxlm.costs.hardware import HOST, Target, find
-from jaxlm.costs.timed import Program, in_turns
+from jaxlm.costs.hardware import calibration
+from jaxlm.costs.hardware.catalog import HOST, find
+from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.hardware.timed import Program, in_turns
 from jaxlm.errors import InputError
 
 TINY = {"largest": 64, "copied_bytes": 2**16, "calls": 5}

@@ -1,7 +1,7 @@
 """What a step computes, in closed form over the abstract tree: each matrix product with its sizes on one device, and
 what is read and written around them.
 
-Products are those of `jaxlm.costs.count` to the last FLOP; memory traffic is a bracket. Its lower end is what no
+Products are those of `jaxlm.costs.jaxpr.count` to the last FLOP; memory traffic is a bracket. Its lower end is what no
 schedule avoids: each product reads its operands and writes its result once, attention keeps its scores on the chip
 (arXiv:2205.14135), and everything element by element is fused into a neighbour. At its upper end each chain of such
 operations (a norm, an activation, a softmax) is a loop of its own, and scores go through memory. Kernels
@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from jaxlm.costs import elementwise, kernels
-from jaxlm.costs.elementwise import Elementwise
-from jaxlm.costs.parameters import Part, goes_back_to, multiplies, parameters
+from jaxlm.costs.step import elementwise, kernels
+from jaxlm.costs.step.elementwise import Elementwise
+from jaxlm.costs.step.parameters import Part, goes_back_to, multiplies, parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.models import tree
 from kernels_pallas.launch import Cost

@@ -8,7 +8,7 @@
 What is counted is what runs, so far as the jaxpr tells: code whose result nothing uses is dropped first, as jit does
 (with full rematerialisation the last product of a block is not run again). The products of jaxlm's steps are to the
 last FLOP those in XLA's optimised programs; in general XLA may still merge equal work or move it out of a loop. What
-one equation costs is in `jaxlm.costs.primitives`; around it
+one equation costs is in `jaxlm.costs.jaxpr.primitives`; around it
 
 - a scan costs its body times its length, a `while` its condition and body times its iterations where the program says
   how many (a counter compared with a constant), and otherwise as many as `trips` says;
@@ -33,8 +33,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.extend.core import Literal as Constant
 from jax.interpreters import partial_eval
 
-from jaxlm.costs import primitives
-from jaxlm.costs.cost import Cost, Phase, Row
+from jaxlm.costs.jaxpr import primitives
+from jaxlm.costs.jaxpr.cost import Cost, Phase, Row
 
 # The scope that jax.checkpoint adds around what it computes again.
 _AGAIN = "rematted_computation"

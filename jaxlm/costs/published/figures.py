@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxlm.costs import layer_memory, memory, operations, plan
-from jaxlm.costs.flops import flops
-from jaxlm.costs.hardware import Target
-from jaxlm.costs.network import Network
+from jaxlm.costs import plan
+from jaxlm.costs.hardware.network import Network
+from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.step import layer_memory, memory, operations
+from jaxlm.costs.step.flops import flops
 from jaxlm.costs.workload import Workload
 
 DAY = 86_400.0

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from jaxlm.costs import kernels, operations
-from jaxlm.costs.layer_memory import backward, forward, kept, parts
-from jaxlm.costs.parameters import Part, goes_back_to, parameters
+from jaxlm.costs.step import kernels, operations
+from jaxlm.costs.step.layer_memory import backward, forward, kept, parts
+from jaxlm.costs.step.parameters import Part, goes_back_to, parameters
 from jaxlm.costs.workload import Workload
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxlm.costs.parameters import parameters
+from jaxlm.costs.step.parameters import parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.models.config import ModelConfig
 
@@ -47,7 +47,7 @@ class Loop(NamedTuple):
         return Work(round(numbers * self.flops), round(numbers * (4 * self.float32 + itemsize * self.narrow)))
 
 
-# Forward and backward. FLOPs are what jaxlm.costs.count finds in this project's configurations, to a fifth.
+# Forward and backward. FLOPs are what jaxlm.costs.jaxpr.count finds in this project's configurations, to a fifth.
 _SOFTMAX = Loop(5.5, 3, 1), Loop(4, 4, 2)
 _NORMS = {"rms": (Loop(5.3, 0, 3), Loop(9.5, 0, 6)), "layer": (Loop(8.1, 0, 3), Loop(13.4, 0, 6))}
 _RESIDUAL = Loop(1, 0, 3), Loop(1, 0, 3)

@@ -14,16 +14,16 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from jaxlm.costs.chips import Chip
-from jaxlm.costs.figures import FIGURES, Range, Setting
-from jaxlm.costs.hardware import Target
+from jaxlm.costs.hardware.chips import Chip
+from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.published.figures import FIGURES, Range, Setting
 from jaxlm.costs.workload import Kind, MeshShape, Workload
 from jaxlm.errors import InputError
 from jaxlm.models.config import ModelConfig, Remat
 from jaxlm.schema import Section, merged
 
-PUBLISHED = Path(__file__).with_name("published.toml")
-MODELS = Path(__file__).parents[2] / "configs" / "models"
+PUBLISHED = Path(__file__).with_name("cases.toml")
+MODELS = Path(__file__).parents[3] / "configs" / "models"
 
 Of = Literal[
     "parameters", "kv cache", "flops", "mfu", "memory", "measured memory", "roofline", "collectives", "duration",
@@ -47,7 +47,7 @@ class Step(Section):
 class Case(Section):
     """A published figure.
 
-    `figure` names one of `jaxlm.costs.figures`, which takes what is `given`; `scale` multiplies what it returns.
+    `figure` names one of `figures.FIGURES`, which takes what is `given`; `scale` multiplies what it returns.
     `model` is one of the file's [models] or a file of configs/models; `chips` is a target, of which `chip` changes
     figures. `tolerance` is relative, `because` of what. `nearest` says what stands for what cannot be written exactly,
     `why` where a miss is from. A case with `not_expressed` is beyond the cost model.

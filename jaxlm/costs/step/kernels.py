@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlm.costs.elementwise import ACTIVATION, HEADS, LOSS, NORMS, POSITIONS, RESIDUAL, SOFTMAX, Elementwise, Work
+from jaxlm.costs.step.elementwise import ACTIVATION, HEADS, LOSS, NORMS, POSITIONS, RESIDUAL, SOFTMAX, Elementwise, Work
 from jaxlm.costs.workload import Workload
 from kernels_pallas.flash_attention import costs as attention_costs
 from kernels_pallas.flash_attention import serves

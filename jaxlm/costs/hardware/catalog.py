@@ -1,0 +1,42 @@
+"""The catalog of chips. Imports no JAX.
+
+`catalog.toml` holds the figures with their sources; "host" is this machine, as `calibration.measure` found it.
+"""
+
+import difflib
+import functools
+import tomllib
+from importlib import resources
+
+from jaxlm.costs.hardware import calibration
+from jaxlm.costs.hardware.chips import Chip
+from jaxlm.errors import InputError
+
+HOST = calibration.HOST
+
+
+@functools.cache
+def catalog() -> dict[str, Chip]:
+    """Every chip with published figures, by its id, in the order of the file."""
+    text = (resources.files("jaxlm.costs.hardware") / "catalog.toml").read_text(encoding="utf-8")
+    return {id: Chip(id=id, **figures) for id, figures in tomllib.loads(text).items()}
+
+
+def find(id: str) -> Chip:
+    """The chip of an id; "host" is this machine. Raises InputError, which names the nearest id or says how to
+    calibrate."""
+    if id == HOST:
+        return calibration.load()
+    if id not in catalog():
+        known = [*catalog(), HOST]
+        near = difflib.get_close_matches(id.lower(), known, 1, cutoff=0.5)
+        near = near or [name for name in known if id and id.lower() in name][:1]
+        raise InputError(
+            f"there is no chip {id!r}; " + (f"did you mean {near[0]}?" if near else "jaxlm hardware lists them")
+        )
+    return catalog()[id]
+
+
+def of_kind(kind: str) -> Chip | None:
+    """The chip of the catalog whose devices JAX calls so; None where there is none."""
+    return next((chip for chip in catalog().values() if kind in chip.device_kinds), None)

@@ -1,0 +1,1 @@
+"""What any JAX function costs, counted from its jaxpr."""

@@ -1,0 +1,1 @@
+"""The cost model held against published figures."""

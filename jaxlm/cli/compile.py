@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from jaxlm.cli import steps
 from jaxlm.cli.ladder import say_replicated
 from jaxlm.cli.paths import path
-from jaxlm.cli.tables import or_dash, print_table, seconds
+from jaxlm.cli.tables import add_numbers, against_capacity, facts, headed, print_table
 from jaxlm.errors import InputError
 from jaxlm.folders import unwritable
+from jaxlm.units import gib, or_dash, seconds
 
 if TYPE_CHECKING:
     from jaxlm.config import Experiment
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from jaxlm.lowering.report import Compiled, DoesNotFit, Report
 
 _SHOWN = 10  # of buffers, and of fusions
-_GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,28 +153,21 @@ def _keep(folder: Path | None, row: dict[str, Any], programs: dict[str, str]) ->
 
 
 def _print_step(report: "Report") -> None:
-    from rich.table import Table
-
     work, memory, total = report.plan.work, report.memory, report.plan.memory.total
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column(overflow="fold")
+    table = facts()
     table.add_row("step", str(work))
     quickly = " quickly" if report.quick else ""
     table.add_row("on", f"{report.plan.target}: {work.mesh}, compiled{quickly} in {seconds(report.compile_s)}")
     if work.kind == "train":
         table.add_row("with", work.overrides())
     for name in ("arguments", "outputs", "temporaries"):
-        table.add_row(f"memory, {name}", f"{getattr(memory, name) / _GIB:.2f} GiB")
-    over = memory.peak - memory.capacity
-    verdict = "fits" if report.fits else f"does not fit by {over / _GIB:.2f} GiB"
+        table.add_row(f"memory, {name}", f"{gib(getattr(memory, name))} GiB")
     table.add_row(
         "memory",
-        f"{memory.peak / _GIB:.2f} of {memory.capacity / _GIB:.2f} GiB per device: {verdict} "
-        f"(counted {total / _GIB:.2f}, {total / memory.peak - 1:+.0%})",
+        f"{against_capacity(memory.peak, memory.capacity)} (counted {gib(total)}, {total / memory.peak - 1:+.0%})",
     )
     if memory.gaps:
-        table.add_row("", f"and {memory.gaps / _GIB:.2f} GiB of gaps, which close where memory is short")
+        table.add_row("", f"and {gib(memory.gaps)} GiB of gaps, which close where memory is short")
     if not report.fits:
         table.add_row("turn", "; or ".join(_dials(report.plan, memory.peak)))
     counted = report.counted_flops
@@ -198,9 +191,9 @@ def _print_held(report: "Report") -> None:
     table = _table("held at the peak", ("GiB", "of"), ("array", "what", "source"))
     for held in report.held[:_SHOWN]:
         what = held.name if held.array else f"argument {held.name}"
-        table.add_row(f"{held.bytes / _GIB:.3f}", str(held.count), held.array, what, held.source)
+        table.add_row(gib(held.bytes, 3), str(held.count), held.array, what, held.source)
     if rest := report.held[_SHOWN:]:
-        table.add_row(f"{sum(h.bytes for h in rest) / _GIB:.3f}", str(sum(h.count for h in rest)), "", "the rest", "")
+        table.add_row(gib(sum(h.bytes for h in rest), 3), str(sum(h.count for h in rest)), "", "the rest", "")
     print_table(table)
 
 
@@ -250,7 +243,7 @@ def _print_tried(tried: "list[Tried] | None") -> None:
         return
     table = _table("tried", ("GiB",), ("microbatches", "remat"))
     for work, size in tried:
-        table.add_row(f"{size / _GIB:.2f}", str(work.microbatches), work.remat_shown)
+        table.add_row(gib(size), str(work.microbatches), work.remat_shown)
     print_table(table)
 
 
@@ -272,12 +265,12 @@ def _refuse(refused: "DoesNotFit", arguments: argparse.Namespace, tried: "list[T
         return
     _print_tried(tried)
     table = _table("does not fit", ("GiB",), ("per device",))
-    table.add_row(f"{plan.capacity / _GIB:.2f}", f"there are on {plan.target.chip.name}")
-    table.add_row(f"{refused.arguments / _GIB:.2f}", "arguments")
-    table.add_row(f"{refused.temporaries / _GIB:.2f}", "temporaries, as the compiler says")
+    table.add_row(gib(plan.capacity), f"there are on {plan.target.chip.name}")
+    table.add_row(gib(refused.arguments), "arguments")
+    table.add_row(gib(refused.temporaries), "temporaries, as the compiler says")
     for name, size in sorted(memory._asdict().items(), key=lambda part: -part[1]):
         if size:
-            table.add_row(f"{size / _GIB:.2f}", f"{name.replace('_', ' ')}, counted")
+            table.add_row(gib(size), f"{name.replace('_', ' ')}, counted")
     print_table(table)
     print("turn " + ("; or ".join(turn) or "to more chips: counting knows no dial that lowers this"))
 
@@ -289,12 +282,8 @@ def _dials(plan: Any, needed: int) -> list[str]:
 
 
 def _table(title: str, numbers: tuple[str, ...], texts: tuple[str, ...]) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
-    for column in numbers:
-        table.add_column(column, justify="right", no_wrap=True)
+    table = headed(title, pad_edge=False)
+    add_numbers(table, numbers)
     for column in texts:
         table.add_column(column, overflow="fold")
     return table

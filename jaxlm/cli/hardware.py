@@ -8,7 +8,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from jaxlm.cli.tables import print_table
+from jaxlm.cli.tables import add_numbers, print_table
+from jaxlm.units import number, or_dash, with_prefix
 
 if TYPE_CHECKING:
     from jaxlm.costs.hardware.chips import Chip
@@ -23,7 +24,6 @@ _UNITS = {
     "_hz": "Hz",
     "watts": "W",
 }
-_PREFIXES = {1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1.0: "", 1e-3: "m", 1e-6: "µ", 1e-9: "n"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,8 +92,7 @@ def _print_table(chips: list["Chip"]) -> None:
 
     table = _table(box.SIMPLE_HEAD)
     table.add_column("chip", no_wrap=True)
-    for column in ("TFLOP/s", "GB", "TB/s", "FLOP/byte", "link GB/s", "W", "$/h"):
-        table.add_column(column, justify="right", no_wrap=True)
+    add_numbers(table, ("TFLOP/s", "GB", "TB/s", "FLOP/byte", "link GB/s", "W", "$/h"))
     for chip in chips:
         peak, link = chip.peak_flops.get("bfloat16"), chip.link and chip.link.bytes_per_s
         table.add_row(
@@ -104,7 +103,7 @@ def _print_table(chips: list["Chip"]) -> None:
             _scaled(_intensity(chip), 1.0),
             _scaled(link, 1e9),
             _scaled(chip.watts, 1.0),
-            "–" if chip.usd_per_hour is None else _shown("usd_per_hour", chip.usd_per_hour),
+            or_dash(chip.usd_per_hour, lambda prices: _shown("usd_per_hour", prices)),
         )
     print_table(table)
 
@@ -129,7 +128,7 @@ def _table(box: Any) -> Any:
 
 
 def _scaled(value: float | None, unit: float) -> str:
-    return "–" if value is None else f"{value / unit:,.4g}" if value / unit < 1e4 else f"{value / unit:,.0f}"
+    return or_dash(value, lambda value: number(value / unit))
 
 
 def _shown(figure: str, value: Any) -> str:
@@ -140,6 +139,5 @@ def _shown(figure: str, value: Any) -> str:
         return (", " if isinstance(value[0], str) else " × ").join(map(str, value))
     for part, unit in _UNITS.items():
         if figure.startswith(part) or figure.endswith(part):
-            scale = next((scale for scale in _PREFIXES if abs(value) >= scale), 1e-9)
-            return f"{_scaled(value, scale)} {_PREFIXES[scale]}{unit}"
+            return with_prefix(value, unit)
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -3,7 +3,8 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
-from jaxlm.cli.tables import or_dash, seconds
+from jaxlm.cli.tables import add_numbers, headed
+from jaxlm.units import memory, or_dash, seconds
 
 if TYPE_CHECKING:
     from jaxlm.costs.workload import Workload
@@ -15,7 +16,7 @@ _SMALL = 0.01
 
 def say_counted(counted: "Counted") -> str:
     """One line, before the first step."""
-    said = f"counted: {counted.flops.model:.3g} model FLOPs a step, {_bytes(counted.memory.total)} on each device"
+    said = f"counted: {counted.flops.model:.3g} model FLOPs a step, {memory(counted.memory.total)} on each device"
     if counted.time is None:
         return said
     return f"{said}, {seconds(counted.time.lower_bound)} to {seconds(counted.time.upper_bound)} a step"
@@ -33,15 +34,12 @@ def say_replicated(work: "Workload") -> str | None:
 
 def show(rungs: dict[str, Any]) -> None:
     """The rungs side by side, and what lies between the first and the last, on standard error."""
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD)
+    table = headed()
     table.add_column("", no_wrap=True)
     names = ("napkin", "counted", "measured")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    add_numbers(table, names)
     table.add_row("FLOPs of a step", *(or_dash(rungs[name]["flops"], "{:.4g}".format) for name in names))
     bracket = rungs["counted"]["step_s"]
     table.add_row(
@@ -50,7 +48,7 @@ def show(rungs: dict[str, Any]) -> None:
         or_dash(bracket, lambda ends: " to ".join(map(seconds, ends))),
         seconds(rungs["measured"]["step_s"]),
     )
-    table.add_row("memory", *(or_dash(rungs[name]["memory_bytes"], _bytes) for name in names))
+    table.add_row("memory", *(or_dash(rungs[name]["memory_bytes"], memory) for name in names))
     table.add_row("MFU", "", "", or_dash(rungs["measured"]["mfu"], "{:.1%}".format))
     console = Console(file=sys.stderr, highlight=False)
     console.print(table)
@@ -64,7 +62,3 @@ def show(rungs: dict[str, Any]) -> None:
         console.print(f"from the napkin's step to the measured one: {', '.join(causes)}")
     if rungs["inside"] is False:
         console.print("the measured step lies outside of what was counted")
-
-
-def _bytes(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.0f} MiB"

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from jaxlm.cli import steps
 from jaxlm.cli.ladder import say_replicated
 from jaxlm.cli.paths import path
-from jaxlm.cli.tables import or_dash, print_table, seconds
+from jaxlm.cli.tables import add_numbers, against_capacity, facts, headed, print_table
 from jaxlm.errors import InputError
+from jaxlm.units import gib, or_dash, seconds
 
 if TYPE_CHECKING:
     from jaxlm.config import Experiment
@@ -169,14 +170,10 @@ def _show_many(plans: list["Plan"], refused: dict[str, str], as_json: bool) -> N
         left_out = [{"target": target, "why": why} for target, why in refused.items()]
         print(json.dumps({**_row(plans[0]), "rows": [plan.row() for plan in plans], "refused": left_out}))
         return
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, title=str(plans[0].work), title_justify="left", title_style="bold")
+    table = headed(str(plans[0].work))
     for column in ("chips", "mesh", "microbatches", "remat"):
         table.add_column(column, no_wrap=True)
-    for column in ("memory", "step", "tokens/s", "MFU", "$/Mtok", "J/tok"):
-        table.add_column(column, justify="right", no_wrap=True)
+    add_numbers(table, ("memory", "step", "tokens/s", "MFU", "$/Mtok", "J/tok"))
     shown = plans[: _SHOWN if len({str(p.target) for p in plans}) == 1 else None]
     for plan in shown:
         remat = plan.work.remat if isinstance(plan.work.remat, str) else "named"
@@ -198,13 +195,9 @@ def _show_many(plans: list["Plan"], refused: dict[str, str], as_json: bool) -> N
 
 
 def _show(plan: "Plan") -> None:
-    from rich.table import Table
-
     work, time, memory = plan.work, plan.time, plan.memory
     row = _row(plan)
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column(overflow="fold")
+    table = facts()
     table.add_row("step", f"{work} on {plan.target}")
     microbatches = f", {work.microbatches} microbatches" if work.microbatches > 1 else ""
     trained = f"{microbatches}, remat {work.remat_shown}" if work.kind == "train" else ""
@@ -214,12 +207,11 @@ def _show(plan: "Plan") -> None:
         share = f"  {value / plan.flops.model:.3f} of model" if name != "model" else ""
         table.add_row(f"FLOPs, {name}", f"{value:.4g}{share}")
     napkin, (held, took) = row["napkin"], _NAPKIN[work.kind]
-    table.add_row("memory, napkin", f"{napkin['memory_bytes'] / 2**30:.2f} GiB: {held}")
+    table.add_row("memory, napkin", f"{gib(napkin['memory_bytes'])} GiB: {held}")
     parts = {name: size for name, size in memory._asdict().items() if size}
     for name, size in parts.items():
-        table.add_row(f"memory, {name}", f"{size / 2**30:.2f} GiB")
-    verdict = "fits" if plan.fits else f"does not fit by {(memory.total - plan.capacity) / 2**30:.2f} GiB"
-    table.add_row("memory", f"{memory.total / 2**30:.2f} of {plan.capacity / 2**30:.2f} GiB per device: {verdict}")
+        table.add_row(f"memory, {name}", f"{gib(size)} GiB")
+    table.add_row("memory", against_capacity(memory.total, plan.capacity))
     table.add_row(
         "time, napkin",
         f"{seconds(napkin['step_s'])}, {napkin['tokens_per_s']:,.0f} tokens/s: {took}",

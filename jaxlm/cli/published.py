@@ -3,7 +3,7 @@
 import json
 from typing import TYPE_CHECKING, Any
 
-from jaxlm.cli.tables import print_table
+from jaxlm.cli.tables import add_numbers, headed, print_table
 
 if TYPE_CHECKING:
     from jaxlm.costs.published.cases import Row
@@ -27,15 +27,11 @@ def show(as_json: bool) -> None:
 
 
 def _table(rows: list["Row"]) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
+    table = headed()
     table.add_column("case", no_wrap=True)
-    for column in ("predicted", "bracket", "published"):
-        table.add_column(column, justify="right", no_wrap=True)
+    add_numbers(table, ("predicted", "bracket", "published"))
     table.add_column("unit", no_wrap=True)
-    table.add_column("error", justify="right", no_wrap=True)
+    add_numbers(table, ("error",))
     table.add_column("verdict", no_wrap=True)
     table.add_column("why; or what stands for what is not exact", overflow="fold", ratio=1)
     for row in rows:
@@ -55,13 +51,9 @@ def _table(rows: list["Row"]) -> Any:
 
 
 def _summary(rows: list["Row"], medians: dict[str, float]) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
+    table = headed()
     table.add_column("kind", no_wrap=True)
-    for column in ("cases", "within", "median error"):
-        table.add_column(column, justify="right")
+    add_numbers(table, ("cases", "within", "median error"))
     for kind, median in medians.items():
         counted = [row for row in rows if row.case.of == kind and row.counted is not None]
         table.add_row(kind, str(len(counted)), str(sum(not row.off for row in counted)), f"{median:.1%}")

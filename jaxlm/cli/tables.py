@@ -1,11 +1,40 @@
-"""How figures look to a person: tables, durations, and a dash for what is not known."""
+"""Tables as a person reads them, and what stands in more than one. Rich is imported where a table is made."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from jaxlm.units import gib
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
-def print_table(table: Any) -> None:
-    """Print a rich table; nothing is cut off in a file or a pipe, which have no width of their own."""
+def facts() -> "Table":
+    """Of two columns without a head: names, and what is to be said of each."""
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    return table
+
+
+def headed(title: str | None = None, **layout: bool) -> "Table":
+    """With a line below its head, and no columns yet."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", **layout)
+
+
+def add_numbers(table: "Table", columns: Iterable[str]) -> None:
+    """Add columns of numbers, which stand on the right and are never broken."""
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+
+
+def print_table(table: "Table") -> None:
+    """Print it; nothing is cut off in a file or a pipe, which have no width of their own."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)
@@ -14,14 +43,7 @@ def print_table(table: Any) -> None:
     console.print(table)
 
 
-def seconds(value: float) -> str:
-    """With the prefix that leaves one to three digits before the point."""
-    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if value >= factor:
-            return f"{value / factor:.3g} {unit}"
-    return f"{value / 1e-9:.3g} ns"
-
-
-def or_dash(value: Any, shown: Callable[[Any], str]) -> str:
-    """The value as `shown`, or a dash for None."""
-    return "–" if value is None else shown(value)
+def against_capacity(needed: int, capacity: int) -> str:
+    """Bytes that a step needs on each device, of those there are, and whether it fits."""
+    verdict = "fits" if needed <= capacity else f"does not fit by {gib(needed - capacity)} GiB"
+    return f"{gib(needed)} of {gib(capacity)} GiB per device: {verdict}"

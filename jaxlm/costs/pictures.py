@@ -19,12 +19,12 @@ from jaxlm.costs.step.memory import Memory
 from jaxlm.costs.step.operations import Operation
 from jaxlm.costs.workload import Workload
 from jaxlm.errors import InputError
+from jaxlm.units import GIB, gib
 
 _INK, _PALE = "#22313f", "#9aa5b1"
 _PARTS = dict(zip(Memory._fields, ("#4c78a8", "#72b7b2", "#54a24b", "#f2a541", "#e4572e", "#9d6ac6"), strict=True))
 _NAMED = 10  # operations in a picture, at most
 _LEAST_SHARE = 0.005  # of a step's time, of an operation that has its name in the picture
-_GIB = 2**30
 
 
 class Point(NamedTuple):
@@ -154,13 +154,13 @@ def _short(scope: str) -> str:
 
 def memory_bars(axes: Axes, plans: dict[str, Plan]) -> None:
     """What lies in the memory of one device, a bar for each plan, by name; a line marks the capacity."""
-    widest = max(max(plan.memory.total, plan.capacity) for plan in plans.values()) / _GIB
+    widest = max(max(plan.memory.total, plan.capacity) for plan in plans.values()) / GIB
     for row, plan in enumerate(plans.values()):
         left = 0.0
         for part, size in plan.memory._asdict().items():
-            axes.barh(row, size / _GIB, left=left, height=0.6, color=_PARTS[part])
-            left += size / _GIB
-        capacity = plan.capacity / _GIB
+            axes.barh(row, size / GIB, left=left, height=0.6, color=_PARTS[part])
+            left += size / GIB
+        capacity = plan.capacity / GIB
         axes.plot([capacity, capacity], [row - 0.42, row + 0.42], color=_INK, lw=2)
         over = left - capacity
         verdict = "fits" if plan.fits else f"{over:.2f} GiB too much"
@@ -184,7 +184,7 @@ def _say_parts(axes: Axes, plans: list[Plan]) -> None:
 
     parts = {part: [getattr(plan.memory, part) for plan in plans] for part in Memory._fields}
     handles = [
-        Patch(color=_PARTS[part], label=part.replace("_", " ") + (f" {sizes[0] / _GIB:.2f}" if len(sizes) == 1 else ""))
+        Patch(color=_PARTS[part], label=part.replace("_", " ") + (f" {gib(sizes[0])}" if len(sizes) == 1 else ""))
         for part, sizes in parts.items()
         if any(sizes)
     ]

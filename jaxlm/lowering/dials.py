@@ -7,6 +7,7 @@ from dataclasses import replace
 from jaxlm.costs.plan import Plan
 from jaxlm.costs.step.memory import memory
 from jaxlm.costs.workload import Workload
+from jaxlm.units import gib
 
 _SHOWN = 4
 
@@ -29,7 +30,7 @@ def dials(plan: Plan, needed: int) -> list[str]:
             else:
                 size = round(needed * memory(work, kind).total / now)
                 if size <= plan.capacity:
-                    found.append(f"{' and '.join(said)} ({size / 2**30:.1f} GiB)")
+                    found.append(f"{' and '.join(said)} ({gib(size, 1)} GiB)")
         if found:
             return found[:_SHOWN]
     return []

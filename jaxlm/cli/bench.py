@@ -26,11 +26,10 @@ def main(arguments: argparse.Namespace) -> int:
     from jaxlm.errors import InputError
 
     accelerators.choose()
-    from kernels_pallas.bench import __main__ as shown
-    from kernels_pallas.bench import run
+    from kernels_pallas.bench import run, show
     from kernels_pallas.bench.record import results_file
 
-    say = (lambda row: None) if arguments.json else shown.show
+    say = (lambda row: None) if arguments.json else show.show_row
     device = run.device()
     known = catalog.of_kind(device)
     file = results_file(arguments.out, known.id if known else device)
@@ -39,7 +38,10 @@ def main(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise InputError(str(error)) from None
     except KeyboardInterrupt:
-        print(f"jaxlm: {shown.STOPPED}", file=sys.stderr)
+        print(f"jaxlm: {show.STOPPED}", file=sys.stderr)
         return 130
-    print(json.dumps(results) if arguments.json else f"{shown.show_ceilings(results)}; wrote {file}")
+    if arguments.json:
+        print(json.dumps(results))
+    else:
+        show.show_whole(results, file)
     return 0

@@ -12,6 +12,7 @@ from jaxlm import cli
 from kernels_pallas.bench import __main__ as bench
 from kernels_pallas.bench import run
 from kernels_pallas.bench.ceilings import Ceilings
+from kernels_pallas.bench.show import show_row
 from kernels_pallas.bench.timing import Time
 from kernels_pallas.registry import OPERATIONS
 
@@ -65,7 +66,7 @@ def test_peers_stand_in_the_same_rows_and_what_fails_is_said(monkeypatch, capsys
     monkeypatch.setattr(run.peers, "measure", measured)
     monkeypatch.setattr(run.peers, "give_back", lambda: None)
     heard = []
-    results = run.benchmark(["softmax"], 1, lambda row: (heard.append(row), bench.show(row)))
+    results = run.benchmark(["softmax"], 1, lambda row: (heard.append(row), show_row(row)))
     forward, other, _ = results["rows"]
     assert other.keys() == forward.keys() and other["implementation"] == "other" and other["temporary_bytes"] == 64
     assert other["speedup"] == pytest.approx(forward["seconds"] / 1e-3)

@@ -1,0 +1,30 @@
+"""What a benchmark says on standard output while it runs, and at its end."""
+
+from pathlib import Path
+from typing import Any
+
+STOPPED = "stopped: the same command goes on from here"
+
+
+def show_row(row: dict[str, Any]) -> None:
+    """One line for one row."""
+    name = f"{row['operation']:<22} {row['case']:<30} {row['direction']:<9} {row['implementation']:<13}"
+    if "reason" in row:
+        print(f"{name} left out: {row['reason']}", flush=True)
+        return
+    speedup = "" if row["speedup"] is None else f"{row['speedup']:6.2f} × XLA"
+    print(
+        f"{name} {row['seconds'] * 1e6:12.1f} µs  "
+        f"{row['bytes_per_s'] / 1e9:8.1f} GB/s ({row['of_copy']:4.0%} of copy)  "
+        f"{row['flops_per_s'] / 1e12:8.2f} TFLOP/s ({row['of_matmul']:4.0%} of matmul) {speedup}",
+        flush=True,
+    )
+
+
+def show_whole(results: dict[str, Any], file: Path) -> None:
+    """One line at the end: what the chip itself did, and where all of it is."""
+    limits = results["ceilings"]
+    print(
+        f"copy {limits['copy_bytes_per_s'] / 1e9:.1f} GB/s, {limits['matmul_dtype']} matmul "
+        f"{limits['matmul_flops_per_s'] / 1e12:.2f} TFLOP/s; wrote {file}"
+    )

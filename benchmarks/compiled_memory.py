@@ -193,7 +193,7 @@ def compile(case: Case) -> Any:
 
 
 def compiled(case: Case) -> dict[str, int]:
-    """Bytes on one device, as `jaxlm.lowering.report.Memory` has them."""
+    """Bytes on one device, as `jaxlm.lowering.report.CompiledMemory` has them."""
     from jaxlm.lowering.report import memory_of
 
     said = memory_of(compile(case), Target.parse(case.on).chip)

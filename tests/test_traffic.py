@@ -37,7 +37,7 @@ def training_step(mesh, dtype: str, context: int = tiny.CONTEXT, microbatches: i
         return hlo.parse(jit_steps(steps, mesh).train.lower(state, batch).compile().as_text())
 
 
-def sent(program: hlo.Program, mesh) -> list[collectives.Collective]:
+def sent(program: hlo.Program, mesh) -> list[collectives.CompiledCollective]:
     return collectives.collectives(program, dict(mesh.shape))
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jaxlm.config import Experiment
     from jaxlm.costs.hardware.target import Target
     from jaxlm.lowering.fit import Tried
-    from jaxlm.lowering.report import Compiled, DoesNotFit, Report
+    from jaxlm.lowering.report import CompiledStep, DoesNotFit, Report
 
 _SHOWN = 10  # of buffers, and of fusions
 
@@ -79,7 +79,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _compile(
     arguments: argparse.Namespace, experiment: "Experiment", sizes: tuple[int, int, int], target: "Target"
-) -> "Compiled":
+) -> "CompiledStep":
     from rich.console import Console
 
     from jaxlm import sharding
@@ -104,7 +104,7 @@ def _fit(arguments: argparse.Namespace, experiment: "Experiment", sizes: tuple[i
     from jaxlm.lowering.report import DoesNotFit
 
     console = Console(stderr=True, highlight=False)
-    found: dict[Workload, Compiled] = {}
+    found: dict[Workload, CompiledStep] = {}
     refused: list[DoesNotFit] = []
 
     def needed(work: Workload) -> int:
@@ -132,7 +132,7 @@ def _fit(arguments: argparse.Namespace, experiment: "Experiment", sizes: tuple[i
     return 1
 
 
-def _show(compiled: "Compiled", arguments: argparse.Namespace, tried: "list[Tried] | None" = None) -> None:
+def _show(compiled: "CompiledStep", arguments: argparse.Namespace, tried: "list[Tried] | None" = None) -> None:
     row = {**compiled.report.row(), **_tried_row(tried)}
     _keep(arguments.dump, row, {"stablehlo.mlir": compiled.stablehlo, "optimised.hlo": compiled.optimised})
     if arguments.json:

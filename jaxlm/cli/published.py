@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from jaxlm.cli.tables import add_numbers, headed, print_table
 
 if TYPE_CHECKING:
-    from jaxlm.costs.published.cases import Row
+    from jaxlm.costs.published.cases import CountedCase
 
 
 def show(as_json: bool) -> None:
@@ -26,7 +26,7 @@ def show(as_json: bool) -> None:
     )
 
 
-def _table(rows: list["Row"]) -> Any:
+def _table(rows: list["CountedCase"]) -> Any:
     table = headed()
     table.add_column("case", no_wrap=True)
     add_numbers(table, ("predicted", "bracket", "published"))
@@ -50,7 +50,7 @@ def _table(rows: list["Row"]) -> Any:
     return table
 
 
-def _summary(rows: list["Row"], medians: dict[str, float]) -> Any:
+def _summary(rows: list["CountedCase"], medians: dict[str, float]) -> Any:
     table = headed()
     table.add_column("kind", no_wrap=True)
     add_numbers(table, ("cases", "within", "median error"))

@@ -19,7 +19,7 @@ _NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+
 _AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 
-class Collective(NamedTuple):
+class CompiledCollective(NamedTuple):
     """A collective of a program: `count` times per step over mesh axes, `bytes` each on one device: what an all-gather
     gives, what a reduce-scatter or an all-reduce takes. `axes` are those along which the members of its groups differ;
     `whole` says that a group is all devices along them. `of` is JAX's name of what it belongs to."""
@@ -34,13 +34,13 @@ class Collective(NamedTuple):
     in_loop: bool = False
 
 
-def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collective]:
+def collectives(program: Program, mesh: Mapping[str, int]) -> list[CompiledCollective]:
     """All of a program over a mesh whose axes have these sizes, outermost first; those of one device are left out.
 
     On a TPU, an all-gather that goes on beside products is written once for each of them (it is one here), and a
     reduce-scatter as an all-reduce in a fusion of that name.
     """
-    found: Counter[Collective] = Counter()
+    found: Counter[CompiledCollective] = Counter()
     parts_seen = set()
     looping = {name for name, times in program.times.items() if times > 1}
     for computation in program.computations.values():
@@ -59,7 +59,9 @@ def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collective]:
             if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
                 kind = "reduce-scatter"
             sent, dtype = _payload(computation, instruction, kind)
-            key = Collective(kind, axes, 0, sent, dtype, scope(instruction.op_name), whole, computation.name in looping)
+            key = CompiledCollective(
+                kind, axes, 0, sent, dtype, scope(instruction.op_name), whole, computation.name in looping
+            )
             found[key] += times
     return [key._replace(count=times) for key, times in found.items()]
 
@@ -140,10 +142,10 @@ def _payload(computation: Computation, instruction: Instruction, kind: str) -> t
     return sum(sizes.values()), sizes.most_common(1)[0][0]
 
 
-def table(found: list[Collective]) -> list[Collective]:
+def table(found: list[CompiledCollective]) -> list[CompiledCollective]:
     """Added up by kind, axes, dtype and size, whatever they belong to; the most bytes first."""
 
-    def key(c: Collective) -> tuple:
+    def key(c: CompiledCollective) -> tuple:
         return c.kind, c.axes, c.bytes, c.dtype, c.whole
 
     rows = []

@@ -43,7 +43,7 @@ def _lowered_for(implementation: str) -> tuple[str, ...]:
 LOWERED_FOR = {implementation: _lowered_for(implementation) for implementation in KERNELS}
 
 
-class Row(NamedTuple):
+class MatrixRow(NamedTuple):
     """One call of one implementation."""
 
     operation: Operation
@@ -54,13 +54,13 @@ class Row(NamedTuple):
         return f"{self.operation.name} | {self.implementation} | {self.case.name}, {self.case.dtypes[0]}"
 
 
-def rows() -> Iterator[Row]:
+def rows() -> Iterator[MatrixRow]:
     """All that is compiled, each for every chip that its implementation is lowered for."""
     for operation in OPERATIONS.values():
         for implementation in operation.implementations:
             for case in operation.used_in("compile"):
                 if operation.serves(implementation, case, case.dtypes[0]):
-                    yield Row(operation, implementation, case)
+                    yield MatrixRow(operation, implementation, case)
 
 
 class Outcome(NamedTuple):
@@ -70,7 +70,7 @@ class Outcome(NamedTuple):
     kernels: tuple[Assembled, ...] | tuple[Scheduled, ...] = ()
 
 
-def compile_rows(chip: str, schedules: bool = True) -> dict[Row, Outcome]:
+def compile_rows(chip: str, schedules: bool = True) -> dict[MatrixRow, Outcome]:
     """Each row that is lowered for a chip of CHIPS, compiled for it, forward and backward. The schedules of a TPU take
     two to five times as long as compiling, in a process of its own: libtpu is told but once where to write them."""
     if chip not in TPUS or not schedules:
@@ -88,7 +88,7 @@ def compile_rows(chip: str, schedules: bool = True) -> dict[Row, Outcome]:
     return dict(zip(_rows_of(chip), outcomes, strict=True))
 
 
-def _rows_of(chip: str) -> list[Row]:
+def _rows_of(chip: str) -> list[MatrixRow]:
     return [row for row in rows() if chip in LOWERED_FOR[row.implementation]]
 
 
@@ -116,13 +116,13 @@ def _scheduled(folder: Path) -> _Compiler:
     return compiled
 
 
-def _compile_rows(chip: str, compiled: _Compiler) -> dict[Row, Outcome]:
+def _compile_rows(chip: str, compiled: _Compiler) -> dict[MatrixRow, Outcome]:
     device = targets.devices(Target.parse(CHIPS[chip]))[0]
     mesh = Mesh(np.array([device]), ("one",))
     return {row: _compile(row, mesh, compiled) for row in _rows_of(chip)}
 
 
-def _compile(row: Row, mesh: Mesh, compiled: _Compiler) -> Outcome:
+def _compile(row: MatrixRow, mesh: Mesh, compiled: _Compiler) -> Outcome:
     operation, implementation, case = row
     whole = NamedSharding(mesh, PartitionSpec())
     structs = {
@@ -149,7 +149,7 @@ def _compile(row: Row, mesh: Mesh, compiled: _Compiler) -> Outcome:
     return Outcome("", tuple(kernel for kernel in known if operation.name in kernel.name))
 
 
-def table(results: dict[str, dict[Row, Outcome]]) -> str:
+def table(results: dict[str, dict[MatrixRow, Outcome]]) -> str:
     """The results by chip as a Markdown table: ✓ compiles, – is not lowered for it."""
     lines = [
         f"| operation | implementation | case | {' | '.join(results)} |",
@@ -161,7 +161,7 @@ def table(results: dict[str, dict[Row, Outcome]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def records(results: dict[str, dict[Row, Outcome]], kind: type[Assembled] | type[Scheduled]) -> list[dict]:
+def records(results: dict[str, dict[MatrixRow, Outcome]], kind: type[Assembled] | type[Scheduled]) -> list[dict]:
     """Every kernel of which something is known, one record each."""
     return [
         {"chip": chip, "row": str(row), **kernel._asdict()}

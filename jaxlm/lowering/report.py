@@ -21,11 +21,11 @@ from jaxlm.costs.step import operations
 from jaxlm.costs.workload import Kind, Workload
 from jaxlm.errors import InputError
 from jaxlm.lowering import buffers, collectives, hlo, kernels, products, programs, targets
-from jaxlm.lowering.collectives import Collective
+from jaxlm.lowering.collectives import CompiledCollective
 from jaxlm.lowering.kernels import Chain, Kernel
 
 
-class Memory(NamedTuple):
+class CompiledMemory(NamedTuple):
     """Bytes on one device. `outputs` are those that do not take the place of a donated argument; `temporaries` what
     lives in between and must have room; `peak` is all three together. `gaps` are what a TPU's allocator leaves free
     between temporaries while there is room for it, and closes where there is not."""
@@ -57,11 +57,11 @@ class Report:
     plan: Plan
     quick: bool
     compile_s: float
-    memory: Memory
+    memory: CompiledMemory
     held: tuple[Held, ...]
     flops: int
     kernel_flops: float
-    collectives: tuple[Collective, ...]
+    collectives: tuple[CompiledCollective, ...]
     calls: tuple[tuple[str, int], ...]
     kernels: tuple[Kernel, ...]
     chains: tuple[Chain, ...]
@@ -80,7 +80,7 @@ class Report:
         """Those of kernels on one device."""
         return _kernel_flops(self.plan.work)
 
-    def seconds(self, collective: Collective) -> float | None:
+    def seconds(self, collective: CompiledCollective) -> float | None:
         """Counted, of all its runs; None where its groups are parts of an axis or its kind is not known."""
         if collective.kind not in KINDS or not collective.whole:
             return None
@@ -157,7 +157,11 @@ class DoesNotFit(Exception):
             **_asked(self.plan),
             "compile_s": self.compile_s,
             "quick": self.quick,
-            "memory_bytes_per_device": {**dict.fromkeys(Memory._fields), **sizes, "capacity": self.plan.capacity},
+            "memory_bytes_per_device": {
+                **dict.fromkeys(CompiledMemory._fields),
+                **sizes,
+                "capacity": self.plan.capacity,
+            },
             "fits": False,
             "held_at_peak": [],
             "flops_per_device": None,
@@ -195,7 +199,7 @@ def _kernel_flops(work: Workload) -> int:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledStep:
     """A report, and the texts that it was read from: as JAX wrote the program, and as XLA optimised it."""
 
     report: Report
@@ -203,7 +207,7 @@ class Compiled:
     optimised: str
 
 
-def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quick: bool = False) -> Compiled:
+def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quick: bool = False) -> CompiledStep:
     """Compile a step for the devices of a mesh, and read what became of it. `quick` is XLA's level O1, at which a TPU's
     compiler searches less for a fast program.
 
@@ -230,7 +234,7 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
         raise InputError(f"this JAX cannot read what the compiler for {target} wrote; {targets.INSTALL}") from error
     program, declared, chip = hlo.parse(text), _declared(traced, target), target.chip
     found = kernels.kernels(program, declared)
-    return Compiled(
+    return CompiledStep(
         Report(
             plan=counted,
             quick=quick,
@@ -271,14 +275,14 @@ def _declared(traced: jax.stages.Traced, target: Target) -> dict[str, float]:
     return found
 
 
-def memory_of(compiled: jax.stages.Compiled, chip: Chip) -> Memory:
+def memory_of(compiled: jax.stages.Compiled, chip: Chip) -> CompiledMemory:
     """What a compiled program takes of a device. A GPU's runtime asks for temporaries as one block, gaps and all."""
     said = compiled.memory_analysis()
     outputs = said.output_size_in_bytes - said.alias_size_in_bytes
     taken = said.argument_size_in_bytes + outputs + said.temp_size_in_bytes
     peak = min(taken, said.peak_memory_in_bytes) if chip.kind == "tpu" else taken
     temporaries = peak - said.argument_size_in_bytes - outputs
-    return Memory(said.argument_size_in_bytes, outputs, temporaries, peak, taken - peak, chip.device_capacity())
+    return CompiledMemory(said.argument_size_in_bytes, outputs, temporaries, peak, taken - peak, chip.device_capacity())
 
 
 def _held(program: hlo.Program) -> tuple[Held, ...]:

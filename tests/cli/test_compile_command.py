@@ -10,7 +10,7 @@ from jaxlm import config
 from jaxlm.cli import compile, main
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import plan
-from jaxlm.lowering.report import DoesNotFit, Memory, Report
+from jaxlm.lowering.report import CompiledMemory, DoesNotFit, Report
 
 MODEL = "configs/models/qwen3-0.6b.toml"
 
@@ -55,7 +55,7 @@ def test_where_the_compiler_refuses_the_row_has_the_keys_of_a_report(monkeypatch
     row = json.loads(out)
     experiment, target = config.load(Path(MODEL), ["training.sequence=4096"]), Target.parse("tpu-v5e:4x4")
     counted = plan(config.workload(experiment, (1, 1, 16)), target)
-    report = Report(counted, False, 1.5, Memory(1, 1, 1, 3, 0, 1), (), 1, 0.0, (), (), (), ()).row()
+    report = Report(counted, False, 1.5, CompiledMemory(1, 1, 1, 3, 0, 1), (), 1, 0.0, (), (), (), ()).row()
     assert row.keys() == report.keys() | {"turn"}
     assert row["memory_bytes_per_device"].keys() == report["memory_bytes_per_device"].keys()
     assert row["counted"].keys() == report["counted"].keys()

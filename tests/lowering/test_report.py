@@ -51,7 +51,7 @@ def small(tmp_path) -> Path:
     return path
 
 
-def compiled(path: Path, chips: str, kind: str, sizes=(1, 2, 2), overrides=(), quick=False) -> report.Compiled:
+def compiled(path: Path, chips: str, kind: str, sizes=(1, 2, 2), overrides=(), quick=False) -> report.CompiledStep:
     target = Target.parse(chips)
     mesh = sharding.make_mesh(*sizes, targets.devices(target))
     return report.compile(config.load(path, list(overrides)), kind, target, mesh, quick)

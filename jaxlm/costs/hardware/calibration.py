@@ -22,7 +22,7 @@ from jaxlm.folders import unwritable
 from jaxlm.schema import Section
 
 if TYPE_CHECKING:
-    from jaxlm.costs.hardware.timed import Program
+    from jaxlm.costs.hardware.timed import Microbenchmark
 
 HOST = "host"
 # Of this machine, where none can be kept: for this process.
@@ -182,7 +182,7 @@ def measure(
     return chip
 
 
-def _rates(programs: dict[str, dict[int, "Program"]]) -> dict[str, tuple[tuple[int, float], ...]]:
+def _rates(programs: dict[str, dict[int, "Microbenchmark"]]) -> dict[str, tuple[tuple[int, float], ...]]:
     return {
         dtype: tuple((side, program.sustained) for side, program in by_side.items())
         for dtype, by_side in programs.items()

@@ -21,7 +21,7 @@ _LOOPS = 20
 
 
 @dataclass
-class Program:
+class Microbenchmark:
     """A call that waits for its end, and its `work`: FLOPs, or bytes read and written."""
 
     call: Callable[[], Any]
@@ -44,7 +44,7 @@ class Program:
         return time.perf_counter() - began
 
 
-def in_turns(programs: list[Program], rounds: int, most_s: float) -> None:
+def in_turns(programs: list[Microbenchmark], rounds: int, most_s: float) -> None:
     """Time every program at least twice, and as often as `rounds` and the seconds allow."""
     for program in programs:
         program.run()  # compiles
@@ -56,13 +56,13 @@ def in_turns(programs: list[Program], rounds: int, most_s: float) -> None:
             program.seconds.append(program.run())
 
 
-def call_of_nothing() -> Program:
+def call_of_nothing() -> Microbenchmark:
     """A call that computes next to nothing; its work is one call."""
     add = jax.jit(lambda x: x + 1.0)
-    return Program(_waited(add, add(0.0)), 1.0)
+    return Microbenchmark(_waited(add, add(0.0)), 1.0)
 
 
-def change_in_place(size: int) -> Program:
+def change_in_place(size: int) -> Microbenchmark:
     """Each byte of an array of `size` bytes read and written. It is donated, so that no memory is allocated: the first
     touch of new pages would be measured in its place."""
     change = jax.jit(lambda x: x + 1.0, donate_argnums=0)
@@ -72,20 +72,20 @@ def change_in_place(size: int) -> Program:
         nonlocal x
         x = change(x).block_until_ready()
 
-    return Program(once, 2 * x.nbytes)
+    return Microbenchmark(once, 2 * x.nbytes)
 
 
-def mixture(size: int) -> Program:
+def mixture(size: int) -> Microbenchmark:
     """Operations element by element on `size` numbers that a cache may hold: as in a softmax, an exponential in six."""
 
     @jax.jit
     def change(x: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, _LOOPS, lambda _, y: (jnp.exp(y * 0.5 - 1.0) + y) * 0.25 - 0.125, x)
 
-    return Program(_waited(change, jnp.zeros(size, jnp.float32)), 6 * _LOOPS * size)
+    return Microbenchmark(_waited(change, jnp.zeros(size, jnp.float32)), 6 * _LOOPS * size)
 
 
-def passes(numbers: int) -> list[Program]:
+def passes(numbers: int) -> list[Microbenchmark]:
     """What a step does with about so many numbers between its products, with next to no arithmetic: heads moved in
     front of the sequence, rows reduced, two arrays made one."""
     rows = max(1, numbers // (_ROW * 256))
@@ -95,32 +95,32 @@ def passes(numbers: int) -> list[Program]:
     reduced = jax.jit(lambda x: jnp.max(x, axis=-1))
     joined = jax.jit(lambda x, y: x * y)
     return [
-        Program(_waited(moved, heads_BTNH), 2 * heads_BTNH.nbytes),
-        Program(_waited(reduced, rows_XS), rows_XS.nbytes),
-        Program(_waited(joined, wide, wide + 1.0), 3 * wide.nbytes),
+        Microbenchmark(_waited(moved, heads_BTNH), 2 * heads_BTNH.nbytes),
+        Microbenchmark(_waited(reduced, rows_XS), rows_XS.nbytes),
+        Microbenchmark(_waited(joined, wide, wide + 1.0), 3 * wide.nbytes),
     ]
 
 
-def products(dtype: str, largest: int) -> tuple[dict[int, Program], dict[int, Program]]:
+def products(dtype: str, largest: int) -> tuple[dict[int, Microbenchmark], dict[int, Microbenchmark]]:
     """By their smallest side, up to one that takes long enough: the three products of a matrix in training, its own
     and those of both gradients, of a batch of tokens and a square matrix; and one product of two square matrices."""
     in_training, square, side = {}, {}, min(2 * _SMALLEST, largest)
     while True:
         x, w = jnp.full((max(_TOKENS, side), side), 1e-3, dtype), jnp.full((side, side), 1e-3, dtype)
-        in_training[side] = Program(_waited(_matrix, x, w, x), 6 * len(x) * side * side)
-        square[side] = Program(_waited(_product, w, w), 2 * side**3)
+        in_training[side] = Microbenchmark(_waited(_matrix, x, w, x), 6 * len(x) * side * side)
+        square[side] = Microbenchmark(_waited(_product, w, w), 2 * side**3)
         in_training[side].run()
         if in_training[side].run() > _LONG_ENOUGH_S or 2 * side > largest:
             return in_training, square
         side *= 2
 
 
-def heads(dtype: str, largest: int) -> dict[int, Program]:
+def heads(dtype: str, largest: int) -> dict[int, Microbenchmark]:
     """By the width of a head: scores of queries and keys and both their gradients, of many heads at once."""
     found, width = {}, min(_SMALLEST, largest)
     while width <= min(_WIDEST_HEAD, largest):
         x = jnp.full((_HEADS, _ROW, width), 1e-3, dtype)
-        found[width] = Program(
+        found[width] = Microbenchmark(
             _waited(_scores, x, x, jnp.full((_HEADS, _ROW, _ROW), 1e-3, dtype)), 6 * _HEADS * _ROW**2 * width
         )
         width *= 2

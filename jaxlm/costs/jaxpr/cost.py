@@ -25,7 +25,7 @@ class Row(NamedTuple):
     bytes_out: int
 
 
-class Collective(NamedTuple):
+class CollectiveTotal(NamedTuple):
     """Collectives of one kind over the same axes: how often one runs, and the bytes of its operands on all shards."""
 
     kind: str
@@ -115,14 +115,14 @@ class Cost:
         return cost
 
     @property
-    def collectives(self) -> tuple[Collective, ...]:
+    def collectives(self) -> tuple[CollectiveTotal, ...]:
         """What `shard_map`s send between devices. Its bytes are in `bytes_in` too: they are read from memory."""
         sums: dict[tuple[str, tuple[str, ...]], list[int]] = {}
         for row in self.of(kind="collective").rows:
             total = sums.setdefault((primitives.COLLECTIVES[row.primitive], row.axes), [0, 0])
             total[0] += row.runs
             total[1] += row.bytes_in
-        return tuple(Collective(*key, *total) for key, total in sorted(sums.items()))
+        return tuple(CollectiveTotal(*key, *total) for key, total in sorted(sums.items()))
 
     @property
     def assumed(self) -> tuple[str, ...]:

@@ -115,10 +115,10 @@ def _walk(jaxpr: Jaxpr, place: _Place, rows: _Rows) -> None:
             for part, there in parts:
                 _walk(part, there, rows)
             continue
-        work = primitives.work(eqn)
-        key = (here.scope, name, work.kind, here.phase, _axes(eqn) if work.kind == "collective" else (), work.assumed)
+        once = primitives.equation_cost(eqn)
+        key = (here.scope, name, once.kind, here.phase, _axes(eqn) if once.kind == "collective" else (), once.assumed)
         everywhere = here.runs * here.shards
-        rows.add(key, (here.runs, *(everywhere * n for n in (work.flops, work.bytes_in, work.bytes_out))))
+        rows.add(key, (here.runs, *(everywhere * n for n in (once.flops, once.bytes_in, once.bytes_out))))
 
 
 def _add_dearest(branches: Sequence[Any], place: _Place, rows: _Rows) -> None:

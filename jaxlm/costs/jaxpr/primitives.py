@@ -26,7 +26,7 @@ from jax.extend.core import Literal as Constant
 Kind = Literal["matmul", "elementwise", "reduction", "kernel", "collective", "movement"]
 
 
-class Work(NamedTuple):
+class EquationCost(NamedTuple):
     """What an equation does once. `assumed`: its primitive is not known here, and got one FLOP per number."""
 
     kind: Kind
@@ -118,7 +118,7 @@ KNOWN = frozenset(
 )
 
 
-def work(eqn: JaxprEqn) -> Work:
+def equation_cost(eqn: JaxprEqn) -> EquationCost:
     """What this equation costs, once, without what jaxprs in its parameters say.
 
     Raises ValueError for a Pallas kernel that states no cost.
@@ -128,32 +128,32 @@ def work(eqn: JaxprEqn) -> Work:
     floats = sum(_size(v) for v in results if _floating(v))
 
     if name in _VIEW:
-        return Work("movement", 0, 0, 0)
+        return EquationCost("movement", 0, 0, 0)
     if name in _MATMUL:
-        return Work("matmul", _dot_flops(eqn), *whole)
+        return EquationCost("matmul", _dot_flops(eqn), *whole)
     if name == "conv_general_dilated":
-        return Work("matmul", _convolution_flops(eqn), *whole)
+        return EquationCost("matmul", _convolution_flops(eqn), *whole)
     if name in _KERNELS:
         return _kernel(eqn, whole[1])
     if name in COLLECTIVES:
-        return Work("collective", 0, *whole)
+        return EquationCost("collective", 0, *whole)
     if name in _PART:
         part = results[0] if _PART[name] is None else operands[_PART[name]]
         size, indices = _bytes([part]), _bytes(v for v in operands[1:] if v is not part)
         if name not in _COMBINING:
-            return Work("movement", 0, size + indices, size)
-        return Work("reduction", _size(part) if _floating(part) else 0, 2 * size + indices, size)
+            return EquationCost("movement", 0, size + indices, size)
+        return EquationCost("reduction", _size(part) if _floating(part) else 0, 2 * size + indices, size)
     if name in _REDUCTION:
         reduced = sum(_size(v) for v in operands[: len(results)]) if floats else 0
-        return Work("reduction", max(reduced - floats, 0), *whole)
+        return EquationCost("reduction", max(reduced - floats, 0), *whole)
     if name in _CUMULATIVE:
         length = operands[0].aval.shape[eqn.params["axis"]]
-        return Work("reduction", floats - floats // max(length, 1), *whole)
+        return EquationCost("reduction", floats - floats // max(length, 1), *whole)
     if name in _WINDOW:
-        return Work("reduction", floats * (math.prod(eqn.params["window_dimensions"]) - 1), *whole)
+        return EquationCost("reduction", floats * (math.prod(eqn.params["window_dimensions"]) - 1), *whole)
     if name in _MOVEMENT:
-        return Work("movement", 0, *whole)
-    return Work("elementwise", floats, *whole, assumed=name not in _ELEMENTWISE)
+        return EquationCost("movement", 0, *whole)
+    return EquationCost("elementwise", floats, *whole, assumed=name not in _ELEMENTWISE)
 
 
 def _dot_flops(eqn: JaxprEqn) -> int:
@@ -193,14 +193,16 @@ def _convolution_flops(eqn: JaxprEqn) -> int:
     return 2 * int(batch) * int(channels) * int(kernel[numbers.rhs_spec[1]]) * joined
 
 
-def _kernel(eqn: JaxprEqn, results: int) -> Work:
+def _kernel(eqn: JaxprEqn, results: int) -> EquationCost:
     """What a Pallas kernel states of itself; a transcendental is one FLOP, as everywhere."""
     cost = eqn.params["cost_estimate"]
     if cost is None:
         name = eqn.params.get("name") or "without a name"
         raise ValueError(f"the Pallas kernel {name} states no cost: pass cost_estimate=pl.CostEstimate(…) to its call")
     written = min(results, int(cost.bytes_accessed))
-    return Work("kernel", int(cost.flops) + int(cost.transcendentals), int(cost.bytes_accessed) - written, written)
+    return EquationCost(
+        "kernel", int(cost.flops) + int(cost.transcendentals), int(cost.bytes_accessed) - written, written
+    )
 
 
 def _distinct(operands: Iterable[Any]) -> list[Any]:

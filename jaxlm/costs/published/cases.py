@@ -31,7 +31,7 @@ Of = Literal[
 ]  # fmt: skip
 
 
-class Step(Section):
+class StepSettings(Section):
     """A workload without its model."""
 
     kind: Kind = "train"
@@ -64,7 +64,7 @@ class Case(Section):
     given: dict[str, Any] = Field(default_factory=dict)
     scale: PositiveFloat = 1.0
     model: str | None = None
-    step: Step = Step()
+    step: StepSettings = StepSettings()
     chips: str | None = None
     chip: dict[str, Any] = Field(default_factory=dict)
     tolerance: float = Field(0.0, ge=0.0)
@@ -85,7 +85,7 @@ class Case(Section):
 
 
 @dataclass(frozen=True)
-class Row:
+class CountedCase:
     """A case with what is counted of it."""
 
     case: Case
@@ -158,13 +158,13 @@ class Row:
         }
 
 
-def check(path: Path = PUBLISHED) -> list[Row]:
+def check(path: Path = PUBLISHED) -> list[CountedCase]:
     """Count every case of a file. Raises InputError where there is none, or where it is not one of cases."""
     cases, models = read(path)
-    return [Row(case, _count(case, models)) for case in cases]
+    return [CountedCase(case, _count(case, models)) for case in cases]
 
 
-def median_errors(rows: Iterable[Row]) -> dict[str, float]:
+def median_errors(rows: Iterable[CountedCase]) -> dict[str, float]:
     """The median absolute error of each kind that is expressed."""
     errors: dict[str, list[float]] = {}
     for row in rows:
@@ -173,7 +173,7 @@ def median_errors(rows: Iterable[Row]) -> dict[str, float]:
     return {kind: statistics.median(each) for kind, each in errors.items()}
 
 
-def inside_bracket(rows: Iterable[Row]) -> dict[str, int]:
+def inside_bracket(rows: Iterable[CountedCase]) -> dict[str, int]:
     """How many measured figures lie inside their bracket, and how many are faster or slower than all of it."""
     verdicts = [row.verdict for row in rows if row.measured]
     return {**{verdict: verdicts.count(verdict) for verdict in ("inside", "faster", "slower")}, "all": len(verdicts)}

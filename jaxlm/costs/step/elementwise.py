@@ -8,18 +8,12 @@ from typing import NamedTuple
 from jaxlm.costs.step.parameters import parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.models.config import ModelConfig
+from kernels_pallas.launch import Cost
 
 # Scopes of a step's operations element by element, of which kernels take the place of some.
 SOFTMAX, HEADS = "layers/attention/softmax", "layers/attention/heads"
 NORMS, POSITIONS, RESIDUAL = "layers/norms", "layers/attention/positions", "layers/attention/residual"
 ACTIVATION, LOSS = "layers/feed_forward/activation", "loss"
-
-
-class Work(NamedTuple):
-    """FLOPs, and bytes read and written."""
-
-    flops: int
-    bytes: int
 
 
 class Elementwise(NamedTuple):
@@ -28,8 +22,8 @@ class Elementwise(NamedTuple):
 
     scope: str
     times: int
-    forward: Work
-    backward: Work
+    forward: Cost
+    backward: Cost
     kernel: bool = False
     makes: str = ""
 
@@ -42,9 +36,10 @@ class Loop(NamedTuple):
     float32: float
     narrow: float
 
-    def over(self, numbers: int, itemsize: int) -> Work:
+    def over(self, numbers: int, itemsize: int) -> Cost:
         """So many numbers, in a dtype of so many bytes."""
-        return Work(round(numbers * self.flops), round(numbers * (4 * self.float32 + itemsize * self.narrow)))
+        moved = numbers * (4 * self.float32 + itemsize * self.narrow)
+        return Cost(flops=round(numbers * self.flops), bytes=round(moved))
 
 
 # Forward and backward. FLOPs are what jaxlm.costs.jaxpr.count finds in this project's configurations, to a fifth.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlm.costs.step.elementwise import ACTIVATION, HEADS, LOSS, NORMS, POSITIONS, RESIDUAL, SOFTMAX, Elementwise, Work
+from jaxlm.costs.step.elementwise import ACTIVATION, HEADS, LOSS, NORMS, POSITIONS, RESIDUAL, SOFTMAX, Elementwise
 from jaxlm.costs.workload import Workload
 from kernels_pallas.flash_attention import costs as attention_costs
 from kernels_pallas.flash_attention import serves
@@ -84,8 +84,7 @@ def loss(work: Workload) -> Loss | None:
 
 
 def _launched(scope: str, times: int, costs: Costs, makes: str = "") -> Elementwise:
-    forward, backward = (Work(cost.flops, cost.bytes) for cost in costs)
-    return Elementwise(scope, times, forward, backward, kernel=True, makes=makes)
+    return Elementwise(scope, times, *costs, kernel=True, makes=makes)
 
 
 def _array(work: Workload, *shape: int) -> jax.ShapeDtypeStruct:

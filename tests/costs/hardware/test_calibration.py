@@ -7,7 +7,7 @@ import pytest
 from jaxlm.costs.hardware import calibration
 from jaxlm.costs.hardware.catalog import HOST, find
 from jaxlm.costs.hardware.target import Target
-from jaxlm.costs.hardware.timed import Program, in_turns
+from jaxlm.costs.hardware.timed import Microbenchmark, in_turns
 from jaxlm.errors import InputError
 
 TINY = {"largest": 64, "copied_bytes": 2**16, "calls": 5}
@@ -74,13 +74,13 @@ def test_the_calibration_of_another_machine_is_refused(fact, value, calibrated):
 
 
 def test_one_call_is_best_and_three_in_four_are_usual():
-    program = Program(lambda: None, 12.0, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 100.0])
+    program = Microbenchmark(lambda: None, 12.0, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 100.0])
     assert program.best == 12.0 and program.sustained == 2.0
 
 
 def test_programs_take_turns():
     order = []
-    programs = [Program(lambda name=name: order.append(name), 1.0) for name in "ab"]
+    programs = [Microbenchmark(lambda name=name: order.append(name), 1.0) for name in "ab"]
     in_turns(programs, rounds=3, most_s=60.0)
     assert "".join(order) == "ab" + 3 * "ab" and [len(p.seconds) for p in programs] == [3, 3]
     in_turns(programs, rounds=300, most_s=0.0)

@@ -53,13 +53,14 @@ class Experiment(Section):
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
 
-def load(path: Path, overrides: Iterable[str] = (), kind: Kind = "train") -> Experiment:
+def load(path: str | Path, overrides: Iterable[str] = (), kind: Kind = "train") -> Experiment:
     """Read a TOML file, apply `key=value` overrides with dotted keys, fill in and check everything that a step of this
     kind asks for.
 
     `model.base = "FILE"`, relative to the file it stands in, names a TOML file whose [model] the other keys of
     [model] then change. Raises InputError, in one line.
     """
+    path = Path(path)
     values = _read_toml(path)
     if isinstance(values.get("model"), dict):
         values["model"] = _on_its_base(values["model"], (path,))

@@ -22,6 +22,9 @@ def explain(error: ValidationError, whole: type[Section], values: dict[str, Any]
             line = f'{key} = {value!r} is neither a whole number nor "all"'
         case "extra_forbidden":
             line = f"unknown key {key}{_did_you_mean(key, whole, values)}"
+            unknown = [_key(other["loc"], values) for other in others if other["type"] == "extra_forbidden"]
+            line += f" (unknown too: {', '.join(unknown)})" if unknown else ""
+            others = [other for other in others if other["type"] != "extra_forbidden"]
         case "missing":
             line = f"{key} is missing"
         case "value_error":

@@ -118,12 +118,21 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def _mesh_around() -> AbstractMesh:
+    """The mesh of the `jax.set_mesh` around this. Raises ValueError for one that the table knows nothing of."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and (mesh.axis_names != MESH_AXES or AxisType.Explicit in mesh.axis_types):
+        axes = ", ".join(f"{name} ({type.name})" for name, type in zip(mesh.axis_names, mesh.axis_types, strict=True))
+        raise ValueError(f"a model runs on a mesh that jaxlm.sharding.make_mesh makes; this one has the axes {axes}")
+    return mesh
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Pin the sharding of an activation, by its logical axes, inside jit under `jax.set_mesh`.
 
     Without a mesh it returns x.
     """
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = _mesh_around()
     if mesh.empty:
         return x
     return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
@@ -131,7 +140,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 def by_parts(x: jax.Array, axis: str) -> jax.Array:
     """x [n, …], whose first dimension is this logical axis, as [P, n / P, …]: P parts, each on devices of its own."""
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = _mesh_around()
     if mesh.empty:
         return x[None]
     (target,) = partition((axis,), x.shape[:1], mesh)
@@ -141,7 +150,7 @@ def by_parts(x: jax.Array, axis: str) -> jax.Array:
 
 def parts_of(axis: str) -> int:
     """Into how many parts the mesh around this cuts a logical axis, where its size lets it."""
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = _mesh_around()
     return 1 if mesh.empty else math.prod(mesh.shape[name] for name in _mesh_axes(axis))
 
 
@@ -163,7 +172,7 @@ def summed_over_data(function: Callable[[Any, Any, jax.Array | int], Any], whole
     all-reduce of an accumulated sum in the loop. `part` is 0, 1, … along the axis; what is drawn at random
     there (dropout) depends on how many parts there are. Results are float32.
     """
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = _mesh_around()
     if mesh.empty or mesh.shape["data"] == 1:
         return function(whole, batch, 0)
 
@@ -184,7 +193,7 @@ def on_each_device(function: Callable[..., Any], *operands: tuple[jax.Array | No
       function: gives for parts of the arrays the same part of its result, or results; a Pallas kernel may be in it.
       operands: each array, or None, with its logical axes.
     """
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = _mesh_around()
     arrays = [x for x, _ in operands]
     left = {name for name in mesh.axis_names if name not in mesh.manual_axes}
     if mesh.size <= 1 or not left:
@@ -216,7 +225,7 @@ def map_whole(function: Callable[[jax.Array], jax.Array], x: jax.Array, *axes: s
     `function` keeps the shape and treats each entry by itself. The result is laid out as x is declared. M is padded
     with zeros so that every device has as many. Inside jit under `jax.set_mesh`; without a mesh it is function(x).
     """
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = _mesh_around()
     if mesh.empty:
         return function(x)
     entries = list(partition(axes, x.shape, mesh))

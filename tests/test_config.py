@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -489,6 +490,12 @@ def test_a_missing_section_is_named(name, tmp_path):
 
 def test_the_number_of_further_errors_is_said():
     assert "(and 1 more)" in refusal("training.batch=0", "training.seed=-1")
+
+
+def test_all_unknown_keys_are_named():
+    said = refusal("model.attention.window=128", "model.depth=2", "training.batch=0")
+    keys = re.search(r"unknown key (\S+);.* \(unknown too: (\S+)\) \(and 1 more\)$", said)
+    assert keys and {*keys.groups()} == {"model.attention.window", "model.depth"}
 
 
 def test_bytes_need_their_vocabulary():

@@ -4,9 +4,11 @@ import re
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxlm import sharding
@@ -229,3 +231,12 @@ def test_bfloat16_on_a_mesh_with_microbatches_is_one_device_s_to_its_precision()
     many, _ = tiny.run_steps(tiny.model(), training, [tiny.batch()] * 3, sharding.make_mesh(2, 2, 2))
     # Eight bits of mantissa, and sums between devices that round in another order.
     np.testing.assert_allclose([m["loss"] for m in many], [m["loss"] for m in one], rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"), [(("x",), AxisType.Auto), (sharding.MESH_AXES, AxisType.Explicit)], ids=["names", "explicit"]
+)
+def test_a_mesh_of_another_make_is_refused_in_words(names, kind):
+    mesh = jax.make_mesh((2,) * len(names), names, axis_types=(kind,) * len(names))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="that jaxlm.sharding.make_mesh makes.* has the axes"):
+        sharding.constrain(jnp.ones((8, 8)), "batch", None)

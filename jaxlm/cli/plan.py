@@ -12,12 +12,12 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from jaxlm import units
 from jaxlm.cli import steps
 from jaxlm.cli.ladder import say_replicated
 from jaxlm.cli.paths import path
 from jaxlm.cli.tables import add_numbers, against_capacity, facts, headed, print_table
 from jaxlm.errors import InputError
-from jaxlm.units import gib, or_dash, seconds
 
 if TYPE_CHECKING:
     from jaxlm.config import Experiment
@@ -183,11 +183,11 @@ def _show_many(plans: list["Plan"], refused: dict[str, str], as_json: bool) -> N
             str(plan.work.microbatches),
             remat,
             f"{plan.memory.total / plan.capacity:.0%}",
-            seconds(plan.time.expected),
+            units.seconds(plan.time.expected),
             f"{plan.tokens_per_s:,.0f}",
             f"{plan.mfu:.0%}",
-            or_dash(plan.usd_per_million_tokens, "{:.3g}".format),
-            or_dash(plan.joules_per_token, "{:.3g}".format),
+            units.or_dash(plan.usd_per_million_tokens, "{:.3g}".format),
+            units.or_dash(plan.joules_per_token, "{:.3g}".format),
         )
     print_table(table)
     if named := [plan.work.remat_shown for plan in shown if not isinstance(plan.work.remat, str)]:
@@ -207,19 +207,19 @@ def _show(plan: "Plan") -> None:
         share = f"  {value / plan.flops.model:.3f} of model" if name != "model" else ""
         table.add_row(f"FLOPs, {name}", f"{value:.4g}{share}")
     napkin, (held, took) = row["napkin"], _NAPKIN[work.kind]
-    table.add_row("memory, napkin", f"{gib(napkin['memory_bytes'])} GiB: {held}")
+    table.add_row("memory, napkin", f"{units.memory(napkin['memory_bytes'])}: {held}")
     parts = {name: size for name, size in memory._asdict().items() if size}
     for name, size in parts.items():
-        table.add_row(f"memory, {name}", f"{gib(size)} GiB")
+        table.add_row(f"memory, {name}", units.memory(size))
     table.add_row("memory", against_capacity(memory.total, plan.capacity))
     table.add_row(
         "time, napkin",
-        f"{seconds(napkin['step_s'])}, {napkin['tokens_per_s']:,.0f} tokens/s: {took}",
+        f"{units.seconds(napkin['step_s'])}, {napkin['tokens_per_s']:,.0f} tokens/s: {took}",
     )
     table.add_row(
         "time",
-        f"{seconds(time.lower_bound)} to {seconds(time.upper_bound)}: compute {seconds(time.compute)}, memory "
-        f"{seconds(time.memory)}, collectives {seconds(time.collectives)}; bound by {time.bound_by}",
+        f"{units.seconds(time.lower_bound)} to {units.seconds(time.upper_bound)}: compute {units.seconds(time.compute)}, "
+        f"memory {units.seconds(time.memory)}, collectives {units.seconds(time.collectives)}; bound by {time.bound_by}",
     )
     each = plan.tokens_per_s / plan.target.devices
     table.add_row(
@@ -227,16 +227,16 @@ def _show(plan: "Plan") -> None:
     )
     table.add_row(
         "price",
-        f"{or_dash(plan.usd_per_million_tokens, '{:.3g}'.format)} $ per million tokens, "
-        f"{or_dash(plan.joules_per_token, '{:.3g}'.format)} J per token",
+        f"{units.or_dash(plan.usd_per_million_tokens, '{:.3g}'.format)} $ per million tokens, "
+        f"{units.or_dash(plan.joules_per_token, '{:.3g}'.format)} J per token",
     )
     if work.kind == "train" and work.steps > 1:
         paid = "" if plan.usd_per_run is None else f", {plan.usd_per_run:,.2f} $"
         table.add_row("run", f"{work.steps:,} steps in {plan.run_s / 3600:,.2f} hours{paid}")
     elif work.kind == "prefill":
-        table.add_row("first token", f"after {seconds(time.expected)}")
+        table.add_row("first token", f"after {units.seconds(time.expected)}")
     elif work.kind == "decode":
-        table.add_row("each token", f"{seconds(time.expected)}, {row['kv_bytes_per_token']:,} bytes of cache")
+        table.add_row("each token", f"{units.seconds(time.expected)}, {row['kv_bytes_per_token']:,} bytes of cache")
     if "critical_batch" in row:
         batch = row["critical_batch"]
         said = "at no batch: the caches outgrow the FLOPs" if batch is None else f"from a batch of {batch:,}"

@@ -31,7 +31,7 @@ def generate(
 ) -> Iterator[np.ndarray]:
     """Yield up to `max_tokens` times the next token id of every prompt, int32 [B], as they are drawn.
 
-    `parameters` are in the dtype to compute in; the cache has it too. `valid` is the number of ids that the
+    `parameters` lie on `mesh`, in the dtype to compute in; the cache has it too. `valid` is the number of ids that the
     tokenizer knows. Prompts are filled up to the longest, or to `fill_to` tokens: as many prompts of one such length
     run the same programs again. Raises InputError as `check_prompts` does.
     """

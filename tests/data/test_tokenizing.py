@@ -132,12 +132,13 @@ def test_a_part_that_is_not_whole_is_made_anew(describe, tmp_path, in_parts, mon
 
 
 SCRIPT = """
-import sys, time
+import signal, sys, time
 from jaxlm.data import formats, parallel, store, tokenizing
 from jaxlm.data.config import DataConfig
 from jaxlm.data.dataset import prepare
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
     formats.PART_BYTES = 3000
     parallel.cores = lambda: int(sys.argv[3])
     def progress(doing, done, size):

@@ -7,6 +7,9 @@ import difflib
 import functools
 import tomllib
 from importlib import resources
+from typing import Any
+
+from pydantic import ValidationError
 
 from jaxlm.costs.hardware import calibration
 from jaxlm.costs.hardware.chips import Chip
@@ -17,9 +20,19 @@ HOST = calibration.HOST
 
 @functools.cache
 def catalog() -> dict[str, Chip]:
-    """Every chip with published figures, by its id, in the order of the file."""
+    """Every chip with published figures, by its id, in the order of the file. Raises InputError where a figure is
+    missing or wrong."""
     text = (resources.files("jaxlm.costs.hardware") / "catalog.toml").read_text(encoding="utf-8")
-    return {id: Chip(id=id, **figures) for id, figures in tomllib.loads(text).items()}
+    return {id: _chip(id, figures) for id, figures in tomllib.loads(text).items()}
+
+
+def _chip(id: str, figures: dict[str, Any]) -> Chip:
+    try:
+        return Chip(id=id, **figures)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise InputError(f"catalog.toml, [{id}]{key and f' {key}'}: {first['msg'].lower()}") from None
 
 
 def find(id: str) -> Chip:

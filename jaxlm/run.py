@@ -1,8 +1,6 @@
 """RUN, the folder of a training run: its resolved configuration, tokenizer and data identity, and what it holds."""
 
-import fcntl
 import json
-import os
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -13,7 +11,7 @@ from jaxlm.data.dataset import Dataset
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.distributed import is_first
 from jaxlm.errors import InputError
-from jaxlm.folders import unwritable
+from jaxlm.files import leftovers, lock, replace, unwritable
 from jaxlm.schema import changed
 
 # What a resumed run must share with its beginning; everything else may change.
@@ -60,9 +58,9 @@ class Run:
                     "with its run; put it back, or choose another --out"
                 )
             return
-        # What a start leaves that was cut short.
-        ours = {self.lock, self.tokenizer, self.data, self.config.with_suffix(".partial")}
         try:
+            # What a start leaves that was cut short.
+            ours = {self.lock, self.tokenizer, self.data, *leftovers(self.config)}
             there = self.directory.exists()
             usable = set(self.directory.iterdir()) <= ours if there else not unwritable(self.directory)
         except OSError:
@@ -92,18 +90,16 @@ class Run:
                 f"{self.directory} cannot be written to ({error.strerror}); choose another --out"
             ) from None
         try:
-            fcntl.flock(self._claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._claimed)
         except BlockingIOError:
             raise self._taken() from None
-        except OSError:
-            pass  # a file system without locks
 
     def check_free(self) -> None:
         """Raises InputError where another job has the folder. For every process, before it joins the others: where that
         job was started with the same address, it would be joined, and die of it."""
         try:
-            with self.lock.open("r+") as lock:  # and closed, which releases it
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            with self.lock.open("r+") as file:
+                lock(file, shared=True)
         except BlockingIOError:
             raise self._taken() from None
         except OSError:
@@ -134,11 +130,8 @@ class Run:
                 f"{self.directory} was trained on other data than data.text and data.tokenizer give now; "
                 "put them back, or choose another --out"
             )
-        if not is_first():
-            return
-        partial = self.config.with_suffix(".partial")
-        partial.write_text(experiment.to_toml(), encoding="utf-8")
-        os.replace(partial, self.config)
+        if is_first():
+            replace(self.config, experiment.to_toml())
 
     def digest(self) -> str:
         """Identity of the data it was begun with. Raises InputError where that is not recorded."""

@@ -16,7 +16,7 @@ from jaxlm.cli.ladder import say_replicated
 from jaxlm.cli.paths import path
 from jaxlm.cli.tables import add_numbers, against_capacity, facts, headed, print_table
 from jaxlm.errors import InputError
-from jaxlm.folders import unwritable
+from jaxlm.files import unwritable
 from jaxlm.units import gib, or_dash, seconds
 
 if TYPE_CHECKING:

@@ -1,11 +1,6 @@
-"""Folders that are either whole or not there."""
+"""What is wrong with a folder of the cache, in the words of the configuration."""
 
-import errno
-import fcntl
-import os
-import shutil
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,54 +25,3 @@ def reading(folder: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
         raise InputError(f"data.cache: {folder} is damaged ({error}); remove it, and it is made anew") from error
-
-
-@contextmanager
-def building(directory: Path) -> Iterator[Path]:
-    """A folder to fill that becomes `directory` when the block ends, and vanishes when it fails.
-
-    Where another process was first, its folder stays.
-    """
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    folder = directory.with_name(f".{directory.name}-{uuid.uuid4().hex}")
-    folder.mkdir()
-    try:
-        yield folder
-        for path in (*folder.rglob("*"), folder):
-            to_disk(path)  # or a power failure may leave the new name to empty files
-        try:
-            os.rename(folder, directory)
-        except OSError:
-            if not directory.is_dir():
-                raise
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def to_disk(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that has no such thing
-            raise
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def locked(path: Path, wait: Callable[[], None]) -> Iterator[bool]:
-    """One process at a time, where the file system has locks; whether it has. Calls `wait` before it waits for another.
-    The lock goes with the process that holds it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            wait()
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            yield False
-            return
-        yield True

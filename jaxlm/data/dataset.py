@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxlm.data import tokenizers
-from jaxlm.data.cache import building, locked, reading, writing
+from jaxlm.data.cache import reading, writing
 from jaxlm.data.config import HUGGING_FACE, DataConfig
 from jaxlm.data.sources import Source, find_sources
 from jaxlm.data.store import TokenStore
@@ -19,6 +19,7 @@ from jaxlm.data.survey import Losses, Progress, Survey, survey
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.data.tokenizing import SIDES, TRAINING_BYTES, tokenize, train_bpe, train_characters, unfinished
 from jaxlm.errors import InputError
+from jaxlm.files import building, leftovers, locked
 
 _FORMAT = 2  # of what lies in the cache; another number makes everything anew
 
@@ -134,7 +135,7 @@ class _Cache:
             waiting = partial(self._say, f"another jaxlm tokenizes {source.name}; waiting for it")
             with writing(self._data.cache), locked(lock, waiting) as alone:
                 if not directory.is_dir():  # nobody else was first
-                    for killed in directory.parent.glob(f".{directory.name}-*") if alone else ():
+                    for killed in leftovers(directory) if alone else ():
                         shutil.rmtree(killed, ignore_errors=True)
                     self._say(f"tokenizing {_shown(survey.train_bytes + survey.held_out_bytes)} of {source.name}")
                     tokenize(survey, tokenizer, directory, self._progress)

@@ -2,18 +2,17 @@
 
 import hashlib
 import json
-import os
 import re
-import uuid
 from collections.abc import Callable, Iterator
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from jaxlm.data.cache import to_disk, writing
+from jaxlm.data.cache import writing
 from jaxlm.data.config import HUGGING_FACE
 from jaxlm.data.formats import named
 from jaxlm.errors import InputError
+from jaxlm.files import replacing, to_disk
 
 _ROWS_PER_FILE = 10_000
 _NAME = re.compile(re.escape(HUGGING_FACE) + r"(?P<path>[^:@]+)(:(?P<name>[^:@]+))?(@(?P<split>[^:@]+))?")
@@ -70,15 +69,11 @@ def _write(path: Path, rows: Iterator[dict[str, Any]]) -> int:
     """Rows as JSON lines, in a file that is whole or not there; how many."""
     import zstandard
 
-    partial = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     written = 0
-    try:
+    with replacing(path) as partial:
         with partial.open("wb") as file, zstandard.ZstdCompressor().stream_writer(file) as packed:
             for row in rows:
                 packed.write(json.dumps(row).encode() + b"\n")
                 written += 1
         to_disk(partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
     return written

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxlm.data import tokenizers
-from jaxlm.data.cache import building
 from jaxlm.data.formats import Part
 from jaxlm.data.parallel import in_order
 from jaxlm.data.store import StoreWriter, join_stores
 from jaxlm.data.survey import Progress, Split, Survey, documents
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.errors import InputError
+from jaxlm.files import building
 
 TRAINING_BYTES = 2**30  # of text that a tokenizer is trained on, about
 SIDES = ("train", "held_out")

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 import textwrap
@@ -19,6 +18,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 
 from jaxlm.distributed import as_first_says, first_goes_first, is_first
 from jaxlm.errors import InputError, RunFailed
+from jaxlm.files import replace
 from jaxlm.models.tree import Tree
 from jaxlm.training.step import TrainState
 
@@ -103,10 +103,11 @@ class Checkpoints:
                 # Of the other files what was sealed: they may have been damaged since.
                 sealed, metrics = json.loads((folder / _CHECKSUMS).read_text()), _metrics(folder)
                 name = metrics.relative_to(folder).as_posix()
-                _replace(folder / _CHECKSUMS, {file: digest for file, digest in sealed.items() if file != name})
+                others = {file: digest for file, digest in sealed.items() if file != name}
+                replace(folder / _CHECKSUMS, json.dumps(others))
                 metrics.parent.mkdir(exist_ok=True)
-                _replace(metrics, {_LOSS: held_out_loss})
-                _replace(folder / _CHECKSUMS, {**sealed, name: _checksum(metrics)})
+                replace(metrics, json.dumps({_LOSS: held_out_loss}))
+                replace(folder / _CHECKSUMS, json.dumps({**sealed, name: _checksum(metrics)}))
         self._manager.reload()
 
     def check_room(self, size: int) -> None:
@@ -193,13 +194,6 @@ def held_out_loss(directory: Path, step: int) -> float | None:
 def _metrics(folder: Path) -> Path:
     """Where Orbax keeps what a checkpoint is compared by."""
     return folder / "metrics" / "metrics"
-
-
-def _replace(path: Path, content: dict[str, Any]) -> None:
-    """Put JSON in the place of a file, at once."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content))
-    os.replace(partial, path)
 
 
 def _set_aside_damaged(directory: Path, newest: int | None) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.distributed import is_first
+from jaxlm.files import replace
 
 _VERSIONS = ("jaxlm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
 
@@ -41,11 +42,8 @@ class JsonLines:
 
     def replace(self, rows: Iterable[dict[str, Any]]) -> None:
         """Put these lines in place of all there are, at once; in a job of several processes the first writes."""
-        if not is_first():
-            return
-        partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        os.replace(partial, self.path)
+        if is_first():
+            replace(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def append(self, row: dict[str, Any]) -> None:
         """Write one line through to the operating system; in a job of several processes the first writes."""

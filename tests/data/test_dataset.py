@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import vocabularies
 
-from jaxlm.data import cache, dataset, tokenizing
-from jaxlm.data.cache import building, locked
+from jaxlm.data import dataset, tokenizing
 from jaxlm.data.config import DataConfig
 from jaxlm.data.dataset import prepare
 from jaxlm.data.packing import Rows
@@ -20,6 +19,7 @@ from jaxlm.data.store import join_stores
 from jaxlm.data.survey import survey
 from jaxlm.data.tokenizers import characters_tokenizer
 from jaxlm.errors import InputError
+from jaxlm.files import building
 
 VOCABULARY = 300
 
@@ -296,39 +296,12 @@ def test_what_a_killed_process_leaves_is_removed(describe, tmp_path):
     assert in_cache(tmp_path) == [name]
 
 
-def test_who_waits_for_another_process_says_so(tmp_path):
-    said: list[str] = []
-    holds = f"""
-from jaxlm.data.cache import locked
-with locked(__import__("pathlib").Path({str(tmp_path / "lock")!r}), None):
-    print("locked", flush=True)
-    input()
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", holds], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout.readline()
-        with locked(tmp_path / "lock", lambda: said.append("waiting") or other.communicate("\n")):
-            assert said == ["waiting"] and other.poll() == 0
-    with locked(tmp_path / "lock", said.clear):
-        assert said
-
-
 def test_a_file_system_without_locks_will_do(describe, monkeypatch):
     def flock(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(cache.fcntl, "flock", flock)
+    monkeypatch.setattr("fcntl.flock", flock)
     assert prepare(describe(), VOCABULARY)
-
-
-def test_of_two_builders_of_one_folder_the_first_stays(tmp_path):
-    with building(tmp_path / "folder") as late:
-        (late / "late").touch()
-        with building(tmp_path / "folder") as early:
-            (early / "early").touch()
-    assert os.listdir(tmp_path) == ["folder"]
-    assert os.listdir(tmp_path / "folder") == ["early"]
 
 
 def test_preparing_data_needs_no_jax():

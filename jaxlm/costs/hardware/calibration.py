@@ -18,7 +18,7 @@ from jaxlm import accelerators
 from jaxlm.costs.hardware.chips import Chip, OnChip
 from jaxlm.data.config import default_cache
 from jaxlm.errors import InputError
-from jaxlm.folders import unwritable
+from jaxlm.files import unwritable
 from jaxlm.schema import Section
 
 if TYPE_CHECKING:

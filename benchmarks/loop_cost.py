@@ -48,6 +48,7 @@ def main() -> None:
     from jaxlm.data.loader import training_batches
     from jaxlm.data.packing import Rows
     from jaxlm.training.loop import to_host
+    from jaxlm.training.paths import RunPaths
     from jaxlm.training.recorder import Recorder
     from jaxlm.training.records import memory_use
     from jaxlm.training.step import jit_steps, make_steps
@@ -85,7 +86,7 @@ def main() -> None:
             "read_metrics_s": median(lambda: to_host(metrics), lambda: (step(), settle()), times=60),
         }
         row = {"step": 0, **{name: 1.0 for name in ("loss", "step_s", "tokens_per_s", "host_s", "grad_norm")}}
-        with Recorder(Path(folder), experiment.records, 0, {}) as recorder:
+        with Recorder(RunPaths(Path(folder)), experiment.records, 0, {}) as recorder:
 
             def record() -> None:
                 row["step"] += 1

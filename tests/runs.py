@@ -64,12 +64,12 @@ def untrained(folder: Path, *overrides: str, tokenizer: Tokenizer | None = None)
     """A run as it is before its first step, made here, with that checkpoint."""
     folder.mkdir()
     run, config = Run(folder), write_config(folder, *overrides)
-    config.rename(run.config)
-    run.data.write_text(json.dumps({"digest": "of no data", "held_out_bytes": 1}))
-    (tokenizer or bytes_tokenizer()).save(run.tokenizer)
+    config.rename(run.paths.config)
+    run.paths.data.write_text(json.dumps({"digest": "of no data", "held_out_bytes": 1}))
+    (tokenizer or bytes_tokenizer()).save(run.paths.tokenizer)
     experiment, mesh = run.experiment(), sharding.make_mesh()
     steps = jit_steps(make_steps(experiment.model, experiment.training, experiment.optimizer), mesh)
-    with jax.set_mesh(mesh), Checkpoints(run.checkpoints, keep=1) as saved:
+    with jax.set_mesh(mesh), Checkpoints(run.paths.checkpoints, keep=1) as saved:
         saved.save(steps.init(), None)
     return folder
 

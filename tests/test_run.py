@@ -21,6 +21,6 @@ def test_those_who_ask_at_once_are_not_in_one_another_s_way(tmp_path):
     import fcntl
 
     run = Run(tmp_path)
-    with run.lock.open("a+") as other:
+    with run.paths.lock.open("a+") as other:
         fcntl.flock(other, fcntl.LOCK_SH)
         run.check_free()

@@ -95,7 +95,7 @@ def _text(data, tokenizer, run, experiment, bar) -> dict:
     dataset = prepare(experiment.data, experiment.model.vocabulary, bar.say, bar.progress)
     if dataset.digest != run.digest():
         _check_shaping(run, experiment.data, _FILES)
-        raise InputError(f"the text of {run.directory} has changed since it was trained; give --data PATH")
+        raise InputError(f"the text of {run.paths} has changed since it was trained; give --data PATH")
     return {name: source.held_out for name, source in dataset.sources.items()}
 
 
@@ -114,6 +114,6 @@ def _check_shaping(run, data, keys) -> None:
     for key in keys:
         if getattr(data, key) != getattr(before, key):
             raise InputError(
-                f"data.{key} is not what {run.directory} was trained with, and gives other text; leave it out, or give "
+                f"data.{key} is not what {run.paths} was trained with, and gives other text; leave it out, or give "
                 "--data PATH"
             )

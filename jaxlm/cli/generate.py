@@ -39,7 +39,7 @@ def main(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.seed < 2**32:
         raise InputError(f"--seed {arguments.seed} must be from 0 to {2**32 - 1}")
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p).check(_option)
-    tokenizer = run.load_tokenizer() if run.tokenizer.is_file() or arguments.prompt is not None else None
+    tokenizer = run.load_tokenizer() if run.paths.tokenizer.is_file() or arguments.prompt is not None else None
     if arguments.prompt is not None:
         prompt = tokenizer.encode_prompt(arguments.prompt)
     else:

@@ -14,6 +14,7 @@ from jaxlm.cli.paths import path
 
 if TYPE_CHECKING:
     from jaxlm.training.ladder import Counted
+    from jaxlm.training.paths import RunPaths
 
 # Of a digest, to tell it from others.
 _SHOWN = 12
@@ -52,7 +53,7 @@ def main(arguments: argparse.Namespace) -> int:
     sinks.check_installed(experiment.records.wandb_project)
     run = Run(arguments.out or Path("runs") / arguments.config.stem)
     run.check(experiment)
-    end = _End(run, arguments.json)
+    end = _End(run.paths, arguments.json)
     stop = StopRequest(end.early, arguments.max_hours)
     with streams.outliving_readers(), distributed.failing_as_one(), stop:
         try:
@@ -114,11 +115,11 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
             experiment.checkpoint,
             dataset,
             mesh,
-            run.directory,
+            run.paths,
             bar,
-            recorder=lambda resumed: Recorder(run.directory, experiment.records, resumed, described),
+            recorder=lambda resumed: Recorder(run.paths, experiment.records, resumed, described),
             norms_every=experiment.records.norms_every,
-            profiler=Profiler(traced, run.profile, bar.say),
+            profiler=Profiler(traced, run.paths.profile, bar.say),
             stop=stop,
             clock=clock,
             counted=end.counted,
@@ -127,7 +128,7 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
         with distributed.first_goes_first("run"):
             run.open(experiment, dataset)
         if distributed.is_first():
-            JsonLines(run.starts).append(environment(list(mesh.devices.flat)))
+            JsonLines(run.paths.starts).append(environment(list(mesh.devices.flat)))
         result = trainer.train()
 
     with clock.phase("ending"):
@@ -143,8 +144,8 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
 class _End:
     """The last words of a run, whole or stopped early; in a job of several processes the first says them."""
 
-    def __init__(self, run, as_json: bool):
-        self._run, self._json = run, as_json
+    def __init__(self, paths: "RunPaths", as_json: bool):
+        self._paths, self._json = paths, as_json
         self.step: int | None = None  # once it is saved
         self.counted: Counted | None = None  # once its devices are known
 
@@ -172,13 +173,13 @@ class _End:
         from jaxlm.training.ladder import ladder
         from jaxlm.training.records import JsonLines, plot_losses
 
-        metrics = JsonLines(self._run.metrics).rows()
+        metrics = JsonLines(self._paths.metrics).rows()
         if metrics:
-            plot_losses(metrics, JsonLines(self._run.evaluations).rows(), self._run.loss_curve)
+            plot_losses(metrics, JsonLines(self._paths.evaluations).rows(), self._paths.loss_curve)
         print(self._goodput(), file=sys.stderr)
         if metrics:
             rungs = ladder(self.counted, metrics)
-            self._run.ladder.write_text(json.dumps(rungs, indent=1) + "\n", encoding="utf-8")
+            self._paths.ladder.write_text(json.dumps(rungs, indent=1) + "\n", encoding="utf-8")
             show(rungs)
 
     def whole(self, sample: str) -> int:
@@ -186,38 +187,38 @@ class _End:
         from jaxlm import distributed
         from jaxlm.training.records import JsonLines
 
-        run = self._run
+        paths = self._paths
         if not distributed.is_first():
             return 0
-        run.sample.write_text(sample, encoding="utf-8")
+        paths.sample.write_text(sample, encoding="utf-8")
         if self._json:
             self._print_json(stopped=None)
             return 0
-        evaluations = JsonLines(run.evaluations).rows()
+        evaluations = JsonLines(paths.evaluations).rows()
         loss = evaluations[-1]["loss"] if evaluations else None
         held_out = "" if not evaluations else f", held-out loss {'not finite' if loss is None else f'{loss:.4f}'}"
         print(f"\n{sample}\n")
-        print(f"{run.directory}: {self.step} steps{held_out}")
-        print(f"loss curve {run.loss_curve}, sample {run.sample}, checkpoints {run.checkpoints}")
+        print(f"{paths}: {self.step} steps{held_out}")
+        print(f"loss curve {paths.loss_curve}, sample {paths.sample}, checkpoints {paths.checkpoints}")
         return 0
 
     def _goodput(self):
         from jaxlm.training.goodput import summary
         from jaxlm.training.records import JsonLines
 
-        return summary(JsonLines(self._run.goodput).rows())
+        return summary(JsonLines(self._paths.goodput).rows())
 
     def _print_json(self, stopped: str | None) -> None:
         from jaxlm.training.records import JsonLines
 
         if not self._json:
             return
-        last: dict[str, Any] = (JsonLines(self._run.metrics).rows() or [{}])[-1]
-        evaluations, goodput = JsonLines(self._run.evaluations).rows(), self._goodput()
+        last: dict[str, Any] = (JsonLines(self._paths.metrics).rows() or [{}])[-1]
+        evaluations, goodput = JsonLines(self._paths.evaluations).rows(), self._goodput()
         print(
             json.dumps(
                 {
-                    "run": str(self._run.directory),
+                    "run": str(self._paths),
                     "step": self.step,
                     "stopped": stopped,
                     "loss": last.get("loss"),

@@ -44,8 +44,8 @@ def experiment(arguments: Namespace, run: "Run", reads: Collection[str] = ()) ->
     from jaxlm import config
 
     if run.experiment().training.ema_decay is None and arguments.ema:
-        raise InputError(f"{run.directory} keeps no average of its weights (training.ema_decay); leave out --ema")
-    overridden = config.load(run.config, arguments.overrides, "decode")
+        raise InputError(f"{run.paths} keeps no average of its weights (training.ema_decay); leave out --ema")
+    overridden = config.load(run.paths.config, arguments.overrides, "decode")
     run.check_model(overridden)
     known = *_READ, *reads
     for key in config.overridden(arguments.overrides):
@@ -69,11 +69,11 @@ def restore(arguments: Namespace, run: "Run", experiment: "Experiment", *, dtype
     from jaxlm.training import checkpoints
 
     choose = checkpoints.best_whole if arguments.checkpoint == "best" else checkpoints.newest_whole
-    step = choose(run.checkpoints, lambda line: print(f"jaxlm: {line}", file=sys.stderr))
+    step = choose(run.paths.checkpoints, lambda line: print(f"jaxlm: {line}", file=sys.stderr))
     if step is None:
-        raise InputError(f"{run.directory} has no whole checkpoint yet; jaxlm train writes one")
+        raise InputError(f"{run.paths} has no whole checkpoint yet; jaxlm train writes one")
     mesh = make_mesh(experiment, "decode")  # nothing is trained: any number of sequences will do
     _, tree = model_tree.abstract(experiment.model)
     like = model_tree.placed(model_tree.shapes(tree, jnp.dtype(dtype)), model_tree.shardings(tree, mesh))
-    parameters = checkpoints.restore_parameters(run.checkpoints, step, like, average=arguments.ema)
+    parameters = checkpoints.restore_parameters(run.paths.checkpoints, step, like, average=arguments.ema)
     return Trained(experiment, parameters, step, mesh)

@@ -185,8 +185,8 @@ class EvaluationConfig(Section):
 
 
 class RecordsConfig(Section):
-    """What is recorded besides metrics.jsonl and evaluations.jsonl: TensorBoard event files in RUN/tensorboard, a
-    Weights & Biases run in this project, and every `norms_every` steps the norms of each layer."""
+    """What is recorded besides the run's own lines of metrics and evaluations: TensorBoard event files, a Weights &
+    Biases run in this project, and every `norms_every` steps the norms of each layer."""
 
     tensorboard: bool = True
     wandb_project: str | None = None

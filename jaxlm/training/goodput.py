@@ -115,7 +115,7 @@ class Goodput(NamedTuple):
 
 
 class Starts:
-    """`goodput.jsonl`: a line per start of a run with its seconds by phase, kept up to date while it lasts."""
+    """A file with a line per start of a run with its seconds by phase, kept up to date while it lasts."""
 
     def __init__(self, path: Path, clock: Clock, step: int):
         self._file, self._clock = JsonLines(path), clock
@@ -140,7 +140,7 @@ class Starts:
 
 
 def summary(starts: Iterable[dict[str, Any]]) -> Goodput:
-    """Add up the lines of `goodput.jsonl`.
+    """Add up the lines of `Starts`.
 
     The steps that a start did after the checkpoint from which the next one went on are `lost_steps`. Time in which
     no process ran is not counted.

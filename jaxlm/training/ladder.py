@@ -59,7 +59,7 @@ def counted(work: Workload, mesh: Mesh) -> Counted:
 
 
 def ladder(before: Counted, metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The rungs, from the lines of `metrics.jsonl`; those of the first steps are left out where there are others.
+    """The rungs, from the lines of metrics; those of the first steps are left out where there are others.
 
     FLOPs of a step over the whole job, seconds of a step, bytes on one device (on CPUs: of the process).
     """

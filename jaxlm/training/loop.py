@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -26,6 +25,7 @@ from jaxlm.training.evaluation import Evaluation, evaluate_sources
 from jaxlm.training.goodput import DATA, DATA_WAIT, DEVICE, HOST, Clock, Pace, Starts
 from jaxlm.training.interrupt import OUT_OF_TIME, StopRequest
 from jaxlm.training.ladder import Counted
+from jaxlm.training.paths import RunPaths
 from jaxlm.training.profile import Profiler
 from jaxlm.training.recorder import Recorder
 from jaxlm.training.records import memory_use
@@ -60,7 +60,7 @@ class Result(NamedTuple):
 class Trainer:
     """A run from its newest whole checkpoint, or from the start, to `training.steps`.
 
-    Writes what `Recorder` does, `goodput.jsonl` and `checkpoints/` into RUN.
+    Writes what `Recorder` does, the seconds of this start and checkpoints into RUN.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Trainer:
         checkpoint: CheckpointConfig,
         dataset: Dataset,
         mesh: Mesh,
-        run: Path,
+        paths: RunPaths,
         display: Display,
         *,
         recorder: Callable[[int], Recorder],
@@ -84,7 +84,7 @@ class Trainer:
     ):
         """`recorder` makes the recorder of a run that resumes behind a step."""
         self._training, self._evaluation, self._checkpoint = training, evaluation, checkpoint
-        self._mesh, self._run, self._display = mesh, run, display
+        self._mesh, self._paths, self._display = mesh, paths, display
         self._make_recorder, self._norms_every = recorder, norms_every
         self._profiler, self._stop, self._clock, self._counted = profiler, stop, clock, counted
         sources = dataset.sources
@@ -95,7 +95,6 @@ class Trainer:
         self._compiled = jit_steps(self._steps, mesh)
         self._shapes = jax.eval_shape(self._steps.init)
         self._state_bytes = bytes_of(self._shapes)
-        self._directory = run / "checkpoints"
         self._agreement = Agreement(mesh)
         self._pace = Pace(clock)
         self._previous: tuple[int, dict[str, jax.Array]] | None = None
@@ -107,13 +106,13 @@ class Trainer:
         Raises Diverged and Unsaved; what was saved until then stays. Raises Stopped for a signal before the first step.
         """
         with self._clock.phase("restoring"):
-            step = checkpoints.resume_from(self._directory, self._display.say)
+            step = checkpoints.resume_from(self._paths.checkpoints, self._display.say)
         self._profiler.resume(step or 0)
-        self._starts = Starts(self._run / "goodput.jsonl", self._clock, step or 0)
+        self._starts = Starts(self._paths.goodput, self._clock, step or 0)
         with (
             ExitStack() as self._noting,  # to the very end: there is something to lose until all is written
             jax.set_mesh(self._mesh),
-            Checkpoints(self._directory, self._checkpoint.keep, self._state_bytes) as self._saved,
+            Checkpoints(self._paths.checkpoints, self._checkpoint.keep, self._state_bytes) as self._saved,
             self._make_recorder(step or 0) as self._recorder,
             failing_as_one(),  # here too: closing checkpoints waits for the others
         ):
@@ -132,7 +131,7 @@ class Trainer:
         self._display.say(f"resuming from step {newest}")
         like = placed(self._shapes, self._steps.shardings(self._mesh))
         with self._clock.phase("restoring"):
-            return checkpoints.restore_state(self._directory, newest, like)
+            return checkpoints.restore_state(self._paths.checkpoints, newest, like)
 
     def _continue(self, step: int, state: TrainState) -> Result:
         training, last = self._training, self._training.steps

@@ -9,7 +9,7 @@ from jaxlm.errors import InputError
 
 
 class Steps(NamedTuple):
-    """Steps start, …, stop − 1, as they are numbered in metrics.jsonl."""
+    """Steps start, …, stop − 1, as they are numbered in the lines of metrics."""
 
     start: int
     stop: int

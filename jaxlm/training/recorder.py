@@ -2,15 +2,13 @@
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from jaxlm.distributed import as_first_says, is_first
 from jaxlm.training.config import RecordsConfig
+from jaxlm.training.paths import RunPaths
 from jaxlm.training.records import JsonLines
 from jaxlm.training.sinks import Sink, TensorBoard, WeightsAndBiases
-
-_FILES = {"train": "metrics.jsonl", "evaluation": "evaluations.jsonl", "norms": "norms.jsonl"}
 
 
 class Recorder:
@@ -20,17 +18,18 @@ class Recorder:
     processes the first writes, and the others' recorders are silent. Close it, or use it as a context.
     """
 
-    def __init__(self, run: Path, settings: RecordsConfig, resumed: int, config: dict[str, Any]):
-        self._files = {kind: JsonLines(run / name) for kind, name in _FILES.items()}
+    def __init__(self, paths: RunPaths, settings: RecordsConfig, resumed: int, config: dict[str, Any]):
+        files = {"train": paths.metrics, "evaluation": paths.evaluations, "norms": paths.norms}
+        self._files = {kind: JsonLines(path) for kind, path in files.items()}
         self._sinks: list[Sink] = []
         if not is_first():
             return
         for file in self._files.values():
             file.cut_after(resumed)
         if settings.tensorboard:
-            self._sinks.append(TensorBoard(run / "tensorboard", resumed))
+            self._sinks.append(TensorBoard(paths.tensorboard, resumed))
         if settings.wandb_project is not None:
-            self._sinks.append(WeightsAndBiases(run, settings.wandb_project, config))
+            self._sinks.append(WeightsAndBiases(paths, settings.wandb_project, config))
 
     def __enter__(self) -> "Recorder":
         return self

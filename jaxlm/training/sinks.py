@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxlm.errors import InputError
+from jaxlm.training.paths import RunPaths
 
 
 class Sink(Protocol):
@@ -54,20 +55,19 @@ class WeightsAndBiases:
     Steps that are done again after a resume keep their first values: W&B takes no step twice.
     """
 
-    def __init__(self, run: Path, project: str, config: dict[str, Any]):
+    def __init__(self, paths: RunPaths, project: str, config: dict[str, Any]):
         import wandb
 
-        kept = run / "wandb_id"
-        if not kept.exists():
-            kept.write_text(uuid.uuid4().hex[:12])
+        if not paths.wandb_id.exists():
+            paths.wandb_id.write_text(uuid.uuid4().hex[:12])
         settings = wandb.Settings(console="off")  # the bar is nothing to keep
         try:
             self._run = wandb.init(
                 project=project,
-                name=run.absolute().name,
-                id=kept.read_text().strip(),
+                name=paths.directory.absolute().name,
+                id=paths.wandb_id.read_text().strip(),
                 resume="allow",
-                dir=str(run),
+                dir=str(paths),
                 config=config,
                 settings=settings,
             )

@@ -349,7 +349,7 @@ def test_a_folder_that_was_made_meanwhile_is_not_shared(tmp_path):
     run, late = Run(tmp_path / "run"), Run(tmp_path / "run")
     for each in (run, late):
         each.claim()  # there is nothing yet
-    run.directory.mkdir()
+    run.paths.directory.mkdir()
     run.claim()
     with pytest.raises(InputError, match="another jaxlm train is at work"):
         late.claim()

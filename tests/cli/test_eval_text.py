@@ -21,15 +21,15 @@ def text(tmp_path):
     folder = tmp_path / "text"
     folder.mkdir()
     run = Run(tmp_path / "run")
-    run.directory.mkdir()
+    run.paths.directory.mkdir()
     written = write_config(folder, f"data.text={folder}/*.txt", f"data.cache={tmp_path}/cache")
-    run.config.write_text(written.read_text())
+    run.paths.config.write_text(written.read_text())
     experiment = run.experiment()
-    run.data.write_text(json.dumps({"digest": prepare(experiment.data, experiment.model.vocabulary).digest}))
+    run.paths.data.write_text(json.dumps({"digest": prepare(experiment.data, experiment.model.vocabulary).digest}))
 
     def text(*overrides: str, data: str | None = None) -> dict:
         with Bar(steps=0) as bar:
-            return eval._text(data, bytes_tokenizer(), run, config.load(run.config, overrides), bar)
+            return eval._text(data, bytes_tokenizer(), run, config.load(run.paths.config, overrides), bar)
 
     return text
 

@@ -5,13 +5,14 @@ import pytest
 from jaxlm.errors import InputError
 from jaxlm.training import sinks
 from jaxlm.training.config import RecordsConfig
+from jaxlm.training.paths import RunPaths
 from jaxlm.training.recorder import Recorder
 
 ONLY_FILES = RecordsConfig(tensorboard=False)
 
 
 def record(run, resumed, steps, settings, scale=1.0):
-    with Recorder(run, settings, resumed, {"training": {"seed": 0}}) as recorder:
+    with Recorder(RunPaths(run), settings, resumed, {"training": {"seed": 0}}) as recorder:
         for step in steps:
             recorder.write("train", {"step": step, "loss": scale * step, "mfu": None})
             if step % 2 == 0:
@@ -51,7 +52,7 @@ def test_a_resumed_run_has_every_point_once_and_the_newer_one(tmp_path, resumed)
 
 def test_what_is_written_is_known(tmp_path):
     record(tmp_path, 0, [1, 2], ONLY_FILES)
-    recorder = Recorder(tmp_path, ONLY_FILES, 2, {})
+    recorder = Recorder(RunPaths(tmp_path), ONLY_FILES, 2, {})
     assert recorder.holds("evaluation", 2) and not recorder.holds("evaluation", 1)
     assert not (tmp_path / "tensorboard").exists()
 
@@ -84,7 +85,7 @@ def test_weights_and_biases_without_a_login_is_one_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr(wandb, "init", refuse)
     with pytest.raises(InputError, match=r"no-tty\); log in \(wandb login\), or set WANDB_MODE=offline$"):
-        sinks.WeightsAndBiases(tmp_path, "project", {})
+        sinks.WeightsAndBiases(RunPaths(tmp_path), "project", {})
 
 
 def test_a_package_that_is_not_here_is_named(monkeypatch):

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 # Others that are not there at once are named, and not waited for for ever: a scheduler may start them minutes apart.
-_SAY_S, _MEET_S = 30, 300
+_SAY_AFTER_S, _JOIN_TIMEOUT_S = 30, 300
 # A process that is silent for this long is lost, and the others end.
-_HEARTBEAT_S = 30
+_HEARTBEAT_TIMEOUT_S = 30
 # The first still draws a sample and a picture while the others leave.
-_LEAVE_S = 300
+_SHUTDOWN_TIMEOUT_S = 300
 # One process may prepare data for hours while the others wait.
-_TURN_S = 7 * 24 * 3600
+_BARRIER_TIMEOUT_S = 7 * 24 * 3600
 # What Slurm and Open MPI tell each of several processes: their number.
 _LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 _TPU_FILES = ("/dev/accel", "/dev/vfio/")
@@ -76,9 +76,9 @@ def join(place: Place | None) -> None:
     native_output_to_stderr()
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself
     noticed = {
-        "initialization_timeout": 2 * _MEET_S,  # never reached: JAX would abort the process
-        "heartbeat_timeout_seconds": _HEARTBEAT_S,
-        "shutdown_timeout_seconds": _LEAVE_S,
+        "initialization_timeout": 2 * _JOIN_TIMEOUT_S,  # never reached: JAX would abort the process
+        "heartbeat_timeout_seconds": _HEARTBEAT_TIMEOUT_S,
+        "shutdown_timeout_seconds": _SHUTDOWN_TIMEOUT_S,
     }
     if place is None:
         try:
@@ -129,14 +129,15 @@ def _waiting(who: str, whom: str) -> Iterator[None]:
     def give_up() -> None:
         try:
             print(
-                f"jaxlm: {who} waited {_MEET_S} s in vain for {whom}; start all of them, each with its own number",
+                f"jaxlm: {who} waited {_JOIN_TIMEOUT_S} s in vain for {whom}; "
+                "start all of them, each with its own number",
                 file=sys.stderr,
                 flush=True,
             )
         finally:
             os._exit(1)
 
-    timers = threading.Timer(_SAY_S, say), threading.Timer(_MEET_S, give_up)
+    timers = threading.Timer(_SAY_AFTER_S, say), threading.Timer(_JOIN_TIMEOUT_S, give_up)
     for timer in timers:
         timer.daemon = True
         timer.start()
@@ -164,7 +165,7 @@ def _tpu_processes() -> int:
         ) from None
 
 
-def processes() -> int:
+def process_count() -> int:
     """How many processes the job has."""
     return _state().num_processes or 1
 
@@ -184,20 +185,20 @@ def _state():
 
 
 @contextmanager
-def first_goes_first(name: str) -> Iterator[None]:
+def first_process_first(name: str) -> Iterator[None]:
     """A block that process 0 leaves before the others enter it, so that they find what it made."""
     first = is_first()
     if not first:
-        meet(name)
+        barrier(name)
     yield
     if first:
-        meet(name)
+        barrier(name)
 
 
-def meet(name: str) -> None:
+def barrier(name: str) -> None:
     """Wait for all processes, however long they take; collectives give up on the slowest after half a minute."""
-    if processes() > 1:
-        _state().client.wait_at_barrier(f"jaxlm {name}", timeout_in_ms=_TURN_S * 1000)
+    if process_count() > 1:
+        _state().client.wait_at_barrier(f"jaxlm {name}", timeout_in_ms=_BARRIER_TIMEOUT_S * 1000)
 
 
 @contextmanager
@@ -207,7 +208,7 @@ def failing_as_one() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if processes() == 1:
+        if process_count() == 1:
             raise
         try:
             _say_why(error)
@@ -221,7 +222,7 @@ def _say_why(error: Exception) -> None:
     """Print what ends this process of several."""
     import jax
 
-    who = f"jaxlm: process {_state().process_id} of {processes()}"
+    who = f"jaxlm: process {_state().process_id} of {process_count()}"
     goes_on = "started again, all of them, the run goes on from its newest checkpoint"
     native = str(error).partition("\n")[0][:200] if isinstance(error, jax.errors.JaxRuntimeError) else ""
     if line := in_one_line(error):
@@ -236,36 +237,37 @@ def _say_why(error: Exception) -> None:
         stream.flush()
 
 
-def as_first_says(value: int) -> int:
+def broadcast_from_first(value: int) -> int:
     """The value that process 0 has, on every process. All of them call it, in the same order.
 
     Not a collective: process 0 may have long to find out.
     """
-    if processes() == 1:
+    if process_count() == 1:
         return value
     key = f"jaxlm said {next(_said)}"
     if is_first():
         _state().client.key_value_set(key, str(int(value)))
         return value
-    return int(_state().client.blocking_key_value_get(key, _TURN_S * 1000))
+    return int(_state().client.blocking_key_value_get(key, _BARRIER_TIMEOUT_S * 1000))
 
 
 def check_same(name: str, values: dict[str, Any], remedy: str) -> None:
     """Raises InputError, with the first difference and the remedy, on every process where one of them has other values
     than process 0. All of them call it."""
-    if processes() == 1:
+    if process_count() == 1:
         return
     client, key, mine = _state().client, f"jaxlm same {name}", json.dumps(values, sort_keys=True)
     client.key_value_set(f"{key}/values/{_state().process_id}", mine)
     client.key_value_set(f"{key}/digests/{_state().process_id}", hashlib.sha256(mine.encode()).hexdigest())
-    meet(f"same {name}")
+    barrier(f"same {name}")
     told = client.key_value_dir_get(f"{key}/digests/")
     digests = {int(path.rpartition("/")[2]): digest for path, digest in told}
     others = sorted(index for index in digests if digests[index] != digests[0])
     if not others:
         return
     its, first = (
-        json.loads(client.blocking_key_value_get(f"{key}/values/{index}", _TURN_S * 1000)) for index in (others[0], 0)
+        json.loads(client.blocking_key_value_get(f"{key}/values/{index}", _BARRIER_TIMEOUT_S * 1000))
+        for index in (others[0], 0)
     )
     who, what = ", ".join(map(str, others)), changed("", its, first)
     raise InputError(f"{name} of process {who} are not those of process 0 ({what}); {remedy}")
@@ -282,8 +284,8 @@ class Agreement:
         import jax.numpy as jnp
         from jax.sharding import NamedSharding, PartitionSpec
 
-        self._alone = processes() == 1
-        self._lies = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._alone = process_count() == 1
+        self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
         self._size = mesh.size
         self._proposed: Any = 0
@@ -296,7 +298,7 @@ class Agreement:
         if self._alone:
             self._proposed = number
         else:
-            flags = jax.make_array_from_callback((self._size,), self._lies, lambda _: np.full(1, number, np.int32))
+            flags = jax.make_array_from_callback((self._size,), self._sharding, lambda _: np.full(1, number, np.int32))
             self._proposed = self._largest(flags)
 
     def settled(self) -> int:

@@ -41,7 +41,7 @@ def make_mesh(experiment: Experiment, kind: Kind = "train") -> "Mesh":
     wanted = math.prod(size for size in (mesh.data, mesh.fsdp, mesh.tensor) if size != "all")
     chosen = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if wanted > 1 and not chosen:
-        jax.config.update("jax_num_cpu_devices", math.ceil(wanted / distributed.processes()))
+        jax.config.update("jax_num_cpu_devices", math.ceil(wanted / distributed.process_count()))
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts where a plugin of that name could not begin

@@ -61,7 +61,7 @@ def main(arguments: argparse.Namespace) -> int:
             distributed.join(place)
             # Each computes its part of a step by its own: with others the replicas drift apart, or wait for ever.
             distributed.check_same("versions", versions("jaxlm", "jax", "jaxlib"), "install the same for all")
-            settings = {"COUNT": distributed.processes(), **experiment.model_dump(mode="json")}
+            settings = {"COUNT": distributed.process_count(), **experiment.model_dump(mode="json")}
             distributed.check_same("settings", settings, "start all with the same CONFIG, key=value and COUNT")
             if distributed.is_first():
                 run.claim()
@@ -78,7 +78,7 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
 
     with Bar(experiment.training.steps, quiet=not distributed.is_first()) as bar:
         with clock.phase("data_preparation"):
-            with distributed.first_goes_first("data"):
+            with distributed.first_process_first("data"):
                 dataset = prepare(experiment.data, experiment.model.vocabulary, bar.say, bar.progress)
             found = {"digest": dataset.digest[:_SHOWN]}
             distributed.check_same("data", found, "let data.text and data.tokenizer be the same for all")
@@ -92,7 +92,7 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
         from jaxlm.training.recorder import Recorder
         from jaxlm.training.records import JsonLines, environment
 
-        with clock.phase("calibration"), distributed.first_goes_first("calibration"):
+        with clock.phase("calibration"), distributed.first_process_first("calibration"):
             calibrated(bar.say)
         mesh = make_mesh(experiment)
         bar.say(f"{parameter_count(experiment.model):,} parameters on {describe(mesh)}")
@@ -125,7 +125,7 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
             counted=end.counted,
         )
         # Only now that nothing was refused is it a run.
-        with distributed.first_goes_first("run"):
+        with distributed.first_process_first("run"):
             run.open(experiment, dataset)
         if distributed.is_first():
             JsonLines(run.paths.starts).append(environment(list(mesh.devices.flat)))

@@ -16,7 +16,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
-from jaxlm.distributed import as_first_says, first_goes_first, is_first
+from jaxlm.distributed import broadcast_from_first, first_process_first, is_first
 from jaxlm.errors import InputError, RunFailed
 from jaxlm.files import replace
 from jaxlm.models.tree import Tree
@@ -57,7 +57,7 @@ class Checkpoints:
         """`size`: the bytes of a state. All are written, and then read again to be sealed, while processes wait for one
         another."""
         self._directory = directory.absolute()
-        with first_goes_first("cleaning checkpoints"):
+        with first_process_first("cleaning checkpoints"):
             for left in self._directory.glob(_IN_PROGRESS):  # by a process that was killed while saving
                 shutil.rmtree(left)
         policies = [
@@ -97,7 +97,7 @@ class Checkpoints:
 
     def note(self, step: int, held_out_loss: float | None) -> None:
         """The held-out loss of a checkpoint that was written before it was measured."""
-        with first_goes_first("noting the loss"):
+        with first_process_first("noting the loss"):
             folder = self._directory / str(step)
             if is_first() and held_out_loss is not None and folder.is_dir():
                 # Of the other files what was sealed: they may have been damaged since.
@@ -158,7 +158,7 @@ def resume_from(directory: Path, say: Callable[[str], None]) -> int | None:
     if is_first():
         newest = newest_whole(directory, say)
         _set_aside_damaged(directory, newest)
-    step = as_first_says(nothing if newest is None else newest)
+    step = broadcast_from_first(nothing if newest is None else newest)
     return None if step == nothing else step
 
 

@@ -14,7 +14,7 @@ from jaxlm import sharding
 from jaxlm.data.dataset import Dataset
 from jaxlm.data.loader import training_batches
 from jaxlm.data.packing import Rows
-from jaxlm.distributed import Agreement, failing_as_one, first_goes_first, meet
+from jaxlm.distributed import Agreement, barrier, failing_as_one, first_process_first
 from jaxlm.errors import RunFailed
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.tree import Tree, placed
@@ -29,7 +29,7 @@ from jaxlm.training.paths import RunPaths
 from jaxlm.training.profile import Profiler
 from jaxlm.training.recorder import Recorder
 from jaxlm.training.records import memory_use
-from jaxlm.training.step import Compiled, TrainState, jit_steps, make_steps
+from jaxlm.training.step import Steps, TrainState, jit_steps, make_steps
 
 # For what comes behind the last checkpoint.
 _END_S = 2.0
@@ -88,7 +88,7 @@ class Trainer:
         self._make_recorder, self._norms_every = recorder, norms_every
         self._profiler, self._stop, self._clock, self._counted = profiler, stop, clock, counted
         sources = dataset.sources
-        with first_goes_first("packing"):
+        with first_process_first("packing"):
             self._rows = [(Rows(source.train, training.sequence), source.weight) for source in sources.values()]
             self._held_out_rows = {name: Rows(source.held_out, training.sequence) for name, source in sources.items()}
         self._steps = make_steps(model, training, optimization)
@@ -185,7 +185,7 @@ class Trainer:
                 self._agreement.propose(0 if reason == OUT_OF_TIME else reason)
             return Result(step, state.parameters, self._agreement.settled())
 
-    def _compile(self, state: TrainState, batch: dict[str, jax.Array]) -> Compiled:
+    def _compile(self, state: TrainState, batch: dict[str, jax.Array]) -> Steps:
         """Everything before the first step: until then there is nothing to lose."""
         began = time.perf_counter()
         self._display.say("compiling the training step")
@@ -196,7 +196,7 @@ class Trainer:
             )
             if self._norms_every:
                 compiled = compiled._replace(norms=compiled.norms.lower(state, batch).compile())
-            meet("compiled")
+            barrier("compiled")
         self._display.say(f"compiled in {time.perf_counter() - began:.1f} s")
         return compiled
 
@@ -255,7 +255,7 @@ class Trainer:
     def _evaluates_at(self, step: int) -> bool:
         return step >= self._training.steps or step % self._evaluation.every == 0
 
-    def _evaluate(self, step: int, programs: Compiled, state: TrainState) -> float | None:
+    def _evaluate(self, step: int, programs: Steps, state: TrainState) -> float | None:
         """Record the held-out loss, at the end of all text. Returns what the checkpoints of a run are compared by, the
         loss on the rows of every evaluation; None where it is not finite, or the run is to stop before."""
         few = self._evaluation.batches
@@ -280,7 +280,7 @@ class Trainer:
         self._display.say(said)
         return compared and _finite(compared.loss)
 
-    def _norms(self, step: int, programs: Compiled, state: TrainState, batch: dict[str, jax.Array]) -> None:
+    def _norms(self, step: int, programs: Steps, state: TrainState, batch: dict[str, jax.Array]) -> None:
         with self._clock.phase("norms"):
             norms = jax.device_get(programs.norms(state, batch))
         self._recorder.write("norms", {"step": step, **jax.tree.map(_finite_list, norms)})

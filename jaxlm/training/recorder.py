@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from jaxlm.distributed import as_first_says, is_first
+from jaxlm.distributed import broadcast_from_first, is_first
 from jaxlm.training.config import RecordsConfig
 from jaxlm.training.paths import RunPaths
 from jaxlm.training.records import JsonLines
@@ -49,7 +49,7 @@ class Recorder:
 
     def holds(self, kind: str, step: int) -> bool:
         """Whether a row of this step is written; the same on every process."""
-        return bool(as_first_says(is_first() and any(row["step"] == step for row in self._files[kind].rows())))
+        return bool(broadcast_from_first(is_first() and any(row["step"] == step for row in self._files[kind].rows())))
 
     def flush(self) -> None:
         """What was written survives the process."""

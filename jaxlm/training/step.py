@@ -39,7 +39,7 @@ class TrainState(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The functions of a training run, pure and not yet compiled, and how their state lies on the mesh."""
+    """The functions of a training run, pure, or jitted by `jit_steps`, and the shardings of their state on a mesh."""
 
     init: Callable[[], TrainState]
     train: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
@@ -63,7 +63,7 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
     """
     graph, tree = model_tree.abstract(model)
     transform = optimizer(optimization, tree)
-    trained = without_frozen(optimization, tree)
+    mask_frozen = without_frozen(optimization, tree)
     learning_rate = schedule(optimization.schedule, optimization.learning_rate)
     dtype = jnp.dtype(training.dtype)
     terms_of_loss = ("loss", "z_loss") if training.z_loss else ("loss",)
@@ -96,36 +96,38 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
         scale = 1.0 / jnp.maximum(targets, 1).astype(jnp.float32)
         working = cast(parameters, dtype)
 
-        def share(working: Tree, index: jax.Array | int, part: Batch) -> tuple[dict[str, jax.Array], Tree]:
+        def microbatch_gradients(
+            working: Tree, index: jax.Array | int, microbatch: Batch
+        ) -> tuple[dict[str, jax.Array], Tree]:
             dropout = Dropout(training.dropout, jax.random.fold_in(key, index))
 
             def objective(p: Tree) -> tuple[jax.Array, dict[str, jax.Array]]:
-                terms = {name: term * scale for name, term in summed_losses(p, part, dropout).items()}
+                terms = {name: term * scale for name, term in summed_losses(p, microbatch, dropout).items()}
                 return sum(terms.values()), terms
 
             grads, terms = jax.grad(objective, has_aux=True)(working)
             return terms, grads
 
         if training.microbatches == 1:
-            terms, grads = share(working, 0, batch)
+            terms, grads = microbatch_gradients(working, 0, batch)
             return terms, cast(grads, jnp.float32), targets
 
         def accumulate(working: Tree, batch: Batch, part: jax.Array | int) -> tuple[dict[str, jax.Array], Tree]:
-            def add(total: tuple, microbatch: tuple) -> tuple[tuple, None]:
-                return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, share(working, *microbatch)), None
+            def add(total: tuple, indexed: tuple) -> tuple[tuple, None]:
+                terms_and_grads = microbatch_gradients(working, *indexed)
+                return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, terms_and_grads), None
 
-            parts = in_microbatches(batch)
-            nothing = (
+            zeros = (
                 {name: jnp.zeros((), jnp.float32) for name in terms_of_loss},
                 jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), working),
             )
             indices = part * training.microbatches + jnp.arange(training.microbatches)
-            return jax.lax.scan(add, nothing, (indices, parts))[0]
+            return jax.lax.scan(add, zeros, (indices, in_microbatches(batch)))[0]
 
         terms, grads = sharding.summed_over_data(accumulate, working, batch)
         return terms, grads, targets
 
-    def averaged(average: Tree | None, parameters: Tree, updates: jax.Array) -> Tree | None:
+    def moving_average(average: Tree | None, parameters: Tree, updates: jax.Array) -> Tree | None:
         """The average after this many updates; its first ones weigh more, so that it forgets where it began."""
         if average is None:
             return None
@@ -133,24 +135,24 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
         decay = jnp.minimum(training.ema_decay, (1.0 + updates) / (10.0 + updates))
         return jax.tree.map(lambda a, p: a + (1.0 - decay) * (p - a), average, parameters)
 
-    def key_of(state: TrainState) -> jax.Array:
+    def dropout_key(state: TrainState) -> jax.Array:
         return jax.random.fold_in(jax.random.key(training.seed), state.step)
 
     def train(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        terms, grads, targets = gradients(state.parameters, batch, key_of(state))
-        grads = trained(grads)
+        terms, grads, targets = gradients(state.parameters, batch, dropout_key(state))
+        grads = mask_frozen(grads)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(terms["loss"]) & jnp.isfinite(grad_norm)
 
         with jax.named_scope("optimizer"):
             updates, moments = transform.update(grads, state.optimizer, state.parameters)
-        moved = optax.apply_updates(state.parameters, updates)
-        updated = moved, moments, averaged(state.average, moved, state.step - state.skipped + 1)
-        kept = state.parameters, state.optimizer, state.average
-        parameters, moments, average = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, kept)
+        parameters = optax.apply_updates(state.parameters, updates)
+        average = moving_average(state.average, parameters, state.step - state.skipped + 1)
+        old, new = (state.parameters, state.optimizer, state.average), (parameters, moments, average)
+        parameters, moments, average = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
 
         skipped = jnp.where(finite, 0, 1)
-        following = TrainState(
+        next_state = TrainState(
             step=state.step + 1,
             parameters=parameters,
             optimizer=moments,
@@ -158,36 +160,36 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
             skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
             average=average,
         )
-        return following, {
+        return next_state, {
             **terms,
             "grad_norm": grad_norm,
             "learning_rate": learning_rate(state.step - state.skipped),
             "tokens": targets,
-            "skipped": following.skipped,
-            "skipped_in_a_row": following.skipped_in_a_row,
+            "skipped": next_state.skipped,
+            "skipped_in_a_row": next_state.skipped_in_a_row,
         }
 
     def evaluate(parameters: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
         return summed_losses(cast(parameters, dtype), batch, Dropout())["loss"], jnp.sum(batch["segments"] > 0)
 
     def norms(state: TrainState, batch: Batch) -> dict[str, Any]:
-        _, grads, targets = gradients(state.parameters, batch, key_of(state))
+        _, grads, targets = gradients(state.parameters, batch, dropout_key(state))
         module = nnx.merge(graph, cast(state.parameters, dtype))
         squares_ML = jax.lax.map(lambda part: norms_of.squares(module, part, execution), in_microbatches(batch))
         return {
-            "gradient": norms_of.of_gradients(trained(grads), tree),
+            "gradient": norms_of.of_gradients(mask_frozen(grads), tree),
             "residual": jnp.sqrt(jnp.sum(squares_ML, axis=0) / jnp.maximum(targets, 1)),
         }
 
     def shardings(mesh: Mesh) -> TrainState:
-        whole, placed = sharding.replicated(mesh), model_tree.shardings(tree, mesh)
+        replicated, like_parameters = sharding.replicated(mesh), model_tree.shardings(tree, mesh)
         return TrainState(
-            step=whole,
-            parameters=placed,
+            step=replicated,
+            parameters=like_parameters,
             optimizer=state_shardings(transform, tree, mesh),
-            skipped=whole,
-            skipped_in_a_row=whole,
-            average=None if training.ema_decay is None else placed,
+            skipped=replicated,
+            skipped_in_a_row=replicated,
+            average=None if training.ema_decay is None else like_parameters,
         )
 
     return Steps(init, train, evaluate, norms, shardings)
@@ -198,21 +200,13 @@ def cast(parameters: Tree, dtype: jnp.dtype) -> Tree:
     return jax.tree.map(lambda x: x.astype(dtype), parameters)
 
 
-class Compiled(NamedTuple):
-    """The steps jitted for a mesh; call them under `jax.set_mesh`. `train` consumes its state."""
-
-    init: Callable[[], TrainState]
-    train: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
-    evaluate: Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]
-    norms: Callable[[TrainState, Batch], dict[str, Any]]
-
-
-def jit_steps(steps: Steps, mesh: Mesh) -> Compiled:
-    """jit at the edge: shardings pinned in and out, the state's buffers donated."""
-    lies, whole = steps.shardings(mesh), sharding.replicated(mesh)
-    return Compiled(
-        init=jax.jit(steps.init, out_shardings=lies),
-        train=jax.jit(steps.train, donate_argnums=0, out_shardings=(lies, whole)),
-        evaluate=jax.jit(steps.evaluate, out_shardings=whole),
-        norms=jax.jit(steps.norms, out_shardings=whole),
+def jit_steps(steps: Steps, mesh: Mesh) -> Steps:
+    """The steps jitted for a mesh, shardings pinned, to be called under `jax.set_mesh`. `train` consumes its state: its
+    buffers are donated."""
+    state, replicated = steps.shardings(mesh), sharding.replicated(mesh)
+    return steps._replace(
+        init=jax.jit(steps.init, out_shardings=state),
+        train=jax.jit(steps.train, donate_argnums=0, out_shardings=(state, replicated)),
+        evaluate=jax.jit(steps.evaluate, out_shardings=replicated),
+        norms=jax.jit(steps.norms, out_shardings=replicated),
     )

@@ -87,9 +87,8 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
         from jaxlm.cli.ladder import say_counted, say_replicated
         from jaxlm.models.tree import parameter_count
         from jaxlm.training.ladder import counted
-        from jaxlm.training.loop import Trainer
+        from jaxlm.training.loop import Start, Trainer
         from jaxlm.training.profile import Profiler
-        from jaxlm.training.recorder import Recorder
         from jaxlm.training.records import JsonLines, environment
 
         with clock.phase("calibration"), distributed.first_process_first("calibration"):
@@ -106,24 +105,8 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
                 f"optimizer.schedule.decay_steps = {ends}: from there to training.steps = {experiment.training.steps} "
                 "the learning rate stays where it ends"
             )
-        described = experiment.model_dump(mode="json")
-        trainer = Trainer(
-            experiment.model,
-            experiment.training,
-            experiment.optimizer,
-            experiment.evaluation,
-            experiment.checkpoint,
-            dataset,
-            mesh,
-            run.paths,
-            bar,
-            recorder=lambda resumed: Recorder(run.paths, experiment.records, resumed, described),
-            norms_every=experiment.records.norms_every,
-            profiler=Profiler(traced, run.paths.profile, bar.say),
-            stop=stop,
-            clock=clock,
-            counted=end.counted,
-        )
+        start = Start(clock, bar, Profiler(traced, run.paths.profile, bar.say), stop)
+        trainer = Trainer(experiment, dataset, mesh, run.paths, end.counted, start)
         # Only now that nothing was refused is it a run.
         with distributed.first_process_first("run"):
             run.open(experiment, dataset)

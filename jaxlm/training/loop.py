@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +20,7 @@ from jaxlm.models.config import ModelConfig
 from jaxlm.models.tree import Tree, placed
 from jaxlm.training import checkpoints
 from jaxlm.training.checkpoints import Checkpoints, bytes_of
-from jaxlm.training.config import CheckpointConfig, EvaluationConfig, OptimizerConfig, TrainingConfig
+from jaxlm.training.config import CheckpointConfig, EvaluationConfig, OptimizerConfig, RecordsConfig, TrainingConfig
 from jaxlm.training.evaluation import Evaluation, evaluate_sources
 from jaxlm.training.goodput import DATA, DATA_WAIT, DEVICE, HOST, Clock, Pace, Starts
 from jaxlm.training.interrupt import OUT_OF_TIME, StopRequest
@@ -49,6 +49,29 @@ class Display(Protocol):
         """`step` steps are done; metrics come with those that are recorded."""
 
 
+class Start(NamedTuple):
+    """What one start of a run brings: its clock, who watches it, which steps it traces, and what may stop it."""
+
+    clock: Clock
+    display: Display
+    profiler: Profiler
+    stop: StopRequest
+
+
+class Settings(Protocol):
+    """The sections of an experiment that training reads."""
+
+    model: ModelConfig
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    evaluation: EvaluationConfig
+    checkpoint: CheckpointConfig
+    records: RecordsConfig
+
+    def model_dump(self, *, mode: str) -> dict[str, Any]:
+        """All sections, for those who show them beside what was recorded."""
+
+
 class Result(NamedTuple):
     """How a run ended: at which step, with which parameters, and why (`interrupt.named`) if before its last."""
 
@@ -64,39 +87,21 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        model: ModelConfig,
-        training: TrainingConfig,
-        optimization: OptimizerConfig,
-        evaluation: EvaluationConfig,
-        checkpoint: CheckpointConfig,
-        dataset: Dataset,
-        mesh: Mesh,
-        paths: RunPaths,
-        display: Display,
-        *,
-        recorder: Callable[[int], Recorder],
-        norms_every: int | None,
-        profiler: Profiler,
-        stop: StopRequest,
-        clock: Clock,
-        counted: Counted,
+        self, settings: Settings, dataset: Dataset, mesh: Mesh, paths: RunPaths, counted: Counted, start: Start
     ):
-        """`recorder` makes the recorder of a run that resumes behind a step."""
-        self._training, self._evaluation, self._checkpoint = training, evaluation, checkpoint
-        self._mesh, self._paths, self._display = mesh, paths, display
-        self._make_recorder, self._norms_every = recorder, norms_every
-        self._profiler, self._stop, self._clock, self._counted = profiler, stop, clock, counted
-        sources = dataset.sources
+        self._settings, self._mesh, self._paths, self._counted = settings, mesh, paths, counted
+        self._training, self._evaluation, self._checkpoint = settings.training, settings.evaluation, settings.checkpoint
+        self._norms_every = settings.records.norms_every
+        self._clock, self._display, self._profiler, self._stop = start
+        sequence, sources = self._training.sequence, dataset.sources
         with first_process_first("packing"):
-            self._rows = [(Rows(source.train, training.sequence), source.weight) for source in sources.values()]
-            self._held_out_rows = {name: Rows(source.held_out, training.sequence) for name, source in sources.items()}
-        self._steps = make_steps(model, training, optimization)
-        self._compiled = jit_steps(self._steps, mesh)
+            self._rows = [(Rows(source.train, sequence), source.weight) for source in sources.values()]
+            self._held_out_rows = {name: Rows(source.held_out, sequence) for name, source in sources.items()}
+        self._steps = jit_steps(make_steps(settings.model, self._training, settings.optimizer), mesh)
         self._shapes = jax.eval_shape(self._steps.init)
         self._state_bytes = bytes_of(self._shapes)
         self._agreement = Agreement(mesh)
-        self._pace = Pace(clock)
+        self._pace = Pace(self._clock)
         self._previous: tuple[int, dict[str, jax.Array]] | None = None
 
     def train(self) -> Result:
@@ -109,25 +114,26 @@ class Trainer:
             step = checkpoints.resume_from(self._paths.checkpoints, self._display.say)
         self._profiler.resume(step or 0)
         self._starts = Starts(self._paths.goodput, self._clock, step or 0)
+        described = self._settings.model_dump(mode="json")
         with (
             ExitStack() as self._noting,  # to the very end: there is something to lose until all is written
             jax.set_mesh(self._mesh),
             Checkpoints(self._paths.checkpoints, self._checkpoint.keep, self._state_bytes) as self._saved,
-            self._make_recorder(step or 0) as self._recorder,
+            Recorder(self._paths, self._settings.records, step or 0, described) as self._recorder,
             failing_as_one(),  # here too: closing checkpoints waits for the others
         ):
             try:
-                return self._continue(step or 0, self._start(step))
+                return self._continue(step or 0, self._initial_state(step))
             finally:
                 self._profiler.close()
                 with self._clock.phase("checkpoint"):
                     self._saved.wait()
                 self._starts.write(now=True)
 
-    def _start(self, newest: int | None) -> TrainState:
+    def _initial_state(self, newest: int | None) -> TrainState:
         if newest is None:
             with self._clock.phase("compilation"):
-                return self._compiled.init()
+                return self._steps.init()
         self._display.say(f"resuming from step {newest}")
         like = placed(self._shapes, self._steps.shardings(self._mesh))
         with self._clock.phase("restoring"):
@@ -190,9 +196,9 @@ class Trainer:
         began = time.perf_counter()
         self._display.say("compiling the training step")
         with self._clock.phase("compilation"):
-            compiled = self._compiled._replace(
-                train=self._compiled.train.lower(state, batch).compile(),
-                evaluate=self._compiled.evaluate.lower(state.parameters, batch).compile(),
+            compiled = self._steps._replace(
+                train=self._steps.train.lower(state, batch).compile(),
+                evaluate=self._steps.evaluate.lower(state.parameters, batch).compile(),
             )
             if self._norms_every:
                 compiled = compiled._replace(norms=compiled.norms.lower(state, batch).compile())

@@ -47,10 +47,10 @@ def main() -> None:
     from jaxlm.data.dataset import prepare
     from jaxlm.data.loader import training_batches
     from jaxlm.data.packing import Rows
+    from jaxlm.training.environment import memory_use
     from jaxlm.training.loop import to_host
     from jaxlm.training.paths import RunPaths
     from jaxlm.training.recorder import Recorder
-    from jaxlm.training.records import memory_use
     from jaxlm.training.step import jit_steps, make_steps
 
     training = experiment.training

@@ -39,9 +39,9 @@ def main(arguments: argparse.Namespace) -> int:
     from jaxlm import config, distributed, streams
     from jaxlm.run import Run
     from jaxlm.training import profile, sinks
+    from jaxlm.training.environment import versions
     from jaxlm.training.goodput import Clock
     from jaxlm.training.interrupt import Stopped, StopRequest
-    from jaxlm.training.records import versions
 
     clock = Clock()
     experiment = config.load(arguments.config, arguments.overrides)
@@ -86,10 +86,11 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
         from jaxlm.cli.devices import calibrated, describe, make_mesh
         from jaxlm.cli.ladder import say_counted, say_replicated
         from jaxlm.models.tree import parameter_count
+        from jaxlm.training.environment import environment
         from jaxlm.training.ladder import counted
         from jaxlm.training.loop import Start, Trainer
         from jaxlm.training.profile import Profiler
-        from jaxlm.training.records import JsonLines, environment
+        from jaxlm.training.records import JsonLines
 
         with clock.phase("calibration"), distributed.first_process_first("calibration"):
             calibrated(bar.say)

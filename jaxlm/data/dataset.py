@@ -16,8 +16,9 @@ from jaxlm.data.config import HUGGING_FACE, DataConfig
 from jaxlm.data.sources import Source, find_sources
 from jaxlm.data.store import TokenStore
 from jaxlm.data.survey import Losses, Progress, Survey, survey
+from jaxlm.data.tokenizer_training import TRAINING_BYTES, train_bpe, train_characters
 from jaxlm.data.tokenizers import Tokenizer
-from jaxlm.data.tokenizing import SIDES, TRAINING_BYTES, tokenize, train_bpe, train_characters, unfinished
+from jaxlm.data.tokenizing import SIDES, tokenize, unfinished
 from jaxlm.errors import InputError
 from jaxlm.files import building, leftovers, locked
 

@@ -21,6 +21,7 @@ from jaxlm.models.tree import Tree, placed
 from jaxlm.training import checkpoints
 from jaxlm.training.checkpoints import Checkpoints, bytes_of
 from jaxlm.training.config import CheckpointConfig, EvaluationConfig, OptimizerConfig, RecordsConfig, TrainingConfig
+from jaxlm.training.environment import memory_use
 from jaxlm.training.evaluation import Evaluation, evaluate_sources
 from jaxlm.training.goodput import DATA, DATA_WAIT, DEVICE, HOST, Clock, Pace, Starts
 from jaxlm.training.interrupt import OUT_OF_TIME, StopRequest
@@ -28,7 +29,6 @@ from jaxlm.training.ladder import Counted
 from jaxlm.training.paths import RunPaths
 from jaxlm.training.profile import Profiler
 from jaxlm.training.recorder import Recorder
-from jaxlm.training.records import memory_use
 from jaxlm.training.step import Steps, TrainState, jit_steps, make_steps
 
 # For what comes behind the last checkpoint.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import vocabularies
 
-from jaxlm.data import dataset, tokenizing
+from jaxlm.data import dataset, tokenizer_training, tokenizing
 from jaxlm.data.config import DataConfig
 from jaxlm.data.dataset import prepare
 from jaxlm.data.packing import Rows
@@ -159,7 +159,7 @@ def test_text_that_changes_while_it_is_read_is_refused_and_not_kept(describe, te
 def test_a_file_that_vanishes_when_its_tokenizer_is_trained_is_named(describe, text, monkeypatch):
     def trained(*arguments):
         (text / "00.txt").unlink()
-        return tokenizing.train_bpe(*arguments)
+        return tokenizer_training.train_bpe(*arguments)
 
     monkeypatch.setattr(dataset, "train_bpe", trained)
     with pytest.raises(InputError, match=r"00\.txt.* changed while it was read"):

@@ -7,11 +7,11 @@ import pyarrow.parquet
 import pytest
 from text_files import lines, write, write_jsonl, write_parquet
 
-from jaxlm.data import formats, parallel, tokenizing
+from jaxlm.data import formats, parallel, tokenizer_training
 from jaxlm.data.config import DataConfig
 from jaxlm.data.sources import find_sources
 from jaxlm.data.survey import documents, survey
-from jaxlm.data.tokenizing import train_bpe, train_characters
+from jaxlm.data.tokenizer_training import train_bpe, train_characters
 from jaxlm.errors import InputError
 
 TEXTS = [f"document {i} " + "word " * (i % 13) for i in range(3000)]
@@ -191,10 +191,10 @@ def test_a_tokenizer_is_trained_on_an_even_sample_where_there_is_more_than_enoug
     found = look(write(tmp_path / "a.jsonl", TEXTS))
     given: list[str] = []
     monkeypatch.setattr(
-        tokenizing.tokenizers, "train_bpe", lambda texts, _: given.extend(t for ts in texts for t in ts)
+        tokenizer_training.tokenizers, "train_bpe", lambda texts, _: given.extend(t for ts in texts for t in ts)
     )
     for limit in (10**9, found.train_bytes // 4):
-        monkeypatch.setattr(tokenizing, "TRAINING_BYTES", limit)
+        monkeypatch.setattr(tokenizer_training, "TRAINING_BYTES", limit)
         given.clear()
         train_bpe([found], 300, lambda *_: None)
         training = [text for text in TEXTS if found.split.divide(text)[0]]
@@ -215,7 +215,7 @@ def test_a_tokenizer_is_trained_on_long_text_without_words_in_little_time(tmp_pa
 
 def test_runs_are_cut_and_words_are_not(tmp_path):
     texts = ["words " * 5000, "x" * 2048, f"a {'x' * 3000}\n{' ' * 2000}b"]
-    found = [list(tokenizing._cut_runs(text)) for text in texts]
+    found = [list(tokenizer_training._cut_runs(text)) for text in texts]
     assert [len(pieces) for pieces in found] == [1, 2, 3]
     assert ["".join(pieces) for pieces in found] == texts
 

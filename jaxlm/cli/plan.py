@@ -218,8 +218,9 @@ def _show(plan: "Plan") -> None:
     )
     table.add_row(
         "time",
-        f"{units.seconds(time.lower_bound)} to {units.seconds(time.upper_bound)}: compute {units.seconds(time.compute)}, "
-        f"memory {units.seconds(time.memory)}, collectives {units.seconds(time.collectives)}; bound by {time.bound_by}",
+        f"{units.seconds(time.lower_bound)} to {units.seconds(time.upper_bound)}: "
+        f"compute {units.seconds(time.compute)}, memory {units.seconds(time.memory)}, "
+        f"collectives {units.seconds(time.collectives)}; bound by {time.bound_by}",
     )
     each = plan.tokens_per_s / plan.target.devices
     table.add_row(

@@ -66,9 +66,10 @@ def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}-{uuid.uuid4().hex}")
 
 
-def leftovers(path: Path) -> Iterator[Path]:
-    """What `replacing` or `building` left of `path` where their process was killed, or is still at work."""
-    return path.parent.glob(f".{path.name}-*")
+def leftovers(folder: Path, name: str = "*") -> Iterator[Path]:
+    """What `replacing` or `building` left in a folder, of what is to have this name, where their process was killed, or
+    is still at work."""
+    return folder.glob(f".{name}-{'[0-9a-f]' * 32}")
 
 
 def to_disk(path: Path) -> None:

@@ -48,7 +48,7 @@ class Run:
             return
         try:
             # What a start leaves that was cut short.
-            ours = {self.paths.lock, self.paths.tokenizer, self.paths.data, *leftovers(self.paths.config)}
+            ours = {self.paths.lock, self.paths.tokenizer, self.paths.data, *leftovers(self.paths.directory)}
             there = self.paths.directory.exists()
             usable = set(self.paths.directory.iterdir()) <= ours if there else not unwritable(self.paths.directory)
         except OSError:
@@ -104,6 +104,8 @@ class Run:
         if is_first():
             self.paths.directory.mkdir(parents=True, exist_ok=True)
             self.claim()
+            for killed in leftovers(self.paths.directory):
+                killed.unlink()
         elif not self.paths.config.exists():
             raise InputError(f"{self.paths} is not there for every process; choose an --out that all share")
         if not self.paths.config.exists():

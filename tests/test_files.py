@@ -14,7 +14,8 @@ def test_a_file_is_replaced_whole_or_stays(tmp_path):
     replace(file, "old µ\n")
     with pytest.raises(RuntimeError), replacing(file) as partial:
         partial.write_text("half")
-        assert list(leftovers(file)) == [partial]
+        assert list(leftovers(tmp_path)) == list(leftovers(tmp_path, file.name)) == [partial]
+        assert not list(leftovers(tmp_path, "other"))
         raise RuntimeError
     assert file.read_text(encoding="utf-8") == "old µ\n" and os.listdir(tmp_path) == ["file"]
     replace(file, "new")

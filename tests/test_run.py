@@ -1,8 +1,14 @@
 """The folder of a run."""
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+from runs import write_config
+
+from jaxlm.config import load
+from jaxlm.data.tokenizers import bytes_tokenizer
 from jaxlm.errors import InputError
+from jaxlm.files import replacing
 from jaxlm.run import Run
 
 
@@ -24,3 +30,20 @@ def test_those_who_ask_at_once_are_not_in_one_another_s_way(tmp_path):
     with run.paths.lock.open("a+") as other:
         fcntl.flock(other, fcntl.LOCK_SH)
         run.check_free()
+
+
+def test_what_a_killed_process_was_writing_is_removed(tmp_path):
+    experiment = load(write_config(tmp_path))
+    dataset = SimpleNamespace(tokenizer=bytes_tokenizer(), digest="of no data", held_out_bytes=1)
+    run = Run(tmp_path / "run")
+    run.open(experiment, dataset)
+    before = {*run.paths.directory.iterdir()}
+    with replacing(run.paths.goodput) as partial:
+        partial.write_text("half")
+        killed = partial.rename(partial.with_name(partial.name[:-32] + "0" * 32))
+        partial.touch()
+    run.paths.goodput.unlink()
+    assert {*run.paths.directory.iterdir()} == before | {killed}
+    Run(tmp_path / "run").check(experiment)
+    run.open(experiment, dataset)
+    assert {*run.paths.directory.iterdir()} == before

@@ -136,7 +136,7 @@ class _Cache:
             waiting = partial(self._say, f"another jaxlm tokenizes {source.name}; waiting for it")
             with writing(self._data.cache), locked(lock, waiting) as alone:
                 if not directory.is_dir():  # nobody else was first
-                    for killed in leftovers(directory) if alone else ():
+                    for killed in leftovers(directory.parent, directory.name) if alone else ():
                         shutil.rmtree(killed, ignore_errors=True)
                     self._say(f"tokenizing {_shown(survey.train_bytes + survey.held_out_bytes)} of {source.name}")
                     tokenize(survey, tokenizer, directory, self._progress)

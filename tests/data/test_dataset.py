@@ -291,7 +291,7 @@ def test_what_a_killed_process_leaves_is_removed(describe, tmp_path):
     (tmp_path / "cache" / "datasets" / f"{name}.parts").mkdir()
     prepare(describe(), VOCABULARY)
     assert in_cache(tmp_path) == [name]
-    (tmp_path / "cache" / "datasets" / name).rename(tmp_path / "cache" / "datasets" / f".{name}-0123")
+    (tmp_path / "cache" / "datasets" / name).rename(tmp_path / "cache" / "datasets" / f".{name}-{'0123' * 8}")
     prepare(describe(), VOCABULARY)
     assert in_cache(tmp_path) == [name]
 

@@ -22,9 +22,9 @@ _LINE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
 # What JAX's own machinery adds to the names of operations.
 _SCOPES = re.compile(
-    r"^(?:jit\([^)]*\)|jvp\(\)|transpose\(jvp\(\)\)|while|body|closed_call|checkpoint|cond|branch_\d+_fun|shard_map|"
-    r"pallas_call|eval_jaxpr)$"
+    r"^(?:jit\([^)]*\)|while|body|closed_call|checkpoint|cond|branch_\d+_fun|shard_map|pallas_call|eval_jaxpr)$"
 )
+_TRANSFORMATIONS = re.compile(r"^(?:transpose\(|jvp\()+")
 # Packages whose lines say less than the line that called them.
 _THEIRS = re.compile(r"[/\\](?:jax|jaxlib|flax|optax|einops|jax_plugins)[/\\]")
 
@@ -175,11 +175,18 @@ def scope(op_name: str) -> str:
     """JAX's name of an operation without what JAX's own machinery adds; "backward" or "again" in front of what is part
     of the backward pass, or recomputed for it."""
     parts = op_name.split("/")
-    kept = [re.sub(r"^(?:transpose\()?jvp\((.+?)\)+$", r"\1", part) for part in parts if not _SCOPES.match(part)]
+    kept = [bare for part in parts if (bare := _bare(part)) and not _SCOPES.match(bare)]
     again = "rematted_computation" in kept
     kept = [part for part in kept if part != "rematted_computation"]
     before = "again " if again else "backward " if any(part.startswith("transpose(") for part in parts) else ""
     return before + "/".join(kept)
+
+
+def _bare(part: str) -> str:
+    """A part of a name without the transformations around it, which may end parts later; of a function its own name."""
+    part = _TRANSFORMATIONS.sub("", part)
+    closed = max(part.count(")") - part.count("("), 0)
+    return part[: len(part) - closed].rpartition("<locals>.")[2]
 
 
 def parse(text: str) -> Program:

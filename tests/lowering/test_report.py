@@ -224,3 +224,21 @@ def test_compiling_for_two_kinds_of_tpu_at_once(small):
     for process in both:
         out, err = process.communicate()
         assert (process.returncode, err) == (0, "") and json.loads(out)["fits"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        (
+            "jit(train)/jvp(layers)/while/body/closed_call/attention/query/dot_general",
+            "layers/attention/query/dot_general",
+        ),
+        ("jit(train)/transpose(jvp(layers))/while/body/add", "backward layers/add"),
+        ("jit(train)/transpose(jvp(layers/norm))/mul", "backward layers/norm/mul"),
+        ("jit(train)/transpose(jvp())/checkpoint/rematted_computation/layers/mul", "again layers/mul"),
+        ("jit(train)/jvp(jit(_where))/select_n", "select_n"),
+        ("jit(train)/make_steps.<locals>.dropout_key/add", "dropout_key/add"),
+    ],
+)
+def test_scopes_are_those_of_the_model(name, shown):
+    assert hlo.scope(name) == shown

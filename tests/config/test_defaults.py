@@ -1,0 +1,60 @@
+"""What keys are where a file leaves them out."""
+
+from pathlib import Path
+
+import pytest
+from little import SMALL
+
+from jaxlm.config import load
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def test_the_sequence_is_the_context_unless_given():
+    assert load(SMALL).training.sequence == 256
+    assert load(SMALL, ["model.context=128"]).training.sequence == 128
+    assert load(SMALL, ["training.sequence=100"]).training.sequence == 100
+
+
+def test_the_schedule_decays_over_the_steps_unless_given():
+    assert load(SMALL).optimizer.schedule.decay_steps == 400
+    assert load(SMALL, ["training.steps=50"]).optimizer.schedule.decay_steps == 50
+    assert load(SMALL, ["optimizer.schedule.decay_steps=7"]).optimizer.schedule.decay_steps == 7
+
+
+def test_the_schedule_decays_over_the_default_steps_too():
+    experiment = load(CONFIGS / "models" / "gpt2-124m.toml")
+    assert experiment.optimizer.schedule.decay_steps == experiment.training.steps
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "warmup_stable_decay"])
+def test_every_schedule_that_decays_does_so_over_the_steps(kind):
+    schedule = load(SMALL, [f"optimizer.schedule.kind={kind}"]).optimizer.schedule
+    assert (schedule.kind, schedule.decay_steps) == (kind, 400)
+
+
+def test_the_optimizer_is_adamw_under_a_cosine_unless_given():
+    optimizer = load(SMALL).optimizer
+    assert (optimizer.kind, optimizer.schedule.kind) == ("adamw", "cosine")
+
+
+def test_a_kind_brings_its_own_defaults():
+    kinds = ("adamw", "muon", "adafactor", "lion", "sgd")
+    rates = {kind: load(SMALL, [f"optimizer.kind={kind}"]).optimizer.learning_rate for kind in kinds}
+    assert rates == {"adamw": 3e-4, "muon": 3e-4, "adafactor": 1e-2, "lion": 1e-4, "sgd": 0.1}
+
+
+def test_heads_are_multi_head_and_share_the_width_unless_given():
+    attention = load(SMALL, ["model.attention={heads=4}"]).model.attention
+    assert (attention.heads, attention.kv_heads, attention.head_width) == (4, 4, 64)
+    attention = load(CONFIGS / "models" / "qwen3-0.6b.toml").model.attention
+    assert (attention.heads, attention.kv_heads, attention.head_width) == (16, 8, 128)
+
+
+@pytest.mark.parametrize("path", [SMALL, CONFIGS / "models" / "gpt2-124m.toml"], ids=["with [data]", "without [data]"])
+def test_the_cache_follows_the_environment(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    assert load(path).data.cache == str(tmp_path / "mine" / "jaxlm")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert load(path).data.cache == "~/.cache/jaxlm"
+    assert load(path, ["data.cache=/there"]).data.cache == "/there"

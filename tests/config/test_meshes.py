@@ -1,0 +1,69 @@
+"""The mesh of an experiment, and what it divides."""
+
+import pytest
+from little import SMALL
+
+from jaxlm.config import check_mesh, load, mesh_sizes
+from jaxlm.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices", "sizes"),
+    [
+        ([], 1, (1, 1, 1)),
+        ([], 8, (1, 8, 1)),
+        (["mesh.data=2", "mesh.tensor=2"], 8, (2, 2, 2)),
+        (["mesh.data=2", "mesh.tensor=4"], 8, (2, 1, 4)),
+        (["mesh.data=4", "mesh.fsdp=2"], 8, (4, 2, 1)),
+        (["mesh.fsdp=2"], 8, (1, 2, 1)),  # fewer than there are
+        (["mesh.fsdp=all", "mesh.tensor=8"], 16, (1, 2, 8)),
+    ],
+)
+def test_the_mesh_factors_the_devices(mesh, devices, sizes):
+    assert mesh_sizes(load(SMALL, mesh), devices) == sizes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices", "says"),
+    [
+        (["mesh.tensor=8"], 12, ["mesh.data × mesh.tensor = 8 does not divide the 12 devices"]),
+        (["mesh.data=2", "mesh.tensor=4"], 4, ["mesh.data × mesh.tensor = 8", "4 devices", "mesh.fsdp"]),
+        (["mesh.data=2", "mesh.fsdp=4", "mesh.tensor=2"], 8, ["16 devices and 8 are here"]),
+        (["mesh.fsdp=2"], 1, ["2 devices and 1 is here"]),
+        ([], 3, ["mesh.fsdp = 3 does not divide model.width = 256"]),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(overrides, devices, says):
+    with pytest.raises(InputError) as refused:
+        mesh_sizes(load(SMALL, overrides), devices)
+    said = str(refused.value)
+    assert "\n" not in said and not [part for part in says if part not in said], said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes", "key"),
+    [
+        ([], (1, 1, 16), "model.attention.heads = 8"),
+        (["model.feed_forward.hidden=772"], (1, 1, 8), "model.feed_forward.hidden = 772"),
+        (["model.vocabulary=4100"], (1, 1, 8), "model.vocabulary = 4100"),
+        ([], (1, 6, 1), "model.width = 256"),
+    ],
+)
+def test_a_mesh_divides_heads_feed_forward_vocabulary_and_width(overrides, sizes, key):
+    experiment = load(SMALL, overrides)
+    check_mesh(experiment, 1, 1, 1)
+    with pytest.raises(InputError) as refused:
+        check_mesh(experiment, *sizes)
+    assert key in str(refused.value)
+
+
+def test_only_training_asks_that_a_mesh_divides_the_rows_of_a_microbatch():
+    overrides = ["training.batch=7", "training.microbatches=2", "mesh.data=4"]
+    with pytest.raises(InputError, match="training.microbatches = 2 does not divide training.batch = 7"):
+        load(SMALL, overrides)
+    experiment = load(SMALL, overrides, "decode")
+    assert mesh_sizes(experiment, 8, "decode") == (4, 2, 1)
+    with pytest.raises(InputError, match="the 3 rows of a microbatch"):
+        mesh_sizes(experiment, 8)
+    with pytest.raises(InputError, match="model.attention.heads = 8"):
+        check_mesh(experiment, 1, 1, 16, "decode")

@@ -1,0 +1,216 @@
+"""What is wrong, and what would be right, in one line."""
+
+import re
+
+import pytest
+from little import CONTENT, SMALL, refusal, write
+
+from jaxlm.config import load
+from jaxlm.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("training.step", "training.steps"),
+        ("trainig.steps", "training"),
+        ("model.attention.head", "model.attention.heads"),
+        ("model.feedforward.hidden", "model.feed_forward"),
+        ("optimizer.lr_rate", "optimizer.learning_rate"),
+        ("optimizer.schedule.warmup", "optimizer.schedule.warmup_steps"),
+        ("optimizer.warmup_steps", "optimizer.schedule.warmup_steps"),
+        ("checkpoint.evry", "checkpoint.every"),
+        ("mesh.tensors", "mesh.tensor"),
+        ("steps", "training.steps"),
+        ("vocabulary", "model.vocabulary"),
+        ("data.tokeniser", "data.tokenizer"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(key, meant):
+    said = refusal(f"{key}=1")
+    assert said.endswith(f"did you mean {meant}?")
+    unknown = said.partition("unknown key ")[2].partition(";")[0]
+    assert f"{key}.".startswith(f"{unknown}.")
+
+
+@pytest.mark.parametrize(
+    ("key", "known"),
+    [
+        ("zzz", ["training", "mesh"]),
+        ("model.zzz", ["layers", "width"]),
+        ("training.zzz", ["steps", "batch"]),
+        ("checkpoint.zzz", ["every", "keep"]),
+    ],
+)
+def test_a_key_like_no_other_is_told_the_keys_of_its_section(key, known):
+    said = refusal(f"{key}=1")
+    assert f"unknown key {key}" in said and not [name for name in known if name not in said], said
+    assert "[]" not in said
+
+
+@pytest.mark.parametrize(
+    ("table", "key"),
+    [
+        ("model.norm={kind='rms', bias=true}", "model.norm.bias"),
+        ("model.position={kind='learned', base=1.0}", "model.position.base"),
+    ],
+)
+def test_a_key_of_another_kind_is_not_answered_with_itself(table, key):
+    said = refusal(table)
+    assert f"unknown key {key}" in said and f"did you mean {key}?" not in said
+
+
+def test_a_key_of_two_lines_is_refused_in_one():
+    assert "unknown key" in refusal("first\nsecond=1")
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("training.steps=many", ["training.steps = 'many'", "integer"]),
+        ("training.steps=0", ["training.steps = 0", "greater than 0"]),
+        (f"training.batch={10**29}", [f"training.batch = {10**29}", "less than 2147483648"]),
+        ("training.batch=1e29", ["training.batch = 1e+29", "integer"]),
+        (f"training.batch={'1' * 5000}", ["training.batch = '111", "integer"]),
+        ("model.layers=2147483648", ["model.layers = 2147483648", "less than 2147483648"]),
+        ("mesh.fsdp=2147483648", ["mesh.fsdp = 2147483648", "less than 2147483648"]),
+        ("training.steps=1.5", ["training.steps = 1.5", "integer"]),
+        ("training.seed=-1", ["training.seed = -1", "0"]),
+        ("training.dropout=1", ["training.dropout = 1", "less than 1"]),
+        ("training.dtype=float16", ["training.dtype = 'float16'", "float32", "bfloat16"]),
+        ("training.remat=some", ["training.remat", "some", "none", "full", "query"]),
+        ("training.remat=['query', 'norm']", ["training.remat", "norm", "attention"]),
+        ("training.remat=['up', 'gate']", ["training.remat", "gate", "model.feed_forward.gated"]),
+        ("training=5", ["training must be a section", "[training]"]),
+        ("model=5", ["model must be a section", "[model]"]),
+        ("optimizer.schedule=5", ["optimizer.schedule must be a section"]),
+        ("model.norm=rms", ["model.norm must be a section"]),
+        ("model.norm={}", ["model.norm.kind is missing"]),
+        ("model.norm.kind=group", ["model.norm.kind = 'group'", "rms", "layer"]),
+        ("model.position={kind='alibi'}", ["model.position.kind = 'alibi'", "learned", "rotary"]),
+        ("model.position.scaling={factor=2.0}", ["model.position.scaling.original_context is missing"]),
+        (
+            "model.position.scaling={factor=2.0, original_context=8, high_frequency_factor=1.0}",
+            ["model.position.scaling", "high_frequency_factor must be larger than low_frequency_factor"],
+        ),
+        ("model.feed_forward.activation=swiglu", ["model.feed_forward.activation = 'swiglu'", "silu"]),
+        ("model.attention={}", ["model.attention.heads is missing"]),
+        ("model.attention.heads=7", ["attention.heads = 7", "width = 256", "head_width"]),
+        ("model.attention.heads=7.5", ["model.attention.heads = 7.5", "integer"]),
+        ("model.attention.heads='eight'", ["model.attention.heads = 'eight'", "integer"]),
+        ("model.attention.kv_heads=3", ["attention.kv_heads = 3", "attention.heads = 8"]),
+        ("model.attention.head_width=31", ["attention.head_width = 31", "even"]),
+        ("model.layers=-2", ["model.layers = -2", "greater than 0"]),
+        ("optimizer.kind=sdg", ["optimizer.kind = 'sdg'", "adamw", "muon", "adafactor", "lion", "sgd"]),
+        ("optimizer.kind=5", ["optimizer.kind = '5'", "adamw"]),
+        ("optimizer=5", ["optimizer must be a section"]),
+        ("optimizer.momentum=0.5", ["unknown key optimizer.momentum", "optimizer.kind = 'muon' or 'sgd'"]),
+        ("optimizer.schedule.kind=wsd", ["optimizer.schedule.kind = 'wsd'", "cosine", "warmup_stable_decay"]),
+        (
+            "optimizer.schedule={kind='constant', decay_steps=9}",
+            ["unknown key optimizer.schedule.decay_steps", "'cosine' or 'linear' or 'warmup_stable_decay'"],
+        ),
+        ("optimizer.schedule={kind='warmup_stable_decay', decay_fraction=0}", ["decay_fraction = 0", "greater than 0"]),
+        ("optimizer.groups=5", ["optimizer.groups = 5 must be a list"]),
+        ("optimizer.groups=[5]", ["optimizer.groups[0] must be a section"]),
+        ("optimizer.groups=[{}]", ["optimizer.groups[0].pattern is missing"]),
+        ("optimizer.groups=[{pattern='*', scale=2}]", ["optimizer.groups[0].scale", "learning_rate_scale"]),
+        (
+            "optimizer.groups=[{pattern='a'}, {pattern='b', learning_rate_scale=-1}]",
+            ["optimizer.groups[1].learning_rate_scale = -1", "greater than or equal to 0"],
+        ),
+        ("training.ema_decay=1", ["training.ema_decay = 1", "less than 1"]),
+        ("training.z_loss=-1", ["training.z_loss = -1", "greater than or equal to 0"]),
+        ("optimizer.learning_rate=nan", ["optimizer.learning_rate = nan", "finite"]),
+        ("optimizer.learning_rate=inf", ["optimizer.learning_rate = inf", "finite"]),
+        ("optimizer.schedule.final_fraction=2", ["optimizer.schedule.final_fraction = 2", "1"]),
+        ("data.text=[]", ["data.text", "no text", "stdlib"]),
+        ("data.text=5", ["data.text = 5"]),
+        ("data.held_out=1", ["data.held_out = 1", "less than 1"]),
+        ("data.held_out=0.0", ["data.held_out = 0.0", "greater than 0"]),
+        ("data.sources.web.text=a.txt", ["data.text and data.sources are both given", "[data.sources.NAME]"]),
+        ("data.max_broken=1", ["data.max_broken = 1", "less than 1"]),
+        ("data.documents=0", ["data.documents = 0", "greater than 0"]),
+        ("data.tokenizer=gpt2", ["data.tokenizer", "gpt2", "bytes, characters, bpe", "tokenizer.json"]),
+        ("mesh.fsdp=0", ["mesh.fsdp = 0", "greater than 0"]),
+        ("mesh.fsdp=most", ["mesh.fsdp = 'most'", "all"]),
+        ("training.sequence=257", ["training.sequence = 257", "model.context = 256"]),
+        ("training.microbatches=3", ["training.microbatches = 3", "training.batch = 16", "1, 2, 4, 8, 16"]),
+        ("mesh.tensor=3", ["mesh.tensor = 3", "model.attention.heads = 8", "1, 2, 4, 8"]),
+        ("mesh.fsdp=3", ["mesh.fsdp = 3", "model.width = 256", "1, 2, 4, 8, 16"]),
+        ("mesh.data=3", ["mesh.data × mesh.fsdp = 3", "16 rows", "training.batch to 18"]),
+    ],
+)
+def test_a_refusal_says_what_is_wrong_and_what_would_be_right(override, says):
+    said = refusal(override)
+    assert not [part for part in says if part not in said], said
+
+
+@pytest.mark.parametrize("name", ["", ".norm", ".position", ".attention", ".feed_forward"])
+def test_a_missing_section_is_named(name, tmp_path):
+    section = f"model{name}"
+    tables = CONTENT.replace("[", "\f[").split("\f")
+    kept = [table for table in tables if not table.startswith((f"[{section}]", f"[{section}."))]
+    assert f"{section} is missing" in refusal(path=write(tmp_path / "mine.toml", "".join(kept)))
+
+
+def test_the_number_of_further_errors_is_said():
+    assert "(and 1 more)" in refusal("training.batch=0", "training.seed=-1")
+
+
+def test_all_unknown_keys_are_named():
+    said = refusal("model.attention.window=128", "model.depth=2", "training.batch=0")
+    keys = re.search(r"unknown key (\S+);.* \(unknown too: (\S+)\) \(and 1 more\)$", said)
+    assert keys and {*keys.groups()} == {"model.attention.window", "model.depth"}
+
+
+def test_bytes_need_their_vocabulary():
+    said = refusal("data.tokenizer=bytes", "model.vocabulary=256")
+    assert "model.vocabulary = 256" in said and "set model.vocabulary=257" in said
+    assert load(SMALL, ["data.tokenizer=bytes", "model.vocabulary=257"]).model.vocabulary == 257
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        (["training.microbatches=3"], ["training.microbatches=8"]),
+        (["mesh.tensor=3"], ["mesh.tensor=4"]),
+        (["mesh.fsdp=3"], ["mesh.fsdp=16"]),
+        (["mesh.data=3"], ["mesh.data=3", "training.batch=18"]),
+        (
+            ["training.microbatches=2", "mesh.data=3"],
+            ["training.microbatches=2", "mesh.data=3", "training.batch=18"],
+        ),
+        (["mesh.tensor=8", "model.vocabulary=4097"], ["mesh.tensor=8", "model.vocabulary=4104"]),
+        (["mesh.tensor=4", "model.feed_forward.hidden=770"], ["model.feed_forward.hidden=772"]),
+    ],
+    ids=str,
+)
+def test_the_number_that_a_refusal_names_is_accepted(wrong, right):
+    said = refusal(*wrong)
+    assert right[-1].partition("=")[2] in said.replace(",", " ").split()
+    load(SMALL, right)
+
+
+@pytest.mark.parametrize("override", ["model.attention.heads=8.0", "model.width='256'"])
+def test_a_number_written_otherwise_is_that_number_or_refused_by_its_name(override):
+    try:
+        assert load(SMALL, [override]) == load(SMALL)
+    except InputError as error:
+        assert f"{override.partition('=')[0]} =" in str(error)
+
+
+@pytest.mark.parametrize("override", ["training.steps=true", "optimizer.learning_rate=true", "mesh.tensor=false"])
+def test_a_switch_is_no_number(override):
+    key, _, value = override.partition("=")
+    said = refusal(override)
+    assert f"{key} = '{value}'" in said and "more" not in said
+
+
+def test_a_learning_rate_that_float32_does_not_have_is_refused():
+    assert "optimizer.learning_rate = 1e+39" in refusal("optimizer.learning_rate=1e39")
+
+
+def test_a_seed_that_the_order_of_the_rows_cannot_take_is_refused():
+    assert load(SMALL, [f"training.seed={2**32 - 1}"]).training.seed == 2**32 - 1
+    assert "training.seed = 4294967296" in refusal(f"training.seed={2**32}")

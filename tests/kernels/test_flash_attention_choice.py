@@ -1,0 +1,176 @@
+"""Which implementation of attention serves, and what is refused."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice
+from test_choice import H200, V5E, kernels
+
+from kernels_pallas import flash_attention
+from kernels_pallas.flash_attention import (
+    both,
+    causal,
+    cudnn,
+    union,
+    window,
+)
+from kernels_pallas.flash_attention.cases import first, segments
+from kernels_pallas.flash_attention.operands import Operands
+
+
+def drawn(*shapes, seed=0):
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "device, name", [(H200, "triton"), (V5E, "mosaic_tpu")], ids=lambda x: getattr(x, "platform", x)
+)
+def test_chosen_by_chip_and_by_the_number_of_queries(device, name):
+    shape = (1, 128, 2, 64)
+    assert kernels(lambda x: flash_attention(x, x, x), device, shape=shape) == 1
+    assert kernels(lambda x: flash_attention(x, x, x, implementation=name), device, shape=shape) == 1
+    assert kernels(lambda x: flash_attention(x[:, :1], x, x), device, shape=shape) == 0
+    assert kernels(lambda x: flash_attention(x[:, :1], x, x, implementation=name), device, shape=shape) == 1
+    assert kernels(lambda x: flash_attention(x, x, x), device, shape=(1, 128, 2, 264)) == 0
+
+
+@pytest.mark.parametrize(
+    "device, shape, dtype, reason",
+    [
+        ("NVIDIA H200", (1, 64, 2, 64), jnp.float32, "it multiplies bfloat16 and float16, not float32"),
+        ("NVIDIA H200", (1, 64, 2, 80), jnp.bfloat16, "head widths 80 and 80 are not both multiples of 64"),
+        ("NVIDIA B200", (1, 64, 2, 64), jnp.bfloat16, "it runs on NVIDIA GPUs of compute capability 9.0"),
+        ("NVIDIA A100-SXM4-80GB", (1, 64, 2, 64), jnp.bfloat16, "it runs on NVIDIA GPUs of compute capability 9.0"),
+    ],
+    ids=["float32", "width", "Blackwell", "Ampere"],
+)
+def test_the_hopper_kernels_are_refused_where_they_cannot_serve(device, shape, dtype, reason):
+    with pytest.raises(NotImplementedError, match=f"flash_attention: mosaic_gpu cannot serve this call: {reason}"):
+        kernels(
+            lambda x: flash_attention(x, x, x, implementation="mosaic_gpu"),
+            AbstractDevice(device, 1, "gpu"),
+            shape=shape,
+            dtype=dtype,
+        )
+
+
+def _cudnn(**options):
+    return lambda x: flash_attention(x, x, x, implementation="cudnn", **options)
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        (
+            dict(visible=both(causal(64), segments(30, 34))),
+            "it serves all keys and, with as many keys as queries, causal",
+        ),
+        (dict(visible=window(64, 8)), "it serves all keys"),
+        (dict(visible=union(causal(64), causal(64))), "it serves all keys"),
+        (dict(soft_cap=30.0), "neither soft cap nor sinks"),
+        (dict(sinks=jnp.zeros(2)), "neither soft cap nor sinks"),
+        (dict(bias=jnp.zeros((1, 2, 64, 64))), "a row whose bias is −∞ throughout"),
+        (
+            dict(return_log_sum_exp=True),
+            "it rounds the log-sum-exp to the dtype of the query, and JAX drops its gradient",
+        ),
+    ],
+    ids=["packed", "window", "union", "cap", "sinks", "bias", "log-sum-exp"],
+)
+def test_cudnn_is_refused_where_it_would_mean_something_else(options, reason):
+    with pytest.raises(NotImplementedError, match=f"flash_attention: cudnn cannot serve this call: .*{reason}"):
+        kernels(_cudnn(**options), H200, shape=(1, 64, 2, 64))
+
+
+@pytest.mark.parametrize("device", [V5E, AbstractDevice("cpu", None, "cpu")], ids=lambda device: device.platform)
+def test_cudnn_is_refused_where_there_is_none(device):
+    reason = rf"it runs on NVIDIA GPUs, and this is lowered for {device.device_kind} \({device.platform}\)"
+    with pytest.raises(NotImplementedError, match=f"flash_attention: cudnn cannot serve this call: {reason}"):
+        kernels(_cudnn(), device, shape=(1, 64, 2, 64))
+
+
+@pytest.mark.parametrize("visible", [None, causal(20)], ids=["full", "causal"])
+def test_cudnn_is_asked_for_what_the_reference_gives(visible, monkeypatch):
+    """With XLA's implementation of the function that calls it, as cuDNN is not here."""
+    theirs = jax.nn.dot_product_attention
+    called = []
+    monkeypatch.setattr(
+        jax.nn,
+        "dot_product_attention",
+        lambda *arrays, implementation, **how: called.append(implementation) or theirs(*arrays, **how),
+    )
+    arrays = drawn((2, 20, 4, 16), (2, 20, 2, 16), (2, 20, 2, 16))
+    got = cudnn.flash_attention(Operands(*arrays, None, None, None, None), visible, 0.3)
+    wanted = flash_attention(*arrays, visible=visible, scale=0.3)
+    chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=1e-5)
+    assert called == ["cudnn"]
+
+
+X = jnp.zeros((2, 20, 4, 32))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(key=X[..., :16]), r"key is \[2, 20, 4, 16\]; it must be \[2, S, K, 32\] for query \[2, 20, 4, 32\]"),
+        (dict(value=X[:, :5]), r"value is \[2, 5, 4, 32\]; it must be \[2, 20, 4, V\]"),
+        (dict(key=X[:, :, :3], value=X[:, :, :3]), "the number of query heads is 4; it must be a multiple of the 3"),
+        (dict(value=X.astype(jnp.bfloat16)), "value is bfloat16; it must be float32 like query"),
+        (dict(query=X[0]), r"query is \[20, 4, 32\]; it must be \[B, T, N, H\]"),
+        (dict(visible=causal(21)), r"visible's start is int32\[1, 21\]; it must be int32\[2, 20\] or int32\[1, 20\]"),
+        (
+            dict(visible=(jnp.zeros((1, 20), jnp.uint32),) * 2),
+            r"visible's start is uint32\[1, 20\]; it must be int32\[",
+        ),
+        (dict(visible=(np.zeros((1, 20)),) * 2), r"visible's start is float64\[1, 20\]; it must be int32\["),
+        (
+            dict(visible=(first(20, 3)[0], union(first(20, 3))[1])),
+            r"visible's end is \[1, 1, 20\]; it must be of as many",
+        ),
+        (dict(sinks=jnp.zeros(3)), r"sinks is \[3\]; it must be \[4\]"),
+        (dict(bias=jnp.zeros((20, 20))), r"bias is \[20, 20\]; it must be \[2 or 1, 4 or 1, 20 or 1, 20\]"),
+        (dict(soft_cap=0.0), "soft_cap = 0.0; it must be positive"),
+        (dict(query_chunk=0), "query_chunk is 0; it must be a positive whole number"),
+    ],
+)
+def test_operands_that_do_not_fit(arguments, message):
+    with pytest.raises(ValueError, match=f"flash_attention: {message}"):
+        flash_attention(**{"query": X, "key": X, "value": X} | arguments)
+
+
+@pytest.mark.parametrize(
+    "visible, message",
+    [
+        (np.ones((20, 20), bool), r"visible is bool\[20, 20\]; it must be two arrays, start and end"),
+        ((), "two arrays"),
+        ("causal", "visible is 'causal'; it must be two arrays"),
+        (causal, "two arrays"),
+        (True, "visible is True"),
+    ],
+    ids=["mask", "empty", "name", "function", "truth"],
+)
+def test_what_is_no_pair_of_intervals_is_refused(visible, message):
+    x = jnp.ones((1, 20, 1, 16))
+    with pytest.raises(ValueError, match=f"flash_attention: .*{message}"):
+        flash_attention(x, x, x, visible=visible)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(scale="0.3x"), "scale = '0.3x'; it must be a number"),
+        (dict(query_chunk=2.5), "query_chunk is 2.5; it must be a positive whole number"),
+    ],
+    ids=["scale", "chunk"],
+)
+def test_numbers_that_are_none_are_refused(options, message):
+    x = jnp.ones((1, 20, 1, 16))
+    with pytest.raises(ValueError, match=f"flash_attention: {message}"):
+        flash_attention(x, x, x, **options)
+    with pytest.raises(ValueError, match="flash_attention: scale is traced"):
+        jax.jit(lambda scale: flash_attention(x, x, x, scale=scale))(1.0)
+    with pytest.raises(ValueError, match="flash_attention: query is .* at least one channel"):
+        flash_attention(x[..., :0], x[..., :0], x)

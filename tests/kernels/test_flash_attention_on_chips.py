@@ -1,0 +1,291 @@
+"""Attention as it is lowered for chips that are not here, and spread over devices."""
+
+import dataclasses
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from elsewhere import ELSEWHERE
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec as P
+from test_choice import H200
+
+from jaxlm.costs.hardware.target import Target
+from jaxlm.lowering import targets
+from jaxlm.lowering.assembly import assemble, compile_to_ptx
+from jaxlm.lowering.kernel_matrix import CHIPS
+from kernels_pallas import flash_attention, hopper, target
+from kernels_pallas.flash_attention import (
+    IMPLEMENTATIONS,
+    both,
+    causal,
+    packed,
+    ring,
+    window,
+)
+
+# The kernels for Hopper have no float32.
+EACH = pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "mosaic_gpu"])
+
+
+def drawn(*shapes, seed=0):
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+@ELSEWHERE
+@pytest.mark.parametrize("chip", ["A100", "H200", "v5e", "v7x"])
+def test_kernels_hold_no_scores(chip):
+    """At 8192 the scores of one head take 128 MiB in bfloat16; forward and gradient together take less than 16."""
+    mesh = Mesh(np.array(targets.devices(Target.parse(CHIPS[chip]))[:1]), ("one",))
+    whole = NamedSharding(mesh, PartitionSpec())
+    query, key = (jax.ShapeDtypeStruct((1, 8192, heads, 64), jnp.bfloat16, sharding=whole) for heads in (2, 1))
+    ids = jax.ShapeDtypeStruct((1, 8192), jnp.int32, sharding=whole)
+
+    def loss(arrays, ids):
+        return jnp.sum(flash_attention(*arrays, visible=both(causal(8192), packed(ids))).astype(jnp.float32))
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(jax.grad(loss)).lower((query, key, key), ids).compile()
+    assert compiled.as_text().count("flash_attention_key_gradient")
+    assert compiled.memory_analysis().temp_size_in_bytes < 16 * 2**20
+
+
+@ELSEWHERE
+def test_triton_guards_no_exponential_and_keeps_its_tiles_in_registers():
+    """For an A100, whose compiler gives up on a tile that is too large and keeps all of it in memory."""
+    mesh = Mesh(np.array(targets.devices(Target.parse(CHIPS["A100"]))[:1]), ("one",))
+    whole = NamedSharding(mesh, PartitionSpec())
+    arrays = [jax.ShapeDtypeStruct((1, 4096, 8, width), jnp.bfloat16, sharding=whole) for width in (192, 192, 128)]
+
+    def loss(arrays):
+        return jnp.sum(flash_attention(*arrays, visible=causal(4096)).astype(jnp.float32))
+
+    with jax.set_mesh(mesh):
+        texts = compile_to_ptx(jax.jit(jax.grad(loss)).lower(arrays))
+    texts = [text for text in texts if "flash_attention" in text]
+    assert len(texts) == 3
+    assert not any("ex2.approx.f32" in text for text in texts)
+    assert all(kernel.spilled < 100 for text in texts for kernel in assemble(text))
+
+
+# Batch over data, heads over tensor.
+HEADS, SINKS = P("data", None, "tensor"), P("tensor")
+
+
+@EACH
+def test_heads_and_batch_over_devices(implementation):
+    """Gradients with data × tensor = 2 × 2 are those of one device."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
+    arrays = drawn((2, 20, 4, 32), (2, 20, 2, 32), (2, 20, 2, 32), (4,))
+
+    def attend(query, key, value, sinks):
+        options = dict(visible=causal(20), implementation=implementation, _interpret=True)
+        return flash_attention(query, key, value, sinks=sinks, **options)
+
+    def gradient(attend):
+        return jax.jit(jax.grad(lambda arrays: jnp.sum(jnp.sin(attend(*arrays)))))(arrays)
+
+    # Interpreted kernels know of no other way than check_vma=False.
+    specs = dict(in_specs=(HEADS, HEADS, HEADS, SINKS), out_specs=HEADS, check_vma=False)
+    chex.assert_trees_all_close(
+        gradient(jax.shard_map(attend, mesh=mesh, **specs)), gradient(attend), rtol=1e-5, atol=1e-6
+    )
+
+
+@ELSEWHERE
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    "chips, implementation", [("h200-sxm:4", "triton"), ("h200-sxm:4", "mosaic_gpu"), ("tpu-v5e:2x2", "mosaic_tpu")]
+)
+def test_devices_send_one_another_nothing_but_sums_for_the_sinks(chips, implementation, check_vma):
+    mesh = Mesh(np.array(targets.devices(Target.parse(chips))).reshape(2, 2), ("data", "tensor"))
+    query, key = (jax.ShapeDtypeStruct((2, 256, heads, 64), jnp.bfloat16) for heads in (4, 2))
+    sinks = jax.ShapeDtypeStruct((4,), jnp.float32)
+
+    def attend(query, key, value, sinks):
+        return flash_attention(query, key, value, sinks=sinks, visible=causal(256), implementation=implementation)
+
+    specs = (HEADS, HEADS, HEADS, SINKS)
+    through = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=HEADS, check_vma=check_vma)
+    gradient = jax.jit(
+        jax.grad(lambda arrays: jnp.sum(through(*arrays).astype(jnp.float32))),
+        in_shardings=(tuple(NamedSharding(mesh, spec) for spec in specs),),
+    )
+    with jax.set_mesh(mesh):
+        text = gradient.lower((query, key, key, sinks)).compile().as_text()
+    assert text.count("flash_attention_query_gradient")
+    assert re.findall(r" (all-[a-z]+|reduce-scatter|collective-permute)(?:-start)?\(", text) == ["all-reduce"]
+
+
+@ELSEWHERE
+@pytest.mark.parametrize("what", ["gradient of a bias", "few queries"])
+@pytest.mark.parametrize("dtype, precision", [(jnp.float32, "HIGHEST"), (jnp.bfloat16, "DEFAULT")])
+def test_what_xla_multiplies_for_kernels_has_their_precision(what, dtype, precision):
+    """Lowered for a TPU, which multiplies float32 as bfloat16 unless it is told otherwise."""
+    mesh = Mesh(np.array(targets.devices(Target.parse("tpu-v5e:4"))[:1]), ("one",))
+    few, key, bias = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((1, 15, 2, 64), (1, 64, 2, 64), (1, 2, 64, 64)))
+
+    def gradient(bias, key):
+        def total(bias):
+            return jnp.sum(flash_attention(key, key, key, bias=bias).astype(jnp.float32))
+
+        return jax.value_and_grad(total)(bias)
+
+    def attend(implementation=None):
+        return lambda few, key: flash_attention(few, key, key, implementation=implementation)
+
+    function, arrays = (attend(), (few, key)) if what == "few queries" else (gradient, (bias, key))
+    with jax.set_mesh(mesh), jax.default_matmul_precision("default"):
+        text = jax.jit(function).lower(*arrays).as_text()
+        asked_for = jax.jit(attend("reference")).lower(few, key).as_text()
+    assert ("flash_attention_forward" in text) == (what == "gradient of a bias")
+
+    def precisions(text):
+        return set(re.findall(r"stablehlo.dot_general .*precision = \[(\w+), \w+\]", text))
+
+    assert precisions(text) == {precision} and precisions(asked_for) == {"DEFAULT"}
+
+
+@pytest.mark.parametrize("sms, shares", [(23, 1), (24, 2), (48, 4)])
+@pytest.mark.parametrize("bias", [(1, 8, 200, 170), (1, 1, 1, 170), None], ids=str)
+def test_few_key_heads_are_shared_out_over_a_gpu(monkeypatch, sms, shares, bias):
+    """Twelve programs, two heads of 170 keys in blocks of 32, are enough for 23 SMs; for more the groups of four query
+    heads are divided, each share with its own sum in float32."""
+    arrays = drawn((1, 200, 8, 16), (1, 170, 2, 16), (1, 170, 2, 32), *([bias] if bias else []))
+
+    def gradient(implementation):
+        def loss(arrays):
+            query, key, value, *bias = arrays
+            options = dict(visible=window(200, 90, offset=-20), bias=bias[0] if bias else None)
+            how = dict(implementation=implementation, _interpret=True)
+            return jnp.sum(jnp.sin(flash_attention(query, key, value, **options, **how)))
+
+        return jax.grad(loss)(arrays)
+
+    chip = dataclasses.replace(target.current(), cores=sms)
+    monkeypatch.setattr(target, "current", lambda: chip)
+    program = str(jax.make_jaxpr(lambda: gradient("triton"))())
+    assert f"f32[1,170,{2 * shares},16]" in program
+    chex.assert_trees_all_close(gradient("triton"), gradient("reference"), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_few_key_heads_are_shared_out_over_hopper(monkeypatch):
+    """One program, of 70 keys, is too few for three SMs: two shares of two query heads each."""
+    arrays = [x.astype(jnp.bfloat16) for x in drawn((1, 70, 4, 64), (1, 70, 1, 64), (1, 70, 1, 128))]
+    chip = dataclasses.replace(target.current(), cores=3)
+    monkeypatch.setattr(target, "current", lambda: chip)
+
+    def gradient(arrays, **how):
+        def loss(arrays):
+            return jnp.sum(jnp.sin(flash_attention(*arrays, visible=causal(70), **how).astype(jnp.float32)))
+
+        return jax.jit(jax.grad(loss)).trace(arrays)
+
+    traced = gradient(arrays, implementation="mosaic_gpu", _interpret=True)
+    assert "f32[1,128,2,64]" in str(traced.jaxpr)
+    got = jax.tree.map(lambda x: x.astype(jnp.float32), traced.lower().compile()(arrays))
+    wide = [x.astype(jnp.float32) for x in arrays]
+    wanted = gradient(wide, implementation="reference").lower().compile()(wide)
+    # bfloat16 weights and gradients are rounded before they are multiplied, and once at the end.
+    chex.assert_trees_all_close(got, wanted, rtol=1e-2, atol=2e-2)
+
+
+@pytest.mark.slow
+def test_the_tpu_kernels_race_with_nothing_and_read_what_was_written():
+    """On emulated TPU memory: races, reads out of bounds, and NaN where nothing was written."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    query, key, value, bias = drawn((1, 150, 2, 16), (1, 140, 1, 16), (1, 140, 1, 16), (1, 1, 1, 140))
+    how = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
+
+    def gradient(**how):
+        def loss(arrays):
+            out = flash_attention(*arrays, bias=bias, visible=window(150, 30, offset=-10), **how)
+            return jnp.sum(jnp.sin(out))
+
+        return jax.grad(loss)((query, key, value))
+
+    got = gradient(implementation="mosaic_tpu", _interpret=how)
+    assert not interpret_pallas_call.races.races_found
+    chex.assert_trees_all_close(got, gradient(implementation="reference"), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_hopper_kernels_race_with_nothing_and_free_what_they_fill():
+    """On an emulated block: races, deadlocks and barriers that are passed once too often or too rarely, and NaN where
+    nothing was copied. More steps than places in the ring, forward and backward."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    arrays = [x.astype(jnp.bfloat16) for x in drawn((1, 70, 3, 64), (1, 600, 1, 64), (1, 600, 1, 64))]
+    pull, bias = drawn((1, 70, 3, 64), (1, 1, 70, 600), seed=1)
+    visible = window(70, 40, offset=7, after=530)
+
+    def gradient(arrays, **how):
+        def loss(arrays):
+            return jnp.sum(pull * flash_attention(*arrays, visible=visible, bias=bias, **how).astype(jnp.float32))
+
+        return jax.grad(loss)(arrays)
+
+    interpreter = hopper.interpreter(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
+    got = gradient(arrays, implementation="mosaic_gpu", _interpret=interpreter)
+    assert not interpret_pallas_call.get_races().races_found
+    wanted = gradient([x.astype(jnp.float32) for x in arrays], implementation="reference")
+    # bfloat16 weights and gradients are rounded before they are multiplied, and once at the end.
+    chex.assert_trees_all_close(jax.tree.map(lambda x: x.astype(jnp.float32), got), wanted, rtol=1e-2, atol=2e-2)
+
+
+def test_the_tpu_kernels_transpose_no_tile_of_scores():
+    """A product that sums over the rows of its first operand turns it: keys or values [128, 64] here, of which the
+    result is [64, 128], and not [keys, queries]."""
+
+    def loss(x):
+        return jnp.sum(flash_attention(x, x, x, implementation="mosaic_tpu", _interpret=True))
+
+    program = str(jax.make_jaxpr(jax.grad(loss))(jnp.zeros((1, 256, 1, 64))))
+    made = re.findall(r"\[(\d+,\d+)\] = dot_general\[\s*dimension_numbers=\(\(\[0\], \[0\]\)", program)
+    assert set(made) == {"64,128"}
+
+
+def _hopper_calls(widths=(64, 64), around=lambda loss: loss):
+    """How many kernels of Mosaic GPU are in a loss with its gradient, lowered for an H200."""
+    mesh = AbstractMesh((1,), ("one",), (AxisType.Auto,), abstract_device=H200)
+    arrays = [
+        jax.ShapeDtypeStruct((1, 300, heads, width), jnp.float16)
+        for heads, width in ((2, widths[0]), (1, widths[0]), (1, widths[1]))
+    ]
+
+    def loss(arrays):
+        out = flash_attention(*arrays, visible=causal(300), implementation="mosaic_gpu", soft_cap=9.0)
+        return jnp.sum(jnp.square(out.astype(jnp.float32)))
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(jax.value_and_grad(around(loss))).trace(arrays)
+        return traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu_v2")
+
+
+@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (192, 128), (192, 256), (256, 256)], ids=str)
+def test_the_hopper_kernels_fit_shared_memory(widths):
+    """For each pair of widths: too much is an error of the lowering. Backward the widest are Triton's."""
+    assert _hopper_calls(widths) == (3 if sum(widths) <= 256 else 1)
+
+
+def test_more_shared_memory_than_there_is_does_not_pass(constant):
+    constant(ring, "SHARED_MEMORY", 400_000)
+    with pytest.raises(ValueError, match="exceeds available shared memory"):
+        _hopper_calls((128, 128))
+
+
+def test_checkpoint_runs_the_hopper_kernel_again():
+    """Forward, forward again, and both backward."""
+    assert _hopper_calls(around=jax.checkpoint) == 4
+
+
+def test_the_hopper_kernels_lower_where_numbers_have_64_bits():
+    with jax.enable_x64(True):
+        assert _hopper_calls() == 3

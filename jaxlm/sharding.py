@@ -148,15 +148,15 @@ def by_parts(x: jax.Array, axis: str) -> jax.Array:
     return jax.lax.with_sharding_constraint(x.reshape(parts, -1, *x.shape[1:]), PartitionSpec(target))
 
 
-def parts_of(axis: str) -> int:
+def shards_of(axis: str) -> int:
     """Into how many parts the mesh around this cuts a logical axis, where its size lets it."""
     mesh = _mesh_around()
     return 1 if mesh.empty else math.prod(mesh.shape[name] for name in _mesh_axes(axis))
 
 
-def is_parted(axis: str) -> bool:
+def is_sharded(axis: str) -> bool:
     """Whether the mesh around this parts a logical axis among devices."""
-    return parts_of(axis) > 1
+    return shards_of(axis) > 1
 
 
 def _mesh_axes(axis: str | None) -> tuple[str, ...]:

@@ -71,20 +71,20 @@ def programs(
     cache that it was given.
     """
     graph, _ = abstract(model)
-    lies, rows = cache_shardings(model, batch, size, mesh), sharding.sharding(("batch",), (batch,), mesh)
+    cache_placement, rows = cache_shardings(model, batch, size, mesh), sharding.sharding(("batch",), (batch,), mesh)
 
-    def first(parameters: Tree, tokens: jax.Array, length: jax.Array, key: jax.Array) -> tuple:
+    def first_token(parameters: Tree, tokens: jax.Array, length: jax.Array, key: jax.Array) -> tuple:
         cache = empty_cache(model, batch, size, dtype)
         logits, cache = steps.prefill(graph, parameters, tokens, length, cache)
         return sample(logits, key, sampling, valid), cache
 
-    def following(parameters: Tree, tokens: jax.Array, cache: Cache, key: jax.Array) -> tuple:
+    def next_token(parameters: Tree, tokens: jax.Array, cache: Cache, key: jax.Array) -> tuple:
         key = jax.random.fold_in(key, jnp.max(cache.length))
         logits, cache = steps.decode_step(graph, parameters, tokens, cache)
         return sample(logits, key, sampling, valid), cache
 
-    jit = partial(jax.jit, out_shardings=(rows, lies))
-    return jit(first), jit(following, donate_argnums=2)
+    jit = partial(jax.jit, out_shardings=(rows, cache_placement))
+    return jit(first_token), jit(next_token, donate_argnums=2)
 
 
 def before_stop(text: str, stops: Sequence[str], known: int = 0) -> str:

@@ -73,5 +73,5 @@ def _train(experiment: Experiment, mesh: Mesh) -> tuple[Any, tuple]:
 
 def _ids(shape: tuple[int, ...], mesh: Mesh) -> jax.ShapeDtypeStruct:
     """int32 rows of a batch, as the loader lays them on the mesh."""
-    lies = sharding.sharding(("batch", "sequence")[: len(shape)], shape, mesh)
-    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=lies)
+    placement = sharding.sharding(("batch", "sequence")[: len(shape)], shape, mesh)
+    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement)

@@ -17,7 +17,7 @@ from jaxlm.models import causal, config, kernels
 from jaxlm.models.layers import linear, norm, product_in_float32, whole_sequence
 from jaxlm.models.parameters import Module, normal, param, zeros
 from jaxlm.models.positions import Rotation, rotate
-from jaxlm.sharding import constrain, parts_of
+from jaxlm.sharding import constrain, shards_of
 from kernels_pallas import flash_attention
 from kernels_pallas.flash_attention import Visible
 
@@ -84,7 +84,7 @@ def attend(
         return checkpoint_name(attention(query_BTNH, key_BSKH, value_BSKH, visible), "attention")
 
     kv_heads = key_BSKH.shape[2]
-    copies = math.lcm(kv_heads, parts_of("act_heads")) // kv_heads
+    copies = math.lcm(kv_heads, shards_of("act_heads")) // kv_heads
     if copies > 1 and query_BTNH.shape[2] % (copies * kv_heads) == 0:
         # Fewer heads than devices, or no even share of them: each device has its own copies of those that it reads.
         key_BSKH, value_BSKH = (jnp.repeat(x, copies, axis=2) for x in (key_BSKH, value_BSKH))

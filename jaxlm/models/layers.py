@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxlm.models import config, kernels
 from jaxlm.models.parameters import Module, ones, param, scope, zeros
-from jaxlm.sharding import constrain, is_parted
+from jaxlm.sharding import constrain, is_sharded
 from kernels_pallas import activations, layer_norm, rms_norm
 
 
@@ -25,7 +25,7 @@ def linear(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> ja
     outputs = kernel.shape[contracted:]
     rows, inputs = x.shape[: x.ndim - contracted], math.prod(kernel.shape[:contracted])
     with scope(kernel):
-        if is_parted("stream"):
+        if is_sharded("stream"):
             y = jnp.tensordot(x, kernel[...], contracted)
         else:
             y = jnp.matmul(x.reshape(-1, inputs), kernel[...].reshape(inputs, -1)).reshape(*rows, *outputs)

@@ -78,9 +78,9 @@ def state_shardings(transformation: optax.GradientTransformation, tree: nnx.Stat
     def place(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         keys = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         for start in range(len(keys)):
-            shape, lies = places.get("/".join(keys[start:]), (None, None))
+            shape, placement = places.get("/".join(keys[start:]), (None, None))
             if shape == leaf.shape:
-                return lies
+                return placement
         return sharding.replicated(mesh)
 
     state = jax.eval_shape(transformation.init, model_tree.shapes(tree))

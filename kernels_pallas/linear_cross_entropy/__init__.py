@@ -29,7 +29,7 @@ from kernels_pallas.eager import compiled_once
 from kernels_pallas.launch import vary
 from kernels_pallas.linear_cross_entropy import chunks, loop, reference
 from kernels_pallas.linear_cross_entropy.costs import costs as costs
-from kernels_pallas.linear_cross_entropy.layout import ALONE, Layout, layout
+from kernels_pallas.linear_cross_entropy.layout import ALONE, Layout, layout_of
 from kernels_pallas.linear_cross_entropy.loop import KERNELS, Plan
 from kernels_pallas.linear_cross_entropy.results import finish
 from kernels_pallas.target import Target
@@ -78,56 +78,57 @@ def linear_cross_entropy(
     soft_cap, z_loss = _check(hidden, unembedding, targets, weights, transposed, soft_cap, z_loss, reduction, partition)
     if targets.dtype.itemsize < 4:  # a narrow integer may not hold V, which it is compared with
         targets = targets.astype(jnp.int32)
-    lies = ALONE if partition is None else layout(*partition, hidden, unembedding, transposed)
-    chosen = _choose(hidden, unembedding, lies, implementation, _interpret)
+    layout = ALONE if partition is None else layout_of(*partition, hidden, unembedding, transposed)
+    chosen = _choose(hidden, unembedding, layout, implementation, _interpret)
     if chosen == "reference":
         options = dict(transposed=transposed, soft_cap=soft_cap, z_loss=z_loss)
         options |= dict(reduction=reduction, return_log_z=return_log_z)
         return reference.linear_cross_entropy(hidden, unembedding, targets, weights, **options)
-    plan = Plan(chosen, _interpret, transposed, soft_cap, lies.labels)
+    plan = Plan(chosen, _interpret, transposed, soft_cap, layout.labels)
     V = unembedding.shape[plan.table.index("V")]
     if reduction == "sum":
         weights = jnp.ones_like(targets, jnp.float32) if weights is None else weights.astype(jnp.float32)
     hidden, unembedding, targets, weights = vary(hidden, unembedding, targets, weights)
     if reduction == "sum":
-        result, log_z = _summed(plan, lies, V, z_loss, hidden, unembedding, targets, weights)
+        result, log_z = _summed(plan, layout, V, z_loss, hidden, unembedding, targets, weights)
     else:
-        cross_entropy, log_z = _per_token(plan, lies, hidden, unembedding, targets)
+        cross_entropy, log_z = _per_token(plan, layout, hidden, unembedding, targets)
         result = finish(cross_entropy, log_z, targets, weights, V, z_loss)
     return (result, log_z) if return_log_z else result
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 @compiled_once(static=2)
-def _per_token(plan: Plan, lies: Layout, hidden: Any, unembedding: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
+def _per_token(plan: Plan, layout: Layout, hidden: Any, unembedding: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
     """(cross-entropy, log Z), float32 [...] each."""
 
     def local(hidden: jax.Array, unembedding: jax.Array, targets: jax.Array) -> tuple:
-        found = loop.forward(plan, _flat(hidden), lies.gathered(unembedding), targets.reshape(-1))
+        found = loop.forward(plan, _flat(hidden), layout.gathered(unembedding), targets.reshape(-1))
         return tuple(x.reshape(targets.shape) for x in found)
 
-    return lies.run(local, "hut", "tt")(hidden, unembedding, targets)
+    return layout.run(local, "hut", "tt")(hidden, unembedding, targets)
 
 
-def _per_token_fwd(plan, lies, hidden, unembedding, targets):
-    cross_entropy, log_z = _per_token(plan, lies, hidden, unembedding, targets)
+def _per_token_fwd(plan, layout, hidden, unembedding, targets):
+    cross_entropy, log_z = _per_token(plan, layout, hidden, unembedding, targets)
     return (cross_entropy, log_z), (hidden, unembedding, targets, log_z)
 
 
 @compiled_once(static=2)
-def _per_token_bwd(plan, lies, saved, cotangents):
+def _per_token_bwd(plan, layout, saved, cotangents):
     def local(hidden, unembedding, targets, log_z, of_cross_entropy, of_log_z) -> tuple:
         d_hidden, d_unembedding, _ = loop.gradients(
             plan,
             _flat(hidden),
-            lies.gathered(unembedding),
+            layout.gathered(unembedding),
             targets.reshape(-1),
             tuple(x.reshape(-1) for x in (log_z, of_cross_entropy + of_log_z, of_cross_entropy)),
             lambda look, *numbers: (numbers, ()),
         )
-        return d_hidden.reshape(hidden.shape), lies.reduced(d_unembedding, unembedding.dtype).astype(unembedding.dtype)
+        d_unembedding = layout.reduced(d_unembedding, unembedding.dtype)
+        return d_hidden.reshape(hidden.shape), d_unembedding.astype(unembedding.dtype)
 
-    return *lies.run(local, "hutttt", "hu")(*saved, *cotangents), None
+    return *layout.run(local, "hutttt", "hu")(*saved, *cotangents), None
 
 
 _per_token.defvjp(_per_token_fwd, _per_token_bwd)
@@ -135,14 +136,14 @@ _per_token.defvjp(_per_token_fwd, _per_token_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 @compiled_once(static=4)
-def _summed(plan, lies, V, z_loss, hidden, unembedding, targets, weights) -> tuple[jax.Array, jax.Array]:
+def _summed(plan, layout, V, z_loss, hidden, unembedding, targets, weights) -> tuple[jax.Array, jax.Array]:
     """(Σ weight · (cross-entropy + z_loss · log² Z), log Z [...])."""
-    cross_entropy, log_z = _per_token(plan, lies, hidden, unembedding, targets)
+    cross_entropy, log_z = _per_token(plan, layout, hidden, unembedding, targets)
     return jnp.sum(finish(cross_entropy, log_z, targets, weights, V, z_loss)), log_z
 
 
 @compiled_once(static=4)
-def _summed_fwd(plan, lies, V, z_loss, hidden, unembedding, targets, weights):
+def _summed_fwd(plan, layout, V, z_loss, hidden, unembedding, targets, weights):
     def local(hidden, unembedding, targets, weights) -> tuple:
         def cotangents(look, counted_C):
             cross_entropy, log_z = look()
@@ -150,15 +151,15 @@ def _summed_fwd(plan, lies, V, z_loss, hidden, unembedding, targets, weights):
 
         counted = jnp.where((targets < 0) | (targets >= V), 0.0, weights)
         d_hidden, d_unembedding, found = loop.gradients(
-            plan, _flat(hidden), lies.gathered(unembedding), targets.reshape(-1), (counted.reshape(-1),), cotangents
+            plan, _flat(hidden), layout.gathered(unembedding), targets.reshape(-1), (counted.reshape(-1),), cotangents
         )
         found = (x.reshape(targets.shape) for x in found)
-        d_unembedding = lies.reduced(d_unembedding, unembedding.dtype)
+        d_unembedding = layout.reduced(d_unembedding, unembedding.dtype)
         # The whole gradient, as large as all logits of a chunk, is not to wait until the layers' backward pass is done.
         d_hidden, d_unembedding = jax.lax.optimization_barrier((d_hidden, d_unembedding))
         return d_hidden.reshape(hidden.shape), d_unembedding, *found
 
-    d_hidden, d_unembedding, cross_entropy, log_z = lies.run(local, "hutt", "hutt")(
+    d_hidden, d_unembedding, cross_entropy, log_z = layout.run(local, "hutt", "hutt")(
         hidden, unembedding, targets, weights
     )
     unweighted = finish(cross_entropy, log_z, targets, None, V, z_loss)
@@ -167,7 +168,7 @@ def _summed_fwd(plan, lies, V, z_loss, hidden, unembedding, targets, weights):
     return (jnp.sum(finish(cross_entropy, log_z, targets, weights, V, z_loss)), log_z), kept
 
 
-def _summed_bwd(plan, lies, V, z_loss, kept, cotangents):
+def _summed_bwd(plan, layout, V, z_loss, kept, cotangents):
     d_hidden, d_unembedding, unweighted, like = kept
     of_sum, _ = cotangents  # log Z is a constant here
     return (
@@ -186,10 +187,10 @@ def _flat(hidden: jax.Array) -> jax.Array:
 
 
 def _choose(
-    hidden: jax.Array, unembedding: jax.Array, lies: Layout, implementation: str | None, interpret: bool
+    hidden: jax.Array, unembedding: jax.Array, layout: Layout, implementation: str | None, interpret: bool
 ) -> str:
     D = hidden.shape[-1]
-    logits = hidden.size // max(D, 1) * (unembedding.size // max(D, 1)) // lies.parts
+    logits = hidden.size // max(D, 1) * (unembedding.size // max(D, 1)) // layout.parts
     if implementation is None and logits < chunks.WORTHWHILE:
         return "reference"
 
@@ -203,7 +204,7 @@ def _choose(
 
     refusals = {"triton": refusal, "mosaic_tpu": on_tpu, "chunked": refusal}
     assert refusals.keys() == KERNELS.keys()
-    return choose("linear_cross_entropy", implementation, refusals, interpret, manual=bool(lies.specs))
+    return choose("linear_cross_entropy", implementation, refusals, interpret, manual=bool(layout.specs))
 
 
 def _check(hidden, unembedding, targets, weights, transposed, soft_cap, z_loss, reduction, partition) -> tuple:

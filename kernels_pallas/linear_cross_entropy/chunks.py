@@ -15,7 +15,7 @@ _TILE = 128  # rows of a tile of a product
 _ALIGNED = 64
 
 
-def filled_up(vocabulary: int) -> int:
+def padded(vocabulary: int) -> int:
     """Labels of which logits are made, those besides from zeros: they count for nothing."""
     return -(-vocabulary // _ALIGNED) * _ALIGNED
 

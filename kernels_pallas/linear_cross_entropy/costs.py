@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.launch import Cost, Costs
-from kernels_pallas.linear_cross_entropy.chunks import chunk, filled_up
+from kernels_pallas.linear_cross_entropy.chunks import chunk, padded
 
 _SINGLE = 4  # bytes of a float32
 
@@ -41,7 +41,7 @@ def costs(
     D, item = hidden.shape[-1], hidden.dtype.itemsize
     labels = unembedding.size // max(D, 1)
     chunks, C = chunk(targets.size, labels)
-    V = filled_up(labels)
+    V = padded(labels)
     product = 2 * C * D * V
     table, rows, logits, narrow = item * D * V, item * C * D, _SINGLE * C * V, item * C * V
     unembed = Cost(product, 0, rows + table + logits)

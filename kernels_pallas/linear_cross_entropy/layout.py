@@ -78,7 +78,9 @@ class Layout(NamedTuple):
 ALONE = Layout()
 
 
-def layout(hidden: PartitionSpec, unembedding: PartitionSpec, h: jax.Array, u: jax.Array, transposed: bool) -> Layout:
+def layout_of(
+    hidden: PartitionSpec, unembedding: PartitionSpec, h: jax.Array, u: jax.Array, transposed: bool
+) -> Layout:
     """The layout of these operands, with these specs on the mesh in context.
 
     Raises ValueError where they cannot lie so.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from kernels_pallas.launch import vary
 from kernels_pallas.linear_cross_entropy import chunked, mosaic_tpu, triton
 from kernels_pallas.linear_cross_entropy.block import finite
-from kernels_pallas.linear_cross_entropy.chunks import chunk, filled_up
+from kernels_pallas.linear_cross_entropy.chunks import chunk, padded
 
 KERNELS = {"triton": triton, "mosaic_tpu": mosaic_tpu, "chunked": chunked}
 
@@ -122,7 +122,7 @@ def _table(plan: Plan, unembedding: jax.Array) -> tuple[int, jax.Array]:
     """This device's labels, and the unembedding filled up with zeros behind them."""
     at = plan.table.index("V")
     labels = unembedding.shape[at]
-    more = filled_up(labels) - labels
+    more = padded(labels) - labels
     return labels, jnp.pad(unembedding, [(0, more if i == at else 0) for i in (0, 1)]) if more else unembedding
 
 

@@ -80,7 +80,7 @@ def loss(work: Workload) -> Loss | None:
     tokens, labels = work.rows() * work.queries, work.local("act_vocab", work.model.vocabulary)
     if not work.kernels or work.kind != "train" or tokens * labels < chunks.WORTHWHILE:
         return None
-    return Loss(*chunks.chunk(tokens, labels), chunks.filled_up(labels))
+    return Loss(*chunks.chunk(tokens, labels), chunks.padded(labels))
 
 
 def _launched(scope: str, times: int, costs: Costs, makes: str = "") -> Elementwise:

@@ -18,16 +18,20 @@ def schedule(settings: ScheduleConfig, peak: float) -> optax.Schedule:
 
 
 def _after_warmup(settings: ScheduleConfig, peak: float) -> optax.Schedule:
-    if isinstance(settings, ConstantSchedule):
-        return optax.constant_schedule(peak)
-    # A run that ends inside its warmup leaves nothing to decay over.
-    left = max(settings.decay_steps - settings.warmup_steps, 1)
     match settings:
         case CosineSchedule():
-            return optax.cosine_decay_schedule(peak, left, alpha=settings.final_fraction)
+            return optax.cosine_decay_schedule(peak, _left(settings), alpha=settings.final_fraction)
         case LinearSchedule():
-            return optax.linear_schedule(peak, peak * settings.final_fraction, left)
+            return optax.linear_schedule(peak, peak * settings.final_fraction, _left(settings))
         case WarmupStableDecaySchedule():
+            left = _left(settings)
             decay = min(max(round(settings.decay_fraction * settings.decay_steps), 1), left)
             return optax.linear_schedule(peak, peak * settings.final_fraction, decay, transition_begin=left - decay)
+        case ConstantSchedule():
+            return optax.constant_schedule(peak)
     raise TypeError(f"no schedule {settings!r}")
+
+
+def _left(settings: CosineSchedule | LinearSchedule | WarmupStableDecaySchedule) -> int:
+    """Updates from the warmup to the end; a run that ends inside its warmup leaves nothing to decay over."""
+    return max(settings.decay_steps - settings.warmup_steps, 1)

@@ -1,7 +1,13 @@
 import numpy as np
 import pytest
 
-from jaxlm.training.config import ConstantSchedule, CosineSchedule, LinearSchedule, WarmupStableDecaySchedule
+from jaxlm.training.config import (
+    ConstantSchedule,
+    CosineSchedule,
+    LinearSchedule,
+    ScheduleConfig,
+    WarmupStableDecaySchedule,
+)
 from jaxlm.training.schedules import schedule
 
 
@@ -45,3 +51,8 @@ def test_a_schedule_at_its_corners(settings, corners):
 def test_a_run_that_ends_inside_its_warmup_rises_to_its_end(kind):
     rate = schedule(kind(warmup_steps=100, decay_steps=10), peak=1.0)
     np.testing.assert_allclose([rate(s) for s in (0, 5, 10, 100)], [0.0, 0.05, 0.1, 1.0], rtol=1e-6)
+
+
+def test_a_kind_without_a_schedule_is_named():
+    with pytest.raises(TypeError, match="no schedule ScheduleConfig"):
+        schedule(ScheduleConfig(kind="other"), peak=1.0)

@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 from jaxlm import sharding
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.positions import visible_in_rows
+from jaxlm.schema import kind_of, sections_in
 from jaxlm.training.config import AnyOptimizer, OptimizerConfig, TrainingConfig
 from jaxlm.training.step import jit_steps, make_steps
 
@@ -50,7 +51,7 @@ def training(**changes) -> TrainingConfig:
     return TrainingConfig(**{"batch": 8, "sequence": CONTEXT, "dtype": "float32", **changes})
 
 
-OPTIMIZERS = ("adamw", "muon", "adafactor", "lion", "sgd")
+OPTIMIZERS = tuple(map(kind_of, sections_in(AnyOptimizer)))
 
 
 def optimization(**changes) -> OptimizerConfig:

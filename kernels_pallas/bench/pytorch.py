@@ -46,32 +46,26 @@ def _rotary_embedding(x, cos, sin, *, interleaved=False):
     return torch.stack((first * cos - second * sin, second * cos + first * sin), pairs).reshape(x.shape).to(x.dtype)
 
 
-def _activate(x, name):
-    match name:
-        case "silu":
-            return functional.silu(x)
-        case "gelu":
-            return functional.gelu(x)
-        case "gelu_tanh":
-            return functional.gelu(x, approximate="tanh")
-        case "relu_squared":
-            return functional.relu(x).square()
-        case "relu":
-            return functional.relu(x)
-    return x
+ACTIVATIONS = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+    "relu_squared": lambda x: functional.relu(x).square(),
+}
 
 
 def _gated_activation(gate, up, *, activation="silu"):
-    return _activate(gate, activation) * up
+    return ACTIVATIONS[activation](gate) * up
 
 
 def _bias_activation(x, bias, *, activation="gelu"):
-    return _activate(x + bias, activation)
+    return ACTIVATIONS[activation](x + bias)
 
 
 def _matmul(a, b, bias=None, residual=None, *, activation=None):
     y = a @ b if bias is None else a @ b + bias
-    y = _activate(y, activation)
+    y = y if activation is None else ACTIVATIONS[activation](y)
     return y if residual is None else y + residual
 
 

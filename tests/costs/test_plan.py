@@ -102,7 +102,7 @@ def test_no_other_chip_computes_attention_in_parts():
         assert flops(replace(work, kind=kind).on_cpu()) == flops(replace(work, kind=kind))
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon", "adafactor", "lion", "sgd"])
+@pytest.mark.parametrize("kind", tiny.OPTIMIZERS)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_products_and_state_of_every_optimizer(family, kind):
     model, training = tiny.model(tiny.FAMILIES[family]), tiny.training(remat="full", microbatches=2, dtype="bfloat16")

@@ -155,6 +155,10 @@ REFERENCES = {
 }
 
 
+def test_every_kind_has_its_paper_here():
+    assert REFERENCES.keys() >= set(tiny.OPTIMIZERS)
+
+
 @pytest.mark.parametrize("name", REFERENCES)
 def test_three_updates_are_the_paper_s(name):
     reference, changes = REFERENCES[name]
@@ -324,7 +328,7 @@ def test_a_run_resumed_from_a_checkpoint_is_the_run_straight_through(kind, tmp_p
 
 @pytest.mark.parametrize("kind", tiny.OPTIMIZERS)
 def test_every_optimizer_learns(kind):
-    rate = {"adamw": 1e-2, "muon": 1e-2, "adafactor": 3e-2, "lion": 1e-3, "sgd": 0.3}[kind]
+    rate = {"adafactor": 3e-2, "lion": 1e-3, "sgd": 0.3}.get(kind, 1e-2)
     chosen = tiny.optimization(kind=kind, learning_rate=rate, schedule={"kind": "constant", "warmup_steps": 5})
     metrics, _ = tiny.run_steps(
         tiny.model(initializer_std=0.05, layers=2), tiny.training(), [tiny.batch()] * 60, optimization=chosen

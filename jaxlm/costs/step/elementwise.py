@@ -1,13 +1,20 @@
 """What XLA makes of all that stands around the products of a step: norms, softmax, activations, the loss. Each is a
 chain of operations element by element, and at the upper end of the bracket a loop of its own through memory."""
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+
+from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.step.parameters import parameters
 from jaxlm.costs.workload import Workload
-from jaxlm.models.config import ModelConfig
+from jaxlm.models.config import Activation
+from jaxlm.models.layers import activation
+from kernels_pallas import gated_activation
 from kernels_pallas.launch import Cost
 
 # Scopes of a step's operations element by element, of which kernels take the place of some.
@@ -42,25 +49,32 @@ class Loop(NamedTuple):
         return Cost(flops=round(numbers * self.flops), bytes=round(moved))
 
 
-# Forward and backward. FLOPs are what jaxlm.costs.jaxpr.count finds in this project's configurations, to a fifth.
+# Forward and backward. FLOPs are what jaxlm.costs.jaxpr.count finds in this project's configurations, to a fifth; those
+# of activations it is asked for (`_activation`).
 _SOFTMAX = Loop(5.5, 3, 1), Loop(4, 4, 2)
 _NORMS = {"rms": (Loop(5.3, 0, 3), Loop(9.5, 0, 6)), "layer": (Loop(8.1, 0, 3), Loop(13.4, 0, 6))}
 _RESIDUAL = Loop(1, 0, 3), Loop(1, 0, 3)
 _DROPOUT = Loop(5, 0, 2), Loop(1, 0, 2)
 _LOSS = Loop(5, 2, 0), Loop(2, 2, 0)
-_GATED = Loop(5, 0, 3), Loop(6.3, 0, 5)
-# Of an activation without a gate, and its bias.
-_ACTIVATIONS = {"silu": (3, 8), "gelu": (23, 6), "gelu_tanh": (9, 10), "relu": (1, 2), "relu_squared": (2, 5)}
 _MOVED = Loop(0, 0, 2), Loop(0, 0, 2)
 _BESIDE = Loop(0, 0, 2), Loop(0, 0, 2)  # their FLOPs are in those of the softmax and the activation
 _LOOKUP = Loop(0, 0, 2), Loop(1, 0, 3)
 
 
-def _activation(model: ModelConfig) -> tuple[Loop, Loop]:
-    if model.feed_forward.gated:
-        return _GATED
-    forward, backward = _ACTIVATIONS[model.feed_forward.activation]
-    return Loop(forward, 0, 2), Loop(backward, 0, 4)
+@functools.cache
+def _activation(name: Activation, gated: bool) -> tuple[Loop, Loop]:
+    """Its FLOPs are counted; without a gate, those of its bias with them."""
+
+    def forward(*x: jax.Array) -> jax.Array:
+        return gated_activation(*x, activation=name, implementation="reference") if gated else activation(name, *x)
+
+    def both(*x: jax.Array) -> tuple:
+        y, pull_back = jax.vjp(forward, *x)
+        return y, pull_back(y)
+
+    one = (jax.ShapeDtypeStruct((1,), jnp.float32),) * (1 + gated)
+    once, all_in_all, bias = count(forward, *one).flops, count(both, *one).flops, not gated
+    return Loop(once + bias, 0, 2 + gated), Loop(all_in_all - once + bias, 0, 4 + gated)
 
 
 def loops(work: Workload) -> Iterator[Elementwise]:
@@ -86,7 +100,7 @@ def loops(work: Workload) -> Iterator[Elementwise]:
     yield each(RESIDUAL, L, stream, _RESIDUAL)
     yield each("layers/feed_forward/residual", L, stream, _RESIDUAL)
     hidden = tokens * work.local("act_ff", model.feed_forward.hidden)
-    yield each(ACTIVATION, L, hidden, _activation(model))
+    yield each(ACTIVATION, L, hidden, _activation(model.feed_forward.activation, model.feed_forward.gated))
     yield each("embedding/lookup", 1, tokens * model.width, _LOOKUP)
     if work.dropout:
         yield each("layers/dropout", 2 * L, stream, _DROPOUT)

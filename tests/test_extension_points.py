@@ -1,0 +1,110 @@
+"""Whatever a configuration may name is known to every part that must know it.
+
+The kinds are read from the schema, so that a new one is asked for here: what fails names the table that lacks it.
+"""
+
+import math
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+from jaxlm.costs.jaxpr.count import count
+from jaxlm.costs.step import elementwise, memory, operations, traffic
+from jaxlm.costs.workload import Workload
+from jaxlm.models import tree
+from jaxlm.models.config import Activation, ModelConfig
+from jaxlm.models.layers import activation, norm
+from jaxlm.schema import kind_of, sections_in
+from jaxlm.training.config import OptimizerConfig
+from jaxlm.training.optimizer import optimizer
+from jaxlm.training.schedules import schedule
+from kernels_pallas import activations, gated_activation
+from kernels_pallas.gated_activation import costs as gated_costs
+
+SCHEDULES = tuple(sections_in(OptimizerConfig.model_fields["schedule"].annotation))
+NORMS = tuple(map(kind_of, sections_in(ModelConfig.model_fields["norm"].annotation)))
+ACTIVATIONS = get_args(Activation)
+
+
+def both_ways(forward):
+    """A function of what forward takes: its results, and the gradients from cotangents like them."""
+
+    def run(*arguments):
+        y, pull_back = jax.vjp(forward, *arguments)
+        return y, pull_back(y)
+
+    return run
+
+
+def is_counted(model):
+    """Its tree is built, and a step of it is counted, with kernels and without."""
+    for kernels in ("reference", "auto"):
+        model = model.model_copy(update={"kernels": kernels})
+        work = Workload("train", model, 8, tiny.CONTEXT)
+        assert sum(op.times * op.elementwise for op in operations.step(work)) > 0
+        assert memory.memory(work).parameters > 4 * tree.parameter_count(model)
+
+
+@pytest.mark.parametrize("kind", tiny.OPTIMIZERS)
+def test_an_optimizer_holds_what_is_counted(kind):
+    model = tiny.model(tiny.GPT2)  # biases, gains, tables and matrices
+    parameters = tree.abstract(model)[1]
+    held = jax.eval_shape(optimizer(tiny.optimization(kind=kind), parameters).init, tree.shapes(parameters))
+    work = Workload("train", model, 8, tiny.CONTEXT, optimizer=kind)
+    numbers = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(held) if leaf.ndim)  # all but counts of updates
+    assert memory.memory(work).optimizer == memory.trained(work).optimizer == 4 * numbers
+    assert any(op.phase == "optimizer" for op in operations.step(work)) and list(traffic.collectives(work)) == []
+
+
+@pytest.mark.parametrize("section", SCHEDULES, ids=kind_of)
+def test_a_schedule_begins_at_its_peak(section):
+    required = {name: 10 for name, field in section.model_fields.items() if field.is_required() and name != "kind"}
+    assert schedule(section(**required), peak=2.0)(0) == 2.0
+    assert schedule(section(warmup_steps=4, **required), peak=2.0)(2) == 1.0
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_norm_is_counted(kind):
+    """Its FLOPs to a fifth."""
+    model = tiny.model(norm={"kind": kind})
+    is_counted(model)
+    graph, scale = nnx.split(norm(model, model.width, nnx.Rngs(0)))
+    x = jax.ShapeDtypeStruct((8, tiny.CONTEXT, model.width), jnp.float32)
+    counted = count(both_ways(lambda scale, x: nnx.merge(graph, scale)(x)), scale, x)
+    (part,) = (
+        part
+        for part in elementwise.loops(Workload("train", model, 8, tiny.CONTEXT, "float32"))
+        if part.scope == elementwise.NORMS
+    )
+    assert part.forward.flops + part.backward.flops == pytest.approx(counted.flops, rel=0.2)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_is_computed_and_counted(name):
+    for gated in (False, True):
+        is_counted(tiny.model(feed_forward={"hidden": 48, "activation": name, "gated": gated}))
+    x = jnp.linspace(-4, 4, 101)
+    np.testing.assert_allclose(activation(name, x), activations.REFERENCE[name](x), rtol=1e-5, atol=1e-6)
+    # A kernel computes again what the reference keeps, and what `where` chooses is no FLOP of a count.
+    counted = count(both_ways(lambda *x: gated_activation(*x, activation=name, implementation="reference")), x, x)
+    assert counted.flops <= sum(cost.flops for cost in gated_costs(x, x, activation=name)) <= 2.5 * counted.flops
+
+
+def test_kernels_have_the_activations_of_models_and_no_others():
+    for table in (activations.REFERENCE, activations.KERNEL, activations.FLOPS, activations.TRANSCENDENTALS):
+        assert table.keys() == set(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_is_pytorchs(name):
+    torch = pytest.importorskip("torch")
+    from kernels_pallas.bench import pytorch
+
+    x = np.linspace(-4, 4, 101, dtype=np.float32)
+    found = pytorch.ACTIVATIONS[name](torch.from_numpy(x)).numpy()
+    np.testing.assert_allclose(found, activations.REFERENCE[name](jnp.asarray(x)), rtol=1e-5, atol=1e-6)

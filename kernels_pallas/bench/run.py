@@ -32,7 +32,7 @@ def cases(operation: Operation) -> tuple[Case, ...]:
 
 
 def peers_of(operation: str) -> tuple[peers.Peer, ...]:
-    """The peers of an operation that run here: none without PyTorch and a GPU that it sees."""
+    """The peers of an operation that run here, if it has any: none without PyTorch and a GPU that it sees."""
     try:
         import torch
     except ImportError:
@@ -41,7 +41,7 @@ def peers_of(operation: str) -> tuple[peers.Peer, ...]:
         return ()
     from kernels_pallas.bench import pytorch
 
-    return pytorch.PEERS[operation]
+    return pytorch.PEERS.get(operation, ())
 
 
 def program(operation: Operation, case: Case, implementation: str, training: bool) -> Callable[[], Any]:

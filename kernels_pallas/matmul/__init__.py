@@ -22,6 +22,7 @@ from kernels_pallas.matmul.tiles import Product
 from kernels_pallas.target import Target
 
 _RUN = {"triton": triton.run, "mosaic_tpu": mosaic_tpu.run}
+IMPLEMENTATIONS = tuple(_RUN)
 # Algorithms of `jax.lax.DotAlgorithmPreset` by which these multiply float32: of others Triton's compiler may end the
 # process.
 _ALGORITHMS = {

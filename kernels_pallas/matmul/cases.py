@@ -2,8 +2,7 @@
 
 from kernels_pallas import matmul as function
 from kernels_pallas.cases import Array, Case, Operation
-from kernels_pallas.matmul import costs, reference
-from kernels_pallas.rows import IMPLEMENTATIONS
+from kernels_pallas.matmul import IMPLEMENTATIONS, costs, reference
 
 _ALL = ("bfloat16", "float16", "float32")
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import targets
+from kernels_pallas import rows
 from kernels_pallas.registry import OPERATIONS
 
 CALLS = [
@@ -62,11 +63,13 @@ def test_checkpoint_changes_nothing(operation, implementation):
 
 
 ROWS, EVERYWHERE = PartitionSpec("data"), PartitionSpec()
-# Operations that treat each row by itself, on rows over the devices of a mesh.
+# Operations that treat each row by itself, on rows over the devices of a mesh: their implementations are those of rows,
+# and not merely called alike.
 ROW_OPERATIONS = [
-    pytest.param(OPERATIONS[name], implementation, id=f"{name}-{implementation}")
-    for name in "rms_norm layer_norm softmax log_softmax rotary_embedding gated_activation bias_activation".split()
-    for implementation in OPERATIONS[name].implementations
+    pytest.param(operation, name, id=f"{operation.name}-{name}")
+    for operation in OPERATIONS.values()
+    if operation.implementations is rows.IMPLEMENTATIONS
+    for name in operation.implementations
 ]
 
 

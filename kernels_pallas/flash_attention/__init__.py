@@ -81,7 +81,8 @@ def flash_attention(
       value: [B, S, K, V] like query; V may differ from H.
       visible: query t sees the keys s with start ≤ s < end, int32 [B, T] or [1, T] each (numpy arrays of any integer
         dtype), or the union of several such intervals, with an axis of them in front: see `causal`, `window`, `prefix`,
-        `packed`, `both`, `union` and `shifted`. None sees all. A query that sees nothing gives zeros.
+        `packed`, `both`, `union` and `shifted`. None sees all. The usual sliding window of w keys, the query's own the
+        last, is window(T, w − 1). A query that sees nothing gives zeros.
       scale: 1 / √H where None.
       soft_cap: positive; scores stay between −cap and cap (Gemma 2, arXiv:2408.00118, section 2).
       sinks: [N], learned: a score in each row's sum that has no value (arXiv:2508.10925, section 2.2).

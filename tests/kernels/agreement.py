@@ -73,3 +73,9 @@ def assert_close(what: str, got: jax.Array, want: jax.Array, roundings: int, dty
 
 def _wide(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def drawn(*shapes, seed=0):
+    """Normal numbers in float32, an array of each shape."""
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]

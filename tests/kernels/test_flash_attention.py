@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agreement import drawn
 from launches import launches
 
 from kernels_pallas import flash_attention
@@ -22,11 +23,6 @@ from kernels_pallas.flash_attention.cases import segments
 
 # The kernels for Hopper have no float32.
 EACH = pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "mosaic_gpu"])
-
-
-def drawn(*shapes, seed=0):
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
-    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agreement import drawn
 from jax.sharding import AbstractDevice
 from test_choice import H200, V5E, kernels
 
@@ -18,11 +19,6 @@ from kernels_pallas.flash_attention import (
 )
 from kernels_pallas.flash_attention.cases import first, segments
 from kernels_pallas.flash_attention.operands import Operands
-
-
-def drawn(*shapes, seed=0):
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
-    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -90,6 +86,28 @@ def test_cudnn_is_refused_where_there_is_none(device):
     reason = rf"it runs on NVIDIA GPUs, and this is lowered for {device.device_kind} \({device.platform}\)"
     with pytest.raises(NotImplementedError, match=f"flash_attention: cudnn cannot serve this call: {reason}"):
         kernels(_cudnn(), device, shape=(1, 64, 2, 64))
+
+
+def test_what_jax_calls_otherwise_is_the_same():
+    """The table in docs/kernels.md."""
+    arrays = drawn((2, 20, 4, 16), (2, 20, 2, 16), (2, 20, 2, 16))
+    (bias,) = drawn((2, 4, 20, 20))
+    mask = (bias > -0.5).at[..., 0].set(True)
+    for theirs, ours in (
+        ({"is_causal": True}, {"visible": causal(20)}),
+        ({"local_window_size": (6, 3)}, {"visible": window(20, 6, 3)}),
+        ({"local_window_size": 6}, {"visible": window(20, 6, 6)}),
+        ({"local_window_size": 6, "is_causal": True}, {"visible": window(20, 6)}),
+        ({"mask": mask}, {"bias": jnp.where(mask, 0.0, -jnp.inf)}),
+        ({"bias": bias}, {"bias": bias}),
+        ({"mask": mask, "bias": bias}, {"bias": jnp.where(mask, bias, -jnp.inf)}),
+    ):
+        wanted = jax.nn.dot_product_attention(*arrays, **theirs)
+        chex.assert_trees_all_close(flash_attention(*arrays, **ours), wanted, rtol=1e-5, atol=1e-5)
+    nothing = mask.at[:, :, 3].set(False)
+    wanted = jnp.repeat(jnp.mean(arrays[2], axis=1), 2, axis=1)
+    chex.assert_trees_all_close(jax.nn.dot_product_attention(*arrays, mask=nothing)[:, 3], wanted, rtol=1e-5, atol=1e-5)
+    assert not flash_attention(*arrays, bias=jnp.where(nothing, 0.0, -jnp.inf))[:, 3].any()
 
 
 @pytest.mark.parametrize("visible", [None, causal(20)], ids=["full", "causal"])

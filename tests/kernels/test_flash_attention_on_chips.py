@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agreement import drawn
 from elsewhere import ELSEWHERE
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -30,11 +31,6 @@ from kernels_pallas.flash_attention import (
 
 # The kernels for Hopper have no float32.
 EACH = pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "mosaic_gpu"])
-
-
-def drawn(*shapes, seed=0):
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
-    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
 
 
 @ELSEWHERE

@@ -69,7 +69,7 @@ def test_the_cache_of_compiled_programs_is_left_alone(tmp_path):
     """Of chips that are not here, JAX writes programs to it and cannot read them back."""
     code = (
         "import jax, jax.numpy as jnp\n"
-        "from jaxlm.costs.hardware import Target; from jaxlm.lowering.targets import devices\n"
+        "from jaxlm.costs.hardware.target import Target; from jaxlm.lowering.targets import devices\n"
         "jax.jit(jnp.square).lower(1.0).compile()\n"  # JAX asks once whether there is a cache
         "mesh = jax.sharding.Mesh(devices(Target.parse('tpu-v5e:1x1')), ['data'])\n"
         "whole = jax.sharding.NamedSharding(mesh, jax.P())\n"

@@ -1,5 +1,6 @@
 """What is to run, and how it lies on the mesh: all that counting needs to know. Imports no JAX."""
 
+import functools
 import json
 import math
 import shlex
@@ -168,7 +169,16 @@ class Workload:
 
     def parts(self, over: str, axis: str, size: int) -> int:
         """Into how many parts a mesh axis cuts a dimension with this logical axis."""
-        from jaxlm.sharding import TABLE, WHOLE_IF_UNEVEN
+        mesh_axes, may_stay_whole = _in_table(axis)
+        if mesh_axes != over:
+            return 1
+        parts = getattr(self.mesh, over)
+        return 1 if size % parts and may_stay_whole else parts
 
-        parts = getattr(self.mesh, over) if TABLE[axis] == over else 1
-        return 1 if size % parts and axis in WHOLE_IF_UNEVEN else parts
+
+@functools.cache
+def _in_table(axis: str) -> tuple[str | tuple[str, ...] | None, bool]:
+    """The mesh axes of a logical axis, and whether it stays whole where they do not divide it."""
+    from jaxlm.sharding import TABLE, WHOLE_IF_UNEVEN
+
+    return TABLE[axis], axis in WHOLE_IF_UNEVEN

@@ -32,10 +32,10 @@ def plan(capsys, *arguments, model="llama3.1-8b"):
 )
 def test_thousands_of_chips_in_two_seconds_without_a_backend(model, chips, mesh):
     code = (
-        "import sys, time; began = time.perf_counter()\n"
+        "import sys, time\n"
         "from jaxlm.cli import main; status = main(sys.argv[1:])\n"
         "from jax._src import xla_bridge; assert not xla_bridge.backends_are_initialized()\n"
-        "print(time.perf_counter() - began, file=sys.stderr); sys.exit(status)"
+        "print(time.process_time(), file=sys.stderr); sys.exit(status)"
     )
     arguments = ["plan", str(MODELS / f"{model}.toml"), "--on", chips, "--mesh", mesh, "--json"]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
@@ -43,8 +43,8 @@ def test_thousands_of_chips_in_two_seconds_without_a_backend(model, chips, mesh)
     row = json.loads(done.stdout)
     assert row.keys() >= KEYS and row["devices"] == row["chips"] > 8000
     assert row["parameters"]["total"] == 405_853_388_800
-    # The aim is 2 s on a machine that does nothing else.
-    assert float(done.stderr.splitlines()[-1]) < 6
+    # Of a processor's time, so that nothing else on the machine counts. The aim is 2 s; a slow one takes longer.
+    assert float(done.stderr.splitlines()[-1]) < 4
 
 
 def test_all_devices_go_on_fsdp_and_the_batch_fills_them(capsys):

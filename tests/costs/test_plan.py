@@ -406,10 +406,10 @@ def test_ten_thousand_plans_a_minute():
     model = config.load(CONFIGS / "models" / "llama3.1-405b.toml").model
     work = Workload("train", model, 64, 8192, remat="full", mesh=MeshShape(1, 8, 8))
     plan(work, target)
-    began = time.perf_counter()
+    began = time.process_time()  # what else runs on the machine is none of its
     for batch in range(64, 64 * 101, 64):
         plan(replace(work, batch=batch), target)
-    assert time.perf_counter() - began < 100 * 60 / 10_000
+    assert time.process_time() - began < 100 * 60 / 10_000
 
 
 def test_decoding_is_bound_by_memory_until_its_critical_batch():

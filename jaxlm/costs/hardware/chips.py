@@ -4,6 +4,7 @@ A chip is what is sold; a device is what JAX shards over (`devices_per_chip`). W
 `Chip.figure` says so in one line.
 """
 
+import functools
 import itertools
 import math
 import re
@@ -23,7 +24,11 @@ _SHORT = {"bf": "bfloat", "fp": "float", "f": "float", "i": "int", "s": "int"}
 def canonical_dtype(dtype: Any) -> str:
     """The name under which a chip keeps the peak of a type: "bf16", "bfloat16" and a NumPy dtype are one, as are
     "fp8", "float8_e4m3fn" and "float8_e5m2". Raises InputError for a name that is no type of a matrix product."""
-    said = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    return _canonical(getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype))
+
+
+@functools.cache
+def _canonical(said: str) -> str:
     name = re.sub(r"^(mx|nv)(?=fp)", "", said.strip().lower())
     if name in ("tensorfloat32", "tf32"):
         return "tf32"

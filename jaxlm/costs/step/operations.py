@@ -10,7 +10,6 @@ operations (a norm, an activation, a softmax) is a loop of its own, and scores g
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from jaxlm.costs.step import elementwise, kernels
@@ -38,8 +37,7 @@ class Product(NamedTuple):
         return 2 * self.batch * self.m * self.k * self.n
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """One operation on one device, which a step runs `times` times. FLOPs are those of its product, beside
     `elementwise` ones; `least_bytes` and `most_bytes` are the bracket of what it moves to and from memory each time. A
     `kernel` is one of kernels_pallas or a product in one: all of one scope together are what it declares."""
@@ -68,10 +66,10 @@ def step(work: Workload) -> list[Operation]:
         return forward
     again = [op for op in products if _runs_again(work, op.scope)]
     again += [_beside(part, "forward") for part in beside if _runs_again(work, part.scope, part.makes)]
-    again = [replace(op, phase="rematerialised") for op in again]
+    again = [op._replace(phase="rematerialised") for op in again]
     backward = [gradient for op in products for gradient in _gradients(work, op)]
     backward += [_beside(part, "backward") for part in beside if _goes_back(work, part.scope)]
-    each = [replace(op, times=op.times * work.microbatches) for op in (*forward, *again, *backward)]
+    each = [op._replace(times=op.times * work.microbatches) for op in (*forward, *again, *backward)]
     return [*each, *_optimizer(work)]
 
 
@@ -143,9 +141,9 @@ def _gradients(work: Workload, op: Operation) -> Iterator[Operation]:
         inside = op.scope.startswith("layers/")
         together = not inside and kernels.loss(work) is not None
         if together or inside or _goes_back(work, "final_norm"):
-            yield replace(op, phase="backward", product=first)
+            yield op._replace(phase="backward", product=first)
         if together or op.scope not in work.frozen:
-            yield replace(op, phase="backward", product=second)
+            yield op._replace(phase="backward", product=second)
     elif op.scope == SCORES:
         # One kernel for the queries' gradient, one for the keys' and the values'. Both compute scores again, and the
         # gradient of the weights, which is the first of the mixture's.

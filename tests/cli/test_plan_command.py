@@ -44,7 +44,7 @@ def test_thousands_of_chips_in_two_seconds_without_a_backend(model, chips, mesh)
     assert row.keys() >= KEYS and row["devices"] == row["chips"] > 8000
     assert row["parameters"]["total"] == 405_853_388_800
     # Of a processor's time, so that nothing else on the machine counts. The aim is 2 s; a slow one takes longer.
-    assert float(done.stderr.splitlines()[-1]) < 4
+    assert float(done.stderr.splitlines()[-1]) < 5
 
 
 def test_all_devices_go_on_fsdp_and_the_batch_fills_them(capsys):

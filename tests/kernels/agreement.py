@@ -1,4 +1,4 @@
-"""How near an implementation must come to its reference."""
+"""What implementations are given, and how near they must come to their reference."""
 
 import functools
 

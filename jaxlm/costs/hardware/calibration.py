@@ -18,7 +18,7 @@ from jaxlm import accelerators
 from jaxlm.costs.hardware.chips import Chip, OnChip
 from jaxlm.data.config import default_cache
 from jaxlm.errors import InputError
-from jaxlm.files import unwritable
+from jaxlm.files import replace, unwritable
 from jaxlm.schema import Section
 
 if TYPE_CHECKING:
@@ -206,6 +206,4 @@ def _file() -> Path:
 def _keep(calibration: Calibration) -> None:
     file = _file()
     file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.with_suffix(f".{os.getpid()}")
-    new.write_text(calibration.model_dump_json(indent=2), encoding="utf-8")
-    new.replace(file)  # whole, or not there
+    replace(file, calibration.model_dump_json(indent=2))

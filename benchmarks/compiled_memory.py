@@ -122,6 +122,16 @@ def _cases() -> Iterator[Case]:
     yield Case("train", qwen, "tpu-v6e:2x2", 8, 4096, tensor(2, 2), (auto,))
     yield Case("prefill", llama, "h200-sxm:8", 32, 4096, fsdp(8), (auto,))
 
+    gemma, small = "gemma2-2b", "model.vocabulary=8192"  # the loss is the peak, and with few tokens a layer
+    yield Case("train", gemma, "h200-sxm:8", 8, 4096, fsdp(8), (few, full))
+    yield Case("train", gemma, "h200-sxm:8", 8, 4096, fsdp(8), (few, small, full))
+    yield Case("train", gemma, "h200-sxm:8", 8, 4096, fsdp(8), (few, small))
+    yield Case("train", gemma, "h200-sxm:8", 32, 4096, fsdp(8), (few, small, auto))
+    yield Case("train", gemma, "tpu-v5p:2x2x2", 8, 4096, fsdp(8), (few, full))
+    yield Case("train", gemma, "tpu-v5p:2x2x2", 8, 4096, fsdp(8), (few, small, full))
+    yield Case("train", gemma, "tpu-v5p:2x2x2", 8, 4096, fsdp(8), (few, small))
+    yield Case("train", gemma, "tpu-v5p:2x2x2", 32, 4096, fsdp(8), (few, small, auto))
+
     yield Case("prefill", llama, "h200-sxm", 4, 4096)
     yield Case("prefill", llama, "h100-sxm5:8", 8, 4096, tensor(1, 8))
     yield Case("prefill", llama, "tpu-v5e:2x4", 4, 4096, tensor(1, 8))

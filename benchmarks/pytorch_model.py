@@ -17,11 +17,20 @@ class Transformer(nn.Module):
 
     def __init__(self, model: ModelConfig):
         super().__init__()
-        scaled = model.position.kind == "rotary" and model.position.scaling
-        if scaled or model.attention.qk_norm or model.feed_forward.activation not in _ACTIVATIONS:
-            raise ValueError(
-                f"the PyTorch model has no scaled rotary positions, no qk_norm, and of activations {list(_ACTIVATIONS)}"
-            )
+        attention = model.attention
+        has_not = {
+            "scaled rotary positions": model.position.kind == "rotary" and model.position.scaling,
+            "qk_norm, scale, soft_cap or window": (
+                attention.qk_norm or attention.scale or attention.soft_cap or attention.window
+            ),
+            "plus_one": getattr(model.norm, "plus_one", False),
+            "post_norms": model.post_norms,
+            "scale_embeddings": model.scale_embeddings,
+            "logit_soft_cap": model.logit_soft_cap,
+            f"activation but {', '.join(_ACTIVATIONS)}": model.feed_forward.activation not in _ACTIVATIONS,
+        }
+        if lacking := [name for name, asked in has_not.items() if asked]:
+            raise ValueError(f"the PyTorch model has no {'; no '.join(lacking)}")
         self.tokens = nn.Embedding(model.vocabulary, model.width)
         learned = model.position.kind == "learned"
         self.positions = nn.Embedding(model.context, model.width) if learned else None

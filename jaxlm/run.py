@@ -19,7 +19,10 @@ from jaxlm.training.paths import RunPaths
 _KEPT = ("model", "training.batch", "training.sequence", "training.seed", "optimizer.kind")
 _FREE = {"kernels"}  # of the model: they change no result but by rounding
 # What the parameters of a run are good for; the other keys of [model] may differ where they are used.
-_ARCHITECTURE = ("vocabulary", "layers", "width", "norm", "attention", "feed_forward", "tied_embeddings")
+_ARCHITECTURE = (
+    *("vocabulary", "layers", "width", "norm", "attention", "feed_forward"),
+    *("post_norms", "tied_embeddings", "scale_embeddings", "logit_soft_cap"),
+)
 
 
 class Run:

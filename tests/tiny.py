@@ -38,7 +38,27 @@ LLAMA31 = {
     **LLAMA,
     "position": {"kind": "rotary", "scaling": {"factor": 8.0, "original_context": 16}},
 }
-FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "qwen3": QWEN3, "llama3.1": LLAMA31}
+# What Gemma 2 and Gemma 3 have, together; of three layers the second sees beyond its window.
+GEMMA = {
+    **LLAMA,
+    "norm": {"kind": "rms", "plus_one": True},
+    "position": {"kind": "rotary", "scaling": {"kind": "linear", "factor": 8.0}},
+    "attention": {
+        "heads": 8,
+        "kv_heads": 4,
+        "head_width": 8,
+        "qk_norm": True,
+        "scale": 0.5,
+        "soft_cap": 3.0,
+        "window": {"size": 5, "global_every": 2, "rotary_base": 100.0},
+    },
+    "feed_forward": {"hidden": 48, "activation": "gelu_tanh", "gated": True},
+    "post_norms": True,
+    "tied_embeddings": True,
+    "scale_embeddings": True,
+    "logit_soft_cap": 4.0,
+}
+FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "qwen3": QWEN3, "llama3.1": LLAMA31, "gemma": GEMMA}
 
 
 def model(family: dict = LLAMA, **changes) -> ModelConfig:

@@ -21,9 +21,9 @@ from jaxlm.errors import InputError
 class Time:
     """Seconds of a step on each device.
 
-    `compute`: all products at the chip's peak; `memory`: the least traffic at its bandwidth; `collectives` alone.
-    `lower_bound`: each operation takes the longer of its compute and its least traffic, and collectives run beside
-    them. `upper_bound`: nothing overlaps or is fused into products, which are filled up to whole tiles of the matrix
+    `compute`: all products at the chip's peak, where a kernel computes attention without the scores that causality and
+    windows hide; `memory`: the least traffic at its bandwidth; `collectives` alone. `lower_bound`: each operation takes
+    the longer of its compute and its least traffic, and collectives run beside them; a row is one document. `upper_bound`: nothing overlaps or is fused into products, which are filled up to whole tiles of the matrix
     unit and run as fast as products of that smallest side do in a step where it was measured; so do the passes
     between products, and what they compute element by element comes on top where the chip's rate of that is known.
     `below_peak`, a part of the upper bound, is what products take beyond their time at the peak.
@@ -178,7 +178,7 @@ def step_time(work: Workload, target: Target) -> Time:
     compute = least = together = apart = products = 0.0
     for op in operations.step(work):
         dtype = dtype_of(op, work)
-        ideal, fused = op.flops / (share * chip.peak(dtype)), op.least_bytes / bandwidth
+        ideal, fused = op.least * op.flops / (share * chip.peak(dtype)), op.least_bytes / bandwidth
         compute += op.times * ideal
         least += op.times * fused
         together += op.times * max(ideal, fused)

@@ -6,6 +6,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
 from jaxlm.models import causal
@@ -137,6 +138,18 @@ class Workload:
     def scores(self) -> int:
         """How many scores of each sequence and head those are."""
         return sum(queries * keys for queries, keys in self.attended())
+
+    def seen(self, causally: bool) -> Fraction:
+        """The share of attention's scores, of all queries and keys in all layers, that windows leave, and where
+        `causally` what is not behind the query: half of them without a window. A decoded token sees all in its window."""
+        S, layers, through = self.sequence, self.model.layers, self.model.windowed_layers
+        window = self.model.attention.window
+        size = min(window.size, S) if window else S
+        if causally and self.kind != "decode":
+            whole, narrow = Fraction(1, 2), Fraction(size * (2 * S - size), 2 * S * S)
+        else:
+            whole, narrow = Fraction(1), Fraction(size, S)
+        return ((layers - through) * whole + through * narrow) / layers
 
     @property
     def replicated_kv_heads(self) -> bool:

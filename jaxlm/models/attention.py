@@ -14,7 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlm.models import causal, config, kernels
-from jaxlm.models.layers import linear, norm, product_in_float32, whole_sequence
+from jaxlm.models.layers import linear, norm, product_in_float32, soft_capped, whole_sequence
 from jaxlm.models.parameters import Module, normal, param, zeros
 from jaxlm.models.positions import Rotation, rotate
 from jaxlm.sharding import constrain, shards_of
@@ -26,18 +26,28 @@ _KV_HEADS = "batch", "sequence", "act_kv_heads", "act_head_width"
 
 
 def dot_product_attention(
-    query_BTNH: jax.Array, key_BSKH: jax.Array, value_BSKH: jax.Array, visible: Visible
+    query_BTNH: jax.Array,
+    key_BSKH: jax.Array,
+    value_BSKH: jax.Array,
+    visible: Visible,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """softmax(q·kᵀ / √H) · v over the visible keys (Vaswani et al. 2017, equation 1) → [B, T, N, H].
 
     `visible` is one interval per query. N is a multiple of K; query heads n·G … n·G + G − 1 share key/value head n.
-    Scores and softmax are float32. A query that sees nothing gives zeros.
+    `scale` stands for 1 / √H, and a `soft_cap` keeps scores between −cap and cap. Scores and softmax are float32. A
+    query that sees nothing gives zeros.
     """
     kv_heads, queries = key_BSKH.shape[2], query_BTNH.shape[1]
     query = rearrange(query_BTNH, "B T (K G) H -> B K (G T) H", K=kv_heads)
     key, value = (rearrange(x, "B S K H -> B K S H") for x in (key_BSKH, value_BSKH))
     scores = product_in_float32("BKQH,BKSH->BKQS", query, key)
-    scores = rearrange(scores * query.shape[-1] ** -0.5, "B K (G T) S -> B K G T S", T=queries)
+    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if soft_cap is not None:
+        scores = soft_capped(scores, soft_cap)
+    scores = rearrange(scores, "B K (G T) S -> B K G T S", T=queries)
 
     index_S = jnp.arange(key_BSKH.shape[1])[None, None]
     seen_BTS = (visible.start[..., None] <= index_S) & (index_S < visible.end[..., None])
@@ -53,7 +63,9 @@ def dot_product_attention(
     return rearrange(mixed, "B K G T H -> B T (K G) H").astype(query_BTNH.dtype)
 
 
-def in_causal_parts(query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array, visible: Visible) -> jax.Array:
+def in_causal_parts(
+    query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array, visible: Visible, **how: Any
+) -> jax.Array:
     """`dot_product_attention` of as many keys as queries, where query t sees no key behind t → [B, T, N, H].
 
     A part of the queries computes no scores of the keys behind its last one (`jaxlm.models.causal`).
@@ -61,7 +73,8 @@ def in_causal_parts(query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.
 
     def part(first: int, end: int) -> jax.Array:
         intervals = Visible(*(x[:, first:end] for x in visible))
-        return dot_product_attention(query_BTNH[:, first:end], key_BTKH[:, :end], value_BTKH[:, :end], intervals)
+        query_BCNH, seen = query_BTNH[:, first:end], (key_BTKH[:, :end], value_BTKH[:, :end])
+        return dot_product_attention(query_BCNH, *seen, intervals, **how)
 
     return jnp.concatenate([part(*bounds) for bounds in causal.parts(query_BTNH.shape[1])], axis=1)
 
@@ -73,15 +86,16 @@ def attend(
     value_BSKH: jax.Array,
     visible: Visible,
     is_causal: bool = False,
+    **how: Any,
 ) -> jax.Array:
     """`dot_product_attention`, by the kernel that never holds its scores where kernels serve.
 
-    `is_causal`: keys are as many as queries, and query t sees none behind t.
+    `is_causal`: keys are as many as queries, and query t sees none behind t. `how` are its `scale` and `soft_cap`.
     """
     if not kernels.kernels_run_here(choice):
         attention = in_causal_parts if is_causal and kernels.on_cpu() else dot_product_attention
         # `flash_attention` gives its result this name itself.
-        return checkpoint_name(attention(query_BTNH, key_BSKH, value_BSKH, visible), "attention")
+        return checkpoint_name(attention(query_BTNH, key_BSKH, value_BSKH, visible, **how), "attention")
 
     kv_heads = key_BSKH.shape[2]
     copies = math.lcm(kv_heads, shards_of("act_heads")) // kv_heads
@@ -94,7 +108,7 @@ def attend(
 
     rows = _HEADS[:2]
     arrays = (query_BTNH, _HEADS), (key_BSKH, _KV_HEADS), (value_BSKH, _KV_HEADS)
-    return kernels.run(choice, operation, *arrays, (visible.start, rows), (visible.end, rows))
+    return kernels.run(choice, operation, *arrays, (visible.start, rows), (visible.end, rows), **how)
 
 
 class GroupedQueryAttention(Module):
@@ -104,6 +118,7 @@ class GroupedQueryAttention(Module):
         settings: config.GroupedQueryAttention = model.attention
         D, N, K, H = model.width, settings.heads, settings.kv_heads, settings.head_width
         std, self.kernels = model.initializer_std, model.kernels
+        self.scale, self.soft_cap = settings.scale, settings.soft_cap
         self.query = param(rngs, (D, N, H), "embed -> heads head_width", normal(std))
         self.key = param(rngs, (D, K, H), "embed -> kv_heads head_width", normal(std))
         self.value = param(rngs, (D, K, H), "embed -> kv_heads head_width", normal(std))
@@ -135,10 +150,11 @@ class GroupedQueryAttention(Module):
         query_BTNH = checkpoint_name(constrain(query_BTNH, *_HEADS), "query")
         key_BSKH = checkpoint_name(constrain(key_BTKH, *_KV_HEADS), "key")
         value_BSKH = checkpoint_name(constrain(value_BTKH, *_KV_HEADS), "value")
-        is_causal = cache is None  # a cache is longer than what it was given
+        # A cache is longer than what it was given.
+        how = {"is_causal": cache is None, "scale": self.scale, "soft_cap": self.soft_cap}
         if cache is not None:
             cache, key_BSKH, value_BSKH = cache.extend(key_BSKH, value_BSKH)
-        mixed_BTNH = attend(self.kernels, query_BTNH, key_BSKH, value_BSKH, visible, is_causal)
+        mixed_BTNH = attend(self.kernels, query_BTNH, key_BSKH, value_BSKH, visible, **how)
         mixed_BTNH = constrain(mixed_BTNH, *_HEADS)
 
         output_BTD = linear(mixed_BTNH, self.output, self.output_bias)

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, PositiveFloat, model_validator
 
-from jaxlm.schema import Count, Section
+from jaxlm.schema import Count, Section, one_of
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]
 
@@ -29,10 +29,12 @@ Remat = Annotated[Literal["none", "full"] | tuple[ActivationName, ...], BeforeVa
 
 
 class RMSNorm(Section):
-    """Zhang and Sennrich 2019 (arXiv:1910.07467), equation 4."""
+    """Zhang and Sennrich 2019 (arXiv:1910.07467), equation 4. `plus_one` multiplies by 1 + the parameter, which begins
+    at 0 (Gemma)."""
 
     kind: Literal["rms"] = "rms"
     epsilon: PositiveFloat = 1e-5
+    plus_one: bool = False
 
 
 class LayerNorm(Section):
@@ -65,18 +67,39 @@ class Llama3Scaling(Section):
         return self
 
 
+class LinearScaling(Section):
+    """Stretches all rotary wavelengths by `factor` (Chen et al. 2023, arXiv:2306.15595, section 2.3)."""
+
+    kind: Literal["linear"] = "linear"
+    factor: PositiveFloat
+
+
 class RotaryPositions(Section):
     """Rotation of query and key pairs, half-split layout (Su et al. 2021, arXiv:2104.09864)."""
 
     kind: Literal["rotary"] = "rotary"
     base: PositiveFloat = 10_000.0
-    scaling: Llama3Scaling | None = None
+    scaling: one_of(Llama3Scaling, LinearScaling) | None = None
+
+
+class SlidingWindow(Section):
+    """A token sees the last `size` tokens alone, itself one of them (Beltagy et al. 2020, arXiv:2004.05150, section 3.1).
+
+    In each `global_every`-th layer it sees all before it, as Gemma does; in none where that is not given (Mistral).
+    `rotary_base` turns the layers with a window by other angles, which are not scaled (Gemma 3).
+    """
+
+    size: Count
+    global_every: Annotated[int, Field(ge=2, lt=2**31)] | None = None
+    rotary_base: PositiveFloat | None = None
 
 
 class GroupedQueryAttention(Section):
     """Ainslie et al. 2023 (arXiv:2305.13245): `heads` query heads share `kv_heads` key/value heads.
 
-    `kv_heads = heads` is multi-head attention, `kv_heads = 1` multi-query attention.
+    `kv_heads = heads` is multi-head attention, `kv_heads = 1` multi-query attention. Scores are the products of queries
+    and keys times `scale`, 1 / √head_width where it is not given; with a `soft_cap` they stay between −cap and cap
+    (Gemma 2, arXiv:2408.00118, section 2).
     """
 
     kind: Literal["grouped_query"] = "grouped_query"
@@ -86,6 +109,9 @@ class GroupedQueryAttention(Section):
     qk_norm: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
+    scale: PositiveFloat | None = None
+    soft_cap: PositiveFloat | None = None
+    window: SlidingWindow | None = None
 
 
 class DenseFeedForward(Section):
@@ -102,7 +128,9 @@ class ModelConfig(Section):
     """A decoder-only Transformer.
 
     `context` is the longest sequence it can see. `attention.kv_heads` defaults to `attention.heads`,
-    `attention.head_width` to `width / attention.heads`. `kernels` changes no result beyond rounding.
+    `attention.head_width` to `width / attention.heads`. Norms stand before attention and before the feed-forward layer,
+    with `post_norms` also behind each. `scale_embeddings` multiplies what is looked up by √width; a `logit_soft_cap`
+    keeps logits between −cap and cap. `kernels` changes no result beyond rounding.
     """
 
     vocabulary: Count
@@ -113,7 +141,10 @@ class ModelConfig(Section):
     position: Annotated[LearnedPositions | RotaryPositions, Field(discriminator="kind")]
     attention: GroupedQueryAttention
     feed_forward: DenseFeedForward
+    post_norms: bool = False
     tied_embeddings: bool = False
+    scale_embeddings: bool = False
+    logit_soft_cap: PositiveFloat | None = None
     initializer_std: PositiveFloat = 0.02
     kernels: Kernels = "reference"
 
@@ -150,4 +181,17 @@ class ModelConfig(Section):
             raise ValueError(
                 f"model.attention.head_width = {attention.head_width}: it must be even, rotary positions turn pairs"
             )
+        if attention.window and attention.window.rotary_base and self.position.kind != "rotary":
+            raise ValueError(
+                f"model.attention.window.rotary_base turns nothing: model.position.kind is {self.position.kind!r}; "
+                "leave it out"
+            )
         return self
+
+    @property
+    def windowed_layers(self) -> int:
+        """How many layers see through `attention.window`."""
+        window = self.attention.window
+        if window is None:
+            return 0
+        return self.layers - (self.layers // window.global_every if window.global_every else 0)

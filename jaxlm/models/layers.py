@@ -77,30 +77,31 @@ _product_in_float32.defvjp(_forward, _backward)
 
 
 class RMSNorm(Module):
-    """x / √(mean(x²) + ε) · scale over the last dimension, statistics in float32 (arXiv:1910.07467)."""
+    """x / √(mean(x²) + ε) · scale over the last dimension, or times 1 + scale, statistics in float32
+    (arXiv:1910.07467)."""
 
     def __init__(self, model: config.ModelConfig, width: int, axis: str, rngs: nnx.Rngs):
-        self.epsilon, self.kernels = model.norm.epsilon, model.kernels
-        self.scale = param(rngs, (width,), axis, ones)
+        self.settings, self.kernels = model.norm, model.kernels
+        self.scale = param(rngs, (width,), axis, zeros if model.norm.plus_one else ones)
 
     def __call__(self, x: jax.Array, axes: kernels.Axes = kernels.STREAM, residual: jax.Array | None = None) -> Any:
         """x [..., width], with these logical axes → the same; with a residual like x (x + residual, its norm)."""
-        vectors = (self.scale[...],)
-        return _normalise(self.kernels, rms_norm, x, axes, residual, vectors, self.epsilon)
+        how = {"epsilon": self.settings.epsilon, "plus_one": self.settings.plus_one}
+        return _normalise(self.kernels, rms_norm, x, axes, residual, (self.scale[...],), **how)
 
 
 class LayerNorm(Module):
     """(x − mean) / √(var + ε) · scale + bias over the last dimension, statistics in float32 (arXiv:1607.06450)."""
 
     def __init__(self, model: config.ModelConfig, width: int, axis: str, rngs: nnx.Rngs):
-        self.epsilon, self.kernels = model.norm.epsilon, model.kernels
+        self.settings, self.kernels = model.norm, model.kernels
         self.scale = param(rngs, (width,), axis, ones)
         self.bias = param(rngs, (width,), axis, zeros) if model.norm.bias else None
 
     def __call__(self, x: jax.Array, axes: kernels.Axes = kernels.STREAM, residual: jax.Array | None = None) -> Any:
         """x [..., width], with these logical axes → the same; with a residual like x (x + residual, its norm)."""
         vectors = self.scale[...], None if self.bias is None else self.bias[...]
-        return _normalise(self.kernels, layer_norm, x, axes, residual, vectors, self.epsilon)
+        return _normalise(self.kernels, layer_norm, x, axes, residual, vectors, epsilon=self.settings.epsilon)
 
 
 def _normalise(
@@ -110,7 +111,7 @@ def _normalise(
     axes: kernels.Axes,
     residual: jax.Array | None,
     vectors: tuple[jax.Array | None, ...],
-    epsilon: float,
+    **options: Any,
 ) -> Any:
     """The norm of x, which has these logical axes, the last whole on each device; with a residual the sum of both and
     its norm, by one kernel."""
@@ -119,7 +120,7 @@ def _normalise(
         return operation(x, *vectors, residual=residual, **how)
 
     operands = (x, axes), (residual, axes), *((v, axes[-1:]) for v in vectors)
-    return kernels.run(choice, normalise, *operands, epsilon=epsilon)
+    return kernels.run(choice, normalise, *operands, **options)
 
 
 _NORMS = {"rms": RMSNorm, "layer": LayerNorm}
@@ -132,21 +133,34 @@ def norm(model: config.ModelConfig, width: int, rngs: nnx.Rngs, axis: str = "cha
 
 def activation(name: str, x: jax.Array) -> jax.Array:
     """The activation of this name (`kernels_pallas.activations`) of each number of x [...]: computed in float32, given
-    in x's shape and dtype. Its backward pass reads one such array, the slope, where JAX would keep each step of the
-    formula."""
-    return _activation(x, name)
+    in x's shape and dtype."""
+    return _with_slope(x, activations.KERNEL[name])
+
+
+def soft_capped(x: jax.Array, cap: float) -> jax.Array:
+    """cap · tanh(x / cap) of each number of x [...] (arXiv:2408.00118, section 2), computed in float32."""
+    return _with_slope(x, _SoftCap(cap))
+
+
+class _SoftCap(NamedTuple):
+    cap: float
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.cap * jnp.tanh(x / self.cap)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _activation(x: jax.Array, name: str) -> jax.Array:
-    return activations.KERNEL[name](x.astype(jnp.float32)).astype(x.dtype)
+def _with_slope(x: jax.Array, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Of each number, computed in float32. The backward pass reads one array like x, the slope, where JAX would keep
+    each step of the formula."""
+    return function(x.astype(jnp.float32)).astype(x.dtype)
 
 
-@_activation.defjvp
-def _activation_jvp(name: str, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+@_with_slope.defjvp
+def _with_slope_jvp(function: Callable[[jax.Array], jax.Array], primals: tuple, tangents: tuple) -> tuple:
     (x,), (t,) = primals, tangents
     wide = x.astype(jnp.float32)
-    value, slope = jax.jvp(activations.KERNEL[name], (wide,), (jnp.ones_like(wide),))
+    value, slope = jax.jvp(function, (wide,), (jnp.ones_like(wide),))
     return value.astype(x.dtype), t * slope.astype(x.dtype)
 
 

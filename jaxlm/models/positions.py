@@ -17,6 +17,11 @@ def visible_in_rows(positions_BT: jax.Array) -> Visible:
     return Visible(index_BT - positions_BT, index_BT + 1)
 
 
+def last(size: int, visible: Visible) -> Visible:
+    """Of what each token sees the last `size`: a sliding window."""
+    return Visible(jnp.maximum(visible.start, visible.end - size), visible.end)
+
+
 def visible_in_cache(positions_BT: jax.Array) -> Visible:
     """Causal attention to a cache in which position p lies at index p."""
     return Visible(jnp.zeros_like(positions_BT), positions_BT + 1)
@@ -29,11 +34,34 @@ class Rotation(NamedTuple):
     sin: jax.Array
 
 
+class Views:
+    """What tokens see, and by what angles they turn, in each layer of a model: with a window in some or all layers, one
+    of two, which are made once."""
+
+    def __init__(self, model: config.ModelConfig, positions_BT: jax.Array, visible: Visible):
+        settings, self._window = model.position, model.attention.window
+        turn = None
+        if settings.kind == "rotary":
+            turn = rotation(settings, model.attention.head_width, positions_BT)
+        self._whole = self._narrow = visible, turn
+        if self._window is not None:
+            if base := self._window.rotary_base:
+                turn = rotation(config.RotaryPositions(base=base), model.attention.head_width, positions_BT)
+            self._narrow = last(self._window.size, visible), turn
+
+    def of(self, layer: jax.Array) -> tuple[Visible, Rotation | None]:
+        """Of a layer by its number, from 0."""
+        if self._window is None or self._window.global_every is None:
+            return self._narrow
+        is_global = (layer + 1) % self._window.global_every == 0
+        return jax.tree.map(lambda whole, narrow: jnp.where(is_global, whole, narrow), self._whole, self._narrow)
+
+
 def rotation(settings: config.RotaryPositions, head_width: int, positions_BT: jax.Array) -> Rotation:
     """Angles position · base^(−2i/H) (arXiv:2104.09864, section 3.2.2), scaled where the configuration says so."""
     frequency = settings.base ** (-jnp.arange(0, head_width, 2, dtype=jnp.float32) / head_width)
     if settings.scaling is not None:
-        frequency = _llama3(frequency, settings.scaling)
+        frequency = _SCALED[settings.scaling.kind](frequency, settings.scaling)
     angle = positions_BT[..., None].astype(jnp.float32) * frequency[None, None]
     return Rotation(jnp.cos(angle), jnp.sin(angle))
 
@@ -44,6 +72,13 @@ def _llama3(frequency: jax.Array, scaling: config.Llama3Scaling) -> jax.Array:
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
     return kept * frequency + (1.0 - kept) * frequency / scaling.factor
+
+
+def _linear(frequency: jax.Array, scaling: config.LinearScaling) -> jax.Array:
+    return frequency / scaling.factor
+
+
+_SCALED = {"llama3": _llama3, "linear": _linear}
 
 
 def rotate(x_BTNH: jax.Array, axes: kernels.Axes, turn: Rotation, choice: config.Kernels) -> jax.Array:

@@ -12,9 +12,9 @@ from jaxlm.models import config
 from jaxlm.models.attention import attention
 from jaxlm.models.embedding import look_up
 from jaxlm.models.feed_forward import feed_forward
-from jaxlm.models.layers import Dropout, norm, product_in_float32, whole_sequence
+from jaxlm.models.layers import Dropout, norm, product_in_float32, soft_capped, whole_sequence
 from jaxlm.models.parameters import Module, normal, param, scope, stack
-from jaxlm.models.positions import Rotation, rotation
+from jaxlm.models.positions import Rotation, Views
 from jaxlm.sharding import constrain, is_sharded
 from kernels_pallas.flash_attention import Visible
 
@@ -30,21 +30,28 @@ class Execution(NamedTuple):
 
 
 class Block(Module):
-    """One layer: attention and feed-forward, each behind a norm and added to the residual stream."""
+    """One layer: attention and feed-forward, each behind a norm, or between two, and added to the residual stream."""
 
     def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
         self.attention_norm = norm(model, model.width, rngs)
         self.attention = attention(model, rngs)
         self.feed_forward_norm = norm(model, model.width, rngs)
         self.feed_forward = feed_forward(model, rngs)
+        self.attention_post_norm = norm(model, model.width, rngs) if model.post_norms else None
+        self.feed_forward_post_norm = norm(model, model.width, rngs) if model.post_norms else None
 
     def __call__(
         self, x_BTD: jax.Array, visible: Visible, turn: Rotation | None, dropout: Dropout, cache: Any
     ) -> tuple[jax.Array, Any]:
         """x [B, T, D] → [B, T, D], and the cache extended by this layer."""
         read_BTD, cache = self.attention(self.attention_norm(x_BTD), visible, turn, cache)
+        if self.attention_post_norm is not None:
+            read_BTD = self.attention_post_norm(read_BTD)
         x_BTD, normalised_BTD = self.feed_forward_norm(x_BTD, residual=dropout(read_BTD, 0))
-        return x_BTD + dropout(self.feed_forward(normalised_BTD), 1), cache
+        made_BTD = self.feed_forward(normalised_BTD)
+        if self.feed_forward_post_norm is not None:
+            made_BTD = self.feed_forward_post_norm(made_BTD)
+        return x_BTD + dropout(made_BTD, 1), cache
 
 
 class Transformer(Module):
@@ -98,16 +105,16 @@ class Transformer(Module):
           observe: a function of the stream after each layer; what it returns comes back stacked, [L, …].
         """
         x_BTD = look_up(self.embedding, tokens_BT)
+        if self.model.scale_embeddings:
+            x_BTD = x_BTD * jnp.asarray(self.model.width**0.5, x_BTD.dtype)
         if self.positions is not None:
             x_BTD = x_BTD + look_up(self.positions, positions_BT)
         x_BTD = dropout.at(0)(x_BTD, 0)
 
-        turn = None
-        if self.model.position.kind == "rotary":
-            turn = rotation(self.model.position, self.model.attention.head_width, positions_BT)
+        views = Views(self.model, positions_BT, visible)
 
         def run(block: Block, carry: tuple, layer: jax.Array) -> tuple:
-            x_BTD, cache = block(carry[0], visible, turn, dropout.at(layer + 1), carry[1])
+            x_BTD, cache = block(carry[0], *views.of(layer), dropout.at(layer + 1), carry[1])
             return (x_BTD, cache), observe(x_BTD)
 
         (x_BTD, cache), observed = _through(self.layers, run, (x_BTD, cache), self.model.layers, execution)
@@ -118,13 +125,15 @@ class Transformer(Module):
         return (self.embedding, "VD") if self.unembedding is None else (self.unembedding, "DV")
 
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
-        """Unembed [B, T, D] to float32 logits [B, T, V]."""
+        """Unembed [B, T, D] to float32 logits [B, T, V], between −cap and cap where there is a soft cap."""
         hidden_BTD = whole_sequence(hidden_BTD)
         rows, hidden = ("BT", hidden_BTD) if is_sharded("stream") else ("R", rearrange(hidden_BTD, "B T D -> (B T) D"))
         table, letters = self.unembedding_table()
         with scope(table):
             logits = product_in_float32(f"{rows}D,{letters}->{rows}V", hidden, table[...])
         logits_BTV = logits.reshape(*hidden_BTD.shape[:-1], -1)
+        if cap := self.model.logit_soft_cap:
+            logits_BTV = soft_capped(logits_BTV, cap)
         return constrain(logits_BTV, "batch", "sequence", "act_vocab")
 
 

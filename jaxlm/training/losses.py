@@ -49,6 +49,7 @@ def _fused(
             table[...],
             jnp.where(counted_BT, targets_BT, -1),
             transposed=letters == "VD",
+            soft_cap=module.model.logit_soft_cap,
             z_loss=z_loss,
             reduction="sum",
             return_log_z=True,

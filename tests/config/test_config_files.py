@@ -37,6 +37,7 @@ def test_a_resolved_file_loads_back_to_the_same_experiment(path, tmp_path):
         ("mesh.data=2", "mesh.fsdp=4", "mesh.tensor=2"),
         ("data.text=['a b.txt', '~/*.md', 'quo\"te.py', 'back\\slash', 'Grüße']", "data.tokenizer=a/t.json"),
         ("model.position.scaling={factor=4.0, original_context=128}", "training.sequence=100"),
+        ("model.attention.window={size=16, global_every=2, rotary_base=5e3}", "model.logit_soft_cap=30.0"),
         ("optimizer.learning_rate=1.2345678901234567e-5", "optimizer.epsilon=1e-30"),
         ("optimizer.kind=muon", "optimizer.adam_learning_rate=1e-3", "training.ema_decay=0.999"),
         ("optimizer.groups=[{pattern='*/scale', weight_decay=0.5}, {pattern='*', learning_rate_scale=0}]",),
@@ -56,7 +57,9 @@ def test_a_resolved_file_holds_every_key():
     missing = flat(load(SMALL).model_dump()).keys() - written.keys()
     # None cannot be written.
     records = {"records.wandb_project", "records.norms_every"}
-    assert missing == {"model.position.scaling", "training.ema_decay", "data.documents"} | records
+    attention = {f"model.attention.{name}" for name in ("scale", "soft_cap", "window")}
+    model = {"model.position.scaling", "model.logit_soft_cap"} | attention
+    assert missing == model | {"training.ema_decay", "data.documents"} | records
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)

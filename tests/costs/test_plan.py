@@ -42,6 +42,12 @@ def counted(experiment):
     return count(steps.train, jax.eval_shape(steps.init), batch)
 
 
+def windowless(work):
+    """Each token sees all before it: so XLA computes, which hides scores outside of a window behind them."""
+    attention = work.model.attention.model_copy(update={"window": None})
+    return replace(work, model=work.model.model_copy(update={"attention": attention}))
+
+
 @pytest.mark.parametrize("remat", ["none", "full", '["query", "key", "value", "attention", "up"]'])
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
 def test_every_config_s_training_step_has_the_products_that_are_counted(path, remat):
@@ -53,7 +59,7 @@ def test_every_config_s_training_step_has_the_products_that_are_counted(path, re
     elementwise = sum(op.times * op.elementwise for op in operations.step(config.workload(experiment, (1, 1, 1))))
     assert elementwise == pytest.approx(cost.flops - cost.matmul_flops, rel=0.2)
     if remat == "none":
-        assert flops(config.workload(experiment, (1, 1, 1))).model == executed
+        assert flops(windowless(config.workload(experiment, (1, 1, 1)))).model == executed
         assert cost.forward.matmul_flops * 3 == executed
 
 
@@ -205,9 +211,51 @@ def test_products_of_inference(family):
     cache = jax.eval_shape(lambda: empty_cache(model, B, T, jnp.float32))
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
     read = count(lambda p, t, n, c: prefill(graph, p, t, n, c), weights, ints(B, T), ints(B), cache)
-    assert flops(Workload("prefill", model, B, T)).model == read.matmul_flops
+    assert flops(windowless(Workload("prefill", model, B, T))).model == read.matmul_flops
     one = count(lambda p, t, c: decode_step(graph, p, t, c), weights, ints(B), cache)
-    assert flops(Workload("decode", model, B, T)).model == one.matmul_flops
+    assert flops(windowless(Workload("decode", model, B, T))).model == one.matmul_flops
+
+
+@pytest.mark.parametrize("sequence", [3, 24])
+@pytest.mark.parametrize("every", [None, 2, 3])
+def test_windows_leave_what_is_seen_through_them(sequence, every):
+    """The MFU's FLOPs are of the keys in each query's window; a causal count is of those that it sees, to a half of
+    what each sees of itself. XLA computes all, and so is counted."""
+    window, layers = {"size": 5, "global_every": every}, 7
+    model = tiny.model(layers=layers, attention={"heads": 8, "kv_heads": 4, "window": window})
+    for kind in ("train", "prefill", "decode"):
+        work = Workload(kind, model, 4, sequence)
+        whole, seen = flops(windowless(work)), flops(work)
+        through = [every is None or (layer + 1) % every > 0 for layer in range(layers)]
+        assert model.windowed_layers == sum(through)
+        queries, size = work.queries, min(5, sequence)
+        a_key = 2 * 2 * 4 * 8 * 4 * (3 if kind == "train" else 1)  # both products of a score
+        keys = sum(queries * (size if narrow else sequence) for narrow in through)
+        assert whole.model - seen.model == a_key * (layers * queries * sequence - keys)
+        assert seen.executed == whole.executed == whole.model
+        if kind == "decode":
+            assert seen.model_causal == seen.model
+        else:
+            pairs = [[min(t + 1, 5) if narrow else t + 1 for t in range(sequence)] for narrow in through]
+            itself = [size / 2 if narrow else sequence / 2 for narrow in through]
+            assert seen.model - seen.model_causal == a_key * (keys - sum(map(sum, pairs)) + sum(itself))
+
+
+def test_a_kernel_for_attention_may_skip_what_nobody_sees():
+    """Its upper bound computes all scores, its lower one those that causality and windows leave."""
+    sizes = {"heads": 8, "kv_heads": 8, "head_width": 128}
+    plain = tiny.model(kernels="auto", context=2**17, attention=sizes)
+    narrow = tiny.model(kernels="auto", context=2**17, attention={**sizes, "window": {"size": 1024}})
+    target = Target.parse("h200-sxm")
+    of = {m: plan(Workload("train", m, 1, 2**17, remat="full"), target) for m in (plain, narrow)}
+    assert of[plain].flops.executed == of[narrow].flops.executed
+    assert of[plain].time.upper_bound == of[narrow].time.upper_bound
+    # Attention is nearly all of it.
+    scores = of[plain].flops.executed / target.chip.peak("bfloat16")
+    assert of[plain].time.compute == pytest.approx(scores / 2, rel=0.01)
+    assert of[narrow].time.compute < scores / 50
+    without = plan(Workload("train", plain.model_copy(update={"kernels": "reference"}), 1, 2**17), target)
+    assert without.time.compute == pytest.approx(without.flops.executed / target.chip.peak("bfloat16"))
 
 
 def test_figures_of_gpt2():

@@ -63,12 +63,13 @@ def step(family, mesh, packed, **model):
         ("qwen3", (2, 2, 2), True),
         ("qwen3", (1, 2, 4), False),
         ("gpt2", (1, 4, 2), True),
+        ("gemma", (2, 2, 2), True),
     ],
     ids=str,
 )
 def test_a_step_with_kernels_equals_one_without(family, mesh, packed, interpreted):
     """Qwen 3 has every kernel: norms of the stream and of heads, of which two are shared by four, also where each is on
-    a device of its own; rotary; attention; gated."""
+    a device of its own; rotary; attention; gated. Gemma has windows in some layers, soft caps, and norms behind blocks."""
     loss, gradients = step(family, mesh, packed, kernels="auto")
     assert interpreted
     wanted_loss, wanted = plain(family, packed)

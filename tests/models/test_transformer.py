@@ -190,6 +190,59 @@ def test_gpt2_equals_its_equations_in_numpy():
     tiny.assert_same_numbers(actual, expected, 1e-5)
 
 
+def rms_norm(x, scale):
+    return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-5) * (1 + scale)
+
+
+def turned(x, base, factor):
+    """Rotary positions 0, 1, … of x [B, T, N, H], of which `factor` steps are one."""
+    angle = np.arange(x.shape[1])[:, None] / factor * base ** (-np.arange(0, x.shape[-1], 2) / x.shape[-1])
+    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def capped(x, cap):
+    return cap * np.tanh(x / cap)
+
+
+def test_gemma_equals_its_equations_in_numpy():
+    """What Gemma 2 (arXiv:2408.00118) and Gemma 3 (arXiv:2503.19786) have beside Llama, in one model."""
+    model, graph, parameters = parts(tiny.GEMMA)
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), parameters)
+    draw = np.random.default_rng(1)
+    for path, leaf in tree.paths(p).items():
+        if path.endswith("scale"):
+            assert np.all(leaf == 0)
+            leaf += draw.normal(size=leaf.shape) / 2
+    tokens, positions = rows()
+    behind = np.arange(12)[:, None] - np.arange(12)[None]
+    x = p["embedding"][tokens] * np.sqrt(32)
+    for i in range(model.layers):
+        layer = jax.tree.map(lambda a, i=i: a[i], p["layers"])
+        a, f = layer["attention"], layer["feed_forward"]
+        if i % 2:
+            seen, angles = behind >= 0, (10_000.0, 8.0)
+        else:
+            seen, angles = (0 <= behind) & (behind < 5), (100.0, 1.0)
+        h = rms_norm(x, **layer["attention_norm"])
+        q, k, v = (np.einsum("btd,dnh->btnh", h, a[n]) for n in ("query", "key", "value"))
+        q, k = (turned(rms_norm(y, **a[f"{n}_norm"]), *angles) for n, y in (("query", q), ("key", k)))
+        k, v = (np.repeat(y, 2, axis=2) for y in (k, v))
+        scores = np.where(seen, capped(0.5 * np.einsum("btnh,bsnh->bnts", q, k), 3.0), -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        mixed = np.einsum("bnts,bsnh->btnh", weights, v)
+        x = x + rms_norm(np.einsum("btnh,nhd->btd", mixed, a["output"]), **layer["attention_post_norm"])
+        h = rms_norm(x, **layer["feed_forward_norm"])
+        gate = h @ f["gate"]
+        gate = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+        x = x + rms_norm((gate * (h @ f["up"])) @ f["down"], **layer["feed_forward_post_norm"])
+    expected = capped(rms_norm(x, **p["final_norm"]) @ p["embedding"].T, 4.0)
+    actual = logits(graph, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), p), tokens, positions)
+    tiny.assert_same_numbers(actual, expected, 1e-5)
+
+
 def test_logits_are_float32_whatever_the_parameters_are():
     _, graph, parameters = parts(tiny.QWEN3)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), parameters)

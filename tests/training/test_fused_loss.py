@@ -47,11 +47,12 @@ def with_logits(family):
         ("gpt2", (2, 2, 2), 2),
         ("gpt2", (1, 4, 2), 1),
         ("llama", (1, 1, 8), 2),
+        ("gemma", (1, 2, 4), 1),
     ],
     ids=str,
 )
 def test_a_step_without_logits_is_one_with_them(fused, family, mesh, microbatches):
-    """Unembeddings [D, V] and tied [V, D]; labels over tensor, channels over fsdp, sums over data outside the loop."""
+    """Unembeddings [D, V] and tied [V, D], with a soft cap; labels over tensor, channels over fsdp, sums over data outside the loop."""
     metrics, gradients = one_step(family, mesh, microbatches, kernels="auto")
     expected_metrics, expected = with_logits(family)
     # The tolerances of DESIGN: sums are added in another order, in float32.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.step.parameters import parameters
 from jaxlm.costs.workload import Workload
-from jaxlm.models.config import Activation
+from jaxlm.models.config import Activation, ModelConfig
 from jaxlm.models.layers import activation
 from kernels_pallas import gated_activation
 from kernels_pallas.launch import Cost
@@ -56,9 +56,16 @@ _NORMS = {"rms": (Loop(5.3, 0, 3), Loop(9.5, 0, 6)), "layer": (Loop(8.1, 0, 3), 
 _RESIDUAL = Loop(1, 0, 3), Loop(1, 0, 3)
 _DROPOUT = Loop(5, 0, 2), Loop(1, 0, 2)
 _LOSS = Loop(5, 2, 0), Loop(2, 2, 0)
+_SOFT_CAP = Loop(3, 1, 0), Loop(5, 1, 0)  # within the loop of what it caps, which keeps the tanh
 _MOVED = Loop(0, 0, 2), Loop(0, 0, 2)
 _BESIDE = Loop(0, 0, 2), Loop(0, 0, 2)  # their FLOPs are in those of the softmax and the activation
 _LOOKUP = Loop(0, 0, 2), Loop(1, 0, 3)
+_SCALED = Loop(1, 0, 2), Loop(1, 0, 2)
+
+
+def norms_per_layer(model: ModelConfig) -> int:
+    """Of the stream."""
+    return 4 if model.post_norms else 2
 
 
 @functools.cache
@@ -87,8 +94,11 @@ def loops(work: Workload) -> Iterator[Elementwise]:
     tokens, L, H = rows * queries, model.layers, attention.head_width
     stream = rows * work.local("stream", queries) * model.width
     N, K = work.local("act_heads", attention.heads), work.local("act_kv_heads", attention.kv_heads)
-    yield each(SOFTMAX, L, rows * work.scores() * N, _SOFTMAX)
-    yield each(NORMS, 2 * L, stream, _NORMS[model.norm.kind])
+    scores = rows * work.scores() * N
+    yield each(SOFTMAX, L, scores, _SOFTMAX)
+    if attention.soft_cap:
+        yield each(SOFTMAX, L, scores, _SOFT_CAP)
+    yield each(NORMS, norms_per_layer(model) * L, stream, _NORMS[model.norm.kind])
     for path, d in parameters(model).items():
         if not d.inputs and path.endswith("_bias"):
             added = math.prod(work.local(d.axes[i], d.shape[i]) for i in d.outputs)
@@ -102,8 +112,13 @@ def loops(work: Workload) -> Iterator[Elementwise]:
     hidden = tokens * work.local("act_ff", model.feed_forward.hidden)
     yield each(ACTIVATION, L, hidden, _activation(model.feed_forward.activation, model.feed_forward.gated))
     yield each("embedding/lookup", 1, tokens * model.width, _LOOKUP)
+    if model.scale_embeddings:
+        yield each("embedding/scale", 1, stream, _SCALED)
     if work.dropout:
         yield each("layers/dropout", 2 * L, stream, _DROPOUT)
         yield each("embedding/dropout", 1, stream, _DROPOUT)
     if work.kind == "train":
-        yield each(LOSS, 1, tokens * work.local("act_vocab", model.vocabulary), _LOSS)
+        logits = tokens * work.local("act_vocab", model.vocabulary)
+        yield each(LOSS, 1, logits, _LOSS)
+        if model.logit_soft_cap:
+            yield each(LOSS, 1, logits, _SOFT_CAP)

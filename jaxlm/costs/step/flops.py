@@ -13,8 +13,9 @@ class Flops(NamedTuple):
 
     `napkin`: 6 for each parameter that multiplies and each token in training (Kaplan et al. 2020, arXiv:2001.08361,
     section 2.1), 2 in inference; attention is left out. `model`: the products of forward and backward pass, attention
-    whole, each once (Chowdhery et al. 2022, arXiv:2204.02311, appendix B, with the exact sizes); MFU is of these.
-    `model_causal`: with half of attention. `executed`: what runs, with what rematerialisation computes again, and the
+    whole, each once (Chowdhery et al. 2022, arXiv:2204.02311, appendix B, with the exact sizes); MFU is of these. In a
+    layer with a window each query has as many keys as that. `model_causal`: with half of attention, in a layer with a
+    window what causality leaves of it. `executed`: what runs, with what rematerialisation computes again, and the
     products of the optimizer.
     """
 
@@ -41,11 +42,13 @@ def flops(work: Workload) -> Flops:
     # Kernels compute some products again, and fill up the last chunk of the loss: the model asks for neither. It asks
     # for scores that a CPU leaves out.
     asked = ran if whole == whole.plain() else operations.step(whole.plain())
-    model = attention = 0
+    attention = others = 0
     for op in asked:
-        if op.phase in ("forward", "backward"):
-            model += op.times * op.flops
-            if op.scope in (operations.SCORES, operations.MIXTURE):
-                attention += op.times * op.flops
-    causal = 0 if work.kind == "decode" else attention // 2  # a decoded token sees all that is in the cache
-    return Flops(napkin_flops(work), model, model - causal, executed)
+        if op.phase not in ("forward", "backward"):
+            continue
+        if op.scope in (operations.SCORES, operations.MIXTURE):
+            attention += op.times * op.flops
+        else:
+            others += op.times * op.flops
+    model, causal = (others + int(attention * work.seen(causally)) for causally in (False, True))
+    return Flops(napkin_flops(work), model, causal, executed)

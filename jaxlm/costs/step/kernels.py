@@ -6,7 +6,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlm.costs.step.elementwise import ACTIVATION, HEADS, LOSS, NORMS, POSITIONS, RESIDUAL, SOFTMAX, Elementwise
+from jaxlm.costs.step.elementwise import (
+    ACTIVATION,
+    HEADS,
+    LOSS,
+    NORMS,
+    POSITIONS,
+    RESIDUAL,
+    SOFTMAX,
+    Elementwise,
+    norms_per_layer,
+)
 from jaxlm.costs.workload import Workload
 from kernels_pallas.flash_attention import costs as attention_costs
 from kernels_pallas.flash_attention import serves
@@ -38,7 +48,7 @@ def elementwise(work: Workload) -> Iterator[Elementwise]:
     norm, vectors = _NORMS[model.norm.kind], 2 if getattr(model.norm, "bias", False) else 1
     stream = _array(work, rows * work.local("stream", queries), model.width)
     gains = [_array(work, model.width)] * vectors
-    yield _launched(NORMS, L, norm(stream, *gains))
+    yield _launched(NORMS, L * (norms_per_layer(model) - 1), norm(stream, *gains))
     yield _launched(NORMS, L, norm(stream, *gains, residual=stream))
     yield _launched("final_norm", 1, norm(stream, *gains))
 
@@ -53,7 +63,7 @@ def elementwise(work: Workload) -> Iterator[Elementwise]:
         hidden = _array(work, rows * queries, work.local("act_ff", model.feed_forward.hidden))
         yield _launched(ACTIVATION, L, gated_costs(hidden, hidden, activation=model.feed_forward.activation))
     if chunked := loss(work):
-        sizes = chunked.tokens, chunked.labels, None
+        sizes = chunked.tokens, chunked.labels, model.logit_soft_cap
         kernels = statistics_cost(*sizes), gradient_cost(*sizes, work.dtype)
         # The gradient of the logits is made in the forward pass.
         yield _launched(LOSS, chunked.chunks, Costs(Cost(*map(sum, zip(*kernels, strict=True))), Cost()))

@@ -7,6 +7,7 @@ Which arrays XLA keeps was read from its programs (`jaxlm.lowering.buffers`), of
 from typing import Literal, NamedTuple
 
 from jaxlm.costs.step import kernels
+from jaxlm.costs.step.elementwise import norms_per_layer
 from jaxlm.costs.workload import Workload
 
 
@@ -83,11 +84,15 @@ def _whole(work: Workload) -> int:
     """Bytes that the backward pass of a layer reads, which are kept where nothing is computed again."""
     part, itemsize = parts(work), work.itemsize
     if not kernels.attention(work):
-        return _wide(work) + part.scores * (4 + itemsize)
-    # The stream and its norm, twice; queries, the result of attention, and that again as a product takes it; keys and
+        attention = work.model.attention
+        # Slopes of a cap, and where windows are of some layers alone the mask, which is another in each.
+        more = 4 * bool(attention.soft_cap) + bool(attention.window and attention.window.global_every)
+        return _wide(work) + part.scores * (4 + itemsize + more)
+    # The stream and its norm, twice, and what further norms read; queries, the result of attention, and that again as a product takes it; keys and
     # values; of an activation that is no kernel result and slope. Log-sum-exps are float32.
     normed = part.heads + part.kv_heads if work.model.attention.qk_norm else 0
-    narrow = 2 * part.stream + 2 * part.whole + 3 * part.heads + 2 * part.kv_heads + normed + _hidden(work, 3, 2)
+    streams = norms_per_layer(work.model) * part.stream + 2 * part.whole
+    narrow = streams + 3 * part.heads + 2 * part.kv_heads + normed + _hidden(work, 3, 2)
     return itemsize * narrow + 4 * part.heads // work.model.attention.head_width
 
 
@@ -104,7 +109,7 @@ def _wide(work: Workload) -> int:
     normed = 3 * (part.heads + part.kv_heads) if model.attention.qk_norm else 0
     narrow = 2 * part.whole + 2 * part.heads + 2 * part.kv_heads + part.hidden
     steps = part.hidden * (5 * 4 if model.feed_forward.gated else itemsize)
-    return itemsize * narrow + steps + 4 * (6 * part.stream + normed + part.heads)
+    return itemsize * narrow + steps + 4 * (3 * norms_per_layer(model) * part.stream + normed + part.heads)
 
 
 def _scores(work: Workload, phase: Literal["forward", "backward"], fused: bool) -> int:

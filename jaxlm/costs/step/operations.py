@@ -40,7 +40,8 @@ class Product(NamedTuple):
 class Operation(NamedTuple):
     """One operation on one device, which a step runs `times` times. FLOPs are those of its product, beside
     `elementwise` ones; `least_bytes` and `most_bytes` are the bracket of what it moves to and from memory each time. A
-    `kernel` is one of kernels_pallas or a product in one: all of one scope together are what it declares."""
+    `kernel` is one of kernels_pallas or a product in one: all of one scope together are what it declares. Of its FLOPs it
+    runs at least the share `least`: a kernel for attention declares all scores, and skips what nobody sees."""
 
     scope: str
     phase: Phase
@@ -50,6 +51,7 @@ class Operation(NamedTuple):
     most_bytes: int
     elementwise: int = 0
     kernel: bool = False
+    least: float = 1.0
 
     @property
     def flops(self) -> int:
@@ -98,18 +100,20 @@ def _products(work: Workload) -> Iterator[Operation]:
         first = Product(rows * K, G * queries, H, keys)
         second = Product(rows * K, G * queries, keys, H)
         if kernel:
-            yield from _kernel(L, kernel.forward, (SCORES, "forward", first), (MIXTURE, "forward", second))
+            made = (SCORES, "forward", first), (MIXTURE, "forward", second)
+            yield from _kernel(L, kernel.forward, float(work.seen(causally=True)), *made)
             continue
         once, scores = itemsize * rows * (queries * G + keys) * K * H, rows * K * G * queries * keys
         yield Operation(SCORES, "forward", L, first, once, once + 4 * scores)
         yield Operation(MIXTURE, "forward", L, second, once, once + itemsize * scores)
 
 
-def _kernel(times: int, declared: Cost, *products: tuple[str, Phase, Product]) -> Iterator[Operation]:
-    """The products of a kernel; what it declares besides them stands with the first."""
+def _kernel(times: int, declared: Cost, least: float, *products: tuple[str, Phase, Product]) -> Iterator[Operation]:
+    """The products of a kernel, of which it runs at least this share; what it declares besides them stands with the
+    first."""
     rest, moved = declared.flops - sum(product.flops for _, _, product in products), declared.bytes
     for scope, phase, product in products:
-        yield Operation(scope, phase, times, product, moved, moved, rest, kernel=True)
+        yield Operation(scope, phase, times, product, moved, moved, rest, kernel=True, least=least)
         rest = moved = 0
 
 
@@ -150,14 +154,14 @@ def _gradients(work: Workload, op: Operation) -> Iterator[Operation]:
         made = ((scope, "backward", product) for scope in (SCORES, MIXTURE) for product in (first, second))
         again = (SCORES, op.product), (SCORES, op.product), (MIXTURE, first)
         again = ((scope, "rematerialised", product) for scope, product in again)
-        yield from _kernel(op.times, kernels.attention(work).backward, *made, *again)
+        yield from _kernel(op.times, kernels.attention(work).backward, op.least, *made, *again)
 
 
 def _runs_again(work: Workload, scope: str, makes: str = "") -> bool:
     """Whether the backward pass computes an operation of the forward pass again, which may make something that is kept.
 
     With rematerialisation a layer runs again, but for what its backward pass does not read: the last product, whose
-    result is only added to the stream, and products whose result is kept. A query or key that is normalised is kept
+    result is only added to the stream where no norm is behind it, and products whose result is kept. A query or key that is normalised is kept
     behind its norm, whose backward pass wants what was before. Softmax's backward pass wants scores and mixture,
     whatever is kept; a kernel's wants the result, which is kept with its log-sum-exp.
     """
@@ -171,7 +175,7 @@ def _runs_again(work: Workload, scope: str, makes: str = "") -> bool:
         return makes not in kept
     part, _, name = scope.removeprefix("layers/").rpartition("/")
     if part == "feed_forward" and name == "down":
-        return False
+        return work.model.post_norms
     normalised = part == "attention" and name in ("query", "key") and work.model.attention.qk_norm
     return name not in kept or normalised
 

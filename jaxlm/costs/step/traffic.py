@@ -102,8 +102,8 @@ def _stream(work: Workload) -> list[Collective]:
         first = goes_back_to(model, work.frozen)
         through = blocks if first <= Part.LAYERS else 0
         sums, gathers = sums + through + (first <= Part.FINAL_NORM), gathers + through + (first == Part.LOOK_UP)
-        if through and work.remat != "none":  # all but the sum behind the feed-forward runs again
-            sums, gathers = sums + model.layers, gathers + blocks
+        if through and work.remat != "none":  # the sum behind the feed-forward runs again where a norm reads it
+            sums, gathers = sums + (2 if model.post_norms else 1) * model.layers, gathers + blocks
     found = []
     if parted:
         found.append(Collective("reduce-scatter", tensor, each * sums, whole, "stream"))

@@ -5,7 +5,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlm.models import config, kernels
-from jaxlm.models.layers import activation, linear, whole_sequence
+from jaxlm.models.layers import activation, gated, linear, whole_sequence
 from jaxlm.models.parameters import Module, normal, param, zeros
 from jaxlm.sharding import constrain
 from kernels_pallas import gated_activation
@@ -36,9 +36,14 @@ class DenseFeedForward(Module):
             hidden_BTF = activation(self.activation, up_BTF)
         else:
             gate_BTF = checkpoint_name(constrain(linear(x_BTD, self.gate, self.gate_bias), *_HIDDEN), "gate")
-            operands = (gate_BTF, _HIDDEN), (up_BTF, _HIDDEN)
-            hidden_BTF = kernels.run(self.kernels, gated_activation, *operands, activation=self.activation)
+            hidden_BTF = self._gated(gate_BTF, up_BTF)
         return constrain(linear(hidden_BTF, self.down, self.down_bias), "batch", "stream", "act_model")
+
+    def _gated(self, gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
+        if not kernels.kernels_run_here(self.kernels):
+            return gated(self.activation, gate_BTF, up_BTF)
+        operands = (gate_BTF, _HIDDEN), (up_BTF, _HIDDEN)
+        return kernels.run(self.kernels, gated_activation, *operands, activation=self.activation)
 
 
 _FEED_FORWARDS = {"dense": DenseFeedForward}

@@ -133,13 +133,25 @@ def norm(model: config.ModelConfig, width: int, rngs: nnx.Rngs, axis: str = "cha
 
 def activation(name: str, x: jax.Array) -> jax.Array:
     """The activation of this name (`kernels_pallas.activations`) of each number of x [...]: computed in float32, given
-    in x's shape and dtype."""
-    return _with_slope(x, activations.KERNEL[name])
+    in x's shape and dtype, with one array like x, its slope, for the backward pass."""
+    return _with_slopes(activations.KERNEL[name], x)
+
+
+def gated(name: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """activation(gate) · up, number by number, like `activation`; what `kernels_pallas.gated_activation` computes."""
+    return _with_slopes(_Gated(name), gate, up)
 
 
 def soft_capped(x: jax.Array, cap: float) -> jax.Array:
-    """cap · tanh(x / cap) of each number of x [...] (arXiv:2408.00118, section 2), computed in float32."""
-    return _with_slope(x, _SoftCap(cap))
+    """cap · tanh(x / cap) of each number of x [...] (arXiv:2408.00118, section 2), like `activation`."""
+    return _with_slopes(_SoftCap(cap), x)
+
+
+class _Gated(NamedTuple):
+    name: str
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return activations.KERNEL[self.name](gate) * up
 
 
 class _SoftCap(NamedTuple):
@@ -149,19 +161,18 @@ class _SoftCap(NamedTuple):
         return self.cap * jnp.tanh(x / self.cap)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _with_slope(x: jax.Array, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Of each number, computed in float32. The backward pass reads one array like x, the slope, where JAX would keep
-    each step of the formula."""
-    return function(x.astype(jnp.float32)).astype(x.dtype)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _with_slopes(function: Callable, *x: jax.Array) -> jax.Array:
+    """A function of numbers, of each in arrays alike: computed in float32, given in their dtype. The backward pass reads
+    one such array for each operand, the slope, where JAX would keep each step of the formula."""
+    return function(*(each.astype(jnp.float32) for each in x)).astype(x[0].dtype)
 
 
-@_with_slope.defjvp
-def _with_slope_jvp(function: Callable[[jax.Array], jax.Array], primals: tuple, tangents: tuple) -> tuple:
-    (x,), (t,) = primals, tangents
-    wide = x.astype(jnp.float32)
-    value, slope = jax.jvp(function, (wide,), (jnp.ones_like(wide),))
-    return value.astype(x.dtype), t * slope.astype(x.dtype)
+@_with_slopes.defjvp
+def _with_slopes_jvp(function: Callable, x: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    value, pull_back = jax.vjp(function, *(each.astype(jnp.float32) for each in x))
+    slopes = (slope.astype(x[0].dtype) for slope in pull_back(jnp.ones_like(value)))
+    return value.astype(x[0].dtype), sum(t * slope for t, slope in zip(tangents, slopes, strict=True))
 
 
 class Dropout(NamedTuple):

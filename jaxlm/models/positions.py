@@ -54,7 +54,11 @@ class Views:
         if self._window is None or self._window.global_every is None:
             return self._narrow
         is_global = (layer + 1) % self._window.global_every == 0
-        return jax.tree.map(lambda whole, narrow: jnp.where(is_global, whole, narrow), self._whole, self._narrow)
+
+        def choose(whole: jax.Array, narrow: jax.Array) -> jax.Array:
+            return whole if whole is narrow else jnp.where(is_global, whole, narrow)
+
+        return jax.tree.map(choose, self._whole, self._narrow)
 
 
 def rotation(settings: config.RotaryPositions, head_width: int, positions_BT: jax.Array) -> Rotation:

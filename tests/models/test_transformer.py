@@ -12,9 +12,10 @@ from flax import nnx
 from jaxlm import sharding
 from jaxlm.models import tree
 from jaxlm.models.embedding import looked_up
-from jaxlm.models.layers import Dropout, activation, product_in_float32
+from jaxlm.models.layers import Dropout, activation, gated, product_in_float32, soft_capped
 from jaxlm.models.positions import visible_in_rows
 from jaxlm.models.transformer import Execution
+from kernels_pallas import gated_activation
 from kernels_pallas.flash_attention import Visible
 
 families = pytest.mark.parametrize("family", tiny.FAMILIES.values(), ids=tiny.FAMILIES)
@@ -330,9 +331,34 @@ def test_gelu_is_x_times_the_normal_distribution():
     np.testing.assert_allclose(activation("gelu", jnp.asarray(x)), exact, rtol=1e-6, atol=6 * 2**-24)
 
 
+def is_kept(function, *x):
+    """Shape and dtype of what the gradient of a function of arrays keeps."""
+    _, pull_back = jax.vjp(function, *x)
+    return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(pull_back) if leaf.shape]
+
+
 @pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu", "relu_squared"])
-def test_an_activation_keeps_one_array_for_its_gradient(name):
+def test_an_activation_keeps_one_array_of_each_operand_for_its_gradient(name):
     """In the dtype of its operand, though it is computed in float32."""
     x = jnp.linspace(-3, 3, 64, dtype=jnp.bfloat16)
-    _, pull_back = jax.vjp(functools.partial(activation, name), x)
-    assert [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(pull_back) if leaf.shape] == [((64,), x.dtype)]
+    assert is_kept(functools.partial(activation, name), x) == [((64,), x.dtype)]
+    assert is_kept(functools.partial(gated, name), x, x[::-1]) == 2 * [((64,), x.dtype)]
+
+
+def test_a_soft_cap_keeps_one_array_for_its_gradient():
+    x = jnp.linspace(-3, 3, 64)
+    assert is_kept(lambda x: soft_capped(x, 2.0), x) == [((64,), x.dtype)]
+    np.testing.assert_allclose(soft_capped(x, 2.0), 2 * np.tanh(x / 2), rtol=1e-6)
+    np.testing.assert_allclose(jax.vmap(jax.grad(lambda x: soft_capped(x, 2.0)))(x), np.cosh(x / 2) ** -2, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu", "relu", "relu_squared"])
+def test_a_gate_is_the_kernels(name, dtype):
+    """Its gradients round the slopes, and then the product."""
+    gate, up, weight = (jax.random.normal(key, (256,), dtype) for key in jax.random.split(jax.random.key(0), 3))
+    reference = functools.partial(gated_activation, activation=name, implementation="reference")
+    (ours, our_back), (theirs, their_back) = (jax.vjp(f, gate, up) for f in (functools.partial(gated, name), reference))
+    rtol = {jnp.float32: 1e-5, jnp.bfloat16: 2**-7}[dtype]
+    chex.assert_trees_all_close(ours, theirs, rtol=1e-6, atol=1e-6)  # kernels compute GELU otherwise
+    chex.assert_trees_all_close(our_back(weight), their_back(weight), rtol=rtol, atol=1e-6)

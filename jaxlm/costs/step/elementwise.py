@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.step.parameters import parameters
 from jaxlm.costs.workload import Workload
+from jaxlm.models import layers
 from jaxlm.models.config import Activation, ModelConfig
-from jaxlm.models.layers import activation
-from kernels_pallas import gated_activation
 from kernels_pallas.launch import Cost
 
 # Scopes of a step's operations element by element, of which kernels take the place of some.
@@ -72,8 +71,7 @@ def norms_per_layer(model: ModelConfig) -> int:
 def _activation(name: Activation, gated: bool) -> tuple[Loop, Loop]:
     """Its FLOPs are counted; without a gate, those of its bias with them."""
 
-    def forward(*x: jax.Array) -> jax.Array:
-        return gated_activation(*x, activation=name, implementation="reference") if gated else activation(name, *x)
+    forward = functools.partial(layers.gated if gated else layers.activation, name)
 
     def both(*x: jax.Array) -> tuple:
         y, pull_back = jax.vjp(forward, *x)

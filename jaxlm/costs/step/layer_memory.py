@@ -104,12 +104,11 @@ def _hidden(work: Workload, gated: int, plain: int) -> int:
 def _wide(work: Workload) -> int:
     """Bytes that the backward pass of a layer reads without kernels, but for scores: of norms their float32 insides and
     their results, of attention its operands and its result, also in float32, of the hidden layer the activation's
-    result and slope, with a gate each of its steps in float32."""
+    result and slope, with a gate both slopes."""
     part, itemsize, model = parts(work), work.itemsize, work.model
     normed = 3 * (part.heads + part.kv_heads) if model.attention.qk_norm else 0
-    narrow = 2 * part.whole + 2 * part.heads + 2 * part.kv_heads + part.hidden
-    steps = part.hidden * (5 * 4 if model.feed_forward.gated else itemsize)
-    return itemsize * narrow + steps + 4 * (3 * norms_per_layer(model) * part.stream + normed + part.heads)
+    narrow = 2 * part.whole + 2 * part.heads + 2 * part.kv_heads + _hidden(work, 3, 2)
+    return itemsize * narrow + 4 * (3 * norms_per_layer(model) * part.stream + normed + part.heads)
 
 
 def _scores(work: Workload, phase: Literal["forward", "backward"], fused: bool) -> int:

@@ -23,10 +23,11 @@ class Time:
 
     `compute`: all products at the chip's peak, where a kernel computes attention without the scores that causality and
     windows hide; `memory`: the least traffic at its bandwidth; `collectives` alone. `lower_bound`: each operation takes
-    the longer of its compute and its least traffic, and collectives run beside them; a row is one document. `upper_bound`: nothing overlaps or is fused into products, which are filled up to whole tiles of the matrix
-    unit and run as fast as products of that smallest side do in a step where it was measured; so do the passes
-    between products, and what they compute element by element comes on top where the chip's rate of that is known.
-    `below_peak`, a part of the upper bound, is what products take beyond their time at the peak.
+    the longer of its compute and its least traffic, and collectives run beside them; a row is one document.
+    `upper_bound`: nothing overlaps or is fused into products, which are filled up to whole tiles of the matrix unit and
+    run as fast as products of that smallest side do in a step where it was measured; so do the passes between products,
+    and what they compute element by element comes on top where the chip's rate of that is known. `below_peak`, a part
+    of the upper bound, is what products take beyond their time at the peak.
     """
 
     compute: float

@@ -141,7 +141,8 @@ class Workload:
 
     def seen(self, causally: bool) -> Fraction:
         """The share of attention's scores, of all queries and keys in all layers, that windows leave, and where
-        `causally` what is not behind the query: half of them without a window. A decoded token sees all in its window."""
+        `causally` what is not behind the query: half of them without a window. A decoded token sees its whole window.
+        """
         S, layers, through = self.sequence, self.model.layers, self.model.windowed_layers
         window = self.model.attention.window
         size = min(window.size, S) if window else S

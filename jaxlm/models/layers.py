@@ -163,8 +163,8 @@ class _SoftCap(NamedTuple):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _with_slopes(function: Callable, *x: jax.Array) -> jax.Array:
-    """A function of numbers, of each in arrays alike: computed in float32, given in their dtype. The backward pass reads
-    one such array for each operand, the slope, where JAX would keep each step of the formula."""
+    """A function of numbers, of each in arrays alike: computed in float32, given in their dtype. The backward pass
+    reads one such array for each operand, the slope, where JAX would keep each step of the formula."""
     return function(*(each.astype(jnp.float32) for each in x)).astype(x[0].dtype)
 
 

@@ -69,7 +69,7 @@ def step(family, mesh, packed, **model):
 )
 def test_a_step_with_kernels_equals_one_without(family, mesh, packed, interpreted):
     """Qwen 3 has every kernel: norms of the stream and of heads, of which two are shared by four, also where each is on
-    a device of its own; rotary; attention; gated. Gemma has windows in some layers, soft caps, and norms behind blocks."""
+    a device of its own; rotary; attention; gated. Gemma has windows in some layers, soft caps, norms behind blocks."""
     loss, gradients = step(family, mesh, packed, kernels="auto")
     assert interpreted
     wanted_loss, wanted = plain(family, packed)

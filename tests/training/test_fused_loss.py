@@ -52,7 +52,8 @@ def with_logits(family):
     ids=str,
 )
 def test_a_step_without_logits_is_one_with_them(fused, family, mesh, microbatches):
-    """Unembeddings [D, V] and tied [V, D], with a soft cap; labels over tensor, channels over fsdp, sums over data outside the loop."""
+    """Unembeddings [D, V] and tied [V, D], with a soft cap; labels over tensor, channels over fsdp, sums over data
+    outside the loop."""
     metrics, gradients = one_step(family, mesh, microbatches, kernels="auto")
     expected_metrics, expected = with_logits(family)
     # The tolerances of DESIGN: sums are added in another order, in float32.

@@ -88,8 +88,8 @@ def _whole(work: Workload) -> int:
         # Slopes of a cap, and where windows are of some layers alone the mask, which is another in each.
         more = 4 * bool(attention.soft_cap) + bool(attention.window and attention.window.global_every)
         return _wide(work) + part.scores * (4 + itemsize + more)
-    # The stream and its norm, twice, and what further norms read; queries, the result of attention, and that again as a product takes it; keys and
-    # values; of an activation that is no kernel result and slope. Log-sum-exps are float32.
+    # The stream and its norm, twice, and what further norms read; queries, the result of attention, and that again as a
+    # product takes it; keys and values; of an activation that is no kernel result and slope. Log-sum-exps are float32.
     normed = part.heads + part.kv_heads if work.model.attention.qk_norm else 0
     streams = norms_per_layer(work.model) * part.stream + 2 * part.whole
     narrow = streams + 3 * part.heads + 2 * part.kv_heads + normed + _hidden(work, 3, 2)

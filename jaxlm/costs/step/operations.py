@@ -40,8 +40,8 @@ class Product(NamedTuple):
 class Operation(NamedTuple):
     """One operation on one device, which a step runs `times` times. FLOPs are those of its product, beside
     `elementwise` ones; `least_bytes` and `most_bytes` are the bracket of what it moves to and from memory each time. A
-    `kernel` is one of kernels_pallas or a product in one: all of one scope together are what it declares. Of its FLOPs it
-    runs at least the share `least`: a kernel for attention declares all scores, and skips what nobody sees."""
+    `kernel` is one of kernels_pallas or a product in one: all of one scope together are what it declares. Of its FLOPs
+    at least the share `least` runs: a kernel for attention declares all scores, and skips what nobody sees."""
 
     scope: str
     phase: Phase
@@ -161,9 +161,9 @@ def _runs_again(work: Workload, scope: str, makes: str = "") -> bool:
     """Whether the backward pass computes an operation of the forward pass again, which may make something that is kept.
 
     With rematerialisation a layer runs again, but for what its backward pass does not read: the last product, whose
-    result is only added to the stream where no norm is behind it, and products whose result is kept. A query or key that is normalised is kept
-    behind its norm, whose backward pass wants what was before. Softmax's backward pass wants scores and mixture,
-    whatever is kept; a kernel's wants the result, which is kept with its log-sum-exp.
+    result is only added to the stream where no norm is behind it, and products whose result is kept. A query or key
+    that is normalised is kept behind its norm, whose backward pass wants what was before. Softmax's backward pass wants
+    scores and mixture, whatever is kept; a kernel's wants the result, which is kept with its log-sum-exp.
     """
     kept = work.remat
     if kept == "none" or not scope.startswith("layers/") or not _goes_back(work, scope):

@@ -1,5 +1,6 @@
 """The experiment: every section of a TOML file, composed, resolved and checked before JAX starts."""
 
+import copy
 import math
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -16,7 +17,7 @@ from jaxlm.data.tokenizers import BYTES_VOCABULARY
 from jaxlm.errors import InputError
 from jaxlm.explain import explain
 from jaxlm.models.config import ModelConfig
-from jaxlm.schema import Count, Section, chosen, merged
+from jaxlm.schema import Count, Section, chosen, kind_of, merged, sections_at
 from jaxlm.training.config import (
     AnyOptimizer,
     CheckpointConfig,
@@ -64,8 +65,10 @@ def load(path: str | Path, overrides: Iterable[str] = (), kind: Kind = "train") 
     values = _read_toml(path)
     if isinstance(values.get("model"), dict):
         values["model"] = _on_its_base(values["model"], (path,))
+    file, overrides = copy.deepcopy(values), list(overrides)
     for override in overrides:
         _set(values, override)
+    _leave_other_kinds(values, file, set(overridden(overrides)))
     filled = _fill(values)
     try:
         experiment = Experiment.model_validate(values)
@@ -237,6 +240,28 @@ def _set(values: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise InputError(f"{key}: {section} is a value, not a section")
     table[name] = value
+
+
+def _leave_other_kinds(values: dict[str, Any], file: dict[str, Any], keys: set[str]) -> None:
+    """Where one of these keys, which were overridden, names another `kind` than the file, those go that the file has
+    and only its kind knows, as they do where a file names another than its base."""
+    for key in keys:
+        section, _, name = key.rpartition(".")
+        before, now, sections = _at(file, section), _at(values, section), sections_at(section, Experiment)
+        if name != "kind" or not sections or not isinstance(now.get("kind"), str):
+            continue
+        known = {kind_of(s): s.model_fields.keys() for s in sections}
+        was, is_now = (known.get(table.get("kind", kind_of(sections[0])), set()) for table in (before, now))
+        for other in before.keys() & (was - is_now) if is_now else ():
+            if f"{section}.{other}" not in keys:
+                now.pop(other, None)
+
+
+def _at(values: Any, section: str) -> dict[str, Any]:
+    """The table of a dotted key; an empty one where there is none."""
+    for part in section.split("."):
+        values = values.get(part) if isinstance(values, dict) else None
+    return values if isinstance(values, dict) else {}
 
 
 def _fill(values: dict[str, Any]) -> set[str]:

@@ -7,7 +7,7 @@ from typing import Any, get_origin
 
 from pydantic import ValidationError
 
-from jaxlm.schema import Section, chosen, kind_of, sections_in
+from jaxlm.schema import Section, chosen, kind_of, sections_at
 
 
 def explain(error: ValidationError, whole: type[Section], values: dict[str, Any], filled: set[str]) -> str:
@@ -60,7 +60,7 @@ def _key(location: tuple, values: Any) -> str:
 def _did_you_mean(key: str, whole: type[Section], values: dict[str, Any]) -> str:
     key = re.sub(r"\[\d+\]", "", key)
     section, _, name = key.rpartition(".")
-    if kinds := [kind_of(s) for s in _sections_at(section, whole) if name in s.model_fields]:
+    if kinds := [kind_of(s) for s in sections_at(section, whole) if name in s.model_fields]:
         return f"; it is a key of {section}.kind = {' or '.join(map(repr, kinds))}"
     known = sorted({_like(known, key) for known in _keys(whole, values)})
     siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
@@ -71,15 +71,6 @@ def _did_you_mean(key: str, whole: type[Section], values: dict[str, Any]) -> str
     if near:
         return f"; did you mean {near[0]}?"
     return f"; [{section}] knows {', '.join(siblings)}" if section else f"; the sections are {', '.join(siblings)}"
-
-
-def _sections_at(key: str, whole: type[Section]) -> list[type[Section]]:
-    """Every kind of section that a dotted key may hold."""
-    sections: list[type[Section]] = [whole]
-    for part in key.split(".") if key else ():
-        fields = [s.model_fields[part] for s in sections if part in s.model_fields]
-        sections = [inner for field in fields for inner in sections_in(field.annotation)]
-    return list(dict.fromkeys(sections))
 
 
 _NAME = "NAME"

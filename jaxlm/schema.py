@@ -76,6 +76,15 @@ def sections_in(annotation: Any) -> Iterator[type[Section]]:
             yield from sections_in(inner)
 
 
+def sections_at(key: str, whole: type[Section]) -> list[type[Section]]:
+    """Every section that a dotted key of a whole one may hold, of whatever kind."""
+    sections: list[type[Section]] = [whole]
+    for part in key.split(".") if key else ():
+        fields = [s.model_fields[part] for s in sections if part in s.model_fields]
+        sections = [inner for field in fields for inner in sections_in(field.annotation)]
+    return list(dict.fromkeys(sections))
+
+
 def chosen(annotation: Any, values: Any) -> tuple[type[Section], ...]:
     """Those of `sections_in` that the `kind` of a table chooses; all of them where it is none of theirs."""
     sections = tuple(sections_in(annotation))

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
-from little import SMALL
+from little import SMALL, write
 
 from jaxlm.config import load
+from jaxlm.errors import InputError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -58,3 +59,16 @@ def test_the_cache_follows_the_environment(path, tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert load(path).data.cache == "~/.cache/jaxlm"
     assert load(path, ["data.cache=/there"]).data.cache == "/there"
+
+
+def test_another_kind_leaves_behind_what_only_the_former_knows(tmp_path):
+    """A resolved file has every key of its kinds; what is given beside the kind is refused as ever."""
+    resolved = write(tmp_path / "config.toml", load(SMALL, ["optimizer.learning_rate=0.5"]).to_toml())
+    former = load(resolved)
+    sgd = load(resolved, ["optimizer.kind=sgd"]).optimizer
+    assert (former.optimizer.kind, sgd.kind, sgd.learning_rate) == ("adamw", "sgd", 0.5)
+    assert sgd.schedule == former.optimizer.schedule
+    assert load(resolved, ["model.position.kind=learned"]).model.position.kind == "learned"
+    for overrides in (["optimizer.epsilon=1", "optimizer.kind=sgd"], ["optimizer.kind=sgd", "optimizer.epsilon=1"]):
+        with pytest.raises(InputError, match=r"unknown key optimizer.epsilon; it is a key of optimizer.kind = 'adamw'"):
+            load(resolved, overrides)

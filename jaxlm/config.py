@@ -244,16 +244,16 @@ def _set(values: dict[str, Any], override: str) -> None:
 
 def _leave_other_kinds(values: dict[str, Any], file: dict[str, Any], keys: set[str]) -> None:
     """Where one of these keys, which were overridden, names another `kind` than the file, those go that the file has
-    and only its kind knows, as they do where a file names another than its base."""
+    and only its kind knows. (Where a file names another than its base all keys of the base's go.)"""
     for key in keys:
         section, _, name = key.rpartition(".")
         before, now, sections = _at(file, section), _at(values, section), sections_at(section, Experiment)
-        if name != "kind" or not sections or not isinstance(now.get("kind"), str):
+        if name != "kind" or not sections or not all(isinstance(t.get("kind", ""), str) for t in (before, now)):
             continue
         known = {kind_of(s): s.model_fields.keys() for s in sections}
         was, is_now = (known.get(table.get("kind", kind_of(sections[0])), set()) for table in (before, now))
         for other in before.keys() & (was - is_now) if is_now else ():
-            if f"{section}.{other}" not in keys:
+            if not any(f"{given}.".startswith(f"{section}.{other}.") for given in keys):
                 now.pop(other, None)
 
 

@@ -64,8 +64,9 @@ def _did_you_mean(key: str, whole: type[Section], values: dict[str, Any]) -> str
         return f"; it is a key of {section}.kind = {' or '.join(map(repr, kinds))}"
     known = sorted({_like(known, key) for known in _keys(whole, values)})
     siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
-    near = difflib.get_close_matches(name, siblings, 1) or [n for n in siblings if name in n.split("_")]
-    near = [f"{section}.{n}".lstrip(".") for n in near]
+    near = [f"{section}.{n}".lstrip(".") for n in difflib.get_close_matches(name, siblings, 1)]
+    near = near or [k for k in known if k.rpartition(".")[2] == name and k.startswith(f"{section}.")]
+    near = near or [f"{section}.{n}".lstrip(".") for n in siblings if name in n.split("_")][:1]
     near = near or [k for k in known if k.rpartition(".")[2] == name]
     near = near or ([] if siblings else difflib.get_close_matches(key, known, 1))
     if near:

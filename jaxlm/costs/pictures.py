@@ -61,8 +61,9 @@ def points(work: Workload, chip: Chip) -> list[Point]:
     bandwidth, found = chip.memory_bytes_per_s, []
     for scope, ops in scopes.items():
         peak = chip.peak(dtype_of(ops[0], work))
-        seconds = sum(op.times * max(op.flops / peak, op.least_bytes / bandwidth) for op in ops)
-        flops, moved = sum(op.times * op.flops for op in ops), sum(op.times * op.least_bytes for op in ops)
+        seconds = sum(op.times * max(op.least_flops / peak, op.least_bytes / bandwidth) for op in ops)
+        flops = sum(op.times * op.least_flops for op in ops)
+        moved = sum(op.times * op.least_bytes for op in ops)
         found.append(Point(scope, flops, moved, seconds, 0.0, peak, bandwidth))
     whole = sum(point.seconds for point in found)
     shared = (point._replace(share=point.seconds / whole) for point in found)

@@ -27,7 +27,7 @@ class Time:
     `upper_bound`: nothing overlaps or is fused into products, which are filled up to whole tiles of the matrix unit and
     run as fast as products of that smallest side do in a step where it was measured; so do the passes between products,
     and what they compute element by element comes on top where the chip's rate of that is known. `below_peak`, a part
-    of the upper bound, is what products take beyond their time at the peak.
+    of the upper bound, is what products take beyond their time, of all scores, at the peak.
     """
 
     compute: float
@@ -176,11 +176,12 @@ def step_time(work: Workload, target: Target) -> Time:
     share = 1 / chip.devices_per_chip  # of the chip's rates, that one device has
     bandwidth, elementwise = share * chip.memory_bytes_per_s, share * _elementwise_rate(chip)
     passes = share * (chip.pass_bytes_per_s or chip.memory_bytes_per_s)
-    compute = least = together = apart = products = 0.0
+    compute = at_peak = least = together = apart = products = 0.0
     for op in operations.step(work):
         dtype = dtype_of(op, work)
-        ideal, fused = op.least * op.flops / (share * chip.peak(dtype)), op.least_bytes / bandwidth
+        ideal, fused = op.least_flops / (share * chip.peak(dtype)), op.least_bytes / bandwidth
         compute += op.times * ideal
+        at_peak += op.times * op.flops / (share * chip.peak(dtype))
         least += op.times * fused
         together += op.times * max(ideal, fused)
         apart += op.times * (op.most_bytes / (bandwidth if op.product else passes) + op.elementwise / elementwise)
@@ -192,7 +193,7 @@ def step_time(work: Workload, target: Target) -> Time:
     sent = sum(c.times * network.seconds(c.kind, c.bytes, c.axes) for c in traffic.collectives(work))
     start = chip.dispatch_s or 0.0
     lower, upper = max(together, sent), products + apart + sent + start
-    return Time(compute, least, sent, lower, upper, max(0.0, products - compute))
+    return Time(compute, least, sent, lower, upper, max(0.0, products - at_peak))
 
 
 def dtype_of(op: Operation, work: Workload) -> str:

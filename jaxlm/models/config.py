@@ -86,7 +86,8 @@ class SlidingWindow(Section):
     """A token sees the last `size` tokens alone, itself one of them (Beltagy et al. 2020, arXiv:2004.05150, 3.1).
 
     In each `global_every`-th layer it sees all before it, as Gemma does; in none where that is not given (Mistral).
-    `rotary_base` turns the layers with a window by other angles, which are not scaled (Gemma 3).
+    `rotary_base` turns the layers with a window by other angles, which are not scaled (Gemma 3); without `global_every`
+    those are all layers.
     """
 
     size: Count

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from jax.sharding import Mesh
 
@@ -87,23 +87,22 @@ def ladder(before: Counted, metrics: Sequence[dict[str, Any]]) -> dict[str, Any]
 def gap(before: Counted, metrics: Sequence[dict[str, Any]], step_s: float) -> dict[str, float]:
     """Seconds that lie between the napkin's step and the measured one, by cause.
 
-    `attention`, `rematerialisation` and `optimizer`: their products at the peak. `memory_and_collectives`: what they
-    take beyond products where all overlap: the lower end of what was counted. From there as far as the upper end the
-    seconds are shared in proportion to what that end counts: `products_below_peak`, as they run in a step, and
-    `not_overlapped`, passes between products that nothing hides or fuses, and the step's dispatch. `data_wait`: of
-    each step, as measured. `not_counted`: the rest.
+    `attention`, `rematerialisation` and `optimizer`: their products at the peak, as the lower bound counts them.
+    `memory_and_collectives`: what they take beyond products where all overlap: the lower end of what was counted. From
+    there as far as the upper end the seconds are shared in proportion to what that end counts: `products_below_peak`,
+    as they run in a step, and `not_overlapped`, passes between products that nothing hides or fuses, and the step's
+    dispatch. `data_wait`: of each step, as measured. `not_counted`: the rest.
     """
     first = before.napkin
     if first.step_s is None or before.time is None:
         return {}
     per_flop = first.step_s / first.flops
-    phases = {"rematerialised": 0, "optimizer": 0}
+    phases = dict.fromkeys(get_args(operations.Phase), 0.0)
     for op in operations.step(before.work):
-        if op.phase in phases:
-            phases[op.phase] += op.times * op.flops * before.work.mesh.size
+        phases[op.phase] += op.times * op.least_flops * before.work.mesh.size
     time = before.time
     causes = {
-        "attention": (before.flops.model - first.flops) * per_flop,
+        "attention": (phases["forward"] + phases["backward"] - first.flops) * per_flop,
         "rematerialisation": phases["rematerialised"] * per_flop,
         "optimizer": phases["optimizer"] * per_flop,
     }

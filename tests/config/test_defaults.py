@@ -72,3 +72,12 @@ def test_another_kind_leaves_behind_what_only_the_former_knows(tmp_path):
     for overrides in (["optimizer.epsilon=1", "optimizer.kind=sgd"], ["optimizer.kind=sgd", "optimizer.epsilon=1"]):
         with pytest.raises(InputError, match=r"unknown key optimizer.epsilon; it is a key of optimizer.kind = 'adamw'"):
             load(resolved, overrides)
+    stretched = write(
+        tmp_path / "stretched.toml", load(SMALL, ["model.position.scaling={factor=4.0, original_context=8}"]).to_toml()
+    )
+    assert load(stretched, ["model.position.kind=learned"]).model.position.kind == "learned"
+    with pytest.raises(InputError, match=r"unknown key model.position.scaling; it is a key of model.position.kind"):
+        load(stretched, ["model.position.kind=learned", "model.position.scaling.factor=2.0"])
+    listed = write(tmp_path / "listed.toml", stretched.read_text().replace('kind = "llama3"', 'kind = ["llama3"]'))
+    with pytest.raises(InputError, match="unknown key model.position.scaling.low"):
+        load(listed, ["model.position.scaling.kind=linear"])

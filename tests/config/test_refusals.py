@@ -97,6 +97,7 @@ def test_a_key_of_two_lines_is_refused_in_one():
         ("model.attention.window={}", ["model.attention.window.size is missing"]),
         ("model.attention.window=512", ["model.attention.window must be a section"]),
         ("model.attention.window={size=512, global_every=1}", ["window.global_every = 1", "2"]),
+        ("model.scale=2.0", ["unknown key model.scale; did you mean model.attention.scale?"]),
         ("model.logit_soft_cap=0", ["model.logit_soft_cap = 0", "greater than 0"]),
         ("model.norm={kind='layer', plus_one=true}", ["unknown key model.norm.plus_one", "model.norm.kind = 'rms'"]),
         ("model.feed_forward.activation=swiglu", ["model.feed_forward.activation = 'swiglu'", "silu"]),

@@ -15,6 +15,7 @@ from jaxlm import config, sharding
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.jaxpr.count import count
+from jaxlm.costs.pictures import points
 from jaxlm.costs.plan import plan
 from jaxlm.costs.search import meshes, search
 from jaxlm.costs.serving import critical_batch, speculative_speedup
@@ -64,9 +65,12 @@ def test_every_config_s_training_step_has_the_products_that_are_counted(path, re
 
 
 @pytest.mark.parametrize("remat", ["none", "full", '["query", "key", "value", "attention", "up"]'])
-@pytest.mark.parametrize("name, chip", [("qwen3-0.6b", "NVIDIA H200"), ("gpt2-124m", "TPU v5 lite")])
+@pytest.mark.parametrize(
+    "name, chip", [("qwen3-0.6b", "NVIDIA H200"), ("gpt2-124m", "TPU v5 lite"), ("gemma3-1b", "NVIDIA H200")]
+)
 def test_kernels_compute_what_both_counters_read(name, chip, remat):
-    """Norms of heads, rotary positions and gates are Qwen's; biases, and an activation that is no kernel, GPT-2's."""
+    """Norms of heads, rotary positions and gates are Qwen's; biases, and an activation that is no kernel, GPT-2's;
+    norms behind blocks Gemma's."""
     settings = ["model.kernels=auto", "training.sequence=512", "training.microbatches=2", f"training.remat={remat}"]
     experiment = config.load(CONFIGS / f"models/{name}.toml", settings)
     device = AbstractDevice(chip, 1, {"N": "gpu", "T": "tpu"}[chip[0]])
@@ -135,7 +139,7 @@ FROZEN = {
 
 @pytest.mark.parametrize("remat", ["none", "full", ("query", "key", "value", "attention", "up")], ids=str)
 @pytest.mark.parametrize("patterns", FROZEN)
-@pytest.mark.parametrize("family, kind", [("llama", "adamw"), ("qwen3", "muon")])
+@pytest.mark.parametrize("family, kind", [("llama", "adamw"), ("qwen3", "muon"), ("gemma", "adamw")])
 def test_products_of_a_step_in_which_something_is_frozen(family, kind, patterns, remat):
     """Layers below nothing that trains have no backward pass, and run no more than once."""
     model, training = tiny.model(tiny.FAMILIES[family]), tiny.training(remat=remat, microbatches=2)
@@ -254,6 +258,9 @@ def test_a_kernel_for_attention_may_skip_what_nobody_sees():
     scores = of[plain].flops.executed / target.chip.peak("bfloat16")
     assert of[plain].time.compute == pytest.approx(scores / 2, rel=0.01)
     assert of[narrow].time.compute < scores / 50
+    for each in of.values():
+        assert sum(point.seconds for point in points(each.work, target.chip)) == pytest.approx(each.time.lower_bound)
+        assert each.time.below_peak < each.time.upper_bound - scores  # what is skipped is not below the peak
     without = plan(Workload("train", plain.model_copy(update={"kernels": "reference"}), 1, 2**17), target)
     assert without.time.compute == pytest.approx(without.flops.executed / target.chip.peak("bfloat16"))
 
@@ -328,6 +335,16 @@ def test_what_is_sent():
     streams = [c for c in found if c.of == "stream"]
     assert all(c.times == 2 * (4 * work.model.layers + 2) for c in streams)
     assert not traffic.collectives(replace(work, mesh=MeshShape()))
+
+
+@pytest.mark.parametrize("post_norms", [False, True])
+def test_the_last_sum_of_a_layer_runs_again_where_a_norm_reads_it(post_norms):
+    def sums(remat):
+        model = tiny.model(post_norms=post_norms)
+        work = Workload("train", model, 16, 32, remat=remat, mesh=MeshShape(tensor=2))
+        return sum(c.times for c in traffic.collectives(work) if (c.kind, c.of) == ("reduce-scatter", "stream"))
+
+    assert sums("full") - sums("none") == (2 if post_norms else 1) * tiny.model().layers
 
 
 @pytest.mark.parametrize("tied, sums", [(False, 3), (True, 6)])

@@ -5,10 +5,12 @@ import tiny
 
 from jaxlm import sharding
 from jaxlm.costs.hardware import calibration
+from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.plan import plan
 from jaxlm.costs.step.flops import flops
 from jaxlm.costs.step.memory import memory
 from jaxlm.costs.workload import MeshShape, Workload
-from jaxlm.training.ladder import counted, gap, ladder
+from jaxlm.training.ladder import Counted, counted, gap, ladder
 
 WORK = Workload("train", tiny.model(), 8, 32, "float32", remat="full")
 
@@ -46,6 +48,21 @@ def test_the_gap_at_the_upper_bound_is_what_that_bound_counts(on_this_machine):
     causes = gap(on_this_machine, metrics(1.0), time.upper_bound + 1e-4)  # of which 1e-4 is waited for data
     assert causes["products_below_peak"] == pytest.approx(time.below_peak) and causes["not_counted"] == pytest.approx(0)
     assert causes["not_overlapped"] == pytest.approx(time.upper_bound - time.lower_bound - time.below_peak)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize("window", [None, {"size": 64, "global_every": 2}])
+def test_attention_is_what_the_lower_bound_counts(window, kernels):
+    """Where kernels skip scores, and where plain JAX computes those outside of a window too."""
+    attention = {"heads": 4, "head_width": 64, "window": window}
+    model = tiny.model(attention=attention, context=8192, width=1024, vocabulary=8192, kernels=kernels)
+    work, target = Workload("train", model, 64, 8192, remat="full"), Target.parse("h200-sxm")
+    counts = plan(work, target)
+    before = Counted(work, counts.flops, counts.memory, target, counts.time)
+    causes = gap(before, metrics(1.0), counts.time.lower_bound * 1.01 + 1e-4)
+    assert all(seconds >= 0 for seconds in causes.values())
+    products = counts.napkin.step_s + causes["attention"] + causes["rematerialisation"]
+    assert products == pytest.approx(counts.time.compute, rel=1e-6)
 
 
 def test_whether_the_measured_step_lies_in_the_bracket_is_said(on_this_machine):

@@ -20,6 +20,7 @@ from kernels_pallas.launch import Cost
 SOFTMAX, HEADS = "layers/attention/softmax", "layers/attention/heads"
 NORMS, POSITIONS, RESIDUAL = "layers/norms", "layers/attention/positions", "layers/attention/residual"
 ACTIVATION, LOSS = "layers/feed_forward/activation", "loss"
+LAST_NORM = "layers/feed_forward_post_norm"  # where it is a kernel
 
 
 class Elementwise(NamedTuple):
@@ -55,7 +56,7 @@ _NORMS = {"rms": (Loop(5.3, 0, 3), Loop(9.5, 0, 6)), "layer": (Loop(8.1, 0, 3), 
 _RESIDUAL = Loop(1, 0, 3), Loop(1, 0, 3)
 _DROPOUT = Loop(5, 0, 2), Loop(1, 0, 2)
 _LOSS = Loop(5, 2, 0), Loop(2, 2, 0)
-_SOFT_CAP = Loop(3, 1, 0), Loop(5, 1, 0)  # within the loop of what it caps, which keeps the tanh
+_SOFT_CAP = Loop(3, 1, 0), Loop(5, 1, 0)  # within the loop of what it caps, which keeps the slope
 _MOVED = Loop(0, 0, 2), Loop(0, 0, 2)
 _BESIDE = Loop(0, 0, 2), Loop(0, 0, 2)  # their FLOPs are in those of the softmax and the activation
 _LOOKUP = Loop(0, 0, 2), Loop(1, 0, 3)

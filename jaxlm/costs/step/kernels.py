@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jaxlm.costs.step.elementwise import (
     ACTIVATION,
     HEADS,
+    LAST_NORM,
     LOSS,
     NORMS,
     POSITIONS,
     RESIDUAL,
     SOFTMAX,
     Elementwise,
-    norms_per_layer,
 )
 from jaxlm.costs.workload import Workload
 from kernels_pallas.flash_attention import costs as attention_costs
@@ -48,8 +48,11 @@ def elementwise(work: Workload) -> Iterator[Elementwise]:
     norm, vectors = _NORMS[model.norm.kind], 2 if getattr(model.norm, "bias", False) else 1
     stream = _array(work, rows * work.local("stream", queries), model.width)
     gains = [_array(work, model.width)] * vectors
-    yield _launched(NORMS, L * (norms_per_layer(model) - 1), norm(stream, *gains))
+    yield _launched(NORMS, L, norm(stream, *gains))
     yield _launched(NORMS, L, norm(stream, *gains, residual=stream))
+    if model.post_norms:
+        yield _launched(NORMS, L, norm(stream, *gains))
+        yield _launched(LAST_NORM, L, norm(stream, *gains))
     yield _launched("final_norm", 1, norm(stream, *gains))
 
     angles = jax.ShapeDtypeStruct((rows, queries, H // 2), jnp.float32)

@@ -97,7 +97,7 @@ def _whole(work: Workload) -> int:
 
 
 def _hidden(work: Workload, gated: int, plain: int) -> int:
-    """Numbers of so many arrays as wide as the hidden layer: with a gate, which is a kernel, or without."""
+    """Numbers of so many arrays as wide as the hidden layer: with a gate, or without."""
     return parts(work).hidden * (gated if work.model.feed_forward.gated else plain)
 
 

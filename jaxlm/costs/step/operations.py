@@ -5,7 +5,8 @@ Products are those of `jaxlm.costs.jaxpr.count` to the last FLOP; memory traffic
 schedule avoids: each product reads its operands and writes its result once, attention keeps its scores on the chip
 (arXiv:2205.14135), and everything element by element is fused into a neighbour. At its upper end each chain of such
 operations (a norm, an activation, a softmax) is a loop of its own, and scores go through memory. Kernels
-(`model.kernels = "auto"`) compute and move what they declare, at both ends.
+(`model.kernels = "auto"`) compute and move what they declare, at both ends, but that attention at the lower one
+computes no more scores than are seen.
 """
 
 import math
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from jaxlm.costs.step import elementwise, kernels
-from jaxlm.costs.step.elementwise import Elementwise
+from jaxlm.costs.step.elementwise import LAST_NORM, Elementwise
 from jaxlm.costs.step.parameters import Part, goes_back_to, multiplies, parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.models import tree
@@ -56,6 +57,10 @@ class Operation(NamedTuple):
     @property
     def flops(self) -> int:
         return self.product.flops if self.product else 0
+
+    @property
+    def least_flops(self) -> float:
+        return self.least * self.flops
 
 
 def step(work: Workload) -> list[Operation]:
@@ -163,12 +168,15 @@ def _runs_again(work: Workload, scope: str, makes: str = "") -> bool:
     With rematerialisation a layer runs again, but for what its backward pass does not read: the last product, whose
     result is only added to the stream where no norm is behind it, and products whose result is kept. A query or key
     that is normalised is kept behind its norm, whose backward pass wants what was before. Softmax's backward pass wants
-    scores and mixture, whatever is kept; a kernel's wants the result, which is kept with its log-sum-exp.
+    scores and mixture, whatever is kept; a kernel's wants the result, which is kept with its log-sum-exp. A kernel for
+    the layer's last norm runs no more: nothing reads its result again.
     """
     kept = work.remat
     if kept == "none" or not scope.startswith("layers/") or not _goes_back(work, scope):
         return False
     kept = () if kept == "full" else kept
+    if scope == LAST_NORM:
+        return False
     if scope in (SCORES, MIXTURE) and kernels.attention(work):
         makes = "attention"
     if makes:

@@ -17,8 +17,8 @@ def visible_in_rows(positions_BT: jax.Array) -> Visible:
     return Visible(index_BT - positions_BT, index_BT + 1)
 
 
-def last(size: int, visible: Visible) -> Visible:
-    """Of what each token sees the last `size`: a sliding window."""
+def through_window(size: int, visible: Visible) -> Visible:
+    """Of what each token sees, one interval int32 [B, T], the last `size` tokens: a sliding window."""
     return Visible(jnp.maximum(visible.start, visible.end - size), visible.end)
 
 
@@ -47,7 +47,7 @@ class Views:
         if self._window is not None:
             if base := self._window.rotary_base:
                 turn = rotation(config.RotaryPositions(base=base), model.attention.head_width, positions_BT)
-            self._narrow = last(self._window.size, visible), turn
+            self._narrow = through_window(self._window.size, visible), turn
 
     def of(self, layer: jax.Array) -> tuple[Visible, Rotation | None]:
         """Of a layer by its number, from 0."""

@@ -10,7 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jaxlm import sharding
 from jaxlm.models import causal
 from jaxlm.models.attention import attend, dot_product_attention, in_causal_parts
-from jaxlm.models.config import Llama3Scaling, RotaryPositions
+from jaxlm.models.config import LinearScaling, Llama3Scaling, RotaryPositions
 from jaxlm.models.positions import rotate, rotation, visible_in_rows
 from kernels_pallas.flash_attention import Visible
 
@@ -153,3 +153,9 @@ def test_llama3_scaling_keeps_fast_frequencies_and_stretches_slow_ones():
     np.testing.assert_allclose(ratio[wavelength > 8192], 1 / 8, rtol=1e-4)
     between = ratio[(wavelength > 8192 / 4) & (wavelength < 8192)]
     assert len(between) and np.all(np.diff(between) < 0) and np.all((between < 1) & (between > 1 / 8))
+
+
+def test_linear_scaling_makes_steps_of_a_factor_one():
+    stretched = RotaryPositions(scaling=LinearScaling(factor=8.0))
+    positions = jnp.arange(12)[None]
+    chex.assert_trees_all_close(rotation(stretched, 8, 8 * positions), rotation(RotaryPositions(), 8, positions))

@@ -162,6 +162,16 @@ def layer_norm(x, scale, bias=0.0):
     return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * scale + bias
 
 
+def mixture(scores, v):
+    """softmax(scores [B, N, T, S]) · v [B, S, N, H], as [B, T, N, H]."""
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), v)
+
+
+def gelu(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
 def test_gpt2_equals_its_equations_in_numpy():
     model, graph, parameters = parts(tiny.GPT2)
     p = jax.tree.map(lambda x: np.asarray(x, np.float64), parameters)
@@ -179,13 +189,10 @@ def test_gpt2_equals_its_equations_in_numpy():
         h = layer_norm(x, **layer["attention_norm"])
         q, k, v = (np.einsum("btd,dnh->btnh", h, a[n]) + a[f"{n}_bias"] for n in ("query", "key", "value"))
         scores = np.where(causal, np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(4), -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        mixed = np.einsum("bnts,bsnh->btnh", weights, v)
+        mixed = mixture(scores, v)
         x = x + np.einsum("btnh,nhd->btd", mixed, a["output"]) + a["output_bias"]
         h = layer_norm(x, **layer["feed_forward_norm"]) @ f["up"] + f["up_bias"]
-        h = 0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))
-        x = x + h @ f["down"] + f["down_bias"]
+        x = x + gelu(h) @ f["down"] + f["down_bias"]
     expected = layer_norm(x, **p["final_norm"]) @ p["embedding"].T
     actual = logits(graph, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), p), tokens, positions)
     tiny.assert_same_numbers(actual, expected, 1e-5)
@@ -231,14 +238,11 @@ def test_gemma_equals_its_equations_in_numpy():
         q, k = (turned(rms_norm(y, **a[f"{n}_norm"]), *angles) for n, y in (("query", q), ("key", k)))
         k, v = (np.repeat(y, 2, axis=2) for y in (k, v))
         scores = np.where(seen, capped(0.5 * np.einsum("btnh,bsnh->bnts", q, k), 3.0), -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        mixed = np.einsum("bnts,bsnh->btnh", weights, v)
+        mixed = mixture(scores, v)
         x = x + rms_norm(np.einsum("btnh,nhd->btd", mixed, a["output"]), **layer["attention_post_norm"])
         h = rms_norm(x, **layer["feed_forward_norm"])
-        gate = h @ f["gate"]
-        gate = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
-        x = x + rms_norm((gate * (h @ f["up"])) @ f["down"], **layer["feed_forward_post_norm"])
+        made = (gelu(h @ f["gate"]) * (h @ f["up"])) @ f["down"]
+        x = x + rms_norm(made, **layer["feed_forward_post_norm"])
     expected = capped(rms_norm(x, **p["final_norm"]) @ p["embedding"].T, 4.0)
     actual = logits(graph, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), p), tokens, positions)
     tiny.assert_same_numbers(actual, expected, 1e-5)

@@ -56,18 +56,25 @@ def compile_to_ptx(lowered: jax.stages.Lowered) -> list[str]:
 
     Raises XLA's errors where it refuses the program.
     """
-    with tempfile.TemporaryDirectory(prefix="jaxlm-assembly-") as folder, _mosaic_writes_to(folder):
-        options = {
-            "xla_dump_to": folder,
-            # XLA's default: machine code that was made in a hurry, as in tests, says nothing of the real one.
-            "xla_backend_optimization_level": 3,
-        }
-        if jax.__version_info__ >= (0, 11):
-            # PTX is written only where it is asked for; in 0.10 it always is, and to ask makes compiling far slower.
-            options["xla_dump_emitter_re"] = "ptx"
-        lowered.compile(compiler_options=options)
+    with tempfile.TemporaryDirectory(prefix="jaxlm-assembly-") as folder:
+        dump(lowered, Path(folder))
         texts = [path.read_text() for path in sorted(Path(folder).glob("*.ptx"))]
     return [text for text in texts if _KERNEL.search(text)]
+
+
+def dump(lowered: jax.stages.Lowered, folder: Path) -> None:
+    """Compile a program for NVIDIA GPUs; into the folder come its kernels in PTX, as `*.ptx`, and of those by Mosaic
+    GPU what they are after each of its passes, as `*.mlir-passes.log`."""
+    options = {
+        "xla_dump_to": str(folder),
+        # XLA's default: machine code that was made in a hurry, as in tests, says nothing of the real one.
+        "xla_backend_optimization_level": 3,
+    }
+    if jax.__version_info__ >= (0, 11):
+        # PTX is written only where it is asked for; in 0.10 it always is, and to ask makes compiling far slower.
+        options["xla_dump_emitter_re"] = "ptx"
+    with _mosaic_writes_to(str(folder)):
+        lowered.compile(compiler_options=options)
 
 
 def assemble(ptx: str) -> list[Assembled]:

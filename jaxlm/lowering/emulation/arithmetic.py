@@ -1,0 +1,325 @@
+"""What one thread's arithmetic instructions compute, for all threads at once.
+
+Each function takes an instruction's modifiers and the values of its operands, arrays of a number for each thread or
+single numbers, and returns the result. Approximations are more exact than the chip's.
+
+Source: NVIDIA, Parallel Thread Execution ISA, version 9.0, sections 9.7.1 to 9.7.9.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = {
+    "pred": np.dtype(bool),
+    **{f"{kind}{8 * size}": np.dtype(f"u{size}") for kind in "bu" for size in (1, 2, 4, 8)},
+    **{f"s{8 * size}": np.dtype(f"i{size}") for size in (1, 2, 4, 8)},
+    **{"f16": np.dtype(np.float16), "f32": np.dtype(np.float32), "f64": np.dtype(np.float64)},
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    # Two numbers in one register.
+    **{"bf16x2": np.dtype(np.uint32), "f16x2": np.dtype(np.uint32), "f32x2": np.dtype(np.uint64)},
+    "tf32": np.dtype(np.float32),
+}
+BITS = {1: np.dtype(bool), 8: np.dtype("u1"), 16: np.dtype("u2"), 32: np.dtype("u4"), 64: np.dtype("u8")}
+_PAIRS = {"bf16x2": "bf16", "f16x2": "f16", "f32x2": "f32"}
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {}
+
+
+def _instruction(function: Callable[..., Any]) -> Callable[..., Any]:
+    FUNCTIONS[function.__name__.rstrip("_")] = function
+    return function
+
+
+def dtype_of(modifiers: tuple[str, ...]) -> np.dtype:
+    """Of an instruction's operands."""
+    return DTYPES[modifiers[-1]]
+
+
+def number(text: str, dtype: np.dtype) -> Any:
+    """A literal as a number of a dtype."""
+    if text[:2].lower() == "0f" and len(text) == 10:
+        return np.uint32(int(text[2:], 16)).view(np.float32).astype(dtype) if dtype.kind == "f" else _bits(text, dtype)
+    if text[:2].lower() == "0d" and len(text) == 18:
+        return np.uint64(int(text[2:], 16)).view(np.float64).astype(dtype)
+    value = int(text.rstrip("U"), 0)
+    if dtype.kind == "b":
+        return np.bool_(value != 0)
+    return BITS[8 * dtype.itemsize].type(value % 2 ** (8 * dtype.itemsize)).view(dtype)
+
+
+def _bits(text: str, dtype: np.dtype) -> Any:
+    return np.uint32(int(text[2:], 16)).view(dtype)
+
+
+def _rounded(value: Any, modifiers: tuple[str, ...]) -> Any:
+    """A result as an instruction leaves it: saturated, without subnormal numbers."""
+    if "sat" in modifiers:  # NaN becomes 0
+        value = np.where(value > 0, np.minimum(value, value.dtype.type(1)), value.dtype.type(0))
+    return flushed(value) if "ftz" in modifiers else value
+
+
+def flushed(value: Any) -> Any:
+    """float32 with zeros, of the same sign, for subnormal numbers."""
+    return np.where(np.abs(value) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), value), value)
+
+
+def _floating(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of numbers, for operands that are taken apart where there are two in each register."""
+
+    def instruction(modifiers: tuple[str, ...], *operands: Any) -> Any:
+        if half := _PAIRS.get(modifiers[-1]):
+            each = (*modifiers[:-1], half)
+            parts = [np.asarray(x).reshape(-1, 1).view(DTYPES[half]) for x in operands]
+            results = [instruction(each, *(part[:, i] for part in parts)) for i in range(2)]
+            return np.stack(results, axis=1).view(DTYPES[modifiers[-1]])[:, 0]
+        if "ftz" in modifiers:
+            operands = tuple(map(flushed, operands))
+        return _rounded(compute(modifiers, *operands), modifiers)
+
+    return instruction
+
+
+def _narrow(exact: Any, modifiers: tuple[str, ...], dtype: np.dtype) -> Any:
+    """float64 rounded to the instruction's dtype and in its direction."""
+    near = exact.astype(dtype)
+    if "rm" in modifiers:
+        return np.where(near > exact, np.nextafter(near, dtype.type(-np.inf)), near)
+    if "rp" in modifiers:
+        return np.where(near < exact, np.nextafter(near, dtype.type(np.inf)), near)
+    if "rz" in modifiers:
+        return np.where(np.abs(near) > np.abs(exact), np.nextafter(near, dtype.type(0)), near)
+    return near
+
+
+def _wide(x: Any) -> Any:
+    return np.asarray(x).astype(np.float64)
+
+
+def _is_float(modifiers: tuple[str, ...]) -> bool:
+    return modifiers[-1] in ("f16", "bf16", "f32", "f64", "f16x2", "bf16x2", "f32x2")
+
+
+def _either(of_floats: Callable[..., Any], of_integers: Callable[..., Any]) -> Callable[..., Any]:
+    floating = _floating(of_floats)
+
+    def instruction(modifiers: tuple[str, ...], *operands: Any) -> Any:
+        return (floating if _is_float(modifiers) else of_integers)(modifiers, *operands)
+
+    return instruction
+
+
+def _exactly(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """On floating point in float64, rounded once: products and sums of narrower numbers are exact there, or nearly."""
+
+    def compute(modifiers: tuple[str, ...], *operands: Any) -> Any:
+        dtype = dtype_of(modifiers)
+        if operator in _ROUNDED_BY_NUMPY and dtype.kind == "f" and not {"rm", "rp", "rz"} & set(modifiers):
+            return operator(*operands)
+        return _narrow(operator(*map(_wide, operands)), modifiers, dtype)
+
+    return compute
+
+
+# These are right to the last bit in the operands' own dtype.
+_ROUNDED_BY_NUMPY = (np.add, np.subtract, np.multiply, np.divide)
+
+
+def _maximum(better: Callable[..., Any], spoiled: Callable[..., Any]) -> Callable[..., Any]:
+    def compute(modifiers: tuple[str, ...], *operands: Any) -> Any:
+        result = operands[0]
+        for operand in operands[1:]:
+            result = (spoiled if "NaN" in modifiers else better)(result, operand)
+        return result
+
+    return _either(compute, compute)
+
+
+def _multiplied(modifiers: tuple[str, ...], a: Any, b: Any) -> Any:
+    """Integers: their product's low half, its high half, or all of it in twice the bits."""
+    dtype = dtype_of(modifiers)
+    if "wide" in modifiers:
+        return np.asarray(a).astype(_doubled(dtype)) * np.asarray(b).astype(_doubled(dtype))
+    if "hi" in modifiers:
+        bits = 8 * dtype.itemsize
+        if bits == 64:
+            whole = np.asarray(a, object) * np.asarray(b, object)
+            return (whole >> 64).astype(dtype)
+        return (_multiplied(("wide", modifiers[-1]), a, b) >> _doubled(dtype).type(bits)).astype(dtype)
+    return a * b
+
+
+def _doubled(dtype: np.dtype) -> np.dtype:
+    return np.dtype(f"{dtype.kind}{2 * dtype.itemsize}")
+
+
+FUNCTIONS |= {
+    "add": _either(_exactly(np.add), lambda modifiers, a, b: a + b),
+    "sub": _either(_exactly(np.subtract), lambda modifiers, a, b: a - b),
+    "mul": _either(_exactly(np.multiply), _multiplied),
+    "fma": _floating(_exactly(lambda a, b, c: a * b + c)),
+    "div": _either(_exactly(np.divide), lambda modifiers, a, b: _truncated(a, b)),
+    "neg": _either(lambda modifiers, a: -a, lambda modifiers, a: -a),
+    "abs": _either(lambda modifiers, a: np.abs(a), lambda modifiers, a: np.abs(a)),
+    "max": _maximum(np.fmax, np.maximum),
+    "min": _maximum(np.fmin, np.minimum),
+    "rcp": _floating(_exactly(lambda a: 1 / a)),
+    "sqrt": _floating(_exactly(np.sqrt)),
+    "rsqrt": _floating(_exactly(lambda a: 1 / np.sqrt(a))),
+    "ex2": _floating(_exactly(np.exp2)),
+    "lg2": _floating(_exactly(np.log2)),
+    "tanh": _floating(_exactly(np.tanh)),
+    "sin": _floating(_exactly(np.sin)),
+    "cos": _floating(_exactly(np.cos)),
+    "copysign": lambda modifiers, sign, size: np.copysign(size, sign),
+    "and": lambda modifiers, a, b: a & b,
+    "or": lambda modifiers, a, b: a | b,
+    "xor": lambda modifiers, a, b: a ^ b,
+    "not": lambda modifiers, a: ~a,
+    "selp": lambda modifiers, a, b, chosen: np.where(chosen, a, b),
+    "mad": lambda modifiers, a, b, c: _multiplied(modifiers, a, b) + c,
+}
+
+
+def _truncated(a: Any, b: Any) -> Any:
+    """An integer quotient, towards zero."""
+    a, b = np.asarray(a), np.asarray(b)
+    return (np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b))).astype(a.dtype)
+
+
+@_instruction
+def rem(modifiers: tuple[str, ...], a: Any, b: Any) -> Any:
+    return np.fmod(a, b)
+
+
+@_instruction
+def shl(modifiers: tuple[str, ...], a: Any, by: Any) -> Any:
+    bits = 8 * a.dtype.itemsize
+    return np.where(by < bits, a << np.minimum(by, bits - 1).astype(a.dtype), a.dtype.type(0))
+
+
+@_instruction
+def shr(modifiers: tuple[str, ...], a: Any, by: Any) -> Any:
+    bits = 8 * a.dtype.itemsize
+    shifted = a >> np.minimum(by, bits - 1).astype(a.dtype)
+    return shifted if a.dtype.kind == "i" else np.where(by < bits, shifted, a.dtype.type(0))
+
+
+@_instruction
+def shf(modifiers: tuple[str, ...], low: Any, high: Any, by: Any) -> Any:
+    both = np.asarray(high).astype(np.uint64) << np.uint64(32) | np.asarray(low).astype(np.uint64)
+    by = np.asarray(by & 31 if "wrap" in modifiers else np.minimum(by, 32)).astype(np.uint64)
+    return (both >> by if "r" in modifiers else both << by >> np.uint64(32)).astype(np.uint32)
+
+
+@_instruction
+def bfe(modifiers: tuple[str, ...], a: Any, first: Any, length: Any) -> Any:
+    """Bits of a number from `first` on; of signed ones the last of them is the sign."""
+    bits = 8 * np.asarray(a).dtype.itemsize
+    first, length = int(first) & 255, int(length) & 255
+    if not 0 < length <= bits - first:
+        raise NotImplementedError("bfe of no bits, or of more than there are")
+    dtype = np.asarray(a).dtype
+    return a << dtype.type(bits - first - length) >> dtype.type(bits - length)
+
+
+@_instruction
+def prmt(modifiers: tuple[str, ...], a: Any, b: Any, selector: Any) -> Any:
+    """Four of the eight bytes of two numbers, or their signs."""
+    both = np.asarray(b).astype(np.uint64) << np.uint64(32) | np.asarray(a).astype(np.uint64)
+    result = np.uint64(0)
+    for i in range(4):
+        choice = (np.asarray(selector).astype(np.uint64) >> np.uint64(4 * i)) & np.uint64(15)
+        byte = both >> (choice & np.uint64(7)) * np.uint64(8) & np.uint64(255)
+        sign = np.where(byte >> np.uint64(7), np.uint64(255), np.uint64(0))
+        result = result | np.where(choice & np.uint64(8), sign, byte) << np.uint64(8 * i)
+    return result.astype(np.uint32)
+
+
+@_instruction
+def lop3(modifiers: tuple[str, ...], a: Any, b: Any, c: Any, table: Any) -> Any:
+    """Any function of three bits, by its table."""
+    result = np.zeros_like(np.asarray(a) | b | c)
+    for i in range(8):
+        if int(table) >> i & 1:
+            result |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+    return result
+
+
+@_instruction
+def popc(modifiers: tuple[str, ...], a: Any) -> Any:
+    return np.bitwise_count(a).astype(np.uint32)
+
+
+@_instruction
+def clz(modifiers: tuple[str, ...], a: Any) -> Any:
+    bits = 8 * a.dtype.itemsize
+    return (bits - np.frexp(np.asarray(a).astype(np.longdouble))[1]).astype(np.uint32)
+
+
+@_instruction
+def setp(modifiers: tuple[str, ...], a: Any, b: Any, other: Any = None) -> Any:
+    """A comparison: of numbers, of numbers that may be NaN (…u is true then), and combined with a predicate."""
+    comparison = modifiers[0]
+    if comparison in ("lo", "ls", "hi", "hs"):
+        comparison = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}[comparison]
+    if "ftz" in modifiers:
+        a, b = flushed(a), flushed(b)
+    name = comparison.removesuffix("u")
+    if name in ("num", "nan"):
+        result = (np.isnan(a) | np.isnan(b)) == (name == "nan")
+    else:
+        compare = {
+            "eq": np.equal,
+            "ne": np.not_equal,
+            "lt": np.less,
+            "le": np.less_equal,
+            "gt": np.greater,
+            "ge": np.greater_equal,
+        }
+        result = compare[name](a, b)
+        if dtype_of(modifiers).kind in "fV":
+            unordered = np.isnan(_wide(a)) | np.isnan(_wide(b))
+            result = result | unordered if comparison.endswith("u") else result & ~unordered
+    if other is not None:
+        combine = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
+        result = next(combine[name] for name in modifiers if name in combine)(result, other)
+    return result
+
+
+def cvt(modifiers: tuple[str, ...], *operands: Any) -> Any:
+    """A number of another dtype: cvt.….to.from; two of them into one register, the first above the second."""
+    to, source = modifiers[-2:]
+    if half := _PAIRS.get(to):
+        low, high = (_converted(x, half, source, modifiers) for x in reversed(operands))
+        return np.stack(np.broadcast_arrays(low, high), axis=-1).view(DTYPES[to])[..., 0]
+    return _converted(operands[0], to, source, modifiers)
+
+
+def _converted(x: Any, to: str, source: str, modifiers: tuple[str, ...]) -> Any:
+    x, dtype = np.asarray(x), DTYPES[to]
+    if to == "tf32":
+        return _to_tf32(x, modifiers)
+    if dtype.kind in "iu":
+        if x.dtype.kind in "iu":
+            return x.astype(dtype)
+        towards = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+        whole = next(towards[name] for name in modifiers if name in towards)(_wide(x))
+        limits = np.iinfo(dtype)
+        return np.where(np.isnan(whole), 0, np.clip(whole, limits.min, limits.max)).astype(dtype)
+    if to == source and (rounding := {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}):
+        whole = [rounding[name] for name in modifiers if name in rounding]
+        return _rounded(whole[0](x) if whole else x, modifiers)
+    result = x.astype(dtype) if x.dtype.kind in "iu" else _narrow(_wide(x), modifiers, dtype)
+    result = np.maximum(result, dtype.type(0)) if "relu" in modifiers else result
+    return _rounded(result, modifiers)
+
+
+def _to_tf32(x: np.ndarray, modifiers: tuple[str, ...]) -> np.ndarray:
+    """float32 of ten bits behind the point, to nearest; halves away from zero (rna) or to even (rn)."""
+    bits = x.view(np.uint32)
+    half = np.uint32(0x1000) if "rna" in modifiers else np.uint32(0xFFF) + (bits >> np.uint32(13) & np.uint32(1))
+    rounded = (bits + half) & np.uint32(0xFFFFE000)
+    return np.where(np.isfinite(x), rounded, bits).astype(np.uint32).view(np.float32)

@@ -1,0 +1,369 @@
+"""Blocks of threads that run a kernel: registers, control, and the memory that instructions of single threads reach.
+
+Instructions of whole warps are in `warps`, those that somebody waits for in `waiting`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxlm.lowering.emulation.arithmetic import BITS, DTYPES, FUNCTIONS, cvt, dtype_of, number
+from jaxlm.lowering.emulation.memory import FIRST_ARRAY, AccessError, Arrays, Shared
+from jaxlm.lowering.emulation.ptx import Address, Instruction, Kernel, Operand
+from jaxlm.lowering.emulation.waiting import WAITING, Copies, Phases, TensorMap
+from jaxlm.lowering.emulation.warps import WARPS, Products
+
+_AT_ONCE = 2**13  # threads
+_LARGEST_SHARED = 232_448  # bytes that a block may have, of any chip
+_PARAMETERS = 60  # bits of the address where those lie that are no numbers
+_AWAKE = -1  # what a thread waits for: nothing, a barrier of this number, or
+_PHASE = -2  # a phase of any mbarrier
+
+
+class EmulationError(RuntimeError):
+    """A kernel that no chip could run, or that would give different results from run to run."""
+
+
+def run(
+    kernel: Kernel,
+    grid: Sequence[int],
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    parameters: Sequence[int | Mapping[int, TensorMap]] | None = None,
+    late: bool = True,
+) -> list[np.ndarray]:
+    """Run a kernel of PTX.
+
+    Args:
+      grid: how many blocks along x, y and z.
+      operands, results: arrays, of results their shapes and dtypes alone.
+      parameters: of each of the kernel's the array that it points to, counted over operands and then results, or
+        tensor maps by their offsets; None where they are the arrays in this order, any others null.
+      late: whether what the copy engine fetches comes as late as it may, or at once: right kernels do not care.
+
+    Returns the results.
+
+    Raises EmulationError where it reaches outside of an array, where two blocks reach the same place and one of them
+    writes, where memory is not aligned, and where threads wait for ever; NotImplementedError for instructions that
+    nothing here knows.
+    """
+    empty = [np.empty(x.shape, x.dtype) for x in results]
+    arrays = Arrays([*map(np.asarray, operands), *empty], written=len(empty))
+    if parameters is None:
+        parameters = range(len(operands) + len(empty))
+    count, threads = int(np.prod(grid)), int(np.prod(kernel.threads))
+    at_once = max(1, _AT_ONCE // threads)
+    for first in range(0, count, at_once):
+        some = np.arange(first, min(first + at_once, count))
+        try:
+            Blocks(kernel, grid, some, arrays, parameters, late).run()
+        except AccessError as error:
+            raise EmulationError(f"{kernel.name}: {error}") from None
+    return arrays.results()
+
+
+class Blocks:
+    """Some blocks of a grid.
+
+    Values are arrays of one number for each of their threads, or single numbers; `active` is which threads an
+    instruction is for, None where all.
+
+    Attributes:
+      count: of threads, `per_block` of each block.
+      blocks: of each thread its block in the grid, `held` among those here.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        grid: Sequence[int],
+        blocks: np.ndarray,
+        arrays: Arrays,
+        parameters: Sequence[int | Mapping[int, TensorMap]],
+        late: bool,
+    ):
+        self.kernel, self.arrays, self.shared = kernel, arrays, Shared(len(blocks), _LARGEST_SHARED)
+        self.per_block = int(np.prod(kernel.threads))
+        self.count = len(blocks) * self.per_block
+        self.held = np.repeat(np.arange(len(blocks)), self.per_block)
+        self.blocks = np.repeat(blocks, self.per_block).astype(np.int32)
+        self.copies, self.phases, self.products = Copies(self.count, late), Phases(), Products(self.count)
+        self._registers: dict[str, np.ndarray] = {}
+        self._known = _places(kernel, grid, blocks) | {
+            name: np.uint64(offset) for name, offset in kernel.shared.items()
+        }
+        self.maps: dict[int, TensorMap] = {}
+        for i, name in enumerate(kernel.parameters):
+            pointed = parameters[i] if i < len(parameters) else None
+            self._known[name] = np.uint64(0)
+            if isinstance(pointed, int):
+                self._known[name] = arrays.addresses[pointed]
+            elif pointed is not None:
+                self._known[name] = np.uint64((1 << _PARAMETERS) + (i << 20))
+                self.maps |= {int(self._known[name]) + offset: found for offset, found in pointed.items()}
+        self._at = np.zeros(self.count, np.int32)  # which basic block is next
+        self._waits = np.full(self.count, _AWAKE, np.int32)
+
+    def run(self) -> None:
+        """To the end of all threads. Of those that wait for nothing the furthest behind go first."""
+        end = len(self.kernel.blocks)
+        while True:
+            ready = np.where(self._waits == _AWAKE, self._at, end)
+            here = int(ready.min())
+            if here < end:
+                self._run_block(here, ready == here)
+            elif not self._stuck():
+                return
+
+    def _stuck(self) -> bool:
+        """Whether somebody waits, now that everybody does who is not at the end: for a copy, which comes then."""
+        waiting = self._waits != _AWAKE
+        if not waiting.any():
+            self.copies.finish_all(self)
+            return False
+        if not self.copies.arrive(self):
+            stuck = np.flatnonzero(waiting)
+            where = sorted({self.kernel.blocks[max(i - 1, 0)][-1].text for i in self._at[stuck]})
+            raise EmulationError(f"{self.kernel.name}: {stuck.size} threads wait for ever: {'; '.join(where)}")
+        return True
+
+    def _run_block(self, here: int, active: np.ndarray) -> None:
+        self._at[active] = here + 1
+        everybody = None if active.all() else active
+        for instruction in self.kernel.blocks[here]:
+            try:
+                self._step(instruction, everybody)
+            except AccessError as error:
+                raise AccessError(f"{instruction.text}: {error}") from None
+
+    def _step(self, instruction: Instruction, active: np.ndarray | None) -> None:
+        if instruction.predicate:
+            chosen = np.broadcast_to(self.value(instruction.predicate, np.dtype(bool)), self.count)
+            chosen = chosen != instruction.negated
+            active = chosen if active is None else active & chosen
+            if active.all():
+                active = None
+            elif not active.any():
+                return
+        if special := _SPECIAL.get(instruction.opcode):
+            special(self, instruction, active)
+        elif instruction.opcode in FUNCTIONS:
+            _compute(self, instruction, active)
+        else:
+            raise self.unknown(instruction)
+
+    def unknown(self, instruction: Instruction) -> NotImplementedError:
+        """What to raise for an instruction."""
+        return NotImplementedError(f"{self.kernel.name}: no emulation of {instruction.text}")
+
+    # Registers.
+
+    def width(self, name: str) -> int:
+        """Bits of a register."""
+        return self.kernel.widths[name.rstrip("0123456789") if name.startswith("%") else name]
+
+    def value(self, operand: Operand, dtype: np.dtype) -> Any:
+        """Of an operand: of a register that has more bits the low ones, before those of one that has fewer zeros."""
+        if operand in self._registers:
+            held = self._registers[operand]
+            if held.dtype.itemsize != dtype.itemsize:
+                held = held.astype(f"u{dtype.itemsize}")
+            return held.view(dtype)
+        if operand in self._known:
+            return self._known[operand].astype(dtype)
+        if operand.lstrip("-")[:1].isdigit():
+            return number(operand, dtype)
+        self.width(operand)  # is one; whoever reads what nobody wrote does not care
+        return np.zeros(self.count, dtype)
+
+    def values(self, operand: Operand, dtype: np.dtype) -> np.ndarray:
+        """The same, of each thread."""
+        return np.broadcast_to(self.value(operand, dtype), self.count)
+
+    def by_warp(self, operand: Operand, dtype: np.dtype) -> np.ndarray:
+        """The same: [warps, 32]."""
+        return self.values(operand, dtype).reshape(-1, 32)
+
+    def write(self, name: str, value: Any, active: np.ndarray | None) -> None:
+        """To a register; what is narrower is widened, by its sign where it has one."""
+        if name == "_":
+            return
+        dtype = BITS[self.width(name)]
+        value = np.asarray(value)
+        if value.dtype.itemsize < dtype.itemsize:
+            value = value.astype(f"{'i' if value.dtype.kind == 'i' else 'u'}{dtype.itemsize}")
+        value = np.broadcast_to(value, self.count)
+        bits = value if value.dtype == dtype else np.ascontiguousarray(value).view(dtype)
+        if active is not None:
+            before = self._registers.get(name)
+            bits = np.where(active, bits, np.zeros(1, dtype) if before is None else before)
+        self._registers[name] = bits
+
+    # Control.
+
+    def go(self, active: np.ndarray | None, label: str | None) -> None:
+        """To a label, or to the end."""
+        to = len(self.kernel.blocks) if label is None else self.kernel.labels[label]
+        self._at[slice(None) if active is None else active] = to
+
+    def wait_at(self, barrier: np.ndarray, expected: np.ndarray | None, active: np.ndarray | None) -> None:
+        """Until so many threads of a block wait at its barrier; None is all that are not at the end."""
+        chosen = np.ones(self.count, bool) if active is None else active
+        self._waits[chosen] = barrier[chosen]
+        by_block = self._waits.reshape(-1, self.per_block)
+        left = (self._at < len(self.kernel.blocks)).reshape(by_block.shape).sum(axis=1)
+        for i in np.unique(barrier[chosen]):
+            here = by_block == i
+            wanted = left if expected is None else expected.reshape(by_block.shape).max(axis=1)
+            by_block[here & (here.sum(axis=1) >= wanted)[:, None]] = _AWAKE
+
+    def wait_for_phase(self, chosen: np.ndarray) -> None:
+        """Until a phase of any mbarrier of the block ends."""
+        self._waits[chosen] = _PHASE
+
+    def wake(self, held: int) -> None:
+        """Who waits for a phase in a block."""
+        of_block = self._waits[held * self.per_block : (held + 1) * self.per_block]
+        of_block[of_block == _PHASE] = _AWAKE
+
+    # Memory.
+
+    def addresses(self, place: Address) -> np.ndarray:
+        """Of each thread."""
+        base = self.value(place.base, np.dtype(np.uint64))
+        return np.broadcast_to(base + np.uint64(place.offset % 2**64), self.count)
+
+    def load(
+        self, modifiers: Sequence[str], targets: Sequence[str], addresses: np.ndarray, active: np.ndarray | None
+    ) -> None:
+        """To registers, one word after another."""
+        dtype = dtype_of(modifiers)
+        where = np.arange(self.count) if active is None else np.flatnonzero(active)
+        memory, owners = self._memory(modifiers, addresses[where])
+        found = memory.load(addresses[where], dtype.itemsize, len(targets), owners[where])
+        for name, words in zip(targets, found, strict=True):
+            values = np.zeros(self.count, dtype)
+            values[where] = words.view(dtype)
+            self.write(name, values, active)
+
+    def store(
+        self, modifiers: Sequence[str], sources: Sequence[str], addresses: np.ndarray, active: np.ndarray | None
+    ) -> None:
+        """From registers."""
+        dtype = dtype_of(modifiers)
+        where = np.arange(self.count) if active is None else np.flatnonzero(active)
+        memory, owners = self._memory(modifiers, addresses[where])
+        words = np.stack([self.values(x, dtype)[where] for x in sources])
+        memory.store(addresses[where], words.view(f"u{dtype.itemsize}"), owners[where])
+
+    def _memory(self, modifiers: Sequence[str], addresses: np.ndarray) -> tuple[Arrays | Shared, np.ndarray]:
+        """Where an instruction reaches, by its name or else by where it does, and whose it is there."""
+        here = any(name.startswith("shared") for name in modifiers)
+        here |= "global" not in modifiers and bool(addresses[0] < FIRST_ARRAY)
+        return (self.shared, self.held) if here else (self.arrays, self.blocks)
+
+
+def _compute(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> None:
+    """One of the functions of a thread's own numbers."""
+    modifiers = instruction.modifiers
+    dtype = dtype_of(modifiers)
+    target, *operands = instruction.operands
+    types = [dtype] * len(operands)
+    match instruction.opcode:
+        case "selp" | "setp" if len(operands) > 2:
+            types[2] = np.dtype(bool)
+        case "shl" | "shr" | "shf":
+            types[-1] = np.dtype(np.uint32)
+        case "bfe":
+            types[1:] = [np.dtype(np.uint32)] * 2
+        case "mad" if "wide" in modifiers:
+            types[2] = np.dtype(f"{dtype.kind}{2 * dtype.itemsize}")
+    values = [m.value(x, each) for x, each in zip(operands, types, strict=True)]
+    with np.errstate(all="ignore"):
+        m.write(target, FUNCTIONS[instruction.opcode](modifiers, *values), active)
+
+
+def _cvt(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> None:
+    target, *operands = instruction.operands
+    source = DTYPES[instruction.modifiers[-1]]
+    with np.errstate(all="ignore"):
+        m.write(target, cvt(instruction.modifiers, *(m.value(x, source) for x in operands)), active)
+
+
+def _cvta(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> None:
+    """All spaces are parts of one."""
+    m.write(instruction.operands[0], m.value(instruction.operands[1], np.dtype(np.uint64)), active)
+
+
+def _mov(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> None:
+    """Also between one register and its parts."""
+    target, source = instruction.operands
+    dtype = dtype_of(instruction.modifiers)
+    if isinstance(source, tuple):
+        part = np.dtype(f"u{dtype.itemsize // len(source)}")
+        m.write(target, np.stack([m.values(x, part) for x in source], axis=1).view(f"u{dtype.itemsize}")[:, 0], active)
+    elif isinstance(target, tuple):
+        parts = np.ascontiguousarray(m.values(source, dtype)).reshape(-1, 1).view(f"u{dtype.itemsize // len(target)}")
+        for i, name in enumerate(target):
+            m.write(name, parts[:, i], active)
+    else:
+        m.write(target, m.value(source, dtype), active)
+
+
+def _ld(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> None:
+    target, place = instruction.operands
+    if instruction.modifiers[0].startswith("param"):
+        m.write(target, m.value(place.base, np.dtype(np.uint64)), active)
+    else:
+        targets = target if isinstance(target, tuple) else (target,)
+        m.load(instruction.modifiers, targets, m.addresses(place), active)
+
+
+def _st(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> None:
+    place, source = instruction.operands
+    sources = source if isinstance(source, tuple) else (source,)
+    m.store(instruction.modifiers, sources, m.addresses(place), active)
+
+
+def _bra(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> None:
+    m.go(active, instruction.operands[0])
+
+
+def _ret(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> None:
+    m.go(active, None)
+
+
+def _nothing(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> None:
+    """What orders or speeds up what is in order here."""
+
+
+_SPECIAL: dict[str, Callable[..., None]] = {
+    "cvt": _cvt,
+    "cvta": _cvta,
+    "mov": _mov,
+    "ld": _ld,
+    "st": _st,
+    "bra": _bra,
+    "ret": _ret,
+    "exit": _ret,
+    **dict.fromkeys(("fence", "membar", "griddepcontrol", "prefetch", "setmaxnreg"), _nothing),
+    **WARPS,
+    **WAITING,
+}
+
+
+def _places(kernel: Kernel, grid: Sequence[int], blocks: np.ndarray) -> dict[str, np.ndarray]:
+    """The registers that say where each thread is."""
+    width, height, _ = kernel.threads
+    thread = np.arange(int(np.prod(kernel.threads)), dtype=np.uint32)
+    columns, rows, _ = grid
+    threads = (thread % width, thread // width % height, thread // (width * height))
+    placed = (blocks % columns, blocks // columns % rows, blocks // (columns * rows))
+    known = {"%laneid": np.tile(thread % 32, len(blocks)), "%warpid": np.tile(thread // 32, len(blocks))}
+    for i, axis in enumerate("xyz"):
+        known[f"%tid.{axis}"] = np.tile(threads[i], len(blocks))
+        known[f"%ctaid.{axis}"] = np.repeat(placed[i], len(thread)).astype(np.uint32)
+        known[f"%ntid.{axis}"] = np.uint32(kernel.threads[i])
+        known[f"%nctaid.{axis}"] = np.uint32(grid[i])
+    return known

@@ -1,0 +1,126 @@
+"""Calls of Pallas kernels, compiled for an NVIDIA GPU that is not here and run in emulation."""
+
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxlm.lowering.assembly import dump
+from jaxlm.lowering.emulation import machine, ptx
+from jaxlm.lowering.emulation.waiting import TensorMap
+
+_TRITON = re.compile(
+    r"grid_x = (\d+) : i32, grid_y = (\d+) : i32, grid_z = (\d+) : i32.*?name = \"(\w+)\", num_stages", re.DOTALL
+)
+
+
+class Call(NamedTuple):
+    """One kernel and how it is launched.
+
+    Attributes:
+      results: shapes and dtypes.
+      parameters: see `machine.run`.
+    """
+
+    kernel: ptx.Kernel
+    grid: tuple[int, int, int]
+    results: tuple[jax.ShapeDtypeStruct, ...]
+    parameters: tuple[int | Mapping[int, TensorMap], ...] | None = None
+
+    def run(self, *operands: Any, late: bool = True) -> list[np.ndarray]:
+        """The results; raises what `machine.run` does."""
+        return machine.run(self.kernel, self.grid, operands, self.results, self.parameters, late)
+
+
+def compile_call(lowered: jax.stages.Lowered) -> Call:
+    """Of a program that is one call of a Pallas kernel, whose operands are its own, by Triton or Mosaic GPU.
+
+    Raises the compiler's errors where it refuses it.
+    """
+    results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(lowered.out_info))
+    with tempfile.TemporaryDirectory(prefix="jaxlm-emulation-") as folder:
+        dump(lowered, Path(folder))
+        texts = [path.read_text() for path in Path(folder).glob("*.ptx")]
+        logs = [path.read_text() for path in Path(folder).glob("*.mlir-passes.log")]
+    kernels = [kernel for text in texts for kernel in ptx.kernels(text)]
+    if logs:
+        (kernel,) = (kernel for kernel in kernels if kernel.name.endswith("_mosaic_gpu_kernel"))
+        sizes = [x.dtype.itemsize for x in (*jax.tree.leaves(lowered.in_avals), *results)]
+        grid, parameters = _launch(logs[0], sizes)
+        return Call(kernel, grid, results, parameters)
+    *grid, name = _TRITON.search(lowered.as_text()).groups()
+    (kernel,) = (kernel for kernel in kernels if kernel.name == name)
+    return Call(kernel, tuple(map(int, grid)), results)
+
+
+# Before this pass of Mosaic GPU all that the host does for a launch is constants, pointers and tensor maps.
+_LAUNCH_IS_KNOWN = "// -----// IR Dump Before GpuLaunchLoweringPass"
+_CONSTANT = re.compile(r"llvm\.mlir\.constant\((-?\d+) : \w+\)")
+_POINTER = re.compile(r"llvm\.getelementptr (%\w+)\[(\d+)\]")
+_STORE = re.compile(r"(?:llvm|memref)\.store (%\w+), (%\w+)(?:\[(%\w+)\])?")
+_MAP = re.compile(r"call @mosaic_gpu_init_tma_desc\((.*?)\)")
+_OPERAND = re.compile(r"%\w+")
+
+
+class _Memory(NamedTuple):
+    """A place in what the host allocates, by a number of its own."""
+
+    number: int
+    offset: int
+
+
+class _Array(NamedTuple):
+    """The data of an operand or a result."""
+
+    index: int
+
+
+class _Slot(NamedTuple):
+    """Where the pointer to it is."""
+
+    index: int
+
+
+def _launch(log: str, sizes: Sequence[int]) -> tuple[tuple[int, int, int], tuple]:
+    """The grid and the parameters of a kernel by Mosaic GPU, from what its host function does with arrays of elements
+    of these bytes."""
+    host = log[log.index(_LAUNCH_IS_KNOWN) :]
+    host = host[host.index("func.func @") :]
+    stream, pointers = re.search(r"\((%\w+): .*?, (%\w+): ", host).groups()
+    values: dict[str, Any] = {stream: None, pointers: _Slot(0)}
+    held: dict[_Memory, Any] = {}  # integers, and tensor maps, by where they are
+    for line in host.splitlines():
+        target, _, operation = line.strip().partition(" = ") if line.strip().startswith("%") else ("", "", line.strip())
+        if found := _CONSTANT.match(operation):
+            values[target] = int(found[1])
+        elif operation.startswith(("llvm.alloca", "memref.alloca")):
+            values[target] = _Memory(len(values), 0)
+        elif found := _POINTER.match(operation):
+            base, by = values[found[1]], int(found[2])
+            values[target] = base._replace(index=by) if isinstance(base, _Slot) else base._replace(offset=by)
+        elif found := _STORE.match(operation):
+            place = values[found[2]]
+            held[place._replace(offset=values[found[3]]) if found[3] else place] = values[found[1]]
+        elif found := _MAP.match(operation):
+            place, data, _, rank, shape, strides, swizzle, box = (values[x] for x in _OPERAND.findall(found[1]))
+            each = ([held[at._replace(offset=i)] for i in range(rank)] for at in (shape, strides, box))
+            held[place] = TensorMap(data.index, sizes[data.index], *map(tuple, each), swizzle)
+        elif operation.startswith("gpu.launch_func"):
+            blocks, arguments = re.search(r"blocks in \((.*?)\).* args\((.*)\)", operation).groups()
+            passed = [values[x] for x in _OPERAND.findall(arguments)]
+            return tuple(values[x] for x in _OPERAND.findall(blocks)), tuple(
+                x.index
+                if isinstance(x, _Array)
+                else {at.offset: known for at, known in held.items() if at.number == x.number}
+                for x in passed
+            )
+        elif target:  # whatever is made of a pointer, or else of a number: all begins where the pointer points
+            known = [values[x] for x in _OPERAND.findall(operation) if x in values]
+            pointed = [x for x in known if isinstance(x, _Array | _Slot | _Memory)]
+            first = next(iter(pointed or known), None)
+            values[target] = _Array(first.index) if isinstance(first, _Slot) else first
+    raise RuntimeError("Mosaic GPU wrote no launch")

@@ -1,0 +1,89 @@
+"""What the compilers make of kernels for NVIDIA GPUs, run in emulation against the reference in float32: results,
+gradients, and twice the same; that no access leaves its array, and that no two blocks write the same place."""
+
+import emulated
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from agreement import check, served
+from elsewhere import ELSEWHERE
+
+from kernels_pallas import hopper, launch, rms_norm
+from kernels_pallas.flash_attention import causal, flash_attention
+from kernels_pallas.registry import OPERATIONS
+
+pytestmark = ELSEWHERE
+
+
+def _calls():
+    """On Hopper every case. Ampere differs by how it multiplies narrow numbers: those, and one case of all else."""
+    for operation in OPERATIONS.values():
+        for implementation in set(operation.implementations) & {"triton", "mosaic_gpu"}:
+            for i, (case, dtype) in enumerate(served(operation, implementation)):
+                yield operation, case, dtype, implementation, "H100"
+                multiplies = operation.name in ("matmul", "flash_attention")
+                if implementation == "triton" and (dtype != "float32" if multiplies else i == 0):
+                    yield operation, case, dtype, implementation, "A100"
+
+
+CALLS = [
+    pytest.param(*call, id=f"{call[0].name}-{call[1].name}-{'-'.join(call[2:])}")
+    for call in sorted(_calls(), key=lambda call: (call[0].name, call[3]))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation, case, dtype, implementation, chip", CALLS)
+def test_machine_code_gives_what_the_reference_gives(operation, case, dtype, implementation, chip, monkeypatch):
+    emulated.on(chip, monkeypatch)
+    check(operation, case, dtype, implementation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case, dtype", served(OPERATIONS["flash_attention"], "mosaic_gpu"))
+def test_copies_may_come_at_once(case, dtype, monkeypatch):
+    """What is still read is not overwritten: the copy engine fetches as early here as it can, late everywhere else."""
+    emulated.on("H100", monkeypatch, late=False)
+    check(OPERATIONS["flash_attention"], case, dtype, "mosaic_gpu")
+
+
+def test_a_load_without_its_mask_is_found(monkeypatch):
+    """Interpreted it would be none: there what is beyond an array reads as something."""
+    emulated.on("A100", monkeypatch)
+    x = jnp.ones((3, 48))
+    rms_norm(x, implementation="triton")
+    plain = launch.load
+    monkeypatch.setattr(launch, "load", lambda ref, mask=None, other=0: plain(ref))
+    jax.clear_caches()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="EmulationError: rms_norm: .*ld.global.* of operand 0, which"):
+        rms_norm(x, implementation="triton")
+    jax.clear_caches()
+
+
+def test_a_barrier_that_nobody_waits_for_is_found(monkeypatch):
+    """A block of keys that is read before it came is not what was asked for."""
+    emulated.on("H100", monkeypatch)
+    query, key, value = (jax.random.normal(jax.random.key(i), (1, 256, 1, 64), jnp.bfloat16) for i in range(3))
+
+    def attend():
+        jax.clear_caches()
+        return np.asarray(
+            flash_attention(query, key, value, visible=causal(256), implementation="mosaic_gpu"), np.float32
+        )
+
+    right = attend()
+    assert np.isfinite(right).all()
+    monkeypatch.setattr(hopper.Warpgroup, "wait", lambda *arguments: None)
+    try:
+        assert not np.isfinite(attend()).all()
+    except jax.errors.JaxRuntimeError as error:
+        assert "EmulationError" in str(error)
+    jax.clear_caches()
+
+
+def test_emulation_ends_with_its_test(monkeypatch):
+    with monkeypatch.context() as patch:
+        emulated.on("A100", patch)
+    with pytest.raises(NotImplementedError):
+        rms_norm(jnp.ones((4, 32)), implementation="triton")

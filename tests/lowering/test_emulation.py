@@ -1,0 +1,229 @@
+"""The emulator of PTX: what instructions compute, and what a kernel must not do."""
+
+import numpy as np
+import pytest
+
+from jaxlm.lowering.emulation import machine, ptx
+from jaxlm.lowering.emulation.machine import EmulationError
+from jaxlm.lowering.emulation.tensor_cores import places_of_matrix
+from jaxlm.lowering.emulation.waiting import TensorMap
+
+LANES = np.arange(32, dtype=np.uint32)
+WORD_EACH = (np.zeros(32, np.uint32),)
+
+
+def run(body, *operands, results=WORD_EACH, threads=32, blocks=1, **how):
+    """A kernel whose pointers are %rd0 and following, and its results; %r0 is the thread, %rd9 its offset in words."""
+    count = len(operands) + len(results)
+    text = f"""
+.version 9.0
+.target sm_90a
+.visible .entry kernel(
+    {", ".join(f".param .u64 .ptr .align 256 kernel_param_{i}" for i in range(count))}
+)
+.reqntid {threads}, 1, 1
+{{
+    .reg .pred %p<9>;
+    .reg .b16 %rs<9>;
+    .reg .b32 %r<99>;
+    .reg .b64 %rd<99>;
+    .shared .align 128 .b8 held[4096];
+    {" ".join(f"ld.param.b64 %rd{i}, [kernel_param_{i}];" for i in range(count))}
+    mov.u32 %r0, %tid.x;
+    mul.wide.u32 %rd9, %r0, 4;
+    {" ".join(f"add.s64 %rd{10 + i}, %rd{i}, %rd9;" for i in range(count))}
+    {body}
+    ret;
+}}
+"""
+    (kernel,) = ptx.kernels(text)
+    return machine.run(kernel, (blocks, 1, 1), operands, results, **how)
+
+
+def computed(instructions, *operands, dtype=np.float32):
+    """%r1 and following from the operands, and what is in %r9 afterwards."""
+    loads = " ".join(f"ld.global.b32 %r{i + 1}, [%rd{10 + i}];" for i in range(len(operands)))
+    store = f"st.global.b32 [%rd{10 + len(operands)}], %r9;"
+    filled = [np.resize(np.asarray(x), 32) for x in operands]
+    (result,) = run(f"{loads} {instructions} {store}", *filled, results=[np.zeros(32, dtype)])
+    return result
+
+
+FLOATS = np.float32([1.5, -2.25, 0.0, -0.0, 3e38, 1e-40, np.inf, -np.inf, np.nan, 1 + 2**-11])
+WORDS = np.uint32([0, 1, 2**31, 2**32 - 1, 0xDEADBEEF, 7])
+
+
+@pytest.mark.parametrize(
+    "instruction, operands, expected",
+    [
+        ("add.rn.f32 %r9, %r1, 0f3F800000;", [FLOATS], FLOATS + np.float32(1)),
+        ("mul.f32 %r9, %r1, 0fC0000000;", [FLOATS[:4]], -2 * FLOATS[:4]),
+        ("fma.rn.f32 %r9, %r1, %r1, %r1;", [FLOATS[:4]], FLOATS[:4] * FLOATS[:4] + FLOATS[:4]),
+        ("fma.rm.f32 %r9, %r1, 0f3F800000, 0f33000000;", [np.float32([1.0, 2.0])], np.float32([1.0, 2.0])),
+        ("fma.rm.f32 %r9, %r1, 0f3F800000, 0fB3000000;", [np.float32([1.0])], [np.nextafter(np.float32(1), 0)]),
+        ("cvt.sat.f32.f32 %r9, %r1;", [FLOATS], [1, 0, 0, 0, 1, 1e-40, 1, 0, 0, 1]),
+        ("ex2.approx.ftz.f32 %r9, %r1;", [np.float32([0, 3, -150, -np.inf])], [1, 8, 0, 0]),
+        ("max.f32 %r9, %r1, 0f00000000;", [FLOATS], np.fmax(FLOATS, 0)),
+        ("max.NaN.f32 %r9, %r1, 0f00000000;", [FLOATS], np.maximum(FLOATS, 0)),
+        ("div.full.f32 %r9, %r1, %r2;", [np.float32([6, 1]), np.float32([3, 0])], [2, np.inf]),
+        ("cvt.rna.tf32.f32 %r9, %r1;", [np.float32([1 + 2**-11, 1 + 2**-12])], [1 + 2**-10, 1]),
+        ("cvt.rn.f32.s32 %r9, %r1;", [np.int32([-7, 2**24 + 1])], [-7, 2**24]),
+        ("cvt.rn.bf16x2.f32 %r9, %r1, %r2;", [FLOATS[:1], FLOATS[1:2]], np.uint32([0x3FC0C010]).view("f4")),
+        ("mov.b32 {%rs1, %rs2}, %r1; cvt.f32.bf16 %r9, %rs2;", [np.uint32([0x3FC0C010])], [1.5]),
+        ("mov.b32 {%rs1, %rs2}, %r1; mov.b32 %r9, {%rs2, %rs1};", [FLOATS[:1]], np.uint32([0x3FC0]).view("f4")),
+        ("setp.lt.f32 %p1, %r1, 0f00000000; selp.f32 %r9, 0f3F800000, 0f00000000, %p1;", [FLOATS], FLOATS < 0),
+        ("setp.geu.f32 %p1, %r1, 0f00000000; selp.f32 %r9, 0f3F800000, 0f00000000, %p1;", [FLOATS], ~(FLOATS < 0)),
+        ("copysign.f32 %r9, %r1, 0f40000000;", [FLOATS[:4]], [2, -2, 2, -2]),
+    ],
+)
+def test_floating_point(instruction, operands, expected):
+    expected = np.asarray(expected, np.float32)
+    np.testing.assert_array_equal(computed(instruction, *operands)[: len(expected)], expected)
+
+
+@pytest.mark.parametrize(
+    "instruction, operands, expected",
+    [
+        ("add.s32 %r9, %r1, -1;", [WORDS], WORDS - np.uint32(1)),
+        ("shl.b32 %r9, %r1, 33;", [WORDS], 0 * WORDS),
+        ("shr.s32 %r9, %r1, 4;", [WORDS], (WORDS.view("i4") >> 4).view("u4")),
+        ("shf.l.wrap.b32 %r9, %r1, %r1, 8;", [WORDS], WORDS << np.uint32(8) | WORDS >> np.uint32(24)),
+        ("mul.hi.u32 %r9, %r1, %r1;", [WORDS], WORDS.astype("u8") ** 2 >> np.uint64(32)),
+        ("mul.wide.s32 %rd20, %r1, -2; cvt.u32.u64 %r9, %rd20;", [WORDS], WORDS * np.uint32(2**32 - 2)),
+        ("mad.lo.s32 %r9, %r1, 3, %r1;", [WORDS], WORDS * np.uint32(4)),
+        ("div.s32 %r9, %r1, 2;", [np.int32([7, -7]).view("u4")], np.int32([3, -3]).view("u4")),
+        ("bfe.u32 %r9, %r1, 4, 8;", [WORDS], WORDS >> np.uint32(4) & np.uint32(255)),
+        ("bfe.s32 %r9, %r1, 0, 1;", [WORDS], np.where(WORDS & np.uint32(1), np.uint32(2**32 - 1), np.uint32(0))),
+        ("prmt.b32 %r9, %r1, %r2, 0x3210;", [WORDS, WORDS[::-1]], WORDS),
+        ("prmt.b32 %r9, %r1, 0, 0x4443;", [WORDS], WORDS >> np.uint32(24)),
+        ("lop3.b32 %r9, %r1, %r2, 255, 0x78;", [WORDS, WORDS[::-1]], WORDS ^ (WORDS[::-1] & np.uint32(255))),
+        ("not.b32 %r9, %r1;", [WORDS], ~WORDS),
+        ("min.s32 %r9, %r1, 5;", [WORDS], np.minimum(WORDS.view("i4"), 5).view("u4")),
+        ("popc.b32 %r9, %r1;", [WORDS], np.bitwise_count(WORDS)),
+        ("clz.b32 %r9, %r1;", [WORDS], [32, 31, 0, 0, 0, 29]),
+        ("setp.ne.b32 %p1, %r1, 0; @!%p1 mov.b32 %r1, 5; mov.b32 %r9, %r1;", [WORDS], np.where(WORDS, WORDS, 5)),
+    ],
+)
+def test_integers(instruction, operands, expected):
+    np.testing.assert_array_equal(computed(instruction, *operands, dtype=np.uint32)[: len(expected)], expected)
+
+
+@pytest.mark.parametrize(
+    "shuffle, expected",
+    [
+        ("bfly.b32 %r9, %r1, 3, 31, -1", LANES ^ 3),
+        ("down.b32 %r9, %r1, 4, 31, -1", np.where(LANES < 28, LANES + 4, LANES)),
+        ("up.b32 %r9, %r1, 1, 0, -1", np.maximum(LANES, 1) - 1),
+        ("idx.b32 %r9, %r1, 5, 31, -1", np.full(32, 5)),
+        ("idx.b32 %r9, %r1, 1, 0x1C1F, -1", LANES // 4 * 4 + 1),  # in groups of four
+    ],
+)
+def test_shuffles(shuffle, expected):
+    np.testing.assert_array_equal(computed(f"shfl.sync.{shuffle};", LANES, dtype=np.uint32), expected)
+
+
+def test_threads_part_and_meet():
+    """Each adds its own number so often as it says, then all exchange sums."""
+    body = """
+    mov.b32 %r1, 0; mov.b32 %r2, 0;
+    $again: setp.ge.u32 %p1, %r2, %r0; @%p1 bra $done;
+    add.s32 %r1, %r1, %r0; add.s32 %r2, %r2, 1; bra.uni $again;
+    $done: shfl.sync.bfly.b32 %r3, %r1, 1, 31, -1; st.global.b32 [%rd10], %r3;
+    """
+    np.testing.assert_array_equal(run(body)[0], (LANES ^ 1) ** 2)
+
+
+def test_labels_belong_to_their_scope():
+    wait = "{ .reg .pred q; again: setp.eq.u32 q, %r0, %r0; @q bra.uni done; bra.uni again; done: }"
+    np.testing.assert_array_equal(run(f"{wait} {wait} st.global.b32 [%rd10], %r0;")[0], LANES)
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ("ld.global.b32 %r1, [%rd10+4];", "reaches bytes 128 to 131 of operand 0, which has 128"),
+        ("setp.eq.u32 %p1, %r0, 1; @%p1 ld.global.v2.b32 {%r1, %r2}, [%rd10];", "8 bytes of operand 0 are not aligned"),
+        ("st.global.b32 [%rd10], %r0;", "writes to operand 0"),
+        ("mov.b64 %rd20, 0; ld.global.b32 %r1, [%rd20];", "reaches 0x0, which is no array's"),
+        ("ld.shared.b32 %r1, [held+300000];", "reaches byte 300000 of 232448 in shared memory"),
+        ("setp.eq.u32 %p1, %r0, 3; @%p1 bar.sync 1, 32;", "1 threads wait for ever: @%p1 bar.sync 1, 32"),
+        ("setp.eq.u32 %p1, %r0, 3; @%p1 shfl.sync.bfly.b32 %r1, %r0, 1, 31, -1;", "a part of 32 threads"),
+        ("mbarrier.arrive.shared.b64 %rd20, [held];", "there is no mbarrier at 0"),
+    ],
+)
+def test_what_no_kernel_may_do(body, message):
+    with pytest.raises(EmulationError) as raised:
+        run(body, np.zeros(32, np.uint32))
+    assert message in str(raised.value) and str(raised.value).startswith("kernel: ")
+
+
+def test_blocks_write_places_of_their_own():
+    with pytest.raises(EmulationError, match="two blocks write to the same place of result 0"):
+        run("st.global.b32 [%rd10], %r0;", blocks=2)
+    with pytest.raises(EmulationError, match="reads what another block wrote to result 0"):
+        run(
+            """mov.u32 %r1, %ctaid.x; setp.eq.u32 %p1, %r1, 0;
+            @%p1 st.global.b32 [%rd10], %r0; @!%p1 ld.global.b32 %r2, [%rd10];""",
+            blocks=2,
+        )
+
+
+def test_what_nobody_knows_is_named():
+    with pytest.raises(NotImplementedError, match="kernel: no emulation of tcgen05.alloc"):
+        run("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32;")
+
+
+def test_a_copy_is_there_when_it_is_waited_for():
+    """Before that, shared memory is as nobody left it."""
+    operand = np.arange(32, dtype=np.uint32)
+    copy = """
+    cvt.u32.u64 %r2, %rd9; cp.async.ca.shared.global [%r2], [%rd10], 0x4; cp.async.commit_group;
+    WAIT ld.shared.b32 %r1, [%r2]; st.global.b32 [%rd11], %r1;
+    """
+    np.testing.assert_array_equal(run(copy.replace("WAIT", "cp.async.wait_group 0;"), operand)[0], operand)
+    assert np.all(run(copy.replace("WAIT", "cp.async.wait_group 1;"), operand)[0] == 2**32 - 1)
+
+
+FETCH = """
+    setp.eq.u32 %p1, %r0, 0;
+    @%p1 mbarrier.init.shared.b64 [held+1024], 1;
+    bar.sync 0;
+    mov.b64 %rd20, kernel_param_2;
+    mov.b32 %r5, -1; mov.b32 %r6, 2;
+    @%p1 mbarrier.arrive.expect_tx.shared.b64 %rd21, [held+1024], EXPECTED;
+    @%p1 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes
+        [held], [%rd20, {%r5, %r6}], [held+1024];
+    { .reg .pred q; again: mbarrier.try_wait.parity.shared.b64 q, [held+1024], 0;
+    @q bra.uni done; bra.uni again; done: }
+    ld.shared.b32 %r1, [%rd9]; st.global.b32 [%rd11], %r1;
+"""
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_the_copy_engine_fills_up_by_zeros(late):
+    """A box of 4 × 8 from column −1 and row 2 of 5 × 6."""
+    operand = np.arange(1, 31, dtype=np.uint32).reshape(5, 6)
+    known = TensorMap(0, 4, (5, 6), (6, 1), (4, 8), 16)
+    results = [np.zeros(32, np.uint32), np.zeros(1)]
+    made, _ = run(FETCH.replace("EXPECTED", "128"), operand, results=results, parameters=[0, 1, {0: known}], late=late)
+    expected = np.zeros((4, 8), np.uint32)
+    expected[:3, 1:7] = operand[2:]
+    np.testing.assert_array_equal(made.reshape(4, 8), expected)
+    with pytest.raises(EmulationError, match="32 threads wait for ever"):
+        run(FETCH.replace("EXPECTED", "132"), operand, results=results, parameters=[0, 1, {0: known}], late=late)
+
+
+@pytest.mark.parametrize("mode, width", [(1, 128), (2, 64), (3, 32)])
+def test_a_swizzled_matrix_lies_where_the_copy_engine_put_it(mode, width):
+    """Rows of `width` bytes: element (i, k) of 16 bits, by the description of wgmma and by the swizzle of the copy."""
+    operand = np.arange(16 * width // 2, dtype=np.uint16).reshape(16, -1)
+    known = TensorMap(0, 2, operand.shape, (width // 2, 1), operand.shape, width)
+    description = np.uint64(mode) << np.uint64(62) | np.uint64(8 * width // 16) << np.uint64(32) | np.uint64(1)
+    places = places_of_matrix(np.array([description]), 16, 16, 2, False)[0] - 16
+    assert places.min() >= 0 and len(np.unique(places)) == 256
+    shared = np.zeros(16 * width, np.uint8).view(np.uint16)
+    offsets, _ = known.places((0, 0))
+    chunk = offsets // 16 ^ offsets // 128 % (width // 16)  # of 16 bytes, by the 128 bytes that it is in
+    shared[(chunk * 16 + offsets % 16) // 2] = operand.reshape(-1)
+    base = places_of_matrix(np.array([description - np.uint64(1)]), 16, 16, 2, False)[0]
+    np.testing.assert_array_equal(shared[base // 2], operand[:, :16])

@@ -20,13 +20,14 @@ _PACKAGES = (
     "jax-cuda12-plugin",
     "jax-cuda13-plugin",
     "libtpu",
+    "nvidia-cuda-nvcc",
     "flax",
     "optax",
     "torch",
     "triton",
     "numpy",
 )
-_COMPILERS = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
+_COMPILERS = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "nvidia-cuda-nvcc")
 
 
 def versions(packages: tuple[str, ...] = _PACKAGES) -> dict[str, str]:
@@ -42,11 +43,12 @@ def versions(packages: tuple[str, ...] = _PACKAGES) -> dict[str, str]:
 
 def compiled_earlier(file: Path, key: str) -> dict[str, Any]:
     """What a file of results has under a key, for a run that adds to it; nothing where there is no file. Exits where
-    other compilers than those here wrote it: its header would be true of one part alone."""
+    compilers wrote it whose versions are others here: its header would be true of one part alone."""
     if not file.exists():
         return {}
-    earlier, here = json.loads(file.read_text()), versions(_COMPILERS)
-    if here != (wrote := {name: earlier["versions"][name] for name in _COMPILERS if name in earlier["versions"]}):
+    earlier = json.loads(file.read_text())
+    wrote = {name: earlier["versions"][name] for name in _COMPILERS if name in earlier["versions"]}
+    if (here := versions(tuple(wrote))) != wrote:
         raise SystemExit(f"{file.name} is of {_listed(wrote)}, and here are {_listed(here)}: run all of it anew")
     return earlier[key]
 

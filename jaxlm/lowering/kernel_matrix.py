@@ -3,13 +3,15 @@
 A kernel that needs more shared memory, VMEM or registers than a chip has, or that its compiler refuses, fails here.
 """
 
+import contextlib
+import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,28 +66,46 @@ def rows() -> Iterator[MatrixRow]:
 
 
 class Outcome(NamedTuple):
-    """What became of a row: "" or the problem with it, and on TPUs and ASSEMBLED chips its kernels."""
+    """What became of a row.
+
+    Attributes:
+      problem: with it, "" where there is none.
+      kernels: on TPUs and ASSEMBLED chips, where it was compiled.
+      program: a digest of what was compiled, the same wherever the source lies and whatever line it is on.
+    """
 
     problem: str
     kernels: tuple[Assembled, ...] | tuple[Scheduled, ...] = ()
+    program: str = ""
 
 
-def compile_rows(chip: str, schedules: bool = True) -> dict[MatrixRow, Outcome]:
-    """Each row that is lowered for a chip of CHIPS, compiled for it, forward and backward. The schedules of a TPU take
-    two to five times as long as compiling, in a process of its own: libtpu is told but once where to write them."""
-    if chip not in TPUS or not schedules:
-        return _compile_rows(chip, _assembled if chip in ASSEMBLED else _compiled)
+def compile_rows(chip: str, known: Collection[str] = (), schedules: bool = True) -> dict[MatrixRow, Outcome]:
+    """Each row that is lowered for a chip of CHIPS, compiled for it, forward and backward, but for programs of `known`
+    digests. The schedules of a TPU take two to five times as long as compiling, in a process of its own: libtpu is told
+    but once where to write them."""
+    lowered = _lower_rows(chip)
+    outcomes = {row: made for row, made in lowered.items() if isinstance(made, Outcome)}
+    outcomes |= {row: Outcome("", (), made.digest) for row, made in lowered.items() if row not in outcomes}
+    missing = [row for row, outcome in outcomes.items() if not outcome.problem and outcome.program not in known]
+    if chip in TPUS and schedules and missing:
+        return outcomes | _compile_with_schedules(chip, missing)
+    compiled = _assembled if chip in ASSEMBLED else _compiled
+    return outcomes | {row: _compile(row, lowered[row], compiled) for row in missing}
+
+
+def _compile_with_schedules(chip: str, wanted: Sequence[MatrixRow]) -> dict[MatrixRow, Outcome]:
     with tempfile.TemporaryDirectory(prefix="jaxlm-schedules-") as folder:
-        command = [sys.executable, "-m", "jaxlm.lowering.kernel_matrix", chip, folder]
+        numbers = [str(i) for i, row in enumerate(_rows_of(chip)) if row in wanted]
+        command = [sys.executable, "-m", "jaxlm.lowering.kernel_matrix", chip, folder, *numbers]
         environment = os.environ | {"JAX_PLATFORMS": "cpu"} | bundles.environment(Path(folder))
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"compiling for {chip} failed: {done.stderr.strip()[-2000:]}")
     outcomes = (
-        Outcome(problem, tuple(Scheduled(*kernel) for kernel in kernels))
-        for problem, kernels in json.loads(done.stdout.splitlines()[-1])
+        Outcome(problem, tuple(Scheduled(*kernel) for kernel in kernels), program)
+        for problem, kernels, program in json.loads(done.stdout.splitlines()[-1])
     )
-    return dict(zip(_rows_of(chip), outcomes, strict=True))
+    return dict(zip(wanted, outcomes, strict=True))
 
 
 def _rows_of(chip: str) -> list[MatrixRow]:
@@ -116,13 +136,33 @@ def _scheduled(folder: Path) -> _Compiler:
     return compiled
 
 
-def _compile_rows(chip: str, compiled: _Compiler) -> dict[MatrixRow, Outcome]:
+class _Program(NamedTuple):
+    lowered: jax.stages.Lowered
+    digest: str
+
+
+def _lower_rows(chip: str) -> dict[MatrixRow, _Program | Outcome]:
+    """Each row as a program, or the problem with it."""
     device = targets.devices(Target.parse(CHIPS[chip]))[0]
     mesh = Mesh(np.array([device]), ("one",))
-    return {row: _compile(row, mesh, compiled) for row in _rows_of(chip)}
+    # As everybody lowers them, whatever this process multiplies float32 by.
+    with _without_places(), jax.default_matmul_precision(None):
+        return {row: _lower(row, mesh) for row in _rows_of(chip)}
 
 
-def _compile(row: MatrixRow, mesh: Mesh, compiled: _Compiler) -> Outcome:
+@contextlib.contextmanager
+def _without_places() -> Iterator[None]:
+    """Programs do not say where in which file they come from."""
+    name = "jax_traceback_in_locations_limit"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 0)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+def _lower(row: MatrixRow, mesh: Mesh) -> _Program | Outcome:
     operation, implementation, case = row
     whole = NamedSharding(mesh, PartitionSpec())
     structs = {
@@ -139,14 +179,26 @@ def _compile(row: MatrixRow, mesh: Mesh, compiled: _Compiler) -> Outcome:
     try:
         with jax.set_mesh(mesh):
             lowered = jax.jit(program).lower(inputs, structs)
-            known = compiled(lowered)
-    except Exception as error:  # a compiler's refusal has no type of its own
-        return Outcome(str(error).splitlines()[0][:300])
+    except Exception as error:  # a refusal has no type of its own
+        return _refused(error)
+    text = lowered.as_text()
     # As lowered, not as compiled: for TPU v7x there are programs that jaxlib compiles and cannot print.
-    kernels = re.findall(rf'name = "\w*{operation.name}\w*"|@mosaic_gpu_v2', lowered.as_text())
+    kernels = re.findall(rf'name = "\w*{operation.name}\w*"|@mosaic_gpu_v2', text)
     if len(kernels) < 2:
         return Outcome(f"{len(kernels)} kernels are in the program; forward and backward need one each")
-    return Outcome("", tuple(kernel for kernel in known if operation.name in kernel.name))
+    return _Program(lowered, hashlib.sha256(text.encode()).hexdigest()[:16])
+
+
+def _compile(row: MatrixRow, program: _Program, compiled: _Compiler) -> Outcome:
+    try:
+        known = compiled(program.lowered)
+    except Exception as error:
+        return _refused(error, program.digest)
+    return Outcome("", tuple(kernel for kernel in known if row.operation.name in kernel.name), program.digest)
+
+
+def _refused(error: Exception, program: str = "") -> Outcome:
+    return Outcome(str(error).splitlines()[0][:300], (), program)
 
 
 def table(results: dict[str, dict[MatrixRow, Outcome]]) -> str:
@@ -170,6 +222,20 @@ def records(results: dict[str, dict[MatrixRow, Outcome]], kind: type[Assembled] 
         for kernel in outcome.kernels
         if isinstance(kernel, kind)
     ]
+
+
+def recorded(programs: Iterable[dict], *kernels: Iterable[dict]) -> dict[tuple[str, str], Outcome]:
+    """Outcomes by chip and row: from records of programs, without problems, and from those of their kernels."""
+    found: dict[tuple[str, str], list] = {}
+    for record in (record for some in kernels for record in some):
+        known = dict(record)
+        chip, row = known.pop("chip"), known.pop("row")
+        found.setdefault((chip, row), []).append((Scheduled if "bundles" in known else Assembled)(**known))
+    return {
+        at: Outcome("", tuple(found.get(at, ())), record["program"])
+        for record in programs
+        for at in [(record["chip"], record["row"])]
+    }
 
 
 def registers_table(records: list[dict]) -> str:
@@ -208,5 +274,7 @@ def _kernels_table(records: list[dict], cell: Callable[[dict], str]) -> str:
 
 
 if __name__ == "__main__":
-    chip, folder = sys.argv[1:]
-    print(json.dumps(list(_compile_rows(chip, _scheduled(Path(folder))).values())))
+    chip, folder, *numbers = sys.argv[1:]
+    programs = list(_lower_rows(chip).items())
+    chosen = (programs[int(number)] for number in numbers)
+    print(json.dumps([_compile(row, program, _scheduled(Path(folder))) for row, program in chosen]))

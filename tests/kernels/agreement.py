@@ -37,12 +37,7 @@ def results_and_gradients(function, case: Case):
 
 def check(operation: Operation, case: Case, dtype: str, implementation: str) -> None:
     """The kernel gives what the reference gives in float32, results and gradients, and twice the same: compiled where
-    JAX's default device runs it, interpreted elsewhere. Float32 is multiplied as float32: chips do where told to."""
-    with jax.default_matmul_precision("float32"):
-        _check(operation, case, dtype, implementation)
-
-
-def _check(operation: Operation, case: Case, dtype: str, implementation: str) -> None:
+    JAX's default device runs it, interpreted elsewhere."""
     interpret = cannot_lower(implementation, target.current()) is not None
     arguments = case.draw(dtype)
     shapes = jax.tree.leaves(jax.eval_shape(lambda a: operation.reference(**a, **case.options), arguments))

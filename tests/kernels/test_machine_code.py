@@ -48,6 +48,27 @@ def test_copies_may_come_at_once(case, dtype, monkeypatch):
     check(OPERATIONS["flash_attention"], case, dtype, "mosaic_gpu")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_attention_of_every_width(widths, monkeypatch):
+    """Of rings with two, three and four places, and of outputs that lie where the queries lay or beside them."""
+    shapes = [(1, 400, heads, width) for heads, width in ((2, widths[0]), (1, widths[0]), (1, widths[1]))]
+    operands = [jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes)]
+
+    def results(implementation, *operands):
+        def attend(*operands):
+            return flash_attention(*operands, visible=causal(400), implementation=implementation)
+
+        out, pull_back = jax.vjp(attend, *operands)
+        return out, *pull_back(jnp.ones_like(out))
+
+    expected = results("reference", *(x.astype(jnp.float32) for x in operands))
+    emulated.on("H100", monkeypatch)
+    for got, want in zip(results("mosaic_gpu", *operands), expected, strict=True):
+        # Weights and their gradients are rounded to bfloat16 before they are multiplied.
+        np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=2e-2, atol=2e-2 * float(jnp.abs(want).max()))
+
+
 def test_a_load_without_its_mask_is_found(monkeypatch):
     """Interpreted it would be none: there what is beyond an array reads as something."""
     emulated.on("A100", monkeypatch)

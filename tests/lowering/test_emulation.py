@@ -89,6 +89,12 @@ def test_floating_point(instruction, operands, expected):
         ("shr.s32 %r9, %r1, 4;", [WORDS], (WORDS.view("i4") >> 4).view("u4")),
         ("shf.l.wrap.b32 %r9, %r1, %r1, 8;", [WORDS], WORDS << np.uint32(8) | WORDS >> np.uint32(24)),
         ("mul.hi.u32 %r9, %r1, %r1;", [WORDS], WORDS.astype("u8") ** 2 >> np.uint64(32)),
+        (  # the quotient by three
+            "cvt.u64.u32 %rd20, %r1; mul.hi.u64 %rd20, %rd20, -6148914691236517205; cvt.u32.u64 %r1, %rd20; "
+            "shr.u32 %r9, %r1, 1;",
+            [WORDS],
+            WORDS // np.uint32(3),
+        ),
         ("mul.wide.s32 %rd20, %r1, -2; cvt.u32.u64 %r9, %rd20;", [WORDS], WORDS * np.uint32(2**32 - 2)),
         ("mad.lo.s32 %r9, %r1, 3, %r1;", [WORDS], WORDS * np.uint32(4)),
         ("div.s32 %r9, %r1, 2;", [np.int32([7, -7]).view("u4")], np.int32([3, -3]).view("u4")),

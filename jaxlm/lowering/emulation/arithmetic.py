@@ -145,7 +145,7 @@ def _multiplied(modifiers: tuple[str, ...], a: Any, b: Any) -> Any:
     if "hi" in modifiers:
         bits = 8 * dtype.itemsize
         if bits == 64:
-            whole = np.asarray(a, object) * np.asarray(b, object)
+            whole = np.asarray(a).astype(object) * np.asarray(b).astype(object)
             return (whole >> 64).astype(dtype)
         return (_multiplied(("wide", modifiers[-1]), a, b) >> _doubled(dtype).type(bits)).astype(dtype)
     return a * b

@@ -39,8 +39,23 @@ class Call(NamedTuple):
 def compile_call(lowered: jax.stages.Lowered) -> Call:
     """Of a program that is one call of a Pallas kernel, whose operands are its own, by Triton or Mosaic GPU.
 
-    Raises the compiler's errors where it refuses it.
+    Raises the compiler's errors where it refuses it; RuntimeError of a kernel by Mosaic GPU that this process compiled
+    before, and not by this function.
     """
+    text = lowered.as_text()
+    if text not in _BY_MOSAIC:
+        call = _compile(lowered)
+        if call.parameters is None:
+            return call
+        _BY_MOSAIC[text] = call
+    return _BY_MOSAIC[text]
+
+
+# Mosaic GPU compiles a kernel but once in a process.
+_BY_MOSAIC: dict[str, Call] = {}
+
+
+def _compile(lowered: jax.stages.Lowered) -> Call:
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(lowered.out_info))
     with tempfile.TemporaryDirectory(prefix="jaxlm-emulation-") as folder:
         dump(lowered, Path(folder))
@@ -52,7 +67,12 @@ def compile_call(lowered: jax.stages.Lowered) -> Call:
         sizes = [x.dtype.itemsize for x in (*jax.tree.leaves(lowered.in_avals), *results)]
         grid, parameters = _launch(logs[0], sizes)
         return Call(kernel, grid, results, parameters)
-    *grid, name = _TRITON.search(lowered.as_text()).groups()
+    launch = _TRITON.search(lowered.as_text())
+    if launch is None:
+        raise RuntimeError(
+            "this program is no call of a Pallas kernel, or of one by Mosaic GPU that was compiled before"
+        )
+    *grid, name = launch.groups()
     (kernel,) = (kernel for kernel in kernels if kernel.name == name)
     return Call(kernel, tuple(map(int, grid)), results)
 

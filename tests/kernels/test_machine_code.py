@@ -96,10 +96,8 @@ def test_a_barrier_that_nobody_waits_for_is_found(monkeypatch):
     right = attend()
     assert np.isfinite(right).all()
     monkeypatch.setattr(hopper.Warpgroup, "wait", lambda *arguments: None)
-    try:
-        assert not np.isfinite(attend()).all()
-    except jax.errors.JaxRuntimeError as error:
-        assert "EmulationError" in str(error)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="EmulationError: .*ends before a (copy|product)"):
+        attend()
     jax.clear_caches()
 
 

@@ -1,5 +1,6 @@
 """The emulator of PTX: what instructions compute, and what a kernel must not do."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -13,7 +14,7 @@ WORD_EACH = (np.zeros(32, np.uint32),)
 
 
 def run(body, *operands, results=WORD_EACH, threads=32, blocks=1, **how):
-    """A kernel whose pointers are %rd0 and following, and its results; %r0 is the thread, %rd9 its offset in words."""
+    """A kernel whose pointers are %rd0 and following, and its results; %r0 is the thread, %rd90 its offset in words."""
     count = len(operands) + len(results)
     text = f"""
 .version 9.0
@@ -30,8 +31,8 @@ def run(body, *operands, results=WORD_EACH, threads=32, blocks=1, **how):
     .shared .align 128 .b8 held[4096];
     {" ".join(f"ld.param.b64 %rd{i}, [kernel_param_{i}];" for i in range(count))}
     mov.u32 %r0, %tid.x;
-    mul.wide.u32 %rd9, %r0, 4;
-    {" ".join(f"add.s64 %rd{10 + i}, %rd{i}, %rd9;" for i in range(count))}
+    mul.wide.u32 %rd90, %r0, 4;
+    {" ".join(f"add.s64 %rd{10 + i}, %rd{i}, %rd90;" for i in range(count))}
     {body}
     ret;
 }}
@@ -98,6 +99,7 @@ def test_floating_point(instruction, operands, expected):
         ("mul.wide.s32 %rd20, %r1, -2; cvt.u32.u64 %r9, %rd20;", [WORDS], WORDS * np.uint32(2**32 - 2)),
         ("mad.lo.s32 %r9, %r1, 3, %r1;", [WORDS], WORDS * np.uint32(4)),
         ("div.s32 %r9, %r1, 2;", [np.int32([7, -7]).view("u4")], np.int32([3, -3]).view("u4")),
+        ("div.s32 %r9, %r1, 2;", [np.uint32([2**31])], np.uint32([3 * 2**30])),
         ("bfe.u32 %r9, %r1, 4, 8;", [WORDS], WORDS >> np.uint32(4) & np.uint32(255)),
         ("bfe.s32 %r9, %r1, 0, 1;", [WORDS], np.where(WORDS & np.uint32(1), np.uint32(2**32 - 1), np.uint32(0))),
         ("prmt.b32 %r9, %r1, %r2, 0x3210;", [WORDS, WORDS[::-1]], WORDS),
@@ -151,10 +153,15 @@ def test_labels_belong_to_their_scope():
         ("setp.eq.u32 %p1, %r0, 1; @%p1 ld.global.v2.b32 {%r1, %r2}, [%rd10];", "8 bytes of operand 0 are not aligned"),
         ("st.global.b32 [%rd10], %r0;", "writes to operand 0"),
         ("mov.b64 %rd20, 0; ld.global.b32 %r1, [%rd20];", "reaches 0x0, which is no array's"),
-        ("ld.shared.b32 %r1, [held+300000];", "reaches byte 300000 of 232448 in shared memory"),
-        ("setp.eq.u32 %p1, %r0, 3; @%p1 bar.sync 1, 32;", "1 threads wait for ever: @%p1 bar.sync 1, 32"),
+        ("ld.shared.b32 %r1, [held+300000];", "reaches byte 300000 of 4096 in shared memory"),
+        ("bar.sync 1, 64;", "32 threads wait for ever: bar.sync 1, 64"),
+        ("bar.sync 1, 7;", "a barrier counts whole warps"),
+        ("setp.eq.u32 %p1, %r0, 3; @%p1 bar.sync 1, 32;", "a part of a warp waits"),
         ("setp.eq.u32 %p1, %r0, 3; @%p1 shfl.sync.bfly.b32 %r1, %r0, 1, 31, -1;", "a part of 32 threads"),
         ("mbarrier.arrive.shared.b64 %rd20, [held];", "there is no mbarrier at 0"),
+        ("mbarrier.init.shared.b64 [held+4], 1;", "an mbarrier is not aligned to 8 bytes"),
+        ("cp.async.cg.shared.global [held], [%rd10], 0x10;", "copies of 16 bytes are not aligned"),
+        ("cp.async.ca.shared.global [held], [%rd10+65536], 0x4;", "reaches bytes 65536 to 65539 of operand 0"),
     ],
 )
 def test_what_no_kernel_may_do(body, message):
@@ -172,18 +179,132 @@ def test_blocks_write_places_of_their_own():
             @%p1 st.global.b32 [%rd10], %r0; @!%p1 ld.global.b32 %r2, [%rd10];""",
             blocks=2,
         )
+    with pytest.raises(EmulationError, match="two blocks write to the same place of result 0"):
+        run(  # the second half of the other's word
+            """mov.u32 %r1, %ctaid.x; setp.eq.u32 %p1, %r1, 0; mov.b16 %rs1, 7;
+            @%p1 st.global.b32 [%rd10], %r0; @!%p1 st.global.b16 [%rd10+2], %rs1;""",
+            blocks=2,
+        )
 
 
-def test_what_nobody_knows_is_named():
-    with pytest.raises(NotImplementedError, match="kernel: no emulation of tcgen05.alloc"):
-        run("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32;")
+ACROSS = """
+    cvt.u32.u64 %r2, %rd90; st.shared.b32 [%r2], %r0; WAIT
+    xor.b32 %r3, %r2, 512; ld.shared.b32 %r1, [%r3]; st.global.b32 [%rd10], %r1;
+"""
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_warpgroups_meet_at_barriers_alone(late):
+    """What one has written the other has not seen, unless they wait for each other."""
+    how = dict(results=[np.zeros(256, np.uint32)], threads=256, late=late)
+    np.testing.assert_array_equal(run(ACROSS.replace("WAIT", "bar.sync 0;"), **how)[0], np.arange(256) ^ 128)
+    assert np.sum(run(ACROSS.replace("WAIT", ""), **how)[0] == 2**32 - 1) == 128
+
+
+def test_who_ends_lets_the_others_go():
+    """A barrier without a count waits for those that are left."""
+    body = """
+    mov.b32 %r1, 1; setp.lt.u32 %p1, %r0, 128; @!%p1 bra $late; bar.sync 0; bra.uni $store;
+    $late: add.s32 %r1, %r1, 1; ret; $store: st.global.b32 [%rd10], %r1;
+    """
+    (made,) = run(body, results=[np.zeros(256, np.uint32)], threads=256)
+    assert np.all(made[:128] == 1) and np.all(made[128:] == 2**32 - 1)
+
+
+def _lanes(tile, rows_of_eight):
+    """Of a matrix of 16 bits each thread's pairs, in the order of its registers."""
+    pairs = np.ascontiguousarray(tile).view(np.uint32)
+    return [pairs[8 * i : 8 * i + 8, 4 * j : 4 * j + 4].reshape(-1) for i, j in rows_of_eight]
+
+
+def test_products_of_warps():
+    """m16n8k16 of whole numbers, which bfloat16 and its sums hold; a has its rows in groups of eight, b its columns."""
+    generator = np.random.default_rng(0)
+    a, b = generator.integers(-8, 8, (16, 16)), generator.integers(-8, 8, (8, 16))
+    held = [x.astype(ml_dtypes.bfloat16) for x in (a, b)]
+    operands = _lanes(held[0], [(0, 0), (1, 0), (0, 1), (1, 1)]) + _lanes(held[1], [(0, 0), (0, 1)])
+    loads = " ".join(f"ld.global.b32 %r{i + 1}, [%rd{10 + i}];" for i in range(6))
+    stores = " ".join(f"st.global.b32 [%rd{16 + i}], %r{20 + i};" for i in range(4))
+    zeros = " ".join(f"mov.b32 %r{20 + i}, 0;" for i in range(4))
+    sums = "{%r20, %r21, %r22, %r23}"
+    body = f"""{loads} {zeros} mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+        {sums}, {{%r1, %r2, %r3, %r4}}, {{%r5, %r6}}, {sums}; {stores}"""
+    made = run(body, *operands, results=[np.zeros(32, np.float32)] * 4)
+    product = np.zeros((16, 8))
+    for i, part in enumerate(made):
+        product[i // 2 * 8 + LANES // 4, LANES % 4 * 2 + i % 2] = part
+    np.testing.assert_array_equal(product, a @ b.T)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_matrices_from_shared_memory(transposed):
+    operand = np.arange(64, dtype=np.uint16).reshape(8, 8)
+    body = f"""
+    ld.global.b32 %r1, [%rd10]; cvt.u32.u64 %r2, %rd90; st.shared.b32 [%r2], %r1; bar.sync 0;
+    shl.b32 %r3, %r0, 4; and.b32 %r3, %r3, 127;
+    ldmatrix.sync.aligned.m8n8.x1{".trans" if transposed else ""}.shared.b16 {{%r4}}, [%r3]; st.global.b32 [%rd11], %r4;
+    """
+    (made,) = run(body, operand.view(np.uint32))
+    expected = np.ascontiguousarray(operand.T if transposed else operand).view(np.uint32)
+    np.testing.assert_array_equal(made, expected.reshape(-1))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_products_of_warpgroups(waits):
+    """64 × 8 × 16 in shared memory without a swizzle, twice into the same sums: there once they are waited for."""
+    generator = np.random.default_rng(0)
+    a, b = generator.integers(-8, 8, (64, 16)), generator.integers(-8, 8, (8, 16))
+    # Cores of eight rows of 16 bytes; along depth they follow each other, then along rows.
+    cores = np.concatenate([x.reshape(-1, 8, 2, 8).swapaxes(1, 2).reshape(-1) for x in (a, b)])
+    held = np.resize(cores.astype(ml_dtypes.bfloat16), 2048)  # 128 threads copy 32 bytes each
+    described = 8 << 16 | 16 << 32  # 128 bytes along depth, 256 along rows
+    sums = "{%r20, %r21, %r22, %r23}"
+    product = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 " + f"{sums}, %rd30, %rd31, KEPT, 1, 1, 0, 0;"
+    body = f"""
+    shl.b32 %r2, %r0, 5; cvt.u64.u32 %rd20, %r2; add.s64 %rd21, %rd0, %rd20;
+    ld.global.v4.b32 {{%r3, %r4, %r5, %r6}}, [%rd21]; st.shared.v4.b32 [%r2], {{%r3, %r4, %r5, %r6}};
+    ld.global.v4.b32 {{%r3, %r4, %r5, %r6}}, [%rd21+16]; st.shared.v4.b32 [%r2+16], {{%r3, %r4, %r5, %r6}};
+    bar.sync 0; mov.b64 %rd30, {described}; mov.b64 %rd31, {described | 2048 >> 4};
+    {product.replace("KEPT", "0")} {product.replace("KEPT", "1")} wgmma.commit_group.sync.aligned;
+    wgmma.wait_group.sync.aligned {0 if waits else 1};
+    {" ".join(f"st.global.b32 [%rd{11 + i}], %r{20 + i};" for i in range(4))}
+    wgmma.wait_group.sync.aligned 0;
+    """
+    made = run(body, held, results=[np.zeros(128, np.float32)] * 4, threads=128)
+    if not waits:
+        assert np.isnan(made).all()
+        return
+    result, thread = np.zeros((64, 8)), np.arange(128)
+    for i, part in enumerate(made):
+        result[thread // 32 * 16 + thread % 32 // 4 + i // 2 * 8, thread % 4 * 2 + i % 2] = part
+    np.testing.assert_array_equal(result, 2 * a @ b.T)
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32;",
+        "add.sat.s32 %r1, %r0, 1;",
+        "cvt.rn.relu.bf16x2.f32 %r1, %r0, %r0;",
+        "cvt.rz.tf32.f32 %r1, %r0;",
+        "max.xorsign.abs.f32 %r1, %r0, %r0;",
+        "shfl.sync.bfly.b32 %r1, %r0, 1, 31, 1;",
+        "elect.sync %r1|%p1, 0xFFFF0000;",
+        "mov.u32 %r1, %cluster_ctarank;",
+        "cp.async.cg.shared.global.L2::cache_hint [held], [%rd0], 16, %rd1;",
+    ],
+)
+def test_what_nobody_knows_is_named(instruction):
+    with pytest.raises(NotImplementedError) as raised:
+        run(instruction)
+    assert str(raised.value) == f"kernel: no emulation of {instruction.rstrip(';')}"
 
 
 def test_a_copy_is_there_when_it_is_waited_for():
     """Before that, shared memory is as nobody left it."""
     operand = np.arange(32, dtype=np.uint32)
     copy = """
-    cvt.u32.u64 %r2, %rd9; cp.async.ca.shared.global [%r2], [%rd10], 0x4; cp.async.commit_group;
+    cvt.u32.u64 %r2, %rd90; cp.async.ca.shared.global [%r2], [%rd10], 0x4; cp.async.commit_group;
     WAIT ld.shared.b32 %r1, [%r2]; st.global.b32 [%rd11], %r1;
     """
     np.testing.assert_array_equal(run(copy.replace("WAIT", "cp.async.wait_group 0;"), operand)[0], operand)
@@ -201,7 +322,7 @@ FETCH = """
         [held], [%rd20, {%r5, %r6}], [held+1024];
     { .reg .pred q; again: mbarrier.try_wait.parity.shared.b64 q, [held+1024], 0;
     @q bra.uni done; bra.uni again; done: }
-    ld.shared.b32 %r1, [%rd9]; st.global.b32 [%rd11], %r1;
+    ld.shared.b32 %r1, [%rd90]; st.global.b32 [%rd11], %r1;
 """
 
 

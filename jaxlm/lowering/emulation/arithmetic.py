@@ -29,7 +29,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {}
 
 
 def _instruction(function: Callable[..., Any]) -> Callable[..., Any]:
-    FUNCTIONS[function.__name__.rstrip("_")] = function
+    FUNCTIONS[function.__name__] = function
     return function
 
 
@@ -41,17 +41,15 @@ def dtype_of(modifiers: tuple[str, ...]) -> np.dtype:
 def number(text: str, dtype: np.dtype) -> Any:
     """A literal as a number of a dtype."""
     if text[:2].lower() == "0f" and len(text) == 10:
-        return np.uint32(int(text[2:], 16)).view(np.float32).astype(dtype) if dtype.kind == "f" else _bits(text, dtype)
+        bits = np.uint32(int(text[2:], 16))
+        return bits.view(np.float32).astype(dtype) if dtype.kind == "f" else bits.view(dtype)
     if text[:2].lower() == "0d" and len(text) == 18:
-        return np.uint64(int(text[2:], 16)).view(np.float64).astype(dtype)
+        bits = np.uint64(int(text[2:], 16))
+        return bits.view(np.float64).astype(dtype) if dtype.kind == "f" else bits.view(dtype)
     value = int(text.rstrip("U"), 0)
     if dtype.kind == "b":
         return np.bool_(value != 0)
     return BITS[8 * dtype.itemsize].type(value % 2 ** (8 * dtype.itemsize)).view(dtype)
-
-
-def _bits(text: str, dtype: np.dtype) -> Any:
-    return np.uint32(int(text[2:], 16)).view(dtype)
 
 
 def _rounded(value: Any, modifiers: tuple[str, ...]) -> Any:
@@ -62,8 +60,9 @@ def _rounded(value: Any, modifiers: tuple[str, ...]) -> Any:
 
 
 def flushed(value: Any) -> Any:
-    """float32 with zeros, of the same sign, for subnormal numbers."""
-    return np.where(np.abs(value) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), value), value)
+    """Numbers with zeros, of the same sign, for those that are subnormal."""
+    value = np.asarray(value)
+    return np.where(np.abs(value) < ml_dtypes.finfo(value.dtype).tiny, value * value.dtype.type(0), value)
 
 
 def _floating(compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,14 +178,48 @@ FUNCTIONS |= {
     "xor": lambda modifiers, a, b: a ^ b,
     "not": lambda modifiers, a: ~a,
     "selp": lambda modifiers, a, b, chosen: np.where(chosen, a, b),
-    "mad": lambda modifiers, a, b, c: _multiplied(modifiers, a, b) + c,
+    "mad": _either(_exactly(lambda a, b, c: a * b + c), lambda modifiers, a, b, c: _multiplied(modifiers, a, b) + c),
 }
+
+_ROUNDINGS = {"rn", "rm", "rp", "rz"}
+# What may stand between an instruction's name and its dtype. Of others nothing is known, and none is ignored.
+_MODIFIERS = {
+    **dict.fromkeys(("add", "sub", "fma"), _ROUNDINGS | {"ftz", "sat"}),
+    "mul": _ROUNDINGS | {"ftz", "sat", "lo", "hi", "wide"},
+    "mad": {"rn", "ftz", "lo", "wide"},
+    "div": {"rn", "full", "approx", "ftz"},
+    **dict.fromkeys(("neg", "abs"), {"ftz"}),
+    **dict.fromkeys(("max", "min"), {"ftz", "NaN"}),
+    **dict.fromkeys(("rcp", "sqrt", "rsqrt", "ex2", "lg2", "tanh", "sin", "cos"), {"rn", "approx", "ftz"}),
+    "shf": {"l", "r", "wrap", "clamp"},
+    "setp": {"ftz", "and", "or", "xor", "num", "nan", "lo", "ls", "hi", "hs"}
+    | {f"{name}{u}" for name in ("eq", "ne", "lt", "le", "gt", "ge") for u in ("", "u")},
+    "cvt": _ROUNDINGS | {"rni", "rzi", "rmi", "rpi", "rna", "ftz", "sat", *DTYPES},
+}
+
+
+def knows(opcode: str, modifiers: tuple[str, ...]) -> bool:
+    """Whether an instruction of FUNCTIONS, or cvt, is computed with these modifiers."""
+    *before, last = modifiers
+    if last not in DTYPES or not set(before) <= _MODIFIERS.get(opcode, set()):
+        return False
+    if "sat" in before and last not in ("f32", "f16") or "sat" in before and before[-1] in ("f16x2", "bf16x2"):
+        return False
+    directed = {"rm", "rp", "rz"} & set(before)
+    if opcode == "cvt":
+        to = before[-1]
+        narrow = DTYPES[to].kind in "iu" and to in BITS_OF_INTEGERS
+        return not ("sat" in before and narrow) and not (directed and (to == "tf32" or DTYPES[last].kind != "f"))
+    return last != "f64" or not directed
+
+
+BITS_OF_INTEGERS = tuple(name for name in DTYPES if name[0] in "bus")
 
 
 def _truncated(a: Any, b: Any) -> Any:
     """An integer quotient, towards zero."""
     a, b = np.asarray(a), np.asarray(b)
-    return (np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b))).astype(a.dtype)
+    return a // b + ((a % b != 0) & ((a < 0) != (b < 0))).astype(a.dtype)
 
 
 @_instruction

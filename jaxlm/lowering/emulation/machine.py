@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.lowering.emulation.arithmetic import BITS, DTYPES, FUNCTIONS, cvt, dtype_of, number
+from jaxlm.lowering.emulation.arithmetic import BITS, DTYPES, FUNCTIONS, cvt, dtype_of, knows, number
 from jaxlm.lowering.emulation.memory import FIRST_ARRAY, AccessError, Arrays, Shared
 from jaxlm.lowering.emulation.ptx import Address, Instruction, Kernel, Operand
 from jaxlm.lowering.emulation.waiting import WAITING, Copies, Phases, TensorMap
 from jaxlm.lowering.emulation.warps import WARPS, Products
 
 _AT_ONCE = 2**13  # threads
+_TURN = 128  # those that go on together
 _LARGEST_SHARED = 232_448  # bytes that a block may have, of any chip
 _PARAMETERS = 60  # bits of the address where those lie that are no numbers
 _AWAKE = -1  # what a thread waits for: nothing, a barrier of this number, or
@@ -40,13 +41,14 @@ def run(
       operands, results: arrays, of results their shapes and dtypes alone.
       parameters: of each of the kernel's the array that it points to, counted over operands and then results, or
         tensor maps by their offsets; None where they are the arrays in this order, any others null.
-      late: whether what the copy engine fetches comes as late as it may, or at once: right kernels do not care.
+      late: whether copies come as late as they may, and the first warpgroup of each block goes on until it waits; else
+        copies come at once, and the last goes first. Right kernels do not care.
 
     Returns the results.
 
-    Raises EmulationError where it reaches outside of an array, where two blocks reach the same place and one of them
-    writes, where memory is not aligned, and where threads wait for ever; NotImplementedError for instructions that
-    nothing here knows.
+    Raises EmulationError where it reaches outside of an array, where a block reads or writes what another has written,
+    where memory is not aligned, and where threads wait for one another for ever; NotImplementedError for what nothing
+    here knows.
     """
     empty = [np.empty(x.shape, x.dtype) for x in results]
     arrays = Arrays([*map(np.asarray, operands), *empty], written=len(empty))
@@ -83,8 +85,11 @@ class Blocks:
         parameters: Sequence[int | Mapping[int, TensorMap]],
         late: bool,
     ):
-        self.kernel, self.arrays, self.shared = kernel, arrays, Shared(len(blocks), _LARGEST_SHARED)
+        self.kernel, self.arrays = kernel, arrays
+        self.shared = Shared(len(blocks), _LARGEST_SHARED if kernel.shared_grows else kernel.shared_size)
         self.per_block = int(np.prod(kernel.threads))
+        if self.per_block % 32:
+            raise NotImplementedError(f"{kernel.name}: blocks of {self.per_block} threads, no whole warps")
         self.count = len(blocks) * self.per_block
         self.held = np.repeat(np.arange(len(blocks)), self.per_block)
         self.blocks = np.repeat(blocks, self.per_block).astype(np.int32)
@@ -104,14 +109,21 @@ class Blocks:
                 self.maps |= {int(self._known[name]) + offset: found for offset, found in pointed.items()}
         self._at = np.zeros(self.count, np.int32)  # which basic block is next
         self._waits = np.full(self.count, _AWAKE, np.int32)
+        self._expected = np.zeros(self.count, np.int32)  # at the barrier that each waits at; 0 is all
+        self._asked = np.zeros(self.count, bool)  # whether a phase had ended, in vain
+        self._waited_at: dict[int, str] = {}  # by what was waited for, the last that did
+        turns = np.arange(self.per_block) // _TURN
+        self._turns = np.tile(turns if late else turns[::-1], len(blocks))
 
     def run(self) -> None:
-        """To the end of all threads. Of those that wait for nothing the furthest behind go first."""
+        """To the end of all threads. Of those that wait for nothing one warpgroup of each block goes on, and of it the
+        threads that are furthest behind."""
         end = len(self.kernel.blocks)
         while True:
-            ready = np.where(self._waits == _AWAKE, self._at, end)
-            here = int(ready.min())
-            if here < end:
+            awake = (self._waits == _AWAKE) & (self._at < end)
+            if awake.any():
+                ready = np.where(awake & (self._turns == self._turns[awake].min()), self._at, end)
+                here = int(ready.min())
                 self._run_block(here, ready == here)
             elif not self._stuck():
                 return
@@ -120,12 +132,12 @@ class Blocks:
         """Whether somebody waits, now that everybody does who is not at the end: for a copy, which comes then."""
         waiting = self._waits != _AWAKE
         if not waiting.any():
-            self.copies.finish_all(self)
+            self.copies.end(self)
+            self.products.end()
             return False
         if not self.copies.arrive(self):
-            stuck = np.flatnonzero(waiting)
-            where = sorted({self.kernel.blocks[max(i - 1, 0)][-1].text for i in self._at[stuck]})
-            raise EmulationError(f"{self.kernel.name}: {stuck.size} threads wait for ever: {'; '.join(where)}")
+            where = "; ".join(self._waited_at[int(i)] for i in np.unique(self._waits[waiting]))
+            raise EmulationError(f"{self.kernel.name}: {waiting.sum()} threads wait for ever: {where}")
         return True
 
     def _run_block(self, here: int, active: np.ndarray) -> None:
@@ -136,6 +148,8 @@ class Blocks:
                 self._step(instruction, everybody)
             except AccessError as error:
                 raise AccessError(f"{instruction.text}: {error}") from None
+            except (KeyError, IndexError, ValueError, TypeError, StopIteration) as error:
+                raise self.unknown(instruction) from error
 
     def _step(self, instruction: Instruction, active: np.ndarray | None) -> None:
         if instruction.predicate:
@@ -174,8 +188,12 @@ class Blocks:
             return self._known[operand].astype(dtype)
         if operand.lstrip("-")[:1].isdigit():
             return number(operand, dtype)
-        self.width(operand)  # is one; whoever reads what nobody wrote does not care
-        return np.zeros(self.count, dtype)
+        self.width(operand)  # is one, where nobody wrote: all bits are set, as floating point NaN
+        return (
+            np.full(self.count, True)
+            if dtype.kind == "b"
+            else (~np.zeros(self.count, BITS[8 * dtype.itemsize])).view(dtype)
+        )
 
     def values(self, operand: Operand, dtype: np.dtype) -> np.ndarray:
         """The same, of each thread."""
@@ -197,7 +215,7 @@ class Blocks:
         bits = value if value.dtype == dtype else np.ascontiguousarray(value).view(dtype)
         if active is not None:
             before = self._registers.get(name)
-            bits = np.where(active, bits, np.zeros(1, dtype) if before is None else before)
+            bits = np.where(active, bits, ~np.zeros(1, dtype) if before is None else before)
         self._registers[name] = bits
 
     # Control.
@@ -206,26 +224,43 @@ class Blocks:
         """To a label, or to the end."""
         to = len(self.kernel.blocks) if label is None else self.kernel.labels[label]
         self._at[slice(None) if active is None else active] = to
+        if label is None:
+            for barrier in np.unique(self._waits[self._waits >= 0]):
+                self._open(barrier)
 
-    def wait_at(self, barrier: np.ndarray, expected: np.ndarray | None, active: np.ndarray | None) -> None:
+    def wait_at(
+        self, barrier: np.ndarray, expected: np.ndarray | None, active: np.ndarray | None, instruction: Instruction
+    ) -> None:
         """Until so many threads of a block wait at its barrier; None is all that are not at the end."""
         chosen = np.ones(self.count, bool) if active is None else active
         self._waits[chosen] = barrier[chosen]
-        by_block = self._waits.reshape(-1, self.per_block)
-        left = (self._at < len(self.kernel.blocks)).reshape(by_block.shape).sum(axis=1)
+        self._expected[chosen] = 0 if expected is None else expected[chosen]
         for i in np.unique(barrier[chosen]):
-            here = by_block == i
-            wanted = left if expected is None else expected.reshape(by_block.shape).max(axis=1)
-            by_block[here & (here.sum(axis=1) >= wanted)[:, None]] = _AWAKE
+            self._waited_at[int(i)] = instruction.text
+            self._open(i)
 
-    def wait_for_phase(self, chosen: np.ndarray) -> None:
-        """Until a phase of any mbarrier of the block ends."""
-        self._waits[chosen] = _PHASE
+    def _open(self, barrier: int) -> None:
+        """A barrier, in the blocks of which all wait there that are expected."""
+        by_block = self._waits.reshape(-1, self.per_block)
+        here = by_block == barrier
+        left = (self._at < len(self.kernel.blocks)).reshape(by_block.shape).sum(axis=1)
+        expected = np.where(here, self._expected.reshape(by_block.shape), 0).max(axis=1)
+        wanted, waiting = np.where(expected, expected, left), here.sum(axis=1)
+        if np.any(waiting > wanted):
+            raise AccessError("more threads wait at a barrier than it counts")
+        by_block[here & (waiting == wanted)[:, None]] = _AWAKE
+
+    def ask_for_phase(self, chosen: np.ndarray, ended: np.ndarray, instruction: Instruction) -> None:
+        """Threads whose phase of an mbarrier has not ended wait for any of their block to, once they ask again."""
+        self._waits[chosen & ~ended & self._asked] = _PHASE
+        self._asked[chosen] = ~ended[chosen]
+        self._waited_at[_PHASE] = instruction.text
 
     def wake(self, held: int) -> None:
         """Who waits for a phase in a block."""
-        of_block = self._waits[held * self.per_block : (held + 1) * self.per_block]
-        of_block[of_block == _PHASE] = _AWAKE
+        block = slice(held * self.per_block, (held + 1) * self.per_block)
+        self._waits[block][self._waits[block] == _PHASE] = _AWAKE
+        self._asked[block] = False
 
     # Memory.
 
@@ -259,6 +294,8 @@ class Blocks:
 
     def _memory(self, modifiers: Sequence[str], addresses: np.ndarray) -> tuple[Arrays | Shared, np.ndarray]:
         """Where an instruction reaches, by its name or else by where it does, and whose it is there."""
+        if {"local", "const"} & set(modifiers):
+            raise NotImplementedError(f"{self.kernel.name}: .{modifiers[0]} memory")
         here = any(name.startswith("shared") for name in modifiers)
         here |= "global" not in modifiers and bool(addresses[0] < FIRST_ARRAY)
         return (self.shared, self.held) if here else (self.arrays, self.blocks)
@@ -267,6 +304,8 @@ class Blocks:
 def _compute(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> None:
     """One of the functions of a thread's own numbers."""
     modifiers = instruction.modifiers
+    if not knows(instruction.opcode, modifiers):
+        raise m.unknown(instruction)
     dtype = dtype_of(modifiers)
     target, *operands = instruction.operands
     types = [dtype] * len(operands)
@@ -285,6 +324,8 @@ def _compute(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> 
 
 
 def _cvt(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> None:
+    if not knows("cvt", instruction.modifiers):
+        raise m.unknown(instruction)
     target, *operands = instruction.operands
     source = DTYPES[instruction.modifiers[-1]]
     with np.errstate(all="ignore"):
@@ -314,6 +355,8 @@ def _mov(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> None
 def _ld(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> None:
     target, place = instruction.operands
     if instruction.modifiers[0].startswith("param"):
+        if place.offset or dtype_of(instruction.modifiers).itemsize != 8:
+            raise m.unknown(instruction)
         m.write(target, m.value(place.base, np.dtype(np.uint64)), active)
     else:
         targets = target if isinstance(target, tuple) else (target,)

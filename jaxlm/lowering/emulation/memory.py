@@ -46,8 +46,8 @@ class Arrays:
         result = np.empty((count, addresses.size), f"u{word}")
         for array, chosen, offsets in self._located(addresses, word * count):
             index = offsets // word + np.arange(count)[:, None]
-            writers = self._writers[array][index * word]
-            if np.any((writers != _NOBODY) & (writers != blocks[chosen])):
+            writers = self._writers[array].reshape(-1, word)[index]
+            if np.any((writers != _NOBODY) & (writers != blocks[chosen][:, None])):
                 raise AccessError(f"reads what another block wrote to {self._name(array)}")
             result[:, chosen] = self._bytes[array].view(f"u{word}")[index]
         return result
@@ -59,11 +59,10 @@ class Arrays:
             if array < self._read_only:
                 raise AccessError(f"writes to {self._name(array)}")
             index = offsets // word + np.arange(count)[:, None]
-            writers = self._writers[array]
-            before = writers[index * word]
-            writers[index * word] = blocks[chosen]
-            after = writers[index * word]
-            if np.any((before != _NOBODY) & (before != blocks[chosen])) or np.any(after != blocks[chosen]):
+            writers, own = self._writers[array].reshape(-1, word), blocks[chosen][:, None]
+            before = writers[index]
+            writers[index] = own
+            if np.any((before != _NOBODY) & (before != own)) or np.any(writers[index] != own):
                 raise AccessError(f"two blocks write to the same place of {self._name(array)}")
             self._bytes[array].view(f"u{word}")[index] = values[:, chosen]
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-_KERNEL = re.compile(r"\.entry\s+(\w+)\((.*?)\)(.*?)\{(.*?)\n\}", re.DOTALL)
+_KERNEL = re.compile(r"\.entry\s+(\w+)\((.*?)\)(.*?)\{", re.DOTALL)
 _PARAMETER = re.compile(r"\.param\s+\.(?:align\s+\d+\s+\.)?\w+[^,]*?(\w+)(?:\[(\d+)\])?\s*(?:,|$)")
 _SHARED = re.compile(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+(\w+)(?:\[(\d*)\])?;")
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)")
@@ -57,7 +57,7 @@ class Kernel(NamedTuple):
       parameters: names, in their order.
       threads: of a block, along x, y and z.
       shared: by name of an array in shared memory its offset.
-      shared_size: bytes of those whose size is declared.
+      shared_size: bytes of those whose size is declared; `shared_grows` where another has its size from the launch.
       widths: by name of a register, without its number, its width in bits; 1 of predicates.
       blocks: basic blocks; where one does not end by a jump, the next follows.
       labels: by name the index of the block that it stands before.
@@ -68,6 +68,7 @@ class Kernel(NamedTuple):
     threads: tuple[int, int, int]
     shared: Mapping[str, int]
     shared_size: int
+    shared_grows: bool
     widths: Mapping[str, int]
     blocks: tuple[tuple[Instruction, ...], ...]
     labels: Mapping[str, int]
@@ -77,15 +78,31 @@ def kernels(text: str) -> Iterator[Kernel]:
     """The kernels of a text."""
     text = _DIRECTIVE.sub("", re.sub(r"//[^\n]*", "", text))
     shared, size = {}, 0
-    for alignment, name, length in _SHARED.findall(text):
+    declared = _SHARED.findall(text)
+    for alignment, name, length in sorted(declared, key=lambda found: not found[2]):  # those that grow are last
         size = -(-size // int(alignment)) * int(alignment)
         shared[name] = size
         size += int(length or 0)
-    for name, parameters, directives, body in _KERNEL.findall(text):
+    grows = any(not length for *_, length in declared)
+    for head in _KERNEL.finditer(text):
+        name, parameters, directives = head.groups()
+        body = _within_braces(text, head.end())
         threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)(?:,\s*(\d+))?(?:,\s*(\d+))?", directives)
         names = tuple(found[0] for found in _PARAMETER.findall(parameters))
         widths, blocks, labels = _blocks(body)
-        yield Kernel(name, names, tuple(int(n or 1) for n in threads.groups()), shared, size, widths, blocks, labels)
+        yield Kernel(
+            name, names, tuple(int(n or 1) for n in threads.groups()), shared, size, grows, widths, blocks, labels
+        )
+
+
+def _within_braces(text: str, start: int) -> str:
+    """From behind an opening brace up to that which closes it."""
+    depth = 1
+    for brace in re.compile(r"[{}]").finditer(text, start):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return text[start : brace.start()]
+    raise ValueError("a kernel has no end")
 
 
 def _blocks(body: str) -> tuple[dict[str, int], tuple, dict[str, int]]:
@@ -153,5 +170,5 @@ def _operand(text: str) -> Operand:
     if text.startswith("["):
         place, _, coordinates = inner.partition(",")
         base, _, offset = place.partition("+")
-        return Address(base.strip(), int(offset or "0", 0), tuple(re.findall(r"[%\w]+", coordinates)))
+        return Address(base.strip(), int(offset or "0", 0), tuple(re.findall(r"[-%\w]+", coordinates)))
     return text

@@ -77,7 +77,7 @@ def multiply(modifiers: tuple[str, ...], a: list, b: list, c: list) -> list[np.n
 
 
 def multiply_tiles(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Products in float32, as tensor cores add them up, but for the order."""
+    """Products in float32; tensor cores add up in another order, and round otherwise."""
     return np.matmul(a.astype(np.float32), b.astype(np.float32))
 
 

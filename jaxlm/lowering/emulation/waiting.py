@@ -12,7 +12,7 @@ from jaxlm.lowering.emulation.tensor_cores import swizzled
 if TYPE_CHECKING:
     from jaxlm.lowering.emulation.machine import Blocks
 
-_I32, _U32, _U64 = np.dtype(np.int32), np.dtype(np.uint32), np.dtype(np.uint64)
+_I32, _U32 = np.dtype(np.int32), np.dtype(np.uint32)
 
 
 class TensorMap(NamedTuple):
@@ -56,6 +56,8 @@ class Phases:
 
     def begin(self, held: int, address: int, arrivals: int) -> None:
         """mbarrier.init."""
+        if address % 8:
+            raise AccessError("an mbarrier is not aligned to 8 bytes")
         self._held[held, address] = [arrivals, arrivals, 0, 0]
 
     def change(self, m: "Blocks", held: int, address: int, arrivals: int, expected: int) -> None:
@@ -83,8 +85,8 @@ class Phases:
 class Copies:
     """Copies that threads began (cp.async), and that the copy engine makes for them (cp.async.bulk).
 
-    Those of threads come when somebody waits for them. Those that the engine fetches come at once, or, `late`, when
-    nobody can go on without; what it is to write it reads when somebody waits.
+    They come at once or, `late`, those of threads when somebody waits for them, and those that the engine fetches when
+    nobody can go on without. What the engine is to write it reads when somebody waits.
     """
 
     def __init__(self, threads: int, late: bool) -> None:
@@ -97,16 +99,22 @@ class Copies:
     def begin(self, m: "Blocks", to: np.ndarray, source: np.ndarray, size: int, lengths: np.ndarray) -> None:
         """Each thread copies `lengths` bytes, −1 none, and fills up to `size` by zeros."""
 
+        if np.any(source[lengths > 0] % np.uint64(size)):
+            raise AccessError(f"copies of {size} bytes are not aligned")
+
         def copy(threads: np.ndarray) -> None:
             for length in np.unique(lengths[threads]):
                 where = threads[lengths[threads] == length]
                 word = next(w for w in (4, 2, 1) if length % w == 0)
                 values = np.zeros((size // word, where.size), f"u{word}")
-                if length:
-                    values[: length // word] = m.arrays.load(source[where], word, length // word, m.blocks[where])
+                for i in range(length // word):
+                    values[i] = m.arrays.load(source[where] + np.uint64(i * word), word, 1, m.blocks[where])[0]
                 m.shared.store(to[where], values, m.held[where])
 
-        self._threads.begin(lengths >= 0, copy)
+        if self._late:
+            self._threads.begin(lengths >= 0, copy)
+        else:
+            copy(np.flatnonzero(lengths >= 0))
 
     def close(self, chosen: np.ndarray, of_threads: bool) -> None:
         """Of these threads the copies until now are a group."""
@@ -153,6 +161,8 @@ class Copies:
 
     def write_row(self, m: "Blocks", thread: int, source: int, to: int, size: int) -> None:
         """Bytes that follow one another, a multiple of 16."""
+        if source % 16 or to % 16 or size % 16:
+            raise AccessError(f"the copy engine writes {size} bytes, which are not aligned to 16")
         held = np.full(size // 4, m.held[thread])
 
         def copy(threads: np.ndarray) -> None:
@@ -162,23 +172,23 @@ class Copies:
 
         self._stores.begin(np.arange(m.count) == thread, copy)
 
-    def finish_all(self, m: "Blocks") -> None:
-        """At the end, when nobody is left to wait."""
-        self._stores.finish(np.ones(m.count, bool), -1)
-        if self._fetched:
-            raise AccessError("the last thread ends before a copy that it began")
+    def end(self, m: "Blocks") -> None:
+        """When nobody is left to wait."""
+        if self._fetched or self._stores.pending:
+            raise AccessError("the last thread ends before a copy of the engine does")
+        self._threads.finish(np.ones(m.count, bool), -1)
 
 
 class _Groups:
     """Copies of each thread, in the groups that it closes."""
 
     def __init__(self, threads: int) -> None:
-        self._pending: list[tuple[np.ndarray, np.ndarray, Callable[[np.ndarray], None]]] = []
+        self.pending: list[tuple[np.ndarray, np.ndarray, Callable[[np.ndarray], None]]] = []
         self._closed = np.zeros(threads, np.int32)
 
     def begin(self, chosen: np.ndarray, copy: Callable[[np.ndarray], None]) -> None:
         """Of these threads; `copy` of some of them is called when they wait."""
-        self._pending.append((chosen, self._closed.copy(), copy))
+        self.pending.append((chosen, self._closed.copy(), copy))
 
     def close(self, chosen: np.ndarray) -> None:
         """The copies until now are a group."""
@@ -187,13 +197,13 @@ class _Groups:
     def finish(self, chosen: np.ndarray, left: int) -> None:
         """All but the last `left` groups; with −1 also what is of none."""
         still = []
-        for wanted, group, copy in self._pending:
+        for wanted, group, copy in self.pending:
             now = chosen & wanted & (group < self._closed - left)
             if now.any():
                 copy(np.flatnonzero(now))
             if np.any(wanted & ~now):
                 still.append((wanted & ~now, group, copy))
-        self._pending = still
+        self.pending = still
 
 
 def _in_shared(first: int, known: TensorMap) -> np.ndarray:
@@ -212,11 +222,11 @@ def _cp(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> Non
     chosen = np.ones(m.count, bool) if active is None else active
     bulk = "bulk" in instruction.modifiers
     match instruction.modifiers:
-        case ("async", "ca" | "cg", *_):
+        case ("async", "ca" | "cg", "shared" | "shared::cta", "global"):
             to, source, text, *rest = instruction.operands
             size = int(text, 0)
-            if not rest:
-                lengths = np.full(m.count, size)
+            if not rest or rest[0][:1].isdigit():
+                lengths = np.full(m.count, int(rest[0], 0) if rest else size)
             elif m.width(rest[0]) == 1:  # a predicate: nothing is read
                 lengths = np.where(m.values(rest[0], np.dtype(bool)), 0, size)
             else:
@@ -277,11 +287,15 @@ def _mbarrier(m: "Blocks", instruction: Instruction, active: np.ndarray | None) 
             target, place, parity, *_ = operands
             addresses, parities = m.addresses(place), m.values(parity, _U32)
             ended = np.zeros(m.count, bool)
+            if np.any(parities[chosen] > 1):
+                raise AccessError("a parity is 0 or 1")
             for held, address, odd in {(int(m.held[i]), int(addresses[i]), int(parities[i])) for i in chosen}:
                 these = (m.held[chosen] == held) & (addresses[chosen] == address) & (parities[chosen] == odd)
                 ended[chosen[these]] = m.phases.ended(held, address, odd)
             m.write(target, ended, active)
-            m.wait_for_phase(chosen[~ended[chosen]])
+            asking = np.zeros(m.count, bool)
+            asking[chosen] = True
+            m.ask_for_phase(asking, ended, instruction)
         case _:
             raise m.unknown(instruction)
 
@@ -291,8 +305,14 @@ def _bar(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> No
         return  # a warp's threads are together
     if "sync" not in instruction.modifiers:
         raise m.unknown(instruction)
+    chosen = (np.ones(m.count, bool) if active is None else active).reshape(-1, 32)
+    if np.any(chosen.any(axis=1) != chosen.all(axis=1)):
+        raise AccessError("a part of a warp waits")
     barrier, *count = instruction.operands
-    m.wait_at(m.values(barrier, _I32), m.values(count[0], _I32) if count else None, active)
+    expected = m.values(count[0], _I32) if count else None
+    if expected is not None and np.any(expected[chosen.reshape(-1)] % 32):
+        raise AccessError("a barrier counts whole warps")
+    m.wait_at(m.values(barrier, _I32), expected, active, instruction)
 
 
 WAITING = {"cp": _cp, "mbarrier": _mbarrier, "bar": _bar, "barrier": _bar}

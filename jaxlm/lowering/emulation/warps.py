@@ -17,6 +17,8 @@ _U32, _U64, _BOOL = np.dtype(np.uint32), np.dtype(np.uint64), np.dtype(bool)
 
 def _whole(m: "Blocks", active: np.ndarray | None, size: int = 32) -> np.ndarray:
     """Which warps, or groups of so many threads, take part: all threads of each or none."""
+    if m.per_block % size:
+        raise AccessError(f"blocks of {m.per_block} threads are no whole groups of {size}")
     if active is None:
         return np.ones(m.count // size, bool)
     groups = active.reshape(-1, size)
@@ -25,10 +27,17 @@ def _whole(m: "Blocks", active: np.ndarray | None, size: int = 32) -> np.ndarray
     return groups[:, 0]
 
 
+def _require_all(m: "Blocks", instruction: Instruction, members: str) -> None:
+    """That a mask is of all of a warp's threads."""
+    if np.any(m.value(members, _U32) != np.uint32(2**32 - 1)):
+        raise m.unknown(instruction)
+
+
 def _elect(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> None:
     """The first thread of each warp."""
     _whole(m, active)
-    lane, chosen, _ = instruction.operands
+    lane, chosen, members = instruction.operands
+    _require_all(m, instruction, members)
     m.write(lane, np.uint32(0), active)
     m.write(chosen, np.arange(m.count) % 32 == 0, active)
 
@@ -37,7 +46,9 @@ def _shfl(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> N
     _whole(m, active)
     target, *rest = instruction.operands
     inside = [rest.pop(0)] if len(rest) > 4 else []
-    values, operand, clamp = (m.by_warp(x, _U32) for x in rest[:3])
+    *rest, members = rest
+    _require_all(m, instruction, members)
+    values, operand, clamp = (m.by_warp(x, _U32) for x in rest)
     result, found = tensor_cores.shuffle(instruction.modifiers[1], values, operand, clamp)
     m.write(target, result.reshape(-1), active)
     for name in inside:
@@ -46,8 +57,9 @@ def _shfl(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> N
 
 def _vote(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> None:
     _whole(m, active)
-    target, source, _ = instruction.operands
-    if "ballot" not in instruction.modifiers:
+    target, source, members = instruction.operands
+    _require_all(m, instruction, members)
+    if "ballot" not in instruction.modifiers or source.startswith("!"):
         raise m.unknown(instruction)
     m.write(target, np.repeat(tensor_cores.flags(m.by_warp(source, _BOOL)), 32), active)
 
@@ -93,7 +105,7 @@ def _mma(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> No
 
 class Products:
     """Those of wgmma that are under way: their operands in shared memory are read, and their sums written, as late as
-    may be, when somebody waits for them."""
+    may be, when somebody waits for them. Operands in registers are read at once."""
 
     def __init__(self, threads: int) -> None:
         self._pending: list[tuple] = []
@@ -130,6 +142,11 @@ class Products:
                 still.append((wanted & ~now, closed, *product))
         self._pending = still
 
+    def end(self) -> None:
+        """When nobody is left to wait."""
+        if self._pending:
+            raise AccessError("the last thread ends before a product does")
+
     @staticmethod
     def _multiply(m: "Blocks", groups: np.ndarray, sums: tuple, a: Any, b: "_Matrix", added: np.ndarray) -> None:
         left = a.read(m, groups).reshape(-1, 4, 16, b.depth) if isinstance(a, _Matrix) else a[groups]
@@ -148,7 +165,10 @@ class _Matrix:
     """An operand of wgmma in shared memory."""
 
     def __init__(self, m: "Blocks", description: Operand, outer: int, depth: int, kind: str, transposed: bool):
-        self._descriptions = m.values(description, _U64).reshape(-1, 128)[:, 0]
+        described = m.values(description, _U64).reshape(-1, 128)
+        if np.any(described != described[:, :1]):
+            raise AccessError("threads of a warpgroup describe different matrices")
+        self._descriptions = described[:, 0]
         self.outer, self.depth, self._kind, self._transposed = outer, depth, kind, transposed
 
     def read(self, m: "Blocks", groups: np.ndarray) -> np.ndarray:

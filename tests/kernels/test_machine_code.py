@@ -1,6 +1,8 @@
 """What the compilers make of kernels for NVIDIA GPUs, run in emulation against the reference in float32: results,
 gradients, and twice the same; that no access leaves its array, and that no two blocks write the same place."""
 
+import functools
+
 import emulated
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,13 @@ import numpy as np
 import pytest
 from agreement import check, served
 from elsewhere import ELSEWHERE
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kernels_pallas import hopper, launch, rms_norm
+from jaxlm.costs.hardware.target import Target
+from jaxlm.lowering import targets
+from jaxlm.lowering.emulation.program import compile_call
+from jaxlm.lowering.kernel_matrix import CHIPS
+from kernels_pallas import gated_activation, hopper, launch, rms_norm
 from kernels_pallas.flash_attention import causal, flash_attention
 from kernels_pallas.registry import OPERATIONS
 
@@ -99,6 +106,28 @@ def test_a_barrier_that_nobody_waits_for_is_found(monkeypatch):
     with pytest.raises(jax.errors.JaxRuntimeError, match="EmulationError: .*ends before a (copy|product)"):
         attend()
     jax.clear_caches()
+
+
+def test_a_program_of_more_than_a_kernel_is_refused():
+    (device,) = targets.devices(Target.parse(CHIPS["A100"]))
+    mesh = Mesh(np.array([device]), ("one",))
+    x = jax.ShapeDtypeStruct((4, 32), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    def lowered(function):
+        with jax.set_mesh(mesh):
+            return jax.jit(function).lower(x, x)
+
+    add = functools.partial(gated_activation, activation="relu", implementation="triton")
+    assert compile_call(lowered(add)).kernel.name == "gated_activation"
+    for program, message in (
+        (lambda a, b: a + b, "not one call"),
+        (lambda a, b: add(add(a, b), b), "not one call"),
+        (lambda a, b: add(a, b) * 2, "does more .*: stablehlo.*multiply"),
+        (lambda a, b: add(b, a), "not those of the program"),
+        (lambda a, b: add(a, a), "not those of the program"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compile_call(lowered(program))
 
 
 def test_emulation_ends_with_its_test(monkeypatch):

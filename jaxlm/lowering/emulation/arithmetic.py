@@ -81,15 +81,16 @@ def _floating(compute: Callable[..., Any]) -> Callable[..., Any]:
     return instruction
 
 
-def _narrow(exact: Any, modifiers: tuple[str, ...], dtype: np.dtype) -> Any:
-    """float64 rounded to the instruction's dtype and in its direction."""
+def _narrow(exact: Any, modifiers: tuple[str, ...], dtype: np.dtype, rest: Any = 0.0) -> Any:
+    """float64, and what it lacks, rounded to the instruction's dtype and in its direction."""
     near = exact.astype(dtype)
+    above = (near - exact) - rest  # its sign is right: the difference of neighbours is exact
     if "rm" in modifiers:
-        return np.where(near > exact, np.nextafter(near, dtype.type(-np.inf)), near)
+        return np.where(above > 0, np.nextafter(near, dtype.type(-np.inf)), near)
     if "rp" in modifiers:
-        return np.where(near < exact, np.nextafter(near, dtype.type(np.inf)), near)
+        return np.where(above < 0, np.nextafter(near, dtype.type(np.inf)), near)
     if "rz" in modifiers:
-        return np.where(np.abs(near) > np.abs(exact), np.nextafter(near, dtype.type(0)), near)
+        return np.where(above * np.sign(near) > 0, np.nextafter(near, dtype.type(0)), near)
     return near
 
 
@@ -111,7 +112,7 @@ def _either(of_floats: Callable[..., Any], of_integers: Callable[..., Any]) -> C
 
 
 def _exactly(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """On floating point in float64, rounded once: products and sums of narrower numbers are exact there, or nearly."""
+    """On floating point: what numpy rounds right as it stands, all else in float64 and rounded once."""
 
     def compute(modifiers: tuple[str, ...], *operands: Any) -> Any:
         dtype = dtype_of(modifiers)
@@ -124,6 +125,26 @@ def _exactly(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 # These are right to the last bit in the operands' own dtype.
 _ROUNDED_BY_NUMPY = (np.add, np.subtract, np.multiply, np.divide)
+
+
+def _sum_and_rest(a: Any, b: Any) -> tuple[Any, Any]:
+    """a + b in float64 and what that lacks (Knuth, The Art of Computer Programming, volume 2, section 4.2.2)."""
+    total = a + b
+    part = total - a
+    rest = (a - (total - part)) + (b - part)
+    return total, np.where(np.isfinite(rest), rest, 0.0)
+
+
+def _fused(modifiers: tuple[str, ...], a: Any, b: Any, c: Any) -> Any:
+    """a · b + c, rounded once: the product of two numbers of 24 bits is exact in float64."""
+    total, rest = _sum_and_rest(_wide(a) * _wide(b), _wide(c))
+    return _narrow(total, modifiers, dtype_of(modifiers), rest)
+
+
+def _added(modifiers: tuple[str, ...], a: Any, b: Any) -> Any:
+    if modifiers[-1] == "f64" or not {"rm", "rp", "rz"} & set(modifiers):
+        return _exactly(np.add)(modifiers, a, b)
+    return _fused(modifiers, a, np.float32(1), b)
 
 
 def _maximum(better: Callable[..., Any], spoiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,10 +176,10 @@ def _doubled(dtype: np.dtype) -> np.dtype:
 
 
 FUNCTIONS |= {
-    "add": _either(_exactly(np.add), lambda modifiers, a, b: a + b),
-    "sub": _either(_exactly(np.subtract), lambda modifiers, a, b: a - b),
+    "add": _either(_added, lambda modifiers, a, b: a + b),
+    "sub": _either(lambda modifiers, a, b: _added(modifiers, a, -b), lambda modifiers, a, b: a - b),
     "mul": _either(_exactly(np.multiply), _multiplied),
-    "fma": _floating(_exactly(lambda a, b, c: a * b + c)),
+    "fma": _floating(_fused),
     "div": _either(_exactly(np.divide), lambda modifiers, a, b: _truncated(a, b)),
     "neg": _either(lambda modifiers, a: -a, lambda modifiers, a: -a),
     "abs": _either(lambda modifiers, a: np.abs(a), lambda modifiers, a: np.abs(a)),
@@ -178,7 +199,7 @@ FUNCTIONS |= {
     "xor": lambda modifiers, a, b: a ^ b,
     "not": lambda modifiers, a: ~a,
     "selp": lambda modifiers, a, b, chosen: np.where(chosen, a, b),
-    "mad": _either(_exactly(lambda a, b, c: a * b + c), lambda modifiers, a, b, c: _multiplied(modifiers, a, b) + c),
+    "mad": _either(_fused, lambda modifiers, a, b, c: _multiplied(modifiers, a, b) + c),
 }
 
 _ROUNDINGS = {"rn", "rm", "rp", "rz"}
@@ -322,6 +343,9 @@ def setp(modifiers: tuple[str, ...], a: Any, b: Any, other: Any = None) -> Any:
     return result
 
 
+_WHOLE = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+
+
 def cvt(modifiers: tuple[str, ...], *operands: Any) -> Any:
     """A number of another dtype: cvt.….to.from; two of them into one register, the first above the second."""
     to, source = modifiers[-2:]
@@ -338,12 +362,14 @@ def _converted(x: Any, to: str, source: str, modifiers: tuple[str, ...]) -> Any:
     if dtype.kind in "iu":
         if x.dtype.kind in "iu":
             return x.astype(dtype)
-        towards = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
-        whole = next(towards[name] for name in modifiers if name in towards)(_wide(x))
+        x = flushed(x) if "ftz" in modifiers else x
+        whole = next(_WHOLE[name] for name in modifiers if name in _WHOLE)(_wide(x))
         limits = np.iinfo(dtype)
-        return np.where(np.isnan(whole), 0, np.clip(whole, limits.min, limits.max)).astype(dtype)
-    if to == source and (rounding := {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}):
-        whole = [rounding[name] for name in modifiers if name in rounding]
+        kept = np.where((whole > limits.min) & (whole < limits.max), whole, 0).astype(dtype)
+        kept = np.where(whole >= limits.max, dtype.type(limits.max), kept)
+        return np.where(whole <= limits.min, dtype.type(limits.min), kept)  # of NaN 0
+    if to == source:
+        whole = [_WHOLE[name] for name in modifiers if name in _WHOLE]
         return _rounded(whole[0](x) if whole else x, modifiers)
     result = x.astype(dtype) if x.dtype.kind in "iu" else _narrow(_wide(x), modifiers, dtype)
     result = np.maximum(result, dtype.type(0)) if "relu" in modifiers else result

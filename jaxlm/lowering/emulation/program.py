@@ -39,16 +39,33 @@ class Call(NamedTuple):
 def compile_call(lowered: jax.stages.Lowered) -> Call:
     """Of a program that is one call of a Pallas kernel, whose operands are its own, by Triton or Mosaic GPU.
 
-    Raises the compiler's errors where it refuses it; RuntimeError of a kernel by Mosaic GPU that this process compiled
-    before, and not by this function.
+    Raises ValueError of any other program; the compiler's errors where it refuses it; RuntimeError of a kernel by
+    Mosaic GPU that this process compiled before, and not by this function.
     """
     text = lowered.as_text()
+    _require_one_call(text)
     if text not in _BY_MOSAIC:
         call = _compile(lowered)
         if call.parameters is None:
             return call
         _BY_MOSAIC[text] = call
     return _BY_MOSAIC[text]
+
+
+_CALL = re.compile(r"%(\d+)(?::\d+)? = (?:call|stablehlo\.custom_call) @[\w$.]+\((.*?)\)")
+_OTHER = re.compile(r"^\s*(?:%\S+ = )?(?!call |stablehlo\.custom_call|return |func\.)([a-z]\w*\.\w+)", re.MULTILINE)
+
+
+def _require_one_call(text: str) -> None:
+    """That each function of a program passes all it is given on, to one call, and returns what comes of that."""
+    text = re.sub(r'"[^"]*"', '""', text)  # kernels themselves
+    calls = [operands.split(", ") for _, operands in _CALL.findall(text)]
+    if text.count("stablehlo.custom_call @") != 1 or text.count("func.func") != len(calls):
+        raise ValueError("the program is not one call of a Pallas kernel")
+    if other := set(_OTHER.findall(text)) - {"sdy.mesh"}:
+        raise ValueError(f"the program does more than to call a Pallas kernel: {', '.join(sorted(other))}")
+    if any(operands != [f"%arg{i}" for i in range(len(operands))] for operands in calls):
+        raise ValueError("the operands of the Pallas kernel are not those of the program, in their order")
 
 
 # Mosaic GPU compiles a kernel but once in a process.
@@ -138,9 +155,10 @@ def _launch(log: str, sizes: Sequence[int]) -> tuple[tuple[int, int, int], tuple
                 else {at.offset: known for at, known in held.items() if at.number == x.number}
                 for x in passed
             )
-        elif target:  # whatever is made of a pointer, or else of a number: all begins where the pointer points
+        elif target:  # whatever is made of a pointer begins where it points
             known = [values[x] for x in _OPERAND.findall(operation) if x in values]
-            pointed = [x for x in known if isinstance(x, _Array | _Slot | _Memory)]
-            first = next(iter(pointed or known), None)
+            first = next((x for x in known if isinstance(x, _Array | _Slot | _Memory)), None)
+            if first is None and operation.startswith(("builtin.unrealized_conversion_cast", "arith.index_cast")):
+                first = known[0]
             values[target] = _Array(first.index) if isinstance(first, _Slot) else first
     raise RuntimeError("Mosaic GPU wrote no launch")

@@ -221,20 +221,14 @@ _MODIFIERS = {
 
 def knows(opcode: str, modifiers: tuple[str, ...]) -> bool:
     """Whether an instruction of FUNCTIONS, or cvt, is computed with these modifiers."""
-    *before, last = modifiers
-    if last not in DTYPES or not set(before) <= _MODIFIERS.get(opcode, set()):
+    *before, source = modifiers
+    if source not in DTYPES or not set(before) <= _MODIFIERS.get(opcode, set()):
         return False
-    if "sat" in before and last not in ("f32", "f16") or "sat" in before and before[-1] in ("f16x2", "bf16x2"):
+    to = before[-1] if opcode == "cvt" else source
+    saturates, directed = "sat" in before, not {"rm", "rp", "rz"}.isdisjoint(before)
+    if saturates and to not in ("f16", "f32") or saturates and source not in ("f16", "f32"):
         return False
-    directed = {"rm", "rp", "rz"} & set(before)
-    if opcode == "cvt":
-        to = before[-1]
-        narrow = DTYPES[to].kind in "iu" and to in BITS_OF_INTEGERS
-        return not ("sat" in before and narrow) and not (directed and (to == "tf32" or DTYPES[last].kind != "f"))
-    return last != "f64" or not directed
-
-
-BITS_OF_INTEGERS = tuple(name for name in DTYPES if name[0] in "bus")
+    return not directed or to not in ("tf32", "f64") and DTYPES[source].kind == "f"
 
 
 def _truncated(a: Any, b: Any) -> Any:

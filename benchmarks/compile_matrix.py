@@ -9,6 +9,7 @@ python benchmarks/compile_matrix.py --on A100 v5e   some of the chips
 
 import argparse
 import json
+import operator
 import time
 from pathlib import Path
 
@@ -57,14 +58,12 @@ def main() -> None:
 
 def compiled_before() -> dict[tuple[str, str], Outcome]:
     """What the results files have of these compilers, by chip and row."""
-    try:
-        programs = files.compiled_earlier(RESULTS / "compile_matrix.json", "programs")
-    except SystemExit:
-        return {}
-    if not programs:
+    file = RESULTS / "compile_matrix.json"
+    earlier = json.loads(file.read_text()) if file.exists() else None
+    if earlier is None or operator.ne(*files.compilers(earlier)):
         return {}
     kernels = (json.loads((RESULTS / f"{name}.json").read_text())["kernels"] for name in ("assembly", "schedules"))
-    return kernel_matrix.recorded(programs, *kernels)
+    return kernel_matrix.recorded(earlier["programs"], *kernels)
 
 
 def programs(results: dict[str, dict[kernel_matrix.MatrixRow, Outcome]]) -> list[dict[str, str]]:

@@ -47,10 +47,16 @@ def compiled_earlier(file: Path, key: str) -> dict[str, Any]:
     if not file.exists():
         return {}
     earlier = json.loads(file.read_text())
-    wrote = {name: earlier["versions"][name] for name in _COMPILERS if name in earlier["versions"]}
-    if (here := versions(tuple(wrote))) != wrote:
+    wrote, here = compilers(earlier)
+    if here != wrote:
         raise SystemExit(f"{file.name} is of {_listed(wrote)}, and here are {_listed(here)}: run all of it anew")
     return earlier[key]
+
+
+def compilers(earlier: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """The versions of the compilers that results are of, and those of the same compilers here."""
+    wrote = {name: earlier["versions"][name] for name in _COMPILERS if name in earlier["versions"]}
+    return wrote, versions(tuple(wrote))
 
 
 def _listed(versions: dict[str, str]) -> str:

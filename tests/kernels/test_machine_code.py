@@ -93,7 +93,7 @@ def test_a_load_without_its_mask_is_found(monkeypatch):
 
 
 def test_a_barrier_that_nobody_waits_for_is_found(monkeypatch):
-    """A block of keys that is read before it came is not what was asked for."""
+    """A kernel that waits for nothing is at its end before what it has begun."""
     emulated.on("H100", monkeypatch)
     query, key, value = (jax.random.normal(jax.random.key(i), (1, 256, 1, 64), jnp.bfloat16) for i in range(3))
 

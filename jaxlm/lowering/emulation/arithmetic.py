@@ -220,7 +220,7 @@ _MODIFIERS = {
 
 
 def knows(opcode: str, modifiers: tuple[str, ...]) -> bool:
-    """Whether an instruction of FUNCTIONS, or cvt, is computed with these modifiers."""
+    """Whether an instruction of FUNCTIONS is computed with these modifiers."""
     *before, source = modifiers
     if source not in DTYPES or not set(before) <= _MODIFIERS.get(opcode, set()):
         return False
@@ -340,6 +340,7 @@ def setp(modifiers: tuple[str, ...], a: Any, b: Any, other: Any = None) -> Any:
 _WHOLE = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
+@_instruction
 def cvt(modifiers: tuple[str, ...], *operands: Any) -> Any:
     """A number of another dtype: cvt.….to.from; two of them into one register, the first above the second."""
     to, source = modifiers[-2:]
@@ -366,7 +367,6 @@ def _converted(x: Any, to: str, source: str, modifiers: tuple[str, ...]) -> Any:
         whole = [_WHOLE[name] for name in modifiers if name in _WHOLE]
         return _rounded(whole[0](x) if whole else x, modifiers)
     result = x.astype(dtype) if x.dtype.kind in "iu" else _narrow(_wide(x), modifiers, dtype)
-    result = np.maximum(result, dtype.type(0)) if "relu" in modifiers else result
     return _rounded(result, modifiers)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.lowering.emulation.arithmetic import BITS, DTYPES, FUNCTIONS, cvt, dtype_of, knows, number
+from jaxlm.lowering.emulation.arithmetic import BITS, FUNCTIONS, dtype_of, knows, number
 from jaxlm.lowering.emulation.memory import FIRST_ARRAY, AccessError, Arrays, Shared
 from jaxlm.lowering.emulation.ptx import Address, Instruction, Kernel, Operand
 from jaxlm.lowering.emulation.waiting import WAITING, Copies, Phases, TensorMap
@@ -323,15 +323,6 @@ def _compute(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> 
         m.write(target, FUNCTIONS[instruction.opcode](modifiers, *values), active)
 
 
-def _cvt(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> None:
-    if not knows("cvt", instruction.modifiers):
-        raise m.unknown(instruction)
-    target, *operands = instruction.operands
-    source = DTYPES[instruction.modifiers[-1]]
-    with np.errstate(all="ignore"):
-        m.write(target, cvt(instruction.modifiers, *(m.value(x, source) for x in operands)), active)
-
-
 def _cvta(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> None:
     """All spaces are parts of one."""
     m.write(instruction.operands[0], m.value(instruction.operands[1], np.dtype(np.uint64)), active)
@@ -382,7 +373,6 @@ def _nothing(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> 
 
 
 _SPECIAL: dict[str, Callable[..., None]] = {
-    "cvt": _cvt,
     "cvta": _cvta,
     "mov": _mov,
     "ld": _ld,

@@ -86,9 +86,7 @@ def _compile(lowered: jax.stages.Lowered) -> Call:
         return Call(kernel, grid, results, parameters)
     launch = _TRITON.search(lowered.as_text())
     if launch is None:
-        raise RuntimeError(
-            "this program is no call of a Pallas kernel, or of one by Mosaic GPU that was compiled before"
-        )
+        raise RuntimeError("Mosaic GPU has compiled this kernel before in this process, and wrote nothing now")
     *grid, name = launch.groups()
     (kernel,) = (kernel for kernel in kernels if kernel.name == name)
     return Call(kernel, tuple(map(int, grid)), results)

@@ -87,18 +87,20 @@ class Copies:
 
     They come at once or, `late`, those of threads when somebody waits for them, and those that the engine fetches when
     nobody can go on without. What the engine is to write it reads when somebody waits.
+
+    Attributes:
+      of_threads, of_engine: the groups of what threads copy, and of what the engine writes for them.
     """
 
     def __init__(self, threads: int, late: bool) -> None:
         self._late = late
         self._fetched: list[tuple[int, int, TensorMap, tuple[int, ...], int]] = []
-        self._threads, self._stores = _Groups(threads), _Groups(threads)
+        self.of_threads, self.of_engine = _Groups(threads), _Groups(threads)
 
     # Of threads.
 
     def begin(self, m: "Blocks", to: np.ndarray, source: np.ndarray, size: int, lengths: np.ndarray) -> None:
         """Each thread copies `lengths` bytes, −1 none, and fills up to `size` by zeros."""
-
         if np.any(source[lengths > 0] % np.uint64(size)):
             raise AccessError(f"copies of {size} bytes are not aligned")
 
@@ -112,17 +114,9 @@ class Copies:
                 m.shared.store(to[where], values, m.held[where])
 
         if self._late:
-            self._threads.begin(lengths >= 0, copy)
+            self.of_threads.begin(lengths >= 0, copy)
         else:
             copy(np.flatnonzero(lengths >= 0))
-
-    def close(self, chosen: np.ndarray, of_threads: bool) -> None:
-        """Of these threads the copies until now are a group."""
-        (self._threads if of_threads else self._stores).close(chosen)
-
-    def finish(self, chosen: np.ndarray, left: int, of_threads: bool) -> None:
-        """All but the last `left` groups of these threads, with −1 also what is of none."""
-        (self._threads if of_threads else self._stores).finish(chosen, left)
 
     # Of the engine.
 
@@ -157,7 +151,7 @@ class Copies:
             addresses = m.arrays.addresses[known.array] + offsets[inside].astype(np.uint64)
             m.arrays.store(addresses, words, np.full(addresses.size, m.blocks[thread]))
 
-        self._stores.begin(np.arange(m.count) == thread, copy)
+        self.of_engine.begin(np.arange(m.count) == thread, copy)
 
     def write_row(self, m: "Blocks", thread: int, source: int, to: int, size: int) -> None:
         """Bytes that follow one another, a multiple of 16."""
@@ -170,13 +164,13 @@ class Copies:
             words = m.shared.load(np.uint64(source) + steps, 4, 1, held)
             m.arrays.store(np.uint64(to) + steps, words, np.full(size // 4, m.blocks[thread]))
 
-        self._stores.begin(np.arange(m.count) == thread, copy)
+        self.of_engine.begin(np.arange(m.count) == thread, copy)
 
     def end(self, m: "Blocks") -> None:
         """When nobody is left to wait."""
-        if self._fetched or self._stores.pending:
+        if self._fetched or self.of_engine.pending:
             raise AccessError("the last thread ends before a copy of the engine does")
-        self._threads.finish(np.ones(m.count, bool), -1)
+        self.of_threads.finish(np.ones(m.count, bool), -1)
 
 
 class _Groups:
@@ -187,7 +181,7 @@ class _Groups:
         self._closed = np.zeros(threads, np.int32)
 
     def begin(self, chosen: np.ndarray, copy: Callable[[np.ndarray], None]) -> None:
-        """Of these threads; `copy` of some of them is called when they wait."""
+        """Of these threads; `copy` is called with those of them that wait."""
         self.pending.append((chosen, self._closed.copy(), copy))
 
     def close(self, chosen: np.ndarray) -> None:
@@ -220,7 +214,7 @@ def _in_shared(first: int, known: TensorMap) -> np.ndarray:
 
 def _cp(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> None:
     chosen = np.ones(m.count, bool) if active is None else active
-    bulk = "bulk" in instruction.modifiers
+    groups = m.copies.of_engine if "bulk" in instruction.modifiers else m.copies.of_threads
     match instruction.modifiers:
         case ("async", "ca" | "cg", "shared" | "shared::cta", "global"):
             to, source, text, *rest = instruction.operands
@@ -233,11 +227,11 @@ def _cp(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> Non
                 lengths = m.values(rest[0], _I32)
             m.copies.begin(m, m.addresses(to), m.addresses(source), size, np.where(chosen, lengths, -1))
         case ("async", "commit_group") | ("async", "bulk", "commit_group"):
-            m.copies.close(chosen, not bulk)
+            groups.close(chosen)
         case ("async", "wait_group") | ("async", "bulk", "wait_group", *_):
-            m.copies.finish(chosen, int(instruction.operands[0], 0), not bulk)
+            groups.finish(chosen, int(instruction.operands[0], 0))
         case ("async", "wait_all"):
-            m.copies.finish(chosen, -1, True)
+            groups.finish(chosen, -1)
         case ("async", "bulk", "tensor", _, "shared::cluster" | "shared::cta", "global", *_):
             to, source, barrier = instruction.operands
             for thread in np.flatnonzero(chosen):

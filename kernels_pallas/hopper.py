@@ -115,21 +115,56 @@ class Warpgroup:
             return products
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        def from_zero(*sum_refs: Any) -> tuple[jax.Array, ...]:
-            for sum_ref, (a, b) in zip(sum_refs, pairs, strict=True):
-                plgpu.wgmma(sum_ref, a, b.transpose((1, 0)))
+        def multiply(*refs: Any) -> tuple[jax.Array, ...]:
+            *product_refs, _ = refs
+            for product_ref, (a, b) in zip(product_refs, pairs, strict=True):
+                plgpu.wgmma(product_ref, a, b.transpose((1, 0)))
             meanwhile()
-            return tuple(sum_ref[...] for sum_ref in sum_refs)
+            return tuple(product_ref[...] for product_ref in product_refs)
 
-        return pl.run_scoped(from_zero, *(plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32) for a, b in pairs))
+        products = (plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32) for a, b in pairs)
+        return pl.run_scoped(multiply, *products, plgpu.ACC((ROWS, 8), jnp.float32))
 
-    def add_product(self, total: jax.Array, a: jax.Array, b: Any) -> jax.Array:
-        """total + a · b in float32, of a value a [64, k] and b [k, n] in shared memory."""
+    def add_products(self, *terms: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, ...]:
+        """total + a · b in float32 of each (total, a, b), of values a [64, k] and b [k, n] in shared memory."""
         if self.interpret:
-            return total + self._interpreted_product(a, b, 0)
+            return tuple(total + self._interpreted_product(a, b, 0) for total, a, b in terms)
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        return pl.run_state(lambda sum_ref: plgpu.wgmma(sum_ref, a, b))(plgpu.ACC.init(total))
+        def add(sum_refs: tuple) -> None:
+            for sum_ref, (_, a, b) in zip(sum_refs, terms, strict=True):
+                plgpu.wgmma(sum_ref, a, b)
+
+        return pl.run_state(add)(tuple(plgpu.ACC.init(total) for total, _, _ in terms))
+
+    def products_beside_sum(
+        self,
+        pairs: Sequence[tuple[Any, Any]],
+        total: jax.Array,
+        added: tuple[jax.Array, Any],
+        between: Callable[..., Any],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> tuple[Any, jax.Array]:
+        """`between` of `products_of_rows`, computed while total + c · d is made (`add_products`, of `added`): the tensor
+        cores go from one to the other without a pause. `meanwhile` once all of them have begun."""
+        if self.interpret:
+            result = between(*self.products_of_rows(*pairs, meanwhile=meanwhile))
+            return result, *self.add_products((total, *added))
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        def multiply(*refs: Any) -> tuple[Any, jax.Array]:
+            *product_refs, sum_ref = refs
+            sum_ref[...] = total
+            for product_ref, (a, b) in zip(product_refs, pairs, strict=True):
+                plgpu.wgmma(product_ref, a, b.transpose((1, 0)))
+            plgpu.wgmma(sum_ref, *added)
+            meanwhile()
+            plgpu.wgmma_wait(1)
+            result = between(*(plgpu.wgmma_accumulator_load(ref, wait_n=None) for ref in product_refs))
+            return result, _made_of(added[0], sum_ref[...])
+
+        products = (plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32) for a, b in pairs)
+        return pl.run_scoped(multiply, *products, plgpu.ACC(total.shape, jnp.float32))
 
     def tile(self, x: jax.Array) -> jax.Array:
         """A value [rows, columns] laid out as products are."""
@@ -195,6 +230,11 @@ class Warpgroup:
 
         index = ((),) if jax.__version_info__ < (0, 11) else ()
         return plgpu.load(ref, *index, optimized=False)
+
+
+def _made_of(operand: jax.Array, result: jax.Array) -> jax.Array:
+    """The result; until it is there a product may read the operand's registers, and nothing else is put into them."""
+    return jax.lax.optimization_barrier((result, operand))[0]
 
 
 def run(

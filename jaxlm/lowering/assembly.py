@@ -80,7 +80,8 @@ def dump(lowered: jax.stages.Lowered, folder: Path) -> None:
 def assemble(ptx: str) -> list[Assembled]:
     """The kernels of a text in PTX, assembled for the chip that it names.
 
-    Raises InputError where the assembler is not installed, RuntimeError where it refuses a kernel.
+    Raises InputError where the assembler is not installed, RuntimeError where it refuses a kernel, or makes wgmma wait
+    for itself (each product at once for the one before, whatever the kernel says).
     """
     architecture = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
@@ -90,6 +91,8 @@ def assemble(ptx: str) -> list[Assembled]:
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"ptxas refuses a kernel: {done.stderr.strip().splitlines()[-1]}")
+    if lost := re.search(r"wgmma\.mma_async instructions are serialized.*", done.stderr):
+        raise RuntimeError(f"ptxas: {lost[0]}")
     said = dict(re.findall(r"entry function '(\w+)'(.*?Used \d+ registers)", done.stderr, re.DOTALL))
     return [_assembled(name, text, said[name]) for name, text in _KERNEL.findall(ptx)]
 

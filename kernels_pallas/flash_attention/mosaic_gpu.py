@@ -68,7 +68,7 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
     def kernel(warpgroup: Warpgroup, ref: References) -> None:
         me, b, n = warpgroup.index(), warpgroup.index("batch"), warpgroup.index("head")
         i = rows - 1 - warpgroup.index("block")  # under a causal mask the last has most to do: it goes first
-        order = Order(*(ref["ranges"][b, i, c] for c in range(4)))
+        order = Order(*(ref["ranges"][b, i, c] for c in range(4))).at_least_one()
 
         def sources(step: jax.Array) -> dict[str, Any]:
             return of_keys.sources(ref, b, n, i, order.block(step), keys)
@@ -84,16 +84,14 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
                 sink = warpgroup.by_row(jnp.full((ROWS,), ref["sinks"][n] * LOG2_E))
                 largest = jnp.maximum(largest, sink)
                 total = jnp.exp2(sink - largest)
-            mixed = warpgroup.tile(jnp.zeros((ROWS, V), jnp.float32))
 
             def pass_turn() -> None:
                 warpgroup.arrive(ref["turn"].at[lax.rem(me + 1, COMPUTING)])
 
-            def step(j: jax.Array, carry: tuple, masked: bool) -> tuple:
-                largest, total, mixed = carry
-                key = ring.take(warpgroup, ref, "key", j)
-                (products,) = warpgroup.products_of_rows((query, key), meanwhile=pass_turn)
+            def weigh(products: jax.Array, j: jax.Array, sums: tuple, masked: bool) -> tuple:
+                """Weights of a step, sums with them, and by what those before it are to be multiplied."""
                 ring.leave(warpgroup, ref, j, order.steps, "key")
+                largest, total = sums
                 bias = of_keys.bias(warpgroup, ref, ring, j, order.steps)
                 values, factor, _ = settings.factored(products, bias, tanh=tanh_by_exp2)
                 if masked:
@@ -104,21 +102,33 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
                 kept = jnp.exp2(largest - raised)
                 weights = jnp.exp2(values * factor - warpgroup.across(raised, keys))
                 total = total * kept + jnp.sum(weights, axis=1)
-                mixed = mixed * warpgroup.across(kept, V)
                 # Nothing of this may be put off until it is this warpgroup's turn again.
-                state = lax.optimization_barrier((raised, total, mixed, weights.astype(dtype)))
-                raised, total, mixed, weights = state
-                value = ring.take(warpgroup, ref, "value", j)
+                return lax.optimization_barrier(((raised, total), kept, weights.astype(dtype)))
+
+            def step(j: jax.Array, carry: tuple, masked: bool) -> tuple:
+                """The scores of a step, and the values of that before: the first are weighed beside the second."""
+                sums, mixed, weights = carry
+                (key,), (value,) = ring.take(warpgroup, ref, j, "key"), ring.take(warpgroup, ref, j - 1, "value")
                 warpgroup.wait(turn)
-                mixed = warpgroup.add_product(mixed, weights, value)
-                ring.leave(warpgroup, ref, j, order.steps, "value")
-                return raised, total, mixed
+                (sums, kept, following), mixed = warpgroup.products_beside_sum(
+                    [(query, key)], mixed, (weights, value), lambda x: weigh(x, j, sums, masked), pass_turn
+                )
+                ring.leave(warpgroup, ref, j - 1, order.steps, "value")
+                return sums, mixed * warpgroup.across(kept, V), following
 
             pl.when(me == COMPUTING - 1)(pass_turn)  # to the first
             warpgroup.wait(ref["query_ready"].at[me])
+            (key,) = ring.take(warpgroup, ref, jnp.int32(0), "key")
             warpgroup.wait(turn)
-            largest, total, mixed = order.over(step, (largest, total, mixed))
+            (products,) = warpgroup.products_of_rows((query, key), meanwhile=pass_turn)
+            sums, _, weights = weigh(products, jnp.int32(0), (largest, total), True)
+            mixed = warpgroup.tile(jnp.zeros((ROWS, V), jnp.float32))
+            sums, mixed, weights = order.over(step, (sums, mixed, weights), first=1)
+            (value,) = ring.take(warpgroup, ref, order.steps - 1, "value")
+            warpgroup.wait(turn)
             pl.when(me < COMPUTING - 1)(pass_turn)
+            (mixed,) = warpgroup.add_products((mixed, weights, value))
+            largest, total = sums
 
             some = total != 0  # of a NaN too
             total = jnp.where(some, total, 1.0)

@@ -62,7 +62,7 @@ def query_gradient(
     def kernel(warpgroup: Warpgroup, ref: References) -> None:
         me, b, n = warpgroup.index(), warpgroup.index("batch"), warpgroup.index("head")
         i = rows - 1 - warpgroup.index("block")
-        order = Order(*(ref["ranges"][b, i, c] for c in range(4)))
+        order = Order(*(ref["ranges"][b, i, c] for c in range(4))).at_least_one()
 
         def sources(step: jax.Array) -> dict[str, Any]:
             return of_keys.sources(ref, b, n, i, order.block(step), keys)
@@ -76,9 +76,8 @@ def query_gradient(
             log_sum_exp, delta = (warpgroup.load_by_row(ref[name].at[b, n, tile]) for name in ("log_sum_exp", "delta"))
             warpgroup.wait(ready)
 
-            def step(j: jax.Array, d_query: jax.Array, masked: bool) -> jax.Array:
-                key, value = (ring.take(warpgroup, ref, name, j) for name in ("key", "value"))
-                products, d_weights = warpgroup.products_of_rows((query, key), (d_out, value))
+            def differentiate(j: jax.Array, masked: bool, products: jax.Array, d_weights: jax.Array) -> jax.Array:
+                """The gradient of a step's scores."""
                 ring.leave(warpgroup, ref, j, order.steps, "value")
                 bias = of_keys.bias(warpgroup, ref, ring, j, order.steps)
                 values, factor, slope = settings.factored(products, bias, tanh=tanh_by_exp2)
@@ -87,12 +86,27 @@ def query_gradient(
                     seen = (warpgroup.across(start, keys) <= index) & (index < warpgroup.across(end, keys))
                     values = jnp.where(seen, values, -jnp.inf)
                 weights = jnp.exp2(values * factor - warpgroup.across(log_sum_exp, keys))
-                d_scores = score_gradient(weights, d_weights, warpgroup.across(delta, keys), slope)
-                d_query = warpgroup.add_product(d_query, d_scores.astype(dtype), key)
-                ring.leave(warpgroup, ref, j, order.steps, "key")
-                return d_query
+                return score_gradient(weights, d_weights, warpgroup.across(delta, keys), slope).astype(dtype)
 
-            d_query = order.over(step, warpgroup.tile(jnp.zeros((ROWS, H), jnp.float32)))
+            def pairs(j: jax.Array) -> list[tuple[Any, Any]]:
+                key, value = ring.take(warpgroup, ref, j, "key", "value")
+                return [(query, key), (d_out, value)]
+
+            def step(j: jax.Array, carry: tuple, masked: bool) -> tuple:
+                """The scores of a step, and the sum with that before: the first are differentiated beside the second."""
+                d_query, d_scores = carry
+                (before,) = ring.places(ref, j - 1, "key")
+                d_scores, d_query = warpgroup.products_beside_sum(
+                    pairs(j), d_query, (d_scores, before), lambda *products: differentiate(j, masked, *products)
+                )
+                ring.leave(warpgroup, ref, j - 1, order.steps, "key")
+                return d_query, d_scores
+
+            d_scores = differentiate(jnp.int32(0), True, *warpgroup.products_of_rows(*pairs(jnp.int32(0))))
+            d_query = warpgroup.tile(jnp.zeros((ROWS, H), jnp.float32))
+            d_query, d_scores = order.over(step, (d_query, d_scores), first=1)
+            (before,) = ring.places(ref, order.steps - 1, "key")
+            (d_query,) = warpgroup.add_products((d_query, d_scores, before))
             warpgroup.send((d_query * settings.scale, query, ref["d_query"].at[b, at, n]))
 
         roles(warpgroup, lambda: ring.fill(warpgroup, ref, order.steps, sources), compute)
@@ -149,7 +163,7 @@ def key_gradient(
         }
         return parts | ({"bias": Shared((queries, QUERIES), bias.dtype, tiled=True)} if biased else {})
 
-    ring = Ring.of("key_gradient", operands, ROWS, parts, own)
+    ring = Ring.of("key_gradient", operands, ROWS, parts, own, together=True)
     queries = ring.blocks.rows
     of_queries = key_ranges(operands.start, operands.end, queries, QUERIES)
 
@@ -189,21 +203,22 @@ def key_gradient(
                     def down(name: str, row: int) -> jax.Array:
                         return warpgroup.down(warpgroup.load_by_column(place[name].at[row]), ROWS)
 
-                    place = {name: ring.take(warpgroup, ref, name, now) for name in ring.parts}
+                    place = dict(zip(ring.parts, ring.take(warpgroup, ref, now, *ring.parts), strict=True))
                     bias = of_keys
                     if biased:
                         bias = warpgroup.load_turned(place["bias"].at[:, pl.ds(me * ROWS, ROWS)])
-                    (products,) = warpgroup.products_of_rows((key, place["query"]))
+                    products, d_weights = warpgroup.products_of_rows((key, place["query"]), (value, place["d_out"]))
                     values, factor, slope = settings.factored(products, bias, tanh=tanh_by_exp2)
                     if masked:
                         index = first + warpgroup.count((ROWS, queries), 0)
                         seen = (down("interval", 0) <= index) & (index < down("interval", 1))
                         values = jnp.where(seen, values, -jnp.inf)
                     weights = jnp.exp2(values * factor - down("sums", 0))
-                    d_value = warpgroup.add_product(d_value, weights.astype(dtype), place["d_out"])
-                    (d_weights,) = warpgroup.products_of_rows((value, place["d_out"]))
                     d_scores = score_gradient(weights, d_weights, down("sums", 1), slope)
-                    d_key = warpgroup.add_product(d_key, d_scores.astype(dtype), place["query"])
+                    d_value, d_key = warpgroup.add_products(
+                        (d_value, weights.astype(dtype), place["d_out"]),
+                        (d_key, d_scores.astype(dtype), place["query"]),
+                    )
                     ring.leave(warpgroup, ref, now, steps, *ring.parts, loaded=True)
                     return d_key, d_value
 

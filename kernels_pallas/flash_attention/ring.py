@@ -49,10 +49,14 @@ class Order(NamedTuple):
         beside = jnp.where(beside < self.full, beside, beside + self.whole)
         return jnp.where(step < self.whole, self.full + step, beside)
 
-    def over(self, step: Callable[[jax.Array, Any, bool], Any], carry: Any) -> Any:
-        """step(j, carry, masked) over all steps."""
-        carry = lax.fori_loop(0, self.whole, lambda j, carry: step(j, carry, False), carry)
-        return lax.fori_loop(self.whole, self.steps, lambda j, carry: step(j, carry, True), carry)
+    def at_least_one(self) -> "Order":
+        """The same, or where nothing is seen the first block, under its mask."""
+        return self._replace(last=jnp.maximum(self.last, 1))
+
+    def over(self, step: Callable[[jax.Array, Any, bool], Any], carry: Any, first: int = 0) -> Any:
+        """step(j, carry, masked) over all steps from the first."""
+        carry = lax.fori_loop(first, self.whole, lambda j, carry: step(j, carry, False), carry)
+        return lax.fori_loop(jnp.maximum(first, self.whole), self.steps, lambda j, carry: step(j, carry, True), carry)
 
 
 class Blocks(NamedTuple):
@@ -69,10 +73,12 @@ class Ring(NamedTuple):
     Attributes:
       blocks: their sizes.
       parts: one block of each array.
+      together: whether all blocks of a step are waited for and left at once; else each by itself.
     """
 
     blocks: Blocks
     parts: Mapping[str, Shared]
+    together: bool
 
     @classmethod
     def of(
@@ -82,6 +88,7 @@ class Ring(NamedTuple):
         rows: int,
         parts: Callable[[int], Mapping[str, Shared]],
         own: Mapping[str, Shared],
+        together: bool = False,
     ) -> "Ring":
         """Of a kernel that has arrays of its `own` besides: with blocks that were measured to be fastest, or of so many
         rows and with as many stages as shared memory holds."""
@@ -98,7 +105,7 @@ class Ring(NamedTuple):
         blocks = blocks._replace(rows=min(blocks.rows, rows))
         blocks = blocks._replace(stages=min(blocks.stages, stages(blocks.rows)))
         chosen = blocks if blocks.stages else default
-        return cls(chosen, parts(chosen.rows))
+        return cls(chosen, parts(chosen.rows), together)
 
     @property
     def stages(self) -> int:
@@ -106,12 +113,18 @@ class Ring(NamedTuple):
 
     def shared(self) -> dict[str, Shared | Barriers]:
         """What it takes in shared memory."""
-        held: dict[str, Shared | Barriers] = {}
-        for name, part in self.parts.items():
-            held[f"{name}_ring"] = part._replace(shape=(self.stages, *part.shape))
-            held[f"{name}_ready"] = Barriers(self.stages)
-            held[f"{name}_free"] = Barriers(self.stages, arrivals=COMPUTING)
+        held: dict[str, Shared | Barriers] = {
+            f"{name}_ring": part._replace(shape=(self.stages, *part.shape)) for name, part in self.parts.items()
+        }
+        for group in self._groups:
+            held[f"{group}_ready"] = Barriers(self.stages, arrivals=len(self.parts) if self.together else 1)
+            held[f"{group}_free"] = Barriers(self.stages, arrivals=COMPUTING)
         return held
+
+    @property
+    def _groups(self) -> tuple[str, ...]:
+        """Of barriers."""
+        return ("ring",) if self.together else tuple(self.parts)
 
     def fill(
         self, warpgroup: Warpgroup, ref: References, steps: Any, sources: Callable[[jax.Array], Mapping[str, Any]]
@@ -120,18 +133,24 @@ class Ring(NamedTuple):
 
         def fetch(step: jax.Array, _: None) -> None:
             slot = lax.rem(step, self.stages)
-            for name, source in sources(step).items():
-                place, ready, free = (ref[f"{name}_{what}"].at[slot] for what in ("ring", "ready", "free"))
+            coming = sources(step)
+            for group in self._groups:
+                free = ref[f"{group}_free"].at[slot]
                 pl.when(step >= self.stages)(lambda free=free: warpgroup.wait(free))
-                warpgroup.fetch(source, place, ready)
+                for name in self.parts if self.together else (group,):
+                    warpgroup.fetch(coming[name], ref[f"{name}_ring"].at[slot], ref[f"{group}_ready"].at[slot])
 
         lax.fori_loop(0, steps, fetch, None)
 
-    def take(self, warpgroup: Warpgroup, ref: References, name: str, step: jax.Array) -> Any:
-        """The block of this step, once it is there."""
-        slot = lax.rem(step, self.stages)
-        warpgroup.wait(ref[f"{name}_ready"].at[slot])
-        return ref[f"{name}_ring"].at[slot]
+    def take(self, warpgroup: Warpgroup, ref: References, step: jax.Array, *names: str) -> tuple:
+        """Blocks of this step, once they are there."""
+        for group in self._groups if self.together else names:
+            warpgroup.wait(ref[f"{group}_ready"].at[lax.rem(step, self.stages)])
+        return self.places(ref, step, *names)
+
+    def places(self, ref: References, step: jax.Array, *names: str) -> tuple:
+        """Blocks of this step, which have been taken."""
+        return tuple(ref[f"{name}_ring"].at[lax.rem(step, self.stages)] for name in names)
 
     def leave(
         self, warpgroup: Warpgroup, ref: References, step: jax.Array, steps: Any, *names: str, loaded: bool = False
@@ -142,8 +161,8 @@ class Ring(NamedTuple):
         def _() -> None:
             if loaded:
                 warpgroup.commit()
-            for name in names:
-                warpgroup.arrive(ref[f"{name}_free"].at[lax.rem(step, self.stages)])
+            for group in self._groups if self.together else names:
+                warpgroup.arrive(ref[f"{group}_free"].at[lax.rem(step, self.stages)])
 
 
 class Keys(NamedTuple):
@@ -187,7 +206,7 @@ class Keys(NamedTuple):
         """Of this warpgroup's scores [ROWS, keys], taken from a ring and left."""
         if self.operands.bias is None:
             return None
-        place = ring.take(warpgroup, ref, "bias", step)
+        (place,) = ring.take(warpgroup, ref, step, "bias")
         if self.biased:
             bias = warpgroup.load_tile(place.at[pl.ds(warpgroup.index() * ROWS, ROWS)])
         else:

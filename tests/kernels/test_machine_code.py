@@ -111,6 +111,16 @@ def test_a_barrier_that_nobody_waits_for_is_found(monkeypatch):
     jax.clear_caches()
 
 
+def test_a_register_that_a_product_still_reads_is_not_written(monkeypatch):
+    monkeypatch.setattr(hopper, "_made_of", lambda operand, result: result)
+    query, key, value = (jax.random.normal(jax.random.key(i), (1, 384, 1, 128), jnp.bfloat16) for i in range(3))
+    attend = functools.partial(flash_attention, visible=causal(384), implementation="mosaic_gpu")
+    emulated.on("H100", monkeypatch)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="writes %r.*, which a product that nobody has waited for"):
+        attend(query, key, value)
+    jax.clear_caches()
+
+
 def test_a_program_of_more_than_a_kernel_is_refused():
     (device,) = targets.devices(Target.parse(CHIPS["A100"]))
     mesh = Mesh(np.array([device]), ("one",))

@@ -56,6 +56,42 @@ def test_what_it_refuses_is_said():
         assemble(PTX.replace("add.f32", "add.f31"))
 
 
+@pytest.mark.skipif(not LINUX, reason="the assembler is for Linux on x86-64")
+@pytest.mark.parametrize("early", [True, False])
+def test_products_that_wait_for_each_other_are_refused(early):
+    """A register that a product reads is written before the product is waited for."""
+    waited = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
+    write = "ld.global.b32 %r4, [%rd1+4];"
+    product = """
+.version 8.0
+.target sm_90a
+.address_size 64
+
+.visible .entry product(.param .u64 from)
+.reqntid 128, 1, 1
+{
+	.reg .b64 %rd<3>;
+	.reg .b32 %r<9>;
+	ld.param.u64 %rd1, [from];
+	mov.b64 %rd2, 34359738368;
+	ld.global.v4.b32 {%r0, %r1, %r2, %r3}, [%rd1];
+	ld.global.v4.b32 {%r4, %r5, %r6, %r7}, [%rd1+16];
+	wgmma.fence.sync.aligned;
+	wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r0, %r1, %r2, %r3}, {%r4, %r5, %r6, %r7}, %rd2, 1, 1, 1, 0;
+	STEPS
+	st.global.v4.b32 [%rd1], {%r0, %r1, %r2, %r3};
+	st.global.v4.b32 [%rd1+16], {%r4, %r5, %r6, %r7};
+	ret;
+}
+"""
+    if early:
+        with pytest.raises(RuntimeError, match="wgmma.mma_async instructions are serialized due to"):
+            assemble(product.replace("STEPS", f"{write} {waited}"))
+    else:
+        (kernel,) = assemble(product.replace("STEPS", f"{waited} {write}"))
+        assert kernel.products == "wgmma"
+
+
 def test_without_an_assembler(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(assembly.shutil, "which", lambda name: None)

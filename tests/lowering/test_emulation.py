@@ -288,6 +288,25 @@ def test_products_of_warpgroups(waits):
     np.testing.assert_array_equal(result, 2 * a @ b.T)
 
 
+@pytest.mark.parametrize("register", ["%r20", "%r3"])
+def test_registers_of_a_product_that_goes_on(register):
+    """Neither a sum nor an operand is written to before the product is waited for."""
+
+    def body(*instructions):
+        product = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
+        product += "{%r20, %r21, %r22, %r23}, {%r3, %r4, %r5, %r6}, %rd31, 0, 1, 1, 0;"
+        waited = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
+        zeros = " ".join(f"mov.b32 %r{i}, 0;" for i in (3, 4, 5, 6))
+        write = f"mov.b32 {register}, 1;"
+        steps = {"product": product, "wait": waited, "write": write}
+        return f"mov.b64 %rd31, {8 << 16 | 16 << 32}; {zeros} " + " ".join(steps[x] for x in instructions)
+
+    held = np.zeros(128, np.float32)
+    run(body("write", "product", "wait", "write"), held, results=[held], threads=128)
+    with pytest.raises(EmulationError, match=f"writes {register}, which a product that nobody has waited for"):
+        run(body("product", "write", "wait"), held, results=[held], threads=128)
+
+
 @pytest.mark.parametrize(
     "instruction",
     [

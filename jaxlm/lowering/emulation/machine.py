@@ -207,6 +207,10 @@ class Blocks:
         """To a register; what is narrower is widened, by its sign where it has one."""
         if name == "_":
             return
+        if name in self.products.registers:
+            held = self.products.registers[name]
+            if np.any(held if active is None else held & active):
+                raise AccessError(f"writes {name}, which a product that nobody has waited for still uses")
         dtype = BITS[self.width(name)]
         value = np.asarray(value)
         if value.dtype.itemsize < dtype.itemsize:

@@ -105,9 +105,14 @@ def _mma(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> No
 
 class Products:
     """Those of wgmma that are under way: their operands in shared memory are read, and their sums written, as late as
-    may be, when somebody waits for them. Operands in registers are read at once."""
+    may be, when somebody waits for them. Operands in registers are read at once, and must stay until then.
+
+    Attributes:
+      registers: by name of those that hold an operand or are a sum, of which threads they are.
+    """
 
     def __init__(self, threads: int) -> None:
+        self.registers: dict[str, np.ndarray] = {}
         self._pending: list[tuple] = []
         self._closed = np.zeros(threads // 128, np.int32)  # groups that each warpgroup has closed
 
@@ -125,7 +130,9 @@ class Products:
             a = tensor_cores.left_tile(registers, kind, depth)  # [groups, 4, 16, depth]
         b = _Matrix(m, right, columns, depth, kind, any(flips[-1:]))
         added = m.values(kept, _BOOL)
-        self._pending.append((groups, self._closed.copy(), sums, a, b, added))
+        held = (*sums, *left) if isinstance(left, tuple) else sums
+        self._pending.append((groups, self._closed.copy(), held, sums, a, b, added))
+        self._hold(groups, held)
 
     def close(self, groups: np.ndarray) -> None:
         """wgmma.commit_group."""
@@ -133,14 +140,20 @@ class Products:
 
     def finish(self, m: "Blocks", groups: np.ndarray, left: int) -> None:
         """wgmma.wait_group: all but the last `left` groups."""
-        still = []
-        for wanted, closed, *product in self._pending:
+        pending, self._pending, self.registers = self._pending, [], {}
+        for wanted, closed, held, *product in pending:
             now = groups & wanted & (closed < self._closed - left)
             if now.any():
                 self._multiply(m, now, *product)
             if np.any(wanted & ~now):
-                still.append((wanted & ~now, closed, *product))
-        self._pending = still
+                self._pending.append((wanted & ~now, closed, held, *product))
+        for wanted, _, held, *_ in self._pending:
+            self._hold(wanted, held)
+
+    def _hold(self, groups: np.ndarray, names: tuple[str, ...]) -> None:
+        threads = np.repeat(groups, 128)
+        for name in names:
+            self.registers[name] = self.registers.get(name, False) | threads
 
     def end(self) -> None:
         """When nobody is left to wait."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 import results as files
 
-from jaxlm.lowering import kernel_matrix
+from jaxlm.lowering import kernel_matrix, kernel_tables
 from jaxlm.lowering.assembly import Assembled
 from jaxlm.lowering.bundles import Scheduled
 from jaxlm.lowering.kernel_matrix import Outcome
@@ -43,10 +43,11 @@ def main() -> None:
         for row, outcome in outcomes.items():
             if outcome.problem:
                 print(f"  {row}: {outcome.problem}")
-    tables = {"compile matrix": kernel_matrix.table(results)}
+    tables = {"compile matrix": kernel_tables.compiled(results)}
     records = {kind: kernel_matrix.records(results, kind) for kind in (Assembled, Scheduled)}
-    tables["registers"] = kernel_matrix.registers_table(records[Assembled])
-    tables["schedules"] = kernel_matrix.schedules_table(records[Scheduled])
+    tables["registers"] = kernel_tables.registers(records[Assembled])
+    tables["loops"] = kernel_tables.loops(records[Assembled])
+    tables["schedules"] = kernel_tables.schedules(records[Scheduled])
     print(*tables.values(), sep="\n")
     if options.write:
         for name, table in tables.items():

@@ -145,7 +145,7 @@ class Warpgroup:
         between: Callable[..., Any],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> tuple[Any, jax.Array]:
-        """`between` of `products_of_rows`, computed while total + c · d is made (`add_products`, of `added`): the tensor
+        """`between` of `products_of_rows`, computed while `add_products` makes total + c · d of `added`: the tensor
         cores go from one to the other without a pause. `meanwhile` once all of them have begun."""
         if self.interpret:
             result = between(*self.products_of_rows(*pairs, meanwhile=meanwhile))

@@ -1,5 +1,5 @@
 """What NVIDIA's assembler makes of a program's kernels, without a chip: registers and what does not fit in them, how
-memory is read and written, and by which instructions matrices are multiplied."""
+memory is read and written, by which instructions matrices are multiplied, and what the innermost loop asks of an SM."""
 
 import contextlib
 import importlib.util
@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 
 from jaxlm.errors import InputError
+from jaxlm.lowering.sass import Hot, hottest
 
 _KERNEL = re.compile(r"\.entry (\w+)\((.*?)(?=\.entry |\Z)", re.DOTALL)
 _THREADS = re.compile(r"\.(?:reqntid|maxntid) (\d+)")
@@ -38,6 +39,7 @@ class Assembled(NamedTuple):
       reads, writes: bytes that one instruction of a thread reads of device memory, and writes to it, at half of all
         bytes that these instructions name; 16 are the most, and more stand for the copy engine. 0 where none does.
       products: "tcgen05.mma" (Blackwell), "wgmma" (Hopper), "mma.sync" (Ampere and later), "" where there are none.
+      hot: of one warp, once around the innermost loop.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Assembled(NamedTuple):
     reads: int
     writes: int
     products: str
+    hot: Hot
 
 
 def compile_to_ptx(lowered: jax.stages.Lowered) -> list[str]:
@@ -80,24 +83,26 @@ def dump(lowered: jax.stages.Lowered, folder: Path) -> None:
 def assemble(ptx: str) -> list[Assembled]:
     """The kernels of a text in PTX, assembled for the chip that it names.
 
-    Raises InputError where the assembler is not installed, RuntimeError where it refuses a kernel, or makes wgmma wait
-    for itself (each product at once for the one before, whatever the kernel says).
+    Raises InputError where the assembler or the disassembler is not installed, RuntimeError where it refuses a kernel,
+    or makes wgmma wait for itself (each product at once for the one before, whatever the kernel says).
     """
     architecture = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
-        source.write(ptx)
-        source.flush()
-        command = [_assembler(), f"-arch={architecture}", "-v", source.name, "-o", os.devnull]
+    with tempfile.TemporaryDirectory(prefix="jaxlm-assembly-") as folder:
+        source, binary = Path(folder, "kernels.ptx"), Path(folder, "kernels.cubin")
+        source.write_text(ptx)
+        command = [_tool("ptxas"), f"-arch={architecture}", "-v", source, "-o", binary]
         done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"ptxas refuses a kernel: {done.stderr.strip().splitlines()[-1]}")
+        if done.returncode:
+            raise RuntimeError(f"ptxas refuses a kernel: {done.stderr.strip().splitlines()[-1]}")
+        listing = subprocess.run([_tool("nvdisasm"), "-c", binary], capture_output=True, text=True, check=True).stdout
     if lost := re.search(r"wgmma\.mma_async instructions are serialized.*", done.stderr):
         raise RuntimeError(f"ptxas: {lost[0]}")
     said = dict(re.findall(r"entry function '(\w+)'(.*?Used \d+ registers)", done.stderr, re.DOTALL))
-    return [_assembled(name, text, said[name]) for name, text in _KERNEL.findall(ptx)]
+    loops = hottest(listing)
+    return [_assembled(name, text, said[name], loops[name]) for name, text in _KERNEL.findall(ptx)]
 
 
-def _assembled(name: str, ptx: str, said: str) -> Assembled:
+def _assembled(name: str, ptx: str, said: str, hot: Hot) -> Assembled:
     spilled, registers = (
         int(re.search(pattern, said)[1]) for pattern in (r"(\d+) bytes spill stores", r"Used (\d+) registers")
     )
@@ -106,7 +111,8 @@ def _assembled(name: str, ptx: str, said: str) -> Assembled:
     accesses.update(("ld" if to == "shared" else "st", _WHOLE_TILES) for to in _ENGINE.findall(ptx))
     products = next((name for name in _PRODUCTS if name in ptx), "")
     threads = int(_THREADS.search(ptx)[1])
-    return Assembled(name, threads, registers, spilled, *(_typical(accesses, way) for way in ("ld", "st")), products)
+    reads, writes = (_typical(accesses, way) for way in ("ld", "st"))
+    return Assembled(name, threads, registers, spilled, reads, writes, products, hot)
 
 
 def _typical(accesses: Counter, way: str) -> int:
@@ -120,15 +126,15 @@ def _typical(accesses: Counter, way: str) -> int:
     return 0
 
 
-def _assembler() -> str:
-    """The one that XLA uses where pip has installed it, else the machine's."""
+def _tool(name: str) -> str:
+    """Of CUDA: the one that pip has installed, with which XLA assembles, else the machine's."""
     spec = importlib.util.find_spec("nvidia")
     for folder in spec.submodule_search_locations if spec else ():
-        for path in sorted(Path(folder).glob("cu*/bin/ptxas")):
+        for path in sorted(Path(folder).glob(f"cu*/bin/{name}")):
             return str(path)
-    if path := shutil.which("ptxas"):
+    if path := shutil.which(name):
         return path
-    raise InputError("there is no ptxas here; pip install -e '.[compile]' brings it")
+    raise InputError(f"there is no {name} here; pip install -e '.[compile]' brings it")
 
 
 @contextlib.contextmanager

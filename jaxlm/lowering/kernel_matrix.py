@@ -23,6 +23,7 @@ from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import bundles, targets
 from jaxlm.lowering.assembly import Assembled, assemble, compile_to_ptx
 from jaxlm.lowering.bundles import Scheduled
+from jaxlm.lowering.sass import Hot
 from kernels_pallas import target
 from kernels_pallas.cases import Case, Operation
 from kernels_pallas.choice import KERNELS, cannot_lower
@@ -201,27 +202,19 @@ def _refused(error: Exception, program: str = "") -> Outcome:
     return Outcome(str(error).splitlines()[0][:300], (), program)
 
 
-def table(results: dict[str, dict[MatrixRow, Outcome]]) -> str:
-    """The results by chip as a Markdown table: ✓ compiles, – is not lowered for it."""
-    lines = [
-        f"| operation | implementation | case | {' | '.join(results)} |",
-        "| --- | --- | --- |" + " --- |" * len(results),
-    ]
-    for row in rows():
-        cells = ("–" if row not in by else "✗" if by[row].problem else "✓" for by in results.values())
-        lines.append(f"| {row} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
 def records(results: dict[str, dict[MatrixRow, Outcome]], kind: type[Assembled] | type[Scheduled]) -> list[dict]:
     """Every kernel of which something is known, one record each."""
     return [
-        {"chip": chip, "row": str(row), **kernel._asdict()}
+        {"chip": chip, "row": str(row), **_asdict(kernel)}
         for chip, by in results.items()
         for row, outcome in by.items()
         for kernel in outcome.kernels
         if isinstance(kernel, kind)
     ]
+
+
+def _asdict(kernel: Assembled | Scheduled) -> dict:
+    return {name: x._asdict() if isinstance(x, Hot) else x for name, x in kernel._asdict().items()}
 
 
 def recorded(programs: Iterable[dict], *kernels: Iterable[dict]) -> dict[tuple[str, str], Outcome]:
@@ -230,47 +223,14 @@ def recorded(programs: Iterable[dict], *kernels: Iterable[dict]) -> dict[tuple[s
     for record in (record for some in kernels for record in some):
         known = dict(record)
         chip, row = known.pop("chip"), known.pop("row")
+        if "hot" in known:
+            known["hot"] = Hot(**known["hot"])
         found.setdefault((chip, row), []).append((Scheduled if "bundles" in known else Assembled)(**known))
     return {
         at: Outcome("", tuple(found.get(at, ())), record["program"])
         for record in programs
         for at in [(record["chip"], record["row"])]
     }
-
-
-def registers_table(records: list[dict]) -> str:
-    """Of each row the registers of its kernels by chip, in the order of their names, as a Markdown table."""
-
-    def cell(record: dict) -> str:
-        return f"{record['registers']}" + (f" ({record['spilled']} B spilled)" if record["spilled"] else "")
-
-    return _kernels_table(records, cell)
-
-
-def schedules_table(records: list[dict]) -> str:
-    """Of each row the longest run of its kernels by chip, and the unit that it keeps busiest, in the order of their
-    names, as a Markdown table."""
-
-    def cell(record: dict) -> str:
-        unit = max(record["busy"], key=lambda unit: record["busy"][unit])
-        return f"{record['longest']:,} {unit} {record['busy'][unit]:.0%}"
-
-    return _kernels_table(records, cell)
-
-
-def _kernels_table(records: list[dict], cell: Callable[[dict], str]) -> str:
-    chips = list(dict.fromkeys(record["chip"] for record in records))
-    cells: dict[str, dict[str, list[str]]] = {}
-    for record in records:
-        cells.setdefault(record["row"], {}).setdefault(record["chip"], []).append(cell(record))
-    lines = [
-        f"| operation | implementation | case | {' | '.join(chips)} |",
-        "| --- | --- | --- |" + " --- |" * len(chips),
-    ]
-    lines += [
-        f"| {row} | {' | '.join(' · '.join(by.get(chip, ['–'])) for chip in chips)} |" for row, by in cells.items()
-    ]
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def query_gradient(
                 return [(query, key), (d_out, value)]
 
             def step(j: jax.Array, carry: tuple, masked: bool) -> tuple:
-                """The scores of a step, and the sum with that before: the first are differentiated beside the second."""
+                """The scores of a step and the sum of that before: the first are differentiated beside the second."""
                 d_query, d_scores = carry
                 (before,) = ring.places(ref, j - 1, "key")
                 d_scores, d_query = warpgroup.products_beside_sum(

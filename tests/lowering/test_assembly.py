@@ -8,7 +8,7 @@ import pytest
 
 from jaxlm.errors import InputError
 from jaxlm.lowering import assembly
-from jaxlm.lowering.assembly import Assembled, assemble
+from jaxlm.lowering.assembly import assemble
 
 LINUX = sys.platform == "linux" and platform.machine() == "x86_64"
 
@@ -46,8 +46,9 @@ PTX = """
 def test_what_an_assembler_says():
     copy, nothing = assemble(PTX)
     assert copy[:2] == ("copy", 128) and 4 < copy.registers < 32
-    assert copy[3:] == (0, 16, 8, "")  # most bytes are read by the one and written by the other
-    assert nothing._replace(registers=0) == Assembled("nothing", 32, 0, 0, 0, 0, "")
+    assert copy[3:7] == (0, 16, 8, "")  # most bytes are read by the one and written by the other
+    assert copy.hot.bytes == 32 * (20 + 12) and copy.hot.multiply_adds == 0
+    assert nothing[:2] == ("nothing", 32) and nothing[3:7] == (0, 0, 0, "")
 
 
 @pytest.mark.skipif(not LINUX, reason="the assembler is for Linux on x86-64")
@@ -89,7 +90,7 @@ def test_products_that_wait_for_each_other_are_refused(early):
             assemble(product.replace("STEPS", f"{write} {waited}"))
     else:
         (kernel,) = assemble(product.replace("STEPS", f"{waited} {write}"))
-        assert kernel.products == "wgmma"
+        assert kernel.products == "wgmma" and kernel.hot.multiply_adds == 16 * 8 * 16
 
 
 def test_without_an_assembler(monkeypatch):

@@ -21,6 +21,7 @@ _PACKAGES = (
     "jax-cuda13-plugin",
     "libtpu",
     "nvidia-cuda-nvcc",
+    "nvidia-cuda-nvdisasm",
     "flax",
     "optax",
     "torch",

@@ -121,9 +121,10 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
             (key,) = ring.take(warpgroup, ref, jnp.int32(0), "key")
             warpgroup.wait(turn)
             (products,) = warpgroup.products_of_rows((query, key), meanwhile=pass_turn)
-            sums, _, weights = weigh(products, jnp.int32(0), (largest, total), True)
+            # Where the first block is seen whole its mask hides nothing: that is less than another copy of the code.
+            sums, _, weights = weigh(products, jnp.int32(0), (largest, total), masked=True)
             mixed = warpgroup.tile(jnp.zeros((ROWS, V), jnp.float32))
-            sums, mixed, weights = order.over(step, (sums, mixed, weights), first=1)
+            sums, mixed, weights = order.over(step, (sums, mixed, weights), begin=1)
             (value,) = ring.take(warpgroup, ref, order.steps - 1, "value")
             warpgroup.wait(turn)
             pl.when(me < COMPUTING - 1)(pass_turn)

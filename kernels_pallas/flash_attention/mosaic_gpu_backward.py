@@ -56,7 +56,8 @@ def query_gradient(
     # As many keys as registers hold scores and their gradients of, besides the sums of all H columns.
     of_keys = Keys(operands)
     keys = 128 if max(H, V) <= 64 and not of_keys.biased else 64
-    ring = Ring.of("query_gradient", operands, keys, of_keys.parts, own)
+    # A block of keys is left when the next has been taken.
+    ring = Ring.of("query_gradient", operands, keys, of_keys.parts, own, least=2)
     keys = ring.blocks.rows
 
     def kernel(warpgroup: Warpgroup, ref: References) -> None:
@@ -102,9 +103,10 @@ def query_gradient(
                 ring.leave(warpgroup, ref, j - 1, order.steps, "key")
                 return d_query, d_scores
 
+            # Always masked, as in the forward pass.
             d_scores = differentiate(jnp.int32(0), True, *warpgroup.products_of_rows(*pairs(jnp.int32(0))))
             d_query = warpgroup.tile(jnp.zeros((ROWS, H), jnp.float32))
-            d_query, d_scores = order.over(step, (d_query, d_scores), first=1)
+            d_query, d_scores = order.over(step, (d_query, d_scores), begin=1)
             (before,) = ring.places(ref, order.steps - 1, "key")
             (d_query,) = warpgroup.add_products((d_query, d_scores, before))
             warpgroup.send((d_query * settings.scale, query, ref["d_query"].at[b, at, n]))

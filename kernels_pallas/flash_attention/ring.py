@@ -50,13 +50,13 @@ class Order(NamedTuple):
         return jnp.where(step < self.whole, self.full + step, beside)
 
     def at_least_one(self) -> "Order":
-        """The same, or where nothing is seen the first block, under its mask."""
+        """The same, or where nothing is seen, from 0 up to 0, the first block, of which a mask hides everything."""
         return self._replace(last=jnp.maximum(self.last, 1))
 
-    def over(self, step: Callable[[jax.Array, Any, bool], Any], carry: Any, first: int = 0) -> Any:
-        """step(j, carry, masked) over all steps from the first."""
-        carry = lax.fori_loop(first, self.whole, lambda j, carry: step(j, carry, False), carry)
-        return lax.fori_loop(jnp.maximum(first, self.whole), self.steps, lambda j, carry: step(j, carry, True), carry)
+    def over(self, step: Callable[[jax.Array, Any, bool], Any], carry: Any, begin: int = 0) -> Any:
+        """step(j, carry, masked) over the steps from `begin` on."""
+        carry = lax.fori_loop(begin, self.whole, lambda j, carry: step(j, carry, False), carry)
+        return lax.fori_loop(jnp.maximum(begin, self.whole), self.steps, lambda j, carry: step(j, carry, True), carry)
 
 
 class Blocks(NamedTuple):
@@ -73,7 +73,7 @@ class Ring(NamedTuple):
     Attributes:
       blocks: their sizes.
       parts: one block of each array.
-      together: whether all blocks of a step are waited for and left at once; else each by itself.
+      together: whether all blocks of a step are waited for and left at once, by one barrier; else each by its own.
     """
 
     blocks: Blocks
@@ -89,9 +89,10 @@ class Ring(NamedTuple):
         parts: Callable[[int], Mapping[str, Shared]],
         own: Mapping[str, Shared],
         together: bool = False,
+        least: int = 1,
     ) -> "Ring":
         """Of a kernel that has arrays of its `own` besides: with blocks that were measured to be fastest, or of so many
-        rows and with as many stages as shared memory holds."""
+        rows and with as many stages as shared memory holds. The kernel waits for ever with fewer than `least`."""
 
         def stages(rows: int) -> int:
             held, taken = (sum(x.bytes for x in arrays.values()) for arrays in (own, parts(rows)))
@@ -103,8 +104,8 @@ class Ring(NamedTuple):
         blocks = tuning.blocks(kernel, "mosaic_gpu", (T, S, H, V), operands.query.dtype, default)
         # They may have been measured with other widths, or without a bias: `rows` are what registers hold.
         blocks = blocks._replace(rows=min(blocks.rows, rows))
-        blocks = blocks._replace(stages=min(blocks.stages, stages(blocks.rows)))
-        chosen = blocks if blocks.stages else default
+        blocks = blocks._replace(stages=min(max(blocks.stages, least), stages(blocks.rows)))
+        chosen = blocks if blocks.stages >= least else default
         return cls(chosen, parts(chosen.rows), together)
 
     @property
@@ -116,15 +117,18 @@ class Ring(NamedTuple):
         held: dict[str, Shared | Barriers] = {
             f"{name}_ring": part._replace(shape=(self.stages, *part.shape)) for name, part in self.parts.items()
         }
-        for group in self._groups:
+        for group in self._groups():
             held[f"{group}_ready"] = Barriers(self.stages, arrivals=len(self.parts) if self.together else 1)
             held[f"{group}_free"] = Barriers(self.stages, arrivals=COMPUTING)
         return held
 
-    @property
-    def _groups(self) -> tuple[str, ...]:
-        """Of barriers."""
-        return ("ring",) if self.together else tuple(self.parts)
+    def _groups(self, *names: str) -> tuple[str, ...]:
+        """Which barriers are those of all parts, or of some by name."""
+        if not self.together:
+            return names or tuple(self.parts)
+        if names and set(names) != set(self.parts):
+            raise ValueError(f"{', '.join(self.parts)} come and go together, not {', '.join(names)} alone")
+        return ("ring",)
 
     def fill(
         self, warpgroup: Warpgroup, ref: References, steps: Any, sources: Callable[[jax.Array], Mapping[str, Any]]
@@ -134,7 +138,7 @@ class Ring(NamedTuple):
         def fetch(step: jax.Array, _: None) -> None:
             slot = lax.rem(step, self.stages)
             coming = sources(step)
-            for group in self._groups:
+            for group in self._groups():
                 free = ref[f"{group}_free"].at[slot]
                 pl.when(step >= self.stages)(lambda free=free: warpgroup.wait(free))
                 for name in self.parts if self.together else (group,):
@@ -144,7 +148,7 @@ class Ring(NamedTuple):
 
     def take(self, warpgroup: Warpgroup, ref: References, step: jax.Array, *names: str) -> tuple:
         """Blocks of this step, once they are there."""
-        for group in self._groups if self.together else names:
+        for group in self._groups(*names):
             warpgroup.wait(ref[f"{group}_ready"].at[lax.rem(step, self.stages)])
         return self.places(ref, step, *names)
 
@@ -161,7 +165,7 @@ class Ring(NamedTuple):
         def _() -> None:
             if loaded:
                 warpgroup.commit()
-            for group in self._groups if self.together else names:
+            for group in self._groups(*names):
                 warpgroup.arrive(ref[f"{group}_free"].at[lax.rem(step, self.stages)])
 
 

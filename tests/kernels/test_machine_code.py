@@ -17,14 +17,14 @@ from jaxlm.lowering import targets
 from jaxlm.lowering.emulation.program import compile_call
 from jaxlm.lowering.kernel_matrix import CHIPS
 from kernels_pallas import gated_activation, hopper, launch, rms_norm
-from kernels_pallas.flash_attention import causal, flash_attention
+from kernels_pallas.flash_attention import causal, flash_attention, ring
 from kernels_pallas.registry import OPERATIONS
 
 pytestmark = ELSEWHERE
 
 
 def _calls():
-    """On Hopper every case. Ampere differs by how it multiplies narrow numbers: those, and one case of all else."""
+    """On Hopper every case. Others differ by how they multiply narrow numbers: those, and one case of all else."""
     for operation in OPERATIONS.values():
         for implementation in set(operation.implementations) & {"triton", "mosaic_gpu"}:
             for i, (case, dtype) in enumerate(served(operation, implementation)):
@@ -32,6 +32,7 @@ def _calls():
                 multiplies = operation.name in ("matmul", "flash_attention")
                 if implementation == "triton" and (dtype != "float32" if multiplies else i == 0):
                     yield operation, case, dtype, implementation, "A100"
+                    yield operation, case, dtype, implementation, "B200"
 
 
 CALLS = [
@@ -56,9 +57,12 @@ def test_copies_may_come_at_once(case, dtype, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (192, 128), (256, 256)])
-def test_attention_of_every_width(widths, monkeypatch):
-    """Of rings with two, three and four places, and of outputs that lie where the queries lay or beside them."""
+@pytest.mark.parametrize(
+    "widths, stages", [((64, 64), 1), ((64, 64), 4), ((128, 128), 4), ((192, 128), 4), ((256, 256), 4)]
+)
+def test_attention_of_every_width(widths, stages, monkeypatch):
+    """Of rings with one (where that is enough), two, three and four places, and of outputs that lie where the queries
+    lay or beside them."""
     shapes = [(1, 400, heads, width) for heads, width in ((2, widths[0]), (1, widths[0]), (1, widths[1]))]
     operands = [jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes)]
 
@@ -70,6 +74,7 @@ def test_attention_of_every_width(widths, monkeypatch):
         return out, *pull_back(jnp.ones_like(out))
 
     expected = results("reference", *(x.astype(jnp.float32) for x in operands))
+    monkeypatch.setattr(ring.tuning, "blocks", lambda *request: request[-1]._replace(stages=stages))
     emulated.on("H100", monkeypatch)
     for got, want in zip(results("mosaic_gpu", *operands), expected, strict=True):
         # Weights and their gradients are rounded to bfloat16 before they are multiplied.
@@ -112,7 +117,7 @@ def test_a_barrier_that_nobody_waits_for_is_found(monkeypatch):
 
 
 def test_a_register_that_a_product_still_reads_is_not_written(monkeypatch):
-    monkeypatch.setattr(hopper, "_made_of", lambda operand, result: result)
+    monkeypatch.setattr(hopper, "_held_until", lambda result, operand: result)
     query, key, value = (jax.random.normal(jax.random.key(i), (1, 384, 1, 128), jnp.bfloat16) for i in range(3))
     attend = functools.partial(flash_attention, visible=causal(384), implementation="mosaic_gpu")
     emulated.on("H100", monkeypatch)

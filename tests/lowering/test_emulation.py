@@ -288,29 +288,125 @@ def test_products_of_warpgroups(waits):
     np.testing.assert_array_equal(result, 2 * a @ b.T)
 
 
-@pytest.mark.parametrize("register", ["%r20", "%r3"])
-def test_registers_of_a_product_that_goes_on(register):
-    """Neither a sum nor an operand is written to before the product is waited for."""
+TENSOR_MEMORY = {
+    "allocate": "@%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [more+520], 32; bar.sync 0;",
+    "multiply": """
+        @%p2 tcgen05.mma.cta_group::1.kind::KIND [ %r30 + 0 ], A, %rd61, %r31, %p3;
+        @%p2 tcgen05.mma.cta_group::1.kind::KIND [ %r30 + 0 ], A, %rd61, %r31, %p2;
+        @%p2 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [more+512];
+    """,
+    "wait": "$wait: mbarrier.try_wait.parity.shared::cta.b64 %p5, [more+512], 0; @!%p5 bra $wait;",
+    "read": "tcgen05.ld.sync.aligned.32x32b.x16.b32 {MADE}, [%r33 + 0]; tcgen05.wait::ld.sync.aligned;",
+    "free": "bar.sync 0; @%p1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r30, 32;",
+}
+OVERWRITTEN = TENSOR_MEMORY["read"].replace(
+    "tcgen05.wait::ld", "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r33 + 9], {%r3}; tcgen05.wait::st"
+)
 
-    def body(*instructions):
-        product = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
-        product += "{%r20, %r21, %r22, %r23}, {%r3, %r4, %r5, %r6}, %rd31, 0, 1, 1, 0;"
-        waited = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
-        zeros = " ".join(f"mov.b32 %r{i}, 0;" for i in (3, 4, 5, 6))
-        write = f"mov.b32 {register}, 1;"
-        steps = {"product": product, "wait": waited, "write": write}
-        return f"mov.b64 %rd31, {8 << 16 | 16 << 32}; {zeros} " + " ".join(steps[x] for x in instructions)
 
-    held = np.zeros(128, np.float32)
-    run(body("write", "product", "wait", "write"), held, results=[held], threads=128)
-    with pytest.raises(EmulationError, match=f"writes {register}, which a product that nobody has waited for"):
-        run(body("product", "write", "wait"), held, results=[held], threads=128)
+def in_tensor_memory(kind, a_there, parts=TENSOR_MEMORY):
+    """128 × 16 and 16 × 16, or of tf32 128 × 8 and 8 × 16, twice into the same sums; a in shared or tensor memory."""
+    dtype, described = {"f16": (ml_dtypes.bfloat16, 1), "tf32": (np.float32, 2)}[kind]
+    generator, size = np.random.default_rng(0), np.dtype(dtype).itemsize
+    a, b = (generator.integers(-8, 8, (rows, 32 // size)) for rows in (128, 16))
+    # Cores of eight rows of 16 bytes; along depth they follow each other, then along rows.
+    cores = [x.reshape(-1, 8, 2, 16 // size).swapaxes(1, 2).reshape(-1).astype(dtype) for x in (a, b)]
+    registers, made = (", ".join(f"%r{first + i}" for i in range(count)) for first, count in ((3, 8), (40, 16)))
+    body = f"""
+    .shared .align 128 .b8 more[1024];
+    setp.lt.u32 %p1, %r0, 32; setp.eq.u32 %p2, %r0, 0; setp.gt.u32 %p3, %r0, 999;
+    shl.b32 %r2, %r0, 5; cvt.u64.u32 %rd50, %r2; add.s64 %rd51, %rd0, %rd50; cvt.u32.u64 %r15, %rd90;
+    ld.global.v4.b32 {{%r3, %r4, %r5, %r6}}, [%rd51]; st.shared.v4.b32 [%r2], {{%r3, %r4, %r5, %r6}};
+    ld.global.v4.b32 {{%r3, %r4, %r5, %r6}}, [%rd51+16]; st.shared.v4.b32 [%r2+16], {{%r3, %r4, %r5, %r6}};
+    ld.global.b32 %r3, [%rd11]; st.shared.b32 [%r15+4096], %r3;
+    @%p2 mbarrier.init.shared::cta.b64 [more+512], 1; {parts["allocate"]} ld.shared.b32 %r30, [more+520];
+    mov.b32 %r31, {1 << 4 | described << 7 | described << 10 | 2 << 17 | 8 << 24};
+    mov.b64 %rd60, {8 << 16 | 16 << 32}; mov.b64 %rd61, {4096 >> 4 | 8 << 16 | 16 << 32};
+    shr.u32 %r33, %r0, 5; shl.b32 %r33, %r33, 21; add.s32 %r33, %r33, %r30; add.s32 %r34, %r30, 16;
+    add.s64 %rd52, %rd2, %rd50;
+    ld.global.v4.b32 {{%r3, %r4, %r5, %r6}}, [%rd52]; ld.global.v4.b32 {{%r7, %r8, %r9, %r10}}, [%rd52+16];
+    tcgen05.st.sync.aligned.32x32b.x8.b32 [%r33 + 16], {{{registers}}}; tcgen05.wait::st.sync.aligned; bar.sync 0;
+    {parts["multiply"].replace("KIND", kind).replace(" A,", " [ %r34 + 0 ]," if a_there else " %rd60,")}
+    {parts["wait"]}
+    {parts["read"].replace("MADE", made)}
+    mul.wide.u32 %rd53, %r0, 64; add.s64 %rd53, %rd3, %rd53;
+    {" ".join(f"st.global.b32 [%rd53+{4 * i}], %r{40 + i};" for i in range(16))}
+    {parts["free"]}
+    """
+    (made,) = run(body, *cores, a.astype(dtype), results=[np.zeros((128, 16), np.float32)], threads=128)
+    np.testing.assert_array_equal(made, 2 * a @ b.T)
+
+
+@pytest.mark.parametrize("a_there", [True, False])
+@pytest.mark.parametrize("kind", ["f16", "tf32"])
+def test_products_in_tensor_memory(kind, a_there):
+    in_tensor_memory(kind, a_there)
+
+
+@pytest.mark.parametrize(
+    "part, instead, problem",
+    [
+        ("allocate", "@%p2 st.shared.b32 [more+520], 0; bar.sync 0;", "reaches tensor memory that is not allocated"),
+        ("allocate", TENSOR_MEMORY["allocate"].replace("32;", "16;"), "reaches tensor memory that is not allocated"),
+        ("allocate", TENSOR_MEMORY["allocate"].replace("32;", "1024;"), "1024 columns of tensor memory, of which 512"),
+        ("wait", "", "the last thread ends before a product"),
+        ("read", OVERWRITTEN, "writes to tensor memory, a load of which nobody has waited for"),
+        ("free", "", "has not given tensor memory back"),
+        ("free", TENSOR_MEMORY["free"].replace("32;", "64;"), "gives back 64 columns of tensor memory from 0, which"),
+    ],
+)
+def test_what_tensor_memory_refuses(part, instead, problem):
+    with pytest.raises(EmulationError, match=problem):
+        in_tensor_memory("f16", False, TENSOR_MEMORY | {part: instead})
+
+
+def registers_of_products(*steps):
+    """Two products, the first from registers 3 to 6 into 20 to 23, the second from 7 to 10 into 24 to 27."""
+    products = (
+        f"wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{{sums}}}, {{{operand}}}, %rd31, 0, 1, 1, 0; "
+        "wgmma.commit_group.sync.aligned;"
+        for sums, operand in (
+            ("%r20, %r21, %r22, %r23", "%r3, %r4, %r5, %r6"),
+            ("%r24, %r25, %r26, %r27", "%r7, %r8, %r9, %r10"),
+        )
+    )
+    known = dict(zip(("first", "second"), products, strict=True))
+    known["into an operand"] = known["second"].replace("%r24", "%r3")
+    zeros = " ".join(f"mov.b32 %r{i}, 0;" for i in range(3, 11))
+    made = (known[step] if step in known else step for step in steps)
+    body = f"mov.b64 %rd31, {8 << 16 | 16 << 32}; {zeros} {' '.join(made)}"
+    run(body, np.zeros(128, np.float32), results=[np.zeros(128, np.float32)], threads=128)
+
+
+WAIT = ("wgmma.wait_group.sync.aligned 0;", "wgmma.wait_group.sync.aligned 1;")
+WRITE = {register: f"mov.b32 {register}, 1;" for register in ("%r3", "%r7", "%r20", "%r24")}
+
+
+def test_registers_of_products_that_are_waited_for_are_free():
+    registers_of_products(*WRITE.values(), "first", WAIT[0], WRITE["%r3"], WRITE["%r20"])
+    registers_of_products("first", "second", WAIT[1], WRITE["%r3"], WRITE["%r20"], WAIT[0], WRITE["%r7"])
+    registers_of_products("first", "first", WAIT[0])
+
+
+@pytest.mark.parametrize(
+    "steps, problem",
+    [
+        (("first", WRITE["%r20"], WAIT[0]), "writes %r20, which a product that nobody has waited for still uses"),
+        (("first", WRITE["%r3"], WAIT[0]), "writes %r3, which"),
+        (("first", "second", WAIT[1], WRITE["%r7"], WAIT[0]), "writes %r7, which"),
+        (("first", "second", WAIT[1], WRITE["%r24"], WAIT[0]), "writes %r24, which"),
+        (("first", "into an operand", WAIT[0]), "adds up in %r3, which"),
+    ],
+)
+def test_registers_of_products_that_go_on_are_not_written(steps, problem):
+    with pytest.raises(EmulationError, match=problem):
+        registers_of_products(*steps)
 
 
 @pytest.mark.parametrize(
     "instruction",
     [
-        "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32;",
+        "tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r1], 32;",
         "add.sat.s32 %r1, %r0, 1;",
         "cvt.rn.relu.bf16x2.f32 %r1, %r0, %r0;",
         "cvt.rz.tf32.f32 %r1, %r0;",

@@ -1,6 +1,7 @@
 """Blocks of threads that run a kernel: registers, control, and the memory that instructions of single threads reach.
 
-Instructions of whole warps are in `warps`, those that somebody waits for in `waiting`.
+Instructions of whole warps are in `warps`, those that somebody waits for in `waiting`, Blackwell's products in
+`tensor_memory`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ import numpy as np
 from jaxlm.lowering.emulation.arithmetic import BITS, FUNCTIONS, dtype_of, knows, number
 from jaxlm.lowering.emulation.memory import FIRST_ARRAY, AccessError, Arrays, Shared
 from jaxlm.lowering.emulation.ptx import Address, Instruction, Kernel, Operand
+from jaxlm.lowering.emulation.tensor_memory import TENSOR_MEMORY, TensorMemory
 from jaxlm.lowering.emulation.waiting import WAITING, Copies, Phases, TensorMap
 from jaxlm.lowering.emulation.warps import WARPS, Products
 
@@ -94,6 +96,7 @@ class Blocks:
         self.held = np.repeat(np.arange(len(blocks)), self.per_block)
         self.blocks = np.repeat(blocks, self.per_block).astype(np.int32)
         self.copies, self.phases, self.products = Copies(self.count, late), Phases(), Products(self.count)
+        self.tensor_memory = TensorMemory(len(blocks), self.count, late)
         self._registers: dict[str, np.ndarray] = {}
         self._known = _places(kernel, grid, blocks) | {
             name: np.uint64(offset) for name, offset in kernel.shared.items()
@@ -134,8 +137,9 @@ class Blocks:
         if not waiting.any():
             self.copies.end(self)
             self.products.end()
+            self.tensor_memory.end()
             return False
-        if not self.copies.arrive(self):
+        if not (self.copies.arrive(self) | self.tensor_memory.arrive(self)):
             where = "; ".join(self._waited_at[int(i)] for i in np.unique(self._waits[waiting]))
             raise EmulationError(f"{self.kernel.name}: {waiting.sum()} threads wait for ever: {where}")
         return True
@@ -308,11 +312,14 @@ class Blocks:
 def _compute(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> None:
     """One of the functions of a thread's own numbers."""
     modifiers = instruction.modifiers
+    target, *operands = instruction.operands
+    types = [dtype_of(modifiers)] * len(operands)
+    if instruction.opcode in ("add", "sub", "fma") and modifiers[-2:] in (("f32", "bf16"), ("f32", "f16")):
+        modifiers = modifiers[:-1]  # of what is narrow is made float32, and the last is
+        types[-1] = dtype_of(modifiers)
     if not knows(instruction.opcode, modifiers):
         raise m.unknown(instruction)
     dtype = dtype_of(modifiers)
-    target, *operands = instruction.operands
-    types = [dtype] * len(operands)
     match instruction.opcode:
         case "selp" | "setp" if len(operands) > 2:
             types[2] = np.dtype(bool)
@@ -323,6 +330,8 @@ def _compute(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> 
         case "mad" if "wide" in modifiers:
             types[2] = np.dtype(f"{dtype.kind}{2 * dtype.itemsize}")
     values = [m.value(x, each) for x, each in zip(operands, types, strict=True)]
+    if modifiers != instruction.modifiers:
+        values = [x.astype(dtype) for x in values]
     with np.errstate(all="ignore"):
         m.write(target, FUNCTIONS[instruction.opcode](modifiers, *values), active)
 
@@ -387,6 +396,7 @@ _SPECIAL: dict[str, Callable[..., None]] = {
     **dict.fromkeys(("fence", "membar", "griddepcontrol", "prefetch", "setmaxnreg"), _nothing),
     **WARPS,
     **WAITING,
+    **TENSOR_MEMORY,
 }
 
 

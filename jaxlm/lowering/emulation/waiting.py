@@ -60,6 +60,11 @@ class Phases:
             raise AccessError("an mbarrier is not aligned to 8 bytes")
         self._held[held, address] = [arrivals, arrivals, 0, 0]
 
+    def forget(self, held: int, address: int) -> None:
+        """mbarrier.inval."""
+        self._of(held, address)
+        del self._held[held, address]
+
     def change(self, m: "Blocks", held: int, address: int, arrivals: int, expected: int) -> None:
         """So many threads arrived, and so many bytes more are expected, or came where they are fewer."""
         phase = self._of(held, address)
@@ -95,7 +100,7 @@ class Copies:
     def __init__(self, threads: int, late: bool) -> None:
         self._late = late
         self._fetched: list[tuple[int, int, TensorMap, tuple[int, ...], int]] = []
-        self.of_threads, self.of_engine = _Groups(threads), _Groups(threads)
+        self.of_threads, self.of_engine = Groups(threads), Groups(threads)
 
     # Of threads.
 
@@ -173,8 +178,8 @@ class Copies:
         self.of_threads.finish(np.ones(m.count, bool), -1)
 
 
-class _Groups:
-    """Copies of each thread, in the groups that it closes."""
+class Groups:
+    """Copies of each thread, or what else it waits for, in the groups that it closes."""
 
     def __init__(self, threads: int) -> None:
         self.pending: list[tuple[np.ndarray, np.ndarray, Callable[[np.ndarray], None]]] = []
@@ -267,6 +272,9 @@ def _mbarrier(m: "Blocks", instruction: Instruction, active: np.ndarray | None) 
             addresses, counts = m.addresses(operands[0]), m.values(operands[1], _U32)
             for thread in chosen:
                 m.phases.begin(int(m.held[thread]), int(addresses[thread]), int(counts[thread]))
+        case ("inval", *_):
+            for thread in chosen:
+                m.phases.forget(int(m.held[thread]), int(m.addresses(operands[0])[thread]))
         case ("arrive", *how):
             _, place, *rest = operands
             count = m.values(rest[0], _U32)[chosen].astype(np.int64) if rest else np.ones(chosen.size, np.int64)

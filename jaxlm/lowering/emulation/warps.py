@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _U32, _U64, _BOOL = np.dtype(np.uint32), np.dtype(np.uint64), np.dtype(bool)
 
 
-def _whole(m: "Blocks", active: np.ndarray | None, size: int = 32) -> np.ndarray:
+def whole(m: "Blocks", active: np.ndarray | None, size: int = 32) -> np.ndarray:
     """Which warps, or groups of so many threads, take part: all threads of each or none."""
     if m.per_block % size:
         raise AccessError(f"blocks of {m.per_block} threads are no whole groups of {size}")
@@ -35,7 +35,7 @@ def _require_all(m: "Blocks", instruction: Instruction, members: str) -> None:
 
 def _elect(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> None:
     """The first thread of each warp."""
-    _whole(m, active)
+    whole(m, active)
     lane, chosen, members = instruction.operands
     _require_all(m, instruction, members)
     m.write(lane, np.uint32(0), active)
@@ -43,7 +43,7 @@ def _elect(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> 
 
 
 def _shfl(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> None:
-    _whole(m, active)
+    whole(m, active)
     target, *rest = instruction.operands
     inside = [rest.pop(0)] if len(rest) > 4 else []
     *rest, members = rest
@@ -56,7 +56,7 @@ def _shfl(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> N
 
 
 def _vote(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> None:
-    _whole(m, active)
+    whole(m, active)
     target, source, members = instruction.operands
     _require_all(m, instruction, members)
     if "ballot" not in instruction.modifiers or source.startswith("!"):
@@ -64,8 +64,20 @@ def _vote(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> N
     m.write(target, np.repeat(tensor_cores.flags(m.by_warp(source, _BOOL)), 32), active)
 
 
+def _redux(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> None:
+    whole(m, active)
+    target, source, members = instruction.operands
+    _require_all(m, instruction, members)
+    match instruction.modifiers:
+        case ("sync", "max" | "min" as operation, *propagates, "f32") if propagates in ([], ["NaN"]):
+            reduce = getattr(np, operation + "imum" if propagates else "f" + operation)
+        case _:
+            raise m.unknown(instruction)
+    m.write(target, np.repeat(reduce.reduce(m.by_warp(source, np.dtype(np.float32)), axis=1), 32), active)
+
+
 def _ldmatrix(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> None:
-    warps = _whole(m, active)
+    warps = whole(m, active)
     targets, place = instruction.operands
     addresses, held = _rows(m, place, len(targets), warps)
     rows = m.shared.load(addresses, 2, 8, held).T.reshape(-1, len(targets), 8, 8)
@@ -77,7 +89,7 @@ def _ldmatrix(m: "Blocks", instruction: Instruction, active: np.ndarray | None) 
 
 
 def _stmatrix(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> None:
-    warps = _whole(m, active)
+    warps = whole(m, active)
     place, sources = instruction.operands
     rows = tensor_cores.rows_of_matrices(np.stack([m.by_warp(x, _U32)[warps] for x in sources], axis=1))
     if "trans" in instruction.modifiers:
@@ -94,7 +106,7 @@ def _rows(m: "Blocks", place: Any, count: int, warps: np.ndarray) -> tuple[np.nd
 
 
 def _mma(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> None:
-    _whole(m, active)
+    whole(m, active)
     targets, *sources = instruction.operands
     operands = [[m.by_warp(x, _U32) for x in registers] for registers in sources]
     with np.errstate(all="ignore"):
@@ -113,6 +125,7 @@ class Products:
 
     def __init__(self, threads: int) -> None:
         self.registers: dict[str, np.ndarray] = {}
+        self._read: dict[str, np.ndarray] = {}  # those of operands alone
         self._pending: list[tuple] = []
         self._closed = np.zeros(threads // 128, np.int32)  # groups that each warpgroup has closed
 
@@ -130,9 +143,12 @@ class Products:
             a = tensor_cores.left_tile(registers, kind, depth)  # [groups, 4, 16, depth]
         b = _Matrix(m, right, columns, depth, kind, any(flips[-1:]))
         added = m.values(kept, _BOOL)
-        held = (*sums, *left) if isinstance(left, tuple) else sums
-        self._pending.append((groups, self._closed.copy(), held, sums, a, b, added))
-        self._hold(groups, held)
+        read = left if isinstance(left, tuple) else ()
+        for name in sums:  # another product may go on with a sum, but not put one where an operand is
+            if np.any(self._read.get(name, False) & np.repeat(groups, 128)):
+                raise AccessError(f"adds up in {name}, which a product that nobody has waited for still reads")
+        self._pending.append((groups, self._closed.copy(), read, sums, a, b, added))
+        self._hold(groups, read, sums)
 
     def close(self, groups: np.ndarray) -> None:
         """wgmma.commit_group."""
@@ -140,20 +156,21 @@ class Products:
 
     def finish(self, m: "Blocks", groups: np.ndarray, left: int) -> None:
         """wgmma.wait_group: all but the last `left` groups."""
-        pending, self._pending, self.registers = self._pending, [], {}
-        for wanted, closed, held, *product in pending:
+        pending, self._pending, self.registers, self._read = self._pending, [], {}, {}
+        for wanted, closed, read, sums, *operands in pending:
             now = groups & wanted & (closed < self._closed - left)
             if now.any():
-                self._multiply(m, now, *product)
+                self._multiply(m, now, sums, *operands)
             if np.any(wanted & ~now):
-                self._pending.append((wanted & ~now, closed, held, *product))
-        for wanted, _, held, *_ in self._pending:
-            self._hold(wanted, held)
+                self._pending.append((wanted & ~now, closed, read, sums, *operands))
+        for wanted, _, read, sums, *_ in self._pending:
+            self._hold(wanted, read, sums)
 
-    def _hold(self, groups: np.ndarray, names: tuple[str, ...]) -> None:
+    def _hold(self, groups: np.ndarray, read: tuple[str, ...], sums: tuple[str, ...]) -> None:
         threads = np.repeat(groups, 128)
-        for name in names:
-            self.registers[name] = self.registers.get(name, False) | threads
+        for held, names in ((self._read, read), (self.registers, (*read, *sums))):
+            for name in names:
+                held[name] = held.get(name, False) | threads
 
     def end(self) -> None:
         """When nobody is left to wait."""
@@ -196,7 +213,7 @@ class _Matrix:
 
 
 def _wgmma(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> None:
-    groups = _whole(m, active, 128)
+    groups = whole(m, active, 128)
     match instruction.modifiers[0]:
         case "mma_async":
             m.products.begin(m, instruction, groups)
@@ -214,6 +231,7 @@ WARPS = {
     "elect": _elect,
     "shfl": _shfl,
     "vote": _vote,
+    "redux": _redux,
     "ldmatrix": _ldmatrix,
     "stmatrix": _stmatrix,
     "mma": _mma,

@@ -11,6 +11,7 @@ _LINE = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?(.*?)\s*;|^\s*(\.L_\w+
 _JUMP = re.compile(r"BRA\b.*`\((\.L_\w+)\)")
 # A loop without one of these only waits.
 _WORK = re.compile(r"F(?!ENCE)[A-Z]|H[A-Z]|MUFU|LDG|STG")
+_SPECIAL = re.compile(r"MUFU\b")
 _FLOAT32 = re.compile(r"F(ADD|MUL|FMA)\b")
 _INTEGER = re.compile(r"(FMNMX|FSEL|FSETP|IADD3|VIADD|LOP3|ISETP|SEL|SHF|PRMT|LEA|I?MNMX)\b")
 _WARPGROUP_PRODUCT = re.compile(r"HGMMA\.64x(\d+)x(\d+)\.")
@@ -60,7 +61,7 @@ def knows(chip: Chip) -> bool:
 def cycles(chip: Chip, hot: Hot, cached: bool = False) -> dict[str, float]:
     """How long a warp keeps each unit of its quarter of an SM busy: ISSUE (one instruction a cycle), SPECIAL
     (exponentials), FLOAT32 and INTEGER (arithmetic), and of what it has any TENSOR (products of matrices) and, unless
-    what it reads is `cached`, MEMORY (its share of the bandwidth at the highest clock)."""
+    what it reads is `cached`, MEMORY (its share of the bandwidth at the highest clock). KeyError unless it `knows`."""
     asked = {
         "ISSUE": hot.instructions,
         "SPECIAL": hot.special * _WARP / _SPECIAL_LANES,
@@ -76,7 +77,10 @@ def cycles(chip: Chip, hot: Hot, cached: bool = False) -> dict[str, float]:
 
 
 def hottest(listing: str) -> dict[str, Hot]:
-    """Of each kernel in what `nvdisasm -c` writes, by name."""
+    """Of each kernel in what `nvdisasm -c` writes, by name.
+
+    Raises NotImplementedError of a product by mma or wgmma whose size it cannot read.
+    """
     return {name: _hottest(code) for name, code in _KERNEL.findall(listing)}
 
 
@@ -119,11 +123,8 @@ def _within(one: tuple[int, int], other: tuple[int, int]) -> bool:
 
 def _asks(instructions: list[tuple[str, str]]) -> Hot:
     texts = [instruction for _, instruction in instructions]
-    special, float32, integer = (
-        sum(bool(kind.match(text)) for text in texts) for kind in (re.compile("MUFU"), _FLOAT32, _INTEGER)
-    )
-    products, moved = sum(map(_multiply_adds, texts)), sum(map(_bytes, texts))
-    return Hot(len(texts), special, float32, integer, products, moved)
+    of_kinds = (sum(bool(kind.match(text)) for text in texts) for kind in (_SPECIAL, _FLOAT32, _INTEGER))
+    return Hot(len(texts), *of_kinds, sum(map(_multiply_adds, texts)), sum(map(_bytes, texts)))
 
 
 def _multiply_adds(instruction: str) -> int:

@@ -117,18 +117,22 @@ class Ring(NamedTuple):
         held: dict[str, Shared | Barriers] = {
             f"{name}_ring": part._replace(shape=(self.stages, *part.shape)) for name, part in self.parts.items()
         }
-        for group in self._groups():
-            held[f"{group}_ready"] = Barriers(self.stages, arrivals=len(self.parts) if self.together else 1)
+        for group, members in self._groups.items():
+            held[f"{group}_ready"] = Barriers(self.stages, arrivals=len(members))
             held[f"{group}_free"] = Barriers(self.stages, arrivals=COMPUTING)
         return held
 
-    def _groups(self, *names: str) -> tuple[str, ...]:
-        """Which barriers are those of all parts, or of some by name."""
-        if not self.together:
-            return names or tuple(self.parts)
-        if names and set(names) != set(self.parts):
+    @property
+    def _groups(self) -> dict[str, tuple[str, ...]]:
+        """By the name of its barriers, which parts come and go at once."""
+        return {"ring": tuple(self.parts)} if self.together else {name: (name,) for name in self.parts}
+
+    def _groups_of(self, names: tuple[str, ...]) -> list[str]:
+        """Those that parts are the members of; ValueError where they are not all members of one."""
+        groups = [group for group, members in self._groups.items() if set(members) <= set(names)]
+        if {member for group in groups for member in self._groups[group]} != set(names):
             raise ValueError(f"{', '.join(self.parts)} come and go together, not {', '.join(names)} alone")
-        return ("ring",)
+        return groups
 
     def fill(
         self, warpgroup: Warpgroup, ref: References, steps: Any, sources: Callable[[jax.Array], Mapping[str, Any]]
@@ -138,17 +142,17 @@ class Ring(NamedTuple):
         def fetch(step: jax.Array, _: None) -> None:
             slot = lax.rem(step, self.stages)
             coming = sources(step)
-            for group in self._groups():
+            for group, members in self._groups.items():
                 free = ref[f"{group}_free"].at[slot]
                 pl.when(step >= self.stages)(lambda free=free: warpgroup.wait(free))
-                for name in self.parts if self.together else (group,):
+                for name in members:
                     warpgroup.fetch(coming[name], ref[f"{name}_ring"].at[slot], ref[f"{group}_ready"].at[slot])
 
         lax.fori_loop(0, steps, fetch, None)
 
     def take(self, warpgroup: Warpgroup, ref: References, step: jax.Array, *names: str) -> tuple:
         """Blocks of this step, once they are there."""
-        for group in self._groups(*names):
+        for group in self._groups_of(names):
             warpgroup.wait(ref[f"{group}_ready"].at[lax.rem(step, self.stages)])
         return self.places(ref, step, *names)
 
@@ -165,7 +169,7 @@ class Ring(NamedTuple):
         def _() -> None:
             if loaded:
                 warpgroup.commit()
-            for group in self._groups(*names):
+            for group in self._groups_of(names):
                 warpgroup.arrive(ref[f"{group}_free"].at[lax.rem(step, self.stages)])
 
 

@@ -20,6 +20,8 @@ from kernels_pallas.flash_attention import (
     packed,
 )
 from kernels_pallas.flash_attention.cases import segments
+from kernels_pallas.flash_attention.ring import Blocks, Ring
+from kernels_pallas.hopper import Shared
 
 # The kernels for Hopper have no float32.
 EACH = pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "mosaic_gpu"])
@@ -184,3 +186,12 @@ def test_a_wide_cap_takes_no_digits(implementation, cap):
     run = functools.partial(flash_attention, *arrays, soft_cap=cap, _interpret=True)
     wanted = run(implementation="reference") if cap < 1e6 else flash_attention(*arrays, implementation="reference")
     chex.assert_trees_all_close(run(implementation=implementation), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_parts_of_a_ring_that_come_together_are_not_taken_alone():
+    """To wait twice for one barrier would be for ever."""
+    parts = {name: Shared((64, 64), jnp.bfloat16, tiled=True) for name in ("query", "d_out")}
+    ring = Ring(Blocks(64, 2), parts, together=True)
+    assert set(ring.shared()) == {"query_ring", "d_out_ring", "ring_ready", "ring_free"}
+    with pytest.raises(ValueError, match="query, d_out come and go together, not query alone"):
+        ring.take(None, {}, jnp.int32(0), "query")

@@ -257,6 +257,24 @@ def test_matrices_from_shared_memory(transposed):
     np.testing.assert_array_equal(made, expected.reshape(-1))
 
 
+def test_narrow_and_float32_numbers_are_added():
+    """add.f32.bf16: the first operand is of 16 bits."""
+    narrow = np.float32([1.5, -2.0, 0.25, np.inf]).astype(ml_dtypes.bfloat16).astype(np.float32)
+    wide = np.float32([1e-3, 3.0, -0.25, 1.0])
+    instructions = "mov.b32 {%rs1, %rs2}, %r1; add.rn.f32.bf16 %r9, %rs2, %r2; "
+    instructions += "fma.rn.f32.bf16 %r9, %rs2, %rs2, %r9;"
+    made = computed(instructions, narrow, wide)
+    np.testing.assert_array_equal(made[:4], narrow * narrow + (narrow + wide))
+
+
+@pytest.mark.parametrize("operation, expected", [("max", 31), ("min", -2), ("max.NaN", np.nan), ("min.NaN", np.nan)])
+def test_the_largest_of_a_warp(operation, expected):
+    values = np.arange(32, dtype=np.float32)
+    values[[3, 7]] = np.nan, -2
+    made = computed(f"redux.sync.{operation}.f32 %r9, %r1, 0xFFFFFFFF;", values)
+    np.testing.assert_array_equal(made, np.full(32, expected, np.float32))
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_products_of_warpgroups(waits):
     """64 × 8 × 16 in shared memory without a swizzle, twice into the same sums: there once they are waited for."""

@@ -12,6 +12,7 @@ refused, they may wait for one another for ever (`JAX_NUM_CPU_DEVICES`).
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -88,6 +89,38 @@ class Warpgroup:
             plgpu.copy_smem_to_gmem(place, destination)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the places are free again
 
+    def add_in_turn(
+        self, copies: Sequence[tuple[Any, Any]], counter: Any, turn: jax.Array, read: Callable[[], None]
+    ) -> None:
+        """Add what is in shared memory to global memory, (place, destination) each, once those have whose turns are
+        before; turn 0 begins the sum. `read` is called when the places are free again.
+
+        A block may only wait for those before it in the grid: they begin first. Interpreted, they also end first.
+        """
+        if self.interpret:
+            for place, destination in copies:
+                destination[...] = jnp.where(turn > 0, destination[...], 0) + place[...]
+            self.commit()
+            read()
+            return
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        @pl.when(turn == 0)
+        def _() -> None:
+            for place, destination in copies:
+                plgpu.copy_smem_to_gmem(place, destination)
+
+        @pl.when(turn > 0)
+        def _() -> None:
+            plgpu.semaphore_wait(counter, turn, decrement=False, memory_scope="gpu")
+            for place, destination in copies:
+                plgpu.copy_smem_to_gmem(place, destination, reduction_op="add")
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        read()
+        plgpu.wait_smem_to_gmem(0)
+        plgpu.semaphore_signal(counter, memory_scope="gpu")
+
     def commit(self) -> None:
         """Order what this warpgroup has read and written in shared memory before what the copy engine and wgmma do."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -138,6 +171,34 @@ class Warpgroup:
                 plgpu.wgmma(sum_ref, a, b)
 
         return pl.run_state(add)(tuple(plgpu.ACC.init(total) for total, _, _ in terms))
+
+    def add_products_behind(
+        self,
+        first: tuple[Any, Any],
+        use: Callable[[jax.Array], None],
+        *terms: tuple[jax.Array, jax.Array, Any],
+    ) -> tuple[jax.Array, ...]:
+        """`add_products` of the terms, behind aᵀ · b of the `first`, a [k, 64] and b [k, n] in shared memory, which is
+        used while those are made."""
+        a, b = first
+        if self.interpret:
+            use(self._interpreted_product(a[...].T, b, 0))
+            return self.add_products(*terms)
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        def multiply(first_ref: Any, *sum_refs: Any) -> tuple[jax.Array, ...]:
+            for sum_ref, (total, _, _) in zip(sum_refs, terms, strict=True):
+                sum_ref[...] = total
+            plgpu.wgmma(first_ref, a.transpose((1, 0)), b)
+            for sum_ref, (_, c, d) in zip(sum_refs, terms, strict=True):
+                plgpu.wgmma(sum_ref, c, d)
+            plgpu.wgmma_wait(len(terms))
+            use(plgpu.wgmma_accumulator_load(first_ref, wait_n=None))
+            totals = tuple(sum_ref[...] for sum_ref in sum_refs)
+            return tuple(_held_until(x, c) for x, (_, c, _) in zip(totals, terms, strict=True))
+
+        totals = (plgpu.ACC(total.shape, jnp.float32) for total, _, _ in terms)
+        return pl.run_scoped(multiply, plgpu.ACC((a.shape[1], b.shape[1]), jnp.float32), *totals)
 
     def products_beside_sum(
         self,
@@ -250,6 +311,7 @@ def run(
     shared: Mapping[str, Shared | Barriers],
     cost: Cost,
     name: str,
+    counters: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     interpret: Any = False,
 ) -> list[jax.Array]:
     """Run a kernel; returns its outputs.
@@ -259,6 +321,7 @@ def run(
       grid: axes and their sizes, the one along which blocks start one after another first.
       shared: of each block, arrays and barriers.
       cost: of the whole call; jaxlm counts it.
+      counters: shapes of those that all blocks share, which begin at 0; see `add_in_turn`.
       interpret: run as plain JAX instead, on any platform; or how to, `InterpretGPUParams`.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -278,6 +341,8 @@ def run(
     def call(*arrays: jax.Array) -> list[jax.Array]:
         def kernel(*refs: Any) -> None:
             held = dict(zip((*names, *outputs), refs, strict=True))
+            for key, shape in counters.items():
+                held[key] = _NoCounters() if interpret else pl.get_global(plgpu.SemaphoreType.REGULAR(shape))
             pl.run_scoped(
                 lambda **places: body(warpgroup, held | places),
                 **{key: _allocation(place, bool(interpret)) for key, place in shared.items()},
@@ -312,7 +377,7 @@ def run(
     def batched(size: int, in_batched: Sequence[bool], *arrays: jax.Array) -> tuple:
         """One more axis of the grid."""
         axis = f"{_LANES}{len(grid)}"
-        many = {key for key, has in zip(names, in_batched, strict=True) if has} | set(outputs)
+        many = {key for key, has in zip(names, in_batched, strict=True) if has} | {*outputs, *counters}
 
         def lane(warpgroup: Warpgroup, ref: Mapping[str, Any]) -> None:
             at = warpgroup.index(axis)
@@ -325,6 +390,7 @@ def run(
             grid=dict(grid) | {axis: size},
             warpgroups=warpgroups,
             shared=shared,
+            counters={key: (size, *shape) for key, shape in counters.items()},
             cost=Cost(*(size * part for part in cost)),
             name=name,
             interpret=interpret,
@@ -337,6 +403,17 @@ def run(
     launched.__name__ = name
     with jax.enable_x64(False):  # indices are of 32 bits
         return differentiated_once(launched)(*operands.values())
+
+
+class _NoCounters:
+    """Of a kernel that is interpreted: its blocks come one after another."""
+
+    @property
+    def at(self) -> "_NoCounters":
+        return self
+
+    def __getitem__(self, index: Any) -> "_NoCounters":
+        return self
 
 
 def _allocation(place: Shared | Barriers, interpret: bool) -> Any:

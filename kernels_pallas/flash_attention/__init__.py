@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from kernels_pallas import checks
 from kernels_pallas.choice import choose
 from kernels_pallas.eager import compiled_once
-from kernels_pallas.flash_attention import cudnn, mosaic_gpu, mosaic_tpu, reference, triton
+from kernels_pallas.flash_attention import cudnn, mosaic_gpu, mosaic_gpu_backward, mosaic_tpu, reference, triton
 from kernels_pallas.flash_attention.operands import Operands, scores_seen
 from kernels_pallas.flash_attention.tiles import LOG2_E, Settings
 from kernels_pallas.flash_attention.visible import (
@@ -135,14 +135,25 @@ def serves(queries: int, width: int) -> bool:
 
 
 def costs(
-    query: Any, key: Any, value: Any, *, visible: Any = None, sinks: Any = None, bias: Any = None, **_: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    visible: Any = None,
+    sinks: Any = None,
+    bias: Any = None,
+    implementation: str | None = None,
+    **_: Any,
 ) -> Costs:
     """What the kernels cost on these arrays, or shapes and dtypes: of the scores that are seen where `visible` is of
-    numpy arrays, and of all T·S otherwise. The gradient of a bias is apart."""
+    numpy arrays, and of all T·S otherwise. The gradient of a bias is apart. Backward five products are what attention
+    takes where scores are not kept; an implementation of two kernels makes the scores, and the gradients of their
+    weights, twice."""
     seen = scores_seen(visible, *query.shape[:2], key.shape[1])
     rows = (jax.ShapeDtypeStruct(query.shape[:2], jnp.int32),) * len(seen)
     parts = Operands(query, key, value, rows, rows, sinks, bias).parts()
-    each = [part.costs(scores) for part, scores in zip(parts, seen, strict=True)]
+    at_once = implementation is None or implementation == "mosaic_gpu" and mosaic_gpu_backward.serves(parts[0])
+    each = [part.costs(scores, at_once) for part, scores in zip(parts, seen, strict=True)]
     return Costs(*(Cost(*map(sum, zip(*way, strict=True))) for way in zip(*each, strict=True)))
 
 
@@ -208,9 +219,8 @@ def _backward(settings: tuple[Settings, ...], saved: tuple, cotangents: tuple) -
     sums, delta = jnp.where(some, log_sum_exp, 0.0), jnp.where(some, delta, 0.0)
     rows = sums * LOG2_E, delta, d_out
     parts = list(zip(settings, operands.parts(), strict=True))
-    d_query = functools.reduce(operator.add, [kernels.query_gradient(*part, *rows) for part in parts])
-    d_keys, d_values = zip(*[kernels.key_gradient(*part, *rows) for part in parts], strict=True)
-    d_key, d_value = (functools.reduce(operator.add, each) for each in (d_keys, d_values))
+    gradients = zip(*[kernels.backward(*part, *rows) for part in parts], strict=True)
+    d_query, d_key, d_value = (functools.reduce(operator.add, each) for each in gradients)
     d_sinks = None
     if operands.sinks is not None:
         of_sink = jnp.exp(operands.sinks.astype(jnp.float32)[None, :, None] - sums)

@@ -58,3 +58,13 @@ def query_ranges(of_queries: Ranges, key_blocks: int) -> Ranges:
     run_end = module.min(module.where(~whole & (i >= run[:, None]), i, blocks), axis=1)
     run, run_end = module.minimum(run, end), module.minimum(run_end, end)
     return Ranges(begin, run, run_end, end)
+
+
+def turns(of_keys: Ranges, query_blocks: int, batch: int) -> jax.Array:
+    """int32 [B, blocks of keys, blocks of queries]: how many blocks of keys before each go through each block of
+    queries, by what `query_ranges` gave."""
+    module = module_of(*of_keys)
+    i = np.arange(query_blocks, dtype=np.int32)[None, None]
+    touched = (of_keys.first[:, :, None] <= i) & (i < of_keys.last[:, :, None])
+    before = module.cumsum(touched, axis=1, dtype=np.int32) - touched
+    return jnp.broadcast_to(before.astype(np.int32), (batch, *before.shape[1:]))

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas import hopper
 from kernels_pallas.flash_attention.blocks import key_ranges
-from kernels_pallas.flash_attention.mosaic_gpu_backward import key_gradient, query_gradient
+from kernels_pallas.flash_attention.mosaic_gpu_backward import backward
 from kernels_pallas.flash_attention.operands import Operands
 from kernels_pallas.flash_attention.ring import (
     COMPUTING,
@@ -31,7 +31,7 @@ from kernels_pallas.flash_attention.ring import (
 from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, Settings, tanh_by_exp2
 from kernels_pallas.hopper import ROWS, Barriers, Shared, Warpgroup
 
-__all__ = ["forward", "key_gradient", "query_gradient", "refusal"]
+__all__ = ["forward", "backward", "refusal"]
 
 # Columns of a product, at most.
 MAX_WIDTH = 256

@@ -1,8 +1,13 @@
-"""The backward pass of attention on Hopper: FlashAttention-2's two kernels (arXiv:2307.08691, algorithm 2), with blocks
-that one warpgroup fetches and two compute with.
+"""The backward pass of attention on Hopper: FlashAttention-3's one kernel (arXiv:2407.08608, appendix B.1), of five
+products, with blocks that one warpgroup fetches and two compute with.
 
-Heads whose widths are more than 256 together are left to the Triton kernels: sums of both gradients of 64 keys would
-not fit a warpgroup's registers.
+A block of the grid has 128 keys, whose gradients it adds up in registers, and goes through the queries that see them.
+What it knows of the gradient of queries it adds to global memory once the blocks before it have: sums are the same in
+every run. So that one block follows right behind another, whatever the mask, all go through the queries from the last
+to the first, and through all heads of some before they go to the next.
+
+Two widths of heads are served, 128 and 64, and of the narrower no bias in float32, for which shared memory is too
+small; others are left to the Triton kernels.
 """
 
 import dataclasses
@@ -15,17 +20,16 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas import hopper
 from kernels_pallas.flash_attention import triton
-from kernels_pallas.flash_attention.blocks import key_ranges, query_ranges
+from kernels_pallas.flash_attention.blocks import Ranges, key_ranges, query_ranges, turns
 from kernels_pallas.flash_attention.operands import Operands
 from kernels_pallas.flash_attention.ring import (
     COMPUTING,
-    QUERIES,
     TILE,
     Keys,
-    Order,
     References,
     Ring,
     bias_of,
+    fit,
     of_bias,
     padded,
     roles,
@@ -34,239 +38,224 @@ from kernels_pallas.flash_attention.ring import (
 from kernels_pallas.flash_attention.tiles import Settings, score_gradient, tanh_by_exp2
 from kernels_pallas.hopper import ROWS, Barriers, Shared, Warpgroup
 
-_MAX_WIDTHS = 256
+_KEYS = COMPUTING * ROWS
+# By the width of keys: the widest values of which registers hold the gradients, and queries to a step.
+_WIDEST_VALUES, _QUERIES = {64: 64, 128: 128}, {64: 128, 128: 64}
 
 
-def _too_wide(operands: Operands) -> bool:
-    return sum(operands.sizes[5:]) > _MAX_WIDTHS
+def serves(operands: Operands) -> bool:
+    """Whether registers and shared memory hold what heads of these widths take."""
+    H, V = operands.sizes[5:]
+    return V <= _WIDEST_VALUES.get(H, 0) and fit(_own(operands), _parts(operands)) > 0
 
 
-def query_gradient(
-    settings: Settings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
-) -> jax.Array:
-    """Gradient of the query; log_sum_exp in units of log₂ e, and delta: float32 [B, N, T]."""
-    if _too_wide(operands):
-        return triton.query_gradient(_plain(settings), operands, log_sum_exp, delta, d_out)
-    B, T, S, N, K, H, V = operands.sizes
-    dtype, rows = operands.query.dtype, pl.cdiv(T, QUERIES)
-    own = {
-        "query_tile": Shared((COMPUTING, ROWS, H), dtype, tiled=True),
-        "d_out_tile": Shared((COMPUTING, ROWS, V), dtype, tiled=True),
+def _own(operands: Operands) -> dict[str, Shared]:
+    """What a block has in shared memory besides its ring."""
+    dtype, (H, V) = operands.query.dtype, operands.sizes[5:]
+    return {
+        "key_tile": Shared((_KEYS, H), dtype, tiled=True),
+        "value_tile": Shared((_KEYS, V), dtype, tiled=True),
+        "d_scores_tile": Shared((2, _KEYS, _QUERIES[H]), dtype, tiled=True),  # of a step, and of that before
+        "d_query_tile": Shared((COMPUTING, ROWS, TILE), jnp.float32, tiled=True),
     }
-    # As many keys as registers hold scores and their gradients of, besides the sums of all H columns.
-    of_keys = Keys(operands)
-    keys = 128 if max(H, V) <= 64 and not of_keys.biased else 64
-    # A block of keys is left when the next has been taken.
-    ring = Ring.of("query_gradient", operands, keys, of_keys.parts, own, least=2)
-    keys = ring.blocks.rows
-
-    def kernel(warpgroup: Warpgroup, ref: References) -> None:
-        me, b, n = warpgroup.index(), warpgroup.index("batch"), warpgroup.index("head")
-        i = rows - 1 - warpgroup.index("block")
-        order = Order(*(ref["ranges"][b, i, c] for c in range(4))).at_least_one()
-
-        def sources(step: jax.Array) -> dict[str, Any]:
-            return of_keys.sources(ref, b, n, i, order.block(step), keys)
-
-        def compute() -> None:
-            tile, query, d_out = i * COMPUTING + me, ref["query_tile"].at[me], ref["d_out_tile"].at[me]
-            at, ready = pl.ds(tile * ROWS, ROWS), ref["own_ready"].at[me]
-            warpgroup.fetch(ref["query"].at[b, at, n], query, ready)
-            warpgroup.fetch(ref["d_out"].at[b, at, n], d_out, ready)
-            start, end = (warpgroup.load_by_row(ref[name].at[b, tile]) for name in ("start", "end"))
-            log_sum_exp, delta = (warpgroup.load_by_row(ref[name].at[b, n, tile]) for name in ("log_sum_exp", "delta"))
-            warpgroup.wait(ready)
-
-            def differentiate(j: jax.Array, masked: bool, products: jax.Array, d_weights: jax.Array) -> jax.Array:
-                """The gradient of a step's scores."""
-                ring.leave(warpgroup, ref, j, order.steps, "value")
-                bias = of_keys.bias(warpgroup, ref, ring, j, order.steps)
-                values, factor, slope = settings.factored(products, bias, tanh=tanh_by_exp2)
-                if masked:
-                    index = order.block(j) * keys + warpgroup.count((ROWS, keys), 1)
-                    seen = (warpgroup.across(start, keys) <= index) & (index < warpgroup.across(end, keys))
-                    values = jnp.where(seen, values, -jnp.inf)
-                weights = jnp.exp2(values * factor - warpgroup.across(log_sum_exp, keys))
-                return score_gradient(weights, d_weights, warpgroup.across(delta, keys), slope).astype(dtype)
-
-            def pairs(j: jax.Array) -> list[tuple[Any, Any]]:
-                key, value = ring.take(warpgroup, ref, j, "key", "value")
-                return [(query, key), (d_out, value)]
-
-            def step(j: jax.Array, carry: tuple, masked: bool) -> tuple:
-                """The scores of a step and the sum of that before: the first are differentiated beside the second."""
-                d_query, d_scores = carry
-                (before,) = ring.places(ref, j - 1, "key")
-                d_scores, d_query = warpgroup.products_beside_sum(
-                    pairs(j), d_query, (d_scores, before), lambda *products: differentiate(j, masked, *products)
-                )
-                ring.leave(warpgroup, ref, j - 1, order.steps, "key")
-                return d_query, d_scores
-
-            # Always masked, as in the forward pass.
-            d_scores = differentiate(jnp.int32(0), True, *warpgroup.products_of_rows(*pairs(jnp.int32(0))))
-            d_query = warpgroup.tile(jnp.zeros((ROWS, H), jnp.float32))
-            d_query, d_scores = order.over(step, (d_query, d_scores), begin=1)
-            (before,) = ring.places(ref, order.steps - 1, "key")
-            (d_query,) = warpgroup.add_products((d_query, d_scores, before))
-            warpgroup.send((d_query * settings.scale, query, ref["d_query"].at[b, at, n]))
-
-        roles(warpgroup, lambda: ring.fill(warpgroup, ref, order.steps, sources), compute)
-
-    start, end = operands.intervals
-    (d_query,) = hopper.run(
-        kernel,
-        {
-            "query": padded(operands.query, QUERIES),
-            "start": tiled(start, QUERIES),
-            "end": tiled(end, QUERIES),
-            "log_sum_exp": tiled(log_sum_exp, QUERIES),
-            "delta": tiled(delta, QUERIES),
-            "d_out": padded(d_out, QUERIES),
-            "ranges": key_ranges(operands.start, operands.end, QUERIES, keys).stacked(B),
-        }
-        | of_keys.inputs(keys),
-        {"d_query": jax.ShapeDtypeStruct((B, rows * QUERIES, N, H), dtype)},
-        grid={"head": N, "block": rows, "batch": B},
-        warpgroups=COMPUTING + 1,
-        shared=own | ring.shared() | {"own_ready": Barriers(COMPUTING, arrivals=len(own))},
-        cost=operands.query_cost(settings.seen),
-        name="flash_attention_query_gradient",
-        interpret=settings.interpret,
-    )
-    return d_query[:, :T]
 
 
-def key_gradient(
+def _parts(operands: Operands) -> dict[str, Shared]:
+    """Of the ring: what is fetched for a step."""
+    dtype, (H, V), bias = operands.query.dtype, operands.sizes[5:], operands.bias
+    queries = _QUERIES[H]
+    parts = {
+        "query": Shared((queries, H), dtype, tiled=True),
+        "d_out": Shared((queries, V), dtype, tiled=True),
+        "interval": Shared((2, queries), jnp.int32),
+        "sums": Shared((2, queries), jnp.float32),
+    }
+    if bias is not None:
+        biased = Keys(operands).biased
+        parts["bias"] = Shared((queries, _KEYS) if biased else (_KEYS,), bias.dtype, tiled=biased)
+    return parts
+
+
+def backward(
     settings: Settings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Gradients of key and value: see `query_gradient`. Tiles of scores are transposed, [keys, queries]."""
-    if _too_wide(operands):
-        return triton.key_gradient(_plain(settings), operands, log_sum_exp, delta, d_out)
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of query, key and value; log_sum_exp in units of log₂ e, and delta: float32 [B, N, T]. Tiles of scores
+    are transposed, [keys, queries]."""
+    if not serves(operands):  # Triton's kernels know one way to be interpreted
+        settings = dataclasses.replace(settings, interpret=bool(settings.interpret))
+        return triton.backward(settings, operands, log_sum_exp, delta, d_out)
     B, T, S, N, K, H, V = operands.sizes
-    dtype, columns = operands.query.dtype, pl.cdiv(S, QUERIES)
+    dtype, queries = operands.query.dtype, _QUERIES[H]
+    rows, columns = pl.cdiv(T, queries), pl.cdiv(S, _KEYS)
     shares = operands.shares(columns * K * B)
     heads = N // (K * shares)  # of queries, to a block
-    own = {
-        "key_tile": Shared((COMPUTING, ROWS, H), dtype, tiled=True),
-        "value_tile": Shared((COMPUTING, ROWS, V), dtype, tiled=True),
-    }
-    d_key, d_value = (operands.of_shares(padded(x, QUERIES), shares) for x in (operands.key, operands.value))
-    if shares > 1:  # else the gradients take the places of what they are of
-        own["gradient_tile"] = Shared((COMPUTING, ROWS, TILE), d_key.dtype, tiled=True)
     bias, biased = operands.bias, Keys(operands).biased
-
-    def parts(queries: int) -> dict[str, Shared]:
-        parts = {
-            "query": Shared((queries, H), dtype, tiled=True),
-            "d_out": Shared((queries, V), dtype, tiled=True),
-            "interval": Shared((2, queries), jnp.int32),
-            "sums": Shared((2, queries), jnp.float32),
-        }
-        return parts | ({"bias": Shared((queries, QUERIES), bias.dtype, tiled=True)} if biased else {})
-
-    ring = Ring.of("key_gradient", operands, ROWS, parts, own, together=True)
-    queries = ring.blocks.rows
-    of_queries = key_ranges(operands.start, operands.end, queries, QUERIES)
+    own = _own(operands)
+    ring = Ring.of("gradients", operands, 0, lambda _: _parts(operands), own, together=True)
+    ranges = query_ranges(key_ranges(operands.start, operands.end, queries, _KEYS), columns)
 
     def kernel(warpgroup: Warpgroup, ref: References) -> None:
         me, b, share, column = (warpgroup.index(*axis) for axis in ((), ("batch",), ("head",), ("block",)))
         k = lax.div(share, shares)
-        order = Order(*(ref["ranges"][b, column, c] for c in range(4)))
-        steps = order.steps * heads
+        visited = Ranges(*(ref["ranges"][b, column, c] for c in range(4)))
+        steps = (visited.last - visited.first) * heads
+
+        def at(step: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """Head and block of queries of a step."""
+            return share * heads + lax.rem(step, heads), visited.last - 1 - lax.div(step, heads)
 
         def sources(step: jax.Array) -> dict[str, Any]:
-            n, i = share * heads + lax.div(step, order.steps), order.block(lax.rem(step, order.steps))
-            at = pl.ds(i * queries, queries)
-            sources = {name: ref[name].at[b, at, n] for name in ("query", "d_out")}
+            n, i = at(step)
+            where = pl.ds(i * queries, queries)
+            sources = {name: ref[name].at[b, where, n] for name in ("query", "d_out")}
             sources |= {"interval": ref["interval"].at[b, i], "sums": ref["sums"].at[b, n, i]}
-            if biased:
-                sources["bias"] = of_bias(ref, b, n).at[at, pl.ds(column * QUERIES, QUERIES)]
+            if bias is not None:
+                sources["bias"] = of_bias(ref, b, n).at[where if biased else 0, pl.ds(column * _KEYS, _KEYS)]
             return sources
 
+        def half(w: Any) -> tuple[Any, Any]:
+            """Rows and columns of the half of the gradient of a step's queries that a warpgroup makes."""
+            across = H > TILE
+            return pl.ds(0 if across else w * ROWS, ROWS), pl.ds(w * TILE if across else 0, TILE)
+
+        def send(step: jax.Array) -> None:
+            """What is known of the gradient of a step's queries."""
+            n, i = at(step)
+            d_query = ref["d_query"].at[b, pl.ds(i * queries, queries), n]
+            warpgroup.wait(ref["d_query_ready"].at[0])
+            warpgroup.add_in_turn(
+                [(ref["d_query_tile"].at[w], d_query.at[half(w)]) for w in range(COMPUTING)],
+                ref["counters"].at[b, n, i],
+                ref["turns"][b, column, i],
+                lambda: warpgroup.arrive(ref["d_query_free"].at[0]),
+            )
+
         def compute() -> None:
-            first = (column * COMPUTING + me) * ROWS
-            at, ready = pl.ds(first, ROWS), ref["own_ready"].at[me]
-            key, value = ref["key_tile"].at[me], ref["value_tile"].at[me]
-            warpgroup.fetch(ref["key"].at[b, at, k], key, ready)
-            warpgroup.fetch(ref["value"].at[b, at, k], value, ready)
+            first, mine = (column * COMPUTING + me) * ROWS, pl.ds(me * ROWS, ROWS)
+            key, value, ready = ref["key_tile"].at[mine], ref["value_tile"].at[mine], ref["own_ready"].at[0]
+            warpgroup.fetch(ref["key"].at[b, pl.ds(first, ROWS), k], key, ready)
+            warpgroup.fetch(ref["value"].at[b, pl.ds(first, ROWS), k], value, ready)
             warpgroup.wait(ready)
+            my_queries, my_columns = half(me)
 
-            def of_head(g: jax.Array, carry: tuple) -> tuple:
+            def d_scores_of(step: jax.Array) -> Any:
+                return ref["d_scores_tile"].at[lax.rem(step + 1, 2)]
+
+            def query_terms(step: jax.Array) -> tuple[Any, Any]:
+                """What is multiplied for this warpgroup's half of the gradient of a step's queries."""
+                return d_scores_of(step).at[:, my_queries], ref["key_tile"].at[:, my_columns]
+
+            def put(step: jax.Array, d_query: jax.Array) -> None:
+                pl.when(step > 0)(lambda: warpgroup.wait(ref["d_query_free"].at[0]))
+                ref["d_query_tile"][me] = d_query
+
+            def step(now: jax.Array, carry: tuple) -> tuple:
+                d_key, d_value = carry
+                _, i = at(now)
+                place = dict(zip(ring.parts, ring.take(warpgroup, ref, now, *ring.parts), strict=True))
+
+                def down(name: str, row: int) -> jax.Array:
+                    return warpgroup.down(warpgroup.load_by_column(place[name].at[row]), ROWS)
+
+                def hide(values: jax.Array) -> jax.Array:
+                    index = first + warpgroup.count((ROWS, queries), 0)
+                    seen = (down("interval", 0) <= index) & (index < down("interval", 1))
+                    return jnp.where(seen, values, -jnp.inf)
+
+                products, d_weights = warpgroup.products_of_rows((key, place["query"]), (value, place["d_out"]))
                 of_keys = None
-                if bias is not None and not biased:
-                    of_keys = warpgroup.load_by_row(of_bias(ref, b, share * heads + g).at[0, at])
-                    of_keys = warpgroup.across(of_keys, queries)
+                if biased:
+                    of_keys = warpgroup.load_turned(place["bias"].at[:, mine])
+                elif bias is not None:
+                    of_keys = warpgroup.across(warpgroup.load_by_row(place["bias"].at[mine]), queries)
+                values, factor, slope = settings.factored(products, of_keys, tanh=tanh_by_exp2)
+                whole = (visited.full <= i) & (i < visited.full_end)
+                values = lax.cond(whole, lambda values: values, hide, values)
+                weights = jnp.exp2(values * factor - down("sums", 0))
+                d_scores = score_gradient(weights, d_weights, down("sums", 1), slope).astype(dtype)
 
-                def step(j: jax.Array, carry: tuple, masked: bool) -> tuple:
-                    d_key, d_value = carry
-                    now = g * order.steps + j
+                def hand_on(d_query: jax.Array) -> None:
+                    """To the other warpgroup what it is to multiply in the next step, and to who sends what is made."""
+                    d_scores_of(now)[mine] = d_scores
+                    pl.when(now > 0)(lambda: put(now - 1, d_query))
+                    warpgroup.commit()
+                    warpgroup.arrive(ref["d_scores_ready"].at[0])
+                    pl.when(now > 0)(lambda: warpgroup.arrive(ref["d_query_ready"].at[0]))
 
-                    def down(name: str, row: int) -> jax.Array:
-                        return warpgroup.down(warpgroup.load_by_column(place[name].at[row]), ROWS)
-
-                    place = dict(zip(ring.parts, ring.take(warpgroup, ref, now, *ring.parts), strict=True))
-                    bias = of_keys
-                    if biased:
-                        bias = warpgroup.load_turned(place["bias"].at[:, pl.ds(me * ROWS, ROWS)])
-                    products, d_weights = warpgroup.products_of_rows((key, place["query"]), (value, place["d_out"]))
-                    values, factor, slope = settings.factored(products, bias, tanh=tanh_by_exp2)
-                    if masked:
-                        index = first + warpgroup.count((ROWS, queries), 0)
-                        seen = (down("interval", 0) <= index) & (index < down("interval", 1))
-                        values = jnp.where(seen, values, -jnp.inf)
-                    weights = jnp.exp2(values * factor - down("sums", 0))
-                    d_scores = score_gradient(weights, d_weights, down("sums", 1), slope)
-                    d_value, d_key = warpgroup.add_products(
-                        (d_value, weights.astype(dtype), place["d_out"]),
-                        (d_key, d_scores.astype(dtype), place["query"]),
-                    )
-                    ring.leave(warpgroup, ref, now, steps, *ring.parts, loaded=True)
-                    return d_key, d_value
-
-                return order.over(step, carry)
+                # In the first step there is none before, and what is multiplied goes nowhere.
+                pl.when(now > 0)(lambda: warpgroup.wait(ref["d_scores_ready"].at[0]))
+                d_value, d_key = warpgroup.add_products_behind(
+                    query_terms(now - 1),
+                    hand_on,
+                    (d_value, weights.astype(dtype), place["d_out"]),
+                    (d_key, d_scores, place["query"]),
+                )
+                ring.leave(warpgroup, ref, now, steps, *ring.parts)
+                return d_key, d_value
 
             zeros = tuple(warpgroup.tile(jnp.zeros((ROWS, width), jnp.float32)) for width in (H, V))
-            d_key, d_value = lax.fori_loop(0, heads, of_head, zeros) if heads > 1 else of_head(jnp.int32(0), zeros)
+            d_key, d_value = lax.fori_loop(0, steps, step, zeros)
+
+            @pl.when(steps > 0)
+            def _() -> None:
+                warpgroup.wait(ref["d_scores_ready"].at[0])
+                warpgroup.add_products_behind(query_terms(steps - 1), lambda d_query: put(steps - 1, d_query))
+                warpgroup.commit()
+                warpgroup.arrive(ref["d_query_ready"].at[0])
+                # Then the other warpgroup has multiplied what the gradient of these keys takes the place of.
+                warpgroup.wait(ref["d_query_free"].at[0])
+
             results = [(d_key * settings.scale, key, "d_key"), (d_value, value, "d_value")]
-            results = [(x, place, ref[name].at[b, at, share]) for x, place, name in results]
-            if shares == 1:
+            results = [(x, place, ref[name].at[b, pl.ds(first, ROWS), share]) for x, place, name in results]
+            if shares == 1:  # the gradients take the places of what they are of
                 warpgroup.send(*results)
                 return
-            place = ref["gradient_tile"].at[me]
             for x, _, result in results:
                 for part in range(0, x.shape[1], TILE):
-                    warpgroup.send((x[:, part : part + TILE], place, result.at[:, pl.ds(part, TILE)]))
+                    columns = pl.ds(part, TILE)
+                    warpgroup.send((x[:, part : part + TILE], ref["d_query_tile"].at[me], result.at[:, columns]))
 
-        roles(warpgroup, lambda: ring.fill(warpgroup, ref, steps, sources), compute)
+        roles(warpgroup, lambda: ring.fill(warpgroup, ref, steps, sources, send), compute)
 
     def stacked(*rows: jax.Array) -> jax.Array:
         """[..., T] each as [..., blocks, 2, queries]."""
         return jnp.stack([tiled(x, queries, queries) for x in rows], axis=-2)
 
-    gradients = hopper.run(
+    key, value = (padded(x, _KEYS) for x in (operands.key, operands.value))
+    d_query, d_key, d_value = hopper.run(
         kernel,
         {
             "query": padded(operands.query, queries),
-            "key": padded(operands.key, QUERIES),
-            "value": padded(operands.value, QUERIES),
+            "key": key,
+            "value": value,
             "interval": stacked(*operands.intervals),
             "sums": stacked(log_sum_exp, delta),
             "d_out": padded(d_out, queries),
-            "ranges": query_ranges(of_queries, columns).stacked(B),
+            "ranges": ranges.stacked(B),
+            "turns": turns(ranges, rows, B),
         }
-        | ({} if bias is None else {"bias": bias_of(operands, queries, QUERIES)}),
-        {"d_key": d_key, "d_value": d_value},
+        | ({} if bias is None else {"bias": bias_of(operands, queries, _KEYS)}),
+        {
+            "d_query": jax.ShapeDtypeStruct((B, rows * queries, N, H), jnp.float32),
+            "d_key": operands.of_shares(key, shares),
+            "d_value": operands.of_shares(value, shares),
+        },
         grid={"head": K * shares, "block": columns, "batch": B},
         warpgroups=COMPUTING + 1,
-        shared=own | ring.shared() | {"own_ready": Barriers(COMPUTING, arrivals=2)},
-        cost=operands.key_cost(settings.seen),
-        name="flash_attention_key_gradient",
+        shared=own
+        | ring.shared()
+        | {
+            "own_ready": Barriers(1, arrivals=2 * COMPUTING),
+            "d_scores_ready": Barriers(1, arrivals=COMPUTING),
+            "d_query_ready": Barriers(1, arrivals=COMPUTING),
+            "d_query_free": Barriers(1),
+        },
+        counters={"counters": (B, N, rows)},
+        cost=operands.backward_cost(settings.seen),
+        name="flash_attention_gradients",
         interpret=settings.interpret,
     )
-    return tuple(operands.joined(x[:, :S], shares) for x in gradients)
-
-
-def _plain(settings: Settings) -> Settings:
-    """For Triton's kernels, which know one way to be interpreted."""
-    return dataclasses.replace(settings, interpret=bool(settings.interpret))
+    start, end = operands.intervals
+    some = (start < end)[:, :, None, None]  # of what sees nothing nobody may have written
+    d_query = jnp.where(some, d_query[:, :T] * settings.scale, 0.0).astype(dtype)
+    return d_query, *(operands.joined(x[:, :S], shares) for x in (d_key, d_value))

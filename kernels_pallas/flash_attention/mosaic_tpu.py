@@ -210,7 +210,13 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
     return jnp.swapaxes(out[:, :, :T], 1, 2), log_sum_exp[:, :, 0, :T]
 
 
-def query_gradient(
+def backward(settings: Settings, operands: Operands, *rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of query, key and value; of rows there are log_sum_exp in units of log₂ e and delta, float32 [B, N, T],
+    and d_out."""
+    return _query_gradient(settings, operands, *rows), *_key_gradient(settings, operands, *rows)
+
+
+def _query_gradient(
     settings: Settings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
 ) -> jax.Array:
     """Gradient of the query; log_sum_exp in units of log₂ e, and delta: float32 [B, N, T]."""
@@ -219,7 +225,7 @@ def query_gradient(
     blocks = layout.blocks
     if layout.too_long:
         axis, parts = _parts(settings, operands, layout, log_sum_exp, delta, d_out)
-        return jnp.concatenate(list(itertools.starmap(query_gradient, parts)), axis)
+        return jnp.concatenate(list(itertools.starmap(_query_gradient, parts)), axis)
 
     def kernel(at: Visit, ref: Mapping[str, Any]) -> None:
         total = ref["total"]
@@ -258,16 +264,16 @@ def query_gradient(
     return jnp.swapaxes(d_query[:, :, :T], 1, 2)
 
 
-def key_gradient(
+def _key_gradient(
     settings: Settings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of key and value: see `query_gradient`."""
+    """Gradients of key and value: see `_query_gradient`."""
     _, _, S, N, K, H, V = operands.sizes
     layout = _layout(operands, "key_gradient")
     blocks = layout.blocks
     if layout.too_long:
         axis, parts = _parts(settings, operands, layout, log_sum_exp, delta, d_out)
-        d_keys, d_values = zip(*itertools.starmap(key_gradient, parts), strict=True)
+        d_keys, d_values = zip(*itertools.starmap(_key_gradient, parts), strict=True)
         return jnp.concatenate(d_keys, axis), jnp.concatenate(d_values, axis)
 
     def kernel(at: Visit, ref: Mapping[str, Any]) -> None:

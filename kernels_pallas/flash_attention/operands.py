@@ -93,10 +93,17 @@ class Operands(NamedTuple):
         out, rows = self.out
         return self._cost(seen, 4 * (H + V) + 6, *self, out, rows, rows, self.key, self.value)
 
-    def costs(self, seen: int) -> Costs:
-        """Of a call forward, and of both kernels backward."""
-        backward = (sum(parts) for parts in zip(self.query_cost(seen), self.key_cost(seen), strict=True))
-        return Costs(self.forward_cost(seen), Cost(*backward))
+    def backward_cost(self, seen: int) -> Cost:
+        """Of one kernel for all three, which adds up the queries' in float32: five products."""
+        H, V = self.sizes[5:]
+        out, rows = self.out
+        d_query = jax.ShapeDtypeStruct(self.query.shape, jnp.float32)
+        return self._cost(seen, 2 * (3 * H + 2 * V) + 6, *self, out, rows, rows, d_query, self.key, self.value)
+
+    def costs(self, seen: int, at_once: bool) -> Costs:
+        """Of a call forward, and backward of one kernel for all three gradients, or of two."""
+        parts = [self.backward_cost(seen)] if at_once else [self.query_cost(seen), self.key_cost(seen)]
+        return Costs(self.forward_cost(seen), Cost(*map(sum, zip(*parts, strict=True))))
 
     def _cost(self, seen: int, flops_per_score: int, *arrays: Any) -> Cost:
         scores = seen * self.sizes[3]

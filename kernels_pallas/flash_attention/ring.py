@@ -89,23 +89,17 @@ class Ring(NamedTuple):
         parts: Callable[[int], Mapping[str, Shared]],
         own: Mapping[str, Shared],
         together: bool = False,
-        least: int = 1,
     ) -> "Ring":
         """Of a kernel that has arrays of its `own` besides: with blocks that were measured to be fastest, or of so many
-        rows and with as many stages as shared memory holds. The kernel waits for ever with fewer than `least`."""
-
-        def stages(rows: int) -> int:
-            held, taken = (sum(x.bytes for x in arrays.values()) for arrays in (own, parts(rows)))
-            return (SHARED_MEMORY - held) // taken
-
-        default = Blocks(rows, min(_MOST_STAGES, stages(rows)))
+        rows (0 for no choice) and with as many stages as shared memory holds."""
+        default = Blocks(rows, min(_MOST_STAGES, fit(own, parts(rows))))
         _, T, S, _, _, H, V = operands.sizes
         kernel = f"flash_attention_{kernel}"
         blocks = tuning.blocks(kernel, "mosaic_gpu", (T, S, H, V), operands.query.dtype, default)
         # They may have been measured with other widths, or without a bias: `rows` are what registers hold.
         blocks = blocks._replace(rows=min(blocks.rows, rows))
-        blocks = blocks._replace(stages=min(max(blocks.stages, least), stages(blocks.rows)))
-        chosen = blocks if blocks.stages >= least else default
+        blocks = blocks._replace(stages=min(blocks.stages, fit(own, parts(blocks.rows))))
+        chosen = blocks if blocks.stages else default
         return cls(chosen, parts(chosen.rows), together)
 
     @property
@@ -135,11 +129,17 @@ class Ring(NamedTuple):
         return groups
 
     def fill(
-        self, warpgroup: Warpgroup, ref: References, steps: Any, sources: Callable[[jax.Array], Mapping[str, Any]]
+        self,
+        warpgroup: Warpgroup,
+        ref: References,
+        steps: Any,
+        sources: Callable[[jax.Array], Mapping[str, Any]],
+        behind: Callable[[jax.Array], None] | None = None,
     ) -> None:
-        """Fetch `sources(step)` of each part, for all steps; what the fetching warpgroup does."""
+        """Fetch `sources(step)` of each part, for all steps, and do what is to be done `behind` each once its places
+        are filled again; what the fetching warpgroup does."""
 
-        def fetch(step: jax.Array, _: None) -> None:
+        def fetch(step: jax.Array) -> None:
             slot = lax.rem(step, self.stages)
             coming = sources(step)
             for group, members in self._groups.items():
@@ -148,7 +148,12 @@ class Ring(NamedTuple):
                 for name in members:
                     warpgroup.fetch(coming[name], ref[f"{name}_ring"].at[slot], ref[f"{group}_ready"].at[slot])
 
-        lax.fori_loop(0, steps, fetch, None)
+        def both(step: jax.Array) -> None:
+            pl.when(step < steps)(lambda: fetch(step))
+            pl.when(step >= self.stages)(lambda: behind(step - self.stages))
+
+        count, turn = (steps, fetch) if behind is None else (steps + self.stages, both)
+        lax.fori_loop(0, count, lambda step, _: turn(step), None)
 
     def take(self, warpgroup: Warpgroup, ref: References, step: jax.Array, *names: str) -> tuple:
         """Blocks of this step, once they are there."""
@@ -221,6 +226,12 @@ class Keys(NamedTuple):
             bias = warpgroup.down(warpgroup.load_by_column(place), ROWS)
         ring.leave(warpgroup, ref, step, steps, "bias", loaded=True)
         return bias
+
+
+def fit(own: Mapping[str, Shared], parts: Mapping[str, Shared]) -> int:
+    """How many places a ring of these parts may have in what shared memory is left of."""
+    held, taken = (sum(x.bytes for x in arrays.values()) for arrays in (own, parts))
+    return (SHARED_MEMORY - held) // taken
 
 
 def bias_of(operands: Operands, queries: int, keys: int) -> jax.Array:

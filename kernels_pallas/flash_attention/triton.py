@@ -148,7 +148,13 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
     )
 
 
-def query_gradient(
+def backward(settings: Settings, operands: Operands, *rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of query, key and value; of rows there are log_sum_exp in units of log₂ e and delta, float32 [B, N, T],
+    and d_out."""
+    return _query_gradient(settings, operands, *rows), *_key_gradient(settings, operands, *rows)
+
+
+def _query_gradient(
     settings: Settings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
 ) -> jax.Array:
     """Gradient of the query; log_sum_exp in units of log₂ e, and delta: float32 [B, N, T]."""
@@ -197,10 +203,10 @@ def query_gradient(
     return d_query
 
 
-def key_gradient(
+def _key_gradient(
     settings: Settings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of key and value: see `query_gradient`."""
+    """Gradients of key and value: see `_query_gradient`."""
     B, T, S, N, K, H, V = operands.sizes
     blocks = _blocks("key_gradient", operands)
     columns = pl.cdiv(S, blocks.keys)

@@ -8,7 +8,7 @@ fetches the next tiles. What they share, the product of two tiles and the epilog
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +82,7 @@ def costs(
     residual: jax.Array | None = None,
     *,
     activation: str | None = None,
+    **_: Any,
 ) -> Costs:
     """What the kernels cost on these arrays, or shapes and dtypes, where they are differentiated."""
     rows, products = math.prod(a.shape[:-1]), 2 * a.size * b.shape[1]

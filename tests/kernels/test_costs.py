@@ -33,7 +33,7 @@ def test_kernels_carry_the_stated_cost(operation, implementation):
     counted = count(run, inputs, others)
     # Where an operation has XLA multiply around its kernels, its cost says so.
     kernels = [row for row in counted.rows if row.kind in ("kernel", "matmul")]
-    stated = operation.costs(**case.structs(case.dtypes[0]), **case.options)
+    stated = operation.costs(**case.structs(case.dtypes[0]), **case.options, implementation=implementation)
     for phase, cost in zip(("forward", "backward"), stated, strict=True):
         here = [row for row in kernels if row.phase == phase]
         assert sum(row.flops for row in here) == cost.flops
@@ -42,11 +42,12 @@ def test_kernels_carry_the_stated_cost(operation, implementation):
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=list(OPERATIONS))
 def test_stated_flops_are_about_those_of_the_reference(operation):
-    """A kernel computes again what the reference keeps, and leaves out what is constant: within a factor of two."""
+    """A kernel computes again what the reference keeps, at most all of it, and leaves out what is constant and, of
+    attention, the half of the scores that a causal mask hides: 7 products of 16."""
     case = operation.used_in("compile")[0]
     counted = count(*both_ways(operation, case, implementation="reference"))
     stated = operation.costs(**case.structs(case.dtypes[0]), **case.options)
-    assert 0.5 <= (stated.forward.flops + stated.backward.flops) / counted.flops <= 2.0
+    assert 0.4 <= (stated.forward.flops + stated.backward.flops) / counted.flops <= 2.0
 
 
 def test_vmap_multiplies_the_cost():

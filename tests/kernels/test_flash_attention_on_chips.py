@@ -114,7 +114,7 @@ def test_devices_send_one_another_nothing_but_sums_for_the_sinks(chips, implemen
     )
     with jax.set_mesh(mesh):
         text = gradient.lower((query, key, key, sinks)).compile().as_text()
-    assert text.count("flash_attention_query_gradient")
+    assert re.search("flash_attention_(query_gradient|gradients)", text)
     assert re.findall(r" (all-[a-z]+|reduce-scatter|collective-permute)(?:-start)?\(", text) == ["all-reduce"]
 
 
@@ -173,7 +173,7 @@ def test_few_key_heads_are_shared_out_over_a_gpu(monkeypatch, sms, shares, bias)
 @pytest.mark.slow
 def test_few_key_heads_are_shared_out_over_hopper(monkeypatch):
     """One program, of 70 keys, is too few for three SMs: two shares of two query heads each."""
-    arrays = [x.astype(jnp.bfloat16) for x in drawn((1, 70, 4, 64), (1, 70, 1, 64), (1, 70, 1, 128))]
+    arrays = [x.astype(jnp.bfloat16) for x in drawn((1, 70, 4, 64), (1, 70, 1, 64), (1, 70, 1, 64))]
     chip = dataclasses.replace(target.current(), cores=3)
     monkeypatch.setattr(target, "current", lambda: chip)
 
@@ -213,25 +213,35 @@ def test_the_tpu_kernels_race_with_nothing_and_read_what_was_written():
 
 
 @pytest.mark.slow
-def test_the_hopper_kernels_race_with_nothing_and_free_what_they_fill():
+@pytest.mark.parametrize(
+    "what, T, S, width, bias",
+    [
+        ("forward", 70, 600, 64, (1, 1, 70, 600)),
+        ("backward", 260, 100, 64, (1, 1, 1, 100)),
+        ("backward", 140, 100, 128, (1, 1, 140, 100)),
+    ],
+)
+def test_the_hopper_kernels_race_with_nothing_and_free_what_they_fill(what, T, S, width, bias):
     """On an emulated block: races, deadlocks and barriers that are passed once too often or too rarely, and NaN where
-    nothing was copied. More steps than places in the ring, forward and backward."""
+    nothing was copied. More steps than places in the ring, forward and backward, there with one block of keys: of
+    counters, by which several take turns, the interpreter knows nothing (`test_machine_code`)."""
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
-    arrays = [x.astype(jnp.bfloat16) for x in drawn((1, 70, 3, 64), (1, 600, 1, 64), (1, 600, 1, 64))]
-    pull, bias = drawn((1, 70, 3, 64), (1, 1, 70, 600), seed=1)
-    visible = window(70, 40, offset=7, after=530)
+    arrays = [x.astype(jnp.bfloat16) for x in drawn((1, T, 3, width), (1, S, 1, width), (1, S, 1, width))]
+    pull, bias = drawn((1, T, 3, width), bias, seed=1)
+    visible = window(T, S // 2, offset=7, after=S - 70)
 
-    def gradient(arrays, **how):
+    def results(arrays, **how):
         def loss(arrays):
-            return jnp.sum(pull * flash_attention(*arrays, visible=visible, bias=bias, **how).astype(jnp.float32))
+            out = flash_attention(*arrays, visible=visible, bias=bias, **how).astype(jnp.float32)
+            return jnp.sum(pull * out), out
 
-        return jax.grad(loss)(arrays)
+        return loss(arrays)[1] if what == "forward" else jax.grad(loss, has_aux=True)(arrays)[0]
 
     interpreter = hopper.interpreter(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
-    got = gradient(arrays, implementation="mosaic_gpu", _interpret=interpreter)
+    got = results(arrays, implementation="mosaic_gpu", _interpret=interpreter)
     assert not interpret_pallas_call.get_races().races_found
-    wanted = gradient([x.astype(jnp.float32) for x in arrays], implementation="reference")
+    wanted = results([x.astype(jnp.float32) for x in arrays], implementation="reference")
     # bfloat16 weights and gradients are rounded before they are multiplied, and once at the end.
     chex.assert_trees_all_close(jax.tree.map(lambda x: x.astype(jnp.float32), got), wanted, rtol=1e-2, atol=2e-2)
 
@@ -265,10 +275,12 @@ def _hopper_calls(widths=(64, 64), around=lambda loss: loss):
         return traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu_v2")
 
 
-@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (192, 128), (192, 256), (256, 256)], ids=str)
-def test_the_hopper_kernels_fit_shared_memory(widths):
-    """For each pair of widths: too much is an error of the lowering. Backward the widest are Triton's."""
-    assert _hopper_calls(widths) == (3 if sum(widths) <= 256 else 1)
+@pytest.mark.parametrize(
+    "widths, calls", [((64, 64), 2), ((128, 64), 2), ((128, 128), 2), ((64, 128), 1), ((192, 128), 1), ((256, 256), 1)]
+)
+def test_the_hopper_kernels_fit_shared_memory(widths, calls):
+    """For each pair of widths: too much is an error of the lowering. Backward others than 64 and 128 are Triton's."""
+    assert _hopper_calls(widths) == calls
 
 
 def test_more_shared_memory_than_there_is_does_not_pass(constant):
@@ -278,10 +290,10 @@ def test_more_shared_memory_than_there_is_does_not_pass(constant):
 
 
 def test_checkpoint_runs_the_hopper_kernel_again():
-    """Forward, forward again, and both backward."""
-    assert _hopper_calls(around=jax.checkpoint) == 4
+    """Forward, forward again, and backward."""
+    assert _hopper_calls(around=jax.checkpoint) == 3
 
 
 def test_the_hopper_kernels_lower_where_numbers_have_64_bits():
     with jax.enable_x64(True):
-        assert _hopper_calls() == 3
+        assert _hopper_calls() == 2

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from agreement import check, served
 from elsewhere import ELSEWHERE
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.costs.hardware.target import Target
@@ -58,7 +59,7 @@ def test_copies_may_come_at_once(case, dtype, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "widths, stages", [((64, 64), 1), ((64, 64), 4), ((128, 128), 4), ((192, 128), 4), ((256, 256), 4)]
+    "widths, stages", [((64, 64), 1), ((64, 64), 4), ((128, 64), 1), ((128, 128), 4), ((192, 128), 4), ((256, 256), 4)]
 )
 def test_attention_of_every_width(widths, stages, monkeypatch):
     """Of rings with one (where that is enough), two, three and four places, and of outputs that lie where the queries
@@ -123,6 +124,25 @@ def test_a_register_that_a_product_still_reads_is_not_written(monkeypatch):
     emulated.on("H100", monkeypatch)
     with pytest.raises(jax.errors.JaxRuntimeError, match="writes %r.*, which a product that nobody has waited for"):
         attend(query, key, value)
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("left_out", ["semaphore_wait", "wait_smem_to_gmem"])
+def test_a_sum_that_is_not_added_to_in_turn_is_found(left_out, monkeypatch):
+    """Where a block of keys does not wait for the one before it, or says that it has added when the copy engine has
+    only read."""
+    plain = getattr(plgpu, left_out)
+    early = {
+        "semaphore_wait": lambda *arguments, **options: None,
+        "wait_smem_to_gmem": lambda n, wait_read_only=False: plain(n, wait_read_only=True),
+    }
+    query, key, value = (jax.random.normal(jax.random.key(i), (1, 256, 1, 128), jnp.bfloat16) for i in range(3))
+    attend = functools.partial(flash_attention, visible=causal(256), implementation="mosaic_gpu")
+    emulated.on("H100", monkeypatch)
+    out, pull_back = jax.vjp(attend, query, key, value)
+    monkeypatch.setattr(plgpu, left_out, early[left_out])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="gradients.*: (reads what another block wrote|two blocks)"):
+        pull_back(out)
     jax.clear_caches()
 
 

@@ -3,42 +3,11 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from written import LANES, run
 
-from jaxlm.lowering.emulation import machine, ptx
 from jaxlm.lowering.emulation.machine import EmulationError
 from jaxlm.lowering.emulation.tensor_cores import places_of_matrix
 from jaxlm.lowering.emulation.waiting import TensorMap
-
-LANES = np.arange(32, dtype=np.uint32)
-WORD_EACH = (np.zeros(32, np.uint32),)
-
-
-def run(body, *operands, results=WORD_EACH, threads=32, blocks=1, **how):
-    """A kernel whose pointers are %rd0 and following, and its results; %r0 is the thread, %rd90 its offset in words."""
-    count = len(operands) + len(results)
-    text = f"""
-.version 9.0
-.target sm_90a
-.visible .entry kernel(
-    {", ".join(f".param .u64 .ptr .align 256 kernel_param_{i}" for i in range(count))}
-)
-.reqntid {threads}, 1, 1
-{{
-    .reg .pred %p<9>;
-    .reg .b16 %rs<9>;
-    .reg .b32 %r<99>;
-    .reg .b64 %rd<99>;
-    .shared .align 128 .b8 held[4096];
-    {" ".join(f"ld.param.b64 %rd{i}, [kernel_param_{i}];" for i in range(count))}
-    mov.u32 %r0, %tid.x;
-    mul.wide.u32 %rd90, %r0, 4;
-    {" ".join(f"add.s64 %rd{10 + i}, %rd{i}, %rd90;" for i in range(count))}
-    {body}
-    ret;
-}}
-"""
-    (kernel,) = ptx.kernels(text)
-    return machine.run(kernel, (blocks, 1, 1), operands, results, **how)
 
 
 def computed(instructions, *operands, dtype=np.float32):
@@ -471,7 +440,7 @@ FETCH = """
 def test_the_copy_engine_fills_up_by_zeros(late):
     """A box of 4 × 8 from column −1 and row 2 of 5 × 6."""
     operand = np.arange(1, 31, dtype=np.uint32).reshape(5, 6)
-    known = TensorMap(0, 4, (5, 6), (6, 1), (4, 8), 16)
+    known = TensorMap(0, np.dtype(np.float32), (5, 6), (6, 1), (4, 8), 16)
     results = [np.zeros(32, np.uint32), np.zeros(1)]
     made, _ = run(FETCH.replace("EXPECTED", "128"), operand, results=results, parameters=[0, 1, {0: known}], late=late)
     expected = np.zeros((4, 8), np.uint32)
@@ -485,7 +454,7 @@ def test_the_copy_engine_fills_up_by_zeros(late):
 def test_a_swizzled_matrix_lies_where_the_copy_engine_put_it(mode, width):
     """Rows of `width` bytes: element (i, k) of 16 bits, by the description of wgmma and by the swizzle of the copy."""
     operand = np.arange(16 * width // 2, dtype=np.uint16).reshape(16, -1)
-    known = TensorMap(0, 2, operand.shape, (width // 2, 1), operand.shape, width)
+    known = TensorMap(0, operand.dtype, operand.shape, (width // 2, 1), operand.shape, width)
     description = np.uint64(mode) << np.uint64(62) | np.uint64(8 * width // 16) << np.uint64(32) | np.uint64(1)
     places = places_of_matrix(np.array([description]), 16, 16, 2, False)[0] - 16
     assert places.min() >= 0 and len(np.unique(places)) == 256

@@ -22,6 +22,7 @@ _LARGEST_SHARED = 232_448  # bytes that a block may have, of any chip
 _PARAMETERS = 60  # bits of the address where those lie that are no numbers
 _AWAKE = -1  # what a thread waits for: nothing, a barrier of this number, or
 _PHASE = -2  # a phase of any mbarrier
+_COUNTER = -3  # a counter of any block
 
 
 class EmulationError(RuntimeError):
@@ -35,6 +36,7 @@ def run(
     results: Sequence[Any],
     parameters: Sequence[int | Mapping[int, TensorMap]] | None = None,
     late: bool = True,
+    counters: int = 0,
 ) -> list[np.ndarray]:
     """Run a kernel of PTX.
 
@@ -45,15 +47,16 @@ def run(
         tensor maps by their offsets; None where they are the arrays in this order, any others null.
       late: whether copies come as late as they may, and the first warpgroup of each block goes on until it waits; else
         copies come at once, and the last goes first. Right kernels do not care.
+      counters: how many of the last operands are some, by which blocks tell one another what they have done.
 
     Returns the results.
 
-    Raises EmulationError where it reaches outside of an array, where a block reads or writes what another has written,
-    where memory is not aligned, and where threads wait for one another for ever; NotImplementedError for what nothing
-    here knows.
+    Raises EmulationError where it reaches outside of an array, where a block reads or writes what another has written
+    and has not told it, where memory is not aligned, and where threads wait for one another for ever;
+    NotImplementedError for what nothing here knows.
     """
     empty = [np.empty(x.shape, x.dtype) for x in results]
-    arrays = Arrays([*map(np.asarray, operands), *empty], written=len(empty))
+    arrays = Arrays([*map(np.asarray, operands), *empty], len(empty), counters)
     if parameters is None:
         parameters = range(len(operands) + len(empty))
     count, threads = int(np.prod(grid)), int(np.prod(kernel.threads))
@@ -114,6 +117,8 @@ class Blocks:
         self._waits = np.full(self.count, _AWAKE, np.int32)
         self._expected = np.zeros(self.count, np.int32)  # at the barrier that each waits at; 0 is all
         self._asked = np.zeros(self.count, bool)  # whether a phase had ended, in vain
+        self._counter = np.zeros(self.count, np.uint64)  # that each asked last
+        self._counted = np.zeros(self.count, np.uint32)
         self._waited_at: dict[int, str] = {}  # by what was waited for, the last that did
         turns = np.arange(self.per_block) // _TURN
         self._turns = np.tile(turns if late else turns[::-1], len(blocks))
@@ -140,6 +145,7 @@ class Blocks:
             self.tensor_memory.end()
             return False
         if not (self.copies.arrive(self) | self.tensor_memory.arrive(self)):
+            self._require_whole_warps(self._waits >= 0)
             where = "; ".join(self._waited_at[int(i)] for i in np.unique(self._waits[waiting]))
             raise EmulationError(f"{self.kernel.name}: {waiting.sum()} threads wait for ever: {where}")
         return True
@@ -226,6 +232,10 @@ class Blocks:
             bits = np.where(active, bits, ~np.zeros(1, dtype) if before is None else before)
         self._registers[name] = bits
 
+    def chosen(self, active: np.ndarray | None) -> np.ndarray:
+        """Which threads an instruction is for."""
+        return np.ones(self.count, bool) if active is None else active
+
     # Control.
 
     def go(self, active: np.ndarray | None, label: str | None) -> None:
@@ -240,7 +250,7 @@ class Blocks:
         self, barrier: np.ndarray, expected: np.ndarray | None, active: np.ndarray | None, instruction: Instruction
     ) -> None:
         """Until so many threads of a block wait at its barrier; None is all that are not at the end."""
-        chosen = np.ones(self.count, bool) if active is None else active
+        chosen = self.chosen(active)
         self._waits[chosen] = barrier[chosen]
         self._expected[chosen] = 0 if expected is None else expected[chosen]
         for i in np.unique(barrier[chosen]):
@@ -256,7 +266,15 @@ class Blocks:
         wanted, waiting = np.where(expected, expected, left), here.sum(axis=1)
         if np.any(waiting > wanted):
             raise AccessError("more threads wait at a barrier than it counts")
-        by_block[here & (waiting == wanted)[:, None]] = _AWAKE
+        opened = here & (waiting == wanted)[:, None]
+        self._require_whole_warps(opened.reshape(-1))
+        by_block[opened] = _AWAKE
+
+    def _require_whole_warps(self, waiting: np.ndarray) -> None:
+        """That those of a warp who part, as one who waits for a counter, come together again at a barrier."""
+        where = np.where(waiting, self._at, -1).reshape(-1, 32)
+        if np.any(where != where[:, :1]):
+            raise AccessError("a part of a warp waits")
 
     def ask_for_phase(self, chosen: np.ndarray, ended: np.ndarray, instruction: Instruction) -> None:
         """Threads whose phase of an mbarrier has not ended wait for any of their block to, once they ask again."""
@@ -269,6 +287,26 @@ class Blocks:
         block = slice(held * self.per_block, (held + 1) * self.per_block)
         self._waits[block][self._waits[block] == _PHASE] = _AWAKE
         self._asked[block] = False
+
+    def ask_for_counter(self, chosen: np.ndarray, addresses: np.ndarray, instruction: Instruction) -> np.ndarray:
+        """What it is at; where a thread hears the same again its warp waits for somebody to count."""
+        counted = self._counted.copy()
+        counted[chosen] = self.arrays.ask(addresses[chosen], self.blocks[chosen])
+        again = chosen & (self._counter == addresses) & (self._counted == counted)
+        self._waits[np.repeat(again.reshape(-1, 32).any(axis=1), 32) & (self._waits == _AWAKE)] = _COUNTER
+        self._counter[chosen], self._counted = addresses[chosen], counted
+        self._waited_at[_COUNTER] = instruction.text
+        return counted
+
+    def count_up(self, chosen: np.ndarray, addresses: np.ndarray, values: np.ndarray) -> None:
+        """Add to counters, and wake who waits for any."""
+        self.arrays.count(addresses[chosen], values[chosen], self.blocks[chosen])
+        self._waits[self._waits == _COUNTER] = _AWAKE
+
+    def believe(self, chosen: np.ndarray) -> None:
+        """What threads have heard is known to their blocks."""
+        self.arrays.believe(self.blocks[chosen])
+        self._counter[chosen] = 0
 
     # Memory.
 
@@ -362,6 +400,8 @@ def _ld(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> None:
         if place.offset or dtype_of(instruction.modifiers).itemsize != 8:
             raise m.unknown(instruction)
         m.write(target, m.value(place.base, np.dtype(np.uint64)), active)
+    elif instruction.modifiers[0] == "relaxed":
+        m.write(target, m.ask_for_counter(m.chosen(active), m.addresses(place), instruction), active)
     else:
         targets = target if isinstance(target, tuple) else (target,)
         m.load(instruction.modifiers, targets, m.addresses(place), active)
@@ -371,6 +411,18 @@ def _st(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> None:
     place, source = instruction.operands
     sources = source if isinstance(source, tuple) else (source,)
     m.store(instruction.modifiers, sources, m.addresses(place), active)
+
+
+def _red(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> None:
+    if instruction.modifiers not in (("release", scope, "global", "add", "u32") for scope in ("gpu", "sys")):
+        raise m.unknown(instruction)
+    place, value = instruction.operands
+    m.count_up(m.chosen(active), m.addresses(place), m.values(value, np.dtype(np.uint32)))
+
+
+def _fence(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> None:
+    if instruction.modifiers[0] == "acquire":
+        m.believe(m.chosen(active))
 
 
 def _bra(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> None:
@@ -390,10 +442,12 @@ _SPECIAL: dict[str, Callable[..., None]] = {
     "mov": _mov,
     "ld": _ld,
     "st": _st,
+    "red": _red,
+    "fence": _fence,
     "bra": _bra,
     "ret": _ret,
     "exit": _ret,
-    **dict.fromkeys(("fence", "membar", "griddepcontrol", "prefetch", "setmaxnreg"), _nothing),
+    **dict.fromkeys(("membar", "griddepcontrol", "prefetch", "setmaxnreg"), _nothing),
     **WARPS,
     **WAITING,
     **TENSOR_MEMORY,

@@ -1,13 +1,15 @@
 """The memory that an emulated kernel sees. It refuses what a chip may let pass: what is outside of the arrays that the
-kernel was given, and what another block of the grid writes."""
+kernel was given, and what another block of the grid writes, unless it said so and was heard."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 _SPACE = 40  # bits of an offset; above them the number of the array, from 1
-_NOBODY = np.int32(-1)
+_NOBODY = np.int64(-1)
+_TIME = 20  # bits of the time when a block wrote, which its counting divides; above them its number
 
 FIRST_ARRAY = 1 << _SPACE  # addresses below are of shared memory
 
@@ -19,18 +21,25 @@ class AccessError(RuntimeError):
 class Arrays:
     """Device memory: the operands and results of a kernel, each in an address space of its own.
 
-    Operands are copied; results begin as bytes 0xFF, which as floating point are NaN.
+    Operands are copied; results begin as bytes 0xFF, which as floating point are NaN. Of counters, by which blocks
+    tell one another what they have done, a block that has heard knows all that the others had done or heard of before.
     """
 
-    def __init__(self, arrays: Sequence[np.ndarray], written: int):
-        """With the last `written` arrays for its results."""
+    def __init__(self, arrays: Sequence[np.ndarray], written: int, counters: int = 0):
+        """With the last `written` arrays for its results, and so many counters before them."""
         self._sizes = [array.nbytes for array in arrays]
         self._read_only = len(arrays) - written
+        self._counters = range(self._read_only - counters, self._read_only)
+        self._time: defaultdict[int, int] = defaultdict(int)  # of blocks
+        # By block, until when it knows or has heard of what others wrote; and by counter, of what it tells.
+        self._known: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        self._heard: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        self._told: defaultdict[int, dict[int, int]] = defaultdict(dict)
         # Whole words of 16 bytes, so that a view of any width exists.
         self._bytes = [np.full(-(-array.nbytes // 16) * 16 + 16, 0xFF, np.uint8) for array in arrays]
         for held, array in zip(self._bytes[: self._read_only], arrays, strict=False):
             held[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        # Which block wrote each byte.
+        # Which block wrote each byte, and when.
         self._writers = [np.full(held.size, _NOBODY) for held in self._bytes]
         self._like = [(array.shape, array.dtype) for array in arrays]
         self.addresses = [np.uint64(i + 1 << _SPACE) for i in range(len(arrays))]
@@ -45,9 +54,11 @@ class Arrays:
         """`count` words of `word` bytes at each address, each for a thread of one of `blocks`: [count, addresses]."""
         result = np.empty((count, addresses.size), f"u{word}")
         for array, chosen, offsets in self._located(addresses, word * count):
+            if array in self._counters:
+                raise AccessError(f"reads a counter, {self._name(array)}, as if nobody changed it")
             index = offsets // word + np.arange(count)[:, None]
             writers = self._writers[array].reshape(-1, word)[index]
-            if np.any((writers != _NOBODY) & (writers != blocks[chosen][:, None])):
+            if self._strangers(writers, blocks[chosen][:, None]):
                 raise AccessError(f"reads what another block wrote to {self._name(array)}")
             result[:, chosen] = self._bytes[array].view(f"u{word}")[index]
         return result
@@ -60,11 +71,55 @@ class Arrays:
                 raise AccessError(f"writes to {self._name(array)}")
             index = offsets // word + np.arange(count)[:, None]
             writers, own = self._writers[array].reshape(-1, word), blocks[chosen][:, None]
-            before = writers[index]
-            writers[index] = own
-            if np.any((before != _NOBODY) & (before != own)) or np.any(writers[index] != own):
+            before, now = writers[index], self._now(own)
+            writers[index] = now
+            if self._strangers(before, own) or np.any(writers[index] != now):
                 raise AccessError(f"two blocks write to the same place of {self._name(array)}")
             self._bytes[array].view(f"u{word}")[index] = values[:, chosen]
+
+    def _now(self, blocks: np.ndarray) -> np.ndarray:
+        """What is said of who writes: the block and its time."""
+        each, index = np.unique(blocks, return_inverse=True)
+        said = np.array([block << _TIME | self._time[block] for block in each.tolist()], np.int64)
+        return said[index].reshape(blocks.shape)
+
+    def _strangers(self, writers: np.ndarray, own: np.ndarray) -> bool:
+        """Whether any of those who wrote are others than the blocks themselves, who do not know of it."""
+        others = (writers != _NOBODY) & (writers >> _TIME != own)
+        if not others.any():
+            return False
+        pairs = np.stack([np.broadcast_to(own, others.shape)[others], writers[others]])
+        return any(
+            self._known[block].get(writer >> _TIME, -1) < writer % (1 << _TIME)
+            for block, writer in np.unique(pairs, axis=1).T.tolist()
+        )
+
+    # Counters, of 4 bytes.
+
+    def count(self, addresses: np.ndarray, values: np.ndarray, blocks: np.ndarray) -> None:
+        """Each thread adds to one, and tells by it what its block knows (red.release)."""
+        for address, value, block in zip(addresses.tolist(), values, blocks.tolist(), strict=True):
+            self._counter(address)[...] += value
+            _learn(self._told[address], self._known[block] | {block: self._time[block]})
+            self._time[block] += 1
+
+    def ask(self, addresses: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+        """What they are at; the blocks hear what they tell (ld.relaxed)."""
+        for address, block in zip(addresses.tolist(), blocks.tolist(), strict=True):
+            _learn(self._heard[block], self._told[address])
+        return np.array([self._counter(address).item() for address in addresses.tolist()], np.uint32)
+
+    def believe(self, blocks: np.ndarray) -> None:
+        """Blocks know what they have heard (fence.acquire)."""
+        for block in set(blocks.tolist()):
+            _learn(self._known[block], self._heard[block])
+
+    def _counter(self, address: int) -> np.ndarray:
+        ((array, _, offsets),) = self._located(np.array([address], np.uint64), 4)
+        if array not in self._counters:
+            raise AccessError(f"counts in {self._name(array)}, which holds no counters")
+        at = int(offsets[0]) // 4
+        return self._bytes[array].view(np.uint32)[at : at + 1]
 
     def _located(self, addresses: np.ndarray, size: int) -> Any:
         """By array, which of the addresses lie there, and their offsets."""
@@ -87,6 +142,11 @@ class Arrays:
 
     def _name(self, array: int) -> str:
         return f"operand {array}" if array < self._read_only else f"result {array - self._read_only}"
+
+
+def _learn(known: dict[int, int], news: Mapping[int, int]) -> None:
+    for block, time in news.items():
+        known[block] = max(known.get(block, -1), time)
 
 
 class Shared:

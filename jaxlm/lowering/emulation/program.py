@@ -24,16 +24,22 @@ class Call(NamedTuple):
     Attributes:
       results: shapes and dtypes.
       parameters: see `machine.run`.
+      counters: how many counters its blocks share; they begin at 0.
     """
 
     kernel: ptx.Kernel
     grid: tuple[int, int, int]
     results: tuple[jax.ShapeDtypeStruct, ...]
     parameters: tuple[int | Mapping[int, TensorMap], ...] | None = None
+    counters: int = 0
 
     def run(self, *operands: Any, late: bool = True) -> list[np.ndarray]:
         """The results; raises what `machine.run` does."""
-        return machine.run(self.kernel, self.grid, operands, self.results, self.parameters, late)
+        if self.counters:
+            operands = (*operands, np.zeros(self.counters, np.int32))
+        return machine.run(
+            self.kernel, self.grid, operands, self.results, self.parameters, late, counters=int(self.counters > 0)
+        )
 
 
 def compile_call(lowered: jax.stages.Lowered) -> Call:
@@ -43,9 +49,9 @@ def compile_call(lowered: jax.stages.Lowered) -> Call:
     Mosaic GPU that this process compiled before, and not by this function.
     """
     text = lowered.as_text()
-    _require_one_call(text)
+    counters = _require_one_call(text)
     if text not in _BY_MOSAIC:
-        call = _compile(lowered)
+        call = _compile(lowered, counters)
         if call.parameters is None:
             return call
         _BY_MOSAIC[text] = call
@@ -53,12 +59,23 @@ def compile_call(lowered: jax.stages.Lowered) -> Call:
 
 
 _CALL = re.compile(r"%(\d+)(?::\d+)? = (?:call|stablehlo\.custom_call) @[\w$.]+\((.*?)\)")
+# Counters that Mosaic GPU has its kernels be given.
+_ZEROS = re.compile(
+    r"^ *(%\w+) = stablehlo\.constant dense<0> : tensor<i32>.*\n"
+    r" *(%\w+) = stablehlo\.broadcast_in_dim \1, dims = \[\] : \(tensor<i32>\) -> tensor<(\d+)xi32>.*\n",
+    re.MULTILINE,
+)
 _OTHER = re.compile(r"^\s*(?:%\S+ = )?(?!call |stablehlo\.custom_call|return |func\.)([a-z]\w*\.\w+)", re.MULTILINE)
 
 
-def _require_one_call(text: str) -> None:
-    """That each function of a program passes all it is given on, to one call, and returns what comes of that."""
+def _require_one_call(text: str) -> int:
+    """That each function of a program passes all it is given on, to one call, and returns what comes of that. Returns
+    how many counters the call is given besides."""
     text = re.sub(r'"[^"]*"', '""', text)  # kernels themselves
+    counters = 0
+    if zeros := _ZEROS.search(text):
+        text = text.replace(zeros[0], "").replace(f", {zeros[2]})", ")")
+        counters = int(zeros[3])
     calls = [operands.split(", ") for _, operands in _CALL.findall(text)]
     if text.count("stablehlo.custom_call @") != 1 or text.count("func.func") != len(calls):
         raise ValueError("the program is not one call of a Pallas kernel")
@@ -66,13 +83,14 @@ def _require_one_call(text: str) -> None:
         raise ValueError(f"the program does more than to call a Pallas kernel: {', '.join(sorted(other))}")
     if any(operands != [f"%arg{i}" for i in range(len(operands))] for operands in calls):
         raise ValueError("the operands of the Pallas kernel are not those of the program, in their order")
+    return counters
 
 
 # Mosaic GPU compiles a kernel but once in a process.
 _BY_MOSAIC: dict[str, Call] = {}
 
 
-def _compile(lowered: jax.stages.Lowered) -> Call:
+def _compile(lowered: jax.stages.Lowered, counters: int) -> Call:
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(lowered.out_info))
     with tempfile.TemporaryDirectory(prefix="jaxlm-emulation-") as folder:
         dump(lowered, Path(folder))
@@ -81,9 +99,13 @@ def _compile(lowered: jax.stages.Lowered) -> Call:
     kernels = [kernel for text in texts for kernel in ptx.kernels(text)]
     if logs:
         (kernel,) = (kernel for kernel in kernels if kernel.name.endswith("_mosaic_gpu_kernel"))
-        sizes = [x.dtype.itemsize for x in (*jax.tree.leaves(lowered.in_avals), *results)]
-        grid, parameters = _launch(logs[0], sizes)
-        return Call(kernel, grid, results, parameters)
+        operands = jax.tree.leaves(lowered.in_avals)
+        count = [jax.ShapeDtypeStruct((counters,), np.int32)] if counters else []
+        passed = [*operands, *count, *results, *count]
+        grid, parameters = _launch(logs[0], [x.dtype for x in passed])
+        if counters:  # are an operand and a result, in one place
+            parameters = tuple(len(operands) if x == len(passed) - 1 else x for x in parameters)
+        return Call(kernel, grid, results, parameters, counters)
     launch = _TRITON.search(lowered.as_text())
     if launch is None:
         raise RuntimeError("Mosaic GPU has compiled this kernel before in this process, and wrote nothing now")
@@ -120,9 +142,9 @@ class _Slot(NamedTuple):
     index: int
 
 
-def _launch(log: str, sizes: Sequence[int]) -> tuple[tuple[int, int, int], tuple]:
-    """The grid and the parameters of a kernel by Mosaic GPU, from what its host function does with arrays of elements
-    of these bytes."""
+def _launch(log: str, dtypes: Sequence[np.dtype]) -> tuple[tuple[int, int, int], tuple]:
+    """The grid and the parameters of a kernel by Mosaic GPU, from what its host function does with arrays of these
+    elements."""
     host = log[log.index(_LAUNCH_IS_KNOWN) :]
     host = host[host.index("func.func @") :]
     stream, pointers = re.search(r"\((%\w+): .*?, (%\w+): ", host).groups()
@@ -143,7 +165,7 @@ def _launch(log: str, sizes: Sequence[int]) -> tuple[tuple[int, int, int], tuple
         elif found := _MAP.match(operation):
             place, data, _, rank, shape, strides, swizzle, box = (values[x] for x in _OPERAND.findall(found[1]))
             each = ([held[at._replace(offset=i)] for i in range(rank)] for at in (shape, strides, box))
-            held[place] = TensorMap(data.index, sizes[data.index], *map(tuple, each), swizzle)
+            held[place] = TensorMap(data.index, dtypes[data.index], *map(tuple, each), swizzle)
         elif operation.startswith("gpu.launch_func"):
             blocks, arguments = re.search(r"blocks in \((.*?)\).* args\((.*)\)", operation).groups()
             passed = [values[x] for x in _OPERAND.findall(arguments)]

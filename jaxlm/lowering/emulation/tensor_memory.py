@@ -158,7 +158,7 @@ class _Product(NamedTuple):
 
 
 def _tcgen05(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> None:
-    threads = np.ones(m.count, bool) if active is None else active
+    threads = m.chosen(active)
     memory, operands = m.tensor_memory, instruction.operands
     match instruction.modifiers:
         case ("alloc", "cta_group::1", "sync", "aligned", *_):

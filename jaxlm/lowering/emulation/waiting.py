@@ -20,18 +20,23 @@ class TensorMap(NamedTuple):
 
     Attributes:
       array: which of a kernel's operands and then results.
-      size: bytes of an element.
+      dtype: of an element.
       shape, strides: elements.
       box: elements that one copy moves along each dimension.
       swizzle: bytes within which chunks of 16 are exchanged in shared memory; 16 where they are not.
     """
 
     array: int
-    size: int
+    dtype: np.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
 
     def bytes(self) -> int:
         """That one copy moves."""
@@ -91,16 +96,17 @@ class Copies:
     """Copies that threads began (cp.async), and that the copy engine makes for them (cp.async.bulk).
 
     They come at once or, `late`, those of threads when somebody waits for them, and those that the engine fetches when
-    nobody can go on without. What the engine is to write it reads when somebody waits.
+    nobody can go on without. What the engine is to write it reads, and writes, when somebody waits for just that.
 
     Attributes:
-      of_threads, of_engine: the groups of what threads copy, and of what the engine writes for them.
+      of_threads: the groups of what threads copy.
+      reads, writes: of what the engine is to write for them, from shared memory and to an array.
     """
 
     def __init__(self, threads: int, late: bool) -> None:
         self._late = late
         self._fetched: list[tuple[int, int, TensorMap, tuple[int, ...], int]] = []
-        self.of_threads, self.of_engine = Groups(threads), Groups(threads)
+        self.of_threads, self.reads, self.writes = Groups(threads), Groups(threads), Groups(threads)
 
     # Of threads.
 
@@ -145,37 +151,46 @@ class Copies:
             m.phases.change(m, held, barrier, 0, -known.bytes())
         return bool(coming)
 
-    def write(self, m: "Blocks", thread: int, source: int, known: TensorMap, first: tuple[int, ...]) -> None:
-        """A box from shared memory, on behalf of a thread."""
-        held = int(m.held[thread])
-
-        def copy(threads: np.ndarray) -> None:
-            offsets, inside = known.places(first)
-            places = _in_shared(source, known)
-            words = m.shared.load(places, known.size, 1, np.full(places.size, held))[:, inside]
-            addresses = m.arrays.addresses[known.array] + offsets[inside].astype(np.uint64)
-            m.arrays.store(addresses, words, np.full(addresses.size, m.blocks[thread]))
-
-        self.of_engine.begin(np.arange(m.count) == thread, copy)
+    def write(
+        self, m: "Blocks", thread: int, source: int, known: TensorMap, first: tuple[int, ...], add: bool = False
+    ) -> None:
+        """A box from shared memory, on behalf of a thread; or its sum with what is there, in float32."""
+        offsets, inside = known.places(first)
+        places = _in_shared(source, known)[inside]
+        addresses = m.arrays.addresses[known.array] + offsets[inside].astype(np.uint64)
+        self._write(m, thread, places, addresses, known.size, add)
 
     def write_row(self, m: "Blocks", thread: int, source: int, to: int, size: int) -> None:
         """Bytes that follow one another, a multiple of 16."""
         if source % 16 or to % 16 or size % 16:
             raise AccessError(f"the copy engine writes {size} bytes, which are not aligned to 16")
-        held = np.full(size // 4, m.held[thread])
+        steps = np.arange(0, size, 4, dtype=np.uint64)
+        self._write(m, thread, np.uint64(source) + steps, np.uint64(to) + steps, 4)
 
-        def copy(threads: np.ndarray) -> None:
-            steps = np.arange(0, size, 4, dtype=np.uint64)
-            words = m.shared.load(np.uint64(source) + steps, 4, 1, held)
-            m.arrays.store(np.uint64(to) + steps, words, np.full(size // 4, m.blocks[thread]))
+    def _write(
+        self, m: "Blocks", thread: int, places: np.ndarray, addresses: np.ndarray, word: int, add: bool = False
+    ) -> None:
+        only, words = np.arange(m.count) == thread, np.empty((1, addresses.size), f"u{word}")
+        block = np.full(addresses.size, m.blocks[thread])
 
-        self.of_engine.begin(np.arange(m.count) == thread, copy)
+        def read(threads: np.ndarray) -> None:
+            words[...] = m.shared.load(places, word, 1, np.full(places.size, m.held[thread]))
+
+        def write(threads: np.ndarray) -> None:
+            if add:
+                with np.errstate(all="ignore"):
+                    words.view(np.float32)[...] += m.arrays.load(addresses, word, 1, block).view(np.float32)
+            m.arrays.store(addresses, words, block)
+
+        self.reads.begin(only, read)
+        self.writes.begin(only, write)
 
     def end(self, m: "Blocks") -> None:
         """When nobody is left to wait."""
-        if self._fetched or self.of_engine.pending:
+        if self._fetched or self.reads.pending:
             raise AccessError("the last thread ends before a copy of the engine does")
-        self.of_threads.finish(np.ones(m.count, bool), -1)
+        for groups in (self.of_threads, self.writes):
+            groups.finish(np.ones(m.count, bool), -1)
 
 
 class Groups:
@@ -218,8 +233,7 @@ def _in_shared(first: int, known: TensorMap) -> np.ndarray:
 
 
 def _cp(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> None:
-    chosen = np.ones(m.count, bool) if active is None else active
-    groups = m.copies.of_engine if "bulk" in instruction.modifiers else m.copies.of_threads
+    chosen = m.chosen(active)
     match instruction.modifiers:
         case ("async", "ca" | "cg", "shared" | "shared::cta", "global"):
             to, source, text, *rest = instruction.operands
@@ -231,12 +245,18 @@ def _cp(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> Non
             else:
                 lengths = m.values(rest[0], _I32)
             m.copies.begin(m, m.addresses(to), m.addresses(source), size, np.where(chosen, lengths, -1))
-        case ("async", "commit_group") | ("async", "bulk", "commit_group"):
-            groups.close(chosen)
-        case ("async", "wait_group") | ("async", "bulk", "wait_group", *_):
-            groups.finish(chosen, int(instruction.operands[0], 0))
+        case ("async", "commit_group"):
+            m.copies.of_threads.close(chosen)
+        case ("async", "wait_group"):
+            m.copies.of_threads.finish(chosen, int(instruction.operands[0], 0))
         case ("async", "wait_all"):
-            groups.finish(chosen, -1)
+            m.copies.of_threads.finish(chosen, -1)
+        case ("async", "bulk", "commit_group"):
+            m.copies.reads.close(chosen)
+            m.copies.writes.close(chosen)
+        case ("async", "bulk", "wait_group", *only):
+            for groups in (m.copies.reads, m.copies.writes)[: 1 if only == ["read"] else 2]:
+                groups.finish(chosen, int(instruction.operands[0], 0))
         case ("async", "bulk", "tensor", _, "shared::cluster" | "shared::cta", "global", *_):
             to, source, barrier = instruction.operands
             for thread in np.flatnonzero(chosen):
@@ -247,6 +267,13 @@ def _cp(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> Non
             to, source = instruction.operands
             for thread in np.flatnonzero(chosen):
                 m.copies.write(m, thread, int(m.addresses(source)[thread]), *_box(m, to, thread))
+        case ("reduce", "async", "bulk", "tensor", _, "global", "shared::cta", "add", "tile", "bulk_group"):
+            to, source = instruction.operands
+            for thread in np.flatnonzero(chosen):
+                known, first = _box(m, to, thread)
+                if known.dtype != np.float32:
+                    raise m.unknown(instruction)
+                m.copies.write(m, thread, int(m.addresses(source)[thread]), known, first, add=True)
         case ("async", "bulk", "global", "shared::cta", "bulk_group"):
             to, source, size = instruction.operands
             for thread in np.flatnonzero(chosen):
@@ -265,7 +292,7 @@ def _box(m: "Blocks", place: object, thread: int) -> tuple[TensorMap, tuple[int,
 
 
 def _mbarrier(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> None:
-    chosen = np.flatnonzero(np.ones(m.count, bool) if active is None else active)
+    chosen = np.flatnonzero(m.chosen(active))
     operands = instruction.operands
     match instruction.modifiers:
         case ("init", *_):
@@ -307,12 +334,9 @@ def _bar(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> No
         return  # a warp's threads are together
     if "sync" not in instruction.modifiers:
         raise m.unknown(instruction)
-    chosen = (np.ones(m.count, bool) if active is None else active).reshape(-1, 32)
-    if np.any(chosen.any(axis=1) != chosen.all(axis=1)):
-        raise AccessError("a part of a warp waits")
     barrier, *count = instruction.operands
     expected = m.values(count[0], _I32) if count else None
-    if expected is not None and np.any(expected[chosen.reshape(-1)] % 32):
+    if expected is not None and np.any(expected[m.chosen(active)] % 32):
         raise AccessError("a barrier counts whole warps")
     m.wait_at(m.values(barrier, _I32), expected, active, instruction)
 

@@ -98,11 +98,16 @@ def batch(rows: int = 8, length: int = CONTEXT, seed: int = 0, vocabulary: int =
 _OPTIMIZATION = optimization()
 
 
+def jitted(model, training, mesh, optimization):
+    """The programs of an experiment, which are compiled when they are first called."""
+    return jit_steps(make_steps(model, training, optimization), mesh)
+
+
 def run_steps(model, training, batches, mesh=None, optimization=None):
     """(metrics of each step, final state) of a few training steps."""
     mesh = mesh or sharding.make_mesh()
     with jax.set_mesh(mesh):
-        steps = jit_steps(make_steps(model, training, optimization or _OPTIMIZATION), mesh)
+        steps = jitted(model, training, mesh, optimization or _OPTIMIZATION)
         state = steps.init()
         metrics = []
         for host in batches:

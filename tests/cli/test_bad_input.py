@@ -14,6 +14,7 @@ import pytest
 
 from jaxlm.cli import main
 from jaxlm.config import load
+from jaxlm.costs.hardware import calibration
 from jaxlm.data.tokenizers import bytes_tokenizer, characters_tokenizer
 from jaxlm.errors import InputError
 from jaxlm.run import Run
@@ -63,6 +64,12 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path
+
+
+@pytest.fixture
+def measured(place):
+    """A run that gets so far would measure this machine first, for longer."""
+    calibration.measure(largest=64, copied_bytes=2**16, calls=3)
 
 
 def files(place: Path) -> dict:
@@ -295,7 +302,7 @@ def test_json_does_not_change_how_bad_input_is_refused(place, capsys):
     check(main([*shlex.split(arguments), "--json"]), *capsys.readouterr(), says)
 
 
-def test_a_mesh_larger_than_the_machine_begins_no_run(place, capsys):
+def test_a_mesh_larger_than_the_machine_begins_no_run(place, measured, capsys):
     """The data may have been prepared by then, but later settings need not be those that were refused."""
     assert main(["train", "good.toml", "mesh.data=16", "training.batch=16"]) == 2
     printed = capsys.readouterr()
@@ -336,7 +343,7 @@ def test_a_platform_that_is_not_here_begins_no_run(platform, place):
     assert done.stdout == "" and not (place / "runs").exists()
 
 
-def test_a_pattern_that_matches_nothing_begins_no_run(place, capsys):
+def test_a_pattern_that_matches_nothing_begins_no_run(place, measured, capsys):
     assert main(["train", "good.toml", "optimizer.groups=[{pattern='embeding'}]"]) == 2
     printed = capsys.readouterr()
     last = printed.err.splitlines()[-1]

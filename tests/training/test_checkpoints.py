@@ -15,7 +15,9 @@ from jaxlm.errors import InputError
 from jaxlm.models import tree as model_tree
 from jaxlm.training import checkpoints
 from jaxlm.training.checkpoints import Checkpoints
-from jaxlm.training.step import cast, jit_steps, make_steps
+from jaxlm.training.step import cast, make_steps
+
+pytestmark = pytest.mark.usefixtures("programs_once")
 
 MESH = (2, 2, 2)
 
@@ -30,7 +32,7 @@ def trained(directory, losses, keep=2, mesh=MESH):
     mesh = sharding.make_mesh(*mesh)
     states = {}
     with jax.set_mesh(mesh), Checkpoints(directory, keep) as saved:
-        steps = jit_steps(make_steps(tiny.model(), tiny.training(), tiny.optimization()), mesh)
+        steps = tiny.jitted(tiny.model(), tiny.training(), mesh, tiny.optimization())
         state = steps.init()
         for step, loss in enumerate(losses, start=1):
             state, _ = steps.train(state, sharding.put_batch(tiny.batch(seed=step), mesh))
@@ -92,7 +94,7 @@ def test_the_best_stays_the_best_when_a_run_is_resumed(tmp_path):
     trained(tmp_path, [1.0, 2.0, 3.0])
     mesh = sharding.make_mesh(*MESH)
     with jax.set_mesh(mesh), Checkpoints(tmp_path, 2) as saved:
-        steps = jit_steps(make_steps(tiny.model(), tiny.training(), tiny.optimization()), mesh)
+        steps = tiny.jitted(tiny.model(), tiny.training(), mesh, tiny.optimization())
         state = checkpoints.restore_state(tmp_path, 3, like(mesh))
         for loss in (4.0, 5.0, 6.0):
             state, _ = steps.train(state, sharding.put_batch(tiny.batch(), mesh))
@@ -193,7 +195,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(tmp_path):
 def test_a_full_disk_takes_no_checkpoint_and_leaves_those_that_are_there(tmp_path, monkeypatch):
     """Found before anything is written; and where another fills it meanwhile, from what Orbax says."""
     mesh = sharding.make_mesh(*MESH)
-    state = jit_steps(make_steps(tiny.model(), tiny.training(), tiny.optimization()), mesh).init()
+    state = tiny.jitted(tiny.model(), tiny.training(), mesh, tiny.optimization()).init()
     size = checkpoints.bytes_of(state)
     with jax.set_mesh(mesh), Checkpoints(tmp_path, keep=2) as saved:
         saved.save(state._replace(step=state.step + 3), None)

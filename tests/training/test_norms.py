@@ -6,14 +6,15 @@ import tiny
 
 from jaxlm import sharding
 from jaxlm.models import tree
-from jaxlm.training.step import jit_steps, make_steps
+
+pytestmark = pytest.mark.usefixtures("programs_once")
 
 
 def measured(mesh=None, watch=(), steps=3, **training):
     """(norms of the watched steps, metrics of each step, final state)."""
     mesh = mesh or sharding.make_mesh()
     with jax.set_mesh(mesh):
-        compiled = jit_steps(make_steps(tiny.model(), tiny.training(**training), tiny.optimization()), mesh)
+        compiled = tiny.jitted(tiny.model(), tiny.training(**training), mesh, tiny.optimization())
         state, norms, metrics = compiled.init(), [], []
         for step in range(steps):
             batch = sharding.put_batch(tiny.batch(seed=step), mesh)
@@ -53,7 +54,7 @@ def test_norms_are_the_same_on_a_mesh():
 def test_a_layer_that_adds_nothing_leaves_the_stream_as_it_was():
     mesh = sharding.make_mesh()
     with jax.set_mesh(mesh):
-        compiled = jit_steps(make_steps(tiny.model(), tiny.training(), tiny.optimization()), mesh)
+        compiled = tiny.jitted(tiny.model(), tiny.training(), mesh, tiny.optimization())
         state = compiled.init()
         silent = jax.tree_util.tree_map_with_path(
             lambda path, x: 0 * x if jax.tree_util.keystr(path).endswith(("['output']", "['down']")) else x,

@@ -90,10 +90,16 @@ class Warpgroup:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the places are free again
 
     def add_in_turn(
-        self, copies: Sequence[tuple[Any, Any]], counter: Any, turn: jax.Array, read: Callable[[], None]
+        self,
+        copies: Sequence[tuple[Any, Any]],
+        counter: Any,
+        turn: jax.Array,
+        read: Callable[[], None],
+        meanwhile: Callable[[], None],
     ) -> None:
         """Add what is in shared memory to global memory, (place, destination) each, once those have whose turns are
-        before; turn 0 begins the sum. `read` is called when the places are free again.
+        before; turn 0 begins the sum. `read` is called when the places are free again, and `meanwhile` while global
+        memory is still written.
 
         A block may only wait for those before it in the grid: they begin first. Interpreted, they also end first.
         """
@@ -102,6 +108,7 @@ class Warpgroup:
                 destination[...] = jnp.where(turn > 0, destination[...], 0) + place[...]
             self.commit()
             read()
+            meanwhile()
             return
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -118,6 +125,7 @@ class Warpgroup:
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         read()
+        meanwhile()
         plgpu.wait_smem_to_gmem(0)
         plgpu.semaphore_signal(counter, memory_scope="gpu")
 

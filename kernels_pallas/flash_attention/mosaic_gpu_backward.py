@@ -11,6 +11,7 @@ small; others are left to the Triton kernels.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -118,7 +119,7 @@ def backward(
             across = H > TILE
             return pl.ds(0 if across else w * ROWS, ROWS), pl.ds(w * TILE if across else 0, TILE)
 
-        def send(step: jax.Array) -> None:
+        def send(step: jax.Array, meanwhile: Callable[[], None]) -> None:
             """What is known of the gradient of a step's queries."""
             n, i = at(step)
             d_query = ref["d_query"].at[b, pl.ds(i * queries, queries), n]
@@ -128,6 +129,7 @@ def backward(
                 ref["counters"].at[b, n, i],
                 ref["turns"][b, column, i],
                 lambda: warpgroup.arrive(ref["d_query_free"].at[0]),
+                meanwhile,
             )
 
         def compute() -> None:

@@ -1,5 +1,6 @@
 """How the warpgroups of the Hopper kernels share blocks: a ring in shared memory, and in which order it is filled."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -134,10 +135,10 @@ class Ring(NamedTuple):
         ref: References,
         steps: Any,
         sources: Callable[[jax.Array], Mapping[str, Any]],
-        behind: Callable[[jax.Array], None] | None = None,
+        behind: Callable[[jax.Array, Callable[[], None]], None] | None = None,
     ) -> None:
-        """Fetch `sources(step)` of each part, for all steps, and do what is to be done `behind` each once its places
-        are filled again; what the fetching warpgroup does."""
+        """Fetch `sources(step)` of each part, for all steps; what the fetching warpgroup does. What it does `behind` a
+        step waits for that which follows, and is given what else it is to do meanwhile: to fetch what comes next."""
 
         def fetch(step: jax.Array) -> None:
             slot = lax.rem(step, self.stages)
@@ -148,11 +149,14 @@ class Ring(NamedTuple):
                 for name in members:
                     warpgroup.fetch(coming[name], ref[f"{name}_ring"].at[slot], ref[f"{group}_ready"].at[slot])
 
-        def both(step: jax.Array) -> None:
-            pl.when(step < steps)(lambda: fetch(step))
-            pl.when(step >= self.stages)(lambda: behind(step - self.stages))
+        ahead = self.stages + 1
 
-        count, turn = (steps, fetch) if behind is None else (steps + self.stages, both)
+        def both(step: jax.Array) -> None:
+            fetch_next = functools.partial(pl.when(step < steps), lambda: fetch(step))
+            pl.when(step < ahead)(fetch_next)
+            pl.when(step >= ahead)(lambda: behind(step - ahead, fetch_next))
+
+        count, turn = (steps, fetch) if behind is None else (steps + ahead, both)
         lax.fori_loop(0, count, lambda step, _: turn(step), None)
 
     def take(self, warpgroup: Warpgroup, ref: References, step: jax.Array, *names: str) -> tuple:

@@ -18,7 +18,7 @@ from jaxlm.lowering import targets
 from jaxlm.lowering.emulation.program import compile_call
 from jaxlm.lowering.kernel_matrix import CHIPS
 from kernels_pallas import gated_activation, hopper, launch, rms_norm
-from kernels_pallas.flash_attention import causal, flash_attention, ring
+from kernels_pallas.flash_attention import both, causal, flash_attention, packed, ring, window
 from kernels_pallas.registry import OPERATIONS
 
 pytestmark = ELSEWHERE
@@ -144,6 +144,31 @@ def test_a_sum_that_is_not_added_to_in_turn_is_found(left_out, monkeypatch):
     with pytest.raises(jax.errors.JaxRuntimeError, match="gradients.*: (reads what another block wrote|two blocks)"):
         pull_back(out)
     jax.clear_caches()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [True, False])
+def test_mapped_attention_adds_up_each_lane(late, monkeypatch):
+    """Also of packed sequences in windows: to some queries all blocks of keys add, to some one, to some none."""
+    shapes = [(2, 1, 400, heads, 128) for heads in (4, 2, 2)]
+    operands = [jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes)]
+    ids = jnp.repeat(jnp.array([[0, 1, 2, -1]]), 100, axis=1)
+
+    def gradients(implementation, *operands):
+        def attend(*operands):
+            visible = both(window(400, 150), packed(ids))
+            return flash_attention(*operands, visible=visible, implementation=implementation)
+
+        out, pull_back = jax.vjp(jax.vmap(attend), *operands)
+        return pull_back(jnp.cos(jnp.arange(out.size).reshape(out.shape)).astype(out.dtype))
+
+    expected = gradients("reference", *(x.astype(jnp.float32) for x in operands))
+    emulated.on("H100", monkeypatch, late)
+    once, twice = (gradients("mosaic_gpu", *operands) for _ in range(2))
+    for got, again, want in zip(once, twice, expected, strict=True):
+        np.testing.assert_array_equal(got, again)
+        # Weights and their gradients are rounded to bfloat16 before they are multiplied.
+        np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=2e-2, atol=2e-2 * float(jnp.abs(want).max()))
 
 
 def test_a_program_of_more_than_a_kernel_is_refused():

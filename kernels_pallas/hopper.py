@@ -98,10 +98,12 @@ class Warpgroup:
         meanwhile: Callable[[], None],
     ) -> None:
         """Add what is in shared memory to global memory, (place, destination) each, once those have whose turns are
-        before; turn 0 begins the sum. `read` is called when the places are free again, and `meanwhile` while global
-        memory is still written.
+        before, by a counter (a semaphore in global memory); turn 0 begins the sum. `read` is called when the places are
+        free again, and `meanwhile` while global memory is still written.
 
         A block may only wait for those before it in the grid: they begin first. Interpreted, they also end first.
+        Between the wait and the copy stands no fence for the copy engine, as none does in FlashAttention-3's
+        deterministic mode.
         """
         if self.interpret:
             for place, destination in copies:

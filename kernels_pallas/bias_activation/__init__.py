@@ -43,6 +43,6 @@ def bias_activation(
     return rows.apply(BiasActivation(activation), launch, (x,), (bias,))
 
 
-def costs(x: jax.Array, bias: jax.Array, *, activation: str = "gelu", **_: Any) -> Costs:
+def costs(x: jax.Array, bias: jax.Array, *, activation: str = "gelu", implementation: Any = None) -> Costs:
     """What the kernels cost on these arrays, or shapes and dtypes."""
     return rows.costs(BiasActivation(activation), (x,), (bias,))

@@ -152,7 +152,8 @@ def costs(
     seen = scores_seen(visible, *query.shape[:2], key.shape[1])
     rows = (jax.ShapeDtypeStruct(query.shape[:2], jnp.int32),) * len(seen)
     parts = Operands(query, key, value, rows, rows, sinks, bias).parts()
-    at_once = implementation is None or implementation == "mosaic_gpu" and mosaic_gpu_backward.serves(parts[0])
+    falls_back = implementation == "mosaic_gpu" and not mosaic_gpu_backward.serves(parts[0])
+    at_once = implementation not in ("triton", "mosaic_tpu") and not falls_back
     each = [part.costs(scores, at_once) for part, scores in zip(parts, seen, strict=True)]
     return Costs(*(Cost(*map(sum, zip(*way, strict=True))) for way in zip(*each, strict=True)))
 

@@ -1,5 +1,6 @@
 """Which blocks of scores have to be looked at: block ranges from the rows' intervals, in O(T + S) memory, as XLA fuses
-it; of intervals that are numpy arrays while tracing, so that the program only reads them."""
+it; of intervals that are numpy arrays while tracing, so that the program only reads them. And in which order blocks of
+keys come to those of queries."""
 
 from typing import Any, NamedTuple
 
@@ -60,11 +61,10 @@ def query_ranges(of_queries: Ranges, key_blocks: int) -> Ranges:
     return Ranges(begin, run, run_end, end)
 
 
-def turns(of_keys: Ranges, query_blocks: int, batch: int) -> jax.Array:
-    """int32 [B, blocks of keys, blocks of queries]: how many blocks of keys before each go through each block of
-    queries, by what `query_ranges` gave."""
-    module = module_of(*of_keys)
-    i = np.arange(query_blocks, dtype=np.int32)[None, None]
-    touched = (of_keys.first[:, :, None] <= i) & (i < of_keys.last[:, :, None])
-    before = module.cumsum(touched, axis=1, dtype=np.int32) - touched
-    return jnp.broadcast_to(before.astype(np.int32), (batch, *before.shape[1:]))
+def turns(of_keys: Ranges, query_blocks: int) -> jax.Array:
+    """int32 [B or 1, blocks of keys, blocks of queries]: how many blocks of keys before each go through each block of
+    queries, by what `query_ranges` gave. One number for each pair of blocks: it is no constant of the program."""
+    first, last = jax.lax.optimization_barrier((jnp.asarray(of_keys.first), jnp.asarray(of_keys.last)))
+    i = jnp.arange(query_blocks, dtype=jnp.int32)[None, None]
+    touched = ((first[:, :, None] <= i) & (i < last[:, :, None])).astype(jnp.int32)
+    return jnp.cumsum(touched, axis=1) - touched

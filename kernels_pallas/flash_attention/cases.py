@@ -93,7 +93,7 @@ _WIDE = (
     _case(
         "wide, packed, window, cap and sinks",
         queries=150,
-        width=(64, 128),
+        width=(128, 64),
         sinks=True,
         options={
             "visible": both(segments(83, 1, 66), window(150, 50, after=9)),

@@ -2,12 +2,13 @@
 products, with blocks that one warpgroup fetches and two compute with.
 
 A block of the grid has 128 keys, whose gradients it adds up in registers, and goes through the queries that see them.
-What it knows of the gradient of queries it adds to global memory once the blocks before it have: sums are the same in
-every run. So that one block follows right behind another, whatever the mask, all go through the queries from the last
-to the first, and through all heads of some before they go to the next.
+What it knows of the gradient of queries it adds to global memory once the blocks before it have: the kernel is
+deterministic. So that one block follows right behind another all go through the queries from the last to the first, and
+through all heads of some before they go to the next.
 
-Two widths of heads are served, 128 and 64, and of the narrower no bias in float32, for which shared memory is too
-small; others are left to the Triton kernels.
+Served are keys of width 128 with values up to that, and 64 with 64, but there no bias in float32 for each query, for
+which shared memory is too small; others are left to the Triton kernels. A block multiplies all queries between the
+first and the last that see one of its keys: a key that is not finite may reach the gradients of others among them.
 """
 
 import dataclasses
@@ -127,7 +128,7 @@ def backward(
             warpgroup.add_in_turn(
                 [(ref["d_query_tile"].at[w], d_query.at[half(w)]) for w in range(COMPUTING)],
                 ref["counters"].at[b, n, i],
-                ref["turns"][b, column, i],
+                ref["turns"][b if ref["turns"].shape[0] > 1 else 0, column, i],
                 lambda: warpgroup.arrive(ref["d_query_free"].at[0]),
                 meanwhile,
             )
@@ -212,10 +213,10 @@ def backward(
             if shares == 1:  # the gradients take the places of what they are of
                 warpgroup.send(*results)
                 return
+            place = ref["d_query_tile"].at[me]
             for x, _, result in results:
                 for part in range(0, x.shape[1], TILE):
-                    columns = pl.ds(part, TILE)
-                    warpgroup.send((x[:, part : part + TILE], ref["d_query_tile"].at[me], result.at[:, columns]))
+                    warpgroup.send((x[:, part : part + TILE], place, result.at[:, pl.ds(part, TILE)]))
 
         roles(warpgroup, lambda: ring.fill(warpgroup, ref, steps, sources, send), compute)
 
@@ -234,7 +235,7 @@ def backward(
             "sums": stacked(log_sum_exp, delta),
             "d_out": padded(d_out, queries),
             "ranges": ranges.stacked(B),
-            "turns": turns(ranges, rows, B),
+            "turns": turns(ranges, rows),
         }
         | ({} if bias is None else {"bias": bias_of(operands, queries, _KEYS)}),
         {

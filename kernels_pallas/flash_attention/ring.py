@@ -137,8 +137,8 @@ class Ring(NamedTuple):
         sources: Callable[[jax.Array], Mapping[str, Any]],
         behind: Callable[[jax.Array, Callable[[], None]], None] | None = None,
     ) -> None:
-        """Fetch `sources(step)` of each part, for all steps; what the fetching warpgroup does. What it does `behind` a
-        step waits for that which follows, and is given what else it is to do meanwhile: to fetch what comes next."""
+        """Fetch `sources(step)` of each part, for all steps; what the fetching warpgroup does. behind(step, fetch_next)
+        is called once the step `stages` later has been fetched, and has to call fetch_next."""
 
         def fetch(step: jax.Array) -> None:
             slot = lax.rem(step, self.stages)

@@ -40,6 +40,6 @@ def gated_activation(
     return rows.apply(GatedActivation(activation), launch, (gate, up))
 
 
-def costs(gate: jax.Array, up: jax.Array, *, activation: str = "silu", **_: Any) -> Costs:
+def costs(gate: jax.Array, up: jax.Array, *, activation: str = "silu", implementation: Any = None) -> Costs:
     """What the kernels cost on these arrays, or shapes and dtypes."""
     return rows.costs(GatedActivation(activation), (gate, up))

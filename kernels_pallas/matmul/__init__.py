@@ -82,7 +82,7 @@ def costs(
     residual: jax.Array | None = None,
     *,
     activation: str | None = None,
-    **_: Any,
+    implementation: Any = None,
 ) -> Costs:
     """What the kernels cost on these arrays, or shapes and dtypes, where they are differentiated."""
     rows, products = math.prod(a.shape[:-1]), 2 * a.size * b.shape[1]

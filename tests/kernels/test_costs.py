@@ -42,12 +42,13 @@ def test_kernels_carry_the_stated_cost(operation, implementation):
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=list(OPERATIONS))
 def test_stated_flops_are_about_those_of_the_reference(operation):
-    """A kernel computes again what the reference keeps, at most all of it, and leaves out what is constant and, of
-    attention, the half of the scores that a causal mask hides: 7 products of 16."""
+    """A kernel computes again what the reference keeps, and leaves out what is constant: within a factor of two. Of
+    attention it also leaves out the half of the scores that a causal mask hides: 7 products of 16."""
     case = operation.used_in("compile")[0]
     counted = count(*both_ways(operation, case, implementation="reference"))
     stated = operation.costs(**case.structs(case.dtypes[0]), **case.options)
-    assert 0.4 <= (stated.forward.flops + stated.backward.flops) / counted.flops <= 2.0
+    least = 0.4 if operation.name == "flash_attention" else 0.5
+    assert least <= (stated.forward.flops + stated.backward.flops) / counted.flops <= 2.0
 
 
 def test_vmap_multiplies_the_cost():

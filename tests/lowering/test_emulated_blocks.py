@@ -41,13 +41,29 @@ def test_blocks_take_turns(wait, blocks, late):
     np.testing.assert_array_equal(changed(wait + CHANGE + COUNT, blocks, late=late), np.full(32, expected))
 
 
+def test_a_counter_may_be_asked_twice():
+    twice = WAIT + "ld.relaxed.gpu.global.b32 %r2, [%rd0]; ld.relaxed.gpu.global.b32 %r2, [%rd0];" + CHANGE + COUNT
+    np.testing.assert_array_equal(changed(twice), changed(WAIT + CHANGE + COUNT))
+
+
+@pytest.mark.parametrize("blocks, late", [(5, False), (260, True)])
+def test_no_block_waits_for_one_that_begins_behind_it(blocks, late):
+    """On a chip with fewer places than blocks they would wait for ever; here with one place, or with 256."""
+    from_last = f"mov.u32 %r8, %ctaid.x; sub.u32 %r1, {blocks - 1}, %r8;"
+    backwards = WAIT.replace("mov.u32 %r1, %ctaid.x;", from_last)
+    with pytest.raises(EmulationError, match="threads wait for ever: ld.relaxed"):
+        changed(backwards + CHANGE + COUNT, blocks, late=late)
+
+
 @pytest.mark.parametrize(
     "body, problem",
     [
         (WAIT.replace("fence.acquire.gpu;", "") + CHANGE + COUNT, "reads what another block wrote"),
+        (WAIT.replace("fence.acquire.gpu;", "fence.acquire.cta;") + CHANGE + COUNT, "reads what another block wrote"),
         (WAIT.replace("@%p2 bra $again;", "") + CHANGE + COUNT, "two blocks write to the same place of result 0"),
         (WAIT + COUNT + CHANGE, "reads what another block wrote"),
         (WAIT + CHANGE, "threads wait for ever: ld.relaxed"),
+        (BEHIND + CHANGE, "threads wait for ever: ld.relaxed"),
         (WAIT.replace("setp.lt", "setp.le") + CHANGE + COUNT, "threads wait for ever: ld.relaxed"),
         ("ld.global.b32 %r3, [%rd0];", "reads a counter, operand 0, as if nobody changed it"),
         ("mov.b32 %r4, 1; red.release.gpu.global.add.u32 [%rd1], %r4;", "counts in result 0, which holds no counters"),

@@ -23,6 +23,7 @@ _PARAMETERS = 60  # bits of the address where those lie that are no numbers
 _AWAKE = -1  # what a thread waits for: nothing, a barrier of this number, or
 _PHASE = -2  # a phase of any mbarrier
 _COUNTER = -3  # a counter of any block
+_ALL_BLOCKS = ("gpu", "sys")  # scopes
 
 
 class EmulationError(RuntimeError):
@@ -47,7 +48,8 @@ def run(
         tensor maps by their offsets; None where they are the arrays in this order, any others null.
       late: whether copies come as late as they may, and the first warpgroup of each block goes on until it waits; else
         copies come at once, and the last goes first. Right kernels do not care.
-      counters: how many of the last operands are some, by which blocks tell one another what they have done.
+      counters: how many of the last operands are some, by which blocks tell one another what they have done. Unless
+        `late`, such blocks run one after another: none may wait for one that begins behind it.
 
     Returns the results.
 
@@ -60,7 +62,7 @@ def run(
     if parameters is None:
         parameters = range(len(operands) + len(empty))
     count, threads = int(np.prod(grid)), int(np.prod(kernel.threads))
-    at_once = max(1, _AT_ONCE // threads)
+    at_once = 1 if counters and not late else max(1, _AT_ONCE // threads)
     for first in range(0, count, at_once):
         some = np.arange(first, min(first + at_once, count))
         try:
@@ -117,7 +119,10 @@ class Blocks:
         self._waits = np.full(self.count, _AWAKE, np.int32)
         self._expected = np.zeros(self.count, np.int32)  # at the barrier that each waits at; 0 is all
         self._asked = np.zeros(self.count, bool)  # whether a phase had ended, in vain
-        self._counter = np.zeros(self.count, np.uint64)  # that each asked last
+        self._counter = np.zeros(
+            self.count, np.uint64
+        )  # that each asked last, by which instruction, and what it was at
+        self._asker = np.zeros(self.count, np.int64)
         self._counted = np.zeros(self.count, np.uint32)
         self._waited_at: dict[int, str] = {}  # by what was waited for, the last that did
         turns = np.arange(self.per_block) // _TURN
@@ -145,7 +150,8 @@ class Blocks:
             self.tensor_memory.end()
             return False
         if not (self.copies.arrive(self) | self.tensor_memory.arrive(self)):
-            self._require_whole_warps(self._waits >= 0)
+            counts = np.repeat((self._waits == _COUNTER).reshape(-1, 32).any(axis=1), 32)
+            self._require_whole_warps((self._waits >= 0) & ~counts)
             where = "; ".join(self._waited_at[int(i)] for i in np.unique(self._waits[waiting]))
             raise EmulationError(f"{self.kernel.name}: {waiting.sum()} threads wait for ever: {where}")
         return True
@@ -289,12 +295,12 @@ class Blocks:
         self._asked[block] = False
 
     def ask_for_counter(self, chosen: np.ndarray, addresses: np.ndarray, instruction: Instruction) -> np.ndarray:
-        """What it is at; where a thread hears the same again its warp waits for somebody to count."""
+        """What it is at; where an instruction tells a thread the same again its warp waits for somebody to count."""
         counted = self._counted.copy()
         counted[chosen] = self.arrays.ask(addresses[chosen], self.blocks[chosen])
-        again = chosen & (self._counter == addresses) & (self._counted == counted)
+        again = chosen & (self._counter == addresses) & (self._asker == id(instruction)) & (self._counted == counted)
         self._waits[np.repeat(again.reshape(-1, 32).any(axis=1), 32) & (self._waits == _AWAKE)] = _COUNTER
-        self._counter[chosen], self._counted = addresses[chosen], counted
+        self._counter[chosen], self._asker[chosen], self._counted = addresses[chosen], id(instruction), counted
         self._waited_at[_COUNTER] = instruction.text
         return counted
 
@@ -306,7 +312,7 @@ class Blocks:
     def believe(self, chosen: np.ndarray) -> None:
         """What threads have heard is known to their blocks."""
         self.arrays.believe(self.blocks[chosen])
-        self._counter[chosen] = 0
+        self._asker[chosen] = 0
 
     # Memory.
 
@@ -400,7 +406,7 @@ def _ld(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> None:
         if place.offset or dtype_of(instruction.modifiers).itemsize != 8:
             raise m.unknown(instruction)
         m.write(target, m.value(place.base, np.dtype(np.uint64)), active)
-    elif instruction.modifiers[0] == "relaxed":
+    elif instruction.modifiers[0] == "relaxed" and instruction.modifiers[1] in _ALL_BLOCKS:
         m.write(target, m.ask_for_counter(m.chosen(active), m.addresses(place), instruction), active)
     else:
         targets = target if isinstance(target, tuple) else (target,)
@@ -414,14 +420,14 @@ def _st(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> None:
 
 
 def _red(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> None:
-    if instruction.modifiers not in (("release", scope, "global", "add", "u32") for scope in ("gpu", "sys")):
+    if instruction.modifiers not in (("release", scope, "global", "add", "u32") for scope in _ALL_BLOCKS):
         raise m.unknown(instruction)
     place, value = instruction.operands
     m.count_up(m.chosen(active), m.addresses(place), m.values(value, np.dtype(np.uint32)))
 
 
 def _fence(m: Blocks, instruction: Instruction, active: np.ndarray | None) -> None:
-    if instruction.modifiers[0] == "acquire":
+    if instruction.modifiers[0] in ("acquire", "acq_rel", "sc") and instruction.modifiers[1] in _ALL_BLOCKS:
         m.believe(m.chosen(active))
 
 

@@ -39,8 +39,8 @@ class Arrays:
         self._bytes = [np.full(-(-array.nbytes // 16) * 16 + 16, 0xFF, np.uint8) for array in arrays]
         for held, array in zip(self._bytes[: self._read_only], arrays, strict=False):
             held[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        # Which block wrote each byte, and when.
-        self._writers = [np.full(held.size, _NOBODY) for held in self._bytes]
+        # Which block wrote each byte of a result, and when.
+        self._writers = [np.full(held.size, _NOBODY) for held in self._bytes[self._read_only :]]
         self._like = [(array.shape, array.dtype) for array in arrays]
         self.addresses = [np.uint64(i + 1 << _SPACE) for i in range(len(arrays))]
 
@@ -57,9 +57,10 @@ class Arrays:
             if array in self._counters:
                 raise AccessError(f"reads a counter, {self._name(array)}, as if nobody changed it")
             index = offsets // word + np.arange(count)[:, None]
-            writers = self._writers[array].reshape(-1, word)[index]
-            if self._strangers(writers, blocks[chosen][:, None]):
-                raise AccessError(f"reads what another block wrote to {self._name(array)}")
+            if array >= self._read_only:
+                writers = self._writers[array - self._read_only].reshape(-1, word)[index]
+                if self._strangers(writers, blocks[chosen][:, None]):
+                    raise AccessError(f"reads what another block wrote to {self._name(array)}")
             result[:, chosen] = self._bytes[array].view(f"u{word}")[index]
         return result
 
@@ -70,7 +71,7 @@ class Arrays:
             if array < self._read_only:
                 raise AccessError(f"writes to {self._name(array)}")
             index = offsets // word + np.arange(count)[:, None]
-            writers, own = self._writers[array].reshape(-1, word), blocks[chosen][:, None]
+            writers, own = self._writers[array - self._read_only].reshape(-1, word), blocks[chosen][:, None]
             before, now = writers[index], self._now(own)
             writers[index] = now
             if self._strangers(before, own) or np.any(writers[index] != now):
@@ -102,6 +103,8 @@ class Arrays:
             self._counter(address)[...] += value
             _learn(self._told[address], self._known[block] | {block: self._time[block]})
             self._time[block] += 1
+            if self._time[block] >> _TIME:
+                raise NotImplementedError(f"a block counts more than {1 << _TIME} times")
 
     def ask(self, addresses: np.ndarray, blocks: np.ndarray) -> np.ndarray:
         """What they are at; the blocks hear what they tell (ld.relaxed)."""

@@ -73,7 +73,7 @@ def _require_one_call(text: str) -> int:
     how many counters the call is given besides."""
     text = re.sub(r'"[^"]*"', '""', text)  # kernels themselves
     counters = 0
-    if zeros := _ZEROS.search(text):
+    if "@mosaic_gpu" in text and "output_operand_alias" in text and (zeros := _ZEROS.search(text)):
         text = text.replace(zeros[0], "").replace(f", {zeros[2]})", ")")
         counters = int(zeros[3])
     calls = [operands.split(", ") for _, operands in _CALL.findall(text)]

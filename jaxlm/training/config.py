@@ -21,6 +21,7 @@ class TrainingConfig(Section):
     float32. `remat` is what a layer keeps for its backward pass:
     everything, only its input, or the activations named. `z_loss` times log² Z is added to each token's loss, to keep
     softmax's Z near 1 (Chowdhery et al. 2022, arXiv:2204.02311, section 5: 1e-4); the losses reported are without it.
+    Which numbers `dropout` drops depends on how many parts `mesh.data` has, and so do losses with it.
     `ema_decay` keeps an exponential moving average of the parameters beside them. A step whose loss or gradient is not
     finite is skipped; `max_skipped_in_a_row` of them end the run.
     """

@@ -210,34 +210,34 @@ class Warpgroup:
         totals = (plgpu.ACC(total.shape, jnp.float32) for total, _, _ in terms)
         return pl.run_scoped(multiply, plgpu.ACC((a.shape[1], b.shape[1]), jnp.float32), *totals)
 
-    def products_beside_sum(
+    def product_beside_sum(
         self,
-        pairs: Sequence[tuple[Any, Any]],
+        pair: tuple[Any, Any],
         total: jax.Array,
         added: tuple[jax.Array, Any],
-        between: Callable[..., Any],
+        between: Callable[[jax.Array], Any],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> tuple[Any, jax.Array]:
-        """`between` of `products_of_rows`, computed while `add_products` makes total + c · d of `added`: the tensor
-        cores go from one to the other without a pause. `meanwhile` once all of them have begun."""
+        """`between` of a · bᵀ of the pair (`products_of_rows`), computed while total + c · d of `added` is made
+        (`add_products`): tensor cores go from one to the other without a pause. `meanwhile` when both have begun."""
         if self.interpret:
-            result = between(*self.products_of_rows(*pairs, meanwhile=meanwhile))
+            result = between(*self.products_of_rows(pair, meanwhile=meanwhile))
             return result, *self.add_products((total, *added))
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        def multiply(*refs: Any) -> tuple[Any, jax.Array]:
-            *product_refs, sum_ref = refs
+        a, b = pair
+
+        def multiply(product_ref: Any, sum_ref: Any) -> tuple[Any, jax.Array]:
             sum_ref[...] = total
-            for product_ref, (a, b) in zip(product_refs, pairs, strict=True):
-                plgpu.wgmma(product_ref, a, b.transpose((1, 0)))
+            plgpu.wgmma(product_ref, a, b.transpose((1, 0)))
             plgpu.wgmma(sum_ref, *added)
             meanwhile()
             plgpu.wgmma_wait(1)
-            result = between(*(plgpu.wgmma_accumulator_load(ref, wait_n=None) for ref in product_refs))
+            result = between(plgpu.wgmma_accumulator_load(product_ref, wait_n=None))
             return result, _held_until(sum_ref[...], added[0])
 
-        products = (plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32) for a, b in pairs)
-        return pl.run_scoped(multiply, *products, plgpu.ACC(total.shape, jnp.float32))
+        product = plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32)
+        return pl.run_scoped(multiply, product, plgpu.ACC(total.shape, jnp.float32))
 
     def tile(self, x: jax.Array) -> jax.Array:
         """A value [rows, columns] laid out as products are."""

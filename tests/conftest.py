@@ -1,6 +1,5 @@
 """Every test runs on eight emulated CPU devices, in float32 that is float32, without silent broadcasting."""
 
-import functools
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -13,7 +12,6 @@ import chex  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 import runs  # noqa: E402
-import tiny  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -37,11 +35,3 @@ def traces_of_its_own():
 def processes_end_with_their_test():
     yield
     runs.end_all()
-
-
-@pytest.fixture(scope="module")
-def programs_once():
-    """For a module whose tests run the same programs: each is traced and compiled once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny, "jitted", functools.cache(tiny.jitted))
-        yield

@@ -1,7 +1,5 @@
 """A bias and an activation behind a linear map."""
 
-from typing import Any
-
 import jax
 
 from kernels_pallas import activations, checks, rows
@@ -43,6 +41,6 @@ def bias_activation(
     return rows.apply(BiasActivation(activation), launch, (x,), (bias,))
 
 
-def costs(x: jax.Array, bias: jax.Array, *, activation: str = "gelu", implementation: Any = None) -> Costs:
+def costs(x: jax.Array, bias: jax.Array, *, activation: str = "gelu") -> Costs:
     """What the kernels cost on these arrays, or shapes and dtypes."""
     return rows.costs(BiasActivation(activation), (x,), (bias,))

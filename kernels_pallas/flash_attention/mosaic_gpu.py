@@ -31,7 +31,7 @@ from kernels_pallas.flash_attention.ring import (
 from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, Settings, tanh_by_exp2
 from kernels_pallas.hopper import ROWS, Barriers, Shared, Warpgroup
 
-__all__ = ["forward", "backward", "refusal"]
+__all__ = ["backward", "forward", "refusal"]
 
 # Columns of a product, at most.
 MAX_WIDTH = 256
@@ -110,8 +110,8 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
                 sums, mixed, weights = carry
                 (key,), (value,) = ring.take(warpgroup, ref, j, "key"), ring.take(warpgroup, ref, j - 1, "value")
                 warpgroup.wait(turn)
-                (sums, kept, following), mixed = warpgroup.products_beside_sum(
-                    [(query, key)], mixed, (weights, value), lambda x: weigh(x, j, sums, masked), pass_turn
+                (sums, kept, following), mixed = warpgroup.product_beside_sum(
+                    (query, key), mixed, (weights, value), lambda x: weigh(x, j, sums, masked), pass_turn
                 )
                 ring.leave(warpgroup, ref, j - 1, order.steps, "value")
                 return sums, mixed * warpgroup.across(kept, V), following

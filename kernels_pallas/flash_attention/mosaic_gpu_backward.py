@@ -193,6 +193,7 @@ def backward(
                     (d_value, weights.astype(dtype), place["d_out"]),
                     (d_key, d_scores, place["query"]),
                 )
+                # What wgmma did not read was committed as it was handed on.
                 ring.leave(warpgroup, ref, now, steps, *ring.parts)
                 return d_key, d_value
 

@@ -1,7 +1,5 @@
 """Gated activations: SwiGLU, GeGLU exact and by tanh, ReLU² and their like."""
 
-from typing import Any
-
 import jax
 
 from kernels_pallas import activations, checks, rows
@@ -40,6 +38,6 @@ def gated_activation(
     return rows.apply(GatedActivation(activation), launch, (gate, up))
 
 
-def costs(gate: jax.Array, up: jax.Array, *, activation: str = "silu", implementation: Any = None) -> Costs:
+def costs(gate: jax.Array, up: jax.Array, *, activation: str = "silu") -> Costs:
     """What the kernels cost on these arrays, or shapes and dtypes."""
     return rows.costs(GatedActivation(activation), (gate, up))

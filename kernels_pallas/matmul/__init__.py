@@ -8,7 +8,7 @@ fetches the next tiles. What they share, the product of two tiles and the epilog
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,6 @@ def costs(
     residual: jax.Array | None = None,
     *,
     activation: str | None = None,
-    implementation: Any = None,
 ) -> Costs:
     """What the kernels cost on these arrays, or shapes and dtypes, where they are differentiated."""
     rows, products = math.prod(a.shape[:-1]), 2 * a.size * b.shape[1]

@@ -86,7 +86,7 @@ def attention(work: Workload) -> Costs | None:
         return None
     key = _array(work, work.rows(), work.sequence, K, H)
     query = _array(work, work.rows(), work.queries, K * G, H)
-    return attention_costs(query, key, key, implementation="triton")  # as much as Mosaic's for TPUs
+    return attention_costs(query, key, key, implementation="triton")  # those for TPUs cost as much
 
 
 def loss(work: Workload) -> Loss | None:

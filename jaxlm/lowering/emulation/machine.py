@@ -119,9 +119,8 @@ class Blocks:
         self._waits = np.full(self.count, _AWAKE, np.int32)
         self._expected = np.zeros(self.count, np.int32)  # at the barrier that each waits at; 0 is all
         self._asked = np.zeros(self.count, bool)  # whether a phase had ended, in vain
-        self._counter = np.zeros(
-            self.count, np.uint64
-        )  # that each asked last, by which instruction, and what it was at
+        # Which counter each asked last, by which instruction, and what it was at.
+        self._counter = np.zeros(self.count, np.uint64)
         self._asker = np.zeros(self.count, np.int64)
         self._counted = np.zeros(self.count, np.uint32)
         self._waited_at: dict[int, str] = {}  # by what was waited for, the last that did

@@ -50,6 +50,10 @@ class Barriers(NamedTuple):
     count: int
     arrivals: int = 1
 
+    @property
+    def bytes(self) -> int:
+        return 8 * self.count
+
 
 class Warpgroup:
     """What one warpgroup can do; a kernel's body is given it, and its arrays by name."""

@@ -27,6 +27,7 @@ from kernels_pallas.flash_attention.operands import Operands
 from kernels_pallas.flash_attention.ring import (
     COMPUTING,
     TILE,
+    Blocks,
     Keys,
     References,
     Ring,
@@ -51,10 +52,10 @@ def serves(operands: Operands) -> bool:
     return V <= _WIDEST_VALUES.get(H, 0) and fit(_own(operands), _parts(operands)) > 0
 
 
-def _own(operands: Operands) -> dict[str, Shared]:
+def _own(operands: Operands) -> dict[str, Shared | Barriers]:
     """What a block has in shared memory besides its ring."""
     dtype, (H, V) = operands.query.dtype, operands.sizes[5:]
-    return {
+    return _ring_of_bias(operands).shared() | {
         "key_tile": Shared((_KEYS, H), dtype, tiled=True),
         "value_tile": Shared((_KEYS, V), dtype, tiled=True),
         "d_scores_tile": Shared((2, _KEYS, _QUERIES[H]), dtype, tiled=True),  # of a step, and of that before
@@ -64,18 +65,24 @@ def _own(operands: Operands) -> dict[str, Shared]:
 
 def _parts(operands: Operands) -> dict[str, Shared]:
     """Of the ring: what is fetched for a step."""
-    dtype, (H, V), bias = operands.query.dtype, operands.sizes[5:], operands.bias
+    dtype, (H, V) = operands.query.dtype, operands.sizes[5:]
     queries = _QUERIES[H]
-    parts = {
+    return {
         "query": Shared((queries, H), dtype, tiled=True),
         "d_out": Shared((queries, V), dtype, tiled=True),
         "interval": Shared((2, queries), jnp.int32),
         "sums": Shared((2, queries), jnp.float32),
     }
+
+
+def _ring_of_bias(operands: Operands) -> Ring:
+    """Which is read early in a step: the next has most of it to come to the same place."""
+    bias, queries = operands.bias, _QUERIES[operands.sizes[5]]
+    parts = {}
     if bias is not None:
         biased = Keys(operands).biased
         parts["bias"] = Shared((queries, _KEYS) if biased else (_KEYS,), bias.dtype, tiled=biased)
-    return parts
+    return Ring(Blocks(queries, 1), parts, together=False)
 
 
 def backward(
@@ -92,7 +99,7 @@ def backward(
     shares = operands.shares(columns * K * B)
     heads = N // (K * shares)  # of queries, to a block
     bias, biased = operands.bias, Keys(operands).biased
-    own = _own(operands)
+    own, biases = _own(operands), _ring_of_bias(operands)
     ring = Ring.of("gradients", operands, 0, lambda _: _parts(operands), own, together=True)
     ranges = query_ranges(key_ranges(operands.start, operands.end, queries, _KEYS), columns)
 
@@ -152,6 +159,17 @@ def backward(
                 pl.when(step > 0)(lambda: warpgroup.wait(ref["d_query_free"].at[0]))
                 ref["d_query_tile"][me] = d_query
 
+            def bias_of_scores(step: jax.Array) -> jax.Array | None:
+                if bias is None:
+                    return None
+                (place,) = biases.take(warpgroup, ref, step, "bias")
+                if biased:
+                    of_scores = warpgroup.load_turned(place.at[:, mine])
+                else:
+                    of_scores = warpgroup.across(warpgroup.load_by_row(place.at[mine]), queries)
+                biases.leave(warpgroup, ref, step, steps, "bias", loaded=True)
+                return of_scores
+
             def step(now: jax.Array, carry: tuple) -> tuple:
                 d_key, d_value = carry
                 _, i = at(now)
@@ -166,12 +184,7 @@ def backward(
                     return jnp.where(seen, values, -jnp.inf)
 
                 products, d_weights = warpgroup.products_of_rows((key, place["query"]), (value, place["d_out"]))
-                of_keys = None
-                if biased:
-                    of_keys = warpgroup.load_turned(place["bias"].at[:, mine])
-                elif bias is not None:
-                    of_keys = warpgroup.across(warpgroup.load_by_row(place["bias"].at[mine]), queries)
-                values, factor, slope = settings.factored(products, of_keys, tanh=tanh_by_exp2)
+                values, factor, slope = settings.factored(products, bias_of_scores(now), tanh=tanh_by_exp2)
                 whole = (visited.full <= i) & (i < visited.full_end)
                 values = lax.cond(whole, lambda values: values, hide, values)
                 weights = jnp.exp2(values * factor - down("sums", 0))
@@ -219,7 +232,7 @@ def backward(
                 for part in range(0, x.shape[1], TILE):
                     warpgroup.send((x[:, part : part + TILE], place, result.at[:, pl.ds(part, TILE)]))
 
-        roles(warpgroup, lambda: ring.fill(warpgroup, ref, steps, sources, send), compute)
+        roles(warpgroup, lambda: ring.fill(warpgroup, ref, steps, sources, (biases,), send), compute)
 
     def stacked(*rows: jax.Array) -> jax.Array:
         """[..., T] each as [..., blocks, 2, queries]."""

@@ -1,7 +1,7 @@
 """How the warpgroups of the Hopper kernels share blocks: a ring in shared memory, and in which order it is filled."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -135,19 +135,22 @@ class Ring(NamedTuple):
         ref: References,
         steps: Any,
         sources: Callable[[jax.Array], Mapping[str, Any]],
+        beside: Sequence["Ring"] = (),
         behind: Callable[[jax.Array, Callable[[], None]], None] | None = None,
     ) -> None:
-        """Fetch `sources(step)` of each part, for all steps; what the fetching warpgroup does. behind(step, fetch_next)
-        is called once the step `stages` later has been fetched, and has to call fetch_next."""
+        """Fetch `sources(step)` of each part, its own and of the rings `beside` it, for all steps; what the fetching
+        warpgroup does. behind(step, fetch_next) is called once the step `stages` later has been fetched, and has to
+        call fetch_next."""
 
         def fetch(step: jax.Array) -> None:
-            slot = lax.rem(step, self.stages)
             coming = sources(step)
-            for group, members in self._groups.items():
-                free = ref[f"{group}_free"].at[slot]
-                pl.when(step >= self.stages)(lambda free=free: warpgroup.wait(free))
-                for name in members:
-                    warpgroup.fetch(coming[name], ref[f"{name}_ring"].at[slot], ref[f"{group}_ready"].at[slot])
+            for ring in (self, *beside):
+                slot = lax.rem(step, ring.stages)
+                for group, members in ring._groups.items():
+                    free = ref[f"{group}_free"].at[slot]
+                    pl.when(step >= ring.stages)(lambda free=free: warpgroup.wait(free))
+                    for name in members:
+                        warpgroup.fetch(coming[name], ref[f"{name}_ring"].at[slot], ref[f"{group}_ready"].at[slot])
 
         ahead = self.stages + 1
 

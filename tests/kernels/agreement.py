@@ -1,6 +1,7 @@
 """What implementations are given, and how near they must come to their reference."""
 
 import functools
+from typing import NamedTuple
 
 import chex
 import jax
@@ -35,24 +36,45 @@ def results_and_gradients(function, case: Case):
     return run
 
 
-def check(operation: Operation, case: Case, dtype: str, implementation: str) -> None:
-    """The kernel gives what the reference gives in float32, results and gradients, and twice the same: compiled where
-    JAX's default device runs it, interpreted elsewhere."""
-    interpret = cannot_lower(implementation, target.current()) is not None
+class Problem(NamedTuple):
+    """Arguments and cotangents of a case in a dtype, and what the reference makes of them in float32.
+
+    Attributes:
+      shapes: of the results, with their dtypes.
+      results, gradients: of the reference.
+    """
+
+    arguments: dict[str, jax.Array]
+    cotangents: list[jax.Array]
+    shapes: list[jax.ShapeDtypeStruct]
+    results: list[jax.Array]
+    gradients: dict[str, jax.Array]
+
+
+@functools.cache
+def problem(operation: Operation, case: Case, dtype: str) -> Problem:
+    """The same for each implementation and each chip."""
     arguments = case.draw(dtype)
     shapes = jax.tree.leaves(jax.eval_shape(lambda a: operation.reference(**a, **case.options), arguments))
     keys = jax.random.split(jax.random.key(1), len(shapes))
     cotangents = [jax.random.normal(key, y.shape).astype(y.dtype) for key, y in zip(keys, shapes, strict=True)]
+    wanted = results_and_gradients(operation.reference, case)(jax.tree.map(_wide, arguments), cotangents)
+    return Problem(arguments, cotangents, shapes, *wanted)
 
+
+def check(operation: Operation, case: Case, dtype: str, implementation: str) -> None:
+    """The kernel gives what the reference gives in float32, results and gradients, and twice the same: compiled where
+    JAX's default device runs it, interpreted elsewhere."""
+    interpret = cannot_lower(implementation, target.current()) is not None
+    wanted = problem(operation, case, dtype)
     kernel = functools.partial(operation.function, implementation=implementation, _interpret=interpret)
     run = results_and_gradients(kernel, case)
-    results, gradients = run(arguments, cotangents)
-    chex.assert_trees_all_equal((results, gradients), run(arguments, cotangents))
-    chex.assert_trees_all_equal_shapes_and_dtypes(results, shapes)
-    wanted = results_and_gradients(operation.reference, case)(jax.tree.map(_wide, arguments), cotangents)
+    results, gradients = run(wanted.arguments, wanted.cotangents)
+    chex.assert_trees_all_equal((results, gradients), run(wanted.arguments, wanted.cotangents))
+    chex.assert_trees_all_equal_shapes_and_dtypes(results, wanted.shapes)
     for name, got, want in (
-        *((f"result {i}", *pair) for i, pair in enumerate(zip(results, wanted[0], strict=True))),
-        *((f"gradient of {name}", gradients[name], wanted[1][name]) for name in gradients),
+        *((f"result {i}", *pair) for i, pair in enumerate(zip(results, wanted.results, strict=True))),
+        *((f"gradient of {name}", gradients[name], wanted.gradients[name]) for name in gradients),
     ):
         assert_close(f"{operation.name}, {case.name}, {dtype}: {name}", got, want, case.roundings, dtype)
 

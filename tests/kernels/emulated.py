@@ -1,6 +1,6 @@
 """Kernels as machine code for an NVIDIA GPU that is not here, run in emulation."""
 
-import functools
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -14,18 +14,19 @@ from jaxlm.lowering.kernel_matrix import CHIPS
 from kernels_pallas import launch, target
 
 
-def on(chip, monkeypatch, late=True):
-    """Until the test ends, Triton's and Mosaic GPU's kernels are compiled for a chip of CHIPS and emulated."""
+def on(chip, monkeypatch):
+    """Until the test ends, Triton's and Mosaic GPU's kernels are compiled for a chip of CHIPS and emulated. What a
+    program copies comes as late as it may the first time it runs, at once the second, and so on in turn."""
     device = targets.devices(Target.parse(CHIPS[chip]))[0]
     mesh = Mesh(np.array([device]), ("one",))
     known = target.of_device(device)
     monkeypatch.setattr(target, "current", lambda: known)
     for name in ("pallas_call", "kernel"):
-        monkeypatch.setattr(launch.pl, name, _emulated(getattr(launch.pl, name), mesh, late))
+        monkeypatch.setattr(launch.pl, name, _emulated(getattr(launch.pl, name), mesh))
     jax.clear_caches()
 
 
-def _emulated(make, mesh, late):
+def _emulated(make, mesh):
     """Instead of a function of Pallas that makes calls."""
 
     def make_emulated(*arguments, **options):
@@ -37,7 +38,11 @@ def _emulated(make, mesh, late):
             # In a thread of its own nothing is being traced.
             with ThreadPoolExecutor(1) as thread:
                 compiled = thread.submit(_compiled, mesh, precision, call, structs).result()
-            emulate = functools.partial(compiled.run, late=late)
+            late = itertools.cycle([True, False])
+
+            def emulate(*operands):
+                return compiled.run(*operands, late=next(late))
+
             return jax.pure_callback(emulate, list(compiled.results), *operands, vmap_method="sequential")
 
         return run

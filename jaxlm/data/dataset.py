@@ -3,14 +3,14 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxlm.data import tokenizers
+from jaxlm.data import formats, tokenizers
 from jaxlm.data.cache import reading, writing
 from jaxlm.data.config import HUGGING_FACE, DataConfig
 from jaxlm.data.sources import Source, find_sources
@@ -94,7 +94,7 @@ def tokenize_whole(
 
 
 class _Cache:
-    """Tokenizers and tokens under `data.cache`, each in a folder named by all that shapes it."""
+    """Tokenizers, notes of surveys and tokens under `data.cache`, each under a name made of all that shapes it."""
 
     def __init__(self, data: DataConfig, say: Callable[[str], None], progress: Progress):
         self._data, self._say, self._progress = data, say, progress
@@ -115,9 +115,10 @@ class _Cache:
         described = {"tokenizer": kind, **shaped_by, "sources": [source.described() for source in sources]}
         directory = self._directory("tokenizers", described)
         if not directory.is_dir():
-            tokenizer = _fitting(self._train(kind, sources, vocabulary), vocabulary)
-            for source in sources:
-                source.check()
+            with self._as_surveyed(*sources):
+                tokenizer = _fitting(self._train(kind, sources, vocabulary), vocabulary)
+                for source in sources:
+                    source.check()
             with writing(self._data.cache), building(directory) as folder:
                 tokenizer.save(folder / "tokenizer.json")
         with reading(directory):
@@ -139,7 +140,8 @@ class _Cache:
                     for killed in leftovers(directory.parent, directory.name) if alone else ():
                         shutil.rmtree(killed, ignore_errors=True)
                     self._say(f"tokenizing {_shown(survey.train_bytes + survey.held_out_bytes)} of {source.name}")
-                    tokenize(survey, tokenizer, directory, self._progress)
+                    with self._as_surveyed(source):
+                        tokenize(survey, tokenizer, directory, self._progress)
         elif unfinished(directory).is_dir():  # of a process that was killed, unless another just ends with it
             with suppress(OSError), locked(lock, _nobody) as alone:
                 if alone:
@@ -186,9 +188,33 @@ class _Cache:
 
     def _survey(self, source: Source) -> Survey:
         if source.name not in self._surveys:
-            found = survey(source, self._data.held_out, self._data.max_broken, self._say, self._progress)
-            self._surveys[source.name] = found
+            notes = self._notes(source)
+            waiting = partial(self._say, f"another jaxlm reads {source.name}; waiting for it")
+            with writing(self._data.cache), locked(self._folder / "locks" / notes.name, waiting) as alone:
+                self._surveys[source.name] = survey(
+                    source,
+                    self._data.held_out,
+                    self._data.max_broken,
+                    self._say,
+                    self._progress,
+                    notes if alone else None,
+                )
         return self._surveys[source.name]
+
+    def _notes(self, source: Source) -> Path:
+        """Of a survey."""
+        described = {"held_out": self._data.held_out, "part_bytes": formats.PART_BYTES, **source.described()}
+        return self._directory("surveys", described)
+
+    @contextmanager
+    def _as_surveyed(self, *sources: Source) -> Iterator[None]:
+        """A block that reads sources again: where they turn out to be others, their surveys are to be made anew."""
+        try:
+            yield
+        except InputError:
+            for source in sources:
+                self._notes(source).unlink(missing_ok=True)
+            raise
 
     def _directory(self, kind: str, described: dict[str, Any]) -> Path:
         described = json.dumps({"format": _FORMAT, **described})

@@ -1,8 +1,12 @@
 """A first reading of a source: how much text there is, what of it is broken, which documents are held out."""
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
+from pathlib import Path
 from typing import NamedTuple
 
 from jaxlm.data import formats
@@ -105,30 +109,35 @@ class _Tally(NamedTuple):
 
 
 def survey(
-    source: Source, held_out: float, max_broken: float, say: Callable[[str], None], progress: Progress
+    source: Source,
+    held_out: float,
+    max_broken: float,
+    say: Callable[[str], None],
+    progress: Progress,
+    notes: Path | None = None,
 ) -> Survey:
     """Read a source from beginning to end, or to the last document it is to give.
 
-    Everything is held out where `held_out` is 1. Raises InputError where it has no text, a side would have none, or a
-    larger share than `max_broken` of its documents cannot be read.
+    Everything is held out where `held_out` is 1. What was read before stands in the file `notes`, if there is one, of
+    this very source and share, and is not read again. Raises InputError where it has no text, a side would have none,
+    or a larger share than `max_broken` of its documents cannot be read.
     """
     parts, split = formats.cut(source.files, source.field), Split(held_out)
     tallies: list[_Tally] = []
     left, done, whole, places = source.documents, 0, 0, 0
     size = sum(part.size for part in parts)
-    counted = in_order(partial(_tally, split=split), parts)
-    for part, tally in zip(parts, counted, strict=True):
-        if left is not None and tally.documents > left:
-            tally = _tally(part._replace(documents=left), split)
-        parts[len(tallies)] = part._replace(documents=tally.documents)
-        tallies.append(tally)
-        done += part.size
-        progress(f"reading {source.name}", done, size)
-        left = None if left is None else left - tally.documents
-        whole, places = whole + tally.documents, places + tally.places
-        if left == 0 or (places >= _HOPELESS and not whole):
-            break
-    counted.close()
+    with _tallied(parts, split, notes) as counted:
+        for part, tally in zip(parts, counted, strict=True):
+            if left is not None and tally.documents > left:
+                tally = _tally(part._replace(documents=left), split)
+            parts[len(tallies)] = part._replace(documents=tally.documents)
+            tallies.append(tally)
+            done += part.size
+            progress(f"reading {source.name}", done, size)
+            left = None if left is None else left - tally.documents
+            whole, places = whole + tally.documents, places + tally.places
+            if left == 0 or (places >= _HOPELESS and not whole):
+                break
     progress(f"reading {source.name}", size, size)
     parts = parts[: len(tallies)]
     broken, uncounted = sum(tally.broken for tally in tallies), sum(tally.uncounted for tally in tallies)
@@ -154,6 +163,43 @@ def survey(
                 "give more text or change it"
             )
     return Survey(source, tuple(parts), split, train, ends, losses)
+
+
+@contextmanager
+def _tallied(parts: Sequence[Part], split: Split, notes: Path | None) -> Iterator[Iterator[_Tally]]:
+    """Of each part its tally, in their order: a line each of the notes, which grow by those that are not there yet."""
+    known = _noted(notes)[: len(parts)] if notes else []
+    counted = in_order(partial(_tally, split=split), parts[len(known) :])
+
+    def noting() -> Iterator[_Tally]:
+        with notes.open("a") if notes else nullcontext() as file:
+            for tally in counted:
+                if file:
+                    print(json.dumps(tally), file=file, flush=True)
+                yield tally
+
+    following = noting()
+    try:
+        yield chain(known, following)
+    finally:
+        following.close()
+        counted.close()
+
+
+def _noted(notes: Path) -> list[_Tally]:
+    """The lines of a file that are whole; what follows is cut off, as of a process that was killed while it wrote."""
+    known, size = [], 0
+    notes.parent.mkdir(parents=True, exist_ok=True)
+    with notes.open("a+b") as file:
+        file.seek(0)
+        for line in file:
+            try:
+                known.append(_Tally(*json.loads(line)))
+            except (ValueError, TypeError):
+                break
+            size += len(line)
+        file.truncate(size)
+    return known
 
 
 def _tally(part: Part, split: Split) -> _Tally:

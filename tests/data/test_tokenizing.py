@@ -11,12 +11,13 @@ import pytest
 from stores import write_store
 from text_files import RECORDS, write
 
-from jaxlm.data import formats, parallel, store, tokenizing
+from jaxlm.data import formats, parallel, store, survey, tokenizing
 from jaxlm.data.config import DataConfig
 from jaxlm.data.dataset import prepare, tokenize_whole
 from jaxlm.data.parallel import in_order
 from jaxlm.data.store import TokenStore
 from jaxlm.data.tokenizers import bytes_tokenizer
+from jaxlm.errors import InputError
 
 TEXTS = [f"document {i}: " + "some words " * (i % 7 + 1) for i in range(400)]
 VOCABULARY = 300
@@ -133,7 +134,7 @@ def test_a_part_that_is_not_whole_is_made_anew(describe, tmp_path, in_parts, mon
 
 SCRIPT = """
 import signal, sys, time
-from jaxlm.data import formats, parallel, store, tokenizing
+from jaxlm.data import formats, parallel, store, survey, tokenizing
 from jaxlm.data.config import DataConfig
 from jaxlm.data.dataset import prepare
 
@@ -246,3 +247,63 @@ def test_shards_of_parts_are_joined(describe, tmp_path, in_parts, monkeypatch):
     shards = [np.load(path) for path in sorted(source.train.directory.glob("tokens-*.npy"))]
     assert len(shards) > 5 and max(map(len, shards)) <= 2000
     assert read_all(source.train) == read_all(whole)
+
+
+@pytest.fixture
+def tallied(monkeypatch):
+    """The numbers of documents in parts that are surveyed, here."""
+    counts: list[int] = []
+    whole = survey._tally
+
+    def noted(part, split):
+        counts.append(whole(part, split).documents)
+        return whole(part, split)
+
+    monkeypatch.setattr(survey, "_tally", noted)
+    return counts
+
+
+@pytest.mark.parametrize("torn", [b"", b"[12, 34", b"\x00" * 9, b"[1]\n[2]\n"])
+def test_a_survey_that_breaks_off_goes_on(describe, tmp_path, in_parts, tallied, torn):
+    """Also behind a line that was not written to its end."""
+
+    def stop(what, done, size):
+        if what.startswith("reading") and len(tallied) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(describe(), VOCABULARY, progress=stop)
+    (notes,) = (tmp_path / "cache/surveys").iterdir()
+    with notes.open("ab") as file:
+        file.write(torn)
+    before = [*tallied]
+    dataset = prepare(describe(), VOCABULARY)
+    assert before == tallied[:3] and sum(tallied) == len(TEXTS) and len(tallied) > 5
+    assert dataset.digest == prepare(describe(cache=str(tmp_path / "other")), VOCABULARY).digest
+
+
+def test_a_survey_serves_other_tokenizers(describe, in_parts, tallied):
+    prepare(describe(), VOCABULARY)
+    parts = len(tallied)
+    prepare(describe(tokenizer="characters"), VOCABULARY)
+    assert len(tallied) == parts
+    prepare(describe(held_out=0.2), VOCABULARY)
+    assert len(tallied) == 2 * parts
+
+
+def test_a_survey_of_what_was_there_before_is_forgotten(describe, tmp_path, in_parts, tallied):
+    """Where a file has changed though neither its size nor its time have."""
+
+    def stop(what, done, size):
+        if what.startswith("tokenizing"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(describe(max_broken=0.5), VOCABULARY, progress=stop)
+    path = tmp_path / "a.jsonl"
+    stamp, content = path.stat().st_mtime_ns, path.read_bytes()
+    path.write_bytes(content[:-200] + b" " * 199 + b"\n")
+    os.utime(path, ns=(stamp, stamp))
+    with pytest.raises(InputError, match="changed while it was read; start again"):
+        prepare(describe(max_broken=0.5), VOCABULARY)
+    assert prepare(describe(max_broken=0.5), VOCABULARY).sources

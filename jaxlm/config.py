@@ -207,6 +207,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise InputError(f"there is no file {path}") from None
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{path} is not TOML: {error}") from None
+    except RecursionError:
+        raise InputError(f"{path} is not TOML that can be read: it has too many brackets in one another") from None
     except (OSError, ValueError) as error:  # no permission, not UTF-8, no name of a file
         raise InputError(f"{path} cannot be read: {error}") from None
 
@@ -231,9 +233,17 @@ def _set(values: dict[str, Any], override: str) -> None:
     if not equals or not name or not all(sections):
         raise InputError(f"{override!r} is no override; write key=value, such as training.steps=100")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        override.encode()
+        read = tomllib.loads(f"value = {text}")
+    except UnicodeEncodeError:
+        raise InputError(f"{override!r} is not UTF-8; rename what it names") from None
+    except RecursionError:
+        raise InputError(f"{key}: its value has too many brackets in one another") from None
     except ValueError:
-        value = text  # a bare word is a string; so is a number of more digits than Python reads
+        read = {"value": text}  # a bare word is a string; so is a number of more digits than Python reads
+    value = read.pop("value")
+    if read:
+        raise InputError(f"{override!r} sets more than {key}; give each key=value by itself")
     table = values
     for section in sections:
         table = table.setdefault(section, {})

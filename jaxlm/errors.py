@@ -2,6 +2,9 @@
 
 import errno
 
+_LONGEST = 2000  # characters of a message
+_IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
+
 
 class InputError(ValueError):
     """Bad input: the message is one line that says what is wrong and what would be right.
@@ -10,7 +13,7 @@ class InputError(ValueError):
     """
 
     def __init__(self, message: str):
-        super().__init__(" ".join(message.split()))  # what it quotes may have lines of its own
+        super().__init__(_one_line(message))
 
 
 class RunFailed(RuntimeError):
@@ -20,13 +23,29 @@ class RunFailed(RuntimeError):
     """
 
     def __init__(self, message: str):
-        super().__init__(" ".join(message.split()))
+        super().__init__(_one_line(message))
+
+
+def _one_line(message: str) -> str:
+    """What a message quotes may have lines of its own, be long, and hold what no terminal should be sent."""
+    line = " ".join(message.split())
+    if len(line) > _LONGEST:
+        line = f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 2 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in line)
 
 
 def in_one_line(error: Exception) -> str | None:
-    """What to say of an error in place of its traceback: of the two above, and of a full disk; None of any other."""
+    """What to say of an error in place of its traceback: of the two above, of a full disk, of what is in the way of a
+    file, and of too little memory; None of any other."""
     if isinstance(error, InputError | RunFailed):
         return str(error)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{error.strerror}: {error.filename or 'what was to be written'}; make room"
+    if isinstance(error, OSError) and error.errno in _IN_THE_WAY and error.filename:
+        return f"{error.filename}: {error.strerror}; remove what is in the way, or choose another place"
+    if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in (said := str(error).partition("\n")[0]):
+        return _one_line(
+            f"out of memory ({said[:200]}); lower training.batch or training.sequence, or use more devices or, "
+            "to train, more training.microbatches"
+        )
     return None

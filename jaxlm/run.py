@@ -112,7 +112,6 @@ class Run:
         elif not self.paths.config.exists():
             raise InputError(f"{self.paths} is not there for every process; choose an --out that all share")
         if not self.paths.config.exists():
-            dataset.tokenizer.save(self.paths.tokenizer)
             self.paths.data.write_text(json.dumps({"digest": dataset.digest, "held_out_bytes": dataset.held_out_bytes}))
         elif self.digest() != dataset.digest:
             raise InputError(
@@ -120,15 +119,17 @@ class Run:
                 "put them back, or choose another --out"
             )
         if is_first():
+            if not self.paths.tokenizer.is_file():
+                dataset.tokenizer.save(self.paths.tokenizer)
             replace(self.paths.config, experiment.to_toml())
 
     def digest(self) -> str:
         """Identity of the data it was begun with. Raises InputError where that is not recorded."""
         try:
             return json.loads(self.paths.data.read_text())["digest"]
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             raise InputError(
-                f"{self.paths} is no run: it has no {self.paths.data.name}; choose another --out"
+                f"{self.paths} is no run: it has no {self.paths.data.name} that is whole; choose another --out"
             ) from None
 
     def experiment(self) -> Experiment:

@@ -6,9 +6,29 @@ import operator
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**128 - 2.0**104  # normal numbers of float32
+
+
+def _held(value: float) -> float:
+    if value and not _SMALLEST <= value <= _LARGEST:
+        raise ValueError(f"{value!r} is no number that float32 holds; give one from 1.2e-38 to 3.4e38")
+    return value
+
+
+def _below_one(value: float) -> float:
+    if value > 1 - 2.0**-25:
+        raise ValueError(f"{value!r} is 1 in float32; give at most 0.9999999")
+    return value
+
 
 Count = Annotated[int, Field(gt=0, lt=2**31)]  # up to what int32 holds, in which JAX counts
+CountFromZero = Annotated[int, Field(ge=0, lt=2**31)]
+# What JAX computes with, in float32.
+Positive = Annotated[float, Field(gt=0.0), AfterValidator(_held)]
+NonNegative = Annotated[float, Field(ge=0.0), AfterValidator(_held)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0), AfterValidator(_below_one)]
 
 
 class Section(BaseModel):

@@ -150,7 +150,7 @@ def test_a_difference_between_processes_is_named(be):
     [
         ("UNKNOWN: Gloo all-reduce failed: [pair.cc:547] Connection closed by peer [127.0.0.1]", "lost another one"),
         ("DEADLINE_EXCEEDED: Barrier timed out. Id: jaxlm compiled", "lost another one"),
-        ("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes", "ran out of memory"),
+        ("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes", "out of memory"),
         (OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl"), "left on device: metrics.jsonl; make room"),
         (InputError("that is bad"), "jaxlm: process 1 of 2: that is bad"),
     ],

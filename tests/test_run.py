@@ -32,6 +32,24 @@ def test_those_who_ask_at_once_are_not_in_one_another_s_way(tmp_path):
         run.check_free()
 
 
+@pytest.mark.parametrize("content", ["", "null", "[]", "3", '{"digest"'])
+def test_a_record_of_data_that_is_not_whole_is_refused(tmp_path, content):
+    run = Run(tmp_path)
+    run.paths.data.write_text(content)
+    with pytest.raises(InputError, match="is no run: it has no data.json that is whole"):
+        run.digest()
+
+
+def test_a_tokenizer_that_was_lost_is_put_back(tmp_path):
+    experiment = load(write_config(tmp_path))
+    dataset = SimpleNamespace(tokenizer=bytes_tokenizer(), digest="of no data", held_out_bytes=1)
+    run = Run(tmp_path / "run")
+    run.open(experiment, dataset)
+    run.paths.tokenizer.unlink()
+    run.open(experiment, dataset)
+    assert run.paths.tokenizer.is_file()
+
+
 def test_what_a_killed_process_was_writing_is_removed(tmp_path):
     experiment = load(write_config(tmp_path))
     dataset = SimpleNamespace(tokenizer=bytes_tokenizer(), digest="of no data", held_out_bytes=1)

@@ -21,6 +21,8 @@ from jaxlm.errors import InputError
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+# Each has threads of its own.
+_MOST_EMULATED = 1024
 # Parameters of glibc's mallopt(3).
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 
@@ -41,7 +43,13 @@ def make_mesh(experiment: Experiment, kind: Kind = "train") -> "Mesh":
     wanted = math.prod(size for size in (mesh.data, mesh.fsdp, mesh.tensor) if size != "all")
     chosen = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if wanted > 1 and not chosen:
-        jax.config.update("jax_num_cpu_devices", math.ceil(wanted / distributed.process_count()))
+        emulated = math.ceil(wanted / distributed.process_count())
+        if emulated > _MOST_EMULATED and accelerators.platforms() == "cpu":
+            raise InputError(
+                f"the mesh needs {emulated} devices of this CPU, and at most {_MOST_EMULATED} are emulated; lower "
+                "mesh.data, mesh.fsdp or mesh.tensor"
+            )
+        jax.config.update("jax_num_cpu_devices", min(emulated, _MOST_EMULATED))
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts where a plugin of that name could not begin

@@ -23,5 +23,5 @@ def reading(folder: Path) -> Iterator[None]:
     """Raises InputError where the block cannot load what lies in this folder of the cache."""
     try:
         yield
-    except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
+    except (OSError, ValueError, EOFError, LookupError, TypeError) as error:
         raise InputError(f"data.cache: {folder} is damaged ({error}); remove it, and it is made anew") from error

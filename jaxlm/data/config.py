@@ -3,10 +3,12 @@
 import math
 import os
 import re
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
+from jaxlm.errors import InputError
 from jaxlm.schema import Section
 
 STANDARD_LIBRARY = "stdlib"
@@ -18,6 +20,16 @@ _LEAST = 1e-9  # weight of a source, of the largest
 def default_cache() -> str:
     """Where what can be made anew is kept, not expanded: `$XDG_CACHE_HOME/jaxlm`, or under `~/.cache`."""
     return os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "jaxlm")
+
+
+def expanded(text: str, key: str) -> Path:
+    """The path that a key gives, `~` replaced. Raises InputError where it is none."""
+    try:
+        if "\0" in text:
+            raise ValueError("embedded null byte")
+        return Path(text).expanduser()
+    except (RuntimeError, ValueError) as error:  # a user who is not
+        raise InputError(f"{key}: {text!r} is no path ({error}); give one") from None
 
 
 def _some(text: tuple[str, ...]) -> tuple[str, ...]:
@@ -44,7 +56,7 @@ class SourceConfig(Section):
     batch a source gives its share of all weights, to within 1 %."""
 
     text: Text
-    field: str | None = None
+    field: Annotated[str, Field(min_length=1)] | None = None
     documents: PositiveInt | None = None
     weight: PositiveFloat = 1.0
 
@@ -70,7 +82,7 @@ class DataConfig(Section):
     max_broken: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.001
     tokenizer: Annotated[str, AfterValidator(_known)] = "bpe"
     held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    cache: str = Field(default_factory=default_cache)
+    cache: Annotated[str, Field(min_length=1)] = Field(default_factory=default_cache)
 
     @model_validator(mode="before")
     @classmethod

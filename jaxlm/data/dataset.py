@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jaxlm.data import formats, tokenizers
 from jaxlm.data.cache import reading, writing
-from jaxlm.data.config import HUGGING_FACE, DataConfig
+from jaxlm.data.config import HUGGING_FACE, DataConfig, expanded
 from jaxlm.data.sources import Source, find_sources
 from jaxlm.data.store import TokenStore
 from jaxlm.data.survey import Losses, Progress, Survey, survey
@@ -98,7 +98,7 @@ class _Cache:
 
     def __init__(self, data: DataConfig, say: Callable[[str], None], progress: Progress):
         self._data, self._say, self._progress = data, say, progress
-        self._folder = Path(data.cache).expanduser()
+        self._folder = expanded(data.cache, "data.cache")
         self._surveys: dict[str, Survey] = {}
 
     def tokenizer(self, sources: Sequence[Source], vocabulary: int) -> Tokenizer:
@@ -111,7 +111,7 @@ class _Cache:
             case "bpe":
                 shaped_by = {"vocabulary": vocabulary, "held_out": self._data.held_out}
             case path:
-                return _fitting(tokenizers.load(Path(path).expanduser()), vocabulary)
+                return _fitting(tokenizers.load(expanded(path, "data.tokenizer")), vocabulary)
         described = {"tokenizer": kind, **shaped_by, "sources": [source.described() for source in sources]}
         directory = self._directory("tokenizers", described)
         if not directory.is_dir():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxlm.data import huggingface
-from jaxlm.data.config import HUGGING_FACE, STANDARD_LIBRARY, DataConfig
+from jaxlm.data.config import HUGGING_FACE, STANDARD_LIBRARY, DataConfig, expanded
 from jaxlm.data.formats import SUFFIXES
 from jaxlm.errors import InputError
 
@@ -51,7 +51,7 @@ def find_sources(data: DataConfig, say: Callable[[str], None]) -> list[Source]:
 
     Raises InputError for an entry that names nothing, or nothing that is text.
     """
-    cache = Path(data.cache).expanduser()
+    cache = expanded(data.cache, "data.cache")
     found = []
     for key, source in data.described().items():
         files: dict[Path, None] = {}

@@ -30,7 +30,12 @@ class TokenStore:
         self.directory = directory
         self.documents = np.load(directory / "documents.npy", mmap_mode="r")
         self.shards = [np.load(shard, mmap_mode="r") for shard in sorted(directory.glob("tokens-*.npy"))]
-        self.sizes = Counter(json.loads((directory / "sizes.json").read_text()))
+        sizes = json.loads((directory / "sizes.json").read_text())
+        if not isinstance(sizes, dict) or not all(isinstance(size, int) for size in sizes.values()):
+            raise ValueError("sizes.json holds no sizes")
+        self.sizes = Counter(sizes)
+        if self.documents.shape[1:] != (3,):
+            raise ValueError("documents.npy lists no documents")
         if len(self.documents) and self.documents[-1, 0] != len(self.shards) - 1:
             raise ValueError("not all tokens are there")
 

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import BeforeValidator, Field, PositiveFloat, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from jaxlm.schema import Count, Section, one_of
+from jaxlm.schema import Count, Positive, Section, one_of
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]
 
@@ -33,7 +33,7 @@ class RMSNorm(Section):
     at 0 (Gemma)."""
 
     kind: Literal["rms"] = "rms"
-    epsilon: PositiveFloat = 1e-5
+    epsilon: Positive = 1e-5
     plus_one: bool = False
 
 
@@ -41,7 +41,7 @@ class LayerNorm(Section):
     """Ba et al. 2016 (arXiv:1607.06450), equations 3 and 4."""
 
     kind: Literal["layer"] = "layer"
-    epsilon: PositiveFloat = 1e-5
+    epsilon: Positive = 1e-5
     bias: bool = True
 
 
@@ -55,9 +55,9 @@ class Llama3Scaling(Section):
     """Stretches the slow rotary frequencies, as Llama 3.1 does to reach 128k tokens (arXiv:2407.21783)."""
 
     kind: Literal["llama3"] = "llama3"
-    factor: PositiveFloat
-    low_frequency_factor: PositiveFloat = 1.0
-    high_frequency_factor: PositiveFloat = 4.0
+    factor: Positive
+    low_frequency_factor: Positive = 1.0
+    high_frequency_factor: Positive = 4.0
     original_context: Count
 
     @model_validator(mode="after")
@@ -71,14 +71,14 @@ class LinearScaling(Section):
     """Stretches all rotary wavelengths by `factor` (Chen et al. 2023, arXiv:2306.15595, section 2.3)."""
 
     kind: Literal["linear"] = "linear"
-    factor: PositiveFloat
+    factor: Positive
 
 
 class RotaryPositions(Section):
     """Rotation of query and key pairs, half-split layout (Su et al. 2021, arXiv:2104.09864)."""
 
     kind: Literal["rotary"] = "rotary"
-    base: PositiveFloat = 10_000.0
+    base: Positive = 10_000.0
     scaling: one_of(Llama3Scaling, LinearScaling) | None = None
 
 
@@ -92,7 +92,7 @@ class SlidingWindow(Section):
 
     size: Count
     global_every: Annotated[int, Field(ge=2, lt=2**31)] | None = None
-    rotary_base: PositiveFloat | None = None
+    rotary_base: Positive | None = None
 
 
 class GroupedQueryAttention(Section):
@@ -110,8 +110,8 @@ class GroupedQueryAttention(Section):
     qk_norm: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
-    scale: PositiveFloat | None = None
-    soft_cap: PositiveFloat | None = None
+    scale: Positive | None = None
+    soft_cap: Positive | None = None
     window: SlidingWindow | None = None
 
 
@@ -145,8 +145,8 @@ class ModelConfig(Section):
     post_norms: bool = False
     tied_embeddings: bool = False
     scale_embeddings: bool = False
-    logit_soft_cap: PositiveFloat | None = None
-    initializer_std: PositiveFloat = 0.02
+    logit_soft_cap: Positive | None = None
+    initializer_std: Positive = 0.02
     kernels: Kernels = "reference"
 
     @model_validator(mode="before")

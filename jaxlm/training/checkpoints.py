@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import math
 import re
 import shutil
 import textwrap
@@ -59,7 +60,7 @@ class Checkpoints:
         self._directory = directory.absolute()
         with first_process_first("cleaning checkpoints"):
             for left in self._directory.glob(_IN_PROGRESS):  # by a process that was killed while saving
-                shutil.rmtree(left)
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
         policies = [
             LatestN(keep),
             BestN(get_metric_fn=lambda metrics: -metrics[_LOSS], n=1, keep_checkpoints_without_metrics=False),
@@ -157,7 +158,7 @@ def resume_from(directory: Path, say: Callable[[str], None]) -> int | None:
     newest = None
     if is_first():
         newest = newest_whole(directory, say)
-        _set_aside_damaged(directory, newest)
+        _set_aside_damaged(directory, newest, say)
     step = broadcast_from_first(nothing if newest is None else newest)
     return None if step == nothing else step
 
@@ -174,7 +175,8 @@ def newest_whole(directory: Path, say: Callable[[str], None]) -> int | None:
 
 def best_whole(directory: Path, say: Callable[[str], None]) -> int | None:
     """The whole step with the lowest held-out loss, or the newest where none was evaluated."""
-    losses = {step: loss for step in _steps(directory) if (loss := held_out_loss(directory, step)) is not None}
+    known = {step: held_out_loss(directory, step) for step in _steps(directory)}
+    losses = {step: loss for step, loss in known.items() if loss is not None and not math.isnan(loss)}
     for step in sorted(losses, key=losses.__getitem__):
         damage = _damage(directory / str(step))
         if damage is None:
@@ -185,10 +187,19 @@ def best_whole(directory: Path, say: Callable[[str], None]) -> int | None:
 
 def held_out_loss(directory: Path, step: int) -> float | None:
     """The held-out loss of a checkpoint, in nats per token; None where it was not measured."""
+    return _loss(directory / str(step))
+
+
+def _loss(folder: Path) -> float | None:
     try:
-        return json.loads(_metrics(directory / str(step)).read_text())[_LOSS]
-    except (OSError, ValueError, KeyError):
+        loss = json.loads(_metrics(folder).read_text())[_LOSS]
+    except (OSError, ValueError, KeyError, TypeError):
         return None
+    return loss if isinstance(loss, int | float) else None
+
+
+def _loss_is_lost(folder: Path) -> bool:
+    return _metrics(folder).exists() and _loss(folder) is None
 
 
 def _metrics(folder: Path) -> Path:
@@ -196,10 +207,14 @@ def _metrics(folder: Path) -> Path:
     return folder / "metrics" / "metrics"
 
 
-def _set_aside_damaged(directory: Path, newest: int | None) -> None:
-    """Move checkpoints newer than the newest whole one to `damaged/`, so that their steps can be written again."""
+def _set_aside_damaged(directory: Path, newest: int | None, say: Callable[[str], None]) -> None:
+    """Move checkpoints newer than the newest whole one to `damaged/`, so that their steps can be written again, and
+    those whose loss Orbax, which compares all of them, could not read."""
     for step in _steps(directory):
-        if newest is None or step > newest:
+        lost = _loss_is_lost(directory / str(step))
+        if newest is None or step > newest or lost:
+            if newest is not None and step < newest:
+                say(f"checkpoint {step} is damaged (its loss cannot be read); it is set aside")
             aside = directory / "damaged" / str(step)
             while aside.exists():
                 aside = aside.with_name(aside.name + "+")
@@ -233,7 +248,7 @@ def _restore(directory: Path, step: int, **items: Any) -> dict[str, Any]:
         try:
             restored = reader.restore((directory / str(step)).absolute(), args=ocp.args.Composite(**wanted))
             return {name: restored[name] for name in items}
-        except ValueError as error:
+        except (ValueError, KeyError) as error:
             why = textwrap.shorten(_ADVICE.split(str(error))[0], _REASON, placeholder=" …")
             raise InputError(
                 f"checkpoint {step} of {directory} does not fit the model ({why}); put [model] back as it was trained"
@@ -241,7 +256,8 @@ def _restore(directory: Path, step: int, **items: Any) -> dict[str, Any]:
 
 
 def _steps(directory: Path) -> list[int]:
-    return [int(p.name) for p in directory.glob("*") if p.name.isdigit()] if directory.is_dir() else []
+    names = [path.name for path in directory.glob("*") if path.is_dir()]
+    return [int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)]
 
 
 def _damage(folder: Path) -> str | None:
@@ -252,6 +268,8 @@ def _damage(folder: Path) -> str | None:
         return "it has no checksums"
     if not expected or not isinstance(expected, dict):
         return "its checksums are none"
+    if _loss_is_lost(folder):
+        return "its loss cannot be read"
     actual = dict(_checksums(folder))
     for name, digest in expected.items():
         if name not in actual:

@@ -2,13 +2,11 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import Field
 
 from jaxlm.models.config import Remat
-from jaxlm.schema import Count, Section, one_of
+from jaxlm.schema import Count, CountFromZero, Fraction, NonNegative, Positive, Section, one_of
 
-LearningRate = Annotated[float, Field(gt=0.0, le=3e38)]  # what float32 has
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -35,8 +33,8 @@ class TrainingConfig(Section):
     remat: Remat = "none"
     scan_layers: bool = True
     dropout: Fraction = 0.0
-    z_loss: NonNegativeFloat = 0.0
-    ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    z_loss: NonNegative = 0.0
+    ema_decay: Annotated[Fraction, Field(gt=0.0)] | None = None
     log_every: Count = 10
     max_skipped_in_a_row: Count = 10
 
@@ -46,7 +44,7 @@ class ScheduleConfig(Section):
     to the peak, `optimizer.learning_rate`, over `warmup_steps`."""
 
     kind: str
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: CountFromZero = 0
 
 
 class CosineSchedule(ScheduleConfig):
@@ -92,8 +90,8 @@ class ParameterGroup(Section):
     """
 
     pattern: str
-    learning_rate_scale: NonNegativeFloat = 1.0
-    weight_decay: NonNegativeFloat | None = None
+    learning_rate_scale: NonNegative = 1.0
+    weight_decay: NonNegative | None = None
 
 
 class OptimizerConfig(Section):
@@ -103,10 +101,10 @@ class OptimizerConfig(Section):
     """
 
     kind: str
-    learning_rate: LearningRate = 3e-4
+    learning_rate: Positive = 3e-4
     schedule: one_of(CosineSchedule, LinearSchedule, WarmupStableDecaySchedule, ConstantSchedule)
-    weight_decay: NonNegativeFloat = 0.1
-    clip_norm: PositiveFloat = 1.0
+    weight_decay: NonNegative = 0.1
+    clip_norm: Positive = 1.0
     groups: tuple[ParameterGroup, ...] = ()
 
 
@@ -116,7 +114,7 @@ class AdamWConfig(OptimizerConfig):
     kind: Literal["adamw"] = "adamw"
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
-    epsilon: PositiveFloat = 1e-8
+    epsilon: Positive = 1e-8
 
 
 class MuonConfig(OptimizerConfig):
@@ -132,11 +130,11 @@ class MuonConfig(OptimizerConfig):
     kind: Literal["muon"] = "muon"
     momentum: Fraction = 0.95
     nesterov: bool = True
-    iterations: Count = 5
-    adam_learning_rate: LearningRate | None = None
+    iterations: Annotated[int, Field(gt=0, le=100)] = 5
+    adam_learning_rate: Positive | None = None
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
-    epsilon: PositiveFloat = 1e-8
+    epsilon: Positive = 1e-8
 
 
 class AdafactorConfig(OptimizerConfig):
@@ -147,10 +145,10 @@ class AdafactorConfig(OptimizerConfig):
     """
 
     kind: Literal["adafactor"] = "adafactor"
-    learning_rate: LearningRate = 1e-2
-    weight_decay: NonNegativeFloat = 0.0
+    learning_rate: Positive = 1e-2
+    weight_decay: NonNegative = 0.0
     decay_exponent: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8
-    update_clip: PositiveFloat = 1.0
+    update_clip: Positive = 1.0
 
 
 class LionConfig(OptimizerConfig):
@@ -158,8 +156,8 @@ class LionConfig(OptimizerConfig):
     below AdamW's, and a weight decay as much above."""
 
     kind: Literal["lion"] = "lion"
-    learning_rate: LearningRate = 1e-4
-    weight_decay: NonNegativeFloat = 0.3
+    learning_rate: Positive = 1e-4
+    weight_decay: NonNegative = 0.3
     beta1: Fraction = 0.9
     beta2: Fraction = 0.99
 
@@ -168,8 +166,8 @@ class SGDConfig(OptimizerConfig):
     """Gradient descent with momentum (Sutskever et al. 2013, equations 1 to 4), `nesterov` looking ahead."""
 
     kind: Literal["sgd"] = "sgd"
-    learning_rate: LearningRate = 0.1
-    weight_decay: NonNegativeFloat = 0.0
+    learning_rate: Positive = 0.1
+    weight_decay: NonNegative = 0.0
     momentum: Fraction = 0.9
     nesterov: bool = False
 
@@ -190,7 +188,7 @@ class RecordsConfig(Section):
     Biases run in this project, and every `norms_every` steps the norms of each layer."""
 
     tensorboard: bool = True
-    wandb_project: str | None = None
+    wandb_project: Annotated[str, Field(min_length=1)] | None = None
     norms_every: Count | None = None
 
 

@@ -114,11 +114,22 @@ class Goodput(NamedTuple):
         return f"goodput {self.share:.1%}: {spent} of {whole}{begun} in training steps{rest}"
 
 
+def starts(path: Path) -> JsonLines:
+    """The file of `Starts`."""
+    return JsonLines(path, _whole)
+
+
+def _whole(row: dict[str, Any]) -> bool:
+    steps, seconds = (row.get("from_step"), row.get("to_step")), row.get("seconds")
+    timed = isinstance(seconds, dict) and all(isinstance(s, int | float) for s in seconds.values())
+    return timed and all(isinstance(step, int) for step in steps)
+
+
 class Starts:
     """A file with a line per start of a run with its seconds by phase, kept up to date while it lasts."""
 
     def __init__(self, path: Path, clock: Clock, step: int):
-        self._file, self._clock = JsonLines(path), clock
+        self._file, self._clock = starts(path), clock
         self._earlier = self._file.rows()
         self._own = {"from_step": step, "to_step": step}
         self._written = 0.0

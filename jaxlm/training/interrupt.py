@@ -4,6 +4,7 @@ import math
 import os
 import select
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,9 +39,9 @@ class StopRequest:
     ends the process at once. Where SIGHUP is ignored, as under nohup, it stays so.
 
     At first there is nothing to save, and the first signal raises Stopped, as does the end of the `hours` that this
-    process may last; where the main thread does not notice for two seconds, `leave(reason)` is called in another
-    thread, and its result is the exit status. Under `noted()` the signal waits to be asked for by `reason`, as do from
-    then on the hours.
+    process may last, once more where it was lost, as in a destructor; where the main thread does not notice for two
+    seconds, `leave(reason)` is called in another thread, and its result is the exit status. Under `noted()` the signal
+    waits to be asked for by `reason`, as do from then on the hours.
     """
 
     def __init__(self, leave: Callable[[int], int], hours: float | None = None):
@@ -67,11 +68,11 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
         os.close(self._write)
-        self._watcher.join()
+        self._watcher.join()  # it sends alarms
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
         os.close(self._read)
 
     @contextmanager
@@ -89,9 +90,8 @@ class StopRequest:
         return self._signal or (OUT_OF_TIME if process_age() + ahead_s > self._limit_s else 0)
 
     def _notice(self, number: int, _: FrameType | None) -> None:
-        self._signal = self._signal or number
-        first, self._noticed = not self._noticed, True
-        if first and not self._noting:
+        self._signal, self._noticed = self._signal or number, True
+        if not self._noting and not _stopping():
             raise Stopped(self._signal)
 
     def _watch(self) -> None:
@@ -105,8 +105,20 @@ class StopRequest:
                     if asked and number not in _REPEATED:
                         os._exit(128 + number)
                     asked = self._signal = asked or number
-            elif not self._noting and not self._noticed:
-                os._exit(self._leave(asked))
+            elif not self._noting:
+                if not self._noticed:
+                    os._exit(self._leave(asked))
+                # Whatever calls destructors drops what they raise.
+                self._noticed = False
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+
+
+def _stopping() -> bool:
+    """Whether Stopped is on its way through the main thread."""
+    error = sys.exc_info()[1]
+    while error is not None and not isinstance(error, Stopped):
+        error = error.__context__
+    return error is not None
 
 
 def named(reason: int) -> str | None:

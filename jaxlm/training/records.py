@@ -1,7 +1,7 @@
 """What a run writes down: lines of JSON, and a picture of their losses."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +9,30 @@ from jaxlm.distributed import is_first
 from jaxlm.files import replace
 
 
-class JsonLines:
-    """A file of one JSON object per line; whole lines survive a killed process."""
+def of_a_step(row: dict[str, Any]) -> bool:
+    """Whether a line says of which step it is."""
+    return isinstance(row.get("step"), int)
 
-    def __init__(self, path: Path):
-        self.path = path
+
+class JsonLines:
+    """A file of one JSON object per line, each of which is `whole`; whole lines survive a killed process."""
+
+    def __init__(self, path: Path, whole: Callable[[dict[str, Any]], bool] = of_a_step):
+        self.path, self._whole = path, whole
 
     def rows(self) -> list[dict[str, Any]]:
-        """All whole lines."""
+        """All lines up to the first that is not whole, as where the process was killed while it wrote."""
         if not self.path.exists():
             return []
         rows = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        for line in self.path.read_bytes().splitlines():
             try:
-                rows.append(json.loads(line))
+                row = json.loads(line)
             except ValueError:
-                break  # the process was killed while writing this one
+                break
+            if not isinstance(row, dict) or not self._whole(row):
+                break
+            rows.append(row)
         return rows
 
     def cut_after(self, step: int) -> None:
@@ -51,9 +59,9 @@ def plot_losses(metrics: list[dict], evaluations: list[dict], path: Path) -> Non
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot([m["step"] for m in metrics], [m["loss"] for m in metrics], lw=1, label="training batch")
+    axes.plot([m["step"] for m in metrics], [m.get("loss") for m in metrics], lw=1, label="training batch")
     if evaluations:
-        axes.plot([e["step"] for e in evaluations], [e["loss"] for e in evaluations], "o-", label="held out")
+        axes.plot([e["step"] for e in evaluations], [e.get("loss") for e in evaluations], "o-", label="held out")
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)

@@ -43,6 +43,7 @@ def place(tmp_path, monkeypatch):
     """A working directory with good and bad files; a cache would be made in it."""
     (tmp_path / "good.toml").write_text(CONFIG)
     (tmp_path / "broken.toml").write_text("[model\n")
+    (tmp_path / "deep.toml").write_text("x = " + "[" * 5000)
     (tmp_path / "text.txt").write_text("some words to learn from\n" * 100)
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 100)
     (tmp_path / "empty.txt").touch()
@@ -73,7 +74,11 @@ def measured(place):
 
 
 def files(place: Path) -> dict:
-    return {str(path): path.read_bytes() if path.is_file() else None for path in place.rglob("*")}
+    """All but what was counted of a text before it was refused, which serves whoever suffers it, or mends others."""
+    cache = place / "cache"
+    kept = [cache, cache / "jaxlm", *(cache / "jaxlm" / name for name in ("locks", "surveys"))]
+    found = (path for path in place.rglob("*") if path not in kept and path.parent not in kept[2:])
+    return {str(path): path.read_bytes() if path.is_file() else None for path in found}
 
 
 def check(status: int, out: str, error: str, says: list[str]) -> None:
@@ -90,6 +95,7 @@ ARGUMENTS = {
     "unknown option": ("train good.toml --outt x", ["--outt", "--help"]),
     "config without a name": ("train ''", ["CONFIG", "'' is no path"]),
     "out without a name": ("train good.toml --out ''", ["--out", "'' is no path"]),
+    "out that is not UTF-8": ("train good.toml --out w\udce9", ["--out", "not UTF-8"]),
     "out in a bucket": ("train good.toml --out gs://bucket/run", ["--out", "'gs://bucket/run'", "mount"]),
     "picture without a name": ("plan good.toml --on h200-sxm --plot ''", ["--plot", "'' is no path"]),
     "no run": ("eval", ["RUN"]),
@@ -105,6 +111,34 @@ ARGUMENTS = {
 CONFIGURATIONS = {
     "missing config": ("train missing.toml", ["missing.toml"]),
     "config that is not TOML": ("train broken.toml", ["broken.toml", "not TOML"]),
+    "config of too many brackets": ("train deep.toml", ["deep.toml", "too many brackets"]),
+    "override of too many brackets": (f"train good.toml training.steps={'[' * 3000}", ["training.steps", "brackets"]),
+    "override that is not UTF-8": ("train good.toml data.text=caf\udce9.txt", ["not UTF-8"]),
+    "two overrides in one": ("plan good.toml --on h200-sxm 'training.steps=5\ntraining.batch=9'", ["by itself"]),
+    "batch whose divisors are many to try": (
+        "train good.toml training.batch=2147483646 training.microbatches=4",
+        ["training.batch = 2147483646", "1, 2, 3, 6, 7, 9"],
+    ),
+    "average that is all of the past": (
+        "train good.toml optimizer.beta1=0.99999999999",
+        ["optimizer.beta1", "1 in float32", "0.9999999"],
+    ),
+    "number that float32 does not hold": ("train good.toml model.attention.scale=1e308", ["scale: 1e+308", "3.4e38"]),
+    "number that float32 takes for nothing": (
+        "train good.toml model.norm.epsilon=1e-46",
+        ["epsilon: 1e-46", "1.2e-38"],
+    ),
+    "warmup that no run would end": ("train good.toml optimizer.schedule.warmup_steps=2147483648", ["warmup_steps"]),
+    "iterations that no compiler would end": (
+        "train good.toml optimizer.kind=muon optimizer.iterations=1000000",
+        ["optimizer.iterations", "100"],
+    ),
+    "cache without a name": ("train good.toml data.cache=", ["data.cache", "at least 1 character"]),
+    "source without a field": (
+        """train good.toml 'data.sources={a={text="text.txt", field=""}}'""",
+        ["data.sources.a.field", "at least 1 character"],
+    ),
+    "project without a name": ("train good.toml records.wandb_project=", ["records.wandb_project", "at least 1"]),
     "config that is a directory": ("train foreign", ["foreign"]),
     "unknown key": ("train good.toml training.step=3", ["training.step", "training.steps"]),
     "no override": ("train good.toml steps", ["'steps'", "key=value"]),
@@ -141,6 +175,9 @@ DATA = {
     "lines instead of a path": ("train good.toml 'data.text=To be,\nor not to be'", ["data.text"]),
     "missing tokenizer": ("train good.toml data.tokenizer=none.json", ["data.tokenizer", "none.json"]),
     "broken tokenizer": ("train good.toml data.tokenizer=garbage.json", ["data.tokenizer", "garbage.json"]),
+    "cache of nobody": ("train good.toml data.cache=~nobody-there", ["data.cache", "'~nobody-there'", "no path"]),
+    "cache of no name": ("""train good.toml 'data.cache="\\u0000"'""", ["data.cache", "no path"]),
+    "tokenizer of nobody": ("train good.toml data.tokenizer=~nobody-there/t.json", ["data.tokenizer", "no path"]),
     "cache that is a file": ("train good.toml data.cache=text.txt", ["data.cache", "text.txt"]),
     "text that is not UTF-8": ("train good.toml data.text=latin.txt", ["data.text", "latin.txt", "UTF-8"]),
     "empty text": ("train good.toml data.text=empty.txt", ["data.text", "empty.txt", "empty"]),
@@ -300,6 +337,14 @@ def test_a_process_with_bad_input_ends_with_status_2(case, place):
 def test_json_does_not_change_how_bad_input_is_refused(place, capsys):
     arguments, says = CONFIGURATIONS["unknown key"]
     check(main([*shlex.split(arguments), "--json"]), *capsys.readouterr(), says)
+
+
+def test_a_mesh_larger_than_any_cpu_begins_no_run(place, measured, monkeypatch, capsys):
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
+    assert main(["train", "good.toml", "mesh.data=100000", "training.batch=100000"]) == 2
+    printed = capsys.readouterr()
+    assert "the mesh needs 100000 devices of this CPU, and at most 1024" in printed.err.splitlines()[-1]
+    assert not (place / "runs").exists()
 
 
 def test_a_mesh_larger_than_the_machine_begins_no_run(place, measured, capsys):

@@ -8,6 +8,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import vocabularies
 
@@ -284,6 +285,21 @@ def test_a_damaged_cache_is_refused_with_what_to_remove(describe, tmp_path):
                 load()
             shutil.rmtree(str(error.value).split()[1])
             assert load() == whole and path.exists()
+
+
+@pytest.mark.parametrize("sizes", ["[]", '{"predicted_bytes": "x"}'])
+def test_sizes_that_are_none_are_refused(describe, tmp_path, sizes):
+    (source,) = prepare(describe(), VOCABULARY).sources.values()
+    (source.train.directory / "sizes.json").write_text(sizes)
+    with pytest.raises(InputError, match="is damaged"):
+        prepare(describe(), VOCABULARY)
+
+
+def test_a_list_of_no_documents_is_refused(describe, tmp_path):
+    (source,) = prepare(describe(), VOCABULARY).sources.values()
+    np.save(source.train.directory / "documents.npy", np.zeros(7, np.int64))
+    with pytest.raises(InputError, match="is damaged"):
+        prepare(describe(), VOCABULARY)
 
 
 def test_what_a_killed_process_leaves_is_removed(describe, tmp_path):

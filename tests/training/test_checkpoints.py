@@ -171,6 +171,30 @@ def test_damaged_checkpoints_are_set_aside_not_lost_and_their_steps_written_agai
     chex.assert_trees_all_equal(jax.device_get(checkpoints.restore_state(tmp_path, 2, like(mesh))), states[2])
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"{}", b"3", b"null", b'{"held_out_loss": "x"}'])
+def test_a_loss_that_cannot_be_read_costs_its_own_checkpoint_alone(tmp_path, content):
+    """Orbax compares all of them, and would not begin."""
+    states = trained(tmp_path, [1.0, 2.0], keep=2)
+    (tmp_path / "1" / "metrics" / "metrics").write_bytes(content)
+    (tmp_path / "007").mkdir()
+    said: list[str] = []
+    assert checkpoints.best_whole(tmp_path, said.append) == 2 and not said
+    assert checkpoints.resume_from(tmp_path, said.append) == 2
+    assert said == ["checkpoint 1 is damaged (its loss cannot be read); it is set aside"]
+    (tmp_path / "007").rmdir()
+    state = jax.tree.map(np.copy, states[2])
+    with Checkpoints(tmp_path, 2) as saved:
+        saved.save(state._replace(step=np.int32(3)), 3.0)
+    assert steps_in(tmp_path) == [2, 3] and (tmp_path / "damaged" / "1").is_dir()
+
+
+def test_an_average_that_is_not_there_is_refused_in_one_line(tmp_path):
+    trained(tmp_path, [None])
+    parameters = like(sharding.make_mesh()).parameters
+    with pytest.raises(InputError, match="checkpoint 1 of .* does not fit the model .*average"):
+        checkpoints.restore_parameters(tmp_path, 1, parameters, average=True)
+
+
 def test_what_a_killed_process_left_half_written_is_no_checkpoint(tmp_path):
     trained(tmp_path, [None])
     half = tmp_path / "2.orbax-checkpoint-tmp"

@@ -5,6 +5,7 @@ import pytest
 from jaxlm.errors import InputError
 from jaxlm.training import sinks
 from jaxlm.training.config import RecordsConfig
+from jaxlm.training.goodput import starts, summary
 from jaxlm.training.paths import RunPaths
 from jaxlm.training.recorder import Recorder
 
@@ -93,3 +94,21 @@ def test_a_package_that_is_not_here_is_named(monkeypatch):
     sinks.check_installed(None)
     with pytest.raises(InputError, match=r"pip install 'jaxlm\[wandb\]'"):
         sinks.check_installed("project")
+
+
+@pytest.mark.parametrize("line", [b"\xff", b"3", b"{}", b"null", b"[1]", b'{"step": "x"}', b'{"step": 3'])
+def test_a_line_that_is_not_whole_ends_a_file(tmp_path, line):
+    record(tmp_path, 0, [1, 2], ONLY_FILES)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(line + b"\n")
+    record(tmp_path, 2, [3], ONLY_FILES)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("line", [b"3", b"{}", b'{"seconds": 3, "from_step": 0, "to_step": 1}'])
+def test_a_start_that_is_not_whole_counts_for_nothing(tmp_path, line):
+    path = tmp_path / "goodput.jsonl"
+    whole = b'{"seconds": {"device": 3.0}, "from_step": 0, "to_step": 1}\n'
+    path.write_bytes(whole + line + b"\n")
+    assert summary(starts(path).rows()).seconds == {"training": 3.0}

@@ -17,9 +17,14 @@ _SMALL = 0.01
 def say_counted(counted: "Counted") -> str:
     """One line, before the first step."""
     said = f"counted: {counted.flops.model:.3g} model FLOPs a step, {memory(counted.memory.total)} on each device"
-    if counted.time is None:
-        return said
-    return f"{said}, {seconds(counted.time.lower_bound)} to {seconds(counted.time.upper_bound)} a step"
+    if counted.time is not None:
+        said += f", {seconds(counted.time.lower_bound)} to {seconds(counted.time.upper_bound)} a step"
+    if counted.capacity is not None and counted.memory.total > counted.capacity:
+        said += (
+            f"; a device has {memory(counted.capacity)}, and may run out of it: lower training.batch, or raise "
+            "training.microbatches"
+        )
+    return said
 
 
 def say_replicated(work: "Workload") -> str | None:

@@ -36,6 +36,12 @@ class Counted:
             return None
 
     @property
+    def capacity(self) -> int | None:
+        """Bytes that one device has, also one of several that share a machine; None where that is unknown."""
+        chip = self.target and self.target.chip
+        return chip and min(chip.device_capacity(), chip.memory_bytes // chip.devices_per_chip)
+
+    @property
     def napkin(self) -> Napkin:
         return napkin(self.work, self.target)
 

@@ -1,9 +1,12 @@
 """The rungs of a run hold together: what was counted before it, what was measured, and the gap between."""
 
+import dataclasses
+
 import pytest
 import tiny
 
 from jaxlm import sharding
+from jaxlm.cli.ladder import say_counted
 from jaxlm.costs.hardware import calibration
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import plan
@@ -33,6 +36,17 @@ def test_what_is_counted_is_that_of_the_workload(on_this_machine):
     peak = on_this_machine.target.chip.peak("float32")
     assert on_this_machine.mfu(2.0) == pytest.approx(flops(WORK).model / (2.0 * peak))
     assert on_this_machine.napkin.step_s == pytest.approx(flops(WORK).napkin / peak)
+
+
+def test_more_memory_than_there_is_is_said_before_the_first_step(on_this_machine):
+    """Emulated devices share it."""
+    chip = on_this_machine.target.chip
+    assert on_this_machine.capacity == chip.memory_bytes
+    assert counted(WORK, sharding.make_mesh(2, 2, 2)).capacity == chip.memory_bytes // 8
+    assert "may run out" not in say_counted(on_this_machine)
+    small = chip.model_copy(update={"memory_bytes": on_this_machine.memory.total - 1})
+    too_small = dataclasses.replace(on_this_machine, target=Target(small, (1, 1)))
+    assert "may run out of it: lower training.batch" in say_counted(too_small)
 
 
 def test_the_gap_is_whole(on_this_machine):

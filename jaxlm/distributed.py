@@ -226,7 +226,7 @@ def _say_why(error: Exception) -> None:
     goes_on = "started again, all of them, the run goes on from its newest checkpoint"
     native = str(error).partition("\n")[0][:200] if isinstance(error, jax.errors.JaxRuntimeError) else ""
     if line := in_one_line(error):
-        print(f"{who}: {line}" + f"; {goes_on}" * bool(native), file=sys.stderr)
+        print(f"{who}: {line}; {goes_on}" if native else f"{who}: {line}", file=sys.stderr)
     elif _LOST.search(native):
         print(f"{who} lost another one ({native}); {goes_on}", file=sys.stderr)
     else:

@@ -1,9 +1,18 @@
 """What ends a command with one line and without a traceback."""
 
 import errno
+import re
+import unicodedata
 
 _LONGEST = 2000  # characters of a message
-_IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
+# What to do where the system refuses.
+_ADVICE = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room"),
+    **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST), "remove what is in the way, or choose another place"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "allow it, or choose another place"),
+}
+# What XLA says where an array has no room, but not that a kernel has none.
+_NO_ROOM = re.compile(r"RESOURCE_EXHAUSTED(?!.*(?:vmem|smem|shared memory)).*(?:out of memory|allocat)", re.IGNORECASE)
 
 
 class InputError(ValueError):
@@ -31,19 +40,17 @@ def _one_line(message: str) -> str:
     line = " ".join(message.split())
     if len(line) > _LONGEST:
         line = f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 2 :]}"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in line)
+    return "".join(c.encode("unicode_escape").decode() if unicodedata.category(c) in ("Cc", "Cs") else c for c in line)
 
 
 def in_one_line(error: Exception) -> str | None:
-    """What to say of an error in place of its traceback: of the two above, of a full disk, of what is in the way of a
-    file, and of too little memory; None of any other."""
+    """What to say of an error in place of its traceback: of the two above, of a disk that is full or refuses, and of
+    too little memory; None of any other."""
     if isinstance(error, InputError | RunFailed):
         return str(error)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{error.strerror}: {error.filename or 'what was to be written'}; make room"
-    if isinstance(error, OSError) and error.errno in _IN_THE_WAY and error.filename:
-        return f"{error.filename}: {error.strerror}; remove what is in the way, or choose another place"
-    if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in (said := str(error).partition("\n")[0]):
+    if isinstance(error, OSError) and error.errno in _ADVICE:
+        return _one_line(f"{error.strerror}: {error.filename or 'what was to be written'}; {_ADVICE[error.errno]}")
+    if type(error).__name__ == "JaxRuntimeError" and _NO_ROOM.search(said := str(error).partition("\n")[0]):
         return _one_line(
             f"out of memory ({said[:200]}); lower training.batch or training.sequence, or use more devices or, "
             "to train, more training.microbatches"

@@ -11,7 +11,7 @@ from jaxlm.data.dataset import Dataset
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.distributed import is_first
 from jaxlm.errors import InputError
-from jaxlm.files import leftovers, lock, replace, unwritable
+from jaxlm.files import leftovers, lock, replace, replacing, unwritable
 from jaxlm.schema import changed
 from jaxlm.training.paths import RunPaths
 
@@ -112,6 +112,7 @@ class Run:
         elif not self.paths.config.exists():
             raise InputError(f"{self.paths} is not there for every process; choose an --out that all share")
         if not self.paths.config.exists():
+            self._save_tokenizer(dataset)
             self.paths.data.write_text(json.dumps({"digest": dataset.digest, "held_out_bytes": dataset.held_out_bytes}))
         elif self.digest() != dataset.digest:
             raise InputError(
@@ -120,8 +121,12 @@ class Run:
             )
         if is_first():
             if not self.paths.tokenizer.is_file():
-                dataset.tokenizer.save(self.paths.tokenizer)
+                self._save_tokenizer(dataset)
             replace(self.paths.config, experiment.to_toml())
+
+    def _save_tokenizer(self, dataset: Dataset) -> None:
+        with replacing(self.paths.tokenizer) as partial:
+            dataset.tokenizer.save(partial)
 
     def digest(self) -> str:
         """Identity of the data it was begun with. Raises InputError where that is not recorded."""

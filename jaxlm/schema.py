@@ -18,7 +18,7 @@ def _held(value: float) -> float:
 
 
 def _below_one(value: float) -> float:
-    if value > 1 - 2.0**-25:
+    if value >= 1 - 2.0**-25:
         raise ValueError(f"{value!r} is 1 in float32; give at most 0.9999999")
     return value
 

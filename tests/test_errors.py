@@ -10,14 +10,14 @@ from jaxlm.errors import InputError, in_one_line
 def test_what_a_message_quotes_keeps_it_one_line_that_can_be_read():
     said = str(InputError("a\n  b\0\x1b[31m " + "[" * 5000 + " c"))
     assert said.startswith("a b\\x00\\x1b[31m [[") and said.endswith("[[ c") and len(said) < 2100 and said.isprintable()
-    assert str(InputError("größer als 0")) == "größer als 0"
+    assert str(InputError("größer als 0, नमस्‍ते")) == "größer als 0, नमस्‍ते"
 
 
 @pytest.mark.parametrize("number", [errno.EISDIR, errno.ENOTDIR, errno.EACCES])
 def test_what_is_in_the_way_of_a_file_is_named(number):
-    said = in_one_line(OSError(number, "what the system says", "run/loss.png"))
-    assert said.startswith("run/loss.png: what the system says; ")
-    assert in_one_line(OSError(number, "nobody knows where")) is None
+    said = in_one_line(OSError(number, "what the system says", "run/lo\nss.png"))
+    assert said.startswith("what the system says: run/lo ss.png; ")
+    assert in_one_line(OSError(errno.EIO, "of the disk itself", "loss.png")) is None
 
 
 def test_too_little_memory_says_what_to_lower():
@@ -25,4 +25,5 @@ def test_too_little_memory_says_what_to_lower():
 
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 67840000000 bytes.\nmore")
     assert "out of memory (RESOURCE_EXHAUSTED: " in in_one_line(error) and "training.batch" in in_one_line(error)
-    assert in_one_line(jax.errors.JaxRuntimeError("INTERNAL: something")) is None
+    for other in ("INTERNAL: something", "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem"):
+        assert in_one_line(jax.errors.JaxRuntimeError(other)) is None

@@ -45,9 +45,15 @@ def test_a_tokenizer_that_was_lost_is_put_back(tmp_path):
     dataset = SimpleNamespace(tokenizer=bytes_tokenizer(), digest="of no data", held_out_bytes=1)
     run = Run(tmp_path / "run")
     run.open(experiment, dataset)
+    whole = run.paths.tokenizer.read_text()
     run.paths.tokenizer.unlink()
     run.open(experiment, dataset)
-    assert run.paths.tokenizer.is_file()
+    assert run.paths.tokenizer.read_text() == whole
+    begun = Run(tmp_path / "begun")
+    begun.paths.directory.mkdir()
+    begun.paths.tokenizer.write_text('{"torn')
+    begun.open(experiment, dataset)
+    assert begun.paths.tokenizer.read_text() == whole
 
 
 def test_what_a_killed_process_was_writing_is_removed(tmp_path):

@@ -5,7 +5,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from jaxlm.data import formats, tokenizers
 from jaxlm.data.cache import reading, writing
 from jaxlm.data.config import HUGGING_FACE, DataConfig, expanded
-from jaxlm.data.sources import Source, find_sources
+from jaxlm.data.sources import Changed, Source, find_sources
 from jaxlm.data.store import TokenStore
 from jaxlm.data.survey import Losses, Progress, Survey, survey
 from jaxlm.data.tokenizer_training import TRAINING_BYTES, train_bpe, train_characters
@@ -190,7 +190,9 @@ class _Cache:
         if source.name not in self._surveys:
             notes = self._notes(source)
             waiting = partial(self._say, f"another jaxlm reads {source.name}; waiting for it")
-            with writing(self._data.cache), locked(self._folder / "locks" / notes.name, waiting) as alone:
+            with ExitStack() as until:
+                with writing(self._data.cache):
+                    alone = until.enter_context(locked(self._folder / "locks" / notes.name, waiting))
                 self._surveys[source.name] = survey(
                     source,
                     self._data.held_out,
@@ -208,10 +210,10 @@ class _Cache:
 
     @contextmanager
     def _as_surveyed(self, *sources: Source) -> Iterator[None]:
-        """A block that reads sources again: where they turn out to be others, their surveys are to be made anew."""
+        """A block that reads sources again: where they turn out to be others, they are to be counted anew."""
         try:
             yield
-        except InputError:
+        except Changed:
             for source in sources:
                 self._notes(source).unlink(missing_ok=True)
             raise

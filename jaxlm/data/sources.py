@@ -21,6 +21,10 @@ _NOT_STANDARD_LIBRARY = {
 }  # fmt: skip
 
 
+class Changed(InputError):
+    """Text that is no longer what it was."""
+
+
 class Source(NamedTuple):
     """One text: its name, the key that configures it, its files, each with its size and time (ns) when it was found,
     the field of their records that holds the text, how many documents to take if not all, and its share of the rows of
@@ -39,11 +43,11 @@ class Source(NamedTuple):
         return {"field": self.field, "documents": self.documents, "files": files}
 
     def check(self) -> None:
-        """Raises InputError where a file is no longer the one that was found: what was read of it must not be kept
+        """Raises Changed where a file is no longer the one that was found: what was read of it must not be kept
         under its name."""
         changed = next((path for path, stamp in self.files.items() if _stamp(path) != stamp), None)
         if changed is not None:
-            raise InputError(f"{self.key}: {changed} changed while it was read; start again")
+            raise Changed(f"{self.key}: {changed} changed while it was read; start again")
 
 
 def find_sources(data: DataConfig, say: Callable[[str], None]) -> list[Source]:

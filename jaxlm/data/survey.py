@@ -3,16 +3,17 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
-from itertools import chain
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 from jaxlm.data import formats
+from jaxlm.data.cache import writing
 from jaxlm.data.formats import Broken, Part
 from jaxlm.data.parallel import in_order
-from jaxlm.data.sources import Source
+from jaxlm.data.sources import Changed, Source
 from jaxlm.errors import InputError
 
 _NAMED = 3  # broken documents that are named
@@ -46,7 +47,7 @@ def share(text: str) -> float:
 
 
 def documents(part: Part) -> Iterator[str]:
-    """The documents of a part of a survey. Raises InputError where they are fewer than the survey found."""
+    """The documents of a part of a survey. Raises Changed where they are fewer than the survey found."""
     left = part.documents
     for item in formats.read(part):
         if isinstance(item, str):
@@ -55,7 +56,7 @@ def documents(part: Part) -> Iterator[str]:
     if left:
         files = dict.fromkeys(piece.path for piece in part.slices)
         others = f", or one of {len(files) - 1} files read with it," if len(files) > 1 else ""
-        raise InputError(f"{next(iter(files))}{others} changed while it was read; start again")
+        raise Changed(f"{next(iter(files))}{others} changed while it was read; start again")
 
 
 class Losses(NamedTuple):
@@ -167,38 +168,48 @@ def survey(
 
 @contextmanager
 def _tallied(parts: Sequence[Part], split: Split, notes: Path | None) -> Iterator[Iterator[_Tally]]:
-    """Of each part its tally, in their order: a line each of the notes, which grow by those that are not there yet."""
+    """Of each part its tally, in their order. The notes have a line for each, of what is whole its tally; they grow by
+    those that are not there yet."""
     known = _noted(notes)[: len(parts)] if notes else []
-    counted = in_order(partial(_tally, split=split), parts[len(known) :])
+    missing = [part for part, tally in zip_longest(parts, known) if tally is None]
+    counted = in_order(partial(_tally, split=split), missing)
 
-    def noting() -> Iterator[_Tally]:
-        with notes.open("a") if notes else nullcontext() as file:
-            for tally in counted:
-                if file:
-                    print(json.dumps(tally), file=file, flush=True)
-                yield tally
+    def tallies() -> Iterator[_Tally]:
+        for i in range(len(parts)):
+            tally = known[i] if i < len(known) and known[i] else next(counted)
+            if notes and i >= len(known):
+                # Why it is broken may end, and leave the file as old and as long as it was.
+                line = json.dumps(None if tally.broken else tally)
+                with writing(notes), notes.open("a") as file:
+                    file.write(line + "\n")
+            yield tally
 
-    following = noting()
+    following = tallies()
     try:
-        yield chain(known, following)
+        yield following
     finally:
         following.close()
         counted.close()
 
 
-def _noted(notes: Path) -> list[_Tally]:
+def _noted(notes: Path) -> list[_Tally | None]:
     """The lines of a file that are whole; what follows is cut off, as of a process that was killed while it wrote."""
     known, size = [], 0
-    notes.parent.mkdir(parents=True, exist_ok=True)
-    with notes.open("a+b") as file:
-        file.seek(0)
-        for line in file:
-            try:
-                known.append(_Tally(*json.loads(line)))
-            except (ValueError, TypeError):
-                break
-            size += len(line)
-        file.truncate(size)
+    with writing(notes):
+        notes.parent.mkdir(parents=True, exist_ok=True)
+        with notes.open("a+b") as file:
+            file.seek(0)
+            for line in file:
+                try:
+                    tally = json.loads(line)
+                except ValueError:
+                    break
+                whole = isinstance(tally, list) and len(tally) == len(_Tally._fields)
+                if not line.endswith(b"\n") or not (whole or tally is None):
+                    break
+                known.append(_Tally(*tally) if tally else None)
+                size += len(line)
+            file.truncate(size)
     return known
 
 

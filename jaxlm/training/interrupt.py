@@ -4,8 +4,8 @@ import math
 import os
 import select
 import signal
-import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -48,7 +48,8 @@ class StopRequest:
         if hours is not None and not (hours > 0 and math.isfinite(hours)):
             raise InputError(f"--max-hours {hours:g} is no time to train in; give a finite number above 0")
         self._leave, self._limit_s = leave, math.inf if hours is None else hours * 3600
-        self._signal, self._noting, self._noticed = 0, False, False
+        self._signal, self._noting, self._noticed, self._heard = 0, False, False, False
+        self._raised: weakref.ref[Stopped] | None = None
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -67,6 +68,7 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._noting = True
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.set_wakeup_fd(self._wakeup_before)
         os.close(self._write)
@@ -90,9 +92,20 @@ class StopRequest:
         return self._signal or (OUT_OF_TIME if process_age() + ahead_s > self._limit_s else 0)
 
     def _notice(self, number: int, _: FrameType | None) -> None:
+        first, self._heard = not self._heard, True
         self._signal, self._noticed = self._signal or number, True
-        if not self._noting and not _stopping():
-            raise Stopped(self._signal)
+        if not self._noting and (first or self._lost()):
+            stopped = Stopped(self._signal)
+            self._raised = weakref.ref(stopped)
+            try:
+                raise stopped
+            finally:
+                del stopped  # or this frame, which it holds, would hold it
+
+    def _lost(self) -> bool:
+        """Whether Stopped was dropped by who called a destructor: it is no longer on its way, and the context has not
+        ended."""
+        return self._raised is not None and self._raised() is None
 
     def _watch(self) -> None:
         asked = 0
@@ -105,20 +118,11 @@ class StopRequest:
                     if asked and number not in _REPEATED:
                         os._exit(128 + number)
                     asked = self._signal = asked or number
-            elif not self._noting:
-                if not self._noticed:
-                    os._exit(self._leave(asked))
-                # Whatever calls destructors drops what they raise.
+            elif not self._noting and not self._noticed:
+                os._exit(self._leave(asked))
+            elif not self._noting and self._lost():
                 self._noticed = False
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
-
-
-def _stopping() -> bool:
-    """Whether Stopped is on its way through the main thread."""
-    error = sys.exc_info()[1]
-    while error is not None and not isinstance(error, Stopped):
-        error = error.__context__
-    return error is not None
 
 
 def named(reason: int) -> str | None:

@@ -139,8 +139,8 @@ class Ring(NamedTuple):
         behind: Callable[[jax.Array, Callable[[], None]], None] | None = None,
     ) -> None:
         """Fetch `sources(step)` of each part, its own and of the rings `beside` it, for all steps; what the fetching
-        warpgroup does. behind(step, fetch_next) is called once the step `stages` later has been fetched, and has to
-        call fetch_next."""
+        warpgroup does. behind(step, fetch_next) is called once some steps more have been fetched, as many as there are
+        places, and has to call fetch_next; those who compute may wait for it three steps later."""
 
         def fetch(step: jax.Array) -> None:
             coming = sources(step)
@@ -152,7 +152,8 @@ class Ring(NamedTuple):
                     for name in members:
                         warpgroup.fetch(coming[name], ref[f"{name}_ring"].at[slot], ref[f"{group}_ready"].at[slot])
 
-        ahead = self.stages + 1
+        # A place beside is left in a step that begins only when what was behind the step three before is done.
+        ahead = 1 + min([self.stages, *(ring.stages + 2 for ring in beside if ring.parts)])
 
         def both(step: jax.Array) -> None:
             fetch_next = functools.partial(pl.when(step < steps), lambda: fetch(step))

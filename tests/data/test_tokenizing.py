@@ -1,3 +1,4 @@
+import errno
 import os
 import signal
 import subprocess
@@ -289,6 +290,35 @@ def test_a_survey_serves_other_tokenizers(describe, in_parts, tallied):
     assert len(tallied) == parts
     prepare(describe(held_out=0.2), VOCABULARY)
     assert len(tallied) == 2 * parts
+
+
+def test_what_could_not_be_read_is_read_again(describe, tmp_path, in_parts, tallied, monkeypatch):
+    """A moment later it may be, and be as old and as long as before."""
+    allowed: list[bool] = []
+
+    def refuse(path, *arguments):
+        if str(path).endswith("b.jsonl") and not allowed:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return open(path, *arguments)
+
+    write(tmp_path / "b.jsonl", TEXTS[:100])
+    monkeypatch.setattr(formats, "open", refuse, raising=False)
+    with pytest.raises(InputError, match="cannot be read"):
+        prepare(describe(text=str(tmp_path / "*.jsonl")), VOCABULARY)
+    before = len(tallied)
+    allowed.append(True)
+    assert prepare(describe(text=str(tmp_path / "*.jsonl")), VOCABULARY).sources
+    assert 0 < len(tallied) - before < before
+
+
+def test_a_survey_that_was_refused_serves_who_suffers_it(describe, tmp_path, in_parts, tallied):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(path.read_bytes() + b"broken\n" * 5)
+    with pytest.raises(InputError, match="max_broken"):
+        prepare(describe(), VOCABULARY)
+    parts = len(tallied)
+    assert prepare(describe(max_broken=0.1), VOCABULARY).sources
+    assert len(tallied) - parts < parts
 
 
 def test_a_survey_of_what_was_there_before_is_forgotten(describe, tmp_path, in_parts, tallied):

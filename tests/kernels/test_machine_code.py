@@ -80,6 +80,34 @@ def test_attention_of_every_width(widths, stages, monkeypatch):
     chex.assert_trees_all_equal(results("mosaic_gpu", *operands), made)  # copies come at once now
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rows, stages", [(1, 4), (448, 3)])
+def test_a_bias_may_have_fewer_places_than_queries(rows, stages, monkeypatch):
+    """One, and the step that waits for it waits for gradients that are sent between two copies."""
+    shapes = [(1, 448, 1, width) for width in (128, 128, 64)] + [(1, 1, rows, 448)]
+    *operands, bias = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradients(implementation, *operands):
+        def attend(*operands):
+            return flash_attention(*operands, visible=causal(448), bias=bias, implementation=implementation)
+
+        out, pull_back = jax.vjp(attend, *operands)
+        return pull_back(jnp.ones_like(out))
+
+    expected = gradients("reference", *(x.astype(jnp.float32) for x in operands))
+    made = []
+    plain = ring.Ring.of.__func__
+    monkeypatch.setattr(ring.Ring, "of", classmethod(lambda *a, **o: made.append(plain(*a, **o)) or made[-1]))
+    emulated.on("H100", monkeypatch)
+    results = gradients("mosaic_gpu", *operands)
+    assert made[-1].stages == stages
+    for got, want in zip(results, expected, strict=True):
+        # Weights and their gradients are rounded to bfloat16 before they are multiplied.
+        np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=2e-2, atol=2e-2 * float(jnp.abs(want).max()))
+    chex.assert_trees_all_equal(gradients("mosaic_gpu", *operands), results)  # copies come at once now
+
+
 def test_a_load_without_its_mask_is_found(monkeypatch):
     """Interpreted it would be none: there what is beyond an array reads as something. JAX 0.12 masks blocks itself."""
     emulated.on("A100", monkeypatch)

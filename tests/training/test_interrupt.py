@@ -8,27 +8,35 @@ import pytest
 from jaxlm.training import interrupt
 from jaxlm.training.interrupt import Stopped, StopRequest
 
+SOON_S = 0.5
+
 
 def nobody(reason):
     raise AssertionError("the main thread was there")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(interrupt, "_NOTICE_S", 0.2)
+    monkeypatch.setattr(interrupt, "_NOTICE_S", SOON_S)
 
 
-def work(seconds=10.0):
+@pytest.fixture
+def swallowed(monkeypatch):
+    """What Python drops where a destructor raises it."""
+    kinds: list[type] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda dropped: kinds.append(dropped.exc_type))
+    return kinds
+
+
+def work(seconds=20.0):
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         time.sleep(0.01)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_that_a_destructor_swallowed_is_told_again(soon, monkeypatch, number):
-    """Python drops what is raised in one, as in a callback of its garbage collector."""
-    swallowed = []
-    monkeypatch.setattr(sys, "unraisablehook", swallowed.append)
+def test_a_signal_that_a_destructor_swallowed_is_told_again(swallowed, number):
+    """As in a callback of Python's garbage collector."""
 
     class Dying:
         def __del__(self):
@@ -40,29 +48,11 @@ def test_a_signal_that_a_destructor_swallowed_is_told_again(soon, monkeypatch, n
         Dying()
         work()
     assert error.value.reason == number
-    assert [type(each.exc_value) for each in swallowed] == [Stopped]
+    assert swallowed == [Stopped]
     assert signal.getsignal(number) == handler
 
 
-def test_what_a_stop_cleans_up_is_left_to_end(soon):
-    """However long it takes: only what was lost is told again."""
-    cleaned = []
-    with pytest.raises(Stopped), StopRequest(nobody):
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-            work()
-        finally:
-            work(1.0)
-            try:
-                raise ValueError("another one, on the way")
-            except ValueError:
-                work(0.5)
-            cleaned.append(True)
-    assert cleaned
-
-
-def test_hours_that_a_destructor_swallowed_are_over_too(soon, monkeypatch):
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+def test_hours_that_a_destructor_swallowed_are_over_too(swallowed, monkeypatch):
     monkeypatch.setattr(interrupt, "process_age", lambda: 0.0)
 
     class Dying:
@@ -72,4 +62,40 @@ def test_hours_that_a_destructor_swallowed_are_over_too(soon, monkeypatch):
     with pytest.raises(Stopped) as error, StopRequest(nobody, hours=0.2 / 3600):
         Dying()
         work()
-    assert error.value.reason == interrupt.OUT_OF_TIME
+    assert error.value.reason == interrupt.OUT_OF_TIME and swallowed == [Stopped]
+
+
+def test_what_a_stop_cleans_up_is_left_to_end(swallowed):
+    """However long it takes, also in a generator that is dropped: only what was lost is told again."""
+    cleaned = []
+
+    def rows():
+        try:
+            while True:
+                yield
+        finally:
+            work(4 * SOON_S)
+            cleaned.append("generator")
+
+    with pytest.raises(Stopped), StopRequest(nobody):
+        try:
+            for _ in rows():
+                os.kill(os.getpid(), signal.SIGTERM)
+                work()
+        finally:
+            try:
+                raise ValueError("another one, on the way")
+            except ValueError:
+                work(2 * SOON_S)
+            cleaned.append("block")
+    assert sorted(cleaned) == ["block", "generator"] and not swallowed
+
+
+def test_a_signal_that_was_noted_is_told_nobody_else():
+    """Neither while the last words are said."""
+    with StopRequest(nobody) as stop:
+        with stop.noted():
+            os.kill(os.getpid(), signal.SIGTERM)
+            work(0.1)
+            assert stop.reason() == signal.SIGTERM
+        work(4 * SOON_S)

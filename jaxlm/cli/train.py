@@ -187,9 +187,9 @@ class _End:
         return 0
 
     def _goodput(self):
-        from jaxlm.training.goodput import starts, summary
+        from jaxlm.training.goodput import Starts, summary
 
-        return summary(starts(self._paths.goodput).rows())
+        return summary(Starts.file(self._paths.goodput).rows())
 
     def _print_json(self, stopped: str | None) -> None:
         from jaxlm.training.records import JsonLines

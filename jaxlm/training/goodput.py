@@ -114,26 +114,20 @@ class Goodput(NamedTuple):
         return f"goodput {self.share:.1%}: {spent} of {whole}{begun} in training steps{rest}"
 
 
-def starts(path: Path) -> JsonLines:
-    """The file of `Starts`."""
-    return JsonLines(path, _whole)
-
-
-def _whole(row: dict[str, Any]) -> bool:
-    steps, seconds = (row.get("from_step"), row.get("to_step")), row.get("seconds")
-    timed = isinstance(seconds, dict) and all(isinstance(s, int | float) for s in seconds.values())
-    return timed and all(isinstance(step, int) for step in steps)
-
-
 class Starts:
     """A file with a line per start of a run with its seconds by phase, kept up to date while it lasts."""
 
     def __init__(self, path: Path, clock: Clock, step: int):
-        self._file, self._clock = starts(path), clock
+        self._file, self._clock = self.file(path), clock
         self._earlier = self._file.rows()
         self._own = {"from_step": step, "to_step": step}
         self._written = 0.0
         self.write(now=True)
+
+    @staticmethod
+    def file(path: Path) -> JsonLines:
+        """The lines of earlier starts."""
+        return JsonLines(path, _of_a_start)
 
     def write(self, step: int | None = None, now: bool = False) -> None:
         """`step` steps are done; written at most every few seconds, or `now`."""
@@ -148,6 +142,12 @@ class Starts:
 
     def _rows(self) -> list[dict[str, Any]]:
         return [*self._earlier, {**self._own, "seconds": self._clock.seconds()}]
+
+
+def _of_a_start(row: dict[str, Any]) -> bool:
+    steps, seconds = (row.get("from_step"), row.get("to_step")), row.get("seconds")
+    timed = isinstance(seconds, dict) and all(isinstance(s, int | float) for s in seconds.values())
+    return timed and all(isinstance(step, int) for step in steps)
 
 
 def summary(starts: Iterable[dict[str, Any]]) -> Goodput:

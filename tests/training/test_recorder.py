@@ -5,7 +5,7 @@ import pytest
 from jaxlm.errors import InputError
 from jaxlm.training import sinks
 from jaxlm.training.config import RecordsConfig
-from jaxlm.training.goodput import starts, summary
+from jaxlm.training.goodput import Starts, summary
 from jaxlm.training.paths import RunPaths
 from jaxlm.training.recorder import Recorder
 
@@ -111,4 +111,4 @@ def test_a_start_that_is_not_whole_counts_for_nothing(tmp_path, line):
     path = tmp_path / "goodput.jsonl"
     whole = b'{"seconds": {"device": 3.0}, "from_step": 0, "to_step": 1}\n'
     path.write_bytes(whole + line + b"\n")
-    assert summary(starts(path).rows()).seconds == {"training": 3.0}
+    assert summary(Starts.file(path).rows()).seconds == {"training": 3.0}

@@ -34,7 +34,14 @@ def work(seconds=20.0):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.fixture(params=[signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def number(request):
+    """Of a signal that is not ignored, as SIGHUP is under nohup."""
+    before = signal.signal(request.param, signal.default_int_handler)
+    yield request.param
+    signal.signal(request.param, before)
+
+
 def test_a_signal_that_a_destructor_swallowed_is_told_again(swallowed, number):
     """As in a callback of Python's garbage collector."""
 
@@ -43,13 +50,12 @@ def test_a_signal_that_a_destructor_swallowed_is_told_again(swallowed, number):
             os.kill(os.getpid(), number)
             work(0.1)
 
-    handler = signal.getsignal(number)
     with pytest.raises(Stopped) as error, StopRequest(nobody):
         Dying()
         work()
     assert error.value.reason == number
     assert swallowed == [Stopped]
-    assert signal.getsignal(number) == handler
+    assert signal.getsignal(number) == signal.default_int_handler
 
 
 def test_hours_that_a_destructor_swallowed_are_over_too(swallowed, monkeypatch):

@@ -179,7 +179,7 @@ class _End:
             self._print_json(stopped=None)
             return 0
         evaluations = JsonLines(paths.evaluations).rows()
-        loss = evaluations[-1].get("loss") if evaluations else None
+        loss = evaluations[-1]["loss"] if evaluations else None
         held_out = "" if not evaluations else f", held-out loss {'not finite' if loss is None else f'{loss:.4f}'}"
         print(f"\n{sample}\n")
         print(f"{paths}: {self.step} steps{held_out}")
@@ -205,7 +205,7 @@ class _End:
                     "step": self.step,
                     "stopped": stopped,
                     "loss": last.get("loss"),
-                    "held_out_loss": evaluations[-1].get("loss") if evaluations else None,
+                    "held_out_loss": evaluations[-1]["loss"] if evaluations else None,
                     "tokens_per_s": last.get("tokens_per_s"),
                     "goodput": goodput.share,
                     "seconds": goodput.seconds,

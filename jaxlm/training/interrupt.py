@@ -103,8 +103,7 @@ class StopRequest:
                 del stopped  # or this frame, which it holds, would hold it
 
     def _lost(self) -> bool:
-        """Whether Stopped was dropped by who called a destructor: it is no longer on its way, and the context has not
-        ended."""
+        """Whether Stopped was raised and is no longer on its way: Python drops what a destructor raises."""
         return self._raised is not None and self._raised() is None
 
     def _watch(self) -> None:

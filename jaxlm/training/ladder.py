@@ -37,9 +37,8 @@ class Counted:
 
     @property
     def capacity(self) -> int | None:
-        """Bytes that one device has, also one of several that share a machine; None where that is unknown."""
-        chip = self.target and self.target.chip
-        return chip and min(chip.device_capacity(), chip.memory_bytes // chip.devices_per_chip)
+        """Bytes that one device has; None where that is unknown."""
+        return self.target and self.target.chip.device_capacity()
 
     @property
     def napkin(self) -> Napkin:

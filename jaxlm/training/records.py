@@ -59,9 +59,9 @@ def plot_losses(metrics: list[dict], evaluations: list[dict], path: Path) -> Non
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot([m["step"] for m in metrics], [m.get("loss") for m in metrics], lw=1, label="training batch")
+    axes.plot([m["step"] for m in metrics], [m["loss"] for m in metrics], lw=1, label="training batch")
     if evaluations:
-        axes.plot([e["step"] for e in evaluations], [e.get("loss") for e in evaluations], "o-", label="held out")
+        axes.plot([e["step"] for e in evaluations], [e["loss"] for e in evaluations], "o-", label="held out")
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)

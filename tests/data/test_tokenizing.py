@@ -135,7 +135,7 @@ def test_a_part_that_is_not_whole_is_made_anew(describe, tmp_path, in_parts, mon
 
 SCRIPT = """
 import signal, sys, time
-from jaxlm.data import formats, parallel, store, survey, tokenizing
+from jaxlm.data import formats, parallel, store, tokenizing
 from jaxlm.data.config import DataConfig
 from jaxlm.data.dataset import prepare
 
@@ -257,8 +257,9 @@ def tallied(monkeypatch):
     whole = survey._tally
 
     def noted(part, split):
-        counts.append(whole(part, split).documents)
-        return whole(part, split)
+        tally = whole(part, split)
+        counts.append(tally.documents)
+        return tally
 
     monkeypatch.setattr(survey, "_tally", noted)
     return counts

@@ -44,7 +44,7 @@ def test_more_memory_than_there_is_is_said_before_the_first_step(on_this_machine
     assert on_this_machine.capacity == chip.memory_bytes
     assert counted(WORK, sharding.make_mesh(2, 2, 2)).capacity == chip.memory_bytes // 8
     assert "may run out" not in say_counted(on_this_machine)
-    small = chip.model_copy(update={"memory_bytes": on_this_machine.memory.total - 1})
+    small = chip.model_copy(update={"device_memory_bytes": on_this_machine.memory.total - 1})
     too_small = dataclasses.replace(on_this_machine, target=Target(small, (1, 1)))
     assert "may run out of it: lower training.batch" in say_counted(too_small)
 

@@ -60,7 +60,9 @@ def of_devices(kind: str, platform: str, count: int) -> Target:
     """The target that this many devices are which JAX calls `kind`; CPU devices, also emulated ones, share this
     machine. Raises InputError for devices that are not in the catalog, and on a machine that is not calibrated."""
     if platform == "cpu":
-        return Target(find(HOST).model_copy(update={"devices_per_chip": count}), (1, 1))
+        host = find(HOST)
+        share = {"devices_per_chip": count, "device_memory_bytes": host.device_capacity() // count}
+        return Target(host.model_copy(update=share), (1, 1))
     chip = of_kind(kind)
     if chip is None:
         raise InputError(f"devices of the kind {kind!r} are not in the catalog")

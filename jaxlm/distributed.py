@@ -67,7 +67,7 @@ def join(place: Place | None) -> None:
     Raises InputError where a TPU cannot ask for its other hosts, where JAX does not know the launcher, or where process
     0 cannot listen at its place.
     """
-    launched = any(int(os.environ.get(name) or 1) > 1 for name in _LAUNCHERS)
+    launched = any(os.environ.get(name, "") not in ("", "0", "1") for name in _LAUNCHERS)
     if place is None and not launched and _tpu_processes() == 1:
         return
 

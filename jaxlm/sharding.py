@@ -44,7 +44,7 @@ TABLE: Mapping[str, str | tuple[str, ...] | None] = {
 }
 
 # Dimensions that stay whole when their mesh axes do not divide them. Every other one must divide.
-WHOLE_IF_UNEVEN = {"batch", "stream", "kv_heads", "act_kv_heads"}
+WHOLE_IF_UNEVEN = {"batch", "stream", "kv_heads"}
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence | None = None) -> Mesh:

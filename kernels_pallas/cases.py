@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels_pallas.launch import Costs
 
@@ -64,9 +65,9 @@ class Case:
         return {name: array.struct(dtype) for name, array in self.arrays.items()}
 
     def draw(self, dtype: Any, seed: int = 0) -> dict[str, jax.Array]:
-        """Random arguments."""
-        keys = jax.random.split(jax.random.key(seed), max(len(self.arrays), 1))
-        return {name: _draw(array, dtype, key) for (name, array), key in zip(self.arrays.items(), keys, strict=True)}
+        """Random arguments, by NumPy: no program is compiled for them."""
+        random = np.random.default_rng(seed)
+        return {name: jnp.asarray(_draw(array, dtype, random)) for name, array in self.arrays.items()}
 
     def differentiable(self) -> tuple[str, ...]:
         """Names of the arguments with respect to which gradients are checked."""
@@ -103,24 +104,26 @@ class Operation:
         return tuple(case for case in self.cases if use in case.uses)
 
 
-def _draw(array: Array, dtype: Any, key: jax.Array) -> jax.Array:
+def _draw(array: Array, dtype: Any, random: np.random.Generator) -> np.ndarray:
     shape, dtype = array.struct(dtype).shape, array.struct(dtype).dtype
     match array.draw:
         case "normal":
-            # Drawn in the array's own precision, so that all of a case's dtypes see numbers they can hold.
-            return (array.mean + array.scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+            # Rounded to the array's own precision, so that all of a case's dtypes see numbers they can hold.
+            numbers = random.standard_normal(shape, np.float32)
+            numbers *= np.float32(array.scale)
+            numbers += np.float32(array.mean)
+            return numbers.astype(dtype)
         case "zeros":
-            return jnp.zeros(shape, dtype)
+            return np.zeros(shape, dtype)
         case "one_hot":
-            at = jax.random.randint(key, shape[:-1], 0, shape[-1])
-            return (array.scale * jax.nn.one_hot(at, shape[-1])).astype(dtype)
+            at = random.integers(shape[-1], size=(*shape[:-1], 1))
+            return np.where(np.arange(shape[-1]) == at, array.scale, 0.0).astype(dtype)
         case "mask":
-            rows = jnp.arange(shape[0]).reshape(-1, *(1,) * (len(shape) - 1))
-            return jax.random.bernoulli(key, 0.75, shape) & jnp.broadcast_to(rows > 0, shape)
+            rows = np.arange(shape[0]).reshape(-1, *(1,) * (len(shape) - 1))
+            return (random.random(shape, np.float32) < 0.75) & (rows > 0)
         case "below":
-            return jax.random.randint(key, shape, 0, int(array.scale)).astype(dtype)
+            return random.integers(int(array.scale), size=shape).astype(dtype)
         case "labels":
-            some, which = jax.random.split(key)
-            labels = jax.random.randint(which, shape, 0, int(array.scale))
-            return jnp.where(jax.random.bernoulli(some, 0.75, shape), labels, -1).astype(dtype)
+            labels = random.integers(int(array.scale), size=shape)
+            return np.where(random.random(shape, np.float32) < 0.75, labels, -1).astype(dtype)
     raise ValueError(f"there is no way {array.draw!r} to draw numbers")

@@ -110,9 +110,10 @@ def test_a_tpu_vm_without_an_answer_is_told_of_process(joined, monkeypatch):
         distributed.join(None)
 
 
-def test_a_launcher_that_jax_does_not_know_is_told_of_process(monkeypatch):
+@pytest.mark.parametrize("size", [2, "two"])
+def test_a_launcher_that_jax_does_not_know_is_told_of_process(size, monkeypatch):
     """Open MPI 5 as JAX 0.10 sees it."""
-    for name, value in {"WORLD_SIZE": 2, "WORLD_RANK": 0, "WORLD_LOCAL_RANK": 0}.items():
+    for name, value in {"WORLD_SIZE": size, "WORLD_RANK": 0, "WORLD_LOCAL_RANK": 0}.items():
         monkeypatch.setenv(f"OMPI_COMM_{name}", str(value))
     monkeypatch.setattr(distributed, "native_output_to_stderr", lambda: None)
 

@@ -28,12 +28,12 @@ def say_counted(counted: "Counted") -> str:
 
 
 def say_replicated(work: "Workload") -> str | None:
-    """One line where devices hold key/value heads of others too; None where they do not."""
+    """One line where devices compute and hold key/value heads of others too; None where they do not."""
     if not work.replicated_kv_heads:
         return None
     return (
-        f"mesh.tensor = {work.mesh.tensor} does not divide {work.model.attention.kv_heads} key/value heads: every "
-        "device of that axis holds all of them"
+        f"mesh.tensor = {work.mesh.tensor} does not divide {work.model.attention.kv_heads} key/value heads: several "
+        "devices compute and keep the same ones"
     )
 
 

@@ -155,7 +155,7 @@ class Workload:
 
     @property
     def replicated_kv_heads(self) -> bool:
-        """Whether the tensor axis does not divide the key/value heads, so that each device holds all of them."""
+        """Whether the tensor axis does not divide the key/value heads, so that several devices compute the same."""
         return self.model.attention.kv_heads % self.mesh.tensor != 0
 
     def rows(self) -> int:
@@ -164,15 +164,16 @@ class Workload:
         return rows // parts if rows % parts == 0 else rows
 
     def head_groups(self) -> tuple[int, int]:
-        """Key/value heads that attention reads on one device, and the query heads there that share each. Of those that
-        `tensor` does not divide every device reads copies."""
-        heads, kv_heads, parts = self.model.attention.heads, self.model.attention.kv_heads, self.mesh.tensor
-        read = math.lcm(kv_heads, parts)
-        return read // parts, heads // read
+        """Key/value heads that attention reads on one device, and the query heads there that share each."""
+        attention, parts = self.model.attention, self.mesh.tensor
+        read = attention.kv_heads_over(parts)
+        return read // parts, attention.heads // read
 
     def local(self, axis: str, size: int) -> int:
         """How much of a dimension with this logical axis one device computes with: what `tensor` leaves of it (parts
-        along `fsdp` are gathered first)."""
+        along `fsdp` are gathered first), of key/value heads with their copies."""
+        if axis in ("kv_heads", "act_kv_heads"):
+            size = self.model.attention.kv_heads_over(self.mesh.tensor)
         return math.ceil(size / self.parts("tensor", axis, size))
 
     def stored(self, axes: Sequence[str], shape: Sequence[int]) -> int:

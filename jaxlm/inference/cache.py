@@ -64,17 +64,18 @@ def _write_part(stored: jax.Array, new_BKTH: jax.Array, layer: jax.Array, at_B: 
 
 
 def empty_cache(model: ModelConfig, batch: int, size: int, dtype: jnp.dtype) -> Cache:
-    """Room for `size` tokens of each of `batch` sequences."""
-    attention = model.attention
-    shape = (model.layers, batch, attention.kv_heads, size, attention.head_width)
+    """Room for `size` tokens of each of `batch` sequences, on the mesh around this."""
+    shape = _shape(model, batch, size, sharding.shards_of("act_heads"))
     zeros = sharding.constrain(jnp.zeros(shape, dtype), *_AXES)
     return Cache(zeros, zeros, jnp.zeros(batch, jnp.int32), jnp.zeros((), jnp.int32))
 
 
 def cache_shardings(model: ModelConfig, batch: int, size: int, mesh: Mesh) -> Cache:
     """How a cache lies on a mesh: sequences over the batch axes, key/value heads over `tensor`."""
-    attention = model.attention
-    shape = (model.layers, batch, attention.kv_heads, size, attention.head_width)
-    large: NamedSharding = sharding.sharding(_AXES, shape, mesh)
+    large: NamedSharding = sharding.sharding(_AXES, _shape(model, batch, size, mesh.shape["tensor"]), mesh)
     small = sharding.replicated(mesh)
     return Cache(large, large, sharding.sharding(("batch",), (batch,), mesh), small)
+
+
+def _shape(model: ModelConfig, batch: int, size: int, tensor: int) -> tuple[int, ...]:
+    return model.layers, batch, model.attention.kv_heads_over(tensor), size, model.attention.head_width

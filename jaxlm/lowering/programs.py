@@ -58,7 +58,8 @@ def step(experiment: Experiment, kind: Kind, mesh: Mesh) -> Step:
     one = _ids((training.batch,), mesh)
     if kind == "prefill":
         return Step(prefill, (parameters, _ids((training.batch, training.sequence), mesh), one, key), mesh)
-    empty = jax.eval_shape(lambda: empty_cache(model, training.batch, training.sequence, dtype))
+    with jax.set_mesh(mesh):
+        empty = jax.eval_shape(lambda: empty_cache(model, training.batch, training.sequence, dtype))
     cache = model_tree.placed(empty, cache_shardings(model, training.batch, training.sequence, mesh))
     return Step(decode, (parameters, one, cache, key), mesh)
 

@@ -4,7 +4,6 @@
 on a CPU in parts. The reference in `kernels_pallas` says what its kernels compute, and they can more.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -97,12 +96,6 @@ def attend(
         # `flash_attention` gives its result this name itself.
         return checkpoint_name(attention(query_BTNH, key_BSKH, value_BSKH, visible, **how), "attention")
 
-    kv_heads = key_BSKH.shape[2]
-    copies = math.lcm(kv_heads, shards_of("act_heads")) // kv_heads
-    if copies > 1 and query_BTNH.shape[2] % (copies * kv_heads) == 0:
-        # Fewer heads than devices, or no even share of them: each device has its own copies of those that it reads.
-        key_BSKH, value_BSKH = (jnp.repeat(x, copies, axis=2) for x in (key_BSKH, value_BSKH))
-
     def operation(query: jax.Array, key: jax.Array, value: jax.Array, *interval: jax.Array, **how: Any) -> jax.Array:
         return flash_attention(query, key, value, visible=interval, **how)
 
@@ -115,10 +108,9 @@ class GroupedQueryAttention(Module):
     """Multi-head attention whose key/value heads are shared by groups of query heads (arXiv:2305.13245)."""
 
     def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
-        settings: config.GroupedQueryAttention = model.attention
+        self.settings = settings = model.attention
         D, N, K, H = model.width, settings.heads, settings.kv_heads, settings.head_width
         std, self.kernels = model.initializer_std, model.kernels
-        self.scale, self.soft_cap = settings.scale, settings.soft_cap
         self.query = param(rngs, (D, N, H), "embed -> heads head_width", normal(std))
         self.key = param(rngs, (D, K, H), "embed -> kv_heads head_width", normal(std))
         self.value = param(rngs, (D, K, H), "embed -> kv_heads head_width", normal(std))
@@ -138,8 +130,9 @@ class GroupedQueryAttention(Module):
         """x [B, T, D] → [B, T, D], and the cache with this layer's keys and values written to it."""
         x_BTD = whole_sequence(x_BTD)
         query_BTNH = linear(x_BTD, self.query, self.query_bias)
-        key_BTKH = linear(x_BTD, self.key, self.key_bias)
-        value_BTKH = linear(x_BTD, self.value, self.value_bias)
+        copies = self.settings.kv_heads_over(shards_of("act_heads")) // self.settings.kv_heads
+        key_BTKH = linear(x_BTD, self.key, self.key_bias, copies)
+        value_BTKH = linear(x_BTD, self.value, self.value_bias, copies)
         if self.query_norm is not None:
             query_BTNH = self.query_norm(query_BTNH, _HEADS)
             key_BTKH = self.key_norm(key_BTKH, _KV_HEADS)
@@ -151,7 +144,7 @@ class GroupedQueryAttention(Module):
         key_BSKH = checkpoint_name(constrain(key_BTKH, *_KV_HEADS), "key")
         value_BSKH = checkpoint_name(constrain(value_BTKH, *_KV_HEADS), "value")
         # A cache is longer than what it was given.
-        how = {"is_causal": cache is None, "scale": self.scale, "soft_cap": self.soft_cap}
+        how = {"is_causal": cache is None, "scale": self.settings.scale, "soft_cap": self.settings.soft_cap}
         if cache is not None:
             cache, key_BSKH, value_BSKH = cache.extend(key_BSKH, value_BSKH)
         mixed_BTNH = attend(self.kernels, query_BTNH, key_BSKH, value_BSKH, visible, **how)

@@ -1,5 +1,6 @@
 """The architecture of a decoder-only Transformer as orthogonal choices. Imports no JAX."""
 
+import math
 from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -113,6 +114,11 @@ class GroupedQueryAttention(Section):
     scale: Positive | None = None
     soft_cap: Positive | None = None
     window: SlidingWindow | None = None
+
+    def kv_heads_over(self, devices: int) -> int:
+        """Key/value heads that are computed where query heads lie on so many devices: where these do not divide them,
+        so many copies of each that every device has those of its query heads, and no others."""
+        return math.lcm(self.kv_heads, devices)
 
 
 class DenseFeedForward(Section):

@@ -109,7 +109,7 @@ def test_key_value_heads_that_tensor_does_not_divide_are_replicated_and_that_is_
     assert main(["plan", *arguments, "--mesh", f"tensor={tensor}"]) == 0
     out, errors = capsys.readouterr()
     assert json.loads(out)["replicated_kv_heads"] is replicated
-    said = f"mesh.tensor = {tensor} does not divide 8 key/value heads: every device of that axis holds all of them"
+    said = f"mesh.tensor = {tensor} does not divide 8 key/value heads: several devices compute and keep the same ones"
     assert errors == (f"jaxlm: {said}\n" if replicated else "")
 
 

@@ -56,8 +56,7 @@ def problem(operation: Operation, case: Case, dtype: str) -> Problem:
     """The same for each implementation and each chip."""
     arguments = case.draw(dtype)
     shapes = jax.tree.leaves(jax.eval_shape(lambda a: operation.reference(**a, **case.options), arguments))
-    keys = jax.random.split(jax.random.key(1), len(shapes))
-    cotangents = [jax.random.normal(key, y.shape).astype(y.dtype) for key, y in zip(keys, shapes, strict=True)]
+    cotangents = [drawn(y.shape, seed=i, dtype=y.dtype)[0] for i, y in enumerate(shapes, 1)]
     wanted = results_and_gradients(operation.reference, case)(jax.tree.map(_wide, arguments), cotangents)
     return Problem(arguments, cotangents, shapes, *wanted)
 
@@ -94,10 +93,10 @@ def assert_close(what: str, got: jax.Array, want: jax.Array, roundings: int, dty
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return jnp.asarray(np.asarray(x, np.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-def drawn(*shapes, seed=0):
-    """Normal numbers in float32, an array of each shape."""
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
-    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+def drawn(*shapes, seed=0, dtype=jnp.float32):
+    """Normal numbers, an array of each shape. By NumPy: nothing is compiled for them."""
+    random = np.random.default_rng(seed)
+    return [jnp.asarray(random.standard_normal(shape, np.float32).astype(dtype)) for shape in shapes]

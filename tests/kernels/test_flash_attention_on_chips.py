@@ -173,7 +173,7 @@ def test_few_key_heads_are_shared_out_over_a_gpu(monkeypatch, sms, shares, bias)
 @pytest.mark.slow
 def test_few_key_heads_are_shared_out_over_hopper(monkeypatch):
     """One program, of 70 keys, is too few for three SMs: two shares of two query heads each."""
-    arrays = [x.astype(jnp.bfloat16) for x in drawn((1, 70, 4, 64), (1, 70, 1, 64), (1, 70, 1, 64))]
+    arrays = drawn((1, 70, 4, 64), (1, 70, 1, 64), (1, 70, 1, 64), dtype=jnp.bfloat16)
     chip = dataclasses.replace(target.current(), cores=3)
     monkeypatch.setattr(target, "current", lambda: chip)
 
@@ -227,7 +227,7 @@ def test_the_hopper_kernels_race_with_nothing_and_free_what_they_fill(what, T, S
     counters, by which several take turns, the interpreter knows nothing (`test_machine_code`)."""
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
-    arrays = [x.astype(jnp.bfloat16) for x in drawn((1, T, 3, width), (1, S, 1, width), (1, S, 1, width))]
+    arrays = drawn((1, T, 3, width), (1, S, 1, width), (1, S, 1, width), dtype=jnp.bfloat16)
     pull, bias = drawn((1, T, 3, width), bias, seed=1)
     visible = window(T, S // 2, offset=7, after=S - 70)
 

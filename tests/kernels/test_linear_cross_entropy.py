@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agreement import drawn
 from elsewhere import ELSEWHERE
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
@@ -27,12 +28,11 @@ EVERYTHING = dict(soft_cap=4.0, z_loss=1e-2)
 
 
 def operands(tokens=(22,), width=12, labels=40, transposed=False):
-    keys = jax.random.split(jax.random.key(0), 5)
-    hidden = jax.random.normal(keys[0], (*tokens, width))
-    unembedding = jax.random.normal(keys[1], (labels, width) if transposed else (width, labels))
-    ignored = jax.random.bernoulli(keys[2], 0.2, tokens)
-    targets = jnp.where(ignored, -100, jax.random.randint(keys[3], tokens, 0, labels))
-    return hidden, unembedding, targets, jax.random.uniform(keys[4], tokens)
+    hidden, unembedding = drawn((*tokens, width), (labels, width) if transposed else (width, labels))
+    random = np.random.default_rng(2)
+    targets = np.where(random.random(tokens) < 0.2, -100, random.integers(labels, size=tokens))
+    weights = random.random(tokens, np.float32)
+    return hidden, unembedding, jnp.asarray(targets.astype(np.int32)), jnp.asarray(weights)
 
 
 def loss_and_gradients(function, hidden, unembedding, targets, weights, **options):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreement import check, served
+from agreement import check, drawn, served
 from elsewhere import ELSEWHERE
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -69,7 +69,7 @@ def assert_near(run, expected):
 def test_attention_of_every_width(widths, stages, monkeypatch):
     """Of rings with one to four places, and of outputs that lie where the queries lay or beside them."""
     shapes = [(1, 400, heads, width) for heads, width in ((2, widths[0]), (1, widths[0]), (1, widths[1]))]
-    operands = [jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes)]
+    operands = drawn(*shapes, dtype=jnp.bfloat16)
 
     @functools.partial(jax.jit, static_argnums=0)
     def results(implementation, *operands):
@@ -90,7 +90,7 @@ def test_attention_of_every_width(widths, stages, monkeypatch):
 def test_a_bias_may_have_fewer_places_than_queries(rows, stages, monkeypatch):
     """One, and the step that waits for it waits for gradients that are sent between two copies."""
     shapes = [(1, 448, 1, width) for width in (128, 128, 64)] + [(1, 1, rows, 448)]
-    *operands, bias = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes))
+    *operands, bias = drawn(*shapes, dtype=jnp.bfloat16)
 
     @functools.partial(jax.jit, static_argnums=0)
     def gradients(implementation, *operands):
@@ -128,7 +128,7 @@ def test_a_load_without_its_mask_is_found(monkeypatch):
 def test_a_barrier_that_nobody_waits_for_is_found(monkeypatch):
     """A kernel that waits for nothing is at its end before what it has begun."""
     emulated.on("H100", monkeypatch)
-    query, key, value = (jax.random.normal(jax.random.key(i), (1, 256, 1, 64), jnp.bfloat16) for i in range(3))
+    query, key, value = drawn(*[(1, 256, 1, 64)] * 3, dtype=jnp.bfloat16)
 
     def attend():
         jax.clear_caches()
@@ -146,7 +146,7 @@ def test_a_barrier_that_nobody_waits_for_is_found(monkeypatch):
 
 def test_a_register_that_a_product_still_reads_is_not_written(monkeypatch):
     monkeypatch.setattr(hopper, "_held_until", lambda result, operand: result)
-    query, key, value = (jax.random.normal(jax.random.key(i), (1, 384, 1, 128), jnp.bfloat16) for i in range(3))
+    query, key, value = drawn(*[(1, 384, 1, 128)] * 3, dtype=jnp.bfloat16)
     attend = functools.partial(flash_attention, visible=causal(384), implementation="mosaic_gpu")
     emulated.on("H100", monkeypatch)
     with pytest.raises(jax.errors.JaxRuntimeError, match="writes %r.*, which a product that nobody has waited for"):
@@ -163,7 +163,7 @@ def test_a_sum_that_is_not_added_to_in_turn_is_found(left_out, monkeypatch):
         "semaphore_wait": lambda *arguments, **options: None,
         "wait_smem_to_gmem": lambda n, wait_read_only=False: plain(n, wait_read_only=True),
     }
-    query, key, value = (jax.random.normal(jax.random.key(i), (1, 256, 1, 128), jnp.bfloat16) for i in range(3))
+    query, key, value = drawn(*[(1, 256, 1, 128)] * 3, dtype=jnp.bfloat16)
     attend = functools.partial(flash_attention, visible=causal(256), implementation="mosaic_gpu")
     emulated.on("H100", monkeypatch)
     out, pull_back = jax.vjp(attend, query, key, value)
@@ -179,9 +179,9 @@ def test_gradients_are_added_up_over_keys_and_heads(width, monkeypatch):
     """Mapped, on a chip of one SM, which has a block go through all heads that share its keys: of packed sequences in
     windows, where to some queries several blocks of keys add, to some one, to some none, with a cap and sinks."""
     shapes = [(2, 1, 400, heads, width) for heads in (4, 2, 2)]
-    operands = [jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes)]
+    operands = drawn(*shapes, dtype=jnp.bfloat16)
     ids = jnp.repeat(jnp.array([[0, 1, 2, -1]]), 100, axis=1)
-    sinks = jax.random.normal(jax.random.key(3), (4,))
+    (sinks,) = drawn((4,))
 
     @functools.partial(jax.jit, static_argnums=0)
     def gradients(implementation, *operands):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreement import check, served
+from agreement import check, drawn, served
 from elsewhere import ELSEWHERE
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -130,14 +130,7 @@ SHARED = [  # tokens; heads of eight rows fill a Triton block and half a Mosaic 
 @pytest.mark.parametrize("tokens, angles", SHARED)
 def test_rows_share_a_table_of_angles(tokens, angles, implementation):
     """Angles of the last dimensions of the tokens, cos of one more than sin: results, and gradients of all three."""
-    x, cos, sin = (
-        jax.random.normal(key, shape)
-        for key, shape in zip(
-            jax.random.split(jax.random.key(0), 3),
-            ((*tokens, 8, 64), (*tokens[-angles:], 32), (*tokens[-1:], 32)),
-            strict=True,
-        )
-    )
+    x, cos, sin = drawn((*tokens, 8, 64), (*tokens[-angles:], 32), (*tokens[-1:], 32))
 
     def both(**how):
         y, pull_back = jax.vjp(functools.partial(rotary_embedding, **how), x, cos, sin)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from agreement import assert_close, results_and_gradients
+from agreement import assert_close, drawn, results_and_gradients
 
 from kernels_pallas.bench import peers, run
 from kernels_pallas.cases import Array, Case
@@ -33,7 +33,7 @@ def compare(name, peer, case, training):
     wanted = jax.tree.leaves(operation.reference(**arguments, **case.options))
     pairs = list(zip(found[0] if training else found, wanted, strict=True))
     if training:
-        cotangents = [jax.random.normal(jax.random.key(1), y.shape) for y in wanted]
+        cotangents = drawn(*(y.shape for y in wanted), seed=1)
         _, gradients = results_and_gradients(operation.reference, case)(arguments, cotangents)
         pairs += zip(found[1], (gradients[name] for name in case.differentiable()), strict=True)
     for got, want in pairs:

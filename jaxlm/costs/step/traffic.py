@@ -25,7 +25,7 @@ def collectives(work: Workload) -> list[Collective]:
     """All of a step; those over axes of one device are left out."""
     found = [*_parameters(work), *_stream(work)]
     if work.kind == "train":
-        found += [*_sums(work), *_optimizer(work)]
+        found += [*_copies(work), *_sums(work), *_optimizer(work)]
     sizes = work.mesh.axes()
     return [c for c in found if math.prod(sizes[axis] for axis in c.axes) > 1 and c.times * c.bytes]
 
@@ -57,6 +57,23 @@ def _parameters(work: Workload) -> Iterator[Collective]:
     yield Collective("all-gather", fsdp, each * L * passes, itemsize * gathered, "layers")
     yield Collective("reduce-scatter", fsdp, each * L, itemsize * matrices, "layers")
     yield Collective("all-reduce", fsdp, each, 4 * vectors, "vectors")  # added up in float32
+
+
+def _copies(work: Workload) -> Iterator[Collective]:
+    """Over `tensor`, gradients of key/value heads of which several devices have copies: each device holds the matrices
+    of all heads. Where one has one head, it adds its gradient to those of the same, and gathers the others; else the
+    gradients of all copies are gathered. The sum is counted as if the devices with the same were all of the axis."""
+    if not work.replicated_kv_heads:
+        return
+    kv_heads, tensor = work.model.attention.kv_heads, work.mesh.tensor
+    shared = {path: d for path, d in parameters(work.model).items() if "kv_heads" in d.axes and path not in work.frozen}
+    one = work.itemsize * sum(work.stored(d.axes, d.shape) for d in shared.values()) // work.model.layers // kv_heads
+    times = work.microbatches * work.model.layers
+    if tensor % kv_heads:
+        yield Collective("all-gather", ("tensor",), times, one * work.model.attention.kv_heads_over(tensor), "copies")
+        return
+    yield Collective("all-reduce", ("tensor",), times, one, "copies")
+    yield Collective("all-gather", ("tensor",), times, one * kv_heads * (kv_heads > 1), "copies")
 
 
 def _sums(work: Workload) -> Iterator[Collective]:

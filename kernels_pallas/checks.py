@@ -1,6 +1,5 @@
 """Checks of arguments that operations share. Each raises ValueError with one line: what is wrong, and what is right."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,13 @@ def array(operation: str, **arrays: Any) -> None:
     for name, x in arrays.items():
         if not (hasattr(x, "dtype") and hasattr(x, "shape")):
             raise ValueError(f"{operation}: {name} is {'None' if x is None else type(x).__name__}; it must be an array")
+
+
+def boolean(operation: str, **flags: Any) -> None:
+    """These arguments are Python's True or False."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ValueError(f"{operation}: {name} = {flag!r}; it must be True or False")
 
 
 def floating(operation: str, **arrays: Any) -> None:
@@ -36,12 +42,13 @@ def like(operation: str, what: str, x: Any, **arrays: Any) -> None:
             raise ValueError(f"{operation}: {name} is {other.dtype}{list(other.shape)}; it must be {wanted}")
 
 
-def norm(operation: str, x: Any, vectors: Mapping[str, Any], residual: Any, epsilon: Any) -> float:
+def norm(operation: str, x: Any, vectors: Mapping[str, Any], residual: Any, epsilon: Any, plus_one: Any) -> float:
     """The operands of a norm over x's last dimension; returns epsilon as Python's."""
     matrix(operation, x=x)
     floating(operation, **vectors)
     like(operation, "x", x, residual=residual)
     vector(operation, x, **vectors)
+    boolean(operation, plus_one=plus_one)
     return positive(operation, epsilon=epsilon)[0]
 
 
@@ -65,7 +72,7 @@ def number(operation: str, name: str, n: Any) -> float:
 
 
 def positive(operation: str, **numbers: Any) -> tuple[float, ...]:
-    """These numbers are known, positive and within float32; returns them as Python's."""
+    """These numbers are known and positive, and float32 holds them and their reciprocals; returns them as Python's."""
     smallest, known = float(jnp.finfo(jnp.float32).tiny), []
     for name, given in numbers.items():
         n = number(operation, name, given)
@@ -73,8 +80,10 @@ def positive(operation: str, **numbers: Any) -> tuple[float, ...]:
             raise ValueError(f"{operation}: {name} = {n}; it must be positive")
         if n < smallest:
             raise ValueError(f"{operation}: {name} = {n}; it must be at least {smallest}, float32's smallest normal")
-        if n == math.inf:
-            raise ValueError(f"{operation}: {name} = {n}; it must be finite")
+        if n > 1 / smallest:
+            raise ValueError(
+                f"{operation}: {name} = {n}; it must be at most {1 / smallest:.4g}, 1 / float32's smallest normal"
+            )
         known.append(n)
     return tuple(known)
 

@@ -390,6 +390,8 @@ def run(
     @call.def_vmap
     def batched(size: int, in_batched: Sequence[bool], *arrays: jax.Array) -> tuple:
         """One more axis of the grid."""
+        if size == 0:
+            return [jnp.zeros((0, *x.shape), x.dtype) for x in shapes], [True] * len(shapes)
         axis = f"{_LANES}{len(grid)}"
         many = {key for key, has in zip(names, in_batched, strict=True) if has} | {*outputs, *counters}
 

@@ -158,7 +158,11 @@ def batched_in_front(run: Callable[..., Any], late: int = 0) -> Callable[..., An
 
     @call.def_vmap
     def mapped(size: int, in_batched: Sequence[bool], *operands: jax.Array) -> tuple:
-        if any(in_batched[:late]):
+        if size == 0:  # Pallas maps over nothing only where it compiles
+            alone = (jax.typeof(x) for x in operands)
+            one = [x.update(shape=x.shape[batched:]) for x, batched in zip(alone, in_batched, strict=True)]
+            results = jax.tree.map(lambda y: jnp.zeros((0, *y.shape), y.dtype), jax.eval_shape(run, *one))
+        elif any(in_batched[:late]):
             some = tuple(x for x, batched in zip(operands, in_batched, strict=True) if batched)
 
             def one(some: tuple) -> Any:

@@ -78,15 +78,16 @@ def flash_attention(
     Args:
       query: [B, T, N, H] in float32, bfloat16 or float16; scores and softmax are float32.
       key: [B, S, K, H] like query, N a multiple of K: query heads n·G … n·G + G − 1 share key/value head n.
-      value: [B, S, K, V] like query; V may differ from H.
+      value: [B, S, K, V] like query; V may differ from H. Keys and values that nobody sees must be finite too: they are
+        multiplied by 0.
       visible: query t sees the keys s with start ≤ s < end, int32 [B, T] or [1, T] each (numpy arrays of any integer
         dtype), or the union of several such intervals, with an axis of them in front: see `causal`, `window`, `prefix`,
         `packed`, `both`, `union` and `shifted`. None sees all. The usual sliding window of w keys, the query's own the
         last, is window(T, w − 1). A query that sees nothing gives zeros.
-      scale: 1 / √H where None.
+      scale: positive; 1 / √H where None.
       soft_cap: positive; scores stay between −cap and cap (Gemma 2, arXiv:2408.00118, section 2).
       sinks: [N], learned: a score in each row's sum that has no value (arXiv:2508.10925, section 2.2).
-      bias: [B or 1, N or 1, T or 1, S], added to scores; −∞, or less than −10³⁸, hides a key. Its gradient is the
+      bias: [B or 1, N or 1, T or 1, S], added to scores; −∞, or less than −1.2·10³⁸, hides a key. Its gradient is the
         reference's, in chunks, and is computed only where it is used.
       return_log_sum_exp: also return log Σ exp(scores) [B, T, N] in float32, with the sink; −∞ where nothing is seen.
       query_chunk: of how many queries the reference may hold the scores at a time; None is all of them. Kernels never
@@ -103,6 +104,7 @@ def flash_attention(
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
+    checks.boolean("flash_attention", return_log_sum_exp=return_log_sum_exp)
     _check(query, key, value, visible, scale, soft_cap, sinks, bias, query_chunk)
     options = dict(scale=scale, soft_cap=soft_cap, sinks=sinks, bias=bias, return_log_sum_exp=return_log_sum_exp)
     operands = _operands(query, key, value, visible, sinks, bias)
@@ -280,7 +282,8 @@ def _check(query, key, value, visible, scale, soft_cap, sinks, bias, query_chunk
         wrong("visible", got, "two arrays, start and end, as `causal` and others make; any other mask is a bias of −∞")
     for name, x in zip(("start", "end"), visible or (), strict=bool(visible)):
         # numpy arrays are cut off at the keys before they are narrowed; in others what int32 cannot hold would wrap.
-        fits = np.can_cast(x.dtype, np.int32) if isinstance(x, jax.Array) else np.issubdtype(x.dtype, np.integer)
+        fits = jnp.issubdtype(x.dtype, jnp.integer)
+        fits &= not isinstance(x, jax.Array) or np.can_cast(x.dtype, np.int32)
         if x.ndim not in (2, 3) or 0 in x.shape[:-2] or x.shape[-2:] not in ((B, T), (1, T)) or not fits:
             right = f"int32[{B}, {T}] or int32[1, {T}], or a union's, with one more axis"
             wrong(f"visible's {name}", f"{x.dtype}{list(x.shape)}", right)

@@ -1,8 +1,8 @@
 """Which keys a query sees, as intervals: one per query, or a few (`union`). O(T) memory where a mask takes O(T·S).
 
-Each function gives a `Visible`; those of batch size 1 serve any batch. Where no argument is traced the intervals are
-numpy arrays, known while tracing. Keys are counted from the first of the array of keys, queries from `offset`: a query
-t stands at position offset + t, as the second half of a prompt does behind a cache of its first half.
+Each function gives a `Visible`; those of batch size 1 serve any batch. Where no argument is an array of JAX's the
+intervals are numpy arrays, known while tracing. Keys are counted from the first of the array of keys, queries from
+`offset`: a query t stands at position offset + t, as the second half of a prompt does behind a cache of its first half.
 """
 
 import itertools
@@ -15,6 +15,10 @@ import numpy as np
 
 # Far beyond any key, and far from what int32 cannot hold: it may still be shifted.
 _NO_LIMIT = 2**30
+# Of what is given for each sequence, for each token, and of a union.
+_AXES = {0: "[]", 1: "[B]", 2: "[B, T]", 3: "[P, B, T]"}
+# Three of them are still no limit: a position is an offset and a number of queries, and what is behind it one more.
+_FARTHEST = 2**28
 
 
 class Visible(NamedTuple):
@@ -49,7 +53,7 @@ def window(queries: int, before: int | None = None, after: int | None = 0, offse
 def prefix(queries: int, length: Any, offset: Any = 0) -> Visible:
     """Prefix-LM: the first `length` (int or int32 [B]) positions see one another, the others are causal."""
     start, end = causal(queries, offset)
-    length = module_of(length).reshape(length, (-1, 1)) if np.ndim(length) else _bounded("length", length)
+    length = _column("length", length)
     return Visible(start, module_of(end, length).maximum(end, length))
 
 
@@ -59,9 +63,8 @@ def packed(segment_ids: jax.Array) -> Visible:
     Args:
       segment_ids: int [B, T]; neighbours of one id are a segment. Padding has negative ids and sees nothing.
     """
+    _check_integers("packed: segment_ids", segment_ids, 2)
     ids = jnp.asarray(segment_ids)
-    if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise ValueError(f"packed: segment_ids is {ids.dtype}{list(ids.shape)}; it must be int32[B, T]")
     index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     first = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
     start = jax.lax.cummax(jnp.where(first, index, 0), axis=1)
@@ -101,14 +104,38 @@ def union(*parts: Visible) -> Visible:
 
 
 def _check_parts(name: str, parts: tuple[Visible, ...]) -> None:
+    for part in parts:
+        _check_visible(name, part)
     rows = {part[0].shape[-1] for part in parts}
     if len(rows) != 1:
         counts = ", ".join(str(n) for n in sorted(rows)) or "none"
         raise ValueError(f"{name}: its parts are of {counts} queries; it must have some, all of as many")
+    if len(sizes := {part[0].shape[-2] for part in parts} - {1}) > 1:
+        raise ValueError(f"{name}: its parts are of batches of {sorted(sizes)}; they must be of one size, or of 1")
+
+
+def _check_visible(name: str, visible: Any) -> None:
+    """Two arrays of integers alike, as functions here make them."""
+    if not (isinstance(visible, tuple) and len(visible) == 2):
+        raise ValueError(f"{name}: {visible!r:.60} is no Visible; it must be made by `causal` and others here")
+    for side, x in zip(Visible._fields, visible, strict=True):
+        _check_integers(f"{name}: {side}", x, 2, 3)
+
+
+def _check_integers(name: str, x: Any, *dimensions: int) -> None:
+    """An array of integers with so many dimensions."""
+    array = hasattr(x, "dtype") and hasattr(x, "ndim")
+    if not (array and x.ndim in dimensions and jnp.issubdtype(x.dtype, jnp.integer)):
+        got = f"{x.dtype}{list(x.shape)}" if array else f"{x!r:.60}"
+        axes = " or ".join(_AXES[n] for n in dimensions)
+        raise ValueError(f"{name} is {got}; it must be int32{axes}")
 
 
 def shifted(visible: Visible, first_key: Any) -> Visible:
-    """The same for an array of keys that begins at key `first_key`: a shard of the sequence, a part of a cache."""
+    """The same for an array of keys that begins at key `first_key`, an int or int32 [B]: a shard of the sequence, a
+    part of a cache."""
+    _check_visible("shifted", visible)
+    first_key = _column("first_key", first_key)
     return Visible(*(_narrowed(x) - first_key for x in visible))
 
 
@@ -133,9 +160,9 @@ def _intervals(visible: Visible) -> list[Visible]:
 
 
 def _narrowed(x: Any) -> Any:
-    """A numpy array of any integer dtype as int32, where nothing is beyond what may be shifted."""
+    """An array of any integer dtype as int32, one of numpy's where nothing is beyond what may be shifted."""
     if isinstance(x, jax.Array):
-        return x
+        return x.astype(jnp.int32)
     if x.dtype.kind == "u":
         return np.minimum(x, np.uint64(_NO_LIMIT)).astype(np.int32)
     return np.clip(x.astype(np.int64), -_NO_LIMIT, _NO_LIMIT).astype(np.int32)
@@ -149,15 +176,16 @@ def _stacked(intervals: list[Visible]) -> Visible:
 
 
 def _bounded(name: str, n: Any) -> Any:
-    """A whole number that may still be added to positions; one that is traced may be anything."""
-    if isinstance(n, jax.Array):
-        return n
+    """A whole number that may still be added to positions; one that is traced may be of any size."""
+    if isinstance(n, jax.Array) and n.ndim == 0:
+        _check_integers(name, n, 0)
+        return n.astype(jnp.int32)
     try:
         whole = operator.index(n)
     except TypeError:
         raise ValueError(f"{name} = {n!r}; it must be a whole number") from None
-    if abs(whole) > _NO_LIMIT:
-        raise ValueError(f"{name} = {n}; it must be between −2³⁰ and 2³⁰")
+    if abs(whole) > _FARTHEST:
+        raise ValueError(f"{name} = {n}; it must be between −2²⁸ and 2²⁸")
     return whole
 
 
@@ -171,11 +199,18 @@ def _count(name: str, n: Any) -> Any:
 
 def _positions(queries: int, offset: Any) -> Any:
     queries = _count("queries", queries)
-    if np.ndim(offset) == 0 and not isinstance(offset, jax.Array):
-        offset = _bounded("offset", offset)
-        return np.arange(offset, offset + queries, dtype=np.int32)[None]
-    module = module_of(offset)
-    return module.reshape(offset, (-1, 1)) + np.arange(queries, dtype=np.int32)[None]
+    if isinstance(queries, jax.Array):
+        raise ValueError("the number of queries is an array of JAX's; it must be an int, as T of query.shape is")
+    return _column("offset", offset) + np.arange(queries, dtype=np.int32)[None]
+
+
+def _column(name: str, n: Any) -> Any:
+    """A whole number, or those of each sequence [B] as [B, 1]."""
+    if np.ndim(n) == 0:
+        return _bounded(name, n)
+    n = n if isinstance(n, jax.Array) else np.asarray(n)
+    _check_integers(name, n, 1)
+    return _narrowed(n)[:, None]
 
 
 def module_of(*arrays: Any) -> Any:

@@ -37,7 +37,7 @@ def layer_norm(
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
-    epsilon = checks.norm("layer_norm", x, {"scale": scale, "bias": bias}, residual, epsilon)
+    epsilon = checks.norm("layer_norm", x, {"scale": scale, "bias": bias}, residual, epsilon, plus_one)
     launch = rows.choose_launch(LayerNorm, x, implementation, _interpret)
     if launch is None:
         return reference.layer_norm(x, scale, bias, residual=residual, epsilon=epsilon, plus_one=plus_one)

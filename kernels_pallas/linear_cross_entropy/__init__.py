@@ -16,7 +16,6 @@ who computes them:
 """
 
 import functools
-import math
 from typing import Any, Literal
 
 import jax
@@ -58,8 +57,10 @@ def linear_cross_entropy(
 
     Args:
       hidden: [..., D] in float32, bfloat16 or float16. Logits are float32; their gradient is rounded to this dtype.
+        Where one number is not finite no gradient of the unembedding is, whether its token counts or not.
       unembedding: [D, V], or [V, D] where `transposed`, as a tied embedding is; in hidden's dtype.
-      targets: integers [...] in [0, V). The loss of a negative one is 0, of one beyond NaN.
+      targets: integers [...] in [0, V). The loss of a negative one is 0, whatever its weight; of
+        one beyond it is NaN, which gradients need not show.
       weights: float [...], a factor for each token (for a factor per label: `factors[targets]`); None is 1.
       soft_cap: of the logits, cap · tanh(logits / cap); positive.
       reduction: "none" gives each token's loss; "sum" their sum, with gradients a quarter cheaper.
@@ -75,7 +76,9 @@ def linear_cross_entropy(
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
-    soft_cap, z_loss = _check(hidden, unembedding, targets, weights, transposed, soft_cap, z_loss, reduction, partition)
+    soft_cap, z_loss = _check(
+        hidden, unembedding, targets, weights, transposed, soft_cap, z_loss, reduction, return_log_z, partition
+    )
     if targets.dtype.itemsize < 4:  # a narrow integer may not hold V, which it is compared with
         targets = targets.astype(jnp.int32)
     layout = ALONE if partition is None else layout_of(*partition, hidden, unembedding, transposed)
@@ -207,13 +210,14 @@ def _choose(
     return choose("linear_cross_entropy", implementation, refusals, interpret, manual=bool(layout.specs))
 
 
-def _check(hidden, unembedding, targets, weights, transposed, soft_cap, z_loss, reduction, partition) -> tuple:
+def _check(
+    hidden, unembedding, targets, weights, transposed, soft_cap, z_loss, reduction, return_log_z, partition
+) -> tuple:
     """Of the two numbers, as Python's."""
     name = "linear_cross_entropy"
     checks.array(name, hidden=hidden, unembedding=unembedding, targets=targets)
     checks.floating(name, hidden=hidden, unembedding=unembedding, weights=weights)
-    if not isinstance(transposed, bool):
-        raise ValueError(f"{name}: transposed = {transposed!r}; it must be True or False")
+    checks.boolean(name, transposed=transposed, return_log_z=return_log_z)
     specs = partition if isinstance(partition, tuple) and len(partition) == 2 else (None,)
     if partition is not None and not all(isinstance(spec, PartitionSpec) for spec in specs):
         raise ValueError(f"{name}: partition = {partition}; it must be two PartitionSpecs, hidden's and unembedding's")
@@ -230,11 +234,13 @@ def _check(hidden, unembedding, targets, weights, transposed, soft_cap, z_loss, 
     for what, x in (("targets", targets), ("weights", weights)):
         if x is not None and x.shape != hidden.shape[:-1]:
             raise ValueError(f"{name}: {what} has shape {list(x.shape)}; it must be {list(hidden.shape[:-1])}")
-    if unembedding.size // max(hidden.shape[-1], 1) == 0:
-        raise ValueError(f"{name}: unembedding is {list(unembedding.shape)}; it must have at least one label")
-    if reduction not in ("none", "sum"):
+    if unembedding.size == 0:
+        raise ValueError(
+            f"{name}: unembedding is {list(unembedding.shape)}; it must have at least one label and one channel"
+        )
+    if not isinstance(reduction, str) or reduction not in ("none", "sum"):
         raise ValueError(f"{name}: reduction = {reduction!r}; it must be 'none' or 'sum'")
     z_loss = checks.number(name, "z_loss", z_loss)
-    if not 0 <= z_loss < math.inf:
-        raise ValueError(f"{name}: z_loss = {z_loss}; it must be 0 or positive")
+    if not 0 <= z_loss <= float(jnp.finfo(jnp.float32).max):
+        raise ValueError(f"{name}: z_loss = {z_loss}; it must be 0 or positive, and finite in float32")
     return checks.positive_or_none(name, soft_cap=soft_cap)[0], z_loss

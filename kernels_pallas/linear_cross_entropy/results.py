@@ -15,5 +15,6 @@ def finish(
     """weight · (cross-entropy + z_loss · log² Z); 0 where the target is negative, NaN where it is no label at all."""
     losses = cross_entropy + z_loss * jnp.square(log_z) if z_loss else cross_entropy
     if weights is not None:
-        losses = losses * weights.astype(losses.dtype)
+        # Of what counts for nothing a weight may be NaN, and 0 · NaN in a gradient would be.
+        losses = losses * jnp.where(targets < 0, 0.0, weights).astype(losses.dtype)
     return jnp.where(targets < 0, 0.0, jnp.where(targets < vocabulary, losses, jnp.nan))

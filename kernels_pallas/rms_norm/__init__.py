@@ -36,7 +36,7 @@ def rms_norm(
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
-    epsilon = checks.norm("rms_norm", x, {"scale": scale}, residual, epsilon)
+    epsilon = checks.norm("rms_norm", x, {"scale": scale}, residual, epsilon, plus_one)
     launch = rows.choose_launch(RMSNorm, x, implementation, _interpret)
     if launch is None:
         return reference.rms_norm(x, scale, residual=residual, epsilon=epsilon, plus_one=plus_one)

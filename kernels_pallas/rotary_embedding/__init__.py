@@ -40,7 +40,7 @@ def rotary_embedding(
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
-    _check(x, cos, sin)
+    _check(x, cos, sin, interleaved)
     serves = functools.partial(rows.refusal, x, max_width=None)
     chosen = choose("rotary_embedding", implementation, dict.fromkeys(_RUN, serves), _interpret)
     if chosen == "reference" or x.size == 0:
@@ -110,10 +110,11 @@ def _bwd(settings, saved, d_y):
 _turn.defvjp(_fwd, _bwd, symbolic_zeros=True)
 
 
-def _check(x, cos, sin) -> None:
+def _check(x, cos, sin, interleaved) -> None:
+    checks.array("rotary_embedding", x=x, cos=cos, sin=sin)
+    checks.boolean("rotary_embedding", interleaved=interleaved)
     if x.ndim < 2:
         raise ValueError(f"rotary_embedding: x has shape {list(x.shape)}; it must be [..., N, H]")
-    checks.array("rotary_embedding", x=x, cos=cos, sin=sin)
     checks.floating("rotary_embedding", x=x, cos=cos, sin=sin)
     if x.shape[-1] % 2:
         raise ValueError(f"rotary_embedding: heads are {x.shape[-1]} wide; they must be even, pairs are turned")

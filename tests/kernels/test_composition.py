@@ -53,6 +53,14 @@ def test_vmap_of_grad_is_a_loop(operation, implementation):
     chex.assert_trees_all_close(jax.jit(jax.vmap(gradient))(*both), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("operation, implementation", CALLS)
+def test_vmap_over_nothing_gives_nothing(operation, implementation):
+    case, *arguments = _arguments(operation, implementation)
+    none = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), arguments)
+    gradients = jax.jit(jax.vmap(jax.grad(_loss_of(operation, implementation, case))))(*none)
+    chex.assert_trees_all_equal_shapes_and_dtypes(gradients, none[0])
+
+
 @pytest.mark.parametrize("operation, implementation", WITHOUT_EFFECTS)
 def test_checkpoint_changes_nothing(operation, implementation):
     case, *arguments = _arguments(operation, implementation)

@@ -101,9 +101,11 @@ def test_chunks_are_alike_and_hardly_padded():
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_labels_that_fill_up_count_for_nothing(implementation, reduction):
-    """Behind 40 labels stand 24 with logits of 0, far above all others: at 200 below, exp(0 − log Z) is infinite."""
+    """Behind 40 labels stand 24 with logits of 0, far above all others: at 200 below, exp(0 − log Z) is infinite. Each
+    token has one label that is likely: of others the rounding of so large a log Z would show."""
     hidden, unembedding, targets, weights = operands()
     hidden, unembedding = jnp.abs(hidden) + 1, -40 * (jnp.abs(unembedding) + 1)
+    unembedding = unembedding.at[:, 7].set(-39.0)
     arguments = hidden, unembedding, targets, weights
     fused = functools.partial(linear_cross_entropy, implementation=implementation, _interpret=True)
     want = loss_and_gradients(reference, *arguments, reduction=reduction)
@@ -399,3 +401,18 @@ def test_wrong_options_of_the_loss_are_refused(wrong, message):
     hidden, unembedding, targets, _ = operands()
     with pytest.raises(ValueError, match=f"linear_cross_entropy: {message}"):
         linear_cross_entropy(hidden, unembedding, targets, **wrong)
+
+
+@pytest.mark.parametrize("implementation", ["reference", *KERNELS])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_weight_of_what_counts_for_nothing_may_be_nan(implementation, reduction):
+    hidden, unembedding, targets, weights = operands()
+    weights = jnp.where(targets < 0, jnp.nan, weights)
+
+    def total(hidden, unembedding, weights):
+        options = dict(reduction=reduction, implementation=implementation, _interpret=True)
+        return jnp.sum(linear_cross_entropy(hidden, unembedding, targets, weights, **options))
+
+    loss, gradients = jax.value_and_grad(total, argnums=(0, 1, 2))(hidden, unembedding, weights)
+    chex.assert_tree_all_finite((loss, gradients))
+    assert not np.any(gradients[2][targets < 0])

@@ -177,6 +177,10 @@ def test_intervals_of_any_integer_dtype_meet_and_are_shifted():
             assert np.all(np.sum(lengths, axis=0) == 5)
         start, end = shifted(everything, 5)
         assert np.all(start == -5) and np.all(end > 5)
+    wide = shifted(Visible(jnp.zeros((1, 4), jnp.uint8), jnp.full((1, 4), 200, jnp.uint8)), 1)
+    assert np.all(wide.start == -1) and np.all(wide.end == 199)
+    limit = window(4, None, 2**28, offset=2**28)
+    assert np.all(shifted(limit, 2**28).end > 2**28) and np.all(shifted(causal(4, offset=2**28), 2**28).end > 0)
     narrow = shifted(shifted(Visible(np.zeros((1, 5), np.int8), np.full((1, 5), 100, np.int8)), 100), 100)
     assert np.all(narrow.start == -200) and np.all(narrow.end == -100)
 
@@ -197,6 +201,18 @@ def test_intervals_of_any_integer_dtype_meet_and_are_shifted():
         (lambda: both(causal(20), causal(21)), "both: its parts are of 20, 21 queries"),
         (lambda: both(causal(20), causal(1)), "both: its parts are of 1, 20 queries"),
         (lambda: union(), "union: its parts are of none queries"),
+        (lambda: packed(None), r"packed: segment_ids is None; it must be int32\[B, T\]"),
+        (lambda: both(causal(20), None), "both: None is no Visible"),
+        (lambda: both(packed(jnp.zeros((2, 5), int)), packed(jnp.zeros((3, 5), int))), r"of batches of \[2, 3\]"),
+        (
+            lambda: both((np.zeros((1, 5)), np.ones((1, 5)))),
+            r"both: start is float64\[1, 5\]; it must be int32\[B, T\]",
+        ),
+        (lambda: shifted(causal(4), 1.5), "first_key = 1.5; it must be a whole number"),
+        (lambda: shifted(causal(4), np.zeros((1, 4), int)), r"first_key is int64\[1, 4\]; it must be int32\[B\]"),
+        (lambda: causal(4, np.array([1.7])), r"offset is float64\[1\]; it must be int32\[B\]"),
+        (lambda: window(4, jnp.arange(4)), r"before = .* must be a whole number"),
+        (lambda: window(4, jnp.float32(1.5)), r"before is float32\[\]; it must be int32\[\]"),
     ],
 )
 def test_what_makes_no_intervals_is_refused(wrong, message):

@@ -195,7 +195,8 @@ def _check(experiment: Experiment, kind: Kind) -> None:
     if experiment.data.tokenizer in ("bytes", "bpe") and model.vocabulary < BYTES_VOCABULARY:
         raise InputError(
             f'data.tokenizer = "{experiment.data.tokenizer}" has at least {BYTES_VOCABULARY} tokens, more than '
-            f"model.vocabulary = {model.vocabulary}; set model.vocabulary={BYTES_VOCABULARY}"
+            f"model.vocabulary = {model.vocabulary}; set model.vocabulary={BYTES_VOCABULARY}, or data.tokenizer to "
+            "a file"
         )
     check_mesh(experiment, mesh.data, 1 if mesh.fsdp == "all" else mesh.fsdp, mesh.tensor, kind)
 

@@ -101,7 +101,7 @@ def test_gaps_that_a_tpu_closes_are_not_what_a_step_needs(chip, temporaries, gap
         ((1, 4, 1), []),
         ((2, 2, 1), ["optimizer.kind=muon", "model.tied_embeddings=true"]),
         ((1, 2, 2), ["optimizer.kind=muon"]),
-        ((1, 1, 4), ["model.attention.kv_heads=2"]),
+        ((1, 1, 4), ["model.attention.kv_heads=2", "model.kernels=auto"]),
         ((1, 1, 4), ["model.attention.heads=12", "model.attention.kv_heads=6", "model.width=768"]),
         ((2, 2, 1), [f"optimizer.groups=[{FROZEN % 'layers/feed_forward/*'}, {FROZEN % 'embedding'}]"]),
         ((1, 2, 2), [f"optimizer.groups=[{FROZEN % 'layers/*'}, {FROZEN % 'embedding'}]"]),

@@ -35,8 +35,9 @@ def _parameters(work: Workload) -> Iterator[Collective]:
     microbatch, and their gradients are summed, each device keeping its part; those of vectors are summed whole.
 
     A table is gathered once, since forward and backward pass of the unembedding follow each other, and summed for each
-    of its uses. What is looked up is the same for all microbatches: XLA gathers it before their loop (of JAX 0.10, not
-    where each part of `data` has a loop of its own).
+    of its uses. What is looked up is the same for all microbatches: XLA gathers it before their loop. Not so where each
+    part of `data` has a loop of its own: there JAX 0.10's gathers it in each microbatch, a tied one for each of its
+    three uses, and matrices that the backward pass computes with again in post-norm layers once more.
     """
     fsdp, itemsize, L, train = ("fsdp",), work.itemsize, work.model.layers, work.kind == "train"
     each = work.microbatches if train else 1
@@ -106,7 +107,7 @@ def _optimizer(work: Workload) -> Iterator[Collective]:
 def _stream(work: Workload) -> list[Collective]:
     """Over `tensor`, the stream is gathered before attention and feed-forward and summed behind them, each device
     keeping its part of the sequence (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2), or all of it where the
-    sequence does not divide."""
+    sequence does not divide. A loss in kernels sums its gradient whole."""
     model, tensor = work.model, ("tensor",)
     whole = work.itemsize * work.rows() * work.queries * model.width
     parted = work.local("stream", work.queries) < work.queries
@@ -115,18 +116,19 @@ def _stream(work: Workload) -> list[Collective]:
     blocks = 2 * model.layers
     sums = blocks + 1  # behind each block and the embedding
     gathers = blocks + (1 if train else 0)  # before each block; in inference only the last token is unembedded
+    whole_sums = 0
     if train:  # the backward pass transposes one into the other, as far as it goes
         first = goes_back_to(model, work.frozen)
         through = blocks if first <= Part.LAYERS else 0
         sums, gathers = sums + through + (first <= Part.FINAL_NORM), gathers + through + (first == Part.LOOK_UP)
+        whole_sums = int(work.kernels and first <= Part.FINAL_NORM)
         if through and work.remat != "none":  # the sum behind the feed-forward runs again where a norm reads it
             sums, gathers = sums + (2 if model.post_norms else 1) * model.layers, gathers + blocks
     found = []
     if parted:
-        found.append(Collective("reduce-scatter", tensor, each * sums, whole, "stream"))
+        found.append(Collective("reduce-scatter", tensor, each * (sums - whole_sums), whole, "stream"))
         found.append(Collective("all-gather", tensor, each * gathers, whole, "stream"))
-    else:
-        found.append(Collective("all-reduce", tensor, each * sums, whole, "stream"))
+    found.append(Collective("all-reduce", tensor, each * (whole_sums if parted else sums), whole, "stream"))
     if train:  # the maximum and the sum of each token's logits
         found.append(Collective("all-reduce", tensor, each * 2, 4 * work.rows() * work.queries, "loss"))
     return found

@@ -20,6 +20,9 @@ _AXES = ("layers", "batch", "act_kv_heads", "sequence", "act_head_width")
 class Cache:
     """Keys and values [L, B, K, S, H] of up to S tokens per sequence, each head's together, as attention reads them.
 
+    K is `GroupedQueryAttention.kv_heads_over` the mesh's `tensor`: heads that this does not divide are kept as copies,
+    each where it is read, and a cache belongs to a mesh with that axis.
+
     `length` int32 [B]: tokens each sequence holds, in the slots 0 … length − 1. `layer` int32: the layer that
     `extend` writes next; 0 between forward passes.
     """

@@ -19,6 +19,7 @@ from kernels_pallas.flash_attention.operands import Operands, scores_seen
 from kernels_pallas.flash_attention.tiles import LOG2_E, Settings
 from kernels_pallas.flash_attention.visible import (
     Visible,
+    are_positions,
     both,
     causal,
     module_of,
@@ -281,10 +282,8 @@ def _check(query, key, value, visible, scale, soft_cap, sinks, bias, query_chunk
         got = f"{visible.dtype}{list(visible.shape)}" if hasattr(visible, "dtype") else repr(visible)[:60]
         wrong("visible", got, "two arrays, start and end, as `causal` and others make; any other mask is a bias of −∞")
     for name, x in zip(("start", "end"), visible or (), strict=bool(visible)):
-        # numpy arrays are cut off at the keys before they are narrowed; in others what int32 cannot hold would wrap.
-        fits = jnp.issubdtype(x.dtype, jnp.integer)
-        fits &= not isinstance(x, jax.Array) or np.can_cast(x.dtype, np.int32)
-        if x.ndim not in (2, 3) or 0 in x.shape[:-2] or x.shape[-2:] not in ((B, T), (1, T)) or not fits:
+        parts = x.ndim in (2, 3) and 0 not in x.shape[:-2]
+        if not (parts and x.shape[-2:] in ((B, T), (1, T)) and are_positions(x)):
             right = f"int32[{B}, {T}] or int32[1, {T}], or a union's, with one more axis"
             wrong(f"visible's {name}", f"{x.dtype}{list(x.shape)}", right)
     if visible is not None and visible[0].shape[:-2] != visible[1].shape[:-2]:

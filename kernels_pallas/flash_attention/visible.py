@@ -63,8 +63,8 @@ def packed(segment_ids: jax.Array) -> Visible:
     Args:
       segment_ids: int [B, T]; neighbours of one id are a segment. Padding has negative ids and sees nothing.
     """
-    _check_integers("packed: segment_ids", segment_ids, 2)
-    ids = jnp.asarray(segment_ids)
+    _check_integers("packed: segment_ids", segment_ids, 2, any_width=True)
+    ids = segment_ids
     index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     first = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
     start = jax.lax.cummax(jnp.where(first, index, 0), axis=1)
@@ -106,11 +106,12 @@ def union(*parts: Visible) -> Visible:
 def _check_parts(name: str, parts: tuple[Visible, ...]) -> None:
     for part in parts:
         _check_visible(name, part)
-    rows = {part[0].shape[-1] for part in parts}
+    arrays = [x for part in parts for x in part]
+    rows = {x.shape[-1] for x in arrays}
     if len(rows) != 1:
         counts = ", ".join(str(n) for n in sorted(rows)) or "none"
         raise ValueError(f"{name}: its parts are of {counts} queries; it must have some, all of as many")
-    if len(sizes := {part[0].shape[-2] for part in parts} - {1}) > 1:
+    if len(sizes := {x.shape[-2] for x in arrays} - {1}) > 1:
         raise ValueError(f"{name}: its parts are of batches of {sorted(sizes)}; they must be of one size, or of 1")
 
 
@@ -122,13 +123,22 @@ def _check_visible(name: str, visible: Any) -> None:
         _check_integers(f"{name}: {side}", x, 2, 3)
 
 
-def _check_integers(name: str, x: Any, *dimensions: int) -> None:
-    """An array of integers with so many dimensions."""
-    array = hasattr(x, "dtype") and hasattr(x, "ndim")
-    if not (array and x.ndim in dimensions and jnp.issubdtype(x.dtype, jnp.integer)):
-        got = f"{x.dtype}{list(x.shape)}" if array else f"{x!r:.60}"
-        axes = " or ".join(_AXES[n] for n in dimensions)
-        raise ValueError(f"{name} is {got}; it must be int32{axes}")
+def _check_integers(name: str, x: Any, *dimensions: int, any_width: bool = False) -> None:
+    """An array of integers with so many dimensions, of positions where not of any width."""
+    axes = "int32" + " or ".join(_AXES[n] for n in dimensions)
+    if not (hasattr(x, "dtype") and hasattr(x, "ndim")):
+        got = "None" if x is None else f"of type {type(x).__name__}"
+        raise ValueError(f"{name} is {got}; it must be an array, {axes}")
+    if x.ndim not in dimensions or not (jnp.issubdtype(x.dtype, jnp.integer) if any_width else are_positions(x)):
+        raise ValueError(f"{name} is {x.dtype}{list(x.shape)}; it must be {axes}")
+
+
+def are_positions(x: Any) -> bool:
+    """Whether an array is of integers, and of such as int32 holds. Of numpy's any will do: they are known, so that what
+    is far beyond the keys is cut off before they are narrowed; in others it would wrap."""
+    return jnp.issubdtype(x.dtype, jnp.integer) and (
+        not isinstance(x, jax.Array) or jnp.iinfo(x.dtype).max <= jnp.iinfo(jnp.int32).max
+    )
 
 
 def shifted(visible: Visible, first_key: Any) -> Visible:
@@ -185,8 +195,12 @@ def _bounded(name: str, n: Any) -> Any:
     except TypeError:
         raise ValueError(f"{name} = {n!r}; it must be a whole number") from None
     if abs(whole) > _FARTHEST:
-        raise ValueError(f"{name} = {n}; it must be between −2²⁸ and 2²⁸")
+        raise _too_far(name, n)
     return whole
+
+
+def _too_far(name: str, n: Any) -> ValueError:
+    return ValueError(f"{name} = {n!s:.60}; it must be between −2²⁸ and 2²⁸")
 
 
 def _count(name: str, n: Any) -> Any:
@@ -206,10 +220,11 @@ def _positions(queries: int, offset: Any) -> Any:
 
 def _column(name: str, n: Any) -> Any:
     """A whole number, or those of each sequence [B] as [B, 1]."""
-    if np.ndim(n) == 0:
+    if getattr(n, "ndim", 0) == 0:
         return _bounded(name, n)
-    n = n if isinstance(n, jax.Array) else np.asarray(n)
     _check_integers(name, n, 1)
+    if not isinstance(n, jax.Array) and n.size and max(-int(n.min()), int(n.max())) > _FARTHEST:
+        raise _too_far(name, n)
     return _narrowed(n)[:, None]
 
 

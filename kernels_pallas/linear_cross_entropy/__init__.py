@@ -59,8 +59,8 @@ def linear_cross_entropy(
       hidden: [..., D] in float32, bfloat16 or float16. Logits are float32; their gradient is rounded to this dtype.
         Where one number is not finite no gradient of the unembedding is, whether its token counts or not.
       unembedding: [D, V], or [V, D] where `transposed`, as a tied embedding is; in hidden's dtype.
-      targets: integers [...] in [0, V). The loss of a negative one is 0, whatever its weight; of
-        one beyond it is NaN, which gradients need not show.
+      targets: integers [...] in [0, V). The loss of a negative one is 0, whatever its weight; of one ≥ V it is NaN,
+        which gradients need not show.
       weights: float [...], a factor for each token (for a factor per label: `factors[targets]`); None is 1.
       soft_cap: of the logits, cap · tanh(logits / cap); positive.
       reduction: "none" gives each token's loss; "sum" their sum, with gradients a quarter cheaper.

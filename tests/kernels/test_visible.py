@@ -185,6 +185,14 @@ def test_intervals_of_any_integer_dtype_meet_and_are_shifted():
     assert np.all(narrow.start == -200) and np.all(narrow.end == -100)
 
 
+def test_segments_may_have_ids_of_any_width():
+    """As hashes of documents are: what differs in the upper half is another segment, and negative is negative."""
+    wide = packed(np.array([[5, 5, 5 + 2**32, 2**31, -1 - 2**32]]))
+    narrow = packed(jnp.array([[5, 5, 6, 7, -1]]))
+    chex.assert_trees_all_equal(wide, narrow)
+    assert np.all(packed(jnp.array([[1, 2**32 - 1]], jnp.uint32)).end == np.array([[1, 2]]))
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [
@@ -201,9 +209,19 @@ def test_intervals_of_any_integer_dtype_meet_and_are_shifted():
         (lambda: both(causal(20), causal(21)), "both: its parts are of 20, 21 queries"),
         (lambda: both(causal(20), causal(1)), "both: its parts are of 1, 20 queries"),
         (lambda: union(), "union: its parts are of none queries"),
-        (lambda: packed(None), r"packed: segment_ids is None; it must be int32\[B, T\]"),
+        (lambda: packed(None), r"packed: segment_ids is None; it must be an array, int32\[B, T\]"),
+        (lambda: packed([[0, 0, 1]]), "packed: segment_ids is of type list; it must be an array"),
+        (lambda: causal(4, [1, 2]), r"offset = \[1, 2\]; it must be a whole number"),
         (lambda: both(causal(20), None), "both: None is no Visible"),
         (lambda: both(packed(jnp.zeros((2, 5), int)), packed(jnp.zeros((3, 5), int))), r"of batches of \[2, 3\]"),
+        (lambda: both(prefix(4, jnp.ones(3, int)), prefix(4, jnp.ones(2, int))), r"of batches of \[2, 3\]"),
+        (lambda: union(Visible(np.zeros((1, 4), int), np.ones((1, 5), int))), "its parts are of 4, 5 queries"),
+        (lambda: causal(4, np.array([0, 2**40])), r"offset = \[ *0 1099511627776\]; it must be between"),
+        (lambda: shifted(causal(4), np.array([-(2**30)])), r"first_key = \[-1073741824\]; it must be between"),
+        (lambda: shifted(causal(4), -(2**30)), "first_key = -1073741824; it must be between"),
+        (lambda: causal(4, jnp.full((2,), 7, jnp.uint32)), r"offset is uint32\[2\]; it must be int32\[B\]"),
+        (lambda: causal(4, jnp.uint32(7)), r"offset is uint32\[\]; it must be int32\[\]"),
+        (lambda: shifted(Visible(*jnp.zeros((2, 1, 4), jnp.uint32)), 1), r"shifted: start is uint32\[1, 4\]"),
         (
             lambda: both((np.zeros((1, 5)), np.ones((1, 5)))),
             r"both: start is float64\[1, 5\]; it must be int32\[B, T\]",

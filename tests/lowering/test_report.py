@@ -101,7 +101,7 @@ def test_gaps_that_a_tpu_closes_are_not_what_a_step_needs(chip, temporaries, gap
         ((1, 4, 1), []),
         ((2, 2, 1), ["optimizer.kind=muon", "model.tied_embeddings=true"]),
         ((1, 2, 2), ["optimizer.kind=muon"]),
-        ((1, 1, 4), ["model.attention.kv_heads=2", "model.kernels=auto"]),
+        ((1, 1, 4), ["model.attention.kv_heads=2", "model.kernels=auto", "model.vocabulary=65536"]),
         ((1, 1, 4), ["model.attention.heads=12", "model.attention.kv_heads=6", "model.width=768"]),
         ((2, 2, 1), [f"optimizer.groups=[{FROZEN % 'layers/feed_forward/*'}, {FROZEN % 'embedding'}]"]),
         ((1, 2, 2), [f"optimizer.groups=[{FROZEN % 'layers/*'}, {FROZEN % 'embedding'}]"]),
@@ -111,8 +111,8 @@ def test_gaps_that_a_tpu_closes_are_not_what_a_step_needs(chip, temporaries, gap
 def test_what_is_sent_is_what_is_counted(small, sizes, settings):
     """To the byte, but that XLA gathers a query's matrix once more beside `tensor`, and an older one a table for each
     microbatch beside `data`. Muon's three layers are filled up to one for each of four devices. Small things are sent
-    together; no program takes less time than is counted. Key/value heads that several
-    devices compute send their gradients, where each has one head and where it has more."""
+    together; no program takes less time than is counted. Key/value heads that several devices compute send their
+    gradients, where each has one head and where it has more."""
     found = compiled(small, FOUR["cuda"], "train", sizes, ["model.layers=3", *settings]).report
     sent, counted = Counter(), Counter()
     for c in found.collectives:
@@ -125,6 +125,11 @@ def test_what_is_sent_is_what_is_counted(small, sizes, settings):
             assert bytes <= sent[kind, axes] <= 1.1 * bytes
         elif kind != "all-reduce":
             assert bytes == sent[kind, axes]
+    # Between some devices of an axis only go gradients of the key/value heads that they share.
+    copies = Counter({c.kind: c.times * c.bytes for c in traffic.collectives(found.plan.work) if c.of == "copies"})
+    for c in found.collectives:
+        copies[c.kind] -= 0 if c.whole else c.count * c.bytes
+    assert not any(copies.values())
     # Devices with the same key/value heads are part of an axis, which is counted as if it were all of it.
     seconds = sum(found.seconds(c._replace(whole=True)) or 0.0 for c in found.collectives)
     assert 0.7 * seconds <= found.plan.time.collectives <= seconds

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from jaxlm.costs.step import kernels
 from jaxlm.costs.step.parameters import Part, goes_back_to, multiplies, parameters
 from jaxlm.costs.workload import Workload
 
@@ -107,7 +108,8 @@ def _optimizer(work: Workload) -> Iterator[Collective]:
 def _stream(work: Workload) -> list[Collective]:
     """Over `tensor`, the stream is gathered before attention and feed-forward and summed behind them, each device
     keeping its part of the sequence (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2), or all of it where the
-    sequence does not divide. A loss in kernels sums its gradient whole."""
+    sequence does not divide. A loss in kernels sums its gradient whole, and a GPU in float32 where kernels leave few
+    logits to XLA, which is counted as if it were like the others."""
     model, tensor = work.model, ("tensor",)
     whole = work.itemsize * work.rows() * work.queries * model.width
     parted = work.local("stream", work.queries) < work.queries
@@ -121,7 +123,7 @@ def _stream(work: Workload) -> list[Collective]:
         first = goes_back_to(model, work.frozen)
         through = blocks if first <= Part.LAYERS else 0
         sums, gathers = sums + through + (first <= Part.FINAL_NORM), gathers + through + (first == Part.LOOK_UP)
-        whole_sums = int(work.kernels and first <= Part.FINAL_NORM)
+        whole_sums = int(kernels.loss(work) is not None and first <= Part.FINAL_NORM)
         if through and work.remat != "none":  # the sum behind the feed-forward runs again where a norm reads it
             sums, gathers = sums + (2 if model.post_norms else 1) * model.layers, gathers + blocks
     found = []
@@ -129,6 +131,6 @@ def _stream(work: Workload) -> list[Collective]:
         found.append(Collective("reduce-scatter", tensor, each * (sums - whole_sums), whole, "stream"))
         found.append(Collective("all-gather", tensor, each * gathers, whole, "stream"))
     found.append(Collective("all-reduce", tensor, each * (whole_sums if parted else sums), whole, "stream"))
-    if train:  # the maximum and the sum of each token's logits
-        found.append(Collective("all-reduce", tensor, each * 2, 4 * work.rows() * work.queries, "loss"))
+    if train:  # the maximum and the sum of each token's logits, and the one at its target
+        found.append(Collective("all-reduce", tensor, each * 3, 4 * work.rows() * work.queries, "loss"))
     return found

@@ -10,6 +10,7 @@ _ADVICE = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room"),
     **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST), "remove what is in the way, or choose another place"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "allow it, or choose another place"),
+    errno.ENOENT: "put back what was moved or removed",
 }
 # What XLA says where an array has no room, but not that a kernel has none.
 _NO_ROOM = re.compile(r"RESOURCE_EXHAUSTED(?!.*(?:vmem|smem|shared memory)).*(?:out of memory|allocat)", re.IGNORECASE)
@@ -49,7 +50,8 @@ def in_one_line(error: Exception) -> str | None:
     if isinstance(error, InputError | RunFailed):
         return str(error)
     if isinstance(error, OSError) and error.errno in _ADVICE:
-        return _one_line(f"{error.strerror}: {error.filename or 'what was to be written'}; {_ADVICE[error.errno]}")
+        where = error.filename2 or error.filename or "what was to be written"  # of a move its target
+        return _one_line(f"{error.strerror}: {where}; {_ADVICE[error.errno]}")
     if type(error).__name__ == "JaxRuntimeError" and _NO_ROOM.search(said := str(error).partition("\n")[0]):
         return _one_line(
             f"out of memory ({said[:200]}); lower training.batch or training.sequence, or use more devices or, "

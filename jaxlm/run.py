@@ -18,6 +18,8 @@ from jaxlm.training.paths import RunPaths
 # What a resumed run must share with its beginning; everything else may change.
 _KEPT = ("model", "training.batch", "training.sequence", "training.seed", "optimizer.kind")
 _FREE = {"kernels"}  # of the model: they change no result but by rounding
+# What of [data] decides the tokens.
+_SHAPING = tuple(f"data.{key}" for key in ("text", "sources", "field", "documents", "held_out", "tokenizer"))
 # What the parameters of a run are good for; the other keys of [model] may differ where they are used.
 _ARCHITECTURE = (
     *("vocabulary", "layers", "width", "norm", "attention", "feed_forward"),
@@ -38,6 +40,11 @@ class Run:
         if self.paths.config.exists():
             before = self.experiment()
             self.digest()
+            if self.paths.metrics.exists() and not self.paths.checkpoints.is_dir():
+                raise InputError(
+                    f"{self.paths.checkpoints} is no folder any more, and {self.paths.metrics.name} tells of steps; "
+                    "put it back, or choose another --out"
+                )
             for key in _KEPT:
                 if change := changed(key, _value(before, key), _value(experiment, key)):
                     raise InputError(f"{self.paths} was begun with {change}; put it back, or choose another --out")
@@ -115,10 +122,10 @@ class Run:
             self._save_tokenizer(dataset)
             self.paths.data.write_text(json.dumps({"digest": dataset.digest, "held_out_bytes": dataset.held_out_bytes}))
         elif self.digest() != dataset.digest:
-            raise InputError(
-                f"{self.paths} was trained on other data than data.text and data.tokenizer give now; "
-                "put them back, or choose another --out"
-            )
+            before = self.experiment()
+            changes = (changed(key, _value(before, key), _value(experiment, key)) for key in _SHAPING)
+            change = next(filter(None, changes), "other text, or other sources, than [data] gives now")
+            raise InputError(f"{self.paths} was trained with {change}; put it back, or choose another --out")
         if is_first():
             if not self.paths.tokenizer.is_file():
                 self._save_tokenizer(dataset)
@@ -160,4 +167,6 @@ def _value(experiment: Experiment, key: str) -> Any:
     value: Any = experiment
     for part in key.split("."):
         value = getattr(value, part)
+    if isinstance(value, dict):
+        return {name: each.model_dump() for name, each in value.items()}
     return value.model_dump(exclude=_FREE) if hasattr(value, "model_dump") else value

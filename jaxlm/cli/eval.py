@@ -91,7 +91,10 @@ def _text(data, tokenizer, run, experiment, bar) -> dict:
     from jaxlm.data.dataset import prepare, tokenize_whole
 
     if data is not None:
-        return {"data": tokenize_whole(experiment.data, data, tokenizer, bar.say, bar.progress)}
+        try:
+            return {"data": tokenize_whole(experiment.data, data, tokenizer, bar.say, bar.progress)}
+        except InputError as error:
+            raise InputError(str(error).replace("data.text", "--data")) from None
     dataset = prepare(experiment.data, experiment.model.vocabulary, bar.say, bar.progress)
     if dataset.digest != run.digest():
         _check_shaping(run, experiment.data, _FILES)

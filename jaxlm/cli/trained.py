@@ -35,6 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
+_ATTEMPTS = 5  # to read a checkpoint of a run that trains on, and removes older ones
 _READ = ("model", "mesh", "training.dtype")  # sections and keys that every command reads
 
 
@@ -69,11 +70,17 @@ def restore(arguments: Namespace, run: "Run", experiment: "Experiment", *, dtype
     from jaxlm.training import checkpoints
 
     choose = checkpoints.best_whole if arguments.checkpoint == "best" else checkpoints.newest_whole
-    step = choose(run.paths.checkpoints, lambda line: print(f"jaxlm: {line}", file=sys.stderr))
-    if step is None:
-        raise InputError(f"{run.paths} has no whole checkpoint yet; jaxlm train writes one")
     mesh = make_mesh(experiment, "decode")  # nothing is trained: any number of sequences will do
     _, tree = model_tree.abstract(experiment.model)
     like = model_tree.placed(model_tree.shapes(tree, jnp.dtype(dtype)), model_tree.shardings(tree, mesh))
-    parameters = checkpoints.restore_parameters(run.paths.checkpoints, step, like, average=arguments.ema)
+    for attempt in range(1, _ATTEMPTS + 1):
+        step = choose(run.paths.checkpoints, lambda line: print(f"jaxlm: {line}", file=sys.stderr))
+        if step is None:
+            raise InputError(f"{run.paths} has no whole checkpoint yet; jaxlm train writes one")
+        try:
+            parameters = checkpoints.restore_parameters(run.paths.checkpoints, step, like, average=arguments.ema)
+            break
+        except checkpoints.Gone:
+            if attempt == _ATTEMPTS:
+                raise
     return Trained(experiment, parameters, step, mesh)

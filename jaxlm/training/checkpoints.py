@@ -19,7 +19,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 
 from jaxlm.distributed import broadcast_from_first, first_process_first, is_first
 from jaxlm.errors import InputError, RunFailed
-from jaxlm.files import replace
+from jaxlm.files import replace, unwritable
 from jaxlm.models.tree import Tree
 from jaxlm.training.step import TrainState
 
@@ -31,6 +31,8 @@ _IN_PROGRESS = "*.orbax-checkpoint-tmp*"
 _LOSS = "held_out_loss"
 # Why the system refused, at the end of what TensorStore says.
 _OF_SYSTEM = re.compile(r": ([^:]+) \[os_error_code=")
+# Reasons that end where something is deleted.
+_FULL = re.compile(r"No space|quota| are free", re.IGNORECASE)
 # What Orbax says of its own options, behind what does not fit, of which so many characters are shown.
 _ADVICE = re.compile(r"\.? *Truncating/padding is|\s*If this mismatch is")
 _REASON = 300
@@ -45,6 +47,10 @@ logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 class Unsaved(RunFailed):
     """A checkpoint that could not be written."""
+
+
+class Gone(RunFailed):
+    """A checkpoint that was removed while it was read, as by a run that trains on."""
 
 
 class Checkpoints:
@@ -112,7 +118,10 @@ class Checkpoints:
         self._manager.reload()
 
     def check_room(self, size: int) -> None:
-        """Raises Unsaved where the disk has no room for `size` bytes, before anything is written."""
+        """Raises Unsaved where the disk has no room for `size` bytes, or the folder takes nothing, before anything is
+        written: Orbax would wait for its folders for ever."""
+        if refusal := unwritable(self._directory):
+            raise self._unsaved(refusal)
         free = shutil.disk_usage(self._directory).free
         if free < size:
             raise self._unsaved(f"a checkpoint takes {size / 1e9:.2g} GB, and there {free / 1e9:.2g} GB are free")
@@ -138,7 +147,8 @@ class Checkpoints:
     def _unsaved(self, reason: str) -> Unsaved:
         newest = max(_steps(self._directory), default=None)
         goes_on = "from its start" if newest is None else f"from step {newest}"
-        return Unsaved(f"{self._directory} takes no checkpoint ({reason}); make room, and the run goes on {goes_on}")
+        advice = "make room" if _FULL.search(reason) else "mend that"
+        return Unsaved(f"{self._directory} takes no checkpoint ({reason}); {advice}, and the run goes on {goes_on}")
 
     def _seal(self) -> None:
         """Write the checksums into the folder that Orbax is about to rename: what is committed is sealed."""
@@ -153,12 +163,18 @@ def bytes_of(state: TrainState) -> int:
 
 
 def resume_from(directory: Path, say: Callable[[str], None]) -> int | None:
-    """The newest whole step, with newer, damaged ones set aside; every process of a job takes what the first finds."""
+    """The newest whole step, with newer, damaged ones set aside; every process of a job takes what the first finds.
+
+    Raises InputError where none of several is whole: a run is not begun anew where it may still be rescued.
+    """
     nothing = -1
     newest = None
     if is_first():
         newest = newest_whole(directory, say)
-        _set_aside_damaged(directory, newest, say)
+        if newest is None and _steps(directory):
+            raise InputError(f"no checkpoint in {directory} is whole; put one back that is, or choose another --out")
+        if newest is not None:
+            _set_aside_damaged(directory, newest, say)
     step = broadcast_from_first(nothing if newest is None else newest)
     return None if step == nothing else step
 
@@ -169,7 +185,7 @@ def newest_whole(directory: Path, say: Callable[[str], None]) -> int | None:
         damage = _damage(directory / str(step))
         if damage is None:
             return step
-        say(f"checkpoint {step} is damaged ({damage}); trying the one before it")
+        say(f"checkpoint {step} is damaged ({damage}); looking for one before it")
     return None
 
 
@@ -207,13 +223,12 @@ def _metrics(folder: Path) -> Path:
     return folder / "metrics" / "metrics"
 
 
-def _set_aside_damaged(directory: Path, newest: int | None, say: Callable[[str], None]) -> None:
+def _set_aside_damaged(directory: Path, newest: int, say: Callable[[str], None]) -> None:
     """Move checkpoints newer than the newest whole one to `damaged/`, so that their steps can be written again, and
     those whose loss Orbax, which compares all of them, could not read."""
     for step in _steps(directory):
-        lost = _loss_is_lost(directory / str(step))
-        if newest is None or step > newest or lost:
-            if newest is not None and step < newest:
+        if step > newest or _loss_is_lost(directory / str(step)):
+            if step < newest:
                 say(f"checkpoint {step} is damaged (its loss cannot be read); it is set aside")
             aside = directory / "damaged" / str(step)
             while aside.exists():
@@ -248,7 +263,11 @@ def _restore(directory: Path, step: int, **items: Any) -> dict[str, Any]:
         try:
             restored = reader.restore((directory / str(step)).absolute(), args=ocp.args.Composite(**wanted))
             return {name: restored[name] for name in items}
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, OSError) as error:
+            if damage := _damage(directory / str(step)):
+                raise Gone(f"checkpoint {step} of {directory} was whole and is not ({damage}); try again") from error
+            if isinstance(error, OSError):
+                raise
             why = textwrap.shorten(_ADVICE.split(str(error))[0], _REASON, placeholder=" …")
             raise InputError(
                 f"checkpoint {step} of {directory} does not fit the model ({why}); put [model] back as it was trained"
@@ -264,13 +283,16 @@ def _damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
         expected = json.loads((folder / _CHECKSUMS).read_text())
-    except (OSError, ValueError):
+    except (FileNotFoundError, IsADirectoryError, ValueError):  # what a disk refuses now it may give later
         return "it has no checksums"
     if not expected or not isinstance(expected, dict):
         return "its checksums are none"
     if _loss_is_lost(folder):
         return "its loss cannot be read"
-    actual = dict(_checksums(folder))
+    try:
+        actual = dict(_checksums(folder))
+    except FileNotFoundError:
+        return "it is being removed"
     for name, digest in expected.items():
         if name not in actual:
             return f"{name} is missing"

@@ -4,6 +4,7 @@ import math
 import os
 import select
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -53,6 +54,7 @@ class StopRequest:
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopRequest":
+        self._unraisable_before, sys.unraisablehook = sys.unraisablehook, self._not_of_stops
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         # The numbers of signals arrive in the pipe whatever the main thread does.
@@ -76,6 +78,7 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         os.close(self._read)
+        sys.unraisablehook = self._unraisable_before
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -105,6 +108,11 @@ class StopRequest:
     def _lost(self) -> bool:
         """Whether Stopped was raised and is no longer on its way: Python drops what a destructor raises."""
         return self._raised is not None and self._raised() is None
+
+    def _not_of_stops(self, dropped: "sys.UnraisableHookArgs") -> None:
+        """What a destructor dropped is shown, but for what is told again."""
+        if not isinstance(dropped.exc_value, Stopped):
+            self._unraisable_before(dropped)
 
     def _watch(self) -> None:
         asked = 0

@@ -275,7 +275,7 @@ class Trainer:
             measured = held_out(state.parameters, limit)
             of_average = held_out(state.average, limit) if measured and state.average is not None else None
             compared = held_out(state.parameters, few) if measured and limit != few else measured
-        if measured is None or (state.average is not None and of_average is None):
+        if measured is None or compared is None or (state.average is not None and of_average is None):
             return None
         row = {"step": step, **measured.row()}
         said = f"step {step}: held-out loss {measured.loss:.4f}"
@@ -284,7 +284,7 @@ class Trainer:
             said += f", of the averaged weights {of_average.loss:.4f}"
         self._recorder.write("evaluation", row)
         self._display.say(said)
-        return compared and _finite(compared.loss)
+        return _finite(compared.loss)
 
     def _norms(self, step: int, programs: Steps, state: TrainState, batch: dict[str, jax.Array]) -> None:
         with self._clock.phase("norms"):

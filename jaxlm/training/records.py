@@ -21,7 +21,7 @@ class JsonLines:
         self.path, self._whole = path, whole
 
     def rows(self) -> list[dict[str, Any]]:
-        """All lines up to the first that is not whole, as where the process was killed while it wrote."""
+        """All lines that are whole: of one a killed process may have left a part, or a disk."""
         if not self.path.exists():
             return []
         rows = []
@@ -29,10 +29,9 @@ class JsonLines:
             try:
                 row = json.loads(line)
             except ValueError:
-                break
-            if not isinstance(row, dict) or not self._whole(row):
-                break
-            rows.append(row)
+                continue
+            if isinstance(row, dict) and self._whole(row):
+                rows.append(row)
         return rows
 
     def cut_after(self, step: int) -> None:

@@ -94,6 +94,9 @@ def layout_of(
     tokens = tuple(axis for entry in rows for axis in entry)
     if width:
         raise ValueError(f"linear_cross_entropy: partition parts hidden's channels over {width}; they must be whole")
+    for what, axes in (("tokens", tokens), ("the unembedding", (*channels, *labels))):
+        if len(set(axes)) < len(axes):
+            raise ValueError(f"linear_cross_entropy: partition parts {what} over {axes}; each may be there but once")
     if set(tokens) & set(labels):
         raise ValueError(f"linear_cross_entropy: partition parts tokens over {tokens} and labels over {labels}")
     if channels and not set(channels) <= set(tokens) and set(channels) & set(tokens):
@@ -113,11 +116,18 @@ def _parted(name: str, spec: PartitionSpec, shape: tuple[int, ...], mesh: Abstra
     """The mesh axes over which each dimension lies."""
     if len(spec) > len(shape):
         raise ValueError(f"linear_cross_entropy: partition says {spec} of {name}, which has {len(shape)} dimensions")
+    if spec.unreduced or spec.reduced or not all(isinstance(axis, str) for entry in spec for axis in _axes(entry)):
+        raise ValueError(f"linear_cross_entropy: partition says {spec} of {name}; it must name mesh axes and no more")
     parted = [_axes(entry) for entry in _entries(spec, len(shape))]
     for axes, size in zip(parted, shape, strict=True):
         if unknown := set(axes) - set(mesh.axis_names):
             known = ", ".join(mesh.axis_names)
             raise ValueError(f"linear_cross_entropy: partition names {unknown.pop()!r}; the mesh has {known}")
+        if manual := set(axes) & set(mesh.manual_axes):
+            raise ValueError(
+                f"linear_cross_entropy: partition parts {name} over {manual.pop()!r}, and so has the shard_map around "
+                "it; of such an axis it must say nothing"
+            )
         parts = math.prod(mesh.shape[axis] for axis in axes)
         if size % parts:
             raise ValueError(
@@ -131,5 +141,5 @@ def _entries(spec: PartitionSpec, ndim: int) -> tuple:
     return (*spec, *(None,) * (ndim - len(spec)))
 
 
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else (entry or ())
+def _axes(entry: Any) -> tuple[Any, ...]:
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)

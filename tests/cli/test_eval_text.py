@@ -53,6 +53,12 @@ def test_files_that_are_other_text_are_named(text, tmp_path):
         text(f"data.text={tmp_path}/other.txt")
 
 
+def test_other_text_that_is_not_there_is_named_as_it_was_given(text, tmp_path):
+    with pytest.raises(InputError, match="^--data: .*/nowhere") as refused:
+        text(data=f"{tmp_path}/nowhere")
+    assert "data.text" not in str(refused.value)
+
+
 def test_an_override_that_makes_the_same_text_is_taken(text, tmp_path):
     (tmp_path / "text").rename(tmp_path / "moved")
     assert text(f"data.text={tmp_path}/moved/*.txt", f"data.cache={tmp_path}/other", "data.max_broken=0.5")

@@ -1,8 +1,10 @@
 """Runs that are killed, interrupted and moved between meshes end as if nothing had happened."""
 
 import random
+import shutil
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -106,6 +108,22 @@ def test_a_damaged_checkpoint_costs_only_the_way_from_the_one_before(config, uni
 
 
 @pytest.mark.slow
+def test_a_run_whose_checkpoints_are_lost_is_not_begun_anew(config, uninterrupted, tmp_path):
+    """What it has written down stays: they may be on a disk that is away."""
+    run = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
+    sums = list((run / "checkpoints").glob("*/checksums.json"))
+    for file in sums:
+        file.write_bytes(b"")
+    _, errors = finish(start(config, run), status=2)
+    assert "/checkpoints is whole; put one back that is" in errors.splitlines()[-1] and len(sums) > 1
+    assert all(file.exists() for file in sums)
+    shutil.rmtree(run / "checkpoints")
+    _, errors = finish(start(config, run), status=2)
+    assert "/checkpoints is no folder any more" in errors.splitlines()[-1]
+    assert figures(run) == figures(uninterrupted)
+
+
+@pytest.mark.slow
 def test_a_finished_run_is_left_as_it_is(config, uninterrupted):
     before = (uninterrupted / "metrics.jsonl").read_bytes()
     finish(start(config, uninterrupted))
@@ -119,7 +137,7 @@ def test_a_finished_run_is_left_as_it_is(config, uninterrupted):
         ("training.batch=16", "training.batch = 8, not 16"),
         ("model.width=64", "model.width = 32, not 64"),
         ("training.seed=1", "training.seed = 0, not 1"),
-        ("data.held_out=0.2", "other data"),
+        ("data.held_out=0.2", "data.held_out = 0.1, not 0.2"),
     ],
 )
 def test_a_run_is_not_continued_as_another(config, uninterrupted, override, named):

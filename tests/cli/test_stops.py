@@ -71,9 +71,12 @@ def test_a_signal_in_an_evaluation_does_not_wait_for_it_and_it_is_done_later(con
 
 
 @pytest.mark.slow
-def test_a_signal_in_the_last_evaluation_leaves_it_to_the_next_start(config, uninterrupted, tmp_path):
+@pytest.mark.parametrize(
+    "delay", ["0.5", "0.5 * (arguments[2] is not None)"], ids=["all text", "what it is compared by"]
+)
+def test_a_signal_in_the_last_evaluation_leaves_it_to_the_next_start(config, uninterrupted, tmp_path, delay):
     run = tmp_path / "run"
-    delayed = SLOW_EVALUATION.replace("DELAY", "0.5")
+    delayed = SLOW_EVALUATION.replace("DELAY", delay)
     process = start(config, run, "evaluation.every=1000", before=delayed)
     wait_for_line(process, "step 40:")
     time.sleep(1.0)
@@ -83,6 +86,7 @@ def test_a_signal_in_the_last_evaluation_leaves_it_to_the_next_start(config, uni
     assert not losses(run, "evaluations.jsonl") and not (run / "sample.txt").exists()
     finish(start(config, run, "evaluation.every=1000"))
     assert losses(run, "evaluations.jsonl")[40] == losses(uninterrupted, "evaluations.jsonl")[40]
+    assert held_out_loss(run / "checkpoints", 40) == losses(run, "evaluations.jsonl")[40]
     assert (run / "sample.txt").exists()
 
 

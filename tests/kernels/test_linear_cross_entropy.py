@@ -347,11 +347,27 @@ def test_operands_that_do_not_fit(change, message):
         ((PartitionSpec("rows"), PartitionSpec()), "partition names 'rows'; the mesh has data, fsdp, tensor"),
         ((PartitionSpec(None, None, "fsdp"), PartitionSpec()), "hidden, which has 2 dimensions"),
         ((PartitionSpec(("data", "fsdp", "tensor")), PartitionSpec()), "parts 12 of hidden over data, fsdp, tensor, 8"),
+        ((PartitionSpec(("data", "data")), PartitionSpec()), "parts tokens over .*; each may be there but once"),
+        ((PartitionSpec(), PartitionSpec("fsdp", "fsdp")), "parts the unembedding over .*; each may be there but once"),
+        ((PartitionSpec(PartitionSpec.UNCONSTRAINED), PartitionSpec()), "of hidden; it must name mesh axes"),
+        ((PartitionSpec("data", unreduced={"fsdp"}), PartitionSpec()), "of hidden; it must name mesh axes"),
     ],
 )
 def test_partitions_that_cannot_be(partition, message):
     with jax.set_mesh(mesh_of(2, 2, 2)), pytest.raises(ValueError, match=message):
         linear_cross_entropy(*operands((12,)), partition=partition)
+
+
+def test_a_partition_says_nothing_of_what_a_shard_map_around_it_parts():
+    hidden, unembedding, targets, _ = operands((16,))
+
+    def local(hidden, targets):
+        partition = PartitionSpec("data"), PartitionSpec()
+        return linear_cross_entropy(hidden, unembedding, targets, implementation="chunked", partition=partition)
+
+    parts = PartitionSpec("data")
+    with jax.set_mesh(mesh_of(2, 2, 2)), pytest.raises(ValueError, match="parts hidden over 'data', and so has"):
+        jax.jit(jax.shard_map(local, in_specs=(parts, parts), out_specs=parts, axis_names={"data"}))(hidden, targets)
 
 
 @pytest.mark.parametrize("implementation", ["reference", *KERNELS])

@@ -171,6 +171,27 @@ def test_damaged_checkpoints_are_set_aside_not_lost_and_their_steps_written_agai
     chex.assert_trees_all_equal(jax.device_get(checkpoints.restore_state(tmp_path, 2, like(mesh))), states[2])
 
 
+def test_where_none_is_whole_none_is_set_aside(tmp_path):
+    trained(tmp_path, [None, None])
+    flip_a_byte(tmp_path / "1")
+    flip_a_byte(tmp_path / "2")
+    with pytest.raises(InputError, match="no checkpoint in .* is whole; put one back that is, or"):
+        checkpoints.resume_from(tmp_path, lambda line: None)
+    assert steps_in(tmp_path) == [1, 2]
+    assert checkpoints.resume_from(tmp_path / "new", never) is None
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_does_not_blame_the_model(tmp_path):
+    trained(tmp_path, [None])
+    wanted = like(sharding.make_mesh()).parameters
+    shutil.rmtree(tmp_path / "1" / "parameters" / "d")
+    with pytest.raises(checkpoints.Gone, match=r"checkpoint 1 of .* \(parameters/d/\S* is missing\); try again"):
+        checkpoints.restore_parameters(tmp_path, 1, wanted)
+    shutil.rmtree(tmp_path / "1")
+    with pytest.raises(checkpoints.Gone, match="checkpoint 1 of"):
+        checkpoints.restore_parameters(tmp_path, 1, wanted)
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"{}", b"3", b"null", b'{"held_out_loss": "x"}'])
 def test_a_loss_that_cannot_be_read_costs_its_own_checkpoint_alone(tmp_path, content):
     """Orbax compares all of them, and would not begin."""
@@ -228,6 +249,11 @@ def test_a_full_disk_takes_no_checkpoint_and_leaves_those_that_are_there(tmp_pat
         with pytest.raises(checkpoints.Unsaved, match=r"takes no checkpoint \(a checkpoint takes .* from step 3$"):
             saved.save(state, None)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpoints, "unwritable", lambda folder: "Operation not permitted")
+            with pytest.raises(checkpoints.Unsaved, match=r"\(Operation not permitted\); mend that, and .* step 3$"):
+                saved.save(state, None)
 
         def refuses():
             raise ValueError("RESOURCE_EXHAUSTED: writing \"a\": Failed: No space left on device [os_error_code='28']")

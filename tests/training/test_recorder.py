@@ -51,6 +51,15 @@ def test_a_resumed_run_has_every_point_once_and_the_newer_one(tmp_path, resumed)
     assert [(row["step"], row["loss"]) for row in rows] == expected
 
 
+def test_a_line_that_is_damaged_costs_no_other(tmp_path):
+    record(tmp_path, 0, range(1, 6), ONLY_FILES)
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:2], "{broken\n", "3\n", *lines[3:], '{"step": 6']))
+    record(tmp_path, 5, [6], ONLY_FILES)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 4, 5, 6]
+
+
 def test_what_is_written_is_known(tmp_path):
     record(tmp_path, 0, [1, 2], ONLY_FILES)
     recorder = Recorder(RunPaths(tmp_path), ONLY_FILES, 2, {})

@@ -10,7 +10,6 @@ _ADVICE = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room"),
     **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST), "remove what is in the way, or choose another place"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "allow it, or choose another place"),
-    errno.ENOENT: "put back what was moved or removed",
 }
 # What XLA says where an array has no room, but not that a kernel has none.
 _NO_ROOM = re.compile(r"RESOURCE_EXHAUSTED(?!.*(?:vmem|smem|shared memory)).*(?:out of memory|allocat)", re.IGNORECASE)

@@ -14,12 +14,14 @@ from jaxlm.errors import InputError
 from jaxlm.files import leftovers, lock, replace, replacing, unwritable
 from jaxlm.schema import changed
 from jaxlm.training.paths import RunPaths
+from jaxlm.training.records import JsonLines
 
 # What a resumed run must share with its beginning; everything else may change.
 _KEPT = ("model", "training.batch", "training.sequence", "training.seed", "optimizer.kind")
 _FREE = {"kernels"}  # of the model: they change no result but by rounding
-# What of [data] decides the tokens.
-_SHAPING = tuple(f"data.{key}" for key in ("text", "sources", "field", "documents", "held_out", "tokenizer"))
+# Keys of [data] that decide the tokens: by themselves, or by files, which may have been moved.
+SHAPING = ("field", "documents", "held_out")
+FILES = ("tokenizer", "text", "sources")
 # What the parameters of a run are good for; the other keys of [model] may differ where they are used.
 _ARCHITECTURE = (
     *("vocabulary", "layers", "width", "norm", "attention", "feed_forward"),
@@ -36,15 +38,11 @@ class Run:
 
     def check(self, experiment: Experiment) -> None:
         """Raises InputError where the folder is none of ours or cannot be made, or where its run was begun as another
-        experiment."""
+        experiment or has lost its checkpoints."""
         if self.paths.config.exists():
             before = self.experiment()
             self.digest()
-            if self.paths.metrics.exists() and not self.paths.checkpoints.is_dir():
-                raise InputError(
-                    f"{self.paths.checkpoints} is no folder any more, and {self.paths.metrics.name} tells of steps; "
-                    "put it back, or choose another --out"
-                )
+            self._check_checkpoints(before.checkpoint.every)
             for key in _KEPT:
                 if change := changed(key, _value(before, key), _value(experiment, key)):
                     raise InputError(f"{self.paths} was begun with {change}; put it back, or choose another --out")
@@ -65,6 +63,19 @@ class Run:
             usable = False
         if not usable:
             raise InputError(f"{self.paths} is there and is no run, or cannot be made; choose another --out")
+
+    def _check_checkpoints(self, every: int) -> None:
+        """Raises InputError where those are lost that it had, as on a disk that is away: it would begin anew, and what
+        it has written down would go."""
+        steps = [row["step"] for row in JsonLines(self.paths.metrics).rows()]
+        lost = bool(steps) and not self.paths.checkpoints.is_dir()  # there before the first line
+        # The second is begun once the first is whole.
+        lost |= max(steps, default=0) > 2 * every and not any(self.paths.checkpoints.glob("[0-9]*"))
+        if lost:
+            raise InputError(
+                f"{self.paths.checkpoints} has no checkpoint, though {self.paths.metrics.name} has {max(steps)} steps; "
+                "put it back, or choose another --out"
+            )
 
     def check_model(self, experiment: Experiment) -> None:
         """Raises InputError where a model is none for the parameters of this run."""
@@ -123,8 +134,9 @@ class Run:
             self.paths.data.write_text(json.dumps({"digest": dataset.digest, "held_out_bytes": dataset.held_out_bytes}))
         elif self.digest() != dataset.digest:
             before = self.experiment()
-            changes = (changed(key, _value(before, key), _value(experiment, key)) for key in _SHAPING)
-            change = next(filter(None, changes), "other text, or other sources, than [data] gives now")
+            keys = (f"data.{key}" for key in (*SHAPING, *FILES))
+            changes = (changed(key, _value(before, key), _value(experiment, key)) for key in keys)
+            change = next(filter(None, changes), "other text, sources or tokenizer than [data] gives now")
             raise InputError(f"{self.paths} was trained with {change}; put it back, or choose another --out")
         if is_first():
             if not self.paths.tokenizer.is_file():
@@ -167,6 +179,8 @@ def _value(experiment: Experiment, key: str) -> Any:
     value: Any = experiment
     for part in key.split("."):
         value = getattr(value, part)
+    if isinstance(value, tuple):
+        return value[0] if len(value) == 1 else list(value)
     if isinstance(value, dict):
         return {name: each.model_dump() for name, each in value.items()}
     return value.model_dump(exclude=_FREE) if hasattr(value, "model_dump") else value

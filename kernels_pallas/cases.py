@@ -65,7 +65,7 @@ class Case:
         return {name: array.struct(dtype) for name, array in self.arrays.items()}
 
     def draw(self, dtype: Any, seed: int = 0) -> dict[str, jax.Array]:
-        """Random arguments, by NumPy: no program is compiled for them. A CPU takes 10 s for each GB."""
+        """Random arguments, by NumPy: no program is compiled for them. That takes about 10 s for each GB."""
         random = np.random.default_rng(seed)
         return {name: jnp.asarray(_draw(array, dtype, random)) for name, array in self.arrays.items()}
 

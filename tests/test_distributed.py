@@ -154,7 +154,6 @@ def test_a_difference_between_processes_is_named(be):
         ("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes", "out of memory"),
         (OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl"), "left on device: metrics.jsonl; make room"),
         (OSError(errno.EISDIR, "Is a directory", ".a-1", None, "a"), "Is a directory: a; remove what is in the way"),
-        (OSError(errno.ENOENT, "No such file or directory", "run/a"), "run/a; put back what was moved"),
         (InputError("that is bad"), "jaxlm: process 1 of 2: that is bad"),
     ],
 )

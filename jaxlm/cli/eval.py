@@ -2,13 +2,11 @@
 
 import argparse
 import json
+import re
 
 from jaxlm.cli import tasks, trained
 from jaxlm.errors import InputError
 
-# Keys of [data] that decide the tokens: by themselves, or by files, which may have been moved.
-_SHAPING = ("field", "documents", "held_out")
-_FILES = ("text", "sources", "tokenizer")
 _ROWS = ("training.batch", "training.sequence", "training.scan_layers")  # of [training] that a loss is measured with
 
 
@@ -28,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     from jaxlm.data.config import TOKENIZERS
-    from jaxlm.run import Run
+    from jaxlm.run import SHAPING, Run
 
     tasks.check(arguments)
     if arguments.data == "":  # as of a shell variable that is not set
@@ -40,20 +38,18 @@ def main(arguments: argparse.Namespace) -> int:
     tokenizer = None if arguments.data is None else run.load_tokenizer()
     if arguments.data is None:
         kind = experiment.data.tokenizer in TOKENIZERS
-        _check_shaping(run, experiment.data, (*_SHAPING, "tokenizer") if kind else _SHAPING)
+        _check_shaping(run, experiment.data, (*SHAPING, "tokenizer") if kind else SHAPING)
     model = trained.restore(arguments, run, experiment)
 
     import jax
 
     from jaxlm.cli.progress import Bar
-    from jaxlm.data.packing import Rows
     from jaxlm.training.evaluation import evaluate_sources
     from jaxlm.training.step import jit_steps, make_steps
 
     steps = jit_steps(make_steps(experiment.model, experiment.training, experiment.optimizer), model.mesh)
     with Bar(steps=0) as bar:
-        stores = _text(arguments.data, tokenizer, run, experiment, bar)
-    text = {name: Rows(store, experiment.training.sequence) for name, store in stores.items()}
+        text = _text(arguments.data, tokenizer, run, experiment, bar)
     with jax.set_mesh(model.mesh):
         measured = evaluate_sources(steps.evaluate, model.parameters, text, experiment.training.batch, model.mesh)
     row = {**measured.row(), "step": model.step}
@@ -86,20 +82,24 @@ def _at_tasks(arguments, run) -> int:
 
 
 def _text(data, tokenizer, run, experiment, bar) -> dict:
-    """The text to measure on, by the name of its source; `bar` shows how far it is: other `data` in the tokens of
-    `tokenizer`, or what was held out. Raises InputError where that is not the text of the run."""
+    """Rows of the text to measure on, by the name of its source; `bar` shows how far it is: other `data` in the tokens
+    of `tokenizer`, or what was held out. Raises InputError where that is not the text of the run."""
     from jaxlm.data.dataset import prepare, tokenize_whole
+    from jaxlm.data.packing import Rows
+    from jaxlm.run import FILES
 
+    sequence = experiment.training.sequence
     if data is not None:
         try:
-            return {"data": tokenize_whole(experiment.data, data, tokenizer, bar.say, bar.progress)}
+            store = tokenize_whole(experiment.data, data, tokenizer, bar.say, bar.progress)
+            return {"data": Rows(store, sequence)}
         except InputError as error:
-            raise InputError(str(error).replace("data.text", "--data")) from None
+            raise InputError(re.sub(r"^data\.text\b", "--data", str(error))) from None
     dataset = prepare(experiment.data, experiment.model.vocabulary, bar.say, bar.progress)
     if dataset.digest != run.digest():
-        _check_shaping(run, experiment.data, _FILES)
+        _check_shaping(run, experiment.data, FILES)
         raise InputError(f"the text of {run.paths} has changed since it was trained; give --data PATH")
-    return {name: source.held_out for name, source in dataset.sources.items()}
+    return {name: Rows(source.held_out, sequence) for name, source in dataset.sources.items()}
 
 
 def _read_of_data(path: str | None) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.cli.paths import path
+from jaxlm.errors import RunFailed
 
 if TYPE_CHECKING:
     from jaxlm.training.ladder import Counted
@@ -113,7 +114,14 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
             run.open(experiment, dataset)
         if distributed.is_first():
             JsonLines(run.paths.starts).append(environment(list(mesh.devices.flat)))
-        result = trainer.train()
+        try:
+            result = trainer.train()
+        except FileNotFoundError as error:
+            if run.paths.config.exists():
+                raise
+            raise RunFailed(
+                f"{run.paths} was moved or removed; put it back, and the run goes on from its newest checkpoint"
+            ) from error
 
     with clock.phase("ending"):
         end.step = result.step

@@ -73,8 +73,15 @@ def restore(arguments: Namespace, run: "Run", experiment: "Experiment", *, dtype
     mesh = make_mesh(experiment, "decode")  # nothing is trained: any number of sequences will do
     _, tree = model_tree.abstract(experiment.model)
     like = model_tree.placed(model_tree.shapes(tree, jnp.dtype(dtype)), model_tree.shardings(tree, mesh))
+    said: set[str] = set()
+
+    def say(line: str) -> None:
+        if line not in said:
+            print(f"jaxlm: {line}", file=sys.stderr)
+        said.add(line)
+
     for attempt in range(1, _ATTEMPTS + 1):
-        step = choose(run.paths.checkpoints, lambda line: print(f"jaxlm: {line}", file=sys.stderr))
+        step = choose(run.paths.checkpoints, say)
         if step is None:
             raise InputError(f"{run.paths} has no whole checkpoint yet; jaxlm train writes one")
         try:

@@ -1,5 +1,6 @@
 """Checkpoints: Orbax writes them, asynchronously and atomically; checksums tell whether they are still whole."""
 
+import errno
 import hashlib
 import json
 import logging
@@ -31,6 +32,8 @@ _IN_PROGRESS = "*.orbax-checkpoint-tmp*"
 _LOSS = "held_out_loss"
 # Why the system refused, at the end of what TensorStore says.
 _OF_SYSTEM = re.compile(r": ([^:]+) \[os_error_code=")
+# What the system says of a file that is not there, also where another host removed it.
+_GONE = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.EISDIR)
 # Reasons that end where something is deleted.
 _FULL = re.compile(r"No space|quota| are free", re.IGNORECASE)
 # What Orbax says of its own options, behind what does not fit, of which so many characters are shown.
@@ -165,17 +168,19 @@ def bytes_of(state: TrainState) -> int:
 def resume_from(directory: Path, say: Callable[[str], None]) -> int | None:
     """The newest whole step, with newer, damaged ones set aside; every process of a job takes what the first finds.
 
-    Raises InputError where none of several is whole: a run is not begun anew where it may still be rescued.
+    Raises InputError where there are some and none is whole: a run is not begun anew where it may still be rescued.
     """
-    nothing = -1
-    newest = None
+    nothing, none_whole = -1, -2
+    found = nothing
     if is_first():
-        newest = newest_whole(directory, say)
-        if newest is None and _steps(directory):
-            raise InputError(f"no checkpoint in {directory} is whole; put one back that is, or choose another --out")
-        if newest is not None:
+        if (newest := newest_whole(directory, say)) is not None:
+            found = newest
             _set_aside_damaged(directory, newest, say)
-    step = broadcast_from_first(nothing if newest is None else newest)
+        elif _steps(directory):
+            found = none_whole
+    step = broadcast_from_first(found)
+    if step == none_whole:
+        raise InputError(f"no checkpoint in {directory} is whole; put back one that is, or choose another --out")
     return None if step == nothing else step
 
 
@@ -209,7 +214,10 @@ def held_out_loss(directory: Path, step: int) -> float | None:
 def _loss(folder: Path) -> float | None:
     try:
         loss = json.loads(_metrics(folder).read_text())[_LOSS]
-    except (OSError, ValueError, KeyError, TypeError):
+    except OSError as error:
+        _require_gone(error)
+        return None
+    except (ValueError, KeyError, TypeError):
         return None
     return loss if isinstance(loss, int | float) else None
 
@@ -264,8 +272,8 @@ def _restore(directory: Path, step: int, **items: Any) -> dict[str, Any]:
             restored = reader.restore((directory / str(step)).absolute(), args=ocp.args.Composite(**wanted))
             return {name: restored[name] for name in items}
         except (ValueError, KeyError, OSError) as error:
-            if damage := _damage(directory / str(step)):
-                raise Gone(f"checkpoint {step} of {directory} was whole and is not ({damage}); try again") from error
+            if _files_are_gone(directory / str(step)):
+                raise Gone(f"checkpoint {step} of {directory} was removed while it was read; try again") from error
             if isinstance(error, OSError):
                 raise
             why = textwrap.shorten(_ADVICE.split(str(error))[0], _REASON, placeholder=" …")
@@ -283,7 +291,10 @@ def _damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
         expected = json.loads((folder / _CHECKSUMS).read_text())
-    except (FileNotFoundError, IsADirectoryError, ValueError):  # what a disk refuses now it may give later
+    except OSError as error:
+        _require_gone(error)
+        return "it has no checksums"
+    except ValueError:
         return "it has no checksums"
     if not expected or not isinstance(expected, dict):
         return "its checksums are none"
@@ -291,7 +302,8 @@ def _damage(folder: Path) -> str | None:
         return "its loss cannot be read"
     try:
         actual = dict(_checksums(folder))
-    except FileNotFoundError:
+    except OSError as error:
+        _require_gone(error)
         return "it is being removed"
     for name, digest in expected.items():
         if name not in actual:
@@ -299,6 +311,22 @@ def _damage(folder: Path) -> str | None:
         if actual[name] != digest:
             return f"{name} does not match its checksum"
     return None
+
+
+def _require_gone(error: OSError) -> None:
+    """Raises RunFailed where a file is there and cannot be read: its checkpoint is no worse for it."""
+    if error.errno not in _GONE:
+        raise RunFailed(
+            f"{error.filename} cannot be read ({error.strerror}); mend that, or move its checkpoint away"
+        ) from error
+
+
+def _files_are_gone(folder: Path) -> bool:
+    """Whether a checkpoint that was whole has lost files."""
+    try:
+        return not all((folder / name).is_file() for name in json.loads((folder / _CHECKSUMS).read_text()))
+    except (OSError, ValueError):
+        return True
 
 
 def _checksums(folder: Path) -> Iterator[tuple[str, str]]:

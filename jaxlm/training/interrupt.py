@@ -54,7 +54,6 @@ class StopRequest:
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopRequest":
-        self._unraisable_before, sys.unraisablehook = sys.unraisablehook, self._not_of_stops
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         # The numbers of signals arrive in the pipe whatever the main thread does.
@@ -64,6 +63,7 @@ class StopRequest:
                 self._before[number] = signal.signal(number, self._notice)
         self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._watcher.start()
+        self._unraisable_before, sys.unraisablehook = sys.unraisablehook, self._not_of_stops
         if math.isfinite(self._limit_s):
             left_s = max(self._limit_s - process_age(), _SOON_S)
             signal.setitimer(signal.ITIMER_REAL, min(left_s, _LONGEST_S))
@@ -78,7 +78,8 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         os.close(self._read)
-        sys.unraisablehook = self._unraisable_before
+        if sys.unraisablehook == self._not_of_stops:  # or whoever came later would lose theirs
+            sys.unraisablehook = self._unraisable_before
 
     @contextmanager
     def noted(self) -> Iterator[None]:

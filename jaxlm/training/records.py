@@ -21,7 +21,7 @@ class JsonLines:
         self.path, self._whole = path, whole
 
     def rows(self) -> list[dict[str, Any]]:
-        """All lines that are whole: of one a killed process may have left a part, or a disk."""
+        """Every whole line; a killed process or a bad disk may have left others broken."""
         if not self.path.exists():
             return []
         rows = []

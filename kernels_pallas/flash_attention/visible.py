@@ -125,7 +125,7 @@ def _check_visible(name: str, visible: Any) -> None:
 
 def _check_integers(name: str, x: Any, *dimensions: int, any_width: bool = False) -> None:
     """An array of integers with so many dimensions, of positions where not of any width."""
-    axes = "int32" + " or ".join(_AXES[n] for n in dimensions)
+    axes = ("int" if any_width else "int32") + " or ".join(_AXES[n] for n in dimensions)
     if not (hasattr(x, "dtype") and hasattr(x, "ndim")):
         got = "None" if x is None else f"of type {type(x).__name__}"
         raise ValueError(f"{name} is {got}; it must be an array, {axes}")
@@ -134,8 +134,8 @@ def _check_integers(name: str, x: Any, *dimensions: int, any_width: bool = False
 
 
 def are_positions(x: Any) -> bool:
-    """Whether an array is of integers, and of such as int32 holds. Of numpy's any will do: they are known, so that what
-    is far beyond the keys is cut off before they are narrowed; in others it would wrap."""
+    """Whether an array holds integers whose dtype fits int32; numpy's of any width, since they are known: what is far
+    beyond the keys is cut off before they are narrowed, where in others it would wrap."""
     return jnp.issubdtype(x.dtype, jnp.integer) and (
         not isinstance(x, jax.Array) or jnp.iinfo(x.dtype).max <= jnp.iinfo(jnp.int32).max
     )
@@ -188,7 +188,8 @@ def _stacked(intervals: list[Visible]) -> Visible:
 def _bounded(name: str, n: Any) -> Any:
     """A whole number that may still be added to positions; one that is traced may be of any size."""
     if isinstance(n, jax.Array) and n.ndim == 0:
-        _check_integers(name, n, 0)
+        if not jnp.issubdtype(n.dtype, jnp.signedinteger):  # a loop's index may be int64
+            _check_integers(name, n, 0)
         return n.astype(jnp.int32)
     try:
         whole = operator.index(n)

@@ -125,8 +125,8 @@ def _parted(name: str, spec: PartitionSpec, shape: tuple[int, ...], mesh: Abstra
             raise ValueError(f"linear_cross_entropy: partition names {unknown.pop()!r}; the mesh has {known}")
         if manual := set(axes) & set(mesh.manual_axes):
             raise ValueError(
-                f"linear_cross_entropy: partition parts {name} over {manual.pop()!r}, and so has the shard_map around "
-                "it; of such an axis it must say nothing"
+                f"linear_cross_entropy: partition parts {name} over {manual.pop()!r}, which the shard_map around it "
+                "already parts; leave that axis out"
             )
         parts = math.prod(mesh.shape[axis] for axis in axes)
         if size % parts:

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import runs
 
+from jaxlm.cli import main
+from jaxlm.training import checkpoints
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = (
     "training.steps=12", "training.batch=4", "training.sequence=64", "training.log_every=5",
@@ -99,6 +102,25 @@ def test_eval_measures_the_held_out_text(run):
     assert measured["perplexity"] == pytest.approx(math.exp(measured["loss"]))
     size = json.loads((run / "data.json").read_text())["held_out_bytes"]
     assert measured["bits_per_byte"] == pytest.approx(measured["loss"] * measured["tokens"] / math.log(2) / size)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_goes_while_it_is_read_is_chosen_again(run, monkeypatch, capsys):
+    """As beside a run that trains on."""
+    plain, asked = checkpoints.restore_parameters, []
+
+    def restore(directory, step, like, average):
+        asked.append(step)
+        if len(asked) < goes_until:
+            raise checkpoints.Gone("it was removed")
+        return plain(directory, step, like, average)
+
+    monkeypatch.setattr(checkpoints, "restore_parameters", restore)
+    goes_until = 3
+    assert main(["eval", str(run)]) == 0 and len(asked) == 3
+    goes_until = 99
+    capsys.readouterr()
+    assert main(["eval", str(run)]) == 1 and capsys.readouterr().err == "jaxlm: it was removed\n"
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def text(tmp_path):
 
 
 def test_the_text_is_what_was_held_out(text):
-    assert text()["data"].targets
+    assert text()["data"].store.targets
 
 
 @pytest.mark.parametrize("key", ["held_out=0.5", "field=body", "documents=3", "tokenizer=characters"])
@@ -57,6 +57,9 @@ def test_other_text_that_is_not_there_is_named_as_it_was_given(text, tmp_path):
     with pytest.raises(InputError, match="^--data: .*/nowhere") as refused:
         text(data=f"{tmp_path}/nowhere")
     assert "data.text" not in str(refused.value)
+    (tmp_path / "short.txt").write_text("")
+    with pytest.raises(InputError, match="^--data: "):
+        text(data=f"{tmp_path}/short.txt")
 
 
 def test_an_override_that_makes_the_same_text_is_taken(text, tmp_path):
@@ -72,8 +75,8 @@ def test_text_that_changed_is_said_to_have(text, tmp_path):
 
 def test_other_data_is_read_whole_and_what_is_broken_of_it_is_said(text, tmp_path, capsys):
     (tmp_path / "other.jsonl").write_text('{"text": "some words"}\n' * 9 + "broken\n")
-    store = text("data.documents=3", "data.max_broken=0.5", data=str(tmp_path / "other.jsonl"))["data"]
-    assert len(store.lengths) == 9
+    rows = text("data.documents=3", "data.max_broken=0.5", data=str(tmp_path / "other.jsonl"))["data"]
+    assert len(rows.store.lengths) == 9
     out, error = capsys.readouterr()
     assert out == "" and "left out: " in error and "other.jsonl:10 is not JSON" in error
 

@@ -115,11 +115,15 @@ def test_a_run_whose_checkpoints_are_lost_is_not_begun_anew(config, uninterrupte
     for file in sums:
         file.write_bytes(b"")
     _, errors = finish(start(config, run), status=2)
-    assert "/checkpoints is whole; put one back that is" in errors.splitlines()[-1] and len(sums) > 1
+    assert "/checkpoints is whole; put back one that is" in errors.splitlines()[-1] and len(sums) > 1
     assert all(file.exists() for file in sums)
     shutil.rmtree(run / "checkpoints")
-    _, errors = finish(start(config, run), status=2)
-    assert "/checkpoints is no folder any more" in errors.splitlines()[-1]
+    for _ in "away", "a mount point without its disk":
+        _, errors = finish(start(config, run), status=2)
+        assert (
+            f"/checkpoints has no checkpoint, though metrics.jsonl has {STEPS} steps; put it" in errors.splitlines()[-1]
+        )
+        (run / "checkpoints").mkdir(exist_ok=True)
     assert figures(run) == figures(uninterrupted)
 
 

@@ -366,7 +366,7 @@ def test_a_partition_says_nothing_of_what_a_shard_map_around_it_parts():
         return linear_cross_entropy(hidden, unembedding, targets, implementation="chunked", partition=partition)
 
     parts = PartitionSpec("data")
-    with jax.set_mesh(mesh_of(2, 2, 2)), pytest.raises(ValueError, match="parts hidden over 'data', and so has"):
+    with jax.set_mesh(mesh_of(2, 2, 2)), pytest.raises(ValueError, match="over 'data', which the shard_map"):
         jax.jit(jax.shard_map(local, in_specs=(parts, parts), out_specs=parts, axis_names={"data"}))(hidden, targets)
 
 

@@ -1,6 +1,9 @@
+import errno
 import json
+import os
 import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import chex
@@ -11,7 +14,7 @@ import pytest
 import tiny
 
 from jaxlm import sharding
-from jaxlm.errors import InputError
+from jaxlm.errors import InputError, RunFailed
 from jaxlm.models import tree as model_tree
 from jaxlm.training import checkpoints
 from jaxlm.training.checkpoints import Checkpoints
@@ -171,11 +174,31 @@ def test_damaged_checkpoints_are_set_aside_not_lost_and_their_steps_written_agai
     chex.assert_trees_all_equal(jax.device_get(checkpoints.restore_state(tmp_path, 2, like(mesh))), states[2])
 
 
+@pytest.mark.parametrize("name", ["checksums.json", "metrics/metrics"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_what_a_disk_refuses_is_not_damaged_and_what_another_host_removed_is_gone(tmp_path, monkeypatch, name, number):
+    trained(tmp_path, [1.0, 2.0], keep=2)
+    plain = Path.read_text
+
+    def read_text(path, *arguments):
+        if path == tmp_path / "2" / name:
+            raise OSError(number, os.strerror(number), str(path))
+        return plain(path, *arguments)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    if number == errno.EIO:
+        with pytest.raises(RunFailed, match=rf"2/{name} cannot be read \(Input/output error\); mend that, or"):
+            checkpoints.resume_from(tmp_path, never)
+        assert steps_in(tmp_path) == [1, 2]
+    else:
+        assert checkpoints.newest_whole(tmp_path, lambda line: None) == 1
+
+
 def test_where_none_is_whole_none_is_set_aside(tmp_path):
     trained(tmp_path, [None, None])
     flip_a_byte(tmp_path / "1")
     flip_a_byte(tmp_path / "2")
-    with pytest.raises(InputError, match="no checkpoint in .* is whole; put one back that is, or"):
+    with pytest.raises(InputError, match="no checkpoint in .* is whole; put back one that is, or"):
         checkpoints.resume_from(tmp_path, lambda line: None)
     assert steps_in(tmp_path) == [1, 2]
     assert checkpoints.resume_from(tmp_path / "new", never) is None
@@ -185,7 +208,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_does_not_blame_the_model(
     trained(tmp_path, [None])
     wanted = like(sharding.make_mesh()).parameters
     shutil.rmtree(tmp_path / "1" / "parameters" / "d")
-    with pytest.raises(checkpoints.Gone, match=r"checkpoint 1 of .* \(parameters/d/\S* is missing\); try again"):
+    with pytest.raises(checkpoints.Gone, match="checkpoint 1 of .* was removed while it was read; try again"):
         checkpoints.restore_parameters(tmp_path, 1, wanted)
     shutil.rmtree(tmp_path / "1")
     with pytest.raises(checkpoints.Gone, match="checkpoint 1 of"):

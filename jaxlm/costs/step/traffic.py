@@ -108,8 +108,8 @@ def _optimizer(work: Workload) -> Iterator[Collective]:
 def _stream(work: Workload) -> list[Collective]:
     """Over `tensor`, the stream is gathered before attention and feed-forward and summed behind them, each device
     keeping its part of the sequence (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2), or all of it where the
-    sequence does not divide. A loss in kernels sums its gradient whole, and a GPU in float32 where kernels leave few
-    logits to XLA, which is counted as if it were like the others."""
+    sequence does not divide. A loss in kernels sums its gradient whole. Of few logits, which kernels leave to XLA,
+    it is counted like the others, as TPUs do it; GPUs sum it whole, in float32."""
     model, tensor = work.model, ("tensor",)
     whole = work.itemsize * work.rows() * work.queries * model.width
     parted = work.local("stream", work.queries) < work.queries

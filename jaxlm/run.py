@@ -69,7 +69,7 @@ class Run:
         it has written down would go."""
         steps = [row["step"] for row in JsonLines(self.paths.metrics).rows()]
         lost = bool(steps) and not self.paths.checkpoints.is_dir()  # there before the first line
-        # The second is begun once the first is whole.
+        # The second checkpoint is begun once the first is whole.
         lost |= max(steps, default=0) > 2 * every and not any(self.paths.checkpoints.glob("[0-9]*"))
         if lost:
             raise InputError(

@@ -173,7 +173,7 @@ class Workload:
         """How much of a dimension with this logical axis one device computes with: what `tensor` leaves of it (parts
         along `fsdp` are gathered first), of key/value heads with their copies."""
         if axis in ("kv_heads", "act_kv_heads"):
-            size = math.lcm(size, self.mesh.tensor)
+            size = self.model.attention.kv_heads_over(self.mesh.tensor)
         return math.ceil(size / self.parts("tensor", axis, size))
 
     def stored(self, axes: Sequence[str], shape: Sequence[int]) -> int:

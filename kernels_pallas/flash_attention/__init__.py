@@ -282,8 +282,8 @@ def _check(query, key, value, visible, scale, soft_cap, sinks, bias, query_chunk
         got = f"{visible.dtype}{list(visible.shape)}" if hasattr(visible, "dtype") else repr(visible)[:60]
         wrong("visible", got, "two arrays, start and end, as `causal` and others make; any other mask is a bias of −∞")
     for name, x in zip(("start", "end"), visible or (), strict=bool(visible)):
-        parts = x.ndim in (2, 3) and 0 not in x.shape[:-2]
-        if not (parts and x.shape[-2:] in ((B, T), (1, T)) and are_positions(x)):
+        shaped = x.ndim in (2, 3) and 0 not in x.shape[:-2] and x.shape[-2:] in ((B, T), (1, T))
+        if not (shaped and are_positions(x)):
             right = f"int32[{B}, {T}] or int32[1, {T}], or a union's, with one more axis"
             wrong(f"visible's {name}", f"{x.dtype}{list(x.shape)}", right)
     if visible is not None and visible[0].shape[:-2] != visible[1].shape[:-2]:

@@ -124,7 +124,7 @@ def _check_visible(name: str, visible: Any) -> None:
 
 
 def _check_integers(name: str, x: Any, *dimensions: int, any_width: bool = False) -> None:
-    """An array of integers with so many dimensions, of positions where not of any width."""
+    """An array with so many dimensions, of positions, or else of integers of any width."""
     axes = ("int" if any_width else "int32") + " or ".join(_AXES[n] for n in dimensions)
     if not (hasattr(x, "dtype") and hasattr(x, "ndim")):
         got = "None" if x is None else f"of type {type(x).__name__}"

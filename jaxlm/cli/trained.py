@@ -67,9 +67,9 @@ def restore(arguments: Namespace, run: "Run", experiment: "Experiment", *, dtype
 
     from jaxlm.cli.devices import make_mesh
     from jaxlm.models import tree as model_tree
-    from jaxlm.training import checkpoints
+    from jaxlm.training import checkpoints, seals
 
-    choose = checkpoints.best_whole if arguments.checkpoint == "best" else checkpoints.newest_whole
+    choose = seals.best_whole if arguments.checkpoint == "best" else seals.newest_whole
     mesh = make_mesh(experiment, "decode")  # nothing is trained: any number of sequences will do
     _, tree = model_tree.abstract(experiment.model)
     like = model_tree.placed(model_tree.shapes(tree, jnp.dtype(dtype)), model_tree.shardings(tree, mesh))

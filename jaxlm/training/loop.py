@@ -18,7 +18,7 @@ from jaxlm.distributed import Agreement, barrier, failing_as_one, first_process_
 from jaxlm.errors import RunFailed
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.tree import Tree, placed
-from jaxlm.training import checkpoints
+from jaxlm.training import checkpoints, seals
 from jaxlm.training.checkpoints import Checkpoints, bytes_of
 from jaxlm.training.config import CheckpointConfig, EvaluationConfig, OptimizerConfig, RecordsConfig, TrainingConfig
 from jaxlm.training.environment import memory_use
@@ -111,7 +111,7 @@ class Trainer:
         Raises Diverged and Unsaved; what was saved until then stays. Raises Stopped for a signal before the first step.
         """
         with self._clock.phase("restoring"):
-            step = checkpoints.resume_from(self._paths.checkpoints, self._display.say)
+            step = seals.resume_from(self._paths.checkpoints, self._display.say)
         self._profiler.resume(step or 0)
         self._starts = Starts(self._paths.goodput, self._clock, step or 0)
         described = self._settings.model_dump(mode="json")

@@ -65,10 +65,10 @@ def test_every_command_speaks_json_and_says_what_it_takes(command, capsys):
     assert "--json" in said and importlib.import_module(f"jaxlm.cli.{command}").__doc__.split()[0] in said
 
 
-def test_version_is_said(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert not ended.value.code and capsys.readouterr().out == f"jaxlm {__version__}\n"
+@pytest.mark.parametrize("start", [["-c", CALL], ["-m", "jaxlm"]], ids=["jaxlm", "python -m jaxlm"])
+def test_version_is_said(start):
+    done = subprocess.run([sys.executable, *start, "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"jaxlm {__version__}\n", "")
 
 
 def test_help_takes_less_than_half_a_second():

@@ -16,7 +16,7 @@ import tiny
 from jaxlm import sharding
 from jaxlm.errors import InputError, RunFailed
 from jaxlm.models import tree as model_tree
-from jaxlm.training import checkpoints
+from jaxlm.training import checkpoints, seals
 from jaxlm.training.checkpoints import Checkpoints
 from jaxlm.training.step import cast, make_steps
 
@@ -89,8 +89,8 @@ def test_parameters_restore_alone_and_are_rounded_as_they_are_read(tmp_path):
 def test_the_newest_and_the_best_stay(tmp_path):
     trained(tmp_path, [3.0, 1.0, 2.0, 2.5, None, 2.6])
     assert steps_in(tmp_path) == [2, 5, 6]
-    assert checkpoints.newest_whole(tmp_path, never) == 6
-    assert checkpoints.best_whole(tmp_path, never) == 2
+    assert seals.newest_whole(tmp_path, never) == 6
+    assert seals.best_whole(tmp_path, never) == 2
 
 
 def test_the_best_stays_the_best_when_a_run_is_resumed(tmp_path):
@@ -112,13 +112,13 @@ def test_a_loss_that_is_measured_later_counts_for_the_best(tmp_path):
         saved.note(1, None)
         flip_a_byte(tmp_path / "1")
         saved.note(1, 5.0)
-        assert checkpoints.newest_whole(tmp_path, never) == 2
-        assert "does not match" in checkpoints._damage(tmp_path / "1")  # it was not sealed anew
+        assert seals.newest_whole(tmp_path, never) == 2
+        assert "does not match" in seals.damage_of(tmp_path / "1")  # it was not sealed anew
         state = jax.tree.map(np.copy, states[2])
         for step in (3, 4):
             saved.save(state._replace(step=np.int32(step)), 2.0)
     assert steps_in(tmp_path) == [2, 4]
-    assert checkpoints.best_whole(tmp_path, never) == 2 and checkpoints.newest_whole(tmp_path, never) == 4
+    assert seals.best_whole(tmp_path, never) == 2 and seals.newest_whole(tmp_path, never) == 4
     assert "metrics/metrics" in json.loads((tmp_path / "2" / "checksums.json").read_text())
 
 
@@ -126,7 +126,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(tmp_path):
     states = trained(tmp_path, [None, None])
     flip_a_byte(tmp_path / "2")
     lines = []
-    assert checkpoints.newest_whole(tmp_path, lines.append) == 1
+    assert seals.newest_whole(tmp_path, lines.append) == 1
     assert len(lines) == 1 and "checkpoint 2 is damaged" in lines[0] and "checksum" in lines[0]
     restored = checkpoints.restore_state(tmp_path, 1, like(sharding.make_mesh()))
     chex.assert_trees_all_equal(jax.device_get(restored), states[1])
@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(tmp_path):
 def test_a_damaged_best_checkpoint_gives_way_to_the_next_best(tmp_path):
     trained(tmp_path, [1.0, 3.0, 2.0])
     flip_a_byte(tmp_path / "1")
-    assert checkpoints.best_whole(tmp_path, lambda line: None) == 3
+    assert seals.best_whole(tmp_path, lambda line: None) == 3
 
 
 @pytest.mark.parametrize("what", ["a file is missing", "a file is cut short", "there are no checksums"])
@@ -150,7 +150,7 @@ def test_other_damage_is_seen_too(tmp_path, what):
             largest.write_bytes(largest.read_bytes()[:-1])
         case _:
             sums.unlink()
-    assert checkpoints.newest_whole(tmp_path, lambda line: None) is None
+    assert seals.newest_whole(tmp_path, lambda line: None) is None
 
 
 def test_every_file_of_a_checkpoint_is_under_a_checksum(tmp_path):
@@ -164,13 +164,13 @@ def test_every_file_of_a_checkpoint_is_under_a_checksum(tmp_path):
 def test_damaged_checkpoints_are_set_aside_not_lost_and_their_steps_written_again(tmp_path):
     states = trained(tmp_path, [None, None])
     flip_a_byte(tmp_path / "2")
-    assert checkpoints.resume_from(tmp_path, lambda line: None) == 1
+    assert seals.resume_from(tmp_path, lambda line: None) == 1
     assert steps_in(tmp_path) == [1] and (tmp_path / "damaged" / "2").is_dir()
     trained_again = trained(tmp_path / "other", [None, None])
     mesh = sharding.make_mesh()
     with jax.set_mesh(mesh), Checkpoints(tmp_path, 2) as saved:
         saved.save(jax.device_put(trained_again[2]), None)
-    assert checkpoints.newest_whole(tmp_path, never) == 2
+    assert seals.newest_whole(tmp_path, never) == 2
     chex.assert_trees_all_equal(jax.device_get(checkpoints.restore_state(tmp_path, 2, like(mesh))), states[2])
 
 
@@ -188,10 +188,10 @@ def test_what_a_disk_refuses_is_not_damaged_and_what_another_host_removed_is_gon
     monkeypatch.setattr(Path, "read_text", read_text)
     if number == errno.EIO:
         with pytest.raises(RunFailed, match=rf"2/{name} cannot be read \(Input/output error\); mend that, or"):
-            checkpoints.resume_from(tmp_path, never)
+            seals.resume_from(tmp_path, never)
         assert steps_in(tmp_path) == [1, 2]
     else:
-        assert checkpoints.newest_whole(tmp_path, lambda line: None) == 1
+        assert seals.newest_whole(tmp_path, lambda line: None) == 1
 
 
 def test_where_none_is_whole_none_is_set_aside(tmp_path):
@@ -199,9 +199,9 @@ def test_where_none_is_whole_none_is_set_aside(tmp_path):
     flip_a_byte(tmp_path / "1")
     flip_a_byte(tmp_path / "2")
     with pytest.raises(InputError, match="no checkpoint in .* is whole; put back one that is, or"):
-        checkpoints.resume_from(tmp_path, lambda line: None)
+        seals.resume_from(tmp_path, lambda line: None)
     assert steps_in(tmp_path) == [1, 2]
-    assert checkpoints.resume_from(tmp_path / "new", never) is None
+    assert seals.resume_from(tmp_path / "new", never) is None
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_read_does_not_blame_the_model(tmp_path):
@@ -222,8 +222,8 @@ def test_a_loss_that_cannot_be_read_costs_its_own_checkpoint_alone(tmp_path, con
     (tmp_path / "1" / "metrics" / "metrics").write_bytes(content)
     (tmp_path / "007").mkdir()
     said: list[str] = []
-    assert checkpoints.best_whole(tmp_path, said.append) == 2 and not said
-    assert checkpoints.resume_from(tmp_path, said.append) == 2
+    assert seals.best_whole(tmp_path, said.append) == 2 and not said
+    assert seals.resume_from(tmp_path, said.append) == 2
     assert said == ["checkpoint 1 is damaged (its loss cannot be read); it is set aside"]
     (tmp_path / "007").rmdir()
     state = jax.tree.map(np.copy, states[2])
@@ -244,7 +244,7 @@ def test_what_a_killed_process_left_half_written_is_no_checkpoint(tmp_path):
     half = tmp_path / "2.orbax-checkpoint-tmp"
     (tmp_path / "1").rename(half)
     (half / "commit_success.txt").unlink()
-    assert checkpoints.newest_whole(tmp_path, never) is None
+    assert seals.newest_whole(tmp_path, never) is None
     with Checkpoints(tmp_path, 2):
         pass
     assert not half.exists()

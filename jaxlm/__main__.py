@@ -1,0 +1,7 @@
+"""`python -m jaxlm`: the command, also where no folder of scripts is on the path."""
+
+import sys
+
+from jaxlm.cli import main
+
+sys.exit(main())

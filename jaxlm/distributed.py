@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxlm import accelerators
-from jaxlm.errors import InputError, in_one_line
+from jaxlm.errors import InputError, exit_status, in_one_line
 from jaxlm.schema import changed
 from jaxlm.streams import native_output_to_stderr
 
@@ -215,7 +215,7 @@ def failing_as_one() -> Iterator[None]:
             if is_first():
                 time.sleep(_SAME_S)
         finally:  # whatever has become of the streams
-            os._exit(2 if isinstance(error, InputError) else 1)
+            os._exit(exit_status(error))
 
 
 def _say_why(error: Exception) -> None:

@@ -13,6 +13,8 @@ _ADVICE = {
 }
 # What XLA says where an array has no room, but not that a kernel has none.
 _NO_ROOM = re.compile(r"RESOURCE_EXHAUSTED(?!.*(?:vmem|smem|shared memory)).*(?:out of memory|allocat)", re.IGNORECASE)
+# What JAX says of a setting of the environment when it is imported.
+_SETTING = re.compile(r"invalid .*\b(?:flag|environment) '?(jax_\w+)", re.IGNORECASE)
 
 
 class InputError(ValueError):
@@ -44,10 +46,12 @@ def _one_line(message: str) -> str:
 
 
 def in_one_line(error: Exception) -> str | None:
-    """What to say of an error in place of its traceback: of the two above, of a disk that is full or refuses, and of
-    too little memory; None of any other."""
+    """What to say of an error in place of its traceback: of the two above, of what the environment sets, of a disk that
+    is full or refuses, and of too little memory; None of any other."""
     if isinstance(error, InputError | RunFailed):
         return str(error)
+    if refused := _setting(error):
+        return _one_line(f"{error}; change {refused} in the environment, or unset it")
     if isinstance(error, OSError) and error.errno in _ADVICE:
         where = error.filename2 or error.filename or "what was to be written"  # of a move its target
         return _one_line(f"{error.strerror}: {where}; {_ADVICE[error.errno]}")
@@ -57,3 +61,14 @@ def in_one_line(error: Exception) -> str | None:
             "to train, more training.microbatches"
         )
     return None
+
+
+def exit_status(error: Exception) -> int:
+    """2 for bad input, 1 for whatever else went wrong."""
+    return 2 if isinstance(error, InputError) or _setting(error) else 1
+
+
+def _setting(error: Exception) -> str | None:
+    """The variable of the environment that JAX cannot read."""
+    found = _SETTING.match(str(error)) if isinstance(error, ValueError) else None
+    return found[1].upper() if found else None

@@ -10,6 +10,7 @@ from typing import TextIO
 
 # What writing to a pipe without a reader gives, and to a terminal that was closed.
 _NOBODY = (errno.EPIPE, errno.EIO)
+_NAMES = {"stdout": "standard output", "stderr": "standard error"}
 
 
 class _Outliving(io.FileIO):
@@ -29,16 +30,32 @@ class _Outliving(io.FileIO):
 def outliving_readers() -> Iterator[None]:
     """A block that goes on in silence where nobody reads what it says any more."""
     before = sys.stdout, sys.stderr
-    for name in ("stdout", "stderr"):
+    for name in _NAMES:
         stream = getattr(sys, name)
         with suppress(AttributeError, io.UnsupportedOperation):  # None, closed from the beginning, or no file
             setattr(sys, name, _outliving(stream, stream.fileno()))
     try:
+        with written_out():
+            yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+@contextmanager
+def written_out() -> Iterator[None]:
+    """A block at whose end all that was printed has been written: of what could not be an OSError tells, once, where
+    Python would say so with a traceback as it ends."""
+    try:
         yield
     finally:
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()
-        sys.stdout, sys.stderr = before
+        for name, said in _NAMES.items():
+            stream = getattr(sys, name)
+            try:
+                if stream is not None:
+                    stream.flush()
+            except OSError as error:
+                lead_nowhere(stream.fileno())
+                raise OSError(error.errno, error.strerror, said) from None
 
 
 def native_output_to_stderr() -> None:

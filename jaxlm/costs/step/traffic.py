@@ -131,6 +131,8 @@ def _stream(work: Workload) -> list[Collective]:
         found.append(Collective("reduce-scatter", tensor, each * (sums - whole_sums), whole, "stream"))
         found.append(Collective("all-gather", tensor, each * gathers, whole, "stream"))
     found.append(Collective("all-reduce", tensor, each * (whole_sums if parted else sums), whole, "stream"))
-    if train:  # the maximum and the sum of each token's logits, and the one at its target
-        found.append(Collective("all-reduce", tensor, each * 3, 4 * work.rows() * work.queries, "loss"))
+    if train:  # the maximum of each token's logits; then, sent together, their sum and the one at its target
+        maxima = 4 * work.rows() * work.queries
+        found.append(Collective("all-reduce", tensor, each, maxima, "loss"))
+        found.append(Collective("all-reduce", tensor, each, 2 * maxima, "loss"))
     return found

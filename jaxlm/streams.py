@@ -44,9 +44,13 @@ def outliving_readers() -> Iterator[None]:
 @contextmanager
 def written_out() -> Iterator[None]:
     """A block at whose end all that was printed has been written: of what could not be an OSError tells, once, where
-    Python would say so with a traceback as it ends."""
+    Python would say so with a traceback as it ends. A block that fails is told of by its own error."""
+    ending = None
     try:
         yield
+    except BaseException as error:
+        ending = error
+        raise
     finally:
         for name, said in _NAMES.items():
             stream = getattr(sys, name)
@@ -55,7 +59,8 @@ def written_out() -> Iterator[None]:
                     stream.flush()
             except OSError as error:
                 lead_nowhere(stream.fileno())
-                raise OSError(error.errno, error.strerror, said) from None
+                if ending is None or isinstance(ending, SystemExit):
+                    raise OSError(error.errno, error.strerror, said) from None
 
 
 def native_output_to_stderr() -> None:

@@ -53,19 +53,38 @@ def test_native_output_is_not_among_what_is_printed(tmp_path):
     assert errors.splitlines() == ["native", "said", "to nobody", "nor this"]
 
 
-def printed(stdout) -> tuple[int, str]:
+def printed(stdout, *call) -> tuple[int, str]:
     """The status of a command whose output is kept until its end, and what it said."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    command = [sys.executable, "-m", "jaxlm", "--version"]
+    command = [sys.executable, *(call or ("-m", "jaxlm", "--version"))]
     done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=kept)
     return done.returncode, done.stderr
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is always full")
-def test_output_that_has_no_room_is_one_line():
-    with open("/dev/full", "w") as full:
-        status, said = printed(full)
+FAILS = """
+from jaxlm import streams
+with streams.written_out():
+    print("some")
+    raise KeyError("why")
+"""
+
+
+@pytest.fixture
+def full():
+    if not os.path.exists("/dev/full"):
+        pytest.skip("there is no device that is always full")
+    with open("/dev/full", "w") as file:
+        yield file
+
+
+def test_output_that_has_no_room_is_one_line(full):
+    status, said = printed(full)
     assert status == 1 and said.count("\n") == 1 and "standard output; make room" in said
+
+
+def test_output_that_has_no_room_hides_no_error(full):
+    _, said = printed(full, "-c", FAILS)
+    assert said.endswith("KeyError: 'why'\n") and "No space" not in said
 
 
 def test_a_reader_that_left_is_told_nothing():

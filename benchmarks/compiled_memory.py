@@ -23,9 +23,9 @@ from typing import Any
 
 import results
 
-from jaxlm import accelerators
 from jaxlm import config as configuration
 from jaxlm.config import Experiment
+from jaxlm.core import accelerators
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.step.memory import Memory, memory
 from jaxlm.costs.workload import Kind, MeshShape
@@ -193,8 +193,8 @@ def _in_a_process(name: str) -> dict[str, int]:
 
 def compile(case: Case) -> Any:
     """The case's step as XLA compiles it."""
-    from jaxlm import sharding
     from jaxlm.lowering import programs, targets
+    from jaxlm.parallel import sharding
 
     accelerators.choose()
     devices = targets.devices(Target.parse(case.on))

@@ -42,11 +42,11 @@ def main() -> None:
 
     import jax
 
-    from jaxlm import sharding
     from jaxlm.cli.devices import make_mesh
     from jaxlm.data.dataset import prepare
     from jaxlm.data.loader import training_batches
     from jaxlm.data.packing import Rows
+    from jaxlm.parallel import sharding
     from jaxlm.training.environment import memory_use
     from jaxlm.training.loop import to_host
     from jaxlm.training.paths import RunPaths

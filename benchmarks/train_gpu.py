@@ -30,8 +30,8 @@ from training_steps import jaxlm_steps, pytorch_steps
 
 from jaxlm import config as configuration
 from jaxlm.config import Experiment
+from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware import catalog
-from jaxlm.errors import InputError
 
 MODELS = "gpt2-355m,llama3.2_1b"
 FOLDERS = Path(__file__).parents[1] / "configs" / "models", Path(__file__).parent

@@ -13,8 +13,8 @@ def jaxlm_steps(experiment: "Experiment") -> Worker:
     import jax
     import numpy as np
 
-    from jaxlm import sharding
     from jaxlm.cli.devices import make_mesh
+    from jaxlm.parallel import sharding
     from jaxlm.training.step import jit_steps, make_steps
 
     training, draw = experiment.training, np.random.default_rng(0)

@@ -11,13 +11,13 @@ from typing import Any, Literal
 import tomli_w
 from pydantic import Field, ValidationError
 
+from jaxlm.core.errors import InputError
+from jaxlm.core.explain import explain
+from jaxlm.core.schema import Count, Section, chosen, kind_of, merged, sections_at
 from jaxlm.costs.workload import Kind, MeshShape, Workload, divided_by_mesh, divisors
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizers import BYTES_VOCABULARY
-from jaxlm.errors import InputError
-from jaxlm.explain import explain
 from jaxlm.models.config import ModelConfig
-from jaxlm.schema import Count, Section, chosen, kind_of, merged, sections_at
 from jaxlm.training.config import (
     AnyOptimizer,
     CheckpointConfig,

@@ -6,13 +6,13 @@ from typing import Any, TextIO
 
 from jaxlm import config
 from jaxlm.config import Experiment
+from jaxlm.core.errors import InputError
+from jaxlm.core.files import leftovers, lock, replace, replacing, unwritable
+from jaxlm.core.schema import changed
 from jaxlm.data import tokenizers
 from jaxlm.data.dataset import Dataset
 from jaxlm.data.tokenizers import Tokenizer
-from jaxlm.distributed import is_first
-from jaxlm.errors import InputError
-from jaxlm.files import leftovers, lock, replace, replacing, unwritable
-from jaxlm.schema import changed
+from jaxlm.parallel.processes import is_first
 from jaxlm.training.paths import RunPaths
 from jaxlm.training.records import JsonLines
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import jax
 
-from jaxlm import sharding
 from jaxlm.config import load
 from jaxlm.data.tokenizers import Tokenizer, bytes_tokenizer
+from jaxlm.parallel import sharding
 from jaxlm.run import Run
 from jaxlm.training.checkpoints import Checkpoints
 from jaxlm.training.step import jit_steps, make_steps

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import jax
+import model_fixtures
 import numpy as np
 import pytest
-import tiny
 
 from jaxlm import config
 from jaxlm.models import tree
@@ -97,14 +97,14 @@ def test_the_pytorch_model_is_the_same_model(family):
     torch = pytest.importorskip("torch")
     from pytorch_model import Transformer
 
-    model = tiny.model(tiny.FAMILIES[family])
+    model = model_fixtures.model(model_fixtures.FAMILIES[family])
     draw = np.random.default_rng(0)
     _, abstract = tree.abstract(model)
     parameters = jax.tree.map(lambda s: draw.normal(0, 0.2, s.shape).astype(np.float32), tree.shapes(abstract))
-    batch = tiny.batch(rows=2)
+    batch = model_fixtures.batch(rows=2)
     batch["segments"] = np.ones_like(batch["segments"])
-    batch["positions"] = np.tile(np.arange(tiny.CONTEXT, dtype=np.int32), (2, 1))
-    steps = make_steps(model, tiny.training(batch=2), tiny.optimization())
+    batch["positions"] = np.tile(np.arange(model_fixtures.CONTEXT, dtype=np.int32), (2, 1))
+    steps = make_steps(model, model_fixtures.training(batch=2), model_fixtures.optimization())
     total, targets = jax.jit(steps.evaluate)(parameters, batch)
 
     net = Transformer(model)

@@ -8,22 +8,23 @@ from typing import get_args
 
 import jax
 import jax.numpy as jnp
+import model_fixtures
 import numpy as np
 import pytest
-import tiny
 from flax import nnx
 
+from jaxlm.core.schema import kind_of, sections_in
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.step import elementwise, memory, operations, traffic
 from jaxlm.costs.workload import Workload
 from jaxlm.models import tree
 from jaxlm.models.config import Activation, ModelConfig
 from jaxlm.models.layers import activation, norm
-from jaxlm.schema import kind_of, sections_in
 from jaxlm.training.config import OptimizerConfig
 from jaxlm.training.optimizer import optimizer
 from jaxlm.training.schedules import schedule
-from kernels_pallas import activations, gated_activation
+from kernels_pallas import gated_activation
+from kernels_pallas.core import activations
 from kernels_pallas.gated_activation import costs as gated_costs
 
 SCHEDULES = tuple(sections_in(OptimizerConfig.model_fields["schedule"].annotation))
@@ -45,17 +46,17 @@ def is_counted(model):
     """Its tree is built, and a step of it is counted, with kernels and without."""
     for kernels in ("reference", "auto"):
         model = model.model_copy(update={"kernels": kernels})
-        work = Workload("train", model, 8, tiny.CONTEXT)
+        work = Workload("train", model, 8, model_fixtures.CONTEXT)
         assert sum(op.times * op.elementwise for op in operations.step(work)) > 0
         assert memory.memory(work).parameters > 4 * tree.parameter_count(model)
 
 
-@pytest.mark.parametrize("kind", tiny.OPTIMIZERS)
+@pytest.mark.parametrize("kind", model_fixtures.OPTIMIZERS)
 def test_an_optimizer_holds_what_is_counted(kind):
-    model = tiny.model(tiny.GPT2)  # biases, gains, tables and matrices
+    model = model_fixtures.model(model_fixtures.GPT2)  # biases, gains, tables and matrices
     parameters = tree.abstract(model)[1]
-    held = jax.eval_shape(optimizer(tiny.optimization(kind=kind), parameters).init, tree.shapes(parameters))
-    work = Workload("train", model, 8, tiny.CONTEXT, optimizer=kind)
+    held = jax.eval_shape(optimizer(model_fixtures.optimization(kind=kind), parameters).init, tree.shapes(parameters))
+    work = Workload("train", model, 8, model_fixtures.CONTEXT, optimizer=kind)
     numbers = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(held) if leaf.ndim)  # all but counts of updates
     assert memory.memory(work).optimizer == memory.trained(work).optimizer == 4 * numbers
     assert any(op.phase == "optimizer" for op in operations.step(work)) and list(traffic.collectives(work)) == []
@@ -71,14 +72,14 @@ def test_a_schedule_begins_at_its_peak(section):
 @pytest.mark.parametrize("kind", NORMS)
 def test_a_norm_is_counted(kind):
     """Its FLOPs to a fifth."""
-    model = tiny.model(norm={"kind": kind})
+    model = model_fixtures.model(norm={"kind": kind})
     is_counted(model)
     graph, scale = nnx.split(norm(model, model.width, nnx.Rngs(0)))
-    x = jax.ShapeDtypeStruct((8, tiny.CONTEXT, model.width), jnp.float32)
+    x = jax.ShapeDtypeStruct((8, model_fixtures.CONTEXT, model.width), jnp.float32)
     counted = count(both_ways(lambda scale, x: nnx.merge(graph, scale)(x)), scale, x)
     (part,) = (
         part
-        for part in elementwise.loops(Workload("train", model, 8, tiny.CONTEXT, "float32"))
+        for part in elementwise.loops(Workload("train", model, 8, model_fixtures.CONTEXT, "float32"))
         if part.scope == elementwise.NORMS
     )
     assert part.forward.flops + part.backward.flops == pytest.approx(counted.flops, rel=0.2)
@@ -87,7 +88,7 @@ def test_a_norm_is_counted(kind):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_an_activation_is_computed_and_counted(name):
     for gated in (False, True):
-        is_counted(tiny.model(feed_forward={"hidden": 48, "activation": name, "gated": gated}))
+        is_counted(model_fixtures.model(feed_forward={"hidden": 48, "activation": name, "gated": gated}))
     x = jnp.linspace(-4, 4, 101)
     np.testing.assert_allclose(activation(name, x), activations.REFERENCE[name](x), rtol=1e-5, atol=1e-6)
     # A kernel computes again what the reference keeps, and what `where` chooses is no FLOP of a count.

@@ -6,9 +6,9 @@ import pytest
 from runs import write_config
 
 from jaxlm.config import load
+from jaxlm.core.errors import InputError
+from jaxlm.core.files import replacing
 from jaxlm.data.tokenizers import bytes_tokenizer
-from jaxlm.errors import InputError
-from jaxlm.files import replacing
 from jaxlm.run import Run
 
 

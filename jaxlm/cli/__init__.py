@@ -6,8 +6,9 @@ import io
 import sys
 from collections.abc import Sequence
 
-from jaxlm import __version__, streams
-from jaxlm.errors import InputError, exit_status, in_one_line
+from jaxlm import __version__
+from jaxlm.core import output
+from jaxlm.core.errors import InputError, exit_status, in_one_line
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,14 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # of what a terminal cannot encode; stderr escapes it anyway
     try:
-        with streams.written_out():
+        with output.written_out():
             chosen = _parse(sys.argv[1:] if arguments is None else arguments)
             return chosen.main(chosen)
     except KeyboardInterrupt:
         print("jaxlm: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        streams.lead_nowhere(1, 2)  # the reader of a pipe left; there is nobody to tell
+        output.lead_nowhere(1, 2)  # the reader of a pipe left; there is nobody to tell
         return 1
     except Exception as error:
         line = in_one_line(error)

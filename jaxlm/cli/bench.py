@@ -21,9 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    from jaxlm import accelerators
+    from jaxlm.core import accelerators
+    from jaxlm.core.errors import InputError
     from jaxlm.costs.hardware import catalog
-    from jaxlm.errors import InputError
 
     accelerators.choose()
     from kernels_pallas.bench import run, show

@@ -15,9 +15,9 @@ from jaxlm.cli import steps
 from jaxlm.cli.ladder import say_replicated
 from jaxlm.cli.paths import path
 from jaxlm.cli.tables import add_numbers, against_capacity, facts, headed, print_table
-from jaxlm.errors import InputError
-from jaxlm.files import unwritable
-from jaxlm.units import gib, or_dash, seconds
+from jaxlm.core.errors import InputError
+from jaxlm.core.files import unwritable
+from jaxlm.core.units import gib, or_dash, seconds
 
 if TYPE_CHECKING:
     from jaxlm.config import Experiment
@@ -82,8 +82,8 @@ def _compile(
 ) -> "CompiledStep":
     from rich.console import Console
 
-    from jaxlm import sharding
     from jaxlm.lowering import report, targets
+    from jaxlm.parallel import sharding
 
     console = Console(stderr=True, highlight=False)
     with warnings.catch_warnings(record=True) as warned:
@@ -276,7 +276,7 @@ def _refuse(refused: "DoesNotFit", arguments: argparse.Namespace, tried: "list[T
 
 
 def _dials(plan: Any, needed: int) -> list[str]:
-    from jaxlm.lowering.dials import dials
+    from jaxlm.lowering.suggestions import dials
 
     return dials(plan, needed)
 

@@ -11,12 +11,14 @@ import tempfile
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from jaxlm import accelerators, config, distributed
+from jaxlm import config
 from jaxlm.config import Experiment
+from jaxlm.core import accelerators
+from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware import calibration, catalog
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.workload import Kind
-from jaxlm.errors import InputError
+from jaxlm.parallel import processes
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -35,7 +37,7 @@ def make_mesh(experiment: Experiment, kind: Kind = "train") -> "Mesh":
     """
     import jax
 
-    from jaxlm import sharding
+    from jaxlm.parallel import sharding
 
     named = os.environ.get("JAX_PLATFORMS")
     accelerators.choose()
@@ -43,7 +45,7 @@ def make_mesh(experiment: Experiment, kind: Kind = "train") -> "Mesh":
     wanted = math.prod(size for size in (mesh.data, mesh.fsdp, mesh.tensor) if size != "all")
     chosen = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if wanted > 1 and not chosen:
-        emulated = math.ceil(wanted / distributed.process_count())
+        emulated = math.ceil(wanted / processes.process_count())
         if emulated > _MOST_EMULATED and accelerators.platforms() == "cpu":
             raise InputError(
                 f"the mesh needs {emulated} devices of this CPU, and at most {_MOST_EMULATED} are emulated; lower "

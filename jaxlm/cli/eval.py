@@ -5,7 +5,7 @@ import json
 import re
 
 from jaxlm.cli import tasks, trained
-from jaxlm.errors import InputError
+from jaxlm.core.errors import InputError
 
 _ROWS = ("training.batch", "training.sequence", "training.scan_layers")  # of [training] that a loss is measured with
 

@@ -4,7 +4,7 @@ import argparse
 import json
 
 from jaxlm.cli import trained
-from jaxlm.errors import InputError
+from jaxlm.core.errors import InputError
 
 _MAX_TOKENS = 100  # where nobody says how many
 

@@ -9,7 +9,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.cli.tables import add_numbers, print_table
-from jaxlm.units import number, or_dash, with_prefix
+from jaxlm.core.units import number, or_dash, with_prefix
 
 if TYPE_CHECKING:
     from jaxlm.costs.hardware.chips import Chip
@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
+    from jaxlm.core.errors import InputError
     from jaxlm.costs.hardware.catalog import HOST, catalog, find
-    from jaxlm.errors import InputError
 
     if arguments.measure:
         if arguments.id not in (None, HOST):
@@ -55,8 +55,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _host() -> list["Chip"]:
+    from jaxlm.core.errors import InputError
     from jaxlm.costs.hardware.catalog import HOST, find
-    from jaxlm.errors import InputError
 
     try:
         return [find(HOST)]
@@ -67,8 +67,8 @@ def _host() -> list["Chip"]:
 def _measure() -> "Chip":
     from rich.console import Console
 
-    from jaxlm import accelerators
     from jaxlm.cli.devices import keep_freed_memory
+    from jaxlm.core import accelerators
     from jaxlm.costs.hardware import calibration
 
     if accelerators.platforms() == "cpu":

@@ -4,7 +4,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.cli.tables import add_numbers, headed
-from jaxlm.units import memory, or_dash, seconds
+from jaxlm.core.units import memory, or_dash, seconds
 
 if TYPE_CHECKING:
     from jaxlm.costs.workload import Workload

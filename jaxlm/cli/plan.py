@@ -12,12 +12,12 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from jaxlm import units
 from jaxlm.cli import steps
 from jaxlm.cli.ladder import say_replicated
 from jaxlm.cli.paths import path
 from jaxlm.cli.tables import add_numbers, against_capacity, facts, headed, print_table
-from jaxlm.errors import InputError
+from jaxlm.core import units
+from jaxlm.core.errors import InputError
 
 if TYPE_CHECKING:
     from jaxlm.config import Experiment

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from jaxlm.cli.paths import path
-from jaxlm.errors import InputError
+from jaxlm.core.errors import InputError
 
 if TYPE_CHECKING:
     from jaxlm.config import Experiment

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from jaxlm.units import gib
+from jaxlm.core.units import gib
 
 if TYPE_CHECKING:
     from rich.table import Table

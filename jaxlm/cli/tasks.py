@@ -13,7 +13,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from jaxlm.errors import InputError
+from jaxlm.core.errors import InputError
 
 _FEW_SHOT_SEED = 1234  # the harness's own
 _REASON = 200  # characters of what it says of a task that is none

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.cli.paths import path
-from jaxlm.errors import RunFailed
+from jaxlm.core.errors import RunFailed
 
 if TYPE_CHECKING:
     from jaxlm.training.ladder import Counted
@@ -37,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    from jaxlm import config, distributed, streams
+    from jaxlm import config
+    from jaxlm.core import output
+    from jaxlm.parallel import processes
     from jaxlm.run import Run
     from jaxlm.training import profile, sinks
     from jaxlm.training.environment import versions
@@ -50,21 +52,21 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.profile is not None:
         traced = profile.Steps.parse(arguments.profile).check(experiment.training.steps)
     if arguments.process is not None:
-        place = distributed.Place.parse(arguments.process)
+        place = processes.Place.parse(arguments.process)
     sinks.check_installed(experiment.records.wandb_project)
     run = Run(arguments.out or Path("runs") / arguments.config.stem)
     run.check(experiment)
     end = _End(run.paths, arguments.json)
     stop = StopRequest(end.early, arguments.max_hours)
-    with streams.outliving_readers(), distributed.failing_as_one(), stop:
+    with output.outliving_readers(), processes.failing_as_one(), stop:
         try:
             run.check_free()
-            distributed.join(place)
+            processes.join(place)
             # Each computes its part of a step by its own: with others the replicas drift apart, or wait for ever.
-            distributed.check_same("versions", versions("jaxlm", "jax", "jaxlib"), "install the same for all")
-            settings = {"COUNT": distributed.process_count(), **experiment.model_dump(mode="json")}
-            distributed.check_same("settings", settings, "start all with the same CONFIG, key=value and COUNT")
-            if distributed.is_first():
+            processes.check_same("versions", versions("jaxlm", "jax", "jaxlib"), "install the same for all")
+            settings = {"COUNT": processes.process_count(), **experiment.model_dump(mode="json")}
+            processes.check_same("settings", settings, "start all with the same CONFIG, key=value and COUNT")
+            if processes.is_first():
                 run.claim()
             return _train(experiment, run, traced, stop, clock, end)
         except Stopped as stopped:
@@ -73,16 +75,17 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _train(experiment, run, traced, stop, clock, end) -> int:
-    from jaxlm import config, distributed
+    from jaxlm import config
     from jaxlm.cli.progress import Bar
     from jaxlm.data.dataset import prepare
+    from jaxlm.parallel import processes
 
-    with Bar(experiment.training.steps, quiet=not distributed.is_first()) as bar:
+    with Bar(experiment.training.steps, quiet=not processes.is_first()) as bar:
         with clock.phase("data_preparation"):
-            with distributed.first_process_first("data"):
+            with processes.first_process_first("data"):
                 dataset = prepare(experiment.data, experiment.model.vocabulary, bar.say, bar.progress)
             found = {"digest": dataset.digest[:_SHOWN]}
-            distributed.check_same("data", found, "let data.text and data.tokenizer be the same for all")
+            processes.check_same("data", found, "let data.text and data.tokenizer be the same for all")
 
         from jaxlm.cli.devices import calibrated, describe, make_mesh
         from jaxlm.cli.ladder import say_counted, say_replicated
@@ -93,7 +96,7 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
         from jaxlm.training.profile import Profiler
         from jaxlm.training.records import JsonLines
 
-        with clock.phase("calibration"), distributed.first_process_first("calibration"):
+        with clock.phase("calibration"), processes.first_process_first("calibration"):
             calibrated(bar.say)
         mesh = make_mesh(experiment)
         bar.say(f"{parameter_count(experiment.model):,} parameters on {describe(mesh)}")
@@ -110,9 +113,9 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
         start = Start(clock, bar, Profiler(traced, run.paths.profile, bar.say), stop)
         trainer = Trainer(experiment, dataset, mesh, run.paths, end.counted, start)
         # Only now that nothing was refused is it a run.
-        with distributed.first_process_first("run"):
+        with processes.first_process_first("run"):
             run.open(experiment, dataset)
-        if distributed.is_first():
+        if processes.is_first():
             JsonLines(run.paths.starts).append(environment(list(mesh.devices.flat)))
         try:
             result = trainer.train()
@@ -125,7 +128,7 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
 
     with clock.phase("ending"):
         end.step = result.step
-        if distributed.is_first():
+        if processes.is_first():
             end.plot()
         if result.reason:
             return end.early(result.reason)
@@ -143,10 +146,10 @@ class _End:
 
     def early(self, reason: int) -> int:
         """Say how to go on; the exit status."""
-        from jaxlm import distributed
+        from jaxlm.parallel import processes
         from jaxlm.training.interrupt import named
 
-        if distributed.is_first():
+        if processes.is_first():
             why = (
                 "stopped before the first step"
                 if self.step is None
@@ -176,11 +179,11 @@ class _End:
 
     def whole(self, sample: str) -> int:
         """Show what a finished run has made; the exit status."""
-        from jaxlm import distributed
+        from jaxlm.parallel import processes
         from jaxlm.training.records import JsonLines
 
         paths = self._paths
-        if not distributed.is_first():
+        if not processes.is_first():
             return 0
         paths.sample.write_text(sample, encoding="utf-8")
         if self._json:

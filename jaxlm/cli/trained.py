@@ -5,7 +5,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxlm.cli.paths import path
-from jaxlm.errors import InputError
+from jaxlm.core.errors import InputError
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -67,9 +67,9 @@ def restore(arguments: Namespace, run: "Run", experiment: "Experiment", *, dtype
 
     from jaxlm.cli.devices import make_mesh
     from jaxlm.models import tree as model_tree
-    from jaxlm.training import checkpoints, seals
+    from jaxlm.training import checkpoints, manifests
 
-    choose = seals.best_whole if arguments.checkpoint == "best" else seals.newest_whole
+    choose = manifests.best_whole if arguments.checkpoint == "best" else manifests.newest_whole
     mesh = make_mesh(experiment, "decode")  # nothing is trained: any number of sequences will do
     _, tree = model_tree.abstract(experiment.model)
     like = model_tree.placed(model_tree.shapes(tree, jnp.dtype(dtype)), model_tree.shardings(tree, mesh))

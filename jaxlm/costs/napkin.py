@@ -3,11 +3,11 @@
 import math
 from typing import NamedTuple
 
+from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.step.flops import napkin_flops
 from jaxlm.costs.step.parameters import parameters
 from jaxlm.costs.workload import Workload
-from jaxlm.errors import InputError
 
 # Float32 parameter and gradient, and Adam's two moments (Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1).
 _TRAINED_BYTES = 16

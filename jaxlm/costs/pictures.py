@@ -12,14 +12,14 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from jaxlm.core.errors import InputError
+from jaxlm.core.units import GIB, gib
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.plan import Plan, dtype_of
 from jaxlm.costs.step import operations
 from jaxlm.costs.step.memory import Memory
 from jaxlm.costs.step.operations import Operation
 from jaxlm.costs.workload import Workload
-from jaxlm.errors import InputError
-from jaxlm.units import GIB, gib
 
 _INK, _PALE = "#22313f", "#9aa5b1"
 _PARTS = dict(zip(Memory._fields, ("#4c78a8", "#72b7b2", "#54a24b", "#f2a541", "#e4572e", "#9d6ac6"), strict=True))

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.network import Network
 from jaxlm.costs.hardware.target import Target
@@ -14,7 +15,6 @@ from jaxlm.costs.step.memory import Memory, kv_bytes_per_token, memory
 from jaxlm.costs.step.operations import Operation, Product
 from jaxlm.costs.step.parameters import parameters
 from jaxlm.costs.workload import Workload
-from jaxlm.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import step_time
 from jaxlm.costs.workload import Workload
-from jaxlm.errors import InputError
 
 _DOUBLINGS = 21
 

@@ -33,7 +33,7 @@ class MeshShape:
         return self.data * self.fsdp * self.tensor
 
     def axes(self) -> dict[str, int]:
-        """In the order of `jaxlm.sharding.MESH_AXES`, outermost first."""
+        """In the order of `jaxlm.parallel.sharding.MESH_AXES`, outermost first."""
         return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
 
     def __str__(self) -> str:
@@ -195,6 +195,6 @@ class Workload:
 @functools.cache
 def _in_table(axis: str) -> tuple[str | tuple[str, ...] | None, bool]:
     """The mesh axes of a logical axis, and whether it stays whole where they do not divide it."""
-    from jaxlm.sharding import TABLE, WHOLE_IF_UNEVEN
+    from jaxlm.parallel.sharding import TABLE, WHOLE_IF_UNEVEN
 
     return TABLE[axis], axis in WHOLE_IF_UNEVEN

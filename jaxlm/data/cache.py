@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jaxlm.errors import InputError
+from jaxlm.core.errors import InputError
 
 
 @contextmanager

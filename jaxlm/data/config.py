@@ -8,8 +8,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from jaxlm.errors import InputError
-from jaxlm.schema import Section
+from jaxlm.core.errors import InputError
+from jaxlm.core.schema import Section
 
 STANDARD_LIBRARY = "stdlib"
 HUGGING_FACE = "hf:"  # begins the name of a dataset there

@@ -10,17 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxlm.core.errors import InputError
+from jaxlm.core.files import building, leftovers, locked
 from jaxlm.data import formats, tokenizers
 from jaxlm.data.cache import reading, writing
 from jaxlm.data.config import HUGGING_FACE, DataConfig, expanded
+from jaxlm.data.scan import Losses, Progress, Survey, survey
 from jaxlm.data.sources import Changed, Source, find_sources
 from jaxlm.data.store import TokenStore
-from jaxlm.data.survey import Losses, Progress, Survey, survey
 from jaxlm.data.tokenizer_training import TRAINING_BYTES, train_bpe, train_characters
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.data.tokenizing import SIDES, tokenize, unfinished
-from jaxlm.errors import InputError
-from jaxlm.files import building, leftovers, locked
 
 _FORMAT = 2  # of what lies in the cache; another number makes everything anew
 

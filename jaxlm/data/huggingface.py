@@ -8,11 +8,11 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core.errors import InputError
+from jaxlm.core.files import replacing, to_disk
 from jaxlm.data.cache import writing
 from jaxlm.data.config import HUGGING_FACE
 from jaxlm.data.formats import named
-from jaxlm.errors import InputError
-from jaxlm.files import replacing, to_disk
 
 _ROWS_PER_FILE = 10_000
 _NAME = re.compile(re.escape(HUGGING_FACE) + r"(?P<path>[^:@]+)(:(?P<name>[^:@]+))?(@(?P<split>[^:@]+))?")

@@ -10,10 +10,10 @@ from collections import defaultdict
 
 import numpy as np
 
+from jaxlm.core.errors import InputError
+from jaxlm.core.files import building
 from jaxlm.data.cache import reading, writing
 from jaxlm.data.store import TokenStore
-from jaxlm.errors import InputError
-from jaxlm.files import building
 
 
 def pack(lengths: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:

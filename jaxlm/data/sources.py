@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxlm.core.errors import InputError
 from jaxlm.data import huggingface
 from jaxlm.data.config import HUGGING_FACE, STANDARD_LIBRARY, DataConfig, expanded
 from jaxlm.data.formats import SUFFIXES
-from jaxlm.errors import InputError
 
 _KINDS = ", ".join(SUFFIXES)
 # In the standard library's folder, but not its sources: installed packages, build outputs, and the tests,

@@ -7,7 +7,7 @@ from functools import partial
 from jaxlm.data import tokenizers
 from jaxlm.data.formats import Part
 from jaxlm.data.parallel import in_order
-from jaxlm.data.survey import Progress, Split, Survey, documents
+from jaxlm.data.scan import Progress, Split, Survey, documents
 from jaxlm.data.tokenizers import Tokenizer
 
 TRAINING_BYTES = 2**30  # of text that a tokenizer is trained on, about

@@ -10,7 +10,7 @@ import numpy as np
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
-from jaxlm.errors import InputError
+from jaxlm.core.errors import InputError
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES_VOCABULARY = 257

@@ -6,14 +6,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxlm.core.errors import InputError
+from jaxlm.core.files import building
 from jaxlm.data import tokenizers
 from jaxlm.data.formats import Part
 from jaxlm.data.parallel import in_order
+from jaxlm.data.scan import Progress, Split, Survey, documents
 from jaxlm.data.store import StoreWriter, join_stores
-from jaxlm.data.survey import Progress, Split, Survey, documents
 from jaxlm.data.tokenizers import Tokenizer
-from jaxlm.errors import InputError
-from jaxlm.files import building
 
 SIDES = ("train", "held_out")
 

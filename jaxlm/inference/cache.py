@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax.sharding import Mesh, NamedSharding
 
-from jaxlm import sharding
 from jaxlm.models.config import ModelConfig
-from jaxlm.sharding import on_each_device
+from jaxlm.parallel import sharding
+from jaxlm.parallel.sharding import on_each_device
 
 _AXES = ("layers", "batch", "act_kv_heads", "sequence", "act_head_width")
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxlm import sharding
 from jaxlm.inference import steps
 from jaxlm.inference.cache import Cache, cache_shardings, empty_cache
 from jaxlm.inference.requests import Sampling, check_prompts
 from jaxlm.inference.sampling import sample
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.tree import Tree, abstract
+from jaxlm.parallel import sharding
 
 
 def generate(

@@ -11,8 +11,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from pydantic import TypeAdapter, ValidationError
 from tqdm import tqdm
 
+from jaxlm.core.errors import InputError
 from jaxlm.data.tokenizers import Tokenizer
-from jaxlm.errors import InputError
 from jaxlm.inference.detokenizer import Detokenizer
 from jaxlm.inference.generate import before_stop, generate
 from jaxlm.inference.requests import Sampling, room_behind

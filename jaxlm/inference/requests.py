@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jaxlm.errors import InputError
+from jaxlm.core.errors import InputError
 from jaxlm.models.config import ModelConfig
 
 # Of temperatures: beyond these, logits divided by one overflow float32, or are all alike.

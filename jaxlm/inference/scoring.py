@@ -10,11 +10,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxlm import sharding
-from jaxlm.errors import InputError
+from jaxlm.core.errors import InputError
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.positions import visible_in_rows
 from jaxlm.models.tree import Tree, abstract
+from jaxlm.parallel import sharding
 from jaxlm.training.losses import cross_entropy
 
 _SHORTEST = 32

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxlm.errors import InputError
+from jaxlm.core.errors import InputError
 from jaxlm.lowering.sass import Hot, hottest
 
 _KERNEL = re.compile(r"\.entry (\w+)\((.*?)(?=\.entry |\Z)", re.DOTALL)

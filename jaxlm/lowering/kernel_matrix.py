@@ -24,10 +24,10 @@ from jaxlm.lowering import bundles, targets
 from jaxlm.lowering.assembly import Assembled, assemble, compile_to_ptx
 from jaxlm.lowering.bundles import Scheduled
 from jaxlm.lowering.sass import Hot
-from kernels_pallas import target
-from kernels_pallas.cases import Case, Operation
-from kernels_pallas.choice import KERNELS, cannot_lower
-from kernels_pallas.registry import OPERATIONS
+from kernels_pallas.core import target
+from kernels_pallas.core.cases import Case, Operation
+from kernels_pallas.core.choice import KERNELS, cannot_lower
+from kernels_pallas.core.registry import OPERATIONS
 
 # One of each generation: a slice as small as its compiler allows; programs are for one device of it.
 GPUS = {"A100": "a100-sxm4-80g:1", "H100": "h100-sxm5:1", "H200": "h200-sxm:1", "B200": "b200-hgx:1"}

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxlm import sharding
 from jaxlm.config import Experiment
 from jaxlm.costs.workload import Kind
 from jaxlm.inference.cache import cache_shardings, empty_cache
 from jaxlm.inference.generate import programs
 from jaxlm.inference.requests import Sampling
 from jaxlm.models import tree as model_tree
+from jaxlm.parallel import sharding
 from jaxlm.training.step import jit_steps, make_steps
 
 

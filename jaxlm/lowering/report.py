@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxlm.config import Experiment, workload
+from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.network import KINDS, Network
 from jaxlm.costs.hardware.target import Target
@@ -19,7 +20,6 @@ from jaxlm.costs.jaxpr.count import count_jaxpr
 from jaxlm.costs.plan import Plan, plan
 from jaxlm.costs.step import operations
 from jaxlm.costs.workload import Kind, Workload
-from jaxlm.errors import InputError
 from jaxlm.lowering import buffers, collectives, hlo, kernels, products, programs, targets
 from jaxlm.lowering.collectives import CompiledCollective
 from jaxlm.lowering.kernels import Chain, Kernel

@@ -5,11 +5,11 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from jaxlm import accelerators
+from jaxlm.core import accelerators
+from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware.catalog import catalog
 from jaxlm.costs.hardware.chips import Chip, show_topology
 from jaxlm.costs.hardware.target import Target
-from jaxlm.errors import InputError
 
 if TYPE_CHECKING:
     import jax

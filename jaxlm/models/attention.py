@@ -16,7 +16,7 @@ from jaxlm.models import causal, config, kernels
 from jaxlm.models.layers import linear, norm, product_in_float32, soft_capped, whole_sequence
 from jaxlm.models.parameters import Module, normal, param, zeros
 from jaxlm.models.positions import Rotation, rotate
-from jaxlm.sharding import constrain, shards_of
+from jaxlm.parallel.sharding import constrain, shards_of
 from kernels_pallas import flash_attention
 from kernels_pallas.flash_attention import Visible
 

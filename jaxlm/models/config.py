@@ -5,7 +5,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from jaxlm.schema import Count, Positive, Section, one_of
+from jaxlm.core.schema import Count, Positive, Section, one_of
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlm.models.parameters import scope
-from jaxlm.sharding import by_parts, constrain
+from jaxlm.parallel.sharding import by_parts, constrain
 
 
 def look_up(table: nnx.Param, index_BT: jax.Array) -> jax.Array:

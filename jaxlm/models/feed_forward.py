@@ -7,7 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxlm.models import config, kernels
 from jaxlm.models.layers import activation, gated, linear, whole_sequence
 from jaxlm.models.parameters import Module, normal, param, zeros
-from jaxlm.sharding import constrain
+from jaxlm.parallel.sharding import constrain
 from kernels_pallas import gated_activation
 
 _HIDDEN = "batch", "sequence", "act_ff"

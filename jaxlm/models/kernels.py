@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
-from jaxlm import sharding
 from jaxlm.models.config import Kernels
+from jaxlm.parallel import sharding
 
 # Logical axes of an array, which say what part of it a device has.
 Axes = tuple[str | None, ...]

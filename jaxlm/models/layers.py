@@ -11,8 +11,9 @@ from flax import nnx
 
 from jaxlm.models import config, kernels
 from jaxlm.models.parameters import Module, ones, param, scope, zeros
-from jaxlm.sharding import constrain, is_sharded
-from kernels_pallas import activations, layer_norm, rms_norm
+from jaxlm.parallel.sharding import constrain, is_sharded
+from kernels_pallas import layer_norm, rms_norm
+from kernels_pallas.core import activations
 
 
 def linear(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None = None, copies: int = 1) -> jax.Array:
@@ -143,8 +144,8 @@ def norm(model: config.ModelConfig, width: int, rngs: nnx.Rngs, axis: str = "cha
 
 
 def activation(name: str, x: jax.Array) -> jax.Array:
-    """The activation of this name (`kernels_pallas.activations`) of each number of x [...]: computed in float32, given
-    in x's shape and dtype, with one array like x, its slope, for the backward pass."""
+    """The activation of this name (`kernels_pallas.core.activations`) of each number of x [...]: computed in float32,
+    given in x's shape and dtype, with one array like x, its slope, for the backward pass."""
     return _with_slopes(activations.KERNEL[name], x)
 
 

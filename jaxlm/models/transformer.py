@@ -15,7 +15,7 @@ from jaxlm.models.feed_forward import feed_forward
 from jaxlm.models.layers import Dropout, norm, product_in_float32, soft_capped, whole_sequence
 from jaxlm.models.parameters import Module, normal, param, scope, stack
 from jaxlm.models.positions import Rotation, Views
-from jaxlm.sharding import constrain, is_sharded
+from jaxlm.parallel.sharding import constrain, is_sharded
 from kernels_pallas.flash_attention import Visible
 
 

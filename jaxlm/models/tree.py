@@ -13,9 +13,9 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxlm import sharding
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.transformer import Transformer
+from jaxlm.parallel import sharding
 
 Tree = dict[str, Any]
 

@@ -14,12 +14,12 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
-from jaxlm.distributed import first_process_first, is_first
-from jaxlm.errors import InputError, RunFailed
-from jaxlm.files import unwritable
+from jaxlm.core.errors import InputError, RunFailed
+from jaxlm.core.files import unwritable
 from jaxlm.models.tree import Tree
-from jaxlm.training import seals
-from jaxlm.training.seals import LOSS
+from jaxlm.parallel.processes import first_process_first, is_first
+from jaxlm.training import manifests
+from jaxlm.training.manifests import LOSS
 from jaxlm.training.step import TrainState
 
 # The folder that Orbax fills before it renames it to the step's.
@@ -102,7 +102,7 @@ class Checkpoints:
         with first_process_first("noting the loss"):
             folder = self._directory / str(step)
             if is_first() and held_out_loss is not None and folder.is_dir():
-                seals.note(folder, held_out_loss)
+                manifests.note(folder, held_out_loss)
         self._manager.reload()
 
     def check_room(self, size: int) -> None:
@@ -133,7 +133,7 @@ class Checkpoints:
             raise self._unsaved(reason[1] if reason else str(error).partition("\n")[0][:200]) from error
 
     def _unsaved(self, reason: str) -> Unsaved:
-        newest = max(seals.steps_in(self._directory), default=None)
+        newest = max(manifests.steps_in(self._directory), default=None)
         goes_on = "from its start" if newest is None else f"from step {newest}"
         advice = "make room" if _FULL.search(reason) else "mend that"
         return Unsaved(f"{self._directory} takes no checkpoint ({reason}); {advice}, and the run goes on {goes_on}")
@@ -141,7 +141,7 @@ class Checkpoints:
     def _seal(self) -> None:
         """Write the checksums into the folder that Orbax is about to rename: what is committed is sealed."""
         for folder in self._directory.glob(_IN_PROGRESS) if is_first() else ():
-            seals.seal(folder)
+            manifests.seal(folder)
         self._longest_s = max(self._longest_s, time.monotonic() - self._began)
 
 
@@ -177,7 +177,7 @@ def _restore(directory: Path, step: int, **items: Any) -> dict[str, Any]:
             restored = reader.restore((directory / str(step)).absolute(), args=ocp.args.Composite(**wanted))
             return {name: restored[name] for name in items}
         except (ValueError, KeyError, OSError) as error:
-            if seals.has_lost_files(directory / str(step)):
+            if manifests.has_lost_files(directory / str(step)):
                 raise Gone(f"checkpoint {step} of {directory} was removed while it was read; try again") from error
             if isinstance(error, OSError):
                 raise

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from jaxlm.core.schema import Count, CountFromZero, Fraction, NonNegative, Positive, Section, one_of
 from jaxlm.models.config import Remat
-from jaxlm.schema import Count, CountFromZero, Fraction, NonNegative, Positive, Section, one_of
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from jaxlm import sharding
 from jaxlm.data.loader import evaluation_batches
 from jaxlm.data.packing import Rows
 from jaxlm.models.tree import Tree
+from jaxlm.parallel import sharding
 
 
 class Evaluation(NamedTuple):

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 import jax
 from flax import nnx
 
-from jaxlm.errors import InputError
+from jaxlm.core.errors import InputError
 from jaxlm.models import tree as model_tree
 from jaxlm.models.tree import Tree
 from jaxlm.training.config import OptimizerConfig, ParameterGroup

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from jaxlm.errors import InputError
+from jaxlm.core.errors import InputError
 from jaxlm.training.goodput import process_age
 
 # Why a run stops is the number of a signal, and 0 is not at all, so that processes can agree on it by its maximum. The

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from jax.sharding import Mesh
 
+from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware.target import Target, of_devices
 from jaxlm.costs.napkin import Napkin, napkin
 from jaxlm.costs.plan import Time, mfu, step_time
@@ -14,7 +15,6 @@ from jaxlm.costs.step import operations
 from jaxlm.costs.step.flops import Flops, flops
 from jaxlm.costs.step.memory import Memory, memory
 from jaxlm.costs.workload import Workload
-from jaxlm.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxlm import sharding
+from jaxlm.core.errors import RunFailed
 from jaxlm.data.dataset import Dataset
 from jaxlm.data.loader import training_batches
 from jaxlm.data.packing import Rows
-from jaxlm.distributed import Agreement, barrier, failing_as_one, first_process_first
-from jaxlm.errors import RunFailed
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.tree import Tree, placed
-from jaxlm.training import checkpoints, seals
+from jaxlm.parallel import sharding
+from jaxlm.parallel.processes import Agreement, barrier, failing_as_one, first_process_first
+from jaxlm.training import checkpoints, manifests
 from jaxlm.training.checkpoints import Checkpoints, bytes_of
 from jaxlm.training.config import CheckpointConfig, EvaluationConfig, OptimizerConfig, RecordsConfig, TrainingConfig
 from jaxlm.training.environment import memory_use
@@ -111,7 +111,7 @@ class Trainer:
         Raises Diverged and Unsaved; what was saved until then stays. Raises Stopped for a signal before the first step.
         """
         with self._clock.phase("restoring"):
-            step = seals.resume_from(self._paths.checkpoints, self._display.say)
+            step = manifests.resume_from(self._paths.checkpoints, self._display.say)
         self._profiler.resume(step or 0)
         self._starts = Starts(self._paths.goodput, self._clock, step or 0)
         described = self._settings.model_dump(mode="json")

@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from jaxlm import sharding
 from jaxlm.models import kernels
 from jaxlm.models.layers import whole_sequence
 from jaxlm.models.parameters import scope
 from jaxlm.models.transformer import Transformer
+from jaxlm.parallel import sharding
 from kernels_pallas import linear_cross_entropy
 
 

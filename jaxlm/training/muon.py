@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxlm import sharding
 from jaxlm.models.tree import Dimensions, Tree
+from jaxlm.parallel import sharding
 from jaxlm.training.config import MuonConfig
 
 # Jordan et al. 2024, "Newton-Schulz iteration": a·X + b·(XXᵀ)X + c·(XXᵀ)²X takes singular values from far below 1 to

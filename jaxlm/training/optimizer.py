@@ -9,9 +9,9 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jaxlm import sharding
 from jaxlm.models import tree as model_tree
 from jaxlm.models.tree import Tree
+from jaxlm.parallel import sharding
 from jaxlm.training.adafactor import scale_by_adafactor
 from jaxlm.training.config import OptimizerConfig
 from jaxlm.training.groups import Rule, rules

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxlm.errors import InputError
+from jaxlm.core.errors import InputError
 
 
 class Steps(NamedTuple):

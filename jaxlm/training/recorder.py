@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from jaxlm.distributed import broadcast_from_first, is_first
+from jaxlm.parallel.processes import broadcast_from_first, is_first
 from jaxlm.training.config import RecordsConfig
 from jaxlm.training.paths import RunPaths
 from jaxlm.training.records import JsonLines

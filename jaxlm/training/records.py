@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from jaxlm.distributed import is_first
-from jaxlm.files import replace
+from jaxlm.core.files import replace
+from jaxlm.parallel.processes import is_first
 
 
 def of_a_step(row: dict[str, Any]) -> bool:

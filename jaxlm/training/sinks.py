@@ -5,7 +5,7 @@ import uuid
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxlm.errors import InputError
+from jaxlm.core.errors import InputError
 from jaxlm.training.paths import RunPaths
 
 

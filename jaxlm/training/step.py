@@ -10,13 +10,13 @@ from einops import rearrange
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxlm import sharding
 from jaxlm.models import tree as model_tree
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.layers import Dropout
 from jaxlm.models.positions import visible_in_rows
 from jaxlm.models.transformer import Execution
 from jaxlm.models.tree import Tree
+from jaxlm.parallel import sharding
 from jaxlm.training import losses
 from jaxlm.training import norms as norms_of
 from jaxlm.training.config import OptimizerConfig, TrainingConfig

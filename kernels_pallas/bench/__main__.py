@@ -13,7 +13,7 @@ from pathlib import Path
 from kernels_pallas.bench.record import results_file
 from kernels_pallas.bench.run import benchmark, device
 from kernels_pallas.bench.show import STOPPED, show_row, show_whole
-from kernels_pallas.registry import OPERATIONS
+from kernels_pallas.core.registry import OPERATIONS
 
 
 def main(arguments: list[str] | None = None) -> None:

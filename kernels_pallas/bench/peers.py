@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.bench.timing import Time
-from kernels_pallas.cases import Case
+from kernels_pallas.core.cases import Case
 
 
 class Peer(NamedTuple):

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from kernels_pallas import target
 from kernels_pallas.bench import peers
 from kernels_pallas.bench.ceilings import Ceilings, ceilings
 from kernels_pallas.bench.record import Record
 from kernels_pallas.bench.timing import Time, measure
-from kernels_pallas.cases import Case, Operation
-from kernels_pallas.choice import KERNELS, cannot_lower
-from kernels_pallas.registry import OPERATIONS, check
+from kernels_pallas.core import target
+from kernels_pallas.core.cases import Case, Operation
+from kernels_pallas.core.choice import KERNELS, cannot_lower
+from kernels_pallas.core.registry import OPERATIONS, check
 
 SMALL = "small"
 _PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "torch", "triton", "numpy")

@@ -2,10 +2,10 @@
 
 import jax
 
-from kernels_pallas import activations, checks, rows
 from kernels_pallas.bias_activation import reference
 from kernels_pallas.bias_activation.body import BiasActivation
-from kernels_pallas.launch import Costs
+from kernels_pallas.core import activations, checks, rows
+from kernels_pallas.core.launch import Costs
 
 
 def bias_activation(

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from kernels_pallas.activations import FLOPS, KERNEL, TRANSCENDENTALS
+from kernels_pallas.core.activations import FLOPS, KERNEL, TRANSCENDENTALS
 
 
 @dataclasses.dataclass(frozen=True)

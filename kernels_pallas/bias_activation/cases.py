@@ -2,8 +2,8 @@
 
 from kernels_pallas import bias_activation as function
 from kernels_pallas.bias_activation import costs, reference
-from kernels_pallas.cases import Array, Case, Operation
-from kernels_pallas.rows import IMPLEMENTATIONS
+from kernels_pallas.core.cases import Array, Case, Operation
+from kernels_pallas.core.rows import IMPLEMENTATIONS
 
 _ALL = ("bfloat16", "float16", "float32")
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.activations import REFERENCE
+from kernels_pallas.core.activations import REFERENCE
 
 
 def bias_activation(x: jax.Array, bias: jax.Array, *, activation: str = "gelu") -> jax.Array:

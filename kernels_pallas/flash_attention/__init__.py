@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from kernels_pallas import checks
-from kernels_pallas.choice import choose
-from kernels_pallas.eager import compiled_once
+from kernels_pallas.core import checks
+from kernels_pallas.core.choice import choose
+from kernels_pallas.core.eager import compiled_once
+from kernels_pallas.core.launch import Cost, Costs, vary
 from kernels_pallas.flash_attention import cudnn, mosaic_gpu, mosaic_gpu_backward, mosaic_tpu, reference, triton
 from kernels_pallas.flash_attention.operands import Operands, scores_seen
 from kernels_pallas.flash_attention.tiles import LOG2_E, Settings
@@ -30,7 +31,6 @@ from kernels_pallas.flash_attention.visible import (
     window,
     within,
 )
-from kernels_pallas.launch import Cost, Costs, vary
 
 __all__ = [
     "Visible",

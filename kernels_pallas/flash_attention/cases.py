@@ -3,7 +3,7 @@
 import numpy as np
 
 from kernels_pallas import flash_attention as function
-from kernels_pallas.cases import Array, Case, Operation
+from kernels_pallas.core.cases import Array, Case, Operation
 from kernels_pallas.flash_attention import (
     IMPLEMENTATIONS,
     KERNELS,

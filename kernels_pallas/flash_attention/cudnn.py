@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from kernels_pallas.core.target import Target
 from kernels_pallas.flash_attention.operands import Operands
-from kernels_pallas.target import Target
 
 
 def refusal(

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kernels_pallas import hopper
+from kernels_pallas.core import hopper
+from kernels_pallas.core.hopper import ROWS, Barriers, Shared, Warpgroup
 from kernels_pallas.flash_attention.blocks import key_ranges
 from kernels_pallas.flash_attention.mosaic_gpu_backward import backward
 from kernels_pallas.flash_attention.operands import Operands
@@ -29,7 +30,6 @@ from kernels_pallas.flash_attention.ring import (
     tiled,
 )
 from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, Settings, tanh_by_exp2
-from kernels_pallas.hopper import ROWS, Barriers, Shared, Warpgroup
 
 __all__ = ["backward", "forward", "refusal"]
 

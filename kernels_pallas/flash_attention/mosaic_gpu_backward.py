@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kernels_pallas import hopper
+from kernels_pallas.core import hopper
+from kernels_pallas.core.hopper import ROWS, Barriers, Shared, Warpgroup
 from kernels_pallas.flash_attention import triton
 from kernels_pallas.flash_attention.blocks import Ranges, key_ranges, query_ranges, turns
 from kernels_pallas.flash_attention.operands import Operands
@@ -39,7 +40,6 @@ from kernels_pallas.flash_attention.ring import (
     tiled,
 )
 from kernels_pallas.flash_attention.tiles import Settings, score_gradient, tanh_by_exp2
-from kernels_pallas.hopper import ROWS, Barriers, Shared, Warpgroup
 
 _KEYS = COMPUTING * ROWS
 # By the width of keys: the widest values of which registers hold the gradients, and queries to a step.

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas import target
+from kernels_pallas.core import target
+from kernels_pallas.core.launch import Cost, Costs, size_of
 from kernels_pallas.flash_attention.visible import unrepeated, within
-from kernels_pallas.launch import Cost, Costs, size_of
 
 
 class Operands(NamedTuple):

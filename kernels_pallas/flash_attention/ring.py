@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kernels_pallas import tuning
+from kernels_pallas.core import tuning
+from kernels_pallas.core.hopper import ROWS, Barriers, Shared, Warpgroup
 from kernels_pallas.flash_attention.operands import Operands
-from kernels_pallas.hopper import ROWS, Barriers, Shared, Warpgroup
 
 # Of the warpgroups of a block two compute, and one fetches for them. Of the 504 registers per thread that the three can
 # have together, these are theirs: a tile of 64 × 128 numbers takes 64.

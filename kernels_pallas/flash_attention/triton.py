@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels_pallas import launch, target, tuning
+from kernels_pallas.core import launch, target, tuning
+from kernels_pallas.core.target import Target
 from kernels_pallas.flash_attention.blocks import key_ranges, query_ranges
 from kernels_pallas.flash_attention.operands import Operands
 from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, Settings, dot, score_gradient, tanh_by_exp2
-from kernels_pallas.target import Target
 
 MAX_WIDTH = 256
 # Rows of a matrix unit's smallest tile: widths are multiples of it.

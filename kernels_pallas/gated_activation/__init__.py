@@ -2,10 +2,10 @@
 
 import jax
 
-from kernels_pallas import activations, checks, rows
+from kernels_pallas.core import activations, checks, rows
+from kernels_pallas.core.launch import Costs
 from kernels_pallas.gated_activation import reference
 from kernels_pallas.gated_activation.body import GatedActivation
-from kernels_pallas.launch import Costs
 
 
 def gated_activation(

@@ -1,10 +1,10 @@
 """What gated activations are tried on."""
 
 from kernels_pallas import gated_activation as function
-from kernels_pallas.activations import REFERENCE
-from kernels_pallas.cases import Array, Case, Operation
+from kernels_pallas.core.activations import REFERENCE
+from kernels_pallas.core.cases import Array, Case, Operation
+from kernels_pallas.core.rows import IMPLEMENTATIONS
 from kernels_pallas.gated_activation import costs, reference
-from kernels_pallas.rows import IMPLEMENTATIONS
 
 _ALL = ("bfloat16", "float16", "float32")
 

@@ -22,16 +22,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from kernels_pallas import checks
-from kernels_pallas.choice import choose
-from kernels_pallas.eager import compiled_once
-from kernels_pallas.launch import vary
+from kernels_pallas.core import checks
+from kernels_pallas.core.choice import choose
+from kernels_pallas.core.eager import compiled_once
+from kernels_pallas.core.launch import vary
+from kernels_pallas.core.target import Target
 from kernels_pallas.linear_cross_entropy import chunks, loop, reference
 from kernels_pallas.linear_cross_entropy.costs import costs as costs
 from kernels_pallas.linear_cross_entropy.layout import ALONE, Layout, layout_of
 from kernels_pallas.linear_cross_entropy.loop import KERNELS, Plan
 from kernels_pallas.linear_cross_entropy.results import finish
-from kernels_pallas.target import Target
 
 _DTYPES = ("float32", "bfloat16", "float16")
 

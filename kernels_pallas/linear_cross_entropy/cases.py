@@ -1,7 +1,7 @@
 """What the loss is tried on."""
 
 from kernels_pallas import linear_cross_entropy as function
-from kernels_pallas.cases import Array, Case, Operation
+from kernels_pallas.core.cases import Array, Case, Operation
 from kernels_pallas.linear_cross_entropy import costs, reference
 
 _ALL = ("bfloat16", "float16", "float32")

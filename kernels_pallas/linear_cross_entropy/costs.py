@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.launch import Cost, Costs
+from kernels_pallas.core.launch import Cost, Costs
 from kernels_pallas.linear_cross_entropy.chunks import chunk, padded
 
 _SINGLE = 4  # bytes of a float32

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from kernels_pallas.launch import vary
+from kernels_pallas.core.launch import vary
 
 
 class Layout(NamedTuple):

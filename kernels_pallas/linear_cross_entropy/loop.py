@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.launch import vary
+from kernels_pallas.core.launch import vary
 from kernels_pallas.linear_cross_entropy import chunked, mosaic_tpu, triton
 from kernels_pallas.linear_cross_entropy.block import finite
 from kernels_pallas.linear_cross_entropy.chunks import chunk, padded

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels_pallas import launch, tuning
+from kernels_pallas.core import launch, tuning
 from kernels_pallas.linear_cross_entropy import block
 from kernels_pallas.linear_cross_entropy.costs import gradient_cost, statistics_cost
 

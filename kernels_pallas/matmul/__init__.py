@@ -13,13 +13,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import activations, checks, rows
-from kernels_pallas.choice import Refusal, choose
-from kernels_pallas.eager import compiled_once
-from kernels_pallas.launch import Cost, Costs, size_of, vary
+from kernels_pallas.core import activations, checks, rows
+from kernels_pallas.core.choice import Refusal, choose
+from kernels_pallas.core.eager import compiled_once
+from kernels_pallas.core.launch import Cost, Costs, size_of, vary
+from kernels_pallas.core.target import Target
 from kernels_pallas.matmul import mosaic_tpu, reference, triton
 from kernels_pallas.matmul.tiles import Product
-from kernels_pallas.target import Target
 
 _RUN = {"triton": triton.run, "mosaic_tpu": mosaic_tpu.run}
 IMPLEMENTATIONS = tuple(_RUN)

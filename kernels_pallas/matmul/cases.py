@@ -1,7 +1,7 @@
 """What a matrix product is tried on."""
 
 from kernels_pallas import matmul as function
-from kernels_pallas.cases import Array, Case, Operation
+from kernels_pallas.core.cases import Array, Case, Operation
 from kernels_pallas.matmul import IMPLEMENTATIONS, costs, reference
 
 _ALL = ("bfloat16", "float16", "float32")

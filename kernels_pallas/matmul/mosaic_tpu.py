@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels_pallas import launch, target, tuning
-from kernels_pallas.launch import Cost
+from kernels_pallas.core import launch, target, tuning
+from kernels_pallas.core.launch import Cost
+from kernels_pallas.core.target import Target
 from kernels_pallas.matmul.tiles import Product, precision_of
-from kernels_pallas.target import Target
 
 # Rows of a vector register.
 _SUBLANES = 8

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.activations import KERNEL
+from kernels_pallas.core.activations import KERNEL
 
 
 class Product(NamedTuple):

@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 
-from kernels_pallas import checks, rows
-from kernels_pallas.launch import Costs
+from kernels_pallas.core import checks, rows
+from kernels_pallas.core.launch import Costs
 from kernels_pallas.rms_norm import reference
 from kernels_pallas.rms_norm.body import RMSNorm
 

@@ -1,9 +1,9 @@
 """What RMSNorm is tried on."""
 
 from kernels_pallas import rms_norm as function
-from kernels_pallas.cases import Array, Case, Operation
+from kernels_pallas.core.cases import Array, Case, Operation
+from kernels_pallas.core.rows import IMPLEMENTATIONS
 from kernels_pallas.rms_norm import costs, reference
-from kernels_pallas.rows import IMPLEMENTATIONS
 
 _ALL = ("bfloat16", "float16", "float32")
 

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import checks, rows
-from kernels_pallas.choice import choose
-from kernels_pallas.eager import compiled_once
-from kernels_pallas.launch import Cost, Costs, size_of, vary
+from kernels_pallas.core import checks, rows
+from kernels_pallas.core.choice import choose
+from kernels_pallas.core.eager import compiled_once
+from kernels_pallas.core.launch import Cost, Costs, size_of, vary
 from kernels_pallas.rotary_embedding import mosaic_tpu, reference, triton
 
 _RUN = {"triton": triton.run, "mosaic_tpu": mosaic_tpu.run}

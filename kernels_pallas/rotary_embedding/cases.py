@@ -1,9 +1,9 @@
 """What rotary embeddings are tried on."""
 
 from kernels_pallas import rotary_embedding as function
-from kernels_pallas.cases import Array, Case, Operation
+from kernels_pallas.core.cases import Array, Case, Operation
+from kernels_pallas.core.rows import IMPLEMENTATIONS
 from kernels_pallas.rotary_embedding import costs, reference
-from kernels_pallas.rows import IMPLEMENTATIONS
 
 _ALL = ("bfloat16", "float16", "float32")
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels_pallas import launch, tuning
-from kernels_pallas.launch import Cost
+from kernels_pallas.core import launch, tuning
+from kernels_pallas.core.launch import Cost
 from kernels_pallas.rotary_embedding.angles import tables_of_blocks
 
 _BUDGET = 8 * 2**20  # bytes of VMEM for the blocks and their float32 intermediates

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import checks, rows
-from kernels_pallas.launch import Costs
+from kernels_pallas.core import checks, rows
+from kernels_pallas.core.launch import Costs
 from kernels_pallas.softmax import reference
 from kernels_pallas.softmax.body import LogSoftmax, Softmax
 

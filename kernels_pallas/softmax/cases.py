@@ -3,8 +3,8 @@
 import dataclasses
 
 from kernels_pallas import log_softmax, softmax
-from kernels_pallas.cases import Array, Case, Operation
-from kernels_pallas.rows import IMPLEMENTATIONS
+from kernels_pallas.core.cases import Array, Case, Operation
+from kernels_pallas.core.rows import IMPLEMENTATIONS
 from kernels_pallas.softmax import costs, log_costs, reference
 
 _ALL = ("bfloat16", "float16", "float32")

@@ -14,9 +14,9 @@ import pytest
 
 from jaxlm.cli import main
 from jaxlm.config import load
+from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware import calibration
 from jaxlm.data.tokenizers import bytes_tokenizer, characters_tokenizer
-from jaxlm.errors import InputError
 from jaxlm.run import Run
 
 CONFIG = """

@@ -9,9 +9,9 @@ from runs import write_config
 from jaxlm import config
 from jaxlm.cli import eval, main
 from jaxlm.cli.progress import Bar
+from jaxlm.core.errors import InputError
 from jaxlm.data.dataset import prepare
 from jaxlm.data.tokenizers import bytes_tokenizer
-from jaxlm.errors import InputError
 from jaxlm.run import Run
 
 

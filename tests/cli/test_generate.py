@@ -6,14 +6,14 @@ import jax
 import numpy as np
 import pytest
 import runs
-import vocabularies
+import tokenizer_fixtures
 
-from jaxlm import sharding
 from jaxlm.cli import main, train
 from jaxlm.config import load
 from jaxlm.data.dataset import prepare
 from jaxlm.inference import generate
 from jaxlm.models import tree
+from jaxlm.parallel import sharding
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_no_parameter_lies_in_float32_while_tokens_are_drawn(run, monkeypatch, c
 
 def test_what_is_drawn_goes_on_from_the_prompt(tmp_path, monkeypatch, capsys):
     """Its first blank stays, and a character of several tokens is shown whole."""
-    tokenizer = vocabularies.llama2()
+    tokenizer = tokenizer_fixtures.llama2()
     run = runs.untrained(tmp_path / "run", "model.vocabulary=296", tokenizer=tokenizer)
     prompt = tokenizer.encode("the model")
     following = tokenizer.encode("the model goes on 😀 here")[len(prompt) :]

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import runs
-import vocabularies
+import tokenizer_fixtures
 from flax import nnx
 
 from jaxlm.cli import main, tasks, trained
+from jaxlm.core.errors import InputError
 from jaxlm.data.tokenizers import characters_tokenizer
-from jaxlm.errors import InputError
 from jaxlm.inference.generate import before_stop, generate
 from jaxlm.inference.requests import Sampling
 from jaxlm.models.positions import visible_in_rows
@@ -192,7 +192,7 @@ def test_generation_ends_before_the_first_stop(model, adapter):
 
 def test_a_continuation_goes_on_from_its_context(model, monkeypatch):
     """Its first blank stays, and a stop is found where it begins in one token and ends in another."""
-    tokenizer = vocabularies.llama2()
+    tokenizer = tokenizer_fixtures.llama2()
     context = tokenizer.encode("the model")
     following = tokenizer.encode("the model goes on 😀 here")[len(context) :]
     monkeypatch.setattr("jaxlm.inference.harness.generate", lambda *_, **__: (np.array([t, t]) for t in following))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import runs
 from runs import losses
-from stores import write_store
+from store_fixtures import write_store
 
 from jaxlm.data.packing import Rows
 from jaxlm.data.tokenizers import bytes_tokenizer
@@ -131,7 +131,7 @@ def test_a_mesh_that_leaves_a_process_without_devices_is_refused_by_all(config, 
 @pytest.mark.parametrize(("index", "other"), [(0, 1), (1, 0)])
 def test_a_process_that_waits_in_vain_says_for_whom(index, other, config, tmp_path):
     address = f"127.0.0.1:{runs.free_port()}"
-    soon = "from jaxlm import distributed; distributed._SAY_AFTER_S, distributed._JOIN_TIMEOUT_S = 1, 3"
+    soon = "from jaxlm.parallel import processes; processes._SAY_AFTER_S, processes._JOIN_TIMEOUT_S = 1, 3"
     process = runs.start(config, tmp_path / "run", "--process", f"{index}/2@{address}", before=soon)
     _, said = runs.finish(process, status=1)
     ours = [line for line in said.splitlines() if line.startswith("jaxlm: ")]
@@ -145,7 +145,7 @@ def test_a_process_that_waits_in_vain_says_for_whom(index, other, config, tmp_pa
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_ends_a_process_that_waits_for_others(number, status, config, tmp_path):
-    soon = "from jaxlm import distributed; distributed._SAY_AFTER_S = 1"
+    soon = "from jaxlm.parallel import processes; processes._SAY_AFTER_S = 1"
     place = f"0/2@127.0.0.1:{runs.free_port()}"
     process = runs.start(config, tmp_path / "run", "--process", place, before=soon)
     runs.wait_for_line(process, "waits for process 1")

@@ -7,7 +7,7 @@ import time
 import pytest
 from runs import finish, losses, rows, start, wait_for_line, write_config
 
-from jaxlm.training.seals import held_out_loss
+from jaxlm.training.manifests import held_out_loss
 
 SLOW_EVALUATION = """
 import time

@@ -1,7 +1,7 @@
 """Every test of configurations stands beside a small experiment."""
 
 import pytest
-from little import CONTENT, SMALL
+from config_fixtures import CONTENT, SMALL
 
 
 @pytest.fixture(autouse=True)

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from little import CONTENT, SMALL, flat, refusal, write
+from config_fixtures import CONTENT, SMALL, flat, refusal, write
 
 from jaxlm.config import load
-from jaxlm.errors import InputError
+from jaxlm.core.errors import InputError
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from little import SMALL, flat, refusal, write
+from config_fixtures import SMALL, flat, refusal, write
 
 from jaxlm import config
 from jaxlm.config import load

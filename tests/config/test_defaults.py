@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from little import SMALL, write
+from config_fixtures import SMALL, write
 
 from jaxlm.config import load
-from jaxlm.errors import InputError
+from jaxlm.core.errors import InputError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -1,10 +1,10 @@
 """The mesh of an experiment, and what it divides."""
 
 import pytest
-from little import SMALL
+from config_fixtures import SMALL
 
 from jaxlm.config import check_mesh, load, mesh_sizes
-from jaxlm.errors import InputError
+from jaxlm.core.errors import InputError
 
 
 @pytest.mark.parametrize(

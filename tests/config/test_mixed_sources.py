@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from little import CONTENT, SMALL, refusal
+from config_fixtures import CONTENT, SMALL, refusal
 
 from jaxlm.config import load
 

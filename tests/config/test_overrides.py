@@ -1,7 +1,7 @@
 """Keys that the command line sets."""
 
 import pytest
-from little import SMALL, changed, refusal
+from config_fixtures import SMALL, changed, refusal
 
 from jaxlm.config import load, overridden
 

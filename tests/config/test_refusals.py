@@ -3,10 +3,10 @@
 import re
 
 import pytest
-from little import CONTENT, SMALL, refusal, write
+from config_fixtures import CONTENT, SMALL, refusal, write
 
 from jaxlm.config import load
-from jaxlm.errors import InputError
+from jaxlm.core.errors import InputError
 
 
 @pytest.mark.parametrize(

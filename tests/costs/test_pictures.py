@@ -6,21 +6,21 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import model_fixtures
 import pytest
-import tiny
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from jaxlm import config
 from jaxlm.cli import main
+from jaxlm.core.errors import InputError
 from jaxlm.costs import pictures
 from jaxlm.costs.hardware.catalog import find
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import plan
 from jaxlm.costs.step import operations
 from jaxlm.costs.workload import MeshShape, Workload
-from jaxlm.errors import InputError
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 LLAMA = MODELS / "llama3.1-8b.toml"
@@ -91,7 +91,9 @@ def test_memory_bars_say_what_fits():
 
 @pytest.mark.parametrize("name", ["plan.png", "plan.PNG", "plan.svg", "plan.pdf"])
 def test_a_file_of_every_format(name, tmp_path):
-    pictures.draw(plan(Workload("train", tiny.model(), 16, 32), Target.parse("a100-sxm4-80g")), tmp_path / name)
+    pictures.draw(
+        plan(Workload("train", model_fixtures.model(), 16, 32), Target.parse("a100-sxm4-80g")), tmp_path / name
+    )
     (file,) = tmp_path.iterdir()
     assert file.name == name and file.stat().st_size > 5000
 
@@ -106,7 +108,9 @@ def test_a_file_of_every_format(name, tmp_path):
 )
 def test_what_cannot_be_written(name, line, tmp_path):
     with pytest.raises(InputError, match=line):
-        pictures.draw(plan(Workload("decode", tiny.model(), 16, 32), Target.parse("h100-sxm5")), tmp_path / name)
+        pictures.draw(
+            plan(Workload("decode", model_fixtures.model(), 16, 32), Target.parse("h100-sxm5")), tmp_path / name
+        )
     assert not list(tmp_path.iterdir())
 
 

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import model_fixtures
 import numpy as np
 import pytest
-import tiny
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from jaxlm import config, sharding
+from jaxlm import config
+from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.jaxpr.count import count
@@ -24,11 +25,11 @@ from jaxlm.costs.step.flops import flops
 from jaxlm.costs.step.memory import kv_bytes_per_token, memory, trained
 from jaxlm.costs.step.parameters import parameters
 from jaxlm.costs.workload import MeshShape, Workload
-from jaxlm.errors import InputError
 from jaxlm.inference.cache import empty_cache
 from jaxlm.inference.steps import decode_step, prefill
 from jaxlm.lowering.fit import fit
 from jaxlm.models import tree
+from jaxlm.parallel import sharding
 from jaxlm.training.step import make_steps
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -89,8 +90,11 @@ def test_kernels_compute_what_both_counters_read(name, chip, remat):
 @pytest.mark.parametrize("sequence", [128, 300, 1024])
 def test_a_cpu_computes_attention_in_parts(sequence, remat):
     """Both counters read the same products, and nearly the same of all others; MFU is of the whole square."""
-    model, training = tiny.model(context=sequence), tiny.training(batch=4, sequence=sequence, remat=remat)
-    steps = make_steps(model, training, tiny.optimization())
+    model, training = (
+        model_fixtures.model(context=sequence),
+        model_fixtures.training(batch=4, sequence=sequence, remat=remat),
+    )
+    steps = make_steps(model, training, model_fixtures.optimization())
     batch = {n: jax.ShapeDtypeStruct((4, sequence), jnp.int32) for n in ("tokens", "targets", "segments", "positions")}
     with jax.set_mesh(sharding.make_mesh(1, 1, 1, jax.devices()[:1])):
         cost = count(steps.train, jax.eval_shape(steps.init), batch)
@@ -104,7 +108,7 @@ def test_a_cpu_computes_attention_in_parts(sequence, remat):
 
 
 def test_no_other_chip_computes_attention_in_parts():
-    work = Workload("train", tiny.model(context=1024), 4, 1024)
+    work = Workload("train", model_fixtures.model(context=1024), 4, 1024)
     assert not any(work.on(Target.parse(name).chip).causal_parts for name in ("h200-sxm", "tpu-v5e", "mi300x"))
     cpu = Target.parse("h200-sxm").chip.model_copy(update={"kind": "cpu", "compute_capability": None})
     assert work.on(cpu) == work.on_cpu() and work.on_cpu().on(cpu) == work.on_cpu() and work.on_cpu().plain() == work
@@ -112,11 +116,14 @@ def test_no_other_chip_computes_attention_in_parts():
         assert flops(replace(work, kind=kind).on_cpu()) == flops(replace(work, kind=kind))
 
 
-@pytest.mark.parametrize("kind", tiny.OPTIMIZERS)
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("kind", model_fixtures.OPTIMIZERS)
+@pytest.mark.parametrize("family", model_fixtures.FAMILIES)
 def test_products_and_state_of_every_optimizer(family, kind):
-    model, training = tiny.model(tiny.FAMILIES[family]), tiny.training(remat="full", microbatches=2, dtype="bfloat16")
-    optimization = tiny.optimization(kind=kind)
+    model, training = (
+        model_fixtures.model(model_fixtures.FAMILIES[family]),
+        model_fixtures.training(remat="full", microbatches=2, dtype="bfloat16"),
+    )
+    optimization = model_fixtures.optimization(kind=kind)
     steps = make_steps(model, training, optimization)
     state = jax.eval_shape(steps.init)
     shape = training.batch, training.sequence
@@ -142,10 +149,13 @@ FROZEN = {
 @pytest.mark.parametrize("family, kind", [("llama", "adamw"), ("qwen3", "muon"), ("gemma", "adamw")])
 def test_products_of_a_step_in_which_something_is_frozen(family, kind, patterns, remat):
     """Layers below nothing that trains have no backward pass, and run no more than once."""
-    model, training = tiny.model(tiny.FAMILIES[family]), tiny.training(remat=remat, microbatches=2)
+    model, training = (
+        model_fixtures.model(model_fixtures.FAMILIES[family]),
+        model_fixtures.training(remat=remat, microbatches=2),
+    )
     groups = [{"pattern": pattern, "learning_rate_scale": 0.0} for pattern in FROZEN[patterns]]
     experiment = config.Experiment(
-        model=model, training=training, optimizer=tiny.optimization(kind=kind, groups=groups).model_dump()
+        model=model, training=training, optimizer=model_fixtures.optimization(kind=kind, groups=groups).model_dump()
     )
     work, whole = config.workload(experiment, (1, 1, 1)), Workload("train", model, 8, 32, remat=remat, microbatches=2)
     assert flops(work).executed == counted(experiment).matmul_flops <= flops(replace(whole, optimizer=kind)).executed
@@ -154,7 +164,7 @@ def test_products_of_a_step_in_which_something_is_frozen(family, kind, patterns,
 
 def test_what_is_frozen_is_gathered_and_not_sent():
     """A linear probe gathers its layers once; where the embedding trains they are gathered for both passes."""
-    model = tiny.model()
+    model = model_fixtures.model()
     whole = Workload("train", model, 16, 32, optimizer="muon", mesh=MeshShape(2, 2, 2))
     paths = frozenset(parameters(model))
     layers = frozenset(path for path in paths if path.startswith("layers/"))
@@ -178,10 +188,10 @@ def test_a_pattern_that_decides_nothing_is_refused_before_anything_is_counted():
 
 
 @pytest.mark.parametrize("mesh", [(1, 8, 1), (2, 2, 2), (1, 2, 4)], ids=str)
-@pytest.mark.parametrize("kind", tiny.OPTIMIZERS)
+@pytest.mark.parametrize("kind", model_fixtures.OPTIMIZERS)
 def test_state_of_every_optimizer_lies_on_a_mesh_as_counted(kind, mesh):
-    model = tiny.model(tiny.QWEN3)  # two key heads: whole beside four parts of `tensor`
-    steps = make_steps(model, tiny.training(), tiny.optimization(kind=kind))
+    model = model_fixtures.model(model_fixtures.QWEN3)  # two key heads: whole beside four parts of `tensor`
+    steps = make_steps(model, model_fixtures.training(), model_fixtures.optimization(kind=kind))
     held = jax.eval_shape(steps.init).optimizer, steps.shardings(sharding.make_mesh(*mesh)).optimizer
     shards = jax.tree.map(lambda x, lies: math.prod(lies.shard_shape(x.shape)) * 4 if x.ndim else 0, *held)
     work = Workload("train", model, 8, 32, optimizer=kind, mesh=MeshShape(*mesh))
@@ -190,10 +200,12 @@ def test_state_of_every_optimizer_lies_on_a_mesh_as_counted(kind, mesh):
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_dropout_takes_passes_and_no_products(remat):
-    model = tiny.model()
+    model = model_fixtures.model()
     dropped, plain = (
         config.Experiment(
-            model=model, training=tiny.training(remat=remat, dropout=rate), optimizer=tiny.optimization().model_dump()
+            model=model,
+            training=model_fixtures.training(remat=remat, dropout=rate),
+            optimizer=model_fixtures.optimization().model_dump(),
         )
         for rate in (0.1, 0.0)
     )
@@ -207,9 +219,9 @@ def test_dropout_takes_passes_and_no_products(remat):
     assert elementwise(work) - elementwise(without) == pytest.approx(more, rel=0.1)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", model_fixtures.FAMILIES)
 def test_products_of_inference(family):
-    model = tiny.model(tiny.FAMILIES[family])
+    model = model_fixtures.model(model_fixtures.FAMILIES[family])
     graph, abstract = tree.abstract(model)
     weights, B, T = tree.shapes(abstract), 4, 16
     cache = jax.eval_shape(lambda: empty_cache(model, B, T, jnp.float32))
@@ -226,7 +238,7 @@ def test_windows_leave_what_is_seen_through_them(sequence, every):
     """The MFU's FLOPs are of the keys in each query's window; a causal count is of those that it sees, to a half of
     what each sees of itself. XLA computes all, and so is counted."""
     window, layers = {"size": 5, "global_every": every}, 7
-    model = tiny.model(layers=layers, attention={"heads": 8, "kv_heads": 4, "window": window})
+    model = model_fixtures.model(layers=layers, attention={"heads": 8, "kv_heads": 4, "window": window})
     for kind in ("train", "prefill", "decode"):
         work = Workload(kind, model, 4, sequence)
         whole, seen = flops(windowless(work)), flops(work)
@@ -248,8 +260,8 @@ def test_windows_leave_what_is_seen_through_them(sequence, every):
 def test_a_kernel_for_attention_may_skip_what_nobody_sees():
     """Its upper bound computes all scores, its lower one those that causality and windows leave."""
     sizes = {"heads": 8, "kv_heads": 8, "head_width": 128}
-    plain = tiny.model(kernels="auto", context=2**17, attention=sizes)
-    narrow = tiny.model(kernels="auto", context=2**17, attention={**sizes, "window": {"size": 1024}})
+    plain = model_fixtures.model(kernels="auto", context=2**17, attention=sizes)
+    narrow = model_fixtures.model(kernels="auto", context=2**17, attention={**sizes, "window": {"size": 1024}})
     target = Target.parse("h200-sxm")
     of = {m: plan(Workload("train", m, 1, 2**17, remat="full"), target) for m in (plain, narrow)}
     assert of[plain].flops.executed == of[narrow].flops.executed
@@ -284,7 +296,7 @@ def test_napkin_is_six_for_each_parameter_and_token():
 
 def test_work_divides_over_devices():
     """Products and state of one device times devices are those of the whole, where everything divides."""
-    whole = Workload("train", tiny.model(), 16, 32, remat="full", microbatches=2)
+    whole = Workload("train", model_fixtures.model(), 16, 32, remat="full", microbatches=2)
     total = sum(op.times * op.flops for op in operations.step(whole))
     for mesh in (MeshShape(2, 2, 2), MeshShape(1, 4, 4), MeshShape(8, 1, 1)):
         part = replace(whole, mesh=mesh)
@@ -296,7 +308,7 @@ def test_work_divides_over_devices():
 @pytest.mark.parametrize("heads, kv_heads, tensor", [(12, 2, 4), (12, 4, 3), (12, 4, 6), (8, 1, 8), (8, 8, 4)])
 def test_attention_divides_by_query_heads_whatever_its_keys_do(heads, kv_heads, tensor, kernels):
     attention = {"heads": heads, "kv_heads": kv_heads, "head_width": 64}
-    model = tiny.model(attention=attention, vocabulary=192, context=256, kernels=kernels)
+    model = model_fixtures.model(attention=attention, vocabulary=192, context=256, kernels=kernels)
 
     def computed(mesh):
         ops = operations.step(Workload("train", model, 16, 256, remat="full", mesh=mesh))
@@ -306,9 +318,9 @@ def test_attention_divides_by_query_heads_whatever_its_keys_do(heads, kv_heads, 
 
 
 def test_parameters_on_a_device_are_those_that_the_sharding_gives():
-    model = tiny.model()
+    model = model_fixtures.model()
     mesh = jax.sharding.AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"))
-    from jaxlm.sharding import partition
+    from jaxlm.parallel.sharding import partition
 
     work = Workload("train", model, 16, 32, mesh=MeshShape(2, 2, 2))
     for d in parameters(model).values():
@@ -318,7 +330,7 @@ def test_parameters_on_a_device_are_those_that_the_sharding_gives():
 
 
 def test_what_is_sent():
-    work = Workload("train", tiny.model(), 16, 32, microbatches=2, mesh=MeshShape(2, 2, 2))
+    work = Workload("train", model_fixtures.model(), 16, 32, microbatches=2, mesh=MeshShape(2, 2, 2))
     found = traffic.collectives(work)
     assert {(c.kind, c.axes) for c in found} == {
         ("all-gather", ("fsdp",)),
@@ -340,17 +352,17 @@ def test_what_is_sent():
 @pytest.mark.parametrize("post_norms", [False, True])
 def test_the_last_sum_of_a_layer_runs_again_where_a_norm_reads_it(post_norms):
     def sums(remat):
-        model = tiny.model(post_norms=post_norms)
+        model = model_fixtures.model(post_norms=post_norms)
         work = Workload("train", model, 16, 32, remat=remat, mesh=MeshShape(tensor=2))
         return sum(c.times for c in traffic.collectives(work) if (c.kind, c.of) == ("reduce-scatter", "stream"))
 
-    assert sums("full") - sums("none") == (2 if post_norms else 1) * tiny.model().layers
+    assert sums("full") - sums("none") == (2 if post_norms else 1) * model_fixtures.model().layers
 
 
 @pytest.mark.parametrize("tied, sums", [(False, 3), (True, 6)])
 def test_tables_are_gathered_once_and_summed_for_each_use(tied, sums):
     """What is looked up before the loop over three microbatches, the unembedding in it."""
-    model = tiny.model(tied_embeddings=tied)
+    model = model_fixtures.model(tied_embeddings=tied)
     work = Workload("train", model, 24, 32, microbatches=3, mesh=MeshShape(2, 4, 1))
     sent = {(c.kind, c.of): c.times for c in traffic.collectives(work)}
     assert (sent["all-gather", "embedding"], sent["reduce-scatter", "embedding"]) == (1, sums)
@@ -365,7 +377,7 @@ def test_tables_are_gathered_once_and_summed_for_each_use(tied, sums):
 
 def test_muon_moves_whole_matrices():
     """Three layers filled up to eight, in float32; a quarter of each on a device, and keys whole beside `tensor`."""
-    model = tiny.model(attention={"heads": 8, "kv_heads": 1, "head_width": 4})
+    model = model_fixtures.model(attention={"heads": 8, "kv_heads": 1, "head_width": 4})
     found = traffic.collectives(Workload("train", model, 16, 32, optimizer="muon", mesh=MeshShape(2, 2, 2)))
     keys, others = 2 * 32 * 4, 2 * 32 * 32 + 3 * 32 * 48
     assert {c[:4] for c in found if c.of == "optimizer"} == {
@@ -424,7 +436,7 @@ def test_a_plan_has_the_napkin_beside_it(kind, each, step_s):
 
 def test_a_run_s_price_is_that_of_its_steps():
     target = Target.parse("h100-sxm5:8")
-    work = Workload("train", tiny.model(), 16, 32, mesh=MeshShape(1, 8, 1), steps=1000)
+    work = Workload("train", model_fixtures.model(), 16, 32, mesh=MeshShape(1, 8, 1), steps=1000)
     row = plan(work, target).row()
     assert row["run_s"] == pytest.approx(1000 * row["time_s"]["expected"])
     assert row["usd_per_run"] == pytest.approx(row["usd_per_million_tokens"] * 1000 * work.tokens / 1e6)
@@ -432,20 +444,20 @@ def test_a_run_s_price_is_that_of_its_steps():
 
 def test_more_of_everything_is_never_faster():
     target = Target.parse("h100-sxm5:8")
-    base = Workload("train", tiny.model(), 16, 32, mesh=MeshShape(1, 8, 1))
+    base = Workload("train", model_fixtures.model(), 16, 32, mesh=MeshShape(1, 8, 1))
     first = plan(base, target).time
-    for change in ({"batch": 32}, {"remat": "full"}, {"model": tiny.model(layers=6)}):
+    for change in ({"batch": 32}, {"remat": "full"}, {"model": model_fixtures.model(layers=6)}):
         other = plan(replace(base, **change), target).time
         assert other.lower_bound >= first.lower_bound and other.upper_bound > first.upper_bound
 
 
 def test_what_is_not_fused_counts_biases_rotation_and_norms_of_heads():
     def unfused(**attention):
-        model = tiny.model(attention={**tiny.LLAMA["attention"], **attention})
+        model = model_fixtures.model(attention={**model_fixtures.LLAMA["attention"], **attention})
         work = Workload("prefill", model, 2, 32)
         return sum(op.times * op.most_bytes for op in operations.step(work) if op.scope.startswith("layers/attention/"))
 
-    model = tiny.model()
+    model = model_fixtures.model()
     heads, kv_heads, H = model.attention.heads, model.attention.kv_heads, model.attention.head_width
     moved = 2 * 2 * 2 * 32 * model.layers * H  # read and written in bfloat16, for each head
     base = unfused()
@@ -498,7 +510,7 @@ def test_speculative_decoding(acceptance, guesses, ratio, speedup):
 
 
 def test_bad_input():
-    work = Workload("train", tiny.model(), 16, 32)
+    work = Workload("train", model_fixtures.model(), 16, 32)
     with pytest.raises(InputError, match="has 1 devices and h100-sxm5:8 has 8"):
         plan(work, Target.parse("h100-sxm5:8"))
     with pytest.raises(InputError, match="a sequence of 64 is longer than model.context = 32"):

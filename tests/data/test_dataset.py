@@ -10,17 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import vocabularies
+import tokenizer_fixtures
 
+from jaxlm.core.errors import InputError
+from jaxlm.core.files import building
 from jaxlm.data import dataset, tokenizer_training, tokenizing
 from jaxlm.data.config import DataConfig
 from jaxlm.data.dataset import prepare
 from jaxlm.data.packing import Rows
+from jaxlm.data.scan import survey
 from jaxlm.data.store import join_stores
-from jaxlm.data.survey import survey
 from jaxlm.data.tokenizers import characters_tokenizer
-from jaxlm.errors import InputError
-from jaxlm.files import building
 
 VOCABULARY = 300
 
@@ -330,8 +330,8 @@ def test_what_the_tokenizer_does_not_know_is_said_at_every_start(describe, text,
     (text / "99.txt").write_text("你好 and more")
     letters = "".join(sorted(set("".join(texts()) + " and more")))
     for tokenizer, says in {
-        vocabularies.dropping(letters): "6 of .* bytes of data are characters without a token",
-        vocabularies.wordpiece(letters): "1 of .* tokens of data stand for text that the tokenizer does not know",
+        tokenizer_fixtures.dropping(letters): "6 of .* bytes of data are characters without a token",
+        tokenizer_fixtures.wordpiece(letters): "1 of .* tokens of data stand for text that the tokenizer does not know",
     }.items():
         tokenizer.save(tmp_path / "tokenizer.json")
         for _ in range(2):

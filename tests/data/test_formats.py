@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from text_files import RECORDS, lines, write, write_parquet
+from text_fixtures import RECORDS, lines, write, write_parquet
 
 from jaxlm.data import formats
 from jaxlm.data.formats import Broken, Part, cut, read

@@ -4,14 +4,14 @@ import sys
 import types
 
 import pytest
-from text_files import write
+from text_fixtures import write
 
+from jaxlm.core.errors import InputError
 from jaxlm.data import huggingface
 from jaxlm.data.config import DataConfig
 from jaxlm.data.dataset import prepare
 from jaxlm.data.formats import cut, read
 from jaxlm.data.huggingface import fetch
-from jaxlm.errors import InputError
 
 TEXTS = [f"document {i} of the dataset" for i in range(95)]
 

@@ -2,7 +2,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from stores import write_store
+from store_fixtures import write_store
 
 from jaxlm.data.loader import evaluation_batches, training_batches
 from jaxlm.data.packing import Rows

@@ -3,15 +3,15 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from stores import write_store
-from text_files import write
+from store_fixtures import write_store
+from text_fixtures import write
 
+from jaxlm.core.errors import InputError
 from jaxlm.data.config import DataConfig
 from jaxlm.data.dataset import prepare
 from jaxlm.data.loader import training_batches
 from jaxlm.data.packing import Rows
 from jaxlm.data.tokenizers import bytes_tokenizer
-from jaxlm.errors import InputError
 
 SEQUENCE = 16
 SIZES = {"a": 24, "b": 10, "c": 3}

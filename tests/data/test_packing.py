@@ -2,13 +2,13 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from stores import write_store
+from store_fixtures import write_store
 
+from jaxlm.core.errors import InputError
 from jaxlm.data import packing
 from jaxlm.data.packing import Rows, empty_row, pack
 from jaxlm.data.store import TokenStore
 from jaxlm.data.tokenizers import characters_tokenizer
-from jaxlm.errors import InputError
 
 
 class Packed(NamedTuple):

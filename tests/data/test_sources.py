@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxlm.core.errors import InputError
 from jaxlm.data import sources
 from jaxlm.data.config import DataConfig
 from jaxlm.data.formats import Broken, cut
 from jaxlm.data.formats import read as read_part
+from jaxlm.data.scan import Split, survey
 from jaxlm.data.sources import find_sources
-from jaxlm.data.survey import Split, survey
-from jaxlm.errors import InputError
 
 WORDS = [f"document {i} of the text" for i in range(400)]
 

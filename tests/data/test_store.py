@@ -2,8 +2,8 @@ import json
 
 import numpy as np
 import pytest
-import vocabularies
-from stores import write_store
+import tokenizer_fixtures
+from store_fixtures import write_store
 
 from jaxlm.data import store, tokenizers
 from jaxlm.data.store import TokenStore, join_stores, predicted_bytes
@@ -108,12 +108,12 @@ def test_part_of_a_character_can_be_given(tmp_path):
 
 
 def test_bytes_that_are_dropped_are_not_predicted(tmp_path):
-    store = write_store(tmp_path / "dropped", ["ab你b", "你你", "ab"], vocabularies.dropping("ab"))
+    store = write_store(tmp_path / "dropped", ["ab你b", "你你", "ab"], tokenizer_fixtures.dropping("ab"))
     assert store.sizes == {"predicted_bytes": 5, "dropped_bytes": 9, "unknown_tokens": 0}
     join_stores(tmp_path / "joined", [tmp_path / "dropped"] * 2)
     assert TokenStore(tmp_path / "joined").sizes == {"predicted_bytes": 10, "dropped_bytes": 18, "unknown_tokens": 0}
 
 
 def test_unknown_tokens_are_counted(tmp_path):
-    store = write_store(tmp_path / "unknown", ["ab 你 b", "x"], vocabularies.wordpiece("ab"))
+    store = write_store(tmp_path / "unknown", ["ab 你 b", "x"], tokenizer_fixtures.wordpiece("ab"))
     assert store.sizes["unknown_tokens"] == 2 and store.sizes["dropped_bytes"] == 0

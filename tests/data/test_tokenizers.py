@@ -7,14 +7,14 @@ import sys
 
 import numpy as np
 import pytest
-import vocabularies
+import tokenizer_fixtures
+from tokenizer_fixtures import dropping
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from vocabularies import dropping
 
+from jaxlm.core.errors import InputError
 from jaxlm.data import tokenizers
 from jaxlm.data.tokenizers import END_OF_TEXT, Tokenizer, bytes_tokenizer, characters_tokenizer, train_bpe
-from jaxlm.errors import InputError
 
 SHAKESPEARE = "\n !$&',-.3:;?" + string.ascii_letters  # the characters of nanoGPT's data set
 TEXTS = [
@@ -111,7 +111,7 @@ def test_characters_that_are_left_out_are_named():
 
 
 def test_what_is_bytes_or_unknown_is_not_left_out(tokenizer):
-    for each in (tokenizer, vocabularies.llama2(), vocabularies.wordpiece("abc")):
+    for each in (tokenizer, tokenizer_fixtures.llama2(), tokenizer_fixtures.wordpiece("abc")):
         assert each.dropped("".join(map(chr, range(0x20, 0x3000)))) == []
 
 
@@ -123,7 +123,7 @@ def test_what_is_normalized_is_known_by_what_it_becomes(tmp_path):
 
 
 def test_the_token_of_the_unknown_is_known():
-    assert vocabularies.wordpiece("abc").unknown == 0
+    assert tokenizer_fixtures.wordpiece("abc").unknown == 0
     assert bytes_tokenizer().unknown is characters_tokenizer("abc").unknown is None
     assert Tokenizer(Backend(models.Unigram([("a", 0.0), ("<unk>", 0.0)], unk_id=1))).unknown == 1
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from stores import write_store
-from text_files import RECORDS, write
+from store_fixtures import write_store
+from text_fixtures import RECORDS, write
 
-from jaxlm.data import formats, parallel, store, survey, tokenizing
+from jaxlm.core.errors import InputError
+from jaxlm.data import formats, parallel, scan, store, tokenizing
 from jaxlm.data.config import DataConfig
 from jaxlm.data.dataset import prepare, tokenize_whole
 from jaxlm.data.parallel import in_order
 from jaxlm.data.store import TokenStore
 from jaxlm.data.tokenizers import bytes_tokenizer
-from jaxlm.errors import InputError
 
 TEXTS = [f"document {i}: " + "some words " * (i % 7 + 1) for i in range(400)]
 VOCABULARY = 300
@@ -254,14 +254,14 @@ def test_shards_of_parts_are_joined(describe, tmp_path, in_parts, monkeypatch):
 def tallied(monkeypatch):
     """The numbers of documents in parts that are surveyed, here."""
     counts: list[int] = []
-    whole = survey._tally
+    whole = scan._tally
 
     def noted(part, split):
         tally = whole(part, split)
         counts.append(tally.documents)
         return tally
 
-    monkeypatch.setattr(survey, "_tally", noted)
+    monkeypatch.setattr(scan, "_tally", noted)
     return counts
 
 

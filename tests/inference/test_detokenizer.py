@@ -3,8 +3,8 @@
 import random
 
 import pytest
+from tokenizer_fixtures import llama2, sentencepiece, wordpiece
 from tokenizers import decoders
-from vocabularies import llama2, sentencepiece, wordpiece
 
 from jaxlm.data.tokenizers import bytes_tokenizer, characters_tokenizer
 from jaxlm.inference.detokenizer import Detokenizer

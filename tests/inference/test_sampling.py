@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.errors import InputError
+from jaxlm.core.errors import InputError
 from jaxlm.inference.requests import Sampling
 from jaxlm.inference.sampling import filtered, sample
 

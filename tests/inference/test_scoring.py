@@ -3,23 +3,23 @@
 import chex
 import jax
 import jax.numpy as jnp
+import model_fixtures
 import numpy as np
 import pytest
-import tiny
 
-from jaxlm import sharding
-from jaxlm.errors import InputError
+from jaxlm.core.errors import InputError
 from jaxlm.inference import steps
 from jaxlm.inference.generate import before_stop, generate
 from jaxlm.inference.requests import Sampling
 from jaxlm.inference.scoring import Scorer, padded_length, token_logprobs
 from jaxlm.models import tree
+from jaxlm.parallel import sharding
 
-families = pytest.mark.parametrize("family", tiny.FAMILIES.values(), ids=tiny.FAMILIES)
+families = pytest.mark.parametrize("family", model_fixtures.FAMILIES.values(), ids=model_fixtures.FAMILIES)
 
 
-def parts(family=tiny.LLAMA, mesh=None):
-    model = tiny.model(family)
+def parts(family=model_fixtures.LLAMA, mesh=None):
+    model = model_fixtures.model(family)
     graph, _ = tree.abstract(model)
     return graph, model, tree.init(model, 0, mesh or sharding.make_mesh())
 
@@ -33,17 +33,17 @@ def scores(pairs, batch=4, mesh=None, **options):
 def pairs(count=5, most=40):
     draw = np.random.default_rng(0)
     sizes = [(int(draw.integers(1, most)), int(draw.integers(1, 8))) for _ in range(count)]
-    return [tuple(draw.integers(0, tiny.VOCABULARY, n).tolist() for n in pair) for pair in sizes]
+    return [tuple(draw.integers(0, model_fixtures.VOCABULARY, n).tolist() for n in pair) for pair in sizes]
 
 
 @families
 def test_token_logprobs_are_log_softmax_and_argmax(family):
     graph, _, parameters = parts(family)
-    tokens, targets = np.random.default_rng(0).integers(0, tiny.VOCABULARY, (2, 3, 12), dtype=np.int32)
+    tokens, targets = np.random.default_rng(0).integers(0, model_fixtures.VOCABULARY, (2, 3, 12), dtype=np.int32)
     logprobs, likeliest = jax.jit(lambda *x: token_logprobs(graph, *x))(parameters, tokens, targets)
     chex.assert_type([logprobs, likeliest], [jnp.float32, jnp.bool_])
     for row in range(3):
-        logits = tiny.full_logits(graph, parameters, tokens[row])
+        logits = model_fixtures.full_logits(graph, parameters, tokens[row])
         expected = jax.nn.log_softmax(logits)[jnp.arange(12), targets[row]]
         np.testing.assert_allclose(logprobs[row], expected, atol=1e-5)
         np.testing.assert_array_equal(likeliest[row], jnp.argmax(logits, axis=-1) == targets[row])
@@ -51,11 +51,11 @@ def test_token_logprobs_are_log_softmax_and_argmax(family):
 
 def test_scores_are_sums_over_the_continuation_behind_as_much_context_as_fits():
     asked = pairs()
-    assert any(len(context) + len(rest) > tiny.CONTEXT + 1 for context, rest in asked)
+    assert any(len(context) + len(rest) > model_fixtures.CONTEXT + 1 for context, rest in asked)
     graph, model, parameters = parts()
     for (context, continuation), score in zip(asked, scores(asked), strict=True):
         tokens = np.array([*context, *continuation])[-model.context - 1 :]
-        logprobs = jax.nn.log_softmax(tiny.full_logits(graph, parameters, tokens[:-1]))
+        logprobs = jax.nn.log_softmax(model_fixtures.full_logits(graph, parameters, tokens[:-1]))
         expected = np.asarray(logprobs)[np.arange(len(tokens) - 1), tokens[1:]][-len(continuation) :].sum()
         assert score.logprob == pytest.approx(expected, abs=1e-5)
 
@@ -116,7 +116,7 @@ def test_a_text_ends_before_its_first_stop(text, stops, expected):
 
 
 def test_prompts_filled_to_one_length_run_one_program(monkeypatch):
-    _, model, parameters = parts(tiny.GPT2)
+    _, model, parameters = parts(model_fixtures.GPT2)
     # What other tests compiled would be found again.
     model = model.model_copy(update={"initializer_std": 0.123})
     greedy, mesh = Sampling(temperature=0.0), sharding.make_mesh()

@@ -1,23 +1,23 @@
 import chex
 import jax
 import jax.numpy as jnp
+import model_fixtures
 import numpy as np
 import pytest
-import tiny
 
-from jaxlm import sharding
-from jaxlm.errors import InputError
+from jaxlm.core.errors import InputError
 from jaxlm.inference import steps
 from jaxlm.inference.cache import cache_shardings, empty_cache
 from jaxlm.inference.generate import generate
 from jaxlm.inference.requests import Sampling
 from jaxlm.models import tree
+from jaxlm.parallel import sharding
 
-families = pytest.mark.parametrize("family", tiny.FAMILIES.values(), ids=tiny.FAMILIES)
+families = pytest.mark.parametrize("family", model_fixtures.FAMILIES.values(), ids=model_fixtures.FAMILIES)
 
 
 def parts(family, mesh=None):
-    model = tiny.model(family)
+    model = model_fixtures.model(family)
     graph, _ = tree.abstract(model)
     return model, graph, tree.init(model, 0, mesh or sharding.make_mesh())
 
@@ -27,10 +27,10 @@ def test_prefill_and_decode_equal_recomputing(family):
     """Prompts of different lengths in one batch, then token by token."""
     model, graph, parameters = parts(family)
     draw = np.random.default_rng(0)
-    tokens = draw.integers(0, tiny.VOCABULARY, (3, 20), dtype=np.int32)
+    tokens = draw.integers(0, model_fixtures.VOCABULARY, (3, 20), dtype=np.int32)
     lengths = np.array([7, 1, 12], np.int32)
     prompts = np.where(np.arange(12)[None] < lengths[:, None], tokens[:, :12], 5)
-    expected = [tiny.full_logits(graph, parameters, row) for row in tokens]
+    expected = [model_fixtures.full_logits(graph, parameters, row) for row in tokens]
 
     prefill = jax.jit(lambda p, t, n: steps.prefill(graph, p, t, n, empty_cache(model, 3, 24, jnp.float32)))
     decode = jax.jit(chex.assert_max_traces(lambda p, t, c: steps.decode_step(graph, p, t, c), n=1))
@@ -38,15 +38,15 @@ def test_prefill_and_decode_equal_recomputing(family):
     for step in range(6):
         at = lengths + step
         for row in range(3):
-            tiny.assert_same_numbers(logits[row], expected[row][at[row] - 1], 1e-5)
+            model_fixtures.assert_same_numbers(logits[row], expected[row][at[row] - 1], 1e-5)
         np.testing.assert_array_equal(cache.length, at)
         logits, cache = decode(parameters, tokens[np.arange(3), at], cache)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 8), (2, 2, 2), (8, 1, 1), (1, 2, 4)], ids=str)
 def test_any_mesh_gives_the_same_logits(shape):
-    model, graph, parameters = parts(tiny.LLAMA)
-    tokens = np.random.default_rng(0).integers(0, tiny.VOCABULARY, (8, 6), dtype=np.int32)
+    model, graph, parameters = parts(model_fixtures.LLAMA)
+    tokens = np.random.default_rng(0).integers(0, model_fixtures.VOCABULARY, (8, 6), dtype=np.int32)
     lengths = np.full(8, 6, np.int32)
 
     def two_steps(mesh, parameters):
@@ -64,26 +64,26 @@ def test_any_mesh_gives_the_same_logits(shape):
         return jax.device_get((logits, after, cache.key))
 
     mesh = sharding.make_mesh(*shape)
-    _, _, spread = parts(tiny.LLAMA, mesh)
+    _, _, spread = parts(model_fixtures.LLAMA, mesh)
     *wanted, cached = two_steps(sharding.make_mesh(), parameters)
     copies = 2 if shape[2] == 8 else 1  # of the four key/value heads: each device keeps one
     wanted.append(np.repeat(cached, copies, axis=2))
-    tiny.assert_same_numbers(two_steps(mesh, spread), tuple(wanted), 1e-5)
+    model_fixtures.assert_same_numbers(two_steps(mesh, spread), tuple(wanted), 1e-5)
 
 
 def test_generation_is_greedy_at_temperature_zero():
-    model, graph, parameters = parts(tiny.LLAMA)
+    model, graph, parameters = parts(model_fixtures.LLAMA)
     mesh = sharding.make_mesh()
     prompt = [3, 1, 4, 1, 5]
     drawn = [int(t[0]) for t in generate(model, parameters, [prompt], 8, mesh, sampling=Sampling(temperature=0.0))]
     sequence = list(prompt)
     for token in drawn:
-        assert token == int(np.argmax(tiny.full_logits(graph, parameters, sequence)[-1]))
+        assert token == int(np.argmax(model_fixtures.full_logits(graph, parameters, sequence)[-1]))
         sequence.append(token)
 
 
 def test_generation_repeats_with_its_seed_and_differs_with_another():
-    model, _, parameters = parts(tiny.LLAMA)
+    model, _, parameters = parts(model_fixtures.LLAMA)
     mesh = sharding.make_mesh()
 
     def run(seed):
@@ -95,8 +95,8 @@ def test_generation_repeats_with_its_seed_and_differs_with_another():
 def test_generation_on_a_mesh_with_one_prompt():
     """One sequence cannot be split over eight devices; it is replicated, not refused."""
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-    model, _, spread = parts(tiny.LLAMA, mesh)
-    _, _, parameters = parts(tiny.LLAMA)
+    model, _, spread = parts(model_fixtures.LLAMA, mesh)
+    _, _, parameters = parts(model_fixtures.LLAMA)
     greedy = Sampling(temperature=0.0)
     many = [int(t[0]) for t in generate(model, spread, [[1, 2, 3]], 5, mesh, sampling=greedy)]
     one = [int(t[0]) for t in generate(model, parameters, [[1, 2, 3]], 5, sharding.make_mesh(), sampling=greedy)]
@@ -116,23 +116,23 @@ def test_generation_on_a_mesh_with_one_prompt():
     ],
 )
 def test_what_cannot_be_generated_is_refused(prompts, max_tokens, message):
-    model, _, parameters = parts(tiny.LLAMA)
+    model, _, parameters = parts(model_fixtures.LLAMA)
     with pytest.raises(InputError, match=message):
         next(generate(model, parameters, prompts, max_tokens, sharding.make_mesh()))
 
 
 def test_the_whole_context_can_be_used():
-    model, graph, parameters = parts(tiny.GPT2)
+    model, graph, parameters = parts(model_fixtures.GPT2)
     for given, follow in ((30, 3), (32, 1)):
         greedy = Sampling(temperature=0.0)
         drawn = list(generate(model, parameters, [[1] * given], follow, sharding.make_mesh(), sampling=greedy))
         assert len(drawn) == follow
         read = [1] * given + [int(token[0]) for token in drawn[:-1]]
-        assert len(read) == tiny.CONTEXT
-        assert int(drawn[-1][0]) == int(np.argmax(tiny.full_logits(graph, parameters, read)[-1]))
+        assert len(read) == model_fixtures.CONTEXT
+        assert int(drawn[-1][0]) == int(np.argmax(model_fixtures.full_logits(graph, parameters, read)[-1]))
 
 
 def test_prompts_are_not_filled_beyond_the_context():
-    model, _, parameters = parts(tiny.LLAMA)
+    model, _, parameters = parts(model_fixtures.LLAMA)
     with pytest.raises(InputError, match="33 tokens exceeds model.context = 32"):
         next(generate(model, parameters, [[1]], 1, sharding.make_mesh(), fill_to=33))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.activations import KERNEL
+from kernels_pallas.core.activations import KERNEL
 
 X = np.linspace(-12, 12, 9601)
 NORMAL, DENSITY = np.vectorize(lambda x: 0.5 * math.erfc(-x * 2**-0.5))(X), np.exp(-X * X / 2) / math.sqrt(2 * math.pi)

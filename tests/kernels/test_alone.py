@@ -8,7 +8,7 @@ def test_it_imports_jax_alone():
     code = """
 import sys, jax, jax.numpy, jax.experimental.pallas.tpu, jax.experimental.pallas.triton
 before = set(sys.modules)
-import kernels_pallas, kernels_pallas.registry
+import kernels_pallas, kernels_pallas.core.registry
 print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)))
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

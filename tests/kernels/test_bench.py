@@ -14,7 +14,7 @@ from kernels_pallas.bench import run
 from kernels_pallas.bench.ceilings import Ceilings
 from kernels_pallas.bench.show import show_row
 from kernels_pallas.bench.timing import Time
-from kernels_pallas.registry import OPERATIONS
+from kernels_pallas.core.registry import OPERATIONS
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 from launches import launches
 
 from jaxlm.costs.hardware.catalog import catalog
-from kernels_pallas import rms_norm, target
+from kernels_pallas import rms_norm
+from kernels_pallas.core import target
 
 H200 = AbstractDevice("NVIDIA H200", 132, "gpu")
 V5E = AbstractDevice("TPU v5 lite", 1, "tpu")

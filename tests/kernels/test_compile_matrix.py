@@ -5,7 +5,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from elsewhere import ELSEWHERE
+from markers import ELSEWHERE
 
 from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import kernel_matrix, kernel_tables, sass

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreement import served
-from elsewhere import ELSEWHERE
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from markers import ELSEWHERE
+from numerics import served
 
 from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import targets
-from kernels_pallas import rows
-from kernels_pallas.registry import OPERATIONS
+from kernels_pallas.core import rows
+from kernels_pallas.core.registry import OPERATIONS
 
 CALLS = [
     pytest.param(operation, name, id=f"{operation.name}-{name}", marks=[pytest.mark.slow] * (name == "mosaic_gpu"))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlm.costs.jaxpr.count import count
-from kernels_pallas.registry import OPERATIONS
+from kernels_pallas.core.registry import OPERATIONS
 
 CALLS = [
     pytest.param(operation, name, id=f"{operation.name}-{name}")

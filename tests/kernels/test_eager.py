@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreement import served
+from numerics import served
 
-from kernels_pallas import rms_norm, softmax, target
+from kernels_pallas import rms_norm, softmax
+from kernels_pallas.core import target
+from kernels_pallas.core.registry import OPERATIONS
 from kernels_pallas.flash_attention import causal, flash_attention, packed, window
-from kernels_pallas.registry import OPERATIONS
 
 CALLS = [
     pytest.param(operation, name, id=f"{operation.name}-{name}", marks=[pytest.mark.slow] * (name == "mosaic_gpu"))

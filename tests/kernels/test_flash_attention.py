@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreement import drawn
 from launches import launches
+from numerics import drawn
 
 from kernels_pallas import flash_attention
+from kernels_pallas.core.hopper import Shared
 from kernels_pallas.flash_attention import (
     IMPLEMENTATIONS,
     Visible,
@@ -21,7 +22,6 @@ from kernels_pallas.flash_attention import (
 )
 from kernels_pallas.flash_attention.cases import segments
 from kernels_pallas.flash_attention.ring import Blocks, Ring
-from kernels_pallas.hopper import Shared
 
 # The kernels for Hopper have no float32.
 EACH = pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "mosaic_gpu"])

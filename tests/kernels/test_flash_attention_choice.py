@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreement import drawn
 from jax.sharding import AbstractDevice
+from numerics import drawn
 from test_choice import H200, V5E, kernels
 
 from kernels_pallas import flash_attention

@@ -8,18 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreement import drawn
-from elsewhere import ELSEWHERE
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
+from markers import ELSEWHERE
+from numerics import drawn
 from test_choice import H200
 
 from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import targets
 from jaxlm.lowering.assembly import assemble, compile_to_ptx
 from jaxlm.lowering.kernel_matrix import CHIPS
-from kernels_pallas import flash_attention, hopper, target
+from kernels_pallas import flash_attention
+from kernels_pallas.core import hopper, target
 from kernels_pallas.flash_attention import (
     IMPLEMENTATIONS,
     both,

@@ -7,11 +7,12 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
-from elsewhere import ELSEWHERE
+from markers import ELSEWHERE
 
 from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import targets
-from kernels_pallas import flash_attention, launch, matmul, rms_norm
+from kernels_pallas import flash_attention, matmul, rms_norm
+from kernels_pallas.core import launch
 from kernels_pallas.flash_attention import both, causal, packed
 
 

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreement import drawn
-from elsewhere import ELSEWHERE
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
+from markers import ELSEWHERE
+from numerics import drawn
 
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.jaxpr.count import count

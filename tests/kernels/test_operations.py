@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreement import check, drawn, served
-from elsewhere import ELSEWHERE
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from markers import ELSEWHERE
+from numerics import check, drawn, served
 
 from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import targets
@@ -24,8 +24,8 @@ from kernels_pallas import (
     rotary_embedding,
     softmax,
 )
-from kernels_pallas.registry import OPERATIONS
-from kernels_pallas.rows import triton
+from kernels_pallas.core.registry import OPERATIONS
+from kernels_pallas.core.rows import triton
 
 CALLS = [
     pytest.param(

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import jax
 import pytest
-from agreement import assert_close, drawn, results_and_gradients
+from numerics import assert_close, drawn, results_and_gradients
 
 from kernels_pallas.bench import peers, run
-from kernels_pallas.cases import Array, Case
+from kernels_pallas.core.cases import Array, Case
+from kernels_pallas.core.registry import OPERATIONS
+from kernels_pallas.core.target import of_kind
 from kernels_pallas.flash_attention import causal
-from kernels_pallas.registry import OPERATIONS
-from kernels_pallas.target import of_kind
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from elsewhere import ELSEWHERE
 from jax.sharding import Mesh
 from launches import launches
+from markers import ELSEWHERE
 from test_costs import both_ways
 
 from jaxlm.costs.hardware.target import Target
@@ -29,11 +29,11 @@ from kernels_pallas import (
     tuning,
 )
 from kernels_pallas.bench.timing import Time
+from kernels_pallas.core.registry import OPERATIONS
+from kernels_pallas.core.rows import mosaic_tpu
 from kernels_pallas.flash_attention import causal
 from kernels_pallas.flash_attention import mosaic_tpu as attention
 from kernels_pallas.matmul import mosaic_tpu as products
-from kernels_pallas.registry import OPERATIONS
-from kernels_pallas.rows import mosaic_tpu
 
 
 class Sizes(NamedTuple):

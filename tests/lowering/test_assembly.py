@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxlm.errors import InputError
+from jaxlm.core.errors import InputError
 from jaxlm.lowering import assembly
 from jaxlm.lowering.assembly import assemble
 

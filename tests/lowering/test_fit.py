@@ -13,8 +13,8 @@ from jaxlm.costs.plan import plan
 from jaxlm.costs.search import variants
 from jaxlm.costs.step.memory import memory
 from jaxlm.costs.workload import MeshShape, Workload
-from jaxlm.lowering.dials import dials
 from jaxlm.lowering.fit import fit
+from jaxlm.lowering.suggestions import dials
 from jaxlm.models.config import ModelConfig
 
 MODELS = Path(__file__).parents[2] / "configs/models"

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxlm import config, sharding
+from jaxlm import config
 from jaxlm.cli import main
 from jaxlm.costs.hardware import catalog
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.step import traffic
 from jaxlm.lowering import buffers, hlo, kernels, report, targets
+from jaxlm.parallel import sharding
 
 pytestmark = [
     pytest.mark.slow,

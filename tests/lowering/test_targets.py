@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware.catalog import catalog, find
 from jaxlm.costs.hardware.target import Target
-from jaxlm.errors import InputError
 from jaxlm.lowering import targets
 
 pytestmark = pytest.mark.skipif(

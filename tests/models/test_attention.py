@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from jaxlm import sharding
 from jaxlm.models import causal
 from jaxlm.models.attention import attend, dot_product_attention, in_causal_parts
 from jaxlm.models.config import LinearScaling, Llama3Scaling, RotaryPositions
 from jaxlm.models.positions import rotate, rotation, visible_in_rows
+from jaxlm.parallel import sharding
 from kernels_pallas.flash_attention import Visible
 
 

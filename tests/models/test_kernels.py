@@ -4,14 +4,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import model_fixtures
 import numpy as np
 import pytest
-import tiny
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from launches import launches
 
-from jaxlm import sharding
 from jaxlm.models import kernels
+from jaxlm.parallel import sharding
 from jaxlm.training.step import make_steps
 
 
@@ -32,7 +32,8 @@ def interpreted(monkeypatch):
 
 # Heads as wide as the kernel for attention takes.
 FAMILIES = {
-    name: {**family, "attention": {**family["attention"], "head_width": 16}} for name, family in tiny.FAMILIES.items()
+    name: {**family, "attention": {**family["attention"], "head_width": 16}}
+    for name, family in model_fixtures.FAMILIES.items()
 }
 
 
@@ -43,13 +44,13 @@ def plain(family, packed):
 
 def step(family, mesh, packed, **model):
     """Loss, and the first moment, which is the gradient by a factor, of one step."""
-    settings, batch = tiny.training(microbatches=2 if mesh[0] > 1 else 1), tiny.batch()
+    settings, batch = model_fixtures.training(microbatches=2 if mesh[0] > 1 else 1), model_fixtures.batch()
     if not packed:
         rows, length = batch["tokens"].shape
         positions = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
         batch |= {"segments": np.ones_like(positions), "positions": positions}
-    (metrics,), state = tiny.run_steps(
-        tiny.model(FAMILIES[family], **model), settings, [batch], sharding.make_mesh(*mesh)
+    (metrics,), state = model_fixtures.run_steps(
+        model_fixtures.model(FAMILIES[family], **model), settings, [batch], sharding.make_mesh(*mesh)
     )
     return metrics["loss"], state.optimizer[1][0].mu
 
@@ -73,8 +74,8 @@ def test_a_step_with_kernels_equals_one_without(family, mesh, packed, interprete
     loss, gradients = step(family, mesh, packed, kernels="auto")
     assert interpreted
     wanted_loss, wanted = plain(family, packed)
-    tiny.assert_same_numbers(loss, wanted_loss, 1e-5)
-    tiny.assert_same_numbers(gradients, wanted, 1e-4)
+    model_fixtures.assert_same_numbers(loss, wanted_loss, 1e-5)
+    model_fixtures.assert_same_numbers(gradients, wanted, 1e-4)
 
 
 @pytest.mark.parametrize("chip, tensor", [("NVIDIA H200", 1), ("NVIDIA H200", 4), ("TPU v5 lite", 1), ("cpu", 1)])
@@ -85,9 +86,9 @@ def test_the_chip_and_the_switch_decide(chip, tensor):
     mesh = AbstractMesh((1, 1, tensor), sharding.MESH_AXES, (AxisType.Auto,) * 3, abstract_device=device)
 
     def kernels_of_a_step(**changes):
-        model = tiny.model(FAMILIES["qwen3"], **changes)
-        steps = make_steps(model, tiny.training(), tiny.optimization())
-        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32), tiny.batch())
+        model = model_fixtures.model(FAMILIES["qwen3"], **changes)
+        steps = make_steps(model, model_fixtures.training(), model_fixtures.optimization())
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32), model_fixtures.batch())
         with jax.sharding.use_abstract_mesh(mesh):
             return len(list(launches(jax.make_jaxpr(steps.train)(jax.eval_shape(steps.init), batch))))
 

@@ -3,14 +3,14 @@
 import platform
 import sys
 
+import model_fixtures
 import pytest
-import tiny
 
-from jaxlm import sharding
 from jaxlm.config import Experiment
 from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import hlo, programs, targets
 from jaxlm.lowering.kernel_matrix import CHIPS
+from jaxlm.parallel import sharding
 
 CONTEXT = 8192
 
@@ -23,11 +23,16 @@ CONTEXT = 8192
 def test_no_scores_are_held(chip):
     target = Target.parse(CHIPS[chip])
     devices = targets.devices(target)
-    model = tiny.model(
-        tiny.LLAMA, kernels="auto", context=CONTEXT, layers=2, width=256, attention={"heads": 2, "head_width": 128}
+    model = model_fixtures.model(
+        model_fixtures.LLAMA,
+        kernels="auto",
+        context=CONTEXT,
+        layers=2,
+        width=256,
+        attention={"heads": 2, "head_width": 128},
     )
-    training = tiny.training(batch=len(devices), sequence=CONTEXT, dtype="bfloat16")
-    experiment = Experiment.model_construct(model=model, training=training, optimizer=tiny.optimization())
+    training = model_fixtures.training(batch=len(devices), sequence=CONTEXT, dtype="bfloat16")
+    experiment = Experiment.model_construct(model=model, training=training, optimizer=model_fixtures.optimization())
     mesh = sharding.make_mesh(1, len(devices), 1, devices)
     program = hlo.parse(programs.step(experiment, "train", mesh).trace().lower().compile().as_text())
     arrays = [a for c in program.computations.values() for i in c.instructions.values() for a in i.arrays]

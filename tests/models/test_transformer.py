@@ -4,25 +4,25 @@ import math
 import chex
 import jax
 import jax.numpy as jnp
+import model_fixtures
 import numpy as np
 import pytest
-import tiny
 from flax import nnx
 
-from jaxlm import sharding
 from jaxlm.models import tree
 from jaxlm.models.embedding import looked_up
 from jaxlm.models.layers import Dropout, activation, gated, product_in_float32, soft_capped
 from jaxlm.models.positions import visible_in_rows
 from jaxlm.models.transformer import Execution
+from jaxlm.parallel import sharding
 from kernels_pallas import gated_activation
 from kernels_pallas.flash_attention import Visible
 
-families = pytest.mark.parametrize("family", tiny.FAMILIES.values(), ids=tiny.FAMILIES)
+families = pytest.mark.parametrize("family", model_fixtures.FAMILIES.values(), ids=model_fixtures.FAMILIES)
 
 
 def parts(family, **changes):
-    model = tiny.model(family, **changes)
+    model = model_fixtures.model(family, **changes)
     graph, _ = tree.abstract(model)
     return model, graph, tree.init(model, 0, sharding.make_mesh())
 
@@ -36,7 +36,7 @@ def logits(graph, parameters, tokens, positions, visible=None, execution=Executi
 
 
 def rows(length=12, rows=2, seed=0):
-    tokens = np.random.default_rng(seed).integers(0, tiny.VOCABULARY, (rows, length), dtype=np.int32)
+    tokens = np.random.default_rng(seed).integers(0, model_fixtures.VOCABULARY, (rows, length), dtype=np.int32)
     return jnp.asarray(tokens), jnp.broadcast_to(jnp.arange(length)[None], tokens.shape)
 
 
@@ -113,7 +113,7 @@ EXECUTIONS = [
 ]
 
 
-@pytest.mark.parametrize("family", [tiny.LLAMA, tiny.GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("family", [model_fixtures.LLAMA, model_fixtures.GPT2], ids=["llama", "gpt2"])
 def test_execution_changes_neither_loss_nor_gradients(family):
     _, graph, parameters = parts(family, layers=2)
     tokens, positions = rows()
@@ -123,7 +123,7 @@ def test_execution_changes_neither_loss_nor_gradients(family):
 
     results = [jax.jit(jax.value_and_grad(loss), static_argnums=1)(parameters, e) for e in EXECUTIONS]
     for result in results[1:]:
-        tiny.assert_same_numbers(result, results[0], 1e-5)
+        model_fixtures.assert_same_numbers(result, results[0], 1e-5)
 
 
 def saved_bytes(graph, parameters, execution):
@@ -136,7 +136,7 @@ def saved_bytes(graph, parameters, execution):
 
 
 def test_remat_keeps_what_its_name_says():
-    model, graph, parameters = parts(tiny.LLAMA)
+    model, graph, parameters = parts(model_fixtures.LLAMA)
     none, full, up = (saved_bytes(graph, parameters, Execution(remat)) for remat in ("none", "full", ("up",)))
     assert full < up < none
     # Naming `up` keeps [B, T, F] in float32 per layer, and nothing else.
@@ -144,8 +144,8 @@ def test_remat_keeps_what_its_name_says():
 
 
 def test_grouped_heads_equal_repeated_ones():
-    grouped, graph, parameters = parts(tiny.LLAMA)
-    _, full_graph, _ = parts({**tiny.LLAMA, "attention": {"heads": 8, "kv_heads": 8}})
+    grouped, graph, parameters = parts(model_fixtures.LLAMA)
+    _, full_graph, _ = parts({**model_fixtures.LLAMA, "attention": {"heads": 8, "kv_heads": 8}})
     repeated = jax.tree.map(lambda x: x, parameters)
     for name in ("key", "value"):
         repeated["layers"]["attention"][name] = jnp.repeat(parameters["layers"]["attention"][name], 2, axis=2)
@@ -173,7 +173,7 @@ def gelu(x):
 
 
 def test_gpt2_equals_its_equations_in_numpy():
-    model, graph, parameters = parts(tiny.GPT2)
+    model, graph, parameters = parts(model_fixtures.GPT2)
     p = jax.tree.map(lambda x: np.asarray(x, np.float64), parameters)
     # Biases are zero at first; give them values, so that a forgotten one shows.
     draw = np.random.default_rng(1)
@@ -195,7 +195,7 @@ def test_gpt2_equals_its_equations_in_numpy():
         x = x + gelu(h) @ f["down"] + f["down_bias"]
     expected = layer_norm(x, **p["final_norm"]) @ p["embedding"].T
     actual = logits(graph, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), p), tokens, positions)
-    tiny.assert_same_numbers(actual, expected, 1e-5)
+    model_fixtures.assert_same_numbers(actual, expected, 1e-5)
 
 
 def rms_norm(x, scale):
@@ -216,7 +216,7 @@ def capped(x, cap):
 
 def test_gemma_equals_its_equations_in_numpy():
     """What Gemma 2 (arXiv:2408.00118) and Gemma 3 (arXiv:2503.19786) have beside Llama, in one model."""
-    model, graph, parameters = parts(tiny.GEMMA)
+    model, graph, parameters = parts(model_fixtures.GEMMA)
     p = jax.tree.map(lambda x: np.asarray(x, np.float64), parameters)
     draw = np.random.default_rng(1)
     for path, leaf in tree.paths(p).items():
@@ -245,11 +245,11 @@ def test_gemma_equals_its_equations_in_numpy():
         x = x + rms_norm(made, **layer["feed_forward_post_norm"])
     expected = capped(rms_norm(x, **p["final_norm"]) @ p["embedding"].T, 4.0)
     actual = logits(graph, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), p), tokens, positions)
-    tiny.assert_same_numbers(actual, expected, 1e-5)
+    model_fixtures.assert_same_numbers(actual, expected, 1e-5)
 
 
 def test_logits_are_float32_whatever_the_parameters_are():
-    _, graph, parameters = parts(tiny.QWEN3)
+    _, graph, parameters = parts(model_fixtures.QWEN3)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), parameters)
     tokens, positions = rows()
     out = logits(graph, half, tokens, positions)
@@ -270,10 +270,10 @@ def test_dropout_drops_the_share_it_says_and_keeps_the_mean():
 
 def test_a_window_is_only_another_interval():
     """Sliding windows need no code in the model: a start that follows the query is one."""
-    _, graph, parameters = parts(tiny.LLAMA, layers=1)
+    _, graph, parameters = parts(model_fixtures.LLAMA, layers=1)
     tokens, positions = rows(rows=1)
     window = Visible(jnp.maximum(positions - 2, 0), positions + 1)
-    changed = tokens.at[0, 0].set((tokens[0, 0] + 1) % tiny.VOCABULARY)
+    changed = tokens.at[0, 0].set((tokens[0, 0] + 1) % model_fixtures.VOCABULARY)
     before, after = (logits(graph, parameters, t, positions, window) for t in (tokens, changed))
     np.testing.assert_array_equal(before[:, 3:], after[:, 3:])
     assert not np.array_equal(before[:, :3], after[:, :3])

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import chex
 import jax
 import jax.numpy as jnp
+import model_fixtures
 import numpy as np
 import pytest
-import tiny
 
-from jaxlm import sharding
-from jaxlm.errors import InputError, RunFailed
+from jaxlm.core.errors import InputError, RunFailed
 from jaxlm.models import tree as model_tree
-from jaxlm.training import checkpoints, seals
+from jaxlm.parallel import sharding
+from jaxlm.training import checkpoints, manifests
 from jaxlm.training.checkpoints import Checkpoints
 from jaxlm.training.step import cast, make_steps
 
@@ -26,7 +26,7 @@ MESH = (2, 2, 2)
 
 
 def like(mesh, model=None):
-    steps = make_steps(model or tiny.model(), tiny.training(), tiny.optimization())
+    steps = make_steps(model or model_fixtures.model(), model_fixtures.training(), model_fixtures.optimization())
     return model_tree.placed(jax.eval_shape(steps.init), steps.shardings(mesh))
 
 
@@ -35,10 +35,12 @@ def trained(directory, losses, keep=2, mesh=MESH):
     mesh = sharding.make_mesh(*mesh)
     states = {}
     with jax.set_mesh(mesh), Checkpoints(directory, keep) as saved:
-        steps = tiny.jitted(tiny.model(), tiny.training(), mesh, tiny.optimization())
+        steps = model_fixtures.jitted(
+            model_fixtures.model(), model_fixtures.training(), mesh, model_fixtures.optimization()
+        )
         state = steps.init()
         for step, loss in enumerate(losses, start=1):
-            state, _ = steps.train(state, sharding.put_batch(tiny.batch(seed=step), mesh))
+            state, _ = steps.train(state, sharding.put_batch(model_fixtures.batch(seed=step), mesh))
             states[step] = jax.tree.map(lambda x: np.array(x, copy=True), state)
             # The next step reuses the buffers while this one is still being written.
             saved.save(state, loss)
@@ -89,18 +91,20 @@ def test_parameters_restore_alone_and_are_rounded_as_they_are_read(tmp_path):
 def test_the_newest_and_the_best_stay(tmp_path):
     trained(tmp_path, [3.0, 1.0, 2.0, 2.5, None, 2.6])
     assert steps_in(tmp_path) == [2, 5, 6]
-    assert seals.newest_whole(tmp_path, never) == 6
-    assert seals.best_whole(tmp_path, never) == 2
+    assert manifests.newest_whole(tmp_path, never) == 6
+    assert manifests.best_whole(tmp_path, never) == 2
 
 
 def test_the_best_stays_the_best_when_a_run_is_resumed(tmp_path):
     trained(tmp_path, [1.0, 2.0, 3.0])
     mesh = sharding.make_mesh(*MESH)
     with jax.set_mesh(mesh), Checkpoints(tmp_path, 2) as saved:
-        steps = tiny.jitted(tiny.model(), tiny.training(), mesh, tiny.optimization())
+        steps = model_fixtures.jitted(
+            model_fixtures.model(), model_fixtures.training(), mesh, model_fixtures.optimization()
+        )
         state = checkpoints.restore_state(tmp_path, 3, like(mesh))
         for loss in (4.0, 5.0, 6.0):
-            state, _ = steps.train(state, sharding.put_batch(tiny.batch(), mesh))
+            state, _ = steps.train(state, sharding.put_batch(model_fixtures.batch(), mesh))
             saved.save(state, loss)
     assert steps_in(tmp_path) == [1, 5, 6]
 
@@ -112,13 +116,13 @@ def test_a_loss_that_is_measured_later_counts_for_the_best(tmp_path):
         saved.note(1, None)
         flip_a_byte(tmp_path / "1")
         saved.note(1, 5.0)
-        assert seals.newest_whole(tmp_path, never) == 2
-        assert "does not match" in seals.damage_of(tmp_path / "1")  # it was not sealed anew
+        assert manifests.newest_whole(tmp_path, never) == 2
+        assert "does not match" in manifests.damage_of(tmp_path / "1")  # it was not sealed anew
         state = jax.tree.map(np.copy, states[2])
         for step in (3, 4):
             saved.save(state._replace(step=np.int32(step)), 2.0)
     assert steps_in(tmp_path) == [2, 4]
-    assert seals.best_whole(tmp_path, never) == 2 and seals.newest_whole(tmp_path, never) == 4
+    assert manifests.best_whole(tmp_path, never) == 2 and manifests.newest_whole(tmp_path, never) == 4
     assert "metrics/metrics" in json.loads((tmp_path / "2" / "checksums.json").read_text())
 
 
@@ -126,7 +130,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(tmp_path):
     states = trained(tmp_path, [None, None])
     flip_a_byte(tmp_path / "2")
     lines = []
-    assert seals.newest_whole(tmp_path, lines.append) == 1
+    assert manifests.newest_whole(tmp_path, lines.append) == 1
     assert len(lines) == 1 and "checkpoint 2 is damaged" in lines[0] and "checksum" in lines[0]
     restored = checkpoints.restore_state(tmp_path, 1, like(sharding.make_mesh()))
     chex.assert_trees_all_equal(jax.device_get(restored), states[1])
@@ -135,7 +139,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(tmp_path):
 def test_a_damaged_best_checkpoint_gives_way_to_the_next_best(tmp_path):
     trained(tmp_path, [1.0, 3.0, 2.0])
     flip_a_byte(tmp_path / "1")
-    assert seals.best_whole(tmp_path, lambda line: None) == 3
+    assert manifests.best_whole(tmp_path, lambda line: None) == 3
 
 
 @pytest.mark.parametrize("what", ["a file is missing", "a file is cut short", "there are no checksums"])
@@ -150,7 +154,7 @@ def test_other_damage_is_seen_too(tmp_path, what):
             largest.write_bytes(largest.read_bytes()[:-1])
         case _:
             sums.unlink()
-    assert seals.newest_whole(tmp_path, lambda line: None) is None
+    assert manifests.newest_whole(tmp_path, lambda line: None) is None
 
 
 def test_every_file_of_a_checkpoint_is_under_a_checksum(tmp_path):
@@ -164,13 +168,13 @@ def test_every_file_of_a_checkpoint_is_under_a_checksum(tmp_path):
 def test_damaged_checkpoints_are_set_aside_not_lost_and_their_steps_written_again(tmp_path):
     states = trained(tmp_path, [None, None])
     flip_a_byte(tmp_path / "2")
-    assert seals.resume_from(tmp_path, lambda line: None) == 1
+    assert manifests.resume_from(tmp_path, lambda line: None) == 1
     assert steps_in(tmp_path) == [1] and (tmp_path / "damaged" / "2").is_dir()
     trained_again = trained(tmp_path / "other", [None, None])
     mesh = sharding.make_mesh()
     with jax.set_mesh(mesh), Checkpoints(tmp_path, 2) as saved:
         saved.save(jax.device_put(trained_again[2]), None)
-    assert seals.newest_whole(tmp_path, never) == 2
+    assert manifests.newest_whole(tmp_path, never) == 2
     chex.assert_trees_all_equal(jax.device_get(checkpoints.restore_state(tmp_path, 2, like(mesh))), states[2])
 
 
@@ -188,10 +192,10 @@ def test_what_a_disk_refuses_is_not_damaged_and_what_another_host_removed_is_gon
     monkeypatch.setattr(Path, "read_text", read_text)
     if number == errno.EIO:
         with pytest.raises(RunFailed, match=rf"2/{name} cannot be read \(Input/output error\); mend that, or"):
-            seals.resume_from(tmp_path, never)
+            manifests.resume_from(tmp_path, never)
         assert steps_in(tmp_path) == [1, 2]
     else:
-        assert seals.newest_whole(tmp_path, lambda line: None) == 1
+        assert manifests.newest_whole(tmp_path, lambda line: None) == 1
 
 
 def test_where_none_is_whole_none_is_set_aside(tmp_path):
@@ -199,9 +203,9 @@ def test_where_none_is_whole_none_is_set_aside(tmp_path):
     flip_a_byte(tmp_path / "1")
     flip_a_byte(tmp_path / "2")
     with pytest.raises(InputError, match="no checkpoint in .* is whole; put back one that is, or"):
-        seals.resume_from(tmp_path, lambda line: None)
+        manifests.resume_from(tmp_path, lambda line: None)
     assert steps_in(tmp_path) == [1, 2]
-    assert seals.resume_from(tmp_path / "new", never) is None
+    assert manifests.resume_from(tmp_path / "new", never) is None
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_read_does_not_blame_the_model(tmp_path):
@@ -222,8 +226,8 @@ def test_a_loss_that_cannot_be_read_costs_its_own_checkpoint_alone(tmp_path, con
     (tmp_path / "1" / "metrics" / "metrics").write_bytes(content)
     (tmp_path / "007").mkdir()
     said: list[str] = []
-    assert seals.best_whole(tmp_path, said.append) == 2 and not said
-    assert seals.resume_from(tmp_path, said.append) == 2
+    assert manifests.best_whole(tmp_path, said.append) == 2 and not said
+    assert manifests.resume_from(tmp_path, said.append) == 2
     assert said == ["checkpoint 1 is damaged (its loss cannot be read); it is set aside"]
     (tmp_path / "007").rmdir()
     state = jax.tree.map(np.copy, states[2])
@@ -244,7 +248,7 @@ def test_what_a_killed_process_left_half_written_is_no_checkpoint(tmp_path):
     half = tmp_path / "2.orbax-checkpoint-tmp"
     (tmp_path / "1").rename(half)
     (half / "commit_success.txt").unlink()
-    assert seals.newest_whole(tmp_path, never) is None
+    assert manifests.newest_whole(tmp_path, never) is None
     with Checkpoints(tmp_path, 2):
         pass
     assert not half.exists()
@@ -252,7 +256,10 @@ def test_what_a_killed_process_left_half_written_is_no_checkpoint(tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(tmp_path):
     trained(tmp_path, [None])
-    for other, names in (tiny.model(width=64), "64"), (tiny.model(tied_embeddings=True), "unembedding"):
+    for other, names in (
+        (model_fixtures.model(width=64), "64"),
+        (model_fixtures.model(tied_embeddings=True), "unembedding"),
+    ):
         with pytest.raises(InputError) as refused:
             checkpoints.restore_parameters(tmp_path, 1, like(sharding.make_mesh(), other).parameters)
         said = str(refused.value)
@@ -263,7 +270,9 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(tmp_path):
 def test_a_full_disk_takes_no_checkpoint_and_leaves_those_that_are_there(tmp_path, monkeypatch):
     """Found before anything is written; and where another fills it meanwhile, from what Orbax says."""
     mesh = sharding.make_mesh(*MESH)
-    state = tiny.jitted(tiny.model(), tiny.training(), mesh, tiny.optimization()).init()
+    state = model_fixtures.jitted(
+        model_fixtures.model(), model_fixtures.training(), mesh, model_fixtures.optimization()
+    ).init()
     size = checkpoints.bytes_of(state)
     with jax.set_mesh(mesh), Checkpoints(tmp_path, keep=2) as saved:
         saved.save(state._replace(step=state.step + 3), None)

@@ -5,11 +5,11 @@ import math
 
 import numpy as np
 import pytest
-from stores import write_store
+from store_fixtures import write_store
 
-from jaxlm import sharding
 from jaxlm.data.packing import Rows
 from jaxlm.data.tokenizers import bytes_tokenizer
+from jaxlm.parallel import sharding
 from jaxlm.training.evaluation import Evaluation, evaluate, evaluate_sources
 
 SEQUENCE, BATCH = 16, 4

@@ -3,12 +3,12 @@
 import functools
 
 import jax
+import model_fixtures
 import numpy as np
 import pytest
-import tiny
 
-from jaxlm import sharding
 from jaxlm.models import kernels
+from jaxlm.parallel import sharding
 from jaxlm.training.step import jit_steps, make_steps
 from kernels_pallas.linear_cross_entropy import chunks
 
@@ -22,15 +22,17 @@ def fused(monkeypatch):
 
     monkeypatch.setattr(kernels, "run", plain)
     monkeypatch.setattr(kernels, "forced_options", {"implementation": "chunked"})
-    monkeypatch.setattr(chunks, "LOGITS", 16 * tiny.VOCABULARY)
+    monkeypatch.setattr(chunks, "LOGITS", 16 * model_fixtures.VOCABULARY)
 
 
 def one_step(family, mesh=(1, 1, 1), microbatches=1, **model):
     """Metrics of a step, and its gradients: half of Adam's first moment after one update."""
-    settings = tiny.training(z_loss=1e-2, microbatches=microbatches)
-    optimization = tiny.optimization(clip_norm=1e9, beta1=0.5)
-    model = tiny.model(tiny.FAMILIES[family], **model)
-    (metrics,), state = tiny.run_steps(model, settings, [tiny.batch()], sharding.make_mesh(*mesh), optimization)
+    settings = model_fixtures.training(z_loss=1e-2, microbatches=microbatches)
+    optimization = model_fixtures.optimization(clip_norm=1e9, beta1=0.5)
+    model = model_fixtures.model(model_fixtures.FAMILIES[family], **model)
+    (metrics,), state = model_fixtures.run_steps(
+        model, settings, [model_fixtures.batch()], sharding.make_mesh(*mesh), optimization
+    )
     return {name: metrics[name] for name in ("loss", "z_loss", "grad_norm")}, state.optimizer[1][0].mu
 
 
@@ -57,18 +59,21 @@ def test_a_step_without_logits_is_one_with_them(fused, family, mesh, microbatche
     metrics, gradients = one_step(family, mesh, microbatches, kernels="auto")
     expected_metrics, expected = with_logits(family)
     # The tolerances of DESIGN: sums are added in another order, in float32.
-    tiny.assert_same_numbers(metrics, expected_metrics, 1e-5)
-    tiny.assert_same_numbers(gradients, expected, 1e-4)
+    model_fixtures.assert_same_numbers(metrics, expected_metrics, 1e-5)
+    model_fixtures.assert_same_numbers(gradients, expected, 1e-4)
 
 
 def holds_logits(choice, which):
     """Whether an array of tokens × labels is in the jaxpr of a step."""
-    steps = make_steps(tiny.model(kernels=choice), tiny.training(), tiny.optimization())
-    state, batch = jax.eval_shape(steps.init), tiny.batch()
+    steps = make_steps(model_fixtures.model(kernels=choice), model_fixtures.training(), model_fixtures.optimization())
+    state, batch = jax.eval_shape(steps.init), model_fixtures.batch()
     arguments = (state, batch) if which == "train" else (state.parameters, batch)
     with jax.set_mesh(sharding.make_mesh()):
         text = str(jax.make_jaxpr(getattr(steps, which))(*arguments))
-    return f"f32[8,{tiny.CONTEXT},{tiny.VOCABULARY}]" in text or f"f32[{8 * tiny.CONTEXT},{tiny.VOCABULARY}]" in text
+    return (
+        f"f32[8,{model_fixtures.CONTEXT},{model_fixtures.VOCABULARY}]" in text
+        or f"f32[{8 * model_fixtures.CONTEXT},{model_fixtures.VOCABULARY}]" in text
+    )
 
 
 @pytest.mark.parametrize("which", ["train", "evaluate"])
@@ -78,11 +83,16 @@ def test_no_logits_are_in_the_step(fused, which):
 
 
 def test_evaluation_without_logits(fused):
-    batch, mesh = tiny.batch(), sharding.make_mesh(2, 2, 2)
+    batch, mesh = model_fixtures.batch(), sharding.make_mesh(2, 2, 2)
     with jax.set_mesh(mesh):
         sums = []
         for choice in ("reference", "auto"):
-            steps = jit_steps(make_steps(tiny.model(kernels=choice), tiny.training(), tiny.optimization()), mesh)
+            steps = jit_steps(
+                make_steps(
+                    model_fixtures.model(kernels=choice), model_fixtures.training(), model_fixtures.optimization()
+                ),
+                mesh,
+            )
             sums.append(steps.evaluate(steps.init().parameters, sharding.put_batch(batch, mesh)))
     np.testing.assert_allclose(sums[1][0], sums[0][0], rtol=1e-5)
     assert sums[1][1] == sums[0][1]

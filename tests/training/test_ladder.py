@@ -2,10 +2,9 @@
 
 import dataclasses
 
+import model_fixtures
 import pytest
-import tiny
 
-from jaxlm import sharding
 from jaxlm.cli.ladder import say_counted
 from jaxlm.costs.hardware import calibration
 from jaxlm.costs.hardware.target import Target
@@ -13,9 +12,10 @@ from jaxlm.costs.plan import plan
 from jaxlm.costs.step.flops import flops
 from jaxlm.costs.step.memory import memory
 from jaxlm.costs.workload import MeshShape, Workload
+from jaxlm.parallel import sharding
 from jaxlm.training.ladder import Counted, counted, gap, ladder
 
-WORK = Workload("train", tiny.model(), 8, 32, "float32", remat="full")
+WORK = Workload("train", model_fixtures.model(), 8, 32, "float32", remat="full")
 
 
 def metrics(*step_s):
@@ -69,7 +69,7 @@ def test_the_gap_at_the_upper_bound_is_what_that_bound_counts(on_this_machine):
 def test_attention_is_what_the_lower_bound_counts(window, kernels):
     """Where kernels skip scores, and where plain JAX computes those outside of a window too."""
     attention = {"heads": 4, "head_width": 64, "window": window}
-    model = tiny.model(attention=attention, context=8192, width=1024, vocabulary=8192, kernels=kernels)
+    model = model_fixtures.model(attention=attention, context=8192, width=1024, vocabulary=8192, kernels=kernels)
     work, target = Workload("train", model, 64, 8192, remat="full"), Target.parse("h200-sxm")
     counts = plan(work, target)
     before = Counted(work, counts.flops, counts.memory, target, counts.time)

@@ -3,11 +3,11 @@
 import re
 
 import jax
+import model_fixtures
 import pytest
-import tiny
 
-from jaxlm import sharding
 from jaxlm.models import tree
+from jaxlm.parallel import sharding
 from jaxlm.training.step import jit_steps, make_steps
 
 # Products of two activations; they belong to the layer that makes them.
@@ -19,9 +19,14 @@ def products(family, **training):
     mesh = sharding.make_mesh()
     with jax.set_mesh(mesh):
         steps = jit_steps(
-            make_steps(tiny.model(tiny.FAMILIES[family]), tiny.training(**training), tiny.optimization()), mesh
+            make_steps(
+                model_fixtures.model(model_fixtures.FAMILIES[family]),
+                model_fixtures.training(**training),
+                model_fixtures.optimization(),
+            ),
+            mesh,
         )
-        text = steps.train.lower(jax.eval_shape(steps.init), tiny.batch()).compile().as_text()
+        text = steps.train.lower(jax.eval_shape(steps.init), model_fixtures.batch()).compile().as_text()
     lines = [line for line in text.splitlines() if re.search(r"= \S+ (dot|convolution|custom-call)\(", line)]
     names = [re.search(r'op_name="([^"]*)"', line)[1] for line in lines if "dot_general" in line or " dot(" in line]
     return [re.sub(r"\w+\(|\)", "", name) for name in names]
@@ -30,7 +35,7 @@ def products(family, **training):
 @pytest.mark.parametrize("settings", [{}, {"scan_layers": False}, {"remat": "full", "microbatches": 2}], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_every_product_with_a_parameter_carries_its_path(family, settings):
-    model = tiny.model(tiny.FAMILIES[family])
+    model = model_fixtures.model(model_fixtures.FAMILIES[family])
     _, abstract = tree.abstract(model)
     matrices = {path for path, parameter in tree.paths(tree.dimensions(abstract)).items() if parameter.inputs}
     multiplied = matrices - {"positions"} - ({"embedding"} if "unembedding" in matrices else set())
@@ -46,6 +51,6 @@ def test_every_product_with_a_parameter_carries_its_path(family, settings):
 
 def test_a_part_is_named_by_the_attribute_that_holds_it():
     for path, variable in jax.tree_util.tree_leaves_with_path(
-        tree.abstract(tiny.model())[1], is_leaf=lambda x: hasattr(x, "get_metadata")
+        tree.abstract(model_fixtures.model())[1], is_leaf=lambda x: hasattr(x, "get_metadata")
     ):
         assert variable.get_metadata()["name"] == jax.tree_util.keystr(path[-1:], simple=True)

@@ -1,11 +1,11 @@
 import jax
+import model_fixtures
 import numpy as np
 import optax
 import pytest
-import tiny
 
-from jaxlm import sharding
 from jaxlm.models import tree
+from jaxlm.parallel import sharding
 
 pytestmark = pytest.mark.usefixtures("programs_once")
 
@@ -14,10 +14,12 @@ def measured(mesh=None, watch=(), steps=3, **training):
     """(norms of the watched steps, metrics of each step, final state)."""
     mesh = mesh or sharding.make_mesh()
     with jax.set_mesh(mesh):
-        compiled = tiny.jitted(tiny.model(), tiny.training(**training), mesh, tiny.optimization())
+        compiled = model_fixtures.jitted(
+            model_fixtures.model(), model_fixtures.training(**training), mesh, model_fixtures.optimization()
+        )
         state, norms, metrics = compiled.init(), [], []
         for step in range(steps):
-            batch = sharding.put_batch(tiny.batch(seed=step), mesh)
+            batch = sharding.put_batch(model_fixtures.batch(seed=step), mesh)
             if step in watch:
                 norms.append(jax.device_get(compiled.norms(state, batch)))
             state, now = compiled.train(state, batch)
@@ -38,7 +40,7 @@ def test_norms_are_those_of_the_step_and_looking_changes_no_bit(training):
 
 def test_stacked_parameters_have_a_norm_per_layer():
     (row,), _, _ = measured(watch=(0,), steps=1)
-    _, abstract = tree.abstract(tiny.model())
+    _, abstract = tree.abstract(model_fixtures.model())
     assert row["gradient"].keys() == tree.paths(tree.shapes(abstract)).keys()
     for path, norm in row["gradient"].items():
         assert norm.shape == ((3,) if path.startswith("layers/") else ()), path
@@ -48,19 +50,21 @@ def test_stacked_parameters_have_a_norm_per_layer():
 def test_norms_are_the_same_on_a_mesh():
     (one,), _, _ = measured(watch=(0,), steps=1)
     (eight,), _, _ = measured(sharding.make_mesh(data=2, fsdp=2, tensor=2), watch=(0,), steps=1)
-    tiny.assert_same_numbers(eight, one, 1e-4)
+    model_fixtures.assert_same_numbers(eight, one, 1e-4)
 
 
 def test_a_layer_that_adds_nothing_leaves_the_stream_as_it_was():
     mesh = sharding.make_mesh()
     with jax.set_mesh(mesh):
-        compiled = tiny.jitted(tiny.model(), tiny.training(), mesh, tiny.optimization())
+        compiled = model_fixtures.jitted(
+            model_fixtures.model(), model_fixtures.training(), mesh, model_fixtures.optimization()
+        )
         state = compiled.init()
         silent = jax.tree_util.tree_map_with_path(
             lambda path, x: 0 * x if jax.tree_util.keystr(path).endswith(("['output']", "['down']")) else x,
             state.parameters,
         )
-        batch = tiny.batch()
+        batch = model_fixtures.batch()
         row = compiled.norms(state._replace(parameters=silent), sharding.put_batch(batch, mesh))
     read = np.asarray(state.parameters["embedding"])[batch["tokens"][batch["segments"] > 0]]
     np.testing.assert_allclose(row["residual"], [np.sqrt(np.mean(np.square(read)))] * 3, rtol=1e-5)

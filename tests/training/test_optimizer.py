@@ -7,14 +7,14 @@ import re
 import chex
 import jax
 import jax.numpy as jnp
+import model_fixtures
 import numpy as np
 import pytest
-import tiny
 from jax.sharding import PartitionSpec as P
 
-from jaxlm import sharding
-from jaxlm.errors import InputError
+from jaxlm.core.errors import InputError
 from jaxlm.models import tree as model_tree
+from jaxlm.parallel import sharding
 from jaxlm.training import checkpoints
 from jaxlm.training.checkpoints import Checkpoints
 from jaxlm.training.optimizer import optimizer, state_shardings
@@ -22,7 +22,7 @@ from jaxlm.training.step import jit_steps, make_steps
 
 MESHES = [(d, f, t) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) for t in (1, 2, 4, 8) if d * f * t == 8]
 # Every sort of parameter: learned positions, biases, norms, an unembedding, matrices with heads on either side.
-MODEL = tiny.model({**tiny.GPT2, "tied_embeddings": False}, layers=2)
+MODEL = model_fixtures.model({**model_fixtures.GPT2, "tied_embeddings": False}, layers=2)
 # [inputs, outputs] of a layer's matrices: heads and head width are one side.
 SHAPES = {"query": (32, 32), "key": (32, 32), "value": (32, 32), "output": (32, 32), "up": (32, 64), "down": (64, 32)}
 RATE, DECAY = 1e-2, 0.1
@@ -42,7 +42,7 @@ def draws(seed):
 def settings(kind, **changes):
     """A constant rate, and no clipping."""
     common = {"learning_rate": RATE, "weight_decay": DECAY, "clip_norm": 1e9, "schedule": {"kind": "constant"}}
-    return tiny.optimization(kind=kind, **{**common, **changes})
+    return model_fixtures.optimization(kind=kind, **{**common, **changes})
 
 
 def descend(chosen, updates=3):
@@ -156,7 +156,7 @@ REFERENCES = {
 
 
 def test_every_kind_has_its_paper_here():
-    assert REFERENCES.keys() >= set(tiny.OPTIMIZERS)
+    assert REFERENCES.keys() >= set(model_fixtures.OPTIMIZERS)
 
 
 @pytest.mark.parametrize("name", REFERENCES)
@@ -222,7 +222,7 @@ def test_adafactor_keeps_a_row_and_a_column_per_matrix():
 
 
 def test_the_state_of_adamw_keeps_the_paths_that_its_checkpoints_have():
-    transform = optimizer(tiny.optimization(), abstract())
+    transform = optimizer(model_fixtures.optimization(), abstract())
     state = jax.eval_shape(transform.init, model_tree.shapes(abstract()))
     paths = model_tree.paths(model_tree.shapes(abstract()))
     moments = {f"1/0/{moment}/{path}" for moment in ("mu", "nu") for path in paths}
@@ -230,10 +230,10 @@ def test_the_state_of_adamw_keeps_the_paths_that_its_checkpoints_have():
     assert [type(part).__name__ for part in state[1]] == ["ScaleByAdamState", "MaskedState", "ScaleByScheduleState"]
 
 
-@pytest.mark.parametrize("kind", tiny.OPTIMIZERS)
+@pytest.mark.parametrize("kind", model_fixtures.OPTIMIZERS)
 def test_optimizer_state_lies_as_its_parameters_do(kind):
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-    transform = optimizer(tiny.optimization(kind=kind), abstract())
+    transform = optimizer(model_fixtures.optimization(kind=kind), abstract())
     lies = model_tree.paths(state_shardings(transform, abstract(), mesh))
     placed = model_tree.paths(model_tree.shardings(abstract(), mesh))
     for path, sharded in lies.items():
@@ -251,7 +251,7 @@ def test_optimizer_state_lies_as_its_parameters_do(kind):
 def updated_on(mesh):
     """Parameters after two updates of every optimizer with the same gradients; one program for all of them."""
     tree = abstract()
-    transforms = {kind: optimizer(settings(kind, clip_norm=10.0), tree) for kind in tiny.OPTIMIZERS}
+    transforms = {kind: optimizer(settings(kind, clip_norm=10.0), tree) for kind in model_fixtures.OPTIMIZERS}
     lies = {kind: state_shardings(transform, tree, mesh) for kind, transform in transforms.items()}
     placed = model_tree.shardings(tree, mesh)
 
@@ -281,9 +281,9 @@ def updated_on_one_device():
 def test_updates_are_those_of_one_device(updated_on_one_device, mesh):
     updated = updated_on(sharding.make_mesh(*mesh))
     before = draws(0)
-    for kind in tiny.OPTIMIZERS:
+    for kind in model_fixtures.OPTIMIZERS:
         moved, expected = (jax.tree.map(np.subtract, p[kind], before) for p in (updated, updated_on_one_device))
-        tiny.assert_same_numbers(moved, expected, 1e-4)
+        model_fixtures.assert_same_numbers(moved, expected, 1e-4)
 
 
 @pytest.mark.parametrize("mesh", [(1, 8, 1), (2, 2, 2)], ids=str)
@@ -304,17 +304,17 @@ def test_muon_s_matrices_are_exchanged_once_each_way_and_never_replicated(mesh, 
     assert all(math.prod(map(int, shape.split(","))) <= 2 * 32 * 64 for shape in gathered)
 
 
-@pytest.mark.parametrize("kind", tiny.OPTIMIZERS)
+@pytest.mark.parametrize("kind", model_fixtures.OPTIMIZERS)
 def test_a_run_resumed_from_a_checkpoint_is_the_run_straight_through(kind, tmp_path):
     mesh = sharding.make_mesh(2, 2, 2)
-    training = tiny.training(ema_decay=0.9, z_loss=1e-3)
-    steps = make_steps(tiny.model(layers=2), training, tiny.optimization(kind=kind))
+    training = model_fixtures.training(ema_decay=0.9, z_loss=1e-3)
+    steps = make_steps(model_fixtures.model(layers=2), training, model_fixtures.optimization(kind=kind))
     with jax.set_mesh(mesh):
         compiled = jit_steps(steps, mesh)
 
         def go_on(state, seeds):
             for seed in seeds:
-                state, _ = compiled.train(state, sharding.put_batch(tiny.batch(seed=seed), mesh))
+                state, _ = compiled.train(state, sharding.put_batch(model_fixtures.batch(seed=seed), mesh))
             return state
 
         state = go_on(compiled.init(), (0, 1))
@@ -326,12 +326,17 @@ def test_a_run_resumed_from_a_checkpoint_is_the_run_straight_through(kind, tmp_p
     chex.assert_trees_all_equal(resumed, straight)
 
 
-@pytest.mark.parametrize("kind", tiny.OPTIMIZERS)
+@pytest.mark.parametrize("kind", model_fixtures.OPTIMIZERS)
 def test_every_optimizer_learns(kind):
     rate = {"adafactor": 3e-2, "lion": 1e-3, "sgd": 0.3}.get(kind, 1e-2)
-    chosen = tiny.optimization(kind=kind, learning_rate=rate, schedule={"kind": "constant", "warmup_steps": 5})
-    metrics, _ = tiny.run_steps(
-        tiny.model(initializer_std=0.05, layers=2), tiny.training(), [tiny.batch()] * 60, optimization=chosen
+    chosen = model_fixtures.optimization(
+        kind=kind, learning_rate=rate, schedule={"kind": "constant", "warmup_steps": 5}
+    )
+    metrics, _ = model_fixtures.run_steps(
+        model_fixtures.model(initializer_std=0.05, layers=2),
+        model_fixtures.training(),
+        [model_fixtures.batch()] * 60,
+        optimization=chosen,
     )
     assert metrics[-1]["loss"] < 3.5 < 4.1 < metrics[0]["loss"]
 
@@ -381,9 +386,12 @@ def descend_one(p, path, rate=RATE, decay=None):
 
 def test_gradients_of_frozen_parameters_do_not_count():
     groups = [{"pattern": "*", "learning_rate_scale": 0.0}]
-    model = tiny.model(layers=2)
-    (metrics,), state = tiny.run_steps(
-        model, tiny.training(), [tiny.batch()], optimization=tiny.optimization(groups=groups)
+    model = model_fixtures.model(layers=2)
+    (metrics,), state = model_fixtures.run_steps(
+        model,
+        model_fixtures.training(),
+        [model_fixtures.batch()],
+        optimization=model_fixtures.optimization(groups=groups),
     )
     assert metrics["grad_norm"] == 0.0
     chex.assert_trees_all_equal(state.parameters, jax.device_get(model_tree.init(model, 0, sharding.make_mesh())))
@@ -401,8 +409,8 @@ def test_gradients_of_frozen_parameters_do_not_count():
     ids=str,
 )
 def test_a_pattern_that_decides_nothing_is_refused_in_one_line(patterns, says):
-    chosen = tiny.optimization(groups=[{"pattern": pattern} for pattern in patterns])
+    chosen = model_fixtures.optimization(groups=[{"pattern": pattern} for pattern in patterns])
     with pytest.raises(InputError) as refused:
-        make_steps(MODEL, tiny.training(), chosen)
+        make_steps(MODEL, model_fixtures.training(), chosen)
     said = str(refused.value)
     assert "\n" not in said and not [part for part in says if part not in said], said

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from jaxlm.errors import InputError
+from jaxlm.core.errors import InputError
 from jaxlm.training import sinks
 from jaxlm.training.config import RecordsConfig
 from jaxlm.training.goodput import Starts, summary

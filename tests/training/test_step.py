@@ -3,15 +3,15 @@ import re
 import chex
 import jax
 import jax.numpy as jnp
+import model_fixtures
 import numpy as np
 import optax
 import pytest
-import tiny
 from flax import nnx
 
-from jaxlm import sharding
 from jaxlm.models import tree
 from jaxlm.models.positions import visible_in_rows
+from jaxlm.parallel import sharding
 from jaxlm.training.config import CosineSchedule
 from jaxlm.training.losses import cross_entropy
 from jaxlm.training.schedules import schedule
@@ -33,9 +33,9 @@ def test_cross_entropy_is_minus_the_log_of_the_softmax():
 
 
 def test_an_untrained_model_knows_nothing():
-    model = tiny.model(initializer_std=0.002)
-    (metrics,), _ = tiny.run_steps(model, tiny.training(), [tiny.batch()])
-    np.testing.assert_allclose(metrics["loss"], np.log(tiny.VOCABULARY), atol=0.01)
+    model = model_fixtures.model(initializer_std=0.002)
+    (metrics,), _ = model_fixtures.run_steps(model, model_fixtures.training(), [model_fixtures.batch()])
+    np.testing.assert_allclose(metrics["loss"], np.log(model_fixtures.VOCABULARY), atol=0.01)
 
 
 # Losses of the first, second and tenth step as they were when the numerics were first checked against numpy and
@@ -49,44 +49,48 @@ GOLDEN = {
 
 @pytest.mark.parametrize("family", GOLDEN)
 def test_golden_losses(family):
-    metrics, _ = tiny.run_steps(tiny.model(tiny.FAMILIES[family]), tiny.training(), [tiny.batch()] * 10)
+    metrics, _ = model_fixtures.run_steps(
+        model_fixtures.model(model_fixtures.FAMILIES[family]), model_fixtures.training(), [model_fixtures.batch()] * 10
+    )
     losses = [metrics[i]["loss"] for i in (0, 1, 9)]
     # Ten steps carry the rounding of other processors along; they do not carry it further than this.
     np.testing.assert_allclose(losses, GOLDEN[family], rtol=1e-3)
 
 
 def test_only_targets_that_count_are_counted():
-    batch = tiny.batch()
+    batch = model_fixtures.batch()
     changed = {**batch, "targets": np.where(batch["segments"] > 0, batch["targets"], 7)}
-    (a,), _ = tiny.run_steps(tiny.model(), tiny.training(), [batch])
-    (b,), _ = tiny.run_steps(tiny.model(), tiny.training(), [changed])
+    (a,), _ = model_fixtures.run_steps(model_fixtures.model(), model_fixtures.training(), [batch])
+    (b,), _ = model_fixtures.run_steps(model_fixtures.model(), model_fixtures.training(), [changed])
     assert a["loss"] == b["loss"] and a["tokens"] == (batch["segments"] > 0).sum()
 
 
 @pytest.mark.parametrize("microbatches", [2, 4, 8])
 def test_microbatches_equal_the_whole_batch_though_their_targets_differ_in_number(microbatches):
-    batch = tiny.batch()
+    batch = model_fixtures.batch()
     batch["segments"][0] = 0  # one row counts nothing at all
     batch["segments"][1, 5:] = 0
-    whole, whole_state = tiny.run_steps(tiny.model(), tiny.training(), [batch])
-    parts, parts_state = tiny.run_steps(tiny.model(), tiny.training(microbatches=microbatches), [batch])
-    tiny.assert_same_numbers(parts[0]["loss"], whole[0]["loss"], 1e-5)
-    tiny.assert_same_numbers(parts_state.optimizer[1][0].mu, whole_state.optimizer[1][0].mu, 1e-4)
+    whole, whole_state = model_fixtures.run_steps(model_fixtures.model(), model_fixtures.training(), [batch])
+    parts, parts_state = model_fixtures.run_steps(
+        model_fixtures.model(), model_fixtures.training(microbatches=microbatches), [batch]
+    )
+    model_fixtures.assert_same_numbers(parts[0]["loss"], whole[0]["loss"], 1e-5)
+    model_fixtures.assert_same_numbers(parts_state.optimizer[1][0].mu, whole_state.optimizer[1][0].mu, 1e-4)
 
 
 def test_a_batch_without_targets_moves_nothing_and_is_no_error():
-    batch = tiny.batch()
+    batch = model_fixtures.batch()
     batch["segments"][:] = 0
-    (metrics,), state = tiny.run_steps(tiny.model(), tiny.training(), [batch])
+    (metrics,), state = model_fixtures.run_steps(model_fixtures.model(), model_fixtures.training(), [batch])
     assert metrics["loss"] == 0.0 and metrics["skipped"] == 0 and state.step == 1
 
 
 def test_weights_decay_and_gains_and_biases_do_not():
-    model = tiny.model(tiny.GPT2)
-    batch = tiny.batch()
+    model = model_fixtures.model(model_fixtures.GPT2)
+    batch = model_fixtures.batch()
     batch["segments"][:] = 0  # no gradient: what moves is decay
-    settings = tiny.optimization(weight_decay=0.5)
-    _, state = tiny.run_steps(model, tiny.training(), [batch], optimization=settings)
+    settings = model_fixtures.optimization(weight_decay=0.5)
+    _, state = model_fixtures.run_steps(model, model_fixtures.training(), [batch], optimization=settings)
     _, abstract = tree.abstract(model)
     before = tree.paths(tree.init(model, 0, sharding.make_mesh()))
     after, dimensions = tree.paths(state.parameters), tree.paths(tree.dimensions(abstract))
@@ -96,8 +100,10 @@ def test_weights_decay_and_gains_and_biases_do_not():
 
 
 def test_one_step_is_adamw_by_hand():
-    model, settings = tiny.model(), tiny.optimization(weight_decay=0.0, clip_norm=1e9)
-    _, state = tiny.run_steps(model, tiny.training(), [tiny.batch()], optimization=settings)
+    model, settings = model_fixtures.model(), model_fixtures.optimization(weight_decay=0.0, clip_norm=1e9)
+    _, state = model_fixtures.run_steps(
+        model, model_fixtures.training(), [model_fixtures.batch()], optimization=settings
+    )
     before = tree.init(model, 0, sharding.make_mesh())
     gradient = jax.tree.map(lambda m: m / (1 - settings.beta1), state.optimizer[1][0].mu)
     # After one step the corrected moments are g and g², and the update is lr · g / (|g| + ε).
@@ -108,11 +114,16 @@ def test_one_step_is_adamw_by_hand():
 
 
 def test_clipping_bounds_the_gradient_and_reports_it_unclipped():
-    free, _ = tiny.run_steps(
-        tiny.model(), tiny.training(), [tiny.batch()], optimization=tiny.optimization(clip_norm=1e9)
+    free, _ = model_fixtures.run_steps(
+        model_fixtures.model(),
+        model_fixtures.training(),
+        [model_fixtures.batch()],
+        optimization=model_fixtures.optimization(clip_norm=1e9),
     )
-    settings = tiny.optimization(clip_norm=0.01)
-    clipped, state = tiny.run_steps(tiny.model(), tiny.training(), [tiny.batch()], optimization=settings)
+    settings = model_fixtures.optimization(clip_norm=0.01)
+    clipped, state = model_fixtures.run_steps(
+        model_fixtures.model(), model_fixtures.training(), [model_fixtures.batch()], optimization=settings
+    )
     assert clipped[0]["grad_norm"] == free[0]["grad_norm"] > 0.01
     norm = optax.tree.norm(state.optimizer[1][0].mu) / (1 - settings.beta1)
     np.testing.assert_allclose(norm, 0.01, rtol=1e-4)
@@ -122,14 +133,16 @@ def poisoned(model, at_steps, steps=6, **training):
     """A run whose token 0 has an embedding that is not a number, and meets it in the given steps only."""
     mesh = sharding.make_mesh()
     with jax.set_mesh(mesh):
-        compiled = tiny.jitted(model, tiny.training(**training), mesh, tiny.optimization())
+        compiled = model_fixtures.jitted(
+            model, model_fixtures.training(**training), mesh, model_fixtures.optimization()
+        )
         state = compiled.init()
         parameters = jax.tree.map(lambda x: x, state.parameters)
         parameters["embedding"] = parameters["embedding"].at[0].set(jnp.nan)
         state = state._replace(parameters=parameters)
         metrics, states = [], []
         for step in range(steps):
-            batch = tiny.batch(seed=step)
+            batch = model_fixtures.batch(seed=step)
             batch["tokens"] = np.maximum(batch["tokens"], 1)
             if step in at_steps:
                 batch["tokens"][3, 0] = 0
@@ -140,7 +153,7 @@ def poisoned(model, at_steps, steps=6, **training):
 
 
 def test_a_loss_that_is_not_finite_skips_the_update_and_is_counted():
-    metrics, states = poisoned(tiny.model(), at_steps=(1, 2, 4))
+    metrics, states = poisoned(model_fixtures.model(), at_steps=(1, 2, 4))
     assert [int(m["skipped"]) for m in metrics] == [0, 1, 2, 2, 3, 3]
     assert [int(m["skipped_in_a_row"]) for m in metrics] == [0, 1, 2, 0, 1, 0]
     assert [bool(np.isfinite(m["loss"])) for m in metrics] == [True, False, False, True, False, True]
@@ -153,9 +166,9 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_is_counted():
 
 
 def test_the_average_follows_the_parameters_and_a_skipped_step_leaves_it_alone():
-    metrics, states = poisoned(tiny.model(layers=2), at_steps=(1,), steps=4, ema_decay=0.3)
+    metrics, states = poisoned(model_fixtures.model(layers=2), at_steps=(1,), steps=4, ema_decay=0.3)
     chex.assert_trees_all_equal(states[1].average, states[0].average)
-    average = jax.device_get(tree.init(tiny.model(layers=2), 0, sharding.make_mesh()))
+    average = jax.device_get(tree.init(model_fixtures.model(layers=2), 0, sharding.make_mesh()))
     for updates, state in enumerate((states[0], states[2], states[3]), start=1):
         decay = min(0.3, (1 + updates) / (10 + updates))
         average = jax.tree.map(lambda a, p, d=decay: d * a + (1 - d) * p, average, state.parameters)
@@ -163,18 +176,18 @@ def test_the_average_follows_the_parameters_and_a_skipped_step_leaves_it_alone()
 
 
 def test_without_an_average_nothing_of_it_is_in_the_state():
-    steps = make_steps(tiny.model(), tiny.training(), tiny.optimization())
+    steps = make_steps(model_fixtures.model(), model_fixtures.training(), model_fixtures.optimization())
     state = jax.eval_shape(steps.init)
     assert state.average is None and not [path for path in tree.paths(state) if "average" in path]
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_the_z_loss_is_added_to_the_objective_and_not_to_the_loss(microbatches):
-    batch, coefficient = tiny.batch(), 0.1
-    model = tiny.model(layers=2)
-    settings = tiny.optimization(clip_norm=1e9)
-    training = tiny.training(z_loss=coefficient, microbatches=microbatches)
-    (metrics,), state = tiny.run_steps(model, training, [batch], optimization=settings)
+    batch, coefficient = model_fixtures.batch(), 0.1
+    model = model_fixtures.model(layers=2)
+    settings = model_fixtures.optimization(clip_norm=1e9)
+    training = model_fixtures.training(z_loss=coefficient, microbatches=microbatches)
+    (metrics,), state = model_fixtures.run_steps(model, training, [batch], optimization=settings)
 
     graph, _ = tree.abstract(model)
     seen = visible_in_rows(batch["positions"])
@@ -190,44 +203,52 @@ def test_the_z_loss_is_added_to_the_objective_and_not_to_the_loss(microbatches):
 
     parameters = tree.init(model, 0, sharding.make_mesh())
     gradients, (loss, z_loss) = jax.jit(jax.grad(objective, has_aux=True))(parameters)
-    tiny.assert_same_numbers([metrics["loss"], metrics["z_loss"]], [loss, z_loss], 1e-5)
+    model_fixtures.assert_same_numbers([metrics["loss"], metrics["z_loss"]], [loss, z_loss], 1e-5)
     moments = jax.tree.map(lambda m: m / (1 - settings.beta1), state.optimizer[1][0].mu)
-    tiny.assert_same_numbers(moments, jax.device_get(gradients), 1e-4)
+    model_fixtures.assert_same_numbers(moments, jax.device_get(gradients), 1e-4)
 
 
 def test_the_z_loss_is_not_among_the_metrics_where_it_is_off():
-    steps = make_steps(tiny.model(), tiny.training(), tiny.optimization())
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tiny.batch())
+    steps = make_steps(model_fixtures.model(), model_fixtures.training(), model_fixtures.optimization())
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model_fixtures.batch())
     _, metrics = jax.eval_shape(steps.train, jax.eval_shape(steps.init), batch)
     assert "loss" in metrics and "z_loss" not in metrics
 
 
 def test_the_logarithm_of_z_is_computed_once():
     """One exponential of logits forward, and the softmax backward."""
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tiny.batch())
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model_fixtures.batch())
 
     def exponentials(z_loss):
-        steps = make_steps(tiny.model(), tiny.training(z_loss=z_loss), tiny.optimization())
+        steps = make_steps(
+            model_fixtures.model(), model_fixtures.training(z_loss=z_loss), model_fixtures.optimization()
+        )
         program = jax.jit(steps.train).lower(jax.eval_shape(steps.init), batch).as_text()
-        return len(re.findall(rf"exponential .* tensor<8x{tiny.CONTEXT}x{tiny.VOCABULARY}xf32>", program))
+        return len(
+            re.findall(rf"exponential .* tensor<8x{model_fixtures.CONTEXT}x{model_fixtures.VOCABULARY}xf32>", program)
+        )
 
     assert exponentials(1e-4) == exponentials(0.0) > 0
 
 
 def test_dropout_is_the_step_s_own_and_repeats():
     def losses(dropout, seed=0):
-        metrics, _ = tiny.run_steps(tiny.model(), tiny.training(dropout=dropout, seed=seed), [tiny.batch()] * 3)
+        metrics, _ = model_fixtures.run_steps(
+            model_fixtures.model(), model_fixtures.training(dropout=dropout, seed=seed), [model_fixtures.batch()] * 3
+        )
         return [float(m["loss"]) for m in metrics]
 
     first = losses(0.3)
-    tiny.jitted.cache_clear()
+    model_fixtures.jitted.cache_clear()
     assert first == losses(0.3)
     assert first != losses(0.0)
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32():
-    exact, _ = tiny.run_steps(tiny.model(), tiny.training(), [tiny.batch()] * 3)
-    half, state = tiny.run_steps(tiny.model(), tiny.training(dtype="bfloat16"), [tiny.batch()] * 3)
+    exact, _ = model_fixtures.run_steps(model_fixtures.model(), model_fixtures.training(), [model_fixtures.batch()] * 3)
+    half, state = model_fixtures.run_steps(
+        model_fixtures.model(), model_fixtures.training(dtype="bfloat16"), [model_fixtures.batch()] * 3
+    )
     chex.assert_trees_all_equal_dtypes(state.parameters, jax.tree.map(np.float32, state.parameters))
     losses = np.array([[m["loss"] for m in run] for run in (exact, half)])
     assert not np.array_equal(*losses)
@@ -238,29 +259,37 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32():
 def test_gradients_in_bfloat16_are_those_of_float32_to_its_precision(family):
     """Of every parameter, also where one token of the batch is far more frequent than the others."""
     rows, length = 8, 512
-    tokens = np.random.default_rng(0).zipf(1.5, (rows, length + 1)).clip(max=tiny.VOCABULARY).astype(np.int32) - 1
+    tokens = (
+        np.random.default_rng(0).zipf(1.5, (rows, length + 1)).clip(max=model_fixtures.VOCABULARY).astype(np.int32) - 1
+    )
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segments": np.ones((rows, length), np.int32)}
     batch["positions"] = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
-    model = tiny.model(tiny.FAMILIES[family], context=length, layers=1, initializer_std=0.02)
+    model = model_fixtures.model(model_fixtures.FAMILIES[family], context=length, layers=1, initializer_std=0.02)
     # One step of it subtracts the gradient.
-    descent = tiny.optimization(
+    descent = model_fixtures.optimization(
         kind="sgd", learning_rate=1.0, momentum=0.0, clip_norm=1e9, schedule={"kind": "constant"}
     )
-    _, begun = tiny.run_steps(model, tiny.training(sequence=length), [])
+    _, begun = model_fixtures.run_steps(model, model_fixtures.training(sequence=length), [])
 
     def gradients(dtype):
-        _, state = tiny.run_steps(model, tiny.training(sequence=length, dtype=dtype), [batch], optimization=descent)
+        _, state = model_fixtures.run_steps(
+            model, model_fixtures.training(sequence=length, dtype=dtype), [batch], optimization=descent
+        )
         return jax.tree.map(np.subtract, begun.parameters, state.parameters)
 
     # Eight bits of mantissa, and their rounding in one layer.
-    tiny.assert_same_numbers(gradients("bfloat16"), gradients("float32"), relative=0.02)
+    model_fixtures.assert_same_numbers(gradients("bfloat16"), gradients("float32"), relative=0.02)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_every_product_of_the_step_is_of_bfloat16(family):
     """Backward too: JAX's own transpose of a product with a float32 result multiplies in float32."""
-    steps = make_steps(tiny.model(tiny.FAMILIES[family]), tiny.training(dtype="bfloat16"), tiny.optimization())
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tiny.batch())
+    steps = make_steps(
+        model_fixtures.model(model_fixtures.FAMILIES[family]),
+        model_fixtures.training(dtype="bfloat16"),
+        model_fixtures.optimization(),
+    )
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model_fixtures.batch())
     program = jax.jit(steps.train).lower(jax.eval_shape(steps.init), batch).as_text()
     operands = re.findall(r"dot_general.* : \(tensor<[^>]*x(\w+)>, tensor<[^>]*x(\w+)>\)", program)
     assert len(operands) > 20 and set(operands) == {("bf16", "bf16")}
@@ -268,7 +297,7 @@ def test_every_product_of_the_step_is_of_bfloat16(family):
 
 def test_one_trace_serves_every_step():
     mesh = sharding.make_mesh()
-    steps = make_steps(tiny.model(), tiny.training(), tiny.optimization())
+    steps = make_steps(model_fixtures.model(), model_fixtures.training(), model_fixtures.optimization())
     steps = steps._replace(
         train=chex.assert_max_traces(steps.train, n=1), evaluate=chex.assert_max_traces(steps.evaluate, n=1)
     )
@@ -276,7 +305,7 @@ def test_one_trace_serves_every_step():
         compiled = jit_steps(steps, mesh)
         state = compiled.init()
         for step in range(3):
-            batch = sharding.put_batch(tiny.batch(seed=step), mesh)
+            batch = sharding.put_batch(model_fixtures.batch(seed=step), mesh)
             state, _ = compiled.train(state, batch)
             compiled.evaluate(state.parameters, batch)
 
@@ -284,13 +313,17 @@ def test_one_trace_serves_every_step():
 def test_the_state_s_buffers_are_donated():
     mesh = sharding.make_mesh()
     with jax.set_mesh(mesh):
-        compiled = tiny.jitted(tiny.model(), tiny.training(), mesh, tiny.optimization())
+        compiled = model_fixtures.jitted(
+            model_fixtures.model(), model_fixtures.training(), mesh, model_fixtures.optimization()
+        )
         state = compiled.init()
-        compiled.train(state, sharding.put_batch(tiny.batch(), mesh))
+        compiled.train(state, sharding.put_batch(model_fixtures.batch(), mesh))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
 def test_training_learns():
-    metrics, _ = tiny.run_steps(tiny.model(initializer_std=0.02), tiny.training(), [tiny.batch()] * 60)
+    metrics, _ = model_fixtures.run_steps(
+        model_fixtures.model(initializer_std=0.02), model_fixtures.training(), [model_fixtures.batch()] * 60
+    )
     # Random targets carry ln 64 = 4.16 nats each; only by heart can they be known better.
     assert metrics[-1]["loss"] < 2.0

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import ValidationError
 
-from jaxlm import accelerators
+from jaxlm.core import accelerators
+from jaxlm.core.errors import InputError
+from jaxlm.core.files import replace, unwritable
+from jaxlm.core.schema import Section
 from jaxlm.costs.hardware.chips import Chip, OnChip
 from jaxlm.data.config import default_cache
-from jaxlm.errors import InputError
-from jaxlm.files import replace, unwritable
-from jaxlm.schema import Section
 
 if TYPE_CHECKING:
     from jaxlm.costs.hardware.timed import Microbenchmark

@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware import calibration
 from jaxlm.costs.hardware.chips import Chip
-from jaxlm.errors import InputError
 
 HOST = calibration.HOST
 

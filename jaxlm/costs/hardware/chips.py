@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from jaxlm.errors import InputError
-from jaxlm.schema import Section
+from jaxlm.core.errors import InputError
+from jaxlm.core.schema import Section
 
 # The names under which peaks are kept; all formats of one width are one.
 DTYPES = ("bfloat16", "float16", "tf32", "float32", "float8", "float6", "float4", "int8", "int4")

@@ -5,9 +5,9 @@ import math
 import re
 from dataclasses import dataclass
 
+from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware.catalog import HOST, find, of_kind
 from jaxlm.costs.hardware.chips import Chip, parse_topology, show_topology
-from jaxlm.errors import InputError
 
 COUNT = "[1-9][0-9]{0,5}"  # of chips or devices, as it is typed
 

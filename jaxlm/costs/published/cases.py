@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
+from jaxlm.core.errors import InputError
+from jaxlm.core.schema import Section, merged
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.published.figures import FIGURES, Range, Setting
 from jaxlm.costs.workload import Kind, MeshShape, Workload
-from jaxlm.errors import InputError
 from jaxlm.models.config import ModelConfig, Remat
-from jaxlm.schema import Section, merged
 
 PUBLISHED = Path(__file__).with_name("cases.toml")
 MODELS = Path(__file__).parents[3] / "configs" / "models"

@@ -14,7 +14,7 @@ from jaxlm.costs.step.parameters import parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.models import layers
 from jaxlm.models.config import Activation, ModelConfig
-from kernels_pallas.launch import Cost
+from kernels_pallas.core.launch import Cost
 
 # Scopes of a step's operations element by element, of which kernels take the place of some.
 SOFTMAX, HEADS = "layers/attention/softmax", "layers/attention/heads"

@@ -18,10 +18,10 @@ from jaxlm.costs.step.elementwise import (
     Elementwise,
 )
 from jaxlm.costs.workload import Workload
+from kernels_pallas.core.launch import Cost, Costs
 from kernels_pallas.flash_attention import costs as attention_costs
 from kernels_pallas.flash_attention import serves
 from kernels_pallas.gated_activation import costs as gated_costs
-from kernels_pallas.launch import Cost, Costs
 from kernels_pallas.layer_norm import costs as layer_norm_costs
 from kernels_pallas.linear_cross_entropy import chunks
 from kernels_pallas.linear_cross_entropy.costs import gradient_cost, statistics_cost

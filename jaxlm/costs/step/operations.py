@@ -18,7 +18,7 @@ from jaxlm.costs.step.elementwise import LAST_NORM, Elementwise
 from jaxlm.costs.step.parameters import Part, goes_back_to, multiplies, parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.models import tree
-from kernels_pallas.launch import Cost
+from kernels_pallas.core.launch import Cost
 
 SCORES, MIXTURE = "layers/attention/scores", "layers/attention/mixture"
 

@@ -1,5 +1,5 @@
 """What a step sends between devices, in closed form: the collectives that XLA's partitioner places for the table of
-logical axes in `jaxlm.sharding`."""
+logical axes in `jaxlm.parallel.sharding`."""
 
 import math
 from collections import Counter
@@ -87,8 +87,8 @@ def _sums(work: Workload) -> Iterator[Collective]:
 
 
 def _optimizer(work: Workload) -> Iterator[Collective]:
-    """Muon's updates move in float32 until each matrix is whole on one device, and back (`jaxlm.sharding.map_whole`):
-    one axis after the other goes to the stack, which is filled up to the number of devices. Along an axis that parts a
+    """Muon's updates move in float32 until each matrix is whole on one device, and back
+    (`jaxlm.parallel.sharding.map_whole`): one axis after the other goes to the stack, which is filled up to the number of devices. Along an axis that parts a
     matrix that is an all-to-all; along others a device keeps its part, and gathers behind."""
     if work.optimizer != "muon":
         return

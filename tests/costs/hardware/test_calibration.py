@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware import calibration
 from jaxlm.costs.hardware.catalog import HOST, find
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.hardware.timed import Microbenchmark, in_turns
-from jaxlm.errors import InputError
 
 TINY = {"largest": 64, "copied_bytes": 2**16, "calls": 5}
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware.catalog import catalog, find
 from jaxlm.costs.hardware.chips import DTYPES, Chip, Link, canonical_dtype
 from jaxlm.costs.hardware.target import Target, of_devices
-from jaxlm.errors import InputError
 
 CHIPS = list(catalog().values())
 TPUS = [chip for chip in CHIPS if chip.kind == "tpu"]

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from jax._src import mesh_utils
 
+from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware.catalog import find
 from jaxlm.costs.hardware.network import DIE_TO_DIE_LINKS, KINDS, NETWORK_LATENCY_S, Network
 from jaxlm.costs.hardware.target import Target
-from jaxlm.errors import InputError
 
 GB = 1e9
 LARGE = 1e12  # bytes beside which latency is nothing

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import model_fixtures
 import numpy as np
 import pytest
-import tiny
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxlm import sharding
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.inference.cache import empty_cache
 from jaxlm.inference.steps import decode_step, prefill
 from jaxlm.models import tree
 from jaxlm.models.config import ModelConfig
+from jaxlm.parallel import sharding
 from jaxlm.training.step import jit_steps, make_steps
 
 
@@ -149,7 +149,7 @@ def test_scopes_and_phases():
 
 
 def abstract_step(model, training, optimization=None):
-    steps = make_steps(model, training, optimization or tiny.optimization())
+    steps = make_steps(model, training, optimization or model_fixtures.optimization())
     batch = {name: i32(training.batch, training.sequence) for name in ("tokens", "targets", "segments", "positions")}
     return steps, jax.eval_shape(steps.init), batch
 
@@ -161,7 +161,7 @@ def every_node(cost):
 
 
 def test_the_tree_of_a_model_adds_up():
-    steps, state, batch = abstract_step(tiny.model(), tiny.training(remat="full", microbatches=2))
+    steps, state, batch = abstract_step(model_fixtures.model(), model_fixtures.training(remat="full", microbatches=2))
     cost = count(steps.train, state, batch)
     for node in every_node(cost):
         for figure in ("flops", "matmul_flops", "elementwise_flops", "reduction_flops", "bytes_in", "bytes_out"):
@@ -173,7 +173,7 @@ def test_the_tree_of_a_model_adds_up():
     assert "attention" in str(cost)
 
     # Every matrix has its scope, and does 2 FLOPs per number and token forward, twice that backward.
-    tokens, (_, abstract) = 8 * tiny.CONTEXT, tree.abstract(tiny.model())
+    tokens, (_, abstract) = 8 * model_fixtures.CONTEXT, tree.abstract(model_fixtures.model())
     for path, parameter in tree.paths(tree.dimensions(abstract)).items():
         if parameter.inputs and path != "embedding":
             each = 2 * math.prod(parameter.shape) * tokens
@@ -235,7 +235,9 @@ SETTINGS = [
 def test_products_of_the_training_step_are_those_that_run(family, training, optimization):
     mesh = sharding.make_mesh()
     steps, state, batch = abstract_step(
-        tiny.model(tiny.FAMILIES[family]), tiny.training(**training), tiny.optimization(**optimization)
+        model_fixtures.model(model_fixtures.FAMILIES[family]),
+        model_fixtures.training(**training),
+        model_fixtures.optimization(**optimization),
     )
     with jax.set_mesh(mesh):
         text = jit_steps(steps, mesh).train.lower(state, batch).compile().as_text()
@@ -247,8 +249,8 @@ def test_products_of_the_training_step_are_those_that_run(family, training, opti
 @pytest.mark.parametrize("shape, microbatches", [((2, 2, 2), 1), ((4, 1, 2), 2)], ids=str)
 def test_the_products_of_all_devices_are_those_of_one(shape, microbatches):
     mesh = sharding.make_mesh(*shape)
-    training = tiny.training(remat="full", microbatches=microbatches, batch=16)
-    steps, state, batch = abstract_step(tiny.model(), training)
+    training = model_fixtures.training(remat="full", microbatches=microbatches, batch=16)
+    steps, state, batch = abstract_step(model_fixtures.model(), training)
 
     def lying(x, sharding):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -260,14 +262,14 @@ def test_the_products_of_all_devices_are_those_of_one(shape, microbatches):
         text = jit_steps(steps, mesh).train.lower(*arguments).compile().as_text()
     assert cost.matmul_flops == mesh.size * executed_products(text)
     # The gradients, float32, and the loss cross the data axis once: by the program's own word, or XLA's partitioner's.
-    sent = shape[0] * 4 * (tree.parameter_count(tiny.model()) + 1)
+    sent = shape[0] * 4 * (tree.parameter_count(model_fixtures.model()) + 1)
     written = [(each.kind, each.axes, each.bytes) for each in cost.collectives]
     assert written == ([] if microbatches == 1 else [("all-reduce", ("data",), sent)])
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_products_of_inference_are_those_that_run(family):
-    model = tiny.model(tiny.FAMILIES[family])
+    model = model_fixtures.model(model_fixtures.FAMILIES[family])
     graph, declared = tree.abstract(model)
     parameters, cache = tree.shapes(declared), jax.eval_shape(lambda: empty_cache(model, 4, 32, jnp.float32))
     for step, read in ((prefill, (i32(4, 16), i32(4))), (decode_step, (i32(4),))):
@@ -284,7 +286,9 @@ def published(name):
 
 def test_the_largest_model_counts_in_seconds():
     model = published("llama3.1-405b")
-    training = tiny.training(batch=512, sequence=model.context, dtype="bfloat16", remat="full", microbatches=4)
+    training = model_fixtures.training(
+        batch=512, sequence=model.context, dtype="bfloat16", remat="full", microbatches=4
+    )
     begin = time.perf_counter()
     cost = count(*(lambda steps, *state: (steps.train, *state))(*abstract_step(model, training)))
     assert time.perf_counter() - begin < 20  # some two seconds on two quiet cores
@@ -296,11 +300,12 @@ def test_the_largest_model_counts_in_seconds():
 
 def test_no_backend_is_asked():
     code = """
-import jax, tiny
+import jax
+from model_fixtures import model, optimization, training
 from jax.sharding import AbstractMesh, AxisType
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.training.step import make_steps
-steps = make_steps(tiny.model(), tiny.training(microbatches=2, batch=4096), tiny.optimization())
+steps = make_steps(model(), training(microbatches=2, batch=4096), optimization())
 batch = {k: jax.ShapeDtypeStruct((4096, 32), "int32") for k in ("tokens", "targets", "segments", "positions")}
 state = jax.eval_shape(steps.init)
 alone = count(steps.train, state, batch)

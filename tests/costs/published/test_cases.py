@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from jaxlm.cli import main
+from jaxlm.core.errors import InputError
 from jaxlm.costs.published import cases
 from jaxlm.costs.published.cases import PUBLISHED, check, inside_bracket, median_errors, read
-from jaxlm.errors import InputError
 
 ROWS = check()
 EXPRESSED = [row for row in ROWS if row.counted is not None]

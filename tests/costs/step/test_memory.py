@@ -8,8 +8,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import model_fixtures
 import pytest
-import tiny
 
 from jaxlm.costs.step.layer_memory import kept
 from jaxlm.costs.step.memory import memory
@@ -63,9 +63,14 @@ def test_what_compilers_say_here_is_near_what_is_counted(name, compiled_memory):
 @pytest.mark.parametrize("chip", ["gpu", "tpu"])
 @pytest.mark.parametrize("kind", ["train", "prefill", "decode"])
 def test_less_of_anything_never_takes_more(kind, chip):
-    base = Workload(kind, tiny.model(), 16, 32, mesh=MeshShape(1, 2, 2))
+    base = Workload(kind, model_fixtures.model(), 16, 32, mesh=MeshShape(1, 2, 2))
     whole = memory(base, chip).total
-    for change in ({"batch": 8}, {"sequence": 16}, {"model": tiny.model(layers=1)}, {"mesh": MeshShape(2, 4, 2)}):
+    for change in (
+        {"batch": 8},
+        {"sequence": 16},
+        {"model": model_fixtures.model(layers=1)},
+        {"mesh": MeshShape(2, 4, 2)},
+    ):
         assert memory(replace(base, **change), chip).total < whole
     if kind == "train":
         for change in ({"remat": ("query",)}, {"remat": "full"}, {"optimizer": "sgd"}):
@@ -78,13 +83,13 @@ def test_less_of_anything_never_takes_more(kind, chip):
 def test_masks_of_dropout_are_a_byte_for_each_number(remat, masks, mesh):
     """Two in each of three layers where nothing runs again, and that of the embedding. GPT-2 355M cut to eight layers,
     16 × 1024 on H200, takes 17 of 16.8 MB more by XLA's word, with full rematerialisation one."""
-    work = Workload("train", tiny.model(), 16, 32, remat=remat, mesh=mesh)
+    work = Workload("train", model_fixtures.model(), 16, 32, remat=remat, mesh=mesh)
     assert kept(replace(work, dropout=True)) - kept(work) == masks * 16 * 32 * 32 // mesh.size
     assert memory(replace(work, dropout=True)).total >= memory(work).total
 
 
 def test_layers_before_all_that_trains_keep_nothing():
-    model = tiny.model()
+    model = model_fixtures.model()
     probe = frozenset(parameters(model)) - {"unembedding"}
     work = Workload("train", model, 1024, 32, frozen=probe)
     assert memory(work).activations == memory(replace(work, remat="full")).activations
@@ -93,12 +98,12 @@ def test_layers_before_all_that_trains_keep_nothing():
 
 def test_the_peak_moves_with_what_is_large():
     """Long rows fill it with scores, a large vocabulary with logits, keeping everything with what layers keep."""
-    base = Workload("train", tiny.model(), 16, 32, remat="full")
+    base = Workload("train", model_fixtures.model(), 16, 32, remat="full")
 
     def largest(work):
         held = memory(work)._asdict()
         return max(held, key=held.get)
 
-    assert largest(replace(base, model=tiny.model(vocabulary=100_000), batch=1024)) == "logits"
+    assert largest(replace(base, model=model_fixtures.model(vocabulary=100_000), batch=1024)) == "logits"
     assert largest(replace(base, sequence=4096)) == "activations"
     assert largest(replace(base, batch=1, sequence=1)) == "optimizer"

@@ -1,0 +1,1 @@
+"""Errors, files, output, units and configuration schema: nothing of models."""

@@ -1,0 +1,94 @@
+"""What is wrong with a configuration, in the words of its file: the keys that it has, and those that it may mean."""
+
+import difflib
+import re
+from collections.abc import Iterator
+from typing import Any, get_origin
+
+from pydantic import ValidationError
+
+from jaxlm.core.schema import Section, chosen, kind_of, sections_at
+
+
+def explain(error: ValidationError, whole: type[Section], values: dict[str, Any], filled: set[str]) -> str:
+    """The first of pydantic's errors as one line in the words of a file, `whole` of which holds these values. What was
+    filled in is wrong only where what it comes from is."""
+    errors = error.errors()
+    first, *others = [one for one in errors if _key(one["loc"], values) not in filled] or errors
+    key, value = _key(first["loc"], values), first.get("input")
+    shown = "" if isinstance(value, dict) else f" = {value!r}"
+    match first["type"]:
+        case "literal_error" | "int_parsing" | "int_type" if "fsdp" in first["loc"]:
+            line = f'{key} = {value!r} is neither a whole number nor "all"'
+        case "extra_forbidden":
+            line = f"unknown key {key}{_did_you_mean(key, whole, values)}"
+            unknown = [_key(other["loc"], values) for other in others if other["type"] == "extra_forbidden"]
+            line += f" (unknown too: {', '.join(unknown)})" if unknown else ""
+            others = [other for other in others if other["type"] != "extra_forbidden"]
+        case "missing":
+            line = f"{key} is missing"
+        case "value_error":
+            said = str(first["ctx"]["error"])
+            line = said if not key or f"{key}." in said else f"{key}: {said}"
+        case "union_tag_invalid":
+            line = f"{key}.kind = {first['ctx']['tag']!r} is none of {first['ctx']['expected_tags']}"
+        case "union_tag_not_found":
+            line = f"{key}.kind is missing"
+        case "model_type" | "model_attributes_type":
+            line = f"{key} must be a section, [{key}]"
+        case "tuple_type":
+            line = f"{key}{shown} must be a list"
+        case _:
+            line = f"{key}{shown}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    return line + (f" (and {len(others)} more)" if others else "")
+
+
+def _key(location: tuple, values: Any) -> str:
+    """The dotted key of an error; pydantic puts names of union members between the keys, which are left out."""
+    key = ""
+    for index, part in enumerate(location):
+        last = index == len(location) - 1
+        if isinstance(values, list) and isinstance(part, int):
+            values = values[part]
+            key += f"[{part}]"
+        elif isinstance(values, dict) and (part in values or last):
+            values = values.get(part)
+            key += f".{part}" if key else str(part)
+    return key
+
+
+def _did_you_mean(key: str, whole: type[Section], values: dict[str, Any]) -> str:
+    key = re.sub(r"\[\d+\]", "", key)
+    section, _, name = key.rpartition(".")
+    if kinds := [kind_of(s) for s in sections_at(section, whole) if name in s.model_fields]:
+        return f"; it is a key of {section}.kind = {' or '.join(map(repr, kinds))}"
+    known = sorted({_like(known, key) for known in _keys(whole, values)})
+    siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
+    near = [f"{section}.{n}".lstrip(".") for n in difflib.get_close_matches(name, siblings, 1)]
+    near = near or [k for k in known if k.rpartition(".")[2] == name and k.startswith(f"{section}.")]
+    near = near or [f"{section}.{n}".lstrip(".") for n in siblings if name in n.split("_")][:1]
+    near = near or [k for k in known if k.rpartition(".")[2] == name]
+    near = near or ([] if siblings else difflib.get_close_matches(key, known, 1))
+    if near:
+        return f"; did you mean {near[0]}?"
+    return f"; [{section}] knows {', '.join(siblings)}" if section else f"; the sections are {', '.join(siblings)}"
+
+
+_NAME = "NAME"
+
+
+def _like(known: str, key: str) -> str:
+    """A known key with the name that `key` gives to the table it may be about."""
+    before, named, after = known.partition(f".{_NAME}.")
+    given = key.removeprefix(f"{before}.")
+    return f"{before}.{given.partition('.')[0]}.{after}" if named and given != key else known
+
+
+def _keys(section: type[Section], values: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted keys of a section and those below it, of the kinds that the values choose."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        inside = values.get(name) if isinstance(values, dict) else None
+        name += f".{_NAME}" * (get_origin(field.annotation) is dict)
+        for inner in chosen(field.annotation, inside):
+            yield from _keys(inner, inside, f"{prefix}{name}.")

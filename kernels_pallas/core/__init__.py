@@ -1,0 +1,1 @@
+"""Launching, choice of implementation, target chips, tuning and argument checks of kernels."""

@@ -1,0 +1,129 @@
+"""What an operation is tried on, as data: tests, the compile matrix, benchmarks and the tuner read the same lists."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas.core.launch import Costs
+
+# The dtype of the case: each is tried in several.
+FLOAT = "float"
+
+Use = Literal["test", "compile", "bench"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """An argument: its shape, its dtype, and how numbers are drawn for it.
+
+    Attributes:
+      draw: "normal" (times `scale`, plus `mean`), "zeros", "one_hot" along the last dimension (times `scale`), "mask"
+        (True three times of four, and nowhere in the first row), "below" (integers in [0, scale)), or "labels" (the
+        same, and −1 one time of four).
+      differentiable: whether gradients with respect to it are checked; floats alone.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = FLOAT
+    draw: str = "normal"
+    scale: float = 1.0
+    mean: float = 0.0
+    differentiable: bool = True
+
+    def struct(self, dtype: Any) -> jax.ShapeDtypeStruct:
+        """Shape and dtype, where the case is tried in `dtype`."""
+        return jax.ShapeDtypeStruct(self.shape, dtype if self.dtype == FLOAT else self.dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """One call of an operation.
+
+    Attributes:
+      name: unique among the operation's.
+      arrays: arguments by name, None for one that is left out.
+      options: static arguments by name.
+      roundings: how often the operation, told to in its definition, rounds to its dtype within: tolerances grow by as
+        many units in the last place.
+      uses: "test": interpreted and held against the reference; "compile": for every chip; "bench": timed.
+      dtypes: in which it is tried; benchmarks and the compile matrix take the first.
+    """
+
+    name: str
+    arrays: Mapping[str, Array]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    roundings: int = 0
+    uses: set[Use] | frozenset[Use] = frozenset({"test"})
+    dtypes: tuple[str, ...] = ("float32",)
+
+    def structs(self, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the arguments."""
+        return {name: array.struct(dtype) for name, array in self.arrays.items()}
+
+    def draw(self, dtype: Any, seed: int = 0) -> dict[str, jax.Array]:
+        """Random arguments, by NumPy: no program is compiled for them. That takes about 10 s for each GB."""
+        random = np.random.default_rng(seed)
+        return {name: jnp.asarray(_draw(array, dtype, random)) for name, array in self.arrays.items()}
+
+    def differentiable(self) -> tuple[str, ...]:
+        """Names of the arguments with respect to which gradients are checked."""
+        return tuple(name for name, a in self.arrays.items() if a.dtype == FLOAT and a.differentiable)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operation:
+    """An operation and all that proves it.
+
+    Attributes:
+      function: the public one; takes a case's arguments and options, `implementation` and `_interpret`.
+      reference: the specification, in plain JAX; takes a case's arguments and options.
+      implementations: names of the Pallas implementations.
+      others: names of those that are not ours to compile, by XLA or a library: timed beside them.
+      costs: what a call costs, from the shapes and dtypes of a case's arguments and its options.
+      serves: whether an implementation serves a case in a dtype; where nothing is said, all do.
+    """
+
+    function: Callable[..., Any]
+    reference: Callable[..., Any]
+    implementations: tuple[str, ...]
+    cases: tuple[Case, ...]
+    costs: Callable[..., Costs]
+    others: tuple[str, ...] = ()
+    serves: Callable[[str, Case, str], bool] = lambda implementation, case, dtype: True
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    def used_in(self, use: Use) -> tuple[Case, ...]:
+        """The cases with this use."""
+        return tuple(case for case in self.cases if use in case.uses)
+
+
+def _draw(array: Array, dtype: Any, random: np.random.Generator) -> np.ndarray:
+    shape, dtype = array.struct(dtype).shape, array.struct(dtype).dtype
+    match array.draw:
+        case "normal":
+            # Rounded to the array's own precision, so that all of a case's dtypes see numbers they can hold.
+            numbers = random.standard_normal(shape, np.float32)
+            numbers *= np.float32(array.scale)
+            numbers += np.float32(array.mean)
+            return numbers.astype(dtype)
+        case "zeros":
+            return np.zeros(shape, dtype)
+        case "one_hot":
+            at = random.integers(shape[-1], size=(*shape[:-1], 1))
+            return np.where(np.arange(shape[-1]) == at, array.scale, 0.0).astype(dtype)
+        case "mask":
+            rows = np.arange(shape[0]).reshape(-1, *(1,) * (len(shape) - 1))
+            return (random.random(shape, np.float32) < 0.75) & (rows > 0)
+        case "below":
+            return random.integers(int(array.scale), size=shape).astype(dtype)
+        case "labels":
+            labels = random.integers(int(array.scale), size=shape)
+            return np.where(random.random(shape, np.float32) < 0.75, labels, -1).astype(dtype)
+    raise ValueError(f"there is no way {array.draw!r} to draw numbers")

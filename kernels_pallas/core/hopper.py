@@ -1,0 +1,451 @@
+"""What kernels for Hopper are written in: the one file that knows Pallas's Mosaic GPU backend and its versions.
+
+A block of the grid is several warpgroups of 128 threads that run one body, share memory and meet at barriers. A value
+is spread over the registers of its warpgroup: a tile as wgmma has it (PTX ISA, "asynchronous warpgroup level matrix
+instructions"), and what belongs to its rows or to its columns as the reductions of such a tile are.
+
+Interpreted (on any platform), copies, barriers and warpgroups are those of Mosaic GPU's own interpreter, which watches
+for races and for deadlocks at barriers; products, which not every version of it has, are those of `jax.numpy`.
+Warpgroups are threads of JAX's CPU client, and a kernel that is mapped holds one more: where it has fewer, which is
+refused, they may wait for one another for ever (`JAX_NUM_CPU_DEVICES`).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from kernels_pallas.core.launch import Cost, differentiated_once, vary
+
+# Rows of a warpgroup's smallest product (wgmma.m64nNk16), and bytes of a row of a swizzled tile in shared memory.
+ROWS = 64
+SWIZZLE = 128
+
+# Axes of grids are told apart by this from those of a mesh of devices.
+_PREFIX = "gpu_"
+_WARPGROUP = "warpgroup"
+_BLOCK = "block"
+_LANES = "lanes"
+
+
+class Shared(NamedTuple):
+    """An array in shared memory. `tiled`: an operand of products, [..., rows, columns], columns a multiple of 64."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    tiled: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+class Barriers(NamedTuple):
+    """`count` barriers, each of which opens after so many arrivals, and closes again."""
+
+    count: int
+    arrivals: int = 1
+
+    @property
+    def bytes(self) -> int:
+        return 8 * self.count
+
+
+class Warpgroup:
+    """What one warpgroup can do; a kernel's body is given it, and its arrays by name."""
+
+    def __init__(self, interpret: bool, grid: Mapping[str, int]):
+        self.interpret, self._grid = interpret, grid
+
+    def index(self, axis: str = _WARPGROUP) -> jax.Array:
+        """Where this block stands on an axis of the grid, or this warpgroup in its block."""
+        if axis == _WARPGROUP:
+            return jax.lax.axis_index(_PREFIX + axis)
+        # CUDA has three axes, of which all but the first end at 65,535: all are in the first.
+        names = list(self._grid)
+        before = math.prod(self._grid[name] for name in names[: names.index(axis)])
+        return jax.lax.rem(jax.lax.div(jax.lax.axis_index(_PREFIX + _BLOCK), before), self._grid[axis])
+
+    def registers(self, count: int, more: bool) -> None:
+        """Have `count` registers per thread, more or fewer than the block was launched with."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        plgpu.set_max_registers(count, action="increase" if more else "decrease")
+
+    def fetch(self, source: Any, destination: Any, barrier: Any) -> None:
+        """Begin to copy into shared memory; an arrival at the barrier when all is there."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        plgpu.copy_gmem_to_smem(source, destination, barrier)
+
+    def send(self, *copies: tuple[jax.Array, Any, Any]) -> None:
+        """Write values through places in shared memory to global memory: (value, place, destination) each."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        for value, place, _ in copies:
+            place[...] = value.astype(place.dtype)
+        self.commit()
+        for _, place, destination in copies:
+            plgpu.copy_smem_to_gmem(place, destination)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the places are free again
+
+    def add_in_turn(
+        self,
+        copies: Sequence[tuple[Any, Any]],
+        counter: Any,
+        turn: jax.Array,
+        read: Callable[[], None],
+        meanwhile: Callable[[], None],
+    ) -> None:
+        """Add what is in shared memory to global memory, (place, destination) each, once those have whose turns are
+        before, by a counter (a semaphore in global memory); turn 0 begins the sum. `read` is called when the places are
+        free again, and `meanwhile` while global memory is still written.
+
+        A block may only wait for those before it in the grid: they begin first. Interpreted, they also end first.
+        Between the wait and the copy stands no fence for the copy engine, as none does in FlashAttention-3's
+        deterministic mode.
+        """
+        if self.interpret:
+            for place, destination in copies:
+                destination[...] = jnp.where(turn > 0, destination[...], 0) + place[...]
+            self.commit()
+            read()
+            meanwhile()
+            return
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        @pl.when(turn == 0)
+        def _() -> None:
+            for place, destination in copies:
+                plgpu.copy_smem_to_gmem(place, destination)
+
+        @pl.when(turn > 0)
+        def _() -> None:
+            plgpu.semaphore_wait(counter, turn, decrement=False, memory_scope="gpu")
+            for place, destination in copies:
+                plgpu.copy_smem_to_gmem(place, destination, reduction_op="add")
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        read()
+        meanwhile()
+        plgpu.wait_smem_to_gmem(0)
+        plgpu.semaphore_signal(counter, memory_scope="gpu")
+
+    def commit(self) -> None:
+        """Order what this warpgroup has read and written in shared memory before what the copy engine and wgmma do."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        plgpu.commit_smem()
+
+    def wait(self, barrier: Any) -> None:
+        """Until the barrier opens once more than this warpgroup has seen it open."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        plgpu.barrier_wait(barrier)
+
+    def arrive(self, barrier: Any) -> None:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        plgpu.barrier_arrive(barrier)
+
+    def products_of_rows(
+        self, *pairs: tuple[Any, Any], meanwhile: Callable[[], None] = lambda: None
+    ) -> tuple[jax.Array, ...]:
+        """a · bᵀ in float32 of each pair a [64, k] and b [n, k] in shared memory; `meanwhile` while they are made."""
+        if self.interpret:
+            products = tuple(self._interpreted_product(a[...], b, 1) for a, b in pairs)
+            meanwhile()
+            return products
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        def multiply(*refs: Any) -> tuple[jax.Array, ...]:
+            *product_refs, _ = refs
+            for product_ref, (a, b) in zip(product_refs, pairs, strict=True):
+                plgpu.wgmma(product_ref, a, b.transpose((1, 0)))
+            meanwhile()
+            return tuple(product_ref[...] for product_ref in product_refs)
+
+        products = (plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32) for a, b in pairs)
+        # LLVM makes the register from which all are set to zero one of the last. As that is nobody's, the assembler
+        # still knows what the others begin with, and leaves out 32 moves for each 64 × 64.
+        return pl.run_scoped(multiply, *products, plgpu.ACC((ROWS, 8), jnp.float32))
+
+    def add_products(self, *terms: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, ...]:
+        """total + a · b in float32 of each (total, a, b), of values a [64, k] and b [k, n] in shared memory."""
+        if self.interpret:
+            return tuple(total + self._interpreted_product(a, b, 0) for total, a, b in terms)
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        def add(sum_refs: tuple) -> None:
+            for sum_ref, (_, a, b) in zip(sum_refs, terms, strict=True):
+                plgpu.wgmma(sum_ref, a, b)
+
+        return pl.run_state(add)(tuple(plgpu.ACC.init(total) for total, _, _ in terms))
+
+    def add_products_behind(
+        self,
+        first: tuple[Any, Any],
+        use: Callable[[jax.Array], None],
+        *terms: tuple[jax.Array, jax.Array, Any],
+    ) -> tuple[jax.Array, ...]:
+        """`add_products` of the terms, behind aᵀ · b of the `first`, a [k, 64] and b [k, n] in shared memory, which is
+        used while those are made."""
+        a, b = first
+        if self.interpret:
+            use(self._interpreted_product(a[...].T, b, 0))
+            return self.add_products(*terms)
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        def multiply(first_ref: Any, *sum_refs: Any) -> tuple[jax.Array, ...]:
+            for sum_ref, (total, _, _) in zip(sum_refs, terms, strict=True):
+                sum_ref[...] = total
+            plgpu.wgmma(first_ref, a.transpose((1, 0)), b)
+            for sum_ref, (_, c, d) in zip(sum_refs, terms, strict=True):
+                plgpu.wgmma(sum_ref, c, d)
+            plgpu.wgmma_wait(len(terms))
+            use(plgpu.wgmma_accumulator_load(first_ref, wait_n=None))
+            totals = tuple(sum_ref[...] for sum_ref in sum_refs)
+            return tuple(_held_until(x, c) for x, (_, c, _) in zip(totals, terms, strict=True))
+
+        totals = (plgpu.ACC(total.shape, jnp.float32) for total, _, _ in terms)
+        return pl.run_scoped(multiply, plgpu.ACC((a.shape[1], b.shape[1]), jnp.float32), *totals)
+
+    def product_beside_sum(
+        self,
+        pair: tuple[Any, Any],
+        total: jax.Array,
+        added: tuple[jax.Array, Any],
+        between: Callable[[jax.Array], Any],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> tuple[Any, jax.Array]:
+        """`between` of a · bᵀ of the pair (`products_of_rows`), computed while total + c · d of `added` is made
+        (`add_products`): tensor cores go from one to the other without a pause. `meanwhile` when both have begun."""
+        if self.interpret:
+            result = between(*self.products_of_rows(pair, meanwhile=meanwhile))
+            return result, *self.add_products((total, *added))
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        a, b = pair
+
+        def multiply(product_ref: Any, sum_ref: Any) -> tuple[Any, jax.Array]:
+            sum_ref[...] = total
+            plgpu.wgmma(product_ref, a, b.transpose((1, 0)))
+            plgpu.wgmma(sum_ref, *added)
+            meanwhile()
+            plgpu.wgmma_wait(1)
+            result = between(plgpu.wgmma_accumulator_load(product_ref, wait_n=None))
+            return result, _held_until(sum_ref[...], added[0])
+
+        product = plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32)
+        return pl.run_scoped(multiply, product, plgpu.ACC(total.shape, jnp.float32))
+
+    def tile(self, x: jax.Array) -> jax.Array:
+        """A value [rows, columns] laid out as products are."""
+        return self._laid(x, lambda tile: tile)
+
+    def by_row(self, x: jax.Array) -> jax.Array:
+        """A value [rows] laid out as the rows of a tile are."""
+        return self._laid(x, lambda tile: tile.reduce(1))
+
+    def by_column(self, x: jax.Array) -> jax.Array:
+        """A value [columns] laid out as the columns of a tile are."""
+        return self._laid(x, lambda tile: tile.reduce(0))
+
+    def load_tile(self, ref: Any) -> jax.Array:
+        """All of a `tiled` array in shared memory, laid out as products are."""
+        return self.tile(ref[...])
+
+    def load_turned(self, ref: Any) -> jax.Array:
+        """The transpose of a `tiled` array [columns, rows] in shared memory, laid out as products are."""
+        if self.interpret:
+            return ref[...].T
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        turned = plgpu.layout_cast(self._load(ref.transpose((1, 0))), plgpu.Layout.WGMMA_TRANSPOSED)
+        return self.tile(turned)
+
+    def load_by_row(self, ref: Any) -> jax.Array:
+        """All of an array [rows] in global or shared memory."""
+        return self.by_row(self._load(ref))
+
+    def load_by_column(self, ref: Any) -> jax.Array:
+        """All of an array [columns] in global or shared memory."""
+        return self.by_column(self._load(ref))
+
+    def across(self, x: jax.Array, columns: int) -> jax.Array:
+        """A value by row in each of so many columns."""
+        return jax.lax.broadcast_in_dim(x, (x.shape[0], columns), (0,))
+
+    def down(self, x: jax.Array, rows: int) -> jax.Array:
+        """A value by column in each of so many rows."""
+        return self.tile(jax.lax.broadcast_in_dim(x, (rows, x.shape[0]), (1,)))
+
+    def count(self, shape: tuple[int, int], axis: int) -> jax.Array:
+        """0, 1, 2 … along an axis of a tile, int32."""
+        return self.tile(jax.lax.broadcasted_iota(jnp.int32, shape, axis))
+
+    def _interpreted_product(self, a: jax.Array, b: Any, axis: int) -> jax.Array:
+        product = jax.lax.dot_general(a, b[...], (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
+        self.commit()  # it was not wgmma that read
+        return product
+
+    def _laid(self, x: jax.Array, of_tile: Callable[[Any], Any]) -> jax.Array:
+        if self.interpret:
+            return x
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        return plgpu.layout_cast(x, of_tile(plgpu.Layout.WGMMA))
+
+    def _load(self, ref: Any) -> jax.Array:
+        if self.interpret:
+            return ref[...]
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        index = ((),) if jax.__version_info__ < (0, 11) else ()
+        return plgpu.load(ref, *index, optimized=False)
+
+
+def _held_until(result: jax.Array, operand: jax.Array) -> jax.Array:
+    """The result, until which the operand's registers hold nothing else: LLVM does not know that a product still reads
+    them, and would put there what is computed beside it."""
+    return jax.lax.optimization_barrier((result, operand))[0]
+
+
+def run(
+    body: Callable[[Warpgroup, Mapping[str, Any]], None],
+    operands: Mapping[str, jax.Array],
+    outputs: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    grid: Mapping[str, int],
+    warpgroups: int,
+    shared: Mapping[str, Shared | Barriers],
+    cost: Cost,
+    name: str,
+    counters: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    interpret: Any = False,
+) -> list[jax.Array]:
+    """Run a kernel; returns its outputs.
+
+    Args:
+      body: what each warpgroup of each block does, with operands, outputs and shared memory by name.
+      grid: axes and their sizes, the one along which blocks start one after another first.
+      shared: of each block, arrays and barriers.
+      cost: of the whole call; jaxlm counts it.
+      counters: shapes of those that all blocks share, which begin at 0; see `add_in_turn`.
+      interpret: run as plain JAX instead, on any platform; or how to, `InterpretGPUParams`.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    operands = dict(zip(operands, vary(*map(jnp.asarray, operands.values())), strict=True))
+    names = list(operands)
+    if interpret and len(jax.devices("cpu")) <= warpgroups:
+        raise RuntimeError(
+            f"{name}: interpreted, it needs {warpgroups + 1} CPU devices (JAX_NUM_CPU_DEVICES={warpgroups + 1}): "
+            "warpgroups are their threads, and would wait for one another for ever"
+        )
+    warpgroup = Warpgroup(bool(interpret), grid)
+    varying = jax.typeof(next(iter(operands.values()))).manual_axis_type
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying) for x in outputs.values()]
+
+    @jax.custom_batching.custom_vmap
+    def call(*arrays: jax.Array) -> list[jax.Array]:
+        def kernel(*refs: Any) -> None:
+            held = dict(zip((*names, *outputs), refs, strict=True))
+            for key, shape in counters.items():
+                held[key] = _NoCounters() if interpret else pl.get_global(plgpu.SemaphoreType.REGULAR(shape))
+            pl.run_scoped(
+                lambda **places: body(warpgroup, held | places),
+                **{key: _allocation(place, bool(interpret)) for key, place in shared.items()},
+                collective_axes=_PREFIX + _WARPGROUP,
+            )
+
+        made = pl.kernel(
+            kernel,
+            shapes,
+            mesh=plgpu.Mesh(
+                grid=(math.prod(grid.values()),),
+                grid_names=(_PREFIX + _BLOCK,),
+                num_threads=warpgroups,
+                thread_name=_PREFIX + _WARPGROUP,
+                kernel_name=name,
+            ),
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True,
+                lowering_semantics=plgpu.LoweringSemantics.Warpgroup,  # the default since JAX 0.11
+            ),
+            cost_estimate=pl.CostEstimate(
+                flops=cost.flops - cost.transcendentals,
+                transcendentals=cost.transcendentals,
+                bytes_accessed=cost.bytes,
+            ),
+            name=name,
+            interpret=interpreter() if interpret is True else interpret,
+        )
+        return made(*arrays)
+
+    @call.def_vmap
+    def batched(size: int, in_batched: Sequence[bool], *arrays: jax.Array) -> tuple:
+        """One more axis of the grid."""
+        if size == 0:
+            return [jnp.zeros((0, *x.shape), x.dtype) for x in shapes], [True] * len(shapes)
+        axis = f"{_LANES}{len(grid)}"
+        many = {key for key, has in zip(names, in_batched, strict=True) if has} | {*outputs, *counters}
+
+        def lane(warpgroup: Warpgroup, ref: Mapping[str, Any]) -> None:
+            at = warpgroup.index(axis)
+            body(warpgroup, {key: x.at[at] if key in many else x for key, x in ref.items()})
+
+        made = run(
+            lane,
+            dict(zip(names, arrays, strict=True)),
+            {key: jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for key, x in outputs.items()},
+            grid=dict(grid) | {axis: size},
+            warpgroups=warpgroups,
+            shared=shared,
+            counters={key: (size, *shape) for key, shape in counters.items()},
+            cost=Cost(*(size * part for part in cost)),
+            name=name,
+            interpret=interpret,
+        )
+        return made, [True] * len(made)
+
+    def launched(*arrays: jax.Array) -> list[jax.Array]:
+        return call(*arrays)
+
+    launched.__name__ = name
+    with jax.enable_x64(False):  # indices are of 32 bits
+        return differentiated_once(launched)(*operands.values())
+
+
+class _NoCounters:
+    """Of a kernel that is interpreted: its blocks come one after another."""
+
+    @property
+    def at(self) -> "_NoCounters":
+        return self
+
+    def __getitem__(self, index: Any) -> "_NoCounters":
+        return self
+
+
+def _allocation(place: Shared | Barriers, interpret: bool) -> Any:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if isinstance(place, Barriers):
+        return plgpu.Barrier(num_arrivals=place.arrivals, num_barriers=place.count)
+    if not place.tiled or interpret:
+        return plgpu.SMEM(place.shape, place.dtype)
+    columns = SWIZZLE // jnp.dtype(place.dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE))
+    return plgpu.SMEM(place.shape, place.dtype, transforms=transforms)
+
+
+def interpreter(**how: Any) -> Any:
+    """How Mosaic GPU's interpreter is to run a kernel: `InterpretGPUParams`, public since JAX 0.11."""
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    return InterpretGPUParams(**how)

@@ -1,0 +1,255 @@
+"""Operations on rows: one body of mathematics, launched by Triton and by Mosaic, forward and backward.
+
+A body is a function of whole rows in float32. The forward kernel applies it to blocks of rows; the backward kernel
+applies its vector-Jacobian product, taken by JAX inside the kernel, to the same blocks: a row is read once and all that
+the derivative needs is computed again from it, which costs less than to store and read it.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.core.choice import Refusal, choose
+from kernels_pallas.core.eager import compiled_once
+from kernels_pallas.core.launch import Cost, Costs, size_of, vary
+from kernels_pallas.core.rows import mosaic_tpu, triton
+from kernels_pallas.core.target import Target
+
+# A row is held whole, in registers or VMEM, with its float32 intermediates.
+MAX_WIDTH = 32_768
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_RUN = {"triton": triton.run, "mosaic_tpu": mosaic_tpu.run}
+IMPLEMENTATIONS = tuple(_RUN)
+
+
+class Body(Protocol):
+    """A frozen dataclass: its fields are the operation's static options.
+
+    Attributes:
+      name: of the operation.
+      elementwise: whether columns are independent, so that a block may hold a part of a row.
+      flops, transcendentals: per number of the first operand, forward and backward (which includes forward again).
+    """
+
+    name: ClassVar[str]
+    elementwise: ClassVar[bool]
+    flops: ClassVar[tuple[int, int]]
+    transcendentals: ClassVar[tuple[int, int]]
+
+    def __call__(
+        self, inside: jax.Array | None, rows: tuple[jax.Array, ...], vectors: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
+        """Results [r, W] of operands [r, W] and vectors [1, W], all float32; a mask among `rows` is 0 or 1.
+
+        Operands hold zeros in columns and rows beyond their array's; `inside`, bool [1, W], is True in the array's
+        columns, and None where all are.
+        """
+        ...
+
+
+class Launch(NamedTuple):
+    """How to run: the implementation, by its name, and whether it is interpreted."""
+
+    implementation: str
+    interpret: bool = False
+
+
+def refusal(x: jax.Array, chip: Target, max_width: int | None = MAX_WIDTH) -> Refusal:
+    """Why no kernel on rows serves x [..., W] on a chip."""
+    if x.dtype not in _DTYPES:
+        return f"{x.dtype} is none of {', '.join(_DTYPES)}"
+    if x.dtype == jnp.float16 and chip.platform == "tpu":
+        return "TPUs have no float16"
+    if max_width is not None and x.shape[-1] > max_width:
+        return f"rows of {x.shape[-1]} numbers are wider than {max_width}"
+    return None
+
+
+def choose_launch(body: type[Body], x: jax.Array, implementation: str | None, interpret: bool) -> Launch | None:
+    """How to run on operands like x [..., W]; None for the reference."""
+    serves = functools.partial(refusal, x, max_width=None if body.elementwise else MAX_WIDTH)
+    chosen = choose(body.name, implementation, dict.fromkeys(IMPLEMENTATIONS, serves), interpret)
+    # Of nothing there is one result, whoever computes it.
+    return None if chosen == "reference" or x.size == 0 else Launch(chosen, interpret)
+
+
+def apply(
+    body: Body,
+    launch: Launch,
+    rows: Sequence[jax.Array],
+    vectors: Sequence[jax.Array] = (),
+) -> jax.Array:
+    """The one result of body(rows, vectors), in the first operand's dtype, differentiable, by a kernel each way.
+
+    Args:
+      rows: arrays [..., W] of one shape, of floating point or bool. vectors: arrays [W].
+    """
+    shape = rows[0].shape
+    flat = tuple(x.reshape(-1, shape[-1]) for x in rows)
+    operands = vary(*flat, *vectors)
+    (y,) = _apply(body, launch, operands[: len(rows)], operands[len(rows) :])
+    return y.reshape(shape)
+
+
+def apply_to_sum(
+    body: Body, launch: Launch, x: jax.Array, residual: jax.Array, vectors: Sequence[jax.Array] = ()
+) -> tuple[jax.Array, jax.Array]:
+    """s = x + residual, rounded to x's dtype, and body(s), by one kernel each way: the sum is not read back.
+
+    Args:
+      body: has one operand and one result. x, residual: [..., W] of one dtype. vectors: arrays [W].
+    """
+    flat = tuple(a.reshape(-1, x.shape[-1]) for a in (x, residual))
+    x_RW, residual_RW, *vectors = vary(*flat, *vectors)
+    total, y = _apply_to_sum(body, launch, x_RW, residual_RW, tuple(vectors))
+    return total.reshape(x.shape), y.reshape(x.shape)
+
+
+@compiled_once(static=3)
+def forward(
+    body: Body, launch: Launch, results: int, rows: Sequence[jax.Array], vectors: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
+    """So many results [R, W], in the first operand's dtype, of operands [R, W] and vectors [W], by one kernel."""
+    outputs = (jax.ShapeDtypeStruct(rows[0].shape, rows[0].dtype),) * results
+
+    def step(inside: jax.Array | None, rows: tuple, vectors: tuple) -> tuple[tuple, tuple]:
+        return body(inside, rows, vectors), ()
+
+    made, _ = _RUN[launch.implementation](
+        step,
+        rows,
+        vectors,
+        outputs,
+        sums=0,
+        elementwise=body.elementwise,
+        cost=_cost(body, 0, *rows, *vectors, *outputs),
+        name=body.name,
+        interpret=launch.interpret,
+    )
+    return made
+
+
+@compiled_once(static=2)
+def backward(
+    body: Body,
+    launch: Launch,
+    rows: Sequence[jax.Array],
+    vectors: Sequence[jax.Array],
+    cotangents: Sequence[jax.Array],
+) -> tuple[tuple[jax.Array | None, ...], tuple[jax.Array, ...]]:
+    """Cotangents of the operands and of the vectors, in their dtypes, by one kernel; None for masks."""
+    floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in rows]
+    outputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in itertools.compress(rows, floats))
+
+    def step(inside: jax.Array | None, blocks: tuple, vectors: tuple) -> tuple[tuple, tuple]:
+        rows, cotangents = blocks[: len(floats)], blocks[len(floats) :]
+
+        def of_floats(chosen: tuple, vectors: tuple) -> tuple:
+            return body(inside, _insert(chosen, rows, floats), vectors)
+
+        _, pull_back = jax.vjp(of_floats, tuple(itertools.compress(rows, floats)), vectors)
+        return pull_back(cotangents)
+
+    results, sums = _RUN[launch.implementation](
+        step,
+        (*rows, *cotangents),
+        vectors,
+        outputs,
+        sums=len(vectors),
+        elementwise=body.elementwise,
+        cost=_cost(body, 1, *rows, *vectors, *cotangents, *outputs, *vectors),
+        name=f"{body.name}_backward",
+        interpret=launch.interpret,
+    )
+    return (
+        _insert(results, (None,) * len(rows), floats),
+        tuple(s.astype(v.dtype) for s, v in zip(sums, vectors, strict=True)),
+    )
+
+
+def _insert(chosen: Sequence[Any], others: Sequence[Any], where: Sequence[bool]) -> tuple:
+    """The others, but the next of the chosen wherever it says so."""
+    left = iter(chosen)
+    return tuple(next(left) if yes else other for other, yes in zip(others, where, strict=True))
+
+
+def costs(body: Body | type[Body], rows: Sequence[Any], vectors: Sequence[Any] = ()) -> Costs:
+    """What `apply` costs on arrays, or shapes and dtypes; of a body's class, where its options cost nothing."""
+    y = rows[0]
+    floats = [x for x in rows if jnp.issubdtype(x.dtype, jnp.floating)]
+    return Costs(_cost(body, 0, *rows, *vectors, y), _cost(body, 1, *rows, *vectors, y, *floats, *vectors))
+
+
+def _cost(body: Body | type[Body], direction: int, first: Any, *others: Any) -> Cost:
+    return Cost(
+        flops=body.flops[direction] * first.size,
+        transcendentals=body.transcendentals[direction] * first.size,
+        bytes=size_of(first, *others),
+    )
+
+
+def _fwd(body, launch, rows, vectors):
+    return _apply(body, launch, rows, vectors), (rows, vectors)
+
+
+def _bwd(body, launch, saved, cotangents):
+    rows, vectors = saved
+    return backward(body, launch, rows, vectors, cotangents)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _apply(body, launch, rows, vectors):
+    return forward(body, launch, 1, rows, vectors)
+
+
+_apply.defvjp(_fwd, _bwd)
+
+
+@dataclasses.dataclass(frozen=True)
+class _WithSum:
+    """A sum s and body(s): of two operands, whose sum is rounded to a dtype first, or of the one that is it."""
+
+    body: Body | type[Body]
+    dtype: str
+
+    def __call__(self, inside: Any, rows: tuple, vectors: tuple) -> tuple:
+        total, *others = rows
+        for x in others:
+            total = (total + x).astype(self.dtype).astype(jnp.float32)
+        return (total, *self.body(inside, (total,), vectors))
+
+    name = property(lambda self: f"add_{self.body.name}")
+    elementwise = property(lambda self: self.body.elementwise)
+    flops = property(lambda self: tuple(n + 1 for n in self.body.flops))
+    transcendentals = property(lambda self: self.body.transcendentals)
+
+
+def costs_of_sum(body: Body | type[Body], x: Any, vectors: Sequence[Any] = ()) -> Costs:
+    """What `apply_to_sum` costs on x [..., W] and a residual like it."""
+    add = _WithSum(body, str(x.dtype))
+    return Costs(_cost(add, 0, x, x, *vectors, x, x), _cost(add, 1, x, *vectors, x, x, x, *vectors))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _apply_to_sum(body, launch, x, residual, vectors):
+    return forward(_WithSum(body, str(x.dtype)), launch, 2, (x, residual), vectors)
+
+
+def _sum_fwd(body, launch, x, residual, vectors):
+    total, y = _apply_to_sum(body, launch, x, residual, vectors)
+    return (total, y), (total, vectors)
+
+
+def _sum_bwd(body, launch, saved, cotangents):
+    total, vectors = saved
+    (d_total,), d_vectors = backward(_WithSum(body, str(total.dtype)), launch, (total,), vectors, cotangents)
+    return d_total, d_total, d_vectors
+
+
+_apply_to_sum.defvjp(_sum_fwd, _sum_bwd)

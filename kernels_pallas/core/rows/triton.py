@@ -1,0 +1,114 @@
+"""Rows on NVIDIA GPUs, compiled by Triton."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from kernels_pallas.core import launch, target, tuning
+from kernels_pallas.core.launch import Cost
+
+# Numbers that an offset of 32 bits tells apart.
+_REACH = 2**31
+
+
+class Blocks(NamedTuple):
+    """`rows` × `columns` numbers (powers of two) in registers at a time, by `warps` of 32 threads; 0 columns are all of
+    the row's. `programs` along the rows, each going through its share of them in a loop; 0 gives each one block."""
+
+    rows: int
+    columns: int
+    warps: int
+    programs: int = 0
+
+
+def default_blocks(rows: int, width: int, sums: int, elementwise: bool, cores: int) -> Blocks:
+    """About 4096 numbers per block and 16 per thread: two loads of 16 bytes in bfloat16."""
+    columns = min(pl.next_power_of_2(width), 1024) if elementwise else pl.next_power_of_2(width)
+    block_rows = min(max(1, 4096 // columns), pl.next_power_of_2(rows))
+    warps = min(max(block_rows * columns // (32 * 16), 1), 32)
+    # Each program writes a partial sum of W float32 numbers: no more programs than run at once. Of wide rows, operands,
+    # scale and sums fill 128 registers of a thread or nearly so, and an SM then holds 16 warps.
+    programs = cores * (4 if columns <= 1024 else max(1, 16 // warps))
+    return Blocks(block_rows, columns if elementwise else 0, warps, programs if sums else 0)
+
+
+def run(
+    step: Callable[..., tuple[tuple, tuple]],
+    rows: Sequence[jax.Array],
+    vectors: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    *,
+    sums: int,
+    elementwise: bool,
+    cost: Cost,
+    name: str,
+    interpret: bool,
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """step(inside, rows, vectors) → (results, sums over rows) on blocks: results [R, W], and sums [W] in float32."""
+    R, W = rows[0].shape
+    # Pallas counts in 32 bits where an array has at most 2³² bytes, which of a mask are twice as many as they reach.
+    rows = [x.astype(jnp.int16) if x.dtype.itemsize == 1 and x.size > _REACH else x for x in rows]
+    safe = default_blocks(R, W, sums, elementwise, target.current().cores)
+    blocks = tuning.blocks(name, "triton", (W,), rows[0].dtype, safe)
+    columns = blocks.columns or pl.next_power_of_2(W)
+    steps = pl.cdiv(pl.cdiv(R, blocks.rows), blocks.programs) if blocks.programs else 1
+    share = blocks.rows * steps
+    programs, parts = pl.cdiv(R, share), pl.cdiv(W, columns)
+
+    def kernel(*refs) -> None:
+        rows_in, vectors_in, rows_out, sums_out = _split(refs, len(rows), len(vectors), len(outputs), sums)
+        first_row, first_column = pl.program_id(0) * share, pl.program_id(1) * columns
+        # A block may reach beyond the array, and nothing stops it there but these masks.
+        inside = None
+        if W % columns:
+            inside = first_column + jax.lax.broadcasted_iota(jnp.int32, (1, columns), 1) < W
+        constants = tuple(_wide(launch.load(ref, inside)) for ref in vectors_in)
+
+        def one_block(i: jax.Array | int, totals: tuple) -> tuple:
+            at = pl.ds(i * blocks.rows, blocks.rows)
+            mask = inside
+            if R % share:
+                row = first_row + i * blocks.rows + jax.lax.broadcasted_iota(jnp.int32, (blocks.rows, 1), 0)
+                mask = row < R if inside is None else (row < R) & inside
+            if mask is not None:
+                mask = jnp.broadcast_to(mask, (blocks.rows, columns))
+            values = tuple(_wide(launch.load(ref.at[at, :], mask)) for ref in rows_in)
+            results, added = step(inside, values, constants)
+            for ref, result in zip(rows_out, results, strict=True):
+                launch.store(ref.at[at, :], result, mask)
+            return tuple(total + more for total, more in zip(totals, added, strict=True))
+
+        totals = (jnp.zeros((1, columns), jnp.float32),) * sums
+        totals = one_block(0, totals) if steps == 1 else jax.lax.fori_loop(0, steps, one_block, totals)
+        for ref, total in zip(sums_out, totals, strict=True):
+            launch.store(ref, total, inside)
+
+    tile = pl.BlockSpec((share, columns), lambda i, j: (i, j))
+    vector = pl.BlockSpec((1, columns), lambda i, j: (0, j))
+    partial = pl.BlockSpec((None, 1, columns), lambda i, j: (i, 0, j))
+    results = launch.call(
+        kernel,
+        (*rows, *(v[None] for v in vectors)),
+        (*outputs, *[jax.ShapeDtypeStruct((programs, 1, W), jnp.float32)] * sums),
+        params=launch.triton(blocks.warps),
+        grid=(programs, parts),
+        in_specs=[tile] * len(rows) + [vector] * len(vectors),
+        out_specs=[tile] * len(outputs) + [partial] * sums,
+        cost=cost,
+        name=name,
+        interpret=interpret,
+    )
+    partials = results[len(outputs) :]
+    return tuple(results[: len(outputs)]), tuple(jnp.sum(p, axis=(0, 1)) for p in partials)
+
+
+def _split(refs: Sequence, *counts: int) -> list[tuple]:
+    left = iter(refs)
+    return [tuple(next(left) for _ in range(n)) for n in counts]
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)

@@ -1,0 +1,114 @@
+"""Sizes of blocks: those that were measured to be fastest on a chip, and safe ones for every other.
+
+`blocks.json` holds what `python -m kernels_pallas.bench.tune` measured, by chip and by kernel. Where it says nothing, a
+kernel's own default is taken.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from kernels_pallas.core import target
+
+TABLE = Path(__file__).parent / "blocks.json"
+
+Blocks = TypeVar("Blocks", bound=tuple)
+
+
+class Kernel(NamedTuple):
+    """What the sizes of blocks depend on, besides the chip.
+
+    Attributes:
+      name: of the kernel, such as "rms_norm_backward". implementation: such as "triton".
+      sizes: those that matter to it, each rounded up to a power of two. dtype: of its first operand, or of its
+        result where the first operand is always float32.
+    """
+
+    name: str
+    implementation: str
+    sizes: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.implementation} {'×'.join(map(str, self.sizes))} {self.dtype}"
+
+
+class Asked(NamedTuple):
+    """What a kernel got, and which fields of it may be another number."""
+
+    blocks: Any
+    free: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Trial:
+    """What the tuner has kernels run with, and what those that asked got."""
+
+    blocks: dict[Kernel, Any]
+    asked: dict[Kernel, Asked]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Table:
+    """The file: sizes by chip, kernel and field."""
+
+    chips: dict[str, dict[str, dict[str, int]]]
+
+
+_trial: _Trial | None = None
+
+
+def blocks(name: str, implementation: str, sizes: Sequence[int], dtype: Any, default: Blocks) -> Blocks:
+    """The sizes that a kernel runs with on the chip being lowered for.
+
+    Args:
+      name, implementation, sizes, dtype: of the kernel; see `Kernel`. What is measured with one of its shapes is taken
+        for all of them: what must not exceed a bound that depends on more, the kernel itself has to bound.
+      default: what to take where nothing was measured; a named tuple of integers. A field that is 0 there is not the
+        table's to say, and stays 0.
+    """
+    kernel = Kernel(name, implementation, tuple(1 << max(n - 1, 0).bit_length() for n in sizes), str(dtype))
+    tuned = _table().chips.get(target.current().kind, {}).get(str(kernel), {})
+    if _trial is not None and kernel in _trial.blocks:
+        tuned = _trial.blocks[kernel]._asdict()
+    free = tuple(field for field, n in default._asdict().items() if n)
+    chosen = default._replace(**{field: n for field, n in tuned.items() if field in free})
+    if _trial is not None:
+        _trial.asked[kernel] = Asked(chosen, free)
+    return chosen
+
+
+@contextlib.contextmanager
+def trying(blocks: dict[Kernel, Any]) -> Iterator[dict[Kernel, Asked]]:
+    """Kernels that are traced inside run with these sizes; yields those that asked, with what they got."""
+    global _trial
+    before, _trial = _trial, _Trial(blocks, {})
+    try:
+        yield _trial.asked
+    finally:
+        _trial = before
+
+
+def record(chip: str, measured: dict[Kernel, Any], path: Path | None = None) -> None:
+    """Put sizes for a chip, by JAX's name for it, into the table."""
+    path = path or TABLE
+    table = json.loads(path.read_text())
+    said = {str(kernel): {field: n for field, n in best._asdict().items() if n} for kernel, best in measured.items()}
+    table.setdefault(chip, {}).update(said)
+    table = {chip: dict(sorted(rows.items())) for chip, rows in sorted(table.items())}
+    path.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n")
+    _table.cache_clear()
+
+
+def state() -> Hashable:
+    """Another one wherever `blocks` may say something else, and within each `trying`."""
+    return _trial, _table()
+
+
+@functools.cache
+def _table() -> _Table:
+    return _Table(json.loads(TABLE.read_text()))

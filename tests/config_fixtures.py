@@ -1,0 +1,69 @@
+"""A small experiment for the tests of configurations, and how it is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxlm.config import load
+from jaxlm.core.errors import InputError
+
+SMALL = Path("little.toml")
+
+
+CONTENT = """
+[model]
+vocabulary = 4096
+context = 256
+layers = 4
+width = 256
+
+[model.norm]
+kind = "rms"
+
+[model.position]
+kind = "rotary"
+
+[model.attention]
+heads = 8
+kv_heads = 4
+
+[model.feed_forward]
+hidden = 768
+activation = "silu"
+
+[data]
+text = "stdlib"
+
+[training]
+steps = 400
+batch = 16
+dtype = "float32"
+"""
+
+
+def refusal(*overrides: str, path: Path = SMALL) -> str:
+    """The one line with which a configuration is refused."""
+    with pytest.raises(InputError) as refused:
+        load(path, overrides)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def flat(values: dict, prefix: str = "") -> dict:
+    """Nested tables as dotted keys."""
+    pairs = {}
+    for key, value in values.items():
+        pairs.update(flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+    return pairs
+
+
+def changed(*overrides: str) -> dict:
+    """The keys of the small experiment that overrides change, with their new values."""
+    before, after = flat(load(SMALL).model_dump()), flat(load(SMALL, overrides).model_dump())
+    return {key: value for key, value in after.items() if key not in before or before[key] != value}

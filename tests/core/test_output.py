@@ -1,0 +1,96 @@
+"""A run goes on where nobody reads what it says any more."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+TALKS = """
+import os, sys
+from jaxlm.core import output
+with output.outliving_readers():
+    output.native_output_to_stderr()
+    os.write(1, NATIVE)
+    print("out", flush=True)
+    print("said", file=sys.stderr, flush=True)
+    sys.stdin.readline()
+    for stream in (sys.stdout, sys.stderr):
+        print("to nobody", file=stream, flush=True)
+        print("nor this", file=stream)
+open(sys.argv[1], "w").write("done")
+"""
+
+
+def start(tmp_path, native=b"", **streams):
+    command = [sys.executable, "-c", TALKS.replace("NATIVE", repr(native)), str(tmp_path / "done")]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, **streams)
+
+
+def test_a_closed_pipe_does_not_end_it(tmp_path):
+    process = start(tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert (process.stdout.readline(), process.stderr.readline()) == ("out\n", "said\n")
+    process.stdout.close()
+    process.stderr.close()
+    process.communicate("\n", timeout=60)
+    assert process.returncode == 0 and (tmp_path / "done").exists()
+
+
+def test_a_closed_terminal_does_not_end_it(tmp_path):
+    ours, its = os.openpty()
+    process = start(tmp_path, stdout=its, stderr=its)
+    os.close(its)
+    assert os.read(ours, 3) == b"out"
+    os.close(ours)
+    process.communicate("\n", timeout=60)
+    assert process.returncode == 0 and (tmp_path / "done").exists()
+
+
+def test_native_output_is_not_among_what_is_printed(tmp_path):
+    process = start(tmp_path, native=b"native\n", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, errors = process.communicate("\n", timeout=60)
+    assert out.splitlines() == ["out", "to nobody", "nor this"]
+    assert errors.splitlines() == ["native", "said", "to nobody", "nor this"]
+
+
+def printed(stdout, *call) -> tuple[int, str]:
+    """The status of a command whose output is kept until its end, and what it said."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, *(call or ("-m", "jaxlm", "--version"))]
+    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=kept)
+    return done.returncode, done.stderr
+
+
+FAILS = """
+from jaxlm.core import output
+with output.written_out():
+    print("some")
+    raise KeyError("why")
+"""
+
+
+@pytest.fixture
+def full():
+    if not os.path.exists("/dev/full"):
+        pytest.skip("there is no device that is always full")
+    with open("/dev/full", "w") as file:
+        yield file
+
+
+def test_output_that_has_no_room_is_one_line(full):
+    status, said = printed(full)
+    assert status == 1 and said.count("\n") == 1 and "standard output; make room" in said
+
+
+def test_output_that_has_no_room_hides_no_error(full):
+    _, said = printed(full, "-c", FAILS)
+    assert said.endswith("KeyError: 'why'\n") and "No space" not in said
+
+
+def test_a_reader_that_left_is_told_nothing():
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        assert printed(writer) == (1, "")
+    finally:
+        os.close(writer)

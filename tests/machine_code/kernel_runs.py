@@ -1,0 +1,57 @@
+"""Kernels as machine code for an NVIDIA GPU that is not here, run in emulation."""
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from machine_code.program import compile_call
+
+from jaxlm.costs.hardware.target import Target
+from jaxlm.lowering import targets
+from jaxlm.lowering.kernel_matrix import CHIPS
+from kernels_pallas.core import launch, target
+
+
+def on(chip, monkeypatch):
+    """Until the test ends, Triton's and Mosaic GPU's kernels are compiled for a chip of CHIPS and emulated. What a
+    program copies comes as late as it may the first time it runs, at once the second, and so on in turn."""
+    device = targets.devices(Target.parse(CHIPS[chip]))[0]
+    mesh = Mesh(np.array([device]), ("one",))
+    known = target.of_device(device)
+    monkeypatch.setattr(target, "current", lambda: known)
+    for name in ("pallas_call", "kernel"):
+        monkeypatch.setattr(launch.pl, name, _emulated(getattr(launch.pl, name), mesh))
+    jax.clear_caches()
+
+
+def _emulated(make, mesh):
+    """Instead of a function of Pallas that makes calls."""
+
+    def make_emulated(*arguments, **options):
+        call = make(*arguments, **options)
+
+        def run(*operands):
+            structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+            precision = jax.config.jax_default_matmul_precision
+            # In a thread of its own nothing is being traced.
+            with ThreadPoolExecutor(1) as thread:
+                compiled = thread.submit(_compiled, mesh, precision, call, structs).result()
+            late = itertools.cycle([True, False])
+
+            def emulate(*operands):
+                return compiled.run(*operands, late=next(late))
+
+            return jax.pure_callback(emulate, list(compiled.results), *operands, vmap_method="sequential")
+
+        return run
+
+    return make_emulated
+
+
+def _compiled(mesh, precision, call, structs):
+    whole = NamedSharding(mesh, PartitionSpec())
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in structs]
+    with jax.set_mesh(mesh), jax.enable_x64(False), jax.default_matmul_precision(precision):
+        return compile_call(jax.jit(call).lower(*structs))

@@ -1,0 +1,184 @@
+"""Calls of Pallas kernels, compiled for an NVIDIA GPU that is not here and run in emulation."""
+
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from machine_code import machine, ptx
+from machine_code.waiting import TensorMap
+
+from jaxlm.lowering.assembly import dump
+
+_TRITON = re.compile(
+    r"grid_x = (\d+) : i32, grid_y = (\d+) : i32, grid_z = (\d+) : i32.*?name = \"(\w+)\", num_stages", re.DOTALL
+)
+
+
+class Call(NamedTuple):
+    """One kernel and how it is launched.
+
+    Attributes:
+      results: shapes and dtypes.
+      parameters: see `machine.run`.
+      counters: how many counters its blocks share; they begin at 0.
+    """
+
+    kernel: ptx.Kernel
+    grid: tuple[int, int, int]
+    results: tuple[jax.ShapeDtypeStruct, ...]
+    parameters: tuple[int | Mapping[int, TensorMap], ...] | None = None
+    counters: int = 0
+
+    def run(self, *operands: Any, late: bool = True) -> list[np.ndarray]:
+        """The results; raises what `machine.run` does."""
+        if self.counters:
+            operands = (*operands, np.zeros(self.counters, np.int32))
+        return machine.run(
+            self.kernel, self.grid, operands, self.results, self.parameters, late, counters=int(self.counters > 0)
+        )
+
+
+def compile_call(lowered: jax.stages.Lowered) -> Call:
+    """Of a program that is one call of a Pallas kernel, whose operands are its own, by Triton or Mosaic GPU.
+
+    Raises ValueError of any other program; the compiler's errors where it refuses it; RuntimeError of a kernel by
+    Mosaic GPU that this process compiled before, and not by this function.
+    """
+    text = lowered.as_text()
+    counters = _require_one_call(text)
+    if text not in _BY_MOSAIC:
+        call = _compile(lowered, counters)
+        if call.parameters is None:
+            return call
+        _BY_MOSAIC[text] = call
+    return _BY_MOSAIC[text]
+
+
+_CALL = re.compile(r"%(\d+)(?::\d+)? = (?:call|stablehlo\.custom_call) @[\w$.]+\((.*?)\)")
+# Counters that Mosaic GPU has its kernels be given.
+_ZEROS = re.compile(
+    r"^ *(%\w+) = stablehlo\.constant dense<0> : tensor<i32>.*\n"
+    r" *(%\w+) = stablehlo\.broadcast_in_dim \1, dims = \[\] : \(tensor<i32>\) -> tensor<(\d+)xi32>.*\n",
+    re.MULTILINE,
+)
+_OTHER = re.compile(r"^\s*(?:%\S+ = )?(?!call |stablehlo\.custom_call|return |func\.)([a-z]\w*\.\w+)", re.MULTILINE)
+
+
+def _require_one_call(text: str) -> int:
+    """That each function of a program passes all it is given on, to one call, and returns what comes of that. Returns
+    how many counters the call is given besides."""
+    text = re.sub(r'"[^"]*"', '""', text)  # kernels themselves
+    counters = 0
+    if "@mosaic_gpu" in text and "output_operand_alias" in text and (zeros := _ZEROS.search(text)):
+        text = text.replace(zeros[0], "").replace(f", {zeros[2]})", ")")
+        counters = int(zeros[3])
+    calls = [operands.split(", ") for _, operands in _CALL.findall(text)]
+    if text.count("stablehlo.custom_call @") != 1 or text.count("func.func") != len(calls):
+        raise ValueError("the program is not one call of a Pallas kernel")
+    if other := set(_OTHER.findall(text)) - {"sdy.mesh"}:
+        raise ValueError(f"the program does more than to call a Pallas kernel: {', '.join(sorted(other))}")
+    if any(operands != [f"%arg{i}" for i in range(len(operands))] for operands in calls):
+        raise ValueError("the operands of the Pallas kernel are not those of the program, in their order")
+    return counters
+
+
+# Mosaic GPU compiles a kernel but once in a process.
+_BY_MOSAIC: dict[str, Call] = {}
+
+
+def _compile(lowered: jax.stages.Lowered, counters: int) -> Call:
+    results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(lowered.out_info))
+    with tempfile.TemporaryDirectory(prefix="jaxlm-emulation-") as folder:
+        dump(lowered, Path(folder))
+        texts = [path.read_text() for path in Path(folder).glob("*.ptx")]
+        logs = [path.read_text() for path in Path(folder).glob("*.mlir-passes.log")]
+    kernels = [kernel for text in texts for kernel in ptx.kernels(text)]
+    if logs:
+        (kernel,) = (kernel for kernel in kernels if kernel.name.endswith("_mosaic_gpu_kernel"))
+        operands = jax.tree.leaves(lowered.in_avals)
+        count = [jax.ShapeDtypeStruct((counters,), np.int32)] if counters else []
+        passed = [*operands, *count, *results, *count]
+        grid, parameters = _launch(logs[0], [x.dtype for x in passed])
+        if counters:  # are an operand and a result, in one place
+            parameters = tuple(len(operands) if x == len(passed) - 1 else x for x in parameters)
+        return Call(kernel, grid, results, parameters, counters)
+    launch = _TRITON.search(lowered.as_text())
+    if launch is None:
+        raise RuntimeError("Mosaic GPU has compiled this kernel before in this process, and wrote nothing now")
+    *grid, name = launch.groups()
+    (kernel,) = (kernel for kernel in kernels if kernel.name == name)
+    return Call(kernel, tuple(map(int, grid)), results)
+
+
+# Before this pass of Mosaic GPU all that the host does for a launch is constants, pointers and tensor maps.
+_LAUNCH_IS_KNOWN = "// -----// IR Dump Before GpuLaunchLoweringPass"
+_CONSTANT = re.compile(r"llvm\.mlir\.constant\((-?\d+) : \w+\)")
+_POINTER = re.compile(r"llvm\.getelementptr (%\w+)\[(\d+)\]")
+_STORE = re.compile(r"(?:llvm|memref)\.store (%\w+), (%\w+)(?:\[(%\w+)\])?")
+_MAP = re.compile(r"call @mosaic_gpu_init_tma_desc\((.*?)\)")
+_OPERAND = re.compile(r"%\w+")
+
+
+class _Memory(NamedTuple):
+    """A place in what the host allocates, by a number of its own."""
+
+    number: int
+    offset: int
+
+
+class _Array(NamedTuple):
+    """The data of an operand or a result."""
+
+    index: int
+
+
+class _Slot(NamedTuple):
+    """Where the pointer to it is."""
+
+    index: int
+
+
+def _launch(log: str, dtypes: Sequence[np.dtype]) -> tuple[tuple[int, int, int], tuple]:
+    """The grid and the parameters of a kernel by Mosaic GPU, from what its host function does with arrays of these
+    elements."""
+    host = log[log.index(_LAUNCH_IS_KNOWN) :]
+    host = host[host.index("func.func @") :]
+    stream, pointers = re.search(r"\((%\w+): .*?, (%\w+): ", host).groups()
+    values: dict[str, Any] = {stream: None, pointers: _Slot(0)}
+    held: dict[_Memory, Any] = {}  # integers, and tensor maps, by where they are
+    for line in host.splitlines():
+        target, _, operation = line.strip().partition(" = ") if line.strip().startswith("%") else ("", "", line.strip())
+        if found := _CONSTANT.match(operation):
+            values[target] = int(found[1])
+        elif operation.startswith(("llvm.alloca", "memref.alloca")):
+            values[target] = _Memory(len(values), 0)
+        elif found := _POINTER.match(operation):
+            base, by = values[found[1]], int(found[2])
+            values[target] = base._replace(index=by) if isinstance(base, _Slot) else base._replace(offset=by)
+        elif found := _STORE.match(operation):
+            place = values[found[2]]
+            held[place._replace(offset=values[found[3]]) if found[3] else place] = values[found[1]]
+        elif found := _MAP.match(operation):
+            place, data, _, rank, shape, strides, swizzle, box = (values[x] for x in _OPERAND.findall(found[1]))
+            each = ([held[at._replace(offset=i)] for i in range(rank)] for at in (shape, strides, box))
+            held[place] = TensorMap(data.index, dtypes[data.index], *map(tuple, each), swizzle)
+        elif operation.startswith("gpu.launch_func"):
+            blocks, arguments = re.search(r"blocks in \((.*?)\).* args\((.*)\)", operation).groups()
+            passed = [values[x] for x in _OPERAND.findall(arguments)]
+            return tuple(values[x] for x in _OPERAND.findall(blocks)), tuple(
+                x.index
+                if isinstance(x, _Array)
+                else {at.offset: known for at, known in held.items() if at.number == x.number}
+                for x in passed
+            )
+        elif target:  # whatever is made of a pointer begins where it points
+            known = [values[x] for x in _OPERAND.findall(operation) if x in values]
+            first = next((x for x in known if isinstance(x, _Array | _Slot | _Memory)), None)
+            if first is None and operation.startswith(("builtin.unrealized_conversion_cast", "arith.index_cast")):
+                first = known[0]
+            values[target] = _Array(first.index) if isinstance(first, _Slot) else first
+    raise RuntimeError("Mosaic GPU wrote no launch")

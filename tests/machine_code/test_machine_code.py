@@ -1,0 +1,230 @@
+"""What the compilers make of kernels for NVIDIA GPUs, run in emulation against the reference in float32: results,
+gradients, and the same when copies come early as when they come late; that no access leaves its array, and that no two
+blocks write the same place."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import kernel_runs
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from machine_code.program import compile_call
+from markers import ELSEWHERE
+from numerics import check, drawn, served
+
+from jaxlm.costs.hardware.target import Target
+from jaxlm.lowering import targets
+from jaxlm.lowering.kernel_matrix import CHIPS
+from kernels_pallas import gated_activation, rms_norm
+from kernels_pallas.core import hopper, launch, target
+from kernels_pallas.core.registry import OPERATIONS
+from kernels_pallas.flash_attention import both, causal, flash_attention, packed, ring, window
+
+pytestmark = ELSEWHERE
+
+
+def _calls():
+    """On Hopper every case. Others differ by how they multiply narrow numbers: those, and one case of all else."""
+    for operation in OPERATIONS.values():
+        for implementation in set(operation.implementations) & {"triton", "mosaic_gpu"}:
+            for i, (case, dtype) in enumerate(served(operation, implementation)):
+                yield operation, case, dtype, implementation, "H100"
+                multiplies = operation.name in ("matmul", "flash_attention")
+                if implementation == "triton" and (dtype != "float32" if multiplies else i == 0):
+                    yield operation, case, dtype, implementation, "A100"
+                    yield operation, case, dtype, implementation, "B200"
+
+
+CALLS = [
+    pytest.param(*call, id=f"{call[0].name}-{call[1].name}-{'-'.join(call[2:])}")
+    for call in sorted(_calls(), key=lambda call: (call[0].name, call[3]))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation, case, dtype, implementation, chip", CALLS)
+def test_machine_code_gives_what_the_reference_gives(operation, case, dtype, implementation, chip, monkeypatch):
+    kernel_runs.on(chip, monkeypatch)
+    check(operation, case, dtype, implementation)
+
+
+def assert_near(run, expected):
+    """Of attention in bfloat16: weights and their gradients are rounded to it before they are multiplied. The same to
+    the last bit when copies come at once, as they do the second time."""
+    made = run()
+    for got, want in zip(made, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=2e-2, atol=2e-2 * float(jnp.abs(want).max()))
+    chex.assert_trees_all_equal(run(), made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "widths, stages",
+    [((64, 64), 1), ((64, 64), 4), ((128, 64), 1), ((128, 64), 4), ((128, 128), 4), ((192, 128), 4), ((256, 256), 4)],
+)
+def test_attention_of_every_width(widths, stages, monkeypatch):
+    """Of rings with one to four places, and of outputs that lie where the queries lay or beside them."""
+    shapes = [(1, 400, heads, width) for heads, width in ((2, widths[0]), (1, widths[0]), (1, widths[1]))]
+    operands = drawn(*shapes, dtype=jnp.bfloat16)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def results(implementation, *operands):
+        def attend(*operands):
+            return flash_attention(*operands, visible=causal(400), implementation=implementation)
+
+        out, pull_back = jax.vjp(attend, *operands)
+        return out, *pull_back(jnp.ones_like(out))
+
+    expected = results("reference", *(x.astype(jnp.float32) for x in operands))
+    monkeypatch.setattr(ring.tuning, "blocks", lambda *request: request[-1]._replace(stages=stages))
+    kernel_runs.on("H100", monkeypatch)
+    assert_near(functools.partial(results, "mosaic_gpu", *operands), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows, stages", [(1, 4), (448, 3)])
+def test_a_bias_may_have_fewer_places_than_queries(rows, stages, monkeypatch):
+    """One, and the step that waits for it waits for gradients that are sent between two copies."""
+    shapes = [(1, 448, 1, width) for width in (128, 128, 64)] + [(1, 1, rows, 448)]
+    *operands, bias = drawn(*shapes, dtype=jnp.bfloat16)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradients(implementation, *operands):
+        def attend(*operands):
+            return flash_attention(*operands, visible=causal(448), bias=bias, implementation=implementation)
+
+        out, pull_back = jax.vjp(attend, *operands)
+        return pull_back(jnp.ones_like(out))
+
+    expected = gradients("reference", *(x.astype(jnp.float32) for x in operands))
+    made = []
+    plain = ring.Ring.of.__func__
+    monkeypatch.setattr(ring.Ring, "of", classmethod(lambda *a, **o: made.append(plain(*a, **o)) or made[-1]))
+    kernel_runs.on("H100", monkeypatch)
+    assert_near(functools.partial(gradients, "mosaic_gpu", *operands), expected)
+    assert made[-1].stages == stages
+
+
+def test_a_load_without_its_mask_is_found(monkeypatch):
+    """Interpreted it would be none: there what is beyond an array reads as something. JAX 0.12 masks blocks itself."""
+    kernel_runs.on("A100", monkeypatch)
+    x = jnp.ones((3, 48))
+    rms_norm(x, implementation="triton")
+    plain = launch.load
+    monkeypatch.setattr(launch, "load", lambda ref, mask=None, other=0: plain(ref))
+    jax.clear_caches()
+    if jax.__version_info__ >= (0, 12):
+        np.testing.assert_allclose(rms_norm(x, implementation="triton"), x, rtol=1e-6)
+    else:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="rms_norm: .*ld.global.* of operand 0, which"):
+            rms_norm(x, implementation="triton")
+    jax.clear_caches()
+
+
+def test_a_barrier_that_nobody_waits_for_is_found(monkeypatch):
+    """A kernel that waits for nothing is at its end before what it has begun."""
+    kernel_runs.on("H100", monkeypatch)
+    query, key, value = drawn(*[(1, 256, 1, 64)] * 3, dtype=jnp.bfloat16)
+
+    def attend():
+        jax.clear_caches()
+        return np.asarray(
+            flash_attention(query, key, value, visible=causal(256), implementation="mosaic_gpu"), np.float32
+        )
+
+    right = attend()
+    assert np.isfinite(right).all()
+    monkeypatch.setattr(hopper.Warpgroup, "wait", lambda *arguments: None)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="EmulationError: .*ends before a (copy|product)"):
+        attend()
+    jax.clear_caches()
+
+
+def test_a_register_that_a_product_still_reads_is_not_written(monkeypatch):
+    monkeypatch.setattr(hopper, "_held_until", lambda result, operand: result)
+    query, key, value = drawn(*[(1, 384, 1, 128)] * 3, dtype=jnp.bfloat16)
+    attend = functools.partial(flash_attention, visible=causal(384), implementation="mosaic_gpu")
+    kernel_runs.on("H100", monkeypatch)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="writes %r.*, which a product that nobody has waited for"):
+        attend(query, key, value)
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("left_out", ["semaphore_wait", "wait_smem_to_gmem"])
+def test_a_sum_that_is_not_added_to_in_turn_is_found(left_out, monkeypatch):
+    """Where a block of keys does not wait for the one before it, or says that it has added when the copy engine has
+    only read."""
+    plain = getattr(plgpu, left_out)
+    early = {
+        "semaphore_wait": lambda *arguments, **options: None,
+        "wait_smem_to_gmem": lambda n, wait_read_only=False: plain(n, wait_read_only=True),
+    }
+    query, key, value = drawn(*[(1, 256, 1, 128)] * 3, dtype=jnp.bfloat16)
+    attend = functools.partial(flash_attention, visible=causal(256), implementation="mosaic_gpu")
+    kernel_runs.on("H100", monkeypatch)
+    out, pull_back = jax.vjp(attend, query, key, value)
+    monkeypatch.setattr(plgpu, left_out, early[left_out])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="gradients.*: (reads what another block wrote|two blocks)"):
+        pull_back(out)
+    jax.clear_caches()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [64, 128])
+def test_gradients_are_added_up_over_keys_and_heads(width, monkeypatch):
+    """Mapped, on a chip of one SM, which has a block go through all heads that share its keys: of packed sequences in
+    windows, where to some queries several blocks of keys add, to some one, to some none, with a cap and sinks."""
+    shapes = [(2, 1, 400, heads, width) for heads in (4, 2, 2)]
+    operands = drawn(*shapes, dtype=jnp.bfloat16)
+    ids = jnp.repeat(jnp.array([[0, 1, 2, -1]]), 100, axis=1)
+    (sinks,) = drawn((4,), seed=1)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradients(implementation, *operands):
+        def attend(*operands):
+            visible = both(window(400, 150), packed(ids))
+            options = dict(visible=visible, soft_cap=5.0, sinks=sinks, implementation=implementation)
+            return flash_attention(*operands, **options)
+
+        out, pull_back = jax.vjp(jax.vmap(attend), *operands)
+        return pull_back(jnp.cos(jnp.arange(out.size).reshape(out.shape)).astype(out.dtype))
+
+    expected = gradients("reference", *(x.astype(jnp.float32) for x in operands))
+    kernel_runs.on("H100", monkeypatch)
+    chip = dataclasses.replace(target.current(), cores=1)
+    monkeypatch.setattr(target, "current", lambda: chip)
+    assert_near(functools.partial(gradients, "mosaic_gpu", *operands), expected)
+
+
+def test_a_program_of_more_than_a_kernel_is_refused():
+    (device,) = targets.devices(Target.parse(CHIPS["A100"]))
+    mesh = Mesh(np.array([device]), ("one",))
+    x = jax.ShapeDtypeStruct((4, 32), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    def lowered(function):
+        with jax.set_mesh(mesh):
+            return jax.jit(function).lower(x, x)
+
+    add = functools.partial(gated_activation, activation="relu", implementation="triton")
+    assert compile_call(lowered(add)).kernel.name == "gated_activation"
+    for program, message in (
+        (lambda a, b: a + b, "not one call"),
+        (lambda a, b: add(add(a, b), b), "not one call"),
+        (lambda a, b: add(a, b) * 2, "does more .*: stablehlo.*multiply"),
+        (lambda a, b: add(b, a), "not those of the program"),
+        (lambda a, b: add(a, a), "not those of the program"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compile_call(lowered(program))
+
+
+def test_emulation_ends_with_its_test(monkeypatch):
+    with monkeypatch.context() as patch:
+        kernel_runs.on("A100", patch)
+    with pytest.raises(NotImplementedError):
+        rms_norm(jnp.ones((4, 32)), implementation="triton")

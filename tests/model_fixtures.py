@@ -1,0 +1,145 @@
+"""Models, batches and settings small enough for many tests."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from pydantic import TypeAdapter
+
+from jaxlm.core.schema import kind_of, sections_in
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.positions import visible_in_rows
+from jaxlm.parallel import sharding
+from jaxlm.training.config import AnyOptimizer, OptimizerConfig, TrainingConfig
+from jaxlm.training.step import jit_steps, make_steps
+
+VOCABULARY, CONTEXT = 64, 32
+
+LLAMA = {
+    "norm": {"kind": "rms"},
+    "position": {"kind": "rotary"},
+    "attention": {"heads": 8, "kv_heads": 4},
+    "feed_forward": {"hidden": 48, "activation": "silu", "gated": True},
+}
+GPT2 = {
+    "norm": {"kind": "layer", "bias": True},
+    "position": {"kind": "learned"},
+    "attention": {"heads": 8, "qkv_bias": True, "output_bias": True},
+    "feed_forward": {"hidden": 64, "activation": "gelu_tanh", "bias": True},
+    "tied_embeddings": True,
+}
+QWEN3 = {
+    **LLAMA,
+    "attention": {"heads": 8, "kv_heads": 2, "head_width": 8, "qk_norm": True},
+    "tied_embeddings": True,
+}
+LLAMA31 = {
+    **LLAMA,
+    "position": {"kind": "rotary", "scaling": {"factor": 8.0, "original_context": 16}},
+}
+# What Gemma 2 and Gemma 3 have, together; of three layers the second sees beyond its window.
+GEMMA = {
+    **LLAMA,
+    "norm": {"kind": "rms", "plus_one": True},
+    "position": {"kind": "rotary", "scaling": {"kind": "linear", "factor": 8.0}},
+    "attention": {
+        "heads": 8,
+        "kv_heads": 4,
+        "head_width": 8,
+        "qk_norm": True,
+        "scale": 0.5,
+        "soft_cap": 3.0,
+        "window": {"size": 5, "global_every": 2, "rotary_base": 100.0},
+    },
+    "feed_forward": {"hidden": 48, "activation": "gelu_tanh", "gated": True},
+    "post_norms": True,
+    "tied_embeddings": True,
+    "scale_embeddings": True,
+    "logit_soft_cap": 4.0,
+}
+FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "qwen3": QWEN3, "llama3.1": LLAMA31, "gemma": GEMMA}
+
+
+def model(family: dict = LLAMA, **changes) -> ModelConfig:
+    """Three layers, width 32. Weights ten times the usual size, so that every part of it matters in float32."""
+    sizes = {"vocabulary": VOCABULARY, "context": CONTEXT, "layers": 3, "width": 32, "initializer_std": 0.2}
+    return ModelConfig(**{**sizes, **family, **changes})
+
+
+def training(**changes) -> TrainingConfig:
+    return TrainingConfig(**{"batch": 8, "sequence": CONTEXT, "dtype": "float32", **changes})
+
+
+OPTIMIZERS = tuple(map(kind_of, sections_in(AnyOptimizer)))
+
+
+def optimization(**changes) -> OptimizerConfig:
+    """AdamW unless a `kind` is given."""
+    values = {"learning_rate": 1e-2, "schedule": {"decay_steps": 100}, **changes}
+    return TypeAdapter(AnyOptimizer).validate_python(values)
+
+
+def batch(rows: int = 8, length: int = CONTEXT, seed: int = 0, vocabulary: int = VOCABULARY) -> dict:
+    """Random rows, each packed with three segments and some room left at its end."""
+    draw = np.random.default_rng(seed)
+    segments = np.zeros((rows, length), np.int32)
+    positions = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
+    for row in range(rows):
+        cuts = [0, *np.sort(draw.choice(np.arange(1, length), 3, replace=False))]
+        for segment, (start, end) in enumerate(zip(cuts[:-1], cuts[1:], strict=True), start=1):
+            segments[row, start:end] = segment
+            positions[row, start:end] = np.arange(end - start)
+        positions[row, cuts[-1] :] = np.arange(length - cuts[-1])
+    tokens, targets = draw.integers(0, vocabulary, (2, rows, length), dtype=np.int32)
+    return {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions}
+
+
+_OPTIMIZATION = optimization()
+
+
+def jitted(model, training, mesh, optimization):
+    """The programs of an experiment, which are compiled when they are first called."""
+    return jit_steps(make_steps(model, training, optimization), mesh)
+
+
+def run_steps(model, training, batches, mesh=None, optimization=None):
+    """(metrics of each step, final state) of a few training steps."""
+    mesh = mesh or sharding.make_mesh()
+    with jax.set_mesh(mesh):
+        steps = jitted(model, training, mesh, optimization or _OPTIMIZATION)
+        state = steps.init()
+        metrics = []
+        for host in batches:
+            state, measured = steps.train(state, sharding.put_batch(host, mesh))
+            metrics.append(jax.device_get(measured))
+        return metrics, jax.device_get(state)
+
+
+def assert_same_numbers(actual, expected, relative: float) -> None:
+    """Leaves equal to a share of the largest number of each.
+
+    Gradients are sums, whose small entries carry the rounding of the large terms. A leaf that is zero but for
+    rounding (a key bias moves no softmax) is held against a thousandth of the largest number of all.
+    """
+    largest = max(np.abs(np.asarray(leaf)).max() for leaf in jax.tree.leaves(expected))
+
+    def scaled(x, like):
+        return np.asarray(x, np.float64) / max(np.abs(np.asarray(like, np.float64)).max(), 1e-3 * largest)
+
+    chex.assert_trees_all_close(
+        jax.tree.map(scaled, actual, expected), jax.tree.map(scaled, expected, expected), rtol=0, atol=relative
+    )
+
+
+def full_logits(graph, parameters, tokens):
+    """Logits [T, V] behind each token of one sequence, by one pass over all of it."""
+
+    @jax.jit
+    def run(parameters, tokens):
+        module = nnx.merge(graph, parameters)
+        positions = jnp.arange(tokens.shape[1])[None]
+        hidden, _ = module.hidden(tokens, positions, visible_in_rows(positions))
+        return module.logits(hidden)
+
+    return run(parameters, jnp.asarray(tokens)[None])[0]

@@ -1,0 +1,163 @@
+"""What crosses between devices, on every compiler: gradients the `data` axis once per step, outside the loops over
+microbatches and layers; the stream the `tensor` axis by gathers and scatters, so that each device holds its part; and
+nothing that the table of logical axes does not ask for."""
+
+import math
+import platform
+import sys
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import model_fixtures
+import pytest
+
+from jaxlm.costs.hardware.target import Target
+from jaxlm.lowering import collectives, hlo, targets
+from jaxlm.models import tree as model_tree
+from jaxlm.parallel import sharding
+from jaxlm.training.step import jit_steps, make_steps
+
+VOCABULARY = 2048
+
+
+def training_step(
+    mesh, dtype: str, context: int = model_fixtures.CONTEXT, microbatches: int = 4, **model
+) -> hlo.Program:
+    """The compiled step on a mesh, perhaps of devices that are not here."""
+    training = model_fixtures.training(dtype=dtype, microbatches=microbatches, batch=32, sequence=context)
+    steps = make_steps(model_fixtures.model(context=context, **model), training, model_fixtures.optimization())
+    state = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        jax.eval_shape(steps.init),
+        steps.shardings(mesh),
+    )
+    lies = sharding.sharding(("batch", "sequence"), (32, context), mesh)
+    names = ("tokens", "targets", "segments", "positions")
+    batch = {name: jax.ShapeDtypeStruct((32, context), jnp.int32, sharding=lies) for name in names}
+    with jax.set_mesh(mesh):
+        return hlo.parse(jit_steps(steps, mesh).train.lower(state, batch).compile().as_text())
+
+
+def sent(program: hlo.Program, mesh) -> list[collectives.CompiledCollective]:
+    return collectives.collectives(program, dict(mesh.shape))
+
+
+# Where programs for TPU and CUDA can be compiled without either.
+elsewhere = pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="its compilers are for Linux on x86-64"
+)
+four = {
+    "cpu": lambda: jax.devices()[:4],
+    "tpu": lambda: targets.devices(Target.parse("tpu-v5e:2x2")),
+    "cuda": lambda: targets.devices(Target.parse("h200-sxm:4")),
+}
+on = pytest.mark.parametrize(
+    "platform", ["cpu", *(pytest.param(name, marks=[elsewhere, pytest.mark.slow]) for name in ("tpu", "cuda"))]
+)
+# XLA's CPU compiler aborts on some products of bfloat16 under a shard_map.
+DTYPES = {"cpu": "float32", "tpu": "bfloat16", "cuda": "bfloat16"}
+
+
+@on
+@pytest.mark.parametrize("shape", [(4, 1, 1), (2, 2, 1), (2, 1, 2)], ids=str)
+def test_gradients_cross_data_once_per_step(shape, platform):
+    mesh = sharding.make_mesh(*shape, four[platform]())
+    found = sent(training_step(mesh, DTYPES[platform]), mesh)
+    crossing = [c for c in found if "data" in c.axes]
+    assert not [c for c in crossing if c.in_loop]
+    assert any(c.kind == "all-reduce" for c in crossing)
+    assert any(c.in_loop for c in found) == (shape != (4, 1, 1))
+
+
+@on
+@pytest.mark.parametrize("shape", [(4, 1, 1), (1, 4, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)], ids=str)
+def test_a_step_holds_these_kinds_of_collectives_and_no_others(shape, platform):
+    """Over `data` sums; over `fsdp` gathers of parameters and sums of gradients; over `tensor` gathers and sums of the
+    stream. No all-to-all and no permutation: nothing lies where it is not needed."""
+    mesh = sharding.make_mesh(*shape, four[platform]())
+    found = sent(training_step(mesh, DTYPES[platform], microbatches=1, vocabulary=VOCABULARY), mesh)
+    sums = {"all-reduce", "reduce-scatter"}
+    allowed = {("data",): sums, ("fsdp",): {"all-gather"} | sums, ("tensor",): {"all-gather"} | sums}
+    # Scalars, and the gradients of vectors that every device has, are summed over several axes at once.
+    strange = [c for c in found if c.kind not in allowed.get(c.axes, {"all-reduce"}) or not c.whole]
+    assert not strange
+    over_many = [c for c in found if len(c.axes) > 1]
+    assert all(c.bytes <= 4 * (VOCABULARY + 64 * 32) for c in over_many if c.axes != ("data", "fsdp"))
+    for axis, size in mesh.shape.items():
+        assert any(axis in c.axes for c in found) == (size > 1)
+
+
+@on
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_embedding_table_is_never_gathered_over_tensor(tied, platform):
+    """Each device looks up what it has, and what they find is added."""
+    mesh = sharding.make_mesh(1, 2, 2, four[platform]())
+    program = training_step(mesh, DTYPES[platform], vocabulary=VOCABULARY, tied_embeddings=tied)
+    width = {"float32": 4, "bfloat16": 2}[DTYPES[platform]]
+    table = VOCABULARY * 32 * width
+    gathers = [c for c in sent(program, mesh) if c.kind == "all-gather"]
+    assert any(c.axes == ("fsdp",) and c.bytes >= table // 2 for c in gathers)  # half of the rows, whole in width
+    assert not [c for c in gathers if "tensor" in c.axes and c.bytes >= table // 2]
+
+
+@on
+def test_no_parameter_above_a_size_is_whole_on_every_device(platform):
+    mesh = sharding.make_mesh(1, 2, 2, four[platform]())
+    _, tree = model_tree.abstract(model_fixtures.model(vocabulary=VOCABULARY))
+    limit = 3 * 64  # vectors of three layers; every matrix has more numbers
+    for path, declared in model_tree.paths(model_tree.dimensions(tree)).items():
+        if (size := math.prod(declared.shape)) > limit:
+            lies = sharding.sharding(declared.axes, declared.shape, mesh)
+            assert math.prod(lies.shard_shape(declared.shape)) * 4 == size, path
+    program = training_step(mesh, DTYPES[platform], microbatches=1, vocabulary=VOCABULARY)
+    given = Counter(p.op_name for p in program.entry.parameters if "parameters" in p.op_name)
+    assert len(given) == len(model_tree.paths(model_tree.shapes(tree)))
+    largest = max(a.numbers for p in program.entry.parameters for a in p.arrays if "parameters" in p.op_name)
+    assert largest == VOCABULARY * 32 // 4
+
+
+@pytest.mark.slow
+@elsewhere
+def test_the_stream_is_gathered_and_scattered_on_cuda():
+    """Forward: in a layer two gathers, and two sums of which each device keeps its part; one such sum behind the
+    embedding and a gather before the unembedding. Backward: their transposes. No [B, T, D] is summed whole."""
+    mesh = sharding.make_mesh(1, 1, 4, four["cuda"]())
+    program = training_step(mesh, "bfloat16")
+    stream = 2 * 8 * model_fixtures.CONTEXT * 32
+    counted = Counter()
+    for c in sent(program, mesh):
+        if c.in_loop and c.bytes == stream:
+            counted[c.kind] += c.count
+    # Six of each in a microbatch of one layer; four microbatches, three layers, the ends once per microbatch.
+    each = 4 * (3 * 4 + 2)
+    assert counted == {"all-gather": each, "reduce-scatter": each}
+
+
+@pytest.mark.slow
+@elsewhere
+def test_the_stream_is_gathered_and_scattered_on_tpu():
+    """There, a sum of which each device keeps its part is an all-reduce in a fusion of that name."""
+    mesh = sharding.make_mesh(1, 1, 4, four["tpu"]())
+    found = sent(training_step(mesh, "bfloat16", context=512, width=256), mesh)
+    stream = 2 * 8 * 512 * 256
+    kinds = {c.kind for c in found if c.bytes == stream and c.dtype == "bf16"}
+    assert kinds == {"all-gather", "reduce-scatter"}
+
+
+@elsewhere
+@pytest.mark.slow
+def test_two_slices_of_a_tpu_are_joined_by_data():
+    from jax.experimental import topologies
+
+    targets.devices(Target.parse("tpu-v5e:2x2"))  # sets up libtpu where there is no machine
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2", num_slices=2).devices
+    mesh = sharding.make_mesh(2, 2, 2, devices)
+    assert [{device.slice_index for device in part.flat} for part in mesh.devices] == [{0}, {1}]
+
+
+@elsewhere
+@pytest.mark.slow
+def test_an_axis_that_shares_links_of_the_torus_is_said():
+    with pytest.warns(UserWarning, match="a mesh of 1 × 8 × 8 axes share links"):
+        sharding.make_mesh(1, 8, 8, targets.devices(Target.parse("tpu-v5p:4x4x4")))

@@ -64,7 +64,7 @@ class Case:
 
 def _cases() -> Iterator[Case]:
     """Each can be wrong for a reason of its own. A few layers stand for all where nothing but their number differs."""
-    llama, gpt2, qwen, few = "llama3.1-8b", "gpt2-355m", "qwen3-0.6b", "model.layers=4"
+    llama, gpt2, qwen, few = "llama3.1-8b", "gpt2-355m", "qwen3-0.6b", "model.num_layers=4"
     full, fsdp = "training.remat=full", lambda n: MeshShape(1, n, 1)  # noqa: E731
     keep = "training.remat=[{}]".format(", ".join(f'"{name}"' for name in ("query", "key", "value", "up", "gate")))
     less = 'training.remat=["query", "key", "value"]'
@@ -103,7 +103,7 @@ def _cases() -> Iterator[Case]:
     yield Case("train", llama, "tpu-v7x:2x2x2", 16, 4096, fsdp(16), (few, full))
     yield Case("train", gpt2, "tpu-v5e:2x2", 16, 1024, fsdp(4), (full,))
     yield Case("train", gpt2, "tpu-v5p:2x2x1", 16, 1024, fsdp(4))
-    short = full, "model.layers=2", "model.context=2048"  # of room, with the larger batch
+    short = full, "model.num_layers=2", "model.context_length=2048"  # of room, with the larger batch
     yield Case("train", gpt2, "tpu-v5e:2x2", 64, 2048, fsdp(4), short)
     yield Case("train", gpt2, "tpu-v5e:2x2", 92, 2048, fsdp(4), short)
     yield Case("train", gpt2, "tpu-v6e:2x2", 16, 1024, MeshShape(4, 1, 1), (full,))
@@ -122,7 +122,7 @@ def _cases() -> Iterator[Case]:
     yield Case("train", qwen, "tpu-v6e:2x2", 8, 4096, tensor(2, 2), (auto,))
     yield Case("prefill", llama, "h200-sxm:8", 32, 4096, fsdp(8), (auto,))
 
-    gemma, small = "gemma2-2b", "model.vocabulary=8192"  # the loss is the peak, and with few tokens a layer
+    gemma, small = "gemma2-2b", "model.vocab_size=8192"  # the loss is the peak, and with few tokens a layer
     yield Case("train", gemma, "h200-sxm:8", 8, 4096, fsdp(8), (few, full))
     yield Case("train", gemma, "h200-sxm:8", 8, 4096, fsdp(8), (few, small, full))
     yield Case("train", gemma, "h200-sxm:8", 8, 4096, fsdp(8), (few, small))

@@ -55,7 +55,7 @@ def main() -> None:
 
     training = experiment.training
     mesh = make_mesh(experiment)
-    dataset = prepare(experiment.data, experiment.model.vocabulary)
+    dataset = prepare(experiment.data, experiment.model.vocab_size)
     rows = [(Rows(source.train, training.sequence), source.weight) for source in dataset.sources.values()]
     share = sharding.process_rows(training.batch, mesh)
     batches = training_batches(rows, training.batch, training.seed, 0, share)

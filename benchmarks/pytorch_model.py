@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from jaxlm.models.config import LayerNorm, ModelConfig
+from jaxlm.models.config import LayerNormConfig, ModelConfig
 
 _ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
 
@@ -19,7 +19,7 @@ class Transformer(nn.Module):
         super().__init__()
         attention = model.attention
         has_not = {
-            "scaled rotary positions": model.position.kind == "rotary" and model.position.scaling,
+            "scaled rotary positions": model.position.kind == "rope" and model.position.scaling,
             "qk_norm, scale, soft_cap or window": (
                 attention.qk_norm or attention.scale or attention.soft_cap or attention.window
             ),
@@ -31,13 +31,13 @@ class Transformer(nn.Module):
         }
         if lacking := [name for name, asked in has_not.items() if asked]:
             raise ValueError(f"the PyTorch model has no {'; no '.join(lacking)}")
-        self.tokens = nn.Embedding(model.vocabulary, model.width)
+        self.tokens = nn.Embedding(model.vocab_size, model.d_model)
         learned = model.position.kind == "learned"
-        self.positions = nn.Embedding(model.context, model.width) if learned else None
-        self.turn = None if learned else Rotation(model.position.base, model.attention.head_width, model.context)
-        self.blocks = nn.ModuleList(Block(model) for _ in range(model.layers))
+        self.positions = nn.Embedding(model.context_length, model.d_model) if learned else None
+        self.turn = None if learned else Rotation(model.position.theta, model.attention.head_dim, model.context_length)
+        self.blocks = nn.ModuleList(Block(model) for _ in range(model.num_layers))
         self.norm = _norm(model)
-        self.unembedding = None if model.tied_embeddings else nn.Linear(model.width, model.vocabulary, bias=False)
+        self.unembedding = None if model.tied_embeddings else nn.Linear(model.d_model, model.vocab_size, bias=False)
         for parameter in self.parameters():
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=model.initializer_std)
@@ -56,19 +56,22 @@ class Transformer(nn.Module):
 class Block(nn.Module):
     def __init__(self, model: ModelConfig):
         super().__init__()
-        attention, feed_forward, width = model.attention, model.feed_forward, model.width
-        self.heads, self.head_width = (attention.heads, attention.kv_heads, attention.kv_heads), attention.head_width
+        attention, feed_forward, width = model.attention, model.feed_forward, model.d_model
+        self.heads, self.head_dim = (
+            (attention.num_heads, attention.num_kv_heads, attention.num_kv_heads),
+            attention.head_dim,
+        )
         self.activate = _ACTIVATIONS[feed_forward.activation]
         self.norms = nn.ModuleList(_norm(model) for _ in range(2))
-        self.qkv = nn.Linear(width, sum(self.heads) * self.head_width, bias=attention.qkv_bias)
-        self.out = nn.Linear(attention.heads * self.head_width, width, bias=attention.output_bias)
-        self.gate = nn.Linear(width, feed_forward.hidden, bias=feed_forward.bias) if feed_forward.gated else None
-        self.up = nn.Linear(width, feed_forward.hidden, bias=feed_forward.bias)
-        self.down = nn.Linear(feed_forward.hidden, width, bias=feed_forward.bias)
+        self.qkv = nn.Linear(width, sum(self.heads) * self.head_dim, bias=attention.qkv_bias)
+        self.out = nn.Linear(attention.num_heads * self.head_dim, width, bias=attention.output_bias)
+        self.gate = nn.Linear(width, feed_forward.d_ff, bias=feed_forward.bias) if feed_forward.gated else None
+        self.up = nn.Linear(width, feed_forward.d_ff, bias=feed_forward.bias)
+        self.down = nn.Linear(feed_forward.d_ff, width, bias=feed_forward.bias)
 
     def forward(self, x: torch.Tensor, turn: "Rotation | None") -> torch.Tensor:
         batch, length, _ = x.shape
-        split = self.qkv(self.norms[0](x)).view(batch, length, -1, self.head_width).transpose(1, 2)
+        split = self.qkv(self.norms[0](x)).view(batch, length, -1, self.head_dim).transpose(1, 2)
         query, key, value = split.split(self.heads, dim=1)
         if turn is not None:
             query, key = turn(query), turn(key)
@@ -83,9 +86,9 @@ class Block(nn.Module):
 class Rotation(nn.Module):
     """Rotary positions of [B, N, T, H], half-split as in `jaxlm.models.positions`; float32 inside."""
 
-    def __init__(self, base: float, head_width: int, context: int):
+    def __init__(self, base: float, head_dim: int, context: int):
         super().__init__()
-        frequency = base ** (-torch.arange(0, head_width, 2) / head_width)
+        frequency = base ** (-torch.arange(0, head_dim, 2) / head_dim)
         angle = torch.arange(context)[:, None] * frequency
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
@@ -98,6 +101,6 @@ class Rotation(nn.Module):
 
 
 def _norm(model: ModelConfig) -> nn.Module:
-    if isinstance(model.norm, LayerNorm):
-        return nn.LayerNorm(model.width, eps=model.norm.epsilon, bias=model.norm.bias)
-    return nn.RMSNorm(model.width, eps=model.norm.epsilon)
+    if isinstance(model.norm, LayerNormConfig):
+        return nn.LayerNorm(model.d_model, eps=model.norm.epsilon, bias=model.norm.bias)
+    return nn.RMSNorm(model.d_model, eps=model.norm.epsilon)

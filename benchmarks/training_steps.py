@@ -26,7 +26,7 @@ def jaxlm_steps(experiment: "Experiment") -> Worker:
     positions = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
 
     def batch():
-        tokens, targets = draw.integers(0, experiment.model.vocabulary, (2, *shape), dtype=np.int32)
+        tokens, targets = draw.integers(0, experiment.model.vocab_size, (2, *shape), dtype=np.int32)
         host = {"tokens": tokens, "targets": targets, "segments": np.ones(shape, np.int32), "positions": positions}
         return sharding.put_batch(host, mesh)
 
@@ -82,7 +82,7 @@ def pytorch_steps(experiment: "Experiment", device: str = "cpu", compiled: bool 
     def run(n: int) -> None:
         for _ in range(n):
             # From pinned memory the copy does not wait for the step before.
-            both = torch.randint(0, model.vocabulary, shape, pin_memory=on_gpu).to(device, non_blocking=True)
+            both = torch.randint(0, model.vocab_size, shape, pin_memory=on_gpu).to(device, non_blocking=True)
             with autocast:
                 loss = forward(*both)
             adamw.zero_grad(set_to_none=True)

@@ -95,7 +95,7 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 # Sizes that may be rounded up to suit a mesh; others are bound to one another.
-_PADDABLE = ("model.vocabulary", "model.feed_forward.hidden")
+_PADDABLE = ("model.vocab_size", "model.feed_forward.d_ff")
 
 
 def mesh_sizes(experiment: Experiment, devices: int, kind: Kind = "train") -> tuple[int, int, int]:
@@ -179,9 +179,10 @@ def _some_divisors(n: int) -> str:
 def _check(experiment: Experiment, kind: Kind) -> None:
     """What no single section can check."""
     model, training, mesh = experiment.model, experiment.training, experiment.mesh
-    if training.sequence > model.context:
+    if training.sequence > model.context_length:
         raise InputError(
-            f"training.sequence = {training.sequence} is longer than model.context = {model.context}; lower it"
+            f"training.sequence = {training.sequence} is longer than model.context_length = {model.context_length}; "
+            "lower it"
         )
     if kind == "train" and training.batch % training.microbatches:
         raise InputError(
@@ -192,10 +193,10 @@ def _check(experiment: Experiment, kind: Kind) -> None:
         raise InputError(
             "training.remat keeps gate, which a model with model.feed_forward.gated = false does not have; leave it out"
         )
-    if experiment.data.tokenizer in ("bytes", "bpe") and model.vocabulary < BYTES_VOCABULARY:
+    if experiment.data.tokenizer in ("bytes", "bpe") and model.vocab_size < BYTES_VOCABULARY:
         raise InputError(
             f'data.tokenizer = "{experiment.data.tokenizer}" has at least {BYTES_VOCABULARY} tokens, more than '
-            f"model.vocabulary = {model.vocabulary}; set model.vocabulary={BYTES_VOCABULARY}, or data.tokenizer to "
+            f"model.vocab_size = {model.vocab_size}; set model.vocab_size={BYTES_VOCABULARY}, or data.tokenizer to "
             "a file"
         )
     check_mesh(experiment, mesh.data, 1 if mesh.fsdp == "all" else mesh.fsdp, mesh.tensor, kind)
@@ -281,9 +282,9 @@ def _fill(values: dict[str, Any]) -> set[str]:
     for section in ("training", "optimizer"):
         values.setdefault(section, {})
     model, training, optimizer = values.get("model"), values["training"], values["optimizer"]
-    if isinstance(model, dict) and isinstance(training, dict) and "context" in model:
+    if isinstance(model, dict) and isinstance(training, dict) and "context_length" in model:
         if "sequence" not in training:
-            training["sequence"] = model["context"]
+            training["sequence"] = model["context_length"]
             filled.add("training.sequence")
     if isinstance(training, dict) and isinstance(optimizer, dict):
         schedule = optimizer.setdefault("schedule", {})

@@ -24,7 +24,7 @@ SHAPING = ("field", "documents", "held_out")
 FILES = ("tokenizer", "text", "sources")
 # What the parameters of a run are good for; the other keys of [model] may differ where they are used.
 _ARCHITECTURE = (
-    *("vocabulary", "layers", "width", "norm", "attention", "feed_forward"),
+    *("vocab_size", "num_layers", "d_model", "norm", "attention", "feed_forward"),
     *("post_norms", "tied_embeddings", "scale_embeddings", "logit_soft_cap"),
 )
 
@@ -80,7 +80,7 @@ class Run:
     def check_model(self, experiment: Experiment) -> None:
         """Raises InputError where a model is none for the parameters of this run."""
         before = self.experiment()
-        positions = ("position.kind", *(("context",) if before.model.position.kind == "learned" else ()))
+        positions = ("position.kind", *(("context_length",) if before.model.position.kind == "learned" else ()))
         for key in (f"model.{name}" for name in (*_ARCHITECTURE, *positions)):
             if change := changed(key, _value(before, key), _value(experiment, key)):
                 raise InputError(f"{self.paths} was trained with {change}; leave it out")
@@ -167,9 +167,9 @@ class Run:
         if not self.paths.tokenizer.is_file():
             raise InputError(f"{self.paths} has no {self.paths.tokenizer.name}; give --token-ids in place of --prompt")
         tokenizer, model = tokenizers.load(self.paths.tokenizer), self.experiment().model
-        if tokenizer.vocabulary > model.vocabulary:
+        if tokenizer.vocab_size > model.vocab_size:
             raise InputError(
-                f"{self.paths.tokenizer} has {tokenizer.vocabulary} tokens, and model.vocabulary = {model.vocabulary}: "
+                f"{self.paths.tokenizer} has {tokenizer.vocab_size} tokens, and model.vocab_size = {model.vocab_size}: "
                 "the run was trained with another; put that back"
             )
         return tokenizer

@@ -12,23 +12,23 @@ SMALL = Path("little.toml")
 
 CONTENT = """
 [model]
-vocabulary = 4096
-context = 256
-layers = 4
-width = 256
+vocab_size = 4096
+context_length = 256
+num_layers = 4
+d_model = 256
 
 [model.norm]
 kind = "rms"
 
 [model.position]
-kind = "rotary"
+kind = "rope"
 
 [model.attention]
-heads = 8
-kv_heads = 4
+num_heads = 8
+num_kv_heads = 4
 
 [model.feed_forward]
-hidden = 768
+d_ff = 768
 activation = "silu"
 
 [data]

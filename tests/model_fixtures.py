@@ -18,41 +18,41 @@ VOCABULARY, CONTEXT = 64, 32
 
 LLAMA = {
     "norm": {"kind": "rms"},
-    "position": {"kind": "rotary"},
-    "attention": {"heads": 8, "kv_heads": 4},
-    "feed_forward": {"hidden": 48, "activation": "silu", "gated": True},
+    "position": {"kind": "rope"},
+    "attention": {"num_heads": 8, "num_kv_heads": 4},
+    "feed_forward": {"d_ff": 48, "activation": "silu", "gated": True},
 }
 GPT2 = {
     "norm": {"kind": "layer", "bias": True},
     "position": {"kind": "learned"},
-    "attention": {"heads": 8, "qkv_bias": True, "output_bias": True},
-    "feed_forward": {"hidden": 64, "activation": "gelu_tanh", "bias": True},
+    "attention": {"num_heads": 8, "qkv_bias": True, "output_bias": True},
+    "feed_forward": {"d_ff": 64, "activation": "gelu_tanh", "bias": True},
     "tied_embeddings": True,
 }
 QWEN3 = {
     **LLAMA,
-    "attention": {"heads": 8, "kv_heads": 2, "head_width": 8, "qk_norm": True},
+    "attention": {"num_heads": 8, "num_kv_heads": 2, "head_dim": 8, "qk_norm": True},
     "tied_embeddings": True,
 }
 LLAMA31 = {
     **LLAMA,
-    "position": {"kind": "rotary", "scaling": {"factor": 8.0, "original_context": 16}},
+    "position": {"kind": "rope", "scaling": {"factor": 8.0, "original_context_length": 16}},
 }
 # What Gemma 2 and Gemma 3 have, together; of three layers the second sees beyond its window.
 GEMMA = {
     **LLAMA,
     "norm": {"kind": "rms", "plus_one": True},
-    "position": {"kind": "rotary", "scaling": {"kind": "linear", "factor": 8.0}},
+    "position": {"kind": "rope", "scaling": {"kind": "linear", "factor": 8.0}},
     "attention": {
-        "heads": 8,
-        "kv_heads": 4,
-        "head_width": 8,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": 8,
         "qk_norm": True,
         "scale": 0.5,
         "soft_cap": 3.0,
-        "window": {"size": 5, "global_every": 2, "rotary_base": 100.0},
+        "window": {"size": 5, "global_every": 2, "rope_theta": 100.0},
     },
-    "feed_forward": {"hidden": 48, "activation": "gelu_tanh", "gated": True},
+    "feed_forward": {"d_ff": 48, "activation": "gelu_tanh", "gated": True},
     "post_norms": True,
     "tied_embeddings": True,
     "scale_embeddings": True,
@@ -63,7 +63,13 @@ FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "qwen3": QWEN3, "llama3.1": LLAMA31, "
 
 def model(family: dict = LLAMA, **changes) -> ModelConfig:
     """Three layers, width 32. Weights ten times the usual size, so that every part of it matters in float32."""
-    sizes = {"vocabulary": VOCABULARY, "context": CONTEXT, "layers": 3, "width": 32, "initializer_std": 0.2}
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "context_length": CONTEXT,
+        "num_layers": 3,
+        "d_model": 32,
+        "initializer_std": 0.2,
+    }
     return ModelConfig(**{**sizes, **family, **changes})
 
 

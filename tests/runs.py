@@ -20,14 +20,14 @@ from jaxlm.training.step import jit_steps, make_steps
 
 CONFIG = """
 [model]
-vocabulary = 257
-context = 32
-layers = 2
-width = 32
+vocab_size = 257
+context_length = 32
+num_layers = 2
+d_model = 32
 norm = {kind = "layer"}
 position = {kind = "learned"}
-attention = {heads = 4}
-feed_forward = {hidden = 64, activation = "gelu"}
+attention = {num_heads = 4}
+feed_forward = {d_ff = 64, activation = "gelu"}
 [data]
 text = "TEXT"
 tokenizer = "bytes"

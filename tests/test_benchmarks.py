@@ -17,14 +17,14 @@ from jaxlm.training.step import make_steps
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 CONFIG = """
 [model]
-vocabulary = 300
-context = 32
-layers = 2
-width = 32
+vocab_size = 300
+context_length = 32
+num_layers = 2
+d_model = 32
 norm = {kind = "rms"}
-position = {kind = "rotary"}
-attention = {heads = 4, kv_heads = 2}
-feed_forward = {hidden = 64, activation = "silu", gated = true}
+position = {kind = "rope"}
+attention = {num_heads = 4, num_kv_heads = 2}
+feed_forward = {d_ff = 64, activation = "silu", gated = true}
 [training]
 batch = 4
 dtype = "float32"
@@ -72,14 +72,14 @@ def to_pytorch(model, parameters) -> dict:
         found.update({f"{name}.{'weight' if key == 'scale' else key}": x for key, x in norm.items()})
 
     add_norm("norm", parameters["final_norm"])
-    for i in range(model.layers):
+    for i in range(model.num_layers):
         block = jax.tree.map(lambda x, i=i: x[i], parameters["layers"])
         attention, feed_forward, prefix = block["attention"], block["feed_forward"], f"blocks.{i}"
         add_norm(f"{prefix}.norms.0", block["attention_norm"])
         add_norm(f"{prefix}.norms.1", block["feed_forward_norm"])
-        qkv = [attention[name].reshape(model.width, -1).T for name in ("query", "key", "value")]
+        qkv = [attention[name].reshape(model.d_model, -1).T for name in ("query", "key", "value")]
         found[f"{prefix}.qkv.weight"] = np.concatenate(qkv)
-        found[f"{prefix}.out.weight"] = attention["output"].reshape(-1, model.width).T
+        found[f"{prefix}.out.weight"] = attention["output"].reshape(-1, model.d_model).T
         if "query_bias" in attention:
             biases = [attention[f"{name}_bias"].reshape(-1) for name in ("query", "key", "value")]
             found[f"{prefix}.qkv.bias"] = np.concatenate(biases)
@@ -122,8 +122,8 @@ def test_flops_are_those_of_the_formula(name):
 
     experiment = config.load(train_gpu.find(name))
     model, training = experiment.model, experiment.training
-    heads = model.attention.heads * model.attention.head_width
-    attention = 12 * model.layers * training.batch * training.sequence**2 * heads
+    heads = model.attention.num_heads * model.attention.head_dim
+    attention = 12 * model.num_layers * training.batch * training.sequence**2 * heads
     flops = train_gpu.flops(experiment)
     assert flops["model"] == flops["napkin"] + attention
     again = experiment.model_copy(update={"training": training.model_copy(update={"remat": "full"})})

@@ -74,8 +74,8 @@ def test_a_norm_is_counted(kind):
     """Its FLOPs to a fifth."""
     model = model_fixtures.model(norm={"kind": kind})
     is_counted(model)
-    graph, scale = nnx.split(norm(model, model.width, nnx.Rngs(0)))
-    x = jax.ShapeDtypeStruct((8, model_fixtures.CONTEXT, model.width), jnp.float32)
+    graph, scale = nnx.split(norm(model, model.d_model, nnx.Rngs(0)))
+    x = jax.ShapeDtypeStruct((8, model_fixtures.CONTEXT, model.d_model), jnp.float32)
     counted = count(both_ways(lambda scale, x: nnx.merge(graph, scale)(x)), scale, x)
     (part,) = (
         part
@@ -88,7 +88,7 @@ def test_a_norm_is_counted(kind):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_an_activation_is_computed_and_counted(name):
     for gated in (False, True):
-        is_counted(model_fixtures.model(feed_forward={"hidden": 48, "activation": name, "gated": gated}))
+        is_counted(model_fixtures.model(feed_forward={"d_ff": 48, "activation": name, "gated": gated}))
     x = jnp.linspace(-4, 4, 101)
     np.testing.assert_allclose(activation(name, x), activations.REFERENCE[name](x), rtol=1e-5, atol=1e-6)
     # A kernel computes again what the reference keeps, and what `where` chooses is no FLOP of a count.

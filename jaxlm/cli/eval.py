@@ -70,7 +70,7 @@ def _at_tasks(arguments, run) -> int:
     experiment = trained.experiment(arguments, run, ("training.batch",))
     tokenizer = run.load_tokenizer()
     names = [name.strip() for name in arguments.tasks.split(",")]
-    asked = tasks.load(names, arguments.num_fewshot, experiment.model.context)
+    asked = tasks.load(names, arguments.num_fewshot, experiment.model.context_length)
     _, parameters, step, mesh = trained.restore(arguments, run, experiment, dtype=experiment.training.dtype)
 
     from jaxlm.inference.harness import HarnessModel
@@ -95,7 +95,7 @@ def _text(data, tokenizer, run, experiment, bar) -> dict:
             return {"data": Rows(store, sequence)}
         except InputError as error:
             raise InputError(re.sub(r"^data\.text\b", "--data", str(error))) from None
-    dataset = prepare(experiment.data, experiment.model.vocabulary, bar.say, bar.progress)
+    dataset = prepare(experiment.data, experiment.model.vocab_size, bar.say, bar.progress)
     if dataset.digest != run.digest():
         _check_shaping(run, experiment.data, FILES)
         raise InputError(f"the text of {run.paths} has changed since it was trained; give --data PATH")

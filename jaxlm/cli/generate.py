@@ -61,7 +61,7 @@ def main(arguments: argparse.Namespace) -> int:
         model.mesh,
         sampling=sampling,
         seed=arguments.seed,
-        valid=tokenizer and tokenizer.vocabulary,
+        valid=tokenizer and tokenizer.vocab_size,
     )
     detokenizer = tokenizer and Detokenizer(tokenizer, prompt)
     ids: list[int] = []

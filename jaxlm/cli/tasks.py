@@ -112,7 +112,7 @@ def show(results: dict[str, Any], truncated: Counter[str], step: int, as_json: b
     their beginning."""
     if some := {name: count for name, count in truncated.items() if count}:
         named = ", ".join(f"{count:,} of {name}" for name, count in some.items())
-        print(f"jaxlm: requests longer than model.context lost their beginning: {named}", file=sys.stderr)
+        print(f"jaxlm: requests longer than model.context_length lost their beginning: {named}", file=sys.stderr)
     measured = results["results"] | results.get("groups", {})
     if as_json:
         tasks = {name: _numbers(values) for name, values in measured.items()}

@@ -83,7 +83,7 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
     with Bar(experiment.training.steps, quiet=not processes.is_first()) as bar:
         with clock.phase("data_preparation"):
             with processes.first_process_first("data"):
-                dataset = prepare(experiment.data, experiment.model.vocabulary, bar.say, bar.progress)
+                dataset = prepare(experiment.data, experiment.model.vocab_size, bar.say, bar.progress)
             found = {"digest": dataset.digest[:_SHOWN]}
             processes.check_same("data", found, "let data.text and data.tokenizer be the same for all")
 
@@ -235,7 +235,7 @@ def _sample(experiment, dataset, parameters, mesh) -> str:
 
     model, store = experiment.model, max(dataset.sources.values(), key=lambda source: source.weight).held_out
     longest = int(store.lengths.argmax())
-    given = min(32, math.ceil(model.context / 2), int(store.lengths[longest]))
+    given = min(32, math.ceil(model.context_length / 2), int(store.lengths[longest]))
     prompt = store.read(longest, 0, given).tolist()
     tokens = generate(
         model,
@@ -245,7 +245,7 @@ def _sample(experiment, dataset, parameters, mesh) -> str:
         mesh,
         sampling=Sampling(temperature=0.8, top_p=0.95),
         seed=experiment.training.seed,
-        valid=dataset.tokenizer.vocabulary,
+        valid=dataset.tokenizer.vocab_size,
     )
     ids = [int(token[0]) for token in tokens]
     if dataset.tokenizer.separator in ids:

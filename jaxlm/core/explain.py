@@ -14,6 +14,8 @@ def explain(error: ValidationError, whole: type[Section], values: dict[str, Any]
     """The first of pydantic's errors as one line in the words of a file, `whole` of which holds these values. What was
     filled in is wrong only where what it comes from is."""
     errors = error.errors()
+    if line := _renamed(errors, values):
+        return line
     first, *others = [one for one in errors if _key(one["loc"], values) not in filled] or errors
     key, value = _key(first["loc"], values), first.get("input")
     shown = "" if isinstance(value, dict) else f" = {value!r}"
@@ -41,6 +43,38 @@ def explain(error: ValidationError, whole: type[Section], values: dict[str, Any]
         case _:
             line = f"{key}{shown}: {first['msg'][0].lower()}{first['msg'][1:]}"
     return line + (f" (and {len(others)} more)" if others else "")
+
+
+# Keys of earlier versions of [model], and the values of `kind` that have another name.
+RENAMED = {
+    "model.vocabulary": "vocab_size",
+    "model.context": "context_length",
+    "model.layers": "num_layers",
+    "model.width": "d_model",
+    "model.attention.heads": "num_heads",
+    "model.attention.kv_heads": "num_kv_heads",
+    "model.attention.head_width": "head_dim",
+    "model.attention.window.rotary_base": "rope_theta",
+    "model.feed_forward.hidden": "d_ff",
+    "model.position.base": "theta",
+    "model.position.scaling.original_context": "original_context_length",
+    "model.position.kind = 'rotary'": "'rope'",
+    "model.attention.kind = 'grouped_query'": "'gqa'",
+}
+
+
+def _renamed(errors: list[Any], values: dict[str, Any]) -> str | None:
+    """Return the line that names every key of an earlier version with its present name; None where there is none."""
+    found = []
+    for error in errors:
+        key = _key(error["loc"], values)
+        if error["type"] == "union_tag_invalid":
+            key = f"{key}.kind = {error['ctx']['tag']!r}"
+        elif error["type"] == "literal_error":
+            key = f"{key} = {error['input']!r}"
+        if key in RENAMED:
+            found.append(f"{key} is now {RENAMED[key]}")
+    return "; ".join(found) or None
 
 
 def _key(location: tuple, values: Any) -> str:

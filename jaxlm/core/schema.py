@@ -113,7 +113,7 @@ def chosen(annotation: Any, values: Any) -> tuple[type[Section], ...]:
 
 
 def changed(key: str, before: Any, now: Any) -> str | None:
-    """The first value under a key that is another now, such as "model.layers = 2, not 3"; None where none is."""
+    """The first value under a key that is another now, such as "model.num_layers = 2, not 3"; None where none is."""
     if isinstance(before, dict) and isinstance(now, dict):
         names = sorted(before.keys() | now.keys(), key=lambda name: (name != "kind", name))  # it decides the others
         under = ((f"{key}.{name}".removeprefix("."), before.get(name), now.get(name)) for name in names)

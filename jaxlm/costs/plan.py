@@ -164,8 +164,10 @@ def plan(work: Workload, target: Target) -> Plan:
             f"the mesh {work.mesh} has {work.mesh.size} devices and {target} has {target.devices}: "
             "data × fsdp × tensor must give that number"
         )
-    if work.sequence > work.model.context:
-        raise InputError(f"a sequence of {work.sequence} is longer than model.context = {work.model.context}")
+    if work.sequence > work.model.context_length:
+        raise InputError(
+            f"a sequence of {work.sequence} is longer than model.context_length = {work.model.context_length}"
+        )
     work = work.on(target.chip)
     return Plan(work, target, flops(work), memory(work, target.chip.kind), step_time(work, target))
 

@@ -43,10 +43,10 @@ class MeshShape:
 def divided_by_mesh(model: ModelConfig) -> list[tuple[str, str, int]]:
     """What the axes of a mesh must divide of a model: axis, key in a configuration, size."""
     return [
-        ("tensor", "model.attention.heads", model.attention.heads),
-        ("tensor", "model.feed_forward.hidden", model.feed_forward.hidden),
-        ("tensor", "model.vocabulary", model.vocabulary),
-        ("fsdp", "model.width", model.width),
+        ("tensor", "model.attention.num_heads", model.attention.num_heads),
+        ("tensor", "model.feed_forward.d_ff", model.feed_forward.d_ff),
+        ("tensor", "model.vocab_size", model.vocab_size),
+        ("fsdp", "model.d_model", model.d_model),
     ]
 
 
@@ -144,7 +144,7 @@ class Workload:
         """The share of attention's scores, of all queries and keys in all layers, that windows leave, and where
         `causally` what is not behind the query: half of them without a window. A decoded token sees its whole window.
         """
-        S, layers, through = self.sequence, self.model.layers, self.model.windowed_layers
+        S, layers, through = self.sequence, self.model.num_layers, self.model.windowed_layers
         window = self.model.attention.window
         size = min(window.size, S) if window else S
         if causally and self.kind != "decode":
@@ -156,7 +156,7 @@ class Workload:
     @property
     def replicated_kv_heads(self) -> bool:
         """Whether the tensor axis does not divide the key/value heads, so that several devices compute the same."""
-        return self.model.attention.kv_heads % self.mesh.tensor != 0
+        return self.model.attention.num_kv_heads % self.mesh.tensor != 0
 
     def rows(self) -> int:
         """Sequences on one device at once: its part of a microbatch, or all where the mesh does not divide them."""
@@ -167,7 +167,7 @@ class Workload:
         """Key/value heads that attention reads on one device, and the query heads there that share each."""
         attention, parts = self.model.attention, self.mesh.tensor
         read = attention.kv_heads_over(parts)
-        return read // parts, attention.heads // read
+        return read // parts, attention.num_heads // read
 
     def local(self, axis: str, size: int) -> int:
         """How much of a dimension with this logical axis one device computes with: what `tensor` leaves of it (parts

@@ -70,7 +70,7 @@ class DataConfig(Section):
     split (train) where they are needed. In its place `sources`, by name, are mixed by their weights.
     `documents`: take the first so many of a source; a Hugging Face source needs it.
     `max_broken`: the share of a source's documents that may be unreadable, and are then left out.
-    `tokenizer`: "bytes", "characters", "bpe" (trained on the text, as large as `model.vocabulary`) or the path of a
+    `tokenizer`: "bytes", "characters", "bpe" (trained on the text, as large as `model.vocab_size`) or the path of a
     `tokenizer.json`. `held_out`: the share of a source's documents (of a single document: its end) that training
     never sees. `cache`: where token shards are kept.
     """

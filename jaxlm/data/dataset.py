@@ -224,10 +224,10 @@ class _Cache:
 
 
 def _fitting(tokenizer: Tokenizer, vocabulary: int) -> Tokenizer:
-    if tokenizer.vocabulary > vocabulary:
+    if tokenizer.vocab_size > vocabulary:
         raise InputError(
-            f"model.vocabulary = {vocabulary} is smaller than the tokenizer's {tokenizer.vocabulary}; "
-            f"set model.vocabulary={tokenizer.vocabulary} or more"
+            f"model.vocab_size = {vocabulary} is smaller than the tokenizer's {tokenizer.vocab_size}; "
+            f"set model.vocab_size={tokenizer.vocab_size} or more"
         )
     return tokenizer
 

@@ -39,7 +39,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True  # a separator spelled out in a document is text, not a separator
-        self.vocabulary: int = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         known = (backend.token_to_id(token) for token in _SEPARATORS)
         self.separator: int | None = next((token for token in known if token is not None), None)
 
@@ -123,7 +123,7 @@ class Tokenizer:
     @property
     def dtype(self) -> np.dtype:
         """The smallest unsigned type that holds every id."""
-        return np.dtype(np.uint16 if self.vocabulary <= 2**16 else np.uint32)
+        return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
     def save(self, path: Path) -> None:
         """Write a `tokenizer.json`. Raises OSError where it cannot be, which the library's own `save` does not."""
@@ -186,7 +186,7 @@ class Tokenizer:
 
     def _unknown_character(self, character: str) -> str:
         return (
-            f"the character {character!r} is not among the {self.vocabulary} tokens of the tokenizer, nor made of them"
+            f"the character {character!r} is not among the {self.vocab_size} tokens of the tokenizer, nor made of them"
         )
 
 
@@ -253,7 +253,7 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     where the text has that many pairs to merge, fewer otherwise."""
     if vocabulary < BYTES_VOCABULARY:
         raise InputError(
-            f'model.vocabulary = {vocabulary} is too small for data.tokenizer = "bpe": '
+            f'model.vocab_size = {vocabulary} is too small for data.tokenizer = "bpe": '
             f"{BYTES_VOCABULARY} are bytes and the separator"
         )
     tokenizer = _byte_level(models.BPE())

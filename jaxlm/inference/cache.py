@@ -12,7 +12,7 @@ from jaxlm.models.config import ModelConfig
 from jaxlm.parallel import sharding
 from jaxlm.parallel.sharding import on_each_device
 
-_AXES = ("layers", "batch", "act_kv_heads", "sequence", "act_head_width")
+_AXES = ("layers", "batch", "act_kv_heads", "sequence", "act_head_dim")
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["key", "value", "length", "layer"], meta_fields=[])
@@ -81,4 +81,4 @@ def cache_shardings(model: ModelConfig, batch: int, size: int, mesh: Mesh) -> Ca
 
 
 def _shape(model: ModelConfig, batch: int, size: int, tensor: int) -> tuple[int, ...]:
-    return model.layers, batch, model.attention.kv_heads_over(tensor), size, model.attention.head_width
+    return model.num_layers, batch, model.attention.kv_heads_over(tensor), size, model.attention.head_dim

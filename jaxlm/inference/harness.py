@@ -47,7 +47,7 @@ class HarnessModel(TemplateLM):
         self._tokens, self._batch = tokenizer, batch
         self.truncated: Counter[str] = Counter()
         self._asked: list[Instance] = []
-        self._score = Scorer(model, parameters, batch, mesh, tokenizer.vocabulary)
+        self._score = Scorer(model, parameters, batch, mesh, tokenizer.vocab_size)
 
     @property
     def eot_token_id(self) -> int:
@@ -76,7 +76,7 @@ class HarnessModel(TemplateLM):
         pairs, sizes = [], []
         for request in requests:
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
-            windows = get_rolling_token_windows(ids, self.prefix_token_id, self._model.context, context_len=1)
+            windows = get_rolling_token_windows(ids, self.prefix_token_id, self._model.context_length, context_len=1)
             before = len(pairs)
             pairs += map(make_disjoint_window, windows)
             sizes.append(len(pairs) - before)
@@ -91,7 +91,7 @@ class HarnessModel(TemplateLM):
         alike = defaultdict(list)  # requests of one batch are drawn in one way
         for index, request in enumerate(requests):
             context, options = request.args
-            way, prompt = generation_options(options, self._model.context), self.tok_encode(context)
+            way, prompt = generation_options(options, self._model.context_length), self.tok_encode(context)
             _, max_tokens, _ = way
             self.truncated[request.task_name] += len(prompt) > room_behind(self._model, max_tokens)
             alike[way].append((prompt, index))
@@ -123,7 +123,7 @@ class HarnessModel(TemplateLM):
 
         for tokens in generate(
             self._model, self._parameters, rows, max_tokens, self._mesh,
-            sampling=sampling, seed=seed, valid=self._tokens.vocabulary, fill_to=fill_to,
+            sampling=sampling, seed=seed, valid=self._tokens.vocab_size, fill_to=fill_to,
         ):  # fmt: skip
             for row in tuple(going):
                 if tokens[row] == self._tokens.separator:
@@ -160,7 +160,7 @@ def generation_options(given: dict, context: int) -> tuple[Sampling, int, tuple[
     if options:
         raise InputError(f"{_SECTION}: {', '.join(options)} is nothing that jaxlm can generate with")
     if not 0 < max_tokens <= context:
-        raise InputError(f"{_SECTION}.max_gen_toks = {max_tokens} must be 1 to model.context = {context}")
+        raise InputError(f"{_SECTION}.max_gen_toks = {max_tokens} must be 1 to model.context_length = {context}")
     return Sampling(temperature=0.0) if greedy else drawn.check((_SECTION + ".{} =").format), max_tokens, stops
 
 

@@ -40,8 +40,8 @@ class Sampling(NamedTuple):
 
 
 def room_behind(model: ModelConfig, tokens: int) -> int:
-    """How many tokens `model.context` lets follow so many: the last of them is drawn, and not read."""
-    return model.context - tokens + 1
+    """How many tokens `model.context_length` lets follow so many: the last of them is drawn, and not read."""
+    return model.context_length - tokens + 1
 
 
 def check_prompts(
@@ -51,21 +51,23 @@ def check_prompts(
     fill_to: int = 0,
     named: Named = _NAMED,
 ) -> None:
-    """Raises InputError for empty prompts, ids outside the vocabulary, or more tokens than `model.context` holds;
-    prompts that are filled up to `fill_to` tokens are as long."""
+    """Raises InputError for empty prompts, ids outside the vocabulary, or more tokens than `model.context_length`
+    holds; prompts that are filled up to `fill_to` tokens are as long."""
     asked = f"{named('max_tokens')} {max_tokens}"
     if max_tokens < 1:
         raise InputError(f"{asked} must be 1 or more")
     if not prompts or not all(prompts):
         raise InputError("the prompt is empty; give at least one token")
-    strange = next((t for prompt in prompts for t in prompt if not 0 <= t < model.vocabulary), None)
+    strange = next((t for prompt in prompts for t in prompt if not 0 <= t < model.vocab_size), None)
     if strange is not None:
-        raise InputError(f"token id {strange} is outside the vocabulary, 0 to {model.vocabulary - 1}")
+        raise InputError(f"token id {strange} is outside the vocabulary, 0 to {model.vocab_size - 1}")
     longest = max(fill_to, *map(len, prompts))
-    if longest > model.context:
-        raise InputError(f"a prompt of {longest} tokens exceeds model.context = {model.context}; shorten it")
+    if longest > model.context_length:
+        raise InputError(
+            f"a prompt of {longest} tokens exceeds model.context_length = {model.context_length}; shorten it"
+        )
     if max_tokens > (room := room_behind(model, longest)):
         raise InputError(
-            f"a prompt of {longest} tokens and {asked} exceed model.context = {model.context}; "
+            f"a prompt of {longest} tokens and {asked} exceed model.context_length = {model.context_length}; "
             f"at most {room} tokens can follow this prompt"
         )

@@ -58,14 +58,14 @@ class Scorer:
 
     def __init__(self, model: ModelConfig, parameters: Tree, batch: int, mesh: Mesh, valid: int | None = None):
         graph, _ = abstract(model)
-        self._context, self._parameters, self._batch, self._mesh = model.context, parameters, batch, mesh
+        self._context, self._parameters, self._batch, self._mesh = model.context_length, parameters, batch, mesh
         self._logprobs = jax.jit(partial(token_logprobs, graph, valid=valid), out_shardings=sharding.replicated(mesh))
 
     def __call__(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Iterator[tuple[int, Score]]:
         """The index and Score of each (context, continuation) of token ids, the longest first.
 
-        A pair of more than `model.context` + 1 tokens loses the beginning of its context. Raises InputError for a
-        context or continuation without tokens, and for a continuation that alone is longer than that.
+        A pair of more than `model.context_length` + 1 tokens loses the beginning of its context. Raises InputError for
+        a context or continuation without tokens, and for a continuation that alone is longer than that.
         """
         for context, continuation in pairs:
             _check(context, continuation, self._context)
@@ -95,4 +95,4 @@ def _check(context: Sequence[int], continuation: Sequence[int], longest: int) ->
         empty = "continuation" if context else "context"
         raise InputError(f"a {empty} without tokens cannot be scored")
     if len(continuation) > longest:
-        raise InputError(f"a continuation of {len(continuation)} tokens exceeds model.context = {longest}")
+        raise InputError(f"a continuation of {len(continuation)} tokens exceeds model.context_length = {longest}")

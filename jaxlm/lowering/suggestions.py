@@ -56,7 +56,7 @@ def _microbatches(work: Workload) -> Turned:
 def _chips(times: int) -> Callable[[Workload], Turned]:
     def turn(work: Workload) -> Turned:
         fsdp = work.mesh.fsdp * times
-        if work.model.width % fsdp:
+        if work.model.d_model % fsdp:
             return None
         # As many rows on each device in training; as many in all in inference, as far as they divide.
         batch = work.batch * times if work.kind == "train" else work.batch

@@ -20,8 +20,8 @@ from jaxlm.parallel.sharding import constrain, shards_of
 from kernels_pallas import flash_attention
 from kernels_pallas.flash_attention import Visible
 
-_HEADS = "batch", "sequence", "act_heads", "act_head_width"
-_KV_HEADS = "batch", "sequence", "act_kv_heads", "act_head_width"
+_HEADS = "batch", "sequence", "act_heads", "act_head_dim"
+_KV_HEADS = "batch", "sequence", "act_kv_heads", "act_head_dim"
 
 
 def dot_product_attention(
@@ -109,20 +109,20 @@ class GroupedQueryAttention(Module):
 
     def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
         self.settings = settings = model.attention
-        D, N, K, H = model.width, settings.heads, settings.kv_heads, settings.head_width
+        D, N, K, H = model.d_model, settings.num_heads, settings.num_kv_heads, settings.head_dim
         std, self.kernels = model.initializer_std, model.kernels
-        self.query = param(rngs, (D, N, H), "embed -> heads head_width", normal(std))
-        self.key = param(rngs, (D, K, H), "embed -> kv_heads head_width", normal(std))
-        self.value = param(rngs, (D, K, H), "embed -> kv_heads head_width", normal(std))
+        self.query = param(rngs, (D, N, H), "embed -> heads head_dim", normal(std))
+        self.key = param(rngs, (D, K, H), "embed -> kv_heads head_dim", normal(std))
+        self.value = param(rngs, (D, K, H), "embed -> kv_heads head_dim", normal(std))
         # Residual outputs shrink with depth (GPT-2, section 2.3), so that their sum does not grow.
-        self.output = param(rngs, (N, H, D), "heads head_width -> embed", normal(std * (2 * model.layers) ** -0.5))
+        self.output = param(rngs, (N, H, D), "heads head_dim -> embed", normal(std * (2 * model.num_layers) ** -0.5))
         biased = settings.qkv_bias
-        self.query_bias = param(rngs, (N, H), "heads head_width", zeros) if biased else None
-        self.key_bias = param(rngs, (K, H), "kv_heads head_width", zeros) if biased else None
-        self.value_bias = param(rngs, (K, H), "kv_heads head_width", zeros) if biased else None
+        self.query_bias = param(rngs, (N, H), "heads head_dim", zeros) if biased else None
+        self.key_bias = param(rngs, (K, H), "kv_heads head_dim", zeros) if biased else None
+        self.value_bias = param(rngs, (K, H), "kv_heads head_dim", zeros) if biased else None
         self.output_bias = param(rngs, (D,), "channels", zeros) if settings.output_bias else None
-        self.query_norm = norm(model, H, rngs, axis="head_width") if settings.qk_norm else None
-        self.key_norm = norm(model, H, rngs, axis="head_width") if settings.qk_norm else None
+        self.query_norm = norm(model, H, rngs, axis="head_dim") if settings.qk_norm else None
+        self.key_norm = norm(model, H, rngs, axis="head_dim") if settings.qk_norm else None
 
     def __call__(
         self, x_BTD: jax.Array, visible: Visible, turn: Rotation | None, cache: Any = None
@@ -130,7 +130,7 @@ class GroupedQueryAttention(Module):
         """x [B, T, D] → [B, T, D], and the cache with this layer's keys and values written to it."""
         x_BTD = whole_sequence(x_BTD)
         query_BTNH = linear(x_BTD, self.query, self.query_bias)
-        copies = self.settings.kv_heads_over(shards_of("act_heads")) // self.settings.kv_heads
+        copies = self.settings.kv_heads_over(shards_of("act_heads")) // self.settings.num_kv_heads
         key_BTKH = linear(x_BTD, self.key, self.key_bias, copies)
         value_BTKH = linear(x_BTD, self.value, self.value_bias, copies)
         if self.query_norm is not None:
@@ -154,7 +154,7 @@ class GroupedQueryAttention(Module):
         return constrain(output_BTD, "batch", "stream", "act_model"), cache
 
 
-_ATTENTIONS = {"grouped_query": GroupedQueryAttention}
+_ATTENTIONS = {"gqa": GroupedQueryAttention}
 
 
 def attention(model: config.ModelConfig, rngs: nnx.Rngs) -> Module:

@@ -29,7 +29,7 @@ def _remat(value):
 Remat = Annotated[Literal["none", "full"] | tuple[ActivationName, ...], BeforeValidator(_remat)]
 
 
-class RMSNorm(Section):
+class RMSNormConfig(Section):
     """Zhang and Sennrich 2019 (arXiv:1910.07467), equation 4. `plus_one` multiplies by 1 + the parameter, which begins
     at 0 (Gemma)."""
 
@@ -38,7 +38,7 @@ class RMSNorm(Section):
     plus_one: bool = False
 
 
-class LayerNorm(Section):
+class LayerNormConfig(Section):
     """Ba et al. 2016 (arXiv:1607.06450), equations 3 and 4."""
 
     kind: Literal["layer"] = "layer"
@@ -46,20 +46,20 @@ class LayerNorm(Section):
     bias: bool = True
 
 
-class LearnedPositions(Section):
+class LearnedPositionsConfig(Section):
     """One learned vector per position, added to the token embedding (GPT-2)."""
 
     kind: Literal["learned"] = "learned"
 
 
-class Llama3Scaling(Section):
+class Llama3ScalingConfig(Section):
     """Stretches the slow rotary frequencies, as Llama 3.1 does to reach 128k tokens (arXiv:2407.21783)."""
 
     kind: Literal["llama3"] = "llama3"
     factor: Positive
     low_frequency_factor: Positive = 1.0
     high_frequency_factor: Positive = 4.0
-    original_context: Count
+    original_context_length: Count
 
     @model_validator(mode="after")
     def _ordered(self):
@@ -68,64 +68,64 @@ class Llama3Scaling(Section):
         return self
 
 
-class LinearScaling(Section):
+class LinearScalingConfig(Section):
     """Stretches all rotary wavelengths by `factor` (Chen et al. 2023, arXiv:2306.15595, section 2.3)."""
 
     kind: Literal["linear"] = "linear"
     factor: Positive
 
 
-class RotaryPositions(Section):
+class RopeConfig(Section):
     """Rotation of query and key pairs, half-split layout (Su et al. 2021, arXiv:2104.09864)."""
 
-    kind: Literal["rotary"] = "rotary"
-    base: Positive = 10_000.0
-    scaling: one_of(Llama3Scaling, LinearScaling) | None = None
+    kind: Literal["rope"] = "rope"
+    theta: Positive = 10_000.0
+    scaling: one_of(Llama3ScalingConfig, LinearScalingConfig) | None = None
 
 
-class SlidingWindow(Section):
+class SlidingWindowConfig(Section):
     """A token sees the last `size` tokens alone, itself one of them (Beltagy et al. 2020, arXiv:2004.05150, 3.1).
 
     In each `global_every`-th layer it sees all before it, as Gemma does; in none where that is not given (Mistral).
-    `rotary_base` turns the layers with a window by other angles, which are not scaled (Gemma 3); without `global_every`
+    `rope_theta` turns the layers with a window by other angles, which are not scaled (Gemma 3); without `global_every`
     those are all layers.
     """
 
     size: Count
     global_every: Annotated[int, Field(ge=2, lt=2**31)] | None = None
-    rotary_base: Positive | None = None
+    rope_theta: Positive | None = None
 
 
-class GroupedQueryAttention(Section):
-    """Ainslie et al. 2023 (arXiv:2305.13245): `heads` query heads share `kv_heads` key/value heads.
+class GroupedQueryAttentionConfig(Section):
+    """Ainslie et al. 2023 (arXiv:2305.13245): `num_heads` query heads share `num_kv_heads` key/value heads.
 
-    `kv_heads = heads` is multi-head attention, `kv_heads = 1` multi-query attention. Scores are the products of queries
-    and keys times `scale`, 1 / √head_width where it is not given; with a `soft_cap` they stay between −cap and cap
-    (Gemma 2, arXiv:2408.00118, section 2).
+    `num_kv_heads = num_heads` is multi-head attention, `num_kv_heads = 1` multi-query attention. Scores are the
+    products of queries and keys times `scale`, 1 / √head_dim where it is not given; with a `soft_cap` they
+    stay between −cap and cap (Gemma 2, arXiv:2408.00118, section 2).
     """
 
-    kind: Literal["grouped_query"] = "grouped_query"
-    heads: Count
-    kv_heads: Count
-    head_width: Count
+    kind: Literal["gqa"] = "gqa"
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
     qk_norm: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     scale: Positive | None = None
     soft_cap: Positive | None = None
-    window: SlidingWindow | None = None
+    window: SlidingWindowConfig | None = None
 
     def kv_heads_over(self, devices: int) -> int:
         """Key/value heads that are computed where query heads lie on so many devices: where these do not divide them,
         so many copies of each that every device has those of its query heads, and no others."""
-        return math.lcm(self.kv_heads, devices)
+        return math.lcm(self.num_kv_heads, devices)
 
 
-class DenseFeedForward(Section):
+class DenseFeedForwardConfig(Section):
     """Two matrices with an activation between, or three when gated (Shazeer 2020, arXiv:2002.05202)."""
 
     kind: Literal["dense"] = "dense"
-    hidden: Count
+    d_ff: Count
     activation: Activation
     gated: bool = False
     bias: bool = False
@@ -134,20 +134,20 @@ class DenseFeedForward(Section):
 class ModelConfig(Section):
     """A decoder-only Transformer.
 
-    `context` is the longest sequence it can see. `attention.kv_heads` defaults to `attention.heads`,
-    `attention.head_width` to `width / attention.heads`. Norms stand before attention and before the feed-forward layer,
-    with `post_norms` also behind each. `scale_embeddings` multiplies what is looked up by √width; a `logit_soft_cap`
-    keeps logits between −cap and cap. `kernels` changes no result beyond rounding.
+    `context_length` is the longest sequence it can see. `attention.num_kv_heads` defaults to `attention.num_heads`,
+    `attention.head_dim` to `d_model / attention.num_heads`. Norms stand before attention and before the feed-forward
+    layer, with `post_norms` also behind each. `scale_embeddings` multiplies what is looked up by √d_model;
+    a `logit_soft_cap` keeps logits between −cap and cap. `kernels` changes no result beyond rounding.
     """
 
-    vocabulary: Count
-    context: Count
-    layers: Count
-    width: Count
-    norm: Annotated[RMSNorm | LayerNorm, Field(discriminator="kind")]
-    position: Annotated[LearnedPositions | RotaryPositions, Field(discriminator="kind")]
-    attention: GroupedQueryAttention
-    feed_forward: DenseFeedForward
+    vocab_size: Count
+    context_length: Count
+    num_layers: Count
+    d_model: Count
+    norm: Annotated[RMSNormConfig | LayerNormConfig, Field(discriminator="kind")]
+    position: Annotated[LearnedPositionsConfig | RopeConfig, Field(discriminator="kind")]
+    attention: GroupedQueryAttentionConfig
+    feed_forward: DenseFeedForwardConfig
     post_norms: bool = False
     tied_embeddings: bool = False
     scale_embeddings: bool = False
@@ -160,37 +160,35 @@ class ModelConfig(Section):
     def _fill_heads(cls, values):
         """Write the two defaults that depend on other keys into the table, so that a resolved file is whole."""
         attention = values.get("attention") if isinstance(values, dict) else None
-        if not isinstance(attention, dict) or "heads" not in attention:
+        if not isinstance(attention, dict) or "num_heads" not in attention:
             return values
-        heads, width = attention["heads"], values.get("width")
-        for key, size in (("attention.heads", heads), ("width", width)):
+        heads, width = attention["num_heads"], values.get("d_model")
+        for key, size in (("attention.num_heads", heads), ("d_model", width)):
             if size is not None and not isinstance(size, int):
                 raise ValueError(f"model.{key} = {size!r}: it must be an integer")
-        filled = {"kv_heads": heads, **attention}
-        if "head_width" not in filled and isinstance(width, int) and heads > 0:
+        filled = {"num_kv_heads": heads, **attention}
+        if "head_dim" not in filled and isinstance(width, int) and heads > 0:
             if width % heads:
                 raise ValueError(
-                    f"model.attention.heads = {heads} does not divide model.width = {width}: "
-                    "change one of them, or set model.attention.head_width"
+                    f"model.attention.num_heads = {heads} does not divide model.d_model = {width}: "
+                    "change one of them, or set model.attention.head_dim"
                 )
-            filled["head_width"] = width // heads
+            filled["head_dim"] = width // heads
         return {**values, "attention": filled}
 
     @model_validator(mode="after")
     def _consistent(self):
         attention = self.attention
-        if attention.heads % attention.kv_heads:
+        if attention.num_heads % attention.num_kv_heads:
             raise ValueError(
-                f"model.attention.kv_heads = {attention.kv_heads} does not divide "
-                f"model.attention.heads = {attention.heads}; set it to one that does"
+                f"model.attention.num_kv_heads = {attention.num_kv_heads} does not divide "
+                f"model.attention.num_heads = {attention.num_heads}; set it to one that does"
             )
-        if self.position.kind == "rotary" and attention.head_width % 2:
+        if self.position.kind == "rope" and attention.head_dim % 2:
+            raise ValueError(f"model.attention.head_dim = {attention.head_dim}: it must be even, RoPE rotates pairs")
+        if attention.window and attention.window.rope_theta and self.position.kind != "rope":
             raise ValueError(
-                f"model.attention.head_width = {attention.head_width}: it must be even, rotary positions turn pairs"
-            )
-        if attention.window and attention.window.rotary_base and self.position.kind != "rotary":
-            raise ValueError(
-                f"model.attention.window.rotary_base turns nothing: model.position.kind is {self.position.kind!r}; "
+                f"model.attention.window.rope_theta rotates nothing: model.position.kind is {self.position.kind!r}; "
                 "leave it out"
             )
         return self
@@ -201,4 +199,4 @@ class ModelConfig(Section):
         window = self.attention.window
         if window is None:
             return 0
-        return self.layers - (self.layers // window.global_every if window.global_every else 0)
+        return self.num_layers - (self.num_layers // window.global_every if window.global_every else 0)

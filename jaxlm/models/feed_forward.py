@@ -17,12 +17,12 @@ class DenseFeedForward(Module):
     """act(x·W_up)·W_down, or (act(x·W_gate) ⊙ x·W_up)·W_down when gated (arXiv:2002.05202, equation 6)."""
 
     def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
-        settings: config.DenseFeedForward = model.feed_forward
-        D, F, std = model.width, settings.hidden, model.initializer_std
+        settings: config.DenseFeedForwardConfig = model.feed_forward
+        D, F, std = model.d_model, settings.d_ff, model.initializer_std
         self.activation, self.kernels = settings.activation, model.kernels
         self.gate = param(rngs, (D, F), "embed -> feed_forward", normal(std)) if settings.gated else None
         self.up = param(rngs, (D, F), "embed -> feed_forward", normal(std))
-        self.down = param(rngs, (F, D), "feed_forward -> embed", normal(std * (2 * model.layers) ** -0.5))
+        self.down = param(rngs, (F, D), "feed_forward -> embed", normal(std * (2 * model.num_layers) ** -0.5))
         biased = settings.bias
         self.gate_bias = param(rngs, (F,), "feed_forward", zeros) if biased and settings.gated else None
         self.up_bias = param(rngs, (F,), "feed_forward", zeros) if biased else None

@@ -27,7 +27,7 @@ def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: str, init: Initializer) 
       rngs: its `params` stream draws the initial value.
       shape: one size per logical axis.
       axes: names of the logical axes. A matrix has an arrow between the axes that it contracts and those
-        that it makes ("embed -> heads head_width"); a vector of gains or biases has none ("heads head_width").
+        that it makes ("embed -> heads head_dim"); a vector of gains or biases has none ("heads head_dim").
       init: initializer of `jax.nn.initializers`.
 
     Returns an `nnx.Param` with metadata `axes`, all names, and `inputs`, those left of the arrow: weight decay,

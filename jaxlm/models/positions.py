@@ -41,12 +41,12 @@ class Views:
     def __init__(self, model: config.ModelConfig, positions_BT: jax.Array, visible: Visible):
         settings, self._window = model.position, model.attention.window
         turn = None
-        if settings.kind == "rotary":
-            turn = rotation(settings, model.attention.head_width, positions_BT)
+        if settings.kind == "rope":
+            turn = rotation(settings, model.attention.head_dim, positions_BT)
         self._whole = self._narrow = visible, turn
         if self._window is not None:
-            if base := self._window.rotary_base:
-                turn = rotation(config.RotaryPositions(base=base), model.attention.head_width, positions_BT)
+            if theta := self._window.rope_theta:
+                turn = rotation(config.RopeConfig(theta=theta), model.attention.head_dim, positions_BT)
             self._narrow = through_window(self._window.size, visible), turn
 
     def of(self, layer: jax.Array) -> tuple[Visible, Rotation | None]:
@@ -61,24 +61,24 @@ class Views:
         return jax.tree.map(choose, self._whole, self._narrow)
 
 
-def rotation(settings: config.RotaryPositions, head_width: int, positions_BT: jax.Array) -> Rotation:
+def rotation(settings: config.RopeConfig, head_dim: int, positions_BT: jax.Array) -> Rotation:
     """Angles position · base^(−2i/H) (arXiv:2104.09864, section 3.2.2), scaled where the configuration says so."""
-    frequency = settings.base ** (-jnp.arange(0, head_width, 2, dtype=jnp.float32) / head_width)
+    frequency = settings.theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if settings.scaling is not None:
         frequency = _SCALED[settings.scaling.kind](frequency, settings.scaling)
     angle = positions_BT[..., None].astype(jnp.float32) * frequency[None, None]
     return Rotation(jnp.cos(angle), jnp.sin(angle))
 
 
-def _llama3(frequency: jax.Array, scaling: config.Llama3Scaling) -> jax.Array:
+def _llama3(frequency: jax.Array, scaling: config.Llama3ScalingConfig) -> jax.Array:
     """Wavelengths beyond the original context are stretched by `factor`, short ones kept, those between blended."""
-    turns = scaling.original_context * frequency / (2 * math.pi)
+    turns = scaling.original_context_length * frequency / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
     return kept * frequency + (1.0 - kept) * frequency / scaling.factor
 
 
-def _linear(frequency: jax.Array, scaling: config.LinearScaling) -> jax.Array:
+def _linear(frequency: jax.Array, scaling: config.LinearScalingConfig) -> jax.Array:
     return frequency / scaling.factor
 
 

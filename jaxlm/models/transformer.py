@@ -33,12 +33,12 @@ class Block(Module):
     """One layer: attention and feed-forward, each behind a norm, or between two, and added to the residual stream."""
 
     def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
-        self.attention_norm = norm(model, model.width, rngs)
+        self.attention_norm = norm(model, model.d_model, rngs)
         self.attention = attention(model, rngs)
-        self.feed_forward_norm = norm(model, model.width, rngs)
+        self.feed_forward_norm = norm(model, model.d_model, rngs)
         self.feed_forward = feed_forward(model, rngs)
-        self.attention_post_norm = norm(model, model.width, rngs) if model.post_norms else None
-        self.feed_forward_post_norm = norm(model, model.width, rngs) if model.post_norms else None
+        self.attention_post_norm = norm(model, model.d_model, rngs) if model.post_norms else None
+        self.feed_forward_post_norm = norm(model, model.d_model, rngs) if model.post_norms else None
 
     def __call__(
         self, x_BTD: jax.Array, visible: Visible, turn: Rotation | None, dropout: Dropout, cache: Any
@@ -58,12 +58,12 @@ class Transformer(Module):
     """Token and position embedding, a stack of blocks, a final norm and the unembedding."""
 
     def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
-        V, D, std = model.vocabulary, model.width, model.initializer_std
+        V, D, std = model.vocab_size, model.d_model, model.initializer_std
         self.model = model
         self.embedding = param(rngs, (V, D), "vocab -> embed", normal(std))
         learned = model.position.kind == "learned"
-        self.positions = param(rngs, (model.context, D), "positions -> embed", normal(std)) if learned else None
-        self.layers = stack(lambda rngs: Block(model, rngs), model.layers, rngs)
+        self.positions = param(rngs, (model.context_length, D), "positions -> embed", normal(std)) if learned else None
+        self.layers = stack(lambda rngs: Block(model, rngs), model.num_layers, rngs)
         self.final_norm = norm(model, D, rngs)
         tied = model.tied_embeddings
         self.unembedding = None if tied else param(rngs, (D, V), "embed -> vocab", normal(std))
@@ -106,7 +106,7 @@ class Transformer(Module):
         """
         x_BTD = look_up(self.embedding, tokens_BT)
         if self.model.scale_embeddings:
-            x_BTD = x_BTD * jnp.asarray(self.model.width**0.5, x_BTD.dtype)
+            x_BTD = x_BTD * jnp.asarray(self.model.d_model**0.5, x_BTD.dtype)
         if self.positions is not None:
             x_BTD = x_BTD + look_up(self.positions, positions_BT)
         x_BTD = dropout.at(0)(x_BTD, 0)
@@ -117,7 +117,7 @@ class Transformer(Module):
             x_BTD, cache = block(carry[0], *views.of(layer), dropout.at(layer + 1), carry[1])
             return (x_BTD, cache), observe(x_BTD)
 
-        (x_BTD, cache), observed = _through(self.layers, run, (x_BTD, cache), self.model.layers, execution)
+        (x_BTD, cache), observed = _through(self.layers, run, (x_BTD, cache), self.model.num_layers, execution)
         return x_BTD, cache, observed
 
     def unembedding_table(self) -> tuple[nnx.Param, str]:

@@ -28,7 +28,7 @@ TABLE: Mapping[str, str | tuple[str, ...] | None] = {
     "embed": "fsdp",
     "heads": "tensor",
     "kv_heads": "tensor",
-    "head_width": None,
+    "head_dim": None,
     "feed_forward": "tensor",
     "channels": None,  # vectors as wide as the model: too small to be worth gathering
     # activations
@@ -38,7 +38,7 @@ TABLE: Mapping[str, str | tuple[str, ...] | None] = {
     "act_model": None,
     "act_heads": "tensor",
     "act_kv_heads": "tensor",
-    "act_head_width": None,
+    "act_head_dim": None,
     "act_ff": "tensor",
     "act_vocab": "tensor",
 }

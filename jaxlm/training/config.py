@@ -47,7 +47,7 @@ class ScheduleConfig(Section):
     warmup_steps: CountFromZero = 0
 
 
-class CosineSchedule(ScheduleConfig):
+class CosineScheduleConfig(ScheduleConfig):
     """Half a cosine from the peak to `final_fraction` of it at `decay_steps` (by default `training.steps`;
     Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5)."""
 
@@ -56,7 +56,7 @@ class CosineSchedule(ScheduleConfig):
     final_fraction: Share = 0.1
 
 
-class LinearSchedule(ScheduleConfig):
+class LinearScheduleConfig(ScheduleConfig):
     """A line from the peak to `final_fraction` of it at `decay_steps` (by default `training.steps`)."""
 
     kind: Literal["linear"] = "linear"
@@ -64,7 +64,7 @@ class LinearSchedule(ScheduleConfig):
     final_fraction: Share = 0.0
 
 
-class WarmupStableDecaySchedule(ScheduleConfig):
+class WarmupStableDecayScheduleConfig(ScheduleConfig):
     """The peak, then over the last `decay_fraction` of `decay_steps` a line to `final_fraction` of the peak at
     `decay_steps` (by default `training.steps`; Hu et al. 2024, arXiv:2404.06395, section 4; the line and the share are
     those of Hägele et al. 2024, arXiv:2405.18392)."""
@@ -75,13 +75,13 @@ class WarmupStableDecaySchedule(ScheduleConfig):
     final_fraction: Share = 0.0
 
 
-class ConstantSchedule(ScheduleConfig):
+class ConstantScheduleConfig(ScheduleConfig):
     """The peak to the end."""
 
     kind: Literal["constant"] = "constant"
 
 
-class ParameterGroup(Section):
+class ParameterGroupConfig(Section):
     """What holds for parameters whose path, such as "layers/attention/query", matches `pattern` (`*` matches any
     characters, `/` too).
 
@@ -102,10 +102,12 @@ class OptimizerConfig(Section):
 
     kind: str
     learning_rate: Positive = 3e-4
-    schedule: one_of(CosineSchedule, LinearSchedule, WarmupStableDecaySchedule, ConstantSchedule)
+    schedule: one_of(
+        CosineScheduleConfig, LinearScheduleConfig, WarmupStableDecayScheduleConfig, ConstantScheduleConfig
+    )
     weight_decay: NonNegative = 0.1
     clip_norm: Positive = 1.0
-    groups: tuple[ParameterGroup, ...] = ()
+    groups: tuple[ParameterGroupConfig, ...] = ()
 
 
 class AdamWConfig(OptimizerConfig):

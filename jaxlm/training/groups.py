@@ -10,7 +10,7 @@ from flax import nnx
 from jaxlm.core.errors import InputError
 from jaxlm.models import tree as model_tree
 from jaxlm.models.tree import Tree
-from jaxlm.training.config import OptimizerConfig, ParameterGroup
+from jaxlm.training.config import OptimizerConfig, ParameterGroupConfig
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ def rules(settings: OptimizerConfig, tree: nnx.State) -> Tree:
     return jax.tree_util.tree_map_with_path(rule, dimensions)
 
 
-def frozen(groups: tuple[ParameterGroup, ...], paths: list[str]) -> frozenset[str]:
+def frozen(groups: tuple[ParameterGroupConfig, ...], paths: list[str]) -> frozenset[str]:
     """Those of a model's parameters that stay as they are. Raises InputError as `rules` does."""
     return frozenset(path for path, group in _assign(groups, paths).items() if not group.learning_rate_scale)
 
 
-def _assign(groups: tuple[ParameterGroup, ...], paths: list[str]) -> dict[str, ParameterGroup]:
+def _assign(groups: tuple[ParameterGroupConfig, ...], paths: list[str]) -> dict[str, ParameterGroupConfig]:
     """{path: its group}, for the paths that have one."""
-    group_of: dict[str, ParameterGroup] = {}
+    group_of: dict[str, ParameterGroupConfig] = {}
     for index, group in enumerate(groups):
         matched = [path for path in paths if fnmatchcase(path, group.pattern)]
         free = [path for path in matched if path not in group_of]

@@ -3,11 +3,11 @@
 import optax
 
 from jaxlm.training.config import (
-    ConstantSchedule,
-    CosineSchedule,
-    LinearSchedule,
+    ConstantScheduleConfig,
+    CosineScheduleConfig,
+    LinearScheduleConfig,
     ScheduleConfig,
-    WarmupStableDecaySchedule,
+    WarmupStableDecayScheduleConfig,
 )
 
 
@@ -19,19 +19,19 @@ def schedule(settings: ScheduleConfig, peak: float) -> optax.Schedule:
 
 def _after_warmup(settings: ScheduleConfig, peak: float) -> optax.Schedule:
     match settings:
-        case CosineSchedule():
+        case CosineScheduleConfig():
             return optax.cosine_decay_schedule(peak, _left(settings), alpha=settings.final_fraction)
-        case LinearSchedule():
+        case LinearScheduleConfig():
             return optax.linear_schedule(peak, peak * settings.final_fraction, _left(settings))
-        case WarmupStableDecaySchedule():
+        case WarmupStableDecayScheduleConfig():
             left = _left(settings)
             decay = min(max(round(settings.decay_fraction * settings.decay_steps), 1), left)
             return optax.linear_schedule(peak, peak * settings.final_fraction, decay, transition_begin=left - decay)
-        case ConstantSchedule():
+        case ConstantScheduleConfig():
             return optax.constant_schedule(peak)
     raise TypeError(f"no schedule {settings!r}")
 
 
-def _left(settings: CosineSchedule | LinearSchedule | WarmupStableDecaySchedule) -> int:
+def _left(settings: CosineScheduleConfig | LinearScheduleConfig | WarmupStableDecayScheduleConfig) -> int:
     """Updates from the warmup to the end; a run that ends inside its warmup leaves nothing to decay over."""
     return max(settings.decay_steps - settings.warmup_steps, 1)

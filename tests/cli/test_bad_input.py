@@ -21,14 +21,14 @@ from jaxlm.run import Run
 
 CONFIG = """
 [model]
-vocabulary = 264
-context = 32
-layers = 1
-width = 32
+vocab_size = 264
+context_length = 32
+num_layers = 1
+d_model = 32
 norm = {kind = "rms"}
-position = {kind = "rotary"}
-attention = {heads = 4}
-feed_forward = {hidden = 64, activation = "silu"}
+position = {kind = "rope"}
+attention = {num_heads = 4}
+feed_forward = {d_ff = 64, activation = "silu"}
 [data]
 text = "text.txt"
 tokenizer = "bytes"
@@ -157,7 +157,10 @@ CONFIGURATIONS = {
     "profile after the end": ("train good.toml --profile 5:6", ["--profile 5:6", "training.steps = 1"]),
     "steps that are none": ("train good.toml training.steps=-1", ["training.steps = -1", "greater than 0\n"]),
     "two mistakes": ("train good.toml training.steps=-1 training.batch=0", ["(and 1 more)"]),
-    "context that is none": ("train good.toml model.context=-1", ["model.context = -1", "greater than 0\n"]),
+    "context that is none": (
+        "train good.toml model.context_length=-1",
+        ["model.context_length = -1", "greater than 0\n"],
+    ),
     "hours without end": ("train good.toml --max-hours inf", ["--max-hours inf", "a finite number above 0"]),
     "no hours": ("train good.toml --max-hours 0", ["--max-hours 0", "above 0"]),
     "hours that are no number": ("train good.toml --max-hours nan", ["--max-hours nan", "above 0"]),
@@ -166,7 +169,7 @@ CONFIGURATIONS = {
         ["--process '2/2@here:1'", "INDEX/COUNT@HOST"],
     ),
     "port that is none": ("train good.toml --process 0/1@127.0.0.1:99999", ["127.0.0.1:99999", "HOST:PORT"]),
-    "vocabulary below the bytes": ("train good.toml model.vocabulary=200", ["200", "model.vocabulary=257"]),
+    "vocabulary below the bytes": ("train good.toml model.vocab_size=200", ["200", "model.vocab_size=257"]),
 }
 DATA = {
     "missing text": ("train good.toml data.text=missing.txt", ["data.text", "missing.txt"]),
@@ -182,12 +185,12 @@ DATA = {
     "text that is not UTF-8": ("train good.toml data.text=latin.txt", ["data.text", "latin.txt", "UTF-8"]),
     "empty text": ("train good.toml data.text=empty.txt", ["data.text", "empty.txt", "empty"]),
     "vocabulary below the characters": (
-        "train good.toml data.tokenizer=characters model.vocabulary=8",
-        ["model.vocabulary = 8", "set model.vocabulary=14"],
+        "train good.toml data.tokenizer=characters model.vocab_size=8",
+        ["model.vocab_size = 8", "set model.vocab_size=14"],
     ),
     "vocabulary below bpe": (
-        "train good.toml data.tokenizer=bpe model.vocabulary=100",
-        ["model.vocabulary = 100", "257"],
+        "train good.toml data.tokenizer=bpe model.vocab_size=100",
+        ["model.vocab_size = 100", "257"],
     ),
 }
 FOLDERS = {
@@ -198,8 +201,8 @@ FOLDERS = {
     "out holds a config and no run": ("train good.toml --out config_alone", ["config_alone"]),
     "out holds another's config": ("train good.toml --out other_config", ["other_config/config.toml"]),
     "out was begun otherwise": (
-        "train good.toml --out run model.layers=2",
-        ["run", "model.layers = 1, not 2", "--out"],
+        "train good.toml --out run model.num_layers=2",
+        ["run", "model.num_layers = 1, not 2", "--out"],
     ),
     "average turned on in the middle": (
         "train good.toml --out run training.ema_decay=0.99",
@@ -216,22 +219,22 @@ FOLDERS = {
     "run that is another's folder": ("eval foreign", ["foreign", "no run"]),
     "run with another's config": ("eval other_config", ["other_config/config.toml"]),
     "run with another architecture": (
-        "eval run model.layers=3",
-        ["run was trained with model.layers = 1, not 3", "out"],
+        "eval run model.num_layers=3",
+        ["run was trained with model.num_layers = 1, not 3", "out"],
     ),
     "run with another norm": (
         "eval run model.norm.kind=layer",
         ["run was trained with model.norm.kind = rms, not layer"],
     ),
     "generate with another vocabulary": (
-        "generate run --prompt a model.vocabulary=265",
-        ["run was trained with model.vocabulary = 264, not 265"],
+        "generate run --prompt a model.vocab_size=265",
+        ["run was trained with model.vocab_size = 264, not 265"],
     ),
     "run with a bad override": ("eval run training.step=3", ["training.step", "training.steps"]),
     "generate without a run": ("generate nowhere --prompt a", ["nowhere", "no run", "jaxlm train"]),
     "generation with another's tokenizer": (
         "generate crossed --prompt a",
-        ["crossed/tokenizer.json has 300 tokens", "model.vocabulary = 264", "put that back"],
+        ["crossed/tokenizer.json has 300 tokens", "model.vocab_size = 264", "put that back"],
     ),
     "other text with another's tokenizer": ("eval crossed --data text.txt", ["crossed/tokenizer.json has 300 tokens"]),
     "generation with another seed of training": (

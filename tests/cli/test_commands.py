@@ -16,8 +16,8 @@ from jaxlm.training import checkpoints
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = (
     "training.steps=12", "training.batch=4", "training.sequence=64", "training.log_every=5",
-    "model.vocabulary=512", "model.width=64", "model.layers=2", "model.attention.head_width=8",
-    "model.feed_forward.hidden=96", "evaluation.every=6", "evaluation.batches=2", "checkpoint.every=6",
+    "model.vocab_size=512", "model.d_model=64", "model.num_layers=2", "model.attention.head_dim=8",
+    "model.feed_forward.d_ff=96", "evaluation.every=6", "evaluation.batches=2", "checkpoint.every=6",
 )  # fmt: skip
 
 
@@ -166,7 +166,7 @@ def test_generate_continues_a_prompt_and_repeats(run):
 @pytest.mark.slow
 def test_what_leaves_the_parameters_as_they_are_may_change(run):
     """A shorter context too, which --max-tokens ends before unless it is given."""
-    asked = ("generate", run, "--token-ids", "1,2,3", "--json", "model.context=64")
+    asked = ("generate", run, "--token-ids", "1,2,3", "--json", "model.context_length=64")
     assert 0 < len(json.loads(jaxlm(*asked, "model.kernels=auto").stdout)["token_ids"]) <= 62
 
 

@@ -23,7 +23,7 @@ MODEL = "configs/models/qwen3-0.6b.toml"
         ([MODEL, "--on", "h200sxm:8"], "did you mean h200-sxm?"),
         ([MODEL, "--on", "trainium2"], "XLA compiles for NVIDIA's GPUs and for TPUs"),
         ([MODEL, "--on", "tpu-v5e:5x5"], "no slice of 5x5"),
-        ([MODEL, "--on", "h200-sxm:8", "--mesh", "fsdp=3"], "does not divide model.width"),
+        ([MODEL, "--on", "h200-sxm:8", "--mesh", "fsdp=3"], "does not divide model.d_model"),
         ([MODEL, "--on", "h200-sxm:8", "--mesh", "model=8"], "--mesh 'model=8' is not AXIS=N"),
         ([MODEL, "--on", "h200-sxm:8", "--mesh", "auto"], "--mesh 'auto' is not AXIS=N"),
         ([MODEL, "--on", "h200-sxm:8", "--mesh", "fsdp=8", "mesh.data=2"], "leave out mesh.data, or --mesh"),

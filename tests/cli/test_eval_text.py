@@ -25,7 +25,7 @@ def text(tmp_path):
     written = write_config(folder, f"data.text={folder}/*.txt", f"data.cache={tmp_path}/cache")
     run.paths.config.write_text(written.read_text())
     experiment = run.experiment()
-    run.paths.data.write_text(json.dumps({"digest": prepare(experiment.data, experiment.model.vocabulary).digest}))
+    run.paths.data.write_text(json.dumps({"digest": prepare(experiment.data, experiment.model.vocab_size).digest}))
 
     def text(*overrides: str, data: str | None = None) -> dict:
         with Bar(steps=0) as bar:

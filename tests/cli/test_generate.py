@@ -46,7 +46,7 @@ def test_no_parameter_lies_in_float32_while_tokens_are_drawn(run, monkeypatch, c
 def test_what_is_drawn_goes_on_from_the_prompt(tmp_path, monkeypatch, capsys):
     """Its first blank stays, and a character of several tokens is shown whole."""
     tokenizer = tokenizer_fixtures.llama2()
-    run = runs.untrained(tmp_path / "run", "model.vocabulary=296", tokenizer=tokenizer)
+    run = runs.untrained(tmp_path / "run", "model.vocab_size=296", tokenizer=tokenizer)
     prompt = tokenizer.encode("the model")
     following = tokenizer.encode("the model goes on 😀 here")[len(prompt) :]
     monkeypatch.setattr(generate, "generate", lambda *_, **__: (np.array([token]) for token in following))
@@ -58,8 +58,8 @@ def test_what_is_drawn_goes_on_from_the_prompt(tmp_path, monkeypatch, capsys):
 
 
 def test_a_model_of_one_token_shows_a_sample(tmp_path):
-    experiment = load(runs.write_config(tmp_path, "model.context=1"))
-    data, mesh = prepare(experiment.data, experiment.model.vocabulary), sharding.make_mesh()
+    experiment = load(runs.write_config(tmp_path, "model.context_length=1"))
+    data, mesh = prepare(experiment.data, experiment.model.vocab_size), sharding.make_mesh()
     sample = train._sample(experiment, data, tree.init(experiment.model, 0, mesh), mesh)
     assert isinstance(sample, str)
 

@@ -117,7 +117,7 @@ def greedy(model, prompt, count=12):
     ids = tokenizer.encode_prompt(prompt)[-(CONTEXT - count + 1) :]
     drawn = generate(
         restored.experiment.model, restored.parameters, [ids], count, restored.mesh,
-        sampling=Sampling(temperature=0.0), valid=tokenizer.vocabulary,
+        sampling=Sampling(temperature=0.0), valid=tokenizer.vocab_size,
     )  # fmt: skip
     ids = [int(token[0]) for token in drawn]
     return tokenizer.decode(ids[: ids.index(SEPARATOR)] if SEPARATOR in ids else ids)
@@ -212,7 +212,7 @@ def test_sampling_draws_other_texts_and_repeats(adapter):
     ("options", "message"),
     [
         ({"num_beams": 4}, "num_beams is nothing that jaxlm"),
-        ({"max_gen_toks": CONTEXT + 1}, "max_gen_toks = 33 must be 1 to model.context = 32"),
+        ({"max_gen_toks": CONTEXT + 1}, "max_gen_toks = 33 must be 1 to model.context_length = 32"),
         ({"max_gen_toks": "many"}, "max_gen_toks = 'many': input should be a valid integer"),
         ({"max_new_tokens": 0}, "max_gen_toks = 0 must be 1 to"),
         ({"do_sample": True, "top_p": 2.0}, r"generation_kwargs\.top_p = 2 must be above 0"),
@@ -253,7 +253,7 @@ def test_requests_that_lose_their_beginning_are_counted(folder, capsys):
     out, error = capsys.readouterr()
     found = json.loads(out)["tasks"]
     assert (found["cut_choice"]["truncated"], found["cut_until"]["truncated"]) == (3, 1)
-    said = "jaxlm: requests longer than model.context lost their beginning: 3 of cut_choice, 1 of cut_until\n"
+    said = "jaxlm: requests longer than model.context_length lost their beginning: 3 of cut_choice, 1 of cut_until\n"
     assert error.count(said) == 1
     assert evaluate(capsys, folder / "run", "--tasks", choice, "--limit", 1)["tasks"]["cut_choice"]["truncated"] == 3
 

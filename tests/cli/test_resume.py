@@ -139,7 +139,7 @@ def test_a_finished_run_is_left_as_it_is(config, uninterrupted):
     ("override", "named"),
     [
         ("training.batch=16", "training.batch = 8, not 16"),
-        ("model.width=64", "model.width = 32, not 64"),
+        ("model.d_model=64", "model.d_model = 32, not 64"),
         ("training.seed=1", "training.seed = 0, not 1"),
         ("data.held_out=0.2", "data.held_out = 0.1, not 0.2"),
     ],

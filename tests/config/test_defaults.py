@@ -13,7 +13,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 def test_the_sequence_is_the_context_unless_given():
     assert load(SMALL).training.sequence == 256
-    assert load(SMALL, ["model.context=128"]).training.sequence == 128
+    assert load(SMALL, ["model.context_length=128"]).training.sequence == 128
     assert load(SMALL, ["training.sequence=100"]).training.sequence == 100
 
 
@@ -46,10 +46,10 @@ def test_a_kind_brings_its_own_defaults():
 
 
 def test_heads_are_multi_head_and_share_the_width_unless_given():
-    attention = load(SMALL, ["model.attention={heads=4}"]).model.attention
-    assert (attention.heads, attention.kv_heads, attention.head_width) == (4, 4, 64)
+    attention = load(SMALL, ["model.attention={num_heads=4}"]).model.attention
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (4, 4, 64)
     attention = load(CONFIGS / "models" / "qwen3-0.6b.toml").model.attention
-    assert (attention.heads, attention.kv_heads, attention.head_width) == (16, 8, 128)
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (16, 8, 128)
 
 
 @pytest.mark.parametrize("path", [SMALL, CONFIGS / "models" / "gpt2-124m.toml"], ids=["with [data]", "without [data]"])
@@ -73,7 +73,8 @@ def test_another_kind_leaves_behind_what_only_the_former_knows(tmp_path):
         with pytest.raises(InputError, match=r"unknown key optimizer.epsilon; it is a key of optimizer.kind = 'adamw'"):
             load(resolved, overrides)
     stretched = write(
-        tmp_path / "stretched.toml", load(SMALL, ["model.position.scaling={factor=4.0, original_context=8}"]).to_toml()
+        tmp_path / "stretched.toml",
+        load(SMALL, ["model.position.scaling={factor=4.0, original_context_length=8}"]).to_toml(),
     )
     assert load(stretched, ["model.position.kind=learned"]).model.position.kind == "learned"
     with pytest.raises(InputError, match=r"unknown key model.position.scaling; it is a key of model.position.kind"):

@@ -30,7 +30,7 @@ def test_the_mesh_factors_the_devices(mesh, devices, sizes):
         (["mesh.data=2", "mesh.tensor=4"], 4, ["mesh.data × mesh.tensor = 8", "4 devices", "mesh.fsdp"]),
         (["mesh.data=2", "mesh.fsdp=4", "mesh.tensor=2"], 8, ["16 devices and 8 are here"]),
         (["mesh.fsdp=2"], 1, ["2 devices and 1 is here"]),
-        ([], 3, ["mesh.fsdp = 3 does not divide model.width = 256"]),
+        ([], 3, ["mesh.fsdp = 3 does not divide model.d_model = 256"]),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused(overrides, devices, says):
@@ -43,10 +43,10 @@ def test_a_mesh_that_does_not_fit_is_refused(overrides, devices, says):
 @pytest.mark.parametrize(
     ("overrides", "sizes", "key"),
     [
-        ([], (1, 1, 16), "model.attention.heads = 8"),
-        (["model.feed_forward.hidden=772"], (1, 1, 8), "model.feed_forward.hidden = 772"),
-        (["model.vocabulary=4100"], (1, 1, 8), "model.vocabulary = 4100"),
-        ([], (1, 6, 1), "model.width = 256"),
+        ([], (1, 1, 16), "model.attention.num_heads = 8"),
+        (["model.feed_forward.d_ff=772"], (1, 1, 8), "model.feed_forward.d_ff = 772"),
+        (["model.vocab_size=4100"], (1, 1, 8), "model.vocab_size = 4100"),
+        ([], (1, 6, 1), "model.d_model = 256"),
     ],
 )
 def test_a_mesh_divides_heads_feed_forward_vocabulary_and_width(overrides, sizes, key):
@@ -65,5 +65,5 @@ def test_only_training_asks_that_a_mesh_divides_the_rows_of_a_microbatch():
     assert mesh_sizes(experiment, 8, "decode") == (4, 2, 1)
     with pytest.raises(InputError, match="the 3 rows of a microbatch"):
         mesh_sizes(experiment, 8)
-    with pytest.raises(InputError, match="model.attention.heads = 8"):
+    with pytest.raises(InputError, match="model.attention.num_heads = 8"):
         check_mesh(experiment, 1, 1, 16, "decode")

@@ -7,6 +7,7 @@ from config_fixtures import CONTENT, SMALL, refusal, write
 
 from jaxlm.config import load
 from jaxlm.core.errors import InputError
+from jaxlm.core.explain import RENAMED
 
 
 @pytest.mark.parametrize(
@@ -14,15 +15,15 @@ from jaxlm.core.errors import InputError
     [
         ("training.step", "training.steps"),
         ("trainig.steps", "training"),
-        ("model.attention.head", "model.attention.heads"),
-        ("model.feedforward.hidden", "model.feed_forward"),
+        ("model.attention.num_head", "model.attention.num_heads"),
+        ("model.feedforward.d_ff", "model.feed_forward"),
         ("optimizer.lr_rate", "optimizer.learning_rate"),
         ("optimizer.schedule.warmup", "optimizer.schedule.warmup_steps"),
         ("optimizer.warmup_steps", "optimizer.schedule.warmup_steps"),
         ("checkpoint.evry", "checkpoint.every"),
         ("mesh.tensors", "mesh.tensor"),
         ("steps", "training.steps"),
-        ("vocabulary", "model.vocabulary"),
+        ("vocab_size", "model.vocab_size"),
         ("data.tokeniser", "data.tokenizer"),
     ],
 )
@@ -37,7 +38,7 @@ def test_an_unknown_key_names_the_nearest(key, meant):
     ("key", "known"),
     [
         ("zzz", ["training", "mesh"]),
-        ("model.zzz", ["layers", "width"]),
+        ("model.zzz", ["num_layers", "d_model"]),
         ("training.zzz", ["steps", "batch"]),
         ("checkpoint.zzz", ["every", "keep"]),
     ],
@@ -48,11 +49,18 @@ def test_a_key_like_no_other_is_told_the_keys_of_its_section(key, known):
     assert "[]" not in said
 
 
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_key_of_an_earlier_version_is_answered_with_its_present_name(old):
+    key, _, value = old.partition(" = ")
+    said = refusal(f"{key}={value or 1}")
+    assert f"{old} is now {RENAMED[old]}" in said
+
+
 @pytest.mark.parametrize(
     ("table", "key"),
     [
         ("model.norm={kind='rms', bias=true}", "model.norm.bias"),
-        ("model.position={kind='learned', base=1.0}", "model.position.base"),
+        ("model.position={kind='learned', theta=1.0}", "model.position.theta"),
     ],
 )
 def test_a_key_of_another_kind_is_not_answered_with_itself(table, key):
@@ -72,7 +80,7 @@ def test_a_key_of_two_lines_is_refused_in_one():
         (f"training.batch={10**29}", [f"training.batch = {10**29}", "less than 2147483648"]),
         ("training.batch=1e29", ["training.batch = 1e+29", "integer"]),
         (f"training.batch={'1' * 5000}", ["training.batch = '111", "integer"]),
-        ("model.layers=2147483648", ["model.layers = 2147483648", "less than 2147483648"]),
+        ("model.num_layers=2147483648", ["model.num_layers = 2147483648", "less than 2147483648"]),
         ("mesh.fsdp=2147483648", ["mesh.fsdp = 2147483648", "less than 2147483648"]),
         ("training.steps=1.5", ["training.steps = 1.5", "integer"]),
         ("training.seed=-1", ["training.seed = -1", "0"]),
@@ -87,10 +95,10 @@ def test_a_key_of_two_lines_is_refused_in_one():
         ("model.norm=rms", ["model.norm must be a section"]),
         ("model.norm={}", ["model.norm.kind is missing"]),
         ("model.norm.kind=group", ["model.norm.kind = 'group'", "rms", "layer"]),
-        ("model.position={kind='alibi'}", ["model.position.kind = 'alibi'", "learned", "rotary"]),
-        ("model.position.scaling={factor=2.0}", ["model.position.scaling.original_context is missing"]),
+        ("model.position={kind='alibi'}", ["model.position.kind = 'alibi'", "learned", "rope"]),
+        ("model.position.scaling={factor=2.0}", ["model.position.scaling.original_context_length is missing"]),
         (
-            "model.position.scaling={factor=2.0, original_context=8, high_frequency_factor=1.0}",
+            "model.position.scaling={factor=2.0, original_context_length=8, high_frequency_factor=1.0}",
             ["model.position.scaling", "high_frequency_factor must be larger than low_frequency_factor"],
         ),
         ("model.position.scaling={kind='yarn', factor=2.0}", ["position.scaling.kind = 'yarn'", "llama3", "linear"]),
@@ -101,13 +109,13 @@ def test_a_key_of_two_lines_is_refused_in_one():
         ("model.logit_soft_cap=0", ["model.logit_soft_cap = 0", "greater than 0"]),
         ("model.norm={kind='layer', plus_one=true}", ["unknown key model.norm.plus_one", "model.norm.kind = 'rms'"]),
         ("model.feed_forward.activation=swiglu", ["model.feed_forward.activation = 'swiglu'", "silu"]),
-        ("model.attention={}", ["model.attention.heads is missing"]),
-        ("model.attention.heads=7", ["attention.heads = 7", "width = 256", "head_width"]),
-        ("model.attention.heads=7.5", ["model.attention.heads = 7.5", "integer"]),
-        ("model.attention.heads='eight'", ["model.attention.heads = 'eight'", "integer"]),
-        ("model.attention.kv_heads=3", ["attention.kv_heads = 3", "attention.heads = 8"]),
-        ("model.attention.head_width=31", ["attention.head_width = 31", "even"]),
-        ("model.layers=-2", ["model.layers = -2", "greater than 0"]),
+        ("model.attention={}", ["model.attention.num_heads is missing"]),
+        ("model.attention.num_heads=7", ["attention.num_heads = 7", "d_model = 256", "head_dim"]),
+        ("model.attention.num_heads=7.5", ["model.attention.num_heads = 7.5", "integer"]),
+        ("model.attention.num_heads='eight'", ["model.attention.num_heads = 'eight'", "integer"]),
+        ("model.attention.num_kv_heads=3", ["attention.num_kv_heads = 3", "attention.num_heads = 8"]),
+        ("model.attention.head_dim=31", ["attention.head_dim = 31", "even"]),
+        ("model.num_layers=-2", ["model.num_layers = -2", "greater than 0"]),
         ("optimizer.kind=sdg", ["optimizer.kind = 'sdg'", "adamw", "muon", "adafactor", "lion", "sgd"]),
         ("optimizer.kind=5", ["optimizer.kind = '5'", "adamw"]),
         ("optimizer=5", ["optimizer must be a section"]),
@@ -141,10 +149,10 @@ def test_a_key_of_two_lines_is_refused_in_one():
         ("data.tokenizer=gpt2", ["data.tokenizer", "gpt2", "bytes, characters, bpe", "tokenizer.json"]),
         ("mesh.fsdp=0", ["mesh.fsdp = 0", "greater than 0"]),
         ("mesh.fsdp=most", ["mesh.fsdp = 'most'", "all"]),
-        ("training.sequence=257", ["training.sequence = 257", "model.context = 256"]),
+        ("training.sequence=257", ["training.sequence = 257", "model.context_length = 256"]),
         ("training.microbatches=3", ["training.microbatches = 3", "training.batch = 16", "1, 2, 4, 8, 16"]),
-        ("mesh.tensor=3", ["mesh.tensor = 3", "model.attention.heads = 8", "1, 2, 4, 8"]),
-        ("mesh.fsdp=3", ["mesh.fsdp = 3", "model.width = 256", "1, 2, 4, 8, 16"]),
+        ("mesh.tensor=3", ["mesh.tensor = 3", "model.attention.num_heads = 8", "1, 2, 4, 8"]),
+        ("mesh.fsdp=3", ["mesh.fsdp = 3", "model.d_model = 256", "1, 2, 4, 8, 16"]),
         ("mesh.data=3", ["mesh.data × mesh.fsdp = 3", "16 rows", "training.batch to 18"]),
     ],
 )
@@ -172,16 +180,16 @@ def test_all_unknown_keys_are_named():
 
 
 def test_angles_of_windows_need_rotary_positions():
-    said = refusal("model.position={kind='learned'}", "model.attention.window={size=8, rotary_base=1e4}")
+    said = refusal("model.position={kind='learned'}", "model.attention.window={size=8, rope_theta=1e4}")
     assert said.endswith(
-        "model.attention.window.rotary_base turns nothing: model.position.kind is 'learned'; leave it out"
+        "model.attention.window.rope_theta rotates nothing: model.position.kind is 'learned'; leave it out"
     )
 
 
 def test_bytes_need_their_vocabulary():
-    said = refusal("data.tokenizer=bytes", "model.vocabulary=256")
-    assert "model.vocabulary = 256" in said and "set model.vocabulary=257" in said
-    assert load(SMALL, ["data.tokenizer=bytes", "model.vocabulary=257"]).model.vocabulary == 257
+    said = refusal("data.tokenizer=bytes", "model.vocab_size=256")
+    assert "model.vocab_size = 256" in said and "set model.vocab_size=257" in said
+    assert load(SMALL, ["data.tokenizer=bytes", "model.vocab_size=257"]).model.vocab_size == 257
 
 
 @pytest.mark.parametrize(
@@ -195,8 +203,8 @@ def test_bytes_need_their_vocabulary():
             ["training.microbatches=2", "mesh.data=3"],
             ["training.microbatches=2", "mesh.data=3", "training.batch=18"],
         ),
-        (["mesh.tensor=8", "model.vocabulary=4097"], ["mesh.tensor=8", "model.vocabulary=4104"]),
-        (["mesh.tensor=4", "model.feed_forward.hidden=770"], ["model.feed_forward.hidden=772"]),
+        (["mesh.tensor=8", "model.vocab_size=4097"], ["mesh.tensor=8", "model.vocab_size=4104"]),
+        (["mesh.tensor=4", "model.feed_forward.d_ff=770"], ["model.feed_forward.d_ff=772"]),
     ],
     ids=str,
 )
@@ -206,7 +214,7 @@ def test_the_number_that_a_refusal_names_is_accepted(wrong, right):
     load(SMALL, right)
 
 
-@pytest.mark.parametrize("override", ["model.attention.heads=8.0", "model.width='256'"])
+@pytest.mark.parametrize("override", ["model.attention.num_heads=8.0", "model.d_model='256'"])
 def test_a_number_written_otherwise_is_that_number_or_refused_by_its_name(override):
     try:
         assert load(SMALL, [override]) == load(SMALL)

@@ -91,7 +91,7 @@ def test_kernels_compute_what_both_counters_read(name, chip, remat):
 def test_a_cpu_computes_attention_in_parts(sequence, remat):
     """Both counters read the same products, and nearly the same of all others; MFU is of the whole square."""
     model, training = (
-        model_fixtures.model(context=sequence),
+        model_fixtures.model(context_length=sequence),
         model_fixtures.training(batch=4, sequence=sequence, remat=remat),
     )
     steps = make_steps(model, training, model_fixtures.optimization())
@@ -108,7 +108,7 @@ def test_a_cpu_computes_attention_in_parts(sequence, remat):
 
 
 def test_no_other_chip_computes_attention_in_parts():
-    work = Workload("train", model_fixtures.model(context=1024), 4, 1024)
+    work = Workload("train", model_fixtures.model(context_length=1024), 4, 1024)
     assert not any(work.on(Target.parse(name).chip).causal_parts for name in ("h200-sxm", "tpu-v5e", "mi300x"))
     cpu = Target.parse("h200-sxm").chip.model_copy(update={"kind": "cpu", "compute_capability": None})
     assert work.on(cpu) == work.on_cpu() and work.on_cpu().on(cpu) == work.on_cpu() and work.on_cpu().plain() == work
@@ -170,14 +170,14 @@ def test_what_is_frozen_is_gathered_and_not_sent():
     layers = frozenset(path for path in paths if path.startswith("layers/"))
     found = {(c.kind, c.of): c.times for c in traffic.collectives(replace(whole, frozen=layers))}
     assert not {("reduce-scatter", "layers"), ("all-to-all", "optimizer")} & found.keys()
-    assert found["all-gather", "layers"] == 2 * model.layers and found["reduce-scatter", "embedding"] == 1
+    assert found["all-gather", "layers"] == 2 * model.num_layers and found["reduce-scatter", "embedding"] == 1
     (sums,) = (
         c for c in traffic.collectives(replace(whole, frozen=paths - {"final_norm/scale"})) if c.of == "gradients"
     )
-    assert sums.bytes == 2 * model.width
+    assert sums.bytes == 2 * model.d_model
     probe = {(c.kind, c.of): c.times for c in traffic.collectives(replace(whole, frozen=paths - {"unembedding"}))}
-    assert probe["all-gather", "layers"] == model.layers and ("reduce-scatter", "embedding") not in probe
-    assert probe["reduce-scatter", "stream"] == probe["all-gather", "stream"] == 2 * model.layers + 1
+    assert probe["all-gather", "layers"] == model.num_layers and ("reduce-scatter", "embedding") not in probe
+    assert probe["reduce-scatter", "stream"] == probe["all-gather", "stream"] == 2 * model.num_layers + 1
 
 
 def test_a_pattern_that_decides_nothing_is_refused_before_anything_is_counted():
@@ -238,7 +238,7 @@ def test_windows_leave_what_is_seen_through_them(sequence, every):
     """The MFU's FLOPs are of the keys in each query's window; a causal count is of those that it sees, to a half of
     what each sees of itself. XLA computes all, and so is counted."""
     window, layers = {"size": 5, "global_every": every}, 7
-    model = model_fixtures.model(layers=layers, attention={"heads": 8, "kv_heads": 4, "window": window})
+    model = model_fixtures.model(num_layers=layers, attention={"num_heads": 8, "num_kv_heads": 4, "window": window})
     for kind in ("train", "prefill", "decode"):
         work = Workload(kind, model, 4, sequence)
         whole, seen = flops(windowless(work)), flops(work)
@@ -259,9 +259,9 @@ def test_windows_leave_what_is_seen_through_them(sequence, every):
 
 def test_a_kernel_for_attention_may_skip_what_nobody_sees():
     """Its upper bound computes all scores, its lower one those that causality and windows leave."""
-    sizes = {"heads": 8, "kv_heads": 8, "head_width": 128}
-    plain = model_fixtures.model(kernels="auto", context=2**17, attention=sizes)
-    narrow = model_fixtures.model(kernels="auto", context=2**17, attention={**sizes, "window": {"size": 1024}})
+    sizes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 128}
+    plain = model_fixtures.model(kernels="auto", context_length=2**17, attention=sizes)
+    narrow = model_fixtures.model(kernels="auto", context_length=2**17, attention={**sizes, "window": {"size": 1024}})
     target = Target.parse("h200-sxm")
     of = {m: plan(Workload("train", m, 1, 2**17, remat="full"), target) for m in (plain, narrow)}
     assert of[plain].flops.executed == of[narrow].flops.executed
@@ -289,8 +289,8 @@ def test_figures_of_gpt2():
 
 def test_napkin_is_six_for_each_parameter_and_token():
     work = config.workload(config.load(CONFIGS / "models" / "llama3.1-8b.toml"), (1, 1, 1))
-    table = work.model.vocabulary * work.model.width
-    gains = (2 * work.model.layers + 1) * work.model.width
+    table = work.model.vocab_size * work.model.d_model
+    gains = (2 * work.model.num_layers + 1) * work.model.d_model
     assert flops(work).napkin == 6 * (8_030_261_248 - table - gains) * work.tokens
 
 
@@ -307,8 +307,8 @@ def test_work_divides_over_devices():
 @pytest.mark.parametrize("kernels", ["reference", "auto"])
 @pytest.mark.parametrize("heads, kv_heads, tensor", [(12, 2, 4), (12, 4, 3), (12, 4, 6), (8, 1, 8), (8, 8, 4)])
 def test_attention_divides_by_query_heads_whatever_its_keys_do(heads, kv_heads, tensor, kernels):
-    attention = {"heads": heads, "kv_heads": kv_heads, "head_width": 64}
-    model = model_fixtures.model(attention=attention, vocabulary=192, context=256, kernels=kernels)
+    attention = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 64}
+    model = model_fixtures.model(attention=attention, vocab_size=192, context_length=256, kernels=kernels)
 
     def computed(mesh):
         ops = operations.step(Workload("train", model, 16, 256, remat="full", mesh=mesh))
@@ -345,7 +345,7 @@ def test_what_is_sent():
     assert gradients.times == 1
     # Those of tests/test_traffic.py: of each microbatch, in a layer two forward and two backward, and one each around.
     streams = [c for c in found if c.of == "stream"]
-    assert all(c.times == 2 * (4 * work.model.layers + 2) for c in streams)
+    assert all(c.times == 2 * (4 * work.model.num_layers + 2) for c in streams)
     assert not traffic.collectives(replace(work, mesh=MeshShape()))
 
 
@@ -370,14 +370,14 @@ def test_tables_are_gathered_once_and_summed_for_each_use(tied, sums):
     assert [key for key in sent if key[1] == "unembedding"] == unembedding and all(
         sent[key] == 3 for key in unembedding
     )
-    assert sent["all-gather", "layers"] == 2 * 3 * model.layers == 2 * sent["reduce-scatter", "layers"]
+    assert sent["all-gather", "layers"] == 2 * 3 * model.num_layers == 2 * sent["reduce-scatter", "layers"]
     (once,) = (c for c in traffic.collectives(replace(work, kind="decode")) if c.of == "embedding")
     assert once[:3] == ("all-gather", ("fsdp",), 1)
 
 
 def test_muon_moves_whole_matrices():
     """Three layers filled up to eight, in float32; a quarter of each on a device, and keys whole beside `tensor`."""
-    model = model_fixtures.model(attention={"heads": 8, "kv_heads": 1, "head_width": 4})
+    model = model_fixtures.model(attention={"num_heads": 8, "num_kv_heads": 1, "head_dim": 4})
     found = traffic.collectives(Workload("train", model, 16, 32, optimizer="muon", mesh=MeshShape(2, 2, 2)))
     keys, others = 2 * 32 * 4, 2 * 32 * 32 + 3 * 32 * 48
     assert {c[:4] for c in found if c.of == "optimizer"} == {
@@ -446,7 +446,7 @@ def test_more_of_everything_is_never_faster():
     target = Target.parse("h100-sxm5:8")
     base = Workload("train", model_fixtures.model(), 16, 32, mesh=MeshShape(1, 8, 1))
     first = plan(base, target).time
-    for change in ({"batch": 32}, {"remat": "full"}, {"model": model_fixtures.model(layers=6)}):
+    for change in ({"batch": 32}, {"remat": "full"}, {"model": model_fixtures.model(num_layers=6)}):
         other = plan(replace(base, **change), target).time
         assert other.lower_bound >= first.lower_bound and other.upper_bound > first.upper_bound
 
@@ -458,8 +458,8 @@ def test_what_is_not_fused_counts_biases_rotation_and_norms_of_heads():
         return sum(op.times * op.most_bytes for op in operations.step(work) if op.scope.startswith("layers/attention/"))
 
     model = model_fixtures.model()
-    heads, kv_heads, H = model.attention.heads, model.attention.kv_heads, model.attention.head_width
-    moved = 2 * 2 * 2 * 32 * model.layers * H  # read and written in bfloat16, for each head
+    heads, kv_heads, H = model.attention.num_heads, model.attention.num_kv_heads, model.attention.head_dim
+    moved = 2 * 2 * 2 * 32 * model.num_layers * H  # read and written in bfloat16, for each head
     base = unfused()
     assert unfused(qkv_bias=True) - base == moved * (heads + 2 * kv_heads)
     assert unfused(qk_norm=True) - base == moved * (heads + kv_heads)
@@ -513,7 +513,7 @@ def test_bad_input():
     work = Workload("train", model_fixtures.model(), 16, 32)
     with pytest.raises(InputError, match="has 1 devices and h100-sxm5:8 has 8"):
         plan(work, Target.parse("h100-sxm5:8"))
-    with pytest.raises(InputError, match="a sequence of 64 is longer than model.context = 32"):
+    with pytest.raises(InputError, match="a sequence of 64 is longer than model.context_length = 32"):
         plan(replace(work, sequence=64), Target.parse("h100-sxm5"))
     with pytest.raises(InputError, match="rtx4090 has no published scale_out_bytes_per_s"):
         plan(replace(work, mesh=MeshShape(2, 8, 1)), Target.parse("rtx4090:16"))

@@ -173,7 +173,7 @@ def test_another_choice_is_other_data(describe, change):
 
 
 def test_another_bpe_vocabulary_is_another_tokenizer(describe):
-    sizes = [prepare(describe(tokenizer="bpe"), size).tokenizer.vocabulary for size in (270, 280)]
+    sizes = [prepare(describe(tokenizer="bpe"), size).tokenizer.vocab_size for size in (270, 280)]
     assert sizes == [270, 280]
 
 
@@ -200,15 +200,15 @@ def test_the_digest_does_not_depend_on_where_the_files_lie(describe, text, tmp_p
 @pytest.mark.parametrize("tokenizer", ["characters", "bytes", "bpe"])
 def test_a_vocabulary_that_is_too_small_is_refused_with_the_one_to_set(describe, tmp_path, tokenizer):
     needed = {"characters": len(set().union(*texts())), "bytes": 257, "bpe": 257}[tokenizer]
-    with pytest.raises(InputError, match=f"model.vocabulary = {needed - 1} .*{needed}"):
+    with pytest.raises(InputError, match=f"model.vocab_size = {needed - 1} .*{needed}"):
         prepare(describe(tokenizer=tokenizer), needed - 1)
     assert not (tmp_path / "cache" / "datasets").exists() or in_cache(tmp_path) == []
-    assert prepare(describe(tokenizer=tokenizer), needed).tokenizer.vocabulary == needed
+    assert prepare(describe(tokenizer=tokenizer), needed).tokenizer.vocab_size == needed
 
 
 def test_a_vocabulary_that_is_too_small_is_refused_for_data_in_the_cache_too(describe):
     prepare(describe(), VOCABULARY)
-    with pytest.raises(InputError, match="set model.vocabulary=257"):
+    with pytest.raises(InputError, match="set model.vocab_size=257"):
         prepare(describe(), 200)
 
 

@@ -210,7 +210,7 @@ def test_a_tokenizer_is_trained_on_long_text_without_words_in_little_time(tmp_pa
     """Of uncut letters, with the square of their number."""
     path = tmp_path / "a.txt"
     path.write_text("".join(random.Random(0).choices(alphabet, k=200_000)))
-    assert train_bpe([look(path)], 300, lambda *_: None).vocabulary == 300
+    assert train_bpe([look(path)], 300, lambda *_: None).vocab_size == 300
 
 
 def test_runs_are_cut_and_words_are_not(tmp_path):
@@ -224,7 +224,7 @@ def test_every_character_is_a_token(tmp_path):
     held_out = look(write(tmp_path / "a.jsonl", [*TEXTS, "ünique"]))
     other = look(write_jsonl(tmp_path / "b.jsonl", ["Σ", "σ", "ς", *"abc"]), held_out=0.5)
     tokenizer = train_characters([held_out, other], lambda *_: None)
-    assert tokenizer.vocabulary == len(set("".join(TEXTS) + "ünique" + "Σσςabc"))
+    assert tokenizer.vocab_size == len(set("".join(TEXTS) + "ünique" + "Σσςabc"))
 
 
 def test_fields_may_differ_between_lines(tmp_path):

@@ -69,7 +69,7 @@ def test_many_texts_are_encoded_as_each_alone(tokenizer):
 
 
 def test_ids_are_below_the_vocabulary(tokenizer):
-    assert max(max(ids, default=0) for ids in tokenizer.encode_batch(TEXTS)) < tokenizer.vocabulary
+    assert max(max(ids, default=0) for ids in tokenizer.encode_batch(TEXTS)) < tokenizer.vocab_size
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -79,7 +79,7 @@ def test_a_token_of_bytes_is_its_byte(text):
 
 def test_all_256_bytes_are_tokens_and_256_separates():
     tokenizer = bytes_tokenizer()
-    assert (tokenizer.vocabulary, tokenizer.separator) == (257, 256)
+    assert (tokenizer.vocab_size, tokenizer.separator) == (257, 256)
     assert {i: tokenizer.decode([i]) for i in range(128)} == {i: chr(i) for i in range(128)}
     two = [tokenizer.decode([first, 0x80]) for first in range(0xC2, 0xE0)]
     assert two == [chr((first - 0xC0) << 6) for first in range(0xC2, 0xE0)]
@@ -91,7 +91,7 @@ def test_broken_utf8_decodes_to_the_replacement_character():
 
 def test_characters_are_numbered_in_code_point_order():
     tokenizer = characters_tokenizer([SHAKESPEARE[::-1], SHAKESPEARE[:30]])
-    assert (tokenizer.vocabulary, tokenizer.separator) == (65, None)
+    assert (tokenizer.vocab_size, tokenizer.separator) == (65, None)
     assert tokenizer.encode("".join(sorted(SHAKESPEARE))) == list(range(65))
 
 
@@ -131,12 +131,12 @@ def test_the_token_of_the_unknown_is_known():
 @pytest.mark.parametrize("size", [257, 300, 400])
 def test_bpe_has_the_vocabulary_asked_for(size):
     tokenizer = train_bpe(CORPUS, size)
-    assert tokenizer.vocabulary == size
+    assert tokenizer.vocab_size == size
     assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in TEXTS)
 
 
 def test_bpe_of_a_text_with_one_pair_has_one_merge():
-    assert train_bpe(["ab"], 1000).vocabulary == 258
+    assert train_bpe(["ab"], 1000).vocab_size == 258
 
 
 def test_bpe_is_shorter_than_bytes_on_its_own_text(bpe):
@@ -166,7 +166,7 @@ def test_bpe_learns_no_separator_from_text_that_spells_it_out():
 
 
 def test_a_vocabulary_too_small_for_the_bytes_is_refused():
-    with pytest.raises(InputError, match="model.vocabulary = 256 is too small .* 257"):
+    with pytest.raises(InputError, match="model.vocab_size = 256 is too small .* 257"):
         train_bpe(CORPUS, 256)
 
 
@@ -190,7 +190,7 @@ def test_separators_are_not_decoded():
 def test_ids_are_kept_in_the_smallest_type_that_holds_them(size, dtype):
     characters = [chr(i) for i in range(0x11000) if not 0xD800 <= i < 0xE000][:size]
     tokenizer = characters_tokenizer(characters)
-    assert tokenizer.vocabulary == size
+    assert tokenizer.vocab_size == size
     (ids,) = tokenizer.encode_documents([characters[-1]])
     assert ids.dtype == dtype and ids.tolist() == [size - 1]
 
@@ -278,7 +278,7 @@ def test_loading_undoes_saving(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "tokenizer.json")
     again = tokenizers.load(tmp_path / "tokenizer.json")
     assert again.to_json() == tokenizer.to_json()
-    assert (again.vocabulary, again.separator) == (tokenizer.vocabulary, tokenizer.separator)
+    assert (again.vocab_size, again.separator) == (tokenizer.vocab_size, tokenizer.separator)
     assert again.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
 
 
@@ -335,4 +335,4 @@ def test_the_vocabulary_is_above_every_id_where_ids_have_gaps(tmp_path):
 
     tokenizer = changed(tmp_path, published)
     assert tokenizer.encode("a") == [1000]
-    assert tokenizer.vocabulary == 1001
+    assert tokenizer.vocab_size == 1001

@@ -54,7 +54,7 @@ def test_scores_are_sums_over_the_continuation_behind_as_much_context_as_fits():
     assert any(len(context) + len(rest) > model_fixtures.CONTEXT + 1 for context, rest in asked)
     graph, model, parameters = parts()
     for (context, continuation), score in zip(asked, scores(asked), strict=True):
-        tokens = np.array([*context, *continuation])[-model.context - 1 :]
+        tokens = np.array([*context, *continuation])[-model.context_length - 1 :]
         logprobs = jax.nn.log_softmax(model_fixtures.full_logits(graph, parameters, tokens[:-1]))
         expected = np.asarray(logprobs)[np.arange(len(tokens) - 1), tokens[1:]][-len(continuation) :].sum()
         assert score.logprob == pytest.approx(expected, abs=1e-5)

@@ -111,7 +111,7 @@ def test_generation_on_a_mesh_with_one_prompt():
         ([[64]], 1, "token id 64 is outside the vocabulary, 0 to 63"),
         ([[-1]], 1, "token id -1 is outside"),
         ([[1] * 30], 4, "at most 3 tokens can follow"),
-        ([[1] * 33], 1, "a prompt of 33 tokens exceeds model.context = 32"),
+        ([[1] * 33], 1, "a prompt of 33 tokens exceeds model.context_length = 32"),
         ([[1]], 0, "max_tokens = 0 must be 1 or more"),
     ],
 )
@@ -134,5 +134,5 @@ def test_the_whole_context_can_be_used():
 
 def test_prompts_are_not_filled_beyond_the_context():
     model, _, parameters = parts(model_fixtures.LLAMA)
-    with pytest.raises(InputError, match="33 tokens exceeds model.context = 32"):
+    with pytest.raises(InputError, match="33 tokens exceeds model.context_length = 32"):
         next(generate(model, parameters, [[1]], 1, sharding.make_mesh(), fill_to=33))

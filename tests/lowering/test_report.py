@@ -28,14 +28,14 @@ pytestmark = [
 
 SMALL = """
 [model]
-vocabulary = 4096
-context = 512
-layers = 4
-width = 512
+vocab_size = 4096
+context_length = 512
+num_layers = 4
+d_model = 512
 norm = { kind = "rms" }
-position = { kind = "rotary" }
-attention = { heads = 8, kv_heads = 4 }
-feed_forward = { hidden = 1536, activation = "silu", gated = true }
+position = { kind = "rope" }
+attention = { num_heads = 8, num_kv_heads = 4 }
+feed_forward = { d_ff = 1536, activation = "silu", gated = true }
 [training]
 batch = 16
 microbatches = 2
@@ -102,8 +102,8 @@ def test_gaps_that_a_tpu_closes_are_not_what_a_step_needs(chip, temporaries, gap
         ((1, 4, 1), []),
         ((2, 2, 1), ["optimizer.kind=muon", "model.tied_embeddings=true"]),
         ((1, 2, 2), ["optimizer.kind=muon"]),
-        ((1, 1, 4), ["model.attention.kv_heads=2", "model.kernels=auto", "model.vocabulary=65536"]),
-        ((1, 1, 4), ["model.attention.heads=12", "model.attention.kv_heads=6", "model.width=768"]),
+        ((1, 1, 4), ["model.attention.num_kv_heads=2", "model.kernels=auto", "model.vocab_size=65536"]),
+        ((1, 1, 4), ["model.attention.num_heads=12", "model.attention.num_kv_heads=6", "model.d_model=768"]),
         ((2, 2, 1), [f"optimizer.groups=[{FROZEN % 'layers/feed_forward/*'}, {FROZEN % 'embedding'}]"]),
         ((1, 2, 2), [f"optimizer.groups=[{FROZEN % 'layers/*'}, {FROZEN % 'embedding'}]"]),
     ],
@@ -114,7 +114,7 @@ def test_what_is_sent_is_what_is_counted(small, sizes, settings):
     microbatch beside `data`. Muon's three layers are filled up to one for each of four devices. Small things are sent
     together; no program takes less time than is counted. Key/value heads that several devices compute send their
     gradients, where each has one head and where it has more."""
-    found = compiled(small, FOUR["cuda"], "train", sizes, ["model.layers=3", *settings]).report
+    found = compiled(small, FOUR["cuda"], "train", sizes, ["model.num_layers=3", *settings]).report
     sent, counted = Counter(), Counter()
     for c in found.collectives:
         sent[c.kind, c.axes] += c.count * c.bytes
@@ -128,7 +128,7 @@ def test_what_is_sent_is_what_is_counted(small, sizes, settings):
             assert bytes == sent[kind, axes]
         elif axes == ("tensor",):  # and gradients of norms, of parts of the stream
             model, microbatches = found.plan.work.model, found.plan.work.microbatches
-            assert bytes <= sent[kind, axes] <= bytes + 4 * microbatches * (2 * model.layers + 1) * model.width
+            assert bytes <= sent[kind, axes] <= bytes + 4 * microbatches * (2 * model.num_layers + 1) * model.d_model
     # Between some devices of an axis only go gradients of the key/value heads that they share.
     copies = Counter({c.kind: c.times * c.bytes for c in traffic.collectives(found.plan.work) if c.of == "copies"})
     for c in found.collectives:
@@ -143,7 +143,7 @@ def test_what_is_sent_is_what_is_counted(small, sizes, settings):
 def test_kernels_are_counted_by_what_they_declare(small, platform):
     """Norms, rotary positions, attention, gates and the loss of more logits than are held; their FLOPs are not in XLA's
     text. A quick compilation has the same FLOPs."""
-    more, level = ["model.kernels=auto", "model.vocabulary=65536"], jax.config.jax_optimization_level
+    more, level = ["model.kernels=auto", "model.vocab_size=65536"], jax.config.jax_optimization_level
     found = compiled(small, FOUR[platform], "train", overrides=more, quick=platform == "tpu").report
     assert found.row()["quick"] == (platform == "tpu") and jax.config.jax_optimization_level == level
     assert found.flops == found.counted_flops

@@ -9,7 +9,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxlm.models import causal
 from jaxlm.models.attention import attend, dot_product_attention, in_causal_parts
-from jaxlm.models.config import LinearScaling, Llama3Scaling, RotaryPositions
+from jaxlm.models.config import LinearScalingConfig, Llama3ScalingConfig, RopeConfig
 from jaxlm.models.positions import rotate, rotation, visible_in_rows
 from jaxlm.parallel import sharding
 from kernels_pallas.flash_attention import Visible
@@ -108,7 +108,7 @@ def test_rows_see_their_own_segment_up_to_themselves():
 
 
 def rotated(x, turn):
-    return rotate(jnp.asarray(x), ("batch", "sequence", "act_heads", "act_head_width"), turn, "reference")
+    return rotate(jnp.asarray(x), ("batch", "sequence", "act_heads", "act_head_dim"), turn, "reference")
 
 
 def test_rotary_scores_depend_on_distance_only():
@@ -116,9 +116,7 @@ def test_rotary_scores_depend_on_distance_only():
     query, key = draw.normal(size=(2, 1, 1, 1, 16)).astype(np.float32)
 
     def score(q_at, k_at):
-        turned = (
-            rotated(x, rotation(RotaryPositions(), 16, jnp.array([[at]]))) for x, at in ((query, q_at), (key, k_at))
-        )
+        turned = (rotated(x, rotation(RopeConfig(), 16, jnp.array([[at]]))) for x, at in ((query, q_at), (key, k_at)))
         return jnp.vdot(*turned)
 
     np.testing.assert_allclose(score(7, 3), score(104, 100), rtol=1e-5)
@@ -127,21 +125,21 @@ def test_rotary_scores_depend_on_distance_only():
 
 def test_rotary_keeps_length_and_position_zero():
     x = np.random.default_rng(0).normal(size=(1, 2, 3, 8)).astype(np.float32)
-    turned = rotated(x, rotation(RotaryPositions(), 8, jnp.array([[0, 5]])))
+    turned = rotated(x, rotation(RopeConfig(), 8, jnp.array([[0, 5]])))
     np.testing.assert_allclose(np.linalg.norm(turned, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-6)
     np.testing.assert_array_equal(turned[:, 0], x[:, 0])
 
 
 def test_rotary_pairs_are_half_a_head_apart():
-    turn = rotation(RotaryPositions(base=100.0), 4, jnp.array([[1]]))
+    turn = rotation(RopeConfig(theta=100.0), 4, jnp.array([[1]]))
     turned = rotated(jnp.array([[[[1.0, 0.0, 0.0, 0.0]]]]), turn)
     np.testing.assert_allclose(turned[0, 0, 0], [np.cos(1.0), 0.0, np.sin(1.0), 0.0], atol=1e-7)
 
 
 def test_llama3_scaling_keeps_fast_frequencies_and_stretches_slow_ones():
-    scaling = Llama3Scaling(factor=8.0, original_context=8192)
-    plain = RotaryPositions(base=500_000.0)
-    stretched = RotaryPositions(base=500_000.0, scaling=scaling)
+    scaling = Llama3ScalingConfig(factor=8.0, original_context_length=8192)
+    plain = RopeConfig(theta=500_000.0)
+    stretched = RopeConfig(theta=500_000.0, scaling=scaling)
 
     def angles(settings):
         turn = rotation(settings, 128, jnp.array([[1]]))
@@ -156,6 +154,6 @@ def test_llama3_scaling_keeps_fast_frequencies_and_stretches_slow_ones():
 
 
 def test_linear_scaling_makes_steps_of_a_factor_one():
-    stretched = RotaryPositions(scaling=LinearScaling(factor=8.0))
+    stretched = RopeConfig(scaling=LinearScalingConfig(factor=8.0))
     positions = jnp.arange(12)[None]
-    chex.assert_trees_all_close(rotation(stretched, 8, 8 * positions), rotation(RotaryPositions(), 8, positions))
+    chex.assert_trees_all_close(rotation(stretched, 8, 8 * positions), rotation(RopeConfig(), 8, positions))

@@ -32,7 +32,7 @@ def interpreted(monkeypatch):
 
 # Heads as wide as the kernel for attention takes.
 FAMILIES = {
-    name: {**family, "attention": {**family["attention"], "head_width": 16}}
+    name: {**family, "attention": {**family["attention"], "head_dim": 16}}
     for name, family in model_fixtures.FAMILIES.items()
 }
 

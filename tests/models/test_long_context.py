@@ -26,10 +26,10 @@ def test_no_scores_are_held(chip):
     model = model_fixtures.model(
         model_fixtures.LLAMA,
         kernels="auto",
-        context=CONTEXT,
-        layers=2,
-        width=256,
-        attention={"heads": 2, "head_width": 128},
+        context_length=CONTEXT,
+        num_layers=2,
+        d_model=256,
+        attention={"num_heads": 2, "head_dim": 128},
     )
     training = model_fixtures.training(batch=len(devices), sequence=CONTEXT, dtype="bfloat16")
     experiment = Experiment.model_construct(model=model, training=training, optimizer=model_fixtures.optimization())

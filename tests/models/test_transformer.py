@@ -115,7 +115,7 @@ EXECUTIONS = [
 
 @pytest.mark.parametrize("family", [model_fixtures.LLAMA, model_fixtures.GPT2], ids=["llama", "gpt2"])
 def test_execution_changes_neither_loss_nor_gradients(family):
-    _, graph, parameters = parts(family, layers=2)
+    _, graph, parameters = parts(family, num_layers=2)
     tokens, positions = rows()
 
     def loss(parameters, execution):
@@ -140,12 +140,12 @@ def test_remat_keeps_what_its_name_says():
     none, full, up = (saved_bytes(graph, parameters, Execution(remat)) for remat in ("none", "full", ("up",)))
     assert full < up < none
     # Naming `up` keeps [B, T, F] in float32 per layer, and nothing else.
-    assert up - full == model.layers * 8 * 32 * model.feed_forward.hidden * 4
+    assert up - full == model.num_layers * 8 * 32 * model.feed_forward.d_ff * 4
 
 
 def test_grouped_heads_equal_repeated_ones():
     grouped, graph, parameters = parts(model_fixtures.LLAMA)
-    _, full_graph, _ = parts({**model_fixtures.LLAMA, "attention": {"heads": 8, "kv_heads": 8}})
+    _, full_graph, _ = parts({**model_fixtures.LLAMA, "attention": {"num_heads": 8, "num_kv_heads": 8}})
     repeated = jax.tree.map(lambda x: x, parameters)
     for name in ("key", "value"):
         repeated["layers"]["attention"][name] = jnp.repeat(parameters["layers"]["attention"][name], 2, axis=2)
@@ -183,7 +183,7 @@ def test_gpt2_equals_its_equations_in_numpy():
     tokens, positions = rows()
     x = p["embedding"][tokens] + p["positions"][positions]
     causal = np.tril(np.ones((12, 12), bool))
-    for i in range(model.layers):
+    for i in range(model.num_layers):
         layer = jax.tree.map(lambda a, i=i: a[i], p["layers"])
         a, f = layer["attention"], layer["feed_forward"]
         h = layer_norm(x, **layer["attention_norm"])
@@ -226,7 +226,7 @@ def test_gemma_equals_its_equations_in_numpy():
     tokens, positions = rows()
     behind = np.arange(12)[:, None] - np.arange(12)[None]
     x = p["embedding"][tokens] * np.sqrt(32)
-    for i in range(model.layers):
+    for i in range(model.num_layers):
         layer = jax.tree.map(lambda a, i=i: a[i], p["layers"])
         a, f = layer["attention"], layer["feed_forward"]
         if i % 2:
@@ -270,7 +270,7 @@ def test_dropout_drops_the_share_it_says_and_keeps_the_mean():
 
 def test_a_window_is_only_another_interval():
     """Sliding windows need no code in the model: a start that follows the query is one."""
-    _, graph, parameters = parts(model_fixtures.LLAMA, layers=1)
+    _, graph, parameters = parts(model_fixtures.LLAMA, num_layers=1)
     tokens, positions = rows(rows=1)
     window = Visible(jnp.maximum(positions - 2, 0), positions + 1)
     changed = tokens.at[0, 0].set((tokens[0, 0] + 1) % model_fixtures.VOCABULARY)

@@ -79,14 +79,14 @@ GOLDEN_AXES = {
         "embedding": "vocab embed",
         "final_norm/bias": "channels",
         "final_norm/scale": "channels",
-        "layers/attention/key": "layers embed kv_heads head_width",
-        "layers/attention/key_bias": "layers kv_heads head_width",
-        "layers/attention/output": "layers heads head_width embed",
+        "layers/attention/key": "layers embed kv_heads head_dim",
+        "layers/attention/key_bias": "layers kv_heads head_dim",
+        "layers/attention/output": "layers heads head_dim embed",
         "layers/attention/output_bias": "layers channels",
-        "layers/attention/query": "layers embed heads head_width",
-        "layers/attention/query_bias": "layers heads head_width",
-        "layers/attention/value": "layers embed kv_heads head_width",
-        "layers/attention/value_bias": "layers kv_heads head_width",
+        "layers/attention/query": "layers embed heads head_dim",
+        "layers/attention/query_bias": "layers heads head_dim",
+        "layers/attention/value": "layers embed kv_heads head_dim",
+        "layers/attention/value_bias": "layers kv_heads head_dim",
         "layers/attention_norm/bias": "layers channels",
         "layers/attention_norm/scale": "layers channels",
         "layers/feed_forward/down": "layers feed_forward embed",
@@ -100,10 +100,10 @@ GOLDEN_AXES = {
     "llama": {
         "embedding": "vocab embed",
         "final_norm/scale": "channels",
-        "layers/attention/key": "layers embed kv_heads head_width",
-        "layers/attention/output": "layers heads head_width embed",
-        "layers/attention/query": "layers embed heads head_width",
-        "layers/attention/value": "layers embed kv_heads head_width",
+        "layers/attention/key": "layers embed kv_heads head_dim",
+        "layers/attention/output": "layers heads head_dim embed",
+        "layers/attention/query": "layers embed heads head_dim",
+        "layers/attention/value": "layers embed kv_heads head_dim",
         "layers/attention_norm/scale": "layers channels",
         "layers/feed_forward/down": "layers feed_forward embed",
         "layers/feed_forward/gate": "layers embed feed_forward",
@@ -114,8 +114,8 @@ GOLDEN_AXES = {
 }
 GOLDEN_AXES["qwen3"] = {
     **{path: axes for path, axes in GOLDEN_AXES["llama"].items() if path != "unembedding"},
-    "layers/attention/query_norm/scale": "layers head_width",
-    "layers/attention/key_norm/scale": "layers head_width",
+    "layers/attention/query_norm/scale": "layers head_dim",
+    "layers/attention/key_norm/scale": "layers head_dim",
 }
 GOLDEN_AXES["gemma2"] = {
     **{path: axes for path, axes in GOLDEN_AXES["llama"].items() if path != "unembedding"},
@@ -168,12 +168,12 @@ def test_layers_are_not_copies_of_one_another():
 
 
 def test_initial_spread():
-    model = model_fixtures.model(width=128, initializer_std=0.02)
+    model = model_fixtures.model(d_model=128, initializer_std=0.02)
     parameters = tree.init(model, 0, sharding.make_mesh())
     # 49,152 draws: the sample's deviation is within 2 % by six sigma.
     np.testing.assert_allclose(np.std(parameters["layers"]["feed_forward"]["up"][0]), 0.02, rtol=0.06)
     residual = np.std(parameters["layers"]["feed_forward"]["down"])
-    np.testing.assert_allclose(residual, 0.02 / np.sqrt(2 * model.layers), rtol=0.06)
+    np.testing.assert_allclose(residual, 0.02 / np.sqrt(2 * model.num_layers), rtol=0.06)
 
 
 def test_axes_must_name_every_dimension():

@@ -60,7 +60,7 @@ def test_microbatches_on_a_mesh_are_the_whole_batch(on_one_device, mesh):
 def all_that_is_new(mesh):
     """(metrics, state) after three steps of a run with everything that acts on parameters turned on."""
     return model_fixtures.run_steps(
-        model_fixtures.model(layers=2),
+        model_fixtures.model(num_layers=2),
         model_fixtures.training(z_loss=1e-2, ema_decay=0.5),
         [model_fixtures.batch(seed=seed) for seed in range(3)],
         mesh,
@@ -143,10 +143,10 @@ def test_only_parameters_and_the_stream_are_gathered(mesh):
     activation, and no whole vocabulary where the tensor axis shards it."""
     model = model_fixtures.model()
     data, fsdp, tensor = mesh
-    stream = (len(model_fixtures.batch()["tokens"]) // (data * fsdp), model_fixtures.CONTEXT, model.width)
-    D, F, V = model.width, model.feed_forward.hidden // tensor, model.vocabulary // tensor
-    heads, kv_heads = model.attention.heads // tensor, model.attention.kv_heads // tensor
-    H = model.attention.head_width
+    stream = (len(model_fixtures.batch()["tokens"]) // (data * fsdp), model_fixtures.CONTEXT, model.d_model)
+    D, F, V = model.d_model, model.feed_forward.d_ff // tensor, model.vocab_size // tensor
+    heads, kv_heads = model.attention.num_heads // tensor, model.attention.num_kv_heads // tensor
+    H = model.attention.head_dim
     matrices = {(V, D), (D, heads, H), (D, kv_heads, H), (heads, H, D), (D, F)}
     flat = {(D, heads * H), (D, kv_heads * H)}
     allowed = {tuple(sorted(shape)) for shape in matrices | flat | ({stream} if tensor > 1 else set())}
@@ -158,7 +158,7 @@ def test_only_parameters_and_the_stream_are_gathered(mesh):
 def test_each_device_keeps_its_part_of_the_stream_between_layers():
     """All that layers keep for the backward pass under full rematerialisation is [L, B, T / tensor, D]."""
     model = model_fixtures.model()
-    stream = f"f32[{model.layers},{len(model_fixtures.batch()['tokens'])},{{}},{model.width}]"
+    stream = f"f32[{model.num_layers},{len(model_fixtures.batch()['tokens'])},{{}},{model.d_model}]"
     whole, part = stream.format(model_fixtures.CONTEXT), stream.format(model_fixtures.CONTEXT // 4)
     text = training_step(model, sharding.make_mesh(tensor=4), remat="full")
     assert part in text and whole not in text
@@ -206,8 +206,8 @@ def test_tensor_does_not_reach_over_slices():
 
 def test_uneven_kv_heads_are_replicated():
     mesh = sharding.make_mesh(tensor=8)
-    assert sharding.partition(("embed", "kv_heads", "head_width"), (32, 4, 4), mesh) == P("fsdp", None, None)
-    assert sharding.partition(("embed", "kv_heads", "head_width"), (32, 8, 4), mesh) == P("fsdp", "tensor", None)
+    assert sharding.partition(("embed", "kv_heads", "head_dim"), (32, 4, 4), mesh) == P("fsdp", None, None)
+    assert sharding.partition(("embed", "kv_heads", "head_dim"), (32, 8, 4), mesh) == P("fsdp", "tensor", None)
 
 
 def test_other_uneven_dimensions_are_refused():

@@ -26,7 +26,7 @@ def training_step(
 ) -> hlo.Program:
     """The compiled step on a mesh, perhaps of devices that are not here."""
     training = model_fixtures.training(dtype=dtype, microbatches=microbatches, batch=32, sequence=context)
-    steps = make_steps(model_fixtures.model(context=context, **model), training, model_fixtures.optimization())
+    steps = make_steps(model_fixtures.model(context_length=context, **model), training, model_fixtures.optimization())
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         jax.eval_shape(steps.init),
@@ -76,7 +76,7 @@ def test_a_step_holds_these_kinds_of_collectives_and_no_others(shape, platform):
     """Over `data` sums; over `fsdp` gathers of parameters and sums of gradients; over `tensor` gathers and sums of the
     stream. No all-to-all and no permutation: nothing lies where it is not needed."""
     mesh = sharding.make_mesh(*shape, four[platform]())
-    found = sent(training_step(mesh, DTYPES[platform], microbatches=1, vocabulary=VOCABULARY), mesh)
+    found = sent(training_step(mesh, DTYPES[platform], microbatches=1, vocab_size=VOCABULARY), mesh)
     sums = {"all-reduce", "reduce-scatter"}
     allowed = {("data",): sums, ("fsdp",): {"all-gather"} | sums, ("tensor",): {"all-gather"} | sums}
     # Scalars, and the gradients of vectors that every device has, are summed over several axes at once.
@@ -93,7 +93,7 @@ def test_a_step_holds_these_kinds_of_collectives_and_no_others(shape, platform):
 def test_the_embedding_table_is_never_gathered_over_tensor(tied, platform):
     """Each device looks up what it has, and what they find is added."""
     mesh = sharding.make_mesh(1, 2, 2, four[platform]())
-    program = training_step(mesh, DTYPES[platform], vocabulary=VOCABULARY, tied_embeddings=tied)
+    program = training_step(mesh, DTYPES[platform], vocab_size=VOCABULARY, tied_embeddings=tied)
     width = {"float32": 4, "bfloat16": 2}[DTYPES[platform]]
     table = VOCABULARY * 32 * width
     gathers = [c for c in sent(program, mesh) if c.kind == "all-gather"]
@@ -104,13 +104,13 @@ def test_the_embedding_table_is_never_gathered_over_tensor(tied, platform):
 @on
 def test_no_parameter_above_a_size_is_whole_on_every_device(platform):
     mesh = sharding.make_mesh(1, 2, 2, four[platform]())
-    _, tree = model_tree.abstract(model_fixtures.model(vocabulary=VOCABULARY))
+    _, tree = model_tree.abstract(model_fixtures.model(vocab_size=VOCABULARY))
     limit = 3 * 64  # vectors of three layers; every matrix has more numbers
     for path, declared in model_tree.paths(model_tree.dimensions(tree)).items():
         if (size := math.prod(declared.shape)) > limit:
             lies = sharding.sharding(declared.axes, declared.shape, mesh)
             assert math.prod(lies.shard_shape(declared.shape)) * 4 == size, path
-    program = training_step(mesh, DTYPES[platform], microbatches=1, vocabulary=VOCABULARY)
+    program = training_step(mesh, DTYPES[platform], microbatches=1, vocab_size=VOCABULARY)
     given = Counter(p.op_name for p in program.entry.parameters if "parameters" in p.op_name)
     assert len(given) == len(model_tree.paths(model_tree.shapes(tree)))
     largest = max(a.numbers for p in program.entry.parameters for a in p.arrays if "parameters" in p.op_name)
@@ -139,7 +139,7 @@ def test_the_stream_is_gathered_and_scattered_on_cuda():
 def test_the_stream_is_gathered_and_scattered_on_tpu():
     """There, a sum of which each device keeps its part is an all-reduce in a fusion of that name."""
     mesh = sharding.make_mesh(1, 1, 4, four["tpu"]())
-    found = sent(training_step(mesh, "bfloat16", context=512, width=256), mesh)
+    found = sent(training_step(mesh, "bfloat16", context_length=512, d_model=256), mesh)
     stream = 2 * 8 * 512 * 256
     kinds = {c.kind for c in found if c.bytes == stream and c.dtype == "bf16"}
     assert kinds == {"all-gather", "reduce-scatter"}

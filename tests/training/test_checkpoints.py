@@ -257,7 +257,7 @@ def test_what_a_killed_process_left_half_written_is_no_checkpoint(tmp_path):
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(tmp_path):
     trained(tmp_path, [None])
     for other, names in (
-        (model_fixtures.model(width=64), "64"),
+        (model_fixtures.model(d_model=64), "64"),
         (model_fixtures.model(tied_embeddings=True), "unembedding"),
     ):
         with pytest.raises(InputError) as refused:

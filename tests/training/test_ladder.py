@@ -68,8 +68,10 @@ def test_the_gap_at_the_upper_bound_is_what_that_bound_counts(on_this_machine):
 @pytest.mark.parametrize("window", [None, {"size": 64, "global_every": 2}])
 def test_attention_is_what_the_lower_bound_counts(window, kernels):
     """Where kernels skip scores, and where plain JAX computes those outside of a window too."""
-    attention = {"heads": 4, "head_width": 64, "window": window}
-    model = model_fixtures.model(attention=attention, context=8192, width=1024, vocabulary=8192, kernels=kernels)
+    attention = {"num_heads": 4, "head_dim": 64, "window": window}
+    model = model_fixtures.model(
+        attention=attention, context_length=8192, d_model=1024, vocab_size=8192, kernels=kernels
+    )
     work, target = Workload("train", model, 64, 8192, remat="full"), Target.parse("h200-sxm")
     counts = plan(work, target)
     before = Counted(work, counts.flops, counts.memory, target, counts.time)

@@ -22,7 +22,7 @@ from jaxlm.training.step import jit_steps, make_steps
 
 MESHES = [(d, f, t) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) for t in (1, 2, 4, 8) if d * f * t == 8]
 # Every sort of parameter: learned positions, biases, norms, an unembedding, matrices with heads on either side.
-MODEL = model_fixtures.model({**model_fixtures.GPT2, "tied_embeddings": False}, layers=2)
+MODEL = model_fixtures.model({**model_fixtures.GPT2, "tied_embeddings": False}, num_layers=2)
 # [inputs, outputs] of a layer's matrices: heads and head width are one side.
 SHAPES = {"query": (32, 32), "key": (32, 32), "value": (32, 32), "output": (32, 32), "up": (32, 64), "down": (64, 32)}
 RATE, DECAY = 1e-2, 0.1
@@ -308,7 +308,7 @@ def test_muon_s_matrices_are_exchanged_once_each_way_and_never_replicated(mesh, 
 def test_a_run_resumed_from_a_checkpoint_is_the_run_straight_through(kind, tmp_path):
     mesh = sharding.make_mesh(2, 2, 2)
     training = model_fixtures.training(ema_decay=0.9, z_loss=1e-3)
-    steps = make_steps(model_fixtures.model(layers=2), training, model_fixtures.optimization(kind=kind))
+    steps = make_steps(model_fixtures.model(num_layers=2), training, model_fixtures.optimization(kind=kind))
     with jax.set_mesh(mesh):
         compiled = jit_steps(steps, mesh)
 
@@ -333,7 +333,7 @@ def test_every_optimizer_learns(kind):
         kind=kind, learning_rate=rate, schedule={"kind": "constant", "warmup_steps": 5}
     )
     metrics, _ = model_fixtures.run_steps(
-        model_fixtures.model(initializer_std=0.05, layers=2),
+        model_fixtures.model(initializer_std=0.05, num_layers=2),
         model_fixtures.training(),
         [model_fixtures.batch()] * 60,
         optimization=chosen,
@@ -386,7 +386,7 @@ def descend_one(p, path, rate=RATE, decay=None):
 
 def test_gradients_of_frozen_parameters_do_not_count():
     groups = [{"pattern": "*", "learning_rate_scale": 0.0}]
-    model = model_fixtures.model(layers=2)
+    model = model_fixtures.model(num_layers=2)
     (metrics,), state = model_fixtures.run_steps(
         model,
         model_fixtures.training(),

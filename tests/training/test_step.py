@@ -12,7 +12,7 @@ from flax import nnx
 from jaxlm.models import tree
 from jaxlm.models.positions import visible_in_rows
 from jaxlm.parallel import sharding
-from jaxlm.training.config import CosineSchedule
+from jaxlm.training.config import CosineScheduleConfig
 from jaxlm.training.losses import cross_entropy
 from jaxlm.training.schedules import schedule
 from jaxlm.training.step import jit_steps, make_steps
@@ -162,13 +162,13 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_is_counted():
         chex.assert_trees_all_equal(states[skipped].parameters, states[before].parameters)
         chex.assert_trees_all_equal(states[skipped].optimizer, states[before].optimizer)
     # The schedule counts updates, not batches.
-    assert metrics[3]["learning_rate"] == pytest.approx(float(schedule(CosineSchedule(decay_steps=100), 1e-2)(1)))
+    assert metrics[3]["learning_rate"] == pytest.approx(float(schedule(CosineScheduleConfig(decay_steps=100), 1e-2)(1)))
 
 
 def test_the_average_follows_the_parameters_and_a_skipped_step_leaves_it_alone():
-    metrics, states = poisoned(model_fixtures.model(layers=2), at_steps=(1,), steps=4, ema_decay=0.3)
+    metrics, states = poisoned(model_fixtures.model(num_layers=2), at_steps=(1,), steps=4, ema_decay=0.3)
     chex.assert_trees_all_equal(states[1].average, states[0].average)
-    average = jax.device_get(tree.init(model_fixtures.model(layers=2), 0, sharding.make_mesh()))
+    average = jax.device_get(tree.init(model_fixtures.model(num_layers=2), 0, sharding.make_mesh()))
     for updates, state in enumerate((states[0], states[2], states[3]), start=1):
         decay = min(0.3, (1 + updates) / (10 + updates))
         average = jax.tree.map(lambda a, p, d=decay: d * a + (1 - d) * p, average, state.parameters)
@@ -184,7 +184,7 @@ def test_without_an_average_nothing_of_it_is_in_the_state():
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_the_z_loss_is_added_to_the_objective_and_not_to_the_loss(microbatches):
     batch, coefficient = model_fixtures.batch(), 0.1
-    model = model_fixtures.model(layers=2)
+    model = model_fixtures.model(num_layers=2)
     settings = model_fixtures.optimization(clip_norm=1e9)
     training = model_fixtures.training(z_loss=coefficient, microbatches=microbatches)
     (metrics,), state = model_fixtures.run_steps(model, training, [batch], optimization=settings)
@@ -264,7 +264,9 @@ def test_gradients_in_bfloat16_are_those_of_float32_to_its_precision(family):
     )
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segments": np.ones((rows, length), np.int32)}
     batch["positions"] = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
-    model = model_fixtures.model(model_fixtures.FAMILIES[family], context=length, layers=1, initializer_std=0.02)
+    model = model_fixtures.model(
+        model_fixtures.FAMILIES[family], context_length=length, num_layers=1, initializer_std=0.02
+    )
     # One step of it subtracts the gradient.
     descent = model_fixtures.optimization(
         kind="sgd", learning_rate=1.0, momentum=0.0, clip_norm=1e9, schedule={"kind": "constant"}

@@ -235,6 +235,6 @@ def chip_hours(setting: Setting, tokens: float) -> Range:
 def megatron_flops_per_s(setting: Setting) -> Range:
     """Per chip, of the FLOPs with full recomputation as Narayanan et al. count them (arXiv:2104.04473, equation 3)."""
     work, model = setting.work, setting.work.model
-    B, S, L, D, V = work.batch, work.sequence, model.layers, model.width, model.vocabulary
+    B, S, L, D, V = work.batch, work.sequence, model.num_layers, model.d_model, model.vocab_size
     cost = 96 * B * S * L * D**2 * (1 + S / (6 * D) + V / (16 * L * D))
     return Range(*(cost / (seconds * setting.target.chips) for seconds in _time(setting)))

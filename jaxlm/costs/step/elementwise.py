@@ -90,9 +90,9 @@ def loops(work: Workload) -> Iterator[Elementwise]:
         return Elementwise(scope, times, *(loop.over(numbers, work.itemsize) for loop in directions))
 
     model, attention, rows, queries = work.model, work.model.attention, work.rows(), work.queries
-    tokens, L, H = rows * queries, model.layers, attention.head_width
-    stream = rows * work.local("stream", queries) * model.width
-    N, K = work.local("act_heads", attention.heads), work.local("act_kv_heads", attention.kv_heads)
+    tokens, L, H = rows * queries, model.num_layers, attention.head_dim
+    stream = rows * work.local("stream", queries) * model.d_model
+    N, K = work.local("act_heads", attention.num_heads), work.local("act_kv_heads", attention.num_kv_heads)
     scores = rows * work.scores() * N
     yield each(SOFTMAX, L, scores, _SOFTMAX)
     if attention.soft_cap:
@@ -102,22 +102,22 @@ def loops(work: Workload) -> Iterator[Elementwise]:
         if not d.inputs and path.endswith("_bias"):
             added = math.prod(work.local(d.axes[i], d.shape[i]) for i in d.outputs)
             yield each(path, L, tokens * added, _BESIDE)
-    turned = (N + K) * H * ((model.position.kind == "rotary") + attention.qk_norm)
+    turned = (N + K) * H * ((model.position.kind == "rope") + attention.qk_norm)
     yield each(POSITIONS, L, tokens * turned, _BESIDE)
     # Heads move in front of the sequence and back.
     yield each(HEADS, L, 2 * rows * (queries * N + work.sequence * K) * H, _MOVED)
     yield each(RESIDUAL, L, stream, _RESIDUAL)
     yield each("layers/feed_forward/residual", L, stream, _RESIDUAL)
-    hidden = tokens * work.local("act_ff", model.feed_forward.hidden)
+    hidden = tokens * work.local("act_ff", model.feed_forward.d_ff)
     yield each(ACTIVATION, L, hidden, _activation(model.feed_forward.activation, model.feed_forward.gated))
-    yield each("embedding/lookup", 1, tokens * model.width, _LOOKUP)
+    yield each("embedding/lookup", 1, tokens * model.d_model, _LOOKUP)
     if model.scale_embeddings:
         yield each("embedding/scale", 1, stream, _SCALED)
     if work.dropout:
         yield each("layers/dropout", 2 * L, stream, _DROPOUT)
         yield each("embedding/dropout", 1, stream, _DROPOUT)
     if work.kind == "train":
-        logits = tokens * work.local("act_vocab", model.vocabulary)
+        logits = tokens * work.local("act_vocab", model.vocab_size)
         yield each(LOSS, 1, logits, _LOSS)
         if model.logit_soft_cap:
             yield each(LOSS, 1, logits, _SOFT_CAP)

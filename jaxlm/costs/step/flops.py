@@ -29,7 +29,7 @@ def napkin_flops(work: Workload) -> int:
     """Of a step, by parameters and tokens alone."""
     napkin = (6 if work.kind == "train" else 2) * matmul_parameters(work.model) * work.tokens
     if work.kind == "prefill":  # only the last token of each prompt is unembedded
-        tables = work.model.vocabulary * work.model.width
+        tables = work.model.vocab_size * work.model.d_model
         napkin -= 2 * tables * (work.tokens - work.batch)
     return napkin
 

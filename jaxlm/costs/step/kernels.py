@@ -44,10 +44,10 @@ def elementwise(work: Workload) -> Iterator[Elementwise]:
     if not work.kernels:
         return
     model, settings = work.model, work.model.attention
-    rows, queries, L, H = work.rows(), work.queries, model.layers, settings.head_width
+    rows, queries, L, H = work.rows(), work.queries, model.num_layers, settings.head_dim
     norm, vectors = _NORMS[model.norm.kind], 2 if getattr(model.norm, "bias", False) else 1
-    stream = _array(work, rows * work.local("stream", queries), model.width)
-    gains = [_array(work, model.width)] * vectors
+    stream = _array(work, rows * work.local("stream", queries), model.d_model)
+    gains = [_array(work, model.d_model)] * vectors
     yield _launched(NORMS, L, norm(stream, *gains))
     yield _launched(NORMS, L, norm(stream, *gains, residual=stream))
     if model.post_norms:
@@ -56,14 +56,17 @@ def elementwise(work: Workload) -> Iterator[Elementwise]:
     yield _launched("final_norm", 1, norm(stream, *gains))
 
     angles = jax.ShapeDtypeStruct((rows, queries, H // 2), jnp.float32)
-    for name, axis, heads in (("query", "act_heads", settings.heads), ("key", "act_kv_heads", settings.kv_heads)):
+    for name, axis, heads in (
+        ("query", "act_heads", settings.num_heads),
+        ("key", "act_kv_heads", settings.num_kv_heads),
+    ):
         x = _array(work, rows, queries, work.local(axis, heads), H)
         if settings.qk_norm:
             yield _launched(POSITIONS, L, norm(x, *[_array(work, H)] * vectors), makes=name)
-        if model.position.kind == "rotary":
+        if model.position.kind == "rope":
             yield _launched(POSITIONS, L, rotary_costs(x, angles, angles), makes=name)
     if model.feed_forward.gated:
-        hidden = _array(work, rows * queries, work.local("act_ff", model.feed_forward.hidden))
+        hidden = _array(work, rows * queries, work.local("act_ff", model.feed_forward.d_ff))
         yield _launched(ACTIVATION, L, gated_costs(hidden, hidden, activation=model.feed_forward.activation))
     if chunked := loss(work):
         sizes = chunked.tokens, chunked.labels, model.logit_soft_cap
@@ -81,7 +84,7 @@ def instead_of(work: Workload) -> set[str]:
 def attention(work: Workload) -> Costs | None:
     """Of a layer, with all scores seen; None where it is the reference that runs: with few queries, or heads of another
     width than all chips' kernels take."""
-    (K, G), H = work.head_groups(), work.model.attention.head_width
+    (K, G), H = work.head_groups(), work.model.attention.head_dim
     if not work.kernels or not serves(work.queries, H):
         return None
     key = _array(work, work.rows(), work.sequence, K, H)
@@ -91,7 +94,7 @@ def attention(work: Workload) -> Costs | None:
 
 def loss(work: Workload) -> Loss | None:
     """Of a microbatch, where its logits are not held: not in inference, and not where they are few."""
-    tokens, labels = work.rows() * work.queries, work.local("act_vocab", work.model.vocabulary)
+    tokens, labels = work.rows() * work.queries, work.local("act_vocab", work.model.vocab_size)
     if not work.kernels or work.kind != "train" or tokens * labels < chunks.WORTHWHILE:
         return None
     return Loss(*chunks.chunk(tokens, labels), chunks.padded(labels))

@@ -18,12 +18,12 @@ def kept(work: Workload) -> int:
     part, itemsize = parts(work), work.itemsize
     mask = part.stream if work.dropout else 0
     if work.remat == "none":
-        return work.model.layers * (_whole(work) + 2 * mask) + mask
+        return work.model.num_layers * (_whole(work) + 2 * mask) + mask
     named = _named(part) if work.model.feed_forward.gated else {**_named(part), "gate": 0}
     names = () if work.remat == "full" else work.remat
     numbers = part.stream + sum(named[name] for name in names)
-    sums = 4 * part.heads // work.model.attention.head_width if kernels.attention(work) and "attention" in names else 0
-    return work.model.layers * (itemsize * numbers + sums) + mask
+    sums = 4 * part.heads // work.model.attention.head_dim if kernels.attention(work) and "attention" in names else 0
+    return work.model.num_layers * (itemsize * numbers + sums) + mask
 
 
 def forward(work: Workload, fused: bool) -> int:
@@ -67,15 +67,15 @@ def parts(work: Workload) -> Parts:
     """How many numbers each array of a layer has on one device: of a microbatch's rows there, and what `tensor` leaves
     of heads and hidden layer."""
     model, attention = work.model, work.model.attention
-    tokens, width = work.rows() * work.queries, attention.head_width
-    heads = work.local("act_heads", attention.heads)
+    tokens, width = work.rows() * work.queries, attention.head_dim
+    heads = work.local("act_heads", attention.num_heads)
     return Parts(
         tokens=tokens,
-        stream=work.rows() * work.local("stream", work.queries) * model.width,
-        whole=tokens * model.width,
+        stream=work.rows() * work.local("stream", work.queries) * model.d_model,
+        whole=tokens * model.d_model,
         heads=tokens * heads * width,
-        kv_heads=tokens * work.local("act_kv_heads", attention.kv_heads) * width,
-        hidden=tokens * work.local("act_ff", model.feed_forward.hidden),
+        kv_heads=tokens * work.local("act_kv_heads", attention.num_kv_heads) * width,
+        hidden=tokens * work.local("act_ff", model.feed_forward.d_ff),
         scores=work.rows() * heads * work.scores(),
     )
 
@@ -93,7 +93,7 @@ def _whole(work: Workload) -> int:
     normed = part.heads + part.kv_heads if work.model.attention.qk_norm else 0
     streams = norms_per_layer(work.model) * part.stream + 2 * part.whole
     narrow = streams + 3 * part.heads + 2 * part.kv_heads + normed + _hidden(work, 3, 2)
-    return itemsize * narrow + 4 * part.heads // work.model.attention.head_width
+    return itemsize * narrow + 4 * part.heads // work.model.attention.head_dim
 
 
 def _hidden(work: Workload, gated: int, plain: int) -> int:

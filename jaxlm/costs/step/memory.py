@@ -48,13 +48,13 @@ def memory(work: Workload, platform: str = "gpu") -> Memory:
 
 def kv_cache(work: Workload) -> int:
     """Bytes of keys and values that one device holds for its sequences."""
-    return work.model.layers * 2 * work.itemsize * _keys(work)
+    return work.model.num_layers * 2 * work.itemsize * _keys(work)
 
 
 def kv_bytes_per_token(work: Workload) -> int:
     """Bytes of keys and values that a token adds to the cache, over the whole mesh without replicas."""
     attention = work.model.attention
-    return 2 * work.model.layers * attention.kv_heads * attention.head_width * work.itemsize
+    return 2 * work.model.num_layers * attention.num_kv_heads * attention.head_dim * work.itemsize
 
 
 def trained(work: Workload) -> Memory:
@@ -92,11 +92,11 @@ def _training(work: Workload, fused: bool) -> Iterator[Memory]:
         # A chunk's logits and their gradient, that of the stream, and that of the unembedding, whole along `fsdp`.
         around = saved + itemsize * (part.stream + 2 * part.whole)
         logits = chunked.tokens * chunked.labels * (4 + itemsize)
-        whole_table = 4 * chunked.labels * work.model.width
+        whole_table = 4 * chunked.labels * work.model.d_model
         yield Memory(held.parameters + whole.table, sums + whole_table, state, around, logits, 0)
         waits, tables = 0, (4 if work.mesh.data * work.mesh.fsdp == 1 else itemsize) * (total - of_layers)
     else:
-        logits = part.tokens * work.local("act_vocab", work.model.vocabulary)
+        logits = part.tokens * work.local("act_vocab", work.model.vocab_size)
         yield Memory(held.parameters + whole.table, sums, state, saved, logits * (4 + itemsize), 0)
         # That of the unembedding is made from the gradient of the logits, which waits until the layers are done if it
         # is a narrow copy.
@@ -116,7 +116,7 @@ def _inference(work: Workload, fused: bool) -> Iterator[Memory]:
     """A layer, and the unembedding of the last tokens."""
     leaves, whole = parameters(work.model).values(), _gathered(work)
     held, cache = work.itemsize * sum(work.stored(d.axes, d.shape) for d in leaves), kv_cache(work)
-    logits = 4 * work.rows() * work.local("act_vocab", work.model.vocabulary)
+    logits = 4 * work.rows() * work.local("act_vocab", work.model.vocab_size)
     if kernels.attention(work):
         gathered, read = whole.layer - whole.attention - whole.hidden, 0
     else:
@@ -128,8 +128,8 @@ def _inference(work: Workload, fused: bool) -> Iterator[Memory]:
 def _keys(work: Workload) -> int:
     """Numbers of a layer's keys in the cache, and as many of its values."""
     attention = work.model.attention
-    heads = work.local("act_kv_heads", attention.kv_heads)
-    return work.rows() * work.sequence * heads * attention.head_width
+    heads = work.local("act_kv_heads", attention.num_kv_heads)
+    return work.rows() * work.sequence * heads * attention.head_dim
 
 
 class _Gathered(NamedTuple):
@@ -149,7 +149,7 @@ def _gathered(work: Workload) -> _Gathered:
     for path, d in parameters(work.model).items():
         if d.inputs:
             numbers = math.prod(work.local(axis, size) for axis, size in zip(d.axes, d.shape, strict=True))
-            sizes[path] = work.itemsize * (numbers if d.table else numbers // work.model.layers)
+            sizes[path] = work.itemsize * (numbers if d.table else numbers // work.model.num_layers)
     layer = {path: size for path, size in sizes.items() if path.startswith("layers/")}
     return _Gathered(
         layer=sum(layer.values()),

@@ -99,7 +99,7 @@ def _products(work: Workload) -> Iterator[Operation]:
         moved = itemsize * (tokens * k + k * n) + out * tokens * n
         yield Operation(path, "forward", times, Product(1, tokens, k, n), moved, moved)
 
-    (K, G), L, H = work.head_groups(), model.layers, model.attention.head_width
+    (K, G), L, H = work.head_groups(), model.num_layers, model.attention.head_dim
     kernel = kernels.attention(work)
     for queries, keys in work.attended():
         first = Product(rows * K, G * queries, H, keys)

@@ -40,7 +40,7 @@ def _parameters(work: Workload) -> Iterator[Collective]:
     part of `data` has a loop of its own: there JAX 0.10's gathers it in each microbatch, a tied one for each of its
     three uses, and matrices that the backward pass computes with again in post-norm layers once more.
     """
-    fsdp, itemsize, L, train = ("fsdp",), work.itemsize, work.model.layers, work.kind == "train"
+    fsdp, itemsize, L, train = ("fsdp",), work.itemsize, work.model.num_layers, work.kind == "train"
     each = work.microbatches if train else 1
     passes = 2 if train and goes_back_to(work.model, work.frozen) <= Part.LAYERS else 1
     gathered = matrices = vectors = 0
@@ -67,10 +67,12 @@ def _copies(work: Workload) -> Iterator[Collective]:
     gradients of all copies are gathered. The sum is counted as if the devices with the same were all of the axis."""
     if not work.replicated_kv_heads:
         return
-    kv_heads, tensor = work.model.attention.kv_heads, work.mesh.tensor
+    kv_heads, tensor = work.model.attention.num_kv_heads, work.mesh.tensor
     shared = {path: d for path, d in parameters(work.model).items() if "kv_heads" in d.axes and path not in work.frozen}
-    one = work.itemsize * sum(work.stored(d.axes, d.shape) for d in shared.values()) // work.model.layers // kv_heads
-    times = work.microbatches * work.model.layers
+    one = (
+        work.itemsize * sum(work.stored(d.axes, d.shape) for d in shared.values()) // work.model.num_layers // kv_heads
+    )
+    times = work.microbatches * work.model.num_layers
     if tensor % kv_heads:
         yield Collective("all-gather", ("tensor",), times, one * work.model.attention.kv_heads_over(tensor), "copies")
         return
@@ -88,8 +90,9 @@ def _sums(work: Workload) -> Iterator[Collective]:
 
 def _optimizer(work: Workload) -> Iterator[Collective]:
     """Muon's updates move in float32 until each matrix is whole on one device, and back
-    (`jaxlm.parallel.sharding.map_whole`): one axis after the other goes to the stack, which is filled up to the number of devices. Along an axis that parts a
-    matrix that is an all-to-all; along others a device keeps its part, and gathers behind."""
+    (`jaxlm.parallel.sharding.map_whole`): one axis after the other goes to the stack, which is padded to
+    the number of devices. Along an axis that shards a matrix that is an all-to-all; along others a device keeps its
+    shard, and gathers afterwards."""
     if work.optimizer != "muon":
         return
     moved: Counter[tuple[str, str]] = Counter()
@@ -111,11 +114,11 @@ def _stream(work: Workload) -> list[Collective]:
     sequence does not divide. A loss in kernels sums its gradient whole. Of few logits, which kernels leave to XLA,
     it is counted like the others, as TPUs do it; GPUs sum it whole, in float32."""
     model, tensor = work.model, ("tensor",)
-    whole = work.itemsize * work.rows() * work.queries * model.width
+    whole = work.itemsize * work.rows() * work.queries * model.d_model
     parted = work.local("stream", work.queries) < work.queries
     train = work.kind == "train"
     each = work.microbatches if train else 1
-    blocks = 2 * model.layers
+    blocks = 2 * model.num_layers
     sums = blocks + 1  # behind each block and the embedding
     gathers = blocks + (1 if train else 0)  # before each block; in inference only the last token is unembedded
     whole_sums = 0
@@ -125,7 +128,7 @@ def _stream(work: Workload) -> list[Collective]:
         sums, gathers = sums + through + (first <= Part.FINAL_NORM), gathers + through + (first == Part.LOOK_UP)
         whole_sums = int(kernels.loss(work) is not None and first <= Part.FINAL_NORM)
         if through and work.remat != "none":  # the sum behind the feed-forward runs again where a norm reads it
-            sums, gathers = sums + (2 if model.post_norms else 1) * model.layers, gathers + blocks
+            sums, gathers = sums + (2 if model.post_norms else 1) * model.num_layers, gathers + blocks
     found = []
     if parted:
         found.append(Collective("reduce-scatter", tensor, each * (sums - whole_sums), whole, "stream"))

@@ -287,12 +287,12 @@ def published(name):
 def test_the_largest_model_counts_in_seconds():
     model = published("llama3.1-405b")
     training = model_fixtures.training(
-        batch=512, sequence=model.context, dtype="bfloat16", remat="full", microbatches=4
+        batch=512, sequence=model.context_length, dtype="bfloat16", remat="full", microbatches=4
     )
     begin = time.perf_counter()
     cost = count(*(lambda steps, *state: (steps.train, *state))(*abstract_step(model, training)))
     assert time.perf_counter() - begin < 20  # some two seconds on two quiet cores
-    tokens = 512 * model.context
+    tokens = 512 * model.context_length
     assert cost["layers/attention/query"].forward.flops == 2 * 126 * 16384 * 16384 * tokens
     assert cost["unembedding"].matmul_flops == 6 * 16384 * 128256 * tokens
     assert not cost.assumed

@@ -68,7 +68,7 @@ def test_less_of_anything_never_takes_more(kind, chip):
     for change in (
         {"batch": 8},
         {"sequence": 16},
-        {"model": model_fixtures.model(layers=1)},
+        {"model": model_fixtures.model(num_layers=1)},
         {"mesh": MeshShape(2, 4, 2)},
     ):
         assert memory(replace(base, **change), chip).total < whole
@@ -104,6 +104,6 @@ def test_the_peak_moves_with_what_is_large():
         held = memory(work)._asdict()
         return max(held, key=held.get)
 
-    assert largest(replace(base, model=model_fixtures.model(vocabulary=100_000), batch=1024)) == "logits"
+    assert largest(replace(base, model=model_fixtures.model(vocab_size=100_000), batch=1024)) == "logits"
     assert largest(replace(base, sequence=4096)) == "activations"
     assert largest(replace(base, batch=1, sequence=1)) == "optimizer"

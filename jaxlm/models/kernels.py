@@ -7,20 +7,17 @@ import jax
 
 from jaxlm.models.config import Kernels
 from jaxlm.parallel import sharding
+from kernels_pallas.core import interpretation
 
 # Logical axes of an array, which say what part of it a device has.
 Axes = tuple[str | None, ...]
 
 STREAM: Axes = ("batch", "stream", "act_model")
 
-# Options that operations are given besides their own: none, but where tests have kernels run, interpreted, on a machine
-# without a chip for them.
-forced_options: dict[str, Any] = {}
-
 
 def kernels_run_here(kernels: Kernels) -> bool:
-    """Whether kernels are to run here: not where the model's switch leaves them out, and not on a CPU."""
-    return kernels != "reference" and bool(forced_options or _platform() not in ("cpu", None))
+    """Return whether kernels run here: not where the model's switch leaves them out, and on a CPU only interpreted."""
+    return kernels != "reference" and (interpretation.current() is not None or _platform() not in ("cpu", None))
 
 
 def on_cpu() -> bool:
@@ -44,4 +41,4 @@ def run(kernels: Kernels, operation: Callable, *operands: tuple[jax.Array | None
     arrays = [x for x, _ in operands]
     if not kernels_run_here(kernels):
         return operation(*arrays, implementation="reference", **options)
-    return sharding.on_each_device(lambda *parts: operation(*parts, **options, **forced_options), *operands)
+    return sharding.on_each_device(lambda *parts: operation(*parts, **options), *operands)

@@ -54,7 +54,6 @@ def _fused(
             reduction="sum",
             return_log_z=True,
             partition=partition,
-            **kernels.forced_options,
         )
 
 

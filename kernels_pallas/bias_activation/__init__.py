@@ -14,7 +14,6 @@ def bias_activation(
     *,
     activation: str = "gelu",
     implementation: str | None = None,
-    _interpret: bool = False,
 ) -> jax.Array:
     """activation(x + bias).
 
@@ -35,10 +34,10 @@ def bias_activation(
     checks.floating("bias_activation", bias=bias)
     checks.vector("bias_activation", x, bias=bias)
     activations.check("bias_activation", activation, required=True)
-    launch = rows.choose_launch(BiasActivation, x, implementation, _interpret)
-    if launch is None:
+    kernel = rows.choose_kernel(BiasActivation, x, implementation)
+    if kernel is None:
         return reference.bias_activation(x, bias, activation=activation)
-    return rows.apply(BiasActivation(activation), launch, (x,), (bias,))
+    return rows.apply(BiasActivation(activation), kernel, (x,), (bias,))
 
 
 def costs(x: jax.Array, bias: jax.Array, *, activation: str = "gelu") -> Costs:

@@ -1,1 +1,5 @@
-"""Launching, choice of implementation, target chips, tuning and argument checks of kernels."""
+"""Launching, choice of implementation, target chips, tuning, argument checks and interpretation of kernels."""
+
+from kernels_pallas.core.interpretation import interpreted
+
+__all__ = ["interpreted"]

@@ -79,7 +79,7 @@ class Operation:
     """An operation and all that proves it.
 
     Attributes:
-      function: the public one; takes a case's arguments and options, `implementation` and `_interpret`.
+      function: the public one; takes a case's arguments and options, and `implementation`.
       reference: the specification, in plain JAX; takes a case's arguments and options.
       implementations: names of the Pallas implementations.
       others: names of those that are not ours to compile, by XLA or a library: timed beside them.

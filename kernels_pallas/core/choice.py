@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 import jax
 from jax.sharding import AxisType
 
-from kernels_pallas.core import target
+from kernels_pallas.core import interpretation, target
 from kernels_pallas.core.target import Target
 
 # Why an implementation cannot serve a call, in a few words; None where it can.
@@ -19,7 +19,6 @@ def choose(
     operation: str,
     implementation: str | None,
     refusals: Mapping[str, Callable[[Target], Refusal]],
-    interpret: bool = False,
     manual: bool = False,
     by_name: Collection[str] = (),
 ) -> str:
@@ -27,15 +26,15 @@ def choose(
 
     Args:
       operation: its name, for the message.
-      implementation: what the caller asked for; None takes the first of `refusals` that does not refuse the target
-        being lowered for, and otherwise the reference.
+      implementation: what the caller asked for, or else a surrounding `interpreted`; None takes the first of
+        `refusals` that does not refuse the target being lowered for, and otherwise the reference.
       refusals: for each Pallas implementation, in order of preference, why it cannot serve this call on a target.
-      interpret: whether the kernel runs as plain JAX, which any platform can.
       manual: whether the operation puts the call inside a shard_map of its own.
       by_name: those of `refusals` that None does not take.
 
     Raises ValueError for a name that there is not, NotImplementedError for an implementation that cannot serve.
     """
+    implementation = interpretation.requested(implementation)
     if implementation == "reference":
         return implementation
     if implementation is not None and (not isinstance(implementation, str) or implementation not in refusals):
@@ -44,7 +43,7 @@ def choose(
     chip = target.current()
 
     def refusal(name: str) -> Refusal:
-        if name in KERNELS and not interpret:
+        if name in KERNELS and not interpretation.current():  # any platform interprets
             general = cannot_lower(name, chip) or (None if manual else _is_partitioned(name))
         else:
             general = None

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from kernels_pallas.core import interpretation
 from kernels_pallas.core.launch import Cost, differentiated_once, vary
 
 # Rows of a warpgroup's smallest product (wgmma.m64nNk16), and bytes of a row of a swizzled tile in shared memory.
@@ -326,7 +327,6 @@ def run(
     cost: Cost,
     name: str,
     counters: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
-    interpret: Any = False,
 ) -> list[jax.Array]:
     """Run a kernel; returns its outputs.
 
@@ -336,18 +336,20 @@ def run(
       shared: of each block, arrays and barriers.
       cost: of the whole call; jaxlm counts it.
       counters: shapes of those that all blocks share, which begin at 0; see `add_in_turn`.
-      interpret: run as plain JAX instead, on any platform; or how to, `InterpretGPUParams`.
+
+    Inside `interpreted` it runs as plain JAX instead, on any platform.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     operands = dict(zip(operands, vary(*map(jnp.asarray, operands.values())), strict=True))
     names = list(operands)
+    interpret = interpretation.current() is not None
     if interpret and len(jax.devices("cpu")) <= warpgroups:
         raise RuntimeError(
             f"{name}: interpreted, it needs {warpgroups + 1} CPU devices (JAX_NUM_CPU_DEVICES={warpgroups + 1}): "
             "warpgroups are their threads, and would wait for one another for ever"
         )
-    warpgroup = Warpgroup(bool(interpret), grid)
+    warpgroup = Warpgroup(interpret, grid)
     varying = jax.typeof(next(iter(operands.values()))).manual_axis_type
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying) for x in outputs.values()]
 
@@ -359,7 +361,7 @@ def run(
                 held[key] = _NoCounters() if interpret else pl.get_global(plgpu.SemaphoreType.REGULAR(shape))
             pl.run_scoped(
                 lambda **places: body(warpgroup, held | places),
-                **{key: _allocation(place, bool(interpret)) for key, place in shared.items()},
+                **{key: _allocation(place, interpret) for key, place in shared.items()},
                 collective_axes=_PREFIX + _WARPGROUP,
             )
 
@@ -383,7 +385,7 @@ def run(
                 bytes_accessed=cost.bytes,
             ),
             name=name,
-            interpret=interpreter() if interpret is True else interpret,
+            interpret=_interpretation(),
         )
         return made(*arrays)
 
@@ -409,7 +411,6 @@ def run(
             counters={key: (size, *shape) for key, shape in counters.items()},
             cost=Cost(*(size * part for part in cost)),
             name=name,
-            interpret=interpret,
         )
         return made, [True] * len(made)
 
@@ -444,8 +445,9 @@ def _allocation(place: Shared | Barriers, interpret: bool) -> Any:
     return plgpu.SMEM(place.shape, place.dtype, transforms=transforms)
 
 
-def interpreter(**how: Any) -> Any:
-    """How Mosaic GPU's interpreter is to run a kernel: `InterpretGPUParams`, public since JAX 0.11."""
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+def _interpretation() -> Any:
+    """Return how Pallas is to interpret a kernel, or False where it is compiled."""
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # public since JAX 0.11
 
-    return InterpretGPUParams(**how)
+    mode = interpretation.current()
+    return InterpretGPUParams(**dict(mode.emulator)) if mode else False

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from kernels_pallas.core import interpretation
+
 # Pallas's backends are imported where a kernel is made: commands that only count models start without them.
 
 # Said since JAX 0.11.0, each time a kernel is lowered. Triton is the only way to Ampere and Ada, and works through
@@ -76,6 +78,25 @@ def store(ref: Any, value: jax.Array, mask: jax.Array | None = None) -> None:
     pltriton.store(ref, value.astype(ref.dtype), mask=mask)
 
 
+def inline_ptx(ptx: str, *arguments: Any) -> jax.Array:
+    """PTX of a Triton kernel for each number of a tile: $0 is the result and $1 … the arguments, all float32.
+
+    Args:
+      arguments: the first is an array; others are arrays of its shape, or that broadcast to it.
+    """
+    from jax.experimental.pallas import triton as pltriton
+
+    shape = arguments[0].shape
+    (result,) = pltriton.elementwise_inline_asm(
+        ptx,
+        args=[jnp.full(shape, x, jnp.float32) for x in arguments],
+        constraints=",".join(["=f", *["f"] * len(arguments)]),
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
+    )
+    return result
+
+
 def call(
     kernel: Callable[..., None],
     operands: Sequence[jax.Array],
@@ -89,7 +110,6 @@ def call(
     name: str,
     scratch: Sequence[Any] = (),
     prefetched: int = 0,
-    interpret: Any = False,
 ) -> list[jax.Array]:
     """Run a Pallas kernel; returns its outputs.
 
@@ -98,8 +118,9 @@ def call(
       grid: on TPUs also of int32 scalars that are known once the program runs.
       cost: of the whole call; XLA schedules by it on TPUs, and jaxlm counts it.
       prefetched: how many of the first operands are scalars that index maps are given behind the ids; on TPUs.
-      interpret: run as plain JAX instead, on any platform; or how to, `pltpu.InterpretParams`.
       The others are those of `pl.pallas_call`.
+
+    Inside `interpreted` it runs as plain JAX instead, on any platform.
     """
     from jax.experimental.pallas import tpu as pltpu
 
@@ -130,7 +151,7 @@ def call(
                 bytes_accessed=cost.bytes,
             ),
             name=name,
-            interpret=interpret,
+            interpret=_interpretation_of(params),
         )
         return call(*operands)
 
@@ -143,6 +164,16 @@ def call(
     # Index maps count in 32 bits, which is all that the chips' compilers take.
     with jax.enable_x64(False):
         return jax.jit(differentiated_once(launched))(*arguments)
+
+
+def _interpretation_of(params: Any) -> Any:
+    """Return how Pallas is to interpret a kernel with these parameters, or False where it is compiled."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    mode = interpretation.current()
+    if mode and mode.emulator and isinstance(params, pltpu.CompilerParams):
+        return pltpu.InterpretParams(**dict(mode.emulator))
+    return mode is not None
 
 
 def _narrow(x: Any) -> jax.Array:

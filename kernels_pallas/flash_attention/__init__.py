@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from kernels_pallas.core import checks
 from kernels_pallas.core.choice import choose
 from kernels_pallas.core.eager import compiled_once
+from kernels_pallas.core.interpretation import requested
 from kernels_pallas.core.launch import Cost, Costs, vary
 from kernels_pallas.flash_attention import cudnn, mosaic_gpu, mosaic_gpu_backward, mosaic_tpu, reference, triton
 from kernels_pallas.flash_attention.operands import Operands, scores_seen
@@ -71,7 +72,6 @@ def flash_attention(
     return_log_sum_exp: bool = False,
     query_chunk: int | None = None,
     implementation: str | None = None,
-    _interpret: Any = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """softmax(cap · tanh(scale · q·kᵀ / cap) + bias) · v over the visible keys (Vaswani et al. 2017, equation 1), in
     blocks, with the memory of its operands (FlashAttention-2, arXiv:2307.08691).
@@ -111,8 +111,8 @@ def flash_attention(
     operands = _operands(query, key, value, visible, sinks, bias)
     refusals = {name: functools.partial(_refusal, name, operands) for name in IMPLEMENTATIONS}
     refusals["cudnn"] = lambda chip: cudnn.refusal(operands, visible, soft_cap, return_log_sum_exp, chip)
-    chosen = choose("flash_attention", implementation, refusals, _interpret, by_name=_BY_NAME)
-    few = implementation is None and query.shape[1] < _FEW_QUERIES
+    chosen = choose("flash_attention", implementation, refusals, by_name=_BY_NAME)
+    few = requested(implementation) is None and query.shape[1] < _FEW_QUERIES
     if chosen == "reference" or few or 0 in query.shape or 0 in value.shape:  # of nothing there is one result
         with _multiplied_as(chosen, query.dtype):
             results = reference.flash_attention(query, key, value, visible=visible, query_chunk=query_chunk, **options)
@@ -126,7 +126,7 @@ def flash_attention(
     if module_of(*operands[3:5]) is np:
         known = itertools.starmap(Visible, zip(*operands[3:5], strict=True))
         operands = operands._replace(start=None, end=None)
-    settings = tuple(Settings(scale, soft_cap, *each, chosen, _interpret) for each in zip(seen, known, strict=True))
+    settings = tuple(Settings(scale, soft_cap, *each, chosen) for each in zip(seen, known, strict=True))
     out, log_sum_exp = _attend(settings, Operands(*vary(*operands)))
     return (out, jnp.swapaxes(log_sum_exp, 1, 2)) if return_log_sum_exp else out
 

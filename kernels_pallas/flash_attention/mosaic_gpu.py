@@ -163,6 +163,5 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
         shared=own | ring.shared() | {"query_ready": Barriers(COMPUTING), "turn": Barriers(COMPUTING)},
         cost=operands.forward_cost(settings.seen),
         name="flash_attention_forward",
-        interpret=settings.interpret,
     )
     return out[:, :T], log_sum_exp[:, :, :T]

@@ -11,7 +11,6 @@ which shared memory is too small; others are left to the Triton kernels. A block
 first and the last that see one of its keys: a key that is not finite may reach the gradients of others among them.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -90,8 +89,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and value; log_sum_exp in units of log₂ e, and delta: float32 [B, N, T]. Tiles of scores
     are transposed, [keys, queries]."""
-    if not serves(operands):  # Triton's kernels know one way to be interpreted
-        settings = dataclasses.replace(settings, interpret=bool(settings.interpret))
+    if not serves(operands):
         return triton.backward(settings, operands, log_sum_exp, delta, d_out)
     B, T, S, N, K, H, V = operands.sizes
     dtype, queries = operands.query.dtype, _QUERIES[H]
@@ -270,7 +268,6 @@ def backward(
         counters={"counters": (B, N, rows)},
         cost=operands.backward_cost(settings.seen),
         name="flash_attention_gradients",
-        interpret=settings.interpret,
     )
     start, end = operands.intervals
     some = (start < end)[:, :, None, None]  # of what sees nothing nobody may have written

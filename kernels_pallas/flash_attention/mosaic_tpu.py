@@ -439,7 +439,6 @@ def _call(
         prefetched=1,
         cost=cost,
         name=f"flash_attention_{name}",
-        interpret=settings.interpret,
     )
 
 

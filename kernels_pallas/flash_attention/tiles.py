@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +31,12 @@ class Settings:
     seen: int
     visible: Visible | None
     implementation: str
-    interpret: Any = False
 
     @functools.cached_property
     def _all(self) -> tuple:
         """To tell settings apart by: numpy arrays, which do not say whether they are equal, by what they hold."""
         held = () if self.visible is None else tuple((x.dtype, x.shape, x.tobytes()) for x in self.visible)
-        return (self.scale, self.soft_cap, self.seen, held, self.implementation, self.interpret)
+        return (self.scale, self.soft_cap, self.seen, held, self.implementation)
 
     def __hash__(self) -> int:
         return hash(self._all)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels_pallas.core import launch, target, tuning
+from kernels_pallas.core import interpretation, launch, target, tuning
 from kernels_pallas.core.target import Target
 from kernels_pallas.flash_attention.blocks import key_ranges, query_ranges
 from kernels_pallas.flash_attention.operands import Operands
@@ -98,8 +98,6 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
     rows = pl.cdiv(T, blocks.queries)
     ranges = key_ranges(operands.start, operands.end, blocks.queries, blocks.keys).stacked(B)
 
-    tile = _Elementwise(settings.interpret)
-
     def kernel(ref: Mapping[str, Any]) -> None:
         i = _block_of_queries(rows)
         at = _rows(0, blocks.queries, i * blocks.queries, T)
@@ -117,11 +115,11 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
             largest, total, mixed = carry
             keys = _rows(j * blocks.keys, blocks.keys, j * blocks.keys, S if masked else None)
             products = _dot_rows(query, _load(ref["key"], keys, H))
-            values, factor, _ = settings.factored(products, _load_bias(ref, at, keys), tile.tanh)
+            values, factor, _ = settings.factored(products, _load_bias(ref, at, keys), _tanh)
             if masked:
                 values = jnp.where(_sees(start[:, None], keys.index[None], end[:, None]), values, -jnp.inf)
             raised = jnp.maximum(largest, jnp.max(values, axis=1) * factor)
-            kept, weights = tile.exp2(largest, 1.0, raised), tile.exp2(values, factor, raised[:, None])
+            kept, weights = _exp2(largest, 1.0, raised), _exp2(values, factor, raised[:, None])
             total = total * kept + jnp.sum(weights, axis=1)
             values = _load(ref["value"], keys, V)
             added = (dot(weights.astype(part.dtype), part, (1, 0)) for part in values)
@@ -163,8 +161,6 @@ def _query_gradient(
     rows = pl.cdiv(T, blocks.queries)
     ranges = key_ranges(operands.start, operands.end, blocks.queries, blocks.keys).stacked(B)
 
-    tile = _Elementwise(settings.interpret)
-
     def kernel(ref: Mapping[str, Any]) -> None:
         i = _block_of_queries(rows)
         at = _rows(0, blocks.queries, i * blocks.queries, T)
@@ -176,10 +172,10 @@ def _query_gradient(
             keys = _rows(j * blocks.keys, blocks.keys, j * blocks.keys, S if masked else None)
             key = _load(ref["key"], keys, H)
             bias = _load_bias(ref, at, keys)
-            values, factor, slope = settings.factored(_dot_rows(query, key), bias, tile.tanh)
+            values, factor, slope = settings.factored(_dot_rows(query, key), bias, _tanh)
             if masked:
                 values = jnp.where(_sees(start[:, None], keys.index[None], end[:, None]), values, -jnp.inf)
-            weights = tile.exp2(values, factor, log_sum_exp[:, None])
+            weights = _exp2(values, factor, log_sum_exp[:, None])
             d_weights = _dot_rows(d_out, _load(ref["value"], keys, V))
             d_scores = score_gradient(weights, d_weights, delta[:, None], slope).astype(ref["key"].dtype)
             return tuple(d + dot(d_scores, part, (1, 0)) for d, part in zip(d_query, key, strict=True))
@@ -213,7 +209,7 @@ def _key_gradient(
     of_queries = key_ranges(operands.start, operands.end, blocks.queries, blocks.keys)
     ranges = query_ranges(of_queries, columns).stacked(B)
 
-    tile, shares = _Elementwise(settings.interpret), operands.shares(columns * K * B)
+    shares = operands.shares(columns * K * B)
 
     def kernel(ref: Mapping[str, Any]) -> None:
         keys = _rows(0, blocks.keys, pl.program_id(0) * blocks.keys, S)
@@ -226,11 +222,11 @@ def _key_gradient(
                 query, d_out = _load(ref["query"], at, H, g), _load(ref["d_out"], at, V, g)
                 bias = _load_bias(ref, at, keys, g)
                 products = _dot_rows(key, query)  # transposed: [keys, queries]
-                values, factor, slope = settings.factored(products, None if bias is None else bias.T, tile.tanh)
+                values, factor, slope = settings.factored(products, None if bias is None else bias.T, _tanh)
                 if masked:
                     start, end = _load_row(ref["start"], at), _load_row(ref["end"], at)
                     values = jnp.where(_sees(start[None], keys.index[:, None], end[None]), values, -jnp.inf)
-                weights = tile.exp2(values, factor, _load_row(ref["log_sum_exp"], at, g)[None])
+                weights = _exp2(values, factor, _load_row(ref["log_sum_exp"], at, g)[None])
                 narrow = weights.astype(ref["value"].dtype)
                 d_value = tuple(d + dot(narrow, part, (1, 0)) for d, part in zip(d_value, d_out, strict=True))
                 d_weights = _dot_rows(value, d_out)
@@ -267,40 +263,25 @@ def _key_gradient(
     return tuple(operands.joined(x, shares) for x in gradients)
 
 
-class _Elementwise(NamedTuple):
-    """Functions of each number of a tile, in PTX: of what is written in jnp Triton fuses no product with a sum, and
-    guards each exp2 against numbers below 2⁻¹²⁶, which a weight is as well without."""
+# Functions of each number of a tile, in PTX: of what is written in jnp Triton fuses no product with a sum, and guards
+# each exp2 against numbers below 2⁻¹²⁶, which a weight is as well without.
 
-    interpret: Any
 
-    def exp2(self, x: jax.Array, factor: float, less: jax.Array) -> jax.Array:
-        """2 to the power of x · factor − less; 0 where x is −∞."""
-        if self.interpret:
-            return jnp.exp2(x * factor - less)
-        ptx = "{ .reg .f32 t; neg.f32 t, $3; fma.rn.f32 t, $1, $2, t; ex2.approx.ftz.f32 $0, t; }"
-        return self._inline(ptx, x, factor, less)
+def _exp2(x: jax.Array, factor: float, less: jax.Array) -> jax.Array:
+    """2 to the power of x · factor − less; 0 where x is −∞."""
+    if interpretation.current():
+        return jnp.exp2(x * factor - less)
+    ptx = "{ .reg .f32 t; neg.f32 t, $3; fma.rn.f32 t, $1, $2, t; ex2.approx.ftz.f32 $0, t; }"
+    return launch.inline_ptx(ptx, x, factor, less)
 
-    def tanh(self, x: jax.Array, factor: float) -> jax.Array:
-        """See `tanh_by_exp2`."""
-        if self.interpret:
-            return tanh_by_exp2(x, factor)
-        ptx = """{ .reg .f32 t; mul.f32 t, $1, $2; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000;
-            rcp.approx.ftz.f32 t, t; fma.rn.f32 $0, t, 0fC0000000, 0f3F800000; }"""
-        return self._inline(ptx, x, factor * 2 * LOG2_E)
 
-    @staticmethod
-    def _inline(ptx: str, *arguments: Any) -> jax.Array:
-        from jax.experimental.pallas import triton as pltriton
-
-        shape = arguments[0].shape
-        (result,) = pltriton.elementwise_inline_asm(
-            ptx,
-            args=[jnp.full(shape, x, jnp.float32) for x in arguments],
-            constraints=",".join(["=f", *["f"] * len(arguments)]),
-            pack=1,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
-        )
-        return result
+def _tanh(x: jax.Array, factor: float) -> jax.Array:
+    """See `tanh_by_exp2`."""
+    if interpretation.current():
+        return tanh_by_exp2(x, factor)
+    ptx = """{ .reg .f32 t; mul.f32 t, $1, $2; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000;
+        rcp.approx.ftz.f32 t, t; fma.rn.f32 $0, t, 0fC0000000, 0f3F800000; }"""
+    return launch.inline_ptx(ptx, x, factor * 2 * LOG2_E)
 
 
 class _Rows(NamedTuple):
@@ -475,5 +456,4 @@ def _call(name, kernel, settings: Settings, blocks: Blocks, *, inputs, outputs, 
         out_specs=[spec for _, spec in outputs.values()],
         cost=cost,
         name=f"flash_attention_{name}",
-        interpret=settings.interpret,
     )

@@ -14,7 +14,6 @@ def gated_activation(
     *,
     activation: str = "silu",
     implementation: str | None = None,
-    _interpret: bool = False,
 ) -> jax.Array:
     """activation(gate) ⊙ up (Shazeer 2020, arXiv:2002.05202, equation 5).
 
@@ -32,10 +31,10 @@ def gated_activation(
     checks.matrix("gated_activation", gate=gate, up=up)
     checks.like("gated_activation", "gate", gate, up=up)
     activations.check("gated_activation", activation, required=True)
-    launch = rows.choose_launch(GatedActivation, gate, implementation, _interpret)
-    if launch is None:
+    kernel = rows.choose_kernel(GatedActivation, gate, implementation)
+    if kernel is None:
         return reference.gated_activation(gate, up, activation=activation)
-    return rows.apply(GatedActivation(activation), launch, (gate, up))
+    return rows.apply(GatedActivation(activation), kernel, (gate, up))
 
 
 def costs(gate: jax.Array, up: jax.Array, *, activation: str = "silu") -> Costs:

@@ -19,7 +19,6 @@ def layer_norm(
     epsilon: float = 1e-6,
     plus_one: bool = False,
     implementation: str | None = None,
-    _interpret: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """(x − mean) / √(variance + ε) · scale + bias over the last dimension (Ba et al. 2016, arXiv:1607.06450).
 
@@ -38,13 +37,13 @@ def layer_norm(
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
     epsilon = checks.norm("layer_norm", x, {"scale": scale, "bias": bias}, residual, epsilon, plus_one)
-    launch = rows.choose_launch(LayerNorm, x, implementation, _interpret)
-    if launch is None:
+    kernel = rows.choose_kernel(LayerNorm, x, implementation)
+    if kernel is None:
         return reference.layer_norm(x, scale, bias, residual=residual, epsilon=epsilon, plus_one=plus_one)
     body, vectors = LayerNorm(x.shape[-1], epsilon, plus_one, scale is not None, bias is not None), _given(scale, bias)
     if residual is None:
-        return rows.apply(body, launch, (x,), vectors)
-    return rows.apply_to_sum(body, launch, x, residual, vectors)
+        return rows.apply(body, kernel, (x,), vectors)
+    return rows.apply_to_sum(body, kernel, x, residual, vectors)
 
 
 def costs(

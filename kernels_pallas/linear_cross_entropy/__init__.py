@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 from kernels_pallas.core import checks
 from kernels_pallas.core.choice import choose
 from kernels_pallas.core.eager import compiled_once
+from kernels_pallas.core.interpretation import requested
 from kernels_pallas.core.launch import vary
 from kernels_pallas.core.target import Target
 from kernels_pallas.linear_cross_entropy import chunks, loop, reference
@@ -49,7 +50,6 @@ def linear_cross_entropy(
     return_log_z: bool = False,
     partition: tuple[PartitionSpec, PartitionSpec] | None = None,
     implementation: str | None = None,
-    _interpret: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """weight · (−log softmax(hidden · unembedding)[target] + z_loss · log² Z) of each token, in nats.
 
@@ -82,12 +82,12 @@ def linear_cross_entropy(
     if targets.dtype.itemsize < 4:  # a narrow integer may not hold V, which it is compared with
         targets = targets.astype(jnp.int32)
     layout = ALONE if partition is None else layout_of(*partition, hidden, unembedding, transposed)
-    chosen = _choose(hidden, unembedding, layout, implementation, _interpret)
+    chosen = _choose(hidden, unembedding, layout, implementation)
     if chosen == "reference":
         options = dict(transposed=transposed, soft_cap=soft_cap, z_loss=z_loss)
         options |= dict(reduction=reduction, return_log_z=return_log_z)
         return reference.linear_cross_entropy(hidden, unembedding, targets, weights, **options)
-    plan = Plan(chosen, _interpret, transposed, soft_cap, layout.labels)
+    plan = Plan(chosen, transposed, soft_cap, layout.labels)
     V = unembedding.shape[plan.table.index("V")]
     if reduction == "sum":
         weights = jnp.ones_like(targets, jnp.float32) if weights is None else weights.astype(jnp.float32)
@@ -189,12 +189,10 @@ def _flat(hidden: jax.Array) -> jax.Array:
     return hidden.reshape(-1, hidden.shape[-1])
 
 
-def _choose(
-    hidden: jax.Array, unembedding: jax.Array, layout: Layout, implementation: str | None, interpret: bool
-) -> str:
+def _choose(hidden: jax.Array, unembedding: jax.Array, layout: Layout, implementation: str | None) -> str:
     D = hidden.shape[-1]
     logits = hidden.size // max(D, 1) * (unembedding.size // max(D, 1)) // layout.parts
-    if implementation is None and logits < chunks.WORTHWHILE:
+    if requested(implementation) is None and logits < chunks.WORTHWHILE:
         return "reference"
 
     def refusal(chip: Target) -> str | None:
@@ -207,7 +205,7 @@ def _choose(
 
     refusals = {"triton": refusal, "mosaic_tpu": on_tpu, "chunked": refusal}
     assert refusals.keys() == KERNELS.keys()
-    return choose("linear_cross_entropy", implementation, refusals, interpret, manual=bool(layout.specs))
+    return choose("linear_cross_entropy", implementation, refusals, manual=bool(layout.specs))
 
 
 def _check(

@@ -8,9 +8,7 @@ import jax.numpy as jnp
 from kernels_pallas.linear_cross_entropy import block
 
 
-def statistics(
-    logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: float | None, interpret: bool
-) -> block.Statistics:
+def statistics(logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: float | None) -> block.Statistics:
     """Of the first `labels` of each row, [C] each; `at` is where in it the target stands, if it does."""
     like = jnp.zeros_like(logits_CV[:, :1])
     found = block.add(
@@ -28,7 +26,6 @@ def gradient(
     labels: int,
     soft_cap: float | None,
     dtype: Any,
-    interpret: bool,
 ) -> jax.Array:
     """The logits' cotangent [C, V] in this dtype: see `block.gradient`."""
     rows = (x[:, None] for x in (log_z_C, of_z_C, of_target_C))

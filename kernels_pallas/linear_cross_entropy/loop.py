@@ -24,7 +24,6 @@ class Plan(NamedTuple):
     """
 
     implementation: str
-    interpret: bool = False
     transposed: bool = False
     soft_cap: float | None = None
     labels_over: tuple[str, ...] = ()
@@ -41,7 +40,7 @@ def _unembed(plan: Plan, hidden_CD: jax.Array, table: jax.Array) -> jax.Array:
 
 def _look(plan: Plan, logits_CV: jax.Array, at_C: jax.Array, labels: int) -> tuple[jax.Array, jax.Array]:
     """(cross-entropy, log Z) of each token, [C] each, over all devices' labels."""
-    seen = KERNELS[plan.implementation].statistics(logits_CV, at_C, labels, plan.soft_cap, plan.interpret)
+    seen = KERNELS[plan.implementation].statistics(logits_CV, at_C, labels, plan.soft_cap)
     largest, total, at_target = seen
     if plan.labels_over:
         largest = jax.lax.pmax(seen.largest, plan.labels_over)
@@ -93,7 +92,7 @@ def gradients(
         unit = _unit(of_C) if narrow == jnp.float16 else None
         of_C = of_C if unit is None else [x / unit for x in of_C]
         d_logits_CV = KERNELS[plan.implementation].gradient(
-            logits_CV, at_C, log_z_C, *of_C, labels, plan.soft_cap, narrow, plan.interpret
+            logits_CV, at_C, log_z_C, *of_C, labels, plan.soft_cap, narrow
         )
         summed = narrow if unit is None else jnp.float32
         d_hidden_CD = jnp.einsum(f"CV,{plan.table}->CD", d_logits_CV, table, preferred_element_type=summed)

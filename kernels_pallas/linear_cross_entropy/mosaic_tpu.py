@@ -22,9 +22,7 @@ class Blocks(NamedTuple):
     columns: int = 2048
 
 
-def statistics(
-    logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: float | None, interpret: bool
-) -> block.Statistics:
+def statistics(logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: float | None) -> block.Statistics:
     """Of the first `labels` of each row, [C] each: the grid goes along the rows in sequence, and adds to what it has
     seen."""
     C, V = logits_CV.shape
@@ -54,7 +52,6 @@ def statistics(
         out_specs=[number] * 3,
         cost=statistics_cost(C, V, soft_cap),
         name="linear_cross_entropy_statistics",
-        interpret=interpret,
     )
     return block.Statistics(*(x[:, 0] for x in found))
 
@@ -68,7 +65,6 @@ def gradient(
     labels: int,
     soft_cap: float | None,
     dtype: Any,
-    interpret: bool,
 ) -> jax.Array:
     """The logits' cotangent [C, V] in this dtype: see `block.gradient`."""
     C, V = logits_CV.shape
@@ -92,7 +88,6 @@ def gradient(
         out_specs=[tile],
         cost=gradient_cost(C, V, soft_cap, dtype),
         name="linear_cross_entropy_gradient",
-        interpret=interpret,
     )[0]
 
 

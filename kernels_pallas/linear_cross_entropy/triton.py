@@ -20,9 +20,7 @@ class Blocks(NamedTuple):
     stages: int = 3
 
 
-def statistics(
-    logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: float | None, interpret: bool
-) -> block.Statistics:
+def statistics(logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: float | None) -> block.Statistics:
     """Of the first `labels` of each row, [C] each: a program goes along one row, and reads it once."""
     C, V = logits_CV.shape
     blocks = tuning.blocks("linear_cross_entropy_statistics", "triton", (V,), logits_CV.dtype, Blocks())
@@ -60,7 +58,6 @@ def statistics(
             out_specs=[number] * 3,
             cost=statistics_cost(C, V, soft_cap),
             name="linear_cross_entropy_statistics",
-            interpret=interpret,
         )
     )
 
@@ -74,7 +71,6 @@ def gradient(
     labels: int,
     soft_cap: float | None,
     dtype: Any,
-    interpret: bool,
 ) -> jax.Array:
     """The logits' cotangent [C, V] in this dtype: see `block.gradient`."""
     C, V = logits_CV.shape
@@ -100,5 +96,4 @@ def gradient(
         out_specs=[tile],
         cost=gradient_cost(C, V, soft_cap, dtype),
         name="linear_cross_entropy_gradient",
-        interpret=interpret,
     )[0]

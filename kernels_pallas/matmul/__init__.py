@@ -46,7 +46,6 @@ def matmul(
     *,
     activation: str | None = None,
     implementation: str | None = None,
-    _interpret: bool = False,
 ) -> jax.Array:
     """activation(a · b + bias) + residual, rounded once.
 
@@ -66,13 +65,13 @@ def matmul(
     _check(a, b, bias, residual)
     activations.check("matmul", activation)
     refusals = {name: functools.partial(_refusal, name, a) for name in _RUN}
-    chosen = choose("matmul", implementation, refusals, _interpret)
+    chosen = choose("matmul", implementation, refusals)
     if chosen == "reference" or 0 in (a.size, b.size):
         return reference.matmul(a, b, bias, residual, activation=activation)
     shape = (*a.shape[:-1], b.shape[1])
     flat = None if residual is None else residual.reshape(-1, b.shape[1])
     operands = vary(a.reshape(-1, a.shape[-1]), b, bias, flat)
-    return _matmul(_Settings(activation, chosen, _interpret), *operands).reshape(shape)
+    return _matmul(_Settings(activation, chosen), *operands).reshape(shape)
 
 
 def costs(
@@ -100,7 +99,6 @@ def _refusal(name: str, a: jax.Array, chip: Target) -> Refusal:
 class _Settings(NamedTuple):
     activation: str | None
     implementation: str
-    interpret: bool
 
 
 def _product(activation, bias, residual, keeps_sum: bool) -> Product:
@@ -121,7 +119,7 @@ def _run(name: str, settings: _Settings, product: Product, a, b, bias=None, resi
     y = jax.ShapeDtypeStruct((M, N), a.dtype)
     cost = _cost(product, jax.ShapeDtypeStruct((M, K), a.dtype), b, bias, residual, y)
     run = _RUN[settings.implementation]
-    return run(product, a, b, bias, residual, cost=cost, name=name, interpret=settings.interpret)
+    return run(product, a, b, bias, residual, cost=cost, name=name)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -48,7 +48,6 @@ def run(
     *,
     cost: Cost,
     name: str,
-    interpret: bool,
 ) -> list[jax.Array]:
     """The results [M, N] of a product, in a's dtype."""
     M, N, K = product.sizes(a, b)
@@ -113,7 +112,6 @@ def run(
         scratch=[launch.vmem((bm, bn), jnp.float32)],
         cost=cost,
         name=name,
-        interpret=interpret,
     )
 
 

@@ -47,7 +47,6 @@ def run(
     *,
     cost: Cost,
     name: str,
-    interpret: bool,
 ) -> list[jax.Array]:
     """The results [M, N] of a product, in a's dtype."""
     M, N, K = product.sizes(a, b)
@@ -129,7 +128,6 @@ def run(
         out_specs=[result] * len(outputs),
         cost=cost,
         name=name,
-        interpret=interpret,
     )
 
 

@@ -18,7 +18,6 @@ def rms_norm(
     epsilon: float = 1e-6,
     plus_one: bool = False,
     implementation: str | None = None,
-    _interpret: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """x / √(mean(x²) + ε) · scale over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467, equation 4).
 
@@ -37,13 +36,13 @@ def rms_norm(
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
     epsilon = checks.norm("rms_norm", x, {"scale": scale}, residual, epsilon, plus_one)
-    launch = rows.choose_launch(RMSNorm, x, implementation, _interpret)
-    if launch is None:
+    kernel = rows.choose_kernel(RMSNorm, x, implementation)
+    if kernel is None:
         return reference.rms_norm(x, scale, residual=residual, epsilon=epsilon, plus_one=plus_one)
     body, vectors = RMSNorm(x.shape[-1], epsilon, plus_one), () if scale is None else (scale,)
     if residual is None:
-        return rows.apply(body, launch, (x,), vectors)
-    return rows.apply_to_sum(body, launch, x, residual, vectors)
+        return rows.apply(body, kernel, (x,), vectors)
+    return rows.apply_to_sum(body, kernel, x, residual, vectors)
 
 
 def costs(x: jax.Array, scale: jax.Array | None = None, *, residual: jax.Array | None = None, **_: Any) -> Costs:

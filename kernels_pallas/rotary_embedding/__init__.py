@@ -22,7 +22,6 @@ def rotary_embedding(
     *,
     interleaved: bool = False,
     implementation: str | None = None,
-    _interpret: bool = False,
 ) -> jax.Array:
     """Turn each pair of numbers of each head by its token's angle (Su et al. 2021, arXiv:2104.09864, section 3.2.2).
 
@@ -42,13 +41,13 @@ def rotary_embedding(
     """
     _check(x, cos, sin, interleaved)
     serves = functools.partial(rows.refusal, x, max_width=None)
-    chosen = choose("rotary_embedding", implementation, dict.fromkeys(_RUN, serves), _interpret)
+    chosen = choose("rotary_embedding", implementation, dict.fromkeys(_RUN, serves))
     if chosen == "reference" or x.size == 0:
         return reference.rotary_embedding(x, cos, sin, interleaved=interleaved)
     shape = _shape_of_angles(cos, sin)
     angles = (jnp.broadcast_to(a, shape).reshape(-1, shape[-1]) for a in (cos, sin))
     operands = vary(x.reshape(-1, *x.shape[-2:]), *angles)
-    return _turn(_Settings(chosen, interleaved, _interpret), *operands).reshape(x.shape)
+    return _turn(_Settings(chosen, interleaved), *operands).reshape(x.shape)
 
 
 def costs(x: jax.Array, cos: jax.Array, sin: jax.Array, **_: Any) -> Costs:
@@ -66,7 +65,6 @@ def _shape_of_angles(cos, sin) -> tuple[int, ...]:
 class _Settings(NamedTuple):
     implementation: str
     interleaved: bool
-    interpret: bool
 
 
 def _cost(x, cos, sin) -> Cost:
@@ -82,7 +80,6 @@ def _run(settings: _Settings, inverse: bool, x_MNH, cos_AP, sin_AP) -> jax.Array
         inverse=inverse,
         interleaved=settings.interleaved,
         cost=_cost(x_MNH, cos_AP, sin_AP),
-        interpret=settings.interpret,
     )
 
 

@@ -27,7 +27,6 @@ def run(
     inverse: bool,
     interleaved: bool,
     cost: Cost,
-    interpret: bool,
 ) -> jax.Array:
     """Turn the pairs of x [M, N, H] by angles [A, H/2], or back; row i by those of row i modulo A, which divides M."""
     M, N, H = x_MNH.shape
@@ -80,7 +79,6 @@ def run(
         out_specs=[tile],
         cost=cost,
         name=name,
-        interpret=interpret,
     )
     return y.reshape(M, N, H)
 

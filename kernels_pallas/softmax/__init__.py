@@ -18,7 +18,6 @@ def softmax(
     temperature: float = 1.0,
     soft_cap: float | None = None,
     implementation: str | None = None,
-    _interpret: bool = False,
 ) -> jax.Array:
     """exp(z) / Σ exp(z) over the last dimension, z = soft_cap · tanh(x / soft_cap) / temperature.
 
@@ -35,7 +34,7 @@ def softmax(
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
-    return _run(Softmax, reference.softmax, x, where, temperature, soft_cap, implementation, _interpret)
+    return _run(Softmax, reference.softmax, x, where, temperature, soft_cap, implementation)
 
 
 def log_softmax(
@@ -45,10 +44,9 @@ def log_softmax(
     temperature: float = 1.0,
     soft_cap: float | None = None,
     implementation: str | None = None,
-    _interpret: bool = False,
 ) -> jax.Array:
     """The logarithm of `softmax`, of the same arguments: −∞ where masked, also in a row without any True."""
-    return _run(LogSoftmax, reference.log_softmax, x, where, temperature, soft_cap, implementation, _interpret)
+    return _run(LogSoftmax, reference.log_softmax, x, where, temperature, soft_cap, implementation)
 
 
 def costs(x: jax.Array, where: jax.Array | None = None, **_: Any) -> Costs:
@@ -61,7 +59,7 @@ def log_costs(x: jax.Array, where: jax.Array | None = None, **_: Any) -> Costs:
     return rows.costs(LogSoftmax, _operands(x, where))
 
 
-def _run(body, plain, x, where, temperature, soft_cap, implementation, interpret) -> jax.Array:
+def _run(body, plain, x, where, temperature, soft_cap, implementation) -> jax.Array:
     checks.matrix(body.name, x=x)
     (temperature,) = checks.positive(body.name, temperature=temperature)
     (soft_cap,) = checks.positive_or_none(body.name, soft_cap=soft_cap)
@@ -71,10 +69,10 @@ def _run(body, plain, x, where, temperature, soft_cap, implementation, interpret
         raise ValueError(
             f"{body.name}: where is {where.dtype}{list(where.shape)}; it must be bool{list(x.shape)}, as large as x"
         )
-    launch = rows.choose_launch(body, x, implementation, interpret)
-    if launch is None:
+    kernel = rows.choose_kernel(body, x, implementation)
+    if kernel is None:
         return plain(x, where, temperature=temperature, soft_cap=soft_cap)
-    return rows.apply(body(temperature, soft_cap), launch, _operands(x, where))
+    return rows.apply(body(temperature, soft_cap), kernel, _operands(x, where))
 
 
 def _operands(x, where) -> tuple:

@@ -1,5 +1,6 @@
 """What implementations are given, and how near they must come to their reference."""
 
+import contextlib
 import functools
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.core import target
+from kernels_pallas.core import interpreted, target
 from kernels_pallas.core.cases import Case, Operation
 from kernels_pallas.core.choice import cannot_lower
 
@@ -64,12 +65,11 @@ def problem(operation: Operation, case: Case, dtype: str) -> Problem:
 def check(operation: Operation, case: Case, dtype: str, implementation: str) -> None:
     """The kernel gives what the reference gives in float32, results and gradients, and twice the same: compiled where
     JAX's default device runs it, interpreted elsewhere."""
-    interpret = cannot_lower(implementation, target.current()) is not None
     wanted = problem(operation, case, dtype)
-    kernel = functools.partial(operation.function, implementation=implementation, _interpret=interpret)
-    run = results_and_gradients(kernel, case)
-    results, gradients = run(wanted.arguments, wanted.cotangents)
-    chex.assert_trees_all_equal((results, gradients), run(wanted.arguments, wanted.cotangents))
+    run = results_and_gradients(functools.partial(operation.function, implementation=implementation), case)
+    with interpreted() if cannot_lower(implementation, target.current()) else contextlib.nullcontext():
+        results, gradients = run(wanted.arguments, wanted.cotangents)
+        chex.assert_trees_all_equal((results, gradients), run(wanted.arguments, wanted.cotangents))
     chex.assert_trees_all_equal_shapes_and_dtypes(results, wanted.shapes)
     for name, got, want in (
         *((f"result {i}", *pair) for i, pair in enumerate(zip(results, wanted.results, strict=True))),

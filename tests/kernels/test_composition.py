@@ -14,7 +14,7 @@ from numerics import served
 
 from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import targets
-from kernels_pallas.core import rows
+from kernels_pallas.core import interpreted, rows
 from kernels_pallas.core.registry import OPERATIONS
 
 CALLS = [
@@ -28,7 +28,7 @@ WITHOUT_EFFECTS = [call for call in CALLS if "mosaic_gpu" not in call.values]
 
 def _loss_of(operation, implementation, case):
     def loss(inputs, others):
-        results = operation.function(**inputs, **others, **case.options, implementation=implementation, _interpret=True)
+        results = operation.function(**inputs, **others, **case.options, implementation=implementation)
         return sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in jax.tree.leaves(results))
 
     return loss
@@ -44,6 +44,7 @@ def _arguments(operation, implementation, seed=0):
 
 
 @pytest.mark.parametrize("operation, implementation", CALLS)
+@interpreted()
 def test_vmap_of_grad_is_a_loop(operation, implementation):
     case, *first = _arguments(operation, implementation)
     _, *second = _arguments(operation, implementation, seed=1)
@@ -54,6 +55,7 @@ def test_vmap_of_grad_is_a_loop(operation, implementation):
 
 
 @pytest.mark.parametrize("operation, implementation", CALLS)
+@interpreted()
 def test_vmap_over_nothing_gives_nothing(operation, implementation):
     case, *arguments = _arguments(operation, implementation)
     none = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), arguments)
@@ -62,6 +64,7 @@ def test_vmap_over_nothing_gives_nothing(operation, implementation):
 
 
 @pytest.mark.parametrize("operation, implementation", WITHOUT_EFFECTS)
+@interpreted()
 def test_checkpoint_changes_nothing(operation, implementation):
     case, *arguments = _arguments(operation, implementation)
     loss = _loss_of(operation, implementation, case)
@@ -98,13 +101,14 @@ def _gradients(call):
 
 
 @pytest.mark.parametrize("operation, implementation", ROW_OPERATIONS)
+@interpreted()
 def test_gradients_inside_and_through_shard_map(operation, implementation):
     """Rows over four devices: the gradient of what is replicated is the sum of all of theirs."""
     mesh = Mesh(jax.devices()[:4], ("data",))
     case = operation.used_in("test")[0]
     arrays = case.draw("float32")
     specs = _specs(arrays)
-    call = _call(operation, case, implementation=implementation, _interpret=True)
+    call = _call(operation, case, implementation=implementation)
     wanted = jax.jit(_gradients(call))(arrays)
 
     over = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)  # interpreted kernels know of no other way

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlm.costs.jaxpr.count import count
+from kernels_pallas.core import interpreted
 from kernels_pallas.core.registry import OPERATIONS
 
 CALLS = [
@@ -27,9 +28,10 @@ def both_ways(operation, case, **how):
 
 
 @pytest.mark.parametrize("operation, implementation", CALLS)
+@interpreted()
 def test_kernels_carry_the_stated_cost(operation, implementation):
     case = operation.used_in("compile")[0]
-    run, inputs, others = both_ways(operation, case, implementation=implementation, _interpret=True)
+    run, inputs, others = both_ways(operation, case, implementation=implementation)
     counted = count(run, inputs, others)
     # Where an operation has XLA multiply around its kernels, its cost says so.
     kernels = [row for row in counted.rows if row.kind in ("kernel", "matmul")]
@@ -52,9 +54,10 @@ def test_stated_flops_are_about_those_of_the_reference(operation):
     assert least <= (stated.forward.flops + stated.backward.flops) / counted.flops <= 2.0
 
 
+@interpreted()
 def test_vmap_multiplies_the_cost():
     operation = OPERATIONS["rms_norm"]
     x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
     stack = jax.ShapeDtypeStruct((5, 8, 128), jnp.float32)
-    norm = jax.vmap(lambda x: operation.function(x, implementation="triton", _interpret=True))
+    norm = jax.vmap(lambda x: operation.function(x, implementation="triton"))
     assert sum(row.flops for row in count(norm, stack).rows) == 5 * operation.costs(x).forward.flops

@@ -12,7 +12,7 @@ import pytest
 from numerics import served
 
 from kernels_pallas import rms_norm, softmax
-from kernels_pallas.core import target
+from kernels_pallas.core import interpreted, target
 from kernels_pallas.core.registry import OPERATIONS
 from kernels_pallas.flash_attention import causal, flash_attention, packed, window
 
@@ -34,6 +34,7 @@ def programs(caplog):
 
 
 @pytest.mark.parametrize("operation, implementation", CALLS)
+@interpreted()
 def test_results_and_gradients_are_compiled_once(caplog, operation, implementation):
     """Also where options and masks are made anew each time."""
     case, dtype = served(operation, implementation)[0]
@@ -43,7 +44,7 @@ def test_results_and_gradients_are_compiled_once(caplog, operation, implementati
         inputs = {name: arguments.pop(name) for name in case.differentiable()}
 
         def results(inputs):
-            how = dict(implementation=implementation, _interpret=True)
+            how = dict(implementation=implementation)
             return operation.function(**inputs, **arguments, **options, **how)
 
         made, pull_back = jax.vjp(results, inputs)
@@ -59,10 +60,11 @@ def test_results_and_gradients_are_compiled_once(caplog, operation, implementati
     assert first and third == []
 
 
+@interpreted()
 def test_mapped_it_is_compiled_once(caplog):
     def run(seed):
         x = jax.random.normal(jax.random.key(seed), (3, 8, 48))
-        return jax.vmap(lambda x: softmax(x, implementation="triton", _interpret=True))(x)
+        return jax.vmap(lambda x: softmax(x, implementation="triton"))(x)
 
     run(0)
     run(1)
@@ -71,22 +73,24 @@ def test_mapped_it_is_compiled_once(caplog):
     assert more == []
 
 
+@interpreted()
 def test_other_options_and_other_masks_are_other_programs():
     x = jax.random.normal(jax.random.key(0), (2, 32, 2, 16))
     ids = jnp.arange(32)[None].repeat(2, 0) // 10
     for visible in (None, causal(32), window(32, 5), packed(ids), packed(ids // 2)):
         for soft_cap in (None, 2.0):
             run = dict(visible=visible, soft_cap=soft_cap)
-            got = flash_attention(x, x, x, **run, implementation="triton", _interpret=True)
+            got = flash_attention(x, x, x, **run, implementation="triton")
             wanted = flash_attention(x, x, x, **run, implementation="reference")
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
+@interpreted()
 def test_another_chip_has_a_program_of_its_own(monkeypatch, caplog):
     """Blocks are chosen by what the chip has."""
 
     def run():
-        return jax.grad(lambda x: jnp.sum(rms_norm(x, implementation="triton", _interpret=True)))(jnp.ones((8, 48)))
+        return jax.grad(lambda x: jnp.sum(rms_norm(x, implementation="triton")))(jnp.ones((8, 48)))
 
     run()
     chip = dataclasses.replace(target.current(), cores=7)

@@ -11,6 +11,7 @@ from launches import launches
 from numerics import drawn
 
 from kernels_pallas import flash_attention
+from kernels_pallas.core import interpreted
 from kernels_pallas.core.hopper import Shared
 from kernels_pallas.flash_attention import (
     IMPLEMENTATIONS,
@@ -29,12 +30,13 @@ EACH = pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIO
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@interpreted()
 def test_nothing_comes_from_the_future(implementation):
     """The gradient of query t's output by later keys and values, and by later queries, is zero: exactly."""
     query, key, value = drawn((1, 40, 2, 64), (1, 40, 1, 64), (1, 40, 1, 64))
     if implementation == "mosaic_gpu":
         query, key, value = (x.astype(jnp.bfloat16) for x in (query, key, value))
-    attend = functools.partial(flash_attention, visible=causal(40), implementation=implementation, _interpret=True)
+    attend = functools.partial(flash_attention, visible=causal(40), implementation=implementation)
 
     @jax.jit
     def reach(t):
@@ -47,6 +49,7 @@ def test_nothing_comes_from_the_future(implementation):
 
 
 @EACH
+@interpreted()
 def test_gradients_are_finite_differences(implementation):
     """Of a random function of output and log-sum-exp, along a random direction of all operands at once."""
     shapes = dict(
@@ -59,7 +62,7 @@ def test_gradients_are_finite_differences(implementation):
     @jax.jit
     def value_and_gradient(arguments):
         def loss(arguments):
-            results = flash_attention(**arguments, **options, implementation=implementation, _interpret=True)
+            results = flash_attention(**arguments, **options, implementation=implementation)
             return sum(jnp.sum(pull * y) for pull, y in zip(pulls, results, strict=True))
 
         return jax.value_and_grad(loss)(arguments)
@@ -79,10 +82,11 @@ def test_gradients_are_finite_differences(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
+@interpreted()
 def test_of_no_key_nothing_is_seen(implementation):
     query, key = drawn((2, 20, 2, 64), (2, 0, 2, 64))
     query, key = query.astype(jnp.bfloat16), key.astype(jnp.bfloat16)
-    options = dict(return_log_sum_exp=True, implementation=implementation, _interpret=True)
+    options = dict(return_log_sum_exp=True, implementation=implementation)
     out, log_sum_exp = flash_attention(query, key, key, **options)
     assert not np.any(out) and np.all(log_sum_exp == -np.inf)
 
@@ -120,6 +124,7 @@ def test_the_cost_is_of_what_is_seen():
 
 
 @EACH
+@interpreted()
 def test_what_is_kept_by_its_name_is_not_computed_again(implementation):
     """Under rematerialisation that saves "attention" a kernel forward and two backward; else also one forward again."""
 
@@ -128,7 +133,7 @@ def test_what_is_kept_by_its_name_is_not_computed_again(implementation):
 
         def attend(x):
             x = jnp.sin(x)
-            return flash_attention(x, x, x, visible=causal(20), implementation=implementation, _interpret=True)
+            return flash_attention(x, x, x, visible=causal(20), implementation=implementation)
 
         gradient = jax.grad(lambda x: jnp.sum(jnp.sin(jax.checkpoint(attend, policy=policy)(x))))
         return len(list(launches(jax.make_jaxpr(gradient)(jnp.ones((1, 20, 2, 16))).jaxpr)))
@@ -139,11 +144,12 @@ def test_what_is_kept_by_its_name_is_not_computed_again(implementation):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
+@interpreted()
 def test_a_nan_is_not_hidden(implementation):
     """In a query it is in its row's results and gradient, in no other's, and in those of the keys that the row sees."""
     query, key, value = drawn((1, 40, 2, 64), (1, 40, 1, 64), (1, 40, 1, 64))
     arrays = [x.astype(jnp.bfloat16) for x in (query.at[0, 20, 1, 3].set(jnp.nan), key, value)]
-    attend = functools.partial(flash_attention, return_log_sum_exp=True, implementation=implementation, _interpret=True)
+    attend = functools.partial(flash_attention, return_log_sum_exp=True, implementation=implementation)
 
     @jax.jit
     def run(arrays):
@@ -158,13 +164,14 @@ def test_a_nan_is_not_hidden(implementation):
 
 
 @EACH
+@interpreted()
 def test_a_row_that_sees_nothing_has_no_gradient_whatever_becomes_of_its_log_sum_exp(implementation):
     """Parts are joined by it, and the derivative of what joins two −∞ is NaN."""
     arrays = drawn((1, 20, 1, 16), (1, 20, 1, 16), (1, 20, 1, 16))
     visible = Visible(np.zeros((1, 20), int), np.where(np.arange(20) == 3, 0, 20)[None])
 
     def loss(arrays, implementation):
-        options = dict(visible=visible, return_log_sum_exp=True, implementation=implementation, _interpret=True)
+        options = dict(visible=visible, return_log_sum_exp=True, implementation=implementation)
         _, sums = flash_attention(*arrays, **options)
         return jnp.sum(jnp.where(jnp.isfinite(sums), jnp.logaddexp(sums, sums), 0.0))
 
@@ -174,10 +181,11 @@ def test_a_row_that_sees_nothing_has_no_gradient_whatever_becomes_of_its_log_sum
 
 
 @EACH
+@interpreted()
 def test_the_lowest_number_as_a_bias_hides_as_infinity_does(implementation):
     arrays, lowest = drawn((1, 20, 1, 16), (1, 40, 1, 16), (1, 40, 1, 16)), jnp.finfo(jnp.float32).min
     bias = jnp.zeros((1, 1, 20, 40)).at[:, :, 7].set(lowest).at[:, :, 9, ::2].set(lowest)
-    run = functools.partial(flash_attention, return_log_sum_exp=True, implementation=implementation, _interpret=True)
+    run = functools.partial(flash_attention, return_log_sum_exp=True, implementation=implementation)
     hidden = jnp.where(bias == lowest, -jnp.inf, bias)
     chex.assert_trees_all_close(run(*arrays, bias=bias), run(*arrays, bias=hidden), rtol=1e-6)
     assert not jnp.any(run(*arrays, bias=bias)[0][:, 7])
@@ -185,9 +193,10 @@ def test_the_lowest_number_as_a_bias_hides_as_infinity_does(implementation):
 
 @EACH
 @pytest.mark.parametrize("cap", [50.0, 1e6])
+@interpreted()
 def test_a_wide_cap_takes_no_digits(implementation, cap):
     arrays = drawn((1, 30, 1, 16), (1, 30, 1, 16), (1, 30, 1, 16))
-    run = functools.partial(flash_attention, *arrays, soft_cap=cap, _interpret=True)
+    run = functools.partial(flash_attention, *arrays, soft_cap=cap)
     wanted = run(implementation="reference") if cap < 1e6 else flash_attention(*arrays, implementation="reference")
     chex.assert_trees_all_close(run(implementation=implementation), wanted, rtol=1e-5, atol=1e-5)
 

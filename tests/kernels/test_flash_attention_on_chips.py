@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
 from markers import ELSEWHERE
@@ -20,7 +19,7 @@ from jaxlm.lowering import targets
 from jaxlm.lowering.assembly import assemble, compile_to_ptx
 from jaxlm.lowering.kernel_matrix import CHIPS
 from kernels_pallas import flash_attention
-from kernels_pallas.core import hopper, target
+from kernels_pallas.core import interpreted, target
 from kernels_pallas.flash_attention import (
     IMPLEMENTATIONS,
     both,
@@ -75,13 +74,14 @@ HEADS, SINKS = P("data", None, "tensor"), P("tensor")
 
 
 @EACH
+@interpreted()
 def test_heads_and_batch_over_devices(implementation):
     """Gradients with data × tensor = 2 × 2 are those of one device."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
     arrays = drawn((2, 20, 4, 32), (2, 20, 2, 32), (2, 20, 2, 32), (4,))
 
     def attend(query, key, value, sinks):
-        options = dict(visible=causal(20), implementation=implementation, _interpret=True)
+        options = dict(visible=causal(20), implementation=implementation)
         return flash_attention(query, key, value, sinks=sinks, **options)
 
     def gradient(attend):
@@ -150,6 +150,7 @@ def test_what_xla_multiplies_for_kernels_has_their_precision(what, dtype, precis
 
 @pytest.mark.parametrize("sms, shares", [(23, 1), (24, 2), (48, 4)])
 @pytest.mark.parametrize("bias", [(1, 8, 200, 170), (1, 1, 1, 170), None], ids=str)
+@interpreted()
 def test_few_key_heads_are_shared_out_over_a_gpu(monkeypatch, sms, shares, bias):
     """Twelve programs, two heads of 170 keys in blocks of 32, are enough for 23 SMs; for more the groups of four query
     heads are divided, each share with its own sum in float32."""
@@ -159,7 +160,7 @@ def test_few_key_heads_are_shared_out_over_a_gpu(monkeypatch, sms, shares, bias)
         def loss(arrays):
             query, key, value, *bias = arrays
             options = dict(visible=window(200, 90, offset=-20), bias=bias[0] if bias else None)
-            how = dict(implementation=implementation, _interpret=True)
+            how = dict(implementation=implementation)
             return jnp.sum(jnp.sin(flash_attention(query, key, value, **options, **how)))
 
         return jax.grad(loss)(arrays)
@@ -172,6 +173,7 @@ def test_few_key_heads_are_shared_out_over_a_gpu(monkeypatch, sms, shares, bias)
 
 
 @pytest.mark.slow
+@interpreted()
 def test_few_key_heads_are_shared_out_over_hopper(monkeypatch):
     """One program, of 70 keys, is too few for three SMs: two shares of two query heads each."""
     arrays = drawn((1, 70, 4, 64), (1, 70, 1, 64), (1, 70, 1, 64), dtype=jnp.bfloat16)
@@ -184,7 +186,7 @@ def test_few_key_heads_are_shared_out_over_hopper(monkeypatch):
 
         return jax.jit(jax.grad(loss)).trace(arrays)
 
-    traced = gradient(arrays, implementation="mosaic_gpu", _interpret=True)
+    traced = gradient(arrays, implementation="mosaic_gpu")
     assert "f32[1,128,2,64]" in str(traced.jaxpr)
     got = jax.tree.map(lambda x: x.astype(jnp.float32), traced.lower().compile()(arrays))
     wide = [x.astype(jnp.float32) for x in arrays]
@@ -199,7 +201,6 @@ def test_the_tpu_kernels_race_with_nothing_and_read_what_was_written():
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
     query, key, value, bias = drawn((1, 150, 2, 16), (1, 140, 1, 16), (1, 140, 1, 16), (1, 1, 1, 140))
-    how = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
 
     def gradient(**how):
         def loss(arrays):
@@ -208,7 +209,8 @@ def test_the_tpu_kernels_race_with_nothing_and_read_what_was_written():
 
         return jax.grad(loss)((query, key, value))
 
-    got = gradient(implementation="mosaic_tpu", _interpret=how)
+    with interpreted(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"):
+        got = gradient(implementation="mosaic_tpu")
     assert not interpret_pallas_call.races.races_found
     chex.assert_trees_all_close(got, gradient(implementation="reference"), rtol=1e-5, atol=1e-5)
 
@@ -239,20 +241,21 @@ def test_the_hopper_kernels_race_with_nothing_and_free_what_they_fill(what, T, S
 
         return loss(arrays)[1] if what == "forward" else jax.grad(loss, has_aux=True)(arrays)[0]
 
-    interpreter = hopper.interpreter(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
-    got = results(arrays, implementation="mosaic_gpu", _interpret=interpreter)
+    with interpreted(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"):
+        got = results(arrays, implementation="mosaic_gpu")
     assert not interpret_pallas_call.get_races().races_found
     wanted = results([x.astype(jnp.float32) for x in arrays], implementation="reference")
     # bfloat16 weights and gradients are rounded before they are multiplied, and once at the end.
     chex.assert_trees_all_close(jax.tree.map(lambda x: x.astype(jnp.float32), got), wanted, rtol=1e-2, atol=2e-2)
 
 
+@interpreted()
 def test_the_tpu_kernels_transpose_no_tile_of_scores():
     """A product that sums over the rows of its first operand turns it: keys or values [128, 64] here, of which the
     result is [64, 128], and not [keys, queries]."""
 
     def loss(x):
-        return jnp.sum(flash_attention(x, x, x, implementation="mosaic_tpu", _interpret=True))
+        return jnp.sum(flash_attention(x, x, x, implementation="mosaic_tpu"))
 
     program = str(jax.make_jaxpr(jax.grad(loss))(jnp.zeros((1, 256, 1, 64))))
     made = re.findall(r"\[(\d+,\d+)\] = dot_general\[\s*dimension_numbers=\(\(\[0\], \[0\]\)", program)

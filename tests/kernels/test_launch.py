@@ -12,7 +12,7 @@ from markers import ELSEWHERE
 from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import targets
 from kernels_pallas import flash_attention, matmul, rms_norm
-from kernels_pallas.core import launch
+from kernels_pallas.core import interpreted, launch
 from kernels_pallas.flash_attention import both, causal, packed
 
 
@@ -28,9 +28,10 @@ def test_triton_lowers_without_a_word(recwarn):
 
 
 @pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu", "mosaic_gpu"])
+@interpreted()
 def test_a_second_derivative_is_refused_with_the_reason(implementation):
     def loss(x):
-        return jnp.sum(jnp.sin(flash_attention(x, x, x, implementation=implementation, _interpret=True)))
+        return jnp.sum(jnp.sin(flash_attention(x, x, x, implementation=implementation)))
 
     def slope(x):
         return jnp.sum(jnp.sin(jax.grad(loss)(x)))
@@ -139,9 +140,9 @@ def test_mosaic_multiplies_few_rows_whose_length_is_no_multiple_of_a_block(rows)
 def test_mosaic_multiplies_float32_once_or_in_full(precision, passes):
     """For a TPU v5e; and narrow numbers as it can, whatever is said of float32."""
     with jax.default_matmul_precision(precision):
-        program = jax.make_jaxpr(functools.partial(matmul, implementation="mosaic_tpu", _interpret=True))
         x = jnp.ones((128, 128))
-        assert str(program(x, x)).count("Precision.HIGHEST") == 2 * passes
+        with interpreted("mosaic_tpu"):
+            assert str(jax.make_jaxpr(matmul)(x, x)).count("Precision.HIGHEST") == 2 * passes
         for dtype in (jnp.float32, jnp.bfloat16):
             _compiles(matmul, (128, 256), (256, 128), dtype=dtype)
 

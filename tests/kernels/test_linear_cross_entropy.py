@@ -19,6 +19,7 @@ from jaxlm.lowering import targets as chips
 from jaxlm.models.layers import product_in_float32
 from jaxlm.training.losses import cross_entropy
 from kernels_pallas import linear_cross_entropy
+from kernels_pallas.core import interpreted
 from kernels_pallas.linear_cross_entropy import chunks, costs
 from kernels_pallas.linear_cross_entropy.loop import KERNELS
 from kernels_pallas.linear_cross_entropy.reference import linear_cross_entropy as reference
@@ -55,12 +56,13 @@ def assert_close(got, want):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("implementation", KERNELS)
+@interpreted()
 def test_chunks_of_tokens_change_nothing(constant, implementation, reduction):
     """22 tokens in chunks of 8, the last with two that are padded."""
     constant(chunks, "LOGITS", 40 * 9)
     assert chunks.chunk(22, 40) == (3, 8)
     options = dict(reduction=reduction, return_log_z=True, **EVERYTHING)
-    fused = functools.partial(linear_cross_entropy, implementation=implementation, _interpret=True)
+    fused = functools.partial(linear_cross_entropy, implementation=implementation)
     got = loss_and_gradients(fused, *operands(), **options)
     assert_close(got, loss_and_gradients(reference, *operands(), **options))
     chex.assert_trees_all_equal(got, loss_and_gradients(fused, *operands(), **options))
@@ -68,6 +70,7 @@ def test_chunks_of_tokens_change_nothing(constant, implementation, reduction):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("implementation", sorted(KERNELS.keys() - {"mosaic_tpu"}))
+@interpreted()
 def test_small_cotangents_are_not_lost_in_float16(constant, implementation, reduction):
     """Of the mean over a million tokens: each label's is a tenth of the least number that there is. In chunks of 64
     tokens, one of which counts for nothing."""
@@ -82,7 +85,7 @@ def test_small_cotangents_are_not_lost_in_float16(constant, implementation, redu
 
         return jax.grad(loss)([x.astype(dtype) for x in narrow])
 
-    got = gradients(linear_cross_entropy, jnp.float16, implementation=implementation, _interpret=True)
+    got = gradients(linear_cross_entropy, jnp.float16, implementation=implementation)
     for of, wanted in zip(got, gradients(reference, jnp.float32), strict=True):
         # What is left is rounded to float16 itself, whose least number is `tiny`.
         tiny = float(jnp.finfo(jnp.float16).smallest_subnormal)
@@ -100,6 +103,7 @@ def test_chunks_are_alike_and_hardly_padded():
 
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
+@interpreted()
 def test_labels_that_fill_up_count_for_nothing(implementation, reduction):
     """Behind 40 labels stand 24 with logits of 0, far above all others: at 200 below, exp(0 − log Z) is infinite. Each
     token has one label that is likely: of others the rounding of so large a log Z would show."""
@@ -107,17 +111,18 @@ def test_labels_that_fill_up_count_for_nothing(implementation, reduction):
     hidden, unembedding = jnp.abs(hidden) + 1, -40 * (jnp.abs(unembedding) + 1)
     unembedding = unembedding.at[:, 7].set(-39.0)
     arguments = hidden, unembedding, targets, weights
-    fused = functools.partial(linear_cross_entropy, implementation=implementation, _interpret=True)
+    fused = functools.partial(linear_cross_entropy, implementation=implementation)
     want = loss_and_gradients(reference, *arguments, reduction=reduction)
     assert float(jnp.max(hidden.reshape(-1, hidden.shape[-1]) @ unembedding)) < -200
     assert_close(loss_and_gradients(fused, *arguments, reduction=reduction), want)
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
+@interpreted()
 def test_gradients_made_forward_under_vmap_and_checkpoint(constant, implementation):
     constant(chunks, "LOGITS", 40 * 9)
     hidden, unembedding, targets, weights = operands((3, 22))
-    fused = functools.partial(linear_cross_entropy, implementation=implementation, _interpret=True, reduction="sum")
+    fused = functools.partial(linear_cross_entropy, implementation=implementation, reduction="sum")
     gradient = jax.grad(jax.checkpoint(fused), argnums=(0, 1, 3))
     got = jax.jit(jax.vmap(gradient, in_axes=(0, None, 0, 0)))(hidden, unembedding, targets, weights)
     want = [gradient(hidden[i], unembedding, targets[i], weights[i]) for i in range(3)]
@@ -132,19 +137,21 @@ def test_gradients_are_those_of_finite_differences(reduction):
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
+@interpreted()
 def test_nothing_counts_where_every_target_is_ignored(implementation):
     hidden, unembedding, targets, weights = operands()
-    fused = functools.partial(linear_cross_entropy, implementation=implementation, _interpret=True, reduction="sum")
+    fused = functools.partial(linear_cross_entropy, implementation=implementation, reduction="sum")
     _, gradients = loss_and_gradients(fused, hidden, unembedding, jnp.full_like(targets, -1), weights, **EVERYTHING)
     assert fused(hidden, unembedding, jnp.full_like(targets, -1), **EVERYTHING) == 0.0
     chex.assert_trees_all_equal(gradients, jax.tree.map(jnp.zeros_like, gradients))
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
+@interpreted()
 def test_certainty_has_neither_loss_nor_gradient(implementation):
     """One-hot states with a logit of 1e5 at the target: exp would be infinite without the largest taken off."""
     targets = jnp.arange(12)
-    fused = functools.partial(linear_cross_entropy, implementation=implementation, _interpret=True)
+    fused = functools.partial(linear_cross_entropy, implementation=implementation)
     losses, pull_back = jax.vjp(lambda h, u: fused(h, u, targets), 1e5 * jnp.eye(12), jnp.eye(12))
     chex.assert_trees_all_equal((losses, *pull_back(losses + 1)), (jnp.zeros(12), *[jnp.zeros((12, 12))] * 2))
 
@@ -177,6 +184,7 @@ def specs(transposed):
     ],
     ids=str,
 )
+@interpreted()
 def test_labels_and_tokens_over_devices(constant, shape, implementation, transposed, reduction):
     """Every gradient as on one device, and no labels beyond a part's are taken for its neighbour's."""
     constant(chunks, "LOGITS", 40 * 2)
@@ -184,7 +192,7 @@ def test_labels_and_tokens_over_devices(constant, shape, implementation, transpo
     options = dict(reduction=reduction, return_log_z=True, transposed=transposed, **EVERYTHING)
     want = loss_and_gradients(reference, *arguments, **options)
     with jax.set_mesh(mesh_of(*shape)):
-        fused = functools.partial(linear_cross_entropy, partition=specs(transposed), _interpret=True)
+        fused = functools.partial(linear_cross_entropy, partition=specs(transposed))
         got = loss_and_gradients(fused, *arguments, implementation=implementation, **options)
     assert_close(got, want)
 
@@ -201,13 +209,12 @@ def test_inside_a_shard_map_over_tokens():
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
+@interpreted()
 def test_with_a_partition_inside_a_shard_map_that_checks(reduction):
     """Over data from outside, over fsdp and tensor by the operation itself."""
     hidden, unembedding, targets, weights = operands((8, 3), 12, 40)
     lies = PartitionSpec("fsdp"), PartitionSpec(None, "tensor")
-    fused = functools.partial(
-        linear_cross_entropy, implementation="triton", partition=lies, reduction=reduction, _interpret=True
-    )
+    fused = functools.partial(linear_cross_entropy, implementation="triton", partition=lies, reduction=reduction)
     rows, whole = PartitionSpec("data"), PartitionSpec()
 
     def local(*operands):
@@ -295,11 +302,12 @@ def chosen(device, tokens, labels):
     return "kernel" if "pallas_call" in text else "chunked" if "scan" in text else "reference"
 
 
+@interpreted()
 def test_a_sum_takes_three_products():
     """Its gradients too are counted as they are stated, though made in the forward pass."""
     structs = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 64), (64, V))]
     targets = jax.ShapeDtypeStruct((4096,), jnp.int32)
-    fused = functools.partial(linear_cross_entropy, reduction="sum", implementation="triton", _interpret=True)
+    fused = functools.partial(linear_cross_entropy, reduction="sum", implementation="triton")
     rows = count(jax.grad(fused, argnums=(0, 1)), *structs, targets).rows
     assert sum(row.flops for row in rows if row.kind == "matmul") == 3 * 2 * 4096 * 64 * V
     stated = [sum(numbers) for numbers in zip(*costs(*structs, targets, reduction="sum"), strict=True)]
@@ -372,20 +380,22 @@ def test_a_partition_says_nothing_of_what_a_shard_map_around_it_parts():
 
 @pytest.mark.parametrize("implementation", ["reference", *KERNELS])
 @pytest.mark.parametrize("dtype, labels", [("uint8", 256), ("int8", 200), ("uint16", 2**16)])
+@interpreted()
 def test_targets_may_be_of_narrow_integers(implementation, dtype, labels):
     """Of which the number of labels itself is none."""
     hidden, unembedding, targets, _ = operands(tokens=(5,), width=4, labels=labels)
     targets = jnp.clip(targets, 0, 100)
-    run = functools.partial(linear_cross_entropy, hidden, unembedding, implementation=implementation, _interpret=True)
+    run = functools.partial(linear_cross_entropy, hidden, unembedding, implementation=implementation)
     np.testing.assert_array_equal(run(targets.astype(dtype)), run(targets))
 
 
 @pytest.mark.parametrize("implementation", ["reference", *KERNELS])
+@interpreted()
 def test_a_target_beyond_the_labels_is_nan_and_moves_nothing(implementation):
     hidden, unembedding, _, _ = operands(tokens=(2,), labels=16)
 
     def loss(hidden, reduction):
-        options = dict(reduction=reduction, implementation=implementation, _interpret=True)
+        options = dict(reduction=reduction, implementation=implementation)
         return jnp.sum(linear_cross_entropy(hidden, unembedding, jnp.array([16, 3]), **options))
 
     for reduction in REDUCTIONS:
@@ -394,10 +404,11 @@ def test_a_target_beyond_the_labels_is_nan_and_moves_nothing(implementation):
 
 
 @pytest.mark.parametrize("implementation", list(KERNELS))
+@interpreted()
 def test_labels_that_are_ruled_out_may_come_first(implementation):
     """A block of logits of −∞ is no number less than itself."""
     hidden, unembedding = jnp.ones((3, 2)), jnp.ones((2, 9000)).at[:, :4096].set(-jnp.inf)
-    run = functools.partial(linear_cross_entropy, hidden, unembedding, jnp.full(3, 8999), _interpret=True)
+    run = functools.partial(linear_cross_entropy, hidden, unembedding, jnp.full(3, 8999))
     np.testing.assert_allclose(run(implementation=implementation), np.log(9000 - 4096), rtol=1e-6)
 
 
@@ -421,12 +432,13 @@ def test_wrong_options_of_the_loss_are_refused(wrong, message):
 
 @pytest.mark.parametrize("implementation", ["reference", *KERNELS])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
+@interpreted()
 def test_a_weight_of_what_counts_for_nothing_may_be_nan(implementation, reduction):
     hidden, unembedding, targets, weights = operands()
     weights = jnp.where(targets < 0, jnp.nan, weights)
 
     def total(hidden, unembedding, weights):
-        options = dict(reduction=reduction, implementation=implementation, _interpret=True)
+        options = dict(reduction=reduction, implementation=implementation)
         return jnp.sum(linear_cross_entropy(hidden, unembedding, targets, weights, **options))
 
     loss, gradients = jax.value_and_grad(total, argnums=(0, 1, 2))(hidden, unembedding, weights)

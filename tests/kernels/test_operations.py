@@ -24,6 +24,7 @@ from kernels_pallas import (
     rotary_embedding,
     softmax,
 )
+from kernels_pallas.core import interpreted
 from kernels_pallas.core.registry import OPERATIONS
 from kernels_pallas.core.rows import triton
 
@@ -67,17 +68,19 @@ def _the_reference_runs(operation):
 @pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])
 @pytest.mark.parametrize("function", [softmax, log_softmax])
 @pytest.mark.parametrize("width", [32, 37])
+@interpreted()
 def test_rows_of_minus_infinity_are_those_of_the_reference(function, width, implementation):
     """NaN where a row has nothing else, at any width; with a mask besides, whatever the reference says."""
     x = jnp.zeros((4, width)).at[:2].set(-jnp.inf).at[2, 1:].set(-jnp.inf)
     where = jnp.arange(width)[None] % jnp.array([[1], [2], [1], [2]]) == 0
     for mask in (None, where):
-        got = function(x, mask, implementation=implementation, _interpret=True)
+        got = function(x, mask, implementation=implementation)
         np.testing.assert_allclose(got, function(x, mask, implementation="reference"), rtol=1e-6)
         assert jnp.isnan(got[0]).all()
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton", "mosaic_tpu"])
+@interpreted()
 def test_options_are_numbers_of_any_kind(implementation):
     """Python's, NumPy's or JAX's, but known while tracing."""
     x = jnp.linspace(-1.0, 1.0, 32).reshape(2, 16)
@@ -87,7 +90,7 @@ def test_options_are_numbers_of_any_kind(implementation):
         (softmax, {"temperature": 0.5, "soft_cap": 2.0}),
         (log_softmax, {"temperature": 0.5, "soft_cap": 2.0}),
     ):
-        run = functools.partial(function, x, implementation=implementation, _interpret=True)
+        run = functools.partial(function, x, implementation=implementation)
         for kind in (np.float32, jnp.float32):
             np.testing.assert_array_equal(run(**{k: kind(v) for k, v in options.items()}), run(**options))
         with pytest.raises(ValueError, match=f"{function.__name__}: {next(iter(options))} is traced"):
@@ -113,9 +116,10 @@ def test_wrong_options_are_refused(wrong, message):
 
 @pytest.mark.parametrize("implementation", [None, "triton", "mosaic_tpu"])
 @pytest.mark.parametrize("function", [softmax, log_softmax, rms_norm, layer_norm])
+@interpreted()
 def test_rows_of_no_numbers(function, implementation):
     """Of nothing there is nothing, and its gradient."""
-    run = functools.partial(function, implementation=implementation, _interpret=True)
+    run = functools.partial(function, implementation=implementation)
     y, pull_back = jax.vjp(run, jnp.zeros((3, 0)))
     assert y.shape == (3, 0) == pull_back(y)[0].shape
 
@@ -128,6 +132,7 @@ SHARED = [  # tokens; heads of eight rows fill a Triton block and half a Mosaic 
 
 @pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])
 @pytest.mark.parametrize("tokens, angles", SHARED)
+@interpreted()
 def test_rows_share_a_table_of_angles(tokens, angles, implementation):
     """Angles of the last dimensions of the tokens, cos of one more than sin: results, and gradients of all three."""
     x, cos, sin = drawn((*tokens, 8, 64), (*tokens[-angles:], 32), (*tokens[-1:], 32))
@@ -137,7 +142,7 @@ def test_rows_share_a_table_of_angles(tokens, angles, implementation):
         return y, *pull_back(jnp.sin(y))
 
     chex.assert_trees_all_close(
-        both(implementation=implementation, _interpret=True), both(implementation="reference"), rtol=1e-5, atol=1e-5
+        both(implementation=implementation), both(implementation="reference"), rtol=1e-5, atol=1e-5
     )
 
 
@@ -177,9 +182,10 @@ def test_partial_sums_are_a_small_part_of_what_is_moved(width):
 
 @pytest.mark.parametrize("implementation", ["reference", "triton", "mosaic_tpu"])
 @pytest.mark.parametrize("function", [softmax, log_softmax])
+@interpreted()
 def test_a_nan_spoils_its_row_and_what_is_masked_nothing(function, implementation):
     """Also where a maximum does not see it, as Triton's; and behind a cap, whose derivative there is NaN."""
-    run = functools.partial(function, implementation=implementation, _interpret=True)
+    run = functools.partial(function, implementation=implementation)
     x = jnp.zeros((8, 300)).at[3, 2].set(jnp.nan)
     assert jnp.isnan(run(x)[3]).all() and not jnp.isnan(jnp.delete(run(x), 3, axis=0)).any()
     seen = jnp.ones(x.shape, bool).at[3, 2].set(False)
@@ -188,9 +194,10 @@ def test_a_nan_spoils_its_row_and_what_is_masked_nothing(function, implementatio
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton", "mosaic_tpu"])
+@interpreted()
 def test_a_sum_that_float16_cannot_hold_has_a_gradient(implementation):
     a, b = jnp.full((16, 16), -300, jnp.float16), jnp.full((16, 16), 300, jnp.float16)
-    run = functools.partial(matmul, activation="silu", implementation=implementation, _interpret=True)
+    run = functools.partial(matmul, activation="silu", implementation=implementation)
     assert not jnp.any(jax.grad(lambda a: jnp.sum(run(a, b).astype(jnp.float32)))(a))
 
 
@@ -216,10 +223,11 @@ def test_what_is_no_operand_is_refused_in_words(wrong, message):
         wrong(jnp.ones((2, 16)))
 
 
+@interpreted()
 def test_a_mask_of_more_numbers_than_32_bits_count_is_widened():
     """Pallas-Triton counts in 32 bits where an array has at most 2³² bytes: traced alone, it is 4 GB of logits."""
     x, where = (jax.ShapeDtypeStruct((65_600, 32_768), dtype) for dtype in (jnp.bfloat16, bool))
-    run = functools.partial(softmax, implementation="triton", _interpret=True)
+    run = functools.partial(softmax, implementation="triton")
     assert "i16[65600,32768]" in str(jax.make_jaxpr(run)(x, where))
     small = jax.ShapeDtypeStruct((600, 32_768), jnp.bfloat16), jax.ShapeDtypeStruct((600, 32_768), bool)
     assert "i16[" not in str(jax.make_jaxpr(run)(*small))

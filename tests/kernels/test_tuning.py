@@ -29,6 +29,7 @@ from kernels_pallas import (
     tuning,
 )
 from kernels_pallas.bench.timing import Time
+from kernels_pallas.core import interpreted
 from kernels_pallas.core.registry import OPERATIONS
 from kernels_pallas.core.rows import mosaic_tpu
 from kernels_pallas.flash_attention import causal
@@ -62,14 +63,15 @@ def test_the_table_of_the_chip_and_of_no_other(table):
     assert json.loads(table.read_text())["NVIDIA H200"] == {"norm triton 256 bfloat16": {"rows": 2, "columns": 256}}
 
 
+@interpreted()
 def test_what_is_tried_is_what_runs(table):
     with tuning.trying({}) as asked:
-        wanted = rms_norm(jnp.ones((64, 100)), implementation="triton", _interpret=True)
+        wanted = rms_norm(jnp.ones((64, 100)), implementation="triton")
     ((kernel, (blocks, free)),) = asked.items()
     assert kernel == ("rms_norm", "triton", (128,), "float32")
     assert free == ("rows", "warps")  # a row is held whole
     with tuning.trying({kernel: blocks._replace(rows=4)}) as asked:
-        assert jnp.array_equal(rms_norm(jnp.ones((64, 100)), implementation="triton", _interpret=True), wanted)
+        assert jnp.array_equal(rms_norm(jnp.ones((64, 100)), implementation="triton"), wanted)
     assert asked[kernel].blocks.rows == 4
 
 
@@ -86,9 +88,10 @@ def test_what_is_0_stays_0(table):
 
 @pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])
 @pytest.mark.parametrize("function, operands", [(softmax, 1), (gated_activation, 2)])
+@interpreted()
 def test_what_one_width_was_tuned_with_serves_others(table, implementation, function, operands):
     """1,600 and 2,000 columns share an entry: rows are whole at both, and no block ends within the array."""
-    run = functools.partial(function, implementation=implementation, _interpret=True)
+    run = functools.partial(function, implementation=implementation)
 
     def drawn(width):
         return jax.random.normal(jax.random.key(0), (operands, 64, width))
@@ -102,6 +105,7 @@ def test_what_one_width_was_tuned_with_serves_others(table, implementation, func
         assert "columns" not in sizes or sizes["columns"] % 128 == 0
 
 
+@interpreted()
 def test_tuned_rows_are_no_more_than_vmem_holds(table, monkeypatch):
     """Tuned on plain rows of 1,025 numbers, run on masked ones of 2,048."""
     kernel = tuning.Kernel("softmax", "mosaic_tpu", (2048,), "float32")
@@ -115,7 +119,7 @@ def test_tuned_rows_are_no_more_than_vmem_holds(table, monkeypatch):
     real = mosaic_tpu.launch.call
     monkeypatch.setattr(mosaic_tpu.launch, "call", call)
     x = jnp.ones((1024, 2048))
-    softmax(x, x > 0, implementation="mosaic_tpu", _interpret=True)
+    softmax(x, x > 0, implementation="mosaic_tpu")
     most = mosaic_tpu.rows_that_fit(1024, 2048, [jnp.dtype(d) for d in ("float32", "int8", "float32")])
     assert blocks == [(most, 2048)] * 2 and most < 1024
 
@@ -181,11 +185,12 @@ def test_tiles_of_a_product_that_were_tuned_alone_are_not_taken_with_a_residual(
 
 @pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])
 @pytest.mark.parametrize("name", OPERATIONS)
+@interpreted()
 def test_every_kernel_asks(name, implementation):
     """Those that a row of the compile matrix launches, forward and backward."""
     operation = OPERATIONS[name]
     case = operation.used_in("compile")[0]
-    run, inputs, others = both_ways(operation, case, implementation=implementation, _interpret=True)
+    run, inputs, others = both_ways(operation, case, implementation=implementation)
     with tuning.trying({}) as asked:
         text = str(jax.make_jaxpr(run)(inputs, others))
     launched = set(re.findall(rf"name=({name}\w*)", text))
@@ -193,6 +198,7 @@ def test_every_kernel_asks(name, implementation):
 
 
 @pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])
+@interpreted()
 def test_the_loss_tuned_at_one_vocabulary_serves_others(table, implementation):
     """600 and 1,000 labels share an entry; with blocks of any size that fits the losses are the same."""
 
@@ -210,13 +216,14 @@ def test_the_loss_tuned_at_one_vocabulary_serves_others(table, implementation):
     table.write_text(json.dumps({"cpu": {kernel: sizes for kernel in both}}))
     for labels in (600, 1000):
         with tuning.trying({}) as asked:
-            found = losses_and_gradients(drawn(labels), implementation=implementation, _interpret=True)
+            found = losses_and_gradients(drawn(labels), implementation=implementation)
         assert [got.blocks.columns for got in asked.values()] == [sizes["columns"]] * 2
         wanted = losses_and_gradients(drawn(labels), implementation="reference")
         chex.assert_trees_all_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])
+@interpreted()
 def test_rotary_tuned_with_few_heads_serves_more(table, implementation):
     """Five heads and eight share an entry; on TPUs no more rows than fit are taken, whatever the table says."""
 
@@ -225,7 +232,7 @@ def test_rotary_tuned_with_few_heads_serves_more(table, implementation):
         angles = jax.random.normal(jax.random.key(1), (2, 40, 16))
         return x, jnp.cos(angles), jnp.sin(angles)
 
-    run = functools.partial(rotary_embedding, implementation=implementation, _interpret=True)
+    run = functools.partial(rotary_embedding, implementation=implementation)
     for size in (1, 8, 2**20):
         sizes = {"numbers": max(size, 64), "warps": 2} if implementation == "triton" else {"rows": size}
         table.write_text(json.dumps({"cpu": {f"rotary_embedding {implementation} 8×32 float32": sizes}}))

@@ -10,6 +10,7 @@ import pytest
 from test_flash_attention import drawn
 
 from kernels_pallas import flash_attention
+from kernels_pallas.core import interpreted
 from kernels_pallas.flash_attention import Visible, blocks, both, causal, costs, packed, prefix, shifted, union, window
 from kernels_pallas.flash_attention.cases import first, segments
 from kernels_pallas.flash_attention.operands import scores_seen
@@ -113,14 +114,16 @@ BEYOND = [
 
 @pytest.mark.parametrize("implementation", ["reference", "triton", "mosaic_tpu"])
 @pytest.mark.parametrize("visible", BEYOND, ids=["int64", "uint64", "uint32", "int8", "no limit"])
+@interpreted()
 def test_what_lies_beyond_the_keys_is_cut_off_in_any_dtype(visible, implementation):
     arrays = drawn((1, 20, 1, 16), (1, 30, 1, 16), (1, 30, 1, 16))
-    attend = functools.partial(flash_attention, *arrays, implementation=implementation, _interpret=True)
+    attend = functools.partial(flash_attention, *arrays, implementation=implementation)
     chex.assert_trees_all_equal(attend(visible=visible), attend())
     assert scores_seen(visible, 1, 20, 30) == (20 * 30,)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton", "mosaic_tpu"])
+@interpreted()
 def test_a_union_is_attention_under_its_mask(implementation):
     """Of packed rows, the intervals overlapping, touching or apart; padding sees nothing: against plain softmax."""
     ids = np.repeat([[0, 0, 1, 1, 1, -1], [2, 3, 3, 3, 3, 3]], 20, axis=1)
@@ -138,7 +141,7 @@ def test_a_union_is_attention_under_its_mask(implementation):
 
     def ours(query, key, value):
         visible = both(causal(120), packed(ids), union(first(120, 47), window(120, 30)))
-        options = dict(visible=visible, return_log_sum_exp=True, implementation=implementation, _interpret=True)
+        options = dict(visible=visible, return_log_sum_exp=True, implementation=implementation)
         out, log_sum_exp = flash_attention(query, key, value, **options)
         return out, jnp.where(empty & (log_sum_exp == -jnp.inf), 0.0, log_sum_exp)
 

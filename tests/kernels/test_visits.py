@@ -12,6 +12,7 @@ from test_choice import V5E
 from test_flash_attention import drawn
 
 from kernels_pallas import flash_attention
+from kernels_pallas.core import interpreted
 from kernels_pallas.flash_attention import Visible, both, causal, mosaic_tpu, packed, visits, window
 from kernels_pallas.flash_attention.visible import within
 from kernels_pallas.flash_attention.visits import Visit
@@ -64,12 +65,13 @@ def test_a_tile_is_visited_once_if_it_is_seen_and_each_block_at_least_once(by_ke
     assert np.any(known.tiles & visits._WHOLE) and np.any(known.tiles[:, -1] & 15 == 0)
 
 
+@interpreted()
 def test_more_blocks_than_a_tile_can_name_are_parted():
     """Whose number in a tile would turn negative, though few of their tiles are seen."""
     x = jax.ShapeDtypeStruct((1, (visits.MOST_OUTER + 1) * 128, 1, 16), jnp.float32)
 
     def attend(x):
-        return flash_attention(x, x, x, visible=window(x.shape[1], 5), implementation="mosaic_tpu", _interpret=True)
+        return flash_attention(x, x, x, visible=window(x.shape[1], 5), implementation="mosaic_tpu")
 
     steps = [kernel["grid_mapping"].grid[2] for kernel in launches(jax.make_jaxpr(attend)(x).jaxpr)]
     assert steps == [visits.MOST_OUTER + 1, visits.MOST_OUTER]  # two for each block, but for the very first
@@ -106,6 +108,7 @@ def test_the_grid_has_a_step_for_what_is_seen():
     assert _grids(lambda: packed(jnp.zeros((1, T), jnp.int32)), T) == ["late"] * 3
 
 
+@interpreted()
 def test_masks_known_while_tracing_and_later_give_the_same():
     query, key, value = drawn((2, 300, 2, 16), (2, 300, 1, 16), (2, 300, 1, 16))
     ids = np.repeat([[0, 0, 1, 1, 1, -1], [2, 3, 3, 3, 3, 3]], 50, axis=1)
@@ -114,7 +117,7 @@ def test_masks_known_while_tracing_and_later_give_the_same():
     @jax.jit
     def results_and_gradients(arrays, visible=known):
         def loss(arrays):
-            out = flash_attention(*arrays, visible=visible, implementation="mosaic_tpu", _interpret=True)
+            out = flash_attention(*arrays, visible=visible, implementation="mosaic_tpu")
             return jnp.sum(jnp.sin(out)), out
 
         return jax.value_and_grad(loss, has_aux=True)(arrays)
@@ -124,6 +127,7 @@ def test_masks_known_while_tracing_and_later_give_the_same():
 
 
 @pytest.mark.parametrize("maps", ["both", "arrays", "mask"])
+@interpreted()
 def test_masks_known_later_are_mapped(maps):
     """Whether each of what `jax.vmap` maps over has its own mask, and so its own number of steps, or all have one."""
     axes = {"both": (0, 0), "arrays": (0, None), "mask": (None, 0)}[maps]
@@ -138,7 +142,7 @@ def test_masks_known_later_are_mapped(maps):
     def run(implementation, arrays, ids):
         def loss(arrays, ids):
             see = both(causal(200), packed(ids))
-            out = flash_attention(*arrays, visible=see, implementation=implementation, _interpret=True)
+            out = flash_attention(*arrays, visible=see, implementation=implementation)
             return jnp.sum(jnp.sin(out)), out
 
         return jax.vmap(jax.value_and_grad(loss, has_aux=True), in_axes=axes)(arrays, ids)
@@ -147,6 +151,7 @@ def test_masks_known_later_are_mapped(maps):
 
 
 @pytest.mark.parametrize("bias", [(1, 1, 1, 640), (2, 2, 520, 640), None], ids=str)
+@interpreted()
 def test_a_list_that_is_too_long_is_parted(constant, bias):
     """By queries forward and for their gradient, by keys for theirs: the same numbers, the same FLOPs."""
     arrays = drawn((2, 520, 2, 16), (2, 640, 1, 16), (2, 640, 1, 16), *([bias] if bias else []))
@@ -155,7 +160,7 @@ def test_a_list_that_is_too_long_is_parted(constant, bias):
     def run():
         def loss(arrays):
             query, key, value, *bias = arrays
-            given = dict(bias=bias[0] if bias else None, implementation="mosaic_tpu", _interpret=True)
+            given = dict(bias=bias[0] if bias else None, implementation="mosaic_tpu")
             results = flash_attention(query, key, value, **options, **given)
             return sum(jnp.sum(jnp.sin(x)) for x in results), results
 
@@ -174,6 +179,7 @@ def test_a_list_that_is_too_long_is_parted(constant, bias):
 
 
 @pytest.mark.parametrize("bias", [(3, 1, 16, 16), (1, 2, 1, 16)], ids=str)
+@interpreted()
 def test_lists_of_many_sequences_are_parted_by_sequences(constant, bias):
     """Of which each sees something else, all of it in one tile."""
     arrays = drawn((3, 16, 2, 16), (3, 16, 1, 16), (3, 16, 1, 16), *([bias] if bias else []))
@@ -182,7 +188,7 @@ def test_lists_of_many_sequences_are_parted_by_sequences(constant, bias):
     def run():
         def loss(arrays, ids):
             query, key, value, *bias = arrays
-            given = dict(bias=bias[0] if bias else None, implementation="mosaic_tpu", _interpret=True)
+            given = dict(bias=bias[0] if bias else None, implementation="mosaic_tpu")
             see = both(causal(16), packed(ids))
             results = flash_attention(query, key, value, visible=see, return_log_sum_exp=True, **given)
             return sum(jnp.sum(jnp.sin(x)) for x in results), results

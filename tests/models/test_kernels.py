@@ -10,13 +10,13 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from launches import launches
 
-from jaxlm.models import kernels
 from jaxlm.parallel import sharding
 from jaxlm.training.step import make_steps
+from kernels_pallas.core import interpreted
 
 
 @pytest.fixture
-def interpreted(monkeypatch):
+def kernels_asked_for(monkeypatch):
     """Kernels run although this is a CPU; returns how often one was asked for."""
     asked = []
     run = sharding.on_each_device
@@ -25,9 +25,9 @@ def interpreted(monkeypatch):
         asked.append(function)
         return run(function, *operands)
 
-    monkeypatch.setattr(kernels, "forced_options", {"implementation": "triton", "_interpret": True})
     monkeypatch.setattr(sharding, "on_each_device", counted)
-    return asked
+    with interpreted("triton"):
+        yield asked
 
 
 # Heads as wide as the kernel for attention takes.
@@ -68,11 +68,11 @@ def step(family, mesh, packed, **model):
     ],
     ids=str,
 )
-def test_a_step_with_kernels_equals_one_without(family, mesh, packed, interpreted):
+def test_a_step_with_kernels_equals_one_without(family, mesh, packed, kernels_asked_for):
     """Qwen 3 has every kernel: norms of the stream and of heads, of which two are shared by four, also where each is on
     a device of its own; rotary; attention; gated. Gemma has windows in some layers, soft caps, norms behind blocks."""
     loss, gradients = step(family, mesh, packed, kernels="auto")
-    assert interpreted
+    assert kernels_asked_for
     wanted_loss, wanted = plain(family, packed)
     model_fixtures.assert_same_numbers(loss, wanted_loss, 1e-5)
     model_fixtures.assert_same_numbers(gradients, wanted, 1e-4)

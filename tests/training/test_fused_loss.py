@@ -10,6 +10,7 @@ import pytest
 from jaxlm.models import kernels
 from jaxlm.parallel import sharding
 from jaxlm.training.step import jit_steps, make_steps
+from kernels_pallas.core import interpreted
 from kernels_pallas.linear_cross_entropy import chunks
 
 
@@ -21,8 +22,9 @@ def fused(monkeypatch):
         return operation(*(x for x, _ in operands), implementation="reference", **options)
 
     monkeypatch.setattr(kernels, "run", plain)
-    monkeypatch.setattr(kernels, "forced_options", {"implementation": "chunked"})
     monkeypatch.setattr(chunks, "LOGITS", 16 * model_fixtures.VOCABULARY)
+    with interpreted("chunked"):
+        yield
 
 
 def one_step(family, mesh=(1, 1, 1), microbatches=1, **model):

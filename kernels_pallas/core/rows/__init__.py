@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -53,13 +53,6 @@ class Body(Protocol):
         ...
 
 
-class Launch(NamedTuple):
-    """How to run: the implementation, by its name, and whether it is interpreted."""
-
-    implementation: str
-    interpret: bool = False
-
-
 def refusal(x: jax.Array, chip: Target, max_width: int | None = MAX_WIDTH) -> Refusal:
     """Why no kernel on rows serves x [..., W] on a chip."""
     if x.dtype not in _DTYPES:
@@ -71,17 +64,17 @@ def refusal(x: jax.Array, chip: Target, max_width: int | None = MAX_WIDTH) -> Re
     return None
 
 
-def choose_launch(body: type[Body], x: jax.Array, implementation: str | None, interpret: bool) -> Launch | None:
-    """How to run on operands like x [..., W]; None for the reference."""
+def choose_kernel(body: type[Body], x: jax.Array, implementation: str | None) -> str | None:
+    """Return the implementation that runs on operands like x [..., W], or None for the reference."""
     serves = functools.partial(refusal, x, max_width=None if body.elementwise else MAX_WIDTH)
-    chosen = choose(body.name, implementation, dict.fromkeys(IMPLEMENTATIONS, serves), interpret)
+    chosen = choose(body.name, implementation, dict.fromkeys(IMPLEMENTATIONS, serves))
     # Of nothing there is one result, whoever computes it.
-    return None if chosen == "reference" or x.size == 0 else Launch(chosen, interpret)
+    return None if chosen == "reference" or x.size == 0 else chosen
 
 
 def apply(
     body: Body,
-    launch: Launch,
+    implementation: str,
     rows: Sequence[jax.Array],
     vectors: Sequence[jax.Array] = (),
 ) -> jax.Array:
@@ -93,12 +86,12 @@ def apply(
     shape = rows[0].shape
     flat = tuple(x.reshape(-1, shape[-1]) for x in rows)
     operands = vary(*flat, *vectors)
-    (y,) = _apply(body, launch, operands[: len(rows)], operands[len(rows) :])
+    (y,) = _apply(body, implementation, operands[: len(rows)], operands[len(rows) :])
     return y.reshape(shape)
 
 
 def apply_to_sum(
-    body: Body, launch: Launch, x: jax.Array, residual: jax.Array, vectors: Sequence[jax.Array] = ()
+    body: Body, implementation: str, x: jax.Array, residual: jax.Array, vectors: Sequence[jax.Array] = ()
 ) -> tuple[jax.Array, jax.Array]:
     """s = x + residual, rounded to x's dtype, and body(s), by one kernel each way: the sum is not read back.
 
@@ -107,13 +100,13 @@ def apply_to_sum(
     """
     flat = tuple(a.reshape(-1, x.shape[-1]) for a in (x, residual))
     x_RW, residual_RW, *vectors = vary(*flat, *vectors)
-    total, y = _apply_to_sum(body, launch, x_RW, residual_RW, tuple(vectors))
+    total, y = _apply_to_sum(body, implementation, x_RW, residual_RW, tuple(vectors))
     return total.reshape(x.shape), y.reshape(x.shape)
 
 
 @compiled_once(static=3)
 def forward(
-    body: Body, launch: Launch, results: int, rows: Sequence[jax.Array], vectors: Sequence[jax.Array]
+    body: Body, implementation: str, results: int, rows: Sequence[jax.Array], vectors: Sequence[jax.Array]
 ) -> tuple[jax.Array, ...]:
     """So many results [R, W], in the first operand's dtype, of operands [R, W] and vectors [W], by one kernel."""
     outputs = (jax.ShapeDtypeStruct(rows[0].shape, rows[0].dtype),) * results
@@ -121,7 +114,7 @@ def forward(
     def step(inside: jax.Array | None, rows: tuple, vectors: tuple) -> tuple[tuple, tuple]:
         return body(inside, rows, vectors), ()
 
-    made, _ = _RUN[launch.implementation](
+    made, _ = _RUN[implementation](
         step,
         rows,
         vectors,
@@ -130,7 +123,6 @@ def forward(
         elementwise=body.elementwise,
         cost=_cost(body, 0, *rows, *vectors, *outputs),
         name=body.name,
-        interpret=launch.interpret,
     )
     return made
 
@@ -138,7 +130,7 @@ def forward(
 @compiled_once(static=2)
 def backward(
     body: Body,
-    launch: Launch,
+    implementation: str,
     rows: Sequence[jax.Array],
     vectors: Sequence[jax.Array],
     cotangents: Sequence[jax.Array],
@@ -156,7 +148,7 @@ def backward(
         _, pull_back = jax.vjp(of_floats, tuple(itertools.compress(rows, floats)), vectors)
         return pull_back(cotangents)
 
-    results, sums = _RUN[launch.implementation](
+    results, sums = _RUN[implementation](
         step,
         (*rows, *cotangents),
         vectors,
@@ -165,7 +157,6 @@ def backward(
         elementwise=body.elementwise,
         cost=_cost(body, 1, *rows, *vectors, *cotangents, *outputs, *vectors),
         name=f"{body.name}_backward",
-        interpret=launch.interpret,
     )
     return (
         _insert(results, (None,) * len(rows), floats),
@@ -194,18 +185,18 @@ def _cost(body: Body | type[Body], direction: int, first: Any, *others: Any) -> 
     )
 
 
-def _fwd(body, launch, rows, vectors):
-    return _apply(body, launch, rows, vectors), (rows, vectors)
+def _fwd(body, implementation, rows, vectors):
+    return _apply(body, implementation, rows, vectors), (rows, vectors)
 
 
-def _bwd(body, launch, saved, cotangents):
+def _bwd(body, implementation, saved, cotangents):
     rows, vectors = saved
-    return backward(body, launch, rows, vectors, cotangents)
+    return backward(body, implementation, rows, vectors, cotangents)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _apply(body, launch, rows, vectors):
-    return forward(body, launch, 1, rows, vectors)
+def _apply(body, implementation, rows, vectors):
+    return forward(body, implementation, 1, rows, vectors)
 
 
 _apply.defvjp(_fwd, _bwd)
@@ -237,18 +228,18 @@ def costs_of_sum(body: Body | type[Body], x: Any, vectors: Sequence[Any] = ()) -
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _apply_to_sum(body, launch, x, residual, vectors):
-    return forward(_WithSum(body, str(x.dtype)), launch, 2, (x, residual), vectors)
+def _apply_to_sum(body, implementation, x, residual, vectors):
+    return forward(_WithSum(body, str(x.dtype)), implementation, 2, (x, residual), vectors)
 
 
-def _sum_fwd(body, launch, x, residual, vectors):
-    total, y = _apply_to_sum(body, launch, x, residual, vectors)
+def _sum_fwd(body, implementation, x, residual, vectors):
+    total, y = _apply_to_sum(body, implementation, x, residual, vectors)
     return (total, y), (total, vectors)
 
 
-def _sum_bwd(body, launch, saved, cotangents):
+def _sum_bwd(body, implementation, saved, cotangents):
     total, vectors = saved
-    (d_total,), d_vectors = backward(_WithSum(body, str(total.dtype)), launch, (total,), vectors, cotangents)
+    (d_total,), d_vectors = backward(_WithSum(body, str(total.dtype)), implementation, (total,), vectors, cotangents)
     return d_total, d_total, d_vectors
 
 

@@ -54,7 +54,6 @@ def run(
     elementwise: bool,
     cost: Cost,
     name: str,
-    interpret: bool,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """step(inside, rows, vectors) → (results, sums over rows) on blocks: results [R, W], and sums [W] in float32."""
     R, W = rows[0].shape
@@ -104,7 +103,6 @@ def run(
         out_specs=[tile] * len(outputs) + [vector] * sums,
         cost=cost,
         name=name,
-        interpret=interpret,
     )
     return tuple(results[: len(outputs)]), tuple(s[0] for s in results[len(outputs) :])
 

@@ -45,7 +45,6 @@ def run(
     elementwise: bool,
     cost: Cost,
     name: str,
-    interpret: bool,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """step(inside, rows, vectors) → (results, sums over rows) on blocks: results [R, W], and sums [W] in float32."""
     R, W = rows[0].shape
@@ -99,7 +98,6 @@ def run(
         out_specs=[tile] * len(outputs) + [partial] * sums,
         cost=cost,
         name=name,
-        interpret=interpret,
     )
     partials = results[len(outputs) :]
     return tuple(results[: len(outputs)]), tuple(jnp.sum(p, axis=(0, 1)) for p in partials)

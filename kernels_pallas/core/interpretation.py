@@ -1,0 +1,49 @@
+"""The context in which kernels run in Pallas's interpreter, on a machine without their chip."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Interpretation(NamedTuple):
+    """The state of a surrounding `interpreted`.
+
+    Attributes:
+      implementation: the one that calls take which name none; None leaves them the choice.
+      emulator: options of the emulators of Mosaic's memory, as items.
+    """
+
+    implementation: str | None
+    emulator: tuple[tuple[str, Any], ...]
+
+
+# A user context and no plain variable: JAX keys its caches by it, so that what is traced outside is not reused inside.
+_current = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def interpreted(implementation: str | None = None, **emulator: Any) -> Iterator[None]:
+    """Run the kernels that are traced inside in Pallas's interpreter: as plain JAX, on any platform.
+
+    Models whose kernels are "auto" use kernels inside, also on a CPU.
+
+    Args:
+      implementation: the one that calls take which name none; None leaves them the choice.
+      emulator: options of Pallas's emulators of TPU and Hopper memory, such as `detect_races` (`pltpu.InterpretParams`,
+        `InterpretGPUParams`). Without any, TPU kernels run without emulated memory; Triton's have no emulator.
+    """
+    with _current(Interpretation(implementation, tuple(sorted(emulator.items())))):
+        yield
+
+
+def current() -> Interpretation | None:
+    """Return the state of the surrounding `interpreted`, or None outside of one."""
+    return _current.value
+
+
+def requested(implementation: str | None) -> str | None:
+    """Return the implementation that a call names, or else the one that the surrounding `interpreted` does."""
+    mode = current()
+    return mode.implementation if implementation is None and mode else implementation

@@ -1,4 +1,4 @@
-"""What kernels for Hopper are written in: the one file that knows Pallas's Mosaic GPU backend and its versions.
+"""The language of kernels for Hopper: the one file that knows the operations of Pallas's Mosaic GPU backend.
 
 A block of the grid is several warpgroups of 128 threads that run one body, share memory and meet at barriers. A value
 is spread over the registers of its warpgroup: a tile as wgmma has it (PTX ISA, "asynchronous warpgroup level matrix
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas.core import interpretation
-from kernels_pallas.core.launch import Cost, differentiated_once, vary
+from kernels_pallas.core.launch import Cost, call_warpgroups, differentiated_once, vary
 
 # Rows of a warpgroup's smallest product (wgmma.m64nNk16), and bytes of a row of a swizzled tile in shared memory.
 ROWS = 64
@@ -365,29 +365,15 @@ def run(
                 collective_axes=_PREFIX + _WARPGROUP,
             )
 
-        made = pl.kernel(
+        return call_warpgroups(
             kernel,
+            arrays,
             shapes,
-            mesh=plgpu.Mesh(
-                grid=(math.prod(grid.values()),),
-                grid_names=(_PREFIX + _BLOCK,),
-                num_threads=warpgroups,
-                thread_name=_PREFIX + _WARPGROUP,
-                kernel_name=name,
-            ),
-            compiler_params=plgpu.CompilerParams(
-                approx_math=True,
-                lowering_semantics=plgpu.LoweringSemantics.Warpgroup,  # the default since JAX 0.11
-            ),
-            cost_estimate=pl.CostEstimate(
-                flops=cost.flops - cost.transcendentals,
-                transcendentals=cost.transcendentals,
-                bytes_accessed=cost.bytes,
-            ),
+            blocks=(_PREFIX + _BLOCK, math.prod(grid.values())),
+            warpgroups=(_PREFIX + _WARPGROUP, warpgroups),
+            cost=cost,
             name=name,
-            interpret=_interpretation(),
         )
-        return made(*arrays)
 
     @call.def_vmap
     def batched(size: int, in_batched: Sequence[bool], *arrays: jax.Array) -> tuple:
@@ -443,11 +429,3 @@ def _allocation(place: Shared | Barriers, interpret: bool) -> Any:
     columns = SWIZZLE // jnp.dtype(place.dtype).itemsize
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE))
     return plgpu.SMEM(place.shape, place.dtype, transforms=transforms)
-
-
-def _interpretation() -> Any:
-    """Return how Pallas is to interpret a kernel, or False where it is compiled."""
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # public since JAX 0.11
-
-    mode = interpretation.current()
-    return InterpretGPUParams(**dict(mode.emulator)) if mode else False

@@ -1,5 +1,7 @@
-"""The one file that knows Pallas's entry points and how they differ between versions of JAX; but for those of Mosaic
-GPU, which are in `hopper.py`."""
+"""The one file that knows Pallas's entry points: launches, compiler parameters, cost estimates and interpreters.
+
+Kernels write their bodies with `pl` and, on Hopper, in the language of `hopper.py`.
+"""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -144,12 +146,7 @@ def call(
             out_shape=shapes,
             **layout,
             compiler_params=params,
-            cost_estimate=pl.CostEstimate(
-                # XLA's convention for a kernel's estimate: transcendentals apart.
-                flops=cost.flops - cost.transcendentals,
-                transcendentals=cost.transcendentals,
-                bytes_accessed=cost.bytes,
-            ),
+            cost_estimate=_estimate(cost),
             name=name,
             interpret=_interpretation_of(params),
         )
@@ -164,6 +161,57 @@ def call(
     # Index maps count in 32 bits, which is all that the chips' compilers take.
     with jax.enable_x64(False):
         return jax.jit(differentiated_once(launched))(*arguments)
+
+
+def call_warpgroups(
+    kernel: Callable[..., None],
+    operands: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    *,
+    blocks: tuple[str, int],
+    warpgroups: tuple[str, int],
+    cost: Cost,
+    name: str,
+) -> list[jax.Array]:
+    """Run a Mosaic GPU kernel; return its outputs. The callers are kernels of `hopper.py`.
+
+    Args:
+      blocks, warpgroups: axis name and size of the grid, and of the warpgroups of each block.
+      cost: of the whole call.
+
+    Inside `interpreted` it runs in Mosaic GPU's interpreter instead, on any platform.
+    """
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # public since JAX 0.11
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    (block_axis, grid), (warpgroup_axis, threads) = blocks, warpgroups
+    mode = interpretation.current()
+    call = pl.kernel(
+        kernel,
+        outputs,
+        mesh=plgpu.Mesh(
+            grid=(grid,),
+            grid_names=(block_axis,),
+            num_threads=threads,
+            thread_name=warpgroup_axis,
+            kernel_name=name,
+        ),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,  # the default since JAX 0.11
+        ),
+        cost_estimate=_estimate(cost),
+        name=name,
+        interpret=InterpretGPUParams(**dict(mode.emulator)) if mode else False,
+    )
+    return call(*operands)
+
+
+def _estimate(cost: Cost) -> pl.CostEstimate:
+    """Return a cost as XLA counts a kernel's: transcendentals are not among the FLOPs."""
+    return pl.CostEstimate(
+        flops=cost.flops - cost.transcendentals, transcendentals=cost.transcendentals, bytes_accessed=cost.bytes
+    )
 
 
 def _interpretation_of(params: Any) -> Any:

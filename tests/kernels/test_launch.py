@@ -1,8 +1,10 @@
 """What launch.py knows of JAX still holds."""
 
 import functools
+import re
 import sys
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -175,9 +177,15 @@ def test_mosaic_multiplies_columns():
     _compiles(lambda a, b: jax.vjp(matmul, a, b)[1](jnp.ones((33, 256), a.dtype)), (33, 1), (1, 256))
 
 
+def test_no_other_file_of_the_kernels_launches_or_configures_one():
+    entry_points = "pallas_call|pl.kernel|CompilerParams|CostEstimate|Interpret(GPU)?Params|elementwise_inline_asm"
+    package = Path(launch.__file__).parents[1]
+    known = {path.name for path in package.rglob("*.py") if re.search(rf"\b({entry_points})\(", path.read_text())}
+    assert known == {"launch.py"}
+
+
 def _fresh_filters():
     """The filters of a process that imported launch.py."""
-    import re
     import subprocess
 
     code = "import warnings, kernels_pallas; [print(f[0], f[1].pattern if f[1] else '') for f in warnings.filters]"

@@ -25,11 +25,10 @@ from kernels_pallas import (
     rms_norm,
     rotary_embedding,
     softmax,
-    tune,
-    tuning,
 )
+from kernels_pallas.bench import tune
 from kernels_pallas.bench.timing import Time
-from kernels_pallas.core import interpreted
+from kernels_pallas.core import interpreted, tuning
 from kernels_pallas.core.registry import OPERATIONS
 from kernels_pallas.core.rows import mosaic_tpu
 from kernels_pallas.flash_attention import causal

@@ -54,7 +54,9 @@ class Case:
 
     def load(self) -> Experiment:
         sizes = f"training.batch={self.batch}", f"training.sequence={self.sequence}"
-        return configuration.load(ROOT / "configs" / "models" / f"{self.model}.toml", [*sizes, *self.overrides])
+        return configuration.load(
+            ROOT / "configs" / "models" / f"{self.model}.toml", [*sizes, "training.kernels=xla", *self.overrides]
+        )
 
     def counted(self) -> Memory:
         """What the closed form says of one device."""
@@ -110,7 +112,7 @@ def _cases() -> Iterator[Case]:
     yield Case("train", qwen, "tpu-v6e:2x4", 8, 2048, MeshShape(2, 2, 2), (less,))
     yield Case("train", qwen, "tpu-v6e:2x2", 32, 2048, MeshShape(4, 1, 1), (full, parts))
 
-    auto = "model.kernels=auto"
+    auto = "training.kernels=auto"
     yield Case("train", llama, "h200-sxm:8", 32, 4096, fsdp(8), (few, auto, full))
     yield Case("train", llama, "h200-sxm:8", 32, 4096, fsdp(8), (few, auto))
     yield Case("train", llama, "h200-sxm:8", 32, 4096, fsdp(8), (auto, full, parts))

@@ -151,7 +151,13 @@ def workload(experiment: Experiment, sizes: tuple[int, int, int], kind: Kind = "
     `optimizer.groups` decides nothing of a training step."""
     training, optimizer = experiment.training, experiment.optimizer
     work = Workload(
-        kind, experiment.model, training.batch, training.sequence, dtype=training.dtype, mesh=MeshShape(*sizes)
+        kind,
+        experiment.model,
+        training.batch,
+        training.sequence,
+        dtype=training.dtype,
+        mesh=MeshShape(*sizes),
+        kernels=training.kernels,
     )
     if kind != "train":
         return work

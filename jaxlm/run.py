@@ -18,7 +18,6 @@ from jaxlm.training.records import JsonLines
 
 # What a resumed run must share with its beginning; everything else may change.
 _KEPT = ("model", "training.batch", "training.sequence", "training.seed", "optimizer.kind")
-_FREE = {"kernels"}  # of the model: they change no result but by rounding
 # Keys of [data] that decide the tokens: by themselves, or by files, which may have been moved.
 SHAPING = ("field", "documents", "held_out")
 FILES = ("tokenizer", "text", "sources")
@@ -183,4 +182,4 @@ def _value(experiment: Experiment, key: str) -> Any:
         return value[0] if len(value) == 1 else list(value)
     if isinstance(value, dict):
         return {name: each.model_dump() for name, each in value.items()}
-    return value.model_dump(exclude=_FREE) if hasattr(value, "model_dump") else value
+    return value.model_dump() if hasattr(value, "model_dump") else value

@@ -75,7 +75,9 @@ def _at_tasks(arguments, run) -> int:
 
     from jaxlm.inference.harness import HarnessModel
 
-    model = HarnessModel(experiment.model, parameters, tokenizer, experiment.training.batch, mesh)
+    model = HarnessModel(
+        experiment.model, parameters, tokenizer, experiment.training.batch, mesh, experiment.training.kernels
+    )
     results = tasks.run(model, asked, arguments.limit)
     tasks.show(results, model.truncated, step, arguments.json)
     return 0

@@ -62,6 +62,7 @@ def main(arguments: argparse.Namespace) -> int:
         sampling=sampling,
         seed=arguments.seed,
         valid=tokenizer and tokenizer.vocab_size,
+        kernels=experiment.training.kernels,
     )
     detokenizer = tokenizer and Detokenizer(tokenizer, prompt)
     ids: list[int] = []

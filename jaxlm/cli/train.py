@@ -246,6 +246,7 @@ def _sample(experiment, dataset, parameters, mesh) -> str:
         sampling=Sampling(temperature=0.8, top_p=0.95),
         seed=experiment.training.seed,
         valid=dataset.tokenizer.vocab_size,
+        kernels=experiment.training.kernels,
     )
     ids = [int(token[0]) for token in tokens]
     if dataset.tokenizer.separator in ids:

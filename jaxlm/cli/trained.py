@@ -36,7 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 _ATTEMPTS = 5  # to read a checkpoint of a run that trains on, and removes older ones
-_READ = ("model", "mesh", "training.dtype")  # sections and keys that every command reads
+_READ = ("model", "mesh", "training.dtype", "training.kernels")  # sections and keys that every command reads
 
 
 def experiment(arguments: Namespace, run: "Run", reads: Collection[str] = ()) -> "Experiment":

@@ -51,6 +51,7 @@ RENAMED = {
     "model.context": "context_length",
     "model.layers": "num_layers",
     "model.width": "d_model",
+    "model.kernels": "training.kernels",
     "model.attention.heads": "num_heads",
     "model.attention.kv_heads": "num_kv_heads",
     "model.attention.head_width": "head_dim",

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
 from jaxlm.models import causal
-from jaxlm.models.config import ModelConfig, Remat
+from jaxlm.models.config import Kernels, ModelConfig, Remat
 
 if TYPE_CHECKING:
     from jaxlm.costs.hardware.chips import Chip
@@ -82,6 +82,7 @@ class Workload:
     steps: int = 1
     mesh: MeshShape = MeshShape()
     causal_parts: bool = False
+    kernels: Kernels = "auto"
 
     def __str__(self) -> str:
         return f"{self.kind}, {self.batch:,} × {self.sequence:,} tokens in {self.dtype}"
@@ -92,9 +93,9 @@ class Workload:
         return BYTES[self.dtype]
 
     @property
-    def kernels(self) -> bool:
+    def runs_kernels(self) -> bool:
         """Whether kernels of kernels_pallas run: see `on`."""
-        return self.model.kernels != "reference"
+        return self.kernels != "xla"
 
     @property
     def remat_shown(self) -> str:
@@ -117,8 +118,7 @@ class Workload:
 
     def plain(self) -> "Workload":
         """The same of plain JAX, with all of attention's scores: each product as the model has it."""
-        model = self.model.model_copy(update={"kernels": "reference"}) if self.kernels else self.model
-        return replace(self, model=model, causal_parts=False)
+        return replace(self, kernels="xla", causal_parts=False)
 
     @property
     def tokens(self) -> int:

@@ -12,7 +12,8 @@ from jaxlm.inference import steps
 from jaxlm.inference.cache import Cache, cache_shardings, empty_cache
 from jaxlm.inference.requests import Sampling, check_prompts
 from jaxlm.inference.sampling import sample
-from jaxlm.models.config import ModelConfig
+from jaxlm.models.config import Kernels, ModelConfig
+from jaxlm.models.kernels import using
 from jaxlm.models.tree import Tree, abstract
 from jaxlm.parallel import sharding
 
@@ -28,17 +29,18 @@ def generate(
     seed: int = 0,
     valid: int | None = None,
     fill_to: int = 0,
+    kernels: Kernels = "auto",
 ) -> Iterator[np.ndarray]:
     """Yield up to `max_tokens` times the next token id of every prompt, int32 [B], as they are drawn.
 
     `parameters` lie on `mesh`, in the dtype to compute in; the cache has it too. `valid` is the number of ids that the
     tokenizer knows. Prompts are filled up to the longest, or to `fill_to` tokens: as many prompts of one such length
-    run the same programs again. Raises InputError as `check_prompts` does.
+    run the same programs again. `kernels` is as in `training.kernels`. Raises InputError as `check_prompts` does.
     """
     check_prompts(model, prompts, max_tokens, fill_to)
     longest, batch = max(fill_to, *map(len, prompts)), len(prompts)
     dtype = jax.tree.leaves(parameters)[0].dtype
-    start, step = programs(model, batch, longest + max_tokens - 1, dtype, mesh, sampling, valid)
+    start, step = programs(model, batch, longest + max_tokens - 1, dtype, mesh, sampling, valid, kernels)
 
     padded = np.zeros((batch, longest), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
@@ -63,6 +65,7 @@ def programs(
     mesh: Mesh,
     sampling: Sampling,
     valid: int | None,
+    kernels: Kernels = "auto",
 ) -> tuple[Callable, Callable]:
     """The jitted steps (prefill, decode), to be called under `jax.set_mesh`.
 
@@ -73,11 +76,13 @@ def programs(
     graph, _ = abstract(model)
     cache_placement, rows = cache_shardings(model, batch, size, mesh), sharding.sharding(("batch",), (batch,), mesh)
 
+    @using(kernels)
     def first_token(parameters: Tree, tokens: jax.Array, length: jax.Array, key: jax.Array) -> tuple:
         cache = empty_cache(model, batch, size, dtype)
         logits, cache = steps.prefill(graph, parameters, tokens, length, cache)
         return sample(logits, key, sampling, valid), cache
 
+    @using(kernels)
     def next_token(parameters: Tree, tokens: jax.Array, cache: Cache, key: jax.Array) -> tuple:
         key = jax.random.fold_in(key, jnp.max(cache.length))
         logits, cache = steps.decode_step(graph, parameters, tokens, cache)

@@ -17,7 +17,7 @@ from jaxlm.inference.detokenizer import Detokenizer
 from jaxlm.inference.generate import before_stop, generate
 from jaxlm.inference.requests import Sampling, room_behind
 from jaxlm.inference.scoring import Scorer, padded_length
-from jaxlm.models.config import ModelConfig
+from jaxlm.models.config import Kernels, ModelConfig
 from jaxlm.models.tree import Tree
 
 _SECTION = "generation_kwargs"
@@ -41,13 +41,21 @@ class HarnessModel(TemplateLM):
     dtype to compute in.
     """
 
-    def __init__(self, model: ModelConfig, parameters: Tree, tokenizer: Tokenizer, batch: int, mesh: Mesh):
+    def __init__(
+        self,
+        model: ModelConfig,
+        parameters: Tree,
+        tokenizer: Tokenizer,
+        batch: int,
+        mesh: Mesh,
+        kernels: Kernels = "auto",
+    ):
         super().__init__()
         self._model, self._parameters, self._mesh = model, parameters, mesh
-        self._tokens, self._batch = tokenizer, batch
+        self._tokens, self._batch, self._kernels = tokenizer, batch, kernels
         self.truncated: Counter[str] = Counter()
         self._asked: list[Instance] = []
-        self._score = Scorer(model, parameters, batch, mesh, tokenizer.vocab_size)
+        self._score = Scorer(model, parameters, batch, mesh, tokenizer.vocab_size, kernels)
 
     @property
     def eot_token_id(self) -> int:
@@ -123,7 +131,7 @@ class HarnessModel(TemplateLM):
 
         for tokens in generate(
             self._model, self._parameters, rows, max_tokens, self._mesh,
-            sampling=sampling, seed=seed, valid=self._tokens.vocab_size, fill_to=fill_to,
+            sampling=sampling, seed=seed, valid=self._tokens.vocab_size, fill_to=fill_to, kernels=self._kernels,
         ):  # fmt: skip
             for row in tuple(going):
                 if tokens[row] == self._tokens.separator:

@@ -11,7 +11,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxlm.core.errors import InputError
-from jaxlm.models.config import ModelConfig
+from jaxlm.models.config import Kernels, ModelConfig
+from jaxlm.models.kernels import using
 from jaxlm.models.positions import visible_in_rows
 from jaxlm.models.tree import Tree, abstract
 from jaxlm.parallel import sharding
@@ -56,10 +57,20 @@ def padded_length(tokens: int, longest: int) -> int:
 class Scorer:
     """Scores continuations under one model, `batch` at a time on a mesh; `valid` as in `token_logprobs`."""
 
-    def __init__(self, model: ModelConfig, parameters: Tree, batch: int, mesh: Mesh, valid: int | None = None):
+    def __init__(
+        self,
+        model: ModelConfig,
+        parameters: Tree,
+        batch: int,
+        mesh: Mesh,
+        valid: int | None = None,
+        kernels: Kernels = "auto",
+    ):
         graph, _ = abstract(model)
         self._context, self._parameters, self._batch, self._mesh = model.context_length, parameters, batch, mesh
-        self._logprobs = jax.jit(partial(token_logprobs, graph, valid=valid), out_shardings=sharding.replicated(mesh))
+        self._logprobs = jax.jit(
+            using(kernels)(partial(token_logprobs, graph, valid=valid)), out_shardings=sharding.replicated(mesh)
+        )
 
     def __call__(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Iterator[tuple[int, Score]]:
         """The index and Score of each (context, continuation) of token ids, the longest first.

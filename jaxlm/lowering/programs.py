@@ -52,7 +52,9 @@ def step(experiment: Experiment, kind: Kind, mesh: Mesh) -> Step:
     model, training = experiment.model, experiment.training
     dtype = jnp.dtype(training.dtype)
     _, tree = model_tree.abstract(model)
-    prefill, decode = programs(model, training.batch, training.sequence, dtype, mesh, Sampling(), None)
+    prefill, decode = programs(
+        model, training.batch, training.sequence, dtype, mesh, Sampling(), None, training.kernels
+    )
     parameters = model_tree.placed(model_tree.shapes(tree, dtype), model_tree.shardings(tree, mesh))
     key = jax.eval_shape(lambda: jax.random.key(0))
     one = _ids((training.batch,), mesh)

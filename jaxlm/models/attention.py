@@ -79,7 +79,6 @@ def in_causal_parts(
 
 
 def attend(
-    choice: config.Kernels,
     query_BTNH: jax.Array,
     key_BSKH: jax.Array,
     value_BSKH: jax.Array,
@@ -91,7 +90,7 @@ def attend(
 
     `is_causal`: keys are as many as queries, and query t sees none behind t. `how` are its `scale` and `soft_cap`.
     """
-    if not kernels.kernels_run_here(choice):
+    if not kernels.kernels_run_here():
         attention = in_causal_parts if is_causal and kernels.on_cpu() else dot_product_attention
         # `flash_attention` gives its result this name itself.
         return checkpoint_name(attention(query_BTNH, key_BSKH, value_BSKH, visible, **how), "attention")
@@ -101,7 +100,7 @@ def attend(
 
     rows = _HEADS[:2]
     arrays = (query_BTNH, _HEADS), (key_BSKH, _KV_HEADS), (value_BSKH, _KV_HEADS)
-    return kernels.run(choice, operation, *arrays, (visible.start, rows), (visible.end, rows), **how)
+    return kernels.run(operation, *arrays, (visible.start, rows), (visible.end, rows), **how)
 
 
 class GroupedQueryAttention(Module):
@@ -110,7 +109,7 @@ class GroupedQueryAttention(Module):
     def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
         self.settings = settings = model.attention
         D, N, K, H = model.d_model, settings.num_heads, settings.num_kv_heads, settings.head_dim
-        std, self.kernels = model.initializer_std, model.kernels
+        std = model.initializer_std
         self.query = param(rngs, (D, N, H), "embed -> heads head_dim", normal(std))
         self.key = param(rngs, (D, K, H), "embed -> kv_heads head_dim", normal(std))
         self.value = param(rngs, (D, K, H), "embed -> kv_heads head_dim", normal(std))
@@ -137,8 +136,8 @@ class GroupedQueryAttention(Module):
             query_BTNH = self.query_norm(query_BTNH, _HEADS)
             key_BTKH = self.key_norm(key_BTKH, _KV_HEADS)
         if turn is not None:
-            query_BTNH = rotate(query_BTNH, _HEADS, turn, self.kernels)
-            key_BTKH = rotate(key_BTKH, _KV_HEADS, turn, self.kernels)
+            query_BTNH = rotate(query_BTNH, _HEADS, turn)
+            key_BTKH = rotate(key_BTKH, _KV_HEADS, turn)
 
         query_BTNH = checkpoint_name(constrain(query_BTNH, *_HEADS), "query")
         key_BSKH = checkpoint_name(constrain(key_BTKH, *_KV_HEADS), "key")
@@ -147,7 +146,7 @@ class GroupedQueryAttention(Module):
         how = {"is_causal": cache is None, "scale": self.settings.scale, "soft_cap": self.settings.soft_cap}
         if cache is not None:
             cache, key_BSKH, value_BSKH = cache.extend(key_BSKH, value_BSKH)
-        mixed_BTNH = attend(self.kernels, query_BTNH, key_BSKH, value_BSKH, visible, **how)
+        mixed_BTNH = attend(query_BTNH, key_BSKH, value_BSKH, visible, **how)
         mixed_BTNH = constrain(mixed_BTNH, *_HEADS)
 
         output_BTD = linear(mixed_BTNH, self.output, self.output_bias)

@@ -9,9 +9,9 @@ from jaxlm.core.schema import Count, Positive, Section, one_of
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]
 
-# What norms, rotary positions, attention, gated activations and the loss run as: the kernels of kernels_pallas wherever
-# there is one for the chip, or plain JAX everywhere.
-Kernels = Literal["auto", "reference"]
+# Norms, RoPE, attention, gated activations and the loss run as kernels of kernels_pallas wherever there is one for the
+# chip, or as what XLA makes of plain JAX.
+Kernels = Literal["auto", "xla"]
 
 # Activations of a layer that have a name, and what a layer keeps for its backward pass: everything,
 # only its input, or its input and the activations named.
@@ -137,7 +137,7 @@ class ModelConfig(Section):
     `context_length` is the longest sequence it can see. `attention.num_kv_heads` defaults to `attention.num_heads`,
     `attention.head_dim` to `d_model / attention.num_heads`. Norms stand before attention and before the feed-forward
     layer, with `post_norms` also behind each. `scale_embeddings` multiplies what is looked up by √d_model;
-    a `logit_soft_cap` keeps logits between −cap and cap. `kernels` changes no result beyond rounding.
+    a `logit_soft_cap` keeps logits between −cap and cap.
     """
 
     vocab_size: Count
@@ -153,7 +153,6 @@ class ModelConfig(Section):
     scale_embeddings: bool = False
     logit_soft_cap: Positive | None = None
     initializer_std: Positive = 0.02
-    kernels: Kernels = "reference"
 
     @model_validator(mode="before")
     @classmethod

@@ -19,7 +19,7 @@ class DenseFeedForward(Module):
     def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
         settings: config.DenseFeedForwardConfig = model.feed_forward
         D, F, std = model.d_model, settings.d_ff, model.initializer_std
-        self.activation, self.kernels = settings.activation, model.kernels
+        self.activation = settings.activation
         self.gate = param(rngs, (D, F), "embed -> feed_forward", normal(std)) if settings.gated else None
         self.up = param(rngs, (D, F), "embed -> feed_forward", normal(std))
         self.down = param(rngs, (F, D), "feed_forward -> embed", normal(std * (2 * model.num_layers) ** -0.5))
@@ -40,10 +40,10 @@ class DenseFeedForward(Module):
         return constrain(linear(hidden_BTF, self.down, self.down_bias), "batch", "stream", "act_model")
 
     def _gated(self, gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
-        if not kernels.kernels_run_here(self.kernels):
+        if not kernels.kernels_run_here():
             return gated(self.activation, gate_BTF, up_BTF)
         operands = (gate_BTF, _HIDDEN), (up_BTF, _HIDDEN)
-        return kernels.run(self.kernels, gated_activation, *operands, activation=self.activation)
+        return kernels.run(gated_activation, *operands, activation=self.activation)
 
 
 _FEED_FORWARDS = {"dense": DenseFeedForward}

@@ -1,6 +1,7 @@
 """The operations of kernels_pallas in a model: on each device, its own part of the arrays."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -15,9 +16,20 @@ Axes = tuple[str | None, ...]
 STREAM: Axes = ("batch", "stream", "act_model")
 
 
-def kernels_run_here(kernels: Kernels) -> bool:
-    """Return whether kernels run here: not where the model's switch leaves them out, and on a CPU only interpreted."""
-    return kernels != "reference" and (interpretation.current() is not None or _platform() not in ("cpu", None))
+# A user context: JAX keys its caches by it, so that what is traced under one choice is not reused under another.
+_chosen = jax.make_user_context("auto")
+
+
+@contextlib.contextmanager
+def using(kernels: Kernels) -> Iterator[None]:
+    """Trace models inside with this choice of kernels; outside it is "auto". Also a decorator of a function."""
+    with _chosen(kernels):
+        yield
+
+
+def kernels_run_here() -> bool:
+    """Return whether kernels run here: not where the choice leaves them out, and on a CPU only interpreted."""
+    return _chosen.value != "xla" and (interpretation.current() is not None or _platform() not in ("cpu", None))
 
 
 def on_cpu() -> bool:
@@ -31,14 +43,13 @@ def _platform() -> str | None:
     return chip and chip.platform
 
 
-def run(kernels: Kernels, operation: Callable, *operands: tuple[jax.Array | None, Axes], **options: Any) -> Any:
+def run(operation: Callable, *operands: tuple[jax.Array | None, Axes], **options: Any) -> Any:
     """operation(*arrays, **options) of kernels_pallas, whose results lie as the first array does.
 
     Args:
-      kernels: "auto", or "reference" for what XLA makes of plain JAX, partitioned by it.
       operands: each array with its logical axes; what the operation looks at together must be whole on a device.
     """
     arrays = [x for x, _ in operands]
-    if not kernels_run_here(kernels):
+    if not kernels_run_here():
         return operation(*arrays, implementation="reference", **options)
     return sharding.on_each_device(lambda *parts: operation(*parts, **options), *operands)

@@ -93,31 +93,30 @@ class RMSNorm(Module):
     (arXiv:1910.07467)."""
 
     def __init__(self, model: config.ModelConfig, width: int, axis: str, rngs: nnx.Rngs):
-        self.settings, self.kernels = model.norm, model.kernels
+        self.settings = model.norm
         self.scale = param(rngs, (width,), axis, zeros if model.norm.plus_one else ones)
 
     def __call__(self, x: jax.Array, axes: kernels.Axes = kernels.STREAM, residual: jax.Array | None = None) -> Any:
         """x [..., width], with these logical axes → the same; with a residual like x (x + residual, its norm)."""
         how = {"epsilon": self.settings.epsilon, "plus_one": self.settings.plus_one}
-        return _normalise(self.kernels, rms_norm, x, axes, residual, (self.scale[...],), **how)
+        return _normalise(rms_norm, x, axes, residual, (self.scale[...],), **how)
 
 
 class LayerNorm(Module):
     """(x − mean) / √(var + ε) · scale + bias over the last dimension, statistics in float32 (arXiv:1607.06450)."""
 
     def __init__(self, model: config.ModelConfig, width: int, axis: str, rngs: nnx.Rngs):
-        self.settings, self.kernels = model.norm, model.kernels
+        self.settings = model.norm
         self.scale = param(rngs, (width,), axis, ones)
         self.bias = param(rngs, (width,), axis, zeros) if model.norm.bias else None
 
     def __call__(self, x: jax.Array, axes: kernels.Axes = kernels.STREAM, residual: jax.Array | None = None) -> Any:
         """x [..., width], with these logical axes → the same; with a residual like x (x + residual, its norm)."""
         vectors = self.scale[...], None if self.bias is None else self.bias[...]
-        return _normalise(self.kernels, layer_norm, x, axes, residual, vectors, epsilon=self.settings.epsilon)
+        return _normalise(layer_norm, x, axes, residual, vectors, epsilon=self.settings.epsilon)
 
 
 def _normalise(
-    choice: config.Kernels,
     operation: Callable,
     x: jax.Array,
     axes: kernels.Axes,
@@ -132,7 +131,7 @@ def _normalise(
         return operation(x, *vectors, residual=residual, **how)
 
     operands = (x, axes), (residual, axes), *((v, axes[-1:]) for v in vectors)
-    return kernels.run(choice, normalise, *operands, **options)
+    return kernels.run(normalise, *operands, **options)
 
 
 _NORMS = {"rms": RMSNorm, "layer": LayerNorm}

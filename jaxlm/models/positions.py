@@ -85,7 +85,7 @@ def _linear(frequency: jax.Array, scaling: config.LinearScalingConfig) -> jax.Ar
 _SCALED = {"llama3": _llama3, "linear": _linear}
 
 
-def rotate(x_BTNH: jax.Array, axes: kernels.Axes, turn: Rotation, choice: config.Kernels) -> jax.Array:
+def rotate(x_BTNH: jax.Array, axes: kernels.Axes, turn: Rotation) -> jax.Array:
     """Rotate the pairs (x[i], x[i + H/2]) of x, which has these logical axes, by the angles; float32 inside."""
     angles = *axes[:2], None
-    return kernels.run(choice, rotary_embedding, (x_BTNH, axes), (turn.cos, angles), (turn.sin, angles))
+    return kernels.run(rotary_embedding, (x_BTNH, axes), (turn.cos, angles), (turn.sin, angles))

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from jaxlm.core.schema import Count, CountFromZero, Fraction, NonNegative, Positive, Section, one_of
-from jaxlm.models.config import Remat
+from jaxlm.models.config import Kernels, Remat
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -13,15 +13,18 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 class TrainingConfig(Section):
     """The optimizer's steps and how each is computed.
 
-    `batch` is sequences per optimizer step over the whole job; `microbatches` divides it. `sequence` is tokens
-    per row (by default the model's context). `dtype` is that of the forward and backward pass, and of the gradients of
-    one microbatch where devices add them up; parameters, gradients' sums over microbatches and optimizer state are
-    float32. `remat` is what a layer keeps for its backward pass:
-    everything, only its input, or the activations named. `z_loss` times log² Z is added to each token's loss, to keep
-    softmax's Z near 1 (Chowdhery et al. 2022, arXiv:2204.02311, section 5: 1e-4); the losses reported are without it.
-    Which numbers `dropout` drops depends on how many parts `mesh.data` has, and so do losses with it.
-    `ema_decay` keeps an exponential moving average of the parameters beside them. A step whose loss or gradient is not
-    finite is skipped; `max_skipped_in_a_row` of them end the run.
+    `batch` is sequences per optimizer step over the whole job; `microbatches` divides it. `sequence` is tokens per row
+    (by default the model's context). `dtype` is that of the forward and backward pass, and of the gradients of one
+    microbatch where devices sum them; parameters, gradients summed over microbatches and optimizer state are float32.
+
+    `remat`, `scan_layers` and `kernels` change no result beyond rounding. `remat` is what a layer keeps for its
+    backward pass: everything, only its input, or the activations named. `kernels = "auto"` runs the kernels of
+    kernels_pallas on GPUs and TPUs; "xla" leaves all of them to XLA.
+
+    `z_loss` times log² Z is added to each token's loss, to keep softmax's Z near 1 (Chowdhery et al. 2022,
+    arXiv:2204.02311, section 5: 1e-4); the losses reported are without it. The numbers that `dropout` drops depend on
+    the size of the `data` axis, and so do losses with it. `ema_decay` keeps an exponential moving average of the
+    parameters. A step whose loss or gradient is not finite is skipped; `max_skipped_in_a_row` of them end the run.
     """
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
@@ -32,6 +35,7 @@ class TrainingConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     remat: Remat = "none"
     scan_layers: bool = True
+    kernels: Kernels = "auto"
     dropout: Fraction = 0.0
     z_loss: NonNegative = 0.0
     ema_decay: Annotated[Fraction, Field(gt=0.0)] | None = None

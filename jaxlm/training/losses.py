@@ -24,7 +24,7 @@ def summed(
     Args:
       hidden_BTD: the normalised stream. targets_BT: int32 token ids. counted_BT: bool.
     """
-    if kernels.kernels_run_here(module.model.kernels):
+    if kernels.kernels_run_here():
         total, log_z_BT = _fused(module, hidden_BTD, targets_BT, counted_BT, z_loss)
         z = jnp.sum(jnp.where(counted_BT, z_loss * jnp.square(log_z_BT), 0.0))
         return {"loss": total - z, "z_loss": z}

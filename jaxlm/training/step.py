@@ -10,6 +10,7 @@ from einops import rearrange
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxlm.models import kernels
 from jaxlm.models import tree as model_tree
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.layers import Dropout
@@ -138,6 +139,7 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
     def dropout_key(state: TrainState) -> jax.Array:
         return jax.random.fold_in(jax.random.key(training.seed), state.step)
 
+    @kernels.using(training.kernels)
     def train(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         terms, grads, targets = gradients(state.parameters, batch, dropout_key(state))
         grads = mask_frozen(grads)
@@ -169,9 +171,11 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
             "skipped_in_a_row": next_state.skipped_in_a_row,
         }
 
+    @kernels.using(training.kernels)
     def evaluate(parameters: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
         return summed_losses(cast(parameters, dtype), batch, Dropout())["loss"], jnp.sum(batch["segments"] > 0)
 
+    @kernels.using(training.kernels)
     def norms(state: TrainState, batch: Batch) -> dict[str, Any]:
         _, grads, targets = gradients(state.parameters, batch, dropout_key(state))
         module = nnx.merge(graph, cast(state.parameters, dtype))

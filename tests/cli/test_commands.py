@@ -167,7 +167,7 @@ def test_generate_continues_a_prompt_and_repeats(run):
 def test_what_leaves_the_parameters_as_they_are_may_change(run):
     """A shorter context too, which --max-tokens ends before unless it is given."""
     asked = ("generate", run, "--token-ids", "1,2,3", "--json", "model.context_length=64")
-    assert 0 < len(json.loads(jaxlm(*asked, "model.kernels=auto").stdout)["token_ids"]) <= 62
+    assert 0 < len(json.loads(jaxlm(*asked, "training.kernels=auto").stdout)["token_ids"]) <= 62
 
 
 @pytest.mark.slow

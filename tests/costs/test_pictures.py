@@ -27,7 +27,7 @@ LLAMA = MODELS / "llama3.1-8b.toml"
 
 
 def llama(kind: str, **changes) -> Workload:
-    work = Workload(kind, config.load(LLAMA).model, 8, 4096, remat="full" if kind == "train" else "none")
+    work = Workload(kind, config.load(LLAMA).model, 8, 4096, remat="full" if kind == "train" else "none", kernels="xla")
     return replace(work, **changes)
 
 
@@ -92,7 +92,8 @@ def test_memory_bars_say_what_fits():
 @pytest.mark.parametrize("name", ["plan.png", "plan.PNG", "plan.svg", "plan.pdf"])
 def test_a_file_of_every_format(name, tmp_path):
     pictures.draw(
-        plan(Workload("train", model_fixtures.model(), 16, 32), Target.parse("a100-sxm4-80g")), tmp_path / name
+        plan(Workload("train", model_fixtures.model(), 16, 32, kernels="xla"), Target.parse("a100-sxm4-80g")),
+        tmp_path / name,
     )
     (file,) = tmp_path.iterdir()
     assert file.name == name and file.stat().st_size > 5000
@@ -109,7 +110,8 @@ def test_a_file_of_every_format(name, tmp_path):
 def test_what_cannot_be_written(name, line, tmp_path):
     with pytest.raises(InputError, match=line):
         pictures.draw(
-            plan(Workload("decode", model_fixtures.model(), 16, 32), Target.parse("h100-sxm5")), tmp_path / name
+            plan(Workload("decode", model_fixtures.model(), 16, 32, kernels="xla"), Target.parse("h100-sxm5")),
+            tmp_path / name,
         )
     assert not list(tmp_path.iterdir())
 

@@ -53,7 +53,7 @@ def windowless(work):
 @pytest.mark.parametrize("remat", ["none", "full", '["query", "key", "value", "attention", "up"]'])
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
 def test_every_config_s_training_step_has_the_products_that_are_counted(path, remat):
-    experiment = config.load(path, [f"training.remat={remat}"])
+    experiment = config.load(path, [f"training.remat={remat}", "training.kernels=xla"])
     executed = flops(config.workload(experiment, (1, 1, 1))).executed
     cost = counted(experiment)
     assert executed == cost.matmul_flops
@@ -72,7 +72,7 @@ def test_every_config_s_training_step_has_the_products_that_are_counted(path, re
 def test_kernels_compute_what_both_counters_read(name, chip, remat):
     """Norms of heads, rotary positions and gates are Qwen's; biases, and an activation that is no kernel, GPT-2's;
     norms behind blocks Gemma's."""
-    settings = ["model.kernels=auto", "training.sequence=512", "training.microbatches=2", f"training.remat={remat}"]
+    settings = ["training.kernels=auto", "training.sequence=512", "training.microbatches=2", f"training.remat={remat}"]
     experiment = config.load(CONFIGS / f"models/{name}.toml", settings)
     device = AbstractDevice(chip, 1, {"N": "gpu", "T": "tpu"}[chip[0]])
     mesh = AbstractMesh((1, 1, 1), sharding.MESH_AXES, (AxisType.Auto,) * 3, abstract_device=device)
@@ -98,7 +98,7 @@ def test_a_cpu_computes_attention_in_parts(sequence, remat):
     batch = {n: jax.ShapeDtypeStruct((4, sequence), jnp.int32) for n in ("tokens", "targets", "segments", "positions")}
     with jax.set_mesh(sharding.make_mesh(1, 1, 1, jax.devices()[:1])):
         cost = count(steps.train, jax.eval_shape(steps.init), batch)
-    whole = Workload("train", model, 4, sequence, "float32", remat)
+    whole = Workload("train", model, 4, sequence, "float32", remat, kernels="xla")
     work = whole.on_cpu()
     assert flops(work).executed == cost.matmul_flops
     assert (flops(work).executed < flops(whole).executed) == (memory(work) != memory(whole)) == (sequence > 256)
@@ -108,7 +108,7 @@ def test_a_cpu_computes_attention_in_parts(sequence, remat):
 
 
 def test_no_other_chip_computes_attention_in_parts():
-    work = Workload("train", model_fixtures.model(context_length=1024), 4, 1024)
+    work = Workload("train", model_fixtures.model(context_length=1024), 4, 1024, kernels="xla")
     assert not any(work.on(Target.parse(name).chip).causal_parts for name in ("h200-sxm", "tpu-v5e", "mi300x"))
     cpu = Target.parse("h200-sxm").chip.model_copy(update={"kind": "cpu", "compute_capability": None})
     assert work.on(cpu) == work.on_cpu() and work.on_cpu().on(cpu) == work.on_cpu() and work.on_cpu().plain() == work
@@ -128,7 +128,7 @@ def test_products_and_state_of_every_optimizer(family, kind):
     state = jax.eval_shape(steps.init)
     shape = training.batch, training.sequence
     batch = {n: jax.ShapeDtypeStruct(shape, jnp.int32) for n in ("tokens", "targets", "segments", "positions")}
-    work = Workload("train", model, *shape, "bfloat16", training.remat, training.microbatches, kind)
+    work = Workload("train", model, *shape, "bfloat16", training.remat, training.microbatches, kind, kernels="xla")
     assert flops(work).executed == count(steps.train, state, batch).matmul_flops
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim)
     assert memory(work).optimizer == held
@@ -157,7 +157,10 @@ def test_products_of_a_step_in_which_something_is_frozen(family, kind, patterns,
     experiment = config.Experiment(
         model=model, training=training, optimizer=model_fixtures.optimization(kind=kind, groups=groups).model_dump()
     )
-    work, whole = config.workload(experiment, (1, 1, 1)), Workload("train", model, 8, 32, remat=remat, microbatches=2)
+    work, whole = (
+        config.workload(experiment, (1, 1, 1)),
+        Workload("train", model, 8, 32, remat=remat, microbatches=2, kernels="xla"),
+    )
     assert flops(work).executed == counted(experiment).matmul_flops <= flops(replace(whole, optimizer=kind)).executed
     assert memory(work).total <= memory(replace(work, frozen=frozenset())).total
 
@@ -165,7 +168,7 @@ def test_products_of_a_step_in_which_something_is_frozen(family, kind, patterns,
 def test_what_is_frozen_is_gathered_and_not_sent():
     """A linear probe gathers its layers once; where the embedding trains they are gathered for both passes."""
     model = model_fixtures.model()
-    whole = Workload("train", model, 16, 32, optimizer="muon", mesh=MeshShape(2, 2, 2))
+    whole = Workload("train", model, 16, 32, optimizer="muon", mesh=MeshShape(2, 2, 2), kernels="xla")
     paths = frozenset(parameters(model))
     layers = frozenset(path for path in paths if path.startswith("layers/"))
     found = {(c.kind, c.of): c.times for c in traffic.collectives(replace(whole, frozen=layers))}
@@ -194,7 +197,7 @@ def test_state_of_every_optimizer_lies_on_a_mesh_as_counted(kind, mesh):
     steps = make_steps(model, model_fixtures.training(), model_fixtures.optimization(kind=kind))
     held = jax.eval_shape(steps.init).optimizer, steps.shardings(sharding.make_mesh(*mesh)).optimizer
     shards = jax.tree.map(lambda x, lies: math.prod(lies.shard_shape(x.shape)) * 4 if x.ndim else 0, *held)
-    work = Workload("train", model, 8, 32, optimizer=kind, mesh=MeshShape(*mesh))
+    work = Workload("train", model, 8, 32, optimizer=kind, mesh=MeshShape(*mesh), kernels="xla")
     assert trained(work).optimizer == sum(jax.tree.leaves(shards))
 
 
@@ -227,9 +230,9 @@ def test_products_of_inference(family):
     cache = jax.eval_shape(lambda: empty_cache(model, B, T, jnp.float32))
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
     read = count(lambda p, t, n, c: prefill(graph, p, t, n, c), weights, ints(B, T), ints(B), cache)
-    assert flops(windowless(Workload("prefill", model, B, T))).model == read.matmul_flops
+    assert flops(windowless(Workload("prefill", model, B, T, kernels="xla"))).model == read.matmul_flops
     one = count(lambda p, t, c: decode_step(graph, p, t, c), weights, ints(B), cache)
-    assert flops(windowless(Workload("decode", model, B, T))).model == one.matmul_flops
+    assert flops(windowless(Workload("decode", model, B, T, kernels="xla"))).model == one.matmul_flops
 
 
 @pytest.mark.parametrize("sequence", [3, 24])
@@ -240,7 +243,7 @@ def test_windows_leave_what_is_seen_through_them(sequence, every):
     window, layers = {"size": 5, "global_every": every}, 7
     model = model_fixtures.model(num_layers=layers, attention={"num_heads": 8, "num_kv_heads": 4, "window": window})
     for kind in ("train", "prefill", "decode"):
-        work = Workload(kind, model, 4, sequence)
+        work = Workload(kind, model, 4, sequence, kernels="xla")
         whole, seen = flops(windowless(work)), flops(work)
         through = [every is None or (layer + 1) % every > 0 for layer in range(layers)]
         assert model.windowed_layers == sum(through)
@@ -260,8 +263,8 @@ def test_windows_leave_what_is_seen_through_them(sequence, every):
 def test_a_kernel_for_attention_may_skip_what_nobody_sees():
     """Its upper bound computes all scores, its lower one those that causality and windows leave."""
     sizes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 128}
-    plain = model_fixtures.model(kernels="auto", context_length=2**17, attention=sizes)
-    narrow = model_fixtures.model(kernels="auto", context_length=2**17, attention={**sizes, "window": {"size": 1024}})
+    plain = model_fixtures.model(context_length=2**17, attention=sizes)
+    narrow = model_fixtures.model(context_length=2**17, attention={**sizes, "window": {"size": 1024}})
     target = Target.parse("h200-sxm")
     of = {m: plan(Workload("train", m, 1, 2**17, remat="full"), target) for m in (plain, narrow)}
     assert of[plain].flops.executed == of[narrow].flops.executed
@@ -273,14 +276,14 @@ def test_a_kernel_for_attention_may_skip_what_nobody_sees():
     for each in of.values():
         assert sum(point.seconds for point in points(each.work, target.chip)) == pytest.approx(each.time.lower_bound)
         assert each.time.below_peak < each.time.upper_bound - scores  # what is skipped is not below the peak
-    without = plan(Workload("train", plain.model_copy(update={"kernels": "reference"}), 1, 2**17), target)
+    without = plan(Workload("train", plain, 1, 2**17, kernels="xla"), target)
     assert without.time.compute == pytest.approx(without.flops.executed / target.chip.peak("bfloat16"))
 
 
 def test_figures_of_gpt2():
     """nanoGPT's transformer_sizing.ipynb, whose count of a sequence's forward pass is 291,648,307,200."""
     model = config.load(CONFIGS / "models" / "gpt2-124m.toml").model
-    figures = flops(Workload("train", model, 1, 1024))
+    figures = flops(Workload("train", model, 1, 1024, kernels="xla"))
     assert figures.model == 3 * 291_648_307_200
     attention = 3 * 2 * 2 * 12 * 1024 * 1024 * 768
     assert figures.model_causal == figures.model - attention // 2
@@ -288,7 +291,7 @@ def test_figures_of_gpt2():
 
 
 def test_napkin_is_six_for_each_parameter_and_token():
-    work = config.workload(config.load(CONFIGS / "models" / "llama3.1-8b.toml"), (1, 1, 1))
+    work = config.workload(config.load(CONFIGS / "models" / "llama3.1-8b.toml", ["training.kernels=xla"]), (1, 1, 1))
     table = work.model.vocab_size * work.model.d_model
     gains = (2 * work.model.num_layers + 1) * work.model.d_model
     assert flops(work).napkin == 6 * (8_030_261_248 - table - gains) * work.tokens
@@ -296,7 +299,7 @@ def test_napkin_is_six_for_each_parameter_and_token():
 
 def test_work_divides_over_devices():
     """Products and state of one device times devices are those of the whole, where everything divides."""
-    whole = Workload("train", model_fixtures.model(), 16, 32, remat="full", microbatches=2)
+    whole = Workload("train", model_fixtures.model(), 16, 32, remat="full", microbatches=2, kernels="xla")
     total = sum(op.times * op.flops for op in operations.step(whole))
     for mesh in (MeshShape(2, 2, 2), MeshShape(1, 4, 4), MeshShape(8, 1, 1)):
         part = replace(whole, mesh=mesh)
@@ -304,14 +307,14 @@ def test_work_divides_over_devices():
         assert memory(part).optimizer * mesh.fsdp * mesh.tensor <= memory(whole).optimizer * 1.2  # gains replicate
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize("kernels", ["xla", "auto"])
 @pytest.mark.parametrize("heads, kv_heads, tensor", [(12, 2, 4), (12, 4, 3), (12, 4, 6), (8, 1, 8), (8, 8, 4)])
 def test_attention_divides_by_query_heads_whatever_its_keys_do(heads, kv_heads, tensor, kernels):
     attention = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 64}
-    model = model_fixtures.model(attention=attention, vocab_size=192, context_length=256, kernels=kernels)
+    model = model_fixtures.model(attention=attention, vocab_size=192, context_length=256)
 
     def computed(mesh):
-        ops = operations.step(Workload("train", model, 16, 256, remat="full", mesh=mesh))
+        ops = operations.step(Workload("train", model, 16, 256, remat="full", mesh=mesh, kernels=kernels))
         return sum(op.times * op.flops for op in ops if op.scope in (operations.SCORES, operations.MIXTURE))
 
     assert tensor * computed(MeshShape(tensor=tensor)) == computed(MeshShape())
@@ -322,7 +325,7 @@ def test_parameters_on_a_device_are_those_that_the_sharding_gives():
     mesh = jax.sharding.AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"))
     from jaxlm.parallel.sharding import partition
 
-    work = Workload("train", model, 16, 32, mesh=MeshShape(2, 2, 2))
+    work = Workload("train", model, 16, 32, mesh=MeshShape(2, 2, 2), kernels="xla")
     for d in parameters(model).values():
         spec = partition(d.axes, d.shape, mesh)
         parts = math.prod(mesh.shape[axis] for entry in spec if entry for axis in np.atleast_1d(entry))
@@ -330,7 +333,7 @@ def test_parameters_on_a_device_are_those_that_the_sharding_gives():
 
 
 def test_what_is_sent():
-    work = Workload("train", model_fixtures.model(), 16, 32, microbatches=2, mesh=MeshShape(2, 2, 2))
+    work = Workload("train", model_fixtures.model(), 16, 32, microbatches=2, mesh=MeshShape(2, 2, 2), kernels="xla")
     found = traffic.collectives(work)
     assert {(c.kind, c.axes) for c in found} == {
         ("all-gather", ("fsdp",)),
@@ -353,17 +356,17 @@ def test_what_is_sent():
 def test_the_last_sum_of_a_layer_runs_again_where_a_norm_reads_it(post_norms):
     def sums(remat):
         model = model_fixtures.model(post_norms=post_norms)
-        work = Workload("train", model, 16, 32, remat=remat, mesh=MeshShape(tensor=2))
+        work = Workload("train", model, 16, 32, remat=remat, mesh=MeshShape(tensor=2), kernels="xla")
         return sum(c.times for c in traffic.collectives(work) if (c.kind, c.of) == ("reduce-scatter", "stream"))
 
-    assert sums("full") - sums("none") == (2 if post_norms else 1) * model_fixtures.model().layers
+    assert sums("full") - sums("none") == (2 if post_norms else 1) * model_fixtures.model().num_layers
 
 
 @pytest.mark.parametrize("tied, sums", [(False, 3), (True, 6)])
 def test_tables_are_gathered_once_and_summed_for_each_use(tied, sums):
     """What is looked up before the loop over three microbatches, the unembedding in it."""
     model = model_fixtures.model(tied_embeddings=tied)
-    work = Workload("train", model, 24, 32, microbatches=3, mesh=MeshShape(2, 4, 1))
+    work = Workload("train", model, 24, 32, microbatches=3, mesh=MeshShape(2, 4, 1), kernels="xla")
     sent = {(c.kind, c.of): c.times for c in traffic.collectives(work)}
     assert (sent["all-gather", "embedding"], sent["reduce-scatter", "embedding"]) == (1, sums)
     unembedding = [] if tied else [("all-gather", "unembedding"), ("reduce-scatter", "unembedding")]
@@ -378,7 +381,9 @@ def test_tables_are_gathered_once_and_summed_for_each_use(tied, sums):
 def test_muon_moves_whole_matrices():
     """Three layers filled up to eight, in float32; a quarter of each on a device, and keys whole beside `tensor`."""
     model = model_fixtures.model(attention={"num_heads": 8, "num_kv_heads": 1, "head_dim": 4})
-    found = traffic.collectives(Workload("train", model, 16, 32, optimizer="muon", mesh=MeshShape(2, 2, 2)))
+    found = traffic.collectives(
+        Workload("train", model, 16, 32, optimizer="muon", mesh=MeshShape(2, 2, 2), kernels="xla")
+    )
     keys, others = 2 * 32 * 4, 2 * 32 * 32 + 3 * 32 * 48
     assert {c[:4] for c in found if c.of == "optimizer"} == {
         ("all-to-all", ("tensor",), 2, 4 * 8 * others // 4),
@@ -390,7 +395,9 @@ def test_muon_moves_whole_matrices():
 
 def test_cache_of_llama():
     """2 × 126 layers × 8 heads × 128 × 2 bytes."""
-    work = config.workload(config.load(CONFIGS / "models" / "llama3.1-405b.toml"), (1, 1, 1), "decode")
+    work = config.workload(
+        config.load(CONFIGS / "models" / "llama3.1-405b.toml", ["training.kernels=xla"]), (1, 1, 1), "decode"
+    )
     assert kv_bytes_per_token(work) == 516_096
     assert memory(work).kv_cache == 516_096 * work.batch * work.sequence
 
@@ -399,7 +406,9 @@ def test_cache_of_llama():
 def test_a_plan_s_figures_agree_with_one_another(target):
     target = Target.parse(target)
     model = config.load(CONFIGS / "models" / "llama3.1-8b.toml").model
-    work = Workload("train", model, 2 * target.devices, 4096, remat="full", mesh=MeshShape(1, target.devices, 1))
+    work = Workload(
+        "train", model, 2 * target.devices, 4096, remat="full", mesh=MeshShape(1, target.devices, 1), kernels="xla"
+    )
     row = plan(work, target).row()
     time = row["time_s"]
     assert max(time["compute"], time["memory"], time["collectives"]) <= time["lower_bound"] < time["expected"]
@@ -427,7 +436,7 @@ def test_a_plan_s_figures_agree_with_one_another(target):
 def test_a_plan_has_the_napkin_beside_it(kind, each, step_s):
     """6 or 2 FLOPs for each matrix's number and token, 16 or 2 bytes for each parameter, which data replicates."""
     model, target = config.load(CONFIGS / "models" / "llama3.1-8b.toml").model, Target.parse("h200-sxm:8")
-    found = plan(Workload(kind, model, 16, 4096, remat="full", mesh=MeshShape(2, 2, 2)), target)
+    found = plan(Workload(kind, model, 16, 4096, remat="full", mesh=MeshShape(2, 2, 2), kernels="xla"), target)
     row = found.row()["napkin"]
     assert row["memory_bytes"] == each * 8_030_261_248 // 4 and row["flops"] == found.flops.napkin
     assert row["step_s"] == pytest.approx(step_s) and row["step_s"] < found.time.lower_bound
@@ -436,7 +445,7 @@ def test_a_plan_has_the_napkin_beside_it(kind, each, step_s):
 
 def test_a_run_s_price_is_that_of_its_steps():
     target = Target.parse("h100-sxm5:8")
-    work = Workload("train", model_fixtures.model(), 16, 32, mesh=MeshShape(1, 8, 1), steps=1000)
+    work = Workload("train", model_fixtures.model(), 16, 32, mesh=MeshShape(1, 8, 1), steps=1000, kernels="xla")
     row = plan(work, target).row()
     assert row["run_s"] == pytest.approx(1000 * row["time_s"]["expected"])
     assert row["usd_per_run"] == pytest.approx(row["usd_per_million_tokens"] * 1000 * work.tokens / 1e6)
@@ -444,7 +453,7 @@ def test_a_run_s_price_is_that_of_its_steps():
 
 def test_more_of_everything_is_never_faster():
     target = Target.parse("h100-sxm5:8")
-    base = Workload("train", model_fixtures.model(), 16, 32, mesh=MeshShape(1, 8, 1))
+    base = Workload("train", model_fixtures.model(), 16, 32, mesh=MeshShape(1, 8, 1), kernels="xla")
     first = plan(base, target).time
     for change in ({"batch": 32}, {"remat": "full"}, {"model": model_fixtures.model(num_layers=6)}):
         other = plan(replace(base, **change), target).time
@@ -454,7 +463,7 @@ def test_more_of_everything_is_never_faster():
 def test_what_is_not_fused_counts_biases_rotation_and_norms_of_heads():
     def unfused(**attention):
         model = model_fixtures.model(attention={**model_fixtures.LLAMA["attention"], **attention})
-        work = Workload("prefill", model, 2, 32)
+        work = Workload("prefill", model, 2, 32, kernels="xla")
         return sum(op.times * op.most_bytes for op in operations.step(work) if op.scope.startswith("layers/attention/"))
 
     model = model_fixtures.model()
@@ -468,7 +477,7 @@ def test_what_is_not_fused_counts_biases_rotation_and_norms_of_heads():
 def test_search_finds_what_fits_and_sorts_it():
     target = Target.parse("h200-sxm:8")
     model = config.load(CONFIGS / "models" / "llama3.1-8b.toml").model
-    work = Workload("train", model, 16, 4096)
+    work = Workload("train", model, 16, 4096, kernels="xla")
     found = search(work, target)
     assert found and all(p.fits and p.work.mesh.size == 8 for p in found)
     times = [p.time.expected for p in found]
@@ -481,7 +490,7 @@ def test_ten_thousand_plans_a_minute():
 
     target = Target.parse("h100-sxm5:64")
     model = config.load(CONFIGS / "models" / "llama3.1-405b.toml").model
-    work = Workload("train", model, 64, 8192, remat="full", mesh=MeshShape(1, 8, 8))
+    work = Workload("train", model, 64, 8192, remat="full", mesh=MeshShape(1, 8, 8), kernels="xla")
     plan(work, target)
     began = time.process_time()  # what else runs on the machine is none of its
     for batch in range(64, 64 * 101, 64):
@@ -492,7 +501,7 @@ def test_ten_thousand_plans_a_minute():
 def test_decoding_is_bound_by_memory_until_its_critical_batch():
     target = Target.parse("h100-sxm5")
     model = config.load(CONFIGS / "models" / "llama3.1-8b.toml").model
-    work = Workload("decode", model, 1, 128)
+    work = Workload("decode", model, 1, 128, kernels="xla")
     batch = critical_batch(work, target)
     assert plan(replace(work, batch=batch // 2), target).time.bound_by == "memory"
     assert plan(replace(work, batch=batch), target).time.bound_by == "compute"
@@ -510,7 +519,7 @@ def test_speculative_decoding(acceptance, guesses, ratio, speedup):
 
 
 def test_bad_input():
-    work = Workload("train", model_fixtures.model(), 16, 32)
+    work = Workload("train", model_fixtures.model(), 16, 32, kernels="xla")
     with pytest.raises(InputError, match="has 1 devices and h100-sxm5:8 has 8"):
         plan(work, Target.parse("h100-sxm5:8"))
     with pytest.raises(InputError, match="a sequence of 64 is longer than model.context_length = 32"):
@@ -524,9 +533,9 @@ def test_bad_input():
 def test_kernels_are_left_out_of_chips_that_do_not_run_them():
     """By all that is asked of a workload and a target."""
     experiment = config.load(CONFIGS / "models/qwen3-0.6b.toml", ["training.sequence=1024", "training.batch=8"])
-    plain, target = config.workload(experiment, (1, 8, 1)), Target.parse("mi300x:8")
-    auto = replace(plain, model=plain.model.model_copy(update={"kernels": "auto"}))
-    assert auto.kernels and not target.chip.runs_kernels and plan(auto, target) == plan(plain, target)
+    auto, target = config.workload(experiment, (1, 8, 1)), Target.parse("mi300x:8")
+    plain = replace(auto, kernels="xla")
+    assert auto.runs_kernels and not target.chip.runs_kernels and plan(auto, target) == plan(plain, target)
     assert search(auto, target)[0] == search(plain, target)[0]
     assert fit(auto, target, lambda work: 1, print)[0] == fit(plain, target, lambda work: 1, print)[0]
     decode = (replace(work, kind="decode") for work in (auto, plain))
@@ -536,7 +545,7 @@ def test_kernels_are_left_out_of_chips_that_do_not_run_them():
 
 def test_what_was_measured_of_a_step_moves_the_upper_bound_alone():
     """Each figure that calibration measures costs the seconds that it says, and none touches the lower bound."""
-    work = config.workload(config.load(CONFIGS / "quickstart.toml", []), (1, 1, 1))
+    work = config.workload(config.load(CONFIGS / "quickstart.toml", ["training.kernels=xla"]), (1, 1, 1))
     chip = Target.parse("h200-sxm:1").chip.model_copy(update={"on_chip": None})  # no tiles to fill
     target = Target(chip, (1, 1))
     bare, peak = plan(work, target).time, chip.peak("float32")

@@ -19,7 +19,7 @@ from jaxlm.models.config import ModelConfig
 
 MODELS = Path(__file__).parents[2] / "configs/models"
 MODEL = ModelConfig(**tomllib.loads((MODELS / "llama3.1-8b.toml").read_text())["model"])
-WORK = Workload("train", MODEL, batch=32, sequence=4096, mesh=MeshShape(fsdp=8))
+WORK = Workload("train", MODEL, batch=32, sequence=4096, mesh=MeshShape(fsdp=8), kernels="xla")
 TARGET = Target.parse("h200-sxm:8")
 
 

@@ -40,6 +40,7 @@ feed_forward = { d_ff = 1536, activation = "silu", gated = true }
 batch = 16
 microbatches = 2
 remat = "full"
+kernels = "xla"
 """
 FROZEN = '{pattern = "%s", learning_rate_scale = 0.0}'
 FOUR = {"tpu": "tpu-v5e:2x2", "cuda": "h200-sxm:4"}
@@ -102,7 +103,7 @@ def test_gaps_that_a_tpu_closes_are_not_what_a_step_needs(chip, temporaries, gap
         ((1, 4, 1), []),
         ((2, 2, 1), ["optimizer.kind=muon", "model.tied_embeddings=true"]),
         ((1, 2, 2), ["optimizer.kind=muon"]),
-        ((1, 1, 4), ["model.attention.num_kv_heads=2", "model.kernels=auto", "model.vocab_size=65536"]),
+        ((1, 1, 4), ["model.attention.num_kv_heads=2", "training.kernels=auto", "model.vocab_size=65536"]),
         ((1, 1, 4), ["model.attention.num_heads=12", "model.attention.num_kv_heads=6", "model.d_model=768"]),
         ((2, 2, 1), [f"optimizer.groups=[{FROZEN % 'layers/feed_forward/*'}, {FROZEN % 'embedding'}]"]),
         ((1, 2, 2), [f"optimizer.groups=[{FROZEN % 'layers/*'}, {FROZEN % 'embedding'}]"]),
@@ -143,7 +144,7 @@ def test_what_is_sent_is_what_is_counted(small, sizes, settings):
 def test_kernels_are_counted_by_what_they_declare(small, platform):
     """Norms, rotary positions, attention, gates and the loss of more logits than are held; their FLOPs are not in XLA's
     text. A quick compilation has the same FLOPs."""
-    more, level = ["model.kernels=auto", "model.vocab_size=65536"], jax.config.jax_optimization_level
+    more, level = ["training.kernels=auto", "model.vocab_size=65536"], jax.config.jax_optimization_level
     found = compiled(small, FOUR[platform], "train", overrides=more, quick=platform == "tpu").report
     assert found.row()["quick"] == (platform == "tpu") and jax.config.jax_optimization_level == level
     assert found.flops == found.counted_flops

@@ -39,18 +39,21 @@ FAMILIES = {
 
 @functools.cache
 def plain(family, packed):
-    return step(family, (1, 1, 1), packed, kernels="reference")
+    return step(family, (1, 1, 1), packed, kernels="xla")
 
 
-def step(family, mesh, packed, **model):
+def step(family, mesh, packed, kernels):
     """Loss, and the first moment, which is the gradient by a factor, of one step."""
-    settings, batch = model_fixtures.training(microbatches=2 if mesh[0] > 1 else 1), model_fixtures.batch()
+    settings, batch = (
+        model_fixtures.training(microbatches=2 if mesh[0] > 1 else 1, kernels=kernels),
+        model_fixtures.batch(),
+    )
     if not packed:
         rows, length = batch["tokens"].shape
         positions = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
         batch |= {"segments": np.ones_like(positions), "positions": positions}
     (metrics,), state = model_fixtures.run_steps(
-        model_fixtures.model(FAMILIES[family], **model), settings, [batch], sharding.make_mesh(*mesh)
+        model_fixtures.model(FAMILIES[family]), settings, [batch], sharding.make_mesh(*mesh)
     )
     return metrics["loss"], state.optimizer[1][0].mu
 
@@ -85,12 +88,12 @@ def test_the_chip_and_the_switch_decide(chip, tensor):
     device = AbstractDevice(chip, 1, {"N": "gpu", "T": "tpu"}.get(chip[0], "cpu"))
     mesh = AbstractMesh((1, 1, tensor), sharding.MESH_AXES, (AxisType.Auto,) * 3, abstract_device=device)
 
-    def kernels_of_a_step(**changes):
-        model = model_fixtures.model(FAMILIES["qwen3"], **changes)
-        steps = make_steps(model, model_fixtures.training(), model_fixtures.optimization())
+    def kernels_of_a_step(kernels):
+        model = model_fixtures.model(FAMILIES["qwen3"])
+        steps = make_steps(model, model_fixtures.training(kernels=kernels), model_fixtures.optimization())
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32), model_fixtures.batch())
         with jax.sharding.use_abstract_mesh(mesh):
             return len(list(launches(jax.make_jaxpr(steps.train)(jax.eval_shape(steps.init), batch))))
 
-    assert kernels_of_a_step(kernels="reference") == 0
+    assert kernels_of_a_step(kernels="xla") == 0
     assert kernels_of_a_step(kernels="auto") == (0 if chip == "cpu" else 2 * (7 + 1) + 3)

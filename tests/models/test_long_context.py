@@ -25,7 +25,6 @@ def test_no_scores_are_held(chip):
     devices = targets.devices(target)
     model = model_fixtures.model(
         model_fixtures.LLAMA,
-        kernels="auto",
         context_length=CONTEXT,
         num_layers=2,
         d_model=256,

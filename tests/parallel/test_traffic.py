@@ -25,7 +25,9 @@ def training_step(
     mesh, dtype: str, context: int = model_fixtures.CONTEXT, microbatches: int = 4, **model
 ) -> hlo.Program:
     """The compiled step on a mesh, perhaps of devices that are not here."""
-    training = model_fixtures.training(dtype=dtype, microbatches=microbatches, batch=32, sequence=context)
+    training = model_fixtures.training(
+        dtype=dtype, microbatches=microbatches, batch=32, sequence=context, kernels="xla"
+    )
     steps = make_steps(model_fixtures.model(context_length=context, **model), training, model_fixtures.optimization())
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),

@@ -7,7 +7,7 @@ import model_fixtures
 import numpy as np
 import pytest
 
-from jaxlm.models import kernels
+from jaxlm.models import kernels as kernel_choice
 from jaxlm.parallel import sharding
 from jaxlm.training.step import jit_steps, make_steps
 from kernels_pallas.core import interpreted
@@ -18,20 +18,20 @@ from kernels_pallas.linear_cross_entropy import chunks
 def fused(monkeypatch):
     """The loss alone, by XLA on this CPU; 16 tokens at a time where a device has all labels."""
 
-    def plain(choice, operation, *operands, **options):
+    def plain(operation, *operands, **options):
         return operation(*(x for x, _ in operands), implementation="reference", **options)
 
-    monkeypatch.setattr(kernels, "run", plain)
+    monkeypatch.setattr(kernel_choice, "run", plain)
     monkeypatch.setattr(chunks, "LOGITS", 16 * model_fixtures.VOCABULARY)
     with interpreted("chunked"):
         yield
 
 
-def one_step(family, mesh=(1, 1, 1), microbatches=1, **model):
+def one_step(family, mesh=(1, 1, 1), microbatches=1, kernels="auto"):
     """Metrics of a step, and its gradients: half of Adam's first moment after one update."""
-    settings = model_fixtures.training(z_loss=1e-2, microbatches=microbatches)
+    settings = model_fixtures.training(z_loss=1e-2, microbatches=microbatches, kernels=kernels)
     optimization = model_fixtures.optimization(clip_norm=1e9, beta1=0.5)
-    model = model_fixtures.model(model_fixtures.FAMILIES[family], **model)
+    model = model_fixtures.model(model_fixtures.FAMILIES[family])
     (metrics,), state = model_fixtures.run_steps(
         model, settings, [model_fixtures.batch()], sharding.make_mesh(*mesh), optimization
     )
@@ -40,7 +40,7 @@ def one_step(family, mesh=(1, 1, 1), microbatches=1, **model):
 
 @functools.cache
 def with_logits(family):
-    return one_step(family, kernels="reference")
+    return one_step(family, kernels="xla")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_step_without_logits_is_one_with_them(fused, family, mesh, microbatche
 
 def holds_logits(choice, which):
     """Whether an array of tokens × labels is in the jaxpr of a step."""
-    steps = make_steps(model_fixtures.model(kernels=choice), model_fixtures.training(), model_fixtures.optimization())
+    steps = make_steps(model_fixtures.model(), model_fixtures.training(kernels=choice), model_fixtures.optimization())
     state, batch = jax.eval_shape(steps.init), model_fixtures.batch()
     arguments = (state, batch) if which == "train" else (state.parameters, batch)
     with jax.set_mesh(sharding.make_mesh()):
@@ -80,7 +80,7 @@ def holds_logits(choice, which):
 
 @pytest.mark.parametrize("which", ["train", "evaluate"])
 def test_no_logits_are_in_the_step(fused, which):
-    assert holds_logits("reference", which)
+    assert holds_logits("xla", which)
     assert not holds_logits("auto", which)
 
 
@@ -88,10 +88,10 @@ def test_evaluation_without_logits(fused):
     batch, mesh = model_fixtures.batch(), sharding.make_mesh(2, 2, 2)
     with jax.set_mesh(mesh):
         sums = []
-        for choice in ("reference", "auto"):
+        for choice in ("xla", "auto"):
             steps = jit_steps(
                 make_steps(
-                    model_fixtures.model(kernels=choice), model_fixtures.training(), model_fixtures.optimization()
+                    model_fixtures.model(), model_fixtures.training(kernels=choice), model_fixtures.optimization()
                 ),
                 mesh,
             )

@@ -15,7 +15,7 @@ from jaxlm.costs.workload import MeshShape, Workload
 from jaxlm.parallel import sharding
 from jaxlm.training.ladder import Counted, counted, gap, ladder
 
-WORK = Workload("train", model_fixtures.model(), 8, 32, "float32", remat="full")
+WORK = Workload("train", model_fixtures.model(), 8, 32, "float32", remat="full", kernels="xla")
 
 
 def metrics(*step_s):
@@ -64,15 +64,13 @@ def test_the_gap_at_the_upper_bound_is_what_that_bound_counts(on_this_machine):
     assert causes["not_overlapped"] == pytest.approx(time.upper_bound - time.lower_bound - time.below_peak)
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize("kernels", ["xla", "auto"])
 @pytest.mark.parametrize("window", [None, {"size": 64, "global_every": 2}])
 def test_attention_is_what_the_lower_bound_counts(window, kernels):
     """Where kernels skip scores, and where plain JAX computes those outside of a window too."""
     attention = {"num_heads": 4, "head_dim": 64, "window": window}
-    model = model_fixtures.model(
-        attention=attention, context_length=8192, d_model=1024, vocab_size=8192, kernels=kernels
-    )
-    work, target = Workload("train", model, 64, 8192, remat="full"), Target.parse("h200-sxm")
+    model = model_fixtures.model(attention=attention, context_length=8192, d_model=1024, vocab_size=8192)
+    work, target = Workload("train", model, 64, 8192, remat="full", kernels=kernels), Target.parse("h200-sxm")
     counts = plan(work, target)
     before = Counted(work, counts.flops, counts.memory, target, counts.time)
     causes = gap(before, metrics(1.0), counts.time.lower_bound * 1.01 + 1e-4)

@@ -20,7 +20,7 @@ from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.published.figures import FIGURES, Range, Setting
 from jaxlm.costs.workload import Kind, MeshShape, Workload
-from jaxlm.models.config import ModelConfig, Remat
+from jaxlm.models.config import Kernels, ModelConfig, Remat
 
 PUBLISHED = Path(__file__).with_name("cases.toml")
 MODELS = Path(__file__).parents[3] / "configs" / "models"
@@ -41,6 +41,7 @@ class StepSettings(Section):
     remat: Remat = "none"
     microbatches: PositiveInt = 1
     optimizer: str = "adamw"
+    kernels: Kernels = "xla"
     mesh: dict[Literal["data", "fsdp", "tensor"], PositiveInt] = Field(default_factory=dict)
 
 
@@ -217,6 +218,7 @@ def _work(case: Case, models: dict[str, Any]) -> Workload | None:
         step.microbatches,
         step.optimizer,
         mesh=MeshShape(**step.mesh),
+        kernels=step.kernels,
     )
 
 

@@ -41,7 +41,7 @@ class Loss(NamedTuple):
 
 def elementwise(work: Workload) -> Iterator[Elementwise]:
     """The kernels of a step but for attention, in their places around its products."""
-    if not work.kernels:
+    if not work.runs_kernels:
         return
     model, settings = work.model, work.model.attention
     rows, queries, L, H = work.rows(), work.queries, model.num_layers, settings.head_dim
@@ -85,7 +85,7 @@ def attention(work: Workload) -> Costs | None:
     """Of a layer, with all scores seen; None where it is the reference that runs: with few queries, or heads of another
     width than all chips' kernels take."""
     (K, G), H = work.head_groups(), work.model.attention.head_dim
-    if not work.kernels or not serves(work.queries, H):
+    if not work.runs_kernels or not serves(work.queries, H):
         return None
     key = _array(work, work.rows(), work.sequence, K, H)
     query = _array(work, work.rows(), work.queries, K * G, H)
@@ -95,7 +95,7 @@ def attention(work: Workload) -> Costs | None:
 def loss(work: Workload) -> Loss | None:
     """Of a microbatch, where its logits are not held: not in inference, and not where they are few."""
     tokens, labels = work.rows() * work.queries, work.local("act_vocab", work.model.vocab_size)
-    if not work.kernels or work.kind != "train" or tokens * labels < chunks.WORTHWHILE:
+    if not work.runs_kernels or work.kind != "train" or tokens * labels < chunks.WORTHWHILE:
         return None
     return Loss(*chunks.chunk(tokens, labels), chunks.padded(labels))
 

@@ -63,7 +63,7 @@ def test_what_compilers_say_here_is_near_what_is_counted(name, compiled_memory):
 @pytest.mark.parametrize("chip", ["gpu", "tpu"])
 @pytest.mark.parametrize("kind", ["train", "prefill", "decode"])
 def test_less_of_anything_never_takes_more(kind, chip):
-    base = Workload(kind, model_fixtures.model(), 16, 32, mesh=MeshShape(1, 2, 2))
+    base = Workload(kind, model_fixtures.model(), 16, 32, mesh=MeshShape(1, 2, 2), kernels="xla")
     whole = memory(base, chip).total
     for change in (
         {"batch": 8},
@@ -83,7 +83,7 @@ def test_less_of_anything_never_takes_more(kind, chip):
 def test_masks_of_dropout_are_a_byte_for_each_number(remat, masks, mesh):
     """Two in each of three layers where nothing runs again, and that of the embedding. GPT-2 355M cut to eight layers,
     16 × 1024 on H200, takes 17 of 16.8 MB more by XLA's word, with full rematerialisation one."""
-    work = Workload("train", model_fixtures.model(), 16, 32, remat=remat, mesh=mesh)
+    work = Workload("train", model_fixtures.model(), 16, 32, remat=remat, mesh=mesh, kernels="xla")
     assert kept(replace(work, dropout=True)) - kept(work) == masks * 16 * 32 * 32 // mesh.size
     assert memory(replace(work, dropout=True)).total >= memory(work).total
 
@@ -91,14 +91,14 @@ def test_masks_of_dropout_are_a_byte_for_each_number(remat, masks, mesh):
 def test_layers_before_all_that_trains_keep_nothing():
     model = model_fixtures.model()
     probe = frozenset(parameters(model)) - {"unembedding"}
-    work = Workload("train", model, 1024, 32, frozen=probe)
+    work = Workload("train", model, 1024, 32, frozen=probe, kernels="xla")
     assert memory(work).activations == memory(replace(work, remat="full")).activations
     assert memory(work).total < memory(replace(work, frozen=frozenset(), remat="full")).total
 
 
 def test_the_peak_moves_with_what_is_large():
     """Long rows fill it with scores, a large vocabulary with logits, keeping everything with what layers keep."""
-    base = Workload("train", model_fixtures.model(), 16, 32, remat="full")
+    base = Workload("train", model_fixtures.model(), 16, 32, remat="full", kernels="xla")
 
     def largest(work):
         held = memory(work)._asdict()

@@ -68,8 +68,8 @@ class ThreadBlocks:
                 self.maps |= {int(self._known[name]) + offset: found for offset, found in pointed.items()}
         self._at = np.zeros(self.count, np.int32)  # index of the next basic block
         self._waits = np.full(self.count, _AWAKE, np.int32)
-        self._expected = np.zeros(self.count, np.int32)  # at the barrier that each waits at; 0 is all
-        self._asked = np.zeros(self.count, bool)  # whether a phase had ended, in vain
+        self._expected = np.zeros(self.count, np.int32)  # threads that each expects at its barrier; 0 is all
+        self._asked = np.zeros(self.count, bool)  # whether each asked for a phase that had not ended
         # The counter each thread read last, by which instruction, and its value.
         self._counter = np.zeros(self.count, np.uint64)
         self._asker = np.zeros(self.count, np.int64)

@@ -1,7 +1,7 @@
-"""What one thread's arithmetic instructions compute, for all threads at once.
+"""Arithmetic instructions of single threads, for all threads at once.
 
-Each function takes an instruction's modifiers and the values of its operands, arrays of a number for each thread or
-single numbers, and returns the result. Approximations are more exact than the chip's.
+Each function takes an instruction's modifiers and the values of its operands, arrays with one number for each
+thread or single numbers, and returns the result. Approximations are more exact than the chip's.
 
 Source: NVIDIA, Parallel Thread Execution ISA, version 9.0, sections 9.7.1 to 9.7.9.
 """
@@ -18,7 +18,7 @@ DTYPES = {
     **{f"s{8 * size}": np.dtype(f"i{size}") for size in (1, 2, 4, 8)},
     **{"f16": np.dtype(np.float16), "f32": np.dtype(np.float32), "f64": np.dtype(np.float64)},
     "bf16": np.dtype(ml_dtypes.bfloat16),
-    # Two numbers in one register.
+    # Two numbers packed in one register.
     **{"bf16x2": np.dtype(np.uint32), "f16x2": np.dtype(np.uint32), "f32x2": np.dtype(np.uint64)},
     "tf32": np.dtype(np.float32),
 }
@@ -34,12 +34,12 @@ def _instruction(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def dtype_of(modifiers: tuple[str, ...]) -> np.dtype:
-    """Of an instruction's operands."""
+    """Return the dtype of an instruction's operands."""
     return DTYPES[modifiers[-1]]
 
 
 def number(text: str, dtype: np.dtype) -> Any:
-    """A literal as a number of a dtype."""
+    """Return a literal as a number of a dtype."""
     if text[:2].lower() == "0f" and len(text) == 10:
         bits = np.uint32(int(text[2:], 16))
         return bits.view(np.float32).astype(dtype) if dtype.kind == "f" else bits.view(dtype)
@@ -53,20 +53,20 @@ def number(text: str, dtype: np.dtype) -> Any:
 
 
 def _rounded(value: Any, modifiers: tuple[str, ...]) -> Any:
-    """A result as an instruction leaves it: saturated, without subnormal numbers."""
+    """Saturate a result, and flush its subnormal numbers, as the modifiers say."""
     if "sat" in modifiers:  # NaN becomes 0
         value = np.where(value > 0, np.minimum(value, value.dtype.type(1)), value.dtype.type(0))
     return flushed(value) if "ftz" in modifiers else value
 
 
 def flushed(value: Any) -> Any:
-    """Numbers with zeros, of the same sign, for those that are subnormal."""
+    """Replace subnormal numbers by zeros of the same sign."""
     value = np.asarray(value)
     return np.where(np.abs(value) < ml_dtypes.finfo(value.dtype).tiny, value * value.dtype.type(0), value)
 
 
 def _floating(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of numbers, for operands that are taken apart where there are two in each register."""
+    """Make an instruction of a function of floating-point numbers; operands with two in each register are unpacked."""
 
     def instruction(modifiers: tuple[str, ...], *operands: Any) -> Any:
         if half := _PAIRS.get(modifiers[-1]):
@@ -82,7 +82,7 @@ def _floating(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _narrow(exact: Any, modifiers: tuple[str, ...], dtype: np.dtype, rest: Any = 0.0) -> Any:
-    """float64, and what it lacks, rounded to the instruction's dtype and in its direction."""
+    """Round the float64 number exact + rest to the instruction's dtype and in its direction."""
     near = exact.astype(dtype)
     above = (near - exact) - rest  # its sign is right: the difference of neighbours is exact
     if "rm" in modifiers:
@@ -112,7 +112,8 @@ def _either(of_floats: Callable[..., Any], of_integers: Callable[..., Any]) -> C
 
 
 def _exactly(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """On floating point: what numpy rounds right as it stands, all else in float64 and rounded once."""
+    """Make a floating-point function of an operator that rounds once: by NumPy where it rounds correctly, else through
+    float64."""
 
     def compute(modifiers: tuple[str, ...], *operands: Any) -> Any:
         dtype = dtype_of(modifiers)
@@ -123,12 +124,15 @@ def _exactly(operator: Callable[..., Any]) -> Callable[..., Any]:
     return compute
 
 
-# These are right to the last bit in the operands' own dtype.
+# Correctly rounded in the operands' own dtype.
 _ROUNDED_BY_NUMPY = (np.add, np.subtract, np.multiply, np.divide)
 
 
 def _sum_and_rest(a: Any, b: Any) -> tuple[Any, Any]:
-    """a + b in float64 and what that lacks (Knuth, The Art of Computer Programming, volume 2, section 4.2.2)."""
+    """Return a + b in float64 and its rounding error.
+
+    Source: Knuth, The Art of Computer Programming, volume 2, section 4.2.2.
+    """
     total = a + b
     part = total - a
     rest = (a - (total - part)) + (b - part)
@@ -136,7 +140,7 @@ def _sum_and_rest(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def _fused(modifiers: tuple[str, ...], a: Any, b: Any, c: Any) -> Any:
-    """a · b + c, rounded once: the product of two numbers of 24 bits is exact in float64."""
+    """Return a · b + c, rounded once: the product of two numbers of 24 bits is exact in float64."""
     total, rest = _sum_and_rest(_wide(a) * _wide(b), _wide(c))
     return _narrow(total, modifiers, dtype_of(modifiers), rest)
 
@@ -158,7 +162,7 @@ def _maximum(better: Callable[..., Any], spoiled: Callable[..., Any]) -> Callabl
 
 
 def _multiplied(modifiers: tuple[str, ...], a: Any, b: Any) -> Any:
-    """Integers: their product's low half, its high half, or all of it in twice the bits."""
+    """Return the low half of a product of integers, its high half, or all of it in twice the bits."""
     dtype = dtype_of(modifiers)
     if "wide" in modifiers:
         return np.asarray(a).astype(_doubled(dtype)) * np.asarray(b).astype(_doubled(dtype))
@@ -203,7 +207,7 @@ FUNCTIONS |= {
 }
 
 _ROUNDINGS = {"rn", "rm", "rp", "rz"}
-# What may stand between an instruction's name and its dtype. Of others nothing is known, and none is ignored.
+# Modifiers that may stand between an instruction's name and its dtype; any other is refused, none is ignored.
 _MODIFIERS = {
     **dict.fromkeys(("add", "sub", "fma"), _ROUNDINGS | {"ftz", "sat"}),
     "mul": _ROUNDINGS | {"ftz", "sat", "lo", "hi", "wide"},
@@ -220,7 +224,7 @@ _MODIFIERS = {
 
 
 def knows(opcode: str, modifiers: tuple[str, ...]) -> bool:
-    """Whether an instruction of FUNCTIONS is computed with these modifiers."""
+    """Return whether FUNCTIONS emulates an instruction with these modifiers."""
     *before, source = modifiers
     if source not in DTYPES or not set(before) <= _MODIFIERS.get(opcode, set()):
         return False
@@ -232,7 +236,7 @@ def knows(opcode: str, modifiers: tuple[str, ...]) -> bool:
 
 
 def _truncated(a: Any, b: Any) -> Any:
-    """An integer quotient, towards zero."""
+    """Divide integers, rounding towards zero."""
     a, b = np.asarray(a), np.asarray(b)
     return a // b + ((a % b != 0) & ((a < 0) != (b < 0))).astype(a.dtype)
 
@@ -264,18 +268,18 @@ def shf(modifiers: tuple[str, ...], low: Any, high: Any, by: Any) -> Any:
 
 @_instruction
 def bfe(modifiers: tuple[str, ...], a: Any, first: Any, length: Any) -> Any:
-    """Bits of a number from `first` on; of signed ones the last of them is the sign."""
+    """Extract `length` bits from `first` on; in a signed number the highest is the sign."""
     bits = 8 * np.asarray(a).dtype.itemsize
     first, length = int(first) & 255, int(length) & 255
     if not 0 < length <= bits - first:
-        raise NotImplementedError("bfe of no bits, or of more than there are")
+        raise NotImplementedError("cannot emulate bfe of no bits, or of more than there are")
     dtype = np.asarray(a).dtype
     return a << dtype.type(bits - first - length) >> dtype.type(bits - length)
 
 
 @_instruction
 def prmt(modifiers: tuple[str, ...], a: Any, b: Any, selector: Any) -> Any:
-    """Four of the eight bytes of two numbers, or their signs."""
+    """Select four of the eight bytes of two numbers, or replicate their signs."""
     both = np.asarray(b).astype(np.uint64) << np.uint64(32) | np.asarray(a).astype(np.uint64)
     result = np.uint64(0)
     for i in range(4):
@@ -288,7 +292,7 @@ def prmt(modifiers: tuple[str, ...], a: Any, b: Any, selector: Any) -> Any:
 
 @_instruction
 def lop3(modifiers: tuple[str, ...], a: Any, b: Any, c: Any, table: Any) -> Any:
-    """Any function of three bits, by its table."""
+    """Apply any function of three bits, given by its table."""
     result = np.zeros_like(np.asarray(a) | b | c)
     for i in range(8):
         if int(table) >> i & 1:
@@ -309,7 +313,7 @@ def clz(modifiers: tuple[str, ...], a: Any) -> Any:
 
 @_instruction
 def setp(modifiers: tuple[str, ...], a: Any, b: Any, other: Any = None) -> Any:
-    """A comparison: of numbers, of numbers that may be NaN (…u is true then), and combined with a predicate."""
+    """Compare numbers, of which one may be NaN (…u is true then), and combine the result with a predicate."""
     comparison = modifiers[0]
     if comparison in ("lo", "ls", "hi", "hs"):
         comparison = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}[comparison]
@@ -342,7 +346,7 @@ _WHOLE = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 @_instruction
 def cvt(modifiers: tuple[str, ...], *operands: Any) -> Any:
-    """A number of another dtype: cvt.….to.from; two of them into one register, the first above the second."""
+    """Convert a number to another dtype, cvt.….to.from; or two into one register, the first above the second."""
     to, source = modifiers[-2:]
     if half := _PAIRS.get(to):
         low, high = (_converted(x, half, source, modifiers) for x in reversed(operands))
@@ -362,7 +366,7 @@ def _converted(x: Any, to: str, source: str, modifiers: tuple[str, ...]) -> Any:
         limits = np.iinfo(dtype)
         kept = np.where((whole > limits.min) & (whole < limits.max), whole, 0).astype(dtype)
         kept = np.where(whole >= limits.max, dtype.type(limits.max), kept)
-        return np.where(whole <= limits.min, dtype.type(limits.min), kept)  # of NaN 0
+        return np.where(whole <= limits.min, dtype.type(limits.min), kept)  # NaN gives 0
     if to == source:
         whole = [_WHOLE[name] for name in modifiers if name in _WHOLE]
         return _rounded(whole[0](x) if whole else x, modifiers)
@@ -371,7 +375,7 @@ def _converted(x: Any, to: str, source: str, modifiers: tuple[str, ...]) -> Any:
 
 
 def _to_tf32(x: np.ndarray, modifiers: tuple[str, ...]) -> np.ndarray:
-    """float32 of ten bits behind the point, to nearest; halves away from zero (rna) or to even (rn)."""
+    """Round float32 to a mantissa of ten bits, to nearest; ties away from zero (rna) or to even (rn)."""
     bits = x.view(np.uint32)
     half = np.uint32(0x1000) if "rna" in modifiers else np.uint32(0xFFF) + (bits >> np.uint32(13) & np.uint32(1))
     rounded = (bits + half) & np.uint32(0xFFFFE000)

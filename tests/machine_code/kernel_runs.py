@@ -1,4 +1,4 @@
-"""Kernels as machine code for an NVIDIA GPU that is not here, run in emulation."""
+"""Pallas kernels compiled for an NVIDIA GPU that is absent, and emulated."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +15,10 @@ from kernels_pallas.core import launch, target
 
 
 def on(chip, monkeypatch):
-    """Until the test ends, Triton's and Mosaic GPU's kernels are compiled for a chip of CHIPS and emulated. What a
-    program copies comes as late as it may the first time it runs, at once the second, and so on in turn."""
+    """Compile kernels of Triton and Mosaic GPU for a chip of CHIPS and emulate them, until the test ends.
+
+    Copies of a program arrive as late as they may in its first run, at once in its second, and so on alternately.
+    """
     device = targets.devices(Target.parse(CHIPS[chip]))[0]
     mesh = Mesh(np.array([device]), ("one",))
     known = target.of_device(device)
@@ -27,7 +29,7 @@ def on(chip, monkeypatch):
 
 
 def _emulated(make, mesh):
-    """Instead of a function of Pallas that makes calls."""
+    """Return a replacement for a function of Pallas that makes calls."""
 
     def make_emulated(*arguments, **options):
         call = make(*arguments, **options)
@@ -35,7 +37,7 @@ def _emulated(make, mesh):
         def run(*operands):
             structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
             precision = jax.config.jax_default_matmul_precision
-            # In a thread of its own nothing is being traced.
+            # In a thread of its own, because there nothing is being traced.
             with ThreadPoolExecutor(1) as thread:
                 compiled = thread.submit(_compiled, mesh, precision, call, structs).result()
             late = itertools.cycle([True, False])

@@ -1,5 +1,8 @@
-"""The memory that an emulated kernel sees. It refuses what a chip may let pass: what is outside of the arrays that the
-kernel was given, and what another block of the grid writes, unless it said so and was heard."""
+"""The memory of an emulated kernel.
+
+It refuses what a chip may let pass: accesses outside of the kernel's arrays, and accesses to what another block of the
+grid writes without synchronization.
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -9,63 +12,65 @@ import numpy as np
 
 _SPACE = 40  # bits of an offset; above them the number of the array, from 1
 _NOBODY = np.int64(-1)
-_TIME = 20  # bits of the time when a block wrote, which its counting divides; above them its number
+_TIME = 20  # bits of the time of a write, in counter increments of its block; above them the block's number
 
-FIRST_ARRAY = 1 << _SPACE  # addresses below are of shared memory
+FIRST_ARRAY = 1 << _SPACE  # addresses below are in shared memory
 
 
 class AccessError(RuntimeError):
-    """What a kernel must not do with memory."""
+    """An access that a kernel must not make."""
 
 
-class Arrays:
+class DeviceMemory:
     """Device memory: the operands and results of a kernel, each in an address space of its own.
 
-    Operands are copied; results begin as bytes 0xFF, which as floating point are NaN. Of counters, by which blocks
-    tell one another what they have done, a block that has heard knows all that the others had done or heard of before.
+    Operands are copied; results are initially bytes 0xFF, NaN in floating point. Blocks signal to one another by
+    counters: a block that reads one and acquires knows everything that the others had written or known before they
+    counted.
     """
 
     def __init__(self, arrays: Sequence[np.ndarray], written: int, counters: int = 0):
-        """With the last `written` arrays for its results, and so many counters before them."""
+        """Hold arrays, the last `written` of which are results, with `counters` arrays of counters before them."""
         self._sizes = [array.nbytes for array in arrays]
         self._read_only = len(arrays) - written
         self._counters = range(self._read_only - counters, self._read_only)
-        self._time: defaultdict[int, int] = defaultdict(int)  # of blocks
-        # By block, until when it knows or has heard of what others wrote; and by counter, of what it tells.
+        self._time: defaultdict[int, int] = defaultdict(int)  # of each block
+        # By block, the time up to which it knows other blocks' writes, and up to which it read counters for them;
+        # by counter, the time up to which it releases each block's writes.
         self._known: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        self._heard: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        self._told: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        # Whole words of 16 bytes, so that a view of any width exists.
+        self._observed: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        self._released: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        # Padded to whole words of 16 bytes, to be viewed as words of any width.
         self._bytes = [np.full(-(-array.nbytes // 16) * 16 + 16, 0xFF, np.uint8) for array in arrays]
         for held, array in zip(self._bytes[: self._read_only], arrays, strict=False):
             held[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        # Which block wrote each byte of a result, and when.
+        # The block that wrote each byte of a result, and the time.
         self._writers = [np.full(held.size, _NOBODY) for held in self._bytes[self._read_only :]]
         self._like = [(array.shape, array.dtype) for array in arrays]
         self.addresses = [np.uint64(i + 1 << _SPACE) for i in range(len(arrays))]
 
     def results(self) -> list[np.ndarray]:
-        """What was written."""
+        """Return the arrays of results."""
         pairs = zip(self._bytes, self._sizes, self._like, strict=True)
         made = [held[:size].view(dtype).reshape(shape).copy() for held, size, (shape, dtype) in pairs]
         return made[self._read_only :]
 
     def load(self, addresses: np.ndarray, word: int, count: int, blocks: np.ndarray) -> np.ndarray:
-        """`count` words of `word` bytes at each address, each for a thread of one of `blocks`: [count, addresses]."""
+        """Load `count` words of `word` bytes at each address, for threads of `blocks`: [count, addresses]."""
         result = np.empty((count, addresses.size), f"u{word}")
         for array, chosen, offsets in self._located(addresses, word * count):
             if array in self._counters:
-                raise AccessError(f"reads a counter, {self._name(array)}, as if nobody changed it")
+                raise AccessError(f"reads a counter, {self._name(array)}, with a plain load")
             index = offsets // word + np.arange(count)[:, None]
             if array >= self._read_only:
                 writers = self._writers[array - self._read_only].reshape(-1, word)[index]
-                if self._strangers(writers, blocks[chosen][:, None]):
+                if self._unknown(writers, blocks[chosen][:, None]):
                     raise AccessError(f"reads what another block wrote to {self._name(array)}")
             result[:, chosen] = self._bytes[array].view(f"u{word}")[index]
         return result
 
     def store(self, addresses: np.ndarray, values: np.ndarray, blocks: np.ndarray) -> None:
-        """Words [count, addresses], so many at each address."""
+        """Store words [count, addresses], `count` at each address, for threads of `blocks`."""
         count, word = values.shape[0], values.dtype.itemsize
         for array, chosen, offsets in self._located(addresses, word * count):
             if array < self._read_only:
@@ -74,18 +79,18 @@ class Arrays:
             writers, own = self._writers[array - self._read_only].reshape(-1, word), blocks[chosen][:, None]
             before, now = writers[index], self._now(own)
             writers[index] = now
-            if self._strangers(before, own) or np.any(writers[index] != now):
+            if self._unknown(before, own) or np.any(writers[index] != now):
                 raise AccessError(f"two blocks write to the same place of {self._name(array)}")
             self._bytes[array].view(f"u{word}")[index] = values[:, chosen]
 
     def _now(self, blocks: np.ndarray) -> np.ndarray:
-        """What is said of who writes: the block and its time."""
+        """Return the marks of writes by these blocks now: block and time."""
         each, index = np.unique(blocks, return_inverse=True)
-        said = np.array([block << _TIME | self._time[block] for block in each.tolist()], np.int64)
-        return said[index].reshape(blocks.shape)
+        marks = np.array([block << _TIME | self._time[block] for block in each.tolist()], np.int64)
+        return marks[index].reshape(blocks.shape)
 
-    def _strangers(self, writers: np.ndarray, own: np.ndarray) -> bool:
-        """Whether any of those who wrote are others than the blocks themselves, who do not know of it."""
+    def _unknown(self, writers: np.ndarray, own: np.ndarray) -> bool:
+        """Return whether any write is another block's that the accessing block does not know of."""
         others = (writers != _NOBODY) & (writers >> _TIME != own)
         if not others.any():
             return False
@@ -95,27 +100,27 @@ class Arrays:
             for block, writer in np.unique(pairs, axis=1).T.tolist()
         )
 
-    # Counters, of 4 bytes.
+    # Counters, 4 bytes each.
 
-    def count(self, addresses: np.ndarray, values: np.ndarray, blocks: np.ndarray) -> None:
-        """Each thread adds to one, and tells by it what its block knows (red.release)."""
+    def add_to_counters(self, addresses: np.ndarray, values: np.ndarray, blocks: np.ndarray) -> None:
+        """Add a value to a counter for each thread, and release what its block knows (red.release)."""
         for address, value, block in zip(addresses.tolist(), values, blocks.tolist(), strict=True):
             self._counter(address)[...] += value
-            _learn(self._told[address], self._known[block] | {block: self._time[block]})
+            _merge(self._released[address], self._known[block] | {block: self._time[block]})
             self._time[block] += 1
             if self._time[block] >> _TIME:
                 raise NotImplementedError(f"a block counts more than {1 << _TIME} times")
 
-    def ask(self, addresses: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-        """What they are at; the blocks hear what they tell (ld.relaxed)."""
+    def read_counters(self, addresses: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+        """Return the counters' values, and note for the blocks what the counters release (ld.relaxed)."""
         for address, block in zip(addresses.tolist(), blocks.tolist(), strict=True):
-            _learn(self._heard[block], self._told[address])
+            _merge(self._observed[block], self._released[address])
         return np.array([self._counter(address).item() for address in addresses.tolist()], np.uint32)
 
-    def believe(self, blocks: np.ndarray) -> None:
-        """Blocks know what they have heard (fence.acquire)."""
+    def acquire(self, blocks: np.ndarray) -> None:
+        """Make known to blocks what the counters they read release (fence.acquire)."""
         for block in set(blocks.tolist()):
-            _learn(self._known[block], self._heard[block])
+            _merge(self._known[block], self._observed[block])
 
     def _counter(self, address: int) -> np.ndarray:
         ((array, _, offsets),) = self._located(np.array([address], np.uint64), 4)
@@ -125,35 +130,35 @@ class Arrays:
         return self._bytes[array].view(np.uint32)[at : at + 1]
 
     def _located(self, addresses: np.ndarray, size: int) -> Any:
-        """By array, which of the addresses lie there, and their offsets."""
+        """Yield, for each array, its number, the indices of the addresses in it, and their offsets."""
         numbers = addresses >> np.uint64(_SPACE)
         for number in np.unique(numbers):
             chosen = np.flatnonzero(numbers == number)
             offsets = (addresses[chosen] & np.uint64((1 << _SPACE) - 1)).astype(np.int64)
             array = int(number) - 1
             if not 0 <= array < len(self._bytes):
-                raise AccessError(f"reaches {hex(int(addresses[chosen[0]]))}, which is no array's")
+                raise AccessError(f"accesses {hex(int(addresses[chosen[0]]))}, which is in no array")
             beyond = offsets[offsets + size > self._sizes[array]]
             if beyond.size:
                 raise AccessError(
-                    f"reaches bytes {beyond[0]} to {beyond[0] + size - 1} of {self._name(array)}, which has "
+                    f"accesses bytes {beyond[0]} to {beyond[0] + size - 1} of {self._name(array)}, which has "
                     f"{self._sizes[array]}"
                 )
             if np.any(offsets % size):
-                raise AccessError(f"{size} bytes of {self._name(array)} are not aligned")
+                raise AccessError(f"an access of {size} bytes to {self._name(array)} is not aligned")
             yield array, chosen, offsets
 
     def _name(self, array: int) -> str:
         return f"operand {array}" if array < self._read_only else f"result {array - self._read_only}"
 
 
-def _learn(known: dict[int, int], news: Mapping[int, int]) -> None:
+def _merge(known: dict[int, int], news: Mapping[int, int]) -> None:
     for block, time in news.items():
         known[block] = max(known.get(block, -1), time)
 
 
-class Shared:
-    """Shared memory of several blocks at once, which begins as NaN."""
+class SharedMemory:
+    """Shared memory of several blocks, initially NaN."""
 
     def __init__(self, blocks: int, size: int):
         self._size = -(-size // 16) * 16
@@ -162,16 +167,16 @@ class Shared:
     def _index(self, addresses: np.ndarray, word: int, count: int, blocks: np.ndarray) -> np.ndarray:
         offsets = addresses.astype(np.int64)
         if np.any(offsets < 0) or np.any(offsets + word * count > self._size):
-            raise AccessError(f"reaches byte {offsets.max()} of {self._size} in shared memory")
+            raise AccessError(f"accesses byte {offsets.max()} of {self._size} in shared memory")
         if np.any(offsets % (word * count)):
-            raise AccessError(f"{word * count} bytes of shared memory are not aligned")
+            raise AccessError(f"an access of {word * count} bytes to shared memory is not aligned")
         return (blocks * self._size + offsets) // word + np.arange(count)[:, None]
 
     def load(self, addresses: np.ndarray, word: int, count: int, blocks: np.ndarray) -> np.ndarray:
-        """Like that of `Arrays`; `blocks` count from the first of those that are held here."""
+        """Load words as `DeviceMemory` does; `blocks` are indices among the blocks held here."""
         return self.bytes.reshape(-1).view(f"u{word}")[self._index(addresses, word, count, blocks)]
 
     def store(self, addresses: np.ndarray, values: np.ndarray, blocks: np.ndarray) -> None:
-        """Like that of `Arrays`."""
+        """Store words as `DeviceMemory` does; `blocks` are indices among the blocks held here."""
         index = self._index(addresses, values.dtype.itemsize, values.shape[0], blocks)
         self.bytes.reshape(-1).view(values.dtype)[index] = values

@@ -1,4 +1,4 @@
-"""Calls of Pallas kernels, compiled for an NVIDIA GPU that is not here and run in emulation."""
+"""Calls of Pallas kernels, compiled for an NVIDIA GPU that is absent and emulated."""
 
 import re
 import tempfile
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from machine_code import machine, ptx
-from machine_code.waiting import TensorMap
+from machine_code.tensor_maps import TensorMap
 
 from jaxlm.lowering.assembly import dump
 
@@ -18,23 +18,23 @@ _TRITON = re.compile(
 )
 
 
-class Call(NamedTuple):
-    """One kernel and how it is launched.
+class KernelCall(NamedTuple):
+    """A kernel and its launch.
 
     Attributes:
       results: shapes and dtypes.
       parameters: see `machine.run`.
-      counters: how many counters its blocks share; they begin at 0.
+      counters: number of counters that its blocks share, initially 0.
     """
 
-    kernel: ptx.Kernel
+    kernel: ptx.PtxKernel
     grid: tuple[int, int, int]
     results: tuple[jax.ShapeDtypeStruct, ...]
     parameters: tuple[int | Mapping[int, TensorMap], ...] | None = None
     counters: int = 0
 
     def run(self, *operands: Any, late: bool = True) -> list[np.ndarray]:
-        """The results; raises what `machine.run` does."""
+        """Run the kernel and return its results; raises what `machine.run` does."""
         if self.counters:
             operands = (*operands, np.zeros(self.counters, np.int32))
         return machine.run(
@@ -42,11 +42,11 @@ class Call(NamedTuple):
         )
 
 
-def compile_call(lowered: jax.stages.Lowered) -> Call:
-    """Of a program that is one call of a Pallas kernel, whose operands are its own, by Triton or Mosaic GPU.
+def compile_call(lowered: jax.stages.Lowered) -> KernelCall:
+    """Compile a program that is one call of a Pallas kernel, by Triton or Mosaic GPU, on the program's operands.
 
-    Raises ValueError of any other program; the compiler's errors where it refuses it; RuntimeError of a kernel by
-    Mosaic GPU that this process compiled before, and not by this function.
+    Raises ValueError for any other program; the compiler's errors where it refuses the kernel; RuntimeError for a
+    kernel by Mosaic GPU that this process compiled before other than by this function.
     """
     text = lowered.as_text()
     counters = _require_one_call(text)
@@ -59,7 +59,7 @@ def compile_call(lowered: jax.stages.Lowered) -> Call:
 
 
 _CALL = re.compile(r"%(\d+)(?::\d+)? = (?:call|stablehlo\.custom_call) @[\w$.]+\((.*?)\)")
-# Counters that Mosaic GPU has its kernels be given.
+# Counters that Mosaic GPU passes to its kernels.
 _ZEROS = re.compile(
     r"^ *(%\w+) = stablehlo\.constant dense<0> : tensor<i32>.*\n"
     r" *(%\w+) = stablehlo\.broadcast_in_dim \1, dims = \[\] : \(tensor<i32>\) -> tensor<(\d+)xi32>.*\n",
@@ -69,9 +69,11 @@ _OTHER = re.compile(r"^\s*(?:%\S+ = )?(?!call |stablehlo\.custom_call|return |fu
 
 
 def _require_one_call(text: str) -> int:
-    """That each function of a program passes all it is given on, to one call, and returns what comes of that. Returns
-    how many counters the call is given besides."""
-    text = re.sub(r'"[^"]*"', '""', text)  # kernels themselves
+    """Return how many counters a program passes to its kernel.
+
+    Raises ValueError unless each function passes all its arguments to one call and returns its results.
+    """
+    text = re.sub(r'"[^"]*"', '""', text)  # drop the kernels themselves
     counters = 0
     if "@mosaic_gpu" in text and "output_operand_alias" in text and (zeros := _ZEROS.search(text)):
         text = text.replace(zeros[0], "").replace(f", {zeros[2]})", ")")
@@ -80,17 +82,17 @@ def _require_one_call(text: str) -> int:
     if text.count("stablehlo.custom_call @") != 1 or text.count("func.func") != len(calls):
         raise ValueError("the program is not one call of a Pallas kernel")
     if other := set(_OTHER.findall(text)) - {"sdy.mesh"}:
-        raise ValueError(f"the program does more than to call a Pallas kernel: {', '.join(sorted(other))}")
+        raise ValueError(f"the program does more than call a Pallas kernel: {', '.join(sorted(other))}")
     if any(operands != [f"%arg{i}" for i in range(len(operands))] for operands in calls):
         raise ValueError("the operands of the Pallas kernel are not those of the program, in their order")
     return counters
 
 
-# Mosaic GPU compiles a kernel but once in a process.
-_BY_MOSAIC: dict[str, Call] = {}
+# Mosaic GPU compiles each kernel once in a process.
+_BY_MOSAIC: dict[str, KernelCall] = {}
 
 
-def _compile(lowered: jax.stages.Lowered, counters: int) -> Call:
+def _compile(lowered: jax.stages.Lowered, counters: int) -> KernelCall:
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(lowered.out_info))
     with tempfile.TemporaryDirectory(prefix="jaxlm-emulation-") as folder:
         dump(lowered, Path(folder))
@@ -103,18 +105,18 @@ def _compile(lowered: jax.stages.Lowered, counters: int) -> Call:
         count = [jax.ShapeDtypeStruct((counters,), np.int32)] if counters else []
         passed = [*operands, *count, *results, *count]
         grid, parameters = _launch(logs[0], [x.dtype for x in passed])
-        if counters:  # are an operand and a result, in one place
+        if counters:  # both an operand and a result, in one buffer
             parameters = tuple(len(operands) if x == len(passed) - 1 else x for x in parameters)
-        return Call(kernel, grid, results, parameters, counters)
+        return KernelCall(kernel, grid, results, parameters, counters)
     launch = _TRITON.search(lowered.as_text())
     if launch is None:
-        raise RuntimeError("Mosaic GPU has compiled this kernel before in this process, and wrote nothing now")
+        raise RuntimeError("Mosaic GPU compiled this kernel earlier in this process and wrote nothing now")
     *grid, name = launch.groups()
     (kernel,) = (kernel for kernel in kernels if kernel.name == name)
-    return Call(kernel, tuple(map(int, grid)), results)
+    return KernelCall(kernel, tuple(map(int, grid)), results)
 
 
-# Before this pass of Mosaic GPU all that the host does for a launch is constants, pointers and tensor maps.
+# Before this pass of Mosaic GPU, the host code of a launch is constants, pointers and tensor maps only.
 _LAUNCH_IS_KNOWN = "// -----// IR Dump Before GpuLaunchLoweringPass"
 _CONSTANT = re.compile(r"llvm\.mlir\.constant\((-?\d+) : \w+\)")
 _POINTER = re.compile(r"llvm\.getelementptr (%\w+)\[(\d+)\]")
@@ -123,42 +125,44 @@ _MAP = re.compile(r"call @mosaic_gpu_init_tma_desc\((.*?)\)")
 _OPERAND = re.compile(r"%\w+")
 
 
-class _Memory(NamedTuple):
-    """A place in what the host allocates, by a number of its own."""
+class _HostAddress(NamedTuple):
+    """An address in host memory: the number of the allocation, and an offset."""
 
     number: int
     offset: int
 
 
-class _Array(NamedTuple):
+class _ArrayData(NamedTuple):
     """The data of an operand or a result."""
 
     index: int
 
 
-class _Slot(NamedTuple):
-    """Where the pointer to it is."""
+class _PointerAddress(NamedTuple):
+    """The address of the pointer to an operand or a result."""
 
     index: int
 
 
 def _launch(log: str, dtypes: Sequence[np.dtype]) -> tuple[tuple[int, int, int], tuple]:
-    """The grid and the parameters of a kernel by Mosaic GPU, from what its host function does with arrays of these
-    elements."""
+    """Return the grid and the parameters of a kernel by Mosaic GPU, read from its host function.
+
+    dtypes: of the operands and results, in order.
+    """
     host = log[log.index(_LAUNCH_IS_KNOWN) :]
     host = host[host.index("func.func @") :]
     stream, pointers = re.search(r"\((%\w+): .*?, (%\w+): ", host).groups()
-    values: dict[str, Any] = {stream: None, pointers: _Slot(0)}
-    held: dict[_Memory, Any] = {}  # integers, and tensor maps, by where they are
+    values: dict[str, Any] = {stream: None, pointers: _PointerAddress(0)}
+    held: dict[_HostAddress, Any] = {}  # integers and tensor maps by address
     for line in host.splitlines():
         target, _, operation = line.strip().partition(" = ") if line.strip().startswith("%") else ("", "", line.strip())
         if found := _CONSTANT.match(operation):
             values[target] = int(found[1])
         elif operation.startswith(("llvm.alloca", "memref.alloca")):
-            values[target] = _Memory(len(values), 0)
+            values[target] = _HostAddress(len(values), 0)
         elif found := _POINTER.match(operation):
             base, by = values[found[1]], int(found[2])
-            values[target] = base._replace(index=by) if isinstance(base, _Slot) else base._replace(offset=by)
+            values[target] = base._replace(index=by) if isinstance(base, _PointerAddress) else base._replace(offset=by)
         elif found := _STORE.match(operation):
             place = values[found[2]]
             held[place._replace(offset=values[found[3]]) if found[3] else place] = values[found[1]]
@@ -171,14 +175,14 @@ def _launch(log: str, dtypes: Sequence[np.dtype]) -> tuple[tuple[int, int, int],
             passed = [values[x] for x in _OPERAND.findall(arguments)]
             return tuple(values[x] for x in _OPERAND.findall(blocks)), tuple(
                 x.index
-                if isinstance(x, _Array)
+                if isinstance(x, _ArrayData)
                 else {at.offset: known for at, known in held.items() if at.number == x.number}
                 for x in passed
             )
-        elif target:  # whatever is made of a pointer begins where it points
+        elif target:  # whatever is derived from a pointer starts where it points
             known = [values[x] for x in _OPERAND.findall(operation) if x in values]
-            first = next((x for x in known if isinstance(x, _Array | _Slot | _Memory)), None)
+            first = next((x for x in known if isinstance(x, _ArrayData | _PointerAddress | _HostAddress)), None)
             if first is None and operation.startswith(("builtin.unrealized_conversion_cast", "arith.index_cast")):
                 first = known[0]
-            values[target] = _Array(first.index) if isinstance(first, _Slot) else first
-    raise RuntimeError("Mosaic GPU wrote no launch")
+            values[target] = _ArrayData(first.index) if isinstance(first, _PointerAddress) else first
+    raise RuntimeError("the dump of Mosaic GPU contains no launch")

@@ -1,4 +1,4 @@
-"""PTX as data: the kernels of a text, each as basic blocks of instructions.
+"""A parser of PTX: the kernels of a text, each as basic blocks of instructions.
 
 Source: NVIDIA, Parallel Thread Execution ISA, version 9.0.
 """
@@ -15,15 +15,15 @@ _INSTRUCTION = re.compile(r"(?:@(!?)([%\w]+)\s+)?([a-z]\w*)((?:\.[\w:]+)*)\s*(.*
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")
 _DIRECTIVE = re.compile(r"^\s*\.(?:loc|file|pragma|section)\b[^\n]*$", re.MULTILINE)
 _LABEL = re.compile(r"^([$\w]+):(?!:)\s*")
-# A brace that is no vector's, maybe behind a label.
+# A brace that is no vector's, maybe after a label.
 _SCOPE = re.compile(r"^([$\w]+:)?\s*([{}])\s*(?=[$@.\w{}]|$)")
 
-# Behind these some threads go on elsewhere, or later.
-_PARTINGS = ("bra", "ret", "exit", "bar", "barrier")
+# After these, some threads proceed elsewhere or later.
+_DIVERGING = ("bra", "ret", "exit", "bar", "barrier")
 
 
 class Address(NamedTuple):
-    """[base + offset]; of what has a base and coordinates, such as a tensor map, also those."""
+    """An address, base + offset; of a tensor map also the coordinates in its array."""
 
     base: str
     offset: int
@@ -33,13 +33,14 @@ class Address(NamedTuple):
 Operand = str | Address | tuple
 
 
-class Instruction(NamedTuple):
+class PtxInstruction(NamedTuple):
     """One instruction.
 
     Attributes:
-      predicate: register without which it does nothing, None where there is none; unless `negated`, then with.
-      opcode: before the first dot, `modifiers` behind it.
-      operands: registers, numbers and labels as text; addresses; vectors of them as tuples.
+      predicate: register that must be true for the instruction to run, or false if `negated`; None without one.
+      opcode: the name before the first dot; `modifiers` are the names after.
+      operands: registers, numbers and labels as text; addresses; vectors as tuples.
+      text: as written.
     """
 
     predicate: str | None
@@ -50,17 +51,17 @@ class Instruction(NamedTuple):
     text: str
 
 
-class Kernel(NamedTuple):
+class PtxKernel(NamedTuple):
     """One kernel.
 
     Attributes:
-      parameters: names, in their order.
-      threads: of a block, along x, y and z.
-      shared: by name of an array in shared memory its offset.
-      shared_size: bytes of those whose size is declared; `shared_grows` where another has its size from the launch.
-      widths: by name of a register, without its number, its width in bits; 1 of predicates.
-      blocks: basic blocks; where one does not end by a jump, the next follows.
-      labels: by name the index of the block that it stands before.
+      parameters: names, in order.
+      threads: threads of a block along x, y and z.
+      shared: offsets of the arrays in shared memory, by name.
+      shared_size: bytes of the arrays with a declared size; `shared_grows` if one gets its size at launch.
+      widths: widths of registers in bits, by name without the number; 1 for predicates.
+      blocks: basic blocks; one that does not end in a jump falls through to the next.
+      labels: index of the basic block that each label precedes, by name.
     """
 
     name: str
@@ -70,16 +71,16 @@ class Kernel(NamedTuple):
     shared_size: int
     shared_grows: bool
     widths: Mapping[str, int]
-    blocks: tuple[tuple[Instruction, ...], ...]
+    blocks: tuple[tuple[PtxInstruction, ...], ...]
     labels: Mapping[str, int]
 
 
-def kernels(text: str) -> Iterator[Kernel]:
-    """The kernels of a text."""
+def kernels(text: str) -> Iterator[PtxKernel]:
+    """Yield the kernels of a text."""
     text = _DIRECTIVE.sub("", re.sub(r"//[^\n]*", "", text))
     shared, size = {}, 0
     declared = _SHARED.findall(text)
-    for alignment, name, length in sorted(declared, key=lambda found: not found[2]):  # those that grow are last
+    for alignment, name, length in sorted(declared, key=lambda found: not found[2]):  # those sized at launch come last
         size = -(-size // int(alignment)) * int(alignment)
         shared[name] = size
         size += int(length or 0)
@@ -90,26 +91,26 @@ def kernels(text: str) -> Iterator[Kernel]:
         threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)(?:,\s*(\d+))?(?:,\s*(\d+))?", directives)
         names = tuple(found[0] for found in _PARAMETER.findall(parameters))
         widths, blocks, labels = _blocks(body)
-        yield Kernel(
+        yield PtxKernel(
             name, names, tuple(int(n or 1) for n in threads.groups()), shared, size, grows, widths, blocks, labels
         )
 
 
 def _within_braces(text: str, start: int) -> str:
-    """From behind an opening brace up to that which closes it."""
+    """Return the text from after an opening brace to the brace that closes it."""
     depth = 1
     for brace in re.compile(r"[{}]").finditer(text, start):
         depth += 1 if brace[0] == "{" else -1
         if depth == 0:
             return text[start : brace.start()]
-    raise ValueError("a kernel has no end")
+    raise ValueError("the closing brace of a kernel is missing")
 
 
 def _blocks(body: str) -> tuple[dict[str, int], tuple, dict[str, int]]:
     widths: dict[str, int] = {}
     labels: dict[str, int] = {}
-    blocks: list[list[Instruction]] = [[]]
-    jumps: list[tuple[list[Instruction], tuple[int, ...]]] = []
+    blocks: list[list[PtxInstruction]] = [[]]
+    jumps: list[tuple[list[PtxInstruction], tuple[int, ...]]] = []
     for statement, scope in _statements(body):
         while label := _LABEL.match(statement):
             if blocks[-1]:
@@ -124,9 +125,9 @@ def _blocks(body: str) -> tuple[dict[str, int], tuple, dict[str, int]]:
             blocks[-1].append(instruction)
             if instruction.opcode == "bra":
                 jumps.append((blocks[-1], scope))
-            if instruction.opcode in _PARTINGS:
+            if instruction.opcode in _DIVERGING:
                 blocks.append([])
-    for block, scope in jumps:  # to the label of the innermost scope that has it
+    for block, scope in jumps:  # to the label in the innermost scope
         name = block[-1].operands[0]
         known = (_scoped(name, scope[:depth]) for depth in range(len(scope), -1, -1))
         block[-1] = block[-1]._replace(operands=(next(label for label in known if label in labels),))
@@ -138,8 +139,10 @@ def _scoped(label: str, scope: tuple[int, ...]) -> str:
 
 
 def _statements(body: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Between semicolons, each with the scopes that it is in; of registers the names differ anyway, or the values do
-    not live on."""
+    """Yield the statements between semicolons, each with its scopes.
+
+    Scopes matter for labels only: registers of different scopes differ in name, or their values do not outlive one.
+    """
     scope: list[int] = []
     opened = 0
     for statement in body.split(";"):
@@ -157,10 +160,10 @@ def _statements(body: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield statement, tuple(scope)
 
 
-def _instruction(text: str) -> Instruction:
+def _instruction(text: str) -> PtxInstruction:
     negated, predicate, opcode, modifiers, rest = _INSTRUCTION.fullmatch(text).groups()
     operands = tuple(_operand(found) for found in _OPERAND.findall(rest.replace("|", ", ")))
-    return Instruction(predicate, bool(negated), opcode, tuple(modifiers.split(".")[1:]), operands, text)
+    return PtxInstruction(predicate, bool(negated), opcode, tuple(modifiers.split(".")[1:]), operands, text)
 
 
 def _operand(text: str) -> Operand:

@@ -1,4 +1,4 @@
-"""Kernels in PTX that are written in a test, and emulated."""
+"""Emulation of kernels in PTX that a test writes."""
 
 import numpy as np
 from machine_code import machine, ptx
@@ -8,7 +8,11 @@ WORD_EACH = (np.zeros(32, np.uint32),)
 
 
 def run(body, *operands, results=WORD_EACH, threads=32, blocks=1, **how):
-    """A kernel whose pointers are %rd0 and following, and its results; %r0 is the thread, %rd90 its offset in words."""
+    """Run a kernel with this body and return its results.
+
+    %rd0 and following point to the arrays, %rd10 and following to the thread's word in each; %r0 is the thread, %rd90
+    its offset in bytes.
+    """
     count = len(operands) + len(results)
     text = f"""
 .version 9.0

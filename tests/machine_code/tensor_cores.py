@@ -1,5 +1,5 @@
-"""What the instructions of a whole warp compute: exchanges between threads, and products of matrices whose elements lie
-in the threads' registers.
+"""Arithmetic of warps and tensor cores: exchanges between threads, products of matrices whose elements lie in threads'
+registers, and the layouts of matrices in registers and shared memory.
 
 Arrays are [..., 32], the last dimension over a warp's threads.
 
@@ -16,7 +16,7 @@ _GROUP, _IN_GROUP = LANES // 4, LANES % 4
 
 
 def shuffle(mode: str, values: np.ndarray, operand: np.ndarray, clamp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """shfl.sync: what another thread of each warp has, and whether it is one of those to be asked."""
+    """Return another thread's value for each thread of a warp (shfl.sync), and whether that thread is in range."""
     operand, clamp = operand.astype(np.int64) & 31, clamp.astype(np.int64)
     segment = clamp >> 8 & 31
     last = (LANES & segment) | (clamp & 31 & ~segment)
@@ -33,7 +33,7 @@ def shuffle(mode: str, values: np.ndarray, operand: np.ndarray, clamp: np.ndarra
 
 
 def matrices_of_rows(rows: np.ndarray, transposed: bool) -> np.ndarray:
-    """ldmatrix: of matrices [..., m, 8, 8] of 16 bits, each thread's two elements of each: [..., m, 32], 32 bits."""
+    """Distribute matrices [..., m, 8, 8] of 16 bits over threads, two elements each: [..., m, 32] (ldmatrix)."""
     row, column = _GROUP, 2 * _IN_GROUP
     if transposed:
         rows = np.swapaxes(rows, -1, -2)
@@ -42,7 +42,7 @@ def matrices_of_rows(rows: np.ndarray, transposed: bool) -> np.ndarray:
 
 
 def rows_of_matrices(values: np.ndarray) -> np.ndarray:
-    """stmatrix: the inverse of `matrices_of_rows`."""
+    """Collect matrices from threads (stmatrix): the inverse of `matrices_of_rows`."""
     rows = np.empty((*values.shape[:-1], 8, 8), np.uint16)
     rows[..., _GROUP, 2 * _IN_GROUP] = (values & np.uint32(0xFFFF)).astype(np.uint16)
     rows[..., _GROUP, 2 * _IN_GROUP + 1] = (values >> np.uint32(16)).astype(np.uint16)
@@ -50,38 +50,38 @@ def rows_of_matrices(values: np.ndarray) -> np.ndarray:
 
 
 def numbers(words: np.ndarray, kind: str) -> np.ndarray:
-    """Bits as float32: [..., n · numbers in a word] of words [..., n]."""
-    if kind == "tf32":  # the chip takes no notice of the other bits
+    """Return the numbers in words [..., n] as float32: [..., n · numbers in a word]."""
+    if kind == "tf32":  # the chip ignores the other bits
         words = words & np.uint32(0xFFFFE000)
     return np.ascontiguousarray(words).view(DTYPES[kind]).astype(np.float32)
 
 
 def _elements(registers: list[np.ndarray], kind: str) -> np.ndarray:
-    """The numbers in registers, in their order: [..., 32, numbers], float32."""
+    """Return the numbers in registers, in order: [..., 32, numbers], float32."""
     return numbers(np.stack(registers, axis=-1), kind)
 
 
 def multiply(modifiers: tuple[str, ...], a: list, b: list, c: list) -> list[np.ndarray]:
-    """mma.sync.aligned.m16n8k….row.col: a · b + c of each warp, in its registers, as bits of 32.
+    """Return a · b + c of each warp in its registers, as words of 32 bits (mma.sync.aligned.m16n8k….row.col).
 
-    Raises NotImplementedError for shapes and dtypes that no kernel here has.
+    Raises NotImplementedError for shapes and dtypes that no kernel here uses.
     """
     shape = next(name for name in modifiers if name.startswith("m16n8k"))
     depth = int(shape.removeprefix("m16n8k"))
     to, kind, other, _ = modifiers[-4:]
     if to != "f32" or kind != other or kind not in ("bf16", "f16", "tf32"):
-        raise NotImplementedError(f"mma.{'.'.join(modifiers)}")
+        raise NotImplementedError(f"cannot emulate mma.{'.'.join(modifiers)}")
     total = sums(multiply_tiles(left_tile(a, kind, depth), right_tile(b, kind, depth)), 8)
     return [(x + y.view(np.float32)).view(np.uint32) for x, y in zip(total, c, strict=True)]
 
 
 def multiply_tiles(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Products in float32; tensor cores add up in another order, and round otherwise."""
+    """Multiply matrices in float32; tensor cores accumulate in another order, and round otherwise."""
     return np.matmul(a.astype(np.float32), b.astype(np.float32))
 
 
 def left_tile(registers: list[np.ndarray], kind: str, depth: int) -> np.ndarray:
-    """A warp's part of the left operand: [..., 16, depth]."""
+    """Return the tile of the left operand in a warp's registers: [..., 16, depth]."""
     size = DTYPES[kind].itemsize
     each = 4 // size  # numbers in a register
     values = _elements(registers, kind)
@@ -95,7 +95,7 @@ def left_tile(registers: list[np.ndarray], kind: str, depth: int) -> np.ndarray:
 
 
 def right_tile(registers: list[np.ndarray], kind: str, depth: int) -> np.ndarray:
-    """A warp's part of the right operand: [..., depth, 8]."""
+    """Return the tile of the right operand in a warp's registers: [..., depth, 8]."""
     size = DTYPES[kind].itemsize
     each = 4 // size
     values = _elements(registers, kind)
@@ -107,7 +107,7 @@ def right_tile(registers: list[np.ndarray], kind: str, depth: int) -> np.ndarray
 
 
 def sums(tile: np.ndarray, width: int) -> list[np.ndarray]:
-    """A tile [..., 16, width] of a warp's results as its registers hold it, each [..., 32] in float32."""
+    """Return a warp's registers that hold a tile of results [..., 16, width]: each [..., 32] in float32."""
     return [
         np.ascontiguousarray(tile[..., _GROUP + 8 * below, 8 * part + 2 * _IN_GROUP + within])
         for part in range(width // 8)
@@ -117,17 +117,17 @@ def sums(tile: np.ndarray, width: int) -> list[np.ndarray]:
 
 
 def flags(values: Any) -> np.ndarray:
-    """vote.ballot: of each warp the bits of its threads."""
+    """Return one bit of each thread of a warp in one word (vote.ballot)."""
     return (np.asarray(values).astype(np.uint32) << LANES.astype(np.uint32)).sum(axis=-1, dtype=np.uint32)
 
 
-# Bytes over which a layout in shared memory is swizzled, by the highest two bits of a matrix's description.
+# Bytes over which a layout in shared memory is swizzled, by the highest two bits of a matrix descriptor.
 _SWIZZLES = (0, 128, 64, 32)
 
 
 def places_of_matrix(description: np.ndarray, outer: int, depth: int, size: int, transposed: bool) -> np.ndarray:
-    """Where wgmma finds an operand in shared memory: of each description, 64 bits, the addresses of its elements
-    [..., outer, depth] of `size` bytes. Depth, over which is summed, is contiguous unless it is transposed.
+    """Return the addresses in shared memory of an operand of wgmma, given its descriptor of 64 bits:
+    [..., outer, depth], elements of `size` bytes. The contracted dimension, depth, is contiguous unless `transposed`.
 
     Source: section 9.7.15.5.1, the canonical layouts.
     """
@@ -137,10 +137,10 @@ def places_of_matrix(description: np.ndarray, outer: int, depth: int, size: int,
 
     start, leading, stride = (16 * field(first) for first in (0, 16, 32))
     if np.any(field(49, 3)):
-        raise NotImplementedError("wgmma of a matrix with a base offset")
+        raise NotImplementedError("cannot emulate wgmma of a matrix with a base offset")
     (mode,) = set(np.unique(field(62, 2)))
     swizzle = _SWIZZLES[mode]
-    chunk = 16 // size  # elements of 16 bytes, which stay together
+    chunk = 16 // size  # elements in 16 bytes, which stay together
     i, k = np.arange(outer)[:, None], np.arange(depth)
     if not transposed:
         row, group = (i % 8) * (swizzle or 16), i // 8 * stride
@@ -155,6 +155,5 @@ def places_of_matrix(description: np.ndarray, outer: int, depth: int, size: int,
 
 
 def swizzled(places: np.ndarray, width: int) -> np.ndarray:
-    """Addresses with their chunks of 16 bytes exchanged within `width` bytes, by that of eight times 16 that they are
-    in."""
+    """Permute addresses by chunks of 16 bytes within `width` bytes, by the row of 128 bytes that they are in."""
     return places ^ (places >> 3 & (width // 16 - 1) << 4)

@@ -1,118 +1,201 @@
-"""Blackwell's tensor memory, in which its tensor cores add up what one thread has them multiply (tcgen05).
+"""Blackwell's tensor memory, in which tensor cores accumulate the products that one thread begins (tcgen05).
 
 Source: NVIDIA, Parallel Thread Execution ISA, version 9.0, section 9.7.16.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from machine_code.arithmetic import DTYPES
+from machine_code.barriers import Mbarriers
+from machine_code.blocks import ThreadBlocks
+from machine_code.copies import CommitGroups
 from machine_code.memory import AccessError
-from machine_code.ptx import Address, Instruction, Operand
+from machine_code.ptx import Address, Operand, PtxInstruction
 from machine_code.tensor_cores import multiply_tiles, numbers, places_of_matrix
-from machine_code.waiting import Groups
 from machine_code.warps import whole
-
-if TYPE_CHECKING:
-    from machine_code.machine import Blocks
 
 _U32, _U64, _BOOL = np.dtype(np.uint32), np.dtype(np.uint64), np.dtype(bool)
 _LANES, _COLUMNS = 128, 512
 _DEPTH = 32  # bytes of a row that one instruction multiplies
-# By the kind of an instruction and what it is told of an operand.
+# Format of an operand, by the kind of the instruction and the operand's field in its descriptor.
 _FORMATS = {("kind::f16", 0): "f16", ("kind::f16", 1): "bf16", ("kind::tf32", 2): "tf32"}
 
 
 class TensorMemory:
-    """That of all blocks, words of 32 bits in 128 lanes and 512 columns each; it begins as NaN.
+    """Tensor memory of all blocks: words of 32 bits in 128 lanes and 512 columns each, initially NaN.
 
-    Products come at once or, `late`, when nobody can go on without; what threads write comes when they wait for it.
-    What they read they have at once, but nobody may write there before they have waited for that.
-
-    Attributes:
-      loads, stores: those of threads that nobody has waited for.
+    Products complete at once or, with `late`, when no thread can proceed without; a thread's stores complete when it
+    waits for them. A thread's loads complete at once, but until it waits for them nothing may be written there.
     """
 
-    def __init__(self, blocks: int, threads: int, late: bool) -> None:
-        self.loads, self.stores = Groups(threads), Groups(threads)
-        self._late = late
+    def __init__(self, blocks: ThreadBlocks, mbarriers: Mbarriers, late: bool) -> None:
+        self._blocks, self._mbarriers, self._late = blocks, mbarriers, late
+        self._loads, self._stores = CommitGroups(blocks.count), CommitGroups(blocks.count)
         self._words: np.ndarray | None = None
-        self._read: np.ndarray | None = None  # how many loads of each word nobody has waited for
-        self._taken = np.zeros((blocks, _COLUMNS), bool)
-        self._begun: list[_Product | tuple[int, int]] = []  # in their order, and which mbarrier is told behind them
+        self._read: np.ndarray | None = None  # pending loads of each word
+        self._taken = np.zeros((blocks.count // blocks.per_block, _COLUMNS), bool)
+        # Products in their order, and mbarriers (block, address) to tell once those before them complete.
+        self._begun: list[_Product | tuple[int, int]] = []
 
-    def allocate(self, held: int, columns: int) -> int:
-        """Columns of a block; returns the first."""
+    def _allocate(self, local: int, columns: int) -> int:
+        """Allocate columns of a block and return the first."""
         if self._words is None:
             self._words = np.full((len(self._taken), _LANES, _COLUMNS), 0xFFFFFFFF, np.uint32)
             self._read = np.zeros(self._words.shape, np.int16)
-        taken = np.flatnonzero(self._taken[held])
+        taken = np.flatnonzero(self._taken[local])
         first = int(taken[-1]) + 1 if taken.size else 0
         if first + columns > _COLUMNS:
-            raise AccessError(f"{columns} columns of tensor memory, of which {_COLUMNS - first} are left")
-        self._taken[held, first : first + columns] = True
+            raise AccessError(f"allocates {columns} columns of tensor memory, of which {_COLUMNS - first} are free")
+        self._taken[local, first : first + columns] = True
         return first
 
-    def free(self, held: int, first: int, columns: int) -> None:
-        """Give columns back."""
-        if not self._taken[held, first : first + columns].all():
-            raise AccessError(f"gives back {columns} columns of tensor memory from {first}, which are not its own")
-        self._taken[held, first : first + columns] = False
+    def _free(self, local: int, first: int, columns: int) -> None:
+        if not self._taken[local, first : first + columns].all():
+            raise AccessError(f"frees {columns} columns of tensor memory from {first}, which are not allocated")
+        self._taken[local, first : first + columns] = False
 
-    def words(self, held: np.ndarray, lanes: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """What is there; the arguments' shapes broadcast."""
-        self._check(held, lanes, columns)
-        return self._words[held, lanes, columns]
+    def _load(self, local: np.ndarray, lanes: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """Return words; the shapes of the arguments broadcast."""
+        self._check(local, lanes, columns)
+        return self._words[local, lanes, columns]
 
-    def mark(self, held: np.ndarray, lanes: np.ndarray, columns: np.ndarray, loads: int) -> None:
-        """So many more loads of these words are under way, or fewer."""
-        self._read[held, lanes, columns] += loads
+    def _store(self, local: np.ndarray, lanes: np.ndarray, columns: np.ndarray, words: np.ndarray) -> None:
+        self._check(local, lanes, columns)
+        if self._read[local, lanes, columns].any():
+            raise AccessError("writes tensor memory while a load of it is pending")
+        self._words[local, lanes, columns] = words
 
-    def write(self, held: np.ndarray, lanes: np.ndarray, columns: np.ndarray, words: np.ndarray) -> None:
-        """Words that come to be there."""
-        self._check(held, lanes, columns)
-        if self._read[held, lanes, columns].any():
-            raise AccessError("writes to tensor memory, a load of which nobody has waited for")
-        self._words[held, lanes, columns] = words
+    def _check(self, local: np.ndarray, lanes: np.ndarray, columns: np.ndarray) -> None:
+        if np.any(lanes >= _LANES) or np.any(columns >= _COLUMNS) or not self._taken[local, columns].all():
+            raise AccessError("accesses tensor memory that is not allocated")
 
-    def _check(self, held: np.ndarray, lanes: np.ndarray, columns: np.ndarray) -> None:
-        if np.any(lanes >= _LANES) or np.any(columns >= _COLUMNS) or not self._taken[held, columns].all():
-            raise AccessError("reaches tensor memory that is not allocated")
-
-    def begin(self, m: "Blocks", product: "_Product") -> None:
-        """A product."""
-        self._begun.append(product)
+    def _begin(self, step: "_Product | tuple[int, int]") -> None:
+        """Begin a product, or tell an mbarrier once all products so far complete."""
+        self._begun.append(step)
         if not self._late:
-            self.arrive(m)
+            self.arrive()
 
-    def tell(self, m: "Blocks", held: int, barrier: int) -> None:
-        """An mbarrier, once all products until now are there."""
-        self._begun.append((held, barrier))
-        if not self._late:
-            self.arrive(m)
-
-    def arrive(self, m: "Blocks") -> bool:
-        """The products that have begun come; False where none has."""
+    def arrive(self) -> bool:
+        """Complete all products that have begun; return whether there were any."""
         coming, self._begun = self._begun, []
-        for each in coming:
-            if isinstance(each, _Product):
-                each.make(m)
+        for step in coming:
+            if isinstance(step, _Product):
+                self._multiply(step)
             else:
-                m.phases.change(m, *each, 1, 0)
+                self._mbarriers.change(*step, 1, 0)
         return bool(coming)
 
     def end(self) -> None:
-        """When nobody is left to wait."""
-        if self._begun or self.loads.pending or self.stores.pending:
-            raise AccessError("the last thread ends before a product or an access to tensor memory does")
+        """Raise AccessError if anything is pending or allocated once all threads ended."""
+        if self._begun or self._loads.pending or self._stores.pending:
+            raise AccessError("the last thread exits before a product or an access to tensor memory completes")
         if self._taken.any():
-            raise AccessError("the last thread ends and has not given tensor memory back")
+            raise AccessError("the last thread exits without freeing tensor memory")
+
+    def _multiply(self, product: "_Product") -> None:
+        rows, columns = 16 * product.field(24, 5), 8 * product.field(17, 6)
+        formats = [_FORMATS.get((product.kind, product.field(first, 3))) for first in (7, 10)]
+        if product.field(0, 4) or product.field(4, 2) != 1 or product.field(13, 2) or product.field(30, 2):
+            raise NotImplementedError(
+                "cannot emulate tcgen05.mma of sparse, negated or shifted operands, or with results other than float32"
+            )
+        if rows != _LANES or None in formats or product.to >> 16:
+            raise NotImplementedError(f"cannot emulate tcgen05.mma of {rows} rows in {product.kind}")
+        block, lanes = np.full((1, 1), product.local), np.arange(rows)[:, None]
+        if product.a_in_tensor_memory:
+            words = self._load(block, lanes, (product.a & 0xFFFF) + np.arange(_DEPTH // 4)[None])
+            a = numbers(words, formats[0])
+        else:
+            a = self._shared_operand(product, product.a, rows, formats[0], 15)
+        b = self._shared_operand(product, product.b, columns, formats[1], 16)
+        at = (block, lanes, product.to + np.arange(columns)[None])
+        with np.errstate(all="ignore"):
+            total = multiply_tiles(a, b.T)
+            if product.adds:
+                total = total + self._load(*at).view(np.float32)
+        self._store(*at, total.view(np.uint32))
+
+    def _shared_operand(
+        self, product: "_Product", description: np.uint64, outer: int, kind: str, transposed: int
+    ) -> np.ndarray:
+        """Return an operand in shared memory, [outer, depth]; bit `transposed` of the product's descriptor says that
+        it is contiguous along `outer`."""
+        if int(description) >> 61 & 1 or int(description) >> 52 & 1:
+            raise NotImplementedError(
+                "cannot emulate tcgen05.mma of a matrix with a stride in bytes or a swizzle of 32 bytes"
+            )
+        size = DTYPES[kind].itemsize
+        contiguous_outer = bool(product.field(transposed, 1))
+        places = places_of_matrix(np.array([description]), outer, _DEPTH // size, size, contiguous_outer)[0]
+        local = np.full(places.size, product.local)
+        return numbers(self._blocks.shared.load(places.reshape(-1), size, 1, local)[0].reshape(places.shape), kind)
+
+    def tcgen05(self, instruction: PtxInstruction, active: np.ndarray | None) -> None:
+        """Execute tcgen05.*."""
+        blocks, operands = self._blocks, instruction.operands
+        threads = blocks.chosen(active)
+        match instruction.modifiers:
+            case ("alloc", "cta_group::1", "sync", "aligned", *_):
+                place, columns = operands
+                for thread in 32 * np.flatnonzero(whole(blocks, active)):
+                    first = np.array([[self._allocate(int(blocks.local[thread]), int(columns))]], np.uint32)
+                    blocks.shared.store(blocks.addresses(place)[[thread]], first, blocks.local[[thread]])
+            case ("dealloc", "cta_group::1", "sync", "aligned", *_):
+                address, columns = operands
+                for thread in 32 * np.flatnonzero(whole(blocks, active)):
+                    self._free(int(blocks.local[thread]), int(blocks.values(address, _U32)[thread]), int(columns))
+            case ("relinquish_alloc_permit", *_):
+                pass
+            case ("mma", "cta_group::1", kind) if len(operands) == 5:
+                for thread in np.flatnonzero(threads):
+                    self._begin(_Product.of(blocks, operands, kind, thread))
+            case ("commit", "cta_group::1", "mbarrier::arrive::one", "shared::cluster" | "shared::cta", "b64"):
+                for thread in np.flatnonzero(threads):
+                    self._begin((int(blocks.local[thread]), int(blocks.addresses(operands[0])[thread])))
+            case ("ld", "sync", "aligned", shape, _, "b32"):
+                targets, place, *half = operands
+                names, at = _registers(targets), _Places.of(blocks, place, shape, half, active, instruction)
+                local, lanes, columns = blocks.local[threads], at.lanes[threads], at.columns[threads]
+                for i, name in enumerate(names):
+                    values = np.zeros(blocks.count, np.uint32)
+                    values[threads] = self._load(local, lanes, columns + i)
+                    self._read[local, lanes, columns + i] += 1
+                    blocks.write(name, values, active)
+
+                def end(chosen: np.ndarray) -> None:
+                    for i in range(len(names)):
+                        self._read[blocks.local[chosen], at.lanes[chosen], at.columns[chosen] + i] -= 1
+
+                self._loads.begin(threads, end)
+            case ("st", "sync", "aligned", shape, _, "b32"):
+                place, *half, sources = operands
+                at = _Places.of(blocks, place, shape, half, active, instruction)
+                values = [blocks.values(x, _U32).copy() for x in _registers(sources)]
+
+                def store(chosen: np.ndarray) -> None:
+                    for i, words in enumerate(values):
+                        self._store(blocks.local[chosen], at.lanes[chosen], at.columns[chosen] + i, words[chosen])
+
+                self._stores.begin(threads, store)
+            case ("wait::ld", "sync", "aligned"):
+                self._loads.finish(threads, -1)
+            case ("wait::st", "sync", "aligned"):
+                self._stores.finish(threads, -1)
+            case ("fence::before_thread_sync" | "fence::after_thread_sync",):
+                pass
+            case _:
+                raise blocks.unknown(instruction)
 
 
 class _Product(NamedTuple):
-    """a · b, or what is there + a · b, of one block; `b` and in shared memory also `a` are descriptions of matrices."""
+    """A product a · b of one block, added to what is there where `adds`.
 
-    held: int
+    `b`, and `a` unless it is in tensor memory, are descriptors of matrices in shared memory; `described` is the
+    instruction's descriptor.
+    """
+
+    local: int
     to: int
     a: int | np.uint64
     b: np.uint64
@@ -121,108 +204,25 @@ class _Product(NamedTuple):
     a_in_tensor_memory: bool
     adds: bool
 
-    def _field(self, first: int, bits: int) -> int:
+    @classmethod
+    def of(cls, blocks: ThreadBlocks, operands: tuple[Operand, ...], kind: str, thread: int) -> "_Product":
+        """The product that a thread begins."""
+        to, a, b, described, adds = operands
+        in_tensor_memory = isinstance(a, Address)
+        return cls(
+            int(blocks.local[thread]),
+            int(blocks.addresses(to)[thread]),
+            int(blocks.addresses(a)[thread]) if in_tensor_memory else blocks.values(a, _U64)[thread],
+            blocks.values(b, _U64)[thread],
+            kind,
+            int(blocks.values(described, _U32)[thread]),
+            in_tensor_memory,
+            bool(blocks.values(adds, _BOOL)[thread]),
+        )
+
+    def field(self, first: int, bits: int) -> int:
+        """Return some bits of the instruction's descriptor."""
         return self.described >> first & 2**bits - 1
-
-    def make(self, m: "Blocks") -> None:
-        rows, columns = 16 * self._field(24, 5), 8 * self._field(17, 6)
-        formats = [_FORMATS.get((self.kind, self._field(first, 3))) for first in (7, 10)]
-        if self._field(0, 4) or self._field(4, 2) != 1 or self._field(13, 2) or self._field(30, 2):
-            raise NotImplementedError("tcgen05.mma of sparse, negated or shifted numbers, or not into float32")
-        if rows != _LANES or None in formats or self.to >> 16:
-            raise NotImplementedError(f"tcgen05.mma of {rows} rows, in {self.kind}")
-        block, lanes = np.full((1, 1), self.held), np.arange(rows)[:, None]
-        if self.a_in_tensor_memory:
-            words = m.tensor_memory.words(block, lanes, (self.a & 0xFFFF) + np.arange(_DEPTH // 4)[None])
-            a = numbers(words, formats[0])
-        else:
-            a = self._matrix(m, self.a, rows, formats[0], 15)
-        b = self._matrix(m, self.b, columns, formats[1], 16)
-        at = (block, lanes, self.to + np.arange(columns)[None])
-        with np.errstate(all="ignore"):
-            total = multiply_tiles(a, b.T)
-            if self.adds:
-                total = total + m.tensor_memory.words(*at).view(np.float32)
-        m.tensor_memory.write(*at, total.view(np.uint32))
-
-    def _matrix(self, m: "Blocks", description: np.uint64, outer: int, kind: str, turned: int) -> np.ndarray:
-        """An operand in shared memory [outer, depth]; which bit says that it is contiguous along `outer`."""
-        if int(description) >> 61 & 1 or int(description) >> 52 & 1:
-            raise NotImplementedError("tcgen05.mma of a matrix with a stride in bytes or a swizzle of 32")
-        size = DTYPES[kind].itemsize
-        transposed = bool(self._field(turned, 1))
-        places = places_of_matrix(np.array([description]), outer, _DEPTH // size, size, transposed)[0]
-        held = np.full(places.size, self.held)
-        return numbers(m.shared.load(places.reshape(-1), size, 1, held)[0].reshape(places.shape), kind)
-
-
-def _tcgen05(m: "Blocks", instruction: Instruction, active: np.ndarray | None) -> None:
-    threads = m.chosen(active)
-    memory, operands = m.tensor_memory, instruction.operands
-    match instruction.modifiers:
-        case ("alloc", "cta_group::1", "sync", "aligned", *_):
-            place, columns = operands
-            for thread in 32 * np.flatnonzero(whole(m, active)):
-                first = memory.allocate(int(m.held[thread]), int(columns))
-                m.shared.store(m.addresses(place)[[thread]], np.array([[first]], np.uint32), m.held[[thread]])
-        case ("dealloc", "cta_group::1", "sync", "aligned", *_):
-            address, columns = operands
-            for thread in 32 * np.flatnonzero(whole(m, active)):
-                memory.free(int(m.held[thread]), int(m.values(address, _U32)[thread]), int(columns))
-        case ("relinquish_alloc_permit", *_):
-            pass
-        case ("mma", "cta_group::1", kind) if len(operands) == 5:
-            to, a, b, described, adds = operands
-            for thread in np.flatnonzero(threads):
-                in_tensor_memory = isinstance(a, Address)
-                left = int(m.addresses(a)[thread]) if in_tensor_memory else m.values(a, _U64)[thread]
-                product = _Product(
-                    int(m.held[thread]),
-                    int(m.addresses(to)[thread]),
-                    left,
-                    m.values(b, _U64)[thread],
-                    kind,
-                    int(m.values(described, _U32)[thread]),
-                    in_tensor_memory,
-                    bool(m.values(adds, _BOOL)[thread]),
-                )
-                memory.begin(m, product)
-        case ("commit", "cta_group::1", "mbarrier::arrive::one", "shared::cluster" | "shared::cta", "b64"):
-            for thread in np.flatnonzero(threads):
-                memory.tell(m, int(m.held[thread]), int(m.addresses(operands[0])[thread]))
-        case ("ld", "sync", "aligned", shape, _, "b32"):
-            targets, place, *half = operands
-            names, at = _registers(targets), _Places.of(m, place, shape, half, active, instruction)
-            held, lanes, columns = m.held[threads], at.lanes[threads], at.columns[threads]
-            for i, name in enumerate(names):
-                values = np.zeros(m.count, np.uint32)
-                values[threads] = memory.words(held, lanes, columns + i)
-                memory.mark(held, lanes, columns + i, 1)
-                m.write(name, values, active)
-
-            def end(chosen: np.ndarray) -> None:
-                for i in range(len(names)):
-                    memory.mark(m.held[chosen], at.lanes[chosen], at.columns[chosen] + i, -1)
-
-            memory.loads.begin(threads, end)
-        case ("st", "sync", "aligned", shape, _, "b32"):
-            place, *half, sources = operands
-            at = _Places.of(m, place, shape, half, active, instruction)
-            values = [m.values(x, _U32).copy() for x in _registers(sources)]
-
-            def store(chosen: np.ndarray) -> None:
-                for i, words in enumerate(values):
-                    memory.write(m.held[chosen], at.lanes[chosen], at.columns[chosen] + i, words[chosen])
-
-            memory.stores.begin(threads, store)
-        case ("wait::ld", "sync", "aligned"):
-            memory.loads.finish(threads, -1)
-        case ("wait::st", "sync", "aligned"):
-            memory.stores.finish(threads, -1)
-        case ("fence::before_thread_sync" | "fence::after_thread_sync",):
-            pass
-        case _:
-            raise m.unknown(instruction)
 
 
 def _registers(operand: Operand) -> tuple[str, ...]:
@@ -230,27 +230,31 @@ def _registers(operand: Operand) -> tuple[str, ...]:
 
 
 class _Places(NamedTuple):
-    """Of each thread the lane, and the column of its first register."""
+    """Each thread's lane, and the column of its first register."""
 
     lanes: np.ndarray
     columns: np.ndarray
 
     @classmethod
     def of(
-        cls, m: "Blocks", place: Address, shape: str, half: list, active: np.ndarray | None, instruction: Instruction
+        cls,
+        blocks: ThreadBlocks,
+        place: Address,
+        shape: str,
+        half: list,
+        active: np.ndarray | None,
+        instruction: PtxInstruction,
     ) -> "_Places":
-        groups = np.repeat(whole(m, active), 32)
-        address = m.addresses(place).astype(np.int64)
-        lanes, columns, lane = address >> 16, address & 0xFFFF, np.arange(m.count) % 32
-        if np.any((lanes // 32 != np.arange(m.count) // 32 % 4)[groups]):
-            raise AccessError("a warp reaches lanes of tensor memory that are another's")
+        """The places that an instruction of this shape accesses from an address on."""
+        groups = np.repeat(whole(blocks, active), 32)
+        address = blocks.addresses(place).astype(np.int64)
+        lanes, columns, lane = address >> 16, address & 0xFFFF, np.arange(blocks.count) % 32
+        if np.any((lanes // 32 != np.arange(blocks.count) // 32 % 4)[groups]):
+            raise AccessError("a warp accesses lanes of tensor memory that belong to another")
         match shape, half:
             case "32x32b", []:
                 return cls(lanes + lane, columns)
             case "16x32bx2", [distance]:
                 return cls(lanes + lane % 16, columns + lane // 16 * int(distance))
             case _:
-                raise m.unknown(instruction)
-
-
-TENSOR_MEMORY = {"tcgen05": _tcgen05}
+                raise blocks.unknown(instruction)

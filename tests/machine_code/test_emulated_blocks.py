@@ -1,12 +1,12 @@
-"""The emulator of PTX: blocks of a grid that tell one another what they have done."""
+"""The emulator of PTX: blocks of a grid that signal to one another by counters."""
 
 import numpy as np
 import pytest
 from machine_code.machine import EmulationError
-from machine_code.waiting import TensorMap
+from machine_code.tensor_maps import TensorMap
 from ptx_fixtures import run
 
-# Each block makes of every word of the result three times it and its own number, when those before it have.
+# Each block replaces every word of the result by three times the word plus the block's index, after earlier blocks.
 WAIT = """
     mov.u32 %r1, %ctaid.x; setp.eq.u32 %p1, %r0, 0; @!%p1 bra $go;
     $again: ld.relaxed.gpu.global.b32 %r2, [%rd0]; setp.lt.u32 %p2, %r2, %r1; @%p2 bra $again;
@@ -15,8 +15,8 @@ WAIT = """
 """
 CHANGE = "ld.global.b32 %r3, [%rd11]; mad.lo.u32 %r3, %r3, 3, %r1; st.global.b32 [%rd11], %r3; bar.sync 0;"
 COUNT = "mov.b32 %r4, 1; @%p1 red.release.gpu.global.add.u32 [%rd0], %r4;"
-# Threads wait where they come together again, though that stands before.
-BEHIND = """
+# Threads reconverge at code that stands before the loop in which they wait.
+BACKWARD = """
     mov.u32 %r1, %ctaid.x; setp.eq.u32 %p1, %r0, 0; bra $begin;
     $go: bar.sync 0; bra $change;
     $begin: @!%p1 bra $go;
@@ -31,26 +31,26 @@ def changed(body, blocks=5, **how):
 
 
 @pytest.mark.parametrize("late", [True, False])
-@pytest.mark.parametrize("wait", [WAIT, BEHIND])
-@pytest.mark.parametrize("blocks", [5, 260])  # more than are emulated at a time
-def test_blocks_take_turns(wait, blocks, late):
+@pytest.mark.parametrize("wait", [WAIT, BACKWARD])
+@pytest.mark.parametrize("blocks", [5, 260])  # 260 are more than are emulated together
+def test_blocks_proceed_in_order(wait, blocks, late):
     expected = np.uint32(0xFFFFFFFF)
     for block in range(blocks):
         expected = np.uint32(int(expected) * 3 + block & 0xFFFFFFFF)
     np.testing.assert_array_equal(changed(wait + CHANGE + COUNT, blocks, late=late), np.full(32, expected))
 
 
-def test_a_counter_may_be_asked_twice():
+def test_a_counter_may_be_read_twice():
     twice = WAIT + "ld.relaxed.gpu.global.b32 %r2, [%rd0]; ld.relaxed.gpu.global.b32 %r2, [%rd0];" + CHANGE + COUNT
     np.testing.assert_array_equal(changed(twice), changed(WAIT + CHANGE + COUNT))
 
 
 @pytest.mark.parametrize("blocks, late", [(5, False), (260, True)])
-def test_no_block_waits_for_one_that_begins_behind_it(blocks, late):
-    """On a chip with fewer places than blocks they would wait for ever; here with one place, or with 256."""
+def test_waiting_for_a_later_block_is_found(blocks, late):
+    """A chip that holds fewer blocks than the grid has would deadlock; here it holds one, or 256."""
     from_last = f"mov.u32 %r8, %ctaid.x; sub.u32 %r1, {blocks - 1}, %r8;"
     backwards = WAIT.replace("mov.u32 %r1, %ctaid.x;", from_last)
-    with pytest.raises(EmulationError, match="threads wait for ever: ld.relaxed"):
+    with pytest.raises(EmulationError, match="deadlock: .* threads wait at ld.relaxed"):
         changed(backwards + CHANGE + COUNT, blocks, late=late)
 
 
@@ -61,19 +61,19 @@ def test_no_block_waits_for_one_that_begins_behind_it(blocks, late):
         (WAIT.replace("fence.acquire.gpu;", "fence.acquire.cta;") + CHANGE + COUNT, "reads what another block wrote"),
         (WAIT.replace("@%p2 bra $again;", "") + CHANGE + COUNT, "two blocks write to the same place of result 0"),
         (WAIT + COUNT + CHANGE, "reads what another block wrote"),
-        (WAIT + CHANGE, "threads wait for ever: ld.relaxed"),
-        (BEHIND + CHANGE, "threads wait for ever: ld.relaxed"),
-        (WAIT.replace("setp.lt", "setp.le") + CHANGE + COUNT, "threads wait for ever: ld.relaxed"),
-        ("ld.global.b32 %r3, [%rd0];", "reads a counter, operand 0, as if nobody changed it"),
+        (WAIT + CHANGE, "deadlock: .* threads wait at ld.relaxed"),
+        (BACKWARD + CHANGE, "deadlock: .* threads wait at ld.relaxed"),
+        (WAIT.replace("setp.lt", "setp.le") + CHANGE + COUNT, "deadlock: .* threads wait at ld.relaxed"),
+        ("ld.global.b32 %r3, [%rd0];", "reads a counter, operand 0, with a plain load"),
         ("mov.b32 %r4, 1; red.release.gpu.global.add.u32 [%rd1], %r4;", "counts in result 0, which holds no counters"),
     ],
 )
-def test_who_does_not_wait_for_its_turn_is_found(body, problem):
+def test_missing_synchronization_is_found(body, problem):
     with pytest.raises(EmulationError, match=problem):
         changed(body)
 
 
-# Each block adds 32 numbers from its shared memory to those of the result; the first writes them.
+# Each block adds 32 numbers from its shared memory to the result; the first block writes them.
 ADD = """
     cvt.rn.f32.u32 %r5, %r0; st.shared.b32 [%rd90], %r5; mov.b64 %rd20, kernel_param_2; mov.b32 %r6, 0; bar.sync 0;
     setp.eq.u32 %p3, %r1, 0; and.pred %p4, %p1, %p3; xor.pred %p5, %p1, %p4;
@@ -94,8 +94,8 @@ def test_the_copy_engine_adds():
     np.testing.assert_array_equal(added(WAIT + ADD + COUNT), 3 * np.arange(32))
 
 
-def test_what_the_copy_engine_has_read_it_has_not_written():
+def test_waiting_for_reads_of_the_copy_engine_is_not_enough():
     with pytest.raises(EmulationError, match="another block wrote"):
         added(WAIT + ADD.replace("wait_group 0", "wait_group.read 0") + COUNT)
-    with pytest.raises(EmulationError, match="ends before a copy of the engine does"):
+    with pytest.raises(EmulationError, match="exits before a copy by the engine completes"):
         added(WAIT + ADD.replace("cp.async.bulk.wait_group 0;", "") + COUNT)

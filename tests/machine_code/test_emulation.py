@@ -1,16 +1,16 @@
-"""The emulator of PTX: what instructions compute, and what a kernel must not do."""
+"""The emulator of PTX: the results of instructions, and the errors that it finds in kernels."""
 
 import ml_dtypes
 import numpy as np
 import pytest
 from machine_code.machine import EmulationError
 from machine_code.tensor_cores import places_of_matrix
-from machine_code.waiting import TensorMap
+from machine_code.tensor_maps import TensorMap
 from ptx_fixtures import LANES, run
 
 
 def computed(instructions, *operands, dtype=np.float32):
-    """%r1 and following from the operands, and what is in %r9 afterwards."""
+    """Return %r9 after instructions, with the operands in %r1 and following."""
     loads = " ".join(f"ld.global.b32 %r{i + 1}, [%rd{10 + i}];" for i in range(len(operands)))
     store = f"st.global.b32 [%rd{10 + len(operands)}], %r9;"
     filled = [np.resize(np.asarray(x), 32) for x in operands]
@@ -106,8 +106,8 @@ def test_shuffles(shuffle, expected):
     np.testing.assert_array_equal(computed(f"shfl.sync.{shuffle};", LANES, dtype=np.uint32), expected)
 
 
-def test_threads_part_and_meet():
-    """Each adds its own number so often as it says, then all exchange sums."""
+def test_threads_diverge_and_reconverge():
+    """Each thread adds its index as often as its index says, then all exchange sums."""
     body = """
     mov.b32 %r1, 0; mov.b32 %r2, 0;
     $again: setp.ge.u32 %p1, %r2, %r0; @%p1 bra $done;
@@ -125,28 +125,31 @@ def test_labels_belong_to_their_scope():
 @pytest.mark.parametrize(
     "body, message",
     [
-        ("ld.global.b32 %r1, [%rd10+4];", "reaches bytes 128 to 131 of operand 0, which has 128"),
-        ("setp.eq.u32 %p1, %r0, 1; @%p1 ld.global.v2.b32 {%r1, %r2}, [%rd10];", "8 bytes of operand 0 are not aligned"),
+        ("ld.global.b32 %r1, [%rd10+4];", "accesses bytes 128 to 131 of operand 0, which has 128"),
+        (
+            "setp.eq.u32 %p1, %r0, 1; @%p1 ld.global.v2.b32 {%r1, %r2}, [%rd10];",
+            "an access of 8 bytes to operand 0 is not aligned",
+        ),
         ("st.global.b32 [%rd10], %r0;", "writes to operand 0"),
-        ("mov.b64 %rd20, 0; ld.global.b32 %r1, [%rd20];", "reaches 0x0, which is no array's"),
-        ("ld.shared.b32 %r1, [held+300000];", "reaches byte 300000 of 4096 in shared memory"),
-        ("bar.sync 1, 64;", "32 threads wait for ever: bar.sync 1, 64"),
-        ("bar.sync 1, 7;", "a barrier counts whole warps"),
-        ("setp.eq.u32 %p1, %r0, 3; @%p1 bar.sync 1, 32;", "a part of a warp waits"),
-        ("setp.eq.u32 %p1, %r0, 3; @%p1 shfl.sync.bfly.b32 %r1, %r0, 1, 31, -1;", "a part of 32 threads"),
+        ("mov.b64 %rd20, 0; ld.global.b32 %r1, [%rd20];", "accesses 0x0, which is in no array"),
+        ("ld.shared.b32 %r1, [held+300000];", "accesses byte 300000 of 4096 in shared memory"),
+        ("bar.sync 1, 64;", "deadlock: 32 threads wait at bar.sync 1, 64"),
+        ("bar.sync 1, 7;", "a barrier must expect whole warps"),
+        ("setp.eq.u32 %p1, %r0, 3; @%p1 bar.sync 1, 32;", "only a part of a warp waits"),
+        ("setp.eq.u32 %p1, %r0, 3; @%p1 shfl.sync.bfly.b32 %r1, %r0, 1, 31, -1;", "only a part of 32 threads"),
         ("mbarrier.arrive.shared.b64 %rd20, [held];", "there is no mbarrier at 0"),
         ("mbarrier.init.shared.b64 [held+4], 1;", "an mbarrier is not aligned to 8 bytes"),
         ("cp.async.cg.shared.global [held], [%rd10], 0x10;", "copies of 16 bytes are not aligned"),
-        ("cp.async.ca.shared.global [held], [%rd10+65536], 0x4;", "reaches bytes 65536 to 65539 of operand 0"),
+        ("cp.async.ca.shared.global [held], [%rd10+65536], 0x4;", "accesses bytes 65536 to 65539 of operand 0"),
     ],
 )
-def test_what_no_kernel_may_do(body, message):
+def test_invalid_kernels_are_refused(body, message):
     with pytest.raises(EmulationError) as raised:
         run(body, np.zeros(32, np.uint32))
     assert message in str(raised.value) and str(raised.value).startswith("kernel: ")
 
 
-def test_blocks_write_places_of_their_own():
+def test_races_between_blocks_are_found():
     with pytest.raises(EmulationError, match="two blocks write to the same place of result 0"):
         run("st.global.b32 [%rd10], %r0;", blocks=2)
     with pytest.raises(EmulationError, match="reads what another block wrote to result 0"):
@@ -170,15 +173,15 @@ ACROSS = """
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_warpgroups_meet_at_barriers_alone(late):
-    """What one has written the other has not seen, unless they wait for each other."""
+def test_only_barriers_synchronize_warpgroups(late):
+    """A warpgroup sees what another wrote only after a barrier."""
     how = dict(results=[np.zeros(256, np.uint32)], threads=256, late=late)
     np.testing.assert_array_equal(run(ACROSS.replace("WAIT", "bar.sync 0;"), **how)[0], np.arange(256) ^ 128)
     assert np.sum(run(ACROSS.replace("WAIT", ""), **how)[0] == 2**32 - 1) == 128
 
 
-def test_who_ends_lets_the_others_go():
-    """A barrier without a count waits for those that are left."""
+def test_a_barrier_does_not_wait_for_ended_threads():
+    """A barrier without a count waits for the remaining threads."""
     body = """
     mov.b32 %r1, 1; setp.lt.u32 %p1, %r0, 128; @!%p1 bra $late; bar.sync 0; bra.uni $store;
     $late: add.s32 %r1, %r1, 1; ret; $store: st.global.b32 [%rd10], %r1;
@@ -188,13 +191,13 @@ def test_who_ends_lets_the_others_go():
 
 
 def _lanes(tile, rows_of_eight):
-    """Of a matrix of 16 bits each thread's pairs, in the order of its registers."""
+    """Return each thread's pairs of a matrix of 16 bits, in the order of its registers."""
     pairs = np.ascontiguousarray(tile).view(np.uint32)
     return [pairs[8 * i : 8 * i + 8, 4 * j : 4 * j + 4].reshape(-1) for i, j in rows_of_eight]
 
 
 def test_products_of_warps():
-    """m16n8k16 of whole numbers, which bfloat16 and its sums hold; a has its rows in groups of eight, b its columns."""
+    """m16n8k16 of integers that bfloat16 and the sums represent; a's rows are in groups of eight, and b's columns."""
     generator = np.random.default_rng(0)
     a, b = generator.integers(-8, 8, (16, 16)), generator.integers(-8, 8, (8, 16))
     held = [x.astype(ml_dtypes.bfloat16) for x in (a, b)]
@@ -245,10 +248,10 @@ def test_the_largest_of_a_warp(operation, expected):
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_products_of_warpgroups(waits):
-    """64 × 8 × 16 in shared memory without a swizzle, twice into the same sums: there once they are waited for."""
+    """64 × 8 × 16 in shared memory without a swizzle, twice into the same sums, written when they are waited for."""
     generator = np.random.default_rng(0)
     a, b = generator.integers(-8, 8, (64, 16)), generator.integers(-8, 8, (8, 16))
-    # Cores of eight rows of 16 bytes; along depth they follow each other, then along rows.
+    # Core matrices of eight rows of 16 bytes, consecutive along depth, then along rows.
     cores = np.concatenate([x.reshape(-1, 8, 2, 8).swapaxes(1, 2).reshape(-1) for x in (a, b)])
     held = np.resize(cores.astype(ml_dtypes.bfloat16), 2048)  # 128 threads copy 32 bytes each
     described = 8 << 16 | 16 << 32  # 128 bytes along depth, 256 along rows
@@ -295,7 +298,7 @@ def in_tensor_memory(kind, a_there, parts=TENSOR_MEMORY):
     dtype, described = {"f16": (ml_dtypes.bfloat16, 1), "tf32": (np.float32, 2)}[kind]
     generator, size = np.random.default_rng(0), np.dtype(dtype).itemsize
     a, b = (generator.integers(-8, 8, (rows, 32 // size)) for rows in (128, 16))
-    # Cores of eight rows of 16 bytes; along depth they follow each other, then along rows.
+    # Core matrices of eight rows of 16 bytes, consecutive along depth, then along rows.
     cores = [x.reshape(-1, 8, 2, 16 // size).swapaxes(1, 2).reshape(-1).astype(dtype) for x in (a, b)]
     registers, made = (", ".join(f"%r{first + i}" for i in range(count)) for first, count in ((3, 8), (40, 16)))
     body = f"""
@@ -332,22 +335,26 @@ def test_products_in_tensor_memory(kind, a_there):
 @pytest.mark.parametrize(
     "part, instead, problem",
     [
-        ("allocate", "@%p2 st.shared.b32 [more+520], 0; bar.sync 0;", "reaches tensor memory that is not allocated"),
-        ("allocate", TENSOR_MEMORY["allocate"].replace("32;", "16;"), "reaches tensor memory that is not allocated"),
-        ("allocate", TENSOR_MEMORY["allocate"].replace("32;", "1024;"), "1024 columns of tensor memory, of which 512"),
-        ("wait", "", "the last thread ends before a product"),
-        ("read", OVERWRITTEN, "writes to tensor memory, a load of which nobody has waited for"),
-        ("free", "", "has not given tensor memory back"),
-        ("free", TENSOR_MEMORY["free"].replace("32;", "64;"), "gives back 64 columns of tensor memory from 0, which"),
+        ("allocate", "@%p2 st.shared.b32 [more+520], 0; bar.sync 0;", "accesses tensor memory that is not allocated"),
+        ("allocate", TENSOR_MEMORY["allocate"].replace("32;", "16;"), "accesses tensor memory that is not allocated"),
+        (
+            "allocate",
+            TENSOR_MEMORY["allocate"].replace("32;", "1024;"),
+            "allocates 1024 columns of tensor memory, of which 512 are free",
+        ),
+        ("wait", "", "the last thread exits before a product"),
+        ("read", OVERWRITTEN, "writes tensor memory while a load of it is pending"),
+        ("free", "", "exits without freeing tensor memory"),
+        ("free", TENSOR_MEMORY["free"].replace("32;", "64;"), "frees 64 columns of tensor memory from 0, which"),
     ],
 )
-def test_what_tensor_memory_refuses(part, instead, problem):
+def test_invalid_uses_of_tensor_memory_are_refused(part, instead, problem):
     with pytest.raises(EmulationError, match=problem):
         in_tensor_memory("f16", False, TENSOR_MEMORY | {part: instead})
 
 
 def registers_of_products(*steps):
-    """Two products, the first from registers 3 to 6 into 20 to 23, the second from 7 to 10 into 24 to 27."""
+    """Run two products, the first from registers 3 to 6 into 20 to 23, the second from 7 to 10 into 24 to 27."""
     products = (
         f"wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{{sums}}}, {{{operand}}}, %rd31, 0, 1, 1, 0; "
         "wgmma.commit_group.sync.aligned;"
@@ -368,7 +375,7 @@ WAIT = ("wgmma.wait_group.sync.aligned 0;", "wgmma.wait_group.sync.aligned 1;")
 WRITE = {register: f"mov.b32 {register}, 1;" for register in ("%r3", "%r7", "%r20", "%r24")}
 
 
-def test_registers_of_products_that_are_waited_for_are_free():
+def test_registers_of_finished_products_are_writable():
     registers_of_products(*WRITE.values(), "first", WAIT[0], WRITE["%r3"], WRITE["%r20"])
     registers_of_products("first", "second", WAIT[1], WRITE["%r3"], WRITE["%r20"], WAIT[0], WRITE["%r7"])
     registers_of_products("first", "first", WAIT[0])
@@ -377,14 +384,14 @@ def test_registers_of_products_that_are_waited_for_are_free():
 @pytest.mark.parametrize(
     "steps, problem",
     [
-        (("first", WRITE["%r20"], WAIT[0]), "writes %r20, which a product that nobody has waited for still uses"),
+        (("first", WRITE["%r20"], WAIT[0]), "writes %r20, which a pending product still uses"),
         (("first", WRITE["%r3"], WAIT[0]), "writes %r3, which"),
         (("first", "second", WAIT[1], WRITE["%r7"], WAIT[0]), "writes %r7, which"),
         (("first", "second", WAIT[1], WRITE["%r24"], WAIT[0]), "writes %r24, which"),
-        (("first", "into an operand", WAIT[0]), "adds up in %r3, which"),
+        (("first", "into an operand", WAIT[0]), "accumulates in %r3, which"),
     ],
 )
-def test_registers_of_products_that_go_on_are_not_written(steps, problem):
+def test_writes_to_registers_of_pending_products_are_found(steps, problem):
     with pytest.raises(EmulationError, match=problem):
         registers_of_products(*steps)
 
@@ -403,14 +410,14 @@ def test_registers_of_products_that_go_on_are_not_written(steps, problem):
         "cp.async.cg.shared.global.L2::cache_hint [held], [%rd0], 16, %rd1;",
     ],
 )
-def test_what_nobody_knows_is_named(instruction):
+def test_unknown_instructions_are_named(instruction):
     with pytest.raises(NotImplementedError) as raised:
         run(instruction)
-    assert str(raised.value) == f"kernel: no emulation of {instruction.rstrip(';')}"
+    assert str(raised.value) == f"kernel: cannot emulate {instruction.rstrip(';')}"
 
 
-def test_a_copy_is_there_when_it_is_waited_for():
-    """Before that, shared memory is as nobody left it."""
+def test_a_copy_arrives_when_it_is_waited_for():
+    """Until then, shared memory is as initialized."""
     operand = np.arange(32, dtype=np.uint32)
     copy = """
     cvt.u32.u64 %r2, %rd90; cp.async.ca.shared.global [%r2], [%rd10], 0x4; cp.async.commit_group;
@@ -436,8 +443,8 @@ FETCH = """
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_the_copy_engine_fills_up_by_zeros(late):
-    """A box of 4 × 8 from column −1 and row 2 of 5 × 6."""
+def test_the_copy_engine_pads_with_zeros(late):
+    """The box is 4 × 8, from row 2 and column −1 of 5 × 6."""
     operand = np.arange(1, 31, dtype=np.uint32).reshape(5, 6)
     known = TensorMap(0, np.dtype(np.float32), (5, 6), (6, 1), (4, 8), 16)
     results = [np.zeros(32, np.uint32), np.zeros(1)]
@@ -445,13 +452,13 @@ def test_the_copy_engine_fills_up_by_zeros(late):
     expected = np.zeros((4, 8), np.uint32)
     expected[:3, 1:7] = operand[2:]
     np.testing.assert_array_equal(made.reshape(4, 8), expected)
-    with pytest.raises(EmulationError, match="32 threads wait for ever"):
+    with pytest.raises(EmulationError, match="deadlock: 32 threads wait"):
         run(FETCH.replace("EXPECTED", "132"), operand, results=results, parameters=[0, 1, {0: known}], late=late)
 
 
 @pytest.mark.parametrize("mode, width", [(1, 128), (2, 64), (3, 32)])
-def test_a_swizzled_matrix_lies_where_the_copy_engine_put_it(mode, width):
-    """Rows of `width` bytes: element (i, k) of 16 bits, by the description of wgmma and by the swizzle of the copy."""
+def test_wgmma_reads_a_swizzled_matrix_where_the_copy_engine_puts_it(mode, width):
+    """Rows of `width` bytes, elements of 16 bits: addresses by wgmma's descriptor and by the copy's swizzle agree."""
     operand = np.arange(16 * width // 2, dtype=np.uint16).reshape(16, -1)
     known = TensorMap(0, operand.dtype, operand.shape, (width // 2, 1), operand.shape, width)
     description = np.uint64(mode) << np.uint64(62) | np.uint64(8 * width // 16) << np.uint64(32) | np.uint64(1)

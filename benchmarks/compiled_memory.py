@@ -28,7 +28,8 @@ from jaxlm.config import Experiment
 from jaxlm.core import accelerators
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.step.memory import Memory, memory
-from jaxlm.costs.workload import Kind, MeshShape
+from jaxlm.parallel.layout import Layout
+from jaxlm.parallel.rules import Kind
 
 ROOT = Path(__file__).parents[1]
 FILE = results.FOLDER / "compiled" / "memory.json"
@@ -45,12 +46,12 @@ class Case:
     on: str
     batch: int
     sequence: int
-    mesh: MeshShape = MeshShape()
+    layout: Layout = Layout()
     overrides: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         settings = "".join(f", {o.removeprefix('training.').removeprefix('model.')}" for o in self.overrides)
-        return f"{self.model}, {self.kind}, {self.on}, {self.mesh}, {self.batch} × {self.sequence}{settings}"
+        return f"{self.model}, {self.kind}, {self.on}, {self.layout}, {self.batch} × {self.sequence}{settings}"
 
     def load(self) -> Experiment:
         sizes = f"training.batch={self.batch}", f"training.sequence={self.sequence}"
@@ -60,17 +61,17 @@ class Case:
 
     def counted(self) -> Memory:
         """What the closed form says of one device."""
-        work = configuration.workload(self.load(), tuple(self.mesh.axes().values()), self.kind)
+        work = configuration.workload(self.load(), self.layout, self.kind)
         return memory(work, Target.parse(self.on).chip.kind)
 
 
 def _cases() -> Iterator[Case]:
     """Each can be wrong for a reason of its own. A few layers stand for all where nothing but their number differs."""
     llama, gpt2, qwen, few = "llama3.1-8b", "gpt2-355m", "qwen3-0.6b", "model.num_layers=4"
-    full, fsdp = "training.remat=full", lambda n: MeshShape(1, n, 1)  # noqa: E731
+    full, fsdp = "training.remat=full", lambda n: Layout(fsdp=n)  # noqa: E731
     keep = "training.remat=[{}]".format(", ".join(f'"{name}"' for name in ("query", "key", "value", "up", "gate")))
     less = 'training.remat=["query", "key", "value"]'
-    parts, tensor = "training.microbatches=4", lambda f, t: MeshShape(1, f, t)  # noqa: E731
+    parts, tensor = "training.microbatches=4", lambda f, t: Layout(fsdp=f, tensor=t)  # noqa: E731
 
     yield Case("train", llama, "h200-sxm:8", 8, 4096, fsdp(8), (full,))
     yield Case("train", llama, "h200-sxm:8", 8, 4096, fsdp(8), (few, full))
@@ -78,8 +79,8 @@ def _cases() -> Iterator[Case]:
     yield Case("train", llama, "h200-sxm:8", 8, 4096, fsdp(8), (few,))
     yield Case("train", llama, "h200-sxm:8", 16, 4096, fsdp(8), (few, full))
     yield Case("train", llama, "h200-sxm:8", 32, 4096, fsdp(8), (few, full, parts))
-    yield Case("train", llama, "h200-sxm:8", 32, 2048, MeshShape(2, 4, 1), (few, full, parts))
-    yield Case("train", llama, "h100-sxm5:8", 8, 4096, MeshShape(2, 4, 1), (few, full))
+    yield Case("train", llama, "h200-sxm:8", 32, 2048, Layout(data=2, fsdp=4), (few, full, parts))
+    yield Case("train", llama, "h100-sxm5:8", 8, 4096, Layout(data=2, fsdp=4), (few, full))
     yield Case("train", llama, "h100-sxm5:8", 8, 4096, tensor(4, 2), (few, full))
     yield Case("train", llama, "h100-sxm5:8", 2, 4096, tensor(1, 8), (few,))
     yield Case("train", llama, "h100-sxm5:64", 64, 4096, fsdp(64), (full,))
@@ -99,7 +100,7 @@ def _cases() -> Iterator[Case]:
     yield Case("train", llama, "tpu-v5e:4x4", 4, 4096, tensor(4, 4), (few, full))
     yield Case("train", llama, "tpu-v5p:2x2x2", 8, 4096, fsdp(8), (few, keep))
     yield Case("train", llama, "tpu-v5p:2x2x2", 8, 4096, fsdp(8), (few,))
-    yield Case("train", llama, "tpu-v5p:2x2x2", 32, 2048, MeshShape(2, 4, 1), (few, full, parts))
+    yield Case("train", llama, "tpu-v5p:2x2x2", 32, 2048, Layout(data=2, fsdp=4), (few, full, parts))
     yield Case("train", llama, "tpu-v6e:4x4", 64, 4096, fsdp(16), (few, full, parts))
     yield Case("train", llama, "tpu-v6e:4x4", 4, 2048, tensor(4, 4), (few,))
     yield Case("train", llama, "tpu-v7x:2x2x2", 16, 4096, fsdp(16), (few, full))
@@ -108,9 +109,9 @@ def _cases() -> Iterator[Case]:
     short = full, "model.num_layers=2", "model.context_length=2048"  # of room, with the larger batch
     yield Case("train", gpt2, "tpu-v5e:2x2", 64, 2048, fsdp(4), short)
     yield Case("train", gpt2, "tpu-v5e:2x2", 92, 2048, fsdp(4), short)
-    yield Case("train", gpt2, "tpu-v6e:2x2", 16, 1024, MeshShape(4, 1, 1), (full,))
-    yield Case("train", qwen, "tpu-v6e:2x4", 8, 2048, MeshShape(2, 2, 2), (less,))
-    yield Case("train", qwen, "tpu-v6e:2x2", 32, 2048, MeshShape(4, 1, 1), (full, parts))
+    yield Case("train", gpt2, "tpu-v6e:2x2", 16, 1024, Layout(data=4), (full,))
+    yield Case("train", qwen, "tpu-v6e:2x4", 8, 2048, Layout(data=2, fsdp=2, tensor=2), (less,))
+    yield Case("train", qwen, "tpu-v6e:2x2", 32, 2048, Layout(data=4), (full, parts))
 
     auto = "training.kernels=auto"
     yield Case("train", llama, "h200-sxm:8", 32, 4096, fsdp(8), (few, auto, full))
@@ -144,7 +145,7 @@ def _cases() -> Iterator[Case]:
     yield Case("decode", llama, "tpu-v5e:2x4", 16, 4096, tensor(1, 8))
     yield Case("decode", llama, "tpu-v6e:2x2", 32, 2048, fsdp(4))
     yield Case("decode", gpt2, "a100-sxm4-80g", 64, 1024)
-    yield Case("decode", qwen, "tpu-v7x:1x1x1", 32, 4096, MeshShape(2, 1, 1))
+    yield Case("decode", qwen, "tpu-v7x:1x1x1", 32, 4096, Layout(data=2))
 
 
 CASES = {str(case): case for case in _cases()}
@@ -196,11 +197,11 @@ def _in_a_process(name: str) -> dict[str, int]:
 def compile(case: Case) -> Any:
     """The case's step as XLA compiles it."""
     from jaxlm.lowering import programs, targets
-    from jaxlm.parallel import sharding
+    from jaxlm.parallel.mesh import make_mesh
 
     accelerators.choose()
     devices = targets.devices(Target.parse(case.on))
-    mesh = sharding.make_mesh(*case.mesh.axes().values(), devices=devices)
+    mesh = make_mesh(case.layout, devices)
     return programs.step(case.load(), case.kind, mesh).trace().lower().compile()
 
 

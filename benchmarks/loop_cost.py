@@ -46,7 +46,7 @@ def main() -> None:
     from jaxlm.data.dataset import prepare
     from jaxlm.data.loader import training_batches
     from jaxlm.data.packing import Rows
-    from jaxlm.parallel import sharding
+    from jaxlm.parallel.batches import process_rows, put_batch
     from jaxlm.training.environment import memory_use
     from jaxlm.training.loop import to_host
     from jaxlm.training.paths import RunPaths
@@ -57,13 +57,13 @@ def main() -> None:
     mesh = make_mesh(experiment)
     dataset = prepare(experiment.data, experiment.model.vocab_size)
     rows = [(Rows(source.train, training.sequence), source.weight) for source in dataset.sources.values()]
-    share = sharding.process_rows(training.batch, mesh)
+    share = process_rows(training.batch, mesh)
     batches = training_batches(rows, training.batch, training.seed, 0, share)
     host = next(batches)
 
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as folder:
         steps = jit_steps(make_steps(experiment.model, training, experiment.optimizer), mesh)
-        state, batch = steps.init(), sharding.put_batch(host, mesh)
+        state, batch = steps.init(), put_batch(host, mesh)
         program = steps.train.lower(state, batch).compile()
         metrics = None
 
@@ -82,7 +82,7 @@ def main() -> None:
         parts = {
             "dispatch_s": median(step, settle, times=60),
             "fetch_s": median(lambda: next(batches), lambda: time.sleep(0.01)),
-            "put_batch_s": median(lambda: sharding.put_batch(host, mesh)),
+            "put_batch_s": median(lambda: put_batch(host, mesh)),
             "read_metrics_s": median(lambda: to_host(metrics), lambda: (step(), settle()), times=60),
         }
         row = {"step": 0, **{name: 1.0 for name in ("loss", "step_s", "tokens_per_s", "host_s", "grad_norm")}}

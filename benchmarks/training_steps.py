@@ -14,7 +14,7 @@ def jaxlm_steps(experiment: "Experiment") -> Worker:
     import numpy as np
 
     from jaxlm.cli.devices import make_mesh
-    from jaxlm.parallel import sharding
+    from jaxlm.parallel.batches import put_batch
     from jaxlm.training.step import jit_steps, make_steps
 
     training, draw = experiment.training, np.random.default_rng(0)
@@ -28,7 +28,7 @@ def jaxlm_steps(experiment: "Experiment") -> Worker:
     def batch():
         tokens, targets = draw.integers(0, experiment.model.vocab_size, (2, *shape), dtype=np.int32)
         host = {"tokens": tokens, "targets": targets, "segments": np.ones(shape, np.int32), "positions": positions}
-        return sharding.put_batch(host, mesh)
+        return put_batch(host, mesh)
 
     def run(n: int) -> None:
         nonlocal state

@@ -6,18 +6,21 @@ import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tomli_w
 from pydantic import Field, ValidationError
 
 from jaxlm.core.errors import InputError
 from jaxlm.core.explain import explain
-from jaxlm.core.schema import Count, Section, chosen, kind_of, merged, sections_at
-from jaxlm.costs.workload import Kind, MeshShape, Workload, divided_by_mesh, divisors
+from jaxlm.core.schema import Section, chosen, kind_of, merged, sections_at
+from jaxlm.costs.workload import Workload, divided_by_mesh, divisors
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizers import BYTES_VOCABULARY
 from jaxlm.models.config import ModelConfig
+from jaxlm.parallel.config import MeshConfig
+from jaxlm.parallel.layout import Layout
+from jaxlm.parallel.rules import TRAIN, Kind
 from jaxlm.training.config import (
     AnyOptimizer,
     CheckpointConfig,
@@ -26,15 +29,6 @@ from jaxlm.training.config import (
     RecordsConfig,
     TrainingConfig,
 )
-
-
-class MeshConfig(Section):
-    """How the devices are factored: `data` replicates, `fsdp` shards parameters and batch, `tensor` shards within
-    layers. fsdp = "all" takes what the other two leave."""
-
-    data: Count = 1
-    fsdp: Count | Literal["all"] = "all"
-    tensor: Count = 1
 
 
 class Experiment(Section):
@@ -98,55 +92,42 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
 _PADDABLE = ("model.vocab_size", "model.feed_forward.d_ff")
 
 
-def mesh_sizes(experiment: Experiment, devices: int, kind: Kind = "train") -> tuple[int, int, int]:
-    """(data, fsdp, tensor) on this many devices, checked. Raises InputError where they do not fit the devices,
-    the model or, in training, the batch."""
-    sizes = divided(experiment.mesh, devices)
-    check_mesh(experiment, *sizes, kind)
-    return sizes
+def layout(experiment: Experiment, devices: int, kind: Kind = "train") -> Layout:
+    """Return the experiment's mesh layout on this many devices, checked.
+
+    Raises InputError where it does not fit the devices or, in training, the model and the batch.
+    """
+    found = experiment.mesh.layout(devices)
+    check_layout(experiment, found, kind)
+    return found
 
 
-def divided(mesh: MeshConfig, devices: int) -> tuple[int, int, int]:
-    """(data, fsdp, tensor) on this many devices. Raises InputError where they do not fit."""
-    if mesh.fsdp == "all":
-        fsdp, over = divmod(devices, mesh.data * mesh.tensor)
-        if over or not fsdp:
-            raise InputError(
-                f"mesh.data × mesh.tensor = {mesh.data * mesh.tensor} does not divide the {devices} devices here; "
-                "change one of them, or set mesh.fsdp"
-            )
-    else:
-        fsdp = mesh.fsdp
-    sizes = mesh.data, fsdp, mesh.tensor
-    if math.prod(sizes) > devices:
-        raise InputError(
-            f"the mesh needs mesh.data × mesh.fsdp × mesh.tensor = {math.prod(sizes)} devices and {devices} "
-            f"{'is' if devices == 1 else 'are'} here; lower one of them"
-        )
-    return sizes
+def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train") -> None:
+    """Raise InputError where a layout does not divide the model or the batch in training, naming the number to change.
 
-
-def check_mesh(experiment: Experiment, data: int, fsdp: int, tensor: int, kind: Kind = "train") -> None:
-    """Raises InputError where a mesh does not divide the model or, in training, the batch, naming the number to change.
-    In inference every device computes all sequences where the mesh does not divide them (`Workload.rows`)."""
-    training, mesh = experiment.training, MeshShape(data, fsdp, tensor).axes()
+    In inference a dimension that the layout does not divide stays whole on every device.
+    """
+    if kind != "train":
+        return
+    training = experiment.training
     for axis, key, size in divided_by_mesh(experiment.model):
-        if size % (parts := mesh[axis]):
+        if size % (parts := layout[axis]):
             fitting = f"set mesh.{axis} to one of {_some_divisors(size)}"
             if key in _PADDABLE:
                 fitting += f", or {key} to {math.ceil(size / parts) * parts}"
             raise InputError(f"mesh.{axis} = {parts} does not divide {key} = {size}: {fitting}")
-    rows, parts = training.batch // training.microbatches, data * fsdp
-    if kind == "train" and rows % parts:
+    over = TRAIN.over("batch")
+    rows, parts = training.batch // training.microbatches, layout.over(over)
+    if rows % parts:
         fitting = math.ceil(rows / parts) * parts * training.microbatches
         raise InputError(
-            f"mesh.data × mesh.fsdp = {parts} does not divide the {rows} rows of a microbatch "
+            f"{' × '.join(f'mesh.{axis}' for axis in over)} = {parts} does not divide the {rows} rows of a microbatch "
             f"(training.batch / training.microbatches): set training.batch to {fitting}"
         )
 
 
-def workload(experiment: Experiment, sizes: tuple[int, int, int], kind: Kind = "train") -> Workload:
-    """What costs are counted of: a training step on a mesh (data, fsdp, tensor), or a step of inference with
+def workload(experiment: Experiment, layout: Layout, kind: Kind = "train") -> Workload:
+    """What costs are counted of: a training step on a mesh of this layout, or a step of inference with
     `training.batch` sequences of `training.sequence` tokens each. Raises InputError where a pattern of
     `optimizer.groups` decides nothing of a training step."""
     training, optimizer = experiment.training, experiment.optimizer
@@ -156,7 +137,7 @@ def workload(experiment: Experiment, sizes: tuple[int, int, int], kind: Kind = "
         training.batch,
         training.sequence,
         dtype=training.dtype,
-        mesh=MeshShape(*sizes),
+        layout=layout,
         kernels=training.kernels,
     )
     if kind != "train":
@@ -184,7 +165,7 @@ def _some_divisors(n: int) -> str:
 
 def _check(experiment: Experiment, kind: Kind) -> None:
     """What no single section can check."""
-    model, training, mesh = experiment.model, experiment.training, experiment.mesh
+    model, training = experiment.model, experiment.training
     if training.sequence > model.context_length:
         raise InputError(
             f"training.sequence = {training.sequence} is longer than model.context_length = {model.context_length}; "
@@ -205,7 +186,7 @@ def _check(experiment: Experiment, kind: Kind) -> None:
             f"model.vocab_size = {model.vocab_size}; set model.vocab_size={BYTES_VOCABULARY}, or data.tokenizer to "
             "a file"
         )
-    check_mesh(experiment, mesh.data, 1 if mesh.fsdp == "all" else mesh.fsdp, mesh.tensor, kind)
+    check_layout(experiment, experiment.mesh.least(), kind)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import chex
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 from flax import nnx
 from pydantic import TypeAdapter
@@ -10,7 +11,7 @@ from pydantic import TypeAdapter
 from jaxlm.core.schema import kind_of, sections_in
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.positions import visible_in_rows
-from jaxlm.parallel import sharding
+from jaxlm.parallel.batches import put_batch
 from jaxlm.training.config import AnyOptimizer, OptimizerConfig, TrainingConfig
 from jaxlm.training.step import jit_steps, make_steps
 
@@ -111,13 +112,13 @@ def jitted(model, training, mesh, optimization):
 
 def run_steps(model, training, batches, mesh=None, optimization=None):
     """(metrics of each step, final state) of a few training steps."""
-    mesh = mesh or sharding.make_mesh()
+    mesh = mesh or meshes.make()
     with jax.set_mesh(mesh):
         steps = jitted(model, training, mesh, optimization or _OPTIMIZATION)
         state = steps.init()
         metrics = []
         for host in batches:
-            state, measured = steps.train(state, sharding.put_batch(host, mesh))
+            state, measured = steps.train(state, put_batch(host, mesh))
             metrics.append(jax.device_get(measured))
         return metrics, jax.device_get(state)
 

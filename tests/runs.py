@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import jax
+import meshes
 
 from jaxlm.config import load
 from jaxlm.data.tokenizers import Tokenizer, bytes_tokenizer
-from jaxlm.parallel import sharding
 from jaxlm.run import Run
 from jaxlm.training.checkpoints import Checkpoints
 from jaxlm.training.step import jit_steps, make_steps
@@ -67,7 +67,7 @@ def untrained(folder: Path, *overrides: str, tokenizer: Tokenizer | None = None)
     config.rename(run.paths.config)
     run.paths.data.write_text(json.dumps({"digest": "of no data", "held_out_bytes": 1}))
     (tokenizer or bytes_tokenizer()).save(run.paths.tokenizer)
-    experiment, mesh = run.experiment(), sharding.make_mesh()
+    experiment, mesh = run.experiment(), meshes.make()
     steps = jit_steps(make_steps(experiment.model, experiment.training, experiment.optimizer), mesh)
     with jax.set_mesh(mesh), Checkpoints(run.paths.checkpoints, keep=1) as saved:
         saved.save(steps.init(), None)

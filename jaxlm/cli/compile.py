@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jaxlm.costs.hardware.target import Target
     from jaxlm.lowering.fit import Tried
     from jaxlm.lowering.report import CompiledStep, DoesNotFit, Report
+    from jaxlm.parallel.layout import Layout
 
 _SHOWN = 10  # of buffers, and of fusions
 
@@ -62,14 +63,14 @@ def main(arguments: argparse.Namespace) -> int:
         raise InputError(f"--quick is for TPUs, whose compiler takes longer: leave it out for {target}")
     experiment = steps.on_mesh(steps.load(arguments), arguments.mesh)
     experiment = steps.with_batch(experiment, steps.parts(experiment, target), arguments.workload)
-    sizes = config.mesh_sizes(experiment, target.devices, arguments.workload)
-    if replicated := say_replicated(config.workload(experiment, sizes, arguments.workload)):
+    layout = config.layout(experiment, target.devices, arguments.workload)
+    if replicated := say_replicated(config.workload(experiment, layout, arguments.workload)):
         print(f"jaxlm: {replicated}", file=sys.stderr)
     jax.config.update("jax_platforms", "cpu")  # whatever is here is not what is compiled for
     if arguments.fit:
-        return _fit(arguments, experiment, sizes, target)
+        return _fit(arguments, experiment, layout, target)
     try:
-        compiled = _compile(arguments, experiment, sizes, target)
+        compiled = _compile(arguments, experiment, layout, target)
     except DoesNotFit as refused:
         _refuse(refused, arguments)
         return 1
@@ -78,24 +79,24 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _compile(
-    arguments: argparse.Namespace, experiment: "Experiment", sizes: tuple[int, int, int], target: "Target"
+    arguments: argparse.Namespace, experiment: "Experiment", layout: "Layout", target: "Target"
 ) -> "CompiledStep":
     from rich.console import Console
 
     from jaxlm.lowering import report, targets
-    from jaxlm.parallel import sharding
+    from jaxlm.parallel.mesh import make_mesh
 
     console = Console(stderr=True, highlight=False)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", UserWarning)
-        mesh = sharding.make_mesh(*sizes, targets.devices(target))
+        mesh = make_mesh(layout, targets.devices(target))
     for warning in warned:
         console.print(f"jaxlm: {warning.message}", markup=False, soft_wrap=True)
     with console.status(f"compiling for {target}"):
         return report.compile(experiment, arguments.workload, target, mesh, arguments.quick)
 
 
-def _fit(arguments: argparse.Namespace, experiment: "Experiment", sizes: tuple[int, int, int], target: "Target") -> int:
+def _fit(arguments: argparse.Namespace, experiment: "Experiment", layout: "Layout", target: "Target") -> int:
     from rich.console import Console
 
     from jaxlm import config
@@ -111,7 +112,7 @@ def _fit(arguments: argparse.Namespace, experiment: "Experiment", sizes: tuple[i
         settings = {"microbatches": work.microbatches, "remat": work.remat}
         training = experiment.training.model_copy(update=settings)
         try:
-            found[work] = _compile(arguments, experiment.model_copy(update={"training": training}), sizes, target)
+            found[work] = _compile(arguments, experiment.model_copy(update={"training": training}), layout, target)
         except DoesNotFit as error:
             refused.append(error)
             return error.needed
@@ -120,7 +121,7 @@ def _fit(arguments: argparse.Namespace, experiment: "Experiment", sizes: tuple[i
     def say(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
-    best, tried = fit(config.workload(experiment, sizes, "train"), target, needed, say, steps.held(arguments))
+    best, tried = fit(config.workload(experiment, layout, "train"), target, needed, say, steps.held(arguments))
     if best is not None:
         _show(found[best], arguments, tried)
         return 0
@@ -157,7 +158,7 @@ def _print_step(report: "Report") -> None:
     table = facts()
     table.add_row("step", str(work))
     quickly = " quickly" if report.quick else ""
-    table.add_row("on", f"{report.plan.target}: {work.mesh}, compiled{quickly} in {seconds(report.compile_s)}")
+    table.add_row("on", f"{report.plan.target}: {work.layout}, compiled{quickly} in {seconds(report.compile_s)}")
     if work.kind == "train":
         table.add_row("with", work.overrides())
     for name in ("arguments", "outputs", "temporaries"):

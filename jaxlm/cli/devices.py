@@ -17,8 +17,9 @@ from jaxlm.core import accelerators
 from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware import calibration, catalog
 from jaxlm.costs.hardware.chips import Chip
-from jaxlm.costs.workload import Kind
 from jaxlm.parallel import processes
+from jaxlm.parallel.layout import AXES
+from jaxlm.parallel.rules import Kind
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -37,19 +38,18 @@ def make_mesh(experiment: Experiment, kind: Kind = "train") -> "Mesh":
     """
     import jax
 
-    from jaxlm.parallel import sharding
+    from jaxlm.parallel.mesh import make_mesh
 
     named = os.environ.get("JAX_PLATFORMS")
     accelerators.choose()
-    mesh = experiment.mesh
-    wanted = math.prod(size for size in (mesh.data, mesh.fsdp, mesh.tensor) if size != "all")
+    wanted = experiment.mesh.least().size
     chosen = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if wanted > 1 and not chosen:
         emulated = math.ceil(wanted / processes.process_count())
         if emulated > _MOST_EMULATED and accelerators.platforms() == "cpu":
             raise InputError(
                 f"the mesh needs {emulated} devices of this CPU, and at most {_MOST_EMULATED} are emulated; lower "
-                "mesh.data, mesh.fsdp or mesh.tensor"
+                f"{', '.join(f'mesh.{axis}' for axis in AXES)}"
             )
         jax.config.update("jax_num_cpu_devices", min(emulated, _MOST_EMULATED))
     try:
@@ -61,12 +61,13 @@ def make_mesh(experiment: Experiment, kind: Kind = "train") -> "Mesh":
         raise InputError(f"JAX_PLATFORMS={named} is not to be had here ({why}); change it, or unset it") from None
     if devices[0].platform == "cpu":
         keep_freed_memory()
-    made = sharding.make_mesh(*config.mesh_sizes(experiment, len(devices), kind), devices)
+    made = make_mesh(config.layout(experiment, len(devices), kind), devices)
     idle = {device.process_index for device in devices} - {device.process_index for device in made.devices.flat}
     if idle:
         raise InputError(
             f"a mesh of {made.size} of {len(devices)} devices leaves process {', '.join(map(str, sorted(idle)))} "
-            f"without any; start fewer processes, or let mesh.data × mesh.fsdp × mesh.tensor be {len(devices)}"
+            f"without any; start fewer processes, or let {' × '.join(f'mesh.{axis}' for axis in AXES)} "
+            f"be {len(devices)}"
         )
     return made
 

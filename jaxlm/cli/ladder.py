@@ -32,7 +32,7 @@ def say_replicated(work: "Workload") -> str | None:
     if not work.replicated_kv_heads:
         return None
     return (
-        f"mesh.tensor = {work.mesh.tensor} does not divide {work.model.attention.num_kv_heads} key/value heads: "
+        f"mesh.tensor = {work.layout['tensor']} does not divide {work.model.attention.num_kv_heads} key/value heads: "
         "several devices compute and keep the same ones"
     )
 

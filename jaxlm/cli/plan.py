@@ -141,12 +141,13 @@ def _on(arguments: argparse.Namespace, experiment: "Experiment", target: "Target
     from jaxlm import config
     from jaxlm.costs.plan import plan
     from jaxlm.costs.search import search
+    from jaxlm.parallel.layout import Layout
 
     if arguments.mesh != "auto":
-        sizes = config.mesh_sizes(experiment, target.devices, arguments.workload)
-        return [plan(config.workload(experiment, sizes, arguments.workload), target)]
+        layout = config.layout(experiment, target.devices, arguments.workload)
+        return [plan(config.workload(experiment, layout, arguments.workload), target)]
     held = steps.held(arguments)
-    found = search(config.workload(experiment, (1, 1, 1), arguments.workload), target, held)
+    found = search(config.workload(experiment, Layout(), arguments.workload), target, held)
     if not found:
         free = "".join(f", or leave out training.{key}" for key in held)
         raise InputError(
@@ -179,7 +180,7 @@ def _show_many(plans: list["Plan"], refused: dict[str, str], as_json: bool) -> N
         remat = plan.work.remat if isinstance(plan.work.remat, str) else "named"
         table.add_row(
             str(plan.target),
-            str(plan.work.mesh),
+            str(plan.work.layout),
             str(plan.work.microbatches),
             remat,
             f"{plan.memory.total / plan.capacity:.0%}",
@@ -201,7 +202,7 @@ def _show(plan: "Plan") -> None:
     table.add_row("step", f"{work} on {plan.target}")
     microbatches = f", {work.microbatches} microbatches" if work.microbatches > 1 else ""
     trained = f"{microbatches}, remat {work.remat_shown}" if work.kind == "train" else ""
-    table.add_row("mesh", f"{work.mesh}{trained}")
+    table.add_row("mesh", f"{work.layout}{trained}")
     table.add_row("parameters", f"{row['parameters']['total']:,}")
     for name, value in plan.flops._asdict().items():
         share = f"  {value / plan.flops.model:.3f} of model" if name != "model" else ""

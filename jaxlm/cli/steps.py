@@ -12,7 +12,7 @@ from jaxlm.core.errors import InputError
 if TYPE_CHECKING:
     from jaxlm.config import Experiment
     from jaxlm.costs.hardware.target import Target
-    from jaxlm.costs.workload import Kind
+    from jaxlm.parallel.rules import Kind
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,17 +44,18 @@ def load(arguments: argparse.Namespace) -> "Experiment":
 def on_mesh(experiment: "Experiment", text: str | None) -> "Experiment":
     """The experiment on the mesh of --mesh, such as "fsdp=8,tensor=2", or on its own without it; data and tensor are 1
     and fsdp is the rest where they are not named. Raises InputError."""
-    from jaxlm.config import MeshConfig
     from jaxlm.costs.hardware.target import COUNT
+    from jaxlm.parallel.config import MeshConfig
+    from jaxlm.parallel.layout import AXES
 
     if text is None:
         return experiment
     sizes: dict[str, int] = {}
     for axis, _, size in (part.partition("=") for part in text.replace(" ", "").split(",")):
-        if axis not in MeshConfig.model_fields or not re.fullmatch(COUNT, size):
+        if axis not in AXES or not re.fullmatch(COUNT, size):
             raise InputError(
-                f"--mesh {text!r} is not AXIS=N,… with axes data, fsdp, tensor and numbers up to 999999, such as "
-                "fsdp=8,tensor=2"
+                f"--mesh {text!r} is not AXIS=N,… with axes {', '.join(AXES)} and numbers up to 999999, "
+                "such as fsdp=8,tensor=2"
             )
         if axis in sizes:
             raise InputError(f"--mesh {text!r} gives {axis} twice; give it once")
@@ -65,10 +66,9 @@ def on_mesh(experiment: "Experiment", text: str | None) -> "Experiment":
 def parts(experiment: "Experiment", target: "Target") -> int:
     """Into how many parts the experiment's mesh cuts a batch on these chips. Raises InputError where it does not divide
     them."""
-    from jaxlm import config
+    from jaxlm.parallel.rules import TRAIN
 
-    data, fsdp, _ = config.divided(experiment.mesh, target.devices)
-    return data * fsdp
+    return experiment.mesh.layout(target.devices).over(TRAIN.over("batch"))
 
 
 def with_batch(experiment: "Experiment", parts: int, kind: "Kind") -> "Experiment":

@@ -90,6 +90,7 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
         from jaxlm.cli.devices import calibrated, describe, make_mesh
         from jaxlm.cli.ladder import say_counted, say_replicated
         from jaxlm.models.tree import parameter_count
+        from jaxlm.parallel.layout import Layout
         from jaxlm.training.environment import environment
         from jaxlm.training.ladder import counted
         from jaxlm.training.loop import Start, Trainer
@@ -100,7 +101,7 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
             calibrated(bar.say)
         mesh = make_mesh(experiment)
         bar.say(f"{parameter_count(experiment.model):,} parameters on {describe(mesh)}")
-        end.counted = counted(config.workload(experiment, tuple(mesh.shape.values())), mesh)
+        end.counted = counted(config.workload(experiment, Layout(mesh.shape)), mesh)
         if replicated := say_replicated(end.counted.work):
             bar.say(replicated)
         bar.say(say_counted(end.counted))

@@ -18,9 +18,10 @@ def explain(error: ValidationError, whole: type[Section], values: dict[str, Any]
         return line
     first, *others = [one for one in errors if _key(one["loc"], values) not in filled] or errors
     key, value = _key(first["loc"], values), first.get("input")
+    others = [other for other in others if _key(other["loc"], values) != key]  # a union reports each of its types
     shown = "" if isinstance(value, dict) else f" = {value!r}"
     match first["type"]:
-        case "literal_error" | "int_parsing" | "int_type" if "fsdp" in first["loc"]:
+        case "literal_error" | "int_parsing" | "int_type" if key.startswith("mesh."):
             line = f'{key} = {value!r} is neither a whole number nor "all"'
         case "extra_forbidden":
             line = f"unknown key {key}{_did_you_mean(key, whole, values)}"

@@ -27,7 +27,7 @@ def napkin(work: Workload, target: Target | None) -> Napkin:
     """Of a workload; `data` replicates parameters, the other axes part them."""
     each = _TRAINED_BYTES if work.kind == "train" else work.itemsize
     held = sum(math.prod(d.shape) for d in parameters(work.model).values())
-    flops, size = napkin_flops(work), each * held // (work.mesh.fsdp * work.mesh.tensor)
+    flops, size = napkin_flops(work), each * held // work.layout.over(("fsdp", "tensor"))
     if target is None:
         return Napkin(flops, None, size)
     if work.kind == "decode":

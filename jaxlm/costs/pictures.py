@@ -79,7 +79,7 @@ def draw(plan: Plan, path: Path) -> None:
         raise InputError(f"{path} has no ending of a picture; the endings are {', '.join(sorted(known))}")
     above, below = figure.subplots(2, 1, height_ratios=(6, 1))
     work = plan.work
-    what = f"{work.kind}, {work.batch:,} × {work.sequence:,} tokens in {work.dtype} on {plan.target}, {work.mesh}"
+    what = f"{work.kind}, {work.batch:,} × {work.sequence:,} tokens in {work.dtype} on {plan.target}, {work.layout}"
     figure.suptitle(what, color=_INK, fontsize=11)
     operations_on_roof(above, work, plan.target.chip)
     memory_bars(below, {"one device": plan})

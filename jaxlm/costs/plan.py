@@ -15,6 +15,7 @@ from jaxlm.costs.step.memory import Memory, kv_bytes_per_token, memory
 from jaxlm.costs.step.operations import Operation, Product
 from jaxlm.costs.step.parameters import parameters
 from jaxlm.costs.workload import Workload
+from jaxlm.parallel.layout import AXES
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Plan:
             "devices": self.target.devices,
             "target": str(self.target),
             "workload": self.work.kind,
-            "mesh": self.work.mesh.axes(),
+            "mesh": dict(self.work.layout),
             "batch": self.work.batch,
             "sequence": self.work.sequence,
             "microbatches": self.work.microbatches,
@@ -159,10 +160,10 @@ def plan(work: Workload, target: Target) -> Plan:
     Raises InputError where the mesh does not make up the target's devices, where the chip lacks a figure that is
     needed, or where the sequence is longer than the model's context.
     """
-    if work.mesh.size != target.devices:
+    if work.layout.size != target.devices:
         raise InputError(
-            f"the mesh {work.mesh} has {work.mesh.size} devices and {target} has {target.devices}: "
-            "data × fsdp × tensor must give that number"
+            f"the mesh {work.layout} has {work.layout.size} devices and {target} has {target.devices}: "
+            f"{' × '.join(AXES)} must give that number"
         )
     if work.sequence > work.model.context_length:
         raise InputError(
@@ -191,7 +192,7 @@ def step_time(work: Workload, target: Target) -> Time:
             batch, *sizes = op.product
             rate = share * chip.product_rate(dtype, min(sizes), batch)
             products += op.times * _in_tiles(op.product, chip) / rate
-    network = Network(target, work.mesh.axes())
+    network = Network(target, work.layout)
     sent = sum(c.times * network.seconds(c.kind, c.bytes, c.axes) for c in traffic.collectives(work))
     start = chip.dispatch_s or 0.0
     lower, upper = max(together, sent), products + apart + sent + start

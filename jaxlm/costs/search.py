@@ -1,29 +1,44 @@
 """Which mesh, microbatches and rematerialisation are fastest of those that fit."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import Plan, plan
 from jaxlm.costs.step.memory import memory
-from jaxlm.costs.workload import MeshShape, Workload, divided_by_mesh, divisors
+from jaxlm.costs.workload import Workload, divided_by_mesh, divisors
+from jaxlm.parallel.layout import AXES, Layout
 
 
-def meshes(work: Workload, devices: int) -> Iterator[MeshShape]:
-    """The factorings of a number of devices that divide the model and the batch."""
-    for tensor in divisors(devices):
-        for fsdp in divisors(devices // tensor):
-            mesh = MeshShape(devices // tensor // fsdp, fsdp, tensor)
-            fits = all(size % mesh.axes()[axis] == 0 for axis, _, size in divided_by_mesh(work.model))
-            if fits and (work.kind != "train" or work.batch % (mesh.data * mesh.fsdp) == 0):
-                yield mesh
+def layouts(work: Workload, devices: int) -> Iterator[Layout]:
+    """Yield the layouts of a number of devices: in training those that divide the model and the batch."""
+    for layout in _factorings(devices, AXES):
+        if work.kind == "train":
+            fits = all(size % layout[axis] == 0 for axis, _, size in divided_by_mesh(work.model))
+            fits = fits and work.batch % layout.over(work.rules.over("batch")) == 0
+        else:  # an axis that shards sequences alone is `data`, whatever its name
+            fits = layout["fsdp"] == 1 or "fsdp" in work.rules.over("embed")
+        if fits:
+            yield layout
+
+
+def _factorings(devices: int, axes: Sequence[str]) -> Iterator[Layout]:
+    """Yield every layout of a number of devices over some axes, the innermost growing last."""
+    outermost, *others = axes
+    if not others:
+        yield Layout({outermost: devices})
+        return
+    innermost = others[-1]
+    for size in divisors(devices):
+        for rest in _factorings(devices // size, axes[:-1]):
+            yield rest.replace(**{innermost: size})
 
 
 def search(work: Workload, target: Target, held: Collection[str] = ()) -> list[Plan]:
     """Plans of a workload that fit, the fastest first; for training over the `variants` of each mesh."""
     found = []
-    for mesh in meshes(work, target.devices):
-        for candidate in variants(replace(work.on(target.chip), mesh=mesh), held):
+    for layout in layouts(work, target.devices):
+        for candidate in variants(replace(work.on(target.chip), layout=layout), held):
             if memory(candidate, target.chip.kind).total <= target.chip.device_capacity():
                 found.append(plan(candidate, target))
     return sorted(found, key=lambda p: p.time.expected)
@@ -35,7 +50,7 @@ def variants(work: Workload, held: Collection[str] = ()) -> Iterator[Workload]:
         yield work
         return
     names = ("query", "key", "value", "up") + (("gate",) if work.model.feed_forward.gated else ())
-    rows = work.batch // (work.mesh.data * work.mesh.fsdp)
+    rows = work.batch // work.batch_shards
     parts = (work.microbatches,) if "microbatches" in held else [2**n for n in range(rows.bit_length())]
     remats = (work.remat,) if "remat" in held else ("none", names, "full")
     for microbatches in parts:

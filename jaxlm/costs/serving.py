@@ -19,7 +19,7 @@ def critical_batch(work: Workload, target: Target) -> int | None:
     """
     if work.kind != "decode":
         raise InputError("only decoding has a batch at which it stops being bound by memory")
-    parts = work.mesh.data * work.mesh.fsdp
+    parts = work.batch_shards
     for batch in (parts * 2**n for n in range(_DOUBLINGS)):
         seconds = step_time(replace(work.on(target.chip), batch=batch), target)
         if seconds.compute >= seconds.memory:

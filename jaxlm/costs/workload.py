@@ -1,43 +1,23 @@
 """What is to run, and how it lies on the mesh: all that counting needs to know. Imports no JAX."""
 
-import functools
 import json
 import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from jaxlm.models import causal
 from jaxlm.models.config import Kernels, ModelConfig, Remat
+from jaxlm.parallel.layout import Layout
+from jaxlm.parallel.rules import RULES, Kind, Rules
 
 if TYPE_CHECKING:
     from jaxlm.costs.hardware.chips import Chip
 
-Kind = Literal["train", "prefill", "decode"]
 
 BYTES = {"float32": 4, "bfloat16": 2}
-
-
-@dataclass(frozen=True)
-class MeshShape:
-    """Devices along each mesh axis."""
-
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
-
-    @property
-    def size(self) -> int:
-        return self.data * self.fsdp * self.tensor
-
-    def axes(self) -> dict[str, int]:
-        """In the order of `jaxlm.parallel.sharding.MESH_AXES`, outermost first."""
-        return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
-
-    def __str__(self) -> str:
-        return " × ".join(f"{name} {size}" for name, size in self.axes().items() if size > 1) or "one device"
 
 
 def divided_by_mesh(model: ModelConfig) -> list[tuple[str, str, int]]:
@@ -80,12 +60,22 @@ class Workload:
     frozen: frozenset[str] = frozenset()
     dropout: bool = False
     steps: int = 1
-    mesh: MeshShape = MeshShape()
+    layout: Layout = Layout()
     causal_parts: bool = False
     kernels: Kernels = "auto"
 
     def __str__(self) -> str:
         return f"{self.kind}, {self.batch:,} × {self.sequence:,} tokens in {self.dtype}"
+
+    @property
+    def rules(self) -> Rules:
+        """The sharding rules of this kind of step."""
+        return RULES[self.kind]
+
+    @property
+    def batch_shards(self) -> int:
+        """Shards of a batch that the layout divides."""
+        return self.layout.over(self.rules.over("batch"))
 
     @property
     def itemsize(self) -> int:
@@ -156,16 +146,21 @@ class Workload:
     @property
     def replicated_kv_heads(self) -> bool:
         """Whether the tensor axis does not divide the key/value heads, so that several devices compute the same."""
-        return self.model.attention.num_kv_heads % self.mesh.tensor != 0
+        return self.model.attention.num_kv_heads % self.head_shards != 0
+
+    @property
+    def head_shards(self) -> int:
+        """Devices among which the query heads are sharded."""
+        return self.parts("tensor", "act_heads", self.model.attention.num_heads)
 
     def rows(self) -> int:
         """Sequences on one device at once: its part of a microbatch, or all where the mesh does not divide them."""
-        rows, parts = self.batch // self.microbatches, self.mesh.data * self.mesh.fsdp
+        rows, parts = self.batch // self.microbatches, self.batch_shards
         return rows // parts if rows % parts == 0 else rows
 
     def head_groups(self) -> tuple[int, int]:
         """Key/value heads that attention reads on one device, and the query heads there that share each."""
-        attention, parts = self.model.attention, self.mesh.tensor
+        attention, parts = self.model.attention, self.head_shards
         read = attention.kv_heads_over(parts)
         return read // parts, attention.num_heads // read
 
@@ -173,7 +168,7 @@ class Workload:
         """How much of a dimension with this logical axis one device computes with: what `tensor` leaves of it (parts
         along `fsdp` are gathered first), of key/value heads with their copies."""
         if axis in ("kv_heads", "act_kv_heads"):
-            size = self.model.attention.kv_heads_over(self.mesh.tensor)
+            size = self.model.attention.kv_heads_over(self.head_shards)
         return math.ceil(size / self.parts("tensor", axis, size))
 
     def stored(self, axes: Sequence[str], shape: Sequence[int]) -> int:
@@ -184,17 +179,5 @@ class Workload:
         )
 
     def parts(self, over: str, axis: str, size: int) -> int:
-        """Into how many parts a mesh axis cuts a dimension with this logical axis."""
-        mesh_axes, may_stay_whole = _in_table(axis)
-        if mesh_axes != over:
-            return 1
-        parts = getattr(self.mesh, over)
-        return 1 if size % parts and may_stay_whole else parts
-
-
-@functools.cache
-def _in_table(axis: str) -> tuple[str | tuple[str, ...] | None, bool]:
-    """The mesh axes of a logical axis, and whether it stays whole where they do not divide it."""
-    from jaxlm.parallel.sharding import TABLE, WHOLE_IF_UNEVEN
-
-    return TABLE[axis], axis in WHOLE_IF_UNEVEN
+        """Return the number of shards that a mesh axis makes of a dimension with this logical axis."""
+        return self.rules.shards(axis, size, self.layout) if self.rules.over(axis) == (over,) else 1

@@ -9,8 +9,9 @@ from einops import rearrange
 from jax.sharding import Mesh, NamedSharding
 
 from jaxlm.models.config import ModelConfig
-from jaxlm.parallel import sharding
-from jaxlm.parallel.sharding import on_each_device
+from jaxlm.parallel.collectives import on_each_device
+from jaxlm.parallel.partition import constrain, named_sharding, replicated, shards_of
+from jaxlm.parallel.rules import DECODE
 
 _AXES = ("layers", "batch", "act_kv_heads", "sequence", "act_head_dim")
 
@@ -20,8 +21,8 @@ _AXES = ("layers", "batch", "act_kv_heads", "sequence", "act_head_dim")
 class Cache:
     """Keys and values [L, B, K, S, H] of up to S tokens per sequence, each head's together, as attention reads them.
 
-    K is `GroupedQueryAttention.kv_heads_over` the mesh's `tensor`: heads that this does not divide are kept as copies,
-    each where it is read, and a cache belongs to a mesh with that axis.
+    K is `kv_heads_over` the shards of the query heads: key/value heads that these do not divide are kept as copies,
+    each where it is read, and a cache belongs to its mesh.
 
     `length` int32 [B]: tokens each sequence holds, in the slots 0 … length − 1. `layer` int32: the layer that
     `extend` writes next; 0 between forward passes.
@@ -68,16 +69,17 @@ def _write_part(stored: jax.Array, new_BKTH: jax.Array, layer: jax.Array, at_B: 
 
 def empty_cache(model: ModelConfig, batch: int, size: int, dtype: jnp.dtype) -> Cache:
     """Room for `size` tokens of each of `batch` sequences, on the mesh around this."""
-    shape = _shape(model, batch, size, sharding.shards_of("act_heads"))
-    zeros = sharding.constrain(jnp.zeros(shape, dtype), *_AXES)
+    shape = _shape(model, batch, size, shards_of("act_heads", model.attention.num_heads))
+    zeros = constrain(jnp.zeros(shape, dtype), *_AXES)
     return Cache(zeros, zeros, jnp.zeros(batch, jnp.int32), jnp.zeros((), jnp.int32))
 
 
 def cache_shardings(model: ModelConfig, batch: int, size: int, mesh: Mesh) -> Cache:
     """How a cache lies on a mesh: sequences over the batch axes, key/value heads over `tensor`."""
-    large: NamedSharding = sharding.sharding(_AXES, _shape(model, batch, size, mesh.shape["tensor"]), mesh)
-    small = sharding.replicated(mesh)
-    return Cache(large, large, sharding.sharding(("batch",), (batch,), mesh), small)
+    shards = DECODE.shards("act_heads", model.attention.num_heads, mesh.shape)
+    large: NamedSharding = named_sharding(_AXES, _shape(model, batch, size, shards), mesh, DECODE)
+    small = replicated(mesh)
+    return Cache(large, large, named_sharding(("batch",), (batch,), mesh, DECODE), small)
 
 
 def _shape(model: ModelConfig, batch: int, size: int, tensor: int) -> tuple[int, ...]:

@@ -13,9 +13,10 @@ from jaxlm.inference.cache import Cache, cache_shardings, empty_cache
 from jaxlm.inference.requests import Sampling, check_prompts
 from jaxlm.inference.sampling import sample
 from jaxlm.models.config import Kernels, ModelConfig
-from jaxlm.models.kernels import using
+from jaxlm.models.kernels import using_kernels
 from jaxlm.models.tree import Tree, abstract
-from jaxlm.parallel import sharding
+from jaxlm.parallel.partition import named_sharding, using_rules
+from jaxlm.parallel.rules import DECODE, PREFILL
 
 
 def generate(
@@ -74,15 +75,20 @@ def programs(
     cache that it was given.
     """
     graph, _ = abstract(model)
-    cache_placement, rows = cache_shardings(model, batch, size, mesh), sharding.sharding(("batch",), (batch,), mesh)
+    cache_placement, rows = (
+        cache_shardings(model, batch, size, mesh),
+        named_sharding(("batch",), (batch,), mesh, DECODE),
+    )
 
-    @using(kernels)
+    @using_rules(PREFILL)
+    @using_kernels(kernels)
     def first_token(parameters: Tree, tokens: jax.Array, length: jax.Array, key: jax.Array) -> tuple:
         cache = empty_cache(model, batch, size, dtype)
         logits, cache = steps.prefill(graph, parameters, tokens, length, cache)
         return sample(logits, key, sampling, valid), cache
 
-    @using(kernels)
+    @using_rules(DECODE)
+    @using_kernels(kernels)
     def next_token(parameters: Tree, tokens: jax.Array, cache: Cache, key: jax.Array) -> tuple:
         key = jax.random.fold_in(key, jnp.max(cache.length))
         logits, cache = steps.decode_step(graph, parameters, tokens, cache)

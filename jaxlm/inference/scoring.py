@@ -12,10 +12,12 @@ from jax.sharding import Mesh
 
 from jaxlm.core.errors import InputError
 from jaxlm.models.config import Kernels, ModelConfig
-from jaxlm.models.kernels import using
+from jaxlm.models.kernels import using_kernels
 from jaxlm.models.positions import visible_in_rows
 from jaxlm.models.tree import Tree, abstract
-from jaxlm.parallel import sharding
+from jaxlm.parallel.batches import put_batch
+from jaxlm.parallel.partition import replicated, using_rules
+from jaxlm.parallel.rules import PREFILL
 from jaxlm.training.losses import cross_entropy
 
 _SHORTEST = 32
@@ -68,9 +70,8 @@ class Scorer:
     ):
         graph, _ = abstract(model)
         self._context, self._parameters, self._batch, self._mesh = model.context_length, parameters, batch, mesh
-        self._logprobs = jax.jit(
-            using(kernels)(partial(token_logprobs, graph, valid=valid)), out_shardings=sharding.replicated(mesh)
-        )
+        logprobs = using_rules(PREFILL)(using_kernels(kernels)(partial(token_logprobs, graph, valid=valid)))
+        self._logprobs = jax.jit(logprobs, out_shardings=replicated(mesh))
 
     def __call__(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Iterator[tuple[int, Score]]:
         """The index and Score of each (context, continuation) of token ids, the longest first.
@@ -97,7 +98,7 @@ class Scorer:
         for at, row in enumerate(rows):
             batch["tokens"][at, : len(row) - 1], batch["targets"][at, : len(row) - 1] = row[:-1], row[1:]
         with jax.set_mesh(self._mesh):
-            placed = sharding.put_batch(batch, self._mesh)
+            placed = put_batch(batch, self._mesh, PREFILL)
             return jax.device_get(self._logprobs(self._parameters, placed["tokens"], placed["targets"]))
 
 

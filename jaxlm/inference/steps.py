@@ -7,7 +7,7 @@ from flax import nnx
 from jaxlm.inference.cache import Cache
 from jaxlm.models.positions import visible_in_cache
 from jaxlm.models.tree import Tree
-from jaxlm.parallel.sharding import constrain
+from jaxlm.parallel.partition import constrain
 
 
 def prefill(

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxlm.config import Experiment
-from jaxlm.costs.workload import Kind
 from jaxlm.inference.cache import cache_shardings, empty_cache
 from jaxlm.inference.generate import programs
 from jaxlm.inference.requests import Sampling
 from jaxlm.models import tree as model_tree
-from jaxlm.parallel import sharding
+from jaxlm.parallel.partition import named_sharding
+from jaxlm.parallel.rules import RULES, TRAIN, Kind, Rules
 from jaxlm.training.step import jit_steps, make_steps
 
 
@@ -55,11 +55,11 @@ def step(experiment: Experiment, kind: Kind, mesh: Mesh) -> Step:
     prefill, decode = programs(
         model, training.batch, training.sequence, dtype, mesh, Sampling(), None, training.kernels
     )
-    parameters = model_tree.placed(model_tree.shapes(tree, dtype), model_tree.shardings(tree, mesh))
+    parameters = model_tree.placed(model_tree.shapes(tree, dtype), model_tree.shardings(tree, mesh, RULES[kind]))
     key = jax.eval_shape(lambda: jax.random.key(0))
-    one = _ids((training.batch,), mesh)
+    one = _ids((training.batch,), mesh, RULES[kind])
     if kind == "prefill":
-        return Step(prefill, (parameters, _ids((training.batch, training.sequence), mesh), one, key), mesh)
+        return Step(prefill, (parameters, _ids((training.batch, training.sequence), mesh, RULES[kind]), one, key), mesh)
     with jax.set_mesh(mesh):
         empty = jax.eval_shape(lambda: empty_cache(model, training.batch, training.sequence, dtype))
     cache = model_tree.placed(empty, cache_shardings(model, training.batch, training.sequence, mesh))
@@ -70,11 +70,11 @@ def _train(experiment: Experiment, mesh: Mesh) -> tuple[Any, tuple]:
     steps = make_steps(experiment.model, experiment.training, experiment.optimizer)
     state = model_tree.placed(jax.eval_shape(steps.init), steps.shardings(mesh))
     shape = experiment.training.batch, experiment.training.sequence
-    batch = {name: _ids(shape, mesh) for name in ("tokens", "targets", "segments", "positions")}
+    batch = {name: _ids(shape, mesh, TRAIN) for name in ("tokens", "targets", "segments", "positions")}
     return jit_steps(steps, mesh).train, (state, batch)
 
 
-def _ids(shape: tuple[int, ...], mesh: Mesh) -> jax.ShapeDtypeStruct:
+def _ids(shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> jax.ShapeDtypeStruct:
     """int32 rows of a batch, as the loader lays them on the mesh."""
-    placement = sharding.sharding(("batch", "sequence")[: len(shape)], shape, mesh)
+    placement = named_sharding(("batch", "sequence")[: len(shape)], shape, mesh, rules)
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement)

@@ -19,10 +19,12 @@ from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.jaxpr.count import count_jaxpr
 from jaxlm.costs.plan import Plan, plan
 from jaxlm.costs.step import operations
-from jaxlm.costs.workload import Kind, Workload
+from jaxlm.costs.workload import Workload
 from jaxlm.lowering import buffers, collectives, hlo, kernels, products, programs, targets
 from jaxlm.lowering.collectives import CompiledCollective
 from jaxlm.lowering.kernels import Chain, Kernel
+from jaxlm.parallel.layout import Layout
+from jaxlm.parallel.rules import Kind
 
 
 class CompiledMemory(NamedTuple):
@@ -84,7 +86,7 @@ class Report:
         """Counted, of all its runs; None where its groups are parts of an axis or its kind is not known."""
         if collective.kind not in KINDS or not collective.whole:
             return None
-        network = Network(self.plan.target, self.plan.work.mesh.axes())
+        network = Network(self.plan.target, self.plan.work.layout)
         return collective.count * network.seconds(collective.kind, collective.bytes, collective.axes)
 
     def kernel_seconds(self, kernel: Kernel) -> float:
@@ -213,7 +215,7 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
 
     Raises DoesNotFit where the compiler itself refuses for want of memory (TPUs), InputError where it cannot compile.
     """
-    counted = plan(workload(experiment, tuple(mesh.shape.values()), kind), target)
+    counted = plan(workload(experiment, Layout(mesh.shape), kind), target)
     began = time.perf_counter()
     step = programs.step(experiment, kind, mesh)
     traced = step.trace()
@@ -243,7 +245,7 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
             held=_held(program),
             flops=products.program_flops(program),
             kernel_flops=sum(kernel.count * kernel.declared for kernel in found),
-            collectives=tuple(collectives.table(collectives.collectives(program, counted.work.mesh.axes()))),
+            collectives=tuple(collectives.table(collectives.collectives(program, dict(counted.work.layout)))),
             calls=tuple(kernels.calls(program)),
             kernels=tuple(found),
             chains=tuple(kernels.chains(program, chip.intensity(counted.work.dtype), declared)),

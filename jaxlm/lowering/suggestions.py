@@ -55,18 +55,18 @@ def _microbatches(work: Workload) -> Turned:
 
 def _chips(times: int) -> Callable[[Workload], Turned]:
     def turn(work: Workload) -> Turned:
-        fsdp = work.mesh.fsdp * times
+        fsdp = work.layout["fsdp"] * times
         if work.model.d_model % fsdp:
             return None
         # As many rows on each device in training; as many in all in inference, as far as they divide.
         batch = work.batch * times if work.kind == "train" else work.batch
-        return f"{times} times the chips, on fsdp", replace(work, mesh=replace(work.mesh, fsdp=fsdp), batch=batch)
+        return f"{times} times the chips, on fsdp", replace(work, layout=work.layout.replace(fsdp=fsdp), batch=batch)
 
     return turn
 
 
 def _batch(work: Workload) -> Turned:
-    least = work.mesh.data * work.mesh.fsdp * work.microbatches
+    least = work.batch_shards * work.microbatches
     if work.batch <= least:
         return None
     return f"training.batch={least}", replace(work, batch=least)

@@ -16,7 +16,7 @@ from jaxlm.models import causal, config, kernels
 from jaxlm.models.layers import linear, norm, product_in_float32, soft_capped, whole_sequence
 from jaxlm.models.parameters import Module, normal, param, zeros
 from jaxlm.models.positions import Rotation, rotate
-from jaxlm.parallel.sharding import constrain, shards_of
+from jaxlm.parallel.partition import constrain, shards_of
 from kernels_pallas import flash_attention
 from kernels_pallas.flash_attention import Visible
 
@@ -129,7 +129,7 @@ class GroupedQueryAttention(Module):
         """x [B, T, D] → [B, T, D], and the cache with this layer's keys and values written to it."""
         x_BTD = whole_sequence(x_BTD)
         query_BTNH = linear(x_BTD, self.query, self.query_bias)
-        copies = self.settings.kv_heads_over(shards_of("act_heads")) // self.settings.num_kv_heads
+        copies = self.settings.kv_copies(shards_of("act_heads", self.settings.num_heads))
         key_BTKH = linear(x_BTD, self.key, self.key_bias, copies)
         value_BTKH = linear(x_BTD, self.value, self.value_bias, copies)
         if self.query_norm is not None:
@@ -150,7 +150,7 @@ class GroupedQueryAttention(Module):
         mixed_BTNH = constrain(mixed_BTNH, *_HEADS)
 
         output_BTD = linear(mixed_BTNH, self.output, self.output_bias)
-        return constrain(output_BTD, "batch", "stream", "act_model"), cache
+        return constrain(output_BTD, "batch", "residual", "act_model"), cache
 
 
 _ATTENTIONS = {"gqa": GroupedQueryAttention}

@@ -120,6 +120,10 @@ class GroupedQueryAttentionConfig(Section):
         so many copies of each that every device has those of its query heads, and no others."""
         return math.lcm(self.num_kv_heads, devices)
 
+    def kv_copies(self, devices: int) -> int:
+        """Return the number of copies of each key/value head where query heads lie on this many devices."""
+        return self.kv_heads_over(devices) // self.num_kv_heads
+
 
 class DenseFeedForwardConfig(Section):
     """Two matrices with an activation between, or three when gated (Shazeer 2020, arXiv:2002.05202)."""

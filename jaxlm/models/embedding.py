@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlm.models.parameters import scope
-from jaxlm.parallel.sharding import by_parts, constrain
+from jaxlm.parallel.partition import by_shards, constrain
 
 
 def look_up(table: nnx.Param, index_BT: jax.Array) -> jax.Array:
@@ -19,10 +19,10 @@ def look_up(table: nnx.Param, index_BT: jax.Array) -> jax.Array:
     activations instead. The sequence is parted only behind the look-up: before it, the rows would be gathered.
     """
     with scope(table):
-        rows_PRD = by_parts(constrain(table[...], table.axes[0], "act_model"), table.axes[0])
+        rows_PRD = by_shards(constrain(table[...], table.axes[0], "act_model"), table.axes[0])
         x_BTD = looked_up(rows_PRD, index_BT)
         x_BTD = constrain(x_BTD, "batch", "sequence", "act_model")
-        return constrain(x_BTD, "batch", "stream", "act_model")
+        return constrain(x_BTD, "batch", "residual", "act_model")
 
 
 def looked_up(rows_PRD: jax.Array, index_BT: jax.Array) -> jax.Array:
@@ -75,7 +75,7 @@ def _rows_backward(saved: tuple, d_BTD: jax.Array) -> tuple[jax.Array, None]:
 
         return jax.vmap(put)(rows * jnp.arange(parts))
 
-    d_GPRD = jax.vmap(added)(by_parts(d_BTD, "batch"), by_parts(index_BT, "batch"))
+    d_GPRD = jax.vmap(added)(by_shards(d_BTD, "batch"), by_shards(index_BT, "batch"))
     return jax.lax.reduce_sum(d_GPRD, axes=(0,)), None
 
 

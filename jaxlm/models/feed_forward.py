@@ -7,7 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxlm.models import config, kernels
 from jaxlm.models.layers import activation, gated, linear, whole_sequence
 from jaxlm.models.parameters import Module, normal, param, zeros
-from jaxlm.parallel.sharding import constrain
+from jaxlm.parallel.partition import constrain
 from kernels_pallas import gated_activation
 
 _HIDDEN = "batch", "sequence", "act_ff"
@@ -37,7 +37,7 @@ class DenseFeedForward(Module):
         else:
             gate_BTF = checkpoint_name(constrain(linear(x_BTD, self.gate, self.gate_bias), *_HIDDEN), "gate")
             hidden_BTF = self._gated(gate_BTF, up_BTF)
-        return constrain(linear(hidden_BTF, self.down, self.down_bias), "batch", "stream", "act_model")
+        return constrain(linear(hidden_BTF, self.down, self.down_bias), "batch", "residual", "act_model")
 
     def _gated(self, gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
         if not kernels.kernels_run_here():

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 
 from jaxlm.models.config import Kernels
-from jaxlm.parallel import sharding
+from jaxlm.parallel.collectives import on_each_device
 from kernels_pallas.core import interpretation
 
 # Logical axes of an array, which say what part of it a device has.
 Axes = tuple[str | None, ...]
 
-STREAM: Axes = ("batch", "stream", "act_model")
+STREAM: Axes = ("batch", "residual", "act_model")
 
 
 # A user context: JAX keys its caches by it, so that what is traced under one choice is not reused under another.
@@ -21,7 +21,7 @@ _chosen = jax.make_user_context("auto")
 
 
 @contextlib.contextmanager
-def using(kernels: Kernels) -> Iterator[None]:
+def using_kernels(kernels: Kernels) -> Iterator[None]:
     """Trace models inside with this choice of kernels; outside it is "auto". Also a decorator of a function."""
     with _chosen(kernels):
         yield
@@ -52,4 +52,4 @@ def run(operation: Callable, *operands: tuple[jax.Array | None, Axes], **options
     arrays = [x for x, _ in operands]
     if not kernels_run_here():
         return operation(*arrays, implementation="reference", **options)
-    return sharding.on_each_device(lambda *parts: operation(*parts, **options), *operands)
+    return on_each_device(lambda *parts: operation(*parts, **options), *operands)

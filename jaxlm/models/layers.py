@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxlm.models import config, kernels
 from jaxlm.models.parameters import Module, ones, param, scope, zeros
-from jaxlm.parallel.sharding import constrain, is_sharded
+from jaxlm.parallel.partition import constrain, is_sharded
 from kernels_pallas import layer_norm, rms_norm
 from kernels_pallas.core import activations
 
@@ -28,7 +28,7 @@ def linear(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None = None, copie
     rows, inputs = x.shape[: x.ndim - contracted], math.prod(kernel.shape[:contracted])
     with scope(kernel):
         weights = _copied(kernel, contracted, copies)
-        if is_sharded("stream"):
+        if is_sharded("residual"):
             y = jnp.tensordot(x, weights, contracted)
         else:
             y = jnp.matmul(x.reshape(-1, inputs), weights.reshape(inputs, -1))
@@ -54,7 +54,7 @@ def _spread(bias: jax.Array, like: jax.Array) -> jax.Array:
 def whole_sequence(x_BTD: jax.Array) -> jax.Array:
     """The normalised stream [B, T, D] with all of T on each device, gathered in the dtype that it has now: without
     the first of the two the partitioner gathers it before it is narrowed from float32."""
-    x_BTD = constrain(x_BTD, "batch", "stream", "act_model")
+    x_BTD = constrain(x_BTD, "batch", "residual", "act_model")
     return constrain(x_BTD, "batch", "sequence", "act_model")
 
 

@@ -15,7 +15,7 @@ from jaxlm.models.feed_forward import feed_forward
 from jaxlm.models.layers import Dropout, norm, product_in_float32, soft_capped, whole_sequence
 from jaxlm.models.parameters import Module, normal, param, scope, stack
 from jaxlm.models.positions import Rotation, Views
-from jaxlm.parallel.sharding import constrain, is_sharded
+from jaxlm.parallel.partition import constrain, is_sharded
 from kernels_pallas.flash_attention import Visible
 
 
@@ -127,7 +127,9 @@ class Transformer(Module):
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Unembed [B, T, D] to float32 logits [B, T, V], between −cap and cap where there is a soft cap."""
         hidden_BTD = whole_sequence(hidden_BTD)
-        rows, hidden = ("BT", hidden_BTD) if is_sharded("stream") else ("R", rearrange(hidden_BTD, "B T D -> (B T) D"))
+        rows, hidden = (
+            ("BT", hidden_BTD) if is_sharded("residual") else ("R", rearrange(hidden_BTD, "B T D -> (B T) D"))
+        )
         table, letters = self.unembedding_table()
         with scope(table):
             logits = product_in_float32(f"{rows}D,{letters}->{rows}V", hidden, table[...])

@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.transformer import Transformer
-from jaxlm.parallel import sharding
+from jaxlm.parallel.partition import named_sharding
+from jaxlm.parallel.rules import TRAIN, Rules
 
 Tree = dict[str, Any]
 
@@ -41,9 +42,9 @@ def shapes(tree: nnx.State, dtype: jax.typing.DTypeLike | None = None) -> Tree:
     return read(tree, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype))
 
 
-def shardings(tree: nnx.State, mesh: Mesh) -> Tree:
-    """The NamedSharding of each parameter."""
-    return read(tree, lambda leaf: sharding.sharding(leaf.axes, leaf.shape, mesh))
+def shardings(tree: nnx.State, mesh: Mesh, rules: Rules = TRAIN) -> Tree:
+    """Return the NamedSharding of each parameter."""
+    return read(tree, lambda leaf: named_sharding(leaf.axes, leaf.shape, mesh, rules))
 
 
 def placed(shapes: Any, shardings: Any) -> Any:

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxlm.data.loader import evaluation_batches
 from jaxlm.data.packing import Rows
 from jaxlm.models.tree import Tree
-from jaxlm.parallel import sharding
+from jaxlm.parallel.batches import process_rows, put_batch
 
 
 class Evaluation(NamedTuple):
@@ -62,10 +62,10 @@ def evaluate(
     `step` is a compiled `training.step.Steps.evaluate`. Sums of losses are added in float64 on the host.
     """
     losses, tokens, ahead = 0.0, 0, None
-    for host in evaluation_batches(rows, batch, limit, sharding.process_rows(batch, mesh)):
+    for host in evaluation_batches(rows, batch, limit, process_rows(batch, mesh)):
         if not go_on():
             return None
-        ahead, done = step(parameters, sharding.put_batch(host, mesh)), ahead
+        ahead, done = step(parameters, put_batch(host, mesh)), ahead
         if done is not None:
             losses, tokens = losses + float(done[0]), tokens + int(done[1])
     if ahead is not None:

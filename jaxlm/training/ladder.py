@@ -104,7 +104,7 @@ def gap(before: Counted, metrics: Sequence[dict[str, Any]], step_s: float) -> di
     per_flop = first.step_s / first.flops
     phases = dict.fromkeys(get_args(operations.Phase), 0.0)
     for op in operations.step(before.work):
-        phases[op.phase] += op.times * op.least_flops * before.work.mesh.size
+        phases[op.phase] += op.times * op.least_flops * before.work.layout.size
     time = before.time
     causes = {
         "attention": (phases["forward"] + phases["backward"] - first.flops) * per_flop,

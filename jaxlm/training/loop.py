@@ -16,7 +16,7 @@ from jaxlm.data.loader import training_batches
 from jaxlm.data.packing import Rows
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.tree import Tree, placed
-from jaxlm.parallel import sharding
+from jaxlm.parallel.batches import process_rows, put_batch
 from jaxlm.parallel.processes import Agreement, barrier, failing_as_one, first_process_first
 from jaxlm.training import checkpoints, manifests
 from jaxlm.training.checkpoints import Checkpoints, bytes_of
@@ -146,9 +146,9 @@ class Trainer:
         if step >= last and not due:
             return Result(step, state.parameters, 0)
 
-        share = sharding.process_rows(training.batch, self._mesh)
+        share = process_rows(training.batch, self._mesh)
         batches = training_batches(self._rows, training.batch, training.seed, start=step, share=share)
-        batch = sharding.put_batch(next(batches), self._mesh)
+        batch = put_batch(next(batches), self._mesh)
         self._saved.check_room(self._state_bytes)
         programs = self._compile(state, batch)
 
@@ -222,7 +222,7 @@ class Trainer:
             host = next(batches)
         if running.is_ready():  # the device stood still meanwhile
             self._clock.move(time.perf_counter() - began, DATA, DATA_WAIT)
-        return sharding.put_batch(host, self._mesh)
+        return put_batch(host, self._mesh)
 
     def _look_at_previous(self) -> None:
         """Wait for the last step that was not looked at, and record it where it is due."""

@@ -7,7 +7,6 @@ from jaxlm.models import kernels
 from jaxlm.models.layers import whole_sequence
 from jaxlm.models.parameters import scope
 from jaxlm.models.transformer import Transformer
-from jaxlm.parallel import sharding
 from kernels_pallas import linear_cross_entropy
 
 
@@ -41,8 +40,8 @@ def _fused(
     hidden_BTD = whole_sequence(hidden_BTD)
     mesh, partition = jax.sharding.get_abstract_mesh(), None
     if not mesh.empty:
-        stream = sharding.partition(("batch", "sequence", "act_model"), hidden_BTD.shape, mesh)
-        partition = stream, sharding.partition(table.axes, table.shape, mesh)
+        stream = partition(("batch", "sequence", "act_model"), hidden_BTD.shape, mesh)
+        partition = stream, partition(table.axes, table.shape, mesh)
     with scope(table):
         return linear_cross_entropy(
             hidden_BTD,

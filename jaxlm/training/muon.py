@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxlm.models.tree import Dimensions, Tree
-from jaxlm.parallel import sharding
+from jaxlm.parallel.collectives import map_whole
 from jaxlm.training.config import MuonConfig
 
 # Jordan et al. 2024, "Newton-Schulz iteration": a·X + b·(XXᵀ)X + c·(XXᵀ)²X takes singular values from far below 1 to
@@ -51,8 +51,8 @@ def _of_layers(d: Dimensions, update: jax.Array, iterations: int) -> jax.Array:
         return (matrices * (_ADAM_RMS * math.sqrt(max(inputs, outputs)))).reshape(x.shape)
 
     if not d.stack:
-        return sharding.map_whole(orthogonal, update[None], None, *d.axes)[0]
-    return sharding.map_whole(orthogonal, update, *d.axes)
+        return map_whole(orthogonal, update[None], None, *d.axes)[0]
+    return map_whole(orthogonal, update, *d.axes)
 
 
 def orthogonalize(x_MIO: jax.Array, iterations: int) -> jax.Array:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxlm.models import tree as model_tree
 from jaxlm.models.tree import Tree
-from jaxlm.parallel import sharding
+from jaxlm.parallel.partition import named_sharding, replicated
 from jaxlm.training.adafactor import scale_by_adafactor
 from jaxlm.training.config import OptimizerConfig
 from jaxlm.training.groups import Rule, rules
@@ -81,7 +81,7 @@ def state_shardings(transformation: optax.GradientTransformation, tree: nnx.Stat
             shape, placement = places.get("/".join(keys[start:]), (None, None))
             if shape == leaf.shape:
                 return placement
-        return sharding.replicated(mesh)
+        return replicated(mesh)
 
     state = jax.eval_shape(transformation.init, model_tree.shapes(tree))
     return jax.tree_util.tree_map_with_path(place, state)
@@ -96,5 +96,5 @@ def _places(tree: nnx.State, mesh: Mesh) -> dict[str, tuple[tuple[int, ...], Nam
             kept |= {f"{path}/inputs": d.stack + d.inputs, f"{path}/outputs": d.stack + d.outputs}
         for name, axes in kept.items():
             part = tuple(d.shape[i] for i in axes)
-            places[name] = part, sharding.sharding([d.axes[i] for i in axes], part, mesh)
+            places[name] = part, named_sharding([d.axes[i] for i in axes], part, mesh)
     return places

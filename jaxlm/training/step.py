@@ -17,7 +17,8 @@ from jaxlm.models.layers import Dropout
 from jaxlm.models.positions import visible_in_rows
 from jaxlm.models.transformer import Execution
 from jaxlm.models.tree import Tree
-from jaxlm.parallel import sharding
+from jaxlm.parallel.collectives import summed_over_data
+from jaxlm.parallel.partition import constrain, replicated
 from jaxlm.training import losses
 from jaxlm.training import norms as norms_of
 from jaxlm.training.config import OptimizerConfig, TrainingConfig
@@ -89,7 +90,7 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
     def in_microbatches(batch: Batch) -> Batch:
         """[B, T] → [M, B / M, T]. Each takes every M-th row, so that it lies on all devices without moving any row."""
         parts = {k: rearrange(x, "(B M) T -> M B T", M=training.microbatches) for k, x in batch.items()}
-        return {k: sharding.constrain(x, None, "batch", "sequence") for k, x in parts.items()}
+        return {k: constrain(x, None, "batch", "sequence") for k, x in parts.items()}
 
     def gradients(parameters: Tree, batch: Batch, key: jax.Array) -> tuple[dict[str, jax.Array], Tree, jax.Array]:
         """Means of the objective's terms, the float32 gradients of their sum, and the number of targets."""
@@ -125,7 +126,7 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
             indices = part * training.microbatches + jnp.arange(training.microbatches)
             return jax.lax.scan(add, zeros, (indices, in_microbatches(batch)))[0]
 
-        terms, grads = sharding.summed_over_data(accumulate, working, batch)
+        terms, grads = summed_over_data(accumulate, working, batch)
         return terms, grads, targets
 
     def moving_average(average: Tree | None, parameters: Tree, updates: jax.Array) -> Tree | None:
@@ -139,7 +140,7 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
     def dropout_key(state: TrainState) -> jax.Array:
         return jax.random.fold_in(jax.random.key(training.seed), state.step)
 
-    @kernels.using(training.kernels)
+    @kernels.using_kernels(training.kernels)
     def train(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         terms, grads, targets = gradients(state.parameters, batch, dropout_key(state))
         grads = mask_frozen(grads)
@@ -171,11 +172,11 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
             "skipped_in_a_row": next_state.skipped_in_a_row,
         }
 
-    @kernels.using(training.kernels)
+    @kernels.using_kernels(training.kernels)
     def evaluate(parameters: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
         return summed_losses(cast(parameters, dtype), batch, Dropout())["loss"], jnp.sum(batch["segments"] > 0)
 
-    @kernels.using(training.kernels)
+    @kernels.using_kernels(training.kernels)
     def norms(state: TrainState, batch: Batch) -> dict[str, Any]:
         _, grads, targets = gradients(state.parameters, batch, dropout_key(state))
         module = nnx.merge(graph, cast(state.parameters, dtype))
@@ -186,13 +187,13 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
         }
 
     def shardings(mesh: Mesh) -> TrainState:
-        replicated, like_parameters = sharding.replicated(mesh), model_tree.shardings(tree, mesh)
+        whole, like_parameters = replicated(mesh), model_tree.shardings(tree, mesh)
         return TrainState(
-            step=replicated,
+            step=whole,
             parameters=like_parameters,
             optimizer=state_shardings(transform, tree, mesh),
-            skipped=replicated,
-            skipped_in_a_row=replicated,
+            skipped=whole,
+            skipped_in_a_row=whole,
             average=None if training.ema_decay is None else like_parameters,
         )
 
@@ -207,10 +208,10 @@ def cast(parameters: Tree, dtype: jnp.dtype) -> Tree:
 def jit_steps(steps: Steps, mesh: Mesh) -> Steps:
     """The steps jitted for a mesh, shardings pinned, to be called under `jax.set_mesh`. `train` consumes its state: its
     buffers are donated."""
-    state, replicated = steps.shardings(mesh), sharding.replicated(mesh)
+    state, whole = steps.shardings(mesh), replicated(mesh)
     return steps._replace(
         init=jax.jit(steps.init, out_shardings=state),
-        train=jax.jit(steps.train, donate_argnums=0, out_shardings=(state, replicated)),
-        evaluate=jax.jit(steps.evaluate, out_shardings=replicated),
-        norms=jax.jit(steps.norms, out_shardings=replicated),
+        train=jax.jit(steps.train, donate_argnums=0, out_shardings=(state, whole)),
+        evaluate=jax.jit(steps.evaluate, out_shardings=whole),
+        norms=jax.jit(steps.norms, out_shardings=whole),
     )

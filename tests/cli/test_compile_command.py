@@ -4,6 +4,7 @@ tests/lowering/test_report.py."""
 import json
 from pathlib import Path
 
+import meshes
 import pytest
 
 from jaxlm import config
@@ -44,8 +45,8 @@ def test_bad_input_is_one_line_and_status_2(arguments, said, capsys):
 
 
 def test_where_the_compiler_refuses_the_row_has_the_keys_of_a_report(monkeypatch, capsys):
-    def refuse(_, experiment, sizes, target):
-        counted = plan(config.workload(experiment, sizes), target)
+    def refuse(_, experiment, layout, target):
+        counted = plan(config.workload(experiment, layout), target)
         raise DoesNotFit(counted, False, 1.5, 10**9, 10**11, "module", "E1000")
 
     monkeypatch.setattr(compile, "_compile", refuse)
@@ -54,7 +55,7 @@ def test_where_the_compiler_refuses_the_row_has_the_keys_of_a_report(monkeypatch
     out, errors = capsys.readouterr()
     row = json.loads(out)
     experiment, target = config.load(Path(MODEL), ["training.sequence=4096"]), Target.parse("tpu-v5e:4x4")
-    counted = plan(config.workload(experiment, (1, 1, 16)), target)
+    counted = plan(config.workload(experiment, meshes.layout(tensor=16)), target)
     report = Report(counted, False, 1.5, CompiledMemory(1, 1, 1, 3, 0, 1), (), 1, 0.0, (), (), (), ()).row()
     assert row.keys() == report.keys() | {"turn"}
     assert row["memory_bytes_per_device"].keys() == report["memory_bytes_per_device"].keys()

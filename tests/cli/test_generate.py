@@ -3,6 +3,7 @@
 import json
 
 import jax
+import meshes
 import numpy as np
 import pytest
 import runs
@@ -13,7 +14,6 @@ from jaxlm.config import load
 from jaxlm.data.dataset import prepare
 from jaxlm.inference import generate
 from jaxlm.models import tree
-from jaxlm.parallel import sharding
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_what_is_drawn_goes_on_from_the_prompt(tmp_path, monkeypatch, capsys):
 
 def test_a_model_of_one_token_shows_a_sample(tmp_path):
     experiment = load(runs.write_config(tmp_path, "model.context_length=1"))
-    data, mesh = prepare(experiment.data, experiment.model.vocab_size), sharding.make_mesh()
+    data, mesh = prepare(experiment.data, experiment.model.vocab_size), meshes.make()
     sample = train._sample(experiment, data, tree.init(experiment.model, 0, mesh), mesh)
     assert isinstance(sample, str)
 

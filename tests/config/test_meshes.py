@@ -1,9 +1,11 @@
 """The mesh of an experiment, and what it divides."""
 
+import meshes
 import pytest
 from config_fixtures import SMALL
 
-from jaxlm.config import check_mesh, load, mesh_sizes
+from jaxlm import config
+from jaxlm.config import check_layout, load
 from jaxlm.core.errors import InputError
 
 
@@ -20,7 +22,7 @@ from jaxlm.core.errors import InputError
     ],
 )
 def test_the_mesh_factors_the_devices(mesh, devices, sizes):
-    assert mesh_sizes(load(SMALL, mesh), devices) == sizes
+    assert config.layout(load(SMALL, mesh), devices) == meshes.layout(*sizes)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +37,7 @@ def test_the_mesh_factors_the_devices(mesh, devices, sizes):
 )
 def test_a_mesh_that_does_not_fit_is_refused(overrides, devices, says):
     with pytest.raises(InputError) as refused:
-        mesh_sizes(load(SMALL, overrides), devices)
+        config.layout(load(SMALL, overrides), devices)
     said = str(refused.value)
     assert "\n" not in said and not [part for part in says if part not in said], said
 
@@ -51,9 +53,9 @@ def test_a_mesh_that_does_not_fit_is_refused(overrides, devices, says):
 )
 def test_a_mesh_divides_heads_feed_forward_vocabulary_and_width(overrides, sizes, key):
     experiment = load(SMALL, overrides)
-    check_mesh(experiment, 1, 1, 1)
+    check_layout(experiment, meshes.layout())
     with pytest.raises(InputError) as refused:
-        check_mesh(experiment, *sizes)
+        check_layout(experiment, meshes.layout(*sizes))
     assert key in str(refused.value)
 
 
@@ -62,8 +64,12 @@ def test_only_training_asks_that_a_mesh_divides_the_rows_of_a_microbatch():
     with pytest.raises(InputError, match="training.microbatches = 2 does not divide training.batch = 7"):
         load(SMALL, overrides)
     experiment = load(SMALL, overrides, "decode")
-    assert mesh_sizes(experiment, 8, "decode") == (4, 2, 1)
+    assert config.layout(experiment, 8, "decode") == meshes.layout(4, 2, 1)
     with pytest.raises(InputError, match="the 3 rows of a microbatch"):
-        mesh_sizes(experiment, 8)
-    with pytest.raises(InputError, match="model.attention.num_heads = 8"):
-        check_mesh(experiment, 1, 1, 16, "decode")
+        config.layout(experiment, 8)
+    check_layout(experiment, meshes.layout(tensor=16), "decode")  # heads stay whole
+
+
+def test_two_axes_cannot_both_take_the_rest():
+    with pytest.raises(InputError, match="mesh.fsdp and mesh.tensor are both"):
+        config.layout(load(SMALL, ["mesh.tensor=all"]), 8)

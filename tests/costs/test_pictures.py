@@ -20,7 +20,8 @@ from jaxlm.costs.hardware.catalog import find
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import plan
 from jaxlm.costs.step import operations
-from jaxlm.costs.workload import MeshShape, Workload
+from jaxlm.costs.workload import Workload
+from jaxlm.parallel.layout import Layout
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 LLAMA = MODELS / "llama3.1-8b.toml"
@@ -41,7 +42,7 @@ def texts(figure: Figure) -> list:
 @pytest.mark.parametrize("chip", ["h200-sxm", "tpu-v7x"])
 def test_points_are_the_whole_step(kind, chip):
     target = Target.parse(chip)
-    work = llama(kind, mesh=MeshShape(fsdp=target.devices), optimizer="muon")
+    work = llama(kind, layout=Layout(fsdp=target.devices), optimizer="muon")
     found = pictures.points(work, target.chip)
     assert {point.scope for point in found} == {op.scope for op in operations.step(work)}
     assert sum(point.flops for point in found) == sum(op.times * op.flops for op in operations.step(work))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import meshes
 import model_fixtures
 import numpy as np
 import pytest
@@ -18,18 +19,18 @@ from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.pictures import points
 from jaxlm.costs.plan import plan
-from jaxlm.costs.search import meshes, search
+from jaxlm.costs.search import layouts, search
 from jaxlm.costs.serving import critical_batch, speculative_speedup
 from jaxlm.costs.step import operations, traffic
 from jaxlm.costs.step.flops import flops
 from jaxlm.costs.step.memory import kv_bytes_per_token, memory, trained
 from jaxlm.costs.step.parameters import parameters
-from jaxlm.costs.workload import MeshShape, Workload
+from jaxlm.costs.workload import Workload
 from jaxlm.inference.cache import empty_cache
 from jaxlm.inference.steps import decode_step, prefill
 from jaxlm.lowering.fit import fit
 from jaxlm.models import tree
-from jaxlm.parallel import sharding
+from jaxlm.parallel.layout import AXES, Layout
 from jaxlm.training.step import make_steps
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -54,14 +55,14 @@ def windowless(work):
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
 def test_every_config_s_training_step_has_the_products_that_are_counted(path, remat):
     experiment = config.load(path, [f"training.remat={remat}", "training.kernels=xla"])
-    executed = flops(config.workload(experiment, (1, 1, 1))).executed
+    executed = flops(config.workload(experiment, meshes.layout())).executed
     cost = counted(experiment)
     assert executed == cost.matmul_flops
     # Rounded figures per number, of norms, activations, softmax, loss and optimizer.
-    elementwise = sum(op.times * op.elementwise for op in operations.step(config.workload(experiment, (1, 1, 1))))
+    elementwise = sum(op.times * op.elementwise for op in operations.step(config.workload(experiment, meshes.layout())))
     assert elementwise == pytest.approx(cost.flops - cost.matmul_flops, rel=0.2)
     if remat == "none":
-        assert flops(windowless(config.workload(experiment, (1, 1, 1)))).model == executed
+        assert flops(windowless(config.workload(experiment, meshes.layout()))).model == executed
         assert cost.forward.matmul_flops * 3 == executed
 
 
@@ -75,10 +76,10 @@ def test_kernels_compute_what_both_counters_read(name, chip, remat):
     settings = ["training.kernels=auto", "training.sequence=512", "training.microbatches=2", f"training.remat={remat}"]
     experiment = config.load(CONFIGS / f"models/{name}.toml", settings)
     device = AbstractDevice(chip, 1, {"N": "gpu", "T": "tpu"}[chip[0]])
-    mesh = AbstractMesh((1, 1, 1), sharding.MESH_AXES, (AxisType.Auto,) * 3, abstract_device=device)
+    mesh = AbstractMesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         cost = counted(experiment)
-    ops = operations.step(config.workload(experiment, (1, 1, 1)))
+    ops = operations.step(config.workload(experiment, meshes.layout()))
     assert cost.matmul_flops == sum(op.times * op.flops for op in ops if not op.kernel)
     assert cost.kernel_flops == sum(op.times * (op.flops + op.elementwise) for op in ops if op.kernel)
     launched = cost.of(kind="kernel")
@@ -96,7 +97,7 @@ def test_a_cpu_computes_attention_in_parts(sequence, remat):
     )
     steps = make_steps(model, training, model_fixtures.optimization())
     batch = {n: jax.ShapeDtypeStruct((4, sequence), jnp.int32) for n in ("tokens", "targets", "segments", "positions")}
-    with jax.set_mesh(sharding.make_mesh(1, 1, 1, jax.devices()[:1])):
+    with jax.set_mesh(meshes.make(1, 1, 1, jax.devices()[:1])):
         cost = count(steps.train, jax.eval_shape(steps.init), batch)
     whole = Workload("train", model, 4, sequence, "float32", remat, kernels="xla")
     work = whole.on_cpu()
@@ -158,7 +159,7 @@ def test_products_of_a_step_in_which_something_is_frozen(family, kind, patterns,
         model=model, training=training, optimizer=model_fixtures.optimization(kind=kind, groups=groups).model_dump()
     )
     work, whole = (
-        config.workload(experiment, (1, 1, 1)),
+        config.workload(experiment, meshes.layout()),
         Workload("train", model, 8, 32, remat=remat, microbatches=2, kernels="xla"),
     )
     assert flops(work).executed == counted(experiment).matmul_flops <= flops(replace(whole, optimizer=kind)).executed
@@ -168,7 +169,7 @@ def test_products_of_a_step_in_which_something_is_frozen(family, kind, patterns,
 def test_what_is_frozen_is_gathered_and_not_sent():
     """A linear probe gathers its layers once; where the embedding trains they are gathered for both passes."""
     model = model_fixtures.model()
-    whole = Workload("train", model, 16, 32, optimizer="muon", mesh=MeshShape(2, 2, 2), kernels="xla")
+    whole = Workload("train", model, 16, 32, optimizer="muon", layout=meshes.layout(2, 2, 2), kernels="xla")
     paths = frozenset(parameters(model))
     layers = frozenset(path for path in paths if path.startswith("layers/"))
     found = {(c.kind, c.of): c.times for c in traffic.collectives(replace(whole, frozen=layers))}
@@ -186,8 +187,8 @@ def test_what_is_frozen_is_gathered_and_not_sent():
 def test_a_pattern_that_decides_nothing_is_refused_before_anything_is_counted():
     experiment = config.load(CONFIGS / "models/qwen3-0.6b.toml", ['optimizer.groups=[{pattern="layer/*"}]'])
     with pytest.raises(InputError, match="matches no parameter; there are"):
-        config.workload(experiment, (1, 1, 1))
-    assert not config.workload(experiment, (1, 1, 1), "decode").frozen
+        config.workload(experiment, meshes.layout())
+    assert not config.workload(experiment, meshes.layout(), "decode").frozen
 
 
 @pytest.mark.parametrize("mesh", [(1, 8, 1), (2, 2, 2), (1, 2, 4)], ids=str)
@@ -195,9 +196,9 @@ def test_a_pattern_that_decides_nothing_is_refused_before_anything_is_counted():
 def test_state_of_every_optimizer_lies_on_a_mesh_as_counted(kind, mesh):
     model = model_fixtures.model(model_fixtures.QWEN3)  # two key heads: whole beside four parts of `tensor`
     steps = make_steps(model, model_fixtures.training(), model_fixtures.optimization(kind=kind))
-    held = jax.eval_shape(steps.init).optimizer, steps.shardings(sharding.make_mesh(*mesh)).optimizer
+    held = jax.eval_shape(steps.init).optimizer, steps.shardings(meshes.make(*mesh)).optimizer
     shards = jax.tree.map(lambda x, lies: math.prod(lies.shard_shape(x.shape)) * 4 if x.ndim else 0, *held)
-    work = Workload("train", model, 8, 32, optimizer=kind, mesh=MeshShape(*mesh), kernels="xla")
+    work = Workload("train", model, 8, 32, optimizer=kind, layout=meshes.layout(*mesh), kernels="xla")
     assert trained(work).optimizer == sum(jax.tree.leaves(shards))
 
 
@@ -212,7 +213,7 @@ def test_dropout_takes_passes_and_no_products(remat):
         )
         for rate in (0.1, 0.0)
     )
-    work, without = (config.workload(experiment, (1, 1, 1)) for experiment in (dropped, plain))
+    work, without = (config.workload(experiment, meshes.layout()) for experiment in (dropped, plain))
     assert flops(work) == flops(without)
 
     def elementwise(work):
@@ -291,7 +292,9 @@ def test_figures_of_gpt2():
 
 
 def test_napkin_is_six_for_each_parameter_and_token():
-    work = config.workload(config.load(CONFIGS / "models" / "llama3.1-8b.toml", ["training.kernels=xla"]), (1, 1, 1))
+    work = config.workload(
+        config.load(CONFIGS / "models" / "llama3.1-8b.toml", ["training.kernels=xla"]), meshes.layout()
+    )
     table = work.model.vocab_size * work.model.d_model
     gains = (2 * work.model.num_layers + 1) * work.model.d_model
     assert flops(work).napkin == 6 * (8_030_261_248 - table - gains) * work.tokens
@@ -301,7 +304,7 @@ def test_work_divides_over_devices():
     """Products and state of one device times devices are those of the whole, where everything divides."""
     whole = Workload("train", model_fixtures.model(), 16, 32, remat="full", microbatches=2, kernels="xla")
     total = sum(op.times * op.flops for op in operations.step(whole))
-    for mesh in (MeshShape(2, 2, 2), MeshShape(1, 4, 4), MeshShape(8, 1, 1)):
+    for mesh in (meshes.layout(2, 2, 2), meshes.layout(1, 4, 4), meshes.layout(8, 1, 1)):
         part = replace(whole, mesh=mesh)
         assert mesh.size * sum(op.times * op.flops for op in operations.step(part)) == total
         assert memory(part).optimizer * mesh.fsdp * mesh.tensor <= memory(whole).optimizer * 1.2  # gains replicate
@@ -317,15 +320,15 @@ def test_attention_divides_by_query_heads_whatever_its_keys_do(heads, kv_heads, 
         ops = operations.step(Workload("train", model, 16, 256, remat="full", mesh=mesh, kernels=kernels))
         return sum(op.times * op.flops for op in ops if op.scope in (operations.SCORES, operations.MIXTURE))
 
-    assert tensor * computed(MeshShape(tensor=tensor)) == computed(MeshShape())
+    assert tensor * computed(Layout(tensor=tensor)) == computed(meshes.layout())
 
 
 def test_parameters_on_a_device_are_those_that_the_sharding_gives():
     model = model_fixtures.model()
     mesh = jax.sharding.AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"))
-    from jaxlm.parallel.sharding import partition
+    from jaxlm.parallel.partition import partition
 
-    work = Workload("train", model, 16, 32, mesh=MeshShape(2, 2, 2), kernels="xla")
+    work = Workload("train", model, 16, 32, layout=meshes.layout(2, 2, 2), kernels="xla")
     for d in parameters(model).values():
         spec = partition(d.axes, d.shape, mesh)
         parts = math.prod(mesh.shape[axis] for entry in spec if entry for axis in np.atleast_1d(entry))
@@ -333,7 +336,9 @@ def test_parameters_on_a_device_are_those_that_the_sharding_gives():
 
 
 def test_what_is_sent():
-    work = Workload("train", model_fixtures.model(), 16, 32, microbatches=2, mesh=MeshShape(2, 2, 2), kernels="xla")
+    work = Workload(
+        "train", model_fixtures.model(), 16, 32, microbatches=2, layout=meshes.layout(2, 2, 2), kernels="xla"
+    )
     found = traffic.collectives(work)
     assert {(c.kind, c.axes) for c in found} == {
         ("all-gather", ("fsdp",)),
@@ -349,14 +354,14 @@ def test_what_is_sent():
     # Those of tests/test_traffic.py: of each microbatch, in a layer two forward and two backward, and one each around.
     streams = [c for c in found if c.of == "stream"]
     assert all(c.times == 2 * (4 * work.model.num_layers + 2) for c in streams)
-    assert not traffic.collectives(replace(work, mesh=MeshShape()))
+    assert not traffic.collectives(replace(work, layout=meshes.layout()))
 
 
 @pytest.mark.parametrize("post_norms", [False, True])
 def test_the_last_sum_of_a_layer_runs_again_where_a_norm_reads_it(post_norms):
     def sums(remat):
         model = model_fixtures.model(post_norms=post_norms)
-        work = Workload("train", model, 16, 32, remat=remat, mesh=MeshShape(tensor=2), kernels="xla")
+        work = Workload("train", model, 16, 32, remat=remat, layout=Layout(tensor=2), kernels="xla")
         return sum(c.times for c in traffic.collectives(work) if (c.kind, c.of) == ("reduce-scatter", "stream"))
 
     assert sums("full") - sums("none") == (2 if post_norms else 1) * model_fixtures.model().num_layers
@@ -366,7 +371,7 @@ def test_the_last_sum_of_a_layer_runs_again_where_a_norm_reads_it(post_norms):
 def test_tables_are_gathered_once_and_summed_for_each_use(tied, sums):
     """What is looked up before the loop over three microbatches, the unembedding in it."""
     model = model_fixtures.model(tied_embeddings=tied)
-    work = Workload("train", model, 24, 32, microbatches=3, mesh=MeshShape(2, 4, 1), kernels="xla")
+    work = Workload("train", model, 24, 32, microbatches=3, layout=meshes.layout(2, 4, 1), kernels="xla")
     sent = {(c.kind, c.of): c.times for c in traffic.collectives(work)}
     assert (sent["all-gather", "embedding"], sent["reduce-scatter", "embedding"]) == (1, sums)
     unembedding = [] if tied else [("all-gather", "unembedding"), ("reduce-scatter", "unembedding")]
@@ -382,7 +387,7 @@ def test_muon_moves_whole_matrices():
     """Three layers filled up to eight, in float32; a quarter of each on a device, and keys whole beside `tensor`."""
     model = model_fixtures.model(attention={"num_heads": 8, "num_kv_heads": 1, "head_dim": 4})
     found = traffic.collectives(
-        Workload("train", model, 16, 32, optimizer="muon", mesh=MeshShape(2, 2, 2), kernels="xla")
+        Workload("train", model, 16, 32, optimizer="muon", layout=meshes.layout(2, 2, 2), kernels="xla")
     )
     keys, others = 2 * 32 * 4, 2 * 32 * 32 + 3 * 32 * 48
     assert {c[:4] for c in found if c.of == "optimizer"} == {
@@ -396,7 +401,7 @@ def test_muon_moves_whole_matrices():
 def test_cache_of_llama():
     """2 × 126 layers × 8 heads × 128 × 2 bytes."""
     work = config.workload(
-        config.load(CONFIGS / "models" / "llama3.1-405b.toml", ["training.kernels=xla"]), (1, 1, 1), "decode"
+        config.load(CONFIGS / "models" / "llama3.1-405b.toml", ["training.kernels=xla"]), meshes.layout(), "decode"
     )
     assert kv_bytes_per_token(work) == 516_096
     assert memory(work).kv_cache == 516_096 * work.batch * work.sequence
@@ -407,7 +412,13 @@ def test_a_plan_s_figures_agree_with_one_another(target):
     target = Target.parse(target)
     model = config.load(CONFIGS / "models" / "llama3.1-8b.toml").model
     work = Workload(
-        "train", model, 2 * target.devices, 4096, remat="full", mesh=MeshShape(1, target.devices, 1), kernels="xla"
+        "train",
+        model,
+        2 * target.devices,
+        4096,
+        remat="full",
+        layout=meshes.layout(1, target.devices, 1),
+        kernels="xla",
     )
     row = plan(work, target).row()
     time = row["time_s"]
@@ -436,7 +447,7 @@ def test_a_plan_s_figures_agree_with_one_another(target):
 def test_a_plan_has_the_napkin_beside_it(kind, each, step_s):
     """6 or 2 FLOPs for each matrix's number and token, 16 or 2 bytes for each parameter, which data replicates."""
     model, target = config.load(CONFIGS / "models" / "llama3.1-8b.toml").model, Target.parse("h200-sxm:8")
-    found = plan(Workload(kind, model, 16, 4096, remat="full", mesh=MeshShape(2, 2, 2), kernels="xla"), target)
+    found = plan(Workload(kind, model, 16, 4096, remat="full", layout=meshes.layout(2, 2, 2), kernels="xla"), target)
     row = found.row()["napkin"]
     assert row["memory_bytes"] == each * 8_030_261_248 // 4 and row["flops"] == found.flops.napkin
     assert row["step_s"] == pytest.approx(step_s) and row["step_s"] < found.time.lower_bound
@@ -445,7 +456,7 @@ def test_a_plan_has_the_napkin_beside_it(kind, each, step_s):
 
 def test_a_run_s_price_is_that_of_its_steps():
     target = Target.parse("h100-sxm5:8")
-    work = Workload("train", model_fixtures.model(), 16, 32, mesh=MeshShape(1, 8, 1), steps=1000, kernels="xla")
+    work = Workload("train", model_fixtures.model(), 16, 32, layout=meshes.layout(1, 8, 1), steps=1000, kernels="xla")
     row = plan(work, target).row()
     assert row["run_s"] == pytest.approx(1000 * row["time_s"]["expected"])
     assert row["usd_per_run"] == pytest.approx(row["usd_per_million_tokens"] * 1000 * work.tokens / 1e6)
@@ -453,7 +464,7 @@ def test_a_run_s_price_is_that_of_its_steps():
 
 def test_more_of_everything_is_never_faster():
     target = Target.parse("h100-sxm5:8")
-    base = Workload("train", model_fixtures.model(), 16, 32, mesh=MeshShape(1, 8, 1), kernels="xla")
+    base = Workload("train", model_fixtures.model(), 16, 32, layout=meshes.layout(1, 8, 1), kernels="xla")
     first = plan(base, target).time
     for change in ({"batch": 32}, {"remat": "full"}, {"model": model_fixtures.model(num_layers=6)}):
         other = plan(replace(base, **change), target).time
@@ -479,10 +490,10 @@ def test_search_finds_what_fits_and_sorts_it():
     model = config.load(CONFIGS / "models" / "llama3.1-8b.toml").model
     work = Workload("train", model, 16, 4096, kernels="xla")
     found = search(work, target)
-    assert found and all(p.fits and p.work.mesh.size == 8 for p in found)
+    assert found and all(p.fits and p.work.layout.size == 8 for p in found)
     times = [p.time.expected for p in found]
     assert times == sorted(times)
-    assert {p.work.mesh for p in found} <= set(meshes(work, 8))
+    assert {p.work.layout for p in found} <= set(layouts(work, 8))
 
 
 def test_ten_thousand_plans_a_minute():
@@ -490,7 +501,7 @@ def test_ten_thousand_plans_a_minute():
 
     target = Target.parse("h100-sxm5:64")
     model = config.load(CONFIGS / "models" / "llama3.1-405b.toml").model
-    work = Workload("train", model, 64, 8192, remat="full", mesh=MeshShape(1, 8, 8), kernels="xla")
+    work = Workload("train", model, 64, 8192, remat="full", layout=meshes.layout(1, 8, 8), kernels="xla")
     plan(work, target)
     began = time.process_time()  # what else runs on the machine is none of its
     for batch in range(64, 64 * 101, 64):
@@ -525,7 +536,7 @@ def test_bad_input():
     with pytest.raises(InputError, match="a sequence of 64 is longer than model.context_length = 32"):
         plan(replace(work, sequence=64), Target.parse("h100-sxm5"))
     with pytest.raises(InputError, match="rtx4090 has no published scale_out_bytes_per_s"):
-        plan(replace(work, mesh=MeshShape(2, 8, 1)), Target.parse("rtx4090:16"))
+        plan(replace(work, layout=meshes.layout(2, 8, 1)), Target.parse("rtx4090:16"))
     with pytest.raises(InputError, match="has no published peak"):
         plan(work, Target.parse("cerebras-wse3"))
 
@@ -533,7 +544,7 @@ def test_bad_input():
 def test_kernels_are_left_out_of_chips_that_do_not_run_them():
     """By all that is asked of a workload and a target."""
     experiment = config.load(CONFIGS / "models/qwen3-0.6b.toml", ["training.sequence=1024", "training.batch=8"])
-    auto, target = config.workload(experiment, (1, 8, 1)), Target.parse("mi300x:8")
+    auto, target = config.workload(experiment, meshes.layout(1, 8, 1)), Target.parse("mi300x:8")
     plain = replace(auto, kernels="xla")
     assert auto.runs_kernels and not target.chip.runs_kernels and plan(auto, target) == plan(plain, target)
     assert search(auto, target)[0] == search(plain, target)[0]
@@ -545,7 +556,7 @@ def test_kernels_are_left_out_of_chips_that_do_not_run_them():
 
 def test_what_was_measured_of_a_step_moves_the_upper_bound_alone():
     """Each figure that calibration measures costs the seconds that it says, and none touches the lower bound."""
-    work = config.workload(config.load(CONFIGS / "quickstart.toml", ["training.kernels=xla"]), (1, 1, 1))
+    work = config.workload(config.load(CONFIGS / "quickstart.toml", ["training.kernels=xla"]), meshes.layout())
     chip = Target.parse("h200-sxm:1").chip.model_copy(update={"on_chip": None})  # no tiles to fill
     target = Target(chip, (1, 1))
     bare, peak = plan(work, target).time, chip.peak("float32")

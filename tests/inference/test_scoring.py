@@ -3,6 +3,7 @@
 import chex
 import jax
 import jax.numpy as jnp
+import meshes
 import model_fixtures
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from jaxlm.inference.generate import before_stop, generate
 from jaxlm.inference.requests import Sampling
 from jaxlm.inference.scoring import Scorer, padded_length, token_logprobs
 from jaxlm.models import tree
-from jaxlm.parallel import sharding
 
 families = pytest.mark.parametrize("family", model_fixtures.FAMILIES.values(), ids=model_fixtures.FAMILIES)
 
@@ -21,11 +21,11 @@ families = pytest.mark.parametrize("family", model_fixtures.FAMILIES.values(), i
 def parts(family=model_fixtures.LLAMA, mesh=None):
     model = model_fixtures.model(family)
     graph, _ = tree.abstract(model)
-    return graph, model, tree.init(model, 0, mesh or sharding.make_mesh())
+    return graph, model, tree.init(model, 0, mesh or meshes.make())
 
 
 def scores(pairs, batch=4, mesh=None, **options):
-    mesh = mesh or sharding.make_mesh()
+    mesh = mesh or meshes.make()
     found = dict(Scorer(*parts(mesh=mesh)[1:], batch, mesh, **options)(pairs))
     return [found[i] for i in range(len(pairs))]
 
@@ -70,13 +70,13 @@ def test_one_at_a_time_scores_as_many_do():
 
 def test_any_mesh_scores_the_same():
     asked = pairs()
-    one, many = scores(asked), scores(asked, mesh=sharding.make_mesh(data=2, fsdp=2, tensor=2))
+    one, many = scores(asked), scores(asked, mesh=meshes.make(data=2, fsdp=2, tensor=2))
     np.testing.assert_allclose([s.logprob for s in many], [s.logprob for s in one], rtol=1e-5)
 
 
 def test_what_greedy_decoding_gives_is_greedy():
     _, model, parameters = parts()
-    drawn = generate(model, parameters, [[3, 1, 4]], 6, sharding.make_mesh(), sampling=Sampling(0.0), valid=40)
+    drawn = generate(model, parameters, [[3, 1, 4]], 6, meshes.make(), sampling=Sampling(0.0), valid=40)
     ids = [int(token[0]) for token in drawn]
     other = [*ids[:-1], (ids[-1] + 1) % 40]
     assert [s.greedy for s in scores([([3, 1, 4], ids), ([3, 1, 4], other)], valid=40)] == [True, False]
@@ -119,7 +119,7 @@ def test_prompts_filled_to_one_length_run_one_program(monkeypatch):
     _, model, parameters = parts(model_fixtures.GPT2)
     # What other tests compiled would be found again.
     model = model.model_copy(update={"initializer_std": 0.123})
-    greedy, mesh = Sampling(temperature=0.0), sharding.make_mesh()
+    greedy, mesh = Sampling(temperature=0.0), meshes.make()
 
     def run(prompt, **options):
         drawn = generate(model, parameters, [prompt], 4, mesh, sampling=greedy, **options)

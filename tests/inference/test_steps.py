@@ -1,6 +1,7 @@
 import chex
 import jax
 import jax.numpy as jnp
+import meshes
 import model_fixtures
 import numpy as np
 import pytest
@@ -11,7 +12,6 @@ from jaxlm.inference.cache import cache_shardings, empty_cache
 from jaxlm.inference.generate import generate
 from jaxlm.inference.requests import Sampling
 from jaxlm.models import tree
-from jaxlm.parallel import sharding
 
 families = pytest.mark.parametrize("family", model_fixtures.FAMILIES.values(), ids=model_fixtures.FAMILIES)
 
@@ -19,7 +19,7 @@ families = pytest.mark.parametrize("family", model_fixtures.FAMILIES.values(), i
 def parts(family, mesh=None):
     model = model_fixtures.model(family)
     graph, _ = tree.abstract(model)
-    return model, graph, tree.init(model, 0, mesh or sharding.make_mesh())
+    return model, graph, tree.init(model, 0, mesh or meshes.make())
 
 
 @families
@@ -63,9 +63,9 @@ def test_any_mesh_gives_the_same_logits(shape):
             after, cache = second(parameters, tokens[:, 0], cache)
         return jax.device_get((logits, after, cache.key))
 
-    mesh = sharding.make_mesh(*shape)
+    mesh = meshes.make(*shape)
     _, _, spread = parts(model_fixtures.LLAMA, mesh)
-    *wanted, cached = two_steps(sharding.make_mesh(), parameters)
+    *wanted, cached = two_steps(meshes.make(), parameters)
     copies = 2 if shape[2] == 8 else 1  # of the four key/value heads: each device keeps one
     wanted.append(np.repeat(cached, copies, axis=2))
     model_fixtures.assert_same_numbers(two_steps(mesh, spread), tuple(wanted), 1e-5)
@@ -73,7 +73,7 @@ def test_any_mesh_gives_the_same_logits(shape):
 
 def test_generation_is_greedy_at_temperature_zero():
     model, graph, parameters = parts(model_fixtures.LLAMA)
-    mesh = sharding.make_mesh()
+    mesh = meshes.make()
     prompt = [3, 1, 4, 1, 5]
     drawn = [int(t[0]) for t in generate(model, parameters, [prompt], 8, mesh, sampling=Sampling(temperature=0.0))]
     sequence = list(prompt)
@@ -84,7 +84,7 @@ def test_generation_is_greedy_at_temperature_zero():
 
 def test_generation_repeats_with_its_seed_and_differs_with_another():
     model, _, parameters = parts(model_fixtures.LLAMA)
-    mesh = sharding.make_mesh()
+    mesh = meshes.make()
 
     def run(seed):
         return [int(t[0]) for t in generate(model, parameters, [[1, 2]], 16, mesh, seed=seed)]
@@ -94,12 +94,12 @@ def test_generation_repeats_with_its_seed_and_differs_with_another():
 
 def test_generation_on_a_mesh_with_one_prompt():
     """One sequence cannot be split over eight devices; it is replicated, not refused."""
-    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+    mesh = meshes.make(data=2, fsdp=2, tensor=2)
     model, _, spread = parts(model_fixtures.LLAMA, mesh)
     _, _, parameters = parts(model_fixtures.LLAMA)
     greedy = Sampling(temperature=0.0)
     many = [int(t[0]) for t in generate(model, spread, [[1, 2, 3]], 5, mesh, sampling=greedy)]
-    one = [int(t[0]) for t in generate(model, parameters, [[1, 2, 3]], 5, sharding.make_mesh(), sampling=greedy)]
+    one = [int(t[0]) for t in generate(model, parameters, [[1, 2, 3]], 5, meshes.make(), sampling=greedy)]
     assert many == one
 
 
@@ -118,14 +118,14 @@ def test_generation_on_a_mesh_with_one_prompt():
 def test_what_cannot_be_generated_is_refused(prompts, max_tokens, message):
     model, _, parameters = parts(model_fixtures.LLAMA)
     with pytest.raises(InputError, match=message):
-        next(generate(model, parameters, prompts, max_tokens, sharding.make_mesh()))
+        next(generate(model, parameters, prompts, max_tokens, meshes.make()))
 
 
 def test_the_whole_context_can_be_used():
     model, graph, parameters = parts(model_fixtures.GPT2)
     for given, follow in ((30, 3), (32, 1)):
         greedy = Sampling(temperature=0.0)
-        drawn = list(generate(model, parameters, [[1] * given], follow, sharding.make_mesh(), sampling=greedy))
+        drawn = list(generate(model, parameters, [[1] * given], follow, meshes.make(), sampling=greedy))
         assert len(drawn) == follow
         read = [1] * given + [int(token[0]) for token in drawn[:-1]]
         assert len(read) == model_fixtures.CONTEXT
@@ -135,4 +135,4 @@ def test_the_whole_context_can_be_used():
 def test_prompts_are_not_filled_beyond_the_context():
     model, _, parameters = parts(model_fixtures.LLAMA)
     with pytest.raises(InputError, match="33 tokens exceeds model.context_length = 32"):
-        next(generate(model, parameters, [[1]], 1, sharding.make_mesh(), fill_to=33))
+        next(generate(model, parameters, [[1]], 1, meshes.make(), fill_to=33))

@@ -12,14 +12,15 @@ from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import plan
 from jaxlm.costs.search import variants
 from jaxlm.costs.step.memory import memory
-from jaxlm.costs.workload import MeshShape, Workload
+from jaxlm.costs.workload import Workload
 from jaxlm.lowering.fit import fit
 from jaxlm.lowering.suggestions import dials
 from jaxlm.models.config import ModelConfig
+from jaxlm.parallel.layout import Layout
 
 MODELS = Path(__file__).parents[2] / "configs/models"
 MODEL = ModelConfig(**tomllib.loads((MODELS / "llama3.1-8b.toml").read_text())["model"])
-WORK = Workload("train", MODEL, batch=32, sequence=4096, mesh=MeshShape(fsdp=8), kernels="xla")
+WORK = Workload("train", MODEL, batch=32, sequence=4096, layout=Layout(fsdp=8), kernels="xla")
 TARGET = Target.parse("h200-sxm:8")
 
 

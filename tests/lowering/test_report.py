@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import meshes
 import pytest
 
 from jaxlm import config
@@ -17,7 +18,8 @@ from jaxlm.costs.hardware import catalog
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.step import traffic
 from jaxlm.lowering import buffers, hlo, kernels, report, targets
-from jaxlm.parallel import sharding
+from jaxlm.parallel.collectives import on_each_device
+from jaxlm.parallel.partition import named_sharding
 
 pytestmark = [
     pytest.mark.slow,
@@ -55,7 +57,7 @@ def small(tmp_path) -> Path:
 
 def compiled(path: Path, chips: str, kind: str, sizes=(1, 2, 2), overrides=(), quick=False) -> report.CompiledStep:
     target = Target.parse(chips)
-    mesh = sharding.make_mesh(*sizes, targets.devices(target))
+    mesh = meshes.make(*sizes, devices=targets.devices(target))
     return report.compile(config.load(path, list(overrides)), kind, target, mesh, quick)
 
 
@@ -165,12 +167,12 @@ def test_pallas_kernels_are_found_and_nothing_is_gathered_around_them(platform):
     def kernel(x):
         return pl.pallas_call(double, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), name="double")(x)
 
-    mesh = sharding.make_mesh(1, 2, 2, targets.devices(Target.parse(FOUR[platform])))
+    mesh = meshes.make(1, 2, 2, targets.devices(Target.parse(FOUR[platform])))
     axes = ("batch", "act_heads")
-    given = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=sharding.sharding(axes, (256, 256), mesh))
+    given = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=named_sharding(axes, (256, 256), mesh))
 
     def step(x):
-        return jax.lax.scan(lambda x, _: (sharding.on_each_device(kernel, (x, axes)), None), x, length=3)[0]
+        return jax.lax.scan(lambda x, _: (on_each_device(kernel, (x, axes)), None), x, length=3)[0]
 
     with jax.set_mesh(mesh):
         text = jax.jit(step, out_shardings=given.sharding).lower(given).compile().as_text()

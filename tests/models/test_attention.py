@@ -3,6 +3,7 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
@@ -11,7 +12,7 @@ from jaxlm.models import causal
 from jaxlm.models.attention import attend, dot_product_attention, in_causal_parts
 from jaxlm.models.config import LinearScalingConfig, Llama3ScalingConfig, RopeConfig
 from jaxlm.models.positions import rotate, rotation, visible_in_rows
-from jaxlm.parallel import sharding
+from jaxlm.parallel.layout import AXES
 from kernels_pallas.flash_attention import Visible
 
 
@@ -92,10 +93,10 @@ def test_only_cpus_leave_out_what_causality_hides():
 
     def chip(name, platform):
         device = AbstractDevice(name, 1, platform)
-        mesh = AbstractMesh((1, 1, 1), sharding.MESH_AXES, (AxisType.Auto,) * 3, abstract_device=device)
+        mesh = AbstractMesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, abstract_device=device)
         return jax.sharding.use_abstract_mesh(mesh)
 
-    assert scores(jax.set_mesh(sharding.make_mesh(1, 1, 1, jax.devices()[:1]))) == {"whole": False, "parts": True}
+    assert scores(jax.set_mesh(meshes.make(1, 1, 1, jax.devices()[:1]))) == {"whole": False, "parts": True}
     assert scores(chip("NVIDIA H200", "gpu")) == {"whole": True, "parts": False}
     assert scores(chip("TPU v5 lite", "tpu")) == {"whole": True, "parts": False}
 

@@ -4,13 +4,16 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import meshes
 import model_fixtures
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from launches import launches
 
-from jaxlm.parallel import sharding
+from jaxlm.parallel import collectives
+from jaxlm.parallel.collectives import on_each_device
+from jaxlm.parallel.layout import AXES
 from jaxlm.training.step import make_steps
 from kernels_pallas.core import interpreted
 
@@ -19,13 +22,13 @@ from kernels_pallas.core import interpreted
 def kernels_asked_for(monkeypatch):
     """Kernels run although this is a CPU; returns how often one was asked for."""
     asked = []
-    run = sharding.on_each_device
+    run = on_each_device
 
     def counted(function, *operands):
         asked.append(function)
         return run(function, *operands)
 
-    monkeypatch.setattr(sharding, "on_each_device", counted)
+    monkeypatch.setattr(collectives, "on_each_device", counted)
     with interpreted("triton"):
         yield asked
 
@@ -53,7 +56,7 @@ def step(family, mesh, packed, kernels):
         positions = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
         batch |= {"segments": np.ones_like(positions), "positions": positions}
     (metrics,), state = model_fixtures.run_steps(
-        model_fixtures.model(FAMILIES[family]), settings, [batch], sharding.make_mesh(*mesh)
+        model_fixtures.model(FAMILIES[family]), settings, [batch], meshes.make(*mesh)
     )
     return metrics["loss"], state.optimizer[1][0].mu
 
@@ -86,7 +89,7 @@ def test_the_chip_and_the_switch_decide(chip, tensor):
     """Qwen 3 has four norms, two rotations and a gate in its layer and one norm behind, each forward and backward, and
     attention, whose backward pass is two kernels, also where two key/value heads are on four devices."""
     device = AbstractDevice(chip, 1, {"N": "gpu", "T": "tpu"}.get(chip[0], "cpu"))
-    mesh = AbstractMesh((1, 1, tensor), sharding.MESH_AXES, (AxisType.Auto,) * 3, abstract_device=device)
+    mesh = AbstractMesh((1, 1, tensor), AXES, (AxisType.Auto,) * 3, abstract_device=device)
 
     def kernels_of_a_step(kernels):
         model = model_fixtures.model(FAMILIES["qwen3"])

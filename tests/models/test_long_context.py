@@ -3,6 +3,7 @@
 import platform
 import sys
 
+import meshes
 import model_fixtures
 import pytest
 
@@ -10,7 +11,6 @@ from jaxlm.config import Experiment
 from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import hlo, programs, targets
 from jaxlm.lowering.kernel_matrix import CHIPS
-from jaxlm.parallel import sharding
 
 CONTEXT = 8192
 
@@ -32,7 +32,7 @@ def test_no_scores_are_held(chip):
     )
     training = model_fixtures.training(batch=len(devices), sequence=CONTEXT, dtype="bfloat16")
     experiment = Experiment.model_construct(model=model, training=training, optimizer=model_fixtures.optimization())
-    mesh = sharding.make_mesh(1, len(devices), 1, devices)
+    mesh = meshes.make(1, len(devices), 1, devices=devices)
     program = hlo.parse(programs.step(experiment, "train", mesh).trace().lower().compile().as_text())
     arrays = [a for c in program.computations.values() for i in c.instructions.values() for a in i.arrays]
     assert max(a.numbers for a in arrays) < CONTEXT**2 / 4

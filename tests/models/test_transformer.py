@@ -4,6 +4,7 @@ import math
 import chex
 import jax
 import jax.numpy as jnp
+import meshes
 import model_fixtures
 import numpy as np
 import pytest
@@ -14,7 +15,6 @@ from jaxlm.models.embedding import looked_up
 from jaxlm.models.layers import Dropout, activation, gated, product_in_float32, soft_capped
 from jaxlm.models.positions import visible_in_rows
 from jaxlm.models.transformer import Execution
-from jaxlm.parallel import sharding
 from kernels_pallas import gated_activation
 from kernels_pallas.flash_attention import Visible
 
@@ -24,7 +24,7 @@ families = pytest.mark.parametrize("family", model_fixtures.FAMILIES.values(), i
 def parts(family, **changes):
     model = model_fixtures.model(family, **changes)
     graph, _ = tree.abstract(model)
-    return model, graph, tree.init(model, 0, sharding.make_mesh())
+    return model, graph, tree.init(model, 0, meshes.make())
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "execution"))
@@ -323,7 +323,7 @@ def test_every_part_of_a_table_has_the_gradients_of_its_rows(parts, mesh):
         return jax.grad(lambda table: jnp.sum(looked_up(table, index) * x_BTD.astype(dtype)))(table)
 
     exact = gradient(jnp.float32)
-    with jax.set_mesh(sharding.make_mesh(*mesh)):
+    with jax.set_mesh(meshes.make(*mesh)):
         narrow = gradient(jnp.bfloat16)
     # Each device rounds, and so does their sum.
     np.testing.assert_allclose(narrow.astype(jnp.float32), exact, atol=2**-7 * np.abs(exact).max())

@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 
 import jax
+import meshes
 import model_fixtures
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from flax import nnx
 from jaxlm.models import tree
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.parameters import param, zeros
-from jaxlm.parallel import sharding
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 
@@ -144,32 +144,32 @@ def test_matrices_are_what_the_axes_say_not_what_has_two_dimensions():
 
 def test_initial_values_do_not_depend_on_the_mesh():
     model = model_fixtures.model()
-    one = tree.init(model, 0, sharding.make_mesh())
-    eight = tree.init(model, 0, sharding.make_mesh(data=2, fsdp=2, tensor=2))
+    one = tree.init(model, 0, meshes.make())
+    eight = tree.init(model, 0, meshes.make(data=2, fsdp=2, tensor=2))
     jax.tree.map(np.testing.assert_array_equal, one, eight)
 
 
 def test_each_device_holds_only_its_shard():
-    mesh = sharding.make_mesh(fsdp=4, tensor=2)
+    mesh = meshes.make(fsdp=4, tensor=2)
     up = tree.init(model_fixtures.model(), 0, mesh)["layers"]["feed_forward"]["up"]
     assert up.shape == (3, 32, 48)
     assert {shard.data.shape for shard in up.addressable_shards} == {(3, 8, 24)}
 
 
 def test_another_seed_makes_other_values():
-    mesh = sharding.make_mesh()
+    mesh = meshes.make()
     a, b = (tree.init(model_fixtures.model(), seed, mesh)["embedding"] for seed in (0, 1))
     assert not np.array_equal(a, b)
 
 
 def test_layers_are_not_copies_of_one_another():
-    query = tree.init(model_fixtures.model(), 0, sharding.make_mesh())["layers"]["attention"]["query"]
+    query = tree.init(model_fixtures.model(), 0, meshes.make())["layers"]["attention"]["query"]
     assert not np.array_equal(query[0], query[1])
 
 
 def test_initial_spread():
     model = model_fixtures.model(d_model=128, initializer_std=0.02)
-    parameters = tree.init(model, 0, sharding.make_mesh())
+    parameters = tree.init(model, 0, meshes.make())
     # 49,152 draws: the sample's deviation is within 2 % by six sigma.
     np.testing.assert_allclose(np.std(parameters["layers"]["feed_forward"]["up"][0]), 0.02, rtol=0.06)
     residual = np.std(parameters["layers"]["feed_forward"]["down"])

@@ -5,13 +5,17 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import meshes
 import model_fixtures
 import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxlm.parallel import sharding
+from jaxlm.parallel import mesh as mesh_module
+from jaxlm.parallel.batches import put_batch
+from jaxlm.parallel.layout import AXES
+from jaxlm.parallel.partition import constrain, partition
 from jaxlm.training.step import jit_steps, make_steps
 
 MESHES = [(d, f, t) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) for t in (1, 2, 4, 8) if d * f * t == 8]
@@ -30,7 +34,7 @@ def first_gradients(model, mesh, microbatches=1):
 @pytest.fixture(scope="module")
 def on_one_device():
     return {
-        name: first_gradients(model_fixtures.model(model_fixtures.FAMILIES[name]), sharding.make_mesh())
+        name: first_gradients(model_fixtures.model(model_fixtures.FAMILIES[name]), meshes.make())
         for name in ("llama", "gpt2")
     }
 
@@ -43,7 +47,7 @@ def test_there_are_ten_ways_to_factor_eight():
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_losses_and_gradients_are_those_of_one_device(on_one_device, family, mesh):
     expected_loss, expected = on_one_device[family]
-    loss, gradients = first_gradients(model_fixtures.model(model_fixtures.FAMILIES[family]), sharding.make_mesh(*mesh))
+    loss, gradients = first_gradients(model_fixtures.model(model_fixtures.FAMILIES[family]), meshes.make(*mesh))
     # The tolerances of DESIGN: sums are added in another order, in float32.
     model_fixtures.assert_same_numbers(loss, expected_loss, 1e-5)
     model_fixtures.assert_same_numbers(gradients, expected, 1e-4)
@@ -52,7 +56,7 @@ def test_losses_and_gradients_are_those_of_one_device(on_one_device, family, mes
 @pytest.mark.parametrize("mesh", [(2, 2, 2), (4, 1, 2)], ids=str)
 def test_microbatches_on_a_mesh_are_the_whole_batch(on_one_device, mesh):
     expected_loss, expected = on_one_device["llama"]
-    loss, gradients = first_gradients(model_fixtures.model(), sharding.make_mesh(*mesh), microbatches=2)
+    loss, gradients = first_gradients(model_fixtures.model(), meshes.make(*mesh), microbatches=2)
     model_fixtures.assert_same_numbers(loss, expected_loss, 1e-5)
     model_fixtures.assert_same_numbers(gradients, expected, 1e-4)
 
@@ -77,13 +81,13 @@ def all_that_is_new(mesh):
 
 @pytest.fixture(scope="module")
 def all_that_is_new_on_one_device():
-    return all_that_is_new(sharding.make_mesh())
+    return all_that_is_new(meshes.make())
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_muon_groups_average_and_z_loss_are_those_of_one_device(all_that_is_new_on_one_device, mesh):
     expected_metrics, expected = all_that_is_new_on_one_device
-    metrics, state = all_that_is_new(sharding.make_mesh(*mesh))
+    metrics, state = all_that_is_new(meshes.make(*mesh))
     for name in ("loss", "z_loss", "grad_norm"):
         model_fixtures.assert_same_numbers([m[name] for m in metrics], [m[name] for m in expected_metrics], 1e-5)
     model_fixtures.assert_same_numbers(state.parameters, expected.parameters, 1e-4)
@@ -104,7 +108,7 @@ def training_step(model, mesh, **training):
         steps.shardings(mesh),
     )
     with jax.set_mesh(mesh):
-        batch = sharding.put_batch(model_fixtures.batch(), mesh)
+        batch = put_batch(model_fixtures.batch(), mesh)
         return jit_steps(steps, mesh).train.lower(state, batch).compile().as_text()
 
 
@@ -134,7 +138,7 @@ CONTRACT = {
 
 @pytest.mark.parametrize("mesh", CONTRACT, ids=str)
 def test_a_mesh_contains_its_collectives_and_no_other(mesh):
-    assert set(collectives(model_fixtures.model(), sharding.make_mesh(*mesh))) == CONTRACT[mesh]
+    assert set(collectives(model_fixtures.model(), meshes.make(*mesh))) == CONTRACT[mesh]
 
 
 @pytest.mark.parametrize("mesh", [(1, 8, 1), (1, 1, 4), (2, 2, 2)], ids=str)
@@ -150,7 +154,7 @@ def test_only_parameters_and_the_stream_are_gathered(mesh):
     matrices = {(V, D), (D, heads, H), (D, kv_heads, H), (heads, H, D), (D, F)}
     flat = {(D, heads * H), (D, kv_heads * H)}
     allowed = {tuple(sorted(shape)) for shape in matrices | flat | ({stream} if tensor > 1 else set())}
-    gathered = collectives(model, sharding.make_mesh(*mesh))["all-gather"]
+    gathered = collectives(model, meshes.make(*mesh))["all-gather"]
     strange = {shape for shape in gathered if tuple(sorted(n for n in shape if n != 1)) not in allowed}
     assert not strange
 
@@ -160,14 +164,14 @@ def test_each_device_keeps_its_part_of_the_stream_between_layers():
     model = model_fixtures.model()
     stream = f"f32[{model.num_layers},{len(model_fixtures.batch()['tokens'])},{{}},{model.d_model}]"
     whole, part = stream.format(model_fixtures.CONTEXT), stream.format(model_fixtures.CONTEXT // 4)
-    text = training_step(model, sharding.make_mesh(tensor=4), remat="full")
+    text = training_step(model, meshes.make(tensor=4), remat="full")
     assert part in text and whole not in text
-    assert whole in training_step(model, sharding.make_mesh(), remat="full")
+    assert whole in training_step(model, meshes.make(), remat="full")
 
 
 def test_a_sequence_that_does_not_divide_stays_whole():
-    mesh = sharding.make_mesh(tensor=4)
-    assert sharding.partition(("batch", "stream", "act_model"), (8, 1, 32), mesh) == P(("data", "fsdp"), None, None)
+    mesh = meshes.make(tensor=4)
+    assert partition(("batch", "residual", "act_model"), (8, 1, 32), mesh) == P(("data", "fsdp"), None, None)
 
 
 @dataclass(frozen=True)
@@ -193,37 +197,37 @@ class Device:
 )
 def test_the_slow_network_between_slices_carries_data_then_fsdp(monkeypatch, mesh, slices):
     arranged = []
-    monkeypatch.setattr(sharding, "_mesh", arranged.append)
+    monkeypatch.setattr(mesh_module, "_mesh", arranged.append)
     mixed = [Device(id=i, slice_index=i % 2) for i in range(8)]
-    sharding.make_mesh(*mesh, mixed)
+    meshes.make(*mesh, devices=mixed)
     assert np.vectorize(lambda device: device.slice_index, otypes=[int])(arranged[0]).tolist() == slices
 
 
 def test_tensor_does_not_reach_over_slices():
     with pytest.raises(ValueError, match="lie in 2 slices, over which data × fsdp = 1 × 1 does not divide"):
-        sharding.make_mesh(tensor=8, devices=[Device(id=i, slice_index=i // 4) for i in range(8)])
+        meshes.make(tensor=8, devices=[Device(id=i, slice_index=i // 4) for i in range(8)])
 
 
 def test_uneven_kv_heads_are_replicated():
-    mesh = sharding.make_mesh(tensor=8)
-    assert sharding.partition(("embed", "kv_heads", "head_dim"), (32, 4, 4), mesh) == P("fsdp", None, None)
-    assert sharding.partition(("embed", "kv_heads", "head_dim"), (32, 8, 4), mesh) == P("fsdp", "tensor", None)
+    mesh = meshes.make(tensor=8)
+    assert partition(("embed", "kv_heads", "head_dim"), (32, 4, 4), mesh) == P("fsdp", None, None)
+    assert partition(("embed", "kv_heads", "head_dim"), (32, 8, 4), mesh) == P("fsdp", "tensor", None)
 
 
 def test_other_uneven_dimensions_are_refused():
     with pytest.raises(ValueError, match="tensor = 8 does not divide vocab = 65"):
-        sharding.partition(("vocab", "embed"), (65, 32), sharding.make_mesh(tensor=8))
+        partition(("vocab", "embed"), (65, 32), meshes.make(tensor=8))
 
 
 def test_a_mesh_larger_than_the_machine_is_refused():
     with pytest.raises(ValueError, match="needs 16 devices; 8 are here"):
-        sharding.make_mesh(data=16)
+        meshes.make(data=16)
 
 
 def test_batches_go_to_the_devices_that_use_them():
-    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+    mesh = meshes.make(data=2, fsdp=2, tensor=2)
     host = model_fixtures.batch()
-    placed = sharding.put_batch(host, mesh)["tokens"]
+    placed = put_batch(host, mesh)["tokens"]
     np.testing.assert_array_equal(placed, host["tokens"])
     assert {shard.data.shape for shard in placed.addressable_shards} == {(2, model_fixtures.CONTEXT)}
 
@@ -232,19 +236,19 @@ def test_bfloat16_on_a_mesh_with_microbatches_is_one_device_s_to_its_precision()
     training = model_fixtures.training(dtype="bfloat16", microbatches=2, remat="full")
     one, _ = model_fixtures.run_steps(model_fixtures.model(), training, [model_fixtures.batch()] * 3)
     many, _ = model_fixtures.run_steps(
-        model_fixtures.model(), training, [model_fixtures.batch()] * 3, sharding.make_mesh(2, 2, 2)
+        model_fixtures.model(), training, [model_fixtures.batch()] * 3, meshes.make(2, 2, 2)
     )
     # Eight bits of mantissa, and sums between devices that round in another order.
     np.testing.assert_allclose([m["loss"] for m in many], [m["loss"] for m in one], rtol=2e-2)
 
 
 @pytest.mark.parametrize(
-    ("names", "kind"), [(("x",), AxisType.Auto), (sharding.MESH_AXES, AxisType.Explicit)], ids=["names", "explicit"]
+    ("names", "kind"), [(("x",), AxisType.Auto), (AXES, AxisType.Explicit)], ids=["names", "explicit"]
 )
 def test_a_mesh_of_another_make_is_refused_in_words(names, kind):
     mesh = jax.make_mesh((2,) * len(names), names, axis_types=(kind,) * len(names))
     with (
         jax.set_mesh(mesh),
-        pytest.raises(ValueError, match="that jaxlm.parallel.sharding.make_mesh makes.* has the axes"),
+        pytest.raises(ValueError, match="that jaxlm.parallel.mesh.make_mesh makes.* has the axes"),
     ):
-        sharding.constrain(jnp.ones((8, 8)), "batch", None)
+        constrain(jnp.ones((8, 8)), "batch", None)

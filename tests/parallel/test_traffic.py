@@ -9,13 +9,14 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import meshes
 import model_fixtures
 import pytest
 
 from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import collectives, hlo, targets
 from jaxlm.models import tree as model_tree
-from jaxlm.parallel import sharding
+from jaxlm.parallel.partition import named_sharding
 from jaxlm.training.step import jit_steps, make_steps
 
 VOCABULARY = 2048
@@ -34,7 +35,7 @@ def training_step(
         jax.eval_shape(steps.init),
         steps.shardings(mesh),
     )
-    lies = sharding.sharding(("batch", "sequence"), (32, context), mesh)
+    lies = named_sharding(("batch", "sequence"), (32, context), mesh)
     names = ("tokens", "targets", "segments", "positions")
     batch = {name: jax.ShapeDtypeStruct((32, context), jnp.int32, sharding=lies) for name in names}
     with jax.set_mesh(mesh):
@@ -64,7 +65,7 @@ DTYPES = {"cpu": "float32", "tpu": "bfloat16", "cuda": "bfloat16"}
 @on
 @pytest.mark.parametrize("shape", [(4, 1, 1), (2, 2, 1), (2, 1, 2)], ids=str)
 def test_gradients_cross_data_once_per_step(shape, platform):
-    mesh = sharding.make_mesh(*shape, four[platform]())
+    mesh = meshes.make(*shape, devices=four[platform]())
     found = sent(training_step(mesh, DTYPES[platform]), mesh)
     crossing = [c for c in found if "data" in c.axes]
     assert not [c for c in crossing if c.in_loop]
@@ -77,7 +78,7 @@ def test_gradients_cross_data_once_per_step(shape, platform):
 def test_a_step_holds_these_kinds_of_collectives_and_no_others(shape, platform):
     """Over `data` sums; over `fsdp` gathers of parameters and sums of gradients; over `tensor` gathers and sums of the
     stream. No all-to-all and no permutation: nothing lies where it is not needed."""
-    mesh = sharding.make_mesh(*shape, four[platform]())
+    mesh = meshes.make(*shape, devices=four[platform]())
     found = sent(training_step(mesh, DTYPES[platform], microbatches=1, vocab_size=VOCABULARY), mesh)
     sums = {"all-reduce", "reduce-scatter"}
     allowed = {("data",): sums, ("fsdp",): {"all-gather"} | sums, ("tensor",): {"all-gather"} | sums}
@@ -94,7 +95,7 @@ def test_a_step_holds_these_kinds_of_collectives_and_no_others(shape, platform):
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_embedding_table_is_never_gathered_over_tensor(tied, platform):
     """Each device looks up what it has, and what they find is added."""
-    mesh = sharding.make_mesh(1, 2, 2, four[platform]())
+    mesh = meshes.make(1, 2, 2, devices=four[platform]())
     program = training_step(mesh, DTYPES[platform], vocab_size=VOCABULARY, tied_embeddings=tied)
     width = {"float32": 4, "bfloat16": 2}[DTYPES[platform]]
     table = VOCABULARY * 32 * width
@@ -105,12 +106,12 @@ def test_the_embedding_table_is_never_gathered_over_tensor(tied, platform):
 
 @on
 def test_no_parameter_above_a_size_is_whole_on_every_device(platform):
-    mesh = sharding.make_mesh(1, 2, 2, four[platform]())
+    mesh = meshes.make(1, 2, 2, devices=four[platform]())
     _, tree = model_tree.abstract(model_fixtures.model(vocab_size=VOCABULARY))
     limit = 3 * 64  # vectors of three layers; every matrix has more numbers
     for path, declared in model_tree.paths(model_tree.dimensions(tree)).items():
         if (size := math.prod(declared.shape)) > limit:
-            lies = sharding.sharding(declared.axes, declared.shape, mesh)
+            lies = named_sharding(declared.axes, declared.shape, mesh)
             assert math.prod(lies.shard_shape(declared.shape)) * 4 == size, path
     program = training_step(mesh, DTYPES[platform], microbatches=1, vocab_size=VOCABULARY)
     given = Counter(p.op_name for p in program.entry.parameters if "parameters" in p.op_name)
@@ -124,7 +125,7 @@ def test_no_parameter_above_a_size_is_whole_on_every_device(platform):
 def test_the_stream_is_gathered_and_scattered_on_cuda():
     """Forward: in a layer two gathers, and two sums of which each device keeps its part; one such sum behind the
     embedding and a gather before the unembedding. Backward: their transposes. No [B, T, D] is summed whole."""
-    mesh = sharding.make_mesh(1, 1, 4, four["cuda"]())
+    mesh = meshes.make(1, 1, 4, four["cuda"]())
     program = training_step(mesh, "bfloat16")
     stream = 2 * 8 * model_fixtures.CONTEXT * 32
     counted = Counter()
@@ -140,7 +141,7 @@ def test_the_stream_is_gathered_and_scattered_on_cuda():
 @elsewhere
 def test_the_stream_is_gathered_and_scattered_on_tpu():
     """There, a sum of which each device keeps its part is an all-reduce in a fusion of that name."""
-    mesh = sharding.make_mesh(1, 1, 4, four["tpu"]())
+    mesh = meshes.make(1, 1, 4, four["tpu"]())
     found = sent(training_step(mesh, "bfloat16", context_length=512, d_model=256), mesh)
     stream = 2 * 8 * 512 * 256
     kinds = {c.kind for c in found if c.bytes == stream and c.dtype == "bf16"}
@@ -154,7 +155,7 @@ def test_two_slices_of_a_tpu_are_joined_by_data():
 
     targets.devices(Target.parse("tpu-v5e:2x2"))  # sets up libtpu where there is no machine
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2", num_slices=2).devices
-    mesh = sharding.make_mesh(2, 2, 2, devices)
+    mesh = meshes.make(2, 2, 2, devices=devices)
     assert [{device.slice_index for device in part.flat} for part in mesh.devices] == [{0}, {1}]
 
 
@@ -162,4 +163,4 @@ def test_two_slices_of_a_tpu_are_joined_by_data():
 @pytest.mark.slow
 def test_an_axis_that_shares_links_of_the_torus_is_said():
     with pytest.warns(UserWarning, match="a mesh of 1 × 8 × 8 axes share links"):
-        sharding.make_mesh(1, 8, 8, targets.devices(Target.parse("tpu-v5p:4x4x4")))
+        meshes.make(1, 8, 8, targets.devices(Target.parse("tpu-v5p:4x4x4")))

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import chex
 import jax
 import jax.numpy as jnp
+import meshes
 import model_fixtures
 import numpy as np
 import pytest
 
 from jaxlm.core.errors import InputError, RunFailed
 from jaxlm.models import tree as model_tree
-from jaxlm.parallel import sharding
+from jaxlm.parallel.batches import put_batch
 from jaxlm.training import checkpoints, manifests
 from jaxlm.training.checkpoints import Checkpoints
 from jaxlm.training.step import cast, make_steps
@@ -32,7 +33,7 @@ def like(mesh, model=None):
 
 def trained(directory, losses, keep=2, mesh=MESH):
     """Train len(losses) steps and save after each, with that held-out loss; the states that were saved."""
-    mesh = sharding.make_mesh(*mesh)
+    mesh = meshes.make(*mesh)
     states = {}
     with jax.set_mesh(mesh), Checkpoints(directory, keep) as saved:
         steps = model_fixtures.jitted(
@@ -40,7 +41,7 @@ def trained(directory, losses, keep=2, mesh=MESH):
         )
         state = steps.init()
         for step, loss in enumerate(losses, start=1):
-            state, _ = steps.train(state, sharding.put_batch(model_fixtures.batch(seed=step), mesh))
+            state, _ = steps.train(state, put_batch(model_fixtures.batch(seed=step), mesh))
             states[step] = jax.tree.map(lambda x: np.array(x, copy=True), state)
             # The next step reuses the buffers while this one is still being written.
             saved.save(state, loss)
@@ -65,14 +66,14 @@ def flip_a_byte(folder):
 def test_a_state_comes_back_to_the_last_bit_though_its_buffers_were_reused(tmp_path):
     states = trained(tmp_path, [None, None, None], keep=3)
     for step, state in states.items():
-        restored = checkpoints.restore_state(tmp_path, step, like(sharding.make_mesh(*MESH)))
+        restored = checkpoints.restore_state(tmp_path, step, like(meshes.make(*MESH)))
         chex.assert_trees_all_equal(jax.device_get(restored), state)
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (8, 1, 1), (1, 2, 4)], ids=str)
 def test_a_state_from_one_mesh_restores_onto_another(tmp_path, mesh):
     states = trained(tmp_path, [None])
-    mesh = sharding.make_mesh(*mesh)
+    mesh = meshes.make(*mesh)
     restored = checkpoints.restore_state(tmp_path, 1, like(mesh))
     chex.assert_trees_all_equal(jax.device_get(restored), states[1])
     for leaf, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(like(mesh)), strict=True):
@@ -81,7 +82,7 @@ def test_a_state_from_one_mesh_restores_onto_another(tmp_path, mesh):
 
 def test_parameters_restore_alone_and_are_rounded_as_they_are_read(tmp_path):
     saved = trained(tmp_path, [None])[1].parameters
-    whole = like(sharding.make_mesh()).parameters
+    whole = like(meshes.make()).parameters
     for dtype in (jnp.float32, jnp.bfloat16):
         wanted = jax.tree.map(lambda leaf, dtype=dtype: leaf.update(dtype=dtype), whole)
         restored = checkpoints.restore_parameters(tmp_path, 1, wanted)
@@ -97,14 +98,14 @@ def test_the_newest_and_the_best_stay(tmp_path):
 
 def test_the_best_stays_the_best_when_a_run_is_resumed(tmp_path):
     trained(tmp_path, [1.0, 2.0, 3.0])
-    mesh = sharding.make_mesh(*MESH)
+    mesh = meshes.make(*MESH)
     with jax.set_mesh(mesh), Checkpoints(tmp_path, 2) as saved:
         steps = model_fixtures.jitted(
             model_fixtures.model(), model_fixtures.training(), mesh, model_fixtures.optimization()
         )
         state = checkpoints.restore_state(tmp_path, 3, like(mesh))
         for loss in (4.0, 5.0, 6.0):
-            state, _ = steps.train(state, sharding.put_batch(model_fixtures.batch(), mesh))
+            state, _ = steps.train(state, put_batch(model_fixtures.batch(), mesh))
             saved.save(state, loss)
     assert steps_in(tmp_path) == [1, 5, 6]
 
@@ -132,7 +133,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(tmp_path):
     lines = []
     assert manifests.newest_whole(tmp_path, lines.append) == 1
     assert len(lines) == 1 and "checkpoint 2 is damaged" in lines[0] and "checksum" in lines[0]
-    restored = checkpoints.restore_state(tmp_path, 1, like(sharding.make_mesh()))
+    restored = checkpoints.restore_state(tmp_path, 1, like(meshes.make()))
     chex.assert_trees_all_equal(jax.device_get(restored), states[1])
 
 
@@ -171,7 +172,7 @@ def test_damaged_checkpoints_are_set_aside_not_lost_and_their_steps_written_agai
     assert manifests.resume_from(tmp_path, lambda line: None) == 1
     assert steps_in(tmp_path) == [1] and (tmp_path / "damaged" / "2").is_dir()
     trained_again = trained(tmp_path / "other", [None, None])
-    mesh = sharding.make_mesh()
+    mesh = meshes.make()
     with jax.set_mesh(mesh), Checkpoints(tmp_path, 2) as saved:
         saved.save(jax.device_put(trained_again[2]), None)
     assert manifests.newest_whole(tmp_path, never) == 2
@@ -210,7 +211,7 @@ def test_where_none_is_whole_none_is_set_aside(tmp_path):
 
 def test_a_checkpoint_that_is_removed_while_it_is_read_does_not_blame_the_model(tmp_path):
     trained(tmp_path, [None])
-    wanted = like(sharding.make_mesh()).parameters
+    wanted = like(meshes.make()).parameters
     shutil.rmtree(tmp_path / "1" / "parameters" / "d")
     with pytest.raises(checkpoints.Gone, match="checkpoint 1 of .* was removed while it was read; try again"):
         checkpoints.restore_parameters(tmp_path, 1, wanted)
@@ -238,7 +239,7 @@ def test_a_loss_that_cannot_be_read_costs_its_own_checkpoint_alone(tmp_path, con
 
 def test_an_average_that_is_not_there_is_refused_in_one_line(tmp_path):
     trained(tmp_path, [None])
-    parameters = like(sharding.make_mesh()).parameters
+    parameters = like(meshes.make()).parameters
     with pytest.raises(InputError, match="checkpoint 1 of .* does not fit the model .*average"):
         checkpoints.restore_parameters(tmp_path, 1, parameters, average=True)
 
@@ -261,7 +262,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(tmp_path):
         (model_fixtures.model(tied_embeddings=True), "unembedding"),
     ):
         with pytest.raises(InputError) as refused:
-            checkpoints.restore_parameters(tmp_path, 1, like(sharding.make_mesh(), other).parameters)
+            checkpoints.restore_parameters(tmp_path, 1, like(meshes.make(), other).parameters)
         said = str(refused.value)
         assert re.fullmatch(rf"checkpoint 1 of .* does not fit the model \(.*{names}.*\); put \[model\] back.*", said)
         assert "\n" not in said and "strict" not in said and "partial_restore" not in said
@@ -269,7 +270,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(tmp_path):
 
 def test_a_full_disk_takes_no_checkpoint_and_leaves_those_that_are_there(tmp_path, monkeypatch):
     """Found before anything is written; and where another fills it meanwhile, from what Orbax says."""
-    mesh = sharding.make_mesh(*MESH)
+    mesh = meshes.make(*MESH)
     state = model_fixtures.jitted(
         model_fixtures.model(), model_fixtures.training(), mesh, model_fixtures.optimization()
     ).init()

@@ -3,13 +3,13 @@
 import json
 import math
 
+import meshes
 import numpy as np
 import pytest
 from store_fixtures import write_store
 
 from jaxlm.data.packing import Rows
 from jaxlm.data.tokenizers import bytes_tokenizer
-from jaxlm.parallel import sharding
 from jaxlm.training.evaluation import Evaluation, evaluate, evaluate_sources
 
 SEQUENCE, BATCH = 16, 4
@@ -38,7 +38,7 @@ def step():
 
 
 def measure(step, sources, limit=None) -> Evaluation:
-    return evaluate_sources(step, None, sources, BATCH, sharding.make_mesh(1, 1, 1), limit)
+    return evaluate_sources(step, None, sources, BATCH, meshes.make(1, 1, 1), limit)
 
 
 def test_every_source_has_its_loss_and_all_text_has_one(step, sources):
@@ -63,7 +63,7 @@ def test_a_limit_changes_what_is_read_and_not_how_sources_count(step, sources):
 def test_one_source_is_all_text(step, sources):
     measured = measure(step, {"b": sources["b"]})
     assert measured.sources is None and measured.loss == LOSS["b"]
-    assert measured == evaluate(step, None, sources["b"], BATCH, sharding.make_mesh(1, 1, 1))
+    assert measured == evaluate(step, None, sources["b"], BATCH, meshes.make(1, 1, 1))
     assert set(measured.row()) == {"loss", "tokens", "perplexity", "bits_per_byte"}
 
 

@@ -3,12 +3,13 @@
 import functools
 
 import jax
+import meshes
 import model_fixtures
 import numpy as np
 import pytest
 
 from jaxlm.models import kernels as kernel_choice
-from jaxlm.parallel import sharding
+from jaxlm.parallel.batches import put_batch
 from jaxlm.training.step import jit_steps, make_steps
 from kernels_pallas.core import interpreted
 from kernels_pallas.linear_cross_entropy import chunks
@@ -33,7 +34,7 @@ def one_step(family, mesh=(1, 1, 1), microbatches=1, kernels="auto"):
     optimization = model_fixtures.optimization(clip_norm=1e9, beta1=0.5)
     model = model_fixtures.model(model_fixtures.FAMILIES[family])
     (metrics,), state = model_fixtures.run_steps(
-        model, settings, [model_fixtures.batch()], sharding.make_mesh(*mesh), optimization
+        model, settings, [model_fixtures.batch()], meshes.make(*mesh), optimization
     )
     return {name: metrics[name] for name in ("loss", "z_loss", "grad_norm")}, state.optimizer[1][0].mu
 
@@ -70,7 +71,7 @@ def holds_logits(choice, which):
     steps = make_steps(model_fixtures.model(), model_fixtures.training(kernels=choice), model_fixtures.optimization())
     state, batch = jax.eval_shape(steps.init), model_fixtures.batch()
     arguments = (state, batch) if which == "train" else (state.parameters, batch)
-    with jax.set_mesh(sharding.make_mesh()):
+    with jax.set_mesh(meshes.make()):
         text = str(jax.make_jaxpr(getattr(steps, which))(*arguments))
     return (
         f"f32[8,{model_fixtures.CONTEXT},{model_fixtures.VOCABULARY}]" in text
@@ -85,7 +86,7 @@ def test_no_logits_are_in_the_step(fused, which):
 
 
 def test_evaluation_without_logits(fused):
-    batch, mesh = model_fixtures.batch(), sharding.make_mesh(2, 2, 2)
+    batch, mesh = model_fixtures.batch(), meshes.make(2, 2, 2)
     with jax.set_mesh(mesh):
         sums = []
         for choice in ("xla", "auto"):
@@ -95,6 +96,6 @@ def test_evaluation_without_logits(fused):
                 ),
                 mesh,
             )
-            sums.append(steps.evaluate(steps.init().parameters, sharding.put_batch(batch, mesh)))
+            sums.append(steps.evaluate(steps.init().parameters, put_batch(batch, mesh)))
     np.testing.assert_allclose(sums[1][0], sums[0][0], rtol=1e-5)
     assert sums[1][1] == sums[0][1]

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import meshes
 import model_fixtures
 import pytest
 
@@ -11,8 +12,7 @@ from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import plan
 from jaxlm.costs.step.flops import flops
 from jaxlm.costs.step.memory import memory
-from jaxlm.costs.workload import MeshShape, Workload
-from jaxlm.parallel import sharding
+from jaxlm.costs.workload import Workload
 from jaxlm.training.ladder import Counted, counted, gap, ladder
 
 WORK = Workload("train", model_fixtures.model(), 8, 32, "float32", remat="full", kernels="xla")
@@ -28,7 +28,7 @@ def on_this_machine(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         calibration.measure(largest=64, copied_bytes=2**16, calls=3)
-        yield counted(WORK, sharding.make_mesh())
+        yield counted(WORK, meshes.make())
 
 
 def test_what_is_counted_is_that_of_the_workload(on_this_machine):
@@ -42,7 +42,7 @@ def test_more_memory_than_there_is_is_said_before_the_first_step(on_this_machine
     """Emulated devices share it."""
     chip = on_this_machine.target.chip
     assert on_this_machine.capacity == chip.memory_bytes
-    assert counted(WORK, sharding.make_mesh(2, 2, 2)).capacity == chip.memory_bytes // 8
+    assert counted(WORK, meshes.make(2, 2, 2)).capacity == chip.memory_bytes // 8
     assert "may run out" not in say_counted(on_this_machine)
     small = chip.model_copy(update={"device_memory_bytes": on_this_machine.memory.total - 1})
     too_small = dataclasses.replace(on_this_machine, target=Target(small, (1, 1)))
@@ -88,7 +88,7 @@ def test_whether_the_measured_step_lies_in_the_bracket_is_said(on_this_machine):
 def test_emulated_devices_have_a_peak_and_no_links(on_this_machine):
     from dataclasses import replace
 
-    many = counted(replace(WORK, mesh=MeshShape(2, 2, 2)), sharding.make_mesh(2, 2, 2))
+    many = counted(replace(WORK, layout=meshes.layout(2, 2, 2)), meshes.make(2, 2, 2))
     assert many.time is None and gap(many, metrics(0.1), 0.1) == {}
     assert many.mfu(1.0) == pytest.approx(on_this_machine.mfu(1.0))
     assert many.napkin.memory_bytes == on_this_machine.napkin.memory_bytes // 4  # data replicates them
@@ -97,7 +97,7 @@ def test_emulated_devices_have_a_peak_and_no_links(on_this_machine):
 
 def test_a_machine_that_is_not_known_still_has_flops_and_memory(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    unknown = counted(WORK, sharding.make_mesh())
+    unknown = counted(WORK, meshes.make())
     rungs = ladder(unknown, metrics(0.1))
     assert unknown.target is None and unknown.mfu(1.0) is None and rungs["counted"]["flops"] > 0
     assert rungs["napkin"]["step_s"] is None and rungs["gap"] == {}

@@ -3,11 +3,11 @@
 import re
 
 import jax
+import meshes
 import model_fixtures
 import pytest
 
 from jaxlm.models import tree
-from jaxlm.parallel import sharding
 from jaxlm.training.step import jit_steps, make_steps
 
 # Products of two activations; they belong to the layer that makes them.
@@ -16,7 +16,7 @@ ATTENTION = re.compile(r"layers/attention/BK")
 
 def products(family, **training):
     """The op_name of every product in the compiled training step, without the marks of transformations."""
-    mesh = sharding.make_mesh()
+    mesh = meshes.make()
     with jax.set_mesh(mesh):
         steps = jit_steps(
             make_steps(

@@ -1,25 +1,26 @@
 import jax
+import meshes
 import model_fixtures
 import numpy as np
 import optax
 import pytest
 
 from jaxlm.models import tree
-from jaxlm.parallel import sharding
+from jaxlm.parallel.batches import put_batch
 
 pytestmark = pytest.mark.usefixtures("programs_once")
 
 
 def measured(mesh=None, watch=(), steps=3, **training):
     """(norms of the watched steps, metrics of each step, final state)."""
-    mesh = mesh or sharding.make_mesh()
+    mesh = mesh or meshes.make()
     with jax.set_mesh(mesh):
         compiled = model_fixtures.jitted(
             model_fixtures.model(), model_fixtures.training(**training), mesh, model_fixtures.optimization()
         )
         state, norms, metrics = compiled.init(), [], []
         for step in range(steps):
-            batch = sharding.put_batch(model_fixtures.batch(seed=step), mesh)
+            batch = put_batch(model_fixtures.batch(seed=step), mesh)
             if step in watch:
                 norms.append(jax.device_get(compiled.norms(state, batch)))
             state, now = compiled.train(state, batch)
@@ -49,12 +50,12 @@ def test_stacked_parameters_have_a_norm_per_layer():
 
 def test_norms_are_the_same_on_a_mesh():
     (one,), _, _ = measured(watch=(0,), steps=1)
-    (eight,), _, _ = measured(sharding.make_mesh(data=2, fsdp=2, tensor=2), watch=(0,), steps=1)
+    (eight,), _, _ = measured(meshes.make(data=2, fsdp=2, tensor=2), watch=(0,), steps=1)
     model_fixtures.assert_same_numbers(eight, one, 1e-4)
 
 
 def test_a_layer_that_adds_nothing_leaves_the_stream_as_it_was():
-    mesh = sharding.make_mesh()
+    mesh = meshes.make()
     with jax.set_mesh(mesh):
         compiled = model_fixtures.jitted(
             model_fixtures.model(), model_fixtures.training(), mesh, model_fixtures.optimization()
@@ -65,7 +66,7 @@ def test_a_layer_that_adds_nothing_leaves_the_stream_as_it_was():
             state.parameters,
         )
         batch = model_fixtures.batch()
-        row = compiled.norms(state._replace(parameters=silent), sharding.put_batch(batch, mesh))
+        row = compiled.norms(state._replace(parameters=silent), put_batch(batch, mesh))
     read = np.asarray(state.parameters["embedding"])[batch["tokens"][batch["segments"] > 0]]
     np.testing.assert_allclose(row["residual"], [np.sqrt(np.mean(np.square(read)))] * 3, rtol=1e-5)
     assert optax.tree.norm(row["gradient"]) > 0

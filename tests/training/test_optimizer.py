@@ -7,6 +7,7 @@ import re
 import chex
 import jax
 import jax.numpy as jnp
+import meshes
 import model_fixtures
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlm.core.errors import InputError
 from jaxlm.models import tree as model_tree
-from jaxlm.parallel import sharding
+from jaxlm.parallel.batches import put_batch
+from jaxlm.parallel.partition import replicated
 from jaxlm.training import checkpoints
 from jaxlm.training.checkpoints import Checkpoints
 from jaxlm.training.optimizer import optimizer, state_shardings
@@ -232,7 +234,7 @@ def test_the_state_of_adamw_keeps_the_paths_that_its_checkpoints_have():
 
 @pytest.mark.parametrize("kind", model_fixtures.OPTIMIZERS)
 def test_optimizer_state_lies_as_its_parameters_do(kind):
-    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+    mesh = meshes.make(data=2, fsdp=2, tensor=2)
     transform = optimizer(model_fixtures.optimization(kind=kind), abstract())
     lies = model_tree.paths(state_shardings(transform, abstract(), mesh))
     placed = model_tree.paths(model_tree.shardings(abstract(), mesh))
@@ -245,7 +247,7 @@ def test_optimizer_state_lies_as_its_parameters_do(kind):
         elif path.endswith("query/outputs"):
             assert sharded.spec == P(None, "tensor", None)
         elif not path.endswith(("inputs", "outputs")):
-            assert path.endswith("count") and sharded == sharding.replicated(mesh)
+            assert path.endswith("count") and sharded == replicated(mesh)
 
 
 def updated_on(mesh):
@@ -274,12 +276,12 @@ def updated_on(mesh):
 
 @pytest.fixture(scope="module")
 def updated_on_one_device():
-    return updated_on(sharding.make_mesh())
+    return updated_on(meshes.make())
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_updates_are_those_of_one_device(updated_on_one_device, mesh):
-    updated = updated_on(sharding.make_mesh(*mesh))
+    updated = updated_on(meshes.make(*mesh))
     before = draws(0)
     for kind in model_fixtures.OPTIMIZERS:
         moved, expected = (jax.tree.map(np.subtract, p[kind], before) for p in (updated, updated_on_one_device))
@@ -288,7 +290,7 @@ def test_updates_are_those_of_one_device(updated_on_one_device, mesh):
 
 @pytest.mark.parametrize("mesh", [(1, 8, 1), (2, 2, 2)], ids=str)
 def test_muon_s_matrices_are_exchanged_once_each_way_and_never_replicated(mesh, capfd):
-    tree, mesh = abstract(), sharding.make_mesh(*mesh)
+    tree, mesh = abstract(), meshes.make(*mesh)
     transform = optimizer(settings("muon"), tree)
     placed, lies = model_tree.shardings(tree, mesh), state_shardings(transform, tree, mesh)
     parameters = model_tree.placed(model_tree.shapes(tree), placed)
@@ -306,7 +308,7 @@ def test_muon_s_matrices_are_exchanged_once_each_way_and_never_replicated(mesh, 
 
 @pytest.mark.parametrize("kind", model_fixtures.OPTIMIZERS)
 def test_a_run_resumed_from_a_checkpoint_is_the_run_straight_through(kind, tmp_path):
-    mesh = sharding.make_mesh(2, 2, 2)
+    mesh = meshes.make(2, 2, 2)
     training = model_fixtures.training(ema_decay=0.9, z_loss=1e-3)
     steps = make_steps(model_fixtures.model(num_layers=2), training, model_fixtures.optimization(kind=kind))
     with jax.set_mesh(mesh):
@@ -314,7 +316,7 @@ def test_a_run_resumed_from_a_checkpoint_is_the_run_straight_through(kind, tmp_p
 
         def go_on(state, seeds):
             for seed in seeds:
-                state, _ = compiled.train(state, sharding.put_batch(model_fixtures.batch(seed=seed), mesh))
+                state, _ = compiled.train(state, put_batch(model_fixtures.batch(seed=seed), mesh))
             return state
 
         state = go_on(compiled.init(), (0, 1))
@@ -394,7 +396,7 @@ def test_gradients_of_frozen_parameters_do_not_count():
         optimization=model_fixtures.optimization(groups=groups),
     )
     assert metrics["grad_norm"] == 0.0
-    chex.assert_trees_all_equal(state.parameters, jax.device_get(model_tree.init(model, 0, sharding.make_mesh())))
+    chex.assert_trees_all_equal(state.parameters, jax.device_get(model_tree.init(model, 0, meshes.make())))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ import re
 import chex
 import jax
 import jax.numpy as jnp
+import meshes
 import model_fixtures
 import numpy as np
 import optax
@@ -11,7 +12,7 @@ from flax import nnx
 
 from jaxlm.models import tree
 from jaxlm.models.positions import visible_in_rows
-from jaxlm.parallel import sharding
+from jaxlm.parallel.batches import put_batch
 from jaxlm.training.config import CosineScheduleConfig
 from jaxlm.training.losses import cross_entropy
 from jaxlm.training.schedules import schedule
@@ -92,7 +93,7 @@ def test_weights_decay_and_gains_and_biases_do_not():
     settings = model_fixtures.optimization(weight_decay=0.5)
     _, state = model_fixtures.run_steps(model, model_fixtures.training(), [batch], optimization=settings)
     _, abstract = tree.abstract(model)
-    before = tree.paths(tree.init(model, 0, sharding.make_mesh()))
+    before = tree.paths(tree.init(model, 0, meshes.make()))
     after, dimensions = tree.paths(state.parameters), tree.paths(tree.dimensions(abstract))
     for path, old in before.items():
         shrunk = old * (1 - settings.learning_rate * 0.5) if dimensions[path].inputs else old
@@ -104,7 +105,7 @@ def test_one_step_is_adamw_by_hand():
     _, state = model_fixtures.run_steps(
         model, model_fixtures.training(), [model_fixtures.batch()], optimization=settings
     )
-    before = tree.init(model, 0, sharding.make_mesh())
+    before = tree.init(model, 0, meshes.make())
     gradient = jax.tree.map(lambda m: m / (1 - settings.beta1), state.optimizer[1][0].mu)
     # After one step the corrected moments are g and g², and the update is lr · g / (|g| + ε).
     expected = jax.tree.map(
@@ -131,7 +132,7 @@ def test_clipping_bounds_the_gradient_and_reports_it_unclipped():
 
 def poisoned(model, at_steps, steps=6, **training):
     """A run whose token 0 has an embedding that is not a number, and meets it in the given steps only."""
-    mesh = sharding.make_mesh()
+    mesh = meshes.make()
     with jax.set_mesh(mesh):
         compiled = model_fixtures.jitted(
             model, model_fixtures.training(**training), mesh, model_fixtures.optimization()
@@ -146,7 +147,7 @@ def poisoned(model, at_steps, steps=6, **training):
             batch["tokens"] = np.maximum(batch["tokens"], 1)
             if step in at_steps:
                 batch["tokens"][3, 0] = 0
-            state, measured = compiled.train(state, sharding.put_batch(batch, mesh))
+            state, measured = compiled.train(state, put_batch(batch, mesh))
             metrics.append(jax.device_get(measured))
             states.append(jax.device_get(state))
         return metrics, states
@@ -168,7 +169,7 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_is_counted():
 def test_the_average_follows_the_parameters_and_a_skipped_step_leaves_it_alone():
     metrics, states = poisoned(model_fixtures.model(num_layers=2), at_steps=(1,), steps=4, ema_decay=0.3)
     chex.assert_trees_all_equal(states[1].average, states[0].average)
-    average = jax.device_get(tree.init(model_fixtures.model(num_layers=2), 0, sharding.make_mesh()))
+    average = jax.device_get(tree.init(model_fixtures.model(num_layers=2), 0, meshes.make()))
     for updates, state in enumerate((states[0], states[2], states[3]), start=1):
         decay = min(0.3, (1 + updates) / (10 + updates))
         average = jax.tree.map(lambda a, p, d=decay: d * a + (1 - d) * p, average, state.parameters)
@@ -201,7 +202,7 @@ def test_the_z_loss_is_added_to_the_objective_and_not_to_the_loss(microbatches):
         loss, z_loss = ((jnp.where(valid, x, 0.0)).sum() / valid.sum() for x in (loss, coefficient * log_z**2))
         return loss + z_loss, (loss, z_loss)
 
-    parameters = tree.init(model, 0, sharding.make_mesh())
+    parameters = tree.init(model, 0, meshes.make())
     gradients, (loss, z_loss) = jax.jit(jax.grad(objective, has_aux=True))(parameters)
     model_fixtures.assert_same_numbers([metrics["loss"], metrics["z_loss"]], [loss, z_loss], 1e-5)
     moments = jax.tree.map(lambda m: m / (1 - settings.beta1), state.optimizer[1][0].mu)
@@ -298,7 +299,7 @@ def test_every_product_of_the_step_is_of_bfloat16(family):
 
 
 def test_one_trace_serves_every_step():
-    mesh = sharding.make_mesh()
+    mesh = meshes.make()
     steps = make_steps(model_fixtures.model(), model_fixtures.training(), model_fixtures.optimization())
     steps = steps._replace(
         train=chex.assert_max_traces(steps.train, n=1), evaluate=chex.assert_max_traces(steps.evaluate, n=1)
@@ -307,19 +308,19 @@ def test_one_trace_serves_every_step():
         compiled = jit_steps(steps, mesh)
         state = compiled.init()
         for step in range(3):
-            batch = sharding.put_batch(model_fixtures.batch(seed=step), mesh)
+            batch = put_batch(model_fixtures.batch(seed=step), mesh)
             state, _ = compiled.train(state, batch)
             compiled.evaluate(state.parameters, batch)
 
 
 def test_the_state_s_buffers_are_donated():
-    mesh = sharding.make_mesh()
+    mesh = meshes.make()
     with jax.set_mesh(mesh):
         compiled = model_fixtures.jitted(
             model_fixtures.model(), model_fixtures.training(), mesh, model_fixtures.optimization()
         )
         state = compiled.init()
-        compiled.train(state, sharding.put_batch(model_fixtures.batch(), mesh))
+        compiled.train(state, put_batch(model_fixtures.batch(), mesh))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 

@@ -96,8 +96,8 @@ class _Links(NamedTuple):
 class Network:
     """Where the axes of a mesh lie on a target, and how long collectives over them take.
 
-    `mesh` maps axes to sizes, outermost first, as `jaxlm.parallel.sharding.MESH_AXES` has them. They are laid out as
-    `jaxlm.parallel.sharding.make_mesh` does: the outer axes go over the network between domains as far as they divide
+    `mesh` maps axes to sizes, outermost first, as `jaxlm.parallel.layout.AXES` has them. They are laid out as
+    `jaxlm.parallel.mesh.make_mesh` does: the outer axes go over the network between domains as far as they divide
     (the inner one too, which `make_mesh` may refuse), and what is left is laid on the torus by the rule of
     `jax.experimental.mesh_utils.create_device_mesh`. Where that winds a slice of 4 or 8 chips along a ring, the torus
     is taken as it is. Within a domain all places are alike.

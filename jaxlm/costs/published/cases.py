@@ -19,8 +19,10 @@ from jaxlm.core.schema import Section, merged
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.published.figures import FIGURES, Range, Setting
-from jaxlm.costs.workload import Kind, MeshShape, Workload
+from jaxlm.costs.workload import Workload
 from jaxlm.models.config import Kernels, ModelConfig, Remat
+from jaxlm.parallel.layout import Layout
+from jaxlm.parallel.rules import Kind
 
 PUBLISHED = Path(__file__).with_name("cases.toml")
 MODELS = Path(__file__).parents[3] / "configs" / "models"
@@ -217,7 +219,7 @@ def _work(case: Case, models: dict[str, Any]) -> Workload | None:
         step.remat,
         step.microbatches,
         step.optimizer,
-        mesh=MeshShape(**step.mesh),
+        layout=Layout(step.mesh),
         kernels=step.kernels,
     )
 

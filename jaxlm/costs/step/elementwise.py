@@ -91,7 +91,7 @@ def loops(work: Workload) -> Iterator[Elementwise]:
 
     model, attention, rows, queries = work.model, work.model.attention, work.rows(), work.queries
     tokens, L, H = rows * queries, model.num_layers, attention.head_dim
-    stream = rows * work.local("stream", queries) * model.d_model
+    stream = rows * work.local("residual", queries) * model.d_model
     N, K = work.local("act_heads", attention.num_heads), work.local("act_kv_heads", attention.num_kv_heads)
     scores = rows * work.scores() * N
     yield each(SOFTMAX, L, scores, _SOFTMAX)

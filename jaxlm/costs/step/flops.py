@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from jaxlm.costs.step import operations
 from jaxlm.costs.step.parameters import matmul_parameters
-from jaxlm.costs.workload import MeshShape, Workload
+from jaxlm.costs.workload import Workload
+from jaxlm.parallel.layout import Layout
 
 
 class Flops(NamedTuple):
@@ -36,7 +37,7 @@ def napkin_flops(work: Workload) -> int:
 
 def flops(work: Workload) -> Flops:
     """Of a step, exactly."""
-    whole = replace(work, mesh=MeshShape())
+    whole = replace(work, layout=Layout())
     ran = operations.step(whole)
     executed = sum(op.times * op.flops for op in ran)
     # Kernels compute some products again, and fill up the last chunk of the loss: the model asks for neither. It asks

@@ -46,7 +46,7 @@ def elementwise(work: Workload) -> Iterator[Elementwise]:
     model, settings = work.model, work.model.attention
     rows, queries, L, H = work.rows(), work.queries, model.num_layers, settings.head_dim
     norm, vectors = _NORMS[model.norm.kind], 2 if getattr(model.norm, "bias", False) else 1
-    stream = _array(work, rows * work.local("stream", queries), model.d_model)
+    stream = _array(work, rows * work.local("residual", queries), model.d_model)
     gains = [_array(work, model.d_model)] * vectors
     yield _launched(NORMS, L, norm(stream, *gains))
     yield _launched(NORMS, L, norm(stream, *gains, residual=stream))

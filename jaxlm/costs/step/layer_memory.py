@@ -71,7 +71,7 @@ def parts(work: Workload) -> Parts:
     heads = work.local("act_heads", attention.num_heads)
     return Parts(
         tokens=tokens,
-        stream=work.rows() * work.local("stream", work.queries) * model.d_model,
+        stream=work.rows() * work.local("residual", work.queries) * model.d_model,
         whole=tokens * model.d_model,
         heads=tokens * heads * width,
         kv_heads=tokens * work.local("act_kv_heads", attention.num_kv_heads) * width,

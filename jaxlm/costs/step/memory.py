@@ -94,7 +94,7 @@ def _training(work: Workload, fused: bool) -> Iterator[Memory]:
         logits = chunked.tokens * chunked.labels * (4 + itemsize)
         whole_table = 4 * chunked.labels * work.model.d_model
         yield Memory(held.parameters + whole.table, sums + whole_table, state, around, logits, 0)
-        waits, tables = 0, (4 if work.mesh.data * work.mesh.fsdp == 1 else itemsize) * (total - of_layers)
+        waits, tables = 0, (4 if work.batch_shards == 1 else itemsize) * (total - of_layers)
     else:
         logits = part.tokens * work.local("act_vocab", work.model.vocab_size)
         yield Memory(held.parameters + whole.table, sums, state, saved, logits * (4 + itemsize), 0)
@@ -143,7 +143,7 @@ class _Gathered(NamedTuple):
 
 
 def _gathered(work: Workload) -> _Gathered:
-    if work.mesh.fsdp == 1:
+    if work.layout["fsdp"] == 1:
         return _Gathered(0, 0, 0, 0)
     sizes = {}
     for path, d in parameters(work.model).items():

@@ -210,7 +210,7 @@ def _optimizer(work: Workload) -> Iterator[Operation]:
             continue
         sides = sorted(math.prod(d.shape[i] for i in side) for side in (d.inputs, d.outputs))
         short, long = sides
-        matrices = math.ceil(math.prod(d.shape[i] for i in d.stack) / work.mesh.size)
+        matrices = math.ceil(math.prod(d.shape[i] for i in d.stack) / work.layout.size)
         for product in (
             Product(matrices, short, long, short),
             Product(matrices, short, short, short),

@@ -1,5 +1,5 @@
 """What a step sends between devices, in closed form: the collectives that XLA's partitioner places for the table of
-logical axes in `jaxlm.parallel.sharding`."""
+logical axes in `jaxlm.parallel.rules`."""
 
 import math
 from collections import Counter
@@ -27,8 +27,7 @@ def collectives(work: Workload) -> list[Collective]:
     found = [*_parameters(work), *_stream(work)]
     if work.kind == "train":
         found += [*_copies(work), *_sums(work), *_optimizer(work)]
-    sizes = work.mesh.axes()
-    return [c for c in found if math.prod(sizes[axis] for axis in c.axes) > 1 and c.times * c.bytes]
+    return [c for c in found if work.layout.over(c.axes) > 1 and c.times * c.bytes]
 
 
 def _parameters(work: Workload) -> Iterator[Collective]:
@@ -67,7 +66,7 @@ def _copies(work: Workload) -> Iterator[Collective]:
     gradients of all copies are gathered. The sum is counted as if the devices with the same were all of the axis."""
     if not work.replicated_kv_heads:
         return
-    kv_heads, tensor = work.model.attention.num_kv_heads, work.mesh.tensor
+    kv_heads, tensor = work.model.attention.num_kv_heads, work.head_shards
     shared = {path: d for path, d in parameters(work.model).items() if "kv_heads" in d.axes and path not in work.frozen}
     one = (
         work.itemsize * sum(work.stored(d.axes, d.shape) for d in shared.values()) // work.model.num_layers // kv_heads
@@ -90,7 +89,7 @@ def _sums(work: Workload) -> Iterator[Collective]:
 
 def _optimizer(work: Workload) -> Iterator[Collective]:
     """Muon's updates move in float32 until each matrix is whole on one device, and back
-    (`jaxlm.parallel.sharding.map_whole`): one axis after the other goes to the stack, which is padded to
+    (`jaxlm.parallel.collectives.map_whole`): one axis after the other goes to the stack, which is padded to
     the number of devices. Along an axis that shards a matrix that is an all-to-all; along others a device keeps its
     shard, and gathers afterwards."""
     if work.optimizer != "muon":
@@ -98,9 +97,9 @@ def _optimizer(work: Workload) -> Iterator[Collective]:
     moved: Counter[tuple[str, str]] = Counter()
     for path, d in parameters(work.model).items():
         if d.projection and path not in work.frozen:
-            stack, devices = math.prod(d.shape[i] for i in d.stack), work.mesh.size
+            stack, devices = math.prod(d.shape[i] for i in d.stack), work.layout.size
             held = 4 * work.stored(d.axes, d.shape) // stack * math.ceil(stack / devices) * devices
-            for axis, size in reversed(work.mesh.axes().items()):
+            for axis, size in reversed(work.layout.items()):
                 parted = any(work.parts(axis, *each) > 1 for each in zip(d.axes, d.shape, strict=True))
                 moved["all-to-all" if parted else "all-gather", axis] += held
                 held //= 1 if parted else size
@@ -115,7 +114,7 @@ def _stream(work: Workload) -> list[Collective]:
     it is counted like the others, as TPUs do it; GPUs sum it whole, in float32."""
     model, tensor = work.model, ("tensor",)
     whole = work.itemsize * work.rows() * work.queries * model.d_model
-    parted = work.local("stream", work.queries) < work.queries
+    parted = work.local("residual", work.queries) < work.queries
     train = work.kind == "train"
     each = work.microbatches if train else 1
     blocks = 2 * model.num_layers

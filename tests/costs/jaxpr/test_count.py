@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import meshes
 import model_fixtures
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from jaxlm.inference.cache import empty_cache
 from jaxlm.inference.steps import decode_step, prefill
 from jaxlm.models import tree
 from jaxlm.models.config import ModelConfig
-from jaxlm.parallel import sharding
+from jaxlm.parallel.partition import named_sharding
 from jaxlm.training.step import jit_steps, make_steps
 
 
@@ -233,7 +234,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("family, training, optimization", SETTINGS, ids=str)
 def test_products_of_the_training_step_are_those_that_run(family, training, optimization):
-    mesh = sharding.make_mesh()
+    mesh = meshes.make()
     steps, state, batch = abstract_step(
         model_fixtures.model(model_fixtures.FAMILIES[family]),
         model_fixtures.training(**training),
@@ -248,14 +249,14 @@ def test_products_of_the_training_step_are_those_that_run(family, training, opti
 
 @pytest.mark.parametrize("shape, microbatches", [((2, 2, 2), 1), ((4, 1, 2), 2)], ids=str)
 def test_the_products_of_all_devices_are_those_of_one(shape, microbatches):
-    mesh = sharding.make_mesh(*shape)
+    mesh = meshes.make(*shape)
     training = model_fixtures.training(remat="full", microbatches=microbatches, batch=16)
     steps, state, batch = abstract_step(model_fixtures.model(), training)
 
     def lying(x, sharding):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    rows = sharding.sharding(("batch", "sequence"), (training.batch, training.sequence), mesh)
+    rows = named_sharding(("batch", "sequence"), (training.batch, training.sequence), mesh)
     with jax.set_mesh(mesh):
         cost = count(steps.train, state, batch)
         arguments = jax.tree.map(lying, state, steps.shardings(mesh)), jax.tree.map(lambda x: lying(x, rows), batch)

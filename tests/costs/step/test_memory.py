@@ -8,13 +8,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import meshes
 import model_fixtures
 import pytest
 
 from jaxlm.costs.step.layer_memory import kept
 from jaxlm.costs.step.memory import memory
 from jaxlm.costs.step.parameters import parameters
-from jaxlm.costs.workload import MeshShape, Workload
+from jaxlm.costs.workload import Workload
 
 ROOT = Path(__file__).parents[3]
 BENCHMARK = ROOT / "benchmarks" / "compiled_memory.py"
@@ -63,13 +64,13 @@ def test_what_compilers_say_here_is_near_what_is_counted(name, compiled_memory):
 @pytest.mark.parametrize("chip", ["gpu", "tpu"])
 @pytest.mark.parametrize("kind", ["train", "prefill", "decode"])
 def test_less_of_anything_never_takes_more(kind, chip):
-    base = Workload(kind, model_fixtures.model(), 16, 32, mesh=MeshShape(1, 2, 2), kernels="xla")
+    base = Workload(kind, model_fixtures.model(), 16, 32, layout=meshes.layout(1, 2, 2), kernels="xla")
     whole = memory(base, chip).total
     for change in (
         {"batch": 8},
         {"sequence": 16},
         {"model": model_fixtures.model(num_layers=1)},
-        {"mesh": MeshShape(2, 4, 2)},
+        {"mesh": meshes.layout(2, 4, 2)},
     ):
         assert memory(replace(base, **change), chip).total < whole
     if kind == "train":
@@ -78,7 +79,7 @@ def test_less_of_anything_never_takes_more(kind, chip):
         assert memory(replace(base, average=True), chip).total > whole
 
 
-@pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(2, 2, 2)], ids=str)
+@pytest.mark.parametrize("mesh", [meshes.layout(), meshes.layout(2, 2, 2)], ids=str)
 @pytest.mark.parametrize("remat, masks", [("none", 7), ("full", 1), (("query", "up"), 1)], ids=str)
 def test_masks_of_dropout_are_a_byte_for_each_number(remat, masks, mesh):
     """Two in each of three layers where nothing runs again, and that of the embedding. GPT-2 355M cut to eight layers,

@@ -1,0 +1,77 @@
+"""Computations over the shards of a mesh: sums over `data`, functions of shards, functions of whole entries."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxlm.parallel.layout import AXES
+from jaxlm.parallel.partition import constrain, mesh_around, partition, rules_around
+
+
+def summed_over_data(function: Callable[[Any, Any, jax.Array | int], Any], whole: Any, batch: Any) -> Any:
+    """function(whole, batch, part), whose results are sums over the rows of `batch`, added over the `data` axis once.
+
+    Inside, each part of the axis sees its rows alone, so that a loop there sends nothing over it: XLA would leave the
+    all-reduce of an accumulated sum in the loop. `part` is 0, 1, … along the axis; what is drawn at random
+    there (dropout) depends on how many parts there are. Results are float32.
+    """
+    mesh = mesh_around()
+    if mesh.empty or mesh.shape["data"] == 1:
+        return function(whole, batch, 0)
+
+    def local(whole: Any, batch: Any) -> Any:
+        return jax.lax.psum(function(whole, batch, jax.lax.axis_index("data")), "data")
+
+    everywhere, rows = PartitionSpec(), PartitionSpec("data")
+    # check_vma=False: whole is not varying over data, and its gradients inside must stay the sums of this part.
+    return jax.shard_map(
+        local, in_specs=(everywhere, rows), out_specs=everywhere, axis_names={"data"}, check_vma=False
+    )(whole, batch)
+
+
+def on_each_device(function: Callable[..., Any], *operands: tuple[jax.Array | None, Sequence[str | None]]) -> Any:
+    """function(*arrays) on each device's own parts of them; what it gives lies as the first array does.
+
+    Args:
+      function: gives for parts of the arrays the same part of its result, or results; a Pallas kernel may be in it.
+      operands: each array, or None, with its logical axes.
+    """
+    mesh = mesh_around()
+    arrays = [x for x, _ in operands]
+    left = {name for name in mesh.axis_names if name not in mesh.manual_axes}
+    if mesh.size <= 1 or not left:
+        return function(*arrays)
+    specs = tuple(None if x is None else partition(axes, x.shape, mesh, rules_around()) for x, axes in operands)
+    # check_vma=False: interpreted kernels know of no other way, and where gradients are summed is the same.
+    mapped = jax.shard_map(function, in_specs=specs, out_specs=specs[0], axis_names=left, check_vma=False)
+    return mapped(*arrays)
+
+
+def map_whole(function: Callable[[jax.Array], jax.Array], x: jax.Array, *axes: str | None) -> jax.Array:
+    """function(x) for an x [M, …] with these logical axes, computed with whole entries of M on each device.
+
+    `function` keeps the shape and treats each entry by itself. The result is laid out as x is declared. M is padded
+    with zeros so that every device has as many. Inside jit under `jax.set_mesh`; without a mesh it is function(x).
+    """
+    mesh = mesh_around()
+    if mesh.empty:
+        return function(x)
+    entries = list(partition(axes, x.shape, mesh, rules_around()))
+    layouts = [PartitionSpec(*entries)]
+    # One mesh axis after the other moves to the first dimension: each is one all-to-all (over data it is a slice, and
+    # an all-gather back). Asked for at once, the partitioner replicates the array on its way.
+    for axis in reversed(AXES):
+        first, *others = ((entry,) if isinstance(entry, str) else (entry or ()) for entry in entries)
+        entries = [(*(a for a in first if a != axis), axis), *(tuple(a for a in e if a != axis) for e in others)]
+        layouts.append(PartitionSpec(*entries))
+    padding = [(0, -len(x) % mesh.size)] + [(0, 0)] * (x.ndim - 1)
+    y = jnp.pad(x, padding)
+    for layout in layouts:
+        y = jax.lax.with_sharding_constraint(y, layout)
+    y = function(y)
+    for layout in reversed(layouts):
+        y = jax.lax.with_sharding_constraint(y, layout)
+    return constrain(y[: len(x)], *axes)

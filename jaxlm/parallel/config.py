@@ -1,0 +1,56 @@
+"""The mesh of an experiment. Imports no JAX."""
+
+from typing import Literal
+
+from pydantic import create_model
+
+from jaxlm.core.errors import InputError
+from jaxlm.core.schema import Count, Section
+from jaxlm.parallel.layout import AXES, Layout
+
+ALL = "all"
+
+
+class _MeshSection(Section):
+    """Devices along each axis of the mesh: `data` replicates, `fsdp` shards parameters and batch, `tensor` shards
+    within layers. An axis of "all" takes the devices that the others leave."""
+
+    def sizes(self) -> dict[str, int | Literal["all"]]:
+        """Return the size of each axis as given."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    def least(self) -> Layout:
+        """Return the smallest layout: axes of "all" have one device."""
+        return Layout({axis: 1 if size == ALL else size for axis, size in self.sizes().items()})
+
+    def layout(self, devices: int) -> Layout:
+        """Return the layout on this many devices. Raises InputError where it does not fit them."""
+        rest = [axis for axis, size in self.sizes().items() if size == ALL]
+        if len(rest) > 1:
+            named = " and ".join(f"mesh.{axis}" for axis in rest)
+            raise InputError(f'{named} are both "all"; set one of them to a number')
+        layout = self.least()
+        others = " × ".join(f"mesh.{axis}" for axis in AXES if axis not in rest)
+        if rest:
+            share, over = divmod(devices, layout.size)
+            if over or not share:
+                raise InputError(
+                    f"{others} = {layout.size} does not divide the {devices} devices here; "
+                    f"change one of them, or set mesh.{rest[0]}"
+                )
+            layout = layout.replace(**{rest[0]: share})
+        if layout.size > devices:
+            raise InputError(
+                f"the mesh needs {others} = {layout.size} devices and {devices} "
+                f"{'is' if devices == 1 else 'are'} here; "
+                "lower one of them"
+            )
+        return layout
+
+
+MeshConfig = create_model(
+    "MeshConfig",
+    __base__=_MeshSection,
+    __doc__=_MeshSection.__doc__,
+    **{axis: (Count | Literal["all"], ALL if axis == "fsdp" else 1) for axis in AXES},
+)

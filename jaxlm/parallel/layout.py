@@ -1,0 +1,58 @@
+"""Mesh layouts: how many devices lie along each axis. Imports no JAX."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+# The axes of every mesh, outermost first: `tensor` has the heaviest traffic, and the nearest neighbours.
+AXES = ("data", "fsdp", "tensor")
+
+
+class Layout(Mapping[str, int]):
+    """Devices along each mesh axis: an immutable, hashable mapping from AXES to sizes, 1 where none is given.
+
+    Raises ValueError for an axis that is not one of AXES, and for a size below 1.
+    """
+
+    __slots__ = ("_sizes",)
+
+    def __init__(self, sizes: Mapping[str, int] | None = None, **more: int):
+        given = {**(sizes or {}), **more}
+        if unknown := given.keys() - set(AXES):
+            raise ValueError(f"there is no mesh axis {', '.join(sorted(unknown))}; the axes are {', '.join(AXES)}")
+        if any(size < 1 for size in given.values()):
+            raise ValueError(f"the sizes of a mesh are 1 or more, not {given}")
+        self._sizes = tuple(given.get(axis, 1) for axis in AXES)
+
+    def __getitem__(self, axis: str) -> int:
+        try:
+            return self._sizes[AXES.index(axis)]
+        except ValueError:
+            raise KeyError(axis) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(AXES)
+
+    def __len__(self) -> int:
+        return len(AXES)
+
+    def __hash__(self) -> int:
+        return hash(self._sizes)
+
+    def __repr__(self) -> str:
+        return f"Layout({', '.join(f'{axis}={size}' for axis, size in self.items() if size > 1)})"
+
+    def __str__(self) -> str:
+        return " × ".join(f"{axis} {size}" for axis, size in self.items() if size > 1) or "one device"
+
+    @property
+    def size(self) -> int:
+        """Devices in all."""
+        return math.prod(self._sizes)
+
+    def over(self, axes: Iterable[str]) -> int:
+        """Return the number of shards that these axes together make."""
+        return math.prod(self[axis] for axis in axes)
+
+    def replace(self, **sizes: int) -> "Layout":
+        """Return this layout with other sizes of some axes."""
+        return Layout({**self, **sizes})

@@ -1,0 +1,107 @@
+"""Partitioning arrays by their logical axes: outside of a program by a mesh, inside by the mesh and rules around it.
+
+Mesh axes are Auto (GSPMD) axes: XLA's partitioner places the collectives.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxlm.parallel.layout import AXES, Layout
+from jaxlm.parallel.rules import TRAIN, Rules
+
+# A user context: JAX keys its caches by it, so that what is traced under some rules is not reused under others.
+_rules = jax.make_user_context(TRAIN)
+
+
+@contextlib.contextmanager
+def using_rules(rules: Rules) -> Iterator[None]:
+    """Trace models inside under these rules; outside they are TRAIN. Also a decorator of a function."""
+    with _rules(rules):
+        yield
+
+
+def rules_around() -> Rules:
+    """Return the rules of the surrounding `using_rules`."""
+    return _rules.value
+
+
+def partition(
+    axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh, rules: Rules = TRAIN
+) -> PartitionSpec:
+    """Return the PartitionSpec of an array whose dimensions have these logical axes.
+
+    Raises ValueError where a mesh axis does not divide a dimension that has no right to stay whole.
+    """
+    if len(axes) != len(shape):
+        raise ValueError(f"{len(axes)} logical axes {tuple(axes)} for shape {tuple(shape)}")
+    # Inside a shard_map arrays are shards already along its manual axes.
+    manual = getattr(mesh, "manual_axes", ())
+    sizes = {axis: 1 if axis in manual else size for axis, size in mesh.shape.items()}
+
+    def entry(name: str | None, size: int) -> tuple[str, ...] | str | None:
+        over = tuple(axis for axis in rules.over(name) if axis not in manual)
+        if not over or (rules.shards(name, size, sizes) == 1 and Layout(sizes).over(over) > 1):
+            return None
+        return over if len(over) > 1 else over[0]
+
+    return PartitionSpec(*map(entry, axes, shape))
+
+
+def named_sharding(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh, rules: Rules = TRAIN) -> NamedSharding:
+    """Return `partition` as a sharding over a mesh of devices."""
+    return NamedSharding(mesh, partition(axes, shape, mesh, rules))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Return the sharding in which every device holds the whole array."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def mesh_around() -> AbstractMesh:
+    """Return the mesh of the surrounding `jax.set_mesh`, empty where there is none.
+
+    Raises ValueError for a mesh that the rules know nothing of.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and (mesh.axis_names != AXES or AxisType.Explicit in mesh.axis_types):
+        axes = ", ".join(f"{name} ({type.name})" for name, type in zip(mesh.axis_names, mesh.axis_types, strict=True))
+        raise ValueError(
+            f"a model runs on a mesh that jaxlm.parallel.mesh.make_mesh makes; this one has the axes {axes}"
+        )
+    return mesh
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Pin the sharding of an array by its logical axes, under the mesh and rules around.
+
+    Returns x where there is no mesh.
+    """
+    mesh = mesh_around()
+    if mesh.empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh, rules_around()))
+
+
+def by_shards(x: jax.Array, axis: str) -> jax.Array:
+    """Return x [n, …] as [P, n / P, …], each of P shards on devices of its own; `axis` is its first dimension's."""
+    mesh = mesh_around()
+    if mesh.empty:
+        return x[None]
+    shards = shards_of(axis, x.shape[0])
+    (target,) = partition((axis,), x.shape[:1], mesh, rules_around())
+    return jax.lax.with_sharding_constraint(x.reshape(shards, -1, *x.shape[1:]), PartitionSpec(target))
+
+
+def shards_of(axis: str, size: int) -> int:
+    """Return the number of shards of a dimension of this size under the mesh and rules around."""
+    mesh = mesh_around()
+    return 1 if mesh.empty else rules_around().shards(axis, size, mesh.shape)
+
+
+def is_sharded(axis: str) -> bool:
+    """Return whether the mesh around shards a logical axis where its size lets it."""
+    mesh = mesh_around()
+    return not mesh.empty and Layout(mesh.shape).over(rules_around().over(axis)) > 1

@@ -58,7 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
     run.check(experiment)
     end = _End(run.paths, arguments.json)
     stop = StopRequest(end.early, arguments.max_hours)
-    with output.outliving_readers(), processes.failing_as_one(), stop:
+    with output.ignoring_closed_output(), processes.failing_as_one(), stop:
         try:
             run.check_free()
             processes.join(place)

@@ -34,7 +34,7 @@ def expanded(text: str, key: str) -> Path:
 
 def _not_empty(text: tuple[str, ...]) -> tuple[str, ...]:
     if not all(text) or not text:
-        raise ValueError('is empty; give files, directories or globs, or "stdlib"')
+        raise ValueError('names no text; give files, directories or globs, or "stdlib"')
     return text
 
 

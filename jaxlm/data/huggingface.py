@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import InputError
-from jaxlm.core.files import replacing, to_disk
+from jaxlm.core.files import fsync, replacing
 from jaxlm.data.cache import writing
 from jaxlm.data.config import HUGGING_FACE
 from jaxlm.data.formats import named
@@ -79,5 +79,5 @@ def _write(path: Path, rows: Iterator[dict[str, Any]]) -> int:
             for row in rows:
                 packed.write(json.dumps(row).encode() + b"\n")
                 written += 1
-        to_disk(partial)
+        fsync(partial)
     return written

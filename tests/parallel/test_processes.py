@@ -154,7 +154,7 @@ def test_a_difference_between_processes_is_named(be):
         ("DEADLINE_EXCEEDED: Barrier timed out. Id: jaxlm compiled", "lost another one"),
         ("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes", "out of memory"),
         (OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl"), "left on device: metrics.jsonl; make room"),
-        (OSError(errno.EISDIR, "Is a directory", ".a-1", None, "a"), "Is a directory: a; remove what is in the way"),
+        (OSError(errno.EISDIR, "Is a directory", ".a-1", None, "a"), "Is a directory: a; remove it, or choose another path"),
         (InputError("that is bad"), "jaxlm: process 1 of 2: that is bad"),
     ],
 )

@@ -164,7 +164,7 @@ CONFIGURATIONS = {
     "hours without end": ("train good.toml --max-hours inf", ["--max-hours inf", "a finite number above 0"]),
     "no hours": ("train good.toml --max-hours 0", ["--max-hours 0", "above 0"]),
     "hours that are no number": ("train good.toml --max-hours nan", ["--max-hours nan", "above 0"]),
-    "process that is no place": (
+    "process that is not a spec": (
         "train good.toml --process 2/2@here:1",
         ["--process '2/2@here:1'", "INDEX/COUNT@HOST"],
     ),

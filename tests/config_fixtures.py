@@ -1,4 +1,4 @@
-"""A small experiment for the tests of configurations, and how it is refused."""
+"""A small experiment for the tests of configurations, and its error messages."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ dtype = "float32"
 
 
 def refusal(*overrides: str, path: Path = SMALL) -> str:
-    """The one line with which a configuration is refused."""
+    """Return the one-line error of an invalid configuration."""
     with pytest.raises(InputError) as refused:
         load(path, overrides)
     assert "\n" not in str(refused.value)
@@ -56,7 +56,7 @@ def write(path: Path, text: str) -> Path:
 
 
 def flat(values: dict, prefix: str = "") -> dict:
-    """Nested tables as dotted keys."""
+    """Return nested tables as dotted keys."""
     pairs = {}
     for key, value in values.items():
         pairs.update(flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
@@ -64,6 +64,6 @@ def flat(values: dict, prefix: str = "") -> dict:
 
 
 def changed(*overrides: str) -> dict:
-    """The keys of the small experiment that overrides change, with their new values."""
+    """Return the keys of the small experiment that overrides change, with their new values."""
     before, after = flat(load(SMALL).model_dump()), flat(load(SMALL, overrides).model_dump())
     return {key: value for key, value in after.items() if key not in before or before[key] != value}

@@ -1,4 +1,4 @@
-"""Models, batches and settings small enough for many tests."""
+"""Small models, batches and settings."""
 
 import chex
 import jax
@@ -39,7 +39,7 @@ LLAMA31 = {
     **LLAMA,
     "position": {"kind": "rope", "scaling": {"factor": 8.0, "original_context_length": 16}},
 }
-# What Gemma 2 and Gemma 3 have, together; of three layers the second sees beyond its window.
+# Gemma 2 and Gemma 3 combined; the second of three layers has global attention.
 GEMMA = {
     **LLAMA,
     "norm": {"kind": "rms", "plus_one": True},
@@ -63,7 +63,7 @@ FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "qwen3": QWEN3, "llama3.1": LLAMA31, "
 
 
 def model(family: dict = LLAMA, **changes) -> ModelConfig:
-    """Three layers, width 32. Weights ten times the usual size, so that every part of it matters in float32."""
+    """Return a model of three layers, width 32. Weights are ten times larger than usual, so that every term matters."""
     sizes = {
         "vocab_size": VOCABULARY,
         "context_length": CONTEXT,
@@ -82,13 +82,13 @@ OPTIMIZERS = tuple(map(kind_of, sections_in(AnyOptimizer)))
 
 
 def optimization(**changes) -> OptimizerConfig:
-    """AdamW unless a `kind` is given."""
+    """Return an optimizer configuration: AdamW unless a `kind` is given."""
     values = {"learning_rate": 1e-2, "schedule": {"decay_steps": 100}, **changes}
     return TypeAdapter(AnyOptimizer).validate_python(values)
 
 
 def batch(rows: int = 8, length: int = CONTEXT, seed: int = 0, vocabulary: int = VOCABULARY) -> dict:
-    """Random rows, each packed with three segments and some room left at its end."""
+    """Return random rows, each packed with three segments and padded at its end."""
     draw = np.random.default_rng(seed)
     segments = np.zeros((rows, length), np.int32)
     positions = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
@@ -106,12 +106,12 @@ _OPTIMIZATION = optimization()
 
 
 def jitted(model, training, mesh, optimization):
-    """The programs of an experiment, which are compiled when they are first called."""
+    """Return the jitted steps of an experiment, compiled at their first call."""
     return jit_steps(make_steps(model, training, optimization), mesh)
 
 
 def run_steps(model, training, batches, mesh=None, optimization=None):
-    """(metrics of each step, final state) of a few training steps."""
+    """Run training steps. Return (metrics of each step, final state)."""
     mesh = mesh or meshes.make()
     with jax.set_mesh(mesh):
         steps = jitted(model, training, mesh, optimization or _OPTIMIZATION)
@@ -124,10 +124,10 @@ def run_steps(model, training, batches, mesh=None, optimization=None):
 
 
 def assert_same_numbers(actual, expected, relative: float) -> None:
-    """Leaves equal to a share of the largest number of each.
+    """Assert that leaves are equal to a fraction `relative` of the largest absolute value of each leaf.
 
-    Gradients are sums, whose small entries carry the rounding of the large terms. A leaf that is zero but for
-    rounding (a key bias moves no softmax) is held against a thousandth of the largest number of all.
+    Gradients are sums, whose small entries carry the rounding errors of large terms. A leaf that is zero up to
+    rounding (a key bias does not change the softmax) is compared with a thousandth of the largest value of all leaves.
     """
     largest = max(np.abs(np.asarray(leaf)).max() for leaf in jax.tree.leaves(expected))
 
@@ -140,7 +140,7 @@ def assert_same_numbers(actual, expected, relative: float) -> None:
 
 
 def full_logits(graph, parameters, tokens):
-    """Logits [T, V] behind each token of one sequence, by one pass over all of it."""
+    """Return the logits [T, V] after each token of one sequence, from one forward pass."""
 
     @jax.jit
     def run(parameters, tokens):

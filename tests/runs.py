@@ -1,4 +1,4 @@
-"""Small training runs, each in processes of its own, as a user starts them."""
+"""Small training runs in separate processes, as a user starts them."""
 
 import json
 import os
@@ -49,7 +49,7 @@ tensorboard = false
 
 
 def write_config(folder: Path, *overrides: str) -> Path:
-    """A configuration, and forty documents to train on."""
+    """Write a configuration and forty documents to train on."""
     draw = random.Random(0)
     for i in range(40):
         text = " ".join(draw.choice(["alpha", "beta", "gamma", "delta", "epsilon"]) for _ in range(500))
@@ -61,7 +61,7 @@ def write_config(folder: Path, *overrides: str) -> Path:
 
 
 def untrained(folder: Path, *overrides: str, tokenizer: Tokenizer | None = None) -> Path:
-    """A run as it is before its first step, made here, with that checkpoint."""
+    """Make a run with a checkpoint of step 0, in this process."""
     folder.mkdir()
     run, config = Run(folder), write_config(folder, *overrides)
     config.rename(run.paths.config)
@@ -74,17 +74,17 @@ def untrained(folder: Path, *overrides: str, tokenizer: Tokenizer | None = None)
     return folder
 
 
-# For a start that is to compile by itself.
+# Prepended code for a run that must compile its own programs.
 COMPILING = "import jax; jax.config.update('jax_enable_compilation_cache', False)"
 
 _started: list[subprocess.Popen] = []
 
-# Behind nohup, which tests may run behind, a closed terminal says nothing.
+# Under nohup, as tests may run, a closed terminal sends no signal.
 _AT_A_TERMINAL = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
 
 
 def start(config: Path, run: Path, *arguments: str, devices: int = 1, before: str = "") -> subprocess.Popen:
-    """`jaxlm train`, behind lines of Python that change what it does. It ends with its test."""
+    """Start `jaxlm train`, after the Python code `before`. The process is ended with its test."""
     code = f"{_AT_A_TERMINAL}\n{before}\nimport sys; from jaxlm.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "train", str(config), "--out", str(run), *arguments]
     process = subprocess.Popen(
@@ -95,8 +95,7 @@ def start(config: Path, run: Path, *arguments: str, devices: int = 1, before: st
 
 
 def environment(devices: int = 1) -> dict[str, str]:
-    """For a command in a process of its own. What one has compiled the next ones take from JAX's cache: half of a small
-    run is XLA's work."""
+    """Return the environment of a subprocess. Runs share a compilation cache: half of a small run is compilation."""
     return {
         **os.environ,
         "JAX_NUM_CPU_DEVICES": str(devices),
@@ -106,7 +105,7 @@ def environment(devices: int = 1) -> dict[str, str]:
 
 
 def end_all() -> None:
-    """What a failed test has left at work would train on beside the others."""
+    """Kill the processes that a failed test left running."""
     while _started:
         process = _started.pop()
         if process.poll() is None:
@@ -121,14 +120,14 @@ def free_port() -> int:
 
 
 def finish(process: subprocess.Popen, status: int = 0) -> tuple[str, str]:
-    """What it wrote to standard output and standard error until its end."""
+    """Wait for the end of a process. Return its standard output and standard error."""
     out, errors = process.communicate(timeout=300)
     assert process.returncode == status, errors
     return out, errors
 
 
 def wait_for_line(process: subprocess.Popen, part: str) -> None:
-    """Until it says so on standard error."""
+    """Wait until a line with this part appears on standard error."""
     said = ""
     for line in process.stderr:
         said += line
@@ -138,7 +137,7 @@ def wait_for_line(process: subprocess.Popen, part: str) -> None:
 
 
 def wait_for_step(process: subprocess.Popen, run: Path, step: int) -> None:
-    """Until a step is recorded, or the process is gone."""
+    """Wait until a step is recorded, or the process has exited."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
         if max(losses(run), default=0) >= step:
@@ -149,13 +148,13 @@ def wait_for_step(process: subprocess.Popen, run: Path, step: int) -> None:
 
 
 def rows(run: Path, name: str = "metrics.jsonl") -> list[dict]:
-    """The whole lines of one of its files."""
+    """Return the complete lines of a file of the run."""
     path = run / name
     return [json.loads(line) for line in path.read_text().splitlines(True) if line[-1] == "\n"] if path.exists() else []
 
 
 def losses(run: Path, name: str = "metrics.jsonl") -> dict[int, float]:
-    """{step: loss}; each step once, in order."""
+    """Return {step: loss}. Assert that steps are unique and in order."""
     found = rows(run, name)
     steps = [row["step"] for row in found]
     assert steps == sorted(set(steps))

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that published models have."""
+"""Small tokenizers of the types that published models use."""
 
 import string
 
@@ -9,7 +9,7 @@ from jaxlm.data.tokenizers import Tokenizer
 
 
 def sentencepiece(decoder: decoders.Decoder) -> Tokenizer:
-    """As Llama 2 and Gemma have it: blanks are ▁, and what is not in the vocabulary is bytes."""
+    """Make a SentencePiece tokenizer as in Llama 2 and Gemma: blanks are ▁, with byte fallback."""
     tokens = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁.,:'", *string.ascii_lowercase]
     merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("▁", "m"), ("o", "n"), ("▁", "▁")]
     tokens += ["".join(pair) for pair in merges]
@@ -25,14 +25,14 @@ def llama2() -> Tokenizer:
 
 
 def dropping(letters: str) -> Tokenizer:
-    """Byte-pair encoding of these characters, their pairs and a separator; it leaves out all others without a word."""
+    """Make a byte-pair encoding of these characters, their pairs and a separator. It silently drops all others."""
     tokens = [*letters, *(2 * letter for letter in letters), "</s>"]
     merges = [(letter, letter) for letter in letters]
     return Tokenizer(Backend(models.BPE({token: i for i, token in enumerate(tokens)}, merges)))
 
 
 def wordpiece(text: str) -> Tokenizer:
-    """As BERT has it, of the characters of a text: no token is a blank, and unknown words are [UNK]."""
+    """Make a WordPiece tokenizer as in BERT from the characters of a text, without blanks; unknown words are [UNK]."""
     letters = sorted(set(text) - {" "})
     tokens = ["[UNK]", *letters, *(f"##{letter}" for letter in letters), "the", "mod", "##el"]
     backend = Backend(models.WordPiece({token: i for i, token in enumerate(tokens)}, unk_token="[UNK]"))

@@ -43,14 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # of what a terminal cannot encode; stderr escapes it anyway
     try:
-        with output.written_out():
+        with output.flushed_output():
             chosen = _parse(sys.argv[1:] if arguments is None else arguments)
             return chosen.main(chosen)
     except KeyboardInterrupt:
         print("jaxlm: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        output.lead_nowhere(1, 2)  # the reader of a pipe left; there is nobody to tell
+        output.redirect_to_null(1, 2)  # the reader of a pipe left; there is nobody to tell
         return 1
     except Exception as error:
         line = in_one_line(error)

@@ -48,20 +48,20 @@ def main(arguments: argparse.Namespace) -> int:
 
     clock = Clock()
     experiment = config.load(arguments.config, arguments.overrides)
-    traced = place = None
+    traced = spec = None
     if arguments.profile is not None:
         traced = profile.Steps.parse(arguments.profile).check(experiment.training.steps)
     if arguments.process is not None:
-        place = processes.Place.parse(arguments.process)
+        spec = processes.ProcessSpec.parse(arguments.process)
     sinks.check_installed(experiment.records.wandb_project)
     run = Run(arguments.out or Path("runs") / arguments.config.stem)
     run.check(experiment)
     end = _End(run.paths, arguments.json)
     stop = StopRequest(end.early, arguments.max_hours)
-    with output.outliving_readers(), processes.failing_as_one(), stop:
+    with output.ignoring_closed_output(), processes.failing_as_one(), stop:
         try:
             run.check_free()
-            processes.join(place)
+            processes.join(spec)
             # Each computes its part of a step by its own: with others the replicas drift apart, or wait for ever.
             processes.check_same("versions", versions("jaxlm", "jax", "jaxlib"), "install the same for all")
             settings = {"COUNT": processes.process_count(), **experiment.model_dump(mode="json")}

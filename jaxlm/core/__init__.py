@@ -1,1 +1,1 @@
-"""Errors, files, output, units and configuration schema: nothing of models."""
+"""Errors, files, output, units and configuration schema; nothing about models."""

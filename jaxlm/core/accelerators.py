@@ -5,26 +5,25 @@ import os
 import sys
 from pathlib import Path
 
-# Where Linux shows a TPU, an NVIDIA or an AMD GPU (the last one: under WSL).
+# Device files of TPUs, NVIDIA and AMD GPUs on Linux (the last one: under WSL).
 _FILES = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/dev/kfd", "/dev/dxg")
 _NVIDIA = "/proc/driver/nvidia/gpus/*/information"
 
 
 def found() -> tuple[str, ...]:
-    """The device files of accelerators, and the models that NVIDIA's driver names."""
+    """Return the device files of accelerators, and the GPU models that NVIDIA's driver reports."""
     files = {file for pattern in _FILES for file in glob.glob(pattern)}
     models = {f"{file}: {line}" for file in glob.glob(_NVIDIA) for line in _models(Path(file))}
     return tuple(sorted(files | models))
 
 
 def platforms() -> str:
-    """The platforms that JAX is to use: as `JAX_PLATFORMS` says, or the CPU where Linux shows nothing else; "" leaves
-    it to JAX."""
+    """Return the platforms for JAX: `JAX_PLATFORMS`, or "cpu" on Linux without accelerators; "" leaves it to JAX."""
     return os.environ.get("JAX_PLATFORMS") or ("cpu" if sys.platform == "linux" and not found() else "")
 
 
 def choose() -> None:
-    """Have JAX use these platforms. Else it asks every compiler that is installed for its chips, and each complains."""
+    """Configure JAX for `platforms()`. Otherwise JAX tries every installed plugin, and each prints a complaint."""
     import jax
 
     if chosen := platforms():

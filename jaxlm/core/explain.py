@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in the words of its file: the keys that it has, and those that it may mean."""
+"""Error messages for invalid configurations, in terms of the keys of the file, with the nearest valid key."""
 
 import difflib
 import re
@@ -11,8 +11,11 @@ from jaxlm.core.schema import Section, chosen, kind_of, sections_at
 
 
 def explain(error: ValidationError, whole: type[Section], values: dict[str, Any], filled: set[str]) -> str:
-    """The first of pydantic's errors as one line in the words of a file, `whole` of which holds these values. What was
-    filled in is wrong only where what it comes from is."""
+    """Return pydantic's first error as one line about the keys of a configuration file.
+
+    `whole`: the section of the whole file. `values`: its content. `filled`: derived keys, reported only if no other key
+    is wrong, since their errors follow from others.
+    """
     errors = error.errors()
     if line := _renamed(errors, values):
         return line
@@ -80,7 +83,7 @@ def _renamed(errors: list[Any], values: dict[str, Any]) -> str | None:
 
 
 def _key(location: tuple, values: Any) -> str:
-    """The dotted key of an error; pydantic puts names of union members between the keys, which are left out."""
+    """Return the dotted key of an error, without the names of union members that pydantic inserts."""
     key = ""
     for index, part in enumerate(location):
         last = index == len(location) - 1
@@ -114,14 +117,14 @@ _NAME = "NAME"
 
 
 def _like(known: str, key: str) -> str:
-    """A known key with the name that `key` gives to the table it may be about."""
+    """Return a known key with NAME replaced by the name of the same table in `key`."""
     before, named, after = known.partition(f".{_NAME}.")
     given = key.removeprefix(f"{before}.")
     return f"{before}.{given.partition('.')[0]}.{after}" if named and given != key else known
 
 
 def _keys(section: type[Section], values: Any, prefix: str = "") -> Iterator[str]:
-    """The dotted keys of a section and those below it, of the kinds that the values choose."""
+    """Yield the dotted keys of a section and its subsections, of the kinds selected by the values."""
     for name, field in section.model_fields.items():
         yield prefix + name
         inside = values.get(name) if isinstance(values, dict) else None

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there, locks that end with their process, folders that take no files."""
+"""Atomic writes of files and folders, locks that end with their process, and checks for writable folders."""
 
 import errno
 import fcntl
@@ -13,25 +13,25 @@ from typing import TextIO
 
 
 def unwritable(folder: Path) -> str | None:
-    """Why a folder, or the nearest above it where it is not there yet, takes no files; None where it does."""
+    """Return why a folder (or its nearest existing parent) is not writable; None if it is."""
     try:
         there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-        tempfile.TemporaryFile(dir=there).close()  # permissions alone do not tell for root
+        tempfile.TemporaryFile(dir=there).close()  # permission bits do not bind root
     except OSError as error:
         return error.strerror
     return None
 
 
 def replace(path: Path, text: str) -> None:
-    """Put a text, in UTF-8, in the place of a file, at once."""
+    """Replace the content of a file by a text in UTF-8, atomically."""
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write that takes the place of `path` when the block ends, and vanishes when it fails."""
-    partial = _beside(path)
+    """Yield a file to write. It replaces `path` when the block succeeds, and is removed when it fails."""
+    partial = _temporary(path)
     try:
         yield partial
         os.replace(partial, path)
@@ -41,17 +41,17 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def building(directory: Path) -> Iterator[Path]:
-    """A folder to fill that becomes `directory` when the block ends, and vanishes when it fails.
+    """Yield a folder to write. It is renamed to `directory` when the block succeeds, and removed when it fails.
 
-    Where another process was first, its folder stays.
+    If another process created `directory` first, its folder is kept.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
-    partial = _beside(directory)
+    partial = _temporary(directory)
     partial.mkdir()
     try:
         yield partial
         for path in (*partial.rglob("*"), partial):
-            to_disk(path)  # or a power failure may leave the new name to empty files
+            fsync(path)  # or a power failure may leave empty files under the new name
         try:
             os.rename(partial, directory)
         except OSError:
@@ -61,33 +61,35 @@ def building(directory: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _beside(path: Path) -> Path:
-    """Of no other process: several may write the same."""
+def _temporary(path: Path) -> Path:
+    """Return a unique temporary name in the same folder, since several processes may write the same path."""
     return path.with_name(f".{path.name}-{uuid.uuid4().hex}")
 
 
 def leftovers(folder: Path, name: str = "*") -> Iterator[Path]:
-    """What `replacing` or `building` left in a folder, of what is to have this name, where their process was killed, or
-    is still at work."""
+    """Return the temporary files that `replacing` or `building` have for this name in a folder.
+
+    Their process was killed, or is still running.
+    """
     return folder.glob(f".{name}-{'[0-9a-f]' * 32}")
 
 
-def to_disk(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
+def fsync(path: Path) -> None:
+    """Flush a file or folder to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that has no such thing
+        if error.errno != errno.EINVAL:  # a file system without fsync
             raise
     finally:
         os.close(descriptor)
 
 
 def lock(file: TextIO, *, shared: bool = False, wait: bool = False) -> bool:
-    """Lock an open file until it is closed, at the latest by the end of the process; whether the file system has locks.
+    """Lock an open file until it is closed or the process ends. Return whether the file system supports locks.
 
-    Raises BlockingIOError where another process has it, unless this one is to `wait`.
+    Raise BlockingIOError if another process holds the lock, unless `wait`.
     """
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
@@ -100,8 +102,10 @@ def lock(file: TextIO, *, shared: bool = False, wait: bool = False) -> bool:
 
 @contextmanager
 def locked(path: Path, wait: Callable[[], None]) -> Iterator[bool]:
-    """A block of one process at a time, where the file system has locks; whether it has. Calls `wait` before it waits
-    for another."""
+    """Run a block in one process at a time. Yield whether the file system supports locks; without, nothing is locked.
+
+    Call `wait` before waiting for another process.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         try:

@@ -1,4 +1,4 @@
-"""Standard output and standard error: shared with native libraries, and of no reader any more."""
+"""Standard output and error, shared with native libraries, when their reader may be gone."""
 
 import errno
 import io
@@ -8,43 +8,46 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
-# What writing to a pipe without a reader gives, and to a terminal that was closed.
-_NOBODY = (errno.EPIPE, errno.EIO)
+# Errors of writing to a pipe without a reader, and to a closed terminal.
+_NO_READER = (errno.EPIPE, errno.EIO)
 _NAMES = {"stdout": "standard output", "stderr": "standard error"}
 
 
-class _Outliving(io.FileIO):
-    """A file that leads nowhere from when its reader has gone."""
+class _ReaderlessFile(io.FileIO):
+    """A file that redirects to the null device once its reader is gone."""
 
     def write(self, data) -> int | None:
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in _NOBODY:
+            if error.errno not in _NO_READER:
                 raise
-            lead_nowhere(self.fileno())
+            redirect_to_null(self.fileno())
             return super().write(data)
 
 
 @contextmanager
-def outliving_readers() -> Iterator[None]:
-    """A block that goes on in silence where nobody reads what it says any more."""
+def ignoring_closed_output() -> Iterator[None]:
+    """Run a block that continues silently if the reader of its output goes away."""
     before = sys.stdout, sys.stderr
     for name in _NAMES:
         stream = getattr(sys, name)
-        with suppress(AttributeError, io.UnsupportedOperation):  # None, closed from the beginning, or no file
-            setattr(sys, name, _outliving(stream, stream.fileno()))
+        with suppress(AttributeError, io.UnsupportedOperation):  # None, closed from the start, or not a file
+            setattr(sys, name, _readerless(stream, stream.fileno()))
     try:
-        with written_out():
+        with flushed_output():
             yield
     finally:
         sys.stdout, sys.stderr = before
 
 
 @contextmanager
-def written_out() -> Iterator[None]:
-    """A block at whose end all that was printed has been written: of what could not be an OSError tells, once, where
-    Python would say so with a traceback as it ends. A block that fails is told of by its own error."""
+def flushed_output() -> Iterator[None]:
+    """Run a block, and flush its output at the end.
+
+    Raise OSError, once, if output cannot be written; Python would print a traceback at exit. An error of the block
+    itself takes precedence.
+    """
     ending = None
     try:
         yield
@@ -52,37 +55,37 @@ def written_out() -> Iterator[None]:
         ending = error
         raise
     finally:
-        for name, said in _NAMES.items():
+        for name, description in _NAMES.items():
             stream = getattr(sys, name)
             try:
                 if stream is not None:
                     stream.flush()
             except OSError as error:
-                lead_nowhere(stream.fileno())
+                redirect_to_null(stream.fileno())
                 if ending is None or isinstance(ending, SystemExit):
-                    raise OSError(error.errno, error.strerror, said) from None
+                    raise OSError(error.errno, error.strerror, description) from None
 
 
 def native_output_to_stderr() -> None:
-    """Gloo reports its connections on standard output, which belongs to what the command prints."""
+    """Redirect native output to standard error: Gloo reports connections on standard output, reserved for commands."""
     if sys.stdout is not None:
         ours = os.dup(1)
-        sys.stdout = _outliving(sys.stdout, ours)
+        sys.stdout = _readerless(sys.stdout, ours)
         os.dup2(2, 1)
 
 
-def lead_nowhere(*files: int) -> None:
-    """Let what is written to these go nowhere."""
+def redirect_to_null(*files: int) -> None:
+    """Redirect file descriptors to the null device."""
     with open(os.devnull, "wb") as nowhere:
         for file in files:
             os.dup2(nowhere.fileno(), file)
 
 
-def _outliving(stream: TextIO, file: int) -> TextIO:
-    """Written to in place of a stream, as that one was."""
+def _readerless(stream: TextIO, file: int) -> TextIO:
+    """Return a replacement for a stream, with its encoding and buffering, that survives the loss of its reader."""
     stream.flush()
     return io.TextIOWrapper(
-        io.BufferedWriter(_Outliving(file, "w", closefd=False)),
+        io.BufferedWriter(_ReaderlessFile(file, "w", closefd=False)),
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering,

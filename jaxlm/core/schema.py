@@ -1,5 +1,4 @@
-"""The base of every section of a configuration, how one key may hold one of several, and where two of them differ.
-Imports no JAX."""
+"""The base class of configuration sections, sections chosen by `kind`, merging and comparison. Imports no JAX."""
 
 import functools
 import operator
@@ -11,9 +10,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**128 - 2.0**104  # normal numbers of float32
 
 
-def _held(value: float) -> float:
+def _in_float32(value: float) -> float:
     if value and not _SMALLEST <= value <= _LARGEST:
-        raise ValueError(f"{value!r} is no number that float32 holds; give one from 1.2e-38 to 3.4e38")
+        raise ValueError(f"{value!r} is not a number that float32 holds; give one from 1.2e-38 to 3.4e38")
     return value
 
 
@@ -23,23 +22,23 @@ def _below_one(value: float) -> float:
     return value
 
 
-Count = Annotated[int, Field(gt=0, lt=2**31)]  # up to what int32 holds, in which JAX counts
+Count = Annotated[int, Field(gt=0, lt=2**31)]  # fits in int32, in which JAX counts
 CountFromZero = Annotated[int, Field(ge=0, lt=2**31)]
-# What JAX computes with, in float32.
-Positive = Annotated[float, Field(gt=0.0), AfterValidator(_held)]
-NonNegative = Annotated[float, Field(ge=0.0), AfterValidator(_held)]
+# Numbers that JAX computes with, in float32.
+Positive = Annotated[float, Field(gt=0.0), AfterValidator(_in_float32)]
+NonNegative = Annotated[float, Field(ge=0.0), AfterValidator(_in_float32)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0), AfterValidator(_below_one)]
 
 
 class Section(BaseModel):
-    """A table of an experiment's TOML file: immutable, and unknown keys are errors."""
+    """A table of an experiment's TOML file. It is immutable; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _true_is_no_number(cls, values: Any) -> Any:
-        """Python counts with True as 1, and pydantic lets it: as a word it is refused."""
+    def _refuse_booleans_as_numbers(cls, values: Any) -> Any:
+        """Turn booleans in number fields into words, which are refused; pydantic would accept True as 1."""
         if not isinstance(values, dict):
             return values
         kinds = {name: _types_in(field.annotation) for name, field in cls.model_fields.items()}
@@ -51,7 +50,7 @@ class Section(BaseModel):
 
 
 def one_of(*sections: type[Section]) -> Any:
-    """The type of a key whose table is one of these sections, as its `kind` says; the first where it says nothing."""
+    """Return the type of a key whose table is one of these sections, selected by `kind`; the first is the default."""
     default = kind_of(sections[0])
 
     def choose(value: Any) -> str:
@@ -63,13 +62,15 @@ def one_of(*sections: type[Section]) -> Any:
 
 
 def _types_in(annotation: Any) -> set[Any]:
-    """All that an annotation is made of."""
+    """Return an annotation and all its type arguments, recursively."""
     return {annotation}.union(*map(_types_in, get_args(annotation)))
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A table with changes: those of a table inside it key by key, but for one that names another `kind`, which has
-    other keys and takes its place."""
+    """Return a table with changes merged in, nested tables key by key.
+
+    A nested table with another `kind` has other keys, and replaces the old one.
+    """
     result = dict(base)
     for key, value in changes.items():
         before = base.get(key)
@@ -80,13 +81,13 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def kind_of(section: type[Section]) -> str | None:
-    """The `kind` by which a section is chosen; None where it is no choice."""
+    """Return the `kind` that selects a section; None if it has none."""
     field = section.model_fields.get("kind")
     return field.default if field else None
 
 
 def sections_in(annotation: Any) -> Iterator[type[Section]]:
-    """The sections that a key of this type may hold, in the order in which they are written."""
+    """Yield the sections that a key of this type may hold, in the order of the annotation."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
     elif get_origin(annotation) is Annotated:
@@ -97,7 +98,7 @@ def sections_in(annotation: Any) -> Iterator[type[Section]]:
 
 
 def sections_at(key: str, whole: type[Section]) -> list[type[Section]]:
-    """Every section that a dotted key of a whole one may hold, of whatever kind."""
+    """Return every section, of any kind, that a dotted key of the whole file may hold."""
     sections: list[type[Section]] = [whole]
     for part in key.split(".") if key else ():
         fields = [s.model_fields[part] for s in sections if part in s.model_fields]
@@ -106,16 +107,18 @@ def sections_at(key: str, whole: type[Section]) -> list[type[Section]]:
 
 
 def chosen(annotation: Any, values: Any) -> tuple[type[Section], ...]:
-    """Those of `sections_in` that the `kind` of a table chooses; all of them where it is none of theirs."""
+    """Return the `sections_in` an annotation that the `kind` of a table selects; all of them for an unknown kind."""
     sections = tuple(sections_in(annotation))
     given = values.get("kind", kind_of(sections[0])) if sections and isinstance(values, dict) else None
     return tuple(section for section in sections if given is not None and kind_of(section) == given) or sections
 
 
 def changed(key: str, before: Any, now: Any) -> str | None:
-    """The first value under a key that is another now, such as "model.num_layers = 2, not 3"; None where none is."""
+    """Return the first changed value under a key, as "model.num_layers = 2, not 3"; None if nothing changed."""
     if isinstance(before, dict) and isinstance(now, dict):
-        names = sorted(before.keys() | now.keys(), key=lambda name: (name != "kind", name))  # it decides the others
+        names = sorted(
+            before.keys() | now.keys(), key=lambda name: (name != "kind", name)
+        )  # `kind` decides the other keys
         under = ((f"{key}.{name}".removeprefix("."), before.get(name), now.get(name)) for name in names)
         return next(filter(None, (changed(*each) for each in under)), None)
     return None if before == now else f"{key} = {before}, not {now}"

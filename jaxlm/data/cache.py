@@ -1,4 +1,4 @@
-"""What is wrong with a folder of the cache, in the words of the configuration."""
+"""Errors of the cache folders, reported under their configuration key."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from jaxlm.core.errors import InputError
 
 @contextmanager
 def writing(folder: Path | str) -> Iterator[None]:
-    """Raises InputError where the block cannot write to this folder of the cache."""
+    """Raise InputError if the block cannot write to this cache folder."""
     try:
         yield
     except OSError as error:
@@ -20,8 +20,8 @@ def writing(folder: Path | str) -> Iterator[None]:
 
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """Raises InputError where the block cannot load what lies in this folder of the cache."""
+    """Raise InputError if the block cannot load the contents of this cache folder."""
     try:
         yield
     except (OSError, ValueError, EOFError, LookupError, TypeError) as error:
-        raise InputError(f"data.cache: {folder} is damaged ({error}); remove it, and it is made anew") from error
+        raise InputError(f"data.cache: {folder} is corrupt ({error}); remove it to rebuild it") from error

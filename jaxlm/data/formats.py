@@ -1,4 +1,4 @@
-"""Files as documents: the formats, and how the files of a source are cut into parts of about equal size."""
+"""File formats, and the division of files into chunks of about equal size."""
 
 import io
 import json
@@ -15,18 +15,20 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 if TYPE_CHECKING:
     import pyarrow.parquet
 
-PART_BYTES = 2**24
+CHUNK_BYTES = 2**24
 _WHOLE = (".txt", ".md", ".py")
 _COMPRESSED = (".jsonl.gz", ".jsonl.zst")
 SUFFIXES = (*_WHOLE, ".jsonl", *_COMPRESSED, ".parquet")
-_CHUNK = 2**16
-_COMPRESSED_CHUNK = 2**12  # so small that little of a damaged file is lost before the damage
+_READ_BYTES = 2**16
+_COMPRESSED_READ_BYTES = 2**12  # small, to lose little of a corrupt file before the corrupt bytes
 
 
 class Slice(NamedTuple):
-    """Some of the documents of a file: of JSON lines those that begin in bytes [start, end), of Parquet those in row
-    groups [start, end), otherwise all. `size`: what it takes of the file, bytes. `documents`: how many, where that is
-    known before they are read."""
+    """A range of documents of a file.
+
+    JSON lines: lines that start in bytes [start, end). Parquet: row groups [start, end). Other formats: the whole file.
+    `size`: bytes of the file. `documents`: their number, if known before reading.
+    """
 
     path: str
     start: int
@@ -35,8 +37,8 @@ class Slice(NamedTuple):
     documents: int | None = None
 
 
-class Part(NamedTuple):
-    """A piece of work: slices, the field that holds the text, and how many documents to take if not all."""
+class FileChunk(NamedTuple):
+    """A unit of work: file slices, the field that holds the text, and the number of documents to take (None: all)."""
 
     slices: tuple[Slice, ...]
     field: str
@@ -49,8 +51,10 @@ class Part(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """A document, or the rest of a file, that cannot be read: where (FILE or FILE:LINE), and why. `documents`: how many
-    are lost with it, at least; where nothing tells more, they are what `size` bytes of the file hold."""
+    """An unreadable document, or the unreadable rest of a file: where (FILE or FILE:LINE), and why.
+
+    `documents`: a lower bound on the documents lost. `size`: bytes of the file whose documents cannot be counted.
+    """
 
     where: str
     why: str
@@ -59,28 +63,31 @@ class Broken(NamedTuple):
 
 
 class _Unreadable(Exception):
-    """The rest of a file cannot be read; says why. `read`: the share of the file that comes before. How much is gone
-    from a file that is cut short nobody knows; it is taken to be as much as is there."""
+    """The rest of a file cannot be read; the message says why.
+
+    `read`: the fraction of the file before it. For a truncated file the lost part is unknown, and assumed to be as
+    large as the present part (0.5).
+    """
 
     def __init__(self, why: str, read: float = 0.5):
         super().__init__(why)
         self.read = read
 
 
-def cut(files: Iterable[Path], field: str) -> list[Part]:
-    """Parts of about PART_BYTES, in the order of the files; the same files are always cut alike.
+def cut(files: Iterable[Path], field: str) -> list[FileChunk]:
+    """Divide files into chunks of about CHUNK_BYTES, in file order. The result depends on the files alone.
 
-    Compressed files are not cut, nor are documents or row groups.
+    Compressed files, documents and row groups are never divided.
     """
     groups: list[list[Slice]] = []
     filled = 0
     for piece in (piece for path in files for piece in _slices(path)):
-        if not groups or filled + piece.size > PART_BYTES:
+        if not groups or filled + piece.size > CHUNK_BYTES:
             groups.append([])
             filled = 0
         groups[-1].append(piece)
         filled += piece.size
-    return [Part(tuple(group), field) for group in groups]
+    return [FileChunk(tuple(group), field) for group in groups]
 
 
 def _slices(path: Path) -> list[Slice]:
@@ -88,11 +95,11 @@ def _slices(path: Path) -> list[Slice]:
     try:
         size = path.stat().st_size
         if path.suffix == ".jsonl":
-            starts = range(0, size, PART_BYTES)
-            return [Slice(str(path), at, min(at + PART_BYTES, size), min(PART_BYTES, size - at)) for at in starts]
+            starts = range(0, size, CHUNK_BYTES)
+            return [Slice(str(path), at, min(at + CHUNK_BYTES, size), min(CHUNK_BYTES, size - at)) for at in starts]
         if path.suffix == ".parquet":
             return _row_groups(path, size)
-    except (OSError, _Unreadable):  # reading it will say so
+    except (OSError, _Unreadable):  # read() reports it
         return [Slice(str(path), 0, 1, size, known)]
     return [Slice(str(path), 0, size, size, known)]
 
@@ -103,7 +110,7 @@ def _row_groups(path: Path, size: int) -> list[Slice]:
         sizes, rows = [group.total_byte_size for group in groups], [group.num_rows for group in groups]
     starts, filled = [0], 0
     for i, group in enumerate(sizes):
-        if filled and filled + group > PART_BYTES:
+        if filled and filled + group > CHUNK_BYTES:
             starts.append(i)
             filled = 0
         filled += group
@@ -115,11 +122,11 @@ def _row_groups(path: Path, size: int) -> list[Slice]:
     ]
 
 
-def read(part: Part) -> Iterator[str | Broken]:
-    """The documents of a part that are not empty, one at a time, and what is broken, in order."""
-    left = part.documents
-    for piece in part.slices:
-        for item in _read_slice(piece, part.field):
+def read(chunk: FileChunk) -> Iterator[str | Broken]:
+    """Yield the non-empty documents of a chunk one at a time, and what is broken, in order."""
+    left = chunk.documents
+    for piece in chunk.slices:
+        for item in _read_slice(piece, chunk.field):
             if left == 0:
                 return
             if item:
@@ -152,7 +159,7 @@ def _items(piece: Slice, field: str) -> Iterator[str | Broken]:
 
 
 def _rest(piece: Slice, count: int, error: _Unreadable) -> Broken:
-    """What is lost of a slice behind its first `count` documents."""
+    """Return the loss of a slice after its first `count` documents."""
     if piece.documents is not None:
         return Broken(piece.path, str(error), max(piece.documents - count, 1))
     if not count:
@@ -162,14 +169,14 @@ def _rest(piece: Slice, count: int, error: _Unreadable) -> Broken:
 
 
 def _read_whole(path: str) -> str:
-    """UTF-8, or Python source as it declares itself."""
+    """Read a UTF-8 text file, or Python source in its declared encoding."""
     try:
         if path.endswith(".py"):
             with tokenize.open(path) as source:
                 text = source.read()
         else:
             text = Path(path).read_text(encoding="utf-8-sig")
-        text.encode()  # a source may declare an encoding that has what UTF-8 has not
+        text.encode()  # a declared encoding may decode to what UTF-8 cannot hold
         return text
     except (UnicodeError, SyntaxError, LookupError) as error:
         raise _Unreadable(f"is not UTF-8 text ({error})") from None
@@ -177,9 +184,9 @@ def _read_whole(path: str) -> str:
 
 def _read_lines(piece: Slice, field: str) -> Iterator[str | Broken]:
     with open(piece.path, "rb") as file:
-        if piece.start:  # the line that runs across the start belongs to the slice before
+        if piece.start:  # a line across the start belongs to the previous slice
             file.seek(piece.start - 1)
-            file.readline(piece.end - piece.start + 1)  # and may be as long as the file
+            file.readline(piece.end - piece.start + 1)  # which may be as long as the file
         first = file.tell()
 
         def lines() -> Iterator[bytes]:
@@ -192,7 +199,7 @@ def _read_lines(piece: Slice, field: str) -> Iterator[str | Broken]:
 
 
 def _lines_in(path: str, size: int) -> int:
-    """Lines in the first `size` bytes."""
+    """Count the lines in the first `size` bytes."""
     count = 0
     with open(path, "rb") as file:
         while size > 0 and (chunk := file.read(min(2**20, size))):
@@ -203,7 +210,7 @@ def _lines_in(path: str, size: int) -> int:
 def _documents(
     lines: Iterable[bytes], field: str, path: str, lines_before: Callable[[], int] = lambda: 0
 ) -> Iterator[str | Broken]:
-    """The text of each JSON line that is not blank."""
+    """Yield the text of each JSON line that is not blank."""
     for number, line in enumerate(lines, start=1):
         if line.isspace():
             continue
@@ -221,7 +228,7 @@ def _text(line: bytes, field: str) -> str:
     except (ValueError, RecursionError) as error:
         raise _Unreadable(f"is not JSON ({error})") from None
     if not isinstance(record, dict):
-        raise _Unreadable("is no JSON object")
+        raise _Unreadable("is not a JSON object")
     if field not in record:
         raise _Unreadable(f'has no field "{field}", but {named(record)}')
     text = record[field]
@@ -235,20 +242,20 @@ def _text(line: bytes, field: str) -> str:
 
 
 def named(fields: Iterable[str]) -> str:
-    """The first of the fields there are, in what fits a line of a message."""
+    """List the first few field names, cut to fit in one line of a message."""
     return ", ".join(repr(field)[:40] for field in islice(fields, 8)) or "none"
 
 
 def _decompressed(path: str) -> Iterator[bytes]:
-    """The lines of a compressed file."""
+    """Yield the lines of a compressed file."""
     with open(path, "rb") as file:
         frames = _Frames(file, *(_gzip if path.endswith(".gz") else _zstandard)())
         try:
-            yield from io.BufferedReader(frames, _CHUNK)
+            yield from io.BufferedReader(frames, _READ_BYTES)
         except EOFError as error:
-            raise _Unreadable(f"is cut short ({error})") from None
+            raise _Unreadable(f"is truncated ({error})") from None
         except frames.error as error:
-            raise _Unreadable(f"is damaged ({error})", frames.used / os.path.getsize(path)) from None
+            raise _Unreadable(f"is corrupt ({error})", frames.used / os.path.getsize(path)) from None
 
 
 def _gzip() -> tuple[Callable, type[Exception], bytes]:
@@ -258,16 +265,17 @@ def _gzip() -> tuple[Callable, type[Exception], bytes]:
 def _zstandard() -> tuple[Callable, type[Exception], bytes]:
     import zstandard
 
-    decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)  # whatever `zstd --long` makes
+    decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)  # the largest window of `zstd --long`
     return decompressor.decompressobj, zstandard.ZstdError, b""
 
 
 class _Frames(io.RawIOBase):
-    """The frames of a file, each a stream of its own, as one. The packages' own readers take a file that is cut short
-    for a whole one (zstd), or do not tell how far they came (gzip).
+    """The concatenated frames of a compressed file as one stream.
 
-    `begin` gives a decompressor of one frame, which raises `error`; `padding` may lie behind a frame. `used`: bytes
-    of the file that all that came out so far was made of.
+    The packages' own readers accept a truncated file as complete (zstd), or do not report their position (gzip).
+
+    `begin` returns a decompressor of one frame, which raises `error`; `padding` may follow a frame. `used`: bytes of
+    the file that the output so far was decompressed from.
     """
 
     def __init__(self, file: BinaryIO, begin: Callable, error: type[Exception], padding: bytes):
@@ -280,7 +288,7 @@ class _Frames(io.RawIOBase):
 
     def readinto(self, buffer) -> int:
         while not self._ready:
-            given, self._given = self._given or self._file.read(_COMPRESSED_CHUNK), b""
+            given, self._given = self._given or self._file.read(_COMPRESSED_READ_BYTES), b""
             if not given:
                 if self._frame is not None:
                     raise EOFError("the last frame has no end")
@@ -302,19 +310,19 @@ class _Frames(io.RawIOBase):
 
 @contextmanager
 def _parquet(path: str) -> Iterator["pyarrow.parquet.ParquetFile"]:
-    """An open Parquet file, whose errors become _Unreadable."""
+    """Open a Parquet file; its errors become _Unreadable."""
     import pyarrow
     import pyarrow.parquet
 
-    with open(path, "rb") as opened:  # pyarrow itself takes no name that is not UTF-8
+    with open(path, "rb") as opened:  # pyarrow refuses file names that are not UTF-8
         try:
             file = pyarrow.parquet.ParquetFile(opened)
         except pyarrow.ArrowException as error:
-            raise _Unreadable(f"is no Parquet file ({error})") from None
+            raise _Unreadable(f"is not a Parquet file ({error})") from None
         try:
             yield file
         except (pyarrow.ArrowException, OSError) as error:
-            raise _Unreadable(f"is a damaged Parquet file ({error})") from None
+            raise _Unreadable(f"is a corrupt Parquet file ({error})") from None
 
 
 def _read_parquet(piece: Slice, field: str) -> Iterator[str | Broken]:

@@ -1,4 +1,4 @@
-"""Datasets from Hugging Face, streamed once into files of JSON lines; from then on they are files like others."""
+"""Hugging Face datasets, streamed once into files of JSON lines."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import InputError
-from jaxlm.core.files import replacing, to_disk
+from jaxlm.core.files import fsync, replacing
 from jaxlm.data.cache import writing
 from jaxlm.data.config import HUGGING_FACE
 from jaxlm.data.formats import named
@@ -21,16 +21,20 @@ _NAME = re.compile(re.escape(HUGGING_FACE) + r"(?P<path>[^:@]+)(:(?P<name>[^:@]+
 def fetch(
     entry: str, field: str, documents: int | None, cache: Path, key: str, say: Callable[[str], None]
 ) -> list[Path]:
-    """Files with the first `documents` rows of a dataset, "hf:OWNER/NAME:CONFIG@SPLIT", of which they keep `field`.
+    """Return files with `field` of the first `documents` rows of a dataset, "hf:OWNER/NAME:CONFIG@SPLIT".
 
-    What was fetched is not fetched again, nor are files that were whole when an earlier start broke off. Raises
-    InputError, under the name of `key`, for a dataset that cannot be read.
+    Files that are complete, also those of an interrupted earlier call, are not fetched again. Raise InputError, naming
+    `key`, if the dataset cannot be read.
     """
     asked = _NAME.fullmatch(entry)
     if asked is None:
-        raise InputError(f"{key}: {entry} is no dataset; write hf:OWNER/NAME, :CONFIG and @SPLIT behind it as needed")
+        raise InputError(
+            f"{key}: {entry} is not a dataset; write hf:OWNER/NAME, followed by :CONFIG and @SPLIT as needed"
+        )
     if documents is None:
-        raise InputError(f"{key}: {entry} may be endless; set {key.removesuffix('text')}documents to how many to take")
+        raise InputError(
+            f"{key}: {entry} may be endless; set {key.removesuffix('text')}documents to the number to take"
+        )
     described = json.dumps([entry, field, documents, _ROWS_PER_FILE])
     directory = cache / "huggingface" / hashlib.sha256(described.encode()).hexdigest()[:20]
     files = sorted(directory.glob("*.jsonl.zst"))
@@ -61,12 +65,12 @@ def _rows(asked: re.Match, field: str, first: int, end: int, key: str, entry: st
             yield {field: row[field] if isinstance(row[field], str) else None}  # null is counted as broken when read
     except InputError:
         raise
-    except Exception as error:  # of the network, of the dataset, of its configuration: the library raises all kinds
-        raise InputError(f"{key}: {entry} cannot be read ({error}); what is fetched stays") from error
+    except Exception as error:  # the library raises all kinds, for network, dataset and configuration
+        raise InputError(f"{key}: {entry} cannot be read ({error}); files fetched so far are kept") from error
 
 
 def _write(path: Path, rows: Iterator[dict[str, Any]]) -> int:
-    """Rows as JSON lines, in a file that is whole or not there; how many."""
+    """Write rows as JSON lines to a file, atomically. Return their number."""
     import zstandard
 
     written = 0
@@ -75,5 +79,5 @@ def _write(path: Path, rows: Iterator[dict[str, Any]]) -> int:
             for row in rows:
                 packed.write(json.dumps(row).encode() + b"\n")
                 written += 1
-        to_disk(partial)
+        fsync(partial)
     return written

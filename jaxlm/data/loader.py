@@ -1,4 +1,4 @@
-"""Batches of packed rows, in an order that depends on nothing but the seed and the step."""
+"""Batches of packed rows, in an order that depends on the seed and the step alone."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,12 +15,11 @@ _ENDLESS = 2**62  # steps
 def training_batches(
     sources: Sequence[tuple[Rows, float]], batch: int, seed: int, start: int, share: Sequence[int] | None = None
 ) -> Iterator[Batch]:
-    """Endless batches, int32 [batch, T] each, from step `start` on; rows of each source by its weight to within 1 %,
-    evenly, and in a new order every time all of its rows have been.
+    """Yield endless batches, int32 arrays [batch, T], from step `start` on.
 
-    Batch i is the same however often, and from wherever, reading begins: the step is the loader's whole state.
-    `share` names the rows of each batch to read, where a process needs no others; arrays then hold these alone.
-    Grain reads ahead in threads.
+    Rows are drawn from each source in proportion to its weight, to within 1 %, evenly spread. Each epoch of a source
+    has a new order. Batch i does not depend on `start`: the step is the whole state of the loader.
+    `share`: the rows of each batch that this process needs; arrays then hold only these. Grain prefetches in threads.
     """
     shuffled = [
         grain.MapDataset.source(rows).shuffle(seed=_seed_of(seed, position)).repeat()
@@ -37,18 +36,21 @@ def training_batches(
 
 
 def _seed_of(seed: int, position: int) -> int:
-    """One for each source, for Grain counts on from it in the epochs that follow: sources of a size would be drawn in
-    lockstep, and one seed's first epoch would be another's second."""
+    """Return an independent seed per source.
+
+    Grain increments the seed each epoch. With one seed for all, sources of equal size would be drawn in lockstep; with
+    consecutive seeds, the first epoch of one would be the second of another.
+    """
     return int(np.random.SeedSequence([seed, position]).generate_state(1)[0])
 
 
 def evaluation_batches(
     rows: Rows, batch: int, limit: int | None = None, share: Sequence[int] | None = None
 ) -> Iterator[Batch]:
-    """All rows, or `limit` batches of them, always the same: rows in an order that depends on their number alone, since
-    they are packed by the lengths of documents, and the first would be pieces of the longest. The last batch is filled
-    up with rows without targets.
+    """Yield all rows once, or the first `limit` batches, always in the same order.
 
+    The order is a permutation that depends on the number of rows alone: rows are packed by document length, and the
+    first ones would all be pieces of the longest document. The last batch is padded with rows without targets.
     `share` as in `training_batches`.
     """
     count = -(-len(rows) // batch)

@@ -1,8 +1,8 @@
-"""Packing: which pieces of which documents make up each row, as an index on disk.
+"""Packing of documents into rows, as an index on disk.
 
-A row of T tokens is a pure function of (data, T, row number): a long document is cut into pieces of T targets,
-what is left of it goes with other remainders into the fullest row that still has room (best-fit decreasing;
-Ding et al. 2024, arXiv:2404.10830), so that no document is cut without need. Pieces never see one another.
+A row of T tokens is a pure function of (data, T, row number). A long document is cut into pieces of T targets. Its
+remainder goes, with other remainders, into the fullest row that has room (best-fit decreasing; Ding et al. 2024,
+arXiv:2404.10830), so that no document is cut needlessly. Pieces do not attend to one another.
 """
 
 import bisect
@@ -20,8 +20,8 @@ def pack(lengths: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
     """Assign documents to rows.
 
     Args:
-      lengths: int [documents], tokens of each; n tokens are n − 1 targets.
-      sequence: targets that a row holds, T.
+      lengths: int [documents], tokens per document; n tokens have n − 1 targets.
+      sequence: targets per row, T.
 
     Returns:
       pieces, int64 [pieces, 3]: document, first token, number of targets, in the order of their rows;
@@ -36,8 +36,8 @@ def pack(lengths: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
 
     remainders = np.flatnonzero(rest)
     row_of = np.zeros(len(targets), np.int64)
-    room: dict[int, list[int]] = defaultdict(list)  # rows by the targets they still have room for
-    rooms: list[int] = []  # the sizes of room there are, ascending
+    room: dict[int, list[int]] = defaultdict(list)  # rows by their free targets
+    rooms: list[int] = []  # the keys of `room`, ascending
     count = len(full)
     for i in remainders[np.argsort(-rest[remainders], kind="stable")]:
         need = int(rest[i])
@@ -64,9 +64,9 @@ def pack(lengths: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Rows:
-    """The packed rows of a store, by number; the index is built at first use and memory-mapped after.
+    """The packed rows of a store, by number. The index is built at first use, then memory-mapped.
 
-    Raises InputError where no document has a target, or the index cannot be written or read.
+    Raise InputError if no document has a target, or if the index cannot be written or read.
     """
 
     def __init__(self, store: TokenStore, sequence: int):
@@ -81,14 +81,19 @@ class Rows:
             self._pieces = np.load(index / "pieces.npy", mmap_mode="r")
             self._rows = np.load(index / "rows.npy", mmap_mode="r")
         if not len(self):
-            raise InputError("data.text: no document has two tokens, one to see and one to predict; give more text")
+            raise InputError(
+                "data.text: every document is shorter than two tokens, so there is nothing to predict; give more text"
+            )
 
     def __len__(self) -> int:
         return len(self._rows) - 1
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
-        """int32 [T] each: `tokens`; `targets`, the token that follows each; `segments`, 1, 2, … per piece and 0
-        where the row is empty; `positions`, from 0 in each piece."""
+        """Return int32 [T] arrays of a row.
+
+        `tokens`; `targets`, the next token of each; `segments`, 1, 2, … per piece and 0 for padding; `positions`, from
+        0 in each piece.
+        """
         batch = empty_row(self.sequence)
         at = 0
         for segment, piece in enumerate(self._pieces[self._rows[row] : self._rows[row + 1]], start=1):
@@ -103,6 +108,6 @@ class Rows:
 
 
 def empty_row(sequence: int) -> dict[str, np.ndarray]:
-    """A row without targets."""
+    """Return a row of padding, without targets."""
     row = {name: np.zeros(sequence, np.int32) for name in ("tokens", "targets", "segments")}
     return {**row, "positions": np.arange(sequence, dtype=np.int32)}

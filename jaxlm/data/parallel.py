@@ -1,4 +1,4 @@
-"""The same work on many parts, each core a process."""
+"""A parallel map over processes, one per core."""
 
 import multiprocessing
 import os
@@ -11,19 +11,20 @@ from itertools import islice
 from typing import TypeVar
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
-_AHEAD = 8  # items per process that are begun before the oldest is done
+_AHEAD = 8  # items in flight per process
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def in_order(function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
-    """`function(item)` of every item, in their order, by a process per core; by this one where there is one item.
+    """Yield `function(item)` for every item, in order, computed by one process per core.
 
-    Processes are spawned: function, items and results must pickle. Those that still work when the iterator is closed,
-    or an exception ends it, are ended. Raises what `function` raises; BrokenProcessPool where a process was killed.
+    Processes are spawned: function, items and results must pickle. A single item or core is computed in this process.
+    Closing the iterator, or an exception, ends running processes. Raise whatever `function` raises, and
+    BrokenProcessPool if a process was killed.
     """
     workers = min(cores(), len(items))
     if workers < 2:
@@ -45,10 +46,10 @@ def in_order(function: Callable[[Item], Result], items: Sequence[Item]) -> Itera
 
 def _begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends this process
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would be as many again on every core
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would oversubscribe the cores
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
     multiprocessing.parent_process().join()
-    os._exit(1)  # the parent was killed, and would wait for nothing
+    os._exit(1)  # the parent was killed, and needs no result

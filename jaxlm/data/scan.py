@@ -1,4 +1,4 @@
-"""A first reading of a source: how much text there is, what of it is broken, which documents are held out."""
+"""The first pass over a source: counts documents and bytes, broken documents, and the held-out split."""
 
 import hashlib
 import json
@@ -12,62 +12,65 @@ from typing import NamedTuple
 from jaxlm.core.errors import InputError
 from jaxlm.data import formats
 from jaxlm.data.cache import writing
-from jaxlm.data.formats import Broken, Part
+from jaxlm.data.formats import Broken, FileChunk
 from jaxlm.data.parallel import in_order
 from jaxlm.data.sources import Changed, Source
 
-_NAMED = 3  # broken documents that are named
-_HOPELESS = 1000  # places that are broken without a whole document
+_EXAMPLES = 3  # broken documents that are named
+_GIVE_UP_AFTER = 1000  # errors without a single readable document
 
-Progress = Callable[[str, int, int], None]  # what is done, and how many of how many bytes of files
+Progress = Callable[[str, int, int], None]  # (activity, bytes of files done, bytes in total)
 
 
 class Split(NamedTuple):
-    """Which documents are held out: a share of them, or the end of the one that is alone."""
+    """The held-out split: a fraction of the documents or, of a single document (`alone`), its end."""
 
     held_out: float
     alone: bool = False
 
     def divide(self, text: str) -> tuple[str, str]:
-        """(training text, held-out text) of a document: all of it is one or the other, by a hash of its content, so
-        that adding documents moves none. A document alone is cut."""
+        """Return (training text, held-out text) of a document.
+
+        A hash of its content puts the whole document on one side, so that adding documents moves no other. A single
+        document is cut.
+        """
         if self.alone:
             at = round(len(text) * (1.0 - self.held_out))
             return text[:at], text[at:]
-        return ("", text) if share(text) < self.held_out else (text, "")
+        return ("", text) if hash_fraction(text) < self.held_out else (text, "")
 
-    def sample(self, text: str, part: float) -> bool:
-        """Whether the document is in that part of all training documents, from 0 to 1."""
-        return self.alone or share(text) < self.held_out + part * (1.0 - self.held_out)
+    def sample(self, text: str, fraction: float) -> bool:
+        """Return whether a training document belongs to a sample of this fraction, from 0 to 1."""
+        return self.alone or hash_fraction(text) < self.held_out + fraction * (1.0 - self.held_out)
 
 
-def share(text: str) -> float:
-    """A number from 0 to 1 that its content gives to a document."""
+def hash_fraction(text: str) -> float:
+    """Return a number from 0 to 1, by a hash of the text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) / 2**64
 
 
-def documents(part: Part) -> Iterator[str]:
-    """The documents of a part of a survey. Raises Changed where they are fewer than the survey found."""
-    left = part.documents
-    for item in formats.read(part):
+def documents(chunk: FileChunk) -> Iterator[str]:
+    """Yield the documents of an indexed chunk. Raise Changed if there are fewer than the scan counted."""
+    left = chunk.documents
+    for item in formats.read(chunk):
         if isinstance(item, str):
             left -= 1
             yield item
     if left:
-        files = dict.fromkeys(piece.path for piece in part.slices)
+        files = dict.fromkeys(piece.path for piece in chunk.slices)
         others = f", or one of {len(files) - 1} files read with it," if len(files) > 1 else ""
-        raise Changed(f"{next(iter(files))}{others} changed while it was read; start again")
+        raise Changed(f"{next(iter(files))}{others} changed while it was read; restart")
 
 
-class Losses(NamedTuple):
-    """How many of a source's documents cannot be read, of how many; `examples` are the first."""
+class SkippedDocuments(NamedTuple):
+    """The number of broken documents of a source, out of `documents`. `examples` name the first of them."""
 
     broken: int = 0
     documents: int = 0
     examples: Sequence[str] = ()
 
     def check(self, source: Source, max_broken: float) -> None:
-        """Raises InputError where more than that share is broken."""
+        """Raise InputError if a larger fraction is broken."""
         if self.broken > max_broken * self.documents:
             raise InputError(
                 f"{source.key}: {self.broken:,} of {self.documents:,} documents cannot be read, more than "
@@ -75,112 +78,118 @@ class Losses(NamedTuple):
             )
 
     def summary(self, source: Source) -> str:
-        """One line of what is left out."""
-        return f"left out: {self.broken:,} of {self.documents:,} documents of {source.key} in all"
+        """Return one line on the skipped documents."""
+        return f"skipped: {self.broken:,} of {self.documents:,} documents of {source.key} in all"
 
 
-class Survey(NamedTuple):
-    """A source that was read once: its parts, each with how many documents it gives, their split, the bytes of UTF-8 on
-    both sides, and what is left out."""
+class SourceIndex(NamedTuple):
+    """The result of a scan: chunks with their document counts, split, UTF-8 bytes per side, skipped documents."""
 
     source: Source
-    parts: tuple[Part, ...]
+    chunks: tuple[FileChunk, ...]
     split: Split
     train_bytes: int
     held_out_bytes: int
-    losses: Losses
+    skipped: SkippedDocuments
 
     @property
     def size(self) -> int:
         """Bytes on disk."""
-        return sum(part.size for part in self.parts)
+        return sum(chunk.size for chunk in self.chunks)
 
 
 class _Tally(NamedTuple):
-    """What one part holds: whole documents, broken ones at so many places, bytes of files in which nothing could be
-    counted; `examples` are the first broken documents."""
+    """The content of one chunk.
+
+    `documents` are readable. `broken` counts unreadable ones, found in `errors` places. `uncounted`: bytes of
+    files in which nothing could be counted. `examples` name the first broken documents.
+    """
 
     documents: int
     train_bytes: int
     held_out_bytes: int
     broken: int
-    places: int
+    errors: int
     uncounted: int
     examples: list[str]
 
 
-def survey(
+def scan_source(
     source: Source,
     held_out: float,
     max_broken: float,
     say: Callable[[str], None],
     progress: Progress,
-    notes: Path | None = None,
-) -> Survey:
-    """Read a source from beginning to end, or to the last document it is to give.
+    log: Path | None = None,
+) -> SourceIndex:
+    """Read a source to its end, or to its last requested document, and return its index.
 
-    Everything is held out where `held_out` is 1. What was read before stands in the file `notes`, if there is one, of
-    this very source and share, and is not read again. Raises InputError where it has no text, a side would have none,
-    or a larger share than `max_broken` of its documents cannot be read.
+    `held_out` = 1 holds out everything. `log`: a file with the results of an earlier scan of the same source and
+    split, which are not computed again. Raise InputError if the source or one side of the split has no text, or if a
+    larger fraction than `max_broken` of its documents is unreadable.
     """
-    parts, split = formats.cut(source.files, source.field), Split(held_out)
+    chunks, split = formats.cut(source.files, source.field), Split(held_out)
     tallies: list[_Tally] = []
-    left, done, whole, places = source.documents, 0, 0, 0
-    size = sum(part.size for part in parts)
-    with _tallied(parts, split, notes) as counted:
-        for part, tally in zip(parts, counted, strict=True):
+    left, done, readable, errors = source.documents, 0, 0, 0
+    size = sum(chunk.size for chunk in chunks)
+    with _tally_all(chunks, split, log) as counted:
+        for chunk, tally in zip(chunks, counted, strict=True):
             if left is not None and tally.documents > left:
-                tally = _tally(part._replace(documents=left), split)
-            parts[len(tallies)] = part._replace(documents=tally.documents)
+                tally = _tally(chunk._replace(documents=left), split)
+            chunks[len(tallies)] = chunk._replace(documents=tally.documents)
             tallies.append(tally)
-            done += part.size
+            done += chunk.size
             progress(f"reading {source.name}", done, size)
             left = None if left is None else left - tally.documents
-            whole, places = whole + tally.documents, places + tally.places
-            if left == 0 or (places >= _HOPELESS and not whole):
+            readable, errors = readable + tally.documents, errors + tally.errors
+            if left == 0 or (errors >= _GIVE_UP_AFTER and not readable):
                 break
     progress(f"reading {source.name}", size, size)
-    parts = parts[: len(tallies)]
+    chunks = chunks[: len(tallies)]
     broken, uncounted = sum(tally.broken for tally in tallies), sum(tally.uncounted for tally in tallies)
-    if done > uncounted:  # as many in a byte as elsewhere
-        broken += int(uncounted * (whole + broken) / (done - uncounted))
-    examples = [example for tally in tallies for example in tally.examples][:_NAMED]
-    losses = Losses(broken, whole + broken, examples)
-    losses.check(source, max_broken)
-    if not whole:
-        raise InputError(f"{source.key}: {', '.join(map(str, [*source.files][:_NAMED]))} are empty: there is no text")
+    if done > uncounted:  # assume as many documents per byte as in the rest
+        broken += int(uncounted * (readable + broken) / (done - uncounted))
+    examples = [example for tally in tallies for example in tally.examples][:_EXAMPLES]
+    skipped = SkippedDocuments(broken, readable + broken, examples)
+    skipped.check(source, max_broken)
+    if not readable:
+        raise InputError(
+            f"{source.key}: {', '.join(map(str, [*source.files][:_EXAMPLES]))} are empty: there is no text"
+        )
     for example in examples:
-        say(f"left out: {example}")
+        say(f"skipped: {example}")
     if broken > len(examples):
-        say(losses.summary(source))
-    if whole == 1:
+        say(skipped.summary(source))
+    if readable == 1:
         split = Split(held_out, alone=True)
-        tallies = [_tally(part, split) for part, tally in zip(parts, tallies, strict=True) if tally.documents]
+        tallies = [_tally(chunk, split) for chunk, tally in zip(chunks, tallies, strict=True) if tally.documents]
     train, ends = sum(t.train_bytes for t in tallies), sum(t.held_out_bytes for t in tallies)
     for side, size in (("training", train or held_out == 1.0), ("held-out", ends)):
         if not size:
             raise InputError(
-                f"data.held_out = {held_out} leaves no {side} text of the {whole:,} documents of {source.key}; "
+                f"data.held_out = {held_out} leaves no {side} text of the {readable:,} documents of {source.key}; "
                 "give more text or change it"
             )
-    return Survey(source, tuple(parts), split, train, ends, losses)
+    return SourceIndex(source, tuple(chunks), split, train, ends, skipped)
 
 
 @contextmanager
-def _tallied(parts: Sequence[Part], split: Split, notes: Path | None) -> Iterator[Iterator[_Tally]]:
-    """Of each part its tally, in their order. The notes have a line for each, of what is whole its tally; they grow by
-    those that are not there yet."""
-    known = _noted(notes)[: len(parts)] if notes else []
-    missing = [part for part, tally in zip_longest(parts, known) if tally is None]
+def _tally_all(chunks: Sequence[FileChunk], split: Split, log: Path | None) -> Iterator[Iterator[_Tally]]:
+    """Yield an iterator of the tally of each chunk, in order.
+
+    The log has one line per chunk: its tally, or null if the chunk has broken documents. Missing lines are appended.
+    """
+    known = _read_log(log)[: len(chunks)] if log else []
+    missing = [chunk for chunk, tally in zip_longest(chunks, known) if tally is None]
     counted = in_order(partial(_tally, split=split), missing)
 
     def tallies() -> Iterator[_Tally]:
-        for i in range(len(parts)):
+        for i in range(len(chunks)):
             tally = known[i] if i < len(known) and known[i] else next(counted)
-            if notes and i >= len(known):
-                # Why it is broken may end, and leave the file as old and as long as it was.
+            if log and i >= len(known):
+                # The cause may pass without changing size or time of the file, so a broken chunk is read again.
                 line = json.dumps(None if tally.broken else tally)
-                with writing(notes), notes.open("a") as file:
+                with writing(log), log.open("a") as file:
                     file.write(line + "\n")
             yield tally
 
@@ -192,20 +201,20 @@ def _tallied(parts: Sequence[Part], split: Split, notes: Path | None) -> Iterato
         counted.close()
 
 
-def _noted(notes: Path) -> list[_Tally | None]:
-    """The lines of a file that are whole; what follows is cut off, as of a process that was killed while it wrote."""
+def _read_log(log: Path) -> list[_Tally | None]:
+    """Read the complete lines of a log, and truncate the rest, which a killed process may leave."""
     known, size = [], 0
-    with writing(notes):
-        notes.parent.mkdir(parents=True, exist_ok=True)
-        with notes.open("a+b") as file:
+    with writing(log):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a+b") as file:
             file.seek(0)
             for line in file:
                 try:
                     tally = json.loads(line)
                 except ValueError:
                     break
-                whole = isinstance(tally, list) and len(tally) == len(_Tally._fields)
-                if not line.endswith(b"\n") or not (whole or tally is None):
+                complete = isinstance(tally, list) and len(tally) == len(_Tally._fields)
+                if not line.endswith(b"\n") or not (complete or tally is None):
                     break
                 known.append(_Tally(*tally) if tally else None)
                 size += len(line)
@@ -213,14 +222,14 @@ def _noted(notes: Path) -> list[_Tally | None]:
     return known
 
 
-def _tally(part: Part, split: Split) -> _Tally:
+def _tally(chunk: FileChunk, split: Split) -> _Tally:
     count, sizes = 0, [0, 0]
-    broken, places, uncounted, examples = 0, 0, 0, []
-    for item in formats.read(part):
+    broken, errors, uncounted, examples = 0, 0, 0, []
+    for item in formats.read(chunk):
         if isinstance(item, Broken):
-            broken, places, uncounted = broken + item.documents, places + 1, uncounted + item.size
-            examples += [f"{item.where} {item.why}"] if len(examples) < _NAMED else []
+            broken, errors, uncounted = broken + item.documents, errors + 1, uncounted + item.size
+            examples += [f"{item.where} {item.why}"] if len(examples) < _EXAMPLES else []
         else:
             count += 1
             sizes = [size + len(text.encode()) for size, text in zip(sizes, split.divide(item), strict=True)]
-    return _Tally(count, *sizes, broken, places, uncounted, examples)
+    return _Tally(count, *sizes, broken, errors, uncounted, examples)

@@ -1,4 +1,4 @@
-"""Which files a configuration means."""
+"""The files of the configured text sources."""
 
 import glob
 import os
@@ -14,21 +14,24 @@ from jaxlm.data.config import HUGGING_FACE, STANDARD_LIBRARY, DataConfig, expand
 from jaxlm.data.formats import SUFFIXES
 
 _KINDS = ", ".join(SUFFIXES)
-# In the standard library's folder, but not its sources: installed packages, build outputs, and the tests,
-# which are larger than everything else together.
+# Excluded from the standard library's folder: installed packages, build outputs, and the tests, which are larger than
+# all the rest.
 _NOT_STANDARD_LIBRARY = {
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib-dynload", "ensurepip",
 }  # fmt: skip
 
 
 class Changed(InputError):
-    """Text that is no longer what it was."""
+    """Text changed after it was found."""
 
 
 class Source(NamedTuple):
-    """One text: its name, the key that configures it, its files, each with its size and time (ns) when it was found,
-    the field of their records that holds the text, how many documents to take if not all, and its share of the rows of
-    a batch."""
+    """A text source.
+
+    `key`: its configuration key. `files`: each with its size (bytes) and modification time (ns) when found. `field`:
+    the record field that holds the text. `documents`: the number to take (None: all). `weight`: its fraction of the
+    rows of a batch.
+    """
 
     name: str
     key: str
@@ -38,22 +41,21 @@ class Source(NamedTuple):
     weight: float
 
     def described(self) -> dict[str, Any]:
-        """What changes whenever its documents may have; JSON."""
+        """Return a JSON value that changes whenever the documents may have changed."""
         files = [(str(path), *stamp) for path, stamp in self.files.items()]
         return {"field": self.field, "documents": self.documents, "files": files}
 
     def check(self) -> None:
-        """Raises Changed where a file is no longer the one that was found: what was read of it must not be kept
-        under its name."""
+        """Raise Changed if a file is no longer the one that was found. Results from it must not be cached."""
         changed = next((path for path, stamp in self.files.items() if _stamp(path) != stamp), None)
         if changed is not None:
-            raise Changed(f"{self.key}: {changed} changed while it was read; start again")
+            raise Changed(f"{self.key}: {changed} changed while it was read; restart")
 
 
 def find_sources(data: DataConfig, say: Callable[[str], None]) -> list[Source]:
-    """The sources of a configuration. What lies at Hugging Face is fetched into the cache first.
+    """Return the sources of a configuration. Hugging Face datasets are fetched into the cache first.
 
-    Raises InputError for an entry that names nothing, or nothing that is text.
+    Raise InputError for an entry that matches nothing, or no text.
     """
     cache = expanded(data.cache, "data.cache")
     found = []
@@ -70,16 +72,16 @@ def find_sources(data: DataConfig, say: Callable[[str], None]) -> list[Source]:
                 passed_over.update(dict.fromkeys(folders, entry))
         for folder, entry in passed_over.items():
             if not any(folder in file.parents for file in files):
-                say(f"{key}: {entry} also matches the folder {folder}, which is not read; give it too to read it")
+                say(f"{key}: {entry} also matches the folder {folder}, which is not read; add it to read it")
                 break
         name = key.split(".")[-2]
-        stamped = {path: _stamp(path) for path in _without_doubles(files)}
+        stamped = {path: _stamp(path) for path in _distinct(files)}
         found.append(Source(name, key, stamped, source.field, source.documents, source.weight))
     return found
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Size and time of a file, or -1 of one that cannot be looked at: reading it will say so."""
+    """Return size and modification time of a file, or -1, -1 if unavailable (reading reports why)."""
     try:
         status = path.stat()
     except OSError:
@@ -87,8 +89,8 @@ def _stamp(path: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _without_doubles(files: Iterable[Path]) -> Iterable[Path]:
-    """Files by the first name they have here: a link may lack the suffix of what it leads to, or the other way."""
+def _distinct(files: Iterable[Path]) -> Iterable[Path]:
+    """Return each file once, under its first name. A link and its target may differ in suffix."""
     seen: dict[str, Path] = {}
     for path in files:
         seen.setdefault(os.path.realpath(path), Path(os.path.abspath(path)))
@@ -96,15 +98,14 @@ def _without_doubles(files: Iterable[Path]) -> Iterable[Path]:
 
 
 def _find(entry: str, key: str) -> tuple[list[Path], list[Path]]:
-    """The files that an entry means, in an order that does not depend on the file system, and the folders that a glob
-    matches beside them."""
+    """Return the files of an entry, in an order independent of the file system, and the folders that a glob matches."""
     if entry == STANDARD_LIBRARY:
         return _standard_library(), []
     try:
         path = Path(entry).expanduser()
         is_file, is_dir = path.is_file(), path.is_dir()
-    except (OSError, RuntimeError, ValueError) as error:  # a name too long, a user who is not, a null byte
-        raise InputError(f"{key}: {entry} is no name of {_KINDS} files ({error})") from None
+    except (OSError, RuntimeError, ValueError) as error:  # too long, an unknown user, or a null byte
+        raise InputError(f"{key}: {entry} does not name {_KINDS} files ({error})") from None
     if is_file:
         if not _is_text(path, key):
             raise InputError(f"{key}: {entry} is not text; give {_KINDS} files")
@@ -117,17 +118,19 @@ def _find(entry: str, key: str) -> tuple[list[Path], list[Path]]:
     matched = sorted(map(Path, glob.glob(str(path), recursive=True)))
     files = [p for p in matched if _is_text(p, key)]
     if not files:
-        raise InputError(f"{key}: {entry} is no file, directory or glob of {_KINDS} files here")
+        raise InputError(f"{key}: {entry} is not a file, directory or glob of {_KINDS} files here")
     return files, [] if "**" in entry else [p for p in matched if os.path.isdir(p)]
 
 
 def _under(directory: Path, key: str) -> Iterator[Path]:
-    """The files of a folder and of all below it, behind links too; each folder once, by the first name that leads
-    there, so that links to a folder above end."""
+    """Yield the files of a folder, recursively and through links.
+
+    Each folder is visited once, under its first name, so that links to a parent folder end.
+    """
 
     def refuse(error: OSError) -> None:
         raise InputError(
-            f"{key}: the folder {error.filename} cannot be read ({error.strerror}); give what lies beside it"
+            f"{key}: the folder {error.filename} cannot be read ({error.strerror}); give the readable ones instead"
         ) from None
 
     entered: set[str] = set()
@@ -141,13 +144,13 @@ def _under(directory: Path, key: str) -> Iterator[Path]:
 
 
 def _is_text(path: Path, key: str) -> bool:
-    """Whether it is such a file, or a link that leads to none: reading that will say so."""
+    """Return whether a path is a text file, or a broken link to one (reading reports that)."""
     if not path.name.endswith(SUFFIXES):
         return False
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except PermissionError as error:
-        raise InputError(f"{key}: {path} cannot be looked at ({error.strerror})") from None
+        raise InputError(f"{key}: {path} cannot be accessed ({error.strerror})") from None
     except OSError:
         return path.is_symlink()
 

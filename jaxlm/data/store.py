@@ -1,4 +1,4 @@
-"""Token shards on disk: written once, then memory-mapped."""
+"""Token shards on disk, written once and then memory-mapped."""
 
 import hashlib
 import json
@@ -21,9 +21,9 @@ class TokenStore:
     """Tokenized documents of one split.
 
     A folder with `tokens-00000.npy` … (the smallest unsigned type that holds an id), `documents.npy`, int64
-    [documents, 3]: shard, first token and number of tokens, and `sizes.json`. No document lies in two shards.
-    `sizes`: `predicted_bytes`, UTF-8 bytes that the targets stand for; `dropped_bytes`, those of characters that the
-    tokenizer drops; `unknown_tokens`, how many of the tokens stand for what it does not know.
+    [documents, 3]: shard, first token and number of tokens, and `sizes.json`. No document spans two shards.
+    `sizes`: `predicted_bytes`, UTF-8 bytes of the targets; `dropped_bytes`, UTF-8 bytes of characters that the
+    tokenizer drops; `unknown_tokens`, the number of tokens that stand for unknown text.
     """
 
     def __init__(self, directory: Path):
@@ -37,33 +37,33 @@ class TokenStore:
         if self.documents.shape[1:] != (3,):
             raise ValueError("documents.npy lists no documents")
         if len(self.documents) and self.documents[-1, 0] != len(self.shards) - 1:
-            raise ValueError("not all tokens are there")
+            raise ValueError("token shards are missing")
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each document, separators included, int64 [documents]."""
+        """Tokens per document, separators included, int64 [documents]."""
         return np.asarray(self.documents[:, 2])
 
     @property
     def targets(self) -> int:
-        """Tokens that a model predicts: all but the first of each document."""
+        """The number of predicted tokens: all but the first of each document."""
         return int(np.maximum(self.documents[:, 2] - 1, 0).sum())
 
     @property
     def predicted_bytes(self) -> int:
-        """UTF-8 bytes that the targets stand for."""
+        """UTF-8 bytes of the targets."""
         return self.sizes["predicted_bytes"]
 
     def read(self, document: int, start: int, length: int) -> np.ndarray:
-        """`length` tokens of a document from its token `start` on."""
+        """Return `length` tokens of a document, from its token `start` on."""
         shard, first, _ = self.documents[document]
         return self.shards[shard][first + start : first + start + length]
 
 
 class StoreWriter:
-    """A new store, filled document by document; a context, and the store is whole when it ends without an error.
+    """A context manager that writes a store document by document. The store is complete when it exits without an error.
 
-    Holds a few documents at a time.
+    It holds a few documents in memory at a time.
     """
 
     def __init__(self, directory: Path, tokenizer: Tokenizer):
@@ -82,7 +82,7 @@ class StoreWriter:
         self._files.close()
 
     def add(self, text: str) -> None:
-        """One more document. Raises InputError for text that cannot be tokenized."""
+        """Append a document. Raise InputError for text that cannot be tokenized."""
         self._waiting.append(text)
         self._characters += len(text)
         if len(self._waiting) == _DOCUMENTS_AT_ONCE or self._characters >= _CHARACTERS_AT_ONCE:
@@ -98,22 +98,22 @@ class StoreWriter:
         self._waiting, self._characters = [], 0
 
 
-def join_stores(directory: Path, parts: Iterable[Path]) -> str:
-    """A new store of the documents of others, one after another; a digest of tokens and documents."""
+def join_stores(directory: Path, stores: Iterable[Path]) -> str:
+    """Concatenate stores into a new one. Return a digest of its tokens and document lengths."""
     directory.mkdir(parents=True)
     files = None
-    for path in parts:
+    for path in stores:
         with reading(path.parent):
-            part = TokenStore(path)
-        for number, tokens in enumerate(part.shards):
+            store = TokenStore(path)
+        for number, tokens in enumerate(store.shards):
             files = files or _StoreFiles(directory, tokens.dtype)
-            files.append(tokens, part.documents[part.documents[:, 0] == number, 1:])
-        files.sizes.update(part.sizes)
+            files.append(tokens, store.documents[store.documents[:, 0] == number, 1:])
+        files.sizes.update(store.sizes)
     return files.close()
 
 
 class _StoreFiles:
-    """The files of a store, written from beginning to end."""
+    """The files of a store, written sequentially."""
 
     def __init__(self, directory: Path, dtype: np.dtype):
         self._directory, self._dtype = directory, dtype
@@ -123,7 +123,7 @@ class _StoreFiles:
         self.sizes: Counter[str] = Counter()
 
     def append(self, tokens: np.ndarray, documents: np.ndarray) -> None:
-        """Tokens that stay in one shard, and the first token and length of each document in them, [documents, 2]."""
+        """Append tokens to one shard, with the first token and length of each document in them, [documents, 2]."""
         if self._tokens.length and self._tokens.length + len(tokens) > SHARD_TOKENS:
             self._tokens.close()
             self._shard += 1
@@ -146,7 +146,7 @@ class _StoreFiles:
 
 
 class _NpyFile:
-    """A `.npy` file that grows at its end."""
+    """A `.npy` file that is appended to."""
 
     def __init__(self, path: Path, dtype: np.dtype, shape: tuple[int, ...] = ()):
         self._file, self._dtype, self._shape = path.open("wb"), dtype, shape
@@ -163,15 +163,17 @@ class _NpyFile:
         self._file.close()
 
     def _write_header(self) -> None:
-        """NumPy leaves room in it, so that a larger first dimension takes no more."""
+        """Write a header of constant size: NumPy pads it, so that the first dimension can grow."""
         shape = (self.length, *self._shape)
         described = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(self._file, described)
 
 
 def predicted_bytes(texts: Iterable[str], tokenizer: Tokenizer) -> int:
-    """UTF-8 bytes that a model predicts of these documents: without a separator before it, a document's first
-    token is given, not predicted, and what the tokenizer drops is neither."""
+    """Count the UTF-8 bytes that a model predicts of these documents.
+
+    Without a leading separator, the first token of a document is given, not predicted. Dropped characters do not count.
+    """
     total = 0
     for text in texts:
         given = 0
@@ -182,5 +184,5 @@ def predicted_bytes(texts: Iterable[str], tokenizer: Tokenizer) -> int:
 
 
 def dropped_bytes(text: str, tokenizer: Tokenizer) -> int:
-    """UTF-8 bytes of the characters that a tokenizer drops of a text."""
+    """Count the UTF-8 bytes of the characters that a tokenizer drops from a text."""
     return sum(text.count(character) * len(character.encode()) for character in tokenizer.dropped(text))

@@ -1,55 +1,60 @@
-"""Tokenizers trained on surveyed text, part by part."""
+"""Tokenizer training on scanned text, chunk by chunk."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from jaxlm.data import tokenizers
-from jaxlm.data.formats import Part
+from jaxlm.data.formats import FileChunk
 from jaxlm.data.parallel import in_order
-from jaxlm.data.scan import Progress, Split, Survey, documents
+from jaxlm.data.scan import Progress, SourceIndex, Split, documents
 from jaxlm.data.tokenizers import Tokenizer
 
-TRAINING_BYTES = 2**30  # of text that a tokenizer is trained on, about
+TRAINING_BYTES = 2**30  # about the most text that a tokenizer is trained on
 _RUN = 1024
-_ONE_WORD = re.compile(rf"\S{{{_RUN}}}|\s{{{_RUN}}}")  # as far as a tokenizer may see
+_ONE_WORD = re.compile(rf"\S{{{_RUN}}}|\s{{{_RUN}}}")  # over the last _RUN characters
 
 
-def train_characters(surveys: Sequence[Survey], progress: Progress) -> Tokenizer:
-    """A token for every character that occurs, on either side."""
+def train_characters(indexes: Sequence[SourceIndex], progress: Progress) -> Tokenizer:
+    """Make a tokenizer with a token for every character of the text, training and held-out."""
     seen: set[str] = set()
-    for survey in surveys:
-        for characters in _each(_characters, survey, progress):
+    for index in indexes:
+        for characters in _each(_characters, index, progress):
             seen.update(characters)
     return tokenizers.characters_tokenizer(seen)
 
 
-def _characters(part: Part) -> str:
-    return "".join(set().union(*documents(part)))
+def _characters(chunk: FileChunk) -> str:
+    return "".join(set().union(*documents(chunk)))
 
 
-def train_bpe(surveys: Sequence[Survey], vocabulary: int, progress: Progress) -> Tokenizer:
-    """Byte-pair encoding of the training side; where there is more than TRAINING_BYTES, of about so much of it,
-    chosen evenly by the hash of the documents. The weights of the sources play no part."""
-    chosen = min(1.0, TRAINING_BYTES / max(sum(survey.train_bytes for survey in surveys), 1))
+def train_bpe(indexes: Sequence[SourceIndex], vocabulary: int, progress: Progress) -> Tokenizer:
+    """Train a byte-pair encoding on the training side.
+
+    Text beyond TRAINING_BYTES is sampled down to about that size, uniformly by a hash of the documents. The weights of
+    the sources are ignored.
+    """
+    chosen = min(1.0, TRAINING_BYTES / max(sum(index.train_bytes for index in indexes), 1))
 
     def texts() -> Iterator[list[str]]:
-        for survey in surveys:
-            sample = partial(_sample, split=survey.split, chosen=chosen)
-            yield from _each(sample, survey, progress)
+        for index in indexes:
+            sample = partial(_sample, split=index.split, chosen=chosen)
+            yield from _each(sample, index, progress)
 
     return tokenizers.train_bpe(texts(), vocabulary)
 
 
-def _sample(part: Part, split: Split, chosen: float) -> list[str]:
-    texts = (split.divide(text)[0] for text in documents(part) if split.sample(text, chosen))
+def _sample(chunk: FileChunk, split: Split, chosen: float) -> list[str]:
+    texts = (split.divide(text)[0] for text in documents(chunk) if split.sample(text, chosen))
     pieces = (piece for text in texts if text for piece in tokenizers.pieces(text[:TRAINING_BYTES]))
     return [short for piece in pieces for short in _cut_runs(piece)]
 
 
 def _cut_runs(text: str) -> Iterator[str]:
-    """A text, cut anywhere in runs without a blank, or of blanks, that are longer than twice _RUN: training takes the
-    square of their length, and what it learns hardly depends on where they end."""
+    """Cut a text within runs of non-blanks or blanks of at least 2 × _RUN characters.
+
+    Training time is quadratic in their length, and the cuts hardly change the learned merges.
+    """
     at = 0
     for end in range(_RUN, len(text), _RUN):
         if _ONE_WORD.match(text, end - _RUN):
@@ -58,9 +63,9 @@ def _cut_runs(text: str) -> Iterator[str]:
     yield text[at:]
 
 
-def _each(function: Callable, survey: Survey, progress: Progress) -> Iterator:
+def _each(function: Callable, index: SourceIndex, progress: Progress) -> Iterator:
     done = 0
-    for part, result in zip(survey.parts, in_order(function, survey.parts), strict=True):
-        done += part.size
-        progress(f"reading {survey.source.name}", done, survey.size)
+    for chunk, result in zip(index.chunks, in_order(function, index.chunks), strict=True):
+        done += chunk.size
+        progress(f"reading {index.source.name}", done, index.size)
         yield result

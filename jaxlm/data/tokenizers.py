@@ -1,4 +1,4 @@
-"""Tokenizers, all as one kind of thing: a `tokenizer.json` of the `tokenizers` library."""
+"""Tokenizers, each a `tokenizer.json` of the `tokenizers` library."""
 
 import json
 import re
@@ -14,44 +14,43 @@ from jaxlm.core.errors import InputError
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES_VOCABULARY = 257
-# Names under which published tokenizers keep the token that separates documents; where one has <eos>, </s> is HTML.
+# Document separators of published tokenizers, in order of preference: with <eos> present, </s> is HTML.
 _SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "<｜end▁of▁sentence｜>", "</s>")
-# Characters that are encoded at once, and that a piece of a long document has at least.
+# Characters per call of the encoder, and at least per piece of a long document.
 _AT_ONCE = 2**20
 _PIECE = 2**16
 _ANYWHERE = re.compile(r"(?s:.)")
-# What in a pattern sees what lies before or behind a match; but for `\s+(?!\S)`, blanks of which the last is left.
+# Constructs that look before or after a match, except `\s+(?!\S)`: blanks without the last one.
 _LOOKS_AROUND = re.compile(r"\(\?<|\(\?=|(?<!\\s\+)\(\?!|\(\?!(?!\\S\))|\\[ABbGKYyZz]|(?<!\[)\^|\$")
-_UNSURE = 8  # splits of a window that its end may have changed
-_PRIVATE = "\uf8ff"  # a character that is a token only where its bytes are
-_BEFORE_BLANK = re.compile(r"\S(?=[ \n])")  # GPT-2's pattern always splits there, whatever comes before and after
+_UNSURE = 8  # last splits of a window, which its end may have changed
+_PRIVATE = "\uf8ff"  # a character that has tokens only if all bytes have
+_BEFORE_BLANK = re.compile(r"\S(?=[ \n])")  # GPT-2's pattern always splits there, independent of context
 
 
 class Tokenizer:
-    """Text to token ids and back.
+    """A map from text to token ids and back.
 
-    `vocabulary`: one more than the largest id. `separator`: the id that starts and ends a document, or None
-    (characters).
+    `vocab_size`: the largest id plus one. `separator`: the id that starts and ends a document, or None (characters).
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
         self._backend = backend
         backend.no_truncation()
         backend.no_padding()
-        backend.encode_special_tokens = True  # a separator spelled out in a document is text, not a separator
+        backend.encode_special_tokens = True  # a separator spelled out in a document is ordinary text
         self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         known = (backend.token_to_id(token) for token in _SEPARATORS)
         self.separator: int | None = next((token for token in known if token is not None), None)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without separators. Raises InputError for text it has no tokens for."""
+        """Return the token ids of a text, without separators. Raise InputError for text without tokens."""
         (ids,) = self.encode_batch([text])
         if dropped := self.dropped(text):
             raise InputError(self._unknown_character(dropped[0]))
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of many texts, in parallel, without what is `dropped` of them."""
+        """Return the token ids of many texts, in parallel, without their `dropped` characters."""
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises bare Exception
@@ -59,11 +58,11 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of the beginning of a document: behind a separator where the tokenizer has one."""
+        """Return the token ids of the start of a document, after a separator if the tokenizer has one."""
         return [*([] if self.separator is None else [self.separator]), *self.encode(text)]
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of whole documents, between separators where the tokenizer has one."""
+        """Return the token ids of whole documents, between separators if the tokenizer has one."""
         dtype = self.dtype
         ends = np.array([] if self.separator is None else [self.separator], dtype)
         if self._of_bytes:
@@ -77,8 +76,10 @@ class Tokenizer:
 
     @cached_property
     def drops(self) -> Callable[[str], bool] | None:
-        """Whether a character is dropped, or a part of it; None where none ever is. What the normalizer or the
-        pre-tokenizer take away, such as blanks between words, is no text to them."""
+        """A predicate: whether a character is dropped, wholly or in part. None if the tokenizer never drops any.
+
+        Characters that the normalizer or pre-tokenizer remove, such as blanks between words, do not count as dropped.
+        """
         model, vocabulary = self._backend.model, self._backend.get_vocab(with_added_tokens=True)
         if not isinstance(model, models.BPE) or model.unk_token is not None:
             return None
@@ -98,44 +99,48 @@ class Tokenizer:
         return None if bytes_are_known and not is_dropped(_PRIVATE) else is_dropped
 
     def dropped(self, text: str) -> list[str]:
-        """The characters of a text, each once, that the library leaves out without a word: a byte-pair encoding with no
-        token for the unknown leaves out what it has no token for."""
+        """Return the distinct characters of a text that the library silently drops.
+
+        A byte-pair encoding without an unknown token drops every character that it has no token for.
+        """
         return sorted(filter(self.drops, set(text))) if self.drops else []
 
     @cached_property
     def unknown(self) -> int | None:
-        """The token of all that has no other; None where there is none."""
+        """The id of the unknown token, or None."""
         model = self._backend.model
         if isinstance(model, models.Unigram):
             return json.loads(self.to_json())["model"]["unk_id"]
         return self._backend.token_to_id(model.unk_token or "")
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of token ids, without separators; broken UTF-8 becomes U+FFFD."""
+        """Return the text of token ids, without separators. Broken UTF-8 becomes U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=True)
 
     def size(self, token: int) -> int:
-        """UTF-8 bytes that a token stands for; a byte-level token may be part of a character."""
+        """Return the UTF-8 bytes of a token. A byte-level token may be part of a character."""
         if isinstance(self._backend.decoder, decoders.ByteLevel):
             return len(self._backend.id_to_token(token))
         return len(self.decode([token]).encode())
 
     @property
     def dtype(self) -> np.dtype:
-        """The smallest unsigned type that holds every id."""
+        """The smallest unsigned integer type that holds every id."""
         return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
     def save(self, path: Path) -> None:
-        """Write a `tokenizer.json`. Raises OSError where it cannot be, which the library's own `save` does not."""
+        """Write a `tokenizer.json`. Raise OSError on failure, unlike the library's own `save`."""
         path.write_text(self._backend.to_str(pretty=True), encoding="utf-8")
 
     def to_json(self) -> str:
-        """The content of its `tokenizer.json`."""
+        """Return the content of its `tokenizer.json`."""
         return self._backend.to_str()
 
     def _batches(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]:
-        """Pieces of the texts, few enough at a time, and the number of the text of each: the library takes some
-        hundred bytes per token."""
+        """Yield batches of pieces of the texts, with the text number of each piece.
+
+        Batches are bounded, since the library takes some hundred bytes per token.
+        """
         numbers, batch, size = [], [], 0
         for number, text in enumerate(texts):
             for piece in self._pieces(text) if len(text) > _PIECE else (text,):
@@ -153,7 +158,7 @@ class Tokenizer:
 
     @cached_property
     def _pieces(self) -> Callable[[str], Iterable[str]]:
-        """Cuts a text where tokens are known not to reach over the ends of its pieces."""
+        """A function that cuts a text only where no token can cross, if such places are known."""
         described = json.loads(self.to_json())
         if described["normalizer"] or not all(token["special"] for token in described["added_tokens"]):
             return _uncut
@@ -177,7 +182,7 @@ class Tokenizer:
             try:
                 text.encode()
             except UnicodeEncodeError as error:
-                return f"the text is not UTF-8 behind its first {error.start} characters"
+                return f"the text is not UTF-8 after its first {error.start} characters"
         if not isinstance(self._backend.model, models.WordLevel):
             return None
         known = self._backend.get_vocab()
@@ -191,8 +196,10 @@ class Tokenizer:
 
 
 def pieces(text: str, end: re.Pattern = _BEFORE_BLANK) -> Iterator[str]:
-    """A text, where it is long in pieces that end with `end`; if not said, where our byte-pair encoding learns and
-    makes the same tokens of them as of the whole."""
+    """Cut a long text into pieces that end with the pattern `end`.
+
+    At the default, our byte-pair encoding learns and produces the same tokens from the pieces as from the whole.
+    """
     at = 0
     while found := end.search(text, at + _PIECE - 1):
         yield text[at : found.end()]
@@ -202,10 +209,12 @@ def pieces(text: str, end: re.Pattern = _BEFORE_BLANK) -> Iterator[str]:
 
 
 def _pieces_of_splits(text: str, split: pre_tokenizers.Split) -> Iterator[str]:
-    """A text in pieces that end where it is split, behind something else than a blank, since how blanks are split
-    depends on what follows. Splits depend on nothing before them, and but for the last of a window on nothing behind:
-    so it is with runs of kinds of characters, as published patterns have them, and not where what begins a match may
-    turn out, far behind, to begin none."""
+    """Cut a text into pieces that end at a split, after a non-blank, since the split of blanks depends on what follows.
+
+    Assume that a split depends on nothing before it and, except for the last ones of a window, on nothing after it.
+    This holds for runs of character classes, as in published patterns, but not where a match may fail far beyond its
+    start.
+    """
     at, size = 0, _PIECE
     while len(text) - at > size:
         splits = split.pre_tokenize_str(text[at : at + size])[:-_UNSURE]
@@ -222,24 +231,24 @@ def _uncut(text: str) -> Iterable[str]:
 
 
 def load(path: Path) -> Tokenizer:
-    """Any `tokenizer.json`. Raises InputError where there is none."""
+    """Load a `tokenizer.json`. Raise InputError if the file is missing or invalid."""
     if not path.is_file():
         raise InputError(f"data.tokenizer: there is no file {path}")
     try:
         return Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
     except Exception as error:  # the library raises bare Exception
-        raise InputError(f"data.tokenizer: {path} is no tokenizer.json ({error})") from error
+        raise InputError(f"data.tokenizer: {path} is not a tokenizer.json ({error})") from error
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """Every byte of UTF-8 is the token of its value; 256 separates documents."""
+    """Make a tokenizer whose ids are the UTF-8 byte values; 256 separates documents."""
     # The byte-level alphabet lists printable stand-ins for the 256 bytes; token i must stand for byte i.
     vocabulary = {_stand_in(byte): byte for byte in range(256)}
     return _byte_level(models.BPE(vocab=vocabulary, merges=[]))
 
 
 def characters_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """Every character that occurs is a token, in code-point order; no separator."""
+    """Make a tokenizer with a token per character of the texts, in code-point order, and no separator."""
     characters = sorted(set().union(*texts))
     model = models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="")
     backend = tokenizers.Tokenizer(model)
@@ -249,8 +258,10 @@ def characters_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """Byte-level byte-pair encoding (Sennrich et al. 2016, arXiv:1508.07909; GPT-2) of exactly `vocabulary` tokens
-    where the text has that many pairs to merge, fewer otherwise."""
+    """Train a byte-level byte-pair encoding (Sennrich et al. 2016, arXiv:1508.07909; GPT-2).
+
+    It has `vocabulary` tokens, or fewer if the text has too few pairs to merge.
+    """
     if vocabulary < BYTES_VOCABULARY:
         raise InputError(
             f'model.vocab_size = {vocabulary} is too small for data.tokenizer = "bpe": '
@@ -277,7 +288,7 @@ def _byte_level(model: models.Model) -> Tokenizer:
 
 
 def _stand_in(byte: int) -> str:
-    """GPT-2's printable character for a byte: itself where printable, otherwise moved past U+0100."""
+    """Return GPT-2's printable character for a byte: itself if printable, otherwise moved past U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     if byte in printable:
         return chr(byte)

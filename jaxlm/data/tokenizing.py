@@ -1,4 +1,4 @@
-"""Surveyed text to tokens, part by part."""
+"""Tokenization of scanned text, chunk by chunk."""
 
 import json
 import shutil
@@ -9,9 +9,9 @@ from typing import NamedTuple
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import building
 from jaxlm.data import tokenizers
-from jaxlm.data.formats import Part
+from jaxlm.data.formats import FileChunk
 from jaxlm.data.parallel import in_order
-from jaxlm.data.scan import Progress, Split, Survey, documents
+from jaxlm.data.scan import Progress, SourceIndex, Split, documents
 from jaxlm.data.store import StoreWriter, join_stores
 from jaxlm.data.tokenizers import Tokenizer
 
@@ -19,59 +19,59 @@ SIDES = ("train", "held_out")
 
 
 class _Job(NamedTuple):
-    """One part to tokenize into a folder, with the tokenizer of a file."""
+    """One chunk to tokenize into a folder, with the tokenizer stored in a file."""
 
-    part: Part
+    chunk: FileChunk
     split: Split
     tokenizer: Path
     directory: Path
 
 
-def tokenize(survey: Survey, tokenizer: Tokenizer, directory: Path, progress: Progress) -> None:
-    """Tokens of a source into a new folder: the stores `train` and `held_out`, and a manifest with their digest
-    and what of the source is left out.
+def tokenize(index: SourceIndex, tokenizer: Tokenizer, directory: Path, progress: Progress) -> None:
+    """Tokenize a source into a new folder: stores `train` and `held_out`, and a manifest.
 
-    Parts are tokenized side by side into a folder beside it, `unfinished`, where those that are whole stay if this
-    breaks off, and are not tokenized again. The stores are the parts in their order, whoever tokenized them. Raises
-    InputError, and leaves nothing, for text that the tokenizer has no tokens for, or that changed since the survey.
+    The manifest holds the digest of the stores and the skipped documents. Chunks are tokenized in parallel into the
+    folder `unfinished(directory)`; completed ones survive an interruption and are reused. The stores hold the chunks
+    in order, however they were computed. Raise InputError, and leave nothing, for text that the tokenizer cannot
+    encode or that changed since the scan.
     """
     work = unfinished(directory)
     work.mkdir(parents=True, exist_ok=True)
     tokenizer.save(work / "tokenizer.json")
     jobs = [
-        _Job(part, survey.split, work / "tokenizer.json", work / f"{number:06d}")
-        for number, part in enumerate(survey.parts)
+        _Job(chunk, index.split, work / "tokenizer.json", work / f"{number:06d}")
+        for number, chunk in enumerate(index.chunks)
     ]
     missing = [job for job in jobs if not job.directory.is_dir()]
-    done = survey.size - sum(job.part.size for job in missing)
+    done = index.size - sum(job.chunk.size for job in missing)
     try:
-        for job, _ in zip(missing, in_order(_tokenize_part, missing), strict=True):
-            done += job.part.size
-            progress(f"tokenizing {survey.source.name}", done, survey.size)
-        survey.source.check()
+        for job, _ in zip(missing, in_order(_tokenize_chunk, missing), strict=True):
+            done += job.chunk.size
+            progress(f"tokenizing {index.source.name}", done, index.size)
+        index.source.check()
     except InputError:
         shutil.rmtree(work)
         raise
     with building(directory) as folder:
         digests = [join_stores(folder / side, [job.directory / side for job in jobs]) for side in SIDES]
-        manifest = {"digest": "".join(digests), "losses": survey.losses._asdict()}
+        manifest = {"digest": "".join(digests), "skipped": index.skipped._asdict()}
         (folder / "manifest.json").write_text(json.dumps(manifest))
     shutil.rmtree(work, ignore_errors=True)
 
 
 def unfinished(directory: Path) -> Path:
-    """Where the parts of a dataset wait until all are there."""
-    return directory.with_name(f"{directory.name}.parts")
+    """Return the folder of the tokenized chunks of an incomplete dataset."""
+    return directory.with_name(f"{directory.name}.chunks")
 
 
-def _tokenize_part(job: _Job) -> None:
+def _tokenize_chunk(job: _Job) -> None:
     tokenizer = _load(job.tokenizer)
     with (
         building(job.directory) as folder,
         StoreWriter(folder / "train", tokenizer) as train,
         StoreWriter(folder / "held_out", tokenizer) as held_out,
     ):
-        for text in documents(job.part):
+        for text in documents(job.chunk):
             for writer, side in zip((train, held_out), job.split.divide(text), strict=True):
                 if side:
                     writer.add(side)

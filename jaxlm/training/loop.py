@@ -17,7 +17,7 @@ from jaxlm.data.packing import Rows
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.tree import Tree, placed
 from jaxlm.parallel.batches import process_rows, put_batch
-from jaxlm.parallel.processes import Agreement, barrier, failing_as_one, first_process_first
+from jaxlm.parallel.processes import StopConsensus, barrier, failing_as_one, first_process_first
 from jaxlm.training import checkpoints, manifests
 from jaxlm.training.checkpoints import Checkpoints, bytes_of
 from jaxlm.training.config import CheckpointConfig, EvaluationConfig, OptimizerConfig, RecordsConfig, TrainingConfig
@@ -100,7 +100,7 @@ class Trainer:
         self._steps = jit_steps(make_steps(settings.model, self._training, settings.optimizer), mesh)
         self._shapes = jax.eval_shape(self._steps.init)
         self._state_bytes = bytes_of(self._shapes)
-        self._agreement = Agreement(mesh)
+        self._consensus = StopConsensus(mesh)
         self._pace = Pace(self._clock)
         self._previous: tuple[int, dict[str, jax.Array]] | None = None
 
@@ -160,7 +160,7 @@ class Trainer:
                 with self._clock.phase("checkpoint"):
                     self._saved.note(step, compared)
             self._pace.restart()
-            while step < last and not self._agreement.settled():
+            while step < last and not self._consensus.result():
                 if self._norms_every and (step + 1) % self._norms_every == 0:
                     self._look_at_previous()
                     self._norms(step + 1, programs, state, batch)
@@ -188,8 +188,8 @@ class Trainer:
                 self._saved.wait()
             if step >= last and self._recorder.holds("evaluation", step):  # hours were enough, but a signal may be new
                 reason = self._stop.reason()
-                self._agreement.propose(0 if reason == OUT_OF_TIME else reason)
-            return Result(step, state.parameters, self._agreement.settled())
+                self._consensus.propose(0 if reason == OUT_OF_TIME else reason)
+            return Result(step, state.parameters, self._consensus.result())
 
     def _compile(self, state: TrainState, batch: dict[str, jax.Array]) -> Steps:
         """Everything before the first step: until then there is nothing to lose."""
@@ -209,10 +209,10 @@ class Trainer:
     def _propose(self) -> None:
         """What this process knows of a stop, with time enough for what is under way and a checkpoint."""
         saving_s = self._saved.expected_s(self._state_bytes)
-        self._agreement.propose(self._stop.reason(ahead_s=3 * self._pace.longest_s + saving_s + _END_S))
+        self._consensus.propose(self._stop.reason(ahead_s=3 * self._pace.longest_s + saving_s + _END_S))
 
     def _goes_on(self) -> bool:
-        stopping = self._agreement.settled()
+        stopping = self._consensus.result()
         self._propose()
         return not stopping
 

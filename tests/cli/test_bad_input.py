@@ -74,9 +74,9 @@ def measured(place):
 
 
 def files(place: Path) -> dict:
-    """All but what was counted of a text before it was refused, which serves whoever suffers it, or mends others."""
+    """Read all files except locks and scan logs: a scan that was refused is reused once the input is fixed."""
     cache = place / "cache"
-    kept = [cache, cache / "jaxlm", *(cache / "jaxlm" / name for name in ("locks", "surveys"))]
+    kept = [cache, cache / "jaxlm", *(cache / "jaxlm" / name for name in ("locks", "scans"))]
     found = (path for path in place.rglob("*") if path not in kept and path.parent not in kept[2:])
     return {str(path): path.read_bytes() if path.is_file() else None for path in found}
 
@@ -164,7 +164,7 @@ CONFIGURATIONS = {
     "hours without end": ("train good.toml --max-hours inf", ["--max-hours inf", "a finite number above 0"]),
     "no hours": ("train good.toml --max-hours 0", ["--max-hours 0", "above 0"]),
     "hours that are no number": ("train good.toml --max-hours nan", ["--max-hours nan", "above 0"]),
-    "process that is no place": (
+    "process that is not a spec": (
         "train good.toml --process 2/2@here:1",
         ["--process '2/2@here:1'", "INDEX/COUNT@HOST"],
     ),
@@ -178,9 +178,9 @@ DATA = {
     "lines instead of a path": ("train good.toml 'data.text=To be,\nor not to be'", ["data.text"]),
     "missing tokenizer": ("train good.toml data.tokenizer=none.json", ["data.tokenizer", "none.json"]),
     "broken tokenizer": ("train good.toml data.tokenizer=garbage.json", ["data.tokenizer", "garbage.json"]),
-    "cache of nobody": ("train good.toml data.cache=~nobody-there", ["data.cache", "'~nobody-there'", "no path"]),
-    "cache of no name": ("""train good.toml 'data.cache="\\u0000"'""", ["data.cache", "no path"]),
-    "tokenizer of nobody": ("train good.toml data.tokenizer=~nobody-there/t.json", ["data.tokenizer", "no path"]),
+    "cache of nobody": ("train good.toml data.cache=~nobody-there", ["data.cache", "'~nobody-there'", "not a path"]),
+    "cache of no name": ("""train good.toml 'data.cache="\\u0000"'""", ["data.cache", "not a path"]),
+    "tokenizer of nobody": ("train good.toml data.tokenizer=~nobody-there/t.json", ["data.tokenizer", "not a path"]),
     "cache that is a file": ("train good.toml data.cache=text.txt", ["data.cache", "text.txt"]),
     "text that is not UTF-8": ("train good.toml data.text=latin.txt", ["data.text", "latin.txt", "UTF-8"]),
     "empty text": ("train good.toml data.text=empty.txt", ["data.text", "empty.txt", "empty"]),
@@ -275,7 +275,7 @@ GENERATION = {
         f"generate run --prompt {'a' * 40}",
         ["a prompt of 41 tokens exceeds", "context = 32"],
     ),
-    "prompt that is not UTF-8": ("generate run --prompt a\udcff", ["not UTF-8 behind its first 1 characters"]),
+    "prompt that is not UTF-8": ("generate run --prompt a\udcff", ["not UTF-8 after its first 1 characters"]),
     "token id of another vocabulary": ("generate run --token-ids 1,264", ["264", "0 to 263"]),
     "top-k of none": ("generate run --prompt a --top-k 0", ["--top-k 0", "1"]),
     "top-p of nothing": ("generate run --prompt a --top-p 0", ["--top-p 0", "above 0"]),

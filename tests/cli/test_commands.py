@@ -242,7 +242,7 @@ text = "{tmp_path}/code"
     )
     options = ("data.held_out=0.3", "data.max_broken=0.01", "--out", tmp_path / "run", "--json")
     ended = jaxlm("train", tmp_path / "mixed.toml", *SMALL, *options)
-    assert f"left out: {tmp_path}/web.jsonl:121 is not JSON" in ended.stderr
+    assert f"skipped: {tmp_path}/web.jsonl:121 is not JSON" in ended.stderr
     rows = lines(tmp_path / "run" / "evaluations.jsonl")
     for row in rows:
         assert {"step", "loss", "tokens", "bits_per_byte"} < row.keys()

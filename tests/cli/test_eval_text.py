@@ -78,7 +78,7 @@ def test_other_data_is_read_whole_and_what_is_broken_of_it_is_said(text, tmp_pat
     rows = text("data.documents=3", "data.max_broken=0.5", data=str(tmp_path / "other.jsonl"))["data"]
     assert len(rows.store.lengths) == 9
     out, error = capsys.readouterr()
-    assert out == "" and "left out: " in error and "other.jsonl:10 is not JSON" in error
+    assert out == "" and "skipped: " in error and "other.jsonl:10 is not JSON" in error
 
 
 def test_data_without_a_name_is_refused(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Several processes are one job: the losses of one process, from the same rows, and an end for all when one is lost."""
+"""Multi-process jobs: the losses of one process, from the same rows, and an exit of all when one is lost."""
 
 import json
 import signal
@@ -41,7 +41,7 @@ def whole(config, tmp_path_factory):
 
 
 def start(config, folders, *overrides, each=None, port=None):
-    """The processes of a job, one for each run folder, and what is given to each alone."""
+    """Start the processes of a job, one per run folder. `each`: extra overrides per process."""
     count, port = len(folders), port or runs.free_port()
     places = [() if count == 1 else ("--process", f"{i}/{count}@127.0.0.1:{port}") for i in range(count)]
     return [
@@ -51,14 +51,14 @@ def start(config, folders, *overrides, each=None, port=None):
 
 
 def finish(processes):
-    """What each wrote to standard output and standard error."""
+    """Wait for all processes. Return standard output and standard error of each."""
     said = [process.communicate(timeout=300) for process in processes]
     assert not any(process.returncode for process in processes), "\n".join(errors for _, errors in said)
     return said
 
 
 def assert_close(actual, expected):
-    """DESIGN's measure across meshes and processes, in float32."""
+    """Compare losses to 1e-5 relative, the tolerance in float32 across meshes and processes."""
     assert actual.keys() == expected.keys()
     np.testing.assert_allclose([actual[s] for s in expected], list(expected.values()), rtol=1e-5)
 
@@ -66,7 +66,7 @@ def assert_close(actual, expected):
 def test_two_processes_train_to_the_losses_of_one(config, whole, tmp_path):
     (first, _), (second, quiet) = finish(start(config, [tmp_path / "run"] * 2, "--json", "--profile", "3:5"))
     assert_close(losses(tmp_path / "run"), whole)
-    assert json.loads(first)["step"] == STEPS  # one object, and nothing of the network library around it
+    assert json.loads(first)["step"] == STEPS  # one object, without output of the network library
     assert second == "" and "step" not in quiet
     for index in range(2):
         assert list((tmp_path / "run" / "profile" / f"process-{index}").rglob("*.xplane.pb"))
@@ -89,7 +89,7 @@ def test_a_lost_process_ends_the_others_and_a_restart_resumes(config, whole, tmp
     _, said = survivor.communicate(timeout=120)
     assert time.monotonic() - began < 60
     assert survivor.returncode != 0
-    assert "lost another one" in said or "another task died" in said
+    assert "lost another process" in said or "another task died" in said
     behind = max(max(losses(run)) + 8, STEPS)
     _, said = finish(start(config, [run] * 2, f"training.steps={behind}"))[0]
     assert "resuming from step" in said and max(losses(run)) == behind
@@ -103,7 +103,7 @@ def test_bad_input_of_one_process_ends_all(config, tmp_path):
     began = time.monotonic()
     _, said = first.communicate(timeout=120)
     assert first.returncode != 0 and time.monotonic() - began < 60
-    assert "lost another one" in said or "another task died" in said
+    assert "lost another process" in said or "another task died" in said
 
 
 def test_other_settings_in_one_process_are_refused_by_all(config, tmp_path):
@@ -111,7 +111,7 @@ def test_other_settings_in_one_process_are_refused_by_all(config, tmp_path):
     for index, process in enumerate((first, second)):
         _, said = runs.finish(process, status=2)
         assert said.splitlines() == [
-            f"jaxlm: process {index} of 2: settings of process 1 are not those of process 0 "
+            f"jaxlm: process {index} of 2: settings of process 1 differ from those of process 0 "
             "(optimizer.learning_rate = 0.1, not 0.0003); start all with the same CONFIG, key=value and COUNT"
         ]
     assert not (tmp_path / "run").exists()
@@ -129,7 +129,7 @@ def test_a_mesh_that_leaves_a_process_without_devices_is_refused_by_all(config, 
 
 
 @pytest.mark.parametrize(("index", "other"), [(0, 1), (1, 0)])
-def test_a_process_that_waits_in_vain_says_for_whom(index, other, config, tmp_path):
+def test_a_process_that_times_out_says_for_whom(index, other, config, tmp_path):
     address = f"127.0.0.1:{runs.free_port()}"
     soon = "from jaxlm.parallel import processes; processes._SAY_AFTER_S, processes._JOIN_TIMEOUT_S = 1, 3"
     process = runs.start(config, tmp_path / "run", "--process", f"{index}/2@{address}", before=soon)
@@ -138,7 +138,8 @@ def test_a_process_that_waits_in_vain_says_for_whom(index, other, config, tmp_pa
     whom = f"process {other} to meet at {address}"
     assert ours == [
         f"jaxlm: process {index} of 2 waits for {whom}",
-        f"jaxlm: process {index} of 2 waited 3 s in vain for {whom}; start all of them, each with its own number",
+        f"jaxlm: process {index} of 2 timed out after 3 s waiting for {whom}; "
+        "start all processes, each with its own index",
     ]
     assert said.splitlines()[-1] == ours[-1]
 
@@ -175,7 +176,7 @@ def test_a_run_outlives_the_readers_of_its_output_and_saves_when_its_terminal_is
     first.stdout.close()
     first.stderr.close()
     runs.wait_for_step(first, run, max(losses(run)) + 5)
-    for _ in range(2):  # shell and system both say so
+    for _ in range(2):  # from both shell and system
         first.send_signal(signal.SIGHUP)
     runs.finish(second)
     assert first.wait(timeout=60) == 0

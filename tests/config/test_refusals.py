@@ -230,7 +230,9 @@ def test_a_switch_is_no_number(override):
 
 
 def test_a_learning_rate_that_float32_does_not_have_is_refused():
-    assert "optimizer.learning_rate: 1e+39 is no number that float32 holds" in refusal("optimizer.learning_rate=1e39")
+    assert "optimizer.learning_rate: 1e+39 is not a number that float32 holds" in refusal(
+        "optimizer.learning_rate=1e39"
+    )
 
 
 def test_a_seed_that_the_order_of_the_rows_cannot_take_is_refused():

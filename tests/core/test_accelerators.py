@@ -7,7 +7,7 @@ from jaxlm.core import accelerators
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A machine with no accelerators, whose files are made here."""
+    """A machine without accelerators, whose device files the test creates."""
     monkeypatch.delenv("JAX_PLATFORMS")
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(accelerators, "_FILES", (str(tmp_path / "nvidia*"),))

@@ -1,4 +1,4 @@
-"""What ends a command is one line, whatever it quotes."""
+"""Errors that end a command are one line, whatever they quote."""
 
 import errno
 import os

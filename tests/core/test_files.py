@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there, and locks."""
+"""Atomic files and folders, and locks."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A run goes on where nobody reads what it says any more."""
+"""A run continues when the reader of its output is gone."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 TALKS = """
 import os, sys
 from jaxlm.core import output
-with output.outliving_readers():
+with output.ignoring_closed_output():
     output.native_output_to_stderr()
     os.write(1, NATIVE)
     print("out", flush=True)
@@ -54,7 +54,7 @@ def test_native_output_is_not_among_what_is_printed(tmp_path):
 
 
 def printed(stdout, *call) -> tuple[int, str]:
-    """The status of a command whose output is kept until its end, and what it said."""
+    """Run a command whose output is buffered to its end. Return its status and standard error."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [sys.executable, *(call or ("-m", "jaxlm", "--version"))]
     done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=kept)
@@ -63,7 +63,7 @@ def printed(stdout, *call) -> tuple[int, str]:
 
 FAILS = """
 from jaxlm.core import output
-with output.written_out():
+with output.flushed_output():
     print("some")
     raise KeyError("why")
 """

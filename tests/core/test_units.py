@@ -1,4 +1,4 @@
-"""How figures are shown: a unit for each size, and nothing that rounds to another figure."""
+"""Formatting of figures: the unit of each size, and rounding."""
 
 import pytest
 

@@ -18,7 +18,7 @@ from jaxlm.data import dataset, tokenizer_training, tokenizing
 from jaxlm.data.config import DataConfig
 from jaxlm.data.dataset import prepare
 from jaxlm.data.packing import Rows
-from jaxlm.data.scan import survey
+from jaxlm.data.scan import scan_source
 from jaxlm.data.store import join_stores
 from jaxlm.data.tokenizers import characters_tokenizer
 
@@ -40,7 +40,7 @@ def text(tmp_path):
 
 @pytest.fixture
 def describe(text, tmp_path):
-    """A data configuration of that text, with its cache among the test's own files."""
+    """Make a data configuration of that text, with its cache in the test's folder."""
 
     def describe(**changes) -> DataConfig:
         usual = {"text": str(text), "tokenizer": "bytes", "cache": str(tmp_path / "cache")}
@@ -54,7 +54,7 @@ def in_cache(tmp_path) -> list[str]:
 
 
 def decoded(data: dataset.Dataset, split: str) -> set[str]:
-    """Documents of one side, of all sources."""
+    """Decode the documents of one side of all sources."""
     stores = [getattr(source, split) for source in data.sources.values()]
     return {data.tokenizer.decode(store.read(i, 0, n)) for store in stores for i, n in enumerate(store.lengths)}
 
@@ -97,7 +97,7 @@ def test_what_was_built_is_used_again(describe, tmp_path):
 
 @pytest.fixture
 def broken(tmp_path):
-    """A file of a hundred good lines and ten that are not."""
+    """A file of a hundred valid lines and ten broken ones."""
     good = [json.dumps({"text": content}) for content in texts(100)]
     (tmp_path / "broken.jsonl").write_text("\n".join([*good, *["broken"] * 10]))
     return str(tmp_path / "broken.jsonl")
@@ -119,11 +119,20 @@ def test_what_is_left_out_is_said_each_time(describe, broken):
     assert said == summary and len(summary) == 1 and again.digest == first.digest
 
 
-def test_tokens_from_before_losses_were_kept_are_used(describe, tmp_path):
+def test_tokens_from_before_skipped_documents_were_counted_are_used(describe, tmp_path):
     first = prepare(describe(), VOCABULARY)
     for manifest in manifests(tmp_path):
         manifest.write_text(json.dumps({"digest": json.loads(manifest.read_text())["digest"]}))
     assert prepare(describe(), VOCABULARY).digest == first.digest
+
+
+def test_skipped_documents_of_earlier_manifests_count(describe, broken, tmp_path):
+    prepare(describe(text=broken, max_broken=0.5), VOCABULARY)
+    for manifest in manifests(tmp_path):
+        content = json.loads(manifest.read_text())
+        manifest.write_text(json.dumps({"digest": content["digest"], "losses": content["skipped"]}))
+    with pytest.raises(InputError, match="10 of 110 documents"):
+        prepare(describe(text=broken), VOCABULARY)
 
 
 def test_a_changed_file_is_read_again(describe, text, tmp_path):
@@ -146,12 +155,12 @@ def test_a_touched_file_is_read_again_into_the_same_data(describe, text):
 @pytest.mark.parametrize("tokenizer", ["bytes", "characters", "bpe"])
 def test_text_that_changes_while_it_is_read_is_refused_and_not_kept(describe, text, monkeypatch, change, tokenizer):
     def interrupted(*arguments):
-        found = survey(*arguments)
+        found = scan_source(*arguments)
         change(text / "00.txt")
         return found
 
     with monkeypatch.context() as patched, pytest.raises(InputError, match=r"00\.txt.* changed while it was read"):
-        patched.setattr(dataset, "survey", interrupted)
+        patched.setattr(dataset, "scan_source", interrupted)
         prepare(describe(tokenizer=tokenizer), VOCABULARY)
     kept = [path for path in Path(describe().cache).rglob("*") if path.is_file() and path.parent.name != "locks"]
     assert not kept and prepare(describe(tokenizer=tokenizer), VOCABULARY)
@@ -220,20 +229,20 @@ def test_text_the_tokenizer_has_no_tokens_for_leaves_nothing_behind(describe, tm
 
 
 def test_a_build_that_breaks_off_leaves_nothing_behind_and_can_be_repeated(describe, tmp_path, monkeypatch):
-    """Nothing, that is, that would be taken for a dataset: the parts that are whole stay until it is."""
+    """Completed chunks stay, in a folder that is not taken for a dataset."""
 
-    def breaks_off(directory, parts):
+    def breaks_off(directory, chunks):
         if directory.name == "held_out":
             raise KeyboardInterrupt
-        return join_stores(directory, parts)
+        return join_stores(directory, chunks)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(tokenizing, "join_stores", breaks_off)
         prepare(describe(), VOCABULARY)
     (left,) = in_cache(tmp_path)
-    assert left.endswith(".parts")
+    assert left.endswith(".chunks")
     assert decoded(prepare(describe(), VOCABULARY), "held_out")
-    assert in_cache(tmp_path) == [left.removesuffix(".parts")]
+    assert in_cache(tmp_path) == [left.removesuffix(".chunks")]
 
 
 def test_files_that_are_all_empty_are_refused(describe, tmp_path):
@@ -243,7 +252,7 @@ def test_files_that_are_all_empty_are_refused(describe, tmp_path):
 
 
 def test_a_held_out_side_without_a_target_is_refused(describe, tmp_path):
-    """A single character held out leaves nothing to predict, and a loss of nothing would look perfect."""
+    """A single held-out character leaves nothing to predict, and a loss over nothing would look perfect."""
     (tmp_path / "one.txt").write_text("ab" * 50)
     with pytest.raises(InputError, match="data.held_out"):
         prepare(describe(text=str(tmp_path / "one.txt"), tokenizer="characters", held_out=0.01), VOCABULARY)
@@ -281,7 +290,7 @@ def test_a_damaged_cache_is_refused_with_what_to_remove(describe, tmp_path):
     for path in files:
         for damage in (Path.unlink, lambda path: os.truncate(path, path.stat().st_size // 2)):
             damage(path)
-            with pytest.raises(InputError, match=r"data\.cache: \S+ is damaged .* remove it, and it is") as error:
+            with pytest.raises(InputError, match=r"data\.cache: \S+ is corrupt .* remove it to rebuild it") as error:
                 load()
             shutil.rmtree(str(error.value).split()[1])
             assert load() == whole and path.exists()
@@ -291,21 +300,21 @@ def test_a_damaged_cache_is_refused_with_what_to_remove(describe, tmp_path):
 def test_sizes_that_are_none_are_refused(describe, tmp_path, sizes):
     (source,) = prepare(describe(), VOCABULARY).sources.values()
     (source.train.directory / "sizes.json").write_text(sizes)
-    with pytest.raises(InputError, match="is damaged"):
+    with pytest.raises(InputError, match="is corrupt"):
         prepare(describe(), VOCABULARY)
 
 
 def test_a_list_of_no_documents_is_refused(describe, tmp_path):
     (source,) = prepare(describe(), VOCABULARY).sources.values()
     np.save(source.train.directory / "documents.npy", np.zeros(7, np.int64))
-    with pytest.raises(InputError, match="is damaged"):
+    with pytest.raises(InputError, match="is corrupt"):
         prepare(describe(), VOCABULARY)
 
 
 def test_what_a_killed_process_leaves_is_removed(describe, tmp_path):
     prepare(describe(), VOCABULARY)
     (name,) = in_cache(tmp_path)
-    (tmp_path / "cache" / "datasets" / f"{name}.parts").mkdir()
+    (tmp_path / "cache" / "datasets" / f"{name}.chunks").mkdir()
     prepare(describe(), VOCABULARY)
     assert in_cache(tmp_path) == [name]
     (tmp_path / "cache" / "datasets" / name).rename(tmp_path / "cache" / "datasets" / f".{name}-{'0123' * 8}")

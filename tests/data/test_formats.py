@@ -11,13 +11,13 @@ import zstandard
 from text_fixtures import RECORDS, lines, write, write_parquet
 
 from jaxlm.data import formats
-from jaxlm.data.formats import Broken, Part, cut, read
+from jaxlm.data.formats import Broken, FileChunk, cut, read
 
 TEXTS = [f"document {i}, Grüße 😀\nand a line" + " more" * (i % 11) for i in range(100)]
 
 
 def read_all(*files, field="text") -> list[str | Broken]:
-    return [item for part in cut(files, field) for item in read(part)]
+    return [item for chunk in cut(files, field) for item in read(chunk)]
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -34,33 +34,33 @@ def test_empty_documents_are_none(tmp_path, name):
 @pytest.mark.parametrize("name", RECORDS)
 @pytest.mark.parametrize("size", [1, 50, 333, 1000, 10**9])
 def test_however_files_are_cut_they_give_their_documents_in_order(tmp_path, monkeypatch, name, size):
-    monkeypatch.setattr(formats, "PART_BYTES", size)
+    monkeypatch.setattr(formats, "CHUNK_BYTES", size)
     files = [write(tmp_path / f"{i}{name}", TEXTS[10 * i : 10 * i + 10]) for i in range(10)]
     assert read_all(*files) == TEXTS
 
 
 def test_large_files_are_cut_and_small_ones_go_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "PART_BYTES", 1000)
+    monkeypatch.setattr(formats, "CHUNK_BYTES", 1000)
     large = write(tmp_path / "large.jsonl", TEXTS)
     small = [write(tmp_path / f"{i}.jsonl", ["tiny"]) for i in range(90)]
     assert len(cut([large], "text")) == -(-large.stat().st_size // 1000)
     assert 2 <= len(cut(small, "text")) <= 4
-    for part in cut([large, *small], "text"):
-        assert part.size <= 1000
-    assert sum(part.size for part in cut([large], "text")) == large.stat().st_size
+    for chunk in cut([large, *small], "text"):
+        assert chunk.size <= 1000
+    assert sum(chunk.size for chunk in cut([large], "text")) == large.stat().st_size
 
 
 def test_a_line_longer_than_many_parts_is_not_read_by_each(tmp_path, monkeypatch):
     count = 0
 
-    class Counted(io.FileIO):
+    class CountingFile(io.FileIO):
         def readinto(self, buffer):
             nonlocal count
             count += (size := super().readinto(buffer))
             return size
 
-    monkeypatch.setattr(formats, "PART_BYTES", 2**16)
-    monkeypatch.setattr(formats, "open", lambda path, _: io.BufferedReader(Counted(path)), raising=False)
+    monkeypatch.setattr(formats, "CHUNK_BYTES", 2**16)
+    monkeypatch.setattr(formats, "open", lambda path, _: io.BufferedReader(CountingFile(path)), raising=False)
     texts = ["first", "x" * 2**22, "last"]
     path = write(tmp_path / "a.jsonl", texts)
     assert read_all(path) == texts
@@ -68,23 +68,23 @@ def test_a_line_longer_than_many_parts_is_not_read_by_each(tmp_path, monkeypatch
 
 
 def test_row_groups_share_the_bytes_of_a_parquet_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "PART_BYTES", 600)
+    monkeypatch.setattr(formats, "CHUNK_BYTES", 600)
     path = write_parquet(tmp_path / "a.parquet", TEXTS)
-    parts = cut([path], "text")
-    assert len(parts) > 3
-    assert sum(part.size for part in parts) == pytest.approx(path.stat().st_size, abs=len(parts))
+    chunks = cut([path], "text")
+    assert len(chunks) > 3
+    assert sum(chunk.size for chunk in chunks) == pytest.approx(path.stat().st_size, abs=len(chunks))
 
 
 def test_a_limit_takes_the_first_documents(tmp_path):
-    part = cut([write(tmp_path / "a.jsonl", TEXTS)], "text")[0]
-    assert list(read(part._replace(documents=7))) == TEXTS[:7]
+    chunk = cut([write(tmp_path / "a.jsonl", TEXTS)], "text")[0]
+    assert list(read(chunk._replace(documents=7))) == TEXTS[:7]
 
 
 LINES = {
     "not UTF-8": (b'{"text": "caf\xe9"}', "is not UTF-8"),
     "not JSON": (b'{"text": "a"', "is not JSON"),
     "words": (b"words", "is not JSON"),
-    "a list": (b'["text"]', "no JSON object"),
+    "a list": (b'["text"]', "not a JSON object"),
     "another field": (b'{"content": "a"}', "no field \"text\", but 'content'"),
     "a long field": (b'{"' + b"a\\n" * 1000 + b'": 1}', "but '" + r"a\n" * 13),
     "no field": (b"{}", 'no field "text", but none'),
@@ -100,7 +100,7 @@ LINES = {
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
 @pytest.mark.parametrize("size", [40, 10**6])
 def test_a_broken_line_is_named_and_the_others_are_read(tmp_path, monkeypatch, case, suffix, size):
-    monkeypatch.setattr(formats, "PART_BYTES", size)
+    monkeypatch.setattr(formats, "CHUNK_BYTES", size)
     line, why = LINES[case]
     content = lines(TEXTS[:5]) + b"\n" + line + b"\n" + lines(TEXTS[5:9])
     path = tmp_path / f"a{suffix}"
@@ -122,10 +122,10 @@ def test_what_comes_before_the_damage_is_read(tmp_path, suffix):
     path = write(tmp_path / f"a.jsonl{suffix}", texts)
     path.write_bytes(path.read_bytes()[:-20_000])
     *whole, broken = read_all(path)
-    # The last line that begins before the end may be broken as well.
+    # The last line before the end may be broken too.
     whole = [item for item in whole if isinstance(item, str)]
     assert whole == texts[: len(whole)]
-    assert broken.where == str(path) and "cut short" in broken.why
+    assert broken.where == str(path) and "truncated" in broken.why
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
@@ -148,7 +148,7 @@ def test_zeros_behind_a_gzip_file_are_no_matter(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(one + b"\0" * 9999 + other + b"\0")
     assert read_all(tmp_path / "a.jsonl.gz") == ["a", "b"]
     (tmp_path / "a.jsonl.gz").write_bytes(b"\0" * 9999)
-    assert "damaged" in read_all(tmp_path / "a.jsonl.gz")[0].why
+    assert "corrupt" in read_all(tmp_path / "a.jsonl.gz")[0].why
 
 
 def test_empty_files_hold_nothing(tmp_path):
@@ -187,14 +187,14 @@ def test_a_parquet_column_that_is_no_text_breaks_each_row(tmp_path):
 
 
 def test_documents_are_read_one_at_a_time(tmp_path):
-    """What follows is not looked at, however much it is."""
+    """Later documents are not read ahead, however large the file."""
     path = write(tmp_path / "a.jsonl", TEXTS)
-    documents = read(Part(cut([path], "text")[0].slices, "text"))
+    documents = read(FileChunk(cut([path], "text")[0].slices, "text"))
     assert next(documents) == TEXTS[0]
     with path.open("r+b") as file:
         file.seek(path.stat().st_size - 10)
         file.truncate()
-    assert len([item for item in documents if isinstance(item, str)]) in (98, 99)  # the buffer may have the end
+    assert len([item for item in documents if isinstance(item, str)]) in (98, 99)  # the end may be buffered
 
 
 def test_json_is_read_as_python_writes_it(tmp_path):

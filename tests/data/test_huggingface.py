@@ -1,4 +1,4 @@
-"""Datasets by their name, through a folder that stands for the network."""
+"""Datasets by name, from a folder that replaces the network."""
 
 import sys
 import types
@@ -18,7 +18,7 @@ TEXTS = [f"document {i} of the dataset" for i in range(95)]
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The package `datasets`, with one dataset that counts which of its rows are read; returns what is asked of it."""
+    """A fake package `datasets` with one dataset that records the rows read. Returns the list of requests."""
     asked = []
 
     class Stream(list):

@@ -12,7 +12,7 @@ SEQUENCE, COUNT = 16, 24
 
 
 def make_rows(directory, sizes) -> Rows:
-    """One row per document, told apart by its characters."""
+    """Make one row per document, identified by its characters."""
     texts = [chr(ord("A") + i) * size for i, size in enumerate(sizes)]
     return Rows(write_store(directory, texts, bytes_tokenizer()), SEQUENCE)
 
@@ -29,7 +29,7 @@ def take(rows, count, batch=4, seed=0, start=0) -> list[dict[str, np.ndarray]]:
 
 
 def order(batches) -> list[int]:
-    """Which document is in each row."""
+    """Return the document of each row."""
     return [int(first) - ord("A") for batch in batches for first in batch["tokens"][:, 1]]
 
 
@@ -123,7 +123,7 @@ def test_evaluation_holds_every_target_once(tmp_path):
 
 
 def test_a_part_of_the_held_out_text_is_like_all_of_it(tmp_path):
-    """Rows begin with the pieces of one long document: in a few batches they are no more than in the whole text."""
+    """The first rows are pieces of one long document; a few batches hold no larger fraction of them than the text."""
     rows = make_rows(tmp_path / "store", [60 * SEQUENCE, *[SEQUENCE // 4] * 600])
     batches = evaluation_batches(rows, 4, limit=10)
     whole = [len(np.unique(row)) == 1 for each in batches for row in each["segments"]]

@@ -19,7 +19,7 @@ SIZES = {"a": 24, "b": 10, "c": 3}
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    """Three sources of a row per document; all characters of a source are above another multiple of 100."""
+    """Three sources with a row per document, each with its own range of characters."""
     folder = tmp_path_factory.mktemp("mixture")
     made = {}
     for first, (name, count) in zip((0x4E00, 0x5E00, 0x6E00), SIZES.items(), strict=True):
@@ -30,7 +30,7 @@ def rows(tmp_path_factory):
 
 
 def drawn(rows, weights, count, batch=4, seed=0, start=0) -> list[tuple[str, int]]:
-    """(source, row) of `count` batches, row by row."""
+    """Return (source, row) of each row of `count` batches."""
     known = {rows[name][i]["tokens"].tobytes(): (name, i) for name in rows for i in range(len(rows[name]))}
     sources = [(rows[name], weight) for name, weight in weights.items()]
     batches = islice(training_batches(sources, batch, seed, start), count)
@@ -133,7 +133,11 @@ def test_without_one_source_the_tokens_of_the_other_stay(describe):
 
 @pytest.mark.parametrize(
     ("weights", "says"),
-    [((1e308, 1e308), "add up to more"), ((1.0, 1e-12), r"code\.weight = 1e-12 is"), ((1e-320, 1e308), r"web\.weight")],
+    [
+        ((1e308, 1e308), "sum of the weights .* overflows"),
+        ((1.0, 1e-12), r"code\.weight = 1e-12 is"),
+        ((1e-320, 1e308), r"web\.weight"),
+    ],
 )
 def test_weights_that_leave_no_share_are_refused(describe, weights, says):
     with pytest.raises(ValueError, match=says):

@@ -12,7 +12,7 @@ from jaxlm.data.tokenizers import characters_tokenizer
 
 
 class Packed(NamedTuple):
-    """Documents, and the rows they were packed into. Every token of the corpus is another id: 0, 1, 2, …"""
+    """Documents, and the rows they were packed into. All tokens of the corpus have distinct ids: 0, 1, 2, …"""
 
     lengths: np.ndarray
     sequence: int
@@ -20,7 +20,7 @@ class Packed(NamedTuple):
 
     @property
     def document(self) -> np.ndarray:
-        """The document of each id."""
+        """Return the document of each id."""
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
     @property
@@ -42,7 +42,7 @@ def stack(rows: Rows) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module", params=[(0, 1), (1, 7), (2, 16), (3, 16), (4, 64), (5, 512)], ids=str)
 def packed(request, tmp_path_factory):
-    """Random documents, among them empty ones, ones of a single token, whole rows and several rows."""
+    """Random documents, some of them empty, of one token, of exactly one row and of several rows."""
     seed, sequence = request.param
     draw = np.random.default_rng(seed)
     lengths = np.concatenate([
@@ -131,8 +131,8 @@ def test_many_short_documents_leave_little_empty(seed):
 @pytest.mark.parametrize(
     ("targets", "packed"),
     [
-        ([3, 3, 6, 7], [[3, 6], [3, 7]]),  # longest first: in the order given, three rows
-        ([2, 3, 5, 7], [[2, 5], [3, 7]]),  # 3 leaves no room beside 7, and some beside 5
+        ([3, 3, 6, 7], [[3, 6], [3, 7]]),  # longest first; the given order would take three rows
+        ([2, 3, 5, 7], [[2, 5], [3, 7]]),  # 3 fits exactly with 7, and leaves room with 5
     ],
 )
 def test_a_document_goes_where_it_fits_best(targets, packed):
@@ -177,7 +177,7 @@ def test_an_index_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
 
 def test_an_index_that_cannot_be_written_is_refused(tmp_path):
     store = make_store(tmp_path / "store", [5, 9, 30])
-    (store.directory / "rows-8").touch()  # no folder can take its place
+    (store.directory / "rows-8").touch()  # a file, which no folder can replace
     with pytest.raises(InputError, match=r"data\.cache: .*store cannot be written \(.*\); set it to a folder that can"):
         Rows(store, 8)
 

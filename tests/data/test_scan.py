@@ -10,7 +10,7 @@ from text_fixtures import lines, write, write_jsonl, write_parquet
 from jaxlm.core.errors import InputError
 from jaxlm.data import formats, parallel, tokenizer_training
 from jaxlm.data.config import DataConfig
-from jaxlm.data.scan import documents, survey
+from jaxlm.data.scan import documents, scan_source
 from jaxlm.data.sources import find_sources
 from jaxlm.data.tokenizer_training import train_bpe, train_characters
 
@@ -19,20 +19,20 @@ TEXTS = [f"document {i} " + "word " * (i % 13) for i in range(3000)]
 
 def look(path: Path, max_broken=0.001, said=None, held_out=0.1, **data):
     (source,) = find_sources(DataConfig(text=str(path), **data), print)
-    return survey(source, held_out, max_broken, (said if said is not None else []).append, lambda *_: None)
+    return scan_source(source, held_out, max_broken, (said if said is not None else []).append, lambda *_: None)
 
 
 def taken(found) -> list[str]:
-    return [text for part in found.parts for text in documents(part)]
+    return [text for chunk in found.chunks for text in documents(chunk)]
 
 
 def random_text(seed: int) -> str:
-    """Text that hardly compresses."""
+    """Make text that hardly compresses."""
     return random.Random(seed).randbytes(600).hex()
 
 
 def refused(path: Path) -> tuple[int, int]:
-    """How many documents cannot be read, of how many."""
+    """Return (unreadable documents, all documents) of a refused file."""
     with pytest.raises(InputError, match="cannot be read") as error:
         look(path, max_broken=0.0)
     return tuple(int(n.replace(",", "")) for n in re.search(r"(\S+) of (\S+) documents", str(error.value)).groups())
@@ -48,7 +48,7 @@ def break_lines(path: Path, numbers: list[int]) -> Path:
 
 @pytest.mark.parametrize("size", [500, 10**9])
 def test_few_broken_lines_are_left_out_and_named(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(formats, "PART_BYTES", size)
+    monkeypatch.setattr(formats, "CHUNK_BYTES", size)
     monkeypatch.setattr(parallel, "cores", lambda: 1)
     path = break_lines(write(tmp_path / "a.jsonl", TEXTS), [5, 800, 2000, 2001, 3000])
     said: list[str] = []
@@ -86,7 +86,7 @@ def test_a_wrong_field_stops_with_the_fields_there_are(tmp_path, name):
 
 
 def test_a_wrong_field_is_found_without_reading_everything(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "PART_BYTES", 10_000)
+    monkeypatch.setattr(formats, "CHUNK_BYTES", 10_000)
     monkeypatch.setattr(parallel, "cores", lambda: 1)
     with pytest.raises(InputError, match=r"1,\d\d\d of 1,\d\d\d documents"):
         look(write(tmp_path / "a.jsonl", TEXTS), field="content")
@@ -142,7 +142,7 @@ def test_a_file_that_tells_nothing_counts_by_its_bytes(tmp_path, name):
 
 def test_a_file_that_is_alone_and_tells_nothing_is_one_document(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"garbage" * 100)
-    with pytest.raises(InputError, match=r"1 of 1 documents.*a\.parquet is no Parquet file"):
+    with pytest.raises(InputError, match=r"1 of 1 documents.*a\.parquet is not a Parquet file"):
         look(tmp_path)
 
 
@@ -153,12 +153,12 @@ def test_rows_behind_damage_count_where_the_file_has_them(tmp_path):
     at = column.dictionary_page_offset or column.data_page_offset
     content[at : at + 1000] = b"\xff" * 1000
     path.write_bytes(content)
-    with pytest.raises(InputError, match="744 of 1,000 documents.*damaged"):
+    with pytest.raises(InputError, match="744 of 1,000 documents.*corrupt"):
         look(path)
 
 
 def test_a_file_of_many_rows_without_the_column_does_not_end_the_reading(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "PART_BYTES", 1)
+    monkeypatch.setattr(formats, "CHUNK_BYTES", 1)
     monkeypatch.setattr(parallel, "cores", lambda: 1)
     write_parquet(tmp_path / "a.parquet", TEXTS[:2000], "content", rows=2000)
     write_parquet(tmp_path / "b.parquet", TEXTS, rows=3000)
@@ -168,7 +168,7 @@ def test_a_file_of_many_rows_without_the_column_does_not_end_the_reading(tmp_pat
 @pytest.mark.parametrize("count", [2, 100, 2999, 3000, 5000])
 @pytest.mark.parametrize("size", [2000, 10**9])
 def test_a_source_can_be_cut_short(tmp_path, monkeypatch, count, size):
-    monkeypatch.setattr(formats, "PART_BYTES", size)
+    monkeypatch.setattr(formats, "CHUNK_BYTES", size)
     monkeypatch.setattr(parallel, "cores", lambda: 1)
     found = look(write(tmp_path / "a.jsonl", TEXTS), documents=count, held_out=1.0)
     assert taken(found) == TEXTS[:count]
@@ -201,13 +201,13 @@ def test_a_tokenizer_is_trained_on_an_even_sample_where_there_is_more_than_enoug
         assert set(given) <= set(training)
         assert len("".join(given)) == pytest.approx(min(limit, found.train_bytes), rel=0.15)
         assert given == [text for text in TEXTS if text in set(given)]
-    half = TEXTS[: len(TEXTS) // 2]  # the sample is of everything, not of its beginning
+    half = TEXTS[: len(TEXTS) // 2]  # the sample covers the whole text, not its beginning
     assert len(set(given) & set(half)) == pytest.approx(len(given) / 2, rel=0.2)
 
 
 @pytest.mark.parametrize("alphabet", ["ACGT", " \n"], ids=["letters", "blanks"])
 def test_a_tokenizer_is_trained_on_long_text_without_words_in_little_time(tmp_path, alphabet):
-    """Of uncut letters, with the square of their number."""
+    """Without cuts, training time is quadratic in the number of letters."""
     path = tmp_path / "a.txt"
     path.write_text("".join(random.Random(0).choices(alphabet, k=200_000)))
     assert train_bpe([look(path)], 300, lambda *_: None).vocab_size == 300

@@ -11,7 +11,7 @@ from jaxlm.data import sources
 from jaxlm.data.config import DataConfig
 from jaxlm.data.formats import Broken, cut
 from jaxlm.data.formats import read as read_part
-from jaxlm.data.scan import Split, survey
+from jaxlm.data.scan import Split, scan_source
 from jaxlm.data.sources import find_sources
 
 WORDS = [f"document {i} of the text" for i in range(400)]
@@ -33,14 +33,14 @@ def read(*files: Path) -> list[str | Broken]:
 
 
 def split(documents: list[str], held_out: float) -> tuple[list[str], list[str]]:
-    """(training, held-out) documents."""
+    """Return (training, held-out) documents."""
     sides = [Split(held_out, alone=len(documents) == 1).divide(text) for text in documents]
     return [text for text, _ in sides if text], [text for _, text in sides if text]
 
 
 @pytest.fixture
 def tree(tmp_path):
-    """Three text files and one that is none."""
+    """A folder of three text files and one other file."""
     for name in ("b.txt", "a.md", "deep/er/c.py", "deep/picture.png"):
         write(tmp_path / name)
     return tmp_path
@@ -94,7 +94,7 @@ def test_folders_that_a_glob_matches_besides_files_are_said_not_to_be_read(tree)
     said: list[str] = []
     assert names(find_files([str(tree / "*")], said)) == ["a.md", "b.txt"]
     (line,) = said
-    assert f"{tree}/* also matches the folder {tree}/deep, which is not read; give it too" in line
+    assert f"{tree}/* also matches the folder {tree}/deep, which is not read; add it to read it" in line
     said.clear()
     find_files([str(tree / "*.txt"), str(tree / "**")], said)
     for rest in (str(tree / "*" / "**"), str(tree / "deep")):
@@ -104,7 +104,7 @@ def test_folders_that_a_glob_matches_besides_files_are_said_not_to_be_read(tree)
 
 
 def forbidden(function, folder):
-    """`function`, which may not look into that folder: permissions do not bind root."""
+    """Deny `function` access to a folder; permissions alone do not bind root."""
 
     def guarded(path, *arguments, **options):
         if str(path).startswith(str(folder)):
@@ -265,4 +265,4 @@ def test_a_side_without_text_is_refused(documents, held_out, side, tmp_path):
         write(tmp_path / f"{number}.txt", text)
     (source,) = find_sources(DataConfig(text=str(tmp_path)), lambda line: None)
     with pytest.raises(InputError, match=f"data.held_out = .* no {side} text"):
-        survey(source, held_out, 0.0, lambda line: None, lambda *_: None)
+        scan_source(source, held_out, 0.0, lambda line: None, lambda *_: None)

@@ -15,7 +15,7 @@ SHARD = 50
 
 @pytest.fixture
 def texts():
-    """Several groups of documents, among them empty ones, one of exactly a shard and a larger one."""
+    """Documents for several batches, with empty ones, one of exactly a shard and a larger one."""
     draw = np.random.default_rng(0)
     texts = ["".join(map(chr, draw.integers(32, 1000, n))) for n in draw.integers(0, 15, 600)]
     return [*texts[:300], "x" * (SHARD - 2), "y" * 3 * SHARD, "", *texts[300:]]
@@ -58,7 +58,7 @@ def test_a_part_of_a_document_can_be_read(sharded, texts):
 
 
 def test_no_document_lies_in_two_shards(sharded, texts):
-    """A shard is over its size only where one document alone is."""
+    """A shard exceeds its size only for a single larger document."""
     separators = [np.count_nonzero(tokens == BYTES.separator) for tokens in shards(sharded)]
     assert all(count % 2 == 0 for count in separators) and sum(separators) == 2 * len(texts)
     sizes = [len(tokens) for tokens in shards(sharded)]

@@ -36,7 +36,7 @@ def bpe():
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """Of the kind that large models are published with: a pattern of its own splits words, and bytes are paired."""
+    """A tokenizer as published with large models: a custom pattern splits words, and byte pairs are merged."""
     pattern = r"(?i:'(?:s|ll|re))|[^\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+\n*|\s*\n+|\s+(?!\S)|\s+"
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -196,7 +196,7 @@ def test_ids_are_kept_in_the_smallest_type_that_holds_them(size, dtype):
 
 
 def odd_text(seed: int) -> str:
-    """Words, blanks of every kind, contractions and separators, in no order."""
+    """Make random text of words, blanks of every kind, contractions and separators."""
     blanks = [" ", "  ", "\n", " \n ", "\r\n", "\t", "\x1c", "\u2028"]
     runs = [" " * 9, "\n\n  ", "0123456789", "長い文章", "x" * 40, "...!\n"]
     some = [*TEXTS[1:], *CORPUS[:5], *blanks, *runs, "it's", "'ll", "12 345", "?!"]
@@ -270,7 +270,7 @@ def test_a_tokenizer_is_trained_on_pieces_as_on_the_whole(monkeypatch):
 
 
 def test_text_that_is_no_unicode_is_refused(tokenizer):
-    with pytest.raises(InputError, match="not UTF-8 behind its first 12 characters"):
+    with pytest.raises(InputError, match="not UTF-8 after its first 12 characters"):
         tokenizer.encode("half a pair \ud800")
 
 
@@ -296,7 +296,7 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content):
 
 
 def changed(tmp_path, change, tokenizer=None):
-    """A tokenizer, that of bytes unless another is given, after a change to its JSON."""
+    """Return a tokenizer (default: bytes) after a change to its JSON."""
     values = json.loads((tokenizer or bytes_tokenizer()).to_json())
     change(values)
     (tmp_path / "tokenizer.json").write_text(json.dumps(values))

@@ -35,18 +35,18 @@ def describe(tmp_path):
 
 
 @pytest.fixture
-def in_parts(monkeypatch):
-    """Files are cut into many parts, all tokenized here; returns the numbers of those that are."""
-    monkeypatch.setattr(formats, "PART_BYTES", 3000)
+def in_chunks(monkeypatch):
+    """Cut files into many chunks, tokenized in this process. Returns the numbers of the tokenized chunks."""
+    monkeypatch.setattr(formats, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(parallel, "cores", lambda: 1)
     tokenized: list[int] = []
-    whole = tokenizing._tokenize_part
+    whole = tokenizing._tokenize_chunk
 
     def noted(job):
         whole(job)
         tokenized.append(int(job.directory.name))
 
-    monkeypatch.setattr(tokenizing, "_tokenize_part", noted)
+    monkeypatch.setattr(tokenizing, "_tokenize_chunk", noted)
     return tokenized
 
 
@@ -60,7 +60,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_documents_stay_in_their_order(describe, tmp_path, in_parts, name):
+def test_documents_stay_in_their_order(describe, tmp_path, in_chunks, name):
     (source,) = prepare(describe(text=str(write(tmp_path / name, TEXTS))), VOCABULARY).sources.values()
     train, held_out = read_all(source.train), read_all(source.held_out)
     assert sorted(train + held_out) == sorted(TEXTS)
@@ -81,38 +81,38 @@ def test_how_text_is_cut_into_parts_makes_no_difference(describe, tmp_path, monk
         return data.digest, data.tokenizer.to_json(), files(source.train.directory), files(source.held_out.directory)
 
     whole = built("whole")
-    monkeypatch.setattr(formats, "PART_BYTES", 3000)
+    monkeypatch.setattr(formats, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(parallel, "cores", lambda: 1)
     assert built("cut") == whole
     monkeypatch.setattr(parallel, "cores", lambda: 3)
     assert built("by three processes") == whole
 
 
-def test_what_is_whole_is_not_tokenized_again(describe, tmp_path, in_parts, monkeypatch):
+def test_what_is_whole_is_not_tokenized_again(describe, tmp_path, in_chunks, monkeypatch):
     def breaks_off(doing, done, size):
         if doing.startswith("tokenizing") and done > size / 2:
             raise KeyboardInterrupt
 
     expected = prepare(describe(cache=str(tmp_path / "other")), VOCABULARY)
-    parts = sorted(in_parts)
-    assert len(parts) > 10
-    in_parts.clear()
+    chunks = sorted(in_chunks)
+    assert len(chunks) > 10
+    in_chunks.clear()
     with pytest.raises(KeyboardInterrupt):
         prepare(describe(), VOCABULARY, progress=breaks_off)
-    before = list(in_parts)
-    assert 0 < len(before) < len(parts)
+    before = list(in_chunks)
+    assert 0 < len(before) < len(chunks)
 
-    in_parts.clear()
+    in_chunks.clear()
     reported: list[int] = []
     whole = prepare(describe(), VOCABULARY, progress=lambda doing, done, _: reported.append((doing, done)))
-    assert sorted(before + in_parts) == parts
+    assert sorted(before + in_chunks) == chunks
     assert whole.digest == expected.digest
     tokenized = [done for doing, done in reported if doing == "tokenizing data"]
-    assert tokenized == sorted(tokenized) and tokenized[0] > tokenized[-1] / 2  # it goes on where it was
-    assert not list((tmp_path / "cache" / "datasets").glob("*.parts"))
+    assert tokenized == sorted(tokenized) and tokenized[0] > tokenized[-1] / 2  # it resumes
+    assert not list((tmp_path / "cache" / "datasets").glob("*.chunks"))
 
 
-def test_a_part_that_is_not_whole_is_made_anew(describe, tmp_path, in_parts, monkeypatch):
+def test_a_part_that_is_not_whole_is_made_anew(describe, tmp_path, in_chunks, monkeypatch):
     expected = prepare(describe(cache=str(tmp_path / "other")), VOCABULARY).digest
     writer = tokenizing.StoreWriter
     count = 0
@@ -125,11 +125,11 @@ def test_a_part_that_is_not_whole_is_made_anew(describe, tmp_path, in_parts, mon
                 raise KeyboardInterrupt
             super().add(text)
 
-    in_parts.clear()
+    in_chunks.clear()
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(tokenizing, "StoreWriter", BreaksOff)
         prepare(describe(), VOCABULARY)
-    assert 0 < len(in_parts)
+    assert 0 < len(in_chunks)
     assert prepare(describe(), VOCABULARY).digest == expected
 
 
@@ -140,8 +140,8 @@ from jaxlm.data.config import DataConfig
 from jaxlm.data.dataset import prepare
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
-    formats.PART_BYTES = 3000
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by default in the background
+    formats.CHUNK_BYTES = 3000
     parallel.cores = lambda: int(sys.argv[3])
     def progress(doing, done, size):
         if doing.startswith("tokenizing"):
@@ -176,21 +176,21 @@ def test_a_process_that_was_killed_is_gone_on_with(describe, tmp_path, number, c
             first.send_signal(number)
         began = time.monotonic()
         first.wait()
-        assert first.stdout.read() is not None  # ends with the last process that holds it
+        assert first.stdout.read() is not None  # ends when the last process closes it
         assert time.monotonic() - began < 5
-    (work,) = (tmp_path / "cache" / "datasets").glob("*.parts")
+    (work,) = (tmp_path / "cache" / "datasets").glob("*.chunks")
     whole = {path.name: path.stat().st_ino for path in work.glob("0*")}
     assert len(whole) >= 4
 
     with start(0.0) as second:
         *done, digest = second.stdout.read().split()
-    parts = -(-os.path.getsize(tmp_path / "a.jsonl") // 3000)
-    assert len(done) == parts - len(whole)
+    chunks = -(-os.path.getsize(tmp_path / "a.jsonl") // 3000)
+    assert len(done) == chunks - len(whole)
     assert digest == prepare(describe(cache=str(tmp_path / "other")), VOCABULARY).digest
 
 
 def test_few_documents_are_held_at_a_time(tmp_path):
-    """The store takes them as they come: what is held does not grow with their number."""
+    """The store consumes documents as they come: memory does not grow with their number."""
     alive: set[int] = set()
     most = 0
 
@@ -241,7 +241,7 @@ def test_an_error_in_another_process_is_raised_here(monkeypatch):
         list(in_order(int, ["1", "2", "three"]))
 
 
-def test_shards_of_parts_are_joined(describe, tmp_path, in_parts, monkeypatch):
+def test_shards_of_parts_are_joined(describe, tmp_path, in_chunks, monkeypatch):
     whole = prepare(describe(cache=str(tmp_path / "other")), VOCABULARY).sources["data"].train
     monkeypatch.setattr(store, "SHARD_TOKENS", 2000)
     (source,) = prepare(describe(), VOCABULARY).sources.values()
@@ -252,12 +252,12 @@ def test_shards_of_parts_are_joined(describe, tmp_path, in_parts, monkeypatch):
 
 @pytest.fixture
 def tallied(monkeypatch):
-    """The numbers of documents in parts that are surveyed, here."""
+    """The document counts of the chunks that are scanned, in this process."""
     counts: list[int] = []
     whole = scan._tally
 
-    def noted(part, split):
-        tally = whole(part, split)
+    def noted(chunk, split):
+        tally = whole(chunk, split)
         counts.append(tally.documents)
         return tally
 
@@ -266,8 +266,8 @@ def tallied(monkeypatch):
 
 
 @pytest.mark.parametrize("torn", [b"", b"[12, 34", b"\x00" * 9, b"[1]\n[2]\n"])
-def test_a_survey_that_breaks_off_goes_on(describe, tmp_path, in_parts, tallied, torn):
-    """Also behind a line that was not written to its end."""
+def test_a_scan_that_breaks_off_goes_on(describe, tmp_path, in_chunks, tallied, torn):
+    """A partly written last line of the log is discarded."""
 
     def stop(what, done, size):
         if what.startswith("reading") and len(tallied) == 3:
@@ -275,8 +275,8 @@ def test_a_survey_that_breaks_off_goes_on(describe, tmp_path, in_parts, tallied,
 
     with pytest.raises(KeyboardInterrupt):
         prepare(describe(), VOCABULARY, progress=stop)
-    (notes,) = (tmp_path / "cache/surveys").iterdir()
-    with notes.open("ab") as file:
+    (log,) = (tmp_path / "cache/scans").iterdir()
+    with log.open("ab") as file:
         file.write(torn)
     before = [*tallied]
     dataset = prepare(describe(), VOCABULARY)
@@ -284,17 +284,17 @@ def test_a_survey_that_breaks_off_goes_on(describe, tmp_path, in_parts, tallied,
     assert dataset.digest == prepare(describe(cache=str(tmp_path / "other")), VOCABULARY).digest
 
 
-def test_a_survey_serves_other_tokenizers(describe, in_parts, tallied):
+def test_a_scan_serves_other_tokenizers(describe, in_chunks, tallied):
     prepare(describe(), VOCABULARY)
-    parts = len(tallied)
+    chunks = len(tallied)
     prepare(describe(tokenizer="characters"), VOCABULARY)
-    assert len(tallied) == parts
+    assert len(tallied) == chunks
     prepare(describe(held_out=0.2), VOCABULARY)
-    assert len(tallied) == 2 * parts
+    assert len(tallied) == 2 * chunks
 
 
-def test_what_could_not_be_read_is_read_again(describe, tmp_path, in_parts, tallied, monkeypatch):
-    """A moment later it may be, and be as old and as long as before."""
+def test_what_could_not_be_read_is_read_again(describe, tmp_path, in_chunks, tallied, monkeypatch):
+    """A read error may pass without changing the size or time of the file."""
     allowed: list[bool] = []
 
     def refuse(path, *arguments):
@@ -312,18 +312,18 @@ def test_what_could_not_be_read_is_read_again(describe, tmp_path, in_parts, tall
     assert 0 < len(tallied) - before < before
 
 
-def test_a_survey_that_was_refused_serves_who_suffers_it(describe, tmp_path, in_parts, tallied):
+def test_a_scan_that_was_refused_serves_who_suffers_it(describe, tmp_path, in_chunks, tallied):
     path = tmp_path / "a.jsonl"
     path.write_bytes(path.read_bytes() + b"broken\n" * 5)
     with pytest.raises(InputError, match="max_broken"):
         prepare(describe(), VOCABULARY)
-    parts = len(tallied)
+    chunks = len(tallied)
     assert prepare(describe(max_broken=0.1), VOCABULARY).sources
-    assert len(tallied) - parts < parts
+    assert len(tallied) - chunks < chunks
 
 
-def test_a_survey_of_what_was_there_before_is_forgotten(describe, tmp_path, in_parts, tallied):
-    """Where a file has changed though neither its size nor its time have."""
+def test_a_scan_of_what_was_there_before_is_forgotten(describe, tmp_path, in_chunks, tallied):
+    """A file may change without a change of its size or time."""
 
     def stop(what, done, size):
         if what.startswith("tokenizing"):
@@ -335,6 +335,6 @@ def test_a_survey_of_what_was_there_before_is_forgotten(describe, tmp_path, in_p
     stamp, content = path.stat().st_mtime_ns, path.read_bytes()
     path.write_bytes(content[:-200] + b" " * 199 + b"\n")
     os.utime(path, ns=(stamp, stamp))
-    with pytest.raises(InputError, match="changed while it was read; start again"):
+    with pytest.raises(InputError, match="changed while it was read; restart"):
         prepare(describe(max_broken=0.5), VOCABULARY)
     assert prepare(describe(max_broken=0.5), VOCABULARY).sources

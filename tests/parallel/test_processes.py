@@ -1,4 +1,4 @@
-"""How a process finds the others of its job."""
+"""Joining the other processes of a job, and the errors that end one."""
 
 import errno
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ METADATA = {"agent-worker-number": "1", "worker-network-endpoints": "h0,h1,h2,h3
 
 @pytest.fixture
 def joined(monkeypatch):
-    """What JAX is asked to join, on a machine that looks like a TPU's."""
+    """The arguments of `jax.distributed.initialize`, on a machine that looks like a TPU host."""
     import jax
     from jax._src.clusters import cloud_tpu_cluster
 
@@ -25,12 +25,12 @@ def joined(monkeypatch):
     monkeypatch.setattr(cloud_tpu_cluster, "get_metadata", lambda key: ("", 404))
     monkeypatch.setattr(processes, "native_output_to_stderr", lambda: None)
     asked = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *place, **_: asked.append(place))
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *spec, **_: asked.append(spec))
     return asked
 
 
 class Store:
-    """What processes tell one another, in turn."""
+    """A key-value store shared by processes, used one after another."""
 
     def __init__(self):
         self.values = {}
@@ -48,7 +48,7 @@ class Store:
 
 @pytest.fixture
 def be(monkeypatch):
-    """Be process `index` of two."""
+    """A function that makes this process number `index` of two."""
     store = Store()
 
     def be(index):
@@ -60,7 +60,7 @@ def be(monkeypatch):
 
 @pytest.fixture
 def metadata(joined, monkeypatch):
-    """The metadata server of a TPU VM, and what it answers."""
+    """The answers of the metadata server of a TPU VM."""
     from jax._src.clusters import cloud_tpu_cluster
 
     answers = dict(METADATA)
@@ -113,7 +113,7 @@ def test_a_tpu_vm_without_an_answer_is_told_of_process(joined, monkeypatch):
 
 @pytest.mark.parametrize("size", [2, "two"])
 def test_a_launcher_that_jax_does_not_know_is_told_of_process(size, monkeypatch):
-    """Open MPI 5 as JAX 0.10 sees it."""
+    """JAX 0.10 does not recognise Open MPI 5."""
     for name, value in {"WORLD_SIZE": size, "WORLD_RANK": 0, "WORLD_LOCAL_RANK": 0}.items():
         monkeypatch.setenv(f"OMPI_COMM_{name}", str(value))
     monkeypatch.setattr(processes, "native_output_to_stderr", lambda: None)
@@ -128,13 +128,13 @@ def test_a_launcher_that_jax_does_not_know_is_told_of_process(size, monkeypatch)
         processes.join(None)
 
 
-def test_a_place_that_is_told_has_all_devices_whatever_launched_it(joined, monkeypatch):
+def test_an_explicit_spec_has_all_devices_under_any_launcher(joined, monkeypatch):
     import jax
 
-    told = {}
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: told.update(options))
-    processes.join(processes.Place(1, 2, "10.0.0.1:9876"))
-    assert told["cluster_detection_method"] == "deactivate" and "local_device_ids" not in told
+    given = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: given.update(options))
+    processes.join(processes.ProcessSpec(1, 2, "10.0.0.1:9876"))
+    assert given["cluster_detection_method"] == "deactivate" and "local_device_ids" not in given
 
 
 def test_a_difference_between_processes_is_named(be):
@@ -144,17 +144,23 @@ def test_a_difference_between_processes_is_named(be):
     with pytest.raises(InputError) as refused:
         processes.check_same("settings", {"COUNT": 2, "optimizer": {"kind": "adamw", "learning_rate": 0.2}}, "agree")
     difference = "optimizer.learning_rate = 0.2, not 0.1"
-    assert str(refused.value) == f"settings of process 1 are not those of process 0 ({difference}); agree"
+    assert str(refused.value) == f"settings of process 1 differ from those of process 0 ({difference}); agree"
 
 
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        ("UNKNOWN: Gloo all-reduce failed: [pair.cc:547] Connection closed by peer [127.0.0.1]", "lost another one"),
-        ("DEADLINE_EXCEEDED: Barrier timed out. Id: jaxlm compiled", "lost another one"),
+        (
+            "UNKNOWN: Gloo all-reduce failed: [pair.cc:547] Connection closed by peer [127.0.0.1]",
+            "lost another process",
+        ),
+        ("DEADLINE_EXCEEDED: Barrier timed out. Id: jaxlm compiled", "lost another process"),
         ("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes", "out of memory"),
         (OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl"), "left on device: metrics.jsonl; make room"),
-        (OSError(errno.EISDIR, "Is a directory", ".a-1", None, "a"), "Is a directory: a; remove what is in the way"),
+        (
+            OSError(errno.EISDIR, "Is a directory", ".a-1", None, "a"),
+            "Is a directory: a; remove it, or choose another path",
+        ),
         (InputError("that is bad"), "jaxlm: process 1 of 2: that is bad"),
     ],
 )

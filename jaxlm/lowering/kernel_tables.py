@@ -5,7 +5,7 @@ from collections.abc import Callable
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering.kernel_matrix import GPUS, MatrixRow, Outcome, rows
-from jaxlm.lowering.sass import Hot, cycles, knows
+from jaxlm.lowering.sass import HotLoop, cycles, supports
 
 # Matrix products: most of their reads hit the caches.
 MULTIPLYING = ("matmul", "flash_attention")
@@ -24,7 +24,7 @@ def compiled(results: dict[str, dict[MatrixRow, Outcome]]) -> str:
 
 
 def registers(records: list[dict]) -> str:
-    """Return the registers per thread of each row's kernels by chip, in the order of their names, as a Markdown page."""
+    """Return the registers per thread of each row's kernels by chip, in order of their names, as a Markdown page."""
 
     def cell(record: dict) -> str:
         return f"{record['registers']}" + (f" ({record['spilled']} B spilled)" if record["spilled"] else "")
@@ -40,15 +40,17 @@ def loops(records: list[dict]) -> str:
     """
 
     def cell(record: dict) -> str:
-        asked = cycles(chip_of(record), Hot(**record["hot"]), record["row"].startswith(MULTIPLYING))
-        unit = max(asked, key=lambda unit: asked[unit])
-        return f"{asked[unit]:,.0f} {unit}" + ("" if unit == "ISSUE" else f" {asked['ISSUE'] / asked[unit]:.0%}")
+        busy = cycles(chip_of(record), HotLoop(**record["hot"]), record["row"].startswith(MULTIPLYING))
+        unit = max(busy, key=lambda unit: busy[unit])
+        return f"{busy[unit]:,.0f} {unit}" + ("" if unit == "ISSUE" else f" {busy['ISSUE'] / busy[unit]:.0%}")
 
     def chip_of(record: dict) -> Chip:
         return Target.parse(GPUS[record["chip"]]).chip
 
-    known = [record for record in records if knows(chip_of(record))]
-    return _kernels_page("The busiest unit of an SM in each kernel's hot loop", "what-a-warp-asks-of-its-sm", known, cell)
+    known = [record for record in records if supports(chip_of(record))]
+    return _kernels_page(
+        "The busiest unit of an SM in each kernel's hot loop", "what-a-warp-asks-of-its-sm", known, cell
+    )
 
 
 def schedules(records: list[dict]) -> str:
@@ -84,4 +86,6 @@ def _kernels_page(title: str, section: str, records: list[dict], cell: Callable[
 def _page(title: str, section: str, lines: list[str]) -> str:
     """Return a page of benchmarks/results/compiled that links to the section of docs/kernels.md that explains it."""
     explained = f"[docs/kernels.md](../../../docs/kernels.md#{section}) explains it."
-    return "\n".join((f"# {title}", "", f"Written by `benchmarks/compile_matrix.py --write`; {explained}", "", *lines, ""))
+    return "\n".join(
+        (f"# {title}", "", f"Written by `benchmarks/compile_matrix.py --write`; {explained}", "", *lines, "")
+    )

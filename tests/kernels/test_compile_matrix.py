@@ -16,10 +16,10 @@ COMPILERS = ("jax", "jaxlib", "jax-cuda13-plugin", "libtpu", "nvidia-cuda-nvcc")
 
 # Bytes per thread: a quarter of its registers, which the first-level cache holds for all threads.
 SPILLED = 256
-# Of what the matrix units could do: with libtpu 0.0.42 no kernel of attention is below 0.31, with 0.0.50 on v6e 0.24.
+# Utilisation of the MXU: with libtpu 0.0.42 no attention kernel is below 0.31, with 0.0.50 on v6e none below 0.24.
 LEAST_PRODUCTS = 0.2
-SCHEDULED = "v6e"  # where libtpu leaves them most idle
-# What its instructions ask of an SM to that of its memory, tensor cores or exponentials, which no other code saves.
+SCHEDULED = "v6e"  # where libtpu leaves the MXU most idle
+# Cycles of the busiest unit relative to those of memory, tensor cores or exponentials, which no other code saves.
 MOST_ASKED = 1.2
 PRODUCTS = {"A100": "mma.sync", "H100": "wgmma", "B200": "tcgen05.mma"}
 
@@ -29,7 +29,7 @@ def _of(name):
 
 
 def _recorded():
-    """Outcomes by chip and row, as the results files have them."""
+    """Return the outcomes of the results files, by chip and row."""
     return kernel_matrix.recorded(
         _of("compile_matrix")["programs"], _of("assembly")["kernels"], _of("schedules")["kernels"]
     )
@@ -44,8 +44,8 @@ def _by_these_compilers():
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", kernel_matrix.CHIPS)
 def test_all_kernels_compile(chip):
-    """All are lowered, and compiled what these compilers have not compiled before: to the bit the same programs are in
-    the results files with what came of them, which the next test reads."""
+    """All kernels lower, and those compile that these compilers have not compiled before: bit-identical programs are in
+    the results files with their outcomes, which the next test reads."""
     known = {outcome.program for (on, _), outcome in _recorded().items() if on == chip and _by_these_compilers()}
     outcomes = kernel_matrix.compile_rows(chip, known, schedules=chip == SCHEDULED)
     assert not {str(row): outcome.problem for row, outcome in outcomes.items() if outcome.problem}
@@ -68,10 +68,10 @@ def _wanting(chip, outcomes):
 
 
 def _slow(chip, outcomes):
-    """Kernels that would wait without need for memory or for their own instructions. In float32 attention and products
-    are for checking, and a row of 32768 with its gradient is as large as all registers together."""
+    """Yield kernels that are slower than memory, tensor cores or exponentials require. Float32 is exempt: attention and
+    products in float32 serve as checks, and a row of 32768 with its gradient fills all registers."""
     for row, outcome in outcomes.items():
-        # Mosaic GPU says nothing of what an earlier test had compiled.
+        # Mosaic GPU reports nothing for kernels that an earlier test has compiled.
         assert len(outcome.kernels) > 1 or row.implementation == "mosaic_gpu", row
         if row.case.dtypes[0] == "float32":
             continue
@@ -83,7 +83,7 @@ def _slow(chip, outcomes):
             if kernel.products != (PRODUCTS[chip] if multiplies else ""):
                 yield f"{where}: multiplies by {kernel.products or 'nothing'}"
             known = Target.parse(kernel_matrix.CHIPS[chip]).chip
-            if sass.knows(known):
+            if sass.supports(known):
                 asked = sass.cycles(known, kernel.hot, cached=multiplies)
                 least = max(asked.get(unit, 0) for unit in ("MEMORY", "TENSOR", "SPECIAL"))
                 if max(asked.values()) > MOST_ASKED * least:
@@ -93,8 +93,8 @@ def _slow(chip, outcomes):
 
 
 def _idle(outcomes):
-    """Kernels of attention that leave the matrix units idle. Those of v6e and later are so fast that what is done
-    between products decides; where head widths fill less than half of them, more so."""
+    """Yield attention kernels that leave the matrix units idle. On v6e and later these are so fast that the work
+    between products decides, the more so if the head dim fills less than half of them."""
     for row, outcome in outcomes.items():
         assert len(outcome.kernels) > 1, row
         if row.operation.name == "flash_attention":
@@ -103,7 +103,7 @@ def _idle(outcomes):
 
 @ELSEWHERE
 def test_a_kernel_that_does_not_fit_fails(constant, monkeypatch):
-    """Sixteen stages of a product's tiles are more than the shared memory of an A100."""
+    """Sixteen stages of a product's tiles exceed the shared memory of an A100."""
     (row,) = (r for r in kernel_matrix.rows() if r.implementation == "triton" and r.case.name == "4096³, GELU")
     too_deep = triton.Blocks(128, 256, 64, warps=8, stages=16)
     constant(triton, "default_blocks", lambda *arguments: too_deep)

@@ -16,8 +16,8 @@ import jax
 import results as files
 
 from jaxlm.lowering import kernel_matrix, kernel_tables
-from jaxlm.lowering.assembly import Assembled
-from jaxlm.lowering.bundles import Scheduled
+from jaxlm.lowering.assembly import AssembledKernel
+from jaxlm.lowering.bundles import ScheduledKernel
 from jaxlm.lowering.kernel_matrix import Outcome
 
 RESULTS = files.FOLDER / "compiled"
@@ -41,19 +41,19 @@ def main() -> None:
         for row, outcome in outcomes.items():
             if outcome.problem:
                 print(f"  {row}: {outcome.problem}")
-    records = {kind: kernel_matrix.records(results, kind) for kind in (Assembled, Scheduled)}
+    records = {kind: kernel_matrix.records(results, kind) for kind in (AssembledKernel, ScheduledKernel)}
     pages = {
         "compile_matrix": kernel_tables.compiled(results),
-        "registers": kernel_tables.registers(records[Assembled]),
-        "loops": kernel_tables.loops(records[Assembled]),
-        "schedules": kernel_tables.schedules(records[Scheduled]),
+        "registers": kernel_tables.registers(records[AssembledKernel]),
+        "loops": kernel_tables.loops(records[AssembledKernel]),
+        "schedules": kernel_tables.schedules(records[ScheduledKernel]),
     }
     print(*pages.values(), sep="\n")
     if options.write:
         for name, page in pages.items():
             (RESULTS / f"{name}.md").write_text(page)
-        print(files.write("assembly", "compiled", {"kernels": records[Assembled]}))
-        print(files.write("schedules", "compiled", {"kernels": records[Scheduled]}))
+        print(files.write("assembly", "compiled", {"kernels": records[AssembledKernel]}))
+        print(files.write("schedules", "compiled", {"kernels": records[ScheduledKernel]}))
         print(files.write("compile_matrix", "compiled", {"programs": programs(results)}))
 
 

@@ -1,6 +1,6 @@
 """Compare the measured training step of a CPU with its counted bracket.
 
-    python benchmarks/bracket.py [--calibrations N] [--beside-a-busy-loop]
+    python benchmarks/bracket.py [--calibrations N] [--busy-loop]
 
 Repeats N times: calibrates the machine as `jaxlm train` does once, and times a block of steps of each setting on random
 tokens. Each bracket is compared with the block of the same round and with all blocks. With a busy loop, only the
@@ -60,7 +60,7 @@ SETTINGS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calibrations", type=int, default=4, metavar="N")
-    parser.add_argument("--beside-a-busy-loop", action="store_true")
+    parser.add_argument("--busy-loop", action="store_true")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME")
     parser.add_argument("--worker", choices=SETTINGS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -69,7 +69,7 @@ def main() -> None:
 
     chips, seconds, blocks = [], [], {name: [] for name in arguments.settings}
     for _ in range(arguments.calibrations):
-        with _busy(arguments.beside_a_busy_loop):
+        with _busy(arguments.busy_loop):
             began = time.perf_counter()
             chips.append(_calibrated())
             seconds.append(time.perf_counter() - began)
@@ -85,7 +85,7 @@ def main() -> None:
             f"{name}: {1e3 * row['median_step_s']:.1f} ms, inside {row['inside']}, upper over lower {row['width']:.2f}"
         )
     described = {"calibration_s": seconds, "calibrations": list(map(_figures, chips)), "settings": rows}
-    name = "bracket-beside-a-busy-loop" if arguments.beside_a_busy_loop else "bracket"
+    name = "bracket-busy-loop" if arguments.busy_loop else "bracket"
     print(results.write(name, results.cpu(), described))
 
 
@@ -103,13 +103,13 @@ def _row(experiment: configuration.Experiment, chips: list[Chip], step_s: list[f
     times = [step_time(work.on(chip), Target(chip, (1, 1))) for chip in chips]
     brackets = [(bracket.lower_bound, bracket.upper_bound) for bracket in times]
     pairs = [low <= s <= high for low, high in brackets for s in step_s]
-    same_turn = [low <= s <= high for (low, high), s in zip(brackets, step_s, strict=True)]
+    same_round = [low <= s <= high for (low, high), s in zip(brackets, step_s, strict=True)]
     return {
         "median_step_s": statistics.median(step_s),
         "blocks_step_s": step_s,
         "brackets_s": brackets,
         "width": statistics.median(high / low for low, high in brackets),
-        "inside": f"{sum(same_turn)} of {len(same_turn)} in the same turn, {sum(pairs)} of {len(pairs)} in any",
+        "inside": f"{sum(same_round)} of {len(same_round)} in the same round, {sum(pairs)} of {len(pairs)} in any",
     }
 
 

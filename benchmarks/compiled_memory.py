@@ -1,11 +1,11 @@
 """Compare counted memory with XLA's for absent chips (docs/memory.md).
 
-    python benchmarks/compiled_memory.py [--only TEXT] [--anew] [--jobs N]
+    python benchmarks/compiled_memory.py [--only TEXT] [--recompile] [--jobs N]
     python benchmarks/compiled_memory.py --explain TEXT
 
 Compiles each case in a separate process, adds it to `results/compiled/memory.json`, and writes the tables of
-docs/memory.md. Cases in the file are kept unless `--anew`. `--only` selects the cases whose names contain a text. The
-compilers must be those that the file was recorded with, unless all cases are compiled anew.
+docs/memory.md. Cases in the file are kept unless `--recompile`. `--only` selects the cases whose names contain a text.
+The compilers must be those that the file was recorded with, unless all cases are compiled again.
 `--explain` lists XLA's live buffers at the peak of the selected cases, and writes nothing.
 """
 
@@ -153,7 +153,7 @@ CASES = {str(case): case for case in _cases()}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT")
-    parser.add_argument("--anew", action="store_true", help="compile cases again that are in the file")
+    parser.add_argument("--recompile", action="store_true", help="compile cases again that are in the file")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of parallel compilations")
     parser.add_argument("--explain", metavar="TEXT", help="list the live buffers at the peak of these cases")
     parser.add_argument("--worker", choices=CASES, help=argparse.SUPPRESS)
@@ -165,10 +165,10 @@ def main() -> None:
             if arguments.explain in str(case):
                 explain(case)
         return None
-    all_anew = arguments.anew and not arguments.only
-    rows = {} if all_anew else results.compiled_earlier(FILE, "cases")
+    all_again = arguments.recompile and not arguments.only
+    rows = {} if all_again else results.compiled_earlier(FILE, "cases")
     rows = {name: row for name, row in rows.items() if name in CASES}
-    wanted = [name for name in CASES if arguments.only in name and (arguments.anew or name not in rows)]
+    wanted = [name for name in CASES if arguments.only in name and (arguments.recompile or name not in rows)]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for done in as_completed(waiting := {pool.submit(_in_a_process, name): name for name in wanted}):
             rows[waiting[done]] = row = done.result()
@@ -208,8 +208,8 @@ def compiled(case: MemoryCase) -> dict[str, int]:
     """Return the fields of `jaxlm.lowering.report.CompiledMemory` that the file records, in bytes on one device."""
     from jaxlm.lowering.report import memory_of
 
-    said = memory_of(compile(case), Target.parse(case.on).chip)
-    return {name: getattr(said, name) for name in ("arguments", "outputs", "temporaries", "gaps")}
+    held = memory_of(compile(case), Target.parse(case.on).chip)
+    return {name: getattr(held, name) for name in ("arguments", "outputs", "temporaries", "gaps")}
 
 
 def explain(case: MemoryCase) -> None:

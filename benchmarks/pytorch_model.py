@@ -29,8 +29,8 @@ class TorchTransformer(nn.Module):
             "logit_soft_cap": model.logit_soft_cap,
             f"activation but {', '.join(_ACTIVATIONS)}": model.feed_forward.activation not in _ACTIVATIONS,
         }
-        if lacking := [name for name, asked in unsupported.items() if asked]:
-            raise ValueError(f"the PyTorch model has no {'; no '.join(lacking)}")
+        if missing := [name for name, wanted in unsupported.items() if wanted]:
+            raise ValueError(f"the PyTorch model has no {'; no '.join(missing)}")
         self.tokens = nn.Embedding(model.vocab_size, model.d_model)
         learned = model.position.kind == "learned"
         self.positions = nn.Embedding(model.context_length, model.d_model) if learned else None

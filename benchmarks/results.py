@@ -50,9 +50,11 @@ def compiled_earlier(file: Path, key: str) -> dict[str, Any]:
     if not file.exists():
         return {}
     earlier = json.loads(file.read_text())
-    wrote, here = compilers(earlier)
-    if here != wrote:
-        raise SystemExit(f"{file.name} is of {_listed(wrote)}, but {_listed(here)} is installed: run all cases again")
+    wrote, installed = compilers(earlier)
+    if installed != wrote:
+        raise SystemExit(
+            f"{file.name} is of {_listed(wrote)}, but {_listed(installed)} is installed: run all cases again"
+        )
     return earlier[key]
 
 

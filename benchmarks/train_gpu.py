@@ -44,7 +44,7 @@ def jaxlm_worker(experiment: Experiment) -> interleave.Worker:
     import jax
 
     if jax.default_backend() != ("cpu" if on_cpu() else "gpu"):  # JAX would fall back to the CPU
-        raise RuntimeError("JAX finds no NVIDIA GPU here")
+        raise RuntimeError("JAX finds no NVIDIA GPU")
     return jaxlm_steps(experiment)
 
 

@@ -51,16 +51,16 @@ def test_compilations_are_added_to_those_of_the_same_compilers(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("asked", "status", "says"),
+    ("argument", "status", "message"),
     [("--help", 0, "llama3.1-8b on tpu-v5e:16x16"), ("llama3.1-8b in", 2, "no case begins")],
 )
-def test_nothing_is_compiled_for_help_or_a_name_that_no_case_has(asked, status, says, monkeypatch, capsys):
+def test_nothing_is_compiled_for_help_or_a_name_that_no_case_has(argument, status, message, monkeypatch, capsys):
     import compile_targets
 
     monkeypatch.setattr(compile_targets, "run", None)
     with pytest.raises(SystemExit) as ended:
-        compile_targets.main([asked])
-    assert ended.value.code == status and says in " ".join("".join(capsys.readouterr()).split())
+        compile_targets.main([argument])
+    assert ended.value.code == status and message in " ".join("".join(capsys.readouterr()).split())
 
 
 def to_pytorch(model, parameters) -> dict:

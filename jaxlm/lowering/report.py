@@ -154,9 +154,9 @@ class DoesNotFit(Exception):
     """
 
     def __init__(
-        self, plan: Plan, quick: bool, compile_s: float, arguments: int, temporaries: int, stablehlo: str, said: str
+        self, plan: Plan, quick: bool, compile_s: float, arguments: int, temporaries: int, stablehlo: str, message: str
     ):
-        super().__init__(said)
+        super().__init__(message)
         self.plan, self.quick, self.compile_s = plan, quick, compile_s
         self.arguments, self.stablehlo = arguments, stablehlo
         self.temporaries = max(temporaries, plan.capacity + 1 - arguments)
@@ -238,11 +238,13 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
         with _level("O1") if quick else contextlib.nullcontext():
             compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        said = str(error)
-        if "RESOURCE_EXHAUSTED" not in said and "Ran out of memory" not in said:
-            raise InputError(f"the compiler for {target} fails: {said.splitlines()[0]}") from error
+        message = str(error)
+        if "RESOURCE_EXHAUSTED" not in message and "Ran out of memory" not in message:
+            raise InputError(f"the compiler for {target} fails: {message.splitlines()[0]}") from error
         seconds = time.perf_counter() - began
-        raise DoesNotFit(counted, quick, seconds, step.argument_bytes, _needed(said), lowered.as_text(), said) from None
+        raise DoesNotFit(
+            counted, quick, seconds, step.argument_bytes, _needed(message), lowered.as_text(), message
+        ) from None
     seconds = time.perf_counter() - began
     try:
         text = compiled.as_text()
@@ -322,7 +324,7 @@ def _held(program: hlo.HloProgram) -> tuple[HeldBuffers, ...]:
     return tuple(sorted(found, key=lambda held: -held.bytes))
 
 
-def _needed(said: str) -> int:
+def _needed(message: str) -> int:
     """Return the bytes of temporaries in an E1000 message, "(20.48G) exceeds available HBM (15.75G)"; 0 if absent."""
-    found = re.search(r"\(([\d.]+)([KMGT]?)\)", said) or re.search(r"Used ([\d.]+)([KMGT]?)", said)
+    found = re.search(r"\(([\d.]+)([KMGT]?)\)", message) or re.search(r"Used ([\d.]+)([KMGT]?)", message)
     return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else 0

@@ -56,7 +56,7 @@ def devices(target: Target) -> list["jax.Device"]:
         return _described(target, topologies.get_topology_desc, "tpu", **_tpu(target))
     if missing := _unknown(chip):
         known = ", ".join(id for id, other in catalog().items() if can_be_compiled_for(other))
-        raise InputError(f"there is no compiler for {chip.id} here ({missing}); there is one for {known}")
+        raise InputError(f"no compiler for {chip.id} ({missing}); there is one for {known}")
     _require("jax_plugins.xla_cuda13", "jax-cuda13-plugin")
     return _described(target, topologies.get_topology_desc, "cuda", **_cuda(target))
 

@@ -53,9 +53,9 @@ def test_held_settings_do_not_vary():
 
 
 def test_each_compilation_is_printed_as_overrides():
-    said = []
-    fit(WORK, TARGET, lambda work: 10**13, said.append)
-    lists = [line for line in said if "[" in line]
+    lines = []
+    fit(WORK, TARGET, lambda work: 10**13, lines.append)
+    lists = [line for line in lines if "[" in line]
     assert lists
     for line in lists:
         *_, microbatches, remat = shlex.split(line)
@@ -66,17 +66,17 @@ def test_each_compilation_is_printed_as_overrides():
 def test_a_single_change_comes_before_combinations():
     needed = plan(WORK, TARGET).memory.total
     work = replace(WORK, batch=64)
-    said = suggest(plan(work, TARGET), 3 * needed)
-    assert said and all(line.startswith(("training.", "2 times", "8 times")) for line in said)
-    single = [line for line in said if " and " not in line]
-    assert single in ([], said)
+    lines = suggest(plan(work, TARGET), 3 * needed)
+    assert lines and all(line.startswith(("training.", "2 times", "8 times")) for line in lines)
+    single = [line for line in lines if " and " not in line]
+    assert single in ([], lines)
 
 
 def test_suggestions_state_a_size_that_fits():
     planned = plan(WORK, TARGET)
-    said = suggest(planned, 2 * planned.capacity)
-    assert said
-    for line in said:
+    lines = suggest(planned, 2 * planned.capacity)
+    assert lines
+    for line in lines:
         assert float(line.rpartition("(")[2].removesuffix(" GiB)")) * 2**30 <= planned.capacity * 1.01
 
 

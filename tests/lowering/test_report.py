@@ -92,9 +92,9 @@ def test_gaps_that_a_tpu_closes_are_not_what_a_step_needs(chip, temporaries, gap
                 peak_memory_in_bytes=710,
             )
 
-    said = report.memory_of(Compiled(), catalog.find(chip))
-    assert (said.arguments, said.outputs, said.temporaries, said.gaps) == (100, 10, temporaries, gaps)
-    assert said.peak == 110 + temporaries
+    memory = report.memory_of(Compiled(), catalog.find(chip))
+    assert (memory.arguments, memory.outputs, memory.temporaries, memory.gaps) == (100, 10, temporaries, gaps)
+    assert memory.peak == 110 + temporaries
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,8 @@ def test_a_step_that_does_not_fit_reports_sizes_and_suggestions(small, chips, ca
     assert memory["peak"] > memory["capacity"] and row["compile_s"] > 0
     assert {"flops_per_device", "collectives", "kernels", "outputs"} <= row.keys() | memory.keys()
     assert main(["compile", str(small), "--on", chips, *settings]) == 1
-    said = capsys.readouterr().out
-    assert "does not fit" in said and "try training." in " ".join(said.split())
+    printed = capsys.readouterr().out
+    assert "does not fit" in printed and "try training." in " ".join(printed.split())
 
 
 def test_the_largest_microbatch_that_fits_is_found(small, capsys):

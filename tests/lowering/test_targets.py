@@ -61,8 +61,8 @@ def test_nothing_is_printed_without_a_chip():
         "from jaxlm.costs.hardware.target import Target; from jaxlm.lowering.targets import devices\n"
         "print(*(len(devices(Target.parse(on))) for on in ('tpu-v5e:2x2', 'h200-sxm:8')))"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (said.stdout, said.stderr) == ("4 8\n", "")
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (ran.stdout, ran.stderr) == ("4 8\n", "")
 
 
 def test_the_cache_of_compiled_programs_is_left_alone(tmp_path):
@@ -77,8 +77,8 @@ def test_the_cache_of_compiled_programs_is_left_alone(tmp_path):
     )
     cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     for _ in range(2):
-        said = subprocess.run(
+        ran = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, **cache}
         )
-        assert said.stderr == ""
+        assert ran.stderr == ""
     assert len([file for file in tmp_path.iterdir() if file.name.endswith("-cache")]) == 1  # this machine's

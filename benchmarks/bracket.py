@@ -1,10 +1,10 @@
-"""The question: does the measured step of a CPU lie in the bracket that is counted on it?
+"""Compare the measured training step of a CPU with its counted bracket.
 
-    python benchmarks/bracket.py [--calibrations N] [--beside-a-busy-loop]
+    python benchmarks/bracket.py [--calibrations N] [--busy-loop]
 
-N times in turn, calibrates the machine anew as `jaxlm train` does once, and times a block of steps of each setting on
-random tokens. Each bracket is held to each block: those of the same turn, and those of any other. Beside a busy loop
-only the calibrations are disturbed.
+Repeats N times: calibrates the machine as `jaxlm train` does once, and times a block of steps of each setting on random
+tokens. Each bracket is compared with the block of the same round and with all blocks. With a busy loop, only the
+calibrations are disturbed.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import interleave
 import results
-import turns
 from training_steps import jaxlm_steps
 
 from jaxlm import config as configuration
@@ -38,8 +38,8 @@ _BUSY = "while True: pass"
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A configuration with its overrides, and how many steps of it are one block."""
+class BracketSetting:
+    """A configuration with overrides, and the number of steps in a block."""
 
     config: str
     steps: int
@@ -50,33 +50,33 @@ class Setting:
 
 
 SETTINGS = {
-    "quickstart": Setting(QUICKSTART, 12),
-    "quickstart, rematerialised": Setting(QUICKSTART, 12, ("training.remat=full",)),
-    "quickstart, 4 microbatches": Setting(QUICKSTART, 12, ("training.microbatches=4",)),
-    "shakespeare_char": Setting("configs/shakespeare_char.toml", 60, ("data.text=stdlib",)),
-    "gpt2_25m": Setting("benchmarks/gpt2_25m.toml", 2),
+    "quickstart": BracketSetting(QUICKSTART, 12),
+    "quickstart, rematerialised": BracketSetting(QUICKSTART, 12, ("training.remat=full",)),
+    "quickstart, 4 microbatches": BracketSetting(QUICKSTART, 12, ("training.microbatches=4",)),
+    "shakespeare_char": BracketSetting("configs/shakespeare_char.toml", 60, ("data.text=stdlib",)),
+    "gpt2_25m": BracketSetting("benchmarks/gpt2_25m.toml", 2),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calibrations", type=int, default=4, metavar="N")
-    parser.add_argument("--beside-a-busy-loop", action="store_true")
+    parser.add_argument("--busy-loop", action="store_true")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME")
     parser.add_argument("--worker", choices=SETTINGS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        return turns.answer(lambda: jaxlm_steps(SETTINGS[arguments.worker].load()))
+        return interleave.serve(lambda: jaxlm_steps(SETTINGS[arguments.worker].load()))
 
     chips, seconds, blocks = [], [], {name: [] for name in arguments.settings}
     for _ in range(arguments.calibrations):
-        with _busy(arguments.beside_a_busy_loop):
+        with _busy(arguments.busy_loop):
             began = time.perf_counter()
             chips.append(_calibrated())
             seconds.append(time.perf_counter() - began)
         for name in arguments.settings:
             command = [sys.executable, __file__, "--worker", name]
-            worked = turns.take_turns({name: command}, SETTINGS[name].steps, blocks=1)[name]
+            worked = interleave.run_interleaved({name: command}, SETTINGS[name].steps, blocks=1)[name]
             if worked.failed:
                 raise SystemExit(f"{name}: {worked.failed}")
             blocks[name] += worked.step_s
@@ -86,12 +86,12 @@ def main() -> None:
             f"{name}: {1e3 * row['median_step_s']:.1f} ms, inside {row['inside']}, upper over lower {row['width']:.2f}"
         )
     described = {"calibration_s": seconds, "calibrations": list(map(_figures, chips)), "settings": rows}
-    name = "bracket-beside-a-busy-loop" if arguments.beside_a_busy_loop else "bracket"
+    name = "bracket-busy-loop" if arguments.busy_loop else "bracket"
     print(results.write(name, results.cpu(), described))
 
 
 def _calibrated() -> Chip:
-    """This machine, measured in a process of its own and kept apart from the user's cache."""
+    """Calibrate this machine in a separate process, without the user's cache."""
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "XDG_CACHE_HOME": cache}
         subprocess.run([sys.executable, "-c", _MEASURE], env=environment, check=True, capture_output=True)
@@ -104,13 +104,13 @@ def _row(experiment: configuration.Experiment, chips: list[Chip], step_s: list[f
     times = [step_time(work.on(chip), Target(chip, (1, 1))) for chip in chips]
     brackets = [(bracket.lower_bound, bracket.upper_bound) for bracket in times]
     pairs = [low <= s <= high for low, high in brackets for s in step_s]
-    same_turn = [low <= s <= high for (low, high), s in zip(brackets, step_s, strict=True)]
+    same_round = [low <= s <= high for (low, high), s in zip(brackets, step_s, strict=True)]
     return {
         "median_step_s": statistics.median(step_s),
         "blocks_step_s": step_s,
         "brackets_s": brackets,
         "width": statistics.median(high / low for low, high in brackets),
-        "inside": f"{sum(same_turn)} of {len(same_turn)} in the same turn, {sum(pairs)} of {len(pairs)} in any",
+        "inside": f"{sum(same_round)} of {len(same_round)} in the same round, {sum(pairs)} of {len(pairs)} in any",
     }
 
 
@@ -130,7 +130,7 @@ def _figures(chip: Chip) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _busy(wanted: bool) -> Iterator[None]:
-    """A process beside that takes a core."""
+    """Keep one core busy with another process within the context."""
     process = subprocess.Popen([sys.executable, "-c", _BUSY]) if wanted else None
     try:
         yield

@@ -1,10 +1,10 @@
-"""How long, and in how much memory of this machine, do the steps of large models compile for chips that are not here?
+"""Measure the time and host memory of compiling large models' steps for absent chips.
 
     python benchmarks/compile_targets.py [NAME …]
 
-Runs `jaxlm compile` once per case, each in a process of its own, and writes results/<this machine>/compile_targets.json
-after each one. With names, the cases that begin so are run anew, and the others stay, where the compilers are those
-that the file was written with.
+Runs `jaxlm compile` for each case in a separate process, and writes results/<this machine>/compile_targets.json after
+each. With names, only cases that start with one of them run, and the other rows stay; the compilers must be those that
+the file was recorded with.
 """
 
 import argparse
@@ -20,10 +20,10 @@ import results
 
 FILE = results.FOLDER / results.cpu() / "compile_targets.json"
 MODELS = Path(__file__).parents[1] / "configs/models"
-USUAL = ["training.sequence=4096", "training.remat=full"]
+USUAL_SETTINGS = ["training.sequence=4096", "training.remat=full"]
 CASES = {
     **{
-        f"llama3.1-8b on {chips}": ["llama3.1-8b.toml", "--on", chips, *USUAL]
+        f"llama3.1-8b on {chips}": ["llama3.1-8b.toml", "--on", chips, *USUAL_SETTINGS]
         for chips in (
             "tpu-v5e:16x16",
             "tpu-v5p:4x4x4",
@@ -34,14 +34,14 @@ CASES = {
             "tpu-v5p:16x16x16",
         )
     },
-    "llama3.1-8b on tpu-v6e:16x16, quick": ["llama3.1-8b.toml", "--on", "tpu-v6e:16x16", "--quick", *USUAL],
-    "llama3.1-8b on tpu-v7x:4x4x4, quick": ["llama3.1-8b.toml", "--on", "tpu-v7x:4x4x4", "--quick", *USUAL],
-    "llama3.1-405b on tpu-v5p:8x8x8": ["llama3.1-405b.toml", "--on", "tpu-v5p:8x8x8", *USUAL],
+    "llama3.1-8b on tpu-v6e:16x16, quick": ["llama3.1-8b.toml", "--on", "tpu-v6e:16x16", "--quick", *USUAL_SETTINGS],
+    "llama3.1-8b on tpu-v7x:4x4x4, quick": ["llama3.1-8b.toml", "--on", "tpu-v7x:4x4x4", "--quick", *USUAL_SETTINGS],
+    "llama3.1-405b on tpu-v5p:8x8x8": ["llama3.1-405b.toml", "--on", "tpu-v5p:8x8x8", *USUAL_SETTINGS],
 }
 
 
 def run(arguments: list[str]) -> dict:
-    """What a compilation reports of itself, and what it took in all: seconds, and the most memory of the process."""
+    """Compile a case; return its reported figures, total and CPU seconds, and the process's peak memory in bytes."""
     config, *rest = arguments
     command = [sys.executable, "-c", "import sys; from jaxlm.cli import main; sys.exit(main())", "compile"]
     began = time.perf_counter()

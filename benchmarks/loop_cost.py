@@ -1,11 +1,11 @@
-"""The question: how much of a training step is the loop's own host time? The aim is under 2 % of the step on a chip.
+"""Measure the training loop's host time per step. The target is under 2 % of the step on a chip.
 
     python benchmarks/loop_cost.py [CONFIG] [key=value …]
 
-Times what the host does for a step of CONFIG (by default configs/quickstart.toml) while the device works: sending the
-step off, fetching a batch that is ready, putting it on the devices, reading the metrics of the step before, and
-recording a line. Next to it stands the time of the step. On a CPU the two share the cores; on a chip the host's time is
-hidden unless it exceeds the step, which is not measured yet.
+Times the host's work during a step of CONFIG (by default configs/quickstart.toml): dispatching the step, fetching a
+ready batch, putting it on the devices, reading the previous step's metrics, and recording a line; and the step itself.
+On a CPU the two share the cores. On a chip the host's time is hidden unless it exceeds the step; no chip has been
+measured yet.
 """
 
 import argparse
@@ -23,7 +23,7 @@ DEFAULT = Path(__file__).parents[1] / "configs" / "quickstart.toml"
 
 
 def median(work: Callable[[], object], settle: Callable[[], object] = lambda: None, times: int = 300) -> float:
-    """Median seconds of `work`, each time after `settle`."""
+    """Return the median seconds of `work`, run after `settle` each time, without the first tenth of the runs."""
     seconds = []
     for _ in range(times):
         settle()

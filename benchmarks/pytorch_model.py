@@ -1,4 +1,4 @@
-"""A decoder-only Transformer in plain PyTorch, of the shape that a jaxlm configuration names."""
+"""A decoder-only Transformer in plain PyTorch, built from a jaxlm model configuration."""
 
 import torch
 from torch import nn
@@ -9,16 +9,16 @@ from jaxlm.models.config import LayerNormConfig, ModelConfig
 _ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
 
 
-class Transformer(nn.Module):
-    """Tokens [B, T] → the mean cross-entropy (nats) with their targets [B, T]. All weights begin small.
+class TorchTransformer(nn.Module):
+    """A language model: tokens [B, T] and targets [B, T] → mean cross-entropy in nats. All initial weights are small.
 
-    Raises ValueError for parts that it does not have.
+    Raises ValueError for options of `model` that it does not implement.
     """
 
     def __init__(self, model: ModelConfig):
         super().__init__()
         attention = model.attention
-        has_not = {
+        unsupported = {
             "scaled rotary positions": model.position.kind == "rope" and model.position.scaling,
             "qk_norm, scale, soft_cap or window": (
                 attention.qk_norm or attention.scale or attention.soft_cap or attention.window
@@ -29,13 +29,13 @@ class Transformer(nn.Module):
             "logit_soft_cap": model.logit_soft_cap,
             f"activation but {', '.join(_ACTIVATIONS)}": model.feed_forward.activation not in _ACTIVATIONS,
         }
-        if lacking := [name for name, asked in has_not.items() if asked]:
-            raise ValueError(f"the PyTorch model has no {'; no '.join(lacking)}")
+        if missing := [name for name, wanted in unsupported.items() if wanted]:
+            raise ValueError(f"the PyTorch model has no {'; no '.join(missing)}")
         self.tokens = nn.Embedding(model.vocab_size, model.d_model)
         learned = model.position.kind == "learned"
         self.positions = nn.Embedding(model.context_length, model.d_model) if learned else None
-        self.turn = None if learned else Rotation(model.position.theta, model.attention.head_dim, model.context_length)
-        self.blocks = nn.ModuleList(Block(model) for _ in range(model.num_layers))
+        self.rope = None if learned else TorchRope(model.position.theta, model.attention.head_dim, model.context_length)
+        self.blocks = nn.ModuleList(TorchBlock(model) for _ in range(model.num_layers))
         self.norm = _norm(model)
         self.unembedding = None if model.tied_embeddings else nn.Linear(model.d_model, model.vocab_size, bias=False)
         for parameter in self.parameters():
@@ -47,13 +47,15 @@ class Transformer(nn.Module):
         if self.positions is not None:
             x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
-            x = block(x, self.turn)
+            x = block(x, self.rope)
         x = self.norm(x)
         logits = x @ self.tokens.weight.T if self.unembedding is None else self.unembedding(x)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-class Block(nn.Module):
+class TorchBlock(nn.Module):
+    """A pre-norm block of attention and a feed-forward layer on [B, T, D]."""
+
     def __init__(self, model: ModelConfig):
         super().__init__()
         attention, feed_forward, width = model.attention, model.feed_forward, model.d_model
@@ -69,26 +71,26 @@ class Block(nn.Module):
         self.up = nn.Linear(width, feed_forward.d_ff, bias=feed_forward.bias)
         self.down = nn.Linear(feed_forward.d_ff, width, bias=feed_forward.bias)
 
-    def forward(self, x: torch.Tensor, turn: "Rotation | None") -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: "TorchRope | None") -> torch.Tensor:
         batch, length, _ = x.shape
         split = self.qkv(self.norms[0](x)).view(batch, length, -1, self.head_dim).transpose(1, 2)
         query, key, value = split.split(self.heads, dim=1)
-        if turn is not None:
-            query, key = turn(query), turn(key)
+        if rope is not None:
+            query, key = rope(query), rope(key)
         grouped = self.heads[0] != self.heads[1]
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
-        read = self.norms[1](x)
-        up = self.up(read)
-        return x + self.down(self.activate(up) if self.gate is None else self.activate(self.gate(read)) * up)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, -1))
+        normed = self.norms[1](x)
+        up = self.up(normed)
+        return x + self.down(self.activate(up) if self.gate is None else self.activate(self.gate(normed)) * up)
 
 
-class Rotation(nn.Module):
-    """Rotary positions of [B, N, T, H], half-split as in `jaxlm.models.positions`; float32 inside."""
+class TorchRope(nn.Module):
+    """RoPE on [B, N, T, H], half-split as in `jaxlm.models.positions`, computed in float32."""
 
-    def __init__(self, base: float, head_dim: int, context: int):
+    def __init__(self, theta: float, head_dim: int, context: int):
         super().__init__()
-        frequency = base ** (-torch.arange(0, head_dim, 2) / head_dim)
+        frequency = theta ** (-torch.arange(0, head_dim, 2) / head_dim)
         angle = torch.arange(context)[:, None] * frequency
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)

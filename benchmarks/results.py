@@ -1,4 +1,4 @@
-"""Where results go: results/<chip>/<benchmark>.json, with everything needed to read them later."""
+"""Result files: results/<chip>/<benchmark>.json, with the machine, versions and command that produced them."""
 
 import json
 import platform
@@ -32,7 +32,7 @@ _COMPILERS = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu
 
 
 def versions(packages: tuple[str, ...] = _PACKAGES) -> dict[str, str]:
-    """Of those that are installed."""
+    """Return the versions of the packages that are installed."""
     found = {}
     for package in packages:
         try:
@@ -43,19 +43,23 @@ def versions(packages: tuple[str, ...] = _PACKAGES) -> dict[str, str]:
 
 
 def compiled_earlier(file: Path, key: str) -> dict[str, Any]:
-    """What a file of results has under a key, for a run that adds to it; nothing where there is no file. Exits where
-    compilers wrote it whose versions are others here: its header would be true of one part alone."""
+    """Return a results file's value at a key, for a run that adds to it; empty if there is no file.
+
+    Exits if the file is of other compiler versions than those installed, since its header would hold for one part only.
+    """
     if not file.exists():
         return {}
     earlier = json.loads(file.read_text())
-    wrote, here = compilers(earlier)
-    if here != wrote:
-        raise SystemExit(f"{file.name} is of {_listed(wrote)}, and here are {_listed(here)}: run all of it anew")
+    wrote, installed = compilers(earlier)
+    if installed != wrote:
+        raise SystemExit(
+            f"{file.name} is of {_listed(wrote)}, but {_listed(installed)} is installed: run all cases again"
+        )
     return earlier[key]
 
 
 def compilers(earlier: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    """The versions of the compilers that results are of, and those of the same compilers here."""
+    """Return the compiler versions that results were recorded with, and those installed of the same compilers."""
     wrote = {name: earlier["versions"][name] for name in _COMPILERS if name in earlier["versions"]}
     return wrote, versions(tuple(wrote))
 
@@ -65,7 +69,7 @@ def _listed(versions: dict[str, str]) -> str:
 
 
 def write(benchmark: str, chip: str, results: dict[str, Any], folder: Path = FOLDER) -> Path:
-    """Write one benchmark's results with chip, versions, command and day; returns the file."""
+    """Write one benchmark's results with chip, versions, command and day, and return the file."""
     command = shlex.join(["python", Path(sys.argv[0]).name, *map(_without_folders, sys.argv[1:])])
     path = folder / re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-") / f"{benchmark}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +88,7 @@ def write(benchmark: str, chip: str, results: dict[str, Any], folder: Path = FOL
 
 
 def _processor() -> str:
-    """The host's, as Linux calls it: machines whose instructions are alike still differ by library."""
+    """Return the host processor's name on Linux: equal instruction sets still differ by model."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -93,7 +97,7 @@ def _processor() -> str:
 
 
 def chip(device_kind: str) -> str:
-    """The chip that JAX and PyTorch call so: its id in the catalog, where it has one."""
+    """Return the catalog id of the chip that JAX and PyTorch name so; the name itself if it has none."""
     if device_kind == "cpu":
         return cpu()
     known = catalog.of_kind(device_kind)
@@ -101,7 +105,7 @@ def chip(device_kind: str) -> str:
 
 
 def cpu() -> str:
-    """The processor's name and number of cores, "cpu" where the system does not tell."""
+    """Return the processor's vector extension and number of cores; "cpu" if the extension is unknown."""
     import os
 
     name = "cpu"

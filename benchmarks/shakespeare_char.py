@@ -1,9 +1,9 @@
-"""The claim: in nanoGPT's character setting for a CPU, 2,000 steps reach nanoGPT's held-out loss (its README: 1.88).
+"""Check that 2,000 steps in nanoGPT's character setting for a CPU reach its held-out loss (its README: 1.88).
 
     python benchmarks/shakespeare_char.py --text PATH/TO/tinyshakespeare.txt
 
-Runs `jaxlm train configs/shakespeare_char.toml` with several seeds, as it is and at nanoGPT's own learning rate, and
-records the loss over the whole held-out tenth of the text.
+Runs `jaxlm train configs/shakespeare_char.toml` with several seeds, at its own and at nanoGPT's learning rate, and
+records the loss over the entire held-out tenth of the text.
 """
 
 import argparse
@@ -21,6 +21,7 @@ LEARNING_RATES = (tomllib.loads(CONFIG.read_text())["optimizer"]["learning_rate"
 
 
 def train(text: Path, learning_rate: float, seed: int, folder: Path) -> dict:
+    """Train once and return the last held-out loss."""
     run = folder / f"{learning_rate}-{seed}"
     code = "import sys; from jaxlm.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "train", str(CONFIG), f"data.text={text}", f"training.seed={seed}"]

@@ -1,18 +1,17 @@
-"""The question: how long a training step takes on one NVIDIA GPU beside compiled PyTorch, and at which MFU.
+"""Compare the training step and MFU on one NVIDIA GPU with compiled PyTorch.
 
     pip install -e '.[cuda]' torch
     python benchmarks/train_gpu.py [--models gpt2-355m,llama3.2_1b] [key=value …]
 
-Times the training step of each model (a file of configs/models or of this folder, or a path) as `jaxlm train` compiles
-it, and the same model, loss, clipping and AdamW in plain PyTorch: `torch.compile`, its own fused attention, autocast to
-bfloat16 and fused AdamW. Each runs in a process of its own, with an allocator of its own, and blocks of steps
-alternate, so that both see the same clocks; the first block of each is warm-up. Both stay on the GPU between their
-turns: JAX takes memory as it needs it (XLA_PYTHON_CLIENT_PREALLOCATE=false), and what the two take together must fit.
-Every step has new random tokens.
+Times the training step of each model (a file in configs/models or this folder, or a path) as `jaxlm train` compiles it,
+and the same model, loss, clipping and AdamW in plain PyTorch: `torch.compile`, its own fused attention, autocast to
+bfloat16 and fused AdamW. Each runs in a separate process with its own allocator, and blocks of steps alternate, so that
+both run at the same clocks; the first block of each is warm-up. Both stay on the GPU between blocks: JAX allocates
+memory on demand (XLA_PYTHON_CLIENT_PREALLOCATE=false), and the two must fit together. Every step has new random tokens.
 
-MFU is the model's FLOPs over the step's time and the chip's published peak. The FLOPs are those of the products in
-jaxlm's step without rematerialisation, counted from its jaxpr, attention whole; both are held to the same number. With
-JAX_PLATFORMS=cpu it runs on a CPU, as its test does.
+MFU is the model's FLOPs over the step's time and the chip's published peak. The FLOPs are the matrix products of
+jaxlm's step without rematerialisation, counted from its jaxpr with attention whole, and the same number is used for
+both. With JAX_PLATFORMS=cpu it runs on a CPU, as its test does.
 """
 
 import argparse
@@ -24,8 +23,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import interleave
 import results
-import turns
 from training_steps import jaxlm_steps, pytorch_steps
 
 from jaxlm import config as configuration
@@ -41,15 +40,15 @@ def on_cpu() -> bool:
     return os.environ["JAX_PLATFORMS"] == "cpu"
 
 
-def jaxlm_worker(experiment: Experiment) -> turns.Worker:
+def jaxlm_worker(experiment: Experiment) -> interleave.Worker:
     import jax
 
     if jax.default_backend() != ("cpu" if on_cpu() else "gpu"):  # JAX would fall back to the CPU
-        raise RuntimeError("JAX finds no NVIDIA GPU here")
+        raise RuntimeError("JAX finds no NVIDIA GPU")
     return jaxlm_steps(experiment)
 
 
-def pytorch_worker(experiment: Experiment) -> turns.Worker:
+def pytorch_worker(experiment: Experiment) -> interleave.Worker:
     return pytorch_steps(experiment, "cpu" if on_cpu() else "cuda", compiled=True)
 
 
@@ -57,7 +56,7 @@ WORKERS = {"jaxlm": jaxlm_worker, "pytorch-compiled": pytorch_worker}
 
 
 def flops(experiment: Experiment) -> dict[str, int]:
-    """FLOPs of one step: `napkin`, 6 × matmul parameters × tokens, and `model`, counted, attention whole."""
+    """Return FLOPs of one step: `napkin` (6 × matmul parameters × tokens), and `model` (counted, attention whole)."""
     import jax
 
     from jaxlm.costs.jaxpr.count import count
@@ -79,7 +78,7 @@ def flops(experiment: Experiment) -> dict[str, int]:
 
 
 def compare(path: Path, experiment: Experiment, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the results file holds of one model."""
+    """Time one model and return its entry of the results file."""
     from jaxlm.models.tree import parameter_count
 
     model, training = experiment.model, experiment.training
@@ -88,15 +87,15 @@ def compare(path: Path, experiment: Experiment, arguments: argparse.Namespace) -
     absent = "--without-torch" if arguments.without_torch else "torch is not installed"
     if not arguments.without_torch and importlib.util.find_spec("torch"):
         commands["pytorch-compiled"], absent = [*command, "pytorch-compiled"], None
-    worked = turns.take_turns(commands, arguments.steps, arguments.blocks)
+    worked = interleave.run_interleaved(commands, arguments.steps, arguments.blocks)
     device = next((done.facts["device"] for done in worked.values() if not done.failed), None)
     counted, peak = flops(experiment), peak_flops(device, training.dtype)
 
-    def row(done: turns.Worked) -> dict[str, Any]:
+    def row(done: interleave.WorkerResult) -> dict[str, Any]:
         if done.failed:
             return {"failed": done.failed}
-        tokens, beside = training.batch * training.sequence, worked["jaxlm"]
-        figures = turns.row(done.step_s, tokens, None if beside.failed else beside.step_s)
+        tokens, jaxlm = training.batch * training.sequence, worked["jaxlm"]
+        figures = interleave.row(done.step_s, tokens, None if jaxlm.failed else jaxlm.step_s)
         first, _, third = statistics.quantiles(done.step_s, method="inclusive")
         mfu = counted["model"] / figures["median_step_s"] / peak if peak else None
         return {"mfu": mfu, "quartiles_step_s": [first, third], **done.facts, **figures}
@@ -115,7 +114,7 @@ def compare(path: Path, experiment: Experiment, arguments: argparse.Namespace) -
 
 
 def peak_flops(device: str | None, dtype: str) -> float | None:
-    """FLOP/s of the chip that is called so; None where nobody publishes it, as of a CPU."""
+    """Return the published peak FLOP/s of a device; None if there is none, as for a CPU."""
     try:
         return catalog.find(results.chip(device)).peak(dtype) if device else None
     except InputError:
@@ -123,12 +122,12 @@ def peak_flops(device: str | None, dtype: str) -> float | None:
 
 
 def find(model: str) -> Path:
-    """The TOML file of a model."""
+    """Return the TOML file of a model."""
     named = [folder / f"{model}.toml" for folder in FOLDERS]
     for path in (Path(model), *named):
         if path.is_file():
             return path
-    raise InputError(f"there is no model {model}: it is no file, and in neither configs/models nor benchmarks")
+    raise InputError(f"unknown model {model}: not a file, and not in configs/models or benchmarks")
 
 
 def show(name: str, described: dict[str, Any]) -> None:
@@ -138,7 +137,7 @@ def show(name: str, described: dict[str, Any]) -> None:
         if "median_step_s" not in row:
             print(f"  {worker}: {row}")
             continue
-        print("  " + turns.describe(worker, row))
+        print("  " + interleave.describe(worker, row))
         mfu, memory = row["mfu"], row["peak_memory_bytes"]
         low, high = (1e3 * seconds for seconds in row["quartiles_step_s"])
         print(
@@ -175,7 +174,7 @@ def main() -> None:
         parser.error(str(error))
     if arguments.worker:
         (experiment,) = experiments.values()
-        return turns.answer(lambda: WORKERS[arguments.worker](experiment))
+        return interleave.serve(lambda: WORKERS[arguments.worker](experiment))
 
     described, chip = {}, None
     for name, experiment in experiments.items():
@@ -183,7 +182,7 @@ def main() -> None:
         show(name, described[name])
         device = described[name]["device"]
         chip = results.chip(device) if device else chip
-        if chip:  # after each model, so that an end of the machine's time loses one of them only
+        if chip:  # after each model, so that an interruption loses only one
             written = results.write("train_gpu", chip, {"models": described}, arguments.out)
     if chip is None:
         raise SystemExit("nothing ran: no results are written")

@@ -1,15 +1,15 @@
-"""Training steps of jaxlm and of PyTorch on random tokens, for `turns`: the same model, loss, clipping and AdamW."""
+"""Workers with jaxlm's and PyTorch's training step on random tokens: the same model, loss, clipping and AdamW."""
 
 from typing import TYPE_CHECKING, Any
 
-from turns import Worker
+from interleave import Worker
 
 if TYPE_CHECKING:
     from jaxlm.config import Experiment
 
 
 def jaxlm_steps(experiment: "Experiment") -> Worker:
-    """The steps of `jaxlm train`, on the mesh that it makes."""
+    """Return a worker with the steps of `jaxlm train`, on its mesh."""
     import jax
     import numpy as np
 
@@ -38,9 +38,9 @@ def jaxlm_steps(experiment: "Experiment") -> Worker:
             jax.block_until_ready(metrics)
 
     def facts() -> dict[str, Any]:
-        """Where it ran, and the most bytes of one device: held by the allocator, and as XLA planned the step."""
+        """Return the device, and its peak bytes by the allocator and by XLA's plan of the step."""
         device = mesh.devices.flat[0]
-        with jax.set_mesh(mesh):  # the program that ran: nothing is compiled again
+        with jax.set_mesh(mesh):  # the program that ran: not compiled again
             planned = compiled.train.lower(state, batch()).compile().memory_analysis()
         return {
             "device": device.device_kind,
@@ -52,13 +52,14 @@ def jaxlm_steps(experiment: "Experiment") -> Worker:
 
 
 def pytorch_steps(experiment: "Experiment", device: str = "cpu", compiled: bool = False) -> Worker:
-    """The same in plain PyTorch: parameters in float32, products under autocast where `training.dtype` is narrower,
-    and on a GPU its fused AdamW.
+    """Return a worker with the same steps in plain PyTorch.
 
-    Raises ValueError where it would not be the same.
+    Parameters are in float32; products run under autocast if `training.dtype` is narrower. On a GPU, AdamW is fused.
+
+    Raises ValueError for settings that PyTorch's step does not have.
     """
     import torch
-    from pytorch_model import Transformer
+    from pytorch_model import TorchTransformer
     from torch import nn
 
     model, training, optimizer = experiment.model, experiment.training, experiment.optimizer
@@ -66,7 +67,7 @@ def pytorch_steps(experiment: "Experiment", device: str = "cpu", compiled: bool 
         raise ValueError("the PyTorch step has no dropout, no microbatches and AdamW only")
     on_gpu = device == "cuda"
     torch.manual_seed(0)
-    net = Transformer(model).to(device)
+    net = TorchTransformer(model).to(device)
     forward = torch.compile(net) if compiled else net
     adamw = torch.optim.AdamW(
         net.parameters(),
@@ -81,7 +82,7 @@ def pytorch_steps(experiment: "Experiment", device: str = "cpu", compiled: bool 
 
     def run(n: int) -> None:
         for _ in range(n):
-            # From pinned memory the copy does not wait for the step before.
+            # Copies from pinned memory do not wait for the previous step.
             both = torch.randint(0, model.vocab_size, shape, pin_memory=on_gpu).to(device, non_blocking=True)
             with autocast:
                 loss = forward(*both)

@@ -1,4 +1,4 @@
-"""What the benchmarks compare is the same work, and a GPU's runs from end to end without one."""
+"""Benchmarks compare equal work, and the GPU benchmark runs end to end without a GPU."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ dtype = "float32"
 
 @pytest.fixture(autouse=True)
 def benchmarks(monkeypatch):
-    """Its files import one another by name."""
+    """Benchmark files import one another by name."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
@@ -44,25 +44,27 @@ def test_compilations_are_added_to_those_of_the_same_compilers(tmp_path, monkeyp
     assert results.compiled_earlier(file, "cases") == {"a": 1}
     assert results.compiled_earlier(tmp_path / "none.json", "cases") == {}
     monkeypatch.setattr("results.versions", lambda packages: {"jax": "0.1.0"})
-    with pytest.raises(SystemExit, match=r"memory.json is of jax \d.*, and here are jax 0.1.0: run all of it anew"):
+    with pytest.raises(
+        SystemExit, match=r"memory.json is of jax \d.*, but jax 0.1.0 is installed: run all cases again"
+    ):
         results.compiled_earlier(file, "cases")
 
 
 @pytest.mark.parametrize(
-    ("asked", "status", "says"),
+    ("argument", "status", "message"),
     [("--help", 0, "llama3.1-8b on tpu-v5e:16x16"), ("llama3.1-8b in", 2, "no case begins")],
 )
-def test_nothing_is_compiled_for_help_or_a_name_that_no_case_has(asked, status, says, monkeypatch, capsys):
+def test_nothing_is_compiled_for_help_or_a_name_that_no_case_has(argument, status, message, monkeypatch, capsys):
     import compile_targets
 
     monkeypatch.setattr(compile_targets, "run", None)
     with pytest.raises(SystemExit) as ended:
-        compile_targets.main([asked])
-    assert ended.value.code == status and says in " ".join("".join(capsys.readouterr()).split())
+        compile_targets.main([argument])
+    assert ended.value.code == status and message in " ".join("".join(capsys.readouterr()).split())
 
 
 def to_pytorch(model, parameters) -> dict:
-    """jaxlm's parameters under the names and in the layouts of the PyTorch model."""
+    """Return jaxlm's parameters under the names and in the layouts of the PyTorch model."""
     names = {"embedding": "tokens", "positions": "positions", "unembedding": "unembedding"}
     found = {f"{name}.weight": parameters[key] for key, name in names.items() if key in parameters}
     if "unembedding" in parameters:
@@ -95,7 +97,7 @@ def to_pytorch(model, parameters) -> dict:
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_the_pytorch_model_is_the_same_model(family):
     torch = pytest.importorskip("torch")
-    from pytorch_model import Transformer
+    from pytorch_model import TorchTransformer
 
     model = model_fixtures.model(model_fixtures.FAMILIES[family])
     draw = np.random.default_rng(0)
@@ -107,7 +109,7 @@ def test_the_pytorch_model_is_the_same_model(family):
     steps = make_steps(model, model_fixtures.training(batch=2), model_fixtures.optimization())
     total, targets = jax.jit(steps.evaluate)(parameters, batch)
 
-    net = Transformer(model)
+    net = TorchTransformer(model)
     weights = {name: torch.from_numpy(np.array(x)) for name, x in to_pytorch(model, parameters).items()}
     net.load_state_dict(weights)
     assert sum(p.numel() for p in net.parameters()) == tree.parameter_count(model)
@@ -117,7 +119,7 @@ def test_the_pytorch_model_is_the_same_model(family):
 
 @pytest.mark.parametrize("name", ["gpt2-355m", "llama3.2_1b"])
 def test_flops_are_those_of_the_formula(name):
-    """Both rungs: 6 × matmul parameters × tokens, and with it 12 · L · T · N · H per token for attention, whole."""
+    """Both rungs: 6 × matmul parameters × tokens, and 12 · L · T · N · H per token more for whole attention."""
     import train_gpu
 
     experiment = config.load(train_gpu.find(name))
@@ -138,7 +140,7 @@ def test_an_h200_has_its_peak():
 
 
 def compare(tmp_path, *options) -> dict:
-    """What the results file of a training benchmark on this CPU holds of one tiny model."""
+    """Return the results of the training benchmark for one tiny model on this CPU."""
     (tmp_path / "tiny.toml").write_text(CONFIG)
     command = [sys.executable, str(BENCHMARKS / "train_gpu.py"), "--models", str(tmp_path / "tiny.toml")]
     command += ["--blocks", "2", "--steps", "2", "--out", str(tmp_path), "mesh.fsdp=1", *options]
@@ -162,16 +164,18 @@ def test_beside_pytorch(tmp_path):
 
 
 def test_a_worker_that_fails_is_left_out():
-    import turns
+    import interleave
 
-    start = "import os, turns; turns.answer(lambda: turns.Worker("
+    start = "import os, interleave; interleave.serve(lambda: interleave.Worker("
     commands = {
         "good": start + "lambda n: None, lambda: {'device': 'cpu'}))",
         "refusing": start + "lambda n: 1 / 0, dict))",
         "killed": start + "lambda n: os._exit(9), dict))",
     }
     into = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n"
-    worked = turns.take_turns({name: [sys.executable, "-c", into + code] for name, code in commands.items()}, 2, 3)
+    worked = interleave.run_interleaved(
+        {name: [sys.executable, "-c", into + code] for name, code in commands.items()}, 2, 3
+    )
     assert {name: done.failed for name, done in worked.items()} == {
         "good": None,
         "refusing": "ZeroDivisionError: division by zero",

@@ -1,8 +1,8 @@
-"""Measure this machine: the kernels against XLA's own versions and PyTorch's.
+"""Benchmark the kernels on this machine against XLA's own versions and PyTorch's.
 
-Each operation of kernels_pallas is timed forward and in training (forward and backward), on random data, beside what
-the chip itself can copy and multiply; results go to FOLDER/<chip>/kernels.json. Where it ends before all is measured,
-the same command goes on, and leaves out what it ended in.
+Each operation of kernels_pallas is timed forward and in training (forward and backward) on random data, alongside the
+chip's own rates of copying and multiplication. Results go to FOLDER/<chip>/kernels.json. After an interruption the same
+command resumes and skips the case that it was interrupted in.
 """
 
 import argparse
@@ -14,10 +14,12 @@ from jaxlm.cli.paths import path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["kernels"], help="what to measure")
+    parser.add_argument("what", choices=["kernels"], help="benchmark to run")
     parser.add_argument("operations", nargs="*", default=[], metavar="OPERATION", help="such as rms_norm; default: all")
-    parser.add_argument("--out", type=path, default=Path("benchmarks/results"), metavar="FOLDER", help="of results")
-    parser.add_argument("--rounds", type=int, default=7, help="of each measurement, whose median counts")
+    parser.add_argument(
+        "--out", type=path, default=Path("benchmarks/results"), metavar="FOLDER", help="folder for the results"
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of each measurement; the median is reported")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
-"""Compile a step for chips that need not be here: whether it fits, what it sends, and which kernels it runs.
+"""Compile a step for chips that need not be present: its memory, its collectives and its kernels.
 
-XLA's own compilers for TPUs and NVIDIA's GPUs run on this machine; no chip is needed. Exit status 1: it does not fit.
+XLA's compilers for TPUs and NVIDIA GPUs run on this machine without the chip. Exit status 1: the step does not fit.
 """
 
 import argparse
@@ -22,27 +22,27 @@ from jaxlm.core.units import gib, or_dash, seconds
 if TYPE_CHECKING:
     from jaxlm.config import Experiment
     from jaxlm.costs.hardware.target import Target
-    from jaxlm.lowering.fit import Tried
+    from jaxlm.lowering.fit import FitTrial
     from jaxlm.lowering.report import CompiledStep, DoesNotFit, Report
     from jaxlm.parallel.layout import Layout
 
-_SHOWN = 10  # of buffers, and of fusions
+_SHOWN = 10  # rows of buffers, and of fusions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     steps.add_arguments(parser)
-    parser.add_argument(
-        "--on", metavar="CHIPS", help="such as h200-sxm:8, tpu-v5e:16x16 or host (jaxlm hardware lists them)"
-    )
+    parser.add_argument("--on", metavar="CHIPS", help="such as h200-sxm:8, tpu-v5e:16x16 or host (see jaxlm hardware)")
     parser.add_argument(
         "--mesh", metavar="AXIS=N,…", help="such as fsdp=8,tensor=2 (all devices on fsdp, which is for training)"
     )
     parser.add_argument(
         "--fit",
         action="store_true",
-        help="find the largest microbatch and the cheapest rematerialisation that fit; one that key=value gives stays",
+        help="find the largest microbatch and the cheapest rematerialisation that fit; key=value fixes either",
     )
-    parser.add_argument("--quick", action="store_true", help="search less for a fast program: sooner, for TPUs only")
+    parser.add_argument(
+        "--quick", action="store_true", help="compile sooner by a shorter search for a fast program (TPUs only)"
+    )
     parser.add_argument("--dump", type=path, metavar="DIR", help="keep the programs and the report in DIR")
 
 
@@ -55,7 +55,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     steps.require("compile", arguments)
     if arguments.fit and arguments.workload != "train":
-        raise InputError(f"--fit turns microbatches and rematerialisation, which {arguments.workload} does not have")
+        raise InputError(f"--fit varies microbatches and rematerialisation, which {arguments.workload} does not have")
     if arguments.dump and (why := unwritable(arguments.dump)):
         raise InputError(f"--dump {arguments.dump} cannot be written to ({why}); give a directory that can")
     target = Target.parse(arguments.on)
@@ -66,7 +66,7 @@ def main(arguments: argparse.Namespace) -> int:
     layout = config.layout(experiment, target.devices, arguments.workload)
     if replicated := say_replicated(config.workload(experiment, layout, arguments.workload)):
         print(f"jaxlm: {replicated}", file=sys.stderr)
-    jax.config.update("jax_platforms", "cpu")  # whatever is here is not what is compiled for
+    jax.config.update("jax_platforms", "cpu")  # this machine's chips, if any, are not the target
     if arguments.fit:
         return _fit(arguments, experiment, layout, target)
     try:
@@ -133,7 +133,7 @@ def _fit(arguments: argparse.Namespace, experiment: "Experiment", layout: "Layou
     return 1
 
 
-def _show(compiled: "CompiledStep", arguments: argparse.Namespace, tried: "list[Tried] | None" = None) -> None:
+def _show(compiled: "CompiledStep", arguments: argparse.Namespace, tried: "list[FitTrial] | None" = None) -> None:
     row = {**compiled.report.row(), **_tried_row(tried)}
     _keep(arguments.dump, row, {"stablehlo.mlir": compiled.stablehlo, "optimised.hlo": compiled.optimised})
     if arguments.json:
@@ -154,6 +154,8 @@ def _keep(folder: Path | None, row: dict[str, Any], programs: dict[str, str]) ->
 
 
 def _print_step(report: "Report") -> None:
+    from jaxlm.lowering.suggestions import suggest
+
     work, memory, total = report.plan.work, report.memory, report.plan.memory.total
     table = facts()
     table.add_row("step", str(work))
@@ -170,14 +172,14 @@ def _print_step(report: "Report") -> None:
     if memory.gaps:
         table.add_row("", f"and {gib(memory.gaps)} GiB of gaps, which close where memory is short")
     if not report.fits:
-        table.add_row("turn", "; or ".join(_dials(report.plan, memory.peak)))
+        table.add_row("try", "; or ".join(suggest(report.plan, memory.peak)))
     counted = report.counted_flops
     same = "as counted" if report.flops == counted else f"counted {counted:.5g}, {counted / report.flops - 1:+.1%}"
     table.add_row("FLOPs", f"{report.flops:.5g} per device: {same}" if report.flops else "no matrix products")
     if report.kernel_flops:
         counted = report.counted_kernel_flops
         same = "as counted" if math.isclose(report.kernel_flops, counted) else f"counted {counted:.5g}"
-        table.add_row("FLOPs, kernels", f"{report.kernel_flops:.5g} per device that they declare: {same}")
+        table.add_row("FLOPs, kernels", f"{report.kernel_flops:.5g} declared per device: {same}")
     kernels = sum(map(report.kernel_seconds, report.kernels))
     sent = [report.seconds(collective) for collective in report.collectives]
     table.add_row(
@@ -201,12 +203,12 @@ def _print_held(report: "Report") -> None:
 def _print_collectives(report: "Report") -> None:
     if not report.collectives:
         return
-    table = _table("collectives", ("count", "MB each", "counted"), ("kind", "axes", "of"))
+    table = _table("collectives", ("count", "MB each", "counted"), ("kind", "axes", "scope"))
     for collective in report.collectives:
-        axes = " × ".join(collective.axes) + ("" if collective.whole else " in parts")
+        axes = " × ".join(collective.axes) + ("" if collective.spans_axes else " (partly)")
         took = or_dash(report.seconds(collective), seconds)
         size = f"{collective.bytes / 1e6:,.3f}"
-        table.add_row(str(collective.count), size, took, collective.kind, axes, collective.of)
+        table.add_row(str(collective.count), size, took, collective.kind, axes, collective.scope)
     print_table(table)
 
 
@@ -230,7 +232,7 @@ def _print_kernels(report: "Report") -> None:
         )
     print_table(table)
     bandwidth = report.plan.target.chip.memory_bytes_per_s / report.plan.target.chip.devices_per_chip
-    table = _table("not fused", ("GB", "time"), ("kernels bound by memory that hand arrays to one another",))
+    table = _table("not fused", ("GB", "time"), ("memory-bound kernels that pass arrays to one another",))
     for chain in report.chains[:3]:
         names = list(dict.fromkeys(kernel.name for kernel in chain.kernels))
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
@@ -239,47 +241,43 @@ def _print_kernels(report: "Report") -> None:
         print_table(table)
 
 
-def _print_tried(tried: "list[Tried] | None") -> None:
+def _print_tried(tried: "list[FitTrial] | None") -> None:
     if not tried:
         return
-    table = _table("tried", ("GiB",), ("microbatches", "remat"))
+    table = _table("compiled", ("GiB",), ("microbatches", "remat"))
     for work, size in tried:
         table.add_row(gib(size), str(work.microbatches), work.remat_shown)
     print_table(table)
 
 
-def _tried_row(tried: "list[Tried] | None") -> dict[str, Any]:
+def _tried_row(tried: "list[FitTrial] | None") -> dict[str, Any]:
     if tried is None:
         return {}
     keys = ("microbatches", "remat")
     return {"tried": [{**{key: getattr(t.work, key) for key in keys}, "peak": t.needed} for t in tried]}
 
 
-def _refuse(refused: "DoesNotFit", arguments: argparse.Namespace, tried: "list[Tried] | None" = None) -> None:
-    """What the compiler refused, and what counting says is in it."""
+def _refuse(refused: "DoesNotFit", arguments: argparse.Namespace, tried: "list[FitTrial] | None" = None) -> None:
+    """Report a step that the compiler rejected: its counted memory, and suggestions that make it fit."""
+    from jaxlm.lowering.suggestions import suggest
+
     plan, memory = refused.plan, refused.plan.memory
-    turn = _dials(plan, refused.needed)
-    row = {**refused.row(), "turn": turn, **_tried_row(tried)}
+    suggestions = suggest(plan, refused.needed)
+    row = {**refused.row(), "suggestions": suggestions, **_tried_row(tried)}
     _keep(arguments.dump, row, {"stablehlo.mlir": refused.stablehlo})
     if arguments.json:
         print(json.dumps(row))
         return
     _print_tried(tried)
     table = _table("does not fit", ("GiB",), ("per device",))
-    table.add_row(gib(plan.capacity), f"there are on {plan.target.chip.name}")
+    table.add_row(gib(plan.capacity), f"capacity of {plan.target.chip.name}")
     table.add_row(gib(refused.arguments), "arguments")
-    table.add_row(gib(refused.temporaries), "temporaries, as the compiler says")
+    table.add_row(gib(refused.temporaries), "temporaries, from the compiler")
     for name, size in sorted(memory._asdict().items(), key=lambda part: -part[1]):
         if size:
             table.add_row(gib(size), f"{name.replace('_', ' ')}, counted")
     print_table(table)
-    print("turn " + ("; or ".join(turn) or "to more chips: counting knows no dial that lowers this"))
-
-
-def _dials(plan: Any, needed: int) -> list[str]:
-    from jaxlm.lowering.suggestions import dials
-
-    return dials(plan, needed)
+    print("try " + ("; or ".join(suggestions) or "more chips: no counted setting lowers this enough"))
 
 
 def _table(title: str, numbers: tuple[str, ...], texts: tuple[str, ...]) -> Any:

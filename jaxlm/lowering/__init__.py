@@ -1,1 +1,1 @@
-"""Compile for chips that are not here: memory, collectives and kernels from XLA itself."""
+"""Compile for absent chips: memory, collectives and kernels from XLA itself."""

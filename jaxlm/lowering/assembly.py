@@ -1,5 +1,8 @@
-"""What NVIDIA's assembler makes of a program's kernels, without a chip: registers and what does not fit in them, how
-memory is read and written, by which instructions matrices are multiplied, and what the innermost loop asks of an SM."""
+"""Assemble a program's kernels for NVIDIA GPUs without a GPU, and read the machine code's figures.
+
+These are registers and spills, the width of memory accesses, the matrix-multiply instructions, and the work of the
+hot loop.
+"""
 
 import contextlib
 import importlib.util
@@ -16,30 +19,31 @@ from typing import NamedTuple
 import jax
 
 from jaxlm.core.errors import InputError
-from jaxlm.lowering.sass import Hot, hottest
+from jaxlm.lowering.sass import HotLoop, hot_loops
 
 _KERNEL = re.compile(r"\.entry (\w+)\((.*?)(?=\.entry |\Z)", re.DOTALL)
 _THREADS = re.compile(r"\.(?:reqntid|maxntid) (\d+)")
 # ld.global.v4.b32, st.global.L1::evict_last.v2.b64, cp.async.cg.shared.global [a], [b], 0x10
 _ACCESS = re.compile(r"\b(ld|st)\.global[\w.:]*?(?:\.v(\d))?\.[busf](\d+)\b")
 _COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global[\w.:]* \[[^]]*\], \[[^]]*\], (\w+)")
-_ENGINE = re.compile(r"\bcp\.async\.bulk\.tensor[\w.:]*\.(shared|global)\b")
-# In the order of their generations: Blackwell, Hopper, Ampere.
+_BULK_COPY = re.compile(r"\bcp\.async\.bulk\.tensor[\w.:]*\.(shared|global)\b")
+# Matrix-multiply instructions, newest generation first: Blackwell, Hopper, Ampere.
 _PRODUCTS = ("tcgen05.mma", "wgmma", "mma.sync")
-_WHOLE_TILES = 2**10  # the copy engine moves tiles at a time
+_TILE_BYTES = 2**10  # stands for an access of the copy engine (TMA), which moves whole tiles
 
 
-class Assembled(NamedTuple):
-    """One kernel.
+class AssembledKernel(NamedTuple):
+    """An assembled kernel.
 
     Attributes:
-      threads: of a block.
-      registers: of a thread; 255 are the most that there are.
-      spilled: bytes of each thread that are written to memory for want of registers.
-      reads, writes: bytes that one instruction of a thread reads of device memory, and writes to it, at half of all
-        bytes that these instructions name; 16 are the most, and more stand for the copy engine. 0 where none does.
-      products: "tcgen05.mma" (Blackwell), "wgmma" (Hopper), "mma.sync" (Ampere and later), "" where there are none.
-      hot: of one warp, once around the innermost loop.
+      threads: per block.
+      registers: per thread, at most 255.
+      spilled: bytes per thread that spill from registers to memory.
+      reads, writes: bytes that one instruction of a thread reads from or writes to device memory, as the byte-weighted
+        median of all such instructions: at most 16, more for the copy engine (TMA), 0 if there are none.
+      products: the matrix-multiply instruction: "tcgen05.mma" (Blackwell), "wgmma" (Hopper), "mma.sync" (Ampere and
+        later), "" if there is none.
+      hot: the work of one warp in one iteration of the hot loop.
     """
 
     name: str
@@ -49,15 +53,15 @@ class Assembled(NamedTuple):
     reads: int
     writes: int
     products: str
-    hot: Hot
+    hot: HotLoop
 
 
 def compile_to_ptx(lowered: jax.stages.Lowered) -> list[str]:
-    """Compile a program for NVIDIA GPUs; returns the PTX of its kernels, Pallas's and XLA's own.
+    """Compile a program for NVIDIA GPUs and return the PTX of its kernels, Pallas's and XLA's own.
 
-    Mosaic GPU compiles a kernel once in a process: of one that it had before there is none.
+    Mosaic GPU compiles a kernel once per process, so a kernel that was compiled before is missing.
 
-    Raises XLA's errors where it refuses the program.
+    Raises XLA's error if it rejects the program.
     """
     with tempfile.TemporaryDirectory(prefix="jaxlm-assembly-") as folder:
         dump(lowered, Path(folder))
@@ -66,25 +70,27 @@ def compile_to_ptx(lowered: jax.stages.Lowered) -> list[str]:
 
 
 def dump(lowered: jax.stages.Lowered, folder: Path) -> None:
-    """Compile a program for NVIDIA GPUs; into the folder come its kernels in PTX, as `*.ptx`, and of those by Mosaic
-    GPU what they are after each of its passes, as `*.mlir-passes.log`."""
+    """Compile a program for NVIDIA GPUs, and write its kernels' PTX to the folder as `*.ptx`.
+
+    Mosaic GPU's kernels are also written after each compiler pass, as `*.mlir-passes.log`.
+    """
     options = {
         "xla_dump_to": str(folder),
-        # XLA's default: machine code that was made in a hurry, as in tests, says nothing of the real one.
+        # XLA's default: tests set a lower level, whose machine code differs from production's.
         "xla_backend_optimization_level": 3,
     }
     if jax.__version_info__ >= (0, 11):
-        # PTX is written only where it is asked for; in 0.10 it always is, and to ask makes compiling far slower.
+        # PTX is written on request only; 0.10 always writes it, and the request makes compiling far slower.
         options["xla_dump_emitter_re"] = "ptx"
     with _mosaic_writes_to(str(folder)):
         lowered.compile(compiler_options=options)
 
 
-def assemble(ptx: str) -> list[Assembled]:
-    """The kernels of a text in PTX, assembled for the chip that it names.
+def assemble(ptx: str) -> list[AssembledKernel]:
+    """Assemble the kernels of a PTX text for the chip that it names.
 
-    Raises InputError where the assembler or the disassembler is not installed, RuntimeError where it refuses a kernel,
-    or makes wgmma wait for itself (each product at once for the one before, whatever the kernel says).
+    Raises InputError if the assembler or disassembler is not installed, RuntimeError if it rejects a kernel or
+    serializes wgmma (each product then waits for the previous one).
     """
     architecture = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]
     with tempfile.TemporaryDirectory(prefix="jaxlm-assembly-") as folder:
@@ -93,30 +99,30 @@ def assemble(ptx: str) -> list[Assembled]:
         command = [_tool("ptxas"), f"-arch={architecture}", "-v", source, "-o", binary]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(f"ptxas refuses a kernel: {done.stderr.strip().splitlines()[-1]}")
+            raise RuntimeError(f"ptxas rejects a kernel: {done.stderr.strip().splitlines()[-1]}")
         listing = subprocess.run([_tool("nvdisasm"), "-c", binary], capture_output=True, text=True, check=True).stdout
     if lost := re.search(r"wgmma\.mma_async instructions are serialized.*", done.stderr):
         raise RuntimeError(f"ptxas: {lost[0]}")
-    said = dict(re.findall(r"entry function '(\w+)'(.*?Used \d+ registers)", done.stderr, re.DOTALL))
-    loops = hottest(listing)
-    return [_assembled(name, text, said[name], loops[name]) for name, text in _KERNEL.findall(ptx)]
+    statistics = dict(re.findall(r"entry function '(\w+)'(.*?Used \d+ registers)", done.stderr, re.DOTALL))
+    loops = hot_loops(listing)
+    return [_assembled(name, text, statistics[name], loops[name]) for name, text in _KERNEL.findall(ptx)]
 
 
-def _assembled(name: str, ptx: str, said: str, hot: Hot) -> Assembled:
+def _assembled(name: str, ptx: str, statistics: str, hot: HotLoop) -> AssembledKernel:
     spilled, registers = (
-        int(re.search(pattern, said)[1]) for pattern in (r"(\d+) bytes spill stores", r"Used (\d+) registers")
+        int(re.search(pattern, statistics)[1]) for pattern in (r"(\d+) bytes spill stores", r"Used (\d+) registers")
     )
     accesses = Counter((way, int(bits) // 8 * int(lanes or 1)) for way, lanes, bits in _ACCESS.findall(ptx))
     accesses.update(("ld", int(size, 0)) for size in _COPY.findall(ptx))
-    accesses.update(("ld" if to == "shared" else "st", _WHOLE_TILES) for to in _ENGINE.findall(ptx))
+    accesses.update(("ld" if to == "shared" else "st", _TILE_BYTES) for to in _BULK_COPY.findall(ptx))
     products = next((name for name in _PRODUCTS if name in ptx), "")
     threads = int(_THREADS.search(ptx)[1])
     reads, writes = (_typical(accesses, way) for way in ("ld", "st"))
-    return Assembled(name, threads, registers, spilled, reads, writes, products, hot)
+    return AssembledKernel(name, threads, registers, spilled, reads, writes, products, hot)
 
 
 def _typical(accesses: Counter, way: str) -> int:
-    """The size below which half of the bytes are."""
+    """Return the median access size, weighted by bytes."""
     sizes = sorted((size, size * times) for (kind, size), times in accesses.items() if kind == way)
     left = sum(moved for _, moved in sizes) / 2
     for size, moved in sizes:
@@ -127,19 +133,19 @@ def _typical(accesses: Counter, way: str) -> int:
 
 
 def _tool(name: str) -> str:
-    """Of CUDA: the one that pip has installed, with which XLA assembles, else the machine's."""
+    """Return the path of a CUDA tool: pip's, which XLA uses, or else the system's."""
     spec = importlib.util.find_spec("nvidia")
     for folder in spec.submodule_search_locations if spec else ():
         for path in sorted(Path(folder).glob(f"cu*/bin/{name}")):
             return str(path)
     if path := shutil.which(name):
         return path
-    raise InputError(f"there is no {name} here; pip install -e '.[compile]' brings it")
+    raise InputError(f"{name} is not installed: pip install -e '.[compile]'")
 
 
 @contextlib.contextmanager
 def _mosaic_writes_to(folder: str) -> Iterator[None]:
-    """Mosaic GPU compiles by itself; this is how it is asked for what it makes."""
+    """Make Mosaic GPU, which compiles apart from XLA, write its output to the folder."""
     name = "MOSAIC_GPU_DUMP_TO"
     before = os.environ.get(name)
     os.environ[name] = folder

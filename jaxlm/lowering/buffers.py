@@ -1,62 +1,66 @@
-"""What lies in a device's memory while a program runs, found by following each buffer from where it is made to where
-it is last read. XLA's own report says how much; this says what.
+"""Live buffers of a program: each lives from its definition to its last read. XLA itself reports only a total size.
 
-The program is scheduled, so the order is that of its text. Not modelled: the gaps that XLA's allocator leaves.
+The program is scheduled, so its text is in execution order. The gaps that XLA's allocator leaves are not modelled.
 """
 
 import functools
 import re
 from dataclasses import dataclass
 
-from jaxlm.lowering.hlo import Computation, Instruction, Program
-from jaxlm.lowering.shapes import Array, Type
+from jaxlm.lowering.hlo import HloComputation, HloInstruction, HloProgram
+from jaxlm.lowering.shapes import HloArray, HloType
 
 
 @dataclass(eq=False)
 class Buffer:
-    """A stretch of the device's memory, and the instruction that writes it first."""
+    """A buffer in device memory, and the instruction that writes it first."""
 
-    array: Array
-    maker: Instruction
+    array: HloArray
+    maker: HloInstruction
 
     @property
     def bytes(self) -> int:
         return self.array.bytes if self.array.space == 0 else 0
 
 
-# The buffers of a value: one, or those of a tuple's parts.
+# The buffers of a value: one, or a tuple of them.
 Value = Buffer | tuple["Value", ...]
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The buffers that are held where they are largest together."""
+    """Live buffers at the point where their total size is largest."""
 
     bytes: int = 0
     buffers: tuple[Buffer, ...] = ()
 
 
-def peak(program: Program) -> Peak:
-    """The program's temporaries where they are largest: arguments and outputs are not among them."""
+def peak(program: HloProgram) -> Peak:
+    """Return the program's temporaries at their peak, without arguments and outputs."""
     entry = program.entry
-    given = [_fresh(parameter.type, parameter) for parameter in entry.parameters]
-    return _Run(program).peak(entry, given)
+    given = [_new(parameter.type, parameter) for parameter in entry.parameters]
+    return _PeakFinder(program).peak(entry, given)
 
 
-# Operations that XLA lets write over an operand.
+# Operations whose output may reuse an operand's buffer.
 _IN_PLACE = ("add", "multiply", "subtract", "select", "convert", "copy", "all-reduce", "all-reduce-start")
 
-# Operations that read a number in one place to write it in another.
-_MIXING = ("transpose", "reverse", "gather", "dot", "convolution", "concatenate", "pad")
+# Operations that move elements to other positions.
+_MOVING = ("transpose", "reverse", "gather", "dot", "convolution", "concatenate", "pad")
 
 
-class _Run:
-    def __init__(self, program: Program):
+class _PeakFinder:
+    """The peak of each computation of a program."""
+
+    def __init__(self, program: HloProgram):
         self.program = program
 
-    def peak(self, computation: Computation, given: list[Value]) -> Peak:
-        """Of one run of a computation, whose parameters and results lie in the caller's memory: a loop hands on what it
-        has where it was given, and the program's outputs are none of its temporaries."""
+    def peak(self, computation: HloComputation, given: list[Value]) -> Peak:
+        """Return the peak within one run of a computation.
+
+        Parameters and results belong to the caller: a loop carries its state in place, and the program's outputs are
+        not temporaries.
+        """
         values: dict[str, Value] = {}
         inner: dict[str, Peak] = {}
         for instruction in computation.instructions.values():
@@ -65,45 +69,45 @@ class _Run:
             else:
                 operands = [values[name] for name in instruction.operands]
                 values[instruction.name] = self._value(instruction, operands)
-                inner[instruction.name] = self._beneath(instruction, operands)
+                inner[instruction.name] = self._nested(instruction, operands)
         last = _last_reads(computation, values)
-        theirs = {buffer for value in (*given, values[computation.root]) for buffer in _buffers(value)}
-        known = set(theirs)
+        callers = {buffer for value in (*given, values[computation.root]) for buffer in _buffers(value)}
+        known = set(callers)
         live: set[Buffer] = set()
         held, best = 0, Peak()
         for at, (name, instruction) in enumerate(computation.instructions.items()):
             made = [b for b in dict.fromkeys(_buffers(values[name])) if b.bytes and b not in known]
             known.update(made)
-            # An output takes the place of an operand of its size that nobody reads any more.
+            # An output reuses a dead operand's buffer of the same size.
             ends = [b for b in self._overwritable(instruction, values) if last[b] == at and b in live]
             over = [next((b for b in ends if b.bytes == output.bytes), None) for output in made[:1]]
             live = (live - set(over)) | set(made)
             held += sum(b.bytes for b in made) - sum(b.bytes for b in over if b is not None)
-            beneath = inner.get(name, Peak())
-            if held + beneath.bytes > best.bytes:
-                best = Peak(held + beneath.bytes, (*live, *beneath.buffers))
+            nested = inner.get(name, Peak())
+            if held + nested.bytes > best.bytes:
+                best = Peak(held + nested.bytes, (*live, *nested.buffers))
             gone = {b for b in live if last[b] <= at}
             live -= gone
             held -= sum(b.bytes for b in gone)
         return best
 
-    def _overwritable(self, instruction: Instruction, values: dict[str, Value]) -> list[Buffer]:
-        """Operands that an output may be written over: those read at each place only to write that place."""
+    def _overwritable(self, instruction: HloInstruction, values: dict[str, Value]) -> list[Buffer]:
+        """Return operands whose buffer an output may reuse: each element is read only to write the same position."""
         operands = [values[name] for name in instruction.operands]
         if instruction.opcode in _IN_PLACE:
             return [operand for operand in operands if isinstance(operand, Buffer)]
         if instruction.opcode != "fusion":
             return []
         inside = self.program.computations[instruction.called["calls"][0]]
-        numbers = inside.instructions[inside.root].arrays[0].numbers
+        elements = inside.instructions[inside.root].arrays[0].elements
         return [
             operand
             for parameter, operand in zip(inside.parameters, operands, strict=True)
-            if isinstance(operand, Buffer) and _read_place_by_place(inside, parameter, numbers)
+            if isinstance(operand, Buffer) and _read_elementwise(inside, parameter, elements)
         ]
 
-    def _beneath(self, instruction: Instruction, operands: list[Value]) -> Peak:
-        """What the computations that an instruction runs hold beyond what it is given and gives."""
+    def _nested(self, instruction: HloInstruction, operands: list[Value]) -> Peak:
+        """Return the peak inside the computations that an instruction runs, without its operands and results."""
         computations = self.program.computations
         if instruction.opcode == "while":
             runs = (computations[name] for key in ("body", "condition") for name in instruction.called[key])
@@ -116,9 +120,8 @@ class _Run:
             return self.peak(computations[instruction.called["to_apply"][0]], operands)
         return Peak()
 
-    def _value(self, instruction: Instruction, operands: list[Value]) -> Value:
-        """The buffers of what an instruction gives: those of its operands where it writes into them or only looks at
-        them anew, and new ones otherwise."""
+    def _value(self, instruction: HloInstruction, operands: list[Value]) -> Value:
+        """Return the buffers of an instruction's result: its operands' for views and in-place writes, otherwise new."""
         match instruction.opcode:
             case "tuple":
                 return tuple(operands)
@@ -129,7 +132,7 @@ class _Run:
             case "dynamic-update-slice" | "scatter" if isinstance(operands[0], Buffer):
                 return operands[0]
             case "copy-start":  # (destination, source, context)
-                return (_fresh(instruction.type[0], instruction), operands[0], ())
+                return (_new(instruction.type[0], instruction), operands[0], ())
             case "copy-done" | "send-done":
                 return operands[0][0]
             case "all-gather-start" | "reduce-scatter-start" | "all-to-all-start" | "collective-permute-start":
@@ -150,12 +153,14 @@ class _Run:
                 return operands[0][1]
             case "fusion" | "custom-call":
                 return self._written_in_place(instruction, operands)
-        return _fresh(instruction.type, instruction)
+        return _new(instruction.type, instruction)
 
-    def _written_in_place(self, instruction: Instruction, operands: list[Value]) -> Value:
-        """New buffers, but for outputs that are written into an operand's: a fusion that ends with an update of a part,
-        or whatever says so itself."""
-        outputs = _fresh(instruction.type, instruction)
+    def _written_in_place(self, instruction: HloInstruction, operands: list[Value]) -> Value:
+        """Return new buffers, except for outputs that alias an operand.
+
+        Such an output is a partial update at the end of a fusion, or a declared alias.
+        """
+        outputs = _new(instruction.type, instruction)
         into = self._updated(instruction.called["calls"][0]) if instruction.opcode == "fusion" else {}
         into = {**into, **_declared(instruction)}
         if isinstance(outputs, Buffer):
@@ -170,7 +175,7 @@ class _Run:
 
     @functools.cache  # noqa: B019
     def _updated(self, name: str) -> dict[int, int]:
-        """Of a fusion's computation: which outputs are parameters with a part of them overwritten."""
+        """Return {output: parameter} for outputs of a fusion that partially overwrite a parameter."""
         computation = self.program.computations[name]
         root = computation.instructions[computation.root]
         outputs = computation.operands(root) if root.opcode == "tuple" else [root]
@@ -184,53 +189,55 @@ class _Run:
         return found
 
 
-def _read_place_by_place(computation: Computation, parameter: Instruction, numbers: int) -> bool:
-    """Whether everything that is made of a parameter has as many numbers, in the same order."""
+def _read_elementwise(computation: HloComputation, parameter: HloInstruction, elements: int) -> bool:
+    """Return whether everything derived from a parameter keeps its number and order of elements."""
     reached, waiting = set(), [parameter]
     while waiting:
         instruction = waiting.pop()
         if instruction.name in reached or instruction.opcode == "tuple":
             continue
-        if instruction.opcode in _MIXING or instruction.arrays[0].numbers != numbers:
+        if instruction.opcode in _MOVING or instruction.arrays[0].elements != elements:
             return False
         reached.add(instruction.name)
         waiting += computation.users[instruction.name]
     return True
 
 
-def _last_reads(computation: Computation, values: dict[str, Value]) -> dict[Buffer, int]:
-    """Where in the computation's order each buffer is read or written last."""
+def _last_reads(computation: HloComputation, values: dict[str, Value]) -> dict[Buffer, int]:
+    """Return the position in execution order of each buffer's last read or write."""
     last = {}
     for at, instruction in enumerate(computation.instructions.values()):
-        parts = () if instruction.opcode == "get-tuple-element" else instruction.operands  # others are not looked at
+        parts = (
+            () if instruction.opcode == "get-tuple-element" else instruction.operands
+        )  # the other elements are not read
         for name in (instruction.name, *parts):
             last.update((buffer, at) for buffer in _buffers(values[name]))
     return last
 
 
-def _through(computation: Computation, instruction: Instruction) -> Instruction:
-    """What a view is a view of."""
+def _through(computation: HloComputation, instruction: HloInstruction) -> HloInstruction:
+    """Return the instruction that a chain of views starts from."""
     while instruction.opcode in ("bitcast", "copy", "reshape"):
         instruction = computation.instructions[instruction.operands[0]]
     return instruction
 
 
-def _declared(instruction: Instruction) -> dict[int, int]:
-    """`output_to_operand_aliasing={{1}: (0, {})}`."""
+def _declared(instruction: HloInstruction) -> dict[int, int]:
+    """Parse `output_to_operand_aliasing={{1}: (0, {})}` into {output: operand}."""
     found = re.search(r"output_to_operand_aliasing=\{(.*?\)\s*)\}", instruction.attributes)
     pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\}", found[1]) if found else ()
     return {int(output or 0): int(operand) for output, operand in pairs}
 
 
-def _started(instruction: Instruction, operands: list[Value]) -> Value:
-    """(operands, outputs, …) of an operation that goes on beside the next ones."""
+def _started(instruction: HloInstruction, operands: list[Value]) -> Value:
+    """Return (operands, outputs, …) of an asynchronous operation."""
     _, output, *context = instruction.type
     sources = operands[0] if len(operands) == 1 else tuple(operands)
-    return (sources, _fresh(output, instruction), *(() for _ in context))
+    return (sources, _new(output, instruction), *(() for _ in context))
 
 
-def _fresh(type: Type, maker: Instruction) -> Value:
-    return Buffer(type, maker) if isinstance(type, Array) else tuple(_fresh(part, maker) for part in type)
+def _new(type: HloType, maker: HloInstruction) -> Value:
+    return Buffer(type, maker) if isinstance(type, HloArray) else tuple(_new(part, maker) for part in type)
 
 
 def _buffers(value: Value) -> list[Buffer]:

@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices, and over which axes of the mesh."""
+"""Collectives of a compiled program, and the mesh axes that they cross."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxlm.lowering.hlo import Computation, Instruction, Program, scope
+from jaxlm.lowering.hlo import HloComputation, HloInstruction, HloProgram, scope
 from jaxlm.lowering.shapes import bits
 
 _KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
@@ -20,24 +20,30 @@ _AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 
 class CompiledCollective(NamedTuple):
-    """A collective of a program: `count` times per step over mesh axes, `bytes` each on one device: what an all-gather
-    gives, what a reduce-scatter or an all-reduce takes. `axes` are those along which the members of its groups differ;
-    `whole` says that a group is all devices along them. `of` is JAX's name of what it belongs to."""
+    """A collective that runs `count` times per step.
+
+    Attributes:
+      axes: mesh axes along which the members of a group differ.
+      bytes: of one run on one device: an all-gather's output, a reduce-scatter's or all-reduce's input.
+      scope: JAX's name of the operation that it belongs to.
+      spans_axes: each group has all devices along `axes`.
+      in_loop: runs inside a loop.
+    """
 
     kind: str
     axes: tuple[str, ...]
     count: int
     bytes: int
     dtype: str
-    of: str
-    whole: bool = True
+    scope: str
+    spans_axes: bool = True
     in_loop: bool = False
 
 
-def collectives(program: Program, mesh: Mapping[str, int]) -> list[CompiledCollective]:
-    """All of a program over a mesh whose axes have these sizes, outermost first; those of one device are left out.
+def collectives(program: HloProgram, mesh: Mapping[str, int]) -> list[CompiledCollective]:
+    """Return a program's collectives on a mesh with these axis sizes, outermost first, without those of one device.
 
-    On a TPU, an all-gather that goes on beside products is written once for each of them (it is one here), and a
+    On a TPU, an all-gather that overlaps matrix products is printed once for each product (here it is one), and a
     reduce-scatter as an all-reduce in a fusion of that name.
     """
     found: Counter[CompiledCollective] = Counter()
@@ -53,29 +59,31 @@ def collectives(program: Program, mesh: Mapping[str, int]) -> list[CompiledColle
             if part is not None and (part, times) in parts_seen:
                 continue
             parts_seen.add((part, times))
-            axes, whole = axes_of(groups(instruction, math.prod(mesh.values())), mesh)
+            axes, spans_axes = axes_of(groups(instruction, math.prod(mesh.values())), mesh)
             if not axes:
                 continue
             if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
                 kind = "reduce-scatter"
             sent, dtype = _payload(computation, instruction, kind)
             key = CompiledCollective(
-                kind, axes, 0, sent, dtype, scope(instruction.op_name), whole, computation.name in looping
+                kind, axes, 0, sent, dtype, scope(instruction.op_name), spans_axes, computation.name in looping
             )
             found[key] += times
     return [key._replace(count=times) for key, times in found.items()]
 
 
-def kind_of(instruction: Instruction) -> str | None:
-    """The kind of a collective; None of anything else, and of the end of one that has begun before."""
+def kind_of(instruction: HloInstruction) -> str | None:
+    """Return the kind of a collective; None for the end of an asynchronous one and for any other instruction."""
     name = instruction.opcode.removesuffix("-start")
     return name if name in _KINDS else None
 
 
-def groups(instruction: Instruction, devices: int) -> np.ndarray:
-    """Which devices, by their place in the mesh, a collective joins: int [groups, members]; pairs of a permutation.
+def groups(instruction: HloInstruction, devices: int) -> np.ndarray:
+    """Return a collective's device groups by position in the mesh: int [groups, members]; a permutation's pairs.
 
-    XLA prints them listed, as numbers laid out and transposed, or by the axes of a mesh of its own.
+    XLA prints explicit lists, a reshaped and transposed range, or axes of a mesh of its own.
+
+    Raises ValueError for any other syntax.
     """
     text = instruction.attributes
     if found := _NAMED.search(text):
@@ -98,7 +106,7 @@ def _laid_out(shape: str, transposed: str | None) -> np.ndarray:
 
 
 def _along(order: np.ndarray, names: list[str], sizes: dict[str, int], chosen: str) -> np.ndarray:
-    """The groups along some axes of a mesh, or along parts of them: `'b':(2)4` is the 4 in b = 2 · 4 · rest."""
+    """Return the groups along mesh axes or along factors of axes: `'b':(2)4` is the 4 in b = 2 · 4 · rest."""
     shape, grouped = [], []
     wanted = {name: (int(before or 1), int(size)) if size else None for name, before, size in _AXIS.findall(chosen)}
     for name in names:
@@ -112,46 +120,46 @@ def _along(order: np.ndarray, names: list[str], sizes: dict[str, int], chosen: s
 
 
 def axes_of(groups: np.ndarray, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], bool]:
-    """The mesh axes along which members of a group differ, and whether each group is all of the devices along them."""
+    """Return the mesh axes along which members of a group differ, and whether groups span these axes."""
     places = np.stack(np.unravel_index(groups, tuple(mesh.values())), axis=-1)
     differing = np.any(places != places[:, :1], axis=(0, 1))
     axes = tuple(axis for axis, differs in zip(mesh, differing, strict=True) if differs)
     return axes, groups.shape[1] == math.prod(mesh[axis] for axis in axes)
 
 
-def _part_of(instruction: Instruction) -> tuple | None:
-    """What tells that two instructions are parts of one collective, in the text of a TPU's program."""
+def _part_of(instruction: HloInstruction) -> tuple | None:
+    """Return a key that identifies one collective split over several instructions (TPU); None for any other."""
     if "async_collective_fusion_config" not in instruction.attributes:
         return None
     chain = re.search(r'chain_id="(\d+)"', instruction.attributes)
     return (chain[1], instruction.attribute("channel_id")) if chain else None
 
 
-def _payload(computation: Computation, instruction: Instruction, kind: str) -> tuple[int, str]:
-    """Bytes of the whole of it on one device, without padding, and the type of most of them."""
+def _payload(computation: HloComputation, instruction: HloInstruction, kind: str) -> tuple[int, str]:
+    """Return the unpadded bytes of a collective on one device, and the dtype of most of them."""
     given = [array for operand in computation.operands(instruction) for array in operand.arrays]
     made = instruction.arrays
     if kind == "all-gather":
-        # One that is started gives what it reads, too.
+        # An asynchronous start also returns its operands.
         arrays = made[len(given) :] if instruction.opcode.endswith("-start") else made
     else:
         arrays = given
     sizes = Counter()
     for array in arrays:
-        sizes[array.dtype] += array.numbers * bits(array.dtype) // 8
+        sizes[array.dtype] += array.elements * bits(array.dtype) // 8
     return sum(sizes.values()), sizes.most_common(1)[0][0]
 
 
 def table(found: list[CompiledCollective]) -> list[CompiledCollective]:
-    """Added up by kind, axes, dtype and size, whatever they belong to; the most bytes first."""
+    """Return collectives summed by kind, axes, dtype and size, across scopes; the most bytes first."""
 
     def key(c: CompiledCollective) -> tuple:
-        return c.kind, c.axes, c.bytes, c.dtype, c.whole
+        return c.kind, c.axes, c.bytes, c.dtype, c.spans_axes
 
     rows = []
     for _, alike in itertools.groupby(sorted(found, key=key), key):
         alike = list(alike)
-        rows.append(alike[0]._replace(count=sum(c.count for c in alike), of=_common(c.of for c in alike)))
+        rows.append(alike[0]._replace(count=sum(c.count for c in alike), scope=_common(c.scope for c in alike)))
     return sorted(rows, key=lambda c: -c.count * c.bytes)
 
 

@@ -1,4 +1,4 @@
-"""The fastest training step that fits, by asking the compiler."""
+"""Search for the fastest training step that fits, by compiling variants."""
 
 from collections.abc import Callable, Collection
 from typing import NamedTuple
@@ -9,12 +9,12 @@ from jaxlm.costs.search import variants
 from jaxlm.costs.step.memory import memory
 from jaxlm.costs.workload import Workload
 
-# How far the compiler may differ from what the compilations before it made of the count.
-_DOUBT = 1.05
+# Tolerance on the count, once corrected by earlier compilations.
+_TOLERANCE = 1.05
 
 
-class Tried(NamedTuple):
-    """A variant that was compiled, and the bytes on one device that it needs."""
+class FitTrial(NamedTuple):
+    """A compiled variant, and the bytes that it needs on one device."""
 
     work: Workload
     needed: int
@@ -26,13 +26,17 @@ def fit(
     needed: Callable[[Workload], int],
     say: Callable[[str], None],
     held: Collection[str] = (),
-) -> tuple[Workload | None, list[Tried]]:
-    """The variant of a workload on its mesh that has the largest microbatch and the cheapest rematerialisation, by
-    counted time, of those that fit; None where none does; and all that were compiled.
+) -> tuple[Workload | None, list[FitTrial]]:
+    """Return the fastest variant of a workload that fits, by counted time, and all compiled variants.
 
-    `needed` compiles a variant; `held` names settings that `variants` leaves as they are. Those are left out of which
-    the count, corrected by what was compiled so far, says that they cannot fit by far, and those that are slower than
-    one that fits.
+    Variants differ in the microbatch and the rematerialisation; the mesh stays. The result is None if no variant fits.
+    Variants that are slower than a fitting one are skipped, and so are variants far beyond capacity by the count,
+    corrected by the compilations so far.
+
+    Args:
+      needed: compiles a variant and returns the bytes that it needs on one device.
+      say: is given a line before each compilation.
+      held: names of settings that do not vary.
     """
     capacity, work = target.chip.device_capacity(), work.on(target.chip)
 
@@ -40,11 +44,11 @@ def fit(
         return memory(work, target.chip.kind).total
 
     waiting = sorted(variants(work, held), key=lambda w: plan(w, target).time.expected)
-    tried: list[Tried] = []
+    tried: list[FitTrial] = []
     best: Workload | None = None
     while chosen := _next(waiting, tried, capacity, counted):
         say(f"compiling {chosen.overrides()}")
-        tried.append(Tried(chosen, needed(chosen)))
+        tried.append(FitTrial(chosen, needed(chosen)))
         at = waiting.index(chosen)
         if tried[-1].needed <= capacity:
             best, waiting = chosen, waiting[:at]
@@ -54,11 +58,11 @@ def fit(
 
 
 def _next(
-    waiting: list[Workload], tried: list[Tried], capacity: int, counted: Callable[[Workload], int]
+    waiting: list[Workload], tried: list[FitTrial], capacity: int, counted: Callable[[Workload], int]
 ) -> Workload | None:
-    """The fastest that may fit, or, before anything fits, the one that needs least if none is thought to."""
+    """Return the fastest variant that may fit; if none is expected to and none has, the one that needs least memory."""
     ratio = min((t.needed / counted(t.work) for t in tried), default=1.0)
-    hopeful = [w for w in waiting if counted(w) * ratio <= capacity * (_DOUBT if tried else 1.0)]
+    hopeful = [w for w in waiting if counted(w) * ratio <= capacity * (_TOLERANCE if tried else 1.0)]
     if hopeful:
         return hopeful[0]
     if waiting and not any(t.needed <= capacity for t in tried):

@@ -1,5 +1,7 @@
-"""Programs as XLA prints them after it has optimised and scheduled them: computations, their instructions in the order
-in which they run, and where in the source each came from."""
+"""XLA's optimised, scheduled programs, parsed from text.
+
+A program has computations, their instructions in execution order, and the source line of each instruction.
+"""
 
 import functools
 import json
@@ -9,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxlm.lowering import shapes
-from jaxlm.lowering.shapes import Array, Type
+from jaxlm.lowering.shapes import HloArray, HloType
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (.*)$")
@@ -20,34 +22,34 @@ _METADATA = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _LINE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
-# What JAX's own machinery adds to the names of operations.
+# Scopes that JAX's own machinery adds to operation names.
 _SCOPES = re.compile(
     r"^(?:jit\([^)]*\)|while|body|closed_call|checkpoint|cond|branch_\d+_fun|shard_map|pallas_call|eval_jaxpr)$"
 )
 _TRANSFORMATIONS = re.compile(r"^(?:transpose\(|jvp\()+")
-# Packages whose lines say less than the line that called them.
-_THEIRS = re.compile(r"[/\\](?:jax|jaxlib|flax|optax|einops|jax_plugins)[/\\]")
+# Library packages: their callers' lines say more than their own.
+_LIBRARIES = re.compile(r"[/\\](?:jax|jaxlib|flax|optax|einops|jax_plugins)[/\\]")
 
 
 @dataclass
-class Instruction:
-    """One line of a computation. `operands` are names; `attributes` the text behind them."""
+class HloInstruction:
+    """One line of a computation: `operands` are names, `attributes` is the text after them."""
 
     name: str
-    type: Type
+    type: HloType
     opcode: str
     operands: tuple[str, ...]
     attributes: str
-    literal: str = ""  # what stands in the parentheses of a constant or a parameter
+    literal: str = ""  # the text in the parentheses of a constant or a parameter
 
     @functools.cached_property
     def called(self) -> dict[str, tuple[str, ...]]:
-        """Names of computations by the attribute that names them."""
+        """Names of called computations, by attribute."""
         return {key: tuple(_NAME.findall(value)) for key, value in _CALLED.findall(self.attributes)}
 
     @functools.cached_property
     def op_name(self) -> str:
-        """JAX's name of the operation: a path of scopes, such as "jit(train)/jvp()/while/body/layers/query/dot"."""
+        """JAX's name of the operation, a path of scopes such as "jit(train)/jvp()/while/body/layers/query/dot"."""
         found = _METADATA.search(self.attributes)
         return found[1].replace("\\'", "'") if found else ""
 
@@ -62,78 +64,81 @@ class Instruction:
             return {}
 
     def attribute(self, key: str) -> str | None:
-        """The text of an attribute, such as "{1}" of `lhs_contracting_dims`; None where it is not given."""
+        """Return the text of an attribute, such as "{1}" of `lhs_contracting_dims`; None if absent."""
         found = re.search(rf'(?:^|[\s,]){key}=("[^"]*"|\{{[^}}]*\}}|[^,\s]+)', self.attributes)
         return found[1].strip('"') if found else None
 
     def dimensions(self, key: str) -> tuple[int, ...]:
-        """The numbers of an attribute; none where it is not given."""
+        """Return the integers in an attribute; empty if absent."""
         return tuple(int(n) for n in re.findall(r"\d+", self.attribute(key) or ""))
 
     @property
-    def arrays(self) -> list[Array]:
+    def arrays(self) -> list[HloArray]:
         return shapes.arrays(self.type)
 
 
 @dataclass
-class Computation:
-    """Instructions in the order in which they run, by name."""
+class HloComputation:
+    """Instructions by name, in execution order."""
 
     name: str
-    instructions: dict[str, Instruction] = field(default_factory=dict)
+    instructions: dict[str, HloInstruction] = field(default_factory=dict)
     root: str = ""
 
     @property
-    def parameters(self) -> list[Instruction]:
-        """In the order of their numbers."""
+    def parameters(self) -> list[HloInstruction]:
+        """Parameters, in the order of their numbers."""
         found = [i for i in self.instructions.values() if i.opcode == "parameter"]
         return sorted(found, key=lambda i: int(i.literal))
 
     @functools.cached_property
-    def users(self) -> dict[str, list[Instruction]]:
-        """Who reads an instruction."""
-        users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
+    def users(self) -> dict[str, list[HloInstruction]]:
+        """Readers of each instruction, by its name."""
+        users: dict[str, list[HloInstruction]] = {name: [] for name in self.instructions}
         for instruction in self.instructions.values():
             for operand in dict.fromkeys(instruction.operands):
                 users[operand].append(instruction)
         return users
 
-    def operands(self, instruction: Instruction) -> list[Instruction]:
+    def operands(self, instruction: HloInstruction) -> list[HloInstruction]:
         return [self.instructions[name] for name in instruction.operands]
 
 
 @dataclass
-class Program:
-    """A compiled program: one for all devices of a mesh."""
+class HloProgram:
+    """A compiled program, the same for all devices of a mesh."""
 
-    computations: dict[str, Computation]
-    entry: Computation
+    computations: dict[str, HloComputation]
+    entry: HloComputation
     frames: dict[int, tuple[str, int, int]]  # file, line, number of the frame that called it
 
-    def source(self, instruction: Instruction) -> str:
-        """ "file.py:12": the innermost line that made an instruction and is not of JAX or of its libraries."""
+    def source(self, instruction: HloInstruction) -> str:
+        """Return the innermost source line outside JAX and its libraries, such as "file.py:12"."""
         if found := _LINE.search(instruction.attributes):
             return f"{_short(found[1])}:{found[2]}"
         found = _FRAME.search(instruction.attributes)
         at, line = int(found[1]) if found else 0, ""
         while at in self.frames:
             file, number, at = self.frames[at]
-            if not _THEIRS.search(file):
+            if not _LIBRARIES.search(file):
                 return f"{_short(file)}:{number}"
             line = line or f"{_short(file)}:{number}"
         return line
 
     @functools.cached_property
     def times(self) -> dict[str, int]:
-        """How often each computation runs, those inside fusions and reductions included, by name."""
+        """Number of runs of each computation by name, those inside fusions and reductions included."""
         times = dict.fromkeys(self.computations, 0)
         for computation, runs in self._runs(self.entry, 1):
             times[computation] += runs
         return times
 
-    def executed(self) -> Iterator[tuple[Computation, Instruction, int]]:
-        """What the device is told to run, one after the other, and how often: instructions of the entry and of the
-        loops and branches beneath it, but not what is inside fusions and reductions."""
+    def executed(self) -> Iterator[tuple[HloComputation, HloInstruction, int]]:
+        """Yield the instructions that the device executes, and their number of runs.
+
+        These are the instructions of the entry computation and of its loops and branches, but not of fusions and
+        reductions.
+        """
         reached, waiting = {}, [self.entry.name]
         while waiting:
             name = waiting.pop()
@@ -145,15 +150,14 @@ class Program:
             for instruction in self.computations[name].instructions.values():
                 yield self.computations[name], instruction, self.times[name]
 
-    def trips(self, loop: Instruction) -> int:
-        """How often a loop runs its body: as XLA says, or by the constant that its condition compares with; 1 where it
-        depends on data."""
+    def trips(self, loop: HloInstruction) -> int:
+        """Return a loop's trip count: XLA's own, or the constant in its condition; 1 if it depends on data."""
         if known := loop.backend_config.get("known_trip_count"):
             return int(known["n"])
         condition = self.computations[loop.called["condition"][0]]
         return _constant_bound(self, condition) or 1
 
-    def _runs(self, computation: Computation, runs: int) -> Iterator[tuple[str, int]]:
+    def _runs(self, computation: HloComputation, runs: int) -> Iterator[tuple[str, int]]:
         yield computation.name, runs
         for instruction in computation.instructions.values():
             each = runs * self.trips(instruction) if instruction.opcode == "while" else runs
@@ -162,8 +166,8 @@ class Program:
                     yield from self._runs(self.computations[name], each)
 
 
-def controlled(instruction: Instruction) -> tuple[str, ...]:
-    """Computations whose instructions run one by one where this one stands."""
+def controlled(instruction: HloInstruction) -> tuple[str, ...]:
+    """Return the computations that this instruction runs as control flow: loop bodies, conditions and branches."""
     if instruction.opcode == "while":
         return (*instruction.called["body"], *instruction.called["condition"])
     if instruction.opcode in ("conditional", "call", "async-start"):
@@ -172,8 +176,10 @@ def controlled(instruction: Instruction) -> tuple[str, ...]:
 
 
 def scope(op_name: str) -> str:
-    """JAX's name of an operation without what JAX's own machinery adds; "backward" or "again" in front of what is part
-    of the backward pass, or recomputed for it."""
+    """Return JAX's name of an operation without the scopes that JAX's machinery adds.
+
+    The prefix "backward" marks the backward pass, "again" recomputation for it.
+    """
     parts = op_name.split("/")
     kept = [bare for part in parts if (bare := _bare(part)) and not _SCOPES.match(bare)]
     again = "rematted_computation" in kept
@@ -183,20 +189,20 @@ def scope(op_name: str) -> str:
 
 
 def _bare(part: str) -> str:
-    """A part of a name without the transformations around it, which may end parts later; of a function its own name."""
+    """Strip transformations from one part of a name (their parentheses may close in a later part), and "<locals>"."""
     part = _TRANSFORMATIONS.sub("", part)
     closed = max(part.count(")") - part.count("("), 0)
     return part[: len(part) - closed].rpartition("<locals>.")[2]
 
 
-def parse(text: str) -> Program:
-    """The program of a text that `jax.stages.Compiled.as_text()` gives."""
-    computations: dict[str, Computation] = {}
+def parse(text: str) -> HloProgram:
+    """Parse the text of `jax.stages.Compiled.as_text()`."""
+    computations: dict[str, HloComputation] = {}
     tables: dict[str, dict[int, str]] = {}
     entry = computation = table = None
     for line in text.splitlines():
         if found := _COMPUTATION.match(line):
-            computation = computations[found[2]] = Computation(found[2])
+            computation = computations[found[2]] = HloComputation(found[2])
             entry = computation if found[1] else entry
         elif line.startswith("}"):
             computation = None
@@ -212,11 +218,11 @@ def parse(text: str) -> Program:
             table[int(found[1])] = found[2]
     if entry is None:
         raise ValueError("the text holds no program")
-    return Program(computations, entry, _frames(tables))
+    return HloProgram(computations, entry, _frames(tables))
 
 
-def _instruction(name: str, text: str) -> Instruction:
-    """`TYPE opcode(operands), attributes`."""
+def _instruction(name: str, text: str) -> HloInstruction:
+    """Parse `TYPE opcode(operands), attributes`."""
     type, at = shapes.parse(text, 0)
     opcode, _, rest = text[at:].strip().partition("(")
     depth, end = 1, 0
@@ -232,16 +238,16 @@ def _instruction(name: str, text: str) -> Instruction:
                 break
     inside, attributes = rest[:end], rest[end + 1 :].lstrip(", ")
     operands = () if opcode in ("constant", "parameter") else tuple(_NAME.findall(inside))
-    # A fusion that runs beside the next operations (newer XLA) is read as one that is done where it starts.
+    # An asynchronous fusion (newer XLA) is read as a synchronous one at its start.
     if opcode == "fusion-start":
         opcode, type = "fusion", type[1]
     elif opcode == "fusion-done":
         opcode = "bitcast"
-    return Instruction(name, type, opcode, operands, attributes, inside if not operands else "")
+    return HloInstruction(name, type, opcode, operands, attributes, inside if not operands else "")
 
 
 def _frames(tables: dict[str, dict[int, str]]) -> dict[int, tuple[str, int, int]]:
-    """The stack frames of a program's tables; a frame that has none above it leads to 0."""
+    """Return the stack frames of a program's tables; the parent of an outermost frame is 0."""
     numbers = {
         name: {id: {key: int(n) for key, n in re.findall(r"(\w+)=(\d+)", row)} for id, row in rows.items()}
         for name, rows in tables.items()
@@ -251,7 +257,7 @@ def _frames(tables: dict[str, dict[int, str]]) -> dict[int, tuple[str, int, int]
         numbers.get("FileLocations", {}),
         numbers.get("StackFrames", {}),
     )
-    # XLA counts parents from one more than it counts frames, so that 1 is none.
+    # Parent ids may be offset by one from frame ids; parent 1 then means none.
     shift = 1 if frames.get(1, {}).get("parent_frame_id") == 1 else 0
     found = {}
     for id, frame in frames.items():
@@ -262,13 +268,15 @@ def _frames(tables: dict[str, dict[int, str]]) -> dict[int, tuple[str, int, int]
 
 
 def _short(file: str) -> str:
-    """The last two parts of a path."""
+    """Return the last two parts of a path."""
     return "/".join(re.split(r"[/\\]", file)[-2:])
 
 
-def _constant_bound(program: Program, condition: Computation) -> int | None:
-    """The largest whole number that stands in a loop's condition, and what it is taken for: n of `counter < n`, where
-    the counter starts at 0 and goes up by 1, as JAX's loops do. None where there is no number."""
+def _constant_bound(program: HloProgram, condition: HloComputation) -> int | None:
+    """Return the largest integer constant in a loop's condition, None if there is none.
+
+    It is n of `counter < n`, where the counter counts up from 0 by 1 as in JAX's loops.
+    """
     constants = {}
     for computation in (condition, *_within(program, condition)):
         for instruction in computation.instructions.values():
@@ -277,7 +285,7 @@ def _constant_bound(program: Program, condition: Computation) -> int | None:
     return max(constants.values(), default=None)
 
 
-def _within(program: Program, computation: Computation) -> Iterator[Computation]:
+def _within(program: HloProgram, computation: HloComputation) -> Iterator[HloComputation]:
     for instruction in computation.instructions.values():
         for names in instruction.called.values():
             for name in names:

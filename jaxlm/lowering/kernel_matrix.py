@@ -1,6 +1,6 @@
-"""Which kernels of kernels_pallas compile for which chips, forward and backward, without any of the chips.
+"""Compile every kernel of kernels_pallas for every chip, forward and backward, without the chips.
 
-A kernel that needs more shared memory, VMEM or registers than a chip has, or that its compiler refuses, fails here.
+A kernel fails if it needs more shared memory, VMEM or registers than a chip has, or if the compiler rejects it.
 """
 
 import contextlib
@@ -21,15 +21,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import bundles, targets
-from jaxlm.lowering.assembly import Assembled, assemble, compile_to_ptx
-from jaxlm.lowering.bundles import Scheduled
-from jaxlm.lowering.sass import Hot
+from jaxlm.lowering.assembly import AssembledKernel, assemble, compile_to_ptx
+from jaxlm.lowering.bundles import ScheduledKernel
+from jaxlm.lowering.sass import HotLoop
 from kernels_pallas.core import target
 from kernels_pallas.core.cases import Case, Operation
 from kernels_pallas.core.choice import KERNELS, cannot_lower
 from kernels_pallas.core.registry import OPERATIONS
 
-# One of each generation: a slice as small as its compiler allows; programs are for one device of it.
+# One chip of each generation, as the smallest slice that its compiler allows; programs are for one device.
 GPUS = {"A100": "a100-sxm4-80g:1", "H100": "h100-sxm5:1", "H200": "h200-sxm:1", "B200": "b200-hgx:1"}
 TPUS = {"v4": "tpu-v4:4", "v5e": "tpu-v5e:4", "v5p": "tpu-v5p:4", "v6e": "tpu-v6e:4", "v7x": "tpu-v7x:4"}
 CHIPS = GPUS | TPUS
@@ -37,7 +37,7 @@ ASSEMBLED = ("A100", "H100", "B200")  # one of each compute capability: an H200 
 
 
 def _lowered_for(implementation: str) -> tuple[str, ...]:
-    """The chips of CHIPS that one of KERNELS runs on."""
+    """Return the chips of CHIPS that an implementation of KERNELS supports."""
     chips = {name: Target.parse(text).chip for name, text in CHIPS.items()}
     known = {name: target.of_kind(chip.kind, chip.device_kinds[0]) for name, chip in chips.items()}
     return tuple(name for name, chip in known.items() if cannot_lower(implementation, chip) is None)
@@ -47,7 +47,7 @@ LOWERED_FOR = {implementation: _lowered_for(implementation) for implementation i
 
 
 class MatrixRow(NamedTuple):
-    """One call of one implementation."""
+    """One case of one implementation of an operation."""
 
     operation: Operation
     implementation: str
@@ -58,7 +58,7 @@ class MatrixRow(NamedTuple):
 
 
 def rows() -> Iterator[MatrixRow]:
-    """All that is compiled, each for every chip that its implementation is lowered for."""
+    """Yield all rows; each is compiled for every chip that its implementation is lowered for."""
     for operation in OPERATIONS.values():
         for implementation in operation.implementations:
             for case in operation.used_in("compile"):
@@ -67,23 +67,25 @@ def rows() -> Iterator[MatrixRow]:
 
 
 class Outcome(NamedTuple):
-    """What became of a row.
+    """The result of compiling a row for a chip.
 
     Attributes:
-      problem: with it, "" where there is none.
-      kernels: on TPUs and ASSEMBLED chips, where it was compiled.
-      program: a digest of what was compiled, the same wherever the source lies and whatever line it is on.
+      problem: the error, "" if it compiled.
+      kernels: figures of its kernels, for TPUs and ASSEMBLED chips if it was compiled.
+      program: digest of the lowered program, independent of source paths and line numbers.
     """
 
     problem: str
-    kernels: tuple[Assembled, ...] | tuple[Scheduled, ...] = ()
+    kernels: tuple[AssembledKernel, ...] | tuple[ScheduledKernel, ...] = ()
     program: str = ""
 
 
 def compile_rows(chip: str, known: Collection[str] = (), schedules: bool = True) -> dict[MatrixRow, Outcome]:
-    """Each row that is lowered for a chip of CHIPS, compiled for it, forward and backward, but for programs of `known`
-    digests. The schedules of a TPU take two to five times as long as compiling, in a process of its own: libtpu is told
-    but once where to write them."""
+    """Compile each row that is lowered for a chip of CHIPS, forward and backward.
+
+    Programs with a `known` digest are lowered only. A TPU's schedules take two to five times as long as compiling, and
+    a process of their own, since libtpu reads their destination once at start-up.
+    """
     lowered = _lower_rows(chip)
     outcomes = {row: made for row, made in lowered.items() if isinstance(made, Outcome)}
     outcomes |= {row: Outcome("", (), made.digest) for row, made in lowered.items() if row not in outcomes}
@@ -103,7 +105,7 @@ def _compile_with_schedules(chip: str, wanted: Sequence[MatrixRow]) -> dict[Matr
     if done.returncode:
         raise RuntimeError(f"compiling for {chip} failed: {done.stderr.strip()[-2000:]}")
     outcomes = (
-        Outcome(problem, tuple(Scheduled(*kernel) for kernel in kernels), program)
+        Outcome(problem, tuple(ScheduledKernel(*kernel) for kernel in kernels), program)
         for problem, kernels, program in json.loads(done.stdout.splitlines()[-1])
     )
     return dict(zip(wanted, outcomes, strict=True))
@@ -113,21 +115,21 @@ def _rows_of(chip: str) -> list[MatrixRow]:
     return [row for row in rows() if chip in LOWERED_FOR[row.implementation]]
 
 
-# How a program is compiled, and the kernels that this says something of.
-_Compiler = Callable[[jax.stages.Lowered], list[Assembled] | list[Scheduled]]
+# Compiles a program, and returns the figures of its kernels that it can tell.
+_Compiler = Callable[[jax.stages.Lowered], list[AssembledKernel] | list[ScheduledKernel]]
 
 
-def _assembled(lowered: jax.stages.Lowered) -> list[Assembled]:
+def _assembled(lowered: jax.stages.Lowered) -> list[AssembledKernel]:
     return sorted(kernel for text in compile_to_ptx(lowered) for kernel in assemble(text))
 
 
-def _compiled(lowered: jax.stages.Lowered) -> list[Assembled]:
+def _compiled(lowered: jax.stages.Lowered) -> list[AssembledKernel]:
     lowered.compile()
     return []
 
 
 def _scheduled(folder: Path) -> _Compiler:
-    def compiled(lowered: jax.stages.Lowered) -> list[Scheduled]:
+    def compiled(lowered: jax.stages.Lowered) -> list[ScheduledKernel]:
         lowered.compile()
         kernels = sorted(bundles.read(folder), key=lambda kernel: kernel.name)
         for path in folder.iterdir():
@@ -137,23 +139,25 @@ def _scheduled(folder: Path) -> _Compiler:
     return compiled
 
 
-class _Program(NamedTuple):
+class _LoweredRow(NamedTuple):
+    """A row's lowered program and its digest."""
+
     lowered: jax.stages.Lowered
     digest: str
 
 
-def _lower_rows(chip: str) -> dict[MatrixRow, _Program | Outcome]:
-    """Each row as a program, or the problem with it."""
+def _lower_rows(chip: str) -> dict[MatrixRow, _LoweredRow | Outcome]:
+    """Lower each row; a row that fails has an outcome with the problem."""
     device = targets.devices(Target.parse(CHIPS[chip]))[0]
     mesh = Mesh(np.array([device]), ("one",))
-    # As everybody lowers them, whatever this process multiplies float32 by.
-    with _without_places(), jax.default_matmul_precision(None):
+    # The default precision: programs do not depend on this process's setting.
+    with _without_locations(), jax.default_matmul_precision(None):
         return {row: _lower(row, mesh) for row in _rows_of(chip)}
 
 
 @contextlib.contextmanager
-def _without_places() -> Iterator[None]:
-    """Programs do not say where in which file they come from."""
+def _without_locations() -> Iterator[None]:
+    """Leave source locations out of programs."""
     name = "jax_traceback_in_locations_limit"
     before = getattr(jax.config, name)
     jax.config.update(name, 0)
@@ -163,7 +167,7 @@ def _without_places() -> Iterator[None]:
         jax.config.update(name, before)
 
 
-def _lower(row: MatrixRow, mesh: Mesh) -> _Program | Outcome:
+def _lower(row: MatrixRow, mesh: Mesh) -> _LoweredRow | Outcome:
     operation, implementation, case = row
     whole = NamedSharding(mesh, PartitionSpec())
     structs = {
@@ -175,35 +179,37 @@ def _lower(row: MatrixRow, mesh: Mesh) -> _Program | Outcome:
         results, pull_back = jax.vjp(
             lambda inputs: operation.function(**inputs, **others, **case.options, implementation=implementation), inputs
         )
-        return results, pull_back(results)  # any cotangent: its shapes are those of the results
+        return results, pull_back(results)  # any cotangent of the results' shapes will do
 
     try:
         with jax.set_mesh(mesh):
             lowered = jax.jit(program).lower(inputs, structs)
-    except Exception as error:  # a refusal has no type of its own
-        return _refused(error)
+    except Exception as error:  # compilers raise no common type
+        return _failed(error)
     text = lowered.as_text()
-    # As lowered, not as compiled: for TPU v7x there are programs that jaxlib compiles and cannot print.
+    # The lowered text: jaxlib compiles some programs for TPU v7x that it cannot print.
     kernels = re.findall(rf'name = "\w*{operation.name}\w*"|@mosaic_gpu_v2', text)
     if len(kernels) < 2:
-        return Outcome(f"{len(kernels)} kernels are in the program; forward and backward need one each")
-    return _Program(lowered, hashlib.sha256(text.encode()).hexdigest()[:16])
+        return Outcome(f"the program has {len(kernels)} kernels; forward and backward need one each")
+    return _LoweredRow(lowered, hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
-def _compile(row: MatrixRow, program: _Program, compiled: _Compiler) -> Outcome:
+def _compile(row: MatrixRow, program: _LoweredRow, compiled: _Compiler) -> Outcome:
     try:
         known = compiled(program.lowered)
     except Exception as error:
-        return _refused(error, program.digest)
+        return _failed(error, program.digest)
     return Outcome("", tuple(kernel for kernel in known if row.operation.name in kernel.name), program.digest)
 
 
-def _refused(error: Exception, program: str = "") -> Outcome:
+def _failed(error: Exception, program: str = "") -> Outcome:
     return Outcome(str(error).splitlines()[0][:300], (), program)
 
 
-def records(results: dict[str, dict[MatrixRow, Outcome]], kind: type[Assembled] | type[Scheduled]) -> list[dict]:
-    """Every kernel of which something is known, one record each."""
+def records(
+    results: dict[str, dict[MatrixRow, Outcome]], kind: type[AssembledKernel] | type[ScheduledKernel]
+) -> list[dict]:
+    """Return one record for each kernel with figures of this kind."""
     return [
         {"chip": chip, "row": str(row), **_asdict(kernel)}
         for chip, by in results.items()
@@ -213,19 +219,19 @@ def records(results: dict[str, dict[MatrixRow, Outcome]], kind: type[Assembled] 
     ]
 
 
-def _asdict(kernel: Assembled | Scheduled) -> dict:
-    return {name: x._asdict() if isinstance(x, Hot) else x for name, x in kernel._asdict().items()}
+def _asdict(kernel: AssembledKernel | ScheduledKernel) -> dict:
+    return {name: x._asdict() if isinstance(x, HotLoop) else x for name, x in kernel._asdict().items()}
 
 
 def recorded(programs: Iterable[dict], *kernels: Iterable[dict]) -> dict[tuple[str, str], Outcome]:
-    """Outcomes by chip and row: from records of programs, without problems, and from those of their kernels."""
+    """Return outcomes by chip and row from records of compiled programs and of their kernels."""
     found: dict[tuple[str, str], list] = {}
     for record in (record for some in kernels for record in some):
         known = dict(record)
         chip, row = known.pop("chip"), known.pop("row")
         if "hot" in known:
-            known["hot"] = Hot(**known["hot"])
-        found.setdefault((chip, row), []).append((Scheduled if "bundles" in known else Assembled)(**known))
+            known["hot"] = HotLoop(**known["hot"])
+        found.setdefault((chip, row), []).append((ScheduledKernel if "bundles" in known else AssembledKernel)(**known))
     return {
         at: Outcome("", tuple(found.get(at, ())), record["program"])
         for record in programs

@@ -1,18 +1,18 @@
-"""The compile matrix, and what compilers say of its kernels, as Markdown tables."""
+"""Markdown pages of the compile matrix and of the compilers' figures for its kernels."""
 
 from collections.abc import Callable
 
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering.kernel_matrix import GPUS, MatrixRow, Outcome, rows
-from jaxlm.lowering.sass import Hot, cycles, knows
+from jaxlm.lowering.sass import HotLoop, cycles, supports
 
-# Operations that read most of what they read from caches.
+# Matrix products: most of their reads hit the caches.
 MULTIPLYING = ("matmul", "flash_attention")
 
 
 def compiled(results: dict[str, dict[MatrixRow, Outcome]]) -> str:
-    """The results by chip as a Markdown table: ✓ compiles, – is not lowered for it."""
+    """Return the results by chip as a Markdown page: ✓ compiles, ✗ fails, – is not lowered for the chip."""
     lines = [
         f"| operation | implementation | case | {' | '.join(results)} |",
         "| --- | --- | --- |" + " --- |" * len(results),
@@ -20,45 +20,55 @@ def compiled(results: dict[str, dict[MatrixRow, Outcome]]) -> str:
     for row in rows():
         cells = ("–" if row not in by else "✗" if by[row].problem else "✓" for by in results.values())
         lines.append(f"| {row} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return _page("Kernels that compile, by chip", "what-compiles", lines)
 
 
 def registers(records: list[dict]) -> str:
-    """Of each row the registers of its kernels by chip, in the order of their names, as a Markdown table."""
+    """Return the registers per thread of each row's kernels by chip, in order of their names, as a Markdown page."""
 
     def cell(record: dict) -> str:
         return f"{record['registers']}" + (f" ({record['spilled']} B spilled)" if record["spilled"] else "")
 
-    return _kernels_table(records, cell)
+    return _kernels_page("Registers of each thread", "what-the-assembler-says", records, cell)
 
 
 def loops(records: list[dict]) -> str:
-    """Of each row the unit that its kernels ask most of, for how many cycles, and which part of them instructions are
-    issued in, in the order of their names, as a Markdown table."""
+    """Return each row's busiest unit in the hot loop of each kernel as a Markdown page.
+
+    A cell gives the cycles, the unit, and the share of these cycles in which instructions are issued; kernels stand in
+    the order of their names.
+    """
 
     def cell(record: dict) -> str:
-        asked = cycles(chip_of(record), Hot(**record["hot"]), record["row"].startswith(MULTIPLYING))
-        unit = max(asked, key=lambda unit: asked[unit])
-        return f"{asked[unit]:,.0f} {unit}" + ("" if unit == "ISSUE" else f" {asked['ISSUE'] / asked[unit]:.0%}")
+        busy = cycles(chip_of(record), HotLoop(**record["hot"]), record["row"].startswith(MULTIPLYING))
+        unit = max(busy, key=lambda unit: busy[unit])
+        return f"{busy[unit]:,.0f} {unit}" + ("" if unit == "ISSUE" else f" {busy['ISSUE'] / busy[unit]:.0%}")
 
     def chip_of(record: dict) -> Chip:
         return Target.parse(GPUS[record["chip"]]).chip
 
-    return _kernels_table([record for record in records if knows(chip_of(record))], cell)
+    known = [record for record in records if supports(chip_of(record))]
+    return _kernels_page(
+        "The busiest unit of an SM in each kernel's hot loop", "what-a-warp-asks-of-its-sm", known, cell
+    )
 
 
 def schedules(records: list[dict]) -> str:
-    """Of each row the longest run of its kernels by chip, and the unit that it keeps busiest, in the order of their
-    names, as a Markdown table."""
+    """Return the bundles of each kernel's longest branch-free run and its busiest unit by chip, as a Markdown page.
+
+    Kernels stand in the order of their names.
+    """
 
     def cell(record: dict) -> str:
         unit = max(record["busy"], key=lambda unit: record["busy"][unit])
         return f"{record['longest']:,} {unit} {record['busy'][unit]:.0%}"
 
-    return _kernels_table(records, cell)
+    return _kernels_page(
+        "The longest branch-free run of each TPU kernel", "what-the-tpus-compiler-schedules", records, cell
+    )
 
 
-def _kernels_table(records: list[dict], cell: Callable[[dict], str]) -> str:
+def _kernels_page(title: str, section: str, records: list[dict], cell: Callable[[dict], str]) -> str:
     chips = list(dict.fromkeys(record["chip"] for record in records))
     cells: dict[str, dict[str, list[str]]] = {}
     for record in records:
@@ -70,4 +80,12 @@ def _kernels_table(records: list[dict], cell: Callable[[dict], str]) -> str:
     lines += [
         f"| {row} | {' | '.join(' · '.join(by.get(chip, ['–'])) for chip in chips)} |" for row, by in cells.items()
     ]
-    return "\n".join(lines) + "\n"
+    return _page(title, section, lines)
+
+
+def _page(title: str, section: str, lines: list[str]) -> str:
+    """Return a page of benchmarks/results/compiled that links to the section of docs/kernels.md that explains it."""
+    explained = f"[docs/kernels.md](../../../docs/kernels.md#{section}) explains it."
+    return "\n".join(
+        (f"# {title}", "", f"Written by `benchmarks/compile_matrix.py --write`; {explained}", "", *lines, "")
+    )

@@ -1,4 +1,4 @@
-"""The steps that commands run, and what they are given, for a mesh of devices that need not be here."""
+"""The steps that commands run, with abstract arguments, for a mesh of devices that need not be present."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from jaxlm.training.step import jit_steps, make_steps
 
 @dataclass(frozen=True)
 class Step:
-    """A jitted function of a mesh, and the shapes and shardings of its arguments; no array is made."""
+    """A jitted function on a mesh, and the shapes and shardings of its arguments; no array is created."""
 
     function: Any
     arguments: tuple
@@ -32,7 +32,7 @@ class Step:
 
     @property
     def argument_bytes(self) -> int:
-        """On one device."""
+        """Bytes of the arguments on one device."""
 
         def size(x: jax.ShapeDtypeStruct) -> int:
             shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
@@ -42,10 +42,10 @@ class Step:
 
 
 def step(experiment: Experiment, kind: Kind, mesh: Mesh) -> Step:
-    """The step that `jaxlm train` runs, or one of those that `jaxlm generate` runs: with its donated buffers, its
-    shardings and its sampling, on `training.batch` sequences of `training.sequence` tokens in `training.dtype`.
+    """Return the step of `jaxlm train`, or a step of `jaxlm generate`, with its donation, shardings and sampling.
 
-    A prefill fills a cache of just these tokens; a decoding step reads the last of them.
+    It has `training.batch` sequences of `training.sequence` tokens in `training.dtype`. Prefill fills a cache of
+    exactly these tokens; a decoding step reads the last token.
     """
     if kind == "train":
         return Step(*_train(experiment, mesh), mesh)
@@ -75,6 +75,6 @@ def _train(experiment: Experiment, mesh: Mesh) -> tuple[Any, tuple]:
 
 
 def _ids(shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> jax.ShapeDtypeStruct:
-    """int32 rows of a batch, as the loader lays them on the mesh."""
+    """Return abstract int32 token ids, sharded over the mesh as the loader shards them."""
     placement = named_sharding(("batch", "sequence")[: len(shape)], shape, mesh, rules)
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement)

@@ -1,4 +1,4 @@
-"""What XLA makes of a step on chips that need not be here: the compiled rung, beside the counted one."""
+"""Compile a step for chips that need not be present, and report the compiled figures alongside the counted ones."""
 
 import contextlib
 import re
@@ -20,17 +20,23 @@ from jaxlm.costs.jaxpr.count import count_jaxpr
 from jaxlm.costs.plan import Plan, plan
 from jaxlm.costs.step import operations
 from jaxlm.costs.workload import Workload
-from jaxlm.lowering import buffers, collectives, hlo, kernels, products, programs, targets
+from jaxlm.lowering import buffers, collectives, hlo, launched_kernels, matmul_flops, programs, targets
 from jaxlm.lowering.collectives import CompiledCollective
-from jaxlm.lowering.kernels import Chain, Kernel
+from jaxlm.lowering.launched_kernels import Chain, LaunchedKernel
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import Kind
 
 
 class CompiledMemory(NamedTuple):
-    """Bytes on one device. `outputs` are those that do not take the place of a donated argument; `temporaries` what
-    lives in between and must have room; `peak` is all three together. `gaps` are what a TPU's allocator leaves free
-    between temporaries while there is room for it, and closes where there is not."""
+    """Memory of a compiled program, in bytes on one device.
+
+    Attributes:
+      outputs: without outputs that reuse a donated argument's buffer.
+      temporaries: live only during the program.
+      peak: arguments, outputs and temporaries together.
+      gaps: free space that a TPU's allocator leaves between temporaries; it closes them when memory is short.
+      capacity: memory that a program may use on the chip.
+    """
 
     arguments: int
     outputs: int
@@ -40,8 +46,8 @@ class CompiledMemory(NamedTuple):
     capacity: int
 
 
-class Held(NamedTuple):
-    """Alike buffers that are held where the temporaries are largest, or arguments of one kind."""
+class HeldBuffers(NamedTuple):
+    """Identical buffers that are live at the peak of the temporaries, or arguments of one kind."""
 
     bytes: int
     count: int
@@ -52,20 +58,24 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """A step compiled for a target, with less search for a fast program where `quick`, and the plan that was counted of
-    it. `flops` are those of XLA's matrix products on one device, `kernel_flops` what Pallas kernels declare of all that
-    they compute."""
+    """A step compiled for a target, and its counted plan.
+
+    Attributes:
+      quick: compiled at XLA's level O1, with a shorter search for a fast program.
+      flops: FLOPs of XLA's matrix products on one device.
+      kernel_flops: FLOPs that Pallas kernels declare, all operations included, on one device.
+    """
 
     plan: Plan
     quick: bool
     compile_s: float
     memory: CompiledMemory
-    held: tuple[Held, ...]
+    held: tuple[HeldBuffers, ...]
     flops: int
     kernel_flops: float
     collectives: tuple[CompiledCollective, ...]
     calls: tuple[tuple[str, int], ...]
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[LaunchedKernel, ...]
     chains: tuple[Chain, ...]
 
     @property
@@ -74,29 +84,29 @@ class Report:
 
     @property
     def counted_flops(self) -> int:
-        """Those of products on one device, but for those in kernels."""
+        """Counted matrix-product FLOPs on one device, Pallas kernels excluded."""
         return _product_flops(self.plan.work)
 
     @property
     def counted_kernel_flops(self) -> int:
-        """Those of kernels on one device."""
+        """Counted FLOPs of Pallas kernels on one device."""
         return _kernel_flops(self.plan.work)
 
     def seconds(self, collective: CompiledCollective) -> float | None:
-        """Counted, of all its runs; None where its groups are parts of an axis or its kind is not known."""
-        if collective.kind not in KINDS or not collective.whole:
+        """Return the counted seconds of all its runs; None if a group spans part of an axis or the kind is unknown."""
+        if collective.kind not in KINDS or not collective.spans_axes:
             return None
         network = Network(self.plan.target, self.plan.work.layout)
         return collective.count * network.seconds(collective.kind, collective.bytes, collective.axes)
 
-    def kernel_seconds(self, kernel: Kernel) -> float:
-        """Of all its runs on the device's roofline."""
+    def kernel_seconds(self, kernel: LaunchedKernel) -> float:
+        """Return the roofline seconds of all its runs on one device."""
         chip = self.plan.target.chip
         share = 1 / chip.devices_per_chip
         return kernel.seconds(share * chip.peak(self.plan.work.dtype), share * chip.memory_bytes_per_s)
 
     def row(self) -> dict[str, Any]:
-        """As JSON. Kernels are those of Pallas and of libraries; fusions, what XLA made, the longest first."""
+        """Return the report as JSON: `kernels` are Pallas and library calls, `fusions` all kernels, longest first."""
         longest = sorted(self.kernels, key=self.kernel_seconds, reverse=True)
         return {
             **_asked(self.plan),
@@ -115,7 +125,7 @@ class Report:
                     "bytes": c.bytes,
                     "dtype": c.dtype,
                     "time_s": self.seconds(c),
-                    "of": c.of,
+                    "scope": c.scope,
                 }
                 for c in self.collectives
             ],
@@ -136,14 +146,19 @@ class Report:
 
 
 class DoesNotFit(Exception):
-    """The compiler refuses a program for want of memory, after `compile_s`. `temporaries` are the bytes it needed for
-    them, at least what is more than there is, and `arguments` those that are given; both on one device. `stablehlo` is
-    the program."""
+    """The compiler rejects a program that does not fit in memory.
+
+    Attributes:
+      compile_s: seconds until the rejection.
+      arguments: bytes of the arguments on one device.
+      temporaries: bytes of the temporaries on one device, at least one byte more than fits.
+      stablehlo: the program as JAX lowered it.
+    """
 
     def __init__(
-        self, plan: Plan, quick: bool, compile_s: float, arguments: int, temporaries: int, stablehlo: str, said: str
+        self, plan: Plan, quick: bool, compile_s: float, arguments: int, temporaries: int, stablehlo: str, message: str
     ):
-        super().__init__(said)
+        super().__init__(message)
         self.plan, self.quick, self.compile_s = plan, quick, compile_s
         self.arguments, self.stablehlo = arguments, stablehlo
         self.temporaries = max(temporaries, plan.capacity + 1 - arguments)
@@ -153,7 +168,7 @@ class DoesNotFit(Exception):
         return self.arguments + self.temporaries
 
     def row(self) -> dict[str, Any]:
-        """As JSON, with the keys of a report: null or empty is what only a compiled program says."""
+        """Return JSON with a report's keys; figures that need a compiled program are null or empty."""
         sizes = {"arguments": self.arguments, "temporaries": self.temporaries, "peak": self.needed}
         return {
             **_asked(self.plan),
@@ -174,7 +189,7 @@ class DoesNotFit(Exception):
 
 
 def _asked(plan: Plan) -> dict[str, Any]:
-    """The step and its chips, as JSON."""
+    """Return the step and its chips as JSON."""
     counted = plan.row()
     return {
         **{key: counted[key] for key in ("chips", "devices", "target", "workload", "mesh", "batch", "sequence")},
@@ -183,7 +198,7 @@ def _asked(plan: Plan) -> dict[str, Any]:
 
 
 def _counted(plan: Plan) -> dict[str, Any]:
-    """What was counted of it, as JSON."""
+    """Return the counted figures as JSON."""
     counted = plan.row()
     return {
         "flops_per_device": _product_flops(plan.work),
@@ -202,7 +217,7 @@ def _kernel_flops(work: Workload) -> int:
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A report, and the texts that it was read from: as JAX wrote the program, and as XLA optimised it."""
+    """A report and its program: StableHLO as JAX lowered it, and HLO as XLA optimised it."""
 
     report: Report
     stablehlo: str
@@ -210,10 +225,11 @@ class CompiledStep:
 
 
 def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quick: bool = False) -> CompiledStep:
-    """Compile a step for the devices of a mesh, and read what became of it. `quick` is XLA's level O1, at which a TPU's
-    compiler searches less for a fast program.
+    """Compile a step for the devices of a mesh and report on the program.
 
-    Raises DoesNotFit where the compiler itself refuses for want of memory (TPUs), InputError where it cannot compile.
+    `quick` selects XLA's level O1, at which the TPU compiler searches less for a fast program.
+
+    Raises DoesNotFit if the compiler itself runs out of device memory (TPUs), InputError if it fails otherwise.
     """
     counted = plan(workload(experiment, Layout(mesh.shape), kind), target)
     began = time.perf_counter()
@@ -224,18 +240,20 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
         with _level("O1") if quick else contextlib.nullcontext():
             compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        said = str(error)
-        if "RESOURCE_EXHAUSTED" not in said and "Ran out of memory" not in said:
-            raise InputError(f"the compiler for {target} fails: {said.splitlines()[0]}") from error
+        message = str(error)
+        if "RESOURCE_EXHAUSTED" not in message and "Ran out of memory" not in message:
+            raise InputError(f"the compiler for {target} fails: {message.splitlines()[0]}") from error
         seconds = time.perf_counter() - began
-        raise DoesNotFit(counted, quick, seconds, step.argument_bytes, _needed(said), lowered.as_text(), said) from None
+        raise DoesNotFit(
+            counted, quick, seconds, step.argument_bytes, _needed(message), lowered.as_text(), message
+        ) from None
     seconds = time.perf_counter() - began
     try:
         text = compiled.as_text()
-    except jax.errors.JaxRuntimeError as error:  # a compiler that is newer than the library which prints programs
-        raise InputError(f"this JAX cannot read what the compiler for {target} wrote; {targets.INSTALL}") from error
+    except jax.errors.JaxRuntimeError as error:  # the compiler is newer than jaxlib, which prints programs
+        raise InputError(f"this JAX cannot read the program of the compiler for {target}; {targets.INSTALL}") from error
     program, declared, chip = hlo.parse(text), _declared(traced, target), target.chip
-    found = kernels.kernels(program, declared)
+    found = launched_kernels.kernels(program, declared)
     return CompiledStep(
         Report(
             plan=counted,
@@ -243,12 +261,12 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
             compile_s=seconds,
             memory=memory_of(compiled, chip),
             held=_held(program),
-            flops=products.program_flops(program),
-            kernel_flops=sum(kernel.count * kernel.declared for kernel in found),
+            flops=matmul_flops.program_flops(program),
+            kernel_flops=sum(kernel.count * kernel.declared_flops for kernel in found),
             collectives=tuple(collectives.table(collectives.collectives(program, dict(counted.work.layout)))),
-            calls=tuple(kernels.calls(program)),
+            calls=tuple(launched_kernels.calls(program)),
             kernels=tuple(found),
-            chains=tuple(kernels.chains(program, chip.intensity(counted.work.dtype), declared)),
+            chains=tuple(launched_kernels.chains(program, chip.intensity(counted.work.dtype), declared)),
         ),
         lowered.as_text(),
         text,
@@ -257,7 +275,7 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
 
 @contextlib.contextmanager
 def _level(level: str) -> Iterator[None]:
-    """Compile at this optimization level of XLA's."""
+    """Set XLA's optimization level within the context."""
     before = jax.config.jax_optimization_level
     jax.config.update("jax_optimization_level", level)
     try:
@@ -266,29 +284,33 @@ def _level(level: str) -> Iterator[None]:
         jax.config.update("jax_optimization_level", before)
 
 
-_SAID = {"forward": "", "backward": "backward ", "rematerialised": "again "}
+_PREFIX = {"forward": "", "backward": "backward ", "rematerialised": "again "}
 
 
 def _declared(traced: jax.stages.Traced, target: Target) -> dict[str, float]:
-    """What Pallas kernels declare that they compute on one device, by their names in the program."""
+    """Return the FLOPs that Pallas kernels declare on one device, by their names in the program."""
     found: Counter[str] = Counter()
     for row in count_jaxpr(traced.jaxpr.jaxpr).of(kind="kernel").rows:
-        found[_SAID[row.phase] + "/".join(row.scope)] += row.flops / target.devices
+        found[_PREFIX[row.phase] + "/".join(row.scope)] += row.flops / target.devices
     return found
 
 
 def memory_of(compiled: jax.stages.Compiled, chip: Chip) -> CompiledMemory:
-    """What a compiled program takes of a device. A GPU's runtime asks for temporaries as one block, gaps and all."""
-    said = compiled.memory_analysis()
-    outputs = said.output_size_in_bytes - said.alias_size_in_bytes
-    taken = said.argument_size_in_bytes + outputs + said.temp_size_in_bytes
-    peak = min(taken, said.peak_memory_in_bytes) if chip.kind == "tpu" else taken
-    temporaries = peak - said.argument_size_in_bytes - outputs
-    return CompiledMemory(said.argument_size_in_bytes, outputs, temporaries, peak, taken - peak, chip.device_capacity())
+    """Return a compiled program's memory on one device.
+
+    A GPU's runtime allocates temporaries as one block, gaps included.
+    """
+    analysis = compiled.memory_analysis()
+    outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    taken = analysis.argument_size_in_bytes + outputs + analysis.temp_size_in_bytes
+    peak = min(taken, analysis.peak_memory_in_bytes) if chip.kind == "tpu" else taken
+    arguments = analysis.argument_size_in_bytes
+    temporaries = peak - arguments - outputs
+    return CompiledMemory(arguments, outputs, temporaries, peak, taken - peak, chip.device_capacity())
 
 
-def _held(program: hlo.Program) -> tuple[Held, ...]:
-    """Arguments by the first part of their path, then temporaries that are alike; the largest first."""
+def _held(program: hlo.HloProgram) -> tuple[HeldBuffers, ...]:
+    """Return arguments grouped by the first part of their path, and identical temporaries; the largest first."""
     arguments, temporaries = Counter(), Counter()
     for parameter in program.entry.parameters:
         size = sum(array.bytes for array in parameter.arrays)
@@ -299,12 +321,12 @@ def _held(program: hlo.Program) -> tuple[Held, ...]:
         key = str(buffer.array), hlo.scope(maker.op_name) or maker.name, program.source(maker)
         temporaries[key] += 1
         sizes[key] = buffer.bytes
-    found = [Held(size, 1, "", name, "") for name, size in arguments.items()]
-    found += [Held(count * sizes[key], count, *key) for key, count in temporaries.items()]
+    found = [HeldBuffers(size, 1, "", name, "") for name, size in arguments.items()]
+    found += [HeldBuffers(count * sizes[key], count, *key) for key, count in temporaries.items()]
     return tuple(sorted(found, key=lambda held: -held.bytes))
 
 
-def _needed(said: str) -> int:
-    """The bytes of temporaries in E1000's words, "(20.48G) exceeds available HBM (15.75G)"; 0 where it has others."""
-    found = re.search(r"\(([\d.]+)([KMGT]?)\)", said) or re.search(r"Used ([\d.]+)([KMGT]?)", said)
+def _needed(message: str) -> int:
+    """Return the bytes of temporaries in an E1000 message, "(20.48G) exceeds available HBM (15.75G)"; 0 if absent."""
+    found = re.search(r"\(([\d.]+)([KMGT]?)\)", message) or re.search(r"Used ([\d.]+)([KMGT]?)", message)
     return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else 0

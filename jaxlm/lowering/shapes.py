@@ -1,4 +1,4 @@
-"""Shapes as XLA prints them: dtype, sizes, and how they lie in memory."""
+"""Array types parsed from XLA's text: dtype, shape, layout and memory space."""
 
 import math
 import re
@@ -15,9 +15,13 @@ _SPACE = re.compile(r"S\((\d+)\)")
 
 
 @dataclass(frozen=True)
-class Array:
-    """An array of a program. `space` is where it lies: 0 is the device's memory; others (a TPU's VMEM is 1) lie on the
-    chip. `bytes` are those it takes there, filled up to whole tiles."""
+class HloArray:
+    """An array of a program.
+
+    Attributes:
+      bytes: allocated size, padded to whole tiles.
+      space: memory space: 0 is device memory; others, such as a TPU's VMEM (1), are on the chip.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -25,7 +29,7 @@ class Array:
     space: int = 0
 
     @property
-    def numbers(self) -> int:
+    def elements(self) -> int:
         return math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -33,16 +37,16 @@ class Array:
 
 
 # An array, or a tuple of types.
-Type = Array | tuple["Type", ...]
+HloType = HloArray | tuple["HloType", ...]
 
 
-def arrays(type: Type) -> list[Array]:
-    """The arrays of a type, from left to right."""
-    return [type] if isinstance(type, Array) else [array for part in type for array in arrays(part)]
+def arrays(type: HloType) -> list[HloArray]:
+    """Return the arrays of a type, from left to right."""
+    return [type] if isinstance(type, HloArray) else [array for part in type for array in arrays(part)]
 
 
-def parse(text: str, start: int) -> tuple[Type, int]:
-    """The type at a place of a text, such as `(bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, s32[])`, and where it ends."""
+def parse(text: str, start: int) -> tuple[HloType, int]:
+    """Parse the type at an offset, such as `(bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, s32[])`; also return its end."""
     while text[start] == " ":
         start += 1
     if text[start] != "(":
@@ -59,21 +63,21 @@ def parse(text: str, start: int) -> tuple[Type, int]:
     return tuple(parts), at + 1
 
 
-def _array(dtype: str, sizes: str, order: str | None, layout: str | None) -> Array:
+def _array(dtype: str, sizes: str, order: str | None, layout: str | None) -> HloArray:
     # "<=8" is a size that may be smaller at run time.
     shape = tuple(int(size.strip().removeprefix("<=")) for size in sizes.split(",") if size.strip())
     layout = layout or ""
     space = int(found[1]) if (found := _SPACE.search(layout)) else 0
-    filled = [shape[int(axis)] for axis in order.split(",")] if order else [*reversed(shape)]  # innermost first
+    padded = [shape[int(axis)] for axis in order.split(",")] if order else [*reversed(shape)]  # innermost first
     if tile := _TILE.search(layout):
         for axis, size in enumerate(reversed([int(n) for n in tile[1].split(",")])):
-            if axis < len(filled):
-                filled[axis] = math.ceil(filled[axis] / size) * size
-    return Array(dtype, shape, math.ceil(math.prod(filled) * bits(dtype) / 8), space)
+            if axis < len(padded):
+                padded[axis] = math.ceil(padded[axis] / size) * size
+    return HloArray(dtype, shape, math.ceil(math.prod(padded) * bits(dtype) / 8), space)
 
 
 def bits(dtype: str) -> int:
-    """Of a number of a type; the formats of eight bits and fewer have names such as f8e4m3fn and f4e2m1fn."""
+    """Return the bits per element of a dtype; formats of eight bits and fewer have names like f8e4m3fn and f4e2m1fn."""
     if dtype in _BITS:
         return _BITS[dtype]
     if small := re.match(r"f(\d)e", dtype):

@@ -1,4 +1,4 @@
-"""Devices of chips that are not here, for XLA's own compilers to compile for."""
+"""Devices of chips that are not present, as compilation targets for XLA's compilers."""
 
 import importlib.util
 import os
@@ -18,10 +18,10 @@ INSTALL = "pip install -e '.[compile]'"
 
 # Threads and float32 units per SM, by compute capability (CUDA C++ Programming Guide, tables of compute capabilities).
 _THREADS = {"8.0": 2048, "8.6": 1536, "8.9": 1536, "9.0": 2048, "10.0": 2048, "10.3": 2048, "12.0": 1536}
-_UNITS = {"8.0": 64}
+_FLOAT32_UNITS = {"8.0": 64}
 _RESERVED = 1024  # bytes of each SM's shared memory that CUDA keeps per block
 
-# libtpu asks for a machine's TPU where these say nothing, and complains when there is none.
+# Without these, libtpu queries the machine for a TPU and reports an error if there is none.
 _NO_MACHINE = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -30,24 +30,24 @@ _NO_MACHINE = {
 
 
 def can_be_compiled_for(chip: Chip) -> bool:
-    """Whether one of XLA's compilers knows this chip, and the catalog all that the compiler must be told."""
+    """Return whether XLA can compile for this chip: it has a compiler and the figures that the compiler needs."""
     return chip.kind == "cpu" or chip.libtpu_name is not None or not _unknown(chip)
 
 
 def devices(target: Target) -> list["jax.Device"]:
-    """The devices of these chips, which programs can be compiled for and not run on; this machine's own for "host".
+    """Return the devices of these chips: compile-only, or this machine's CPU devices for "host".
 
-    What this process compiles from here on is compiled, and not taken from the cache that `JAX_COMPILATION_CACHE_DIR`
-    names: a program of chips that are not here is written to it, and cannot be read back.
+    Disables JAX's compilation cache (`JAX_COMPILATION_CACHE_DIR`) for the rest of the process, since JAX writes
+    programs for absent chips to it and cannot read them back.
 
-    Raises InputError for chips that no compiler knows, and where its compiler is not installed.
+    Raises InputError for chips without a compiler, and if the compiler is not installed.
     """
     import jax
     from jax.experimental import topologies
     from jax.experimental.compilation_cache import compilation_cache
 
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # it asks once, and may have asked
+    compilation_cache.reset_cache()  # the setting is read once, perhaps already
     chip = target.chip
     if chip.kind == "cpu":
         return jax.devices("cpu")[: target.devices]
@@ -56,7 +56,7 @@ def devices(target: Target) -> list["jax.Device"]:
         return _described(target, topologies.get_topology_desc, "tpu", **_tpu(target))
     if missing := _unknown(chip):
         known = ", ".join(id for id, other in catalog().items() if can_be_compiled_for(other))
-        raise InputError(f"there is no compiler for {chip.id} here ({missing}); there is one for {known}")
+        raise InputError(f"no compiler for {chip.id} ({missing}); there is one for {known}")
     _require("jax_plugins.xla_cuda13", "jax-cuda13-plugin")
     return _described(target, topologies.get_topology_desc, "cuda", **_cuda(target))
 
@@ -64,36 +64,36 @@ def devices(target: Target) -> list["jax.Device"]:
 def _described(target: Target, describe: Callable, platform: str, **arguments: Any) -> list["jax.Device"]:
     import jax
 
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else processes wait for one another's lock, and abort
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # otherwise processes wait for a common lock, and abort
     if not accelerators.found():
         for name, value in _NO_MACHINE.items():
             os.environ.setdefault(name, value)
     try:
         found = describe(platform=platform, **arguments).devices
     except (jax.errors.JaxRuntimeError, NotImplementedError, RuntimeError) as error:
-        raise InputError(f"the compiler for {target} refuses it: {str(error).splitlines()[0]}") from None
+        raise InputError(f"the compiler rejects {target}: {str(error).splitlines()[0]}") from None
     if len(found) != target.devices:
         raise InputError(f"the compiler makes {len(found)} devices of {target}, which has {target.devices}")
     return found
 
 
 def _tpu(target: Target) -> dict[str, Any]:
-    """A slice of a TPU. Both cores of a v4 are one device, as on its machines; a chip alone is a host's only one."""
+    """Return the topology of a TPU slice: both cores of a v4 are one device, and a single chip has its own host."""
     megacore = {"chip_config_name": "megacore"} if target.chip.libtpu_name == "v4" else {}
     alone = {"chips_per_host_bounds": [1, 1, 1]} if target.chips == 1 else {}
     return {"topology_name": f"{target.chip.libtpu_name}:{show_topology(target.topology)}", **megacore, **alone}
 
 
 def _cuda(target: Target) -> dict[str, str]:
-    """Nodes of GPUs, each described as XLA's `GpuTargetConfigProto`."""
+    """Return the topology of GPU nodes, with the chip as XLA's `GpuTargetConfigProto`."""
     nodes, gpus = target.topology
     return {"topology": f"1x{nodes}x{gpus}", "target_config": gpu_target(target.chip)}
 
 
 def gpu_target(chip: Chip) -> str:
-    """What XLA's CUDA compiler must be told about a GPU, as the text of a `GpuTargetConfigProto`."""
+    """Return the text of the `GpuTargetConfigProto` that describes a GPU to XLA's CUDA compiler."""
     major, minor = chip.compute_capability.split(".")
-    accelerated = int(major) >= 9  # instructions of this generation alone, such as wgmma
+    accelerated = int(major) >= 9  # instructions specific to the generation, such as wgmma
     on_chip = chip.on_chip
     return f"""
 gpu_device_info {{
@@ -104,7 +104,7 @@ gpu_device_info {{
     major: {major} minor: {minor} {"feature_extension: ACCELERATED_FEATURES" * accelerated}
   }}
   core_count: {on_chip.cores}
-  fpus_per_core: {_UNITS.get(chip.compute_capability, 128)}
+  fpus_per_core: {_FLOAT32_UNITS.get(chip.compute_capability, 128)}
   clock_rate_ghz: {on_chip.clock_hz / 1e9:g}
   device_memory_size: {chip.device_memory_bytes}
   memory_bandwidth: {chip.memory_bytes_per_s:.0f}
@@ -136,7 +136,7 @@ device_description_str: "{chip.device_kinds[0]}"
 
 
 def _unknown(chip: Chip) -> str:
-    """What keeps the CUDA compiler from knowing a chip; "" where nothing does."""
+    """Return why the CUDA compiler does not support a chip; "" if it does."""
     if chip.compute_capability is None:
         return "XLA compiles for NVIDIA's GPUs and for TPUs"
     needed = ("on_chip.cores", "on_chip.clock_hz", "on_chip.block_scratchpad_bytes", "on_chip.l2_bytes")
@@ -148,7 +148,7 @@ def _unknown(chip: Chip) -> str:
 def _require(module: str, name: str) -> None:
     try:
         found = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # not even the package around it
+    except ModuleNotFoundError:  # its parent package is missing too
         found = None
     if found is None:
         raise InputError(f"{name} is not installed: {INSTALL}")

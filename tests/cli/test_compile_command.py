@@ -1,5 +1,7 @@
-"""What `jaxlm compile` refuses before it compiles, and what it says where a compiler refuses. What it compiles:
-tests/lowering/test_report.py."""
+"""Input that `jaxlm compile` refuses, and its report of a program that a compiler rejects.
+
+Compiled programs are tested in tests/lowering/test_report.py.
+"""
 
 import json
 from pathlib import Path
@@ -28,7 +30,7 @@ MODEL = "configs/models/qwen3-0.6b.toml"
         ([MODEL, "--on", "h200-sxm:8", "--mesh", "model=8"], "--mesh 'model=8' is not AXIS=N"),
         ([MODEL, "--on", "h200-sxm:8", "--mesh", "auto"], "--mesh 'auto' is not AXIS=N"),
         ([MODEL, "--on", "h200-sxm:8", "--mesh", "fsdp=8", "mesh.data=2"], "leave out mesh.data, or --mesh"),
-        ([MODEL, "--on", "h200-sxm:8", "--fit", "--workload", "decode"], "--fit turns microbatches"),
+        ([MODEL, "--on", "h200-sxm:8", "--fit", "--workload", "decode"], "--fit varies microbatches"),
         ([MODEL, "--on", "h200-sxm:8", "--quick"], "--quick is for TPUs"),
         ([MODEL, "--on", "h200-sxm:8", "--dump", "pyproject.toml"], "(Not a directory); give a directory"),
         ([MODEL, "--on", "h200-sxm:8", "--dump", "/proc/programs"], "--dump /proc/programs cannot be written to"),
@@ -57,7 +59,7 @@ def test_where_the_compiler_refuses_the_row_has_the_keys_of_a_report(monkeypatch
     experiment, target = config.load(Path(MODEL), ["training.sequence=4096"]), Target.parse("tpu-v5e:4x4")
     counted = plan(config.workload(experiment, meshes.layout(tensor=16)), target)
     report = Report(counted, False, 1.5, CompiledMemory(1, 1, 1, 3, 0, 1), (), 1, 0.0, (), (), (), ()).row()
-    assert row.keys() == report.keys() | {"turn"}
+    assert row.keys() == report.keys() | {"suggestions"}
     assert row["memory_bytes_per_device"].keys() == report["memory_bytes_per_device"].keys()
     assert row["counted"].keys() == report["counted"].keys()
     assert row["compile_s"] == 1.5 and row["flops_per_device"] is None and row["collectives"] == row["kernels"] == []

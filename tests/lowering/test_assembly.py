@@ -1,4 +1,4 @@
-"""What is read out of PTX and of what its assembler says; the kernels themselves are in tests/kernels."""
+"""Figures read from PTX and from the assembler; the kernels themselves are tested in tests/kernels."""
 
 import importlib.util
 import platform
@@ -43,24 +43,24 @@ PTX = """
 
 
 @pytest.mark.skipif(not LINUX, reason="the assembler is for Linux on x86-64")
-def test_what_an_assembler_says():
+def test_figures_of_the_assembler():
     copy, nothing = assemble(PTX)
     assert copy[:2] == ("copy", 128) and 4 < copy.registers < 32
-    assert copy[3:7] == (0, 16, 8, "")  # most bytes are read by the one and written by the other
+    assert copy[3:7] == (0, 16, 8, "")  # most bytes are read by the wide load and written by the wide store
     assert copy.hot.bytes == 32 * (20 + 12) and copy.hot.multiply_adds == 0
     assert nothing[:2] == ("nothing", 32) and nothing[3:7] == (0, 0, 0, "")
 
 
 @pytest.mark.skipif(not LINUX, reason="the assembler is for Linux on x86-64")
-def test_what_it_refuses_is_said():
-    with pytest.raises(RuntimeError, match="ptxas refuses a kernel"):
+def test_a_rejected_kernel_raises():
+    with pytest.raises(RuntimeError, match="ptxas rejects a kernel"):
         assemble(PTX.replace("add.f32", "add.f31"))
 
 
 @pytest.mark.skipif(not LINUX, reason="the assembler is for Linux on x86-64")
 @pytest.mark.parametrize("early", [True, False])
 def test_products_that_wait_for_each_other_are_refused(early):
-    """A register that a product reads is written before the product is waited for."""
+    """A register that wgmma reads is written before the wait for it."""
     waited = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
     write = "ld.global.b32 %r4, [%rd1+4];"
     product = """
@@ -96,5 +96,5 @@ def test_products_that_wait_for_each_other_are_refused(early):
 def test_without_an_assembler(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(assembly.shutil, "which", lambda name: None)
-    with pytest.raises(InputError, match=r"no ptxas here; pip install -e '.\[compile\]'"):
+    with pytest.raises(InputError, match=r"ptxas is not installed: pip install -e '.\[compile\]'"):
         assemble(PTX)

@@ -1,9 +1,9 @@
-"""What is read out of a TPU's schedule; the kernels themselves are in tests/kernels."""
+"""Figures read from a TPU's schedule; the kernels themselves are tested in tests/kernels."""
 
 import pytest
 
 from jaxlm.lowering import bundles
-from jaxlm.lowering.bundles import Scheduled
+from jaxlm.lowering.bundles import ScheduledKernel
 
 UTILIZATION = """== CAPACTIY:
 MXU, VALU, VSTORE
@@ -39,12 +39,12 @@ def _write(folder, program, number, utilization=UTILIZATION, listing=LISTING):
     (folder / f"{begin}-hlo.txt").write_text("HloModule")
 
 
-def test_the_longest_run_lies_between_branches_and_what_they_jump_to(tmp_path):
+def test_the_longest_run_lies_between_branches_and_jump_targets(tmp_path):
     _write(tmp_path, "kernel.1", 2)
     _write(tmp_path, "<late-initialization>", 1)
     before, kernel = bundles.read(tmp_path)
     assert before.name == "<late-initialization>"
-    assert kernel == Scheduled("kernel", 6, 3, {"MXU": 0.5, "VALU": 0.6667, "VSTORE": 0.6667})
+    assert kernel == ScheduledKernel("kernel", 6, 3, {"MXU": 0.5, "VALU": 0.6667, "VSTORE": 0.6667})
 
 
 def test_a_kernel_without_a_branch_is_one_run(tmp_path):

@@ -1,4 +1,4 @@
-"""Which devices a collective joins, in every syntax that XLA prints, and the mesh axes that this means."""
+"""Device groups of collectives in every syntax that XLA prints, and the mesh axes that they cross."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ MESH = {"data": 2, "fsdp": 2, "tensor": 4}
 DEVICES = np.arange(16).reshape(2, 2, 4)
 
 
-def instruction(groups: str) -> hlo.Instruction:
+def instruction(groups: str) -> hlo.HloInstruction:
     text = f"""HloModule m
 ENTRY %main (x: f32[8]) -> f32[8] {{
   %x = f32[8]{{0}} parameter(0)
@@ -20,7 +20,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {{
 
 
 def along(*axes: str) -> list[list[int]]:
-    """The groups of these axes."""
+    """Return the device groups along these axes."""
     kept = [i for i, axis in enumerate(MESH) if axis not in axes]
     grouped = [i for i, axis in enumerate(MESH) if axis in axes]
     return DEVICES.transpose(kept + grouped).reshape(-1, np.prod([DEVICES.shape[i] for i in grouped])).tolist()
@@ -58,7 +58,7 @@ def test_an_unknown_syntax_is_not_guessed():
         collectives.groups(instruction("replica_groups=<everybody>"), 16)
 
 
-def test_loops_multiply_and_what_is_alike_is_added_up():
+def test_loops_multiply_and_identical_collectives_are_summed():
     text = """HloModule m
 %add (a: f32[], b: f32[]) -> f32[] {
   %a = f32[] parameter(0)
@@ -90,7 +90,7 @@ ENTRY %main (x: f32[64]) -> f32[64] {
 }
 """
     rows = collectives.table(collectives.collectives(hlo.parse(text), MESH))
-    assert {(row.kind, row.count, row.bytes, row.in_loop, row.of) for row in rows} == {
+    assert {(row.kind, row.count, row.bytes, row.in_loop, row.scope) for row in rows} == {
         ("reduce-scatter", 5, 256, True, "first"),
         ("all-gather", 5, 256, True, ""),
         ("all-reduce", 1, 256, False, ""),

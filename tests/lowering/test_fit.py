@@ -1,4 +1,4 @@
-"""Which variant of a step fits, by asking a compiler that is made up here; and what to turn where none does."""
+"""Search for a variant that fits, with a simulated compiler, and suggestions if none does."""
 
 import shlex
 import tomllib
@@ -14,7 +14,7 @@ from jaxlm.costs.search import variants
 from jaxlm.costs.step.memory import memory
 from jaxlm.costs.workload import Workload
 from jaxlm.lowering.fit import fit
-from jaxlm.lowering.suggestions import dials
+from jaxlm.lowering.suggestions import suggest
 from jaxlm.models.config import ModelConfig
 from jaxlm.parallel.layout import Layout
 
@@ -26,7 +26,7 @@ TARGET = Target.parse("h200-sxm:8")
 
 @pytest.mark.parametrize("truth", [0.5, 0.8, 1.0, 1.3, 2.0])
 def test_the_fastest_that_fits_is_found_however_far_the_count_is_off(truth):
-    """The compiler needs so many times what is counted."""
+    """The simulated compiler needs `truth` times the counted memory."""
     capacity = TARGET.chip.device_capacity()
     tried = []
 
@@ -45,7 +45,7 @@ def test_none_fits():
     assert best is None and tried
 
 
-def test_what_is_held_is_not_turned():
+def test_held_settings_do_not_vary():
     work = replace(WORK, microbatches=2, remat="full")
     best, tried = fit(work, TARGET, lambda work: 1, lambda line: None, held=("microbatches", "remat"))
     assert best == work and [t.work for t in tried] == [work]
@@ -53,10 +53,10 @@ def test_what_is_held_is_not_turned():
     assert not list(variants(replace(work, microbatches=3), ["microbatches"]))
 
 
-def test_what_is_compiled_is_said_so_that_it_can_be_given():
-    said = []
-    fit(WORK, TARGET, lambda work: 10**13, said.append)
-    lists = [line for line in said if "[" in line]
+def test_each_compilation_is_printed_as_overrides():
+    lines = []
+    fit(WORK, TARGET, lambda work: 10**13, lines.append)
+    lists = [line for line in lines if "[" in line]
     assert lists
     for line in lists:
         *_, microbatches, remat = shlex.split(line)
@@ -64,22 +64,22 @@ def test_what_is_compiled_is_said_so_that_it_can_be_given():
         assert training.remat == ("query", "key", "value", "up", "gate")
 
 
-def test_a_single_dial_comes_before_several():
+def test_a_single_change_comes_before_combinations():
     needed = plan(WORK, TARGET).memory.total
     work = replace(WORK, batch=64)
-    said = dials(plan(work, TARGET), 3 * needed)
-    assert said and all(line.startswith(("training.", "2 times", "8 times")) for line in said)
-    single = [line for line in said if " and " not in line]
-    assert single in ([], said)
+    lines = suggest(plan(work, TARGET), 3 * needed)
+    assert lines and all(line.startswith(("training.", "2 times", "8 times")) for line in lines)
+    single = [line for line in lines if " and " not in line]
+    assert single in ([], lines)
 
 
-def test_what_fits_after_turning_is_said_with_its_size():
+def test_suggestions_state_a_size_that_fits():
     planned = plan(WORK, TARGET)
-    said = dials(planned, 2 * planned.capacity)
-    assert said
-    for line in said:
+    lines = suggest(planned, 2 * planned.capacity)
+    assert lines
+    for line in lines:
         assert float(line.rpartition("(")[2].removesuffix(" GiB)")) * 2**30 <= planned.capacity * 1.01
 
 
-def test_no_dial_is_invented():
-    assert dials(plan(WORK, TARGET), 10**16) == []
+def test_nothing_is_suggested_that_does_not_fit():
+    assert suggest(plan(WORK, TARGET), 10**16) == []

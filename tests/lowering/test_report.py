@@ -1,4 +1,4 @@
-"""Steps compiled for chips that are not here: what is read of XLA's programs is what XLA says itself."""
+"""Steps compiled for absent chips: figures read from XLA's programs agree with XLA's own and with the count."""
 
 import json
 import platform
@@ -17,7 +17,7 @@ from jaxlm.cli import main
 from jaxlm.costs.hardware import catalog
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.step import traffic
-from jaxlm.lowering import buffers, hlo, kernels, report, targets
+from jaxlm.lowering import buffers, hlo, launched_kernels, report, targets
 from jaxlm.parallel.collectives import on_each_device
 from jaxlm.parallel.partition import named_sharding
 
@@ -63,12 +63,12 @@ def compiled(path: Path, chips: str, kind: str, sizes=(1, 2, 2), overrides=(), q
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.parametrize("kind", ["train", "prefill", "decode"])
-def test_flops_and_memory_are_what_is_counted_and_what_xla_says(small, platform, kind):
+def test_flops_and_memory_agree_with_the_count_and_with_xla(small, platform, kind):
     found = compiled(small, FOUR[platform], kind)
     assert found.report.flops == found.report.counted_flops
     memory = found.report.memory
     assert memory.peak == memory.arguments + memory.outputs + memory.temporaries <= memory.capacity
-    # What is held at the peak: all of the arguments, and all of the temporaries but for the allocator's gaps.
+    # All arguments, and all temporaries but for the allocator's gaps, are live at the peak.
     named = sum(held.bytes for held in found.report.held if not held.array)
     assert named == pytest.approx(memory.arguments, rel=1e-2)
     live = buffers.peak(hlo.parse(found.optimised)).bytes
@@ -82,7 +82,7 @@ def test_flops_and_memory_are_what_is_counted_and_what_xla_says(small, platform,
 
 @pytest.mark.parametrize("chip, temporaries, gaps", [("tpu-v5e", 600, 200), ("h200-sxm", 800, 0)])
 def test_gaps_that_a_tpu_closes_are_not_what_a_step_needs(chip, temporaries, gaps):
-    """A GPU's runtime asks for one block, gaps and all."""
+    """A GPU's runtime allocates one block, gaps included."""
 
     class Compiled:
         def memory_analysis(self):
@@ -94,9 +94,9 @@ def test_gaps_that_a_tpu_closes_are_not_what_a_step_needs(chip, temporaries, gap
                 peak_memory_in_bytes=710,
             )
 
-    said = report.memory_of(Compiled(), catalog.find(chip))
-    assert (said.arguments, said.outputs, said.temporaries, said.gaps) == (100, 10, temporaries, gaps)
-    assert said.peak == 110 + temporaries
+    memory = report.memory_of(Compiled(), catalog.find(chip))
+    assert (memory.arguments, memory.outputs, memory.temporaries, memory.gaps) == (100, 10, temporaries, gaps)
+    assert memory.peak == 110 + temporaries
 
 
 @pytest.mark.parametrize(
@@ -112,11 +112,11 @@ def test_gaps_that_a_tpu_closes_are_not_what_a_step_needs(chip, temporaries, gap
     ],
     ids=str,
 )
-def test_what_is_sent_is_what_is_counted(small, sizes, settings):
-    """To the byte, but that XLA gathers a query's matrix once more beside `tensor`, and an older one a table for each
-    microbatch beside `data`. Muon's three layers are filled up to one for each of four devices. Small things are sent
-    together; no program takes less time than is counted. Key/value heads that several devices compute send their
-    gradients, where each has one head and where it has more."""
+def test_collectives_are_as_counted(small, sizes, settings):
+    """Bytes agree exactly, except that XLA gathers a query matrix once more next to `tensor`, and older versions gather
+    a table for each microbatch next to `data`. Muon's three layers are padded to one for each of four devices. Small
+    arrays are sent together; no program takes less time than is counted. Replicated key/value heads send their
+    gradients, with one head per device and with more."""
     found = compiled(small, FOUR["cuda"], "train", sizes, ["model.num_layers=3", *settings]).report
     sent, counted = Counter(), Counter()
     for c in found.collectives:
@@ -129,36 +129,36 @@ def test_what_is_sent_is_what_is_counted(small, sizes, settings):
             assert bytes <= sent[kind, axes] <= 1.1 * bytes
         elif kind != "all-reduce":
             assert bytes == sent[kind, axes]
-        elif axes == ("tensor",):  # and gradients of norms, of parts of the stream
+        elif axes == ("tensor",):  # and gradients of norms, from shards of the residual stream
             model, microbatches = found.plan.work.model, found.plan.work.microbatches
             assert bytes <= sent[kind, axes] <= bytes + 4 * microbatches * (2 * model.num_layers + 1) * model.d_model
-    # Between some devices of an axis only go gradients of the key/value heads that they share.
+    # Only gradients of replicated key/value heads go between some devices of an axis.
     copies = Counter({c.kind: c.times * c.bytes for c in traffic.collectives(found.plan.work) if c.of == "copies"})
     for c in found.collectives:
-        copies[c.kind] -= 0 if c.whole else c.count * c.bytes
+        copies[c.kind] -= 0 if c.spans_axes else c.count * c.bytes
     assert not any(copies.values())
-    # Devices with the same key/value heads are part of an axis, which is counted as if it were all of it.
-    seconds = sum(found.seconds(c._replace(whole=True)) or 0.0 for c in found.collectives)
+    # Devices with the same key/value heads are part of an axis; the count takes the full axis.
+    seconds = sum(found.seconds(c._replace(spans_axes=True)) or 0.0 for c in found.collectives)
     assert 0.7 * seconds <= found.plan.time.collectives <= seconds
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_kernels_are_counted_by_what_they_declare(small, platform):
-    """Norms, rotary positions, attention, gates and the loss of more logits than are held; their FLOPs are not in XLA's
-    text. A quick compilation has the same FLOPs."""
+def test_declared_kernel_flops_are_as_counted(small, platform):
+    """Norms, rotary positions, attention, gates and a chunked loss: their FLOPs are not in XLA's text. A quick
+    compilation has the same FLOPs."""
     more, level = ["training.kernels=auto", "model.vocab_size=65536"], jax.config.jax_optimization_level
     found = compiled(small, FOUR[platform], "train", overrides=more, quick=platform == "tpu").report
     assert found.row()["quick"] == (platform == "tpu") and jax.config.jax_optimization_level == level
     assert found.flops == found.counted_flops
     assert found.kernel_flops == pytest.approx(found.counted_kernel_flops, rel=1e-9)  # shared out as floats
     launched = [kernel for kernel in found.kernels if kernel.kind in ("tpu_custom_call", "__gpu$xla.gpu.triton")]
-    assert len(launched) > 20 and all(kernel.declared for kernel in launched)
-    assert found.memory.peak == pytest.approx(found.plan.memory.total, rel=0.25)  # of a small step small things count
+    assert len(launched) > 20 and all(kernel.declared_flops for kernel in launched)
+    assert found.memory.peak == pytest.approx(found.plan.memory.total, rel=0.25)  # in a small step, small arrays matter
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_pallas_kernels_are_found_and_nothing_is_gathered_around_them(platform):
-    """A kernel on the parts of an array runs where they lie."""
+    """A kernel on a sharded array runs on each device's shard."""
     from jax.experimental import pallas as pl
 
     def double(x_ref, y_ref):
@@ -177,7 +177,7 @@ def test_pallas_kernels_are_found_and_nothing_is_gathered_around_them(platform):
     with jax.set_mesh(mesh):
         text = jax.jit(step, out_shardings=given.sharding).lower(given).compile().as_text()
     program = hlo.parse(text)
-    assert [count for name, count in kernels.calls(program) if "double" in name] == [3]
+    assert [count for name, count in launched_kernels.calls(program) if "double" in name] == [3]
     assert not report.collectives.collectives(program, dict(mesh.shape))
 
 
@@ -202,8 +202,8 @@ def test_the_command_reports_and_keeps_the_programs(small, platform, capsys, tmp
 
 
 @pytest.mark.parametrize("chips", ["tpu-v5e:1x1", "rtx4090"])
-def test_what_does_not_fit_says_what_and_which_dial(small, chips, capsys, tmp_path):
-    """A TPU's compiler refuses it; for a GPU the peak is compared with the memory."""
+def test_a_step_that_does_not_fit_reports_sizes_and_suggestions(small, chips, capsys, tmp_path):
+    """A TPU's compiler rejects the program; for a GPU the peak is compared with the capacity."""
     settings = ["training.batch=512", "training.microbatches=1", "training.remat=none"]
     status, row = run(capsys, small, "--on", chips, *settings, "--dump", tmp_path / "kept")
     assert status == 1 and not row["fits"]
@@ -213,8 +213,8 @@ def test_what_does_not_fit_says_what_and_which_dial(small, chips, capsys, tmp_pa
     assert memory["peak"] > memory["capacity"] and row["compile_s"] > 0
     assert {"flops_per_device", "collectives", "kernels", "outputs"} <= row.keys() | memory.keys()
     assert main(["compile", str(small), "--on", chips, *settings]) == 1
-    said = capsys.readouterr().out
-    assert "does not fit" in said and "turn training." in " ".join(said.split())
+    printed = capsys.readouterr().out
+    assert "does not fit" in printed and "try training." in " ".join(printed.split())
 
 
 def test_the_largest_microbatch_that_fits_is_found(small, capsys):

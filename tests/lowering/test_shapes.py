@@ -1,4 +1,4 @@
-"""Types as XLA prints them."""
+"""Array types in XLA's text."""
 
 import pytest
 
@@ -20,18 +20,18 @@ def parsed(text):
         ("f8e4m3fn[3,5]{1,0}", "f8e4m3fn[3,5]", 15),
         ("pred[4,0]{1,0}", "pred[4,0]", 0),
         ("f32[<=8,2]{1,0}", "f32[8,2]", 64),
-        # Filled up to tiles of 8 × 128, of the two innermost dimensions in the order in which they lie.
+        # The two innermost dimensions in memory order are padded to tiles of 8 × 128.
         ("bf16[3,5,100]{2,1,0:T(8,128)(2,1)}", "bf16[3,5,100]", 2 * 3 * 8 * 128),
         ("bf16[3,5,100]{0,1,2:T(8,128)(2,1)}", "bf16[3,5,100]", 2 * 128 * 8 * 100),
         ("f32[300]{0:T(256)}", "f32[300]", 4 * 512),
     ],
 )
-def test_bytes_that_an_array_takes(text, shown, size):
+def test_allocated_bytes(text, shown, size):
     array = parsed(text)
     assert (str(array), array.bytes, array.space) == (shown, size, 0)
 
 
-def test_where_it_lies():
+def test_memory_space():
     assert parsed("bf16[8,128]{1,0:T(8,128)(2,1)S(1)}").space == 1
 
 
@@ -41,6 +41,6 @@ def test_tuples_nest():
 
 
 @pytest.mark.parametrize("text", ["x9[2]", "nothing"])
-def test_what_is_no_type_is_refused(text):
+def test_text_without_a_type_is_refused(text):
     with pytest.raises(ValueError):
         shapes.parse(text, 0)

@@ -1,4 +1,4 @@
-"""Chips that are not here, as XLA's compilers know them."""
+"""Absent chips as compilation targets of XLA."""
 
 import os
 import platform
@@ -50,35 +50,35 @@ def test_chips_without_a_compiler_say_which_have_one():
 
 
 @pytest.mark.parametrize("chips, module", [("tpu-v5e:2x2", "libtpu"), ("h200-sxm", "jax_plugins.xla_cuda13")])
-def test_without_the_compiler_the_line_that_installs_it_is_said(monkeypatch, chips, module):
+def test_a_missing_compiler_is_reported_with_its_installation(monkeypatch, chips, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(InputError, match=r"is not installed: pip install -e '\.\[compile\]'"):
         targets.devices(Target.parse(chips))
 
 
-def test_nothing_else_is_said_where_there_is_no_chip():
+def test_nothing_is_printed_without_a_chip():
     code = (
         "from jaxlm.costs.hardware.target import Target; from jaxlm.lowering.targets import devices\n"
         "print(*(len(devices(Target.parse(on))) for on in ('tpu-v5e:2x2', 'h200-sxm:8')))"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (said.stdout, said.stderr) == ("4 8\n", "")
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (ran.stdout, ran.stderr) == ("4 8\n", "")
 
 
 def test_the_cache_of_compiled_programs_is_left_alone(tmp_path):
-    """Of chips that are not here, JAX writes programs to it and cannot read them back."""
+    """JAX writes programs for absent chips to the cache and cannot read them back."""
     code = (
         "import jax, jax.numpy as jnp\n"
         "from jaxlm.costs.hardware.target import Target; from jaxlm.lowering.targets import devices\n"
-        "jax.jit(jnp.square).lower(1.0).compile()\n"  # JAX asks once whether there is a cache
+        "jax.jit(jnp.square).lower(1.0).compile()\n"  # JAX looks for a cache only once
         "mesh = jax.sharding.Mesh(devices(Target.parse('tpu-v5e:1x1')), ['data'])\n"
         "whole = jax.sharding.NamedSharding(mesh, jax.P())\n"
         "jax.jit(jnp.square, in_shardings=whole).lower(1.0).compile()\n"
     )
     cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     for _ in range(2):
-        said = subprocess.run(
+        ran = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, **cache}
         )
-        assert said.stderr == ""
+        assert ran.stderr == ""
     assert len([file for file in tmp_path.iterdir() if file.name.endswith("-cache")]) == 1  # this machine's

@@ -35,4 +35,4 @@ def test_no_scores_are_held(chip):
     mesh = meshes.make(1, len(devices), 1, devices=devices)
     program = hlo.parse(programs.step(experiment, "train", mesh).trace().lower().compile().as_text())
     arrays = [a for c in program.computations.values() for i in c.instructions.values() for a in i.arrays]
-    assert max(a.numbers for a in arrays) < CONTEXT**2 / 4
+    assert max(a.elements for a in arrays) < CONTEXT**2 / 4

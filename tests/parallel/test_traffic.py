@@ -24,7 +24,7 @@ VOCABULARY = 2048
 
 def training_step(
     mesh, dtype: str, context: int = model_fixtures.CONTEXT, microbatches: int = 4, **model
-) -> hlo.Program:
+) -> hlo.HloProgram:
     """The compiled step on a mesh, perhaps of devices that are not here."""
     training = model_fixtures.training(
         dtype=dtype, microbatches=microbatches, batch=32, sequence=context, kernels="xla"
@@ -42,7 +42,7 @@ def training_step(
         return hlo.parse(jit_steps(steps, mesh).train.lower(state, batch).compile().as_text())
 
 
-def sent(program: hlo.Program, mesh) -> list[collectives.CompiledCollective]:
+def sent(program: hlo.HloProgram, mesh) -> list[collectives.CompiledCollective]:
     return collectives.collectives(program, dict(mesh.shape))
 
 
@@ -83,7 +83,7 @@ def test_a_step_holds_these_kinds_of_collectives_and_no_others(shape, platform):
     sums = {"all-reduce", "reduce-scatter"}
     allowed = {("data",): sums, ("fsdp",): {"all-gather"} | sums, ("tensor",): {"all-gather"} | sums}
     # Scalars, and the gradients of vectors that every device has, are summed over several axes at once.
-    strange = [c for c in found if c.kind not in allowed.get(c.axes, {"all-reduce"}) or not c.whole]
+    strange = [c for c in found if c.kind not in allowed.get(c.axes, {"all-reduce"}) or not c.spans_axes]
     assert not strange
     over_many = [c for c in found if len(c.axes) > 1]
     assert all(c.bytes <= 4 * (VOCABULARY + 64 * 32) for c in over_many if c.axes != ("data", "fsdp"))
@@ -116,7 +116,7 @@ def test_no_parameter_above_a_size_is_whole_on_every_device(platform):
     program = training_step(mesh, DTYPES[platform], microbatches=1, vocab_size=VOCABULARY)
     given = Counter(p.op_name for p in program.entry.parameters if "parameters" in p.op_name)
     assert len(given) == len(model_tree.paths(model_tree.shapes(tree)))
-    largest = max(a.numbers for p in program.entry.parameters for a in p.arrays if "parameters" in p.op_name)
+    largest = max(a.elements for p in program.entry.parameters for a in p.arrays if "parameters" in p.op_name)
     assert largest == VOCABULARY * 32 // 4
 
 

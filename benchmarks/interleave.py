@@ -1,7 +1,7 @@
-"""Processes that take turns: each does the same work in its own way, and all see the same machine.
+"""Interleaved timing of processes that do the same work in different ways, under the same machine conditions.
 
-A worker answers each number of steps on its standard input with the seconds that a step took, and the end of its input
-with its facts: one line of JSON each.
+A worker reads a number of steps per line on its standard input and answers with the seconds per step; at the end of its
+input it answers with its facts. Each answer is one line of JSON.
 """
 
 import json
@@ -15,22 +15,22 @@ from typing import Any, NamedTuple
 
 
 class Worker(NamedTuple):
-    """`run` does n steps and waits for the last; `facts` says where they ran and what memory they took."""
+    """A timed program: `run` does n steps and waits for the last; `facts` gives the device and the peak memory."""
 
     run: Callable[[int], None]
     facts: Callable[[], dict[str, Any]]
 
 
-class Worked(NamedTuple):
-    """What came of a worker: the seconds of a step in each block and its facts, or why it failed."""
+class WorkerResult(NamedTuple):
+    """Seconds per step of each block and the facts of a worker, or the error that it failed with."""
 
     step_s: list[float]
     facts: dict[str, Any]
     failed: str | None
 
 
-def answer(make: Callable[[], Worker]) -> None:
-    """Be a worker. An error ends it with the facts {"failed": why}."""
+def serve(make: Callable[[], Worker]) -> None:
+    """Run as a worker. An error ends it with the facts {"failed": message}."""
     try:
         worker = make()
         for line in sys.stdin:
@@ -45,9 +45,12 @@ def answer(make: Callable[[], Worker]) -> None:
     print(json.dumps(facts), flush=True)
 
 
-def take_turns(commands: dict[str, list[str]], steps: int, blocks: int) -> dict[str, Worked]:
-    """Blocks of steps of each command in turn. The first of each is warm-up, before the next is started: what one
-    compiles and tries out, no other disturbs. A worker that fails is left out from then on."""
+def run_interleaved(commands: dict[str, list[str]], steps: int, blocks: int) -> dict[str, WorkerResult]:
+    """Alternate blocks of steps between the commands, and return each command's result.
+
+    The first block of each is warm-up and ends before the next command starts, so that compilation and autotuning run
+    undisturbed. A worker that fails is skipped from then on.
+    """
     processes = {}
     for name, command in commands.items():
         processes[name] = process = _Process(command)
@@ -60,7 +63,7 @@ def take_turns(commands: dict[str, list[str]], steps: int, blocks: int) -> dict[
 
 
 def row(step_s: list[float], tokens: int, jaxlm_s: list[float] | None) -> dict[str, Any]:
-    """The figures of one worker, whose step has so many tokens, beside jaxlm's blocks where there are any."""
+    """Return one worker's figures for steps of `tokens` tokens, and jaxlm's time relative to them."""
     return {
         "median_step_s": statistics.median(step_s),
         "min_step_s": min(step_s),
@@ -71,7 +74,7 @@ def row(step_s: list[float], tokens: int, jaxlm_s: list[float] | None) -> dict[s
 
 
 def describe(name: str, row: dict[str, Any]) -> str:
-    """A row in one line."""
+    """Return a row as one line of text."""
     ratio = row["jaxlm_over_this"]
     return f"{name}: {1e3 * row['median_step_s']:.1f} ms per step, {row['median_tokens_per_s']:,.0f} tokens/s" + (
         f"; jaxlm takes {ratio:.2f} of its time (median of the paired ratios)" if ratio else ""
@@ -79,6 +82,8 @@ def describe(name: str, row: dict[str, Any]) -> str:
 
 
 class _Process:
+    """A worker's process, its block times and its last answer."""
+
     def __init__(self, command: list[str]):
         self._popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.step_s: list[float] = []
@@ -91,20 +96,20 @@ class _Process:
             self._popen.stdin.write(f"{steps}\n")
             self._popen.stdin.flush()
         except BrokenPipeError:
-            pass  # its last words are still to be read
-        said = self._said()
-        if isinstance(said, dict):
-            self._last = said
+            pass  # its last line is still to be read
+        answer = self._answer()
+        if isinstance(answer, dict):
+            self._last = answer
         else:
-            self.step_s.append(said)
+            self.step_s.append(answer)
 
-    def end(self) -> Worked:
+    def end(self) -> WorkerResult:
         if self._last is None:
             self._popen.stdin.close()
-            self._last = self._said()
+            self._last = self._answer()
         self._popen.wait()
-        return Worked(self.step_s, self._last, self._last.get("failed"))
+        return WorkerResult(self.step_s, self._last, self._last.get("failed"))
 
-    def _said(self) -> Any:
+    def _answer(self) -> Any:
         line = self._popen.stdout.readline()
         return json.loads(line) if line else {"failed": f"ended with status {self._popen.wait()}"}

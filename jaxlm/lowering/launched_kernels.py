@@ -1,5 +1,7 @@
-"""What a device is told to run, kernel by kernel: XLA's fusions, Pallas's kernels and calls into libraries, with their
-FLOPs and the bytes that they read and write in the device's memory."""
+"""Kernels that a compiled program launches: XLA's fusions, Pallas kernels and library calls.
+
+Each has its FLOPs and the bytes that it reads and writes in device memory.
+"""
 
 import re
 from collections import Counter
@@ -7,90 +9,99 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from jaxlm.lowering.hlo import Computation, Instruction, Program, controlled, scope
-from jaxlm.lowering.products import product_flops
+from jaxlm.lowering.hlo import HloComputation, HloInstruction, HloProgram, controlled, scope
+from jaxlm.lowering.matmul_flops import instruction_flops
 
-# These move no bytes: names of what is there, and the ends of what has begun before.
-_NOTHING = set(
+# Opcodes that move no bytes: aliases of existing buffers, control flow, and the ends of asynchronous operations.
+_NO_WORK = set(
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all opt-barrier domain iota "
     "optimization-barrier partition-id replica-id".split()
 )
-_NO_ARITHMETIC = _NOTHING | set(
+_NO_ARITHMETIC = _NO_WORK | set(
     "broadcast reshape transpose copy convert slice dynamic-slice dynamic-update-slice concatenate pad gather reverse "
     "fusion dot convolution custom-call select rng-bit-generator".split()
 )
-# Which operand of these is written over a part of the first.
+# Opcodes that overwrite part of their first operand, and the number of the operand that they write.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _SLICES = ("dynamic-slice", "slice", "gather")
 _PALLAS = re.compile(r"tpu_custom_call|triton|mosaic")
-# Notes of XLA to itself.
-_OWN = re.compile(r"Sharding|SPMD|AllocateBuffer|Bitcast|AsyncCollective|Bitpacked|AssumeGather|AnnotateDevice|MoveTo")
-_ENDS = re.compile(r"-(start|done|update)$|^(all-|reduce-scatter|collective-)")
+# Custom calls that are annotations for XLA's own passes.
+_ANNOTATIONS = re.compile(
+    r"Sharding|SPMD|AllocateBuffer|Bitcast|AsyncCollective|Bitpacked|AssumeGather|AnnotateDevice|MoveTo"
+)
+_COLLECTIVE_OR_ASYNC = re.compile(r"-(start|done|update)$|^(all-|reduce-scatter|collective-)")
 
 
-# FLOPs that Pallas kernels declare, of all runs on one device, by their names in a program (`hlo.scope`).
+# FLOPs that Pallas kernels declare for all runs on one device, by their names in a program (`hlo.scope`).
 Declared = Mapping[str, float]
 _NONE: Declared = MappingProxyType({})
 
 
-class Kernel(NamedTuple):
-    """One that runs `count` times in a step. `flops` are of one run: `products` of matrix products, `elementwise` of
-    the rest, or `declared` by a Pallas kernel; `bytes` those of one run that it reads and writes in the device's
-    memory."""
+class LaunchedKernel(NamedTuple):
+    """A kernel that runs `count` times in a step.
+
+    Attributes:
+      matmul_flops: FLOPs of matrix products in one run.
+      elementwise_flops: FLOPs of other arithmetic in one run.
+      declared_flops: FLOPs of one run that a Pallas kernel declares.
+      bytes: read and written in device memory in one run.
+    """
 
     name: str
     kind: str
     source: str
     count: int
-    products: int
-    elementwise: int
+    matmul_flops: int
+    elementwise_flops: int
     bytes: int
-    declared: float = 0.0
+    declared_flops: float = 0.0
 
     @property
     def flops(self) -> float:
-        return self.products + self.elementwise + self.declared
+        return self.matmul_flops + self.elementwise_flops + self.declared_flops
 
     @property
     def intensity(self) -> float:
-        """FLOP per byte."""
+        """FLOPs per byte."""
         return self.flops / self.bytes if self.bytes else float("inf")
 
     def seconds(self, flops_per_s: float, bytes_per_s: float) -> float:
-        """Of all its runs, on a roofline."""
+        """Return the time of all its runs on a roofline with these rates."""
         return self.count * max(self.flops / flops_per_s, self.bytes / bytes_per_s)
 
 
 class Chain(NamedTuple):
-    """Kernels bound by memory that hand arrays to one another through it, and the bytes per step that this writes and
-    reads again: what one kernel for all of them would spare."""
+    """Memory-bound kernels that pass arrays to one another through device memory.
 
-    kernels: tuple[Kernel, ...]
+    `bytes` are written and read again per step; a single fused kernel would save them.
+    """
+
+    kernels: tuple[LaunchedKernel, ...]
     bytes: int
 
 
-def kernels(program: Program, declared: Declared = _NONE) -> list[Kernel]:
-    """All but collectives, in the order in which they run."""
+def kernels(program: HloProgram, declared: Declared = _NONE) -> list[LaunchedKernel]:
+    """Return all kernels but collectives, in execution order."""
     return [kernel for _, _, kernel in _all(program, declared)]
 
 
-def calls(program: Program) -> list[tuple[str, int]]:
-    """Pallas kernels and library calls by name, and how often each runs."""
+def calls(program: HloProgram) -> list[tuple[str, int]]:
+    """Return the names of Pallas kernels and library calls, and the number of runs of each."""
     found: dict[str, int] = {}
     for _, instruction, times in program.executed():
         target = instruction.attribute("custom_call_target") or ""
-        if instruction.opcode == "custom-call" and not _OWN.search(target):
+        if instruction.opcode == "custom-call" and not _ANNOTATIONS.search(target):
             name = scope(instruction.op_name) if _PALLAS.search(target) else target
             found[name] = found.get(name, 0) + times
     return sorted(found.items())
 
 
-def chains(program: Program, intensity: float, declared: Declared = _NONE) -> list[Chain]:
-    """Chains of kernels that do fewer FLOPs per byte than this and no matrix products; the most bytes first."""
+def chains(program: HloProgram, intensity: float, declared: Declared = _NONE) -> list[Chain]:
+    """Return chains of kernels below this intensity (FLOPs per byte) without matrix products; the most bytes first."""
     bound = {
         (computation.name, instruction.name): kernel
         for computation, instruction, kernel in _all(program, declared)
-        if not kernel.products and kernel.intensity < intensity
+        if not kernel.matmul_flops and kernel.intensity < intensity
     }
     leader = {key: key for key in bound}
 
@@ -100,14 +111,14 @@ def chains(program: Program, intensity: float, declared: Declared = _NONE) -> li
         return key
 
     handed: dict[tuple, int] = {}
-    for (place, name), kernel in bound.items():
-        computation = program.computations[place]
-        readers = {(place, user) for user in _readers(computation, computation.instructions[name])} & bound.keys()
+    for (where, name), kernel in bound.items():
+        computation = program.computations[where]
+        readers = {(where, user) for user in _readers(computation, computation.instructions[name])} & bound.keys()
         for reader in readers:
-            leader[find(reader)] = find((place, name))
+            leader[find(reader)] = find((where, name))
         if readers:
             written = sum(a.bytes for a in computation.instructions[name].arrays if a.space == 0)
-            handed[place, name] = kernel.count * written * (1 + len(readers))
+            handed[where, name] = kernel.count * written * (1 + len(readers))
     groups: dict[tuple, list[tuple]] = {}
     for key in bound:
         groups.setdefault(find(key), []).append(key)
@@ -119,65 +130,65 @@ def chains(program: Program, intensity: float, declared: Declared = _NONE) -> li
     return sorted(found, key=lambda chain: -chain.bytes)
 
 
-def _all(program: Program, declared: Declared) -> list[tuple[Computation, Instruction, Kernel]]:
-    """With what Pallas kernels declare; those of one name share it by the sizes of their arrays."""
+def _all(program: HloProgram, declared: Declared) -> list[tuple[HloComputation, HloInstruction, LaunchedKernel]]:
+    """Return kernels with declared FLOPs; kernels of one name share them in proportion to their arrays' sizes."""
     found = list(_compiled(program))
     sizes = [sum(array.bytes for part in (i, *c.operands(i)) for array in part.arrays) for c, i, _ in found]
     whole: Counter[str] = Counter()
     for (_, _, kernel), size in zip(found, sizes, strict=True):
         whole[kernel.name] += kernel.count * size
 
-    def share(kernel: Kernel, size: int) -> float:
+    def share(kernel: LaunchedKernel, size: int) -> float:
         return declared[kernel.name] * size / whole[kernel.name] if kernel.name in declared else 0.0
 
-    return [(c, i, k._replace(declared=share(k, size))) for (c, i, k), size in zip(found, sizes, strict=True)]
+    return [(c, i, k._replace(declared_flops=share(k, size))) for (c, i, k), size in zip(found, sizes, strict=True)]
 
 
-def _compiled(program: Program) -> Iterator[tuple[Computation, Instruction, Kernel]]:
+def _compiled(program: HloProgram) -> Iterator[tuple[HloComputation, HloInstruction, LaunchedKernel]]:
     for computation, instruction, times in program.executed():
         opcode = instruction.opcode
-        if opcode in _NOTHING or controlled(instruction) or _ENDS.search(opcode):
+        if opcode in _NO_WORK or controlled(instruction) or _COLLECTIVE_OR_ASYNC.search(opcode):
             continue
         target = instruction.attribute("custom_call_target") if opcode == "custom-call" else None
-        if target and _OWN.search(target):
+        if target and _ANNOTATIONS.search(target):
             continue
-        inside = _beneath(program, computation, instruction)
+        inside = _fused(program, computation, instruction)
         yield (
             computation,
             instruction,
-            Kernel(
+            LaunchedKernel(
                 name=scope(instruction.op_name) or instruction.name,
                 kind=target or (f"fusion {instruction.attribute('kind')}" if opcode == "fusion" else opcode),
                 source=program.source(instruction),
                 count=times,
-                products=sum(product_flops(c, i) for c, i in inside),
-                elementwise=sum(_elementwise(c, i) for c, i in inside),
+                matmul_flops=sum(instruction_flops(c, i) for c, i in inside),
+                elementwise_flops=sum(_elementwise_flops(c, i) for c, i in inside),
                 bytes=_bytes(program, computation, instruction),
             ),
         )
 
 
-def _beneath(
-    program: Program, computation: Computation, instruction: Instruction
-) -> list[tuple[Computation, Instruction]]:
-    """An instruction, or those of the fusion that it is, fusions in it included."""
+def _fused(
+    program: HloProgram, computation: HloComputation, instruction: HloInstruction
+) -> list[tuple[HloComputation, HloInstruction]]:
+    """Return the instruction itself, or all instructions of a fusion, nested fusions included."""
     if instruction.opcode != "fusion":
         return [(computation, instruction)]
     inner = program.computations[instruction.called["calls"][0]]
-    return [pair for i in inner.instructions.values() for pair in _beneath(program, inner, i)]
+    return [pair for i in inner.instructions.values() for pair in _fused(program, inner, i)]
 
 
-def _elementwise(computation: Computation, instruction: Instruction) -> int:
-    """One FLOP for each number that an arithmetic operation makes; of a reduction, for each that it reads."""
+def _elementwise_flops(computation: HloComputation, instruction: HloInstruction) -> int:
+    """Return one FLOP per output element of an arithmetic operation; a reduction counts its input elements."""
     if instruction.opcode in _NO_ARITHMETIC:
         return 0
     if instruction.opcode in ("reduce", "reduce-window"):
-        return computation.operands(instruction)[0].arrays[0].numbers
-    return max((array.numbers for array in instruction.arrays), default=0)
+        return computation.operands(instruction)[0].arrays[0].elements
+    return max((array.elements for array in instruction.arrays), default=0)
 
 
-def _bytes(program: Program, computation: Computation, instruction: Instruction) -> int:
-    """Read and written in the device's memory, each operand once; of what is cut out or overwritten, that part."""
+def _bytes(program: HloProgram, computation: HloComputation, instruction: HloInstruction) -> int:
+    """Return bytes read and written in device memory, each operand once; slices and updates count only their part."""
     if instruction.opcode in _SLICES:
         return 2 * _in_memory(instruction)
     if instruction.opcode in _UPDATES:
@@ -193,9 +204,11 @@ def _bytes(program: Program, computation: Computation, instruction: Instruction)
     return read + _written(inner, instruction)
 
 
-def _read(program: Program, inner: Computation, value: Instruction) -> int:
-    """Bytes of a fusion's parameter that are read: its parts where only these are cut out, none where a part of it is
-    only overwritten, and else all."""
+def _read(program: HloProgram, inner: HloComputation, value: HloInstruction) -> int:
+    """Return the bytes of a fusion's parameter that are read.
+
+    If the parameter is only sliced, the slices count; if it is only updated in place, nothing; otherwise all of it.
+    """
     read = 0
     for user in inner.users[value.name]:
         first = user.operands[0] == value.name
@@ -215,7 +228,7 @@ def _read(program: Program, inner: Computation, value: Instruction) -> int:
     return read
 
 
-def _written(inner: Computation, fusion: Instruction) -> int:
+def _written(inner: HloComputation, fusion: HloInstruction) -> int:
     root = inner.instructions[inner.root]
     outputs = inner.operands(root) if root.opcode == "tuple" else [root]
     written = 0
@@ -229,12 +242,12 @@ def _written(inner: Computation, fusion: Instruction) -> int:
     return written
 
 
-def _in_memory(instruction: Instruction) -> int:
+def _in_memory(instruction: HloInstruction) -> int:
     return sum(array.bytes for array in instruction.arrays if array.space == 0)
 
 
-def _readers(computation: Computation, instruction: Instruction) -> Iterator[str]:
-    """Who reads what an instruction writes, through views and tuples' parts."""
+def _readers(computation: HloComputation, instruction: HloInstruction) -> Iterator[str]:
+    """Yield the names of an instruction's readers; views and tuple elements are followed."""
     for user in computation.users[instruction.name]:
         if user.opcode in ("bitcast", "get-tuple-element"):
             yield from _readers(computation, user)

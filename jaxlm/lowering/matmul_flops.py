@@ -1,31 +1,33 @@
-"""FLOPs of matrix products, from a program's text: XLA's own `cost_analysis` counts a loop once on some platforms and
-says nothing on others."""
+"""FLOPs of matrix products, read from a compiled program's text.
+
+XLA's own `cost_analysis` counts a loop once on some platforms and returns nothing on others.
+"""
 
 import math
 import re
 
 import numpy as np
 
-from jaxlm.lowering.hlo import Computation, Instruction, Program
+from jaxlm.lowering.hlo import HloComputation, HloInstruction, HloProgram
 
 _CUBLAS = re.compile(r"__cublas|__cudnn\$gemm")
 
 
-def program_flops(program: Program) -> int:
-    """Of all products of one device's program, each as often as it runs."""
+def program_flops(program: HloProgram) -> int:
+    """Return the FLOPs of all matrix products on one device, each multiplied by its number of runs."""
     return sum(
-        program.times[computation.name] * product_flops(computation, instruction)
+        program.times[computation.name] * instruction_flops(computation, instruction)
         for computation in program.computations.values()
         for instruction in computation.instructions.values()
     )
 
 
-def product_flops(computation: Computation, instruction: Instruction) -> int:
-    """2 · batch · rows · columns · contracted of a product; 0 of anything else."""
+def instruction_flops(computation: HloComputation, instruction: HloInstruction) -> int:
+    """Return 2 · batch · rows · columns · contracted for a matrix product, 0 for any other instruction."""
     if instruction.opcode == "dot":
         left = computation.operands(instruction)[0].arrays[0].shape
         contracted = instruction.dimensions("lhs_contracting_dims")
-        return 2 * instruction.arrays[0].numbers * math.prod(left[axis] for axis in contracted)
+        return 2 * instruction.arrays[0].elements * math.prod(left[axis] for axis in contracted)
     if instruction.opcode == "convolution":
         return _convolution(computation, instruction)
     if instruction.opcode == "custom-call" and _CUBLAS.search(instruction.attribute("custom_call_target") or ""):
@@ -33,18 +35,18 @@ def product_flops(computation: Computation, instruction: Instruction) -> int:
     return 0
 
 
-def _library_product(computation: Computation, instruction: Instruction) -> int:
+def _library_product(computation: HloComputation, instruction: HloInstruction) -> int:
     settings = instruction.backend_config.get("gemm_backend_config", instruction.backend_config)
     contracted = settings.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions", ())
     left = computation.operands(instruction)[0].arrays[0].shape
-    return 2 * instruction.arrays[0].numbers * math.prod(left[int(axis)] for axis in contracted)
+    return 2 * instruction.arrays[0].elements * math.prod(left[int(axis)] for axis in contracted)
 
 
-def _convolution(computation: Computation, instruction: Instruction) -> int:
-    """2 · batch · features out · features in · the places where a window's entry meets a number that is there.
+def _convolution(computation: HloComputation, instruction: HloInstruction) -> int:
+    """Return 2 · batch · output features · input features · window positions that meet an element, not padding.
 
-    TPU programs write products as convolutions; batch dimensions become a window that meets each entry once, among
-    zeros that are dilated or padded in.
+    TPU programs write matrix products as convolutions. A batch dimension becomes a window that meets each element once,
+    among zeros from dilation and padding.
     """
     left, right = (operand.arrays[0].shape for operand in computation.operands(instruction)[:2])
     labels = instruction.attribute("dim_labels")
@@ -60,8 +62,8 @@ def _convolution(computation: Computation, instruction: Instruction) -> int:
     return 2 * around * met
 
 
-def _window(instruction: Instruction) -> dict[str, list[int]]:
-    """What `window={size=8x4 stride=7x3 pad=3_3x0_0 lhs_dilate=8x4}` says, per axis; of a padding its low end."""
+def _window(instruction: HloInstruction) -> dict[str, list[int]]:
+    """Parse `window={size=8x4 stride=7x3 pad=3_3x0_0 lhs_dilate=8x4}` per axis; `pad` is the low padding."""
     text = instruction.attribute("window") or ""
     given = dict(re.findall(r"(\w+)=([\dx_-]+)", text))
     axes = len(given.get("size", "").split("x")) if given else 0
@@ -78,6 +80,6 @@ def _window(instruction: Instruction) -> dict[str, list[int]]:
 
 
 def _meetings(left: int, window: int, output: int, stride: int, pad: int, dilate_left: int, dilate_right: int) -> int:
-    """How many pairs (place in the output, entry of the window) meet a number of the left side, along one axis."""
-    places = np.arange(output)[:, None] * stride + np.arange(window)[None] * dilate_right - pad
-    return int(np.sum((places >= 0) & (places % dilate_left == 0) & (places < left * dilate_left)))
+    """Count the pairs (output position, window entry) that meet an element of the left side, along one axis."""
+    positions = np.arange(output)[:, None] * stride + np.arange(window)[None] * dilate_right - pad
+    return int(np.sum((positions >= 0) & (positions % dilate_left == 0) & (positions < left * dilate_left)))

@@ -1,16 +1,16 @@
-"""FLOPs of products in XLA's words."""
+"""FLOPs of matrix products, read from XLA's text."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxlm.lowering import hlo, products
+from jaxlm.lowering import hlo, matmul_flops
 
 
 def flops(line: str, *operands: str) -> int:
     given = "\n".join(f"  %p{i} = {type} parameter({i})" for i, type in enumerate(operands))
     program = hlo.parse(f"HloModule m\nENTRY %main (p: f32[]) -> f32[] {{\n{given}\n  ROOT %y = {line}\n}}\n")
-    return products.program_flops(program)
+    return matmul_flops.program_flops(program)
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def flops(line: str, *operands: str) -> int:
             "rhs_batch_dims={0,2}, rhs_contracting_dims={3}",
             "f32[32,4,7,128]{3,2,1,0}", "f32[32,2,4,7]{3,2,1,0}", 2 * 32 * 4 * 128 * 2 * 7,
         ),
-        # What a TPU makes of products, with batch dimensions as windows: none, dilated, padded, reversed.
+        # Products as a TPU's convolutions; batch dimensions are windows: none, dilated, padded, reversed.
         ("bf16[8,1536]{1,0} convolution(%p0, %p1), dim_labels=bf_io->bf",
          "bf16[8,1024]{1,0}", "bf16[1024,1536]{1,0}", 2 * 8 * 1536 * 1024),
         ("bf16[8,4,128]{2,1,0} convolution(%p0, %p1), window={size=4 pad=3_3 rhs_reversal=1}, "
@@ -50,4 +50,4 @@ def test_loops_in_loops_multiply():
         return jax.lax.scan(inner, x, None, length=3)[0] @ x, None
 
     compiled = jax.jit(lambda x: jax.lax.scan(outer, x, None, length=5)[0]).lower(jnp.ones((16, 16))).compile()
-    assert products.program_flops(hlo.parse(compiled.as_text())) == 5 * 4 * 2 * 16**3
+    assert matmul_flops.program_flops(hlo.parse(compiled.as_text())) == 5 * 4 * 2 * 16**3

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import AxisType
 
 from kernels_pallas.core import interpretation, target
-from kernels_pallas.core.target import Target
+from kernels_pallas.core.target import TargetChip
 
 # Why an implementation cannot serve a call, in a few words; None where it can.
 Refusal = str | None
@@ -18,7 +18,7 @@ KERNELS = ("triton", "mosaic_gpu", "mosaic_tpu")
 def choose(
     operation: str,
     implementation: str | None,
-    refusals: Mapping[str, Callable[[Target], Refusal]],
+    refusals: Mapping[str, Callable[[TargetChip], Refusal]],
     manual: bool = False,
     by_name: Collection[str] = (),
 ) -> str:
@@ -56,7 +56,7 @@ def choose(
     return next((name for name in refusals if name not in by_name and refusal(name) is None), "reference")
 
 
-def cannot_lower(implementation: str, chip: Target) -> Refusal:
+def cannot_lower(implementation: str, chip: TargetChip) -> Refusal:
     """Why one of KERNELS does not run on a chip."""
     capability = chip.compute_capability or (0, 0)
     lowered, runs_on = {

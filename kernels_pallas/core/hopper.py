@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas.core import interpretation
-from kernels_pallas.core.launch import Cost, call_warpgroups, differentiated_once, vary
+from kernels_pallas.core.launch import KernelCost, call_warpgroups, differentiated_once, vary
 
 # Rows of a warpgroup's smallest product (wgmma.m64nNk16), and bytes of a row of a swizzled tile in shared memory.
 ROWS = 64
@@ -33,7 +33,7 @@ _BLOCK = "block"
 _LANES = "lanes"
 
 
-class Shared(NamedTuple):
+class SharedBuffer(NamedTuple):
     """An array in shared memory. `tiled`: an operand of products, [..., rows, columns], columns a multiple of 64."""
 
     shape: tuple[int, ...]
@@ -323,8 +323,8 @@ def run(
     *,
     grid: Mapping[str, int],
     warpgroups: int,
-    shared: Mapping[str, Shared | Barriers],
-    cost: Cost,
+    shared: Mapping[str, SharedBuffer | Barriers],
+    cost: KernelCost,
     name: str,
     counters: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> list[jax.Array]:
@@ -395,7 +395,7 @@ def run(
             warpgroups=warpgroups,
             shared=shared,
             counters={key: (size, *shape) for key, shape in counters.items()},
-            cost=Cost(*(size * part for part in cost)),
+            cost=KernelCost(*(size * part for part in cost)),
             name=name,
         )
         return made, [True] * len(made)
@@ -419,7 +419,7 @@ class _NoCounters:
         return self
 
 
-def _allocation(place: Shared | Barriers, interpret: bool) -> Any:
+def _allocation(place: SharedBuffer | Barriers, interpret: bool) -> Any:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if isinstance(place, Barriers):

@@ -21,7 +21,7 @@ DEPRECATED = "The Pallas Triton backend is deprecated"
 warnings.filterwarnings("ignore", DEPRECATED, DeprecationWarning)
 
 
-class Cost(NamedTuple):
+class KernelCost(NamedTuple):
     """What one call does: FLOPs (one per transcendental, included), transcendentals, and bytes of HBM moved."""
 
     flops: int = 0
@@ -29,11 +29,11 @@ class Cost(NamedTuple):
     bytes: int = 0
 
 
-class Costs(NamedTuple):
+class KernelCosts(NamedTuple):
     """What an operation costs forward, and backward besides that."""
 
-    forward: Cost
-    backward: Cost
+    forward: KernelCost
+    backward: KernelCost
 
 
 def size_of(*arrays: Any) -> int:
@@ -108,7 +108,7 @@ def call(
     grid: Sequence[int | jax.Array],
     in_specs: Sequence[pl.BlockSpec],
     out_specs: Sequence[pl.BlockSpec],
-    cost: Cost,
+    cost: KernelCost,
     name: str,
     scratch: Sequence[Any] = (),
     prefetched: int = 0,
@@ -170,7 +170,7 @@ def call_warpgroups(
     *,
     blocks: tuple[str, int],
     warpgroups: tuple[str, int],
-    cost: Cost,
+    cost: KernelCost,
     name: str,
 ) -> list[jax.Array]:
     """Run a Mosaic GPU kernel; return its outputs. The callers are kernels of `hopper.py`.
@@ -207,7 +207,7 @@ def call_warpgroups(
     return call(*operands)
 
 
-def _estimate(cost: Cost) -> pl.CostEstimate:
+def _estimate(cost: KernelCost) -> pl.CostEstimate:
     """Return a cost as XLA counts a kernel's: transcendentals are not among the FLOPs."""
     return pl.CostEstimate(
         flops=cost.flops - cost.transcendentals, transcendentals=cost.transcendentals, bytes_accessed=cost.bytes

@@ -15,10 +15,10 @@ from kernels_pallas.core import checks
 from kernels_pallas.core.choice import choose
 from kernels_pallas.core.eager import compiled_once
 from kernels_pallas.core.interpretation import requested
-from kernels_pallas.core.launch import Cost, Costs, vary
+from kernels_pallas.core.launch import KernelCost, KernelCosts, vary
 from kernels_pallas.flash_attention import cudnn, mosaic_gpu, mosaic_gpu_backward, mosaic_tpu, reference, triton
 from kernels_pallas.flash_attention.operands import Operands, scores_seen
-from kernels_pallas.flash_attention.tiles import LOG2_E, Settings
+from kernels_pallas.flash_attention.tiles import LOG2_E, FlashSettings
 from kernels_pallas.flash_attention.visible import (
     Visible,
     are_positions,
@@ -126,7 +126,7 @@ def flash_attention(
     if module_of(*operands[3:5]) is np:
         known = itertools.starmap(Visible, zip(*operands[3:5], strict=True))
         operands = operands._replace(start=None, end=None)
-    settings = tuple(Settings(scale, soft_cap, *each, chosen) for each in zip(seen, known, strict=True))
+    settings = tuple(FlashSettings(scale, soft_cap, *each, chosen) for each in zip(seen, known, strict=True))
     out, log_sum_exp = _attend(settings, Operands(*vary(*operands)))
     return (out, jnp.swapaxes(log_sum_exp, 1, 2)) if return_log_sum_exp else out
 
@@ -147,7 +147,7 @@ def costs(
     bias: Any = None,
     implementation: str | None = None,
     **_: Any,
-) -> Costs:
+) -> KernelCosts:
     """What the kernels cost on these arrays, or shapes and dtypes: of the scores that are seen where `visible` is of
     numpy arrays, and of all T·S otherwise. The gradient of a bias is apart. Backward five products are what attention
     takes where scores are not kept; an implementation of two kernels makes the scores, and the gradients of their
@@ -158,7 +158,7 @@ def costs(
     falls_back = implementation == "mosaic_gpu" and not mosaic_gpu_backward.serves(parts[0])
     at_once = implementation not in ("triton", "mosaic_tpu") and not falls_back
     each = [part.costs(scores, at_once) for part, scores in zip(parts, seen, strict=True)]
-    return Costs(*(Cost(*map(sum, zip(*way, strict=True))) for way in zip(*each, strict=True)))
+    return KernelCosts(*(KernelCost(*map(sum, zip(*way, strict=True))) for way in zip(*each, strict=True)))
 
 
 def _operands(query: Any, key: Any, value: Any, visible: Any, sinks: Any, bias: Any) -> Operands:
@@ -180,7 +180,7 @@ def _refusal(name: str, operands: Operands, chip: Any) -> str | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 @compiled_once(static=1)
-def _attend(settings: tuple[Settings, ...], operands: Operands) -> tuple[jax.Array, jax.Array]:
+def _attend(settings: tuple[FlashSettings, ...], operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, N, V] and log-sum-exp [B, N, T] over all parts of the operands, with the settings of each."""
     kernels = KERNELS[settings[0].implementation]
     parts = [kernels.forward(*part) for part in zip(settings, _whole(settings, operands).parts(), strict=True)]
@@ -194,7 +194,7 @@ def _attend(settings: tuple[Settings, ...], operands: Operands) -> tuple[jax.Arr
     return mixed.astype(operands.query.dtype), log_sum_exp
 
 
-def _whole(settings: tuple[Settings, ...], operands: Operands) -> Operands:
+def _whole(settings: tuple[FlashSettings, ...], operands: Operands) -> Operands:
     """With the intervals that are known while tracing, which are not differentiated and so stay numpy arrays."""
     if operands.start is not None:
         return operands
@@ -202,14 +202,14 @@ def _whole(settings: tuple[Settings, ...], operands: Operands) -> Operands:
     return operands._replace(start=np.stack(start), end=np.stack(end))
 
 
-def _forward(settings: tuple[Settings, ...], operands: Operands) -> tuple:
+def _forward(settings: tuple[FlashSettings, ...], operands: Operands) -> tuple:
     # Who keeps what has this name for the backward pass (`jax.checkpoint`) does not run the kernel again.
     results = tuple(checkpoint_name(x, "attention") for x in _attend(settings, operands))
     return results, (operands, *results)
 
 
 @compiled_once(static=1)
-def _backward(settings: tuple[Settings, ...], saved: tuple, cotangents: tuple) -> tuple[Operands]:
+def _backward(settings: tuple[FlashSettings, ...], saved: tuple, cotangents: tuple) -> tuple[Operands]:
     operands, out, log_sum_exp = saved
     operands = _whole(settings, operands)
     d_out, d_log_sum_exp = cotangents
@@ -236,7 +236,9 @@ def _backward(settings: tuple[Settings, ...], saved: tuple, cotangents: tuple) -
 _attend.defvjp(_forward, _backward)
 
 
-def _bias_gradient(settings: Settings, operands: Operands, d_out: jax.Array, d_log_sum_exp: jax.Array) -> jax.Array:
+def _bias_gradient(
+    settings: FlashSettings, operands: Operands, d_out: jax.Array, d_log_sum_exp: jax.Array
+) -> jax.Array:
     """By the reference, a chunk of queries at a time; where nobody uses it XLA drops it whole."""
     B, T, S, N, *_ = operands.sizes
 

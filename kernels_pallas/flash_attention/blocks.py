@@ -11,7 +11,7 @@ import numpy as np
 from kernels_pallas.flash_attention.visible import module_of, unrepeated
 
 
-class Ranges(NamedTuple):
+class BlockRanges(NamedTuple):
     """int32 [B or 1, blocks]: for each block of queries the blocks first ≤ j < last of keys of which it may see
     something, and those full ≤ j < full_end ≤ last of which each of its queries sees all. Or the other way round."""
 
@@ -26,7 +26,7 @@ class Ranges(NamedTuple):
         return jnp.broadcast_to(ranges, (batch, *ranges.shape[1:]))
 
 
-def key_ranges(start: Any, end: Any, queries: int, keys: int) -> Ranges:
+def key_ranges(start: Any, end: Any, queries: int, keys: int) -> BlockRanges:
     """For each block of `queries` queries, the blocks of `keys` keys. Intervals [B, T] lie within the keys."""
     module = module_of(start, end)
     # Rows that are not there see nothing: no block with one of them is full.
@@ -39,10 +39,10 @@ def key_ranges(start: Any, end: Any, queries: int, keys: int) -> Ranges:
     first = module.minimum(module.min(module.where(sees, start // keys, far), axis=-1), last)
     full = module.clip(-(-module.max(start, axis=-1) // keys), first, last)
     full_end = module.clip(module.min(end, axis=-1) // keys, full, last)
-    return Ranges(first, full, full_end, last)
+    return BlockRanges(first, full, full_end, last)
 
 
-def query_ranges(of_queries: Ranges, key_blocks: int) -> Ranges:
+def query_ranges(of_queries: BlockRanges, key_blocks: int) -> BlockRanges:
     """For each block of keys, the blocks of queries: the other way round of what `key_ranges` gave.
 
     Between first and last there may be blocks that see nothing of these keys; the full ones are the first run of them.
@@ -58,10 +58,10 @@ def query_ranges(of_queries: Ranges, key_blocks: int) -> Ranges:
     run = module.min(module.where(whole, i, blocks), axis=1)
     run_end = module.min(module.where(~whole & (i >= run[:, None]), i, blocks), axis=1)
     run, run_end = module.minimum(run, end), module.minimum(run_end, end)
-    return Ranges(begin, run, run_end, end)
+    return BlockRanges(begin, run, run_end, end)
 
 
-def turns(of_keys: Ranges, query_blocks: int) -> jax.Array:
+def turns(of_keys: BlockRanges, query_blocks: int) -> jax.Array:
     """int32 [B or 1, blocks of keys, blocks of queries]: how many blocks of keys before each go through each block of
     queries, by what `query_ranges` gave. One number for each pair of blocks: it is no constant of the program."""
     first, last = jax.lax.optimization_barrier((jnp.asarray(of_keys.first), jnp.asarray(of_keys.last)))

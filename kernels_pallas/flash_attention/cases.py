@@ -3,7 +3,7 @@
 import numpy as np
 
 from kernels_pallas import flash_attention as function
-from kernels_pallas.core.cases import Array, Case, Operation
+from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
 from kernels_pallas.flash_attention import (
     IMPLEMENTATIONS,
     KERNELS,
@@ -34,20 +34,20 @@ def _case(
     sinks: bool = False,
     bias: tuple[int, ...] | None = None,
     **more,
-) -> Case:
+) -> KernelCase:
     """heads: of queries and of keys; width: of keys and of values; `options` as `flash_attention` takes them."""
     keys = queries if keys is None else keys
     (N, K), (H, V) = (x if isinstance(x, tuple) else (x, x) for x in (heads, width))
     arrays = {
-        "query": Array((batch, queries, N, H)),
-        "key": Array((batch, keys, K, H)),
-        "value": Array((batch, keys, K, V)),
+        "query": CaseArray((batch, queries, N, H)),
+        "key": CaseArray((batch, keys, K, H)),
+        "value": CaseArray((batch, keys, K, V)),
     }
     if sinks:
-        arrays["sinks"] = Array((N,))
+        arrays["sinks"] = CaseArray((N,))
     if bias:
-        arrays["bias"] = Array(bias)
-    return Case(name, arrays, roundings=_ROUNDINGS, **more)
+        arrays["bias"] = CaseArray(bias)
+    return KernelCase(name, arrays, roundings=_ROUNDINGS, **more)
 
 
 def segments(*lengths: int) -> Visible:
@@ -128,7 +128,7 @@ _GRID = tuple(
 _SMALL = _case("small", queries=64, options={"visible": causal(64)}, uses={"bench"})
 
 
-def _at_8k(name: str, queries: int = 8192, uses=frozenset({"compile", "bench"}), **more) -> Case:
+def _at_8k(name: str, queries: int = 8192, uses=frozenset({"compile", "bench"}), **more) -> KernelCase:
     """Llama 3's heads, unless told otherwise; masks are causal besides what they are told."""
     settings = {"heads": (32, 8), "width": 128, "dtypes": ("bfloat16",), "options": {}} | more
     settings["options"] = {"visible": causal(queries), "query_chunk": _CHUNK} | settings["options"]
@@ -223,9 +223,9 @@ CASES = (
 )
 
 
-def _serves(implementation: str, case: Case, dtype: str) -> bool:
+def _serves(implementation: str, case: KernelCase, dtype: str) -> bool:
     absent = dict.fromkeys(Operands._fields)
     return KERNELS[implementation].refusal(Operands(**absent | case.structs(dtype))) is None
 
 
-OPERATION = Operation(function, reference.flash_attention, IMPLEMENTATIONS, CASES, costs, ("cudnn",), _serves)
+OPERATION = KernelOperation(function, reference.flash_attention, IMPLEMENTATIONS, CASES, costs, ("cudnn",), _serves)

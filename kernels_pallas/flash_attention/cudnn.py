@@ -5,12 +5,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from kernels_pallas.core.target import Target
+from kernels_pallas.core.target import TargetChip
 from kernels_pallas.flash_attention.operands import Operands
 
 
 def refusal(
-    operands: Operands, visible: Any, soft_cap: float | None, return_log_sum_exp: bool, chip: Target
+    operands: Operands, visible: Any, soft_cap: float | None, return_log_sum_exp: bool, chip: TargetChip
 ) -> str | None:
     """Why cuDNN, as `jax.nn.dot_product_attention` calls it, cannot serve a call."""
     H, V = operands.sizes[5:]

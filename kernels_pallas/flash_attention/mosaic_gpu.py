@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kernels_pallas.core import hopper
-from kernels_pallas.core.hopper import ROWS, Barriers, Shared, Warpgroup
+from kernels_pallas.core.hopper import ROWS, Barriers, SharedBuffer, Warpgroup
 from kernels_pallas.flash_attention.blocks import key_ranges
 from kernels_pallas.flash_attention.mosaic_gpu_backward import backward
 from kernels_pallas.flash_attention.operands import Operands
@@ -21,15 +21,15 @@ from kernels_pallas.flash_attention.ring import (
     COMPUTING,
     QUERIES,
     TILE,
-    Keys,
-    Order,
+    BlockOrder,
+    KeyBlocks,
     References,
     Ring,
     padded,
     roles,
     tiled,
 )
-from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, Settings, tanh_by_exp2
+from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, FlashSettings, tanh_by_exp2
 
 __all__ = ["backward", "forward", "refusal"]
 
@@ -49,17 +49,17 @@ def refusal(operands: Operands) -> str | None:
     return None
 
 
-def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Array]:
+def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, N, V] and log-sum-exp [B, N, T] in float32."""
     B, T, S, N, K, H, V = operands.sizes
     dtype, rows = operands.query.dtype, pl.cdiv(T, QUERIES)
     own = {
-        "query_tile": Shared((COMPUTING, ROWS, H), dtype, tiled=True),
-        "log_sum_exp_tile": Shared((COMPUTING, ROWS), jnp.float32),
+        "query_tile": SharedBuffer((COMPUTING, ROWS, H), dtype, tiled=True),
+        "log_sum_exp_tile": SharedBuffer((COMPUTING, ROWS), jnp.float32),
     }
     if H != V:  # else the output takes the place of the queries: they have been read by then
-        own["out_tile"] = Shared((COMPUTING, ROWS, V), dtype, tiled=True)
-    of_keys = Keys(operands)
+        own["out_tile"] = SharedBuffer((COMPUTING, ROWS, V), dtype, tiled=True)
+    of_keys = KeyBlocks(operands)
     # As many keys as registers hold scores of, besides the sums of all V columns, and shared memory two blocks of.
     keys = 128 if max(H, V) <= 128 and not of_keys.biased else 64
     ring = Ring.of("forward", operands, keys, of_keys.parts, own)
@@ -68,7 +68,7 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
     def kernel(warpgroup: Warpgroup, ref: References) -> None:
         me, b, n = warpgroup.index(), warpgroup.index("batch"), warpgroup.index("head")
         i = rows - 1 - warpgroup.index("block")  # under a causal mask the last has most to do: it goes first
-        order = Order(*(ref["ranges"][b, i, c] for c in range(4))).at_least_one()
+        order = BlockOrder(*(ref["ranges"][b, i, c] for c in range(4))).at_least_one()
 
         def sources(step: jax.Array) -> dict[str, Any]:
             return of_keys.sources(ref, b, n, i, order.block(step), keys)

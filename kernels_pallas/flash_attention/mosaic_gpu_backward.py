@@ -20,17 +20,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kernels_pallas.core import hopper
-from kernels_pallas.core.hopper import ROWS, Barriers, Shared, Warpgroup
+from kernels_pallas.core.hopper import ROWS, Barriers, SharedBuffer, Warpgroup
 from kernels_pallas.flash_attention import triton
-from kernels_pallas.flash_attention.blocks import Ranges, key_ranges, query_ranges, turns
+from kernels_pallas.flash_attention.blocks import BlockRanges, key_ranges, query_ranges, turns
 from kernels_pallas.flash_attention.operands import Operands
 from kernels_pallas.flash_attention.ring import (
     COMPUTING,
     TILE,
-    Blocks,
-    Keys,
+    KeyBlocks,
     References,
     Ring,
+    RingBlocks,
     bias_of,
     fit,
     of_bias,
@@ -38,7 +38,7 @@ from kernels_pallas.flash_attention.ring import (
     roles,
     tiled,
 )
-from kernels_pallas.flash_attention.tiles import Settings, score_gradient, tanh_by_exp2
+from kernels_pallas.flash_attention.tiles import FlashSettings, score_gradient, tanh_by_exp2
 
 _KEYS = COMPUTING * ROWS
 # By the width of keys: the widest values of which registers hold the gradients, and queries to a step.
@@ -51,26 +51,26 @@ def serves(operands: Operands) -> bool:
     return V <= _WIDEST_VALUES.get(H, 0) and fit(_own(operands), _parts(operands)) > 0
 
 
-def _own(operands: Operands) -> dict[str, Shared | Barriers]:
+def _own(operands: Operands) -> dict[str, SharedBuffer | Barriers]:
     """What a block has in shared memory besides its ring."""
     dtype, (H, V) = operands.query.dtype, operands.sizes[5:]
     return _ring_of_bias(operands).shared() | {
-        "key_tile": Shared((_KEYS, H), dtype, tiled=True),
-        "value_tile": Shared((_KEYS, V), dtype, tiled=True),
-        "d_scores_tile": Shared((2, _KEYS, _QUERIES[H]), dtype, tiled=True),  # of a step, and of that before
-        "d_query_tile": Shared((COMPUTING, ROWS, TILE), jnp.float32, tiled=True),
+        "key_tile": SharedBuffer((_KEYS, H), dtype, tiled=True),
+        "value_tile": SharedBuffer((_KEYS, V), dtype, tiled=True),
+        "d_scores_tile": SharedBuffer((2, _KEYS, _QUERIES[H]), dtype, tiled=True),  # of a step, and of that before
+        "d_query_tile": SharedBuffer((COMPUTING, ROWS, TILE), jnp.float32, tiled=True),
     }
 
 
-def _parts(operands: Operands) -> dict[str, Shared]:
+def _parts(operands: Operands) -> dict[str, SharedBuffer]:
     """Of the ring: what is fetched for a step."""
     dtype, (H, V) = operands.query.dtype, operands.sizes[5:]
     queries = _QUERIES[H]
     return {
-        "query": Shared((queries, H), dtype, tiled=True),
-        "d_out": Shared((queries, V), dtype, tiled=True),
-        "interval": Shared((2, queries), jnp.int32),
-        "sums": Shared((2, queries), jnp.float32),
+        "query": SharedBuffer((queries, H), dtype, tiled=True),
+        "d_out": SharedBuffer((queries, V), dtype, tiled=True),
+        "interval": SharedBuffer((2, queries), jnp.int32),
+        "sums": SharedBuffer((2, queries), jnp.float32),
     }
 
 
@@ -79,13 +79,13 @@ def _ring_of_bias(operands: Operands) -> Ring:
     bias, queries = operands.bias, _QUERIES[operands.sizes[5]]
     parts = {}
     if bias is not None:
-        biased = Keys(operands).biased
-        parts["bias"] = Shared((queries, _KEYS) if biased else (_KEYS,), bias.dtype, tiled=biased)
-    return Ring(Blocks(queries, 1), parts, together=False)
+        biased = KeyBlocks(operands).biased
+        parts["bias"] = SharedBuffer((queries, _KEYS) if biased else (_KEYS,), bias.dtype, tiled=biased)
+    return Ring(RingBlocks(queries, 1), parts, together=False)
 
 
 def backward(
-    settings: Settings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
+    settings: FlashSettings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and value; log_sum_exp in units of log₂ e, and delta: float32 [B, N, T]. Tiles of scores
     are transposed, [keys, queries]."""
@@ -96,7 +96,7 @@ def backward(
     rows, columns = pl.cdiv(T, queries), pl.cdiv(S, _KEYS)
     shares = operands.shares(columns * K * B)
     heads = N // (K * shares)  # of queries, to a block
-    bias, biased = operands.bias, Keys(operands).biased
+    bias, biased = operands.bias, KeyBlocks(operands).biased
     own, biases = _own(operands), _ring_of_bias(operands)
     ring = Ring.of("gradients", operands, 0, lambda _: _parts(operands), own, together=True)
     ranges = query_ranges(key_ranges(operands.start, operands.end, queries, _KEYS), columns)
@@ -104,7 +104,7 @@ def backward(
     def kernel(warpgroup: Warpgroup, ref: References) -> None:
         me, b, share, column = (warpgroup.index(*axis) for axis in ((), ("batch",), ("head",), ("block",)))
         k = lax.div(share, shares)
-        visited = Ranges(*(ref["ranges"][b, column, c] for c in range(4)))
+        visited = BlockRanges(*(ref["ranges"][b, column, c] for c in range(4)))
         steps = (visited.last - visited.first) * heads
 
         def at(step: jax.Array) -> tuple[jax.Array, jax.Array]:

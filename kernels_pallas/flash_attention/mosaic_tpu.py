@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.core import launch, target, tuning
 from kernels_pallas.flash_attention.operands import Operands
-from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, Settings, dot, score_gradient
+from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, FlashSettings, dot, score_gradient
 from kernels_pallas.flash_attention.visible import Visible, shifted, within
 from kernels_pallas.flash_attention.visits import MOST, MOST_OUTER, Visit, Visits, visits
 
@@ -25,7 +25,7 @@ from kernels_pallas.flash_attention.visits import MOST, MOST_OUTER, Visit, Visit
 LANES = 128
 
 
-class Blocks(NamedTuple):
+class FlashTpuBlocks(NamedTuple):
     """Scores are computed in tiles of `queries` × `keys`, of each the scores of `chunk` keys at a time."""
 
     queries: int
@@ -33,28 +33,28 @@ class Blocks(NamedTuple):
     chunk: int
 
 
-class Kernels(NamedTuple):
-    """Blocks of the three."""
+class FlashTpuTiling(NamedTuple):
+    """Blocks of each kernel."""
 
-    forward: Blocks
-    query_gradient: Blocks
-    key_gradient: Blocks
+    forward: FlashTpuBlocks
+    query_gradient: FlashTpuBlocks
+    key_gradient: FlashTpuBlocks
 
 
 # Until they are measured: what the compiler schedules best (docs/kernels.md) of what fits the 16 MiB of VMEM that every
 # generation grants a kernel.
-_DEFAULT = Kernels(Blocks(512, 1024, 256), Blocks(512, 1024, 256), Blocks(1024, 1024, 256))
-_FLOAT32 = Kernels(*[Blocks(256, 512, 256)] * 3)
-_INTERPRETED = Kernels(*[Blocks(128, 128, 64)] * 3)
+_DEFAULT = FlashTpuTiling(*(FlashTpuBlocks(queries, 1024, 256) for queries in (512, 512, 1024)))
+_FLOAT32 = FlashTpuTiling(*[FlashTpuBlocks(256, 512, 256)] * 3)
+_INTERPRETED = FlashTpuTiling(*[FlashTpuBlocks(128, 128, 64)] * 3)
 # Of a chunk's scores in float32, as many as compilers for v5e were seen to hold.
 _INTERMEDIATES = 7
 
 
-class _Layout(NamedTuple):
+class _TileLayout(NamedTuple):
     """How a call is cut: its sizes, blocks and numbers of blocks, and which tiles are visited."""
 
     sizes: tuple[int, int, int, int, int, int, int]
-    blocks: Blocks
+    blocks: FlashTpuBlocks
     rows: int
     columns: int
     by_keys: bool
@@ -106,7 +106,7 @@ def _pad(x: jax.Array, axis: int, length: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
-def _layout(operands: Operands, kernel: str) -> _Layout:
+def _layout(operands: Operands, kernel: str) -> _TileLayout:
     _, T, S, _, _, H, V = sizes = operands.sizes
     dtype = operands.query.dtype
     if target.current().platform != "tpu":
@@ -117,16 +117,16 @@ def _layout(operands: Operands, kernel: str) -> _Layout:
     chosen = getattr(kernels, kernel)
     if kernel == "key_gradient" and operands.bias is not None and operands.bias.shape[2] > 1:
         chosen = chosen._replace(keys=min(chosen.keys, 512))  # a tile of it may be float32, and twice in VMEM
-    default = Blocks(min(chosen.queries, lengths[0]), min(chosen.keys, lengths[1]), chosen.chunk)
+    default = FlashTpuBlocks(min(chosen.queries, lengths[0]), min(chosen.keys, lengths[1]), chosen.chunk)
     blocks = tuning.blocks(f"flash_attention_{kernel}", "mosaic_tpu", (T, S, H, V), dtype, default)
     # Measured it may be without a bias, or with narrower heads.
     blocks = blocks if _held(blocks, operands, kernel) <= launch.TPU_VMEM else default
     rows, columns, by_keys = pl.cdiv(T, blocks.queries), pl.cdiv(S, blocks.keys), kernel == "key_gradient"
     visited = visits(operands.start, operands.end, blocks.queries, blocks.keys, columns, by_keys=by_keys)
-    return _Layout(sizes, blocks, rows, columns, by_keys, visited)
+    return _TileLayout(sizes, blocks, rows, columns, by_keys, visited)
 
 
-def _held(blocks: Blocks, operands: Operands, kernel: str) -> int:
+def _held(blocks: FlashTpuBlocks, operands: Operands, kernel: str) -> int:
     """Bytes of VMEM: two buffers of each array's block, of whole lanes, a row in 8 sublanes; the float32 sums; and what
     is made of a chunk of scores."""
     H, V = (pl.cdiv(width, LANES) * LANES for width in operands.sizes[5:])
@@ -152,7 +152,7 @@ def refusal(operands: Operands) -> str | None:
     return None
 
 
-def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Array]:
+def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, N, V] and log-sum-exp [B, N, T] in float32."""
     B, T, _, N, _, _, V = operands.sizes
     layout = _layout(operands, "forward")
@@ -210,14 +210,14 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
     return jnp.swapaxes(out[:, :, :T], 1, 2), log_sum_exp[:, :, 0, :T]
 
 
-def backward(settings: Settings, operands: Operands, *rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def backward(settings: FlashSettings, operands: Operands, *rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and value; of rows there are log_sum_exp in units of log₂ e and delta, float32 [B, N, T],
     and d_out."""
     return _query_gradient(settings, operands, *rows), *_key_gradient(settings, operands, *rows)
 
 
 def _query_gradient(
-    settings: Settings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
+    settings: FlashSettings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
 ) -> jax.Array:
     """Gradient of the query; log_sum_exp in units of log₂ e, and delta: float32 [B, N, T]."""
     _, T, _, _, _, H, _ = operands.sizes
@@ -265,7 +265,7 @@ def _query_gradient(
 
 
 def _key_gradient(
-    settings: Settings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
+    settings: FlashSettings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of key and value: see `_query_gradient`."""
     _, _, S, N, K, H, V = operands.sizes
@@ -315,7 +315,7 @@ def _key_gradient(
     return jnp.swapaxes(d_key[:, :, :S], 1, 2), jnp.swapaxes(d_value[:, :, :S], 1, 2)
 
 
-def _by_row(layout: _Layout, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array) -> dict[str, tuple]:
+def _by_row(layout: _TileLayout, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array) -> dict[str, tuple]:
     return {
         "log_sum_exp": ("row", layout.per_query(log_sum_exp)),
         "delta": ("row", layout.per_query(delta)),
@@ -323,7 +323,7 @@ def _by_row(layout: _Layout, log_sum_exp: jax.Array, delta: jax.Array, d_out: ja
     }
 
 
-def _ahead(blocks: Blocks, products: Callable[[slice], Any]) -> Iterator[tuple[slice, Any]]:
+def _ahead(blocks: FlashTpuBlocks, products: Callable[[slice], Any]) -> Iterator[tuple[slice, Any]]:
     """For each chunk of a tile's keys what `products` makes of it, those of the next chunk made before what the caller
     does with these: the compiler lets the matrix unit run beside the others only where instructions are near."""
     chunks = [slice(first, min(first + blocks.chunk, blocks.keys)) for first in range(0, blocks.keys, blocks.chunk)]
@@ -342,7 +342,7 @@ def _both_products(ref: Mapping[str, Any]) -> Callable[[slice], tuple[jax.Array,
 
 
 def _scores(
-    settings: Settings, ref: Mapping[str, Any], masked: bool, products: jax.Array, first_key: Any, keys: slice
+    settings: FlashSettings, ref: Mapping[str, Any], masked: bool, products: jax.Array, first_key: Any, keys: slice
 ) -> tuple:
     """Scores [keys, queries] of some keys of a tile, −∞ where a key is not seen, and their slope."""
     bias = ref["bias"][:, keys].astype(jnp.float32).T if "bias" in ref else None
@@ -358,14 +358,14 @@ def _scores(
 def _call(
     name: str,
     kernel: Callable[..., None],
-    settings: Settings,
-    layout: _Layout,
+    settings: FlashSettings,
+    layout: _TileLayout,
     operands: Operands,
     *,
     gradients: Mapping[str, tuple[str, jax.Array]],
     outputs: Mapping[str, tuple[str, int, Any]],
     scratch: Mapping[str, tuple[int, int]],
-    cost: launch.Cost,
+    cost: launch.KernelCost,
 ) -> list[jax.Array]:
     """Run a kernel that takes its references by name at the tiles of scores that are seen: of each block of queries, or
     `by_keys` of each block of keys, one after the other. Other arrays and outputs come with their kind: "query", "row"
@@ -442,14 +442,16 @@ def _call(
     )
 
 
-def _parts(settings: Settings, operands: Operands, layout: _Layout, *rows: jax.Array) -> tuple[int, Iterator[tuple]]:
+def _parts(
+    settings: FlashSettings, operands: Operands, layout: _TileLayout, *rows: jax.Array
+) -> tuple[int, Iterator[tuple]]:
     """A call whose list of tiles is too long as two, and along which axis their results lie."""
     if layout.by_sequence:
         return 0, _batch_parts(settings, operands, *rows)
     return 1, (_key_parts if layout.by_keys else _query_parts)(settings, operands, layout, *rows)
 
 
-def _batch_parts(settings: Settings, operands: Operands, *rows: jax.Array) -> Iterator[tuple]:
+def _batch_parts(settings: FlashSettings, operands: Operands, *rows: jax.Array) -> Iterator[tuple]:
     """Each of half of the sequences."""
     B = operands.sizes[0]
     for part, of in _halves(settings, pl.cdiv(B, 2), B):
@@ -461,7 +463,7 @@ def _batch_parts(settings: Settings, operands: Operands, *rows: jax.Array) -> It
         yield of, cut, *(x[part] for x in rows)
 
 
-def _query_parts(settings: Settings, operands: Operands, layout: _Layout, *rows: jax.Array) -> Iterator[tuple]:
+def _query_parts(settings: FlashSettings, operands: Operands, layout: _TileLayout, *rows: jax.Array) -> Iterator[tuple]:
     """Each of half of the blocks of queries."""
     half = pl.cdiv(layout.rows, 2) * layout.blocks.queries
     for part, of in _halves(settings, half, operands.sizes[1]):
@@ -475,7 +477,7 @@ def _query_parts(settings: Settings, operands: Operands, layout: _Layout, *rows:
         yield of, cut, *(x[:, part] if x.ndim == 4 else x[:, :, part] for x in rows)
 
 
-def _key_parts(settings: Settings, operands: Operands, layout: _Layout, *rows: jax.Array) -> Iterator[tuple]:
+def _key_parts(settings: FlashSettings, operands: Operands, layout: _TileLayout, *rows: jax.Array) -> Iterator[tuple]:
     """Each of half of the blocks of keys."""
     half = pl.cdiv(layout.columns, 2) * layout.blocks.keys
     for part, of in _halves(settings, half, operands.sizes[2]):
@@ -491,7 +493,7 @@ def _key_parts(settings: Settings, operands: Operands, layout: _Layout, *rows: j
         yield of, cut, *rows
 
 
-def _halves(settings: Settings, half: int, length: int) -> Iterator[tuple[slice, Settings]]:
+def _halves(settings: FlashSettings, half: int, length: int) -> Iterator[tuple[slice, FlashSettings]]:
     """Both parts, and of the scores that are seen each part's share by its length."""
     before = settings.seen * half // length
     yield slice(0, half), dataclasses.replace(settings, seen=before)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.core import target
-from kernels_pallas.core.launch import Cost, Costs, size_of
+from kernels_pallas.core.launch import KernelCost, KernelCosts, size_of
 from kernels_pallas.flash_attention.visible import unrepeated, within
 
 
@@ -76,38 +76,38 @@ class Operands(NamedTuple):
             jax.ShapeDtypeStruct((B, N, T), jnp.float32),
         )
 
-    def forward_cost(self, seen: int) -> Cost:
+    def forward_cost(self, seen: int) -> KernelCost:
         """Of the forward kernel, with so many scores per head: two products, and six operations per score."""
         H, V = self.sizes[5:]
         return self._cost(seen, 2 * (H + V) + 6, *self, *self.out)
 
-    def query_cost(self, seen: int) -> Cost:
+    def query_cost(self, seen: int) -> KernelCost:
         """Of the kernel for the queries' gradient: three products."""
         H, V = self.sizes[5:]
         out, rows = self.out
         return self._cost(seen, 2 * (2 * H + V) + 6, *self, out, rows, rows, self.query)
 
-    def key_cost(self, seen: int) -> Cost:
+    def key_cost(self, seen: int) -> KernelCost:
         """Of the kernel for the keys' and values' gradients: four products."""
         H, V = self.sizes[5:]
         out, rows = self.out
         return self._cost(seen, 4 * (H + V) + 6, *self, out, rows, rows, self.key, self.value)
 
-    def backward_cost(self, seen: int) -> Cost:
+    def backward_cost(self, seen: int) -> KernelCost:
         """Of one kernel for all three, which adds up the queries' in float32: five products."""
         H, V = self.sizes[5:]
         out, rows = self.out
         d_query = jax.ShapeDtypeStruct(self.query.shape, jnp.float32)
         return self._cost(seen, 2 * (3 * H + 2 * V) + 6, *self, out, rows, rows, d_query, self.key, self.value)
 
-    def costs(self, seen: int, at_once: bool) -> Costs:
+    def costs(self, seen: int, at_once: bool) -> KernelCosts:
         """Of a call forward, and backward of one kernel for all three gradients, or of two."""
         parts = [self.backward_cost(seen)] if at_once else [self.query_cost(seen), self.key_cost(seen)]
-        return Costs(self.forward_cost(seen), Cost(*map(sum, zip(*parts, strict=True))))
+        return KernelCosts(self.forward_cost(seen), KernelCost(*map(sum, zip(*parts, strict=True))))
 
-    def _cost(self, seen: int, flops_per_score: int, *arrays: Any) -> Cost:
+    def _cost(self, seen: int, flops_per_score: int, *arrays: Any) -> KernelCost:
         scores = seen * self.sizes[3]
-        return Cost(scores * flops_per_score, scores, size_of(*arrays))
+        return KernelCost(scores * flops_per_score, scores, size_of(*arrays))
 
 
 def scores_seen(visible: Any, B: int, T: int, S: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kernels_pallas.core import tuning
-from kernels_pallas.core.hopper import ROWS, Barriers, Shared, Warpgroup
+from kernels_pallas.core.hopper import ROWS, Barriers, SharedBuffer, Warpgroup
 from kernels_pallas.flash_attention.operands import Operands
 
 # Of the warpgroups of a block two compute, and one fetches for them. Of the 504 registers per thread that the three can
@@ -27,9 +27,9 @@ _MOST_STAGES = 4
 References = Mapping[str, Any]
 
 
-class Order(NamedTuple):
+class BlockOrder(NamedTuple):
     """In which order a block goes through those that it sees, `steps` in all: the `whole` ones first, of which it sees
-    everything, then those beside them, which have a mask; see `blocks.Ranges`."""
+    everything, then those beside them, which have a mask; see `blocks.BlockRanges`."""
 
     first: jax.Array
     full: jax.Array
@@ -50,7 +50,7 @@ class Order(NamedTuple):
         beside = jnp.where(beside < self.full, beside, beside + self.whole)
         return jnp.where(step < self.whole, self.full + step, beside)
 
-    def at_least_one(self) -> "Order":
+    def at_least_one(self) -> "BlockOrder":
         """The same, or where nothing is seen, from 0 up to 0, the first block, of which a mask hides everything."""
         return self._replace(last=jnp.maximum(self.last, 1))
 
@@ -60,7 +60,7 @@ class Order(NamedTuple):
         return lax.fori_loop(jnp.maximum(begin, self.whole), self.steps, lambda j, carry: step(j, carry, True), carry)
 
 
-class Blocks(NamedTuple):
+class RingBlocks(NamedTuple):
     """What a kernel goes through: blocks of so many rows, `stages` of them in shared memory."""
 
     rows: int
@@ -77,8 +77,8 @@ class Ring(NamedTuple):
       together: whether all blocks of a step are waited for and left at once, by one barrier; else each by its own.
     """
 
-    blocks: Blocks
-    parts: Mapping[str, Shared]
+    blocks: RingBlocks
+    parts: Mapping[str, SharedBuffer]
     together: bool
 
     @classmethod
@@ -87,13 +87,13 @@ class Ring(NamedTuple):
         kernel: str,
         operands: Operands,
         rows: int,
-        parts: Callable[[int], Mapping[str, Shared]],
-        own: Mapping[str, Shared],
+        parts: Callable[[int], Mapping[str, SharedBuffer]],
+        own: Mapping[str, SharedBuffer],
         together: bool = False,
     ) -> "Ring":
         """Of a kernel that has arrays of its `own` besides: with blocks that were measured to be fastest, or of so many
         rows (0 for no choice) and with as many stages as shared memory holds."""
-        default = Blocks(rows, min(_MOST_STAGES, fit(own, parts(rows))))
+        default = RingBlocks(rows, min(_MOST_STAGES, fit(own, parts(rows))))
         _, T, S, _, _, H, V = operands.sizes
         kernel = f"flash_attention_{kernel}"
         blocks = tuning.blocks(kernel, "mosaic_gpu", (T, S, H, V), operands.query.dtype, default)
@@ -107,9 +107,9 @@ class Ring(NamedTuple):
     def stages(self) -> int:
         return self.blocks.stages
 
-    def shared(self) -> dict[str, Shared | Barriers]:
+    def shared(self) -> dict[str, SharedBuffer | Barriers]:
         """What it takes in shared memory."""
-        held: dict[str, Shared | Barriers] = {
+        held: dict[str, SharedBuffer | Barriers] = {
             f"{name}_ring": part._replace(shape=(self.stages, *part.shape)) for name, part in self.parts.items()
         }
         for group, members in self._groups.items():
@@ -186,20 +186,20 @@ class Ring(NamedTuple):
                 warpgroup.arrive(ref[f"{group}_free"].at[lax.rem(step, self.stages)])
 
 
-class Keys(NamedTuple):
+class KeyBlocks(NamedTuple):
     """The blocks of keys that a block of queries goes through, with their values and the bias of both."""
 
     operands: Operands
 
-    def parts(self, keys: int) -> dict[str, Shared]:
+    def parts(self, keys: int) -> dict[str, SharedBuffer]:
         """Of a ring."""
         H, V = self.operands.sizes[5:]
         dtype, bias = self.operands.query.dtype, self.operands.bias
-        parts = {"key": Shared((keys, H), dtype, tiled=True)}
+        parts = {"key": SharedBuffer((keys, H), dtype, tiled=True)}
         if bias is not None:
             shape = (QUERIES, keys) if self.biased else (keys,)
-            parts["bias"] = Shared(shape, bias.dtype, tiled=self.biased)
-        return parts | {"value": Shared((keys, V), dtype, tiled=True)}
+            parts["bias"] = SharedBuffer(shape, bias.dtype, tiled=self.biased)
+        return parts | {"value": SharedBuffer((keys, V), dtype, tiled=True)}
 
     @property
     def biased(self) -> bool:
@@ -236,7 +236,7 @@ class Keys(NamedTuple):
         return bias
 
 
-def fit(own: Mapping[str, Shared], parts: Mapping[str, Shared]) -> int:
+def fit(own: Mapping[str, SharedBuffer], parts: Mapping[str, SharedBuffer]) -> int:
     """How many places a ring of these parts may have in what shared memory is left of."""
     held, taken = (sum(x.bytes for x in arrays.values()) for arrays in (own, parts))
     return (SHARED_MEMORY - held) // taken

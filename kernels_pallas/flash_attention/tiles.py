@@ -22,7 +22,7 @@ LOWEST = float(jnp.finfo(jnp.float32).min) / 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Settings:
+class FlashSettings:
     """What is static of a call: how scores are made, how many are seen per head and which (where that is known while
     tracing, numpy arrays [B, T]), and how the kernel is run."""
 
@@ -42,7 +42,7 @@ class Settings:
         return hash(self._all)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Settings) and self._all == other._all
+        return isinstance(other, FlashSettings) and self._all == other._all
 
     def factored(
         self,

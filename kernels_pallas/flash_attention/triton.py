@@ -5,6 +5,7 @@ all heads that share it: no sum crosses programs. A loop over the blocks that ar
 """
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -14,17 +15,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas.core import interpretation, launch, target, tuning
-from kernels_pallas.core.target import Target
+from kernels_pallas.core.target import TargetChip
 from kernels_pallas.flash_attention.blocks import key_ranges, query_ranges
 from kernels_pallas.flash_attention.operands import Operands
-from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, Settings, dot, score_gradient, tanh_by_exp2
+from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, FlashSettings, dot, score_gradient, tanh_by_exp2
 
 MAX_WIDTH = 256
 # Rows of a matrix unit's smallest tile: widths are multiples of it.
 TILE = 16
 
 
-class Blocks(NamedTuple):
+class FlashTritonBlocks(NamedTuple):
     """Scores are computed in tiles of `queries` × `keys`, by `warps` of 32 threads, loads `stages` ahead."""
 
     queries: int
@@ -33,32 +34,36 @@ class Blocks(NamedTuple):
     stages: int
 
 
-class Kernels(NamedTuple):
-    """Blocks of the three."""
+class FlashTritonTiling(NamedTuple):
+    """Blocks of each kernel."""
 
-    forward: Blocks
-    query_gradient: Blocks
-    key_gradient: Blocks
+    forward: FlashTritonBlocks
+    query_gradient: FlashTritonBlocks
+    key_gradient: FlashTritonBlocks
+
+
+def _tiling(*blocks: tuple[int, int, int, int]) -> FlashTritonTiling:
+    return FlashTritonTiling(*itertools.starmap(FlashTritonBlocks, blocks))
 
 
 # Until they are measured, by the least compute capability, shared memory in KiB and wider of the two head widths: such
 # that tiles fit a chip's registers and shared memory.
 _DEFAULTS = {
-    (10, 220, 129): Kernels(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 64, 8, 1)),
-    (0, 220, 129): Kernels(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 64, 8, 2)),
-    (0, 160, 129): Kernels(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2)),
-    (0, 160, 65): Kernels(Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 128, 8, 2)),
-    (0, 160, 0): Kernels(Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 3), Blocks(64, 128, 8, 2)),
-    (0, 0, 129): Kernels(Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1)),
-    (0, 0, 65): Kernels(Blocks(128, 32, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 64, 4, 2)),
-    (0, 0, 0): Kernels(Blocks(128, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+    (10, 220, 129): _tiling((64, 64, 8, 2), (64, 32, 8, 2), (32, 64, 8, 1)),
+    (0, 220, 129): _tiling((64, 64, 8, 2), (64, 32, 8, 2), (32, 64, 8, 2)),
+    (0, 160, 129): _tiling((64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2)),
+    (0, 160, 65): _tiling((128, 64, 8, 3), (128, 64, 8, 2), (64, 128, 8, 2)),
+    (0, 160, 0): _tiling((128, 64, 4, 3), (128, 64, 4, 3), (64, 128, 8, 2)),
+    (0, 0, 129): _tiling((64, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1)),
+    (0, 0, 65): _tiling((128, 32, 8, 2), (64, 32, 4, 2), (32, 64, 4, 2)),
+    (0, 0, 0): _tiling((128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
 }
 # float32 is for checking, not for speed: tiles that fit every chip.
-_FLOAT32, _WIDE_FLOAT32 = (Kernels(*[Blocks(size, size, 4, 1)] * 3) for size in (32, 16))
-_INTERPRETED = Kernels(Blocks(32, 16, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1))
+_FLOAT32, _WIDE_FLOAT32 = (_tiling(*[(size, size, 4, 1)] * 3) for size in (32, 16))
+_INTERPRETED = _tiling((32, 16, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1))
 
 
-def default_blocks(chip: Target, width: int, dtype: Any) -> Kernels:
+def default_blocks(chip: TargetChip, width: int, dtype: Any) -> FlashTritonTiling:
     """Tiles for heads of this width, the wider of the two."""
     if chip.platform != "gpu":
         return _INTERPRETED
@@ -72,7 +77,7 @@ def default_blocks(chip: Target, width: int, dtype: Any) -> Kernels:
     )
 
 
-def _blocks(kernel: str, operands: Operands) -> Blocks:
+def _blocks(kernel: str, operands: Operands) -> FlashTritonBlocks:
     """The tiles of one of the three on these arrays."""
     _, T, S, _, _, H, V = operands.sizes
     dtype = operands.query.dtype
@@ -91,7 +96,7 @@ def refusal(operands: Operands) -> str | None:
     return None
 
 
-def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Array]:
+def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, N, V] and log-sum-exp [B, N, T] in float32."""
     B, T, S, N, _, H, V = operands.sizes
     blocks = _blocks("forward", operands)
@@ -146,14 +151,14 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
     )
 
 
-def backward(settings: Settings, operands: Operands, *rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def backward(settings: FlashSettings, operands: Operands, *rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and value; of rows there are log_sum_exp in units of log₂ e and delta, float32 [B, N, T],
     and d_out."""
     return _query_gradient(settings, operands, *rows), *_key_gradient(settings, operands, *rows)
 
 
 def _query_gradient(
-    settings: Settings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
+    settings: FlashSettings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
 ) -> jax.Array:
     """Gradient of the query; log_sum_exp in units of log₂ e, and delta: float32 [B, N, T]."""
     B, T, S, N, _, H, V = operands.sizes
@@ -200,7 +205,7 @@ def _query_gradient(
 
 
 def _key_gradient(
-    settings: Settings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
+    settings: FlashSettings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of key and value: see `_query_gradient`."""
     B, T, S, N, K, H, V = operands.sizes
@@ -284,7 +289,7 @@ def _tanh(x: jax.Array, factor: float) -> jax.Array:
     return launch.inline_ptx(ptx, x, factor * 2 * LOG2_E)
 
 
-class _Rows(NamedTuple):
+class _RowSlice(NamedTuple):
     """Rows of an array that a program looks at: where they stand in its reference, their indices in the array, and
     which of them are there; None where all are."""
 
@@ -293,10 +298,10 @@ class _Rows(NamedTuple):
     inside: jax.Array | None
 
 
-def _rows(at: Any, size: int, first: Any, length: int | None) -> _Rows:
+def _rows(at: Any, size: int, first: Any, length: int | None) -> _RowSlice:
     """`size` rows from `at` of a reference, the first of which is row `first` of `length`; None for surely inside."""
     index = first + jax.lax.broadcasted_iota(jnp.int32, (size,), 0)
-    return _Rows(pl.ds(at, size), index, None if length is None or length % size == 0 else index < length)
+    return _RowSlice(pl.ds(at, size), index, None if length is None or length % size == 0 else index < length)
 
 
 def _parts(width: int) -> list[tuple[int, int]]:
@@ -309,7 +314,7 @@ def _parts(width: int) -> list[tuple[int, int]]:
     return parts
 
 
-def _load(ref: Any, rows: _Rows, width: int, *head: Any) -> tuple[jax.Array, ...]:
+def _load(ref: Any, rows: _RowSlice, width: int, *head: Any) -> tuple[jax.Array, ...]:
     """Rows of [_, width], or of a head of [_, heads, width], in parts; zeros for rows that are not there."""
     size = rows.index.shape[0]
 
@@ -321,11 +326,11 @@ def _load(ref: Any, rows: _Rows, width: int, *head: Any) -> tuple[jax.Array, ...
     )
 
 
-def _load_row(ref: Any, rows: _Rows, *head: Any) -> jax.Array:
+def _load_row(ref: Any, rows: _RowSlice, *head: Any) -> jax.Array:
     return launch.load(ref.at[(*head, rows.slice)], rows.inside)
 
 
-def _load_bias(ref: Mapping[str, Any], queries: _Rows, keys: _Rows, *head: Any) -> jax.Array | None:
+def _load_bias(ref: Mapping[str, Any], queries: _RowSlice, keys: _RowSlice, *head: Any) -> jax.Array | None:
     """The bias of a tile [queries, keys]; one row of it where all queries share it."""
     if "bias" not in ref:
         return None
@@ -340,7 +345,7 @@ def _load_bias(ref: Mapping[str, Any], queries: _Rows, keys: _Rows, *head: Any) 
     return launch.load(ref["bias"].at[(*head, pl.ds(0, 1) if shared else queries.slice, keys.slice)], mask)
 
 
-def _store(ref: Any, rows: _Rows, parts: tuple[jax.Array, ...]) -> None:
+def _store(ref: Any, rows: _RowSlice, parts: tuple[jax.Array, ...]) -> None:
     for (offset, size), part in zip(_parts(ref.shape[-1]), parts, strict=True):
         mask = None if rows.inside is None else jnp.broadcast_to(rows.inside[:, None], part.shape)
         launch.store(ref.at[rows.slice, pl.ds(offset, size)], part, mask)
@@ -379,7 +384,7 @@ class _Specs:
     the one that is None it sees whole, and of it all heads that share a key, or one of their `shares`.
     """
 
-    def __init__(self, operands: Operands, blocks: Blocks, where: Callable[..., tuple], shares: int = 1):
+    def __init__(self, operands: Operands, blocks: FlashTritonBlocks, where: Callable[..., tuple], shares: int = 1):
         self.B, self.T, self.S, self.N, self.K, self.H, self.V = operands.sizes
         self.where, self.by_keys = where, where(0, 0, 0)[2] is None
         self.blocks, self.group, self.shares = blocks, self.N // (self.K * shares), shares
@@ -443,7 +448,9 @@ class _Specs:
         return pl.BlockSpec(block, lambda *ids: index(*self.where(*ids)))
 
 
-def _call(name, kernel, settings: Settings, blocks: Blocks, *, inputs, outputs, grid, cost) -> list[jax.Array]:
+def _call(
+    name, kernel, settings: FlashSettings, blocks: FlashTritonBlocks, *, inputs, outputs, grid, cost
+) -> list[jax.Array]:
     """Run a kernel that takes its references by name; inputs and outputs are arrays with their specs, by name."""
     names = [*inputs, *outputs]
     return launch.call(

@@ -27,11 +27,11 @@ from kernels_pallas.core.choice import choose
 from kernels_pallas.core.eager import compiled_once
 from kernels_pallas.core.interpretation import requested
 from kernels_pallas.core.launch import vary
-from kernels_pallas.core.target import Target
+from kernels_pallas.core.target import TargetChip
 from kernels_pallas.linear_cross_entropy import chunks, loop, reference
 from kernels_pallas.linear_cross_entropy.costs import costs as costs
-from kernels_pallas.linear_cross_entropy.layout import ALONE, Layout, layout_of
-from kernels_pallas.linear_cross_entropy.loop import KERNELS, Plan
+from kernels_pallas.linear_cross_entropy.layout import ALONE, CrossEntropySharding, sharding_of
+from kernels_pallas.linear_cross_entropy.loop import KERNELS, CrossEntropyPlan
 from kernels_pallas.linear_cross_entropy.results import finish
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -81,13 +81,13 @@ def linear_cross_entropy(
     )
     if targets.dtype.itemsize < 4:  # a narrow integer may not hold V, which it is compared with
         targets = targets.astype(jnp.int32)
-    layout = ALONE if partition is None else layout_of(*partition, hidden, unembedding, transposed)
+    layout = ALONE if partition is None else sharding_of(*partition, hidden, unembedding, transposed)
     chosen = _choose(hidden, unembedding, layout, implementation)
     if chosen == "reference":
         options = dict(transposed=transposed, soft_cap=soft_cap, z_loss=z_loss)
         options |= dict(reduction=reduction, return_log_z=return_log_z)
         return reference.linear_cross_entropy(hidden, unembedding, targets, weights, **options)
-    plan = Plan(chosen, transposed, soft_cap, layout.labels)
+    plan = CrossEntropyPlan(chosen, transposed, soft_cap, layout.labels)
     V = unembedding.shape[plan.table.index("V")]
     if reduction == "sum":
         weights = jnp.ones_like(targets, jnp.float32) if weights is None else weights.astype(jnp.float32)
@@ -102,7 +102,9 @@ def linear_cross_entropy(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 @compiled_once(static=2)
-def _per_token(plan: Plan, layout: Layout, hidden: Any, unembedding: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
+def _per_token(
+    plan: CrossEntropyPlan, layout: CrossEntropySharding, hidden: Any, unembedding: Any, targets: Any
+) -> tuple[jax.Array, jax.Array]:
     """(cross-entropy, log Z), float32 [...] each."""
 
     def local(hidden: jax.Array, unembedding: jax.Array, targets: jax.Array) -> tuple:
@@ -189,18 +191,18 @@ def _flat(hidden: jax.Array) -> jax.Array:
     return hidden.reshape(-1, hidden.shape[-1])
 
 
-def _choose(hidden: jax.Array, unembedding: jax.Array, layout: Layout, implementation: str | None) -> str:
+def _choose(hidden: jax.Array, unembedding: jax.Array, layout: CrossEntropySharding, implementation: str | None) -> str:
     D = hidden.shape[-1]
     logits = hidden.size // max(D, 1) * (unembedding.size // max(D, 1)) // layout.parts
     if requested(implementation) is None and logits < chunks.WORTHWHILE:
         return "reference"
 
-    def refusal(chip: Target) -> str | None:
+    def refusal(chip: TargetChip) -> str | None:
         if hidden.dtype not in _DTYPES:
             return f"{hidden.dtype} is none of {', '.join(_DTYPES)}"
         return None
 
-    def on_tpu(chip: Target) -> str | None:
+    def on_tpu(chip: TargetChip) -> str | None:
         return "TPUs have no float16" if hidden.dtype == jnp.float16 and chip.platform == "tpu" else refusal(chip)
 
     refusals = {"triton": refusal, "mosaic_tpu": on_tpu, "chunked": refusal}

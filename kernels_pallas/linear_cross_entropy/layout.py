@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from kernels_pallas.core.launch import vary
 
 
-class Layout(NamedTuple):
+class CrossEntropySharding(NamedTuple):
     """Of operands on a mesh; without specs they are whole, and nothing is sent.
 
     Attributes:
@@ -75,12 +75,12 @@ class Layout(NamedTuple):
         return jax.lax.dynamic_slice_in_dim(d_unembedding, jax.lax.axis_index(self.channels) * width, width, at)
 
 
-ALONE = Layout()
+ALONE = CrossEntropySharding()
 
 
-def layout_of(
+def sharding_of(
     hidden: PartitionSpec, unembedding: PartitionSpec, h: jax.Array, u: jax.Array, transposed: bool
-) -> Layout:
+) -> CrossEntropySharding:
     """The layout of these operands, with these specs on the mesh in context.
 
     Raises ValueError where they cannot lie so.
@@ -109,7 +109,7 @@ def layout_of(
         parts *= mesh.shape[axis]
     per_token = PartitionSpec(*_entries(hidden, h.ndim)[:-1])
     specs = (("h", hidden), ("u", unembedding), ("t", per_token))
-    return Layout(specs, tokens, channels, labels, int(transposed), parts)
+    return CrossEntropySharding(specs, tokens, channels, labels, int(transposed), parts)
 
 
 def _parted(name: str, spec: PartitionSpec, shape: tuple[int, ...], mesh: AbstractMesh) -> list[tuple[str, ...]]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from kernels_pallas.core import checks, rows
 from kernels_pallas.core.choice import choose
 from kernels_pallas.core.eager import compiled_once
-from kernels_pallas.core.launch import Cost, Costs, size_of, vary
+from kernels_pallas.core.launch import KernelCost, KernelCosts, size_of, vary
 from kernels_pallas.rotary_embedding import mosaic_tpu, reference, triton
 
 _RUN = {"triton": triton.run, "mosaic_tpu": mosaic_tpu.run}
@@ -47,14 +47,14 @@ def rotary_embedding(
     shape = _shape_of_angles(cos, sin)
     angles = (jnp.broadcast_to(a, shape).reshape(-1, shape[-1]) for a in (cos, sin))
     operands = vary(x.reshape(-1, *x.shape[-2:]), *angles)
-    return _turn(_Settings(chosen, interleaved), *operands).reshape(x.shape)
+    return _turn(_RotarySettings(chosen, interleaved), *operands).reshape(x.shape)
 
 
-def costs(x: jax.Array, cos: jax.Array, sin: jax.Array, **_: Any) -> Costs:
+def costs(x: jax.Array, cos: jax.Array, sin: jax.Array, **_: Any) -> KernelCosts:
     """What the kernels cost on these arrays, or shapes and dtypes: backward turns back, by the same work."""
     angles = [jax.ShapeDtypeStruct(_shape_of_angles(cos, sin), a.dtype) for a in (cos, sin)]
     one = _cost(x, *angles)
-    return Costs(one, one)
+    return KernelCosts(one, one)
 
 
 def _shape_of_angles(cos, sin) -> tuple[int, ...]:
@@ -62,17 +62,17 @@ def _shape_of_angles(cos, sin) -> tuple[int, ...]:
     return max(cos.shape, sin.shape, key=len)
 
 
-class _Settings(NamedTuple):
+class _RotarySettings(NamedTuple):
     implementation: str
     interleaved: bool
 
 
-def _cost(x, cos, sin) -> Cost:
-    return Cost(flops=3 * x.size, bytes=size_of(x, x, cos, sin))
+def _cost(x, cos, sin) -> KernelCost:
+    return KernelCost(flops=3 * x.size, bytes=size_of(x, x, cos, sin))
 
 
 @compiled_once(static=2)
-def _run(settings: _Settings, inverse: bool, x_MNH, cos_AP, sin_AP) -> jax.Array:
+def _run(settings: _RotarySettings, inverse: bool, x_MNH, cos_AP, sin_AP) -> jax.Array:
     return _RUN[settings.implementation](
         x_MNH,
         cos_AP,

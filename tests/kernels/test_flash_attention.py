@@ -12,7 +12,7 @@ from numerics import drawn
 
 from kernels_pallas import flash_attention
 from kernels_pallas.core import interpreted
-from kernels_pallas.core.hopper import Shared
+from kernels_pallas.core.hopper import SharedBuffer
 from kernels_pallas.flash_attention import (
     IMPLEMENTATIONS,
     Visible,
@@ -22,7 +22,7 @@ from kernels_pallas.flash_attention import (
     packed,
 )
 from kernels_pallas.flash_attention.cases import segments
-from kernels_pallas.flash_attention.ring import Blocks, Ring
+from kernels_pallas.flash_attention.ring import Ring, RingBlocks
 
 # The kernels for Hopper have no float32.
 EACH = pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "mosaic_gpu"])
@@ -203,8 +203,8 @@ def test_a_wide_cap_takes_no_digits(implementation, cap):
 
 def test_parts_of_a_ring_that_come_together_are_not_taken_alone():
     """To wait twice for one barrier would be for ever."""
-    parts = {name: Shared((64, 64), jnp.bfloat16, tiled=True) for name in ("query", "d_out")}
-    ring = Ring(Blocks(64, 2), parts, together=True)
+    parts = {name: SharedBuffer((64, 64), jnp.bfloat16, tiled=True) for name in ("query", "d_out")}
+    ring = Ring(RingBlocks(64, 2), parts, together=True)
     assert set(ring.shared()) == {"query_ring", "d_out_ring", "ring_ready", "ring_free"}
     with pytest.raises(ValueError, match="query, d_out come and go together, not query alone"):
         ring.take(None, {}, jnp.int32(0), "query")

@@ -11,7 +11,7 @@ import pytest
 from numerics import assert_close, drawn, results_and_gradients
 
 from kernels_pallas.bench import peers, run
-from kernels_pallas.core.cases import Array, Case
+from kernels_pallas.core.cases import CaseArray, KernelCase
 from kernels_pallas.core.registry import OPERATIONS
 from kernels_pallas.core.target import of_kind
 from kernels_pallas.flash_attention import causal
@@ -42,7 +42,7 @@ def compare(name, peer, case, training):
 
 def attention(name, queries, keys, heads, **options):
     shapes = {"query": (2, queries, heads[0], 32), "key": (2, keys, heads[1], 32), "value": (2, keys, heads[1], 32)}
-    return Case(name, {name: Array(shape) for name, shape in shapes.items()}, options)
+    return KernelCase(name, {name: CaseArray(shape) for name, shape in shapes.items()}, options)
 
 
 ATTENTION = (

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.flash_attention.visible import module_of, unrepeated
+from kernels_pallas.flash_attention.key_range import array_module, without_repeats
 
 
 class BlockRanges(NamedTuple):
@@ -22,16 +22,16 @@ class BlockRanges(NamedTuple):
 
     def stacked(self, batch: int) -> jax.Array:
         """int32 [B, blocks, 4], as kernels read it."""
-        ranges = module_of(*self).stack(self, axis=-1).astype(np.int32)
+        ranges = array_module(*self).stack(self, axis=-1).astype(np.int32)
         return jnp.broadcast_to(ranges, (batch, *ranges.shape[1:]))
 
 
 def key_ranges(start: Any, end: Any, queries: int, keys: int) -> BlockRanges:
     """For each block of `queries` queries, the blocks of `keys` keys. Intervals [B, T] lie within the keys."""
-    module = module_of(start, end)
+    module = array_module(start, end)
     # Rows that are not there see nothing: no block with one of them is full.
     rows = [(0, 0), (0, -start.shape[1] % queries)]
-    start, end = (module.pad(unrepeated(x), rows) for x in (start, end))
+    start, end = (module.pad(without_repeats(x), rows) for x in (start, end))
     start, end = (x.reshape(x.shape[0], -1, queries) for x in (start, end))
     sees = start < end
     far = np.iinfo(np.int32).max
@@ -47,7 +47,7 @@ def query_ranges(of_queries: BlockRanges, key_blocks: int) -> BlockRanges:
 
     Between first and last there may be blocks that see nothing of these keys; the full ones are the first run of them.
     """
-    module = module_of(*of_queries)
+    module = array_module(*of_queries)
     first, full, full_end, last = (x[:, :, None] for x in of_queries)
     j = np.arange(key_blocks, dtype=np.int32)[None, None]
     blocks = first.shape[1]

@@ -161,7 +161,7 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
         grid={"head": N, "block": rows, "batch": B},
         warpgroups=COMPUTING + 1,
         shared=own | ring.shared() | {"query_ready": Barriers(COMPUTING), "turn": Barriers(COMPUTING)},
-        cost=operands.forward_cost(settings.seen),
+        cost=operands.forward_cost(settings.unmasked_scores),
         name="flash_attention_forward",
     )
     return out[:, :T], log_sum_exp[:, :, :T]

@@ -266,7 +266,7 @@ def backward(
             "d_query_free": Barriers(1),
         },
         counters={"counters": (B, N, rows)},
-        cost=operands.backward_cost(settings.seen),
+        cost=operands.backward_cost(settings.unmasked_scores),
         name="flash_attention_gradients",
     )
     start, end = operands.intervals

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas.core import launch, target, tuning
+from kernels_pallas.flash_attention.key_range import KeyRange, clipped, shifted
 from kernels_pallas.flash_attention.operands import Operands
 from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, FlashSettings, dot, score_gradient
-from kernels_pallas.flash_attention.visible import Visible, shifted, within
 from kernels_pallas.flash_attention.visits import MOST, MOST_OUTER, Visit, Visits, visits
 
 # Queries lie along the lanes, and so do keys in a block of the bias.
@@ -205,7 +205,7 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
         gradients={},
         outputs={"out": ("query", V, operands.query.dtype), "log_sum_exp": ("row", 1, jnp.float32)},
         scratch={"largest": (1, blocks.queries), "total": (1, blocks.queries), "mixed": (V, blocks.queries)},
-        cost=operands.forward_cost(settings.seen),
+        cost=operands.forward_cost(settings.unmasked_scores),
     )
     return jnp.swapaxes(out[:, :, :T], 1, 2), log_sum_exp[:, :, 0, :T]
 
@@ -259,7 +259,7 @@ def _query_gradient(
         gradients=_by_row(layout, log_sum_exp, delta, d_out),
         outputs={"d_query": ("query", H, operands.query.dtype)},
         scratch={"total": (H, blocks.queries)},
-        cost=operands.query_cost(settings.seen),
+        cost=operands.query_cost(settings.unmasked_scores),
     )
     return jnp.swapaxes(d_query[:, :, :T], 1, 2)
 
@@ -310,7 +310,7 @@ def _key_gradient(
         gradients=_by_row(layout, log_sum_exp, delta, d_out),
         outputs={"d_key": ("key", H, operands.key.dtype), "d_value": ("key", V, operands.value.dtype)},
         scratch={"key_total": (blocks.keys, H), "value_total": (blocks.keys, V)},
-        cost=operands.key_cost(settings.seen),
+        cost=operands.key_cost(settings.unmasked_scores),
     )
     return jnp.swapaxes(d_key[:, :, :S], 1, 2), jnp.swapaxes(d_value[:, :, :S], 1, 2)
 
@@ -481,8 +481,8 @@ def _key_parts(settings: FlashSettings, operands: Operands, layout: _TileLayout,
     """Each of half of the blocks of keys."""
     half = pl.cdiv(layout.columns, 2) * layout.blocks.keys
     for part, of in _halves(settings, half, operands.sizes[2]):
-        key, seen = operands.key[:, part], shifted(Visible(operands.start, operands.end), part.start)
-        (start,), (end,) = within(seen, *operands.start.shape, key.shape[1])
+        key, seen = operands.key[:, part], shifted(KeyRange(operands.start, operands.end), part.start)
+        (start,), (end,) = clipped(seen, *operands.start.shape, key.shape[1])
         cut = operands._replace(
             key=key,
             value=operands.value[:, part],
@@ -495,6 +495,6 @@ def _key_parts(settings: FlashSettings, operands: Operands, layout: _TileLayout,
 
 def _halves(settings: FlashSettings, half: int, length: int) -> Iterator[tuple[slice, FlashSettings]]:
     """Both parts, and of the scores that are seen each part's share by its length."""
-    before = settings.seen * half // length
-    yield slice(0, half), dataclasses.replace(settings, seen=before)
-    yield slice(half, length), dataclasses.replace(settings, seen=settings.seen - before)
+    before = settings.unmasked_scores * half // length
+    yield slice(0, half), dataclasses.replace(settings, unmasked_scores=before)
+    yield slice(half, length), dataclasses.replace(settings, unmasked_scores=settings.unmasked_scores - before)

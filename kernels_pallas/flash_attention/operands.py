@@ -8,7 +8,7 @@ import numpy as np
 
 from kernels_pallas.core import target
 from kernels_pallas.core.launch import KernelCost, KernelCosts, size_of
-from kernels_pallas.flash_attention.visible import unrepeated, within
+from kernels_pallas.flash_attention.key_range import clipped, without_repeats
 
 
 class Operands(NamedTuple):
@@ -39,7 +39,7 @@ class Operands(NamedTuple):
         """A part's start and end as arrays [B, T]; of numpy arrays with one row in the program for sequences that all
         see the same."""
         B, T = self.query.shape[:2]
-        return tuple(jnp.broadcast_to(jnp.asarray(unrepeated(x)), (B, T)) for x in (self.start, self.end))
+        return tuple(jnp.broadcast_to(jnp.asarray(without_repeats(x)), (B, T)) for x in (self.start, self.end))
 
     def shares(self, blocks: int) -> int:
         """Into how many shares the query heads of a key head are divided where a kernel for the keys' gradient would
@@ -110,10 +110,10 @@ class Operands(NamedTuple):
         return KernelCost(scores * flops_per_score, scores, size_of(*arrays))
 
 
-def scores_seen(visible: Any, B: int, T: int, S: int) -> tuple[int, ...]:
+def unmasked_scores(key_range: Any, B: int, T: int, S: int) -> tuple[int, ...]:
     """Scores per head of all rows in each part of a union, which decide what a call costs: exact for intervals that are
     numpy arrays, which are known while tracing, and otherwise all of them."""
-    start, end = within(visible, B, T, S)
+    start, end = clipped(key_range, B, T, S)
     if not (isinstance(start, np.ndarray) and isinstance(end, np.ndarray)):
         return (B * T * S,) * len(start)
     return tuple(int(np.sum(part, dtype=np.int64)) for part in np.maximum(end - start, 0))

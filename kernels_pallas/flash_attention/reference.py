@@ -5,8 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.flash_attention.key_range import KeyRange, clipped
 from kernels_pallas.flash_attention.tiles import LN_2, LOWEST
-from kernels_pallas.flash_attention.visible import Visible, within
 
 
 def flash_attention(
@@ -14,7 +14,7 @@ def flash_attention(
     key: jax.Array,
     value: jax.Array,
     *,
-    visible: Visible | None = None,
+    key_range: KeyRange | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
@@ -24,7 +24,7 @@ def flash_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """See `kernels_pallas.flash_attention`."""
     (B, T, _, H), S = query.shape, key.shape[1]
-    start, end = map(jnp.asarray, within(visible, B, T, S))
+    start, end = map(jnp.asarray, clipped(key_range, B, T, S))
     attend = functools.partial(
         _attend, key, value, sinks=sinks, scale=H**-0.5 if scale is None else scale, soft_cap=soft_cap
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.flash_attention.visible import Visible
+from kernels_pallas.flash_attention.key_range import KeyRange
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
@@ -28,15 +28,15 @@ class FlashSettings:
 
     scale: float
     soft_cap: float | None
-    seen: int
-    visible: Visible | None
+    unmasked_scores: int
+    key_range: KeyRange | None
     implementation: str
 
     @functools.cached_property
     def _all(self) -> tuple:
         """To tell settings apart by: numpy arrays, which do not say whether they are equal, by what they hold."""
-        held = () if self.visible is None else tuple((x.dtype, x.shape, x.tobytes()) for x in self.visible)
-        return (self.scale, self.soft_cap, self.seen, held, self.implementation)
+        held = () if self.key_range is None else tuple((x.dtype, x.shape, x.tobytes()) for x in self.key_range)
+        return (self.scale, self.soft_cap, self.unmasked_scores, held, self.implementation)
 
     def __hash__(self) -> int:
         return hash(self._all)

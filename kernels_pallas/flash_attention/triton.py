@@ -147,7 +147,7 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
         inputs=spec.inputs(operands) | {"ranges": (ranges, spec.ranges)},
         outputs={"out": (out, spec.query(V)), "log_sum_exp": (log_sum_exp, spec.query_row)},
         grid=(rows, N, B),
-        cost=operands.forward_cost(settings.seen),
+        cost=operands.forward_cost(settings.unmasked_scores),
     )
 
 
@@ -199,7 +199,7 @@ def _query_gradient(
         inputs=spec.inputs(operands) | by_row | {"d_out": (d_out, spec.query(V)), "ranges": (ranges, spec.ranges)},
         outputs={"d_query": (operands.query, spec.query(H))},
         grid=(rows, N, B),
-        cost=operands.query_cost(settings.seen),
+        cost=operands.query_cost(settings.unmasked_scores),
     )
     return d_query
 
@@ -263,7 +263,7 @@ def _key_gradient(
             for name, x in (("d_key", operands.key), ("d_value", operands.value))
         },
         grid=(columns, K * shares, B),
-        cost=operands.key_cost(settings.seen),
+        cost=operands.key_cost(settings.unmasked_scores),
     )
     return tuple(operands.joined(x, shares) for x in gradients)
 

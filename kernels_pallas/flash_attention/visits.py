@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from kernels_pallas.flash_attention.blocks import key_ranges
-from kernels_pallas.flash_attention.visible import module_of
+from kernels_pallas.flash_attention.key_range import array_module
 
 # A tile's bits from the lowest: four marks, its inner block (8 million keys or queries in blocks of 512), its outer,
 # of which a list may have so many.
@@ -62,7 +62,7 @@ def visits(start: Any, end: Any, queries: int, keys: int, columns: int, *, by_ke
     """The tiles of `queries` × `keys` scores of which something is seen: those of a block of queries one after the
     other, or `by_keys` those of a block of keys, of which there are `columns`. A block that sees nothing, or is not
     seen, has one tile, where its zeros are written. Of numpy arrays [B or 1, T] all is known while tracing."""
-    module = module_of(start, end)
+    module = array_module(start, end)
     first, full, full_end, last = (x[:, :, None] for x in key_ranges(start, end, queries, keys))
     column = np.arange(columns, dtype=np.int32)[None, None]
     seen, whole = (first <= column) & (column < last), (full <= column) & (column < full_end)

@@ -46,7 +46,7 @@ def attention(name, queries, keys, heads, **options):
 
 
 ATTENTION = (
-    attention("grouped", 37, 37, (4, 2), visible=causal(37), query_chunk=16),
+    attention("grouped", 37, 37, (4, 2), key_range=causal(37), query_chunk=16),
     attention("more keys", 20, 50, (2, 2), scale=0.3),
 )
 

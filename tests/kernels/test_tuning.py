@@ -154,7 +154,7 @@ def test_tiles_of_scores_that_were_tuned_without_a_bias_are_not_taken_with_it():
     kernels = [f"flash_attention_{each}" for each in attention.FlashTpuTiling._fields]
 
     def attend(query, bias=None):
-        return flash_attention(query, query, query, bias=bias, visible=causal(2048), soft_cap=50.0)
+        return flash_attention(query, query, query, bias=bias, key_range=causal(2048), soft_cap=50.0)
 
     def tiles(width, bias=None):
         entry = {

@@ -13,8 +13,8 @@ from test_flash_attention import drawn
 
 from kernels_pallas import flash_attention
 from kernels_pallas.core import interpreted
-from kernels_pallas.flash_attention import Visible, both, causal, mosaic_tpu, packed, visits, window
-from kernels_pallas.flash_attention.visible import within
+from kernels_pallas.flash_attention import KeyRange, causal, intersection, mosaic_tpu, packed, sliding_window, visits
+from kernels_pallas.flash_attention.key_range import clipped
 from kernels_pallas.flash_attention.visits import Visit
 
 QUERIES, KEYS = 8, 16
@@ -71,25 +71,25 @@ def test_more_blocks_than_a_tile_can_name_are_parted():
     x = jax.ShapeDtypeStruct((1, (visits.MOST_OUTER + 1) * 128, 1, 16), jnp.float32)
 
     def attend(x):
-        return flash_attention(x, x, x, visible=window(x.shape[1], 5), implementation="mosaic_tpu")
+        return flash_attention(x, x, x, key_range=sliding_window(x.shape[1], 5), implementation="mosaic_tpu")
 
     steps = [kernel["grid_mapping"].grid[2] for kernel in launches(jax.make_jaxpr(attend)(x).jaxpr)]
     assert steps == [visits.MOST_OUTER + 1, visits.MOST_OUTER]  # two for each block, but for the very first
 
 
 def test_sequences_that_see_the_same_share_a_list():
-    see = within(causal(100), 3, 100, 100)
+    see = clipped(causal(100), 3, 100, 100)
     tiles, steps = visits.visits(see.start[0], see.end[0], 10, 20, 5, by_keys=False)
     assert tiles.shape == (1, steps) and steps == 2 * (1 + 2 + 3 + 4 + 5)
 
 
-def _grids(visible, T):
+def _grids(key_range, T):
     """Of each kernel of a loss and its gradient, lowered for a TPU, the steps over tiles; "late" where they are known
     once the program runs."""
     arrays = [jax.ShapeDtypeStruct((1, T, heads, 128), jnp.bfloat16) for heads in (2, 1, 1)]
 
     def loss(*arrays):
-        return jnp.sum(flash_attention(*arrays, visible=visible(), implementation="mosaic_tpu").astype(jnp.float32))
+        return jnp.sum(flash_attention(*arrays, key_range=key_range(), implementation="mosaic_tpu").astype(jnp.float32))
 
     mesh = jax.sharding.AbstractMesh((1,), ("one",), (jax.sharding.AxisType.Auto,), abstract_device=V5E)
     with jax.sharding.use_abstract_mesh(mesh):
@@ -104,7 +104,7 @@ def test_the_grid_has_a_step_for_what_is_seen():
     T = 8192
     assert _grids(lambda: None, T) == [128, 128, 64]
     assert _grids(lambda: causal(T), T) == [72, 72, 36]
-    assert _grids(lambda: window(T, 511), T) == [23, 23, 15]
+    assert _grids(lambda: sliding_window(T, 511), T) == [23, 23, 15]
     assert _grids(lambda: packed(jnp.zeros((1, T), jnp.int32)), T) == ["late"] * 3
 
 
@@ -112,12 +112,12 @@ def test_the_grid_has_a_step_for_what_is_seen():
 def test_masks_known_while_tracing_and_later_give_the_same():
     query, key, value = drawn((2, 300, 2, 16), (2, 300, 1, 16), (2, 300, 1, 16))
     ids = np.repeat([[0, 0, 1, 1, 1, -1], [2, 3, 3, 3, 3, 3]], 50, axis=1)
-    known = Visible(*map(np.asarray, both(causal(300), packed(ids))))
+    known = KeyRange(*map(np.asarray, intersection(causal(300), packed(ids))))
 
     @jax.jit
-    def results_and_gradients(arrays, visible=known):
+    def results_and_gradients(arrays, key_range=known):
         def loss(arrays):
-            out = flash_attention(*arrays, visible=visible, implementation="mosaic_tpu")
+            out = flash_attention(*arrays, key_range=key_range, implementation="mosaic_tpu")
             return jnp.sum(jnp.sin(out)), out
 
         return jax.value_and_grad(loss, has_aux=True)(arrays)
@@ -141,8 +141,8 @@ def test_masks_known_later_are_mapped(maps):
     @functools.partial(jax.jit, static_argnums=0)
     def run(implementation, arrays, ids):
         def loss(arrays, ids):
-            see = both(causal(200), packed(ids))
-            out = flash_attention(*arrays, visible=see, implementation=implementation)
+            see = intersection(causal(200), packed(ids))
+            out = flash_attention(*arrays, key_range=see, implementation=implementation)
             return jnp.sum(jnp.sin(out)), out
 
         return jax.vmap(jax.value_and_grad(loss, has_aux=True), in_axes=axes)(arrays, ids)
@@ -155,7 +155,7 @@ def test_masks_known_later_are_mapped(maps):
 def test_a_list_that_is_too_long_is_parted(constant, bias):
     """By queries forward and for their gradient, by keys for theirs: the same numbers, the same FLOPs."""
     arrays = drawn((2, 520, 2, 16), (2, 640, 1, 16), (2, 640, 1, 16), *([bias] if bias else []))
-    options = dict(visible=window(520, 300, offset=100), soft_cap=5.0, return_log_sum_exp=True)
+    options = dict(key_range=sliding_window(520, 300, offset=100), soft_cap=5.0, return_log_sum_exp=True)
 
     def run():
         def loss(arrays):
@@ -189,8 +189,8 @@ def test_lists_of_many_sequences_are_parted_by_sequences(constant, bias):
         def loss(arrays, ids):
             query, key, value, *bias = arrays
             given = dict(bias=bias[0] if bias else None, implementation="mosaic_tpu")
-            see = both(causal(16), packed(ids))
-            results = flash_attention(query, key, value, visible=see, return_log_sum_exp=True, **given)
+            see = intersection(causal(16), packed(ids))
+            results = flash_attention(query, key, value, key_range=see, return_log_sum_exp=True, **given)
             return sum(jnp.sum(jnp.sin(x)) for x in results), results
 
         results_and_gradients = jax.value_and_grad(loss, has_aux=True)

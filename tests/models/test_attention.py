@@ -10,9 +10,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jaxlm.models import causal
 from jaxlm.models.attention import attend, dot_product_attention, in_causal_parts
 from jaxlm.models.config import LinearScalingConfig, Llama3ScalingConfig, RopeConfig
-from jaxlm.models.positions import rotate, rotation, visible_in_rows
+from jaxlm.models.positions import packed_causal_mask, rotate, rotation
 from jaxlm.parallel import sharding
-from kernels_pallas.flash_attention import Visible
+from kernels_pallas.flash_attention import KeyRange
 
 
 def by_hand(query, key, value, start, end):
@@ -39,14 +39,14 @@ def test_equals_the_equation(kv_heads):
     start = draw.integers(0, 4, (2, 7)).astype(np.int32)
     end = start + draw.integers(0, 5, (2, 7)).astype(np.int32)  # some see nothing
     assert (start == end).any()
-    actual = dot_product_attention(query, key, value, Visible(jnp.asarray(start), jnp.asarray(end)))
+    actual = dot_product_attention(query, key, value, KeyRange(jnp.asarray(start), jnp.asarray(end)))
     chex.assert_trees_all_close(actual, by_hand(query, key, value, start, end).astype(np.float32), atol=2e-6)
 
 
 def test_a_query_that_sees_nothing_gives_zeros_and_no_gradient():
     draw = np.random.default_rng(0)
     query, key, value = (draw.normal(size=(1, 3, 2, 4)).astype(np.float32) for _ in range(3))
-    nothing = Visible(jnp.zeros((1, 3), jnp.int32), jnp.zeros((1, 3), jnp.int32))
+    nothing = KeyRange(jnp.zeros((1, 3), jnp.int32), jnp.zeros((1, 3), jnp.int32))
 
     def total(query, key, value):
         return jnp.sum(dot_product_attention(query, key, value, nothing) * 3.0)
@@ -71,12 +71,12 @@ def test_causal_parts_are_the_whole(length):
     draw = np.random.default_rng(0)
     query, cotangent = draw.normal(size=(2, 2, length, 4, 8)).astype(np.float32)
     key, value = draw.normal(size=(2, 2, length, 2, 8)).astype(np.float32)
-    start, end = visible_in_rows(jnp.asarray(np.arange(length) % draw.integers(1, length + 1, (2, 1)), jnp.int32))
-    visible = Visible(jnp.maximum(start, end - 200), jnp.where(jnp.arange(length)[None] % 5 == 3, start, end))
+    start, end = packed_causal_mask(jnp.asarray(np.arange(length) % draw.integers(1, length + 1, (2, 1)), jnp.int32))
+    key_range = KeyRange(jnp.maximum(start, end - 200), jnp.where(jnp.arange(length)[None] % 5 == 3, start, end))
 
     @functools.partial(jax.jit, static_argnums=0)
     def both(attention):
-        out, pull_back = jax.vjp(lambda *xs: attention(*xs, visible), query, key, value)
+        out, pull_back = jax.vjp(lambda *xs: attention(*xs, key_range), query, key, value)
         return out, *pull_back(cotangent)
 
     # Sums over keys and queries in another order.
@@ -87,7 +87,7 @@ def test_only_cpus_leave_out_what_causality_hides():
     def scores(mesh):
         x, row = jnp.ones((1, 512, 2, 8)), jnp.zeros((1, 512), jnp.int32)
         with mesh:
-            text = str(jax.make_jaxpr(lambda: attend("reference", x, x, x, Visible(row, row + 1), True))())
+            text = str(jax.make_jaxpr(lambda: attend("reference", x, x, x, KeyRange(row, row + 1), True))())
         return {"whole": "512,512]" in text, "parts": "128,256]" in text}
 
     def chip(name, platform):
@@ -102,9 +102,9 @@ def test_only_cpus_leave_out_what_causality_hides():
 
 def test_rows_see_their_own_segment_up_to_themselves():
     positions = jnp.array([[0, 1, 2, 0, 1, 0]])
-    visible = visible_in_rows(positions)
-    np.testing.assert_array_equal(visible.start, [[0, 0, 0, 3, 3, 5]])
-    np.testing.assert_array_equal(visible.end, [[1, 2, 3, 4, 5, 6]])
+    key_range = packed_causal_mask(positions)
+    np.testing.assert_array_equal(key_range.start, [[0, 0, 0, 3, 3, 5]])
+    np.testing.assert_array_equal(key_range.end, [[1, 2, 3, 4, 5, 6]])
 
 
 def rotated(x, turn):

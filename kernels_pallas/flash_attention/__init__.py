@@ -193,8 +193,8 @@ def _attend(settings: tuple[FlashSettings, ...], operands: Operands) -> tuple[ja
     log_sum_exp = jax.nn.logsumexp(jnp.stack(sums), axis=0)
     finite = jnp.where(jnp.isfinite(log_sum_exp), log_sum_exp, 0.0)
     shares = (jnp.swapaxes(jnp.exp(part - finite), 1, 2)[..., None] for part in sums)
-    mixed = sum(share * out.astype(jnp.float32) for share, out in zip(shares, outs, strict=True))
-    return mixed.astype(operands.query.dtype), log_sum_exp
+    output = sum(share * out.astype(jnp.float32) for share, out in zip(shares, outs, strict=True))
+    return output.astype(operands.query.dtype), log_sum_exp
 
 
 def _whole(settings: tuple[FlashSettings, ...], operands: Operands) -> Operands:

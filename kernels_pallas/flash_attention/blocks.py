@@ -1,6 +1,7 @@
-"""Which blocks of scores have to be looked at: block ranges from the rows' intervals, in O(T + S) memory, as XLA fuses
-it; of intervals that are numpy arrays while tracing, so that the program only reads them. And in which order blocks of
-keys come to those of queries."""
+"""The blocks of scores that are computed: block ranges from the rows' intervals, in O(T + S) memory, as XLA fuses it.
+
+Ranges of intervals that are numpy arrays are made while tracing, so that the program only reads them.
+"""
 
 from typing import Any, NamedTuple
 
@@ -61,9 +62,12 @@ def query_ranges(of_queries: BlockRanges, key_blocks: int) -> BlockRanges:
     return BlockRanges(begin, run, run_end, end)
 
 
-def turns(of_keys: BlockRanges, query_blocks: int) -> jax.Array:
-    """int32 [B or 1, blocks of keys, blocks of queries]: how many blocks of keys before each go through each block of
-    queries, by what `query_ranges` gave. One number for each pair of blocks: it is no constant of the program."""
+def add_order(of_keys: BlockRanges, query_blocks: int) -> jax.Array:
+    """Return the order in which blocks of keys add to blocks of queries: the number of earlier ones that do.
+
+    int32 [B or 1, blocks of keys, blocks of queries], of what `query_ranges` gave: too large for a constant of the
+    program.
+    """
     first, last = jax.lax.optimization_barrier((jnp.asarray(of_keys.first), jnp.asarray(of_keys.last)))
     i = jnp.arange(query_blocks, dtype=jnp.int32)[None, None]
     touched = ((first[:, :, None] <= i) & (i < last[:, :, None])).astype(jnp.int32)

@@ -163,11 +163,11 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
         return jnp.concatenate(outs, axis), jnp.concatenate(sums, 2 * axis)
 
     def kernel(at: Visit, ref: Mapping[str, Any]) -> None:
-        largest, total, mixed = ref["largest"], ref["total"], ref["mixed"]
+        largest, total, acc = ref["largest"], ref["total"], ref["acc"]
 
         @pl.when(at.opens)
         def _() -> None:
-            mixed[...] = jnp.zeros_like(mixed)
+            acc[...] = jnp.zeros_like(acc)
             if "sinks" in ref:
                 sink = jnp.broadcast_to(ref["sinks"][...] * LOG2_E, largest.shape)
                 largest[...] = jnp.maximum(sink, LOWEST)
@@ -177,15 +177,15 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
                 total[...] = jnp.zeros_like(total)
 
         def step(masked: bool) -> None:
-            top, sums, mix = largest[...], total[...], mixed[...]
+            top, sums, out = largest[...], total[...], acc[...]
             for keys, products in _ahead(blocks, lambda keys: dot(ref["key"][keys], ref["query"][...], (1, 1))):
                 scores, _ = _scores(settings, ref, masked, products, at.inner * blocks.keys, keys)
                 raised = jnp.maximum(top, jnp.max(scores, axis=0, keepdims=True))
                 kept, weights = jnp.exp2(top - raised), jnp.exp2(scores - raised)
                 top, sums = raised, sums * kept + jnp.sum(weights, axis=0, keepdims=True)
                 value = ref["value"][keys]
-                mix = mix * kept + dot(value, weights.astype(value.dtype), (0, 0))
-            largest[...], total[...], mixed[...] = top, sums, mix
+                out = out * kept + dot(value, weights.astype(value.dtype), (0, 0))
+            largest[...], total[...], acc[...] = top, sums, out
 
         at.visit(step)
 
@@ -193,7 +193,7 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
         def _() -> None:
             some = total[...] != 0  # of a NaN too
             sums = jnp.where(some, total[...], 1.0)
-            ref["out"][...] = (mixed[...] / sums).T.astype(ref["out"].dtype)
+            ref["out"][...] = (acc[...] / sums).T.astype(ref["out"].dtype)
             ref["log_sum_exp"][...] = jnp.where(some, (largest[...] + jnp.log2(sums)) * LN_2, -jnp.inf)
 
     out, log_sum_exp = _call(
@@ -204,7 +204,7 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
         operands,
         gradients={},
         outputs={"out": ("query", V, operands.query.dtype), "log_sum_exp": ("row", 1, jnp.float32)},
-        scratch={"largest": (1, blocks.queries), "total": (1, blocks.queries), "mixed": (V, blocks.queries)},
+        scratch={"largest": (1, blocks.queries), "total": (1, blocks.queries), "acc": (V, blocks.queries)},
         cost=operands.forward_cost(settings.unmasked_scores),
     )
     return jnp.swapaxes(out[:, :, :T], 1, 2), log_sum_exp[:, :, 0, :T]

@@ -79,6 +79,6 @@ def _attend(key, value, query, start, end, bias, *, sinks, scale, soft_cap):
     log_sum_exp = jnp.where(some, largest + jnp.log(total), -jnp.inf)
 
     weights = weights.astype(value.dtype).reshape(B, K, G, T, S)
-    mixed = jnp.einsum("BKGTS,BSKV->BTKGV", weights, value, preferred_element_type=jnp.float32)
+    output = jnp.einsum("BKGTS,BSKV->BTKGV", weights, value, preferred_element_type=jnp.float32)
     total, log_sum_exp = (jnp.swapaxes(x, 1, 2) for x in (total, log_sum_exp))
-    return (mixed.reshape(B, T, N, V) / total[..., None]).astype(query.dtype), log_sum_exp
+    return (output.reshape(B, T, N, V) / total[..., None]).astype(query.dtype), log_sum_exp

@@ -114,10 +114,10 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
             sink = ref["sinks"][0].astype(jnp.float32) * LOG2_E
             largest = jnp.maximum(largest, sink)
             total = jnp.exp2(sink - largest)
-        mixed = tuple(jnp.zeros((blocks.queries, size), jnp.float32) for _, size in _parts(V))
+        acc = tuple(jnp.zeros((blocks.queries, size), jnp.float32) for _, size in _parts(V))
 
         def step(j: jax.Array, carry: tuple, masked: bool) -> tuple:
-            largest, total, mixed = carry
+            largest, total, acc = carry
             keys = _rows(j * blocks.keys, blocks.keys, j * blocks.keys, S if masked else None)
             products = _dot_rows(query, _load(ref["key"], keys, H))
             values, factor, _ = settings.factored(products, _load_bias(ref, at, keys), _tanh)
@@ -128,12 +128,12 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
             total = total * kept + jnp.sum(weights, axis=1)
             values = _load(ref["value"], keys, V)
             added = (dot(weights.astype(part.dtype), part, (1, 0)) for part in values)
-            return raised, total, tuple(m * kept[:, None] + a for m, a in zip(mixed, added, strict=True))
+            return raised, total, tuple(m * kept[:, None] + a for m, a in zip(acc, added, strict=True))
 
-        largest, total, mixed = _over_blocks(ref["ranges"], step, (largest, total, mixed))
+        largest, total, acc = _over_blocks(ref["ranges"], step, (largest, total, acc))
         some = total != 0  # of a NaN too
         total = jnp.where(some, total, 1.0)
-        _store(ref["out"], at, tuple(part / total[:, None] for part in mixed))
+        _store(ref["out"], at, tuple(part / total[:, None] for part in acc))
         log_sum_exp = jnp.where(some, (largest + jnp.log2(total)) * LN_2, -jnp.inf)
         launch.store(ref["log_sum_exp"].at[at.slice], log_sum_exp, at.inside)
 

@@ -203,10 +203,10 @@ def test_a_wide_cap_takes_no_digits(implementation, cap):
     chex.assert_trees_all_close(run(implementation=implementation), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_parts_of_a_ring_that_come_together_are_not_taken_alone():
+def test_buffers_that_share_a_barrier_are_not_waited_for_alone():
     """To wait twice for one barrier would be for ever."""
-    parts = {name: SharedBuffer((64, 64), jnp.bfloat16, tiled=True) for name in ("query", "d_out")}
-    ring = Ring(RingBlocks(64, 2), parts, together=True)
+    buffers = {name: SharedBuffer((64, 64), jnp.bfloat16, tiled=True) for name in ("query", "d_out")}
+    ring = Ring(RingBlocks(64, 2), buffers, together=True)
     assert set(ring.shared()) == {"query_ring", "d_out_ring", "ring_ready", "ring_free"}
-    with pytest.raises(ValueError, match="query, d_out come and go together, not query alone"):
-        ring.take(None, {}, jnp.int32(0), "query")
+    with pytest.raises(ValueError, match="query, d_out share a barrier; wait for all of them, not query alone"):
+        ring.consumer_wait(None, {}, jnp.int32(0), "query")

@@ -113,7 +113,7 @@ def test_no_block_that_is_seen_is_left_out_and_full_ones_are_full():
         assert np.all(~((full <= index) & (index < full_end)) | whole)
         assert np.any(full < full_end)
     # Of those that go through a block of queries, each has its turn.
-    turns = np.asarray(blocks.turns(of_keys, any_seen.shape[1])).transpose(0, 2, 1)
+    turns = np.asarray(blocks.add_order(of_keys, any_seen.shape[1])).transpose(0, 2, 1)
     i = np.arange(any_seen.shape[1])[:, None]
     through = (np.asarray(of_keys.first)[:, None] <= i) & (i < np.asarray(of_keys.last)[:, None])
     for these, goes in zip(turns.reshape(-1, turns.shape[2]), through.reshape(-1, turns.shape[2]), strict=True):

@@ -153,7 +153,7 @@ def call(
         return call(*operands)
 
     def launched(*arguments: jax.Array) -> list[jax.Array]:
-        return batched_in_front(run, len(late))(*arguments)
+        return batched_first(run, len(late))(*arguments)
 
     # JAX never drops a kernel whose results nobody uses, but a jitted function: rematerialisation would launch again,
     # and compute the operands of, what is kept.
@@ -230,7 +230,7 @@ def _narrow(x: Any) -> jax.Array:
     return x.astype(jnp.float32) if x.dtype == jnp.float64 else x
 
 
-def batched_in_front(run: Callable[..., Any], late: int = 0) -> Callable[..., Any]:
+def batched_first(run: Callable[..., Any], late: int = 0) -> Callable[..., Any]:
     """`run`, mapped by `jax.vmap` over dimensions that are moved to the front: Mosaic takes them nowhere else. Where
     the grid itself is mapped, which the first `late` operands are sizes of, one after the other."""
     call = jax.custom_batching.custom_vmap(run)
@@ -251,7 +251,7 @@ def batched_in_front(run: Callable[..., Any], late: int = 0) -> Callable[..., An
             results = jax.lax.map(one, some)
         else:
             over = jax.vmap(run, in_axes=[0 if batched else None for batched in in_batched], axis_size=size)
-            results = batched_in_front(over, late)(*operands)
+            results = batched_first(over, late)(*operands)
         return results, jax.tree.map(lambda _: True, results)
 
     return call

@@ -110,9 +110,9 @@ def flash_attention(
     _check(query, key, value, key_range, scale, soft_cap, sinks, bias, query_chunk)
     options = dict(scale=scale, soft_cap=soft_cap, sinks=sinks, bias=bias, return_log_sum_exp=return_log_sum_exp)
     operands = _operands(query, key, value, key_range, sinks, bias)
-    refusals = {name: functools.partial(_refusal, name, operands) for name in IMPLEMENTATIONS}
-    refusals["cudnn"] = lambda chip: cudnn.refusal(operands, key_range, soft_cap, return_log_sum_exp, chip)
-    chosen = choose("flash_attention", implementation, refusals, by_name=_BY_NAME)
+    reasons = {name: functools.partial(_unsupported_reason, name, operands) for name in IMPLEMENTATIONS}
+    reasons["cudnn"] = lambda chip: cudnn.unsupported_reason(operands, key_range, soft_cap, return_log_sum_exp, chip)
+    chosen = choose("flash_attention", implementation, reasons, by_name=_BY_NAME)
     few = requested(implementation) is None and query.shape[1] < _FEW_QUERIES
     if chosen == "reference" or few or 0 in query.shape or 0 in value.shape:  # of nothing there is one result
         with _multiplied_as(chosen, query.dtype):
@@ -157,10 +157,10 @@ def costs(
     weights, twice."""
     seen = unmasked_scores(key_range, *query.shape[:2], key.shape[1])
     rows = (jax.ShapeDtypeStruct(query.shape[:2], jnp.int32),) * len(seen)
-    parts = Operands(query, key, value, rows, rows, sinks, bias).parts()
-    falls_back = implementation == "mosaic_gpu" and not mosaic_gpu_backward.serves(parts[0])
+    calls = Operands(query, key, value, rows, rows, sinks, bias).by_interval()
+    falls_back = implementation == "mosaic_gpu" and not mosaic_gpu_backward.serves(calls[0])
     at_once = implementation not in ("triton", "mosaic_tpu") and not falls_back
-    each = [part.costs(scores, at_once) for part, scores in zip(parts, seen, strict=True)]
+    each = [call.costs(scores, at_once) for call, scores in zip(calls, seen, strict=True)]
     return KernelCosts(*(KernelCost(*map(sum, zip(*way, strict=True))) for way in zip(*each, strict=True)))
 
 
@@ -175,24 +175,24 @@ def _multiplied_as(implementation: str, dtype: Any) -> contextlib.AbstractContex
     return jax.default_matmul_precision("highest") if as_kernels_do else contextlib.nullcontext()
 
 
-def _refusal(name: str, operands: Operands, chip: Any) -> str | None:
+def _unsupported_reason(name: str, operands: Operands, chip: Any) -> str | None:
     if operands.query.dtype not in ("float32", "bfloat16", "float16"):
         return f"{operands.query.dtype} is none of float32, bfloat16, float16"
-    return KERNELS[name].refusal(operands)
+    return KERNELS[name].unsupported_reason(operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 @compiled_once(static=1)
 def _attend(settings: tuple[FlashSettings, ...], operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Output [B, T, N, V] and log-sum-exp [B, N, T] over all parts of the operands, with the settings of each."""
+    """Output [B, T, N, V] and log-sum-exp [B, N, T] over all intervals, with the settings of each."""
     kernels = KERNELS[settings[0].implementation]
-    parts = [kernels.forward(*part) for part in zip(settings, _whole(settings, operands).parts(), strict=True)]
-    if len(parts) == 1:
-        return parts[0]
-    outs, sums = zip(*parts, strict=True)
+    results = [kernels.forward(*call) for call in zip(settings, _whole(settings, operands).by_interval(), strict=True)]
+    if len(results) == 1:
+        return results[0]
+    outs, sums = zip(*results, strict=True)
     log_sum_exp = jax.nn.logsumexp(jnp.stack(sums), axis=0)
     finite = jnp.where(jnp.isfinite(log_sum_exp), log_sum_exp, 0.0)
-    shares = (jnp.swapaxes(jnp.exp(part - finite), 1, 2)[..., None] for part in sums)
+    shares = (jnp.swapaxes(jnp.exp(one - finite), 1, 2)[..., None] for one in sums)
     output = sum(share * out.astype(jnp.float32) for share, out in zip(shares, outs, strict=True))
     return output.astype(operands.query.dtype), log_sum_exp
 
@@ -225,8 +225,8 @@ def _backward(settings: tuple[FlashSettings, ...], saved: tuple, cotangents: tup
     some = log_sum_exp != -jnp.inf
     sums, delta = jnp.where(some, log_sum_exp, 0.0), jnp.where(some, delta, 0.0)
     rows = sums * LOG2_E, delta, d_out
-    parts = list(zip(settings, operands.parts(), strict=True))
-    gradients = zip(*[kernels.backward(*part, *rows) for part in parts], strict=True)
+    calls = list(zip(settings, operands.by_interval(), strict=True))
+    gradients = zip(*[kernels.backward(*call, *rows) for call in calls], strict=True)
     d_query, d_key, d_value = (functools.reduce(operator.add, each) for each in gradients)
     d_sinks = None
     if operands.sinks is not None:

@@ -236,7 +236,7 @@ CASES = (
 
 def _serves(implementation: str, case: KernelCase, dtype: str) -> bool:
     absent = dict.fromkeys(Operands._fields)
-    return KERNELS[implementation].refusal(Operands(**absent | case.structs(dtype))) is None
+    return KERNELS[implementation].unsupported_reason(Operands(**absent | case.structs(dtype))) is None
 
 
 OPERATION = KernelOperation(function, reference.flash_attention, IMPLEMENTATIONS, CASES, costs, ("cudnn",), _serves)

@@ -9,7 +9,7 @@ from kernels_pallas.core.target import TargetChip
 from kernels_pallas.flash_attention.operands import Operands
 
 
-def refusal(
+def unsupported_reason(
     operands: Operands, key_range: Any, soft_cap: float | None, return_log_sum_exp: bool, chip: TargetChip
 ) -> str | None:
     """Why cuDNN, as `jax.nn.dot_product_attention` calls it, cannot serve a call."""

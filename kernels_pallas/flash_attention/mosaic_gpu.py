@@ -32,13 +32,13 @@ from kernels_pallas.flash_attention.ring import (
 )
 from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, FlashSettings, tanh_by_exp2
 
-__all__ = ["backward", "forward", "refusal"]
+__all__ = ["backward", "forward", "unsupported_reason"]
 
 # Columns of a product, at most.
 MAX_WIDTH = 256
 
 
-def refusal(operands: Operands) -> str | None:
+def unsupported_reason(operands: Operands) -> str | None:
     """Why these kernels cannot serve a call."""
     H, V = operands.sizes[5:]
     if operands.query.dtype not in ("bfloat16", "float16"):

@@ -37,8 +37,8 @@ def flash_attention(
             """The axis over T in chunks, which come first; rows beyond T see nothing."""
             rows = [(0, 0)] * x.ndim
             rows[axis] = (0, chunks * query_chunk - T)
-            parted = jnp.pad(x, rows).reshape(*x.shape[:axis], chunks, query_chunk, *x.shape[axis + 1 :])
-            return jnp.moveaxis(parted, axis, 0)
+            chunked = jnp.pad(x, rows).reshape(*x.shape[:axis], chunks, query_chunk, *x.shape[axis + 1 :])
+            return jnp.moveaxis(chunked, axis, 0)
 
         by_row = bias is not None and bias.shape[2] == T > 1
         xs = (split(query, 1), split(start, 2), split(end, 2), split(bias, 2) if by_row else None)

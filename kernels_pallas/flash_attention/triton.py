@@ -82,13 +82,13 @@ def _blocks(kernel: str, operands: Operands) -> FlashTritonBlocks:
     _, T, S, _, _, H, V = operands.sizes
     dtype = operands.query.dtype
     chip, width = target.current(), max(H, V)
-    if (chip.compute_capability or (0, 0)) >= (10, 0) and max(len(_parts(H)), len(_parts(V))) > 2:
-        width = max(width, 129)  # each part of a sum has columns of tensor memory to itself, and rounded up
+    if (chip.compute_capability or (0, 0)) >= (10, 0) and max(len(_column_chunks(H)), len(_column_chunks(V))) > 2:
+        width = max(width, 129)  # each chunk of a sum has columns of tensor memory to itself, and rounded up
     default = getattr(default_blocks(chip, width, dtype), kernel)
     return tuning.blocks(f"flash_attention_{kernel}", "triton", (T, S, H, V), dtype, default)
 
 
-def refusal(operands: Operands) -> str | None:
+def unsupported_reason(operands: Operands) -> str | None:
     """Why these kernels cannot serve a call."""
     widths = operands.sizes[5:]
     if any(width % TILE or width > MAX_WIDTH for width in widths):
@@ -114,7 +114,7 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
             sink = ref["sinks"][0].astype(jnp.float32) * LOG2_E
             largest = jnp.maximum(largest, sink)
             total = jnp.exp2(sink - largest)
-        acc = tuple(jnp.zeros((blocks.queries, size), jnp.float32) for _, size in _parts(V))
+        acc = tuple(jnp.zeros((blocks.queries, size), jnp.float32) for _, size in _column_chunks(V))
 
         def step(j: jax.Array, carry: tuple, masked: bool) -> tuple:
             largest, total, acc = carry
@@ -127,13 +127,13 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
             kept, weights = _exp2(largest, 1.0, raised), _exp2(values, factor, raised[:, None])
             total = total * kept + jnp.sum(weights, axis=1)
             values = _load(ref["value"], keys, V)
-            added = (dot(weights.astype(part.dtype), part, (1, 0)) for part in values)
+            added = (dot(weights.astype(chunk.dtype), chunk, (1, 0)) for chunk in values)
             return raised, total, tuple(m * kept[:, None] + a for m, a in zip(acc, added, strict=True))
 
         largest, total, acc = _over_blocks(ref["ranges"], step, (largest, total, acc))
         some = total != 0  # of a NaN too
         total = jnp.where(some, total, 1.0)
-        _store(ref["out"], at, tuple(part / total[:, None] for part in acc))
+        _store(ref["out"], at, tuple(chunk / total[:, None] for chunk in acc))
         log_sum_exp = jnp.where(some, (largest + jnp.log2(total)) * LN_2, -jnp.inf)
         launch.store(ref["log_sum_exp"].at[at.slice], log_sum_exp, at.inside)
 
@@ -183,11 +183,11 @@ def _query_gradient(
             weights = _exp2(values, factor, log_sum_exp[:, None])
             d_weights = _dot_rows(d_out, _load(ref["value"], keys, V))
             d_scores = score_gradient(weights, d_weights, delta[:, None], slope).astype(ref["key"].dtype)
-            return tuple(d + dot(d_scores, part, (1, 0)) for d, part in zip(d_query, key, strict=True))
+            return tuple(d + dot(d_scores, chunk, (1, 0)) for d, chunk in zip(d_query, key, strict=True))
 
-        d_query = tuple(jnp.zeros((blocks.queries, size), jnp.float32) for _, size in _parts(H))
+        d_query = tuple(jnp.zeros((blocks.queries, size), jnp.float32) for _, size in _column_chunks(H))
         d_query = _over_blocks(ref["ranges"], step, d_query)
-        _store(ref["d_query"], at, tuple(part * settings.scale for part in d_query))
+        _store(ref["d_query"], at, tuple(chunk * settings.scale for chunk in d_query))
 
     spec = _Specs(operands, blocks, lambda i, n, b: (b, n, rows - 1 - i, None))
     by_row = {"log_sum_exp": (log_sum_exp, spec.query_row), "delta": (delta, spec.query_row)}
@@ -233,21 +233,21 @@ def _key_gradient(
                     values = jnp.where(_sees(start[None], keys.index[:, None], end[None]), values, -jnp.inf)
                 weights = _exp2(values, factor, _load_row(ref["log_sum_exp"], at, g)[None])
                 narrow = weights.astype(ref["value"].dtype)
-                d_value = tuple(d + dot(narrow, part, (1, 0)) for d, part in zip(d_value, d_out, strict=True))
+                d_value = tuple(d + dot(narrow, chunk, (1, 0)) for d, chunk in zip(d_value, d_out, strict=True))
                 d_weights = _dot_rows(value, d_out)
                 delta = _load_row(ref["delta"], at, g)[None]
                 d_scores = score_gradient(weights, d_weights, delta, slope).astype(ref["query"].dtype)
-                d_key = tuple(d + dot(d_scores, part, (1, 0)) for d, part in zip(d_key, query, strict=True))
+                d_key = tuple(d + dot(d_scores, chunk, (1, 0)) for d, chunk in zip(d_key, query, strict=True))
                 return d_key, d_value
 
             return _over_blocks(ref["ranges"], step, carry)
 
         zeros = tuple(
-            tuple(jnp.zeros((blocks.keys, size), jnp.float32) for _, size in _parts(width)) for width in (H, V)
+            tuple(jnp.zeros((blocks.keys, size), jnp.float32) for _, size in _column_chunks(width)) for width in (H, V)
         )
         heads = N // (K * shares)
         d_key, d_value = of_head(jnp.int32(0), zeros) if heads == 1 else jax.lax.fori_loop(0, heads, of_head, zeros)
-        _store(ref["d_key"], keys, tuple(part * settings.scale for part in d_key))
+        _store(ref["d_key"], keys, tuple(chunk * settings.scale for chunk in d_key))
         _store(ref["d_value"], keys, d_value)
 
     spec = _Specs(operands, blocks, lambda j, n, b: (b, n, None, j), shares)
@@ -304,25 +304,26 @@ def _rows(at: Any, size: int, first: Any, length: int | None) -> _RowSlice:
     return _RowSlice(pl.ds(at, size), index, None if length is None or length % size == 0 else index < length)
 
 
-def _parts(width: int) -> list[tuple[int, int]]:
-    """Offsets and sizes, powers of two, that make up a width: Triton's arrays have no other."""
-    parts, offset = [], 0
+def _column_chunks(width: int) -> list[tuple[int, int]]:
+    """Return the offsets and sizes of the chunks of a width: Triton's arrays have powers of two alone."""
+    chunks, offset = [], 0
     while offset < width:
         size = 1 << ((width - offset).bit_length() - 1)
-        parts.append((offset, size))
+        chunks.append((offset, size))
         offset += size
-    return parts
+    return chunks
 
 
 def _load(ref: Any, rows: _RowSlice, width: int, *head: Any) -> tuple[jax.Array, ...]:
-    """Rows of [_, width], or of a head of [_, heads, width], in parts; zeros for rows that are not there."""
+    """Rows of [_, width], or of a head of [_, heads, width], in column chunks; zeros for rows that are not there."""
     size = rows.index.shape[0]
 
-    def mask(part: int) -> jax.Array | None:
-        return None if rows.inside is None else jnp.broadcast_to(rows.inside[:, None], (size, part))
+    def mask(chunk: int) -> jax.Array | None:
+        return None if rows.inside is None else jnp.broadcast_to(rows.inside[:, None], (size, chunk))
 
     return tuple(
-        launch.load(ref.at[(rows.slice, *head, pl.ds(offset, part))], mask(part)) for offset, part in _parts(width)
+        launch.load(ref.at[(rows.slice, *head, pl.ds(offset, chunk))], mask(chunk))
+        for offset, chunk in _column_chunks(width)
     )
 
 
@@ -340,19 +341,19 @@ def _load_bias(ref: Mapping[str, Any], queries: _RowSlice, keys: _RowSlice, *hea
     masks = [] if shared or queries.inside is None else [queries.inside[:, None]]
     masks += [] if keys.inside is None else [keys.inside[None]]
     mask = None
-    for part in masks:
-        mask = jnp.broadcast_to(part, sizes) if mask is None else mask & jnp.broadcast_to(part, sizes)
+    for chunk in masks:
+        mask = jnp.broadcast_to(chunk, sizes) if mask is None else mask & jnp.broadcast_to(chunk, sizes)
     return launch.load(ref["bias"].at[(*head, pl.ds(0, 1) if shared else queries.slice, keys.slice)], mask)
 
 
-def _store(ref: Any, rows: _RowSlice, parts: tuple[jax.Array, ...]) -> None:
-    for (offset, size), part in zip(_parts(ref.shape[-1]), parts, strict=True):
-        mask = None if rows.inside is None else jnp.broadcast_to(rows.inside[:, None], part.shape)
-        launch.store(ref.at[rows.slice, pl.ds(offset, size)], part, mask)
+def _store(ref: Any, rows: _RowSlice, chunks: tuple[jax.Array, ...]) -> None:
+    for (offset, size), chunk in zip(_column_chunks(ref.shape[-1]), chunks, strict=True):
+        mask = None if rows.inside is None else jnp.broadcast_to(rows.inside[:, None], chunk.shape)
+        launch.store(ref.at[rows.slice, pl.ds(offset, size)], chunk, mask)
 
 
 def _dot_rows(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> jax.Array:
-    """a · bᵀ of two blocks of rows in parts."""
+    """Return a · bᵀ of two blocks of rows in column chunks."""
     return functools.reduce(operator.add, (dot(left, right, (1, 1)) for left, right in zip(a, b, strict=True)))
 
 
@@ -366,19 +367,19 @@ def _block_of_queries(blocks: int) -> jax.Array:
 
 
 def _over_blocks(ranges: Any, step: Callable[..., Any], carry: Any) -> Any:
-    """step(j, carry, masked) over the blocks of a range: the full ones without masks, then those beside them."""
+    """step(j, carry, masked) over the blocks of a range: the full ones without masks, then the partial ones."""
     first, full, full_end, last = (ranges[n] for n in range(4))
     carry = jax.lax.fori_loop(full, full_end, lambda j, carry: step(j, carry, masked=False), carry)
 
-    def beside(n: jax.Array, carry: Any) -> Any:
+    def partial(n: jax.Array, carry: Any) -> Any:
         j = first + n
         return step(jnp.where(j < full, j, j + (full_end - full)), carry, masked=True)
 
-    return jax.lax.fori_loop(0, last - first - (full_end - full), beside, carry)
+    return jax.lax.fori_loop(0, last - first - (full_end - full), partial, carry)
 
 
 class _Specs:
-    """Where each program finds its part of each array.
+    """The block of each array that a program reads or writes.
 
     `where` gives of a program's ids the batch, the head (of queries, or of keys), and the block of queries or of keys;
     the one that is None it sees whole, and of it all heads that share a key, or one of their `shares`.

@@ -49,9 +49,9 @@ def costs(
     unembed = KernelCost(product, 0, rows + table + logits)
     gradients = KernelCost(2 * product, 0, (narrow + table + rows) + (narrow + rows + _SINGLE * D * V))
     looks = statistics_cost(C, V, soft_cap)
-    turns = gradient_cost(C, V, soft_cap, hidden.dtype)
+    logits = gradient_cost(C, V, soft_cap, hidden.dtype)
     again = KernelCost() if reduction == "sum" else unembed
-    return KernelCosts(_times(chunks, unembed, looks), _times(chunks, again, turns, gradients))
+    return KernelCosts(_times(chunks, unembed, looks), _times(chunks, again, logits, gradients))
 
 
 def _times(n: int, *parts: KernelCost) -> KernelCost:

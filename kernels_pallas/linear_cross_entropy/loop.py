@@ -20,7 +20,7 @@ class CrossEntropyPlan(NamedTuple):
     Attributes:
       implementation: a key of KERNELS.
       transposed: the unembedding is [V, D].
-      labels_over: mesh axes, manual here, over which the labels are parted.
+      labels_over: mesh axes, manual here, over which the labels are sharded.
     """
 
     implementation: str
@@ -74,7 +74,7 @@ def gradients(
     cotangents: Callable[..., tuple[tuple[jax.Array, jax.Array, jax.Array], Any]],
 ) -> tuple[jax.Array, jax.Array, Any]:
     """Cotangents of `hidden`, in its dtype, and of `unembedding`, in float32, and what `cotangents` gave besides. Where
-    the labels are parted each device's part of the former is rounded before they are added: in float32 twice as much
+    the labels are sharded each device's part of the former is rounded before they are added: in float32 twice as much
     would be sent.
 
     Args:
@@ -118,7 +118,7 @@ def _unit(of_C: Sequence[jax.Array]) -> jax.Array:
 
 
 def _table(plan: CrossEntropyPlan, unembedding: jax.Array) -> tuple[int, jax.Array]:
-    """This device's labels, and the unembedding filled up with zeros behind them."""
+    """This device's labels, and the unembedding padded with zeros."""
     at = plan.table.index("V")
     labels = unembedding.shape[at]
     more = padded(labels) - labels

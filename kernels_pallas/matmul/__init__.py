@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.core import activations, checks, rows
-from kernels_pallas.core.choice import Refusal, choose
+from kernels_pallas.core.choice import choose
 from kernels_pallas.core.eager import compiled_once
 from kernels_pallas.core.launch import KernelCost, KernelCosts, size_of, vary
 from kernels_pallas.core.target import TargetChip
@@ -64,8 +64,8 @@ def matmul(
     """
     _check(a, b, bias, residual)
     activations.check("matmul", activation)
-    refusals = {name: functools.partial(_refusal, name, a) for name in _RUN}
-    chosen = choose("matmul", implementation, refusals)
+    reasons = {name: functools.partial(_unsupported_reason, name, a) for name in _RUN}
+    chosen = choose("matmul", implementation, reasons)
     if chosen == "reference" or 0 in (a.size, b.size):
         return reference.matmul(a, b, bias, residual, activation=activation)
     shape = (*a.shape[:-1], b.shape[1])
@@ -89,11 +89,11 @@ def costs(
     return KernelCosts(forward, KernelCost(2 * products, 0, 2 * size_of(a, b, y)))
 
 
-def _refusal(name: str, a: jax.Array, chip: TargetChip) -> Refusal:
+def _unsupported_reason(name: str, a: jax.Array, chip: TargetChip) -> str | None:
     asked = jax.config.jax_default_matmul_precision
     if a.dtype == jnp.float32 and asked in jax.lax.DotAlgorithmPreset.__members__ and asked not in _ALGORITHMS[name]:
         return f"it does not multiply float32 by {asked}, which jax.default_matmul_precision says"
-    return rows.refusal(a, chip, max_width=None)
+    return rows.unsupported_reason(a, chip, max_width=None)
 
 
 class _MatmulSettings(NamedTuple):

@@ -28,7 +28,7 @@ def run(
     interleaved: bool,
     cost: KernelCost,
 ) -> jax.Array:
-    """Turn the pairs of x [M, N, H] by angles [A, H/2], or back; row i by those of row i modulo A, which divides M."""
+    """Rotate the pairs of x [M, N, H] by angles [A, H/2], or back; row i by row i modulo A, which divides M."""
     M, N, H = x_MNH.shape
     lanes, heads = pl.cdiv(H, 128) * 128, pl.cdiv(N, 8) * 8
     fit = max(_BUDGET // (heads * lanes * 4 * 6) // 8 * 8, 8)

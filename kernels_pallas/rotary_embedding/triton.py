@@ -28,10 +28,10 @@ def run(
     interleaved: bool,
     cost: KernelCost,
 ) -> jax.Array:
-    """Turn the pairs of x [M, N, H] by angles [A, H/2], or back; row i by those of row i modulo A, which divides M."""
+    """Rotate the pairs of x [M, N, H] by angles [A, H/2], or back; row i by row i modulo A, which divides M."""
     M, N, H = x_MNH.shape
     P = H // 2
-    # Pairs that lie side by side are read as they lie and parted in registers: a thread reads 16 bytes at a time.
+    # Pairs that lie side by side are read as they lie and split in registers: a thread reads 16 bytes at a time.
     x = x_MNH if interleaved else x_MNH.reshape(M, N, 2, P)
     name = "rotary_embedding_backward" if inverse else "rotary_embedding"
     blocks = tuning.blocks(name, "triton", (N, H), x_MNH.dtype, RotaryTritonBlocks())
@@ -62,8 +62,8 @@ def run(
         cos, sin = (launch.load(ref, angles).astype(jnp.float32)[:, None, :] for ref in (cos_ref, sin_ref))
         sin = -sin if inverse else sin
         first, second = (half.astype(jnp.float32) for half in load(x_ref, mask))
-        turned = first * cos - second * sin, second * cos + first * sin
-        store(y_ref, [half.astype(y_ref.dtype) for half in turned], mask)
+        rotated = first * cos - second * sin, second * cos + first * sin
+        store(y_ref, [half.astype(y_ref.dtype) for half in rotated], mask)
 
     tile = pl.BlockSpec((m, n, 2, p), lambda i, j: (i, j, 0, 0))
     if interleaved:

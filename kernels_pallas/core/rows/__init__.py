@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.core.choice import Refusal, choose
+from kernels_pallas.core.choice import choose
 from kernels_pallas.core.eager import compiled_once
 from kernels_pallas.core.launch import KernelCost, KernelCosts, size_of, vary
 from kernels_pallas.core.rows import mosaic_tpu, triton
@@ -53,7 +53,7 @@ class RowsBody(Protocol):
         ...
 
 
-def refusal(x: jax.Array, chip: TargetChip, max_width: int | None = MAX_WIDTH) -> Refusal:
+def unsupported_reason(x: jax.Array, chip: TargetChip, max_width: int | None = MAX_WIDTH) -> str | None:
     """Why no kernel on rows serves x [..., W] on a chip."""
     if x.dtype not in _DTYPES:
         return f"{x.dtype} is none of {', '.join(_DTYPES)}"
@@ -66,7 +66,7 @@ def refusal(x: jax.Array, chip: TargetChip, max_width: int | None = MAX_WIDTH) -
 
 def choose_kernel(body: type[RowsBody], x: jax.Array, implementation: str | None) -> str | None:
     """Return the implementation that runs on operands like x [..., W], or None for the reference."""
-    serves = functools.partial(refusal, x, max_width=None if body.elementwise else MAX_WIDTH)
+    serves = functools.partial(unsupported_reason, x, max_width=None if body.elementwise else MAX_WIDTH)
     chosen = choose(body.name, implementation, dict.fromkeys(IMPLEMENTATIONS, serves))
     # Of nothing there is one result, whoever computes it.
     return None if chosen == "reference" or x.size == 0 else chosen

@@ -66,7 +66,7 @@ def run(
     columns = min(blocks.columns or W, W)
     # Measured it may be with narrower rows, or with fewer arrays.
     block_rows = min(rows_that_fit(blocks.rows, columns, dtypes), R)
-    programs, parts = pl.cdiv(R, block_rows), pl.cdiv(W, columns)
+    programs, column_blocks = pl.cdiv(R, block_rows), pl.cdiv(W, columns)
 
     def kernel(*refs) -> None:
         left = iter(refs)
@@ -98,7 +98,7 @@ def run(
         (*rows, *(v[None] for v in vectors)),
         (*outputs, *[jax.ShapeDtypeStruct((1, W), jnp.float32)] * sums),
         params=launch.mosaic_tpu(("parallel", "arbitrary" if sums else "parallel")),
-        grid=(parts, programs),
+        grid=(column_blocks, programs),
         in_specs=[tile] * len(rows) + [vector] * len(vectors),
         out_specs=[tile] * len(outputs) + [vector] * sums,
         cost=cost,

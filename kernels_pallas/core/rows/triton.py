@@ -55,7 +55,7 @@ def run(
     columns = blocks.columns or pl.next_power_of_2(W)
     steps = pl.cdiv(pl.cdiv(R, blocks.rows), blocks.programs) if blocks.programs else 1
     share = blocks.rows * steps
-    programs, parts = pl.cdiv(R, share), pl.cdiv(W, columns)
+    programs, column_blocks = pl.cdiv(R, share), pl.cdiv(W, columns)
 
     def kernel(*refs) -> None:
         rows_in, vectors_in, rows_out, sums_out = _split(refs, len(rows), len(vectors), len(outputs), sums)
@@ -93,7 +93,7 @@ def run(
         (*rows, *(v[None] for v in vectors)),
         (*outputs, *[jax.ShapeDtypeStruct((programs, 1, W), jnp.float32)] * sums),
         params=launch.triton(blocks.warps),
-        grid=(programs, parts),
+        grid=(programs, column_blocks),
         in_specs=[tile] * len(rows) + [vector] * len(vectors),
         out_specs=[tile] * len(outputs) + [partial] * sums,
         cost=cost,

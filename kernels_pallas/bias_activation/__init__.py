@@ -1,4 +1,4 @@
-"""A bias and an activation behind a linear map."""
+"""A bias and an activation after a linear map."""
 
 import jax
 

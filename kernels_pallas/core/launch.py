@@ -37,12 +37,12 @@ class KernelCosts(NamedTuple):
 
 
 def size_of(*arrays: Any) -> int:
-    """Bytes of arrays, or of their shapes and dtypes."""
+    """Return the bytes of arrays, or of their shapes and dtypes."""
     return sum(x.size * x.dtype.itemsize for x in arrays if x is not None)
 
 
 def triton(warps: int, stages: int = 2) -> Any:
-    """Compile by Triton with so many warps of 32 threads, loops pipelined over so many stages."""
+    """Return parameters for Triton: `warps` of 32 threads, loops pipelined over `stages`."""
     from jax.experimental.pallas import triton as pltriton
 
     return pltriton.CompilerParams(num_warps=warps, num_stages=stages)
@@ -53,7 +53,7 @@ TPU_VMEM = 16 * 2**20
 
 
 def mosaic_tpu(semantics: Sequence[str]) -> Any:
-    """Compile by Mosaic for TPUs, each axis of the grid "parallel" or "arbitrary" (in sequence)."""
+    """Return parameters for Mosaic on TPUs: each axis of the grid is "parallel" or "arbitrary" (in sequence)."""
     from jax.experimental.pallas import tpu as pltpu
 
     return pltpu.CompilerParams(dimension_semantics=tuple(semantics))
@@ -119,7 +119,7 @@ def call(
       params: what `triton` or `mosaic_tpu` returned.
       grid: on TPUs also of int32 scalars that are known once the program runs.
       cost: of the whole call; XLA schedules by it on TPUs, and jaxlm counts it.
-      prefetched: how many of the first operands are scalars that index maps are given behind the ids; on TPUs.
+      prefetched: how many of the first operands are scalars that index maps are given after the ids; on TPUs.
       The others are those of `pl.pallas_call`.
 
     Inside `interpreted` it runs as plain JAX instead, on any platform.

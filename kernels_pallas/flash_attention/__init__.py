@@ -135,8 +135,8 @@ def flash_attention(
 
 
 def serves(queries: int, width: int) -> bool:
-    """Whether None takes a kernel for so many queries of a sequence and heads of this width, on any chip that has one
-    (Mosaic's also takes other widths)."""
+    """Return whether None takes a kernel for sequences of `queries` queries and heads of `width`, on any chip that has
+    one (Mosaic's also takes other widths)."""
     return queries >= _FEW_QUERIES and width % triton.TILE == 0 and width <= triton.MAX_WIDTH
 
 

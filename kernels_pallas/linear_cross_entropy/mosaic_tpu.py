@@ -12,7 +12,7 @@ from kernels_pallas.linear_cross_entropy.costs import gradient_cost, statistics_
 
 # Numbers of the largest blocks: of logits, and of four numbers per row, each of which takes 128 lanes. With second
 # buffers, the result's and a soft cap's intermediates, 2 MiB of float32 fit into VMEM's default 16 on v4 to v7x.
-_MOST, _BESIDE = 2**19, 4 * 128
+_MAX_NUMBERS, _EXTRA_COLUMNS = 2**19, 4 * 128
 
 
 class CrossEntropyTpuBlocks(NamedTuple):
@@ -94,5 +94,5 @@ def gradient(
 def _block(kernel: str, C: int, V: int, dtype: Any) -> tuple[int, int]:
     """Rows and columns of the blocks of logits [C, V]."""
     blocks = tuning.blocks(f"linear_cross_entropy_{kernel}", "mosaic_tpu", (V,), dtype, CrossEntropyTpuBlocks())
-    columns = min(V, blocks.columns, _MOST // 16)
-    return min(C, blocks.rows, _MOST // (columns + _BESIDE) // 8 * 8), columns
+    columns = min(V, blocks.columns, _MAX_NUMBERS // 16)
+    return min(C, blocks.rows, _MAX_NUMBERS // (columns + _EXTRA_COLUMNS) // 8 * 8), columns

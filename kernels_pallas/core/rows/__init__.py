@@ -108,7 +108,7 @@ def apply_to_sum(
 def forward(
     body: RowsBody, implementation: str, results: int, rows: Sequence[jax.Array], vectors: Sequence[jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """So many results [R, W], in the first operand's dtype, of operands [R, W] and vectors [W], by one kernel."""
+    """Return `results` arrays [R, W], in the first operand's dtype, of rows [R, W] and vectors [W], by one kernel."""
     outputs = (jax.ShapeDtypeStruct(rows[0].shape, rows[0].dtype),) * results
 
     def step(inside: jax.Array | None, rows: tuple, vectors: tuple) -> tuple[tuple, tuple]:

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from jaxlm.core.schema import kind_of, sections_in
 from jaxlm.models.config import ModelConfig
-from jaxlm.models.positions import visible_in_rows
+from jaxlm.models.positions import packed_causal_mask
 from jaxlm.parallel.batches import put_batch
 from jaxlm.training.config import AnyOptimizer, OptimizerConfig, TrainingConfig
 from jaxlm.training.step import jit_steps, make_steps
@@ -146,7 +146,7 @@ def full_logits(graph, parameters, tokens):
     def run(parameters, tokens):
         module = nnx.merge(graph, parameters)
         positions = jnp.arange(tokens.shape[1])[None]
-        hidden, _ = module.hidden(tokens, positions, visible_in_rows(positions))
+        hidden, _ = module.hidden(tokens, positions, packed_causal_mask(positions))
         return module.logits(hidden)
 
     return run(parameters, jnp.asarray(tokens)[None])[0]

@@ -10,17 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.core import interpreted, target
-from kernels_pallas.core.cases import Case, Operation
+from kernels_pallas.core.cases import KernelCase, KernelOperation
 from kernels_pallas.core.choice import cannot_lower
 
 
-def served(operation: Operation, implementation: str) -> tuple[tuple[Case, str], ...]:
+def served(operation: KernelOperation, implementation: str) -> tuple[tuple[KernelCase, str], ...]:
     """The tested cases that an implementation serves, each with the dtypes in which it does."""
     pairs = ((case, dtype) for case in operation.used_in("test") for dtype in case.dtypes)
     return tuple(pair for pair in pairs if operation.serves(implementation, *pair))
 
 
-def results_and_gradients(function, case: Case):
+def results_and_gradients(function, case: KernelCase):
     """A jitted function of arguments and cotangents: function's results as a list, and the gradients by name."""
 
     @jax.jit
@@ -53,7 +53,7 @@ class Problem(NamedTuple):
 
 
 @functools.cache
-def problem(operation: Operation, case: Case, dtype: str) -> Problem:
+def problem(operation: KernelOperation, case: KernelCase, dtype: str) -> Problem:
     """The same for each implementation and each chip."""
     arguments = case.draw(dtype)
     shapes = jax.tree.leaves(jax.eval_shape(lambda a: operation.reference(**a, **case.options), arguments))
@@ -62,7 +62,7 @@ def problem(operation: Operation, case: Case, dtype: str) -> Problem:
     return Problem(arguments, cotangents, shapes, *wanted)
 
 
-def check(operation: Operation, case: Case, dtype: str, implementation: str) -> None:
+def check(operation: KernelOperation, case: KernelCase, dtype: str, implementation: str) -> None:
     """The kernel gives what the reference gives in float32, results and gradients, and twice the same: compiled where
     JAX's default device runs it, interpreted elsewhere."""
     wanted = problem(operation, case, dtype)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxlm.core.errors import InputError
 from jaxlm.models.config import Kernels, ModelConfig
 from jaxlm.models.kernels import using_kernels
-from jaxlm.models.positions import visible_in_rows
+from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.tree import Tree, abstract
 from jaxlm.parallel.batches import put_batch
 from jaxlm.parallel.partition import replicated, using_rules
@@ -45,7 +45,7 @@ def token_logprobs(
     """
     module = nnx.merge(graph, parameters)
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
-    hidden_BTD, _ = module.hidden(tokens_BT, positions_BT, visible_in_rows(positions_BT))
+    hidden_BTD, _ = module.hidden(tokens_BT, positions_BT, packed_causal_mask(positions_BT))
     logits_BTV = module.logits(hidden_BTD)
     losses_BT, _ = cross_entropy(logits_BTV, targets_BT)
     return -losses_BT, jnp.argmax(logits_BTV[..., :valid], axis=-1) == targets_BT

@@ -25,7 +25,7 @@ from jaxlm.lowering.assembly import AssembledKernel, assemble, compile_to_ptx
 from jaxlm.lowering.bundles import ScheduledKernel
 from jaxlm.lowering.sass import HotLoop
 from kernels_pallas.core import target
-from kernels_pallas.core.cases import Case, Operation
+from kernels_pallas.core.cases import KernelCase, KernelOperation
 from kernels_pallas.core.choice import KERNELS, cannot_lower
 from kernels_pallas.core.registry import OPERATIONS
 
@@ -49,9 +49,9 @@ LOWERED_FOR = {implementation: _lowered_for(implementation) for implementation i
 class MatrixRow(NamedTuple):
     """One case of one implementation of an operation."""
 
-    operation: Operation
+    operation: KernelOperation
     implementation: str
-    case: Case
+    case: KernelCase
 
     def __str__(self) -> str:
         return f"{self.operation.name} | {self.implementation} | {self.case.name}, {self.case.dtypes[0]}"

@@ -18,7 +18,7 @@ from jaxlm.models.parameters import Module, normal, param, zeros
 from jaxlm.models.positions import Rotation, rotate
 from jaxlm.parallel.partition import constrain, shards_of
 from kernels_pallas import flash_attention
-from kernels_pallas.flash_attention import Visible
+from kernels_pallas.flash_attention import KeyRange
 
 _HEADS = "batch", "sequence", "act_heads", "act_head_dim"
 _KV_HEADS = "batch", "sequence", "act_kv_heads", "act_head_dim"
@@ -28,14 +28,14 @@ def dot_product_attention(
     query_BTNH: jax.Array,
     key_BSKH: jax.Array,
     value_BSKH: jax.Array,
-    visible: Visible,
+    key_range: KeyRange,
     *,
     scale: float | None = None,
     soft_cap: float | None = None,
 ) -> jax.Array:
-    """softmax(q·kᵀ / √H) · v over the visible keys (Vaswani et al. 2017, equation 1) → [B, T, N, H].
+    """softmax(q·kᵀ / √H) · v over the keys in range (Vaswani et al. 2017, equation 1) → [B, T, N, H].
 
-    `visible` is one interval per query. N is a multiple of K; query heads n·G … n·G + G − 1 share key/value head n.
+    `key_range` is one interval per query. N is a multiple of K; query heads n·G … n·G + G − 1 share key/value head n.
     `scale` stands for 1 / √H, and a `soft_cap` keeps scores between −cap and cap. Scores and softmax are float32. A
     query that sees nothing gives zeros.
     """
@@ -49,7 +49,7 @@ def dot_product_attention(
     scores = rearrange(scores, "B K (G T) S -> B K G T S", T=queries)
 
     index_S = jnp.arange(key_BSKH.shape[1])[None, None]
-    seen_BTS = (visible.start[..., None] <= index_S) & (index_S < visible.end[..., None])
+    seen_BTS = (key_range.start[..., None] <= index_S) & (index_S < key_range.end[..., None])
     # The largest negative finite number, not −∞: a row that sees nothing must not become NaN.
     scores = jnp.where(seen_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
 
@@ -63,7 +63,7 @@ def dot_product_attention(
 
 
 def in_causal_parts(
-    query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array, visible: Visible, **how: Any
+    query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array, key_range: KeyRange, **how: Any
 ) -> jax.Array:
     """`dot_product_attention` of as many keys as queries, where query t sees no key behind t → [B, T, N, H].
 
@@ -71,7 +71,7 @@ def in_causal_parts(
     """
 
     def part(first: int, end: int) -> jax.Array:
-        intervals = Visible(*(x[:, first:end] for x in visible))
+        intervals = KeyRange(*(x[:, first:end] for x in key_range))
         query_BCNH, seen = query_BTNH[:, first:end], (key_BTKH[:, :end], value_BTKH[:, :end])
         return dot_product_attention(query_BCNH, *seen, intervals, **how)
 
@@ -82,7 +82,7 @@ def attend(
     query_BTNH: jax.Array,
     key_BSKH: jax.Array,
     value_BSKH: jax.Array,
-    visible: Visible,
+    key_range: KeyRange,
     is_causal: bool = False,
     **how: Any,
 ) -> jax.Array:
@@ -93,14 +93,14 @@ def attend(
     if not kernels.kernels_run_here():
         attention = in_causal_parts if is_causal and kernels.on_cpu() else dot_product_attention
         # `flash_attention` gives its result this name itself.
-        return checkpoint_name(attention(query_BTNH, key_BSKH, value_BSKH, visible, **how), "attention")
+        return checkpoint_name(attention(query_BTNH, key_BSKH, value_BSKH, key_range, **how), "attention")
 
     def operation(query: jax.Array, key: jax.Array, value: jax.Array, *interval: jax.Array, **how: Any) -> jax.Array:
-        return flash_attention(query, key, value, visible=interval, **how)
+        return flash_attention(query, key, value, key_range=interval, **how)
 
     rows = _HEADS[:2]
     arrays = (query_BTNH, _HEADS), (key_BSKH, _KV_HEADS), (value_BSKH, _KV_HEADS)
-    return kernels.run(operation, *arrays, (visible.start, rows), (visible.end, rows), **how)
+    return kernels.run(operation, *arrays, (key_range.start, rows), (key_range.end, rows), **how)
 
 
 class GroupedQueryAttention(Module):
@@ -124,7 +124,7 @@ class GroupedQueryAttention(Module):
         self.key_norm = norm(model, H, rngs, axis="head_dim") if settings.qk_norm else None
 
     def __call__(
-        self, x_BTD: jax.Array, visible: Visible, turn: Rotation | None, cache: Any = None
+        self, x_BTD: jax.Array, key_range: KeyRange, turn: Rotation | None, cache: Any = None
     ) -> tuple[jax.Array, Any]:
         """x [B, T, D] → [B, T, D], and the cache with this layer's keys and values written to it."""
         x_BTD = whole_sequence(x_BTD)
@@ -146,7 +146,7 @@ class GroupedQueryAttention(Module):
         how = {"is_causal": cache is None, "scale": self.settings.scale, "soft_cap": self.settings.soft_cap}
         if cache is not None:
             cache, key_BSKH, value_BSKH = cache.extend(key_BSKH, value_BSKH)
-        mixed_BTNH = attend(query_BTNH, key_BSKH, value_BSKH, visible, **how)
+        mixed_BTNH = attend(query_BTNH, key_BSKH, value_BSKH, key_range, **how)
         mixed_BTNH = constrain(mixed_BTNH, *_HEADS)
 
         output_BTD = linear(mixed_BTNH, self.output, self.output_bias)

@@ -8,23 +8,23 @@ import jax.numpy as jnp
 
 from jaxlm.models import config, kernels
 from kernels_pallas import rotary_embedding
-from kernels_pallas.flash_attention import Visible
+from kernels_pallas.flash_attention import KeyRange
 
 
-def visible_in_rows(positions_BT: jax.Array) -> Visible:
+def packed_causal_mask(positions_BT: jax.Array) -> KeyRange:
     """Causal attention in packed rows: positions restart at 0 where a document starts, and none looks past that."""
     index_BT = jnp.broadcast_to(jnp.arange(positions_BT.shape[1])[None], positions_BT.shape)
-    return Visible(index_BT - positions_BT, index_BT + 1)
+    return KeyRange(index_BT - positions_BT, index_BT + 1)
 
 
-def through_window(size: int, visible: Visible) -> Visible:
+def sliding_window_mask(size: int, key_range: KeyRange) -> KeyRange:
     """Of what each token sees, one interval int32 [B, T], the last `size` tokens: a sliding window."""
-    return Visible(jnp.maximum(visible.start, visible.end - size), visible.end)
+    return KeyRange(jnp.maximum(key_range.start, key_range.end - size), key_range.end)
 
 
-def visible_in_cache(positions_BT: jax.Array) -> Visible:
+def cache_causal_mask(positions_BT: jax.Array) -> KeyRange:
     """Causal attention to a cache in which position p lies at index p."""
-    return Visible(jnp.zeros_like(positions_BT), positions_BT + 1)
+    return KeyRange(jnp.zeros_like(positions_BT), positions_BT + 1)
 
 
 class Rotation(NamedTuple):
@@ -38,18 +38,18 @@ class Views:
     """What tokens see, and by what angles they turn, in each layer of a model: with a window in some or all layers, one
     of two, which are made once."""
 
-    def __init__(self, model: config.ModelConfig, positions_BT: jax.Array, visible: Visible):
+    def __init__(self, model: config.ModelConfig, positions_BT: jax.Array, key_range: KeyRange):
         settings, self._window = model.position, model.attention.window
         turn = None
         if settings.kind == "rope":
             turn = rotation(settings, model.attention.head_dim, positions_BT)
-        self._whole = self._narrow = visible, turn
+        self._whole = self._narrow = key_range, turn
         if self._window is not None:
             if theta := self._window.rope_theta:
                 turn = rotation(config.RopeConfig(theta=theta), model.attention.head_dim, positions_BT)
-            self._narrow = through_window(self._window.size, visible), turn
+            self._narrow = sliding_window_mask(self._window.size, key_range), turn
 
-    def of(self, layer: jax.Array) -> tuple[Visible, Rotation | None]:
+    def of(self, layer: jax.Array) -> tuple[KeyRange, Rotation | None]:
         """Of a layer by its number, from 0."""
         if self._window is None or self._window.global_every is None:
             return self._narrow

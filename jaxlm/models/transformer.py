@@ -16,7 +16,7 @@ from jaxlm.models.layers import Dropout, norm, product_in_float32, soft_capped, 
 from jaxlm.models.parameters import Module, normal, param, scope, stack
 from jaxlm.models.positions import Rotation, Views
 from jaxlm.parallel.partition import constrain, is_sharded
-from kernels_pallas.flash_attention import Visible
+from kernels_pallas.flash_attention import KeyRange
 
 
 class Execution(NamedTuple):
@@ -41,10 +41,10 @@ class Block(Module):
         self.feed_forward_post_norm = norm(model, model.d_model, rngs) if model.post_norms else None
 
     def __call__(
-        self, x_BTD: jax.Array, visible: Visible, turn: Rotation | None, dropout: Dropout, cache: Any
+        self, x_BTD: jax.Array, key_range: KeyRange, turn: Rotation | None, dropout: Dropout, cache: Any
     ) -> tuple[jax.Array, Any]:
         """x [B, T, D] → [B, T, D], and the cache extended by this layer."""
-        read_BTD, cache = self.attention(self.attention_norm(x_BTD), visible, turn, cache)
+        read_BTD, cache = self.attention(self.attention_norm(x_BTD), key_range, turn, cache)
         if self.attention_post_norm is not None:
             read_BTD = self.attention_post_norm(read_BTD)
         x_BTD, normalised_BTD = self.feed_forward_norm(x_BTD, residual=dropout(read_BTD, 0))
@@ -72,7 +72,7 @@ class Transformer(Module):
         self,
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
-        visible: Visible,
+        key_range: KeyRange,
         *,
         cache: Any = None,
         dropout: Dropout = Dropout(),
@@ -80,7 +80,7 @@ class Transformer(Module):
     ) -> tuple[jax.Array, Any]:
         """The normalised residual stream after the last layer, [B, T, D], and the extended cache; see `residual`."""
         x_BTD, cache, _ = self.residual(
-            tokens_BT, positions_BT, visible, cache=cache, dropout=dropout, execution=execution
+            tokens_BT, positions_BT, key_range, cache=cache, dropout=dropout, execution=execution
         )
         return self.final_norm(x_BTD), cache
 
@@ -88,7 +88,7 @@ class Transformer(Module):
         self,
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
-        visible: Visible,
+        key_range: KeyRange,
         *,
         cache: Any = None,
         dropout: Dropout = Dropout(),
@@ -100,7 +100,7 @@ class Transformer(Module):
         Args:
           tokens_BT: int32 token ids in [0, vocabulary).
           positions_BT: int32 position of each token in its document.
-          visible: what each token may see; indices of the row, or of the cache where there is one.
+          key_range: what each token may see; indices of the row, or of the cache where there is one.
           cache: keys and values of earlier tokens (`jaxlm.inference.cache.Cache`), or None.
           observe: a function of the stream after each layer; what it returns comes back stacked, [L, …].
         """
@@ -111,7 +111,7 @@ class Transformer(Module):
             x_BTD = x_BTD + look_up(self.positions, positions_BT)
         x_BTD = dropout.at(0)(x_BTD, 0)
 
-        views = Views(self.model, positions_BT, visible)
+        views = Views(self.model, positions_BT, key_range)
 
         def run(block: Block, carry: tuple, layer: jax.Array) -> tuple:
             x_BTD, cache = block(carry[0], *views.of(layer), dropout.at(layer + 1), carry[1])

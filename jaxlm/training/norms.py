@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlm.models import tree as model_tree
-from jaxlm.models.positions import visible_in_rows
+from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.transformer import Execution, Transformer
 from jaxlm.models.tree import Tree
 
@@ -30,6 +30,6 @@ def squares(module: Transformer, batch: dict[str, jax.Array], execution: Executi
 
     positions = batch["positions"]
     _, _, squares_L = module.residual(
-        batch["tokens"], positions, visible_in_rows(positions), execution=execution, observe=observe
+        batch["tokens"], positions, packed_causal_mask(positions), execution=execution, observe=observe
     )
     return squares_L

@@ -14,7 +14,7 @@ from jaxlm.models import kernels
 from jaxlm.models import tree as model_tree
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.layers import Dropout
-from jaxlm.models.positions import visible_in_rows
+from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.transformer import Execution
 from jaxlm.models.tree import Tree
 from jaxlm.parallel.collectives import summed_over_data
@@ -82,7 +82,7 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
         module = nnx.merge(graph, parameters)
         positions = batch["positions"]
         hidden, _ = module.hidden(
-            batch["tokens"], positions, visible_in_rows(positions), dropout=dropout, execution=execution
+            batch["tokens"], positions, packed_causal_mask(positions), dropout=dropout, execution=execution
         )
         terms = losses.summed(module, hidden, batch["targets"], batch["segments"] > 0, training.z_loss)
         return {name: terms[name] for name in terms_of_loss}

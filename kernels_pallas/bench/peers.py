@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.bench.timing import Time
-from kernels_pallas.core.cases import Case
+from kernels_pallas.bench.timing import KernelTime
+from kernels_pallas.core.cases import KernelCase
 
 
 class Peer(NamedTuple):
@@ -28,7 +28,7 @@ class Peer(NamedTuple):
     forward_only: bool = False
 
 
-def call(peer: Peer, case: Case, training: bool, device: str = "cuda") -> Callable[[], Any]:
+def call(peer: Peer, case: KernelCase, training: bool, device: str = "cuda") -> Callable[[], Any]:
     """A call on a case's random arguments: results, or in training (results, gradients) of all that the case
     differentiates, from random cotangents."""
     import torch
@@ -65,7 +65,9 @@ def _tensor(x: jax.Array, device: str) -> Any:
     return torch.from_numpy(wide).to(device, getattr(torch, x.dtype.name))  # NumPy has no bfloat16 that PyTorch takes
 
 
-def measure(peer: Peer, case: Case, training: bool, rounds: int = 7, seconds: float = 0.05) -> tuple[Time, int]:
+def measure(
+    peer: Peer, case: KernelCase, training: bool, rounds: int = 7, seconds: float = 0.05
+) -> tuple[KernelTime, int]:
     """As `timing.measure`, by CUDA's events; and bytes beyond arguments and results, as PyTorch allocated them."""
     import torch
 
@@ -87,7 +89,7 @@ def measure(peer: Peer, case: Case, training: bool, rounds: int = 7, seconds: fl
     temporary = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
     del results
     calls = max(1, min(1000, round(seconds / max(in_a_row(3), 1e-7))))
-    return Time.of([in_a_row(calls) for _ in range(rounds)], "device"), temporary
+    return KernelTime.of([in_a_row(calls) for _ in range(rounds)], "device"), temporary
 
 
 def give_back() -> None:

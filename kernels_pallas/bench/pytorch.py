@@ -97,10 +97,10 @@ def attention(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     """Attention by kernel(query, key, value, causal, scale), which has no more than that: neither sinks nor cap, and of
     masks the causal one."""
 
-    def run(query, key, value, *, visible=None, scale=None, query_chunk=None, **others):
+    def run(query, key, value, *, key_range=None, scale=None, query_chunk=None, **others):
         if others:
             raise NotImplementedError(f"it has no {', '.join(others)}")
-        causal = cudnn.is_causal(visible, query.shape[1], key.shape[1])
+        causal = cudnn.is_causal(key_range, query.shape[1], key.shape[1])
         if causal is None:
             raise NotImplementedError("of masks it has the causal one")
         return kernel(query, key, value, causal, query.shape[-1] ** -0.5 if scale is None else scale)

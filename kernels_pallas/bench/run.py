@@ -15,9 +15,9 @@ import jax
 from kernels_pallas.bench import peers
 from kernels_pallas.bench.ceilings import Ceilings, ceilings
 from kernels_pallas.bench.record import Record
-from kernels_pallas.bench.timing import Time, measure
+from kernels_pallas.bench.timing import KernelTime, measure
 from kernels_pallas.core import target
-from kernels_pallas.core.cases import Case, Operation
+from kernels_pallas.core.cases import KernelCase, KernelOperation
 from kernels_pallas.core.choice import KERNELS, cannot_lower
 from kernels_pallas.core.registry import OPERATIONS, check
 
@@ -25,7 +25,7 @@ SMALL = "small"
 _PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "torch", "triton", "numpy")
 
 
-def cases(operation: Operation) -> tuple[Case, ...]:
+def cases(operation: KernelOperation) -> tuple[KernelCase, ...]:
     """The cases that are timed here: on a CPU those that are called small, elsewhere all others."""
     on_cpu = jax.devices()[0].platform == "cpu"
     return tuple(case for case in operation.used_in("bench") if on_cpu == case.name.startswith(SMALL))
@@ -44,7 +44,7 @@ def peers_of(operation: str) -> tuple[peers.Peer, ...]:
     return pytorch.PEERS.get(operation, ())
 
 
-def program(operation: Operation, case: Case, implementation: str, training: bool) -> Callable[[], Any]:
+def program(operation: KernelOperation, case: KernelCase, implementation: str, training: bool) -> Callable[[], Any]:
     """A compiled call on random arguments: forward, or forward and backward from random cotangents.
 
     Raises NotImplementedError where the implementation does not serve here.
@@ -61,13 +61,13 @@ def program(operation: Operation, case: Case, implementation: str, training: boo
 
     if not training:
         run = jax.jit(forward).lower(inputs, arguments).compile()
-        return _Program(run, (inputs, arguments))
+        return _TimedProgram(run, (inputs, arguments))
     shapes = jax.eval_shape(forward, inputs, arguments)
     cotangents = jax.tree.map(lambda y: jax.random.normal(jax.random.key(1), y.shape).astype(y.dtype), shapes)
-    return _Program(jax.jit(both).lower(inputs, arguments, cotangents).compile(), (inputs, arguments, cotangents))
+    return _TimedProgram(jax.jit(both).lower(inputs, arguments, cotangents).compile(), (inputs, arguments, cotangents))
 
 
-class _Program:
+class _TimedProgram:
     """A compiled program and what it is called on."""
 
     def __init__(self, compiled: jax.stages.Compiled, arguments: tuple):
@@ -86,8 +86,8 @@ class _Program:
 class Comparison(NamedTuple):
     """What is measured side by side: all implementations of a case, forward or in training."""
 
-    operation: Operation
-    case: Case
+    operation: KernelOperation
+    case: KernelCase
     training: bool
 
     @property
@@ -131,7 +131,7 @@ def compare(
     def named(implementation: str) -> dict[str, Any]:
         return comparison.named | {"implementation": implementation}
 
-    def row(implementation: str, taken: Time, temporary: int | None) -> dict[str, Any]:
+    def row(implementation: str, taken: KernelTime, temporary: int | None) -> dict[str, Any]:
         # What bounds an operation from below: its bytes at the speed of a copy, its FLOPs at that of a product.
         bound = max(moved / limits.copy_bytes_per_s, flops / limits.matmul_flops_per_s)
         return named(implementation) | {
@@ -179,7 +179,7 @@ def compare(
         yield found
 
 
-def _is_for(implementation: str, chip: target.Target) -> bool:
+def _is_for(implementation: str, chip: target.TargetChip) -> bool:
     """Whether it is for this kind of chip, where it may yet refuse a case."""
     if implementation in KERNELS:
         return cannot_lower(implementation, chip) is None
@@ -187,8 +187,8 @@ def _is_for(implementation: str, chip: target.Target) -> bool:
 
 
 def _timed(
-    operation: Operation, case: Case, implementation: str, training: bool, rounds: int
-) -> tuple[Time, int | None]:
+    operation: KernelOperation, case: KernelCase, implementation: str, training: bool, rounds: int
+) -> tuple[KernelTime, int | None]:
     run = program(operation, case, implementation, training)
     return measure(run, rounds), run.temporary_bytes
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 
-class Time(NamedTuple):
+class KernelTime(NamedTuple):
     """Seconds per call: median and quartiles over rounds. `clock`: "device" is what the device's own trace says,
     "host" what the host saw of calls in a row."""
 
@@ -20,12 +20,12 @@ class Time(NamedTuple):
     clock: str
 
     @classmethod
-    def of(cls, seconds: list[float], clock: str) -> "Time":
+    def of(cls, seconds: list[float], clock: str) -> "KernelTime":
         lower, median, upper = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
         return cls(median, lower, upper, clock)
 
 
-def measure(call: Callable[[], Any], rounds: int = 7, seconds: float = 0.05) -> Time:
+def measure(call: Callable[[], Any], rounds: int = 7, seconds: float = 0.05) -> KernelTime:
     """Time a call, which returns arrays: after a warm-up, `rounds` times as many calls in a row as take `seconds`."""
     for _ in range(2):
         jax.block_until_ready(call())
@@ -34,8 +34,8 @@ def measure(call: Callable[[], Any], rounds: int = 7, seconds: float = 0.05) -> 
     if device.platform != "cpu":
         on_device = [_on_device(call, calls, device) for _ in range(rounds)]
         if all(on_device):
-            return Time.of(on_device, "device")
-    return Time.of([_in_a_row(call, calls) for _ in range(rounds)], "host")
+            return KernelTime.of(on_device, "device")
+    return KernelTime.of([_in_a_row(call, calls) for _ in range(rounds)], "host")
 
 
 def _in_a_row(call: Callable[[], Any], calls: int) -> float:

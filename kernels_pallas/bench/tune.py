@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from kernels_pallas.bench.run import cases, program
 from kernels_pallas.bench.timing import measure
 from kernels_pallas.core import tuning
-from kernels_pallas.core.cases import Case, Operation
+from kernels_pallas.core.cases import KernelCase, KernelOperation
 from kernels_pallas.core.registry import OPERATIONS, check
 
 _ENOUGH = 0.98
@@ -31,7 +31,7 @@ class DeviceLost(Exception):
     """The device runs nothing any more."""
 
 
-def tune(operation: Operation, case: Case, implementation: str) -> dict[tuning.Kernel, Any]:
+def tune(operation: KernelOperation, case: KernelCase, implementation: str) -> dict[tuning.KernelKey, Any]:
     """The fastest sizes of all kernels that forward and backward of a case run; empty where it does not serve here, or
     runs with no sizes.
 
@@ -50,7 +50,7 @@ def tune(operation: Operation, case: Case, implementation: str) -> dict[tuning.K
         return {}
     best = {kernel: got.blocks for kernel, got in asked.items()}
 
-    def seconds(blocks: dict[tuning.Kernel, Any]) -> float | None:
+    def seconds(blocks: dict[tuning.KernelKey, Any]) -> float | None:
         """Of a training call with these sizes; None where they do not compile or run, or give other results."""
         try:
             with tuning.trying(blocks):

@@ -1,11 +1,11 @@
-"""A bias and an activation behind a linear map."""
+"""A bias and an activation after a linear map."""
 
 import jax
 
 from kernels_pallas.bias_activation import reference
-from kernels_pallas.bias_activation.body import BiasActivation
+from kernels_pallas.bias_activation.body import BiasActivationBody
 from kernels_pallas.core import activations, checks, rows
-from kernels_pallas.core.launch import Costs
+from kernels_pallas.core.launch import KernelCosts
 
 
 def bias_activation(
@@ -34,12 +34,12 @@ def bias_activation(
     checks.floating("bias_activation", bias=bias)
     checks.vector("bias_activation", x, bias=bias)
     activations.check("bias_activation", activation, required=True)
-    kernel = rows.choose_kernel(BiasActivation, x, implementation)
+    kernel = rows.choose_kernel(BiasActivationBody, x, implementation)
     if kernel is None:
         return reference.bias_activation(x, bias, activation=activation)
-    return rows.apply(BiasActivation(activation), kernel, (x,), (bias,))
+    return rows.apply(BiasActivationBody(activation), kernel, (x,), (bias,))
 
 
-def costs(x: jax.Array, bias: jax.Array, *, activation: str = "gelu") -> Costs:
+def costs(x: jax.Array, bias: jax.Array, *, activation: str = "gelu") -> KernelCosts:
     """What the kernels cost on these arrays, or shapes and dtypes."""
-    return rows.costs(BiasActivation(activation), (x,), (bias,))
+    return rows.costs(BiasActivationBody(activation), (x,), (bias,))

@@ -2,15 +2,15 @@
 
 from kernels_pallas import bias_activation as function
 from kernels_pallas.bias_activation import costs, reference
-from kernels_pallas.core.cases import Array, Case, Operation
+from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
 from kernels_pallas.core.rows import IMPLEMENTATIONS
 
 _ALL = ("bfloat16", "float16", "float32")
 
 
-def _case(name: str, rows: tuple[int, ...], width: int, activation: str = "gelu", **more) -> Case:
-    arrays = {"x": Array((*rows, width)), "bias": Array((width,))}
-    return Case(name, arrays, {"activation": activation}, **more)
+def _case(name: str, rows: tuple[int, ...], width: int, activation: str = "gelu", **more) -> KernelCase:
+    arrays = {"x": CaseArray((*rows, width)), "bias": CaseArray((width,))}
+    return KernelCase(name, arrays, {"activation": activation}, **more)
 
 
 CASES = (
@@ -23,4 +23,4 @@ CASES = (
     _case("16384 × 6400, by tanh", (16384,), 6400, "gelu_tanh", uses={"compile", "bench"}, dtypes=("bfloat16",)),
 )
 
-OPERATION = Operation(function, reference.bias_activation, IMPLEMENTATIONS, CASES, costs)
+OPERATION = KernelOperation(function, reference.bias_activation, IMPLEMENTATIONS, CASES, costs)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.core.launch import Costs
+from kernels_pallas.core.launch import KernelCosts
 
 # The dtype of the case: each is tried in several.
 FLOAT = "float"
@@ -17,7 +17,7 @@ Use = Literal["test", "compile", "bench"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Array:
+class CaseArray:
     """An argument: its shape, its dtype, and how numbers are drawn for it.
 
     Attributes:
@@ -40,7 +40,7 @@ class Array:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Case:
+class KernelCase:
     """One call of an operation.
 
     Attributes:
@@ -54,7 +54,7 @@ class Case:
     """
 
     name: str
-    arrays: Mapping[str, Array]
+    arrays: Mapping[str, CaseArray]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     roundings: int = 0
     uses: set[Use] | frozenset[Use] = frozenset({"test"})
@@ -75,7 +75,7 @@ class Case:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Operation:
+class KernelOperation:
     """An operation and all that proves it.
 
     Attributes:
@@ -90,21 +90,21 @@ class Operation:
     function: Callable[..., Any]
     reference: Callable[..., Any]
     implementations: tuple[str, ...]
-    cases: tuple[Case, ...]
-    costs: Callable[..., Costs]
+    cases: tuple[KernelCase, ...]
+    costs: Callable[..., KernelCosts]
     others: tuple[str, ...] = ()
-    serves: Callable[[str, Case, str], bool] = lambda implementation, case, dtype: True
+    serves: Callable[[str, KernelCase, str], bool] = lambda implementation, case, dtype: True
 
     @property
     def name(self) -> str:
         return self.function.__name__
 
-    def used_in(self, use: Use) -> tuple[Case, ...]:
+    def used_in(self, use: Use) -> tuple[KernelCase, ...]:
         """The cases with this use."""
         return tuple(case for case in self.cases if use in case.uses)
 
 
-def _draw(array: Array, dtype: Any, random: np.random.Generator) -> np.ndarray:
+def _draw(array: CaseArray, dtype: Any, random: np.random.Generator) -> np.ndarray:
     shape, dtype = array.struct(dtype).shape, array.struct(dtype).dtype
     match array.draw:
         case "normal":

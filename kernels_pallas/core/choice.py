@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs: the one that is asked for, or the first that can serve."""
+"""The choice of an implementation: the one that a call names, or else the first that supports the call."""
 
 from collections.abc import Callable, Collection, Mapping
 
@@ -6,10 +6,7 @@ import jax
 from jax.sharding import AxisType
 
 from kernels_pallas.core import interpretation, target
-from kernels_pallas.core.target import Target
-
-# Why an implementation cannot serve a call, in a few words; None where it can.
-Refusal = str | None
+from kernels_pallas.core.target import TargetChip
 
 # Lowered by Pallas, each for its own chips; what else there is XLA compiles for any.
 KERNELS = ("triton", "mosaic_gpu", "mosaic_tpu")
@@ -18,46 +15,47 @@ KERNELS = ("triton", "mosaic_gpu", "mosaic_tpu")
 def choose(
     operation: str,
     implementation: str | None,
-    refusals: Mapping[str, Callable[[Target], Refusal]],
+    reasons: Mapping[str, Callable[[TargetChip], str | None]],
     manual: bool = False,
     by_name: Collection[str] = (),
 ) -> str:
-    """The name of the implementation to run: "reference" or a key of `refusals`.
+    """The name of the implementation to run: "reference" or a key of `reasons`.
 
     Args:
       operation: its name, for the message.
       implementation: what the caller asked for, or else a surrounding `interpreted`; None takes the first of
-        `refusals` that does not refuse the target being lowered for, and otherwise the reference.
-      refusals: for each Pallas implementation, in order of preference, why it cannot serve this call on a target.
+        `reasons` that supports the call on the target being lowered for, and otherwise the reference.
+      reasons: for each Pallas implementation, in order of preference, a function of the target that returns why it
+        cannot serve this call, in a few words, or None where it can.
       manual: whether the operation puts the call inside a shard_map of its own.
-      by_name: those of `refusals` that None does not take.
+      by_name: those of `reasons` that None does not take.
 
     Raises ValueError for a name that there is not, NotImplementedError for an implementation that cannot serve.
     """
     implementation = interpretation.requested(implementation)
     if implementation == "reference":
         return implementation
-    if implementation is not None and (not isinstance(implementation, str) or implementation not in refusals):
-        names = ", ".join(["reference", *refusals])
+    if implementation is not None and (not isinstance(implementation, str) or implementation not in reasons):
+        names = ", ".join(["reference", *reasons])
         raise ValueError(f"{operation}: there is no implementation {implementation!r}; there are {names}")
     chip = target.current()
 
-    def refusal(name: str) -> Refusal:
+    def unsupported_reason(name: str) -> str | None:
         if name in KERNELS and not interpretation.current():  # any platform interprets
             general = cannot_lower(name, chip) or (None if manual else _is_partitioned(name))
         else:
             general = None
-        return general or refusals[name](chip)
+        return general or reasons[name](chip)
 
     if implementation is not None:
-        if reason := refusal(implementation):
+        if reason := unsupported_reason(implementation):
             raise NotImplementedError(f"{operation}: {implementation} cannot serve this call: {reason}")
         return implementation
-    return next((name for name in refusals if name not in by_name and refusal(name) is None), "reference")
+    return next((name for name in reasons if name not in by_name and unsupported_reason(name) is None), "reference")
 
 
-def cannot_lower(implementation: str, chip: Target) -> Refusal:
-    """Why one of KERNELS does not run on a chip."""
+def cannot_lower(implementation: str, chip: TargetChip) -> str | None:
+    """Return why one of KERNELS does not run on a chip, or None where it does."""
     capability = chip.compute_capability or (0, 0)
     lowered, runs_on = {
         "mosaic_tpu": (chip.platform == "tpu" and chip.generation not in (None, "v2", "v3"), "TPU v4 and later"),
@@ -67,11 +65,11 @@ def cannot_lower(implementation: str, chip: Target) -> Refusal:
     return None if lowered else f"it runs on {runs_on}, and this is lowered for {chip.kind} ({chip.platform})"
 
 
-def _is_partitioned(implementation: str) -> Refusal:
-    """XLA's partitioner cannot look into a kernel: it would gather every operand first, or refuse it."""
+def _is_partitioned(implementation: str) -> str | None:
+    """Return why XLA's partitioner, which cannot look into a kernel, would gather its operands or refuse it."""
     mesh = jax.sharding.get_abstract_mesh()
     left = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
-    parted = [name for name in mesh.axis_names if name in left and mesh.shape[name] > 1]
-    if not parted and implementation == "mosaic_tpu" and len(left) < len(mesh.axis_names):
-        parted = sorted(left)  # where some axes are manual Mosaic wants all of them, also those of one device
-    return f"call it inside jax.shard_map over the mesh axes {', '.join(map(str, parted))}" if parted else None
+    sharded = [name for name in mesh.axis_names if name in left and mesh.shape[name] > 1]
+    if not sharded and implementation == "mosaic_tpu" and len(left) < len(mesh.axis_names):
+        sharded = sorted(left)  # where some axes are manual Mosaic wants all of them, also those of one device
+    return f"call it inside jax.shard_map over the mesh axes {', '.join(map(str, sharded))}" if sharded else None

@@ -10,7 +10,7 @@ from kernels_pallas.core import target, tuning
 
 
 def compiled_once(static: int) -> Callable[[Callable], Callable]:
-    """Decorate a function of arrays, behind so many hashable arguments that are known while tracing.
+    """Decorate a function whose first `static` arguments are hashable and known while tracing; arrays follow.
 
     A kernel is a closure, new in each call: to JAX a new program. What it is made of is the same: these arguments, the
     chip being lowered for and the sizes of its blocks.

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas.core import interpretation
-from kernels_pallas.core.launch import Cost, call_warpgroups, differentiated_once, vary
+from kernels_pallas.core.launch import KernelCost, call_warpgroups, differentiated_once, vary
 
 # Rows of a warpgroup's smallest product (wgmma.m64nNk16), and bytes of a row of a swizzled tile in shared memory.
 ROWS = 64
@@ -33,7 +33,7 @@ _BLOCK = "block"
 _LANES = "lanes"
 
 
-class Shared(NamedTuple):
+class SharedBuffer(NamedTuple):
     """An array in shared memory. `tiled`: an operand of products, [..., rows, columns], columns a multiple of 64."""
 
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Shared(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """`count` barriers, each of which opens after so many arrivals, and closes again."""
+    """`count` barriers, each of which opens after `arrivals` arrivals, and closes again."""
 
     count: int
     arrivals: int = 1
@@ -57,13 +57,13 @@ class Barriers(NamedTuple):
 
 
 class Warpgroup:
-    """What one warpgroup can do; a kernel's body is given it, and its arrays by name."""
+    """The operations of one warpgroup; a kernel's body is given it, and its arrays by name."""
 
     def __init__(self, interpret: bool, grid: Mapping[str, int]):
         self.interpret, self._grid = interpret, grid
 
     def index(self, axis: str = _WARPGROUP) -> jax.Array:
-        """Where this block stands on an axis of the grid, or this warpgroup in its block."""
+        """Return the index of this block along an axis of the grid, or of this warpgroup in its block."""
         if axis == _WARPGROUP:
             return jax.lax.axis_index(_PREFIX + axis)
         # CUDA has three axes, of which all but the first end at 65,535: all are in the first.
@@ -71,64 +71,65 @@ class Warpgroup:
         before = math.prod(self._grid[name] for name in names[: names.index(axis)])
         return jax.lax.rem(jax.lax.div(jax.lax.axis_index(_PREFIX + _BLOCK), before), self._grid[axis])
 
-    def registers(self, count: int, more: bool) -> None:
+    def setmaxnreg(self, count: int, more: bool) -> None:
         """Have `count` registers per thread, more or fewer than the block was launched with."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         plgpu.set_max_registers(count, action="increase" if more else "decrease")
 
-    def fetch(self, source: Any, destination: Any, barrier: Any) -> None:
-        """Begin to copy into shared memory; an arrival at the barrier when all is there."""
+    def tma_load(self, source: Any, destination: Any, barrier: Any) -> None:
+        """Begin to copy into shared memory by TMA, which arrives at the barrier when all is there."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         plgpu.copy_gmem_to_smem(source, destination, barrier)
 
-    def send(self, *copies: tuple[jax.Array, Any, Any]) -> None:
-        """Write values through places in shared memory to global memory: (value, place, destination) each."""
+    def tma_store(self, *copies: tuple[jax.Array, Any, Any]) -> None:
+        """Write values through buffers in shared memory to global memory: (value, buffer, destination) each."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        for value, place, _ in copies:
-            place[...] = value.astype(place.dtype)
+        for value, buffer, _ in copies:
+            buffer[...] = value.astype(buffer.dtype)
         self.commit()
-        for _, place, destination in copies:
-            plgpu.copy_smem_to_gmem(place, destination)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the places are free again
+        for _, buffer, destination in copies:
+            plgpu.copy_smem_to_gmem(buffer, destination)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the buffers are free again
 
-    def add_in_turn(
+    def tma_add_in_order(
         self,
         copies: Sequence[tuple[Any, Any]],
         counter: Any,
-        turn: jax.Array,
+        order: jax.Array,
         read: Callable[[], None],
         meanwhile: Callable[[], None],
     ) -> None:
-        """Add what is in shared memory to global memory, (place, destination) each, once those have whose turns are
-        before, by a counter (a semaphore in global memory); turn 0 begins the sum. `read` is called when the places are
-        free again, and `meanwhile` while global memory is still written.
+        """Add shared memory to global memory, (buffer, destination) each, after the blocks that come earlier in order.
+
+        A counter (a semaphore in global memory) keeps the order; the block of order 0 begins the sum. `read` is called
+        when the buffers are free again, and `meanwhile` while global memory is still written.
 
         A block may only wait for those before it in the grid: they begin first. Interpreted, they also end first.
         Between the wait and the copy stands no fence for the copy engine, as none does in FlashAttention-3's
         deterministic mode.
         """
         if self.interpret:
-            for place, destination in copies:
-                destination[...] = jnp.where(turn > 0, destination[...], 0) + place[...]
+            for buffer, destination in copies:
+                destination[...] = jnp.where(order > 0, destination[...], 0) + buffer[...]
             self.commit()
             read()
             meanwhile()
             return
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        @pl.when(turn == 0)
+        @pl.when(order == 0)
         def _() -> None:
-            for place, destination in copies:
-                plgpu.copy_smem_to_gmem(place, destination)
+            for buffer, destination in copies:
+                plgpu.copy_smem_to_gmem(buffer, destination)
 
-        @pl.when(turn > 0)
+        @pl.when(order > 0)
         def _() -> None:
-            plgpu.semaphore_wait(counter, turn, decrement=False, memory_scope="gpu")
-            for place, destination in copies:
-                plgpu.copy_smem_to_gmem(place, destination, reduction_op="add")
+            plgpu.semaphore_wait(counter, order, decrement=False, memory_scope="gpu")
+            for buffer, destination in copies:
+                plgpu.copy_smem_to_gmem(buffer, destination, reduction_op="add")
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         read()
@@ -143,7 +144,7 @@ class Warpgroup:
         plgpu.commit_smem()
 
     def wait(self, barrier: Any) -> None:
-        """Until the barrier opens once more than this warpgroup has seen it open."""
+        """Wait until the barrier opens once more than this warpgroup has seen it open."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         plgpu.barrier_wait(barrier)
@@ -153,9 +154,7 @@ class Warpgroup:
 
         plgpu.barrier_arrive(barrier)
 
-    def products_of_rows(
-        self, *pairs: tuple[Any, Any], meanwhile: Callable[[], None] = lambda: None
-    ) -> tuple[jax.Array, ...]:
+    def wgmma(self, *pairs: tuple[Any, Any], meanwhile: Callable[[], None] = lambda: None) -> tuple[jax.Array, ...]:
         """a · bᵀ in float32 of each pair a [64, k] and b [n, k] in shared memory; `meanwhile` while they are made."""
         if self.interpret:
             products = tuple(self._interpreted_product(a[...], b, 1) for a, b in pairs)
@@ -175,7 +174,7 @@ class Warpgroup:
         # still knows what the others begin with, and leaves out 32 moves for each 64 × 64.
         return pl.run_scoped(multiply, *products, plgpu.ACC((ROWS, 8), jnp.float32))
 
-    def add_products(self, *terms: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, ...]:
+    def wgmma_accumulate(self, *terms: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, ...]:
         """total + a · b in float32 of each (total, a, b), of values a [64, k] and b [k, n] in shared memory."""
         if self.interpret:
             return tuple(total + self._interpreted_product(a, b, 0) for total, a, b in terms)
@@ -187,18 +186,20 @@ class Warpgroup:
 
         return pl.run_state(add)(tuple(plgpu.ACC.init(total) for total, _, _ in terms))
 
-    def add_products_behind(
+    def wgmma_overlapped(
         self,
         first: tuple[Any, Any],
         use: Callable[[jax.Array], None],
         *terms: tuple[jax.Array, jax.Array, Any],
     ) -> tuple[jax.Array, ...]:
-        """`add_products` of the terms, behind aᵀ · b of the `first`, a [k, 64] and b [k, n] in shared memory, which is
-        used while those are made."""
+        """Issue aᵀ · b of the `first`, a [k, 64] and b [k, n] in shared memory, then `wgmma_accumulate` of the terms.
+
+        use(aᵀ · b) is called while the terms are multiplied.
+        """
         a, b = first
         if self.interpret:
             use(self._interpreted_product(a[...].T, b, 0))
-            return self.add_products(*terms)
+            return self.wgmma_accumulate(*terms)
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         def multiply(first_ref: Any, *sum_refs: Any) -> tuple[jax.Array, ...]:
@@ -215,19 +216,22 @@ class Warpgroup:
         totals = (plgpu.ACC(total.shape, jnp.float32) for total, _, _ in terms)
         return pl.run_scoped(multiply, plgpu.ACC((a.shape[1], b.shape[1]), jnp.float32), *totals)
 
-    def product_beside_sum(
+    def qk_with_pv(
         self,
         pair: tuple[Any, Any],
         total: jax.Array,
         added: tuple[jax.Array, Any],
-        between: Callable[[jax.Array], Any],
+        softmax: Callable[[jax.Array], Any],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> tuple[Any, jax.Array]:
-        """`between` of a · bᵀ of the pair (`products_of_rows`), computed while total + c · d of `added` is made
-        (`add_products`): tensor cores go from one to the other without a pause. `meanwhile` when both have begun."""
+        """Multiply query and keys, a · bᵀ of the `pair`, and weights and values, total + c · d of `added`, together.
+
+        Returns softmax(a · bᵀ), which is computed while the second product is made, and the second product.
+        `meanwhile` is called when both have been issued.
+        """
         if self.interpret:
-            result = between(*self.products_of_rows(pair, meanwhile=meanwhile))
-            return result, *self.add_products((total, *added))
+            result = softmax(*self.wgmma(pair, meanwhile=meanwhile))
+            return result, *self.wgmma_accumulate((total, *added))
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         a, b = pair
@@ -238,7 +242,7 @@ class Warpgroup:
             plgpu.wgmma(sum_ref, *added)
             meanwhile()
             plgpu.wgmma_wait(1)
-            result = between(plgpu.wgmma_accumulator_load(product_ref, wait_n=None))
+            result = softmax(plgpu.wgmma_accumulator_load(product_ref, wait_n=None))
             return result, _held_until(sum_ref[...], added[0])
 
         product = plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32)
@@ -260,14 +264,14 @@ class Warpgroup:
         """All of a `tiled` array in shared memory, laid out as products are."""
         return self.tile(ref[...])
 
-    def load_turned(self, ref: Any) -> jax.Array:
+    def load_transposed(self, ref: Any) -> jax.Array:
         """The transpose of a `tiled` array [columns, rows] in shared memory, laid out as products are."""
         if self.interpret:
             return ref[...].T
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        turned = plgpu.layout_cast(self._load(ref.transpose((1, 0))), plgpu.Layout.WGMMA_TRANSPOSED)
-        return self.tile(turned)
+        transposed = plgpu.layout_cast(self._load(ref.transpose((1, 0))), plgpu.Layout.WGMMA_TRANSPOSED)
+        return self.tile(transposed)
 
     def load_by_row(self, ref: Any) -> jax.Array:
         """All of an array [rows] in global or shared memory."""
@@ -277,15 +281,15 @@ class Warpgroup:
         """All of an array [columns] in global or shared memory."""
         return self.by_column(self._load(ref))
 
-    def across(self, x: jax.Array, columns: int) -> jax.Array:
-        """A value by row in each of so many columns."""
+    def broadcast_by_row(self, x: jax.Array, columns: int) -> jax.Array:
+        """Return a value laid out by row, repeated over `columns`."""
         return jax.lax.broadcast_in_dim(x, (x.shape[0], columns), (0,))
 
-    def down(self, x: jax.Array, rows: int) -> jax.Array:
-        """A value by column in each of so many rows."""
+    def broadcast_by_column(self, x: jax.Array, rows: int) -> jax.Array:
+        """Return a value laid out by column, repeated over `rows`."""
         return self.tile(jax.lax.broadcast_in_dim(x, (rows, x.shape[0]), (1,)))
 
-    def count(self, shape: tuple[int, int], axis: int) -> jax.Array:
+    def iota(self, shape: tuple[int, int], axis: int) -> jax.Array:
         """0, 1, 2 … along an axis of a tile, int32."""
         return self.tile(jax.lax.broadcasted_iota(jnp.int32, shape, axis))
 
@@ -311,8 +315,10 @@ class Warpgroup:
 
 
 def _held_until(result: jax.Array, operand: jax.Array) -> jax.Array:
-    """The result, until which the operand's registers hold nothing else: LLVM does not know that a product still reads
-    them, and would put there what is computed beside it."""
+    """Return the result, until which the operand's registers hold nothing else.
+
+    LLVM does not know that an asynchronous product still reads them, and would reuse them for the work in between.
+    """
     return jax.lax.optimization_barrier((result, operand))[0]
 
 
@@ -323,8 +329,8 @@ def run(
     *,
     grid: Mapping[str, int],
     warpgroups: int,
-    shared: Mapping[str, Shared | Barriers],
-    cost: Cost,
+    shared: Mapping[str, SharedBuffer | Barriers],
+    cost: KernelCost,
     name: str,
     counters: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> list[jax.Array]:
@@ -335,7 +341,7 @@ def run(
       grid: axes and their sizes, the one along which blocks start one after another first.
       shared: of each block, arrays and barriers.
       cost: of the whole call; jaxlm counts it.
-      counters: shapes of those that all blocks share, which begin at 0; see `add_in_turn`.
+      counters: shapes of those that all blocks share, which begin at 0; see `tma_add_in_order`.
 
     Inside `interpreted` it runs as plain JAX instead, on any platform.
     """
@@ -360,8 +366,8 @@ def run(
             for key, shape in counters.items():
                 held[key] = _NoCounters() if interpret else pl.get_global(plgpu.SemaphoreType.REGULAR(shape))
             pl.run_scoped(
-                lambda **places: body(warpgroup, held | places),
-                **{key: _allocation(place, interpret) for key, place in shared.items()},
+                lambda **buffers: body(warpgroup, held | buffers),
+                **{key: _allocation(buffer, interpret) for key, buffer in shared.items()},
                 collective_axes=_PREFIX + _WARPGROUP,
             )
 
@@ -395,7 +401,7 @@ def run(
             warpgroups=warpgroups,
             shared=shared,
             counters={key: (size, *shape) for key, shape in counters.items()},
-            cost=Cost(*(size * part for part in cost)),
+            cost=KernelCost(*(size * part for part in cost)),
             name=name,
         )
         return made, [True] * len(made)
@@ -419,13 +425,13 @@ class _NoCounters:
         return self
 
 
-def _allocation(place: Shared | Barriers, interpret: bool) -> Any:
+def _allocation(buffer: SharedBuffer | Barriers, interpret: bool) -> Any:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    if isinstance(place, Barriers):
-        return plgpu.Barrier(num_arrivals=place.arrivals, num_barriers=place.count)
-    if not place.tiled or interpret:
-        return plgpu.SMEM(place.shape, place.dtype)
-    columns = SWIZZLE // jnp.dtype(place.dtype).itemsize
+    if isinstance(buffer, Barriers):
+        return plgpu.Barrier(num_arrivals=buffer.arrivals, num_barriers=buffer.count)
+    if not buffer.tiled or interpret:
+        return plgpu.SMEM(buffer.shape, buffer.dtype)
+    columns = SWIZZLE // jnp.dtype(buffer.dtype).itemsize
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE))
-    return plgpu.SMEM(place.shape, place.dtype, transforms=transforms)
+    return plgpu.SMEM(buffer.shape, buffer.dtype, transforms=transforms)

@@ -21,7 +21,7 @@ DEPRECATED = "The Pallas Triton backend is deprecated"
 warnings.filterwarnings("ignore", DEPRECATED, DeprecationWarning)
 
 
-class Cost(NamedTuple):
+class KernelCost(NamedTuple):
     """What one call does: FLOPs (one per transcendental, included), transcendentals, and bytes of HBM moved."""
 
     flops: int = 0
@@ -29,20 +29,20 @@ class Cost(NamedTuple):
     bytes: int = 0
 
 
-class Costs(NamedTuple):
+class KernelCosts(NamedTuple):
     """What an operation costs forward, and backward besides that."""
 
-    forward: Cost
-    backward: Cost
+    forward: KernelCost
+    backward: KernelCost
 
 
 def size_of(*arrays: Any) -> int:
-    """Bytes of arrays, or of their shapes and dtypes."""
+    """Return the bytes of arrays, or of their shapes and dtypes."""
     return sum(x.size * x.dtype.itemsize for x in arrays if x is not None)
 
 
 def triton(warps: int, stages: int = 2) -> Any:
-    """Compile by Triton with so many warps of 32 threads, loops pipelined over so many stages."""
+    """Return parameters for Triton: `warps` of 32 threads, loops pipelined over `stages`."""
     from jax.experimental.pallas import triton as pltriton
 
     return pltriton.CompilerParams(num_warps=warps, num_stages=stages)
@@ -53,7 +53,7 @@ TPU_VMEM = 16 * 2**20
 
 
 def mosaic_tpu(semantics: Sequence[str]) -> Any:
-    """Compile by Mosaic for TPUs, each axis of the grid "parallel" or "arbitrary" (in sequence)."""
+    """Return parameters for Mosaic on TPUs: each axis of the grid is "parallel" or "arbitrary" (in sequence)."""
     from jax.experimental.pallas import tpu as pltpu
 
     return pltpu.CompilerParams(dimension_semantics=tuple(semantics))
@@ -108,7 +108,7 @@ def call(
     grid: Sequence[int | jax.Array],
     in_specs: Sequence[pl.BlockSpec],
     out_specs: Sequence[pl.BlockSpec],
-    cost: Cost,
+    cost: KernelCost,
     name: str,
     scratch: Sequence[Any] = (),
     prefetched: int = 0,
@@ -119,7 +119,7 @@ def call(
       params: what `triton` or `mosaic_tpu` returned.
       grid: on TPUs also of int32 scalars that are known once the program runs.
       cost: of the whole call; XLA schedules by it on TPUs, and jaxlm counts it.
-      prefetched: how many of the first operands are scalars that index maps are given behind the ids; on TPUs.
+      prefetched: how many of the first operands are scalars that index maps are given after the ids; on TPUs.
       The others are those of `pl.pallas_call`.
 
     Inside `interpreted` it runs as plain JAX instead, on any platform.
@@ -153,7 +153,7 @@ def call(
         return call(*operands)
 
     def launched(*arguments: jax.Array) -> list[jax.Array]:
-        return batched_in_front(run, len(late))(*arguments)
+        return batched_first(run, len(late))(*arguments)
 
     # JAX never drops a kernel whose results nobody uses, but a jitted function: rematerialisation would launch again,
     # and compute the operands of, what is kept.
@@ -170,7 +170,7 @@ def call_warpgroups(
     *,
     blocks: tuple[str, int],
     warpgroups: tuple[str, int],
-    cost: Cost,
+    cost: KernelCost,
     name: str,
 ) -> list[jax.Array]:
     """Run a Mosaic GPU kernel; return its outputs. The callers are kernels of `hopper.py`.
@@ -207,7 +207,7 @@ def call_warpgroups(
     return call(*operands)
 
 
-def _estimate(cost: Cost) -> pl.CostEstimate:
+def _estimate(cost: KernelCost) -> pl.CostEstimate:
     """Return a cost as XLA counts a kernel's: transcendentals are not among the FLOPs."""
     return pl.CostEstimate(
         flops=cost.flops - cost.transcendentals, transcendentals=cost.transcendentals, bytes_accessed=cost.bytes
@@ -230,7 +230,7 @@ def _narrow(x: Any) -> jax.Array:
     return x.astype(jnp.float32) if x.dtype == jnp.float64 else x
 
 
-def batched_in_front(run: Callable[..., Any], late: int = 0) -> Callable[..., Any]:
+def batched_first(run: Callable[..., Any], late: int = 0) -> Callable[..., Any]:
     """`run`, mapped by `jax.vmap` over dimensions that are moved to the front: Mosaic takes them nowhere else. Where
     the grid itself is mapped, which the first `late` operands are sizes of, one after the other."""
     call = jax.custom_batching.custom_vmap(run)
@@ -251,7 +251,7 @@ def batched_in_front(run: Callable[..., Any], late: int = 0) -> Callable[..., An
             results = jax.lax.map(one, some)
         else:
             over = jax.vmap(run, in_axes=[0 if batched else None for batched in in_batched], axis_size=size)
-            results = batched_in_front(over, late)(*operands)
+            results = batched_first(over, late)(*operands)
         return results, jax.tree.map(lambda _: True, results)
 
     return call

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable
 
 from kernels_pallas.bias_activation.cases import OPERATION as BIAS_ACTIVATION
-from kernels_pallas.core.cases import Operation
+from kernels_pallas.core.cases import KernelOperation
 from kernels_pallas.flash_attention.cases import OPERATION as FLASH_ATTENTION
 from kernels_pallas.gated_activation.cases import OPERATION as GATED_ACTIVATION
 from kernels_pallas.layer_norm.cases import OPERATION as LAYER_NORM
@@ -15,7 +15,7 @@ from kernels_pallas.rotary_embedding.cases import OPERATION as ROTARY_EMBEDDING
 from kernels_pallas.softmax.cases import LOG_OPERATION as LOG_SOFTMAX
 from kernels_pallas.softmax.cases import OPERATION as SOFTMAX
 
-OPERATIONS: dict[str, Operation] = {
+OPERATIONS: dict[str, KernelOperation] = {
     operation.name: operation
     for operation in (
         RMS_NORM,

@@ -44,7 +44,7 @@ _LEAST_VMEM = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class TargetChip:
     """What an implementation needs to know of a chip.
 
     Attributes:
@@ -65,7 +65,7 @@ class Target:
     scratchpad: int = 0
 
 
-def current() -> Target:
+def current() -> TargetChip:
     """The target of the code that is being traced: the mesh's (also an abstract one's), else JAX's default device."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:
@@ -73,7 +73,7 @@ def current() -> Target:
     return of_device(_default_device())
 
 
-def of_device(device: Any) -> Target:
+def of_device(device: Any) -> TargetChip:
     """The target that a device is."""
     known = of_kind(device.platform, device.device_kind, getattr(device, "core_count", None))
     capability = getattr(device, "compute_capability", None)
@@ -83,19 +83,19 @@ def of_device(device: Any) -> Target:
 
 
 @functools.cache
-def of_kind(platform: str, kind: str, cores: int | None = None) -> Target:
+def of_kind(platform: str, kind: str, cores: int | None = None) -> TargetChip:
     """The target by JAX's names for it."""
     if platform == "tpu":
         generation = _GENERATIONS.get(kind)
-        return Target("tpu", kind, cores or 1, None, generation, _VMEM.get(generation, _LEAST_VMEM) * 2**20)
+        return TargetChip("tpu", kind, cores or 1, None, generation, _VMEM.get(generation, _LEAST_VMEM) * 2**20)
     if platform in ("gpu", "cuda", "rocm"):
         named = (capability for name, capability in _CAPABILITIES if re.search(name, kind))
         return _gpu(kind, cores or 1, next(named, None))
-    return Target("cpu", kind, cores or 1)
+    return TargetChip("cpu", kind, cores or 1)
 
 
-def _gpu(kind: str, cores: int, capability: tuple[int, int] | None) -> Target:
-    return Target("gpu", kind, cores, capability, None, _SHARED_MEMORY.get(capability, _LEAST_SHARED_MEMORY))
+def _gpu(kind: str, cores: int, capability: tuple[int, int] | None) -> TargetChip:
+    return TargetChip("gpu", kind, cores, capability, None, _SHARED_MEMORY.get(capability, _LEAST_SHARED_MEMORY))
 
 
 def _default_device() -> Any:

@@ -19,7 +19,7 @@ TABLE = Path(__file__).parent / "blocks.json"
 Blocks = TypeVar("Blocks", bound=tuple)
 
 
-class Kernel(NamedTuple):
+class KernelKey(NamedTuple):
     """What the sizes of blocks depend on, besides the chip.
 
     Attributes:
@@ -48,8 +48,8 @@ class Asked(NamedTuple):
 class _Trial:
     """What the tuner has kernels run with, and what those that asked got."""
 
-    blocks: dict[Kernel, Any]
-    asked: dict[Kernel, Asked]
+    blocks: dict[KernelKey, Any]
+    asked: dict[KernelKey, Asked]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,12 +66,12 @@ def blocks(name: str, implementation: str, sizes: Sequence[int], dtype: Any, def
     """The sizes that a kernel runs with on the chip being lowered for.
 
     Args:
-      name, implementation, sizes, dtype: of the kernel; see `Kernel`. What is measured with one of its shapes is taken
-        for all of them: what must not exceed a bound that depends on more, the kernel itself has to bound.
+      name, implementation, sizes, dtype: of the kernel; see `KernelKey`. What is measured with one of its shapes is
+        taken for all of them: what must not exceed a bound that depends on more, the kernel itself has to bound.
       default: what to take where nothing was measured; a named tuple of integers. A field that is 0 there is not the
         table's to say, and stays 0.
     """
-    kernel = Kernel(name, implementation, tuple(1 << max(n - 1, 0).bit_length() for n in sizes), str(dtype))
+    kernel = KernelKey(name, implementation, tuple(1 << max(n - 1, 0).bit_length() for n in sizes), str(dtype))
     tuned = _table().chips.get(target.current().kind, {}).get(str(kernel), {})
     if _trial is not None and kernel in _trial.blocks:
         tuned = _trial.blocks[kernel]._asdict()
@@ -83,7 +83,7 @@ def blocks(name: str, implementation: str, sizes: Sequence[int], dtype: Any, def
 
 
 @contextlib.contextmanager
-def trying(blocks: dict[Kernel, Any]) -> Iterator[dict[Kernel, Asked]]:
+def trying(blocks: dict[KernelKey, Any]) -> Iterator[dict[KernelKey, Asked]]:
     """Kernels that are traced inside run with these sizes; yields those that asked, with what they got."""
     global _trial
     before, _trial = _trial, _Trial(blocks, {})
@@ -93,7 +93,7 @@ def trying(blocks: dict[Kernel, Any]) -> Iterator[dict[Kernel, Asked]]:
         _trial = before
 
 
-def record(chip: str, measured: dict[Kernel, Any], path: Path | None = None) -> None:
+def record(chip: str, measured: dict[KernelKey, Any], path: Path | None = None) -> None:
     """Put sizes for a chip, by JAX's name for it, into the table."""
     path = path or TABLE
     table = json.loads(path.read_text())

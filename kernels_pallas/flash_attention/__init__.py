@@ -15,36 +15,36 @@ from kernels_pallas.core import checks
 from kernels_pallas.core.choice import choose
 from kernels_pallas.core.eager import compiled_once
 from kernels_pallas.core.interpretation import requested
-from kernels_pallas.core.launch import Cost, Costs, vary
+from kernels_pallas.core.launch import KernelCost, KernelCosts, vary
 from kernels_pallas.flash_attention import cudnn, mosaic_gpu, mosaic_gpu_backward, mosaic_tpu, reference, triton
-from kernels_pallas.flash_attention.operands import Operands, scores_seen
-from kernels_pallas.flash_attention.tiles import LOG2_E, Settings
-from kernels_pallas.flash_attention.visible import (
-    Visible,
+from kernels_pallas.flash_attention.key_range import (
+    KeyRange,
     are_positions,
-    both,
+    array_module,
     causal,
-    module_of,
+    clipped,
+    intersection,
     packed,
-    prefix,
+    prefix_lm,
     shifted,
+    sliding_window,
     union,
-    window,
-    within,
 )
+from kernels_pallas.flash_attention.operands import Operands, unmasked_scores
+from kernels_pallas.flash_attention.tiles import LOG2_E, FlashSettings
 
 __all__ = [
-    "Visible",
-    "both",
+    "KeyRange",
     "causal",
     "costs",
     "flash_attention",
+    "intersection",
     "packed",
-    "prefix",
+    "prefix_lm",
     "serves",
     "shifted",
+    "sliding_window",
     "union",
-    "window",
 ]
 
 KERNELS = {"triton": triton, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
@@ -64,7 +64,7 @@ def flash_attention(
     key: jax.Array,
     value: jax.Array,
     *,
-    visible: Visible | tuple[Any, Any] | None = None,
+    key_range: KeyRange | tuple[Any, Any] | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
@@ -73,7 +73,7 @@ def flash_attention(
     query_chunk: int | None = None,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """softmax(cap · tanh(scale · q·kᵀ / cap) + bias) · v over the visible keys (Vaswani et al. 2017, equation 1), in
+    """softmax(cap · tanh(scale · q·kᵀ / cap) + bias) · v over the keys in range (Vaswani et al. 2017, equation 1), in
     blocks, with the memory of its operands (FlashAttention-2, arXiv:2307.08691).
 
     Args:
@@ -81,10 +81,10 @@ def flash_attention(
       key: [B, S, K, H] like query, N a multiple of K: query heads n·G … n·G + G − 1 share key/value head n.
       value: [B, S, K, V] like query; V may differ from H. Keys and values that nobody sees must be finite too: they are
         multiplied by 0.
-      visible: query t sees the keys s with start ≤ s < end, int32 [B, T] or [1, T] each (numpy arrays of any integer
-        dtype), or the union of several such intervals, with an axis of them in front: see `causal`, `window`, `prefix`,
-        `packed`, `both`, `union` and `shifted`. None sees all. The usual sliding window of w keys, the query's own the
-        last, is window(T, w − 1). A query that sees nothing gives zeros.
+      key_range: query t sees the keys s with start ≤ s < end, int32 [B, T] or [1, T] each (numpy arrays of any integer
+        dtype), or the union of several such intervals, with a leading axis: see `causal`, `sliding_window`,
+        `prefix_lm`, `packed`, `intersection`, `union` and `shifted`. None sees all. The usual sliding window of w keys,
+        the query's own the last, is sliding_window(T, w − 1). A query that sees nothing gives zeros.
       scale: positive; 1 / √H where None.
       soft_cap: positive; scores stay between −cap and cap (Gemma 2, arXiv:2408.00118, section 2).
       sinks: [N], learned: a score in each row's sum that has no value (arXiv:2508.10925, section 2.2).
@@ -100,40 +100,43 @@ def flash_attention(
     Returns [B, T, N, V] in query's dtype; with return_log_sum_exp (output, log-sum-exp).
 
     Under a mesh of several devices the kernels live inside `jax.shard_map` with T and S whole; elsewhere None is
-    "reference". Parts of the keys can be joined by their log-sum-exp. Both results are named "attention": under
-    `jax.checkpoint` with a policy that saves it (`save_only_these_names`) a kernel's forward pass does not run again.
+    "reference". Results over chunks of the keys can be joined by their log-sum-exp. Both results are named "attention":
+    under `jax.checkpoint` with a policy that saves it (`save_only_these_names`) a kernel's forward pass does not run
+    again.
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
     checks.boolean("flash_attention", return_log_sum_exp=return_log_sum_exp)
-    _check(query, key, value, visible, scale, soft_cap, sinks, bias, query_chunk)
+    _check(query, key, value, key_range, scale, soft_cap, sinks, bias, query_chunk)
     options = dict(scale=scale, soft_cap=soft_cap, sinks=sinks, bias=bias, return_log_sum_exp=return_log_sum_exp)
-    operands = _operands(query, key, value, visible, sinks, bias)
-    refusals = {name: functools.partial(_refusal, name, operands) for name in IMPLEMENTATIONS}
-    refusals["cudnn"] = lambda chip: cudnn.refusal(operands, visible, soft_cap, return_log_sum_exp, chip)
-    chosen = choose("flash_attention", implementation, refusals, by_name=_BY_NAME)
+    operands = _operands(query, key, value, key_range, sinks, bias)
+    reasons = {name: functools.partial(_unsupported_reason, name, operands) for name in IMPLEMENTATIONS}
+    reasons["cudnn"] = lambda chip: cudnn.unsupported_reason(operands, key_range, soft_cap, return_log_sum_exp, chip)
+    chosen = choose("flash_attention", implementation, reasons, by_name=_BY_NAME)
     few = requested(implementation) is None and query.shape[1] < _FEW_QUERIES
     if chosen == "reference" or few or 0 in query.shape or 0 in value.shape:  # of nothing there is one result
         with _multiplied_as(chosen, query.dtype):
-            results = reference.flash_attention(query, key, value, visible=visible, query_chunk=query_chunk, **options)
+            results = reference.flash_attention(
+                query, key, value, key_range=key_range, query_chunk=query_chunk, **options
+            )
         return jax.tree.map(lambda x: checkpoint_name(x, "attention"), results)
 
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     if chosen == "cudnn":
-        return cudnn.flash_attention(operands, visible, scale)
+        return cudnn.flash_attention(operands, key_range, scale)
     soft_cap = None if soft_cap is None else float(soft_cap)
-    seen, known = scores_seen(visible, *operands.sizes[:3]), [None] * len(operands.start)
-    if module_of(*operands[3:5]) is np:
-        known = itertools.starmap(Visible, zip(*operands[3:5], strict=True))
+    seen, known = unmasked_scores(key_range, *operands.sizes[:3]), [None] * len(operands.start)
+    if array_module(*operands[3:5]) is np:
+        known = itertools.starmap(KeyRange, zip(*operands[3:5], strict=True))
         operands = operands._replace(start=None, end=None)
-    settings = tuple(Settings(scale, soft_cap, *each, chosen) for each in zip(seen, known, strict=True))
+    settings = tuple(FlashSettings(scale, soft_cap, *each, chosen) for each in zip(seen, known, strict=True))
     out, log_sum_exp = _attend(settings, Operands(*vary(*operands)))
     return (out, jnp.swapaxes(log_sum_exp, 1, 2)) if return_log_sum_exp else out
 
 
 def serves(queries: int, width: int) -> bool:
-    """Whether None takes a kernel for so many queries of a sequence and heads of this width, on any chip that has one
-    (Mosaic's also takes other widths)."""
+    """Return whether None takes a kernel for sequences of `queries` queries and heads of `width`, on any chip that has
+    one (Mosaic's also takes other widths)."""
     return queries >= _FEW_QUERIES and width % triton.TILE == 0 and width <= triton.MAX_WIDTH
 
 
@@ -142,27 +145,27 @@ def costs(
     key: Any,
     value: Any,
     *,
-    visible: Any = None,
+    key_range: Any = None,
     sinks: Any = None,
     bias: Any = None,
     implementation: str | None = None,
     **_: Any,
-) -> Costs:
-    """What the kernels cost on these arrays, or shapes and dtypes: of the scores that are seen where `visible` is of
+) -> KernelCosts:
+    """What the kernels cost on these arrays, or shapes and dtypes: of the scores that are seen where `key_range` is of
     numpy arrays, and of all T·S otherwise. The gradient of a bias is apart. Backward five products are what attention
     takes where scores are not kept; an implementation of two kernels makes the scores, and the gradients of their
     weights, twice."""
-    seen = scores_seen(visible, *query.shape[:2], key.shape[1])
+    seen = unmasked_scores(key_range, *query.shape[:2], key.shape[1])
     rows = (jax.ShapeDtypeStruct(query.shape[:2], jnp.int32),) * len(seen)
-    parts = Operands(query, key, value, rows, rows, sinks, bias).parts()
-    falls_back = implementation == "mosaic_gpu" and not mosaic_gpu_backward.serves(parts[0])
+    calls = Operands(query, key, value, rows, rows, sinks, bias).by_interval()
+    falls_back = implementation == "mosaic_gpu" and not mosaic_gpu_backward.serves(calls[0])
     at_once = implementation not in ("triton", "mosaic_tpu") and not falls_back
-    each = [part.costs(scores, at_once) for part, scores in zip(parts, seen, strict=True)]
-    return Costs(*(Cost(*map(sum, zip(*way, strict=True))) for way in zip(*each, strict=True)))
+    each = [call.costs(scores, at_once) for call, scores in zip(calls, seen, strict=True)]
+    return KernelCosts(*(KernelCost(*map(sum, zip(*way, strict=True))) for way in zip(*each, strict=True)))
 
 
-def _operands(query: Any, key: Any, value: Any, visible: Any, sinks: Any, bias: Any) -> Operands:
-    return Operands(query, key, value, *within(visible, *query.shape[:2], key.shape[1]), sinks, bias)
+def _operands(query: Any, key: Any, value: Any, key_range: Any, sinks: Any, bias: Any) -> Operands:
+    return Operands(query, key, value, *clipped(key_range, *query.shape[:2], key.shape[1]), sinks, bias)
 
 
 def _multiplied_as(implementation: str, dtype: Any) -> contextlib.AbstractContextManager:
@@ -172,44 +175,44 @@ def _multiplied_as(implementation: str, dtype: Any) -> contextlib.AbstractContex
     return jax.default_matmul_precision("highest") if as_kernels_do else contextlib.nullcontext()
 
 
-def _refusal(name: str, operands: Operands, chip: Any) -> str | None:
+def _unsupported_reason(name: str, operands: Operands, chip: Any) -> str | None:
     if operands.query.dtype not in ("float32", "bfloat16", "float16"):
         return f"{operands.query.dtype} is none of float32, bfloat16, float16"
-    return KERNELS[name].refusal(operands)
+    return KERNELS[name].unsupported_reason(operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 @compiled_once(static=1)
-def _attend(settings: tuple[Settings, ...], operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Output [B, T, N, V] and log-sum-exp [B, N, T] over all parts of the operands, with the settings of each."""
+def _attend(settings: tuple[FlashSettings, ...], operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Output [B, T, N, V] and log-sum-exp [B, N, T] over all intervals, with the settings of each."""
     kernels = KERNELS[settings[0].implementation]
-    parts = [kernels.forward(*part) for part in zip(settings, _whole(settings, operands).parts(), strict=True)]
-    if len(parts) == 1:
-        return parts[0]
-    outs, sums = zip(*parts, strict=True)
+    results = [kernels.forward(*call) for call in zip(settings, _whole(settings, operands).by_interval(), strict=True)]
+    if len(results) == 1:
+        return results[0]
+    outs, sums = zip(*results, strict=True)
     log_sum_exp = jax.nn.logsumexp(jnp.stack(sums), axis=0)
     finite = jnp.where(jnp.isfinite(log_sum_exp), log_sum_exp, 0.0)
-    shares = (jnp.swapaxes(jnp.exp(part - finite), 1, 2)[..., None] for part in sums)
-    mixed = sum(share * out.astype(jnp.float32) for share, out in zip(shares, outs, strict=True))
-    return mixed.astype(operands.query.dtype), log_sum_exp
+    shares = (jnp.swapaxes(jnp.exp(one - finite), 1, 2)[..., None] for one in sums)
+    output = sum(share * out.astype(jnp.float32) for share, out in zip(shares, outs, strict=True))
+    return output.astype(operands.query.dtype), log_sum_exp
 
 
-def _whole(settings: tuple[Settings, ...], operands: Operands) -> Operands:
+def _whole(settings: tuple[FlashSettings, ...], operands: Operands) -> Operands:
     """With the intervals that are known while tracing, which are not differentiated and so stay numpy arrays."""
     if operands.start is not None:
         return operands
-    start, end = zip(*(each.visible for each in settings), strict=True)
+    start, end = zip(*(each.key_range for each in settings), strict=True)
     return operands._replace(start=np.stack(start), end=np.stack(end))
 
 
-def _forward(settings: tuple[Settings, ...], operands: Operands) -> tuple:
+def _forward(settings: tuple[FlashSettings, ...], operands: Operands) -> tuple:
     # Who keeps what has this name for the backward pass (`jax.checkpoint`) does not run the kernel again.
     results = tuple(checkpoint_name(x, "attention") for x in _attend(settings, operands))
     return results, (operands, *results)
 
 
 @compiled_once(static=1)
-def _backward(settings: tuple[Settings, ...], saved: tuple, cotangents: tuple) -> tuple[Operands]:
+def _backward(settings: tuple[FlashSettings, ...], saved: tuple, cotangents: tuple) -> tuple[Operands]:
     operands, out, log_sum_exp = saved
     operands = _whole(settings, operands)
     d_out, d_log_sum_exp = cotangents
@@ -222,8 +225,8 @@ def _backward(settings: tuple[Settings, ...], saved: tuple, cotangents: tuple) -
     some = log_sum_exp != -jnp.inf
     sums, delta = jnp.where(some, log_sum_exp, 0.0), jnp.where(some, delta, 0.0)
     rows = sums * LOG2_E, delta, d_out
-    parts = list(zip(settings, operands.parts(), strict=True))
-    gradients = zip(*[kernels.backward(*part, *rows) for part in parts], strict=True)
+    calls = list(zip(settings, operands.by_interval(), strict=True))
+    gradients = zip(*[kernels.backward(*call, *rows) for call in calls], strict=True)
     d_query, d_key, d_value = (functools.reduce(operator.add, each) for each in gradients)
     d_sinks = None
     if operands.sinks is not None:
@@ -236,14 +239,16 @@ def _backward(settings: tuple[Settings, ...], saved: tuple, cotangents: tuple) -
 _attend.defvjp(_forward, _backward)
 
 
-def _bias_gradient(settings: Settings, operands: Operands, d_out: jax.Array, d_log_sum_exp: jax.Array) -> jax.Array:
+def _bias_gradient(
+    settings: FlashSettings, operands: Operands, d_out: jax.Array, d_log_sum_exp: jax.Array
+) -> jax.Array:
     """By the reference, a chunk of queries at a time; where nobody uses it XLA drops it whole."""
     B, T, S, N, *_ = operands.sizes
 
     def attend(bias: jax.Array) -> tuple[jax.Array, jax.Array]:
         return reference.flash_attention(
             *operands[:3],
-            visible=operands[3:5],
+            key_range=operands[3:5],
             scale=settings.scale,
             soft_cap=settings.soft_cap,
             sinks=operands.sinks,
@@ -257,7 +262,7 @@ def _bias_gradient(settings: Settings, operands: Operands, d_out: jax.Array, d_l
         return pull_back((d_out, jnp.swapaxes(d_log_sum_exp, 1, 2)))[0]
 
 
-def _check(query, key, value, visible, scale, soft_cap, sinks, bias, query_chunk) -> None:
+def _check(query, key, value, key_range, scale, soft_cap, sinks, bias, query_chunk) -> None:
     def wrong(what: str, got: Any, right: str) -> None:
         raise ValueError(f"flash_attention: {what} is {got}; it must be {right}")
 
@@ -277,17 +282,19 @@ def _check(query, key, value, visible, scale, soft_cap, sinks, bias, query_chunk
         wrong("query", list(query.shape), "of heads with at least one channel")
     if N % K if K else N:
         wrong("the number of query heads", N, f"a multiple of the {K} key/value heads")
-    pair = isinstance(visible, tuple) and len(visible) == 2 and all(hasattr(x, "dtype") for x in visible)
-    if visible is not None and not pair:
-        got = f"{visible.dtype}{list(visible.shape)}" if hasattr(visible, "dtype") else repr(visible)[:60]
-        wrong("visible", got, "two arrays, start and end, as `causal` and others make; any other mask is a bias of −∞")
-    for name, x in zip(("start", "end"), visible or (), strict=bool(visible)):
+    pair = isinstance(key_range, tuple) and len(key_range) == 2 and all(hasattr(x, "dtype") for x in key_range)
+    if key_range is not None and not pair:
+        got = f"{key_range.dtype}{list(key_range.shape)}" if hasattr(key_range, "dtype") else repr(key_range)[:60]
+        wrong(
+            "key_range", got, "two arrays, start and end, as `causal` and others make; any other mask is a bias of −∞"
+        )
+    for name, x in zip(("start", "end"), key_range or (), strict=bool(key_range)):
         shaped = x.ndim in (2, 3) and 0 not in x.shape[:-2] and x.shape[-2:] in ((B, T), (1, T))
         if not (shaped and are_positions(x)):
             right = f"int32[{B}, {T}] or int32[1, {T}], or a union's, with one more axis"
-            wrong(f"visible's {name}", f"{x.dtype}{list(x.shape)}", right)
-    if visible is not None and visible[0].shape[:-2] != visible[1].shape[:-2]:
-        wrong("visible's end", list(visible[1].shape), f"of as many intervals as start, {list(visible[0].shape)}")
+            wrong(f"key_range's {name}", f"{x.dtype}{list(x.shape)}", right)
+    if key_range is not None and key_range[0].shape[:-2] != key_range[1].shape[:-2]:
+        wrong("key_range's end", list(key_range[1].shape), f"of as many intervals as start, {list(key_range[0].shape)}")
     if sinks is not None and sinks.shape != (N,):
         wrong("sinks", list(sinks.shape), f"[{N}]")
     if bias is not None and (

@@ -1,6 +1,7 @@
-"""Which blocks of scores have to be looked at: block ranges from the rows' intervals, in O(T + S) memory, as XLA fuses
-it; of intervals that are numpy arrays while tracing, so that the program only reads them. And in which order blocks of
-keys come to those of queries."""
+"""The blocks of scores that are computed: block ranges from the rows' intervals, in O(T + S) memory, as XLA fuses it.
+
+Ranges of intervals that are numpy arrays are made while tracing, so that the program only reads them.
+"""
 
 from typing import Any, NamedTuple
 
@@ -8,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.flash_attention.visible import module_of, unrepeated
+from kernels_pallas.flash_attention.key_range import array_module, without_repeats
 
 
-class Ranges(NamedTuple):
+class BlockRanges(NamedTuple):
     """int32 [B or 1, blocks]: for each block of queries the blocks first ≤ j < last of keys of which it may see
     something, and those full ≤ j < full_end ≤ last of which each of its queries sees all. Or the other way round."""
 
@@ -22,16 +23,16 @@ class Ranges(NamedTuple):
 
     def stacked(self, batch: int) -> jax.Array:
         """int32 [B, blocks, 4], as kernels read it."""
-        ranges = module_of(*self).stack(self, axis=-1).astype(np.int32)
+        ranges = array_module(*self).stack(self, axis=-1).astype(np.int32)
         return jnp.broadcast_to(ranges, (batch, *ranges.shape[1:]))
 
 
-def key_ranges(start: Any, end: Any, queries: int, keys: int) -> Ranges:
+def key_ranges(start: Any, end: Any, queries: int, keys: int) -> BlockRanges:
     """For each block of `queries` queries, the blocks of `keys` keys. Intervals [B, T] lie within the keys."""
-    module = module_of(start, end)
+    module = array_module(start, end)
     # Rows that are not there see nothing: no block with one of them is full.
     rows = [(0, 0), (0, -start.shape[1] % queries)]
-    start, end = (module.pad(unrepeated(x), rows) for x in (start, end))
+    start, end = (module.pad(without_repeats(x), rows) for x in (start, end))
     start, end = (x.reshape(x.shape[0], -1, queries) for x in (start, end))
     sees = start < end
     far = np.iinfo(np.int32).max
@@ -39,15 +40,15 @@ def key_ranges(start: Any, end: Any, queries: int, keys: int) -> Ranges:
     first = module.minimum(module.min(module.where(sees, start // keys, far), axis=-1), last)
     full = module.clip(-(-module.max(start, axis=-1) // keys), first, last)
     full_end = module.clip(module.min(end, axis=-1) // keys, full, last)
-    return Ranges(first, full, full_end, last)
+    return BlockRanges(first, full, full_end, last)
 
 
-def query_ranges(of_queries: Ranges, key_blocks: int) -> Ranges:
+def query_ranges(of_queries: BlockRanges, key_blocks: int) -> BlockRanges:
     """For each block of keys, the blocks of queries: the other way round of what `key_ranges` gave.
 
     Between first and last there may be blocks that see nothing of these keys; the full ones are the first run of them.
     """
-    module = module_of(*of_queries)
+    module = array_module(*of_queries)
     first, full, full_end, last = (x[:, :, None] for x in of_queries)
     j = np.arange(key_blocks, dtype=np.int32)[None, None]
     blocks = first.shape[1]
@@ -58,12 +59,15 @@ def query_ranges(of_queries: Ranges, key_blocks: int) -> Ranges:
     run = module.min(module.where(whole, i, blocks), axis=1)
     run_end = module.min(module.where(~whole & (i >= run[:, None]), i, blocks), axis=1)
     run, run_end = module.minimum(run, end), module.minimum(run_end, end)
-    return Ranges(begin, run, run_end, end)
+    return BlockRanges(begin, run, run_end, end)
 
 
-def turns(of_keys: Ranges, query_blocks: int) -> jax.Array:
-    """int32 [B or 1, blocks of keys, blocks of queries]: how many blocks of keys before each go through each block of
-    queries, by what `query_ranges` gave. One number for each pair of blocks: it is no constant of the program."""
+def add_order(of_keys: BlockRanges, query_blocks: int) -> jax.Array:
+    """Return the order in which blocks of keys add to blocks of queries: the number of earlier ones that do.
+
+    int32 [B or 1, blocks of keys, blocks of queries], of what `query_ranges` gave: too large for a constant of the
+    program.
+    """
     first, last = jax.lax.optimization_barrier((jnp.asarray(of_keys.first), jnp.asarray(of_keys.last)))
     i = jnp.arange(query_blocks, dtype=jnp.int32)[None, None]
     touched = ((first[:, :, None] <= i) & (i < last[:, :, None])).astype(jnp.int32)

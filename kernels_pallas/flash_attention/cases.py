@@ -3,19 +3,19 @@
 import numpy as np
 
 from kernels_pallas import flash_attention as function
-from kernels_pallas.core.cases import Array, Case, Operation
+from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
 from kernels_pallas.flash_attention import (
     IMPLEMENTATIONS,
     KERNELS,
-    Visible,
-    both,
+    KeyRange,
     causal,
     costs,
-    prefix,
+    intersection,
+    prefix_lm,
     reference,
     shifted,
+    sliding_window,
     union,
-    window,
 )
 from kernels_pallas.flash_attention.operands import Operands
 
@@ -34,30 +34,30 @@ def _case(
     sinks: bool = False,
     bias: tuple[int, ...] | None = None,
     **more,
-) -> Case:
+) -> KernelCase:
     """heads: of queries and of keys; width: of keys and of values; `options` as `flash_attention` takes them."""
     keys = queries if keys is None else keys
     (N, K), (H, V) = (x if isinstance(x, tuple) else (x, x) for x in (heads, width))
     arrays = {
-        "query": Array((batch, queries, N, H)),
-        "key": Array((batch, keys, K, H)),
-        "value": Array((batch, keys, K, V)),
+        "query": CaseArray((batch, queries, N, H)),
+        "key": CaseArray((batch, keys, K, H)),
+        "value": CaseArray((batch, keys, K, V)),
     }
     if sinks:
-        arrays["sinks"] = Array((N,))
+        arrays["sinks"] = CaseArray((N,))
     if bias:
-        arrays["bias"] = Array(bias)
-    return Case(name, arrays, roundings=_ROUNDINGS, **more)
+        arrays["bias"] = CaseArray(bias)
+    return KernelCase(name, arrays, roundings=_ROUNDINGS, **more)
 
 
-def segments(*lengths: int) -> Visible:
+def segments(*lengths: int) -> KeyRange:
     """Rows of packed documents of these lengths."""
     end = np.repeat(np.cumsum(lengths), lengths).astype(np.int32)
-    return Visible((end - np.repeat(lengths, lengths)).astype(np.int32)[None], end[None])
+    return KeyRange((end - np.repeat(lengths, lengths)).astype(np.int32)[None], end[None])
 
 
 # Every third query sees nothing, the others what lies around them.
-_scattered = Visible(
+_scattered = KeyRange(
     *(
         np.where(np.arange(90) % 3 == 0, empty, np.arange(90) + at).astype(np.int32)[None]
         for empty, at in ((7, -20), (7, 9))
@@ -65,9 +65,9 @@ _scattered = Visible(
 )
 
 
-def first(queries: int, keys: int) -> Visible:
+def first(queries: int, keys: int) -> KeyRange:
     """All queries see the first keys."""
-    return Visible(np.zeros((1, queries), np.int32), np.full((1, queries), keys, np.int32))
+    return KeyRange(np.zeros((1, queries), np.int32), np.full((1, queries), keys, np.int32))
 
 
 # What kernels for Hopper serve: narrow numbers, widths that are multiples of 64. Their interpreter takes seconds for
@@ -78,7 +78,7 @@ _WIDE = (
         queries=90,
         width=64,
         bias=(1, 1, 1, 90),
-        options={"visible": _scattered, "return_log_sum_exp": True},
+        options={"key_range": _scattered, "return_log_sum_exp": True},
         dtypes=("float16",),
     ),
     _case(
@@ -87,7 +87,7 @@ _WIDE = (
         heads=(2, 1),
         width=64,
         bias=(1, 2, 70, 70),
-        options={"visible": causal(70)},
+        options={"key_range": causal(70)},
         dtypes=("bfloat16",),
     ),
     _case(
@@ -96,7 +96,7 @@ _WIDE = (
         width=(128, 64),
         sinks=True,
         options={
-            "visible": both(segments(83, 1, 66), window(150, 50, after=9)),
+            "key_range": intersection(segments(83, 1, 66), sliding_window(150, 50, after=9)),
             "soft_cap": 5.0,
             "return_log_sum_exp": True,
         },
@@ -115,7 +115,7 @@ _GRID = tuple(
         queries=length,
         heads=2048 // width,
         width=width,
-        options=({"visible": causal(length)} if mask == "causal" else {})
+        options=({"key_range": causal(length)} if mask == "causal" else {})
         | ({"query_chunk": _CHUNK} if length > 2048 else {}),
         uses={"bench"},
         dtypes=("bfloat16",),
@@ -125,13 +125,13 @@ _GRID = tuple(
     for length in (512, 1024, 2048, 4096, 8192, 16_384)
 )
 
-_SMALL = _case("small", queries=64, options={"visible": causal(64)}, uses={"bench"})
+_SMALL = _case("small", queries=64, options={"key_range": causal(64)}, uses={"bench"})
 
 
-def _at_8k(name: str, queries: int = 8192, uses=frozenset({"compile", "bench"}), **more) -> Case:
+def _at_8k(name: str, queries: int = 8192, uses=frozenset({"compile", "bench"}), **more) -> KernelCase:
     """Llama 3's heads, unless told otherwise; masks are causal besides what they are told."""
     settings = {"heads": (32, 8), "width": 128, "dtypes": ("bfloat16",), "options": {}} | more
-    settings["options"] = {"visible": causal(queries), "query_chunk": _CHUNK} | settings["options"]
+    settings["options"] = {"key_range": causal(queries), "query_chunk": _CHUNK} | settings["options"]
     return _case(name, queries=queries, uses=uses, **settings)
 
 
@@ -141,7 +141,7 @@ CASES = (
         batch=2,
         queries=64,
         heads=2,
-        options={"visible": causal(64)},
+        options={"key_range": causal(64)},
         dtypes=("float32", "bfloat16", "float16"),
     ),
     _case("full, one query", queries=1, keys=200, heads=(4, 2), width=(48, 16)),
@@ -150,7 +150,7 @@ CASES = (
         batch=2,
         queries=150,
         heads=(4, 2),
-        options={"visible": both(segments(70, 1, 79), window(150, 40)), "return_log_sum_exp": True},
+        options={"key_range": intersection(segments(70, 1, 79), sliding_window(150, 40)), "return_log_sum_exp": True},
     ),
     _case(
         "bias, cap and sinks on odd lengths",
@@ -160,7 +160,7 @@ CASES = (
         width=(80, 32),
         sinks=True,
         bias=(1, 3, 37, 141),
-        options={"visible": causal(37, offset=104), "soft_cap": 2.0, "scale": 0.3, "return_log_sum_exp": True},
+        options={"key_range": causal(37, offset=104), "soft_cap": 2.0, "scale": 0.3, "return_log_sum_exp": True},
         dtypes=("float32", "bfloat16"),
     ),
     _case(
@@ -169,7 +169,10 @@ CASES = (
         queries=150,
         heads=(4, 2),
         sinks=True,
-        options={"visible": both(causal(150), union(first(150, 5), window(150, 40))), "return_log_sum_exp": True},
+        options={
+            "key_range": intersection(causal(150), union(first(150, 5), sliding_window(150, 40))),
+            "return_log_sum_exp": True,
+        },
         dtypes=("float32", "bfloat16"),
     ),
     _case(
@@ -178,16 +181,24 @@ CASES = (
         keys=70,
         bias=(1, 1, 90, 70),
         options={
-            "visible": union(_scattered, shifted(_scattered, -30), shifted(segments(50, 40), 9)),
+            "key_range": union(_scattered, shifted(_scattered, -30), shifted(segments(50, 40), 9)),
             "soft_cap": 3.0,
             "return_log_sum_exp": True,
         },
     ),
-    _case("shared bias", batch=2, queries=20, keys=33, heads=2, bias=(2, 1, 1, 33), options={"visible": prefix(20, 9)}),
-    _case("rows that see nothing", queries=90, heads=2, options={"visible": _scattered, "return_log_sum_exp": True}),
-    _case("nothing at all", queries=20, options={"visible": Visible(*np.full((2, 1, 20), 5, np.int32))}),
-    _case("no batch", batch=0, queries=20, heads=(2, 1), options={"visible": causal(20), "query_chunk": 8}),
-    _case("no query", queries=0, keys=20, sinks=True, options={"visible": causal(0), "return_log_sum_exp": True}),
+    _case(
+        "shared bias",
+        batch=2,
+        queries=20,
+        keys=33,
+        heads=2,
+        bias=(2, 1, 1, 33),
+        options={"key_range": prefix_lm(20, 9)},
+    ),
+    _case("rows that see nothing", queries=90, heads=2, options={"key_range": _scattered, "return_log_sum_exp": True}),
+    _case("nothing at all", queries=20, options={"key_range": KeyRange(*np.full((2, 1, 20), 5, np.int32))}),
+    _case("no batch", batch=0, queries=20, heads=(2, 1), options={"key_range": causal(20), "query_chunk": 8}),
+    _case("no query", queries=0, keys=20, sinks=True, options={"key_range": causal(0), "return_log_sum_exp": True}),
     _case("no key", queries=20, keys=0, options={"return_log_sum_exp": True}),
     _case("no head", queries=20, heads=0),
     *_WIDE,
@@ -199,14 +210,14 @@ CASES = (
         "window 4096, cap, 8192 × 256",
         heads=(16, 8),
         width=256,
-        options={"visible": window(8192, 4095), "soft_cap": 50.0},
+        options={"key_range": sliding_window(8192, 4095), "soft_cap": 50.0},
     ),
     _at_8k(
         "packed, sinks, 8192 × 64",
         heads=(64, 8),
         width=64,
         sinks=True,
-        options={"visible": both(causal(8192), segments(1000, 3000, 96, 4096))},
+        options={"key_range": intersection(causal(8192), segments(1000, 3000, 96, 4096))},
     ),
     _at_8k("bias 2048 × 128", queries=2048, heads=16, bias=(1, 16, 2048, 2048)),
     _case(
@@ -217,15 +228,15 @@ CASES = (
         width=(96, 64),
         sinks=True,
         bias=(1, 4, 300, 1111),
-        options={"visible": causal(300, offset=811), "soft_cap": 20.0, "return_log_sum_exp": True},
+        options={"key_range": causal(300, offset=811), "soft_cap": 20.0, "return_log_sum_exp": True},
         uses={"compile"},
     ),
 )
 
 
-def _serves(implementation: str, case: Case, dtype: str) -> bool:
+def _serves(implementation: str, case: KernelCase, dtype: str) -> bool:
     absent = dict.fromkeys(Operands._fields)
-    return KERNELS[implementation].refusal(Operands(**absent | case.structs(dtype))) is None
+    return KERNELS[implementation].unsupported_reason(Operands(**absent | case.structs(dtype))) is None
 
 
-OPERATION = Operation(function, reference.flash_attention, IMPLEMENTATIONS, CASES, costs, ("cudnn",), _serves)
+OPERATION = KernelOperation(function, reference.flash_attention, IMPLEMENTATIONS, CASES, costs, ("cudnn",), _serves)

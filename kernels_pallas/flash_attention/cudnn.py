@@ -5,12 +5,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from kernels_pallas.core.target import Target
+from kernels_pallas.core.target import TargetChip
 from kernels_pallas.flash_attention.operands import Operands
 
 
-def refusal(
-    operands: Operands, visible: Any, soft_cap: float | None, return_log_sum_exp: bool, chip: Target
+def unsupported_reason(
+    operands: Operands, key_range: Any, soft_cap: float | None, return_log_sum_exp: bool, chip: TargetChip
 ) -> str | None:
     """Why cuDNN, as `jax.nn.dot_product_attention` calls it, cannot serve a call."""
     H, V = operands.sizes[5:]
@@ -26,25 +26,25 @@ def refusal(
         return "of a row whose bias is −∞ throughout, which is not known while tracing, it may make NaN"
     if return_log_sum_exp:
         return "it rounds the log-sum-exp to the dtype of the query, and JAX drops its gradient"
-    if is_causal(visible, *operands.sizes[1:3]) is None:
+    if is_causal(key_range, *operands.sizes[1:3]) is None:
         return "of masks known while tracing it serves all keys and, with as many keys as queries, causal"
     return None
 
 
-def flash_attention(operands: Operands, visible: Any, scale: float) -> jax.Array:
+def flash_attention(operands: Operands, key_range: Any, scale: float) -> jax.Array:
     """Output [B, T, N, V]."""
-    causal = bool(is_causal(visible, *operands.sizes[1:3]))
+    causal = bool(is_causal(key_range, *operands.sizes[1:3]))
     return jax.nn.dot_product_attention(*operands[:3], scale=scale, is_causal=causal, implementation="cudnn")
 
 
-def is_causal(visible: Any, T: int, S: int) -> bool | None:
+def is_causal(key_range: Any, T: int, S: int) -> bool | None:
     """Whether the mask of T queries and S keys is causal or none; None for any other, or one that is known only when it
     runs."""
-    if visible is None:
+    if key_range is None:
         return False
-    if any(isinstance(x, jax.core.Tracer) or x.ndim == 3 for x in visible):
+    if any(isinstance(x, jax.core.Tracer) or x.ndim == 3 for x in key_range):
         return None
-    start, end = (np.asarray(x) for x in visible)
+    start, end = (np.asarray(x) for x in key_range)
     if np.all(start <= 0) and np.all(end >= S):
         return False
     causal = T == S and np.all(start <= 0) and np.all(end == np.arange(1, T + 1)[None])

@@ -1,8 +1,9 @@
 """Attention on Hopper, compiled by Mosaic GPU: FlashAttention-3 (arXiv:2407.08608, section 3) without its float8.
 
-One warpgroup fetches: it has the copy engine bring blocks of keys and values into a ring in shared memory, several
-ahead. Two compute: each holds 64 queries and their sums in registers, and they take turns, so that the tensor cores
-multiply for one while the other exponentiates. The backward pass is in `mosaic_gpu_backward.py`.
+One warpgroup is the producer: by TMA it loads blocks of keys and values into a ring in shared memory, several stages
+ahead. Two are consumers: each holds 64 queries and their accumulators in registers. A ping-pong barrier lets them
+alternate, so that the tensor cores multiply for one while the other exponentiates. The backward pass is in
+`mosaic_gpu_backward.py`.
 """
 
 from typing import Any
@@ -13,31 +14,31 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kernels_pallas.core import hopper
-from kernels_pallas.core.hopper import ROWS, Barriers, Shared, Warpgroup
+from kernels_pallas.core.hopper import ROWS, Barriers, SharedBuffer, Warpgroup
 from kernels_pallas.flash_attention.blocks import key_ranges
 from kernels_pallas.flash_attention.mosaic_gpu_backward import backward
 from kernels_pallas.flash_attention.operands import Operands
 from kernels_pallas.flash_attention.ring import (
-    COMPUTING,
+    CONSUMERS,
     QUERIES,
     TILE,
-    Keys,
-    Order,
+    BlockOrder,
+    KeyBlocks,
     References,
     Ring,
     padded,
-    roles,
     tiled,
+    warp_specialize,
 )
-from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, Settings, tanh_by_exp2
+from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, FlashSettings, tanh_by_exp2
 
-__all__ = ["backward", "forward", "refusal"]
+__all__ = ["backward", "forward", "unsupported_reason"]
 
 # Columns of a product, at most.
 MAX_WIDTH = 256
 
 
-def refusal(operands: Operands) -> str | None:
+def unsupported_reason(operands: Operands) -> str | None:
     """Why these kernels cannot serve a call."""
     H, V = operands.sizes[5:]
     if operands.query.dtype not in ("bfloat16", "float16"):
@@ -49,34 +50,34 @@ def refusal(operands: Operands) -> str | None:
     return None
 
 
-def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Array]:
+def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, N, V] and log-sum-exp [B, N, T] in float32."""
     B, T, S, N, K, H, V = operands.sizes
     dtype, rows = operands.query.dtype, pl.cdiv(T, QUERIES)
     own = {
-        "query_tile": Shared((COMPUTING, ROWS, H), dtype, tiled=True),
-        "log_sum_exp_tile": Shared((COMPUTING, ROWS), jnp.float32),
+        "query_tile": SharedBuffer((CONSUMERS, ROWS, H), dtype, tiled=True),
+        "log_sum_exp_tile": SharedBuffer((CONSUMERS, ROWS), jnp.float32),
     }
-    if H != V:  # else the output takes the place of the queries: they have been read by then
-        own["out_tile"] = Shared((COMPUTING, ROWS, V), dtype, tiled=True)
-    of_keys = Keys(operands)
+    if H != V:  # else the output overwrites the queries, which have been read by then
+        own["out_tile"] = SharedBuffer((CONSUMERS, ROWS, V), dtype, tiled=True)
+    of_keys = KeyBlocks(operands)
     # As many keys as registers hold scores of, besides the sums of all V columns, and shared memory two blocks of.
     keys = 128 if max(H, V) <= 128 and not of_keys.biased else 64
-    ring = Ring.of("forward", operands, keys, of_keys.parts, own)
+    ring = Ring.of("forward", operands, keys, of_keys.buffers, own)
     keys = ring.blocks.rows
 
     def kernel(warpgroup: Warpgroup, ref: References) -> None:
         me, b, n = warpgroup.index(), warpgroup.index("batch"), warpgroup.index("head")
         i = rows - 1 - warpgroup.index("block")  # under a causal mask the last has most to do: it goes first
-        order = Order(*(ref["ranges"][b, i, c] for c in range(4))).at_least_one()
+        order = BlockOrder(*(ref["ranges"][b, i, c] for c in range(4))).at_least_one()
 
         def sources(step: jax.Array) -> dict[str, Any]:
             return of_keys.sources(ref, b, n, i, order.block(step), keys)
 
         def compute() -> None:
-            tile, query, turn = i * COMPUTING + me, ref["query_tile"].at[me], ref["turn"].at[me]
+            tile, query, ping_pong = i * CONSUMERS + me, ref["query_tile"].at[me], ref["ping_pong"].at[me]
             at = pl.ds(tile * ROWS, ROWS)
-            warpgroup.fetch(ref["query"].at[b, at, n], query, ref["query_ready"].at[me])
+            warpgroup.tma_load(ref["query"].at[b, at, n], query, ref["query_ready"].at[me])
             start, end = (warpgroup.load_by_row(ref[name].at[b, tile]) for name in ("start", "end"))
             largest = warpgroup.by_row(jnp.full((ROWS,), LOWEST, jnp.float32))
             total = warpgroup.by_row(jnp.zeros((ROWS,), jnp.float32))
@@ -85,62 +86,71 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
                 largest = jnp.maximum(largest, sink)
                 total = jnp.exp2(sink - largest)
 
-            def pass_turn() -> None:
-                warpgroup.arrive(ref["turn"].at[lax.rem(me + 1, COMPUTING)])
+            def let_other_multiply() -> None:
+                warpgroup.arrive(ref["ping_pong"].at[lax.rem(me + 1, CONSUMERS)])
 
-            def weigh(products: jax.Array, j: jax.Array, sums: tuple, masked: bool) -> tuple:
-                """Weights of a step, sums with them, and by what those before it are to be multiplied."""
-                ring.leave(warpgroup, ref, j, order.steps, "key")
+            def online_softmax(products: jax.Array, j: jax.Array, sums: tuple, masked: bool) -> tuple:
+                """Return the softmax statistics after a step, the factor of earlier accumulators, and the weights."""
+                ring.consumer_release(warpgroup, ref, j, order.steps, "key")
                 largest, total = sums
                 bias = of_keys.bias(warpgroup, ref, ring, j, order.steps)
                 values, factor, _ = settings.factored(products, bias, tanh=tanh_by_exp2)
                 if masked:
-                    index = order.block(j) * keys + warpgroup.count((ROWS, keys), 1)
-                    seen = (warpgroup.across(start, keys) <= index) & (index < warpgroup.across(end, keys))
+                    index = order.block(j) * keys + warpgroup.iota((ROWS, keys), 1)
+                    seen = (warpgroup.broadcast_by_row(start, keys) <= index) & (
+                        index < warpgroup.broadcast_by_row(end, keys)
+                    )
                     values = jnp.where(seen, values, -jnp.inf)
                 raised = jnp.maximum(largest, jnp.max(values, axis=1) * factor)
                 kept = jnp.exp2(largest - raised)
-                weights = jnp.exp2(values * factor - warpgroup.across(raised, keys))
+                weights = jnp.exp2(values * factor - warpgroup.broadcast_by_row(raised, keys))
                 total = total * kept + jnp.sum(weights, axis=1)
-                # Nothing of this may be put off until it is this warpgroup's turn again.
+                # The compiler may not move any of this after the wait at the ping-pong barrier.
                 return lax.optimization_barrier(((raised, total), kept, weights.astype(dtype)))
 
             def step(j: jax.Array, carry: tuple, masked: bool) -> tuple:
-                """The scores of a step, and the values of that before: the first are weighed beside the second."""
-                sums, mixed, weights = carry
-                (key,), (value,) = ring.take(warpgroup, ref, j, "key"), ring.take(warpgroup, ref, j - 1, "value")
-                warpgroup.wait(turn)
-                (sums, kept, following), mixed = warpgroup.product_beside_sum(
-                    (query, key), mixed, (weights, value), lambda x: weigh(x, j, sums, masked), pass_turn
+                """Multiply the keys of step j and the values of step j − 1: the softmax of one overlaps the other."""
+                sums, acc, weights = carry
+                (key,), (value,) = (
+                    ring.consumer_wait(warpgroup, ref, j, "key"),
+                    ring.consumer_wait(warpgroup, ref, j - 1, "value"),
                 )
-                ring.leave(warpgroup, ref, j - 1, order.steps, "value")
-                return sums, mixed * warpgroup.across(kept, V), following
+                warpgroup.wait(ping_pong)
+                (sums, kept, following), acc = warpgroup.qk_with_pv(
+                    (query, key),
+                    acc,
+                    (weights, value),
+                    lambda x: online_softmax(x, j, sums, masked),
+                    let_other_multiply,
+                )
+                ring.consumer_release(warpgroup, ref, j - 1, order.steps, "value")
+                return sums, acc * warpgroup.broadcast_by_row(kept, V), following
 
-            pl.when(me == COMPUTING - 1)(pass_turn)  # to the first
+            pl.when(me == CONSUMERS - 1)(let_other_multiply)  # to the first
             warpgroup.wait(ref["query_ready"].at[me])
-            (key,) = ring.take(warpgroup, ref, jnp.int32(0), "key")
-            warpgroup.wait(turn)
-            (products,) = warpgroup.products_of_rows((query, key), meanwhile=pass_turn)
+            (key,) = ring.consumer_wait(warpgroup, ref, jnp.int32(0), "key")
+            warpgroup.wait(ping_pong)
+            (products,) = warpgroup.wgmma((query, key), meanwhile=let_other_multiply)
             # Where the first block is seen whole its mask hides nothing: that is less than another copy of the code.
-            sums, _, weights = weigh(products, jnp.int32(0), (largest, total), masked=True)
-            mixed = warpgroup.tile(jnp.zeros((ROWS, V), jnp.float32))
-            sums, mixed, weights = order.over(step, (sums, mixed, weights), begin=1)
-            (value,) = ring.take(warpgroup, ref, order.steps - 1, "value")
-            warpgroup.wait(turn)
-            pl.when(me < COMPUTING - 1)(pass_turn)
-            (mixed,) = warpgroup.add_products((mixed, weights, value))
+            sums, _, weights = online_softmax(products, jnp.int32(0), (largest, total), masked=True)
+            acc = warpgroup.tile(jnp.zeros((ROWS, V), jnp.float32))
+            sums, acc, weights = order.over(step, (sums, acc, weights), begin=1)
+            (value,) = ring.consumer_wait(warpgroup, ref, order.steps - 1, "value")
+            warpgroup.wait(ping_pong)
+            pl.when(me < CONSUMERS - 1)(let_other_multiply)
+            (acc,) = warpgroup.wgmma_accumulate((acc, weights, value))
             largest, total = sums
 
             some = total != 0  # of a NaN too
             total = jnp.where(some, total, 1.0)
             log_sum_exp = jnp.where(some, (largest + jnp.log(total) * LOG2_E) * LN_2, -jnp.inf)
-            place = query if H == V else ref["out_tile"].at[me]
-            warpgroup.send(
-                (mixed * warpgroup.across(1.0 / total, V), place, ref["out"].at[b, at, n]),
+            buffer = query if H == V else ref["out_tile"].at[me]
+            warpgroup.tma_store(
+                (acc * warpgroup.broadcast_by_row(1.0 / total, V), buffer, ref["out"].at[b, at, n]),
                 (log_sum_exp, ref["log_sum_exp_tile"].at[me], ref["log_sum_exp"].at[b, n, at]),
             )
 
-        roles(warpgroup, lambda: ring.fill(warpgroup, ref, order.steps, sources), compute)
+        warp_specialize(warpgroup, lambda: ring.producer_loop(warpgroup, ref, order.steps, sources), compute)
 
     start, end = operands.intervals
     inputs = {
@@ -159,9 +169,9 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
             "log_sum_exp": jax.ShapeDtypeStruct((B, N, rows * QUERIES), jnp.float32),
         },
         grid={"head": N, "block": rows, "batch": B},
-        warpgroups=COMPUTING + 1,
-        shared=own | ring.shared() | {"query_ready": Barriers(COMPUTING), "turn": Barriers(COMPUTING)},
-        cost=operands.forward_cost(settings.seen),
+        warpgroups=CONSUMERS + 1,
+        shared=own | ring.shared() | {"query_ready": Barriers(CONSUMERS), "ping_pong": Barriers(CONSUMERS)},
+        cost=operands.forward_cost(settings.unmasked_scores),
         name="flash_attention_forward",
     )
     return out[:, :T], log_sum_exp[:, :, :T]

@@ -2,11 +2,10 @@
 
 Tiles of scores are transposed, [keys, queries]: what belongs to a query (maximum, sum, interval) is then one row along
 the lanes, reduced and spread along sublanes, and takes no padding in memory. The last axes of the grid run in sequence
-and add up in VMEM: one over a list of the tiles that somebody sees, made before the kernel runs (`visits.py`), so that
-the others take no step of the grid.
+and accumulate in VMEM: one over a list of the tiles that are not masked, made before the kernel runs
+(`tile_schedule.py`), so that the others take no step of the grid.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -16,16 +15,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas.core import launch, target, tuning
+from kernels_pallas.flash_attention import halves, tile_schedule
 from kernels_pallas.flash_attention.operands import Operands
-from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, Settings, dot, score_gradient
-from kernels_pallas.flash_attention.visible import Visible, shifted, within
-from kernels_pallas.flash_attention.visits import MOST, MOST_OUTER, Visit, Visits, visits
+from kernels_pallas.flash_attention.tile_schedule import ScheduledTile, TileSchedule
+from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, FlashSettings, dot, score_gradient
 
 # Queries lie along the lanes, and so do keys in a block of the bias.
 LANES = 128
 
 
-class Blocks(NamedTuple):
+class FlashTpuBlocks(NamedTuple):
     """Scores are computed in tiles of `queries` × `keys`, of each the scores of `chunk` keys at a time."""
 
     queries: int
@@ -33,49 +32,49 @@ class Blocks(NamedTuple):
     chunk: int
 
 
-class Kernels(NamedTuple):
-    """Blocks of the three."""
+class FlashTpuTiling(NamedTuple):
+    """Blocks of each kernel."""
 
-    forward: Blocks
-    query_gradient: Blocks
-    key_gradient: Blocks
+    forward: FlashTpuBlocks
+    query_gradient: FlashTpuBlocks
+    key_gradient: FlashTpuBlocks
 
 
 # Until they are measured: what the compiler schedules best (docs/kernels.md) of what fits the 16 MiB of VMEM that every
 # generation grants a kernel.
-_DEFAULT = Kernels(Blocks(512, 1024, 256), Blocks(512, 1024, 256), Blocks(1024, 1024, 256))
-_FLOAT32 = Kernels(*[Blocks(256, 512, 256)] * 3)
-_INTERPRETED = Kernels(*[Blocks(128, 128, 64)] * 3)
+_DEFAULT = FlashTpuTiling(*(FlashTpuBlocks(queries, 1024, 256) for queries in (512, 512, 1024)))
+_FLOAT32 = FlashTpuTiling(*[FlashTpuBlocks(256, 512, 256)] * 3)
+_INTERPRETED = FlashTpuTiling(*[FlashTpuBlocks(128, 128, 64)] * 3)
 # Of a chunk's scores in float32, as many as compilers for v5e were seen to hold.
 _INTERMEDIATES = 7
 
 
-class _Layout(NamedTuple):
-    """How a call is cut: its sizes, blocks and numbers of blocks, and which tiles are visited."""
+class _TileLayout(NamedTuple):
+    """The tiling of a call: its sizes, blocks and numbers of blocks, and the schedule of its tiles."""
 
     sizes: tuple[int, int, int, int, int, int, int]
-    blocks: Blocks
+    blocks: FlashTpuBlocks
     rows: int
     columns: int
     by_keys: bool
-    visits: Visits
+    schedule: TileSchedule
 
     @property
     def too_long(self) -> bool:
-        """Whether its list of tiles is."""
-        return self._outer > MOST_OUTER or self.visits.tiles.size > MOST
+        """Return whether the schedule is too long for scalar memory."""
+        return self._outer > tile_schedule.MAX_OUTER or self.schedule.tiles.size > tile_schedule.MAX_TILES
 
     @property
     def by_sequence(self) -> bool:
-        """Whether half of the sequences have half of it."""
-        return self._outer <= MOST_OUTER and self.visits.tiles.shape[0] > 1
+        """Return whether half of the sequences have half of the schedule."""
+        return self._outer <= tile_schedule.MAX_OUTER and self.schedule.tiles.shape[0] > 1
 
     @property
     def _outer(self) -> int:
         return self.columns if self.by_keys else self.rows
 
     def cut(self, operands: Operands) -> Operands:
-        """Heads before the sequence, which is filled up to whole blocks: what is added sees nothing and is not seen."""
+        """Move heads before the sequence and pad the sequence to whole blocks; padding is masked."""
         rows, columns = self.rows * self.blocks.queries, self.columns * self.blocks.keys
         start, end = operands.intervals
         bias = operands.bias
@@ -96,7 +95,7 @@ class _Layout(NamedTuple):
         return _pad(jnp.swapaxes(x, 1, 2), 2, length)
 
     def per_query(self, x: jax.Array) -> jax.Array:
-        """[B, N or 1, T] → [B, N or 1, 1, T], filled up."""
+        """[B, N or 1, T] → [B, N or 1, 1, T], padded."""
         return _pad(x, 2, self.rows * self.blocks.queries)[:, :, None]
 
 
@@ -106,7 +105,7 @@ def _pad(x: jax.Array, axis: int, length: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
-def _layout(operands: Operands, kernel: str) -> _Layout:
+def _layout(operands: Operands, kernel: str) -> _TileLayout:
     _, T, S, _, _, H, V = sizes = operands.sizes
     dtype = operands.query.dtype
     if target.current().platform != "tpu":
@@ -117,16 +116,18 @@ def _layout(operands: Operands, kernel: str) -> _Layout:
     chosen = getattr(kernels, kernel)
     if kernel == "key_gradient" and operands.bias is not None and operands.bias.shape[2] > 1:
         chosen = chosen._replace(keys=min(chosen.keys, 512))  # a tile of it may be float32, and twice in VMEM
-    default = Blocks(min(chosen.queries, lengths[0]), min(chosen.keys, lengths[1]), chosen.chunk)
+    default = FlashTpuBlocks(min(chosen.queries, lengths[0]), min(chosen.keys, lengths[1]), chosen.chunk)
     blocks = tuning.blocks(f"flash_attention_{kernel}", "mosaic_tpu", (T, S, H, V), dtype, default)
     # Measured it may be without a bias, or with narrower heads.
     blocks = blocks if _held(blocks, operands, kernel) <= launch.TPU_VMEM else default
     rows, columns, by_keys = pl.cdiv(T, blocks.queries), pl.cdiv(S, blocks.keys), kernel == "key_gradient"
-    visited = visits(operands.start, operands.end, blocks.queries, blocks.keys, columns, by_keys=by_keys)
-    return _Layout(sizes, blocks, rows, columns, by_keys, visited)
+    schedule = tile_schedule.schedule_tiles(
+        operands.start, operands.end, blocks.queries, blocks.keys, columns, by_keys=by_keys
+    )
+    return _TileLayout(sizes, blocks, rows, columns, by_keys, schedule)
 
 
-def _held(blocks: Blocks, operands: Operands, kernel: str) -> int:
+def _held(blocks: FlashTpuBlocks, operands: Operands, kernel: str) -> int:
     """Bytes of VMEM: two buffers of each array's block, of whole lanes, a row in 8 sublanes; the float32 sums; and what
     is made of a chunk of scores."""
     H, V = (pl.cdiv(width, LANES) * LANES for width in operands.sizes[5:])
@@ -143,7 +144,7 @@ def _held(blocks: Blocks, operands: Operands, kernel: str) -> int:
     return 2 * (arrays + rows + bias) + 4 * (sums + _INTERMEDIATES * min(chunk, keys) * queries)
 
 
-def refusal(operands: Operands) -> str | None:
+def unsupported_reason(operands: Operands) -> str | None:
     """Why these kernels cannot serve a call."""
     if operands.query.dtype == jnp.float16:
         return "TPUs have no float16"
@@ -152,22 +153,22 @@ def refusal(operands: Operands) -> str | None:
     return None
 
 
-def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Array]:
+def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, N, V] and log-sum-exp [B, N, T] in float32."""
     B, T, _, N, _, _, V = operands.sizes
     layout = _layout(operands, "forward")
     blocks = layout.blocks
     if layout.too_long:
-        axis, parts = _parts(settings, operands, layout)
-        outs, sums = zip(*itertools.starmap(forward, parts), strict=True)
+        axis, calls = _split(settings, operands, layout)
+        outs, sums = zip(*itertools.starmap(forward, calls), strict=True)
         return jnp.concatenate(outs, axis), jnp.concatenate(sums, 2 * axis)
 
-    def kernel(at: Visit, ref: Mapping[str, Any]) -> None:
-        largest, total, mixed = ref["largest"], ref["total"], ref["mixed"]
+    def kernel(tile: ScheduledTile, ref: Mapping[str, Any]) -> None:
+        largest, total, acc = ref["largest"], ref["total"], ref["acc"]
 
-        @pl.when(at.opens)
+        @pl.when(tile.is_first)
         def _() -> None:
-            mixed[...] = jnp.zeros_like(mixed)
+            acc[...] = jnp.zeros_like(acc)
             if "sinks" in ref:
                 sink = jnp.broadcast_to(ref["sinks"][...] * LOG2_E, largest.shape)
                 largest[...] = jnp.maximum(sink, LOWEST)
@@ -177,23 +178,23 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
                 total[...] = jnp.zeros_like(total)
 
         def step(masked: bool) -> None:
-            top, sums, mix = largest[...], total[...], mixed[...]
+            top, sums, out = largest[...], total[...], acc[...]
             for keys, products in _ahead(blocks, lambda keys: dot(ref["key"][keys], ref["query"][...], (1, 1))):
-                scores, _ = _scores(settings, ref, masked, products, at.inner * blocks.keys, keys)
+                scores, _ = _scores(settings, ref, masked, products, tile.inner * blocks.keys, keys)
                 raised = jnp.maximum(top, jnp.max(scores, axis=0, keepdims=True))
                 kept, weights = jnp.exp2(top - raised), jnp.exp2(scores - raised)
                 top, sums = raised, sums * kept + jnp.sum(weights, axis=0, keepdims=True)
                 value = ref["value"][keys]
-                mix = mix * kept + dot(value, weights.astype(value.dtype), (0, 0))
-            largest[...], total[...], mixed[...] = top, sums, mix
+                out = out * kept + dot(value, weights.astype(value.dtype), (0, 0))
+            largest[...], total[...], acc[...] = top, sums, out
 
-        at.visit(step)
+        tile.compute(step)
 
-        @pl.when(at.closes)
+        @pl.when(tile.is_last)
         def _() -> None:
             some = total[...] != 0  # of a NaN too
             sums = jnp.where(some, total[...], 1.0)
-            ref["out"][...] = (mixed[...] / sums).T.astype(ref["out"].dtype)
+            ref["out"][...] = (acc[...] / sums).T.astype(ref["out"].dtype)
             ref["log_sum_exp"][...] = jnp.where(some, (largest[...] + jnp.log2(sums)) * LN_2, -jnp.inf)
 
     out, log_sum_exp = _call(
@@ -204,49 +205,49 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
         operands,
         gradients={},
         outputs={"out": ("query", V, operands.query.dtype), "log_sum_exp": ("row", 1, jnp.float32)},
-        scratch={"largest": (1, blocks.queries), "total": (1, blocks.queries), "mixed": (V, blocks.queries)},
-        cost=operands.forward_cost(settings.seen),
+        scratch={"largest": (1, blocks.queries), "total": (1, blocks.queries), "acc": (V, blocks.queries)},
+        cost=operands.forward_cost(settings.unmasked_scores),
     )
     return jnp.swapaxes(out[:, :, :T], 1, 2), log_sum_exp[:, :, 0, :T]
 
 
-def backward(settings: Settings, operands: Operands, *rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def backward(settings: FlashSettings, operands: Operands, *rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and value; of rows there are log_sum_exp in units of log₂ e and delta, float32 [B, N, T],
     and d_out."""
     return _query_gradient(settings, operands, *rows), *_key_gradient(settings, operands, *rows)
 
 
 def _query_gradient(
-    settings: Settings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
+    settings: FlashSettings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
 ) -> jax.Array:
     """Gradient of the query; log_sum_exp in units of log₂ e, and delta: float32 [B, N, T]."""
     _, T, _, _, _, H, _ = operands.sizes
     layout = _layout(operands, "query_gradient")
     blocks = layout.blocks
     if layout.too_long:
-        axis, parts = _parts(settings, operands, layout, log_sum_exp, delta, d_out)
-        return jnp.concatenate(list(itertools.starmap(_query_gradient, parts)), axis)
+        axis, calls = _split(settings, operands, layout, log_sum_exp, delta, d_out)
+        return jnp.concatenate(list(itertools.starmap(_query_gradient, calls)), axis)
 
-    def kernel(at: Visit, ref: Mapping[str, Any]) -> None:
+    def kernel(tile: ScheduledTile, ref: Mapping[str, Any]) -> None:
         total = ref["total"]
 
-        @pl.when(at.opens)
+        @pl.when(tile.is_first)
         def _() -> None:
             total[...] = jnp.zeros_like(total)
 
         def step(masked: bool) -> None:
             d_query = total[...]
             for keys, (products, d_weights) in _ahead(blocks, _both_products(ref)):
-                scores, slope = _scores(settings, ref, masked, products, at.inner * blocks.keys, keys)
+                scores, slope = _scores(settings, ref, masked, products, tile.inner * blocks.keys, keys)
                 weights = jnp.exp2(scores - ref["log_sum_exp"][...])
                 d_scores = score_gradient(weights, d_weights, ref["delta"][...], slope)
                 key = ref["key"][keys]
                 d_query += dot(key, d_scores.astype(key.dtype), (0, 0))
             total[...] = d_query
 
-        at.visit(step)
+        tile.compute(step)
 
-        @pl.when(at.closes)
+        @pl.when(tile.is_last)
         def _() -> None:
             ref["d_query"][...] = (total[...] * settings.scale).T.astype(ref["d_query"].dtype)
 
@@ -259,28 +260,28 @@ def _query_gradient(
         gradients=_by_row(layout, log_sum_exp, delta, d_out),
         outputs={"d_query": ("query", H, operands.query.dtype)},
         scratch={"total": (H, blocks.queries)},
-        cost=operands.query_cost(settings.seen),
+        cost=operands.query_cost(settings.unmasked_scores),
     )
     return jnp.swapaxes(d_query[:, :, :T], 1, 2)
 
 
 def _key_gradient(
-    settings: Settings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
+    settings: FlashSettings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of key and value: see `_query_gradient`."""
     _, _, S, N, K, H, V = operands.sizes
     layout = _layout(operands, "key_gradient")
     blocks = layout.blocks
     if layout.too_long:
-        axis, parts = _parts(settings, operands, layout, log_sum_exp, delta, d_out)
-        d_keys, d_values = zip(*itertools.starmap(_key_gradient, parts), strict=True)
+        axis, calls = _split(settings, operands, layout, log_sum_exp, delta, d_out)
+        d_keys, d_values = zip(*itertools.starmap(_key_gradient, calls), strict=True)
         return jnp.concatenate(d_keys, axis), jnp.concatenate(d_values, axis)
 
-    def kernel(at: Visit, ref: Mapping[str, Any]) -> None:
+    def kernel(tile: ScheduledTile, ref: Mapping[str, Any]) -> None:
         key_total, value_total = ref["key_total"], ref["value_total"]
         head = pl.program_id(3)
 
-        @pl.when(at.opens & (head == 0))
+        @pl.when(tile.is_first & (head == 0))
         def _() -> None:
             key_total[...] = jnp.zeros_like(key_total)
             value_total[...] = jnp.zeros_like(value_total)
@@ -288,15 +289,15 @@ def _key_gradient(
         def step(masked: bool) -> None:
             d_out, query = ref["d_out"][...], ref["query"][...]
             for keys, (products, d_weights) in _ahead(blocks, _both_products(ref)):
-                scores, slope = _scores(settings, ref, masked, products, at.outer * blocks.keys, keys)
+                scores, slope = _scores(settings, ref, masked, products, tile.outer * blocks.keys, keys)
                 weights = jnp.exp2(scores - ref["log_sum_exp"][...])
                 value_total[keys] += dot(weights.astype(d_out.dtype), d_out, (1, 0))
                 d_scores = score_gradient(weights, d_weights, ref["delta"][...], slope)
                 key_total[keys] += dot(d_scores.astype(query.dtype), query, (1, 0))
 
-        at.visit(step)
+        tile.compute(step)
 
-        @pl.when(at.closes & (head == N // K - 1))
+        @pl.when(tile.is_last & (head == N // K - 1))
         def _() -> None:
             ref["d_key"][...] = (key_total[...] * settings.scale).astype(ref["d_key"].dtype)
             ref["d_value"][...] = value_total[...].astype(ref["d_value"].dtype)
@@ -310,12 +311,12 @@ def _key_gradient(
         gradients=_by_row(layout, log_sum_exp, delta, d_out),
         outputs={"d_key": ("key", H, operands.key.dtype), "d_value": ("key", V, operands.value.dtype)},
         scratch={"key_total": (blocks.keys, H), "value_total": (blocks.keys, V)},
-        cost=operands.key_cost(settings.seen),
+        cost=operands.key_cost(settings.unmasked_scores),
     )
     return jnp.swapaxes(d_key[:, :, :S], 1, 2), jnp.swapaxes(d_value[:, :, :S], 1, 2)
 
 
-def _by_row(layout: _Layout, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array) -> dict[str, tuple]:
+def _by_row(layout: _TileLayout, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array) -> dict[str, tuple]:
     return {
         "log_sum_exp": ("row", layout.per_query(log_sum_exp)),
         "delta": ("row", layout.per_query(delta)),
@@ -323,7 +324,7 @@ def _by_row(layout: _Layout, log_sum_exp: jax.Array, delta: jax.Array, d_out: ja
     }
 
 
-def _ahead(blocks: Blocks, products: Callable[[slice], Any]) -> Iterator[tuple[slice, Any]]:
+def _ahead(blocks: FlashTpuBlocks, products: Callable[[slice], Any]) -> Iterator[tuple[slice, Any]]:
     """For each chunk of a tile's keys what `products` makes of it, those of the next chunk made before what the caller
     does with these: the compiler lets the matrix unit run beside the others only where instructions are near."""
     chunks = [slice(first, min(first + blocks.chunk, blocks.keys)) for first in range(0, blocks.keys, blocks.chunk)]
@@ -342,7 +343,7 @@ def _both_products(ref: Mapping[str, Any]) -> Callable[[slice], tuple[jax.Array,
 
 
 def _scores(
-    settings: Settings, ref: Mapping[str, Any], masked: bool, products: jax.Array, first_key: Any, keys: slice
+    settings: FlashSettings, ref: Mapping[str, Any], masked: bool, products: jax.Array, first_key: Any, keys: slice
 ) -> tuple:
     """Scores [keys, queries] of some keys of a tile, −∞ where a key is not seen, and their slope."""
     bias = ref["bias"][:, keys].astype(jnp.float32).T if "bias" in ref else None
@@ -358,14 +359,14 @@ def _scores(
 def _call(
     name: str,
     kernel: Callable[..., None],
-    settings: Settings,
-    layout: _Layout,
+    settings: FlashSettings,
+    layout: _TileLayout,
     operands: Operands,
     *,
     gradients: Mapping[str, tuple[str, jax.Array]],
     outputs: Mapping[str, tuple[str, int, Any]],
     scratch: Mapping[str, tuple[int, int]],
-    cost: launch.Cost,
+    cost: launch.KernelCost,
 ) -> list[jax.Array]:
     """Run a kernel that takes its references by name at the tiles of scores that are seen: of each block of queries, or
     `by_keys` of each block of keys, one after the other. Other arrays and outputs come with their kind: "query", "row"
@@ -380,7 +381,7 @@ def _call(
         """An index map from (b, n, i, j), where the tile of scores stands, to a block's index."""
 
         def at(b: Any, heads: Any, step: Any, g: Any, tiles: Any) -> tuple:
-            tile = Visit(tiles[b * listed + step])
+            tile = ScheduledTile(tiles[b * listed + step])
             row, column = (tile.inner, tile.outer) if by_keys else (tile.outer, tile.inner)
             return index(b, heads * inner + g, row, column)
 
@@ -424,7 +425,7 @@ def _call(
     names = [*inputs, *outputs, *scratch]
 
     def run(tiles: Any, *refs: Any) -> None:
-        tile = Visit(tiles[pl.program_id(0) * listed + pl.program_id(2)])
+        tile = ScheduledTile(tiles[pl.program_id(0) * listed + pl.program_id(2)])
         kernel(tile, dict(zip(names, refs, strict=True)))
 
     return launch.call(
@@ -442,57 +443,12 @@ def _call(
     )
 
 
-def _parts(settings: Settings, operands: Operands, layout: _Layout, *rows: jax.Array) -> tuple[int, Iterator[tuple]]:
-    """A call whose list of tiles is too long as two, and along which axis their results lie."""
+def _split(
+    settings: FlashSettings, operands: Operands, layout: _TileLayout, *rows: jax.Array
+) -> tuple[int, Iterator[tuple]]:
+    """Split a call whose schedule is too long in two; return the axis of the results to join, and both calls."""
     if layout.by_sequence:
-        return 0, _batch_parts(settings, operands, *rows)
-    return 1, (_key_parts if layout.by_keys else _query_parts)(settings, operands, layout, *rows)
-
-
-def _batch_parts(settings: Settings, operands: Operands, *rows: jax.Array) -> Iterator[tuple]:
-    """Each of half of the sequences."""
-    B = operands.sizes[0]
-    for part, of in _halves(settings, pl.cdiv(B, 2), B):
-        bias = operands.bias
-        cut = operands._replace(
-            **{name: getattr(operands, name)[part] for name in ("query", "key", "value", "start", "end")},
-            bias=bias if bias is None or bias.shape[0] == 1 else bias[part],
-        )
-        yield of, cut, *(x[part] for x in rows)
-
-
-def _query_parts(settings: Settings, operands: Operands, layout: _Layout, *rows: jax.Array) -> Iterator[tuple]:
-    """Each of half of the blocks of queries."""
-    half = pl.cdiv(layout.rows, 2) * layout.blocks.queries
-    for part, of in _halves(settings, half, operands.sizes[1]):
-        bias = operands.bias
-        cut = operands._replace(
-            query=operands.query[:, part],
-            start=operands.start[:, part],
-            end=operands.end[:, part],
-            bias=bias if bias is None or bias.shape[2] == 1 else bias[:, :, part],
-        )
-        yield of, cut, *(x[:, part] if x.ndim == 4 else x[:, :, part] for x in rows)
-
-
-def _key_parts(settings: Settings, operands: Operands, layout: _Layout, *rows: jax.Array) -> Iterator[tuple]:
-    """Each of half of the blocks of keys."""
-    half = pl.cdiv(layout.columns, 2) * layout.blocks.keys
-    for part, of in _halves(settings, half, operands.sizes[2]):
-        key, seen = operands.key[:, part], shifted(Visible(operands.start, operands.end), part.start)
-        (start,), (end,) = within(seen, *operands.start.shape, key.shape[1])
-        cut = operands._replace(
-            key=key,
-            value=operands.value[:, part],
-            start=start,
-            end=end,
-            bias=None if operands.bias is None else operands.bias[..., part],
-        )
-        yield of, cut, *rows
-
-
-def _halves(settings: Settings, half: int, length: int) -> Iterator[tuple[slice, Settings]]:
-    """Both parts, and of the scores that are seen each part's share by its length."""
-    before = settings.seen * half // length
-    yield slice(0, half), dataclasses.replace(settings, seen=before)
-    yield slice(half, length), dataclasses.replace(settings, seen=settings.seen - before)
+        return 0, halves.of_sequences(settings, operands, *rows)
+    if layout.by_keys:
+        return 1, halves.of_keys(settings, operands, pl.cdiv(layout.columns, 2) * layout.blocks.keys, *rows)
+    return 1, halves.of_queries(settings, operands, pl.cdiv(layout.rows, 2) * layout.blocks.queries, *rows)

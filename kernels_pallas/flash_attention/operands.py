@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.core import target
-from kernels_pallas.core.launch import Cost, Costs, size_of
-from kernels_pallas.flash_attention.visible import unrepeated, within
+from kernels_pallas.core.launch import KernelCost, KernelCosts, size_of
+from kernels_pallas.flash_attention.key_range import clipped, without_repeats
 
 
 class Operands(NamedTuple):
     """The arrays of a call: intervals within the keys, and of their full batch.
 
     query [B, T, N, H], key [B, S, K, H], value [B, S, K, V], start and end int32 [P, B, T] of the P intervals that each
-    row sees, sinks [N] or None, bias [B or 1, N or 1, T or 1, S] or None. A kernel is given one of the `parts`, whose
-    start and end are [B, T], and numpy's where they are known while tracing.
+    row sees, sinks [N] or None, bias [B or 1, N or 1, T or 1, S] or None. A kernel is given one of
+    `by_interval`, whose start and end are [B, T], and numpy's where they are known while tracing.
     """
 
     query: Any
@@ -27,8 +27,8 @@ class Operands(NamedTuple):
     sinks: Any
     bias: Any
 
-    def parts(self) -> list["Operands"]:
-        """One for each interval; the sinks are in the sums of the first."""
+    def by_interval(self) -> list["Operands"]:
+        """Return the operands of each interval; the sinks are in the sums of the first."""
         return [
             self._replace(start=start, end=end, sinks=None if i else self.sinks)
             for i, (start, end) in enumerate(zip(self.start, self.end, strict=True))
@@ -36,14 +36,14 @@ class Operands(NamedTuple):
 
     @property
     def intervals(self) -> tuple[jax.Array, jax.Array]:
-        """A part's start and end as arrays [B, T]; of numpy arrays with one row in the program for sequences that all
-        see the same."""
+        """Start and end of one interval as arrays [B, T]; numpy arrays take one row of the program where all sequences
+        have the same."""
         B, T = self.query.shape[:2]
-        return tuple(jnp.broadcast_to(jnp.asarray(unrepeated(x)), (B, T)) for x in (self.start, self.end))
+        return tuple(jnp.broadcast_to(jnp.asarray(without_repeats(x)), (B, T)) for x in (self.start, self.end))
 
     def shares(self, blocks: int) -> int:
         """Into how many shares the query heads of a key head are divided where a kernel for the keys' gradient would
-        have so few `blocks` that half of a chip's SMs stood still: each share adds up its own gradient."""
+        have so few `blocks` that half of a chip's SMs stood still: each share accumulates its own gradient."""
         _, _, _, N, K, _, _ = self.sizes
         enough = (n for n in range(1, N // K) if N // K % n == 0 and 2 * blocks * n > target.current().cores)
         return next(enough, N // K)
@@ -76,44 +76,46 @@ class Operands(NamedTuple):
             jax.ShapeDtypeStruct((B, N, T), jnp.float32),
         )
 
-    def forward_cost(self, seen: int) -> Cost:
+    def forward_cost(self, seen: int) -> KernelCost:
         """Of the forward kernel, with so many scores per head: two products, and six operations per score."""
         H, V = self.sizes[5:]
         return self._cost(seen, 2 * (H + V) + 6, *self, *self.out)
 
-    def query_cost(self, seen: int) -> Cost:
+    def query_cost(self, seen: int) -> KernelCost:
         """Of the kernel for the queries' gradient: three products."""
         H, V = self.sizes[5:]
         out, rows = self.out
         return self._cost(seen, 2 * (2 * H + V) + 6, *self, out, rows, rows, self.query)
 
-    def key_cost(self, seen: int) -> Cost:
+    def key_cost(self, seen: int) -> KernelCost:
         """Of the kernel for the keys' and values' gradients: four products."""
         H, V = self.sizes[5:]
         out, rows = self.out
         return self._cost(seen, 4 * (H + V) + 6, *self, out, rows, rows, self.key, self.value)
 
-    def backward_cost(self, seen: int) -> Cost:
-        """Of one kernel for all three, which adds up the queries' in float32: five products."""
+    def backward_cost(self, seen: int) -> KernelCost:
+        """Of one kernel for all three, which accumulates the queries' in float32: five products."""
         H, V = self.sizes[5:]
         out, rows = self.out
         d_query = jax.ShapeDtypeStruct(self.query.shape, jnp.float32)
         return self._cost(seen, 2 * (3 * H + 2 * V) + 6, *self, out, rows, rows, d_query, self.key, self.value)
 
-    def costs(self, seen: int, at_once: bool) -> Costs:
+    def costs(self, seen: int, at_once: bool) -> KernelCosts:
         """Of a call forward, and backward of one kernel for all three gradients, or of two."""
-        parts = [self.backward_cost(seen)] if at_once else [self.query_cost(seen), self.key_cost(seen)]
-        return Costs(self.forward_cost(seen), Cost(*map(sum, zip(*parts, strict=True))))
+        kernels = [self.backward_cost(seen)] if at_once else [self.query_cost(seen), self.key_cost(seen)]
+        return KernelCosts(self.forward_cost(seen), KernelCost(*map(sum, zip(*kernels, strict=True))))
 
-    def _cost(self, seen: int, flops_per_score: int, *arrays: Any) -> Cost:
+    def _cost(self, seen: int, flops_per_score: int, *arrays: Any) -> KernelCost:
         scores = seen * self.sizes[3]
-        return Cost(scores * flops_per_score, scores, size_of(*arrays))
+        return KernelCost(scores * flops_per_score, scores, size_of(*arrays))
 
 
-def scores_seen(visible: Any, B: int, T: int, S: int) -> tuple[int, ...]:
-    """Scores per head of all rows in each part of a union, which decide what a call costs: exact for intervals that are
-    numpy arrays, which are known while tracing, and otherwise all of them."""
-    start, end = within(visible, B, T, S)
+def unmasked_scores(key_range: Any, B: int, T: int, S: int) -> tuple[int, ...]:
+    """Return the unmasked scores per head in each interval of a union, by which a call is costed.
+
+    Exact for intervals that are numpy arrays, which are known while tracing; otherwise all scores.
+    """
+    start, end = clipped(key_range, B, T, S)
     if not (isinstance(start, np.ndarray) and isinstance(end, np.ndarray)):
         return (B * T * S,) * len(start)
-    return tuple(int(np.sum(part, dtype=np.int64)) for part in np.maximum(end - start, 0))
+    return tuple(int(np.sum(one, dtype=np.int64)) for one in np.maximum(end - start, 0))

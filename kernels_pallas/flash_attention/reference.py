@@ -5,8 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.flash_attention.key_range import KeyRange, clipped
 from kernels_pallas.flash_attention.tiles import LN_2, LOWEST
-from kernels_pallas.flash_attention.visible import Visible, within
 
 
 def flash_attention(
@@ -14,7 +14,7 @@ def flash_attention(
     key: jax.Array,
     value: jax.Array,
     *,
-    visible: Visible | None = None,
+    key_range: KeyRange | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
@@ -24,7 +24,7 @@ def flash_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """See `kernels_pallas.flash_attention`."""
     (B, T, _, H), S = query.shape, key.shape[1]
-    start, end = map(jnp.asarray, within(visible, B, T, S))
+    start, end = map(jnp.asarray, clipped(key_range, B, T, S))
     attend = functools.partial(
         _attend, key, value, sinks=sinks, scale=H**-0.5 if scale is None else scale, soft_cap=soft_cap
     )
@@ -37,8 +37,8 @@ def flash_attention(
             """The axis over T in chunks, which come first; rows beyond T see nothing."""
             rows = [(0, 0)] * x.ndim
             rows[axis] = (0, chunks * query_chunk - T)
-            parted = jnp.pad(x, rows).reshape(*x.shape[:axis], chunks, query_chunk, *x.shape[axis + 1 :])
-            return jnp.moveaxis(parted, axis, 0)
+            chunked = jnp.pad(x, rows).reshape(*x.shape[:axis], chunks, query_chunk, *x.shape[axis + 1 :])
+            return jnp.moveaxis(chunked, axis, 0)
 
         by_row = bias is not None and bias.shape[2] == T > 1
         xs = (split(query, 1), split(start, 2), split(end, 2), split(bias, 2) if by_row else None)
@@ -79,6 +79,6 @@ def _attend(key, value, query, start, end, bias, *, sinks, scale, soft_cap):
     log_sum_exp = jnp.where(some, largest + jnp.log(total), -jnp.inf)
 
     weights = weights.astype(value.dtype).reshape(B, K, G, T, S)
-    mixed = jnp.einsum("BKGTS,BSKV->BTKGV", weights, value, preferred_element_type=jnp.float32)
+    output = jnp.einsum("BKGTS,BSKV->BTKGV", weights, value, preferred_element_type=jnp.float32)
     total, log_sum_exp = (jnp.swapaxes(x, 1, 2) for x in (total, log_sum_exp))
-    return (mixed.reshape(B, T, N, V) / total[..., None]).astype(query.dtype), log_sum_exp
+    return (output.reshape(B, T, N, V) / total[..., None]).astype(query.dtype), log_sum_exp

@@ -1,4 +1,4 @@
-"""How the warpgroups of the Hopper kernels share blocks: a ring in shared memory, and in which order it is filled."""
+"""The ring of blocks in shared memory through which a producer warpgroup of the Hopper kernels feeds two consumers."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -10,16 +10,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kernels_pallas.core import tuning
-from kernels_pallas.core.hopper import ROWS, Barriers, Shared, Warpgroup
+from kernels_pallas.core.hopper import ROWS, Barriers, SharedBuffer, Warpgroup
 from kernels_pallas.flash_attention.operands import Operands
 
-# Of the warpgroups of a block two compute, and one fetches for them. Of the 504 registers per thread that the three can
-# have together, these are theirs: a tile of 64 × 128 numbers takes 64.
-COMPUTING = 2
-QUERIES = COMPUTING * ROWS
+# Of the warpgroups of a block two are consumers, which compute, and one is their producer, which loads. Of the 504
+# registers per thread that the three can have together, these are theirs: a tile of 64 × 128 numbers takes 64.
+CONSUMERS = 2
+QUERIES = CONSUMERS * ROWS
 # A row of a tile in shared memory is so many numbers of two bytes: widths of heads are multiples.
 TILE = 64
-_COMPUTING_REGISTERS, _FETCHING_REGISTERS = 240, 24
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 240, 24
 # Bytes of shared memory that a block may have, less what barriers and the compiler take.
 SHARED_MEMORY = 232_448 - 6144
 _MOST_STAGES = 4
@@ -27,9 +27,9 @@ _MOST_STAGES = 4
 References = Mapping[str, Any]
 
 
-class Order(NamedTuple):
-    """In which order a block goes through those that it sees, `steps` in all: the `whole` ones first, of which it sees
-    everything, then those beside them, which have a mask; see `blocks.Ranges`."""
+class BlockOrder(NamedTuple):
+    """The order in which a block goes through the blocks that it sees, in `steps`: first the `whole` ones, of which it
+    sees everything, then the partial ones, which have a mask; see `blocks.BlockRanges`."""
 
     first: jax.Array
     full: jax.Array
@@ -45,12 +45,12 @@ class Order(NamedTuple):
         return self.last - self.first
 
     def block(self, step: jax.Array) -> jax.Array:
-        """Which it is."""
-        beside = self.first + step - self.whole
-        beside = jnp.where(beside < self.full, beside, beside + self.whole)
-        return jnp.where(step < self.whole, self.full + step, beside)
+        """Return the block of a step."""
+        partial = self.first + step - self.whole
+        partial = jnp.where(partial < self.full, partial, partial + self.whole)
+        return jnp.where(step < self.whole, self.full + step, partial)
 
-    def at_least_one(self) -> "Order":
+    def at_least_one(self) -> "BlockOrder":
         """The same, or where nothing is seen, from 0 up to 0, the first block, of which a mask hides everything."""
         return self._replace(last=jnp.maximum(self.last, 1))
 
@@ -60,25 +60,26 @@ class Order(NamedTuple):
         return lax.fori_loop(jnp.maximum(begin, self.whole), self.steps, lambda j, carry: step(j, carry, True), carry)
 
 
-class Blocks(NamedTuple):
-    """What a kernel goes through: blocks of so many rows, `stages` of them in shared memory."""
+class RingBlocks(NamedTuple):
+    """Sizes of a ring: blocks of `rows` rows, `stages` of them in shared memory."""
 
     rows: int
     stages: int
 
 
 class Ring(NamedTuple):
-    """Blocks of several arrays, of each `stages` in shared memory at a time. A place is ready once it has been filled,
-    and free again once all that compute have left it.
+    """A ring of blocks of several arrays, `stages` of each in shared memory at a time.
+
+    A slot is ready once the producer has filled it, and free once all consumers have released it.
 
     Attributes:
       blocks: their sizes.
-      parts: one block of each array.
-      together: whether all blocks of a step are waited for and left at once, by one barrier; else each by its own.
+      buffers: one block of each array.
+      together: whether one barrier serves all blocks of a step; else each has its own.
     """
 
-    blocks: Blocks
-    parts: Mapping[str, Shared]
+    blocks: RingBlocks
+    buffers: Mapping[str, SharedBuffer]
     together: bool
 
     @classmethod
@@ -87,96 +88,103 @@ class Ring(NamedTuple):
         kernel: str,
         operands: Operands,
         rows: int,
-        parts: Callable[[int], Mapping[str, Shared]],
-        own: Mapping[str, Shared],
+        buffers: Callable[[int], Mapping[str, SharedBuffer]],
+        own: Mapping[str, SharedBuffer],
         together: bool = False,
     ) -> "Ring":
-        """Of a kernel that has arrays of its `own` besides: with blocks that were measured to be fastest, or of so many
-        rows (0 for no choice) and with as many stages as shared memory holds."""
-        default = Blocks(rows, min(_MOST_STAGES, fit(own, parts(rows))))
+        """Return the ring of a kernel that also has arrays of its `own` in shared memory.
+
+        It has the tuned blocks, or else blocks of `rows` rows (0 for no choice) and the stages that memory holds.
+        """
+        default = RingBlocks(rows, min(_MOST_STAGES, stages_that_fit(own, buffers(rows))))
         _, T, S, _, _, H, V = operands.sizes
         kernel = f"flash_attention_{kernel}"
         blocks = tuning.blocks(kernel, "mosaic_gpu", (T, S, H, V), operands.query.dtype, default)
         # They may have been measured with other widths, or without a bias: `rows` are what registers hold.
         blocks = blocks._replace(rows=min(blocks.rows, rows))
-        blocks = blocks._replace(stages=min(blocks.stages, fit(own, parts(blocks.rows))))
+        blocks = blocks._replace(stages=min(blocks.stages, stages_that_fit(own, buffers(blocks.rows))))
         chosen = blocks if blocks.stages else default
-        return cls(chosen, parts(chosen.rows), together)
+        return cls(chosen, buffers(chosen.rows), together)
 
     @property
     def stages(self) -> int:
         return self.blocks.stages
 
-    def shared(self) -> dict[str, Shared | Barriers]:
-        """What it takes in shared memory."""
-        held: dict[str, Shared | Barriers] = {
-            f"{name}_ring": part._replace(shape=(self.stages, *part.shape)) for name, part in self.parts.items()
+    def shared(self) -> dict[str, SharedBuffer | Barriers]:
+        """Return its buffers and barriers in shared memory, by name."""
+        held: dict[str, SharedBuffer | Barriers] = {
+            f"{name}_ring": buffer._replace(shape=(self.stages, *buffer.shape)) for name, buffer in self.buffers.items()
         }
         for group, members in self._groups.items():
             held[f"{group}_ready"] = Barriers(self.stages, arrivals=len(members))
-            held[f"{group}_free"] = Barriers(self.stages, arrivals=COMPUTING)
+            held[f"{group}_free"] = Barriers(self.stages, arrivals=CONSUMERS)
         return held
 
     @property
     def _groups(self) -> dict[str, tuple[str, ...]]:
-        """By the name of its barriers, which parts come and go at once."""
-        return {"ring": tuple(self.parts)} if self.together else {name: (name,) for name in self.parts}
+        """The buffers that share barriers, by the name of the barriers."""
+        return {"ring": tuple(self.buffers)} if self.together else {name: (name,) for name in self.buffers}
 
     def _groups_of(self, names: tuple[str, ...]) -> list[str]:
-        """Those that parts are the members of; ValueError where they are not all members of one."""
+        """Return the groups of these buffers; raise ValueError where they are not whole groups."""
         groups = [group for group, members in self._groups.items() if set(members) <= set(names)]
         if {member for group in groups for member in self._groups[group]} != set(names):
-            raise ValueError(f"{', '.join(self.parts)} come and go together, not {', '.join(names)} alone")
+            raise ValueError(
+                f"{', '.join(self.buffers)} share a barrier; wait for all of them, not {', '.join(names)} alone"
+            )
         return groups
 
-    def fill(
+    def producer_loop(
         self,
         warpgroup: Warpgroup,
         ref: References,
         steps: Any,
         sources: Callable[[jax.Array], Mapping[str, Any]],
-        beside: Sequence["Ring"] = (),
-        behind: Callable[[jax.Array, Callable[[], None]], None] | None = None,
+        others: Sequence["Ring"] = (),
+        trailing: Callable[[jax.Array, Callable[[], None]], None] | None = None,
     ) -> None:
-        """Fetch `sources(step)` of each part, its own and of the rings `beside` it, for all steps; what the fetching
-        warpgroup does. behind(step, fetch_next) is called once some steps more have been fetched, as many as there are
-        places, and has to call fetch_next; those who compute may wait for it three steps later."""
+        """Load `sources(step)` of each buffer, of this ring and of `others`, for all steps: the producer's loop.
 
-        def fetch(step: jax.Array) -> None:
+        Args:
+          trailing: trailing(step, load_next) is called once the slots hold the steps after `step`, and has to call
+            load_next; consumers may wait for it three steps later.
+        """
+
+        def load(step: jax.Array) -> None:
             coming = sources(step)
-            for ring in (self, *beside):
+            for ring in (self, *others):
                 slot = lax.rem(step, ring.stages)
                 for group, members in ring._groups.items():
                     free = ref[f"{group}_free"].at[slot]
                     pl.when(step >= ring.stages)(lambda free=free: warpgroup.wait(free))
                     for name in members:
-                        warpgroup.fetch(coming[name], ref[f"{name}_ring"].at[slot], ref[f"{group}_ready"].at[slot])
+                        warpgroup.tma_load(coming[name], ref[f"{name}_ring"].at[slot], ref[f"{group}_ready"].at[slot])
 
-        # A place beside is left in a step that begins only when what was behind the step three before is done.
-        ahead = 1 + min([self.stages, *(ring.stages + 2 for ring in beside if ring.parts)])
+        # A slot of another ring is released in a step that begins once the trailing work of three steps before is done.
+        ahead = 1 + min([self.stages, *(ring.stages + 2 for ring in others if ring.buffers)])
 
-        def both(step: jax.Array) -> None:
-            fetch_next = functools.partial(pl.when(step < steps), lambda: fetch(step))
-            pl.when(step < ahead)(fetch_next)
-            pl.when(step >= ahead)(lambda: behind(step - ahead, fetch_next))
+        def load_and_trail(step: jax.Array) -> None:
+            load_next = functools.partial(pl.when(step < steps), lambda: load(step))
+            pl.when(step < ahead)(load_next)
+            pl.when(step >= ahead)(lambda: trailing(step - ahead, load_next))
 
-        count, turn = (steps, fetch) if behind is None else (steps + ahead, both)
-        lax.fori_loop(0, count, lambda step, _: turn(step), None)
+        count, body = (steps, load) if trailing is None else (steps + ahead, load_and_trail)
+        lax.fori_loop(0, count, lambda step, _: body(step), None)
 
-    def take(self, warpgroup: Warpgroup, ref: References, step: jax.Array, *names: str) -> tuple:
-        """Blocks of this step, once they are there."""
+    def consumer_wait(self, warpgroup: Warpgroup, ref: References, step: jax.Array, *names: str) -> tuple:
+        """Wait for the blocks of this step; return their slots."""
         for group in self._groups_of(names):
             warpgroup.wait(ref[f"{group}_ready"].at[lax.rem(step, self.stages)])
-        return self.places(ref, step, *names)
+        return self.slots(ref, step, *names)
 
-    def places(self, ref: References, step: jax.Array, *names: str) -> tuple:
-        """Blocks of this step, which have been taken."""
+    def slots(self, ref: References, step: jax.Array, *names: str) -> tuple:
+        """Return the slots of this step, which has been waited for."""
         return tuple(ref[f"{name}_ring"].at[lax.rem(step, self.stages)] for name in names)
 
-    def leave(
+    def consumer_release(
         self, warpgroup: Warpgroup, ref: References, step: jax.Array, steps: Any, *names: str, loaded: bool = False
     ) -> None:
-        """Free the places of this step, where others are to follow in them; `loaded` says that not only wgmma read."""
+        """Release the slots of this step where later steps need them; `loaded`: registers were loaded from them too."""
 
         @pl.when(step + self.stages < steps)
         def _() -> None:
@@ -186,20 +194,20 @@ class Ring(NamedTuple):
                 warpgroup.arrive(ref[f"{group}_free"].at[lax.rem(step, self.stages)])
 
 
-class Keys(NamedTuple):
+class KeyBlocks(NamedTuple):
     """The blocks of keys that a block of queries goes through, with their values and the bias of both."""
 
     operands: Operands
 
-    def parts(self, keys: int) -> dict[str, Shared]:
-        """Of a ring."""
+    def buffers(self, keys: int) -> dict[str, SharedBuffer]:
+        """Return the buffers of a ring."""
         H, V = self.operands.sizes[5:]
         dtype, bias = self.operands.query.dtype, self.operands.bias
-        parts = {"key": Shared((keys, H), dtype, tiled=True)}
+        buffers = {"key": SharedBuffer((keys, H), dtype, tiled=True)}
         if bias is not None:
             shape = (QUERIES, keys) if self.biased else (keys,)
-            parts["bias"] = Shared(shape, bias.dtype, tiled=self.biased)
-        return parts | {"value": Shared((keys, V), dtype, tiled=True)}
+            buffers["bias"] = SharedBuffer(shape, bias.dtype, tiled=self.biased)
+        return buffers | {"value": SharedBuffer((keys, V), dtype, tiled=True)}
 
     @property
     def biased(self) -> bool:
@@ -215,7 +223,7 @@ class Keys(NamedTuple):
         return inputs
 
     def sources(self, ref: References, b: jax.Array, n: jax.Array, i: jax.Array, block: jax.Array, keys: int) -> dict:
-        """What is fetched for a block of queries and one of keys."""
+        """Return what is loaded for a block of queries and one of keys."""
         N, K = self.operands.sizes[3:5]
         at, k = pl.ds(block * keys, keys), lax.div(n, N // K)
         sources = {"key": ref["key"].at[b, at, k]}
@@ -224,21 +232,21 @@ class Keys(NamedTuple):
         return sources | {"value": ref["value"].at[b, at, k]}
 
     def bias(self, warpgroup: Warpgroup, ref: References, ring: Ring, step: jax.Array, steps: Any) -> jax.Array | None:
-        """Of this warpgroup's scores [ROWS, keys], taken from a ring and left."""
+        """Return the bias of this warpgroup's scores [ROWS, keys], from a slot of the ring that is then released."""
         if self.operands.bias is None:
             return None
-        (place,) = ring.take(warpgroup, ref, step, "bias")
+        (slot,) = ring.consumer_wait(warpgroup, ref, step, "bias")
         if self.biased:
-            bias = warpgroup.load_tile(place.at[pl.ds(warpgroup.index() * ROWS, ROWS)])
+            bias = warpgroup.load_tile(slot.at[pl.ds(warpgroup.index() * ROWS, ROWS)])
         else:
-            bias = warpgroup.down(warpgroup.load_by_column(place), ROWS)
-        ring.leave(warpgroup, ref, step, steps, "bias", loaded=True)
+            bias = warpgroup.broadcast_by_column(warpgroup.load_by_column(slot), ROWS)
+        ring.consumer_release(warpgroup, ref, step, steps, "bias", loaded=True)
         return bias
 
 
-def fit(own: Mapping[str, Shared], parts: Mapping[str, Shared]) -> int:
-    """How many places a ring of these parts may have in what shared memory is left of."""
-    held, taken = (sum(x.bytes for x in arrays.values()) for arrays in (own, parts))
+def stages_that_fit(own: Mapping[str, SharedBuffer], buffers: Mapping[str, SharedBuffer]) -> int:
+    """Return the stages that a ring of these buffers may have in the shared memory that `own` leaves."""
+    held, taken = (sum(x.bytes for x in arrays.values()) for arrays in (own, buffers))
     return (SHARED_MEMORY - held) // taken
 
 
@@ -254,18 +262,18 @@ def of_bias(ref: References, b: jax.Array, n: jax.Array) -> Any:
     return ref["bias"].at[b if many_b else 0, n if many_n else 0]
 
 
-def roles(warpgroup: Warpgroup, fetch: Callable[[], None], compute: Callable[[], None]) -> None:
-    """Have each warpgroup do its part."""
+def warp_specialize(warpgroup: Warpgroup, produce: Callable[[], None], consume: Callable[[], None]) -> None:
+    """Run `produce` on the producer warpgroup and `consume` on the others, each with its share of the registers."""
 
-    @pl.when(warpgroup.index() == COMPUTING)
+    @pl.when(warpgroup.index() == CONSUMERS)
     def _() -> None:
-        warpgroup.registers(_FETCHING_REGISTERS, more=False)
-        fetch()
+        warpgroup.setmaxnreg(_PRODUCER_REGISTERS, more=False)
+        produce()
 
-    @pl.when(warpgroup.index() < COMPUTING)
+    @pl.when(warpgroup.index() < CONSUMERS)
     def _() -> None:
-        warpgroup.registers(_COMPUTING_REGISTERS, more=True)
-        compute()
+        warpgroup.setmaxnreg(_CONSUMER_REGISTERS, more=True)
+        consume()
 
 
 def padded(x: jax.Array, multiple: int, axis: int = 1) -> jax.Array:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.flash_attention.visible import Visible
+from kernels_pallas.flash_attention.key_range import KeyRange
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
@@ -22,27 +22,27 @@ LOWEST = float(jnp.finfo(jnp.float32).min) / 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Settings:
+class FlashSettings:
     """What is static of a call: how scores are made, how many are seen per head and which (where that is known while
     tracing, numpy arrays [B, T]), and how the kernel is run."""
 
     scale: float
     soft_cap: float | None
-    seen: int
-    visible: Visible | None
+    unmasked_scores: int
+    key_range: KeyRange | None
     implementation: str
 
     @functools.cached_property
     def _all(self) -> tuple:
         """To tell settings apart by: numpy arrays, which do not say whether they are equal, by what they hold."""
-        held = () if self.visible is None else tuple((x.dtype, x.shape, x.tobytes()) for x in self.visible)
-        return (self.scale, self.soft_cap, self.seen, held, self.implementation)
+        held = () if self.key_range is None else tuple((x.dtype, x.shape, x.tobytes()) for x in self.key_range)
+        return (self.scale, self.soft_cap, self.unmasked_scores, held, self.implementation)
 
     def __hash__(self) -> int:
         return hash(self._all)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Settings) and self._all == other._all
+        return isinstance(other, FlashSettings) and self._all == other._all
 
     def factored(
         self,

@@ -5,6 +5,7 @@ all heads that share it: no sum crosses programs. A loop over the blocks that ar
 """
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -14,17 +15,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas.core import interpretation, launch, target, tuning
-from kernels_pallas.core.target import Target
+from kernels_pallas.core.target import TargetChip
 from kernels_pallas.flash_attention.blocks import key_ranges, query_ranges
 from kernels_pallas.flash_attention.operands import Operands
-from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, Settings, dot, score_gradient, tanh_by_exp2
+from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, FlashSettings, dot, score_gradient, tanh_by_exp2
 
 MAX_WIDTH = 256
 # Rows of a matrix unit's smallest tile: widths are multiples of it.
 TILE = 16
 
 
-class Blocks(NamedTuple):
+class FlashTritonBlocks(NamedTuple):
     """Scores are computed in tiles of `queries` × `keys`, by `warps` of 32 threads, loads `stages` ahead."""
 
     queries: int
@@ -33,32 +34,36 @@ class Blocks(NamedTuple):
     stages: int
 
 
-class Kernels(NamedTuple):
-    """Blocks of the three."""
+class FlashTritonTiling(NamedTuple):
+    """Blocks of each kernel."""
 
-    forward: Blocks
-    query_gradient: Blocks
-    key_gradient: Blocks
+    forward: FlashTritonBlocks
+    query_gradient: FlashTritonBlocks
+    key_gradient: FlashTritonBlocks
+
+
+def _tiling(*blocks: tuple[int, int, int, int]) -> FlashTritonTiling:
+    return FlashTritonTiling(*itertools.starmap(FlashTritonBlocks, blocks))
 
 
 # Until they are measured, by the least compute capability, shared memory in KiB and wider of the two head widths: such
 # that tiles fit a chip's registers and shared memory.
 _DEFAULTS = {
-    (10, 220, 129): Kernels(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 64, 8, 1)),
-    (0, 220, 129): Kernels(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 64, 8, 2)),
-    (0, 160, 129): Kernels(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2)),
-    (0, 160, 65): Kernels(Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 128, 8, 2)),
-    (0, 160, 0): Kernels(Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 3), Blocks(64, 128, 8, 2)),
-    (0, 0, 129): Kernels(Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1)),
-    (0, 0, 65): Kernels(Blocks(128, 32, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 64, 4, 2)),
-    (0, 0, 0): Kernels(Blocks(128, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+    (10, 220, 129): _tiling((64, 64, 8, 2), (64, 32, 8, 2), (32, 64, 8, 1)),
+    (0, 220, 129): _tiling((64, 64, 8, 2), (64, 32, 8, 2), (32, 64, 8, 2)),
+    (0, 160, 129): _tiling((64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2)),
+    (0, 160, 65): _tiling((128, 64, 8, 3), (128, 64, 8, 2), (64, 128, 8, 2)),
+    (0, 160, 0): _tiling((128, 64, 4, 3), (128, 64, 4, 3), (64, 128, 8, 2)),
+    (0, 0, 129): _tiling((64, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1)),
+    (0, 0, 65): _tiling((128, 32, 8, 2), (64, 32, 4, 2), (32, 64, 4, 2)),
+    (0, 0, 0): _tiling((128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
 }
 # float32 is for checking, not for speed: tiles that fit every chip.
-_FLOAT32, _WIDE_FLOAT32 = (Kernels(*[Blocks(size, size, 4, 1)] * 3) for size in (32, 16))
-_INTERPRETED = Kernels(Blocks(32, 16, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1))
+_FLOAT32, _WIDE_FLOAT32 = (_tiling(*[(size, size, 4, 1)] * 3) for size in (32, 16))
+_INTERPRETED = _tiling((32, 16, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1))
 
 
-def default_blocks(chip: Target, width: int, dtype: Any) -> Kernels:
+def default_blocks(chip: TargetChip, width: int, dtype: Any) -> FlashTritonTiling:
     """Tiles for heads of this width, the wider of the two."""
     if chip.platform != "gpu":
         return _INTERPRETED
@@ -72,18 +77,18 @@ def default_blocks(chip: Target, width: int, dtype: Any) -> Kernels:
     )
 
 
-def _blocks(kernel: str, operands: Operands) -> Blocks:
+def _blocks(kernel: str, operands: Operands) -> FlashTritonBlocks:
     """The tiles of one of the three on these arrays."""
     _, T, S, _, _, H, V = operands.sizes
     dtype = operands.query.dtype
     chip, width = target.current(), max(H, V)
-    if (chip.compute_capability or (0, 0)) >= (10, 0) and max(len(_parts(H)), len(_parts(V))) > 2:
-        width = max(width, 129)  # each part of a sum has columns of tensor memory to itself, and rounded up
+    if (chip.compute_capability or (0, 0)) >= (10, 0) and max(len(_column_chunks(H)), len(_column_chunks(V))) > 2:
+        width = max(width, 129)  # each chunk of a sum has columns of tensor memory to itself, and rounded up
     default = getattr(default_blocks(chip, width, dtype), kernel)
     return tuning.blocks(f"flash_attention_{kernel}", "triton", (T, S, H, V), dtype, default)
 
 
-def refusal(operands: Operands) -> str | None:
+def unsupported_reason(operands: Operands) -> str | None:
     """Why these kernels cannot serve a call."""
     widths = operands.sizes[5:]
     if any(width % TILE or width > MAX_WIDTH for width in widths):
@@ -91,7 +96,7 @@ def refusal(operands: Operands) -> str | None:
     return None
 
 
-def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Array]:
+def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, N, V] and log-sum-exp [B, N, T] in float32."""
     B, T, S, N, _, H, V = operands.sizes
     blocks = _blocks("forward", operands)
@@ -109,10 +114,10 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
             sink = ref["sinks"][0].astype(jnp.float32) * LOG2_E
             largest = jnp.maximum(largest, sink)
             total = jnp.exp2(sink - largest)
-        mixed = tuple(jnp.zeros((blocks.queries, size), jnp.float32) for _, size in _parts(V))
+        acc = tuple(jnp.zeros((blocks.queries, size), jnp.float32) for _, size in _column_chunks(V))
 
         def step(j: jax.Array, carry: tuple, masked: bool) -> tuple:
-            largest, total, mixed = carry
+            largest, total, acc = carry
             keys = _rows(j * blocks.keys, blocks.keys, j * blocks.keys, S if masked else None)
             products = _dot_rows(query, _load(ref["key"], keys, H))
             values, factor, _ = settings.factored(products, _load_bias(ref, at, keys), _tanh)
@@ -122,13 +127,13 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
             kept, weights = _exp2(largest, 1.0, raised), _exp2(values, factor, raised[:, None])
             total = total * kept + jnp.sum(weights, axis=1)
             values = _load(ref["value"], keys, V)
-            added = (dot(weights.astype(part.dtype), part, (1, 0)) for part in values)
-            return raised, total, tuple(m * kept[:, None] + a for m, a in zip(mixed, added, strict=True))
+            added = (dot(weights.astype(chunk.dtype), chunk, (1, 0)) for chunk in values)
+            return raised, total, tuple(m * kept[:, None] + a for m, a in zip(acc, added, strict=True))
 
-        largest, total, mixed = _over_blocks(ref["ranges"], step, (largest, total, mixed))
+        largest, total, acc = _over_blocks(ref["ranges"], step, (largest, total, acc))
         some = total != 0  # of a NaN too
         total = jnp.where(some, total, 1.0)
-        _store(ref["out"], at, tuple(part / total[:, None] for part in mixed))
+        _store(ref["out"], at, tuple(chunk / total[:, None] for chunk in acc))
         log_sum_exp = jnp.where(some, (largest + jnp.log2(total)) * LN_2, -jnp.inf)
         launch.store(ref["log_sum_exp"].at[at.slice], log_sum_exp, at.inside)
 
@@ -142,18 +147,18 @@ def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Arra
         inputs=spec.inputs(operands) | {"ranges": (ranges, spec.ranges)},
         outputs={"out": (out, spec.query(V)), "log_sum_exp": (log_sum_exp, spec.query_row)},
         grid=(rows, N, B),
-        cost=operands.forward_cost(settings.seen),
+        cost=operands.forward_cost(settings.unmasked_scores),
     )
 
 
-def backward(settings: Settings, operands: Operands, *rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def backward(settings: FlashSettings, operands: Operands, *rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and value; of rows there are log_sum_exp in units of log₂ e and delta, float32 [B, N, T],
     and d_out."""
     return _query_gradient(settings, operands, *rows), *_key_gradient(settings, operands, *rows)
 
 
 def _query_gradient(
-    settings: Settings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
+    settings: FlashSettings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
 ) -> jax.Array:
     """Gradient of the query; log_sum_exp in units of log₂ e, and delta: float32 [B, N, T]."""
     B, T, S, N, _, H, V = operands.sizes
@@ -178,11 +183,11 @@ def _query_gradient(
             weights = _exp2(values, factor, log_sum_exp[:, None])
             d_weights = _dot_rows(d_out, _load(ref["value"], keys, V))
             d_scores = score_gradient(weights, d_weights, delta[:, None], slope).astype(ref["key"].dtype)
-            return tuple(d + dot(d_scores, part, (1, 0)) for d, part in zip(d_query, key, strict=True))
+            return tuple(d + dot(d_scores, chunk, (1, 0)) for d, chunk in zip(d_query, key, strict=True))
 
-        d_query = tuple(jnp.zeros((blocks.queries, size), jnp.float32) for _, size in _parts(H))
+        d_query = tuple(jnp.zeros((blocks.queries, size), jnp.float32) for _, size in _column_chunks(H))
         d_query = _over_blocks(ref["ranges"], step, d_query)
-        _store(ref["d_query"], at, tuple(part * settings.scale for part in d_query))
+        _store(ref["d_query"], at, tuple(chunk * settings.scale for chunk in d_query))
 
     spec = _Specs(operands, blocks, lambda i, n, b: (b, n, rows - 1 - i, None))
     by_row = {"log_sum_exp": (log_sum_exp, spec.query_row), "delta": (delta, spec.query_row)}
@@ -194,13 +199,13 @@ def _query_gradient(
         inputs=spec.inputs(operands) | by_row | {"d_out": (d_out, spec.query(V)), "ranges": (ranges, spec.ranges)},
         outputs={"d_query": (operands.query, spec.query(H))},
         grid=(rows, N, B),
-        cost=operands.query_cost(settings.seen),
+        cost=operands.query_cost(settings.unmasked_scores),
     )
     return d_query
 
 
 def _key_gradient(
-    settings: Settings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
+    settings: FlashSettings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of key and value: see `_query_gradient`."""
     B, T, S, N, K, H, V = operands.sizes
@@ -228,21 +233,21 @@ def _key_gradient(
                     values = jnp.where(_sees(start[None], keys.index[:, None], end[None]), values, -jnp.inf)
                 weights = _exp2(values, factor, _load_row(ref["log_sum_exp"], at, g)[None])
                 narrow = weights.astype(ref["value"].dtype)
-                d_value = tuple(d + dot(narrow, part, (1, 0)) for d, part in zip(d_value, d_out, strict=True))
+                d_value = tuple(d + dot(narrow, chunk, (1, 0)) for d, chunk in zip(d_value, d_out, strict=True))
                 d_weights = _dot_rows(value, d_out)
                 delta = _load_row(ref["delta"], at, g)[None]
                 d_scores = score_gradient(weights, d_weights, delta, slope).astype(ref["query"].dtype)
-                d_key = tuple(d + dot(d_scores, part, (1, 0)) for d, part in zip(d_key, query, strict=True))
+                d_key = tuple(d + dot(d_scores, chunk, (1, 0)) for d, chunk in zip(d_key, query, strict=True))
                 return d_key, d_value
 
             return _over_blocks(ref["ranges"], step, carry)
 
         zeros = tuple(
-            tuple(jnp.zeros((blocks.keys, size), jnp.float32) for _, size in _parts(width)) for width in (H, V)
+            tuple(jnp.zeros((blocks.keys, size), jnp.float32) for _, size in _column_chunks(width)) for width in (H, V)
         )
         heads = N // (K * shares)
         d_key, d_value = of_head(jnp.int32(0), zeros) if heads == 1 else jax.lax.fori_loop(0, heads, of_head, zeros)
-        _store(ref["d_key"], keys, tuple(part * settings.scale for part in d_key))
+        _store(ref["d_key"], keys, tuple(chunk * settings.scale for chunk in d_key))
         _store(ref["d_value"], keys, d_value)
 
     spec = _Specs(operands, blocks, lambda j, n, b: (b, n, None, j), shares)
@@ -258,7 +263,7 @@ def _key_gradient(
             for name, x in (("d_key", operands.key), ("d_value", operands.value))
         },
         grid=(columns, K * shares, B),
-        cost=operands.key_cost(settings.seen),
+        cost=operands.key_cost(settings.unmasked_scores),
     )
     return tuple(operands.joined(x, shares) for x in gradients)
 
@@ -284,7 +289,7 @@ def _tanh(x: jax.Array, factor: float) -> jax.Array:
     return launch.inline_ptx(ptx, x, factor * 2 * LOG2_E)
 
 
-class _Rows(NamedTuple):
+class _RowSlice(NamedTuple):
     """Rows of an array that a program looks at: where they stand in its reference, their indices in the array, and
     which of them are there; None where all are."""
 
@@ -293,39 +298,40 @@ class _Rows(NamedTuple):
     inside: jax.Array | None
 
 
-def _rows(at: Any, size: int, first: Any, length: int | None) -> _Rows:
+def _rows(at: Any, size: int, first: Any, length: int | None) -> _RowSlice:
     """`size` rows from `at` of a reference, the first of which is row `first` of `length`; None for surely inside."""
     index = first + jax.lax.broadcasted_iota(jnp.int32, (size,), 0)
-    return _Rows(pl.ds(at, size), index, None if length is None or length % size == 0 else index < length)
+    return _RowSlice(pl.ds(at, size), index, None if length is None or length % size == 0 else index < length)
 
 
-def _parts(width: int) -> list[tuple[int, int]]:
-    """Offsets and sizes, powers of two, that make up a width: Triton's arrays have no other."""
-    parts, offset = [], 0
+def _column_chunks(width: int) -> list[tuple[int, int]]:
+    """Return the offsets and sizes of the chunks of a width: Triton's arrays have powers of two alone."""
+    chunks, offset = [], 0
     while offset < width:
         size = 1 << ((width - offset).bit_length() - 1)
-        parts.append((offset, size))
+        chunks.append((offset, size))
         offset += size
-    return parts
+    return chunks
 
 
-def _load(ref: Any, rows: _Rows, width: int, *head: Any) -> tuple[jax.Array, ...]:
-    """Rows of [_, width], or of a head of [_, heads, width], in parts; zeros for rows that are not there."""
+def _load(ref: Any, rows: _RowSlice, width: int, *head: Any) -> tuple[jax.Array, ...]:
+    """Rows of [_, width], or of a head of [_, heads, width], in column chunks; zeros for rows that are not there."""
     size = rows.index.shape[0]
 
-    def mask(part: int) -> jax.Array | None:
-        return None if rows.inside is None else jnp.broadcast_to(rows.inside[:, None], (size, part))
+    def mask(chunk: int) -> jax.Array | None:
+        return None if rows.inside is None else jnp.broadcast_to(rows.inside[:, None], (size, chunk))
 
     return tuple(
-        launch.load(ref.at[(rows.slice, *head, pl.ds(offset, part))], mask(part)) for offset, part in _parts(width)
+        launch.load(ref.at[(rows.slice, *head, pl.ds(offset, chunk))], mask(chunk))
+        for offset, chunk in _column_chunks(width)
     )
 
 
-def _load_row(ref: Any, rows: _Rows, *head: Any) -> jax.Array:
+def _load_row(ref: Any, rows: _RowSlice, *head: Any) -> jax.Array:
     return launch.load(ref.at[(*head, rows.slice)], rows.inside)
 
 
-def _load_bias(ref: Mapping[str, Any], queries: _Rows, keys: _Rows, *head: Any) -> jax.Array | None:
+def _load_bias(ref: Mapping[str, Any], queries: _RowSlice, keys: _RowSlice, *head: Any) -> jax.Array | None:
     """The bias of a tile [queries, keys]; one row of it where all queries share it."""
     if "bias" not in ref:
         return None
@@ -335,19 +341,19 @@ def _load_bias(ref: Mapping[str, Any], queries: _Rows, keys: _Rows, *head: Any) 
     masks = [] if shared or queries.inside is None else [queries.inside[:, None]]
     masks += [] if keys.inside is None else [keys.inside[None]]
     mask = None
-    for part in masks:
-        mask = jnp.broadcast_to(part, sizes) if mask is None else mask & jnp.broadcast_to(part, sizes)
+    for chunk in masks:
+        mask = jnp.broadcast_to(chunk, sizes) if mask is None else mask & jnp.broadcast_to(chunk, sizes)
     return launch.load(ref["bias"].at[(*head, pl.ds(0, 1) if shared else queries.slice, keys.slice)], mask)
 
 
-def _store(ref: Any, rows: _Rows, parts: tuple[jax.Array, ...]) -> None:
-    for (offset, size), part in zip(_parts(ref.shape[-1]), parts, strict=True):
-        mask = None if rows.inside is None else jnp.broadcast_to(rows.inside[:, None], part.shape)
-        launch.store(ref.at[rows.slice, pl.ds(offset, size)], part, mask)
+def _store(ref: Any, rows: _RowSlice, chunks: tuple[jax.Array, ...]) -> None:
+    for (offset, size), chunk in zip(_column_chunks(ref.shape[-1]), chunks, strict=True):
+        mask = None if rows.inside is None else jnp.broadcast_to(rows.inside[:, None], chunk.shape)
+        launch.store(ref.at[rows.slice, pl.ds(offset, size)], chunk, mask)
 
 
 def _dot_rows(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> jax.Array:
-    """a · bᵀ of two blocks of rows in parts."""
+    """Return a · bᵀ of two blocks of rows in column chunks."""
     return functools.reduce(operator.add, (dot(left, right, (1, 1)) for left, right in zip(a, b, strict=True)))
 
 
@@ -361,25 +367,25 @@ def _block_of_queries(blocks: int) -> jax.Array:
 
 
 def _over_blocks(ranges: Any, step: Callable[..., Any], carry: Any) -> Any:
-    """step(j, carry, masked) over the blocks of a range: the full ones without masks, then those beside them."""
+    """step(j, carry, masked) over the blocks of a range: the full ones without masks, then the partial ones."""
     first, full, full_end, last = (ranges[n] for n in range(4))
     carry = jax.lax.fori_loop(full, full_end, lambda j, carry: step(j, carry, masked=False), carry)
 
-    def beside(n: jax.Array, carry: Any) -> Any:
+    def partial(n: jax.Array, carry: Any) -> Any:
         j = first + n
         return step(jnp.where(j < full, j, j + (full_end - full)), carry, masked=True)
 
-    return jax.lax.fori_loop(0, last - first - (full_end - full), beside, carry)
+    return jax.lax.fori_loop(0, last - first - (full_end - full), partial, carry)
 
 
 class _Specs:
-    """Where each program finds its part of each array.
+    """The block of each array that a program reads or writes.
 
     `where` gives of a program's ids the batch, the head (of queries, or of keys), and the block of queries or of keys;
     the one that is None it sees whole, and of it all heads that share a key, or one of their `shares`.
     """
 
-    def __init__(self, operands: Operands, blocks: Blocks, where: Callable[..., tuple], shares: int = 1):
+    def __init__(self, operands: Operands, blocks: FlashTritonBlocks, where: Callable[..., tuple], shares: int = 1):
         self.B, self.T, self.S, self.N, self.K, self.H, self.V = operands.sizes
         self.where, self.by_keys = where, where(0, 0, 0)[2] is None
         self.blocks, self.group, self.shares = blocks, self.N // (self.K * shares), shares
@@ -443,7 +449,9 @@ class _Specs:
         return pl.BlockSpec(block, lambda *ids: index(*self.where(*ids)))
 
 
-def _call(name, kernel, settings: Settings, blocks: Blocks, *, inputs, outputs, grid, cost) -> list[jax.Array]:
+def _call(
+    name, kernel, settings: FlashSettings, blocks: FlashTritonBlocks, *, inputs, outputs, grid, cost
+) -> list[jax.Array]:
     """Run a kernel that takes its references by name; inputs and outputs are arrays with their specs, by name."""
     names = [*inputs, *outputs]
     return launch.call(

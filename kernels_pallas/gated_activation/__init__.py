@@ -3,9 +3,9 @@
 import jax
 
 from kernels_pallas.core import activations, checks, rows
-from kernels_pallas.core.launch import Costs
+from kernels_pallas.core.launch import KernelCosts
 from kernels_pallas.gated_activation import reference
-from kernels_pallas.gated_activation.body import GatedActivation
+from kernels_pallas.gated_activation.body import GatedActivationBody
 
 
 def gated_activation(
@@ -31,12 +31,12 @@ def gated_activation(
     checks.matrix("gated_activation", gate=gate, up=up)
     checks.like("gated_activation", "gate", gate, up=up)
     activations.check("gated_activation", activation, required=True)
-    kernel = rows.choose_kernel(GatedActivation, gate, implementation)
+    kernel = rows.choose_kernel(GatedActivationBody, gate, implementation)
     if kernel is None:
         return reference.gated_activation(gate, up, activation=activation)
-    return rows.apply(GatedActivation(activation), kernel, (gate, up))
+    return rows.apply(GatedActivationBody(activation), kernel, (gate, up))
 
 
-def costs(gate: jax.Array, up: jax.Array, *, activation: str = "silu") -> Costs:
+def costs(gate: jax.Array, up: jax.Array, *, activation: str = "silu") -> KernelCosts:
     """What the kernels cost on these arrays, or shapes and dtypes."""
-    return rows.costs(GatedActivation(activation), (gate, up))
+    return rows.costs(GatedActivationBody(activation), (gate, up))

@@ -7,7 +7,7 @@ from kernels_pallas.core.activations import FLOPS, KERNEL, TRANSCENDENTALS
 
 
 @dataclasses.dataclass(frozen=True)
-class GatedActivation:
+class GatedActivationBody:
     """activation(gate) · up."""
 
     activation: str

@@ -2,16 +2,18 @@
 
 from kernels_pallas import gated_activation as function
 from kernels_pallas.core.activations import REFERENCE
-from kernels_pallas.core.cases import Array, Case, Operation
+from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
 from kernels_pallas.core.rows import IMPLEMENTATIONS
 from kernels_pallas.gated_activation import costs, reference
 
 _ALL = ("bfloat16", "float16", "float32")
 
 
-def _case(name: str, rows: tuple[int, ...], width: int, activation: str = "silu", scale: float = 1.0, **more) -> Case:
-    arrays = {"gate": Array((*rows, width), scale=scale), "up": Array((*rows, width))}
-    return Case(name, arrays, {"activation": activation}, **more)
+def _case(
+    name: str, rows: tuple[int, ...], width: int, activation: str = "silu", scale: float = 1.0, **more
+) -> KernelCase:
+    arrays = {"gate": CaseArray((*rows, width), scale=scale), "up": CaseArray((*rows, width))}
+    return KernelCase(name, arrays, {"activation": activation}, **more)
 
 
 CASES = (
@@ -29,4 +31,4 @@ CASES = (
     _case("1000 × 5000, ReLU²", (1000,), 5000, "relu_squared", uses={"compile"}),
 )
 
-OPERATION = Operation(function, reference.gated_activation, IMPLEMENTATIONS, CASES, costs)
+OPERATION = KernelOperation(function, reference.gated_activation, IMPLEMENTATIONS, CASES, costs)

@@ -5,9 +5,9 @@ from typing import Any
 import jax
 
 from kernels_pallas.core import checks, rows
-from kernels_pallas.core.launch import Costs
+from kernels_pallas.core.launch import KernelCosts
 from kernels_pallas.layer_norm import reference
-from kernels_pallas.layer_norm.body import LayerNorm
+from kernels_pallas.layer_norm.body import LayerNormBody
 
 
 def layer_norm(
@@ -37,10 +37,13 @@ def layer_norm(
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
     epsilon = checks.norm("layer_norm", x, {"scale": scale, "bias": bias}, residual, epsilon, plus_one)
-    kernel = rows.choose_kernel(LayerNorm, x, implementation)
+    kernel = rows.choose_kernel(LayerNormBody, x, implementation)
     if kernel is None:
         return reference.layer_norm(x, scale, bias, residual=residual, epsilon=epsilon, plus_one=plus_one)
-    body, vectors = LayerNorm(x.shape[-1], epsilon, plus_one, scale is not None, bias is not None), _given(scale, bias)
+    body, vectors = (
+        LayerNormBody(x.shape[-1], epsilon, plus_one, scale is not None, bias is not None),
+        _given(scale, bias),
+    )
     if residual is None:
         return rows.apply(body, kernel, (x,), vectors)
     return rows.apply_to_sum(body, kernel, x, residual, vectors)
@@ -53,10 +56,12 @@ def costs(
     *,
     residual: jax.Array | None = None,
     **_: Any,
-) -> Costs:
+) -> KernelCosts:
     """What the kernels cost on these arrays, or shapes and dtypes."""
     vectors = _given(scale, bias)
-    return rows.costs(LayerNorm, (x,), vectors) if residual is None else rows.costs_of_sum(LayerNorm, x, vectors)
+    return (
+        rows.costs(LayerNormBody, (x,), vectors) if residual is None else rows.costs_of_sum(LayerNormBody, x, vectors)
+    )
 
 
 def _given(*vectors: jax.Array | None) -> tuple[jax.Array, ...]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerNorm:
+class LayerNormBody:
     """(x − mean) / √(variance + ε) · (scale or 1 + scale) + bias; scale and bias may be missing."""
 
     width: int

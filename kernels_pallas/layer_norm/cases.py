@@ -1,21 +1,23 @@
 """What LayerNorm is tried on."""
 
 from kernels_pallas import layer_norm as function
-from kernels_pallas.core.cases import Array, Case, Operation
+from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
 from kernels_pallas.core.rows import IMPLEMENTATIONS
 from kernels_pallas.layer_norm import costs, reference
 
 _ALL = ("bfloat16", "float16", "float32")
 
 
-def _case(name: str, rows: tuple[int, ...], width: int, *, bias: bool = True, residual: bool = False, **more) -> Case:
+def _case(
+    name: str, rows: tuple[int, ...], width: int, *, bias: bool = True, residual: bool = False, **more
+) -> KernelCase:
     x = {key: more.pop(key) for key in ("scale", "mean", "draw") if key in more}
-    arrays = {"x": Array((*rows, width), **x), "scale": Array((width,), scale=0.1, mean=1.0)}
+    arrays = {"x": CaseArray((*rows, width), **x), "scale": CaseArray((width,), scale=0.1, mean=1.0)}
     if bias:
-        arrays["bias"] = Array((width,), scale=0.1)
+        arrays["bias"] = CaseArray((width,), scale=0.1)
     if residual:
-        arrays["residual"] = Array((*rows, width))
-    return Case(name, arrays, roundings=2 * residual, **more)
+        arrays["residual"] = CaseArray((*rows, width))
+    return KernelCase(name, arrays, roundings=2 * residual, **more)
 
 
 CASES = (
@@ -34,4 +36,4 @@ CASES = (
     _case("8192 × 4096 with residual", (8192,), 4096, residual=True, uses={"bench"}, dtypes=("bfloat16",)),
 )
 
-OPERATION = Operation(function, reference.layer_norm, IMPLEMENTATIONS, CASES, costs)
+OPERATION = KernelOperation(function, reference.layer_norm, IMPLEMENTATIONS, CASES, costs)

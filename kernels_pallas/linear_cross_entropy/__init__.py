@@ -27,12 +27,12 @@ from kernels_pallas.core.choice import choose
 from kernels_pallas.core.eager import compiled_once
 from kernels_pallas.core.interpretation import requested
 from kernels_pallas.core.launch import vary
-from kernels_pallas.core.target import Target
+from kernels_pallas.core.target import TargetChip
 from kernels_pallas.linear_cross_entropy import chunks, loop, reference
 from kernels_pallas.linear_cross_entropy.costs import costs as costs
-from kernels_pallas.linear_cross_entropy.layout import ALONE, Layout, layout_of
-from kernels_pallas.linear_cross_entropy.loop import KERNELS, Plan
+from kernels_pallas.linear_cross_entropy.loop import KERNELS, CrossEntropyPlan
 from kernels_pallas.linear_cross_entropy.results import finish
+from kernels_pallas.linear_cross_entropy.sharding import ALONE, CrossEntropySharding, sharding_of
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -66,8 +66,8 @@ def linear_cross_entropy(
       reduction: "none" gives each token's loss; "sum" their sum, with gradients a quarter cheaper.
       return_log_z: also return log Z.
       partition: how hidden and unembedding lie on the mesh in context: the operation then runs under its own
-        `jax.shard_map`, its labels and tokens where they are. D of the unembedding may be parted: it is gathered, and
-        its gradient scattered. Without it, operands are whole, or parts of a surrounding shard_map's tokens.
+        `jax.shard_map`, its labels and tokens where they are. D of the unembedding may be sharded: it is gathered,
+        and its gradient scattered. Without it, operands are whole, or shards of a surrounding shard_map's tokens.
       implementation: "reference" (holds all logits), "chunked" (XLA alone), "triton" or "mosaic_tpu"; None chooses by
         the chip being lowered for and the shape.
 
@@ -81,57 +81,59 @@ def linear_cross_entropy(
     )
     if targets.dtype.itemsize < 4:  # a narrow integer may not hold V, which it is compared with
         targets = targets.astype(jnp.int32)
-    layout = ALONE if partition is None else layout_of(*partition, hidden, unembedding, transposed)
-    chosen = _choose(hidden, unembedding, layout, implementation)
+    sharding = ALONE if partition is None else sharding_of(*partition, hidden, unembedding, transposed)
+    chosen = _choose(hidden, unembedding, sharding, implementation)
     if chosen == "reference":
         options = dict(transposed=transposed, soft_cap=soft_cap, z_loss=z_loss)
         options |= dict(reduction=reduction, return_log_z=return_log_z)
         return reference.linear_cross_entropy(hidden, unembedding, targets, weights, **options)
-    plan = Plan(chosen, transposed, soft_cap, layout.labels)
+    plan = CrossEntropyPlan(chosen, transposed, soft_cap, sharding.labels)
     V = unembedding.shape[plan.table.index("V")]
     if reduction == "sum":
         weights = jnp.ones_like(targets, jnp.float32) if weights is None else weights.astype(jnp.float32)
     hidden, unembedding, targets, weights = vary(hidden, unembedding, targets, weights)
     if reduction == "sum":
-        result, log_z = _summed(plan, layout, V, z_loss, hidden, unembedding, targets, weights)
+        result, log_z = _summed(plan, sharding, V, z_loss, hidden, unembedding, targets, weights)
     else:
-        cross_entropy, log_z = _per_token(plan, layout, hidden, unembedding, targets)
+        cross_entropy, log_z = _per_token(plan, sharding, hidden, unembedding, targets)
         result = finish(cross_entropy, log_z, targets, weights, V, z_loss)
     return (result, log_z) if return_log_z else result
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 @compiled_once(static=2)
-def _per_token(plan: Plan, layout: Layout, hidden: Any, unembedding: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
+def _per_token(
+    plan: CrossEntropyPlan, sharding: CrossEntropySharding, hidden: Any, unembedding: Any, targets: Any
+) -> tuple[jax.Array, jax.Array]:
     """(cross-entropy, log Z), float32 [...] each."""
 
     def local(hidden: jax.Array, unembedding: jax.Array, targets: jax.Array) -> tuple:
-        found = loop.forward(plan, _flat(hidden), layout.gathered(unembedding), targets.reshape(-1))
+        found = loop.forward(plan, _flat(hidden), sharding.gathered(unembedding), targets.reshape(-1))
         return tuple(x.reshape(targets.shape) for x in found)
 
-    return layout.run(local, "hut", "tt")(hidden, unembedding, targets)
+    return sharding.run(local, "hut", "tt")(hidden, unembedding, targets)
 
 
-def _per_token_fwd(plan, layout, hidden, unembedding, targets):
-    cross_entropy, log_z = _per_token(plan, layout, hidden, unembedding, targets)
+def _per_token_fwd(plan, sharding, hidden, unembedding, targets):
+    cross_entropy, log_z = _per_token(plan, sharding, hidden, unembedding, targets)
     return (cross_entropy, log_z), (hidden, unembedding, targets, log_z)
 
 
 @compiled_once(static=2)
-def _per_token_bwd(plan, layout, saved, cotangents):
+def _per_token_bwd(plan, sharding, saved, cotangents):
     def local(hidden, unembedding, targets, log_z, of_cross_entropy, of_log_z) -> tuple:
         d_hidden, d_unembedding, _ = loop.gradients(
             plan,
             _flat(hidden),
-            layout.gathered(unembedding),
+            sharding.gathered(unembedding),
             targets.reshape(-1),
             tuple(x.reshape(-1) for x in (log_z, of_cross_entropy + of_log_z, of_cross_entropy)),
             lambda look, *numbers: (numbers, ()),
         )
-        d_unembedding = layout.reduced(d_unembedding, unembedding.dtype)
+        d_unembedding = sharding.reduced(d_unembedding, unembedding.dtype)
         return d_hidden.reshape(hidden.shape), d_unembedding.astype(unembedding.dtype)
 
-    return *layout.run(local, "hutttt", "hu")(*saved, *cotangents), None
+    return *sharding.run(local, "hutttt", "hu")(*saved, *cotangents), None
 
 
 _per_token.defvjp(_per_token_fwd, _per_token_bwd)
@@ -139,14 +141,14 @@ _per_token.defvjp(_per_token_fwd, _per_token_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 @compiled_once(static=4)
-def _summed(plan, layout, V, z_loss, hidden, unembedding, targets, weights) -> tuple[jax.Array, jax.Array]:
+def _summed(plan, sharding, V, z_loss, hidden, unembedding, targets, weights) -> tuple[jax.Array, jax.Array]:
     """(Σ weight · (cross-entropy + z_loss · log² Z), log Z [...])."""
-    cross_entropy, log_z = _per_token(plan, layout, hidden, unembedding, targets)
+    cross_entropy, log_z = _per_token(plan, sharding, hidden, unembedding, targets)
     return jnp.sum(finish(cross_entropy, log_z, targets, weights, V, z_loss)), log_z
 
 
 @compiled_once(static=4)
-def _summed_fwd(plan, layout, V, z_loss, hidden, unembedding, targets, weights):
+def _summed_fwd(plan, sharding, V, z_loss, hidden, unembedding, targets, weights):
     def local(hidden, unembedding, targets, weights) -> tuple:
         def cotangents(look, counted_C):
             cross_entropy, log_z = look()
@@ -154,15 +156,15 @@ def _summed_fwd(plan, layout, V, z_loss, hidden, unembedding, targets, weights):
 
         counted = jnp.where((targets < 0) | (targets >= V), 0.0, weights)
         d_hidden, d_unembedding, found = loop.gradients(
-            plan, _flat(hidden), layout.gathered(unembedding), targets.reshape(-1), (counted.reshape(-1),), cotangents
+            plan, _flat(hidden), sharding.gathered(unembedding), targets.reshape(-1), (counted.reshape(-1),), cotangents
         )
         found = (x.reshape(targets.shape) for x in found)
-        d_unembedding = layout.reduced(d_unembedding, unembedding.dtype)
+        d_unembedding = sharding.reduced(d_unembedding, unembedding.dtype)
         # The whole gradient, as large as all logits of a chunk, is not to wait until the layers' backward pass is done.
         d_hidden, d_unembedding = jax.lax.optimization_barrier((d_hidden, d_unembedding))
         return d_hidden.reshape(hidden.shape), d_unembedding, *found
 
-    d_hidden, d_unembedding, cross_entropy, log_z = layout.run(local, "hutt", "hutt")(
+    d_hidden, d_unembedding, cross_entropy, log_z = sharding.run(local, "hutt", "hutt")(
         hidden, unembedding, targets, weights
     )
     unweighted = finish(cross_entropy, log_z, targets, None, V, z_loss)
@@ -171,7 +173,7 @@ def _summed_fwd(plan, layout, V, z_loss, hidden, unembedding, targets, weights):
     return (jnp.sum(finish(cross_entropy, log_z, targets, weights, V, z_loss)), log_z), kept
 
 
-def _summed_bwd(plan, layout, V, z_loss, kept, cotangents):
+def _summed_bwd(plan, sharding, V, z_loss, kept, cotangents):
     d_hidden, d_unembedding, unweighted, like = kept
     of_sum, _ = cotangents  # log Z is a constant here
     return (
@@ -189,23 +191,29 @@ def _flat(hidden: jax.Array) -> jax.Array:
     return hidden.reshape(-1, hidden.shape[-1])
 
 
-def _choose(hidden: jax.Array, unembedding: jax.Array, layout: Layout, implementation: str | None) -> str:
+def _choose(
+    hidden: jax.Array, unembedding: jax.Array, sharding: CrossEntropySharding, implementation: str | None
+) -> str:
     D = hidden.shape[-1]
-    logits = hidden.size // max(D, 1) * (unembedding.size // max(D, 1)) // layout.parts
+    logits = hidden.size // max(D, 1) * (unembedding.size // max(D, 1)) // sharding.shards
     if requested(implementation) is None and logits < chunks.WORTHWHILE:
         return "reference"
 
-    def refusal(chip: Target) -> str | None:
+    def unsupported_reason(chip: TargetChip) -> str | None:
         if hidden.dtype not in _DTYPES:
             return f"{hidden.dtype} is none of {', '.join(_DTYPES)}"
         return None
 
-    def on_tpu(chip: Target) -> str | None:
-        return "TPUs have no float16" if hidden.dtype == jnp.float16 and chip.platform == "tpu" else refusal(chip)
+    def on_tpu(chip: TargetChip) -> str | None:
+        return (
+            "TPUs have no float16"
+            if hidden.dtype == jnp.float16 and chip.platform == "tpu"
+            else unsupported_reason(chip)
+        )
 
-    refusals = {"triton": refusal, "mosaic_tpu": on_tpu, "chunked": refusal}
-    assert refusals.keys() == KERNELS.keys()
-    return choose("linear_cross_entropy", implementation, refusals, manual=bool(layout.specs))
+    reasons = {"triton": unsupported_reason, "mosaic_tpu": on_tpu, "chunked": unsupported_reason}
+    assert reasons.keys() == KERNELS.keys()
+    return choose("linear_cross_entropy", implementation, reasons, manual=bool(sharding.specs))
 
 
 def _check(

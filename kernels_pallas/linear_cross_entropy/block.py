@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 
-class Statistics(NamedTuple):
+class LogitStatistics(NamedTuple):
     """Of the logits of a row that have been seen: the largest, Σ exp(logit − largest), and the target's."""
 
     largest: jax.Array
@@ -14,9 +14,9 @@ class Statistics(NamedTuple):
     at_target: jax.Array
 
 
-def nothing(like: jax.Array) -> Statistics:
+def nothing(like: jax.Array) -> LogitStatistics:
     """The statistics of no logits, in the shape of an array [r, 1]."""
-    return Statistics(jnp.full_like(like, -jnp.inf), jnp.zeros_like(like), jnp.zeros_like(like))
+    return LogitStatistics(jnp.full_like(like, -jnp.inf), jnp.zeros_like(like), jnp.zeros_like(like))
 
 
 def finite(largest: jax.Array) -> jax.Array:
@@ -30,12 +30,12 @@ def capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:
 
 
 def add(
-    seen: Statistics,
+    seen: LogitStatistics,
     logits: jax.Array,
     is_target: jax.Array,
     soft_cap: float | None,
     inside: jax.Array | None = None,
-) -> Statistics:
+) -> LogitStatistics:
     """With more logits of the same rows (online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867).
 
     Only those that are inside count, of which each block has some; None: all.
@@ -48,7 +48,7 @@ def add(
     kept = seen.total * jnp.exp(seen.largest - from_largest)
     total = kept + jnp.sum(jnp.exp(logits - from_largest), axis=1, keepdims=True)
     here = jnp.sum(jnp.where(is_target, logits, 0.0), axis=1, keepdims=True)
-    return Statistics(largest, total, seen.at_target + here)
+    return LogitStatistics(largest, total, seen.at_target + here)
 
 
 def gradient(

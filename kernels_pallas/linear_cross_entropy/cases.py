@@ -1,24 +1,24 @@
 """What the loss is tried on."""
 
 from kernels_pallas import linear_cross_entropy as function
-from kernels_pallas.core.cases import Array, Case, Operation
+from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
 from kernels_pallas.linear_cross_entropy import costs, reference
 
 _ALL = ("bfloat16", "float16", "float32")
 
 
-def _case(name: str, tokens: tuple[int, ...], width: int, labels: int, *, weights: bool = False, **more) -> Case:
+def _case(name: str, tokens: tuple[int, ...], width: int, labels: int, *, weights: bool = False, **more) -> KernelCase:
     options = more.setdefault("options", {})
     table = (labels, width) if options.get("transposed") else (width, labels)
     arrays = {
-        "hidden": Array((*tokens, width), scale=more.pop("scale", 1.0)),
-        "unembedding": Array(table, scale=width**-0.5),
-        "targets": Array(tokens, "int32", more.pop("draw", "labels"), labels),
+        "hidden": CaseArray((*tokens, width), scale=more.pop("scale", 1.0)),
+        "unembedding": CaseArray(table, scale=width**-0.5),
+        "targets": CaseArray(tokens, "int32", more.pop("draw", "labels"), labels),
     }
     if weights:
-        arrays["weights"] = Array(tokens, scale=0.3, mean=1.0)
+        arrays["weights"] = CaseArray(tokens, scale=0.3, mean=1.0)
     # Rounded: the logits' gradient, and each of the two gradients; a sum's once more, when it is scaled.
-    return Case(name, arrays, roundings=3, **more)
+    return KernelCase(name, arrays, roundings=3, **more)
 
 
 def _on(*uses: str) -> dict:
@@ -46,4 +46,6 @@ CASES = (
     _case("32768 × 4096 × 128256", (32768,), 4096, 128256, **_on("bench")),
 )
 
-OPERATION = Operation(function, reference.linear_cross_entropy, ("triton", "mosaic_tpu"), CASES, costs, ("chunked",))
+OPERATION = KernelOperation(
+    function, reference.linear_cross_entropy, ("triton", "mosaic_tpu"), CASES, costs, ("chunked",)
+)

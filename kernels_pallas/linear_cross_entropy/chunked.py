@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from kernels_pallas.linear_cross_entropy import block
 
 
-def statistics(logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: float | None) -> block.Statistics:
+def statistics(logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: float | None) -> block.LogitStatistics:
     """Of the first `labels` of each row, [C] each; `at` is where in it the target stands, if it does."""
     like = jnp.zeros_like(logits_CV[:, :1])
     found = block.add(
         block.nothing(like), logits_CV, _column(logits_CV) == at_C[:, None], soft_cap, _inside(logits_CV, labels)
     )
-    return block.Statistics(*(x[:, 0] for x in found))
+    return block.LogitStatistics(*(x[:, 0] for x in found))
 
 
 def gradient(

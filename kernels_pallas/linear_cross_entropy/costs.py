@@ -5,22 +5,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.core.launch import Cost, Costs
+from kernels_pallas.core.launch import KernelCost, KernelCosts
 from kernels_pallas.linear_cross_entropy.chunks import chunk, padded
 
 _SINGLE = 4  # bytes of a float32
 
 
-def statistics_cost(rows: int, vocabulary: int, soft_cap: float | None) -> Cost:
+def statistics_cost(rows: int, vocabulary: int, soft_cap: float | None) -> KernelCost:
     """Reads the logits, and writes three numbers for each row."""
     n, cap = rows * vocabulary, 3 if soft_cap is not None else 0
-    return Cost((6 + cap) * n, (1 + (cap > 0)) * n, _SINGLE * (n + 4 * rows))
+    return KernelCost((6 + cap) * n, (1 + (cap > 0)) * n, _SINGLE * (n + 4 * rows))
 
 
-def gradient_cost(rows: int, vocabulary: int, soft_cap: float | None, dtype: Any) -> Cost:
+def gradient_cost(rows: int, vocabulary: int, soft_cap: float | None, dtype: Any) -> KernelCost:
     """Reads the logits, and writes their gradient in this dtype."""
     n, cap = rows * vocabulary, 7 if soft_cap is not None else 0
-    return Cost((5 + cap) * n, (1 + (cap > 0)) * n, (_SINGLE + jnp.dtype(dtype).itemsize) * n + _SINGLE * 4 * rows)
+    return KernelCost(
+        (5 + cap) * n, (1 + (cap > 0)) * n, (_SINGLE + jnp.dtype(dtype).itemsize) * n + _SINGLE * 4 * rows
+    )
 
 
 def costs(
@@ -32,7 +34,7 @@ def costs(
     soft_cap: float | None = None,
     reduction: str = "none",
     **_: Any,
-) -> Costs:
+) -> KernelCosts:
     """What the kernels and the products cost on these arrays, or shapes and dtypes, on one device.
 
     Forward is what a call costs that is not differentiated; with reduction="sum" the gradients behind it are made in
@@ -44,13 +46,13 @@ def costs(
     V = padded(labels)
     product = 2 * C * D * V
     table, rows, logits, narrow = item * D * V, item * C * D, _SINGLE * C * V, item * C * V
-    unembed = Cost(product, 0, rows + table + logits)
-    gradients = Cost(2 * product, 0, (narrow + table + rows) + (narrow + rows + _SINGLE * D * V))
+    unembed = KernelCost(product, 0, rows + table + logits)
+    gradients = KernelCost(2 * product, 0, (narrow + table + rows) + (narrow + rows + _SINGLE * D * V))
     looks = statistics_cost(C, V, soft_cap)
-    turns = gradient_cost(C, V, soft_cap, hidden.dtype)
-    again = Cost() if reduction == "sum" else unembed
-    return Costs(_times(chunks, unembed, looks), _times(chunks, again, turns, gradients))
+    logits = gradient_cost(C, V, soft_cap, hidden.dtype)
+    again = KernelCost() if reduction == "sum" else unembed
+    return KernelCosts(_times(chunks, unembed, looks), _times(chunks, again, logits, gradients))
 
 
-def _times(n: int, *parts: Cost) -> Cost:
-    return Cost(*(n * sum(numbers) for numbers in zip(*parts, strict=True)))
+def _times(n: int, *parts: KernelCost) -> KernelCost:
+    return KernelCost(*(n * sum(numbers) for numbers in zip(*parts, strict=True)))

@@ -14,13 +14,13 @@ from kernels_pallas.linear_cross_entropy.chunks import chunk, padded
 KERNELS = {"triton": triton, "mosaic_tpu": mosaic_tpu, "chunked": chunked}
 
 
-class Plan(NamedTuple):
+class CrossEntropyPlan(NamedTuple):
     """What does not change between chunks.
 
     Attributes:
       implementation: a key of KERNELS.
       transposed: the unembedding is [V, D].
-      labels_over: mesh axes, manual here, over which the labels are parted.
+      labels_over: mesh axes, manual here, over which the labels are sharded.
     """
 
     implementation: str
@@ -33,12 +33,12 @@ class Plan(NamedTuple):
         return "VD" if self.transposed else "DV"
 
 
-def _unembed(plan: Plan, hidden_CD: jax.Array, table: jax.Array) -> jax.Array:
+def _unembed(plan: CrossEntropyPlan, hidden_CD: jax.Array, table: jax.Array) -> jax.Array:
     """float32 logits [C, V]."""
     return jnp.einsum(f"CD,{plan.table}->CV", hidden_CD, table, preferred_element_type=jnp.float32)
 
 
-def _look(plan: Plan, logits_CV: jax.Array, at_C: jax.Array, labels: int) -> tuple[jax.Array, jax.Array]:
+def _look(plan: CrossEntropyPlan, logits_CV: jax.Array, at_C: jax.Array, labels: int) -> tuple[jax.Array, jax.Array]:
     """(cross-entropy, log Z) of each token, [C] each, over all devices' labels."""
     seen = KERNELS[plan.implementation].statistics(logits_CV, at_C, labels, plan.soft_cap)
     largest, total, at_target = seen
@@ -52,7 +52,7 @@ def _look(plan: Plan, logits_CV: jax.Array, at_C: jax.Array, labels: int) -> tup
 
 
 def forward(
-    plan: Plan, hidden_RD: jax.Array, unembedding: jax.Array, targets_R: jax.Array
+    plan: CrossEntropyPlan, hidden_RD: jax.Array, unembedding: jax.Array, targets_R: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(cross-entropy, log Z) of each token, [R] each."""
     labels, table = _table(plan, unembedding)
@@ -66,7 +66,7 @@ def forward(
 
 
 def gradients(
-    plan: Plan,
+    plan: CrossEntropyPlan,
     hidden_RD: jax.Array,
     unembedding: jax.Array,
     targets_R: jax.Array,
@@ -74,7 +74,7 @@ def gradients(
     cotangents: Callable[..., tuple[tuple[jax.Array, jax.Array, jax.Array], Any]],
 ) -> tuple[jax.Array, jax.Array, Any]:
     """Cotangents of `hidden`, in its dtype, and of `unembedding`, in float32, and what `cotangents` gave besides. Where
-    the labels are parted each device's part of the former is rounded before they are added: in float32 twice as much
+    the labels are sharded each device's part of the former is rounded before they are added: in float32 twice as much
     would be sent.
 
     Args:
@@ -117,15 +117,15 @@ def _unit(of_C: Sequence[jax.Array]) -> jax.Array:
     return jnp.where((largest > 0) & jnp.isfinite(largest), jnp.ldexp(1.0, exponent - 13), 1.0)
 
 
-def _table(plan: Plan, unembedding: jax.Array) -> tuple[int, jax.Array]:
-    """This device's labels, and the unembedding filled up with zeros behind them."""
+def _table(plan: CrossEntropyPlan, unembedding: jax.Array) -> tuple[int, jax.Array]:
+    """This device's labels, and the unembedding padded with zeros."""
     at = plan.table.index("V")
     labels = unembedding.shape[at]
     more = padded(labels) - labels
     return labels, jnp.pad(unembedding, [(0, more if i == at else 0) for i in (0, 1)]) if more else unembedding
 
 
-def _places(plan: Plan, targets_R: jax.Array, labels: int) -> jax.Array:
+def _places(plan: CrossEntropyPlan, targets_R: jax.Array, labels: int) -> jax.Array:
     """Where each target stands among this device's labels; −1 where it does not."""
     first = labels * jax.lax.axis_index(plan.labels_over) if plan.labels_over else 0
     at_R = targets_R.astype(jnp.int32) - first

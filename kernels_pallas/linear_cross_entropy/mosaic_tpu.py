@@ -12,17 +12,17 @@ from kernels_pallas.linear_cross_entropy.costs import gradient_cost, statistics_
 
 # Numbers of the largest blocks: of logits, and of four numbers per row, each of which takes 128 lanes. With second
 # buffers, the result's and a soft cap's intermediates, 2 MiB of float32 fit into VMEM's default 16 on v4 to v7x.
-_MOST, _BESIDE = 2**19, 4 * 128
+_MAX_NUMBERS, _EXTRA_COLUMNS = 2**19, 4 * 128
 
 
-class Blocks(NamedTuple):
+class CrossEntropyTpuBlocks(NamedTuple):
     """`rows` × `columns` logits in VMEM at a time."""
 
     rows: int = 128
     columns: int = 2048
 
 
-def statistics(logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: float | None) -> block.Statistics:
+def statistics(logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: float | None) -> block.LogitStatistics:
     """Of the first `labels` of each row, [C] each: the grid goes along the rows in sequence, and adds to what it has
     seen."""
     C, V = logits_CV.shape
@@ -36,7 +36,7 @@ def statistics(logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: flo
 
         column = pl.program_id(1) * columns + jax.lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
         inside = column < labels if labels % columns else None  # beyond the array a block holds anything
-        seen = block.Statistics(*(ref[...] for ref in out_refs))
+        seen = block.LogitStatistics(*(ref[...] for ref in out_refs))
         seen = block.add(seen, logits_ref[...], column == at_ref[...], soft_cap, inside)
         for ref, x in zip(out_refs, seen, strict=True):
             ref[...] = x
@@ -53,7 +53,7 @@ def statistics(logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: flo
         cost=statistics_cost(C, V, soft_cap),
         name="linear_cross_entropy_statistics",
     )
-    return block.Statistics(*(x[:, 0] for x in found))
+    return block.LogitStatistics(*(x[:, 0] for x in found))
 
 
 def gradient(
@@ -93,6 +93,6 @@ def gradient(
 
 def _block(kernel: str, C: int, V: int, dtype: Any) -> tuple[int, int]:
     """Rows and columns of the blocks of logits [C, V]."""
-    blocks = tuning.blocks(f"linear_cross_entropy_{kernel}", "mosaic_tpu", (V,), dtype, Blocks())
-    columns = min(V, blocks.columns, _MOST // 16)
-    return min(C, blocks.rows, _MOST // (columns + _BESIDE) // 8 * 8), columns
+    blocks = tuning.blocks(f"linear_cross_entropy_{kernel}", "mosaic_tpu", (V,), dtype, CrossEntropyTpuBlocks())
+    columns = min(V, blocks.columns, _MAX_NUMBERS // 16)
+    return min(C, blocks.rows, _MAX_NUMBERS // (columns + _EXTRA_COLUMNS) // 8 * 8), columns

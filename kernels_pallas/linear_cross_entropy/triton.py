@@ -11,7 +11,7 @@ from kernels_pallas.linear_cross_entropy import block
 from kernels_pallas.linear_cross_entropy.costs import gradient_cost, statistics_cost
 
 
-class Blocks(NamedTuple):
+class CrossEntropyTritonBlocks(NamedTuple):
     """`columns` logits of a row (a power of two) in registers at a time, by `warps` of 32 threads: by default 16 for
     each thread, four loads of 16 bytes. `stages` of a loop along the row overlap; 0 where there is no loop."""
 
@@ -20,17 +20,19 @@ class Blocks(NamedTuple):
     stages: int = 3
 
 
-def statistics(logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: float | None) -> block.Statistics:
+def statistics(logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: float | None) -> block.LogitStatistics:
     """Of the first `labels` of each row, [C] each: a program goes along one row, and reads it once."""
     C, V = logits_CV.shape
-    blocks = tuning.blocks("linear_cross_entropy_statistics", "triton", (V,), logits_CV.dtype, Blocks())
+    blocks = tuning.blocks(
+        "linear_cross_entropy_statistics", "triton", (V,), logits_CV.dtype, CrossEntropyTritonBlocks()
+    )
     columns = min(pl.next_power_of_2(V), blocks.columns)
     whole, rest = divmod(labels, columns)
 
     def kernel(logits_ref, at_ref, *out_refs) -> None:
         at = at_ref[...].reshape(1, 1)
 
-        def one_block(i: jax.Array | int, seen: block.Statistics, masked: bool = False) -> block.Statistics:
+        def one_block(i: jax.Array | int, seen: block.LogitStatistics, masked: bool = False) -> block.LogitStatistics:
             column = i * columns + jax.lax.broadcasted_iota(jnp.int32, (1, columns), 1)
             ref = logits_ref.at[:, pl.ds(i * columns, columns)]
             inside = column < labels if masked else None
@@ -47,7 +49,7 @@ def statistics(logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: flo
 
     row = pl.BlockSpec((1, pl.cdiv(V, columns) * columns), lambda i: (i, 0))
     number = pl.BlockSpec((1,), lambda i: (i,))
-    return block.Statistics(
+    return block.LogitStatistics(
         *launch.call(
             kernel,
             (logits_CV, at_C),
@@ -74,7 +76,7 @@ def gradient(
 ) -> jax.Array:
     """The logits' cotangent [C, V] in this dtype: see `block.gradient`."""
     C, V = logits_CV.shape
-    blocks = tuning.blocks("linear_cross_entropy_gradient", "triton", (V,), dtype, Blocks(stages=0))
+    blocks = tuning.blocks("linear_cross_entropy_gradient", "triton", (V,), dtype, CrossEntropyTritonBlocks(stages=0))
     columns = min(pl.next_power_of_2(V), blocks.columns)
 
     def kernel(logits_ref, at_ref, log_z_ref, of_z_ref, of_target_ref, out_ref) -> None:

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.core import activations, checks, rows
-from kernels_pallas.core.choice import Refusal, choose
+from kernels_pallas.core.choice import choose
 from kernels_pallas.core.eager import compiled_once
-from kernels_pallas.core.launch import Cost, Costs, size_of, vary
-from kernels_pallas.core.target import Target
+from kernels_pallas.core.launch import KernelCost, KernelCosts, size_of, vary
+from kernels_pallas.core.target import TargetChip
 from kernels_pallas.matmul import mosaic_tpu, reference, triton
-from kernels_pallas.matmul.tiles import Product
+from kernels_pallas.matmul.tiles import MatmulProduct
 
 _RUN = {"triton": triton.run, "mosaic_tpu": mosaic_tpu.run}
 IMPLEMENTATIONS = tuple(_RUN)
@@ -64,14 +64,14 @@ def matmul(
     """
     _check(a, b, bias, residual)
     activations.check("matmul", activation)
-    refusals = {name: functools.partial(_refusal, name, a) for name in _RUN}
-    chosen = choose("matmul", implementation, refusals)
+    reasons = {name: functools.partial(_unsupported_reason, name, a) for name in _RUN}
+    chosen = choose("matmul", implementation, reasons)
     if chosen == "reference" or 0 in (a.size, b.size):
         return reference.matmul(a, b, bias, residual, activation=activation)
     shape = (*a.shape[:-1], b.shape[1])
     flat = None if residual is None else residual.reshape(-1, b.shape[1])
     operands = vary(a.reshape(-1, a.shape[-1]), b, bias, flat)
-    return _matmul(_Settings(activation, chosen), *operands).reshape(shape)
+    return _matmul(_MatmulSettings(activation, chosen), *operands).reshape(shape)
 
 
 def costs(
@@ -81,40 +81,40 @@ def costs(
     residual: jax.Array | None = None,
     *,
     activation: str | None = None,
-) -> Costs:
+) -> KernelCosts:
     """What the kernels cost on these arrays, or shapes and dtypes, where they are differentiated."""
     rows, products = math.prod(a.shape[:-1]), 2 * a.size * b.shape[1]
     y = jax.ShapeDtypeStruct((rows, b.shape[1]), a.dtype)
     forward = _cost(_product(activation, bias, residual, keeps_sum=activation is not None), a, b, bias, residual, y)
-    return Costs(forward, Cost(2 * products, 0, 2 * size_of(a, b, y)))
+    return KernelCosts(forward, KernelCost(2 * products, 0, 2 * size_of(a, b, y)))
 
 
-def _refusal(name: str, a: jax.Array, chip: Target) -> Refusal:
+def _unsupported_reason(name: str, a: jax.Array, chip: TargetChip) -> str | None:
     asked = jax.config.jax_default_matmul_precision
     if a.dtype == jnp.float32 and asked in jax.lax.DotAlgorithmPreset.__members__ and asked not in _ALGORITHMS[name]:
         return f"it does not multiply float32 by {asked}, which jax.default_matmul_precision says"
-    return rows.refusal(a, chip, max_width=None)
+    return rows.unsupported_reason(a, chip, max_width=None)
 
 
-class _Settings(NamedTuple):
+class _MatmulSettings(NamedTuple):
     activation: str | None
     implementation: str
 
 
-def _product(activation, bias, residual, keeps_sum: bool) -> Product:
-    return Product((False, False), bias is not None, activation, residual is not None, keeps_sum)
+def _product(activation, bias, residual, keeps_sum: bool) -> MatmulProduct:
+    return MatmulProduct((False, False), bias is not None, activation, residual is not None, keeps_sum)
 
 
-def _cost(product: Product, a, b, bias, residual, y) -> Cost:
+def _cost(product: MatmulProduct, a, b, bias, residual, y) -> KernelCost:
     extra = product.biased + product.added + (activations.FLOPS[product.activation][0] if product.activation else 0)
     transcendentals = activations.TRANSCENDENTALS[product.activation][0] if product.activation else 0
     flops = 2 * a.size * y.shape[-1] + extra * y.size
     written = (y,) * (1 + product.keeps_sum)
-    return Cost(flops, transcendentals * y.size, size_of(a, b, bias, residual, *written))
+    return KernelCost(flops, transcendentals * y.size, size_of(a, b, bias, residual, *written))
 
 
 @compiled_once(static=3)
-def _run(name: str, settings: _Settings, product: Product, a, b, bias=None, residual=None) -> list:
+def _run(name: str, settings: _MatmulSettings, product: MatmulProduct, a, b, bias=None, residual=None) -> list:
     M, N, K = product.sizes(a, b)
     y = jax.ShapeDtypeStruct((M, N), a.dtype)
     cost = _cost(product, jax.ShapeDtypeStruct((M, K), a.dtype), b, bias, residual, y)
@@ -142,8 +142,8 @@ def _bwd(settings, saved, d_y):
         most = float(jnp.finfo(a.dtype).max)
         wide = jnp.clip(z[0].astype(jnp.float32), -most, most)
         d_z = jax.vjp(activations.REFERENCE[settings.activation], wide)[1](d_y.astype(jnp.float32))[0].astype(a.dtype)
-    (d_a,) = _run("matmul_backward_a", settings, Product(transposed=(False, True)), d_z, b)
-    (d_b,) = _run("matmul_backward_b", settings, Product(transposed=(True, False)), a, d_z)
+    (d_a,) = _run("matmul_backward_a", settings, MatmulProduct(transposed=(False, True)), d_z, b)
+    (d_b,) = _run("matmul_backward_b", settings, MatmulProduct(transposed=(True, False)), a, d_z)
     d_bias = None if bias is None else jnp.sum(d_z, axis=0, dtype=jnp.float32).astype(bias.dtype)
     return d_a, d_b, d_bias, None if residual is None else d_y
 

@@ -1,20 +1,20 @@
 """What a matrix product is tried on."""
 
 from kernels_pallas import matmul as function
-from kernels_pallas.core.cases import Array, Case, Operation
+from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
 from kernels_pallas.matmul import IMPLEMENTATIONS, costs, reference
 
 _ALL = ("bfloat16", "float16", "float32")
 
 
-def _case(name, rows, k, n, activation=None, *, bias=False, residual=False, **more) -> Case:
+def _case(name, rows, k, n, activation=None, *, bias=False, residual=False, **more) -> KernelCase:
     """Numbers whose products have unit scale, as in a model. An activation's sum is kept rounded, its gradient too."""
-    arrays = {"a": Array((*rows, k)), "b": Array((k, n), scale=k**-0.5)}
+    arrays = {"a": CaseArray((*rows, k)), "b": CaseArray((k, n), scale=k**-0.5)}
     if bias:
-        arrays["bias"] = Array((n,))
+        arrays["bias"] = CaseArray((n,))
     if residual:
-        arrays["residual"] = Array((*rows, n))
-    return Case(name, arrays, {"activation": activation}, roundings=2 if activation else 0, **more)
+        arrays["residual"] = CaseArray((*rows, n))
+    return KernelCase(name, arrays, {"activation": activation}, roundings=2 if activation else 0, **more)
 
 
 CASES = (
@@ -31,4 +31,4 @@ CASES = (
     _case("1000³, SiLU and residual", (1000,), 1000, 1000, "silu", residual=True, uses={"compile"}),
 )
 
-OPERATION = Operation(function, reference.matmul, IMPLEMENTATIONS, CASES, costs)
+OPERATION = KernelOperation(function, reference.matmul, IMPLEMENTATIONS, CASES, costs)

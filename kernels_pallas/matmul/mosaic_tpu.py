@@ -7,15 +7,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas.core import launch, target, tuning
-from kernels_pallas.core.launch import Cost
-from kernels_pallas.core.target import Target
-from kernels_pallas.matmul.tiles import Product, precision_of
+from kernels_pallas.core.launch import KernelCost
+from kernels_pallas.core.target import TargetChip
+from kernels_pallas.matmul.tiles import MatmulProduct, precision_of
 
 # Rows of a vector register.
 _SUBLANES = 8
 
 
-class Blocks(NamedTuple):
+class MatmulTpuBlocks(NamedTuple):
     """An m × n tile of the result, k numbers of the contraction at a time."""
 
     m: int
@@ -23,15 +23,15 @@ class Blocks(NamedTuple):
     k: int
 
 
-def default_blocks(dtype: jnp.dtype, chip: Target) -> Blocks:
+def default_blocks(dtype: jnp.dtype, chip: TargetChip) -> MatmulTpuBlocks:
     """Two buffers of each operand's and the result's tile, and the float32 sum, take 10 of the 16 MiB that a kernel may
     use in bfloat16 and 7 in float32, which may add a residual. The longer k, the less often the sum is read and
     written. A v4 has no more VMEM than that, of which some compilers take 7 besides in bfloat16: there it is half."""
     narrow = 2048 if chip.scratchpad > launch.TPU_VMEM else 1024
-    return Blocks(512, 512, narrow if dtype.itemsize == 2 else 512)
+    return MatmulTpuBlocks(512, 512, narrow if dtype.itemsize == 2 else 512)
 
 
-def _held(blocks: Blocks, product: Product, dtype: jnp.dtype) -> int:
+def _held(blocks: MatmulTpuBlocks, product: MatmulProduct, dtype: jnp.dtype) -> int:
     """Bytes of VMEM, as compilers for v4 and v5e were seen to need at most: two buffers of each tile, the sum, and the
     operands' tiles once more in 32 bits, turned or masked."""
     m, n, k = blocks
@@ -40,20 +40,20 @@ def _held(blocks: Blocks, product: Product, dtype: jnp.dtype) -> int:
 
 
 def run(
-    product: Product,
+    product: MatmulProduct,
     a: jax.Array,
     b: jax.Array,
     bias: jax.Array | None,
     residual: jax.Array | None,
     *,
-    cost: Cost,
+    cost: KernelCost,
     name: str,
 ) -> list[jax.Array]:
     """The results [M, N] of a product, in a's dtype."""
     M, N, K = product.sizes(a, b)
     default = default_blocks(a.dtype, target.current())
     blocks = tuning.blocks(name, "mosaic_tpu", (M, N, K), a.dtype, default)
-    blocks, default = (Blocks(*map(min, each, (M, N, K))) for each in (blocks, default))
+    blocks, default = (MatmulTpuBlocks(*map(min, each, (M, N, K))) for each in (blocks, default))
     # Measured it may be without a residual, or where nothing is kept for a derivative.
     bm, bn, bk = blocks if _held(blocks, product, a.dtype) <= launch.TPU_VMEM else default
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from kernels_pallas.core.activations import KERNEL
 
 
-class Product(NamedTuple):
+class MatmulProduct(NamedTuple):
     """A product of two matrices as they lie in memory, and what is done with it before it leaves the chip.
 
     a is [M, K], or [K, M] where `transposed[0]`; b is [K, N], or [N, K] where `transposed[1]`. `keeps_sum`: a·b + bias

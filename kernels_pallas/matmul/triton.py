@@ -7,14 +7,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas.core import launch, target, tuning
-from kernels_pallas.core.launch import Cost
-from kernels_pallas.core.target import Target
-from kernels_pallas.matmul.tiles import Product, precision_of
+from kernels_pallas.core.launch import KernelCost
+from kernels_pallas.core.target import TargetChip
+from kernels_pallas.matmul.tiles import MatmulProduct, precision_of
 
 _EPILOGUE = 64  # columns of a tile that are finished at a time
 
 
-class Blocks(NamedTuple):
+class MatmulTritonBlocks(NamedTuple):
     """A program computes an m × n tile of the result, k numbers of the contraction at a time; `group` rows of tiles are
     finished before the next columns, so that what they share is still in the L2 cache."""
 
@@ -26,26 +26,26 @@ class Blocks(NamedTuple):
     group: int = 8
 
 
-def default_blocks(m: int, n: int, k: int, itemsize: int, chip: Target) -> Blocks:
+def default_blocks(m: int, n: int, k: int, itemsize: int, chip: TargetChip) -> MatmulTritonBlocks:
     """Tiles as large as registers hold; as many stages of them in flight as shared memory does."""
     if itemsize == 4:
-        most = Blocks(64, 64, 32, warps=4, stages=2)
+        most = MatmulTritonBlocks(64, 64, 32, warps=4, stages=2)
     elif chip.scratchpad > 160_000:
-        most = Blocks(128, 256, 64, warps=8, stages=3)
+        most = MatmulTritonBlocks(128, 256, 64, warps=8, stages=3)
     else:
-        most = Blocks(128, 128, 32, warps=4, stages=3)
+        most = MatmulTritonBlocks(128, 128, 32, warps=4, stages=3)
     sizes = (max(16, min(block, pl.next_power_of_2(size))) for block, size in zip(most[:3], (m, n, k), strict=True))
-    return Blocks(*sizes, *most[3:])
+    return MatmulTritonBlocks(*sizes, *most[3:])
 
 
 def run(
-    product: Product,
+    product: MatmulProduct,
     a: jax.Array,
     b: jax.Array,
     bias: jax.Array | None,
     residual: jax.Array | None,
     *,
-    cost: Cost,
+    cost: KernelCost,
     name: str,
 ) -> list[jax.Array]:
     """The results [M, N] of a product, in a's dtype."""

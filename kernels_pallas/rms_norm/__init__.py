@@ -5,9 +5,9 @@ from typing import Any
 import jax
 
 from kernels_pallas.core import checks, rows
-from kernels_pallas.core.launch import Costs
+from kernels_pallas.core.launch import KernelCosts
 from kernels_pallas.rms_norm import reference
-from kernels_pallas.rms_norm.body import RMSNorm
+from kernels_pallas.rms_norm.body import RMSNormBody
 
 
 def rms_norm(
@@ -36,16 +36,16 @@ def rms_norm(
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
     epsilon = checks.norm("rms_norm", x, {"scale": scale}, residual, epsilon, plus_one)
-    kernel = rows.choose_kernel(RMSNorm, x, implementation)
+    kernel = rows.choose_kernel(RMSNormBody, x, implementation)
     if kernel is None:
         return reference.rms_norm(x, scale, residual=residual, epsilon=epsilon, plus_one=plus_one)
-    body, vectors = RMSNorm(x.shape[-1], epsilon, plus_one), () if scale is None else (scale,)
+    body, vectors = RMSNormBody(x.shape[-1], epsilon, plus_one), () if scale is None else (scale,)
     if residual is None:
         return rows.apply(body, kernel, (x,), vectors)
     return rows.apply_to_sum(body, kernel, x, residual, vectors)
 
 
-def costs(x: jax.Array, scale: jax.Array | None = None, *, residual: jax.Array | None = None, **_: Any) -> Costs:
+def costs(x: jax.Array, scale: jax.Array | None = None, *, residual: jax.Array | None = None, **_: Any) -> KernelCosts:
     """What the kernels cost on these arrays, or shapes and dtypes."""
     vectors = () if scale is None else (scale,)
-    return rows.costs(RMSNorm, (x,), vectors) if residual is None else rows.costs_of_sum(RMSNorm, x, vectors)
+    return rows.costs(RMSNormBody, (x,), vectors) if residual is None else rows.costs_of_sum(RMSNormBody, x, vectors)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True)
-class RMSNorm:
+class RMSNormBody:
     """x / √(mean(x²) + ε) · (scale or 1 + scale); the scale may be missing."""
 
     width: int

@@ -1,19 +1,19 @@
 """What RMSNorm is tried on."""
 
 from kernels_pallas import rms_norm as function
-from kernels_pallas.core.cases import Array, Case, Operation
+from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
 from kernels_pallas.core.rows import IMPLEMENTATIONS
 from kernels_pallas.rms_norm import costs, reference
 
 _ALL = ("bfloat16", "float16", "float32")
 
 
-def _case(name: str, rows: tuple[int, ...], width: int, *, residual: bool = False, **more) -> Case:
-    x = Array((*rows, width), scale=more.pop("scale", 1.0), draw=more.pop("draw", "normal"))
-    arrays = {"x": x, "scale": Array((width,), scale=0.1, mean=1.0)}
+def _case(name: str, rows: tuple[int, ...], width: int, *, residual: bool = False, **more) -> KernelCase:
+    x = CaseArray((*rows, width), scale=more.pop("scale", 1.0), draw=more.pop("draw", "normal"))
+    arrays = {"x": x, "scale": CaseArray((width,), scale=0.1, mean=1.0)}
     if residual:
-        arrays["residual"] = Array((*rows, width))
-    return Case(name, arrays, roundings=2 * residual, **more)
+        arrays["residual"] = CaseArray((*rows, width))
+    return KernelCase(name, arrays, roundings=2 * residual, **more)
 
 
 CASES = (
@@ -36,4 +36,4 @@ CASES = (
     _case("1000 × 5000", (1000,), 5000, uses={"compile"}, dtypes=("float32",)),
 )
 
-OPERATION = Operation(function, reference.rms_norm, IMPLEMENTATIONS, CASES, costs)
+OPERATION = KernelOperation(function, reference.rms_norm, IMPLEMENTATIONS, CASES, costs)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from kernels_pallas.core import checks, rows
 from kernels_pallas.core.choice import choose
 from kernels_pallas.core.eager import compiled_once
-from kernels_pallas.core.launch import Cost, Costs, size_of, vary
+from kernels_pallas.core.launch import KernelCost, KernelCosts, size_of, vary
 from kernels_pallas.rotary_embedding import mosaic_tpu, reference, triton
 
 _RUN = {"triton": triton.run, "mosaic_tpu": mosaic_tpu.run}
@@ -23,7 +23,7 @@ def rotary_embedding(
     interleaved: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Turn each pair of numbers of each head by its token's angle (Su et al. 2021, arXiv:2104.09864, section 3.2.2).
+    """Rotate each pair of numbers of each head by its token's angle (Su et al. 2021, arXiv:2104.09864, section 3.2.2).
 
     Args:
       x: [..., N, H] in float32, bfloat16 or float16, H even: N heads of each token; arithmetic is float32.
@@ -40,21 +40,21 @@ def rotary_embedding(
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
     _check(x, cos, sin, interleaved)
-    serves = functools.partial(rows.refusal, x, max_width=None)
+    serves = functools.partial(rows.unsupported_reason, x, max_width=None)
     chosen = choose("rotary_embedding", implementation, dict.fromkeys(_RUN, serves))
     if chosen == "reference" or x.size == 0:
         return reference.rotary_embedding(x, cos, sin, interleaved=interleaved)
     shape = _shape_of_angles(cos, sin)
     angles = (jnp.broadcast_to(a, shape).reshape(-1, shape[-1]) for a in (cos, sin))
     operands = vary(x.reshape(-1, *x.shape[-2:]), *angles)
-    return _turn(_Settings(chosen, interleaved), *operands).reshape(x.shape)
+    return _rotate(_RotarySettings(chosen, interleaved), *operands).reshape(x.shape)
 
 
-def costs(x: jax.Array, cos: jax.Array, sin: jax.Array, **_: Any) -> Costs:
-    """What the kernels cost on these arrays, or shapes and dtypes: backward turns back, by the same work."""
+def costs(x: jax.Array, cos: jax.Array, sin: jax.Array, **_: Any) -> KernelCosts:
+    """What the kernels cost on these arrays, or shapes and dtypes: backward rotates back, by the same work."""
     angles = [jax.ShapeDtypeStruct(_shape_of_angles(cos, sin), a.dtype) for a in (cos, sin)]
     one = _cost(x, *angles)
-    return Costs(one, one)
+    return KernelCosts(one, one)
 
 
 def _shape_of_angles(cos, sin) -> tuple[int, ...]:
@@ -62,17 +62,17 @@ def _shape_of_angles(cos, sin) -> tuple[int, ...]:
     return max(cos.shape, sin.shape, key=len)
 
 
-class _Settings(NamedTuple):
+class _RotarySettings(NamedTuple):
     implementation: str
     interleaved: bool
 
 
-def _cost(x, cos, sin) -> Cost:
-    return Cost(flops=3 * x.size, bytes=size_of(x, x, cos, sin))
+def _cost(x, cos, sin) -> KernelCost:
+    return KernelCost(flops=3 * x.size, bytes=size_of(x, x, cos, sin))
 
 
 @compiled_once(static=2)
-def _run(settings: _Settings, inverse: bool, x_MNH, cos_AP, sin_AP) -> jax.Array:
+def _run(settings: _RotarySettings, inverse: bool, x_MNH, cos_AP, sin_AP) -> jax.Array:
     return _RUN[settings.implementation](
         x_MNH,
         cos_AP,
@@ -84,7 +84,7 @@ def _run(settings: _Settings, inverse: bool, x_MNH, cos_AP, sin_AP) -> jax.Array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _turn(settings, x_MNH, cos_AP, sin_AP):
+def _rotate(settings, x_MNH, cos_AP, sin_AP):
     return _run(settings, False, x_MNH, cos_AP, sin_AP)
 
 
@@ -104,7 +104,7 @@ def _bwd(settings, saved, d_y):
     return d_x, *jax.vjp(plain, cos, sin)[1](d_y.reshape(tokens))
 
 
-_turn.defvjp(_fwd, _bwd, symbolic_zeros=True)
+_rotate.defvjp(_fwd, _bwd, symbolic_zeros=True)
 
 
 def _check(x, cos, sin, interleaved) -> None:
@@ -114,7 +114,7 @@ def _check(x, cos, sin, interleaved) -> None:
         raise ValueError(f"rotary_embedding: x has shape {list(x.shape)}; it must be [..., N, H]")
     checks.floating("rotary_embedding", x=x, cos=cos, sin=sin)
     if x.shape[-1] % 2:
-        raise ValueError(f"rotary_embedding: heads are {x.shape[-1]} wide; they must be even, pairs are turned")
+        raise ValueError(f"rotary_embedding: heads are {x.shape[-1]} wide; they must be even, pairs are rotated")
     for name, angle in (("cos", cos), ("sin", sin)):
         *tokens, pairs = angle.shape or (0,)
         wanted = (*x.shape[:-2], x.shape[-1] // 2)

@@ -12,7 +12,7 @@ def tables_of_blocks(
 ) -> tuple[jax.Array, jax.Array, Callable[[jax.Array], jax.Array]]:
     """The tables that blocks of `block` of these rows read, and the index there of the i-th.
 
-    Row i turns by the angles i modulo A, and A divides rows. The tables stay as they are where blocks are whole in
+    Row i is rotated by the angles i modulo A, and A divides rows. The tables stay as they are where blocks are whole in
     them; otherwise XLA repeats them for each row.
     """
     A = len(cos_AP)

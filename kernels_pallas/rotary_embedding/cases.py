@@ -1,19 +1,19 @@
 """What rotary embeddings are tried on."""
 
 from kernels_pallas import rotary_embedding as function
-from kernels_pallas.core.cases import Array, Case, Operation
+from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
 from kernels_pallas.core.rows import IMPLEMENTATIONS
 from kernels_pallas.rotary_embedding import costs, reference
 
 _ALL = ("bfloat16", "float16", "float32")
 
 
-def _case(name: str, shape: tuple[int, ...], interleaved: bool = False, *, learned: bool = False, **more) -> Case:
+def _case(name: str, shape: tuple[int, ...], interleaved: bool = False, *, learned: bool = False, **more) -> KernelCase:
     """Angles over the last dimension of tokens; numbers of any size do for their cos and sin, the map is linear."""
-    angle = Array((*shape[-3:-2], shape[-1] // 2), "float32")
+    angle = CaseArray((*shape[-3:-2], shape[-1] // 2), "float32")
     if learned:
-        angle = Array((*shape[:-2], shape[-1] // 2))
-    return Case(name, {"x": Array(shape), "cos": angle, "sin": angle}, {"interleaved": interleaved}, **more)
+        angle = CaseArray((*shape[:-2], shape[-1] // 2))
+    return KernelCase(name, {"x": CaseArray(shape), "cos": angle, "sin": angle}, {"interleaved": interleaved}, **more)
 
 
 CASES = (
@@ -31,4 +31,4 @@ CASES = (
     _case("narrow heads", (2, 1000, 12, 80), uses={"compile"}),
 )
 
-OPERATION = Operation(function, reference.rotary_embedding, IMPLEMENTATIONS, CASES, costs)
+OPERATION = KernelOperation(function, reference.rotary_embedding, IMPLEMENTATIONS, CASES, costs)

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas.core import launch, tuning
-from kernels_pallas.core.launch import Cost
+from kernels_pallas.core.launch import KernelCost
 from kernels_pallas.rotary_embedding.angles import tables_of_blocks
 
 _BUDGET = 8 * 2**20  # bytes of VMEM for the blocks and their float32 intermediates
 
 
-class Blocks(NamedTuple):
+class RotaryTpuBlocks(NamedTuple):
     """`rows` of all heads in VMEM at a time."""
 
     rows: int
@@ -26,15 +26,15 @@ def run(
     *,
     inverse: bool,
     interleaved: bool,
-    cost: Cost,
+    cost: KernelCost,
 ) -> jax.Array:
-    """Turn the pairs of x [M, N, H] by angles [A, H/2], or back; row i by those of row i modulo A, which divides M."""
+    """Rotate the pairs of x [M, N, H] by angles [A, H/2], or back; row i by row i modulo A, which divides M."""
     M, N, H = x_MNH.shape
     lanes, heads = pl.cdiv(H, 128) * 128, pl.cdiv(N, 8) * 8
     fit = max(_BUDGET // (heads * lanes * 4 * 6) // 8 * 8, 8)
     name = "rotary_embedding_backward" if inverse else "rotary_embedding"
     # Measured it may be with fewer or narrower heads.
-    most = min(tuning.blocks(name, "mosaic_tpu", (N, H), x_MNH.dtype, Blocks(fit)).rows, fit, M)
+    most = min(tuning.blocks(name, "mosaic_tpu", (N, H), x_MNH.dtype, RotaryTpuBlocks(fit)).rows, fit, M)
     # Smaller blocks, but not much, where they are whole in the table.
     m = next((m for m in range(most // 8 * 8, most // 4, -8) if len(cos_AP) % m == 0), most)
     cos, sin, index = tables_of_blocks(cos_AP, sin_AP, M, m)

@@ -13,6 +13,6 @@ def rotary_embedding(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleave
         first, second = pairs[..., 0], pairs[..., 1]
     else:
         first, second = jnp.split(x.astype(wide), 2, axis=-1)
-    turned = first * cos - second * sin, second * cos + first * sin
-    y = jnp.stack(turned, axis=-1).reshape(x.shape) if interleaved else jnp.concatenate(turned, axis=-1)
+    rotated = first * cos - second * sin, second * cos + first * sin
+    y = jnp.stack(rotated, axis=-1).reshape(x.shape) if interleaved else jnp.concatenate(rotated, axis=-1)
     return y.astype(x.dtype)

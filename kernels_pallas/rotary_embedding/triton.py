@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas.core import launch, tuning
-from kernels_pallas.core.launch import Cost
+from kernels_pallas.core.launch import KernelCost
 from kernels_pallas.rotary_embedding.angles import tables_of_blocks
 
 
-class Blocks(NamedTuple):
+class RotaryTritonBlocks(NamedTuple):
     """`numbers` (a power of two; of both halves together) in registers at a time, by `warps` of 32 threads."""
 
     numbers: int = 4096
@@ -26,15 +26,15 @@ def run(
     *,
     inverse: bool,
     interleaved: bool,
-    cost: Cost,
+    cost: KernelCost,
 ) -> jax.Array:
-    """Turn the pairs of x [M, N, H] by angles [A, H/2], or back; row i by those of row i modulo A, which divides M."""
+    """Rotate the pairs of x [M, N, H] by angles [A, H/2], or back; row i by row i modulo A, which divides M."""
     M, N, H = x_MNH.shape
     P = H // 2
-    # Pairs that lie side by side are read as they lie and parted in registers: a thread reads 16 bytes at a time.
+    # Pairs that lie side by side are read as they lie and split in registers: a thread reads 16 bytes at a time.
     x = x_MNH if interleaved else x_MNH.reshape(M, N, 2, P)
     name = "rotary_embedding_backward" if inverse else "rotary_embedding"
-    blocks = tuning.blocks(name, "triton", (N, H), x_MNH.dtype, Blocks())
+    blocks = tuning.blocks(name, "triton", (N, H), x_MNH.dtype, RotaryTritonBlocks())
     p, n = pl.next_power_of_2(P), min(pl.next_power_of_2(N), max(1, blocks.numbers // pl.next_power_of_2(H)))
     m = min(max(1, blocks.numbers // (2 * n * p)), pl.next_power_of_2(M))
     cos, sin, index = tables_of_blocks(cos_AP, sin_AP, M, m)
@@ -62,8 +62,8 @@ def run(
         cos, sin = (launch.load(ref, angles).astype(jnp.float32)[:, None, :] for ref in (cos_ref, sin_ref))
         sin = -sin if inverse else sin
         first, second = (half.astype(jnp.float32) for half in load(x_ref, mask))
-        turned = first * cos - second * sin, second * cos + first * sin
-        store(y_ref, [half.astype(y_ref.dtype) for half in turned], mask)
+        rotated = first * cos - second * sin, second * cos + first * sin
+        store(y_ref, [half.astype(y_ref.dtype) for half in rotated], mask)
 
     tile = pl.BlockSpec((m, n, 2, p), lambda i, j: (i, j, 0, 0))
     if interleaved:

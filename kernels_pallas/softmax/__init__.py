@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.core import checks, rows
-from kernels_pallas.core.launch import Costs
+from kernels_pallas.core.launch import KernelCosts
 from kernels_pallas.softmax import reference
-from kernels_pallas.softmax.body import LogSoftmax, Softmax
+from kernels_pallas.softmax.body import LogSoftmaxBody, SoftmaxBody
 
 
 def softmax(
@@ -34,7 +34,7 @@ def softmax(
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
-    return _run(Softmax, reference.softmax, x, where, temperature, soft_cap, implementation)
+    return _run(SoftmaxBody, reference.softmax, x, where, temperature, soft_cap, implementation)
 
 
 def log_softmax(
@@ -46,17 +46,17 @@ def log_softmax(
     implementation: str | None = None,
 ) -> jax.Array:
     """The logarithm of `softmax`, of the same arguments: −∞ where masked, also in a row without any True."""
-    return _run(LogSoftmax, reference.log_softmax, x, where, temperature, soft_cap, implementation)
+    return _run(LogSoftmaxBody, reference.log_softmax, x, where, temperature, soft_cap, implementation)
 
 
-def costs(x: jax.Array, where: jax.Array | None = None, **_: Any) -> Costs:
+def costs(x: jax.Array, where: jax.Array | None = None, **_: Any) -> KernelCosts:
     """What the kernels of `softmax` cost on these arrays, or shapes and dtypes."""
-    return rows.costs(Softmax, _operands(x, where))
+    return rows.costs(SoftmaxBody, _operands(x, where))
 
 
-def log_costs(x: jax.Array, where: jax.Array | None = None, **_: Any) -> Costs:
+def log_costs(x: jax.Array, where: jax.Array | None = None, **_: Any) -> KernelCosts:
     """What the kernels of `log_softmax` cost on these arrays, or shapes and dtypes."""
-    return rows.costs(LogSoftmax, _operands(x, where))
+    return rows.costs(LogSoftmaxBody, _operands(x, where))
 
 
 def _run(body, plain, x, where, temperature, soft_cap, implementation) -> jax.Array:

@@ -18,7 +18,7 @@ def _weights(z: jax.Array, seen: jax.Array | None) -> tuple[jax.Array, jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Softmax:
+class SoftmaxBody:
     """exp(z) / Σ exp(z) or its logarithm, z = cap(x) / temperature; a second operand is 0 where x is masked."""
 
     temperature: float
@@ -54,7 +54,7 @@ class Softmax:
 
 
 @dataclasses.dataclass(frozen=True)
-class LogSoftmax(Softmax):
+class LogSoftmaxBody(SoftmaxBody):
     """The logarithm: −∞ where masked."""
 
     name = "log_softmax"

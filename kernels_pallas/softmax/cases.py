@@ -3,19 +3,19 @@
 import dataclasses
 
 from kernels_pallas import log_softmax, softmax
-from kernels_pallas.core.cases import Array, Case, Operation
+from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
 from kernels_pallas.core.rows import IMPLEMENTATIONS
 from kernels_pallas.softmax import costs, log_costs, reference
 
 _ALL = ("bfloat16", "float16", "float32")
 
 
-def _case(name: str, rows: tuple[int, ...], width: int, *, mask: bool = False, **more) -> Case:
+def _case(name: str, rows: tuple[int, ...], width: int, *, mask: bool = False, **more) -> KernelCase:
     x = {key: more.pop(key) for key in ("scale", "draw") if key in more}
-    arrays = {"x": Array((*rows, width), **x)}
+    arrays = {"x": CaseArray((*rows, width), **x)}
     if mask:
-        arrays["where"] = Array((*rows, width), "bool", "mask")
-    return Case(name, arrays, **more)
+        arrays["where"] = CaseArray((*rows, width), "bool", "mask")
+    return KernelCase(name, arrays, **more)
 
 
 CASES = (
@@ -34,9 +34,9 @@ CASES = (
     _case("1000 × 32768, masked", (1000,), 32768, mask=True, uses={"compile"}),
 )
 
-OPERATION = Operation(softmax, reference.softmax, IMPLEMENTATIONS, CASES, costs)
+OPERATION = KernelOperation(softmax, reference.softmax, IMPLEMENTATIONS, CASES, costs)
 # The same kernels but for one line: one of them is compiled for every chip.
 _LOG_CASES = tuple(
     case if case.name == "8192 × 4096" else dataclasses.replace(case, uses=case.uses - {"compile"}) for case in CASES
 )
-LOG_OPERATION = Operation(log_softmax, reference.log_softmax, IMPLEMENTATIONS, _LOG_CASES, log_costs)
+LOG_OPERATION = KernelOperation(log_softmax, reference.log_softmax, IMPLEMENTATIONS, _LOG_CASES, log_costs)

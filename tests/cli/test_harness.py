@@ -18,7 +18,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.data.tokenizers import characters_tokenizer
 from jaxlm.inference.generate import before_stop, generate
 from jaxlm.inference.requests import Sampling
-from jaxlm.models.positions import visible_in_rows
+from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.tree import abstract
 from jaxlm.run import Run
 
@@ -105,7 +105,7 @@ def log_softmax(model, tokens):
     @jax.jit
     def run(parameters, tokens_1T):
         module, positions = nnx.merge(graph, parameters), jnp.arange(tokens_1T.shape[1])[None]
-        hidden, _ = module.hidden(tokens_1T, positions, visible_in_rows(positions))
+        hidden, _ = module.hidden(tokens_1T, positions, packed_causal_mask(positions))
         return jax.nn.log_softmax(module.logits(hidden))[0]
 
     return np.asarray(run(restored.parameters, jnp.asarray(tokens)[None]))

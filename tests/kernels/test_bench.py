@@ -13,7 +13,7 @@ from kernels_pallas.bench import __main__ as bench
 from kernels_pallas.bench import run
 from kernels_pallas.bench.ceilings import Ceilings
 from kernels_pallas.bench.show import show_row
-from kernels_pallas.bench.timing import Time
+from kernels_pallas.bench.timing import KernelTime
 from kernels_pallas.core.registry import OPERATIONS
 
 
@@ -60,7 +60,7 @@ def test_peers_stand_in_the_same_rows_and_what_fails_is_said(monkeypatch, capsys
     def measured(peer, case, training, rounds):
         if training:
             raise RuntimeError("No available kernel.\nAborting.")
-        return Time(1e-3, 1e-3, 1e-3, "device"), 64
+        return KernelTime(1e-3, 1e-3, 1e-3, "device"), 64
 
     monkeypatch.setattr(run, "peers_of", lambda operation: (run.peers.Peer("other", print),))
     monkeypatch.setattr(run.peers, "measure", measured)
@@ -159,8 +159,8 @@ def test_bad_input(arguments, message, capsys):
 
 
 def test_median_and_quartiles():
-    assert Time.of([3.0, 1.0, 2.0], "host") == (2.0, 1.0, 3.0, "host")
-    assert Time.of([5.0], "host") == (5.0, 5.0, 5.0, "host")
+    assert KernelTime.of([3.0, 1.0, 2.0], "host") == (2.0, 1.0, 3.0, "host")
+    assert KernelTime.of([5.0], "host") == (5.0, 5.0, 5.0, "host")
 
 
 @pytest.mark.parametrize("out", ["file", "/proc/nothing"])

@@ -105,7 +105,7 @@ def _idle(outcomes):
 def test_a_kernel_that_does_not_fit_fails(constant, monkeypatch):
     """Sixteen stages of a product's tiles exceed the shared memory of an A100."""
     (row,) = (r for r in kernel_matrix.rows() if r.implementation == "triton" and r.case.name == "4096³, GELU")
-    too_deep = triton.Blocks(128, 256, 64, warps=8, stages=16)
+    too_deep = triton.MatmulTritonBlocks(128, 256, 64, warps=8, stages=16)
     constant(triton, "default_blocks", lambda *arguments: too_deep)
     monkeypatch.setattr(kernel_matrix, "rows", lambda: [row])
     assert "hared memory" in kernel_matrix.compile_rows("A100")[row].problem

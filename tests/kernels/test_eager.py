@@ -14,7 +14,7 @@ from numerics import served
 from kernels_pallas import rms_norm, softmax
 from kernels_pallas.core import interpreted, target
 from kernels_pallas.core.registry import OPERATIONS
-from kernels_pallas.flash_attention import causal, flash_attention, packed, window
+from kernels_pallas.flash_attention import causal, flash_attention, packed, sliding_window
 
 CALLS = [
     pytest.param(operation, name, id=f"{operation.name}-{name}", marks=[pytest.mark.slow] * (name == "mosaic_gpu"))
@@ -77,9 +77,9 @@ def test_mapped_it_is_compiled_once(caplog):
 def test_other_options_and_other_masks_are_other_programs():
     x = jax.random.normal(jax.random.key(0), (2, 32, 2, 16))
     ids = jnp.arange(32)[None].repeat(2, 0) // 10
-    for visible in (None, causal(32), window(32, 5), packed(ids), packed(ids // 2)):
+    for key_range in (None, causal(32), sliding_window(32, 5), packed(ids), packed(ids // 2)):
         for soft_cap in (None, 2.0):
-            run = dict(visible=visible, soft_cap=soft_cap)
+            run = dict(key_range=key_range, soft_cap=soft_cap)
             got = flash_attention(x, x, x, **run, implementation="triton")
             wanted = flash_attention(x, x, x, **run, implementation="reference")
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)

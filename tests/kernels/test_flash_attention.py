@@ -12,17 +12,17 @@ from numerics import drawn
 
 from kernels_pallas import flash_attention
 from kernels_pallas.core import interpreted
-from kernels_pallas.core.hopper import Shared
+from kernels_pallas.core.hopper import SharedBuffer
 from kernels_pallas.flash_attention import (
     IMPLEMENTATIONS,
-    Visible,
-    both,
+    KeyRange,
     causal,
     costs,
+    intersection,
     packed,
 )
 from kernels_pallas.flash_attention.cases import segments
-from kernels_pallas.flash_attention.ring import Blocks, Ring
+from kernels_pallas.flash_attention.ring import Ring, RingBlocks
 
 # The kernels for Hopper have no float32.
 EACH = pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "mosaic_gpu"])
@@ -36,7 +36,7 @@ def test_nothing_comes_from_the_future(implementation):
     query, key, value = drawn((1, 40, 2, 64), (1, 40, 1, 64), (1, 40, 1, 64))
     if implementation == "mosaic_gpu":
         query, key, value = (x.astype(jnp.bfloat16) for x in (query, key, value))
-    attend = functools.partial(flash_attention, visible=causal(40), implementation=implementation)
+    attend = functools.partial(flash_attention, key_range=causal(40), implementation=implementation)
 
     @jax.jit
     def reach(t):
@@ -57,7 +57,7 @@ def test_gradients_are_finite_differences(implementation):
     )  # fmt: skip
     point, way = (dict(zip(shapes, drawn(*shapes.values(), seed=seed), strict=True)) for seed in (0, 1))
     pulls = drawn((1, 20, 2, 32), (1, 20, 2), seed=2)
-    options = dict(visible=causal(20, offset=15), soft_cap=3.0, return_log_sum_exp=True)
+    options = dict(key_range=causal(20, offset=15), soft_cap=3.0, return_log_sum_exp=True)
 
     @jax.jit
     def value_and_gradient(arguments):
@@ -97,7 +97,7 @@ def test_chunks_of_the_reference_change_nothing():
     def results_and_gradients(query_chunk):
         def loss(arrays):
             *arrays, bias = arrays
-            options = dict(visible=both(causal(37), segments(20, 17)), bias=bias, return_log_sum_exp=True)
+            options = dict(key_range=intersection(causal(37), segments(20, 17)), bias=bias, return_log_sum_exp=True)
             out, log_sum_exp = flash_attention(*arrays, **options, query_chunk=query_chunk)
             return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(log_sum_exp)), (out, log_sum_exp)
 
@@ -109,7 +109,7 @@ def test_chunks_of_the_reference_change_nothing():
 def test_a_chunked_reference_holds_a_chunk():
     """8192 queries and keys, 128 at a time: XLA's temporaries stay far from the 256 MiB of all scores."""
     x = jax.ShapeDtypeStruct((1, 8192, 1, 64), jnp.float32)
-    attend = functools.partial(flash_attention, visible=causal(8192), query_chunk=128)
+    attend = functools.partial(flash_attention, key_range=causal(8192), query_chunk=128)
     gradient = jax.jit(jax.grad(lambda arrays: jnp.sum(attend(*arrays))))
     assert gradient.lower((x, x, x)).compile().memory_analysis().temp_size_in_bytes < 64 * 2**20
 
@@ -117,10 +117,12 @@ def test_a_chunked_reference_holds_a_chunk():
 def test_the_cost_is_of_what_is_seen():
     """Where intervals are known while tracing: of numpy arrays."""
     x = jax.ShapeDtypeStruct((2, 64, 4, 32), jnp.float32)
-    whole, half = (costs(x, x, x, visible=visible).forward.flops for visible in (None, causal(64)))
+    whole, half = (costs(x, x, x, key_range=key_range).forward.flops for key_range in (None, causal(64)))
     assert half / whole == (64 * 65 / 2) / 64**2
-    assert costs(x, x, x, visible=packed(jnp.zeros((2, 64), int))).forward.flops == whole
-    assert costs(x, x, x, visible=both(causal(64), segments(32, 32))).forward.flops == whole * (32 * 33) / 64**2
+    assert costs(x, x, x, key_range=packed(jnp.zeros((2, 64), int))).forward.flops == whole
+    assert (
+        costs(x, x, x, key_range=intersection(causal(64), segments(32, 32))).forward.flops == whole * (32 * 33) / 64**2
+    )
 
 
 @EACH
@@ -133,7 +135,7 @@ def test_what_is_kept_by_its_name_is_not_computed_again(implementation):
 
         def attend(x):
             x = jnp.sin(x)
-            return flash_attention(x, x, x, visible=causal(20), implementation=implementation)
+            return flash_attention(x, x, x, key_range=causal(20), implementation=implementation)
 
         gradient = jax.grad(lambda x: jnp.sum(jnp.sin(jax.checkpoint(attend, policy=policy)(x))))
         return len(list(launches(jax.make_jaxpr(gradient)(jnp.ones((1, 20, 2, 16))).jaxpr)))
@@ -153,7 +155,7 @@ def test_a_nan_is_not_hidden(implementation):
 
     @jax.jit
     def run(arrays):
-        results, pull_back = jax.vjp(lambda arrays: attend(*arrays, visible=causal(40)), arrays)
+        results, pull_back = jax.vjp(lambda arrays: attend(*arrays, key_range=causal(40)), arrays)
         return results, pull_back(jax.tree.map(jnp.ones_like, results))[0]
 
     (out, log_sum_exp), (d_query, d_key, d_value) = jax.tree.map(jnp.isnan, run(arrays))
@@ -168,10 +170,10 @@ def test_a_nan_is_not_hidden(implementation):
 def test_a_row_that_sees_nothing_has_no_gradient_whatever_becomes_of_its_log_sum_exp(implementation):
     """Parts are joined by it, and the derivative of what joins two −∞ is NaN."""
     arrays = drawn((1, 20, 1, 16), (1, 20, 1, 16), (1, 20, 1, 16))
-    visible = Visible(np.zeros((1, 20), int), np.where(np.arange(20) == 3, 0, 20)[None])
+    key_range = KeyRange(np.zeros((1, 20), int), np.where(np.arange(20) == 3, 0, 20)[None])
 
     def loss(arrays, implementation):
-        options = dict(visible=visible, return_log_sum_exp=True, implementation=implementation)
+        options = dict(key_range=key_range, return_log_sum_exp=True, implementation=implementation)
         _, sums = flash_attention(*arrays, **options)
         return jnp.sum(jnp.where(jnp.isfinite(sums), jnp.logaddexp(sums, sums), 0.0))
 
@@ -201,10 +203,10 @@ def test_a_wide_cap_takes_no_digits(implementation, cap):
     chex.assert_trees_all_close(run(implementation=implementation), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_parts_of_a_ring_that_come_together_are_not_taken_alone():
+def test_buffers_that_share_a_barrier_are_not_waited_for_alone():
     """To wait twice for one barrier would be for ever."""
-    parts = {name: Shared((64, 64), jnp.bfloat16, tiled=True) for name in ("query", "d_out")}
-    ring = Ring(Blocks(64, 2), parts, together=True)
+    buffers = {name: SharedBuffer((64, 64), jnp.bfloat16, tiled=True) for name in ("query", "d_out")}
+    ring = Ring(RingBlocks(64, 2), buffers, together=True)
     assert set(ring.shared()) == {"query_ring", "d_out_ring", "ring_ready", "ring_free"}
-    with pytest.raises(ValueError, match="query, d_out come and go together, not query alone"):
-        ring.take(None, {}, jnp.int32(0), "query")
+    with pytest.raises(ValueError, match="query, d_out share a barrier; wait for all of them, not query alone"):
+        ring.consumer_wait(None, {}, jnp.int32(0), "query")

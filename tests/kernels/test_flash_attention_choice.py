@@ -11,11 +11,11 @@ from test_choice import H200, V5E, kernels
 
 from kernels_pallas import flash_attention
 from kernels_pallas.flash_attention import (
-    both,
     causal,
     cudnn,
+    intersection,
+    sliding_window,
     union,
-    window,
 )
 from kernels_pallas.flash_attention.cases import first, segments
 from kernels_pallas.flash_attention.operands import Operands
@@ -61,11 +61,11 @@ def _cudnn(**options):
     "options, reason",
     [
         (
-            dict(visible=both(causal(64), segments(30, 34))),
+            dict(key_range=intersection(causal(64), segments(30, 34))),
             "it serves all keys and, with as many keys as queries, causal",
         ),
-        (dict(visible=window(64, 8)), "it serves all keys"),
-        (dict(visible=union(causal(64), causal(64))), "it serves all keys"),
+        (dict(key_range=sliding_window(64, 8)), "it serves all keys"),
+        (dict(key_range=union(causal(64), causal(64))), "it serves all keys"),
         (dict(soft_cap=30.0), "neither soft cap nor sinks"),
         (dict(sinks=jnp.zeros(2)), "neither soft cap nor sinks"),
         (dict(bias=jnp.zeros((1, 2, 64, 64))), "a row whose bias is −∞ throughout"),
@@ -94,10 +94,10 @@ def test_what_jax_calls_otherwise_is_the_same():
     (bias,) = drawn((2, 4, 20, 20))
     mask = (bias > -0.5).at[..., 0].set(True)
     for theirs, ours in (
-        ({"is_causal": True}, {"visible": causal(20)}),
-        ({"local_window_size": (6, 3)}, {"visible": window(20, 6, 3)}),
-        ({"local_window_size": 6}, {"visible": window(20, 6, 6)}),
-        ({"local_window_size": 6, "is_causal": True}, {"visible": window(20, 6)}),
+        ({"is_causal": True}, {"key_range": causal(20)}),
+        ({"local_window_size": (6, 3)}, {"key_range": sliding_window(20, 6, 3)}),
+        ({"local_window_size": 6}, {"key_range": sliding_window(20, 6, 6)}),
+        ({"local_window_size": 6, "is_causal": True}, {"key_range": sliding_window(20, 6)}),
         ({"mask": mask}, {"bias": jnp.where(mask, 0.0, -jnp.inf)}),
         ({"bias": bias}, {"bias": bias}),
         ({"mask": mask, "bias": bias}, {"bias": jnp.where(mask, bias, -jnp.inf)}),
@@ -110,8 +110,8 @@ def test_what_jax_calls_otherwise_is_the_same():
     assert not flash_attention(*arrays, bias=jnp.where(nothing, 0.0, -jnp.inf))[:, 3].any()
 
 
-@pytest.mark.parametrize("visible", [None, causal(20)], ids=["full", "causal"])
-def test_cudnn_is_asked_for_what_the_reference_gives(visible, monkeypatch):
+@pytest.mark.parametrize("key_range", [None, causal(20)], ids=["full", "causal"])
+def test_cudnn_is_asked_for_what_the_reference_gives(key_range, monkeypatch):
     """With XLA's implementation of the function that calls it, as cuDNN is not here."""
     theirs = jax.nn.dot_product_attention
     called = []
@@ -121,8 +121,8 @@ def test_cudnn_is_asked_for_what_the_reference_gives(visible, monkeypatch):
         lambda *arrays, implementation, **how: called.append(implementation) or theirs(*arrays, **how),
     )
     arrays = drawn((2, 20, 4, 16), (2, 20, 2, 16), (2, 20, 2, 16))
-    got = cudnn.flash_attention(Operands(*arrays, None, None, None, None), visible, 0.3)
-    wanted = flash_attention(*arrays, visible=visible, scale=0.3)
+    got = cudnn.flash_attention(Operands(*arrays, None, None, None, None), key_range, 0.3)
+    wanted = flash_attention(*arrays, key_range=key_range, scale=0.3)
     chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=1e-5)
     assert called == ["cudnn"]
 
@@ -138,15 +138,18 @@ X = jnp.zeros((2, 20, 4, 32))
         (dict(key=X[:, :, :3], value=X[:, :, :3]), "the number of query heads is 4; it must be a multiple of the 3"),
         (dict(value=X.astype(jnp.bfloat16)), "value is bfloat16; it must be float32 like query"),
         (dict(query=X[0]), r"query is \[20, 4, 32\]; it must be \[B, T, N, H\]"),
-        (dict(visible=causal(21)), r"visible's start is int32\[1, 21\]; it must be int32\[2, 20\] or int32\[1, 20\]"),
         (
-            dict(visible=(jnp.zeros((1, 20), jnp.uint32),) * 2),
-            r"visible's start is uint32\[1, 20\]; it must be int32\[",
+            dict(key_range=causal(21)),
+            r"key_range's start is int32\[1, 21\]; it must be int32\[2, 20\] or int32\[1, 20\]",
         ),
-        (dict(visible=(np.zeros((1, 20)),) * 2), r"visible's start is float64\[1, 20\]; it must be int32\["),
         (
-            dict(visible=(first(20, 3)[0], union(first(20, 3))[1])),
-            r"visible's end is \[1, 1, 20\]; it must be of as many",
+            dict(key_range=(jnp.zeros((1, 20), jnp.uint32),) * 2),
+            r"key_range's start is uint32\[1, 20\]; it must be int32\[",
+        ),
+        (dict(key_range=(np.zeros((1, 20)),) * 2), r"key_range's start is float64\[1, 20\]; it must be int32\["),
+        (
+            dict(key_range=(first(20, 3)[0], union(first(20, 3))[1])),
+            r"key_range's end is \[1, 1, 20\]; it must be of as many",
         ),
         (dict(sinks=jnp.zeros(3)), r"sinks is \[3\]; it must be \[4\]"),
         (dict(bias=jnp.zeros((20, 20))), r"bias is \[20, 20\]; it must be \[2 or 1, 4 or 1, 20 or 1, 20\]"),
@@ -160,20 +163,20 @@ def test_operands_that_do_not_fit(arguments, message):
 
 
 @pytest.mark.parametrize(
-    "visible, message",
+    "key_range, message",
     [
-        (np.ones((20, 20), bool), r"visible is bool\[20, 20\]; it must be two arrays, start and end"),
+        (np.ones((20, 20), bool), r"key_range is bool\[20, 20\]; it must be two arrays, start and end"),
         ((), "two arrays"),
-        ("causal", "visible is 'causal'; it must be two arrays"),
+        ("causal", "key_range is 'causal'; it must be two arrays"),
         (causal, "two arrays"),
-        (True, "visible is True"),
+        (True, "key_range is True"),
     ],
     ids=["mask", "empty", "name", "function", "truth"],
 )
-def test_what_is_no_pair_of_intervals_is_refused(visible, message):
+def test_what_is_no_pair_of_intervals_is_refused(key_range, message):
     x = jnp.ones((1, 20, 1, 16))
     with pytest.raises(ValueError, match=f"flash_attention: .*{message}"):
-        flash_attention(x, x, x, visible=visible)
+        flash_attention(x, x, x, key_range=key_range)
 
 
 @pytest.mark.parametrize(

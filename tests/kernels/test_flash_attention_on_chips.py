@@ -22,11 +22,11 @@ from kernels_pallas import flash_attention
 from kernels_pallas.core import interpreted, target
 from kernels_pallas.flash_attention import (
     IMPLEMENTATIONS,
-    both,
     causal,
+    intersection,
     packed,
     ring,
-    window,
+    sliding_window,
 )
 
 # The kernels for Hopper have no float32.
@@ -43,7 +43,7 @@ def test_kernels_hold_no_scores(chip):
     ids = jax.ShapeDtypeStruct((1, 8192), jnp.int32, sharding=whole)
 
     def loss(arrays, ids):
-        return jnp.sum(flash_attention(*arrays, visible=both(causal(8192), packed(ids))).astype(jnp.float32))
+        return jnp.sum(flash_attention(*arrays, key_range=intersection(causal(8192), packed(ids))).astype(jnp.float32))
 
     with jax.set_mesh(mesh):
         compiled = jax.jit(jax.grad(loss)).lower((query, key, key), ids).compile()
@@ -59,7 +59,7 @@ def test_triton_guards_no_exponential_and_keeps_its_tiles_in_registers():
     arrays = [jax.ShapeDtypeStruct((1, 4096, 8, width), jnp.bfloat16, sharding=whole) for width in (192, 192, 128)]
 
     def loss(arrays):
-        return jnp.sum(flash_attention(*arrays, visible=causal(4096)).astype(jnp.float32))
+        return jnp.sum(flash_attention(*arrays, key_range=causal(4096)).astype(jnp.float32))
 
     with jax.set_mesh(mesh):
         texts = compile_to_ptx(jax.jit(jax.grad(loss)).lower(arrays))
@@ -81,7 +81,7 @@ def test_heads_and_batch_over_devices(implementation):
     arrays = drawn((2, 20, 4, 32), (2, 20, 2, 32), (2, 20, 2, 32), (4,))
 
     def attend(query, key, value, sinks):
-        options = dict(visible=causal(20), implementation=implementation)
+        options = dict(key_range=causal(20), implementation=implementation)
         return flash_attention(query, key, value, sinks=sinks, **options)
 
     def gradient(attend):
@@ -105,7 +105,7 @@ def test_devices_send_one_another_nothing_but_sums_for_the_sinks(chips, implemen
     sinks = jax.ShapeDtypeStruct((4,), jnp.float32)
 
     def attend(query, key, value, sinks):
-        return flash_attention(query, key, value, sinks=sinks, visible=causal(256), implementation=implementation)
+        return flash_attention(query, key, value, sinks=sinks, key_range=causal(256), implementation=implementation)
 
     specs = (HEADS, HEADS, HEADS, SINKS)
     through = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=HEADS, check_vma=check_vma)
@@ -159,7 +159,7 @@ def test_few_key_heads_are_shared_out_over_a_gpu(monkeypatch, sms, shares, bias)
     def gradient(implementation):
         def loss(arrays):
             query, key, value, *bias = arrays
-            options = dict(visible=window(200, 90, offset=-20), bias=bias[0] if bias else None)
+            options = dict(key_range=sliding_window(200, 90, offset=-20), bias=bias[0] if bias else None)
             how = dict(implementation=implementation)
             return jnp.sum(jnp.sin(flash_attention(query, key, value, **options, **how)))
 
@@ -182,7 +182,7 @@ def test_few_key_heads_are_shared_out_over_hopper(monkeypatch):
 
     def gradient(arrays, **how):
         def loss(arrays):
-            return jnp.sum(jnp.sin(flash_attention(*arrays, visible=causal(70), **how).astype(jnp.float32)))
+            return jnp.sum(jnp.sin(flash_attention(*arrays, key_range=causal(70), **how).astype(jnp.float32)))
 
         return jax.jit(jax.grad(loss)).trace(arrays)
 
@@ -204,7 +204,7 @@ def test_the_tpu_kernels_race_with_nothing_and_read_what_was_written():
 
     def gradient(**how):
         def loss(arrays):
-            out = flash_attention(*arrays, bias=bias, visible=window(150, 30, offset=-10), **how)
+            out = flash_attention(*arrays, bias=bias, key_range=sliding_window(150, 30, offset=-10), **how)
             return jnp.sum(jnp.sin(out))
 
         return jax.grad(loss)((query, key, value))
@@ -232,11 +232,11 @@ def test_the_hopper_kernels_race_with_nothing_and_free_what_they_fill(what, T, S
 
     arrays = drawn((1, T, 3, width), (1, S, 1, width), (1, S, 1, width), dtype=jnp.bfloat16)
     pull, bias = drawn((1, T, 3, width), bias, seed=1)
-    visible = window(T, S // 2, offset=7, after=S - 70)
+    key_range = sliding_window(T, S // 2, offset=7, after=S - 70)
 
     def results(arrays, **how):
         def loss(arrays):
-            out = flash_attention(*arrays, visible=visible, bias=bias, **how).astype(jnp.float32)
+            out = flash_attention(*arrays, key_range=key_range, bias=bias, **how).astype(jnp.float32)
             return jnp.sum(pull * out), out
 
         return loss(arrays)[1] if what == "forward" else jax.grad(loss, has_aux=True)(arrays)[0]
@@ -271,7 +271,7 @@ def _hopper_calls(widths=(64, 64), around=lambda loss: loss):
     ]
 
     def loss(arrays):
-        out = flash_attention(*arrays, visible=causal(300), implementation="mosaic_gpu", soft_cap=9.0)
+        out = flash_attention(*arrays, key_range=causal(300), implementation="mosaic_gpu", soft_cap=9.0)
         return jnp.sum(jnp.square(out.astype(jnp.float32)))
 
     with jax.sharding.use_abstract_mesh(mesh):

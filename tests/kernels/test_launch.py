@@ -15,7 +15,7 @@ from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import targets
 from kernels_pallas import flash_attention, matmul, rms_norm
 from kernels_pallas.core import interpreted, launch
-from kernels_pallas.flash_attention import both, causal, packed
+from kernels_pallas.flash_attention import causal, intersection, packed
 
 
 @ELSEWHERE
@@ -93,7 +93,7 @@ def test_mosaic_takes_mapped_masks_that_are_not_known_while_tracing(axes):
 
     def gradient(x, mask):
         def loss(x):
-            out = flash_attention(x, x, x, visible=both(causal(512), packed((mask > 0).astype(jnp.int32))))
+            out = flash_attention(x, x, x, key_range=intersection(causal(512), packed((mask > 0).astype(jnp.int32))))
             return jnp.sum(jnp.square(out.astype(jnp.float32)))
 
         return jax.grad(loss)(x)

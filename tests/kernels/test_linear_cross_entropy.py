@@ -203,9 +203,9 @@ def test_inside_a_shard_map_over_tokens():
     fused = functools.partial(linear_cross_entropy, implementation="chunked", **EVERYTHING)
     rows, whole = PartitionSpec("data"), PartitionSpec()
     mesh = Mesh(jax.devices()[:4], ("data",))
-    parted = jax.shard_map(fused, mesh=mesh, in_specs=(rows, whole, rows, rows), out_specs=rows)
+    sharded = jax.shard_map(fused, mesh=mesh, in_specs=(rows, whole, rows, rows), out_specs=rows)
     want = loss_and_gradients(reference, hidden, unembedding, targets, weights, **EVERYTHING)
-    assert_close(loss_and_gradients(parted, hidden, unembedding, targets, weights), want)
+    assert_close(loss_and_gradients(sharded, hidden, unembedding, targets, weights), want)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -226,8 +226,8 @@ def test_with_a_partition_inside_a_shard_map_that_checks(reduction):
 
     want = loss_and_gradients(unfused, hidden, unembedding, targets, weights)
     with jax.set_mesh(mesh_of(2, 2, 2)):
-        parted = jax.shard_map(local, in_specs=(rows, whole, rows, rows), out_specs=rows, axis_names={"data"})
-        got = loss_and_gradients(parted, hidden, unembedding, targets, weights)
+        sharded = jax.shard_map(local, in_specs=(rows, whole, rows, rows), out_specs=rows, axis_names={"data"})
+        got = loss_and_gradients(sharded, hidden, unembedding, targets, weights)
     assert_close(got, want)
 
 
@@ -349,14 +349,20 @@ def test_operands_that_do_not_fit(change, message):
 @pytest.mark.parametrize(
     "partition, message",
     [
-        ((PartitionSpec(None, "tensor"), PartitionSpec()), "parts hidden's channels over"),
-        ((PartitionSpec("tensor"), PartitionSpec(None, "tensor")), "parts tokens over .* and labels over"),
-        ((PartitionSpec("data"), PartitionSpec(("data", "fsdp"))), "parts channels over"),
+        ((PartitionSpec(None, "tensor"), PartitionSpec()), "shards hidden's channels over"),
+        ((PartitionSpec("tensor"), PartitionSpec(None, "tensor")), "shards tokens over .* and labels over"),
+        ((PartitionSpec("data"), PartitionSpec(("data", "fsdp"))), "shards channels over"),
         ((PartitionSpec("rows"), PartitionSpec()), "partition names 'rows'; the mesh has data, fsdp, tensor"),
         ((PartitionSpec(None, None, "fsdp"), PartitionSpec()), "hidden, which has 2 dimensions"),
-        ((PartitionSpec(("data", "fsdp", "tensor")), PartitionSpec()), "parts 12 of hidden over data, fsdp, tensor, 8"),
-        ((PartitionSpec(("data", "data")), PartitionSpec()), "parts tokens over .*; each may be there but once"),
-        ((PartitionSpec(), PartitionSpec("fsdp", "fsdp")), "parts the unembedding over .*; each may be there but once"),
+        (
+            (PartitionSpec(("data", "fsdp", "tensor")), PartitionSpec()),
+            "shards 12 of hidden over data, fsdp, tensor, 8",
+        ),
+        ((PartitionSpec(("data", "data")), PartitionSpec()), "shards tokens over .*; each may be there but once"),
+        (
+            (PartitionSpec(), PartitionSpec("fsdp", "fsdp")),
+            "shards the unembedding over .*; each may be there but once",
+        ),
         ((PartitionSpec(PartitionSpec.UNCONSTRAINED), PartitionSpec()), "of hidden; it must name mesh axes"),
         ((PartitionSpec("data", unreduced={"fsdp"}), PartitionSpec()), "of hidden; it must name mesh axes"),
     ],

@@ -11,7 +11,7 @@ import pytest
 from numerics import assert_close, drawn, results_and_gradients
 
 from kernels_pallas.bench import peers, run
-from kernels_pallas.core.cases import Array, Case
+from kernels_pallas.core.cases import CaseArray, KernelCase
 from kernels_pallas.core.registry import OPERATIONS
 from kernels_pallas.core.target import of_kind
 from kernels_pallas.flash_attention import causal
@@ -42,11 +42,11 @@ def compare(name, peer, case, training):
 
 def attention(name, queries, keys, heads, **options):
     shapes = {"query": (2, queries, heads[0], 32), "key": (2, keys, heads[1], 32), "value": (2, keys, heads[1], 32)}
-    return Case(name, {name: Array(shape) for name, shape in shapes.items()}, options)
+    return KernelCase(name, {name: CaseArray(shape) for name, shape in shapes.items()}, options)
 
 
 ATTENTION = (
-    attention("grouped", 37, 37, (4, 2), visible=causal(37), query_chunk=16),
+    attention("grouped", 37, 37, (4, 2), key_range=causal(37), query_chunk=16),
     attention("more keys", 20, 50, (2, 2), scale=0.3),
 )
 

@@ -27,7 +27,7 @@ from kernels_pallas import (
     softmax,
 )
 from kernels_pallas.bench import tune
-from kernels_pallas.bench.timing import Time
+from kernels_pallas.bench.timing import KernelTime
 from kernels_pallas.core import interpreted, tuning
 from kernels_pallas.core.registry import OPERATIONS
 from kernels_pallas.core.rows import mosaic_tpu
@@ -54,7 +54,7 @@ def table(tmp_path, monkeypatch):
 
 def test_the_table_of_the_chip_and_of_no_other(table):
     ask = functools.partial(tuning.blocks, "norm", "triton", (200,), "bfloat16", Sizes())
-    kernel = tuning.Kernel("norm", "triton", (256,), "bfloat16")
+    kernel = tuning.KernelKey("norm", "triton", (256,), "bfloat16")
     tuning.record("NVIDIA H200", {kernel: Sizes(rows=2)}, table)
     assert ask() == Sizes()
     tuning.record("cpu", {kernel: Sizes(rows=4)}, table)
@@ -77,7 +77,7 @@ def test_what_is_tried_is_what_runs(table):
 def test_what_is_0_stays_0(table):
     """In the table and in a trial: the kernel does not ask for it."""
     ask = functools.partial(tuning.blocks, "norm", "triton", (256,), "bfloat16", Sizes(columns=0))
-    kernel = tuning.Kernel("norm", "triton", (256,), "bfloat16")
+    kernel = tuning.KernelKey("norm", "triton", (256,), "bfloat16")
     tuning.record("cpu", {kernel: Sizes(4, 128, 16)}, table)
     assert ask() == Sizes(4, 0, 0)
     with tuning.trying({kernel: Sizes(2, 128, 16)}) as asked:
@@ -107,8 +107,8 @@ def test_what_one_width_was_tuned_with_serves_others(table, implementation, func
 @interpreted()
 def test_tuned_rows_are_no_more_than_vmem_holds(table, monkeypatch):
     """Tuned on plain rows of 1,025 numbers, run on masked ones of 2,048."""
-    kernel = tuning.Kernel("softmax", "mosaic_tpu", (2048,), "float32")
-    tuning.record("cpu", {kernel: mosaic_tpu.Blocks(rows=1024, columns=0)}, table)
+    kernel = tuning.KernelKey("softmax", "mosaic_tpu", (2048,), "float32")
+    tuning.record("cpu", {kernel: mosaic_tpu.RowsTpuBlocks(rows=1024, columns=0)}, table)
     blocks = []
 
     def call(*arguments, in_specs, **more):
@@ -150,14 +150,16 @@ def _tiles(function, shapes, compiled=False):
 @pytest.mark.slow
 def test_tiles_of_scores_that_were_tuned_without_a_bias_are_not_taken_with_it():
     """Those that fit the 16 MiB of a v5e alone, and do not beside a tile of a bias, nor with wider heads."""
-    tuned = attention.Blocks(1024, 2048, 256)
-    kernels = [f"flash_attention_{each}" for each in attention.Kernels._fields]
+    tuned = attention.FlashTpuBlocks(1024, 2048, 256)
+    kernels = [f"flash_attention_{each}" for each in attention.FlashTpuTiling._fields]
 
     def attend(query, bias=None):
-        return flash_attention(query, query, query, bias=bias, visible=causal(2048), soft_cap=50.0)
+        return flash_attention(query, query, query, bias=bias, key_range=causal(2048), soft_cap=50.0)
 
     def tiles(width, bias=None):
-        entry = {tuning.Kernel(name, "mosaic_tpu", (2048, 2048, width, width), "bfloat16"): tuned for name in kernels}
+        entry = {
+            tuning.KernelKey(name, "mosaic_tpu", (2048, 2048, width, width), "bfloat16"): tuned for name in kernels
+        }
         with tuning.trying(entry):
             found = _tiles(
                 attend, [(1, 2048, 1, width)] + ([bias] if bias else []), compiled=bias == (1, 1, 2048, 2048)
@@ -172,8 +174,8 @@ def test_tiles_of_scores_that_were_tuned_without_a_bias_are_not_taken_with_it():
 @ELSEWHERE
 @pytest.mark.slow
 def test_tiles_of_a_product_that_were_tuned_alone_are_not_taken_with_a_residual():
-    tuned = products.Blocks(1024, 1024, 512)
-    entry = {tuning.Kernel("matmul", "mosaic_tpu", (2048, 2048, 2048), "bfloat16"): tuned}
+    tuned = products.MatmulTpuBlocks(1024, 1024, 512)
+    entry = {tuning.KernelKey("matmul", "mosaic_tpu", (2048, 2048, 2048), "bfloat16"): tuned}
     square = 2048, 2048
     with tuning.trying(entry):
         alone = _tiles(matmul, [square, square])
@@ -241,7 +243,7 @@ def test_rotary_tuned_with_few_heads_serves_more(table, implementation):
             chex.assert_trees_all_close(run(*drawn(heads)), wanted, rtol=1e-5, atol=1e-6)
 
 
-NORM = tuning.Kernel("norm", "triton", (256,), "bfloat16")
+NORM = tuning.KernelKey("norm", "triton", (256,), "bfloat16")
 
 
 @pytest.fixture
@@ -262,7 +264,9 @@ def clock(monkeypatch):
             return run
 
         monkeypatch.setattr(tune, "program", program)
-        monkeypatch.setattr(tune, "measure", lambda run, rounds: Time(run.seconds, run.seconds, run.seconds, "host"))
+        monkeypatch.setattr(
+            tune, "measure", lambda run, rounds: KernelTime(run.seconds, run.seconds, run.seconds, "host")
+        )
 
     return install
 

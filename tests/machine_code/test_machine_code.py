@@ -26,7 +26,7 @@ from jaxlm.lowering.kernel_matrix import CHIPS
 from kernels_pallas import gated_activation, rms_norm
 from kernels_pallas.core import hopper, launch, target
 from kernels_pallas.core.registry import OPERATIONS
-from kernels_pallas.flash_attention import both, causal, flash_attention, packed, ring, window
+from kernels_pallas.flash_attention import causal, flash_attention, intersection, packed, ring, sliding_window
 
 pytestmark = ELSEWHERE
 
@@ -105,7 +105,7 @@ def test_attention_of_every_width(widths, stages, monkeypatch):
     @functools.partial(jax.jit, static_argnums=0)
     def results(implementation, *operands):
         def attend(*operands):
-            return flash_attention(*operands, visible=causal(400), implementation=implementation)
+            return flash_attention(*operands, key_range=causal(400), implementation=implementation)
 
         out, pull_back = jax.vjp(attend, *operands)
         return out, *pull_back(jnp.ones_like(out))
@@ -126,7 +126,7 @@ def test_a_bias_may_have_fewer_stages_than_queries(rows, stages, monkeypatch):
     @functools.partial(jax.jit, static_argnums=0)
     def gradients(implementation, *operands):
         def attend(*operands):
-            return flash_attention(*operands, visible=causal(448), bias=bias, implementation=implementation)
+            return flash_attention(*operands, key_range=causal(448), bias=bias, implementation=implementation)
 
         out, pull_back = jax.vjp(attend, *operands)
         return pull_back(jnp.ones_like(out))
@@ -164,7 +164,7 @@ def test_a_missing_wait_is_found(monkeypatch):
     def attend():
         jax.clear_caches()
         return np.asarray(
-            flash_attention(query, key, value, visible=causal(256), implementation="mosaic_gpu"), np.float32
+            flash_attention(query, key, value, key_range=causal(256), implementation="mosaic_gpu"), np.float32
         )
 
     right = attend()
@@ -178,7 +178,7 @@ def test_a_missing_wait_is_found(monkeypatch):
 def test_a_write_to_a_register_of_a_pending_product_is_found(monkeypatch):
     monkeypatch.setattr(hopper, "_held_until", lambda result, operand: result)
     query, key, value = drawn(*[(1, 384, 1, 128)] * 3, dtype=jnp.bfloat16)
-    attend = functools.partial(flash_attention, visible=causal(384), implementation="mosaic_gpu")
+    attend = functools.partial(flash_attention, key_range=causal(384), implementation="mosaic_gpu")
     kernel_runs.on("H100", monkeypatch)
     with pytest.raises(jax.errors.JaxRuntimeError, match="writes %r.*, which a pending product"):
         attend(query, key, value)
@@ -194,7 +194,7 @@ def test_an_unordered_accumulation_is_found(left_out, monkeypatch):
         "wait_smem_to_gmem": lambda n, wait_read_only=False: plain(n, wait_read_only=True),
     }
     query, key, value = drawn(*[(1, 256, 1, 128)] * 3, dtype=jnp.bfloat16)
-    attend = functools.partial(flash_attention, visible=causal(256), implementation="mosaic_gpu")
+    attend = functools.partial(flash_attention, key_range=causal(256), implementation="mosaic_gpu")
     kernel_runs.on("H100", monkeypatch)
     out, pull_back = jax.vjp(attend, query, key, value)
     monkeypatch.setattr(plgpu, left_out, early[left_out])
@@ -216,8 +216,8 @@ def test_gradients_are_accumulated_over_keys_and_heads(width, monkeypatch):
     @functools.partial(jax.jit, static_argnums=0)
     def gradients(implementation, *operands):
         def attend(*operands):
-            visible = both(window(400, 150), packed(ids))
-            options = dict(visible=visible, soft_cap=5.0, sinks=sinks, implementation=implementation)
+            key_range = intersection(sliding_window(400, 150), packed(ids))
+            options = dict(key_range=key_range, soft_cap=5.0, sinks=sinks, implementation=implementation)
             return flash_attention(*operands, **options)
 
         out, pull_back = jax.vjp(jax.vmap(attend), *operands)

@@ -11,9 +11,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jaxlm.models import causal
 from jaxlm.models.attention import attend, dot_product_attention, in_causal_parts
 from jaxlm.models.config import LinearScalingConfig, Llama3ScalingConfig, RopeConfig
-from jaxlm.models.positions import rotate, rotation, visible_in_rows
+from jaxlm.models.kernels import using_kernels
+from jaxlm.models.positions import packed_causal_mask, rotate, rotation
 from jaxlm.parallel.layout import AXES
-from kernels_pallas.flash_attention import Visible
+from kernels_pallas.flash_attention import KeyRange
 
 
 def by_hand(query, key, value, start, end):
@@ -40,14 +41,14 @@ def test_equals_the_equation(kv_heads):
     start = draw.integers(0, 4, (2, 7)).astype(np.int32)
     end = start + draw.integers(0, 5, (2, 7)).astype(np.int32)  # some see nothing
     assert (start == end).any()
-    actual = dot_product_attention(query, key, value, Visible(jnp.asarray(start), jnp.asarray(end)))
+    actual = dot_product_attention(query, key, value, KeyRange(jnp.asarray(start), jnp.asarray(end)))
     chex.assert_trees_all_close(actual, by_hand(query, key, value, start, end).astype(np.float32), atol=2e-6)
 
 
 def test_a_query_that_sees_nothing_gives_zeros_and_no_gradient():
     draw = np.random.default_rng(0)
     query, key, value = (draw.normal(size=(1, 3, 2, 4)).astype(np.float32) for _ in range(3))
-    nothing = Visible(jnp.zeros((1, 3), jnp.int32), jnp.zeros((1, 3), jnp.int32))
+    nothing = KeyRange(jnp.zeros((1, 3), jnp.int32), jnp.zeros((1, 3), jnp.int32))
 
     def total(query, key, value):
         return jnp.sum(dot_product_attention(query, key, value, nothing) * 3.0)
@@ -72,12 +73,12 @@ def test_causal_parts_are_the_whole(length):
     draw = np.random.default_rng(0)
     query, cotangent = draw.normal(size=(2, 2, length, 4, 8)).astype(np.float32)
     key, value = draw.normal(size=(2, 2, length, 2, 8)).astype(np.float32)
-    start, end = visible_in_rows(jnp.asarray(np.arange(length) % draw.integers(1, length + 1, (2, 1)), jnp.int32))
-    visible = Visible(jnp.maximum(start, end - 200), jnp.where(jnp.arange(length)[None] % 5 == 3, start, end))
+    start, end = packed_causal_mask(jnp.asarray(np.arange(length) % draw.integers(1, length + 1, (2, 1)), jnp.int32))
+    key_range = KeyRange(jnp.maximum(start, end - 200), jnp.where(jnp.arange(length)[None] % 5 == 3, start, end))
 
     @functools.partial(jax.jit, static_argnums=0)
     def both(attention):
-        out, pull_back = jax.vjp(lambda *xs: attention(*xs, visible), query, key, value)
+        out, pull_back = jax.vjp(lambda *xs: attention(*xs, key_range), query, key, value)
         return out, *pull_back(cotangent)
 
     # Sums over keys and queries in another order.
@@ -87,8 +88,8 @@ def test_causal_parts_are_the_whole(length):
 def test_only_cpus_leave_out_what_causality_hides():
     def scores(mesh):
         x, row = jnp.ones((1, 512, 2, 8)), jnp.zeros((1, 512), jnp.int32)
-        with mesh:
-            text = str(jax.make_jaxpr(lambda: attend("reference", x, x, x, Visible(row, row + 1), True))())
+        with mesh, using_kernels("xla"):
+            text = str(jax.make_jaxpr(lambda: attend(x, x, x, KeyRange(row, row + 1), True))())
         return {"whole": "512,512]" in text, "parts": "128,256]" in text}
 
     def chip(name, platform):
@@ -96,20 +97,20 @@ def test_only_cpus_leave_out_what_causality_hides():
         mesh = AbstractMesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, abstract_device=device)
         return jax.sharding.use_abstract_mesh(mesh)
 
-    assert scores(jax.set_mesh(meshes.make(1, 1, 1, jax.devices()[:1]))) == {"whole": False, "parts": True}
+    assert scores(jax.set_mesh(meshes.make(devices=jax.devices()[:1]))) == {"whole": False, "parts": True}
     assert scores(chip("NVIDIA H200", "gpu")) == {"whole": True, "parts": False}
     assert scores(chip("TPU v5 lite", "tpu")) == {"whole": True, "parts": False}
 
 
 def test_rows_see_their_own_segment_up_to_themselves():
     positions = jnp.array([[0, 1, 2, 0, 1, 0]])
-    visible = visible_in_rows(positions)
-    np.testing.assert_array_equal(visible.start, [[0, 0, 0, 3, 3, 5]])
-    np.testing.assert_array_equal(visible.end, [[1, 2, 3, 4, 5, 6]])
+    key_range = packed_causal_mask(positions)
+    np.testing.assert_array_equal(key_range.start, [[0, 0, 0, 3, 3, 5]])
+    np.testing.assert_array_equal(key_range.end, [[1, 2, 3, 4, 5, 6]])
 
 
 def rotated(x, turn):
-    return rotate(jnp.asarray(x), ("batch", "sequence", "act_heads", "act_head_dim"), turn, "reference")
+    return rotate(jnp.asarray(x), ("batch", "sequence", "act_heads", "act_head_dim"), turn)
 
 
 def test_rotary_scores_depend_on_distance_only():

@@ -13,10 +13,10 @@ from flax import nnx
 from jaxlm.models import tree
 from jaxlm.models.embedding import looked_up
 from jaxlm.models.layers import Dropout, activation, gated, product_in_float32, soft_capped
-from jaxlm.models.positions import visible_in_rows
+from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.transformer import Execution
 from kernels_pallas import gated_activation
-from kernels_pallas.flash_attention import Visible
+from kernels_pallas.flash_attention import KeyRange
 
 families = pytest.mark.parametrize("family", model_fixtures.FAMILIES.values(), ids=model_fixtures.FAMILIES)
 
@@ -28,10 +28,10 @@ def parts(family, **changes):
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "execution"))
-def logits(graph, parameters, tokens, positions, visible=None, execution=Execution(), dropout=Dropout()):
+def logits(graph, parameters, tokens, positions, key_range=None, execution=Execution(), dropout=Dropout()):
     module = nnx.merge(graph, parameters)
-    visible = visible or visible_in_rows(positions)
-    hidden, _ = module.hidden(tokens, positions, visible, execution=execution, dropout=dropout)
+    key_range = key_range or packed_causal_mask(positions)
+    hidden, _ = module.hidden(tokens, positions, key_range, execution=execution, dropout=dropout)
     return module.logits(hidden)
 
 
@@ -43,7 +43,7 @@ def rows(length=12, rows=2, seed=0):
 def hidden(graph, parameters, embedding, tokens, positions):
     """The residual stream as a function of the embedding: with all tokens different, one row of it is one input."""
     module = nnx.merge(graph, {**parameters, "embedding": embedding})
-    return module.hidden(tokens, positions, visible_in_rows(positions))[0]
+    return module.hidden(tokens, positions, packed_causal_mask(positions))[0]
 
 
 def influence(graph, parameters, positions, chosen):
@@ -272,7 +272,7 @@ def test_a_window_is_only_another_interval():
     """Sliding windows need no code in the model: a start that follows the query is one."""
     _, graph, parameters = parts(model_fixtures.LLAMA, num_layers=1)
     tokens, positions = rows(rows=1)
-    window = Visible(jnp.maximum(positions - 2, 0), positions + 1)
+    window = KeyRange(jnp.maximum(positions - 2, 0), positions + 1)
     changed = tokens.at[0, 0].set((tokens[0, 0] + 1) % model_fixtures.VOCABULARY)
     before, after = (logits(graph, parameters, t, positions, window) for t in (tokens, changed))
     np.testing.assert_array_equal(before[:, 3:], after[:, 3:])

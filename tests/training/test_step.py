@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxlm.models import tree
-from jaxlm.models.positions import visible_in_rows
+from jaxlm.models.positions import packed_causal_mask
 from jaxlm.parallel.batches import put_batch
 from jaxlm.training.config import CosineScheduleConfig
 from jaxlm.training.losses import cross_entropy
@@ -191,7 +191,7 @@ def test_the_z_loss_is_added_to_the_objective_and_not_to_the_loss(microbatches):
     (metrics,), state = model_fixtures.run_steps(model, training, [batch], optimization=settings)
 
     graph, _ = tree.abstract(model)
-    seen = visible_in_rows(batch["positions"])
+    seen = packed_causal_mask(batch["positions"])
     valid = batch["segments"] > 0
 
     def objective(parameters):

@@ -14,7 +14,7 @@ from jaxlm.costs.step.parameters import parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.models import layers
 from jaxlm.models.config import Activation, ModelConfig
-from kernels_pallas.core.launch import Cost
+from kernels_pallas.core.launch import KernelCost
 
 # Scopes of a step's operations element by element, of which kernels take the place of some.
 SOFTMAX, HEADS = "layers/attention/softmax", "layers/attention/heads"
@@ -29,8 +29,8 @@ class Elementwise(NamedTuple):
 
     scope: str
     times: int
-    forward: Cost
-    backward: Cost
+    forward: KernelCost
+    backward: KernelCost
     kernel: bool = False
     makes: str = ""
 
@@ -43,10 +43,10 @@ class Loop(NamedTuple):
     float32: float
     narrow: float
 
-    def over(self, numbers: int, itemsize: int) -> Cost:
+    def over(self, numbers: int, itemsize: int) -> KernelCost:
         """So many numbers, in a dtype of so many bytes."""
         moved = numbers * (4 * self.float32 + itemsize * self.narrow)
-        return Cost(flops=round(numbers * self.flops), bytes=round(moved))
+        return KernelCost(flops=round(numbers * self.flops), bytes=round(moved))
 
 
 # Forward and backward. FLOPs are what jaxlm.costs.jaxpr.count finds in this project's configurations, to a fifth; those

@@ -18,7 +18,7 @@ from jaxlm.costs.step.elementwise import (
     Elementwise,
 )
 from jaxlm.costs.workload import Workload
-from kernels_pallas.core.launch import Cost, Costs
+from kernels_pallas.core.launch import KernelCost, KernelCosts
 from kernels_pallas.flash_attention import costs as attention_costs
 from kernels_pallas.flash_attention import serves
 from kernels_pallas.gated_activation import costs as gated_costs
@@ -72,7 +72,9 @@ def elementwise(work: Workload) -> Iterator[Elementwise]:
         sizes = chunked.tokens, chunked.labels, model.logit_soft_cap
         kernels = statistics_cost(*sizes), gradient_cost(*sizes, work.dtype)
         # The gradient of the logits is made in the forward pass.
-        yield _launched(LOSS, chunked.chunks, Costs(Cost(*map(sum, zip(*kernels, strict=True))), Cost()))
+        yield _launched(
+            LOSS, chunked.chunks, KernelCosts(KernelCost(*map(sum, zip(*kernels, strict=True))), KernelCost())
+        )
 
 
 def instead_of(work: Workload) -> set[str]:
@@ -81,7 +83,7 @@ def instead_of(work: Workload) -> set[str]:
     return found | ({RESIDUAL} if found else set()) | ({SOFTMAX, HEADS} if attention(work) else set())
 
 
-def attention(work: Workload) -> Costs | None:
+def attention(work: Workload) -> KernelCosts | None:
     """Of a layer, with all scores seen; None where it is the reference that runs: with few queries, or heads of another
     width than all chips' kernels take."""
     (K, G), H = work.head_groups(), work.model.attention.head_dim
@@ -100,7 +102,7 @@ def loss(work: Workload) -> Loss | None:
     return Loss(*chunks.chunk(tokens, labels), chunks.padded(labels))
 
 
-def _launched(scope: str, times: int, costs: Costs, makes: str = "") -> Elementwise:
+def _launched(scope: str, times: int, costs: KernelCosts, makes: str = "") -> Elementwise:
     return Elementwise(scope, times, *costs, kernel=True, makes=makes)
 
 

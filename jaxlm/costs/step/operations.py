@@ -18,7 +18,7 @@ from jaxlm.costs.step.elementwise import LAST_NORM, Elementwise
 from jaxlm.costs.step.parameters import Part, goes_back_to, multiplies, parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.models import tree
-from kernels_pallas.core.launch import Cost
+from kernels_pallas.core.launch import KernelCost
 
 SCORES, MIXTURE = "layers/attention/scores", "layers/attention/mixture"
 
@@ -113,7 +113,9 @@ def _products(work: Workload) -> Iterator[Operation]:
         yield Operation(MIXTURE, "forward", L, second, once, once + itemsize * scores)
 
 
-def _kernel(times: int, declared: Cost, least: float, *products: tuple[str, Phase, Product]) -> Iterator[Operation]:
+def _kernel(
+    times: int, declared: KernelCost, least: float, *products: tuple[str, Phase, Product]
+) -> Iterator[Operation]:
     """The products of a kernel, of which it runs at least this share; what it declares besides them stands with the
     first."""
     rest, moved = declared.flops - sum(product.flops for _, _, product in products), declared.bytes

@@ -14,11 +14,11 @@ from typing import Any, ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.core.choice import Refusal, choose
+from kernels_pallas.core.choice import choose
 from kernels_pallas.core.eager import compiled_once
-from kernels_pallas.core.launch import Cost, Costs, size_of, vary
+from kernels_pallas.core.launch import KernelCost, KernelCosts, size_of, vary
 from kernels_pallas.core.rows import mosaic_tpu, triton
-from kernels_pallas.core.target import Target
+from kernels_pallas.core.target import TargetChip
 
 # A row is held whole, in registers or VMEM, with its float32 intermediates.
 MAX_WIDTH = 32_768
@@ -28,7 +28,7 @@ _RUN = {"triton": triton.run, "mosaic_tpu": mosaic_tpu.run}
 IMPLEMENTATIONS = tuple(_RUN)
 
 
-class Body(Protocol):
+class RowsBody(Protocol):
     """A frozen dataclass: its fields are the operation's static options.
 
     Attributes:
@@ -53,7 +53,7 @@ class Body(Protocol):
         ...
 
 
-def refusal(x: jax.Array, chip: Target, max_width: int | None = MAX_WIDTH) -> Refusal:
+def unsupported_reason(x: jax.Array, chip: TargetChip, max_width: int | None = MAX_WIDTH) -> str | None:
     """Why no kernel on rows serves x [..., W] on a chip."""
     if x.dtype not in _DTYPES:
         return f"{x.dtype} is none of {', '.join(_DTYPES)}"
@@ -64,16 +64,16 @@ def refusal(x: jax.Array, chip: Target, max_width: int | None = MAX_WIDTH) -> Re
     return None
 
 
-def choose_kernel(body: type[Body], x: jax.Array, implementation: str | None) -> str | None:
+def choose_kernel(body: type[RowsBody], x: jax.Array, implementation: str | None) -> str | None:
     """Return the implementation that runs on operands like x [..., W], or None for the reference."""
-    serves = functools.partial(refusal, x, max_width=None if body.elementwise else MAX_WIDTH)
+    serves = functools.partial(unsupported_reason, x, max_width=None if body.elementwise else MAX_WIDTH)
     chosen = choose(body.name, implementation, dict.fromkeys(IMPLEMENTATIONS, serves))
     # Of nothing there is one result, whoever computes it.
     return None if chosen == "reference" or x.size == 0 else chosen
 
 
 def apply(
-    body: Body,
+    body: RowsBody,
     implementation: str,
     rows: Sequence[jax.Array],
     vectors: Sequence[jax.Array] = (),
@@ -91,7 +91,7 @@ def apply(
 
 
 def apply_to_sum(
-    body: Body, implementation: str, x: jax.Array, residual: jax.Array, vectors: Sequence[jax.Array] = ()
+    body: RowsBody, implementation: str, x: jax.Array, residual: jax.Array, vectors: Sequence[jax.Array] = ()
 ) -> tuple[jax.Array, jax.Array]:
     """s = x + residual, rounded to x's dtype, and body(s), by one kernel each way: the sum is not read back.
 
@@ -106,9 +106,9 @@ def apply_to_sum(
 
 @compiled_once(static=3)
 def forward(
-    body: Body, implementation: str, results: int, rows: Sequence[jax.Array], vectors: Sequence[jax.Array]
+    body: RowsBody, implementation: str, results: int, rows: Sequence[jax.Array], vectors: Sequence[jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """So many results [R, W], in the first operand's dtype, of operands [R, W] and vectors [W], by one kernel."""
+    """Return `results` arrays [R, W], in the first operand's dtype, of rows [R, W] and vectors [W], by one kernel."""
     outputs = (jax.ShapeDtypeStruct(rows[0].shape, rows[0].dtype),) * results
 
     def step(inside: jax.Array | None, rows: tuple, vectors: tuple) -> tuple[tuple, tuple]:
@@ -129,7 +129,7 @@ def forward(
 
 @compiled_once(static=2)
 def backward(
-    body: Body,
+    body: RowsBody,
     implementation: str,
     rows: Sequence[jax.Array],
     vectors: Sequence[jax.Array],
@@ -170,15 +170,15 @@ def _insert(chosen: Sequence[Any], others: Sequence[Any], where: Sequence[bool])
     return tuple(next(left) if yes else other for other, yes in zip(others, where, strict=True))
 
 
-def costs(body: Body | type[Body], rows: Sequence[Any], vectors: Sequence[Any] = ()) -> Costs:
+def costs(body: RowsBody | type[RowsBody], rows: Sequence[Any], vectors: Sequence[Any] = ()) -> KernelCosts:
     """What `apply` costs on arrays, or shapes and dtypes; of a body's class, where its options cost nothing."""
     y = rows[0]
     floats = [x for x in rows if jnp.issubdtype(x.dtype, jnp.floating)]
-    return Costs(_cost(body, 0, *rows, *vectors, y), _cost(body, 1, *rows, *vectors, y, *floats, *vectors))
+    return KernelCosts(_cost(body, 0, *rows, *vectors, y), _cost(body, 1, *rows, *vectors, y, *floats, *vectors))
 
 
-def _cost(body: Body | type[Body], direction: int, first: Any, *others: Any) -> Cost:
-    return Cost(
+def _cost(body: RowsBody | type[RowsBody], direction: int, first: Any, *others: Any) -> KernelCost:
+    return KernelCost(
         flops=body.flops[direction] * first.size,
         transcendentals=body.transcendentals[direction] * first.size,
         bytes=size_of(first, *others),
@@ -206,7 +206,7 @@ _apply.defvjp(_fwd, _bwd)
 class _WithSum:
     """A sum s and body(s): of two operands, whose sum is rounded to a dtype first, or of the one that is it."""
 
-    body: Body | type[Body]
+    body: RowsBody | type[RowsBody]
     dtype: str
 
     def __call__(self, inside: Any, rows: tuple, vectors: tuple) -> tuple:
@@ -221,10 +221,10 @@ class _WithSum:
     transcendentals = property(lambda self: self.body.transcendentals)
 
 
-def costs_of_sum(body: Body | type[Body], x: Any, vectors: Sequence[Any] = ()) -> Costs:
+def costs_of_sum(body: RowsBody | type[RowsBody], x: Any, vectors: Sequence[Any] = ()) -> KernelCosts:
     """What `apply_to_sum` costs on x [..., W] and a residual like it."""
     add = _WithSum(body, str(x.dtype))
-    return Costs(_cost(add, 0, x, x, *vectors, x, x), _cost(add, 1, x, *vectors, x, x, x, *vectors))
+    return KernelCosts(_cost(add, 0, x, x, *vectors, x, x), _cost(add, 1, x, *vectors, x, x, x, *vectors))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas.core import launch, tuning
-from kernels_pallas.core.launch import Cost
+from kernels_pallas.core.launch import KernelCost
 
 # Of VMEM's 16 MiB that a kernel may use by default, what the blocks and their float32 intermediates may take. Eight of
 # the widest rows take more, up to 16 MiB by this count, which is above what compilers for v4 to v7x were seen to take.
@@ -16,7 +16,7 @@ _BUDGET = 10 * 2**20
 _INTERMEDIATES = 4
 
 
-class Blocks(NamedTuple):
+class RowsTpuBlocks(NamedTuple):
     """`rows` × `columns` numbers in VMEM at a time; 0 columns are all of the row's."""
 
     rows: int
@@ -38,10 +38,10 @@ def rows_that_fit(rows: int, columns: int, dtypes: Sequence[Any]) -> int:
     return max(min(rows, _BUDGET // bytes_per_row(columns, dtypes)) // tile * tile, least)
 
 
-def default_blocks(width: int, dtypes: Sequence[Any], elementwise: bool) -> Blocks:
+def default_blocks(width: int, dtypes: Sequence[Any], elementwise: bool) -> RowsTpuBlocks:
     """As many rows as the budget holds; columns in whole tiles, whatever the width."""
     columns = min(pl.next_power_of_2(width), 2048) if elementwise else 0
-    return Blocks(rows_that_fit(1024, min(columns or width, width), dtypes), columns)
+    return RowsTpuBlocks(rows_that_fit(1024, min(columns or width, width), dtypes), columns)
 
 
 def run(
@@ -52,7 +52,7 @@ def run(
     *,
     sums: int,
     elementwise: bool,
-    cost: Cost,
+    cost: KernelCost,
     name: str,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """step(inside, rows, vectors) → (results, sums over rows) on blocks: results [R, W], and sums [W] in float32."""
@@ -66,7 +66,7 @@ def run(
     columns = min(blocks.columns or W, W)
     # Measured it may be with narrower rows, or with fewer arrays.
     block_rows = min(rows_that_fit(blocks.rows, columns, dtypes), R)
-    programs, parts = pl.cdiv(R, block_rows), pl.cdiv(W, columns)
+    programs, column_blocks = pl.cdiv(R, block_rows), pl.cdiv(W, columns)
 
     def kernel(*refs) -> None:
         left = iter(refs)
@@ -98,7 +98,7 @@ def run(
         (*rows, *(v[None] for v in vectors)),
         (*outputs, *[jax.ShapeDtypeStruct((1, W), jnp.float32)] * sums),
         params=launch.mosaic_tpu(("parallel", "arbitrary" if sums else "parallel")),
-        grid=(parts, programs),
+        grid=(column_blocks, programs),
         in_specs=[tile] * len(rows) + [vector] * len(vectors),
         out_specs=[tile] * len(outputs) + [vector] * sums,
         cost=cost,

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas.core import launch, target, tuning
-from kernels_pallas.core.launch import Cost
+from kernels_pallas.core.launch import KernelCost
 
 # Numbers that an offset of 32 bits tells apart.
 _REACH = 2**31
 
 
-class Blocks(NamedTuple):
+class RowsTritonBlocks(NamedTuple):
     """`rows` × `columns` numbers (powers of two) in registers at a time, by `warps` of 32 threads; 0 columns are all of
     the row's. `programs` along the rows, each going through its share of them in a loop; 0 gives each one block."""
 
@@ -24,7 +24,7 @@ class Blocks(NamedTuple):
     programs: int = 0
 
 
-def default_blocks(rows: int, width: int, sums: int, elementwise: bool, cores: int) -> Blocks:
+def default_blocks(rows: int, width: int, sums: int, elementwise: bool, cores: int) -> RowsTritonBlocks:
     """About 4096 numbers per block and 16 per thread: two loads of 16 bytes in bfloat16."""
     columns = min(pl.next_power_of_2(width), 1024) if elementwise else pl.next_power_of_2(width)
     block_rows = min(max(1, 4096 // columns), pl.next_power_of_2(rows))
@@ -32,7 +32,7 @@ def default_blocks(rows: int, width: int, sums: int, elementwise: bool, cores: i
     # Each program writes a partial sum of W float32 numbers: no more programs than run at once. Of wide rows, operands,
     # scale and sums fill 128 registers of a thread or nearly so, and an SM then holds 16 warps.
     programs = cores * (4 if columns <= 1024 else max(1, 16 // warps))
-    return Blocks(block_rows, columns if elementwise else 0, warps, programs if sums else 0)
+    return RowsTritonBlocks(block_rows, columns if elementwise else 0, warps, programs if sums else 0)
 
 
 def run(
@@ -43,7 +43,7 @@ def run(
     *,
     sums: int,
     elementwise: bool,
-    cost: Cost,
+    cost: KernelCost,
     name: str,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """step(inside, rows, vectors) → (results, sums over rows) on blocks: results [R, W], and sums [W] in float32."""
@@ -55,7 +55,7 @@ def run(
     columns = blocks.columns or pl.next_power_of_2(W)
     steps = pl.cdiv(pl.cdiv(R, blocks.rows), blocks.programs) if blocks.programs else 1
     share = blocks.rows * steps
-    programs, parts = pl.cdiv(R, share), pl.cdiv(W, columns)
+    programs, column_blocks = pl.cdiv(R, share), pl.cdiv(W, columns)
 
     def kernel(*refs) -> None:
         rows_in, vectors_in, rows_out, sums_out = _split(refs, len(rows), len(vectors), len(outputs), sums)
@@ -93,7 +93,7 @@ def run(
         (*rows, *(v[None] for v in vectors)),
         (*outputs, *[jax.ShapeDtypeStruct((programs, 1, W), jnp.float32)] * sums),
         params=launch.triton(blocks.warps),
-        grid=(programs, parts),
+        grid=(programs, column_blocks),
         in_specs=[tile] * len(rows) + [vector] * len(vectors),
         out_specs=[tile] * len(outputs) + [partial] * sums,
         cost=cost,

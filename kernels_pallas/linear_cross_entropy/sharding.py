@@ -1,4 +1,4 @@
-"""How the operands lie on a mesh, and what goes over it.
+"""The sharding of the operands over a mesh, and the collectives that it takes.
 
 The collectives are inside the operation, and its derivative is written around them: `jax.custom_vjp` outside, forward
 and backward each one `jax.shard_map`. Differentiated from outside, a shard_map would add its own sums to them.
@@ -14,14 +14,14 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from kernels_pallas.core.launch import vary
 
 
-class Layout(NamedTuple):
-    """Of operands on a mesh; without specs they are whole, and nothing is sent.
+class CrossEntropySharding(NamedTuple):
+    """How operands lie on a mesh; without specs they are whole, and nothing is sent.
 
     Attributes:
       specs: of the hidden states, the unembedding and the tokens, by the letters h, u and t.
-      tokens, channels, labels: mesh axes over which these are parted.
+      tokens, channels, labels: mesh axes over which these are sharded.
       channel_dimension: which of the unembedding's dimensions its channels are.
-      parts: into how many parts logits are cut.
+      shards: the number of shards of the logits.
     """
 
     specs: tuple[tuple[str, PartitionSpec], ...] = ()
@@ -29,10 +29,10 @@ class Layout(NamedTuple):
     channels: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
     channel_dimension: int = 0
-    parts: int = 1
+    shards: int = 1
 
     def run(self, local: Callable, inputs: str, outputs: str) -> Callable:
-        """The function on each device's parts of its operands, which are given by their letters."""
+        """Return the function on each device's shards of its operands, which are given by their letters."""
         if not self.specs:
             return local
         specs, mesh = dict(self.specs), jax.sharding.get_abstract_mesh()
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
         )
 
         def run(*operands: jax.Array) -> tuple:
-            """A shard_map around this one would take unchecked results for replicated, and add up their cotangents."""
+            """A shard_map around this one would take unchecked results for replicated, and sum their cotangents."""
             results = mapped(*operands)
             return vary(*results, *operands)[: len(results)]
 
@@ -75,66 +75,68 @@ class Layout(NamedTuple):
         return jax.lax.dynamic_slice_in_dim(d_unembedding, jax.lax.axis_index(self.channels) * width, width, at)
 
 
-ALONE = Layout()
+ALONE = CrossEntropySharding()
 
 
-def layout_of(
+def sharding_of(
     hidden: PartitionSpec, unembedding: PartitionSpec, h: jax.Array, u: jax.Array, transposed: bool
-) -> Layout:
-    """The layout of these operands, with these specs on the mesh in context.
+) -> CrossEntropySharding:
+    """Return the sharding of these operands, with these specs on the mesh in context.
 
     Raises ValueError where they cannot lie so.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise ValueError("linear_cross_entropy: partition needs a mesh in context: call it under jax.set_mesh")
-    *rows, width = _parted("hidden", hidden, h.shape, mesh)
-    first, second = _parted("unembedding", unembedding, u.shape, mesh)
+    *rows, width = _axes_of_dimensions("hidden", hidden, h.shape, mesh)
+    first, second = _axes_of_dimensions("unembedding", unembedding, u.shape, mesh)
     channels, labels = (second, first) if transposed else (first, second)
     tokens = tuple(axis for entry in rows for axis in entry)
     if width:
-        raise ValueError(f"linear_cross_entropy: partition parts hidden's channels over {width}; they must be whole")
+        raise ValueError(f"linear_cross_entropy: partition shards hidden's channels over {width}; they must be whole")
     for what, axes in (("tokens", tokens), ("the unembedding", (*channels, *labels))):
         if len(set(axes)) < len(axes):
-            raise ValueError(f"linear_cross_entropy: partition parts {what} over {axes}; each may be there but once")
+            raise ValueError(f"linear_cross_entropy: partition shards {what} over {axes}; each may be there but once")
     if set(tokens) & set(labels):
-        raise ValueError(f"linear_cross_entropy: partition parts tokens over {tokens} and labels over {labels}")
+        raise ValueError(f"linear_cross_entropy: partition shards tokens over {tokens} and labels over {labels}")
     if channels and not set(channels) <= set(tokens) and set(channels) & set(tokens):
         raise ValueError(
-            f"linear_cross_entropy: partition parts channels over {channels} and tokens over {tokens}; all axes of the "
-            "one must be the other's, or none"
+            f"linear_cross_entropy: partition shards channels over {channels} and tokens over {tokens}; all axes of "
+            "the one must be the other's, or none"
         )
-    parts = 1
+    shards = 1
     for axis in (*tokens, *labels):
-        parts *= mesh.shape[axis]
+        shards *= mesh.shape[axis]
     per_token = PartitionSpec(*_entries(hidden, h.ndim)[:-1])
     specs = (("h", hidden), ("u", unembedding), ("t", per_token))
-    return Layout(specs, tokens, channels, labels, int(transposed), parts)
+    return CrossEntropySharding(specs, tokens, channels, labels, int(transposed), shards)
 
 
-def _parted(name: str, spec: PartitionSpec, shape: tuple[int, ...], mesh: AbstractMesh) -> list[tuple[str, ...]]:
-    """The mesh axes over which each dimension lies."""
+def _axes_of_dimensions(
+    name: str, spec: PartitionSpec, shape: tuple[int, ...], mesh: AbstractMesh
+) -> list[tuple[str, ...]]:
+    """Return the mesh axes over which each dimension lies."""
     if len(spec) > len(shape):
         raise ValueError(f"linear_cross_entropy: partition says {spec} of {name}, which has {len(shape)} dimensions")
     if spec.unreduced or spec.reduced or not all(isinstance(axis, str) for entry in spec for axis in _axes(entry)):
         raise ValueError(f"linear_cross_entropy: partition says {spec} of {name}; it must name mesh axes and no more")
-    parted = [_axes(entry) for entry in _entries(spec, len(shape))]
-    for axes, size in zip(parted, shape, strict=True):
+    dimensions = [_axes(entry) for entry in _entries(spec, len(shape))]
+    for axes, size in zip(dimensions, shape, strict=True):
         if unknown := set(axes) - set(mesh.axis_names):
             known = ", ".join(mesh.axis_names)
             raise ValueError(f"linear_cross_entropy: partition names {unknown.pop()!r}; the mesh has {known}")
         if manual := set(axes) & set(mesh.manual_axes):
             raise ValueError(
-                f"linear_cross_entropy: partition parts {name} over {manual.pop()!r}, which the shard_map around it "
-                "already parts; leave that axis out"
+                f"linear_cross_entropy: partition shards {name} over {manual.pop()!r}, which the shard_map around it "
+                "already shards; leave that axis out"
             )
-        parts = math.prod(mesh.shape[axis] for axis in axes)
-        if size % parts:
+        shards = math.prod(mesh.shape[axis] for axis in axes)
+        if size % shards:
             raise ValueError(
-                f"linear_cross_entropy: partition parts {size} of {name} over {', '.join(axes)}, {parts} devices; they "
-                "must divide it"
+                f"linear_cross_entropy: partition shards {size} of {name} over {', '.join(axes)}, {shards} devices; "
+                "they must divide it"
             )
-    return parted
+    return dimensions
 
 
 def _entries(spec: PartitionSpec, ndim: int) -> tuple:

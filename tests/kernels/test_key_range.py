@@ -11,38 +11,55 @@ from test_flash_attention import drawn
 
 from kernels_pallas import flash_attention
 from kernels_pallas.core import interpreted
-from kernels_pallas.flash_attention import Visible, blocks, both, causal, costs, packed, prefix, shifted, union, window
+from kernels_pallas.flash_attention import (
+    KeyRange,
+    blocks,
+    causal,
+    costs,
+    intersection,
+    packed,
+    prefix_lm,
+    shifted,
+    sliding_window,
+    union,
+)
 from kernels_pallas.flash_attention.cases import first, segments
-from kernels_pallas.flash_attention.operands import scores_seen
-from kernels_pallas.flash_attention.visible import within
+from kernels_pallas.flash_attention.key_range import clipped
+from kernels_pallas.flash_attention.operands import unmasked_scores
 
 IDS = np.array([[3, 3, 3, 1, 1, -1, -1], [0, 0, 7, 7, 7, 7, 0]])
 
 
 @pytest.mark.parametrize(
-    "visible, sees",
+    "key_range, sees",
     [
         (causal(7), lambda b, t, s: s <= t),
         (causal(7, offset=jnp.array([0, 4])), lambda b, t, s: s <= t + 4 * b),
-        (window(7, 2, offset=1), lambda b, t, s: t - 1 <= s <= t + 1),
-        (window(7, None, after=1), lambda b, t, s: s <= t + 1),
-        (window(7, 1, after=None), lambda b, t, s: s >= t - 1),
-        (prefix(7, 3), lambda b, t, s: s < 3 or s <= t),
-        (prefix(7, jnp.array([0, 5])), lambda b, t, s: s < 5 * b or s <= t),
+        (sliding_window(7, 2, offset=1), lambda b, t, s: t - 1 <= s <= t + 1),
+        (sliding_window(7, None, after=1), lambda b, t, s: s <= t + 1),
+        (sliding_window(7, 1, after=None), lambda b, t, s: s >= t - 1),
+        (prefix_lm(7, 3), lambda b, t, s: s < 3 or s <= t),
+        (prefix_lm(7, jnp.array([0, 5])), lambda b, t, s: s < 5 * b or s <= t),
         (packed(IDS), lambda b, t, s: IDS[b, t] >= 0 and (b, t, s) not in APART and IDS[b, t] == IDS[b, s]),
-        (both(causal(7), packed(IDS), window(7, 1)), lambda b, t, s: IDS[b, t] == IDS[b, s] >= 0 and t - 1 <= s <= t),
+        (
+            intersection(causal(7), packed(IDS), sliding_window(7, 1)),
+            lambda b, t, s: IDS[b, t] == IDS[b, s] >= 0 and t - 1 <= s <= t,
+        ),
         (shifted(causal(7), 2), lambda b, t, s: s + 2 <= t),
-        (both(causal(7), union(first(7, 2), window(7, 1))), lambda b, t, s: s <= t and (s < 2 or s >= t - 1)),
+        (
+            intersection(causal(7), union(first(7, 2), sliding_window(7, 1))),
+            lambda b, t, s: s <= t and (s < 2 or s >= t - 1),
+        ),
         (union(segments(3, 4), segments(2, 5)), lambda b, t, s: t == 2 or (t < 2 and s < 3) or (t > 2 and s >= 2)),
         (
-            both(packed(IDS), union(first(7, 1), shifted(first(7, 1), -6))),
+            intersection(packed(IDS), union(first(7, 1), shifted(first(7, 1), -6))),
             lambda b, t, s: s in (0, 6) and (b, t, s) not in APART and IDS[b, t] == IDS[b, s] >= 0,
         ),
         (
-            both(union(first(7, 2), window(7, 0)), union(first(7, 1), window(7, 1))),
+            intersection(union(first(7, 2), sliding_window(7, 0)), union(first(7, 1), sliding_window(7, 1))),
             lambda b, t, s: s < 1 or s == t or (s < 2 and t - 1 <= s <= t),
         ),
-        (shifted(union(first(7, 3), window(7, 1)), 2), lambda b, t, s: s + 2 < 3 or t - 1 <= s + 2 <= t),
+        (shifted(union(first(7, 3), sliding_window(7, 1)), 2), lambda b, t, s: s + 2 < 3 or t - 1 <= s + 2 <= t),
         (segments(3, 1, 3), lambda b, t, s: [0, 0, 0, 1, 2, 2, 2][t] == [0, 0, 0, 1, 2, 2, 2][s]),
     ],
     ids=[
@@ -54,18 +71,18 @@ IDS = np.array([[3, 3, 3, 1, 1, -1, -1], [0, 0, 7, 7, 7, 7, 0]])
         "prefix",
         "prefixes",
         "packed",
-        "both",
+        "intersection",
         "shifted",
         "first and window",
         "overlapping",
         "union of packed",
-        "both unions",
+        "intersection of unions",
         "shifted union",
         "segments",
     ],
 )
-def test_intervals_let_see_what_their_masks_do(visible, sees):
-    start, end = within(visible, 2, 7, 7)
+def test_intervals_let_see_what_their_masks_do(key_range, sees):
+    start, end = clipped(key_range, 2, 7, 7)
     got = [
         [[int(np.sum((start[:, b, t] <= s) & (s < end[:, b, t]))) for s in range(7)] for t in range(7)] for b in (0, 1)
     ]
@@ -80,12 +97,12 @@ def test_no_block_that_is_seen_is_left_out_and_full_ones_are_full():
     """Against the mask itself, for random intervals, the empty among them."""
     T, S, queries, keys = 50, 70, 8, 16
     low, high = np.random.default_rng(0).integers(0, S + 1, (2, 40, T))
-    visible = np.maximum(low, 0), np.where(np.arange(40)[:, None] % 2, high, S)
-    seen = (visible[0][..., None] <= np.arange(S)) & (np.arange(S) < visible[1][..., None])
+    key_range = np.maximum(low, 0), np.where(np.arange(40)[:, None] % 2, high, S)
+    seen = (key_range[0][..., None] <= np.arange(S)) & (np.arange(S) < key_range[1][..., None])
     seen = np.pad(seen, ((0, 0), (0, -T % queries), (0, -S % keys)))
     tiles = seen.reshape(40, -(-T // queries), queries, -(-S // keys), keys).transpose(0, 1, 3, 2, 4)
     any_seen, all_seen = tiles.any((-1, -2)), tiles.all((-1, -2))
-    of_queries = blocks.key_ranges(*map(jnp.asarray, visible), queries, keys)
+    of_queries = blocks.key_ranges(*map(jnp.asarray, key_range), queries, keys)
     of_keys = blocks.query_ranges(of_queries, any_seen.shape[2])
     for ranges, axes in ((of_queries, (0, 1, 2)), (of_keys, (0, 2, 1))):
         some, whole = (x.transpose(axes) for x in (any_seen, all_seen))
@@ -96,7 +113,7 @@ def test_no_block_that_is_seen_is_left_out_and_full_ones_are_full():
         assert np.all(~((full <= index) & (index < full_end)) | whole)
         assert np.any(full < full_end)
     # Of those that go through a block of queries, each has its turn.
-    turns = np.asarray(blocks.turns(of_keys, any_seen.shape[1])).transpose(0, 2, 1)
+    turns = np.asarray(blocks.add_order(of_keys, any_seen.shape[1])).transpose(0, 2, 1)
     i = np.arange(any_seen.shape[1])[:, None]
     through = (np.asarray(of_keys.first)[:, None] <= i) & (i < np.asarray(of_keys.last)[:, None])
     for these, goes in zip(turns.reshape(-1, turns.shape[2]), through.reshape(-1, turns.shape[2]), strict=True):
@@ -108,18 +125,18 @@ BEYOND = [
     (np.full((1, 20), -(2**40)), np.full((1, 20), 2**64 - 1, np.uint64)),
     (np.zeros((1, 20), np.uint32), np.full((1, 20), 2**32 - 1, np.uint32)),
     (np.zeros((1, 20), np.int8), np.full((1, 20), 127, np.int8)),
-    shifted(window(20, 3, after=None, offset=9), -5)._replace(start=np.zeros((1, 20), int)),
+    shifted(sliding_window(20, 3, after=None, offset=9), -5)._replace(start=np.zeros((1, 20), int)),
 ]
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton", "mosaic_tpu"])
-@pytest.mark.parametrize("visible", BEYOND, ids=["int64", "uint64", "uint32", "int8", "no limit"])
+@pytest.mark.parametrize("key_range", BEYOND, ids=["int64", "uint64", "uint32", "int8", "no limit"])
 @interpreted()
-def test_what_lies_beyond_the_keys_is_cut_off_in_any_dtype(visible, implementation):
+def test_what_lies_beyond_the_keys_is_cut_off_in_any_dtype(key_range, implementation):
     arrays = drawn((1, 20, 1, 16), (1, 30, 1, 16), (1, 30, 1, 16))
     attend = functools.partial(flash_attention, *arrays, implementation=implementation)
-    chex.assert_trees_all_equal(attend(visible=visible), attend())
-    assert scores_seen(visible, 1, 20, 30) == (20 * 30,)
+    chex.assert_trees_all_equal(attend(key_range=key_range), attend())
+    assert unmasked_scores(key_range, 1, 20, 30) == (20 * 30,)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton", "mosaic_tpu"])
@@ -140,8 +157,8 @@ def test_a_union_is_attention_under_its_mask(implementation):
         return jnp.where(empty[..., None], 0.0, out), jnp.where(empty, 0.0, log_sum_exp)
 
     def ours(query, key, value):
-        visible = both(causal(120), packed(ids), union(first(120, 47), window(120, 30)))
-        options = dict(visible=visible, return_log_sum_exp=True, implementation=implementation)
+        key_range = intersection(causal(120), packed(ids), union(first(120, 47), sliding_window(120, 30)))
+        options = dict(key_range=key_range, return_log_sum_exp=True, implementation=implementation)
         out, log_sum_exp = flash_attention(query, key, value, **options)
         return out, jnp.where(empty & (log_sum_exp == -jnp.inf), 0.0, log_sum_exp)
 
@@ -157,12 +174,12 @@ def test_a_union_is_attention_under_its_mask(implementation):
 def test_a_union_costs_what_is_seen_of_each_part():
     x = jax.ShapeDtypeStruct((2, 64, 4, 32), jnp.float32)
     whole = costs(x, x, x)
-    overlapping = costs(x, x, x, visible=union(first(64, 40), shifted(first(64, 40), -24)))
+    overlapping = costs(x, x, x, key_range=union(first(64, 40), shifted(first(64, 40), -24)))
     assert overlapping.forward.flops == whole.forward.flops
     assert overlapping.backward.bytes == 2 * whole.backward.bytes
     assert (
-        costs(x, x, x, visible=union(causal(64), first(64, 0))).forward.flops
-        == costs(x, x, x, visible=causal(64)).forward.flops
+        costs(x, x, x, key_range=union(causal(64), first(64, 0))).forward.flops
+        == costs(x, x, x, key_range=causal(64)).forward.flops
     )
 
 
@@ -174,17 +191,20 @@ def test_intervals_of_any_integer_dtype_meet_and_are_shifted():
         (np.uint64, 2**63),
         (np.uint32, 2**32 - 1),
     ):
-        everything = Visible(np.zeros((1, 5), dtype), np.full((1, 5), far, dtype))
-        for met in (both(packed(jnp.zeros((1, 5), int)), everything), union(packed(jnp.arange(5)[None]), everything)):
-            lengths = np.maximum(np.subtract(*reversed(within(met, 1, 5, 5))), 0)
+        everything = KeyRange(np.zeros((1, 5), dtype), np.full((1, 5), far, dtype))
+        for met in (
+            intersection(packed(jnp.zeros((1, 5), int)), everything),
+            union(packed(jnp.arange(5)[None]), everything),
+        ):
+            lengths = np.maximum(np.subtract(*reversed(clipped(met, 1, 5, 5))), 0)
             assert np.all(np.sum(lengths, axis=0) == 5)
         start, end = shifted(everything, 5)
         assert np.all(start == -5) and np.all(end > 5)
-    wide = shifted(Visible(jnp.zeros((1, 4), jnp.uint8), jnp.full((1, 4), 200, jnp.uint8)), 1)
+    wide = shifted(KeyRange(jnp.zeros((1, 4), jnp.uint8), jnp.full((1, 4), 200, jnp.uint8)), 1)
     assert np.all(wide.start == -1) and np.all(wide.end == 199)
-    limit = window(4, None, 2**28, offset=2**28)
+    limit = sliding_window(4, None, 2**28, offset=2**28)
     assert np.all(shifted(limit, 2**28).end > 2**28) and np.all(shifted(causal(4, offset=2**28), 2**28).end > 0)
-    narrow = shifted(shifted(Visible(np.zeros((1, 5), np.int8), np.full((1, 5), 100, np.int8)), 100), 100)
+    narrow = shifted(shifted(KeyRange(np.zeros((1, 5), np.int8), np.full((1, 5), 100, np.int8)), 100), 100)
     assert np.all(narrow.start == -200) and np.all(narrow.end == -100)
 
 
@@ -201,39 +221,45 @@ def test_segments_may_have_ids_of_any_width():
     [
         (lambda: causal(20, offset=2**31), "offset = 2147483648; it must be between"),
         (lambda: causal(20, offset=1.5), "offset = 1.5; it must be a whole number"),
-        (lambda: window(20, 4.5), "before = 4.5; it must be a whole number"),
-        (lambda: window(20, None, after=2**31 - 5), "after = 2147483643; it must be between"),
-        (lambda: window(20, -1), "before = -1; it must be 0 or more"),
-        (lambda: window(20, None, after=-1), "after = -1; it must be 0 or more"),
+        (lambda: sliding_window(20, 4.5), "before = 4.5; it must be a whole number"),
+        (lambda: sliding_window(20, None, after=2**31 - 5), "after = 2147483643; it must be between"),
+        (lambda: sliding_window(20, -1), "before = -1; it must be 0 or more"),
+        (lambda: sliding_window(20, None, after=-1), "after = -1; it must be 0 or more"),
         (lambda: causal(-1), "queries = -1; it must be 0 or more"),
-        (lambda: prefix(20, 2**31), "length = 2147483648; it must be between"),
+        (lambda: prefix_lm(20, 2**31), "length = 2147483648; it must be between"),
         (lambda: packed(jnp.zeros((1, 5))), r"packed: segment_ids is float32\[1, 5\]"),
         (lambda: packed(jnp.zeros(5, int)), r"packed: segment_ids is int32\[5\]; it must be int\[B, T\]"),
-        (lambda: both(causal(20), causal(21)), "both: its parts are of 20, 21 queries"),
-        (lambda: both(causal(20), causal(1)), "both: its parts are of 1, 20 queries"),
-        (lambda: union(), "union: its parts are of none queries"),
+        (lambda: intersection(causal(20), causal(21)), "intersection: its masks are of 20, 21 queries"),
+        (lambda: intersection(causal(20), causal(1)), "intersection: its masks are of 1, 20 queries"),
+        (lambda: union(), "union: its masks are of none queries"),
         (lambda: packed(None), r"packed: segment_ids is None; it must be an array, int\[B, T\]"),
         (lambda: packed([[0, 0, 1]]), "packed: segment_ids is of type list; it must be an array"),
         (lambda: causal(4, [1, 2]), r"offset = \[1, 2\]; it must be a whole number"),
-        (lambda: both(causal(20), None), "both: None is no Visible"),
-        (lambda: both(packed(jnp.zeros((2, 5), int)), packed(jnp.zeros((3, 5), int))), r"of batches of \[2, 3\]"),
-        (lambda: both(prefix(4, jnp.ones(3, int)), prefix(4, jnp.ones(2, int))), r"of batches of \[2, 3\]"),
-        (lambda: union(Visible(np.zeros((1, 4), int), np.ones((1, 5), int))), "its parts are of 4, 5 queries"),
+        (lambda: intersection(causal(20), None), "intersection: None is no KeyRange"),
+        (
+            lambda: intersection(packed(jnp.zeros((2, 5), int)), packed(jnp.zeros((3, 5), int))),
+            r"of batches of \[2, 3\]",
+        ),
+        (
+            lambda: intersection(prefix_lm(4, jnp.ones(3, int)), prefix_lm(4, jnp.ones(2, int))),
+            r"of batches of \[2, 3\]",
+        ),
+        (lambda: union(KeyRange(np.zeros((1, 4), int), np.ones((1, 5), int))), "its masks are of 4, 5 queries"),
         (lambda: causal(4, np.array([0, 2**40])), r"offset = \[ *0 1099511627776\]; it must be between"),
         (lambda: shifted(causal(4), np.array([-(2**30)])), r"first_key = \[-1073741824\]; it must be between"),
         (lambda: shifted(causal(4), -(2**30)), "first_key = -1073741824; it must be between"),
         (lambda: causal(4, jnp.full((2,), 7, jnp.uint32)), r"offset is uint32\[2\]; it must be int32\[B\]"),
         (lambda: causal(4, jnp.uint32(7)), r"offset is uint32\[\]; it must be int32\[\]"),
-        (lambda: shifted(Visible(*jnp.zeros((2, 1, 4), jnp.uint32)), 1), r"shifted: start is uint32\[1, 4\]"),
+        (lambda: shifted(KeyRange(*jnp.zeros((2, 1, 4), jnp.uint32)), 1), r"shifted: start is uint32\[1, 4\]"),
         (
-            lambda: both((np.zeros((1, 5)), np.ones((1, 5)))),
-            r"both: start is float64\[1, 5\]; it must be int32\[B, T\]",
+            lambda: intersection((np.zeros((1, 5)), np.ones((1, 5)))),
+            r"intersection: start is float64\[1, 5\]; it must be int32\[B, T\]",
         ),
         (lambda: shifted(causal(4), 1.5), "first_key = 1.5; it must be a whole number"),
         (lambda: shifted(causal(4), np.zeros((1, 4), int)), r"first_key is int64\[1, 4\]; it must be int32\[B\]"),
         (lambda: causal(4, np.array([1.7])), r"offset is float64\[1\]; it must be int32\[B\]"),
-        (lambda: window(4, jnp.arange(4)), r"before = .* must be a whole number"),
-        (lambda: window(4, jnp.float32(1.5)), r"before is float32\[\]; it must be int32\[\]"),
+        (lambda: sliding_window(4, jnp.arange(4)), r"before = .* must be a whole number"),
+        (lambda: sliding_window(4, jnp.float32(1.5)), r"before is float32\[\]; it must be int32\[\]"),
     ],
 )
 def test_what_makes_no_intervals_is_refused(wrong, message):

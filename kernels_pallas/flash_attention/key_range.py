@@ -1,8 +1,8 @@
-"""Which keys a query sees, as intervals: one per query, or a few (`union`). O(T) memory where a mask takes O(T·S).
+"""Attention masks as intervals of keys: one per query, or a few (`union`). O(T) memory where a mask takes O(T·S).
 
-Each function gives a `Visible`; those of batch size 1 serve any batch. Where no argument is an array of JAX's the
+Each function returns a `KeyRange`; those of batch size 1 serve any batch. Where no argument is an array of JAX's the
 intervals are numpy arrays, known while tracing. Keys are counted from the first of the array of keys, queries from
-`offset`: a query t stands at position offset + t, as the second half of a prompt does behind a cache of its first half.
+`offset`: a query t stands at position offset + t, as the second half of a prompt does after a cache of its first half.
 """
 
 import itertools
@@ -17,48 +17,50 @@ import numpy as np
 _NO_LIMIT = 2**30
 # Of what is given for each sequence, for each token, and of a union.
 _AXES = {0: "[]", 1: "[B]", 2: "[B, T]", 3: "[P, B, T]"}
-# Three of them are still no limit: a position is an offset and a number of queries, and what is behind it one more.
+# Three of them are still no limit: a position is an offset and a number of queries, an interval's end one more.
 _FARTHEST = 2**28
 
 
-class Visible(NamedTuple):
-    """Query t sees exactly the keys s with start ≤ s < end; int32 [B, T] or [1, T], and of any value: what lies beyond
-    the keys is cut off, and an interval with start ≥ end is empty. numpy arrays may be of any integer dtype. A union of
-    P intervals that no key is in twice is [P, B, T] or [P, 1, T]: see `union`."""
+class KeyRange(NamedTuple):
+    """An attention mask: query t sees exactly the keys s with start ≤ s < end; int32 [B, T] or [1, T].
+
+    Values may be any: what lies beyond the keys is cut off, and an interval with start ≥ end is empty. numpy arrays may
+    be of any integer dtype. A union of P disjoint intervals is [P, B, T] or [P, 1, T]: see `union`.
+    """
 
     start: Any
     end: Any
 
 
-def causal(queries: int, offset: Any = 0) -> Visible:
-    """Each position sees itself and what lies before it.
+def causal(queries: int, offset: Any = 0) -> KeyRange:
+    """Return the causal mask: each position sees itself and what lies before it.
 
     Args:
       queries: T. offset: position of the first query, an int or int32 [B].
     """
     position = _positions(queries, offset)
-    return Visible(position * 0, position + 1)
+    return KeyRange(position * 0, position + 1)
 
 
-def window(queries: int, before: int | None = None, after: int | None = 0, offset: Any = 0) -> Visible:
-    """Each position sees itself, `before` positions before it and `after` behind it; None sets no limit.
+def sliding_window(queries: int, before: int | None = None, after: int | None = 0, offset: Any = 0) -> KeyRange:
+    """Return a window: each position sees itself, `before` positions before and `after` after it; None sets no limit.
 
-    A causal sliding window of w keys is window(T, w − 1).
+    A causal sliding window of w keys is sliding_window(T, w − 1).
     """
     position = _positions(queries, offset)
     start = position * 0 if before is None else position - _count("before", before)
-    return Visible(start, position * 0 + _NO_LIMIT if after is None else position + _count("after", after) + 1)
+    return KeyRange(start, position * 0 + _NO_LIMIT if after is None else position + _count("after", after) + 1)
 
 
-def prefix(queries: int, length: Any, offset: Any = 0) -> Visible:
-    """Prefix-LM: the first `length` (int or int32 [B]) positions see one another, the others are causal."""
+def prefix_lm(queries: int, length: Any, offset: Any = 0) -> KeyRange:
+    """Return the prefix-LM mask: the first `length` (int or int32 [B]) positions see one another, others are causal."""
     start, end = causal(queries, offset)
     length = _column("length", length)
-    return Visible(start, module_of(end, length).maximum(end, length))
+    return KeyRange(start, array_module(end, length).maximum(end, length))
 
 
-def packed(segment_ids: jax.Array) -> Visible:
-    """Each position sees its own segment.
+def packed(segment_ids: jax.Array) -> KeyRange:
+    """Return the mask of packed rows: each position sees its own segment.
 
     Args:
       segment_ids: int [B, T]; neighbours of one id are a segment. Padding has negative ids and sees nothing.
@@ -70,29 +72,34 @@ def packed(segment_ids: jax.Array) -> Visible:
     start = jax.lax.cummax(jnp.where(first, index, 0), axis=1)
     last = jnp.concatenate([first[:, 1:], jnp.ones_like(first[:, :1])], axis=1)
     end = jax.lax.cummin(jnp.where(last, index + 1, ids.shape[1]), axis=1, reverse=True)
-    return Visible(start, jnp.where(ids < 0, start, end))
+    return KeyRange(start, jnp.where(ids < 0, start, end))
 
 
-def both(*parts: Visible) -> Visible:
-    """What all of them let see: both(causal(T), packed(ids)) is causal attention in packed rows. Of unions it is the
-    union of what each two of their intervals have in common."""
-    _check_parts("both", parts)
+def intersection(*ranges: KeyRange) -> KeyRange:
+    """Return the keys that all masks let see: intersection(causal(T), packed(ids)) is causal in packed rows.
+
+    The intersection of unions is the union of the intersections of their intervals.
+    """
+    _check_ranges("intersection", ranges)
     met = []
-    for intervals in itertools.product(*map(_intervals, parts)):
+    for intervals in itertools.product(*map(_intervals, ranges)):
         start, end = intervals[0]
         for begin, stop in intervals[1:]:
-            module = module_of(start, end, begin, stop)
+            module = array_module(start, end, begin, stop)
             start, end = module.maximum(start, begin), module.minimum(end, stop)
-        met.append(Visible(start, end))
+        met.append(KeyRange(start, end))
     return met[0] if len(met) == 1 else _stacked(met)
 
 
-def union(*parts: Visible) -> Visible:
-    """What any of them lets see; they may overlap. both(causal(T), union(first, window(T, 255))) sees a window and the
-    first tokens (StreamingLLM, arXiv:2309.17453), with first = Visible(np.zeros((1, T), int), np.full((1, T), 4))."""
-    _check_parts("union", parts)
-    start, end = _stacked([interval for part in parts for interval in _intervals(part)])
-    module = module_of(start, end)
+def union(*ranges: KeyRange) -> KeyRange:
+    """Return the keys that any of the masks lets see; they may overlap.
+
+    intersection(causal(T), union(first, sliding_window(T, 255))) sees a window and the first tokens (StreamingLLM,
+    arXiv:2309.17453), with first = KeyRange(np.zeros((1, T), int), np.full((1, T), 4)).
+    """
+    _check_ranges("union", ranges)
+    start, end = _stacked([interval for one in ranges for interval in _intervals(one)])
+    module = array_module(start, end)
     order = module.argsort(start, axis=0)
     start, end = (module.take_along_axis(x, order, axis=0) for x in (start, end))
     # Each begins where those before it have ended.
@@ -100,26 +107,26 @@ def union(*parts: Visible) -> Visible:
     for begin, stop in zip(start[1:], end[1:], strict=True):
         apart.append(module.maximum(begin, reached))
         reached = module.maximum(reached, stop)
-    return Visible(module.stack(apart), end)
+    return KeyRange(module.stack(apart), end)
 
 
-def _check_parts(name: str, parts: tuple[Visible, ...]) -> None:
-    for part in parts:
-        _check_visible(name, part)
-    arrays = [x for part in parts for x in part]
+def _check_ranges(name: str, ranges: tuple[KeyRange, ...]) -> None:
+    for one in ranges:
+        _check_key_range(name, one)
+    arrays = [x for one in ranges for x in one]
     rows = {x.shape[-1] for x in arrays}
     if len(rows) != 1:
         counts = ", ".join(str(n) for n in sorted(rows)) or "none"
-        raise ValueError(f"{name}: its parts are of {counts} queries; it must have some, all of as many")
+        raise ValueError(f"{name}: its masks are of {counts} queries; it takes one or more, all of the same number")
     if len(sizes := {x.shape[-2] for x in arrays} - {1}) > 1:
-        raise ValueError(f"{name}: its parts are of batches of {sorted(sizes)}; they must be of one size, or of 1")
+        raise ValueError(f"{name}: its masks are of batches of {sorted(sizes)}; they must be of one size, or of 1")
 
 
-def _check_visible(name: str, visible: Any) -> None:
+def _check_key_range(name: str, key_range: Any) -> None:
     """Two arrays of integers alike, as functions here make them."""
-    if not (isinstance(visible, tuple) and len(visible) == 2):
-        raise ValueError(f"{name}: {visible!r:.60} is no Visible; it must be made by `causal` and others here")
-    for side, x in zip(Visible._fields, visible, strict=True):
+    if not (isinstance(key_range, tuple) and len(key_range) == 2):
+        raise ValueError(f"{name}: {key_range!r:.60} is no KeyRange; it must be made by `causal` and others here")
+    for side, x in zip(KeyRange._fields, key_range, strict=True):
         _check_integers(f"{name}: {side}", x, 2, 3)
 
 
@@ -141,18 +148,17 @@ def are_positions(x: Any) -> bool:
     )
 
 
-def shifted(visible: Visible, first_key: Any) -> Visible:
-    """The same for an array of keys that begins at key `first_key`, an int or int32 [B]: a shard of the sequence, a
-    part of a cache."""
-    _check_visible("shifted", visible)
+def shifted(key_range: KeyRange, first_key: Any) -> KeyRange:
+    """Return a mask for keys that begin at key `first_key`, an int or int32 [B]: a shard of a sequence or a cache."""
+    _check_key_range("shifted", key_range)
     first_key = _column("first_key", first_key)
-    return Visible(*(_narrowed(x) - first_key for x in visible))
+    return KeyRange(*(_narrowed(x) - first_key for x in key_range))
 
 
-def within(visible: Any, B: int, T: int, S: int) -> Visible:
-    """The intervals cut off at the S keys, int32 [P, B, T]: of numpy arrays numpy arrays, and of None all keys."""
-    if visible is None:
-        visible = np.zeros((1, T), np.int32), np.full((1, T), S, np.int32)
+def clipped(key_range: Any, B: int, T: int, S: int) -> KeyRange:
+    """Return the intervals cut off at the S keys, int32 [P, B, T]; numpy arrays stay numpy, and None is all keys."""
+    if key_range is None:
+        key_range = np.zeros((1, T), np.int32), np.full((1, T), S, np.int32)
 
     def cut(x: Any) -> Any:
         shape = x.shape[0] if x.ndim == 3 else 1, B, T
@@ -160,13 +166,13 @@ def within(visible: Any, B: int, T: int, S: int) -> Visible:
             return jnp.broadcast_to(jnp.clip(x.astype(jnp.int32), 0, S), shape)
         return np.broadcast_to(np.clip(_narrowed(x), 0, S), shape)
 
-    return Visible(*map(cut, visible))
+    return KeyRange(*map(cut, key_range))
 
 
-def _intervals(visible: Visible) -> list[Visible]:
+def _intervals(key_range: KeyRange) -> list[KeyRange]:
     """Of a union its intervals."""
-    start, end = map(_narrowed, visible)
-    return [Visible(start, end)] if start.ndim == 2 else [Visible(*each) for each in zip(start, end, strict=True)]
+    start, end = map(_narrowed, key_range)
+    return [KeyRange(start, end)] if start.ndim == 2 else [KeyRange(*each) for each in zip(start, end, strict=True)]
 
 
 def _narrowed(x: Any) -> Any:
@@ -178,11 +184,11 @@ def _narrowed(x: Any) -> Any:
     return np.clip(x.astype(np.int64), -_NO_LIMIT, _NO_LIMIT).astype(np.int32)
 
 
-def _stacked(intervals: list[Visible]) -> Visible:
+def _stacked(intervals: list[KeyRange]) -> KeyRange:
     arrays = [x for side in zip(*intervals, strict=True) for x in side]
-    module = module_of(*arrays)
+    module = array_module(*arrays)
     arrays = module.broadcast_arrays(*arrays)
-    return Visible(module.stack(arrays[: len(intervals)]), module.stack(arrays[len(intervals) :]))
+    return KeyRange(module.stack(arrays[: len(intervals)]), module.stack(arrays[len(intervals) :]))
 
 
 def _bounded(name: str, n: Any) -> Any:
@@ -229,11 +235,11 @@ def _column(name: str, n: Any) -> Any:
     return _narrowed(n)[:, None]
 
 
-def module_of(*arrays: Any) -> Any:
+def array_module(*arrays: Any) -> Any:
     """numpy where all arrays are numpy's, and otherwise jax.numpy, so that nothing is fetched from a device."""
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
-def unrepeated(x: Any) -> Any:
+def without_repeats(x: Any) -> Any:
     """Of a numpy array [B, …] whose rows are all the same the first of them, [1, …]."""
     return x[:1] if isinstance(x, np.ndarray) and np.all(x == x[:1]) else x

@@ -13,9 +13,16 @@ from test_flash_attention import drawn
 
 from kernels_pallas import flash_attention
 from kernels_pallas.core import interpreted
-from kernels_pallas.flash_attention import Visible, both, causal, mosaic_tpu, packed, visits, window
-from kernels_pallas.flash_attention.visible import within
-from kernels_pallas.flash_attention.visits import Visit
+from kernels_pallas.flash_attention import (
+    KeyRange,
+    causal,
+    intersection,
+    packed,
+    sliding_window,
+    tile_schedule,
+)
+from kernels_pallas.flash_attention.key_range import clipped
+from kernels_pallas.flash_attention.tile_schedule import ScheduledTile
 
 QUERIES, KEYS = 8, 16
 
@@ -40,18 +47,20 @@ def test_a_tile_is_visited_once_if_it_is_seen_and_each_block_at_least_once(by_ke
     if by_keys:
         tiles = tiles.swapaxes(1, 2)
     some, whole = tiles.any((-1, -2)), tiles.all((-1, -2))
-    make = functools.partial(visits.visits, queries=QUERIES, keys=KEYS, columns=-(-S // KEYS), by_keys=by_keys)
+    make = functools.partial(
+        tile_schedule.schedule_tiles, queries=QUERIES, keys=KEYS, columns=-(-S // KEYS), by_keys=by_keys
+    )
     known, late = make(low, high), jax.jit(make)(low, high)
     assert known.steps == late.steps == known.tiles.shape[1]
     chex.assert_trees_all_equal(known.tiles, late.tiles[:, : known.steps])
 
     for b, listed in enumerate(known.tiles):
-        at = Visit(listed)
+        at = ScheduledTile(listed)
         marked = (listed & 15) != 0
         count = marked.sum()
         place = list(zip(at.outer, at.inner, strict=True))
         assert np.all(marked[:count]) and place[count:] == [place[count - 1]] * (len(place) - count)
-        place, opens, closes = place[:count], at.opens[:count], at.closes[:count]
+        place, opens, closes = place[:count], at.is_first[:count], at.is_last[:count]
         assert place == sorted(set(place))
         outer = at.outer[:count]
         assert set(outer) == set(range(some.shape[1]))
@@ -59,37 +68,39 @@ def test_a_tile_is_visited_once_if_it_is_seen_and_each_block_at_least_once(by_ke
         assert list(closes) == [i == count - 1 or outer[i] != outer[i + 1] for i in range(count)]
         computed, unmasked = np.zeros_like(some[b]), np.zeros_like(some[b])
         for here, tile in zip(place, listed, strict=False):
-            computed[here], unmasked[here] = (bool(tile & mark) for mark in (visits._SEEN, visits._WHOLE))
+            computed[here], unmasked[here] = (
+                bool(tile & mark) for mark in (tile_schedule._COMPUTED, tile_schedule._UNMASKED)
+            )
         # Where queries of one block see intervals far apart the tiles between them are computed as well.
         assert np.all(computed >= some[b]) and np.all(unmasked <= whole[b])
-    assert np.any(known.tiles & visits._WHOLE) and np.any(known.tiles[:, -1] & 15 == 0)
+    assert np.any(known.tiles & tile_schedule._UNMASKED) and np.any(known.tiles[:, -1] & 15 == 0)
 
 
 @interpreted()
-def test_more_blocks_than_a_tile_can_name_are_parted():
+def test_more_blocks_than_a_tile_can_name_are_split():
     """Whose number in a tile would turn negative, though few of their tiles are seen."""
-    x = jax.ShapeDtypeStruct((1, (visits.MOST_OUTER + 1) * 128, 1, 16), jnp.float32)
+    x = jax.ShapeDtypeStruct((1, (tile_schedule.MAX_OUTER + 1) * 128, 1, 16), jnp.float32)
 
     def attend(x):
-        return flash_attention(x, x, x, visible=window(x.shape[1], 5), implementation="mosaic_tpu")
+        return flash_attention(x, x, x, key_range=sliding_window(x.shape[1], 5), implementation="mosaic_tpu")
 
     steps = [kernel["grid_mapping"].grid[2] for kernel in launches(jax.make_jaxpr(attend)(x).jaxpr)]
-    assert steps == [visits.MOST_OUTER + 1, visits.MOST_OUTER]  # two for each block, but for the very first
+    assert steps == [tile_schedule.MAX_OUTER + 1, tile_schedule.MAX_OUTER]  # two for each block, but for the very first
 
 
 def test_sequences_that_see_the_same_share_a_list():
-    see = within(causal(100), 3, 100, 100)
-    tiles, steps = visits.visits(see.start[0], see.end[0], 10, 20, 5, by_keys=False)
+    see = clipped(causal(100), 3, 100, 100)
+    tiles, steps = tile_schedule.schedule_tiles(see.start[0], see.end[0], 10, 20, 5, by_keys=False)
     assert tiles.shape == (1, steps) and steps == 2 * (1 + 2 + 3 + 4 + 5)
 
 
-def _grids(visible, T):
+def _grids(key_range, T):
     """Of each kernel of a loss and its gradient, lowered for a TPU, the steps over tiles; "late" where they are known
     once the program runs."""
     arrays = [jax.ShapeDtypeStruct((1, T, heads, 128), jnp.bfloat16) for heads in (2, 1, 1)]
 
     def loss(*arrays):
-        return jnp.sum(flash_attention(*arrays, visible=visible(), implementation="mosaic_tpu").astype(jnp.float32))
+        return jnp.sum(flash_attention(*arrays, key_range=key_range(), implementation="mosaic_tpu").astype(jnp.float32))
 
     mesh = jax.sharding.AbstractMesh((1,), ("one",), (jax.sharding.AxisType.Auto,), abstract_device=V5E)
     with jax.sharding.use_abstract_mesh(mesh):
@@ -104,7 +115,7 @@ def test_the_grid_has_a_step_for_what_is_seen():
     T = 8192
     assert _grids(lambda: None, T) == [128, 128, 64]
     assert _grids(lambda: causal(T), T) == [72, 72, 36]
-    assert _grids(lambda: window(T, 511), T) == [23, 23, 15]
+    assert _grids(lambda: sliding_window(T, 511), T) == [23, 23, 15]
     assert _grids(lambda: packed(jnp.zeros((1, T), jnp.int32)), T) == ["late"] * 3
 
 
@@ -112,12 +123,12 @@ def test_the_grid_has_a_step_for_what_is_seen():
 def test_masks_known_while_tracing_and_later_give_the_same():
     query, key, value = drawn((2, 300, 2, 16), (2, 300, 1, 16), (2, 300, 1, 16))
     ids = np.repeat([[0, 0, 1, 1, 1, -1], [2, 3, 3, 3, 3, 3]], 50, axis=1)
-    known = Visible(*map(np.asarray, both(causal(300), packed(ids))))
+    known = KeyRange(*map(np.asarray, intersection(causal(300), packed(ids))))
 
     @jax.jit
-    def results_and_gradients(arrays, visible=known):
+    def results_and_gradients(arrays, key_range=known):
         def loss(arrays):
-            out = flash_attention(*arrays, visible=visible, implementation="mosaic_tpu")
+            out = flash_attention(*arrays, key_range=key_range, implementation="mosaic_tpu")
             return jnp.sum(jnp.sin(out)), out
 
         return jax.value_and_grad(loss, has_aux=True)(arrays)
@@ -141,8 +152,8 @@ def test_masks_known_later_are_mapped(maps):
     @functools.partial(jax.jit, static_argnums=0)
     def run(implementation, arrays, ids):
         def loss(arrays, ids):
-            see = both(causal(200), packed(ids))
-            out = flash_attention(*arrays, visible=see, implementation=implementation)
+            see = intersection(causal(200), packed(ids))
+            out = flash_attention(*arrays, key_range=see, implementation=implementation)
             return jnp.sum(jnp.sin(out)), out
 
         return jax.vmap(jax.value_and_grad(loss, has_aux=True), in_axes=axes)(arrays, ids)
@@ -152,10 +163,10 @@ def test_masks_known_later_are_mapped(maps):
 
 @pytest.mark.parametrize("bias", [(1, 1, 1, 640), (2, 2, 520, 640), None], ids=str)
 @interpreted()
-def test_a_list_that_is_too_long_is_parted(constant, bias):
+def test_a_list_that_is_too_long_is_split(constant, bias):
     """By queries forward and for their gradient, by keys for theirs: the same numbers, the same FLOPs."""
     arrays = drawn((2, 520, 2, 16), (2, 640, 1, 16), (2, 640, 1, 16), *([bias] if bias else []))
-    options = dict(visible=window(520, 300, offset=100), soft_cap=5.0, return_log_sum_exp=True)
+    options = dict(key_range=sliding_window(520, 300, offset=100), soft_cap=5.0, return_log_sum_exp=True)
 
     def run():
         def loss(arrays):
@@ -171,16 +182,16 @@ def test_a_list_that_is_too_long_is_parted(constant, bias):
         return jax.jit(results_and_gradients)(arrays), flops
 
     whole, flops = run()
-    constant(mosaic_tpu, "MOST", 10)
-    in_parts, of_parts = run()
-    assert len(flops) == 3 < len(of_parts) and sum(flops) == sum(of_parts)
+    constant(tile_schedule, "MAX_TILES", 10)
+    in_halves, of_halves = run()
+    assert len(flops) == 3 < len(of_halves) and sum(flops) == sum(of_halves)
     # Sums of float32 in another order, where XLA fuses otherwise.
-    chex.assert_trees_all_close(in_parts, whole, rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_close(in_halves, whole, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("bias", [(3, 1, 16, 16), (1, 2, 1, 16)], ids=str)
 @interpreted()
-def test_lists_of_many_sequences_are_parted_by_sequences(constant, bias):
+def test_lists_of_many_sequences_are_split_by_sequences(constant, bias):
     """Of which each sees something else, all of it in one tile."""
     arrays = drawn((3, 16, 2, 16), (3, 16, 1, 16), (3, 16, 1, 16), *([bias] if bias else []))
     ids = jnp.asarray(np.arange(16) // np.arange(3, 6)[:, None], jnp.int32)
@@ -189,8 +200,8 @@ def test_lists_of_many_sequences_are_parted_by_sequences(constant, bias):
         def loss(arrays, ids):
             query, key, value, *bias = arrays
             given = dict(bias=bias[0] if bias else None, implementation="mosaic_tpu")
-            see = both(causal(16), packed(ids))
-            results = flash_attention(query, key, value, visible=see, return_log_sum_exp=True, **given)
+            see = intersection(causal(16), packed(ids))
+            results = flash_attention(query, key, value, key_range=see, return_log_sum_exp=True, **given)
             return sum(jnp.sum(jnp.sin(x)) for x in results), results
 
         results_and_gradients = jax.value_and_grad(loss, has_aux=True)
@@ -198,7 +209,7 @@ def test_lists_of_many_sequences_are_parted_by_sequences(constant, bias):
         return jax.jit(results_and_gradients)(arrays, ids), len(kernels)
 
     whole, once = run()
-    constant(mosaic_tpu, "MOST", 2)
-    in_parts, times = run()
+    constant(tile_schedule, "MAX_TILES", 2)
+    in_halves, times = run()
     assert (once, times) == (3, 3 * 2)
-    chex.assert_trees_all_close(in_parts, whole, rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_close(in_halves, whole, rtol=1e-5, atol=1e-5)

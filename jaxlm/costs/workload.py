@@ -179,5 +179,8 @@ class Workload:
         )
 
     def parts(self, over: str, axis: str, size: int) -> int:
-        """Return the number of shards that a mesh axis makes of a dimension with this logical axis."""
-        return self.rules.shards(axis, size, self.layout) if self.rules.over(axis) == (over,) else 1
+        """Return the number of shards that a mesh axis makes of a dimension with this logical axis, uneven ones too."""
+        if self.rules.over(axis) != (over,):
+            return 1
+        shards = self.layout[over]
+        return 1 if size % shards and axis in self.rules.may_stay_whole else shards

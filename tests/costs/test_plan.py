@@ -97,7 +97,7 @@ def test_a_cpu_computes_attention_in_parts(sequence, remat):
     )
     steps = make_steps(model, training, model_fixtures.optimization())
     batch = {n: jax.ShapeDtypeStruct((4, sequence), jnp.int32) for n in ("tokens", "targets", "segments", "positions")}
-    with jax.set_mesh(meshes.make(1, 1, 1, jax.devices()[:1])):
+    with jax.set_mesh(meshes.make(devices=jax.devices()[:1])):
         cost = count(steps.train, jax.eval_shape(steps.init), batch)
     whole = Workload("train", model, 4, sequence, "float32", remat, kernels="xla")
     work = whole.on_cpu()

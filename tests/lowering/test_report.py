@@ -167,7 +167,7 @@ def test_pallas_kernels_are_found_and_nothing_is_gathered_around_them(platform):
     def kernel(x):
         return pl.pallas_call(double, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), name="double")(x)
 
-    mesh = meshes.make(1, 2, 2, targets.devices(Target.parse(FOUR[platform])))
+    mesh = meshes.make(1, 2, 2, devices=targets.devices(Target.parse(FOUR[platform])))
     axes = ("batch", "act_heads")
     given = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=named_sharding(axes, (256, 256), mesh))
 

@@ -163,4 +163,4 @@ def test_two_slices_of_a_tpu_are_joined_by_data():
 @pytest.mark.slow
 def test_an_axis_that_shares_links_of_the_torus_is_said():
     with pytest.warns(UserWarning, match="a mesh of 1 × 8 × 8 axes share links"):
-        meshes.make(1, 8, 8, targets.devices(Target.parse("tpu-v5p:4x4x4")))
+        meshes.make(1, 8, 8, devices=targets.devices(Target.parse("tpu-v5p:4x4x4")))

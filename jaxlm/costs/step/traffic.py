@@ -99,7 +99,7 @@ def _optimizer(work: Workload) -> Iterator[Collective]:
         if d.projection and path not in work.frozen:
             stack, devices = math.prod(d.shape[i] for i in d.stack), work.layout.size
             held = 4 * work.stored(d.axes, d.shape) // stack * math.ceil(stack / devices) * devices
-            for axis, size in reversed(work.layout.items()):
+            for axis, size in reversed(list(work.layout.items())):
                 parted = any(work.parts(axis, *each) > 1 for each in zip(d.axes, d.shape, strict=True))
                 moved["all-to-all" if parted else "all-gather", axis] += held
                 held //= 1 if parted else size

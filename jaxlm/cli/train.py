@@ -50,7 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
     experiment = config.load(arguments.config, arguments.overrides)
     traced = spec = None
     if arguments.profile is not None:
-        traced = profile.Steps.parse(arguments.profile).check(experiment.training.steps)
+        traced = profile.ProfiledSteps.parse(arguments.profile).check(experiment.training.steps)
     if arguments.process is not None:
         spec = processes.ProcessSpec.parse(arguments.process)
     sinks.check_installed(experiment.records.wandb_project)

@@ -8,21 +8,21 @@ from typing import NamedTuple
 from jaxlm.core.errors import InputError
 
 
-class Steps(NamedTuple):
+class ProfiledSteps(NamedTuple):
     """Steps start, …, stop − 1, as they are numbered in the lines of metrics."""
 
     start: int
     stop: int
 
     @staticmethod
-    def parse(text: str) -> "Steps":
+    def parse(text: str) -> "ProfiledSteps":
         """From START:STOP. Raises InputError."""
         match = re.fullmatch(r"(\d+):(\d+)", text)
         if match is None or not 0 < int(match[1]) < int(match[2]):
             raise InputError(f"--profile {text!r} is not START:STOP with 0 < START < STOP, such as 10:13 for 10 to 12")
-        return Steps(int(match[1]), int(match[2]))
+        return ProfiledSteps(int(match[1]), int(match[2]))
 
-    def check(self, last: int) -> "Steps":
+    def check(self, last: int) -> "ProfiledSteps":
         """Itself. Raises InputError where the run ends, with step `last`, before they begin."""
         if self.start > last:
             raise InputError(f"--profile {self.start}:{self.stop} begins after training.steps = {last}; lower START")
@@ -33,7 +33,7 @@ class Profiler:
     """Traces `steps` into a folder, in a job of several processes each into one of its own there; with None it does
     nothing."""
 
-    def __init__(self, steps: Steps | None, directory: Path, say: Callable[[str], None]):
+    def __init__(self, steps: ProfiledSteps | None, directory: Path, say: Callable[[str], None]):
         self._steps, self._directory, self._say, self._tracing = steps, directory, say, False
 
     def resume(self, step: int) -> None:

@@ -57,14 +57,14 @@ def test_a_signal_that_a_destructor_swallowed_is_told_again(swallowed, number, m
         def __del__(self):
             raise ValueError
 
-    class Dying:
+    class SignalsOnDelete:
         def __del__(self):
             os.kill(os.getpid(), number)
             work(0.1)
 
     with pytest.raises(Stopped) as error, StopRequest(nobody):
         Failing()
-        Dying()
+        SignalsOnDelete()
         work()
     assert error.value.reason == number
     assert swallowed == [ValueError, Stopped] and shown == [ValueError]
@@ -74,12 +74,12 @@ def test_a_signal_that_a_destructor_swallowed_is_told_again(swallowed, number, m
 def test_hours_that_a_destructor_swallowed_are_over_too(swallowed, monkeypatch):
     monkeypatch.setattr(interrupt, "process_age", lambda: 0.0)
 
-    class Dying:
+    class SlowToDelete:
         def __del__(self):
             work(0.5)
 
     with pytest.raises(Stopped) as error, StopRequest(nobody, hours=0.2 / 3600):
-        Dying()
+        SlowToDelete()
         work()
     assert error.value.reason == interrupt.OUT_OF_TIME and swallowed == [Stopped]
 

@@ -35,7 +35,7 @@ class CollectiveTotal(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Cost:
+class JaxprCost:
     """What a function costs, as a tree by named scope; every figure is a sum over `rows`.
 
     `of(scope=())` is what happens in the scope itself and in no child: a figure is that of it plus those of `children`.
@@ -82,30 +82,30 @@ class Cost:
         return self.flops / moved if moved else 0.0
 
     @property
-    def forward(self) -> "Cost":
+    def forward(self) -> "JaxprCost":
         return self.of(phase="forward")
 
     @property
-    def backward(self) -> "Cost":
+    def backward(self) -> "JaxprCost":
         return self.of(phase="backward")
 
     @property
-    def rematerialised(self) -> "Cost":
+    def rematerialised(self) -> "JaxprCost":
         return self.of(phase="rematerialised")
 
-    def of(self, **fields: Any) -> "Cost":
+    def of(self, **fields: Any) -> "JaxprCost":
         """The part whose rows have these values: `of(kind="matmul", phase="backward")`."""
-        return Cost(self.name, tuple(r for r in self.rows if all(getattr(r, k) == v for k, v in fields.items())))
+        return JaxprCost(self.name, tuple(r for r in self.rows if all(getattr(r, k) == v for k, v in fields.items())))
 
     @functools.cached_property
-    def children(self) -> dict[str, "Cost"]:
+    def children(self) -> dict[str, "JaxprCost"]:
         rows: dict[str, list[Row]] = {}
         for row in self.rows:
             if row.scope:
                 rows.setdefault(row.scope[0], []).append(row._replace(scope=row.scope[1:]))
-        return {name: Cost(name, tuple(mine)) for name, mine in rows.items()}
+        return {name: JaxprCost(name, tuple(mine)) for name, mine in rows.items()}
 
-    def __getitem__(self, path: str) -> "Cost":
+    def __getitem__(self, path: str) -> "JaxprCost":
         """The scope at a path, such as "layers/attention/query"."""
         cost = self
         for name in path.split("/"):
@@ -151,7 +151,7 @@ class Cost:
     __str__ = table
 
     def __repr__(self) -> str:
-        return f"Cost({self.name}: {_short(self.flops)}FLOP, {_short(self.bytes_in + self.bytes_out)}B)"
+        return f"JaxprCost({self.name}: {_short(self.flops)}FLOP, {_short(self.bytes_in + self.bytes_out)}B)"
 
 
 def _short(n: float) -> str:

@@ -35,13 +35,13 @@ from jax.extend.core import Literal as Constant
 from jax.interpreters import partial_eval
 
 from jaxlm.costs.jaxpr import primitives
-from jaxlm.costs.jaxpr.cost import Cost, Phase, Row
+from jaxlm.costs.jaxpr.cost import JaxprCost, Phase, Row
 
 # The scope that jax.checkpoint adds around what it computes again.
 _AGAIN = "rematted_computation"
 
 
-def count(fn: Callable, *args: Any, trips: int | None = None, **kwargs: Any) -> Cost:
+def count(fn: Callable, *args: Any, trips: int | None = None, **kwargs: Any) -> JaxprCost:
     """What fn(*args, **kwargs) costs.
 
     Args:
@@ -56,12 +56,12 @@ def count(fn: Callable, *args: Any, trips: int | None = None, **kwargs: Any) -> 
     return count_jaxpr(jax.make_jaxpr(fn)(*args, **kwargs).jaxpr, trips, getattr(named, "__name__", "total"))
 
 
-def count_jaxpr(jaxpr: Jaxpr, trips: int | None = None, name: str = "total") -> Cost:
+def count_jaxpr(jaxpr: Jaxpr, trips: int | None = None, name: str = "total") -> JaxprCost:
     """What a jaxpr costs whose results are all used."""
     live, _ = partial_eval.dce_jaxpr(jaxpr, True)
-    rows = _Rows()
+    rows = _RowSums()
     _walk(live, _Place(trips), rows)
-    return Cost(name, rows.all())
+    return JaxprCost(name, rows.all())
 
 
 class _Place(NamedTuple):
@@ -90,7 +90,7 @@ class _Place(NamedTuple):
         return self._replace(runs=self.runs * n)
 
 
-class _Rows:
+class _RowSums:
     """Sums of rows with the same key."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class _Rows:
         return tuple(Row(*key, *values) for key, values in self.sums.items())
 
 
-def _walk(jaxpr: Jaxpr, place: _Place, rows: _Rows) -> None:
+def _walk(jaxpr: Jaxpr, place: _Place, rows: _RowSums) -> None:
     for eqn in jaxpr.eqns:
         here, name = place.inside(eqn), eqn.primitive.name
         if name == "cond":
@@ -122,13 +122,13 @@ def _walk(jaxpr: Jaxpr, place: _Place, rows: _Rows) -> None:
         rows.add(key, (here.runs, *(everywhere * n for n in (once.flops, once.bytes_in, once.bytes_out))))
 
 
-def _add_dearest(branches: Sequence[Any], place: _Place, rows: _Rows) -> None:
-    counted = [_Rows() for _ in branches]
+def _add_dearest(branches: Sequence[Any], place: _Place, rows: _RowSums) -> None:
+    counted = [_RowSums() for _ in branches]
     for branch, its in zip(branches, counted, strict=True):
         _walk(_open(branch), place, its)
 
-    def price(its: _Rows) -> tuple[int, int]:
-        cost = Cost("", its.all())
+    def price(its: _RowSums) -> tuple[int, int]:
+        cost = JaxprCost("", its.all())
         return cost.flops, cost.bytes_in + cost.bytes_out
 
     for key, values in max(counted, key=price).sums.items():

@@ -18,7 +18,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.core.schema import Section, merged
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.target import Target
-from jaxlm.costs.published.figures import FIGURES, Range, Setting
+from jaxlm.costs.published.figures import FIGURES, CaseSetting, Range
 from jaxlm.costs.workload import Workload
 from jaxlm.models.config import Kernels, ModelConfig, Remat
 from jaxlm.parallel.layout import Layout
@@ -33,7 +33,7 @@ Of = Literal[
 ]  # fmt: skip
 
 
-class StepSettings(Section):
+class CaseStepConfig(Section):
     """A workload without its model."""
 
     kind: Kind = "train"
@@ -47,7 +47,7 @@ class StepSettings(Section):
     mesh: dict[Literal["data", "fsdp", "tensor"], PositiveInt] = Field(default_factory=dict)
 
 
-class Case(Section):
+class PublishedCase(Section):
     """A published figure.
 
     `figure` names one of `figures.FIGURES`, which takes what is `given`; `scale` multiplies what it returns.
@@ -67,7 +67,7 @@ class Case(Section):
     given: dict[str, Any] = Field(default_factory=dict)
     scale: PositiveFloat = 1.0
     model: str | None = None
-    step: StepSettings = StepSettings()
+    step: CaseStepConfig = CaseStepConfig()
     chips: str | None = None
     chip: dict[str, Any] = Field(default_factory=dict)
     tolerance: float = Field(0.0, ge=0.0)
@@ -91,7 +91,7 @@ class Case(Section):
 class CountedCase:
     """A case with what is counted of it."""
 
-    case: Case
+    case: PublishedCase
     counted: float | Range | None
 
     @property
@@ -182,11 +182,11 @@ def inside_bracket(rows: Iterable[CountedCase]) -> dict[str, int]:
     return {**{verdict: verdicts.count(verdict) for verdict in ("inside", "faster", "slower")}, "all": len(verdicts)}
 
 
-def read(path: Path = PUBLISHED) -> tuple[list[Case], dict[str, Any]]:
+def read(path: Path = PUBLISHED) -> tuple[list[PublishedCase], dict[str, Any]]:
     """The cases of a file and the models that it defines."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-        return [Case.model_validate(case) for case in values["case"]], values.get("models", {})
+        return [PublishedCase.model_validate(case) for case in values["case"]], values.get("models", {})
     except FileNotFoundError:
         raise InputError(f"there is no file {path} of published figures") from None
     except (OSError, ValueError, KeyError) as error:
@@ -195,18 +195,18 @@ def read(path: Path = PUBLISHED) -> tuple[list[Case], dict[str, Any]]:
         raise InputError(f"{path} is no file of published figures: {said}") from None
 
 
-def _count(case: Case, models: dict[str, Any]) -> float | Range | None:
+def _count(case: PublishedCase, models: dict[str, Any]) -> float | Range | None:
     if case.not_expressed:
         return None
     if case.figure not in FIGURES:
         raise InputError(f"{case.id}: there is no figure {case.figure!r}; there are {', '.join(FIGURES)}")
-    counted = FIGURES[case.figure](Setting(_work(case, models), _target(case)), **case.given)
+    counted = FIGURES[case.figure](CaseSetting(_work(case, models), _target(case)), **case.given)
     if isinstance(counted, Range):
         return Range(*(value * case.scale for value in counted))
     return counted * case.scale
 
 
-def _work(case: Case, models: dict[str, Any]) -> Workload | None:
+def _work(case: PublishedCase, models: dict[str, Any]) -> Workload | None:
     if case.model is None:
         return None
     step, model = case.step, ModelConfig.model_validate(_model(case.model, models))
@@ -224,7 +224,7 @@ def _work(case: Case, models: dict[str, Any]) -> Workload | None:
     )
 
 
-def _target(case: Case) -> Target | None:
+def _target(case: PublishedCase) -> Target | None:
     if case.chips is None:
         return None
     target = Target.parse(case.chips)

@@ -13,9 +13,9 @@ import math
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from jaxlm.costs.step import elementwise, kernels
+from jaxlm.costs.step import elementwise, kernel_costs
 from jaxlm.costs.step.elementwise import LAST_NORM, Elementwise
-from jaxlm.costs.step.parameters import Part, goes_back_to, multiplies, parameters
+from jaxlm.costs.step.parameters import ModelPart, goes_back_to, multiplies, parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.models import tree
 from kernels_pallas.core.launch import KernelCost
@@ -65,8 +65,8 @@ class Operation(NamedTuple):
 
 def step(work: Workload) -> list[Operation]:
     """All operations of a step on one device."""
-    instead = kernels.instead_of(work)
-    beside = [*(part for part in elementwise.loops(work) if part.scope not in instead), *kernels.elementwise(work)]
+    instead = kernel_costs.instead_of(work)
+    beside = [*(part for part in elementwise.loops(work) if part.scope not in instead), *kernel_costs.elementwise(work)]
     products = list(_products(work))
     forward = products + [_beside(part, "forward") for part in beside]
     if work.kind != "train":
@@ -92,7 +92,7 @@ def _products(work: Workload) -> Iterator[Operation]:
         tokens = rows * queries
         if d.table and work.kind == "prefill":
             tokens = rows  # only the last token of each prompt is unembedded
-        if d.table and (loss := kernels.loss(work)):
+        if d.table and (loss := kernel_costs.loss(work)):
             tokens, n = loss.chunks * loss.tokens, loss.labels  # the last chunk is filled up, and so are the labels
         times = math.prod(d.shape[i] for i in d.stack)
         out = 4 if d.table else itemsize  # logits are float32
@@ -100,7 +100,7 @@ def _products(work: Workload) -> Iterator[Operation]:
         yield Operation(path, "forward", times, Product(1, tokens, k, n), moved, moved)
 
     (K, G), L, H = work.head_groups(), model.num_layers, model.attention.head_dim
-    kernel = kernels.attention(work)
+    kernel = kernel_costs.attention(work)
     for queries, keys in work.attended():
         first = Product(rows * K, G * queries, H, keys)
         second = Product(rows * K, G * queries, keys, H)
@@ -135,10 +135,10 @@ def _goes_back(work: Workload, scope: str) -> bool:
     """Whether gradients go through what stands in a scope, to what trains there or before."""
     first = goes_back_to(work.model, work.frozen)
     if scope.startswith("layers/"):
-        return first <= Part.LAYERS
+        return first <= ModelPart.LAYERS
     if scope.startswith("embedding/"):
-        return first <= Part.LOOK_UP
-    return first <= (Part.FINAL_NORM if scope == "final_norm" else Part.UNEMBEDDING)
+        return first <= ModelPart.LOOK_UP
+    return first <= (ModelPart.FINAL_NORM if scope == "final_norm" else ModelPart.UNEMBEDDING)
 
 
 def _gradients(work: Workload, op: Operation) -> Iterator[Operation]:
@@ -150,7 +150,7 @@ def _gradients(work: Workload, op: Operation) -> Iterator[Operation]:
     first, second = Product(batch, m, n, k), Product(batch, k, m, n)
     if not op.kernel:
         inside = op.scope.startswith("layers/")
-        together = not inside and kernels.loss(work) is not None
+        together = not inside and kernel_costs.loss(work) is not None
         if together or inside or _goes_back(work, "final_norm"):
             yield op._replace(phase="backward", product=first)
         if together or op.scope not in work.frozen:
@@ -161,7 +161,7 @@ def _gradients(work: Workload, op: Operation) -> Iterator[Operation]:
         made = ((scope, "backward", product) for scope in (SCORES, MIXTURE) for product in (first, second))
         again = (SCORES, op.product), (SCORES, op.product), (MIXTURE, first)
         again = ((scope, "rematerialised", product) for scope, product in again)
-        yield from _kernel(op.times, kernels.attention(work).backward, op.least, *made, *again)
+        yield from _kernel(op.times, kernel_costs.attention(work).backward, op.least, *made, *again)
 
 
 def _runs_again(work: Workload, scope: str, makes: str = "") -> bool:
@@ -179,7 +179,7 @@ def _runs_again(work: Workload, scope: str, makes: str = "") -> bool:
     kept = () if kept == "full" else kept
     if scope == LAST_NORM:
         return False
-    if scope in (SCORES, MIXTURE) and kernels.attention(work):
+    if scope in (SCORES, MIXTURE) and kernel_costs.attention(work):
         makes = "attention"
     if makes:
         return makes not in kept

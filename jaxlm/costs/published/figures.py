@@ -1,4 +1,4 @@
-"""The figures that published cases are about, each counted with the cost model from a case's setting."""
+"""The figures of published cases, each counted with the cost model from a case's workload and target."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ DAY = 86_400.0
 
 
 class Range(NamedTuple):
-    """What is counted of a measured figure: at the lower and the upper bound of time, and at their geometric middle,
-    which is the prediction. A rate falls from the first to the last."""
+    """The counted range of a measured figure: at the lower bound of time, at the geometric middle of the bounds, which
+    is the prediction, and at the upper bound. A rate falls from the first to the last."""
 
     fast: float
     middle: float
@@ -25,7 +25,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class CaseSetting:
-    """What a case is about, as far as it says: work and chips."""
+    """The workload and the target of a case, as far as it gives them."""
 
     work: Workload | None
     target: Target | None
@@ -44,13 +44,13 @@ def _figure(function: Callable[..., float | Range]) -> Callable[..., float | Ran
 
 @_figure
 def parameters(setting: CaseSetting) -> float:
-    """How many the model has, tied ones once."""
+    """The number of parameters of the model, tied ones once."""
     return plan.parameter_counts(setting.work)["total"]
 
 
 @_figure
 def parameter_bytes(setting: CaseSetting) -> float:
-    """Bytes of all parameters in the dtype that computes."""
+    """Bytes of all parameters in the compute dtype."""
     return plan.parameter_counts(setting.work)["total"] * setting.work.itemsize
 
 
@@ -62,19 +62,19 @@ def kv_bytes_per_token(setting: CaseSetting) -> float:
 
 @_figure
 def model_flops(setting: CaseSetting) -> float:
-    """Of a step, each product once."""
+    """Matmul FLOPs of one step, recomputation excluded."""
     return flops(setting.work).model
 
 
 @_figure
 def napkin_flops(setting: CaseSetting, tokens: float) -> float:
-    """FLOPs by the textbook formula of so many tokens."""
+    """FLOPs of `tokens` tokens by the textbook formula."""
     return flops(setting.work).napkin / setting.work.tokens * tokens
 
 
 @_figure
 def attention_crossover(setting: CaseSetting) -> float:
-    """Tokens at which attention's products cost as much as its projections; the first grow with the square."""
+    """Tokens at which attention's own products, which grow quadratically, cost as much as its projections."""
     forward = [op for op in operations.step(setting.work) if op.phase == "forward"]
     attention = sum(op.times * op.flops for op in forward if op.scope in (operations.SCORES, operations.MIXTURE))
     projections = sum(op.times * op.flops for op in forward if op.product and "/attention/" in op.scope) - attention
@@ -83,7 +83,7 @@ def attention_crossover(setting: CaseSetting) -> float:
 
 @_figure
 def mfu(setting: CaseSetting, seconds: float) -> float:
-    """Percent, of the model FLOPs in a time that was measured."""
+    """Model FLOP utilisation in percent, at a measured time."""
     target = setting.target
     return 100 * plan.mfu(flops(setting.work).model, seconds, target.chip, target.chips, setting.work.dtype)
 
@@ -105,7 +105,7 @@ def held_bytes(setting: CaseSetting) -> float:
 
 @_figure
 def memory_bytes(setting: CaseSetting) -> float:
-    """All of it, at the peak of a step."""
+    """All memory, at the peak of a step."""
     return memory.memory(setting.work, setting.target.chip.kind if setting.target else "gpu").total
 
 
@@ -134,7 +134,8 @@ def inference_bytes(setting: CaseSetting) -> float:
 
 @_figure
 def critical_tokens(setting: CaseSetting, dtype: str, width: int, over: str = "memory_bytes_per_s") -> float:
-    """Tokens whose products take as long as the weights that they meet, of so many bytes each, take over a way."""
+    """Tokens whose products take as long as their weights take to move at the chip's rate `over`; `width` is the bytes
+    of one weight."""
     chip = setting.target.chip
     return chip.peak(dtype) / chip.figure(over) * width / 2
 
@@ -147,19 +148,19 @@ def intensity(setting: CaseSetting, dtype: str) -> float:
 
 @_figure
 def memory_seconds(setting: CaseSetting, bytes: float) -> float:
-    """To read so many bytes, parted over all chips."""
+    """Seconds to read `bytes`, sharded over all chips."""
     return bytes / (setting.target.chips * setting.target.chip.memory_bytes_per_s)
 
 
 @_figure
 def step_memory_seconds(setting: CaseSetting) -> float:
-    """For the least memory traffic of a step."""
+    """Seconds for the least memory traffic of a step."""
     return plan.plan(setting.work, setting.target).time.memory
 
 
 @_figure
 def peak(setting: CaseSetting, dtype: str) -> float:
-    """FLOP/s of all chips together, as they are rated."""
+    """Rated FLOP/s of all chips together."""
     return setting.target.chips * setting.target.chip.peak(dtype)
 
 
@@ -176,24 +177,24 @@ def cores(setting: CaseSetting) -> float:
 def collective_seconds(
     setting: CaseSetting, kind: str, bytes: float, mesh: dict[str, int], axes: Sequence[str]
 ) -> float:
-    """Seconds of one collective over axes of a mesh, of so many bytes on each device: see `Network.seconds`."""
+    """Seconds of one collective over axes of a mesh, with `bytes` on each device: see `Network.seconds`."""
     return Network(setting.target, mesh).seconds(kind, bytes, axes)
 
 
 @_figure
 def bus_bytes_per_s(setting: CaseSetting, bytes: float) -> float:
-    """What NCCL calls the bus bandwidth of an all-reduce over all chips."""
+    """The bus bandwidth, as NCCL defines it, of an all-reduce over all chips."""
     n = setting.target.chips
     seconds = Network(setting.target, {"all": n}).seconds("all-reduce", bytes, "all")
     return 2 * (n - 1) / n * bytes / seconds
 
 
-# How long whole runs take, at a rate that was measured or is given.
+# Times of whole runs, at a rate that was measured or is given.
 
 
 @_figure
 def days(setting: CaseSetting, tokens: float, flops_per_s: float | None = None, mfu: float | None = None) -> float:
-    """Of the napkin FLOPs: on all chips at so many FLOP/s each, or at a share of their peak."""
+    """Days of the napkin FLOPs on all chips, at `flops_per_s` each or at a share `mfu` of their peak."""
     target = setting.target
     rate = flops_per_s or mfu * target.chip.peak(setting.work.dtype)
     return napkin_flops(setting, tokens) / (target.chips * rate) / DAY
@@ -201,7 +202,7 @@ def days(setting: CaseSetting, tokens: float, flops_per_s: float | None = None, 
 
 @_figure
 def seconds_at(setting: CaseSetting, mfu: float) -> float:
-    """Of a step's napkin FLOPs at a share of the peak."""
+    """Seconds of a step's napkin FLOPs at a share `mfu` of the peak."""
     target = setting.target
     return flops(setting.work).napkin / (target.chips * target.chip.peak(setting.work.dtype) * mfu)
 
@@ -222,20 +223,20 @@ def step_seconds(setting: CaseSetting) -> Range:
 
 @_figure
 def tokens_per_s(setting: CaseSetting) -> Range:
-    """Tokens that all chips together read per second."""
+    """Tokens per second of all chips together."""
     return Range(*(setting.work.tokens / seconds for seconds in _time(setting)))
 
 
 @_figure
 def chip_hours(setting: CaseSetting, tokens: float) -> Range:
-    """Hours of so many tokens, times the chips."""
+    """Chip-hours for `tokens` tokens."""
     steps = tokens / setting.work.tokens
     return Range(*(steps * seconds * setting.target.chips / 3600 for seconds in _time(setting)))
 
 
 @_figure
 def megatron_flops_per_s(setting: CaseSetting) -> Range:
-    """Per chip, of the FLOPs with full recomputation as Narayanan et al. count them (arXiv:2104.04473, equation 3)."""
+    """FLOP/s per chip, with FLOPs and full recomputation as Narayanan et al. count them (arXiv:2104.04473, eq. 3)."""
     work, model = setting.work, setting.work.model
     B, S, L, D, V = work.batch, work.sequence, model.num_layers, model.d_model, model.vocab_size
     cost = 96 * B * S * L * D**2 * (1 + S / (6 * D) + V / (16 * L * D))

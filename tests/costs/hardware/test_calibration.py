@@ -8,7 +8,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware import calibration
 from jaxlm.costs.hardware.catalog import HOST, find
 from jaxlm.costs.hardware.target import Target
-from jaxlm.costs.hardware.timed import Microbenchmark, in_turns
+from jaxlm.costs.hardware.timed import Microbenchmark, alternate
 
 TINY = {"largest": 64, "copied_bytes": 2**16, "calls": 5}
 
@@ -78,12 +78,12 @@ def test_one_call_is_best_and_three_in_four_are_usual():
     assert program.best == 12.0 and program.sustained == 2.0
 
 
-def test_programs_take_turns():
+def test_programs_alternate():
     order = []
     programs = [Microbenchmark(lambda name=name: order.append(name), 1.0) for name in "ab"]
-    in_turns(programs, rounds=3, most_s=60.0)
+    alternate(programs, rounds=3, max_seconds=60.0)
     assert "".join(order) == "ab" + 3 * "ab" and [len(p.seconds) for p in programs] == [3, 3]
-    in_turns(programs, rounds=300, most_s=0.0)
+    alternate(programs, rounds=300, max_seconds=0.0)
     assert [len(p.seconds) for p in programs] == [5, 5]  # two more, whatever time is left
 
 

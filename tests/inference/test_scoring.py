@@ -117,7 +117,7 @@ def test_a_text_ends_before_its_first_stop(text, stops, expected):
 
 def test_prompts_padded_to_one_length_run_one_program(monkeypatch):
     _, model, parameters = parts(model_fixtures.GPT2)
-    # What other tests compiled would be found again.
+    # Another value than other tests', whose compiled programs would be found again.
     model = model.model_copy(update={"initializer_std": 0.123})
     greedy, mesh = Sampling(temperature=0.0), meshes.make()
 

@@ -32,7 +32,7 @@ def like(mesh, model=None):
 
 
 def trained(directory, losses, keep=2, mesh=MESH):
-    """Train len(losses) steps and save after each, with that held-out loss; the states that were saved."""
+    """Train len(losses) steps and save after each with its held-out loss; return the saved states."""
     mesh = meshes.make(*mesh)
     states = {}
     with jax.set_mesh(mesh), Checkpoints(directory, keep) as saved:
@@ -162,7 +162,7 @@ def test_every_file_of_a_checkpoint_is_under_a_checksum(tmp_path):
     trained(tmp_path, [1.0])
     files = {p.relative_to(tmp_path / "1").as_posix() for p in (tmp_path / "1").rglob("*") if p.is_file()}
     covered = set(json.loads((tmp_path / "1" / "checksums.json").read_text()))
-    # Orbax's own marks of the commit come after the checksums; nothing that is restored is among them.
+    # Orbax's commit markers are written after the checksums, and hold nothing that is restored.
     assert files - covered == {"checksums.json", "_CHECKPOINT_METADATA", "commit_success.txt"}
 
 
@@ -222,7 +222,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_does_not_blame_the_model(
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"{}", b"3", b"null", b'{"held_out_loss": "x"}'])
 def test_a_loss_that_cannot_be_read_costs_its_own_checkpoint_alone(tmp_path, content):
-    """Orbax compares all of them, and would not begin."""
+    """Orbax compares the losses of all checkpoints, and would fail at the start."""
     states = trained(tmp_path, [1.0, 2.0], keep=2)
     (tmp_path / "1" / "metrics" / "metrics").write_bytes(content)
     (tmp_path / "007").mkdir()
@@ -271,7 +271,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(tmp_path):
 
 
 def test_a_full_disk_takes_no_checkpoint_and_leaves_those_that_are_there(tmp_path, monkeypatch):
-    """Found before anything is written; and where another fills it meanwhile, from what Orbax says."""
+    """A full disk is found before anything is written; one that fills meanwhile, from Orbax's error."""
     mesh = meshes.make(*MESH)
     state = model_fixtures.jitted(
         model_fixtures.model(), model_fixtures.training(), mesh, model_fixtures.optimization()

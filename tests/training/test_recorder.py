@@ -82,7 +82,7 @@ def test_wandb_continues_one_run_without_a_network(tmp_path, monkeypatch):
     record(tmp_path, 2, [3, 4], settings)
     starts = sorted((tmp_path / "wandb").glob("offline-run-*"))
     name = (tmp_path / "wandb_id").read_text()
-    # offline-run-TIME-ID, and -1 behind it for a second start within a second.
+    # offline-run-TIME-ID, with the suffix -1 for a second start within a second.
     assert {start.name.split("-")[3] for start in starts} == {name} and name
     assert all(list(start.glob(f"run-{name}.wandb")) for start in starts)
 

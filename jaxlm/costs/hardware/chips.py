@@ -162,7 +162,7 @@ class Chip(Section):
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether kernels_pallas compiles for this chip: TPUs from v4 on, NVIDIA's GPUs from Ampere on."""
+        """True if kernels_pallas compiles for this chip: TPUs from v4 on, NVIDIA's GPUs from Ampere on."""
         return self.kind == "tpu" or float(self.compute_capability or 0) >= 8.0
 
     def peak(self, dtype: Any) -> float:

@@ -61,12 +61,12 @@ class Span:
 
     @property
     def ring(self) -> bool:
-        """Whether the span goes all the way around a ring."""
+        """True if the span goes all the way around a ring."""
         return self.dimension.ring and self.size * self.sharing == self.dimension.size
 
     @property
     def split(self) -> bool:
-        """Whether the span is a part of a row of a torus."""
+        """True if the span is a part of a row of a torus."""
         return self.dimension.name in "xyz" and self.size < self.dimension.size
 
     def __str__(self) -> str:

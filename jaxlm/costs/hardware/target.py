@@ -48,7 +48,7 @@ class Target:
 
     @property
     def wraparound(self) -> tuple[bool, ...]:
-        """For each axis of a TPU slice, whether its two ends are joined; empty for other chips."""
+        """One boolean for each axis of a TPU slice: whether its two ends are joined. Empty for other chips."""
         return self.chip.link.wraps(self.topology) if self.chip.slices else ()
 
     def __str__(self) -> str:

@@ -11,7 +11,7 @@ Phase = Literal["forward", "backward", "rematerialised"]
 
 
 class Row(NamedTuple):
-    """All equations of one primitive in one scope and phase. All figures but `runs` are sums over shards."""
+    """All equations of one primitive in one scope and phase. Figures are sums over iterations and shards."""
 
     scope: tuple[str, ...]
     primitive: str

@@ -105,7 +105,7 @@ class CountedCase:
 
     @property
     def measured(self) -> bool:
-        """Whether the published figure was measured, so that it is compared with a bracket."""
+        """True if the published figure was measured, so that it is compared with a bracket."""
         return isinstance(self.counted, Range)
 
     @property

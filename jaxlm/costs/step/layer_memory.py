@@ -1,4 +1,4 @@
-"""What one layer holds in the memory of one device: what it keeps for its backward pass, and what it works with.
+"""Memory of one layer on one device: the activations kept for its backward pass, and its working memory.
 
 Which arrays XLA keeps was read from its programs (`jaxlm.lowering.buffers`), of plain JAX and of steps with kernels.
 `fused` says that they are those for a TPU, which puts more of an attention without kernels into one fusion.
@@ -66,8 +66,8 @@ class Parts(NamedTuple):
 
 
 def parts(work: Workload) -> Parts:
-    """How many numbers each array of a layer has on one device: of a microbatch's rows there, and what `tensor` leaves
-    of heads and hidden layer."""
+    """Return the size of each array of a layer on one device, in numbers: for its rows of a microbatch, with heads and
+    hidden layer sharded over `tensor`."""
     model, attention = work.model, work.model.attention
     tokens, width = work.rows() * work.queries, attention.head_dim
     heads = work.local("act_heads", attention.num_heads)

@@ -1,4 +1,4 @@
-"""What lies in the memory of one device at the peak of a step, in closed form over the abstract tree.
+"""Memory of one device at the peak of a step, in closed form over the abstract tree.
 
 A step goes through phases. What it holds at its peak is the largest of them, not the sum of all that it ever holds.
 Which arrays XLA keeps in each was read from its programs (`jaxlm.lowering.buffers`); docs/memory.md holds the two
@@ -39,8 +39,8 @@ class Memory(NamedTuple):
 
 
 def memory(work: Workload, platform: str = "gpu") -> Memory:
-    """Of a step of this workload on one device of its mesh, on a chip of this platform (`Chip.kind`): "tpu", or any
-    other, for which XLA is taken to compile as for a GPU."""
+    """Return the peak memory of a step on one device of the mesh. `platform` is a `Chip.kind`: "tpu", or any other, for
+    which XLA is assumed to compile as for a GPU."""
     fused = platform == "tpu"
     phases = _training(work, fused) if work.kind == "train" else _inference(work, fused)
     return max(phases, key=lambda phase: phase.total)
@@ -58,8 +58,8 @@ def kv_bytes_per_token(work: Workload) -> int:
 
 
 def trained(work: Workload) -> Memory:
-    """What training has of each parameter: master and working copy, optimizer state and, where it is not frozen, its
-    gradient. Gradients of the tables and the working copy of the layers are never there at once."""
+    """Return the memory of all parameters in training: master and working copies, optimizer state, and gradients of
+    parameters that are not frozen. Gradients of the tables and the working copy of the layers never coexist."""
     leaves, moved = parameters(work.model).values(), sum(_gradients(work).values())
     total = sum(work.stored(d.axes, d.shape) for d in leaves)
     working = total * work.itemsize if work.dtype != "float32" else 0

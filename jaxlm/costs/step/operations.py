@@ -1,5 +1,5 @@
-"""What a step computes, in closed form over the abstract tree: each matrix product with its sizes on one device, and
-what is read and written around them.
+"""Operations of a step, in closed form over the abstract tree: each matrix product with its sizes on one device, and
+the memory traffic around the products.
 
 Products are those of `jaxlm.costs.jaxpr.count` to the last FLOP; memory traffic is a bracket. Its lower end is what no
 schedule avoids: each product reads its operands and writes its result once, attention keeps its scores on the chip
@@ -64,7 +64,7 @@ class Operation(NamedTuple):
 
 
 def step(work: Workload) -> list[Operation]:
-    """All operations of a step on one device."""
+    """Return all operations of a step on one device."""
     instead = kernel_costs.instead_of(work)
     beside = [*(part for part in elementwise.loops(work) if part.scope not in instead), *kernel_costs.elementwise(work)]
     products = list(_products(work))
@@ -125,14 +125,14 @@ def _kernel(
 
 
 def _beside(part: Elementwise, phase: Phase) -> Operation:
-    """Its forward or backward pass. What XLA makes may be fused into a neighbour, a kernel is not."""
+    """Return the forward or backward operation. XLA's loops may be fused into a neighbour, a kernel is not."""
     each = part.backward if phase == "backward" else part.forward
     least = each.bytes if part.kernel else 0
     return Operation(part.scope, phase, part.times, None, least, each.bytes, each.flops, part.kernel)
 
 
 def _goes_back(work: Workload, scope: str) -> bool:
-    """Whether gradients go through what stands in a scope, to what trains there or before."""
+    """Return whether gradients pass through a scope, to something that trains in it or before it."""
     first = goes_back_to(work.model, work.frozen)
     if scope.startswith("layers/"):
         return first <= ModelPart.LAYERS
@@ -165,7 +165,7 @@ def _gradients(work: Workload, op: Operation) -> Iterator[Operation]:
 
 
 def _runs_again(work: Workload, scope: str, makes: str = "") -> bool:
-    """Whether the backward pass computes an operation of the forward pass again, which may make something that is kept.
+    """Return whether the backward pass recomputes an operation of the forward pass, which may make a saved result.
 
     With rematerialisation a layer runs again, but for what its backward pass does not read: the last product, whose
     result is only added to the stream where no norm is behind it, and products whose result is kept. A query or key

@@ -21,13 +21,13 @@ def matmul_parameters(model: ModelConfig) -> int:
 
 
 def multiplies(model: ModelConfig, path: str, d: tree.Dimensions) -> bool:
-    """Whether the parameter at a path multiplies each token: it is a matrix, and not one that is only looked up."""
+    """Return whether the parameter at a path multiplies each token: it is a matrix and not only looked up."""
     looked_up = path == "positions" or (path == "embedding" and not model.tied_embeddings)
     return bool(d.inputs) and not looked_up
 
 
 class ModelPart(IntEnum):
-    """The parts of a model in the order of its forward pass; NOTHING lies behind its end."""
+    """The parts of a model in the order of its forward pass; NOTHING comes after the last."""
 
     LOOK_UP = 0
     LAYERS = 1

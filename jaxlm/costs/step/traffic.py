@@ -1,5 +1,5 @@
-"""What a step sends between devices, in closed form: the collectives that XLA's partitioner places for the table of
-logical axes in `jaxlm.parallel.rules`."""
+"""Collectives of a step, in closed form: those that XLA's partitioner places for the rules of logical axes in
+`jaxlm.parallel.rules`."""
 
 import math
 from collections import Counter
@@ -23,7 +23,7 @@ class Collective(NamedTuple):
 
 
 def collectives(work: Workload) -> list[Collective]:
-    """All of a step; those over axes of one device are left out."""
+    """Return all collectives of a step, except over axes of size 1."""
     found = [*_parameters(work), *_stream(work)]
     if work.kind == "train":
         found += [*_copies(work), *_sums(work), *_optimizer(work)]

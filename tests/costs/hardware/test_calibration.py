@@ -1,4 +1,4 @@
-"""This machine as a chip: measured, kept, and refused elsewhere."""
+"""Calibration of this machine: measured, cached, and refused on another machine."""
 
 import json
 
@@ -20,7 +20,7 @@ def empty_cache(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> str:
-    """What is kept of this machine, measured once for these tests."""
+    """The cached file of this machine, measured once for these tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("measured")))
         calibration.measure(**TINY)
@@ -29,7 +29,7 @@ def measured(tmp_path_factory) -> str:
 
 @pytest.fixture
 def calibrated(measured, empty_cache) -> dict:
-    """A calibration lies in the cache; its content."""
+    """Put a calibration into the cache; return its content."""
     calibration._file().parent.mkdir(parents=True)
     calibration._file().write_text(measured)
     return json.loads(measured)

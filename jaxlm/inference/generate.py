@@ -36,7 +36,7 @@ def generate(
 
     `parameters` lie on `mesh`, in the dtype to compute in, which is also the cache's. `vocab_size` is the number of ids
     that the tokenizer knows. Prompts are padded to the longest, or to `pad_to` tokens: batches of equal size and padded
-    length run the same programs again. `kernels` is as in `training.kernels`. Raises InputError as `check_prompts` does.
+    length run the same programs again. `kernels` is `training.kernels`. Raises InputError as `check_prompts` does.
     """
     check_prompts(model, prompts, max_tokens, pad_to)
     longest, batch = max(pad_to, *map(len, prompts)), len(prompts)

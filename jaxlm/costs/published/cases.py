@@ -81,7 +81,7 @@ class PublishedCase(Section):
         if bool(self.figure) == bool(self.not_expressed):
             raise ValueError(f"{self.id} needs figure or not_expressed, and not both")
         if self.figure and not isinstance(self.published, float):
-            raise ValueError(f"{self.id}: a counted case publishes exactly one number")
+            raise ValueError(f"{self.id}: exactly one number is published of a counted case")
         if self.tolerance and not self.because:
             raise ValueError(f"{self.id} has a tolerance and no reason for it: because is missing")
         return self

@@ -1,4 +1,4 @@
-"""The devices of this machine, as the mesh that an experiment asks for."""
+"""The devices of this machine, as the mesh that an experiment specifies."""
 
 import ctypes
 import json
@@ -24,17 +24,17 @@ from jaxlm.parallel.rules import Kind
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-# Each has threads of its own.
+# Each emulated device has threads of its own.
 _MOST_EMULATED = 1024
 # Parameters of glibc's mallopt(3).
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 
 
 def make_mesh(experiment: Experiment, kind: Kind = "train") -> "Mesh":
-    """The experiment's mesh over the devices of all processes, for steps of a kind. A CPU is split into as many devices
-    as the mesh needs of this process, where nobody said otherwise.
+    """Return the experiment's mesh over the devices of all processes, for steps of a kind. A CPU is split into the
+    number of devices that the mesh needs of this process, unless that number was set explicitly.
 
-    Raises InputError where the devices here cannot make it.
+    Raises InputError if the devices here cannot form the mesh.
     """
     import jax
 
@@ -54,11 +54,11 @@ def make_mesh(experiment: Experiment, kind: Kind = "train") -> "Mesh":
         jax.config.update("jax_num_cpu_devices", min(emulated, _MOST_EMULATED))
     try:
         devices = jax.devices()
-    except (RuntimeError, AssertionError) as error:  # JAX asserts where a plugin of that name could not begin
+    except (RuntimeError, AssertionError) as error:  # JAX asserts if a plugin of that name could not start
         if named in (None, "", "cpu"):
             raise
         why = str(error) or "its plugin did not start"
-        raise InputError(f"JAX_PLATFORMS={named} is not to be had here ({why}); change it, or unset it") from None
+        raise InputError(f"JAX_PLATFORMS={named} is not available here ({why}); change it, or unset it") from None
     if devices[0].platform == "cpu":
         keep_freed_memory()
     made = make_mesh(config.layout(experiment, len(devices), kind), devices)
@@ -73,8 +73,8 @@ def make_mesh(experiment: Experiment, kind: Kind = "train") -> "Mesh":
 
 
 def calibrated(say: Callable[[str], None]) -> None:
-    """Have a CPU measured, once per machine, or once per start where that cannot be kept, so that what it should do can
-    be counted. In a process of its own, whose memory does not stay."""
+    """Calibrate a CPU once per machine, or once per attempt if the result cannot be cached, so that times can be
+    counted. The measurement runs in a process of its own, whose memory is released."""
     if accelerators.platforms() != "cpu":
         return
     try:
@@ -83,12 +83,12 @@ def calibrated(say: Callable[[str], None]) -> None:
     except InputError:
         pass
     try:
-        calibration.check_kept()
+        calibration.check_writable()
         kept = True
         say("measuring this machine, once: jaxlm hardware host shows the figures")
     except InputError as error:
         kept = False
-        say(f"measuring this machine, for this start alone: {error}")
+        say(f"measuring this machine, for this attempt alone: {error}")
     code = "import sys; from jaxlm.cli import main; sys.exit(main(['hardware', 'host', '--measure', '--json']))"
     with tempfile.TemporaryDirectory() as folder:
         where = {} if kept else {"XDG_CACHE_HOME": folder}
@@ -102,19 +102,19 @@ def calibrated(say: Callable[[str], None]) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what is freed. XLA's CPU programs allocate all their temporaries anew at each call; handed back
-    to the system and cleared again page by page, they cost about a third of a small step (`benchmarks/README.md`)."""
+    """Make glibc keep freed memory. XLA's CPU programs allocate all temporaries anew at each call; returning them to
+    the system and clearing them again page by page takes about a third of a small step (`benchmarks/README.md`)."""
     if platform.libc_ver()[0] != "glibc":
         return
     mallopt = ctypes.CDLL(None).mallopt
-    mallopt(_M_MMAP_MAX, 0)  # no block is mapped for itself and unmapped when freed
-    mallopt(_M_TRIM_THRESHOLD, -1)  # nothing goes back from the heap's end
-    mallopt(_M_ARENA_MAX, 1)  # one heap, so that every thread finds what another freed
-    mallopt(_M_TOP_PAD, 2**26)  # and it grows by 64 MiB
+    mallopt(_M_MMAP_MAX, 0)  # no block has a mapping of its own, which freeing would unmap
+    mallopt(_M_TRIM_THRESHOLD, -1)  # the end of the heap is never returned
+    mallopt(_M_ARENA_MAX, 1)  # one heap, so that every thread can reuse what another freed
+    mallopt(_M_TOP_PAD, 2**26)  # the heap grows by 64 MiB
 
 
 def describe(mesh: "Mesh") -> str:
-    """One line: how many devices of which kind, and how they are factored."""
+    """Describe a mesh in one line: the number and kind of its devices, and its axes."""
     device = mesh.devices.flat[0]
     kind = "emulated CPU device" if device.platform == "cpu" and mesh.size > 1 else device.device_kind
     axes = " × ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)

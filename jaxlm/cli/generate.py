@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    from jaxlm.inference.requests import Sampling, check_prompts, room_behind
+    from jaxlm.inference.requests import Sampling, check_prompts, max_new_tokens
     from jaxlm.run import Run
 
     run = Run(arguments.run)
@@ -46,7 +46,7 @@ def main(arguments: argparse.Namespace) -> int:
         prompt = _token_ids(arguments.token_ids)
     max_tokens = arguments.max_tokens
     if max_tokens is None:
-        max_tokens = min(_MAX_TOKENS, max(room_behind(experiment.model, len(prompt)), 1))
+        max_tokens = min(_MAX_TOKENS, max(max_new_tokens(experiment.model, len(prompt)), 1))
     check_prompts(experiment.model, [prompt], max_tokens, named=_option)
     model = trained.restore(arguments, run, experiment, dtype=experiment.training.dtype)
 
@@ -61,7 +61,7 @@ def main(arguments: argparse.Namespace) -> int:
         model.mesh,
         sampling=sampling,
         seed=arguments.seed,
-        valid=tokenizer and tokenizer.vocab_size,
+        vocab_size=tokenizer and tokenizer.vocab_size,
         kernels=experiment.training.kernels,
     )
     detokenizer = tokenizer and Detokenizer(tokenizer, prompt)

@@ -1,7 +1,7 @@
-"""Show the catalog of chips, or all that is known of one; measure this machine.
+"""Show the catalog of chips, or every figure of one chip; measure this machine.
 
-In the table every rate is of one chip: peak is of dense bfloat16 products, FLOP/byte is the intensity above which they
-are bound by compute, link is one-way to the other chips of its domain.
+In the table every rate is per chip: peak is of dense bfloat16 products, FLOP/byte is the intensity above which they are
+bound by compute, link is one-way to the other chips of the domain.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _UNITS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", nargs="?", metavar="ID", help="a chip, such as h200-sxm; host is this machine")
     parser.add_argument(
-        "--measure", action="store_true", help="calibrate this machine (host), in place of what was found before"
+        "--measure", action="store_true", help="calibrate this machine (host), replacing earlier measurements"
     )
 
 
@@ -79,7 +79,7 @@ def _measure() -> "Chip":
 
 
 def _row(chip: "Chip") -> dict[str, Any]:
-    """Every published figure, in SI units, and the intensity of bfloat16 products."""
+    """Return every published figure, in SI units, and the intensity of bfloat16 products."""
     return {**chip.model_dump(mode="json", exclude_none=True), "intensity": _intensity(chip)}
 
 
@@ -132,7 +132,7 @@ def _scaled(value: float | None, unit: float) -> str:
 
 
 def _shown(figure: str, value: Any) -> str:
-    """A figure with its unit, such as "3.35 TB/s"."""
+    """Format a figure with its unit, such as "3.35 TB/s"."""
     if figure == "usd_per_hour":
         return "–".join(f"{price:.2f}" for price in dict.fromkeys(value))
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""What a person sees of a long run: a live bar on a terminal, plain lines elsewhere, always on standard error."""
+"""Progress of a long run: a live bar on a terminal, plain lines elsewhere, always on standard error."""
 
 import time
 from typing import Any
@@ -10,7 +10,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Bar:
-    """A `training.loop.Display` of `steps` steps; a context, because a bar must be taken down. A `quiet` one shows
+    """A `training.loop.Display` of `steps` steps. Use it as a context, which removes the bar. A `quiet` one shows
     nothing."""
 
     def __init__(self, steps: int, quiet: bool = False):
@@ -37,12 +37,12 @@ class Bar:
         self._end_reading()
 
     def say(self, line: str) -> None:
-        """A line of its own, above the bar."""
+        """Print a line above the bar."""
         self._console.print(line, markup=False, soft_wrap=True)
 
     def progress(self, doing: str, done: int, size: int) -> None:
-        """How many of how many bytes are done, before the first step: a bar of their own; where there is none, a line
-        now and then."""
+        """Show `done` of `size` bytes of the work before the first step, in a bar of its own; without a terminal, in a
+        line every ten seconds."""
         if self._bar.disable:
             if time.monotonic() - self._said > _SECONDS_BETWEEN_LINES and done < size:
                 self._said = time.monotonic()
@@ -63,7 +63,7 @@ class Bar:
             self._reading = None
 
     def advance(self, step: int, metrics: dict[str, Any] | None) -> None:
-        """Move the bar; where there is none, print the metrics."""
+        """Move the bar; without a terminal, print the metrics."""
         self._end_reading()  # a terminal shows one at a time
         self._bar.start()
         if metrics is None:

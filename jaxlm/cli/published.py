@@ -1,4 +1,4 @@
-"""Published figures beside what the cost model makes of them, for `jaxlm plan --check`."""
+"""Published figures next to the cost model's, for `jaxlm plan --check`."""
 
 import json
 from typing import TYPE_CHECKING, Any

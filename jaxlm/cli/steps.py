@@ -1,5 +1,4 @@
-"""The step that `jaxlm plan` and `jaxlm compile` are asked about: an experiment, and its mesh on chips that need not be
-here."""
+"""The step that `jaxlm plan` and `jaxlm compile` examine: an experiment, and its mesh on chips that may be absent."""
 
 import argparse
 import math
@@ -24,26 +23,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def require(command: str, arguments: argparse.Namespace) -> None:
-    """Raises InputError where the config or the chips are not given."""
+    """Raise InputError if the config or the chips are missing."""
     missing = [name for name, value in (("CONFIG", arguments.config), ("--on", arguments.on)) if value is None]
     if missing:
         raise InputError(f"the following arguments are required: {', '.join(missing)} (see jaxlm {command} --help)")
 
 
 def load(arguments: argparse.Namespace) -> "Experiment":
-    """The experiment with its overrides. Raises InputError, also where both --mesh and overrides say the mesh."""
+    """Return the experiment with its overrides. Raises InputError, also if --mesh and an override both set the mesh."""
     from jaxlm import config
 
     experiment = config.load(arguments.config, arguments.overrides, arguments.workload)
     twice = [key for key in config.overridden(arguments.overrides) if key.startswith("mesh.")]
     if arguments.mesh is not None and twice:
-        raise InputError(f"--mesh {arguments.mesh} says the whole mesh; leave out {twice[0]}, or --mesh")
+        raise InputError(f"--mesh {arguments.mesh} sets the whole mesh; leave out {twice[0]}, or --mesh")
     return experiment
 
 
 def on_mesh(experiment: "Experiment", text: str | None) -> "Experiment":
-    """The experiment on the mesh of --mesh, such as "fsdp=8,tensor=2", or on its own without it; data and tensor are 1
-    and fsdp is the rest where they are not named. Raises InputError."""
+    """Return the experiment on the mesh of --mesh, such as "fsdp=8,tensor=2", or on its own mesh without --mesh. Axes
+    that are not named default to data 1, tensor 1 and fsdp the rest. Raises InputError."""
     from jaxlm.costs.hardware.target import COUNT
     from jaxlm.parallel.config import MeshConfig
     from jaxlm.parallel.layout import AXES
@@ -64,16 +63,16 @@ def on_mesh(experiment: "Experiment", text: str | None) -> "Experiment":
 
 
 def parts(experiment: "Experiment", target: "Target") -> int:
-    """Into how many parts the experiment's mesh cuts a batch on these chips. Raises InputError where it does not divide
-    them."""
+    """Return the number of shards of a batch on the experiment's mesh. Raises InputError if the mesh does not divide
+    the devices of the target."""
     from jaxlm.parallel.rules import TRAIN
 
     return experiment.mesh.layout(target.devices).over(TRAIN.over("batch"))
 
 
 def with_batch(experiment: "Experiment", parts: int, kind: "Kind") -> "Experiment":
-    """With a batch, where none was given, that is filled up until it divides into so many parts, in training each
-    microbatch of it."""
+    """Return the experiment with its default batch rounded up to a multiple of `parts`, in training per microbatch. A
+    batch that was given explicitly stays."""
     training = experiment.training
     if "batch" in training.model_fields_set:
         return experiment
@@ -83,7 +82,7 @@ def with_batch(experiment: "Experiment", parts: int, kind: "Kind") -> "Experimen
 
 
 def held(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Which of the settings that a search turns the command line gives, and which it therefore leaves as they are."""
+    """Return the settings that the command line fixes, and that a search therefore keeps."""
     from jaxlm import config
 
     given = config.overridden(arguments.overrides) if arguments.workload == "train" else ()

@@ -1,4 +1,4 @@
-"""Tables as a person reads them, and what stands in more than one. Rich is imported where a table is made."""
+"""Tables for a person to read, and their shared cells. Rich is imported where a table is made."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def facts() -> "Table":
-    """Of two columns without a head: names, and what is to be said of each."""
+    """Return a table of names and descriptions, without a header."""
     from rich.table import Table
 
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -20,7 +20,7 @@ def facts() -> "Table":
 
 
 def headed(title: str | None = None, **layout: bool) -> "Table":
-    """With a line below its head, and no columns yet."""
+    """Return a table with a line below its header, without columns."""
     from rich import box
     from rich.table import Table
 
@@ -28,13 +28,13 @@ def headed(title: str | None = None, **layout: bool) -> "Table":
 
 
 def add_numbers(table: "Table", columns: Iterable[str]) -> None:
-    """Add columns of numbers, which stand on the right and are never broken."""
+    """Add columns of numbers, right-aligned and never wrapped."""
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
 
 
 def print_table(table: "Table") -> None:
-    """Print it; nothing is cut off in a file or a pipe, which have no width of their own."""
+    """Print a table; in a file or a pipe, which have no width, nothing is cut off."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)
@@ -44,6 +44,6 @@ def print_table(table: "Table") -> None:
 
 
 def against_capacity(needed: int, capacity: int) -> str:
-    """Bytes that a step needs on each device, of those there are, and whether it fits."""
+    """Format the bytes that a step needs on each device, the capacity, and whether the step fits."""
     verdict = "fits" if needed <= capacity else f"does not fit by {gib(needed - capacity)} GiB"
     return f"{gib(needed)} of {gib(capacity)} GiB per device: {verdict}"

@@ -16,7 +16,7 @@ from typing import Any
 from jaxlm.core.errors import InputError
 
 _FEW_SHOT_SEED = 1234  # the harness's own
-_REASON = 200  # characters of what it says of a task that is none
+_REASON = 200  # characters of the harness's message about a bad task
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def check(arguments: Namespace) -> None:
-    """Raises InputError for options that mean nothing together, or where the harness is not installed."""
+    """Raise InputError for options that do not go together, or if the harness is not installed."""
     if arguments.tasks is None:
         given = [name for name in ("limit", "num_fewshot") if getattr(arguments, name) is not None]
         if given:
@@ -42,8 +42,8 @@ def check(arguments: Namespace) -> None:
 
 
 def load(names: list[str], few_shot: int | None, context: int) -> dict[str, Any]:
-    """Tasks as `lm_eval.evaluate` takes them, for a model of that `context`. Raises InputError for those that are not
-    there or cannot be run so."""
+    """Return tasks as `lm_eval.evaluate` takes them, for a model with this `context`. Raises InputError for tasks that
+    do not exist or cannot run with these options."""
     from lm_eval.tasks import TaskManager
 
     named = [name for name in names if not Path(name).is_file()]
@@ -55,7 +55,7 @@ def load(names: list[str], few_shot: int | None, context: int) -> dict[str, Any]
             raise InputError(f"--tasks: {name!r} is no task of the harness and no file{near}")
     try:
         loaded = manager.load(names)
-    except Exception as error:  # of YAML, of the dataset, of the network: the library raises all kinds
+    except Exception as error:  # from YAML, the dataset or the network: the library raises all kinds
         why = textwrap.shorten(_reason(error), _REASON, placeholder=" …")
         raise InputError(f"--tasks: {', '.join(names)} cannot be loaded ({why})") from error
     for name, task in loaded["tasks"].items():
@@ -64,7 +64,7 @@ def load(names: list[str], few_shot: int | None, context: int) -> dict[str, Any]
 
 
 def _reason(error: Exception) -> str:
-    """What the harness says, or means where it fails by accident."""
+    """Return the harness's message, or what an accidental failure means."""
     if isinstance(error, StopIteration) or "out of bounds for size 0" in str(error):
         return "it has no documents"
     if isinstance(error, TypeError) and "NoneType" in str(error):
@@ -73,7 +73,8 @@ def _reason(error: Exception) -> str:
 
 
 def _prepare(name: str, task: Any, few_shot: int | None, context: int) -> None:
-    """Set the number of examples, as `lm_eval.simple_evaluate` does, but for what it would silently leave out."""
+    """Set the number of examples as `lm_eval.simple_evaluate` does. Raises InputError where that ignores options
+    silently."""
     from jaxlm.inference.harness import generation_options
 
     for what in ("UNSAFE_CODE", "MULTIMODAL"):
@@ -100,7 +101,7 @@ def _prepare(name: str, task: Any, few_shot: int | None, context: int) -> None:
 
 
 def run(model: Any, tasks: dict[str, Any], limit: int | None) -> dict[str, Any]:
-    """The harness's results of a `HarnessModel`. What the harness prints goes to standard error."""
+    """Return the harness's results for a `HarnessModel`. The harness's own output goes to standard error."""
     from lm_eval import evaluate
 
     with contextlib.redirect_stdout(sys.stderr):
@@ -141,7 +142,7 @@ def show(results: dict[str, Any], truncated: Counter[str], step: int, as_json: b
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """The metrics as JSON has them: None for what is no number."""
+    """Return the metrics for JSON: None for values that are not finite numbers."""
     return {key: _number(value) for key, value in values.items() if key not in ("name", "alias")}
 
 

@@ -50,7 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
     experiment = config.load(arguments.config, arguments.overrides)
     traced = spec = None
     if arguments.profile is not None:
-        traced = profile.Steps.parse(arguments.profile).check(experiment.training.steps)
+        traced = profile.ProfiledSteps.parse(arguments.profile).check(experiment.training.steps)
     if arguments.process is not None:
         spec = processes.ProcessSpec.parse(arguments.process)
     sinks.check_installed(experiment.records.wandb_project)
@@ -117,7 +117,7 @@ def _train(experiment, run, traced, stop, clock, end) -> int:
         with processes.first_process_first("run"):
             run.open(experiment, dataset)
         if processes.is_first():
-            JsonLines(run.paths.starts).append(environment(list(mesh.devices.flat)))
+            JsonLines(run.paths.attempts).append(environment(list(mesh.devices.flat)))
         try:
             result = trainer.train()
         except FileNotFoundError as error:
@@ -199,9 +199,9 @@ class _End:
         return 0
 
     def _goodput(self):
-        from jaxlm.training.goodput import Starts, summary
+        from jaxlm.training.goodput import Attempts, summary
 
-        return summary(Starts.file(self._paths.goodput).rows())
+        return summary(Attempts.file(self._paths.goodput).rows())
 
     def _print_json(self, stopped: str | None) -> None:
         from jaxlm.training.records import JsonLines
@@ -231,7 +231,7 @@ def _sample(experiment, dataset, parameters, mesh) -> str:
     import jax.numpy as jnp
 
     from jaxlm.inference.generate import generate
-    from jaxlm.inference.requests import Sampling, room_behind
+    from jaxlm.inference.requests import Sampling, max_new_tokens
     from jaxlm.training.step import cast
 
     model, store = experiment.model, max(dataset.sources.values(), key=lambda source: source.weight).held_out
@@ -242,11 +242,11 @@ def _sample(experiment, dataset, parameters, mesh) -> str:
         model,
         cast(parameters, jnp.dtype(experiment.training.dtype)),
         [prompt],
-        min(200, room_behind(model, given)),
+        min(200, max_new_tokens(model, given)),
         mesh,
         sampling=Sampling(temperature=0.8, top_p=0.95),
         seed=experiment.training.seed,
-        valid=dataset.tokenizer.vocab_size,
+        vocab_size=dataset.tokenizer.vocab_size,
         kernels=experiment.training.kernels,
     )
     ids = [int(token[0]) for token in tokens]

@@ -69,7 +69,7 @@ def restore(arguments: Namespace, run: "Run", experiment: "Experiment", *, dtype
     from jaxlm.models import tree as model_tree
     from jaxlm.training import checkpoints, manifests
 
-    choose = manifests.best_whole if arguments.checkpoint == "best" else manifests.newest_whole
+    choose = manifests.best_verified if arguments.checkpoint == "best" else manifests.newest_verified
     mesh = make_mesh(experiment, "decode")  # nothing is trained: any number of sequences will do
     _, tree = model_tree.abstract(experiment.model)
     like = model_tree.placed(model_tree.shapes(tree, jnp.dtype(dtype)), model_tree.shardings(tree, mesh))

@@ -1,1 +1,1 @@
-"""What a run costs before it is paid for: FLOPs, bytes, memory, time, money and energy, counted."""
+"""The cost model: FLOPs, bytes, memory, time, money and energy of a run, counted before it is paid for."""

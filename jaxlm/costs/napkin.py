@@ -1,4 +1,4 @@
-"""The first rung of the ladder: what a textbook says of a step, by the number of parameters and tokens alone."""
+"""The napkin rung of the ladder: textbook formulas of a step, from the numbers of parameters and tokens alone."""
 
 import math
 from typing import NamedTuple
@@ -14,9 +14,9 @@ _TRAINED_BYTES = 16
 
 
 class Napkin(NamedTuple):
-    """`flops` of a step over the whole job. `memory_bytes` on one device: 16 for each of its parameters in training,
-    those of a number in inference. `step_s`: the FLOPs at the chips' peak; in decoding, that memory read once at its
-    bandwidth; None where the chips or their peak are not known."""
+    """A napkin estimate of a step. `flops`: over the whole job. `memory_bytes`: on one device, 16 per parameter in
+    training and the size of one number in inference. `step_s`: the FLOPs at the chips' peak, or in decoding one read of
+    that memory at its bandwidth; None if the chips or their peak are unknown."""
 
     flops: int
     step_s: float | None
@@ -24,7 +24,7 @@ class Napkin(NamedTuple):
 
 
 def napkin(work: Workload, target: Target | None) -> Napkin:
-    """Of a workload; `data` replicates parameters, the other axes part them."""
+    """Estimate a workload; the `data` axis replicates parameters, the other axes shard them."""
     each = _TRAINED_BYTES if work.kind == "train" else work.itemsize
     held = sum(math.prod(d.shape) for d in parameters(work.model).values())
     flops, size = napkin_flops(work), each * held // work.layout.over(("fsdp", "tensor"))
@@ -34,5 +34,5 @@ def napkin(work: Workload, target: Target | None) -> Napkin:
         return Napkin(flops, size * target.chip.devices_per_chip / target.chip.memory_bytes_per_s, size)
     try:
         return Napkin(flops, flops / (target.chips * target.chip.peak(work.dtype)), size)
-    except InputError:  # it has no published peak
+    except InputError:  # the chip has no published peak
         return Napkin(flops, None, size)

@@ -1,7 +1,7 @@
-"""Pictures of a plan: operations under the roof of a chip, and memory against what there is of it.
+"""Pictures of a plan: operations under the roofline of a chip, and memory against its capacity.
 
-A roofline (Williams et al. 2009, doi:10.1145/1498765.1498785) is what a chip can compute at most of work with a given
-intensity, FLOPs per byte of memory traffic: its bandwidth times the intensity, until that is its peak.
+A roofline (Williams et al. 2009, doi:10.1145/1498765.1498785) is the maximum FLOP/s of a chip for work of a given
+intensity, FLOPs per byte of memory traffic: its bandwidth times the intensity, up to its peak.
 """
 
 import math
@@ -23,13 +23,13 @@ from jaxlm.costs.workload import Workload
 
 _INK, _PALE = "#22313f", "#9aa5b1"
 _PARTS = dict(zip(Memory._fields, ("#4c78a8", "#72b7b2", "#54a24b", "#f2a541", "#e4572e", "#9d6ac6"), strict=True))
-_NAMED = 10  # operations in a picture, at most
-_LEAST_SHARE = 0.005  # of a step's time, of an operation that has its name in the picture
+_NAMED = 10  # the maximum of labelled operations
+_LEAST_SHARE = 0.005  # the least share of a step's time of a labelled operation
 
 
 class Point(NamedTuple):
-    """All operations of one scope of a step, in every phase. `seconds` on one chip, each operation at the longer of its
-    compute and its least traffic; `share` of those of the step; `peak` in the type that it computes in."""
+    """All operations of one scope of a step, in every phase. `seconds`: on one chip, with each operation at the longer
+    of its compute and its least traffic. `share`: of the step's seconds. `peak`: of the dtype of its products."""
 
     scope: str
     flops: int
@@ -45,7 +45,7 @@ class Point(NamedTuple):
 
     @property
     def flops_per_s(self) -> float:
-        """What the roof allows."""
+        """FLOP/s under the roofline."""
         return min(self.peak, self.bandwidth * self.intensity)
 
     @property
@@ -54,7 +54,7 @@ class Point(NamedTuple):
 
 
 def points(work: Workload, chip: Chip) -> list[Point]:
-    """The scopes of a step, those that take the longest first. Figures are those of one device on all of the chip."""
+    """Return the scopes of a step, the longest first. Figures are those of one device with all of the chip's rates."""
     scopes: dict[str, list[Operation]] = {}
     for op in operations.step(work):
         scopes.setdefault(op.scope, []).append(op)
@@ -71,8 +71,8 @@ def points(work: Workload, chip: Chip) -> list[Point]:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """The roofline of the target's chip with the operations of the step, over the memory of one device, into a file
-    whose format is that of its ending. Raises InputError where it cannot be written."""
+    """Draw the roofline of the target's chip with the operations of the step, above the memory of one device, into a
+    file whose suffix gives its format. Raises InputError if it cannot be written."""
     figure = Figure(figsize=(10, 6.4), layout="constrained")
     known = figure.canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in known:
@@ -87,12 +87,12 @@ def draw(plan: Plan, path: Path) -> None:
         figure.savefig(path, dpi=150)
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror or error}") from None
-    except RuntimeError as error:  # a format that needs a program which is not here
+    except RuntimeError as error:  # the format needs a program that is not installed
         raise InputError(f"{path} cannot be drawn: {error}") from None
 
 
 def rooflines(axes: Axes, chips: Sequence[Chip], dtype: str = "bfloat16", intensities: Iterable[float] = ()) -> None:
-    """The roofs of chips, each with its ridge; wide enough for these intensities."""
+    """Draw the rooflines of chips, each with its ridge point; the axis covers these intensities."""
     ridges = [chip.intensity(dtype) for chip in chips]
     seen = [*ridges, *(i for i in intensities if i > 0)]
     low, high = min(0.5, min(seen) / 2), max(seen) * 5
@@ -111,14 +111,14 @@ def rooflines(axes: Axes, chips: Sequence[Chip], dtype: str = "bfloat16", intens
 
 
 def operations_on_roof(axes: Axes, work: Workload, chip: Chip) -> None:
-    """The operations of a step under the roof of a chip, the larger the longer they take. Beside it the names of those
-    that take the longest, those without products last."""
+    """Draw the operations of a step under the roofline of a chip; the area grows with the time. The longest are
+    labelled on the right, operations without products last."""
     found = points(work, chip)
     products = [point for point in found if point.flops]
     rooflines(axes, [chip], work.dtype, (point.intensity for point in products))
     ridge, peak, bandwidth = chip.intensity(work.dtype), chip.peak(work.dtype), chip.memory_bytes_per_s
     low = min(point.flops_per_s for point in products)
-    axes.set_ylim(bottom=min(axes.get_ylim()[0], low * (low / peak) / 100))  # room for names below the lowest
+    axes.set_ylim(bottom=min(axes.get_ylim()[0], low * (low / peak) / 100))  # room for labels below the lowest
     axes.axvline(ridge, color=_PALE, lw=0.8, ls=":", zorder=0)
     said = f"{chip.id}: {peak / 1e12:,.4g} TFLOP/s, {bandwidth / 1e12:.3g} TB/s, ridge at {ridge:,.0f} FLOP per byte"
     axes.set_title(said, loc="left", fontsize=10, color=_INK)
@@ -132,8 +132,8 @@ def operations_on_roof(axes: Axes, work: Workload, chip: Chip) -> None:
 
 
 def _name(axes: Axes, named: Sequence[Point]) -> None:
-    """Names in a column beside the axes, the rightmost operation on top, each no higher than its operation: so no two
-    names overlap, and no two lines to them cross."""
+    """Draw the labels in a column right of the axes, the highest operation on top, each no higher than its operation:
+    labels do not overlap and their lines do not cross."""
     low, high = axes.get_ylim()
     say = {"textcoords": "axes fraction", "va": "center", "fontsize": 9, "color": _INK, "annotation_clip": False}
     line = {"arrowstyle": "-", "color": _PALE, "lw": 0.6, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)}
@@ -154,7 +154,7 @@ def _short(scope: str) -> str:
 
 
 def memory_bars(axes: Axes, plans: dict[str, Plan]) -> None:
-    """What lies in the memory of one device, a bar for each plan, by name; a line marks the capacity."""
+    """Draw the memory of one device as a bar for each named plan; a line marks the capacity."""
     widest = max(max(plan.memory.total, plan.capacity) for plan in plans.values()) / GIB
     for row, plan in enumerate(plans.values()):
         left = 0.0
@@ -180,7 +180,7 @@ def memory_bars(axes: Axes, plans: dict[str, Plan]) -> None:
 
 
 def _say_parts(axes: Axes, plans: list[Plan]) -> None:
-    """A legend over the bars; with the sizes, where there is one bar."""
+    """Draw a legend above the bars, with sizes if there is only one bar."""
     from matplotlib.patches import Patch
 
     parts = {part: [getattr(plan.memory, part) for plan in plans] for part in Memory._fields}

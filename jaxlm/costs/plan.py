@@ -19,7 +19,7 @@ from jaxlm.parallel.layout import AXES
 
 
 @dataclass(frozen=True)
-class Time:
+class StepTime:
     """Seconds of a step on each device.
 
     `compute`: all products at the chip's peak, where a kernel computes attention without the scores that causality and
@@ -57,7 +57,7 @@ class Plan:
     target: Target
     flops: Flops
     memory: Memory
-    time: Time
+    time: StepTime
 
     @property
     def capacity(self) -> int:
@@ -173,7 +173,7 @@ def plan(work: Workload, target: Target) -> Plan:
     return Plan(work, target, flops(work), memory(work, target.chip.kind), step_time(work, target))
 
 
-def step_time(work: Workload, target: Target) -> Time:
+def step_time(work: Workload, target: Target) -> StepTime:
     """The bracket of a step's time."""
     chip = target.chip
     share = 1 / chip.devices_per_chip  # of the chip's rates, that one device has
@@ -196,7 +196,7 @@ def step_time(work: Workload, target: Target) -> Time:
     sent = sum(c.times * network.seconds(c.kind, c.bytes, c.axes) for c in traffic.collectives(work))
     start = chip.dispatch_s or 0.0
     lower, upper = max(together, sent), products + apart + sent + start
-    return Time(compute, least, sent, lower, upper, max(0.0, products - at_peak))
+    return StepTime(compute, least, sent, lower, upper, max(0.0, products - at_peak))
 
 
 def dtype_of(op: Operation, work: Workload) -> str:

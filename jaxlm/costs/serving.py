@@ -1,4 +1,4 @@
-"""Arithmetic of serving: when decoding stops waiting for memory, and what guessing ahead gives."""
+"""Serving arithmetic: the critical batch of decoding, and the speedup of speculative decoding."""
 
 from dataclasses import replace
 
@@ -11,11 +11,11 @@ _DOUBLINGS = 21
 
 
 def critical_batch(work: Workload, target: Target) -> int | None:
-    """The smallest power of two of sequences for each device that parts them at which a decoding step computes as long
-    as it reads memory, as the whole job's batch.
+    """Return the smallest batch of the whole job at which a decoding step computes as long as it reads memory; it is a
+    power of two times the devices that shard the batch.
 
-    None where no batch up to a million does: every sequence brings a cache of its own, whose bytes grow with the batch
-    as FLOPs do (scaling-book, inference). Raises InputError for another workload.
+    None if no batch up to a million does: every sequence has a cache of its own, whose bytes grow with the batch as
+    FLOPs do (scaling-book, inference). Raises InputError for another workload.
     """
     if work.kind != "decode":
         raise InputError("only decoding has a batch at which it stops being bound by memory")
@@ -28,15 +28,15 @@ def critical_batch(work: Workload, target: Target) -> int | None:
 
 
 def speculative_speedup(acceptance: float, guesses: int, cost_ratio: float) -> float:
-    """How many times faster decoding gets where a draft model guesses tokens that the model then checks at once
-    (Leviathan et al. 2023, arXiv:2211.17192, theorem 3.8).
+    """Return the speedup of speculative decoding, in which a draft model guesses tokens that the model then verifies in
+    one step (Leviathan et al. 2023, arXiv:2211.17192, theorem 3.8).
 
     Args:
       acceptance: probability that a guess is accepted, in [0, 1].
-      guesses: tokens guessed before each check, at least 1.
-      cost_ratio: time of a step of the draft over one of the model.
+      guesses: tokens guessed before each verification, at least 1.
+      cost_ratio: time of a step of the draft model over the time of a step of the model.
 
-    Raises InputError for values outside of these.
+    Raises InputError for values outside these ranges.
     """
     if not 0.0 <= acceptance <= 1.0 or guesses < 1 or cost_ratio < 0.0:
         raise InputError("acceptance lies in [0, 1], guesses are at least 1 and the cost ratio is not negative")

@@ -1,19 +1,19 @@
-"""Token ids to text, as they are drawn. Imports no JAX."""
+"""Incremental decoding of token ids to text. Imports no JAX."""
 
 import os
 from collections.abc import Sequence
 
 from jaxlm.data.tokenizers import Tokenizer
 
-_PATIENCE = 8  # tokens: bytes that by then have ended no character never will
+_PATIENCE = 8  # tokens: bytes that have not completed a character by then never will
 
 
 class Detokenizer:
-    """The text of tokens that follow a prompt, one token at a time.
+    """An incremental decoder of the tokens that follow a prompt.
 
-    How a token is written may depend on those before it (the first of a text loses its blank), and a character may take
-    several of them. So the tokens since the last whole character are decoded behind those that ended with it, and no
-    others again: the work does not grow with the text.
+    The text of a token may depend on the tokens before it (the first of a text loses its blank), and a character may
+    take several tokens. Each call therefore decodes the tokens since the last complete character together with the
+    tokens that completed it, and no earlier ones: the work does not grow with the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
@@ -22,7 +22,7 @@ class Detokenizer:
         self._written = tokenizer.decode(prompt)
 
     def add(self, token: int) -> str:
-        """The text that one more token completes; "" within a character."""
+        """Return the text that one more token completes; "" within a character."""
         self._open.append(token)
         text = self.rest()
         if (not text or text.endswith("\ufffd")) and len(self._open) < _PATIENCE:
@@ -33,6 +33,6 @@ class Detokenizer:
         return text
 
     def rest(self) -> str:
-        """The text that is not complete: U+FFFD for bytes of a character whose others did not come."""
+        """Return the incomplete text: U+FFFD for bytes of a character whose other bytes did not come."""
         text = self._tokenizer.decode([*self._before, *self._open])
         return text[len(os.path.commonprefix([self._written, text])) :]

@@ -28,20 +28,20 @@ def generate(
     *,
     sampling: Sampling = Sampling(),
     seed: int = 0,
-    valid: int | None = None,
-    fill_to: int = 0,
+    vocab_size: int | None = None,
+    pad_to: int = 0,
     kernels: Kernels = "auto",
 ) -> Iterator[np.ndarray]:
     """Yield up to `max_tokens` times the next token id of every prompt, int32 [B], as they are drawn.
 
-    `parameters` lie on `mesh`, in the dtype to compute in; the cache has it too. `valid` is the number of ids that the
-    tokenizer knows. Prompts are filled up to the longest, or to `fill_to` tokens: as many prompts of one such length
-    run the same programs again. `kernels` is as in `training.kernels`. Raises InputError as `check_prompts` does.
+    `parameters` lie on `mesh`, in the dtype to compute in, which is also the cache's. `vocab_size` is the number of ids
+    that the tokenizer knows. Prompts are padded to the longest, or to `pad_to` tokens: batches of equal size and padded
+    length run the same programs again. `kernels` is `training.kernels`. Raises InputError as `check_prompts` does.
     """
-    check_prompts(model, prompts, max_tokens, fill_to)
-    longest, batch = max(fill_to, *map(len, prompts)), len(prompts)
+    check_prompts(model, prompts, max_tokens, pad_to)
+    longest, batch = max(pad_to, *map(len, prompts)), len(prompts)
     dtype = jax.tree.leaves(parameters)[0].dtype
-    start, step = programs(model, batch, longest + max_tokens - 1, dtype, mesh, sampling, valid, kernels)
+    start, step = programs(model, batch, longest + max_tokens - 1, dtype, mesh, sampling, vocab_size, kernels)
 
     padded = np.zeros((batch, longest), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
@@ -65,7 +65,7 @@ def programs(
     dtype: jnp.dtype,
     mesh: Mesh,
     sampling: Sampling,
-    valid: int | None,
+    vocab_size: int | None,
     kernels: Kernels = "auto",
 ) -> tuple[Callable, Callable]:
     """The jitted steps (prefill, decode), to be called under `jax.set_mesh`.
@@ -85,14 +85,14 @@ def programs(
     def first_token(parameters: Tree, tokens: jax.Array, length: jax.Array, key: jax.Array) -> tuple:
         cache = empty_cache(model, batch, size, dtype)
         logits, cache = steps.prefill(graph, parameters, tokens, length, cache)
-        return sample(logits, key, sampling, valid), cache
+        return sample(logits, key, sampling, vocab_size), cache
 
     @using_rules(DECODE)
     @using_kernels(kernels)
     def next_token(parameters: Tree, tokens: jax.Array, cache: Cache, key: jax.Array) -> tuple:
         key = jax.random.fold_in(key, jnp.max(cache.length))
         logits, cache = steps.decode_step(graph, parameters, tokens, cache)
-        return sample(logits, key, sampling, valid), cache
+        return sample(logits, key, sampling, vocab_size), cache
 
     jit = partial(jax.jit, out_shardings=(rows, cache_placement))
     return jit(first_token), jit(next_token, donate_argnums=2)

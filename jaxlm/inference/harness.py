@@ -1,4 +1,4 @@
-"""A model as EleutherAI's lm-evaluation-harness asks for one. Needs the extra `lm-eval`."""
+"""An adapter of a model to EleutherAI's lm-evaluation-harness. Needs the extra `lm-eval`."""
 
 from collections import Counter, defaultdict
 from typing import Any
@@ -15,7 +15,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.inference.detokenizer import Detokenizer
 from jaxlm.inference.generate import before_stop, generate
-from jaxlm.inference.requests import Sampling, room_behind
+from jaxlm.inference.requests import Sampling, max_prompt_tokens
 from jaxlm.inference.scoring import Scorer, padded_length
 from jaxlm.models.config import Kernels, ModelConfig
 from jaxlm.models.tree import Tree
@@ -25,20 +25,20 @@ _TYPES = {
     **dict.fromkeys(("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"), int),
     **{"do_sample": bool, "temperature": float, "top_k": int, "top_p": float, "until": str | list[str]},
 }
-# What tasks give where they mean that nothing is to be done.
+# Values by which tasks switch an option off.
 _OFF = {
     **{"top_k": (0, -1), "min_p": (0,), "typical_p": (1,), "num_beams": (1,)},
     **{"repetition_penalty": (1,), "presence_penalty": (0,), "frequency_penalty": (0,)},
 }
-_MAX_TOKENS = 256  # the harness's own, where neither the task says how many nor the context is too short for it
+_MAX_TOKENS = 256  # the harness's default, used unless the task gives a number or the context is too short
 
 
 class HarnessModel(TemplateLM):
-    """`lm_eval`'s three questions, answered for parameters on a mesh, `batch` requests at a time.
+    """The three request types of `lm_eval`, answered for parameters on a mesh, `batch` requests at a time.
 
-    As in training, a text begins behind the tokenizer's separator. What is too long for the context loses its
-    beginning, as everywhere in the harness; `truncated` counts such requests by their task. Parameters are in the
-    dtype to compute in.
+    As in training, a text begins after the tokenizer's separator. A request that is too long for the context loses its
+    beginning, as everywhere in the harness; `truncated` counts these requests by task. Parameters are in the dtype to
+    compute in.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The separator of documents. Raises InputError where the tokenizer has none."""
+        """The separator of documents. Raises InputError if the tokenizer has none."""
         if self._tokens.separator is None:
             raise InputError("the run's tokenizer has no separator, so that nothing stands before a text's first token")
         return self._tokens.separator
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids of a text from its beginning, or of one that goes on (False)."""
+        """Return the token ids of a text from its beginning, or of a continuation (`add_special_tokens` is False)."""
         return self._tokens.encode(string) if add_special_tokens is False else self._tokens.encode_prompt(string)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """(ln p(continuation | context), whether greedy decoding gives it) of each request."""
+        """Return (ln p(continuation | context), whether greedy decoding gives it) for each request."""
         self._asked = requests
         return super().loglikelihood(requests, disable_tqdm=True)  # tokenizing is quick; scoring shows a bar
 
@@ -80,7 +80,7 @@ class HarnessModel(TemplateLM):
         return [(score.logprob, score.greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """ln p of whole texts, each token behind as many before it as the windows of the harness give it."""
+        """Return ln p of whole texts, each token after the context that the windows of the harness give it."""
         pairs, sizes = [], []
         for request in requests:
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
@@ -92,20 +92,20 @@ class HarnessModel(TemplateLM):
         return [sum(next(scores).logprob for _ in range(size)) for size in sizes]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The text that follows each context, up to a separator, a stop string or the most tokens.
+        """Return the text that follows each context, up to a separator, a stop string or the maximum of tokens.
 
-        Raises InputError for ways to generate that jaxlm does not have.
+        Raises InputError for generation options that jaxlm does not have.
         """
-        alike = defaultdict(list)  # requests of one batch are drawn in one way
+        by_options = defaultdict(list)  # the requests of one batch share their options
         for index, request in enumerate(requests):
-            context, options = request.args
-            way, prompt = generation_options(options, self._model.context_length), self.tok_encode(context)
-            _, max_tokens, _ = way
-            self.truncated[request.task_name] += len(prompt) > room_behind(self._model, max_tokens)
-            alike[way].append((prompt, index))
+            context, given = request.args
+            options, prompt = generation_options(given, self._model.context_length), self.tok_encode(context)
+            _, max_tokens, _ = options
+            self.truncated[request.task_name] += len(prompt) > max_prompt_tokens(self._model, max_tokens)
+            by_options[options].append((prompt, index))
         texts = [""] * len(requests)
         with tqdm(total=len(requests), desc="generating", disable=None) as bar:
-            for (sampling, max_tokens, stops), asked in alike.items():
+            for (sampling, max_tokens, stops), asked in by_options.items():
                 asked.sort(key=lambda pair: -len(pair[0]))
                 for first in range(0, len(asked), self._batch):
                     prompts, indices = zip(*asked[first : first + self._batch], strict=True)
@@ -116,9 +116,9 @@ class HarnessModel(TemplateLM):
         return texts
 
     def _continue(self, prompts: tuple, max_tokens: int, sampling: Sampling, stops: tuple, seed: int) -> list[str]:
-        room = room_behind(self._model, max_tokens)
-        prompts = [prompt[-room:] for prompt in prompts]
-        fill_to = padded_length(max(map(len, prompts)), room)
+        longest = max_prompt_tokens(self._model, max_tokens)
+        prompts = [prompt[-longest:] for prompt in prompts]
+        pad_to = padded_length(max(map(len, prompts)), longest)
         rows = [*prompts, *[prompts[-1]] * (self._batch - len(prompts))]
         following = [Detokenizer(self._tokens, prompt) for prompt in prompts]
         texts, going = [""] * len(prompts), set(range(len(prompts)))
@@ -131,7 +131,7 @@ class HarnessModel(TemplateLM):
 
         for tokens in generate(
             self._model, self._parameters, rows, max_tokens, self._mesh,
-            sampling=sampling, seed=seed, valid=self._tokens.vocab_size, fill_to=fill_to, kernels=self._kernels,
+            sampling=sampling, seed=seed, vocab_size=self._tokens.vocab_size, pad_to=pad_to, kernels=self._kernels,
         ):  # fmt: skip
             for row in tuple(going):
                 if tokens[row] == self._tokens.separator:
@@ -155,9 +155,9 @@ class HarnessModel(TemplateLM):
 
 
 def generation_options(given: dict, context: int) -> tuple[Sampling, int, tuple[str, ...]]:
-    """How tokens are drawn, at most how many, and the strings that end a text, of a task's `generation_kwargs`.
+    """Return the sampling, the maximum of tokens and the stop strings of a task's `generation_kwargs`.
 
-    Raises InputError for what jaxlm cannot do, unless it is switched off.
+    Raises InputError for options that jaxlm does not have, unless they are switched off.
     """
     given = {key: _read(key, value) for key, value in given.items() if value is not None}
     options = normalize_gen_kwargs(given, min(_MAX_TOKENS, context // 2))
@@ -173,7 +173,7 @@ def generation_options(given: dict, context: int) -> tuple[Sampling, int, tuple[
 
 
 def _read(key: str, value: Any) -> Any:
-    """A value as its key has it. Raises InputError where it is of another type."""
+    """Return a value in the type of its key. Raises InputError if it has another type."""
     try:
         return TypeAdapter(_TYPES.get(key, Any)).validate_python(value)
     except ValidationError as error:

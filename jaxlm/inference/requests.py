@@ -1,4 +1,4 @@
-"""What may be generated, and how tokens are drawn. Imports no JAX."""
+"""Sampling options and the check of a request. Imports no JAX."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -6,20 +6,20 @@ from typing import NamedTuple
 from jaxlm.core.errors import InputError
 from jaxlm.models.config import ModelConfig
 
-# Of temperatures: beyond these, logits divided by one overflow float32, or are all alike.
+# Bounds of the temperature: beyond them, divided logits overflow float32 or are all alike.
 _COLDEST, _HOTTEST = 1e-6, 1e6
 
 
-# How a message says the name of what was asked for, before its value.
+# Writes an option's name as a message shows it before the value.
 Named = Callable[[str], str]
 _NAMED: Named = "{} =".format
 
 
 class Sampling(NamedTuple):
-    """How a token is drawn: from softmax(logits / temperature) among the `top_k` likeliest, then among the fewest
-    that hold `top_p` of what is left (nucleus sampling; Holtzman et al. 2020, arXiv:1904.09751).
+    """Sampling from softmax(logits / temperature): among the `top_k` likeliest tokens, then among the fewest of these
+    that hold `top_p` of the remaining probability (nucleus sampling; Holtzman et al. 2020, arXiv:1904.09751).
 
-    Temperature 0 takes the likeliest. None leaves a filter out.
+    Temperature 0 takes the likeliest token. None switches a filter off.
     """
 
     temperature: float = 1.0
@@ -27,7 +27,7 @@ class Sampling(NamedTuple):
     top_p: float | None = None
 
     def check(self, named: Named = _NAMED) -> "Sampling":
-        """Raises InputError for values that mean nothing, under the names that they were given by."""
+        """Return itself. Raises InputError for values without meaning, under the names that `named` gives them."""
         if self.temperature != 0.0 and not _COLDEST <= self.temperature <= _HOTTEST:
             raise InputError(
                 f"{named('temperature')} {self.temperature:g} must be 0, or from {_COLDEST:g} to {_HOTTEST:g}"
@@ -39,20 +39,25 @@ class Sampling(NamedTuple):
         return self
 
 
-def room_behind(model: ModelConfig, tokens: int) -> int:
-    """How many tokens `model.context_length` lets follow so many: the last of them is drawn, and not read."""
-    return model.context_length - tokens + 1
+def max_new_tokens(model: ModelConfig, prompt_tokens: int) -> int:
+    """Return how many tokens fit into `model.context_length` after a prompt; the last one is drawn and never read."""
+    return model.context_length - prompt_tokens + 1
+
+
+def max_prompt_tokens(model: ModelConfig, new_tokens: int) -> int:
+    """Return the longest prompt that leaves room for `new_tokens` tokens: the inverse of `max_new_tokens`."""
+    return model.context_length - new_tokens + 1
 
 
 def check_prompts(
     model: ModelConfig,
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
-    fill_to: int = 0,
+    pad_to: int = 0,
     named: Named = _NAMED,
 ) -> None:
-    """Raises InputError for empty prompts, ids outside the vocabulary, or more tokens than `model.context_length`
-    holds; prompts that are filled up to `fill_to` tokens are as long."""
+    """Raise InputError for empty prompts, ids outside the vocabulary, or more tokens than `model.context_length`
+    holds. A prompt that is padded to `pad_to` tokens counts as that long."""
     asked = f"{named('max_tokens')} {max_tokens}"
     if max_tokens < 1:
         raise InputError(f"{asked} must be 1 or more")
@@ -61,12 +66,12 @@ def check_prompts(
     strange = next((t for prompt in prompts for t in prompt if not 0 <= t < model.vocab_size), None)
     if strange is not None:
         raise InputError(f"token id {strange} is outside the vocabulary, 0 to {model.vocab_size - 1}")
-    longest = max(fill_to, *map(len, prompts))
+    longest = max(pad_to, *map(len, prompts))
     if longest > model.context_length:
         raise InputError(
             f"a prompt of {longest} tokens exceeds model.context_length = {model.context_length}; shorten it"
         )
-    if max_tokens > (room := room_behind(model, longest)):
+    if max_tokens > (room := max_new_tokens(model, longest)):
         raise InputError(
             f"a prompt of {longest} tokens and {asked} exceed model.context_length = {model.context_length}; "
             f"at most {room} tokens can follow this prompt"

@@ -1,4 +1,4 @@
-"""Log-likelihoods of texts that are given: continuations behind their contexts, in batches of few shapes."""
+"""Log-likelihoods of given continuations after their contexts, in batches of few shapes."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -24,8 +24,8 @@ _SHORTEST = 32
 
 
 class Score(NamedTuple):
-    """`logprob`: ln p(continuation | context). `greedy`: each of its tokens is the likeliest behind those before it.
-    `truncated`: the context lost its beginning."""
+    """`logprob`: ln p(continuation | context). `greedy`: each token of the continuation is the likeliest after the
+    tokens before it. `truncated`: the context lost its beginning."""
 
     logprob: float
     greedy: bool
@@ -33,31 +33,31 @@ class Score(NamedTuple):
 
 
 def token_logprobs(
-    graph: nnx.GraphDef, parameters: Tree, tokens_BT: jax.Array, targets_BT: jax.Array, valid: int | None = None
+    graph: nnx.GraphDef, parameters: Tree, tokens_BT: jax.Array, targets_BT: jax.Array, vocab_size: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """ln p of each target behind the tokens up to it, float32 [B, T], and whether it is the likeliest, bool [B, T].
+    """Return ln p of each target after its prefix, float32 [B, T], and whether it is the likeliest, bool [B, T].
 
     Args:
-      graph: of `models.tree.abstract`.
+      graph: the module's graph, from `models.tree.abstract`.
       parameters: in the dtype to compute in.
-      tokens_BT, targets_BT: int32. The model is causal: what fills a row up on the right changes nothing before it.
-      valid: ids from here on are padding of the vocabulary and never the likeliest.
+      tokens_BT, targets_BT: int32, padded on the right: the model is causal, so padding changes nothing before it.
+      vocab_size: ids from here on are padding of the vocabulary and never the likeliest.
     """
     module = nnx.merge(graph, parameters)
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
     hidden_BTD, _ = module.hidden(tokens_BT, positions_BT, packed_causal_mask(positions_BT))
     logits_BTV = module.logits(hidden_BTD)
     losses_BT, _ = cross_entropy(logits_BTV, targets_BT)
-    return -losses_BT, jnp.argmax(logits_BTV[..., :valid], axis=-1) == targets_BT
+    return -losses_BT, jnp.argmax(logits_BTV[..., :vocab_size], axis=-1) == targets_BT
 
 
 def padded_length(tokens: int, longest: int) -> int:
-    """The power of two that holds so many tokens, at most `longest`: few lengths are few programs to compile."""
+    """Return the power of two that holds `tokens`, at most `longest`: few lengths are few programs to compile."""
     return min(longest, max(_SHORTEST, 1 << (tokens - 1).bit_length()))
 
 
 class Scorer:
-    """Scores continuations under one model, `batch` at a time on a mesh; `valid` as in `token_logprobs`."""
+    """A scorer of continuations under one model, `batch` at a time on a mesh; `vocab_size` as in `token_logprobs`."""
 
     def __init__(
         self,
@@ -65,19 +65,19 @@ class Scorer:
         parameters: Tree,
         batch: int,
         mesh: Mesh,
-        valid: int | None = None,
+        vocab_size: int | None = None,
         kernels: Kernels = "auto",
     ):
         graph, _ = abstract(model)
         self._context, self._parameters, self._batch, self._mesh = model.context_length, parameters, batch, mesh
-        logprobs = using_rules(PREFILL)(using_kernels(kernels)(partial(token_logprobs, graph, valid=valid)))
+        logprobs = using_rules(PREFILL)(using_kernels(kernels)(partial(token_logprobs, graph, vocab_size=vocab_size)))
         self._logprobs = jax.jit(logprobs, out_shardings=replicated(mesh))
 
     def __call__(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Iterator[tuple[int, Score]]:
-        """The index and Score of each (context, continuation) of token ids, the longest first.
+        """Yield the index and Score of each (context, continuation) of token ids, the longest first.
 
         A pair of more than `model.context_length` + 1 tokens loses the beginning of its context. Raises InputError for
-        a context or continuation without tokens, and for a continuation that alone is longer than that.
+        a context or continuation without tokens, and for a continuation longer than `model.context_length`.
         """
         for context, continuation in pairs:
             _check(context, continuation, self._context)

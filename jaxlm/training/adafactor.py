@@ -1,4 +1,4 @@
-"""Adafactor over declared matrices, one per layer; optax's factors the two largest dimensions, whatever they are."""
+"""Adafactor over declared matrices, one per layer. (Optax factors the two largest dimensions, whatever they are.)"""
 
 from typing import NamedTuple
 
@@ -13,18 +13,17 @@ _SMALLEST_SCALE = 1e-3  # ε₂
 
 
 class AdafactorState(NamedTuple):
-    """`count` of updates, and `second`: of a matrix {"inputs": [*stack, *inputs], "outputs": [*stack, *outputs]}, the
-    means of its squared gradients over the outputs and over the inputs; of a vector all of them. float32."""
+    """State of Adafactor, float32. `count`: updates so far. `second`: for a matrix {"inputs": [*stack, *inputs],
+    "outputs": [*stack, *outputs]}, the mean squared gradients over the outputs and over the inputs; for a vector the
+    squared gradients themselves."""
 
     count: jax.Array
     second: Tree
 
 
 def scale_by_adafactor(dimensions: Tree, decay_exponent: float, update_clip: float) -> optax.GradientTransformation:
-    """Directions of Shazeer and Stern 2018 (arXiv:1804.04235), algorithms 4 and 5, times the parameter's scale.
-
-    Every root mean square is of one layer's parameter, whether it is stacked or not.
-    """
+    """Return the directions of Shazeer and Stern 2018 (arXiv:1804.04235), algorithms 4 and 5, times the parameter's
+    scale. Every root mean square is over one layer's parameter, stacked or not."""
 
     def init(parameters: Tree) -> AdafactorState:
         def moments(d: Dimensions, p: jax.Array) -> jax.Array | dict[str, jax.Array]:
@@ -72,5 +71,5 @@ def _rms(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 
 
 def _over(x: jax.Array, small: jax.Array) -> jax.Array:
-    """An array with dimensions of size 1, as large as x."""
+    """Broadcast an array with dimensions of size 1 to the shape of x."""
     return jnp.broadcast_to(small, x.shape)

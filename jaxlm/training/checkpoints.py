@@ -22,21 +22,21 @@ from jaxlm.training import manifests
 from jaxlm.training.manifests import LOSS
 from jaxlm.training.step import TrainState
 
-# The folder that Orbax fills before it renames it to the step's.
+# The folder that Orbax writes to before it renames it to the step.
 _IN_PROGRESS = "*.orbax-checkpoint-tmp*"
-# Why the system refused, at the end of what TensorStore says.
-_OF_SYSTEM = re.compile(r": ([^:]+) \[os_error_code=")
-# Reasons that end where something is deleted.
+# The system's reason, at the end of TensorStore's message.
+_SYSTEM_REASON = re.compile(r": ([^:]+) \[os_error_code=")
+# Reasons that deleting something removes.
 _FULL = re.compile(r"No space|quota| are free", re.IGNORECASE)
-# What Orbax says of its own options, behind what does not fit, of which so many characters are shown.
+# The start of Orbax's advice on its own options, after the mismatch, of which _REASON characters are shown.
 _ADVICE = re.compile(r"\.? *Truncating/padding is|\s*If this mismatch is")
 _REASON = 300
-# What any disk or network that is fit for training can do.
+# The least rate of a disk or network that is fit for training.
 _BYTES_PER_S = 1e8
-# How long processes wait for the slowest beyond that.
+# How much longer processes wait for the slowest one.
 _PATIENCE_S = 1200
 
-# Orbax reports each of its phases there, and with tracebacks of its threads what it raises besides.
+# Orbax logs each of its phases there, and repeats raised errors with the tracebacks of its threads.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
@@ -45,33 +45,33 @@ class Unsaved(RunFailed):
 
 
 class Gone(RunFailed):
-    """A checkpoint that was removed while it was read, as by a run that trains on."""
+    """A checkpoint that was removed while it was read, for example by a run that is still training."""
 
 
 class Checkpoints:
-    """The checkpoints of one run, for writing. Close it, or use it as a context, so that the last one is whole.
+    """A writer of the checkpoints of one run. Close it, or use it as a context, to complete the last one.
 
-    A folder per step, in it `parameters`, `average` where the state has one, and `rest` (the other fields of
+    Each step has a folder with `parameters`, `average` if the state has one, and `rest` (the other fields of
     `TrainState`), keyed by tree path.
     """
 
     def __init__(self, directory: Path, keep: int, size: int = 0):
-        """`size`: the bytes of a state. All are written, and then read again to be sealed, while processes wait for one
-        another."""
+        """Open the writer. `size`: the bytes of a state, which sets the timeout: all bytes are written, then read again
+        for their checksums, while processes wait for one another."""
         self._directory = directory.absolute()
         with first_process_first("cleaning checkpoints"):
-            for left in self._directory.glob(_IN_PROGRESS):  # by a process that was killed while saving
+            for left in self._directory.glob(_IN_PROGRESS):  # from a process that was killed while saving
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
         policies = [
             LatestN(keep),
             BestN(get_metric_fn=lambda metrics: -metrics[LOSS], n=1, keep_checkpoints_without_metrics=False),
         ]
         options = ocp.CheckpointManagerOptions(
-            best_fn=lambda metrics: metrics[LOSS],  # without it Orbax writes no metrics down
+            best_fn=lambda metrics: metrics[LOSS],  # without it Orbax records no metrics
             best_mode="min",
             preservation_policy=AnyPreservationPolicy(policies),
             async_options=ocp.AsyncOptions(
-                timeout_secs=int(_PATIENCE_S + 2 * size / _BYTES_PER_S), post_finalization_callback=self._seal
+                timeout_secs=int(_PATIENCE_S + 2 * size / _BYTES_PER_S), post_finalization_callback=self._write_manifest
             ),
         )
         self._manager = ocp.CheckpointManager(self._directory, options=options)
@@ -85,7 +85,7 @@ class Checkpoints:
             self._manager.close()
 
     def save(self, state: TrainState, held_out_loss: float | None) -> None:
-        """Begin to write a state; returns when its buffers may be reused. Raises Unsaved, also of the one before."""
+        """Begin to write a state; return when its buffers may be reused. Raises Unsaved, also for the save before."""
         step = int(state.step)
         if step in self._manager.all_steps():
             return
@@ -98,15 +98,15 @@ class Checkpoints:
             self._manager.save(step, args=items, metrics=metrics)
 
     def note(self, step: int, held_out_loss: float | None) -> None:
-        """The held-out loss of a checkpoint that was written before it was measured."""
+        """Record the held-out loss of a checkpoint that was written before the loss was measured."""
         with first_process_first("noting the loss"):
             folder = self._directory / str(step)
             if is_first() and held_out_loss is not None and folder.is_dir():
-                manifests.note(folder, held_out_loss)
+                manifests.record_held_out_loss(folder, held_out_loss)
         self._manager.reload()
 
     def check_room(self, size: int) -> None:
-        """Raises Unsaved where the disk has no room for `size` bytes, or the folder takes nothing, before anything is
+        """Raise Unsaved if the disk has no room for `size` bytes or the folder is not writable, before anything is
         written: Orbax would wait for its folders for ever."""
         if refusal := unwritable(self._directory):
             raise self._unsaved(refusal)
@@ -115,56 +115,56 @@ class Checkpoints:
             raise self._unsaved(f"a checkpoint takes {size / 1e9:.2g} GB, and there {free / 1e9:.2g} GB are free")
 
     def expected_s(self, size: int) -> float:
-        """Seconds that writing `size` bytes takes: as long as the longest time yet; at first, at a careful guess."""
+        """Return the expected seconds to write `size` bytes: the longest time so far; at first a careful guess."""
         return self._longest_s or size / _BYTES_PER_S
 
     def wait(self) -> None:
-        """Until all that was saved is whole. Raises Unsaved."""
+        """Wait until every save is complete. Raises Unsaved."""
         with self._refusals_named():
             self._manager.wait_until_finished()
 
     @contextmanager
     def _refusals_named(self) -> Iterator[None]:
-        """A block in which Orbax may find that it could not write; it raises what its storage raised."""
+        """Turn storage errors that Orbax raises in a block into Unsaved."""
         try:
             yield
         except (ValueError, OSError) as error:
-            reason = _OF_SYSTEM.search(str(error))
+            reason = _SYSTEM_REASON.search(str(error))
             raise self._unsaved(reason[1] if reason else str(error).partition("\n")[0][:200]) from error
 
     def _unsaved(self, reason: str) -> Unsaved:
         newest = max(manifests.steps_in(self._directory), default=None)
-        goes_on = "from its start" if newest is None else f"from step {newest}"
-        advice = "make room" if _FULL.search(reason) else "mend that"
-        return Unsaved(f"{self._directory} takes no checkpoint ({reason}); {advice}, and the run goes on {goes_on}")
+        resumes = "restarts from its beginning" if newest is None else f"resumes from step {newest}"
+        advice = "make room" if _FULL.search(reason) else "fix that"
+        return Unsaved(f"cannot write a checkpoint to {self._directory} ({reason}); {advice}, and the run {resumes}")
 
-    def _seal(self) -> None:
-        """Write the checksums into the folder that Orbax is about to rename: what is committed is sealed."""
+    def _write_manifest(self) -> None:
+        """Write the manifest into the folder that Orbax is about to rename: every committed checkpoint has one."""
         for folder in self._directory.glob(_IN_PROGRESS) if is_first() else ():
-            manifests.seal(folder)
+            manifests.write_manifest(folder)
         self._longest_s = max(self._longest_s, time.monotonic() - self._began)
 
 
 def bytes_of(state: TrainState) -> int:
-    """Of all its arrays, which may be abstract."""
+    """Return the bytes of all arrays of a state, which may be abstract."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 def restore_state(directory: Path, step: int, like: TrainState) -> TrainState:
-    """A whole training state, laid out as `like`: `jax.ShapeDtypeStruct`s with the shardings of any mesh."""
+    """Return the training state of a step, laid out as `like`: `jax.ShapeDtypeStruct`s with shardings on any mesh."""
     restored = _restore(directory, step, **_items(like))
     rest = restored.pop("rest")
     return TrainState(**restored, **rest)
 
 
 def restore_parameters(directory: Path, step: int, like: Tree, average: bool = False) -> Tree:
-    """The parameters alone, or their average, laid out as `like`, and rounded to its dtypes as they are read."""
+    """Return the parameters alone, or their average, laid out as `like` and rounded to its dtypes while reading."""
     item = "average" if average else "parameters"
     return _restore(directory, step, **{item: like})[item]
 
 
 def _items(state: TrainState) -> dict[str, Any]:
-    """What is written apart, so that it can be read alone, and the `rest`."""
+    """Return the trees that are written separately, so that each can be read alone, and the `rest`."""
     parts = state._asdict()
     items = {name: parts.pop(name) for name in ("parameters", "average")}
     return {name: tree for name, tree in items.items() if tree is not None} | {"rest": parts}
@@ -183,5 +183,6 @@ def _restore(directory: Path, step: int, **items: Any) -> dict[str, Any]:
                 raise
             why = textwrap.shorten(_ADVICE.split(str(error))[0], _REASON, placeholder=" …")
             raise InputError(
-                f"checkpoint {step} of {directory} does not fit the model ({why}); put [model] back as it was trained"
+                f"checkpoint {step} of {directory} does not match [model] ({why}); restore the configuration "
+                "that it was trained with"
             ) from error

@@ -1,4 +1,4 @@
-"""Where a run is: versions, commit and devices of a start, and memory in use."""
+"""The environment of a run: versions, commit and devices, and the memory in use."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ _VERSIONS = ("jaxlm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "gra
 
 
 def environment(devices: list) -> dict[str, Any]:
-    """Versions, git commit of this code, command line and devices of a start."""
+    """Return versions, git commit of this code, command line, machine and devices."""
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": sys.argv,
@@ -27,8 +27,8 @@ def environment(devices: list) -> dict[str, Any]:
 
 
 def memory_use(devices: list) -> dict[str, int | None]:
-    """`memory_bytes` in use and `peak_memory_bytes`, of the device of these that uses the most. Where the devices do
-    not tell, as CPUs, they are the resident memory of the process."""
+    """Return `memory_bytes` in use and `peak_memory_bytes` of the device that uses the most. For devices that do not
+    report them, such as CPUs, both are the resident memory of the process."""
     stats = [device.memory_stats() or {} for device in devices]
     if all("bytes_in_use" in one for one in stats):
         peaks = [one.get("peak_bytes_in_use", one["bytes_in_use"]) for one in stats]
@@ -41,11 +41,11 @@ def memory_use(devices: list) -> dict[str, int | None]:
     except OSError:
         return {"memory_bytes": None, "peak_memory_bytes": peak}
     now = pages * resource.getpagesize()
-    return {"memory_bytes": now, "peak_memory_bytes": max(now, peak)}  # the peak was read before
+    return {"memory_bytes": now, "peak_memory_bytes": max(now, peak)}  # the peak was read earlier
 
 
 def versions(*names: str) -> dict[str, str | None]:
-    """Of installed packages; None for those that are not."""
+    """Return the versions of packages; None for a package that is not installed."""
     return {name: _version(name) for name in names}
 
 
@@ -57,7 +57,7 @@ def _version(name: str) -> str | None:
 
 
 def _git_commit() -> str | None:
-    """The commit of this code, "+changes" behind it where files differ; None outside a checkout of it."""
+    """Return the commit of this code, with the suffix "+changes" if files differ; None outside a checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

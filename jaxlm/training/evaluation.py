@@ -13,8 +13,8 @@ from jaxlm.parallel.batches import process_rows, put_batch
 
 
 class Evaluation(NamedTuple):
-    """`loss` in nats per token, measured on `tokens` of the `targets` of a text, which stand for `size` bytes; the same
-    of each of its `sources` where there are several."""
+    """A held-out loss: `loss` in nats per token, measured on `tokens` of the `targets` of a text of `size` bytes. With
+    several `sources`, each has an evaluation of its own."""
 
     loss: float
     tokens: int
@@ -29,12 +29,12 @@ class Evaluation(NamedTuple):
 
     @property
     def bits_per_byte(self) -> float:
-        """Information of the text over its size in bytes: comparable across tokenizers. Where not all targets were
-        measured, those that were are taken for as many bytes each as all of them are on average."""
+        """Information of the text over its size in bytes, comparable across tokenizers. If only some targets were
+        measured, each counts for the average bytes per target."""
         return self.loss * self.targets / math.log(2) / max(self.size, 1)
 
     def row(self) -> dict[str, Any]:
-        """What is recorded; None for numbers that JSON does not have."""
+        """Return the recorded figures, with None for numbers that are not finite, which JSON does not have."""
         row = {
             "loss": self.loss,
             "tokens": self.tokens,
@@ -56,10 +56,10 @@ def evaluate(
     limit: int | None = None,
     go_on: Callable[[], bool] = lambda: True,
 ) -> Evaluation | None:
-    """Mean loss over all rows, or `limit` batches of them; call it under `jax.set_mesh`. None where `go_on`,
-    asked before every batch, said no.
+    """Return the mean loss over all rows, or over `limit` batches; call it under `jax.set_mesh`. Return None once
+    `go_on`, which is asked before every batch, says no.
 
-    `step` is a compiled `training.step.Steps.evaluate`. Sums of losses are added in float64 on the host.
+    `step` is a compiled `training.step.Steps.evaluate`. Losses are accumulated in float64 on the host.
     """
     losses, tokens, ahead = 0.0, 0, None
     for host in evaluation_batches(rows, batch, limit, process_rows(batch, mesh)):
@@ -82,8 +82,8 @@ def evaluate_sources(
     limit: int | None = None,
     go_on: Callable[[], bool] = lambda: True,
 ) -> Evaluation | None:
-    """Mean loss over all text of all sources, and of each. A limit is that of each source, which still counts by all
-    of its targets. None as in `evaluate`."""
+    """Return the mean loss over all text of all sources, and of each source. `limit` applies to each source; a source
+    is still weighted by all of its targets. None as in `evaluate`."""
     each: dict[str, Evaluation] = {}
     for name, rows in sources.items():
         measured = evaluate(step, parameters, rows, batch, mesh, limit, go_on)

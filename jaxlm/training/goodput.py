@@ -1,4 +1,4 @@
-"""Where a run's time goes: the share of it that was spent in training steps, and what took the rest."""
+"""Goodput: the share of a run's time that is spent in training steps, and what takes the rest."""
 
 import itertools
 import os
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from jaxlm.training.records import JsonLines
 
-# The phases of the loop: waiting for the device, the loop's own work beside it, fetching the next batch.
+# Phases of the loop: waiting for the device, the loop's own work in parallel to it, fetching the next batch.
 DEVICE, HOST, DATA = "device", "host", "data"
-# Fetching that the device stood still for.
+# The part of fetching during which the device is idle.
 DATA_WAIT = "data_wait"
 _STEPS = (DEVICE, HOST, DATA)
 _IMPORTED = time.monotonic()
@@ -21,7 +21,7 @@ _WRITE_EVERY_S = 5.0
 
 
 def process_age() -> float:
-    """Seconds since this process began; since the import of this module where the system does not tell."""
+    """Return the seconds since this process began; where the system does not tell, since this module's import."""
     try:
         with open("/proc/self/stat") as file:
             began = int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
@@ -31,7 +31,7 @@ def process_age() -> float:
 
 
 class Clock:
-    """The seconds of a process by phase. Every moment belongs to one phase: the innermost `phase` block around it."""
+    """Seconds of a process by phase. Every moment belongs to exactly one phase: the innermost `phase` block."""
 
     def __init__(self) -> None:
         self._phase, self._since = "startup", time.perf_counter()
@@ -39,7 +39,7 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A block of this phase."""
+        """Attribute the time of a block to a phase."""
         outer = self._phase
         self._switch(name)
         try:
@@ -48,12 +48,12 @@ class Clock:
             self._switch(outer)
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """Count seconds of one phase as another's."""
+        """Move seconds from one phase to another."""
         self._seconds[source] -= seconds
         self._seconds[target] += seconds
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase until now."""
+        """Return the seconds of each phase until now."""
         self._switch(self._phase)
         return dict(self._seconds)
 
@@ -63,28 +63,28 @@ class Clock:
         self._phase, self._since = name, now
 
 
-class Pace:
-    """Steps since the last line of metrics, and how long each took. Time between steps, as of evaluations, is not in
-    it."""
+class ThroughputMeter:
+    """Throughput since the last line of metrics, and the longest step (`longest_s`). Time between steps, such as that
+    of evaluations, does not count."""
 
     def __init__(self, clock: Clock):
         self._clock, self.longest_s = clock, 0.0
         self.restart()
 
     def restart(self) -> None:
-        """Count from here."""
+        """Begin to count anew."""
         self._began, self._steps, self._tokens = self._clock.seconds(), 0, 0
         self._last = time.perf_counter()
 
     def add(self, tokens: int) -> None:
-        """A step is done."""
+        """Count a completed step."""
         self._steps, self._tokens = self._steps + 1, self._tokens + tokens
         before, self._last = self._last, time.perf_counter()
         self.longest_s = max(self.longest_s, self._last - before)
 
     def rates(self) -> dict[str, float]:
-        """`step_s`, `tokens_per_s`, and of each step `host_s`, the host's own work, and `data_wait_s`, until the next
-        batch was there. The host works while the device does: only what exceeds a step delays it."""
+        """Return `step_s`, `tokens_per_s`, and per step `host_s`, the host's own work, and `data_wait_s`, the wait for
+        the next batch. Host and device work at the same time: only host time beyond a step delays it."""
         now = self._clock.seconds()
         spent = {name: now.get(name, 0.0) - self._began.get(name, 0.0) for name in (*_STEPS, DATA_WAIT)}
         seconds = max(sum(spent.values()), 1e-9)
@@ -97,11 +97,11 @@ class Pace:
 
 
 class Goodput(NamedTuple):
-    """`share` of all seconds of all starts that were spent in training steps that counted; `seconds` of everything."""
+    """`share` of the seconds of all attempts that was spent in training steps that count; `seconds` by phase."""
 
     share: float
     seconds: dict[str, float]
-    starts: int
+    attempts: int
 
     def __str__(self) -> str:
         others = sorted(
@@ -109,13 +109,13 @@ class Goodput(NamedTuple):
         )
         explained = ", ".join(f"{name.replace('_', ' ')} {_duration(s)}" for s, name in others)
         spent, whole = _duration(self.seconds["training"]), _duration(sum(self.seconds.values()))
-        begun = f" over {self.starts} starts" if self.starts > 1 else ""
+        over = f" over {self.attempts} attempts" if self.attempts > 1 else ""
         rest = f"; the rest: {explained}" if explained else ""
-        return f"goodput {self.share:.1%}: {spent} of {whole}{begun} in training steps{rest}"
+        return f"goodput {self.share:.1%}: {spent} of {whole}{over} in training steps{rest}"
 
 
-class Starts:
-    """A file with a line per start of a run with its seconds by phase, kept up to date while it lasts."""
+class Attempts:
+    """A file with one line per attempt (start) of a run: its steps and its seconds by phase, updated while it lasts."""
 
     def __init__(self, path: Path, clock: Clock, step: int):
         self._file, self._clock = self.file(path), clock
@@ -126,49 +126,49 @@ class Starts:
 
     @staticmethod
     def file(path: Path) -> JsonLines:
-        """The lines of earlier starts."""
-        return JsonLines(path, _of_a_start)
+        """Return the file of earlier attempts."""
+        return JsonLines(path, _is_attempt)
 
     def write(self, step: int | None = None, now: bool = False) -> None:
-        """`step` steps are done; written at most every few seconds, or `now`."""
+        """Record that `step` steps are done; write the file at most every few seconds, or `now`."""
         self._own["to_step"] = self._own["to_step"] if step is None else step
         if now or time.monotonic() - self._written > _WRITE_EVERY_S:
             self._written = time.monotonic()
             self._file.replace(self._rows())
 
     def goodput(self) -> Goodput:
-        """Over all starts until now."""
+        """Return the goodput of all attempts until now."""
         return summary(self._rows())
 
     def _rows(self) -> list[dict[str, Any]]:
         return [*self._earlier, {**self._own, "seconds": self._clock.seconds()}]
 
 
-def _of_a_start(row: dict[str, Any]) -> bool:
+def _is_attempt(row: dict[str, Any]) -> bool:
     steps, seconds = (row.get("from_step"), row.get("to_step")), row.get("seconds")
     timed = isinstance(seconds, dict) and all(isinstance(s, int | float) for s in seconds.values())
     return timed and all(isinstance(step, int) for step in steps)
 
 
-def summary(starts: Iterable[dict[str, Any]]) -> Goodput:
-    """Add up the lines of `Starts`.
+def summary(attempts: Iterable[dict[str, Any]]) -> Goodput:
+    """Sum the lines of `Attempts`.
 
-    The steps that a start did after the checkpoint from which the next one went on are `lost_steps`. Time in which
-    no process ran is not counted.
+    Steps after the checkpoint from which the next attempt resumed are `lost_steps`. Time in which no process ran does
+    not count.
     """
-    starts = list(starts)
+    attempts = list(attempts)
     total: dict[str, float] = defaultdict(float, training=0.0)
-    for start, following in itertools.zip_longest(starts, starts[1:]):
-        for name, seconds in start["seconds"].items():
+    for attempt, following in itertools.zip_longest(attempts, attempts[1:]):
+        for name, seconds in attempt["seconds"].items():
             total["training" if name in _STEPS else name] += seconds
-        done, lost = start["to_step"] - start["from_step"], 0
+        done, lost = attempt["to_step"] - attempt["from_step"], 0
         if following is not None:
-            lost = min(max(start["to_step"] - following["from_step"], 0), done)
+            lost = min(max(attempt["to_step"] - following["from_step"], 0), done)
         if lost:
-            seconds = sum(start["seconds"].get(name, 0.0) for name in _STEPS) * lost / done
+            seconds = sum(attempt["seconds"].get(name, 0.0) for name in _STEPS) * lost / done
             total["training"] -= seconds
             total["lost_steps"] += seconds
-    return Goodput(total["training"] / max(sum(total.values()), 1e-9), dict(total), len(starts))
+    return Goodput(total["training"] / max(sum(total.values()), 1e-9), dict(total), len(attempts))
 
 
 def _duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What holds for each parameter: its share of the learning rate, and its weight decay."""
+"""Parameter groups: each parameter's scale of the learning rate, and its weight decay."""
 
 import difflib
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ from jaxlm.training.config import OptimizerConfig, ParameterGroupConfig
 
 @dataclass(frozen=True)
 class Rule:
-    """How one parameter is updated: `scale` multiplies its learning rate; at 0 it is frozen."""
+    """The update rule of one parameter: `scale` multiplies its learning rate; at 0 it is frozen."""
 
     scale: float
     weight_decay: float
 
 
 def rules(settings: OptimizerConfig, tree: nnx.State) -> Tree:
-    """The `Rule` of each parameter: that of the first group whose pattern matches its path.
+    """Return the `Rule` of each parameter: that of the first group whose pattern matches its path.
 
-    Raises InputError where a pattern decides nothing, naming paths that are near.
+    Raises InputError for a pattern that no parameter is left for, and names paths that are near.
     """
     dimensions = model_tree.dimensions(tree)
     group_of = _assign(settings.groups, list(model_tree.paths(dimensions)))
@@ -40,12 +40,12 @@ def rules(settings: OptimizerConfig, tree: nnx.State) -> Tree:
 
 
 def frozen(groups: tuple[ParameterGroupConfig, ...], paths: list[str]) -> frozenset[str]:
-    """Those of a model's parameters that stay as they are. Raises InputError as `rules` does."""
+    """Return the paths of the frozen parameters of a model. Raises InputError as `rules` does."""
     return frozenset(path for path, group in _assign(groups, paths).items() if not group.learning_rate_scale)
 
 
 def _assign(groups: tuple[ParameterGroupConfig, ...], paths: list[str]) -> dict[str, ParameterGroupConfig]:
-    """{path: its group}, for the paths that have one."""
+    """Return {path: its group}, for the paths that have one."""
     group_of: dict[str, ParameterGroupConfig] = {}
     for index, group in enumerate(groups):
         matched = [path for path in paths if fnmatchcase(path, group.pattern)]

@@ -1,4 +1,4 @@
-"""Why a process stops before its work is done: Ctrl-C, SIGTERM, a closed terminal, or the hours it was given."""
+"""Requests to stop a process early: Ctrl-C, SIGTERM, a closed terminal, or the end of its allotted hours."""
 
 import math
 import os
@@ -14,21 +14,21 @@ from types import FrameType
 from jaxlm.core.errors import InputError
 from jaxlm.training.goodput import process_age
 
-# Why a run stops is the number of a signal, and 0 is not at all, so that processes can agree on it by its maximum. The
+# The reason to stop is the number of a signal, and 0 means none, so that processes can agree on it by its maximum. The
 # hours end with an alarm.
 OUT_OF_TIME = int(signal.SIGALRM)
-# These say once more what was said: shell and system both tell of a closed terminal.
+# Signals that may repeat one request: shell and system both report a closed terminal.
 _REPEATED = (signal.SIGALRM, signal.SIGHUP)
-# How long the main thread has to notice a signal: inside a compiler it does not.
+# Time for the main thread to notice a signal: inside a compiler it does not.
 _NOTICE_S = 2.0
-# Of an alarm: no time at all would be none.
+# The shortest timer: 0 would disable it.
 _SOON_S = 0.01
-# And what a timer can be set to anywhere.
+# The longest timer that every system accepts.
 _LONGEST_S = 1e8
 
 
 class Stopped(BaseException):
-    """A signal came, or the time was over, while there was nothing to save."""
+    """Raised where a signal arrived, or the time ended, while there was nothing to save."""
 
     def __init__(self, reason: int):
         super().__init__(named(reason))
@@ -36,13 +36,13 @@ class Stopped(BaseException):
 
 
 class StopRequest:
-    """While it is the context, the first SIGINT, SIGTERM or SIGHUP asks for an end, and a second one, but of SIGHUP,
-    ends the process at once. Where SIGHUP is ignored, as under nohup, it stays so.
+    """A context in which the first SIGINT, SIGTERM or SIGHUP requests a stop, and a second SIGINT or SIGTERM ends the
+    process at once. If SIGHUP is ignored, as under nohup, it stays ignored.
 
-    At first there is nothing to save, and the first signal raises Stopped, as does the end of the `hours` that this
-    process may last, once more where it was lost, as in a destructor; where the main thread does not notice for two
-    seconds, `leave(reason)` is called in another thread, and its result is the exit status. Under `noted()` the signal
-    waits to be asked for by `reason`, as do from then on the hours.
+    Outside `noted()` there is nothing to save: the first signal, or the end of the `hours` that this process may last,
+    raises Stopped. Stopped is raised again if it was lost, for example in a destructor. If the main thread does not
+    notice a signal for two seconds, `leave(reason)` is called in another thread, and its result is the exit status.
+    Inside `noted()` nothing is raised: the loop asks `reason`, which reports signals and the end of the hours.
     """
 
     def __init__(self, leave: Callable[[int], int], hours: float | None = None):
@@ -56,7 +56,7 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        # The numbers of signals arrive in the pipe whatever the main thread does.
+        # Signal numbers arrive in the pipe whatever the main thread does.
         self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -78,12 +78,12 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         os.close(self._read)
-        if sys.unraisablehook == self._not_of_stops:  # or whoever came later would lose theirs
+        if sys.unraisablehook == self._not_of_stops:  # a hook that was set later is kept
             sys.unraisablehook = self._unraisable_before
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """A block that a first signal does not end."""
+        """Enter a block in which the first signal is noted and raises nothing."""
         self._noting = True
         signal.setitimer(signal.ITIMER_REAL, 0)
         try:
@@ -92,7 +92,7 @@ class StopRequest:
             self._noting = False
 
     def reason(self, ahead_s: float = 0.0) -> int:
-        """0, or why to stop now: a signal's number, or OUT_OF_TIME where `ahead_s` more seconds are too many."""
+        """Return 0, or the reason to stop now: a signal, or OUT_OF_TIME if `ahead_s` more seconds do not fit."""
         return self._signal or (OUT_OF_TIME if process_age() + ahead_s > self._limit_s else 0)
 
     def _notice(self, number: int, _: FrameType | None) -> None:
@@ -104,14 +104,14 @@ class StopRequest:
             try:
                 raise stopped
             finally:
-                del stopped  # or this frame, which it holds, would hold it
+                del stopped  # breaks the cycle of exception and frame
 
     def _lost(self) -> bool:
-        """Whether Stopped was raised and is no longer on its way: Python drops what a destructor raises."""
+        """Return whether Stopped was raised and then dropped: Python drops exceptions of destructors."""
         return self._raised is not None and self._raised() is None
 
     def _not_of_stops(self, dropped: "sys.UnraisableHookArgs") -> None:
-        """What a destructor dropped is shown, but for what is told again."""
+        """Show exceptions that a destructor dropped, except Stopped, which is raised again."""
         if not isinstance(dropped.exc_value, Stopped):
             self._unraisable_before(dropped)
 
@@ -134,5 +134,5 @@ class StopRequest:
 
 
 def named(reason: int) -> str | None:
-    """The name of a reason: "SIGTERM", "max_hours"; None where there is none."""
+    """Return the name of a reason, such as "SIGTERM" or "max_hours"; None for 0."""
     return None if not reason else "max_hours" if reason == OUT_OF_TIME else signal.Signals(reason).name

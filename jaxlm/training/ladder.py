@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware.target import Target, of_devices
 from jaxlm.costs.napkin import Napkin, napkin
-from jaxlm.costs.plan import Time, mfu, step_time
+from jaxlm.costs.plan import StepTime, mfu, step_time
 from jaxlm.costs.step import operations
 from jaxlm.costs.step.flops import Flops, flops
 from jaxlm.costs.step.memory import Memory, memory
@@ -26,7 +26,7 @@ class Counted:
     flops: Flops
     memory: Memory
     target: Target | None
-    time: Time | None
+    time: StepTime | None
 
     def mfu(self, step_s: float) -> float | None:
         """Of the `model` FLOPs in a step of so many seconds; None where the peak is unknown."""

@@ -23,7 +23,7 @@ from jaxlm.training.checkpoints import Checkpoints, bytes_of
 from jaxlm.training.config import CheckpointConfig, EvaluationConfig, OptimizerConfig, RecordsConfig, TrainingConfig
 from jaxlm.training.environment import memory_use
 from jaxlm.training.evaluation import Evaluation, evaluate_sources
-from jaxlm.training.goodput import DATA, DATA_WAIT, DEVICE, HOST, Clock, Pace, Starts
+from jaxlm.training.goodput import DATA, DATA_WAIT, DEVICE, HOST, Attempts, Clock, ThroughputMeter
 from jaxlm.training.interrupt import OUT_OF_TIME, StopRequest
 from jaxlm.training.ladder import Counted
 from jaxlm.training.paths import RunPaths
@@ -101,7 +101,7 @@ class Trainer:
         self._shapes = jax.eval_shape(self._steps.init)
         self._state_bytes = bytes_of(self._shapes)
         self._consensus = StopConsensus(mesh)
-        self._pace = Pace(self._clock)
+        self._throughput = ThroughputMeter(self._clock)
         self._previous: tuple[int, dict[str, jax.Array]] | None = None
 
     def train(self) -> Result:
@@ -113,7 +113,7 @@ class Trainer:
         with self._clock.phase("restoring"):
             step = manifests.resume_from(self._paths.checkpoints, self._display.say)
         self._profiler.resume(step or 0)
-        self._starts = Starts(self._paths.goodput, self._clock, step or 0)
+        self._attempts = Attempts(self._paths.goodput, self._clock, step or 0)
         described = self._settings.model_dump(mode="json")
         with (
             ExitStack() as self._noting,  # to the very end: there is something to lose until all is written
@@ -128,7 +128,7 @@ class Trainer:
                 self._profiler.close()
                 with self._clock.phase("checkpoint"):
                     self._saved.wait()
-                self._starts.write(now=True)
+                self._attempts.write(now=True)
 
     def _initial_state(self, newest: int | None) -> TrainState:
         if newest is None:
@@ -159,7 +159,7 @@ class Trainer:
                 compared = self._evaluate(step, programs, state)
                 with self._clock.phase("checkpoint"):
                     self._saved.note(step, compared)
-            self._pace.restart()
+            self._throughput.restart()
             while step < last and not self._consensus.result():
                 if self._norms_every and (step + 1) % self._norms_every == 0:
                     self._look_at_previous()
@@ -209,7 +209,7 @@ class Trainer:
     def _propose(self) -> None:
         """What this process knows of a stop, with time enough for what is under way and a checkpoint."""
         saving_s = self._saved.expected_s(self._state_bytes)
-        self._consensus.propose(self._stop.reason(ahead_s=3 * self._pace.longest_s + saving_s + _END_S))
+        self._consensus.propose(self._stop.reason(ahead_s=3 * self._throughput.longest_s + saving_s + _END_S))
 
     def _goes_on(self) -> bool:
         stopping = self._consensus.result()
@@ -231,12 +231,12 @@ class Trainer:
         (step, arrays), self._previous = self._previous, None
         with self._clock.phase(DEVICE):
             metrics = to_host(arrays)
-        self._pace.add(int(metrics["tokens"]))
-        self._starts.write(step)
+        self._throughput.add(int(metrics["tokens"]))
+        self._attempts.write(step)
         in_a_row = int(metrics["skipped_in_a_row"])
         row = None
         if step == 1 or step % self._training.log_every == 0 or step == self._training.steps:
-            rates = self._pace.rates()
+            rates = self._throughput.rates()
             row = {
                 "step": step,
                 "loss": _finite(metrics["loss"]),
@@ -249,7 +249,7 @@ class Trainer:
                 **memory_use(self._mesh.local_devices),
             }
             self._recorder.write("train", row)
-            self._pace.restart()
+            self._throughput.restart()
         self._display.advance(step, row)
         if in_a_row >= self._training.max_skipped_in_a_row:
             wider = "" if self._training.dtype == "float32" else ", or set training.dtype=float32"

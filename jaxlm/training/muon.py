@@ -1,7 +1,7 @@
 """Muon over declared matrices, one per layer, each orthogonalised whole on one device.
 
-`optax.contrib.scale_by_muon` can be told which dimensions are inputs and outputs; but GSPMD then partitions each of its
-iterations: 208 collectives for the 7 matrices of a Llama layer on data 2 × fsdp 2 × tensor 2, where these are 38.
+`optax.contrib.scale_by_muon` can be told which dimensions are inputs and outputs, but then GSPMD partitions each
+iteration: 208 collectives for the 7 matrices of a Llama layer on data 2 × fsdp 2 × tensor 2; here there are 38.
 """
 
 import math
@@ -17,20 +17,20 @@ from jaxlm.training.config import MuonConfig
 # Jordan et al. 2024, "Newton-Schulz iteration": a·X + b·(XXᵀ)X + c·(XXᵀ)²X takes singular values from far below 1 to
 # between 0.68 and 1.13 in five iterations.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-# About the root mean square of AdamW's updates (arXiv:2502.16982, section 2.2).
+# Approximately the root mean square of AdamW's updates (arXiv:2502.16982, section 2.2).
 _ADAM_RMS = 0.2
 
 
 def scale_by_muon_and_adam(settings: MuonConfig, dimensions: Tree) -> optax.GradientTransformation:
-    """Directions: orthogonal ones for the matrices inside the layers, Adam's for every other parameter.
+    """Return orthogonal directions for the matrices inside the layers, and Adam's for every other parameter.
 
-    A projection is one matrix [inputs, outputs], its heads and head width flattened together: to orthogonalise per head
-    is another optimizer.
+    A projection is one matrix [inputs, outputs], with heads and head dim flattened: orthogonalising per head would be
+    another optimizer.
     """
     kinds = jax.tree.map(lambda d: "muon" if d.projection else "adam", dimensions)
 
     def orthogonal(updates: Tree) -> Tree:
-        # Where optax masked a parameter out there is nothing to do.
+        # Parameters that optax masked out stay as they are.
         return jax.tree.map(
             lambda d, u: _of_layers(d, u, settings.iterations) if d.projection else u, dimensions, updates
         )
@@ -43,7 +43,7 @@ def scale_by_muon_and_adam(settings: MuonConfig, dimensions: Tree) -> optax.Grad
 
 
 def _of_layers(d: Dimensions, update: jax.Array, iterations: int) -> jax.Array:
-    """0.2 · √max(inputs, outputs) times the orthogonal part of each layer's matrix; shaped and laid out as given."""
+    """Return 0.2 · √max(inputs, outputs) times the orthogonal part of each layer's matrix, in its shape and layout."""
     inputs, outputs = (math.prod(d.shape[axis] for axis in side) for side in (d.inputs, d.outputs))
 
     def orthogonal(x: jax.Array) -> jax.Array:
@@ -56,12 +56,12 @@ def _of_layers(d: Dimensions, update: jax.Array, iterations: int) -> jax.Array:
 
 
 def orthogonalize(x_MIO: jax.Array, iterations: int) -> jax.Array:
-    """UVᵀ of each matrix UΣVᵀ, float32 [M, I, O], approximately: Newton and Schulz's iteration with Jordan's
-    coefficients leaves singular values between 0.68 and 1.13, but for those below 1/485 of the Frobenius norm.
+    """Return approximately UVᵀ of each matrix UΣVᵀ, float32 [M, I, O]. Newton-Schulz iteration with Jordan's
+    coefficients takes singular values to between 0.68 and 1.13, except those below 1/485 of the Frobenius norm.
 
-    Its products are of the backend's default precision: bfloat16 on a TPU, as in the original.
+    Products run at the backend's default precision: bfloat16 on a TPU, as in the original.
     """
-    if x_MIO.shape[1] > x_MIO.shape[2]:  # XXᵀ is of the shorter side
+    if x_MIO.shape[1] > x_MIO.shape[2]:  # XXᵀ has the size of the shorter side
         return jnp.swapaxes(orthogonalize(jnp.swapaxes(x_MIO, 1, 2), iterations), 1, 2)
     a, b, c = _COEFFICIENTS
     x = x_MIO / (jnp.linalg.norm(x_MIO, axis=(1, 2), keepdims=True) + 1e-7)

@@ -1,4 +1,4 @@
-"""Norms of every layer: of its gradients, and of the residual stream that it leaves."""
+"""Norms of every layer: of its gradients, and of the residual stream after it."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxlm.models.tree import Tree
 
 
 def of_gradients(gradients: Tree, tree: nnx.State) -> dict[str, jax.Array]:
-    """The Euclidean norm of each parameter's gradient by path, float32 []; of stacked ones of each layer, [L]."""
+    """Return the Euclidean norm of each parameter's gradient by path, float32 []; per layer if it is stacked, [L]."""
     axes = model_tree.paths(model_tree.read(tree, lambda leaf: leaf.axes.count("layers")))
 
     def norm(gradient: jax.Array, stacked: int) -> jax.Array:
@@ -21,7 +21,7 @@ def of_gradients(gradients: Tree, tree: nnx.State) -> dict[str, jax.Array]:
 
 
 def squares(module: Transformer, batch: dict[str, jax.Array], execution: Execution) -> jax.Array:
-    """Of the residual stream after each layer, without dropout: its mean square, summed over the targets, [L]."""
+    """Return the mean square of the residual stream after each layer, without dropout, summed over the targets, [L]."""
     counts_BT = batch["segments"] > 0
 
     def observe(x_BTD: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The optimizer, told by the abstract tree what each parameter is; from optax where that asks for no more."""
+"""The optimizer, which reads from the abstract tree what each parameter is; from optax wherever that suffices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ from jaxlm.training.groups import Rule, rules
 from jaxlm.training.muon import scale_by_muon_and_adam
 from jaxlm.training.schedules import schedule
 
-# Per kind: the direction in which the settings move the parameters of these dimensions, before decay and rate.
+# Per kind: the direction of an update, from settings and dimensions, before decay and learning rate.
 _DIRECTIONS: dict[str, Callable[[Any, Tree], optax.GradientTransformation]] = {
     "adamw": lambda s, _: optax.scale_by_adam(s.beta1, s.beta2, s.epsilon),
     "muon": scale_by_muon_and_adam,
@@ -29,9 +29,9 @@ _DIRECTIONS: dict[str, Callable[[Any, Tree], optax.GradientTransformation]] = {
 
 
 def optimizer(settings: OptimizerConfig, tree: nnx.State) -> optax.GradientTransformation:
-    """Clipping by global norm, the direction of this kind, decoupled weight decay and the learning rate.
+    """Return the optimizer: clipping by global norm, its direction, decoupled weight decay and the learning rate.
 
-    Raises InputError where a group's pattern decides nothing.
+    Raises InputError for a group whose pattern decides nothing.
     """
     dimensions = model_tree.dimensions(tree)
     direction = _DIRECTIONS[settings.kind](settings, dimensions)
@@ -43,15 +43,15 @@ def optimizer(settings: OptimizerConfig, tree: nnx.State) -> optax.GradientTrans
 
 
 def without_frozen(settings: OptimizerConfig, tree: nnx.State) -> Callable[[Tree], Tree]:
-    """A function of gradients that makes those of frozen parameters zero, so that XLA need not compute them."""
+    """Return a function that zeroes the gradients of frozen parameters, so that XLA need not compute them."""
     ruled = rules(settings, tree)
     return lambda gradients: jax.tree.map(lambda r, g: g if r.scale else jnp.zeros_like(g), ruled, gradients)
 
 
 def _decay_and_scale(settings: OptimizerConfig, tree: nnx.State) -> optax.GradientTransformation:
-    """scale · (direction + weight_decay · parameter), with each parameter's own."""
-    aside = getattr(settings, "adam_learning_rate", None)  # Muon's, for what it does not orthogonalise
-    own = {True: 1.0, False: 1.0 if aside is None else aside / settings.learning_rate}
+    """Return scale · (direction + weight_decay · parameter), with the scale and decay of each parameter."""
+    adam_rate = getattr(settings, "adam_learning_rate", None)  # Muon's, for parameters that it does not orthogonalise
+    own = {True: 1.0, False: 1.0 if adam_rate is None else adam_rate / settings.learning_rate}
     relative = jax.tree.map(lambda d: own[d.projection], model_tree.dimensions(tree))
     ruled = rules(settings, tree)
 
@@ -63,15 +63,15 @@ def _decay_and_scale(settings: OptimizerConfig, tree: nnx.State) -> optax.Gradie
         return decayed if scale == 1.0 else scale * decayed
 
     transform = optax.stateless(lambda updates, parameters: jax.tree.map(moved, ruled, relative, updates, parameters))
-    # Of all parameters, masked nonetheless: the state then has the structure of optax.adamw's, and so of checkpoints.
+    # The mask selects every parameter, so that the state, and a checkpoint, has the structure of optax.adamw's.
     return optax.masked(transform, True)
 
 
 def state_shardings(transformation: optax.GradientTransformation, tree: nnx.State, mesh: Mesh) -> Any:
-    """A sharding per leaf of the optimizer's state.
+    """Return a sharding for each leaf of the optimizer's state.
 
-    A leaf whose path ends in a parameter's path and that has its shape lies as that parameter does; behind that path,
-    "inputs" and "outputs" lie as those dimensions of it do. The others are replicated.
+    A leaf whose path ends in a parameter's path and that has its shape is sharded like the parameter. "inputs" and
+    "outputs" below such a path are sharded like these dimensions of the parameter. Other leaves are replicated.
     """
     places = _places(tree, mesh)
 
@@ -88,7 +88,7 @@ def state_shardings(transformation: optax.GradientTransformation, tree: nnx.Stat
 
 
 def _places(tree: nnx.State, mesh: Mesh) -> dict[str, tuple[tuple[int, ...], NamedSharding]]:
-    """{path: (shape, sharding)} of the parameters and of what a matrix keeps per input and per output."""
+    """Return {path: (shape, sharding)} of the parameters, and of a matrix's state per input and per output."""
     places = {}
     for path, d in model_tree.paths(model_tree.dimensions(tree)).items():
         kept = {path: range(len(d.shape))}

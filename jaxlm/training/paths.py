@@ -1,30 +1,30 @@
-"""RUN, the folder of a training run: what its files are called."""
+"""The file names in RUN, the folder of a training run."""
 
 from pathlib import Path
 
 
 class RunPaths:
-    """What lies in the folder of a run; each file is there once something has written it."""
+    """Paths of the files in the folder of a run; each file exists once something has written it."""
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self.lock = directory / "lock"  # of the job that is at work
-        # What was begun: the resolved experiment, the tokenizer and the identity of the data.
+        self.lock = directory / "lock"  # held by the job that is running
+        # The definition of the run: the resolved experiment, the tokenizer and the identity of the data.
         self.config = directory / "config.toml"
         self.tokenizer = directory / "tokenizer.json"
         self.data = directory / "data.json"
-        # Lines of JSON: where each start ran, steps, held-out losses, norms of each layer, seconds of each start.
-        self.starts = directory / "starts.jsonl"
+        # Lines of JSON: the environment of each attempt, steps, held-out losses, norms per layer, seconds per attempt.
+        self.attempts = directory / "attempts.jsonl"
         self.metrics = directory / "metrics.jsonl"
         self.evaluations = directory / "evaluations.jsonl"
         self.norms = directory / "norms.jsonl"
         self.goodput = directory / "goodput.jsonl"
-        # What other programs show: event files, the id of the run at Weights & Biases, traces.
+        # For other programs: event files, the id of the run at Weights & Biases, traces.
         self.tensorboard = directory / "tensorboard"
         self.wandb_id = directory / "wandb_id"
         self.profile = directory / "profile"
         self.checkpoints = directory / "checkpoints"
-        # What is left at the end.
+        # Results at the end.
         self.ladder = directory / "ladder.json"
         self.loss_curve = directory / "loss.png"
         self.sample = directory / "sample.txt"

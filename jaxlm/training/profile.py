@@ -1,4 +1,4 @@
-"""Profiles of chosen steps, for XProf. The names in them are the paths of the abstract tree."""
+"""Profiles of chosen steps, for XProf. Operations carry the paths of the abstract tree."""
 
 import re
 from collections.abc import Callable
@@ -8,42 +8,42 @@ from typing import NamedTuple
 from jaxlm.core.errors import InputError
 
 
-class Steps(NamedTuple):
-    """Steps start, …, stop − 1, as they are numbered in the lines of metrics."""
+class ProfiledSteps(NamedTuple):
+    """The steps start, …, stop − 1, numbered as in the lines of metrics."""
 
     start: int
     stop: int
 
     @staticmethod
-    def parse(text: str) -> "Steps":
-        """From START:STOP. Raises InputError."""
+    def parse(text: str) -> "ProfiledSteps":
+        """Parse START:STOP. Raises InputError."""
         match = re.fullmatch(r"(\d+):(\d+)", text)
         if match is None or not 0 < int(match[1]) < int(match[2]):
             raise InputError(f"--profile {text!r} is not START:STOP with 0 < START < STOP, such as 10:13 for 10 to 12")
-        return Steps(int(match[1]), int(match[2]))
+        return ProfiledSteps(int(match[1]), int(match[2]))
 
-    def check(self, last: int) -> "Steps":
-        """Itself. Raises InputError where the run ends, with step `last`, before they begin."""
+    def check(self, last: int) -> "ProfiledSteps":
+        """Return itself. Raises InputError if the run ends, with step `last`, before these steps begin."""
         if self.start > last:
             raise InputError(f"--profile {self.start}:{self.stop} begins after training.steps = {last}; lower START")
         return self
 
 
 class Profiler:
-    """Traces `steps` into a folder, in a job of several processes each into one of its own there; with None it does
-    nothing."""
+    """A profiler that traces `steps` into a folder; each of several processes has a subfolder. With `steps=None` it
+    does nothing."""
 
-    def __init__(self, steps: Steps | None, directory: Path, say: Callable[[str], None]):
+    def __init__(self, steps: ProfiledSteps | None, directory: Path, say: Callable[[str], None]):
         self._steps, self._directory, self._say, self._tracing = steps, directory, say, False
 
     def resume(self, step: int) -> None:
-        """Say so where the run goes on from a step that lies behind the profile's: a job that is started again with the
-        same command is not refused for it."""
+        """Report if the run resumes after the profiled steps. This is no error: a job may be restarted with the same
+        command."""
         if self._steps is not None and self._steps.stop <= step + 1:
             self._say(f"no profile: steps {self._steps.start} to {self._steps.stop - 1} are done, up to {step}")
 
     def before(self, step: int, settle: Callable[[], None]) -> None:
-        """Call before each step is sent off; `settle` waits for those before it, where a trace begins or ends."""
+        """Start or stop the trace; to be called before each step is dispatched. `settle` waits for earlier steps."""
         if self._steps is None:
             return
         if self._tracing and step >= self._steps.stop:
@@ -53,12 +53,14 @@ class Profiler:
             import jax
 
             settle()
-            own = f"process-{jax.process_index()}" if jax.process_count() > 1 else ""  # or those of a host overwrite
+            own = (
+                f"process-{jax.process_index()}" if jax.process_count() > 1 else ""
+            )  # else the processes of a host overwrite one another
             jax.profiler.start_trace(self._directory / own)
             self._tracing = True
 
     def close(self) -> None:
-        """Write the trace that is being taken, if one is."""
+        """Write the current trace, if there is one."""
         if self._tracing:
             import jax
 

@@ -1,4 +1,4 @@
-"""What a run writes down while it trains, behind one object that the loop talks to."""
+"""The recorder of a training run: one object through which the loop writes files and reports to trackers."""
 
 import math
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ from jaxlm.training.sinks import Sink, TensorBoard, WeightsAndBiases
 
 
 class Recorder:
-    """Rows of numbers with their `step`, each written to a file of its kind and to TensorBoard and W&B.
+    """A writer of rows of numbers with their `step`, each to the file of its kind and to TensorBoard and W&B.
 
-    A resumed run begins behind step `resumed`: what files and sinks hold of later ones is dropped. In a job of several
-    processes the first writes, and the others' recorders are silent. Close it, or use it as a context.
+    A run that resumes after step `resumed` drops later steps from files and sinks. In a job of several processes the
+    first one writes, and the other recorders are silent. Close it, or use it as a context.
     """
 
     def __init__(self, paths: RunPaths, settings: RecordsConfig, resumed: int, config: dict[str, Any]):
@@ -39,8 +39,8 @@ class Recorder:
             sink.close()
 
     def write(self, kind: str, row: dict[str, Any]) -> None:
-        """A row of kind "train", "evaluation" or "norms". Its values may be nested dicts and lists of numbers, whose
-        names in the sinks are joined by "/"."""
+        """Write a row of kind "train", "evaluation" or "norms". Values may be nested dicts and lists of numbers; the
+        sinks join their names by "/"."""
         self._files[kind].append(row)
         if self._sinks:
             values = dict(_numbers(kind, {name: value for name, value in row.items() if name != "step"}))
@@ -48,11 +48,11 @@ class Recorder:
                 sink.write(row["step"], values)
 
     def holds(self, kind: str, step: int) -> bool:
-        """Whether a row of this step is written; the same on every process."""
+        """Return whether a row of this step is written; the same on every process."""
         return bool(broadcast_from_first(is_first() and any(row["step"] == step for row in self._files[kind].rows())))
 
     def flush(self) -> None:
-        """What was written survives the process."""
+        """Flush the sinks, so that the written rows survive the process."""
         for sink in self._sinks:
             sink.flush()
 

@@ -1,4 +1,4 @@
-"""What a run writes down: lines of JSON, and a picture of their losses."""
+"""Records of a run: lines of JSON, and a plot of their losses."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -9,19 +9,19 @@ from jaxlm.core.files import replace
 from jaxlm.parallel.processes import is_first
 
 
-def of_a_step(row: dict[str, Any]) -> bool:
-    """Whether a line says of which step it is."""
+def has_step(row: dict[str, Any]) -> bool:
+    """Return whether a row has the number of its step."""
     return isinstance(row.get("step"), int)
 
 
 class JsonLines:
-    """A file of one JSON object per line, each of which is `whole`; whole lines survive a killed process."""
+    """A file of one JSON object per line. A complete line survives a killed process; `valid` says which rows count."""
 
-    def __init__(self, path: Path, whole: Callable[[dict[str, Any]], bool] = of_a_step):
-        self.path, self._whole = path, whole
+    def __init__(self, path: Path, valid: Callable[[dict[str, Any]], bool] = has_step):
+        self.path, self._valid = path, valid
 
     def rows(self) -> list[dict[str, Any]]:
-        """Every whole line; a killed process or a bad disk may have left others broken."""
+        """Return every valid row; lines that a killed process or a bad disk left broken are skipped."""
         if not self.path.exists():
             return []
         rows = []
@@ -30,22 +30,22 @@ class JsonLines:
                 row = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(row, dict) and self._whole(row):
+            if isinstance(row, dict) and self._valid(row):
                 rows.append(row)
         return rows
 
     def cut_after(self, step: int) -> None:
-        """Drop the lines of later steps, by their `step`, so that a resumed run writes them again."""
+        """Drop the rows of steps after `step`, which a resumed run writes again."""
         if self.path.exists():
             self.replace(row for row in self.rows() if row["step"] <= step)
 
     def replace(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Put these lines in place of all there are, at once; in a job of several processes the first writes."""
+        """Replace the whole file with these rows, atomically; in a job of several processes the first one writes."""
         if is_first():
             replace(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def append(self, row: dict[str, Any]) -> None:
-        """Write one line through to the operating system; in a job of several processes the first writes."""
+        """Append one line and hand it to the operating system; in a job of several processes the first one writes."""
         if not is_first():
             return
         with self.path.open("a", encoding="utf-8") as file:
@@ -53,7 +53,7 @@ class JsonLines:
 
 
 def plot_losses(metrics: list[dict], evaluations: list[dict], path: Path) -> None:
-    """Training and held-out loss over steps, as a PNG."""
+    """Plot training and held-out loss over steps, as a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

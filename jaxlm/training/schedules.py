@@ -12,7 +12,7 @@ from jaxlm.training.config import (
 
 
 def schedule(settings: ScheduleConfig, peak: float) -> optax.Schedule:
-    """Learning rate as a function of the number of updates made so far."""
+    """Return the learning rate as a function of the number of updates made so far."""
     warmup = optax.linear_schedule(0.0, peak, settings.warmup_steps)
     return optax.join_schedules([warmup, _after_warmup(settings, peak)], [settings.warmup_steps])
 
@@ -33,5 +33,5 @@ def _after_warmup(settings: ScheduleConfig, peak: float) -> optax.Schedule:
 
 
 def _left(settings: CosineScheduleConfig | LinearScheduleConfig | WarmupStableDecayScheduleConfig) -> int:
-    """Updates from the warmup to the end; a run that ends inside its warmup leaves nothing to decay over."""
+    """Return the number of updates from the end of the warm-up to the end, at least 1 if the run ends inside it."""
     return max(settings.decay_steps - settings.warmup_steps, 1)

@@ -1,4 +1,4 @@
-"""Where records go besides the run's own files: TensorBoard and Weights & Biases."""
+"""Sinks of records besides the run's own files: TensorBoard and Weights & Biases."""
 
 import importlib.util
 import uuid
@@ -10,31 +10,31 @@ from jaxlm.training.paths import RunPaths
 
 
 class Sink(Protocol):
-    """Takes numbers by name."""
+    """A destination of named numbers."""
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """The values of one step."""
+        """Write the values of one step."""
 
     def flush(self) -> None:
-        """What was written survives the process."""
+        """Make the written values survive the process."""
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Finish writing."""
 
 
 def check_installed(wandb_project: str | None) -> None:
-    """Raises InputError where a package that is asked for is not here."""
+    """Raise InputError if a requested package is not installed."""
     if wandb_project is not None and importlib.util.find_spec("wandb") is None:
         raise InputError("records.wandb_project needs Weights & Biases: pip install 'jaxlm[wandb]'")
 
 
 class TensorBoard:
-    """Event files. Those of steps after `resumed` that an earlier start wrote are superseded."""
+    """A writer of event files. Events of steps after `resumed` that an earlier attempt wrote are superseded."""
 
     def __init__(self, directory: Path, resumed: int):
         from tensorboardX import SummaryWriter
 
-        # Files are read in the order of their names, which have only the second in them.
+        # Files are read in the order of their names, whose timestamps are whole seconds.
         suffix = f".{len(list(directory.glob('events*'))):06d}" if directory.is_dir() else ""
         self._writer = SummaryWriter(str(directory), purge_step=resumed + 1, flush_secs=10, filename_suffix=suffix)
 
@@ -50,9 +50,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One W&B run per run folder, whose id is kept in it: a start that resumes continues it.
+    """A writer to one W&B run per run folder. The folder keeps the run's id, so that a resumed run continues it.
 
-    Steps that are done again after a resume keep their first values: W&B takes no step twice.
+    Steps that are repeated after a resume keep their first values: W&B accepts no step twice.
     """
 
     def __init__(self, paths: RunPaths, project: str, config: dict[str, Any]):
@@ -60,7 +60,7 @@ class WeightsAndBiases:
 
         if not paths.wandb_id.exists():
             paths.wandb_id.write_text(uuid.uuid4().hex[:12])
-        settings = wandb.Settings(console="off")  # the bar is nothing to keep
+        settings = wandb.Settings(console="off")  # do not capture the progress bar
         try:
             self._run = wandb.init(
                 project=project,
@@ -81,7 +81,7 @@ class WeightsAndBiases:
         self._run.log(values, step=step)
 
     def flush(self) -> None:
-        pass  # its own process does
+        pass  # W&B's own process does this
 
     def close(self) -> None:
         self._run.finish()

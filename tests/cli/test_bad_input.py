@@ -387,7 +387,7 @@ def test_a_platform_that_is_not_here_begins_no_run(platform, place):
     )
     assert done.returncode == 2, done.stderr
     # What a plugin logs stands before it.
-    assert done.stderr.splitlines()[-1].startswith(f"jaxlm: JAX_PLATFORMS={platform} is not to be had here")
+    assert done.stderr.splitlines()[-1].startswith(f"jaxlm: JAX_PLATFORMS={platform} is not available here")
     assert done.stdout == "" and not (place / "runs").exists()
 
 

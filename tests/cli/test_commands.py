@@ -68,7 +68,7 @@ def test_train_prints_one_json_object(run):
 @pytest.mark.slow
 def test_a_run_holds_what_it_should(run):
     assert {p.name for p in run.iterdir()} >= {
-        "config.toml", "data.json", "starts.jsonl", "tokenizer.json", "metrics.jsonl", "evaluations.jsonl",
+        "config.toml", "data.json", "attempts.jsonl", "tokenizer.json", "metrics.jsonl", "evaluations.jsonl",
         "checkpoints", "loss.png", "sample.txt", "ladder.json",
     }  # fmt: skip
     metrics = lines(run / "metrics.jsonl")
@@ -82,8 +82,8 @@ def test_a_run_holds_what_it_should(run):
     assert (run / "sample.txt").read_text().startswith("def f0(x)")
     rungs = json.loads((run / "ladder.json").read_text())
     assert rungs["measured"]["step_s"] > rungs["counted"]["step_s"][0] > rungs["napkin"]["step_s"] > 0
-    (start,) = lines(run / "starts.jsonl")
-    assert start["versions"]["jax"] and start["devices"]
+    (attempt,) = lines(run / "attempts.jsonl")
+    assert attempt["versions"]["jax"] and attempt["devices"]
 
 
 @pytest.mark.slow

@@ -91,7 +91,7 @@ def nowhere(monkeypatch):
 
 
 def test_nothing_is_measured_that_cannot_be_kept(nowhere, capsys, monkeypatch):
-    monkeypatch.setattr("jaxlm.costs.hardware.timed.in_turns", None)
+    monkeypatch.setattr("jaxlm.costs.hardware.timed.alternate", None)
     assert main(["hardware", "host", "--measure"]) == 2
     said = capsys.readouterr()
     assert said.out == "" and "/proc/cache/jaxlm/hardware, which cannot be written to" in said.err.splitlines()[-1]
@@ -99,7 +99,7 @@ def test_nothing_is_measured_that_cannot_be_kept(nowhere, capsys, monkeypatch):
 
 def test_a_run_keeps_to_itself_what_can_be_kept_nowhere(monkeypatch, quick, nowhere):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setattr(calibration, "_unkept", None)  # and put back after this test
+    monkeypatch.setattr(calibration, "_uncached", None)  # restored after this test
 
     def start(command, env, **_):
         with monkeypatch.context() as patch:
@@ -113,7 +113,7 @@ def test_a_run_keeps_to_itself_what_can_be_kept_nowhere(monkeypatch, quick, nowh
     lines = []
     devices.calibrated(lines.append)
     devices.calibrated(lines.append)
-    assert len(lines) == 1 and "for this start alone" in lines[0]
+    assert len(lines) == 1 and "for this attempt alone" in lines[0]
     assert find(HOST).notes and find(HOST).dispatch_s > 0
 
 

@@ -117,7 +117,7 @@ def greedy(model, prompt, count=12):
     ids = tokenizer.encode_prompt(prompt)[-(CONTEXT - count + 1) :]
     drawn = generate(
         restored.experiment.model, restored.parameters, [ids], count, restored.mesh,
-        sampling=Sampling(temperature=0.0), valid=tokenizer.vocab_size,
+        sampling=Sampling(temperature=0.0), vocab_size=tokenizer.vocab_size,
     )  # fmt: skip
     ids = [int(token[0]) for token in drawn]
     return tokenizer.decode(ids[: ids.index(SEPARATOR)] if SEPARATOR in ids else ids)

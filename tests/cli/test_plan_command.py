@@ -207,7 +207,7 @@ def test_chips_that_are_not_ranked_are_named_with_why(capsys):
         (["--on", "all:8", "--mesh", "rows=8"], "--mesh 'rows=8' is not AXIS=N,…"),
         (["--on", "all", "--mesh", "auto"], "as all; the first, a100-sxm4-80g:1: no mesh of a100-sxm4-80g:1 holds"),
         (["--on", "h200-sxm:8", "--mesh", "fsdp=4,fsdp=8"], "--mesh 'fsdp=4,fsdp=8' gives fsdp twice"),
-        (["--on", "h200-sxm:8", "--mesh", "auto", "mesh.tensor=2"], "--mesh auto says the whole mesh; leave out mesh."),
+        (["--on", "h200-sxm:8", "--mesh", "auto", "mesh.tensor=2"], "--mesh auto sets the whole mesh; leave out mesh."),
         (["--on", "h200-sxm:8", "--mesh", "fsdp=8", "mesh={tensor=2}"], "leave out mesh.tensor, or --mesh"),
         (["--on", "h200-sxm:8", "--mesh", "auto", "training.remat=none"], "or leave out training.remat"),
     ],

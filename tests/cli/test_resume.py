@@ -95,7 +95,7 @@ def test_a_run_moves_from_mesh_to_mesh(config, uninterrupted, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_costs_only_the_way_from_the_one_before(config, uninterrupted, tmp_path):
+def test_a_corrupt_checkpoint_costs_only_the_way_from_the_one_before(config, uninterrupted, tmp_path):
     run = tmp_path / "run"
     finish(start(config, run, "training.steps=60"))
     file = max((p for p in (run / "checkpoints" / "60").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
@@ -103,7 +103,7 @@ def test_a_damaged_checkpoint_costs_only_the_way_from_the_one_before(config, uni
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     _, errors = finish(start(config, run))
-    assert "checkpoint 60 is damaged" in errors and "resuming from step 40" in errors
+    assert "checkpoint 60 is corrupt" in errors and "resuming from step 40" in errors
     assert figures(run) == figures(uninterrupted)
 
 
@@ -115,7 +115,7 @@ def test_a_run_whose_checkpoints_are_lost_is_not_begun_anew(config, uninterrupte
     for file in sums:
         file.write_bytes(b"")
     _, errors = finish(start(config, run), status=2)
-    assert "/checkpoints is whole; put back one that is" in errors.splitlines()[-1] and len(sums) > 1
+    assert "/checkpoints is corrupt; restore one from a copy" in errors.splitlines()[-1] and len(sums) > 1
     assert all(file.exists() for file in sums)
     shutil.rmtree(run / "checkpoints")
     for _ in "away", "a mount point without its disk":

@@ -115,12 +115,12 @@ def test_before_the_first_step_too_hours_end_it_though_a_compiler_does_not_hear(
 SLOW_CHECKPOINT = """
 import sys, time
 from jaxlm.training.checkpoints import Checkpoints
-seal = Checkpoints._seal
+write = Checkpoints._write_manifest
 def slowly(self):
-    print("sealing", file=sys.stderr, flush=True)
+    print("writing the manifest", file=sys.stderr, flush=True)
     time.sleep(3)
-    seal(self)
-Checkpoints._seal = slowly
+    write(self)
+Checkpoints._write_manifest = slowly
 """
 
 
@@ -128,7 +128,7 @@ Checkpoints._seal = slowly
 def test_a_signal_while_the_last_checkpoint_is_written_waits_for_it(config, tmp_path):
     run = tmp_path / "run"
     process = start(config, run, "training.steps=10", "evaluation.every=1000", "--json", before=SLOW_CHECKPOINT)
-    wait_for_line(process, "sealing")
+    wait_for_line(process, "writing the manifest")
     process.send_signal(signal.SIGTERM)
     out, errors = finish(process)
     assert "stopped at step 10, checkpoint written" in errors.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Closed forms against what is counted from programs, what an optimizer really holds, and each other."""
+"""Closed forms against counts from programs, against the state of real optimizers, and against each other."""
 
 import math
 from dataclasses import replace
@@ -46,7 +46,7 @@ def counted(experiment):
 
 
 def windowless(work):
-    """Each token sees all before it: so XLA computes, which hides scores outside of a window behind them."""
+    """Each token attends to all tokens before it: XLA computes the scores outside a window too, and masks them."""
     attention = work.model.attention.model_copy(update={"window": None})
     return replace(work, model=work.model.model_copy(update={"attention": attention}))
 
@@ -72,7 +72,7 @@ def test_every_config_s_training_step_has_the_products_that_are_counted(path, re
 )
 def test_kernels_compute_what_both_counters_read(name, chip, remat):
     """Norms of heads, rotary positions and gates are Qwen's; biases, and an activation that is no kernel, GPT-2's;
-    norms behind blocks Gemma's."""
+    norms after blocks Gemma's."""
     settings = ["training.kernels=auto", "training.sequence=512", "training.microbatches=2", f"training.remat={remat}"]
     experiment = config.load(CONFIGS / f"models/{name}.toml", settings)
     device = AbstractDevice(chip, 1, {"N": "gpu", "T": "tpu"}[chip[0]])
@@ -90,7 +90,7 @@ def test_kernels_compute_what_both_counters_read(name, chip, remat):
 @pytest.mark.parametrize("remat", ["none", "full", ("query", "key", "value", "attention", "up")], ids=str)
 @pytest.mark.parametrize("sequence", [128, 300, 1024])
 def test_a_cpu_computes_attention_in_parts(sequence, remat):
-    """Both counters read the same products, and nearly the same of all others; MFU is of the whole square."""
+    """Both counters find the same products, and nearly the same other FLOPs; MFU counts attention whole."""
     model, training = (
         model_fixtures.model(context_length=sequence),
         model_fixtures.training(batch=4, sequence=sequence, remat=remat),
@@ -149,7 +149,7 @@ FROZEN = {
 @pytest.mark.parametrize("patterns", FROZEN)
 @pytest.mark.parametrize("family, kind", [("llama", "adamw"), ("qwen3", "muon"), ("gemma", "adamw")])
 def test_products_of_a_step_in_which_something_is_frozen(family, kind, patterns, remat):
-    """Layers below nothing that trains have no backward pass, and run no more than once."""
+    """Layers with nothing that trains in or before them have no backward pass, and run only once."""
     model, training = (
         model_fixtures.model(model_fixtures.FAMILIES[family]),
         model_fixtures.training(remat=remat, microbatches=2),
@@ -239,8 +239,8 @@ def test_products_of_inference(family):
 @pytest.mark.parametrize("sequence", [3, 24])
 @pytest.mark.parametrize("every", [None, 2, 3])
 def test_windows_leave_what_is_seen_through_them(sequence, every):
-    """The MFU's FLOPs are of the keys in each query's window; a causal count is of those that it sees, to a half of
-    what each sees of itself. XLA computes all, and so is counted."""
+    """MFU counts the keys in each query's window; a causal count has only visible keys, with half of the diagonal. XLA
+    computes all scores, and the executed count has them all."""
     window, layers = {"size": 5, "global_every": every}, 7
     model = model_fixtures.model(num_layers=layers, attention={"num_heads": 8, "num_kv_heads": 4, "window": window})
     for kind in ("train", "prefill", "decode"):
@@ -262,7 +262,7 @@ def test_windows_leave_what_is_seen_through_them(sequence, every):
 
 
 def test_a_kernel_for_attention_may_skip_what_nobody_sees():
-    """Its upper bound computes all scores, its lower one those that causality and windows leave."""
+    """The upper bound computes all scores, the lower bound only those that causality and windows leave."""
     sizes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 128}
     plain = model_fixtures.model(context_length=2**17, attention=sizes)
     narrow = model_fixtures.model(context_length=2**17, attention={**sizes, "window": {"size": 1024}})
@@ -301,7 +301,7 @@ def test_napkin_is_six_for_each_parameter_and_token():
 
 
 def test_work_divides_over_devices():
-    """Products and state of one device times devices are those of the whole, where everything divides."""
+    """One device's products and state times the devices are those of the whole, if everything divides."""
     whole = Workload("train", model_fixtures.model(), 16, 32, remat="full", microbatches=2, kernels="xla")
     total = sum(op.times * op.flops for op in operations.step(whole))
     for mesh in (meshes.layout(2, 2, 2), meshes.layout(1, 4, 4), meshes.layout(8, 1, 1)):
@@ -369,7 +369,7 @@ def test_the_last_sum_of_a_layer_runs_again_where_a_norm_reads_it(post_norms):
 
 @pytest.mark.parametrize("tied, sums", [(False, 3), (True, 6)])
 def test_tables_are_gathered_once_and_summed_for_each_use(tied, sums):
-    """What is looked up before the loop over three microbatches, the unembedding in it."""
+    """The looked-up table is gathered before the loop over three microbatches, the unembedding inside it."""
     model = model_fixtures.model(tied_embeddings=tied)
     work = Workload("train", model, 24, 32, microbatches=3, layout=meshes.layout(2, 4, 1), kernels="xla")
     sent = {(c.kind, c.of): c.times for c in traffic.collectives(work)}
@@ -384,7 +384,7 @@ def test_tables_are_gathered_once_and_summed_for_each_use(tied, sums):
 
 
 def test_muon_moves_whole_matrices():
-    """Three layers filled up to eight, in float32; a quarter of each on a device, and keys whole beside `tensor`."""
+    """Three layers, padded to eight, in float32; a device has a quarter of each, and keys whole over `tensor`."""
     model = model_fixtures.model(attention={"num_heads": 8, "num_kv_heads": 1, "head_dim": 4})
     found = traffic.collectives(
         Workload("train", model, 16, 32, optimizer="muon", layout=meshes.layout(2, 2, 2), kernels="xla")
@@ -503,7 +503,7 @@ def test_ten_thousand_plans_a_minute():
     model = config.load(CONFIGS / "models" / "llama3.1-405b.toml").model
     work = Workload("train", model, 64, 8192, remat="full", layout=meshes.layout(1, 8, 8), kernels="xla")
     plan(work, target)
-    began = time.process_time()  # what else runs on the machine is none of its
+    began = time.process_time()  # excludes other load of the machine
     for batch in range(64, 64 * 101, 64):
         plan(replace(work, batch=batch), target)
     assert time.process_time() - began < 100 * 60 / 10_000
@@ -542,7 +542,7 @@ def test_bad_input():
 
 
 def test_kernels_are_left_out_of_chips_that_do_not_run_them():
-    """By all that is asked of a workload and a target."""
+    """Every function of a workload and a target leaves them out."""
     experiment = config.load(CONFIGS / "models/qwen3-0.6b.toml", ["training.sequence=1024", "training.batch=8"])
     auto, target = config.workload(experiment, meshes.layout(1, 8, 1)), Target.parse("mi300x:8")
     plain = replace(auto, kernels="xla")
@@ -555,7 +555,7 @@ def test_kernels_are_left_out_of_chips_that_do_not_run_them():
 
 
 def test_what_was_measured_of_a_step_moves_the_upper_bound_alone():
-    """Each figure that calibration measures costs the seconds that it says, and none touches the lower bound."""
+    """Each measured figure of calibration adds exactly its own seconds, and none changes the lower bound."""
     work = config.workload(config.load(CONFIGS / "quickstart.toml", ["training.kernels=xla"]), meshes.layout())
     chip = Target.parse("h200-sxm:1").chip.model_copy(update={"on_chip": None})  # no tiles to fill
     target = Target(chip, (1, 1))

@@ -30,7 +30,7 @@ def pieces(tokenizer, prompt, tokens):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_pieces_are_the_text_behind_the_prompt(tokenizer, seed):
+def test_the_pieces_are_the_text_after_the_prompt(tokenizer, seed):
     words = random.Random(seed).choices(TEXT.split(" "), k=20)
     ids = tokenizer.encode(" ".join(words))
     for at in (0, 1, 5, len(ids) - 1):

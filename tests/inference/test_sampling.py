@@ -70,7 +70,7 @@ def test_temperature_zero_takes_the_likeliest():
 def test_padding_of_the_vocabulary_is_never_drawn(temperature):
     logits = jnp.array([[0.0, 0.0, 50.0, 50.0]])
     keys = jax.random.split(jax.random.key(0), 64)
-    drawn = {int(sample(logits, key, Sampling(temperature), valid=2)[0]) for key in keys}
+    drawn = {int(sample(logits, key, Sampling(temperature), vocab_size=2)[0]) for key in keys}
     assert drawn <= {0, 1}
 
 

@@ -49,7 +49,7 @@ def test_token_logprobs_are_log_softmax_and_argmax(family):
         np.testing.assert_array_equal(likeliest[row], jnp.argmax(logits, axis=-1) == targets[row])
 
 
-def test_scores_are_sums_over_the_continuation_behind_as_much_context_as_fits():
+def test_scores_are_sums_over_the_continuation_after_as_much_context_as_fits():
     asked = pairs()
     assert any(len(context) + len(rest) > model_fixtures.CONTEXT + 1 for context, rest in asked)
     graph, model, parameters = parts()
@@ -76,10 +76,10 @@ def test_any_mesh_scores_the_same():
 
 def test_what_greedy_decoding_gives_is_greedy():
     _, model, parameters = parts()
-    drawn = generate(model, parameters, [[3, 1, 4]], 6, meshes.make(), sampling=Sampling(0.0), valid=40)
+    drawn = generate(model, parameters, [[3, 1, 4]], 6, meshes.make(), sampling=Sampling(0.0), vocab_size=40)
     ids = [int(token[0]) for token in drawn]
     other = [*ids[:-1], (ids[-1] + 1) % 40]
-    assert [s.greedy for s in scores([([3, 1, 4], ids), ([3, 1, 4], other)], valid=40)] == [True, False]
+    assert [s.greedy for s in scores([([3, 1, 4], ids), ([3, 1, 4], other)], vocab_size=40)] == [True, False]
 
 
 def test_few_lengths_are_compiled():
@@ -92,7 +92,7 @@ def test_few_lengths_are_compiled():
     [
         (([], [1]), "a context without tokens"),
         (([1], []), "a continuation without tokens"),
-        (([1], [1] * 33), r"33 tokens exceeds model\.context = 32"),
+        (([1], [1] * 33), r"33 tokens exceeds model\.context_length = 32"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(pair, message):
@@ -115,9 +115,9 @@ def test_a_text_ends_before_its_first_stop(text, stops, expected):
         assert before_stop(text, stops, known) == expected
 
 
-def test_prompts_filled_to_one_length_run_one_program(monkeypatch):
+def test_prompts_padded_to_one_length_run_one_program(monkeypatch):
     _, model, parameters = parts(model_fixtures.GPT2)
-    # What other tests compiled would be found again.
+    # Another value than other tests', whose compiled programs would be found again.
     model = model.model_copy(update={"initializer_std": 0.123})
     greedy, mesh = Sampling(temperature=0.0), meshes.make()
 
@@ -129,4 +129,4 @@ def test_prompts_filled_to_one_length_run_one_program(monkeypatch):
     expected = [run(prompt) for prompt in prompts]
     monkeypatch.setattr(steps, "prefill", chex.assert_max_traces(steps.prefill, n=1))
     monkeypatch.setattr(steps, "decode_step", chex.assert_max_traces(steps.decode_step, n=1))
-    assert [run(prompt, fill_to=12) for prompt in prompts] == expected
+    assert [run(prompt, pad_to=12) for prompt in prompts] == expected

@@ -135,4 +135,4 @@ def test_the_whole_context_can_be_used():
 def test_prompts_are_not_filled_beyond_the_context():
     model, _, parameters = parts(model_fixtures.LLAMA)
     with pytest.raises(InputError, match="33 tokens exceeds model.context_length = 32"):
-        next(generate(model, parameters, [[1]], 1, meshes.make(), fill_to=33))
+        next(generate(model, parameters, [[1]], 1, meshes.make(), pad_to=33))

@@ -6,7 +6,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def programs_once():
-    """For a module whose tests run the same programs: each is traced and compiled once."""
+    """Trace and compile each program once for all tests of a module."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_fixtures, "jitted", functools.cache(model_fixtures.jitted))
         yield

@@ -32,7 +32,7 @@ def like(mesh, model=None):
 
 
 def trained(directory, losses, keep=2, mesh=MESH):
-    """Train len(losses) steps and save after each, with that held-out loss; the states that were saved."""
+    """Train len(losses) steps and save after each with its held-out loss; return the saved states."""
     mesh = meshes.make(*mesh)
     states = {}
     with jax.set_mesh(mesh), Checkpoints(directory, keep) as saved:
@@ -92,8 +92,8 @@ def test_parameters_restore_alone_and_are_rounded_as_they_are_read(tmp_path):
 def test_the_newest_and_the_best_stay(tmp_path):
     trained(tmp_path, [3.0, 1.0, 2.0, 2.5, None, 2.6])
     assert steps_in(tmp_path) == [2, 5, 6]
-    assert manifests.newest_whole(tmp_path, never) == 6
-    assert manifests.best_whole(tmp_path, never) == 2
+    assert manifests.newest_verified(tmp_path, never) == 6
+    assert manifests.best_verified(tmp_path, never) == 2
 
 
 def test_the_best_stays_the_best_when_a_run_is_resumed(tmp_path):
@@ -117,34 +117,34 @@ def test_a_loss_that_is_measured_later_counts_for_the_best(tmp_path):
         saved.note(1, None)
         flip_a_byte(tmp_path / "1")
         saved.note(1, 5.0)
-        assert manifests.newest_whole(tmp_path, never) == 2
-        assert "does not match" in manifests.damage_of(tmp_path / "1")  # it was not sealed anew
+        assert manifests.newest_verified(tmp_path, never) == 2
+        assert "does not match" in manifests.corruption_of(tmp_path / "1")  # its manifest was not rewritten
         state = jax.tree.map(np.copy, states[2])
         for step in (3, 4):
             saved.save(state._replace(step=np.int32(step)), 2.0)
     assert steps_in(tmp_path) == [2, 4]
-    assert manifests.best_whole(tmp_path, never) == 2 and manifests.newest_whole(tmp_path, never) == 4
+    assert manifests.best_verified(tmp_path, never) == 2 and manifests.newest_verified(tmp_path, never) == 4
     assert "metrics/metrics" in json.loads((tmp_path / "2" / "checksums.json").read_text())
 
 
-def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(tmp_path):
+def test_a_corrupt_checkpoint_is_reported_and_the_one_before_it_used(tmp_path):
     states = trained(tmp_path, [None, None])
     flip_a_byte(tmp_path / "2")
     lines = []
-    assert manifests.newest_whole(tmp_path, lines.append) == 1
-    assert len(lines) == 1 and "checkpoint 2 is damaged" in lines[0] and "checksum" in lines[0]
+    assert manifests.newest_verified(tmp_path, lines.append) == 1
+    assert len(lines) == 1 and "checkpoint 2 is corrupt" in lines[0] and "checksum" in lines[0]
     restored = checkpoints.restore_state(tmp_path, 1, like(meshes.make()))
     chex.assert_trees_all_equal(jax.device_get(restored), states[1])
 
 
-def test_a_damaged_best_checkpoint_gives_way_to_the_next_best(tmp_path):
+def test_a_corrupt_best_checkpoint_gives_way_to_the_next_best(tmp_path):
     trained(tmp_path, [1.0, 3.0, 2.0])
     flip_a_byte(tmp_path / "1")
-    assert manifests.best_whole(tmp_path, lambda line: None) == 3
+    assert manifests.best_verified(tmp_path, lambda line: None) == 3
 
 
 @pytest.mark.parametrize("what", ["a file is missing", "a file is cut short", "there are no checksums"])
-def test_other_damage_is_seen_too(tmp_path, what):
+def test_other_corruption_is_seen_too(tmp_path, what):
     trained(tmp_path, [None])
     sums = tmp_path / "1" / "checksums.json"
     largest = max((p for p in (tmp_path / "1").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
@@ -155,33 +155,33 @@ def test_other_damage_is_seen_too(tmp_path, what):
             largest.write_bytes(largest.read_bytes()[:-1])
         case _:
             sums.unlink()
-    assert manifests.newest_whole(tmp_path, lambda line: None) is None
+    assert manifests.newest_verified(tmp_path, lambda line: None) is None
 
 
 def test_every_file_of_a_checkpoint_is_under_a_checksum(tmp_path):
     trained(tmp_path, [1.0])
     files = {p.relative_to(tmp_path / "1").as_posix() for p in (tmp_path / "1").rglob("*") if p.is_file()}
     covered = set(json.loads((tmp_path / "1" / "checksums.json").read_text()))
-    # Orbax's own marks of the commit come after the checksums; nothing that is restored is among them.
+    # Orbax's commit markers are written after the checksums, and hold nothing that is restored.
     assert files - covered == {"checksums.json", "_CHECKPOINT_METADATA", "commit_success.txt"}
 
 
-def test_damaged_checkpoints_are_set_aside_not_lost_and_their_steps_written_again(tmp_path):
+def test_corrupt_checkpoints_are_set_aside_not_lost_and_their_steps_written_again(tmp_path):
     states = trained(tmp_path, [None, None])
     flip_a_byte(tmp_path / "2")
     assert manifests.resume_from(tmp_path, lambda line: None) == 1
-    assert steps_in(tmp_path) == [1] and (tmp_path / "damaged" / "2").is_dir()
+    assert steps_in(tmp_path) == [1] and (tmp_path / "corrupt" / "2").is_dir()
     trained_again = trained(tmp_path / "other", [None, None])
     mesh = meshes.make()
     with jax.set_mesh(mesh), Checkpoints(tmp_path, 2) as saved:
         saved.save(jax.device_put(trained_again[2]), None)
-    assert manifests.newest_whole(tmp_path, never) == 2
+    assert manifests.newest_verified(tmp_path, never) == 2
     chex.assert_trees_all_equal(jax.device_get(checkpoints.restore_state(tmp_path, 2, like(mesh))), states[2])
 
 
 @pytest.mark.parametrize("name", ["checksums.json", "metrics/metrics"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
-def test_what_a_disk_refuses_is_not_damaged_and_what_another_host_removed_is_gone(tmp_path, monkeypatch, name, number):
+def test_what_a_disk_refuses_is_not_corrupt_and_what_another_host_removed_is_gone(tmp_path, monkeypatch, name, number):
     trained(tmp_path, [1.0, 2.0], keep=2)
     plain = Path.read_text
 
@@ -192,18 +192,18 @@ def test_what_a_disk_refuses_is_not_damaged_and_what_another_host_removed_is_gon
 
     monkeypatch.setattr(Path, "read_text", read_text)
     if number == errno.EIO:
-        with pytest.raises(RunFailed, match=rf"2/{name} cannot be read \(Input/output error\); mend that, or"):
+        with pytest.raises(RunFailed, match=rf"2/{name} cannot be read \(Input/output error\); fix that, or"):
             manifests.resume_from(tmp_path, never)
         assert steps_in(tmp_path) == [1, 2]
     else:
-        assert manifests.newest_whole(tmp_path, lambda line: None) == 1
+        assert manifests.newest_verified(tmp_path, lambda line: None) == 1
 
 
-def test_where_none_is_whole_none_is_set_aside(tmp_path):
+def test_if_all_are_corrupt_none_is_set_aside(tmp_path):
     trained(tmp_path, [None, None])
     flip_a_byte(tmp_path / "1")
     flip_a_byte(tmp_path / "2")
-    with pytest.raises(InputError, match="no checkpoint in .* is whole; put back one that is, or"):
+    with pytest.raises(InputError, match="every checkpoint in .* is corrupt; restore one from a copy, or"):
         manifests.resume_from(tmp_path, lambda line: None)
     assert steps_in(tmp_path) == [1, 2]
     assert manifests.resume_from(tmp_path / "new", never) is None
@@ -222,19 +222,19 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_does_not_blame_the_model(
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"{}", b"3", b"null", b'{"held_out_loss": "x"}'])
 def test_a_loss_that_cannot_be_read_costs_its_own_checkpoint_alone(tmp_path, content):
-    """Orbax compares all of them, and would not begin."""
+    """Orbax compares the losses of all checkpoints, and would fail at the start."""
     states = trained(tmp_path, [1.0, 2.0], keep=2)
     (tmp_path / "1" / "metrics" / "metrics").write_bytes(content)
     (tmp_path / "007").mkdir()
     said: list[str] = []
-    assert manifests.best_whole(tmp_path, said.append) == 2 and not said
+    assert manifests.best_verified(tmp_path, said.append) == 2 and not said
     assert manifests.resume_from(tmp_path, said.append) == 2
-    assert said == ["checkpoint 1 is damaged (its loss cannot be read); it is set aside"]
+    assert said == ["checkpoint 1 is corrupt (its loss cannot be read); it is moved to corrupt/"]
     (tmp_path / "007").rmdir()
     state = jax.tree.map(np.copy, states[2])
     with Checkpoints(tmp_path, 2) as saved:
         saved.save(state._replace(step=np.int32(3)), 3.0)
-    assert steps_in(tmp_path) == [2, 3] and (tmp_path / "damaged" / "1").is_dir()
+    assert steps_in(tmp_path) == [2, 3] and (tmp_path / "corrupt" / "1").is_dir()
 
 
 def test_an_average_that_is_not_there_is_refused_in_one_line(tmp_path):
@@ -249,7 +249,7 @@ def test_what_a_killed_process_left_half_written_is_no_checkpoint(tmp_path):
     half = tmp_path / "2.orbax-checkpoint-tmp"
     (tmp_path / "1").rename(half)
     (half / "commit_success.txt").unlink()
-    assert manifests.newest_whole(tmp_path, never) is None
+    assert manifests.newest_verified(tmp_path, never) is None
     with Checkpoints(tmp_path, 2):
         pass
     assert not half.exists()
@@ -264,12 +264,14 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(tmp_path):
         with pytest.raises(InputError) as refused:
             checkpoints.restore_parameters(tmp_path, 1, like(meshes.make(), other).parameters)
         said = str(refused.value)
-        assert re.fullmatch(rf"checkpoint 1 of .* does not fit the model \(.*{names}.*\); put \[model\] back.*", said)
+        assert re.fullmatch(
+            rf"checkpoint 1 of .* does not match \[model\] \(.*{names}.*\); restore the configuration.*", said
+        )
         assert "\n" not in said and "strict" not in said and "partial_restore" not in said
 
 
 def test_a_full_disk_takes_no_checkpoint_and_leaves_those_that_are_there(tmp_path, monkeypatch):
-    """Found before anything is written; and where another fills it meanwhile, from what Orbax says."""
+    """A full disk is found before anything is written; one that fills meanwhile, from Orbax's error."""
     mesh = meshes.make(*MESH)
     state = model_fixtures.jitted(
         model_fixtures.model(), model_fixtures.training(), mesh, model_fixtures.optimization()
@@ -279,13 +281,15 @@ def test_a_full_disk_takes_no_checkpoint_and_leaves_those_that_are_there(tmp_pat
         saved.save(state._replace(step=state.step + 3), None)
         saved.wait()
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size - 1))
-        with pytest.raises(checkpoints.Unsaved, match=r"takes no checkpoint \(a checkpoint takes .* from step 3$"):
+        with pytest.raises(
+            checkpoints.Unsaved, match=r"cannot write a checkpoint to .* \(a checkpoint takes .* from step 3$"
+        ):
             saved.save(state, None)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size))
 
         with monkeypatch.context() as patched:
             patched.setattr(checkpoints, "unwritable", lambda folder: "Operation not permitted")
-            with pytest.raises(checkpoints.Unsaved, match=r"\(Operation not permitted\); mend that, and .* step 3$"):
+            with pytest.raises(checkpoints.Unsaved, match=r"\(Operation not permitted\); fix that, and .* step 3$"):
                 saved.save(state, None)
 
         def refuses():

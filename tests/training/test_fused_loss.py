@@ -67,7 +67,7 @@ def test_a_step_without_logits_is_one_with_them(fused, family, mesh, microbatche
 
 
 def holds_logits(choice, which):
-    """Whether an array of tokens × labels is in the jaxpr of a step."""
+    """Return whether an array of tokens × labels is in the jaxpr of a step."""
     steps = make_steps(model_fixtures.model(), model_fixtures.training(kernels=choice), model_fixtures.optimization())
     state, batch = jax.eval_shape(steps.init), model_fixtures.batch()
     arguments = (state, batch) if which == "train" else (state.parameters, batch)

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from jaxlm.training.goodput import DATA, DEVICE, HOST, Clock, Pace, Starts, process_age, summary
+from jaxlm.training.goodput import DATA, DEVICE, HOST, Attempts, Clock, ThroughputMeter, process_age, summary
 
 
 def test_every_moment_belongs_to_the_innermost_phase():
@@ -18,32 +18,32 @@ def test_every_moment_belongs_to_the_innermost_phase():
     assert sum(seconds.values()) == pytest.approx(process_age(), abs=0.05) and seconds["startup"] >= before
 
 
-def test_pace_leaves_out_what_is_no_step():
+def test_throughput_excludes_time_between_steps():
     clock = Clock()
-    pace = Pace(clock)
+    meter = ThroughputMeter(clock)
     for _ in range(2):
         with clock.phase(DEVICE):
             time.sleep(0.02)
         with clock.phase(DATA):
             time.sleep(0.01)
-        pace.add(tokens=30)
+        meter.add(tokens=30)
     with clock.phase("evaluation"):
         time.sleep(0.2)
-    rates = pace.rates()
+    rates = meter.rates()
     assert rates["step_s"] == pytest.approx(0.03, abs=0.02) and rates["data_wait_s"] == pytest.approx(0.01, abs=0.01)
     assert rates["tokens_per_s"] == pytest.approx(30 / rates["step_s"]) and rates["host_s"] < 0.01
 
 
 def test_steps_that_were_done_twice_count_once():
-    starts = [
+    attempts = [
         {"from_step": 0, "to_step": 50, "seconds": {DEVICE: 40.0, HOST: 10.0, "compilation": 10.0}},
         {"from_step": 40, "to_step": 60, "seconds": {DEVICE: 20.0, "data_wait": 10.0}},
     ]
-    goodput = summary(starts)
+    goodput = summary(attempts)
     assert goodput.seconds == {"training": 60.0, "compilation": 10.0, "lost_steps": 10.0, "data_wait": 10.0}
-    assert goodput.share == pytest.approx(60 / 90) and goodput.starts == 2
+    assert goodput.share == pytest.approx(60 / 90) and goodput.attempts == 2
     said = str(goodput)
-    assert said.startswith("goodput 66.7%: 60.0 s of 90.0 s over 2 starts") and "lost steps 10.0 s" in said
+    assert said.startswith("goodput 66.7%: 60.0 s of 90.0 s over 2 attempts") and "lost steps 10.0 s" in said
 
 
 def test_a_start_that_did_no_step_is_all_loss():
@@ -51,11 +51,11 @@ def test_a_start_that_did_no_step_is_all_loss():
     assert summary([{"from_step": 0, "to_step": 0, "seconds": {"startup": 5.0}}]).share == 0.0
 
 
-def test_starts_add_up_over_processes_even_where_one_was_killed(tmp_path):
-    first = Starts(tmp_path / "goodput.jsonl", Clock(), 0)
+def test_attempts_are_summed_even_if_one_was_killed(tmp_path):
+    first = Attempts(tmp_path / "goodput.jsonl", Clock(), 0)
     first.write(7, now=True)  # and killed
-    second = Starts(tmp_path / "goodput.jsonl", Clock(), 5)
+    second = Attempts(tmp_path / "goodput.jsonl", Clock(), 5)
     second.write(9, now=True)
-    third = Starts(tmp_path / "goodput.jsonl", Clock(), 9)
+    third = Attempts(tmp_path / "goodput.jsonl", Clock(), 9)
     rows = third.goodput()
-    assert rows.starts == 3 and 0.0 <= rows.share <= 1.0
+    assert rows.attempts == 3 and 0.0 <= rows.share <= 1.0

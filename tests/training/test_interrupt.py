@@ -22,7 +22,7 @@ def soon(monkeypatch):
 
 @pytest.fixture
 def swallowed(monkeypatch):
-    """What Python drops where a destructor raises it."""
+    """The exceptions that Python drops because a destructor raised them."""
     kinds: list[type] = []
     plain = StopRequest._not_of_stops
 
@@ -42,14 +42,14 @@ def work(seconds=20.0):
 
 @pytest.fixture(params=[signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def number(request):
-    """Of a signal that is not ignored, as SIGHUP is under nohup."""
+    """The number of a signal that is not ignored, as SIGHUP is under nohup."""
     before = signal.signal(request.param, signal.default_int_handler)
     yield request.param
     signal.signal(request.param, before)
 
 
 def test_a_signal_that_a_destructor_swallowed_is_told_again(swallowed, number, monkeypatch):
-    """As in a callback of Python's garbage collector. What it raised is not shown; what others do is."""
+    """Destructors also run in callbacks of the garbage collector. Stopped is not shown; other exceptions are."""
     shown: list[type] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda dropped: shown.append(dropped.exc_type))
 
@@ -57,14 +57,14 @@ def test_a_signal_that_a_destructor_swallowed_is_told_again(swallowed, number, m
         def __del__(self):
             raise ValueError
 
-    class Dying:
+    class SignalsOnDelete:
         def __del__(self):
             os.kill(os.getpid(), number)
             work(0.1)
 
     with pytest.raises(Stopped) as error, StopRequest(nobody):
         Failing()
-        Dying()
+        SignalsOnDelete()
         work()
     assert error.value.reason == number
     assert swallowed == [ValueError, Stopped] and shown == [ValueError]
@@ -74,18 +74,18 @@ def test_a_signal_that_a_destructor_swallowed_is_told_again(swallowed, number, m
 def test_hours_that_a_destructor_swallowed_are_over_too(swallowed, monkeypatch):
     monkeypatch.setattr(interrupt, "process_age", lambda: 0.0)
 
-    class Dying:
+    class SlowToDelete:
         def __del__(self):
             work(0.5)
 
     with pytest.raises(Stopped) as error, StopRequest(nobody, hours=0.2 / 3600):
-        Dying()
+        SlowToDelete()
         work()
     assert error.value.reason == interrupt.OUT_OF_TIME and swallowed == [Stopped]
 
 
 def test_what_a_stop_cleans_up_is_left_to_end(swallowed):
-    """However long it takes, also in a generator that is dropped: only what was lost is told again."""
+    """Cleaning up may take any time, also in a dropped generator: only a lost Stopped is raised again."""
     cleaned = []
 
     def rows():

@@ -24,7 +24,7 @@ def metrics(*step_s):
 
 @pytest.fixture(scope="module")
 def on_this_machine(tmp_path_factory):
-    """Counted on the machine as it is measured, in a hurry, and for these tests alone."""
+    """A workload counted on this machine, which is measured quickly and for these tests alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         calibration.measure(largest=64, copied_bytes=2**16, calls=3)
@@ -39,7 +39,7 @@ def test_what_is_counted_is_that_of_the_workload(on_this_machine):
 
 
 def test_more_memory_than_there_is_is_said_before_the_first_step(on_this_machine):
-    """Emulated devices share it."""
+    """Emulated devices share the memory."""
     chip = on_this_machine.target.chip
     assert on_this_machine.capacity == chip.memory_bytes
     assert counted(WORK, meshes.make(2, 2, 2)).capacity == chip.memory_bytes // 8
@@ -67,7 +67,7 @@ def test_the_gap_at_the_upper_bound_is_what_that_bound_counts(on_this_machine):
 @pytest.mark.parametrize("kernels", ["xla", "auto"])
 @pytest.mark.parametrize("window", [None, {"size": 64, "global_every": 2}])
 def test_attention_is_what_the_lower_bound_counts(window, kernels):
-    """Where kernels skip scores, and where plain JAX computes those outside of a window too."""
+    """Kernels skip scores; plain JAX computes those outside a window too."""
     attention = {"num_heads": 4, "head_dim": 64, "window": window}
     model = model_fixtures.model(attention=attention, context_length=8192, d_model=1024, vocab_size=8192)
     work, target = Workload("train", model, 64, 8192, remat="full", kernels=kernels), Target.parse("h200-sxm")

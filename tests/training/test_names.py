@@ -1,4 +1,4 @@
-"""What the compiled step says of each operation: the path of its parameter in the tree."""
+"""Operation names in the compiled step: each has the path of its parameter in the tree."""
 
 import re
 

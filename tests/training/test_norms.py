@@ -54,7 +54,7 @@ def test_norms_are_the_same_on_a_mesh():
     model_fixtures.assert_same_numbers(eight, one, 1e-4)
 
 
-def test_a_layer_that_adds_nothing_leaves_the_stream_as_it_was():
+def test_a_layer_that_adds_nothing_leaves_the_residual_stream_as_it_was():
     mesh = meshes.make()
     with jax.set_mesh(mesh):
         compiled = model_fixtures.jitted(

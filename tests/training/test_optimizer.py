@@ -25,7 +25,7 @@ from jaxlm.training.step import jit_steps, make_steps
 MESHES = [(d, f, t) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) for t in (1, 2, 4, 8) if d * f * t == 8]
 # Every sort of parameter: learned positions, biases, norms, an unembedding, matrices with heads on either side.
 MODEL = model_fixtures.model({**model_fixtures.GPT2, "tied_embeddings": False}, num_layers=2)
-# [inputs, outputs] of a layer's matrices: heads and head width are one side.
+# [inputs, outputs] of a layer's matrices: heads and head dim are one side.
 SHAPES = {"query": (32, 32), "key": (32, 32), "value": (32, 32), "output": (32, 32), "up": (32, 64), "down": (64, 32)}
 RATE, DECAY = 1e-2, 0.1
 
@@ -68,8 +68,8 @@ def matrix_shape(path):
 
 
 def by_hand(direction, updates=3, decay=DECAY, rate=RATE):
-    """{path: parameter}: each layer's by itself, as [inputs, outputs] or [n], moved by the directions of a generator
-    that is made with (path, parameter) and sent gradients."""
+    """Return {path: parameter}, updated layer by layer as [inputs, outputs] or [n], by the directions of a generator
+    that is made with (path, parameter) and receives gradients."""
 
     def one(path, shape, parameter, gradients):
         p = parameter.astype(np.float64).reshape(shape)
@@ -300,7 +300,7 @@ def test_muon_s_matrices_are_exchanged_once_each_way_and_never_replicated(mesh, 
         program = update.lower(parameters, state, parameters).compile().as_text()
     assert "rematerialization" not in capfd.readouterr().err
     assert 0 < program.count(" all-to-all(") <= 2 * len(SHAPES) * sum(mesh.shape[a] > 1 for a in ("fsdp", "tensor"))
-    # Two layers, padded to eight: over the data axis come back at most two whole matrices, of others nothing.
+    # Two layers, padded to eight: over the data axis at most two whole matrices return, and nothing else.
     gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", program)
     assert len(gathered) <= len(SHAPES) * (mesh.shape["data"] > 1)
     assert all(math.prod(map(int, shape.split(","))) <= 2 * 32 * 64 for shape in gathered)

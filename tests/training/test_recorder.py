@@ -5,7 +5,7 @@ import pytest
 from jaxlm.core.errors import InputError
 from jaxlm.training import sinks
 from jaxlm.training.config import RecordsConfig
-from jaxlm.training.goodput import Starts, summary
+from jaxlm.training.goodput import Attempts, summary
 from jaxlm.training.paths import RunPaths
 from jaxlm.training.recorder import Recorder
 
@@ -51,7 +51,7 @@ def test_a_resumed_run_has_every_point_once_and_the_newer_one(tmp_path, resumed)
     assert [(row["step"], row["loss"]) for row in rows] == expected
 
 
-def test_a_line_that_is_damaged_costs_no_other(tmp_path):
+def test_a_broken_line_costs_no_other(tmp_path):
     record(tmp_path, 0, range(1, 6), ONLY_FILES)
     path = tmp_path / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
@@ -82,7 +82,7 @@ def test_wandb_continues_one_run_without_a_network(tmp_path, monkeypatch):
     record(tmp_path, 2, [3, 4], settings)
     starts = sorted((tmp_path / "wandb").glob("offline-run-*"))
     name = (tmp_path / "wandb_id").read_text()
-    # offline-run-TIME-ID, and -1 behind it for a second start within a second.
+    # offline-run-TIME-ID, with the suffix -1 for a second start within a second.
     assert {start.name.split("-")[3] for start in starts} == {name} and name
     assert all(list(start.glob(f"run-{name}.wandb")) for start in starts)
 
@@ -120,4 +120,4 @@ def test_a_start_that_is_not_whole_counts_for_nothing(tmp_path, line):
     path = tmp_path / "goodput.jsonl"
     whole = b'{"seconds": {"device": 3.0}, "from_step": 0, "to_step": 1}\n'
     path.write_bytes(whole + line + b"\n")
-    assert summary(Starts.file(path).rows()).seconds == {"training": 3.0}
+    assert summary(Attempts.file(path).rows()).seconds == {"training": 3.0}

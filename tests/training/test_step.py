@@ -131,7 +131,7 @@ def test_clipping_bounds_the_gradient_and_reports_it_unclipped():
 
 
 def poisoned(model, at_steps, steps=6, **training):
-    """A run whose token 0 has an embedding that is not a number, and meets it in the given steps only."""
+    """Run steps with a NaN embedding of token 0, which occurs in the given steps only."""
     mesh = meshes.make()
     with jax.set_mesh(mesh):
         compiled = model_fixtures.jitted(
@@ -258,7 +258,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32():
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_gradients_in_bfloat16_are_those_of_float32_to_its_precision(family):
-    """Of every parameter, also where one token of the batch is far more frequent than the others."""
+    """This holds for every parameter, even if one token of the batch is far more frequent than the others."""
     rows, length = 8, 512
     tokens = (
         np.random.default_rng(0).zipf(1.5, (rows, length + 1)).clip(max=model_fixtures.VOCABULARY).astype(np.int32) - 1
@@ -328,5 +328,5 @@ def test_training_learns():
     metrics, _ = model_fixtures.run_steps(
         model_fixtures.model(initializer_std=0.02), model_fixtures.training(), [model_fixtures.batch()] * 60
     )
-    # Random targets carry ln 64 = 4.16 nats each; only by heart can they be known better.
+    # Random targets carry ln 64 = 4.16 nats each; only memorisation gets below.
     assert metrics[-1]["loss"] < 2.0

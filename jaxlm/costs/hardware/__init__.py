@@ -1,1 +1,1 @@
-"""What a step runs on: the catalog of chips, chips that work together, their network, and this machine as measured."""
+"""Hardware: the catalog of chips, targets of several chips, their network, and this machine as measured."""

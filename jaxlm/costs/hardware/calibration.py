@@ -1,6 +1,6 @@
-"""This machine as a chip: what its default JAX device does, measured once and kept.
+"""Calibration: this machine as a chip, with the rates of its default JAX device measured once and cached.
 
-Calibration is the one part of `jaxlm.costs` that starts a JAX backend, and only to measure.
+This is the only part of `jaxlm.costs` that starts a JAX backend, and only to measure.
 """
 
 import itertools
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from jaxlm.costs.hardware.timed import Microbenchmark
 
 HOST = "host"
-# Of this machine, where none can be kept: for this process.
-_unkept: Chip | None = None
+# The calibration for this process alone, where no file can be written.
+_uncached: Chip | None = None
 _MEASURE = "run jaxlm hardware host --measure"
 _DTYPES = ("float32", "bfloat16")
-_MOST_S = 5.0  # on all programs together
-_FORMAT = 2  # of what is kept
+_MAX_SECONDS = 5.0  # for all programs together
+_FORMAT = 2  # of the cached file
 
 
 class Machine(Section):
-    """What a calibration is true of; `accelerators` and `platforms` tell which device JAX chooses, without starting
-    it."""
+    """The machine that a calibration is valid for. `accelerators` and `platforms` determine which device JAX chooses,
+    without starting JAX."""
 
     cpu: str
     cores: int
@@ -45,8 +45,8 @@ class Machine(Section):
 
 
 class Calibration(Section):
-    """What is kept: the machine, the kind of the device that was measured, and its figures. One in another format was
-    measured otherwise, and is measured again."""
+    """The cached file: the machine, the kind of the measured device, and its figures. A file in another format was
+    measured by another method, and is measured again."""
 
     format: Literal[_FORMAT]
     machine: Machine
@@ -55,7 +55,7 @@ class Calibration(Section):
 
 
 def machine() -> Machine:
-    """The facts of this machine, without JAX."""
+    """Describe this machine, without JAX."""
     return Machine(
         cpu=_cpu(),
         cores=os.cpu_count() or 1,
@@ -66,9 +66,9 @@ def machine() -> Machine:
 
 
 def load() -> Chip:
-    """The calibration of this machine. Raises InputError where there is none, or only that of another machine."""
-    if _unkept is not None:
-        return _unkept
+    """Return the calibration of this machine. Raises InputError if there is none, or one of another machine."""
+    if _uncached is not None:
+        return _uncached
     try:
         kept = Calibration.model_validate_json(_file().read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -84,8 +84,8 @@ def load() -> Chip:
     return kept.chip
 
 
-def check_kept() -> None:
-    """Raises InputError where a calibration could not be kept."""
+def check_writable() -> None:
+    """Raise InputError if a calibration could not be written."""
     folder = _file().parent
     if why := unwritable(folder):
         raise InputError(
@@ -94,9 +94,9 @@ def check_kept() -> None:
 
 
 def use(chip: Chip) -> None:
-    """What `load` gives from now on, in this process alone."""
-    global _unkept
-    _unkept = chip
+    """Make `load` return this chip, in this process alone."""
+    global _uncached
+    _uncached = chip
 
 
 def measure(
@@ -106,21 +106,22 @@ def measure(
     copied_bytes: int = 2**30,
     calls: int = 300,
 ) -> Chip:
-    """Measure the default device and keep what was found; about 10 s on a CPU. Raises InputError, before it measures,
-    where nothing can be kept.
+    """Measure the default device and cache the result; about 10 s on a CPU.
 
-    What it does at best, of the fastest call: `peak_flops`, over products of up to `largest`; `memory_bytes_per_s`, of
-    an array of `copied_bytes` that is changed in place, reads and writes counted. What it does in a step, of calls
-    three in four of which are faster: `product_rates`, of a matrix and both its gradients; `batched_rates`, of the
-    heads of attention likewise; `elementwise_flops`, of a mixture as in a softmax; `pass_bytes_per_s`, of the slowest
-    kind of pass between products. `dispatch_s` is the median of a call of nothing. Programs take turns, each at most
+    Peak rates come from the fastest call: `peak_flops` over products with sides up to `largest`, and
+    `memory_bytes_per_s` of an array of `copied_bytes` changed in place, reads and writes counted. Rates in a step come
+    from the third quartile of call times: `product_rates` of a matrix and both its gradients, `batched_rates` the same
+    for the heads of attention, `elementwise_flops` of operations as in a softmax, and `pass_bytes_per_s` of the slowest
+    kind of pass between products. `dispatch_s` is the median time of an empty call. Programs alternate, each at most
     `calls` times (`jaxlm.costs.hardware.timed`).
+
+    Raises InputError, before measuring, if the result could not be written.
     """
     import jax
 
     from jaxlm.costs.hardware import timed
 
-    check_kept()
+    check_writable()
     accelerators.choose()
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
@@ -128,17 +129,17 @@ def measure(
     memory = stats.get("bytes_limit") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     say(f"measuring {device.device_kind}")
     with jax.default_device(device), jax.default_matmul_precision("default"):
-        nothing = timed.call_of_nothing()
-        timed.in_turns([nothing], calls, _MOST_S)
+        empty = timed.empty_call()
+        timed.alternate([empty], calls, _MAX_SECONDS)
         copied = timed.change_in_place(min(copied_bytes, memory // 8))
         numbers = min(2**20, copied_bytes // 4)
-        mixture, passes = timed.mixture(numbers), timed.passes(numbers)
+        elementwise, passes = timed.elementwise(numbers), timed.passes(numbers)
         matrices, squares, heads = {}, {}, {}
         for dtype in _DTYPES:
             matrices[dtype], squares[dtype] = timed.products(dtype, largest)
             heads[dtype] = timed.heads(dtype, largest)
         each = [by_side.values() for kind in (matrices, squares, heads) for by_side in kind.values()]
-        timed.in_turns([copied, mixture, *passes, *itertools.chain(*each)], calls, _MOST_S)
+        timed.alternate([copied, elementwise, *passes, *itertools.chain(*each)], calls, _MAX_SECONDS)
     chip = Chip(
         id=HOST,
         name=here.cpu if device.platform == "cpu" else device.device_kind,
@@ -153,12 +154,12 @@ def measure(
         memory_bytes=memory,
         device_memory_bytes=memory,
         memory_bytes_per_s=copied.best,
-        # In the upper bound they go through memory, so they are no faster than it.
+        # In the upper bound passes go through memory, so they are no faster than memory.
         pass_bytes_per_s=min(copied.best, *(program.sustained for program in passes)),
         on_chip=OnChip(core="core", cores=here.cores) if device.platform == "cpu" else None,
-        dispatch_s=statistics.median(nothing.seconds),
-        elementwise_flops=mixture.sustained,
-        notes=f"Measured with JAX {here.jax} at its default precision: what programs reach, not what is sold.",
+        dispatch_s=statistics.median(empty.seconds),
+        elementwise_flops=elementwise.sustained,
+        notes=f"Measured with JAX {here.jax} at its default precision: rates that programs reach, not rated peaks.",
         sources={
             "measured on this machine": (
                 "peak_flops",
@@ -174,11 +175,11 @@ def measure(
     )
     say(f"a call takes {chip.dispatch_s * 1e6:.1f} µs")
     say(f"memory moves {chip.memory_bytes_per_s / 1e9:.1f} GB/s, a pass {chip.pass_bytes_per_s / 1e9:.1f} GB/s")
-    say(f"element by element it computes {chip.elementwise_flops / 1e9:.2f} GFLOP/s")
+    say(f"elementwise operations run at {chip.elementwise_flops / 1e9:.2f} GFLOP/s")
     for dtype, peak in chip.peak_flops.items():
         usual = max(rate for _, rate in chip.product_rates[dtype])
         say(f"{dtype} products run at {peak / 1e12:.3f} TFLOP/s, in a step at {usual / 1e12:.3f}")
-    _keep(Calibration(format=_FORMAT, machine=here, device_kind=device.device_kind, chip=chip))
+    _write(Calibration(format=_FORMAT, machine=here, device_kind=device.device_kind, chip=chip))
     return chip
 
 
@@ -203,7 +204,7 @@ def _file() -> Path:
     return Path(default_cache(), "hardware", "host.json").expanduser()
 
 
-def _keep(calibration: Calibration) -> None:
+def _write(calibration: Calibration) -> None:
     file = _file()
     file.parent.mkdir(parents=True, exist_ok=True)
     replace(file, calibration.model_dump_json(indent=2))

@@ -20,8 +20,8 @@ HOST = calibration.HOST
 
 @functools.cache
 def catalog() -> dict[str, Chip]:
-    """Every chip with published figures, by its id, in the order of the file. Raises InputError where a figure is
-    missing or wrong."""
+    """Return every chip with published figures by id, in the order of the file. Raises InputError for a missing or
+    wrong figure."""
     text = (resources.files("jaxlm.costs.hardware") / "catalog.toml").read_text(encoding="utf-8")
     return {id: _chip(id, figures) for id, figures in tomllib.loads(text).items()}
 
@@ -36,7 +36,7 @@ def _chip(id: str, figures: dict[str, Any]) -> Chip:
 
 
 def find(id: str) -> Chip:
-    """The chip of an id; "host" is this machine. Raises InputError, which names the nearest id or says how to
+    """Return the chip with an id; "host" is this machine. Raises InputError, which names the nearest id or says how to
     calibrate."""
     if id == HOST:
         return calibration.load()
@@ -51,5 +51,5 @@ def find(id: str) -> Chip:
 
 
 def of_kind(kind: str) -> Chip | None:
-    """The chip of the catalog whose devices JAX calls so; None where there is none."""
+    """Return the chip of the catalog whose JAX device kind is `kind`, or None."""
     return next((chip for chip in catalog().values() if kind in chip.device_kinds), None)

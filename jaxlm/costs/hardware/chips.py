@@ -1,7 +1,7 @@
-"""What is known of a chip: peaks, memories, links. Units are SI: FLOP/s, bytes, bytes/s, seconds, W, USD.
+"""Figures of a chip: peaks, memories, links. Units are SI: FLOP/s, bytes, bytes/s, seconds, W, USD.
 
-A chip is what is sold; a device is what JAX shards over (`devices_per_chip`). What nobody publishes is None, and
-`Chip.figure` says so in one line.
+A chip is what is sold; a device is what JAX shards over (`devices_per_chip`). An unpublished figure is None, and
+`Chip.figure` reports that in one line.
 """
 
 import functools
@@ -16,14 +16,14 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from jaxlm.core.errors import InputError
 from jaxlm.core.schema import Section
 
-# The names under which peaks are kept; all formats of one width are one.
+# The names of dtypes under which peaks are listed; all formats of one width share a name.
 DTYPES = ("bfloat16", "float16", "tf32", "float32", "float8", "float6", "float4", "int8", "int4")
 _SHORT = {"bf": "bfloat", "fp": "float", "f": "float", "i": "int", "s": "int"}
 
 
 def canonical_dtype(dtype: Any) -> str:
-    """The name under which a chip keeps the peak of a type: "bf16", "bfloat16" and a NumPy dtype are one, as are
-    "fp8", "float8_e4m3fn" and "float8_e5m2". Raises InputError for a name that is no type of a matrix product."""
+    """Return the name under which a chip lists the peak of a dtype. "bf16", "bfloat16" and a NumPy dtype give the same
+    name, and so do "fp8", "float8_e4m3fn" and "float8_e5m2". Raises InputError for a name that has no peak."""
     return _canonical(getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype))
 
 
@@ -40,20 +40,19 @@ def _canonical(said: str) -> str:
     return name
 
 
-# Sides of products, ascending, and FLOP/s.
+# (side of a product, FLOP/s), ascending by side.
 Rates = tuple[tuple[PositiveInt, PositiveFloat], ...]
 
 
 class OnChip(Section):
-    """What lies on the chip.
+    """Cores, on-chip memories and matrix units.
 
     `core` is the vendor's word for what `cores` counts: SM, TensorCore, CU. Per core: `registers_bytes`;
     `scratchpad_bytes`, the fastest memory that programs address (shared memory with L1, VMEM, LDS, SBUF), of which one
-    block of a kernel may take `block_scratchpad_bytes`; `tensor_memory_bytes`, which feeds matrix units alone. Of the
-    whole chip: `shared_bytes`, addressed by all cores (CMEM, Gaudi's SRAM); the caches `l2_bytes` and `l3_bytes`;
-    `matrix_units`. Bandwidths are of the whole chip. `matrix_tile` is [M, N, K] of the largest bfloat16 product that
-    one matrix unit takes as one instruction, or as one step of a systolic array: sizes it does not divide are padded.
-    `clock_hz` is the highest.
+    block of a kernel may use `block_scratchpad_bytes`; `tensor_memory_bytes`, which feeds only matrix units. Per chip:
+    `shared_bytes`, addressed by all cores (CMEM, Gaudi's SRAM); the caches `l2_bytes` and `l3_bytes`; `matrix_units`;
+    all bandwidths. `matrix_tile` is [M, N, K] of the largest bfloat16 product that one matrix unit executes as one
+    instruction, or as one step of a systolic array: other sizes are padded to its multiples. `clock_hz` is the maximum.
     """
 
     core: str
@@ -74,15 +73,14 @@ class OnChip(Section):
 
 
 class Link(Section):
-    """How chips of one scale-up domain are joined. All rates are one-way: what a chip sends while it may receive as
-    much.
+    """The interconnect of chips in one scale-up domain. All rates are one-way: a chip may receive as much as it sends.
 
-    `bytes_per_s` leaves a chip over all of its `links`, `link_bytes_per_s` over one. `topology`: through a "switch",
-    every chip reaches every other at the full rate; in a "mesh" each pair has its own links; a "ring" or torus joins
-    neighbours; "host" is the PCIe of the machine. `domain`: how many chips are joined at most (node, NVLink domain or
-    pod); None where nobody says. `wraparound`: the ends of an axis are joined where its length is a multiple of this;
-    in a 3-D torus only where that holds for every axis, because the optical switches that join them join whole cubes
-    (scaling-book, tpus.md). `latency_s` is that of one hop.
+    `bytes_per_s` leaves a chip over all of its `links`, `link_bytes_per_s` over one link. `topology`: through a
+    "switch" every chip reaches every other at the full rate; in a "mesh" each pair has its own links; a "ring" or torus
+    joins neighbours; "host" is the PCIe of the machine. `domain`: the maximum number of joined chips (node, NVLink
+    domain or pod); None if it is not published. `wraparound`: the ends of an axis are joined if its length is a
+    multiple of this; in a 3-D torus only if that holds for every axis, because the optical switches join whole cubes
+    (scaling-book, tpus.md). `latency_s` is the latency of one hop.
     """
 
     kind: str
@@ -103,11 +101,11 @@ class Link(Section):
 
     @property
     def axes(self) -> int:
-        """How many axes the torus has; 0 where it is none."""
+        """The number of axes of the torus; 0 for other topologies."""
         return {"torus2d": 2, "torus3d": 3}.get(self.topology, 0)
 
     def wraps(self, topology: tuple[int, ...]) -> tuple[bool, ...]:
-        """For each axis of a slice, whether its two ends are joined."""
+        """Return, for each axis of a slice, whether its two ends are joined."""
         if not self.wraparound:
             return (False,) * len(topology)
         joined = tuple(size % self.wraparound == 0 for size in topology)
@@ -115,19 +113,23 @@ class Link(Section):
 
 
 class Chip(Section):
-    """One chip. `memory_bytes` is nominal and of the chip; `device_memory_bytes` is what a compiler lets a program use
-    on one device. `host_bytes_per_s` (PCIe) and `scale_out_bytes_per_s` (network) are one-way and per chip.
-    `usd_per_hour` is the range of prices of one chip. `dispatch_s`, the time of a compiled call that does nothing, and
-    `elementwise_flops`, float32 numbers computed per second element by element, exponentials among them, are measured,
-    not published. So is how fast a training step runs: `product_rates` and, for the heads of attention,
-    `batched_rates` are FLOP/s of a product and both its gradients by the smallest side; `pass_bytes_per_s` is read and
-    written by the slowest kind of pass between products (heads moved, rows reduced, arrays added).
+    """One chip.
+
+    `memory_bytes` is the nominal memory of the chip; `device_memory_bytes` is what a compiler lets a program use on one
+    device. `host_bytes_per_s` (PCIe) and `scale_out_bytes_per_s` (network) are one-way and per chip. `usd_per_hour` is
+    the range of prices of one chip.
+
+    Measured, not published, are: `dispatch_s`, the time of an empty compiled call; `elementwise_flops`, float32 results
+    per second of elementwise operations, exponentials among them; `product_rates` and, for the heads of attention,
+    `batched_rates`, FLOP/s in a training step of a product and both its gradients by the smallest side;
+    `pass_bytes_per_s`, bytes read and written by the slowest kind of pass between products (heads transposed, rows
+    reduced, arrays added).
 
     `float32_as` is the type in which XLA multiplies float32 at its default precision: TF32 on NVIDIA's chips since
-    Ampere, one bfloat16 pass on a TPU; None is float32 itself. `device_kinds` are what JAX calls its
-    devices; NVIDIA's have a `compute_capability`. `slices` are the legal ones of a TPU, but for those
-    made of whole cubes (`legal_slices`). `sources` names for each source the figures that it backs, with dots;
-    "recalled" is no source but memory. `notes` says where sources disagree.
+    Ampere, one bfloat16 pass on a TPU; None is float32 itself. `device_kinds` are JAX's names of its devices; NVIDIA's
+    have a `compute_capability`. `slices` are a TPU's legal slices except those made of whole cubes (`legal_slices`).
+    `sources` maps each source to the figures that it backs, with dots; "recalled" means from memory, without a source.
+    `notes` says where sources disagree.
     """
 
     id: str
@@ -160,14 +162,14 @@ class Chip(Section):
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether kernels_pallas is compiled for it: TPUs from v4 on, NVIDIA's GPUs from Ampere on."""
+        """True if kernels_pallas compiles for this chip: TPUs from v4 on, NVIDIA's GPUs from Ampere on."""
         return self.kind == "tpu" or float(self.compute_capability or 0) >= 8.0
 
     def peak(self, dtype: Any) -> float:
-        """FLOP/s of dense matrix products of a type, as XLA runs them by default: float32 is that of `float32_as`.
+        """Return FLOP/s of dense matrix products of a type, as XLA runs them by default: float32 runs as `float32_as`.
 
-        The rate of products in full float32 (precision "highest") is `peak_flops["float32"]`, where it is published.
-        Raises InputError where the chip has no published figure.
+        The rate of products in full float32 (precision "highest") is `peak_flops["float32"]`, if it is published.
+        Raises InputError if the chip has no published figure.
         """
         name = canonical_dtype(dtype)
         run_as = self.float32_as or name if name == "float32" else name
@@ -179,8 +181,8 @@ class Chip(Section):
         return self.peak_flops[run_as]
 
     def product_rate(self, dtype: Any, side: float, batch: int = 1) -> float:
-        """FLOP/s in a step of a product, or of a batch of products, whose smallest side is this: between the measured
-        ones on a logarithmic scale of sides, and the peak where none were measured."""
+        """Return FLOP/s in a step of a product, or of a batch of products, with this smallest side: interpolated
+        between the measured sides on a logarithmic scale; the peak if none were measured."""
         name = canonical_dtype(dtype)
         rates = (batch > 1 and self.batched_rates.get(name)) or self.product_rates.get(name, ())
         if not rates:
@@ -191,11 +193,11 @@ class Chip(Section):
         return rates[-1][1]
 
     def intensity(self, dtype: Any) -> float:
-        """FLOP per byte of memory traffic above which products of a type are bound by compute."""
+        """Return the FLOP per byte of memory traffic above which products of a type are bound by compute."""
         return self.peak(dtype) / self.memory_bytes_per_s
 
     def figure(self, name: str) -> Any:
-        """A figure by its name, such as "watts" or "link.bytes_per_s". Raises InputError where it is not published."""
+        """Return a figure by its name, such as "watts" or "link.bytes_per_s". Raises InputError if unpublished."""
         value: Any = self
         for part in name.split("."):
             value = value and getattr(value, part)
@@ -204,28 +206,29 @@ class Chip(Section):
         return value
 
     def figures(self) -> dict[str, Any]:
-        """Every published figure, by its name with dots; ranges, tiles and slices whole."""
+        """Return every published figure by its name with dots; ranges, tiles and slices are one figure each."""
         return dict(_flat(self.model_dump(exclude_none=True, exclude=set(_NO_FIGURES))))
 
     def source(self, figure: str) -> str | None:
-        """What backs a figure: an address, "recalled", or None where nothing does."""
+        """Return the source of a figure: an address, "recalled", or None."""
         parts = figure.split(".")
         names = {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
         return ", ".join(source for source, backed in self.sources.items() if names & set(backed)) or None
 
     def device_capacity(self) -> int:
-        """Bytes that a program may use on one device: as the compiler sees it, or else its share of the nominal."""
+        """Return the bytes that a program may use on one device: the compiler's figure, or its share of the nominal."""
         return self.device_memory_bytes or self.memory_bytes // self.devices_per_chip
 
     def legal_slices(self) -> list[tuple[int, ...]]:
-        """The topologies that exist, ascending in chips, the most cubic first among equals; none where counts do."""
+        """Return the topologies that exist, ascending in chips, the most cubic first among equals; none for chips that
+        come in any count."""
         slices = {parse_topology(text) for text in self.slices}
         if slices and self.link.topology == "torus3d":
             slices |= set(_cubes(self.link.wraparound, self.link.domain))
         return sorted(slices, key=lambda slice: (math.prod(slice), max(slice)))
 
 
-# Of a chip's fields, those that are no figure with a source of its own.
+# Fields of a chip that are not figures with a source.
 _NO_FIGURES = (
     "id",
     "name",
@@ -243,17 +246,17 @@ _NO_FIGURES = (
 
 
 def parse_topology(text: str) -> tuple[int, ...]:
-    """ "4x4" is (4, 4)."""
+    """Parse "4x4" as (4, 4)."""
     return tuple(int(size) for size in text.split("x"))
 
 
 def show_topology(topology: tuple[int, ...]) -> str:
-    """(4, 4) is "4x4"."""
+    """Format (4, 4) as "4x4"."""
     return "x".join(map(str, topology))
 
 
 def _cubes(edge: int, chips: int) -> Iterator[tuple[int, ...]]:
-    """Whole cubes in a row, a plane or a block of at most so many chips, in ascending order."""
+    """Yield the slices made of whole cubes in a row, a plane or a block, of at most `chips` chips, ascending."""
     most = chips // edge**3
     for a in range(1, most + 1):
         for b in range(a, most // a + 1):

@@ -1,14 +1,14 @@
-"""How long a collective takes on a target, counted. Units are SI; rates are one-way.
+"""Counted times of collectives on a target. Units are SI; rates are one-way.
 
-The model is the scaling book's (github:jax-ml/scaling-book): the slower of the way there and of the bytes,
+The model is the scaling book's (github:jax-ml/scaling-book): the longer of latency and transfer,
 
     seconds = max(hops · latency, bytes / rate)                                                    (sharding.md, case 2)
 
-with links at their published rates and free of other traffic; programs are slower, if anything. Whoever gathers
-V bytes over n members lacks V (n − 1) / n of them, and cannot have them sooner than its links bring them. That is V / W
-on a ring of rate W both ways, but for (n − 1) / n, which the book drops where it rounds (sharding.md, "What Have We
-Learned?"), and twice as much on a row whose ends are not joined. Not counted: reduction inside switches (SHARP saves
-30 % of an all-reduce, gpus.md), work on the chip, and networks thinner than a fat tree.
+with links at their published rates and free of other traffic; programs are slower, if anything. A member that gathers
+V bytes over n members lacks V (n − 1) / n bytes, and cannot have them sooner than its links deliver them. That takes
+V / W on a ring with rate W in both directions together, times (n − 1) / n, which the book drops (sharding.md, "What
+Have We Learned?"), and twice as long on a row whose ends are not joined. Not counted: reduction inside switches (SHARP
+saves 30 % of an all-reduce, gpus.md), work on the chip, and networks thinner than a fat tree.
 """
 
 import functools
@@ -34,8 +34,9 @@ DIE_TO_DIE_LINKS = 6
 
 @dataclass(frozen=True)
 class Dimension:
-    """A direction in which devices of a target differ: `x`, `y`, `z` of a torus, `core` of a chip, `domain` (through a
-    switch, links between all pairs or the host), `network` between domains. `ring`: its two ends are joined."""
+    """A dimension along which the devices of a target are laid out: `x`, `y`, `z` of a torus, `core` of a chip,
+    `domain` (through a switch, links between all pairs or the host), `network` between domains. `ring`: its two ends
+    are joined."""
 
     name: str
     size: int
@@ -43,7 +44,7 @@ class Dimension:
 
     @property
     def level(self) -> int:
-        """From the inside outwards: chip, torus or domain, network."""
+        """The level of the hierarchy, from the inside: chip 0, torus or domain 1, network 2."""
         return {"core": 0, "network": 2}.get(self.name, 1)
 
 
@@ -51,7 +52,7 @@ class Dimension:
 class Span:
     """The members of a group along one dimension.
 
-    A group may be a part of a row: then `sharing` groups lie between one another's members on the same links.
+    A group may be a part of a row: then `sharing` groups are interleaved on the same links.
     """
 
     dimension: Dimension
@@ -60,12 +61,12 @@ class Span:
 
     @property
     def ring(self) -> bool:
-        """Whether it goes all the way around."""
+        """True if the span goes all the way around a ring."""
         return self.dimension.ring and self.size * self.sharing == self.dimension.size
 
     @property
     def split(self) -> bool:
-        """Whether it is a part of a torus's row."""
+        """True if the span is a part of a row of a torus."""
         return self.dimension.name in "xyz" and self.size < self.dimension.size
 
     def __str__(self) -> str:
@@ -82,9 +83,9 @@ class Span:
 
 
 class _Links(NamedTuple):
-    """What carries a span, for one device: bytes/s over all its links there (`rate`) and to one neighbour (`path`); the
-    latency of the farthest bytes and of those to the next member; the seconds of an all-to-all, times rate, per byte of
-    its operand (`crossing`)."""
+    """The links of a span, for one device: bytes/s over all of them (`rate`) and to one neighbour (`path`); the latency
+    to the farthest member and to the next one; seconds · rate of an all-to-all per byte of its operand
+    (`crossing`)."""
 
     rate: float
     path: float
@@ -94,15 +95,15 @@ class _Links(NamedTuple):
 
 
 class Network:
-    """Where the axes of a mesh lie on a target, and how long collectives over them take.
+    """The layout of a mesh on a target, and the times of collectives over its axes.
 
-    `mesh` maps axes to sizes, outermost first, as `jaxlm.parallel.layout.AXES` has them. They are laid out as
-    `jaxlm.parallel.mesh.make_mesh` does: the outer axes go over the network between domains as far as they divide
-    (the inner one too, which `make_mesh` may refuse), and what is left is laid on the torus by the rule of
-    `jax.experimental.mesh_utils.create_device_mesh`. Where that winds a slice of 4 or 8 chips along a ring, the torus
-    is taken as it is. Within a domain all places are alike.
+    `mesh` maps axes to sizes, outermost first, in the order of `jaxlm.parallel.layout.AXES`. The layout is that
+    of `jaxlm.parallel.mesh.make_mesh`: the outer axes go over the network between domains as far as they divide
+    (the inner one too, which `make_mesh` may refuse), and the rest is laid on the torus by the rule of
+    `jax.experimental.mesh_utils.create_device_mesh`. Where that rule winds a slice of 4 or 8 chips along a ring, this
+    class keeps the torus. Within a domain all places are equivalent.
 
-    Raises InputError where the mesh has not as many devices as the target.
+    Raises InputError unless the mesh and the target have the same number of devices.
     """
 
     def __init__(self, target: Target, mesh: Mapping[str, int]):
@@ -123,18 +124,18 @@ class Network:
             left //= outer[-1]
         within = [size // over for size, over in zip(mesh.values(), outer, strict=True)]
         parts = _lay_out([dimension.size for dimension in inner], within)
-        # For each axis, how many of its members lie along each dimension.
+        # For each axis, the number of its members along each dimension.
         self._parts = {axis: (*part, over) for axis, part, over in zip(mesh, parts, outer, strict=True)}
 
     def spans(self, axes: str | Sequence[str]) -> tuple[Span, ...]:
-        """How the members of a group over these axes lie, from the inside outwards; nothing for a group of one."""
+        """Return the spans of a group over these axes, from the inside outwards; none for a group of one."""
         axes = {axes} if isinstance(axes, str) else set(axes)
         if unknown := axes - set(self.mesh):
             raise InputError(f"the mesh has no axis {', '.join(sorted(unknown))}; it has {', '.join(self.mesh)}")
         spans = []
         for i, dimension in enumerate(self._dimensions):
             size, block, stride = 1, 1, 1
-            for axis in reversed(self.mesh):  # inner axes have neighbours for members
+            for axis in reversed(self.mesh):  # the members of inner axes are neighbours
                 part = self._parts[axis][i]
                 stride *= part
                 if axis in axes and part > 1:
@@ -144,16 +145,16 @@ class Network:
         return tuple(sorted(spans, key=lambda span: span.dimension.level))
 
     def describe(self) -> dict[str, str]:
-        """For each axis, where its members lie: "8 of 8 in the domain × 2 domains over the network"."""
+        """Return, for each axis, the layout of its members: "8 of 8 in the domain × 2 domains over the network"."""
         return {axis: " × ".join(map(str, self.spans(axis))) or "1 device" for axis in self.mesh}
 
     def seconds(self, kind: str, bytes: float, axes: str | Sequence[str]) -> float:
-        """How long one collective over these axes takes, where all groups of the mesh run it at once.
+        """Return the seconds of one collective over these axes, while all groups of the mesh run it at once.
 
-        `bytes` are those on one device, of its larger side: the result of an all-gather, the operand of a
-        reduce-scatter, an all-reduce (which is these two in turn), an all-to-all or a collective-permute (by one place
-        along the axes, the shortest way). Zero for a group of one. A latency that is not published counts as zero;
-        raises InputError where a rate is not, and for a kind that is none of `KINDS`.
+        `bytes` are those of the larger side on one device: the result of an all-gather; the operand of a
+        reduce-scatter, an all-reduce (a reduce-scatter and an all-gather), an all-to-all or a collective-permute (by
+        one place along the axes, the shortest way). A group of one takes no time. An unpublished latency counts as
+        zero. Raises InputError for an unpublished rate, and for a kind that is not in `KINDS`.
         """
         if kind not in KINDS:
             raise InputError(f"there is no collective {kind!r}; the kinds are {', '.join(KINDS)}")
@@ -174,17 +175,17 @@ class Network:
             return _Links(rate, rate, math.ceil(math.log2(n)) * NETWORK_LATENCY_S, NETWORK_LATENCY_S, direct)
         rate, hop_s = chip.figure("link.bytes_per_s"), chip.link.latency_s or 0.0
         neighbours = 2 * (chip.link.axes or 1)
-        if name == "core":  # on the chip: no hop
+        if name == "core":  # on one chip there is no hop
             rate *= DIE_TO_DIE_LINKS / neighbours
             return _Links(rate, rate, 0.0, 0.0, direct)
         rate /= chip.devices_per_chip  # the devices of a chip share its links
-        if name == "domain" and chip.link.topology == "mesh":  # links to those outside the group lie idle
+        if name == "domain" and chip.link.topology == "mesh":  # links to members outside the group are idle
             path = rate / (chip.link.domain - 1)
             return _Links(path * (n - 1), path, hop_s, hop_s, direct)
         if name == "domain":
             return _Links(rate, rate, hop_s, hop_s, direct)
         path, hop_s = rate / neighbours / span.sharing, hop_s * span.sharing
-        # Every member of one half sends to every one of the other, over one link or, around a ring, two.
+        # Every member of one half sends to every member of the other half, over one link or, around a ring, two.
         crossing = (n // 2) * (n - n // 2) / n
         if span.ring:
             return _Links(2 * path, path, n // 2 * hop_s, hop_s, crossing)
@@ -192,9 +193,9 @@ class Network:
 
 
 def _gather(links: Mapping[Span, _Links], bytes: float) -> float:
-    """Seconds in which `bytes` are gathered, or scattered, but for latency.
+    """Return the seconds to gather or scatter `bytes`, without latency.
 
-    Levels work at the same time and the slowest decides; bytes enter a chip or a domain once, shared out over the links
+    Levels work at the same time and the slowest decides; bytes enter a chip or a domain once, divided among the links
     of all its members (gpus.md, "Cross-node collectives"). A torus uses all directions at once (sharding.md, case 2).
     """
     slowest, inner = 0.0, 1
@@ -210,10 +211,10 @@ def _gather(links: Mapping[Span, _Links], bytes: float) -> float:
 
 
 def _exchange(links: Mapping[Span, _Links], bytes: float) -> float:
-    """Seconds in which each member sends an equal part of `bytes` to each, but for latency.
+    """Return the seconds in which each member sends an equal part of `bytes` to every member, without latency.
 
-    A level carries what stays within the levels outside it, every direction of a torus all of that: on an even ring a
-    quarter of an all-gather (sharding.md, "AllToAll"; gpus.md, "Cross-node collectives").
+    A level carries the bytes that stay within the levels outside it, and every direction of a torus carries all of
+    these: on an even ring a quarter of an all-gather (sharding.md, "AllToAll"; gpus.md, "Cross-node collectives").
     """
     slowest = 0.0
     for span, link in links.items():
@@ -223,7 +224,7 @@ def _exchange(links: Mapping[Span, _Links], bytes: float) -> float:
 
 
 def _dimensions(target: Target) -> list[Dimension]:
-    """Those of a target, the network last."""
+    """Return the dimensions of a target, the network last."""
     chip, link, domains = target.chip, target.chip.link, 1
     if chip.slices:
         inner = list(map(Dimension, "xyz", target.topology, target.wraparound))
@@ -232,18 +233,18 @@ def _dimensions(target: Target) -> list[Dimension]:
         inner = [Dimension("domain", chips)]
         if link and link.topology == "ring":
             inner = [Dimension("x", chips, chips == link.domain)]
-        elif link and link.topology == "torus2d":  # a count does not say how they lie: the squarest
+        elif link and link.topology == "torus2d":  # a count gives no shape: take the squarest
             short = max(n for n in range(1, math.isqrt(chips) + 1) if chips % n == 0)
             inner = list(map(Dimension, "xy", (chips // short, short), link.wraps((chips // short, short))))
     if chip.devices_per_chip > 1:
-        # The order decides between equal places: JAX has cores last, but first in slices of one or two planes of 2 × 2.
+        # The order breaks ties: JAX has cores last, but first in slices of one or two planes of 2 × 2.
         small = all(row.size <= 2 for row in inner[:2])
         inner.insert(0 if small else len(inner), Dimension("core", chip.devices_per_chip))
     return [*inner, Dimension("network", domains)]
 
 
 def _lay_out(dimensions: Sequence[int], axes: Sequence[int]) -> list[tuple[int, ...]]:
-    """For each axis of a mesh, how many of its members lie along each dimension. The inner axis chooses first."""
+    """Return, for each axis of a mesh, the number of its members along each dimension. Inner axes choose first."""
     free, parts = tuple(dimensions), []
     for axis in reversed(axes):
         parts.append(max(_parts(free, axis), key=functools.partial(_preference, dimensions, free)))
@@ -252,15 +253,15 @@ def _lay_out(dimensions: Sequence[int], axes: Sequence[int]) -> list[tuple[int, 
 
 
 def _preference(dimensions: Sequence[int], free: Sequence[int], part: tuple[int, ...]) -> tuple:
-    """Whole dimensions before parts, then many of them, then those that are begun (jax/_src/mesh_utils.py,
-    `_prefer_first_logical_axis_assignment`)."""
+    """Return a sort key: whole dimensions before parts, then more of them, then partly used ones
+    (jax/_src/mesh_utils.py, `_prefer_first_logical_axis_assignment`)."""
     whole = [p for p, n in zip(part, dimensions, strict=True) if p == n]
     begun = [p for p, n, f in zip(part, dimensions, free, strict=True) if f < n]
     return math.prod(whole), sum(p > 1 for p in whole), math.prod(begun), part
 
 
 def _parts(free: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a size as a product of divisors of these."""
+    """Yield all ways to write a size as a product of divisors of the free sizes, one per dimension."""
     if not free:
         if size == 1:
             yield ()

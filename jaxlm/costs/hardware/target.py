@@ -1,4 +1,4 @@
-"""Chips that work together: a slice of TPUs, or domains of any other chip. Imports no JAX."""
+"""Targets of several chips: a slice of TPUs, or domains of any other chip. Imports no JAX."""
 
 import itertools
 import math
@@ -9,23 +9,23 @@ from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware.catalog import HOST, find, of_kind
 from jaxlm.costs.hardware.chips import Chip, parse_topology, show_topology
 
-COUNT = "[1-9][0-9]{0,5}"  # of chips or devices, as it is typed
+COUNT = "[1-9][0-9]{0,5}"  # a pattern for the number of chips or devices
 
 
 @dataclass(frozen=True)
 class Target:
-    """Chips that work together. `topology` is the slice of a TPU, such as (4, 4); of other chips (domains, chips in
-    each), such as (2, 8) for two nodes of eight."""
+    """The chips that a job runs on. `topology` is the slice of a TPU, such as (4, 4); for other chips it is (domains,
+    chips in each), such as (2, 8) for two nodes of eight."""
 
     chip: Chip
     topology: tuple[int, ...]
 
     @classmethod
     def parse(cls, text: str) -> "Target":
-        """`<id>[:<count or topology>]`: "h200-sxm:8", "h200-sxm:2x8", "tpu-v5e:4x4", "host".
+        """Parse `<id>[:<count or topology>]`: "h200-sxm:8", "h200-sxm:2x8", "tpu-v5e:4x4", "host".
 
-        A count of TPU chips is the most cubic slice of that many; without one it is the smallest slice there is, and
-        one chip of any other kind. Raises InputError where there is no such slice, naming the nearest.
+        A count of TPU chips means the most cubic slice of that size. Without a count, a TPU is the smallest slice and
+        any other target is one chip. Raises InputError if there is no such slice, and names the nearest.
         """
         id, colon, size = text.strip().partition(":")
         chip = find(id)
@@ -43,12 +43,12 @@ class Target:
 
     @property
     def devices(self) -> int:
-        """What JAX shards over."""
+        """The number of devices that JAX shards over."""
         return self.chips * self.chip.devices_per_chip
 
     @property
     def wraparound(self) -> tuple[bool, ...]:
-        """For each axis of a TPU's slice, whether its two ends are joined; nothing for other chips."""
+        """One boolean for each axis of a TPU slice: whether its two ends are joined. Empty for other chips."""
         return self.chip.link.wraps(self.topology) if self.chip.slices else ()
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Target:
 
 
 def of_devices(kind: str, platform: str, count: int) -> Target:
-    """The target that this many devices are which JAX calls `kind`; CPU devices, also emulated ones, share this
+    """Return the target of `count` devices whose JAX device kind is `kind`. CPU devices, emulated ones too, share this
     machine. Raises InputError for devices that are not in the catalog, and on a machine that is not calibrated."""
     if platform == "cpu":
         host = find(HOST)
@@ -70,14 +70,14 @@ def of_devices(kind: str, platform: str, count: int) -> Target:
 
 
 def _example(chip: Chip) -> str:
-    """What a target of this chip may look like."""
+    """Return an example of a target of this chip, for a message."""
     if chip.slices:
         return str(Target(chip, [slice for slice in chip.legal_slices() if math.prod(slice) <= 64][-1]))
     return f"{chip.id}:{chip.link.domain}" if chip.link and chip.link.domain else chip.id
 
 
 def _slice(chip: Chip, wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """The legal slice of a topology or a count of chips; the smallest of none."""
+    """Return the legal slice with a topology or a count of chips; without either, the smallest."""
     legal = chip.legal_slices()
     if not wanted:
         return legal[0]
@@ -98,7 +98,7 @@ def _slice(chip: Chip, wanted: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _domains(chip: Chip, wanted: tuple[int, ...]) -> tuple[int, int]:
-    """(domains, chips in each) of a count or of these two numbers."""
+    """Return (domains, chips in each) from a count or from these two numbers."""
     if math.prod(wanted) == 1:
         return 1, 1
     if chip.link is None or chip.link.domain is None:

@@ -1,7 +1,7 @@
-"""Small programs like the parts of a training step, timed in turns on JAX's default device.
+"""Microbenchmarks of the parts of a training step, timed alternately on JAX's default device.
 
-Each round runs every program once. So all of them meet whatever else the machine does meanwhile, and none finds its
-operands in a cache: the others have run since.
+Each round runs every program once. All programs therefore see the same load of the machine, and none finds its operands
+in a cache, because the others have run in between.
 """
 
 import statistics
@@ -13,16 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# What most models multiply: a batch of tokens, and its rows of so many tokens in the batched products of attention.
+# Typical sizes: tokens of a batch, tokens of a row in the batched products of attention, and heads.
 _TOKENS, _ROW, _HEADS = 2048, 256, 32
 _SMALLEST, _WIDEST_HEAD = 16, 128
-_LONG_ENOUGH_S = 0.05  # a program that takes so long hides its dispatch
+_LONG_ENOUGH_S = 0.05  # a program of this duration hides its dispatch
 _LOOPS = 20
 
 
 @dataclass
 class Microbenchmark:
-    """A call that waits for its end, and its `work`: FLOPs, or bytes read and written."""
+    """A blocking call, and its `work`: FLOPs, or bytes read and written."""
 
     call: Callable[[], Any]
     work: float
@@ -35,7 +35,7 @@ class Microbenchmark:
 
     @property
     def sustained(self) -> float:
-        """Work per second that three calls in four reach."""
+        """Work per second at the third quartile of call times: three calls in four reach it."""
         return self.work / statistics.quantiles(self.seconds, n=4)[2]
 
     def run(self) -> float:
@@ -44,11 +44,11 @@ class Microbenchmark:
         return time.perf_counter() - began
 
 
-def in_turns(programs: list[Microbenchmark], rounds: int, most_s: float) -> None:
-    """Time every program at least twice, and as often as `rounds` and the seconds allow."""
+def alternate(programs: list[Microbenchmark], rounds: int, max_seconds: float) -> None:
+    """Time every program at least twice, and at most `rounds` times or for `max_seconds` in total."""
     for program in programs:
         program.run()  # compiles
-    ends = time.perf_counter() + most_s
+    ends = time.perf_counter() + max_seconds
     for done in range(max(2, rounds)):
         if done >= 2 and time.perf_counter() > ends:
             return
@@ -56,15 +56,15 @@ def in_turns(programs: list[Microbenchmark], rounds: int, most_s: float) -> None
             program.seconds.append(program.run())
 
 
-def call_of_nothing() -> Microbenchmark:
-    """A call that computes next to nothing; its work is one call."""
+def empty_call() -> Microbenchmark:
+    """Return a call that computes almost nothing; its work is one call."""
     add = jax.jit(lambda x: x + 1.0)
-    return Microbenchmark(_waited(add, add(0.0)), 1.0)
+    return Microbenchmark(_blocking(add, add(0.0)), 1.0)
 
 
 def change_in_place(size: int) -> Microbenchmark:
-    """Each byte of an array of `size` bytes read and written. It is donated, so that no memory is allocated: the first
-    touch of new pages would be measured in its place."""
+    """Read and write each byte of an array of `size` bytes. The array is donated, so that no memory is allocated:
+    otherwise the first touch of new pages would be measured."""
     change = jax.jit(lambda x: x + 1.0, donate_argnums=0)
     x = jnp.zeros(size // 4, jnp.float32)
 
@@ -75,19 +75,20 @@ def change_in_place(size: int) -> Microbenchmark:
     return Microbenchmark(once, 2 * x.nbytes)
 
 
-def mixture(size: int) -> Microbenchmark:
-    """Operations element by element on `size` numbers that a cache may hold: as in a softmax, an exponential in six."""
+def elementwise(size: int) -> Microbenchmark:
+    """Return elementwise operations on `size` numbers that may fit into a cache: as in a softmax, one in six is an
+    exponential."""
 
     @jax.jit
     def change(x: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, _LOOPS, lambda _, y: (jnp.exp(y * 0.5 - 1.0) + y) * 0.25 - 0.125, x)
 
-    return Microbenchmark(_waited(change, jnp.zeros(size, jnp.float32)), 6 * _LOOPS * size)
+    return Microbenchmark(_blocking(change, jnp.zeros(size, jnp.float32)), 6 * _LOOPS * size)
 
 
 def passes(numbers: int) -> list[Microbenchmark]:
-    """What a step does with about so many numbers between its products, with next to no arithmetic: heads moved in
-    front of the sequence, rows reduced, two arrays made one."""
+    """Return the passes of a step between its products, over about `numbers` numbers and with little arithmetic: a
+    transpose of heads and sequence, a reduction of rows, a product of two arrays."""
     rows = max(1, numbers // (_ROW * 256))
     heads_BTNH, rows_XS = jnp.ones((rows, _ROW, 8, 32)), jnp.ones((rows * _ROW * 2, 128))
     wide = jnp.ones((rows * _ROW, 256))
@@ -95,20 +96,20 @@ def passes(numbers: int) -> list[Microbenchmark]:
     reduced = jax.jit(lambda x: jnp.max(x, axis=-1))
     joined = jax.jit(lambda x, y: x * y)
     return [
-        Microbenchmark(_waited(moved, heads_BTNH), 2 * heads_BTNH.nbytes),
-        Microbenchmark(_waited(reduced, rows_XS), rows_XS.nbytes),
-        Microbenchmark(_waited(joined, wide, wide + 1.0), 3 * wide.nbytes),
+        Microbenchmark(_blocking(moved, heads_BTNH), 2 * heads_BTNH.nbytes),
+        Microbenchmark(_blocking(reduced, rows_XS), rows_XS.nbytes),
+        Microbenchmark(_blocking(joined, wide, wide + 1.0), 3 * wide.nbytes),
     ]
 
 
 def products(dtype: str, largest: int) -> tuple[dict[int, Microbenchmark], dict[int, Microbenchmark]]:
-    """By their smallest side, up to one that takes long enough: the three products of a matrix in training, its own
-    and those of both gradients, of a batch of tokens and a square matrix; and one product of two square matrices."""
+    """Return two tables by smallest side, up to a program of sufficient duration: the product of a batch of tokens with
+    a square matrix together with both its gradients, and the product of two square matrices."""
     in_training, square, side = {}, {}, min(2 * _SMALLEST, largest)
     while True:
         x, w = jnp.full((max(_TOKENS, side), side), 1e-3, dtype), jnp.full((side, side), 1e-3, dtype)
-        in_training[side] = Microbenchmark(_waited(_matrix, x, w, x), 6 * len(x) * side * side)
-        square[side] = Microbenchmark(_waited(_product, w, w), 2 * side**3)
+        in_training[side] = Microbenchmark(_blocking(_matrix, x, w, x), 6 * len(x) * side * side)
+        square[side] = Microbenchmark(_blocking(_product, w, w), 2 * side**3)
         in_training[side].run()
         if in_training[side].run() > _LONG_ENOUGH_S or 2 * side > largest:
             return in_training, square
@@ -116,12 +117,12 @@ def products(dtype: str, largest: int) -> tuple[dict[int, Microbenchmark], dict[
 
 
 def heads(dtype: str, largest: int) -> dict[int, Microbenchmark]:
-    """By the width of a head: scores of queries and keys and both their gradients, of many heads at once."""
+    """Return a table by head dim: the scores of queries and keys together with both their gradients, for many heads."""
     found, width = {}, min(_SMALLEST, largest)
     while width <= min(_WIDEST_HEAD, largest):
         x = jnp.full((_HEADS, _ROW, width), 1e-3, dtype)
         found[width] = Microbenchmark(
-            _waited(_scores, x, x, jnp.full((_HEADS, _ROW, _ROW), 1e-3, dtype)), 6 * _HEADS * _ROW**2 * width
+            _blocking(_scores, x, x, jnp.full((_HEADS, _ROW, _ROW), 1e-3, dtype)), 6 * _HEADS * _ROW**2 * width
         )
         width *= 2
     return found
@@ -146,5 +147,5 @@ def _scores(q_NTH: jax.Array, k_NSH: jax.Array, grad_NTS: jax.Array) -> tuple[ja
     )
 
 
-def _waited(function: Callable[..., Any], *arguments: jax.Array) -> Callable[[], Any]:
+def _blocking(function: Callable[..., Any], *arguments: jax.Array) -> Callable[[], Any]:
     return lambda: jax.block_until_ready(function(*arguments))

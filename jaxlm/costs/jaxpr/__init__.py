@@ -1,1 +1,1 @@
-"""What any JAX function costs, counted from its jaxpr."""
+"""The cost of any JAX function, counted from its jaxpr."""

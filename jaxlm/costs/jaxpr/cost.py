@@ -1,4 +1,4 @@
-"""What a program costs, as a tree by named scope: the figures that `jaxlm.costs.jaxpr.count` makes."""
+"""The cost of a program as a tree by named scope: the result of `jaxlm.costs.jaxpr.count`."""
 
 import functools
 from dataclasses import dataclass
@@ -11,22 +11,22 @@ Phase = Literal["forward", "backward", "rematerialised"]
 
 
 class Row(NamedTuple):
-    """All equations of one primitive in one scope and phase. Sums over iterations and shards, but for `runs`."""
+    """All equations of one primitive in one scope and phase. Figures are sums over iterations and shards."""
 
     scope: tuple[str, ...]
     primitive: str
     kind: Kind
     phase: Phase
-    axes: tuple[str, ...]  # of the mesh, that a collective goes over
+    axes: tuple[str, ...]  # mesh axes of a collective
     assumed: bool  # the primitive is unknown: one FLOP per number of its results
-    runs: int  # how often such an equation runs on each shard
+    runs: int  # executions on each shard, over all iterations
     flops: int
     bytes_in: int
     bytes_out: int
 
 
 class CollectiveTotal(NamedTuple):
-    """Collectives of one kind over the same axes: how often one runs, and the bytes of its operands on all shards."""
+    """Collectives of one kind over the same axes: executions on each shard, and bytes of operands on all shards."""
 
     kind: str
     axes: tuple[str, ...]
@@ -35,10 +35,10 @@ class CollectiveTotal(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Cost:
-    """What a function costs, as a tree by named scope; every figure is a sum over `rows`.
+class JaxprCost:
+    """The cost of a function as a tree by named scope; every figure is a sum over `rows`.
 
-    `of(scope=())` is what happens in the scope itself and in no child: a figure is that of it plus those of `children`.
+    `of(scope=())` is the cost of the scope itself without its `children`; a figure is the sum of both.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Cost:
 
     @property
     def matmul_flops(self) -> int:
-        """Of products and convolutions; those inside Pallas kernels are in `kernel_flops`."""
+        """FLOPs of matrix products and convolutions; those inside Pallas kernels are in `kernel_flops`."""
         return self.of(kind="matmul").flops
 
     @property
@@ -82,31 +82,31 @@ class Cost:
         return self.flops / moved if moved else 0.0
 
     @property
-    def forward(self) -> "Cost":
+    def forward(self) -> "JaxprCost":
         return self.of(phase="forward")
 
     @property
-    def backward(self) -> "Cost":
+    def backward(self) -> "JaxprCost":
         return self.of(phase="backward")
 
     @property
-    def rematerialised(self) -> "Cost":
+    def rematerialised(self) -> "JaxprCost":
         return self.of(phase="rematerialised")
 
-    def of(self, **fields: Any) -> "Cost":
-        """The part whose rows have these values: `of(kind="matmul", phase="backward")`."""
-        return Cost(self.name, tuple(r for r in self.rows if all(getattr(r, k) == v for k, v in fields.items())))
+    def of(self, **fields: Any) -> "JaxprCost":
+        """Return the part whose rows have these values: `of(kind="matmul", phase="backward")`."""
+        return JaxprCost(self.name, tuple(r for r in self.rows if all(getattr(r, k) == v for k, v in fields.items())))
 
     @functools.cached_property
-    def children(self) -> dict[str, "Cost"]:
+    def children(self) -> dict[str, "JaxprCost"]:
         rows: dict[str, list[Row]] = {}
         for row in self.rows:
             if row.scope:
                 rows.setdefault(row.scope[0], []).append(row._replace(scope=row.scope[1:]))
-        return {name: Cost(name, tuple(mine)) for name, mine in rows.items()}
+        return {name: JaxprCost(name, tuple(mine)) for name, mine in rows.items()}
 
-    def __getitem__(self, path: str) -> "Cost":
-        """The scope at a path, such as "layers/attention/query"."""
+    def __getitem__(self, path: str) -> "JaxprCost":
+        """Return the scope at a path, such as "layers/attention/query". Raises KeyError, which lists the scopes."""
         cost = self
         for name in path.split("/"):
             if name not in cost.children:
@@ -116,7 +116,7 @@ class Cost:
 
     @property
     def collectives(self) -> tuple[CollectiveTotal, ...]:
-        """What `shard_map`s send between devices. Its bytes are in `bytes_in` too: they are read from memory."""
+        """Collectives inside `shard_map`s. Their bytes are in `bytes_in` too: they are read from memory."""
         sums: dict[tuple[str, tuple[str, ...]], list[int]] = {}
         for row in self.of(kind="collective").rows:
             total = sums.setdefault((primitives.COLLECTIVES[row.primitive], row.axes), [0, 0])
@@ -126,11 +126,11 @@ class Cost:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Primitives that are not known here, taken to do one FLOP per floating point number of their results."""
+        """Unknown primitives, counted as one FLOP per floating point number of their results."""
         return tuple(sorted({row.primitive for row in self.rows if row.assumed}))
 
     def table(self, depth: int = 3) -> str:
-        """The tree down to a depth, one line per scope."""
+        """Format the tree down to a depth, one line per scope."""
         lines = [("scope", "FLOP", "matmul", "elementwise", "reduction", "read", "written", "FLOP/B")]
         self._lines(lines, depth, "")
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -151,11 +151,11 @@ class Cost:
     __str__ = table
 
     def __repr__(self) -> str:
-        return f"Cost({self.name}: {_short(self.flops)}FLOP, {_short(self.bytes_in + self.bytes_out)}B)"
+        return f"JaxprCost({self.name}: {_short(self.flops)}FLOP, {_short(self.bytes_in + self.bytes_out)}B)"
 
 
 def _short(n: float) -> str:
-    """1234567 → "1.23 M"."""
+    """Format 1234567 as "1.23 M"."""
     for prefix in ("", "k", "M", "G", "T", "P", "E", "Z"):
         if n < 999.5:
             return f"{n:.3g} {prefix}"

@@ -5,23 +5,22 @@
     cost["layers/attention/query"].matmul_flops
     cost.backward.flops, cost.rematerialised.flops
 
-What is counted is what runs, so far as the jaxpr tells: code whose result nothing uses is dropped first, as jit does
-(with full rematerialisation the last product of a block is not run again). The products of jaxlm's steps are to the
-last FLOP those in XLA's optimised programs, but where it pads an odd size to split a product in parts (a vocabulary of
-300 to 320 on an H200); in general XLA may still merge equal work or move it out of a loop. What one equation costs is
-in `jaxlm.costs.jaxpr.primitives`; around it
+The count covers the work that runs, as far as the jaxpr shows it: dead code is dropped first, as jit does (with full
+rematerialisation the last product of a block does not run again). The products of jaxlm's steps equal those in XLA's
+optimised programs to the last FLOP, except where XLA pads an odd size to split a product (a vocabulary of 300 to 320 on
+an H200); in general XLA may still merge equal work or move it out of a loop. `jaxlm.costs.jaxpr.primitives` has the
+cost of one equation. Around it:
 
-- a scan costs its body times its length, a `while` its condition and body times its iterations where the program says
-  how many (a counter compared with a constant), and otherwise as many as `trips` says;
-- of the branches of a `cond` the one with the most FLOPs counts, then the one with the most bytes;
-- `shard_map` costs its body on every shard: figures are sums over the mesh. Outside it they are those of the whole
-  arrays, however they are partitioned; collectives that XLA's partitioner places are not in a jaxpr;
-- a Pallas kernel costs what its `cost_estimate` says;
-- loops and calls move no bytes but those that their bodies move; a primitive that is not known and has jaxprs costs
-  what they cost, once each.
+- A scan costs its body times its length. A `while` costs its condition and body times its iterations, which are read
+  from the program if it compares a counter with a constant, and otherwise given as `trips`.
+- A `cond` costs its branch with the most FLOPs, then the most bytes.
+- `shard_map` costs its body on every shard: figures are sums over the mesh. Outside it figures are those of whole
+  arrays, however they are partitioned; collectives that XLA's partitioner places are not in a jaxpr.
+- A Pallas kernel costs its `cost_estimate`.
+- Loops and calls move only the bytes that their bodies move. An unknown primitive with jaxprs costs each of them once.
 
 Work is `backward` inside a transposition, `rematerialised` where `jax.checkpoint` computes something again for the
-backward pass, and otherwise `forward`; so is an optimizer, whose scope tells it apart.
+backward pass, and otherwise `forward`. An optimizer is `forward` too; its scope tells it apart.
 """
 
 import functools
@@ -29,26 +28,26 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax._src.source_info_util import Transform  # tells jvp(x) from a scope called so; no public name
+from jax._src.source_info_util import Transform  # tells jvp(x) from a scope of that name; there is no public name
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.extend.core import Literal as Constant
 from jax.interpreters import partial_eval
 
 from jaxlm.costs.jaxpr import primitives
-from jaxlm.costs.jaxpr.cost import Cost, Phase, Row
+from jaxlm.costs.jaxpr.cost import JaxprCost, Phase, Row
 
-# The scope that jax.checkpoint adds around what it computes again.
+# The scope that jax.checkpoint adds around recomputed work.
 _AGAIN = "rematted_computation"
 
 
-def count(fn: Callable, *args: Any, trips: int | None = None, **kwargs: Any) -> Cost:
-    """What fn(*args, **kwargs) costs.
+def count(fn: Callable, *args: Any, trips: int | None = None, **kwargs: Any) -> JaxprCost:
+    """Count the cost of fn(*args, **kwargs).
 
     Args:
-      fn: any function that `jax.jit` takes. Under `jax.sharding.use_abstract_mesh` (or `jax.set_mesh`) it may ask for
-        meshes of devices that are not here.
+      fn: any function that `jax.jit` takes. Under `jax.sharding.use_abstract_mesh` (or `jax.set_mesh`) it may use
+        meshes of absent devices.
       args, kwargs: trees of arrays or `jax.ShapeDtypeStruct`.
-      trips: iterations of each `while` loop whose number the program does not say.
+      trips: iterations of each `while` loop whose number the program does not state.
 
     Raises ValueError for such a loop without `trips`, and for a Pallas kernel that states no cost.
     """
@@ -56,16 +55,16 @@ def count(fn: Callable, *args: Any, trips: int | None = None, **kwargs: Any) -> 
     return count_jaxpr(jax.make_jaxpr(fn)(*args, **kwargs).jaxpr, trips, getattr(named, "__name__", "total"))
 
 
-def count_jaxpr(jaxpr: Jaxpr, trips: int | None = None, name: str = "total") -> Cost:
-    """What a jaxpr costs whose results are all used."""
+def count_jaxpr(jaxpr: Jaxpr, trips: int | None = None, name: str = "total") -> JaxprCost:
+    """Count the cost of a jaxpr whose results are all used."""
     live, _ = partial_eval.dce_jaxpr(jaxpr, True)
-    rows = _Rows()
+    rows = _RowSums()
     _walk(live, _Place(trips), rows)
-    return Cost(name, rows.all())
+    return JaxprCost(name, rows.all())
 
 
 class _Place(NamedTuple):
-    """Where in the program an equation stands, and how often it runs there."""
+    """The position of an equation in the program, and how often it runs there."""
 
     trips: int | None
     scope: tuple[str, ...] = ()
@@ -74,7 +73,7 @@ class _Place(NamedTuple):
     shards: int = 1
 
     def inside(self, eqn: JaxprEqn) -> "_Place":
-        """The place of this equation; that of an equation of an inner jaxpr is relative to the outer one."""
+        """Return the place of an equation of this jaxpr, whose name stack is relative to this place."""
         scope, phase = self.scope, self.phase
         for element in eqn.source_info.name_stack.stack:
             if isinstance(element, Transform):
@@ -90,8 +89,8 @@ class _Place(NamedTuple):
         return self._replace(runs=self.runs * n)
 
 
-class _Rows:
-    """Sums of rows with the same key."""
+class _RowSums:
+    """An accumulator of rows with the same key."""
 
     def __init__(self) -> None:
         self.sums: dict[tuple, list[int]] = {}
@@ -105,7 +104,7 @@ class _Rows:
         return tuple(Row(*key, *values) for key, values in self.sums.items())
 
 
-def _walk(jaxpr: Jaxpr, place: _Place, rows: _Rows) -> None:
+def _walk(jaxpr: Jaxpr, place: _Place, rows: _RowSums) -> None:
     for eqn in jaxpr.eqns:
         here, name = place.inside(eqn), eqn.primitive.name
         if name == "cond":
@@ -122,13 +121,13 @@ def _walk(jaxpr: Jaxpr, place: _Place, rows: _Rows) -> None:
         rows.add(key, (here.runs, *(everywhere * n for n in (once.flops, once.bytes_in, once.bytes_out))))
 
 
-def _add_dearest(branches: Sequence[Any], place: _Place, rows: _Rows) -> None:
-    counted = [_Rows() for _ in branches]
+def _add_dearest(branches: Sequence[Any], place: _Place, rows: _RowSums) -> None:
+    counted = [_RowSums() for _ in branches]
     for branch, its in zip(branches, counted, strict=True):
         _walk(_open(branch), place, its)
 
-    def price(its: _Rows) -> tuple[int, int]:
-        cost = Cost("", its.all())
+    def price(its: _RowSums) -> tuple[int, int]:
+        cost = JaxprCost("", its.all())
         return cost.flops, cost.bytes_in + cost.bytes_out
 
     for key, values in max(counted, key=price).sums.items():
@@ -136,7 +135,7 @@ def _add_dearest(branches: Sequence[Any], place: _Place, rows: _Rows) -> None:
 
 
 def _parts(eqn: JaxprEqn, place: _Place) -> list[tuple[Jaxpr, _Place]]:
-    """The jaxprs that this equation runs, and where."""
+    """Return the jaxprs that an equation runs, each with its place."""
     parameters = eqn.params
     match eqn.primitive.name:
         case "scan":
@@ -165,7 +164,7 @@ def _parts(eqn: JaxprEqn, place: _Place) -> list[tuple[Jaxpr, _Place]]:
 
 
 def _open(jaxpr: Any) -> Jaxpr:
-    """The jaxpr in a closed one (in newer versions of JAX every one is closed)."""
+    """Return the jaxpr in a closed one (in newer versions of JAX every jaxpr is closed)."""
     return jaxpr.jaxpr
 
 
@@ -175,7 +174,8 @@ def _axes(eqn: JaxprEqn) -> tuple[str, ...]:
 
 
 def _iterations(eqn: JaxprEqn) -> int | None:
-    """How often a `while` runs that compares a counter, which starts and steps by constants, with a constant."""
+    """Return the iterations of a `while` that compares a counter with a constant, if the counter starts and steps by
+    constants; otherwise None."""
     condition, body = _open(eqn.params["cond_jaxpr"]), _open(eqn.params["body_jaxpr"])
     carried = len(body.outvars)
     constants, starts = eqn.invars[: len(condition.invars) - carried], eqn.invars[-carried:]
@@ -187,7 +187,7 @@ def _iterations(eqn: JaxprEqn) -> int | None:
         return int(atom.val) if isinstance(atom, Constant) else None
 
     def end_of(atom: Any) -> int | None:
-        """The value of what the condition reads, if no iteration changes it."""
+        """Return the value of a variable that the condition reads, if no iteration changes it."""
         places = [i for i, variable in enumerate(condition.invars) if variable is atom]
         if not places:
             return written(atom)
@@ -218,6 +218,6 @@ def _iterations(eqn: JaxprEqn) -> int | None:
     return None
 
 
-# The same comparison with its sides exchanged, and how far a counter may go beyond the end.
+# Each comparison with its sides exchanged, and how far a counter may go beyond the end.
 _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 _PAST_END = {"lt": 0, "le": 1, "gt": 0, "ge": -1}

@@ -1,17 +1,17 @@
-"""What one equation of a jaxpr costs by itself: FLOPs and bytes of each primitive of JAX.
+"""The cost of one equation of a jaxpr by itself: FLOPs and bytes of each JAX primitive.
 
 Conventions:
 
 - A multiplication and an addition are two FLOPs. Complex numbers count as real ones.
-- One FLOP per floating point number that an elementwise primitive computes, be it an addition, a logarithm or a tanh.
-  What results in no floating point number has none (comparisons, logic, integers, random bits), nor has what only
-  moves numbers (select, convert, broadcast, transpose, sort).
-- A reduction combines n numbers to m with n − m FLOPs; a cumulative one to n with n − (number of rows). A scatter that
-  combines has one per number of its update.
+- An elementwise primitive has one FLOP per floating point number that it computes, be it an addition, a logarithm or a
+  tanh. Primitives without floating point results have none (comparisons, logic, integers, random bits), nor do
+  primitives that only move numbers (select, convert, broadcast, transpose, sort).
+- A reduction of n numbers to m has n − m FLOPs; a cumulative one has n − (number of rows). A combining scatter has one
+  per number of its update.
 - Products of a convolution with padding or with the holes of a dilation are not counted, as in XLA's HloCostAnalysis.
 - Bytes are those of the distinct operands and of the results, as if nothing were fused and nothing stayed in a cache.
   Literals are part of the instruction. A view (reshape, a name, a sharding constraint) moves nothing. Slices, gathers
-  and scatters move the indices and what they take or put, not the array around it: updates happen in place.
+  and scatters move the indices and the slice itself, not the array around it: updates happen in place.
 """
 
 import math
@@ -27,7 +27,7 @@ Kind = Literal["matmul", "elementwise", "reduction", "kernel", "collective", "mo
 
 
 class EquationCost(NamedTuple):
-    """What an equation does once. `assumed`: its primitive is not known here, and got one FLOP per number."""
+    """The cost of one execution of an equation. `assumed`: its primitive is unknown, and counts one FLOP per number."""
 
     kind: Kind
     flops: int
@@ -36,7 +36,7 @@ class EquationCost(NamedTuple):
     assumed: bool = False
 
 
-# Pallas kernels: by `pl.pallas_call`, and by `pl.kernel` over a mesh of cores or warpgroups.
+# Pallas kernels, launched by `pl.pallas_call` and by `pl.kernel` over a mesh of cores or warpgroups.
 _KERNELS = {"pallas_call", "mpmd_map"}
 
 _MATMUL = {"dot_general", "ragged_dot_general", "scaled_dot"}
@@ -74,7 +74,7 @@ _VIEW = set(
     """.split()
 )
 
-# Which operand of a partial access is the part that is moved: None is the result. The others are indices.
+# The operand that a partial access moves; None means the result. The other operands are indices.
 _PART = {
     "slice": None,
     "dynamic_slice": None,
@@ -92,7 +92,7 @@ _PART = {
 }
 _COMBINING = {"addupdate", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}
 
-# What each collective is to XLA.
+# XLA's name of each collective.
 COLLECTIVES = {
     "psum": "all-reduce",
     "psum2": "all-reduce",
@@ -119,7 +119,7 @@ KNOWN = frozenset(
 
 
 def equation_cost(eqn: JaxprEqn) -> EquationCost:
-    """What this equation costs, once, without what jaxprs in its parameters say.
+    """Return the cost of one execution of an equation, without the jaxprs in its parameters.
 
     Raises ValueError for a Pallas kernel that states no cost.
     """
@@ -157,7 +157,7 @@ def equation_cost(eqn: JaxprEqn) -> EquationCost:
 
 
 def _dot_flops(eqn: JaxprEqn) -> int:
-    """2 · batch · left · right · contracted. Of a ragged product the groups share the rows, so they do not multiply."""
+    """Return 2 · batch · left · right · contracted. Groups of a ragged product share the rows and do not multiply."""
     left, right = (v.aval.shape for v in eqn.invars[:2])
     if eqn.primitive.name == "ragged_dot_general":
         ragged = eqn.params["ragged_dot_dimension_numbers"]
@@ -170,7 +170,7 @@ def _dot_flops(eqn: JaxprEqn) -> int:
 
 
 def _convolution_flops(eqn: JaxprEqn) -> int:
-    """2 · (pairs of an output and an input number that a kernel number joins), for each channel of both."""
+    """Return 2 · (pairs of an output and an input number that the kernel joins), for each channel of both."""
     numbers, parameters = eqn.params["dimension_numbers"], eqn.params
     image, kernel = (v.aval.shape for v in eqn.invars)
     output = eqn.outvars[0].aval.shape
@@ -194,7 +194,7 @@ def _convolution_flops(eqn: JaxprEqn) -> int:
 
 
 def _kernel(eqn: JaxprEqn, results: int) -> EquationCost:
-    """What a Pallas kernel states of itself; a transcendental is one FLOP, as everywhere."""
+    """Return the cost that a Pallas kernel states; a transcendental is one FLOP, as everywhere."""
     cost = eqn.params["cost_estimate"]
     if cost is None:
         name = eqn.params.get("name") or "without a name"
@@ -206,7 +206,7 @@ def _kernel(eqn: JaxprEqn, results: int) -> EquationCost:
 
 
 def _distinct(operands: Iterable[Any]) -> list[Any]:
-    """x · x reads x once."""
+    """Drop repeated operands: x · x reads x once."""
     return list({id(v): v for v in operands}.values())
 
 
@@ -228,7 +228,7 @@ def _occupies_memory(variable: Any) -> bool:
 
 
 def bits(dtype: Any) -> int:
-    """Bits of one number; two int4 share a byte."""
+    """Return the bits of one number; two int4 share a byte."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).bits
     if jnp.issubdtype(dtype, jnp.floating):

@@ -1,1 +1,1 @@
-"""The cost model held against published figures."""
+"""The cost model compared with published figures."""

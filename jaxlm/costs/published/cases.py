@@ -1,8 +1,8 @@
-"""The cost model held against published figures: closed forms, worked exercises and measured runs.
+"""The cost model compared with published figures: closed forms, worked exercises and measured runs.
 
-A file of cases gives each figure with its whole configuration and its source. A closed form must come out within its
-tolerance; a measured time must lie inside the bracket that is counted for it. What does neither, and what cannot be
-expressed, stays in the table with its reason.
+A file of cases gives each figure with its whole configuration and its source. A closed form must agree within its
+tolerance; a measured time must lie inside its counted bracket. Cases that do neither, and cases that cannot be
+expressed, stay in the table with their reason.
 """
 
 import statistics
@@ -18,7 +18,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.core.schema import Section, merged
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.target import Target
-from jaxlm.costs.published.figures import FIGURES, Range, Setting
+from jaxlm.costs.published.figures import FIGURES, CaseSetting, Range
 from jaxlm.costs.workload import Workload
 from jaxlm.models.config import Kernels, ModelConfig, Remat
 from jaxlm.parallel.layout import Layout
@@ -33,8 +33,8 @@ Of = Literal[
 ]  # fmt: skip
 
 
-class StepSettings(Section):
-    """A workload without its model."""
+class CaseStepConfig(Section):
+    """The workload of a case without its model."""
 
     kind: Kind = "train"
     batch: PositiveInt = 1
@@ -47,13 +47,13 @@ class StepSettings(Section):
     mesh: dict[Literal["data", "fsdp", "tensor"], PositiveInt] = Field(default_factory=dict)
 
 
-class Case(Section):
+class PublishedCase(Section):
     """A published figure.
 
-    `figure` names one of `figures.FIGURES`, which takes what is `given`; `scale` multiplies what it returns.
-    `model` is one of the file's [models] or a file of configs/models; `chips` is a target, of which `chip` changes
-    figures. `tolerance` is relative, `because` of what. `nearest` says what stands for what cannot be written exactly,
-    `why` where a miss is from. A case with `not_expressed` is beyond the cost model.
+    `figure` names one of `figures.FIGURES`, which is called with `given`; `scale` multiplies its result. `model` is one
+    of the file's [models] or a file of configs/models. `chips` is a target, and `chip` overrides figures of its chip.
+    `tolerance` is relative, and `because` gives its reason. `nearest` names the nearest expressible configuration if
+    the exact one cannot be written. `why` explains a miss. A case with `not_expressed` is beyond the cost model.
     """
 
     id: str
@@ -67,7 +67,7 @@ class Case(Section):
     given: dict[str, Any] = Field(default_factory=dict)
     scale: PositiveFloat = 1.0
     model: str | None = None
-    step: StepSettings = StepSettings()
+    step: CaseStepConfig = CaseStepConfig()
     chips: str | None = None
     chip: dict[str, Any] = Field(default_factory=dict)
     tolerance: float = Field(0.0, ge=0.0)
@@ -81,7 +81,7 @@ class Case(Section):
         if bool(self.figure) == bool(self.not_expressed):
             raise ValueError(f"{self.id} needs figure or not_expressed, and not both")
         if self.figure and not isinstance(self.published, float):
-            raise ValueError(f"{self.id}: one number is published of what is counted")
+            raise ValueError(f"{self.id}: exactly one number is published of a counted case")
         if self.tolerance and not self.because:
             raise ValueError(f"{self.id} has a tolerance and no reason for it: because is missing")
         return self
@@ -89,9 +89,9 @@ class Case(Section):
 
 @dataclass(frozen=True)
 class CountedCase:
-    """A case with what is counted of it."""
+    """A case with its counted figure."""
 
-    case: Case
+    case: PublishedCase
     counted: float | Range | None
 
     @property
@@ -100,22 +100,22 @@ class CountedCase:
 
     @property
     def error(self) -> float | None:
-        """Of the prediction, relative to what is published."""
+        """The error of the prediction, relative to the published figure."""
         return None if self.counted is None else self.predicted / self.case.published - 1.0
 
     @property
     def measured(self) -> bool:
-        """Whether it is held against a bracket."""
+        """True if the published figure was measured, so that it is compared with a bracket."""
         return isinstance(self.counted, Range)
 
     @property
     def bracket(self) -> tuple[float, float] | None:
-        """What a measured figure must lie between."""
+        """The bounds that a measured figure must lie between."""
         return (min(self.counted), max(self.counted)) if self.measured else None
 
     @property
     def off(self) -> float:
-        """By how much it misses, relative to what is published; 0.0 where it holds."""
+        """The distance by which the case misses, relative to the published figure; 0.0 if it holds."""
         if self.counted is None:
             return 0.0
         if not self.measured:
@@ -138,7 +138,7 @@ class CountedCase:
         return "exact" if abs(self.error) < 1e-12 else "within"
 
     def row(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the case as a JSON object."""
         case = self.case
         return {
             "id": case.id,
@@ -162,13 +162,13 @@ class CountedCase:
 
 
 def check(path: Path = PUBLISHED) -> list[CountedCase]:
-    """Count every case of a file. Raises InputError where there is none, or where it is not one of cases."""
+    """Count every case of a file. Raises InputError if the file is missing or is not a file of cases."""
     cases, models = read(path)
     return [CountedCase(case, _count(case, models)) for case in cases]
 
 
 def median_errors(rows: Iterable[CountedCase]) -> dict[str, float]:
-    """The median absolute error of each kind that is expressed."""
+    """Return the median absolute error of each kind of case that is expressed."""
     errors: dict[str, list[float]] = {}
     for row in rows:
         if row.counted is not None:
@@ -177,16 +177,16 @@ def median_errors(rows: Iterable[CountedCase]) -> dict[str, float]:
 
 
 def inside_bracket(rows: Iterable[CountedCase]) -> dict[str, int]:
-    """How many measured figures lie inside their bracket, and how many are faster or slower than all of it."""
+    """Count the measured figures inside their bracket, and those faster or slower than all of it."""
     verdicts = [row.verdict for row in rows if row.measured]
     return {**{verdict: verdicts.count(verdict) for verdict in ("inside", "faster", "slower")}, "all": len(verdicts)}
 
 
-def read(path: Path = PUBLISHED) -> tuple[list[Case], dict[str, Any]]:
-    """The cases of a file and the models that it defines."""
+def read(path: Path = PUBLISHED) -> tuple[list[PublishedCase], dict[str, Any]]:
+    """Return the cases of a file and the models that it defines. Raises InputError."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-        return [Case.model_validate(case) for case in values["case"]], values.get("models", {})
+        return [PublishedCase.model_validate(case) for case in values["case"]], values.get("models", {})
     except FileNotFoundError:
         raise InputError(f"there is no file {path} of published figures") from None
     except (OSError, ValueError, KeyError) as error:
@@ -195,18 +195,18 @@ def read(path: Path = PUBLISHED) -> tuple[list[Case], dict[str, Any]]:
         raise InputError(f"{path} is no file of published figures: {said}") from None
 
 
-def _count(case: Case, models: dict[str, Any]) -> float | Range | None:
+def _count(case: PublishedCase, models: dict[str, Any]) -> float | Range | None:
     if case.not_expressed:
         return None
     if case.figure not in FIGURES:
         raise InputError(f"{case.id}: there is no figure {case.figure!r}; there are {', '.join(FIGURES)}")
-    counted = FIGURES[case.figure](Setting(_work(case, models), _target(case)), **case.given)
+    counted = FIGURES[case.figure](CaseSetting(_work(case, models), _target(case)), **case.given)
     if isinstance(counted, Range):
         return Range(*(value * case.scale for value in counted))
     return counted * case.scale
 
 
-def _work(case: Case, models: dict[str, Any]) -> Workload | None:
+def _work(case: PublishedCase, models: dict[str, Any]) -> Workload | None:
     if case.model is None:
         return None
     step, model = case.step, ModelConfig.model_validate(_model(case.model, models))
@@ -224,7 +224,7 @@ def _work(case: Case, models: dict[str, Any]) -> Workload | None:
     )
 
 
-def _target(case: Case) -> Target | None:
+def _target(case: PublishedCase) -> Target | None:
     if case.chips is None:
         return None
     target = Target.parse(case.chips)

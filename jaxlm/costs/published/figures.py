@@ -1,4 +1,4 @@
-"""The figures that published cases are about, each counted with the cost model from a case's setting."""
+"""The figures of published cases, each counted with the cost model from a case's workload and target."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ DAY = 86_400.0
 
 
 class Range(NamedTuple):
-    """What is counted of a measured figure: at the lower and the upper bound of time, and at their geometric middle,
-    which is the prediction. A rate falls from the first to the last."""
+    """The counted range of a measured figure: at the lower bound of time, at the geometric middle of the bounds, which
+    is the prediction, and at the upper bound. A rate falls from the first to the last."""
 
     fast: float
     middle: float
@@ -24,8 +24,8 @@ class Range(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What a case is about, as far as it says: work and chips."""
+class CaseSetting:
+    """The workload and the target of a case, as far as it gives them."""
 
     work: Workload | None
     target: Target | None
@@ -43,38 +43,38 @@ def _figure(function: Callable[..., float | Range]) -> Callable[..., float | Ran
 
 
 @_figure
-def parameters(setting: Setting) -> float:
-    """How many the model has, tied ones once."""
+def parameters(setting: CaseSetting) -> float:
+    """The number of parameters of the model, tied ones once."""
     return plan.parameter_counts(setting.work)["total"]
 
 
 @_figure
-def parameter_bytes(setting: Setting) -> float:
-    """Bytes of all parameters in the dtype that computes."""
+def parameter_bytes(setting: CaseSetting) -> float:
+    """Bytes of all parameters in the compute dtype."""
     return plan.parameter_counts(setting.work)["total"] * setting.work.itemsize
 
 
 @_figure
-def kv_bytes_per_token(setting: Setting) -> float:
+def kv_bytes_per_token(setting: CaseSetting) -> float:
     """Bytes of keys and values that a token adds to the cache, over all layers and devices."""
     return memory.kv_bytes_per_token(setting.work)
 
 
 @_figure
-def model_flops(setting: Setting) -> float:
-    """Of a step, each product once."""
+def model_flops(setting: CaseSetting) -> float:
+    """Matmul FLOPs of one step, recomputation excluded."""
     return flops(setting.work).model
 
 
 @_figure
-def napkin_flops(setting: Setting, tokens: float) -> float:
-    """FLOPs by the textbook formula of so many tokens."""
+def napkin_flops(setting: CaseSetting, tokens: float) -> float:
+    """FLOPs of `tokens` tokens by the textbook formula."""
     return flops(setting.work).napkin / setting.work.tokens * tokens
 
 
 @_figure
-def attention_crossover(setting: Setting) -> float:
-    """Tokens at which attention's products cost as much as its projections; the first grow with the square."""
+def attention_crossover(setting: CaseSetting) -> float:
+    """Tokens at which attention's own products, which grow quadratically, cost as much as its projections."""
     forward = [op for op in operations.step(setting.work) if op.phase == "forward"]
     attention = sum(op.times * op.flops for op in forward if op.scope in (operations.SCORES, operations.MIXTURE))
     projections = sum(op.times * op.flops for op in forward if op.product and "/attention/" in op.scope) - attention
@@ -82,8 +82,8 @@ def attention_crossover(setting: Setting) -> float:
 
 
 @_figure
-def mfu(setting: Setting, seconds: float) -> float:
-    """Percent, of the model FLOPs in a time that was measured."""
+def mfu(setting: CaseSetting, seconds: float) -> float:
+    """Model FLOP utilisation in percent, at a measured time."""
     target = setting.target
     return 100 * plan.mfu(flops(setting.work).model, seconds, target.chip, target.chips, setting.work.dtype)
 
@@ -92,38 +92,38 @@ def mfu(setting: Setting, seconds: float) -> float:
 
 
 @_figure
-def checkpoint_bytes(setting: Setting) -> float:
+def checkpoint_bytes(setting: CaseSetting) -> float:
     """Float32 parameters and optimizer state."""
     return 4 * plan.parameter_counts(setting.work)["total"] + memory.trained(setting.work).optimizer
 
 
 @_figure
-def held_bytes(setting: Setting) -> float:
+def held_bytes(setting: CaseSetting) -> float:
     """Parameters, gradients and optimizer state."""
     return memory.trained(setting.work).total
 
 
 @_figure
-def memory_bytes(setting: Setting) -> float:
-    """All of it, at the peak of a step."""
+def memory_bytes(setting: CaseSetting) -> float:
+    """All memory, at the peak of a step."""
     return memory.memory(setting.work, setting.target.chip.kind if setting.target else "gpu").total
 
 
 @_figure
-def kept_bytes(setting: Setting) -> float:
+def kept_bytes(setting: CaseSetting) -> float:
     """Activations that all layers keep for the backward pass."""
     return layer_memory.kept(setting.work)
 
 
 @_figure
-def largest_model(setting: Setting) -> float:
+def largest_model(setting: CaseSetting) -> float:
     """Parameters whose training state fills the memory of the target."""
     each = held_bytes(setting) / plan.parameter_counts(setting.work)["total"]
     return setting.target.chips * setting.target.chip.memory_bytes / each
 
 
 @_figure
-def inference_bytes(setting: Setting) -> float:
+def inference_bytes(setting: CaseSetting) -> float:
     """Parameters and cache."""
     held = memory.memory(setting.work)
     return held.parameters + held.kv_cache
@@ -133,38 +133,39 @@ def inference_bytes(setting: Setting) -> float:
 
 
 @_figure
-def critical_tokens(setting: Setting, dtype: str, width: int, over: str = "memory_bytes_per_s") -> float:
-    """Tokens whose products take as long as the weights that they meet, of so many bytes each, take over a way."""
+def critical_tokens(setting: CaseSetting, dtype: str, width: int, over: str = "memory_bytes_per_s") -> float:
+    """Tokens whose products take as long as their weights take to move at the chip's rate `over`; `width` is the bytes
+    of one weight."""
     chip = setting.target.chip
     return chip.peak(dtype) / chip.figure(over) * width / 2
 
 
 @_figure
-def intensity(setting: Setting, dtype: str) -> float:
+def intensity(setting: CaseSetting, dtype: str) -> float:
     """FLOP per byte of memory traffic above which products of a type are bound by compute."""
     return setting.target.chip.intensity(dtype)
 
 
 @_figure
-def memory_seconds(setting: Setting, bytes: float) -> float:
-    """To read so many bytes, parted over all chips."""
+def memory_seconds(setting: CaseSetting, bytes: float) -> float:
+    """Seconds to read `bytes`, sharded over all chips."""
     return bytes / (setting.target.chips * setting.target.chip.memory_bytes_per_s)
 
 
 @_figure
-def step_memory_seconds(setting: Setting) -> float:
-    """For the least memory traffic of a step."""
+def step_memory_seconds(setting: CaseSetting) -> float:
+    """Seconds for the least memory traffic of a step."""
     return plan.plan(setting.work, setting.target).time.memory
 
 
 @_figure
-def peak(setting: Setting, dtype: str) -> float:
-    """FLOP/s of all chips together, as they are rated."""
+def peak(setting: CaseSetting, dtype: str) -> float:
+    """Rated FLOP/s of all chips together."""
     return setting.target.chips * setting.target.chip.peak(dtype)
 
 
 @_figure
-def cores(setting: Setting) -> float:
+def cores(setting: CaseSetting) -> float:
     """SMs, TensorCores or CUs (`on_chip.core`) of all chips together."""
     return setting.target.chips * setting.target.chip.figure("on_chip.cores")
 
@@ -173,33 +174,35 @@ def cores(setting: Setting) -> float:
 
 
 @_figure
-def collective_seconds(setting: Setting, kind: str, bytes: float, mesh: dict[str, int], axes: Sequence[str]) -> float:
-    """Seconds of one collective over axes of a mesh, of so many bytes on each device: see `Network.seconds`."""
+def collective_seconds(
+    setting: CaseSetting, kind: str, bytes: float, mesh: dict[str, int], axes: Sequence[str]
+) -> float:
+    """Seconds of one collective over axes of a mesh, with `bytes` on each device: see `Network.seconds`."""
     return Network(setting.target, mesh).seconds(kind, bytes, axes)
 
 
 @_figure
-def bus_bytes_per_s(setting: Setting, bytes: float) -> float:
-    """What NCCL calls the bus bandwidth of an all-reduce over all chips."""
+def bus_bytes_per_s(setting: CaseSetting, bytes: float) -> float:
+    """The bus bandwidth, as NCCL defines it, of an all-reduce over all chips."""
     n = setting.target.chips
     seconds = Network(setting.target, {"all": n}).seconds("all-reduce", bytes, "all")
     return 2 * (n - 1) / n * bytes / seconds
 
 
-# How long whole runs take, at a rate that was measured or is given.
+# Times of whole runs, at a rate that was measured or is given.
 
 
 @_figure
-def days(setting: Setting, tokens: float, flops_per_s: float | None = None, mfu: float | None = None) -> float:
-    """Of the napkin FLOPs: on all chips at so many FLOP/s each, or at a share of their peak."""
+def days(setting: CaseSetting, tokens: float, flops_per_s: float | None = None, mfu: float | None = None) -> float:
+    """Days of the napkin FLOPs on all chips, at `flops_per_s` each or at a share `mfu` of their peak."""
     target = setting.target
     rate = flops_per_s or mfu * target.chip.peak(setting.work.dtype)
     return napkin_flops(setting, tokens) / (target.chips * rate) / DAY
 
 
 @_figure
-def seconds_at(setting: Setting, mfu: float) -> float:
-    """Of a step's napkin FLOPs at a share of the peak."""
+def seconds_at(setting: CaseSetting, mfu: float) -> float:
+    """Seconds of a step's napkin FLOPs at a share `mfu` of the peak."""
     target = setting.target
     return flops(setting.work).napkin / (target.chips * target.chip.peak(setting.work.dtype) * mfu)
 
@@ -207,33 +210,33 @@ def seconds_at(setting: Setting, mfu: float) -> float:
 # Measured: brackets.
 
 
-def _time(setting: Setting) -> Range:
+def _time(setting: CaseSetting) -> Range:
     time = plan.plan(setting.work, setting.target).time
     return Range(time.lower_bound, time.expected, time.upper_bound)
 
 
 @_figure
-def step_seconds(setting: Setting) -> Range:
+def step_seconds(setting: CaseSetting) -> Range:
     """Seconds of a step."""
     return _time(setting)
 
 
 @_figure
-def tokens_per_s(setting: Setting) -> Range:
-    """Tokens that all chips together read per second."""
+def tokens_per_s(setting: CaseSetting) -> Range:
+    """Tokens per second of all chips together."""
     return Range(*(setting.work.tokens / seconds for seconds in _time(setting)))
 
 
 @_figure
-def chip_hours(setting: Setting, tokens: float) -> Range:
-    """Hours of so many tokens, times the chips."""
+def chip_hours(setting: CaseSetting, tokens: float) -> Range:
+    """Chip-hours for `tokens` tokens."""
     steps = tokens / setting.work.tokens
     return Range(*(steps * seconds * setting.target.chips / 3600 for seconds in _time(setting)))
 
 
 @_figure
-def megatron_flops_per_s(setting: Setting) -> Range:
-    """Per chip, of the FLOPs with full recomputation as Narayanan et al. count them (arXiv:2104.04473, equation 3)."""
+def megatron_flops_per_s(setting: CaseSetting) -> Range:
+    """FLOP/s per chip, with FLOPs and full recomputation as Narayanan et al. count them (arXiv:2104.04473, eq. 3)."""
     work, model = setting.work, setting.work.model
     B, S, L, D, V = work.batch, work.sequence, model.num_layers, model.d_model, model.vocab_size
     cost = 96 * B * S * L * D**2 * (1 + S / (6 * D) + V / (16 * L * D))

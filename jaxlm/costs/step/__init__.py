@@ -1,1 +1,1 @@
-"""What one step of a model computes, holds and sends on each device, in closed form over the abstract tree."""
+"""One step of a model on each device: FLOPs, memory and collectives, in closed form over the abstract tree."""

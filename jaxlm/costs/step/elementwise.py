@@ -1,5 +1,5 @@
-"""What XLA makes of all that stands around the products of a step: norms, softmax, activations, the loss. Each is a
-chain of operations element by element, and at the upper end of the bracket a loop of its own through memory."""
+"""Elementwise work around the products of a step, as XLA compiles it: norms, softmax, activations, the loss. Each is a
+chain of elementwise operations, and at the upper end of the bracket a loop of its own through memory."""
 
 import functools
 import math
@@ -24,8 +24,8 @@ LAST_NORM = "layers/feed_forward_post_norm"  # where it is a kernel
 
 
 class Elementwise(NamedTuple):
-    """What a step does `times` times around its products. A kernel is not fused into a neighbour; where what it `makes`
-    is kept by that name, rematerialisation spares its forward pass."""
+    """Elementwise work that a step does `times` times. A kernel is not fused into a neighbour; if the result that it
+    `makes` is saved under that name, rematerialisation skips its forward pass."""
 
     scope: str
     times: int
@@ -36,15 +36,15 @@ class Elementwise(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """What one loop does with each number of an array: FLOPs, and how often it reads or writes one, in `float32` and in
-    the dtype that the step computes in (`narrow`)."""
+    """The cost of a loop per number of an array: FLOPs, and reads and writes in `float32` and in the compute dtype
+    (`narrow`)."""
 
     flops: float
     float32: float
     narrow: float
 
     def over(self, numbers: int, itemsize: int) -> KernelCost:
-        """So many numbers, in a dtype of so many bytes."""
+        """Return the cost over `numbers` numbers, in a compute dtype of `itemsize` bytes."""
         moved = numbers * (4 * self.float32 + itemsize * self.narrow)
         return KernelCost(flops=round(numbers * self.flops), bytes=round(moved))
 
@@ -64,13 +64,14 @@ _SCALED = Loop(1, 0, 2), Loop(1, 0, 2)
 
 
 def norms_per_layer(model: ModelConfig) -> int:
-    """Of the stream."""
+    """Return the number of norms of the residual stream in a layer."""
     return 4 if model.post_norms else 2
 
 
 @functools.cache
 def _activation(name: Activation, gated: bool) -> tuple[Loop, Loop]:
-    """Its FLOPs are counted; without a gate, those of its bias with them."""
+    """Return the forward and backward loops of an activation, with counted FLOPs; without a gate they include its
+    bias."""
 
     forward = functools.partial(layers.gated if gated else layers.activation, name)
 
@@ -84,7 +85,7 @@ def _activation(name: Activation, gated: bool) -> tuple[Loop, Loop]:
 
 
 def loops(work: Workload) -> Iterator[Elementwise]:
-    """All of a step, as if there were no kernels."""
+    """Yield the elementwise work of a step, as if there were no kernels."""
 
     def each(scope: str, times: int, numbers: int, directions: tuple[Loop, Loop]) -> Elementwise:
         return Elementwise(scope, times, *(loop.over(numbers, work.itemsize) for loop in directions))

@@ -27,7 +27,7 @@ class Flops(NamedTuple):
 
 
 def napkin_flops(work: Workload) -> int:
-    """Of a step, by parameters and tokens alone."""
+    """Return the FLOPs of a step by the textbook formula, from parameters and tokens alone."""
     napkin = (6 if work.kind == "train" else 2) * matmul_parameters(work.model) * work.tokens
     if work.kind == "prefill":  # only the last token of each prompt is unembedded
         tables = work.model.vocab_size * work.model.d_model
@@ -36,7 +36,7 @@ def napkin_flops(work: Workload) -> int:
 
 
 def flops(work: Workload) -> Flops:
-    """Of a step, exactly."""
+    """Return the exact FLOPs of a step over the whole job."""
     whole = replace(work, layout=Layout())
     ran = operations.step(whole)
     executed = sum(op.times * op.flops for op in ran)

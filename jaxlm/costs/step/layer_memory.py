@@ -1,4 +1,4 @@
-"""What one layer holds in the memory of one device: what it keeps for its backward pass, and what it works with.
+"""Memory of one layer on one device: the activations kept for its backward pass, and its working memory.
 
 Which arrays XLA keeps was read from its programs (`jaxlm.lowering.buffers`), of plain JAX and of steps with kernels.
 `fused` says that they are those for a TPU, which puts more of an attention without kernels into one fusion.
@@ -6,7 +6,7 @@ Which arrays XLA keeps was read from its programs (`jaxlm.lowering.buffers`), of
 
 from typing import Literal, NamedTuple
 
-from jaxlm.costs.step import kernels
+from jaxlm.costs.step import kernel_costs
 from jaxlm.costs.step.elementwise import norms_per_layer
 from jaxlm.costs.workload import Workload
 
@@ -22,14 +22,16 @@ def kept(work: Workload) -> int:
     named = _named(part) if work.model.feed_forward.gated else {**_named(part), "gate": 0}
     names = () if work.remat == "full" else work.remat
     numbers = part.stream + sum(named[name] for name in names)
-    sums = 4 * part.heads // work.model.attention.head_dim if kernels.attention(work) and "attention" in names else 0
+    sums = (
+        4 * part.heads // work.model.attention.head_dim if kernel_costs.attention(work) and "attention" in names else 0
+    )
     return work.model.num_layers * (itemsize * numbers + sums) + mask
 
 
 def forward(work: Workload, fused: bool) -> int:
     """Bytes of a layer's forward pass where it is largest: in the softmax; with kernels in the hidden layer."""
     part, itemsize = parts(work), work.itemsize
-    if kernels.attention(work):
+    if kernel_costs.attention(work):
         return itemsize * (_hidden(work, 3, 2) + part.stream + part.whole)
     around = itemsize * part.stream + (0 if fused else 4 * part.heads)
     return _scores(work, "forward", fused) + around
@@ -40,7 +42,7 @@ def backward(work: Workload, fused: bool) -> int:
     with its gradient, of which a GPU has float32 copies, and what the gradients of the hidden layer's matrices are yet
     to be made of. With kernels it is in the hidden layer: all that the layer keeps, and the gradients there."""
     part, itemsize, acts = parts(work), work.itemsize, 3 if work.model.feed_forward.gated else 2
-    if kernels.attention(work):
+    if kernel_costs.attention(work):
         return _whole(work) + itemsize * (_hidden(work, 2, 0) + 2 * part.stream)
     if fused:
         around = itemsize * (2 * part.stream + 3 * part.heads + 2 * part.kv_heads + 2 * part.hidden)
@@ -64,8 +66,8 @@ class Parts(NamedTuple):
 
 
 def parts(work: Workload) -> Parts:
-    """How many numbers each array of a layer has on one device: of a microbatch's rows there, and what `tensor` leaves
-    of heads and hidden layer."""
+    """Return the size of each array of a layer on one device, in numbers: for its rows of a microbatch, with heads and
+    hidden layer sharded over `tensor`."""
     model, attention = work.model, work.model.attention
     tokens, width = work.rows() * work.queries, attention.head_dim
     heads = work.local("act_heads", attention.num_heads)
@@ -83,7 +85,7 @@ def parts(work: Workload) -> Parts:
 def _whole(work: Workload) -> int:
     """Bytes that the backward pass of a layer reads, which are kept where nothing is computed again."""
     part, itemsize = parts(work), work.itemsize
-    if not kernels.attention(work):
+    if not kernel_costs.attention(work):
         attention = work.model.attention
         # Slopes of a cap, and where windows are of some layers alone the mask, which is another in each.
         more = 4 * bool(attention.soft_cap) + bool(attention.window and attention.window.global_every)

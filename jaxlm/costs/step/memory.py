@@ -1,4 +1,4 @@
-"""What lies in the memory of one device at the peak of a step, in closed form over the abstract tree.
+"""Memory of one device at the peak of a step, in closed form over the abstract tree.
 
 A step goes through phases. What it holds at its peak is the largest of them, not the sum of all that it ever holds.
 Which arrays XLA keeps in each was read from its programs (`jaxlm.lowering.buffers`); docs/memory.md holds the two
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from jaxlm.costs.step import kernels, operations
+from jaxlm.costs.step import kernel_costs, operations
 from jaxlm.costs.step.layer_memory import backward, forward, kept, parts
-from jaxlm.costs.step.parameters import Part, goes_back_to, parameters
+from jaxlm.costs.step.parameters import ModelPart, goes_back_to, parameters
 from jaxlm.costs.workload import Workload
 
 
@@ -39,8 +39,8 @@ class Memory(NamedTuple):
 
 
 def memory(work: Workload, platform: str = "gpu") -> Memory:
-    """Of a step of this workload on one device of its mesh, on a chip of this platform (`Chip.kind`): "tpu", or any
-    other, for which XLA is taken to compile as for a GPU."""
+    """Return the peak memory of a step on one device of the mesh. `platform` is a `Chip.kind`: "tpu", or any other, for
+    which XLA is assumed to compile as for a GPU."""
     fused = platform == "tpu"
     phases = _training(work, fused) if work.kind == "train" else _inference(work, fused)
     return max(phases, key=lambda phase: phase.total)
@@ -58,8 +58,8 @@ def kv_bytes_per_token(work: Workload) -> int:
 
 
 def trained(work: Workload) -> Memory:
-    """What training has of each parameter: master and working copy, optimizer state and, where it is not frozen, its
-    gradient. Gradients of the tables and the working copy of the layers are never there at once."""
+    """Return the memory of all parameters in training: master and working copies, optimizer state, and gradients of
+    parameters that are not frozen. Gradients of the tables and the working copy of the layers never coexist."""
     leaves, moved = parameters(work.model).values(), sum(_gradients(work).values())
     total = sum(work.stored(d.axes, d.shape) for d in leaves)
     working = total * work.itemsize if work.dtype != "float32" else 0
@@ -80,7 +80,7 @@ def _sums(work: Workload, numbers: int) -> int:
 
 def _training(work: Workload, fused: bool) -> Iterator[Memory]:
     """The end of the forward pass, the loss, the first backward pass of a layer, and the update."""
-    gradients, through = _gradients(work), goes_back_to(work.model, work.frozen) <= Part.LAYERS
+    gradients, through = _gradients(work), goes_back_to(work.model, work.frozen) <= ModelPart.LAYERS
     of_layers = sum(numbers for path, numbers in gradients.items() if path.startswith("layers/"))
     total, itemsize, part, whole = sum(gradients.values()), work.itemsize, parts(work), _gathered(work)
     held, sums, saved = trained(work), _sums(work, total), kept(work) if through else 0
@@ -88,7 +88,7 @@ def _training(work: Workload, fused: bool) -> Iterator[Memory]:
 
     keeps = work if through else replace(work, remat="full")
     yield Memory(held.parameters + whole.layer, sums, state, saved + forward(keeps, fused), 0, 0)
-    if chunked := kernels.loss(work):
+    if chunked := kernel_costs.loss(work):
         # A chunk's logits and their gradient, that of the stream, and that of the unembedding, whole along `fsdp`.
         around = saved + itemsize * (part.stream + 2 * part.whole)
         logits = chunked.tokens * chunked.labels * (4 + itemsize)
@@ -103,7 +103,7 @@ def _training(work: Workload, fused: bool) -> Iterator[Memory]:
         waits, tables = logits * itemsize if work.dtype != "float32" else 0, 0
     if through:
         made = sums + tables + itemsize * of_layers + (whole.hidden if _HIDDEN & gradients.keys() else 0)
-        gathered = whole.hidden if kernels.attention(work) else whole.attention
+        gathered = whole.hidden if kernel_costs.attention(work) else whole.attention
         yield Memory(held.parameters + gathered, made, state, saved + backward(work, fused), waits, 0)
     masters = 4 * sum(work.stored(d.axes, d.shape) for d in parameters(work.model).values())
     yield Memory(masters, sums or itemsize * total, state, 0, 0, 0)
@@ -117,7 +117,7 @@ def _inference(work: Workload, fused: bool) -> Iterator[Memory]:
     leaves, whole = parameters(work.model).values(), _gathered(work)
     held, cache = work.itemsize * sum(work.stored(d.axes, d.shape) for d in leaves), kv_cache(work)
     logits = 4 * work.rows() * work.local("act_vocab", work.model.vocab_size)
-    if kernels.attention(work):
+    if kernel_costs.attention(work):
         gathered, read = whole.layer - whole.attention - whole.hidden, 0
     else:
         gathered, read = whole.layer, work.itemsize * _keys(work)  # the keys, then the values, of the layer

@@ -1,5 +1,5 @@
-"""What a step computes, in closed form over the abstract tree: each matrix product with its sizes on one device, and
-what is read and written around them.
+"""Operations of a step, in closed form over the abstract tree: each matrix product with its sizes on one device, and
+the memory traffic around the products.
 
 Products are those of `jaxlm.costs.jaxpr.count` to the last FLOP; memory traffic is a bracket. Its lower end is what no
 schedule avoids: each product reads its operands and writes its result once, attention keeps its scores on the chip
@@ -13,9 +13,9 @@ import math
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from jaxlm.costs.step import elementwise, kernels
+from jaxlm.costs.step import elementwise, kernel_costs
 from jaxlm.costs.step.elementwise import LAST_NORM, Elementwise
-from jaxlm.costs.step.parameters import Part, goes_back_to, multiplies, parameters
+from jaxlm.costs.step.parameters import ModelPart, goes_back_to, multiplies, parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.models import tree
 from kernels_pallas.core.launch import KernelCost
@@ -64,9 +64,9 @@ class Operation(NamedTuple):
 
 
 def step(work: Workload) -> list[Operation]:
-    """All operations of a step on one device."""
-    instead = kernels.instead_of(work)
-    beside = [*(part for part in elementwise.loops(work) if part.scope not in instead), *kernels.elementwise(work)]
+    """Return all operations of a step on one device."""
+    instead = kernel_costs.instead_of(work)
+    beside = [*(part for part in elementwise.loops(work) if part.scope not in instead), *kernel_costs.elementwise(work)]
     products = list(_products(work))
     forward = products + [_beside(part, "forward") for part in beside]
     if work.kind != "train":
@@ -92,7 +92,7 @@ def _products(work: Workload) -> Iterator[Operation]:
         tokens = rows * queries
         if d.table and work.kind == "prefill":
             tokens = rows  # only the last token of each prompt is unembedded
-        if d.table and (loss := kernels.loss(work)):
+        if d.table and (loss := kernel_costs.loss(work)):
             tokens, n = loss.chunks * loss.tokens, loss.labels  # the last chunk is filled up, and so are the labels
         times = math.prod(d.shape[i] for i in d.stack)
         out = 4 if d.table else itemsize  # logits are float32
@@ -100,7 +100,7 @@ def _products(work: Workload) -> Iterator[Operation]:
         yield Operation(path, "forward", times, Product(1, tokens, k, n), moved, moved)
 
     (K, G), L, H = work.head_groups(), model.num_layers, model.attention.head_dim
-    kernel = kernels.attention(work)
+    kernel = kernel_costs.attention(work)
     for queries, keys in work.attended():
         first = Product(rows * K, G * queries, H, keys)
         second = Product(rows * K, G * queries, keys, H)
@@ -125,20 +125,20 @@ def _kernel(
 
 
 def _beside(part: Elementwise, phase: Phase) -> Operation:
-    """Its forward or backward pass. What XLA makes may be fused into a neighbour, a kernel is not."""
+    """Return the forward or backward operation. XLA's loops may be fused into a neighbour, a kernel is not."""
     each = part.backward if phase == "backward" else part.forward
     least = each.bytes if part.kernel else 0
     return Operation(part.scope, phase, part.times, None, least, each.bytes, each.flops, part.kernel)
 
 
 def _goes_back(work: Workload, scope: str) -> bool:
-    """Whether gradients go through what stands in a scope, to what trains there or before."""
+    """Return whether gradients pass through a scope, to something that trains in it or before it."""
     first = goes_back_to(work.model, work.frozen)
     if scope.startswith("layers/"):
-        return first <= Part.LAYERS
+        return first <= ModelPart.LAYERS
     if scope.startswith("embedding/"):
-        return first <= Part.LOOK_UP
-    return first <= (Part.FINAL_NORM if scope == "final_norm" else Part.UNEMBEDDING)
+        return first <= ModelPart.LOOK_UP
+    return first <= (ModelPart.FINAL_NORM if scope == "final_norm" else ModelPart.UNEMBEDDING)
 
 
 def _gradients(work: Workload, op: Operation) -> Iterator[Operation]:
@@ -150,7 +150,7 @@ def _gradients(work: Workload, op: Operation) -> Iterator[Operation]:
     first, second = Product(batch, m, n, k), Product(batch, k, m, n)
     if not op.kernel:
         inside = op.scope.startswith("layers/")
-        together = not inside and kernels.loss(work) is not None
+        together = not inside and kernel_costs.loss(work) is not None
         if together or inside or _goes_back(work, "final_norm"):
             yield op._replace(phase="backward", product=first)
         if together or op.scope not in work.frozen:
@@ -161,11 +161,11 @@ def _gradients(work: Workload, op: Operation) -> Iterator[Operation]:
         made = ((scope, "backward", product) for scope in (SCORES, MIXTURE) for product in (first, second))
         again = (SCORES, op.product), (SCORES, op.product), (MIXTURE, first)
         again = ((scope, "rematerialised", product) for scope, product in again)
-        yield from _kernel(op.times, kernels.attention(work).backward, op.least, *made, *again)
+        yield from _kernel(op.times, kernel_costs.attention(work).backward, op.least, *made, *again)
 
 
 def _runs_again(work: Workload, scope: str, makes: str = "") -> bool:
-    """Whether the backward pass computes an operation of the forward pass again, which may make something that is kept.
+    """Return whether the backward pass recomputes an operation of the forward pass, which may make a saved result.
 
     With rematerialisation a layer runs again, but for what its backward pass does not read: the last product, whose
     result is only added to the stream where no norm is behind it, and products whose result is kept. A query or key
@@ -179,7 +179,7 @@ def _runs_again(work: Workload, scope: str, makes: str = "") -> bool:
     kept = () if kept == "full" else kept
     if scope == LAST_NORM:
         return False
-    if scope in (SCORES, MIXTURE) and kernels.attention(work):
+    if scope in (SCORES, MIXTURE) and kernel_costs.attention(work):
         makes = "attention"
     if makes:
         return makes not in kept

@@ -21,13 +21,13 @@ def matmul_parameters(model: ModelConfig) -> int:
 
 
 def multiplies(model: ModelConfig, path: str, d: tree.Dimensions) -> bool:
-    """Whether the parameter at a path multiplies each token: it is a matrix, and not one that is only looked up."""
+    """Return whether the parameter at a path multiplies each token: it is a matrix and not only looked up."""
     looked_up = path == "positions" or (path == "embedding" and not model.tied_embeddings)
     return bool(d.inputs) and not looked_up
 
 
-class Part(IntEnum):
-    """The parts of a model in the order of its forward pass; NOTHING lies behind its end."""
+class ModelPart(IntEnum):
+    """The parts of a model in the order of its forward pass; NOTHING comes after the last."""
 
     LOOK_UP = 0
     LAYERS = 1
@@ -37,15 +37,15 @@ class Part(IntEnum):
 
 
 @functools.lru_cache(maxsize=256)
-def goes_back_to(model: ModelConfig, frozen: Set[str]) -> Part:
+def goes_back_to(model: ModelConfig, frozen: Set[str]) -> ModelPart:
     """The first part in which something trains: to the end of the model gradients go back that far. Layers are alike:
     with one matrix of them, gradients go through all."""
-    return min((_part(path) for path in parameters(model) if path not in frozen), default=Part.NOTHING)
+    return min((_part(path) for path in parameters(model) if path not in frozen), default=ModelPart.NOTHING)
 
 
-def _part(path: str) -> Part:
+def _part(path: str) -> ModelPart:
     if path.startswith("layers/"):
-        return Part.LAYERS
+        return ModelPart.LAYERS
     if path.startswith("final_norm/"):
-        return Part.FINAL_NORM
-    return Part.UNEMBEDDING if path == "unembedding" else Part.LOOK_UP
+        return ModelPart.FINAL_NORM
+    return ModelPart.UNEMBEDDING if path == "unembedding" else ModelPart.LOOK_UP

@@ -1,13 +1,13 @@
-"""What a step sends between devices, in closed form: the collectives that XLA's partitioner places for the table of
-logical axes in `jaxlm.parallel.rules`."""
+"""Collectives of a step, in closed form: those that XLA's partitioner places for the rules of logical axes in
+`jaxlm.parallel.rules`."""
 
 import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxlm.costs.step import kernels
-from jaxlm.costs.step.parameters import Part, goes_back_to, multiplies, parameters
+from jaxlm.costs.step import kernel_costs
+from jaxlm.costs.step.parameters import ModelPart, goes_back_to, multiplies, parameters
 from jaxlm.costs.workload import Workload
 
 
@@ -23,7 +23,7 @@ class Collective(NamedTuple):
 
 
 def collectives(work: Workload) -> list[Collective]:
-    """All of a step; those over axes of one device are left out."""
+    """Return all collectives of a step, except over axes of size 1."""
     found = [*_parameters(work), *_stream(work)]
     if work.kind == "train":
         found += [*_copies(work), *_sums(work), *_optimizer(work)]
@@ -41,7 +41,7 @@ def _parameters(work: Workload) -> Iterator[Collective]:
     """
     fsdp, itemsize, L, train = ("fsdp",), work.itemsize, work.model.num_layers, work.kind == "train"
     each = work.microbatches if train else 1
-    passes = 2 if train and goes_back_to(work.model, work.frozen) <= Part.LAYERS else 1
+    passes = 2 if train and goes_back_to(work.model, work.frozen) <= ModelPart.LAYERS else 1
     gathered = matrices = vectors = 0
     for path, d in parameters(work.model).items():
         numbers = math.prod(work.local(axis, size) for axis, size in zip(d.axes, d.shape, strict=True))
@@ -123,9 +123,12 @@ def _stream(work: Workload) -> list[Collective]:
     whole_sums = 0
     if train:  # the backward pass transposes one into the other, as far as it goes
         first = goes_back_to(model, work.frozen)
-        through = blocks if first <= Part.LAYERS else 0
-        sums, gathers = sums + through + (first <= Part.FINAL_NORM), gathers + through + (first == Part.LOOK_UP)
-        whole_sums = int(kernels.loss(work) is not None and first <= Part.FINAL_NORM)
+        through = blocks if first <= ModelPart.LAYERS else 0
+        sums, gathers = (
+            sums + through + (first <= ModelPart.FINAL_NORM),
+            gathers + through + (first == ModelPart.LOOK_UP),
+        )
+        whole_sums = int(kernel_costs.loss(work) is not None and first <= ModelPart.FINAL_NORM)
         if through and work.remat != "none":  # the sum behind the feed-forward runs again where a norm reads it
             sums, gathers = sums + (2 if model.post_norms else 1) * model.num_layers, gathers + blocks
     found = []

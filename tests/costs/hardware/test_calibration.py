@@ -1,4 +1,4 @@
-"""This machine as a chip: measured, kept, and refused elsewhere."""
+"""Calibration of this machine: measured, cached, and refused on another machine."""
 
 import json
 
@@ -8,7 +8,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware import calibration
 from jaxlm.costs.hardware.catalog import HOST, find
 from jaxlm.costs.hardware.target import Target
-from jaxlm.costs.hardware.timed import Microbenchmark, in_turns
+from jaxlm.costs.hardware.timed import Microbenchmark, alternate
 
 TINY = {"largest": 64, "copied_bytes": 2**16, "calls": 5}
 
@@ -20,7 +20,7 @@ def empty_cache(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> str:
-    """What is kept of this machine, measured once for these tests."""
+    """The cached file of this machine, measured once for these tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("measured")))
         calibration.measure(**TINY)
@@ -29,7 +29,7 @@ def measured(tmp_path_factory) -> str:
 
 @pytest.fixture
 def calibrated(measured, empty_cache) -> dict:
-    """A calibration lies in the cache; its content."""
+    """Put a calibration into the cache; return its content."""
     calibration._file().parent.mkdir(parents=True)
     calibration._file().write_text(measured)
     return json.loads(measured)
@@ -78,12 +78,12 @@ def test_one_call_is_best_and_three_in_four_are_usual():
     assert program.best == 12.0 and program.sustained == 2.0
 
 
-def test_programs_take_turns():
+def test_programs_alternate():
     order = []
     programs = [Microbenchmark(lambda name=name: order.append(name), 1.0) for name in "ab"]
-    in_turns(programs, rounds=3, most_s=60.0)
+    alternate(programs, rounds=3, max_seconds=60.0)
     assert "".join(order) == "ab" + 3 * "ab" and [len(p.seconds) for p in programs] == [3, 3]
-    in_turns(programs, rounds=300, most_s=0.0)
+    alternate(programs, rounds=300, max_seconds=0.0)
     assert [len(p.seconds) for p in programs] == [5, 5]  # two more, whatever time is left
 
 

@@ -1,4 +1,4 @@
-"""How long collectives take: the scaling book's worked cases, and what holds on any network."""
+"""Times of collectives: the scaling book's worked cases, and invariants of any network."""
 
 import math
 
@@ -12,7 +12,7 @@ from jaxlm.costs.hardware.network import DIE_TO_DIE_LINKS, KINDS, NETWORK_LATENC
 from jaxlm.costs.hardware.target import Target
 
 GB = 1e9
-LARGE = 1e12  # bytes beside which latency is nothing
+LARGE = 1e12  # bytes, for which latency is negligible
 
 
 def network(target: str, **mesh: int) -> Network:
@@ -118,7 +118,7 @@ class TestWhereAxesLie:
         ],
     )
     def test_it_is_as_jax_lays_them_out(self, chip, physical):
-        """For every mesh of three axes, the members of a group stand where JAX puts them."""
+        """The members of a group are where JAX puts them, for every mesh of three axes."""
         names = "x y z core".split() if len(physical) == 4 else "xyz"
         devices = np.arange(math.prod(physical)).reshape(physical)
         sizes = [n for n in range(1, devices.size + 1) if devices.size % n == 0]
@@ -148,7 +148,7 @@ class TestWhereAxesLie:
         assert net.seconds("all-gather", GB, ("data", "tensor")) == pytest.approx(GB * 15 / 16 / 100e9)
 
     def test_a_plane_of_a_torus_waits_for_the_links_into_it(self):
-        """Pairs eight apart on x, of which two lie side by side on y: half of the bytes pass four eighths of a link."""
+        """Pairs that are eight apart on x, two of them adjacent on y: half of the bytes pass four eighths of a link."""
         net = network("tpu-v5e:16x16", a=8, b=4, c=8)
         assert net.describe()["b"] == "2 of 16 on x (ring, links shared by 8) × 2 of 16 on y (line)"
         assert net.seconds("all-gather", GB, "b") == pytest.approx(GB / 2 / (4 / 8 * 50e9))
@@ -192,7 +192,7 @@ class TestWhereAxesLie:
         assert network("tpu-v7x:2x2x1", fsdp=4, tensor=2).describe()["tensor"] == "2 cores of a chip"
 
     def test_links_between_all_pairs(self):
-        """Of seven links a group of two uses one."""
+        """A group of two uses one of seven links."""
         net = network("mi300x:8", fsdp=4, tensor=2)
         assert net.seconds("all-gather", GB, "tensor") == pytest.approx(GB / 2 / 64e9)
         assert network("mi300x:8", fsdp=8).seconds("all-gather", GB, "fsdp") == pytest.approx(GB * 7 / 8 / 448e9)
@@ -240,7 +240,7 @@ class TestAnyNetwork:
             assert net.seconds("all-reduce", bytes, axes) == pytest.approx(parts)
 
     def test_no_device_receives_faster_than_all_its_links(self, net, axes):
-        """What a member lacks, over every link of its chip, those inside it and to the network included."""
+        """A member receives the bytes that it lacks over every link of its chip, inside it and to the network too."""
         chip, n = net.target.chip, math.prod(net.mesh[axis] for axis in axes)
         links = 2 * chip.link.bytes_per_s + chip.scale_out_bytes_per_s
         assert net.seconds("all-gather", GB, axes) >= GB * (n - 1) / n / links
@@ -289,7 +289,7 @@ def test_small_arrays_wait_for_the_way():
     assert network("h100-sxm5:8", fsdp=8).seconds("all-gather", 1, "fsdp") == pytest.approx(10e-6)
     times = network("h100-sxm5:8x8", fsdp=64).seconds("all-gather", 1, "fsdp")
     assert times == pytest.approx(10e-6 + 3 * NETWORK_LATENCY_S)
-    # A latency that nobody publishes counts as nothing.
+    # An unpublished latency counts as zero.
     assert network("h800-sxm5:8", fsdp=8).seconds("all-gather", 0, "fsdp") == 0
 
 

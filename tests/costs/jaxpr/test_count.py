@@ -1,4 +1,4 @@
-"""What is counted of whole functions: meshes, scopes and phases, and the products that XLA's compiled program runs."""
+"""Counts of whole functions: meshes, scopes and phases, and the products of XLA's compiled program."""
 
 import functools
 import math
@@ -262,7 +262,7 @@ def test_the_products_of_all_devices_are_those_of_one(shape, microbatches):
         arguments = jax.tree.map(lying, state, steps.shardings(mesh)), jax.tree.map(lambda x: lying(x, rows), batch)
         text = jit_steps(steps, mesh).train.lower(*arguments).compile().as_text()
     assert cost.matmul_flops == mesh.size * executed_products(text)
-    # The gradients, float32, and the loss cross the data axis once: by the program's own word, or XLA's partitioner's.
+    # Float32 gradients and the loss cross the data axis once, placed by the program itself or by XLA's partitioner.
     sent = shape[0] * 4 * (tree.parameter_count(model_fixtures.model()) + 1)
     written = [(each.kind, each.axes, each.bytes) for each in cost.collectives]
     assert written == ([] if microbatches == 1 else [("all-reduce", ("data",), sent)])

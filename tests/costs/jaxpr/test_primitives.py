@@ -1,4 +1,4 @@
-"""What one equation costs, against arithmetic by hand."""
+"""Costs of single equations, against arithmetic by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ def ragged(x, w, sizes):
 
 
 def blocks(x, w):
-    """Two layers, each of two products: what is inside is computed again for the backward pass."""
+    """Two layers, each of two products, whose insides are computed again for the backward pass."""
     layer = jax.checkpoint(lambda x: jnp.sin(x @ w) @ w)
     return jnp.sum(layer(layer(x)))
 

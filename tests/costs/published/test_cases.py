@@ -1,4 +1,4 @@
-"""The cost model against published figures: none is missed without a reason that the file gives."""
+"""The cost model against published figures: the file gives a reason for every miss."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def test_every_source_is_an_address_or_a_closed_form():
 
 
 def test_what_is_exact_was_given_no_reason_to_miss():
-    """A reason that nothing needs any more is taken out of the file; a miss from a rated peak may come and go."""
+    """A reason that is no longer needed is removed from the file; a miss from a rated peak may come and go."""
     assert not [row.case.id for row in CLOSED if row.case.why and not row.off and "slip" not in row.case.why]
 
 
@@ -135,7 +135,7 @@ def test_models_that_were_not_installed_are_named_with_what_to_do(tmp_path, monk
 
 
 def test_the_readme_has_the_table_that_is_counted():
-    """So that none of these figures moves unseen, also where a miss has its reason."""
+    """A change of any figure shows in the README, also if its miss has a reason."""
     readme = (Path(__file__).parents[3] / "README.md").read_text()
     for kind, median in median_errors(ROWS).items():
         counted = [row for row in EXPRESSED if row.case.of == kind]

@@ -82,8 +82,8 @@ def test_less_of_anything_never_takes_more(kind, chip):
 @pytest.mark.parametrize("mesh", [meshes.layout(), meshes.layout(2, 2, 2)], ids=str)
 @pytest.mark.parametrize("remat, masks", [("none", 7), ("full", 1), (("query", "up"), 1)], ids=str)
 def test_masks_of_dropout_are_a_byte_for_each_number(remat, masks, mesh):
-    """Two in each of three layers where nothing runs again, and that of the embedding. GPT-2 355M cut to eight layers,
-    16 × 1024 on H200, takes 17 of 16.8 MB more by XLA's word, with full rematerialisation one."""
+    """Two masks in each of three layers if nothing is recomputed, and one for the embedding. GPT-2 355M with eight
+    layers, 16 × 1024 on H200, takes 17 masks of 16.8 MB more according to XLA, and one with full rematerialisation."""
     work = Workload("train", model_fixtures.model(), 16, 32, remat=remat, mesh=mesh, kernels="xla")
     assert kept(replace(work, dropout=True)) - kept(work) == masks * 16 * 32 * 32 // mesh.size
     assert memory(replace(work, dropout=True)).total >= memory(work).total

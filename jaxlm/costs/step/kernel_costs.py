@@ -1,4 +1,4 @@
-"""What the kernels of a step cost on one device, by what each declares (`costs` in kernels_pallas)."""
+"""Costs of the kernels of a step on one device, as each kernel declares them (`costs` in kernels_pallas)."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -32,7 +32,7 @@ _NORMS = {"rms": rms_norm_costs, "layer": layer_norm_costs}
 
 
 class Loss(NamedTuple):
-    """The chunks that a microbatch's loss goes through, the tokens in each, and each device's labels, filled up."""
+    """The chunks of a microbatch's loss, the tokens in each, and each device's labels, padded."""
 
     chunks: int
     tokens: int
@@ -40,7 +40,7 @@ class Loss(NamedTuple):
 
 
 def elementwise(work: Workload) -> Iterator[Elementwise]:
-    """The kernels of a step but for attention, in their places around its products."""
+    """Yield the kernels of a step except attention, as elementwise work around its products."""
     if not work.runs_kernels:
         return
     model, settings = work.model, work.model.attention
@@ -78,14 +78,14 @@ def elementwise(work: Workload) -> Iterator[Elementwise]:
 
 
 def instead_of(work: Workload) -> set[str]:
-    """Scopes of the loops that kernels take the place of."""
+    """Return the scopes of the loops that kernels replace."""
     found = {part.scope for part in elementwise(work)}
     return found | ({RESIDUAL} if found else set()) | ({SOFTMAX, HEADS} if attention(work) else set())
 
 
 def attention(work: Workload) -> KernelCosts | None:
-    """Of a layer, with all scores seen; None where it is the reference that runs: with few queries, or heads of another
-    width than all chips' kernels take."""
+    """Return the attention cost of a layer, with all scores visible; None if the reference runs instead: with few
+    queries, or with a head dim that the kernels of some chip do not take."""
     (K, G), H = work.head_groups(), work.model.attention.head_dim
     if not work.runs_kernels or not serves(work.queries, H):
         return None
@@ -95,7 +95,8 @@ def attention(work: Workload) -> KernelCosts | None:
 
 
 def loss(work: Workload) -> Loss | None:
-    """Of a microbatch, where its logits are not held: not in inference, and not where they are few."""
+    """Return the chunks of a microbatch's loss; None if its logits are held whole: in inference, or if they are
+    few."""
     tokens, labels = work.rows() * work.queries, work.local("act_vocab", work.model.vocab_size)
     if not work.runs_kernels or work.kind != "train" or tokens * labels < chunks.WORTHWHILE:
         return None

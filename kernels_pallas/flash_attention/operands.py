@@ -115,7 +115,12 @@ def unmasked_scores(key_range: Any, B: int, T: int, S: int) -> tuple[int, ...]:
 
     Exact for intervals that are numpy arrays, which are known while tracing; otherwise all scores.
     """
-    start, end = clipped(key_range, B, T, S)
+    if key_range is None:
+        return (B * T * S,)
+    start, end = (
+        clipped(key_range, 1, T, S) if all(x.shape[-2] == 1 for x in key_range) else clipped(key_range, B, T, S)
+    )
     if not (isinstance(start, np.ndarray) and isinstance(end, np.ndarray)):
         return (B * T * S,) * len(start)
-    return tuple(int(np.sum(one, dtype=np.int64)) for one in np.maximum(end - start, 0))
+    sequences = B // start.shape[1]  # a mask of batch size 1 serves all
+    return tuple(sequences * int(np.sum(one, dtype=np.int64)) for one in np.maximum(end - start, 0))

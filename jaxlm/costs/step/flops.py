@@ -1,5 +1,6 @@
 """The four FLOP figures of a step over the whole job: napkin, model, model_causal, executed."""
 
+import functools
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -37,7 +38,12 @@ def napkin_flops(work: Workload) -> int:
 
 def flops(work: Workload) -> Flops:
     """Return the exact FLOPs of a step over the whole job."""
-    whole = replace(work, layout=Layout())
+    return _flops(replace(work, layout=Layout()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _flops(whole: Workload) -> Flops:
+    """Return the FLOPs of a step on one device; a search asks for the same on many layouts."""
     ran = operations.step(whole)
     executed = sum(op.times * op.flops for op in ran)
     # Kernels compute some products again, and fill up the last chunk of the loss: the model asks for neither. It asks
@@ -51,5 +57,5 @@ def flops(work: Workload) -> Flops:
             attention += op.times * op.flops
         else:
             others += op.times * op.flops
-    model, causal = (others + int(attention * work.seen(causally)) for causally in (False, True))
-    return Flops(napkin_flops(work), model, causal, executed)
+    model, causal = (others + int(attention * whole.seen(causally)) for causally in (False, True))
+    return Flops(napkin_flops(whole), model, causal, executed)

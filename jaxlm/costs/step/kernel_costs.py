@@ -1,5 +1,6 @@
 """Costs of the kernels of a step on one device, as each kernel declares them (`costs` in kernels_pallas)."""
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -89,9 +90,13 @@ def attention(work: Workload) -> KernelCosts | None:
     (K, G), H = work.head_groups(), work.model.attention.head_dim
     if not work.runs_kernels or not serves(work.queries, H):
         return None
-    key = _array(work, work.rows(), work.sequence, K, H)
-    query = _array(work, work.rows(), work.queries, K * G, H)
-    return attention_costs(query, key, key, implementation="triton")  # those for TPUs cost as much
+    return _attention(work.rows(), work.queries, work.sequence, K, G, H, work.dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _attention(B: int, T: int, S: int, K: int, G: int, H: int, dtype: str) -> KernelCosts:
+    key, query = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((B, S, K, H), (B, T, K * G, H)))
+    return attention_costs(query, key, key, implementation="triton")  # kernels for TPUs cost the same
 
 
 def loss(work: Workload) -> Loss | None:

@@ -5,6 +5,7 @@ Which arrays XLA keeps in each was read from its programs (`jaxlm.lowering.buffe
 against each other.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,6 +39,7 @@ class Memory(NamedTuple):
         return sum(self)
 
 
+@functools.lru_cache(maxsize=4096)
 def memory(work: Workload, platform: str = "gpu") -> Memory:
     """Return the peak memory of a step on one device of the mesh. `platform` is a `Chip.kind`: "tpu", or any other, for
     which XLA is assumed to compile as for a GPU."""

@@ -11,10 +11,10 @@ import pytest
 from flax import nnx
 
 from jaxlm.models import tree
+from jaxlm.models.cross_entropy import cross_entropy
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.parallel.batches import put_batch
 from jaxlm.training.config import CosineScheduleConfig
-from jaxlm.training.losses import cross_entropy
 from jaxlm.training.schedules import schedule
 from jaxlm.training.step import jit_steps, make_steps
 

@@ -29,7 +29,7 @@ from jaxlm.costs.hardware.calibration import Calibration
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import step_time
-from jaxlm.parallel.layout import Layout
+from jaxlm.costs.workload import Workload
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = "configs/quickstart.toml"
@@ -100,7 +100,7 @@ def _calibrated() -> Chip:
 
 
 def _row(experiment: configuration.Experiment, chips: list[Chip], step_s: list[float]) -> dict[str, Any]:
-    work = configuration.workload(experiment, Layout())
+    work = Workload.of(experiment)
     times = [step_time(work.on(chip), Target(chip, (1, 1))) for chip in chips]
     brackets = [(bracket.lower_bound, bracket.upper_bound) for bracket in times]
     pairs = [low <= s <= high for low, high in brackets for s in step_s]

@@ -28,6 +28,7 @@ from jaxlm.config import Experiment
 from jaxlm.core import accelerators
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.step.memory import Memory, memory
+from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import Kind
 
@@ -61,7 +62,7 @@ class MemoryCase:
 
     def counted(self) -> Memory:
         """Return the closed-form memory of one device."""
-        work = configuration.workload(self.load(), self.layout, self.kind)
+        work = Workload.of(self.load(), self.layout, self.kind)
         return memory(work, Target.parse(self.on).chip.kind)
 
 

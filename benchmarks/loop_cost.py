@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import results
@@ -42,11 +43,11 @@ def main() -> None:
 
     import jax
 
-    from jaxlm.cli.devices import make_mesh
     from jaxlm.data.dataset import prepare
     from jaxlm.data.loader import training_batches
     from jaxlm.data.packing import Rows
     from jaxlm.parallel.batches import process_rows, put_batch
+    from jaxlm.parallel.devices import mesh_here
     from jaxlm.training.environment import memory_use
     from jaxlm.training.loop import to_host
     from jaxlm.training.paths import RunPaths
@@ -54,7 +55,7 @@ def main() -> None:
     from jaxlm.training.step import jit_steps, make_steps
 
     training = experiment.training
-    mesh = make_mesh(experiment)
+    mesh = mesh_here(experiment.mesh.least().size, partial(configuration.layout, experiment))
     dataset = prepare(experiment.data, experiment.model.vocab_size)
     rows = [(Rows(source.train, training.sequence), source.weight) for source in dataset.sources.values()]
     share = process_rows(training.batch, mesh)

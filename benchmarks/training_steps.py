@@ -1,5 +1,6 @@
 """Workers with jaxlm's and PyTorch's training step on random tokens: the same model, loss, clipping and AdamW."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from interleave import Worker
@@ -13,13 +14,14 @@ def jaxlm_steps(experiment: "Experiment") -> Worker:
     import jax
     import numpy as np
 
-    from jaxlm.cli.devices import make_mesh
+    from jaxlm import config
     from jaxlm.parallel.batches import put_batch
+    from jaxlm.parallel.devices import mesh_here
     from jaxlm.training.step import jit_steps, make_steps
 
     training, draw = experiment.training, np.random.default_rng(0)
     shape = training.batch, training.sequence
-    mesh = make_mesh(experiment)
+    mesh = mesh_here(experiment.mesh.least().size, partial(config.layout, experiment))
     with jax.set_mesh(mesh):
         compiled = jit_steps(make_steps(experiment.model, training, experiment.optimizer), mesh)
         state = compiled.init()

@@ -4,7 +4,6 @@ import copy
 import math
 import tomllib
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +13,17 @@ from pydantic import Field, ValidationError
 from jaxlm.core.errors import InputError
 from jaxlm.core.explain import explain
 from jaxlm.core.schema import Section, chosen, kind_of, merged, sections_at
-from jaxlm.costs.workload import Workload, divided_by_mesh, divisors
-from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizers import BYTES_VOCABULARY
 from jaxlm.models.config import ModelConfig
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import TRAIN, Kind
-from jaxlm.training.config import (
-    AnyOptimizer,
-    CheckpointConfig,
-    EvaluationConfig,
-    OptimizerConfig,
-    RecordsConfig,
-    TrainingConfig,
-)
+from jaxlm.training.config import OptimizerConfig, RunConfig, TrainingConfig
 
 
-class Experiment(Section):
-    """One training run, whole: what it trains, on what, how, and what it keeps."""
+class Experiment(RunConfig):
+    """One training run, whole: also how the devices are factored that it runs on."""
 
-    model: ModelConfig
-    data: DataConfig = Field(default_factory=DataConfig)
-    training: TrainingConfig
-    optimizer: AnyOptimizer
-    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    records: RecordsConfig = Field(default_factory=RecordsConfig)
     mesh: MeshConfig = Field(default_factory=MeshConfig)
 
     def to_toml(self) -> str:
@@ -126,37 +109,19 @@ def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train") -
         )
 
 
-def workload(experiment: Experiment, layout: Layout, kind: Kind = "train") -> Workload:
-    """What costs are counted of: a training step on a mesh of this layout, or a step of inference with
-    `training.batch` sequences of `training.sequence` tokens each. Raises InputError where a pattern of
-    `optimizer.groups` decides nothing of a training step."""
-    training, optimizer = experiment.training, experiment.optimizer
-    work = Workload(
-        kind,
-        experiment.model,
-        training.batch,
-        training.sequence,
-        dtype=training.dtype,
-        layout=layout,
-        kernels=training.kernels,
-    )
-    if kind != "train":
-        return work
-    # Here and not above: they import JAX.
-    from jaxlm.costs.step.parameters import parameters
-    from jaxlm.training.groups import frozen
+def divided_by_mesh(model: ModelConfig) -> list[tuple[str, str, int]]:
+    """What the axes of a mesh must divide of a model: axis, key in a configuration, size."""
+    return [
+        ("tensor", "model.attention.num_heads", model.attention.num_heads),
+        ("tensor", "model.feed_forward.d_ff", model.feed_forward.d_ff),
+        ("tensor", "model.vocab_size", model.vocab_size),
+        ("fsdp", "model.d_model", model.d_model),
+    ]
 
-    return replace(
-        work,
-        remat=training.remat,
-        microbatches=training.microbatches,
-        optimizer=optimizer.kind,
-        muon_iterations=getattr(optimizer, "iterations", work.muon_iterations),
-        average=training.ema_decay is not None,
-        frozen=frozen(optimizer.groups, list(parameters(experiment.model))) if optimizer.groups else frozenset(),
-        dropout=training.dropout > 0,
-        steps=training.steps,
-    )
+
+def divisors(n: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def _some_divisors(n: int) -> str:

@@ -1,6 +1,8 @@
 """RUN, the folder of a training run, as one job has it: whether it may, and what it was begun with."""
 
 import json
+import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -10,9 +12,11 @@ from jaxlm.core.errors import InputError
 from jaxlm.core.files import leftovers, lock, replace, replacing, unwritable
 from jaxlm.core.schema import changed
 from jaxlm.data import tokenizers
-from jaxlm.data.dataset import Dataset
+from jaxlm.data.dataset import Dataset, prepare, tokenize_whole
+from jaxlm.data.packing import Rows
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.parallel.processes import is_first
+from jaxlm.training.display import Display
 from jaxlm.training.paths import RunPaths
 from jaxlm.training.records import JsonLines
 
@@ -83,6 +87,46 @@ class Run:
         for key in (f"model.{name}" for name in (*_ARCHITECTURE, *positions)):
             if change := changed(key, _value(before, key), _value(experiment, key)):
                 raise InputError(f"{self.paths} was trained with {change}; leave it out")
+
+    def overridden(self, overrides: Collection[str], reads: Collection[str] | None = None) -> Experiment:
+        """The experiment with `key=value` overrides, of those sections and keys that the caller `reads` alone. Raises
+        InputError where this is no run, where no such model is in it, or where an override would change nothing."""
+        experiment = config.load(self.paths.config, overrides, "decode")
+        self.check_model(experiment)
+        for key in () if reads is None else config.overridden(overrides):
+            if not any(f"{key}.".startswith(f"{read}.") for read in reads):
+                raise InputError(
+                    f"{key} changes nothing here, where {', '.join(reads)} are read of the run; leave it out"
+                )
+        return experiment
+
+    def check_shaping(self, experiment: Experiment, keys: Iterable[str]) -> None:
+        """Raise InputError where one of these keys of [data] is not as the run was trained with."""
+        before = self.experiment().data
+        for key in keys:
+            if getattr(experiment.data, key) != getattr(before, key):
+                raise InputError(
+                    f"data.{key} is not what {self.paths} was trained with, and gives other text; leave it out, or "
+                    "give --data PATH"
+                )
+
+    def held_out(self, experiment: Experiment, display: Display) -> dict[str, Rows]:
+        """The rows of the text that was held out, by source. Raises InputError where that is no longer the text of the
+        run."""
+        dataset = prepare(experiment.data, experiment.model.vocab_size, display.say, display.progress)
+        if dataset.digest != self.digest():
+            self.check_shaping(experiment, FILES)
+            raise InputError(f"the text of {self.paths} has changed since it was trained; give --data PATH")
+        return {name: Rows(source.held_out, experiment.training.sequence) for name, source in dataset.sources.items()}
+
+    def text(self, experiment: Experiment, data: str, display: Display) -> dict[str, Rows]:
+        """The rows of other text, at the path `data`, in the tokens of the run. Raises InputError where it cannot be
+        read."""
+        try:
+            store = tokenize_whole(experiment.data, data, self.load_tokenizer(), display.say, display.progress)
+        except InputError as error:
+            raise InputError(re.sub(r"^data\.text\b", "--data", str(error))) from None
+        return {"data": Rows(store, experiment.training.sequence)}
 
     def claim(self) -> None:
         """Have the folder, once it is there, for this job alone until its first process ends, however it ends.

@@ -12,11 +12,11 @@ import model_fixtures
 import numpy as np
 import pytest
 from flax import nnx
+from workload_fixtures import workload
 
 from jaxlm.core.schema import kind_of, sections_in
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.step import elementwise, memory, operations, traffic
-from jaxlm.costs.workload import Workload
 from jaxlm.models import tree
 from jaxlm.models.config import Activation, ModelConfig
 from jaxlm.models.layers import activation, norm
@@ -45,7 +45,7 @@ def both_ways(forward):
 def is_counted(model):
     """Its tree is built, and a step of it is counted, with kernels and without."""
     for kernels in ("xla", "auto"):
-        work = Workload("train", model, 8, model_fixtures.CONTEXT, kernels=kernels)
+        work = workload("train", model, 8, model_fixtures.CONTEXT, kernels=kernels)
         assert sum(op.times * op.elementwise for op in operations.step(work)) > 0
         assert memory.memory(work).parameters > 4 * tree.parameter_count(model)
 
@@ -55,7 +55,7 @@ def test_an_optimizer_holds_what_is_counted(kind):
     model = model_fixtures.model(model_fixtures.GPT2)  # biases, gains, tables and matrices
     parameters = tree.abstract(model)[1]
     held = jax.eval_shape(optimizer(model_fixtures.optimization(kind=kind), parameters).init, tree.shapes(parameters))
-    work = Workload("train", model, 8, model_fixtures.CONTEXT, optimizer=kind, kernels="xla")
+    work = workload("train", model, 8, model_fixtures.CONTEXT, optimizer=kind, kernels="xla")
     numbers = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(held) if leaf.ndim)  # all but counts of updates
     assert memory.memory(work).optimizer == memory.trained(work).optimizer == 4 * numbers
     assert any(op.phase == "optimizer" for op in operations.step(work)) and list(traffic.collectives(work)) == []
@@ -78,7 +78,7 @@ def test_a_norm_is_counted(kind):
     counted = count(both_ways(lambda scale, x: nnx.merge(graph, scale)(x)), scale, x)
     (part,) = (
         part
-        for part in elementwise.loops(Workload("train", model, 8, model_fixtures.CONTEXT, "float32", kernels="xla"))
+        for part in elementwise.loops(workload("train", model, 8, model_fixtures.CONTEXT, "float32", kernels="xla"))
         if part.scope == elementwise.NORMS
     )
     assert part.forward.flops + part.backward.flops == pytest.approx(counted.flops, rel=0.2)

@@ -1,38 +1,76 @@
-"""The floors of the house: README names each part with its floor, and imports keep to them."""
+"""The floors of the house: README names each part with its floor, and imports keep to them, without a circle."""
 
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = {
     name: int(floor) for name, floor in re.findall(r"^ *(\w+)\S* +floor (\d)", (ROOT / "README.md").read_text(), re.M)
 }
+FILES = {
+    ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
+    for folder in ("jaxlm", "kernels_pallas")
+    for file in (ROOT / folder).rglob("*.py")
+}
 
 
 def part(module: str) -> str:
-    """Of the house, which a module belongs to."""
+    """Return the part of the house that a module belongs to."""
     return (module.removeprefix("jaxlm.") if module.startswith("jaxlm.") else module).partition(".")[0]
 
 
-def imported(file: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Yield the modules of the house that a tree imports, wherever in it."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module == "jaxlm":
-            yield from (f"jaxlm.{name.name}" for name in node.names)
+            names = [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom):
-            yield node.module
+            # A name may be a module of its package.
+            names = [f"{node.module}.{name.name}" for name in node.names]
+            names = [name if name in FILES else node.module for name in names]
+        else:
+            continue
+        yield from (name for name in names if name in FILES)
+
+
+def imported_at_import(tree: ast.Module) -> Iterator[str]:
+    """Yield the modules that a module imports outside of functions, also for type checkers alone."""
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from imported(node)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            waiting.extend(ast.iter_child_nodes(node))
+
+
+def parsed(module: str) -> ast.Module:
+    """Return the syntax tree of a module."""
+    return ast.parse(FILES[module].read_text(encoding="utf-8"))
 
 
 def test_every_part_has_a_floor():
-    assert {path.stem for path in (ROOT / "jaxlm").glob("[a-z]*")} | {"kernels_pallas"} == FLOORS.keys()
+    assert {path.stem for path in (ROOT / "jaxlm").glob("[a-z]*.py")} | {
+        path.parent.name for path in (ROOT / "jaxlm").glob("[a-z]*/__init__.py")
+    } | {"kernels_pallas"} == FLOORS.keys()
 
 
 def test_imports_come_from_floors_below():
-    for file in [*ROOT.glob("jaxlm/*/**/*.py"), *ROOT.glob("jaxlm/[a-z]*.py"), *ROOT.glob("kernels_pallas/**/*.py")]:
-        here = part(".".join(file.relative_to(ROOT).with_suffix("").parts))
-        for module in imported(file):
-            if module.startswith(("jaxlm.", "kernels_pallas")) and module != "jaxlm.__version__":
-                assert part(module) == here or FLOORS[part(module)] < FLOORS[here], f"{file} imports {module}"
+    """Those inside functions and those for type checkers alone too; between parts of one floor there are none."""
+    for module in FILES.keys() - {"jaxlm", "jaxlm.__main__"}:
+        here = part(module)
+        for other in set(imported(parsed(module))) - {"jaxlm"}:
+            assert part(other) == here or FLOORS[part(other)] < FLOORS[here], f"{module} imports {other}"
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    graph = {module: set(imported_at_import(parsed(module))) - {module} for module in FILES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle: {' → '.join(error.args[1])}")

@@ -6,13 +6,11 @@ XLA's compilers for TPUs and NVIDIA GPUs run on this machine without the chip. E
 import argparse
 import json
 import math
-import sys
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxlm import api
 from jaxlm.cli import steps
-from jaxlm.cli.ladder import say_replicated
 from jaxlm.cli.paths import path
 from jaxlm.cli.tables import add_numbers, against_capacity, facts, headed, print_table
 from jaxlm.core.errors import InputError
@@ -20,11 +18,7 @@ from jaxlm.core.files import unwritable
 from jaxlm.core.units import gib, or_dash, seconds
 
 if TYPE_CHECKING:
-    from jaxlm.config import Experiment
-    from jaxlm.costs.hardware.target import Target
-    from jaxlm.lowering.fit import FitTrial
-    from jaxlm.lowering.report import CompiledStep, DoesNotFit, Report
-    from jaxlm.parallel.layout import Layout
+    from jaxlm.lowering.report import CompiledStep, DoesNotFit, FitTrial, Report
 
 _SHOWN = 10  # rows of buffers, and of fusions
 
@@ -47,30 +41,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    import jax
+    from rich.console import Console
 
-    from jaxlm import config
-    from jaxlm.costs.hardware.target import Target
     from jaxlm.lowering.report import DoesNotFit
 
     steps.require("compile", arguments)
-    if arguments.fit and arguments.workload != "train":
-        raise InputError(f"--fit varies microbatches and rematerialisation, which {arguments.workload} does not have")
     if arguments.dump and (why := unwritable(arguments.dump)):
         raise InputError(f"--dump {arguments.dump} cannot be written to ({why}); give a directory that can")
-    target = Target.parse(arguments.on)
-    if arguments.quick and target.chip.kind != "tpu":
-        raise InputError(f"--quick is for TPUs, whose compiler takes longer: leave it out for {target}")
-    experiment = steps.on_mesh(steps.load(arguments), arguments.mesh)
-    experiment = steps.with_batch(experiment, steps.parts(experiment, target), arguments.workload)
-    layout = config.layout(experiment, target.devices, arguments.workload)
-    if replicated := say_replicated(config.workload(experiment, layout, arguments.workload)):
-        print(f"jaxlm: {replicated}", file=sys.stderr)
-    jax.config.update("jax_platforms", "cpu")  # this machine's chips, if any, are not the target
-    if arguments.fit:
-        return _fit(arguments, experiment, layout, target)
+    experiment, console = steps.load(arguments), Console(stderr=True, highlight=False)
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
     try:
-        compiled = _compile(arguments, experiment, layout, target)
+        with console.status(f"compiling for {arguments.on}"):
+            compiled = api.compile(
+                experiment,
+                arguments.on,
+                mesh=arguments.mesh,
+                workload=arguments.workload,
+                fit=arguments.fit,
+                quick=arguments.quick,
+                held=steps.held(arguments),
+                say=say,
+                warn=lambda line: say(f"jaxlm: {line}"),
+            )
     except DoesNotFit as refused:
         _refuse(refused, arguments)
         return 1
@@ -78,69 +73,14 @@ def main(arguments: argparse.Namespace) -> int:
     return 0 if compiled.report.fits else 1
 
 
-def _compile(
-    arguments: argparse.Namespace, experiment: "Experiment", layout: "Layout", target: "Target"
-) -> "CompiledStep":
-    from rich.console import Console
-
-    from jaxlm.lowering import report, targets
-    from jaxlm.parallel.mesh import make_mesh
-
-    console = Console(stderr=True, highlight=False)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always", UserWarning)
-        mesh = make_mesh(layout, targets.devices(target))
-    for warning in warned:
-        console.print(f"jaxlm: {warning.message}", markup=False, soft_wrap=True)
-    with console.status(f"compiling for {target}"):
-        return report.compile(experiment, arguments.workload, target, mesh, arguments.quick)
-
-
-def _fit(arguments: argparse.Namespace, experiment: "Experiment", layout: "Layout", target: "Target") -> int:
-    from rich.console import Console
-
-    from jaxlm import config
-    from jaxlm.costs.workload import Workload
-    from jaxlm.lowering.fit import fit
-    from jaxlm.lowering.report import DoesNotFit
-
-    console = Console(stderr=True, highlight=False)
-    found: dict[Workload, CompiledStep] = {}
-    refused: list[DoesNotFit] = []
-
-    def needed(work: Workload) -> int:
-        settings = {"microbatches": work.microbatches, "remat": work.remat}
-        training = experiment.training.model_copy(update=settings)
-        try:
-            found[work] = _compile(arguments, experiment.model_copy(update={"training": training}), layout, target)
-        except DoesNotFit as error:
-            refused.append(error)
-            return error.needed
-        return found[work].report.memory.peak
-
-    def say(line: str) -> None:
-        console.print(line, markup=False, soft_wrap=True)
-
-    best, tried = fit(config.workload(experiment, layout, "train"), target, needed, say, steps.held(arguments))
-    if best is not None:
-        _show(found[best], arguments, tried)
-        return 0
-    least = min(tried, key=lambda t: t.needed)
-    if least.work in found:
-        _show(found[least.work], arguments, tried)
-    else:
-        _refuse(min(refused, key=lambda error: error.needed), arguments, tried)
-    return 1
-
-
-def _show(compiled: "CompiledStep", arguments: argparse.Namespace, tried: "list[FitTrial] | None" = None) -> None:
-    row = {**compiled.report.row(), **_tried_row(tried)}
+def _show(compiled: "CompiledStep", arguments: argparse.Namespace) -> None:
+    row = {**compiled.report.row(), **_tried_row(compiled.tried)}
     _keep(arguments.dump, row, {"stablehlo.mlir": compiled.stablehlo, "optimised.hlo": compiled.optimised})
     if arguments.json:
         print(json.dumps(row))
         return
     _print_step(compiled.report)
-    _print_tried(tried)
+    _print_tried(compiled.tried)
     _print_held(compiled.report)
     _print_collectives(compiled.report)
     _print_kernels(compiled.report)
@@ -241,7 +181,7 @@ def _print_kernels(report: "Report") -> None:
         print_table(table)
 
 
-def _print_tried(tried: "list[FitTrial] | None") -> None:
+def _print_tried(tried: "tuple[FitTrial, ...] | None") -> None:
     if not tried:
         return
     table = _table("compiled", ("GiB",), ("microbatches", "remat"))
@@ -250,25 +190,25 @@ def _print_tried(tried: "list[FitTrial] | None") -> None:
     print_table(table)
 
 
-def _tried_row(tried: "list[FitTrial] | None") -> dict[str, Any]:
+def _tried_row(tried: "tuple[FitTrial, ...] | None") -> dict[str, Any]:
     if tried is None:
         return {}
     keys = ("microbatches", "remat")
     return {"tried": [{**{key: getattr(t.work, key) for key in keys}, "peak": t.needed} for t in tried]}
 
 
-def _refuse(refused: "DoesNotFit", arguments: argparse.Namespace, tried: "list[FitTrial] | None" = None) -> None:
+def _refuse(refused: "DoesNotFit", arguments: argparse.Namespace) -> None:
     """Report a step that the compiler rejected: its counted memory, and suggestions that make it fit."""
     from jaxlm.lowering.suggestions import suggest
 
     plan, memory = refused.plan, refused.plan.memory
     suggestions = suggest(plan, refused.needed)
-    row = {**refused.row(), "suggestions": suggestions, **_tried_row(tried)}
+    row = {**refused.row(), "suggestions": suggestions, **_tried_row(refused.tried)}
     _keep(arguments.dump, row, {"stablehlo.mlir": refused.stablehlo})
     if arguments.json:
         print(json.dumps(row))
         return
-    _print_tried(tried)
+    _print_tried(refused.tried)
     table = _table("does not fit", ("GiB",), ("per device",))
     table.add_row(gib(plan.capacity), f"capacity of {plan.target.chip.name}")
     table.add_row(gib(refused.arguments), "arguments")

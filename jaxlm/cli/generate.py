@@ -3,10 +3,9 @@
 import argparse
 import json
 
+from jaxlm import api
 from jaxlm.cli import trained
 from jaxlm.core.errors import InputError
-
-_MAX_TOKENS = 100  # where nobody says how many
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens",
         type=int,
         metavar="N",
-        help=f"at most this many ({_MAX_TOKENS}, or fewer where the context ends before)",
+        help=f"at most this many ({api.MAX_TOKENS}, or fewer where the context ends before)",
     )
     parser.add_argument(
         "--temperature", type=float, default=1.0, metavar="X", help="0 takes the likeliest (%(default)s)"
@@ -31,58 +30,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    from jaxlm.inference.requests import Sampling, check_prompts, max_new_tokens
-    from jaxlm.run import Run
+    from jaxlm.inference.completion import completions
+    from jaxlm.inference.requests import Sampling, check_prompts, check_seed, default_max_tokens
 
-    run = Run(arguments.run)
-    experiment = trained.experiment(arguments, run)
-    if not 0 <= arguments.seed < 2**32:
-        raise InputError(f"--seed {arguments.seed} must be from 0 to {2**32 - 1}")
+    model = trained.load(arguments)
+    check_seed(arguments.seed, _option)
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p).check(_option)
-    tokenizer = run.load_tokenizer() if run.paths.tokenizer.is_file() or arguments.prompt is not None else None
-    if arguments.prompt is not None:
-        prompt = tokenizer.encode_prompt(arguments.prompt)
-    else:
-        prompt = _token_ids(arguments.token_ids)
+    text = arguments.prompt
+    prompt = model.encode(_token_ids(arguments.token_ids) if text is None else text)
     max_tokens = arguments.max_tokens
     if max_tokens is None:
-        max_tokens = min(_MAX_TOKENS, max(max_new_tokens(experiment.model, len(prompt)), 1))
-    check_prompts(experiment.model, [prompt], max_tokens, named=_option)
-    model = trained.restore(arguments, run, experiment, dtype=experiment.training.dtype)
-
-    from jaxlm.inference.detokenizer import Detokenizer
-    from jaxlm.inference.generate import generate
-
-    drawn = generate(
-        experiment.model,
-        model.parameters,
-        [prompt],
-        max_tokens,
-        model.mesh,
-        sampling=sampling,
-        seed=arguments.seed,
-        vocab_size=tokenizer and tokenizer.vocab_size,
-        kernels=experiment.training.kernels,
-    )
-    detokenizer = tokenizer and Detokenizer(tokenizer, prompt)
-    ids: list[int] = []
-    pieces: list[str] = []
-
-    def show(piece: str) -> None:
-        pieces.append(piece)
-        if not arguments.json:
-            print(piece, end="", flush=True)
-
-    if not arguments.json and arguments.prompt is not None:
-        print(arguments.prompt, end="", flush=True)
-    for token in (int(tokens[0]) for tokens in drawn):
-        if tokenizer and token == tokenizer.separator:
-            break
-        ids.append(token)
-        show(detokenizer.add(token) if detokenizer else f"{',' if pieces else ''}{token}")
-    if detokenizer:
-        show(detokenizer.rest())
-    print(json.dumps({"text": "".join(pieces) if tokenizer else None, "token_ids": ids}) if arguments.json else "")
+        max_tokens = default_max_tokens(model.config, len(prompt), api.MAX_TOKENS)
+    check_prompts(model.config, [prompt], max_tokens, named=_option)
+    drawn = model.stream([prompt], max_tokens, **sampling._asdict(), seed=arguments.seed)
+    if arguments.json:
+        (completion,) = completions(drawn, 1)
+        print(json.dumps(completion._asdict()))
+        return 0
+    print(text or "", end="", flush=True)
+    for number, piece in enumerate(drawn):
+        print(piece.text if piece.text is not None else f"{',' if number else ''}{piece.token_id}", end="", flush=True)
+    print()
     return 0
 
 

@@ -67,9 +67,9 @@ def _host() -> list["Chip"]:
 def _measure() -> "Chip":
     from rich.console import Console
 
-    from jaxlm.cli.devices import keep_freed_memory
     from jaxlm.core import accelerators
     from jaxlm.costs.hardware import calibration
+    from jaxlm.parallel.devices import keep_freed_memory
 
     if accelerators.platforms() == "cpu":
         keep_freed_memory()  # as in a run

@@ -1,40 +1,13 @@
-"""The ladder of a run as a person reads it: what was counted before it starts, and all rungs at its end."""
+"""The ladder of a run as a person reads it at its end."""
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxlm.cli.tables import add_numbers, headed
 from jaxlm.core.units import memory, or_dash, seconds
 
-if TYPE_CHECKING:
-    from jaxlm.costs.workload import Workload
-    from jaxlm.training.ladder import Counted
-
 # A cause of the gap below this share of the step is not worth a word.
 _SMALL = 0.01
-
-
-def say_counted(counted: "Counted") -> str:
-    """One line, before the first step."""
-    said = f"counted: {counted.flops.model:.3g} model FLOPs a step, {memory(counted.memory.total)} on each device"
-    if counted.time is not None:
-        said += f", {seconds(counted.time.lower_bound)} to {seconds(counted.time.upper_bound)} a step"
-    if counted.capacity is not None and counted.memory.total > counted.capacity:
-        said += (
-            f"; a device has {memory(counted.capacity)}, and may run out of it: lower training.batch, or raise "
-            "training.microbatches"
-        )
-    return said
-
-
-def say_replicated(work: "Workload") -> str | None:
-    """One line where devices compute and hold key/value heads of others too; None where they do not."""
-    if not work.replicated_kv_heads:
-        return None
-    return (
-        f"mesh.tensor = {work.layout['tensor']} does not divide {work.model.attention.num_kv_heads} key/value heads: "
-        "several devices compute and keep the same ones"
-    )
 
 
 def show(rungs: dict[str, Any]) -> None:

@@ -5,23 +5,18 @@ Time is a bracket: everything overlapped and fused below, nothing above; rates a
 
 import argparse
 import json
-import math
-import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from jaxlm import api
 from jaxlm.cli import steps
-from jaxlm.cli.ladder import say_replicated
 from jaxlm.cli.paths import path
 from jaxlm.cli.tables import add_numbers, against_capacity, facts, headed, print_table
 from jaxlm.core import units
 from jaxlm.core.errors import InputError
 
 if TYPE_CHECKING:
-    from jaxlm.config import Experiment
-    from jaxlm.costs.hardware.target import Target
     from jaxlm.costs.plan import Plan
 
 _SHOWN = 10  # of the plans that a search finds
@@ -56,7 +51,10 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.check:
         return _check(arguments)
     steps.require("plan", arguments)
-    plans, refused = _plans(arguments)
+    experiment, held = steps.load(arguments), steps.held(arguments)
+    from jaxlm.costs.ladder import say_replicated
+
+    plans, refused = api.plan(experiment, arguments.on, mesh=arguments.mesh, workload=arguments.workload, held=held)
     if arguments.plot:
         from jaxlm.costs.pictures import draw
 
@@ -83,78 +81,6 @@ def _check(arguments: argparse.Namespace) -> int:
         raise InputError(f"--check counts published figures with settings of their own: leave out {', '.join(refused)}")
     published.show(arguments.json)
     return 0
-
-
-def _plans(arguments: argparse.Namespace) -> "tuple[list[Plan], dict[str, str]]":
-    """One, or those that were searched for, the best first; and of `all` chips, why others are not among them."""
-    from jaxlm.costs.hardware.target import Target
-
-    experiment = steps.load(arguments)
-    if arguments.mesh != "auto":
-        experiment = steps.on_mesh(experiment, arguments.mesh)
-    name, _, count = arguments.on.partition(":")
-    if name == "all":
-        return _on_every_chip(arguments, experiment, count)
-    target = Target.parse(arguments.on)
-    experiment = steps.with_batch(experiment, _parts(arguments, experiment, target), arguments.workload)
-    return _on(arguments, experiment, target), {}
-
-
-def _on_every_chip(
-    arguments: argparse.Namespace, experiment: "Experiment", count: str
-) -> "tuple[list[Plan], dict[str, str]]":
-    """On so many chips of each kind in the catalog: the best plan of each, and why others have none."""
-    from jaxlm.costs.hardware.catalog import catalog
-    from jaxlm.costs.hardware.target import COUNT, Target
-
-    if not re.fullmatch(COUNT, count or "1"):
-        raise InputError(f"all:{count} names no number of chips; write one up to 999999, such as all:8")
-    refused: dict[str, str] = {}
-
-    def each(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-        done = []
-        for item in items:
-            try:
-                done.append(function(item))
-            except InputError as error:  # it does not come in this number, or lacks a figure, the dtype or the memory
-                refused[str(item)] = str(error)
-        return done
-
-    targets = each(Target.parse, [f"{id}:{count or 1}" for id in catalog()])
-    # One batch for all: by their time they compare only at the same tokens.
-    parts = math.lcm(*each(lambda target: _parts(arguments, experiment, target), targets))
-    experiment = steps.with_batch(experiment, parts, arguments.workload)
-    found = each(lambda target: _on(arguments, experiment, target)[0], targets)
-    if not found:
-        first = str(targets[0]) if targets else next(iter(refused))
-        raise InputError(f"no chip of the catalog can run this as {arguments.on}; the first, {first}: {refused[first]}")
-    return sorted(found, key=lambda plan: (not plan.fits, plan.time.expected)), refused
-
-
-def _parts(arguments: argparse.Namespace, experiment: "Experiment", target: "Target") -> int:
-    """Into how many parts the batch is cut on these chips, or may be by a search."""
-    return target.devices if arguments.mesh == "auto" else steps.parts(experiment, target)
-
-
-def _on(arguments: argparse.Namespace, experiment: "Experiment", target: "Target") -> list["Plan"]:
-    """On a mesh, or on those that fit, the best first."""
-    from jaxlm import config
-    from jaxlm.costs.plan import plan
-    from jaxlm.costs.search import search
-    from jaxlm.parallel.layout import Layout
-
-    if arguments.mesh != "auto":
-        layout = config.layout(experiment, target.devices, arguments.workload)
-        return [plan(config.workload(experiment, layout, arguments.workload), target)]
-    held = steps.held(arguments)
-    found = search(config.workload(experiment, Layout(), arguments.workload), target, held)
-    if not found:
-        free = "".join(f", or leave out training.{key}" for key in held)
-        raise InputError(
-            f"no mesh of {target} holds this {arguments.workload} step with a batch of {experiment.training.batch} × "
-            f"{experiment.training.sequence} tokens; give more chips, or a batch that more meshes divide{free}"
-        )
-    return found
 
 
 def _row(plan: "Plan") -> dict[str, Any]:

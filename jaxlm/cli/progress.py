@@ -6,15 +6,16 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jaxlm.training.display import Display
+
 _SECONDS_BETWEEN_LINES = 10.0
 
 
-class Bar:
-    """A `training.loop.Display` of `steps` steps. Use it as a context, which removes the bar. A `quiet` one shows
-    nothing."""
+class Bar(Display):
+    """A display of `steps` steps; a context, because a bar must be taken down."""
 
-    def __init__(self, steps: int, quiet: bool = False):
-        self._console = Console(stderr=True, highlight=False, quiet=quiet)
+    def __init__(self, steps: int):
+        self._console = Console(stderr=True, highlight=False)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -35,6 +36,10 @@ class Bar:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
         self._end_reading()
+
+    def mute(self) -> None:
+        """Show nothing from here on."""
+        self._console.quiet = True
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""

@@ -1,8 +1,6 @@
 """The step that `jaxlm plan` and `jaxlm compile` examine: an experiment, and its mesh on chips that may be absent."""
 
 import argparse
-import math
-import re
 from typing import TYPE_CHECKING
 
 from jaxlm.cli.paths import path
@@ -10,8 +8,6 @@ from jaxlm.core.errors import InputError
 
 if TYPE_CHECKING:
     from jaxlm.config import Experiment
-    from jaxlm.costs.hardware.target import Target
-    from jaxlm.parallel.rules import Kind
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,49 +36,8 @@ def load(arguments: argparse.Namespace) -> "Experiment":
     return experiment
 
 
-def on_mesh(experiment: "Experiment", text: str | None) -> "Experiment":
-    """Return the experiment on the mesh of --mesh, such as "fsdp=8,tensor=2", or on its own mesh without --mesh. Axes
-    that are not named default to data 1, tensor 1 and fsdp the rest. Raises InputError."""
-    from jaxlm.costs.hardware.target import COUNT
-    from jaxlm.parallel.config import MeshConfig
-    from jaxlm.parallel.layout import AXES
-
-    if text is None:
-        return experiment
-    sizes: dict[str, int] = {}
-    for axis, _, size in (part.partition("=") for part in text.replace(" ", "").split(",")):
-        if axis not in AXES or not re.fullmatch(COUNT, size):
-            raise InputError(
-                f"--mesh {text!r} is not AXIS=N,… with axes {', '.join(AXES)} and numbers up to 999999, "
-                "such as fsdp=8,tensor=2"
-            )
-        if axis in sizes:
-            raise InputError(f"--mesh {text!r} gives {axis} twice; give it once")
-        sizes[axis] = int(size)
-    return experiment.model_copy(update={"mesh": MeshConfig(**sizes)})
-
-
-def parts(experiment: "Experiment", target: "Target") -> int:
-    """Return the number of shards of a batch on the experiment's mesh. Raises InputError if the mesh does not divide
-    the devices of the target."""
-    from jaxlm.parallel.rules import TRAIN
-
-    return experiment.mesh.layout(target.devices).over(TRAIN.over("batch"))
-
-
-def with_batch(experiment: "Experiment", parts: int, kind: "Kind") -> "Experiment":
-    """Return the experiment with its default batch rounded up to a multiple of `parts`, in training per microbatch. A
-    batch that was given explicitly stays."""
-    training = experiment.training
-    if "batch" in training.model_fields_set:
-        return experiment
-    parts *= training.microbatches if kind == "train" else 1
-    batch = parts * math.ceil(training.batch / parts)
-    return experiment.model_copy(update={"training": training.model_copy(update={"batch": batch})})
-
-
 def held(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Return the settings that the command line fixes, and that a search therefore keeps."""
+    """Return the settings of a search that the command line gives, and which it therefore leaves as they are."""
     from jaxlm import config
 
     given = config.overridden(arguments.overrides) if arguments.workload == "train" else ()

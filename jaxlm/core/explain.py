@@ -23,6 +23,7 @@ def explain(error: ValidationError, whole: type[Section], values: dict[str, Any]
     key, value = _key(first["loc"], values), first.get("input")
     others = [other for other in others if _key(other["loc"], values) != key]  # a union reports each of its types
     shown = "" if isinstance(value, dict) else f" = {value!r}"
+    context = first.get("ctx", {})
     match first["type"]:
         case "literal_error" | "int_parsing" | "int_type" if key.startswith("mesh."):
             line = f'{key} = {value!r} is neither a whole number nor "all"'
@@ -34,10 +35,10 @@ def explain(error: ValidationError, whole: type[Section], values: dict[str, Any]
         case "missing":
             line = f"{key} is missing"
         case "value_error":
-            said = str(first["ctx"]["error"])
+            said = str(context["error"])
             line = said if not key or f"{key}." in said else f"{key}: {said}"
         case "union_tag_invalid":
-            line = f"{key}.kind = {first['ctx']['tag']!r} is none of {first['ctx']['expected_tags']}"
+            line = f"{key}.kind = {context['tag']!r} is none of {context['expected_tags']}"
         case "union_tag_not_found":
             line = f"{key}.kind is missing"
         case "model_type" | "model_attributes_type":

@@ -56,10 +56,11 @@ def flushed_output() -> Iterator[None]:
         raise
     finally:
         for name, description in _NAMES.items():
-            stream = getattr(sys, name)
+            stream: TextIO | None = getattr(sys, name)
+            if stream is None:
+                continue
             try:
-                if stream is not None:
-                    stream.flush()
+                stream.flush()
             except OSError as error:
                 redirect_to_null(stream.fileno())
                 if ending is None or isinstance(ending, SystemExit):
@@ -88,5 +89,5 @@ def _readerless(stream: TextIO, file: int) -> TextIO:
         io.BufferedWriter(_ReaderlessFile(file, "w", closefd=False)),
         encoding=stream.encoding,
         errors=stream.errors,
-        line_buffering=stream.line_buffering,
+        line_buffering=bool(stream.line_buffering),
     )

@@ -57,7 +57,7 @@ def one_of(*sections: type[Section]) -> Any:
         given = value.get("kind", default) if isinstance(value, dict) else getattr(value, "kind", default)
         return given if isinstance(given, str) else repr(given)
 
-    tagged = [Annotated[section, Tag(kind_of(section))] for section in sections]
+    tagged = [Annotated[section, Tag(kind_of(section) or "")] for section in sections]
     return Annotated[functools.reduce(operator.or_, tagged), Discriminator(choose)]
 
 
@@ -74,9 +74,11 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     result = dict(base)
     for key, value in changes.items():
         before = base.get(key)
-        both = isinstance(value, dict) and isinstance(before, dict)
-        other_kind = both and "kind" in before and value.get("kind", before["kind"]) != before["kind"]
-        result[key] = merged(before, value) if both and not other_kind else value
+        if isinstance(value, dict) and isinstance(before, dict):
+            other_kind = "kind" in before and value.get("kind", before["kind"]) != before["kind"]
+            result[key] = value if other_kind else merged(before, value)
+        else:
+            result[key] = value
     return result
 
 

@@ -3,10 +3,11 @@
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
+from jaxlm.config import divided_by_mesh, divisors
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import Plan, plan
 from jaxlm.costs.step.memory import memory
-from jaxlm.costs.workload import Workload, divided_by_mesh, divisors
+from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout import AXES, Layout
 
 
@@ -55,4 +56,4 @@ def variants(work: Workload, held: Collection[str] = ()) -> Iterator[Workload]:
     remats = (work.remat,) if "remat" in held else ("none", names, "full")
     for microbatches in parts:
         for remat in remats if rows % microbatches == 0 else ():
-            yield replace(work, microbatches=microbatches, remat=remat)
+            yield work.with_training(microbatches=microbatches, remat=remat)

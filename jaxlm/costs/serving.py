@@ -1,7 +1,5 @@
 """Serving arithmetic: the critical batch of decoding, and the speedup of speculative decoding."""
 
-from dataclasses import replace
-
 from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import step_time
@@ -21,7 +19,7 @@ def critical_batch(work: Workload, target: Target) -> int | None:
         raise InputError("only decoding has a batch at which it stops being bound by memory")
     parts = work.batch_shards
     for batch in (parts * 2**n for n in range(_DOUBLINGS)):
-        seconds = step_time(replace(work.on(target.chip), batch=batch), target)
+        seconds = step_time(work.on(target.chip).with_training(batch=batch), target)
         if seconds.compute >= seconds.memory:
             return batch
     return None

@@ -1,4 +1,4 @@
-"""What is to run, and how it lies on the mesh: all that counting needs to know. Imports no JAX."""
+"""The step that is counted, and its mesh: all that counting needs to know."""
 
 import json
 import math
@@ -6,63 +6,52 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import Any
 
+from jaxlm.config import Experiment
+from jaxlm.costs.hardware.chips import Chip
+from jaxlm.costs.step.parameters import parameters
 from jaxlm.models import causal
-from jaxlm.models.config import Kernels, ModelConfig, Remat
+from jaxlm.models.config import ModelConfig, Remat
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import RULES, Kind, Rules
-
-if TYPE_CHECKING:
-    from jaxlm.costs.hardware.chips import Chip
-
+from jaxlm.training.config import AdamWConfig, ConstantScheduleConfig, OptimizerConfig, TrainingConfig
+from jaxlm.training.groups import frozen
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def divided_by_mesh(model: ModelConfig) -> list[tuple[str, str, int]]:
-    """What the axes of a mesh must divide of a model: axis, key in a configuration, size."""
-    return [
-        ("tensor", "model.attention.num_heads", model.attention.num_heads),
-        ("tensor", "model.feed_forward.d_ff", model.feed_forward.d_ff),
-        ("tensor", "model.vocab_size", model.vocab_size),
-        ("fsdp", "model.d_model", model.d_model),
-    ]
-
-
-def divisors(n: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return small + [n // d for d in reversed(small) if d * d != n]
-
-
 @dataclass(frozen=True)
 class Workload:
-    """One step of a kind, over the whole job.
+    """One step of a kind, over the whole job, as the sections of an experiment describe it.
 
-    `train` is an optimizer step over `batch` rows of `sequence` tokens; `prefill` reads `batch` prompts of `sequence`
-    tokens and gives the logits behind each; `decode` reads one token more of each of `batch` sequences that hold
-    `sequence` tokens. `dtype` is that of forward and backward pass, and of the cache; in training, parameters,
-    accumulated gradients and optimizer state are float32. `average` is an average of the parameters kept beside them,
-    and `frozen` are the paths of those that do not train; `dropout` says whether there is any. A training run has
-    `steps` such steps. `causal_parts`: training computes attention in parts (`jaxlm.models.causal`), as a CPU does.
+    `train` is an optimizer step over `training.batch` rows of `training.sequence` tokens; `prefill` reads `batch`
+    prompts of `sequence` tokens and gives the logits behind each; `decode` reads one token more of each of `batch`
+    sequences that hold `sequence` tokens. `training.dtype` is that of forward and backward pass, and of the cache; in
+    training, parameters, accumulated gradients and optimizer state are float32. `causal_parts`: training computes
+    attention in parts (`jaxlm.models.causal`), as a CPU does.
     """
 
     kind: Kind
     model: ModelConfig
-    batch: int
-    sequence: int
-    dtype: str = "bfloat16"
-    remat: Remat = "none"
-    microbatches: int = 1
-    optimizer: str = "adamw"
-    muon_iterations: int = 5
-    average: bool = False
-    frozen: frozenset[str] = frozenset()
-    dropout: bool = False
-    steps: int = 1
+    training: TrainingConfig
+    optimizer: OptimizerConfig = AdamWConfig(schedule=ConstantScheduleConfig())
     layout: Layout = Layout()
     causal_parts: bool = False
-    kernels: Kernels = "auto"
+
+    @classmethod
+    def of(cls, experiment: Experiment, layout: Layout = Layout(), kind: Kind = "train") -> "Workload":
+        """Return the step of an experiment on a mesh of this layout. Raises InputError where a pattern of
+        `optimizer.groups` decides nothing of a training step."""
+        model, optimizer = experiment.model, experiment.optimizer
+        if kind == "train":
+            frozen(optimizer.groups, list(parameters(model)))  # refuses patterns before anything is counted
+        return cls(kind, model, experiment.training, optimizer, layout)
+
+    def with_training(self, **changes: Any) -> "Workload":
+        """The same with other values in its section [training]."""
+        return replace(self, training=self.training.model_copy(update=changes))
 
     def __str__(self) -> str:
         return f"{self.kind}, {self.batch:,} × {self.sequence:,} tokens in {self.dtype}"
@@ -78,6 +67,53 @@ class Workload:
         return self.layout.over(self.rules.over("batch"))
 
     @property
+    def batch(self) -> int:
+        """Sequences of a step, over the whole job."""
+        return self.training.batch
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of each sequence; in decoding, that its cache holds."""
+        return self.training.sequence
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that it computes in."""
+        return self.training.dtype
+
+    @property
+    def remat(self) -> Remat:
+        """The rematerialisation of a training step; inference has none."""
+        return self.training.remat if self.kind == "train" else "none"
+
+    @property
+    def microbatches(self) -> int:
+        """The parts of a batch that follow one another; inference has one."""
+        return self.training.microbatches if self.kind == "train" else 1
+
+    @property
+    def steps(self) -> int:
+        """Steps of a training run; one of inference."""
+        return self.training.steps if self.kind == "train" else 1
+
+    @property
+    def dropout(self) -> bool:
+        """Return whether numbers are dropped."""
+        return self.kind == "train" and self.training.dropout > 0
+
+    @property
+    def average(self) -> bool:
+        """Return whether an average of the parameters is kept with them."""
+        return self.kind == "train" and self.training.ema_decay is not None
+
+    @cached_property
+    def frozen(self) -> frozenset[str]:
+        """The paths of the parameters that do not train; none in inference, where nothing does."""
+        if self.kind != "train" or not self.optimizer.groups:
+            return frozenset()
+        return frozen(self.optimizer.groups, list(parameters(self.model)))
+
+    @property
     def itemsize(self) -> int:
         """Of a number in the dtype that it computes in."""
         return BYTES[self.dtype]
@@ -85,7 +121,7 @@ class Workload:
     @property
     def runs_kernels(self) -> bool:
         """Whether kernels of kernels_pallas run: see `on`."""
-        return self.kernels != "xla"
+        return self.training.kernels != "xla"
 
     @property
     def remat_shown(self) -> str:
@@ -96,7 +132,7 @@ class Workload:
         """`microbatches` and `remat` as a shell takes them, to be given to a command."""
         return f"training.microbatches={self.microbatches} training.remat={shlex.quote(self.remat_shown)}"
 
-    def on(self, chip: "Chip") -> "Workload":
+    def on(self, chip: Chip) -> "Workload":
         """The same on a chip: without kernels where they are not compiled for it."""
         if chip.kind == "cpu":
             return self.on_cpu()
@@ -108,7 +144,7 @@ class Workload:
 
     def plain(self) -> "Workload":
         """The same of plain JAX, with all of attention's scores: each product as the model has it."""
-        return replace(self, kernels="xla", causal_parts=False)
+        return replace(self.with_training(kernels="xla"), causal_parts=False)
 
     @property
     def tokens(self) -> int:

@@ -49,6 +49,18 @@ def max_prompt_tokens(model: ModelConfig, new_tokens: int) -> int:
     return model.context_length - new_tokens + 1
 
 
+def default_max_tokens(model: ModelConfig, tokens: int, most: int) -> int:
+    """Tokens to generate after a prompt of `tokens` where nobody says how many: `most`, or fewer where the context ends
+    before."""
+    return min(most, max(max_new_tokens(model, tokens), 1))
+
+
+def check_seed(seed: int, named: Named = _NAMED) -> None:
+    """Raise InputError for a seed that is no unsigned number of 32 bits."""
+    if not 0 <= seed < 2**32:
+        raise InputError(f"{named('seed')} {seed} must be from 0 to {2**32 - 1}")
+
+
 def check_prompts(
     model: ModelConfig,
     prompts: Sequence[Sequence[int]],

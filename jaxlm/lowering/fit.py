@@ -1,23 +1,53 @@
 """Search for the fastest training step that fits, by compiling variants."""
 
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from dataclasses import replace
 
+from jax.sharding import Mesh
+
+from jaxlm.config import Experiment
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import plan
 from jaxlm.costs.search import variants
 from jaxlm.costs.step.memory import memory
 from jaxlm.costs.workload import Workload
+from jaxlm.lowering.report import CompiledStep, DoesNotFit, FitTrial, compile
+from jaxlm.parallel.layout import Layout
 
 # Tolerance on the count, once corrected by earlier compilations.
 _TOLERANCE = 1.05
 
 
-class FitTrial(NamedTuple):
-    """A compiled variant, and the bytes that it needs on one device."""
+def compile_fitting(
+    experiment: Experiment,
+    target: Target,
+    mesh: Mesh,
+    quick: bool,
+    say: Callable[[str], None],
+    held: Collection[str] = (),
+) -> CompiledStep:
+    """Compile variants of a training step as `fit` asks for them, and return the best; where none fits, the one that
+    needs least. Raises DoesNotFit where the compiler refuses that one."""
+    found: dict[Workload, CompiledStep] = {}
+    refused: dict[Workload, DoesNotFit] = {}
 
-    work: Workload
-    needed: int
+    def needed(work: Workload) -> int:
+        settings = {"microbatches": work.microbatches, "remat": work.remat}
+        training = experiment.training.model_copy(update=settings)
+        try:
+            found[work] = compile(experiment.model_copy(update={"training": training}), "train", target, mesh, quick)
+        except DoesNotFit as error:
+            refused[work] = error
+            return error.needed
+        return found[work].report.memory.peak
+
+    best, tried = fit(Workload.of(experiment, Layout(mesh.shape)), target, needed, say, held)
+    if best is None:
+        best = min(tried, key=lambda t: t.needed).work
+    if best in refused:
+        refused[best].tried = tuple(tried)
+        raise refused[best]
+    return replace(found[best], tried=tuple(tried))
 
 
 def fit(

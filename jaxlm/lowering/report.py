@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jaxlm.config import Experiment, workload
+from jaxlm.config import Experiment
 from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.network import KINDS, Network
@@ -145,6 +145,13 @@ class Report:
         }
 
 
+class FitTrial(NamedTuple):
+    """A compiled variant, and the bytes that it needs on one device."""
+
+    work: Workload
+    needed: int
+
+
 class DoesNotFit(Exception):
     """The compiler rejects a program that does not fit in memory.
 
@@ -153,6 +160,7 @@ class DoesNotFit(Exception):
       arguments: bytes of the arguments on one device.
       temporaries: bytes of the temporaries on one device, at least one byte more than fits.
       stablehlo: the program as JAX lowered it.
+      tried: the variants of a search in which none fits.
     """
 
     def __init__(
@@ -162,6 +170,7 @@ class DoesNotFit(Exception):
         self.plan, self.quick, self.compile_s = plan, quick, compile_s
         self.arguments, self.stablehlo = arguments, stablehlo
         self.temporaries = max(temporaries, plan.capacity + 1 - arguments)
+        self.tried: tuple[FitTrial, ...] | None = None
 
     @property
     def needed(self) -> int:
@@ -217,11 +226,13 @@ def _kernel_flops(work: Workload) -> int:
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A report and its program: StableHLO as JAX lowered it, and HLO as XLA optimised it."""
+    """A report and its program: StableHLO as JAX lowered it, and HLO as XLA optimised it. `tried` are the variants of a
+    search that found it."""
 
     report: Report
     stablehlo: str
     optimised: str
+    tried: tuple[FitTrial, ...] | None = None
 
 
 def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quick: bool = False) -> CompiledStep:
@@ -231,7 +242,7 @@ def compile(experiment: Experiment, kind: Kind, target: Target, mesh: Mesh, quic
 
     Raises DoesNotFit if the compiler itself runs out of device memory (TPUs), InputError if it fails otherwise.
     """
-    counted = plan(workload(experiment, Layout(mesh.shape), kind), target)
+    counted = plan(Workload.of(experiment, Layout(mesh.shape), kind), target)
     began = time.perf_counter()
     step = programs.step(experiment, kind, mesh)
     traced = step.trace()

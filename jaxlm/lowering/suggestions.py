@@ -46,13 +46,13 @@ Change = tuple[str, Workload] | None
 def _remat(work: Workload) -> Change:
     if work.kind != "train" or work.remat == "full":
         return None
-    return "training.remat=full", replace(work, remat="full")
+    return "training.remat=full", work.with_training(remat="full")
 
 
 def _microbatches(work: Workload) -> Change:
     if work.kind != "train" or work.rows() == 1:
         return None
-    work = replace(work, microbatches=work.microbatches * work.rows())
+    work = work.with_training(microbatches=work.microbatches * work.rows())
     return f"training.microbatches={work.microbatches}", work
 
 
@@ -63,7 +63,8 @@ def _chips(times: int) -> Callable[[Workload], Change]:
             return None
         # Training keeps the rows per device; inference keeps the total.
         batch = work.batch * times if work.kind == "train" else work.batch
-        return f"{times} times the chips, on fsdp", replace(work, layout=work.layout.replace(fsdp=fsdp), batch=batch)
+        wider = replace(work.with_training(batch=batch), layout=work.layout.replace(fsdp=fsdp))
+        return f"{times} times the chips, on fsdp", wider
 
     return change
 
@@ -72,13 +73,13 @@ def _batch(work: Workload) -> Change:
     least = work.batch_shards * work.microbatches
     if work.batch <= least:
         return None
-    return f"training.batch={least}", replace(work, batch=least)
+    return f"training.batch={least}", work.with_training(batch=least)
 
 
 def _sequence(work: Workload) -> Change:
     if work.sequence < 1024 or work.sequence % 4:
         return None
-    return f"training.sequence={work.sequence // 4}", replace(work, sequence=work.sequence // 4)
+    return f"training.sequence={work.sequence // 4}", work.with_training(sequence=work.sequence // 4)
 
 
 # Changes that affect training least come first.

@@ -95,8 +95,8 @@ def attend(
         # `flash_attention` gives its result this name itself.
         return checkpoint_name(attention(query_BTNH, key_BSKH, value_BSKH, key_range, **how), "attention")
 
-    def operation(query: jax.Array, key: jax.Array, value: jax.Array, *interval: jax.Array, **how: Any) -> jax.Array:
-        return flash_attention(query, key, value, key_range=interval, **how)
+    def operation(query: Any, key: Any, value: Any, start: Any, end: Any, **how: Any) -> Any:
+        return flash_attention(query, key, value, key_range=(start, end), **how)
 
     rows = _HEADS[:2]
     arrays = (query_BTNH, _HEADS), (key_BSKH, _KV_HEADS), (value_BSKH, _KV_HEADS)
@@ -132,7 +132,7 @@ class GroupedQueryAttention(Module):
         copies = self.settings.kv_copies(shards_of("act_heads", self.settings.num_heads))
         key_BTKH = linear(x_BTD, self.key, self.key_bias, copies)
         value_BTKH = linear(x_BTD, self.value, self.value_bias, copies)
-        if self.query_norm is not None:
+        if self.query_norm is not None and self.key_norm is not None:
             query_BTNH = self.query_norm(query_BTNH, _HEADS)
             key_BTKH = self.key_norm(key_BTKH, _KV_HEADS)
         if turn is not None:

@@ -80,7 +80,7 @@ class RopeConfig(Section):
 
     kind: Literal["rope"] = "rope"
     theta: Positive = 10_000.0
-    scaling: one_of(Llama3ScalingConfig, LinearScalingConfig) | None = None
+    scaling: one_of(Llama3ScalingConfig, LinearScalingConfig) | None = None  # pyright: ignore[reportInvalidTypeForm]
 
 
 class SlidingWindowConfig(Section):

@@ -93,6 +93,7 @@ class RMSNorm(Module):
     (arXiv:1910.07467)."""
 
     def __init__(self, model: config.ModelConfig, width: int, axis: str, rngs: nnx.Rngs):
+        assert isinstance(model.norm, config.RMSNormConfig)
         self.settings = model.norm
         self.scale = param(rngs, (width,), axis, zeros if model.norm.plus_one else ones)
 
@@ -106,6 +107,7 @@ class LayerNorm(Module):
     """(x − mean) / √(var + ε) · scale + bias over the last dimension, statistics in float32 (arXiv:1607.06450)."""
 
     def __init__(self, model: config.ModelConfig, width: int, axis: str, rngs: nnx.Rngs):
+        assert isinstance(model.norm, config.LayerNormConfig)
         self.settings = model.norm
         self.scale = param(rngs, (width,), axis, ones)
         self.bias = param(rngs, (width,), axis, zeros) if model.norm.bias else None
@@ -180,7 +182,7 @@ def _with_slopes(function: Callable, *x: jax.Array) -> jax.Array:
 
 
 @_with_slopes.defjvp
-def _with_slopes_jvp(function: Callable, x: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+def _with_slopes_jvp(function: Callable, x: tuple, tangents: tuple) -> tuple[jax.Array, Any]:
     value, pull_back = jax.vjp(function, *(each.astype(jnp.float32) for each in x))
     slopes = (slope.astype(x[0].dtype) for slope in pull_back(jnp.ones_like(value)))
     return value.astype(x[0].dtype), sum(t * slope for t, slope in zip(tangents, slopes, strict=True))

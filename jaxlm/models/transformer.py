@@ -140,7 +140,7 @@ class Transformer(Module):
 
 
 def _through(
-    layers: Module, run: Callable[[Block, tuple, jax.Array], tuple], carry: tuple, n: int, execution: Execution
+    layers: Module, run: Callable[[Any, tuple, jax.Array], tuple], carry: tuple, n: int, execution: Execution
 ) -> tuple:
     """Carry a value through the stacked layers, scanned or unrolled over the same tree; and what each of them gives."""
     graph, stacked = nnx.split(layers)

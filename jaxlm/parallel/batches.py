@@ -16,7 +16,7 @@ from jaxlm.parallel.rules import TRAIN, Rules
 def process_rows(batch: int, mesh: Mesh, rules: Rules = TRAIN) -> np.ndarray:
     """Return the rows of a batch that lie on the devices of this process, int [rows], ascending."""
     held = named_sharding(("batch",), (batch,), mesh, rules).addressable_devices_indices_map((batch,)).values()
-    return np.unique(np.concatenate([np.arange(batch)[rows] for (rows,) in held]))
+    return np.unique(np.concatenate([np.arange(batch)[rows] for rows in held]))
 
 
 @functools.lru_cache
@@ -36,7 +36,8 @@ def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh, rules: Rules = TRAIN)
         shape = (len(x) * shards // ours, *x.shape[1:])
         rows = process_rows(shape[0], mesh, rules)
 
-        def piece(index: tuple[slice, ...]) -> np.ndarray:
+        def piece(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
             first, end, _ = index[0].indices(shape[0])
             return x[slice(*np.searchsorted(rows, (first, end))), *index[1:]]
 

@@ -1,6 +1,6 @@
 """The mesh of an experiment. Imports no JAX."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import create_model
 
@@ -48,9 +48,10 @@ class _MeshSection(Section):
         return layout
 
 
+_FIELDS: dict[str, Any] = {axis: (Count | Literal["all"], ALL if axis == "fsdp" else 1) for axis in AXES}
 MeshConfig = create_model(
     "MeshConfig",
     __base__=_MeshSection,
     __doc__=_MeshSection.__doc__,
-    **{axis: (Count | Literal["all"], ALL if axis == "fsdp" else 1) for axis in AXES},
+    **_FIELDS,
 )

@@ -45,7 +45,7 @@ def partition(
         over = tuple(axis for axis in rules.over(name) if axis not in manual)
         if not over or (rules.shards(name, size, sizes) == 1 and Layout(sizes).over(over) > 1):
             return None
-        return over if len(over) > 1 else over[0]
+        return over[0] if len(over) == 1 else over
 
     return PartitionSpec(*map(entry, axes, shape))
 

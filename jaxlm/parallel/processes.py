@@ -75,7 +75,7 @@ def join(spec: ProcessSpec | None) -> None:
 
     native_output_to_stderr()
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM
-    timeouts = {
+    timeouts: dict[str, Any] = {
         "initialization_timeout": 2 * _JOIN_TIMEOUT_S,  # never reached: JAX would abort the process
         "heartbeat_timeout_seconds": _HEARTBEAT_TIMEOUT_S,
         "shutdown_timeout_seconds": _SHUTDOWN_TIMEOUT_S,
@@ -115,7 +115,7 @@ def _check_free(coordinator: str, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         socket.create_server((host.strip("[]"), port), family=family).close()
     except OSError as error:
-        why = os.strerror(error.errno)  # Python's message repeats the address
+        why = os.strerror(error.errno or 0)  # Python's message repeats the address
         raise InputError(f"process 0 cannot listen at {coordinator} ({why}); choose another port") from None
 
 
@@ -178,7 +178,7 @@ def is_first() -> bool:
     return not _state().process_id
 
 
-def _state():
+def _state() -> Any:
     if "jax" not in sys.modules:  # no job was joined; avoid the import for bad input
         return SimpleNamespace(process_id=0, num_processes=1)
     # jax.process_count() and jax.process_index() would start the backend before its number of devices is set.

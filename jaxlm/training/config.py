@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from jaxlm.core.schema import Count, CountFromZero, Fraction, NonNegative, Positive, Section, one_of
-from jaxlm.models.config import Kernels, Remat
+from jaxlm.data.config import DataConfig
+from jaxlm.models.config import Kernels, ModelConfig, Remat
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -204,3 +205,15 @@ class CheckpointConfig(Section):
 
     every: Count = 500
     keep: Count = 2
+
+
+class RunConfig(Section):
+    """One training run: what it trains, on what, how, and what it keeps."""
+
+    model: ModelConfig
+    data: DataConfig = Field(default_factory=DataConfig)
+    training: TrainingConfig
+    optimizer: AnyOptimizer
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    records: RecordsConfig = Field(default_factory=RecordsConfig)

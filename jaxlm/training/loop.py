@@ -2,9 +2,9 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,18 +14,17 @@ from jaxlm.core.errors import RunFailed
 from jaxlm.data.dataset import Dataset
 from jaxlm.data.loader import training_batches
 from jaxlm.data.packing import Rows
-from jaxlm.models.config import ModelConfig
 from jaxlm.models.tree import Tree, placed
 from jaxlm.parallel.batches import process_rows, put_batch
 from jaxlm.parallel.processes import StopConsensus, barrier, failing_as_one, first_process_first
 from jaxlm.training import checkpoints, manifests
 from jaxlm.training.checkpoints import Checkpoints, bytes_of
-from jaxlm.training.config import CheckpointConfig, EvaluationConfig, OptimizerConfig, RecordsConfig, TrainingConfig
+from jaxlm.training.config import RunConfig
+from jaxlm.training.display import Display
 from jaxlm.training.environment import memory_use
 from jaxlm.training.evaluation import Evaluation, evaluate_sources
 from jaxlm.training.goodput import DATA, DATA_WAIT, DEVICE, HOST, Attempts, Clock, ThroughputMeter
 from jaxlm.training.interrupt import OUT_OF_TIME, StopRequest
-from jaxlm.training.ladder import Counted
 from jaxlm.training.paths import RunPaths
 from jaxlm.training.profile import Profiler
 from jaxlm.training.recorder import Recorder
@@ -39,16 +38,6 @@ class Diverged(RunFailed):
     """Too many steps in a row had a loss or gradient that is not finite."""
 
 
-class Display(Protocol):
-    """What the loop tells whoever watches."""
-
-    def say(self, line: str) -> None:
-        """Something happened."""
-
-    def advance(self, step: int, metrics: dict[str, Any] | None) -> None:
-        """`step` steps are done; metrics come with those that are recorded."""
-
-
 class Start(NamedTuple):
     """What one start of a run brings: its clock, who watches it, which steps it traces, and what may stop it."""
 
@@ -56,20 +45,6 @@ class Start(NamedTuple):
     display: Display
     profiler: Profiler
     stop: StopRequest
-
-
-class Settings(Protocol):
-    """The sections of an experiment that training reads."""
-
-    model: ModelConfig
-    training: TrainingConfig
-    optimizer: OptimizerConfig
-    evaluation: EvaluationConfig
-    checkpoint: CheckpointConfig
-    records: RecordsConfig
-
-    def model_dump(self, *, mode: str) -> dict[str, Any]:
-        """All sections, for those who show them beside what was recorded."""
 
 
 class Result(NamedTuple):
@@ -83,13 +58,20 @@ class Result(NamedTuple):
 class Trainer:
     """A run from its newest whole checkpoint, or from the start, to `training.steps`.
 
-    Writes what `Recorder` does, the seconds of this start and checkpoints into RUN.
+    Writes what `Recorder` does, the seconds of this start and checkpoints into RUN. `mfu` gives the MFU of a step of
+    so many seconds, or None where the peak is unknown.
     """
 
     def __init__(
-        self, settings: Settings, dataset: Dataset, mesh: Mesh, paths: RunPaths, counted: Counted, start: Start
+        self,
+        settings: RunConfig,
+        dataset: Dataset,
+        mesh: Mesh,
+        paths: RunPaths,
+        mfu: Callable[[float], float | None],
+        start: Start,
     ):
-        self._settings, self._mesh, self._paths, self._counted = settings, mesh, paths, counted
+        self._settings, self._mesh, self._paths, self._mfu = settings, mesh, paths, mfu
         self._training, self._evaluation, self._checkpoint = settings.training, settings.evaluation, settings.checkpoint
         self._norms_every = settings.records.norms_every
         self._clock, self._display, self._profiler, self._stop = start
@@ -241,7 +223,7 @@ class Trainer:
                 "step": step,
                 "loss": _finite(metrics["loss"]),
                 **rates,
-                "mfu": self._counted.mfu(rates["step_s"]),
+                "mfu": self._mfu(rates["step_s"]),
                 "grad_norm": _finite(metrics["grad_norm"]),
                 "learning_rate": _finite(metrics["learning_rate"]),
                 **{name: _finite(metrics[name]) for name in ("z_loss",) if name in metrics},

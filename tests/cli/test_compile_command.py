@@ -6,14 +6,16 @@ Compiled programs are tested in tests/lowering/test_report.py.
 import json
 from pathlib import Path
 
-import meshes
 import pytest
 
 from jaxlm import config
-from jaxlm.cli import compile, main
+from jaxlm.cli import main
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import plan
+from jaxlm.costs.workload import Workload
+from jaxlm.lowering import report
 from jaxlm.lowering.report import CompiledMemory, DoesNotFit, Report
+from jaxlm.parallel.layout import Layout
 
 MODEL = "configs/models/qwen3-0.6b.toml"
 
@@ -47,20 +49,20 @@ def test_bad_input_is_one_line_and_status_2(arguments, said, capsys):
 
 
 def test_where_the_compiler_refuses_the_row_has_the_keys_of_a_report(monkeypatch, capsys):
-    def refuse(_, experiment, layout, target):
-        counted = plan(config.workload(experiment, layout), target)
+    def refuse(experiment, kind, target, mesh, quick):
+        counted = plan(Workload.of(experiment, Layout(mesh.shape), kind), target)
         raise DoesNotFit(counted, False, 1.5, 10**9, 10**11, "module", "E1000")
 
-    monkeypatch.setattr(compile, "_compile", refuse)
+    monkeypatch.setattr(report, "compile", refuse)
     arguments = [MODEL, "--on", "tpu-v5e:4x4", "--mesh", "tensor=16", "training.sequence=4096"]
     assert main(["compile", *arguments, "--json"]) == 1
     out, errors = capsys.readouterr()
     row = json.loads(out)
     experiment, target = config.load(Path(MODEL), ["training.sequence=4096"]), Target.parse("tpu-v5e:4x4")
-    counted = plan(config.workload(experiment, meshes.layout(tensor=16)), target)
-    report = Report(counted, False, 1.5, CompiledMemory(1, 1, 1, 3, 0, 1), (), 1, 0.0, (), (), (), ()).row()
-    assert row.keys() == report.keys() | {"suggestions"}
-    assert row["memory_bytes_per_device"].keys() == report["memory_bytes_per_device"].keys()
-    assert row["counted"].keys() == report["counted"].keys()
+    counted = plan(Workload.of(experiment, Layout(tensor=16)), target)
+    whole = Report(counted, False, 1.5, CompiledMemory(1, 1, 1, 3, 0, 1), (), 1, 0.0, (), (), (), ()).row()
+    assert row.keys() == whole.keys() | {"suggestions"}
+    assert row["memory_bytes_per_device"].keys() == whole["memory_bytes_per_device"].keys()
+    assert row["counted"].keys() == whole["counted"].keys()
     assert row["compile_s"] == 1.5 and row["flops_per_device"] is None and row["collectives"] == row["kernels"] == []
     assert row["replicated_kv_heads"] and "mesh.tensor = 16 does not divide 8 key/value heads" in errors

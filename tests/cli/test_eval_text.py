@@ -7,7 +7,7 @@ import pytest
 from runs import write_config
 
 from jaxlm import config
-from jaxlm.cli import eval, main
+from jaxlm.cli import main
 from jaxlm.cli.progress import Bar
 from jaxlm.core.errors import InputError
 from jaxlm.data.dataset import prepare
@@ -24,12 +24,14 @@ def text(tmp_path):
     run.paths.directory.mkdir()
     written = write_config(folder, f"data.text={folder}/*.txt", f"data.cache={tmp_path}/cache")
     run.paths.config.write_text(written.read_text())
+    bytes_tokenizer().save(run.paths.tokenizer)
     experiment = run.experiment()
     run.paths.data.write_text(json.dumps({"digest": prepare(experiment.data, experiment.model.vocab_size).digest}))
 
     def text(*overrides: str, data: str | None = None) -> dict:
+        experiment = config.load(run.paths.config, overrides)
         with Bar(steps=0) as bar:
-            return eval._text(data, bytes_tokenizer(), run, config.load(run.paths.config, overrides), bar)
+            return run.held_out(experiment, bar) if data is None else run.text(experiment, data, bar)
 
     return text
 

@@ -9,7 +9,8 @@ import pytest
 import runs
 import tokenizer_fixtures
 
-from jaxlm.cli import main, train
+from jaxlm import job
+from jaxlm.cli import main
 from jaxlm.config import load
 from jaxlm.data.dataset import prepare
 from jaxlm.inference import generate
@@ -60,7 +61,7 @@ def test_what_is_drawn_goes_on_from_the_prompt(tmp_path, monkeypatch, capsys):
 def test_a_model_of_one_token_shows_a_sample(tmp_path):
     experiment = load(runs.write_config(tmp_path, "model.context_length=1"))
     data, mesh = prepare(experiment.data, experiment.model.vocab_size), meshes.make()
-    sample = train._sample(experiment, data, tree.init(experiment.model, 0, mesh), mesh)
+    sample = job._sample(experiment, data, tree.init(experiment.model, 0, mesh), mesh)
     assert isinstance(sample, str)
 
 

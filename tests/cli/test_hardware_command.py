@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from jaxlm.cli import devices, main
+from jaxlm.cli import main
 from jaxlm.costs.hardware import calibration
 from jaxlm.costs.hardware.catalog import HOST, catalog, find
 
@@ -109,10 +109,10 @@ def test_a_run_keeps_to_itself_what_can_be_kept_nowhere(monkeypatch, quick, nowh
                 status = main(["hardware", "host", "--measure", "--json"])
             return subprocess.CompletedProcess(command, status, printed.getvalue())
 
-    monkeypatch.setattr(devices.subprocess, "run", start)
+    monkeypatch.setattr(calibration.subprocess, "run", start)
     lines = []
-    devices.calibrated(lines.append)
-    devices.calibrated(lines.append)
+    calibration.ensure(lines.append)
+    calibration.ensure(lines.append)
     assert len(lines) == 1 and "for this attempt alone" in lines[0]
     assert find(HOST).notes and find(HOST).dispatch_s > 0
 
@@ -127,13 +127,13 @@ def test_a_run_measures_once_and_anew_what_is_of_another_version(monkeypatch, qu
         calibration.measure(lambda line: None)
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(devices.subprocess, "run", start)
+    monkeypatch.setattr(calibration.subprocess, "run", start)
     lines = []
-    devices.calibrated(lines.append)
-    devices.calibrated(lines.append)
-    assert len(started) == len(lines) == 1 and "'--measure'" in started[0][-1]
+    calibration.ensure(lines.append)
+    calibration.ensure(lines.append)
+    assert len(started) == len(lines) == 1 and "--measure" in started[0]
     kept = json.loads(calibration._file().read_text())
     del kept["format"]
     calibration._file().write_text(json.dumps(kept))
-    devices.calibrated(lines.append)
+    calibration.ensure(lines.append)
     assert len(started) == len(lines) == 2 and json.loads(calibration._file().read_text())["format"]

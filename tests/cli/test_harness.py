@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-from argparse import Namespace
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +12,14 @@ import runs
 import tokenizer_fixtures
 from flax import nnx
 
-from jaxlm.cli import main, tasks, trained
+from jaxlm import api
+from jaxlm.cli import main, tasks
 from jaxlm.core.errors import InputError
 from jaxlm.data.tokenizers import characters_tokenizer
 from jaxlm.inference.generate import before_stop, generate
 from jaxlm.inference.requests import Sampling
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.tree import abstract
-from jaxlm.run import Run
 
 pytestmark = pytest.mark.slow
 
@@ -74,10 +73,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(folder):
     """The trained model, as jaxlm's own functions take it."""
-    run = Run(folder / "run")
-    asked = Namespace(checkpoint="newest", ema=False, overrides=[])
-    restored = trained.restore(asked, run, trained.experiment(asked, run))
-    return restored, abstract(restored.experiment.model)[0], run.load_tokenizer()
+    loaded = api.load(folder / "run", dtype="float32")
+    return loaded, abstract(loaded.config)[0], loaded.tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +85,8 @@ def adapter(model):
 def make_adapter(model, batch):
     from jaxlm.inference.harness import HarnessModel
 
-    restored, _, tokenizer = model
-    return HarnessModel(restored.experiment.model, restored.parameters, tokenizer, batch, restored.mesh)
+    loaded, _, tokenizer = model
+    return HarnessModel(loaded.config, loaded.parameters, tokenizer, batch, loaded.mesh)
 
 
 def ask(adapter, kind, *arguments):
@@ -100,7 +97,7 @@ def ask(adapter, kind, *arguments):
 
 def log_softmax(model, tokens):
     """ln p of every token behind each of these, [T, V]."""
-    restored, graph, _ = model
+    loaded, graph, _ = model
 
     @jax.jit
     def run(parameters, tokens_1T):
@@ -108,15 +105,15 @@ def log_softmax(model, tokens):
         hidden, _ = module.hidden(tokens_1T, positions, packed_causal_mask(positions))
         return jax.nn.log_softmax(module.logits(hidden))[0]
 
-    return np.asarray(run(restored.parameters, jnp.asarray(tokens)[None]))
+    return np.asarray(run(loaded.parameters, jnp.asarray(tokens)[None]))
 
 
 def greedy(model, prompt, count=12):
     """The likeliest continuation of a text, one prompt alone."""
-    restored, _, tokenizer = model
+    loaded, _, tokenizer = model
     ids = tokenizer.encode_prompt(prompt)[-(CONTEXT - count + 1) :]
     drawn = generate(
-        restored.experiment.model, restored.parameters, [ids], count, restored.mesh,
+        loaded.config, loaded.parameters, [ids], count, loaded.mesh,
         sampling=Sampling(temperature=0.0), vocab_size=tokenizer.vocab_size,
     )  # fmt: skip
     ids = [int(token[0]) for token in drawn]
@@ -239,7 +236,7 @@ def test_what_changes_nothing_may_be_given():
 
 
 def test_a_way_to_generate_is_refused_before_anything_is_restored(folder, capsys, monkeypatch):
-    monkeypatch.setattr(trained, "restore", None)
+    monkeypatch.setattr(api.LoadedModel, "parameters", None)
     task = write_task(folder, "beams", UNTIL.replace("do_sample", "num_beams: 4, do_sample"), [DOC])
     assert main(["eval", str(folder / "run"), "--tasks", task]) == 2
     assert "--tasks: beams: generation_kwargs: num_beams is nothing" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import model_fixtures
@@ -11,6 +10,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from workload_fixtures import changed, workload
 
 from jaxlm import config
 from jaxlm.cli import main
@@ -28,8 +28,8 @@ LLAMA = MODELS / "llama3.1-8b.toml"
 
 
 def llama(kind: str, **changes) -> Workload:
-    work = Workload(kind, config.load(LLAMA).model, 8, 4096, remat="full" if kind == "train" else "none", kernels="xla")
-    return replace(work, **changes)
+    work = workload(kind, config.load(LLAMA).model, 8, 4096, remat="full" if kind == "train" else "none", kernels="xla")
+    return changed(work, **changes)
 
 
 def texts(figure: Figure) -> list:
@@ -93,7 +93,7 @@ def test_memory_bars_say_what_fits():
 @pytest.mark.parametrize("name", ["plan.png", "plan.PNG", "plan.svg", "plan.pdf"])
 def test_a_file_of_every_format(name, tmp_path):
     pictures.draw(
-        plan(Workload("train", model_fixtures.model(), 16, 32, kernels="xla"), Target.parse("a100-sxm4-80g")),
+        plan(workload("train", model_fixtures.model(), 16, 32, kernels="xla"), Target.parse("a100-sxm4-80g")),
         tmp_path / name,
     )
     (file,) = tmp_path.iterdir()
@@ -111,7 +111,7 @@ def test_a_file_of_every_format(name, tmp_path):
 def test_what_cannot_be_written(name, line, tmp_path):
     with pytest.raises(InputError, match=line):
         pictures.draw(
-            plan(Workload("decode", model_fixtures.model(), 16, 32, kernels="xla"), Target.parse("h100-sxm5")),
+            plan(workload("decode", model_fixtures.model(), 16, 32, kernels="xla"), Target.parse("h100-sxm5")),
             tmp_path / name,
         )
     assert not list(tmp_path.iterdir())

@@ -11,6 +11,7 @@ import model_fixtures
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from workload_fixtures import changed, workload
 
 from jaxlm import config
 from jaxlm.core.errors import InputError
@@ -48,21 +49,21 @@ def counted(experiment):
 def windowless(work):
     """Each token attends to all tokens before it: XLA computes the scores outside a window too, and masks them."""
     attention = work.model.attention.model_copy(update={"window": None})
-    return replace(work, model=work.model.model_copy(update={"attention": attention}))
+    return changed(work, model=work.model.model_copy(update={"attention": attention}))
 
 
 @pytest.mark.parametrize("remat", ["none", "full", '["query", "key", "value", "attention", "up"]'])
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
 def test_every_config_s_training_step_has_the_products_that_are_counted(path, remat):
     experiment = config.load(path, [f"training.remat={remat}", "training.kernels=xla"])
-    executed = flops(config.workload(experiment, meshes.layout())).executed
+    executed = flops(Workload.of(experiment)).executed
     cost = counted(experiment)
     assert executed == cost.matmul_flops
     # Rounded figures per number, of norms, activations, softmax, loss and optimizer.
-    elementwise = sum(op.times * op.elementwise for op in operations.step(config.workload(experiment, meshes.layout())))
+    elementwise = sum(op.times * op.elementwise for op in operations.step(Workload.of(experiment)))
     assert elementwise == pytest.approx(cost.flops - cost.matmul_flops, rel=0.2)
     if remat == "none":
-        assert flops(windowless(config.workload(experiment, meshes.layout()))).model == executed
+        assert flops(windowless(Workload.of(experiment))).model == executed
         assert cost.forward.matmul_flops * 3 == executed
 
 
@@ -79,7 +80,7 @@ def test_kernels_compute_what_both_counters_read(name, chip, remat):
     mesh = AbstractMesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         cost = counted(experiment)
-    ops = operations.step(config.workload(experiment, meshes.layout()))
+    ops = operations.step(Workload.of(experiment))
     assert cost.matmul_flops == sum(op.times * op.flops for op in ops if not op.kernel)
     assert cost.kernel_flops == sum(op.times * (op.flops + op.elementwise) for op in ops if op.kernel)
     launched = cost.of(kind="kernel")
@@ -99,7 +100,7 @@ def test_a_cpu_computes_attention_in_parts(sequence, remat):
     batch = {n: jax.ShapeDtypeStruct((4, sequence), jnp.int32) for n in ("tokens", "targets", "segments", "positions")}
     with jax.set_mesh(meshes.make(devices=jax.devices()[:1])):
         cost = count(steps.train, jax.eval_shape(steps.init), batch)
-    whole = Workload("train", model, 4, sequence, "float32", remat, kernels="xla")
+    whole = workload("train", model, 4, sequence, "float32", remat=remat, kernels="xla")
     work = whole.on_cpu()
     assert flops(work).executed == cost.matmul_flops
     assert (flops(work).executed < flops(whole).executed) == (memory(work) != memory(whole)) == (sequence > 256)
@@ -109,12 +110,12 @@ def test_a_cpu_computes_attention_in_parts(sequence, remat):
 
 
 def test_no_other_chip_computes_attention_in_parts():
-    work = Workload("train", model_fixtures.model(context_length=1024), 4, 1024, kernels="xla")
+    work = workload("train", model_fixtures.model(context_length=1024), 4, 1024, kernels="xla")
     assert not any(work.on(Target.parse(name).chip).causal_parts for name in ("h200-sxm", "tpu-v5e", "mi300x"))
     cpu = Target.parse("h200-sxm").chip.model_copy(update={"kind": "cpu", "compute_capability": None})
     assert work.on(cpu) == work.on_cpu() and work.on_cpu().on(cpu) == work.on_cpu() and work.on_cpu().plain() == work
     for kind in ("prefill", "decode"):  # of a cache
-        assert flops(replace(work, kind=kind).on_cpu()) == flops(replace(work, kind=kind))
+        assert flops(changed(work, kind=kind).on_cpu()) == flops(changed(work, kind=kind))
 
 
 @pytest.mark.parametrize("kind", model_fixtures.OPTIMIZERS)
@@ -122,14 +123,14 @@ def test_no_other_chip_computes_attention_in_parts():
 def test_products_and_state_of_every_optimizer(family, kind):
     model, training = (
         model_fixtures.model(model_fixtures.FAMILIES[family]),
-        model_fixtures.training(remat="full", microbatches=2, dtype="bfloat16"),
+        model_fixtures.training(remat="full", microbatches=2, dtype="bfloat16", kernels="xla"),
     )
     optimization = model_fixtures.optimization(kind=kind)
     steps = make_steps(model, training, optimization)
     state = jax.eval_shape(steps.init)
     shape = training.batch, training.sequence
     batch = {n: jax.ShapeDtypeStruct(shape, jnp.int32) for n in ("tokens", "targets", "segments", "positions")}
-    work = Workload("train", model, *shape, "bfloat16", training.remat, training.microbatches, kind, kernels="xla")
+    work = Workload("train", model, training, optimization)
     assert flops(work).executed == count(steps.train, state, batch).matmul_flops
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim)
     assert memory(work).optimizer == held
@@ -159,27 +160,27 @@ def test_products_of_a_step_in_which_something_is_frozen(family, kind, patterns,
         model=model, training=training, optimizer=model_fixtures.optimization(kind=kind, groups=groups).model_dump()
     )
     work, whole = (
-        config.workload(experiment, meshes.layout()),
-        Workload("train", model, 8, 32, remat=remat, microbatches=2, kernels="xla"),
+        Workload.of(experiment),
+        workload("train", model, 8, 32, remat=remat, microbatches=2, kernels="xla"),
     )
-    assert flops(work).executed == counted(experiment).matmul_flops <= flops(replace(whole, optimizer=kind)).executed
-    assert memory(work).total <= memory(replace(work, frozen=frozenset())).total
+    assert flops(work).executed == counted(experiment).matmul_flops <= flops(changed(whole, optimizer=kind)).executed
+    assert memory(work).total <= memory(changed(work, frozen=frozenset())).total
 
 
 def test_what_is_frozen_is_gathered_and_not_sent():
     """A linear probe gathers its layers once; where the embedding trains they are gathered for both passes."""
     model = model_fixtures.model()
-    whole = Workload("train", model, 16, 32, optimizer="muon", layout=meshes.layout(2, 2, 2), kernels="xla")
+    whole = workload("train", model, 16, 32, optimizer="muon", layout=meshes.layout(2, 2, 2), kernels="xla")
     paths = frozenset(parameters(model))
     layers = frozenset(path for path in paths if path.startswith("layers/"))
-    found = {(c.kind, c.of): c.times for c in traffic.collectives(replace(whole, frozen=layers))}
+    found = {(c.kind, c.of): c.times for c in traffic.collectives(changed(whole, frozen=layers))}
     assert not {("reduce-scatter", "layers"), ("all-to-all", "optimizer")} & found.keys()
     assert found["all-gather", "layers"] == 2 * model.num_layers and found["reduce-scatter", "embedding"] == 1
     (sums,) = (
-        c for c in traffic.collectives(replace(whole, frozen=paths - {"final_norm/scale"})) if c.of == "gradients"
+        c for c in traffic.collectives(changed(whole, frozen=paths - {"final_norm/scale"})) if c.of == "gradients"
     )
     assert sums.bytes == 2 * model.d_model
-    probe = {(c.kind, c.of): c.times for c in traffic.collectives(replace(whole, frozen=paths - {"unembedding"}))}
+    probe = {(c.kind, c.of): c.times for c in traffic.collectives(changed(whole, frozen=paths - {"unembedding"}))}
     assert probe["all-gather", "layers"] == model.num_layers and ("reduce-scatter", "embedding") not in probe
     assert probe["reduce-scatter", "stream"] == probe["all-gather", "stream"] == 2 * model.num_layers + 1
 
@@ -187,8 +188,8 @@ def test_what_is_frozen_is_gathered_and_not_sent():
 def test_a_pattern_that_decides_nothing_is_refused_before_anything_is_counted():
     experiment = config.load(CONFIGS / "models/qwen3-0.6b.toml", ['optimizer.groups=[{pattern="layer/*"}]'])
     with pytest.raises(InputError, match="matches no parameter; there are"):
-        config.workload(experiment, meshes.layout())
-    assert not config.workload(experiment, meshes.layout(), "decode").frozen
+        Workload.of(experiment)
+    assert not Workload.of(experiment, kind="decode").frozen
 
 
 @pytest.mark.parametrize("mesh", [(1, 8, 1), (2, 2, 2), (1, 2, 4)], ids=str)
@@ -198,7 +199,7 @@ def test_state_of_every_optimizer_lies_on_a_mesh_as_counted(kind, mesh):
     steps = make_steps(model, model_fixtures.training(), model_fixtures.optimization(kind=kind))
     held = jax.eval_shape(steps.init).optimizer, steps.shardings(meshes.make(*mesh)).optimizer
     shards = jax.tree.map(lambda x, lies: math.prod(lies.shard_shape(x.shape)) * 4 if x.ndim else 0, *held)
-    work = Workload("train", model, 8, 32, optimizer=kind, layout=meshes.layout(*mesh), kernels="xla")
+    work = workload("train", model, 8, 32, optimizer=kind, layout=meshes.layout(*mesh), kernels="xla")
     assert trained(work).optimizer == sum(jax.tree.leaves(shards))
 
 
@@ -213,7 +214,7 @@ def test_dropout_takes_passes_and_no_products(remat):
         )
         for rate in (0.1, 0.0)
     )
-    work, without = (config.workload(experiment, meshes.layout()) for experiment in (dropped, plain))
+    work, without = (Workload.of(experiment) for experiment in (dropped, plain))
     assert flops(work) == flops(without)
 
     def elementwise(work):
@@ -231,9 +232,9 @@ def test_products_of_inference(family):
     cache = jax.eval_shape(lambda: empty_cache(model, B, T, jnp.float32))
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
     read = count(lambda p, t, n, c: prefill(graph, p, t, n, c), weights, ints(B, T), ints(B), cache)
-    assert flops(windowless(Workload("prefill", model, B, T, kernels="xla"))).model == read.matmul_flops
+    assert flops(windowless(workload("prefill", model, B, T, kernels="xla"))).model == read.matmul_flops
     one = count(lambda p, t, c: decode_step(graph, p, t, c), weights, ints(B), cache)
-    assert flops(windowless(Workload("decode", model, B, T, kernels="xla"))).model == one.matmul_flops
+    assert flops(windowless(workload("decode", model, B, T, kernels="xla"))).model == one.matmul_flops
 
 
 @pytest.mark.parametrize("sequence", [3, 24])
@@ -244,7 +245,7 @@ def test_windows_leave_what_is_seen_through_them(sequence, every):
     window, layers = {"size": 5, "global_every": every}, 7
     model = model_fixtures.model(num_layers=layers, attention={"num_heads": 8, "num_kv_heads": 4, "window": window})
     for kind in ("train", "prefill", "decode"):
-        work = Workload(kind, model, 4, sequence, kernels="xla")
+        work = workload(kind, model, 4, sequence, kernels="xla")
         whole, seen = flops(windowless(work)), flops(work)
         through = [every is None or (layer + 1) % every > 0 for layer in range(layers)]
         assert model.windowed_layers == sum(through)
@@ -267,7 +268,7 @@ def test_a_kernel_for_attention_may_skip_what_nobody_sees():
     plain = model_fixtures.model(context_length=2**17, attention=sizes)
     narrow = model_fixtures.model(context_length=2**17, attention={**sizes, "window": {"size": 1024}})
     target = Target.parse("h200-sxm")
-    of = {m: plan(Workload("train", m, 1, 2**17, remat="full"), target) for m in (plain, narrow)}
+    of = {m: plan(workload("train", m, 1, 2**17, remat="full"), target) for m in (plain, narrow)}
     assert of[plain].flops.executed == of[narrow].flops.executed
     assert of[plain].time.upper_bound == of[narrow].time.upper_bound
     # Attention is nearly all of it.
@@ -277,14 +278,14 @@ def test_a_kernel_for_attention_may_skip_what_nobody_sees():
     for each in of.values():
         assert sum(point.seconds for point in points(each.work, target.chip)) == pytest.approx(each.time.lower_bound)
         assert each.time.below_peak < each.time.upper_bound - scores  # what is skipped is not below the peak
-    without = plan(Workload("train", plain, 1, 2**17, kernels="xla"), target)
+    without = plan(workload("train", plain, 1, 2**17, kernels="xla"), target)
     assert without.time.compute == pytest.approx(without.flops.executed / target.chip.peak("bfloat16"))
 
 
 def test_figures_of_gpt2():
     """nanoGPT's transformer_sizing.ipynb, whose count of a sequence's forward pass is 291,648,307,200."""
     model = config.load(CONFIGS / "models" / "gpt2-124m.toml").model
-    figures = flops(Workload("train", model, 1, 1024, kernels="xla"))
+    figures = flops(workload("train", model, 1, 1024, kernels="xla"))
     assert figures.model == 3 * 291_648_307_200
     attention = 3 * 2 * 2 * 12 * 1024 * 1024 * 768
     assert figures.model_causal == figures.model - attention // 2
@@ -292,9 +293,7 @@ def test_figures_of_gpt2():
 
 
 def test_napkin_is_six_for_each_parameter_and_token():
-    work = config.workload(
-        config.load(CONFIGS / "models" / "llama3.1-8b.toml", ["training.kernels=xla"]), meshes.layout()
-    )
+    work = Workload.of(config.load(CONFIGS / "models" / "llama3.1-8b.toml", ["training.kernels=xla"]))
     table = work.model.vocab_size * work.model.d_model
     gains = (2 * work.model.num_layers + 1) * work.model.d_model
     assert flops(work).napkin == 6 * (8_030_261_248 - table - gains) * work.tokens
@@ -302,12 +301,14 @@ def test_napkin_is_six_for_each_parameter_and_token():
 
 def test_work_divides_over_devices():
     """One device's products and state times the devices are those of the whole, if everything divides."""
-    whole = Workload("train", model_fixtures.model(), 16, 32, remat="full", microbatches=2, kernels="xla")
+    whole = workload("train", model_fixtures.model(), 16, 32, remat="full", microbatches=2, kernels="xla")
     total = sum(op.times * op.flops for op in operations.step(whole))
     for mesh in (meshes.layout(2, 2, 2), meshes.layout(1, 4, 4), meshes.layout(8, 1, 1)):
-        part = replace(whole, mesh=mesh)
+        part = changed(whole, layout=mesh)
         assert mesh.size * sum(op.times * op.flops for op in operations.step(part)) == total
-        assert memory(part).optimizer * mesh.fsdp * mesh.tensor <= memory(whole).optimizer * 1.2  # gains replicate
+        assert (
+            memory(part).optimizer * mesh["fsdp"] * mesh["tensor"] <= memory(whole).optimizer * 1.2
+        )  # gains replicate
 
 
 @pytest.mark.parametrize("kernels", ["xla", "auto"])
@@ -317,7 +318,7 @@ def test_attention_divides_by_query_heads_whatever_its_keys_do(heads, kv_heads, 
     model = model_fixtures.model(attention=attention, vocab_size=192, context_length=256)
 
     def computed(mesh):
-        ops = operations.step(Workload("train", model, 16, 256, remat="full", mesh=mesh, kernels=kernels))
+        ops = operations.step(workload("train", model, 16, 256, remat="full", layout=mesh, kernels=kernels))
         return sum(op.times * op.flops for op in ops if op.scope in (operations.SCORES, operations.MIXTURE))
 
     assert tensor * computed(Layout(tensor=tensor)) == computed(meshes.layout())
@@ -328,7 +329,7 @@ def test_parameters_on_a_device_are_those_that_the_sharding_gives():
     mesh = jax.sharding.AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"))
     from jaxlm.parallel.partition import partition
 
-    work = Workload("train", model, 16, 32, layout=meshes.layout(2, 2, 2), kernels="xla")
+    work = workload("train", model, 16, 32, layout=meshes.layout(2, 2, 2), kernels="xla")
     for d in parameters(model).values():
         spec = partition(d.axes, d.shape, mesh)
         parts = math.prod(mesh.shape[axis] for entry in spec if entry for axis in np.atleast_1d(entry))
@@ -336,7 +337,7 @@ def test_parameters_on_a_device_are_those_that_the_sharding_gives():
 
 
 def test_what_is_sent():
-    work = Workload(
+    work = workload(
         "train", model_fixtures.model(), 16, 32, microbatches=2, layout=meshes.layout(2, 2, 2), kernels="xla"
     )
     found = traffic.collectives(work)
@@ -354,14 +355,14 @@ def test_what_is_sent():
     # Those of tests/test_traffic.py: of each microbatch, in a layer two forward and two backward, and one each around.
     streams = [c for c in found if c.of == "stream"]
     assert all(c.times == 2 * (4 * work.model.num_layers + 2) for c in streams)
-    assert not traffic.collectives(replace(work, layout=meshes.layout()))
+    assert not traffic.collectives(changed(work, layout=meshes.layout()))
 
 
 @pytest.mark.parametrize("post_norms", [False, True])
 def test_the_last_sum_of_a_layer_runs_again_where_a_norm_reads_it(post_norms):
     def sums(remat):
         model = model_fixtures.model(post_norms=post_norms)
-        work = Workload("train", model, 16, 32, remat=remat, layout=Layout(tensor=2), kernels="xla")
+        work = workload("train", model, 16, 32, remat=remat, layout=Layout(tensor=2), kernels="xla")
         return sum(c.times for c in traffic.collectives(work) if (c.kind, c.of) == ("reduce-scatter", "stream"))
 
     assert sums("full") - sums("none") == (2 if post_norms else 1) * model_fixtures.model().num_layers
@@ -371,7 +372,7 @@ def test_the_last_sum_of_a_layer_runs_again_where_a_norm_reads_it(post_norms):
 def test_tables_are_gathered_once_and_summed_for_each_use(tied, sums):
     """The looked-up table is gathered before the loop over three microbatches, the unembedding inside it."""
     model = model_fixtures.model(tied_embeddings=tied)
-    work = Workload("train", model, 24, 32, microbatches=3, layout=meshes.layout(2, 4, 1), kernels="xla")
+    work = workload("train", model, 24, 32, microbatches=3, layout=meshes.layout(2, 4, 1), kernels="xla")
     sent = {(c.kind, c.of): c.times for c in traffic.collectives(work)}
     assert (sent["all-gather", "embedding"], sent["reduce-scatter", "embedding"]) == (1, sums)
     unembedding = [] if tied else [("all-gather", "unembedding"), ("reduce-scatter", "unembedding")]
@@ -379,7 +380,7 @@ def test_tables_are_gathered_once_and_summed_for_each_use(tied, sums):
         sent[key] == 3 for key in unembedding
     )
     assert sent["all-gather", "layers"] == 2 * 3 * model.num_layers == 2 * sent["reduce-scatter", "layers"]
-    (once,) = (c for c in traffic.collectives(replace(work, kind="decode")) if c.of == "embedding")
+    (once,) = (c for c in traffic.collectives(changed(work, kind="decode")) if c.of == "embedding")
     assert once[:3] == ("all-gather", ("fsdp",), 1)
 
 
@@ -387,7 +388,7 @@ def test_muon_moves_whole_matrices():
     """Three layers, padded to eight, in float32; a device has a quarter of each, and keys whole over `tensor`."""
     model = model_fixtures.model(attention={"num_heads": 8, "num_kv_heads": 1, "head_dim": 4})
     found = traffic.collectives(
-        Workload("train", model, 16, 32, optimizer="muon", layout=meshes.layout(2, 2, 2), kernels="xla")
+        workload("train", model, 16, 32, optimizer="muon", layout=meshes.layout(2, 2, 2), kernels="xla")
     )
     keys, others = 2 * 32 * 4, 2 * 32 * 32 + 3 * 32 * 48
     assert {c[:4] for c in found if c.of == "optimizer"} == {
@@ -400,9 +401,7 @@ def test_muon_moves_whole_matrices():
 
 def test_cache_of_llama():
     """2 × 126 layers × 8 heads × 128 × 2 bytes."""
-    work = config.workload(
-        config.load(CONFIGS / "models" / "llama3.1-405b.toml", ["training.kernels=xla"]), meshes.layout(), "decode"
-    )
+    work = Workload.of(config.load(CONFIGS / "models" / "llama3.1-405b.toml", ["training.kernels=xla"]), kind="decode")
     assert kv_bytes_per_token(work) == 516_096
     assert memory(work).kv_cache == 516_096 * work.batch * work.sequence
 
@@ -411,7 +410,7 @@ def test_cache_of_llama():
 def test_a_plan_s_figures_agree_with_one_another(target):
     target = Target.parse(target)
     model = config.load(CONFIGS / "models" / "llama3.1-8b.toml").model
-    work = Workload(
+    work = workload(
         "train",
         model,
         2 * target.devices,
@@ -447,7 +446,7 @@ def test_a_plan_s_figures_agree_with_one_another(target):
 def test_a_plan_has_the_napkin_beside_it(kind, each, step_s):
     """6 or 2 FLOPs for each matrix's number and token, 16 or 2 bytes for each parameter, which data replicates."""
     model, target = config.load(CONFIGS / "models" / "llama3.1-8b.toml").model, Target.parse("h200-sxm:8")
-    found = plan(Workload(kind, model, 16, 4096, remat="full", layout=meshes.layout(2, 2, 2), kernels="xla"), target)
+    found = plan(workload(kind, model, 16, 4096, remat="full", layout=meshes.layout(2, 2, 2), kernels="xla"), target)
     row = found.row()["napkin"]
     assert row["memory_bytes"] == each * 8_030_261_248 // 4 and row["flops"] == found.flops.napkin
     assert row["step_s"] == pytest.approx(step_s) and row["step_s"] < found.time.lower_bound
@@ -456,7 +455,7 @@ def test_a_plan_has_the_napkin_beside_it(kind, each, step_s):
 
 def test_a_run_s_price_is_that_of_its_steps():
     target = Target.parse("h100-sxm5:8")
-    work = Workload("train", model_fixtures.model(), 16, 32, layout=meshes.layout(1, 8, 1), steps=1000, kernels="xla")
+    work = workload("train", model_fixtures.model(), 16, 32, layout=meshes.layout(1, 8, 1), steps=1000, kernels="xla")
     row = plan(work, target).row()
     assert row["run_s"] == pytest.approx(1000 * row["time_s"]["expected"])
     assert row["usd_per_run"] == pytest.approx(row["usd_per_million_tokens"] * 1000 * work.tokens / 1e6)
@@ -464,17 +463,17 @@ def test_a_run_s_price_is_that_of_its_steps():
 
 def test_more_of_everything_is_never_faster():
     target = Target.parse("h100-sxm5:8")
-    base = Workload("train", model_fixtures.model(), 16, 32, layout=meshes.layout(1, 8, 1), kernels="xla")
+    base = workload("train", model_fixtures.model(), 16, 32, layout=meshes.layout(1, 8, 1), kernels="xla")
     first = plan(base, target).time
     for change in ({"batch": 32}, {"remat": "full"}, {"model": model_fixtures.model(num_layers=6)}):
-        other = plan(replace(base, **change), target).time
+        other = plan(changed(base, **change), target).time
         assert other.lower_bound >= first.lower_bound and other.upper_bound > first.upper_bound
 
 
 def test_what_is_not_fused_counts_biases_rotation_and_norms_of_heads():
     def unfused(**attention):
         model = model_fixtures.model(attention={**model_fixtures.LLAMA["attention"], **attention})
-        work = Workload("prefill", model, 2, 32, kernels="xla")
+        work = workload("prefill", model, 2, 32, kernels="xla")
         return sum(op.times * op.most_bytes for op in operations.step(work) if op.scope.startswith("layers/attention/"))
 
     model = model_fixtures.model()
@@ -488,7 +487,7 @@ def test_what_is_not_fused_counts_biases_rotation_and_norms_of_heads():
 def test_search_finds_what_fits_and_sorts_it():
     target = Target.parse("h200-sxm:8")
     model = config.load(CONFIGS / "models" / "llama3.1-8b.toml").model
-    work = Workload("train", model, 16, 4096, kernels="xla")
+    work = workload("train", model, 16, 4096, kernels="xla")
     found = search(work, target)
     assert found and all(p.fits and p.work.layout.size == 8 for p in found)
     times = [p.time.expected for p in found]
@@ -501,24 +500,24 @@ def test_ten_thousand_plans_a_minute():
 
     target = Target.parse("h100-sxm5:64")
     model = config.load(CONFIGS / "models" / "llama3.1-405b.toml").model
-    work = Workload("train", model, 64, 8192, remat="full", layout=meshes.layout(1, 8, 8), kernels="xla")
+    work = workload("train", model, 64, 8192, remat="full", layout=meshes.layout(1, 8, 8), kernels="xla")
     plan(work, target)
     began = time.process_time()  # excludes other load of the machine
     for batch in range(64, 64 * 101, 64):
-        plan(replace(work, batch=batch), target)
+        plan(changed(work, batch=batch), target)
     assert time.process_time() - began < 100 * 60 / 10_000
 
 
 def test_decoding_is_bound_by_memory_until_its_critical_batch():
     target = Target.parse("h100-sxm5")
     model = config.load(CONFIGS / "models" / "llama3.1-8b.toml").model
-    work = Workload("decode", model, 1, 128, kernels="xla")
+    work = workload("decode", model, 1, 128, kernels="xla")
     batch = critical_batch(work, target)
-    assert plan(replace(work, batch=batch // 2), target).time.bound_by == "memory"
-    assert plan(replace(work, batch=batch), target).time.bound_by == "compute"
+    assert plan(changed(work, batch=batch // 2), target).time.bound_by == "memory"
+    assert plan(changed(work, batch=batch), target).time.bound_by == "compute"
     # 989 TFLOP/s over 3.35 TB/s are 295 FLOP per byte: 295 sequences for the weights, and the caches come on top.
     assert 256 < batch <= 1024
-    assert critical_batch(replace(work, sequence=100_000), target) is None
+    assert critical_batch(changed(work, sequence=100_000), target) is None
 
 
 @pytest.mark.parametrize(
@@ -530,13 +529,13 @@ def test_speculative_decoding(acceptance, guesses, ratio, speedup):
 
 
 def test_bad_input():
-    work = Workload("train", model_fixtures.model(), 16, 32, kernels="xla")
+    work = workload("train", model_fixtures.model(), 16, 32, kernels="xla")
     with pytest.raises(InputError, match="has 1 devices and h100-sxm5:8 has 8"):
         plan(work, Target.parse("h100-sxm5:8"))
     with pytest.raises(InputError, match="a sequence of 64 is longer than model.context_length = 32"):
-        plan(replace(work, sequence=64), Target.parse("h100-sxm5"))
+        plan(changed(work, sequence=64), Target.parse("h100-sxm5"))
     with pytest.raises(InputError, match="rtx4090 has no published scale_out_bytes_per_s"):
-        plan(replace(work, layout=meshes.layout(2, 8, 1)), Target.parse("rtx4090:16"))
+        plan(changed(work, layout=meshes.layout(2, 8, 1)), Target.parse("rtx4090:16"))
     with pytest.raises(InputError, match="has no published peak"):
         plan(work, Target.parse("cerebras-wse3"))
 
@@ -544,19 +543,19 @@ def test_bad_input():
 def test_kernels_are_left_out_of_chips_that_do_not_run_them():
     """Every function of a workload and a target leaves them out."""
     experiment = config.load(CONFIGS / "models/qwen3-0.6b.toml", ["training.sequence=1024", "training.batch=8"])
-    auto, target = config.workload(experiment, meshes.layout(1, 8, 1)), Target.parse("mi300x:8")
-    plain = replace(auto, kernels="xla")
+    auto, target = Workload.of(experiment, meshes.layout(1, 8, 1)), Target.parse("mi300x:8")
+    plain = changed(auto, kernels="xla")
     assert auto.runs_kernels and not target.chip.runs_kernels and plan(auto, target) == plan(plain, target)
     assert search(auto, target)[0] == search(plain, target)[0]
     assert fit(auto, target, lambda work: 1, print)[0] == fit(plain, target, lambda work: 1, print)[0]
-    decode = (replace(work, kind="decode") for work in (auto, plain))
+    decode = (changed(work, kind="decode") for work in (auto, plain))
     assert len({critical_batch(work, target) for work in decode}) == 1
     assert plan(auto, Target.parse("h200-sxm:8")).memory.total < plan(plain, Target.parse("h200-sxm:8")).memory.total
 
 
 def test_what_was_measured_of_a_step_moves_the_upper_bound_alone():
     """Each measured figure of calibration adds exactly its own seconds, and none changes the lower bound."""
-    work = config.workload(config.load(CONFIGS / "quickstart.toml", ["training.kernels=xla"]), meshes.layout())
+    work = Workload.of(config.load(CONFIGS / "quickstart.toml", ["training.kernels=xla"]))
     chip = Target.parse("h200-sxm:1").chip.model_copy(update={"on_chip": None})  # no tiles to fill
     target = Target(chip, (1, 1))
     bare, peak = plan(work, target).time, chip.peak("float32")

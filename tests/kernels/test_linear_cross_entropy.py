@@ -16,8 +16,8 @@ from numerics import drawn
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.lowering import targets as chips
+from jaxlm.models.cross_entropy import cross_entropy
 from jaxlm.models.layers import product_in_float32
-from jaxlm.training.losses import cross_entropy
 from kernels_pallas import linear_cross_entropy
 from kernels_pallas.core import interpreted
 from kernels_pallas.linear_cross_entropy import chunks, costs

@@ -2,17 +2,16 @@
 
 import shlex
 import tomllib
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from workload_fixtures import changed, workload
 
 from jaxlm.config import load
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import plan
 from jaxlm.costs.search import variants
 from jaxlm.costs.step.memory import memory
-from jaxlm.costs.workload import Workload
 from jaxlm.lowering.fit import fit
 from jaxlm.lowering.suggestions import suggest
 from jaxlm.models.config import ModelConfig
@@ -20,7 +19,7 @@ from jaxlm.parallel.layout import Layout
 
 MODELS = Path(__file__).parents[2] / "configs/models"
 MODEL = ModelConfig(**tomllib.loads((MODELS / "llama3.1-8b.toml").read_text())["model"])
-WORK = Workload("train", MODEL, batch=32, sequence=4096, layout=Layout(fsdp=8), kernels="xla")
+WORK = workload("train", MODEL, batch=32, sequence=4096, layout=Layout(fsdp=8), kernels="xla")
 TARGET = Target.parse("h200-sxm:8")
 
 
@@ -46,11 +45,11 @@ def test_none_fits():
 
 
 def test_held_settings_do_not_vary():
-    work = replace(WORK, microbatches=2, remat="full")
+    work = changed(WORK, microbatches=2, remat="full")
     best, tried = fit(work, TARGET, lambda work: 1, lambda line: None, held=("microbatches", "remat"))
     assert best == work and [t.work for t in tried] == [work]
     assert {w.remat for w in variants(work, ["remat"])} == {"full"} and len(list(variants(work, ["remat"]))) > 1
-    assert not list(variants(replace(work, microbatches=3), ["microbatches"]))
+    assert not list(variants(changed(work, microbatches=3), ["microbatches"]))
 
 
 def test_each_compilation_is_printed_as_overrides():
@@ -66,7 +65,7 @@ def test_each_compilation_is_printed_as_overrides():
 
 def test_a_single_change_comes_before_combinations():
     needed = plan(WORK, TARGET).memory.total
-    work = replace(WORK, batch=64)
+    work = changed(WORK, batch=64)
     lines = suggest(plan(work, TARGET), 3 * needed)
     assert lines and all(line.startswith(("training.", "2 times", "8 times")) for line in lines)
     single = [line for line in lines if " and " not in line]

@@ -4,9 +4,13 @@ This is the only part of `jaxlm.costs` that starts a JAX backend, and only to me
 """
 
 import itertools
+import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -97,6 +101,35 @@ def use(chip: Chip) -> None:
     """Make `load` return this chip, in this process alone."""
     global _uncached
     _uncached = chip
+
+
+def ensure(say: Callable[[str], None]) -> None:
+    """Measure a CPU, once per machine, or once per start where that cannot be kept, so that what it should do can be
+    counted. In a process of its own, whose memory does not stay."""
+    if accelerators.platforms() != "cpu":
+        return
+    try:
+        load()
+        return
+    except InputError:
+        pass
+    try:
+        check_writable()
+        kept = True
+        say("measuring this machine, once: jaxlm hardware host shows the figures")
+    except InputError as error:
+        kept = False
+        say(f"measuring this machine, for this attempt alone: {error}")
+    command = [sys.executable, "-m", "jaxlm", "hardware", "host", "--measure", "--json"]
+    with tempfile.TemporaryDirectory() as folder:
+        where = {} if kept else {"XDG_CACHE_HOME": folder}
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **where})
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        say(f"this machine could not be measured ({why}); nothing is counted in seconds")
+    elif not kept:
+        (row,) = json.loads(done.stdout)["rows"]
+        use(Chip.model_validate({key: row[key] for key in row.keys() & Chip.model_fields.keys()}))
 
 
 def measure(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationError, model_validator
 
 from jaxlm.core.errors import InputError
 from jaxlm.core.schema import Section, merged
@@ -23,8 +23,10 @@ from jaxlm.costs.workload import Workload
 from jaxlm.models.config import Kernels, ModelConfig, Remat
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import Kind
+from jaxlm.training.config import AnyOptimizer, TrainingConfig
 
 PUBLISHED = Path(__file__).with_name("cases.toml")
+_OPTIMIZER = TypeAdapter(AnyOptimizer)
 MODELS = Path(__file__).parents[3] / "configs" / "models"
 
 Of = Literal[
@@ -210,18 +212,9 @@ def _work(case: PublishedCase, models: dict[str, Any]) -> Workload | None:
     if case.model is None:
         return None
     step, model = case.step, ModelConfig.model_validate(_model(case.model, models))
-    return Workload(
-        step.kind,
-        model,
-        step.batch,
-        step.sequence,
-        step.dtype,
-        step.remat,
-        step.microbatches,
-        step.optimizer,
-        layout=Layout(step.mesh),
-        kernels=step.kernels,
-    )
+    training = TrainingConfig(**step.model_dump(exclude={"kind", "optimizer", "mesh"}))
+    optimizer = {"kind": step.optimizer, "schedule": {"kind": "constant"}}
+    return Workload(step.kind, model, training, _OPTIMIZER.validate_python(optimizer), Layout(step.mesh))
 
 
 def _target(case: PublishedCase) -> Target | None:

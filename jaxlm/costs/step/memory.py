@@ -8,7 +8,6 @@ against each other.
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from jaxlm.costs.step import kernel_costs, operations
@@ -88,7 +87,7 @@ def _training(work: Workload, fused: bool) -> Iterator[Memory]:
     held, sums, saved = trained(work), _sums(work, total), kept(work) if through else 0
     state = held.optimizer
 
-    keeps = work if through else replace(work, remat="full")
+    keeps = work if through else work.with_training(remat="full")
     yield Memory(held.parameters + whole.layer, sums, state, saved + forward(keeps, fused), 0, 0)
     if chunked := kernel_costs.loss(work):
         # A chunk's logits and their gradient, that of the stream, and that of the unembedding, whole along `fsdp`.

@@ -205,7 +205,7 @@ def _optimizer(work: Workload) -> Iterator[Operation]:
     trained = sum(numbers for path, numbers in stored.items() if path not in work.frozen)
     moved = 4 * (3 * trained + 2 * state + (2 * sum(stored.values()) if work.average else 0))
     yield Operation("optimizer", "optimizer", 1, None, moved, 2 * moved, trained * _OPTIMIZER_FLOPS)
-    if work.optimizer != "muon":
+    if work.optimizer.kind != "muon":
         return
     for path, d in parameters(work.model).items():
         if not d.projection or path in work.frozen:
@@ -219,15 +219,15 @@ def _optimizer(work: Workload) -> Iterator[Operation]:
             Product(matrices, short, short, long),
         ):
             moved = 4 * matrices * (product.m * product.k + product.k * product.n + product.m * product.n)
-            yield Operation(f"optimizer/{path}", "optimizer", work.muon_iterations, product, moved, moved)
+            yield Operation(f"optimizer/{path}", "optimizer", work.optimizer.iterations, product, moved, moved)
 
 
 def state_numbers(work: Workload, d: tree.Dimensions) -> int:
     """Float32 numbers of optimizer state that one device holds for a parameter."""
     whole = work.stored(d.axes, d.shape)
-    if work.optimizer == "muon":
+    if work.optimizer.kind == "muon":
         return whole if d.projection else 2 * whole
-    if work.optimizer == "adafactor" and d.inputs:  # one number per row and one per column of each layer's matrix
+    if work.optimizer.kind == "adafactor" and d.inputs:  # one number per row and one per column of each layer's matrix
         sides = (d.stack + d.inputs, d.stack + d.outputs)
         return sum(work.stored([d.axes[i] for i in side], [d.shape[i] for i in side]) for side in sides)
-    return _MOMENTS[work.optimizer] * whole
+    return _MOMENTS[work.optimizer.kind] * whole

@@ -92,7 +92,7 @@ def _optimizer(work: Workload) -> Iterator[Collective]:
     (`jaxlm.parallel.collectives.map_whole`): one axis after the other goes to the stack, which is padded to
     the number of devices. Along an axis that shards a matrix that is an all-to-all; along others a device keeps its
     shard, and gathers afterwards."""
-    if work.optimizer != "muon":
+    if work.optimizer.kind != "muon":
         return
     moved: Counter[tuple[str, str]] = Counter()
     for path, d in parameters(work.model).items():

@@ -5,17 +5,16 @@ import os
 import platform
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import meshes
 import model_fixtures
 import pytest
+from workload_fixtures import changed, workload
 
 from jaxlm.costs.step.layer_memory import kept
 from jaxlm.costs.step.memory import memory
 from jaxlm.costs.step.parameters import parameters
-from jaxlm.costs.workload import Workload
 
 ROOT = Path(__file__).parents[3]
 BENCHMARK = ROOT / "benchmarks" / "compiled_memory.py"
@@ -64,19 +63,19 @@ def test_what_compilers_say_here_is_near_what_is_counted(name, compiled_memory):
 @pytest.mark.parametrize("chip", ["gpu", "tpu"])
 @pytest.mark.parametrize("kind", ["train", "prefill", "decode"])
 def test_less_of_anything_never_takes_more(kind, chip):
-    base = Workload(kind, model_fixtures.model(), 16, 32, layout=meshes.layout(1, 2, 2), kernels="xla")
+    base = workload(kind, model_fixtures.model(), 16, 32, layout=meshes.layout(1, 2, 2), kernels="xla")
     whole = memory(base, chip).total
     for change in (
         {"batch": 8},
         {"sequence": 16},
         {"model": model_fixtures.model(num_layers=1)},
-        {"mesh": meshes.layout(2, 4, 2)},
+        {"layout": meshes.layout(2, 4, 2)},
     ):
-        assert memory(replace(base, **change), chip).total < whole
+        assert memory(changed(base, **change), chip).total < whole
     if kind == "train":
         for change in ({"remat": ("query",)}, {"remat": "full"}, {"optimizer": "sgd"}):
-            assert memory(replace(base, **change), chip).total < whole
-        assert memory(replace(base, average=True), chip).total > whole
+            assert memory(changed(base, **change), chip).total < whole
+        assert memory(changed(base, ema_decay=0.9), chip).total > whole
 
 
 @pytest.mark.parametrize("mesh", [meshes.layout(), meshes.layout(2, 2, 2)], ids=str)
@@ -84,27 +83,27 @@ def test_less_of_anything_never_takes_more(kind, chip):
 def test_masks_of_dropout_are_a_byte_for_each_number(remat, masks, mesh):
     """Two masks in each of three layers if nothing is recomputed, and one for the embedding. GPT-2 355M with eight
     layers, 16 × 1024 on H200, takes 17 masks of 16.8 MB more according to XLA, and one with full rematerialisation."""
-    work = Workload("train", model_fixtures.model(), 16, 32, remat=remat, mesh=mesh, kernels="xla")
-    assert kept(replace(work, dropout=True)) - kept(work) == masks * 16 * 32 * 32 // mesh.size
-    assert memory(replace(work, dropout=True)).total >= memory(work).total
+    work = workload("train", model_fixtures.model(), 16, 32, remat=remat, layout=mesh, kernels="xla")
+    assert kept(changed(work, dropout=0.1)) - kept(work) == masks * 16 * 32 * 32 // mesh.size
+    assert memory(changed(work, dropout=0.1)).total >= memory(work).total
 
 
 def test_layers_before_all_that_trains_keep_nothing():
     model = model_fixtures.model()
     probe = frozenset(parameters(model)) - {"unembedding"}
-    work = Workload("train", model, 1024, 32, frozen=probe, kernels="xla")
-    assert memory(work).activations == memory(replace(work, remat="full")).activations
-    assert memory(work).total < memory(replace(work, frozen=frozenset(), remat="full")).total
+    work = workload("train", model, 1024, 32, frozen=probe, kernels="xla")
+    assert memory(work).activations == memory(changed(work, remat="full")).activations
+    assert memory(work).total < memory(changed(work, frozen=frozenset(), remat="full")).total
 
 
 def test_the_peak_moves_with_what_is_large():
     """Long rows fill it with scores, a large vocabulary with logits, keeping everything with what layers keep."""
-    base = Workload("train", model_fixtures.model(), 16, 32, remat="full", kernels="xla")
+    base = workload("train", model_fixtures.model(), 16, 32, remat="full", kernels="xla")
 
     def largest(work):
         held = memory(work)._asdict()
         return max(held, key=held.get)
 
-    assert largest(replace(base, model=model_fixtures.model(vocab_size=100_000), batch=1024)) == "logits"
-    assert largest(replace(base, sequence=4096)) == "activations"
-    assert largest(replace(base, batch=1, sequence=1)) == "optimizer"
+    assert largest(changed(base, model=model_fixtures.model(vocab_size=100_000), batch=1024)) == "logits"
+    assert largest(changed(base, sequence=4096)) == "activations"
+    assert largest(changed(base, batch=1, sequence=1)) == "optimizer"

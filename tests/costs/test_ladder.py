@@ -5,17 +5,16 @@ import dataclasses
 import meshes
 import model_fixtures
 import pytest
+from workload_fixtures import changed, workload
 
-from jaxlm.cli.ladder import say_counted
 from jaxlm.costs.hardware import calibration
 from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.ladder import Counted, counted, gap, ladder, say_counted
 from jaxlm.costs.plan import plan
 from jaxlm.costs.step.flops import flops
 from jaxlm.costs.step.memory import memory
-from jaxlm.costs.workload import Workload
-from jaxlm.training.ladder import Counted, counted, gap, ladder
 
-WORK = Workload("train", model_fixtures.model(), 8, 32, "float32", remat="full", kernels="xla")
+WORK = workload("train", model_fixtures.model(), 8, 32, "float32", remat="full", kernels="xla")
 
 
 def metrics(*step_s):
@@ -70,7 +69,7 @@ def test_attention_is_what_the_lower_bound_counts(window, kernels):
     """Kernels skip scores; plain JAX computes those outside a window too."""
     attention = {"num_heads": 4, "head_dim": 64, "window": window}
     model = model_fixtures.model(attention=attention, context_length=8192, d_model=1024, vocab_size=8192)
-    work, target = Workload("train", model, 64, 8192, remat="full", kernels=kernels), Target.parse("h200-sxm")
+    work, target = workload("train", model, 64, 8192, remat="full", kernels=kernels), Target.parse("h200-sxm")
     counts = plan(work, target)
     before = Counted(work, counts.flops, counts.memory, target, counts.time)
     causes = gap(before, metrics(1.0), counts.time.lower_bound * 1.01 + 1e-4)
@@ -86,9 +85,8 @@ def test_whether_the_measured_step_lies_in_the_bracket_is_said(on_this_machine):
 
 
 def test_emulated_devices_have_a_peak_and_no_links(on_this_machine):
-    from dataclasses import replace
 
-    many = counted(replace(WORK, layout=meshes.layout(2, 2, 2)), meshes.make(2, 2, 2))
+    many = counted(changed(WORK, layout=meshes.layout(2, 2, 2)), meshes.make(2, 2, 2))
     assert many.time is None and gap(many, metrics(0.1), 0.1) == {}
     assert many.mfu(1.0) == pytest.approx(on_this_machine.mfu(1.0))
     assert many.napkin.memory_bytes == on_this_machine.napkin.memory_bytes // 4  # data replicates them

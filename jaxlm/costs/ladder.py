@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from jax.sharding import Mesh
 
+from jaxlm.core import units
 from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware.target import Target, of_devices
 from jaxlm.costs.napkin import Napkin, napkin
@@ -61,6 +62,29 @@ def counted(work: Workload, mesh: Mesh) -> Counted:
     except InputError:  # emulated devices have no links, and some chips no published rate
         seconds = None
     return Counted(work, flops(work), memory(work, device.platform), target, seconds)
+
+
+def say_counted(counted: Counted) -> str:
+    """One line, before the first step."""
+    said = f"counted: {counted.flops.model:.3g} model FLOPs a step, {units.memory(counted.memory.total)} on each device"
+    if counted.time is not None:
+        said += f", {units.seconds(counted.time.lower_bound)} to {units.seconds(counted.time.upper_bound)} a step"
+    if counted.capacity is not None and counted.memory.total > counted.capacity:
+        said += (
+            f"; a device has {units.memory(counted.capacity)}, and may run out of it: lower training.batch, or raise "
+            "training.microbatches"
+        )
+    return said
+
+
+def say_replicated(work: Workload) -> str | None:
+    """One line where devices compute and hold key/value heads of others too; None where they do not."""
+    if not work.replicated_kv_heads:
+        return None
+    return (
+        f"mesh.tensor = {work.layout['tensor']} does not divide {work.model.attention.num_kv_heads} key/value heads: "
+        "several devices compute and keep the same ones"
+    )
 
 
 def ladder(before: Counted, metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -1,25 +1,16 @@
-"""The devices of this machine, as the mesh that an experiment specifies."""
+"""The devices of this machine, started as a mesh needs them."""
 
 import ctypes
-import json
 import math
 import os
 import platform
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from jaxlm import config
-from jaxlm.config import Experiment
 from jaxlm.core import accelerators
 from jaxlm.core.errors import InputError
-from jaxlm.costs.hardware import calibration, catalog
-from jaxlm.costs.hardware.chips import Chip
 from jaxlm.parallel import processes
-from jaxlm.parallel.layout import AXES
-from jaxlm.parallel.rules import Kind
+from jaxlm.parallel.layout import AXES, Layout
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -30,19 +21,39 @@ _MOST_EMULATED = 1024
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 
 
-def make_mesh(experiment: Experiment, kind: Kind = "train") -> "Mesh":
-    """Return the experiment's mesh over the devices of all processes, for steps of a kind. A CPU is split into the
-    number of devices that the mesh needs of this process, unless that number was set explicitly.
+def mesh_here(least: int, layout: Callable[[int], Layout]) -> "Mesh":
+    """Start this machine's devices and return a mesh over those of all processes.
 
-    Raises InputError if the devices here cannot form the mesh.
+    Args:
+      least: devices that the mesh needs at least.
+      layout: gives the layout on the number of devices that are here.
+
+    Raises InputError as `start` and `layout` do, or where a process would be left without any device.
+    """
+    from jaxlm.parallel.mesh import make_mesh
+
+    devices = start(least)
+    mesh = make_mesh(layout(len(devices)), devices)
+    idle = {device.process_index for device in devices} - {device.process_index for device in mesh.devices.flat}
+    if idle:
+        raise InputError(
+            f"a mesh of {mesh.size} of {len(devices)} devices leaves process {', '.join(map(str, sorted(idle)))} "
+            f"without any; start fewer processes, or let {' × '.join(f'mesh.{axis}' for axis in AXES)} "
+            f"be {len(devices)}"
+        )
+    return mesh
+
+
+def start(wanted: int) -> list[Any]:
+    """Start JAX's backend and return the devices of all processes. A CPU is split into as many as a mesh of `wanted`
+    devices needs of this process, where nobody said otherwise.
+
+    Raises InputError where so many are not emulated, or where the platform of JAX_PLATFORMS is not to be had.
     """
     import jax
 
-    from jaxlm.parallel.mesh import make_mesh
-
     named = os.environ.get("JAX_PLATFORMS")
     accelerators.choose()
-    wanted = experiment.mesh.least().size
     chosen = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if wanted > 1 and not chosen:
         emulated = math.ceil(wanted / processes.process_count())
@@ -61,44 +72,7 @@ def make_mesh(experiment: Experiment, kind: Kind = "train") -> "Mesh":
         raise InputError(f"JAX_PLATFORMS={named} is not available here ({why}); change it, or unset it") from None
     if devices[0].platform == "cpu":
         keep_freed_memory()
-    made = make_mesh(config.layout(experiment, len(devices), kind), devices)
-    idle = {device.process_index for device in devices} - {device.process_index for device in made.devices.flat}
-    if idle:
-        raise InputError(
-            f"a mesh of {made.size} of {len(devices)} devices leaves process {', '.join(map(str, sorted(idle)))} "
-            f"without any; start fewer processes, or let {' × '.join(f'mesh.{axis}' for axis in AXES)} "
-            f"be {len(devices)}"
-        )
-    return made
-
-
-def calibrated(say: Callable[[str], None]) -> None:
-    """Calibrate a CPU once per machine, or once per attempt if the result cannot be cached, so that times can be
-    counted. The measurement runs in a process of its own, whose memory is released."""
-    if accelerators.platforms() != "cpu":
-        return
-    try:
-        catalog.find(catalog.HOST)
-        return
-    except InputError:
-        pass
-    try:
-        calibration.check_writable()
-        kept = True
-        say("measuring this machine, once: jaxlm hardware host shows the figures")
-    except InputError as error:
-        kept = False
-        say(f"measuring this machine, for this attempt alone: {error}")
-    code = "import sys; from jaxlm.cli import main; sys.exit(main(['hardware', 'host', '--measure', '--json']))"
-    with tempfile.TemporaryDirectory() as folder:
-        where = {} if kept else {"XDG_CACHE_HOME": folder}
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **where})
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        say(f"this machine could not be measured ({why}); nothing is counted in seconds")
-    elif not kept:
-        (row,) = json.loads(done.stdout)["rows"]
-        calibration.use(Chip.model_validate({key: row[key] for key in row.keys() & Chip.model_fields.keys()}))
+    return devices
 
 
 def keep_freed_memory() -> None:

@@ -1,0 +1,385 @@
+"""jaxlm from a program: train a model, load one that was trained, plan and compile its steps.
+
+Importing this module imports nothing heavy; its functions import what they need.
+"""
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from jaxlm.core.errors import InputError
+
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Mesh
+
+    from jaxlm.config import Experiment
+    from jaxlm.costs.ranking import Ranking
+    from jaxlm.data.tokenizers import Tokenizer
+    from jaxlm.inference.completion import Completion, Piece
+    from jaxlm.lowering.report import CompiledStep
+    from jaxlm.models.config import ModelConfig
+    from jaxlm.models.tree import Tree
+    from jaxlm.parallel.processes import ProcessSpec
+    from jaxlm.parallel.rules import Kind
+    from jaxlm.run import Run
+    from jaxlm.training.display import Display, Ended
+    from jaxlm.training.evaluation import Evaluation
+    from jaxlm.training.profile import ProfiledSteps
+
+__all__ = ["LoadedModel", "compile", "load", "plan", "train"]
+
+MAX_TOKENS = 100  # that are drawn where nobody says how many
+# Attempts to read a checkpoint of a run that trains on, and removes older ones.
+_ATTEMPTS = 5
+
+
+def _silent(line: str) -> None:
+    pass
+
+
+def train(
+    experiment: "Experiment",
+    out: str | Path,
+    *,
+    display: "Display | None" = None,
+    profile: "ProfiledSteps | None" = None,
+    max_hours: float | None = None,
+    process: "ProcessSpec | None" = None,
+) -> "Ended":
+    """Train a model, or resume what `out` holds, up to `training.steps`.
+
+    A first SIGINT, SIGTERM or SIGHUP ends the run after the step in progress, with a checkpoint; so does the end of
+    `max_hours`. Call it in the main thread, which alone may handle signals.
+
+    Args:
+      experiment: as `jaxlm.config.load` returns it.
+      out: folder of the run, made where it is not there.
+      display: is told what happens; by default nobody is.
+      profile: steps to trace for XProf.
+      max_hours: hours that this process may last, from its start.
+      process: the place of this process in a job of several; Slurm, Open MPI and Cloud TPU say it themselves.
+
+    Raises InputError where the experiment cannot be trained here or in `out`, Diverged and Unsaved (RunFailed) where
+    the run fails, and Stopped for a signal before there is anything to save.
+    """
+    from jaxlm.job import Job
+    from jaxlm.training.display import Display
+
+    return Job(experiment, Path(out), display or Display(), profile, max_hours, process).run()
+
+
+def load(
+    run: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    reads: Collection[str] | None = None,
+    checkpoint: Literal["newest", "best"] = "newest",
+    average: bool = False,
+    dtype: str | None = None,
+    say: Callable[[str], None] = _silent,
+) -> "LoadedModel":
+    """Load a trained model; its parameters are restored when they are first asked for.
+
+    Args:
+      run: folder of a run of `train`.
+      overrides: `key=value` changes of its experiment, such as "mesh.tensor=1"; none may change its architecture.
+      reads: sections and keys that the caller reads: an override of any other is refused. None accepts all.
+      checkpoint: the newest, or the one with the lowest held-out loss.
+      average: whether to take the moving average of the weights (`training.ema_decay`) in their place.
+      dtype: of the parameters, "float32" or "bfloat16"; `training.dtype` where it is not given.
+      say: takes a line about each checkpoint that is passed over.
+
+    Raises InputError where there is no run, where it keeps no average, or where an override does not suit it.
+    """
+    from jaxlm.run import Run
+
+    kept = Run(Path(run))
+    if average and kept.experiment().training.ema_decay is None:
+        raise InputError(f"{kept.paths} keeps no average of its weights (training.ema_decay); leave out --ema")
+    experiment = kept.overridden(overrides, reads)
+    return LoadedModel(kept, experiment, checkpoint, average, dtype or experiment.training.dtype, say)
+
+
+class LoadedModel:
+    """A trained model: `load` makes one. `experiment` is that of its run, with overrides."""
+
+    def __init__(
+        self,
+        run: "Run",
+        experiment: "Experiment",
+        checkpoint: Literal["newest", "best"],
+        average: bool,
+        dtype: str,
+        say: Callable[[str], None],
+    ):
+        self.run, self.experiment = run, experiment
+        self._checkpoint, self._average, self._dtype, self._say = checkpoint, average, dtype, say
+
+    @property
+    def config(self) -> "ModelConfig":
+        """The architecture."""
+        return self.experiment.model
+
+    @property
+    def parameters(self) -> "Tree":
+        """The parameters, laid out on `mesh`. Raises InputError where there is no whole checkpoint."""
+        return self._restored[1]
+
+    @property
+    def step(self) -> int:
+        """The step that the parameters are of."""
+        return self._restored[0]
+
+    @cached_property
+    def mesh(self) -> "Mesh":
+        """The experiment's mesh on this machine's devices. Raises InputError where it does not divide the model."""
+        from jaxlm import config
+        from jaxlm.parallel.devices import mesh_here
+
+        # Nothing is trained: any number of sequences will do.
+        return mesh_here(self.experiment.mesh.least().size, partial(config.layout, self.experiment, kind="decode"))
+
+    @cached_property
+    def tokenizer(self) -> "Tokenizer | None":
+        """The tokenizer of the run, or None. Raises InputError for one with more tokens than the model."""
+        return self.run.load_tokenizer() if self.run.paths.tokenizer.is_file() else None
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """Return a prompt's token ids. Raises InputError for text where there is no tokenizer."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        return (self.tokenizer or self.run.load_tokenizer()).encode_prompt(prompt)
+
+    def logits(self, tokens_BT: Any) -> "jax.Array":
+        """Return float32 logits [B, T, V] of the token after each of int32 `tokens_BT`, each row a document."""
+        import jax
+
+        with jax.set_mesh(self.mesh):
+            return self._logits(self.parameters, jax.numpy.asarray(tokens_BT, dtype=jax.numpy.int32))
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        max_tokens: int | None = None,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+    ) -> "list[Completion]":
+        """Continue prompts together, each up to the separator of documents.
+
+        Args:
+          prompts: texts, or lists of token ids.
+          max_tokens: the most tokens to draw for each; by default `MAX_TOKENS`, or what the context leaves.
+          temperature: 0 takes the likeliest token.
+          top_k: draws among the k likeliest.
+          top_p: draws among the fewest that hold this much of the probability.
+          seed: another seed draws other text.
+
+        Raises InputError for values that mean nothing, prompts without tokens, or more tokens than the context holds.
+        """
+        from jaxlm.inference.completion import completions
+
+        drawn = self.stream(prompts, max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        return completions(drawn, len(prompts))
+
+    def stream(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        max_tokens: int | None = None,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+    ) -> "Iterator[Piece]":
+        """Return the pieces of what `generate` gives, as they are drawn. Raises InputError as it does, at once."""
+        from jaxlm.inference.completion import pieces
+        from jaxlm.inference.generate import generate
+        from jaxlm.inference.requests import Sampling, check_prompts, check_seed, default_max_tokens
+
+        check_seed(seed)
+        sampling = Sampling(temperature, top_k, top_p).check()
+        asked = [self.encode(prompt) for prompt in prompts]
+        if max_tokens is None:
+            max_tokens = default_max_tokens(self.config, max(map(len, asked), default=0), MAX_TOKENS)
+        check_prompts(self.config, asked, max_tokens)
+        drawn = generate(
+            self.config,
+            self.parameters,
+            asked,
+            max_tokens,
+            self.mesh,
+            sampling=sampling,
+            seed=seed,
+            vocab_size=self.tokenizer and self.tokenizer.vocab_size,
+            kernels=self.experiment.training.kernels,
+        )
+        return pieces(drawn, asked, self.tokenizer)
+
+    def evaluate(self, data: str | None = None, display: "Display | None" = None) -> "Evaluation":
+        """Return the loss on the held-out text of the run, or on all of the text at `data` (a file, directory or glob).
+
+        Raises InputError where the text cannot be read, or is not what the run was trained with.
+        """
+        import jax
+
+        from jaxlm.data.config import TOKENIZERS
+        from jaxlm.run import SHAPING
+        from jaxlm.training.evaluation import evaluate_sources
+        from jaxlm.training.step import jit_steps, make_steps
+
+        experiment, training = self.experiment, self.experiment.training
+        if data is not None:
+            self.run.load_tokenizer()  # refused before anything is restored
+        else:
+            own = experiment.data.tokenizer in TOKENIZERS
+            self.run.check_shaping(experiment, (*SHAPING, "tokenizer") if own else SHAPING)
+        parameters = self.parameters
+        steps = jit_steps(make_steps(self.config, training, experiment.optimizer), self.mesh)
+        with display or Display() as shown:
+            text = self.run.held_out(experiment, shown) if data is None else self.run.text(experiment, data, shown)
+        with jax.set_mesh(self.mesh):
+            measured = evaluate_sources(steps.evaluate, parameters, text, training.batch, self.mesh)
+        assert measured is not None  # nothing stops it
+        return measured
+
+    @cached_property
+    def _restored(self) -> "tuple[int, Tree]":
+        """The step and its parameters, rounded on their way: they never lie on the devices in float32 too."""
+        import jax.numpy as jnp
+
+        from jaxlm.models import tree as model_tree
+        from jaxlm.training import checkpoints, manifests
+
+        choose = manifests.best_verified if self._checkpoint == "best" else manifests.newest_verified
+        _, tree = model_tree.abstract(self.config)
+        shapes, placement = model_tree.shapes(tree, jnp.dtype(self._dtype)), model_tree.shardings(tree, self.mesh)
+        like, folder, said = model_tree.placed(shapes, placement), self.run.paths.checkpoints, set[str]()
+
+        def say(line: str) -> None:
+            if line not in said:
+                self._say(line)
+            said.add(line)
+
+        for attempt in range(1, _ATTEMPTS + 1):
+            step = choose(folder, say)
+            if step is None:
+                break
+            try:
+                return step, checkpoints.restore_parameters(folder, step, like, average=self._average)
+            except checkpoints.Gone:
+                if attempt == _ATTEMPTS:
+                    raise
+        raise InputError(f"{self.run.paths} has no whole checkpoint yet; jaxlm train writes one")
+
+    @cached_property
+    def _logits(self) -> "Callable[[Tree, jax.Array], jax.Array]":
+        import jax
+        from flax import nnx
+
+        from jaxlm.models.kernels import using_kernels
+        from jaxlm.models.positions import packed_causal_mask
+        from jaxlm.models.tree import abstract
+        from jaxlm.parallel.partition import using_rules
+        from jaxlm.parallel.rules import PREFILL
+
+        graph, _ = abstract(self.config)
+
+        @jax.jit
+        @using_rules(PREFILL)
+        @using_kernels(self.experiment.training.kernels)
+        def logits(parameters: "Tree", tokens_BT: jax.Array) -> jax.Array:
+            module = nnx.merge(graph, parameters)
+            positions_BT = jax.numpy.broadcast_to(jax.numpy.arange(tokens_BT.shape[1]), tokens_BT.shape)
+            hidden_BTD, _ = module.hidden(tokens_BT, positions_BT, packed_causal_mask(positions_BT))
+            return module.logits(hidden_BTD)
+
+        return logits
+
+
+def plan(
+    experiment: "Experiment",
+    on: str,
+    *,
+    mesh: str | None = None,
+    workload: "Kind" = "train",
+    held: Collection[str] = (),
+) -> "Ranking":
+    """Count what a step costs on chips that need not be here, without starting a JAX backend.
+
+    Args:
+      experiment: as `jaxlm.config.load` returns it; where it gives no `training.batch`, the batch is padded until the
+        mesh divides it.
+      on: chips, such as "h200-sxm:8" or "tpu-v5e:4x4"; "all:8" ranks 8 chips of each kind in the catalog.
+      mesh: axes, such as "fsdp=8,tensor=2", in place of the experiment's; "auto" ranks those that fit.
+      workload: a step of training, a prefill or one decoded token, of `training.batch` sequences.
+      held: settings that a search leaves as they are, of "microbatches" and "remat".
+
+    Returns plans, the best first, with why chips of the catalog are not among them. Raises InputError where the chips
+    are not known or lack a figure, where the mesh does not divide the model, or where no mesh fits.
+    """
+    from jaxlm.costs.ranking import rank
+
+    return rank(experiment, on, mesh, workload, held)
+
+
+def compile(
+    experiment: "Experiment",
+    on: str,
+    *,
+    mesh: str | None = None,
+    workload: "Kind" = "train",
+    fit: bool = False,
+    quick: bool = False,
+    held: Collection[str] = (),
+    say: Callable[[str], None] = _silent,
+    warn: Callable[[str], None] = warnings.warn,
+) -> "CompiledStep":
+    """Compile a step for chips that need not be here, by XLA's own compiler for them. It keeps JAX in this process to
+    the CPU.
+
+    Args:
+      experiment, on, mesh, workload, held: as in `plan`, but for "auto" and "all".
+      fit: find the largest microbatch and the cheapest rematerialisation that fit, in place of the experiment's.
+      quick: search less for a fast program; for TPUs only.
+      say: takes a line about each variant that is compiled.
+      warn: takes a line about what is unusual of the mesh.
+
+    Raises DoesNotFit where the compiler itself refuses for want of memory (TPUs), InputError where the step cannot be
+    compiled, or as `plan` does.
+    """
+    import jax
+
+    from jaxlm import config
+    from jaxlm.costs.hardware.target import Target
+    from jaxlm.costs.ladder import say_replicated
+    from jaxlm.costs.placement import batch_parts, on_mesh, with_batch
+    from jaxlm.costs.workload import Workload
+    from jaxlm.lowering import report, targets
+    from jaxlm.lowering.fit import compile_fitting
+    from jaxlm.parallel.mesh import make_mesh
+
+    if fit and workload != "train":
+        raise InputError(f"--fit varies microbatches and rematerialisation, which {workload} does not have")
+    target = Target.parse(on)
+    if quick and target.chip.kind != "tpu":
+        raise InputError(f"--quick is for TPUs, whose compiler takes longer: leave it out for {target}")
+    experiment = on_mesh(experiment, mesh)
+    experiment = with_batch(experiment, batch_parts(experiment, target), workload)
+    layout = config.layout(experiment, target.devices, workload)
+    if replicated := say_replicated(Workload.of(experiment, layout, workload)):
+        warn(replicated)
+    jax.config.update("jax_platforms", "cpu")  # whatever is here is not what is compiled for
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        devices = make_mesh(layout, targets.devices(target))
+    for warning in caught:
+        warn(str(warning.message))
+    if fit:
+        return compile_fitting(experiment, target, devices, quick, say, held)
+    return report.compile(experiment, workload, target, devices, quick)

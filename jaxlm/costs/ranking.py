@@ -1,0 +1,95 @@
+"""An experiment's step planned on one target, on the meshes that fit, or on every chip of the catalog."""
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
+
+from jaxlm import config
+from jaxlm.config import Experiment
+from jaxlm.core.errors import InputError
+from jaxlm.costs.hardware.catalog import catalog
+from jaxlm.costs.hardware.target import COUNT, Target
+from jaxlm.costs.placement import batch_parts, on_mesh, with_batch
+from jaxlm.costs.plan import Plan, plan
+from jaxlm.costs.search import search
+from jaxlm.costs.workload import Workload
+from jaxlm.parallel.rules import Kind
+
+# The mesh that asks for a search.
+AUTO = "auto"
+
+
+class Ranking(NamedTuple):
+    """Plans, the best first; and of all chips of the catalog, why others are not among them."""
+
+    plans: list[Plan]
+    refused: dict[str, str]
+
+    @property
+    def best(self) -> Plan:
+        return self.plans[0]
+
+
+def rank(experiment: Experiment, on: str, mesh: str | None, kind: Kind, held: Collection[str]) -> Ranking:
+    """Plan a step on chips, or on every chip of the catalog (`all:8`); see `jaxlm.api.plan`."""
+    if mesh != AUTO:
+        experiment = on_mesh(experiment, mesh)
+    asked = _Asked(mesh == AUTO, kind, held)
+    name, _, count = on.partition(":")
+    if name == "all":
+        return asked.on_every_chip(experiment, on, count)
+    target = Target.parse(on)
+    experiment = with_batch(experiment, asked.parts(experiment, target), kind)
+    return Ranking(asked.on(experiment, target), {})
+
+
+class _Asked(NamedTuple):
+    """A request: meshes are `searched` or given; the kind of step; the settings that a search leaves as they are."""
+
+    searched: bool
+    kind: Kind
+    held: Collection[str]
+
+    def on_every_chip(self, experiment: Experiment, on: str, count: str) -> Ranking:
+        """Plan on this number of chips of each kind in the catalog: the best plan of each, and why others have none."""
+        if not re.fullmatch(COUNT, count or "1"):
+            raise InputError(f"all:{count} names no number of chips; write one up to 999999, such as all:8")
+        refused: dict[str, str] = {}
+
+        def each(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+            done = []
+            for item in items:
+                try:
+                    done.append(function(item))
+                except InputError as error:  # it does not come in this number, or lacks a figure, the dtype, the memory
+                    refused[str(item)] = str(error)
+            return done
+
+        targets = each(Target.parse, [f"{id}:{count or 1}" for id in catalog()])
+        # One batch for all: by their time they compare only at the same tokens.
+        parts = math.lcm(*each(lambda target: self.parts(experiment, target), targets))
+        experiment = with_batch(experiment, parts, self.kind)
+        found = each(lambda target: self.on(experiment, target)[0], targets)
+        if not found:
+            first = str(targets[0]) if targets else next(iter(refused))
+            raise InputError(f"no chip of the catalog can run this as {on}; the first, {first}: {refused[first]}")
+        return Ranking(sorted(found, key=lambda plan: (not plan.fits, plan.time.expected)), refused)
+
+    def parts(self, experiment: Experiment, target: Target) -> int:
+        """Return into how many parts the batch is cut on these chips, or may be by a search."""
+        return target.devices if self.searched else batch_parts(experiment, target)
+
+    def on(self, experiment: Experiment, target: Target) -> list[Plan]:
+        """Plan on the experiment's mesh, or on those that fit, the best first."""
+        if not self.searched:
+            layout = config.layout(experiment, target.devices, self.kind)
+            return [plan(Workload.of(experiment, layout, self.kind), target)]
+        found = search(Workload.of(experiment, kind=self.kind), target, self.held)
+        if not found:
+            free = "".join(f", or leave out training.{key}" for key in self.held)
+            raise InputError(
+                f"no mesh of {target} holds this {self.kind} step with a batch of {experiment.training.batch} × "
+                f"{experiment.training.sequence} tokens; give more chips, or a batch that more meshes divide{free}"
+            )
+        return found

@@ -1,0 +1,202 @@
+"""One start of a training run: from its data to its sample, as one process of a job."""
+
+import json
+import math
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxlm import config
+from jaxlm.config import Experiment
+from jaxlm.core.errors import RunFailed
+from jaxlm.data.dataset import Dataset, prepare
+from jaxlm.parallel import processes
+from jaxlm.run import Run
+from jaxlm.training import profile, sinks
+from jaxlm.training.display import Display, Ended
+from jaxlm.training.environment import environment, versions
+from jaxlm.training.goodput import Attempts, Clock, summary
+from jaxlm.training.interrupt import Stopped, StopRequest
+from jaxlm.training.records import JsonLines, plot_losses
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from jaxlm.costs.ladder import Counted
+    from jaxlm.training.loop import Result
+
+# Characters of a digest, to tell it from others.
+_SHOWN = 12
+
+
+class Job:
+    """Trains an experiment in a folder: see `jaxlm.api.train`. JAX is imported once the data is there, so that bad
+    input need not wait for it."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        out: Path,
+        display: Display,
+        traced: profile.ProfiledSteps | None,
+        max_hours: float | None,
+        spec: processes.ProcessSpec | None,
+    ):
+        self._clock = Clock()
+        self._experiment, self._display, self._spec = experiment, display, spec
+        self._traced = traced and traced.check(experiment.training.steps)
+        sinks.check_installed(experiment.records.wandb_project)
+        self._run = Run(out)
+        self._run.check(experiment)
+        self._stop = StopRequest(self._leave, max_hours)
+        self._saved: int | None = None  # the step that is
+
+    def run(self) -> Ended:
+        """Train, write the sample, and say how it ended."""
+        with processes.failing_as_one(), self._stop:
+            try:
+                self._join()
+                ended = self._train_and_sample()
+            except Stopped as stopped:
+                status = self._display.ended(Ended(self._saved, stopped.reason))
+                if status is None:
+                    raise
+                os._exit(status)  # a compiler may still be at work in its threads, and would be waited for
+            self._display.ended(ended)
+            return ended
+
+    def _leave(self, reason: int) -> int:
+        """Say how the run ended whose main thread does not notice that it is to stop; the exit status."""
+        status = self._display.ended(Ended(self._saved, reason))
+        return 128 + reason if status is None else status
+
+    def _join(self) -> None:
+        """Become one process of the job, all of which do the same."""
+        self._run.check_free()
+        processes.join(self._spec)
+        # Each computes its part of a step by its own: with others the replicas drift apart, or wait for ever.
+        processes.check_same("versions", versions("jaxlm", "jax", "jaxlib"), "install the same for all")
+        settings = {"COUNT": processes.process_count(), **self._experiment.model_dump(mode="json")}
+        processes.check_same("settings", settings, "start all with the same CONFIG, key=value and COUNT")
+        if processes.is_first():
+            self._run.claim()
+        else:
+            self._display.mute()
+
+    def _train_and_sample(self) -> Ended:
+        with self._display:
+            dataset = self._prepare()
+            counted, mesh = self._count()
+            result = self._train(dataset, counted, mesh)
+        with self._clock.phase("ending"):
+            self._saved = result.step
+            if processes.is_first():
+                self._sum_up(counted)
+            if result.reason:
+                return Ended(result.step, result.reason)
+            sample = _sample(self._experiment, dataset, result.parameters, mesh)
+        if processes.is_first():
+            self._run.paths.sample.write_text(sample, encoding="utf-8")
+        return Ended(result.step, 0, sample)
+
+    def _prepare(self) -> Dataset:
+        data, vocabulary = self._experiment.data, self._experiment.model.vocab_size
+        with self._clock.phase("data_preparation"):
+            with processes.first_process_first("data"):
+                dataset = prepare(data, vocabulary, self._display.say, self._display.progress)
+            found = {"digest": dataset.digest[:_SHOWN]}
+            processes.check_same("data", found, "let data.text and data.tokenizer be the same for all")
+        return dataset
+
+    def _count(self) -> "tuple[Counted, Mesh]":
+        """Make the mesh, and say what a step on it costs."""
+        from jaxlm.costs.hardware import calibration
+        from jaxlm.costs.ladder import counted, say_counted, say_replicated
+        from jaxlm.costs.workload import Workload
+        from jaxlm.models.tree import parameter_count
+        from jaxlm.parallel.devices import describe, mesh_here
+        from jaxlm.parallel.layout import Layout
+
+        experiment, say = self._experiment, self._display.say
+        with self._clock.phase("calibration"), processes.first_process_first("calibration"):
+            calibration.ensure(say)
+        mesh = mesh_here(experiment.mesh.least().size, partial(config.layout, experiment))
+        say(f"{parameter_count(experiment.model):,} parameters on {describe(mesh)}")
+        found = counted(Workload.of(experiment, Layout(mesh.shape)), mesh)
+        if replicated := say_replicated(found.work):
+            say(replicated)
+        say(say_counted(found))
+        ends = getattr(experiment.optimizer.schedule, "decay_steps", experiment.training.steps)
+        if ends < experiment.training.steps:
+            say(
+                f"optimizer.schedule.decay_steps = {ends}: from there to training.steps = {experiment.training.steps} "
+                "the learning rate stays where it ends"
+            )
+        return found, mesh
+
+    def _train(self, dataset: Dataset, counted: "Counted", mesh: "Mesh") -> "Result":
+        from jaxlm.training.loop import Start, Trainer
+
+        run, paths = self._run, self._run.paths
+        start = Start(
+            self._clock,
+            self._display,
+            profile.Profiler(self._traced, paths.profile, self._display.say),
+            self._stop,
+        )
+        trainer = Trainer(self._experiment, dataset, mesh, paths, counted.mfu, start)
+        # Only now that nothing was refused is it a run.
+        with processes.first_process_first("run"):
+            run.open(self._experiment, dataset)
+        if processes.is_first():
+            JsonLines(paths.attempts).append(environment(list(mesh.devices.flat)))
+        try:
+            return trainer.train()
+        except FileNotFoundError as error:
+            if paths.config.exists():
+                raise
+            raise RunFailed(
+                f"{paths} was moved or removed; put it back, and the run goes on from its newest checkpoint"
+            ) from error
+
+    def _sum_up(self, counted: "Counted") -> None:
+        """Draw the loss curve, write the ladder, and say where the time went."""
+        from jaxlm.costs.ladder import ladder
+
+        paths, rungs = self._run.paths, None
+        metrics = JsonLines(paths.metrics).rows()
+        if metrics:
+            plot_losses(metrics, JsonLines(paths.evaluations).rows(), paths.loss_curve)
+            rungs = ladder(counted, metrics)
+            paths.ladder.write_text(json.dumps(rungs, indent=1) + "\n", encoding="utf-8")
+        self._display.summary(summary(Attempts.file(paths.goodput).rows()), rungs)
+
+
+def _sample(experiment: Experiment, dataset: Dataset, parameters: Any, mesh: "Mesh") -> str:
+    """Continue the beginning of a held-out document."""
+    import jax.numpy as jnp
+
+    from jaxlm.inference.generate import generate
+    from jaxlm.inference.requests import Sampling, max_new_tokens
+    from jaxlm.training.step import cast
+
+    model, store = experiment.model, max(dataset.sources.values(), key=lambda source: source.weight).held_out
+    longest = int(store.lengths.argmax())
+    given = min(32, math.ceil(model.context_length / 2), int(store.lengths[longest]))
+    prompt = store.read(longest, 0, given).tolist()
+    tokens = generate(
+        model,
+        cast(parameters, jnp.dtype(experiment.training.dtype)),
+        [prompt],
+        min(200, max_new_tokens(model, given)),
+        mesh,
+        sampling=Sampling(temperature=0.8, top_p=0.95),
+        seed=experiment.training.seed,
+        vocab_size=dataset.tokenizer.vocab_size,
+        kernels=experiment.training.kernels,
+    )
+    ids = [int(token[0]) for token in tokens]
+    if dataset.tokenizer.separator in ids:
+        ids = ids[: ids.index(dataset.tokenizer.separator)]
+    return dataset.tokenizer.decode(prompt + ids)

@@ -74,3 +74,31 @@ def test_no_module_imports_itself_by_way_of_others():
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"a circle: {' → '.join(error.args[1])}")
+
+
+# A docstring opens with an imperative or a noun phrase.
+BARE = {"What", "Of", "How", "Whether", "Where", "Which", "Why", "So", "Those", "That"}
+NAMED = [
+    file for folder in ("jaxlm", "kernels_pallas", "tests", "benchmarks") for file in (ROOT / folder).rglob("*.py")
+]
+
+
+def definitions() -> Iterator[tuple[str, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Yield every module, class and function with the place where it stands."""
+    for file in NAMED:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", node
+
+
+def test_no_two_classes_have_one_name():
+    places: dict[str, list[str]] = {}
+    for place, node in definitions():
+        if isinstance(node, ast.ClassDef):
+            places.setdefault(node.name, []).append(place)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_docstrings_say_what_a_thing_is_or_does():
+    opened = {place: (ast.get_docstring(node) or "").split() for place, node in definitions()}
+    assert [place for place, words in opened.items() if words and words[0].strip(",.:") in BARE] == []

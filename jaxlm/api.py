@@ -5,7 +5,7 @@ Importing this module imports nothing heavy; its functions import what they need
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jaxlm.lowering.report import CompiledStep
     from jaxlm.models.config import ModelConfig
     from jaxlm.models.tree import Tree
+    from jaxlm.parallel.layout import Layout
     from jaxlm.parallel.processes import ProcessSpec
     from jaxlm.parallel.rules import Kind
     from jaxlm.run import Run
@@ -79,6 +80,7 @@ def load(
     checkpoint: Literal["newest", "best"] = "newest",
     average: bool = False,
     dtype: str | None = None,
+    workload: "Kind" = "decode",
     say: Callable[[str], None] = _silent,
 ) -> "LoadedModel":
     """Load a trained model; its parameters are restored when they are first asked for.
@@ -90,6 +92,8 @@ def load(
       checkpoint: the newest, or the one with the lowest held-out loss.
       average: whether to take the moving average of the weights (`training.ema_decay`) in their place.
       dtype: of the parameters, "float32" or "bfloat16"; `training.dtype` where it is not given.
+      workload: the step that parameters are laid out for: "decode" keeps weights where they are; "train", for
+        `evaluate`, shards them over fsdp too.
       say: takes a line about each checkpoint that is passed over.
 
     Raises InputError where there is no run, where it keeps no average, or where an override does not suit it.
@@ -100,7 +104,7 @@ def load(
     if average and kept.experiment().training.ema_decay is None:
         raise InputError(f"{kept.paths} keeps no average of its weights (training.ema_decay); leave out --ema")
     experiment = kept.overridden(overrides, reads)
-    return LoadedModel(kept, experiment, checkpoint, average, dtype or experiment.training.dtype, say)
+    return LoadedModel(kept, experiment, checkpoint, average, dtype or experiment.training.dtype, workload, say)
 
 
 class LoadedModel:
@@ -113,10 +117,12 @@ class LoadedModel:
         checkpoint: Literal["newest", "best"],
         average: bool,
         dtype: str,
+        workload: "Kind",
         say: Callable[[str], None],
     ):
         self.run, self.experiment = run, experiment
-        self._checkpoint, self._average, self._dtype, self._say = checkpoint, average, dtype, say
+        self._checkpoint, self._average, self._dtype = checkpoint, average, dtype
+        self._workload, self._say = workload, say
 
     @property
     def config(self) -> "ModelConfig":
@@ -135,12 +141,26 @@ class LoadedModel:
 
     @cached_property
     def mesh(self) -> "Mesh":
-        """The experiment's mesh on this machine's devices. Raises InputError where it does not divide the model."""
-        from jaxlm import config
+        """The mesh on this machine's devices. Raises InputError where the experiment's does not divide them."""
         from jaxlm.parallel.devices import mesh_here
 
+        return mesh_here(self.experiment.mesh.least().size, self._layout)
+
+    def _layout(self, devices: int) -> "Layout":
+        import jax
+
+        from jaxlm import config
+        from jaxlm.costs.hardware.target import of_devices
+        from jaxlm.costs.placement import layout_on
+
+        device = jax.devices()[0]
+        if self._workload != "train":
+            try:
+                return layout_on(self.experiment, of_devices(device.device_kind, device.platform, devices), "decode")
+            except InputError:  # a chip that the catalog does not know
+                pass
         # Nothing is trained: any number of sequences will do.
-        return mesh_here(self.experiment.mesh.least().size, partial(config.layout, self.experiment, kind="decode"))
+        return config.layout(self.experiment, devices, "decode")
 
     @cached_property
     def tokenizer(self) -> "Tokenizer | None":
@@ -230,6 +250,7 @@ class LoadedModel:
 
         from jaxlm.data.config import TOKENIZERS
         from jaxlm.run import SHAPING
+        from jaxlm.training.display import Display
         from jaxlm.training.evaluation import evaluate_sources
         from jaxlm.training.step import jit_steps, make_steps
 
@@ -254,11 +275,16 @@ class LoadedModel:
         import jax.numpy as jnp
 
         from jaxlm.models import tree as model_tree
+        from jaxlm.parallel.rules import RULES
         from jaxlm.training import checkpoints, manifests
 
         choose = manifests.best_verified if self._checkpoint == "best" else manifests.newest_verified
         _, tree = model_tree.abstract(self.config)
-        shapes, placement = model_tree.shapes(tree, jnp.dtype(self._dtype)), model_tree.shardings(tree, self.mesh)
+        rules = RULES[self._workload]
+        shapes, placement = (
+            model_tree.shapes(tree, jnp.dtype(self._dtype)),
+            model_tree.shardings(tree, self.mesh, rules),
+        )
         like, folder, said = model_tree.placed(shapes, placement), self.run.paths.checkpoints, set[str]()
 
         def say(line: str) -> None:
@@ -355,10 +381,9 @@ def compile(
     """
     import jax
 
-    from jaxlm import config
     from jaxlm.costs.hardware.target import Target
     from jaxlm.costs.ladder import say_replicated
-    from jaxlm.costs.placement import batch_parts, on_mesh, with_batch
+    from jaxlm.costs.placement import batch_shards, layout_on, on_mesh, with_batch
     from jaxlm.costs.workload import Workload
     from jaxlm.lowering import report, targets
     from jaxlm.lowering.fit import compile_fitting
@@ -370,8 +395,8 @@ def compile(
     if quick and target.chip.kind != "tpu":
         raise InputError(f"--quick is for TPUs, whose compiler takes longer: leave it out for {target}")
     experiment = on_mesh(experiment, mesh)
-    experiment = with_batch(experiment, batch_parts(experiment, target), workload)
-    layout = config.layout(experiment, target.devices, workload)
+    experiment = with_batch(experiment, batch_shards(experiment, target, workload), workload)
+    layout = layout_on(experiment, target, workload)
     if replicated := say_replicated(Workload.of(experiment, layout, workload)):
         warn(replicated)
     jax.config.update("jax_platforms", "cpu")  # whatever is here is not what is compiled for

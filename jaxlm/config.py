@@ -72,6 +72,8 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 # Sizes that may be rounded up to suit a mesh; others are bound to one another.
+# Tokens per row where nothing says how many, of a model whose context is longer.
+DEFAULT_SEQUENCE = 8192
 _PADDABLE = ("model.vocab_size", "model.feed_forward.d_ff")
 
 
@@ -236,7 +238,8 @@ def _fill(values: dict[str, Any]) -> set[str]:
     model, training, optimizer = values.get("model"), values["training"], values["optimizer"]
     if isinstance(model, dict) and isinstance(training, dict) and "context_length" in model:
         if "sequence" not in training:
-            training["sequence"] = model["context_length"]
+            length = model["context_length"]
+            training["sequence"] = min(length, DEFAULT_SEQUENCE) if isinstance(length, int) else length
             filled.add("training.sequence")
     if isinstance(training, dict) and isinstance(optimizer, dict):
         schedule = optimizer.setdefault("schedule", {})

@@ -32,7 +32,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _at_a_loss(arguments: argparse.Namespace) -> int:
     """Measure the loss, of parameters in float32."""
-    model = trained.load(arguments, (*_ROWS, *_read_of_data(arguments.data)), "float32")
+    model = trained.load(arguments, (*_ROWS, *_read_of_data(arguments.data)), "float32", "train")
 
     from jaxlm.cli.progress import Bar
 

@@ -10,6 +10,7 @@ from jaxlm.cli.paths import path
 
 if TYPE_CHECKING:
     from jaxlm.api import LoadedModel
+    from jaxlm.parallel.rules import Kind
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -27,7 +28,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 _READ = ("model", "mesh", "training.dtype", "training.kernels")  # sections and keys that every command reads
 
 
-def load(arguments: Namespace, reads: Collection[str] = (), dtype: str | None = None) -> "LoadedModel":
+def load(
+    arguments: Namespace, reads: Collection[str] = (), dtype: str | None = None, workload: "Kind" = "decode"
+) -> "LoadedModel":
     """The model of the run, with overrides of what the command reads: more than others in `reads`. Raises InputError as
     `jaxlm.api.load` does."""
 
@@ -41,5 +44,6 @@ def load(arguments: Namespace, reads: Collection[str] = (), dtype: str | None = 
         checkpoint=arguments.checkpoint,
         average=arguments.ema,
         dtype=dtype,
+        workload=workload,
         say=say,
     )

@@ -2,13 +2,17 @@
 
 import math
 import re
+from dataclasses import replace
 
-from jaxlm.config import Experiment
+from jaxlm import config
+from jaxlm.config import Experiment, divisors
 from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware.target import COUNT, Target
-from jaxlm.parallel.config import MeshConfig
-from jaxlm.parallel.layout import AXES
-from jaxlm.parallel.rules import TRAIN, Kind
+from jaxlm.costs.step.memory import memory
+from jaxlm.costs.workload import Workload
+from jaxlm.parallel.config import ALL, MeshConfig
+from jaxlm.parallel.layout import AXES, Layout
+from jaxlm.parallel.rules import RULES, Kind
 
 
 def on_mesh(experiment: Experiment, text: str | None) -> Experiment:
@@ -29,10 +33,30 @@ def on_mesh(experiment: Experiment, text: str | None) -> Experiment:
     return experiment.model_copy(update={"mesh": MeshConfig(**sizes)})
 
 
-def batch_parts(experiment: Experiment, target: Target) -> int:
-    """Return the number of parts that the experiment's mesh cuts a batch into. Raises InputError where the mesh does
-    not divide these chips."""
-    return experiment.mesh.layout(target.devices).over(TRAIN.over("batch"))
+def layout_on(experiment: Experiment, target: Target, kind: Kind) -> Layout:
+    """Return the layout of a step on these chips.
+
+    In inference, where `mesh.fsdp` would take the devices that are left, they go to `data`, and `tensor` is what is
+    given or else the smallest on which the step fits: no weight is then sent for a token.
+
+    Raises InputError where the mesh does not divide the chips or, in training, the model and the batch.
+    """
+    mesh = experiment.mesh
+    layout = config.layout(experiment, target.devices, kind)
+    if kind == "train" or mesh.fsdp != ALL or mesh.data != 1:
+        return layout
+    work = Workload.of(experiment, kind=kind).on(target.chip)
+    for tensor in divisors(target.devices) if mesh.tensor == 1 else (mesh.tensor,):
+        layout = Layout(data=target.devices // tensor, tensor=tensor)
+        if memory(replace(work, layout=layout), target.chip.kind).total <= target.chip.device_capacity():
+            break
+    return layout
+
+
+def batch_shards(experiment: Experiment, target: Target, kind: Kind) -> int:
+    """Return the number of shards of a batch on these chips. Raises InputError as `layout_on` does."""
+    mesh = experiment.mesh.layout(target.devices) if kind == "train" else layout_on(experiment, target, kind)
+    return mesh.over(RULES[kind].over("batch"))
 
 
 def with_batch(experiment: Experiment, parts: int, kind: Kind) -> Experiment:

@@ -5,12 +5,11 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
-from jaxlm import config
 from jaxlm.config import Experiment
 from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware.catalog import catalog
 from jaxlm.costs.hardware.target import COUNT, Target
-from jaxlm.costs.placement import batch_parts, on_mesh, with_batch
+from jaxlm.costs.placement import batch_shards, layout_on, on_mesh, with_batch
 from jaxlm.costs.plan import Plan, plan
 from jaxlm.costs.search import search
 from jaxlm.costs.workload import Workload
@@ -78,12 +77,12 @@ class _Asked(NamedTuple):
 
     def parts(self, experiment: Experiment, target: Target) -> int:
         """Return into how many parts the batch is cut on these chips, or may be by a search."""
-        return target.devices if self.searched else batch_parts(experiment, target)
+        return target.devices if self.searched else batch_shards(experiment, target, self.kind)
 
     def on(self, experiment: Experiment, target: Target) -> list[Plan]:
         """Plan on the experiment's mesh, or on those that fit, the best first."""
         if not self.searched:
-            layout = config.layout(experiment, target.devices, self.kind)
+            layout = layout_on(experiment, target, self.kind)
             return [plan(Workload.of(experiment, layout, self.kind), target)]
         found = search(Workload.of(experiment, kind=self.kind), target, self.held)
         if not found:

@@ -15,8 +15,9 @@ class TrainingConfig(Section):
     """The optimizer's steps and how each is computed.
 
     `batch` is sequences per optimizer step over the whole job; `microbatches` divides it. `sequence` is tokens per row
-    (by default the model's context). `dtype` is that of the forward and backward pass, and of the gradients of one
-    microbatch where devices sum them; parameters, gradients summed over microbatches and optimizer state are float32.
+    (by default the model's context, at most 8,192). `dtype` is that of the forward and backward pass, and of the
+    gradients of one microbatch where devices sum them; parameters, gradients summed over microbatches and optimizer
+    state are float32.
 
     `remat`, `scan_layers` and `kernels` change no result beyond rounding. `remat` is what a layer keeps for its
     backward pass: everything, only its input, or the activations named. `kernels = "auto"` runs the kernels of

@@ -6,11 +6,14 @@ import model_fixtures
 import numpy as np
 import pytest
 
+from jaxlm.config import Experiment
 from jaxlm.core.errors import InputError
 from jaxlm.inference import steps
 from jaxlm.inference.cache import cache_shardings, empty_cache
 from jaxlm.inference.generate import generate
 from jaxlm.inference.requests import Sampling
+from jaxlm.lowering import collectives, hlo
+from jaxlm.lowering.programs import step as lowered_step
 from jaxlm.models import tree
 
 families = pytest.mark.parametrize("family", model_fixtures.FAMILIES.values(), ids=model_fixtures.FAMILIES)
@@ -136,3 +139,20 @@ def test_prompts_are_not_filled_beyond_the_context():
     model, _, parameters = parts(model_fixtures.LLAMA)
     with pytest.raises(InputError, match="33 tokens exceeds model.context_length = 32"):
         next(generate(model, parameters, [[1]], 1, meshes.make(), pad_to=33))
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 1), (1, 1, 8), (1, 2, 4), (2, 2, 2)], ids=str)
+def test_decoding_sends_no_weights(sizes):
+    """Under the rules of decoding what moves is a token's activations, whatever axes the mesh has."""
+    model = model_fixtures.model(d_model=256, attention={"num_heads": 8}, vocab_size=512)
+    experiment = Experiment(
+        model=model,
+        training=model_fixtures.training(batch=8),
+        optimizer=model_fixtures.optimization().model_dump(),
+    )
+    mesh = meshes.make(*sizes)
+    program = hlo.parse(lowered_step(experiment, "decode", mesh).trace().lower().compile().as_text())
+    smallest = 4 * model.d_model * model.attention.num_heads * model.attention.head_dim // mesh.size
+    sent = collectives.collectives(program, dict(mesh.shape))
+    assert all(c.bytes < smallest for c in sent), sent
+    assert sent or mesh.shape["tensor"] == 1

@@ -127,9 +127,9 @@ def test_a_search_leaves_alone_what_the_command_line_gives(capsys):
 
 
 def test_a_search_says_which_activations_a_plan_keeps_so_that_it_can_be_given(capsys):
-    searched = ("--on", "h200-sxm:8", "--mesh", "auto", "training.sequence=8192")
+    searched = ("--on", "h200-sxm:8", "--mesh", "auto", "training.sequence=8192", "training.kernels=xla")
     given = shlex.split(plan(capsys, *searched).splitlines()[-1].removeprefix("named: "))
-    assert 'remat ["query", "key", "value", "up", "gate"]' in plan(capsys, "--on", "h200-sxm:8", *given)
+    assert 'remat ["query", "key", "value", "up", "gate"]' in plan(capsys, "--on", "h200-sxm:8", "training.kernels=xla", *given)
 
 
 def test_a_mesh_takes_the_place_of_that_of_the_file(tmp_path, capsys):
@@ -205,11 +205,11 @@ def test_chips_that_are_not_ranked_are_named_with_why(capsys):
         (["--on", "h200-sxm:8", "--mesh", f"fsdp={'1' * 5000}"], "and numbers up to 999999, such as fsdp=8,tensor=2"),
         (["--on", "all:8", "training.batsch=8"], "did you mean training.batch?"),
         (["--on", "all:8", "--mesh", "rows=8"], "--mesh 'rows=8' is not AXIS=N,…"),
-        (["--on", "all", "--mesh", "auto"], "as all; the first, a100-sxm4-80g:1: no mesh of a100-sxm4-80g:1 holds"),
+        (["--on", "all", "--mesh", "auto", "training.sequence=131072", "training.kernels=xla"], "as all; the first, a100-sxm4-80g:1: no mesh of a100-sxm4-80g:1 holds"),
         (["--on", "h200-sxm:8", "--mesh", "fsdp=4,fsdp=8"], "--mesh 'fsdp=4,fsdp=8' gives fsdp twice"),
         (["--on", "h200-sxm:8", "--mesh", "auto", "mesh.tensor=2"], "--mesh auto sets the whole mesh; leave out mesh."),
         (["--on", "h200-sxm:8", "--mesh", "fsdp=8", "mesh={tensor=2}"], "leave out mesh.tensor, or --mesh"),
-        (["--on", "h200-sxm:8", "--mesh", "auto", "training.remat=none"], "or leave out training.remat"),
+        (["--on", "h200-sxm:8", "--mesh", "auto", "training.remat=none", "training.sequence=131072", "training.kernels=xla"], "or leave out training.remat"),
     ],
 )
 def test_bad_input_is_one_line(capsys, arguments, said):

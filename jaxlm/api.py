@@ -122,7 +122,8 @@ class LoadedModel:
     ):
         self.run, self.experiment = run, experiment
         self._checkpoint, self._average, self._dtype = checkpoint, average, dtype
-        self._workload, self._say = workload, say
+        self._workload: Kind = workload
+        self._say = say
 
     @property
     def config(self) -> "ModelConfig":

@@ -8,6 +8,7 @@ from jaxlm.models.cross_entropy import cross_entropy
 from jaxlm.models.layers import whole_sequence
 from jaxlm.models.parameters import scope
 from jaxlm.models.transformer import Transformer
+from jaxlm.parallel.partition import partition
 from kernels_pallas import linear_cross_entropy
 
 
@@ -39,10 +40,10 @@ def _fused(
     """The sum of both terms, and log Z, without the logits; the unembedding's parts stay where they are."""
     table, letters = module.unembedding_table()
     hidden_BTD = whole_sequence(hidden_BTD)
-    mesh, partition = jax.sharding.get_abstract_mesh(), None
+    mesh, specs = jax.sharding.get_abstract_mesh(), None
     if not mesh.empty:
-        stream = partition(("batch", "sequence", "act_model"), hidden_BTD.shape, mesh)
-        partition = stream, partition(table.axes, table.shape, mesh)
+        hidden_axes = "batch", "sequence", "act_model"
+        specs = partition(hidden_axes, hidden_BTD.shape, mesh), partition(table.axes, table.shape, mesh)
     with scope(table):
         return linear_cross_entropy(
             hidden_BTD,
@@ -53,5 +54,5 @@ def _fused(
             z_loss=z_loss,
             reduction="sum",
             return_log_z=True,
-            partition=partition,
+            partition=specs,
         )

@@ -11,8 +11,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from launches import launches
 
-from jaxlm.parallel import collectives
-from jaxlm.parallel.collectives import on_each_device
+from jaxlm.models import kernels
 from jaxlm.parallel.layout import AXES
 from jaxlm.training.step import make_steps
 from kernels_pallas.core import interpreted
@@ -22,13 +21,13 @@ from kernels_pallas.core import interpreted
 def kernels_asked_for(monkeypatch):
     """Kernels run although this is a CPU; returns how often one was asked for."""
     asked = []
-    run = on_each_device
+    run = kernels.on_each_device
 
     def counted(function, *operands):
         asked.append(function)
         return run(function, *operands)
 
-    monkeypatch.setattr(collectives, "on_each_device", counted)
+    monkeypatch.setattr(kernels, "on_each_device", counted)
     with interpreted("triton"):
         yield asked
 

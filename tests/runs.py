@@ -95,13 +95,8 @@ def start(config: Path, run: Path, *arguments: str, devices: int = 1, before: st
 
 
 def environment(devices: int = 1) -> dict[str, str]:
-    """Return the environment of a subprocess. Runs share a compilation cache: half of a small run is compilation."""
-    return {
-        **os.environ,
-        "JAX_NUM_CPU_DEVICES": str(devices),
-        "JAX_COMPILATION_CACHE_DIR": str(Path(os.environ["XDG_CACHE_HOME"], "jax")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
-    }
+    """Return the environment of a subprocess, which shares the compilation cache of the tests."""
+    return {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices)}
 
 
 def end_all() -> None:

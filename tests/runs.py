@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import jax
 import meshes
+import pytest
 
 from jaxlm.config import load
 from jaxlm.data.tokenizers import Tokenizer, bytes_tokenizer
@@ -76,6 +78,9 @@ def untrained(folder: Path, *overrides: str, tokenizer: Tokenizer | None = None)
 
 # Prepended code for a run that must compile its own programs.
 COMPILING = "import jax; jax.config.update('jax_enable_compilation_cache', False)"
+
+# Signals that stop a run, with the status that it ends with.
+SIGNALS = [pytest.param(signal.SIGTERM, 0, id="SIGTERM"), pytest.param(signal.SIGINT, 130, id="SIGINT")]
 
 _started: list[subprocess.Popen] = []
 

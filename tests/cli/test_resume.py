@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matrices import sampled
-from runs import COMPILING, finish, losses, rows, start, wait_for_step, write_config
+from runs import COMPILING, SIGNALS, finish, losses, rows, start, wait_for_step, write_config
 
-STEPS = 400
+STEPS = 200
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_a_second_start_is_refused_until_the_first_is_gone(config, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "status"), sampled(SIGNALS, ["SIGINT"]))
 def test_a_signal_saves_and_says_how_to_go_on(config, uninterrupted, tmp_path, number, status):
     run = tmp_path / "run"
     process = start(config, run)

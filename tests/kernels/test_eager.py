@@ -40,7 +40,6 @@ SAMPLE = (
     "matmul-triton",
     "linear_cross_entropy-mosaic_tpu",
     "flash_attention-triton",
-    "flash_attention-mosaic_gpu",
     "flash_attention-mosaic_tpu",
 )
 

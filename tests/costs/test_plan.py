@@ -12,8 +12,8 @@ import model_fixtures
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
-from workload_fixtures import changed, workload
 from matrices import sampled
+from workload_fixtures import changed, workload
 
 from jaxlm import config
 from jaxlm.core.errors import InputError

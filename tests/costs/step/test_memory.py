@@ -10,8 +10,8 @@ from pathlib import Path
 import meshes
 import model_fixtures
 import pytest
-from workload_fixtures import changed, workload
 from matrices import sampled
+from workload_fixtures import changed, workload
 
 from jaxlm.costs.step.layer_memory import kept
 from jaxlm.costs.step.memory import memory

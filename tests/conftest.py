@@ -12,6 +12,9 @@ import chex  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 import runs  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
+
+CACHED_FROM_S = 0.1  # of compiling: smaller programs are compiled as fast as they are read
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -19,10 +22,26 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 @pytest.fixture(autouse=True, scope="session")
 def cache_of_its_own(tmp_path_factory):
-    """Nothing is read from or left in the cache of whoever runs the tests."""
+    """Nothing is read from or left in the cache of whoever runs the tests.
+
+    Programs that one test compiled, others take from JAX's cache: of all workers and of processes that tests start.
+    """
+    folder = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        programs = str((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "programs")
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", programs)
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", str(CACHED_FROM_S))
+        jax.config.update("jax_compilation_cache_dir", programs)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", CACHED_FROM_S)
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_are_cached():
+    """A module that compiles for chips that are not here goes on without the cache (`lowering.targets.devices`)."""
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()  # JAX asks once whether there is one
 
 
 @pytest.fixture(autouse=True)

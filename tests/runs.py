@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import jax
 import meshes
+import pytest
 
 from jaxlm.config import load
 from jaxlm.data.tokenizers import Tokenizer, bytes_tokenizer
@@ -77,6 +79,9 @@ def untrained(folder: Path, *overrides: str, tokenizer: Tokenizer | None = None)
 # Prepended code for a run that must compile its own programs.
 COMPILING = "import jax; jax.config.update('jax_enable_compilation_cache', False)"
 
+# Signals that stop a run, with the status that it ends with.
+SIGNALS = [pytest.param(signal.SIGTERM, 0, id="SIGTERM"), pytest.param(signal.SIGINT, 130, id="SIGINT")]
+
 _started: list[subprocess.Popen] = []
 
 # Under nohup, as tests may run, a closed terminal sends no signal.
@@ -95,13 +100,8 @@ def start(config: Path, run: Path, *arguments: str, devices: int = 1, before: st
 
 
 def environment(devices: int = 1) -> dict[str, str]:
-    """Return the environment of a subprocess. Runs share a compilation cache: half of a small run is compilation."""
-    return {
-        **os.environ,
-        "JAX_NUM_CPU_DEVICES": str(devices),
-        "JAX_COMPILATION_CACHE_DIR": str(Path(os.environ["XDG_CACHE_HOME"], "jax")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
-    }
+    """Return the environment of a subprocess, which shares the compilation cache of the tests."""
+    return {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices)}
 
 
 def end_all() -> None:

@@ -7,7 +7,8 @@ import time
 import numpy as np
 import pytest
 import runs
-from runs import losses
+from matrices import sampled
+from runs import SIGNALS, losses
 from store_fixtures import write_store
 
 from jaxlm.data.packing import Rows
@@ -72,7 +73,7 @@ def test_two_processes_train_to_the_losses_of_one(config, whole, tmp_path):
         assert list((tmp_path / "run" / "profile" / f"process-{index}").rglob("*.xplane.pb"))
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", sampled([1, 4], ["1"]))
 def test_a_checkpoint_of_two_processes_resumes_in_another_number(count, config, whole, tmp_path):
     run = tmp_path / "run"
     finish(start(config, [run] * 2, "training.steps=10"))
@@ -128,7 +129,7 @@ def test_a_mesh_that_leaves_a_process_without_devices_is_refused_by_all(config, 
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("index", "other"), [(0, 1), (1, 0)])
+@pytest.mark.parametrize(("index", "other"), sampled([pytest.param(0, 1), pytest.param(1, 0)], ["1-0"]))
 def test_a_process_that_times_out_says_for_whom(index, other, config, tmp_path):
     address = f"127.0.0.1:{runs.free_port()}"
     soon = "from jaxlm.parallel import processes; processes._SAY_AFTER_S, processes._JOIN_TIMEOUT_S = 1, 3"
@@ -144,7 +145,7 @@ def test_a_process_that_times_out_says_for_whom(index, other, config, tmp_path):
     assert said.splitlines()[-1] == ours[-1]
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "status"), sampled(SIGNALS, ["SIGTERM"]))
 def test_a_signal_ends_a_process_that_waits_for_others(number, status, config, tmp_path):
     soon = "from jaxlm.parallel import processes; processes._SAY_AFTER_S = 1"
     place = f"0/2@127.0.0.1:{runs.free_port()}"

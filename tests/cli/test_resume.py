@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import COMPILING, finish, losses, rows, start, wait_for_step, write_config
+from matrices import sampled
+from runs import COMPILING, SIGNALS, finish, losses, rows, start, wait_for_step, write_config
 
-STEPS = 400
+STEPS = 200
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +35,18 @@ def uninterrupted(config, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_random_moments_ends_in_the_same_losses(config, uninterrupted, tmp_path):
+@pytest.mark.parametrize("times", sampled([6, 20], ["6"]))
+def test_a_run_killed_at_random_moments_ends_in_the_same_losses(config, uninterrupted, tmp_path, times):
     draw = random.Random(1)
     run, kills = tmp_path / "run", 0
-    for target in sorted(draw.sample(range(5, STEPS - 60), 20)):
+    for target in sorted(draw.sample(range(5, STEPS - 60), times)):
         process = start(config, run)
         wait_for_step(process, run, target)
         time.sleep(draw.random() * 0.05)
         process.send_signal(signal.SIGKILL)
         process.communicate()
         kills += process.returncode == -signal.SIGKILL
-    assert kills == 20
+    assert kills == times
     finish(start(config, run))
     assert figures(run) == figures(uninterrupted)
     assert figures(run, "evaluations.jsonl") == figures(uninterrupted, "evaluations.jsonl")
@@ -64,7 +66,7 @@ def test_a_second_start_is_refused_until_the_first_is_gone(config, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "status"), sampled(SIGNALS, ["SIGINT"]))
 def test_a_signal_saves_and_says_how_to_go_on(config, uninterrupted, tmp_path, number, status):
     run = tmp_path / "run"
     process = start(config, run)

@@ -5,7 +5,8 @@ import signal
 import time
 
 import pytest
-from runs import finish, losses, rows, start, wait_for_line, write_config
+from matrices import sampled
+from runs import SIGNALS, finish, losses, rows, start, wait_for_line, write_config
 
 from jaxlm.training.manifests import held_out_loss
 
@@ -18,6 +19,16 @@ def slowly(*arguments):
         time.sleep(DELAY)
         yield batch
 evaluation.evaluation_batches = slowly
+"""
+SLOW_STEPS = """
+import time
+from jaxlm.training import loop
+batches = loop.training_batches
+def slowly(*arguments, **options):
+    for batch in batches(*arguments, **options):
+        time.sleep(0.2)
+        yield batch
+loop.training_batches = slowly
 """
 # As in a compiler: no signal interrupts it, and the interpreter is free for other threads.
 STUCK = """
@@ -72,7 +83,14 @@ def test_a_signal_in_an_evaluation_does_not_wait_for_it_and_it_is_done_later(con
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "delay", ["0.5", "0.5 * (arguments[2] is not None)"], ids=["all text", "what it is compared by"]
+    "delay",
+    sampled(
+        [
+            pytest.param("0.5", id="all text"),
+            pytest.param("0.5 * (arguments[2] is not None)", id="what it is compared by"),
+        ],
+        ["what it is compared by"],
+    ),
 )
 def test_a_signal_in_the_last_evaluation_leaves_it_to_the_next_start(config, uninterrupted, tmp_path, delay):
     run = tmp_path / "run"
@@ -91,7 +109,7 @@ def test_a_signal_in_the_last_evaluation_leaves_it_to_the_next_start(config, uni
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "status"), sampled(SIGNALS, ["SIGTERM"]))
 def test_before_the_first_step_a_signal_ends_it_though_a_compiler_does_not_hear(config, tmp_path, number, status):
     process = start(config, tmp_path / "run", before=STUCK)
     assert process.stdout.readline() == "stuck\n"
@@ -155,9 +173,8 @@ def test_a_run_ends_before_its_hours_are_over_and_goes_on(config, tmp_path):
     run = tmp_path / "run"
     hours = 30 / 3600
     began = time.monotonic()
-    out, errors = finish(
-        start(config, run, "training.steps=100000", "evaluation.every=100000", "--max-hours", str(hours), "--json")
-    )
+    settings = "training.steps=100000", "evaluation.every=100000"
+    out, errors = finish(start(config, run, *settings, "--max-hours", str(hours), "--json", before=SLOW_STEPS))
     lasted = time.monotonic() - began
     printed = json.loads(out)
     assert printed["stopped"] == "max_hours" and lasted < 3600 * hours + 5

@@ -1,5 +1,6 @@
 """Closed forms against counts from programs, against the state of real optimizers, and against each other."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import model_fixtures
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from matrices import sampled
 from workload_fixtures import changed, workload
 
 from jaxlm import config
@@ -35,6 +37,7 @@ from jaxlm.parallel.layout import AXES, Layout
 from jaxlm.training.step import make_steps
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+SOME = '["query", "key", "value", "attention", "up"]'  # of the activations, kept for the backward pass
 EXPERIMENTS = sorted([*CONFIGS.glob("*.toml"), *CONFIGS.glob("models/*.toml")], key=lambda path: path.stem)
 
 
@@ -52,8 +55,27 @@ def windowless(work):
     return changed(work, model=work.model.model_copy(update={"attention": attention}))
 
 
-@pytest.mark.parametrize("remat", ["none", "full", '["query", "key", "value", "attention", "up"]'])
-@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path, remat",
+    sampled(
+        [
+            pytest.param(path, remat, id=f"{path.stem}-{remat}")
+            for path in EXPERIMENTS
+            for remat in ("none", "full", SOME)
+        ],
+        [
+            "quickstart-none",
+            "shakespeare_char-full",
+            "gpt2-124m-none",
+            f"llama2-7b-{SOME}",
+            "llama3.1-8b-full",
+            f"qwen3-0.6b-{SOME}",
+            "mistral-7b-none",
+            "gemma2-2b-full",
+            "gemma3-1b-none",
+        ],
+    ),
+)
 def test_every_config_s_training_step_has_the_products_that_are_counted(path, remat):
     experiment = config.load(path, [f"training.remat={remat}", "training.kernels=xla"])
     executed = flops(Workload.of(experiment)).executed
@@ -67,9 +89,20 @@ def test_every_config_s_training_step_has_the_products_that_are_counted(path, re
         assert cost.forward.matmul_flops * 3 == executed
 
 
-@pytest.mark.parametrize("remat", ["none", "full", '["query", "key", "value", "attention", "up"]'])
 @pytest.mark.parametrize(
-    "name, chip", [("qwen3-0.6b", "NVIDIA H200"), ("gpt2-124m", "TPU v5 lite"), ("gemma3-1b", "NVIDIA H200")]
+    "name, chip, remat",
+    sampled(
+        [
+            pytest.param(name, chip, remat, id=f"{name}-{remat}")
+            for name, chip in (
+                ("qwen3-0.6b", "NVIDIA H200"),
+                ("gpt2-124m", "TPU v5 lite"),
+                ("gemma3-1b", "NVIDIA H200"),
+            )
+            for remat in ("none", "full", SOME)
+        ],
+        ["qwen3-0.6b-none", "gpt2-124m-full", f"gemma3-1b-{SOME}"],
+    ),
 )
 def test_kernels_compute_what_both_counters_read(name, chip, remat):
     """Norms of heads, rotary positions and gates are Qwen's; biases, and an activation that is no kernel, GPT-2's;
@@ -88,8 +121,17 @@ def test_kernels_compute_what_both_counters_read(name, chip, remat):
     assert launched.bytes_in + launched.bytes_out == pytest.approx(moved, rel=1e-3)  # angles once, not per sequence
 
 
-@pytest.mark.parametrize("remat", ["none", "full", ("query", "key", "value", "attention", "up")], ids=str)
-@pytest.mark.parametrize("sequence", [128, 300, 1024])
+@pytest.mark.parametrize(
+    "sequence, remat",
+    sampled(
+        [
+            pytest.param(sequence, tuple(json.loads(remat)) if remat == SOME else remat, id=f"{sequence}-{remat}")
+            for sequence in (128, 300, 1024)
+            for remat in ("none", "full", SOME)
+        ],
+        ["128-none", "300-full", f"1024-{SOME}"],
+    ),
+)
 def test_a_cpu_computes_attention_in_parts(sequence, remat):
     """Both counters find the same products, and nearly the same other FLOPs; MFU counts attention whole."""
     model, training = (
@@ -118,8 +160,13 @@ def test_no_other_chip_computes_attention_in_parts():
         assert flops(changed(work, kind=kind).on_cpu()) == flops(changed(work, kind=kind))
 
 
-@pytest.mark.parametrize("kind", model_fixtures.OPTIMIZERS)
-@pytest.mark.parametrize("family", model_fixtures.FAMILIES)
+@pytest.mark.parametrize(
+    "family, kind",
+    sampled(
+        [pytest.param(family, kind) for family in model_fixtures.FAMILIES for kind in model_fixtures.OPTIMIZERS],
+        ["llama-adamw", "gpt2-adafactor", "qwen3-muon", "llama3.1-lion", "gemma-sgd"],
+    ),
+)
 def test_products_and_state_of_every_optimizer(family, kind):
     model, training = (
         model_fixtures.model(model_fixtures.FAMILIES[family]),
@@ -146,9 +193,25 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("remat", ["none", "full", ("query", "key", "value", "attention", "up")], ids=str)
-@pytest.mark.parametrize("patterns", FROZEN)
-@pytest.mark.parametrize("family, kind", [("llama", "adamw"), ("qwen3", "muon"), ("gemma", "adamw")])
+@pytest.mark.parametrize(
+    "family, kind, patterns, remat",
+    sampled(
+        [
+            pytest.param(*of, patterns, remat, id=f"{of[0]}-{patterns}-{remat if isinstance(remat, str) else 'some'}")
+            for of in (("llama", "adamw"), ("qwen3", "muon"), ("gemma", "adamw"))
+            for patterns in FROZEN
+            for remat in ("none", "full", ("query", "key", "value", "attention", "up"))
+        ],
+        [
+            "llama-layers-full",
+            "llama-embedding-some",
+            "qwen3-attention-full",
+            "qwen3-down-none",
+            "gemma-all but the unembedding-some",
+            "gemma-all but one table-full",
+        ],
+    ),
+)
 def test_products_of_a_step_in_which_something_is_frozen(family, kind, patterns, remat):
     """Layers with nothing that trains in or before them have no backward pass, and run only once."""
     model, training = (

@@ -7,6 +7,7 @@ import meshes
 import model_fixtures
 import numpy as np
 import pytest
+from matrices import sampled
 
 from jaxlm.core.errors import InputError
 from jaxlm.inference import steps
@@ -15,7 +16,7 @@ from jaxlm.inference.requests import Sampling
 from jaxlm.inference.scoring import Scorer, padded_length, token_logprobs
 from jaxlm.models import tree
 
-families = pytest.mark.parametrize("family", model_fixtures.FAMILIES.values(), ids=model_fixtures.FAMILIES)
+families = pytest.mark.parametrize("family", sampled(model_fixtures.FAMILIES, ["gpt2", "gemma"]))
 
 
 def parts(family=model_fixtures.LLAMA, mesh=None):
@@ -38,7 +39,7 @@ def pairs(count=5, most=40):
 
 @families
 def test_token_logprobs_are_log_softmax_and_argmax(family):
-    graph, _, parameters = parts(family)
+    graph, _, parameters = parts(model_fixtures.FAMILIES[family])
     tokens, targets = np.random.default_rng(0).integers(0, model_fixtures.VOCABULARY, (2, 3, 12), dtype=np.int32)
     logprobs, likeliest = jax.jit(lambda *x: token_logprobs(graph, *x))(parameters, tokens, targets)
     chex.assert_type([logprobs, likeliest], [jnp.float32, jnp.bool_])

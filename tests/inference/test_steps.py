@@ -5,6 +5,7 @@ import meshes
 import model_fixtures
 import numpy as np
 import pytest
+from matrices import sampled
 
 from jaxlm.config import Experiment
 from jaxlm.core.errors import InputError
@@ -46,7 +47,9 @@ def test_prefill_and_decode_equal_recomputing(family):
         logits, cache = decode(parameters, tokens[np.arange(3), at], cache)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 8), (2, 2, 2), (8, 1, 1), (1, 2, 4)], ids=str)
+@pytest.mark.parametrize(
+    "shape", sampled([(1, 1, 8), (2, 2, 2), (8, 1, 1), (1, 2, 4)], ["(1, 1, 8)", "(2, 2, 2)"]), ids=str
+)
 def test_any_mesh_gives_the_same_logits(shape):
     model, graph, parameters = parts(model_fixtures.LLAMA)
     tokens = np.random.default_rng(0).integers(0, model_fixtures.VOCABULARY, (8, 6), dtype=np.int32)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from launches import launches
+from matrices import sampled
 from numerics import drawn
 
 from kernels_pallas import flash_attention
@@ -29,7 +30,7 @@ EACH = pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIO
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", sampled(IMPLEMENTATIONS, ["triton", "mosaic_tpu"]))
 @interpreted()
 def test_nothing_comes_from_the_future(implementation):
     """The gradient of query t's output by later keys and values, and by later queries, is zero: exactly."""
@@ -145,7 +146,9 @@ def test_what_is_kept_by_its_name_is_not_computed_again(implementation):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
+@pytest.mark.parametrize(
+    "implementation", sampled(["reference", *IMPLEMENTATIONS], ["reference", "triton", "mosaic_tpu"])
+)
 @interpreted()
 def test_a_nan_is_not_hidden(implementation):
     """In a query it is in its row's results and gradient, in no other's, and in those of the keys that the row sees."""

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import meshes
 import pytest
+from matrices import sampled
 
 from jaxlm import config
 from jaxlm.cli import main
@@ -61,8 +62,13 @@ def compiled(path: Path, chips: str, kind: str, sizes=(1, 2, 2), overrides=(), q
     return report.compile(config.load(path, list(overrides)), kind, target, mesh, quick)
 
 
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
-@pytest.mark.parametrize("kind", ["train", "prefill", "decode"])
+@pytest.mark.parametrize(
+    "kind, platform",
+    sampled(
+        [pytest.param(kind, platform) for kind in ("train", "prefill", "decode") for platform in ("tpu", "cuda")],
+        ["train-tpu", "train-cuda", "prefill-cuda", "decode-tpu"],
+    ),
+)
 def test_flops_and_memory_agree_with_the_count_and_with_xla(small, platform, kind):
     found = compiled(small, FOUR[platform], kind)
     assert found.report.flops == found.report.counted_flops
@@ -101,16 +107,32 @@ def test_gaps_that_a_tpu_closes_are_not_what_a_step_needs(chip, temporaries, gap
 
 @pytest.mark.parametrize(
     "sizes, settings",
-    [
-        ((1, 4, 1), []),
-        ((2, 2, 1), ["optimizer.kind=muon", "model.tied_embeddings=true"]),
-        ((1, 2, 2), ["optimizer.kind=muon"]),
-        ((1, 1, 4), ["model.attention.num_kv_heads=2", "training.kernels=auto", "model.vocab_size=65536"]),
-        ((1, 1, 4), ["model.attention.num_heads=12", "model.attention.num_kv_heads=6", "model.d_model=768"]),
-        ((2, 2, 1), [f"optimizer.groups=[{FROZEN % 'layers/feed_forward/*'}, {FROZEN % 'embedding'}]"]),
-        ((1, 2, 2), [f"optimizer.groups=[{FROZEN % 'layers/*'}, {FROZEN % 'embedding'}]"]),
-    ],
-    ids=str,
+    sampled(
+        [
+            pytest.param((1, 4, 1), [], id="fsdp"),
+            pytest.param((2, 2, 1), ["optimizer.kind=muon", "model.tied_embeddings=true"], id="muon, tied"),
+            pytest.param((1, 2, 2), ["optimizer.kind=muon"], id="muon, tensor"),
+            pytest.param(
+                (1, 1, 4),
+                ["model.attention.num_kv_heads=2", "training.kernels=auto", "model.vocab_size=65536"],
+                id="kernels, half a head",
+            ),
+            pytest.param(
+                (1, 1, 4),
+                ["model.attention.num_heads=12", "model.attention.num_kv_heads=6", "model.d_model=768"],
+                id="a head and a half",
+            ),
+            pytest.param(
+                (2, 2, 1),
+                [f"optimizer.groups=[{FROZEN % 'layers/feed_forward/*'}, {FROZEN % 'embedding'}]"],
+                id="frozen in each layer",
+            ),
+            pytest.param(
+                (1, 2, 2), [f"optimizer.groups=[{FROZEN % 'layers/*'}, {FROZEN % 'embedding'}]"], id="frozen layers"
+            ),
+        ],
+        ["muon, tied", "kernels, half a head", "frozen layers"],
+    ),
 )
 def test_collectives_are_as_counted(small, sizes, settings):
     """Bytes agree exactly, except that XLA gathers a query matrix once more next to `tensor`, and older versions gather

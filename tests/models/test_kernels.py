@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from launches import launches
+from matrices import sampled
 
 from jaxlm.models import kernels
 from jaxlm.parallel.layout import AXES
@@ -63,14 +64,17 @@ def step(family, mesh, packed, kernels):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family, mesh, packed",
-    [
-        ("qwen3", (1, 1, 1), True),
-        ("qwen3", (1, 1, 1), False),
-        ("qwen3", (2, 2, 2), True),
-        ("qwen3", (1, 2, 4), False),
-        ("gpt2", (1, 4, 2), True),
-        ("gemma", (2, 2, 2), True),
-    ],
+    sampled(
+        [
+            pytest.param("qwen3", (1, 1, 1), True),
+            pytest.param("qwen3", (1, 1, 1), False),
+            pytest.param("qwen3", (2, 2, 2), True),
+            pytest.param("qwen3", (1, 2, 4), False),
+            pytest.param("gpt2", (1, 4, 2), True),
+            pytest.param("gemma", (2, 2, 2), True),
+        ],
+        ["qwen3-(1, 2, 4)-False", "gpt2-(1, 4, 2)-True", "gemma-(2, 2, 2)-True"],
+    ),
     ids=str,
 )
 def test_a_step_with_kernels_equals_one_without(family, mesh, packed, kernels_asked_for):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import meshes
 import model_fixtures
 import pytest
+from matrices import sampled
 
 from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import collectives, hlo, targets
@@ -63,7 +64,7 @@ DTYPES = {"cpu": "float32", "tpu": "bfloat16", "cuda": "bfloat16"}
 
 
 @on
-@pytest.mark.parametrize("shape", [(4, 1, 1), (2, 2, 1), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("shape", sampled([(4, 1, 1), (2, 2, 1), (2, 1, 2)], ["(2, 1, 2)"]), ids=str)
 def test_gradients_cross_data_once_per_step(shape, platform):
     mesh = meshes.make(*shape, devices=four[platform]())
     found = sent(training_step(mesh, DTYPES[platform]), mesh)
@@ -74,7 +75,11 @@ def test_gradients_cross_data_once_per_step(shape, platform):
 
 
 @on
-@pytest.mark.parametrize("shape", [(4, 1, 1), (1, 4, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    sampled([(4, 1, 1), (1, 4, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)], ["(2, 2, 1)", "(1, 2, 2)"]),
+    ids=str,
+)
 def test_a_step_holds_these_kinds_of_collectives_and_no_others(shape, platform):
     """Over `data` sums; over `fsdp` gathers of parameters and sums of gradients; over `tensor` gathers and sums of the
     stream. No all-to-all and no permutation: nothing lies where it is not needed."""
@@ -92,7 +97,7 @@ def test_a_step_holds_these_kinds_of_collectives_and_no_others(shape, platform):
 
 
 @on
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", sampled([False, True], ["True"]))
 def test_the_embedding_table_is_never_gathered_over_tensor(tied, platform):
     """Each device looks up what it has, and what they find is added."""
     mesh = meshes.make(1, 2, 2, devices=four[platform]())

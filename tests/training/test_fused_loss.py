@@ -7,6 +7,7 @@ import meshes
 import model_fixtures
 import numpy as np
 import pytest
+from matrices import sampled
 
 from jaxlm.models import kernels as kernel_choice
 from jaxlm.parallel.batches import put_batch
@@ -46,14 +47,17 @@ def with_logits(family):
 
 @pytest.mark.parametrize(
     "family, mesh, microbatches",
-    [
-        ("llama", (1, 1, 1), 1),
-        ("llama", (2, 2, 2), 1),
-        ("gpt2", (2, 2, 2), 2),
-        ("gpt2", (1, 4, 2), 1),
-        ("llama", (1, 1, 8), 2),
-        ("gemma", (1, 2, 4), 1),
-    ],
+    sampled(
+        [
+            pytest.param("llama", (1, 1, 1), 1),
+            pytest.param("llama", (2, 2, 2), 1),
+            pytest.param("gpt2", (2, 2, 2), 2),
+            pytest.param("gpt2", (1, 4, 2), 1),
+            pytest.param("llama", (1, 1, 8), 2),
+            pytest.param("gemma", (1, 2, 4), 1),
+        ],
+        ["llama-(1, 1, 1)-1", "gpt2-(2, 2, 2)-2", "gemma-(1, 2, 4)-1"],
+    ),
     ids=str,
 )
 def test_a_step_without_logits_is_one_with_them(fused, family, mesh, microbatches):

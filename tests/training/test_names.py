@@ -6,6 +6,7 @@ import jax
 import meshes
 import model_fixtures
 import pytest
+from matrices import sampled
 
 from jaxlm.models import tree
 from jaxlm.training.step import jit_steps, make_steps
@@ -32,8 +33,18 @@ def products(family, **training):
     return [re.sub(r"\w+\(|\)", "", name) for name in names]
 
 
-@pytest.mark.parametrize("settings", [{}, {"scan_layers": False}, {"remat": "full", "microbatches": 2}], ids=str)
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    "family, settings",
+    sampled(
+        [
+            pytest.param(family, settings)
+            for family in ("llama", "gpt2")
+            for settings in ({}, {"scan_layers": False}, {"remat": "full", "microbatches": 2})
+        ],
+        ["gpt2-{'scan_layers': False}", "llama-{'remat': 'full', 'microbatches': 2}"],
+    ),
+    ids=str,
+)
 def test_every_product_with_a_parameter_carries_its_path(family, settings):
     model = model_fixtures.model(model_fixtures.FAMILIES[family])
     _, abstract = tree.abstract(model)

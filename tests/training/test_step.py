@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from matrices import sampled
 
 from jaxlm.models import tree
 from jaxlm.models.cross_entropy import cross_entropy
@@ -66,7 +67,7 @@ def test_only_targets_that_count_are_counted():
     assert a["loss"] == b["loss"] and a["tokens"] == (batch["segments"] > 0).sum()
 
 
-@pytest.mark.parametrize("microbatches", [2, 4, 8])
+@pytest.mark.parametrize("microbatches", sampled([2, 4, 8], ["4"]))
 def test_microbatches_equal_the_whole_batch_though_their_targets_differ_in_number(microbatches):
     batch = model_fixtures.batch()
     batch["segments"][0] = 0  # one row counts nothing at all

@@ -18,6 +18,7 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType, PartitionSpec
+from matrices import sampled
 
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.inference.cache import empty_cache
@@ -223,16 +224,19 @@ def executed_products(text):
 
 
 SETTINGS = [
-    ("llama", {}, {}),
-    ("llama", {"remat": "full", "microbatches": 2}, {}),
-    ("llama", {"remat": "full", "scan_layers": False}, {}),
-    ("gpt2", {"remat": ("query", "key", "value", "up")}, {}),
-    ("qwen3", {"remat": ("attention",), "dropout": 0.1, "z_loss": 1e-4}, {}),
-    ("llama3.1", {"scan_layers": False}, {"kind": "muon"}),
+    pytest.param("llama", {}, {}, id="llama"),
+    pytest.param("llama", {"remat": "full", "microbatches": 2}, {}, id="llama, microbatches"),
+    pytest.param("llama", {"remat": "full", "scan_layers": False}, {}, id="llama, unrolled"),
+    pytest.param("gpt2", {"remat": ("query", "key", "value", "up")}, {}, id="gpt2"),
+    pytest.param("qwen3", {"remat": ("attention",), "dropout": 0.1, "z_loss": 1e-4}, {}, id="qwen3, dropout"),
+    pytest.param("llama3.1", {"scan_layers": False}, {"kind": "muon"}, id="llama3.1, muon"),
 ]
 
 
-@pytest.mark.parametrize("family, training, optimization", SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    "family, training, optimization",
+    sampled(SETTINGS, ["llama, microbatches", "gpt2", "qwen3, dropout", "llama3.1, muon"]),
+)
 def test_products_of_the_training_step_are_those_that_run(family, training, optimization):
     mesh = meshes.make()
     steps, state, batch = abstract_step(
@@ -268,7 +272,7 @@ def test_the_products_of_all_devices_are_those_of_one(shape, microbatches):
     assert written == ([] if microbatches == 1 else [("all-reduce", ("data",), sent)])
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", sampled(["llama", "gpt2"], ["gpt2"]))
 def test_products_of_inference_are_those_that_run(family):
     model = model_fixtures.model(model_fixtures.FAMILIES[family])
     graph, declared = tree.abstract(model)

@@ -112,7 +112,7 @@ def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train") -
 
 
 def divided_by_mesh(model: ModelConfig) -> list[tuple[str, str, int]]:
-    """What the axes of a mesh must divide of a model: axis, key in a configuration, size."""
+    """Return the dimensions of a model that mesh axes must divide: (axis, key in a configuration, size) each."""
     return [
         ("tensor", "model.attention.num_heads", model.attention.num_heads),
         ("tensor", "model.feed_forward.d_ff", model.feed_forward.d_ff),
@@ -131,7 +131,7 @@ def _some_divisors(n: int) -> str:
 
 
 def _check(experiment: Experiment, kind: Kind) -> None:
-    """What no single section can check."""
+    """Check what involves several sections. Raises InputError."""
     model, training = experiment.model, experiment.training
     if training.sequence > model.context_length:
         raise InputError(
@@ -209,8 +209,9 @@ def _set(values: dict[str, Any], override: str) -> None:
 
 
 def _leave_other_kinds(values: dict[str, Any], file: dict[str, Any], keys: set[str]) -> None:
-    """Where one of these keys, which were overridden, names another `kind` than the file, those go that the file has
-    and only its kind knows. (Where a file names another than its base all keys of the base's go.)"""
+    """Drop the file's keys that only its `kind` knows from each section whose `kind` one of these overrides changed.
+
+    (A file that names another `kind` than its base drops all keys of the base's section.)"""
     for key in keys:
         section, _, name = key.rpartition(".")
         before, now, sections = _at(file, section), _at(values, section), sections_at(section, Experiment)

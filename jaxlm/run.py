@@ -33,7 +33,7 @@ _ARCHITECTURE = (
 
 
 class Run:
-    """What a run folder holds, asked and begun; `paths` are its files."""
+    """The folder of a run: its files (`paths`), what they hold, and the checks before a run starts in it."""
 
     def __init__(self, directory: Path):
         self.paths = RunPaths(directory)

@@ -1,4 +1,4 @@
-"""Where programs for chips that are not here can be compiled."""
+"""Markers for tests that compile programs for chips that are not here."""
 
 import platform
 import sys

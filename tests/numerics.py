@@ -1,4 +1,4 @@
-"""What implementations are given, and how near they must come to their reference."""
+"""Operands of implementations, and the tolerances to their reference."""
 
 import contextlib
 import functools

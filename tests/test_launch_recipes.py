@@ -1,4 +1,4 @@
-"""What the launchers' recipes do at a signal, with programs in the place of Slurm's and of jaxlm."""
+"""The launch recipes at a signal, with stand-ins for Slurm's programs and for jaxlm."""
 
 import os
 import re

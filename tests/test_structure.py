@@ -61,7 +61,7 @@ def test_every_part_has_a_floor():
 
 
 def test_imports_come_from_floors_below():
-    """Those inside functions and those for type checkers alone too; between parts of one floor there are none."""
+    """Includes imports inside functions and for type checkers alone; packages of one floor do not import each other."""
     for module in FILES.keys() - {"jaxlm", "jaxlm.__main__"}:
         here = part(module)
         for other in set(imported(parsed(module))) - {"jaxlm"}:

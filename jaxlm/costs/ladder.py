@@ -20,8 +20,8 @@ from jaxlm.costs.workload import Workload
 
 @dataclass(frozen=True)
 class Counted:
-    """What was counted of a run's step before it ran. `target` is None where the devices are unknown, and `time` also
-    where a figure of them that it needs is."""
+    """The counted figures of a run's step, made before it runs. `target` is None for unknown devices; `time` is None
+    too if one of their figures that it needs is unknown."""
 
     work: Workload
     flops: Flops
@@ -30,7 +30,7 @@ class Counted:
     time: StepTime | None
 
     def mfu(self, step_s: float) -> float | None:
-        """Of the `model` FLOPs in a step of so many seconds; None where the peak is unknown."""
+        """Return the model FLOP utilisation of a step that takes `step_s` seconds; None if the peak is unknown."""
         try:
             return self.target and mfu(self.flops.model, step_s, self.target.chip, self.target.chips, self.work.dtype)
         except InputError:  # it has no published peak

@@ -1,4 +1,4 @@
-"""What a step costs on chips that need not be here: FLOPs, memory, a bracket of time, money and energy."""
+"""The cost of a step on chips that need not be here: FLOPs, memory, a bracket of time, money and energy."""
 
 import math
 from dataclasses import dataclass
@@ -77,7 +77,8 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """Of the `model` FLOPs (attention whole), of the peak in the workload's dtype."""
+        """Model FLOP utilisation: model FLOPs (attention counted whole) per second, as a share of the peak in the
+        workload's dtype."""
         return mfu(self.flops.model, self.time.expected, self.target.chip, self.target.chips, self.work.dtype)
 
     @property
@@ -92,7 +93,7 @@ class Plan:
 
     @property
     def usd_per_run(self) -> float | None:
-        """What `run_s` cost."""
+        """The price of `run_s`; None if no price is published."""
         return self._usd_per_s and self._usd_per_s * self.run_s
 
     @property
@@ -222,7 +223,7 @@ def _in_tiles(product: Product, chip: Chip) -> int:
 
 
 def parameter_counts(work: Workload) -> dict[str, int]:
-    """How many there are, how many of them a token meets, and those of the embedding tables."""
+    """Return the number of parameters: in total, active for each token, and in the embedding tables."""
     sizes = {path: math.prod(d.shape) for path, d in parameters(work.model).items()}
     total = sum(sizes.values())
     tables = sum(sizes[path] for path, d in parameters(work.model).items() if d.table)

@@ -1,4 +1,4 @@
-"""Which mesh, microbatches and rematerialisation are fastest of those that fit."""
+"""Search for the fastest mesh, microbatches and rematerialisation that fit."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace

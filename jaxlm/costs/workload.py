@@ -115,12 +115,12 @@ class Workload:
 
     @property
     def itemsize(self) -> int:
-        """Of a number in the dtype that it computes in."""
+        """Bytes of a number in the dtype of the computation."""
         return BYTES[self.dtype]
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether kernels of kernels_pallas run: see `on`."""
+        """True if kernels of kernels_pallas run; see `on`."""
         return self.training.kernels != "xla"
 
     @property
@@ -148,7 +148,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """That a step reads, over the whole job."""
+        """Tokens that a step reads, over the whole job."""
         return self.batch * (1 if self.kind == "decode" else self.sequence)
 
     @property
@@ -163,7 +163,7 @@ class Workload:
         return [(self.queries, self.sequence)]
 
     def scores(self) -> int:
-        """How many scores of each sequence and head those are."""
+        """Return the number of scores of each sequence and head in `attended`."""
         return sum(queries * keys for queries, keys in self.attended())
 
     def seen(self, causally: bool) -> Fraction:
@@ -181,7 +181,7 @@ class Workload:
 
     @property
     def replicated_kv_heads(self) -> bool:
-        """Whether the tensor axis does not divide the key/value heads, so that several devices compute the same."""
+        """True if the tensor axis does not divide the key/value heads, so that several devices compute the same ones."""
         return self.model.attention.num_kv_heads % self.head_shards != 0
 
     @property
@@ -201,8 +201,8 @@ class Workload:
         return read // parts, attention.num_heads // read
 
     def local(self, axis: str, size: int) -> int:
-        """How much of a dimension with this logical axis one device computes with: what `tensor` leaves of it (parts
-        along `fsdp` are gathered first), of key/value heads with their copies."""
+        """Return the size of a dimension with this logical axis on one device as it computes: sharded over `tensor`
+        alone (shards over `fsdp` are gathered first), key/value heads with their copies."""
         if axis in ("kv_heads", "act_kv_heads"):
             size = self.model.attention.kv_heads_over(self.head_shards)
         return math.ceil(size / self.parts("tensor", axis, size))

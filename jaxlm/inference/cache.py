@@ -75,7 +75,7 @@ def empty_cache(model: ModelConfig, batch: int, size: int, dtype: jnp.dtype) -> 
 
 
 def cache_shardings(model: ModelConfig, batch: int, size: int, mesh: Mesh) -> Cache:
-    """How a cache lies on a mesh: sequences over the batch axes, key/value heads over `tensor`."""
+    """Return the shardings of a cache: sequences over the batch axes, key/value heads over `tensor`."""
     shards = DECODE.shards("act_heads", model.attention.num_heads, mesh.shape)
     large: NamedSharding = named_sharding(_AXES, _shape(model, batch, size, shards), mesh, DECODE)
     small = replicated(mesh)

@@ -1,4 +1,4 @@
-"""How a model is trained. Imports no JAX."""
+"""The sections of an experiment that say how a model is trained. Imports no JAX."""
 
 from typing import Annotated, Literal
 
@@ -46,8 +46,8 @@ class TrainingConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """What every schedule of the learning rate has: its steps are updates, and it begins with a linear warmup from 0
-    to the peak, `optimizer.learning_rate`, over `warmup_steps`."""
+    """The keys of every learning-rate schedule. Its steps are updates; it starts with a linear warm-up over
+    `warmup_steps` from 0 to the peak, `optimizer.learning_rate`."""
 
     kind: str
     warmup_steps: CountFromZero = 0
@@ -88,7 +88,7 @@ class ConstantScheduleConfig(ScheduleConfig):
 
 
 class ParameterGroupConfig(Section):
-    """What holds for parameters whose path, such as "layers/attention/query", matches `pattern` (`*` matches any
+    """Settings of the parameters whose path, such as "layers/attention/query", matches `pattern` (`*` matches any
     characters, `/` too).
 
     Their learning rate is multiplied by `learning_rate_scale`; 0 freezes them, and their gradients do not count in
@@ -101,7 +101,7 @@ class ParameterGroupConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """What every optimizer has. One update is p ← p − rate · (direction + weight_decay · p), the direction from
+    """The keys of every optimizer. One update is p ← p − rate · (direction + weight_decay · p), the direction from
     gradients clipped to the global norm `clip_norm`; `weight_decay` acts on matrices only. Of `groups`, a parameter
     belongs to the first whose pattern matches it.
     """
@@ -192,8 +192,8 @@ class EvaluationConfig(Section):
 
 
 class RecordsConfig(Section):
-    """What is recorded besides the run's own lines of metrics and evaluations: TensorBoard event files, a Weights &
-    Biases run in this project, and every `norms_every` steps the norms of each layer."""
+    """Records in addition to metrics.jsonl and evaluations.jsonl: TensorBoard event files, a Weights & Biases run in
+    this project, and every `norms_every` steps the norms of each layer."""
 
     tensorboard: bool = True
     wandb_project: Annotated[str, Field(min_length=1)] | None = None

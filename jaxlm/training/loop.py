@@ -39,7 +39,7 @@ class Diverged(RunFailed):
 
 
 class Start(NamedTuple):
-    """What one start of a run brings: its clock, who watches it, which steps it traces, and what may stop it."""
+    """The context of one attempt of a run: its clock, its display, the steps to trace, and the request to stop."""
 
     clock: Clock
     display: Display
@@ -48,7 +48,7 @@ class Start(NamedTuple):
 
 
 class Result(NamedTuple):
-    """How a run ended: at which step, with which parameters, and why (`interrupt.named`) if before its last."""
+    """The end of a run: its step, its parameters, and the reason (`interrupt.named`) if it stopped before its last step."""
 
     step: int
     parameters: Tree
@@ -189,7 +189,7 @@ class Trainer:
         return compiled
 
     def _propose(self) -> None:
-        """What this process knows of a stop, with time enough for what is under way and a checkpoint."""
+        """Return this process's reason to stop, early enough to finish the step in progress and write a checkpoint."""
         saving_s = self._saved.expected_s(self._state_bytes)
         self._consensus.propose(self._stop.reason(ahead_s=3 * self._throughput.longest_s + saving_s + _END_S))
 

@@ -17,7 +17,7 @@ from jaxlm.run import Run
 
 @pytest.fixture
 def text(tmp_path):
-    """What eval measures on, the held-out text or other data, of a run on forty documents, under overrides."""
+    """Return the text that eval measures, held-out or other, of a run on forty documents, under overrides."""
     folder = tmp_path / "text"
     folder.mkdir()
     run = Run(tmp_path / "run")

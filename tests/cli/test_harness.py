@@ -164,7 +164,7 @@ def test_answers_do_not_depend_on_the_batch(model, adapter):
 
 
 def test_rolling_is_what_eval_measures(folder, model, adapter, capsys):
-    """Of whole windows, so that both cut the text at the same places; eval goes on to the separator at its end."""
+    """Compare on whole windows, so that both cut the text at the same places; eval includes the final separator."""
     text = ("alpha beta gamma delta " * 9)[: 4 * CONTEXT]
     (folder / "rolled.txt").write_text(text)
     measured = evaluate(capsys, folder / "run", "--data", folder / "rolled.txt")

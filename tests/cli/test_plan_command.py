@@ -174,7 +174,7 @@ def test_decoding_takes_the_smallest_tensor_axis_that_fits(capsys):
 
 
 def test_every_chip_is_ranked_at_one_batch(capsys):
-    """Which TPU v7x, of two devices each, fill up."""
+    """The batch is padded for TPU v7x, which has two devices a chip."""
     rows = json.loads(plan(capsys, "--on", "all:16", "training.sequence=4096", "training.remat=full", "--json"))["rows"]
     assert {row["batch"] for row in rows} == {32} and {row["devices"] for row in rows} == {16, 32}
     rates = [row["tokens_per_s"] for row in rows if row["fits"]]

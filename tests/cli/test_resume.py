@@ -111,7 +111,7 @@ def test_a_corrupt_checkpoint_costs_only_the_way_from_the_one_before(config, uni
 
 @pytest.mark.slow
 def test_a_run_whose_checkpoints_are_lost_is_not_begun_anew(config, uninterrupted, tmp_path):
-    """What it has written down stays: they may be on a disk that is away."""
+    """Its records stay: the checkpoints may be on a disk that is not mounted."""
     run = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     sums = list((run / "checkpoints").glob("*/checksums.json"))
     for file in sums:

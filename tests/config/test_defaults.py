@@ -1,4 +1,4 @@
-"""What keys are where a file leaves them out."""
+"""Defaults of keys that a file leaves out."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What is wrong, and what would be right, in one line."""
+"""Refusals: one line that says what is wrong and what would be right."""
 
 import re
 

@@ -154,8 +154,8 @@ def test_a_mesh_contains_its_collectives_and_no_other(mesh):
 
 @pytest.mark.parametrize("mesh", [(1, 8, 1), (1, 1, 4), (2, 2, 2)], ids=str)
 def test_only_parameters_and_the_stream_are_gathered(mesh):
-    """What is gathered over fsdp are matrices without their fsdp part, and over tensor the stream [B, T, D]; no other
-    activation, and no whole vocabulary where the tensor axis shards it."""
+    """Gathers over fsdp are of parameters, over tensor of the residual [B, T, D]; of no other activation, and of no
+    vocabulary that the tensor axis shards."""
     model = model_fixtures.model()
     data, fsdp, tensor = mesh
     stream = (len(model_fixtures.batch()["tokens"]) // (data * fsdp), model_fixtures.CONTEXT, model.d_model)

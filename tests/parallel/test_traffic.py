@@ -1,6 +1,6 @@
-"""What crosses between devices, on every compiler: gradients the `data` axis once per step, outside the loops over
-microbatches and layers; the stream the `tensor` axis by gathers and scatters, so that each device holds its part; and
-nothing that the table of logical axes does not ask for."""
+"""Traffic between devices, on every compiler: gradients cross the `data` axis once per step, outside the loops over
+microbatches and layers; the residual crosses the `tensor` axis by gathers and scatters, so that each device holds its
+shard; and nothing moves that the sharding rules do not ask for."""
 
 import math
 import platform

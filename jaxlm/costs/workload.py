@@ -181,7 +181,7 @@ class Workload:
 
     @property
     def replicated_kv_heads(self) -> bool:
-        """True if the tensor axis does not divide the key/value heads, so that several devices compute the same ones."""
+        """True if the tensor axis does not divide the key/value heads: several devices compute the same ones."""
         return self.model.attention.num_kv_heads % self.head_shards != 0
 
     @property

@@ -48,7 +48,7 @@ class Start(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The end of a run: its step, its parameters, and the reason (`interrupt.named`) if it stopped before its last step."""
+    """The end of a run: its step, its parameters, and the reason (`interrupt.named`) if it stopped early."""
 
     step: int
     parameters: Tree

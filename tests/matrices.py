@@ -1,4 +1,8 @@
-"""Matrices of test cases, of which a sample always runs."""
+"""Matrices of test cases, of which a sample always runs.
+
+A sample has every kernel, chip family, kind of mask, model family, optimizer and mesh axis at least once, in some test.
+`pytest -m exhaustive` runs the other cases.
+"""
 
 from collections.abc import Callable, Collection, Iterable
 from typing import Any

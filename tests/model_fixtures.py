@@ -1,5 +1,7 @@
 """Small models, batches and settings."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -139,14 +141,19 @@ def assert_same_numbers(actual, expected, relative: float) -> None:
     )
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(graph, parameters, tokens):
+    module = nnx.merge(graph, parameters)
+    positions = jnp.arange(tokens.shape[1])[None]
+    hidden, _ = module.hidden(tokens, positions, packed_causal_mask(positions))
+    return module.logits(hidden)
+
+
 def full_logits(graph, parameters, tokens):
-    """Return the logits [T, V] after each token of one sequence, from one forward pass."""
+    """Return the logits [T, V] after each token of one sequence, from one forward pass.
 
-    @jax.jit
-    def run(parameters, tokens):
-        module = nnx.merge(graph, parameters)
-        positions = jnp.arange(tokens.shape[1])[None]
-        hidden, _ = module.hidden(tokens, positions, packed_causal_mask(positions))
-        return module.logits(hidden)
-
-    return run(parameters, jnp.asarray(tokens)[None])[0]
+    Sequences are padded to one length, which changes no logits before the padding, so that one program serves all.
+    """
+    padded = np.zeros((1, CONTEXT), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return _logits(graph, parameters, padded)[0, : len(tokens)]

@@ -1,7 +1,8 @@
 """The schedule of a TPU kernel: a list of the tiles of scores that it computes, in order, which its index maps read.
 
-A step of the grid takes about 0.35 µs even where nothing is computed (JAX's documentation of Pallas on TPUs), as long
-as the products of a small tile: of causal attention half of all tiles would be such steps, of a window nearly all.
+A step of the grid takes about 0.35 µs even if it computes nothing (JAX's documentation of Pallas on TPUs), as long as
+the products of a small tile. Without the list, such steps would be half of all with causal attention, and nearly all
+with a window.
 """
 
 from collections.abc import Callable
@@ -23,15 +24,17 @@ MAX_TILES = 2**17
 
 
 class TileSchedule(NamedTuple):
-    """The tiles of each sequence of the batch, int32 [B, any length], or [1, …] for all sequences, and the number of
-    steps of the longest list, an int or int32: in the others the last tile is repeated."""
+    """A list of tiles for each sequence, int32 [B, any length], or [1, …] for all sequences, and a number of steps.
+
+    The steps are the length of the longest list, an int or int32; shorter lists repeat their last tile.
+    """
 
     tiles: Any
     steps: Any
 
 
 class ScheduledTile:
-    """A tile of the list, as a kernel or an index map reads it: `inner` blocks of an `outer` one are neighbours."""
+    """A tile of the list, as a kernel or an index map reads it. `inner` blocks of an `outer` one are consecutive."""
 
     def __init__(self, tile: Any):
         self._tile = tile
@@ -59,9 +62,12 @@ class ScheduledTile:
 
 
 def schedule_tiles(start: Any, end: Any, queries: int, keys: int, columns: int, *, by_keys: bool) -> TileSchedule:
-    """Return the tiles of `queries` × `keys` scores that are not fully masked, grouped by blocks of queries, or
-    `by_keys` by blocks of keys, of which there are `columns`. A block without any has one tile, where its zeros are
-    written. The schedule of numpy arrays [B or 1, T] is known while tracing."""
+    """Return the schedule of the tiles of `queries` × `keys` scores that are not fully masked.
+
+    Tiles are grouped by blocks of queries, or with `by_keys` by blocks of keys, of which there are `columns`. A block
+    without unmasked scores has one tile, where its zeros are written. The schedule of numpy arrays [B or 1, T] is known
+    while tracing.
+    """
     module = array_module(start, end)
     first, full, full_end, last = (x[:, :, None] for x in key_ranges(start, end, queries, keys))
     column = np.arange(columns, dtype=np.int32)[None, None]
@@ -75,7 +81,7 @@ def schedule_tiles(start: Any, end: Any, queries: int, keys: int, columns: int, 
     scheduled = seen | (is_first & is_last)
     marks = is_first * _FIRST + is_last * _LAST + seen * _COMPUTED + whole * _UNMASKED
     tiles = (outer << (4 + _INNER_BITS)) + (inner << 4) + marks
-    # Tiles that are not scheduled sort last, as copies of the last one that is, without its marks.
+    # Tiles that are not scheduled sort last, as copies of the last scheduled tile without its marks.
     tiles, scheduled = (x.reshape(x.shape[0], -1) for x in (tiles, scheduled))
     rest = module.max(module.where(scheduled, tiles, 0), axis=1, keepdims=True) & ~15
     count = module.sum(scheduled, axis=1, keepdims=True)

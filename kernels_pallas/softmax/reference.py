@@ -24,7 +24,7 @@ def log_softmax(
 
 
 def _shifted(x, where, temperature, soft_cap) -> tuple[jax.Array, jax.Array]:
-    """Capped logits over the temperature, less the row's largest, 0 where masked; and where they are not."""
+    """Return capped logits over the temperature, less the row's largest, 0 where masked; and the unmasked positions."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     seen = jnp.ones(x.shape, bool) if where is None else where
     if soft_cap is not None:

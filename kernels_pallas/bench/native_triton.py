@@ -109,10 +109,10 @@ def _over_keys(
         key_at, value_at = key + columns[None, :] * STRIDE, value + columns[:, None] * STRIDE
         if MASKED:
             scores = tl.dot(query, tl.load(key_at, mask=columns[None, :] < S, other=0.0))
-            seen = columns[None, :] < S
+            unmasked = columns[None, :] < S
             if CAUSAL:
-                seen = seen & (columns[None, :] <= rows[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
+                unmasked = unmasked & (columns[None, :] <= rows[:, None])
+            scores = tl.where(unmasked, scores, float("-inf"))
             values = tl.load(value_at, mask=columns[:, None] < S, other=0.0)
         else:
             scores = tl.dot(query, tl.load(key_at))

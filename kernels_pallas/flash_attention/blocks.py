@@ -39,10 +39,10 @@ def key_ranges(start: Any, end: Any, queries: int, keys: int) -> BlockRanges:
     rows = [(0, 0), (0, -start.shape[1] % queries)]
     start, end = (module.pad(without_repeats(x), rows) for x in (start, end))
     start, end = (x.reshape(x.shape[0], -1, queries) for x in (start, end))
-    sees = start < end
+    nonempty = start < end
     far = np.iinfo(np.int32).max
-    last = module.max(module.where(sees, -(-end // keys), 0), axis=-1)
-    first = module.minimum(module.min(module.where(sees, start // keys, far), axis=-1), last)
+    last = module.max(module.where(nonempty, -(-end // keys), 0), axis=-1)
+    first = module.minimum(module.min(module.where(nonempty, start // keys, far), axis=-1), last)
     full = module.clip(-(-module.max(start, axis=-1) // keys), first, last)
     full_end = module.clip(module.min(end, axis=-1) // keys, full, last)
     return BlockRanges(first, full, full_end, last)

@@ -41,8 +41,8 @@ def of_queries(settings: FlashSettings, operands: Operands, middle: int, *rows: 
 def of_keys(settings: FlashSettings, operands: Operands, middle: int, *rows: jax.Array) -> Iterator[tuple]:
     """Yield the calls on the keys before `middle` and from there on."""
     for half, its_settings in _halves(settings, middle, operands.sizes[2]):
-        key, seen = operands.key[:, half], shifted(KeyRange(operands.start, operands.end), half.start)
-        (start,), (end,) = clipped(seen, *operands.start.shape, key.shape[1])
+        key, key_range = operands.key[:, half], shifted(KeyRange(operands.start, operands.end), half.start)
+        (start,), (end,) = clipped(key_range, *operands.start.shape, key.shape[1])
         cut = operands._replace(
             key=key,
             value=operands.value[:, half],

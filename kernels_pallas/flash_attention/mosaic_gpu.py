@@ -97,10 +97,10 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
                 values, factor, _ = settings.factored(products, bias, tanh=tanh_by_exp2)
                 if masked:
                     index = order.block(j) * keys + warpgroup.iota((ROWS, keys), 1)
-                    seen = (warpgroup.broadcast_by_row(start, keys) <= index) & (
+                    unmasked = (warpgroup.broadcast_by_row(start, keys) <= index) & (
                         index < warpgroup.broadcast_by_row(end, keys)
                     )
-                    values = jnp.where(seen, values, -jnp.inf)
+                    values = jnp.where(unmasked, values, -jnp.inf)
                 raised = jnp.maximum(largest, jnp.max(values, axis=1) * factor)
                 kept = jnp.exp2(largest - raised)
                 weights = jnp.exp2(values * factor - warpgroup.broadcast_by_row(raised, keys))

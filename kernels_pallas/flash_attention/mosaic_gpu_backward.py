@@ -180,8 +180,8 @@ def backward(
 
                 def hide(values: jax.Array) -> jax.Array:
                     index = first + warpgroup.iota((ROWS, queries), 0)
-                    seen = (down("interval", 0) <= index) & (index < down("interval", 1))
-                    return jnp.where(seen, values, -jnp.inf)
+                    unmasked = (down("interval", 0) <= index) & (index < down("interval", 1))
+                    return jnp.where(unmasked, values, -jnp.inf)
 
                 products, d_weights = warpgroup.wgmma((key, slots["query"]), (value, slots["d_out"]))
                 values, factor, slope = settings.factored(products, bias_of_scores(now), tanh=tanh_by_exp2)

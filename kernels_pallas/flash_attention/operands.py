@@ -80,41 +80,40 @@ class Operands(NamedTuple):
             jax.ShapeDtypeStruct((B, N, T), jnp.float32),
         )
 
-    def forward_cost(self, seen: int) -> KernelCost:
-        """Return the forward kernel's cost for `seen` unmasked scores per head: two products, and six operations per
-        score.
+    def forward_cost(self, per_head: int) -> KernelCost:
+        """Return the cost of the forward kernel: two products, and six operations per unmasked score.
+
+        Like the costs below it takes the number of unmasked scores per head.
         """
         H, V = self.sizes[5:]
-        return self._cost(seen, 2 * (H + V) + 6, *self, *self.out)
+        return self._cost(per_head, 2 * (H + V) + 6, *self, *self.out)
 
-    def query_cost(self, seen: int) -> KernelCost:
+    def query_cost(self, per_head: int) -> KernelCost:
         """Return the cost of the kernel for the queries' gradient: three products."""
         H, V = self.sizes[5:]
         out, rows = self.out
-        return self._cost(seen, 2 * (2 * H + V) + 6, *self, out, rows, rows, self.query)
+        return self._cost(per_head, 2 * (2 * H + V) + 6, *self, out, rows, rows, self.query)
 
-    def key_cost(self, seen: int) -> KernelCost:
+    def key_cost(self, per_head: int) -> KernelCost:
         """Return the cost of the kernel for the keys' and values' gradients: four products."""
         H, V = self.sizes[5:]
         out, rows = self.out
-        return self._cost(seen, 4 * (H + V) + 6, *self, out, rows, rows, self.key, self.value)
+        return self._cost(per_head, 4 * (H + V) + 6, *self, out, rows, rows, self.key, self.value)
 
-    def backward_cost(self, seen: int) -> KernelCost:
-        """Return the cost of one kernel for all three gradients, which accumulates the queries' in float32: five
-        products.
-        """
+    def backward_cost(self, per_head: int) -> KernelCost:
+        """Return the cost of one kernel for all gradients, which accumulates the queries' in float32: five products."""
         H, V = self.sizes[5:]
         out, rows = self.out
         d_query = jax.ShapeDtypeStruct(self.query.shape, jnp.float32)
-        return self._cost(seen, 2 * (3 * H + 2 * V) + 6, *self, out, rows, rows, d_query, self.key, self.value)
+        return self._cost(per_head, 2 * (3 * H + 2 * V) + 6, *self, out, rows, rows, d_query, self.key, self.value)
 
-    def costs(self, seen: int, at_once: bool) -> KernelCosts:
+    def costs(self, per_head: int, at_once: bool) -> KernelCosts:
         """Return a call's costs: forward, and backward of one kernel for all three gradients (`at_once`), or of two."""
-        kernels = [self.backward_cost(seen)] if at_once else [self.query_cost(seen), self.key_cost(seen)]
-        return KernelCosts(self.forward_cost(seen), KernelCost(*map(sum, zip(*kernels, strict=True))))
+        kernels = [self.backward_cost(per_head)] if at_once else [self.query_cost(per_head), self.key_cost(per_head)]
+        return KernelCosts(self.forward_cost(per_head), KernelCost(*map(sum, zip(*kernels, strict=True))))
 
-    def _cost(self, seen: int, flops_per_score: int, *arrays: Any) -> KernelCost:
-        scores = seen * self.sizes[3]
+    def _cost(self, per_head: int, flops_per_score: int, *arrays: Any) -> KernelCost:
+        scores = per_head * self.sizes[3]
         return KernelCost(scores * flops_per_score, scores, size_of(*arrays))
 
 

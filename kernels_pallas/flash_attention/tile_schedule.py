@@ -53,9 +53,9 @@ class ScheduledTile:
 
     def compute(self, step: Callable[[bool], None]) -> None:
         """Call step(masked), unless all scores are masked."""
-        seen, whole = self._has(_COMPUTED), self._has(_UNMASKED)
+        computed, whole = self._has(_COMPUTED), self._has(_UNMASKED)
         pl.when(whole)(lambda: step(False))
-        pl.when(seen & ~whole)(lambda: step(True))
+        pl.when(computed & ~whole)(lambda: step(True))
 
     def _has(self, mark: int) -> Any:
         return (self._tile & mark) != 0
@@ -71,15 +71,15 @@ def schedule_tiles(start: Any, end: Any, queries: int, keys: int, columns: int, 
     module = array_module(start, end)
     first, full, full_end, last = (x[:, :, None] for x in key_ranges(start, end, queries, keys))
     column = np.arange(columns, dtype=np.int32)[None, None]
-    seen, whole = (first <= column) & (column < last), (full <= column) & (column < full_end)
+    computed, whole = (first <= column) & (column < last), (full <= column) & (column < full_end)
     if by_keys:
-        seen, whole = (module.swapaxes(x, 1, 2) for x in (seen, whole))
-    outer, inner = (np.arange(n, dtype=np.int32) for n in seen.shape[1:])
+        computed, whole = (module.swapaxes(x, 1, 2) for x in (computed, whole))
+    outer, inner = (np.arange(n, dtype=np.int32) for n in computed.shape[1:])
     outer, inner = outer[None, :, None], inner[None, None]
-    is_first = inner == module.min(module.where(seen, inner, inner.size), axis=2, keepdims=True) % inner.size
-    is_last = inner == module.max(module.where(seen, inner, 0), axis=2, keepdims=True)
-    scheduled = seen | (is_first & is_last)
-    marks = is_first * _FIRST + is_last * _LAST + seen * _COMPUTED + whole * _UNMASKED
+    is_first = inner == module.min(module.where(computed, inner, inner.size), axis=2, keepdims=True) % inner.size
+    is_last = inner == module.max(module.where(computed, inner, 0), axis=2, keepdims=True)
+    scheduled = computed | (is_first & is_last)
+    marks = is_first * _FIRST + is_last * _LAST + computed * _COMPUTED + whole * _UNMASKED
     tiles = (outer << (4 + _INNER_BITS)) + (inner << 4) + marks
     # Tiles that are not scheduled sort last, as copies of the last scheduled tile without its marks.
     tiles, scheduled = (x.reshape(x.shape[0], -1) for x in (tiles, scheduled))

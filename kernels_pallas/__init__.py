@@ -1,8 +1,8 @@
-"""Kernels in Pallas: compiled by Triton for NVIDIA GPUs and by Mosaic for TPUs, each beside its reference in plain JAX.
+"""Kernels in Pallas: compiled by Triton for NVIDIA GPUs and by Mosaic for TPUs, each with a reference in plain JAX.
 
-Every function takes `implementation`: None chooses by the chip being lowered for, also ahead of time, and by the shape;
-a name is kept or refused. `jax.grad`, `jax.vmap`, `jax.checkpoint`, `jax.jit` and `jax.shard_map` compose with all of
-them; forward-mode differentiation is the reference's alone.
+Every function takes `implementation`. None chooses by the shape and by the chip being lowered for, also ahead of time;
+a name is kept or refused. `jax.grad`, `jax.vmap`, `jax.checkpoint`, `jax.jit` and `jax.shard_map` compose with every
+operation; only the references support forward-mode differentiation.
 """
 
 from kernels_pallas.bias_activation import bias_activation

@@ -1,11 +1,11 @@
-"""Every test runs on eight emulated CPU devices, in float32 that is float32, without silent broadcasting."""
+"""Every test runs on eight emulated CPU devices, with full float32 products and without silent broadcasting."""
 
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
-if os.environ["JAX_PLATFORMS"] == "cpu":  # a chip's programs are to be those that everybody runs on it
-    # Most of the time here is LLVM's, optimising programs that run once; what XLA itself does stays the same.
+if os.environ["JAX_PLATFORMS"] == "cpu":  # on a chip, compile the programs that users run
+    # Most of the time here is LLVM's, optimising programs that run once; XLA's own passes stay the same.
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import chex  # noqa: E402
@@ -22,9 +22,9 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 @pytest.fixture(autouse=True, scope="session")
 def cache_of_its_own(tmp_path_factory):
-    """Nothing is read from or left in the cache of whoever runs the tests.
+    """Keep the tests' caches apart from the user's.
 
-    Programs that one test compiled, others take from JAX's cache: of all workers and of processes that tests start.
+    All workers, and processes that tests start, share one JAX cache: a program that one test compiled serves others.
     """
     folder = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
@@ -46,7 +46,7 @@ def programs_are_cached():
 
 @pytest.fixture(autouse=True)
 def traces_of_its_own():
-    """`chex.assert_max_traces` counts by name, across tests."""
+    """Reset `chex.assert_max_traces`, which counts by name across tests."""
     chex.clear_trace_counter()
 
 

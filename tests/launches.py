@@ -7,8 +7,9 @@ from jax.extend.core import jaxprs_in_params
 
 
 def launches(program: Any) -> Iterator[dict[str, Any]]:
-    """The parameters of each Pallas kernel in a jaxpr, as often as it runs: a program's text shows once what is jitted
-    and called twice."""
+    """Yield the parameters of each Pallas kernel in a jaxpr, once per run; a program's text shows a jitted function
+    once.
+    """
     for equation in program.eqns:
         if equation.primitive.name == "pallas_call":
             yield equation.params

@@ -19,10 +19,10 @@ def sampled(cases: Iterable[Any], keep: Collection[str] | Callable[..., bool]) -
 
     Args:
       cases: values of one argument, or `pytest.param`s of several.
-      keep: the sample: either the ids of its cases (of a value without an id, its string; of several, joined by "-"),
+      keep: the sample: either the ids of its cases (for a value without an id, its string; for several, joined by "-"),
         or a predicate of a case's values.
 
-    Raises ValueError where the sample is empty or an id is of no case, as after a case is renamed.
+    Raises ValueError if the sample is empty or no case has an id in it, as after a case is renamed.
     """
     params = [case if isinstance(case, _Param) else pytest.param(case) for case in cases]
     names = [param.id or "-".join(map(str, param.values)) for param in params]

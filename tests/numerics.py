@@ -1,4 +1,4 @@
-"""Operands of implementations, and the tolerances to their reference."""
+"""Random arguments for implementations, and their tolerances against the reference."""
 
 import contextlib
 import functools
@@ -15,13 +15,13 @@ from kernels_pallas.core.choice import cannot_lower
 
 
 def served(operation: KernelOperation, implementation: str) -> tuple[tuple[KernelCase, str], ...]:
-    """The tested cases that an implementation serves, each with the dtypes in which it does."""
+    """Return the tested cases that an implementation supports, each with every dtype in which it does."""
     pairs = ((case, dtype) for case in operation.used_in("test") for dtype in case.dtypes)
     return tuple(pair for pair in pairs if operation.serves(implementation, *pair))
 
 
 def results_and_gradients(function, case: KernelCase):
-    """A jitted function of arguments and cotangents: function's results as a list, and the gradients by name."""
+    """Return a jitted function of arguments and cotangents: results as a list, and the gradients by name."""
 
     @jax.jit
     def run(arguments: dict, cotangents: list) -> tuple[list, dict]:
@@ -38,7 +38,7 @@ def results_and_gradients(function, case: KernelCase):
 
 
 class Problem(NamedTuple):
-    """Arguments and cotangents of a case in a dtype, and what the reference makes of them in float32.
+    """Arguments and cotangents of a case in a dtype, and the reference's results in float32.
 
     Attributes:
       shapes: of the results, with their dtypes.
@@ -54,7 +54,7 @@ class Problem(NamedTuple):
 
 @functools.cache
 def problem(operation: KernelOperation, case: KernelCase, dtype: str) -> Problem:
-    """The same for each implementation and each chip."""
+    """Return the problem of a case, the same for each implementation and each chip."""
     arguments = case.draw(dtype)
     shapes = jax.tree.leaves(jax.eval_shape(lambda a: operation.reference(**a, **case.options), arguments))
     cotangents = [drawn(y.shape, seed=i, dtype=y.dtype)[0] for i, y in enumerate(shapes, 1)]
@@ -63,8 +63,10 @@ def problem(operation: KernelOperation, case: KernelCase, dtype: str) -> Problem
 
 
 def check(operation: KernelOperation, case: KernelCase, dtype: str, implementation: str) -> None:
-    """The kernel gives what the reference gives in float32, results and gradients, and twice the same: compiled where
-    JAX's default device runs it, interpreted elsewhere."""
+    """Check a kernel's results and gradients against the reference in float32, and the equality of two runs.
+
+    The kernel is compiled where JAX's default device runs it, and interpreted elsewhere.
+    """
     wanted = problem(operation, case, dtype)
     run = results_and_gradients(functools.partial(operation.function, implementation=implementation), case)
     with interpreted() if cannot_lower(implementation, target.current()) else contextlib.nullcontext():
@@ -79,10 +81,11 @@ def check(operation: KernelOperation, case: KernelCase, dtype: str, implementati
 
 
 def assert_close(what: str, got: jax.Array, want: jax.Array, roundings: int, dtype: str) -> None:
-    """|got − want| ≤ one unit in the last place, as a kernel rounds once, plus what float32 sums in another order.
+    """Assert that |got − want| ≤ one unit in the last place, since a kernel rounds once, plus the error of float32
+    sums.
 
-    Terms cancel in a sum, so its error is relative to the largest number: 64 units of float32 of it. Where an
-    operation rounds within as well, each rounding is one unit of its dtype of the largest number.
+    Terms cancel in a sum, so its error is relative to the largest number: 64 units of float32. Where an operation also
+    rounds intermediate values, each rounding adds one unit of its dtype of the largest number.
     """
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     single = float(jnp.finfo(jnp.float32).eps)
@@ -97,6 +100,6 @@ def _wide(x: jax.Array) -> jax.Array:
 
 
 def drawn(*shapes, seed=0, dtype=jnp.float32):
-    """Normal numbers, an array of each shape. By NumPy: nothing is compiled for them."""
+    """Return an array of normal numbers for each shape, drawn by NumPy so that nothing is compiled."""
     random = np.random.default_rng(seed)
     return [jnp.asarray(random.standard_normal(shape, np.float32).astype(dtype)) for shape in shapes]

@@ -1,4 +1,4 @@
-"""The program in docs/extending.md runs as it stands, and the files that the page names are there."""
+"""The program in docs/extending.md runs unchanged, and the files that the page names exist."""
 
 import re
 from pathlib import Path

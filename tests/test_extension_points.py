@@ -1,6 +1,6 @@
-"""Whatever a configuration may name is known to every part that must know it.
+"""Every kind that a configuration may name is known to all parts that need it.
 
-The kinds are read from the schema, so that a new one is asked for here: what fails names the table that lacks it.
+The kinds are read from the schema, so a new one is tested here too: a failure names the table that lacks it.
 """
 
 import math
@@ -33,7 +33,7 @@ ACTIVATIONS = get_args(Activation)
 
 
 def both_ways(forward):
-    """A function of what forward takes: its results, and the gradients from cotangents like them."""
+    """Return a function with the same arguments: its results, and the gradients with the results as cotangents."""
 
     def run(*arguments):
         y, pull_back = jax.vjp(forward, *arguments)
@@ -43,7 +43,7 @@ def both_ways(forward):
 
 
 def is_counted(model):
-    """Its tree is built, and a step of it is counted, with kernels and without."""
+    """Assert that a model's tree can be built and a step counted, with kernels and without."""
     for kernels in ("xla", "auto"):
         work = workload("train", model, 8, model_fixtures.CONTEXT, kernels=kernels)
         assert sum(op.times * op.elementwise for op in operations.step(work)) > 0
@@ -70,7 +70,7 @@ def test_a_schedule_begins_at_its_peak(section):
 
 @pytest.mark.parametrize("kind", NORMS)
 def test_a_norm_is_counted(kind):
-    """Its FLOPs to a fifth."""
+    """FLOPs agree within a fifth."""
     model = model_fixtures.model(norm={"kind": kind})
     is_counted(model)
     graph, scale = nnx.split(norm(model, model.d_model, nnx.Rngs(0)))
@@ -90,7 +90,7 @@ def test_an_activation_is_computed_and_counted(name):
         is_counted(model_fixtures.model(feed_forward={"d_ff": 48, "activation": name, "gated": gated}))
     x = jnp.linspace(-4, 4, 101)
     np.testing.assert_allclose(activation(name, x), activations.REFERENCE[name](x), rtol=1e-5, atol=1e-6)
-    # A kernel computes again what the reference keeps, and what `where` chooses is no FLOP of a count.
+    # A kernel recomputes what the reference saves, and selections by `where` do not count as FLOPs.
     counted = count(both_ways(lambda *x: gated_activation(*x, activation=name, implementation="reference")), x, x).flops
     if name == "gelu":  # the slope of erf, 2 π^(-1/2) exp(-x²), for which JAX 0.12 takes 14 FLOPs a number
         counted -= count(jax.vmap(jax.grad(jax.lax.erf)), x).flops - 4 * len(x)

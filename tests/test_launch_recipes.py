@@ -14,7 +14,7 @@ LAUNCH = Path(__file__).parents[1] / "launch"
 
 @pytest.fixture
 def programs(tmp_path):
-    """An environment in which these names are these shell scripts; each call is a line of the file `calls`."""
+    """Return an environment in which these names are these shell scripts; each call is a line of the file `calls`."""
 
     def make(**scripts: str) -> dict[str, str]:
         for name, script in scripts.items():
@@ -90,7 +90,7 @@ def test_a_pod_without_good_input_is_not_started_again_and_a_preempted_one_alway
     preempted, bad = worker["template"]["spec"]["podFailurePolicy"]["rules"]
     assert preempted["onPodConditions"] == [{"type": "DisruptionTarget"}]
     assert bad["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": [2]}
-    # What Kubernetes says of them.
+    # As Kubernetes documents them.
     said = [
         "Pod a/b has condition DisruptionTarget matching FailJob rule at index 0",
         f"Container {container['name']} for pod a/b failed with exit code 2 matching FailJob rule at index 1",

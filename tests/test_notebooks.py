@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom in a kernel of their own, and are kept without what they said."""
+"""The notebooks run from top to bottom in their own kernel, and are stored without outputs."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The program in README.md runs as it stands, and uses the names that `jaxlm.api` has, and no others."""
+"""The program in README.md runs unchanged, and uses exactly the names of `jaxlm.api`."""
 
 import re
 import subprocess
@@ -21,7 +21,7 @@ def test_it_uses_the_five_names():
 
 @pytest.mark.slow
 def test_the_program_runs(tmp_path):
-    """Run it in a process of its own, which it sets up as a run does, next to the files that it names."""
+    """Run the program in its own process, set up as a run is, next to the files that it names."""
     for name in ("configs", "jaxlm"):
         (tmp_path / name).symlink_to(ROOT / name)
     done = subprocess.run(

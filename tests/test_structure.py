@@ -84,7 +84,7 @@ NAMED = [
 
 
 def definitions() -> Iterator[tuple[str, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Yield every module, class and function with the place where it stands."""
+    """Yield every module, class and function with its location."""
     for file in NAMED:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

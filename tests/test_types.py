@@ -1,4 +1,4 @@
-"""The types of the parts that others call hold together, as `[tool.pyright]` of pyproject.toml names them."""
+"""The types of the public parts are consistent, as `[tool.pyright]` of pyproject.toml lists them."""
 
 import subprocess
 import sys

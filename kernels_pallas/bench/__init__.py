@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m kernels_pallas.bench` needs jax alone, and compares with PyTorch where that is installed."""
+"""Benchmarks: `python -m kernels_pallas.bench` needs only jax, and compares with PyTorch where it is installed."""

@@ -1,9 +1,9 @@
-"""Time every operation on the device that is here, against XLA's own version, libraries' and PyTorch's.
+"""Time every operation on this machine's device against XLA's own version, libraries and PyTorch.
 
 python -m kernels_pallas.bench                            all operations; writes benchmarks/results/<chip>/kernels.json
-python -m kernels_pallas.bench rms_norm --out DIR         one of them
+python -m kernels_pallas.bench rms_norm --out DIR         one operation
 
-Where it ends before all is measured, the same command goes on, and leaves out what it ended in.
+If the process ends early, the same command resumes, and skips the row that was running when it ended.
 """
 
 import argparse

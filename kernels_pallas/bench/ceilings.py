@@ -1,4 +1,4 @@
-"""What this very chip can do: bytes/s of a copy and FLOP/s of a matrix product, measured."""
+"""Measured limits of this chip: bytes/s of a copy and FLOP/s of a matrix product."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from kernels_pallas.bench.timing import measure
 
 
 class Ceilings(NamedTuple):
-    """bytes/s read and written by a copy; FLOP/s of a square product of the dtype."""
+    """Bytes/s read and written by a copy, and FLOP/s of a square product of the dtype."""
 
     copy_bytes_per_s: float
     matmul_flops_per_s: float
@@ -22,7 +22,7 @@ def ceilings() -> Ceilings:
     # A copy far larger than any cache, and a product far above the ridge of any roofline.
     numbers, side, dtype = (2**29, 8192, jnp.bfloat16) if here else (2**24, 1024, jnp.float32)
     x = jax.random.normal(jax.random.key(0), (numbers,), dtype)
-    copy = jax.jit(lambda x: -x)  # a bare copy would be left out
+    copy = jax.jit(lambda x: -x)  # XLA would remove a bare copy
     a, b = jax.random.normal(jax.random.key(1), (2, side, side), dtype)
     product = jax.jit(jnp.matmul)
     moved = 2 * x.size * x.dtype.itemsize / measure(lambda: copy(x)).median

@@ -1,5 +1,6 @@
-"""Attention in the `triton` language, without Pallas, to compare with: the forward pass of FlashAttention-2
-(arXiv:2307.08691, algorithm 1). Imported only where `triton` is installed beside a GPU."""
+"""Attention in the `triton` language, without Pallas, for comparison: the forward pass of FlashAttention-2
+(arXiv:2307.08691, algorithm 1). Imported only where `triton` and a GPU are present.
+"""
 
 import math
 
@@ -16,13 +17,14 @@ def flash_attention(
     scale: float,
     blocks: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """softmax(scale · q·kᵀ) · v [B, T, N, H] of query [B, T, N, H], key and value [B, S, K, H], N a multiple of K.
+    """Return softmax(scale · q·kᵀ) · v [B, T, N, H] of query [B, T, N, H], key and value [B, S, K, H], N a multiple of
+    K.
 
     Args:
-      causal: query t sees the keys s ≤ t; S is T.
-      blocks: of how many queries and keys; None is what is fastest here of a few.
+      causal: query t attends to the keys s ≤ t; S is T.
+      blocks: numbers of queries and keys; None takes the fastest of a few on this chip.
 
-    Raises NotImplementedError for widths that are no equal powers of two.
+    Raises NotImplementedError unless all head dims are the same power of two.
     """
     (B, T, N, H), (S, K), V = query.shape, key.shape[1:3], value.shape[3]
     if H != V or H < 16 or H & (H - 1):
@@ -57,7 +59,7 @@ def _forward(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """A block of queries of one head goes through its keys. Under a causal mask the longest come first."""
+    """Process the keys for a block of queries of one head. Under a causal mask the longest rows come first."""
     i = tl.num_programs(0) - 1 - tl.program_id(0)
     batch, head = (tl.program_id(1) // N).to(tl.int64), tl.program_id(1) % N
     rows, width = i * QUERIES + tl.arange(0, QUERIES), tl.arange(0, H)
@@ -68,7 +70,7 @@ def _forward(
     total = tl.zeros([QUERIES], tl.float32)
     mixed = tl.zeros([QUERIES, H], tl.float32)
 
-    # Blocks that all of these queries see whole, then those that some do.
+    # First the blocks that are unmasked for all of these queries, then those that are partly masked.
     if CAUSAL:
         whole, end = i * QUERIES // KEYS, tl.cdiv(tl.minimum((i + 1) * QUERIES, S), KEYS)
     else:
@@ -101,16 +103,16 @@ def _over_keys(
     CAUSAL: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Largest scores, their sums and mixed values [QUERIES, H], with the blocks first ≤ j < end of keys."""
+    """Return largest scores, their sums and weighted values [QUERIES, H] after the blocks first ≤ j < end of keys."""
     for j in tl.range(first, end):
         columns = j * KEYS + tl.arange(0, KEYS)
         key_at, value_at = key + columns[None, :] * STRIDE, value + columns[:, None] * STRIDE
         if MASKED:
             scores = tl.dot(query, tl.load(key_at, mask=columns[None, :] < S, other=0.0))
-            seen = columns[None, :] < S
+            unmasked = columns[None, :] < S
             if CAUSAL:
-                seen = seen & (columns[None, :] <= rows[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
+                unmasked = unmasked & (columns[None, :] <= rows[:, None])
+            scores = tl.where(unmasked, scores, float("-inf"))
             values = tl.load(value_at, mask=columns[:, None] < S, other=0.0)
         else:
             scores = tl.dot(query, tl.load(key_at))

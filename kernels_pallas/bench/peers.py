@@ -1,4 +1,4 @@
-"""What the kernels are timed beside: others' versions of the same operations, on the same numbers."""
+"""Peers of the kernels in benchmarks: others' versions of the same operations, timed on the same numbers."""
 
 import functools
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from kernels_pallas.core.cases import KernelCase
 
 
 class Peer(NamedTuple):
-    """Another's version of an operation.
+    """Another library's version of an operation.
 
     Attributes:
-      name: as results have it.
-      function: takes a case's arguments, as tensors, and its options; raises NotImplementedError for what it has not.
-      compiled: by TorchInductor; otherwise it is a kernel already.
+      name: its name in the results.
+      function: takes a case's arguments, as tensors, and its options; raises NotImplementedError for unsupported ones.
+      compiled: True if TorchInductor compiles it; otherwise it is already a kernel.
       forward_only: it has no gradient.
     """
 
@@ -29,8 +29,11 @@ class Peer(NamedTuple):
 
 
 def call(peer: Peer, case: KernelCase, training: bool, device: str = "cuda") -> Callable[[], Any]:
-    """A call on a case's random arguments: results, or in training (results, gradients) of all that the case
-    differentiates, from random cotangents."""
+    """Return a call on a case's random arguments.
+
+    It returns the results, or in training (results, gradients) of every differentiable argument, from random
+    cotangents.
+    """
     import torch
 
     if training and peer.forward_only:
@@ -39,7 +42,7 @@ def call(peer: Peer, case: KernelCase, training: bool, device: str = "cuda") -> 
     inputs = [tensors[name].requires_grad_(training) for name in case.differentiable()]
     function = functools.partial(peer.function, **case.options)
     if peer.compiled:
-        torch.compiler.reset()  # else a function's ninth shape is not compiled any more
+        torch.compiler.reset()  # otherwise PyTorch stops compiling a function at its ninth shape
         function = torch.compile(function, dynamic=False)
 
     def results() -> tuple:
@@ -68,7 +71,9 @@ def _tensor(x: jax.Array, device: str) -> Any:
 def measure(
     peer: Peer, case: KernelCase, training: bool, rounds: int = 7, seconds: float = 0.05
 ) -> tuple[KernelTime, int]:
-    """As `timing.measure`, by CUDA's events; and bytes beyond arguments and results, as PyTorch allocated them."""
+    """Time as `timing.measure` does, by CUDA events; also return the bytes that PyTorch allocated beyond arguments and
+    results.
+    """
     import torch
 
     run = call(peer, case, training)
@@ -82,7 +87,7 @@ def measure(
         torch.cuda.synchronize()
         return start.elapsed_time(end) * 1e-3 / calls
 
-    for _ in range(3):  # the first compiles
+    for _ in range(3):  # the first call compiles
         run()
     torch.cuda.reset_peak_memory_stats()
     results = run()
@@ -93,7 +98,7 @@ def measure(
 
 
 def give_back() -> None:
-    """Have PyTorch give back the memory that it keeps: JAX is on the same GPU."""
+    """Have PyTorch free its cached memory: JAX is on the same GPU."""
     import torch
 
     torch.cuda.empty_cache()

@@ -1,5 +1,6 @@
-"""The operations in PyTorch: written out, for TorchInductor to compile (which writes Triton), and attention from its
-libraries and in Triton itself. Arguments and options are those of `kernels_pallas`; tensors have its shapes."""
+"""The operations in PyTorch: in plain PyTorch for TorchInductor to compile (to Triton), and attention from its
+libraries and in Triton itself. Arguments and options are those of `kernels_pallas`, and tensors have the same shapes.
+"""
 
 from collections.abc import Callable
 
@@ -81,7 +82,7 @@ def _linear_cross_entropy(
     reduction="none",
     return_log_z=False,
 ):
-    """Holds all logits, rounded to hidden's dtype as its product is."""
+    """Cross-entropy with all logits in memory, rounded to hidden's dtype as the product is."""
     logits = (hidden @ (unembedding.T if transposed else unembedding)).float()
     logits = logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
     flat, labels = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1).long()
@@ -94,8 +95,9 @@ def _linear_cross_entropy(
 
 
 def attention(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Attention by kernel(query, key, value, causal, scale), which has no more than that: neither sinks nor cap, and of
-    masks the causal one."""
+    """Return attention by kernel(query, key, value, causal, scale), which supports neither sinks nor a soft cap, and no
+    mask but the causal one.
+    """
 
     def run(query, key, value, *, key_range=None, scale=None, query_chunk=None, **others):
         if others:
@@ -109,7 +111,7 @@ def attention(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 
 def library(backend: str) -> Callable[..., torch.Tensor]:
-    """PyTorch's own attention, by this `SDPBackend`."""
+    """Return PyTorch's own attention with this `SDPBackend`."""
 
     def kernel(query, key, value, causal, scale):
         by_head = (x.transpose(1, 2) for x in (query, key, value))

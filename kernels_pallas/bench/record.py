@@ -1,4 +1,4 @@
-"""Results in a file as they come: where the process ends early, what it measured is there, and the next one goes on."""
+"""Results written to a file as they arrive: a process that ends early loses nothing, and the next one resumes."""
 
 import json
 import os
@@ -8,14 +8,14 @@ from typing import Any
 
 
 def results_file(folder: Path, chip: str) -> Path:
-    """FOLDER/<chip>/kernels.json."""
+    """Return FOLDER/<chip>/kernels.json."""
     return folder / re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-") / "kernels.json"
 
 
 class Record:
-    """Results that are written to a file once all are measured, until then to one beside it, `kernels.json.part`.
+    """Results of a benchmark, kept in `kernels.json.part` until all are measured and then written to `kernels.json`.
 
-    Without a file nothing is written. Raises ValueError for one that cannot be.
+    Without a file nothing is written. Raises ValueError if the file cannot be written.
     """
 
     def __init__(self, file: Path | None):
@@ -36,7 +36,7 @@ class Record:
         return self._file.with_name(f"{self._file.name}.part")
 
     def begun(self, asked: dict[str, Any]) -> dict[str, Any] | None:
-        """The results so far of an earlier process that was asked for the same, None where there are none."""
+        """Return the results so far of an earlier process with the same request, or None."""
         try:
             found = json.loads(self._part.read_text()) if self._file else {}
         except (OSError, ValueError):
@@ -48,23 +48,23 @@ class Record:
         return found
 
     def running(self, results: dict[str, Any], row: dict[str, str] | None) -> None:
-        """Say which row is being measured, None where none is, beside the results so far."""
+        """Write the row that is being measured, None for no row, with the results so far."""
         if self._file:
             _replace(self._part, results | {"running": row, "ended": self._ended})
 
     def ended_in(self, row: dict[str, str]) -> bool:
-        """Whether an earlier process ended while it measured this row."""
+        """Return whether an earlier process ended while it measured this row."""
         return row in self._ended
 
     def finish(self, results: dict[str, Any]) -> None:
-        """All is measured."""
+        """Write the complete results."""
         if self._file:
             _replace(self._file, results)
             self._part.unlink(missing_ok=True)
 
 
 def _replace(file: Path, content: dict[str, Any]) -> None:
-    """Write a file, which is never there in half."""
+    """Write a file atomically."""
     new = file.with_name(f"{file.name}.new")
     new.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     os.replace(new, file)

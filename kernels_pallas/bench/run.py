@@ -1,4 +1,4 @@
-"""Benchmarks of all operations on the device that is here: each kernel, XLA's version, libraries' and PyTorch's."""
+"""Benchmarks of all operations on this machine's device: each kernel, XLA's version, libraries and PyTorch."""
 
 import contextlib
 import os
@@ -26,13 +26,13 @@ _PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu"
 
 
 def cases(operation: KernelOperation) -> tuple[KernelCase, ...]:
-    """The cases that are timed here: on a CPU those that are called small, elsewhere all others."""
+    """Return the cases that are timed here: on a CPU those that are called small, elsewhere all others."""
     on_cpu = jax.devices()[0].platform == "cpu"
     return tuple(case for case in operation.used_in("bench") if on_cpu == case.name.startswith(SMALL))
 
 
 def peers_of(operation: str) -> tuple[peers.Peer, ...]:
-    """The peers of an operation that run here, if it has any: none without PyTorch and a GPU that it sees."""
+    """Return an operation's peers that run here: none without PyTorch and a GPU that it finds."""
     try:
         import torch
     except ImportError:
@@ -45,9 +45,9 @@ def peers_of(operation: str) -> tuple[peers.Peer, ...]:
 
 
 def program(operation: KernelOperation, case: KernelCase, implementation: str, training: bool) -> Callable[[], Any]:
-    """A compiled call on random arguments: forward, or forward and backward from random cotangents.
+    """Return a compiled call on random arguments: forward, or forward and backward from random cotangents.
 
-    Raises NotImplementedError where the implementation does not serve here.
+    Raises NotImplementedError if the implementation does not support the case here.
     """
     arguments = case.draw(case.dtypes[0])
     inputs = {name: arguments.pop(name) for name in case.differentiable()}
@@ -68,7 +68,7 @@ def program(operation: KernelOperation, case: KernelCase, implementation: str, t
 
 
 class _TimedProgram:
-    """A compiled program and what it is called on."""
+    """A compiled program and its arguments."""
 
     def __init__(self, compiled: jax.stages.Compiled, arguments: tuple):
         self.compiled, self.arguments = compiled, arguments
@@ -78,13 +78,13 @@ class _TimedProgram:
 
     @property
     def temporary_bytes(self) -> int | None:
-        """Memory beyond arguments and results, as XLA planned it; None where it does not say."""
+        """Memory beyond arguments and results, as XLA planned it; None where XLA does not report it."""
         planned = self.compiled.memory_analysis()
         return None if planned is None else int(planned.temp_size_in_bytes)
 
 
 class Comparison(NamedTuple):
-    """What is measured side by side: all implementations of a case, forward or in training."""
+    """A set of rows measured together: all implementations of a case, forward or in training."""
 
     operation: KernelOperation
     case: KernelCase
@@ -92,7 +92,7 @@ class Comparison(NamedTuple):
 
     @property
     def named(self) -> dict[str, str]:
-        """What tells its rows from others."""
+        """Return the fields that identify its rows."""
         direction = "training" if self.training else "forward"
         return {
             "operation": self.operation.name,
@@ -103,7 +103,7 @@ class Comparison(NamedTuple):
 
 
 def comparisons(operations: list[str]) -> Iterator[Comparison]:
-    """All that there is to measure here of these operations."""
+    """Yield every comparison of these operations that can be measured here."""
     for name in operations:
         for case in cases(OPERATIONS[name]):
             for training in (False, True):
@@ -116,11 +116,12 @@ def compare(
     rounds: int = 7,
     begin: Callable[[dict[str, str]], str] = lambda row: "",
 ) -> Iterator[dict[str, Any]]:
-    """One row per implementation, the reference first and peers last. One that does not serve has a `reason` and no
-    figures.
+    """Yield one row per implementation, the reference first and peers last.
+
+    An implementation that does not support the case has a `reason` and no figures.
 
     Args:
-      begin: is told of each row before it is measured, and says why it is left out; "" where it is not.
+      begin: called with each row before it is measured; returns why the row is skipped, or "" to measure it.
     """
     operation, case, training = comparison
     forward, backward = operation.costs(**case.structs(case.dtypes[0]), **case.options)
@@ -132,7 +133,7 @@ def compare(
         return comparison.named | {"implementation": implementation}
 
     def row(implementation: str, taken: KernelTime, temporary: int | None) -> dict[str, Any]:
-        # What bounds an operation from below: its bytes at the speed of a copy, its FLOPs at that of a product.
+        # Lower bounds of an operation's time: its bytes at the speed of a copy, its FLOPs at that of a product.
         bound = max(moved / limits.copy_bytes_per_s, flops / limits.matmul_flops_per_s)
         return named(implementation) | {
             "seconds": taken.median,
@@ -162,7 +163,7 @@ def compare(
             continue
         try:
             taken, temporary = _timed(operation, case, implementation, training, rounds)
-        except (NotImplementedError, jax.errors.JaxRuntimeError) as error:  # it does not serve, or memory is too small
+        except (NotImplementedError, jax.errors.JaxRuntimeError) as error:  # unsupported, or memory is too small
             yield left_out(implementation, error)
             continue
         reference = taken.median if implementation == "reference" else reference
@@ -173,14 +174,14 @@ def compare(
             continue
         try:
             found = row(peer.name, *peers.measure(peer, case, training, rounds))
-        except Exception as error:  # of PyTorch and Triton: what they refuse has no type of its own
+        except Exception as error:  # PyTorch and Triton refuse with exceptions of any type
             found = left_out(peer.name, error)
         peers.give_back()
         yield found
 
 
 def _is_for(implementation: str, chip: target.TargetChip) -> bool:
-    """Whether it is for this kind of chip, where it may yet refuse a case."""
+    """Return whether an implementation is for this kind of chip; it may still refuse a case."""
     if implementation in KERNELS:
         return cannot_lower(implementation, chip) is None
     return implementation != "cudnn" or chip.platform == "gpu"
@@ -199,11 +200,11 @@ def benchmark(
     say: Callable[[dict], None] = lambda row: None,
     file: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure the ceilings and these operations, or all where none is named; `say` hears each row.
+    """Measure the ceilings and these operations, or all where none is named; `say` is called with each row.
 
-    Results are written to a file where one is given. If the process ends before all are there, the next one that is
-    asked for the same on that day goes on behind them, and leaves out what was running when it ended.
-    Raises ValueError for a name that there is not, for no round, and for a file that cannot be written, before anything
+    Results are written to `file` where one is given. If the process ends early, the next one with the same request on
+    that day resumes after them, and skips the row that was running.
+    Raises ValueError for an unknown operation, fewer than one round, and a file that cannot be written, before anything
     is measured.
     """
     check(operations)
@@ -223,7 +224,7 @@ def benchmark(
             for comparison in comparisons(operations):
                 if not any(comparison.named.items() <= row.items() for row in results["rows"] + results["left_out"]):
                     _measure(comparison, results, say, record)
-        except KeyboardInterrupt:  # no fault of what was running
+        except KeyboardInterrupt:  # not the fault of the row that was running
             record.running(results, None)
             raise
     record.finish(results)
@@ -232,7 +233,7 @@ def benchmark(
 
 @contextlib.contextmanager
 def _stoppable() -> Iterator[None]:
-    """SIGTERM is Ctrl-C; where a kernel does not end, neither is heard, and the process has to be killed."""
+    """Treat SIGTERM as Ctrl-C. A kernel that hangs blocks both, and the process has to be killed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -244,7 +245,7 @@ def _stoppable() -> Iterator[None]:
 
 
 def _measure(comparison: Comparison, results: dict[str, Any], say: Callable[[dict], None], record: Record) -> None:
-    """Add a comparison's rows to the results."""
+    """Append a comparison's rows to the results."""
 
     def begin(row: dict[str, str]) -> str:
         record.running(results, row)
@@ -260,8 +261,10 @@ def _measure(comparison: Comparison, results: dict[str, Any], say: Callable[[dic
 
 
 def device() -> str:
-    """The device that is here, by JAX's name for it. Asked first, it has JAX take memory of a GPU as it needs some, and
-    leave the rest to peers."""
+    """Return JAX's name for the device.
+
+    This first use of the device makes JAX allocate GPU memory on demand, which leaves the rest to peers.
+    """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     return target.of_device(jax.devices()[0]).kind
 

@@ -1,4 +1,4 @@
-"""What a benchmark says on standard output while it runs, and at its end."""
+"""Standard output of a benchmark, while it runs and at its end."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ STOPPED = "stopped: the same command goes on from here"
 
 
 def show_row(row: dict[str, Any]) -> None:
-    """One line for one row."""
+    """Print a row on one line."""
     name = f"{row['operation']:<22} {row['case']:<30} {row['direction']:<9} {row['implementation']:<13}"
     if "reason" in row:
         print(f"{name} left out: {row['reason']}", flush=True)
@@ -22,7 +22,7 @@ def show_row(row: dict[str, Any]) -> None:
 
 
 def show_whole(results: dict[str, Any], file: Path) -> None:
-    """One line at the end: what the chip itself did, and where all of it is."""
+    """Print a last line: the chip's measured ceilings and the path of the results."""
     limits = results["ceilings"]
     print(
         f"copy {limits['copy_bytes_per_s'] / 1e9:.1f} GB/s, {limits['matmul_dtype']} matmul "

@@ -1,4 +1,4 @@
-"""How long a compiled program takes on its device."""
+"""Time a compiled program on its device."""
 
 import glob
 import statistics
@@ -11,8 +11,10 @@ import jax
 
 
 class KernelTime(NamedTuple):
-    """Seconds per call: median and quartiles over rounds. `clock`: "device" is what the device's own trace says,
-    "host" what the host saw of calls in a row."""
+    """Seconds per call: median and quartiles over rounds.
+
+    `clock` is "device" for times from the device's own trace, and "host" for times of consecutive calls on the host.
+    """
 
     median: float
     lower: float
@@ -26,7 +28,7 @@ class KernelTime(NamedTuple):
 
 
 def measure(call: Callable[[], Any], rounds: int = 7, seconds: float = 0.05) -> KernelTime:
-    """Time a call, which returns arrays: after a warm-up, `rounds` times as many calls in a row as take `seconds`."""
+    """Time a call that returns arrays: after a warm-up, `rounds` rounds of enough calls in a row to take `seconds`."""
     for _ in range(2):
         jax.block_until_ready(call())
     calls = max(1, min(1000, round(seconds / max(_in_a_row(call, 3), 1e-7))))
@@ -39,7 +41,7 @@ def measure(call: Callable[[], Any], rounds: int = 7, seconds: float = 0.05) -> 
 
 
 def _in_a_row(call: Callable[[], Any], calls: int) -> float:
-    """Seconds per call; the host runs ahead, so that the device does not wait for it if a call is long enough."""
+    """Return seconds per call on the host, which runs ahead: if a call is long enough the device never waits for it."""
     start = time.perf_counter()
     for _ in range(calls):
         result = call()
@@ -48,7 +50,7 @@ def _in_a_row(call: Callable[[], Any], calls: int) -> float:
 
 
 def _on_device(call: Callable[[], Any], calls: int, device: jax.Device) -> float | None:
-    """Seconds per call that the device was busy, from a trace; None where it shows nothing of the device."""
+    """Return seconds per call that the device was busy, from a trace, or None where the trace shows no device."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             _in_a_row(call, calls)

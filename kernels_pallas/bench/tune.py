@@ -1,11 +1,10 @@
-"""Find the fastest sizes of blocks for the chip that is here, and put them into blocks.json.
+"""Find the fastest block sizes for this machine's chip, and write them to blocks.json.
 
 python -m kernels_pallas.bench.tune                    all operations
 python -m kernels_pallas.bench.tune rms_norm --dry-run
 
-Each kernel starts from what it runs with now. One number after the other is halved and doubled, and what is faster by
-more than two per cent is kept, until nothing is; sizes that do not compile, or whose results are others, are passed
-over.
+Each kernel starts from its current sizes. One number after another is halved and doubled; a change that is faster by
+more than two per cent is kept, until none is. Sizes that do not compile, or that change the results, are skipped.
 """
 
 import argparse
@@ -23,19 +22,18 @@ from kernels_pallas.core.cases import KernelCase, KernelOperation
 from kernels_pallas.core.registry import OPERATIONS, check
 
 _ENOUGH = 0.98
-# What float32 sums differ by in another order, of their largest: products of 4096 numbers by some 10⁻⁵.
+# Difference of float32 sums in another order, relative to the largest: about 10⁻⁵ for products of 4096 numbers.
 _SUMS = 1e-4
 
 
 class DeviceLost(Exception):
-    """The device runs nothing any more."""
+    """The device no longer runs anything."""
 
 
 def tune(operation: KernelOperation, case: KernelCase, implementation: str) -> dict[tuning.KernelKey, Any]:
-    """The fastest sizes of all kernels that forward and backward of a case run; empty where it does not serve here, or
-    runs with no sizes.
+    """Return the fastest sizes of all kernels that run forward and backward in a case.
 
-    Raises DeviceLost.
+    Empty where the implementation does not support the case here, or has no block sizes. Raises DeviceLost.
     """
     try:
         with tuning.trying({}) as asked:
@@ -44,20 +42,20 @@ def tune(operation: KernelOperation, case: KernelCase, implementation: str) -> d
         fastest = measure(run, rounds=3).median
     except NotImplementedError:
         return {}
-    except Exception as error:  # a case that is too large for this chip leaves the others to be tuned
+    except Exception as error:  # a case that is too large for this chip must not stop the tuning of others
         reason = str(error).partition("\n")[0][:200]
         print(f"{operation.name}, {case.name}, {implementation}: left out: {reason}", flush=True)
         return {}
     best = {kernel: got.blocks for kernel, got in asked.items()}
 
     def seconds(blocks: dict[tuning.KernelKey, Any]) -> float | None:
-        """Of a training call with these sizes; None where they do not compile or run, or give other results."""
+        """Time a training call with these sizes; None if they do not compile or run, or change the results."""
         try:
             with tuning.trying(blocks):
                 other = program(operation, case, implementation, training=True)
             same = _same(other(), wanted)
             taken = measure(other, rounds=3).median if same else None
-        except Exception:  # compilers refuse in many ways; every one of them means: not these sizes
+        except Exception:  # compilers refuse in many ways; each means that these sizes do not work
             _check_device(run)
             return None
         if not same:
@@ -79,8 +77,10 @@ def tune(operation: KernelOperation, case: KernelCase, implementation: str) -> d
 
 
 def _same(results: Any, wanted: Any) -> bool:
-    """But for the order of sums and one rounding more or less: to two units in the last place of the largest number of
-    each array."""
+    """Return whether results agree up to the order of sums and one rounding.
+
+    The tolerance is two units in the last place of the largest number of each array.
+    """
 
     def near(x: jax.Array, y: jax.Array) -> bool:
         tolerance = max(2 * float(jnp.finfo(y.dtype).eps), _SUMS)
@@ -94,8 +94,10 @@ def _same(results: Any, wanted: Any) -> bool:
 
 
 def _check_device(run: Callable[[], Any]) -> None:
-    """Raises DeviceLost where not even what has run before runs: of a GPU on which a kernel went astray nothing more
-    can be had by this process, and all sizes would look as if they did not compile."""
+    """Raise DeviceLost if a program that has run before no longer runs.
+
+    After an illegal access in a kernel a GPU serves this process no more, and all sizes would seem not to compile.
+    """
     try:
         jax.block_until_ready(run())
     except Exception as error:

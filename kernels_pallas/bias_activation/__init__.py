@@ -15,7 +15,7 @@ def bias_activation(
     activation: str = "gelu",
     implementation: str | None = None,
 ) -> jax.Array:
-    """activation(x + bias).
+    """Return activation(x + bias).
 
     Args:
       x: [..., F] in float32, bfloat16 or float16; arithmetic is float32.
@@ -25,7 +25,7 @@ def bias_activation(
 
     Returns [..., F] in x's dtype.
 
-    Under a mesh of several devices the kernels live inside `jax.shard_map`; elsewhere None is "reference".
+    Under a mesh of several devices the kernels run inside `jax.shard_map`; elsewhere None is "reference".
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
@@ -41,5 +41,5 @@ def bias_activation(
 
 
 def costs(x: jax.Array, bias: jax.Array, *, activation: str = "gelu") -> KernelCosts:
-    """What the kernels cost on these arrays, or shapes and dtypes."""
+    """Return the kernels' costs on these arrays, or shapes and dtypes."""
     return rows.costs(BiasActivationBody(activation), (x,), (bias,))

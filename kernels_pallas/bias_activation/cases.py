@@ -1,4 +1,4 @@
-"""What bias and activation are tried on."""
+"""Test cases of bias and activation."""
 
 from kernels_pallas import bias_activation as function
 from kernels_pallas.bias_activation import costs, reference

@@ -19,28 +19,28 @@ _TANH_C, _TANH_CUBE = (2 / jnp.pi) ** 0.5, 0.044715
 
 
 def silu(x: jax.Array) -> jax.Array:
-    """x · σ(x) (arXiv:1702.03118)."""
+    """Return x · σ(x) (arXiv:1702.03118)."""
     return x * jax.lax.logistic(x)
 
 
 def gelu_tanh(x: jax.Array) -> jax.Array:
-    """GELU's approximation by tanh (arXiv:1606.08415, section 2)."""
+    """Return GELU's approximation by tanh (arXiv:1606.08415, section 2)."""
     return 0.5 * x * (1.0 + jnp.tanh(_TANH_C * (x + _TANH_CUBE * x * x * x)))
 
 
 def relu(x: jax.Array) -> jax.Array:
-    """max(x, 0), with the derivative 0 at 0; NaN stays NaN, where a maximum of Triton's has none."""
+    """Return max(x, 0), with derivative 0 at 0. NaN stays NaN, which Triton's own maximum would drop."""
     return jnp.where(x <= 0.0, 0.0, x)
 
 
 def relu_squared(x: jax.Array) -> jax.Array:
-    """max(x, 0)² (arXiv:2109.08668, section 3)."""
+    """Return max(x, 0)² (arXiv:2109.08668, section 3)."""
     positive = relu(x)
     return positive * positive
 
 
 def _normal(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Φ(x), by what every kernel language has (Pallas's Triton has no erf), and exp(−x²/2)."""
+    """Return Φ(x), by operations that every kernel language has (Pallas's Triton has no erf), and exp(−x²/2)."""
     exponential = jnp.exp(-0.5 * x * x)
     t = 1.0 / (1.0 + _TAIL_P * jnp.abs(x))
     series = jnp.full_like(x, _TAIL[0])
@@ -73,7 +73,7 @@ def _gelu_tanh(x: jax.Array) -> jax.Array:
 
 @_gelu_tanh.defjvp
 def _gelu_tanh_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    """In two thirds of the operations that the derivative of `gelu_tanh` takes as it stands."""
+    """Derivative of `gelu_tanh` in two thirds of the operations that differentiating its formula takes."""
     (x,), (t,) = primals, tangents
     square = x * x
     gate = _gate(x, square)
@@ -89,17 +89,18 @@ REFERENCE = {
     "relu": relu,
     "relu_squared": relu_squared,
 }
-# The same in float32, to a few units in its last place, in fewer operations.
+# The same in float32, to a few units in the last place, in fewer operations.
 KERNEL = REFERENCE | {"gelu": _gelu, "gelu_tanh": _gelu_tanh}
 
-# FLOPs per number, forward and backward with forward, of the formulas as they are written, and transcendentals among
-# them, of which erf is one. KERNEL takes fewer for gelu_tanh, and for gelu makes erf of an exponential and a series.
+# FLOPs per number, forward and backward (with forward again), of the formulas as they are written, and the
+# transcendentals among them (erf is one). KERNEL takes fewer for gelu_tanh, and for gelu computes erf from an
+# exponential and a series.
 FLOPS = {"silu": (2, 6), "gelu": (5, 12), "gelu_tanh": (9, 21), "relu": (1, 2), "relu_squared": (2, 5)}
 TRANSCENDENTALS = {"silu": (1, 1), "gelu": (1, 2), "gelu_tanh": (1, 1), "relu": (0, 0), "relu_squared": (0, 0)}
 
 
 def check(operation: str, name: str | None, *, required: bool = False) -> None:
-    """Raises ValueError where there is no activation with this name; None is none, unless one is required."""
+    """Raise ValueError if there is no activation with this name; None means none, and is refused if one is required."""
     if name is None and not required:
         return
     if not isinstance(name, str) or name not in REFERENCE:

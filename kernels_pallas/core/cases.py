@@ -1,4 +1,4 @@
-"""What an operation is tried on, as data: tests, the compile matrix, benchmarks and the tuner read the same lists."""
+"""Test cases of an operation, as data: tests, the compile matrix, benchmarks and the tuner read the same lists."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ import numpy as np
 
 from kernels_pallas.core.launch import KernelCosts
 
-# The dtype of the case: each is tried in several.
+# The dtype of the case, which is tried in several.
 FLOAT = "float"
 
 Use = Literal["test", "compile", "bench"]
@@ -18,13 +18,13 @@ Use = Literal["test", "compile", "bench"]
 
 @dataclasses.dataclass(frozen=True)
 class CaseArray:
-    """An argument: its shape, its dtype, and how numbers are drawn for it.
+    """An argument: its shape, its dtype, and how its numbers are drawn.
 
     Attributes:
       draw: "normal" (times `scale`, plus `mean`), "zeros", "one_hot" along the last dimension (times `scale`), "mask"
         (True three times of four, and nowhere in the first row), "below" (integers in [0, scale)), or "labels" (the
         same, and −1 one time of four).
-      differentiable: whether gradients with respect to it are checked; floats alone.
+      differentiable: whether gradients with respect to it are checked; only for floats.
     """
 
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class CaseArray:
     differentiable: bool = True
 
     def struct(self, dtype: Any) -> jax.ShapeDtypeStruct:
-        """Shape and dtype, where the case is tried in `dtype`."""
+        """Return the shape and dtype for a case tried in `dtype`."""
         return jax.ShapeDtypeStruct(self.shape, dtype if self.dtype == FLOAT else self.dtype)
 
 
@@ -44,13 +44,13 @@ class KernelCase:
     """One call of an operation.
 
     Attributes:
-      name: unique among the operation's.
+      name: unique among the operation's cases.
       arrays: arguments by name, None for one that is left out.
       options: static arguments by name.
-      roundings: how often the operation, told to in its definition, rounds to its dtype within: tolerances grow by as
-        many units in the last place.
-      uses: "test": interpreted and held against the reference; "compile": for every chip; "bench": timed.
-      dtypes: in which it is tried; benchmarks and the compile matrix take the first.
+      roundings: the number of times that the operation's definition rounds intermediate values to its dtype; tolerances
+        grow by the same number of units in the last place.
+      uses: "test": interpreted and compared with the reference; "compile": compiled for every chip; "bench": timed.
+      dtypes: dtypes in which it is tried; benchmarks and the compile matrix take the first.
     """
 
     name: str
@@ -61,30 +61,30 @@ class KernelCase:
     dtypes: tuple[str, ...] = ("float32",)
 
     def structs(self, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the arguments."""
+        """Return shapes and dtypes of the arguments."""
         return {name: array.struct(dtype) for name, array in self.arrays.items()}
 
     def draw(self, dtype: Any, seed: int = 0) -> dict[str, jax.Array]:
-        """Random arguments, by NumPy: no program is compiled for them. That takes about 10 s for each GB."""
+        """Return random arguments, drawn by NumPy so that no program is compiled. This takes about 10 s per GB."""
         random = np.random.default_rng(seed)
         return {name: jnp.asarray(_draw(array, dtype, random)) for name, array in self.arrays.items()}
 
     def differentiable(self) -> tuple[str, ...]:
-        """Names of the arguments with respect to which gradients are checked."""
+        """Return the names of the arguments with respect to which gradients are checked."""
         return tuple(name for name, a in self.arrays.items() if a.dtype == FLOAT and a.differentiable)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KernelOperation:
-    """An operation and all that proves it.
+    """An operation with its reference, implementations, cases and costs.
 
     Attributes:
       function: the public one; takes a case's arguments and options, and `implementation`.
       reference: the specification, in plain JAX; takes a case's arguments and options.
       implementations: names of the Pallas implementations.
-      others: names of those that are not ours to compile, by XLA or a library: timed beside them.
-      costs: what a call costs, from the shapes and dtypes of a case's arguments and its options.
-      serves: whether an implementation serves a case in a dtype; where nothing is said, all do.
+      others: names of implementations by XLA or a library, which are timed alongside but are not ours to compile.
+      costs: returns a call's costs from the shapes and dtypes of a case's arguments and its options.
+      serves: returns whether an implementation supports a case in a dtype; by default each supports all.
     """
 
     function: Callable[..., Any]
@@ -100,7 +100,7 @@ class KernelOperation:
         return self.function.__name__
 
     def used_in(self, use: Use) -> tuple[KernelCase, ...]:
-        """The cases with this use."""
+        """Return the cases with this use."""
         return tuple(case for case in self.cases if use in case.uses)
 
 
@@ -108,7 +108,7 @@ def _draw(array: CaseArray, dtype: Any, random: np.random.Generator) -> np.ndarr
     shape, dtype = array.struct(dtype).shape, array.struct(dtype).dtype
     match array.draw:
         case "normal":
-            # Rounded to the array's own precision, so that all of a case's dtypes see numbers they can hold.
+            # Rounded to the array's own precision, so that all dtypes of a case represent the numbers exactly.
             numbers = random.standard_normal(shape, np.float32)
             numbers *= np.float32(array.scale)
             numbers += np.float32(array.mean)

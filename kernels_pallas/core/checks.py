@@ -1,4 +1,4 @@
-"""Checks of arguments that operations share. Each raises ValueError with one line: what is wrong, and what is right."""
+"""Argument checks that operations share. Each raises ValueError with one line: what is wrong, and what is right."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,21 +8,21 @@ import jax.numpy as jnp
 
 
 def array(operation: str, **arrays: Any) -> None:
-    """These arguments are arrays."""
+    """Check that these arguments are arrays."""
     for name, x in arrays.items():
         if not (hasattr(x, "dtype") and hasattr(x, "shape")):
             raise ValueError(f"{operation}: {name} is {'None' if x is None else type(x).__name__}; it must be an array")
 
 
 def boolean(operation: str, **flags: Any) -> None:
-    """These arguments are Python's True or False."""
+    """Check that these arguments are Python's True or False."""
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ValueError(f"{operation}: {name} = {flag!r}; it must be True or False")
 
 
 def floating(operation: str, **arrays: Any) -> None:
-    """These arguments are arrays of floating point, of two bytes or more, None aside."""
+    """Check that these arguments are None or floating-point arrays of two bytes or more."""
     for name, x in arrays.items():
         if x is None:
             continue
@@ -32,7 +32,7 @@ def floating(operation: str, **arrays: Any) -> None:
 
 
 def like(operation: str, what: str, x: Any, **arrays: Any) -> None:
-    """These arguments have the shape and dtype of x, which is called so, None aside."""
+    """Check that these arguments are None or have the shape and dtype of x, which messages call `what`."""
     for name, other in arrays.items():
         if other is None:
             continue
@@ -43,7 +43,7 @@ def like(operation: str, what: str, x: Any, **arrays: Any) -> None:
 
 
 def norm(operation: str, x: Any, vectors: Mapping[str, Any], residual: Any, epsilon: Any, plus_one: Any) -> float:
-    """The operands of a norm over x's last dimension; returns epsilon as Python's."""
+    """Check the operands of a norm over x's last dimension; return epsilon as a Python float."""
     matrix(operation, x=x)
     floating(operation, **vectors)
     like(operation, "x", x, residual=residual)
@@ -53,7 +53,7 @@ def norm(operation: str, x: Any, vectors: Mapping[str, Any], residual: Any, epsi
 
 
 def matrix(operation: str, **arrays: Any) -> None:
-    """These arguments are arrays with a last dimension, of floating point."""
+    """Check that these arguments are floating-point arrays with a last dimension."""
     array(operation, **arrays)
     for name, x in arrays.items():
         if x.ndim == 0:
@@ -62,7 +62,7 @@ def matrix(operation: str, **arrays: Any) -> None:
 
 
 def number(operation: str, name: str, n: Any) -> float:
-    """A number that is known while tracing, as Python's: kernels hold no other constants."""
+    """Return a number that is known while tracing as a Python float: kernels hold no other constants."""
     if isinstance(n, jax.core.Tracer):
         raise ValueError(f"{operation}: {name} is traced; it must be a number that is known while tracing")
     try:
@@ -72,7 +72,9 @@ def number(operation: str, name: str, n: Any) -> float:
 
 
 def positive(operation: str, **numbers: Any) -> tuple[float, ...]:
-    """These numbers are known and positive, and float32 holds them and their reciprocals; returns them as Python's."""
+    """Check that numbers are known and positive, and that float32 holds them and their reciprocals; return Python
+    floats.
+    """
     smallest, known = float(jnp.finfo(jnp.float32).tiny), []
     for name, given in numbers.items():
         n = number(operation, name, given)
@@ -89,12 +91,12 @@ def positive(operation: str, **numbers: Any) -> tuple[float, ...]:
 
 
 def positive_or_none(operation: str, **numbers: Any) -> tuple[float | None, ...]:
-    """As `positive`, None aside."""
+    """Check as `positive` does, but allow None."""
     return tuple(n if n is None else positive(operation, **{name: n})[0] for name, n in numbers.items())
 
 
 def vector(operation: str, x: Any, **vectors: Any) -> None:
-    """These arguments have one number for each of x's last dimension, None aside."""
+    """Check that these arguments are None or have one number for each of x's last dimension."""
     for name, v in vectors.items():
         if v is not None and v.shape != x.shape[-1:]:
             raise ValueError(f"{operation}: {name} has shape {list(v.shape)}; it must be {list(x.shape[-1:])}")

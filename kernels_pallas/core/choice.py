@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from kernels_pallas.core import interpretation, target
 from kernels_pallas.core.target import TargetChip
 
-# Lowered by Pallas, each for its own chips; what else there is XLA compiles for any.
+# Lowered by Pallas, each for its own chips; XLA compiles the other implementations for any chip.
 KERNELS = ("triton", "mosaic_gpu", "mosaic_tpu")
 
 
@@ -19,18 +19,18 @@ def choose(
     manual: bool = False,
     by_name: Collection[str] = (),
 ) -> str:
-    """The name of the implementation to run: "reference" or a key of `reasons`.
+    """Return the name of the implementation to run: "reference" or a key of `reasons`.
 
     Args:
       operation: its name, for the message.
-      implementation: what the caller asked for, or else a surrounding `interpreted`; None takes the first of
+      implementation: the one that the caller or else a surrounding `interpreted` requests; None takes the first of
         `reasons` that supports the call on the target being lowered for, and otherwise the reference.
-      reasons: for each Pallas implementation, in order of preference, a function of the target that returns why it
-        cannot serve this call, in a few words, or None where it can.
+      reasons: for each Pallas implementation, in order of preference, a function of the target that returns None where
+        it supports this call, and otherwise the reason in a few words.
       manual: whether the operation puts the call inside a shard_map of its own.
-      by_name: those of `reasons` that None does not take.
+      by_name: implementations in `reasons` that None does not take.
 
-    Raises ValueError for a name that there is not, NotImplementedError for an implementation that cannot serve.
+    Raises ValueError for an unknown name, NotImplementedError for an implementation that cannot serve.
     """
     implementation = interpretation.requested(implementation)
     if implementation == "reference":
@@ -71,5 +71,5 @@ def _is_partitioned(implementation: str) -> str | None:
     left = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
     sharded = [name for name in mesh.axis_names if name in left and mesh.shape[name] > 1]
     if not sharded and implementation == "mosaic_tpu" and len(left) < len(mesh.axis_names):
-        sharded = sorted(left)  # where some axes are manual Mosaic wants all of them, also those of one device
+        sharded = sorted(left)  # where some axes are manual Mosaic requires all to be, even axes of one device
     return f"call it inside jax.shard_map over the mesh axes {', '.join(map(str, sharded))}" if sharded else None

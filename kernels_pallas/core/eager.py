@@ -12,8 +12,8 @@ from kernels_pallas.core import target, tuning
 def compiled_once(static: int) -> Callable[[Callable], Callable]:
     """Decorate a function whose first `static` arguments are hashable and known while tracing; arrays follow.
 
-    A kernel is a closure, new in each call: to JAX a new program. What it is made of is the same: these arguments, the
-    chip being lowered for and the sizes of its blocks.
+    A kernel is a closure, new in each call, and therefore a new program to JAX. The program depends only on these
+    arguments, the chip being lowered for and the kernel's block sizes.
     """
 
     def decorate(function: Callable) -> Callable:

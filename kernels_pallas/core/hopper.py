@@ -1,13 +1,13 @@
 """The language of kernels for Hopper: the one file that knows the operations of Pallas's Mosaic GPU backend.
 
 A block of the grid is several warpgroups of 128 threads that run one body, share memory and meet at barriers. A value
-is spread over the registers of its warpgroup: a tile as wgmma has it (PTX ISA, "asynchronous warpgroup level matrix
-instructions"), and what belongs to its rows or to its columns as the reductions of such a tile are.
+is spread over the registers of its warpgroup: a tile in wgmma's layout (PTX ISA, "asynchronous warpgroup level matrix
+instructions"), a vector of its rows or columns in the layout of the tile's reductions.
 
-Interpreted (on any platform), copies, barriers and warpgroups are those of Mosaic GPU's own interpreter, which watches
-for races and for deadlocks at barriers; products, which not every version of it has, are those of `jax.numpy`.
-Warpgroups are threads of JAX's CPU client, and a kernel that is mapped holds one more: where it has fewer, which is
-refused, they may wait for one another for ever (`JAX_NUM_CPU_DEVICES`).
+Interpreted (on any platform), copies, barriers and warpgroups are those of Mosaic GPU's own interpreter, which detects
+races and deadlocks at barriers; products, which not every version of it has, are those of `jax.numpy`. Warpgroups are
+threads of JAX's CPU client, and a kernel under `jax.vmap` holds one more. With too few threads, which is refused, they
+might wait for one another for ever (`JAX_NUM_CPU_DEVICES`).
 """
 
 import math
@@ -26,7 +26,7 @@ from kernels_pallas.core.launch import KernelCost, call_warpgroups, differentiat
 ROWS = 64
 SWIZZLE = 128
 
-# Axes of grids are told apart by this from those of a mesh of devices.
+# This name tells axes of grids from those of a mesh of devices.
 _PREFIX = "gpu_"
 _WARPGROUP = "warpgroup"
 _BLOCK = "block"
@@ -46,7 +46,7 @@ class SharedBuffer(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """`count` barriers, each of which opens after `arrivals` arrivals, and closes again."""
+    """A set of `count` barriers, each of which opens after `arrivals` arrivals, and closes again."""
 
     count: int
     arrivals: int = 1
@@ -57,7 +57,7 @@ class Barriers(NamedTuple):
 
 
 class Warpgroup:
-    """The operations of one warpgroup; a kernel's body is given it, and its arrays by name."""
+    """The operations of one warpgroup. A kernel's body takes it, and its arrays by name."""
 
     def __init__(self, interpret: bool, grid: Mapping[str, int]):
         self.interpret, self._grid = interpret, grid
@@ -66,19 +66,19 @@ class Warpgroup:
         """Return the index of this block along an axis of the grid, or of this warpgroup in its block."""
         if axis == _WARPGROUP:
             return jax.lax.axis_index(_PREFIX + axis)
-        # CUDA has three axes, of which all but the first end at 65,535: all are in the first.
+        # CUDA has three axes, of which all but the first are limited to 65,535: all are folded into the first.
         names = list(self._grid)
         before = math.prod(self._grid[name] for name in names[: names.index(axis)])
         return jax.lax.rem(jax.lax.div(jax.lax.axis_index(_PREFIX + _BLOCK), before), self._grid[axis])
 
     def setmaxnreg(self, count: int, more: bool) -> None:
-        """Have `count` registers per thread, more or fewer than the block was launched with."""
+        """Set the registers per thread to `count`: `more`, or fewer, than at launch."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         plgpu.set_max_registers(count, action="increase" if more else "decrease")
 
     def tma_load(self, source: Any, destination: Any, barrier: Any) -> None:
-        """Begin to copy into shared memory by TMA, which arrives at the barrier when all is there."""
+        """Start a copy into shared memory by TMA, which arrives at the barrier when the copy is complete."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         plgpu.copy_gmem_to_smem(source, destination, barrier)
@@ -104,11 +104,11 @@ class Warpgroup:
     ) -> None:
         """Add shared memory to global memory, (buffer, destination) each, after the blocks that come earlier in order.
 
-        A counter (a semaphore in global memory) keeps the order; the block of order 0 begins the sum. `read` is called
-        when the buffers are free again, and `meanwhile` while global memory is still written.
+        A counter (a semaphore in global memory) keeps the order; the block of order 0 starts the sum. `read` is called
+        when the buffers are free again, and `meanwhile` while global memory is still being written.
 
-        A block may only wait for those before it in the grid: they begin first. Interpreted, they also end first.
-        Between the wait and the copy stands no fence for the copy engine, as none does in FlashAttention-3's
+        A block may only wait for blocks before it in the grid, which start first. Interpreted, they also end first. No
+        fence for the copy engine stands between the wait and the copy, and none does in FlashAttention-3's
         deterministic mode.
         """
         if self.interpret:
@@ -138,13 +138,13 @@ class Warpgroup:
         plgpu.semaphore_signal(counter, memory_scope="gpu")
 
     def commit(self) -> None:
-        """Order what this warpgroup has read and written in shared memory before what the copy engine and wgmma do."""
+        """Order this warpgroup's reads and writes of shared memory before accesses by the copy engine and wgmma."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         plgpu.commit_smem()
 
     def wait(self, barrier: Any) -> None:
-        """Wait until the barrier opens once more than this warpgroup has seen it open."""
+        """Wait until the barrier has opened once more than this warpgroup has waited for."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         plgpu.barrier_wait(barrier)
@@ -155,7 +155,9 @@ class Warpgroup:
         plgpu.barrier_arrive(barrier)
 
     def wgmma(self, *pairs: tuple[Any, Any], meanwhile: Callable[[], None] = lambda: None) -> tuple[jax.Array, ...]:
-        """a · bᵀ in float32 of each pair a [64, k] and b [n, k] in shared memory; `meanwhile` while they are made."""
+        """Return a · bᵀ in float32 of each pair a [64, k] and b [n, k] in shared memory; `meanwhile` runs during the
+        products.
+        """
         if self.interpret:
             products = tuple(self._interpreted_product(a[...], b, 1) for a, b in pairs)
             meanwhile()
@@ -170,12 +172,12 @@ class Warpgroup:
             return tuple(product_ref[...] for product_ref in product_refs)
 
         products = (plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32) for a, b in pairs)
-        # LLVM makes the register from which all are set to zero one of the last. As that is nobody's, the assembler
-        # still knows what the others begin with, and leaves out 32 moves for each 64 × 64.
+        # LLVM takes one of the last registers as the source of all zeros. It belongs to no accumulator, so the
+        # assembler still knows the initial values of the others, and leaves out 32 moves for each 64 × 64.
         return pl.run_scoped(multiply, *products, plgpu.ACC((ROWS, 8), jnp.float32))
 
     def wgmma_accumulate(self, *terms: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, ...]:
-        """total + a · b in float32 of each (total, a, b), of values a [64, k] and b [k, n] in shared memory."""
+        """Return total + a · b in float32 of each (total, a, b), of values a [64, k] and b [k, n] in shared memory."""
         if self.interpret:
             return tuple(total + self._interpreted_product(a, b, 0) for total, a, b in terms)
         from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -226,8 +228,8 @@ class Warpgroup:
     ) -> tuple[Any, jax.Array]:
         """Multiply query and keys, a · bᵀ of the `pair`, and weights and values, total + c · d of `added`, together.
 
-        Returns softmax(a · bᵀ), which is computed while the second product is made, and the second product.
-        `meanwhile` is called when both have been issued.
+        Returns softmax(a · bᵀ), computed during the second product, and the second product. `meanwhile` is called when
+        both have been issued.
         """
         if self.interpret:
             result = softmax(*self.wgmma(pair, meanwhile=meanwhile))
@@ -249,23 +251,23 @@ class Warpgroup:
         return pl.run_scoped(multiply, product, plgpu.ACC(total.shape, jnp.float32))
 
     def tile(self, x: jax.Array) -> jax.Array:
-        """A value [rows, columns] laid out as products are."""
+        """Return a value [rows, columns] in the layout of products."""
         return self._laid(x, lambda tile: tile)
 
     def by_row(self, x: jax.Array) -> jax.Array:
-        """A value [rows] laid out as the rows of a tile are."""
+        """Return a value [rows] in the layout of a tile's rows."""
         return self._laid(x, lambda tile: tile.reduce(1))
 
     def by_column(self, x: jax.Array) -> jax.Array:
-        """A value [columns] laid out as the columns of a tile are."""
+        """Return a value [columns] in the layout of a tile's columns."""
         return self._laid(x, lambda tile: tile.reduce(0))
 
     def load_tile(self, ref: Any) -> jax.Array:
-        """All of a `tiled` array in shared memory, laid out as products are."""
+        """Load a whole `tiled` array from shared memory, in the layout of products."""
         return self.tile(ref[...])
 
     def load_transposed(self, ref: Any) -> jax.Array:
-        """The transpose of a `tiled` array [columns, rows] in shared memory, laid out as products are."""
+        """Load the transpose of a `tiled` array [columns, rows] from shared memory, in the layout of products."""
         if self.interpret:
             return ref[...].T
         from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -274,11 +276,11 @@ class Warpgroup:
         return self.tile(transposed)
 
     def load_by_row(self, ref: Any) -> jax.Array:
-        """All of an array [rows] in global or shared memory."""
+        """Load a whole array [rows] from global or shared memory."""
         return self.by_row(self._load(ref))
 
     def load_by_column(self, ref: Any) -> jax.Array:
-        """All of an array [columns] in global or shared memory."""
+        """Load a whole array [columns] from global or shared memory."""
         return self.by_column(self._load(ref))
 
     def broadcast_by_row(self, x: jax.Array, columns: int) -> jax.Array:
@@ -290,12 +292,12 @@ class Warpgroup:
         return self.tile(jax.lax.broadcast_in_dim(x, (rows, x.shape[0]), (1,)))
 
     def iota(self, shape: tuple[int, int], axis: int) -> jax.Array:
-        """0, 1, 2 … along an axis of a tile, int32."""
+        """Return 0, 1, 2 … along an axis of a tile, int32."""
         return self.tile(jax.lax.broadcasted_iota(jnp.int32, shape, axis))
 
     def _interpreted_product(self, a: jax.Array, b: Any, axis: int) -> jax.Array:
         product = jax.lax.dot_general(a, b[...], (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
-        self.commit()  # it was not wgmma that read
+        self.commit()  # the reads were not wgmma's
         return product
 
     def _laid(self, x: jax.Array, of_tile: Callable[[Any], Any]) -> jax.Array:
@@ -315,7 +317,7 @@ class Warpgroup:
 
 
 def _held_until(result: jax.Array, operand: jax.Array) -> jax.Array:
-    """Return the result, until which the operand's registers hold nothing else.
+    """Return the result; until it is ready the operand's registers hold nothing else.
 
     LLVM does not know that an asynchronous product still reads them, and would reuse them for the work in between.
     """
@@ -334,14 +336,14 @@ def run(
     name: str,
     counters: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> list[jax.Array]:
-    """Run a kernel; returns its outputs.
+    """Run a kernel; return its outputs.
 
     Args:
-      body: what each warpgroup of each block does, with operands, outputs and shared memory by name.
-      grid: axes and their sizes, the one along which blocks start one after another first.
-      shared: of each block, arrays and barriers.
+      body: the program of each warpgroup of each block, on operands, outputs and shared memory by name.
+      grid: axes and their sizes; the first is the one along which blocks start one after another.
+      shared: arrays and barriers of each block.
       cost: of the whole call; jaxlm counts it.
-      counters: shapes of those that all blocks share, which begin at 0; see `tma_add_in_order`.
+      counters: shapes of counters that all blocks share, which start at 0; see `tma_add_in_order`.
 
     Inside `interpreted` it runs as plain JAX instead, on any platform.
     """
@@ -383,7 +385,7 @@ def run(
 
     @call.def_vmap
     def batched(size: int, in_batched: Sequence[bool], *arrays: jax.Array) -> tuple:
-        """One more axis of the grid."""
+        """Map over one more axis of the grid."""
         if size == 0:
             return [jnp.zeros((0, *x.shape), x.dtype) for x in shapes], [True] * len(shapes)
         axis = f"{_LANES}{len(grid)}"
@@ -410,12 +412,12 @@ def run(
         return call(*arrays)
 
     launched.__name__ = name
-    with jax.enable_x64(False):  # indices are of 32 bits
+    with jax.enable_x64(False):  # indices are 32-bit
         return differentiated_once(launched)(*operands.values())
 
 
 class _NoCounters:
-    """Of a kernel that is interpreted: its blocks come one after another."""
+    """Counters of an interpreted kernel, whose blocks run one after another."""
 
     @property
     def at(self) -> "_NoCounters":

@@ -11,7 +11,7 @@ class Interpretation(NamedTuple):
     """The state of a surrounding `interpreted`.
 
     Attributes:
-      implementation: the one that calls take which name none; None leaves them the choice.
+      implementation: the one for calls that name none; None lets them choose.
       emulator: options of the emulators of Mosaic's memory, as items.
     """
 
@@ -19,7 +19,7 @@ class Interpretation(NamedTuple):
     emulator: tuple[tuple[str, Any], ...]
 
 
-# A user context and no plain variable: JAX keys its caches by it, so that what is traced outside is not reused inside.
+# A user context, not a plain variable: it is part of JAX's cache keys, so that programs traced outside are not reused.
 _current = jax.make_user_context(None)
 
 
@@ -30,7 +30,7 @@ def interpreted(implementation: str | None = None, **emulator: Any) -> Iterator[
     Models whose kernels are "auto" use kernels inside, also on a CPU.
 
     Args:
-      implementation: the one that calls take which name none; None leaves them the choice.
+      implementation: the one for calls that name none; None lets them choose.
       emulator: options of Pallas's emulators of TPU and Hopper memory, such as `detect_races` (`pltpu.InterpretParams`,
         `InterpretGPUParams`). Without any, TPU kernels run without emulated memory; Triton's have no emulator.
     """
@@ -44,6 +44,6 @@ def current() -> Interpretation | None:
 
 
 def requested(implementation: str | None) -> str | None:
-    """Return the implementation that a call names, or else the one that the surrounding `interpreted` does."""
+    """Return the implementation that a call names, or else the one of the surrounding `interpreted`."""
     mode = current()
     return mode.implementation if implementation is None and mode else implementation

@@ -13,16 +13,16 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.core import interpretation
 
-# Pallas's backends are imported where a kernel is made: commands that only count models start without them.
+# Pallas's backends are imported where a kernel is launched: commands that only count models start without them.
 
-# Said since JAX 0.11.0, each time a kernel is lowered. Triton is the only way to Ampere and Ada, and works through
+# Warned since JAX 0.11.0, each time a kernel is lowered. Triton is the only way to Ampere and Ada, and works through
 # 0.12; tests/kernels/test_launch.py fails once it stops.
 DEPRECATED = "The Pallas Triton backend is deprecated"
 warnings.filterwarnings("ignore", DEPRECATED, DeprecationWarning)
 
 
 class KernelCost(NamedTuple):
-    """What one call does: FLOPs (one per transcendental, included), transcendentals, and bytes of HBM moved."""
+    """Work of one call: FLOPs (including one per transcendental), transcendentals, and bytes of HBM moved."""
 
     flops: int = 0
     transcendentals: int = 0
@@ -30,7 +30,7 @@ class KernelCost(NamedTuple):
 
 
 class KernelCosts(NamedTuple):
-    """What an operation costs forward, and backward besides that."""
+    """Costs of an operation, forward and additionally backward."""
 
     forward: KernelCost
     backward: KernelCost
@@ -60,14 +60,14 @@ def mosaic_tpu(semantics: Sequence[str]) -> Any:
 
 
 def vmem(shape: Sequence[int], dtype: Any) -> Any:
-    """Scratch memory of a Mosaic kernel, which lasts from program to program."""
+    """Return scratch memory of a Mosaic kernel, which persists from program to program."""
     from jax.experimental.pallas import tpu as pltpu
 
     return pltpu.VMEM(tuple(shape), dtype)
 
 
 def load(ref: Any, mask: jax.Array | None = None, other: float = 0) -> jax.Array:
-    """What a Triton kernel's reference holds, `other` where the mask is False: those places are not read."""
+    """Load from a Triton kernel's reference, `other` where the mask is False: those elements are not read."""
     from jax.experimental.pallas import triton as pltriton
 
     return pltriton.load(ref) if mask is None else pltriton.load(ref, mask=mask, other=other)
@@ -81,10 +81,10 @@ def store(ref: Any, value: jax.Array, mask: jax.Array | None = None) -> None:
 
 
 def inline_ptx(ptx: str, *arguments: Any) -> jax.Array:
-    """PTX of a Triton kernel for each number of a tile: $0 is the result and $1 … the arguments, all float32.
+    """Apply PTX in a Triton kernel to each number of a tile: $0 is the result and $1 … the arguments, all float32.
 
     Args:
-      arguments: the first is an array; others are arrays of its shape, or that broadcast to it.
+      arguments: the first is an array; others are arrays of its shape, or broadcast to it.
     """
     from jax.experimental.pallas import triton as pltriton
 
@@ -113,13 +113,13 @@ def call(
     scratch: Sequence[Any] = (),
     prefetched: int = 0,
 ) -> list[jax.Array]:
-    """Run a Pallas kernel; returns its outputs.
+    """Run a Pallas kernel; return its outputs.
 
     Args:
-      params: what `triton` or `mosaic_tpu` returned.
-      grid: on TPUs also of int32 scalars that are known once the program runs.
+      params: the result of `triton` or `mosaic_tpu`.
+      grid: on TPUs also of int32 scalars that are known only at run time.
       cost: of the whole call; XLA schedules by it on TPUs, and jaxlm counts it.
-      prefetched: how many of the first operands are scalars that index maps are given after the ids; on TPUs.
+      prefetched: the number of leading operands that are scalars, which index maps take after the ids; on TPUs.
       The others are those of `pl.pallas_call`.
 
     Inside `interpreted` it runs as plain JAX instead, on any platform.
@@ -155,10 +155,10 @@ def call(
     def launched(*arguments: jax.Array) -> list[jax.Array]:
         return batched_first(run, len(late))(*arguments)
 
-    # JAX never drops a kernel whose results nobody uses, but a jitted function: rematerialisation would launch again,
-    # and compute the operands of, what is kept.
+    # JAX drops an unused jitted function, but never an unused kernel: without jit, rematerialisation would launch
+    # kernels again whose results are saved, and compute their operands.
     launched.__name__ = name
-    # Index maps count in 32 bits, which is all that the chips' compilers take.
+    # Index maps count in 32 bits, the only width that the chips' compilers take.
     with jax.enable_x64(False):
         return jax.jit(differentiated_once(launched))(*arguments)
 
@@ -208,14 +208,14 @@ def call_warpgroups(
 
 
 def _estimate(cost: KernelCost) -> pl.CostEstimate:
-    """Return a cost as XLA counts a kernel's: transcendentals are not among the FLOPs."""
+    """Return a cost in XLA's terms, which do not count transcendentals among the FLOPs."""
     return pl.CostEstimate(
         flops=cost.flops - cost.transcendentals, transcendentals=cost.transcendentals, bytes_accessed=cost.bytes
     )
 
 
 def _interpretation_of(params: Any) -> Any:
-    """Return how Pallas is to interpret a kernel with these parameters, or False where it is compiled."""
+    """Return how Pallas interprets a kernel with these parameters, or False where it is compiled."""
     from jax.experimental.pallas import tpu as pltpu
 
     mode = interpretation.current()
@@ -225,19 +225,22 @@ def _interpretation_of(params: Any) -> Any:
 
 
 def _narrow(x: Any) -> jax.Array:
-    """As an array, of float32 where it is of float64: kernels have none."""
+    """Return an array, converted from float64 to float32: kernels have no float64."""
     x = jnp.asarray(x)
     return x.astype(jnp.float32) if x.dtype == jnp.float64 else x
 
 
 def batched_first(run: Callable[..., Any], late: int = 0) -> Callable[..., Any]:
-    """`run`, mapped by `jax.vmap` over dimensions that are moved to the front: Mosaic takes them nowhere else. Where
-    the grid itself is mapped, which the first `late` operands are sizes of, one after the other."""
+    """Return `run` with a rule for `jax.vmap` that moves mapped dimensions to the front, the only place where Mosaic
+    takes them.
+
+    If the first `late` operands, which are sizes of the grid, are mapped, the calls run one after the other.
+    """
     call = jax.custom_batching.custom_vmap(run)
 
     @call.def_vmap
     def mapped(size: int, in_batched: Sequence[bool], *operands: jax.Array) -> tuple:
-        if size == 0:  # Pallas maps over nothing only where it compiles
+        if size == 0:  # Pallas maps over size zero only when compiled
             alone = (jax.typeof(x) for x in operands)
             one = [x.update(shape=x.shape[batched:]) for x, batched in zip(alone, in_batched, strict=True)]
             results = jax.tree.map(lambda y: jnp.zeros((0, *y.shape), y.dtype), jax.eval_shape(run, *one))
@@ -258,7 +261,7 @@ def batched_first(run: Callable[..., Any], late: int = 0) -> Callable[..., Any]:
 
 
 def differentiated_once(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel as it stands in an operation's first derivative, where Pallas has no second to offer."""
+    """Return a kernel for use in an operation's first derivative, since Pallas has no second derivative to offer."""
     function = jax.custom_jvp(kernel)
 
     @function.defjvp
@@ -272,9 +275,9 @@ def differentiated_once(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def vary(*operands: jax.Array | None) -> tuple:
-    """The operands, each varying over all axes of a surrounding shard_map over which any of them varies.
+    """Return the operands, each varying over all axes of a surrounding shard_map over which any of them varies.
 
-    Then gradients of what was replicated are summed over those axes by JAX itself (`shard_map(check_vma=True)`).
+    JAX itself then sums gradients of replicated operands over those axes (`shard_map(check_vma=True)`).
     """
     axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands if x is not None))
 

@@ -33,7 +33,7 @@ OPERATIONS: dict[str, KernelOperation] = {
 
 
 def check(names: Iterable[str]) -> None:
-    """Raises ValueError for a name that no operation has."""
+    """Raise ValueError for a name that no operation has."""
     for name in names:
         if name not in OPERATIONS:
             near = difflib.get_close_matches(name, OPERATIONS, 1)

@@ -1,4 +1,4 @@
-"""The chip that is being lowered for, also when it is not here."""
+"""The chip that is being lowered for, also when it is absent."""
 
 import dataclasses
 import functools
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import jax
 
-# Compute capability by name (NVIDIA's list of CUDA GPUs): ahead of time the name is all that is known of a device.
+# Compute capability by name (NVIDIA's list of CUDA GPUs): ahead of time only the name of a device is known.
 _CAPABILITIES = (
     (r"\b(B300|GB300)\b", (10, 3)),
     (r"\b(B200|GB200)\b", (10, 0)),
@@ -38,23 +38,23 @@ _GENERATIONS = {
     "TPU7x": "v7x",
     "TPU7": "v7x",
 }
-# MiB of VMEM per core, as `jax.experimental.pallas.tpu.get_tpu_info` has it.
+# MiB of VMEM per core, from `jax.experimental.pallas.tpu.get_tpu_info`.
 _VMEM = {"v5e": 128, "v5p": 64, "v6e": 128, "v7x": 64}
 _LEAST_VMEM = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class TargetChip:
-    """What an implementation needs to know of a chip.
+    """A chip's properties that implementations need.
 
     Attributes:
       platform: "cpu", "gpu" or "tpu".
       kind: JAX's `device_kind`, such as "NVIDIA H200" or "TPU v5 lite".
-      cores: SMs of a GPU, TensorCores of a TPU device; 1 where JAX does not say.
+      cores: SMs of a GPU, TensorCores of a TPU device; 1 where JAX does not report it.
       compute_capability: of an NVIDIA GPU, such as (9, 0); None where it is not known.
       generation: of a TPU, such as "v5e"; None where it is not known.
-      scratchpad: bytes of fast memory under a program's control: of shared memory that a block may use on a GPU, of
-        VMEM on a TPU; 0 on a CPU.
+      scratchpad: bytes of fast memory under a program's control: shared memory of one block on a GPU, VMEM on a TPU; 0
+        on a CPU.
     """
 
     platform: Literal["cpu", "gpu", "tpu"]
@@ -66,7 +66,7 @@ class TargetChip:
 
 
 def current() -> TargetChip:
-    """The target of the code that is being traced: the mesh's (also an abstract one's), else JAX's default device."""
+    """Return the target of the code being traced: the mesh's (also an abstract one's), else JAX's default device."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:
         return of_kind(device.platform, device.device_kind, device.num_cores)
@@ -74,7 +74,7 @@ def current() -> TargetChip:
 
 
 def of_device(device: Any) -> TargetChip:
-    """The target that a device is."""
+    """Return the target for a device."""
     known = of_kind(device.platform, device.device_kind, getattr(device, "core_count", None))
     capability = getattr(device, "compute_capability", None)
     if known.platform != "gpu" or known.compute_capability or not re.fullmatch(r"\d+\.\d+", str(capability)):
@@ -84,7 +84,7 @@ def of_device(device: Any) -> TargetChip:
 
 @functools.cache
 def of_kind(platform: str, kind: str, cores: int | None = None) -> TargetChip:
-    """The target by JAX's names for it."""
+    """Return the target with these names in JAX."""
     if platform == "tpu":
         generation = _GENERATIONS.get(kind)
         return TargetChip("tpu", kind, cores or 1, None, generation, _VMEM.get(generation, _LEAST_VMEM) * 2**20)

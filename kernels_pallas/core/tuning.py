@@ -1,6 +1,6 @@
-"""Sizes of blocks: those that were measured to be fastest on a chip, and safe ones for every other.
+"""Block sizes: those measured to be fastest on a chip, and safe defaults for every other chip.
 
-`blocks.json` holds what `python -m kernels_pallas.bench.tune` measured, by chip and by kernel. Where it says nothing, a
+`blocks.json` holds the results of `python -m kernels_pallas.bench.tune`, by chip and by kernel. Without an entry a
 kernel's own default is taken.
 """
 
@@ -20,11 +20,11 @@ Blocks = TypeVar("Blocks", bound=tuple)
 
 
 class KernelKey(NamedTuple):
-    """What the sizes of blocks depend on, besides the chip.
+    """The key of block sizes, besides the chip.
 
     Attributes:
       name: of the kernel, such as "rms_norm_backward". implementation: such as "triton".
-      sizes: those that matter to it, each rounded up to a power of two. dtype: of its first operand, or of its
+      sizes: those that matter to the kernel, each rounded up to a power of two. dtype: of its first operand, or of its
         result where the first operand is always float32.
     """
 
@@ -38,7 +38,7 @@ class KernelKey(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What a kernel got, and which fields of it may be another number."""
+    """The blocks that a kernel got, and the fields that may be tuned."""
 
     blocks: Any
     free: tuple[str, ...]
@@ -46,7 +46,7 @@ class Asked(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Trial:
-    """What the tuner has kernels run with, and what those that asked got."""
+    """The tuner's sizes for a trial, and the blocks that kernels got."""
 
     blocks: dict[KernelKey, Any]
     asked: dict[KernelKey, Asked]
@@ -63,13 +63,13 @@ _trial: _Trial | None = None
 
 
 def blocks(name: str, implementation: str, sizes: Sequence[int], dtype: Any, default: Blocks) -> Blocks:
-    """The sizes that a kernel runs with on the chip being lowered for.
+    """Return a kernel's block sizes on the chip being lowered for.
 
     Args:
-      name, implementation, sizes, dtype: of the kernel; see `KernelKey`. What is measured with one of its shapes is
-        taken for all of them: what must not exceed a bound that depends on more, the kernel itself has to bound.
-      default: what to take where nothing was measured; a named tuple of integers. A field that is 0 there is not the
-        table's to say, and stays 0.
+      name, implementation, sizes, dtype: of the kernel; see `KernelKey`. Sizes measured with one shape of a key serve
+        all shapes with it, so the kernel itself has to enforce bounds that depend on anything else.
+      default: the sizes where nothing was measured; a named tuple of integers. A field that is 0 there is never tuned,
+        and stays 0.
     """
     kernel = KernelKey(name, implementation, tuple(1 << max(n - 1, 0).bit_length() for n in sizes), str(dtype))
     tuned = _table().chips.get(target.current().kind, {}).get(str(kernel), {})
@@ -84,7 +84,7 @@ def blocks(name: str, implementation: str, sizes: Sequence[int], dtype: Any, def
 
 @contextlib.contextmanager
 def trying(blocks: dict[KernelKey, Any]) -> Iterator[dict[KernelKey, Asked]]:
-    """Kernels that are traced inside run with these sizes; yields those that asked, with what they got."""
+    """Run the kernels traced inside with these sizes; yield the keys they ask for with the blocks they got."""
     global _trial
     before, _trial = _trial, _Trial(blocks, {})
     try:
@@ -94,7 +94,7 @@ def trying(blocks: dict[KernelKey, Any]) -> Iterator[dict[KernelKey, Asked]]:
 
 
 def record(chip: str, measured: dict[KernelKey, Any], path: Path | None = None) -> None:
-    """Put sizes for a chip, by JAX's name for it, into the table."""
+    """Write sizes for a chip, by JAX's name for it, into the table."""
     path = path or TABLE
     table = json.loads(path.read_text())
     said = {str(kernel): {field: n for field, n in best._asdict().items() if n} for kernel, best in measured.items()}
@@ -105,7 +105,7 @@ def record(chip: str, measured: dict[KernelKey, Any], path: Path | None = None) 
 
 
 def state() -> Hashable:
-    """Another one wherever `blocks` may say something else, and within each `trying`."""
+    """Return a cache key that changes whenever `blocks` may return something else, and within each `trying`."""
     return _trial, _table()
 
 

@@ -151,10 +151,12 @@ def costs(
     implementation: str | None = None,
     **_: Any,
 ) -> KernelCosts:
-    """What the kernels cost on these arrays, or shapes and dtypes: of the scores that are seen where `key_range` is of
-    numpy arrays, and of all T·S otherwise. The gradient of a bias is apart. Backward five products are what attention
-    takes where scores are not kept; an implementation of two kernels makes the scores, and the gradients of their
-    weights, twice."""
+    """Return the kernels' costs on these arrays, or shapes and dtypes.
+
+    Counted are the unmasked scores where `key_range` is of numpy arrays, and all T·S otherwise. The gradient of a bias
+    is not included. Backward, attention takes five products where scores are not stored; an implementation of two
+    kernels computes the scores, and the gradients of their weights, twice.
+    """
     seen = unmasked_scores(key_range, *query.shape[:2], key.shape[1])
     rows = (jax.ShapeDtypeStruct(query.shape[:2], jnp.int32),) * len(seen)
     calls = Operands(query, key, value, rows, rows, sinks, bias).by_interval()
@@ -169,8 +171,10 @@ def _operands(query: Any, key: Any, value: Any, key_range: Any, sinks: Any, bias
 
 
 def _multiplied_as(implementation: str, dtype: Any) -> contextlib.AbstractContextManager:
-    """Where XLA multiplies beside or in place of a kernel: float32 as float32 there too (`tiles.dot`). The reference
-    that is asked for, or that nothing else serves, has the precision that JAX is told."""
+    """Return the precision of XLA's products alongside or in place of a kernel: float32 as float32, as in `tiles.dot`.
+
+    The reference, requested or as the only implementation that serves, keeps the precision that JAX is configured with.
+    """
     as_kernels_do = implementation in IMPLEMENTATIONS and dtype == jnp.float32
     return jax.default_matmul_precision("highest") if as_kernels_do else contextlib.nullcontext()
 

@@ -1,6 +1,6 @@
-"""The blocks of scores that are computed: block ranges from the rows' intervals, in O(T + S) memory, as XLA fuses it.
+"""The blocks of scores that are computed: block ranges from the rows' intervals, in O(T + S) memory, fused by XLA.
 
-Ranges of intervals that are numpy arrays are made while tracing, so that the program only reads them.
+Ranges of intervals that are numpy arrays are computed while tracing, so that the program only reads them.
 """
 
 from typing import Any, NamedTuple
@@ -13,8 +13,11 @@ from kernels_pallas.flash_attention.key_range import array_module, without_repea
 
 
 class BlockRanges(NamedTuple):
-    """int32 [B or 1, blocks]: for each block of queries the blocks first ≤ j < last of keys of which it may see
-    something, and those full ≤ j < full_end ≤ last of which each of its queries sees all. Or the other way round."""
+    """Ranges of blocks, int32 [B or 1, blocks], for each block of queries.
+
+    The blocks of keys first ≤ j < last may contain unmasked scores; in the blocks full ≤ j < full_end ≤ last all scores
+    are unmasked. For each block of keys the roles are exchanged.
+    """
 
     first: Any
     full: Any
@@ -22,31 +25,34 @@ class BlockRanges(NamedTuple):
     last: Any
 
     def stacked(self, batch: int) -> jax.Array:
-        """int32 [B, blocks, 4], as kernels read it."""
+        """Return int32 [B, blocks, 4], as kernels read it."""
         ranges = array_module(*self).stack(self, axis=-1).astype(np.int32)
         return jnp.broadcast_to(ranges, (batch, *ranges.shape[1:]))
 
 
 def key_ranges(start: Any, end: Any, queries: int, keys: int) -> BlockRanges:
-    """For each block of `queries` queries, the blocks of `keys` keys. Intervals [B, T] lie within the keys."""
+    """Return for each block of `queries` queries the range of blocks of `keys` keys. Intervals [B, T] lie within the
+    keys.
+    """
     module = array_module(start, end)
-    # Rows that are not there see nothing: no block with one of them is full.
+    # Rows beyond T attend to nothing: no block that contains one is full.
     rows = [(0, 0), (0, -start.shape[1] % queries)]
     start, end = (module.pad(without_repeats(x), rows) for x in (start, end))
     start, end = (x.reshape(x.shape[0], -1, queries) for x in (start, end))
-    sees = start < end
+    nonempty = start < end
     far = np.iinfo(np.int32).max
-    last = module.max(module.where(sees, -(-end // keys), 0), axis=-1)
-    first = module.minimum(module.min(module.where(sees, start // keys, far), axis=-1), last)
+    last = module.max(module.where(nonempty, -(-end // keys), 0), axis=-1)
+    first = module.minimum(module.min(module.where(nonempty, start // keys, far), axis=-1), last)
     full = module.clip(-(-module.max(start, axis=-1) // keys), first, last)
     full_end = module.clip(module.min(end, axis=-1) // keys, full, last)
     return BlockRanges(first, full, full_end, last)
 
 
 def query_ranges(of_queries: BlockRanges, key_blocks: int) -> BlockRanges:
-    """For each block of keys, the blocks of queries: the other way round of what `key_ranges` gave.
+    """Return for each block of keys the range of blocks of queries, from the result of `key_ranges`.
 
-    Between first and last there may be blocks that see nothing of these keys; the full ones are the first run of them.
+    Between first and last there may be blocks in which these keys are masked; full blocks are the first consecutive
+    run.
     """
     module = array_module(*of_queries)
     first, full, full_end, last = (x[:, :, None] for x in of_queries)
@@ -63,10 +69,10 @@ def query_ranges(of_queries: BlockRanges, key_blocks: int) -> BlockRanges:
 
 
 def add_order(of_keys: BlockRanges, query_blocks: int) -> jax.Array:
-    """Return the order in which blocks of keys add to blocks of queries: the number of earlier ones that do.
+    """Return the order in which blocks of keys add to blocks of queries: the number of earlier blocks that do.
 
-    int32 [B or 1, blocks of keys, blocks of queries], of what `query_ranges` gave: too large for a constant of the
-    program.
+    int32 [B or 1, blocks of keys, blocks of queries], from the result of `query_ranges`: too large for a constant of
+    the program.
     """
     first, last = jax.lax.optimization_barrier((jnp.asarray(of_keys.first), jnp.asarray(of_keys.last)))
     i = jnp.arange(query_blocks, dtype=jnp.int32)[None, None]

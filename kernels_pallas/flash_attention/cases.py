@@ -1,4 +1,4 @@
-"""What attention is tried on."""
+"""Test cases of attention."""
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from kernels_pallas.flash_attention import (
 )
 from kernels_pallas.flash_attention.operands import Operands
 
-# Within, weights and their gradients are rounded before they are multiplied, and outputs before their gradient is.
+# Inside, weights and their gradients are rounded before they are multiplied, and outputs before their gradients.
 _ROUNDINGS = 4
 
 
@@ -35,7 +35,7 @@ def _case(
     bias: tuple[int, ...] | None = None,
     **more,
 ) -> KernelCase:
-    """heads: of queries and of keys; width: of keys and of values; `options` as `flash_attention` takes them."""
+    """Return a case. heads: of queries and keys; width: of keys and values; `options`: as of `flash_attention`."""
     keys = queries if keys is None else keys
     (N, K), (H, V) = (x if isinstance(x, tuple) else (x, x) for x in (heads, width))
     arrays = {
@@ -51,12 +51,12 @@ def _case(
 
 
 def segments(*lengths: int) -> KeyRange:
-    """Rows of packed documents of these lengths."""
+    """Return the mask of packed documents with these lengths."""
     end = np.repeat(np.cumsum(lengths), lengths).astype(np.int32)
     return KeyRange((end - np.repeat(lengths, lengths)).astype(np.int32)[None], end[None])
 
 
-# Every third query sees nothing, the others what lies around them.
+# Every third query attends to nothing, the others to nearby keys.
 _scattered = KeyRange(
     *(
         np.where(np.arange(90) % 3 == 0, empty, np.arange(90) + at).astype(np.int32)[None]
@@ -66,12 +66,12 @@ _scattered = KeyRange(
 
 
 def first(queries: int, keys: int) -> KeyRange:
-    """All queries see the first keys."""
+    """Return the mask under which all queries attend to the first keys."""
     return KeyRange(np.zeros((1, queries), np.int32), np.full((1, queries), keys, np.int32))
 
 
-# What kernels for Hopper serve: narrow numbers, widths that are multiples of 64. Their interpreter takes seconds for
-# each block of a grid.
+# Cases that kernels for Hopper support: 16-bit dtypes, widths that are multiples of 64. Their interpreter takes seconds
+# for each block of a grid.
 _WIDE = (
     _case(
         "wide, rows that see nothing, shared bias",
@@ -104,7 +104,7 @@ _WIDE = (
     ),
 )
 
-# Of the reference, that it fits a chip.
+# Keeps the reference within a chip's memory.
 _CHUNK = 1024
 
 # FlashAttention-3 (arXiv:2407.08608, section 4.1): 16k tokens, heads × width 2048.
@@ -129,7 +129,7 @@ _SMALL = _case("small", queries=64, options={"key_range": causal(64)}, uses={"be
 
 
 def _at_8k(name: str, queries: int = 8192, uses=frozenset({"compile", "bench"}), **more) -> KernelCase:
-    """Llama 3's heads, unless told otherwise; masks are causal besides what they are told."""
+    """Return a case with Llama 3's heads and a causal mask, unless `more` says otherwise."""
     settings = {"heads": (32, 8), "width": 128, "dtypes": ("bfloat16",), "options": {}} | more
     settings["options"] = {"key_range": causal(queries), "query_chunk": _CHUNK} | settings["options"]
     return _case(name, queries=queries, uses=uses, **settings)

@@ -1,4 +1,4 @@
-"""Attention by cuDNN, on request: only where it means exactly what ours does."""
+"""Attention by cuDNN, on request: only where its semantics are exactly those of the reference."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from kernels_pallas.flash_attention.operands import Operands
 def unsupported_reason(
     operands: Operands, key_range: Any, soft_cap: float | None, return_log_sum_exp: bool, chip: TargetChip
 ) -> str | None:
-    """Why cuDNN, as `jax.nn.dot_product_attention` calls it, cannot serve a call."""
+    """Return why cuDNN, as `jax.nn.dot_product_attention` calls it, cannot serve a call, or None."""
     H, V = operands.sizes[5:]
     if chip.platform != "gpu":
         return f"it runs on NVIDIA GPUs, and this is lowered for {chip.kind} ({chip.platform})"
@@ -32,14 +32,16 @@ def unsupported_reason(
 
 
 def flash_attention(operands: Operands, key_range: Any, scale: float) -> jax.Array:
-    """Output [B, T, N, V]."""
+    """Return the output [B, T, N, V]."""
     causal = bool(is_causal(key_range, *operands.sizes[1:3]))
     return jax.nn.dot_product_attention(*operands[:3], scale=scale, is_causal=causal, implementation="cudnn")
 
 
 def is_causal(key_range: Any, T: int, S: int) -> bool | None:
-    """Whether the mask of T queries and S keys is causal or none; None for any other, or one that is known only when it
-    runs."""
+    """Return whether the mask of T queries and S keys is causal (True) or absent (False).
+
+    None for any other mask, and for one that is known only at run time.
+    """
     if key_range is None:
         return False
     if any(isinstance(x, jax.core.Tracer) or x.ndim == 3 for x in key_range):

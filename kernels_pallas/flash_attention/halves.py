@@ -1,4 +1,4 @@
-"""A call of attention as two, on halves of its sequences, queries or keys: settings, operands and rows of each.
+"""Splits of an attention call in two, by sequences, queries or keys: settings, operands and rows of each half.
 
 Rows are the arrays of the backward pass that belong to queries: [B, N, T], or [B, T, N, V].
 """
@@ -41,8 +41,8 @@ def of_queries(settings: FlashSettings, operands: Operands, middle: int, *rows: 
 def of_keys(settings: FlashSettings, operands: Operands, middle: int, *rows: jax.Array) -> Iterator[tuple]:
     """Yield the calls on the keys before `middle` and from there on."""
     for half, its_settings in _halves(settings, middle, operands.sizes[2]):
-        key, seen = operands.key[:, half], shifted(KeyRange(operands.start, operands.end), half.start)
-        (start,), (end,) = clipped(seen, *operands.start.shape, key.shape[1])
+        key, key_range = operands.key[:, half], shifted(KeyRange(operands.start, operands.end), half.start)
+        (start,), (end,) = clipped(key_range, *operands.start.shape, key.shape[1])
         cut = operands._replace(
             key=key,
             value=operands.value[:, half],
@@ -54,7 +54,7 @@ def of_keys(settings: FlashSettings, operands: Operands, middle: int, *rows: jax
 
 
 def _halves(settings: FlashSettings, middle: int, length: int) -> Iterator[tuple[slice, FlashSettings]]:
-    """Yield both slices with their settings: unmasked scores are shared out in proportion to length."""
+    """Yield both slices with their settings: unmasked scores are divided in proportion to length."""
     before = settings.unmasked_scores * middle // length
     yield slice(0, middle), dataclasses.replace(settings, unmasked_scores=before)
     yield slice(middle, length), dataclasses.replace(settings, unmasked_scores=settings.unmasked_scores - before)

@@ -1,8 +1,8 @@
 """Attention masks as intervals of keys: one per query, or a few (`union`). O(T) memory where a mask takes O(T·S).
 
-Each function returns a `KeyRange`; those of batch size 1 serve any batch. Where no argument is an array of JAX's the
-intervals are numpy arrays, known while tracing. Keys are counted from the first of the array of keys, queries from
-`offset`: a query t stands at position offset + t, as the second half of a prompt does after a cache of its first half.
+Each function returns a `KeyRange`; masks of batch size 1 serve any batch. If no argument is a JAX array the intervals
+are numpy arrays, known while tracing. Keys are counted from the first of the array of keys, queries from `offset`:
+query t has position offset + t, as in the second half of a prompt after a cache of its first half.
 """
 
 import itertools
@@ -13,19 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Far beyond any key, and far from what int32 cannot hold: it may still be shifted.
+# Far beyond any key, and far enough from the limits of int32 to be shifted.
 _NO_LIMIT = 2**30
-# Of what is given for each sequence, for each token, and of a union.
+# Axes per sequence, per token, and of a union.
 _AXES = {0: "[]", 1: "[B]", 2: "[B, T]", 3: "[P, B, T]"}
-# Three of them are still no limit: a position is an offset and a number of queries, an interval's end one more.
+# Three of these still mean no limit: a position is an offset plus a number of queries, and an interval's end is one
+# more.
 _FARTHEST = 2**28
 
 
 class KeyRange(NamedTuple):
-    """An attention mask: query t sees exactly the keys s with start ≤ s < end; int32 [B, T] or [1, T].
+    """An attention mask: query t attends to exactly the keys s with start ≤ s < end; int32 [B, T] or [1, T].
 
-    Values may be any: what lies beyond the keys is cut off, and an interval with start ≥ end is empty. numpy arrays may
-    be of any integer dtype. A union of P disjoint intervals is [P, B, T] or [P, 1, T]: see `union`.
+    Any values are allowed: intervals are clipped to the keys, and an interval with start ≥ end is empty. numpy arrays
+    may have any integer dtype. A union of P disjoint intervals is [P, B, T] or [P, 1, T]: see `union`.
     """
 
     start: Any
@@ -33,7 +34,7 @@ class KeyRange(NamedTuple):
 
 
 def causal(queries: int, offset: Any = 0) -> KeyRange:
-    """Return the causal mask: each position sees itself and what lies before it.
+    """Return the causal mask: each position attends to itself and to earlier ones.
 
     Args:
       queries: T. offset: position of the first query, an int or int32 [B].
@@ -43,7 +44,7 @@ def causal(queries: int, offset: Any = 0) -> KeyRange:
 
 
 def sliding_window(queries: int, before: int | None = None, after: int | None = 0, offset: Any = 0) -> KeyRange:
-    """Return a window: each position sees itself, `before` positions before and `after` after it; None sets no limit.
+    """Return a window: each position attends to itself, `before` earlier and `after` later ones; None sets no limit.
 
     A causal sliding window of w keys is sliding_window(T, w − 1).
     """
@@ -53,17 +54,19 @@ def sliding_window(queries: int, before: int | None = None, after: int | None = 
 
 
 def prefix_lm(queries: int, length: Any, offset: Any = 0) -> KeyRange:
-    """Return the prefix-LM mask: the first `length` (int or int32 [B]) positions see one another, others are causal."""
+    """Return the prefix-LM mask: the first `length` (int or int32 [B]) positions attend to each other, others are
+    causal.
+    """
     start, end = causal(queries, offset)
     length = _column("length", length)
     return KeyRange(start, array_module(end, length).maximum(end, length))
 
 
 def packed(segment_ids: jax.Array) -> KeyRange:
-    """Return the mask of packed rows: each position sees its own segment.
+    """Return the mask of packed rows: each position attends to its own segment.
 
     Args:
-      segment_ids: int [B, T]; neighbours of one id are a segment. Padding has negative ids and sees nothing.
+      segment_ids: int [B, T]; consecutive equal ids form a segment. Padding has negative ids and attends to nothing.
     """
     _check_integers("packed: segment_ids", segment_ids, 2, any_width=True)
     ids = segment_ids
@@ -76,7 +79,7 @@ def packed(segment_ids: jax.Array) -> KeyRange:
 
 
 def intersection(*ranges: KeyRange) -> KeyRange:
-    """Return the keys that all masks let see: intersection(causal(T), packed(ids)) is causal in packed rows.
+    """Return the keys that are unmasked in all masks: intersection(causal(T), packed(ids)) is causal in packed rows.
 
     The intersection of unions is the union of the intersections of their intervals.
     """
@@ -92,9 +95,9 @@ def intersection(*ranges: KeyRange) -> KeyRange:
 
 
 def union(*ranges: KeyRange) -> KeyRange:
-    """Return the keys that any of the masks lets see; they may overlap.
+    """Return the keys that are unmasked in any of the masks; they may overlap.
 
-    intersection(causal(T), union(first, sliding_window(T, 255))) sees a window and the first tokens (StreamingLLM,
+    intersection(causal(T), union(first, sliding_window(T, 255))) allows a window and the first tokens (StreamingLLM,
     arXiv:2309.17453), with first = KeyRange(np.zeros((1, T), int), np.full((1, T), 4)).
     """
     _check_ranges("union", ranges)
@@ -102,7 +105,7 @@ def union(*ranges: KeyRange) -> KeyRange:
     module = array_module(start, end)
     order = module.argsort(start, axis=0)
     start, end = (module.take_along_axis(x, order, axis=0) for x in (start, end))
-    # Each begins where those before it have ended.
+    # Each starts where the previous ones have ended.
     apart, reached = [start[0]], end[0]
     for begin, stop in zip(start[1:], end[1:], strict=True):
         apart.append(module.maximum(begin, reached))
@@ -123,7 +126,7 @@ def _check_ranges(name: str, ranges: tuple[KeyRange, ...]) -> None:
 
 
 def _check_key_range(name: str, key_range: Any) -> None:
-    """Two arrays of integers alike, as functions here make them."""
+    """Check that a mask is two equal-shaped arrays of integers, as the functions here return."""
     if not (isinstance(key_range, tuple) and len(key_range) == 2):
         raise ValueError(f"{name}: {key_range!r:.60} is no KeyRange; it must be made by `causal` and others here")
     for side, x in zip(KeyRange._fields, key_range, strict=True):
@@ -131,7 +134,7 @@ def _check_key_range(name: str, key_range: Any) -> None:
 
 
 def _check_integers(name: str, x: Any, *dimensions: int, any_width: bool = False) -> None:
-    """An array with so many dimensions, of positions, or else of integers of any width."""
+    """Check that an array has this number of dimensions and holds positions, or with `any_width` any integers."""
     axes = ("int" if any_width else "int32") + " or ".join(_AXES[n] for n in dimensions)
     if not (hasattr(x, "dtype") and hasattr(x, "ndim")):
         got = "None" if x is None else f"of type {type(x).__name__}"
@@ -141,22 +144,24 @@ def _check_integers(name: str, x: Any, *dimensions: int, any_width: bool = False
 
 
 def are_positions(x: Any) -> bool:
-    """Whether an array holds integers whose dtype fits int32; numpy's of any width, since they are known: what is far
-    beyond the keys is cut off before they are narrowed, where in others it would wrap."""
+    """Return whether an array holds integers whose dtype fits int32, or is a numpy array of any integer dtype.
+
+    numpy values are known, and are clipped before they are narrowed; values of other arrays could wrap around.
+    """
     return jnp.issubdtype(x.dtype, jnp.integer) and (
         not isinstance(x, jax.Array) or jnp.iinfo(x.dtype).max <= jnp.iinfo(jnp.int32).max
     )
 
 
 def shifted(key_range: KeyRange, first_key: Any) -> KeyRange:
-    """Return a mask for keys that begin at key `first_key`, an int or int32 [B]: a shard of a sequence or a cache."""
+    """Return a mask for keys that start at key `first_key`, an int or int32 [B]: a shard of a sequence or a cache."""
     _check_key_range("shifted", key_range)
     first_key = _column("first_key", first_key)
     return KeyRange(*(_narrowed(x) - first_key for x in key_range))
 
 
 def clipped(key_range: Any, B: int, T: int, S: int) -> KeyRange:
-    """Return the intervals cut off at the S keys, int32 [P, B, T]; numpy arrays stay numpy, and None is all keys."""
+    """Return the intervals clipped to the S keys, int32 [P, B, T]; numpy arrays stay numpy, and None is all keys."""
     if key_range is None:
         key_range = np.zeros((1, T), np.int32), np.full((1, T), S, np.int32)
 
@@ -170,13 +175,13 @@ def clipped(key_range: Any, B: int, T: int, S: int) -> KeyRange:
 
 
 def _intervals(key_range: KeyRange) -> list[KeyRange]:
-    """Of a union its intervals."""
+    """Return the intervals of a union."""
     start, end = map(_narrowed, key_range)
     return [KeyRange(start, end)] if start.ndim == 2 else [KeyRange(*each) for each in zip(start, end, strict=True)]
 
 
 def _narrowed(x: Any) -> Any:
-    """An array of any integer dtype as int32, one of numpy's where nothing is beyond what may be shifted."""
+    """Return an array of any integer dtype as int32; numpy values are clipped to the range that may be shifted."""
     if isinstance(x, jax.Array):
         return x.astype(jnp.int32)
     if x.dtype.kind == "u":
@@ -192,7 +197,7 @@ def _stacked(intervals: list[KeyRange]) -> KeyRange:
 
 
 def _bounded(name: str, n: Any) -> Any:
-    """A whole number that may still be added to positions; one that is traced may be of any size."""
+    """Check an integer that may still be added to positions; a traced one may have any value."""
     if isinstance(n, jax.Array) and n.ndim == 0:
         if not jnp.issubdtype(n.dtype, jnp.signedinteger):  # a loop's index may be int64
             _check_integers(name, n, 0)
@@ -211,7 +216,7 @@ def _too_far(name: str, n: Any) -> ValueError:
 
 
 def _count(name: str, n: Any) -> Any:
-    """Like `_bounded`, of what is at least 0."""
+    """Check as `_bounded` does, and that the number is not negative."""
     whole = _bounded(name, n)
     if not isinstance(whole, jax.Array) and whole < 0:
         raise ValueError(f"{name} = {n}; it must be 0 or more")
@@ -226,7 +231,7 @@ def _positions(queries: int, offset: Any) -> Any:
 
 
 def _column(name: str, n: Any) -> Any:
-    """A whole number, or those of each sequence [B] as [B, 1]."""
+    """Return an integer, or one per sequence [B] as [B, 1]."""
     if getattr(n, "ndim", 0) == 0:
         return _bounded(name, n)
     _check_integers(name, n, 1)
@@ -236,10 +241,10 @@ def _column(name: str, n: Any) -> Any:
 
 
 def array_module(*arrays: Any) -> Any:
-    """numpy where all arrays are numpy's, and otherwise jax.numpy, so that nothing is fetched from a device."""
+    """Return numpy if all arrays are numpy's, and otherwise jax.numpy, so that nothing is fetched from a device."""
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
 def without_repeats(x: Any) -> Any:
-    """Of a numpy array [B, …] whose rows are all the same the first of them, [1, …]."""
+    """Return a numpy array [B, …] whose rows are all equal as its first row, [1, …]; others unchanged."""
     return x[:1] if isinstance(x, np.ndarray) and np.all(x == x[:1]) else x

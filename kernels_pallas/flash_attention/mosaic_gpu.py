@@ -1,7 +1,7 @@
-"""Attention on Hopper, compiled by Mosaic GPU: FlashAttention-3 (arXiv:2407.08608, section 3) without its float8.
+"""Attention on Hopper, compiled by Mosaic GPU: FlashAttention-3 (arXiv:2407.08608, section 3) without float8.
 
 One warpgroup is the producer: by TMA it loads blocks of keys and values into a ring in shared memory, several stages
-ahead. Two are consumers: each holds 64 queries and their accumulators in registers. A ping-pong barrier lets them
+ahead. Two are consumers: each holds 64 queries and their accumulators in registers. A ping-pong barrier makes them
 alternate, so that the tensor cores multiply for one while the other exponentiates. The backward pass is in
 `mosaic_gpu_backward.py`.
 """
@@ -34,12 +34,12 @@ from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, FlashSett
 
 __all__ = ["backward", "forward", "unsupported_reason"]
 
-# Columns of a product, at most.
+# Most columns of a product.
 MAX_WIDTH = 256
 
 
 def unsupported_reason(operands: Operands) -> str | None:
-    """Why these kernels cannot serve a call."""
+    """Return why these kernels cannot serve a call, or None."""
     H, V = operands.sizes[5:]
     if operands.query.dtype not in ("bfloat16", "float16"):
         return f"it multiplies bfloat16 and float16, not {operands.query.dtype}"
@@ -51,24 +51,24 @@ def unsupported_reason(operands: Operands) -> str | None:
 
 
 def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Output [B, T, N, V] and log-sum-exp [B, N, T] in float32."""
+    """Return the output [B, T, N, V] and log-sum-exp [B, N, T] in float32."""
     B, T, S, N, K, H, V = operands.sizes
     dtype, rows = operands.query.dtype, pl.cdiv(T, QUERIES)
     own = {
         "query_tile": SharedBuffer((CONSUMERS, ROWS, H), dtype, tiled=True),
         "log_sum_exp_tile": SharedBuffer((CONSUMERS, ROWS), jnp.float32),
     }
-    if H != V:  # else the output overwrites the queries, which have been read by then
+    if H != V:  # otherwise the output overwrites the queries, which have been read by then
         own["out_tile"] = SharedBuffer((CONSUMERS, ROWS, V), dtype, tiled=True)
     of_keys = KeyBlocks(operands)
-    # As many keys as registers hold scores of, besides the sums of all V columns, and shared memory two blocks of.
+    # The most keys such that registers hold their scores and the sums of all V columns, and shared memory two blocks.
     keys = 128 if max(H, V) <= 128 and not of_keys.biased else 64
     ring = Ring.of("forward", operands, keys, of_keys.buffers, own)
     keys = ring.blocks.rows
 
     def kernel(warpgroup: Warpgroup, ref: References) -> None:
         me, b, n = warpgroup.index(), warpgroup.index("batch"), warpgroup.index("head")
-        i = rows - 1 - warpgroup.index("block")  # under a causal mask the last has most to do: it goes first
+        i = rows - 1 - warpgroup.index("block")  # under a causal mask the last block has most to do: it goes first
         order = BlockOrder(*(ref["ranges"][b, i, c] for c in range(4))).at_least_one()
 
         def sources(step: jax.Array) -> dict[str, Any]:
@@ -97,10 +97,10 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
                 values, factor, _ = settings.factored(products, bias, tanh=tanh_by_exp2)
                 if masked:
                     index = order.block(j) * keys + warpgroup.iota((ROWS, keys), 1)
-                    seen = (warpgroup.broadcast_by_row(start, keys) <= index) & (
+                    unmasked = (warpgroup.broadcast_by_row(start, keys) <= index) & (
                         index < warpgroup.broadcast_by_row(end, keys)
                     )
-                    values = jnp.where(seen, values, -jnp.inf)
+                    values = jnp.where(unmasked, values, -jnp.inf)
                 raised = jnp.maximum(largest, jnp.max(values, axis=1) * factor)
                 kept = jnp.exp2(largest - raised)
                 weights = jnp.exp2(values * factor - warpgroup.broadcast_by_row(raised, keys))
@@ -131,7 +131,7 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
             (key,) = ring.consumer_wait(warpgroup, ref, jnp.int32(0), "key")
             warpgroup.wait(ping_pong)
             (products,) = warpgroup.wgmma((query, key), meanwhile=let_other_multiply)
-            # Where the first block is seen whole its mask hides nothing: that is less than another copy of the code.
+            # Where the first block is unmasked its mask changes nothing: that costs less than another copy of the code.
             sums, _, weights = online_softmax(products, jnp.int32(0), (largest, total), masked=True)
             acc = warpgroup.tile(jnp.zeros((ROWS, V), jnp.float32))
             sums, acc, weights = order.over(step, (sums, acc, weights), begin=1)
@@ -141,7 +141,7 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
             (acc,) = warpgroup.wgmma_accumulate((acc, weights, value))
             largest, total = sums
 
-            some = total != 0  # of a NaN too
+            some = total != 0  # also true of NaN
             total = jnp.where(some, total, 1.0)
             log_sum_exp = jnp.where(some, (largest + jnp.log(total) * LOG2_E) * LN_2, -jnp.inf)
             buffer = query if H == V else ref["out_tile"].at[me]

@@ -1,14 +1,14 @@
-"""The backward pass of attention on Hopper: FlashAttention-3's one kernel (arXiv:2407.08608, appendix B.1), of five
-products, with blocks that one warpgroup loads and two compute with.
+"""The backward pass of attention on Hopper: FlashAttention-3's single kernel (arXiv:2407.08608, appendix B.1), of five
+products. One warpgroup loads blocks and two compute.
 
-A block of the grid has 128 keys, whose gradients it accumulates in registers, and goes through the queries that see
+A block of the grid has 128 keys, whose gradients it accumulates in registers, and loops over the queries that attend to
 them. It adds its part of the query gradient to global memory once the blocks before it have: the kernel is
-deterministic. So that one block follows right after another, all go from the last queries to the first, and through all
-heads of some queries before they go to the next.
+deterministic. All blocks go from the last queries to the first, and through all heads of some queries before the next
+queries, so that each block follows directly after another.
 
-Served are keys of width 128 with values up to that, and 64 with 64, but there no bias in float32 for each query, for
-which shared memory is too small; others are left to the Triton kernels. A block multiplies all queries between the
-first and the last that see one of its keys: a key that is not finite may reach the gradients of others among them.
+Supported are keys of width 128 with values up to that, and 64 with 64, except with a float32 bias for each query, for
+which shared memory is too small; the Triton kernels serve the rest. A block multiplies all queries between the first
+and the last that attend to one of its keys: a key that is not finite may reach the gradients of others among them.
 """
 
 from collections.abc import Callable
@@ -41,23 +41,23 @@ from kernels_pallas.flash_attention.ring import (
 from kernels_pallas.flash_attention.tiles import FlashSettings, score_gradient, tanh_by_exp2
 
 _KEYS = CONSUMERS * ROWS
-# By the width of keys: the widest values of which registers hold the gradients, and queries to a step.
+# By the width of keys: the widest values whose gradients fit in registers, and queries per step.
 _WIDEST_VALUES, _QUERIES = {64: 64, 128: 128}, {64: 128, 128: 64}
 
 
 def serves(operands: Operands) -> bool:
-    """Whether registers and shared memory hold what heads of these widths take."""
+    """Return whether registers and shared memory hold what heads of these widths need."""
     H, V = operands.sizes[5:]
     return V <= _WIDEST_VALUES.get(H, 0) and stages_that_fit(_own(operands), _ring_buffers(operands)) > 0
 
 
 def _own(operands: Operands) -> dict[str, SharedBuffer | Barriers]:
-    """Return what a block has in shared memory besides its ring."""
+    """Return a block's arrays in shared memory besides its ring."""
     dtype, (H, V) = operands.query.dtype, operands.sizes[5:]
     return _ring_of_bias(operands).shared() | {
         "key_tile": SharedBuffer((_KEYS, H), dtype, tiled=True),
         "value_tile": SharedBuffer((_KEYS, V), dtype, tiled=True),
-        "d_scores_tile": SharedBuffer((2, _KEYS, _QUERIES[H]), dtype, tiled=True),  # of a step, and of that before
+        "d_scores_tile": SharedBuffer((2, _KEYS, _QUERIES[H]), dtype, tiled=True),  # of a step, and of the one before
         "d_query_tile": SharedBuffer((CONSUMERS, ROWS, TILE), jnp.float32, tiled=True),
     }
 
@@ -87,15 +87,17 @@ def _ring_of_bias(operands: Operands) -> Ring:
 def backward(
     settings: FlashSettings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of query, key and value; log_sum_exp in units of log₂ e, and delta: float32 [B, N, T]. Tiles of scores
-    are transposed, [keys, queries]."""
+    """Return the gradients of query, key and value.
+
+    log_sum_exp, in units of log₂ e, and delta are float32 [B, N, T]. Tiles of scores are transposed, [keys, queries].
+    """
     if not serves(operands):
         return triton.backward(settings, operands, log_sum_exp, delta, d_out)
     B, T, S, N, K, H, V = operands.sizes
     dtype, queries = operands.query.dtype, _QUERIES[H]
     rows, columns = pl.cdiv(T, queries), pl.cdiv(S, _KEYS)
     shares = operands.shares(columns * K * B)
-    heads = N // (K * shares)  # of queries, to a block
+    heads = N // (K * shares)  # query heads per block
     bias, biased = operands.bias, KeyBlocks(operands).biased
     own, biases = _own(operands), _ring_of_bias(operands)
     ring = Ring.of("gradients", operands, 0, lambda _: _ring_buffers(operands), own, together=True)
@@ -108,7 +110,7 @@ def backward(
         steps = (visited.last - visited.first) * heads
 
         def at(step: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """Head and block of queries of a step."""
+            """Return the head and block of queries of a step."""
             return share * heads + lax.rem(step, heads), visited.last - 1 - lax.div(step, heads)
 
         def sources(step: jax.Array) -> dict[str, Any]:
@@ -121,7 +123,7 @@ def backward(
             return sources
 
         def half(w: Any) -> tuple[Any, Any]:
-            """Return rows and columns of the half of a step's query gradient that a warpgroup makes."""
+            """Return rows and columns of the half of a step's query gradient that a warpgroup computes."""
             across = H > TILE
             return pl.ds(0 if across else w * ROWS, ROWS), pl.ds(w * TILE if across else 0, TILE)
 
@@ -178,8 +180,8 @@ def backward(
 
                 def hide(values: jax.Array) -> jax.Array:
                     index = first + warpgroup.iota((ROWS, queries), 0)
-                    seen = (down("interval", 0) <= index) & (index < down("interval", 1))
-                    return jnp.where(seen, values, -jnp.inf)
+                    unmasked = (down("interval", 0) <= index) & (index < down("interval", 1))
+                    return jnp.where(unmasked, values, -jnp.inf)
 
                 products, d_weights = warpgroup.wgmma((key, slots["query"]), (value, slots["d_out"]))
                 values, factor, slope = settings.factored(products, bias_of_scores(now), tanh=tanh_by_exp2)
@@ -196,7 +198,7 @@ def backward(
                     warpgroup.arrive(ref["d_scores_ready"].at[0])
                     pl.when(now > 0)(lambda: warpgroup.arrive(ref["d_query_ready"].at[0]))
 
-                # In the first step there is none before, and what is multiplied goes nowhere.
+                # The first step has no step before it, and its product with earlier scores is discarded.
                 pl.when(now > 0)(lambda: warpgroup.wait(ref["d_scores_ready"].at[0]))
                 d_value, d_key = warpgroup.wgmma_overlapped(
                     query_terms(now - 1),
@@ -204,7 +206,7 @@ def backward(
                     (d_value, weights.astype(dtype), slots["d_out"]),
                     (d_key, d_scores, slots["query"]),
                 )
-                # What wgmma did not read was committed as it was handed on.
+                # Reads by other than wgmma were committed in hand_on.
                 ring.consumer_release(warpgroup, ref, now, steps, *ring.buffers)
                 return d_key, d_value
 
@@ -217,7 +219,7 @@ def backward(
                 warpgroup.wgmma_overlapped(query_terms(steps - 1), lambda d_query: put(steps - 1, d_query))
                 warpgroup.commit()
                 warpgroup.arrive(ref["d_query_ready"].at[0])
-                # Then the other warpgroup has multiplied what the gradient of these keys takes the place of.
+                # Wait until the other warpgroup no longer reads the buffers that the gradients overwrite.
                 warpgroup.wait(ref["d_query_free"].at[0])
 
             results = [(d_key * settings.scale, key, "d_key"), (d_value, value, "d_value")]
@@ -237,7 +239,7 @@ def backward(
         )
 
     def stacked(*rows: jax.Array) -> jax.Array:
-        """[..., T] each as [..., blocks, 2, queries]."""
+        """Reshape each [..., T] to [..., blocks, 2, queries]."""
         return jnp.stack([tiled(x, queries, queries) for x in rows], axis=-2)
 
     key, value = (padded(x, _KEYS) for x in (operands.key, operands.value))
@@ -274,6 +276,6 @@ def backward(
         name="flash_attention_gradients",
     )
     start, end = operands.intervals
-    some = (start < end)[:, :, None, None]  # of what sees nothing nobody may have written
+    some = (start < end)[:, :, None, None]  # gradients of queries that attend to nothing may never have been written
     d_query = jnp.where(some, d_query[:, :T] * settings.scale, 0.0).astype(dtype)
     return d_query, *(operands.joined(x[:, :S], shares) for x in (d_key, d_value))

@@ -1,9 +1,9 @@
 """Attention on TPUs, compiled by Mosaic: FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2).
 
-Tiles of scores are transposed, [keys, queries]: what belongs to a query (maximum, sum, interval) is then one row along
-the lanes, reduced and spread along sublanes, and takes no padding in memory. The last axes of the grid run in sequence
-and accumulate in VMEM: one over a list of the tiles that are not masked, made before the kernel runs
-(`tile_schedule.py`), so that the others take no step of the grid.
+Tiles of scores are transposed, [keys, queries]: the numbers per query (maximum, sum, interval) are then one row along
+the lanes, reduced and broadcast along sublanes, and take no padding in memory. The last axes of the grid run in
+sequence and accumulate in VMEM. One of them runs over a list of the tiles that are not masked, made before the kernel
+runs (`tile_schedule.py`), so that masked tiles take no step of the grid.
 """
 
 import itertools
@@ -25,7 +25,7 @@ LANES = 128
 
 
 class FlashTpuBlocks(NamedTuple):
-    """Scores are computed in tiles of `queries` × `keys`, of each the scores of `chunk` keys at a time."""
+    """A tile of `queries` × `keys` scores, computed in chunks of `chunk` keys."""
 
     queries: int
     keys: int
@@ -40,12 +40,12 @@ class FlashTpuTiling(NamedTuple):
     key_gradient: FlashTpuBlocks
 
 
-# Until they are measured: what the compiler schedules best (docs/kernels.md) of what fits the 16 MiB of VMEM that every
-# generation grants a kernel.
+# Defaults until sizes are measured: the compiler's best schedules (docs/kernels.md) among those that fit the 16 MiB of
+# VMEM that every generation grants a kernel.
 _DEFAULT = FlashTpuTiling(*(FlashTpuBlocks(queries, 1024, 256) for queries in (512, 512, 1024)))
 _FLOAT32 = FlashTpuTiling(*[FlashTpuBlocks(256, 512, 256)] * 3)
 _INTERPRETED = FlashTpuTiling(*[FlashTpuBlocks(128, 128, 64)] * 3)
-# Of a chunk's scores in float32, as many as compilers for v5e were seen to hold.
+# The most float32 scores of a chunk that compilers for v5e were found to hold.
 _INTERMEDIATES = 7
 
 
@@ -118,7 +118,7 @@ def _layout(operands: Operands, kernel: str) -> _TileLayout:
         chosen = chosen._replace(keys=min(chosen.keys, 512))  # a tile of it may be float32, and twice in VMEM
     default = FlashTpuBlocks(min(chosen.queries, lengths[0]), min(chosen.keys, lengths[1]), chosen.chunk)
     blocks = tuning.blocks(f"flash_attention_{kernel}", "mosaic_tpu", (T, S, H, V), dtype, default)
-    # Measured it may be without a bias, or with narrower heads.
+    # The measured size may come from a call without a bias, or from narrower heads.
     blocks = blocks if _held(blocks, operands, kernel) <= launch.TPU_VMEM else default
     rows, columns, by_keys = pl.cdiv(T, blocks.queries), pl.cdiv(S, blocks.keys), kernel == "key_gradient"
     schedule = tile_schedule.schedule_tiles(
@@ -128,8 +128,9 @@ def _layout(operands: Operands, kernel: str) -> _TileLayout:
 
 
 def _held(blocks: FlashTpuBlocks, operands: Operands, kernel: str) -> int:
-    """Bytes of VMEM: two buffers of each array's block, of whole lanes, a row in 8 sublanes; the float32 sums; and what
-    is made of a chunk of scores."""
+    """Return bytes of VMEM: two buffers of each array's block, of whole lanes, a row in 8 sublanes; the float32 sums;
+    and the intermediates of a chunk of scores.
+    """
     H, V = (pl.cdiv(width, LANES) * LANES for width in operands.sizes[5:])
     queries, keys, chunk = blocks
     written, sums = {
@@ -145,7 +146,7 @@ def _held(blocks: FlashTpuBlocks, operands: Operands, kernel: str) -> int:
 
 
 def unsupported_reason(operands: Operands) -> str | None:
-    """Why these kernels cannot serve a call."""
+    """Return why these kernels cannot serve a call, or None."""
     if operands.query.dtype == jnp.float16:
         return "TPUs have no float16"
     if max(operands.sizes[5:]) > 256:
@@ -154,7 +155,7 @@ def unsupported_reason(operands: Operands) -> str | None:
 
 
 def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Output [B, T, N, V] and log-sum-exp [B, N, T] in float32."""
+    """Return the output [B, T, N, V] and log-sum-exp [B, N, T] in float32."""
     B, T, _, N, _, _, V = operands.sizes
     layout = _layout(operands, "forward")
     blocks = layout.blocks
@@ -192,7 +193,7 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
 
         @pl.when(tile.is_last)
         def _() -> None:
-            some = total[...] != 0  # of a NaN too
+            some = total[...] != 0  # also true of NaN
             sums = jnp.where(some, total[...], 1.0)
             ref["out"][...] = (acc[...] / sums).T.astype(ref["out"].dtype)
             ref["log_sum_exp"][...] = jnp.where(some, (largest[...] + jnp.log2(sums)) * LN_2, -jnp.inf)
@@ -212,15 +213,17 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
 
 
 def backward(settings: FlashSettings, operands: Operands, *rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of query, key and value; of rows there are log_sum_exp in units of log₂ e and delta, float32 [B, N, T],
-    and d_out."""
+    """Return the gradients of query, key and value.
+
+    Rows are log_sum_exp in units of log₂ e and delta, float32 [B, N, T], and d_out.
+    """
     return _query_gradient(settings, operands, *rows), *_key_gradient(settings, operands, *rows)
 
 
 def _query_gradient(
     settings: FlashSettings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
 ) -> jax.Array:
-    """Gradient of the query; log_sum_exp in units of log₂ e, and delta: float32 [B, N, T]."""
+    """Return the gradient of the query; log_sum_exp, in units of log₂ e, and delta are float32 [B, N, T]."""
     _, T, _, _, _, H, _ = operands.sizes
     layout = _layout(operands, "query_gradient")
     blocks = layout.blocks
@@ -268,7 +271,7 @@ def _query_gradient(
 def _key_gradient(
     settings: FlashSettings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of key and value: see `_query_gradient`."""
+    """Return the gradients of key and value: see `_query_gradient`."""
     _, _, S, N, K, H, V = operands.sizes
     layout = _layout(operands, "key_gradient")
     blocks = layout.blocks
@@ -325,8 +328,10 @@ def _by_row(layout: _TileLayout, log_sum_exp: jax.Array, delta: jax.Array, d_out
 
 
 def _ahead(blocks: FlashTpuBlocks, products: Callable[[slice], Any]) -> Iterator[tuple[slice, Any]]:
-    """For each chunk of a tile's keys what `products` makes of it, those of the next chunk made before what the caller
-    does with these: the compiler lets the matrix unit run beside the others only where instructions are near."""
+    """Yield each chunk of a tile's keys with its `products`; the next chunk's are issued before the caller uses these.
+
+    The compiler overlaps the matrix unit with other units only where their instructions are near each other.
+    """
     chunks = [slice(first, min(first + blocks.chunk, blocks.keys)) for first in range(0, blocks.keys, blocks.chunk)]
     coming = products(chunks[0])
     for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
@@ -335,7 +340,7 @@ def _ahead(blocks: FlashTpuBlocks, products: Callable[[slice], Any]) -> Iterator
 
 
 def _both_products(ref: Mapping[str, Any]) -> Callable[[slice], tuple[jax.Array, jax.Array]]:
-    """Of some keys with all queries: the scores' products, and the weights' gradients."""
+    """Return a function of some keys: the products of their scores and of their weights' gradients with all queries."""
     return lambda keys: (
         dot(ref["key"][keys], ref["query"][...], (1, 1)),
         dot(ref["value"][keys], ref["d_out"][...], (1, 1)),
@@ -345,7 +350,7 @@ def _both_products(ref: Mapping[str, Any]) -> Callable[[slice], tuple[jax.Array,
 def _scores(
     settings: FlashSettings, ref: Mapping[str, Any], masked: bool, products: jax.Array, first_key: Any, keys: slice
 ) -> tuple:
-    """Scores [keys, queries] of some keys of a tile, −∞ where a key is not seen, and their slope."""
+    """Return scores [keys, queries] of some keys of a tile, −∞ where masked, and their slope."""
     bias = ref["bias"][:, keys].astype(jnp.float32).T if "bias" in ref else None
     values, factor, slope = settings.factored(products, bias)
     scores = values * factor
@@ -368,9 +373,11 @@ def _call(
     scratch: Mapping[str, tuple[int, int]],
     cost: launch.KernelCost,
 ) -> list[jax.Array]:
-    """Run a kernel that takes its references by name at the tiles of scores that are seen: of each block of queries, or
-    `by_keys` of each block of keys, one after the other. Other arrays and outputs come with their kind: "query", "row"
-    (one number per query) or "key"."""
+    """Run a kernel that takes its references by name on the unmasked tiles of scores, one after the other.
+
+    Tiles go by block of queries, or with `by_keys` by block of keys. Other arrays and outputs come with their kind:
+    "query", "row" (one number per query) or "key".
+    """
     (B, T, S, N, K, H, V), blocks, rows, columns, by_keys, (tiles, steps) = layout
     group = N // K
     inner = group if by_keys else 1  # the heads of a group add to the same keys' gradients
@@ -378,7 +385,7 @@ def _call(
     operands = layout.cut(operands)
 
     def of_tile(index: Callable[..., tuple]) -> Callable[..., tuple]:
-        """An index map from (b, n, i, j), where the tile of scores stands, to a block's index."""
+        """Return an index map from a function of (b, n, i, j), where (i, j) is the tile of scores."""
 
         def at(b: Any, heads: Any, step: Any, g: Any, tiles: Any) -> tuple:
             tile = ScheduledTile(tiles[b * listed + step])

@@ -1,4 +1,4 @@
-"""What the kernels are given, and what they cost."""
+"""Operands of the kernels, and their costs."""
 
 from typing import Any, NamedTuple
 
@@ -12,11 +12,11 @@ from kernels_pallas.flash_attention.key_range import clipped, without_repeats
 
 
 class Operands(NamedTuple):
-    """The arrays of a call: intervals within the keys, and of their full batch.
+    """The arrays of a call, with intervals clipped to the keys and of the full batch.
 
-    query [B, T, N, H], key [B, S, K, H], value [B, S, K, V], start and end int32 [P, B, T] of the P intervals that each
-    row sees, sinks [N] or None, bias [B or 1, N or 1, T or 1, S] or None. A kernel is given one of
-    `by_interval`, whose start and end are [B, T], and numpy's where they are known while tracing.
+    query [B, T, N, H], key [B, S, K, H], value [B, S, K, V], start and end int32 [P, B, T] of the P intervals of each
+    row, sinks [N] or None, bias [B or 1, N or 1, T or 1, S] or None. A kernel takes one of `by_interval`, whose start
+    and end are [B, T], and numpy arrays where they are known while tracing.
     """
 
     query: Any
@@ -36,26 +36,30 @@ class Operands(NamedTuple):
 
     @property
     def intervals(self) -> tuple[jax.Array, jax.Array]:
-        """Start and end of one interval as arrays [B, T]; numpy arrays take one row of the program where all sequences
-        have the same."""
+        """Start and end of one interval as arrays [B, T]; numpy arrays with equal rows take one row of the program."""
         B, T = self.query.shape[:2]
         return tuple(jnp.broadcast_to(jnp.asarray(without_repeats(x)), (B, T)) for x in (self.start, self.end))
 
     def shares(self, blocks: int) -> int:
-        """Into how many shares the query heads of a key head are divided where a kernel for the keys' gradient would
-        have so few `blocks` that half of a chip's SMs stood still: each share accumulates its own gradient."""
+        """Return the number of shares into which the query heads of a key head are divided.
+
+        More than one share where a kernel for the keys' gradient would have too few `blocks` to occupy half of a chip's
+        SMs. Each share accumulates its own gradient.
+        """
         _, _, _, N, K, _, _ = self.sizes
         enough = (n for n in range(1, N // K) if N // K % n == 0 and 2 * blocks * n > target.current().cores)
         return next(enough, N // K)
 
     @staticmethod
     def of_shares(x: Any, shares: int) -> jax.ShapeDtypeStruct:
-        """The gradient of a key or value [B, S, K, …] by shares: [B, S, K · shares, …], in float32 if they are many."""
+        """Return the gradient of a key or value [B, S, K, …] by shares: [B, S, K · shares, …], in float32 if more than
+        one.
+        """
         B, S, K, width = x.shape
         return jax.ShapeDtypeStruct((B, S, K * shares, width), x.dtype if shares == 1 else jnp.float32)
 
     def joined(self, x: jax.Array, shares: int) -> jax.Array:
-        """The sum of the shares."""
+        """Return the sum over the shares."""
         if shares == 1:
             return x
         B, S, many, width = x.shape
@@ -63,7 +67,7 @@ class Operands(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int, int]:
-        """B, T, S, N, K, H, V."""
+        """The sizes B, T, S, N, K, H, V."""
         (B, T, N, H), (_, S, K, V) = self.query.shape, self.value.shape
         return B, T, S, N, K, H, V
 
@@ -76,37 +80,40 @@ class Operands(NamedTuple):
             jax.ShapeDtypeStruct((B, N, T), jnp.float32),
         )
 
-    def forward_cost(self, seen: int) -> KernelCost:
-        """Of the forward kernel, with so many scores per head: two products, and six operations per score."""
-        H, V = self.sizes[5:]
-        return self._cost(seen, 2 * (H + V) + 6, *self, *self.out)
+    def forward_cost(self, per_head: int) -> KernelCost:
+        """Return the cost of the forward kernel: two products, and six operations per unmasked score.
 
-    def query_cost(self, seen: int) -> KernelCost:
-        """Of the kernel for the queries' gradient: three products."""
+        Like the costs below it takes the number of unmasked scores per head.
+        """
         H, V = self.sizes[5:]
-        out, rows = self.out
-        return self._cost(seen, 2 * (2 * H + V) + 6, *self, out, rows, rows, self.query)
+        return self._cost(per_head, 2 * (H + V) + 6, *self, *self.out)
 
-    def key_cost(self, seen: int) -> KernelCost:
-        """Of the kernel for the keys' and values' gradients: four products."""
+    def query_cost(self, per_head: int) -> KernelCost:
+        """Return the cost of the kernel for the queries' gradient: three products."""
         H, V = self.sizes[5:]
         out, rows = self.out
-        return self._cost(seen, 4 * (H + V) + 6, *self, out, rows, rows, self.key, self.value)
+        return self._cost(per_head, 2 * (2 * H + V) + 6, *self, out, rows, rows, self.query)
 
-    def backward_cost(self, seen: int) -> KernelCost:
-        """Of one kernel for all three, which accumulates the queries' in float32: five products."""
+    def key_cost(self, per_head: int) -> KernelCost:
+        """Return the cost of the kernel for the keys' and values' gradients: four products."""
+        H, V = self.sizes[5:]
+        out, rows = self.out
+        return self._cost(per_head, 4 * (H + V) + 6, *self, out, rows, rows, self.key, self.value)
+
+    def backward_cost(self, per_head: int) -> KernelCost:
+        """Return the cost of one kernel for all gradients, which accumulates the queries' in float32: five products."""
         H, V = self.sizes[5:]
         out, rows = self.out
         d_query = jax.ShapeDtypeStruct(self.query.shape, jnp.float32)
-        return self._cost(seen, 2 * (3 * H + 2 * V) + 6, *self, out, rows, rows, d_query, self.key, self.value)
+        return self._cost(per_head, 2 * (3 * H + 2 * V) + 6, *self, out, rows, rows, d_query, self.key, self.value)
 
-    def costs(self, seen: int, at_once: bool) -> KernelCosts:
-        """Of a call forward, and backward of one kernel for all three gradients, or of two."""
-        kernels = [self.backward_cost(seen)] if at_once else [self.query_cost(seen), self.key_cost(seen)]
-        return KernelCosts(self.forward_cost(seen), KernelCost(*map(sum, zip(*kernels, strict=True))))
+    def costs(self, per_head: int, at_once: bool) -> KernelCosts:
+        """Return a call's costs: forward, and backward of one kernel for all three gradients (`at_once`), or of two."""
+        kernels = [self.backward_cost(per_head)] if at_once else [self.query_cost(per_head), self.key_cost(per_head)]
+        return KernelCosts(self.forward_cost(per_head), KernelCost(*map(sum, zip(*kernels, strict=True))))
 
-    def _cost(self, seen: int, flops_per_score: int, *arrays: Any) -> KernelCost:
-        scores = seen * self.sizes[3]
+    def _cost(self, per_head: int, flops_per_score: int, *arrays: Any) -> KernelCost:
+        scores = per_head * self.sizes[3]
         return KernelCost(scores * flops_per_score, scores, size_of(*arrays))
 
 

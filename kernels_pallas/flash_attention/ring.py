@@ -13,14 +13,14 @@ from kernels_pallas.core import tuning
 from kernels_pallas.core.hopper import ROWS, Barriers, SharedBuffer, Warpgroup
 from kernels_pallas.flash_attention.operands import Operands
 
-# Of the warpgroups of a block two are consumers, which compute, and one is their producer, which loads. Of the 504
-# registers per thread that the three can have together, these are theirs: a tile of 64 × 128 numbers takes 64.
+# A block has two consumer warpgroups, which compute, and one producer warpgroup, which loads. They divide the 504
+# registers per thread that the three may have together: a tile of 64 × 128 numbers takes 64.
 CONSUMERS = 2
 QUERIES = CONSUMERS * ROWS
-# A row of a tile in shared memory is so many numbers of two bytes: widths of heads are multiples.
+# Two-byte numbers in a row of a tile in shared memory: head dims are multiples.
 TILE = 64
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 240, 24
-# Bytes of shared memory that a block may have, less what barriers and the compiler take.
+# Bytes of shared memory that a block may have, less those for barriers and the compiler.
 SHARED_MEMORY = 232_448 - 6144
 _MOST_STAGES = 4
 
@@ -28,8 +28,11 @@ References = Mapping[str, Any]
 
 
 class BlockOrder(NamedTuple):
-    """The order in which a block goes through the blocks that it sees, in `steps`: first the `whole` ones, of which it
-    sees everything, then the partial ones, which have a mask; see `blocks.BlockRanges`."""
+    """The order in which a block of the grid visits its unmasked blocks, in `steps`.
+
+    The `whole` blocks, which are fully unmasked, come first, then the partial ones, which need a mask; see
+    `blocks.BlockRanges`.
+    """
 
     first: jax.Array
     full: jax.Array
@@ -51,11 +54,11 @@ class BlockOrder(NamedTuple):
         return jnp.where(step < self.whole, self.full + step, partial)
 
     def at_least_one(self) -> "BlockOrder":
-        """The same, or where nothing is seen, from 0 up to 0, the first block, of which a mask hides everything."""
+        """Return the same order, or, if it is empty, one step on the first block, fully masked."""
         return self._replace(last=jnp.maximum(self.last, 1))
 
     def over(self, step: Callable[[jax.Array, Any, bool], Any], carry: Any, begin: int = 0) -> Any:
-        """step(j, carry, masked) over the steps from `begin` on."""
+        """Run step(j, carry, masked) over the steps from `begin` on; return the last carry."""
         carry = lax.fori_loop(begin, self.whole, lambda j, carry: step(j, carry, False), carry)
         return lax.fori_loop(jnp.maximum(begin, self.whole), self.steps, lambda j, carry: step(j, carry, True), carry)
 
@@ -75,7 +78,7 @@ class Ring(NamedTuple):
     Attributes:
       blocks: their sizes.
       buffers: one block of each array.
-      together: whether one barrier serves all blocks of a step; else each has its own.
+      together: whether one barrier serves all blocks of a step; otherwise each has its own.
     """
 
     blocks: RingBlocks
@@ -94,13 +97,13 @@ class Ring(NamedTuple):
     ) -> "Ring":
         """Return the ring of a kernel that also has arrays of its `own` in shared memory.
 
-        It has the tuned blocks, or else blocks of `rows` rows (0 for no choice) and the stages that memory holds.
+        It has the tuned blocks, or else blocks of `rows` rows (0 for no choice) and the stages that fit in memory.
         """
         default = RingBlocks(rows, min(_MOST_STAGES, stages_that_fit(own, buffers(rows))))
         _, T, S, _, _, H, V = operands.sizes
         kernel = f"flash_attention_{kernel}"
         blocks = tuning.blocks(kernel, "mosaic_gpu", (T, S, H, V), operands.query.dtype, default)
-        # They may have been measured with other widths, or without a bias: `rows` are what registers hold.
+        # The measured sizes may come from other widths, or no bias: registers hold only `rows`.
         blocks = blocks._replace(rows=min(blocks.rows, rows))
         blocks = blocks._replace(stages=min(blocks.stages, stages_that_fit(own, buffers(blocks.rows))))
         chosen = blocks if blocks.stages else default
@@ -143,7 +146,7 @@ class Ring(NamedTuple):
         others: Sequence["Ring"] = (),
         trailing: Callable[[jax.Array, Callable[[], None]], None] | None = None,
     ) -> None:
-        """Load `sources(step)` of each buffer, of this ring and of `others`, for all steps: the producer's loop.
+        """Run the producer's loop: load `sources(step)` of each buffer, of this ring and of `others`, for all steps.
 
         Args:
           trailing: trailing(step, load_next) is called once the slots hold the steps after `step`, and has to call
@@ -160,7 +163,7 @@ class Ring(NamedTuple):
                     for name in members:
                         warpgroup.tma_load(coming[name], ref[f"{name}_ring"].at[slot], ref[f"{group}_ready"].at[slot])
 
-        # A slot of another ring is released in a step that begins once the trailing work of three steps before is done.
+        # A slot of another ring is released in a step that starts once the trailing work of three steps before is done.
         ahead = 1 + min([self.stages, *(ring.stages + 2 for ring in others if ring.buffers)])
 
         def load_and_trail(step: jax.Array) -> None:
@@ -178,13 +181,13 @@ class Ring(NamedTuple):
         return self.slots(ref, step, *names)
 
     def slots(self, ref: References, step: jax.Array, *names: str) -> tuple:
-        """Return the slots of this step, which has been waited for."""
+        """Return the slots of this step, after `consumer_wait`."""
         return tuple(ref[f"{name}_ring"].at[lax.rem(step, self.stages)] for name in names)
 
     def consumer_release(
         self, warpgroup: Warpgroup, ref: References, step: jax.Array, steps: Any, *names: str, loaded: bool = False
     ) -> None:
-        """Release the slots of this step where later steps need them; `loaded`: registers were loaded from them too."""
+        """Release the slots of this step if later steps need them; `loaded`: registers were loaded from them too."""
 
         @pl.when(step + self.stages < steps)
         def _() -> None:
@@ -195,7 +198,7 @@ class Ring(NamedTuple):
 
 
 class KeyBlocks(NamedTuple):
-    """The blocks of keys that a block of queries goes through, with their values and the bias of both."""
+    """The blocks of keys that a block of queries loops over, with their values and the bias of both."""
 
     operands: Operands
 
@@ -211,11 +214,11 @@ class KeyBlocks(NamedTuple):
 
     @property
     def biased(self) -> bool:
-        """Whether each query has a bias of its own."""
+        """Return whether each query has its own bias."""
         return self.operands.bias is not None and self.operands.bias.shape[2] > 1
 
     def inputs(self, keys: int) -> dict[str, jax.Array]:
-        """Arrays of a kernel."""
+        """Return the arrays of a kernel."""
         operands = self.operands
         inputs = {"key": padded(operands.key, keys), "value": padded(operands.value, keys)}
         if operands.bias is not None:
@@ -223,7 +226,7 @@ class KeyBlocks(NamedTuple):
         return inputs
 
     def sources(self, ref: References, b: jax.Array, n: jax.Array, i: jax.Array, block: jax.Array, keys: int) -> dict:
-        """Return what is loaded for a block of queries and one of keys."""
+        """Return the arrays to load for a block of queries and a block of keys."""
         N, K = self.operands.sizes[3:5]
         at, k = pl.ds(block * keys, keys), lax.div(n, N // K)
         sources = {"key": ref["key"].at[b, at, k]}
@@ -251,13 +254,13 @@ def stages_that_fit(own: Mapping[str, SharedBuffer], buffers: Mapping[str, Share
 
 
 def bias_of(operands: Operands, queries: int, keys: int) -> jax.Array:
-    """A bias [B or 1, N or 1, T or 1, S], T and S padded to whole blocks."""
+    """Return a bias [B or 1, N or 1, T or 1, S], T and S padded to whole blocks."""
     bias = padded(operands.bias, keys, 3)
     return bias if bias.shape[2] == 1 else padded(bias, queries, 2)
 
 
 def of_bias(ref: References, b: jax.Array, n: jax.Array) -> Any:
-    """The bias [T or 1, S] of a head."""
+    """Return the bias [T or 1, S] of a head."""
     many_b, many_n = (size > 1 for size in ref["bias"].shape[:2])
     return ref["bias"].at[b if many_b else 0, n if many_n else 0]
 
@@ -277,12 +280,12 @@ def warp_specialize(warpgroup: Warpgroup, produce: Callable[[], None], consume: 
 
 
 def padded(x: jax.Array, multiple: int, axis: int = 1) -> jax.Array:
-    """With zeros to a multiple along an axis: whole blocks are copied."""
+    """Pad with zeros to a multiple along an axis: whole blocks are copied."""
     lacking = -x.shape[axis] % multiple
     return jnp.pad(x, [(0, lacking if i == axis else 0) for i in range(x.ndim)]) if lacking else x
 
 
 def tiled(x: jax.Array, multiple: int, rows: int = ROWS) -> jax.Array:
-    """What belongs to rows, [..., T], as [..., tiles, rows]; T is padded to a multiple."""
+    """Reshape numbers per row, [..., T], to [..., tiles, rows]; T is padded to a multiple."""
     x = padded(x, multiple, x.ndim - 1)
     return x.reshape(*x.shape[:-1], -1, rows)

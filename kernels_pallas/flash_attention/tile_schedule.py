@@ -1,7 +1,8 @@
 """The schedule of a TPU kernel: a list of the tiles of scores that it computes, in order, which its index maps read.
 
-A step of the grid takes about 0.35 µs even where nothing is computed (JAX's documentation of Pallas on TPUs), as long
-as the products of a small tile: of causal attention half of all tiles would be such steps, of a window nearly all.
+A step of the grid takes about 0.35 µs even if it computes nothing (JAX's documentation of Pallas on TPUs), as long as
+the products of a small tile. Without the list, such steps would be half of all with causal attention, and nearly all
+with a window.
 """
 
 from collections.abc import Callable
@@ -23,15 +24,17 @@ MAX_TILES = 2**17
 
 
 class TileSchedule(NamedTuple):
-    """The tiles of each sequence of the batch, int32 [B, any length], or [1, …] for all sequences, and the number of
-    steps of the longest list, an int or int32: in the others the last tile is repeated."""
+    """A list of tiles for each sequence, int32 [B, any length], or [1, …] for all sequences, and a number of steps.
+
+    The steps are the length of the longest list, an int or int32; shorter lists repeat their last tile.
+    """
 
     tiles: Any
     steps: Any
 
 
 class ScheduledTile:
-    """A tile of the list, as a kernel or an index map reads it: `inner` blocks of an `outer` one are neighbours."""
+    """A tile of the list, as a kernel or an index map reads it. `inner` blocks of an `outer` one are consecutive."""
 
     def __init__(self, tile: Any):
         self._tile = tile
@@ -50,32 +53,35 @@ class ScheduledTile:
 
     def compute(self, step: Callable[[bool], None]) -> None:
         """Call step(masked), unless all scores are masked."""
-        seen, whole = self._has(_COMPUTED), self._has(_UNMASKED)
+        computed, whole = self._has(_COMPUTED), self._has(_UNMASKED)
         pl.when(whole)(lambda: step(False))
-        pl.when(seen & ~whole)(lambda: step(True))
+        pl.when(computed & ~whole)(lambda: step(True))
 
     def _has(self, mark: int) -> Any:
         return (self._tile & mark) != 0
 
 
 def schedule_tiles(start: Any, end: Any, queries: int, keys: int, columns: int, *, by_keys: bool) -> TileSchedule:
-    """Return the tiles of `queries` × `keys` scores that are not fully masked, grouped by blocks of queries, or
-    `by_keys` by blocks of keys, of which there are `columns`. A block without any has one tile, where its zeros are
-    written. The schedule of numpy arrays [B or 1, T] is known while tracing."""
+    """Return the schedule of the tiles of `queries` × `keys` scores that are not fully masked.
+
+    Tiles are grouped by blocks of queries, or with `by_keys` by blocks of keys, of which there are `columns`. A block
+    without unmasked scores has one tile, where its zeros are written. The schedule of numpy arrays [B or 1, T] is known
+    while tracing.
+    """
     module = array_module(start, end)
     first, full, full_end, last = (x[:, :, None] for x in key_ranges(start, end, queries, keys))
     column = np.arange(columns, dtype=np.int32)[None, None]
-    seen, whole = (first <= column) & (column < last), (full <= column) & (column < full_end)
+    computed, whole = (first <= column) & (column < last), (full <= column) & (column < full_end)
     if by_keys:
-        seen, whole = (module.swapaxes(x, 1, 2) for x in (seen, whole))
-    outer, inner = (np.arange(n, dtype=np.int32) for n in seen.shape[1:])
+        computed, whole = (module.swapaxes(x, 1, 2) for x in (computed, whole))
+    outer, inner = (np.arange(n, dtype=np.int32) for n in computed.shape[1:])
     outer, inner = outer[None, :, None], inner[None, None]
-    is_first = inner == module.min(module.where(seen, inner, inner.size), axis=2, keepdims=True) % inner.size
-    is_last = inner == module.max(module.where(seen, inner, 0), axis=2, keepdims=True)
-    scheduled = seen | (is_first & is_last)
-    marks = is_first * _FIRST + is_last * _LAST + seen * _COMPUTED + whole * _UNMASKED
+    is_first = inner == module.min(module.where(computed, inner, inner.size), axis=2, keepdims=True) % inner.size
+    is_last = inner == module.max(module.where(computed, inner, 0), axis=2, keepdims=True)
+    scheduled = computed | (is_first & is_last)
+    marks = is_first * _FIRST + is_last * _LAST + computed * _COMPUTED + whole * _UNMASKED
     tiles = (outer << (4 + _INNER_BITS)) + (inner << 4) + marks
-    # Tiles that are not scheduled sort last, as copies of the last one that is, without its marks.
+    # Tiles that are not scheduled sort last, as copies of the last scheduled tile without its marks.
     tiles, scheduled = (x.reshape(x.shape[0], -1) for x in (tiles, scheduled))
     rest = module.max(module.where(scheduled, tiles, 0), axis=1, keepdims=True) & ~15
     count = module.sum(scheduled, axis=1, keepdims=True)

@@ -1,6 +1,6 @@
 """The mathematics of one tile of scores, as all kernels compute it (FlashAttention-2, arXiv:2307.08691, section 3.1).
 
-Scores are in units of log₂ e, so that exp is exp2, which the chips have. Masked scores are −∞ and running maxima
+Scores are in units of log₂ e, so that exp becomes exp2, which the chips have. Masked scores are −∞ and running maxima
 finite: exp2(−∞ − m) is 0 without another mask.
 """
 
@@ -16,15 +16,18 @@ from kernels_pallas.flash_attention.key_range import KeyRange
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
-# tanh is made of 1 − 2 / (1 + e²ˣ), wrong by 10⁻⁷ times the cap: where that is much, small x have a series besides.
+# tanh is computed as 1 − 2 / (1 + e²ˣ), with an error of 10⁻⁷ times the cap: for large caps, small x use a series.
 _WIDE_CAP = 256
 LOWEST = float(jnp.finfo(jnp.float32).min) / 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FlashSettings:
-    """What is static of a call: how scores are made, how many are seen per head and which (where that is known while
-    tracing, numpy arrays [B, T]), and how the kernel is run."""
+    """The static settings of a call.
+
+    They say how scores are computed, how many are unmasked per head, which ones (numpy arrays [B, T], where known while
+    tracing), and which kernel runs.
+    """
 
     scale: float
     soft_cap: float | None
@@ -34,7 +37,7 @@ class FlashSettings:
 
     @functools.cached_property
     def _all(self) -> tuple:
-        """To tell settings apart by: numpy arrays, which do not say whether they are equal, by what they hold."""
+        """All fields in hashable form: numpy arrays are compared by content."""
         held = () if self.key_range is None else tuple((x.dtype, x.shape, x.tobytes()) for x in self.key_range)
         return (self.scale, self.soft_cap, self.unmasked_scores, held, self.implementation)
 
@@ -50,9 +53,11 @@ class FlashSettings:
         bias: jax.Array | None = None,
         tanh: Callable[[jax.Array, float], jax.Array] = lambda x, factor: jnp.tanh(x * factor),
     ) -> tuple[jax.Array, float, jax.Array | None]:
-        """Scores of products q·k as values, in float32, and a positive factor of them all; and their derivative by the
-        scaled products, None where it is 1. The largest score is that of the largest value, and of a difference of
-        scores the factor costs nothing (an FMA)."""
+        """Return values, a positive factor and a slope, from products q·k in float32.
+
+        The scores are values · factor. The slope is their derivative by the scaled products, None where it is 1. The
+        largest score belongs to the largest value, and in a difference of scores the factor costs nothing (an FMA).
+        """
         if self.soft_cap is None:
             values, factor, slope = products, self.scale * LOG2_E, None
         else:
@@ -67,18 +72,20 @@ class FlashSettings:
 
 
 def tanh_by_exp2(x: jax.Array, factor: float) -> jax.Array:
-    """tanh(x · factor) to 10⁻⁶, where the instruction of NVIDIA's GPUs has 5 · 10⁻⁴."""
+    """Return tanh(x · factor) to 10⁻⁶; the instruction of NVIDIA's GPUs has an error of 5 · 10⁻⁴."""
     return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (factor * 2 * LOG2_E)))
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """The product of two matrices over these dimensions, summed in float32; float32 is multiplied as float32."""
+    """Return the product of two matrices over these dimensions, summed in float32; float32 is multiplied as float32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     numbers = (((contract[0],), (contract[1],)), ((), ()))
     return jax.lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=jnp.float32)
 
 
 def score_gradient(weights: jax.Array, d_weights: jax.Array, delta: jax.Array, slope: jax.Array | None) -> jax.Array:
-    """Gradient by the scaled products: weights · (d_weights − delta), with delta = Σ output · its gradient per row."""
+    """Return the gradient by the scaled products: weights · (d_weights − delta), delta = Σ output · its gradient per
+    row.
+    """
     gradient = weights * (d_weights - delta)
     return gradient if slope is None else gradient * slope

@@ -1,7 +1,7 @@
 """Attention on NVIDIA GPUs, compiled by Triton: FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2).
 
-One program holds a block of queries and goes through the keys, or holds a block of keys and goes through the queries of
-all heads that share it: no sum crosses programs. A loop over the blocks that are seen whole has no masks.
+One program holds a block of queries and loops over the keys, or holds a block of keys and loops over the queries of all
+heads that share it: no sum crosses programs. A loop over fully unmasked blocks applies no masks.
 """
 
 import functools
@@ -21,12 +21,12 @@ from kernels_pallas.flash_attention.operands import Operands
 from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, FlashSettings, dot, score_gradient, tanh_by_exp2
 
 MAX_WIDTH = 256
-# Rows of a matrix unit's smallest tile: widths are multiples of it.
+# Rows of a matrix unit's smallest tile: widths are multiples.
 TILE = 16
 
 
 class FlashTritonBlocks(NamedTuple):
-    """Scores are computed in tiles of `queries` × `keys`, by `warps` of 32 threads, loads `stages` ahead."""
+    """A tile of `queries` × `keys` scores, computed by `warps` of 32 threads, with loads `stages` ahead."""
 
     queries: int
     keys: int
@@ -46,8 +46,8 @@ def _tiling(*blocks: tuple[int, int, int, int]) -> FlashTritonTiling:
     return FlashTritonTiling(*itertools.starmap(FlashTritonBlocks, blocks))
 
 
-# Until they are measured, by the least compute capability, shared memory in KiB and wider of the two head widths: such
-# that tiles fit a chip's registers and shared memory.
+# Defaults until sizes are measured, by the least compute capability, shared memory in KiB and the wider of the two head
+# dims: tiles fit a chip's registers and shared memory.
 _DEFAULTS = {
     (10, 220, 129): _tiling((64, 64, 8, 2), (64, 32, 8, 2), (32, 64, 8, 1)),
     (0, 220, 129): _tiling((64, 64, 8, 2), (64, 32, 8, 2), (32, 64, 8, 2)),
@@ -64,7 +64,7 @@ _INTERPRETED = _tiling((32, 16, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1))
 
 
 def default_blocks(chip: TargetChip, width: int, dtype: Any) -> FlashTritonTiling:
-    """Tiles for heads of this width, the wider of the two."""
+    """Return tiles for heads of this width, the wider of the two."""
     if chip.platform != "gpu":
         return _INTERPRETED
     if dtype == jnp.float32:
@@ -78,7 +78,7 @@ def default_blocks(chip: TargetChip, width: int, dtype: Any) -> FlashTritonTilin
 
 
 def _blocks(kernel: str, operands: Operands) -> FlashTritonBlocks:
-    """The tiles of one of the three on these arrays."""
+    """Return the tiles of one of the three kernels on these arrays."""
     _, T, S, _, _, H, V = operands.sizes
     dtype = operands.query.dtype
     chip, width = target.current(), max(H, V)
@@ -89,7 +89,7 @@ def _blocks(kernel: str, operands: Operands) -> FlashTritonBlocks:
 
 
 def unsupported_reason(operands: Operands) -> str | None:
-    """Why these kernels cannot serve a call."""
+    """Return why these kernels cannot serve a call, or None."""
     widths = operands.sizes[5:]
     if any(width % TILE or width > MAX_WIDTH for width in widths):
         return f"head widths {widths[0]} and {widths[1]} are not both multiples of {TILE} up to {MAX_WIDTH}"
@@ -97,7 +97,7 @@ def unsupported_reason(operands: Operands) -> str | None:
 
 
 def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Output [B, T, N, V] and log-sum-exp [B, N, T] in float32."""
+    """Return the output [B, T, N, V] and log-sum-exp [B, N, T] in float32."""
     B, T, S, N, _, H, V = operands.sizes
     blocks = _blocks("forward", operands)
     rows = pl.cdiv(T, blocks.queries)
@@ -131,7 +131,7 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
             return raised, total, tuple(m * kept[:, None] + a for m, a in zip(acc, added, strict=True))
 
         largest, total, acc = _over_blocks(ref["ranges"], step, (largest, total, acc))
-        some = total != 0  # of a NaN too
+        some = total != 0  # also true of NaN
         total = jnp.where(some, total, 1.0)
         _store(ref["out"], at, tuple(chunk / total[:, None] for chunk in acc))
         log_sum_exp = jnp.where(some, (largest + jnp.log2(total)) * LN_2, -jnp.inf)
@@ -152,15 +152,17 @@ def forward(settings: FlashSettings, operands: Operands) -> tuple[jax.Array, jax
 
 
 def backward(settings: FlashSettings, operands: Operands, *rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of query, key and value; of rows there are log_sum_exp in units of log₂ e and delta, float32 [B, N, T],
-    and d_out."""
+    """Return the gradients of query, key and value.
+
+    Rows are log_sum_exp in units of log₂ e and delta, float32 [B, N, T], and d_out.
+    """
     return _query_gradient(settings, operands, *rows), *_key_gradient(settings, operands, *rows)
 
 
 def _query_gradient(
     settings: FlashSettings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
 ) -> jax.Array:
-    """Gradient of the query; log_sum_exp in units of log₂ e, and delta: float32 [B, N, T]."""
+    """Return the gradient of the query; log_sum_exp, in units of log₂ e, and delta are float32 [B, N, T]."""
     B, T, S, N, _, H, V = operands.sizes
     blocks = _blocks("query_gradient", operands)
     rows = pl.cdiv(T, blocks.queries)
@@ -207,7 +209,7 @@ def _query_gradient(
 def _key_gradient(
     settings: FlashSettings, operands: Operands, log_sum_exp: jax.Array, delta: jax.Array, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of key and value: see `_query_gradient`."""
+    """Return the gradients of key and value: see `_query_gradient`."""
     B, T, S, N, K, H, V = operands.sizes
     blocks = _blocks("key_gradient", operands)
     columns = pl.cdiv(S, blocks.keys)
@@ -268,12 +270,12 @@ def _key_gradient(
     return tuple(operands.joined(x, shares) for x in gradients)
 
 
-# Functions of each number of a tile, in PTX: of what is written in jnp Triton fuses no product with a sum, and guards
-# each exp2 against numbers below 2⁻¹²⁶, which a weight is as well without.
+# Functions of each number of a tile, in PTX: from jnp code Triton fuses no product with a sum, and guards each exp2
+# against numbers below 2⁻¹²⁶, which weights do not need.
 
 
 def _exp2(x: jax.Array, factor: float, less: jax.Array) -> jax.Array:
-    """2 to the power of x · factor − less; 0 where x is −∞."""
+    """Return 2 to the power of x · factor − less; 0 where x is −∞."""
     if interpretation.current():
         return jnp.exp2(x * factor - less)
     ptx = "{ .reg .f32 t; neg.f32 t, $3; fma.rn.f32 t, $1, $2, t; ex2.approx.ftz.f32 $0, t; }"
@@ -290,8 +292,10 @@ def _tanh(x: jax.Array, factor: float) -> jax.Array:
 
 
 class _RowSlice(NamedTuple):
-    """Rows of an array that a program looks at: where they stand in its reference, their indices in the array, and
-    which of them are there; None where all are."""
+    """Rows of an array that a program accesses.
+
+    Their slice in its reference, their indices in the array, and which of them are inside; None where all are.
+    """
 
     slice: Any
     index: jax.Array
@@ -299,13 +303,13 @@ class _RowSlice(NamedTuple):
 
 
 def _rows(at: Any, size: int, first: Any, length: int | None) -> _RowSlice:
-    """`size` rows from `at` of a reference, the first of which is row `first` of `length`; None for surely inside."""
+    """Return `size` rows from `at` of a reference; the first is row `first` of `length`, None if all are inside."""
     index = first + jax.lax.broadcasted_iota(jnp.int32, (size,), 0)
     return _RowSlice(pl.ds(at, size), index, None if length is None or length % size == 0 else index < length)
 
 
 def _column_chunks(width: int) -> list[tuple[int, int]]:
-    """Return the offsets and sizes of the chunks of a width: Triton's arrays have powers of two alone."""
+    """Return the offsets and sizes of the chunks of a width: Triton's arrays have only powers of two."""
     chunks, offset = [], 0
     while offset < width:
         size = 1 << ((width - offset).bit_length() - 1)
@@ -315,7 +319,7 @@ def _column_chunks(width: int) -> list[tuple[int, int]]:
 
 
 def _load(ref: Any, rows: _RowSlice, width: int, *head: Any) -> tuple[jax.Array, ...]:
-    """Rows of [_, width], or of a head of [_, heads, width], in column chunks; zeros for rows that are not there."""
+    """Load rows of [_, width], or of a head of [_, heads, width], in column chunks; zeros for rows beyond the array."""
     size = rows.index.shape[0]
 
     def mask(chunk: int) -> jax.Array | None:
@@ -332,7 +336,7 @@ def _load_row(ref: Any, rows: _RowSlice, *head: Any) -> jax.Array:
 
 
 def _load_bias(ref: Mapping[str, Any], queries: _RowSlice, keys: _RowSlice, *head: Any) -> jax.Array | None:
-    """The bias of a tile [queries, keys]; one row of it where all queries share it."""
+    """Load the bias of a tile [queries, keys], or a single row of it where all queries share it."""
     if "bias" not in ref:
         return None
     *heads, rows, _ = ref["bias"].shape
@@ -362,12 +366,15 @@ def _sees(start: jax.Array, index: jax.Array, end: jax.Array) -> jax.Array:
 
 
 def _block_of_queries(blocks: int) -> jax.Array:
-    """The last block first: under a causal mask it has most to do, and the shortest are left for the end."""
+    """Return this program's block of queries, the last block first.
+
+    Under a causal mask the last has most to do, and the shortest are left for the end.
+    """
     return blocks - 1 - pl.program_id(0)
 
 
 def _over_blocks(ranges: Any, step: Callable[..., Any], carry: Any) -> Any:
-    """step(j, carry, masked) over the blocks of a range: the full ones without masks, then the partial ones."""
+    """Run step(j, carry, masked) over the blocks of a range: the full ones without masks, then the partial ones."""
     first, full, full_end, last = (ranges[n] for n in range(4))
     carry = jax.lax.fori_loop(full, full_end, lambda j, carry: step(j, carry, masked=False), carry)
 
@@ -381,8 +388,9 @@ def _over_blocks(ranges: Any, step: Callable[..., Any], carry: Any) -> Any:
 class _Specs:
     """The block of each array that a program reads or writes.
 
-    `where` gives of a program's ids the batch, the head (of queries, or of keys), and the block of queries or of keys;
-    the one that is None it sees whole, and of it all heads that share a key, or one of their `shares`.
+    `where` maps a program's ids to the batch, the head (of queries, or of keys), and the blocks of queries and of keys.
+    One of the two blocks is None: the program reads that whole dimension, for all heads that share a key head, or for
+    one of their `shares`.
     """
 
     def __init__(self, operands: Operands, blocks: FlashTritonBlocks, where: Callable[..., tuple], shares: int = 1):
@@ -403,7 +411,7 @@ class _Specs:
         return self._spec((None, self.all_keys, None, width), lambda b, n, i, j: (b, 0, n // self.group, 0))
 
     def key_share(self, width: int) -> pl.BlockSpec:
-        """Of an array that has every key head once for each share."""
+        """Return the spec of an array that has every key head once for each share."""
         return self._spec((None, self.blocks.keys, None, width), lambda b, n, i, j: (b, j, n, 0))
 
     @property
@@ -417,7 +425,7 @@ class _Specs:
         return self._spec((None, None, 4), lambda b, n, i, j: (b, j if self.by_keys else i, 0))
 
     def inputs(self, operands: Operands) -> dict[str, tuple[Any, pl.BlockSpec]]:
-        """The operands that there are, with their specs."""
+        """Return the operands that are present, with their specs."""
         if self.by_keys:
             interval = self._spec((None, self.all_queries), lambda b, n, i, j: (b, 0))
         else:
@@ -437,7 +445,7 @@ class _Specs:
         return inputs
 
     def _bias(self, shape: tuple[int, ...]) -> pl.BlockSpec:
-        """Of a bias, its axes of size 1 shared by all."""
+        """Return the spec of a bias; axes of size 1 are broadcast."""
         many_b, many_n, many_t = (size > 1 for size in shape[:3])
         if self.by_keys:
             block = (None, self.group if many_n else 1, self.all_queries if many_t else 1, self.blocks.keys)

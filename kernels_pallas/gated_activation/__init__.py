@@ -38,5 +38,5 @@ def gated_activation(
 
 
 def costs(gate: jax.Array, up: jax.Array, *, activation: str = "silu") -> KernelCosts:
-    """What the kernels cost on these arrays, or shapes and dtypes."""
+    """Return the kernels' costs on these arrays, or shapes and dtypes."""
     return rows.costs(GatedActivationBody(activation), (gate, up))

@@ -1,4 +1,4 @@
-"""What gated activations are tried on."""
+"""Test cases of gated activations."""
 
 from kernels_pallas import gated_activation as function
 from kernels_pallas.core.activations import REFERENCE

@@ -20,7 +20,7 @@ def layer_norm(
     plus_one: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """(x − mean) / √(variance + ε) · scale + bias over the last dimension (Ba et al. 2016, arXiv:1607.06450).
+    """Return (x − mean) / √(variance + ε) · scale + bias over the last dimension (Ba et al. 2016, arXiv:1607.06450).
 
     Args:
       x: [..., D] in float32, bfloat16 or float16; statistics are float32, the variance is that of x − mean.
@@ -32,7 +32,7 @@ def layer_norm(
 
     Returns y [..., D] in x's dtype; with a residual (s, y).
 
-    Under a mesh of several devices the kernels live inside `jax.shard_map` with D whole; elsewhere None is "reference".
+    Under a mesh of several devices the kernels run inside `jax.shard_map` with D whole; elsewhere None is "reference".
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
@@ -57,7 +57,7 @@ def costs(
     residual: jax.Array | None = None,
     **_: Any,
 ) -> KernelCosts:
-    """What the kernels cost on these arrays, or shapes and dtypes."""
+    """Return the kernels' costs on these arrays, or shapes and dtypes."""
     vectors = _given(scale, bias)
     return (
         rows.costs(LayerNormBody, (x,), vectors) if residual is None else rows.costs_of_sum(LayerNormBody, x, vectors)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class LayerNormBody:
-    """(x − mean) / √(variance + ε) · (scale or 1 + scale) + bias; scale and bias may be missing."""
+    """A body that returns (x − mean) / √(variance + ε) · (scale or 1 + scale) + bias; scale and bias are optional."""
 
     width: int
     epsilon: float
@@ -25,7 +25,7 @@ class LayerNormBody:
     def __call__(self, inside: Any, rows: tuple, vectors: tuple) -> tuple:
         (x,), left = rows, iter(vectors)
         centred = x - jnp.sum(x, axis=1, keepdims=True) * (1 / self.width)
-        if inside is not None:  # the zeros outside are not zeros any more
+        if inside is not None:  # after the subtraction the zeros outside are no longer zeros
             centred = jnp.where(inside, centred, jnp.zeros_like(centred))
         variance = jnp.sum(centred * centred, axis=1, keepdims=True) * (1 / self.width)
         y = centred * jax.lax.rsqrt(variance + self.epsilon)

@@ -1,4 +1,4 @@
-"""What LayerNorm is tried on."""
+"""Test cases of LayerNorm."""
 
 from kernels_pallas import layer_norm as function
 from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation

@@ -219,7 +219,7 @@ def _choose(
 def _check(
     hidden, unembedding, targets, weights, transposed, soft_cap, z_loss, reduction, return_log_z, partition
 ) -> tuple:
-    """Of the two numbers, as Python's."""
+    """Check all arguments; return soft_cap and z_loss as Python numbers."""
     name = "linear_cross_entropy"
     checks.array(name, hidden=hidden, unembedding=unembedding, targets=targets)
     checks.floating(name, hidden=hidden, unembedding=unembedding, weights=weights)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 class LogitStatistics(NamedTuple):
-    """Of the logits of a row that have been seen: the largest, Σ exp(logit − largest), and the target's."""
+    """Statistics of the logits of a row so far: the largest, Σ exp(logit − largest), and the target's logit."""
 
     largest: jax.Array
     total: jax.Array
@@ -15,17 +15,17 @@ class LogitStatistics(NamedTuple):
 
 
 def nothing(like: jax.Array) -> LogitStatistics:
-    """The statistics of no logits, in the shape of an array [r, 1]."""
+    """Return the statistics of no logits, in the shape of an array [r, 1]."""
     return LogitStatistics(jnp.full_like(like, -jnp.inf), jnp.zeros_like(like), jnp.zeros_like(like))
 
 
 def finite(largest: jax.Array) -> jax.Array:
-    """What logits are subtracted: 0 where all are −∞, of which −∞ would make NaN."""
+    """Return the number to subtract from logits: the largest, but 0 where all are −∞, since −∞ − (−∞) is NaN."""
     return jnp.where(largest == -jnp.inf, 0.0, largest)
 
 
 def capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:
-    """cap · tanh(logits / cap) (Gemma 2, arXiv:2408.00118, section 2)."""
+    """Return cap · tanh(logits / cap) (Gemma 2, arXiv:2408.00118, section 2), or the logits without a cap."""
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits * (1 / soft_cap))
 
 
@@ -36,9 +36,10 @@ def add(
     soft_cap: float | None,
     inside: jax.Array | None = None,
 ) -> LogitStatistics:
-    """With more logits of the same rows (online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867).
+    """Return the statistics updated by more logits of the same rows (online softmax: Milakov and Gimelshein 2018,
+    arXiv:1805.02867).
 
-    Only those that are inside count, of which each block has some; None: all.
+    Only logits that are inside count, and each block has at least one; None: all are inside.
     """
     logits = capped(logits, soft_cap)
     if inside is not None:
@@ -60,8 +61,10 @@ def gradient(
     soft_cap: float | None,
     inside: jax.Array | None = None,
 ) -> jax.Array:
-    """The logits' cotangent where log Z has the cotangent `of_z` and the target's logit −`of_target`; zero for those
-    that are not inside."""
+    """Return the logits' cotangent where log Z has the cotangent `of_z` and the target's logit −`of_target`.
+
+    It is zero for logits that are not inside.
+    """
     y = capped(logits, soft_cap)
     d_y = of_z * jnp.exp(y - log_z) - jnp.where(is_target, of_target, 0.0)
     if soft_cap is not None:

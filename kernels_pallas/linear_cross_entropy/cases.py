@@ -1,4 +1,4 @@
-"""What the loss is tried on."""
+"""Test cases of the loss."""
 
 from kernels_pallas import linear_cross_entropy as function
 from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
@@ -17,7 +17,7 @@ def _case(name: str, tokens: tuple[int, ...], width: int, labels: int, *, weight
     }
     if weights:
         arrays["weights"] = CaseArray(tokens, scale=0.3, mean=1.0)
-    # Rounded: the logits' gradient, and each of the two gradients; a sum's once more, when it is scaled.
+    # The logits' gradient and each of the two gradients are rounded; with a sum, once more when they are scaled.
     return KernelCase(name, arrays, roundings=3, **more)
 
 

@@ -9,7 +9,7 @@ from kernels_pallas.linear_cross_entropy import block
 
 
 def statistics(logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: float | None) -> block.LogitStatistics:
-    """Of the first `labels` of each row, [C] each; `at` is where in it the target stands, if it does."""
+    """Return the statistics of the first `labels` logits of each row, [C] each; `at` is the target's column, or −1."""
     like = jnp.zeros_like(logits_CV[:, :1])
     found = block.add(
         block.nothing(like), logits_CV, _column(logits_CV) == at_C[:, None], soft_cap, _inside(logits_CV, labels)
@@ -27,7 +27,7 @@ def gradient(
     soft_cap: float | None,
     dtype: Any,
 ) -> jax.Array:
-    """The logits' cotangent [C, V] in this dtype: see `block.gradient`."""
+    """Return the logits' cotangent [C, V] in this dtype: see `block.gradient`."""
     rows = (x[:, None] for x in (log_z_C, of_z_C, of_target_C))
     return block.gradient(
         logits_CV, _column(logits_CV) == at_C[:, None], *rows, soft_cap, _inside(logits_CV, labels)

@@ -1,4 +1,4 @@
-"""What the loss costs: the kernels that go over a chunk's logits, and XLA's products around them."""
+"""Costs of the loss: the kernels that process a chunk's logits, and XLA's products around them."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ _SINGLE = 4  # bytes of a float32
 
 
 def statistics_cost(rows: int, vocabulary: int, soft_cap: float | None) -> KernelCost:
-    """Reads the logits, and writes three numbers for each row."""
+    """Return the cost of reading the logits and writing three numbers for each row."""
     n, cap = rows * vocabulary, 3 if soft_cap is not None else 0
     return KernelCost((6 + cap) * n, (1 + (cap > 0)) * n, _SINGLE * (n + 4 * rows))
 
 
 def gradient_cost(rows: int, vocabulary: int, soft_cap: float | None, dtype: Any) -> KernelCost:
-    """Reads the logits, and writes their gradient in this dtype."""
+    """Return the cost of reading the logits and writing their gradient in this dtype."""
     n, cap = rows * vocabulary, 7 if soft_cap is not None else 0
     return KernelCost(
         (5 + cap) * n, (1 + (cap > 0)) * n, (_SINGLE + jnp.dtype(dtype).itemsize) * n + _SINGLE * 4 * rows
@@ -35,10 +35,10 @@ def costs(
     reduction: str = "none",
     **_: Any,
 ) -> KernelCosts:
-    """What the kernels and the products cost on these arrays, or shapes and dtypes, on one device.
+    """Return the costs of the kernels and the products on these arrays, or shapes and dtypes, on one device.
 
-    Forward is what a call costs that is not differentiated; with reduction="sum" the gradients behind it are made in
-    the forward pass, from the same logits.
+    The forward cost is that of a call that is not differentiated. With reduction="sum" and differentiation, the forward
+    pass also makes the gradients, from the same logits; their cost counts as backward.
     """
     D, item = hidden.shape[-1], hidden.dtype.itemsize
     labels = unembedding.size // max(D, 1)

@@ -1,4 +1,4 @@
-"""The loss and its gradients on one device's tokens and labels, chunk of tokens by chunk of tokens."""
+"""The loss and its gradients on one device's tokens and labels, one chunk of tokens at a time."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ KERNELS = {"triton": triton, "mosaic_tpu": mosaic_tpu, "chunked": chunked}
 
 
 class CrossEntropyPlan(NamedTuple):
-    """What does not change between chunks.
+    """Settings that are constant over chunks.
 
     Attributes:
       implementation: a key of KERNELS.
@@ -34,12 +34,12 @@ class CrossEntropyPlan(NamedTuple):
 
 
 def _unembed(plan: CrossEntropyPlan, hidden_CD: jax.Array, table: jax.Array) -> jax.Array:
-    """float32 logits [C, V]."""
+    """Return float32 logits [C, V]."""
     return jnp.einsum(f"CD,{plan.table}->CV", hidden_CD, table, preferred_element_type=jnp.float32)
 
 
 def _look(plan: CrossEntropyPlan, logits_CV: jax.Array, at_C: jax.Array, labels: int) -> tuple[jax.Array, jax.Array]:
-    """(cross-entropy, log Z) of each token, [C] each, over all devices' labels."""
+    """Return (cross-entropy, log Z) of each token, [C] each, over all devices' labels."""
     seen = KERNELS[plan.implementation].statistics(logits_CV, at_C, labels, plan.soft_cap)
     largest, total, at_target = seen
     if plan.labels_over:
@@ -54,7 +54,7 @@ def _look(plan: CrossEntropyPlan, logits_CV: jax.Array, at_C: jax.Array, labels:
 def forward(
     plan: CrossEntropyPlan, hidden_RD: jax.Array, unembedding: jax.Array, targets_R: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """(cross-entropy, log Z) of each token, [R] each."""
+    """Return (cross-entropy, log Z) of each token, [R] each."""
     labels, table = _table(plan, unembedding)
 
     def body(_: None, chunk: tuple) -> tuple[None, tuple]:
@@ -73,14 +73,16 @@ def gradients(
     rows: tuple[jax.Array, ...],
     cotangents: Callable[..., tuple[tuple[jax.Array, jax.Array, jax.Array], Any]],
 ) -> tuple[jax.Array, jax.Array, Any]:
-    """Cotangents of `hidden`, in its dtype, and of `unembedding`, in float32, and what `cotangents` gave besides. Where
-    the labels are sharded each device's part of the former is rounded before they are added: in float32 twice as much
-    would be sent.
+    """Return the cotangents of `hidden`, in its dtype, and of `unembedding`, in float32, and the extras of
+    `cotangents`.
+
+    Where the labels are sharded, each device's part of the first is rounded before the sum: float32 would send twice as
+    much.
 
     Args:
-      rows: arrays [R], a chunk of which is handed to `cotangents`.
-      cotangents: (look, *rows_C) → (log Z, its cotangent, minus that of the target's logit), extras; look() gives
-        the cross-entropy and log Z of the chunk, [C] each.
+      rows: arrays [R], which `cotangents` takes in chunks.
+      cotangents: (look, *rows_C) → (log Z, its cotangent, minus that of the target's logit), extras; look() returns the
+        cross-entropy and log Z of the chunk, [C] each.
     """
     narrow = hidden_RD.dtype
     labels, table = _table(plan, unembedding)
@@ -110,15 +112,18 @@ def gradients(
 
 
 def _unit(of_C: Sequence[jax.Array]) -> jax.Array:
-    """The power of two in which a chunk's cotangents are written in float16, whose least number is 6e-8: those of most
-    logits are less, of a mean over many tokens. The largest is made 2¹³, of 2¹⁶ that there are."""
+    """Return the power of two by which a chunk's float16 cotangents are divided.
+
+    float16's smallest number is 6e-8, above the cotangents of most logits in a mean over many tokens. The largest
+    becomes 2¹³, below float16's limit of 2¹⁶.
+    """
     largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x)) for x in of_C]))
     _, exponent = jnp.frexp(largest)
     return jnp.where((largest > 0) & jnp.isfinite(largest), jnp.ldexp(1.0, exponent - 13), 1.0)
 
 
 def _table(plan: CrossEntropyPlan, unembedding: jax.Array) -> tuple[int, jax.Array]:
-    """This device's labels, and the unembedding padded with zeros."""
+    """Return the number of this device's labels, and the unembedding padded with zeros."""
     at = plan.table.index("V")
     labels = unembedding.shape[at]
     more = padded(labels) - labels
@@ -126,14 +131,14 @@ def _table(plan: CrossEntropyPlan, unembedding: jax.Array) -> tuple[int, jax.Arr
 
 
 def _places(plan: CrossEntropyPlan, targets_R: jax.Array, labels: int) -> jax.Array:
-    """Where each target stands among this device's labels; −1 where it does not."""
+    """Return the index of each target among this device's labels; −1 if it is not among them."""
     first = labels * jax.lax.axis_index(plan.labels_over) if plan.labels_over else 0
     at_R = targets_R.astype(jnp.int32) - first
     return jnp.where((0 <= at_R) & (at_R < labels), at_R, -1)
 
 
 def _by_chunks(body: Callable, carry: Any, rows: tuple[jax.Array, ...], labels: int) -> tuple[Any, Any]:
-    """`jax.lax.scan` over chunks of the first dimension, results in one piece; what is padded is zero."""
+    """Run `jax.lax.scan` over chunks of the first dimension, zero-padded; results are concatenated."""
     R = len(rows[0])
     n, C = chunk(R, labels)
     if n * C > R:

@@ -10,21 +10,23 @@ from kernels_pallas.core import launch, tuning
 from kernels_pallas.linear_cross_entropy import block
 from kernels_pallas.linear_cross_entropy.costs import gradient_cost, statistics_cost
 
-# Numbers of the largest blocks: of logits, and of four numbers per row, each of which takes 128 lanes. With second
-# buffers, the result's and a soft cap's intermediates, 2 MiB of float32 fit into VMEM's default 16 on v4 to v7x.
+# Numbers of the largest blocks: of logits, and of four numbers per row, each of which takes 128 lanes. With double
+# buffers, the result and a soft cap's intermediates, 2 MiB of float32 fit into VMEM's default 16 on v4 to v7x.
 _MAX_NUMBERS, _EXTRA_COLUMNS = 2**19, 4 * 128
 
 
 class CrossEntropyTpuBlocks(NamedTuple):
-    """`rows` × `columns` logits in VMEM at a time."""
+    """A block of `rows` × `columns` logits in VMEM."""
 
     rows: int = 128
     columns: int = 2048
 
 
 def statistics(logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: float | None) -> block.LogitStatistics:
-    """Of the first `labels` of each row, [C] each: the grid goes along the rows in sequence, and adds to what it has
-    seen."""
+    """Return the statistics of the first `labels` logits of each row, [C] each.
+
+    The grid runs along the rows in sequence, and adds to the statistics so far.
+    """
     C, V = logits_CV.shape
     rows, columns = _block("statistics", C, V, logits_CV.dtype)
 
@@ -35,7 +37,7 @@ def statistics(logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: flo
                 ref[...] = x
 
         column = pl.program_id(1) * columns + jax.lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
-        inside = column < labels if labels % columns else None  # beyond the array a block holds anything
+        inside = column < labels if labels % columns else None  # a block holds arbitrary values beyond the array
         seen = block.LogitStatistics(*(ref[...] for ref in out_refs))
         seen = block.add(seen, logits_ref[...], column == at_ref[...], soft_cap, inside)
         for ref, x in zip(out_refs, seen, strict=True):
@@ -66,7 +68,7 @@ def gradient(
     soft_cap: float | None,
     dtype: Any,
 ) -> jax.Array:
-    """The logits' cotangent [C, V] in this dtype: see `block.gradient`."""
+    """Return the logits' cotangent [C, V] in this dtype: see `block.gradient`."""
     C, V = logits_CV.shape
     rows, columns = _block("gradient", C, V, dtype)
 
@@ -92,7 +94,7 @@ def gradient(
 
 
 def _block(kernel: str, C: int, V: int, dtype: Any) -> tuple[int, int]:
-    """Rows and columns of the blocks of logits [C, V]."""
+    """Return rows and columns of the blocks of logits [C, V]."""
     blocks = tuning.blocks(f"linear_cross_entropy_{kernel}", "mosaic_tpu", (V,), dtype, CrossEntropyTpuBlocks())
     columns = min(V, blocks.columns, _MAX_NUMBERS // 16)
     return min(C, blocks.rows, _MAX_NUMBERS // (columns + _EXTRA_COLUMNS) // 8 * 8), columns

@@ -1,4 +1,4 @@
-"""The sharding of the operands over a mesh, and the collectives that it takes.
+"""The sharding of the operands over a mesh, and its collectives.
 
 The collectives are inside the operation, and its derivative is written around them: `jax.custom_vjp` outside, forward
 and backward each one `jax.shard_map`. Differentiated from outside, a shard_map would add its own sums to them.
@@ -15,12 +15,12 @@ from kernels_pallas.core.launch import vary
 
 
 class CrossEntropySharding(NamedTuple):
-    """How operands lie on a mesh; without specs they are whole, and nothing is sent.
+    """The sharding of operands over a mesh; without specs they are whole, and nothing is sent.
 
     Attributes:
       specs: of the hidden states, the unembedding and the tokens, by the letters h, u and t.
       tokens, channels, labels: mesh axes over which these are sharded.
-      channel_dimension: which of the unembedding's dimensions its channels are.
+      channel_dimension: the dimension of the unembedding's channels.
       shards: the number of shards of the logits.
     """
 
@@ -32,7 +32,9 @@ class CrossEntropySharding(NamedTuple):
     shards: int = 1
 
     def run(self, local: Callable, inputs: str, outputs: str) -> Callable:
-        """Return the function on each device's shards of its operands, which are given by their letters."""
+        """Return the function on each device's shards of its operands, which `inputs` and `outputs` name by their
+        letters.
+        """
         if not self.specs:
             return local
         specs, mesh = dict(self.specs), jax.sharding.get_abstract_mesh()
@@ -46,20 +48,22 @@ class CrossEntropySharding(NamedTuple):
         )
 
         def run(*operands: jax.Array) -> tuple:
-            """A shard_map around this one would take unchecked results for replicated, and sum their cotangents."""
+            """Prevent a surrounding shard_map from taking unchecked results for replicated and summing their
+            cotangents.
+            """
             results = mapped(*operands)
             return vary(*results, *operands)[: len(results)]
 
         return run
 
     def gathered(self, unembedding: jax.Array) -> jax.Array:
-        """With all channels."""
+        """Return the unembedding with all channels."""
         if not self.channels:
             return unembedding
         return jax.lax.all_gather(unembedding, self.channels, axis=self.channel_dimension, tiled=True)
 
     def reduced(self, d_unembedding: jax.Array, dtype: Any) -> jax.Array:
-        """The sum over all tokens of the gradient, of this device's channels; what is sent is in this dtype."""
+        """Return this device's channels of the gradient's sum over all tokens; this dtype is sent."""
         if self.tokens or self.channels:
             d_unembedding = d_unembedding.astype(dtype)
         scattered = set(self.channels) <= set(self.tokens)
@@ -83,7 +87,7 @@ def sharding_of(
 ) -> CrossEntropySharding:
     """Return the sharding of these operands, with these specs on the mesh in context.
 
-    Raises ValueError where they cannot lie so.
+    Raises ValueError where the specs do not fit the operands.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -115,7 +119,7 @@ def sharding_of(
 def _axes_of_dimensions(
     name: str, spec: PartitionSpec, shape: tuple[int, ...], mesh: AbstractMesh
 ) -> list[tuple[str, ...]]:
-    """Return the mesh axes over which each dimension lies."""
+    """Return the mesh axes over which each dimension is sharded."""
     if len(spec) > len(shape):
         raise ValueError(f"linear_cross_entropy: partition says {spec} of {name}, which has {len(shape)} dimensions")
     if spec.unreduced or spec.reduced or not all(isinstance(axis, str) for entry in spec for axis in _axes(entry)):

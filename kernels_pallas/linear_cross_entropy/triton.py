@@ -12,8 +12,11 @@ from kernels_pallas.linear_cross_entropy.costs import gradient_cost, statistics_
 
 
 class CrossEntropyTritonBlocks(NamedTuple):
-    """`columns` logits of a row (a power of two) in registers at a time, by `warps` of 32 threads: by default 16 for
-    each thread, four loads of 16 bytes. `stages` of a loop along the row overlap; 0 where there is no loop."""
+    """A block of `columns` logits of a row (a power of two) in registers, computed by `warps` of 32 threads.
+
+    The default is 16 logits for each thread, four loads of 16 bytes. `stages` of a loop along the row overlap; 0 where
+    there is no loop.
+    """
 
     columns: int = 4096
     warps: int = 8
@@ -21,7 +24,7 @@ class CrossEntropyTritonBlocks(NamedTuple):
 
 
 def statistics(logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: float | None) -> block.LogitStatistics:
-    """Of the first `labels` of each row, [C] each: a program goes along one row, and reads it once."""
+    """Return the statistics of the first `labels` logits of each row, [C] each: a program reads one row once."""
     C, V = logits_CV.shape
     blocks = tuning.blocks(
         "linear_cross_entropy_statistics", "triton", (V,), logits_CV.dtype, CrossEntropyTritonBlocks()
@@ -36,7 +39,7 @@ def statistics(logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: flo
             column = i * columns + jax.lax.broadcasted_iota(jnp.int32, (1, columns), 1)
             ref = logits_ref.at[:, pl.ds(i * columns, columns)]
             inside = column < labels if masked else None
-            # Behind them is more to be read, so that no mask lies in the middle of 16 bytes.
+            # The load's mask ends at V, not at `labels`, so that it does not end within 16 bytes.
             return block.add(seen, launch.load(ref, column < V if masked else None), column == at, soft_cap, inside)
 
         seen = block.nothing(jnp.zeros((1, 1), jnp.float32))
@@ -74,7 +77,7 @@ def gradient(
     soft_cap: float | None,
     dtype: Any,
 ) -> jax.Array:
-    """The logits' cotangent [C, V] in this dtype: see `block.gradient`."""
+    """Return the logits' cotangent [C, V] in this dtype: see `block.gradient`."""
     C, V = logits_CV.shape
     blocks = tuning.blocks("linear_cross_entropy_gradient", "triton", (V,), dtype, CrossEntropyTritonBlocks(stages=0))
     columns = min(pl.next_power_of_2(V), blocks.columns)

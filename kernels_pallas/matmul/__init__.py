@@ -1,9 +1,9 @@
 """A matrix product with bias, activation and residual in its epilogue: the kernel to learn from.
 
 `triton.py` shows reuse on a GPU: a program's tile of the result stays in registers while tiles of both operands stream
-through shared memory, several in flight, and programs that share operands run close together, for the L2 cache.
-`mosaic_tpu.py` shows it on a TPU: a sequential grid whose innermost axis adds into a sum in VMEM, while the pipeline
-fetches the next tiles. What they share, the product of two tiles and the epilogue, is in `tiles.py`.
+through shared memory, several in flight. Programs that share operands run close together, for the L2 cache.
+`mosaic_tpu.py` shows reuse on a TPU: a sequential grid whose innermost axis accumulates a sum in VMEM, while the
+pipeline fetches the next tiles. `tiles.py` has the parts that both share, the product of two tiles and the epilogue.
 """
 
 import functools
@@ -23,8 +23,7 @@ from kernels_pallas.matmul.tiles import MatmulProduct
 
 _RUN = {"triton": triton.run, "mosaic_tpu": mosaic_tpu.run}
 IMPLEMENTATIONS = tuple(_RUN)
-# Algorithms of `jax.lax.DotAlgorithmPreset` by which these multiply float32: of others Triton's compiler may end the
-# process.
+# Algorithms of `jax.lax.DotAlgorithmPreset` by which these multiply float32; others may crash Triton's compiler.
 _ALGORITHMS = {
     "triton": {
         "F32_F32_F32",
@@ -47,18 +46,18 @@ def matmul(
     activation: str | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """activation(a · b + bias) + residual, rounded once.
+    """Return activation(a · b + bias) + residual, rounded once.
 
     Args:
       a: [..., K], b: [K, N], of one dtype, float32, bfloat16 or float16; sums are float32. Float32 products have the
-        precision that `jax.default_matmul_precision` says, as everywhere in JAX; on TPUs "high" is "highest".
+        precision of `jax.default_matmul_precision`, as everywhere in JAX; on TPUs "high" is "highest".
       bias: [N], residual: [..., N] in a's dtype.
       activation: "gelu", "gelu_tanh", "silu", "relu", "relu_squared" or None.
       implementation: "reference", "triton" or "mosaic_tpu"; None chooses by the chip being lowered for and the shape.
 
-    Returns [..., N] in a's dtype. Differentiated, a · b + bias is kept in that dtype where there is an activation.
+    Returns [..., N] in a's dtype. When differentiated with an activation, a · b + bias is saved in that dtype.
 
-    Under a mesh of several devices the kernels live inside `jax.shard_map`; elsewhere None is "reference".
+    Under a mesh of several devices the kernels run inside `jax.shard_map`; elsewhere None is "reference".
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
@@ -82,7 +81,7 @@ def costs(
     *,
     activation: str | None = None,
 ) -> KernelCosts:
-    """What the kernels cost on these arrays, or shapes and dtypes, where they are differentiated."""
+    """Return the kernels' costs on these arrays, or shapes and dtypes, where they are differentiated."""
     rows, products = math.prod(a.shape[:-1]), 2 * a.size * b.shape[1]
     y = jax.ShapeDtypeStruct((rows, b.shape[1]), a.dtype)
     forward = _cost(_product(activation, bias, residual, keeps_sum=activation is not None), a, b, bias, residual, y)
@@ -138,7 +137,7 @@ def _bwd(settings, saved, d_y):
     a, b, z, bias, residual = saved
     d_z = d_y
     if z:
-        # A sum that a narrow dtype cannot hold was kept as an infinity, of which derivatives are NaN.
+        # A sum that a narrow dtype cannot hold was saved as an infinity, where derivatives are NaN.
         most = float(jnp.finfo(a.dtype).max)
         wide = jnp.clip(z[0].astype(jnp.float32), -most, most)
         d_z = jax.vjp(activations.REFERENCE[settings.activation], wide)[1](d_y.astype(jnp.float32))[0].astype(a.dtype)

@@ -1,4 +1,4 @@
-"""What a matrix product is tried on."""
+"""Test cases of the matrix product."""
 
 from kernels_pallas import matmul as function
 from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
@@ -8,7 +8,9 @@ _ALL = ("bfloat16", "float16", "float32")
 
 
 def _case(name, rows, k, n, activation=None, *, bias=False, residual=False, **more) -> KernelCase:
-    """Numbers whose products have unit scale, as in a model. An activation's sum is kept rounded, its gradient too."""
+    """Return a case whose products have unit scale, as in a model. With an activation the saved sum and its gradient
+    are rounded.
+    """
     arrays = {"a": CaseArray((*rows, k)), "b": CaseArray((k, n), scale=k**-0.5)}
     if bias:
         arrays["bias"] = CaseArray((n,))

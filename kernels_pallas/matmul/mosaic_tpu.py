@@ -24,16 +24,21 @@ class MatmulTpuBlocks(NamedTuple):
 
 
 def default_blocks(dtype: jnp.dtype, chip: TargetChip) -> MatmulTpuBlocks:
-    """Two buffers of each operand's and the result's tile, and the float32 sum, take 10 of the 16 MiB that a kernel may
-    use in bfloat16 and 7 in float32, which may add a residual. The longer k, the less often the sum is read and
-    written. A v4 has no more VMEM than that, of which some compilers take 7 besides in bfloat16: there it is half."""
+    """Return the default blocks.
+
+    Two buffers of each operand's and the result's tile, and the float32 sum, take 10 of the 16 MiB that a kernel may
+    use in bfloat16, and 7 in float32, which may add a residual. The longer k, the less often the sum is read and
+    written. A v4 has no more VMEM than 16 MiB, of which some compilers take 7 more in bfloat16: there k is half.
+    """
     narrow = 2048 if chip.scratchpad > launch.TPU_VMEM else 1024
     return MatmulTpuBlocks(512, 512, narrow if dtype.itemsize == 2 else 512)
 
 
 def _held(blocks: MatmulTpuBlocks, product: MatmulProduct, dtype: jnp.dtype) -> int:
-    """Bytes of VMEM, as compilers for v4 and v5e were seen to need at most: two buffers of each tile, the sum, and the
-    operands' tiles once more in 32 bits, turned or masked."""
+    """Return the most bytes of VMEM that compilers for v4 and v5e were found to need.
+
+    They are two buffers of each tile, the sum, and the operands' tiles once more in 32 bits, transposed or masked.
+    """
     m, n, k = blocks
     results = 1 + product.added + product.keeps_sum
     return (2 * dtype.itemsize + 4) * (m + n) * k + (2 * dtype.itemsize * results + 4) * m * n
@@ -49,12 +54,12 @@ def run(
     cost: KernelCost,
     name: str,
 ) -> list[jax.Array]:
-    """The results [M, N] of a product, in a's dtype."""
+    """Return the results [M, N] of a product, in a's dtype."""
     M, N, K = product.sizes(a, b)
     default = default_blocks(a.dtype, target.current())
     blocks = tuning.blocks(name, "mosaic_tpu", (M, N, K), a.dtype, default)
     blocks, default = (MatmulTpuBlocks(*map(min, each, (M, N, K))) for each in (blocks, default))
-    # Measured it may be without a residual, or where nothing is kept for a derivative.
+    # The measured size may come from a call without a residual, or one that saves nothing for a derivative.
     bm, bn, bk = blocks if _held(blocks, product, a.dtype) <= launch.TPU_VMEM else default
 
     def kernel(*refs) -> None:
@@ -69,10 +74,10 @@ def run(
             total_ref[...] = jnp.zeros_like(total_ref)
 
         a_tile, b_tile = a_ref[...], b_ref[...]
-        if K % bk:  # beyond the matrix a tile holds anything
+        if K % bk:  # a tile holds arbitrary values beyond the matrix
             a_tile = _until(a_tile, 0 if product.transposed[0] else 1, K - k * bk)
             b_tile = _until(b_tile, 1 if product.transposed[1] else 0, K - k * bk)
-        if bn == 1 and product.transposed[1]:  # a product of a row with narrow numbers, which Mosaic does not know
+        if bn == 1 and product.transposed[1]:  # a product of a row with narrow numbers, which Mosaic does not support
             a_tile, b_tile = a_tile.astype(jnp.float32), b_tile.astype(jnp.float32)
         total_ref[...] += product.of_tiles(a_tile, b_tile, _precision(a.dtype))
 
@@ -116,15 +121,17 @@ def run(
 
 
 def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
-    """Mosaic multiplies float32 in one pass of the matrix unit or as float32: who asks for three passes gets the
-    latter."""
+    """Return the precision of a product.
+
+    Mosaic multiplies float32 in one pass of the matrix unit or as float32; a request for three passes gets the latter.
+    """
     high = jax.config.jax_default_matmul_precision in ("high", "tensorfloat32")
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 and high else precision_of(dtype)
 
 
 def _until(x: jax.Array, axis: int, end: jax.Array) -> jax.Array:
-    """x up to an index along an axis, zeros from there on."""
+    """Return x up to an index along an axis, and zeros from there on."""
     inside = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) < end
-    if x.shape[0] < _SUBLANES:  # of so few rows Mosaic has no mask for narrow numbers
+    if x.shape[0] < _SUBLANES:  # Mosaic has no mask of so few rows for narrow numbers
         return jnp.where(inside, x.astype(jnp.float32), 0.0).astype(x.dtype)
     return jnp.where(inside, x, jnp.zeros_like(x))

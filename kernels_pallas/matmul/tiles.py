@@ -1,4 +1,6 @@
-"""What the Triton and the Mosaic kernel of a product share: its description, the product of two tiles, the epilogue."""
+"""The parts that the Triton and the Mosaic kernel of a product share: its description, the product of two tiles, the
+epilogue.
+"""
 
 from typing import NamedTuple
 
@@ -9,7 +11,7 @@ from kernels_pallas.core.activations import KERNEL
 
 
 class MatmulProduct(NamedTuple):
-    """A product of two matrices as they lie in memory, and what is done with it before it leaves the chip.
+    """A product of two matrices as they lie in memory, and the epilogue applied before it leaves the chip.
 
     a is [M, K], or [K, M] where `transposed[0]`; b is [K, N], or [N, K] where `transposed[1]`. `keeps_sum`: a·b + bias
     is a second result, for the activation's derivative.
@@ -22,19 +24,21 @@ class MatmulProduct(NamedTuple):
     keeps_sum: bool = False
 
     def sizes(self, a: jax.Array, b: jax.Array) -> tuple[int, int, int]:
-        """M, N and K."""
+        """Return M, N and K."""
         m, k = reversed(a.shape) if self.transposed[0] else a.shape
         return m, b.shape[0 if self.transposed[1] else 1], k
 
     def of_tiles(self, a: jax.Array, b: jax.Array, precision: jax.lax.Precision | None) -> jax.Array:
-        """The product of two tiles, as they lie, in float32."""
+        """Return the product of two tiles, as they lie, in float32."""
         contracted = ((0 if self.transposed[0] else 1,), (1 if self.transposed[1] else 0,))
         return jax.lax.dot_general(
             a, b, (contracted, ((), ())), precision=precision, preferred_element_type=jnp.float32
         )
 
     def epilogue(self, total: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> list[jax.Array]:
-        """What is written of a finished tile: activation(total + bias) + residual, and total + bias."""
+        """Return the results for a finished tile: activation(total + bias) + residual, and with `keeps_sum` total +
+        bias.
+        """
         if bias is not None:
             total = total + bias.astype(jnp.float32)
         y = total if self.activation is None else KERNEL[self.activation](total)
@@ -44,6 +48,8 @@ class MatmulProduct(NamedTuple):
 
 
 def precision_of(dtype: jnp.dtype) -> jax.lax.Precision | None:
-    """Of a product; None is what `jax.default_matmul_precision` says. Of narrow numbers every product is exact, and
-    Mosaic refuses to be told so."""
+    """Return the precision of a product; None is that of `jax.default_matmul_precision`.
+
+    Products of narrow numbers are always exact, and Mosaic refuses a request for precision.
+    """
     return None if dtype == jnp.float32 else jax.lax.Precision.DEFAULT

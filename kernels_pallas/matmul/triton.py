@@ -11,12 +11,14 @@ from kernels_pallas.core.launch import KernelCost
 from kernels_pallas.core.target import TargetChip
 from kernels_pallas.matmul.tiles import MatmulProduct, precision_of
 
-_EPILOGUE = 64  # columns of a tile that are finished at a time
+_EPILOGUE = 64  # columns of a tile whose epilogue runs at a time
 
 
 class MatmulTritonBlocks(NamedTuple):
-    """A program computes an m × n tile of the result, k numbers of the contraction at a time; `group` rows of tiles are
-    finished before the next columns, so that what they share is still in the L2 cache."""
+    """An m × n tile of the result per program, k numbers of the contraction at a time.
+
+    `group` rows of tiles are finished before the next columns, so that operands they share are still in the L2 cache.
+    """
 
     m: int
     n: int
@@ -27,7 +29,7 @@ class MatmulTritonBlocks(NamedTuple):
 
 
 def default_blocks(m: int, n: int, k: int, itemsize: int, chip: TargetChip) -> MatmulTritonBlocks:
-    """Tiles as large as registers hold; as many stages of them in flight as shared memory does."""
+    """Return the largest tiles that registers hold, and the most stages in flight that shared memory holds."""
     if itemsize == 4:
         most = MatmulTritonBlocks(64, 64, 32, warps=4, stages=2)
     elif chip.scratchpad > 160_000:
@@ -48,7 +50,7 @@ def run(
     cost: KernelCost,
     name: str,
 ) -> list[jax.Array]:
-    """The results [M, N] of a product, in a's dtype."""
+    """Return the results [M, N] of a product, in a's dtype."""
     M, N, K = product.sizes(a, b)
     safe = default_blocks(M, N, K, a.dtype.itemsize, target.current())
     blocks = tuning.blocks(name, "triton", (M, N, K), a.dtype, safe)
@@ -56,7 +58,7 @@ def run(
     rows, columns, steps = pl.cdiv(M, bm), pl.cdiv(N, bn), pl.cdiv(K, bk)
 
     def place(program) -> tuple:
-        """Row and column of a program's tile: down `group` rows, then one column to the right."""
+        """Return row and column of a program's tile: down `group` rows, then one column to the right."""
         per_group = blocks.group * columns
         first = program // per_group * blocks.group
         height = jnp.minimum(rows - first, blocks.group)
@@ -72,7 +74,7 @@ def run(
         column = j * bn + jax.lax.broadcasted_iota(jnp.int32, (1, bn), 1) < N if N % bn else None
 
         def tile(ref, flipped: bool, outer: jax.Array | None, outer_first: bool, step) -> jax.Array:
-            """One operand's tile of this step; zeros beyond the matrix, which add nothing."""
+            """Load one operand's tile of this step; zeros beyond the matrix, which add nothing."""
             at = pl.ds(step * bk, bk)
             outer_first = outer_first != flipped
             inner = None
@@ -91,7 +93,7 @@ def run(
             return total + product.of_tiles(a_tile, b_tile, precision_of(a.dtype))
 
         total = jax.lax.fori_loop(0, steps, step, jnp.zeros((bm, bn), jnp.float32))
-        # Some columns at a time: what an activation needs besides does not fit into registers beside all the sums.
+        # Some columns at a time: an activation's intermediates do not fit into registers alongside all the sums.
         width = min(bn, _EPILOGUE)
         for part, sums in enumerate(jnp.split(total, bn // width, axis=1)):
             at = pl.ds(part * width, width)
@@ -132,6 +134,6 @@ def run(
 
 
 def _both(first: jax.Array | None, second: jax.Array | None, shape: tuple[int, int]) -> jax.Array | None:
-    """Where both hold, None being everywhere."""
+    """Return the conjunction of two masks; None is True everywhere."""
     masks = [jnp.broadcast_to(mask, shape) for mask in (first, second) if mask is not None]
     return None if not masks else masks[0] if len(masks) == 1 else masks[0] & masks[1]

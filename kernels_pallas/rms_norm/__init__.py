@@ -19,7 +19,8 @@ def rms_norm(
     plus_one: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """x / √(mean(x²) + ε) · scale over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467, equation 4).
+    """Return x / √(mean(x²) + ε) · scale over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467, equation
+    4).
 
     Args:
       x: [..., D] in float32, bfloat16 or float16; statistics are float32.
@@ -31,7 +32,7 @@ def rms_norm(
 
     Returns y [..., D] in x's dtype; with a residual (s, y).
 
-    Under a mesh of several devices the kernels live inside `jax.shard_map` with D whole; elsewhere None is "reference".
+    Under a mesh of several devices the kernels run inside `jax.shard_map` with D whole; elsewhere None is "reference".
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
@@ -46,6 +47,6 @@ def rms_norm(
 
 
 def costs(x: jax.Array, scale: jax.Array | None = None, *, residual: jax.Array | None = None, **_: Any) -> KernelCosts:
-    """What the kernels cost on these arrays, or shapes and dtypes."""
+    """Return the kernels' costs on these arrays, or shapes and dtypes."""
     vectors = () if scale is None else (scale,)
     return rows.costs(RMSNormBody, (x,), vectors) if residual is None else rows.costs_of_sum(RMSNormBody, x, vectors)

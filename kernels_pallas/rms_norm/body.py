@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class RMSNormBody:
-    """x / √(mean(x²) + ε) · (scale or 1 + scale); the scale may be missing."""
+    """A body that returns x / √(mean(x²) + ε) · (scale or 1 + scale); the scale is optional."""
 
     width: int
     epsilon: float

@@ -1,4 +1,4 @@
-"""What RMSNorm is tried on."""
+"""Test cases of RMSNorm."""
 
 from kernels_pallas import rms_norm as function
 from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation

@@ -27,15 +27,15 @@ def rotary_embedding(
 
     Args:
       x: [..., N, H] in float32, bfloat16 or float16, H even: N heads of each token; arithmetic is float32.
-      cos, sin: of the angles, [..., H/2] over the tokens of x, or over its last dimensions alone, such as [T, H/2]
-        for x [B, T, N, H].
+      cos, sin: of the angles, [..., H/2] over the tokens of x, or over its last dimensions alone, such as [T, H/2] for
+        x [B, T, N, H].
       interleaved: pairs are (x[2i], x[2i + 1]), as in the paper and in GPT-J; otherwise (x[i], x[i + H/2]), as in
         GPT-NeoX and Llama.
       implementation: "reference", "triton" or "mosaic_tpu"; None chooses by the chip being lowered for and the shape.
 
-    Returns [..., N, H] in x's dtype. Gradients flow to cos and sin as well where they are asked for.
+    Returns [..., N, H] in x's dtype. cos and sin are differentiable too.
 
-    Under a mesh of several devices the kernels live inside `jax.shard_map`; elsewhere None is "reference".
+    Under a mesh of several devices the kernels run inside `jax.shard_map`; elsewhere None is "reference".
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
@@ -51,14 +51,16 @@ def rotary_embedding(
 
 
 def costs(x: jax.Array, cos: jax.Array, sin: jax.Array, **_: Any) -> KernelCosts:
-    """What the kernels cost on these arrays, or shapes and dtypes: backward rotates back, by the same work."""
+    """Return the kernels' costs on these arrays, or shapes and dtypes: backward rotates by negative angles at equal
+    cost.
+    """
     angles = [jax.ShapeDtypeStruct(_shape_of_angles(cos, sin), a.dtype) for a in (cos, sin)]
     one = _cost(x, *angles)
     return KernelCosts(one, one)
 
 
 def _shape_of_angles(cos, sin) -> tuple[int, ...]:
-    """Of both, where one may be given for fewer dimensions than the other."""
+    """Return the shape of the angles: that of cos or of sin, whichever has more dimensions."""
     return max(cos.shape, sin.shape, key=len)
 
 
@@ -89,7 +91,7 @@ def _rotate(settings, x_MNH, cos_AP, sin_AP):
 
 
 def _fwd(settings, x, cos, sin):
-    # Only angles that are differentiated need x again: it is not kept for those that are constants.
+    # Only the gradients of angles need x again: it is not saved where angles are constants.
     kept = x.value if cos.perturbed or sin.perturbed else None
     return _run(settings, False, x.value, cos.value, sin.value), (kept, cos.value, sin.value)
 

@@ -1,4 +1,4 @@
-"""How blocks of rows find their angles in a table that rows share."""
+"""The lookup of angles by blocks of rows in a table that rows share."""
 
 from collections.abc import Callable
 
@@ -10,10 +10,10 @@ from jax.experimental import pallas as pl
 def tables_of_blocks(
     cos_AP: jax.Array, sin_AP: jax.Array, rows: int, block: int
 ) -> tuple[jax.Array, jax.Array, Callable[[jax.Array], jax.Array]]:
-    """The tables that blocks of `block` of these rows read, and the index there of the i-th.
+    """Return the tables that blocks of `block` rows read, and a map from a block to its index in the tables.
 
-    Row i is rotated by the angles i modulo A, and A divides rows. The tables stay as they are where blocks are whole in
-    them; otherwise XLA repeats them for each row.
+    Row i is rotated by the angles i modulo A, and A divides rows. The tables are unchanged if each consists of whole
+    blocks; otherwise XLA repeats them for each row.
     """
     A = len(cos_AP)
     if A < rows and A % block:

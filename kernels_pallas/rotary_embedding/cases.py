@@ -1,4 +1,4 @@
-"""What rotary embeddings are tried on."""
+"""Test cases of rotary embeddings."""
 
 from kernels_pallas import rotary_embedding as function
 from kernels_pallas.core.cases import CaseArray, KernelCase, KernelOperation
@@ -9,7 +9,9 @@ _ALL = ("bfloat16", "float16", "float32")
 
 
 def _case(name: str, shape: tuple[int, ...], interleaved: bool = False, *, learned: bool = False, **more) -> KernelCase:
-    """Angles over the last dimension of tokens; numbers of any size do for their cos and sin, the map is linear."""
+    """Return a case with angles over the last dimensions of tokens. cos and sin may be any numbers, since the map is
+    linear.
+    """
     angle = CaseArray((*shape[-3:-2], shape[-1] // 2), "float32")
     if learned:
         angle = CaseArray((*shape[:-2], shape[-1] // 2))

@@ -14,7 +14,7 @@ _BUDGET = 8 * 2**20  # bytes of VMEM for the blocks and their float32 intermedia
 
 
 class RotaryTpuBlocks(NamedTuple):
-    """`rows` of all heads in VMEM at a time."""
+    """A block of `rows` rows of all heads in VMEM."""
 
     rows: int
 
@@ -33,14 +33,16 @@ def run(
     lanes, heads = pl.cdiv(H, 128) * 128, pl.cdiv(N, 8) * 8
     fit = max(_BUDGET // (heads * lanes * 4 * 6) // 8 * 8, 8)
     name = "rotary_embedding_backward" if inverse else "rotary_embedding"
-    # Measured it may be with fewer or narrower heads.
+    # The measured size may come from fewer or narrower heads.
     most = min(tuning.blocks(name, "mosaic_tpu", (N, H), x_MNH.dtype, RotaryTpuBlocks(fit)).rows, fit, M)
-    # Smaller blocks, but not much, where they are whole in the table.
+    # Somewhat smaller blocks, if the table then consists of whole blocks.
     m = next((m for m in range(most // 8 * 8, most // 4, -8) if len(cos_AP) % m == 0), most)
     cos, sin, index = tables_of_blocks(cos_AP, sin_AP, M, m)
 
     def wide(angle: jax.Array) -> jax.Array:
-        """[A, H/2] → [A, H]: each angle at both places of its pair. At most as large as one head; XLA makes it."""
+        """Return [A, H/2] as [A, H]: each angle at both positions of its pair. XLA makes it, at most as large as one
+        head.
+        """
         angle = angle.astype(jnp.float32)
         return jnp.repeat(angle, 2, axis=1) if interleaved else jnp.concatenate([angle, angle], axis=1)
 
@@ -69,7 +71,7 @@ def run(
 
 
 def _partner(x: jax.Array, interleaved: bool) -> jax.Array:
-    """The other number of each one's pair, [m, N, H]."""
+    """Return each number's partner in its pair, [m, N, H]."""
     if not interleaved:
         half = x.shape[2] // 2
         return jnp.concatenate([x[:, :, half:], x[:, :, :half]], axis=2)

@@ -13,7 +13,7 @@ from kernels_pallas.rotary_embedding.angles import tables_of_blocks
 
 
 class RotaryTritonBlocks(NamedTuple):
-    """`numbers` (a power of two; of both halves together) in registers at a time, by `warps` of 32 threads."""
+    """A block of `numbers` (a power of two; both halves together) in registers, computed by `warps` of 32 threads."""
 
     numbers: int = 4096
     warps: int = 4
@@ -31,7 +31,7 @@ def run(
     """Rotate the pairs of x [M, N, H] by angles [A, H/2], or back; row i by row i modulo A, which divides M."""
     M, N, H = x_MNH.shape
     P = H // 2
-    # Pairs that lie side by side are read as they lie and split in registers: a thread reads 16 bytes at a time.
+    # Adjacent pairs are read as they lie and split in registers: a thread reads 16 bytes at a time.
     x = x_MNH if interleaved else x_MNH.reshape(M, N, 2, P)
     name = "rotary_embedding_backward" if inverse else "rotary_embedding"
     blocks = tuning.blocks(name, "triton", (N, H), x_MNH.dtype, RotaryTritonBlocks())
@@ -84,11 +84,11 @@ def run(
 
 
 def _half(i: int) -> tuple:
-    """The first or the second numbers of pairs whose halves lie apart."""
+    """Return the index of the first (0) or second (1) numbers of half-split pairs."""
     return slice(None), slice(None), jnp.int32(i)  # interpreted loads know no Python integers
 
 
 def _twice(mask: jax.Array) -> jax.Array:
-    """[m, n, p] → [m, n, 2p], each for both of its pair."""
+    """Repeat a mask [m, n, p] to [m, n, 2p], each entry for both numbers of a pair."""
     m, n, p = mask.shape
     return jnp.broadcast_to(mask[..., None], (m, n, p, 2)).reshape(m, n, 2 * p)

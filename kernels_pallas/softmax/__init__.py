@@ -19,18 +19,18 @@ def softmax(
     soft_cap: float | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """exp(z) / Σ exp(z) over the last dimension, z = soft_cap · tanh(x / soft_cap) / temperature.
+    """Return exp(z) / Σ exp(z) over the last dimension, z = soft_cap · tanh(x / soft_cap) / temperature.
 
     Args:
       x: [..., D] in float32, bfloat16 or float16; arithmetic is float32.
-      where: bool [..., D]; what is False has no weight. A row without any True is all zeros.
+      where: bool [..., D]; False masks a number, whose weight is 0. A row without any True is all zeros.
       temperature: positive.
       soft_cap: positive; None caps nothing (Gemma 2, arXiv:2408.00118, section 2).
       implementation: "reference", "triton" or "mosaic_tpu"; None chooses by the chip being lowered for and the shape.
 
     Returns [..., D] in x's dtype.
 
-    Under a mesh of several devices the kernels live inside `jax.shard_map` with D whole; elsewhere None is "reference".
+    Under a mesh of several devices the kernels run inside `jax.shard_map` with D whole; elsewhere None is "reference".
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
@@ -45,17 +45,17 @@ def log_softmax(
     soft_cap: float | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """The logarithm of `softmax`, of the same arguments: −∞ where masked, also in a row without any True."""
+    """Return the logarithm of `softmax`, with the same arguments: −∞ where masked, also in a row without any True."""
     return _run(LogSoftmaxBody, reference.log_softmax, x, where, temperature, soft_cap, implementation)
 
 
 def costs(x: jax.Array, where: jax.Array | None = None, **_: Any) -> KernelCosts:
-    """What the kernels of `softmax` cost on these arrays, or shapes and dtypes."""
+    """Return the costs of the kernels of `softmax` on these arrays, or shapes and dtypes."""
     return rows.costs(SoftmaxBody, _operands(x, where))
 
 
 def log_costs(x: jax.Array, where: jax.Array | None = None, **_: Any) -> KernelCosts:
-    """What the kernels of `log_softmax` cost on these arrays, or shapes and dtypes."""
+    """Return the costs of the kernels of `log_softmax` on these arrays, or shapes and dtypes."""
     return rows.costs(LogSoftmaxBody, _operands(x, where))
 
 

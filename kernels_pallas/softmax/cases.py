@@ -1,4 +1,4 @@
-"""What softmax and log-softmax are tried on."""
+"""Test cases of softmax and log-softmax."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ CASES = (
 )
 
 OPERATION = KernelOperation(softmax, reference.softmax, IMPLEMENTATIONS, CASES, costs)
-# The same kernels but for one line: one of them is compiled for every chip.
+# The kernels differ in one line: only one of them is compiled for every chip.
 _LOG_CASES = tuple(
     case if case.name == "8192 × 4096" else dataclasses.replace(case, uses=case.uses - {"compile"}) for case in CASES
 )

@@ -4,7 +4,7 @@ import pytest
 
 @pytest.fixture
 def constant(monkeypatch):
-    """Gives a module's constant another value; programs that operations keep were made with one of the two."""
+    """Return a function that sets a module's constant; compiled programs are cleared with every change."""
 
     def change(module, name, value):
         monkeypatch.setattr(module, name, value)

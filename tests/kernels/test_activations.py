@@ -29,9 +29,11 @@ EXACT = {
 
 @pytest.mark.parametrize("name", KERNEL)
 def test_values_and_derivatives_are_exact_in_float32(name):
-    """To eight units in the last place of numbers around 1, or of the value where it is larger. That by tanh cannot be
-    better than tanh is near ±1, to two units in its last place in XLA, times x and the slope of its argument: up to 100
-    where tanh is not yet cut off at ±1."""
+    """The tolerance is eight units in the last place of numbers around 1, or of the value where it is larger.
+
+    GELU by tanh cannot be more exact than XLA's tanh is near ±1, two units in the last place, times x and the slope of
+    its argument: up to 100 where tanh is not yet clipped to ±1.
+    """
     x = jnp.asarray(X, jnp.float32)
     value, derivative = jax.jit(lambda x: jax.jvp(KERNEL[name], (x,), (jnp.ones_like(x),)))(x)
     for got, wanted in zip((value, derivative), EXACT[name], strict=True):
@@ -39,7 +41,7 @@ def test_values_and_derivatives_are_exact_in_float32(name):
 
 
 def test_the_tail_of_gelu_is_no_difference_of_ones():
-    """Where Φ is 10⁻⁶, 1 + erf has one digit left; its gradient vanishes with it."""
+    """At Φ = 10⁻⁶, 1 + erf has only one exact digit, and its gradient vanishes."""
     x = jnp.asarray([-5.0, -4.5, -4.0, -3.0], jnp.float32)
     wanted = [float(v) * 0.5 * math.erfc(-float(v) * 2**-0.5) for v in x]
     np.testing.assert_allclose(KERNEL["gelu"](x), wanted, rtol=3e-4)

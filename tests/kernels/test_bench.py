@@ -1,4 +1,4 @@
-"""The harness runs where only a CPU is: the reference on small cases, every figure of a row."""
+"""The benchmark on a CPU: the reference on small cases, every figure of a row."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def test_alone(tmp_path, capsys):
 
 
 def test_memory_is_left_to_peers(tmp_path):
-    """What JAX is told before it starts, it is told before anything is asked of it."""
+    """JAX's memory options are set before its first use of a device."""
     code = (
         "import os, jax; devices = jax.devices\n"
         "def asked(*a): assert os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'] == 'false'; return devices(*a)\n"
@@ -55,7 +55,7 @@ def test_memory_is_left_to_peers(tmp_path):
 
 
 def test_peers_stand_in_the_same_rows_and_what_fails_is_said(monkeypatch, capsys):
-    """A peer is held against the same reference; one that refuses, or breaks, takes nothing else with it."""
+    """A peer is compared with the same reference; one that refuses or fails does not affect the other rows."""
 
     def measured(peer, case, training, rounds):
         if training:
@@ -92,12 +92,14 @@ def test_an_implementation_that_does_not_fit_is_left_out(monkeypatch):
 
 
 class Died(BaseException):
-    """As if the process had."""
+    """A simulated death of the process."""
 
 
 @pytest.mark.parametrize("end", [Died, KeyboardInterrupt])
 def test_another_process_goes_on_where_one_ended(tmp_path, monkeypatch, end):
-    """What was measured stays; what the process died in is left out, but not what was running when it was stopped."""
+    """Measured rows stay. The row in which the process died is skipped, but not one that was running when it was
+    stopped.
+    """
     file, measured, calls = tmp_path / "cpu" / "kernels.json", run.measure, []
 
     def measure(call, rounds):

@@ -1,4 +1,4 @@
-"""Which implementation is chosen, by the chip being lowered for, the mesh around it and the shape."""
+"""The choice of an implementation by the chip being lowered for, the mesh around it and the shape."""
 
 import functools
 
@@ -17,7 +17,7 @@ V5E = AbstractDevice("TPU v5 lite", 1, "tpu")
 
 
 def kernels(function, device, devices=1, shape=(16, 256), dtype=jnp.bfloat16):
-    """How many kernels a program on a mesh of such devices runs."""
+    """Return the number of kernels that a program on a mesh of such devices runs."""
     mesh = AbstractMesh((devices,), ("data",), (AxisType.Auto,), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         return len(list(launches(jax.make_jaxpr(function)(jnp.zeros(shape, dtype)))))

@@ -20,7 +20,7 @@ SPILLED = 256
 # Utilisation of the MXU: with libtpu 0.0.42 no attention kernel is below 0.31, with 0.0.50 on v6e none below 0.24.
 LEAST_PRODUCTS = 0.2
 SCHEDULED = "v6e"  # where libtpu leaves the MXU most idle
-# Cycles of the busiest unit relative to those of memory, tensor cores or exponentials, which no other code saves.
+# Cycles of the busiest unit relative to those of memory, tensor cores or exponentials, which are unavoidable.
 MOST_RELATIVE_CYCLES = 1.2
 PRODUCTS = {"A100": "mma.sync", "H100": "wgmma", "B200": "tcgen05.mma"}
 
@@ -45,8 +45,10 @@ def _by_these_compilers():
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", sampled(kernel_matrix.CHIPS, ["A100", "H200", "B200", "v5e", SCHEDULED, "v7x"]))
 def test_all_kernels_compile(chip):
-    """Lower all kernels, and compile those that these compilers have not compiled before. Bit-identical programs are in
-    the results files with their outcomes, which the next test reads."""
+    """Lower all kernels, and compile those that these compilers have not compiled before.
+
+    Bit-identical programs are in the results files with their outcomes, which the next test reads.
+    """
     known = {outcome.program for (on, _), outcome in _recorded().items() if on == chip and _by_these_compilers()}
     outcomes = kernel_matrix.compile_rows(chip, known, schedules=chip == SCHEDULED)
     assert not {str(row): outcome.problem for row, outcome in outcomes.items() if outcome.problem}
@@ -69,8 +71,11 @@ def _failing(chip, outcomes):
 
 
 def _slow(chip, outcomes):
-    """Yield kernels that are slower than memory, tensor cores or exponentials require. Float32 is exempt: attention and
-    products in float32 serve as checks, and a row of 32768 with its gradient fills all registers."""
+    """Yield kernels that are slower than memory, tensor cores or exponentials require.
+
+    Float32 is exempt: attention and products in float32 are for checking, and a row of 32768 with its gradient fills
+    all registers.
+    """
     for row, outcome in outcomes.items():
         # Mosaic GPU reports nothing for kernels that an earlier test has compiled.
         assert len(outcome.kernels) > 1 or row.implementation == "mosaic_gpu", row
@@ -94,8 +99,11 @@ def _slow(chip, outcomes):
 
 
 def _idle(outcomes):
-    """Yield attention kernels that leave the matrix units idle. On v6e and later these are so fast that the work
-    between products decides, the more so if the head dim fills less than half of them."""
+    """Yield attention kernels that leave the matrix units idle.
+
+    On v6e and later the matrix units are so fast that the work between products dominates, especially if the head dim
+    fills less than half of them.
+    """
     for row, outcome in outcomes.items():
         assert len(outcome.kernels) > 1, row
         if row.operation.name == "flash_attention":
@@ -117,7 +125,7 @@ def _page(name):
 
 
 def test_the_page_has_the_whole_table():
-    """Any change of operations, cases or chips is written: python benchmarks/compile_matrix.py --write"""
+    """After a change of operations, cases or chips: python benchmarks/compile_matrix.py --write"""
     everywhere = {
         chip: {
             row: kernel_matrix.Outcome("")

@@ -36,7 +36,7 @@ def _loss_of(operation, implementation, case):
 
 
 def _arguments(operation, implementation, seed=0):
-    # In float32 where it can be: between bfloat16's roundings XLA may keep more digits in one program than in another.
+    # In float32 where possible: between bfloat16's roundings XLA may keep more digits in one program than in another.
     found = served(operation, implementation)
     case, dtype = next((one for one in found if one[1] == "float32"), found[0])
     arguments = case.draw(dtype, seed)
@@ -105,14 +105,14 @@ def test_vmap_over_nothing_gives_nothing(operation, implementation):
 def test_checkpoint_changes_nothing(operation, implementation):
     case, *arguments = _arguments(operation, implementation)
     loss = _loss_of(operation, implementation, case)
-    # Both compiled: only where operations run one by one is what the loss reads always rounded to bfloat16 first.
+    # Both compiled: only operations that run one by one always round the loss's input to bfloat16 first.
     plain, again = (jax.jit(jax.grad(f))(*arguments) for f in (loss, jax.checkpoint(loss)))
     chex.assert_trees_all_close(plain, again, rtol=1e-6, atol=1e-6)
 
 
 ROWS, EVERYWHERE = PartitionSpec("data"), PartitionSpec()
-# Operations that treat each row by itself, on rows over the devices of a mesh: their implementations are those of rows,
-# and not merely called alike.
+# Operations that treat each row by itself, with rows sharded over the devices of a mesh. Their implementations are
+# those of rows, and do not only share their names.
 ROW_OPERATIONS = [
     pytest.param(operation, name, id=f"{operation.name}-{name}")
     for operation in OPERATIONS.values()
@@ -122,18 +122,18 @@ ROW_OPERATIONS = [
 
 
 def _specs(arrays):
-    """Of a case's arrays: those of x's rank lie over the devices, vectors and angles are replicated."""
+    """Return the specs of a case's arrays: sharded by rows if of x's rank; vectors and angles are replicated."""
     rank = max(x.ndim for x in arrays.values())
     return {name: ROWS if x.ndim == rank else EVERYWHERE for name, x in arrays.items()}
 
 
 def _call(operation, case, **how):
-    """The operation as a function of all of a case's arrays."""
+    """Return the operation as a function of all of a case's arrays."""
     return lambda arrays: operation.function(**arrays, **case.options, **how)
 
 
 def _gradients(call):
-    """A function of the arrays: their gradients through some mathematics behind the call."""
+    """Return a function from the arrays to their gradients through further mathematics after the call."""
     return jax.grad(lambda arrays: jnp.sum(jnp.sin(call(arrays).astype(jnp.float32))))
 
 
@@ -153,7 +153,7 @@ COMPILED = sampled(ROW_OPERATIONS, ["rms_norm-mosaic_tpu", "softmax-mosaic_tpu",
 @pytest.mark.parametrize("operation, implementation", SHARDED)
 @interpreted()
 def test_gradients_inside_and_through_shard_map(operation, implementation):
-    """Rows over four devices: the gradient of what is replicated is the sum of all of theirs."""
+    """Rows are sharded over four devices: the gradient of a replicated operand is the sum over all of them."""
     mesh = Mesh(jax.devices()[:4], ("data",))
     case = operation.used_in("test")[0]
     arrays = case.draw("float32")
@@ -161,7 +161,7 @@ def test_gradients_inside_and_through_shard_map(operation, implementation):
     call = _call(operation, case, implementation=implementation)
     wanted = jax.jit(_gradients(call))(arrays)
 
-    over = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)  # interpreted kernels know of no other way
+    over = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)  # interpreted kernels require it
     through = over(call, in_specs=(specs,), out_specs=ROWS)
     chex.assert_trees_all_close(jax.jit(_gradients(through))(arrays), wanted, rtol=1e-5, atol=1e-5)
 
@@ -177,7 +177,7 @@ def test_gradients_inside_and_through_shard_map(operation, implementation):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("operation, implementation", COMPILED)
 def test_shard_map_sends_nothing_but_the_sum_of_gradients_of_what_is_replicated(operation, implementation, check_vma):
-    """Compiled for four devices. Checked, JAX adds up the gradient inside; unchecked it does so around shard_map."""
+    """Compiled for four devices. With check_vma JAX sums the gradient inside, otherwise around shard_map."""
     chips = {"triton": "h200-sxm:4", "mosaic_tpu": "tpu-v5e:2x2"}[implementation]
     mesh = Mesh(np.array(targets.devices(Target.parse(chips))), ("data",))
     case = operation.used_in("test")[0]

@@ -1,4 +1,4 @@
-"""What operations say they cost: what jaxlm counts of their kernels, and what their references do."""
+"""Stated costs of operations against those that jaxlm counts of their kernels, and of their references."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ CALLS = [
 
 
 def both_ways(operation, case, **how):
-    """The case forward and backward as one function, and its arguments."""
+    """Return the case forward and backward as one function, and its arguments."""
     structs = case.structs(case.dtypes[0])
     inputs = {name: structs.pop(name) for name in case.differentiable()}
 
@@ -33,7 +33,7 @@ def test_kernels_carry_the_stated_cost(operation, implementation):
     case = operation.used_in("compile")[0]
     run, inputs, others = both_ways(operation, case, implementation=implementation)
     counted = count(run, inputs, others)
-    # Where an operation has XLA multiply around its kernels, its cost says so.
+    # Where XLA computes products around an operation's kernels, the stated cost includes them.
     kernels = [row for row in counted.rows if row.kind in ("kernel", "matmul")]
     of_one = {"implementation": implementation} if operation.name == "flash_attention" else {}
     stated = operation.costs(**case.structs(case.dtypes[0]), **case.options, **of_one)
@@ -45,8 +45,10 @@ def test_kernels_carry_the_stated_cost(operation, implementation):
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=list(OPERATIONS))
 def test_stated_flops_are_about_those_of_the_reference(operation):
-    """A kernel computes again what the reference keeps, and leaves out what is constant: within a factor of two. Of
-    attention it also leaves out the half of the scores that a causal mask hides: 7 products of 16."""
+    """FLOPs agree within a factor of two: a kernel recomputes what the reference saves, and leaves out constants.
+
+    Attention also leaves out the half of the scores that a causal mask hides: 7 products of 16.
+    """
     case = operation.used_in("compile")[0]
     counted = count(*both_ways(operation, case, implementation="reference"))
     stated = operation.costs(**case.structs(case.dtypes[0]), **case.options)

@@ -1,4 +1,4 @@
-"""Outside jit an operation is compiled once: for other numbers nothing is compiled again, for other options it is."""
+"""Outside jit an operation is compiled once: other numbers compile nothing again, other options do."""
 
 import contextlib
 import copy
@@ -26,7 +26,7 @@ CALLS = [
 
 @contextlib.contextmanager
 def programs(caplog):
-    """Yields the names of those that are compiled inside, once it is left."""
+    """Yield a list that holds, after the block, the names of the programs compiled inside."""
     names = []
     caplog.clear()
     with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
@@ -47,7 +47,7 @@ SAMPLE = (
 @pytest.mark.parametrize("operation, implementation", sampled(CALLS, SAMPLE))
 @interpreted()
 def test_results_and_gradients_are_compiled_once(caplog, operation, implementation):
-    """Also where options and masks are made anew each time."""
+    """No recompilation, even if options and masks are created anew each time."""
     case, dtype = served(operation, implementation)[0]
 
     def run(seed):
@@ -64,7 +64,7 @@ def test_results_and_gradients_are_compiled_once(caplog, operation, implementati
     jax.clear_caches()  # another test may have run the same
     with programs(caplog) as first:
         run(0)
-    with programs(caplog):  # JAX 0.12 compiles once more what was traced before all of Pallas was imported
+    with programs(caplog):  # JAX 0.12 recompiles once if traced before all of Pallas was imported
         run(1)
     with programs(caplog) as third:
         run(2)
@@ -98,7 +98,7 @@ def test_other_options_and_other_masks_are_other_programs():
 
 @interpreted()
 def test_another_chip_has_a_program_of_its_own(monkeypatch, caplog):
-    """Blocks are chosen by what the chip has."""
+    """Blocks depend on the chip's properties."""
 
     def run():
         return jax.grad(lambda x: jnp.sum(rms_norm(x, implementation="triton")))(jnp.ones((8, 48)))

@@ -1,4 +1,4 @@
-"""What is peculiar to attention: its gradients, what is hidden, and what is no number."""
+"""Properties of attention alone: its gradients, masked keys, and NaN."""
 
 import functools
 
@@ -33,7 +33,7 @@ EACH = pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIO
 @pytest.mark.parametrize("implementation", sampled(IMPLEMENTATIONS, ["triton", "mosaic_tpu"]))
 @interpreted()
 def test_nothing_comes_from_the_future(implementation):
-    """The gradient of query t's output by later keys and values, and by later queries, is zero: exactly."""
+    """The gradient of query t's output by later keys and values, and by later queries, is exactly zero."""
     query, key, value = drawn((1, 40, 2, 64), (1, 40, 1, 64), (1, 40, 1, 64))
     if implementation == "mosaic_gpu":
         query, key, value = (x.astype(jnp.bfloat16) for x in (query, key, value))
@@ -52,7 +52,7 @@ def test_nothing_comes_from_the_future(implementation):
 @EACH
 @interpreted()
 def test_gradients_are_finite_differences(implementation):
-    """Of a random function of output and log-sum-exp, along a random direction of all operands at once."""
+    """Gradients of a random function of output and log-sum-exp, along a random direction of all operands at once."""
     shapes = dict(
         query=(1, 20, 2, 16), key=(1, 35, 1, 16), value=(1, 35, 1, 32), sinks=(2,), bias=(1, 2, 20, 35)
     )  # fmt: skip
@@ -76,8 +76,8 @@ def test_gradients_are_finite_differences(implementation):
 
     gradient = at(0.0)[1]
     along = [float(jnp.sum(gradient[name] * way[name])) for name in shapes]
-    # Central differences err by step² of the third derivative, two of them together by step⁴ of the fifth; what is left
-    # is float32's, of terms that cancel.
+    # Central differences err by step² times the third derivative, two of them combined by step⁴ times the fifth; the
+    # remaining error is float32's, of terms that cancel.
     error = 1e-4 * sum(map(abs, along))
     np.testing.assert_allclose((4 * slope(1e-2) - slope(2e-2)) / 3, sum(along), rtol=0, atol=error)
 
@@ -116,7 +116,7 @@ def test_a_chunked_reference_holds_a_chunk():
 
 
 def test_the_cost_is_of_what_is_seen():
-    """Where intervals are known while tracing: of numpy arrays."""
+    """Costs count unmasked scores where intervals are known while tracing, as numpy arrays."""
     x = jax.ShapeDtypeStruct((2, 64, 4, 32), jnp.float32)
     whole, half = (costs(x, x, x, key_range=key_range).forward.flops for key_range in (None, causal(64)))
     assert half / whole == (64 * 65 / 2) / 64**2
@@ -129,7 +129,9 @@ def test_the_cost_is_of_what_is_seen():
 @EACH
 @interpreted()
 def test_what_is_kept_by_its_name_is_not_computed_again(implementation):
-    """Under rematerialisation that saves "attention" a kernel forward and two backward; else also one forward again."""
+    """Under rematerialisation that saves "attention", one kernel runs forward and two backward; otherwise one more
+    forward.
+    """
 
     def kernels_of_gradient(*names):
         policy = jax.checkpoint_policies.save_only_these_names(*names)
@@ -151,7 +153,7 @@ def test_what_is_kept_by_its_name_is_not_computed_again(implementation):
 )
 @interpreted()
 def test_a_nan_is_not_hidden(implementation):
-    """In a query it is in its row's results and gradient, in no other's, and in those of the keys that the row sees."""
+    """A NaN in a query reaches its row's results and gradient, no other row's, and the gradients of the row's keys."""
     query, key, value = drawn((1, 40, 2, 64), (1, 40, 1, 64), (1, 40, 1, 64))
     arrays = [x.astype(jnp.bfloat16) for x in (query.at[0, 20, 1, 3].set(jnp.nan), key, value)]
     attend = functools.partial(flash_attention, return_log_sum_exp=True, implementation=implementation)
@@ -171,7 +173,7 @@ def test_a_nan_is_not_hidden(implementation):
 @EACH
 @interpreted()
 def test_a_row_that_sees_nothing_has_no_gradient_whatever_becomes_of_its_log_sum_exp(implementation):
-    """Parts are joined by it, and the derivative of what joins two −∞ is NaN."""
+    """Partial results are joined by log-sum-exp, and the derivative of joining two −∞ is NaN."""
     arrays = drawn((1, 20, 1, 16), (1, 20, 1, 16), (1, 20, 1, 16))
     key_range = KeyRange(np.zeros((1, 20), int), np.where(np.arange(20) == 3, 0, 20)[None])
 
@@ -207,7 +209,7 @@ def test_a_wide_cap_takes_no_digits(implementation, cap):
 
 
 def test_buffers_that_share_a_barrier_are_not_waited_for_alone():
-    """To wait twice for one barrier would be for ever."""
+    """Waiting twice for one barrier would never end."""
     buffers = {name: SharedBuffer((64, 64), jnp.bfloat16, tiled=True) for name in ("query", "d_out")}
     ring = Ring(RingBlocks(64, 2), buffers, together=True)
     assert set(ring.shared()) == {"query_ring", "d_out_ring", "ring_ready", "ring_free"}

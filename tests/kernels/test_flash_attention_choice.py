@@ -1,4 +1,4 @@
-"""Which implementation of attention serves, and what is refused."""
+"""The choice among attention's implementations, and the calls that they refuse."""
 
 import chex
 import jax
@@ -89,7 +89,7 @@ def test_cudnn_is_refused_where_there_is_none(device):
 
 
 def test_what_jax_calls_otherwise_is_the_same():
-    """The table in docs/kernels.md."""
+    """Test the equivalents in the table of docs/kernels.md."""
     arrays = drawn((2, 20, 4, 16), (2, 20, 2, 16), (2, 20, 2, 16))
     (bias,) = drawn((2, 4, 20, 20))
     mask = (bias > -0.5).at[..., 0].set(True)
@@ -112,7 +112,7 @@ def test_what_jax_calls_otherwise_is_the_same():
 
 @pytest.mark.parametrize("key_range", [None, causal(20)], ids=["full", "causal"])
 def test_cudnn_is_asked_for_what_the_reference_gives(key_range, monkeypatch):
-    """With XLA's implementation of the function that calls it, as cuDNN is not here."""
+    """XLA's implementation of the function that calls cuDNN stands in for cuDNN, which is absent here."""
     theirs = jax.nn.dot_product_attention
     called = []
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Attention as it is lowered for chips that are not here, and spread over devices."""
+"""Attention lowered for chips that are absent, and sharded over devices."""
 
 import dataclasses
 import re
@@ -54,7 +54,7 @@ def test_kernels_hold_no_scores(chip):
 
 @ELSEWHERE
 def test_triton_guards_no_exponential_and_keeps_its_tiles_in_registers():
-    """For an A100, whose compiler gives up on a tile that is too large and keeps all of it in memory."""
+    """Lowered for an A100, whose compiler spills a tile that is too large to memory."""
     mesh = Mesh(np.array(targets.devices(Target.parse(CHIPS["A100"]))[:1]), ("one",))
     whole = NamedSharding(mesh, PartitionSpec())
     arrays = [jax.ShapeDtypeStruct((1, 4096, 8, width), jnp.bfloat16, sharding=whole) for width in (192, 192, 128)]
@@ -77,7 +77,7 @@ HEADS, SINKS = P("data", None, "tensor"), P("tensor")
 @EACH
 @interpreted()
 def test_heads_and_batch_over_devices(implementation):
-    """Gradients with data × tensor = 2 × 2 are those of one device."""
+    """Gradients with data × tensor = 2 × 2 equal those of one device."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
     arrays = drawn((2, 20, 4, 32), (2, 20, 2, 32), (2, 20, 2, 32), (4,))
 
@@ -88,7 +88,7 @@ def test_heads_and_batch_over_devices(implementation):
     def gradient(attend):
         return jax.jit(jax.grad(lambda arrays: jnp.sum(jnp.sin(attend(*arrays)))))(arrays)
 
-    # Interpreted kernels know of no other way than check_vma=False.
+    # Interpreted kernels require check_vma=False.
     specs = dict(in_specs=(HEADS, HEADS, HEADS, SINKS), out_specs=HEADS, check_vma=False)
     chex.assert_trees_all_close(
         gradient(jax.shard_map(attend, mesh=mesh, **specs)), gradient(attend), rtol=1e-5, atol=1e-6
@@ -124,7 +124,7 @@ def test_devices_send_one_another_nothing_but_sums_for_the_sinks(chips, implemen
 @pytest.mark.parametrize("what", ["gradient of a bias", "few queries"])
 @pytest.mark.parametrize("dtype, precision", [(jnp.float32, "HIGHEST"), (jnp.bfloat16, "DEFAULT")])
 def test_what_xla_multiplies_for_kernels_has_their_precision(what, dtype, precision):
-    """Lowered for a TPU, which multiplies float32 as bfloat16 unless it is told otherwise."""
+    """Lowered for a TPU, which by default multiplies float32 as bfloat16."""
     mesh = Mesh(np.array(targets.devices(Target.parse("tpu-v5e:4"))[:1]), ("one",))
     few, key, bias = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((1, 15, 2, 64), (1, 64, 2, 64), (1, 2, 64, 64)))
 
@@ -157,8 +157,10 @@ def test_what_xla_multiplies_for_kernels_has_their_precision(what, dtype, precis
 )
 @interpreted()
 def test_few_key_heads_are_shared_out_over_a_gpu(monkeypatch, sms, shares, bias):
-    """Twelve programs, two heads of 170 keys in blocks of 32, are enough for 23 SMs; for more the groups of four query
-    heads are divided, each share with its own sum in float32."""
+    """Twelve programs, two heads of 170 keys in blocks of 32, are enough for 23 SMs.
+
+    For more SMs the groups of four query heads are divided, each share with its own sum in float32.
+    """
     arrays = drawn((1, 200, 8, 16), (1, 170, 2, 16), (1, 170, 2, 32), *([bias] if bias else []))
 
     def gradient(implementation):
@@ -233,9 +235,12 @@ def test_the_tpu_kernels_race_with_nothing_and_read_what_was_written():
     ),
 )
 def test_the_hopper_kernels_race_with_nothing_and_free_what_they_fill(what, T, S, width, bias):
-    """On an emulated block: races, deadlocks and barriers that are passed once too often or too rarely, and NaN where
-    nothing was copied. More steps than places in the ring, forward and backward, there with one block of keys: of
-    counters, by which several take turns, the interpreter knows nothing (`test_machine_code`)."""
+    """On an emulated block: races, deadlocks, barriers passed too often or too rarely, and NaN where nothing was
+    copied.
+
+    There are more steps than slots in the ring, forward and backward. Backward has one block of keys, since the
+    interpreter does not support the counters by which several blocks take turns (`test_machine_code`).
+    """
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
     arrays = drawn((1, T, 3, width), (1, S, 1, width), (1, S, 1, width), dtype=jnp.bfloat16)
@@ -259,8 +264,10 @@ def test_the_hopper_kernels_race_with_nothing_and_free_what_they_fill(what, T, S
 
 @interpreted()
 def test_the_tpu_kernels_transpose_no_tile_of_scores():
-    """A product that sums over the rows of its first operand turns it: keys or values [128, 64] here, of which the
-    result is [64, 128], and not [keys, queries]."""
+    """A product that sums over the rows of its first operand transposes it.
+
+    Here that is keys or values [128, 64], with a result of [64, 128], and never [keys, queries].
+    """
 
     def loss(x):
         return jnp.sum(flash_attention(x, x, x, implementation="mosaic_tpu"))
@@ -271,7 +278,7 @@ def test_the_tpu_kernels_transpose_no_tile_of_scores():
 
 
 def _hopper_calls(widths=(64, 64), around=lambda loss: loss):
-    """How many kernels of Mosaic GPU are in a loss with its gradient, lowered for an H200."""
+    """Return the number of Mosaic GPU kernels in a loss with its gradient, lowered for an H200."""
     mesh = AbstractMesh((1,), ("one",), (AxisType.Auto,), abstract_device=H200)
     arrays = [
         jax.ShapeDtypeStruct((1, 300, heads, width), jnp.float16)
@@ -291,7 +298,7 @@ def _hopper_calls(widths=(64, 64), around=lambda loss: loss):
     "widths, calls", [((64, 64), 2), ((128, 64), 2), ((128, 128), 2), ((64, 128), 1), ((192, 128), 1), ((256, 256), 1)]
 )
 def test_the_hopper_kernels_fit_shared_memory(widths, calls):
-    """For each pair of widths: too much is an error of the lowering. Backward those not served are Triton's."""
+    """Lower each pair of widths: too much memory is an error. Backward, unsupported widths take Triton's kernels."""
     assert _hopper_calls(widths) == calls
 
 
@@ -302,7 +309,7 @@ def test_more_shared_memory_than_there_is_does_not_pass(constant):
 
 
 def test_checkpoint_runs_the_hopper_kernel_again():
-    """Forward, forward again, and backward."""
+    """Kernels run forward, forward again, and backward."""
     assert _hopper_calls(around=jax.checkpoint) == 3
 
 

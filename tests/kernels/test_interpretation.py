@@ -38,7 +38,7 @@ def test_outside_a_kernel_is_refused_where_its_chip_is_not():
 
 
 def test_the_implementation_is_kept_where_a_call_would_choose_the_reference():
-    """The loss of few tokens is the reference's where nobody names another; a call that names one keeps it."""
+    """The loss of few tokens defaults to the reference; a call that names another implementation keeps it."""
     arguments = jnp.ones((4, 32)), jnp.ones((32, 16)), jnp.zeros(4, jnp.int32)
     with interpreted():
         assert not has_a_kernel(linear_cross_entropy, *arguments)

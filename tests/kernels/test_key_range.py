@@ -1,4 +1,4 @@
-"""What a query of attention sees: intervals, their unions, and the blocks of scores that follow from them."""
+"""Attention masks: intervals, their unions, and the blocks of scores that follow from them."""
 
 import functools
 
@@ -89,12 +89,12 @@ def test_intervals_let_see_what_their_masks_do(key_range, sees):
     assert got == [[[bool(sees(b, t, s)) for s in range(7)] for t in range(7)] for b in range(2)]
 
 
-# The last token of the second row has the id of its first two, and is another segment all the same.
+# The last token of the second row has the id of its first two, but is a separate segment.
 APART = {(1, 6, 0), (1, 6, 1), (1, 0, 6), (1, 1, 6)}
 
 
 def test_no_block_that_is_seen_is_left_out_and_full_ones_are_full():
-    """Against the mask itself, for random intervals, the empty among them."""
+    """Compare with the dense mask, for random intervals, some of them empty."""
     T, S, queries, keys = 50, 70, 8, 16
     low, high = np.random.default_rng(0).integers(0, S + 1, (2, 40, T))
     key_range = np.maximum(low, 0), np.where(np.arange(40)[:, None] % 2, high, S)
@@ -112,7 +112,7 @@ def test_no_block_that_is_seen_is_left_out_and_full_ones_are_full():
         assert np.all((first <= index) & (index < last) | ~some)
         assert np.all(~((full <= index) & (index < full_end)) | whole)
         assert np.any(full < full_end)
-    # Of those that go through a block of queries, each has its turn.
+    # Blocks that add to the same block of queries do so in order.
     turns = np.asarray(blocks.add_order(of_keys, any_seen.shape[1])).transpose(0, 2, 1)
     i = np.arange(any_seen.shape[1])[:, None]
     through = (np.asarray(of_keys.first)[:, None] <= i) & (i < np.asarray(of_keys.last)[:, None])
@@ -142,7 +142,7 @@ def test_what_lies_beyond_the_keys_is_cut_off_in_any_dtype(key_range, implementa
 @pytest.mark.parametrize("implementation", ["reference", "triton", "mosaic_tpu"])
 @interpreted()
 def test_a_union_is_attention_under_its_mask(implementation):
-    """Of packed rows, the intervals overlapping, touching or apart; padding sees nothing: against plain softmax."""
+    """Unions of overlapping, touching and separate intervals in packed rows, with padding, against plain softmax."""
     ids = np.repeat([[0, 0, 1, 1, 1, -1], [2, 3, 3, 3, 3, 3]], 20, axis=1)
     query, key, value = drawn((2, 120, 2, 16), (2, 120, 2, 16), (2, 120, 2, 16))
     pulls = drawn((2, 120, 2, 16), (2, 120, 2), seed=1)
@@ -184,7 +184,7 @@ def test_a_union_costs_what_is_seen_of_each_part():
 
 
 def test_intervals_of_any_integer_dtype_meet_and_are_shifted():
-    """What int32 cannot hold is far beyond the keys, and stays so."""
+    """Numbers that int32 cannot hold are far beyond the keys, and stay beyond them."""
     for dtype, far in (
         (np.int64, 2**40),
         (np.int64, np.iinfo(np.int64).max),
@@ -209,7 +209,7 @@ def test_intervals_of_any_integer_dtype_meet_and_are_shifted():
 
 
 def test_segments_may_have_ids_of_any_width():
-    """As hashes of documents are: what differs in the upper half is another segment, and negative is negative."""
+    """Ids may be hashes of documents: a difference in the upper half is another segment, and negative is padding."""
     wide = packed(np.array([[5, 5, 5 + 2**32, 2**31, -1 - 2**32]]))
     narrow = packed(jnp.array([[5, 5, 6, 7, -1]]))
     chex.assert_trees_all_equal(wide, narrow)

@@ -1,4 +1,4 @@
-"""What launch.py knows of JAX still holds."""
+"""The assumptions of launch.py about JAX still hold."""
 
 import functools
 import re
@@ -21,7 +21,7 @@ from kernels_pallas.flash_attention import causal, intersection, packed
 
 @ELSEWHERE
 def test_triton_lowers_without_a_word(recwarn):
-    """The deprecation is silenced in launch.py alone; any other warning, or the end of the lowering, shows here."""
+    """launch.py alone silences the deprecation; any other warning, or the end of the lowering, fails this test."""
     warnings.filterwarnings("ignore", launch.DEPRECATED, DeprecationWarning)  # pytest resets filters
     device = targets.devices(Target.parse("h200-sxm:1"))[0]
     with jax.set_mesh(jax.sharding.Mesh([device], ("one",))):
@@ -47,7 +47,7 @@ def test_a_second_derivative_is_refused_with_the_reason(implementation):
 @ELSEWHERE
 @pytest.mark.parametrize("chip", ["tpu-v5e:4", "h200-sxm:1"])
 def test_kernels_compile_where_numbers_have_64_bits(chip):
-    """Index maps of Python numbers are of 64 bits there, which Mosaic refuses."""
+    """With 64-bit numbers Python's in index maps have 64 bits, which Mosaic refuses."""
 
     def loss(x, scale):
         return jnp.sum(rms_norm(x, scale))
@@ -61,7 +61,7 @@ def test_kernels_compile_where_numbers_have_64_bits(chip):
 
 
 def _compiles(function, *structs, dtype=jnp.bfloat16):
-    """For a TPU v5e, with kernels."""
+    """Compile for a TPU v5e, and check that kernels are used."""
     device = targets.devices(Target.parse("tpu-v5e:4"))[0]
     with jax.set_mesh(jax.sharding.Mesh([device], ("one",))):
         lowered = jax.jit(function).lower(*(jax.ShapeDtypeStruct(shape, dtype) for shape in structs))
@@ -90,7 +90,7 @@ def test_mosaic_takes_what_is_mapped_over_any_dimension(function, structs):
 @ELSEWHERE
 @pytest.mark.parametrize("axes", sampled([(0, 0), (0, None), (None, 0)], ["(0, 0)"]), ids=str)
 def test_mosaic_takes_mapped_masks_that_are_not_known_while_tracing(axes):
-    """Whose grid is as long as what the longest sequence sees: another for each of them, or one for all."""
+    """The grid is as long as the longest sequence's list of tiles: one mask per mapped entry, or one for all."""
 
     def gradient(x, mask):
         def loss(x):
@@ -106,7 +106,7 @@ def test_mosaic_takes_mapped_masks_that_are_not_known_while_tracing(axes):
 
 @ELSEWHERE
 def test_a_wide_bias_of_float32_fits_vmem():
-    """Of a v4 or v5p, whose compilers stay within 16 MiB."""
+    """Compiled for a v4: its compiler and v5p's stay within 16 MiB."""
     device = targets.devices(Target.parse("tpu-v4:4"))[0]
     structs = [jax.ShapeDtypeStruct((1, 2048, 2, 256), jnp.bfloat16)] * 3
     structs.append(jax.ShapeDtypeStruct((1, 2, 2048, 2048), jnp.float32))
@@ -141,7 +141,7 @@ def test_mosaic_multiplies_few_rows_whose_length_is_no_multiple_of_a_block(rows)
 @ELSEWHERE
 @pytest.mark.parametrize("precision, passes", [("default", 0), ("high", 1), ("tensorfloat32", 1), ("highest", 1)])
 def test_mosaic_multiplies_float32_once_or_in_full(precision, passes):
-    """For a TPU v5e; and narrow numbers as it can, whatever is said of float32."""
+    """Compiled for a TPU v5e; narrow numbers ignore the precision requested for float32."""
     with jax.default_matmul_precision(precision):
         x = jnp.ones((128, 128))
         with interpreted("mosaic_tpu"):
@@ -186,7 +186,7 @@ def test_no_other_file_of_the_kernels_launches_or_configures_one():
 
 
 def _fresh_filters():
-    """The filters of a process that imported launch.py."""
+    """Yield the filters of a process that imported launch.py."""
     import subprocess
 
     code = "import warnings, kernels_pallas; [print(f[0], f[1].pattern if f[1] else '') for f in warnings.filters]"

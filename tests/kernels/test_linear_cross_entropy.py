@@ -1,4 +1,4 @@
-"""The fused loss: chunks, extremes, labels over devices, and the memory that it does without."""
+"""The fused loss: chunks, extremes, labels over devices, and the memory that it saves."""
 
 import functools
 import re
@@ -43,7 +43,7 @@ def operands(tokens=(22,), width=12, labels=40, transposed=False):
 
 
 def loss_and_gradients(function, hidden, unembedding, targets, weights, **options):
-    """The result, log Z where it is asked for, and gradients with other cotangents for each token."""
+    """Return the result, log Z where requested, and gradients with other cotangents for each token."""
 
     def objective(hidden, unembedding, weights):
         result = function(hidden, unembedding, targets, weights, **options)
@@ -55,7 +55,7 @@ def loss_and_gradients(function, hidden, unembedding, targets, weights, **option
 
 
 def assert_close(got, want):
-    """float32 sums in another order: a few units of the largest number, per array."""
+    """Assert equality up to the order of float32 sums: a few units of the largest number, per array."""
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6 * float(jnp.max(jnp.abs(b), initial=1.0)))
 
@@ -63,7 +63,7 @@ def assert_close(got, want):
 @pytest.mark.parametrize("implementation, reduction", EACH)
 @interpreted()
 def test_chunks_of_tokens_change_nothing(constant, implementation, reduction):
-    """22 tokens in chunks of 8, the last with two that are padded."""
+    """22 tokens in chunks of 8; the last chunk has two tokens of padding."""
     constant(chunks, "LOGITS", 40 * 9)
     assert chunks.chunk(22, 40) == (3, 8)
     options = dict(reduction=reduction, return_log_z=True, **EVERYTHING)
@@ -76,8 +76,10 @@ def test_chunks_of_tokens_change_nothing(constant, implementation, reduction):
 @pytest.mark.parametrize("implementation, reduction", [param for param in EACH if "mosaic_tpu" not in param.values])
 @interpreted()
 def test_small_cotangents_are_not_lost_in_float16(constant, implementation, reduction):
-    """Of the mean over a million tokens: each label's is a tenth of the least number that there is. In chunks of 64
-    tokens, one of which counts for nothing."""
+    """In a mean over a million tokens each label's cotangent is a tenth of float16's smallest number.
+
+    The chunks have 64 tokens; one chunk has zero weight.
+    """
     constant(chunks, "LOGITS", 2000 * 64)
     hidden, unembedding, targets, _ = operands((192,), 32, 2000)
     narrow = [(0.5 * x).astype(jnp.float16) for x in (hidden, unembedding)]
@@ -91,7 +93,7 @@ def test_small_cotangents_are_not_lost_in_float16(constant, implementation, redu
 
     got = gradients(linear_cross_entropy, jnp.float16, implementation=implementation)
     for of, wanted in zip(got, gradients(reference, jnp.float32), strict=True):
-        # What is left is rounded to float16 itself, whose least number is `tiny`.
+        # The remaining error is the rounding to float16 itself, whose smallest number is `tiny`.
         tiny = float(jnp.finfo(jnp.float16).smallest_subnormal)
         np.testing.assert_allclose(of.astype(jnp.float32), wanted, rtol=2e-3, atol=tiny)
 
@@ -108,8 +110,10 @@ def test_chunks_are_alike_and_hardly_padded():
 @pytest.mark.parametrize("implementation, reduction", EACH)
 @interpreted()
 def test_labels_that_fill_up_count_for_nothing(implementation, reduction):
-    """Behind 40 labels stand 24 with logits of 0, far above all others: at 200 below, exp(0 − log Z) is infinite. Each
-    token has one label that is likely: of others the rounding of so large a log Z would show."""
+    """40 labels are padded with 24 logits of 0, far above all others: at 200 below, exp(0 − log Z) is infinite.
+
+    Each token has one likely label: for others, the rounding of so large a log Z would show.
+    """
     hidden, unembedding, targets, weights = operands()
     hidden, unembedding = jnp.abs(hidden) + 1, -40 * (jnp.abs(unembedding) + 1)
     unembedding = unembedding.at[:, 7].set(-39.0)
@@ -152,7 +156,7 @@ def test_nothing_counts_where_every_target_is_ignored(implementation):
 @pytest.mark.parametrize("implementation", KERNELS)
 @interpreted()
 def test_certainty_has_neither_loss_nor_gradient(implementation):
-    """One-hot states with a logit of 1e5 at the target: exp would be infinite without the largest taken off."""
+    """One-hot states with a logit of 1e5 at the target: exp would overflow without the largest subtracted."""
     targets = jnp.arange(12)
     fused = functools.partial(linear_cross_entropy, implementation=implementation)
     losses, pull_back = jax.vjp(lambda h, u: fused(h, u, targets), 1e5 * jnp.eye(12), jnp.eye(12))
@@ -195,7 +199,7 @@ def specs(transposed):
 )
 @interpreted()
 def test_labels_and_tokens_over_devices(constant, shape, implementation, transposed, reduction):
-    """Every gradient as on one device, and no labels beyond a part's are taken for its neighbour's."""
+    """Every gradient equals that on one device, and no shard takes a neighbour's label for its own."""
     constant(chunks, "LOGITS", 40 * 2)
     arguments = operands((8, 3), 12, 40, transposed)
     options = dict(reduction=reduction, return_log_z=True, transposed=transposed, **EVERYTHING)
@@ -207,7 +211,7 @@ def test_labels_and_tokens_over_devices(constant, shape, implementation, transpo
 
 
 def test_inside_a_shard_map_over_tokens():
-    """Without a partition of its own, in a shard_map that checks: JAX adds up the gradient of what is replicated."""
+    """Without a partition, in a shard_map that checks: JAX sums the gradient of a replicated operand."""
     hidden, unembedding, targets, weights = operands((24,))
     fused = functools.partial(linear_cross_entropy, implementation="chunked", **EVERYTHING)
     rows, whole = PartitionSpec("data"), PartitionSpec()
@@ -220,7 +224,7 @@ def test_inside_a_shard_map_over_tokens():
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @interpreted()
 def test_with_a_partition_inside_a_shard_map_that_checks(reduction):
-    """Over data from outside, over fsdp and tensor by the operation itself."""
+    """Data is sharded from outside, fsdp and tensor by the operation itself."""
     hidden, unembedding, targets, weights = operands((8, 3), 12, 40)
     lies = PartitionSpec("fsdp"), PartitionSpec(None, "tensor")
     fused = functools.partial(linear_cross_entropy, implementation="triton", partition=lies, reduction=reduction)
@@ -256,7 +260,7 @@ WHOLE = (PartitionSpec(),) * 3
 
 
 def on_h200(objective, *arguments, devices=1, shape=(1, 1, 1), parts=WHOLE):
-    """value_and_grad of objective(hidden, unembedding, targets), compiled for H200s."""
+    """Return value_and_grad of objective(hidden, unembedding, targets), compiled for H200s."""
     mesh = mesh_of(*shape, devices=chips.devices(Target.parse(f"h200-sxm:{devices}")))
     structs = [
         jax.ShapeDtypeStruct(s, t, sharding=NamedSharding(mesh, p)) for (s, t), p in zip(arguments, parts, strict=True)
@@ -266,7 +270,7 @@ def on_h200(objective, *arguments, devices=1, shape=(1, 1, 1), parts=WHOLE):
 
 
 def largest(text: str) -> int:
-    """Numbers in the largest array that a compiled program names."""
+    """Return the size of the largest array that a compiled program names."""
     shapes = re.findall(r"\b\w+\[([\d,]+)\]", text)
     return max((int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes), default=1)
 
@@ -274,7 +278,7 @@ def largest(text: str) -> int:
 @ELSEWHERE
 @pytest.mark.parametrize("reduction", sampled(REDUCTIONS, ["sum"]))
 def test_memory_of_a_chunk(reduction):
-    """At 32768 × 4096 × 128256: at most 15 % of what training's unfused loss takes, no array of tokens × labels."""
+    """At 32768 × 4096 × 128256: at most 15 % of the memory of training's unfused loss, no array of tokens × labels."""
     arguments = ((R, D), jnp.bfloat16), ((D, V), jnp.bfloat16), ((R,), jnp.int32)
 
     def loss_of_logits(hidden, unembedding, targets):
@@ -292,7 +296,7 @@ def test_memory_of_a_chunk(reduction):
 
 @ELSEWHERE
 def test_logits_are_never_sent():
-    """Over fsdp × tensor: gathered is the unembedding, added are maxima and sums of tokens and the gradients."""
+    """Over fsdp × tensor the unembedding is gathered; only maxima and sums of tokens and the gradients are reduced."""
     arguments = ((64, 128, 256), jnp.bfloat16), ((256, 32768), jnp.bfloat16), ((64, 128), jnp.int32)
     hidden, unembedding = specs(transposed=False)
     fused = functools.partial(linear_cross_entropy, reduction="sum", partition=(hidden, unembedding))
@@ -313,7 +317,7 @@ def chosen(device, tokens, labels):
 
 @interpreted()
 def test_a_sum_takes_three_products():
-    """Its gradients too are counted as they are stated, though made in the forward pass."""
+    """The gradients' FLOPs too are counted as stated, though they are made in the forward pass."""
     structs = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 64), (64, V))]
     targets = jax.ShapeDtypeStruct((4096,), jnp.int32)
     fused = functools.partial(linear_cross_entropy, reduction="sum", implementation="triton")
@@ -400,7 +404,7 @@ def test_a_partition_says_nothing_of_what_a_shard_map_around_it_parts():
 )
 @interpreted()
 def test_targets_may_be_of_narrow_integers(implementation, dtype, labels):
-    """Of which the number of labels itself is none."""
+    """The number of labels itself does not fit these dtypes."""
     hidden, unembedding, targets, _ = operands(tokens=(5,), width=4, labels=labels)
     targets = jnp.clip(targets, 0, 100)
     run = functools.partial(linear_cross_entropy, hidden, unembedding, implementation=implementation)
@@ -424,7 +428,7 @@ def test_a_target_beyond_the_labels_is_nan_and_moves_nothing(implementation):
 @pytest.mark.parametrize("implementation", list(KERNELS))
 @interpreted()
 def test_labels_that_are_ruled_out_may_come_first(implementation):
-    """A block of logits of −∞ is no number less than itself."""
+    """In a block of logits of −∞, subtracting the largest makes no NaN."""
     hidden, unembedding = jnp.ones((3, 2)), jnp.ones((2, 9000)).at[:, :4096].set(-jnp.inf)
     run = functools.partial(linear_cross_entropy, hidden, unembedding, jnp.full(3, 8999))
     np.testing.assert_allclose(run(implementation=implementation), np.log(9000 - 4096), rtol=1e-6)

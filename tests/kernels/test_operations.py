@@ -1,5 +1,6 @@
-"""Every implementation against the reference in float32: results, gradients, and twice the same. Interpreted, or with
-JAX_PLATFORMS=cuda,cpu or tpu,cpu compiled for the chip that is here."""
+"""Every implementation against the reference in float32: results, gradients, and equality of two runs. Interpreted, or
+with JAX_PLATFORMS=cuda,cpu or tpu,cpu compiled for this machine's chip.
+"""
 
 import functools
 
@@ -85,7 +86,7 @@ def test_kernels_give_what_the_reference_gives(operation, case, dtype, implement
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=list(OPERATIONS))
 def test_on_a_cpu_the_reference_runs(operation):
-    """None means the reference there, and a kernel by name is refused."""
+    """None means the reference on a CPU, and a kernel by name is refused."""
     with jax.default_device(jax.devices("cpu")[0]):
         _the_reference_runs(operation)
 
@@ -107,7 +108,7 @@ def _the_reference_runs(operation):
 @pytest.mark.parametrize("width", sampled([32, 37], ["37"]))
 @interpreted()
 def test_rows_of_minus_infinity_are_those_of_the_reference(function, width, implementation):
-    """NaN where a row has nothing else, at any width; with a mask besides, whatever the reference says."""
+    """NaN where a row has only −∞, at any width; with a mask as well, the same as the reference."""
     x = jnp.zeros((4, width)).at[:2].set(-jnp.inf).at[2, 1:].set(-jnp.inf)
     where = jnp.arange(width)[None] % jnp.array([[1], [2], [1], [2]]) == 0
     for mask in (None, where):
@@ -119,7 +120,7 @@ def test_rows_of_minus_infinity_are_those_of_the_reference(function, width, impl
 @pytest.mark.parametrize("implementation", ["reference", "triton", "mosaic_tpu"])
 @interpreted()
 def test_options_are_numbers_of_any_kind(implementation):
-    """Python's, NumPy's or JAX's, but known while tracing."""
+    """Options may be Python's, NumPy's or JAX's numbers, known while tracing."""
     x = jnp.linspace(-1.0, 1.0, 32).reshape(2, 16)
     for function, options in (
         (rms_norm, {"epsilon": 0.5}),
@@ -155,7 +156,7 @@ def test_wrong_options_are_refused(wrong, message):
 @pytest.mark.parametrize("function", [softmax, log_softmax, rms_norm, layer_norm])
 @interpreted()
 def test_rows_of_no_numbers(function, implementation):
-    """Of nothing there is nothing, and its gradient."""
+    """Empty operands have empty results and gradients."""
     run = functools.partial(function, implementation=implementation)
     y, pull_back = jax.vjp(run, jnp.zeros((3, 0)))
     assert y.shape == (3, 0) == pull_back(y)[0].shape
@@ -171,7 +172,7 @@ SHARED = [  # tokens; heads of eight rows fill a Triton block and half a Mosaic 
 @pytest.mark.parametrize("tokens, angles", sampled(SHARED, ["(2, 3, 8)-2", "(5, 12)-1"]))
 @interpreted()
 def test_rows_share_a_table_of_angles(tokens, angles, implementation):
-    """Angles of the last dimensions of the tokens, cos of one more than sin: results, and gradients of all three."""
+    """Results and all three gradients with angles of the tokens' last dimensions, fewer for sin than for cos."""
     x, cos, sin = drawn((*tokens, 8, 64), (*tokens[-angles:], 32), (*tokens[-1:], 32))
 
     def both(**how):
@@ -192,7 +193,7 @@ def test_rows_share_a_table_of_angles(tokens, angles, implementation):
     ],
 )
 def test_triton_reads_operands_as_they_are(function, arguments):
-    """No kernel of XLA's converts a mask or repeats angles, forward or backward."""
+    """No XLA kernel converts a mask or repeats angles, forward or backward."""
     mesh = Mesh(np.array(targets.devices(Target.parse("h200-sxm:1"))), ("one",))
     whole = NamedSharding(mesh, PartitionSpec())
     arguments = {name: jax.ShapeDtypeStruct(*of, sharding=whole) for name, of in arguments.items()}
@@ -221,7 +222,7 @@ def test_partial_sums_are_a_small_part_of_what_is_moved(width):
 @pytest.mark.parametrize("function", [softmax, log_softmax])
 @interpreted()
 def test_a_nan_spoils_its_row_and_what_is_masked_nothing(function, implementation):
-    """Also where a maximum does not see it, as Triton's; and behind a cap, whose derivative there is NaN."""
+    """This holds where a maximum ignores NaN, as Triton's does, and after a cap, whose derivative at NaN is NaN."""
     run = functools.partial(function, implementation=implementation)
     x = jnp.zeros((8, 300)).at[3, 2].set(jnp.nan)
     assert jnp.isnan(run(x)[3]).all() and not jnp.isnan(jnp.delete(run(x), 3, axis=0)).any()
@@ -262,7 +263,9 @@ def test_what_is_no_operand_is_refused_in_words(wrong, message):
 
 @interpreted()
 def test_a_mask_of_more_numbers_than_32_bits_count_is_widened():
-    """Pallas-Triton counts in 32 bits where an array has at most 2³² bytes: traced alone, it is 4 GB of logits."""
+    """Pallas-Triton counts in 32 bits where an array has at most 2³² bytes. The case is traced only: it has 4 GB of
+    logits.
+    """
     x, where = (jax.ShapeDtypeStruct((65_600, 32_768), dtype) for dtype in (jnp.bfloat16, bool))
     run = functools.partial(softmax, implementation="triton")
     assert "i16[65600,32768]" in str(jax.make_jaxpr(run)(x, where))

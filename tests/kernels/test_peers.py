@@ -1,4 +1,4 @@
-"""What the kernels are timed beside computes the same: others' versions against the references, on this CPU."""
+"""Benchmark peers compute the same results: others' versions against the references, on this CPU."""
 
 import dataclasses
 import os
@@ -26,7 +26,7 @@ def pytorch():
 
 
 def compare(name, peer, case, training):
-    """Results, and gradients in training, in float32."""
+    """Compare results, and gradients in training, in float32."""
     operation, case = OPERATIONS[name], dataclasses.replace(case, dtypes=("float32",))
     found = peers.call(peer._replace(compiled=False), case, training, "cpu")()
     arguments = case.draw("float32")
@@ -56,13 +56,13 @@ ATTENTION = (
 def test_pytorch_computes_the_same(name, pytorch):
     for peer in pytorch.PEERS.get(name, ()):
         for case in OPERATIONS[name].used_in("test"):
-            if "empty" not in case.name:  # of nothing there is nothing to time
+            if "empty" not in case.name:  # nothing to time in an empty case
                 compare(name, peer, case, training=True)
 
 
 @pytest.mark.parametrize("case", ATTENTION, ids=lambda case: case.name)
 def test_pytorchs_attention_is_told_the_same(case, pytorch):
-    """Its fused kernels are for GPUs; the plain one takes the same arguments."""
+    """PyTorch's fused kernels are for GPUs; its plain implementation takes the same arguments."""
     compare("flash_attention", peers.Peer("plain", pytorch.library("MATH"), compiled=False), case, training=True)
 
 
@@ -92,7 +92,7 @@ for case in ATTENTION:
 
 
 def test_native_triton_compiles_for_hopper(pytorch):
-    """Its products run on the matrix units and its loads ahead of them, in the shared memory that a block has."""
+    """Products run on the matrix units and loads run ahead of them, within a block's shared memory."""
     pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile

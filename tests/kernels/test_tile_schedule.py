@@ -1,4 +1,4 @@
-"""Which tiles of scores the TPU's attention visits: those that are seen and no other, from one list per call."""
+"""The tiles of scores that TPU attention visits: exactly the unmasked ones, from one list per call."""
 
 import functools
 
@@ -29,7 +29,7 @@ QUERIES, KEYS = 8, 16
 
 
 def _tiles(start, end, columns):
-    """[B, rows, columns, queries, keys]: the mask itself, cut into tiles."""
+    """Return the dense mask cut into tiles, [B, rows, columns, queries, keys]."""
     (B, T), S = start.shape, columns * KEYS
     seen = (start[..., None] <= np.arange(S)) & (np.arange(S) < end[..., None])
     seen = np.pad(seen, ((0, 0), (0, -T % QUERIES), (0, 0)))
@@ -38,10 +38,10 @@ def _tiles(start, end, columns):
 
 @pytest.mark.parametrize("by_keys", [False, True])
 def test_a_tile_is_visited_once_if_it_is_seen_and_each_block_at_least_once(by_keys):
-    """Against the mask itself, for random intervals, the empty among them."""
+    """Compare with the dense mask, for random intervals, some of them empty."""
     T, S = 50, 70
     low, high = np.random.default_rng(0).integers(0, S + 1, (2, 40, T)).astype(np.int32)
-    # Tiles that are seen whole, and blocks of queries that see nothing.
+    # Tiles that are fully unmasked, and blocks of queries that attend to nothing.
     low[:20], high[:20] = low[:20, :1], S
     high[:10, 13:37] = 0
     tiles = _tiles(low, np.where(low < high, high, 0), -(-S // KEYS))
@@ -72,21 +72,21 @@ def test_a_tile_is_visited_once_if_it_is_seen_and_each_block_at_least_once(by_ke
             computed[here], unmasked[here] = (
                 bool(tile & mark) for mark in (tile_schedule._COMPUTED, tile_schedule._UNMASKED)
             )
-        # Where queries of one block see intervals far apart the tiles between them are computed as well.
+        # Where queries of one block attend to intervals far apart, the tiles between them are computed as well.
         assert np.all(computed >= some[b]) and np.all(unmasked <= whole[b])
     assert np.any(known.tiles & tile_schedule._UNMASKED) and np.any(known.tiles[:, -1] & 15 == 0)
 
 
 @interpreted()
 def test_more_blocks_than_a_tile_can_name_are_split():
-    """Whose number in a tile would turn negative, though few of their tiles are seen."""
+    """The block number in a tile would overflow to a negative number, even with few unmasked tiles."""
     x = jax.ShapeDtypeStruct((1, (tile_schedule.MAX_OUTER + 1) * 128, 1, 16), jnp.float32)
 
     def attend(x):
         return flash_attention(x, x, x, key_range=sliding_window(x.shape[1], 5), implementation="mosaic_tpu")
 
     steps = [kernel["grid_mapping"].grid[2] for kernel in launches(jax.make_jaxpr(attend)(x).jaxpr)]
-    assert steps == [tile_schedule.MAX_OUTER + 1, tile_schedule.MAX_OUTER]  # two for each block, but for the very first
+    assert steps == [tile_schedule.MAX_OUTER + 1, tile_schedule.MAX_OUTER]  # two for each block, except the very first
 
 
 def test_sequences_that_see_the_same_share_a_list():
@@ -96,8 +96,9 @@ def test_sequences_that_see_the_same_share_a_list():
 
 
 def _grids(key_range, T):
-    """Of each kernel of a loss and its gradient, lowered for a TPU, the steps over tiles; "late" where they are known
-    once the program runs."""
+    """Return the steps over tiles of each kernel of a loss and its gradient, lowered for a TPU; "late" if known at run
+    time.
+    """
     arrays = [jax.ShapeDtypeStruct((1, T, heads, 128), jnp.bfloat16) for heads in (2, 1, 1)]
 
     def loss(*arrays):
@@ -112,7 +113,7 @@ def _grids(key_range, T):
 
 
 def test_the_grid_has_a_step_for_what_is_seen():
-    """At 8192 with tiles of 512 × 1024, or 1024 × 1024 for the keys: 128 steps, or 64, see all."""
+    """At 8192 with tiles of 512 × 1024, or 1024 × 1024 for the keys: 128 steps, or 64, without a mask."""
     T = 8192
     assert _grids(lambda: None, T) == [128, 128, 64]
     assert _grids(lambda: causal(T), T) == [72, 72, 36]
@@ -141,7 +142,7 @@ def test_masks_known_while_tracing_and_later_give_the_same():
 @pytest.mark.parametrize("maps", sampled(["both", "arrays", "mask"], ["both"]))
 @interpreted()
 def test_masks_known_later_are_mapped(maps):
-    """Whether each of what `jax.vmap` maps over has its own mask, and so its own number of steps, or all have one."""
+    """`jax.vmap` maps over masks, each with its own number of steps, or uses one mask for all."""
     axes = {"both": (0, 0), "arrays": (0, None), "mask": (None, 0)}[maps]
     arrays = tuple(drawn((3, 1, 200, 2, 16), (3, 1, 200, 1, 16), (3, 1, 200, 1, 16)))
     ids = jnp.asarray(np.array([[0] * 4, [0, 1, 2, -1], [0, 1, 1, 1]]).repeat(50, axis=1)[:, None], jnp.int32)
@@ -165,7 +166,7 @@ def test_masks_known_later_are_mapped(maps):
 @pytest.mark.parametrize("bias", sampled([(1, 1, 1, 640), (2, 2, 520, 640), None], ["(2, 2, 520, 640)"]), ids=str)
 @interpreted()
 def test_a_list_that_is_too_long_is_split(constant, bias):
-    """By queries forward and for their gradient, by keys for theirs: the same numbers, the same FLOPs."""
+    """Split by queries forward and for their gradient, by keys for theirs: the same numbers, the same FLOPs."""
     arrays = drawn((2, 520, 2, 16), (2, 640, 1, 16), (2, 640, 1, 16), *([bias] if bias else []))
     options = dict(key_range=sliding_window(520, 300, offset=100), soft_cap=5.0, return_log_sum_exp=True)
 
@@ -186,14 +187,14 @@ def test_a_list_that_is_too_long_is_split(constant, bias):
     constant(tile_schedule, "MAX_TILES", 10)
     in_halves, of_halves = run()
     assert len(flops) == 3 < len(of_halves) and sum(flops) == sum(of_halves)
-    # Sums of float32 in another order, where XLA fuses otherwise.
+    # float32 sums in another order, where XLA fuses differently.
     chex.assert_trees_all_close(in_halves, whole, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("bias", sampled([(3, 1, 16, 16), (1, 2, 1, 16)], ["(1, 2, 1, 16)"]), ids=str)
 @interpreted()
 def test_lists_of_many_sequences_are_split_by_sequences(constant, bias):
-    """Of which each sees something else, all of it in one tile."""
+    """Each sequence has another mask, all of it in one tile."""
     arrays = drawn((3, 16, 2, 16), (3, 16, 1, 16), (3, 16, 1, 16), *([bias] if bias else []))
     ids = jnp.asarray(np.arange(16) // np.arange(3, 6)[:, None], jnp.int32)
 

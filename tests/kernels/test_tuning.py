@@ -1,4 +1,4 @@
-"""Sizes of blocks come from the table of the chip; the tuner finds the fastest of a made-up clock."""
+"""Block sizes come from the chip's table; the tuner finds the fastest of a simulated clock."""
 
 import functools
 import json
@@ -75,7 +75,7 @@ def test_what_is_tried_is_what_runs(table):
 
 
 def test_what_is_0_stays_0(table):
-    """In the table and in a trial: the kernel does not ask for it."""
+    """In the table and in a trial, a kernel does not ask for a field that is 0."""
     ask = functools.partial(tuning.blocks, "norm", "triton", (256,), "bfloat16", Sizes(columns=0))
     kernel = tuning.KernelKey("norm", "triton", (256,), "bfloat16")
     tuning.record("cpu", {kernel: Sizes(4, 128, 16)}, table)
@@ -89,7 +89,7 @@ def test_what_is_0_stays_0(table):
 @pytest.mark.parametrize("function, operands", [(softmax, 1), (gated_activation, 2)])
 @interpreted()
 def test_what_one_width_was_tuned_with_serves_others(table, implementation, function, operands):
-    """1,600 and 2,000 columns share an entry: rows are whole at both, and no block ends within the array."""
+    """1,600 and 2,000 columns share an entry: blocks hold whole rows of both, and none ends within the array."""
     run = functools.partial(function, implementation=implementation)
 
     def drawn(width):
@@ -129,7 +129,7 @@ def _v5e():
 
 
 def _tiles(function, shapes, compiled=False):
-    """Of a program for a TPU v5e and its derivative, by kernel the shapes of the first blocks."""
+    """Return the shapes of the first blocks of each kernel in a program for a TPU v5e and its derivative."""
 
     def both_ways(*arrays):
         results, pull_back = jax.vjp(function, *arrays)
@@ -149,7 +149,7 @@ def _tiles(function, shapes, compiled=False):
 @ELSEWHERE
 @pytest.mark.slow
 def test_tiles_of_scores_that_were_tuned_without_a_bias_are_not_taken_with_it():
-    """Those that fit the 16 MiB of a v5e alone, and do not beside a tile of a bias, nor with wider heads."""
+    """Tiles that fit the 16 MiB of a v5e alone do not fit with a tile of a bias, nor with wider heads."""
     tuned = attention.FlashTpuBlocks(1024, 2048, 256)
     kernels = [f"flash_attention_{each}" for each in attention.FlashTpuTiling._fields]
 
@@ -188,7 +188,7 @@ def test_tiles_of_a_product_that_were_tuned_alone_are_not_taken_with_a_residual(
 @pytest.mark.parametrize("name", OPERATIONS)
 @interpreted()
 def test_every_kernel_asks(name, implementation):
-    """Those that a row of the compile matrix launches, forward and backward."""
+    """Every kernel that a row of the compile matrix launches, forward and backward, asks the table."""
     operation = OPERATIONS[name]
     case = operation.used_in("compile")[0]
     run, inputs, others = both_ways(operation, case, implementation=implementation)
@@ -248,7 +248,7 @@ NORM = tuning.KernelKey("norm", "triton", (256,), "bfloat16")
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Programs of one kernel, with what it makes of its number of rows, and the less time the nearer that is to 64."""
+    """Programs of one kernel with results by its number of rows; the nearer the rows are to 64, the faster."""
 
     def install(result=lambda rows: 1.0, left_out=lambda operation: None):
         def program(operation, case, implementation, **more):
@@ -281,13 +281,13 @@ def refuse(rows):
 
 
 def test_the_tuner_climbs_to_the_fastest(clock):
-    """One number at a time, past what does not run, and never a number that must stay."""
+    """The tuner changes one number at a time, skips sizes that do not run, and leaves fixed fields alone."""
     clock(lambda rows: 1.0 if rows <= 64 else refuse(rows))
     assert tuned() == {NORM: Sizes(rows=64, columns=0)}
 
 
 def test_the_tuner_passes_over_other_results(clock, capsys):
-    """A rounding more is none, and what is not finite is no number that is near another."""
+    """One rounding is tolerated; a result that is not finite is not."""
     clock(lambda rows: {32: 1.03}.get(rows, 1.0 + rows / 8000))
     assert tuned() == {NORM: Sizes(rows=16, columns=0)}
     assert "other results with" in capsys.readouterr().out
@@ -298,7 +298,7 @@ def test_the_tuner_passes_over_other_results(clock, capsys):
 
 
 def test_a_device_that_is_lost_ends_the_tuning(table, clock, monkeypatch):
-    """Not one more case is tried, and what was found before is recorded."""
+    """No further case is tried, and earlier findings are recorded."""
     lost = []
 
     def result(rows):
@@ -313,7 +313,7 @@ def test_a_device_that_is_lost_ends_the_tuning(table, clock, monkeypatch):
 
 
 def test_what_does_not_fit_leaves_the_others_to_be_tuned(table, clock, capsys):
-    """Nothing is recorded of it, and what was tuned before it is."""
+    """Nothing is recorded for that case, but earlier findings are."""
 
     def left_out(operation):
         if operation.name == "softmax":
@@ -332,7 +332,7 @@ def test_nothing_to_tune_on_a_cpu(table, capsys):
 
 
 def test_the_table_names_sizes_that_kernels_have():
-    """A renamed field would be an error on that chip alone."""
+    """A renamed field would be an error on that chip only."""
     for chip, rows in json.loads(tuning.TABLE.read_text()).items():
         for kernel, sizes in rows.items():
             assert all(isinstance(n, int) and n >= 0 for n in sizes.values()), f"{chip}: {kernel}"

@@ -1,8 +1,8 @@
 """Operations on rows: one body of mathematics, launched by Triton and by Mosaic, forward and backward.
 
-A body is a function of whole rows in float32. The forward kernel applies it to blocks of rows; the backward kernel
-applies its vector-Jacobian product, taken by JAX inside the kernel, to the same blocks: a row is read once and all that
-the derivative needs is computed again from it, which costs less than to store and read it.
+A body is a function of whole rows in float32. The forward kernel applies it to blocks of rows. The backward kernel
+applies its vector-Jacobian product, taken by JAX inside the kernel, to the same blocks: it reads a row once and
+recomputes all that the derivative needs, which costs less than storing and reading it.
 """
 
 import dataclasses
@@ -45,16 +45,16 @@ class RowsBody(Protocol):
     def __call__(
         self, inside: jax.Array | None, rows: tuple[jax.Array, ...], vectors: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
-        """Results [r, W] of operands [r, W] and vectors [1, W], all float32; a mask among `rows` is 0 or 1.
+        """Return results [r, W] of operands [r, W] and vectors [1, W], all float32; a mask among `rows` is 0 or 1.
 
-        Operands hold zeros in columns and rows beyond their array's; `inside`, bool [1, W], is True in the array's
-        columns, and None where all are.
+        Operands hold zeros in columns and rows beyond the array. `inside`, bool [1, W], is True in the array's columns,
+        and None where all columns are inside.
         """
         ...
 
 
 def unsupported_reason(x: jax.Array, chip: TargetChip, max_width: int | None = MAX_WIDTH) -> str | None:
-    """Why no kernel on rows serves x [..., W] on a chip."""
+    """Return why no kernel on rows supports x [..., W] on a chip, or None."""
     if x.dtype not in _DTYPES:
         return f"{x.dtype} is none of {', '.join(_DTYPES)}"
     if x.dtype == jnp.float16 and chip.platform == "tpu":
@@ -68,7 +68,7 @@ def choose_kernel(body: type[RowsBody], x: jax.Array, implementation: str | None
     """Return the implementation that runs on operands like x [..., W], or None for the reference."""
     serves = functools.partial(unsupported_reason, x, max_width=None if body.elementwise else MAX_WIDTH)
     chosen = choose(body.name, implementation, dict.fromkeys(IMPLEMENTATIONS, serves))
-    # Of nothing there is one result, whoever computes it.
+    # Empty operands have the same result in every implementation.
     return None if chosen == "reference" or x.size == 0 else chosen
 
 
@@ -78,10 +78,10 @@ def apply(
     rows: Sequence[jax.Array],
     vectors: Sequence[jax.Array] = (),
 ) -> jax.Array:
-    """The one result of body(rows, vectors), in the first operand's dtype, differentiable, by a kernel each way.
+    """Return the one result of body(rows, vectors), in the first operand's dtype, differentiable, by a kernel each way.
 
     Args:
-      rows: arrays [..., W] of one shape, of floating point or bool. vectors: arrays [W].
+      rows: arrays [..., W] of one shape, floating point or bool. vectors: arrays [W].
     """
     shape = rows[0].shape
     flat = tuple(x.reshape(-1, shape[-1]) for x in rows)
@@ -93,7 +93,7 @@ def apply(
 def apply_to_sum(
     body: RowsBody, implementation: str, x: jax.Array, residual: jax.Array, vectors: Sequence[jax.Array] = ()
 ) -> tuple[jax.Array, jax.Array]:
-    """s = x + residual, rounded to x's dtype, and body(s), by one kernel each way: the sum is not read back.
+    """Return s = x + residual, rounded to x's dtype, and body(s), by one kernel each way: the sum is not read back.
 
     Args:
       body: has one operand and one result. x, residual: [..., W] of one dtype. vectors: arrays [W].
@@ -135,7 +135,7 @@ def backward(
     vectors: Sequence[jax.Array],
     cotangents: Sequence[jax.Array],
 ) -> tuple[tuple[jax.Array | None, ...], tuple[jax.Array, ...]]:
-    """Cotangents of the operands and of the vectors, in their dtypes, by one kernel; None for masks."""
+    """Return cotangents of the operands and of the vectors, in their dtypes, by one kernel; None for masks."""
     floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in rows]
     outputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in itertools.compress(rows, floats))
 
@@ -165,13 +165,13 @@ def backward(
 
 
 def _insert(chosen: Sequence[Any], others: Sequence[Any], where: Sequence[bool]) -> tuple:
-    """The others, but the next of the chosen wherever it says so."""
+    """Merge two sequences: the next of `chosen` where `where` is True, otherwise the next of `others`."""
     left = iter(chosen)
     return tuple(next(left) if yes else other for other, yes in zip(others, where, strict=True))
 
 
 def costs(body: RowsBody | type[RowsBody], rows: Sequence[Any], vectors: Sequence[Any] = ()) -> KernelCosts:
-    """What `apply` costs on arrays, or shapes and dtypes; of a body's class, where its options cost nothing."""
+    """Return the costs of `apply` on arrays, or shapes and dtypes; a body's class may stand for the body."""
     y = rows[0]
     floats = [x for x in rows if jnp.issubdtype(x.dtype, jnp.floating)]
     return KernelCosts(_cost(body, 0, *rows, *vectors, y), _cost(body, 1, *rows, *vectors, y, *floats, *vectors))
@@ -204,7 +204,7 @@ _apply.defvjp(_fwd, _bwd)
 
 @dataclasses.dataclass(frozen=True)
 class _WithSum:
-    """A sum s and body(s): of two operands, whose sum is rounded to a dtype first, or of the one that is it."""
+    """A body that returns a sum s and body(s): s is the rounded sum of two operands, or the only operand."""
 
     body: RowsBody | type[RowsBody]
     dtype: str
@@ -222,7 +222,7 @@ class _WithSum:
 
 
 def costs_of_sum(body: RowsBody | type[RowsBody], x: Any, vectors: Sequence[Any] = ()) -> KernelCosts:
-    """What `apply_to_sum` costs on x [..., W] and a residual like it."""
+    """Return the costs of `apply_to_sum` on x [..., W] and a residual of the same shape and dtype."""
     add = _WithSum(body, str(x.dtype))
     return KernelCosts(_cost(add, 0, x, x, *vectors, x, x), _cost(add, 1, x, *vectors, x, x, x, *vectors))
 

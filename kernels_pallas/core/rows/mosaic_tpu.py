@@ -10,36 +10,37 @@ from jax.experimental import pallas as pl
 from kernels_pallas.core import launch, tuning
 from kernels_pallas.core.launch import KernelCost
 
-# Of VMEM's 16 MiB that a kernel may use by default, what the blocks and their float32 intermediates may take. Eight of
-# the widest rows take more, up to 16 MiB by this count, which is above what compilers for v4 to v7x were seen to take.
+# The share of the 16 MiB of VMEM, which a kernel may use by default, for blocks and their float32 intermediates. Eight
+# of the widest rows take more, up to 16 MiB by this count, which exceeds what compilers for v4 to v7x were found to
+# take.
 _BUDGET = 10 * 2**20
 _INTERMEDIATES = 4
 
 
 class RowsTpuBlocks(NamedTuple):
-    """`rows` × `columns` numbers in VMEM at a time; 0 columns are all of the row's."""
+    """A block of `rows` × `columns` numbers in VMEM; 0 columns means whole rows."""
 
     rows: int
     columns: int
 
 
 def bytes_per_row(columns: int, dtypes: Sequence[Any]) -> int:
-    """Of VMEM, for arrays with these dtypes and the intermediates."""
-    # Blocks are fetched while others are computed on: two buffers each, of whole lanes.
+    """Return bytes of VMEM per row, for arrays with these dtypes and the intermediates."""
+    # Blocks are fetched while others are computed: two buffers each, of whole lanes.
     lanes = pl.cdiv(columns, 128) * 128
     return lanes * (2 * sum(dtype.itemsize for dtype in dtypes) + 4 * (len(dtypes) + _INTERMEDIATES))
 
 
 def rows_that_fit(rows: int, columns: int, dtypes: Sequence[Any]) -> int:
-    """As many of these rows as the budget holds, in whole tiles, and no fewer than Mosaic takes."""
-    # Numbers narrower than 32 bits are packed along the rows. Of those of 16 bits Mosaic also takes half a tile.
+    """Return the most of these rows that the budget holds, in whole tiles, and no fewer than Mosaic takes."""
+    # Numbers narrower than 32 bits are packed along the rows. For 16-bit numbers Mosaic also takes half a tile.
     tile = 8 * 4 // min(dtype.itemsize for dtype in dtypes)
     least = 8 if tile < 32 else tile
     return max(min(rows, _BUDGET // bytes_per_row(columns, dtypes)) // tile * tile, least)
 
 
 def default_blocks(width: int, dtypes: Sequence[Any], elementwise: bool) -> RowsTpuBlocks:
-    """As many rows as the budget holds; columns in whole tiles, whatever the width."""
+    """Return blocks with the most rows that the budget holds; columns come in whole tiles, whatever the width."""
     columns = min(pl.next_power_of_2(width), 2048) if elementwise else 0
     return RowsTpuBlocks(rows_that_fit(1024, min(columns or width, width), dtypes), columns)
 
@@ -55,16 +56,16 @@ def run(
     cost: KernelCost,
     name: str,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """step(inside, rows, vectors) → (results, sums over rows) on blocks: results [R, W], and sums [W] in float32."""
+    """Run step(inside, rows, vectors) → (results, sums over rows) on blocks: results [R, W], float32 sums [W]."""
     R, W = rows[0].shape
     dtypes = [x.dtype for x in (*rows, *outputs)]
-    # Bool Mosaic would have in 32 bits; in 8 where a tile of them fits.
+    # Mosaic would store bool in 32 bits; 8 bits are used where a tile of them fits.
     mask = jnp.int8 if 32 * bytes_per_row(W, dtypes) <= _BUDGET else jnp.bfloat16
     rows = [x.astype(mask) if x.dtype == jnp.bool else x for x in rows]
     dtypes = [x.dtype for x in (*rows, *outputs)]
     blocks = tuning.blocks(name, "mosaic_tpu", (W,), dtypes[0], default_blocks(W, dtypes, elementwise))
     columns = min(blocks.columns or W, W)
-    # Measured it may be with narrower rows, or with fewer arrays.
+    # The measured size may come from narrower rows, or from fewer arrays.
     block_rows = min(rows_that_fit(blocks.rows, columns, dtypes), R)
     programs, column_blocks = pl.cdiv(R, block_rows), pl.cdiv(W, columns)
 
@@ -74,7 +75,7 @@ def run(
             [next(left) for _ in range(n)] for n in (len(rows), len(vectors), len(outputs), sums)
         )
         values = tuple(_wide(ref[...]) for ref in rows_in)
-        if sums and R % block_rows:  # beyond the array a block holds anything; results there are dropped, sums are not
+        if sums and R % block_rows:  # beyond the array lie arbitrary values; sums would include them
             row = pl.program_id(1) * block_rows + jax.lax.broadcasted_iota(jnp.int32, (block_rows, columns), 0)
             values = tuple(jnp.where(row < R, x, jnp.zeros_like(x)) for x in values)
         results, added = step(None, values, tuple(_wide(ref[...]) for ref in vectors_in))

@@ -10,13 +10,16 @@ from jax.experimental import pallas as pl
 from kernels_pallas.core import launch, target, tuning
 from kernels_pallas.core.launch import KernelCost
 
-# Numbers that an offset of 32 bits tells apart.
+# Numbers that a 32-bit offset can address.
 _REACH = 2**31
 
 
 class RowsTritonBlocks(NamedTuple):
-    """`rows` × `columns` numbers (powers of two) in registers at a time, by `warps` of 32 threads; 0 columns are all of
-    the row's. `programs` along the rows, each going through its share of them in a loop; 0 gives each one block."""
+    """A block of `rows` × `columns` numbers (powers of two) in registers, computed by `warps` of 32 threads.
+
+    0 columns means whole rows. `programs` run along the rows, each with a loop over its share of blocks; 0 gives each
+    one block.
+    """
 
     rows: int
     columns: int
@@ -25,12 +28,12 @@ class RowsTritonBlocks(NamedTuple):
 
 
 def default_blocks(rows: int, width: int, sums: int, elementwise: bool, cores: int) -> RowsTritonBlocks:
-    """About 4096 numbers per block and 16 per thread: two loads of 16 bytes in bfloat16."""
+    """Return blocks of about 4096 numbers and 16 per thread: two loads of 16 bytes in bfloat16."""
     columns = min(pl.next_power_of_2(width), 1024) if elementwise else pl.next_power_of_2(width)
     block_rows = min(max(1, 4096 // columns), pl.next_power_of_2(rows))
     warps = min(max(block_rows * columns // (32 * 16), 1), 32)
-    # Each program writes a partial sum of W float32 numbers: no more programs than run at once. Of wide rows, operands,
-    # scale and sums fill 128 registers of a thread or nearly so, and an SM then holds 16 warps.
+    # Each program writes a partial sum of W float32 numbers: no more programs than run at once. With wide rows,
+    # operands, scale and sums nearly fill 128 registers of a thread, and an SM then holds 16 warps.
     programs = cores * (4 if columns <= 1024 else max(1, 16 // warps))
     return RowsTritonBlocks(block_rows, columns if elementwise else 0, warps, programs if sums else 0)
 
@@ -46,9 +49,9 @@ def run(
     cost: KernelCost,
     name: str,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """step(inside, rows, vectors) → (results, sums over rows) on blocks: results [R, W], and sums [W] in float32."""
+    """Run step(inside, rows, vectors) → (results, sums over rows) on blocks: results [R, W], float32 sums [W]."""
     R, W = rows[0].shape
-    # Pallas counts in 32 bits where an array has at most 2³² bytes, which of a mask are twice as many as they reach.
+    # Pallas counts in 32 bits for arrays of at most 2³² bytes, twice as many as 32-bit offsets reach in a mask.
     rows = [x.astype(jnp.int16) if x.dtype.itemsize == 1 and x.size > _REACH else x for x in rows]
     safe = default_blocks(R, W, sums, elementwise, target.current().cores)
     blocks = tuning.blocks(name, "triton", (W,), rows[0].dtype, safe)
@@ -60,7 +63,7 @@ def run(
     def kernel(*refs) -> None:
         rows_in, vectors_in, rows_out, sums_out = _split(refs, len(rows), len(vectors), len(outputs), sums)
         first_row, first_column = pl.program_id(0) * share, pl.program_id(1) * columns
-        # A block may reach beyond the array, and nothing stops it there but these masks.
+        # A block may extend beyond the array, and only these masks keep accesses inside.
         inside = None
         if W % columns:
             inside = first_column + jax.lax.broadcasted_iota(jnp.int32, (1, columns), 1) < W

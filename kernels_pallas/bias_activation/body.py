@@ -8,7 +8,7 @@ from kernels_pallas.core.activations import FLOPS, KERNEL, TRANSCENDENTALS
 
 @dataclasses.dataclass(frozen=True)
 class BiasActivationBody:
-    """activation(x + bias)."""
+    """A body that returns activation(x + bias)."""
 
     activation: str
 

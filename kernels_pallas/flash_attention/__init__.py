@@ -246,7 +246,7 @@ _attend.defvjp(_forward, _backward)
 def _bias_gradient(
     settings: FlashSettings, operands: Operands, d_out: jax.Array, d_log_sum_exp: jax.Array
 ) -> jax.Array:
-    """By the reference, a chunk of queries at a time; where nobody uses it XLA drops it whole."""
+    """Return the reference's gradient, a chunk of queries at a time; XLA drops it where it is unused."""
     B, T, S, N, *_ = operands.sizes
 
     def attend(bias: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -95,7 +95,7 @@ class _TileLayout(NamedTuple):
         return _pad(jnp.swapaxes(x, 1, 2), 2, length)
 
     def per_query(self, x: jax.Array) -> jax.Array:
-        """[B, N or 1, T] → [B, N or 1, 1, T], padded."""
+        """Return numbers per query, [B, N or 1, T], as [B, N or 1, 1, T], padded."""
         return _pad(x, 2, self.rows * self.blocks.queries)[:, :, None]
 
 

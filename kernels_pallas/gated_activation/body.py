@@ -8,7 +8,7 @@ from kernels_pallas.core.activations import FLOPS, KERNEL, TRANSCENDENTALS
 
 @dataclasses.dataclass(frozen=True)
 class GatedActivationBody:
-    """activation(gate) · up."""
+    """A body that returns activation(gate) · up."""
 
     activation: str
 

@@ -40,12 +40,12 @@ def _unembed(plan: CrossEntropyPlan, hidden_CD: jax.Array, table: jax.Array) -> 
 
 def _look(plan: CrossEntropyPlan, logits_CV: jax.Array, at_C: jax.Array, labels: int) -> tuple[jax.Array, jax.Array]:
     """Return (cross-entropy, log Z) of each token, [C] each, over all devices' labels."""
-    seen = KERNELS[plan.implementation].statistics(logits_CV, at_C, labels, plan.soft_cap)
-    largest, total, at_target = seen
+    found = KERNELS[plan.implementation].statistics(logits_CV, at_C, labels, plan.soft_cap)
+    largest, total, at_target = found
     if plan.labels_over:
-        largest = jax.lax.pmax(seen.largest, plan.labels_over)
+        largest = jax.lax.pmax(found.largest, plan.labels_over)
         total, at_target = jax.lax.psum(
-            (seen.total * jnp.exp(seen.largest - finite(largest)), at_target), plan.labels_over
+            (found.total * jnp.exp(found.largest - finite(largest)), at_target), plan.labels_over
         )
     log_z = largest + jnp.log(total)
     return log_z - at_target, log_z

@@ -38,9 +38,9 @@ def statistics(logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: flo
 
         column = pl.program_id(1) * columns + jax.lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
         inside = column < labels if labels % columns else None  # a block holds arbitrary values beyond the array
-        seen = block.LogitStatistics(*(ref[...] for ref in out_refs))
-        seen = block.add(seen, logits_ref[...], column == at_ref[...], soft_cap, inside)
-        for ref, x in zip(out_refs, seen, strict=True):
+        found = block.LogitStatistics(*(ref[...] for ref in out_refs))
+        found = block.add(found, logits_ref[...], column == at_ref[...], soft_cap, inside)
+        for ref, x in zip(out_refs, found, strict=True):
             ref[...] = x
 
     tile, number = pl.BlockSpec((rows, columns), lambda i, j: (i, j)), pl.BlockSpec((rows, 1), lambda i, j: (i, 0))

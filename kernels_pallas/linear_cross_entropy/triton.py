@@ -35,19 +35,19 @@ def statistics(logits_CV: jax.Array, at_C: jax.Array, labels: int, soft_cap: flo
     def kernel(logits_ref, at_ref, *out_refs) -> None:
         at = at_ref[...].reshape(1, 1)
 
-        def one_block(i: jax.Array | int, seen: block.LogitStatistics, masked: bool = False) -> block.LogitStatistics:
+        def one_block(i: jax.Array | int, found: block.LogitStatistics, masked: bool = False) -> block.LogitStatistics:
             column = i * columns + jax.lax.broadcasted_iota(jnp.int32, (1, columns), 1)
             ref = logits_ref.at[:, pl.ds(i * columns, columns)]
             inside = column < labels if masked else None
             # The load's mask ends at V, not at `labels`, so that it does not end within 16 bytes.
-            return block.add(seen, launch.load(ref, column < V if masked else None), column == at, soft_cap, inside)
+            return block.add(found, launch.load(ref, column < V if masked else None), column == at, soft_cap, inside)
 
-        seen = block.nothing(jnp.zeros((1, 1), jnp.float32))
+        found = block.nothing(jnp.zeros((1, 1), jnp.float32))
         if whole:
-            seen = jax.lax.fori_loop(0, whole, one_block, seen)
+            found = jax.lax.fori_loop(0, whole, one_block, found)
         if rest:
-            seen = one_block(whole, seen, masked=True)
-        for ref, x in zip(out_refs, seen, strict=True):
+            found = one_block(whole, found, masked=True)
+        for ref, x in zip(out_refs, found, strict=True):
             launch.store(ref, x.reshape(1))
 
     row = pl.BlockSpec((1, pl.cdiv(V, columns) * columns), lambda i: (i, 0))

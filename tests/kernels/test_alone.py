@@ -1,4 +1,4 @@
-"""kernels_pallas needs jax and numpy, and nothing of this repository."""
+"""The package kernels_pallas needs only jax and numpy, and nothing else of this repository."""
 
 import subprocess
 import sys

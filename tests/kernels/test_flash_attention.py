@@ -84,7 +84,7 @@ def test_gradients_are_finite_differences(implementation):
 
 @pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
 @interpreted()
-def test_of_no_key_nothing_is_seen(implementation):
+def test_without_keys_outputs_are_zero(implementation):
     query, key = drawn((2, 20, 2, 64), (2, 0, 2, 64))
     query, key = query.astype(jnp.bfloat16), key.astype(jnp.bfloat16)
     options = dict(return_log_sum_exp=True, implementation=implementation)
@@ -108,14 +108,14 @@ def test_chunks_of_the_reference_change_nothing():
 
 
 def test_a_chunked_reference_holds_a_chunk():
-    """8192 queries and keys, 128 at a time: XLA's temporaries stay far from the 256 MiB of all scores."""
+    """XLA's temporaries for 8192 queries and keys, 128 at a time, stay far from the 256 MiB of all scores."""
     x = jax.ShapeDtypeStruct((1, 8192, 1, 64), jnp.float32)
     attend = functools.partial(flash_attention, key_range=causal(8192), query_chunk=128)
     gradient = jax.jit(jax.grad(lambda arrays: jnp.sum(attend(*arrays))))
     assert gradient.lower((x, x, x)).compile().memory_analysis().temp_size_in_bytes < 64 * 2**20
 
 
-def test_the_cost_is_of_what_is_seen():
+def test_costs_count_unmasked_scores():
     """Costs count unmasked scores where intervals are known while tracing, as numpy arrays."""
     x = jax.ShapeDtypeStruct((2, 64, 4, 32), jnp.float32)
     whole, half = (costs(x, x, x, key_range=key_range).forward.flops for key_range in (None, causal(64)))
@@ -172,7 +172,7 @@ def test_a_nan_is_not_hidden(implementation):
 
 @EACH
 @interpreted()
-def test_a_row_that_sees_nothing_has_no_gradient_whatever_becomes_of_its_log_sum_exp(implementation):
+def test_a_fully_masked_row_has_no_gradient_even_through_its_log_sum_exp(implementation):
     """Partial results are joined by log-sum-exp, and the derivative of joining two −∞ is NaN."""
     arrays = drawn((1, 20, 1, 16), (1, 20, 1, 16), (1, 20, 1, 16))
     key_range = KeyRange(np.zeros((1, 20), int), np.where(np.arange(20) == 3, 0, 20)[None])

@@ -37,7 +37,7 @@ EACH = pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIO
 @ELSEWHERE
 @pytest.mark.parametrize("chip", sampled(["A100", "H200", "v5e", "v7x"], ["H200", "v7x"]))
 def test_kernels_hold_no_scores(chip):
-    """At 8192 the scores of one head take 128 MiB in bfloat16; forward and gradient together take less than 16."""
+    """The scores of one head at 8192 take 128 MiB in bfloat16; forward and gradient together take less than 16."""
     mesh = Mesh(np.array(targets.devices(Target.parse(CHIPS[chip]))[:1]), ("one",))
     whole = NamedSharding(mesh, PartitionSpec())
     query, key = (jax.ShapeDtypeStruct((1, 8192, heads, 64), jnp.bfloat16, sharding=whole) for heads in (2, 1))

@@ -31,7 +31,7 @@ IDS = np.array([[3, 3, 3, 1, 1, -1, -1], [0, 0, 7, 7, 7, 7, 0]])
 
 
 @pytest.mark.parametrize(
-    "key_range, sees",
+    "key_range, unmasked",
     [
         (causal(7), lambda b, t, s: s <= t),
         (causal(7, offset=jnp.array([0, 4])), lambda b, t, s: s <= t + 4 * b),
@@ -67,7 +67,7 @@ IDS = np.array([[3, 3, 3, 1, 1, -1, -1], [0, 0, 7, 7, 7, 7, 0]])
         "offset",
         "window",
         "ahead",
-        "behind",
+        "back",
         "prefix",
         "prefixes",
         "packed",
@@ -81,31 +81,31 @@ IDS = np.array([[3, 3, 3, 1, 1, -1, -1], [0, 0, 7, 7, 7, 7, 0]])
         "segments",
     ],
 )
-def test_intervals_let_see_what_their_masks_do(key_range, sees):
+def test_intervals_equal_dense_masks(key_range, unmasked):
     start, end = clipped(key_range, 2, 7, 7)
     got = [
         [[int(np.sum((start[:, b, t] <= s) & (s < end[:, b, t]))) for s in range(7)] for t in range(7)] for b in (0, 1)
     ]
-    assert got == [[[bool(sees(b, t, s)) for s in range(7)] for t in range(7)] for b in range(2)]
+    assert got == [[[bool(unmasked(b, t, s)) for s in range(7)] for t in range(7)] for b in range(2)]
 
 
 # The last token of the second row has the id of its first two, but is a separate segment.
 APART = {(1, 6, 0), (1, 6, 1), (1, 0, 6), (1, 1, 6)}
 
 
-def test_no_block_that_is_seen_is_left_out_and_full_ones_are_full():
+def test_ranges_hold_all_unmasked_blocks_and_full_blocks_are_full():
     """Compare with the dense mask, for random intervals, some of them empty."""
     T, S, queries, keys = 50, 70, 8, 16
     low, high = np.random.default_rng(0).integers(0, S + 1, (2, 40, T))
     key_range = np.maximum(low, 0), np.where(np.arange(40)[:, None] % 2, high, S)
-    seen = (key_range[0][..., None] <= np.arange(S)) & (np.arange(S) < key_range[1][..., None])
-    seen = np.pad(seen, ((0, 0), (0, -T % queries), (0, -S % keys)))
-    tiles = seen.reshape(40, -(-T // queries), queries, -(-S // keys), keys).transpose(0, 1, 3, 2, 4)
-    any_seen, all_seen = tiles.any((-1, -2)), tiles.all((-1, -2))
+    unmasked = (key_range[0][..., None] <= np.arange(S)) & (np.arange(S) < key_range[1][..., None])
+    unmasked = np.pad(unmasked, ((0, 0), (0, -T % queries), (0, -S % keys)))
+    tiles = unmasked.reshape(40, -(-T // queries), queries, -(-S // keys), keys).transpose(0, 1, 3, 2, 4)
+    some_unmasked, all_unmasked = tiles.any((-1, -2)), tiles.all((-1, -2))
     of_queries = blocks.key_ranges(*map(jnp.asarray, key_range), queries, keys)
-    of_keys = blocks.query_ranges(of_queries, any_seen.shape[2])
+    of_keys = blocks.query_ranges(of_queries, some_unmasked.shape[2])
     for ranges, axes in ((of_queries, (0, 1, 2)), (of_keys, (0, 2, 1))):
-        some, whole = (x.transpose(axes) for x in (any_seen, all_seen))
+        some, whole = (x.transpose(axes) for x in (some_unmasked, all_unmasked))
         first, full, full_end, last = (np.asarray(x)[..., None] for x in ranges)
         index = np.arange(some.shape[2])
         assert np.all((0 <= first) & (first <= full) & (full <= full_end) & (full_end <= last))
@@ -113,10 +113,10 @@ def test_no_block_that_is_seen_is_left_out_and_full_ones_are_full():
         assert np.all(~((full <= index) & (index < full_end)) | whole)
         assert np.any(full < full_end)
     # Blocks that add to the same block of queries do so in order.
-    turns = np.asarray(blocks.add_order(of_keys, any_seen.shape[1])).transpose(0, 2, 1)
-    i = np.arange(any_seen.shape[1])[:, None]
+    orders = np.asarray(blocks.add_order(of_keys, some_unmasked.shape[1])).transpose(0, 2, 1)
+    i = np.arange(some_unmasked.shape[1])[:, None]
     through = (np.asarray(of_keys.first)[:, None] <= i) & (i < np.asarray(of_keys.last)[:, None])
-    for these, goes in zip(turns.reshape(-1, turns.shape[2]), through.reshape(-1, turns.shape[2]), strict=True):
+    for these, goes in zip(orders.reshape(-1, orders.shape[2]), through.reshape(-1, orders.shape[2]), strict=True):
         assert these[goes].tolist() == list(range(goes.sum()))
 
 
@@ -171,7 +171,7 @@ def test_a_union_is_attention_under_its_mask(implementation):
     )
 
 
-def test_a_union_costs_what_is_seen_of_each_part():
+def test_a_union_costs_the_unmasked_scores_of_each_interval():
     x = jax.ShapeDtypeStruct((2, 64, 4, 32), jnp.float32)
     whole = costs(x, x, x)
     overlapping = costs(x, x, x, key_range=union(first(64, 40), shifted(first(64, 40), -24)))

@@ -21,7 +21,7 @@ from kernels_pallas.flash_attention import causal, intersection, packed
 
 @ELSEWHERE
 def test_triton_lowers_without_a_word(recwarn):
-    """launch.py alone silences the deprecation; any other warning, or the end of the lowering, fails this test."""
+    """Only launch.py silences the deprecation; any other warning, or the end of the lowering, fails this test."""
     warnings.filterwarnings("ignore", launch.DEPRECATED, DeprecationWarning)  # pytest resets filters
     device = targets.devices(Target.parse("h200-sxm:1"))[0]
     with jax.set_mesh(jax.sharding.Mesh([device], ("one",))):
@@ -47,7 +47,7 @@ def test_a_second_derivative_is_refused_with_the_reason(implementation):
 @ELSEWHERE
 @pytest.mark.parametrize("chip", ["tpu-v5e:4", "h200-sxm:1"])
 def test_kernels_compile_where_numbers_have_64_bits(chip):
-    """With 64-bit numbers Python's in index maps have 64 bits, which Mosaic refuses."""
+    """Under x64 Python's numbers in index maps have 64 bits, which Mosaic refuses."""
 
     def loss(x, scale):
         return jnp.sum(rms_norm(x, scale))

@@ -63,7 +63,7 @@ def assert_close(got, want):
 @pytest.mark.parametrize("implementation, reduction", EACH)
 @interpreted()
 def test_chunks_of_tokens_change_nothing(constant, implementation, reduction):
-    """22 tokens in chunks of 8; the last chunk has two tokens of padding."""
+    """Split 22 tokens into chunks of 8; the last chunk has two tokens of padding."""
     constant(chunks, "LOGITS", 40 * 9)
     assert chunks.chunk(22, 40) == (3, 8)
     options = dict(reduction=reduction, return_log_z=True, **EVERYTHING)
@@ -109,8 +109,8 @@ def test_chunks_are_alike_and_hardly_padded():
 
 @pytest.mark.parametrize("implementation, reduction", EACH)
 @interpreted()
-def test_labels_that_fill_up_count_for_nothing(implementation, reduction):
-    """40 labels are padded with 24 logits of 0, far above all others: at 200 below, exp(0 − log Z) is infinite.
+def test_padding_of_the_vocabulary_does_not_contribute(implementation, reduction):
+    """The 40 labels are padded with 24 logits of 0, far above all others: at 200 below, exp(0 − log Z) is infinite.
 
     Each token has one likely label: for others, the rounding of so large a log Z would show.
     """
@@ -278,7 +278,7 @@ def largest(text: str) -> int:
 @ELSEWHERE
 @pytest.mark.parametrize("reduction", sampled(REDUCTIONS, ["sum"]))
 def test_memory_of_a_chunk(reduction):
-    """At 32768 × 4096 × 128256: at most 15 % of the memory of training's unfused loss, no array of tokens × labels."""
+    """The loss at 32768 × 4096 × 128256 takes at most 15 % of the unfused loss's memory, and no logits."""
     arguments = ((R, D), jnp.bfloat16), ((D, V), jnp.bfloat16), ((R,), jnp.int32)
 
     def loss_of_logits(hidden, unembedding, targets):

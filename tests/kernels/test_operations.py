@@ -86,7 +86,7 @@ def test_kernels_give_what_the_reference_gives(operation, case, dtype, implement
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=list(OPERATIONS))
 def test_on_a_cpu_the_reference_runs(operation):
-    """None means the reference on a CPU, and a kernel by name is refused."""
+    """None means the reference there, and a kernel by name is refused."""
     with jax.default_device(jax.devices("cpu")[0]):
         _the_reference_runs(operation)
 
@@ -226,8 +226,8 @@ def test_a_nan_spoils_its_row_and_what_is_masked_nothing(function, implementatio
     run = functools.partial(function, implementation=implementation)
     x = jnp.zeros((8, 300)).at[3, 2].set(jnp.nan)
     assert jnp.isnan(run(x)[3]).all() and not jnp.isnan(jnp.delete(run(x), 3, axis=0)).any()
-    seen = jnp.ones(x.shape, bool).at[3, 2].set(False)
-    gradient = jax.grad(lambda x: jnp.sum(jnp.where(seen, run(x, seen, soft_cap=5.0), 0.0) ** 2))(x)
+    unmasked = jnp.ones(x.shape, bool).at[3, 2].set(False)
+    gradient = jax.grad(lambda x: jnp.sum(jnp.where(unmasked, run(x, unmasked, soft_cap=5.0), 0.0) ** 2))(x)
     assert not jnp.isnan(gradient).any()
 
 

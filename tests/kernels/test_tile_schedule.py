@@ -31,13 +31,13 @@ QUERIES, KEYS = 8, 16
 def _tiles(start, end, columns):
     """Return the dense mask cut into tiles, [B, rows, columns, queries, keys]."""
     (B, T), S = start.shape, columns * KEYS
-    seen = (start[..., None] <= np.arange(S)) & (np.arange(S) < end[..., None])
-    seen = np.pad(seen, ((0, 0), (0, -T % QUERIES), (0, 0)))
-    return seen.reshape(B, -1, QUERIES, columns, KEYS).transpose(0, 1, 3, 2, 4)
+    unmasked = (start[..., None] <= np.arange(S)) & (np.arange(S) < end[..., None])
+    unmasked = np.pad(unmasked, ((0, 0), (0, -T % QUERIES), (0, 0)))
+    return unmasked.reshape(B, -1, QUERIES, columns, KEYS).transpose(0, 1, 3, 2, 4)
 
 
 @pytest.mark.parametrize("by_keys", [False, True])
-def test_a_tile_is_visited_once_if_it_is_seen_and_each_block_at_least_once(by_keys):
+def test_an_unmasked_tile_is_visited_once_and_each_block_at_least_once(by_keys):
     """Compare with the dense mask, for random intervals, some of them empty."""
     T, S = 50, 70
     low, high = np.random.default_rng(0).integers(0, S + 1, (2, 40, T)).astype(np.int32)
@@ -89,7 +89,7 @@ def test_more_blocks_than_a_tile_can_name_are_split():
     assert steps == [tile_schedule.MAX_OUTER + 1, tile_schedule.MAX_OUTER]  # two for each block, except the very first
 
 
-def test_sequences_that_see_the_same_share_a_list():
+def test_sequences_with_the_same_mask_share_a_list():
     see = clipped(causal(100), 3, 100, 100)
     tiles, steps = tile_schedule.schedule_tiles(see.start[0], see.end[0], 10, 20, 5, by_keys=False)
     assert tiles.shape == (1, steps) and steps == 2 * (1 + 2 + 3 + 4 + 5)
@@ -112,7 +112,7 @@ def _grids(key_range, T):
     return [size if isinstance(size, int) else "late" for size in steps]
 
 
-def test_the_grid_has_a_step_for_what_is_seen():
+def test_the_grid_has_a_step_for_each_unmasked_tile():
     """At 8192 with tiles of 512 × 1024, or 1024 × 1024 for the keys: 128 steps, or 64, without a mask."""
     T = 8192
     assert _grids(lambda: None, T) == [128, 128, 64]

@@ -89,7 +89,7 @@ def test_what_is_0_stays_0(table):
 @pytest.mark.parametrize("function, operands", [(softmax, 1), (gated_activation, 2)])
 @interpreted()
 def test_what_one_width_was_tuned_with_serves_others(table, implementation, function, operands):
-    """1,600 and 2,000 columns share an entry: blocks hold whole rows of both, and none ends within the array."""
+    """Widths 1,600 and 2,000 share an entry: blocks hold whole rows of both, and none ends within the array."""
     run = functools.partial(function, implementation=implementation)
 
     def drawn(width):
@@ -201,7 +201,7 @@ def test_every_kernel_asks(name, implementation):
 @pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])
 @interpreted()
 def test_the_loss_tuned_at_one_vocabulary_serves_others(table, implementation):
-    """600 and 1,000 labels share an entry; with blocks of any size that fits the losses are the same."""
+    """Vocabularies of 600 and 1,000 share an entry; with blocks of any size that fits the losses are the same."""
 
     def drawn(labels):
         hidden = jax.random.normal(jax.random.key(0), (96, 32))

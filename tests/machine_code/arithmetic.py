@@ -112,8 +112,10 @@ def _either(of_floats: Callable[..., Any], of_integers: Callable[..., Any]) -> C
 
 
 def _exactly(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a floating-point function of an operator that rounds once: by NumPy where it rounds correctly, else through
-    float64."""
+    """Make a floating-point function of an operator that rounds once.
+
+    NumPy computes it where it rounds correctly; otherwise it goes through float64.
+    """
 
     def compute(modifiers: tuple[str, ...], *operands: Any) -> Any:
         dtype = dtype_of(modifiers)

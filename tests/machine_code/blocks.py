@@ -168,8 +168,10 @@ class ThreadBlocks:
         memory.store(addresses[where], words.view(f"u{dtype.itemsize}"), owners[where])
 
     def _memory(self, modifiers: Sequence[str], addresses: np.ndarray) -> tuple[DeviceMemory | SharedMemory, Any]:
-        """Return the memory that an instruction reaches, by its modifier or else by address, and each thread's block
-        there."""
+        """Return the memory that an instruction accesses, and each thread's block there.
+
+        A modifier names the memory, or else the address does.
+        """
         if {"local", "const"} & set(modifiers):
             raise NotImplementedError(f"{self.kernel.name}: cannot emulate .{modifiers[0]} memory")
         here = any(name.startswith("shared") for name in modifiers)
@@ -237,15 +239,19 @@ class ThreadBlocks:
         by_block[opened] = _AWAKE
 
     def _require_whole_warps(self, waiting: np.ndarray) -> None:
-        """Raise AccessError unless the threads of each warp wait at one place: a warp that diverged, as for a counter,
-        must have reconverged at a barrier."""
+        """Raise AccessError unless the threads of each warp wait at one place.
+
+        A warp that diverged, as when waiting for a counter, must have reconverged at a barrier.
+        """
         where = np.where(waiting, self._at, -1).reshape(-1, 32)
         if np.any(where != where[:, :1]):
             raise AccessError("only a part of a warp waits at a barrier")
 
     def ask_for_phase(self, chosen: np.ndarray, ended: np.ndarray, instruction: PtxInstruction) -> None:
-        """Suspend threads that ask a second time for a phase of an mbarrier that has not ended, until any in their
-        block ends."""
+        """Suspend threads that ask a second time for a phase of an mbarrier that has not ended.
+
+        They wait until any phase in their block ends.
+        """
         self._waits[chosen & ~ended & self._asked] = _PHASE
         self._asked[chosen] = ~ended[chosen]
         self._waited_at[_PHASE] = instruction.text
@@ -257,8 +263,10 @@ class ThreadBlocks:
         self._asked[block] = False
 
     def ask_for_counter(self, chosen: np.ndarray, addresses: np.ndarray, instruction: PtxInstruction) -> np.ndarray:
-        """Return the counters' values; a warp waits once an instruction gives one of its threads the same value
-        again, until a counter changes."""
+        """Return the counters' values.
+
+        A warp waits, until a counter changes, once an instruction returns the same value again to one of its threads.
+        """
         counted = self._counted.copy()
         counted[chosen] = self.arrays.read_counters(addresses[chosen], self.in_grid[chosen])
         again = chosen & (self._counter == addresses) & (self._asker == id(instruction)) & (self._counted == counted)

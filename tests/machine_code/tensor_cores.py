@@ -126,8 +126,9 @@ _SWIZZLES = (0, 128, 64, 32)
 
 
 def places_of_matrix(description: np.ndarray, outer: int, depth: int, size: int, transposed: bool) -> np.ndarray:
-    """Return the addresses in shared memory of an operand of wgmma, given its descriptor of 64 bits:
-    [..., outer, depth], elements of `size` bytes. The contracted dimension, depth, is contiguous unless `transposed`.
+    """Return the addresses of an operand of wgmma in shared memory: [..., outer, depth], elements of `size` bytes.
+
+    `description` is its descriptor of 64 bits. The contracted dimension, depth, is contiguous unless `transposed`.
 
     Source: section 9.7.15.5.1, the canonical layouts.
     """

@@ -35,8 +35,10 @@ class TensorMap(NamedTuple):
         return self.size * int(np.prod(self.box))
 
     def places(self, first: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the elements of the box that starts at `first`, in order: byte offsets in the array, and a mask of
-        those inside."""
+        """Return the elements of the box that starts at `first`, in order.
+
+        Returns byte offsets in the array, and a mask of the elements inside.
+        """
         offsets, inside = np.zeros(1, np.int64), np.ones(1, bool)
         for at, length, stride, box in zip(first, self.shape, self.strides, self.box, strict=True):
             index = at + np.arange(box)

@@ -119,8 +119,10 @@ class TensorMemory:
     def _shared_operand(
         self, product: "_Product", description: np.uint64, outer: int, kind: str, transposed: int
     ) -> np.ndarray:
-        """Return an operand in shared memory, [outer, depth]; bit `transposed` of the product's descriptor says that
-        it is contiguous along `outer`."""
+        """Return an operand in shared memory, [outer, depth].
+
+        Bit `transposed` of the product's descriptor says that it is contiguous along `outer`.
+        """
         if int(description) >> 61 & 1 or int(description) >> 52 & 1:
             raise NotImplementedError(
                 "cannot emulate tcgen05.mma of a matrix with a stride in bytes or a swizzle of 32 bytes"
@@ -206,7 +208,7 @@ class _Product(NamedTuple):
 
     @classmethod
     def of(cls, blocks: ThreadBlocks, operands: tuple[Operand, ...], kind: str, thread: int) -> "_Product":
-        """The product that a thread begins."""
+        """Return the product that a thread begins."""
         to, a, b, described, adds = operands
         in_tensor_memory = isinstance(a, Address)
         return cls(
@@ -245,7 +247,7 @@ class _Places(NamedTuple):
         active: np.ndarray | None,
         instruction: PtxInstruction,
     ) -> "_Places":
-        """The places that an instruction of this shape accesses from an address on."""
+        """Return the lanes and columns that an instruction of this shape accesses from an address on."""
         groups = np.repeat(whole(blocks, active), 32)
         address = blocks.addresses(place).astype(np.int64)
         lanes, columns, lane = address >> 16, address & 0xFFFF, np.arange(blocks.count) % 32

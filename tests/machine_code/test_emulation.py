@@ -174,7 +174,7 @@ ACROSS = """
 
 @pytest.mark.parametrize("late", [True, False])
 def test_only_barriers_synchronize_warpgroups(late):
-    """A warpgroup sees what another wrote only after a barrier."""
+    """A warpgroup reads another's writes only after a barrier."""
     how = dict(results=[np.zeros(256, np.uint32)], threads=256, late=late)
     np.testing.assert_array_equal(run(ACROSS.replace("WAIT", "bar.sync 0;"), **how)[0], np.arange(256) ^ 128)
     assert np.sum(run(ACROSS.replace("WAIT", ""), **how)[0] == 2**32 - 1) == 128
@@ -417,7 +417,7 @@ def test_unknown_instructions_are_named(instruction):
 
 
 def test_a_copy_arrives_when_it_is_waited_for():
-    """Until then, shared memory is as initialized."""
+    """Shared memory keeps its initial values until then."""
     operand = np.arange(32, dtype=np.uint32)
     copy = """
     cvt.u32.u64 %r2, %rd90; cp.async.ca.shared.global [%r2], [%rd10], 0x4; cp.async.commit_group;

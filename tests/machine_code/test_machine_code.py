@@ -32,8 +32,11 @@ pytestmark = ELSEWHERE
 
 
 def _calls():
-    """Yield every case on Hopper. Ampere and Blackwell differ in how they multiply narrow numbers: they get these cases
-    of matmul and attention, and the first case of each other operation."""
+    """Yield every case on Hopper, and a selection on Ampere and Blackwell.
+
+    These differ in how they multiply narrow numbers. They get the cases of matmul and attention in narrow numbers, and
+    the first case of each other operation.
+    """
     for operation in OPERATIONS.values():
         for implementation in set(operation.implementations) & {"triton", "mosaic_gpu"}:
             for i, (case, dtype) in enumerate(served(operation, implementation)):
@@ -49,7 +52,7 @@ CALLS = [
     for call in sorted(_calls(), key=lambda call: (call[0].name, call[3]))
 ]
 # Every operation; matrix products of every chip (mma.sync on Ampere, wgmma on Hopper, tcgen05 on Blackwell); attention
-# with every mask (causal, full, packed with a window, rows that see nothing, unions), bias, cap and sinks. Further
+# with every mask (causal, full, packed with a window, fully masked rows, unions), bias, cap and sinks. Further
 # tests of attention by Mosaic GPU below run only with `-m exhaustive`, except those of errors that must be found.
 SAMPLE = {
     "bias_activation-plain-bfloat16-triton-A100",
@@ -119,7 +122,7 @@ def test_attention_of_every_width(widths, stages, monkeypatch):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("rows, stages", [(1, 4), (448, 3)])
 def test_a_bias_may_have_fewer_stages_than_queries(rows, stages, monkeypatch):
-    """With one stage, the step that waits for the bias also waits for gradients sent between two copies."""
+    """The step that waits for the bias, with one stage, also waits for gradients sent between two copies."""
     shapes = [(1, 448, 1, width) for width in (128, 128, 64)] + [(1, 1, rows, 448)]
     *operands, bias = drawn(*shapes, dtype=jnp.bfloat16)
 
@@ -141,7 +144,7 @@ def test_a_bias_may_have_fewer_stages_than_queries(rows, stages, monkeypatch):
 
 
 def test_a_load_without_its_mask_is_found(monkeypatch):
-    """The interpreter cannot find it: reads beyond an array give values there. JAX 0.12 masks blocks itself."""
+    """The interpreter cannot find it: there, reads beyond an array return values. JAX 0.12 masks blocks itself."""
     kernel_runs.on("A100", monkeypatch)
     x = jnp.ones((3, 48))
     rms_norm(x, implementation="triton")
@@ -206,8 +209,11 @@ def test_an_unordered_accumulation_is_found(left_out, monkeypatch):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("width", [64, 128])
 def test_gradients_are_accumulated_over_keys_and_heads(width, monkeypatch):
-    """On one SM, a block iterates over all query heads of its keys. Sequences are packed, with windows, a cap and
-    sinks; several blocks of keys contribute to some queries, one to others, none to the rest. All is under vmap."""
+    """A block on one SM iterates over all query heads of its keys.
+
+    Sequences are packed, with windows, a cap and sinks; several blocks of keys contribute to some queries, one to
+    others, none to the rest. All is under vmap.
+    """
     shapes = [(2, 1, 400, heads, width) for heads in (4, 2, 2)]
     operands = drawn(*shapes, dtype=jnp.bfloat16)
     ids = jnp.repeat(jnp.array([[0, 1, 2, -1]]), 100, axis=1)

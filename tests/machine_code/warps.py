@@ -99,8 +99,7 @@ def _stmatrix(blocks: ThreadBlocks, instruction: PtxInstruction, active: np.ndar
 
 
 def _rows(blocks: ThreadBlocks, place: Address, count: int, warps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the addresses of the eight rows of each warp's matrices, one of which each thread gives, and their
-    blocks."""
+    """Return the addresses of the eight rows of each warp's matrices, one from each thread, and their blocks."""
     addresses = blocks.addresses(place).reshape(-1, 32)[warps][:, : 8 * count]
     local = np.broadcast_to(blocks.local.reshape(-1, 32)[warps][:, :1], addresses.shape)
     return addresses.reshape(-1), local.reshape(-1)

@@ -91,6 +91,7 @@ class Run:
     def overridden(self, overrides: Collection[str], reads: Collection[str] | None = None) -> Experiment:
         """The experiment with `key=value` overrides, of those sections and keys that the caller `reads` alone. Raises
         InputError where this is no run, where no such model is in it, or where an override would change nothing."""
+        self.experiment()  # refuses what is no run
         experiment = config.load(self.paths.config, overrides, "decode")
         self.check_model(experiment)
         for key in () if reads is None else config.overridden(overrides):

@@ -11,7 +11,7 @@ import numpy as np
 
 from kernels_pallas.core import interpreted, target
 from kernels_pallas.core.cases import KernelCase, KernelOperation
-from kernels_pallas.core.choice import cannot_lower
+from kernels_pallas.core.choice import KERNELS, cannot_lower
 
 
 def served(operation: KernelOperation, implementation: str) -> tuple[tuple[KernelCase, str], ...]:
@@ -63,13 +63,14 @@ def problem(operation: KernelOperation, case: KernelCase, dtype: str) -> Problem
 
 
 def check(operation: KernelOperation, case: KernelCase, dtype: str, implementation: str) -> None:
-    """Check a kernel's results and gradients against the reference in float32, and the equality of two runs.
+    """Check an implementation's results and gradients against the reference in float32, and the equality of two runs.
 
-    The kernel is compiled where JAX's default device runs it, and interpreted elsewhere.
+    A kernel is compiled where JAX's default device runs it, and interpreted elsewhere.
     """
     wanted = problem(operation, case, dtype)
     run = results_and_gradients(functools.partial(operation.function, implementation=implementation), case)
-    with interpreted() if cannot_lower(implementation, target.current()) else contextlib.nullcontext():
+    elsewhere = implementation in KERNELS and cannot_lower(implementation, target.current())
+    with interpreted() if elsewhere else contextlib.nullcontext():
         results, gradients = run(wanted.arguments, wanted.cotangents)
         chex.assert_trees_all_equal((results, gradients), run(wanted.arguments, wanted.cotangents))
     chex.assert_trees_all_equal_shapes_and_dtypes(results, wanted.shapes)

@@ -19,12 +19,13 @@ from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.step import elementwise, memory, operations, traffic
 from jaxlm.models import tree
 from jaxlm.models.config import Activation, ModelConfig
-from jaxlm.models.layers import activation, norm
+from jaxlm.models.layers import norm
 from jaxlm.training.config import OptimizerConfig
 from jaxlm.training.optimizer import optimizer
 from jaxlm.training.schedules import schedule
 from kernels_pallas import gated_activation
 from kernels_pallas.core import activations
+from kernels_pallas.core.slopes import activation
 from kernels_pallas.gated_activation import costs as gated_costs
 
 SCHEDULES = tuple(sections_in(OptimizerConfig.model_fields["schedule"].annotation))

@@ -12,12 +12,12 @@ from typing import Any
 from jaxlm.config import Experiment
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.step.parameters import parameters
-from jaxlm.models import causal
 from jaxlm.models.config import ModelConfig, Remat
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import RULES, Kind, Rules
 from jaxlm.training.config import AdamWConfig, ConstantScheduleConfig, OptimizerConfig, TrainingConfig
 from jaxlm.training.groups import frozen
+from kernels_pallas.flash_attention import causal_chunks
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -30,7 +30,7 @@ class Workload:
     prompts of `sequence` tokens and gives the logits behind each; `decode` reads one token more of each of `batch`
     sequences that hold `sequence` tokens. `training.dtype` is that of forward and backward pass, and of the cache; in
     training, parameters, accumulated gradients and optimizer state are float32. `causal_parts`: training computes
-    attention in parts (`jaxlm.models.causal`), as a CPU does.
+    attention in chunks (`kernels_pallas.flash_attention.causal_chunks`), as a CPU does.
     """
 
     kind: Kind
@@ -159,7 +159,7 @@ class Workload:
     def attended(self) -> list[tuple[int, int]]:
         """Queries and keys of each sequence between which attention computes scores, part by part."""
         if self.causal_parts and self.kind == "train":
-            return [(end - first, end) for first, end in causal.parts(self.sequence)]
+            return [(end - first, end) for first, end in causal_chunks.bounds(self.sequence)]
         return [(self.queries, self.sequence)]
 
     def scores(self) -> int:

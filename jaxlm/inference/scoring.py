@@ -12,13 +12,13 @@ from jax.sharding import Mesh
 
 from jaxlm.core.errors import InputError
 from jaxlm.models.config import Kernels, ModelConfig
-from jaxlm.models.cross_entropy import cross_entropy
 from jaxlm.models.kernels import using_kernels
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.tree import Tree, abstract
 from jaxlm.parallel.batches import put_batch
 from jaxlm.parallel.partition import replicated, using_rules
 from jaxlm.parallel.rules import PREFILL
+from kernels_pallas.linear_cross_entropy.xla import cross_entropy
 
 _SHORTEST = 32
 

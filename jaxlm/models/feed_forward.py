@@ -5,10 +5,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlm.models import config, kernels
-from jaxlm.models.layers import activation, gated, linear, whole_sequence
+from jaxlm.models.layers import linear, whole_sequence
 from jaxlm.models.parameters import Module, normal, param, zeros
 from jaxlm.parallel.partition import constrain
 from kernels_pallas import gated_activation
+from kernels_pallas.core.slopes import activation
 
 _HIDDEN = "batch", "sequence", "act_ff"
 
@@ -36,14 +37,9 @@ class DenseFeedForward(Module):
             hidden_BTF = activation(self.activation, up_BTF)
         else:
             gate_BTF = checkpoint_name(constrain(linear(x_BTD, self.gate, self.gate_bias), *_HIDDEN), "gate")
-            hidden_BTF = self._gated(gate_BTF, up_BTF)
+            operands = (gate_BTF, _HIDDEN), (up_BTF, _HIDDEN)
+            hidden_BTF = kernels.run(gated_activation, *operands, activation=self.activation)
         return constrain(linear(hidden_BTF, self.down, self.down_bias), "batch", "residual", "act_model")
-
-    def _gated(self, gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
-        if not kernels.kernels_run_here():
-            return gated(self.activation, gate_BTF, up_BTF)
-        operands = (gate_BTF, _HIDDEN), (up_BTF, _HIDDEN)
-        return kernels.run(gated_activation, *operands, activation=self.activation)
 
 
 _FEED_FORWARDS = {"dense": DenseFeedForward}

@@ -1,6 +1,7 @@
 """The operations of kernels_pallas in a model: on each device, its own part of the arrays."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,29 +28,26 @@ def using_kernels(kernels: Kernels) -> Iterator[None]:
         yield
 
 
-def kernels_run_here() -> bool:
-    """Return whether kernels run here: not where the choice leaves them out, and on a CPU only interpreted."""
-    return _chosen.value != "xla" and (interpretation.current() is not None or _platform() not in ("cpu", None))
+def implementation() -> str | None:
+    """Return the `implementation` that operations of kernels_pallas are given: "xla", or None where kernels may run.
 
-
-def on_cpu() -> bool:
-    """Whether what is traced here is for a CPU."""
-    return _platform() == "cpu"
-
-
-def _platform() -> str | None:
-    """The mesh knows the chip, and asks no backend; who runs a model on one has set a mesh."""
-    chip = jax.sharding.get_abstract_mesh().abstract_device
-    return chip and chip.platform
+    They run unless the choice leaves them out, and on a CPU only interpreted.
+    """
+    # The mesh knows the chip, and asks no backend; whoever runs a model on a chip has set a mesh.
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    on_chip = device is not None and device.platform != "cpu"
+    return None if _chosen.value != "xla" and (interpretation.current() is not None or on_chip) else "xla"
 
 
 def run(operation: Callable, *operands: tuple[jax.Array | None, Axes], **options: Any) -> Any:
-    """operation(*arrays, **options) of kernels_pallas, whose results lie as the first array does.
+    """Return operation(*arrays, **options) of kernels_pallas, whose results are sharded as the first array is.
+
+    XLA partitions "xla" itself; kernels run inside a shard_map, each device on its own shards.
 
     Args:
       operands: each array with its logical axes; what the operation looks at together must be whole on a device.
     """
-    arrays = [x for x, _ in operands]
-    if not kernels_run_here():
-        return operation(*arrays, implementation="reference", **options)
-    return on_each_device(lambda *parts: operation(*parts, **options), *operands)
+    call = functools.partial(operation, implementation=implementation(), **options)
+    if implementation() == "xla":
+        return call(*(x for x, _ in operands))
+    return on_each_device(call, *operands)

@@ -1,6 +1,5 @@
-"""The small parts that every block is made of: linear maps, norms, activations, dropout."""
+"""The small parts that every block is made of: linear maps, norms, dropout."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ from jaxlm.models import config, kernels
 from jaxlm.models.parameters import Module, ones, param, scope, zeros
 from jaxlm.parallel.partition import constrain, is_sharded
 from kernels_pallas import layer_norm, rms_norm
-from kernels_pallas.core import activations
 
 
 def linear(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None = None, copies: int = 1) -> jax.Array:
@@ -56,36 +54,6 @@ def whole_sequence(x_BTD: jax.Array) -> jax.Array:
     the first of the two the partitioner gathers it before it is narrowed from float32."""
     x_BTD = constrain(x_BTD, "batch", "residual", "act_model")
     return constrain(x_BTD, "batch", "sequence", "act_model")
-
-
-def product_in_float32(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """einsum(subscripts, a, b) with a float32 result, whose backward pass multiplies in the operands' dtype.
-
-    JAX alone would multiply the float32 cotangent with operands widened to float32, at a fraction of a matrix
-    unit's rate. Every index of an operand must appear in the other or in the result.
-    """
-    if a.dtype == b.dtype == jnp.float32:
-        return jnp.einsum(subscripts, a, b)
-    return _product_in_float32(subscripts, a, b)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product_in_float32(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
-
-
-def _forward(subscripts: str, a: jax.Array, b: jax.Array) -> tuple[jax.Array, tuple]:
-    return _product_in_float32(subscripts, a, b), (a, b)
-
-
-def _backward(subscripts: str, operands: tuple, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    (a, b), (inputs, result) = operands, subscripts.split("->")
-    left, right = inputs.split(",")
-    narrow = cotangent.astype(a.dtype)
-    return jnp.einsum(f"{result},{right}->{left}", narrow, b), jnp.einsum(f"{result},{left}->{right}", narrow, a)
-
-
-_product_in_float32.defvjp(_forward, _backward)
 
 
 class RMSNorm(Module):
@@ -142,50 +110,6 @@ _NORMS = {"rms": RMSNorm, "layer": LayerNorm}
 def norm(model: config.ModelConfig, width: int, rngs: nnx.Rngs, axis: str = "channels") -> RMSNorm | LayerNorm:
     """The norm that the configuration names, over `width` channels."""
     return _NORMS[model.norm.kind](model, width, axis, rngs)
-
-
-def activation(name: str, x: jax.Array) -> jax.Array:
-    """The activation of this name (`kernels_pallas.core.activations`) of each number of x [...]: computed in float32,
-    given in x's shape and dtype, with one array like x, its slope, for the backward pass."""
-    return _with_slopes(activations.KERNEL[name], x)
-
-
-def gated(name: str, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """activation(gate) · up, number by number, like `activation`; what `kernels_pallas.gated_activation` computes."""
-    return _with_slopes(_Gated(name), gate, up)
-
-
-def soft_capped(x: jax.Array, cap: float) -> jax.Array:
-    """cap · tanh(x / cap) of each number of x [...] (arXiv:2408.00118, section 2), like `activation`."""
-    return _with_slopes(_SoftCap(cap), x)
-
-
-class _Gated(NamedTuple):
-    name: str
-
-    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        return activations.KERNEL[self.name](gate) * up
-
-
-class _SoftCap(NamedTuple):
-    cap: float
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.cap * jnp.tanh(x / self.cap)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _with_slopes(function: Callable, *x: jax.Array) -> jax.Array:
-    """A function of numbers, of each in arrays alike: computed in float32, given in their dtype. The backward pass
-    reads one such array for each operand, the slope, where JAX would keep each step of the formula."""
-    return function(*(each.astype(jnp.float32) for each in x)).astype(x[0].dtype)
-
-
-@_with_slopes.defjvp
-def _with_slopes_jvp(function: Callable, x: tuple, tangents: tuple) -> tuple[jax.Array, Any]:
-    value, pull_back = jax.vjp(function, *(each.astype(jnp.float32) for each in x))
-    slopes = (slope.astype(x[0].dtype) for slope in pull_back(jnp.ones_like(value)))
-    return value.astype(x[0].dtype), sum(t * slope for t, slope in zip(tangents, slopes, strict=True))
 
 
 class Dropout(NamedTuple):

@@ -5,18 +5,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from einops import rearrange
 from flax import nnx
 
 from jaxlm.models import config
 from jaxlm.models.attention import attention
 from jaxlm.models.embedding import look_up
 from jaxlm.models.feed_forward import feed_forward
-from jaxlm.models.layers import Dropout, norm, product_in_float32, soft_capped, whole_sequence
+from jaxlm.models.layers import Dropout, norm, whole_sequence
 from jaxlm.models.parameters import Module, normal, param, scope, stack
 from jaxlm.models.positions import Rotation, Views
 from jaxlm.parallel.partition import constrain, is_sharded
 from kernels_pallas.flash_attention import KeyRange
+from kernels_pallas.linear_cross_entropy import xla
 
 
 class Execution(NamedTuple):
@@ -127,15 +127,10 @@ class Transformer(Module):
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Unembed [B, T, D] to float32 logits [B, T, V], between −cap and cap where there is a soft cap."""
         hidden_BTD = whole_sequence(hidden_BTD)
-        rows, hidden = (
-            ("BT", hidden_BTD) if is_sharded("residual") else ("R", rearrange(hidden_BTD, "B T D -> (B T) D"))
-        )
         table, letters = self.unembedding_table()
+        options = {"soft_cap": self.model.logit_soft_cap, "flat": not is_sharded("residual")}
         with scope(table):
-            logits = product_in_float32(f"{rows}D,{letters}->{rows}V", hidden, table[...])
-        logits_BTV = logits.reshape(*hidden_BTD.shape[:-1], -1)
-        if cap := self.model.logit_soft_cap:
-            logits_BTV = soft_capped(logits_BTV, cap)
+            logits_BTV = xla.logits(hidden_BTD, table[...], letters == "VD", **options)
         return constrain(logits_BTV, "batch", "sequence", "act_vocab")
 
 

@@ -1,10 +1,9 @@
-"""The loss of a model's hidden states, over logits that are held or by the fused kernel that does without."""
+"""The loss of a model's hidden states, whose logits are held or not, as the operation chooses."""
 
 import jax
 import jax.numpy as jnp
 
 from jaxlm.models import kernels
-from jaxlm.models.cross_entropy import cross_entropy
 from jaxlm.models.layers import whole_sequence
 from jaxlm.models.parameters import scope
 from jaxlm.models.transformer import Transformer
@@ -19,25 +18,12 @@ def summed(
     counted_BT: jax.Array,
     z_loss: float,
 ) -> dict[str, jax.Array]:
-    """The terms of the objective, each summed over the targets that count, in nats: `loss`, the cross-entropy, and
-    `z_loss`, that factor times log² Z. Their sum has the objective's gradient; with kernels each alone has not.
+    """Return the terms of the objective, each summed over the targets that count, in nats: `loss`, the cross-entropy,
+    and `z_loss`, that factor times log² Z. Their sum has the objective's gradient; each term alone has not.
 
     Args:
-      hidden_BTD: the normalised stream. targets_BT: int32 token ids. counted_BT: bool.
+      hidden_BTD: the normalised residual stream. targets_BT: int32 token ids. counted_BT: bool.
     """
-    if kernels.kernels_run_here():
-        total, log_z_BT = _fused(module, hidden_BTD, targets_BT, counted_BT, z_loss)
-        z = jnp.sum(jnp.where(counted_BT, z_loss * jnp.square(log_z_BT), 0.0))
-        return {"loss": total - z, "z_loss": z}
-    losses_BT, log_z_BT = cross_entropy(module.logits(hidden_BTD), targets_BT)
-    terms = {"loss": losses_BT, "z_loss": z_loss * jnp.square(log_z_BT)}
-    return {name: jnp.sum(jnp.where(counted_BT, term, 0.0)) for name, term in terms.items()}
-
-
-def _fused(
-    module: Transformer, hidden_BTD: jax.Array, targets_BT: jax.Array, counted_BT: jax.Array, z_loss: float
-) -> tuple[jax.Array, jax.Array]:
-    """The sum of both terms, and log Z, without the logits; the unembedding's parts stay where they are."""
     table, letters = module.unembedding_table()
     hidden_BTD = whole_sequence(hidden_BTD)
     mesh, specs = jax.sharding.get_abstract_mesh(), None
@@ -45,7 +31,7 @@ def _fused(
         hidden_axes = "batch", "sequence", "act_model"
         specs = partition(hidden_axes, hidden_BTD.shape, mesh), partition(table.axes, table.shape, mesh)
     with scope(table):
-        return linear_cross_entropy(
+        total, log_z_BT = linear_cross_entropy(
             hidden_BTD,
             table[...],
             jnp.where(counted_BT, targets_BT, -1),
@@ -55,4 +41,7 @@ def _fused(
             reduction="sum",
             return_log_z=True,
             partition=specs,
+            implementation=kernels.implementation(),
         )
+    z = jnp.sum(jnp.where(counted_BT, z_loss * jnp.square(log_z_BT), 0.0)) if z_loss else jnp.zeros_like(total)
+    return {"loss": total - z, "z_loss": z}

@@ -24,19 +24,20 @@ def choose(
     Args:
       operation: its name, for the message.
       implementation: the one that the caller or else a surrounding `interpreted` requests; None takes the first of
-        `reasons` that supports the call on the target being lowered for, and otherwise the reference.
-      reasons: for each Pallas implementation, in order of preference, a function of the target that returns None where
-        it supports this call, and otherwise the reason in a few words.
+        `reasons` that supports the call on the target being lowered for, and otherwise the reference. "xla" is the
+        reference where `reasons` has no "xla": there is nothing to tune.
+      reasons: for each implementation besides the reference, in order of preference, a function of the target that
+        returns None where it supports this call, and otherwise the reason in a few words.
       manual: whether the operation puts the call inside a shard_map of its own.
       by_name: implementations in `reasons` that None does not take.
 
     Raises ValueError for an unknown name, NotImplementedError for an implementation that cannot serve.
     """
     implementation = interpretation.requested(implementation)
-    if implementation == "reference":
-        return implementation
+    if implementation == "reference" or (implementation == "xla" and "xla" not in reasons):
+        return "reference"
     if implementation is not None and (not isinstance(implementation, str) or implementation not in reasons):
-        names = ", ".join(["reference", *reasons])
+        names = ", ".join(dict.fromkeys(["reference", "xla", *reasons]))
         raise ValueError(f"{operation}: there is no implementation {implementation!r}; there are {names}")
     chip = target.current()
 

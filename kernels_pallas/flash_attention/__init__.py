@@ -16,7 +16,7 @@ from kernels_pallas.core.choice import choose
 from kernels_pallas.core.eager import compiled_once
 from kernels_pallas.core.interpretation import requested
 from kernels_pallas.core.launch import KernelCost, KernelCosts, vary
-from kernels_pallas.flash_attention import cudnn, mosaic_gpu, mosaic_gpu_backward, mosaic_tpu, reference, triton
+from kernels_pallas.flash_attention import cudnn, mosaic_gpu, mosaic_gpu_backward, mosaic_tpu, reference, triton, xla
 from kernels_pallas.flash_attention.key_range import (
     KeyRange,
     are_positions,
@@ -65,6 +65,7 @@ def flash_attention(
     value: jax.Array,
     *,
     key_range: KeyRange | tuple[Any, Any] | None = None,
+    is_causal: bool = False,
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
@@ -85,6 +86,8 @@ def flash_attention(
         dtype), or the union of several such intervals, with a leading axis: see `causal`, `sliding_window`,
         `prefix_lm`, `packed`, `intersection`, `union` and `shifted`. None sees all. The usual sliding window of w keys,
         the query's own the last, is sliding_window(T, w − 1). A query that sees nothing gives zeros.
+      is_causal: a promise, with T = S, that no query's `key_range` has a key after the query's own. It masks nothing:
+        where the range is not known while tracing, XLA on a CPU leaves out scores by it.
       scale: positive; 1 / √H where None.
       soft_cap: positive; scores stay between −cap and cap (Gemma 2, arXiv:2408.00118, section 2).
       sinks: [N], learned: a score in each row's sum that has no value (arXiv:2508.10925, section 2.2).
@@ -93,34 +96,41 @@ def flash_attention(
       return_log_sum_exp: also return log Σ exp(scores) [B, T, N] in float32, with the sink; −∞ where nothing is seen.
       query_chunk: of how many queries the reference may hold the scores at a time; None is all of them. Kernels never
         hold more than a block.
-      implementation: "reference", "triton", "mosaic_tpu", "mosaic_gpu" or "cudnn"; None chooses one of the first three
-        by the chip being lowered for and the shape. "mosaic_gpu" is for Hopper, and "cudnn" is NVIDIA's, and serves
-        only what means the same there.
+      implementation: "reference", "xla", "triton", "mosaic_tpu", "mosaic_gpu" or "cudnn"; None chooses one of the first
+        four by the chip being lowered for and the shape. "xla" has neither sinks, bias, unions, chunks of queries nor
+        the log-sum-exp. "mosaic_gpu" is for Hopper, and "cudnn" is NVIDIA's, and serves only what means the same there.
 
     Returns [B, T, N, V] in query's dtype; with return_log_sum_exp (output, log-sum-exp).
 
     Under a mesh of several devices the kernels live inside `jax.shard_map` with T and S whole; elsewhere None is
-    "reference". Results over chunks of the keys can be joined by their log-sum-exp. Both results are named "attention":
-    under `jax.checkpoint` with a policy that saves it (`save_only_these_names`) a kernel's forward pass does not run
-    again.
+    "xla" or "reference". Results over chunks of the keys can be joined by their log-sum-exp. Both results are named
+    "attention": under `jax.checkpoint` with a policy that saves it (`save_only_these_names`) a kernel's forward pass
+    does not run again.
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
-    checks.boolean("flash_attention", return_log_sum_exp=return_log_sum_exp)
-    _check(query, key, value, key_range, scale, soft_cap, sinks, bias, query_chunk)
-    options = dict(scale=scale, soft_cap=soft_cap, sinks=sinks, bias=bias, return_log_sum_exp=return_log_sum_exp)
-    operands = _operands(query, key, value, key_range, sinks, bias)
+    checks.boolean("flash_attention", is_causal=is_causal, return_log_sum_exp=return_log_sum_exp)
+    _check(query, key, value, key_range, is_causal, scale, soft_cap, sinks, bias, query_chunk)
+    operands = Operands(query, key, value, None, None, sinks, bias)
     reasons = {name: functools.partial(_unsupported_reason, name, operands) for name in IMPLEMENTATIONS}
     reasons["cudnn"] = lambda chip: cudnn.unsupported_reason(operands, key_range, soft_cap, return_log_sum_exp, chip)
+    reasons["xla"] = lambda chip: xla.unsupported_reason(operands, key_range, return_log_sum_exp, query_chunk)
     chosen = choose("flash_attention", implementation, reasons, by_name=_BY_NAME)
     few = requested(implementation) is None and query.shape[1] < _FEW_QUERIES
-    if chosen == "reference" or few or 0 in query.shape or 0 in value.shape:  # of nothing there is one result
+    empty = 0 in query.shape or 0 in value.shape  # of nothing there is one result
+    if chosen in ("reference", "xla") or few or empty:
+        tuned = not empty and (chosen == "xla" or (few and reasons["xla"](None) is None))
+        options = dict(key_range=key_range, scale=scale, soft_cap=soft_cap)
         with _multiplied_as(chosen, query.dtype):
-            results = reference.flash_attention(
-                query, key, value, key_range=key_range, query_chunk=query_chunk, **options
-            )
+            if tuned:
+                results = xla.flash_attention(query, key, value, is_causal=is_causal, **options)
+            else:
+                options |= dict(sinks=sinks, bias=bias, query_chunk=query_chunk, return_log_sum_exp=return_log_sum_exp)
+                results = reference.flash_attention(query, key, value, **options)
         return jax.tree.map(lambda x: checkpoint_name(x, "attention"), results)
 
+    start, end = clipped(key_range, *query.shape[:2], key.shape[1])
+    operands = operands._replace(start=start, end=end)
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     if chosen == "cudnn":
         return cudnn.flash_attention(operands, key_range, scale)
@@ -164,10 +174,6 @@ def costs(
     at_once = implementation not in ("triton", "mosaic_tpu") and not falls_back
     each = [call.costs(scores, at_once) for call, scores in zip(calls, seen, strict=True)]
     return KernelCosts(*(KernelCost(*map(sum, zip(*way, strict=True))) for way in zip(*each, strict=True)))
-
-
-def _operands(query: Any, key: Any, value: Any, key_range: Any, sinks: Any, bias: Any) -> Operands:
-    return Operands(query, key, value, *clipped(key_range, *query.shape[:2], key.shape[1]), sinks, bias)
 
 
 def _multiplied_as(implementation: str, dtype: Any) -> contextlib.AbstractContextManager:
@@ -266,7 +272,7 @@ def _bias_gradient(
         return pull_back((d_out, jnp.swapaxes(d_log_sum_exp, 1, 2)))[0]
 
 
-def _check(query, key, value, key_range, scale, soft_cap, sinks, bias, query_chunk) -> None:
+def _check(query, key, value, key_range, is_causal, scale, soft_cap, sinks, bias, query_chunk) -> None:
     def wrong(what: str, got: Any, right: str) -> None:
         raise ValueError(f"flash_attention: {what} is {got}; it must be {right}")
 
@@ -299,6 +305,8 @@ def _check(query, key, value, key_range, scale, soft_cap, sinks, bias, query_chu
             wrong(f"key_range's {name}", f"{x.dtype}{list(x.shape)}", right)
     if key_range is not None and key_range[0].shape[:-2] != key_range[1].shape[:-2]:
         wrong("key_range's end", list(key_range[1].shape), f"of as many intervals as start, {list(key_range[0].shape)}")
+    if is_causal and T != S:
+        wrong("the number of keys", S, f"{T} like that of queries where is_causal")
     if sinks is not None and sinks.shape != (N,):
         wrong("sinks", list(sinks.shape), f"[{N}]")
     if bias is not None and (

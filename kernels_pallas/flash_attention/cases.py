@@ -16,6 +16,7 @@ from kernels_pallas.flash_attention import (
     shifted,
     sliding_window,
     union,
+    xla,
 )
 from kernels_pallas.flash_attention.operands import Operands
 
@@ -236,7 +237,13 @@ CASES = (
 
 def _serves(implementation: str, case: KernelCase, dtype: str) -> bool:
     absent = dict.fromkeys(Operands._fields)
-    return KERNELS[implementation].unsupported_reason(Operands(**absent | case.structs(dtype))) is None
+    operands = Operands(**absent | case.structs(dtype))
+    if implementation == "xla":
+        names = "key_range", "return_log_sum_exp", "query_chunk"
+        return xla.unsupported_reason(operands, *map(case.options.get, names)) is None
+    return KERNELS[implementation].unsupported_reason(operands) is None
 
 
-OPERATION = KernelOperation(function, reference.flash_attention, IMPLEMENTATIONS, CASES, costs, ("cudnn",), _serves)
+OPERATION = KernelOperation(
+    function, reference.flash_attention, IMPLEMENTATIONS, CASES, costs, ("xla", "cudnn"), _serves
+)

@@ -157,7 +157,7 @@ def shifted(key_range: KeyRange, first_key: Any) -> KeyRange:
     """Return a mask for keys that start at key `first_key`, an int or int32 [B]: a shard of a sequence or a cache."""
     _check_key_range("shifted", key_range)
     first_key = _column("first_key", first_key)
-    return KeyRange(*(_narrowed(x) - first_key for x in key_range))
+    return KeyRange(*(narrowed(x) - first_key for x in key_range))
 
 
 def clipped(key_range: Any, B: int, T: int, S: int) -> KeyRange:
@@ -169,18 +169,18 @@ def clipped(key_range: Any, B: int, T: int, S: int) -> KeyRange:
         shape = x.shape[0] if x.ndim == 3 else 1, B, T
         if isinstance(x, jax.Array):
             return jnp.broadcast_to(jnp.clip(x.astype(jnp.int32), 0, S), shape)
-        return np.broadcast_to(np.clip(_narrowed(x), 0, S), shape)
+        return np.broadcast_to(np.clip(narrowed(x), 0, S), shape)
 
     return KeyRange(*map(cut, key_range))
 
 
 def _intervals(key_range: KeyRange) -> list[KeyRange]:
     """Return the intervals of a union."""
-    start, end = map(_narrowed, key_range)
+    start, end = map(narrowed, key_range)
     return [KeyRange(start, end)] if start.ndim == 2 else [KeyRange(*each) for each in zip(start, end, strict=True)]
 
 
-def _narrowed(x: Any) -> Any:
+def narrowed(x: Any) -> Any:
     """Return an array of any integer dtype as int32; numpy values are clipped to the range that may be shifted."""
     if isinstance(x, jax.Array):
         return x.astype(jnp.int32)
@@ -237,7 +237,7 @@ def _column(name: str, n: Any) -> Any:
     _check_integers(name, n, 1)
     if not isinstance(n, jax.Array) and n.size and max(-int(n.min()), int(n.max())) > _FARTHEST:
         raise _too_far(name, n)
-    return _narrowed(n)[:, None]
+    return narrowed(n)[:, None]
 
 
 def array_module(*arrays: Any) -> Any:

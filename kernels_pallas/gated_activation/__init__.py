@@ -4,7 +4,7 @@ import jax
 
 from kernels_pallas.core import activations, checks, rows
 from kernels_pallas.core.launch import KernelCosts
-from kernels_pallas.gated_activation import reference
+from kernels_pallas.gated_activation import reference, xla
 from kernels_pallas.gated_activation.body import GatedActivationBody
 
 
@@ -20,20 +20,23 @@ def gated_activation(
     Args:
       gate, up: [..., F] of one dtype, float32, bfloat16 or float16; arithmetic is float32.
       activation: "silu" (SwiGLU), "gelu" (GeGLU, exact), "gelu_tanh", "relu" (ReGLU) or "relu_squared".
-      implementation: "reference", "triton" or "mosaic_tpu"; None chooses by the chip being lowered for and the shape.
+      implementation: "reference", "xla", "triton" or "mosaic_tpu"; None chooses one of the last three by the chip being
+        lowered for and the shape.
 
     Returns [..., F] in that dtype.
 
-    Under a mesh of several devices the kernels live inside `jax.shard_map`; elsewhere None is "reference".
+    Under a mesh of several devices the kernels live inside `jax.shard_map`; elsewhere None is "xla".
 
     Raises ValueError for operands that do not fit, NotImplementedError for an implementation that cannot serve.
     """
     checks.matrix("gated_activation", gate=gate, up=up)
     checks.like("gated_activation", "gate", gate, up=up)
     activations.check("gated_activation", activation, required=True)
-    kernel = rows.choose_kernel(GatedActivationBody, gate, implementation)
+    kernel = rows.choose_kernel(GatedActivationBody, gate, implementation, tuned_for_xla=True)
     if kernel is None:
         return reference.gated_activation(gate, up, activation=activation)
+    if kernel == "xla":
+        return xla.gated_activation(gate, up, activation=activation)
     return rows.apply(GatedActivationBody(activation), kernel, (gate, up))
 
 

@@ -31,4 +31,4 @@ CASES = (
     _case("1000 × 5000, ReLU²", (1000,), 5000, "relu_squared", uses={"compile"}),
 )
 
-OPERATION = KernelOperation(function, reference.gated_activation, IMPLEMENTATIONS, CASES, costs)
+OPERATION = KernelOperation(function, reference.gated_activation, IMPLEMENTATIONS, CASES, costs, ("xla",))

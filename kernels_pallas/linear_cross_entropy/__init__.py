@@ -28,7 +28,7 @@ from kernels_pallas.core.eager import compiled_once
 from kernels_pallas.core.interpretation import requested
 from kernels_pallas.core.launch import vary
 from kernels_pallas.core.target import TargetChip
-from kernels_pallas.linear_cross_entropy import chunks, loop, reference
+from kernels_pallas.linear_cross_entropy import chunks, loop, reference, xla
 from kernels_pallas.linear_cross_entropy.costs import costs as costs
 from kernels_pallas.linear_cross_entropy.loop import KERNELS, CrossEntropyPlan
 from kernels_pallas.linear_cross_entropy.results import finish
@@ -68,8 +68,8 @@ def linear_cross_entropy(
       partition: how hidden and unembedding lie on the mesh in context: the operation then runs under its own
         `jax.shard_map`, its labels and tokens where they are. D of the unembedding may be sharded: it is gathered,
         and its gradient scattered. Without it, operands are whole, or shards of a surrounding shard_map's tokens.
-      implementation: "reference" (holds all logits), "chunked" (XLA alone), "triton" or "mosaic_tpu"; None chooses by
-        the chip being lowered for and the shape.
+      implementation: "reference" and "xla" (both hold all logits), "chunked" (XLA too), "triton" or "mosaic_tpu"; None
+        chooses one of the last four by the chip being lowered for and the shape.
 
     Returns losses, float32 [...] or [], or (losses, log Z), log Z float32 [...]. Beside a sum log Z is a constant:
     what the sum owes to it is in the sum's gradient already.
@@ -83,9 +83,11 @@ def linear_cross_entropy(
         targets = targets.astype(jnp.int32)
     sharding = ALONE if partition is None else sharding_of(*partition, hidden, unembedding, transposed)
     chosen = _choose(hidden, unembedding, sharding, implementation)
-    if chosen == "reference":
+    if chosen in ("reference", "xla"):
         options = dict(transposed=transposed, soft_cap=soft_cap, z_loss=z_loss)
         options |= dict(reduction=reduction, return_log_z=return_log_z)
+        if chosen == "xla":
+            return xla.linear_cross_entropy(hidden, unembedding, targets, weights, sharding, **options)
         return reference.linear_cross_entropy(hidden, unembedding, targets, weights, **options)
     plan = CrossEntropyPlan(chosen, transposed, soft_cap, sharding.labels)
     V = unembedding.shape[plan.table.index("V")]
@@ -196,8 +198,6 @@ def _choose(
 ) -> str:
     D = hidden.shape[-1]
     logits = hidden.size // max(D, 1) * (unembedding.size // max(D, 1)) // sharding.shards
-    if requested(implementation) is None and logits < chunks.WORTHWHILE:
-        return "reference"
 
     def unsupported_reason(chip: TargetChip) -> str | None:
         if hidden.dtype not in _DTYPES:
@@ -213,6 +213,8 @@ def _choose(
 
     reasons = {"triton": unsupported_reason, "mosaic_tpu": on_tpu, "chunked": unsupported_reason}
     assert reasons.keys() == KERNELS.keys()
+    few = requested(implementation) is None and logits < chunks.WORTHWHILE
+    reasons = ({} if few else reasons) | {"xla": unsupported_reason}
     return choose("linear_cross_entropy", implementation, reasons, manual=bool(sharding.specs))
 
 

@@ -47,5 +47,5 @@ CASES = (
 )
 
 OPERATION = KernelOperation(
-    function, reference.linear_cross_entropy, ("triton", "mosaic_tpu"), CASES, costs, ("chunked",)
+    function, reference.linear_cross_entropy, ("triton", "mosaic_tpu"), CASES, costs, ("xla", "chunked")
 )

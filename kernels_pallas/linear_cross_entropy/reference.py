@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.linear_cross_entropy.results import finish
+from kernels_pallas.linear_cross_entropy.results import reduced
 
 
 def linear_cross_entropy(
@@ -28,7 +28,5 @@ def linear_cross_entropy(
     is_target = jnp.arange(V).reshape((1,) * targets.ndim + (V,)) == targets[..., None]
     at_target = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
     log_z = jax.nn.logsumexp(logits, axis=-1)
-    losses = finish(log_z - at_target, log_z, targets, weights, V, z_loss)
-    result = jnp.sum(losses) if reduction == "sum" else losses
-    log_z = jax.lax.stop_gradient(log_z) if reduction == "sum" else log_z
-    return (result, log_z) if return_log_z else result
+    options = dict(z_loss=z_loss, reduction=reduction, return_log_z=return_log_z)
+    return reduced(log_z - at_target, log_z, targets, weights, V, **options)

@@ -31,6 +31,10 @@ class CrossEntropySharding(NamedTuple):
     channel_dimension: int = 0
     shards: int = 1
 
+    def of_logits(self) -> PartitionSpec:
+        """Return the spec of the logits: tokens, and then labels."""
+        return PartitionSpec(*dict(self.specs)["t"], self.labels or None)
+
     def run(self, local: Callable, inputs: str, outputs: str) -> Callable:
         """Return the function on each device's shards of its operands, which `inputs` and `outputs` name by their
         letters.

@@ -30,6 +30,12 @@ from kernels_pallas.core import interpreted
 from kernels_pallas.core.registry import OPERATIONS
 from kernels_pallas.core.rows import triton
 
+
+def _implementations(operation):
+    """Return the names of the kernels, and "xla" where an operation has it."""
+    return (*operation.implementations, *(name for name in operation.others if name == "xla"))
+
+
 CALLS = [
     pytest.param(
         *(operation, case, dtype, implementation),
@@ -37,7 +43,7 @@ CALLS = [
         marks=[pytest.mark.slow] if implementation == "mosaic_gpu" else [],
     )
     for operation in OPERATIONS.values()
-    for implementation in operation.implementations
+    for implementation in _implementations(operation)
     for case, dtype in served(operation, implementation)
     if not (implementation == "mosaic_tpu" and dtype == "float16")
 ]
@@ -71,31 +77,36 @@ def _in_the_sample(operation, case, dtype, implementation):
     return f"{case.name}-{dtype}" in SAMPLE[operation.name]
 
 
-def test_the_sample_has_every_kernel_and_names_no_other_case():
+def test_the_sample_has_every_implementation_and_names_no_other_case():
     kept = [param.values for param in CALLS if _in_the_sample(*param.values)]
-    every = {(operation.name, name) for operation in OPERATIONS.values() for name in operation.implementations}
+    every = {(operation.name, name) for operation in OPERATIONS.values() for name in _implementations(operation)}
     assert {(operation.name, implementation) for operation, _, _, implementation in kept} == every
     named = {(name, case) for name, cases in SAMPLE.items() for case in cases}
     assert {(operation.name, f"{case.name}-{dtype}") for operation, case, dtype, _ in kept} == named
 
 
 @pytest.mark.parametrize("operation, case, dtype, implementation", sampled(CALLS, _in_the_sample))
-def test_kernels_give_what_the_reference_gives(operation, case, dtype, implementation):
+def test_implementations_give_what_the_reference_gives(operation, case, dtype, implementation):
     check(operation, case, dtype, implementation)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=list(OPERATIONS))
-def test_on_a_cpu_the_reference_runs(operation):
-    """None means the reference there, and a kernel by name is refused."""
+def test_on_a_cpu_no_kernel_runs(operation):
+    """None means "xla" on a CPU, the reference where nothing is tuned; a kernel by name is refused."""
     with jax.default_device(jax.devices("cpu")[0]):
-        _the_reference_runs(operation)
+        _no_kernel_runs(operation)
 
 
-def _the_reference_runs(operation):
+def _no_kernel_runs(operation):
     case = operation.used_in("test")[0]
     arguments = case.draw("float32")
-    text = str(jax.make_jaxpr(lambda a: operation.function(**a, **case.options))(arguments))
-    assert "pallas_call" not in text
+    none, xla, reference = (
+        str(
+            jax.make_jaxpr(lambda a, name=name: operation.function(**a, **case.options, implementation=name))(arguments)
+        )
+        for name in (None, "xla", "reference")
+    )
+    assert none == xla and (xla == reference) == ("xla" not in operation.others) and "pallas_call" not in none
     for name in operation.implementations:
         with pytest.raises(NotImplementedError, match=f"{operation.name}: {name} cannot serve this call: it runs on"):
             operation.function(**arguments, **case.options, implementation=name)

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from jaxlm.models import causal
-from jaxlm.models.attention import attend, dot_product_attention, in_causal_parts
 from jaxlm.models.config import LinearScalingConfig, Llama3ScalingConfig, RopeConfig
-from jaxlm.models.kernels import using_kernels
 from jaxlm.models.positions import packed_causal_mask, rotate, rotation
 from jaxlm.parallel.layout import AXES
-from kernels_pallas.flash_attention import KeyRange
+from kernels_pallas.flash_attention import KeyRange, causal_chunks, flash_attention
+
+attend = functools.partial(flash_attention, implementation="xla")
 
 
 def by_hand(query, key, value, start, end):
@@ -41,7 +40,7 @@ def test_equals_the_equation(kv_heads):
     start = draw.integers(0, 4, (2, 7)).astype(np.int32)
     end = start + draw.integers(0, 5, (2, 7)).astype(np.int32)  # some see nothing
     assert (start == end).any()
-    actual = dot_product_attention(query, key, value, KeyRange(jnp.asarray(start), jnp.asarray(end)))
+    actual = attend(query, key, value, key_range=KeyRange(jnp.asarray(start), jnp.asarray(end)))
     chex.assert_trees_all_close(actual, by_hand(query, key, value, start, end).astype(np.float32), atol=2e-6)
 
 
@@ -51,7 +50,7 @@ def test_a_query_that_sees_nothing_gives_zeros_and_no_gradient():
     nothing = KeyRange(jnp.zeros((1, 3), jnp.int32), jnp.zeros((1, 3), jnp.int32))
 
     def total(query, key, value):
-        return jnp.sum(dot_product_attention(query, key, value, nothing) * 3.0)
+        return jnp.sum(attend(query, key, value, key_range=nothing) * 3.0)
 
     assert total(query, key, value) == 0.0
     chex.assert_trees_all_equal(
@@ -60,15 +59,15 @@ def test_a_query_that_sees_nothing_gives_zeros_and_no_gradient():
 
 
 @pytest.mark.parametrize("length", [0, 1, 255, 256, 300, 1000, 5000])
-def test_parts_are_of_some_size_and_leave_nothing_out(length):
-    bounds = causal.parts(length)
+def test_chunks_are_of_some_size_and_leave_nothing_out(length):
+    bounds = causal_chunks.bounds(length)
     assert [first for first, _ in bounds] == [0] + [end for _, end in bounds[:-1]] and bounds[-1][1] == length
     assert len(bounds) == 1 if length < 256 else 2 <= len(bounds) <= 8
     assert len(bounds) == 1 or min(end - first for first, end in bounds) >= 128
 
 
 @pytest.mark.parametrize("length", [7, 256, 300, 1100])
-def test_causal_parts_are_the_whole(length):
+def test_causal_chunks_are_the_whole(length):
     """Of packed rows with a window, and with rows that see nothing; forward and backward."""
     draw = np.random.default_rng(0)
     query, cotangent = draw.normal(size=(2, 2, length, 4, 8)).astype(np.float32)
@@ -77,29 +76,37 @@ def test_causal_parts_are_the_whole(length):
     key_range = KeyRange(jnp.maximum(start, end - 200), jnp.where(jnp.arange(length)[None] % 5 == 3, start, end))
 
     @functools.partial(jax.jit, static_argnums=0)
-    def both(attention):
-        out, pull_back = jax.vjp(lambda *xs: attention(*xs, key_range), query, key, value)
+    def both(is_causal):
+        out, pull_back = jax.vjp(functools.partial(attend, key_range=key_range, is_causal=is_causal), query, key, value)
         return out, *pull_back(cotangent)
 
-    # Sums over keys and queries in another order.
-    chex.assert_trees_all_close(both(in_causal_parts), both(dot_product_attention), rtol=1e-5, atol=2e-5)
+    with jax.set_mesh(meshes.make(devices=jax.devices()[:1])):
+        # Sums over keys and queries in another order.
+        chex.assert_trees_all_close(both(True), both(False), rtol=1e-5, atol=2e-5)
+
+
+def test_only_as_many_keys_as_queries_are_causal():
+    x = jnp.ones((1, 4, 2, 8))
+    with pytest.raises(ValueError, match="the number of keys is 3; it must be 4 like that of queries where is_causal"):
+        attend(x, x[:, :3], x[:, :3], is_causal=True)
 
 
 def test_only_cpus_leave_out_what_causality_hides():
     def scores(mesh):
         x, row = jnp.ones((1, 512, 2, 8)), jnp.zeros((1, 512), jnp.int32)
-        with mesh, using_kernels("xla"):
-            text = str(jax.make_jaxpr(lambda: attend(x, x, x, KeyRange(row, row + 1), True))())
-        return {"whole": "512,512]" in text, "parts": "128,256]" in text}
+        with mesh:
+            causal = functools.partial(attend, key_range=KeyRange(row, row + 1), is_causal=True)
+            text = str(jax.make_jaxpr(causal)(x, x, x))
+        return {"whole": "512,512]" in text, "chunks": "128,256]" in text}
 
     def chip(name, platform):
         device = AbstractDevice(name, 1, platform)
         mesh = AbstractMesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, abstract_device=device)
         return jax.sharding.use_abstract_mesh(mesh)
 
-    assert scores(jax.set_mesh(meshes.make(devices=jax.devices()[:1]))) == {"whole": False, "parts": True}
-    assert scores(chip("NVIDIA H200", "gpu")) == {"whole": True, "parts": False}
-    assert scores(chip("TPU v5 lite", "tpu")) == {"whole": True, "parts": False}
+    assert scores(jax.set_mesh(meshes.make(devices=jax.devices()[:1]))) == {"whole": False, "chunks": True}
+    assert scores(chip("NVIDIA H200", "gpu")) == {"whole": True, "chunks": False}
+    assert scores(chip("TPU v5 lite", "tpu")) == {"whole": True, "chunks": False}
 
 
 def test_rows_see_their_own_segment_up_to_themselves():

@@ -12,12 +12,12 @@ from flax import nnx
 from matrices import sampled
 
 from jaxlm.models import tree
-from jaxlm.models.cross_entropy import cross_entropy
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.parallel.batches import put_batch
 from jaxlm.training.config import CosineScheduleConfig
 from jaxlm.training.schedules import schedule
 from jaxlm.training.step import jit_steps, make_steps
+from kernels_pallas.linear_cross_entropy.xla import cross_entropy
 
 pytestmark = pytest.mark.usefixtures("programs_once")
 

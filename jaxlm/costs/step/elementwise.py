@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.step.parameters import parameters
 from jaxlm.costs.workload import Workload
-from jaxlm.models import layers
 from jaxlm.models.config import Activation, ModelConfig
+from kernels_pallas import gated_activation
 from kernels_pallas.core.launch import KernelCost
+from kernels_pallas.core.slopes import activation
 
 # Scopes of a step's operations element by element, of which kernels take the place of some.
 SOFTMAX, HEADS = "layers/attention/softmax", "layers/attention/heads"
@@ -73,7 +74,8 @@ def _activation(name: Activation, gated: bool) -> tuple[Loop, Loop]:
     """Return the forward and backward loops of an activation, with counted FLOPs; without a gate they include its
     bias."""
 
-    forward = functools.partial(layers.gated if gated else layers.activation, name)
+    one_operand = functools.partial(activation, name)
+    forward = functools.partial(gated_activation, activation=name, implementation="xla") if gated else one_operand
 
     def both(*x: jax.Array) -> tuple:
         y, pull_back = jax.vjp(forward, *x)

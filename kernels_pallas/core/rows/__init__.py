@@ -64,10 +64,16 @@ def unsupported_reason(x: jax.Array, chip: TargetChip, max_width: int | None = M
     return None
 
 
-def choose_kernel(body: type[RowsBody], x: jax.Array, implementation: str | None) -> str | None:
-    """Return the implementation that runs on operands like x [..., W], or None for the reference."""
+def choose_kernel(
+    body: type[RowsBody], x: jax.Array, implementation: str | None, tuned_for_xla: bool = False
+) -> str | None:
+    """Return the implementation that runs on operands like x [..., W], or None for the reference.
+
+    `tuned_for_xla`: the operation has an implementation "xla", which None takes where no kernel serves.
+    """
     serves = functools.partial(unsupported_reason, x, max_width=None if body.elementwise else MAX_WIDTH)
-    chosen = choose(body.name, implementation, dict.fromkeys(IMPLEMENTATIONS, serves))
+    names = (*IMPLEMENTATIONS, "xla") if tuned_for_xla else IMPLEMENTATIONS
+    chosen = choose(body.name, implementation, dict.fromkeys(names, serves))
     # Empty operands have the same result in every implementation.
     return None if chosen == "reference" or x.size == 0 else chosen
 

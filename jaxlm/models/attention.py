@@ -1,4 +1,4 @@
-"""Attention: how tokens read from one another."""
+"""Attention layers."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlm.models import config, kernels
-from jaxlm.models.layers import linear, norm, whole_sequence
+from jaxlm.models.layers import all_gather_sequence, linear, norm
 from jaxlm.models.parameters import Module, normal, param, zeros
-from jaxlm.models.positions import Rotation, rotate
+from jaxlm.models.positions import RopeTable, apply_rope
 from jaxlm.parallel.partition import constrain, shards_of
 from kernels_pallas import flash_attention
 from kernels_pallas.flash_attention import KeyRange
@@ -52,10 +52,10 @@ class GroupedQueryAttention(Module):
         self.key_norm = norm(model, H, rngs, axis="head_dim") if settings.qk_norm else None
 
     def __call__(
-        self, x_BTD: jax.Array, key_range: KeyRange, turn: Rotation | None, cache: Any = None
+        self, x_BTD: jax.Array, key_range: KeyRange, rope: RopeTable | None, cache: Any = None
     ) -> tuple[jax.Array, Any]:
-        """x [B, T, D] → [B, T, D], and the cache with this layer's keys and values written to it."""
-        x_BTD = whole_sequence(x_BTD)
+        """Return the layer's output for x, [B, T, D] both, and the cache with its keys and values appended."""
+        x_BTD = all_gather_sequence(x_BTD)
         query_BTNH = linear(x_BTD, self.query, self.query_bias)
         copies = self.settings.kv_copies(shards_of("act_heads", self.settings.num_heads))
         key_BTKH = linear(x_BTD, self.key, self.key_bias, copies)
@@ -63,9 +63,9 @@ class GroupedQueryAttention(Module):
         if self.query_norm is not None and self.key_norm is not None:
             query_BTNH = self.query_norm(query_BTNH, _HEADS)
             key_BTKH = self.key_norm(key_BTKH, _KV_HEADS)
-        if turn is not None:
-            query_BTNH = rotate(query_BTNH, _HEADS, turn)
-            key_BTKH = rotate(key_BTKH, _KV_HEADS, turn)
+        if rope is not None:
+            query_BTNH = apply_rope(query_BTNH, _HEADS, rope)
+            key_BTKH = apply_rope(key_BTKH, _KV_HEADS, rope)
 
         query_BTNH = checkpoint_name(constrain(query_BTNH, *_HEADS), "query")
         key_BSKH = checkpoint_name(constrain(key_BTKH, *_KV_HEADS), "key")
@@ -85,5 +85,5 @@ _ATTENTIONS = {"gqa": GroupedQueryAttention}
 
 
 def attention(model: config.ModelConfig, rngs: nnx.Rngs) -> Module:
-    """The attention that the configuration names."""
+    """Return the attention layer that the configuration names."""
     return _ATTENTIONS[model.attention.kind](model, rngs)

@@ -1,7 +1,7 @@
-"""Rows of tables, looked up by number: token and position embedding.
+"""Look-up of table rows by index: token and position embedding.
 
 The gradient that JAX gives a look-up is a scatter that adds in the dtype of the table: in bfloat16 the sum of a
-frequent token's thousands of gradients would stand still. Here it is added in float32, without a whole table of that.
+frequent token's thousands of gradients would stand still. Here it is accumulated in float32, without a float32 table.
 """
 
 import jax
@@ -13,10 +13,10 @@ from jaxlm.parallel.partition import by_shards, constrain
 
 
 def look_up(table: nnx.Param, index_BT: jax.Array) -> jax.Array:
-    """Rows of a table [rows, D], as [B, T, D].
+    """Return the rows of a table [rows, D] at these indices, as [B, T, D].
 
     The table is made whole in D first: left to itself, the partitioner gathers the ids and then moves the
-    activations instead. The sequence is parted only behind the look-up: before it, the rows would be gathered.
+    activations instead. The sequence is sharded only after the look-up: otherwise the rows would be gathered.
     """
     with scope(table):
         rows_PRD = by_shards(constrain(table[...], table.axes[0], "act_model"), table.axes[0])
@@ -26,21 +26,24 @@ def look_up(table: nnx.Param, index_BT: jax.Array) -> jax.Array:
 
 
 def looked_up(rows_PRD: jax.Array, index_BT: jax.Array) -> jax.Array:
-    """Rows of a table [P, R, D], which lies in P parts, by their numbers, int [B, T], as [B, T, D] in its dtype; beyond
-    the table the nearest. The gradient of a table narrower than float32 is added up in float32."""
+    """Return the rows of a table [P, R, D] of P shards at these indices, int [B, T], as [B, T, D] in its dtype.
+
+    An index beyond the table takes the nearest row. The gradient of a table narrower than float32 is accumulated in
+    float32.
+    """
     return (_rows if rows_PRD.dtype == jnp.float32 else _narrow_rows)(rows_PRD, index_BT)
 
 
 def _rows(rows_PRD: jax.Array, index_BT: jax.Array) -> jax.Array:
-    """The parts stay where they are: each gives what it has and zeros for the rest, and the results are added."""
-    parts, rows, _ = rows_PRD.shape
+    """Look up without moving the shards: each gives its own rows and zeros for others, and the results are summed."""
+    shards, rows, _ = rows_PRD.shape
 
     def held(rows_RD: jax.Array, first: jax.Array) -> jax.Array:
-        at_BT = jnp.clip(index_BT, 0, parts * rows - 1) - first
+        at_BT = jnp.clip(index_BT, 0, shards * rows - 1) - first
         x_BTD = jnp.take(rows_RD, at_BT, axis=0, mode="clip")
         return jnp.where(((0 <= at_BT) & (at_BT < rows))[..., None], x_BTD, 0)
 
-    x_PBTD = jax.vmap(held)(rows_PRD, rows * jnp.arange(parts))
+    x_PBTD = jax.vmap(held)(rows_PRD, rows * jnp.arange(shards))
     # jnp.sum would add in float32, and send that: here one of the P is not zero.
     return jax.lax.reduce_sum(x_PBTD, axes=(0,))
 
@@ -54,15 +57,20 @@ def _rows_forward(rows_PRD: jax.Array, index_BT: jax.Array) -> tuple[jax.Array, 
 
 
 def _rows_backward(saved: tuple, d_BTD: jax.Array) -> tuple[jax.Array, None]:
-    """Of a frequent token thousands of gradients are added: in float32, since in bfloat16 the sum would stand still.
-    Each device adds those of its own rows of the batch, and rounds before sums travel."""
+    """Accumulate gradients in float32: in bfloat16 the sum of a frequent token's thousands would stand still.
+
+    Each device sums over its own rows of the batch, and rounds before sums are sent.
+    """
     index_BT, like = saved
-    _, parts, rows, D = like.shape
+    _, shards, rows, D = like.shape
 
     def added(d_BTD: jax.Array, index_BT: jax.Array) -> jax.Array:
-        """[P, R, D]. Sums of N tokens are as many or fewer: a table of them in float32 may be far larger."""
+        """Return the summed gradients [P, R, D].
+
+        N tokens have at most N distinct rows, so sums are [N, D]; a float32 table may be far larger.
+        """
         place_N = jnp.arange(index_BT.size)
-        index_N, order_N = jax.lax.sort((jnp.clip(index_BT, 0, parts * rows - 1).reshape(-1), place_N), num_keys=1)
+        index_N, order_N = jax.lax.sort((jnp.clip(index_BT, 0, shards * rows - 1).reshape(-1), place_N), num_keys=1)
         begins_N = jnp.concatenate([jnp.ones(1, bool), index_N[1:] != index_N[:-1]])
         at_N = jax.lax.cummax(jnp.where(begins_N, place_N, 0))  # each sum stands where its index begins
         sums_ND = jnp.zeros((index_BT.size, D), jnp.float32)
@@ -70,10 +78,10 @@ def _rows_backward(saved: tuple, d_BTD: jax.Array) -> tuple[jax.Array, None]:
 
         def put(first: jax.Array) -> jax.Array:
             held_N = begins_N & (first <= index_N) & (index_N < first + rows)
-            row_N = jnp.where(held_N, index_N - first, rows)  # behind the last: dropped
+            row_N = jnp.where(held_N, index_N - first, rows)  # past the last: dropped
             return jnp.zeros((rows, D), like.dtype).at[row_N].set(sums_ND.astype(like.dtype), mode="drop")
 
-        return jax.vmap(put)(rows * jnp.arange(parts))
+        return jax.vmap(put)(rows * jnp.arange(shards))
 
     d_GPRD = jax.vmap(added)(by_shards(d_BTD, "batch"), by_shards(index_BT, "batch"))
     return jax.lax.reduce_sum(d_GPRD, axes=(0,)), None

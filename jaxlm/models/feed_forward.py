@@ -1,11 +1,11 @@
-"""Feed-forward layers: what each token does by itself."""
+"""Feed-forward layers: functions of each token alone."""
 
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlm.models import config, kernels
-from jaxlm.models.layers import linear, whole_sequence
+from jaxlm.models.layers import all_gather_sequence, linear
 from jaxlm.models.parameters import Module, normal, param, zeros
 from jaxlm.parallel.partition import constrain
 from kernels_pallas import gated_activation
@@ -30,8 +30,8 @@ class DenseFeedForward(Module):
         self.down_bias = param(rngs, (D,), "channels", zeros) if biased else None
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """x [B, T, D] → [B, T, D]."""
-        x_BTD = whole_sequence(x_BTD)
+        """Return the layer's output for x, [B, T, D] both."""
+        x_BTD = all_gather_sequence(x_BTD)
         up_BTF = checkpoint_name(constrain(linear(x_BTD, self.up, self.up_bias), *_HIDDEN), "up")
         if self.gate is None:
             hidden_BTF = activation(self.activation, up_BTF)
@@ -46,5 +46,5 @@ _FEED_FORWARDS = {"dense": DenseFeedForward}
 
 
 def feed_forward(model: config.ModelConfig, rngs: nnx.Rngs) -> Module:
-    """The feed-forward layer that the configuration names."""
+    """Return the feed-forward layer that the configuration names."""
     return _FEED_FORWARDS[model.feed_forward.kind](model, rngs)

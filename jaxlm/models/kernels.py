@@ -1,4 +1,4 @@
-"""The operations of kernels_pallas in a model: on each device, its own part of the arrays."""
+"""Calls of the operations of kernels_pallas in a model: by XLA, or on each device's shards of the arrays."""
 
 import contextlib
 import functools
@@ -11,10 +11,10 @@ from jaxlm.models.config import Kernels
 from jaxlm.parallel.collectives import on_each_device
 from kernels_pallas.core import interpretation
 
-# Logical axes of an array, which say what part of it a device has.
+# Logical axes of an array, which decide how it is sharded.
 Axes = tuple[str | None, ...]
 
-STREAM: Axes = ("batch", "residual", "act_model")
+RESIDUAL: Axes = ("batch", "residual", "act_model")
 
 
 # A user context: JAX keys its caches by it, so that what is traced under one choice is not reused under another.

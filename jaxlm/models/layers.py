@@ -15,12 +15,11 @@ from kernels_pallas import layer_norm, rms_norm
 
 
 def linear(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None = None, copies: int = 1) -> jax.Array:
-    """x [B, T, *inputs] · kernel [*inputs, *outputs] (+ bias [*outputs]) → [B, T, *outputs], in x's dtype.
+    """Return x [B, T, *inputs] · kernel [*inputs, *outputs] (+ bias [*outputs]), [B, T, *outputs] in x's dtype.
 
-    With `copies` each entry along the first of the outputs comes so many times, side by side.
-
-    The kernel's declared axes say how many dimensions are inputs. Where no device has a part of T alone it is one
-    [B·T, I] × [I, O] product: XLA's CPU code for it is a third faster than for the batched form.
+    The kernel's declared axes say how many dimensions are inputs. `copies` repeats each entry along the first output
+    dimension. Where T is not sharded it is one [B·T, I] × [I, O] product: XLA's CPU code for it is a third faster than
+    for the batched form.
     """
     contracted = len(kernel.inputs)
     rows, inputs = x.shape[: x.ndim - contracted], math.prod(kernel.shape[:contracted])
@@ -35,7 +34,7 @@ def linear(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None = None, copie
 
 
 def _copied(parameter: nnx.Param, dimension: int, copies: int) -> jax.Array:
-    """So many copies of each entry along a dimension, which a device holds whole, and takes its part of here."""
+    """Repeat each entry of a replicated dimension `copies` times, and shard the result."""
     if copies == 1:
         return parameter[...]
     axes = parameter.axes[-parameter[...].ndim :]
@@ -43,15 +42,18 @@ def _copied(parameter: nnx.Param, dimension: int, copies: int) -> jax.Array:
 
 
 def _spread(bias: jax.Array, like: jax.Array) -> jax.Array:
-    """A bias [*outputs] for every row of an array [..., *outputs], in its dtype. By way of float32, in which its
-    gradient is then added up: XLA for GPUs and CPUs would round each sum of two to bfloat16."""
+    """Broadcast a bias [*outputs] to the shape and dtype of an array [..., *outputs].
+
+    It goes through float32, in which its gradient is then accumulated: XLA for GPUs and CPUs would round each sum of
+    two to bfloat16.
+    """
     wide = bias.astype(jnp.promote_types(bias.dtype, jnp.float32))
     return jnp.broadcast_to(wide, like.shape).astype(like.dtype)
 
 
-def whole_sequence(x_BTD: jax.Array) -> jax.Array:
-    """The normalised stream [B, T, D] with all of T on each device, gathered in the dtype that it has now: without
-    the first of the two the partitioner gathers it before it is narrowed from float32."""
+def all_gather_sequence(x_BTD: jax.Array) -> jax.Array:
+    """Return the normalised residual [B, T, D] with all of T on each device, gathered in its present dtype."""
+    # Without the first constraint the partitioner gathers before the cast from float32.
     x_BTD = constrain(x_BTD, "batch", "residual", "act_model")
     return constrain(x_BTD, "batch", "sequence", "act_model")
 
@@ -65,10 +67,10 @@ class RMSNorm(Module):
         self.settings = model.norm
         self.scale = param(rngs, (width,), axis, zeros if model.norm.plus_one else ones)
 
-    def __call__(self, x: jax.Array, axes: kernels.Axes = kernels.STREAM, residual: jax.Array | None = None) -> Any:
-        """x [..., width], with these logical axes → the same; with a residual like x (x + residual, its norm)."""
-        how = {"epsilon": self.settings.epsilon, "plus_one": self.settings.plus_one}
-        return _normalise(rms_norm, x, axes, residual, (self.scale[...],), **how)
+    def __call__(self, x: jax.Array, axes: kernels.Axes = kernels.RESIDUAL, residual: jax.Array | None = None) -> Any:
+        """Return the norm of x [..., width], which has these logical axes; with a residual (x + residual, its norm)."""
+        options = {"epsilon": self.settings.epsilon, "plus_one": self.settings.plus_one}
+        return _normalise(rms_norm, x, axes, residual, (self.scale[...],), **options)
 
 
 class LayerNorm(Module):
@@ -80,8 +82,8 @@ class LayerNorm(Module):
         self.scale = param(rngs, (width,), axis, ones)
         self.bias = param(rngs, (width,), axis, zeros) if model.norm.bias else None
 
-    def __call__(self, x: jax.Array, axes: kernels.Axes = kernels.STREAM, residual: jax.Array | None = None) -> Any:
-        """x [..., width], with these logical axes → the same; with a residual like x (x + residual, its norm)."""
+    def __call__(self, x: jax.Array, axes: kernels.Axes = kernels.RESIDUAL, residual: jax.Array | None = None) -> Any:
+        """Return the norm of x [..., width], which has these logical axes; with a residual (x + residual, its norm)."""
         vectors = self.scale[...], None if self.bias is None else self.bias[...]
         return _normalise(layer_norm, x, axes, residual, vectors, epsilon=self.settings.epsilon)
 
@@ -94,11 +96,11 @@ def _normalise(
     vectors: tuple[jax.Array | None, ...],
     **options: Any,
 ) -> Any:
-    """The norm of x, which has these logical axes, the last whole on each device; with a residual the sum of both and
-    its norm, by one kernel."""
+    """Return the norm of x, which has these logical axes, the last one unsharded; with a residual the sum and its norm,
+    by one kernel."""
 
-    def normalise(x: jax.Array, residual: jax.Array | None, *vectors: jax.Array | None, **how: Any) -> Any:
-        return operation(x, *vectors, residual=residual, **how)
+    def normalise(x: jax.Array, residual: jax.Array | None, *vectors: jax.Array | None, **options: Any) -> Any:
+        return operation(x, *vectors, residual=residual, **options)
 
     operands = (x, axes), (residual, axes), *((v, axes[-1:]) for v in vectors)
     return kernels.run(normalise, *operands, **options)
@@ -108,7 +110,7 @@ _NORMS = {"rms": RMSNorm, "layer": LayerNorm}
 
 
 def norm(model: config.ModelConfig, width: int, rngs: nnx.Rngs, axis: str = "channels") -> RMSNorm | LayerNorm:
-    """The norm that the configuration names, over `width` channels."""
+    """Return the norm that the configuration names, over `width` channels."""
     return _NORMS[model.norm.kind](model, width, axis, rngs)
 
 

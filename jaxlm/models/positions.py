@@ -1,4 +1,4 @@
-"""Where tokens stand and what they may see: rotary angles, and visibility as intervals of rows."""
+"""Positions of tokens: rotary angles, and attention masks as intervals of keys."""
 
 import math
 from typing import NamedTuple
@@ -12,69 +12,71 @@ from kernels_pallas.flash_attention import KeyRange
 
 
 def packed_causal_mask(positions_BT: jax.Array) -> KeyRange:
-    """Causal attention in packed rows: positions restart at 0 where a document starts, and none looks past that."""
+    """Return the causal mask of packed rows: positions restart at 0 with each document, which sees itself alone."""
     index_BT = jnp.broadcast_to(jnp.arange(positions_BT.shape[1])[None], positions_BT.shape)
     return KeyRange(index_BT - positions_BT, index_BT + 1)
 
 
 def sliding_window_mask(size: int, key_range: KeyRange) -> KeyRange:
-    """Of what each token sees, one interval int32 [B, T], the last `size` tokens: a sliding window."""
+    """Return the last `size` keys of each token's interval, int32 [B, T]."""
     return KeyRange(jnp.maximum(key_range.start, key_range.end - size), key_range.end)
 
 
 def cache_causal_mask(positions_BT: jax.Array) -> KeyRange:
-    """Causal attention to a cache in which position p lies at index p."""
+    """Return the causal mask of a cache in which position p lies at index p."""
     return KeyRange(jnp.zeros_like(positions_BT), positions_BT + 1)
 
 
-class Rotation(NamedTuple):
+class RopeTable(NamedTuple):
     """cos and sin of the rotary angles, float32 [B, T, H/2]."""
 
     cos: jax.Array
     sin: jax.Array
 
 
-class Views:
-    """What tokens see, and by what angles they turn, in each layer of a model: with a window in some or all layers, one
-    of two, which are made once."""
+class LayerMasks:
+    """The attention mask and RoPE table of each layer.
+
+    At most two pairs are made, once: one for layers with a window, one for the others.
+    """
 
     def __init__(self, model: config.ModelConfig, positions_BT: jax.Array, key_range: KeyRange):
         settings, self._window = model.position, model.attention.window
-        turn = None
+        rope = None
         if settings.kind == "rope":
-            turn = rotation(settings, model.attention.head_dim, positions_BT)
-        self._whole = self._narrow = key_range, turn
+            rope = rope_table(settings, model.attention.head_dim, positions_BT)
+        self._global = self._windowed = key_range, rope
         if self._window is not None:
             if theta := self._window.rope_theta:
-                turn = rotation(config.RopeConfig(theta=theta), model.attention.head_dim, positions_BT)
-            self._narrow = sliding_window_mask(self._window.size, key_range), turn
+                rope = rope_table(config.RopeConfig(theta=theta), model.attention.head_dim, positions_BT)
+            self._windowed = sliding_window_mask(self._window.size, key_range), rope
 
-    def of(self, layer: jax.Array) -> tuple[KeyRange, Rotation | None]:
-        """Of a layer by its number, from 0."""
+    def of(self, layer: jax.Array) -> tuple[KeyRange, RopeTable | None]:
+        """Return the mask and the table of a layer, by its index from 0."""
         if self._window is None or self._window.global_every is None:
-            return self._narrow
+            return self._windowed
         is_global = (layer + 1) % self._window.global_every == 0
 
         def choose(whole: jax.Array, narrow: jax.Array) -> jax.Array:
             return whole if whole is narrow else jnp.where(is_global, whole, narrow)
 
-        return jax.tree.map(choose, self._whole, self._narrow)
+        return jax.tree.map(choose, self._global, self._windowed)
 
 
-def rotation(settings: config.RopeConfig, head_dim: int, positions_BT: jax.Array) -> Rotation:
-    """Angles position · base^(−2i/H) (arXiv:2104.09864, section 3.2.2), scaled where the configuration says so."""
+def rope_table(settings: config.RopeConfig, head_dim: int, positions_BT: jax.Array) -> RopeTable:
+    """Return the table of angles position · θ^(−2i/H) (arXiv:2104.09864, section 3.2.2), scaled where configured."""
     frequency = settings.theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if settings.scaling is not None:
         frequency = _SCALED[settings.scaling.kind](frequency, settings.scaling)
     angle = positions_BT[..., None].astype(jnp.float32) * frequency[None, None]
-    return Rotation(jnp.cos(angle), jnp.sin(angle))
+    return RopeTable(jnp.cos(angle), jnp.sin(angle))
 
 
 def _llama3(frequency: jax.Array, scaling: config.Llama3ScalingConfig) -> jax.Array:
-    """Wavelengths beyond the original context are stretched by `factor`, short ones kept, those between blended."""
-    turns = scaling.original_context_length * frequency / (2 * math.pi)
+    """Stretch wavelengths beyond the original context by `factor`, keep short ones, and blend between."""
+    rotations = scaling.original_context_length * frequency / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    kept = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
     return kept * frequency + (1.0 - kept) * frequency / scaling.factor
 
 
@@ -85,7 +87,7 @@ def _linear(frequency: jax.Array, scaling: config.LinearScalingConfig) -> jax.Ar
 _SCALED = {"llama3": _llama3, "linear": _linear}
 
 
-def rotate(x_BTNH: jax.Array, axes: kernels.Axes, turn: Rotation) -> jax.Array:
-    """Rotate the pairs (x[i], x[i + H/2]) of x, which has these logical axes, by the angles; float32 inside."""
+def apply_rope(x_BTNH: jax.Array, axes: kernels.Axes, rope: RopeTable) -> jax.Array:
+    """Rotate the pairs (x[i], x[i + H/2]) of x, which has these logical axes, by the table's angles; float32 inside."""
     angles = *axes[:2], None
-    return kernels.run(rotary_embedding, (x_BTNH, axes), (turn.cos, angles), (turn.sin, angles))
+    return kernels.run(rotary_embedding, (x_BTNH, axes), (rope.cos, angles), (rope.sin, angles))

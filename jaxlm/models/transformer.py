@@ -11,16 +11,16 @@ from jaxlm.models import config
 from jaxlm.models.attention import attention
 from jaxlm.models.embedding import look_up
 from jaxlm.models.feed_forward import feed_forward
-from jaxlm.models.layers import Dropout, norm, whole_sequence
+from jaxlm.models.layers import Dropout, all_gather_sequence, norm
 from jaxlm.models.parameters import Module, normal, param, scope, stack
-from jaxlm.models.positions import Rotation, Views
+from jaxlm.models.positions import LayerMasks, RopeTable
 from jaxlm.parallel.partition import constrain, is_sharded
 from kernels_pallas.flash_attention import KeyRange
 from kernels_pallas.linear_cross_entropy import xla
 
 
 class Execution(NamedTuple):
-    """How the layers run; the result is the same whichever is chosen.
+    """The execution of the layers, which does not change their result.
 
     `remat`: what a layer keeps for its backward pass. `scan`: one compiled layer in a loop, or all written out.
     """
@@ -30,7 +30,7 @@ class Execution(NamedTuple):
 
 
 class Block(Module):
-    """One layer: attention and feed-forward, each behind a norm, or between two, and added to the residual stream."""
+    """One layer: attention and feed-forward, each after a norm, or between two, and added to the residual."""
 
     def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
         self.attention_norm = norm(model, model.d_model, rngs)
@@ -41,10 +41,10 @@ class Block(Module):
         self.feed_forward_post_norm = norm(model, model.d_model, rngs) if model.post_norms else None
 
     def __call__(
-        self, x_BTD: jax.Array, key_range: KeyRange, turn: Rotation | None, dropout: Dropout, cache: Any
+        self, x_BTD: jax.Array, key_range: KeyRange, rope: RopeTable | None, dropout: Dropout, cache: Any
     ) -> tuple[jax.Array, Any]:
-        """x [B, T, D] → [B, T, D], and the cache extended by this layer."""
-        read_BTD, cache = self.attention(self.attention_norm(x_BTD), key_range, turn, cache)
+        """Return the layer's output for x, [B, T, D] both, and the cache extended by it."""
+        read_BTD, cache = self.attention(self.attention_norm(x_BTD), key_range, rope, cache)
         if self.attention_post_norm is not None:
             read_BTD = self.attention_post_norm(read_BTD)
         x_BTD, normalised_BTD = self.feed_forward_norm(x_BTD, residual=dropout(read_BTD, 0))
@@ -78,7 +78,7 @@ class Transformer(Module):
         dropout: Dropout = Dropout(),
         execution: Execution = Execution(),
     ) -> tuple[jax.Array, Any]:
-        """The normalised residual stream after the last layer, [B, T, D], and the extended cache; see `residual`."""
+        """Return the normalised residual after the last layer, [B, T, D], and the extended cache; see `residual`."""
         x_BTD, cache, _ = self.residual(
             tokens_BT, positions_BT, key_range, cache=cache, dropout=dropout, execution=execution
         )
@@ -95,14 +95,14 @@ class Transformer(Module):
         execution: Execution = Execution(),
         observe: Callable[[jax.Array], Any] = lambda x_BTD: None,
     ) -> tuple[jax.Array, Any, Any]:
-        """The residual stream after the last layer, [B, T, D], the extended cache, and what was observed.
+        """Return the residual after the last layer, [B, T, D], the extended cache, and what was observed.
 
         Args:
           tokens_BT: int32 token ids in [0, vocabulary).
           positions_BT: int32 position of each token in its document.
-          key_range: what each token may see; indices of the row, or of the cache where there is one.
+          key_range: the keys that each token attends to: indices of the row, or of the cache where there is one.
           cache: keys and values of earlier tokens (`jaxlm.inference.cache.Cache`), or None.
-          observe: a function of the stream after each layer; what it returns comes back stacked, [L, …].
+          observe: a function of the residual after each layer; its results are returned stacked, [L, …].
         """
         x_BTD = look_up(self.embedding, tokens_BT)
         if self.model.scale_embeddings:
@@ -111,22 +111,22 @@ class Transformer(Module):
             x_BTD = x_BTD + look_up(self.positions, positions_BT)
         x_BTD = dropout.at(0)(x_BTD, 0)
 
-        views = Views(self.model, positions_BT, key_range)
+        masks = LayerMasks(self.model, positions_BT, key_range)
 
         def run(block: Block, carry: tuple, layer: jax.Array) -> tuple:
-            x_BTD, cache = block(carry[0], *views.of(layer), dropout.at(layer + 1), carry[1])
+            x_BTD, cache = block(carry[0], *masks.of(layer), dropout.at(layer + 1), carry[1])
             return (x_BTD, cache), observe(x_BTD)
 
         (x_BTD, cache), observed = _through(self.layers, run, (x_BTD, cache), self.model.num_layers, execution)
         return x_BTD, cache, observed
 
     def unembedding_table(self) -> tuple[nnx.Param, str]:
-        """What turns the stream into logits, and its dimensions: "DV", or "VD" where it is the embedding."""
+        """Return the unembedding and its dimensions: "DV", or "VD" where it is the embedding."""
         return (self.embedding, "VD") if self.unembedding is None else (self.unembedding, "DV")
 
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Unembed [B, T, D] to float32 logits [B, T, V], between −cap and cap where there is a soft cap."""
-        hidden_BTD = whole_sequence(hidden_BTD)
+        hidden_BTD = all_gather_sequence(hidden_BTD)
         table, letters = self.unembedding_table()
         options = {"soft_cap": self.model.logit_soft_cap, "flat": not is_sharded("residual")}
         with scope(table):
@@ -137,7 +137,7 @@ class Transformer(Module):
 def _through(
     layers: Module, run: Callable[[Any, tuple, jax.Array], tuple], carry: tuple, n: int, execution: Execution
 ) -> tuple:
-    """Carry a value through the stacked layers, scanned or unrolled over the same tree; and what each of them gives."""
+    """Carry a value through the stacked layers, scanned or unrolled over the same tree. Return it and each result."""
     graph, stacked = nnx.split(layers)
 
     def body(carry: tuple, layer: tuple) -> tuple[tuple, Any]:

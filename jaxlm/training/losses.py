@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.models import kernels
-from jaxlm.models.layers import whole_sequence
+from jaxlm.models.layers import all_gather_sequence
 from jaxlm.models.parameters import scope
 from jaxlm.models.transformer import Transformer
 from jaxlm.parallel.partition import partition
@@ -25,7 +25,7 @@ def summed(
       hidden_BTD: the normalised residual stream. targets_BT: int32 token ids. counted_BT: bool.
     """
     table, letters = module.unembedding_table()
-    hidden_BTD = whole_sequence(hidden_BTD)
+    hidden_BTD = all_gather_sequence(hidden_BTD)
     mesh, specs = jax.sharding.get_abstract_mesh(), None
     if not mesh.empty:
         hidden_axes = "batch", "sequence", "act_model"

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxlm.models.config import LinearScalingConfig, Llama3ScalingConfig, RopeConfig
-from jaxlm.models.positions import packed_causal_mask, rotate, rotation
+from jaxlm.models.positions import apply_rope, packed_causal_mask, rope_table
 from jaxlm.parallel.layout import AXES
 from kernels_pallas.flash_attention import KeyRange, causal_chunks, flash_attention
 
@@ -116,8 +116,8 @@ def test_rows_see_their_own_segment_up_to_themselves():
     np.testing.assert_array_equal(key_range.end, [[1, 2, 3, 4, 5, 6]])
 
 
-def rotated(x, turn):
-    return rotate(jnp.asarray(x), ("batch", "sequence", "act_heads", "act_head_dim"), turn)
+def rotated(x, rope):
+    return apply_rope(jnp.asarray(x), ("batch", "sequence", "act_heads", "act_head_dim"), rope)
 
 
 def test_rotary_scores_depend_on_distance_only():
@@ -125,7 +125,7 @@ def test_rotary_scores_depend_on_distance_only():
     query, key = draw.normal(size=(2, 1, 1, 1, 16)).astype(np.float32)
 
     def score(q_at, k_at):
-        turned = (rotated(x, rotation(RopeConfig(), 16, jnp.array([[at]]))) for x, at in ((query, q_at), (key, k_at)))
+        turned = (rotated(x, rope_table(RopeConfig(), 16, jnp.array([[at]]))) for x, at in ((query, q_at), (key, k_at)))
         return jnp.vdot(*turned)
 
     np.testing.assert_allclose(score(7, 3), score(104, 100), rtol=1e-5)
@@ -134,14 +134,14 @@ def test_rotary_scores_depend_on_distance_only():
 
 def test_rotary_keeps_length_and_position_zero():
     x = np.random.default_rng(0).normal(size=(1, 2, 3, 8)).astype(np.float32)
-    turned = rotated(x, rotation(RopeConfig(), 8, jnp.array([[0, 5]])))
+    turned = rotated(x, rope_table(RopeConfig(), 8, jnp.array([[0, 5]])))
     np.testing.assert_allclose(np.linalg.norm(turned, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-6)
     np.testing.assert_array_equal(turned[:, 0], x[:, 0])
 
 
 def test_rotary_pairs_are_half_a_head_apart():
-    turn = rotation(RopeConfig(theta=100.0), 4, jnp.array([[1]]))
-    turned = rotated(jnp.array([[[[1.0, 0.0, 0.0, 0.0]]]]), turn)
+    rope = rope_table(RopeConfig(theta=100.0), 4, jnp.array([[1]]))
+    turned = rotated(jnp.array([[[[1.0, 0.0, 0.0, 0.0]]]]), rope)
     np.testing.assert_allclose(turned[0, 0, 0], [np.cos(1.0), 0.0, np.sin(1.0), 0.0], atol=1e-7)
 
 
@@ -151,8 +151,8 @@ def test_llama3_scaling_keeps_fast_frequencies_and_stretches_slow_ones():
     stretched = RopeConfig(theta=500_000.0, scaling=scaling)
 
     def angles(settings):
-        turn = rotation(settings, 128, jnp.array([[1]]))
-        return np.arctan2(turn.sin[0, 0], turn.cos[0, 0]).astype(np.float64)
+        rope = rope_table(settings, 128, jnp.array([[1]]))
+        return np.arctan2(rope.sin[0, 0], rope.cos[0, 0]).astype(np.float64)
 
     ratio = angles(stretched) / angles(plain)
     wavelength = 2 * np.pi / angles(plain)
@@ -165,4 +165,4 @@ def test_llama3_scaling_keeps_fast_frequencies_and_stretches_slow_ones():
 def test_linear_scaling_makes_steps_of_a_factor_one():
     stretched = RopeConfig(scaling=LinearScalingConfig(factor=8.0))
     positions = jnp.arange(12)[None]
-    chex.assert_trees_all_close(rotation(stretched, 8, 8 * positions), rotation(RopeConfig(), 8, positions))
+    chex.assert_trees_all_close(rope_table(stretched, 8, 8 * positions), rope_table(RopeConfig(), 8, positions))

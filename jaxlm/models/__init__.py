@@ -1,1 +1,1 @@
-"""What an architecture is: its configuration, its Flax NNX modules and its abstract tree."""
+"""Architectures: their configuration, Flax NNX modules and abstract trees."""

@@ -30,8 +30,10 @@ Remat = Annotated[Literal["none", "full"] | tuple[ActivationName, ...], BeforeVa
 
 
 class RMSNormConfig(Section):
-    """Zhang and Sennrich 2019 (arXiv:1910.07467), equation 4. `plus_one` multiplies by 1 + the parameter, which begins
-    at 0 (Gemma)."""
+    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467, equation 4).
+
+    `plus_one` multiplies by 1 + the parameter, which starts at 0 (Gemma).
+    """
 
     kind: Literal["rms"] = "rms"
     epsilon: Positive = 1e-5
@@ -39,7 +41,7 @@ class RMSNormConfig(Section):
 
 
 class LayerNormConfig(Section):
-    """Ba et al. 2016 (arXiv:1607.06450), equations 3 and 4."""
+    """Layer normalisation (Ba et al. 2016, arXiv:1607.06450, equations 3 and 4)."""
 
     kind: Literal["layer"] = "layer"
     epsilon: Positive = 1e-5
@@ -97,7 +99,7 @@ class SlidingWindowConfig(Section):
 
 
 class GroupedQueryAttentionConfig(Section):
-    """Ainslie et al. 2023 (arXiv:2305.13245): `num_heads` query heads share `num_kv_heads` key/value heads.
+    """Grouped-query attention: `num_heads` query heads share `num_kv_heads` key/value heads (arXiv:2305.13245).
 
     `num_kv_heads = num_heads` is multi-head attention, `num_kv_heads = 1` multi-query attention. Scores are the
     products of queries and keys times `scale`, 1 / √head_dim where it is not given; with a `soft_cap` they
@@ -116,12 +118,15 @@ class GroupedQueryAttentionConfig(Section):
     window: SlidingWindowConfig | None = None
 
     def kv_heads_over(self, devices: int) -> int:
-        """Key/value heads that are computed where query heads lie on so many devices: where these do not divide them,
-        so many copies of each that every device has those of its query heads, and no others."""
+        """Return the number of key/value heads that are computed where query heads are sharded over `devices`.
+
+        Where `devices` does not divide them each head is repeated, so that every device has exactly those of its query
+        heads.
+        """
         return math.lcm(self.num_kv_heads, devices)
 
     def kv_copies(self, devices: int) -> int:
-        """Return the number of copies of each key/value head where query heads lie on this many devices."""
+        """Return the number of copies of each key/value head where query heads are sharded over `devices`."""
         return self.kv_heads_over(devices) // self.num_kv_heads
 
 
@@ -138,10 +143,10 @@ class DenseFeedForwardConfig(Section):
 class ModelConfig(Section):
     """A decoder-only Transformer.
 
-    `context_length` is the longest sequence it can see. `attention.num_kv_heads` defaults to `attention.num_heads`,
-    `attention.head_dim` to `d_model / attention.num_heads`. Norms stand before attention and before the feed-forward
-    layer, with `post_norms` also behind each. `scale_embeddings` multiplies what is looked up by √d_model;
-    a `logit_soft_cap` keeps logits between −cap and cap.
+    `context_length` is the longest sequence that it can read. `attention.num_kv_heads` defaults to
+    `attention.num_heads`, `attention.head_dim` to `d_model / attention.num_heads`. Norms stand before attention and
+    before the feed-forward layer, with `post_norms` also after each. `scale_embeddings` multiplies embeddings by
+    √d_model; a `logit_soft_cap` keeps logits between −cap and cap.
     """
 
     vocab_size: Count
@@ -198,7 +203,7 @@ class ModelConfig(Section):
 
     @property
     def windowed_layers(self) -> int:
-        """How many layers see through `attention.window`."""
+        """Return the number of layers with `attention.window`."""
         window = self.attention.window
         if window is None:
             return 0

@@ -23,7 +23,7 @@ _chosen = jax.make_user_context("auto")
 
 @contextlib.contextmanager
 def using_kernels(kernels: Kernels) -> Iterator[None]:
-    """Trace models inside with this choice of kernels; outside it is "auto". Also a decorator of a function."""
+    """Trace models inside with this choice of kernels, also as a decorator; outside it is "auto"."""
     with _chosen(kernels):
         yield
 

@@ -1,4 +1,4 @@
-"""The small parts that every block is made of: linear maps, norms, dropout."""
+"""Layers that every block is made of: linear maps, norms, dropout."""
 
 import math
 from collections.abc import Callable
@@ -128,5 +128,5 @@ class Dropout(NamedTuple):
         return jnp.where(keep, x / (1.0 - self.rate), jnp.zeros_like(x))
 
     def at(self, layer: jax.Array | int) -> "Dropout":
-        """The dropout of one layer."""
+        """Return the dropout of one layer."""
         return self if self.key is None else self._replace(key=jax.random.fold_in(self.key, layer))

@@ -1,4 +1,4 @@
-"""How parameters are declared: once, in their module, with everything that others need to know of them."""
+"""The declaration of parameters: once, in their module, with everything that other code reads about them."""
 
 import functools
 from collections.abc import Callable
@@ -16,7 +16,7 @@ ones: Initializer = jax.nn.initializers.ones
 
 
 def normal(std: float) -> Initializer:
-    """Independent draws from N(0, std²)."""
+    """Return the initializer that draws from N(0, std²)."""
     return jax.nn.initializers.normal(std)
 
 
@@ -41,8 +41,11 @@ def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: str, init: Initializer) 
 
 
 class Module(nnx.Module):
-    """A module whose parts are named by the attributes that hold them: what it computes carries, in the compiled
-    program and in profiles, the path that the abstract tree gives it ("layers/attention/query")."""
+    """A module whose submodules are named by the attributes that hold them.
+
+    In the compiled program and in profiles its operations carry its path in the abstract tree
+    ("layers/attention/query").
+    """
 
     name: str | None = None  # in its parent; the root has none
 
@@ -60,7 +63,7 @@ class Module(nnx.Module):
 
 
 def scope(parameter: nnx.Param) -> AbstractContextManager:
-    """What is computed inside belongs to this parameter: its name is added to the path."""
+    """Add the parameter's name to the path of everything computed inside."""
     name = parameter.get_metadata().get("name")
     return jax.named_scope(name) if name else nullcontext()
 
@@ -75,7 +78,7 @@ def _named(call: Callable) -> Callable:
 
 
 def stack(make_layer: Callable[[nnx.Rngs], Module], n: int, rngs: nnx.Rngs) -> Module:
-    """n layers as one module whose parameters are [n, …] with the axis "layers" in front."""
+    """Return n layers as one module whose parameters are [n, …], with the leading axis "layers"."""
     layers = nnx.vmap(make_layer)(rngs.split(n))
     for _, variable in nnx.iter_graph(layers):
         if isinstance(variable, nnx.Param):

@@ -1,4 +1,4 @@
-"""The decoder-only Transformer, assembled from interchangeable parts."""
+"""The decoder-only Transformer, assembled from interchangeable layers."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -27,18 +27,21 @@ _TABLES = frozenset({"vocab", "positions"})
 
 
 def abstract(model: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
-    """(graph, tree) of the model: `nnx.merge(graph, parameters)` is the module; the tree's leaves are `nnx.Param`
-    with a `jax.ShapeDtypeStruct` and the metadata `axes` and `inputs` that `models.parameters.param` declared."""
+    """Return (graph, tree) of the model: `nnx.merge(graph, parameters)` is the module.
+
+    The tree's leaves are `nnx.Param` with a `jax.ShapeDtypeStruct` and the metadata `axes` and `inputs` that
+    `models.parameters.param` declared.
+    """
     return nnx.split(nnx.eval_shape(lambda: build(model, seed=0)))
 
 
 def read(tree: nnx.State, leaf: Callable[[nnx.Param], Any]) -> Tree:
-    """A nested dict with leaf(parameter) for each parameter of an abstract tree."""
+    """Return a nested dict with leaf(parameter) for each parameter of an abstract tree."""
     return nnx.to_pure_dict(tree, extract_fn=leaf)
 
 
 def shapes(tree: nnx.State, dtype: jax.typing.DTypeLike | None = None) -> Tree:
-    """The `jax.ShapeDtypeStruct` of each parameter, as declared or in another dtype."""
+    """Return the `jax.ShapeDtypeStruct` of each parameter, as declared or in another dtype."""
     return read(tree, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype))
 
 
@@ -48,15 +51,17 @@ def shardings(tree: nnx.State, mesh: Mesh, rules: Rules = TRAIN) -> Tree:
 
 
 def placed(shapes: Any, shardings: Any) -> Any:
-    """The `jax.ShapeDtypeStruct`s of any tree with the shardings of another that is built alike."""
+    """Return the `jax.ShapeDtypeStruct`s of a tree with the shardings of another of the same structure."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
 @dataclass(frozen=True)
 class Dimensions:
-    """Which dimensions of a parameter are what, by declaration: a `stack` of like parameters (one per layer), the
-    `inputs` that a matrix (embeddings included) contracts, and its `outputs`, or those of a gain or bias, which has no
-    inputs."""
+    """The dimensions of a parameter by role, as declared.
+
+    `stack`: over like parameters, one per layer. `inputs`: those that a matrix (embeddings included) contracts; a gain
+    or bias has none. `outputs`: the others.
+    """
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
@@ -67,12 +72,12 @@ class Dimensions:
 
     @property
     def projection(self) -> bool:
-        """Whether it is a matrix that maps channels to channels, no table; Muon's matrices."""
+        """Return whether it is a matrix that maps channels to channels, no table: a matrix for Muon."""
         return bool(self.inputs) and not self.table
 
 
 def dimensions(tree: nnx.State) -> Tree:
-    """The `Dimensions` of each parameter."""
+    """Return the `Dimensions` of each parameter."""
 
     def of(leaf: nnx.Param) -> Dimensions:
         stack = tuple(i for i, name in enumerate(leaf.axes) if name in _STACKED)
@@ -85,19 +90,19 @@ def dimensions(tree: nnx.State) -> Tree:
 
 
 def paths(tree: Tree) -> dict[str, Any]:
-    """Leaves by path, the keys joined by "/"."""
+    """Return leaves by path, the keys joined by "/"."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Exact number of parameters, tied ones once."""
+    """Return the exact number of parameters, tied ones counted once."""
     _, tree = abstract(model)
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(tree)))
 
 
 def build(model: ModelConfig, seed: int) -> Transformer:
-    """The module with initial parameters; inside jit, so that each device makes only its own shard.
+    """Return the module with initial parameters; inside jit, so that each device makes only its own shard.
 
     The values do not depend on the mesh.
     """
@@ -105,7 +110,7 @@ def build(model: ModelConfig, seed: int) -> Transformer:
 
 
 def init(model: ModelConfig, seed: int, mesh: Mesh) -> Tree:
-    """Initial parameters, float32, laid out on the mesh."""
+    """Return initial parameters, float32, sharded on the mesh."""
     _, tree = abstract(model)
     with jax.set_mesh(mesh):
         make = jax.jit(lambda: parameters(build(model, seed)), out_shardings=shardings(tree, mesh))
@@ -113,5 +118,5 @@ def init(model: ModelConfig, seed: int, mesh: Mesh) -> Tree:
 
 
 def parameters(module: Transformer) -> Tree:
-    """The parameters of a module as a nested dict."""
+    """Return the parameters of a module as a nested dict."""
     return nnx.to_pure_dict(nnx.state(module))

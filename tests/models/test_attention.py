@@ -68,7 +68,7 @@ def test_chunks_are_of_some_size_and_leave_nothing_out(length):
 
 @pytest.mark.parametrize("length", [7, 256, 300, 1100])
 def test_causal_chunks_are_the_whole(length):
-    """Of packed rows with a window, and with rows that see nothing; forward and backward."""
+    """Packed rows with a window, and rows that see nothing; forward and backward."""
     draw = np.random.default_rng(0)
     query, cotangent = draw.normal(size=(2, 2, length, 4, 8)).astype(np.float32)
     key, value = draw.normal(size=(2, 2, length, 2, 8)).astype(np.float32)

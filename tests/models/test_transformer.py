@@ -50,7 +50,7 @@ def hidden(graph, parameters, embedding, tokens, positions):
 
 
 def influence(graph, parameters, positions, chosen):
-    """Of each input position on the chosen outputs: the size of their gradient with respect to it."""
+    """Return the size of the gradient of the chosen outputs with respect to each input position."""
     tokens = jnp.arange(positions.shape[1])[None]
 
     @jax.jit
@@ -218,7 +218,7 @@ def capped(x, cap):
 
 
 def test_gemma_equals_its_equations_in_numpy():
-    """What Gemma 2 (arXiv:2408.00118) and Gemma 3 (arXiv:2503.19786) have beside Llama, in one model."""
+    """Everything that Gemma 2 (arXiv:2408.00118) and Gemma 3 (arXiv:2503.19786) add to Llama, in one model."""
     model, graph, parameters = parts(model_fixtures.GEMMA)
     p = jax.tree.map(lambda x: np.asarray(x, np.float64), parameters)
     draw = np.random.default_rng(1)

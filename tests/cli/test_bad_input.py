@@ -239,7 +239,11 @@ FOLDERS = {
     "other text with another's tokenizer": ("eval crossed --data text.txt", ["crossed/tokenizer.json has 300 tokens"]),
     "generation with another seed of training": (
         "generate run --prompt a training.seed=1",
-        ["training.seed changes nothing here", "model, mesh, training.dtype, training.kernels are read", "leave it out"],
+        [
+            "training.seed changes nothing here",
+            "model, mesh, training.dtype, training.kernels are read",
+            "leave it out",
+        ],
     ),
     "generation with another tokenizer": (
         "generate run --prompt a data.tokenizer=none.json",
@@ -270,7 +274,10 @@ GENERATION = {
     "negative seed": ("generate run --prompt a --seed -1", ["--seed -1", "from 0"]),
     "no tokens": ("generate run --prompt a --max-tokens 0", ["--max-tokens 0", "1 or more"]),
     "fewer tokens than none": ("generate run --prompt a --max-tokens -1", ["--max-tokens -1", "1 or more"]),
-    "more tokens than the context": ("generate run --token-ids 1,2 --max-tokens 32", ["context_length = 32", "at most 31"]),
+    "more tokens than the context": (
+        "generate run --token-ids 1,2 --max-tokens 32",
+        ["context_length = 32", "at most 31"],
+    ),
     "prompt that fills the context": (
         f"generate run --prompt {'a' * 40}",
         ["a prompt of 41 tokens exceeds", "context_length = 32"],

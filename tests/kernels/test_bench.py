@@ -29,7 +29,7 @@ def test_alone(tmp_path, capsys):
     results = json.loads((tmp_path / "cpu" / "kernels.json").read_text())
     rows = results["rows"]
     assert {row["operation"] for row in rows} == set(OPERATIONS)
-    assert {row["implementation"] for row in rows} == {"reference", "chunked"}
+    assert {row["implementation"] for row in rows} == {"reference", "xla", "chunked"}
     assert results["left_out"] == []
     for row in rows:
         assert row["seconds"] > 0 and row["clock"] == "host"

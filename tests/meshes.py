@@ -10,7 +10,7 @@ from jaxlm.parallel.mesh import make_mesh
 
 def layout(*sizes: int, **named: int) -> Layout:
     """Return the layout with these sizes of the outermost axes, or of named ones."""
-    return Layout(dict(zip(AXES, sizes, strict=False)), **named)
+    return Layout(dict(zip(AXES[: len(sizes)], sizes, strict=True)), **named)
 
 
 def make(*sizes: int, devices: Sequence | None = None, **named: int) -> Mesh:

@@ -15,7 +15,7 @@ KERNELS = ("triton", "mosaic_gpu", "mosaic_tpu")
 def choose(
     operation: str,
     implementation: str | None,
-    reasons: Mapping[str, Callable[[TargetChip], str | None]],
+    reasons: Mapping[str, Callable[[TargetChip | None], str | None]],
     manual: bool = False,
     by_name: Collection[str] = (),
 ) -> str:
@@ -27,7 +27,7 @@ def choose(
         `reasons` that supports the call on the target being lowered for, and otherwise the reference. "xla" is the
         reference where `reasons` has no "xla": there is nothing to tune.
       reasons: for each implementation besides the reference, in order of preference, a function of the target that
-        returns None where it supports this call, and otherwise the reason in a few words.
+        returns None where it supports this call, and otherwise the reason in a few words; that of "xla" gets None.
       manual: whether the operation puts the call inside a shard_map of its own.
       by_name: implementations in `reasons` that None does not take.
 
@@ -39,9 +39,11 @@ def choose(
     if implementation is not None and (not isinstance(implementation, str) or implementation not in reasons):
         names = ", ".join(dict.fromkeys(["reference", "xla", *reasons]))
         raise ValueError(f"{operation}: there is no implementation {implementation!r}; there are {names}")
-    chip = target.current()
 
     def unsupported_reason(name: str) -> str | None:
+        if name == "xla":  # it serves any chip, and to ask for the chip may start a backend
+            return reasons[name](None)
+        chip = target.current()
         if name in KERNELS and not interpretation.current():  # any platform interprets
             general = cannot_lower(name, chip) or (None if manual else _is_partitioned(name))
         else:

@@ -130,7 +130,7 @@ def test_no_parameter_above_a_size_is_whole_on_every_device(platform):
 def test_the_stream_is_gathered_and_scattered_on_cuda():
     """Forward: in a layer two gathers, and two sums of which each device keeps its part; one such sum behind the
     embedding and a gather before the unembedding. Backward: their transposes. No [B, T, D] is summed whole."""
-    mesh = meshes.make(1, 1, 4, four["cuda"]())
+    mesh = meshes.make(1, 1, 4, devices=four["cuda"]())
     program = training_step(mesh, "bfloat16")
     stream = 2 * 8 * model_fixtures.CONTEXT * 32
     counted = Counter()
@@ -146,8 +146,8 @@ def test_the_stream_is_gathered_and_scattered_on_cuda():
 @elsewhere
 def test_the_stream_is_gathered_and_scattered_on_tpu():
     """There, a sum of which each device keeps its part is an all-reduce in a fusion of that name."""
-    mesh = meshes.make(1, 1, 4, four["tpu"]())
-    found = sent(training_step(mesh, "bfloat16", context_length=512, d_model=256), mesh)
+    mesh = meshes.make(1, 1, 4, devices=four["tpu"]())
+    found = sent(training_step(mesh, "bfloat16", context=512, d_model=256), mesh)
     stream = 2 * 8 * 512 * 256
     kinds = {c.kind for c in found if c.bytes == stream and c.dtype == "bf16"}
     assert kinds == {"all-gather", "reduce-scatter"}

@@ -240,7 +240,7 @@ def test_a_loss_that_cannot_be_read_costs_its_own_checkpoint_alone(tmp_path, con
 def test_an_average_that_is_not_there_is_refused_in_one_line(tmp_path):
     trained(tmp_path, [None])
     parameters = like(meshes.make()).parameters
-    with pytest.raises(InputError, match="checkpoint 1 of .* does not fit the model .*average"):
+    with pytest.raises(InputError, match=r"checkpoint 1 of .* does not match \[model\] .*average"):
         checkpoints.restore_parameters(tmp_path, 1, parameters, average=True)
 
 

@@ -72,8 +72,8 @@ def choose_kernel(
     `tuned_for_xla`: the operation has an implementation "xla", which None takes where no kernel serves.
     """
     serves = functools.partial(unsupported_reason, x, max_width=None if body.elementwise else MAX_WIDTH)
-    names = (*IMPLEMENTATIONS, "xla") if tuned_for_xla else IMPLEMENTATIONS
-    chosen = choose(body.name, implementation, dict.fromkeys(names, serves))
+    reasons = dict.fromkeys(IMPLEMENTATIONS, serves) | ({"xla": lambda chip: None} if tuned_for_xla else {})
+    chosen = choose(body.name, implementation, reasons)
     # Empty operands have the same result in every implementation.
     return None if chosen == "reference" or x.size == 0 else chosen
 

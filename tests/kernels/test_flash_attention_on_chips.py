@@ -179,6 +179,7 @@ def test_few_key_heads_are_shared_out_over_a_gpu(monkeypatch, sms, shares, bias)
     chex.assert_trees_all_close(gradient("triton"), gradient("reference"), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @interpreted()
 def test_few_key_heads_are_shared_out_over_hopper(monkeypatch):
@@ -231,7 +232,7 @@ def test_the_tpu_kernels_race_with_nothing_and_read_what_was_written():
             pytest.param("backward", 260, 100, 64, (1, 1, 1, 100), id="backward"),
             pytest.param("backward", 140, 100, 128, (1, 1, 140, 100), id="backward, wide"),
         ],
-        ["forward", "backward, wide"],
+        ["forward"],
     ),
 )
 def test_the_hopper_kernels_race_with_nothing_and_free_what_they_fill(what, T, S, width, bias):

@@ -74,6 +74,8 @@ SAMPLE = {
 
 
 def _in_the_sample(operation, case, dtype, implementation):
+    if case.name.startswith("wide") and implementation == "mosaic_gpu":  # slow; the machine code of that kernel runs
+        return False
     return f"{case.name}-{dtype}" in SAMPLE[operation.name]
 
 

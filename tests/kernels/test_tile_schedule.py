@@ -77,6 +77,7 @@ def test_an_unmasked_tile_is_visited_once_and_each_block_at_least_once(by_keys):
     assert np.any(known.tiles & tile_schedule._UNMASKED) and np.any(known.tiles[:, -1] & 15 == 0)
 
 
+@pytest.mark.exhaustive
 @interpreted()
 def test_more_blocks_than_a_tile_can_name_are_split():
     """The block number in a tile would overflow to a negative number, even with few unmasked tiles."""

@@ -208,7 +208,7 @@ def run(capsys, *arguments) -> tuple[int, dict]:
     return status, json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize("platform", sampled(["tpu", "cuda"], ["cuda"]))
 def test_the_command_reports_and_keeps_the_programs(small, platform, capsys, tmp_path):
     status, row = run(capsys, small, "--on", FOUR[platform], "--mesh", "fsdp=2,tensor=2", "--dump", tmp_path / "kept")
     assert status == 0 and row["fits"] and row["devices"] == 4
@@ -254,7 +254,7 @@ def test_compiling_for_two_kinds_of_tpu_at_once(small):
     code = "import sys; from jaxlm.cli import main; sys.exit(main(sys.argv[1:]))"
     both = [
         subprocess.Popen(
-            [sys.executable, "-c", code, "compile", str(small), "--on", chips, "--json"],
+            [sys.executable, "-c", code, "compile", str(small), "--on", chips, "--workload", "decode", "--json"],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for chips in ("tpu-v5e:2x2", "tpu-v6e:2x2")

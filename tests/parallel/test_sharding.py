@@ -49,7 +49,7 @@ def test_there_are_ten_ways_to_factor_eight():
     "family, mesh",
     sampled(
         [pytest.param(family, mesh) for family in ("llama", "gpt2") for mesh in MESHES],
-        ["llama-(2, 2, 2)", "llama-(1, 1, 8)", "gpt2-(8, 1, 1)", "gpt2-(1, 4, 2)"],
+        ["llama-(2, 2, 2)", "gpt2-(8, 1, 1)", "gpt2-(1, 4, 2)"],
     ),
     ids=str,
 )
@@ -92,7 +92,7 @@ def all_that_is_new_on_one_device():
     return all_that_is_new(meshes.make())
 
 
-@pytest.mark.parametrize("mesh", sampled(MESHES, ["(2, 2, 2)", "(1, 8, 1)"]), ids=str)
+@pytest.mark.parametrize("mesh", sampled(MESHES, ["(2, 2, 2)"]), ids=str)
 def test_muon_groups_average_and_z_loss_are_those_of_one_device(all_that_is_new_on_one_device, mesh):
     expected_metrics, expected = all_that_is_new_on_one_device
     metrics, state = all_that_is_new(meshes.make(*mesh))

@@ -69,10 +69,15 @@ def assert_close(actual, expected):
 
 
 def test_two_processes_train_to_the_losses_of_one(config, whole, tmp_path):
-    (first, _), (second, quiet) = finish(start(config, [tmp_path / "run"] * 2, "--json", "--profile", "3:5"))
+    (first, _), (second, quiet) = finish(start(config, [tmp_path / "run"] * 2, "--json"))
     assert_close(losses(tmp_path / "run"), whole)
     assert json.loads(first)["step"] == STEPS  # one object, without output of the network library
     assert second == "" and "step" not in quiet
+
+
+@pytest.mark.exhaustive
+def test_each_process_writes_a_profile(config, tmp_path):
+    finish(start(config, [tmp_path / "run"] * 2, "training.steps=8", "--profile", "3:5"))
     for index in range(2):
         assert list((tmp_path / "run" / "profile" / f"process-{index}").rglob("*.xplane.pb"))
 

@@ -87,12 +87,12 @@ def test_a_signal_saves_and_says_how_to_go_on(config, uninterrupted, tmp_path, n
 def test_a_run_moves_from_mesh_to_mesh(config, uninterrupted, tmp_path):
     run = tmp_path / "run"
     # 5 steps are too few for rounding to grow: the tolerance of DESIGN holds from one mesh to the next.
-    for steps, mesh in ((20, "mesh.data=2"), (40, "mesh.fsdp=4"), (60, "mesh.tensor=1")):
+    for steps, mesh in ((20, "mesh.data=2"), (40, "mesh.tensor=2")):
         key, size = mesh.split("=")
         others = [f"mesh.{axis}=1" for axis in ("data", "fsdp", "tensor") if f"mesh.{axis}" != key]
         finish(start(config, run, f"training.steps={steps}", *others, mesh, devices=int(size)))
     moved, whole = figures(run), figures(uninterrupted)
-    assert list(moved) == list(range(1, 61))
+    assert list(moved) == list(range(1, 41))
     np.testing.assert_allclose([moved[s][0] for s in moved], [whole[s][0] for s in moved], rtol=1e-4)
 
 

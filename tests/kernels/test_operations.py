@@ -74,7 +74,7 @@ SAMPLE = {
 
 
 def _in_the_sample(operation, case, dtype, implementation):
-    if case.name.startswith("wide") and implementation == "mosaic_gpu":  # slow; the machine code of that kernel runs
+    if implementation == "mosaic_gpu":  # interpreted slowly: in the sample its machine code runs, and its race test
         return False
     return f"{case.name}-{dtype}" in SAMPLE[operation.name]
 
@@ -82,6 +82,7 @@ def _in_the_sample(operation, case, dtype, implementation):
 def test_the_sample_has_every_implementation_and_names_no_other_case():
     kept = [param.values for param in CALLS if _in_the_sample(*param.values)]
     every = {(operation.name, name) for operation in OPERATIONS.values() for name in _implementations(operation)}
+    every -= {(name, "mosaic_gpu") for name in OPERATIONS}
     assert {(operation.name, implementation) for operation, _, _, implementation in kept} == every
     named = {(name, case) for name, cases in SAMPLE.items() for case in cases}
     assert {(operation.name, f"{case.name}-{dtype}") for operation, case, dtype, _ in kept} == named

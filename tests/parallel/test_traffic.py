@@ -2,6 +2,7 @@
 microbatches and layers; the residual crosses the `tensor` axis by gathers and scatters, so that each device holds its
 shard; and nothing moves that the sharding rules do not ask for."""
 
+import functools
 import math
 import platform
 import sys
@@ -23,6 +24,7 @@ from jaxlm.training.step import jit_steps, make_steps
 VOCABULARY = 2048
 
 
+@functools.cache
 def training_step(
     mesh, dtype: str, context: int = model_fixtures.CONTEXT, microbatches: int = 4, **model
 ) -> hlo.HloProgram:

@@ -20,6 +20,23 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 
 
+# Modules whose fixtures train a run: all tests of one run in one worker, which trains it once.
+TRAINING = frozenset(f"tests/cli/test_{name}.py" for name in ("commands", "harness", "processes", "resume", "stops"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Hand out tests to workers one by one, but those of a module in TRAINING together."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ModuleScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            module = nodeid.partition("::")[0]
+            return module if module in TRAINING else nodeid
+
+    return ModuleScheduling(config, log)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def cache_of_its_own(tmp_path_factory):
     """Keep the tests' caches apart from the user's.

@@ -87,7 +87,7 @@ def test_a_signal_saves_and_says_how_to_go_on(config, uninterrupted, tmp_path, n
 def test_a_run_moves_from_mesh_to_mesh(config, uninterrupted, tmp_path):
     run = tmp_path / "run"
     # 5 steps are too few for rounding to grow: the tolerance of DESIGN holds from one mesh to the next.
-    for steps, mesh in ((20, "mesh.data=2"), (40, "mesh.tensor=2")):
+    for steps, mesh in ((20, "mesh.data=2"), (40, "mesh.fsdp=2")):
         key, size = mesh.split("=")
         others = [f"mesh.{axis}=1" for axis in ("data", "fsdp", "tensor") if f"mesh.{axis}" != key]
         finish(start(config, run, f"training.steps={steps}", *others, mesh, devices=int(size)))

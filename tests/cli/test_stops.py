@@ -82,15 +82,13 @@ def test_a_signal_in_an_evaluation_does_not_wait_for_it_and_it_is_done_later(con
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "delay",
-    sampled(
-        [
-            pytest.param("0.5", id="all text"),
-            pytest.param("0.5 * (arguments[2] is not None)", id="what it is compared by"),
-        ],
-        ["what it is compared by"],
-    ),
+    [
+        pytest.param("0.5", id="all text"),
+        pytest.param("0.5 * (arguments[2] is not None)", id="what it is compared by"),
+    ],
 )
 def test_a_signal_in_the_last_evaluation_leaves_it_to_the_next_start(config, uninterrupted, tmp_path, delay):
     run = tmp_path / "run"

@@ -323,7 +323,7 @@ class LoadedModel:
         def logits(parameters: "Tree", tokens_BT: jax.Array) -> jax.Array:
             module = nnx.merge(graph, parameters)
             positions_BT = jax.numpy.broadcast_to(jax.numpy.arange(tokens_BT.shape[1]), tokens_BT.shape)
-            hidden_BTD, _ = module.hidden(tokens_BT, positions_BT, packed_causal_mask(positions_BT))
+            hidden_BTD, _, _ = module.hidden(tokens_BT, positions_BT, packed_causal_mask(positions_BT))
             return module.logits(hidden_BTD)
 
         return logits

@@ -145,7 +145,7 @@ def assert_same_numbers(actual, expected, relative: float) -> None:
 def _logits(graph, parameters, tokens):
     module = nnx.merge(graph, parameters)
     positions = jnp.arange(tokens.shape[1])[None]
-    hidden, _ = module.hidden(tokens, positions, packed_causal_mask(positions))
+    hidden, _, _ = module.hidden(tokens, positions, packed_causal_mask(positions))
     return module.logits(hidden)
 
 

@@ -19,7 +19,7 @@ from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.step import elementwise, memory, operations, traffic
 from jaxlm.models import tree
 from jaxlm.models.config import Activation, ModelConfig
-from jaxlm.models.layers import norm
+from jaxlm.models.norms import norm
 from jaxlm.training.config import OptimizerConfig
 from jaxlm.training.optimizer import optimizer
 from jaxlm.training.schedules import schedule

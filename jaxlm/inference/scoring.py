@@ -45,7 +45,7 @@ def token_logprobs(
     """
     module = nnx.merge(graph, parameters)
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
-    hidden_BTD, _ = module.hidden(tokens_BT, positions_BT, packed_causal_mask(positions_BT))
+    hidden_BTD, _, _ = module.hidden(tokens_BT, positions_BT, packed_causal_mask(positions_BT))
     logits_BTV = module.logits(hidden_BTD)
     losses_BT, _ = cross_entropy(logits_BTV, targets_BT)
     return -losses_BT, jnp.argmax(logits_BTV[..., :vocab_size], axis=-1) == targets_BT

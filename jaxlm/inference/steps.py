@@ -26,7 +26,7 @@ def prefill(
     """
     module = nnx.merge(graph, parameters)
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
-    hidden_BTD, cache = module.hidden(tokens_BT, positions_BT, cache_causal_mask(positions_BT), cache=cache)
+    hidden_BTD, cache, _ = module.hidden(tokens_BT, positions_BT, cache_causal_mask(positions_BT), cache=cache)
     last_B1D = jnp.take_along_axis(hidden_BTD, (length_B - 1)[:, None, None], axis=1)
     return _logits(module, last_B1D), cache.hold(length_B)
 
@@ -35,7 +35,7 @@ def decode_step(graph: nnx.GraphDef, parameters: Tree, tokens_B: jax.Array, cach
     """Read one token more of each sequence; float32 logits [B, V] of the one after it, and the cache."""
     module = nnx.merge(graph, parameters)
     positions_B1 = cache.length[:, None]
-    hidden_B1D, cache = module.hidden(tokens_B[:, None], positions_B1, cache_causal_mask(positions_B1), cache=cache)
+    hidden_B1D, cache, _ = module.hidden(tokens_B[:, None], positions_B1, cache_causal_mask(positions_B1), cache=cache)
     return _logits(module, hidden_B1D), cache.hold(cache.length + 1)
 
 

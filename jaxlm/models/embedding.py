@@ -6,23 +6,8 @@ frequent token's thousands of gradients would stand still. Here it is accumulate
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from jaxlm.models.parameters import scope
-from jaxlm.parallel.partition import by_shards, constrain
-
-
-def look_up(table: nnx.Param, index_BT: jax.Array) -> jax.Array:
-    """Return the rows of a table [rows, D] at these indices, as [B, T, D].
-
-    The table is made whole in D first: left to itself, the partitioner gathers the ids and then moves the
-    activations instead. The sequence is sharded only after the look-up: otherwise the rows would be gathered.
-    """
-    with scope(table):
-        rows_PRD = by_shards(constrain(table[...], table.axes[0], "act_model"), table.axes[0])
-        x_BTD = looked_up(rows_PRD, index_BT)
-        x_BTD = constrain(x_BTD, "batch", "sequence", "act_model")
-        return constrain(x_BTD, "batch", "residual", "act_model")
+from jaxlm.parallel.partition import by_shards
 
 
 def looked_up(rows_PRD: jax.Array, index_BT: jax.Array) -> jax.Array:

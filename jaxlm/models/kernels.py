@@ -14,8 +14,6 @@ from kernels_pallas.core import interpretation
 # Logical axes of an array, which decide how it is sharded.
 Axes = tuple[str | None, ...]
 
-RESIDUAL: Axes = ("batch", "residual", "act_model")
-
 
 # A user context: JAX keys its caches by it, so that what is traced under one choice is not reused under another.
 _chosen = jax.make_user_context("auto")

@@ -1,13 +1,13 @@
 """Positions of tokens: rotary angles, and attention masks as intervals of keys."""
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxlm.models import config, kernels
-from kernels_pallas import rotary_embedding
+from jaxlm.models import config
+from jaxlm.models.operations import Dropout, RopeTable
+from jaxlm.models.rows import RowContext
 from kernels_pallas.flash_attention import KeyRange
 
 
@@ -27,20 +27,14 @@ def cache_causal_mask(positions_BT: jax.Array) -> KeyRange:
     return KeyRange(jnp.zeros_like(positions_BT), positions_BT + 1)
 
 
-class RopeTable(NamedTuple):
-    """cos and sin of the rotary angles, float32 [B, T, H/2]."""
+class LayerRows:
+    """What each layer reads of its rows.
 
-    cos: jax.Array
-    sin: jax.Array
-
-
-class LayerMasks:
-    """The attention mask and RoPE table of each layer.
-
-    At most two pairs are made, once: one for layers with a window, one for the others.
+    At most two pairs of masks and rotary tables are made, once: one for layers with a window, one for the others.
     """
 
-    def __init__(self, model: config.ModelConfig, positions_BT: jax.Array, key_range: KeyRange):
+    def __init__(self, model: config.ModelConfig, positions_BT: jax.Array, key_range: KeyRange, dropout: Dropout):
+        self._dropout = dropout
         settings, self._window = model.position, model.attention.window
         rope = None
         if settings.kind == "rope":
@@ -51,8 +45,11 @@ class LayerMasks:
                 rope = rope_table(config.RopeConfig(theta=theta), model.attention.head_dim, positions_BT)
             self._windowed = sliding_window_mask(self._window.size, key_range), rope
 
-    def of(self, layer: jax.Array) -> tuple[KeyRange, RopeTable | None]:
-        """Return the mask and the table of a layer, by its index from 0."""
+    def of(self, layer: jax.Array) -> RowContext:
+        """Return what a layer reads, by its index from 0."""
+        return RowContext(*self._mask(layer), self._dropout.at(layer + 1))
+
+    def _mask(self, layer: jax.Array) -> tuple[KeyRange, RopeTable | None]:
         if self._window is None or self._window.global_every is None:
             return self._windowed
         is_global = (layer + 1) % self._window.global_every == 0
@@ -85,9 +82,3 @@ def _linear(frequency: jax.Array, scaling: config.LinearScalingConfig) -> jax.Ar
 
 
 _SCALED = {"llama3": _llama3, "linear": _linear}
-
-
-def apply_rope(x_BTNH: jax.Array, axes: kernels.Axes, rope: RopeTable) -> jax.Array:
-    """Rotate the pairs (x[i], x[i + H/2]) of x, which has these logical axes, by the table's angles; float32 inside."""
-    angles = *axes[:2], None
-    return kernels.run(rotary_embedding, (x_BTNH, axes), (rope.cos, angles), (rope.sin, angles))

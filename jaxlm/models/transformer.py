@@ -7,16 +7,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxlm.models import config
+from jaxlm.models import config, operations
 from jaxlm.models.attention import attention
-from jaxlm.models.embedding import look_up
 from jaxlm.models.feed_forward import feed_forward
-from jaxlm.models.layers import Dropout, all_gather_sequence, norm
-from jaxlm.models.parameters import Module, normal, param, scope, stack
-from jaxlm.models.positions import LayerMasks, RopeTable
-from jaxlm.parallel.partition import constrain, is_sharded
+from jaxlm.models.norms import norm
+from jaxlm.models.operations import Dropout, look_up
+from jaxlm.models.parameters import Module, normal, param, stack
+from jaxlm.models.positions import LayerRows
+from jaxlm.models.rows import Auxiliary, RowContext
 from kernels_pallas.flash_attention import KeyRange
-from kernels_pallas.linear_cross_entropy import xla
 
 
 class Execution(NamedTuple):
@@ -40,18 +39,16 @@ class Block(Module):
         self.attention_post_norm = norm(model, model.d_model, rngs) if model.post_norms else None
         self.feed_forward_post_norm = norm(model, model.d_model, rngs) if model.post_norms else None
 
-    def __call__(
-        self, x_BTD: jax.Array, key_range: KeyRange, rope: RopeTable | None, dropout: Dropout, cache: Any
-    ) -> tuple[jax.Array, Any]:
+    def __call__(self, x_BTD: jax.Array, rows: RowContext, cache: Any) -> tuple[jax.Array, Any, Auxiliary]:
         """Return the layer's output for x, [B, T, D] both, and the cache extended by it."""
-        read_BTD, cache = self.attention(self.attention_norm(x_BTD), key_range, rope, cache)
+        read_BTD, cache, of_attention = self.attention(self.attention_norm(x_BTD), rows, cache)
         if self.attention_post_norm is not None:
             read_BTD = self.attention_post_norm(read_BTD)
-        x_BTD, normalised_BTD = self.feed_forward_norm(x_BTD, residual=dropout(read_BTD, 0))
-        made_BTD = self.feed_forward(normalised_BTD)
+        x_BTD, normalised_BTD = self.feed_forward_norm(x_BTD, residual=rows.dropout(read_BTD, 0))
+        made_BTD, of_feed_forward = self.feed_forward(normalised_BTD, rows)
         if self.feed_forward_post_norm is not None:
             made_BTD = self.feed_forward_post_norm(made_BTD)
-        return x_BTD + dropout(made_BTD, 1), cache
+        return x_BTD + rows.dropout(made_BTD, 1), cache, of_attention | of_feed_forward
 
 
 class Transformer(Module):
@@ -77,12 +74,12 @@ class Transformer(Module):
         cache: Any = None,
         dropout: Dropout = Dropout(),
         execution: Execution = Execution(),
-    ) -> tuple[jax.Array, Any]:
-        """Return the normalised residual after the last layer, [B, T, D], and the extended cache; see `residual`."""
-        x_BTD, cache, _ = self.residual(
+    ) -> tuple[jax.Array, Any, Auxiliary]:
+        """Return the normalised residual after the last layer, [B, T, D], and the rest as `residual` does."""
+        x_BTD, cache, auxiliary = self.residual(
             tokens_BT, positions_BT, key_range, cache=cache, dropout=dropout, execution=execution
         )
-        return self.final_norm(x_BTD), cache
+        return self.final_norm(x_BTD), cache, auxiliary
 
     def residual(
         self,
@@ -93,16 +90,18 @@ class Transformer(Module):
         cache: Any = None,
         dropout: Dropout = Dropout(),
         execution: Execution = Execution(),
-        observe: Callable[[jax.Array], Any] = lambda x_BTD: None,
-    ) -> tuple[jax.Array, Any, Any]:
-        """Return the residual after the last layer, [B, T, D], the extended cache, and what was observed.
+        observe: Callable[[jax.Array], dict[str, jax.Array]] = lambda x_BTD: {},
+    ) -> tuple[jax.Array, Any, Auxiliary]:
+        """Return the residual after the last layer, [B, T, D], the extended cache, and what layers return besides.
 
         Args:
           tokens_BT: int32 token ids in [0, vocabulary).
           positions_BT: int32 position of each token in its document.
           key_range: the keys that each token attends to: indices of the row, or of the cache where there is one.
           cache: keys and values of earlier tokens (`jaxlm.inference.cache.Cache`), or None.
-          observe: a function of the residual after each layer; its results are returned stacked, [L, …].
+          observe: statistics of the residual after each layer, besides those that layers return of themselves.
+
+        The auxiliary losses and statistics are those of each layer, [L].
         """
         x_BTD = look_up(self.embedding, tokens_BT)
         if self.model.scale_embeddings:
@@ -111,27 +110,23 @@ class Transformer(Module):
             x_BTD = x_BTD + look_up(self.positions, positions_BT)
         x_BTD = dropout.at(0)(x_BTD, 0)
 
-        masks = LayerMasks(self.model, positions_BT, key_range)
+        rows = LayerRows(self.model, positions_BT, key_range, dropout)
 
         def run(block: Block, carry: tuple, layer: jax.Array) -> tuple:
-            x_BTD, cache = block(carry[0], *masks.of(layer), dropout.at(layer + 1), carry[1])
-            return (x_BTD, cache), observe(x_BTD)
+            x_BTD, cache, auxiliary = block(carry[0], rows.of(layer), carry[1])
+            return (x_BTD, cache), auxiliary | Auxiliary(statistics=observe(x_BTD))
 
-        (x_BTD, cache), observed = _through(self.layers, run, (x_BTD, cache), self.model.num_layers, execution)
-        return x_BTD, cache, observed
+        (x_BTD, cache), auxiliary = _through(self.layers, run, (x_BTD, cache), self.model.num_layers, execution)
+        return x_BTD, cache, auxiliary
 
-    def unembedding_table(self) -> tuple[nnx.Param, str]:
-        """Return the unembedding and its dimensions: "DV", or "VD" where it is the embedding."""
-        return (self.embedding, "VD") if self.unembedding is None else (self.unembedding, "DV")
+    @property
+    def unembedding_table(self) -> nnx.Param:
+        """The unembedding [D, V], or the embedding [V, D] where it is tied."""
+        return self.embedding if self.unembedding is None else self.unembedding
 
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Unembed [B, T, D] to float32 logits [B, T, V], between −cap and cap where there is a soft cap."""
-        hidden_BTD = all_gather_sequence(hidden_BTD)
-        table, letters = self.unembedding_table()
-        options = {"soft_cap": self.model.logit_soft_cap, "flat": not is_sharded("residual")}
-        with scope(table):
-            logits_BTV = xla.logits(hidden_BTD, table[...], letters == "VD", **options)
-        return constrain(logits_BTV, "batch", "sequence", "act_vocab")
+        return operations.logits(hidden_BTD, self.unembedding_table, self.model.logit_soft_cap)
 
 
 def _through(

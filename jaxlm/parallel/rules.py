@@ -66,11 +66,11 @@ TRAIN = _rules(
         "batch": ("data", "fsdp"),
         "sequence": (),
         "residual": ("tensor",),  # the sequence between attention and feed-forward (arXiv:2205.05198, section 4.2.2)
-        "act_model": (),
+        "act_embed": (),
         "act_heads": ("tensor",),
         "act_kv_heads": ("tensor",),
         "act_head_dim": (),
-        "act_ff": ("tensor",),
+        "act_feed_forward": ("tensor",),
         "act_vocab": ("tensor",),
     },
     frozenset({"batch", "residual", "kv_heads"}),

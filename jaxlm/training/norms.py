@@ -24,12 +24,12 @@ def squares(module: Transformer, batch: dict[str, jax.Array], execution: Executi
     """Return the mean square of the residual stream after each layer, without dropout, summed over the targets, [L]."""
     counts_BT = batch["segments"] > 0
 
-    def observe(x_BTD: jax.Array) -> jax.Array:
+    def observe(x_BTD: jax.Array) -> dict[str, jax.Array]:
         squares_BT = jnp.mean(jnp.square(x_BTD.astype(jnp.float32)), axis=-1)
-        return jnp.sum(jnp.where(counts_BT, squares_BT, 0.0))
+        return {"squares": jnp.sum(jnp.where(counts_BT, squares_BT, 0.0))}
 
     positions = batch["positions"]
-    _, _, squares_L = module.residual(
+    _, _, auxiliary = module.residual(
         batch["tokens"], positions, packed_causal_mask(positions), execution=execution, observe=observe
     )
-    return squares_L
+    return auxiliary.statistics["squares"]

@@ -13,13 +13,13 @@ from jax.sharding import Mesh
 from jaxlm.models import kernels
 from jaxlm.models import tree as model_tree
 from jaxlm.models.config import ModelConfig
-from jaxlm.models.layers import Dropout
+from jaxlm.models.operations import Dropout, cross_entropy
 from jaxlm.models.positions import packed_causal_mask
+from jaxlm.models.rows import Auxiliary
 from jaxlm.models.transformer import Execution
 from jaxlm.models.tree import Tree
 from jaxlm.parallel.collectives import summed_over_data
 from jaxlm.parallel.partition import constrain, replicated
-from jaxlm.training import losses
 from jaxlm.training import norms as norms_of
 from jaxlm.training.config import OptimizerConfig, TrainingConfig
 from jaxlm.training.optimizer import optimizer, state_shardings, without_frozen
@@ -55,11 +55,11 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
 
     `train` returns the next state and the metrics `loss` (nats per target), `grad_norm` (before clipping),
     `learning_rate`, `tokens` (targets that count), `skipped` and `skipped_in_a_row`; where it is on also `z_loss`, the
-    mean term that was added to the loss. `evaluate` returns the sum of the token losses and the number of targets.
-    Under microbatches the loss is still Σ token losses / Σ targets over the whole batch. `norms` returns what `train`
-    would meet on this batch, by layer: `gradient` by path (`norms.of_gradients`) and `residual`, the root mean square
-    of the stream after each layer, [L]. It is a program of its own, so that looking changes no rounding in `train` and
-    costs nothing on other steps.
+    mean term that was added to the loss, and what layers return (`jaxlm.models.rows.Auxiliary`). `evaluate` returns the
+    sum of the token losses and the number of targets. Under microbatches the loss is still Σ token losses / Σ targets
+    over the whole batch. `norms` returns what `train` would meet on this batch, by layer: `gradient` by path
+    (`norms.of_gradients`) and `residual`, the root mean square of the stream after each layer, [L]. It is a program of
+    its own, so that looking changes no rounding in `train` and costs nothing on other steps.
 
     Raises InputError where a pattern of `optimizer.groups` decides nothing.
     """
@@ -68,7 +68,6 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
     mask_frozen = without_frozen(optimization, tree)
     learning_rate = schedule(optimization.schedule, optimization.learning_rate)
     dtype = jnp.dtype(training.dtype)
-    terms_of_loss = ("loss", "z_loss") if training.z_loss else ("loss",)
     execution = Execution(remat=training.remat, scan=training.scan_layers)
 
     def init() -> TrainState:
@@ -77,35 +76,40 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
         average = None if training.ema_decay is None else fresh
         return TrainState(zero, fresh, transform.init(fresh), zero, zero, average)
 
-    def summed_losses(parameters: Tree, batch: Batch, dropout: Dropout) -> dict[str, jax.Array]:
-        """The terms of the objective, each summed over the targets; `loss` is the cross-entropy."""
+    def summed_losses(parameters: Tree, batch: Batch, dropout: Dropout) -> Auxiliary:
+        """The terms of the objective and the statistics of the layers, each summed over the targets; `loss` is the
+        cross-entropy."""
         module = nnx.merge(graph, parameters)
         positions = batch["positions"]
-        hidden, _ = module.hidden(
+        hidden, _, of_layers = module.hidden(
             batch["tokens"], positions, packed_causal_mask(positions), dropout=dropout, execution=execution
         )
-        terms = losses.summed(module, hidden, batch["targets"], batch["segments"] > 0, training.z_loss)
-        return {name: terms[name] for name in terms_of_loss}
+        table, counted = module.unembedding_table, batch["segments"] > 0
+        terms = cross_entropy(hidden, table, batch["targets"], counted, model.logit_soft_cap, training.z_loss)
+        terms = terms if training.z_loss else {"loss": terms["loss"]}
+        targets = jnp.sum(counted)
+        losses = {name: targets * jnp.sum(each_L) for name, each_L in of_layers.losses.items()}
+        statistics = {name: targets * jnp.mean(each_L) for name, each_L in of_layers.statistics.items()}
+        return Auxiliary({**terms, **losses}, statistics)
 
     def in_microbatches(batch: Batch) -> Batch:
         """[B, T] → [M, B / M, T]. Each takes every M-th row, so that it lies on all devices without moving any row."""
         parts = {k: rearrange(x, "(B M) T -> M B T", M=training.microbatches) for k, x in batch.items()}
         return {k: constrain(x, None, "batch", "sequence") for k, x in parts.items()}
 
-    def gradients(parameters: Tree, batch: Batch, key: jax.Array) -> tuple[dict[str, jax.Array], Tree, jax.Array]:
-        """Means of the objective's terms, the float32 gradients of their sum, and the number of targets."""
+    def gradients(parameters: Tree, batch: Batch, key: jax.Array) -> tuple[Auxiliary, Tree, jax.Array]:
+        """Means of the objective's terms and of statistics, the float32 gradients of the objective, and the number of
+        targets."""
         targets = jnp.sum(batch["segments"] > 0)
         scale = 1.0 / jnp.maximum(targets, 1).astype(jnp.float32)
         working = cast(parameters, dtype)
 
-        def microbatch_gradients(
-            working: Tree, index: jax.Array | int, microbatch: Batch
-        ) -> tuple[dict[str, jax.Array], Tree]:
+        def microbatch_gradients(working: Tree, index: jax.Array | int, microbatch: Batch) -> tuple[Auxiliary, Tree]:
             dropout = Dropout(training.dropout, jax.random.fold_in(key, index))
 
-            def objective(p: Tree) -> tuple[jax.Array, dict[str, jax.Array]]:
-                terms = {name: term * scale for name, term in summed_losses(p, microbatch, dropout).items()}
-                return sum(terms.values()), terms
+            def objective(p: Tree) -> tuple[jax.Array, Auxiliary]:
+                terms = jax.tree.map(lambda term: term * scale, summed_losses(p, microbatch, dropout))
+                return sum(terms.losses.values()), terms
 
             grads, terms = jax.grad(objective, has_aux=True)(working)
             return terms, grads
@@ -114,17 +118,17 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
             terms, grads = microbatch_gradients(working, 0, batch)
             return terms, cast(grads, jnp.float32), targets
 
-        def accumulate(working: Tree, batch: Batch, part: jax.Array | int) -> tuple[dict[str, jax.Array], Tree]:
+        def accumulate(working: Tree, batch: Batch, part: jax.Array | int) -> tuple[Auxiliary, Tree]:
             def add(total: tuple, indexed: tuple) -> tuple[tuple, None]:
                 terms_and_grads = microbatch_gradients(working, *indexed)
                 return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, terms_and_grads), None
 
-            zeros = (
-                {name: jnp.zeros((), jnp.float32) for name in terms_of_loss},
-                jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), working),
-            )
+            microbatches = in_microbatches(batch)
+            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), microbatches)
+            terms = jax.eval_shape(summed_losses, working, one, Dropout())
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (terms, working))
             indices = part * training.microbatches + jnp.arange(training.microbatches)
-            return jax.lax.scan(add, zeros, (indices, in_microbatches(batch)))[0]
+            return jax.lax.scan(add, zeros, (indices, microbatches))[0]
 
         terms, grads = summed_over_data(accumulate, working, batch)
         return terms, grads, targets
@@ -145,7 +149,7 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
         terms, grads, targets = gradients(state.parameters, batch, dropout_key(state))
         grads = mask_frozen(grads)
         grad_norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(terms["loss"]) & jnp.isfinite(grad_norm)
+        finite = jnp.isfinite(terms.losses["loss"]) & jnp.isfinite(grad_norm)
 
         with jax.named_scope("optimizer"):
             updates, moments = transform.update(grads, state.optimizer, state.parameters)
@@ -164,7 +168,8 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
             average=average,
         )
         return next_state, {
-            **terms,
+            **terms.losses,
+            **terms.statistics,
             "grad_norm": grad_norm,
             "learning_rate": learning_rate(state.step - state.skipped),
             "tokens": targets,
@@ -174,7 +179,8 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
 
     @kernels.using_kernels(training.kernels)
     def evaluate(parameters: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        return summed_losses(cast(parameters, dtype), batch, Dropout())["loss"], jnp.sum(batch["segments"] > 0)
+        terms = summed_losses(cast(parameters, dtype), batch, Dropout())
+        return terms.losses["loss"], jnp.sum(batch["segments"] > 0)
 
     @kernels.using_kernels(training.kernels)
     def norms(state: TrainState, batch: Batch) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def log_softmax(model, tokens):
     @jax.jit
     def run(parameters, tokens_1T):
         module, positions = nnx.merge(graph, parameters), jnp.arange(tokens_1T.shape[1])[None]
-        hidden, _ = module.hidden(tokens_1T, positions, packed_causal_mask(positions))
+        hidden, _, _ = module.hidden(tokens_1T, positions, packed_causal_mask(positions))
         return jax.nn.log_softmax(module.logits(hidden))[0]
 
     return np.asarray(run(loaded.parameters, jnp.asarray(tokens)[None]))

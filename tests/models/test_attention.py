@@ -10,7 +10,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from matrices import sampled
 
 from jaxlm.models.config import LinearScalingConfig, Llama3ScalingConfig, RopeConfig
-from jaxlm.models.positions import apply_rope, packed_causal_mask, rope_table
+from jaxlm.models.operations import HEADS, rope
+from jaxlm.models.positions import packed_causal_mask, rope_table
 from jaxlm.parallel.layout import AXES
 from kernels_pallas.flash_attention import KeyRange, causal_chunks, flash_attention
 
@@ -117,8 +118,8 @@ def test_rows_see_their_own_segment_up_to_themselves():
     np.testing.assert_array_equal(key_range.end, [[1, 2, 3, 4, 5, 6]])
 
 
-def rotated(x, rope):
-    return apply_rope(jnp.asarray(x), ("batch", "sequence", "act_heads", "act_head_dim"), rope)
+def rotated(x, table):
+    return rope(jnp.asarray(x), HEADS, table)
 
 
 def test_rotary_scores_depend_on_distance_only():
@@ -141,8 +142,8 @@ def test_rotary_keeps_length_and_position_zero():
 
 
 def test_rotary_pairs_are_half_a_head_apart():
-    rope = rope_table(RopeConfig(theta=100.0), 4, jnp.array([[1]]))
-    turned = rotated(jnp.array([[[[1.0, 0.0, 0.0, 0.0]]]]), rope)
+    table = rope_table(RopeConfig(theta=100.0), 4, jnp.array([[1]]))
+    turned = rotated(jnp.array([[[[1.0, 0.0, 0.0, 0.0]]]]), table)
     np.testing.assert_allclose(turned[0, 0, 0], [np.cos(1.0), 0.0, np.sin(1.0), 0.0], atol=1e-7)
 
 
@@ -152,8 +153,8 @@ def test_llama3_scaling_keeps_fast_frequencies_and_stretches_slow_ones():
     stretched = RopeConfig(theta=500_000.0, scaling=scaling)
 
     def angles(settings):
-        rope = rope_table(settings, 128, jnp.array([[1]]))
-        return np.arctan2(rope.sin[0, 0], rope.cos[0, 0]).astype(np.float64)
+        table = rope_table(settings, 128, jnp.array([[1]]))
+        return np.arctan2(table.sin[0, 0], table.cos[0, 0]).astype(np.float64)
 
     ratio = angles(stretched) / angles(plain)
     wavelength = 2 * np.pi / angles(plain)

@@ -13,7 +13,7 @@ from matrices import sampled
 
 from jaxlm.models import tree
 from jaxlm.models.embedding import looked_up
-from jaxlm.models.layers import Dropout
+from jaxlm.models.operations import Dropout
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.transformer import Execution
 from kernels_pallas import gated_activation
@@ -34,7 +34,7 @@ def parts(family, **changes):
 def logits(graph, parameters, tokens, positions, key_range=None, execution=Execution(), dropout=Dropout()):
     module = nnx.merge(graph, parameters)
     key_range = key_range or packed_causal_mask(positions)
-    hidden, _ = module.hidden(tokens, positions, key_range, execution=execution, dropout=dropout)
+    hidden, _, _ = module.hidden(tokens, positions, key_range, execution=execution, dropout=dropout)
     return module.logits(hidden)
 
 

@@ -182,7 +182,7 @@ def test_each_device_keeps_its_part_of_the_stream_between_layers():
 
 def test_a_sequence_that_does_not_divide_stays_whole():
     mesh = meshes.make(tensor=4)
-    assert partition(("batch", "residual", "act_model"), (8, 1, 32), mesh) == P(("data", "fsdp"), None, None)
+    assert partition(("batch", "residual", "act_embed"), (8, 1, 32), mesh) == P(("data", "fsdp"), None, None)
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def loops(work: Workload) -> Iterator[Elementwise]:
     yield each(HEADS, L, 2 * rows * (queries * N + work.sequence * K) * H, _MOVED)
     yield each(RESIDUAL, L, stream, _RESIDUAL)
     yield each("layers/feed_forward/residual", L, stream, _RESIDUAL)
-    hidden = tokens * work.local("act_ff", model.feed_forward.d_ff)
+    hidden = tokens * work.local("act_feed_forward", model.feed_forward.d_ff)
     yield each(ACTIVATION, L, hidden, _activation(model.feed_forward.activation, model.feed_forward.gated))
     yield each("embedding/lookup", 1, tokens * model.d_model, _LOOKUP)
     if model.scale_embeddings:

@@ -67,7 +67,7 @@ def elementwise(work: Workload) -> Iterator[Elementwise]:
         if model.position.kind == "rope":
             yield _launched(POSITIONS, L, rotary_costs(x, angles, angles), makes=name)
     if model.feed_forward.gated:
-        hidden = _array(work, rows * queries, work.local("act_ff", model.feed_forward.d_ff))
+        hidden = _array(work, rows * queries, work.local("act_feed_forward", model.feed_forward.d_ff))
         yield _launched(ACTIVATION, L, gated_costs(hidden, hidden, activation=model.feed_forward.activation))
     if chunked := loss(work):
         sizes = chunked.tokens, chunked.labels, model.logit_soft_cap

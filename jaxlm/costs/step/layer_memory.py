@@ -77,7 +77,7 @@ def parts(work: Workload) -> Parts:
         whole=tokens * model.d_model,
         heads=tokens * heads * width,
         kv_heads=tokens * work.local("act_kv_heads", attention.num_kv_heads) * width,
-        hidden=tokens * work.local("act_ff", model.feed_forward.d_ff),
+        hidden=tokens * work.local("act_feed_forward", model.feed_forward.d_ff),
         scores=work.rows() * heads * work.scores(),
     )
 

@@ -1,17 +1,12 @@
-"""Feed-forward layers: functions of each token alone."""
+"""The dense feed-forward layer."""
 
 import jax
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
-from jaxlm.models import config, kernels
-from jaxlm.models.layers import all_gather_sequence, linear
+from jaxlm.models import config
+from jaxlm.models.operations import activation, gated, linear
 from jaxlm.models.parameters import Module, normal, param, zeros
-from jaxlm.parallel.partition import constrain
-from kernels_pallas import gated_activation
-from kernels_pallas.core.slopes import activation
-
-_HIDDEN = "batch", "sequence", "act_ff"
+from jaxlm.models.rows import Auxiliary, RowContext
 
 
 class DenseFeedForward(Module):
@@ -29,22 +24,14 @@ class DenseFeedForward(Module):
         self.up_bias = param(rngs, (F,), "feed_forward", zeros) if biased else None
         self.down_bias = param(rngs, (D,), "channels", zeros) if biased else None
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, rows: RowContext) -> tuple[jax.Array, Auxiliary]:
         """Return the layer's output for x, [B, T, D] both."""
-        x_BTD = all_gather_sequence(x_BTD)
-        up_BTF = checkpoint_name(constrain(linear(x_BTD, self.up, self.up_bias), *_HIDDEN), "up")
         if self.gate is None:
+            (up_BTF,) = linear(x_BTD, self.up, biases=(self.up_bias,), names=("up",))
             hidden_BTF = activation(self.activation, up_BTF)
         else:
-            gate_BTF = checkpoint_name(constrain(linear(x_BTD, self.gate, self.gate_bias), *_HIDDEN), "gate")
-            operands = (gate_BTF, _HIDDEN), (up_BTF, _HIDDEN)
-            hidden_BTF = kernels.run(gated_activation, *operands, activation=self.activation)
-        return constrain(linear(hidden_BTF, self.down, self.down_bias), "batch", "residual", "act_model")
-
-
-_FEED_FORWARDS = {"dense": DenseFeedForward}
-
-
-def feed_forward(model: config.ModelConfig, rngs: nnx.Rngs) -> Module:
-    """Return the feed-forward layer that the configuration names."""
-    return _FEED_FORWARDS[model.feed_forward.kind](model, rngs)
+            biases, names = (self.up_bias, self.gate_bias), ("up", "gate")
+            up_BTF, gate_BTF = linear(x_BTD, self.up, self.gate, biases=biases, names=names)
+            hidden_BTF = gated(self.activation, gate_BTF, up_BTF)
+        (output_BTD,) = linear(hidden_BTF, self.down, biases=(self.down_bias,))
+        return output_BTD, Auxiliary()

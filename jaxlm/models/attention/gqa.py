@@ -1,0 +1,49 @@
+"""Grouped-query attention."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxlm.models import config
+from jaxlm.models.norms import norm
+from jaxlm.models.operations import HEADS, KV_HEADS, attention, linear, named_heads, rope
+from jaxlm.models.parameters import Module, normal, param, zeros
+from jaxlm.models.rows import Auxiliary, RowContext
+
+
+class GroupedQueryAttention(Module):
+    """Multi-head attention whose key/value heads are shared by groups of query heads (arXiv:2305.13245)."""
+
+    def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
+        self.settings = settings = model.attention
+        D, N, K, H = model.d_model, settings.num_heads, settings.num_kv_heads, settings.head_dim
+        std = model.initializer_std
+        self.query = param(rngs, (D, N, H), "embed -> heads head_dim", normal(std))
+        self.key = param(rngs, (D, K, H), "embed -> kv_heads head_dim", normal(std))
+        self.value = param(rngs, (D, K, H), "embed -> kv_heads head_dim", normal(std))
+        # Residual outputs shrink with depth (GPT-2, section 2.3), so that their sum does not grow.
+        self.output = param(rngs, (N, H, D), "heads head_dim -> embed", normal(std * (2 * model.num_layers) ** -0.5))
+        biased = settings.qkv_bias
+        self.query_bias = param(rngs, (N, H), "heads head_dim", zeros) if biased else None
+        self.key_bias = param(rngs, (K, H), "kv_heads head_dim", zeros) if biased else None
+        self.value_bias = param(rngs, (K, H), "kv_heads head_dim", zeros) if biased else None
+        self.output_bias = param(rngs, (D,), "channels", zeros) if settings.output_bias else None
+        self.query_norm = norm(model, H, rngs, axis="head_dim") if settings.qk_norm else None
+        self.key_norm = norm(model, H, rngs, axis="head_dim") if settings.qk_norm else None
+
+    def __call__(self, x_BTD: jax.Array, rows: RowContext, cache: Any = None) -> tuple[jax.Array, Any, Auxiliary]:
+        """Return the layer's output for x, [B, T, D] both, and the cache with its keys and values appended."""
+        matrices, biases = (self.query, self.key, self.value), (self.query_bias, self.key_bias, self.value_bias)
+        query_BTNH, key_BTKH, value_BTKH = linear(x_BTD, *matrices, biases=biases, readers=self.settings.num_heads)
+        if self.query_norm is not None and self.key_norm is not None:
+            query_BTNH, key_BTKH = self.query_norm(query_BTNH, HEADS), self.key_norm(key_BTKH, KV_HEADS)
+        query_BTNH, key_BTKH = rope(query_BTNH, HEADS, rows.rope), rope(key_BTKH, KV_HEADS, rows.rope)
+        query_BTNH, key_BSKH, value_BSKH = named_heads(query_BTNH, key_BTKH, value_BTKH)
+        # A cache is longer than the keys that are written to it.
+        options = {"is_causal": cache is None, "scale": self.settings.scale, "soft_cap": self.settings.soft_cap}
+        if cache is not None:
+            cache, key_BSKH, value_BSKH = cache.extend(key_BSKH, value_BSKH)
+        attended_BTNH = attention(query_BTNH, key_BSKH, value_BSKH, rows.key_range, **options)
+        (output_BTD,) = linear(attended_BTNH, self.output, biases=(self.output_bias,))
+        return output_BTD, cache, Auxiliary()

@@ -1,0 +1,279 @@
+"""The operations through which every model computes: its doors.
+
+An operation takes arrays and parameters, pins the sharding of its results by their logical axes, bears its name in
+profiles and for rematerialisation, and chooses its implementation. Between operations a model holds mathematics alone.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxlm.models import kernels
+from jaxlm.models.embedding import looked_up
+from jaxlm.models.parameters import scope
+from jaxlm.parallel.partition import by_shards, constrain, is_sharded, mesh_around, partition, rules_around, shards_of
+from kernels_pallas import flash_attention, linear_cross_entropy, rotary_embedding
+from kernels_pallas import gated_activation as gated_operation
+from kernels_pallas.core import slopes
+from kernels_pallas.flash_attention import KeyRange
+from kernels_pallas.linear_cross_entropy import xla
+
+# Logical axes of the arrays of a layer: the stream between blocks, what a block reads of it, heads and hidden numbers.
+STREAM: kernels.Axes = ("batch", "residual", "act_embed")
+WHOLE: kernels.Axes = ("batch", "sequence", "act_embed")
+HEADS: kernels.Axes = ("batch", "sequence", "act_heads", "act_head_dim")
+KV_HEADS: kernels.Axes = ("batch", "sequence", "act_kv_heads", "act_head_dim")
+HIDDEN: kernels.Axes = ("batch", "sequence", "act_feed_forward")
+
+
+class RopeTable(NamedTuple):
+    """cos and sin of the rotary angles, float32 [B, T, H/2]."""
+
+    cos: jax.Array
+    sin: jax.Array
+
+
+def look_up(table: nnx.Param, index_BT: jax.Array) -> jax.Array:
+    """Return the rows of a table [rows, D] at these indices, as [B, T, D].
+
+    The table is made whole in D first: left to itself, the partitioner gathers the ids and then moves the
+    activations instead. The sequence is sharded only after the look-up: otherwise the rows would be gathered.
+    """
+    with scope(table):
+        rows_PRD = by_shards(constrain(table[...], table.axes[0], "act_embed"), table.axes[0])
+        return constrain(constrain(looked_up(rows_PRD, index_BT), *WHOLE), *STREAM)
+
+
+def gathered(x_BTD: jax.Array) -> jax.Array:
+    """Return the normalised stream [B, T, D] with all of T on each device, gathered in its present dtype."""
+    # Without the first constraint the partitioner gathers before the cast from float32.
+    return constrain(constrain(x_BTD, *STREAM), *WHOLE)
+
+
+def linear(
+    x: jax.Array,
+    *matrices: nnx.Param,
+    biases: Sequence[nnx.Param | None] = (),
+    names: Sequence[str] = (),
+    readers: int | None = None,
+) -> tuple[jax.Array, ...]:
+    """Return x [B, T, *inputs] · matrix [*inputs, *outputs] (+ bias [*outputs]) of each matrix, in x's dtype.
+
+    The axes that a matrix declares say which are inputs, and how its result [B, T, *outputs] is sharded. A stream is
+    gathered once for all matrices that read it, and what is added to a stream is scattered again.
+
+    Args:
+      biases: one for each matrix, or None; none has one where this is empty.
+      names: of the results, for rematerialisation; none has one where this is empty.
+      readers: query heads that read the key/value heads. Where devices hold fewer of those than they need, each is
+        computed and kept by all devices whose query heads read it.
+    """
+    if matrices[0].inputs == ("embed",):
+        x = gathered(x)
+    results = []
+    for i, matrix in enumerate(matrices):
+        axes, copies = _axes(matrix), 1
+        if readers is not None and "kv_heads" in axes:
+            size = matrix.shape[axes.index("kv_heads")]
+            copies = math.lcm(size, shards_of("act_heads", readers)) // size
+        y = _product(x, matrix, biases[i] if biases else None, copies)
+        outputs = axes[len(matrix.inputs) :]
+        rows = STREAM[:2] if outputs == ("embed",) else WHOLE[:2]
+        if names or rows == STREAM[:2]:
+            y = constrain(y, *rows, *(f"act_{axis}" for axis in outputs))
+        results.append(checkpoint_name(y, names[i]) if names else y)
+    return tuple(results)
+
+
+def _axes(parameter: nnx.Param) -> tuple[str, ...]:
+    """Return the logical axes of a parameter's value: inside a loop over layers that of the layers is gone."""
+    return parameter.axes[-parameter[...].ndim :]
+
+
+def _product(x: jax.Array, matrix: nnx.Param, bias: nnx.Param | None, copies: int) -> jax.Array:
+    """Return x · matrix (+ bias), each entry of the first output dimension `copies` times.
+
+    Where T is not sharded it is one [B·T, I] × [I, O] product: XLA's CPU code for it is a third faster than for the
+    batched form.
+    """
+    contracted = len(matrix.inputs)
+    rows, inputs = x.shape[: x.ndim - contracted], math.prod(matrix.shape[:contracted])
+    with scope(matrix):
+        weights = _copied(matrix, contracted, copies)
+        if is_sharded("residual"):
+            y = jnp.tensordot(x, weights, contracted)
+        else:
+            y = jnp.matmul(x.reshape(-1, inputs), weights.reshape(inputs, -1))
+            y = y.reshape(*rows, *weights.shape[contracted:])
+        return y if bias is None else y + _spread(_copied(bias, 0, copies), y)
+
+
+def _copied(parameter: nnx.Param, dimension: int, copies: int) -> jax.Array:
+    """Repeat each entry of a replicated dimension `copies` times, and shard the result."""
+    if copies == 1:
+        return parameter[...]
+    axes = _axes(parameter)
+    return constrain(jnp.repeat(constrain(parameter[...], *axes), copies, axis=dimension), *axes)
+
+
+def _spread(bias: jax.Array, like: jax.Array) -> jax.Array:
+    """Broadcast a bias [*outputs] to the shape and dtype of an array [..., *outputs].
+
+    It goes through float32, in which its gradient is then accumulated: XLA for GPUs and CPUs would round each sum of
+    two to bfloat16.
+    """
+    wide = bias.astype(jnp.promote_types(bias.dtype, jnp.float32))
+    return jnp.broadcast_to(wide, like.shape).astype(like.dtype)
+
+
+def norm(
+    operation: Callable[..., Any],
+    x: jax.Array,
+    axes: kernels.Axes,
+    vectors: Sequence[jax.Array | None],
+    residual: jax.Array | None = None,
+    **options: Any,
+) -> Any:
+    """Return a norm of x, an operation of `kernels_pallas`, over its last dimension, which no device shares.
+
+    Args:
+      operation: `rms_norm` or `layer_norm`, with its `options`.
+      axes: the logical axes of x.
+      vectors: the gain, and the bias where the operation has one, as wide as x.
+      residual: where it is given the result is (x + residual, its norm), by one kernel.
+    """
+
+    def normalise(x: jax.Array, residual: jax.Array | None, *vectors: jax.Array | None, **options: Any) -> Any:
+        return operation(x, *vectors, residual=residual, **options)
+
+    return kernels.run(normalise, (x, axes), (residual, axes), *((v, axes[-1:]) for v in vectors), **options)
+
+
+def rope(x_BTNH: jax.Array, axes: kernels.Axes, table: RopeTable | None) -> jax.Array:
+    """Rotate the pairs (x[i], x[i + H/2]) of x, which has these logical axes, by the table's angles; float32 inside.
+
+    Without a table it is x.
+    """
+    if table is None:
+        return x_BTNH
+    angles = *axes[:2], None
+    return kernels.run(rotary_embedding, (x_BTNH, axes), (table.cos, angles), (table.sin, angles))
+
+
+def named_heads(query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the operands of attention, sharded by heads and named "query", "key" and "value"."""
+    arrays = (query_BTNH, HEADS, "query"), (key_BTKH, KV_HEADS, "key"), (value_BTKH, KV_HEADS, "value")
+    return tuple(checkpoint_name(constrain(x, *axes), name) for x, axes, name in arrays)
+
+
+def attention(
+    query_BTNH: jax.Array,
+    key_BSKH: jax.Array,
+    value_BSKH: jax.Array,
+    key_range: KeyRange,
+    *,
+    is_causal: bool,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+) -> jax.Array:
+    """Return softmax(cap(scale · q·kᵀ)) · v over the keys in range, [B, T, N, H] (`kernels_pallas.flash_attention`)."""
+
+    def operation(query: Any, key: Any, value: Any, start: Any, end: Any, **options: Any) -> Any:
+        return flash_attention(query, key, value, key_range=(start, end), **options)
+
+    rows = HEADS[:2]
+    arrays = (query_BTNH, HEADS), (key_BSKH, KV_HEADS), (value_BSKH, KV_HEADS)
+    options = {"is_causal": is_causal, "scale": scale, "soft_cap": soft_cap}
+    attended = kernels.run(operation, *arrays, (key_range.start, rows), (key_range.end, rows), **options)
+    return constrain(attended, *HEADS)
+
+
+def activation(name: str, x: jax.Array) -> jax.Array:
+    """Return an activation of each number of x (`kernels_pallas.core.activations`), in its dtype."""
+    return slopes.activation(name, x)
+
+
+def gated(name: str, gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
+    """Return activation(gate) ⊙ up (arXiv:2002.05202, equation 5)."""
+    return kernels.run(gated_operation, (gate_BTF, HIDDEN), (up_BTF, HIDDEN), activation=name)
+
+
+class Dropout(NamedTuple):
+    """Inverted dropout (Srivastava et al. 2014); a `key` of None drops nothing, as in evaluation."""
+
+    rate: float = 0.0
+    key: jax.Array | None = None
+
+    def __call__(self, x: jax.Array, site: int) -> jax.Array:
+        """Zero each element of x with probability `rate`, another mask per site."""
+        if self.key is None or self.rate == 0.0:
+            return x
+        keep = jax.random.bernoulli(jax.random.fold_in(self.key, site), 1.0 - self.rate, x.shape)
+        return jnp.where(keep, x / (1.0 - self.rate), jnp.zeros_like(x))
+
+    def at(self, layer: jax.Array | int) -> "Dropout":
+        """Return the dropout of one layer."""
+        return self if self.key is None else self._replace(key=jax.random.fold_in(self.key, layer))
+
+
+def logits(hidden_BTD: jax.Array, table: nnx.Param, soft_cap: float | None) -> jax.Array:
+    """Unembed the normalised stream [B, T, D] to float32 logits [B, T, V], between −cap and cap where there is one.
+
+    The table is an unembedding [D, V], or a tied embedding [V, D].
+    """
+    options = {"soft_cap": soft_cap, "flat": not is_sharded("residual")}
+    hidden_BTD = gathered(hidden_BTD)
+    with scope(table):
+        logits_BTV = xla.logits(hidden_BTD, table[...], _is_tied(table), **options)
+    return constrain(logits_BTV, *WHOLE[:2], "act_vocab")
+
+
+def cross_entropy(
+    hidden_BTD: jax.Array,
+    table: nnx.Param,
+    targets_BT: jax.Array,
+    counted_BT: jax.Array,
+    soft_cap: float | None,
+    z_loss: float = 0.0,
+) -> dict[str, jax.Array]:
+    """Return the terms of the objective, each summed over the targets that count, in nats: `loss`, the cross-entropy,
+    and `z_loss`, that factor times log² Z. Their sum has the objective's gradient; each term alone has not.
+
+    Logits are held or not, as the operation of `kernels_pallas` chooses.
+
+    Args:
+      hidden_BTD: the normalised stream.
+      table: as in `logits`.
+      targets_BT: int32 token ids.
+      counted_BT: bool.
+    """
+    hidden_BTD = gathered(hidden_BTD)
+    mesh, specs = mesh_around(), None
+    if not mesh.empty:
+        rules = rules_around()
+        specs = partition(WHOLE, hidden_BTD.shape, mesh, rules), partition(table.axes, table.shape, mesh, rules)
+    with scope(table):
+        total, log_z_BT = linear_cross_entropy(
+            hidden_BTD,
+            table[...],
+            jnp.where(counted_BT, targets_BT, -1),
+            transposed=_is_tied(table),
+            soft_cap=soft_cap,
+            z_loss=z_loss,
+            reduction="sum",
+            return_log_z=True,
+            partition=specs,
+            implementation=kernels.implementation(),
+        )
+    z = jnp.sum(jnp.where(counted_BT, z_loss * jnp.square(log_z_BT), 0.0)) if z_loss else jnp.zeros_like(total)
+    return {"loss": total - z, "z_loss": z}
+
+
+def _is_tied(table: nnx.Param) -> bool:
+    """Return whether a table of the unembedding is an embedding [V, D]."""
+    return table.axes[0] == "vocab"

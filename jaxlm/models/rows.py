@@ -1,0 +1,35 @@
+"""What a block reads besides the stream, and what it returns besides it."""
+
+from typing import NamedTuple
+
+import jax
+
+from jaxlm.models.operations import Dropout, RopeTable
+from kernels_pallas.flash_attention import KeyRange
+
+
+class RowContext(NamedTuple):
+    """What a layer reads of the rows of a batch besides the stream; it travels with them.
+
+    `key_range`: the keys that each token attends to. `rope`: the rotary angles of its positions, or None. `dropout`:
+    that of this layer.
+    """
+
+    key_range: KeyRange
+    rope: RopeTable | None
+    dropout: Dropout
+
+
+class Auxiliary(NamedTuple):
+    """What a layer returns besides the stream: float32 scalars by name, each a mean over the tokens that it saw.
+
+    `losses` are summed over layers and added to the objective, each in its layer already times its factor; `statistics`
+    are averaged over layers. Both stand in the metrics of a step by their names.
+    """
+
+    losses: dict[str, jax.Array] = {}
+    statistics: dict[str, jax.Array] = {}
+
+    def __or__(self, other: "Auxiliary") -> "Auxiliary":
+        """Return both together; their names differ."""
+        return Auxiliary({**self.losses, **other.losses}, {**self.statistics, **other.statistics})

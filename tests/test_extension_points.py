@@ -15,6 +15,7 @@ from flax import nnx
 from workload_fixtures import workload
 
 from jaxlm.core.schema import kind_of, sections_in
+from jaxlm.costs import paper
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.step import elementwise, memory, operations, traffic
 from jaxlm.models import tree
@@ -77,11 +78,10 @@ def test_a_norm_is_counted(kind):
     graph, scale = nnx.split(norm(model, model.d_model, nnx.Rngs(0)))
     x = jax.ShapeDtypeStruct((8, model_fixtures.CONTEXT, model.d_model), jnp.float32)
     counted = count(both_ways(lambda scale, x: nnx.merge(graph, scale)(x)), scale, x)
-    (part,) = (
-        part
-        for part in elementwise.loops(workload("train", model, 8, model_fixtures.CONTEXT, "float32", kernels="xla"))
-        if part.scope == elementwise.NORMS
-    )
+    work = workload("train", model, 8, model_fixtures.CONTEXT, "float32", kernels="xla")
+    found = paper.record(model, "train", model_fixtures.CONTEXT, False)
+    use = next(use for use in found.uses if use.scope.endswith("attention_norm"))
+    part = next(elementwise.parts(work, use))
     assert part.forward.flops + part.backward.flops == pytest.approx(counted.flops, rel=0.2)
 
 

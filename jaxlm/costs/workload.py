@@ -207,6 +207,11 @@ class Workload:
             size = self.model.attention.kv_heads_over(self.head_shards)
         return math.ceil(size / self.parts("tensor", axis, size))
 
+    def shape(self, axes: Sequence[str | None], shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of an array with these logical axes on one device, where this one is of a single row."""
+        local = (size if axis is None else self.local(axis, size) for axis, size in zip(axes, shape, strict=True))
+        return tuple(self.rows() if axis == "batch" else size for axis, size in zip(axes, local, strict=True))
+
     def stored(self, axes: Sequence[str], shape: Sequence[int]) -> int:
         """Numbers of a parameter that lie on one device."""
         return math.prod(

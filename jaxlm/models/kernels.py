@@ -8,12 +8,9 @@ from typing import Any
 import jax
 
 from jaxlm.models.config import Kernels
+from jaxlm.models.recording import Axes
 from jaxlm.parallel.collectives import on_each_device
 from kernels_pallas.core import interpretation
-
-# Logical axes of an array, which decide how it is sharded.
-Axes = tuple[str | None, ...]
-
 
 # A user context: JAX keys its caches by it, so that what is traced under one choice is not reused under another.
 _chosen = jax.make_user_context("auto")

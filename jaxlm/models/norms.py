@@ -6,9 +6,9 @@ import jax
 from flax import nnx
 
 from jaxlm.models import config, operations
-from jaxlm.models.kernels import Axes
 from jaxlm.models.operations import STREAM
 from jaxlm.models.parameters import Module, ones, param, zeros
+from jaxlm.models.recording import Axes
 from kernels_pallas import layer_norm, rms_norm
 
 

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxlm.models import kernels
 from jaxlm.models.embedding import looked_up
 from jaxlm.models.parameters import scope
+from jaxlm.models.recording import Axes, is_recording, mark
 from jaxlm.parallel.partition import by_shards, constrain, is_sharded, mesh_around, partition, rules_around, shards_of
 from kernels_pallas import flash_attention, linear_cross_entropy, rotary_embedding
 from kernels_pallas import gated_activation as gated_operation
@@ -24,11 +25,11 @@ from kernels_pallas.flash_attention import KeyRange
 from kernels_pallas.linear_cross_entropy import xla
 
 # Logical axes of the arrays of a layer: the stream between blocks, what a block reads of it, heads and hidden numbers.
-STREAM: kernels.Axes = ("batch", "residual", "act_embed")
-WHOLE: kernels.Axes = ("batch", "sequence", "act_embed")
-HEADS: kernels.Axes = ("batch", "sequence", "act_heads", "act_head_dim")
-KV_HEADS: kernels.Axes = ("batch", "sequence", "act_kv_heads", "act_head_dim")
-HIDDEN: kernels.Axes = ("batch", "sequence", "act_feed_forward")
+STREAM: Axes = ("batch", "residual", "act_embed")
+WHOLE: Axes = ("batch", "sequence", "act_embed")
+HEADS: Axes = ("batch", "sequence", "act_heads", "act_head_dim")
+KV_HEADS: Axes = ("batch", "sequence", "act_kv_heads", "act_head_dim")
+HIDDEN: Axes = ("batch", "sequence", "act_feed_forward")
 
 
 class RopeTable(NamedTuple):
@@ -45,6 +46,9 @@ def look_up(table: nnx.Param, index_BT: jax.Array) -> jax.Array:
     activations instead. The sequence is sharded only after the look-up: otherwise the rows would be gathered.
     """
     with scope(table):
+        if is_recording():
+            shape = jax.ShapeDtypeStruct((*index_BT.shape, table.shape[1]), table[...].dtype)
+            return mark("look_up", [(table[...], table.axes), (index_BT, WHOLE[:2])], [(shape, STREAM)])[0]
         rows_PRD = by_shards(constrain(table[...], table.axes[0], "act_embed"), table.axes[0])
         return constrain(constrain(looked_up(rows_PRD, index_BT), *WHOLE), *STREAM)
 
@@ -82,12 +86,17 @@ def linear(
             size = matrix.shape[axes.index("kv_heads")]
             copies = math.lcm(size, shards_of("act_heads", readers)) // size
         y = _product(x, matrix, biases[i] if biases else None, copies)
-        outputs = axes[len(matrix.inputs) :]
-        rows = STREAM[:2] if outputs == ("embed",) else WHOLE[:2]
-        if names or rows == STREAM[:2]:
-            y = constrain(y, *rows, *(f"act_{axis}" for axis in outputs))
+        made = _made(matrix)
+        if names or made == STREAM:
+            y = constrain(y, *made)
         results.append(checkpoint_name(y, names[i]) if names else y)
     return tuple(results)
+
+
+def _made(matrix: nnx.Param) -> Axes:
+    """Return the logical axes of what a matrix makes: what is as wide as the stream is added to it."""
+    outputs = _axes(matrix)[len(matrix.inputs) :]
+    return STREAM if outputs == ("embed",) else (*WHOLE[:2], *(f"act_{axis}" for axis in outputs))
 
 
 def _axes(parameter: nnx.Param) -> tuple[str, ...]:
@@ -104,6 +113,11 @@ def _product(x: jax.Array, matrix: nnx.Param, bias: nnx.Param | None, copies: in
     contracted = len(matrix.inputs)
     rows, inputs = x.shape[: x.ndim - contracted], math.prod(matrix.shape[:contracted])
     with scope(matrix):
+        if is_recording():
+            axes = (*WHOLE[:2], *(f"act_{axis}" for axis in matrix.inputs))
+            weights = [(p[...], _axes(p)) for p in (matrix, bias) if p is not None]
+            shape = jax.ShapeDtypeStruct((*rows, *matrix[...].shape[contracted:]), x.dtype)
+            return mark("linear", [(x, axes), *weights], [(shape, _made(matrix))])[0]
         weights = _copied(matrix, contracted, copies)
         if is_sharded("residual"):
             y = jnp.tensordot(x, weights, contracted)
@@ -134,7 +148,7 @@ def _spread(bias: jax.Array, like: jax.Array) -> jax.Array:
 def norm(
     operation: Callable[..., Any],
     x: jax.Array,
-    axes: kernels.Axes,
+    axes: Axes,
     vectors: Sequence[jax.Array | None],
     residual: jax.Array | None = None,
     **options: Any,
@@ -148,13 +162,18 @@ def norm(
       residual: where it is given the result is (x + residual, its norm), by one kernel.
     """
 
+    if is_recording():
+        operands = (x, axes), *((v, axes[-1:]) for v in vectors), (residual, axes)
+        results = mark(operation.__name__, operands, [(x, axes)] * (1 if residual is None else 2), **options)
+        return results[0] if residual is None else tuple(results)
+
     def normalise(x: jax.Array, residual: jax.Array | None, *vectors: jax.Array | None, **options: Any) -> Any:
         return operation(x, *vectors, residual=residual, **options)
 
     return kernels.run(normalise, (x, axes), (residual, axes), *((v, axes[-1:]) for v in vectors), **options)
 
 
-def rope(x_BTNH: jax.Array, axes: kernels.Axes, table: RopeTable | None) -> jax.Array:
+def rope(x_BTNH: jax.Array, axes: Axes, table: RopeTable | None) -> jax.Array:
     """Rotate the pairs (x[i], x[i + H/2]) of x, which has these logical axes, by the table's angles; float32 inside.
 
     Without a table it is x.
@@ -162,6 +181,8 @@ def rope(x_BTNH: jax.Array, axes: kernels.Axes, table: RopeTable | None) -> jax.
     if table is None:
         return x_BTNH
     angles = *axes[:2], None
+    if is_recording():
+        return mark("rope", [(x_BTNH, axes), (table.cos, angles), (table.sin, angles)], [(x_BTNH, axes)])[0]
     return kernels.run(rotary_embedding, (x_BTNH, axes), (table.cos, angles), (table.sin, angles))
 
 
@@ -189,18 +210,40 @@ def attention(
     rows = HEADS[:2]
     arrays = (query_BTNH, HEADS), (key_BSKH, KV_HEADS), (value_BSKH, KV_HEADS)
     options = {"is_causal": is_causal, "scale": scale, "soft_cap": soft_cap}
+    if is_recording():
+        shape = jax.ShapeDtypeStruct((*query_BTNH.shape[:3], value_BSKH.shape[-1]), query_BTNH.dtype)
+        ranges = [(each, rows) for each in key_range]
+        return checkpoint_name(mark("attention", [*arrays, *ranges], [(shape, HEADS)], **options)[0], "attention")
     attended = kernels.run(operation, *arrays, (key_range.start, rows), (key_range.end, rows), **options)
     return constrain(attended, *HEADS)
 
 
 def activation(name: str, x: jax.Array) -> jax.Array:
     """Return an activation of each number of x (`kernels_pallas.core.activations`), in its dtype."""
+    if is_recording():
+        return mark("activation", [(x, HIDDEN)], [(x, HIDDEN)], name=name)[0]
     return slopes.activation(name, x)
 
 
 def gated(name: str, gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
     """Return activation(gate) ⊙ up (arXiv:2002.05202, equation 5)."""
+    if is_recording():
+        return mark("gated_activation", [(gate_BTF, HIDDEN), (up_BTF, HIDDEN)], [(up_BTF, HIDDEN)], name=name)[0]
     return kernels.run(gated_operation, (gate_BTF, HIDDEN), (up_BTF, HIDDEN), activation=name)
+
+
+def add(x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
+    """Return the sum of a stream and what a block adds to it."""
+    if is_recording():
+        return mark("add", [(x_BTD, STREAM), (y_BTD, STREAM)], [(x_BTD, STREAM)])[0]
+    return x_BTD + y_BTD
+
+
+def scale(x_BTD: jax.Array, factor: float) -> jax.Array:
+    """Return a stream times a number, which is rounded to its dtype first."""
+    if is_recording():
+        return mark("scale", [(x_BTD, STREAM)], [(x_BTD, STREAM)])[0]
+    return x_BTD * jnp.asarray(factor, x_BTD.dtype)
 
 
 class Dropout(NamedTuple):
@@ -213,6 +256,8 @@ class Dropout(NamedTuple):
         """Zero each element of x with probability `rate`, another mask per site."""
         if self.key is None or self.rate == 0.0:
             return x
+        if is_recording():
+            return mark("dropout", [(x, STREAM)], [(x, STREAM)])[0]
         keep = jax.random.bernoulli(jax.random.fold_in(self.key, site), 1.0 - self.rate, x.shape)
         return jnp.where(keep, x / (1.0 - self.rate), jnp.zeros_like(x))
 
@@ -229,6 +274,11 @@ def logits(hidden_BTD: jax.Array, table: nnx.Param, soft_cap: float | None) -> j
     options = {"soft_cap": soft_cap, "flat": not is_sharded("residual")}
     hidden_BTD = gathered(hidden_BTD)
     with scope(table):
+        if is_recording():
+            size = table.shape[table.axes.index("vocab")]
+            shape = jax.ShapeDtypeStruct((*hidden_BTD.shape[:2], size), jnp.float32)
+            operands, results = [(hidden_BTD, WHOLE), (table[...], table.axes)], [(shape, (*WHOLE[:2], "act_vocab"))]
+            return mark("logits", operands, results, soft_cap=soft_cap)[0]
         logits_BTV = xla.logits(hidden_BTD, table[...], _is_tied(table), **options)
     return constrain(logits_BTV, *WHOLE[:2], "act_vocab")
 
@@ -253,6 +303,12 @@ def cross_entropy(
       counted_BT: bool.
     """
     hidden_BTD = gathered(hidden_BTD)
+    if is_recording():
+        with scope(table):
+            operands = [(hidden_BTD, WHOLE), (table[...], table.axes), (targets_BT, WHOLE[:2])]
+            shape = jax.ShapeDtypeStruct((), jnp.float32)
+            (total,) = mark("cross_entropy", operands, [(shape, ())], soft_cap=soft_cap)
+        return {"loss": total, "z_loss": jnp.zeros_like(total)}
     mesh, specs = mesh_around(), None
     if not mesh.empty:
         rules = rules_around()

@@ -28,7 +28,7 @@ def cache_causal_mask(positions_BT: jax.Array) -> KeyRange:
 
 
 class LayerRows:
-    """What each layer reads of its rows.
+    """The inputs of each layer besides the stream.
 
     At most two pairs of masks and rotary tables are made, once: one for layers with a window, one for the others.
     """

@@ -1,4 +1,4 @@
-"""What a block reads besides the stream, and what it returns besides it."""
+"""The inputs and results of a block besides the stream."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from kernels_pallas.flash_attention import KeyRange
 
 
 class RowContext(NamedTuple):
-    """What a layer reads of the rows of a batch besides the stream; it travels with them.
+    """The inputs of a layer besides the stream, for the rows of a batch; they travel with them.
 
     `key_range`: the keys that each token attends to. `rope`: the rotary angles of its positions, or None. `dropout`:
     that of this layer.
@@ -21,7 +21,7 @@ class RowContext(NamedTuple):
 
 
 class Auxiliary(NamedTuple):
-    """What a layer returns besides the stream: float32 scalars by name, each a mean over the tokens that it saw.
+    """The results of a layer besides the stream: float32 scalars by name, each a mean over the tokens that it saw.
 
     `losses` are summed over layers and added to the objective, each in its layer already times its factor; `statistics`
     are averaged over layers. Both stand in the metrics of a step by their names.

@@ -11,7 +11,7 @@ from jaxlm.models import config, operations
 from jaxlm.models.attention import attention
 from jaxlm.models.feed_forward import feed_forward
 from jaxlm.models.norms import norm
-from jaxlm.models.operations import Dropout, look_up
+from jaxlm.models.operations import Dropout, add, look_up, scale
 from jaxlm.models.parameters import Module, normal, param, stack
 from jaxlm.models.positions import LayerRows
 from jaxlm.models.rows import Auxiliary, RowContext
@@ -48,7 +48,7 @@ class Block(Module):
         made_BTD, of_feed_forward = self.feed_forward(normalised_BTD, rows)
         if self.feed_forward_post_norm is not None:
             made_BTD = self.feed_forward_post_norm(made_BTD)
-        return x_BTD + rows.dropout(made_BTD, 1), cache, of_attention | of_feed_forward
+        return add(x_BTD, rows.dropout(made_BTD, 1)), cache, of_attention | of_feed_forward
 
 
 class Transformer(Module):
@@ -105,9 +105,9 @@ class Transformer(Module):
         """
         x_BTD = look_up(self.embedding, tokens_BT)
         if self.model.scale_embeddings:
-            x_BTD = x_BTD * jnp.asarray(self.model.d_model**0.5, x_BTD.dtype)
+            x_BTD = scale(x_BTD, self.model.d_model**0.5)
         if self.positions is not None:
-            x_BTD = x_BTD + look_up(self.positions, positions_BT)
+            x_BTD = add(x_BTD, look_up(self.positions, positions_BT))
         x_BTD = dropout.at(0)(x_BTD, 0)
 
         rows = LayerRows(self.model, positions_BT, key_range, dropout)

@@ -10,30 +10,24 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.costs.jaxpr.count import count
-from jaxlm.costs.step.parameters import parameters
+from jaxlm.costs.paper import Use
+from jaxlm.costs.step import kernel_costs
+from jaxlm.costs.step.scopes import (
+    ACTIVATION,
+    HEADS,
+    LOSS,
+    NORMS,
+    POSITIONS,
+    RESIDUAL,
+    SOFTMAX,
+    Elementwise,
+)
 from jaxlm.costs.workload import Workload
-from jaxlm.models.config import Activation, ModelConfig
+from jaxlm.models.config import Activation
+from jaxlm.models.operations import WHOLE
 from kernels_pallas import gated_activation
 from kernels_pallas.core.launch import KernelCost
 from kernels_pallas.core.slopes import activation
-
-# Scopes of a step's operations element by element, of which kernels take the place of some.
-SOFTMAX, HEADS = "layers/attention/softmax", "layers/attention/heads"
-NORMS, POSITIONS, RESIDUAL = "layers/norms", "layers/attention/positions", "layers/attention/residual"
-ACTIVATION, LOSS = "layers/feed_forward/activation", "loss"
-LAST_NORM = "layers/feed_forward_post_norm"  # where it is a kernel
-
-
-class Elementwise(NamedTuple):
-    """Elementwise work that a step does `times` times. A kernel is not fused into a neighbour; if the result that it
-    `makes` is saved under that name, rematerialisation skips its forward pass."""
-
-    scope: str
-    times: int
-    forward: KernelCost
-    backward: KernelCost
-    kernel: bool = False
-    makes: str = ""
 
 
 class Loop(NamedTuple):
@@ -53,7 +47,7 @@ class Loop(NamedTuple):
 # Forward and backward. FLOPs are what jaxlm.costs.jaxpr.count finds in this project's configurations, to a fifth; those
 # of activations it is asked for (`_activation`).
 _SOFTMAX = Loop(5.5, 3, 1), Loop(4, 4, 2)
-_NORMS = {"rms": (Loop(5.3, 0, 3), Loop(9.5, 0, 6)), "layer": (Loop(8.1, 0, 3), Loop(13.4, 0, 6))}
+_NORMS = {"rms_norm": (Loop(5.3, 0, 3), Loop(9.5, 0, 6)), "layer_norm": (Loop(8.1, 0, 3), Loop(13.4, 0, 6))}
 _RESIDUAL = Loop(1, 0, 3), Loop(1, 0, 3)
 _DROPOUT = Loop(5, 0, 2), Loop(1, 0, 2)
 _LOSS = Loop(5, 2, 0), Loop(2, 2, 0)
@@ -62,11 +56,6 @@ _MOVED = Loop(0, 0, 2), Loop(0, 0, 2)
 _BESIDE = Loop(0, 0, 2), Loop(0, 0, 2)  # their FLOPs are in those of the softmax and the activation
 _LOOKUP = Loop(0, 0, 2), Loop(1, 0, 3)
 _SCALED = Loop(1, 0, 2), Loop(1, 0, 2)
-
-
-def norms_per_layer(model: ModelConfig) -> int:
-    """Return the number of norms of the residual stream in a layer."""
-    return 4 if model.post_norms else 2
 
 
 @functools.cache
@@ -86,41 +75,52 @@ def _activation(name: Activation, gated: bool) -> tuple[Loop, Loop]:
     return Loop(once + bias, 0, 2 + gated), Loop(all_in_all - once + bias, 0, 4 + gated)
 
 
-def loops(work: Workload) -> Iterator[Elementwise]:
-    """Yield the elementwise work of a step, as if there were no kernels."""
+def parts(work: Workload, use: Use) -> Iterator[Elementwise]:
+    """Yield the elementwise work of an operation: its kernel, or else the loops that XLA makes of it."""
+    kernels = list(kernel_costs.elementwise(work, use))
+    yield from kernels or loops(work, use)
 
-    def each(scope: str, times: int, numbers: int, directions: tuple[Loop, Loop]) -> Elementwise:
-        return Elementwise(scope, times, *(loop.over(numbers, work.itemsize) for loop in directions))
 
-    model, attention, rows, queries = work.model, work.model.attention, work.rows(), work.queries
-    tokens, L, H = rows * queries, model.num_layers, attention.head_dim
-    stream = rows * work.local("residual", queries) * model.d_model
-    N, K = work.local("act_heads", attention.num_heads), work.local("act_kv_heads", attention.num_kv_heads)
-    scores = rows * work.scores() * N
-    yield each(SOFTMAX, L, scores, _SOFTMAX)
-    if attention.soft_cap:
-        yield each(SOFTMAX, L, scores, _SOFT_CAP)
-    yield each(NORMS, norms_per_layer(model) * L, stream, _NORMS[model.norm.kind])
-    for path, d in parameters(model).items():
-        if not d.inputs and path.endswith("_bias"):
-            added = math.prod(work.local(d.axes[i], d.shape[i]) for i in d.outputs)
-            yield each(path, L, tokens * added, _BESIDE)
-    turned = (N + K) * H * ((model.position.kind == "rope") + attention.qk_norm)
-    yield each(POSITIONS, L, tokens * turned, _BESIDE)
-    # Heads move in front of the sequence and back.
-    yield each(HEADS, L, 2 * rows * (queries * N + work.sequence * K) * H, _MOVED)
-    yield each(RESIDUAL, L, stream, _RESIDUAL)
-    yield each("layers/feed_forward/residual", L, stream, _RESIDUAL)
-    hidden = tokens * work.local("act_feed_forward", model.feed_forward.d_ff)
-    yield each(ACTIVATION, L, hidden, _activation(model.feed_forward.activation, model.feed_forward.gated))
-    yield each("embedding/lookup", 1, tokens * model.d_model, _LOOKUP)
-    if model.scale_embeddings:
-        yield each("embedding/scale", 1, stream, _SCALED)
-    if work.dropout:
-        yield each("layers/dropout", 2 * L, stream, _DROPOUT)
-        yield each("embedding/dropout", 1, stream, _DROPOUT)
-    if work.kind == "train":
-        logits = tokens * work.local("act_vocab", model.vocab_size)
-        yield each(LOSS, 1, logits, _LOSS)
-        if model.logit_soft_cap:
-            yield each(LOSS, 1, logits, _SOFT_CAP)
+def loops(work: Workload, use: Use) -> Iterator[Elementwise]:
+    """Yield the loops of an operation without a kernel. XLA fuses the last norm, and what is done once to positions,
+    into what reads it."""
+
+    def each(scope: str, numbers: int, directions: tuple[Loop, Loop]) -> Elementwise:
+        return Elementwise(scope, use.times, *(loop.over(numbers, work.itemsize) for loop in directions))
+
+    axes, layered = use.marker.operands, use.loop is not None
+    numbers = math.prod(work.shape(axes[0], use.shapes[0]))
+    match use.name:
+        case "look_up" if "vocab" in axes[0]:
+            yield each("embedding/lookup", math.prod(work.shape(WHOLE, (*use.shapes[1], use.shapes[0][1]))), _LOOKUP)
+        case "scale":
+            yield each("embedding/scale", numbers, _SCALED)
+        case "dropout":
+            yield each("layers/dropout" if layered else "embedding/dropout", numbers, _DROPOUT)
+        case "linear" if len(axes) == 3:
+            added = math.prod(work.shape((*axes[0][:2], *axes[2]), (*use.shapes[0][:2], *use.shapes[2])))
+            yield each(f"{use.scope}_bias", added, _BESIDE)
+        case "rms_norm" | "layer_norm" if axes[0][-1] == "act_head_dim":
+            yield each(POSITIONS, numbers, _BESIDE)
+        case "rms_norm" | "layer_norm" if layered:
+            yield each(NORMS, numbers, _NORMS[use.name])
+            if len(use.marker.results) == 2:
+                yield each(RESIDUAL, numbers, _RESIDUAL)
+        case "add" if layered:
+            yield each("layers/feed_forward/residual", numbers, _RESIDUAL)
+        case "rope":
+            yield each(POSITIONS, numbers, _BESIDE)
+        case "attention" if kernel_costs.attention(work) is None:
+            keys = math.prod(work.shape(axes[1], use.shapes[1]))
+            scores = work.rows() * work.scores() * work.local("act_heads", use.shapes[0][2])
+            yield each(SOFTMAX, scores, _SOFTMAX)
+            if use.options["soft_cap"]:
+                yield each(SOFTMAX, scores, _SOFT_CAP)
+            yield each(HEADS, 2 * (numbers + keys), _MOVED)  # heads move in front of the sequence and back
+        case "activation" | "gated_activation":
+            yield each(ACTIVATION, numbers, _activation(use.options["name"], use.name == "gated_activation"))
+        case "cross_entropy":
+            logits = work.rows() * use.shapes[0][1] * work.local("act_vocab", work.model.vocab_size)
+            yield each(LOSS, logits, _LOSS)
+            if use.options["soft_cap"]:
+                yield each(LOSS, logits, _SOFT_CAP)

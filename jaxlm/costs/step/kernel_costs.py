@@ -7,17 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlm.costs.step.elementwise import (
-    ACTIVATION,
-    HEADS,
-    LAST_NORM,
-    LOSS,
-    NORMS,
-    POSITIONS,
-    RESIDUAL,
-    SOFTMAX,
-    Elementwise,
-)
+from jaxlm.costs.paper import Use
+from jaxlm.costs.step.scopes import ACTIVATION, LOSS, NORMS, POSITIONS, Elementwise
 from jaxlm.costs.workload import Workload
 from kernels_pallas.core.launch import KernelCost, KernelCosts
 from kernels_pallas.flash_attention import costs as attention_costs
@@ -29,7 +20,7 @@ from kernels_pallas.linear_cross_entropy.costs import gradient_cost, statistics_
 from kernels_pallas.rms_norm import costs as rms_norm_costs
 from kernels_pallas.rotary_embedding import costs as rotary_costs
 
-_NORMS = {"rms": rms_norm_costs, "layer": layer_norm_costs}
+_NORMS = {"rms_norm": rms_norm_costs, "layer_norm": layer_norm_costs}
 
 
 class Loss(NamedTuple):
@@ -40,48 +31,29 @@ class Loss(NamedTuple):
     labels: int
 
 
-def elementwise(work: Workload) -> Iterator[Elementwise]:
-    """Yield the kernels of a step except attention, as elementwise work around its products."""
+def elementwise(work: Workload, use: Use) -> Iterator[Elementwise]:
+    """Yield the kernel of an operation except attention; none where XLA computes it."""
     if not work.runs_kernels:
         return
-    model, settings = work.model, work.model.attention
-    rows, queries, L, H = work.rows(), work.queries, model.num_layers, settings.head_dim
-    norm, vectors = _NORMS[model.norm.kind], 2 if getattr(model.norm, "bias", False) else 1
-    stream = _array(work, rows * work.local("residual", queries), model.d_model)
-    gains = [_array(work, model.d_model)] * vectors
-    yield _launched(NORMS, L, norm(stream, *gains))
-    yield _launched(NORMS, L, norm(stream, *gains, residual=stream))
-    if model.post_norms:
-        yield _launched(NORMS, L, norm(stream, *gains))
-        yield _launched(LAST_NORM, L, norm(stream, *gains))
-    yield _launched("final_norm", 1, norm(stream, *gains))
-
-    angles = jax.ShapeDtypeStruct((rows, queries, H // 2), jnp.float32)
-    for name, axis, heads in (
-        ("query", "act_heads", settings.num_heads),
-        ("key", "act_kv_heads", settings.num_kv_heads),
-    ):
-        x = _array(work, rows, queries, work.local(axis, heads), H)
-        if settings.qk_norm:
-            yield _launched(POSITIONS, L, norm(x, *[_array(work, H)] * vectors), makes=name)
-        if model.position.kind == "rope":
-            yield _launched(POSITIONS, L, rotary_costs(x, angles, angles), makes=name)
-    if model.feed_forward.gated:
-        hidden = _array(work, rows * queries, work.local("act_feed_forward", model.feed_forward.d_ff))
-        yield _launched(ACTIVATION, L, gated_costs(hidden, hidden, activation=model.feed_forward.activation))
-    if chunked := loss(work):
-        sizes = chunked.tokens, chunked.labels, model.logit_soft_cap
-        kernels = statistics_cost(*sizes), gradient_cost(*sizes, work.dtype)
-        # The gradient of the logits is made in the forward pass.
-        yield _launched(
-            LOSS, chunked.chunks, KernelCosts(KernelCost(*map(sum, zip(*kernels, strict=True))), KernelCost())
-        )
-
-
-def instead_of(work: Workload) -> set[str]:
-    """Return the scopes of the loops that kernels replace."""
-    found = {part.scope for part in elementwise(work)}
-    return found | ({RESIDUAL} if found else set()) | ({SOFTMAX, HEADS} if attention(work) else set())
+    arrays = [_array(work, *work.shape(*each)) for each in zip(use.marker.operands, use.shapes, strict=True)]
+    match use.name:
+        case "rms_norm" | "layer_norm":
+            x, *vectors = arrays
+            residual = vectors.pop() if len(use.marker.results) == 2 else None
+            heads = use.marker.operands[0][-1] == "act_head_dim"
+            scope = POSITIONS if heads else NORMS if use.loop is not None else use.scope
+            yield _launched(scope, use.times, _NORMS[use.name](x, *vectors, residual=residual))
+        case "rope":
+            angles = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in arrays[1:]]
+            yield _launched(POSITIONS, use.times, rotary_costs(arrays[0], *angles))
+        case "gated_activation":
+            yield _launched(ACTIVATION, use.times, gated_costs(*arrays, activation=use.options["name"]))
+        case "cross_entropy" if chunked := loss(work):
+            sizes = chunked.tokens, chunked.labels, use.options["soft_cap"]
+            kernels = statistics_cost(*sizes), gradient_cost(*sizes, work.dtype)
+            # The gradient of the logits is made in the forward pass.
+            once = KernelCost(*map(sum, zip(*kernels, strict=True)))
+            yield _launched(LOSS, chunked.chunks, KernelCosts(once, KernelCost()))
 
 
 def attention(work: Workload) -> KernelCosts | None:
@@ -108,8 +80,8 @@ def loss(work: Workload) -> Loss | None:
     return Loss(*chunks.chunk(tokens, labels), chunks.padded(labels))
 
 
-def _launched(scope: str, times: int, costs: KernelCosts, makes: str = "") -> Elementwise:
-    return Elementwise(scope, times, *costs, kernel=True, makes=makes)
+def _launched(scope: str, times: int, costs: KernelCosts) -> Elementwise:
+    return Elementwise(scope, times, *costs, kernel=True)
 
 
 def _array(work: Workload, *shape: int) -> jax.ShapeDtypeStruct:

@@ -7,8 +7,13 @@ Which arrays XLA keeps was read from its programs (`jaxlm.lowering.buffers`), of
 from typing import Literal, NamedTuple
 
 from jaxlm.costs.step import kernel_costs
-from jaxlm.costs.step.elementwise import norms_per_layer
 from jaxlm.costs.workload import Workload
+from jaxlm.models.config import ModelConfig
+
+
+def norms_per_layer(model: ModelConfig) -> int:
+    """Return the number of norms of the residual stream in a layer."""
+    return 4 if model.post_norms else 2
 
 
 def kept(work: Workload) -> int:

@@ -9,13 +9,16 @@ operations (a norm, an activation, a softmax) is a loop of its own, and scores g
 computes no more scores than are seen.
 """
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Literal, NamedTuple
 
+from jaxlm.costs import paper
+from jaxlm.costs.paper import Recording, Use
 from jaxlm.costs.step import elementwise, kernel_costs
-from jaxlm.costs.step.elementwise import LAST_NORM, Elementwise
-from jaxlm.costs.step.parameters import ModelPart, goes_back_to, multiplies, parameters
+from jaxlm.costs.step.elementwise import Elementwise
+from jaxlm.costs.step.parameters import parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.models import tree
 from kernels_pallas.core.launch import KernelCost
@@ -65,52 +68,126 @@ class Operation(NamedTuple):
 
 def step(work: Workload) -> list[Operation]:
     """Return all operations of a step on one device."""
-    instead = kernel_costs.instead_of(work)
-    beside = [*(part for part in elementwise.loops(work) if part.scope not in instead), *kernel_costs.elementwise(work)]
-    products = list(_products(work))
-    forward = products + [_beside(part, "forward") for part in beside]
+    found = paper.record(work.model, work.kind, work.sequence, work.dropout)
     if work.kind != "train":
-        return forward
-    again = [op for op in products if _runs_again(work, op.scope)]
-    again += [_beside(part, "forward") for part in beside if _runs_again(work, part.scope, part.makes)]
-    again = [op._replace(phase="rematerialised") for op in again]
-    backward = [gradient for op in products for gradient in _gradients(work, op)]
-    backward += [_beside(part, "backward") for part in beside if _goes_back(work, part.scope)]
-    each = [op._replace(times=op.times * work.microbatches) for op in (*forward, *again, *backward)]
-    return [*each, *_optimizer(work)]
-
-
-def _products(work: Workload) -> Iterator[Operation]:
-    model, itemsize = work.model, work.itemsize
-    rows, queries = work.rows(), work.queries
-    for path, d in parameters(model).items():
-        if not multiplies(model, path, d):
+        return [op for use in found.uses for op in _forward(work, found, use)]
+    trained = found.trained(work.frozen)
+    again = _run_again(work, found, trained)
+    each: list[Operation] = []
+    for use in found.uses:
+        forward = list(_forward(work, found, use))
+        each += forward
+        if trained.isdisjoint(use.results):
             continue
-        k, n = (math.prod(work.local(d.axes[i], d.shape[i]) for i in side) for side in (d.inputs, d.outputs))
-        if path == "embedding":  # tied: it unembeds
-            k, n = n, k
-        tokens = rows * queries
-        if d.table and work.kind == "prefill":
-            tokens = rows  # only the last token of each prompt is unembedded
-        if d.table and (loss := kernel_costs.loss(work)):
-            tokens, n = loss.chunks * loss.tokens, loss.labels  # the last chunk is filled up, and so are the labels
-        times = math.prod(d.shape[i] for i in d.stack)
-        out = 4 if d.table else itemsize  # logits are float32
-        moved = itemsize * (tokens * k + k * n) + out * tokens * n
-        yield Operation(path, "forward", times, Product(1, tokens, k, n), moved, moved)
+        rerun = work.remat != "none" and use.loop is not None
+        made = not again.isdisjoint(use.results)
+        each += [op._replace(phase="rematerialised") for op in forward if rerun and _reruns(op, made)]
+        each += _backward(work, found, use, trained)
+    return [*(op._replace(times=op.times * work.microbatches) for op in each), *_optimizer(work)]
 
-    (K, G), L, H = work.head_groups(), model.num_layers, model.attention.head_dim
+
+def _forward(work: Workload, found: Recording, use: Use) -> Iterator[Operation]:
+    """Yield the products of an operation and what it does element by element."""
+    yield from _products(work, found, use)
+    for part in elementwise.parts(work, use):
+        yield _beside(part, "forward")
+
+
+def _backward(work: Workload, found: Recording, use: Use, trained: Set[int]) -> Iterator[Operation]:
+    """Yield the gradients of the operands of an operation that depend on something which trains."""
+    together = use.name == "cross_entropy" and kernel_costs.loss(work) is not None  # adds up both in its chunks
+    asked = [together or use.name == "attention" or operand in trained for operand in use.operands[:2]]
+    products = list(_products(work, found, use))
+    if products and products[0].kernel:
+        # One kernel for the queries' gradient, one for the keys' and the values'. Both compute scores again, and the
+        # gradient of the weights, which is the first of the mixture's.
+        first, second = products
+        made = [(op.scope, "backward", p) for op in products for p in _transposed(op.product)]
+        again = (SCORES, first.product), (SCORES, first.product), (MIXTURE, _transposed(second.product)[0])
+        made += [(scope, "rematerialised", product) for scope, product in again]
+        yield from _kernel(first.times, kernel_costs.attention(work).backward, first.least, *made)
+    else:
+        for op in products:
+            gradients = itertools.compress(_transposed(op.product), asked)
+            yield from (op._replace(phase="backward", product=product) for product in gradients)
+    for part in elementwise.parts(work, use):
+        yield _beside(part, "backward")
+
+
+def _transposed(product: Product) -> tuple[Product, Product]:
+    """Return the gradients of both operands of a product."""
+    batch, m, k, n = product
+    return Product(batch, m, n, k), Product(batch, k, m, n)
+
+
+def _run_again(work: Workload, found: Recording, trained: Set[int]) -> set[int]:
+    """Return the values that the backward pass of a layer makes again, from those that it reads."""
+    if work.remat == "none":
+        return set()
+    kept = frozenset() if work.remat == "full" else frozenset(work.remat)
+    again: set[int] = set()
+    for loop in range(len(found.loops)):
+        wanted = [
+            value
+            for use in found.uses
+            if use.loop == loop and not trained.isdisjoint(use.results)
+            for value in _saved(work, use, trained)
+        ]
+        again |= found.run_again(loop, wanted, kept)
+    return again
+
+
+def _saved(work: Workload, use: Use, trained: Set[int]) -> tuple[int, ...]:
+    """Return the values that the backward pass of an operation reads."""
+    match use.name:
+        case "linear":
+            return use.operands[:1] if use.operands[1] in trained else ()
+        case "attention":
+            return use.operands[:3] + (use.results if kernel_costs.attention(work) else ())
+        case "rms_norm" | "layer_norm":
+            return use.results[:1] if len(use.results) == 2 else use.operands[:1]
+        case "activation" | "gated_activation":
+            return use.operands
+        case _:
+            return ()
+
+
+def _reruns(op: Operation, made: bool) -> bool:
+    """Return whether an operation of a layer runs again, whose result is `made` again or not.
+
+    Of attention without a kernel the softmax's backward pass wants scores and mixture, whatever is kept. Loops of XLA
+    are fused into what reads them.
+    """
+    return made or (not op.kernel and (op.product is None or op.scope in (SCORES, MIXTURE)))
+
+
+def _products(work: Workload, found: Recording, use: Use) -> Iterator[Operation]:
+    itemsize = work.itemsize
+    if use.name in ("linear", "logits", "cross_entropy"):
+        path, d = found.parameters[use.operands[1]], parameters(work.model)[found.parameters[use.operands[1]]]
+        k, n = (math.prod(work.local(d.axes[i], d.shape[i]) for i in side) for side in (d.inputs, d.outputs))
+        if d.axes[0] == "vocab":  # tied: it unembeds
+            k, n = n, k
+        tokens = work.rows() * use.shapes[0][1]
+        if use.name == "cross_entropy" and (loss := kernel_costs.loss(work)):
+            tokens, n = loss.chunks * loss.tokens, loss.labels  # the last chunk is filled up, and so are the labels
+        out = itemsize if use.name == "linear" else 4  # logits are float32
+        moved = itemsize * (tokens * k + k * n) + out * tokens * n
+        yield Operation(path, "forward", use.times, Product(1, tokens, k, n), moved, moved)
+    if use.name != "attention":
+        return
+    rows, (K, G), H = work.rows(), work.head_groups(), use.shapes[0][-1]
     kernel = kernel_costs.attention(work)
     for queries, keys in work.attended():
         first = Product(rows * K, G * queries, H, keys)
         second = Product(rows * K, G * queries, keys, H)
         if kernel:
             made = (SCORES, "forward", first), (MIXTURE, "forward", second)
-            yield from _kernel(L, kernel.forward, float(work.seen(causally=True)), *made)
+            yield from _kernel(use.times, kernel.forward, float(work.seen(causally=True)), *made)
             continue
         once, scores = itemsize * rows * (queries * G + keys) * K * H, rows * K * G * queries * keys
-        yield Operation(SCORES, "forward", L, first, once, once + 4 * scores)
-        yield Operation(MIXTURE, "forward", L, second, once, once + itemsize * scores)
+        yield Operation(SCORES, "forward", use.times, first, once, once + 4 * scores)
+        yield Operation(MIXTURE, "forward", use.times, second, once, once + itemsize * scores)
 
 
 def _kernel(
@@ -129,65 +206,6 @@ def _beside(part: Elementwise, phase: Phase) -> Operation:
     each = part.backward if phase == "backward" else part.forward
     least = each.bytes if part.kernel else 0
     return Operation(part.scope, phase, part.times, None, least, each.bytes, each.flops, part.kernel)
-
-
-def _goes_back(work: Workload, scope: str) -> bool:
-    """Return whether gradients pass through a scope, to something that trains in it or before it."""
-    first = goes_back_to(work.model, work.frozen)
-    if scope.startswith("layers/"):
-        return first <= ModelPart.LAYERS
-    if scope.startswith("embedding/"):
-        return first <= ModelPart.LOOK_UP
-    return first <= (ModelPart.FINAL_NORM if scope == "final_norm" else ModelPart.UNEMBEDDING)
-
-
-def _gradients(work: Workload, op: Operation) -> Iterator[Operation]:
-    """The gradients of both operands of a product, but for those that nothing which trains asks for. A loss in chunks
-    adds up both."""
-    if not _goes_back(work, op.scope):
-        return
-    batch, m, k, n = op.product
-    first, second = Product(batch, m, n, k), Product(batch, k, m, n)
-    if not op.kernel:
-        inside = op.scope.startswith("layers/")
-        together = not inside and kernel_costs.loss(work) is not None
-        if together or inside or _goes_back(work, "final_norm"):
-            yield op._replace(phase="backward", product=first)
-        if together or op.scope not in work.frozen:
-            yield op._replace(phase="backward", product=second)
-    elif op.scope == SCORES:
-        # One kernel for the queries' gradient, one for the keys' and the values'. Both compute scores again, and the
-        # gradient of the weights, which is the first of the mixture's.
-        made = ((scope, "backward", product) for scope in (SCORES, MIXTURE) for product in (first, second))
-        again = (SCORES, op.product), (SCORES, op.product), (MIXTURE, first)
-        again = ((scope, "rematerialised", product) for scope, product in again)
-        yield from _kernel(op.times, kernel_costs.attention(work).backward, op.least, *made, *again)
-
-
-def _runs_again(work: Workload, scope: str, makes: str = "") -> bool:
-    """Return whether the backward pass recomputes an operation of the forward pass, which may make a saved result.
-
-    With rematerialisation a layer runs again, but for what its backward pass does not read: the last product, whose
-    result is only added to the stream where no norm is behind it, and products whose result is kept. A query or key
-    that is normalised is kept behind its norm, whose backward pass wants what was before. Softmax's backward pass wants
-    scores and mixture, whatever is kept; a kernel's wants the result, which is kept with its log-sum-exp. A kernel for
-    the layer's last norm runs no more: nothing reads its result again.
-    """
-    kept = work.remat
-    if kept == "none" or not scope.startswith("layers/") or not _goes_back(work, scope):
-        return False
-    kept = () if kept == "full" else kept
-    if scope == LAST_NORM:
-        return False
-    if scope in (SCORES, MIXTURE) and kernel_costs.attention(work):
-        makes = "attention"
-    if makes:
-        return makes not in kept
-    part, _, name = scope.removeprefix("layers/").rpartition("/")
-    if part == "feed_forward" and name == "down":
-        return work.model.post_norms
-    normalised = part == "attention" and name in ("query", "key") and work.model.attention.qk_norm
-    return name not in kept or normalised
 
 
 # For each number that trains, of AdamW. Other kinds, whose updates take 0.4 (SGD) to 1.6 times as many (Muon, besides

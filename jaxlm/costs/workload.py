@@ -1,9 +1,10 @@
 """The step that is counted, and its mesh: all that counting needs to know."""
 
+import functools
 import json
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -20,6 +21,20 @@ from jaxlm.training.groups import frozen
 from kernels_pallas.flash_attention import causal_chunks
 
 BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def _remembered(method: Callable) -> Callable:
+    """Make a method of a workload answer each question once: a search asks the same ones again and again."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def answer(self: "Workload", *question: Any) -> Any:
+        key = name, *question
+        if key not in self._answers:
+            self._answers[key] = method(self, *question)
+        return self._answers[key]
+
+    return answer
 
 
 @dataclass(frozen=True)
@@ -107,6 +122,10 @@ class Workload:
         return self.kind == "train" and self.training.ema_decay is not None
 
     @cached_property
+    def _answers(self) -> dict[tuple, Any]:
+        return {}
+
+    @cached_property
     def frozen(self) -> frozenset[str]:
         """The paths of the parameters that do not train; none in inference, where nothing does."""
         if self.kind != "train" or not self.optimizer.groups:
@@ -189,8 +208,10 @@ class Workload:
         """Devices among which the query heads are sharded."""
         return self.parts("tensor", "act_heads", self.model.attention.num_heads)
 
+    @_remembered
     def rows(self) -> int:
-        """Sequences on one device at once: its part of a microbatch, or all where the mesh does not divide them."""
+        """Return the sequences on one device at once: its part of a microbatch, or all where the mesh does not divide
+        them."""
         rows, parts = self.batch // self.microbatches, self.batch_shards
         return rows // parts if rows % parts == 0 else rows
 
@@ -200,6 +221,7 @@ class Workload:
         read = attention.kv_heads_over(parts)
         return read // parts, attention.num_heads // read
 
+    @_remembered
     def local(self, axis: str, size: int) -> int:
         """Return the size of a dimension with this logical axis on one device as it computes: sharded over `tensor`
         alone (shards over `fsdp` are gathered first), key/value heads with their copies."""
@@ -212,6 +234,7 @@ class Workload:
         local = (size if axis is None else self.local(axis, size) for axis, size in zip(axes, shape, strict=True))
         return tuple(self.rows() if axis == "batch" else size for axis, size in zip(axes, local, strict=True))
 
+    @_remembered
     def stored(self, axes: Sequence[str], shape: Sequence[int]) -> int:
         """Numbers of a parameter that lie on one device."""
         return math.prod(

@@ -11,7 +11,7 @@ computes no more scores than are seen.
 
 import itertools
 import math
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Literal, NamedTuple
 
 from jaxlm.costs import paper
@@ -68,50 +68,42 @@ class Operation(NamedTuple):
 
 def step(work: Workload) -> list[Operation]:
     """Return all operations of a step on one device."""
-    found = paper.record(work.model, work.kind, work.sequence, work.dropout)
-    if work.kind != "train":
-        return [op for use in found.uses for op in _forward(work, found, use)]
-    trained = found.trained(work.frozen)
+    found, each = paper.record(work.model, work.kind, work.sequence, work.dropout), []
+    trained = found.trained(work.frozen) if work.kind == "train" else frozenset()
     again = _run_again(work, found, trained)
-    each: list[Operation] = []
     for use in found.uses:
-        forward = list(_forward(work, found, use))
+        products, parts = list(_products(work, found, use)), list(elementwise.parts(work, use))
+        forward = [*products, *(_beside(part, "forward") for part in parts)]
         each += forward
         if trained.isdisjoint(use.results):
             continue
-        rerun = work.remat != "none" and use.loop is not None
-        made = not again.isdisjoint(use.results)
-        each += [op._replace(phase="rematerialised") for op in forward if rerun and _reruns(op, made)]
-        each += _backward(work, found, use, trained)
+        if work.remat != "none" and use.loop is not None:
+            made = not again.isdisjoint(use.results)
+            each += [op._replace(phase="rematerialised") for op in forward if _reruns(op, made)]
+        each += _gradients(work, use, products, trained)
+        each += [_beside(part, "backward") for part in parts]
+    if work.kind != "train":
+        return each
     return [*(op._replace(times=op.times * work.microbatches) for op in each), *_optimizer(work)]
 
 
-def _forward(work: Workload, found: Recording, use: Use) -> Iterator[Operation]:
-    """Yield the products of an operation and what it does element by element."""
-    yield from _products(work, found, use)
-    for part in elementwise.parts(work, use):
-        yield _beside(part, "forward")
-
-
-def _backward(work: Workload, found: Recording, use: Use, trained: Set[int]) -> Iterator[Operation]:
-    """Yield the gradients of the operands of an operation that depend on something which trains."""
-    together = use.name == "cross_entropy" and kernel_costs.loss(work) is not None  # adds up both in its chunks
-    asked = [together or use.name == "attention" or operand in trained for operand in use.operands[:2]]
-    products = list(_products(work, found, use))
+def _gradients(work: Workload, use: Use, products: Sequence[Operation], trained: Set[int]) -> Iterator[Operation]:
+    """Yield the products that give the gradients of the operands which depend on something that trains."""
     if products and products[0].kernel:
         # One kernel for the queries' gradient, one for the keys' and the values'. Both compute scores again, and the
         # gradient of the weights, which is the first of the mixture's.
         first, second = products
-        made = [(op.scope, "backward", p) for op in products for p in _transposed(op.product)]
+        made = [(op.scope, "backward", product) for op in products for product in _transposed(op.product)]
         again = (SCORES, first.product), (SCORES, first.product), (MIXTURE, _transposed(second.product)[0])
         made += [(scope, "rematerialised", product) for scope, product in again]
         yield from _kernel(first.times, kernel_costs.attention(work).backward, first.least, *made)
-    else:
-        for op in products:
-            gradients = itertools.compress(_transposed(op.product), asked)
-            yield from (op._replace(phase="backward", product=product) for product in gradients)
-    for part in elementwise.parts(work, use):
-        yield _beside(part, "backward")
+        return
+    # Attention always has all its gradients; a loss in chunks adds up both of its own.
+    together = use.name == "attention" or (use.name == "cross_entropy" and kernel_costs.loss(work) is not None)
+    asked = [together or operand in trained for operand in use.operands[:2]]
+    for op in products:
+        gradients = itertools.compress(_transposed(op.product), asked)
+        yield from (op._replace(phase="backward", product=product) for product in gradients)
 
 
 def _transposed(product: Product) -> tuple[Product, Product]:
@@ -122,7 +114,7 @@ def _transposed(product: Product) -> tuple[Product, Product]:
 
 def _run_again(work: Workload, found: Recording, trained: Set[int]) -> set[int]:
     """Return the values that the backward pass of a layer makes again, from those that it reads."""
-    if work.remat == "none":
+    if work.remat == "none" or not trained:
         return set()
     kept = frozenset() if work.remat == "full" else frozenset(work.remat)
     again: set[int] = set()
@@ -247,5 +239,5 @@ def state_numbers(work: Workload, d: tree.Dimensions) -> int:
         return whole if d.projection else 2 * whole
     if work.optimizer.kind == "adafactor" and d.inputs:  # one number per row and one per column of each layer's matrix
         sides = (d.stack + d.inputs, d.stack + d.outputs)
-        return sum(work.stored([d.axes[i] for i in side], [d.shape[i] for i in side]) for side in sides)
+        return sum(work.stored(tuple(d.axes[i] for i in side), tuple(d.shape[i] for i in side)) for side in sides)
     return _MOMENTS[work.optimizer.kind] * whole

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from jaxlm.config import Experiment
 from jaxlm.costs.hardware.chips import Chip
@@ -44,8 +44,9 @@ class Workload:
     `train` is an optimizer step over `training.batch` rows of `training.sequence` tokens; `prefill` reads `batch`
     prompts of `sequence` tokens and gives the logits behind each; `decode` reads one token more of each of `batch`
     sequences that hold `sequence` tokens. `training.dtype` is that of forward and backward pass, and of the cache; in
-    training, parameters, accumulated gradients and optimizer state are float32. `causal_parts`: training computes
-    attention in chunks (`kernels_pallas.flash_attention.causal_chunks`), as a CPU does.
+    training, parameters, accumulated gradients and optimizer state are float32. `platform` is that of the chip, which
+    decides what kernels run; on a CPU training computes attention in chunks
+    (`kernels_pallas.flash_attention.causal_chunks`).
     """
 
     kind: Kind
@@ -53,7 +54,7 @@ class Workload:
     training: TrainingConfig
     optimizer: OptimizerConfig = AdamWConfig(schedule=ConstantScheduleConfig())
     layout: Layout = Layout()
-    causal_parts: bool = False
+    platform: Literal["gpu", "tpu", "cpu"] = "gpu"
 
     @classmethod
     def of(cls, experiment: Experiment, layout: Layout = Layout(), kind: Kind = "train") -> "Workload":
@@ -155,15 +156,15 @@ class Workload:
         """The same on a chip: without kernels where they are not compiled for it."""
         if chip.kind == "cpu":
             return self.on_cpu()
-        return self if chip.runs_kernels else self.plain()
+        return replace(self, platform=chip.kind) if chip.runs_kernels else self.plain()
 
     def on_cpu(self) -> "Workload":
         """The same on any CPU."""
-        return replace(self.plain(), causal_parts=True)
+        return replace(self.plain(), platform="cpu")
 
     def plain(self) -> "Workload":
         """The same of plain JAX, with all of attention's scores: each product as the model has it."""
-        return replace(self.with_training(kernels="xla"), causal_parts=False)
+        return replace(self.with_training(kernels="xla"), platform="gpu")
 
     @property
     def tokens(self) -> int:
@@ -177,7 +178,7 @@ class Workload:
 
     def attended(self) -> list[tuple[int, int]]:
         """Queries and keys of each sequence between which attention computes scores, part by part."""
-        if self.causal_parts and self.kind == "train":
+        if self.platform == "cpu" and self.kind == "train":
             return [(end - first, end) for first, end in causal_chunks.bounds(self.sequence)]
         return [(self.queries, self.sequence)]
 

@@ -41,7 +41,7 @@ __all__ = [
     "intersection",
     "packed",
     "prefix_lm",
-    "serves",
+    "runs_kernel",
     "shifted",
     "sliding_window",
     "union",
@@ -55,6 +55,8 @@ _BY_NAME = ("mosaic_gpu", "cudnn")
 # A matrix unit's tile has sixteen rows: fewer queries than that are bound by the reading of keys and values, of scores
 # there are few, and XLA reads as fast.
 _FEW_QUERIES = 16
+# The kernel that None takes on the chips of a platform.
+_ON = {"gpu": "triton", "tpu": "mosaic_tpu"}
 # Of the scores that the gradient of a bias holds at a time.
 _SCORES_AT_ONCE = 2**25
 
@@ -144,10 +146,15 @@ def flash_attention(
     return (out, jnp.swapaxes(log_sum_exp, 1, 2)) if return_log_sum_exp else out
 
 
-def serves(queries: int, width: int) -> bool:
-    """Return whether None takes a kernel for sequences of `queries` queries and heads of `width`, on any chip that has
-    one (Mosaic's also takes other widths)."""
-    return queries >= _FEW_QUERIES and width % triton.TILE == 0 and width <= triton.MAX_WIDTH
+def runs_kernel(platform: str, query: Any, key: Any, value: Any) -> bool:
+    """Return whether None takes a kernel on the chips of a platform, "gpu" or "tpu", that one is compiled for.
+
+    Args:
+      query, key, value: arrays, or shapes and dtypes.
+    """
+    if platform not in _ON or query.shape[1] < _FEW_QUERIES:
+        return False
+    return _unsupported_reason(_ON[platform], Operands(query, key, value, None, None, None, None), None) is None
 
 
 def costs(

@@ -38,26 +38,40 @@ def drawn(seed):
     return family, draw.choice(["none", "full", kept, kept, kept]), [draw.choice(PATTERNS)]
 
 
-@pytest.mark.parametrize("seed", sampled(range(60), {str(n) for n in range(6)}))
-def test_kernels_of_frozen_steps_declare_what_is_counted(seed):
-    """With any names kept and anything frozen, both counters find the same FLOPs of products and of kernels."""
-    family, remat, patterns = drawn(seed)
-    settings = model_fixtures.FAMILIES[family]
-    model = model_fixtures.model(settings, attention={**settings["attention"], "head_dim": 16})
+CHIPS = {"gpu": AbstractDevice("NVIDIA H200", 1, "gpu"), "tpu": AbstractDevice("TPU v5 lite", 1, "tpu")}
+
+
+def assert_counted(model, remat, patterns, platform):
+    """Assert that the jaxpr of a step and its count have the same FLOPs, of products and of kernels."""
     groups = [{"pattern": pattern, "learning_rate_scale": 0.0} for pattern in patterns]
     training = model_fixtures.training(remat=remat, kernels="auto", dtype="bfloat16")
     steps = make_steps(model, training, model_fixtures.optimization(groups=groups))
     shape = jax.ShapeDtypeStruct((8, model_fixtures.CONTEXT), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), shape)
-    device = AbstractDevice("NVIDIA H200", 1, "gpu")
-    mesh = AbstractMesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, abstract_device=device)
+    mesh = AbstractMesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, abstract_device=CHIPS[platform])
     with jax.sharding.use_abstract_mesh(mesh):
         read = count(steps.train, jax.eval_shape(steps.init), batch)
-    work = workload("train", model, 8, model_fixtures.CONTEXT, remat=remat, frozen=patterns, kernels="auto")
-    ops = operations.step(work)
-    kernels = sum(op.times * (op.flops + op.elementwise) for op in ops if op.kernel)
+    changes = {"remat": remat, "frozen": patterns, "kernels": "auto", "platform": platform}
+    ops = operations.step(workload("train", model, 8, model_fixtures.CONTEXT, **changes))
     assert sum(op.times * op.flops for op in ops if not op.kernel) == read.matmul_flops
-    assert kernels == read.kernel_flops
+    assert sum(op.times * (op.flops + op.elementwise) for op in ops if op.kernel) == read.kernel_flops
+    return any(op.kernel and op.product for op in ops)
+
+
+@pytest.mark.parametrize("seed", sampled(range(60), {str(n) for n in range(6)}))
+def test_kernels_of_frozen_steps_declare_what_is_counted(seed):
+    """With any names kept and anything frozen."""
+    family, remat, patterns = drawn(seed)
+    settings = model_fixtures.FAMILIES[family]
+    model = model_fixtures.model(settings, attention={**settings["attention"], "head_dim": 16})
+    assert_counted(model, remat, patterns, ("gpu", "tpu")[seed % 2])
+
+
+@pytest.mark.parametrize(("platform", "runs"), [("gpu", False), ("tpu", True)])
+def test_a_kernel_for_attention_is_counted_where_it_runs(platform, runs):
+    """Triton's takes head dims that 16 divides, Mosaic's any."""
+    model = model_fixtures.model(attention={"num_heads": 8, "num_kv_heads": 4, "head_dim": 24})
+    assert assert_counted(model, ("query", "attention"), [], platform) == runs
 
 
 def test_a_layer_is_recorded_once_and_knows_how_often_it_runs():

@@ -12,7 +12,7 @@ from jaxlm.costs.step.scopes import ACTIVATION, LOSS, NORMS, POSITIONS, Elementw
 from jaxlm.costs.workload import Workload
 from kernels_pallas.core.launch import KernelCost, KernelCosts
 from kernels_pallas.flash_attention import costs as attention_costs
-from kernels_pallas.flash_attention import serves
+from kernels_pallas.flash_attention import runs_kernel
 from kernels_pallas.gated_activation import costs as gated_costs
 from kernels_pallas.layer_norm import costs as layer_norm_costs
 from kernels_pallas.linear_cross_entropy import chunks
@@ -57,17 +57,19 @@ def elementwise(work: Workload, use: Use) -> Iterator[Elementwise]:
 
 
 def attention(work: Workload) -> KernelCosts | None:
-    """Return the attention cost of a layer, with all scores visible; None if the reference runs instead: with few
-    queries, or with a head dim that the kernels of some chip do not take."""
+    """Return the attention cost of a layer, with all scores visible; None if XLA runs it instead: with few
+    queries, or with a head dim that the platform's kernel does not take."""
     (K, G), H = work.head_groups(), work.model.attention.head_dim
-    if not work.runs_kernels or not serves(work.queries, H):
+    if not work.runs_kernels:
         return None
-    return _attention(work.rows(), work.queries, work.sequence, K, G, H, work.dtype)
+    return _attention(work.platform, work.rows(), work.queries, work.sequence, K, G, H, work.dtype)
 
 
 @functools.lru_cache(maxsize=1024)
-def _attention(B: int, T: int, S: int, K: int, G: int, H: int, dtype: str) -> KernelCosts:
+def _attention(platform: str, B: int, T: int, S: int, K: int, G: int, H: int, dtype: str) -> KernelCosts | None:
     key, query = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((B, S, K, H), (B, T, K * G, H)))
+    if not runs_kernel(platform, query, key, key):
+        return None
     return attention_costs(query, key, key, implementation="triton")  # kernels for TPUs cost the same
 
 

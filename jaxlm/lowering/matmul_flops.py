@@ -32,6 +32,9 @@ def instruction_flops(computation: HloComputation, instruction: HloInstruction) 
         return _convolution(computation, instruction)
     if instruction.opcode == "custom-call" and _CUBLAS.search(instruction.attribute("custom_call_target") or ""):
         return _library_product(computation, instruction)
+    if instruction.opcode == "multiply" and instruction.op_name.endswith("/dot_general"):
+        # For a GPU, XLA writes a product with a vector (attention of one query per key head) as multiply and reduce.
+        return 2 * instruction.arrays[0].elements
     return 0
 
 

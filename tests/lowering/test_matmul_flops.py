@@ -35,6 +35,11 @@ def flops(line: str, *operands: str) -> int:
         ('f32[8,32]{1,0} custom-call(%p0, %p1), custom_call_target="__cublas$lt$matmul", backend_config='
          '{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}',
          "f32[8,16]{1,0}", "f32[16,32]{1,0}", 2 * 8 * 32 * 16),
+        # A product with a vector, which XLA writes out for a GPU; and a multiplication that is none.
+        ('f32[8,12,64]{2,1,0} multiply(%p0, %p1), metadata={op_name="jit(f)/attention/BKQH,BKSH->BKQS/dot_general"}',
+         "f32[8,12,64]{2,1,0}", "f32[8,12,64]{2,1,0}", 2 * 8 * 12 * 64),
+        ('f32[8,12,64]{2,1,0} multiply(%p0, %p1), metadata={op_name="jit(f)/norm/mul"}',
+         "f32[8,12,64]{2,1,0}", "f32[8,12,64]{2,1,0}", 0),
         ("f32[8,16]{1,0} add(%p0, %p1)", "f32[8,16]{1,0}", "f32[8,16]{1,0}", 0),
     ],
 )  # fmt: skip

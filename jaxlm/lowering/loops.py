@@ -4,6 +4,7 @@ XLA states the trip counts of loops on some platforms only. Elsewhere they are r
 its counter starts, how far it steps, and the comparison that ends the loop.
 """
 
+import operator
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,11 @@ from jaxlm.lowering.hlo import HloComputation, HloInstruction, HloProgram, contr
 # Opcodes whose result has the value of their first operand.
 _VIEWS = set("bitcast reshape convert copy copy-start copy-done opt-barrier optimization-barrier domain".split())
 _COUNTED = re.compile(r"dot$|convolution$|all-|reduce-scatter|collective-")
+
+_HOLDS = {
+    **{"LT": operator.lt, "LE": operator.le, "EQ": operator.eq},
+    **{"GT": operator.gt, "GE": operator.ge, "NE": operator.ne},
+}
 
 # An element of a value: its indices in nested tuples.
 Element = tuple[int, ...]
@@ -29,7 +35,7 @@ def times(program: HloProgram) -> dict[str, int]:
     a guess.
     """
     found = dict.fromkeys(program.computations, 0)
-    for name, runs in _runs(_CallSite(program, program.entry)):
+    for name, runs in _runs(_CallSite(program, program.entry), 1):
         found[name] += runs
     return found
 
@@ -140,8 +146,6 @@ class _Loop:
 
     def step(self, element: Element) -> int | None:
         """Return by how much each trip increases an element of the state."""
-        if self.keeps(element):
-            return 0
         found = self.body.integer(self.body.computation.root, element)
         return found.number if found and found.element == element else None
 
@@ -157,13 +161,19 @@ class _Loop:
         if known := self.instruction.backend_config.get("known_trip_count"):
             return int(known["n"])
         condition = self.site.inside(self.instruction, self.instruction.called["condition"][0])
-        site, compare, _ = condition.source(condition.computation.root)
+        compared = self.compared(condition, condition.computation.root)
+        return compared and _trips(*compared)
+
+    def compared(self, site: _CallSite, name: str) -> tuple[str, int, int] | None:
+        """Return the direction of a comparison of integers, their distance (left less right) in the first trip, and by
+        how much each trip increases it; None if `name` is anything else."""
+        site, compare, _ = site.source(name)
         if compare.opcode != "compare":
             return None
         left, right = (self._course(site.integer(side)) for side in compare.operands)
         if left is None or right is None:
             return None
-        return _trips(compare.attribute("direction"), left[0] - right[0], left[1] - right[1])
+        return compare.attribute("direction"), left[0] - right[0], left[1] - right[1]
 
     def _course(self, side: _Integer | None) -> tuple[int, int] | None:
         """Return an integer before the first trip, and by how much each trip increases it."""
@@ -188,22 +198,49 @@ def _trips(direction: str, distance: int, step: int) -> int | None:
     return -(distance // step) if step > 0 else None
 
 
-def _runs(site: _CallSite) -> Iterator[tuple[str, int]]:
-    """Yield the names of a computation and of all that it calls, with their runs in one run of it."""
-    yield site.computation.name, 1
+def _runs(site: _CallSite, runs: int) -> Iterator[tuple[str, int]]:
+    """Yield the names of a computation that runs so often and of all that it calls, with their numbers of runs."""
+    yield site.computation.name, runs
     for instruction in site.computation.instructions.values():
-        called = [name for names in instruction.called.values() for name in names]
-        inside = [run for name in called for run in _runs(site.inside(instruction, name))]
-        trips = _Loop(site, instruction).trips() if instruction.opcode == "while" else 1
-        if trips is None:
-            if any(_counted(site.program.computations[name]) for name, _ in inside):
-                of = scope(instruction.op_name) or site.program.source(instruction) or "of unknown scope"
-                raise InputError(
-                    f"the compiled program does not show how often its loop {instruction.name} ({of}) runs, so the "
-                    "products, kernels and collectives in it cannot be counted"
-                )
-            trips = 1
-        yield from ((name, runs * trips) for name, runs in inside)
+        for name in (name for names in instruction.called.values() for name in names):
+            inside, each = site.inside(instruction, name), runs
+            if instruction.opcode == "while":
+                each = runs * _trips_or_once(site, instruction)
+            elif instruction.opcode == "conditional":
+                each = _branch_runs(inside, runs)
+            yield from _runs(inside, each)
+
+
+def _trips_or_once(site: _CallSite, instruction: HloInstruction) -> int:
+    """Return a loop's trip count, or 1 if it cannot be read and nothing in the loop is counted."""
+    trips = _Loop(site, instruction).trips()
+    inside = (run for name in controlled(instruction) for run in _runs(site.inside(instruction, name), 1))
+    if trips is None and any(_counted(site.program.computations[name]) for name, _ in inside):
+        of = scope(instruction.op_name) or site.program.source(instruction) or "of unknown scope"
+        raise InputError(
+            f"the compiled program does not show how often its loop {instruction.name} ({of}) runs, so the products, "
+            "kernels and collectives in it cannot be counted"
+        )
+    return 1 if trips is None else trips
+
+
+def _branch_runs(branch: _CallSite, runs: int) -> int:
+    """Return how often a branch runs where a loop's body, which runs so often, compares the loop's counter.
+
+    XLA's windowed products send no part in the last trip. Any other branch counts each time.
+    """
+    body, conditional = branch.caller, branch.call
+    if not (body.call and body.call.opcode == "while" and "true_computation" in conditional.called):
+        return runs
+    loop = _Loop(body.caller, body.call)
+    trips, compared = loop.trips(), loop.compared(body, conditional.operands[0])
+    if not trips or compared is None:
+        return runs
+    direction, distance, step = compared
+    taken = sum(_HOLDS[direction](distance + step * trip, 0) for trip in range(trips))
+    if branch.computation.name not in conditional.called["true_computation"]:
+        taken = trips - taken
+    return runs // trips * taken
 
 
 def _counted(computation: HloComputation) -> bool:

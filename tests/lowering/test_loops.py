@@ -30,6 +30,13 @@ CALLED = """
   %sum = s32[] add(%two, %b)
   ROOT %both = (f32[8,8], s32[]) tuple(%a, %sum)
 }
+%sent (a: f32[8,8]) -> f32[8,8] {
+  %a = f32[8,8] parameter(0)
+  ROOT %b = f32[8,8] all-reduce(%a), replica_groups={}
+}
+%kept (a: f32[8,8]) -> f32[8,8] {
+  ROOT %a = f32[8,8] parameter(0)
+}
 """
 
 
@@ -132,6 +139,23 @@ def test_nothing_is_counted_by_a_guess(written):
             count(program(work=work, **written))
     # It may depend on data if nothing in it is counted.
     assert loops.times(program(work="f32[8,8] negate(%x)", **written))["body"] == 1
+
+
+@pytest.mark.parametrize(
+    "test, sent, kept",
+    [
+        ("compare(%next, %k), direction=LT", 4, 1),
+        ("compare(%next, %k), direction=GE", 1, 4),
+        ("compare(%i, %two), direction=EQ", 1, 4),
+        ("parameter(1)", 5, 5),
+    ],
+)
+def test_a_branch_may_run_in_some_trips(test, sent, kept):
+    branches = "true_computation=%sent, false_computation=%kept"
+    found = program(end="constant(9)", work=f"f32[8,8] conditional(%more, %x, %x), {branches}\n  %more = pred[] {test}")
+    times = loops.times(found)
+    assert (times["body"], times["sent"], times["kept"]) == (5, sent, kept)
+    assert [c.count for c in collectives.collectives(found, {"fsdp": 4})] == [sent]
 
 
 def test_a_loop_in_a_loop_and_one_that_goes_on_where_another_ends():

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxlm.lowering import loops
 from jaxlm.lowering.hlo import HloComputation, HloInstruction, HloProgram, scope
 from jaxlm.lowering.shapes import bits
 
@@ -48,11 +49,11 @@ def collectives(program: HloProgram, mesh: Mapping[str, int]) -> list[CompiledCo
     """
     found: Counter[CompiledCollective] = Counter()
     parts_seen = set()
-    looping = {name for name, times in program.times.items() if times > 1}
+    runs = loops.times(program)
     for computation in program.computations.values():
         for instruction in computation.instructions.values():
             kind = kind_of(instruction)
-            times = program.times[computation.name]
+            times = runs[computation.name]
             if kind is None or not times:
                 continue
             part = _part_of(instruction)
@@ -65,9 +66,7 @@ def collectives(program: HloProgram, mesh: Mapping[str, int]) -> list[CompiledCo
             if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
                 kind = "reduce-scatter"
             sent, dtype = _payload(computation, instruction, kind)
-            key = CompiledCollective(
-                kind, axes, 0, sent, dtype, scope(instruction.op_name), spans_axes, computation.name in looping
-            )
+            key = CompiledCollective(kind, axes, 0, sent, dtype, scope(instruction.op_name), spans_axes, times > 1)
             found[key] += times
     return [key._replace(count=times) for key, times in found.items()]
 

@@ -6,7 +6,6 @@ A program has computations, their instructions in execution order, and the sourc
 import functools
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +16,17 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (.*)$")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _NAME = re.compile(r"%([\w.-]+)")
-_CALLED = re.compile(r"\b(calls|to_apply|body|condition|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.-]+)")
+_CALLED = re.compile(
+    r"\b(calls|to_apply|body|condition|(?:branch|called)_computations|(?:true|false)_computation)=(\{[^}]*\}|%?[\w.-]+)"
+)
 _METADATA = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _LINE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
+# Custom calls that are annotations for XLA's own passes.
+_ANNOTATIONS = re.compile(
+    r"Sharding|SPMD|AllocateBuffer|Bitcast|AsyncCollective|Bitpacked|AssumeGather|AnnotateDevice|MoveTo"
+)
 # Scopes that JAX's own machinery adds to operation names.
 _SCOPES = re.compile(
     r"^(?:jit\([^)]*\)|while|body|closed_call|checkpoint|cond|branch_\d+_fun|shard_map|pallas_call|eval_jaxpr)$"
@@ -62,6 +67,12 @@ class HloInstruction:
             return json.JSONDecoder().raw_decode(self.attributes, start + len("backend_config="))[0]
         except json.JSONDecodeError:
             return {}
+
+    @property
+    def kernel(self) -> str | None:
+        """The target of a custom call that runs a kernel; None for annotations and other instructions."""
+        target = self.attribute("custom_call_target") if self.opcode == "custom-call" else None
+        return target if target and not _ANNOTATIONS.search(target) else None
 
     def attribute(self, key: str) -> str | None:
         """Return the text of an attribute, such as "{1}" of `lhs_contracting_dims`; None if absent."""
@@ -124,46 +135,6 @@ class HloProgram:
                 return f"{_short(file)}:{number}"
             line = line or f"{_short(file)}:{number}"
         return line
-
-    @functools.cached_property
-    def times(self) -> dict[str, int]:
-        """Number of runs of each computation by name, those inside fusions and reductions included."""
-        times = dict.fromkeys(self.computations, 0)
-        for computation, runs in self._runs(self.entry, 1):
-            times[computation] += runs
-        return times
-
-    def executed(self) -> Iterator[tuple[HloComputation, HloInstruction, int]]:
-        """Yield the instructions that the device executes, and their number of runs.
-
-        These are the instructions of the entry computation and of its loops and branches, but not of fusions and
-        reductions.
-        """
-        reached, waiting = {}, [self.entry.name]
-        while waiting:
-            name = waiting.pop()
-            if name not in reached:
-                reached[name] = None
-                for instruction in self.computations[name].instructions.values():
-                    waiting += controlled(instruction)
-        for name in reached:
-            for instruction in self.computations[name].instructions.values():
-                yield self.computations[name], instruction, self.times[name]
-
-    def trips(self, loop: HloInstruction) -> int:
-        """Return a loop's trip count: XLA's own, or the constant in its condition; 1 if it depends on data."""
-        if known := loop.backend_config.get("known_trip_count"):
-            return int(known["n"])
-        condition = self.computations[loop.called["condition"][0]]
-        return _constant_bound(self, condition) or 1
-
-    def _runs(self, computation: HloComputation, runs: int) -> Iterator[tuple[str, int]]:
-        yield computation.name, runs
-        for instruction in computation.instructions.values():
-            each = runs * self.trips(instruction) if instruction.opcode == "while" else runs
-            for names in instruction.called.values():
-                for name in names:
-                    yield from self._runs(self.computations[name], each)
 
 
 def controlled(instruction: HloInstruction) -> tuple[str, ...]:
@@ -270,24 +241,3 @@ def _frames(tables: dict[str, dict[int, str]]) -> dict[int, tuple[str, int, int]
 def _short(file: str) -> str:
     """Return the last two parts of a path."""
     return "/".join(re.split(r"[/\\]", file)[-2:])
-
-
-def _constant_bound(program: HloProgram, condition: HloComputation) -> int | None:
-    """Return the largest integer constant in a loop's condition, None if there is none.
-
-    It is n of `counter < n`, where the counter counts up from 0 by 1 as in JAX's loops.
-    """
-    constants = {}
-    for computation in (condition, *_within(program, condition)):
-        for instruction in computation.instructions.values():
-            if instruction.opcode == "constant" and re.fullmatch(r"\d+", instruction.literal):
-                constants[instruction.name] = int(instruction.literal)
-    return max(constants.values(), default=None)
-
-
-def _within(program: HloProgram, computation: HloComputation) -> Iterator[HloComputation]:
-    for instruction in computation.instructions.values():
-        for names in instruction.called.values():
-            for name in names:
-                yield program.computations[name]
-                yield from _within(program, program.computations[name])

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from jaxlm.lowering.hlo import HloComputation, HloInstruction, HloProgram, controlled, scope
+from jaxlm.lowering.loops import executed
 from jaxlm.lowering.matmul_flops import instruction_flops
 
 # Opcodes that move no bytes: aliases of existing buffers, control flow, and the ends of asynchronous operations.
@@ -25,10 +26,6 @@ _NO_ARITHMETIC = _NO_WORK | set(
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _SLICES = ("dynamic-slice", "slice", "gather")
 _PALLAS = re.compile(r"tpu_custom_call|triton|mosaic")
-# Custom calls that are annotations for XLA's own passes.
-_ANNOTATIONS = re.compile(
-    r"Sharding|SPMD|AllocateBuffer|Bitcast|AsyncCollective|Bitpacked|AssumeGather|AnnotateDevice|MoveTo"
-)
 _COLLECTIVE_OR_ASYNC = re.compile(r"-(start|done|update)$|^(all-|reduce-scatter|collective-)")
 
 
@@ -88,9 +85,8 @@ def kernels(program: HloProgram, declared: Declared = _NONE) -> list[LaunchedKer
 def calls(program: HloProgram) -> list[tuple[str, int]]:
     """Return the names of Pallas kernels and library calls, and the number of runs of each."""
     found: dict[str, int] = {}
-    for _, instruction, times in program.executed():
-        target = instruction.attribute("custom_call_target") or ""
-        if instruction.opcode == "custom-call" and not _ANNOTATIONS.search(target):
+    for _, instruction, times in executed(program):
+        if target := instruction.kernel:
             name = scope(instruction.op_name) if _PALLAS.search(target) else target
             found[name] = found.get(name, 0) + times
     return sorted(found.items())
@@ -145,12 +141,11 @@ def _all(program: HloProgram, declared: Declared) -> list[tuple[HloComputation, 
 
 
 def _compiled(program: HloProgram) -> Iterator[tuple[HloComputation, HloInstruction, LaunchedKernel]]:
-    for computation, instruction, times in program.executed():
+    for computation, instruction, times in executed(program):
         opcode = instruction.opcode
         if opcode in _NO_WORK or controlled(instruction) or _COLLECTIVE_OR_ASYNC.search(opcode):
             continue
-        target = instruction.attribute("custom_call_target") if opcode == "custom-call" else None
-        if target and _ANNOTATIONS.search(target):
+        if opcode == "custom-call" and not instruction.kernel:
             continue
         inside = _fused(program, computation, instruction)
         yield (
@@ -158,7 +153,8 @@ def _compiled(program: HloProgram) -> Iterator[tuple[HloComputation, HloInstruct
             instruction,
             LaunchedKernel(
                 name=scope(instruction.op_name) or instruction.name,
-                kind=target or (f"fusion {instruction.attribute('kind')}" if opcode == "fusion" else opcode),
+                kind=instruction.kernel
+                or (f"fusion {instruction.attribute('kind')}" if opcode == "fusion" else opcode),
                 source=program.source(instruction),
                 count=times,
                 matmul_flops=sum(instruction_flops(c, i) for c, i in inside),

@@ -8,6 +8,7 @@ import re
 
 import numpy as np
 
+from jaxlm.lowering import loops
 from jaxlm.lowering.hlo import HloComputation, HloInstruction, HloProgram
 
 _CUBLAS = re.compile(r"__cublas|__cudnn\$gemm")
@@ -15,8 +16,9 @@ _CUBLAS = re.compile(r"__cublas|__cudnn\$gemm")
 
 def program_flops(program: HloProgram) -> int:
     """Return the FLOPs of all matrix products on one device, each multiplied by its number of runs."""
+    times = loops.times(program)
     return sum(
-        program.times[computation.name] * instruction_flops(computation, instruction)
+        times[computation.name] * instruction_flops(computation, instruction)
         for computation in program.computations.values()
         for instruction in computation.instructions.values()
     )

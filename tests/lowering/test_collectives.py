@@ -72,7 +72,9 @@ def test_loops_multiply_and_identical_collectives_are_summed():
   %part = f32[4]{0} reduce-scatter(%x), replica_groups=[1,16]<=[16], to_apply=%add, metadata={op_name="jit(f)/first"}
   %gathered = (f32[4]{0}, f32[64]{0}) all-gather-start(%part), replica_groups=[1,16]<=[16], dimensions={0}
   %whole = f32[64]{0} all-gather-done(%gathered)
-  ROOT %t = (s32[], f32[64]{0}) tuple(%n, %whole)
+  %one = s32[] constant(1)
+  %next = s32[] add(%n, %one)
+  ROOT %t = (s32[], f32[64]{0}) tuple(%next, %whole)
 }
 %condition (p: (s32[], f32[64])) -> pred[] {
   %p = (s32[], f32[64]{0}) parameter(0)

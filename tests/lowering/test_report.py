@@ -86,6 +86,14 @@ def test_flops_and_memory_agree_with_the_count_and_with_xla(small, platform, kin
         assert any("models/" in held.source for held in found.report.held)
 
 
+@pytest.mark.parametrize("kind", sampled(["prefill", "train"], ["prefill"]))
+def test_flops_of_windowed_products_are_as_counted(small, kind):
+    """A TPU gathers and scatters matrices during their products, in loops that step by 2."""
+    found = compiled(small, "tpu-v5e:2x4", kind, (1, 8, 1), ["training.microbatches=1", "model.num_layers=2"])
+    assert found.optimised.count("body=%wide.windowed_dot_general") >= 7
+    assert found.report.flops == found.report.counted_flops
+
+
 @pytest.mark.parametrize("chip, temporaries, gaps", [("tpu-v5e", 600, 200), ("h200-sxm", 800, 0)])
 def test_gaps_that_a_tpu_closes_are_not_what_a_step_needs(chip, temporaries, gaps):
     """A GPU's runtime allocates one block, gaps included."""

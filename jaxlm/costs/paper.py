@@ -176,7 +176,7 @@ class _Reader:
 
     def _scan(self, eqn: Any, operands: list[int], scope: tuple[str, ...], times: int) -> list[int]:
         """Read a loop once; each of its iterations uses the same operations."""
-        body, constants, carried = eqn.params["jaxpr"].jaxpr, eqn.params["num_consts"], eqn.params["num_carry"]
+        body, (constants, carried) = eqn.params["jaxpr"].jaxpr, _constants_and_carried(eqn.params)
         inputs = [self.new(operand) for operand in operands]
         for value, operand in zip(inputs, operands, strict=True):
             if operand in self.found.parameters:  # a slice of a stacked parameter
@@ -189,3 +189,11 @@ class _Reader:
         ):
             self.found.sources[value] = (start, end)
         return results
+
+
+def _constants_and_carried(parameters: dict[str, Any]) -> tuple[int, int]:
+    """Return how many operands of a scan are constants and how many it carries; JAX 0.12 keeps them as trees."""
+    if "ft_in" not in parameters:
+        return parameters["num_consts"], parameters["num_carry"]
+    constants, carried, _ = parameters["ft_in"].unpack()
+    return len(constants), len(carried)

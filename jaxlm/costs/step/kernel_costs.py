@@ -35,19 +35,23 @@ def elementwise(work: Workload, use: Use) -> Iterator[Elementwise]:
     """Yield the kernel of an operation except attention; none where XLA computes it."""
     if not work.runs_kernels:
         return
-    arrays = [_array(work, *work.shape(*each)) for each in zip(use.marker.operands, use.shapes, strict=True)]
+
+    def arrays() -> list[jax.ShapeDtypeStruct]:
+        return [_array(work, *work.shape(*each)) for each in zip(use.marker.operands, use.shapes, strict=True)]
+
     match use.name:
         case "rms_norm" | "layer_norm":
-            x, *vectors = arrays
+            x, *vectors = arrays()
             residual = vectors.pop() if len(use.marker.results) == 2 else None
             heads = use.marker.operands[0][-1] == "act_head_dim"
             scope = POSITIONS if heads else NORMS if use.loop is not None else use.scope
             yield _launched(scope, use.times, _NORMS[use.name](x, *vectors, residual=residual))
         case "rope":
-            angles = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in arrays[1:]]
-            yield _launched(POSITIONS, use.times, rotary_costs(arrays[0], *angles))
+            x, *angles = arrays()
+            angles = [jax.ShapeDtypeStruct(each.shape, jnp.float32) for each in angles]
+            yield _launched(POSITIONS, use.times, rotary_costs(x, *angles))
         case "gated_activation":
-            yield _launched(ACTIVATION, use.times, gated_costs(*arrays, activation=use.options["name"]))
+            yield _launched(ACTIVATION, use.times, gated_costs(*arrays(), activation=use.options["name"]))
         case "cross_entropy" if chunked := loss(work):
             sizes = chunked.tokens, chunked.labels, use.options["soft_cap"]
             kernels = statistics_cost(*sizes), gradient_cost(*sizes, work.dtype)

@@ -9,9 +9,11 @@ operations (a norm, an activation, a softmax) is a loop of its own, and scores g
 computes no more scores than are seen.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from jaxlm.costs import paper
@@ -68,6 +70,16 @@ class Operation(NamedTuple):
 
 def step(work: Workload) -> list[Operation]:
     """Return all operations of a step on one device."""
+    batch = work.rules.over("batch")
+    # What is computed depends on the shards of a batch, and not on which axes make them: a search asks this often.
+    alike = work.layout.replace(**dict.fromkeys(batch[1:], 1), **{batch[0]: work.batch_shards})
+    computed = _computed(replace(work, layout=alike))
+    return [*computed, *_optimizer(work)] if work.kind == "train" else list(computed)
+
+
+@functools.lru_cache(maxsize=1024)
+def _computed(work: Workload) -> tuple[Operation, ...]:
+    """Return the operations of forward and backward pass on one device."""
     found, each = paper.record(work.model, work.kind, work.sequence, work.dropout), []
     trained = found.trained(work.frozen) if work.kind == "train" else frozenset()
     again = _run_again(work, found, trained)
@@ -82,9 +94,7 @@ def step(work: Workload) -> list[Operation]:
             each += [op._replace(phase="rematerialised") for op in forward if _reruns(op, made)]
         each += _gradients(work, use, products, trained)
         each += [_beside(part, "backward") for part in parts]
-    if work.kind != "train":
-        return each
-    return [*(op._replace(times=op.times * work.microbatches) for op in each), *_optimizer(work)]
+    return tuple(op._replace(times=op.times * work.microbatches) for op in each)
 
 
 def _gradients(work: Workload, use: Use, products: Sequence[Operation], trained: Set[int]) -> Iterator[Operation]:

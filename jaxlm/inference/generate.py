@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxlm.inference import steps
-from jaxlm.inference.cache import Cache, cache_shardings, empty_cache
+from jaxlm.inference.cache import DenseCache, cache_shardings, empty_cache
 from jaxlm.inference.requests import Sampling, check_prompts
 from jaxlm.inference.sampling import sample
 from jaxlm.models.config import Kernels, ModelConfig
@@ -89,7 +89,7 @@ def programs(
 
     @using_rules(DECODE)
     @using_kernels(kernels)
-    def next_token(parameters: Tree, tokens: jax.Array, cache: Cache, key: jax.Array) -> tuple:
+    def next_token(parameters: Tree, tokens: jax.Array, cache: DenseCache, key: jax.Array) -> tuple:
         key = jax.random.fold_in(key, jnp.max(cache.length))
         logits, cache = steps.decode_step(graph, parameters, tokens, cache)
         return sample(logits, key, sampling, vocab_size), cache

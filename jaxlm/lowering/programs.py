@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxlm.config import Experiment
@@ -60,9 +61,11 @@ def step(experiment: Experiment, kind: Kind, mesh: Mesh) -> Step:
     one = _ids((training.batch,), mesh, RULES[kind])
     if kind == "prefill":
         return Step(prefill, (parameters, _ids((training.batch, training.sequence), mesh, RULES[kind]), one, key), mesh)
+    sizes = model, training.batch, training.sequence
+    length = np.full(training.batch, training.sequence, np.int32)
     with jax.set_mesh(mesh):
-        empty = jax.eval_shape(lambda: empty_cache(model, training.batch, training.sequence, dtype))
-    cache = model_tree.placed(empty, cache_shardings(model, training.batch, training.sequence, mesh))
+        filled = jax.eval_shape(lambda: empty_cache(*sizes, dtype).advance(length))
+    cache = model_tree.placed(filled, cache_shardings(*sizes, mesh))
     return Step(decode, (parameters, one, cache, key), mesh)
 
 

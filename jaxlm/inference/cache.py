@@ -1,6 +1,7 @@
 """The dense cache: room for what each layer keeps of the tokens that a decoder has read."""
 
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxlm.models.cache import LayerCache, Slot
+from jaxlm.models.cache import CacheEntry, LayerCache, Slot
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.operations import CacheView
 from jaxlm.models.recording import Axes
@@ -169,7 +170,12 @@ class DenseCache:
 
 
 def empty_cache(model: ModelConfig, batch: int, size: int, dtype: jnp.dtype) -> DenseCache:
-    """Return a cache with room for `size` tokens of each of `batch` sequences, on the mesh around."""
+    """Return a cache for a model with room for `size` tokens of each of `batch` sequences, on the mesh around."""
+    return allocate(nnx.merge(*abstract(model)).slots(), batch, size, dtype)
+
+
+def allocate(entries: Mapping[str, CacheEntry], batch: int, size: int, dtype: jnp.dtype) -> DenseCache:
+    """Return an empty cache of these entries; `dtype` is that of slots which name none."""
 
     def zeros(layers: int, slot: Slot) -> Stored:
         shape = slot.shape
@@ -178,10 +184,8 @@ def empty_cache(model: ModelConfig, batch: int, size: int, dtype: jnp.dtype) -> 
         stored = Stored(jnp.zeros((layers, batch, *shape), slot.dtype or dtype), slot)
         return dataclasses.replace(stored, array=constrain(stored.array, *stored.axes))
 
-    module = nnx.merge(*abstract(model))
     stored = {
-        entry: {name: zeros(layers, slot) for name, slot in slots.items()}
-        for entry, (layers, slots) in module.slots().items()
+        entry: {name: zeros(layers, slot) for name, slot in slots.items()} for entry, (layers, slots) in entries.items()
     }
     return DenseCache(stored, jnp.zeros(batch, jnp.int32), size, is_empty=True)
 

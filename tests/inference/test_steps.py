@@ -1,3 +1,5 @@
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -128,6 +130,20 @@ def test_generation_repeats_with_its_seed_and_differs_with_another():
         return [int(t[0]) for t in generate(model, parameters, [[1, 2]], 16, mesh, seed=seed)]
 
     assert run(0) == run(0) != run(1)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_prompt_is_continued_as_if_alone(family):
+    """Its text depends on its own options, seed and stream, and not on what shares the batch."""
+    model, _, parameters = parts(model_fixtures.FAMILIES[family])
+    prompts = [[1, 2, 3], [5] * 9, [7, 8], [4]]
+    options = [Sampling(0.8), Sampling(0.0), Sampling(1.2, top_k=9), Sampling(top_p=0.9)]
+    continued = functools.partial(generate, model, parameters, max_tokens=8, mesh=meshes.make(), seed=3)
+    together = np.stack(list(continued(prompts, sampling=options)))
+    for i, (prompt, how) in enumerate(zip(prompts, options, strict=True)):
+        alone = np.stack(list(continued([prompt], sampling=how, streams=[i])))
+        np.testing.assert_array_equal(together[:, i], alone[:, 0])
+    assert (together[:, 2] != np.stack(list(continued([prompts[2]], sampling=options[2])))[:, 0]).any()
 
 
 def test_generation_on_a_mesh_with_one_prompt():

@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -46,6 +47,11 @@ class Stored:
         """The tokens of each sequence that it has room for."""
         return self.array.shape[-2]
 
+    @property
+    def is_ring(self) -> bool:
+        """Return whether it has room for a window alone: the token at position p lies at index p modulo its size."""
+        return self.slot.per == "token" and self.size == self.slot.window
+
     def write(self, new: jax.Array, layer: jax.Array, at_B: jax.Array) -> "Stored":
         """Write T tokens [B, T, *shape] of a layer at these indices, or [B, *shape] of the sequences.
 
@@ -55,21 +61,20 @@ class Stored:
         if self.slot.per == "sequence":
             array = jax.lax.dynamic_update_index_in_dim(self.array, new, layer, 0)
         else:
-            new = jnp.moveaxis(new, 1, -2)
+            new = rearrange(new, "B T ... H -> B ... T H")
             operands = (self.array, self.axes), (new, self.axes[1:]), (layer, ()), (at_B, ("batch",))
             array = on_each_device(_scatter, *operands)
         return dataclasses.replace(self, array=array)
 
     def last(self, new: jax.Array, tokens_B: jax.Array) -> jax.Array:
-        """Return the last `size` of the first `tokens_B` of T tokens [B, T, *shape], position p at index p modulo
-        `size`."""
+        """Return the last `size` of the first `tokens_B` of T tokens [B, T, *shape], at their indices in a ring."""
         axes = ("batch", "sequence", *self.slot.axes)
         return on_each_device(partial(_last, self.size), (new, axes), (tokens_B, axes[:1]))
 
     def read(self, layer: jax.Array) -> jax.Array:
         """Return the tokens [B, S, *shape] of a layer, or [B, *shape] of the sequences."""
         of_layer = jax.lax.dynamic_index_in_dim(self.array, layer, keepdims=False)
-        return of_layer if self.slot.per == "sequence" else jnp.moveaxis(of_layer, -2, 1)
+        return of_layer if self.slot.per == "sequence" else rearrange(of_layer, "B ... S H -> B S ... H")
 
 
 def _scatter(stored: jax.Array, new: jax.Array, layer: jax.Array, at_B: jax.Array) -> jax.Array:
@@ -95,7 +100,7 @@ def _last(size: int, new: jax.Array, tokens_B: jax.Array) -> jax.Array:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["stored", "length", "index", "shown"],
-    meta_fields=["entry", "size", "is_empty"],
+    meta_fields=["entry", "is_empty"],
 )
 @dataclasses.dataclass(frozen=True)
 class DenseLayer:
@@ -106,28 +111,25 @@ class DenseLayer:
     index: jax.Array
     shown: CacheView
     entry: str
-    size: int
     is_empty: bool
 
     def update(self, rows: RowContext, **new: jax.Array) -> "DenseLayer":
         """Write T new tokens of each sequence after its `length`, or what is kept per sequence.
 
-        A slot whose tokens are read through a window is a ring: the token at position p lies at index p modulo its
-        size, which T tokens overwrite. Those of a prompt are therefore read as they came, and a ring takes one token at
-        a time from then on.
+        In a ring they overwrite tokens that others of them read: a prompt is read as it came, and a ring takes one
+        token at a time from then on. Raises ValueError for more.
         """
         stored, arrays, key_range = dict(self.stored), dict(self.shown.arrays), rows.key_range
-        tokens_BT = key_range.end - key_range.start
+        seen_BT = key_range.end - key_range.start
         for name, x in new.items():
             slot, at_B = self.stored[name], self.length
-            if slot.slot.per == "token" and slot.size < self.size:
-                if x.shape[1] == 1:
-                    # The last tokens of the window are all that is there: attention needs no order.
-                    key_range, at_B = KeyRange(jnp.zeros_like(tokens_BT), tokens_BT), self.length % slot.size
-                elif self.is_empty:
-                    arrays[name], x = x, slot.last(x, jnp.sum(tokens_BT > 0, axis=1))
-                else:
-                    raise ValueError(f"a window of {slot.size} tokens takes one token at a time after a prompt")
+            if slot.is_ring and x.shape[1] == 1:
+                # The window is all that is there, and attention needs no order.
+                key_range, at_B = KeyRange(jnp.zeros_like(seen_BT), seen_BT), self.length % slot.size
+            elif slot.is_ring and self.is_empty:
+                arrays[name], x = x, slot.last(x, jnp.sum(seen_BT > 0, axis=1))
+            elif slot.is_ring:
+                raise ValueError(f"a window of {slot.size} tokens takes one token at a time after a prompt")
             stored[name] = slot.write(x, self.index, at_B)
         return dataclasses.replace(self, stored=stored, shown=CacheView(arrays, key_range))
 
@@ -137,10 +139,10 @@ class DenseLayer:
         return self.shown._replace(arrays={**stored, **self.shown.arrays})
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["stored", "length"], meta_fields=["size", "is_empty"])
+@partial(jax.tree_util.register_dataclass, data_fields=["stored", "length"], meta_fields=["is_empty"])
 @dataclasses.dataclass(frozen=True)
 class DenseCache:
-    """A cache of up to `size` tokens per sequence, or of the last ones where a layer reads no others.
+    """A cache with room for all tokens of each sequence, or for the last ones where a layer reads no others.
 
     Key/value heads that the shards of the query heads do not divide are kept as copies, each where it is read: a cache
     belongs to its mesh.
@@ -151,13 +153,12 @@ class DenseCache:
 
     stored: dict[str, dict[str, Stored]]
     length: jax.Array
-    size: int
     is_empty: bool = False
 
     def layer(self, entry: str, index: jax.Array | int) -> DenseLayer:
         """Return the cache of one layer of a stack."""
         at = jnp.asarray(index, jnp.int32)
-        return DenseLayer(self.stored[entry], self.length, at, CacheView({}), entry, self.size, self.is_empty)
+        return DenseLayer(self.stored[entry], self.length, at, CacheView({}), entry, self.is_empty)
 
     def put(self, layer: LayerCache) -> "DenseCache":
         """Return the cache with what a layer has stored."""
@@ -187,7 +188,7 @@ def allocate(entries: Mapping[str, CacheEntry], batch: int, size: int, dtype: jn
     stored = {
         entry: {name: zeros(layers, slot) for name, slot in slots.items()} for entry, (layers, slots) in entries.items()
     }
-    return DenseCache(stored, jnp.zeros(batch, jnp.int32), size, is_empty=True)
+    return DenseCache(stored, jnp.zeros(batch, jnp.int32), is_empty=True)
 
 
 def cache_shardings(model: ModelConfig, batch: int, size: int, mesh: Mesh) -> DenseCache:
@@ -200,4 +201,4 @@ def cache_shardings(model: ModelConfig, batch: int, size: int, mesh: Mesh) -> De
         return dataclasses.replace(stored, array=sharding)
 
     stored = jax.tree.map(placement, empty.stored, is_leaf=lambda x: isinstance(x, Stored))
-    return DenseCache(stored, named_sharding(("batch",), (batch,), mesh, DECODE), size)
+    return DenseCache(stored, named_sharding(("batch",), (batch,), mesh, DECODE))

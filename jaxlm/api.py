@@ -199,7 +199,8 @@ class LoadedModel:
           temperature: 0 takes the likeliest token.
           top_k: draws among the k likeliest.
           top_p: draws among the fewest that hold this much of the probability.
-          seed: another seed draws other text.
+          seed: another seed draws other text. The i-th prompt draws from the i-th stream of the seed, so that its
+            text does not depend on the other prompts.
 
         Raises InputError for values that mean nothing, prompts without tokens, or more tokens than the context holds.
         """

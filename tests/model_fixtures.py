@@ -37,6 +37,7 @@ QWEN3 = {
     "attention": {"num_heads": 8, "num_kv_heads": 2, "head_dim": 8, "qk_norm": True},
     "tied_embeddings": True,
 }
+MISTRAL = {**LLAMA, "attention": {"num_heads": 8, "num_kv_heads": 4, "window": {"size": 5}}}
 LLAMA31 = {
     **LLAMA,
     "position": {"kind": "rope", "scaling": {"factor": 8.0, "original_context_length": 16}},
@@ -61,7 +62,7 @@ GEMMA = {
     "scale_embeddings": True,
     "logit_soft_cap": 4.0,
 }
-FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "qwen3": QWEN3, "llama3.1": LLAMA31, "gemma": GEMMA}
+FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "qwen3": QWEN3, "llama3.1": LLAMA31, "mistral": MISTRAL, "gemma": GEMMA}
 
 
 def model(family: dict = LLAMA, **changes) -> ModelConfig:

@@ -176,11 +176,22 @@ class Workload:
         """Tokens of each sequence that a step reads."""
         return 1 if self.kind == "decode" else self.sequence
 
+    @property
+    def cached(self) -> int:
+        """Tokens of each sequence that a layer's cache holds: all, or the last of a window that all layers have."""
+        window = self.model.attention.window
+        return self.sequence if window is None or window.global_every else min(window.size, self.sequence)
+
+    @property
+    def keys(self) -> int:
+        """Tokens of each sequence with which a step computes scores; in decoding, those of the cache."""
+        return self.cached if self.kind == "decode" else self.sequence
+
     def attended(self) -> list[tuple[int, int]]:
         """Queries and keys of each sequence between which attention computes scores, part by part."""
         if self.platform == "cpu" and self.kind == "train":
             return [(end - first, end) for first, end in causal_chunks.bounds(self.sequence)]
-        return [(self.queries, self.sequence)]
+        return [(self.queries, self.keys)]
 
     def scores(self) -> int:
         """Return the number of scores of each sequence and head in `attended`."""
@@ -190,7 +201,7 @@ class Workload:
         """The share of attention's scores, of all queries and keys in all layers, that windows leave, and where
         `causally` what is not behind the query: half of them without a window. A decoded token sees its whole window.
         """
-        S, layers, through = self.sequence, self.model.num_layers, self.model.windowed_layers
+        S, layers, through = self.keys, self.model.num_layers, self.model.windowed_layers
         window = self.model.attention.window
         size = min(window.size, S) if window else S
         if causally and self.kind != "decode":

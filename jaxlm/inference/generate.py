@@ -9,9 +9,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxlm.inference import steps
-from jaxlm.inference.cache import Cache, cache_shardings, empty_cache
+from jaxlm.inference.cache import DenseCache, cache_shardings, empty_cache
 from jaxlm.inference.requests import Sampling, check_prompts
-from jaxlm.inference.sampling import sample
+from jaxlm.inference.sampling import RowSampling, row_sampling, sample
 from jaxlm.models.config import Kernels, ModelConfig
 from jaxlm.models.kernels import using_kernels
 from jaxlm.models.tree import Tree, abstract
@@ -26,34 +26,45 @@ def generate(
     max_tokens: int,
     mesh: Mesh,
     *,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling | Sequence[Sampling] = Sampling(),
     seed: int = 0,
+    streams: Sequence[int] | None = None,
     vocab_size: int | None = None,
     pad_to: int = 0,
     kernels: Kernels = "auto",
 ) -> Iterator[np.ndarray]:
     """Yield up to `max_tokens` times the next token id of every prompt, int32 [B], as they are drawn.
 
-    `parameters` lie on `mesh`, in the dtype to compute in, which is also the cache's. `vocab_size` is the number of ids
-    that the tokenizer knows. Prompts are padded to the longest, or to `pad_to` tokens: batches of equal size and padded
-    length run the same programs again. `kernels` is `training.kernels`. Raises InputError as `check_prompts` does.
+    A prompt's tokens do not depend on the others: each is sampled by its own options, with random numbers of the seed,
+    its stream and the token's position.
+
+    Args:
+      parameters: on `mesh`, in the dtype to compute in, which is also the cache's.
+      sampling: of all prompts, or of each.
+      streams: a number of 32 bits per prompt; 0, 1, … where none are given.
+      vocab_size: the number of ids that the tokenizer knows.
+      pad_to: prompts are padded to the longest, or to so many tokens: batches of equal size and padded length run the
+        same programs again.
+      kernels: `training.kernels`.
+
+    Raises InputError as `check_prompts` does.
     """
     check_prompts(model, prompts, max_tokens, pad_to)
     longest, batch = max(pad_to, *map(len, prompts)), len(prompts)
     dtype = jax.tree.leaves(parameters)[0].dtype
-    start, step = programs(model, batch, longest + max_tokens - 1, dtype, mesh, sampling, vocab_size, kernels)
+    start, step = programs(model, batch, longest + max_tokens - 1, dtype, mesh, vocab_size, kernels)
 
     padded = np.zeros((batch, longest), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
     length = np.array([len(prompt) for prompt in prompts], np.int32)
-    key = jax.random.key(seed)
+    how = row_sampling([sampling] * batch if isinstance(sampling, Sampling) else sampling, seed, streams)
     with jax.set_mesh(mesh):
-        tokens, cache = start(parameters, padded, length, key)
+        tokens, cache = start(parameters, padded, length, how)
     yield np.asarray(tokens)
     for _ in range(max_tokens - 1):
         with jax.set_mesh(mesh):  # not across a yield: the caller must not find a mesh set
-            tokens, cache = step(parameters, tokens, cache, key)
+            tokens, cache = step(parameters, tokens, cache, how)
         yield np.asarray(tokens)
 
 
@@ -64,15 +75,14 @@ def programs(
     size: int,
     dtype: jnp.dtype,
     mesh: Mesh,
-    sampling: Sampling,
     vocab_size: int | None,
     kernels: Kernels = "auto",
 ) -> tuple[Callable, Callable]:
-    """The jitted steps (prefill, decode), to be called under `jax.set_mesh`.
+    """Return the jitted steps (prefill, decode), to be called under `jax.set_mesh`.
 
-    prefill(parameters, tokens [B, T], length [B], key) reads prompts into a cache of `size` tokens each and draws the
-    first tokens [B]; decode(parameters, tokens [B], cache, key) reads these and draws the next ones, and consumes the
-    cache that it was given.
+    prefill(parameters, tokens [B, T], length [B], RowSampling) reads prompts into a cache of `size` tokens each and
+    draws the first tokens [B]; decode(parameters, tokens [B], cache, RowSampling) reads these and draws the next ones,
+    and consumes the cache that it was given.
     """
     graph, _ = abstract(model)
     cache_placement, rows = (
@@ -82,17 +92,16 @@ def programs(
 
     @using_rules(PREFILL)
     @using_kernels(kernels)
-    def first_token(parameters: Tree, tokens: jax.Array, length: jax.Array, key: jax.Array) -> tuple:
+    def first_token(parameters: Tree, tokens: jax.Array, length: jax.Array, how: RowSampling) -> tuple:
         cache = empty_cache(model, batch, size, dtype)
         logits, cache = steps.prefill(graph, parameters, tokens, length, cache)
-        return sample(logits, key, sampling, vocab_size), cache
+        return sample(logits, how, cache.length, vocab_size), cache
 
     @using_rules(DECODE)
     @using_kernels(kernels)
-    def next_token(parameters: Tree, tokens: jax.Array, cache: Cache, key: jax.Array) -> tuple:
-        key = jax.random.fold_in(key, jnp.max(cache.length))
+    def next_token(parameters: Tree, tokens: jax.Array, cache: DenseCache, how: RowSampling) -> tuple:
         logits, cache = steps.decode_step(graph, parameters, tokens, cache)
-        return sample(logits, key, sampling, vocab_size), cache
+        return sample(logits, how, cache.length, vocab_size), cache
 
     jit = partial(jax.jit, out_shardings=(rows, cache_placement))
     return jit(first_token), jit(next_token, donate_argnums=2)

@@ -94,32 +94,35 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the text that follows each context, up to a separator, a stop string or the maximum of tokens.
 
+        What is drawn at random depends on a request's place among the others, and not on batches.
+
         Raises InputError for generation options that jaxlm does not have.
         """
-        by_options = defaultdict(list)  # the requests of one batch share their options
+        alike = defaultdict(list)  # the requests of one batch end alike
         for index, request in enumerate(requests):
             context, given = request.args
-            options, prompt = generation_options(given, self._model.context_length), self.tok_encode(context)
-            _, max_tokens, _ = options
+            sampling, max_tokens, stops = generation_options(given, self._model.context_length)
+            prompt = self.tok_encode(context)
             self.truncated[request.task_name] += len(prompt) > max_prompt_tokens(self._model, max_tokens)
-            by_options[options].append((prompt, index))
+            alike[max_tokens, stops].append((prompt, sampling, index))
         texts = [""] * len(requests)
         with tqdm(total=len(requests), desc="generating", disable=None) as bar:
-            for (sampling, max_tokens, stops), asked in by_options.items():
-                asked.sort(key=lambda pair: -len(pair[0]))
+            for (max_tokens, stops), asked in alike.items():
+                asked.sort(key=lambda request: -len(request[0]))
                 for first in range(0, len(asked), self._batch):
-                    prompts, indices = zip(*asked[first : first + self._batch], strict=True)
-                    drawn = self._continue(prompts, max_tokens, sampling, stops, seed=first)
-                    for index, text in zip(indices, drawn, strict=True):
+                    together = asked[first : first + self._batch]
+                    drawn = self._continue(together, max_tokens, stops)
+                    for (_, _, index), text in zip(together, drawn, strict=True):
                         texts[index] = text
-                    bar.update(len(indices))
+                    bar.update(len(together))
         return texts
 
-    def _continue(self, prompts: tuple, max_tokens: int, sampling: Sampling, stops: tuple, seed: int) -> list[str]:
+    def _continue(self, asked: list, max_tokens: int, stops: tuple) -> list[str]:
         longest = max_prompt_tokens(self._model, max_tokens)
-        prompts = [prompt[-longest:] for prompt in prompts]
+        prompts = [prompt[-longest:] for prompt, _, _ in asked]
         pad_to = padded_length(max(map(len, prompts)), longest)
-        rows = [*prompts, *[prompts[-1]] * (self._batch - len(prompts))]
+        filled = [*asked, *[asked[-1]] * (self._batch - len(asked))]  # always the same program
+        rows, sampling, streams = zip(*((p[-longest:], how, index) for p, how, index in filled), strict=True)
         following = [Detokenizer(self._tokens, prompt) for prompt in prompts]
         texts, going = [""] * len(prompts), set(range(len(prompts)))
 
@@ -130,8 +133,8 @@ class HarnessModel(TemplateLM):
                 going.remove(row)
 
         for tokens in generate(
-            self._model, self._parameters, rows, max_tokens, self._mesh,
-            sampling=sampling, seed=seed, vocab_size=self._tokens.vocab_size, pad_to=pad_to, kernels=self._kernels,
+            self._model, self._parameters, rows, max_tokens, self._mesh, sampling=sampling, streams=streams,
+            vocab_size=self._tokens.vocab_size, pad_to=pad_to, kernels=self._kernels,
         ):  # fmt: skip
             for row in tuple(going):
                 if tokens[row] == self._tokens.separator:

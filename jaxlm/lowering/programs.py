@@ -6,12 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxlm.config import Experiment
 from jaxlm.inference.cache import cache_shardings, empty_cache
 from jaxlm.inference.generate import programs
 from jaxlm.inference.requests import Sampling
+from jaxlm.inference.sampling import row_sampling
 from jaxlm.models import tree as model_tree
 from jaxlm.parallel.partition import named_sharding
 from jaxlm.parallel.rules import RULES, TRAIN, Kind, Rules
@@ -42,7 +44,8 @@ class Step:
 
 
 def step(experiment: Experiment, kind: Kind, mesh: Mesh) -> Step:
-    """Return the step of `jaxlm train`, or a step of `jaxlm generate`, with its donation, shardings and sampling.
+    """Return the step of `jaxlm train`, or a step of `jaxlm generate`, with its donation and shardings, and with the
+    sampling that all options run through.
 
     It has `training.batch` sequences of `training.sequence` tokens in `training.dtype`. Prefill fills a cache of
     exactly these tokens; a decoding step reads the last token.
@@ -52,18 +55,18 @@ def step(experiment: Experiment, kind: Kind, mesh: Mesh) -> Step:
     model, training = experiment.model, experiment.training
     dtype = jnp.dtype(training.dtype)
     _, tree = model_tree.abstract(model)
-    prefill, decode = programs(
-        model, training.batch, training.sequence, dtype, mesh, Sampling(), None, training.kernels
-    )
+    sizes = model, training.batch, training.sequence
+    prefill, decode = programs(*sizes, dtype, mesh, None, training.kernels)
     parameters = model_tree.placed(model_tree.shapes(tree, dtype), model_tree.shardings(tree, mesh, RULES[kind]))
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    how = jax.eval_shape(lambda: row_sampling([Sampling()] * training.batch, seed=0))
     one = _ids((training.batch,), mesh, RULES[kind])
     if kind == "prefill":
-        return Step(prefill, (parameters, _ids((training.batch, training.sequence), mesh, RULES[kind]), one, key), mesh)
+        return Step(prefill, (parameters, _ids((training.batch, training.sequence), mesh, RULES[kind]), one, how), mesh)
+    length = np.full(training.batch, training.sequence, np.int32)
     with jax.set_mesh(mesh):
-        empty = jax.eval_shape(lambda: empty_cache(model, training.batch, training.sequence, dtype))
-    cache = model_tree.placed(empty, cache_shardings(model, training.batch, training.sequence, mesh))
-    return Step(decode, (parameters, one, cache, key), mesh)
+        filled = jax.eval_shape(lambda: empty_cache(*sizes, dtype).advance(length))
+    cache = model_tree.placed(filled, cache_shardings(*sizes, mesh))
+    return Step(decode, (parameters, one, cache, how), mesh)
 
 
 def _train(experiment: Experiment, mesh: Mesh) -> tuple[Any, tuple]:

@@ -39,6 +39,19 @@ class RopeTable(NamedTuple):
     sin: jax.Array
 
 
+class CacheView(NamedTuple):
+    """The slots of a layer's cache, for reading.
+
+    `arrays`: by slot, [B, S, *shape] of tokens or [B, *shape] of sequences. `key_range`: the keys, as indices into S,
+    that each token of this pass sees; None before they were written. `is_causal`: a promise that S are the tokens of
+    this pass, and that none sees a key after its own.
+    """
+
+    arrays: dict[str, jax.Array]
+    key_range: KeyRange | None = None
+    is_causal: bool = False
+
+
 def look_up(table: nnx.Param, index_BT: jax.Array) -> jax.Array:
     """Return the rows of a table [rows, D] at these indices, as [B, T, D].
 
@@ -84,13 +97,18 @@ def linear(
         axes, copies = _axes(matrix), 1
         if readers is not None and "kv_heads" in axes:
             size = matrix.shape[axes.index("kv_heads")]
-            copies = math.lcm(size, shards_of("act_heads", readers)) // size
+            copies = kv_heads(size, readers) // size
         y = _product(x, matrix, biases[i] if biases else None, copies)
         made = _made(matrix)
         if names or made == STREAM:
             y = constrain(y, *made)
         results.append(checkpoint_name(y, names[i]) if names else y)
     return tuple(results)
+
+
+def kv_heads(size: int, readers: int) -> int:
+    """Return the number of key/value heads that `readers` query heads read, with the copies that `linear` makes."""
+    return math.lcm(size, shards_of("act_heads", readers))
 
 
 def _made(matrix: nnx.Param) -> Axes:
@@ -193,28 +211,24 @@ def named_heads(query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Arra
 
 
 def attention(
-    query_BTNH: jax.Array,
-    key_BSKH: jax.Array,
-    value_BSKH: jax.Array,
-    key_range: KeyRange,
-    *,
-    is_causal: bool,
-    scale: float | None = None,
-    soft_cap: float | None = None,
+    query_BTNH: jax.Array, view: CacheView, *, scale: float | None = None, soft_cap: float | None = None
 ) -> jax.Array:
-    """Return softmax(cap(scale · q·kᵀ)) · v over the keys in range, [B, T, N, H] (`kernels_pallas.flash_attention`)."""
+    """Return softmax(cap(scale · q·kᵀ)) · v over the keys in range, [B, T, N, H] (`kernels_pallas.flash_attention`).
+
+    The view has a `key` and a `value`, [B, S, K, H].
+    """
 
     def operation(query: Any, key: Any, value: Any, start: Any, end: Any, **options: Any) -> Any:
         return flash_attention(query, key, value, key_range=(start, end), **options)
 
-    rows = HEADS[:2]
-    arrays = (query_BTNH, HEADS), (key_BSKH, KV_HEADS), (value_BSKH, KV_HEADS)
-    options = {"is_causal": is_causal, "scale": scale, "soft_cap": soft_cap}
+    assert view.key_range is not None, "the cache is updated before attention reads it"
+    arrays = (query_BTNH, HEADS), (view.arrays["key"], KV_HEADS), (view.arrays["value"], KV_HEADS)
+    intervals = [(x_BT, HEADS[:2]) for x_BT in view.key_range]
+    options = {"is_causal": view.is_causal, "scale": scale, "soft_cap": soft_cap}
     if is_recording():
-        shape = jax.ShapeDtypeStruct((*query_BTNH.shape[:3], value_BSKH.shape[-1]), query_BTNH.dtype)
-        ranges = [(each, rows) for each in key_range]
-        return checkpoint_name(mark("attention", [*arrays, *ranges], [(shape, HEADS)], **options)[0], "attention")
-    attended = kernels.run(operation, *arrays, (key_range.start, rows), (key_range.end, rows), **options)
+        shape = jax.ShapeDtypeStruct((*query_BTNH.shape[:3], view.arrays["value"].shape[-1]), query_BTNH.dtype)
+        return checkpoint_name(mark("attention", [*arrays, *intervals], [(shape, HEADS)], **options)[0], "attention")
+    attended = kernels.run(operation, *arrays, *intervals, **options)
     return constrain(attended, *HEADS)
 
 

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +77,10 @@ def _named(call: Callable) -> Callable:
     return inner
 
 
-def stack(make_layer: Callable[[nnx.Rngs], Module], n: int, rngs: nnx.Rngs) -> Module:
+_Layer = TypeVar("_Layer", bound=Module)
+
+
+def stack(make_layer: Callable[[nnx.Rngs], _Layer], n: int, rngs: nnx.Rngs) -> _Layer:
     """Return n layers as one module whose parameters are [n, …], with the leading axis "layers"."""
     layers = nnx.vmap(make_layer)(rngs.split(n))
     for _, variable in nnx.iter_graph(layers):

@@ -9,6 +9,7 @@ from flax import nnx
 
 from jaxlm.models import config, operations
 from jaxlm.models.attention import attention
+from jaxlm.models.cache import Cache, CacheEntry, LayerCache, NoCache, Slot
 from jaxlm.models.feed_forward import feed_forward
 from jaxlm.models.norms import norm
 from jaxlm.models.operations import Dropout, add, look_up, scale
@@ -16,6 +17,8 @@ from jaxlm.models.parameters import Module, normal, param, stack
 from jaxlm.models.positions import LayerRows
 from jaxlm.models.rows import Auxiliary, RowContext
 from kernels_pallas.flash_attention import KeyRange
+
+_LAYERS = "layers"  # the stack's name, in the tree and in caches
 
 
 class Execution(NamedTuple):
@@ -39,8 +42,14 @@ class Block(Module):
         self.attention_post_norm = norm(model, model.d_model, rngs) if model.post_norms else None
         self.feed_forward_post_norm = norm(model, model.d_model, rngs) if model.post_norms else None
 
-    def __call__(self, x_BTD: jax.Array, rows: RowContext, cache: Any) -> tuple[jax.Array, Any, Auxiliary]:
-        """Return the layer's output for x, [B, T, D] both, and the cache extended by it."""
+    def slots(self) -> dict[str, Slot]:
+        """Return what the layer keeps of earlier tokens."""
+        return self.attention.slots()
+
+    def __call__(
+        self, x_BTD: jax.Array, rows: RowContext, cache: LayerCache
+    ) -> tuple[jax.Array, LayerCache, Auxiliary]:
+        """Return the layer's output for x, [B, T, D] both, and the cache after it."""
         read_BTD, cache, of_attention = self.attention(self.attention_norm(x_BTD), rows, cache)
         if self.attention_post_norm is not None:
             read_BTD = self.attention_post_norm(read_BTD)
@@ -65,16 +74,20 @@ class Transformer(Module):
         tied = model.tied_embeddings
         self.unembedding = None if tied else param(rngs, (D, V), "embed -> vocab", normal(std))
 
+    def slots(self) -> dict[str, CacheEntry]:
+        """Return what each stack of layers keeps of earlier tokens, on the mesh and under the rules around."""
+        return {_LAYERS: CacheEntry(self.model.num_layers, self.layers.slots())}
+
     def hidden(
         self,
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
         key_range: KeyRange,
         *,
-        cache: Any = None,
+        cache: Cache = NoCache(),
         dropout: Dropout = Dropout(),
         execution: Execution = Execution(),
-    ) -> tuple[jax.Array, Any, Auxiliary]:
+    ) -> tuple[jax.Array, Cache, Auxiliary]:
         """Return the normalised residual after the last layer, [B, T, D], and the rest as `residual` does."""
         x_BTD, cache, auxiliary = self.residual(
             tokens_BT, positions_BT, key_range, cache=cache, dropout=dropout, execution=execution
@@ -87,18 +100,18 @@ class Transformer(Module):
         positions_BT: jax.Array,
         key_range: KeyRange,
         *,
-        cache: Any = None,
+        cache: Cache = NoCache(),
         dropout: Dropout = Dropout(),
         execution: Execution = Execution(),
         observe: Callable[[jax.Array], dict[str, jax.Array]] = lambda x_BTD: {},
-    ) -> tuple[jax.Array, Any, Auxiliary]:
-        """Return the residual after the last layer, [B, T, D], the extended cache, and what layers return besides.
+    ) -> tuple[jax.Array, Cache, Auxiliary]:
+        """Return the residual after the last layer, [B, T, D], the cache after it, and what layers return besides.
 
         Args:
           tokens_BT: int32 token ids in [0, vocabulary).
           positions_BT: int32 position of each token in its document.
           key_range: the keys that each token attends to: indices of the row, or of the cache where there is one.
-          cache: keys and values of earlier tokens (`jaxlm.inference.cache.Cache`), or None.
+          cache: what layers keep of earlier tokens (`jaxlm.inference.cache`); the caller advances it.
           observe: statistics of the residual after each layer, besides those that layers return of themselves.
 
         The auxiliary losses and statistics are those of each layer, [L].
@@ -113,8 +126,9 @@ class Transformer(Module):
         rows = LayerRows(self.model, positions_BT, key_range, dropout)
 
         def run(block: Block, carry: tuple, layer: jax.Array) -> tuple:
-            x_BTD, cache, auxiliary = block(carry[0], rows.of(layer), carry[1])
-            return (x_BTD, cache), auxiliary | Auxiliary(statistics=observe(x_BTD))
+            x_BTD, cache = carry
+            x_BTD, of_layer, auxiliary = block(x_BTD, rows.of(layer), cache.layer(_LAYERS, layer))
+            return (x_BTD, cache.put(of_layer)), auxiliary | Auxiliary(statistics=observe(x_BTD))
 
         (x_BTD, cache), auxiliary = _through(self.layers, run, (x_BTD, cache), self.model.num_layers, execution)
         return x_BTD, cache, auxiliary

@@ -5,7 +5,7 @@ import pytest
 
 from jaxlm.core.errors import InputError
 from jaxlm.inference.requests import Sampling
-from jaxlm.inference.sampling import filtered, sample
+from jaxlm.inference.sampling import filtered, row_sampling, sample
 
 PROBABILITIES = np.array([0.5, 0.3, 0.15, 0.05])
 LOGITS = jnp.log(jnp.asarray(PROBABILITIES, jnp.float32))[None]
@@ -13,7 +13,15 @@ SHUFFLED = jnp.asarray([[2, 0, 3, 1]])  # so that nothing depends on the order o
 
 
 def kept(how, logits=LOGITS):
-    return set(np.flatnonzero(np.isfinite(filtered(logits, how)[0])).tolist())
+    row = row_sampling([how], seed=0)
+    remaining = filtered(logits / how.temperature, jnp.asarray(row.top_k), jnp.asarray(row.tail))
+    return set(np.flatnonzero(np.isfinite(remaining[0])).tolist())
+
+
+def draw(logits, how, rows, vocab_size=None):
+    """Return the tokens that so many streams draw from the logits [1, V]."""
+    logits = jnp.broadcast_to(logits, (rows, logits.shape[-1]))
+    return np.asarray(sample(logits, row_sampling([how] * rows, seed=0), jnp.zeros(rows, jnp.int32), vocab_size))
 
 
 @pytest.mark.parametrize(
@@ -48,30 +56,26 @@ def test_as_many_tokens_of_a_large_vocabulary_stay_as_in_float64(top_p):
 
 
 def test_samples_follow_the_probabilities():
-    keys = jax.random.split(jax.random.key(0), 8192)
-    drawn = jax.vmap(lambda key: sample(LOGITS, key, Sampling())[0])(keys)
-    share = np.bincount(drawn, minlength=4) / 8192
+    share = np.bincount(draw(LOGITS, Sampling(), 8192), minlength=4) / 8192
     np.testing.assert_allclose(share, PROBABILITIES, atol=0.02)  # four sigma of a binomial
 
 
 def test_temperature_sharpens():
-    keys = jax.random.split(jax.random.key(0), 4096)
-    drawn = jax.vmap(lambda key: sample(LOGITS, key, Sampling(temperature=0.5))[0])(keys)
+    drawn = draw(LOGITS, Sampling(temperature=0.5), 4096)
     sharp = PROBABILITIES**2 / (PROBABILITIES**2).sum()
     np.testing.assert_allclose(np.bincount(drawn, minlength=4) / 4096, sharp, atol=0.03)
 
 
 def test_temperature_zero_takes_the_likeliest():
     logits = jnp.array([[0.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
-    np.testing.assert_array_equal(sample(logits, jax.random.key(0), Sampling(temperature=0.0)), [1, 0])
+    how = row_sampling([Sampling(temperature=0.0)] * 2, seed=0)
+    np.testing.assert_array_equal(sample(logits, how, jnp.zeros(2, jnp.int32)), [1, 0])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_padding_of_the_vocabulary_is_never_drawn(temperature):
     logits = jnp.array([[0.0, 0.0, 50.0, 50.0]])
-    keys = jax.random.split(jax.random.key(0), 64)
-    drawn = {int(sample(logits, key, Sampling(temperature), vocab_size=2)[0]) for key in keys}
-    assert drawn <= {0, 1}
+    assert set(draw(logits, Sampling(temperature), 64, vocab_size=2)) <= {0, 1}
 
 
 @pytest.mark.parametrize(
@@ -90,5 +94,50 @@ def test_values_that_mean_nothing_are_refused(how):
 def test_the_outermost_temperatures_draw_as_they_should(temperature):
     how = Sampling(temperature).check()
     logits = jnp.array([[-1000.0, 1000.0, 999.0]])
-    drawn = {int(sample(logits, key, how)[0]) for key in jax.random.split(jax.random.key(0), 64)}
-    assert drawn == ({1} if temperature < 1 else {0, 1, 2})
+    assert set(draw(logits, how, 64)) == ({1} if temperature < 1 else {0, 1, 2})
+
+
+MIXED = [
+    Sampling(0.0),
+    Sampling(),
+    Sampling(0.7, top_k=3),
+    Sampling(1.5, top_p=0.8),
+    Sampling(0.9, top_k=20, top_p=0.9),
+    Sampling(0.0, top_k=2),
+]
+
+
+def test_a_row_is_sampled_as_if_alone():
+    """Mixed options in one batch give each row what it draws alone, by its seed, stream and position."""
+    jitted = jax.jit(sample)
+    logits = jnp.asarray(np.random.default_rng(0).normal(0.0, 2.0, (len(MIXED), 64)), jnp.float32)
+    position = jnp.arange(3, 3 + len(MIXED))
+    together = jitted(logits, row_sampling(MIXED, seed=7), position)
+    alone = [
+        jitted(logits[i : i + 1], row_sampling([how], 7, streams=[i]), position[i : i + 1])[0]
+        for i, how in enumerate(MIXED)
+    ]
+    np.testing.assert_array_equal(together, alone)
+    assert jitted._cache_size() == 2  # one program for all options, per batch
+
+
+def test_seed_stream_and_position_each_draw_other_tokens():
+    logits, rows = jnp.zeros((64, 1000)), [Sampling()] * 64
+
+    def drawn(seed=0, streams=range(64), position=0):
+        return sample(logits, row_sampling(rows, seed, streams), jnp.full(64, position)).tolist()
+
+    assert drawn() == drawn() and len(set(drawn())) > 32
+    for other in (drawn(seed=1), drawn(streams=range(64, 128)), drawn(position=1)):
+        assert sum(a == b for a, b in zip(drawn(), other, strict=True)) < 4
+
+
+def test_a_vocabulary_is_sorted_only_where_a_row_is_filtered():
+    """Greedy decoding draws no random numbers either: each is a branch of its own."""
+    how = row_sampling(MIXED, seed=0)
+    jaxpr = jax.make_jaxpr(sample)(jnp.zeros((len(MIXED), 64)), how, jnp.zeros(len(MIXED), jnp.int32)).jaxpr
+    assert not {"sort", "random_bits", "threefry2x32"} & {eqn.primitive.name for eqn in jaxpr.eqns}
+    (outer,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond")
+    drawing = max((branch.jaxpr for branch in outer.params["branches"]), key=lambda branch: len(branch.eqns))
+    assert "sort" not in {eqn.primitive.name for eqn in drawing.eqns}
+    assert any(eqn.primitive.name == "cond" for eqn in drawing.eqns)

@@ -1,3 +1,5 @@
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -6,9 +8,11 @@ import model_fixtures
 import numpy as np
 import pytest
 from matrices import sampled
+from workload_fixtures import workload
 
 from jaxlm.config import Experiment
 from jaxlm.core.errors import InputError
+from jaxlm.costs.step import memory
 from jaxlm.inference import steps
 from jaxlm.inference.cache import cache_shardings, empty_cache
 from jaxlm.inference.generate import generate
@@ -48,10 +52,19 @@ def test_prefill_and_decode_equal_recomputing(family):
 
 
 @pytest.mark.parametrize(
-    "shape", sampled([(1, 1, 8), (2, 2, 2), (8, 1, 1), (1, 2, 4)], ["(1, 1, 8)", "(2, 2, 2)"]), ids=str
+    "family, shape",
+    sampled(
+        [
+            *(pytest.param("llama", shape) for shape in ((1, 1, 8), (2, 2, 2), (8, 1, 1), (1, 2, 4))),
+            *(pytest.param("mistral", shape) for shape in ((1, 1, 8), (2, 2, 2))),
+        ],
+        ["llama-(1, 1, 8)", "mistral-(2, 2, 2)"],
+    ),
+    ids=str,
 )
-def test_any_mesh_gives_the_same_logits(shape):
-    model, graph, parameters = parts(model_fixtures.LLAMA)
+def test_any_mesh_gives_the_same_logits(family, shape):
+    family = model_fixtures.FAMILIES[family]
+    model, graph, parameters = parts(family)
     tokens = np.random.default_rng(0).integers(0, model_fixtures.VOCABULARY, (8, 6), dtype=np.int32)
     lengths = np.full(8, 6, np.int32)
 
@@ -64,17 +77,38 @@ def test_any_mesh_gives_the_same_logits(shape):
             )
             second = jax.jit(lambda p, t, c: steps.decode_step(graph, p, t, c), out_shardings=(None, lies))
             logits, cache = first(parameters, tokens, lengths)
-            assert cache.key.sharding.is_equivalent_to(lies.key, cache.key.ndim)
-            assert lies.key.spec[2] == "tensor"
+            key, placement = (x.stored["layers"]["key"].array for x in (cache, lies))
+            assert key.sharding.is_equivalent_to(placement, key.ndim)
+            assert placement.spec[2] == "tensor"
             after, cache = second(parameters, tokens[:, 0], cache)
-        return jax.device_get((logits, after, cache.key))
+        return jax.device_get((logits, after, cache.stored["layers"]["key"].array))
 
     mesh = meshes.make(*shape)
-    _, _, spread = parts(model_fixtures.LLAMA, mesh)
+    _, _, spread = parts(family, mesh)
     *wanted, cached = two_steps(meshes.make(), parameters)
     copies = 2 if shape[2] == 8 else 1  # of the four key/value heads: each device keeps one
     wanted.append(np.repeat(cached, copies, axis=2))
     model_fixtures.assert_same_numbers(two_steps(mesh, spread), tuple(wanted), 1e-5)
+
+
+def test_a_window_of_all_layers_keeps_its_tokens_alone():
+    model, graph, parameters = parts(model_fixtures.MISTRAL)
+    cache = empty_cache(model, 2, 24, jnp.float32)
+    key = cache.stored["layers"]["key"]
+    assert key.array.shape == (3, 2, 4, 5, 4) and key.slot.window == key.size == 5
+    held = jax.tree.leaves(cache.stored)
+    work = workload("prefill", model, 2, 24, "float32", kernels="xla")
+    assert memory.kv_cache(work) == sum(x.nbytes for x in held)
+    tokens, lengths = np.ones((2, 6), np.int32), np.array([6, 3], np.int32)
+    _, cache = steps.prefill(graph, parameters, tokens, lengths, cache)
+    with pytest.raises(ValueError, match="a window of 5 tokens takes one token at a time"):
+        steps.prefill(graph, parameters, tokens, lengths, cache)
+
+
+def test_a_window_of_some_layers_keeps_all_tokens():
+    """Layers of one stack have equally long arrays."""
+    cache = empty_cache(model_fixtures.model(model_fixtures.GEMMA), 2, 24, jnp.float32)
+    assert cache.stored["layers"]["key"].size == 24
 
 
 def test_generation_is_greedy_at_temperature_zero():
@@ -96,6 +130,20 @@ def test_generation_repeats_with_its_seed_and_differs_with_another():
         return [int(t[0]) for t in generate(model, parameters, [[1, 2]], 16, mesh, seed=seed)]
 
     assert run(0) == run(0) != run(1)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_prompt_is_continued_as_if_alone(family):
+    """Its text depends on its own options, seed and stream, and not on what shares the batch."""
+    model, _, parameters = parts(model_fixtures.FAMILIES[family])
+    prompts = [[1, 2, 3], [5] * 9, [7, 8], [4]]
+    options = [Sampling(0.8), Sampling(0.0), Sampling(1.2, top_k=9), Sampling(top_p=0.9)]
+    continued = functools.partial(generate, model, parameters, max_tokens=8, mesh=meshes.make(), seed=3)
+    together = np.stack(list(continued(prompts, sampling=options)))
+    for i, (prompt, how) in enumerate(zip(prompts, options, strict=True)):
+        alone = np.stack(list(continued([prompt], sampling=how, streams=[i])))
+        np.testing.assert_array_equal(together[:, i], alone[:, 0])
+    assert (together[:, 2] != np.stack(list(continued([prompts[2]], sampling=options[2])))[:, 0]).any()
 
 
 def test_generation_on_a_mesh_with_one_prompt():

@@ -17,9 +17,11 @@ from jaxlm import config
 from jaxlm.cli import main
 from jaxlm.costs.hardware import catalog
 from jaxlm.costs.hardware.target import Target
-from jaxlm.costs.step import traffic
+from jaxlm.costs.step import memory, traffic
+from jaxlm.costs.workload import Workload
 from jaxlm.lowering import buffers, hlo, launched_kernels, report, targets
 from jaxlm.parallel.collectives import on_each_device
+from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.partition import named_sharding
 
 pytestmark = [
@@ -92,6 +94,20 @@ def test_flops_of_windowed_products_are_as_counted(small, kind):
     found = compiled(small, "tpu-v5e:2x4", kind, (1, 8, 1), ["training.microbatches=1", "model.num_layers=2"])
     assert found.optimised.count("body=%wide.windowed_dot_general") >= 7
     assert found.report.flops == found.report.counted_flops
+
+
+@pytest.mark.parametrize("platform", sampled(FOUR, ["cuda"]))
+def test_a_window_of_all_layers_is_compiled_as_counted(small, platform):
+    """The cache holds the window's tokens alone, and a decoding step computes no other scores."""
+    whole, narrow = [], ["model.attention.window={size=128}"]  # whole tiles of a TPU
+    found = [compiled(small, FOUR[platform], "decode", overrides=overrides).report for overrides in (whole, narrow)]
+    assert all(each.flops == each.counted_flops for each in found) and found[0].flops > found[1].flops
+    of_cache = [
+        memory.kv_cache(Workload.of(config.load(small, overrides), Layout(fsdp=2, tensor=2), "decode"))
+        for overrides in (whole, narrow)
+    ]
+    saved = found[0].memory.arguments - found[1].memory.arguments
+    assert saved == pytest.approx(of_cache[0] - of_cache[1], rel=1e-3)
 
 
 @pytest.mark.parametrize("chip, temporaries, gaps", [("tpu-v5e", 600, 200), ("h200-sxm", 800, 0)])

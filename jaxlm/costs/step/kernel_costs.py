@@ -66,7 +66,7 @@ def attention(work: Workload) -> KernelCosts | None:
     (K, G), H = work.head_groups(), work.model.attention.head_dim
     if not work.runs_kernels:
         return None
-    return _attention(work.platform, work.rows(), work.queries, work.sequence, K, G, H, work.dtype)
+    return _attention(work.platform, work.rows(), work.queries, work.keys, K, G, H, work.dtype)
 
 
 @functools.lru_cache(maxsize=1024)

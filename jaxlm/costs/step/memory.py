@@ -130,7 +130,7 @@ def _keys(work: Workload) -> int:
     """Numbers of a layer's keys in the cache, and as many of its values."""
     attention = work.model.attention
     heads = work.local("act_kv_heads", attention.num_kv_heads)
-    return work.rows() * work.sequence * heads * attention.head_dim
+    return work.rows() * work.cached * heads * attention.head_dim
 
 
 class _Gathered(NamedTuple):

@@ -1,13 +1,12 @@
 """Grouped-query attention."""
 
-from typing import Any
-
 import jax
 from flax import nnx
 
 from jaxlm.models import config
+from jaxlm.models.cache import LayerCache, Slot
 from jaxlm.models.norms import norm
-from jaxlm.models.operations import HEADS, KV_HEADS, attention, linear, named_heads, rope
+from jaxlm.models.operations import HEADS, KV_HEADS, attention, kv_heads, linear, named_heads, rope
 from jaxlm.models.parameters import Module, normal, param, zeros
 from jaxlm.models.rows import Auxiliary, RowContext
 
@@ -32,18 +31,26 @@ class GroupedQueryAttention(Module):
         self.query_norm = norm(model, H, rngs, axis="head_dim") if settings.qk_norm else None
         self.key_norm = norm(model, H, rngs, axis="head_dim") if settings.qk_norm else None
 
-    def __call__(self, x_BTD: jax.Array, rows: RowContext, cache: Any = None) -> tuple[jax.Array, Any, Auxiliary]:
+    def slots(self) -> dict[str, Slot]:
+        """Return its keys and values, the copies of `linear` among them."""
+        heads, window = kv_heads(self.settings.num_kv_heads, self.settings.num_heads), self.settings.window
+        # Layers of one stack keep equally many tokens: all, where some of them have no window.
+        reads = window.size if window is not None and window.global_every is None else None
+        slot = Slot((heads, self.settings.head_dim), KV_HEADS[2:], window=reads)
+        return {"key": slot, "value": slot}
+
+    def __call__(
+        self, x_BTD: jax.Array, rows: RowContext, cache: LayerCache
+    ) -> tuple[jax.Array, LayerCache, Auxiliary]:
         """Return the layer's output for x, [B, T, D] both, and the cache with its keys and values appended."""
         matrices, biases = (self.query, self.key, self.value), (self.query_bias, self.key_bias, self.value_bias)
         query_BTNH, key_BTKH, value_BTKH = linear(x_BTD, *matrices, biases=biases, readers=self.settings.num_heads)
         if self.query_norm is not None and self.key_norm is not None:
             query_BTNH, key_BTKH = self.query_norm(query_BTNH, HEADS), self.key_norm(key_BTKH, KV_HEADS)
         query_BTNH, key_BTKH = rope(query_BTNH, HEADS, rows.rope), rope(key_BTKH, KV_HEADS, rows.rope)
-        query_BTNH, key_BSKH, value_BSKH = named_heads(query_BTNH, key_BTKH, value_BTKH)
-        # A cache is longer than the keys that are written to it.
-        options = {"is_causal": cache is None, "scale": self.settings.scale, "soft_cap": self.settings.soft_cap}
-        if cache is not None:
-            cache, key_BSKH, value_BSKH = cache.extend(key_BSKH, value_BSKH)
-        attended_BTNH = attention(query_BTNH, key_BSKH, value_BSKH, rows.key_range, **options)
+        query_BTNH, key_BTKH, value_BTKH = named_heads(query_BTNH, key_BTKH, value_BTKH)
+        cache = cache.update(rows, key=key_BTKH, value=value_BTKH)
+        options = {"scale": self.settings.scale, "soft_cap": self.settings.soft_cap}
+        attended_BTNH = attention(query_BTNH, cache.view(), **options)
         (output_BTD,) = linear(attended_BTNH, self.output, biases=(self.output_bias,))
         return output_BTD, cache, Auxiliary()

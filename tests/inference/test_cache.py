@@ -1,0 +1,151 @@
+"""The protocol between mixers and caches, on a mixer and a cache that are made here."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import meshes
+import model_fixtures
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxlm.inference import steps
+from jaxlm.inference.cache import allocate, empty_cache
+from jaxlm.models import attention, tree
+from jaxlm.models.cache import CacheEntry, NoCache, Slot
+from jaxlm.models.operations import CacheView, Dropout
+from jaxlm.models.parameters import Module, normal, param, stack
+from jaxlm.models.positions import cache_causal_mask
+from jaxlm.models.rows import Auxiliary, RowContext
+
+LAYERS, WIDTH, LATENT = 3, 32, 6
+
+
+class LatentRecurrence(Module):
+    """A mixer with a latent per token, of which it reads the mean, and a float32 state per sequence, which decays."""
+
+    def __init__(self, model, rngs):
+        self.down = param(rngs, (WIDTH, LATENT), "embed -> channels", normal(0.2))
+        self.up = param(rngs, (LATENT, WIDTH), "channels -> embed", normal(0.2))
+
+    def slots(self):
+        state = Slot((LATENT,), ("act_embed",), jnp.dtype("float32"), per="sequence")
+        return {"latent": Slot((LATENT,), ("act_embed",)), "state": state}
+
+    def __call__(self, x_BTD, rows, cache):
+        latent_BTC = x_BTD @ self.down[...]
+        is_token_BT = rows.key_range.end > rows.key_range.start
+
+        def decay(state_BC, token):
+            latent_BC, is_token_B = token
+            state_BC = jnp.where(is_token_B[:, None], 0.9 * state_BC + latent_BC, state_BC)
+            return state_BC, state_BC
+
+        first_BC = cache.view().arrays.get("state", jnp.zeros_like(latent_BTC[:, 0]))
+        state_BC, states_TBC = jax.lax.scan(decay, first_BC, (latent_BTC.swapaxes(0, 1), is_token_BT.T))
+        cache = cache.update(rows, latent=latent_BTC, state=state_BC)
+        seen = cache.view()
+        index_S = jnp.arange(seen.arrays["latent"].shape[1])[None, None]
+        mask_BTS = (seen.key_range.start[..., None] <= index_S) & (index_S < seen.key_range.end[..., None])
+        mean_BTC = (
+            jnp.einsum("BTS,BSC->BTC", mask_BTS, seen.arrays["latent"]) / jnp.maximum(mask_BTS.sum(2), 1)[..., None]
+        )
+        return jnp.tanh((mean_BTC + states_TBC.swapaxes(0, 1)) @ self.up[...]), cache, Auxiliary()
+
+
+class GrowingLayer(NamedTuple):
+    """One layer of a cache whose arrays grow with each update."""
+
+    slots: dict
+    arrays: dict
+    index: int
+    key_range: object = None
+
+    def update(self, rows, **new):
+        arrays = dict(self.arrays)
+        for name, x in new.items():
+            grows = self.slots[name].per == "token" and name in arrays
+            arrays[name] = jnp.concatenate([arrays[name], x], axis=1) if grows else x
+        return self._replace(arrays=arrays, key_range=rows.key_range)
+
+    def view(self):
+        return CacheView(self.arrays, self.key_range)
+
+
+class GrowingCache(NamedTuple):
+    """A cache with arrays of their own for each layer."""
+
+    slots: dict
+    layers: tuple
+    length: int = 0
+
+    def layer(self, entry, index):
+        return GrowingLayer(self.slots, self.layers[index], index)
+
+    def put(self, layer):
+        return self._replace(layers=(*self.layers[: layer.index], layer.arrays, *self.layers[layer.index + 1 :]))
+
+    def advance(self, lengths_B):
+        return self._replace(length=self.length + int(lengths_B[0]))
+
+
+def through(layers, cache, x_BTD, start, scan):
+    """Carry x through the stacked layers, in a loop or layer by layer."""
+    graph, stacked = nnx.split(layers)
+    B, T, _ = x_BTD.shape
+    positions = jnp.broadcast_to(start + jnp.arange(T)[None], (B, T))
+    rows = RowContext(cache_causal_mask(positions, jnp.full(B, start + T)), None, Dropout())
+
+    def body(carry, layer):
+        x, cache = carry
+        parameters, index = layer
+        y, of_layer, _ = nnx.merge(graph, parameters)(x, rows, cache.layer("layers", index))
+        return (x + y, cache.put(of_layer)), None
+
+    if scan:
+        (x_BTD, cache), _ = jax.lax.scan(body, (x_BTD, cache), (stacked, jnp.arange(LAYERS)))
+    else:
+        for i in range(LAYERS):
+            (x_BTD, cache), _ = body((x_BTD, cache), (jax.tree.map(lambda x, i=i: x[i], stacked), i))
+    return x_BTD, cache.advance(jnp.full(B, T))
+
+
+@pytest.mark.parametrize("kind, scan", [("dense", True), ("dense", False), ("growing", False)])
+def test_a_mixer_reads_any_cache_as_it_reads_its_own_tokens(kind, scan):
+    layers = stack(lambda rngs: LatentRecurrence(None, rngs), LAYERS, nnx.Rngs(0))
+    slots = layers.slots()
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 7, WIDTH)), jnp.float32)
+    expected, _ = through(layers, NoCache(), x, 0, scan=True)
+    if kind == "dense":
+        cache = allocate({"layers": CacheEntry(LAYERS, slots)}, 2, 9, jnp.dtype("float32"))
+        shapes = {name: slot.array.shape for name, slot in cache.stored["layers"].items()}
+        assert shapes == {"latent": (LAYERS, 2, 9, LATENT), "state": (LAYERS, 2, LATENT)}
+    else:
+        start = jnp.zeros((2, LATENT))
+        cache = GrowingCache(slots, tuple({"state": start} for _ in range(LAYERS)))
+    read = 0
+    for T in (4, 1, 2):  # a prompt, a token, and a chunk
+        y, cache = through(layers, cache, x[:, read : read + T], read, scan)
+        np.testing.assert_allclose(y, expected[:, read : read + T], rtol=1e-5, atol=1e-6)
+        read += T
+    assert np.all(np.asarray(cache.length) == 7)
+
+
+def test_a_new_mixer_is_decoded(monkeypatch):
+    """Prompts of different lengths: padding leaves the state as it is."""
+    monkeypatch.setitem(attention._ATTENTIONS, "gqa", LatentRecurrence)
+    model = model_fixtures.model()
+    graph, _ = tree.abstract(model)
+    parameters = tree.init(model, 0, meshes.make())
+    tokens = np.random.default_rng(0).integers(0, model_fixtures.VOCABULARY, (2, 12), dtype=np.int32)
+    expected = [model_fixtures.full_logits(graph, parameters, row) for row in tokens]
+    lengths = np.array([6, 3], np.int32)
+    logits, cache = steps.prefill(
+        graph, parameters, tokens[:, :6], lengths, empty_cache(model, 2, 12, jnp.dtype("float32"))
+    )
+    assert cache.stored["layers"].keys() == {"latent", "state"}
+    for step in range(4):
+        for row in range(2):
+            model_fixtures.assert_same_numbers(logits[row], expected[row][lengths[row] + step - 1], 1e-5)
+        logits, cache = steps.decode_step(graph, parameters, tokens[np.arange(2), lengths + step], cache)

@@ -29,6 +29,9 @@ from jaxlm.parallel.rules import Kind
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "pallas_call", "ragged_dot"})
 
 
+abstract = functools.lru_cache(maxsize=8)(tree.abstract)
+
+
 class Use(NamedTuple):
     """One use of an operation: in which scope, how often it runs, and which values it reads and makes.
 
@@ -102,7 +105,7 @@ class Recording:
 @functools.lru_cache(maxsize=64)
 def record(model: ModelConfig, kind: Kind, sequence: int, dropout: bool) -> Recording:
     """Record the forward pass of a step over one row of this many tokens; in decoding the cache holds them."""
-    graph, parameters = tree.abstract(model)
+    graph, parameters = abstract(model)
     shapes = tree.shapes(parameters, jnp.bfloat16)
     tokens = jax.ShapeDtypeStruct((1, sequence), jnp.int32)
     if kind == "train":

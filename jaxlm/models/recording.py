@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
 Axes = tuple[str | None, ...]
@@ -60,5 +61,5 @@ def mark(
     marker = Marker(
         operation, tuple(axes for _, axes in given), tuple(axes for _, axes in results), tuple(sorted(options.items()))
     )
-    shapes = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x, _ in results)
+    shapes = tuple(ShapedArray(x.shape, x.dtype) for x, _ in results)
     return MARKER.bind(*(x for x, _ in given), marker=marker, results=shapes)

@@ -4,7 +4,6 @@ Everything that must know the parameters reads it: initialisation, sharding, wei
 compilation. Trees are nested dicts whose leaves are found by path ("layers/attention/query").
 """
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ _STACKED = frozenset({"layers"})
 _TABLES = frozenset({"vocab", "positions"})
 
 
-@functools.lru_cache(maxsize=8)
 def abstract(model: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
     """Return (graph, tree) of the model: `nnx.merge(graph, parameters)` is the module.
 

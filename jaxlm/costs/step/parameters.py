@@ -5,6 +5,7 @@ import math
 from collections.abc import Set
 from enum import IntEnum
 
+from jaxlm.costs.paper import abstract
 from jaxlm.models import tree
 from jaxlm.models.config import ModelConfig
 
@@ -12,7 +13,7 @@ from jaxlm.models.config import ModelConfig
 @functools.lru_cache(maxsize=256)
 def parameters(model: ModelConfig) -> dict[str, tree.Dimensions]:
     """The dimensions of each parameter, by path."""
-    return tree.paths(tree.dimensions(tree.abstract(model)[1]))
+    return tree.paths(tree.dimensions(abstract(model)[1]))
 
 
 def matmul_parameters(model: ModelConfig) -> int:

@@ -36,7 +36,9 @@ def instruction_flops(computation: HloComputation, instruction: HloInstruction) 
         return _library_product(computation, instruction)
     if instruction.opcode == "multiply" and instruction.op_name.endswith("/dot_general"):
         # For a GPU, XLA writes a product with a vector (attention of one query per key head) as multiply and reduce.
-        return 2 * instruction.arrays[0].elements
+        # Integers are indices of a TPU's windows.
+        made = instruction.arrays[0]
+        return 2 * made.elements if made.dtype.startswith(("f", "bf")) else 0
     return 0
 
 

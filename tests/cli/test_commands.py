@@ -198,6 +198,7 @@ def test_a_loss_that_stays_infinite_stops_the_run(text, tmp_path):
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_held_out_loss_that_is_not_finite_is_said(text, tmp_path):
     ended = jaxlm(
@@ -221,6 +222,7 @@ def test_a_cpu_becomes_the_mesh_that_is_asked_for(text, tmp_path):
     assert "4 emulated CPU devices: data 2 × tensor 2" in ended.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_mixture_reports_each_source(tmp_path):
     """Trained from two sources of different formats; eval measures again what the run recorded last."""

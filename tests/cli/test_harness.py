@@ -296,6 +296,7 @@ def test_solved_examples_stand_before_a_question(folder):
     assert {i.args for i in loaded.instances} == {("beta  beta\n\ndelta ", end) for end in ("alpha", " beta", "x")}
 
 
+@pytest.mark.exhaustive
 def test_bad_tasks_are_one_line(folder, capsys):
     run = str(folder / "run")
     choice = write_task(folder, "refused", CHOICE, [{"question": "delta ", "answer": 0}])

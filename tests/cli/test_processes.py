@@ -180,6 +180,7 @@ def test_sigterm_for_one_process_stops_all_at_the_same_step(config, whole, tmp_p
     assert_close({s: x for s, x in losses(run).items() if s <= STEPS}, whole)
 
 
+@pytest.mark.exhaustive
 def test_a_run_outlives_the_readers_of_its_output_and_saves_when_its_terminal_is_closed(config, tmp_path):
     run = tmp_path / "run"
     first, second = start(config, [run] * 2, "training.steps=100000", "checkpoint.every=100000")
@@ -194,6 +195,7 @@ def test_a_run_outlives_the_readers_of_its_output_and_saves_when_its_terminal_is
     assert max(losses(run)) == max(int(step.name) for step in (run / "checkpoints").iterdir())
 
 
+@pytest.mark.exhaustive
 def test_the_same_command_again_leaves_a_job_at_work_alone(config, tmp_path):
     run, port = tmp_path / "run", runs.free_port()
     job = start(config, [run] * 2, "training.steps=100000", port=port)

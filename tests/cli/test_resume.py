@@ -96,6 +96,7 @@ def test_a_run_moves_from_mesh_to_mesh(config, uninterrupted, tmp_path):
     np.testing.assert_allclose([moved[s][0] for s in moved], [whole[s][0] for s in moved], rtol=1e-4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_corrupt_checkpoint_costs_only_the_way_from_the_one_before(config, uninterrupted, tmp_path):
     run = tmp_path / "run"

@@ -55,6 +55,7 @@ def uninterrupted(config, tmp_path_factory):
     return run
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_signal_in_an_evaluation_does_not_wait_for_it_and_it_is_done_later(config, uninterrupted, tmp_path):
     run = tmp_path / "run"

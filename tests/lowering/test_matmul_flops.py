@@ -38,6 +38,7 @@ def flops(line: str, *operands: str) -> int:
         # A product with a vector, which XLA writes out for a GPU; and a multiplication that is none.
         ('f32[8,12,64]{2,1,0} multiply(%p0, %p1), metadata={op_name="jit(f)/attention/BKQH,BKSH->BKQS/dot_general"}',
          "f32[8,12,64]{2,1,0}", "f32[8,12,64]{2,1,0}", 2 * 8 * 12 * 64),
+        ('s32[] multiply(%p0, %p1), metadata={op_name="jit(f)/up/dot_general"}', "s32[]", "s32[]", 0),
         ('f32[8,12,64]{2,1,0} multiply(%p0, %p1), metadata={op_name="jit(f)/norm/mul"}',
          "f32[8,12,64]{2,1,0}", "f32[8,12,64]{2,1,0}", 0),
         ("f32[8,16]{1,0} add(%p0, %p1)", "f32[8,16]{1,0}", "f32[8,16]{1,0}", 0),

@@ -149,6 +149,7 @@ def test_the_stream_is_gathered_and_scattered_on_cuda():
     assert counted == {"all-gather": each, "reduce-scatter": each}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @elsewhere
 def test_the_stream_is_gathered_and_scattered_on_tpu():

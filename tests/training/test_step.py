@@ -12,7 +12,9 @@ from flax import nnx
 from matrices import sampled
 
 from jaxlm.models import tree
+from jaxlm.models.feed_forward.dense import DenseFeedForward
 from jaxlm.models.positions import packed_causal_mask
+from jaxlm.models.rows import Auxiliary
 from jaxlm.parallel.batches import put_batch
 from jaxlm.training.config import CosineScheduleConfig
 from jaxlm.training.schedules import schedule
@@ -208,6 +210,40 @@ def test_the_z_loss_is_added_to_the_objective_and_not_to_the_loss(microbatches):
     model_fixtures.assert_same_numbers([metrics["loss"], metrics["z_loss"]], [loss, z_loss], 1e-5)
     moments = jax.tree.map(lambda m: m / (1 - settings.beta1), state.optimizer[1][0].mu)
     model_fixtures.assert_same_numbers(moments, jax.device_get(gradients), 1e-4)
+
+
+@pytest.mark.parametrize("sizes, microbatches", [((1, 1, 1), 1), ((2, 2, 1), 4)])
+def test_what_layers_return_is_in_the_objective_and_the_metrics(sizes, microbatches, monkeypatch):
+    """Losses of layers are summed over them and added to the objective, statistics averaged."""
+    call = DenseFeedForward.__call__
+
+    def with_auxiliary(self, x_BTD, rows):
+        y_BTD, _ = call(self, x_BTD, rows)
+        size = jnp.mean(jnp.square(y_BTD))
+        return y_BTD, Auxiliary({"activity": 3.0 * size}, {"size": size})
+
+    monkeypatch.setattr(DenseFeedForward, "__call__", with_auxiliary)
+    model, settings = model_fixtures.model(num_layers=2), model_fixtures.optimization(clip_norm=1e9)
+    row = model_fixtures.batch(rows=1)
+    batch = {name: np.repeat(x, 8, axis=0) for name, x in row.items()}  # every part of the batch has the same means
+    mesh = meshes.make(*sizes)
+    with jax.set_mesh(mesh):
+        steps = jit_steps(make_steps(model, model_fixtures.training(microbatches=microbatches), settings), mesh)
+        state, metrics = steps.train(steps.init(), put_batch(batch, mesh))
+    graph, _ = tree.abstract(model)
+    valid = row["segments"] > 0
+
+    def objective(parameters):
+        module = nnx.merge(graph, parameters)
+        hidden, _, auxiliary = module.hidden(row["tokens"], row["positions"], packed_causal_mask(row["positions"]))
+        losses, _ = cross_entropy(module.logits(hidden), row["targets"])
+        loss, size_L = jnp.where(valid, losses, 0.0).sum() / valid.sum(), auxiliary.statistics["size"]
+        return loss + 3.0 * size_L.sum(), {"loss": loss, "activity": 3.0 * size_L.sum(), "size": size_L.mean()}
+
+    gradients, wanted = jax.grad(objective, has_aux=True)(tree.init(model, 0, meshes.make()))
+    model_fixtures.assert_same_numbers({name: metrics[name] for name in wanted}, wanted, 1e-5)
+    moments = jax.tree.map(lambda m: m / (1 - settings.beta1), state.optimizer[1][0].mu)
+    model_fixtures.assert_same_numbers(jax.device_get(moments), jax.device_get(gradients), 1e-4)
 
 
 def test_the_z_loss_is_not_among_the_metrics_where_it_is_off():

@@ -209,6 +209,7 @@ def test_a_held_out_loss_that_is_not_finite_is_said(text, tmp_path):
     assert ended.stdout.splitlines()[-2] == f"{tmp_path / 'run'}: 2 steps, held-out loss not finite"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_cpu_becomes_the_mesh_that_is_asked_for(text, tmp_path):
     code = "import sys; from jaxlm.cli import main; sys.exit(main())"

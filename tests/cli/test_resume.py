@@ -83,6 +83,7 @@ def test_a_signal_saves_and_says_how_to_go_on(config, uninterrupted, tmp_path, n
     assert figures(run) == figures(uninterrupted)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_moves_from_mesh_to_mesh(config, uninterrupted, tmp_path):
     run = tmp_path / "run"

@@ -58,7 +58,6 @@ SAMPLE = {
     "bias_activation-plain-bfloat16-triton-A100",
     "flash_attention-bias, cap and sinks on odd lengths-bfloat16-triton-A100",
     "flash_attention-causal-bfloat16-triton-B200",
-    "flash_attention-wide, grouped, causal, bias-bfloat16-mosaic_gpu-H100",
     "flash_attention-wide, packed, window, cap and sinks-bfloat16-mosaic_gpu-H100",
     "gated_activation-plain-bfloat16-triton-B200",
     "layer_norm-residual-bfloat16-triton-H100",

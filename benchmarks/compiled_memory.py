@@ -62,8 +62,7 @@ class MemoryCase:
 
     def counted(self) -> Memory:
         """Return the closed-form memory of one device."""
-        work = Workload.of(self.load(), self.layout, self.kind)
-        return memory(work, Target.parse(self.on).chip.kind)
+        return memory(Workload.of(self.load(), self.layout, self.kind).on(Target.parse(self.on).chip))
 
 
 def _cases() -> Iterator[MemoryCase]:

@@ -61,7 +61,7 @@ def counted(work: Workload, mesh: Mesh) -> Counted:
         seconds = target and step_time(work, target)
     except InputError:  # emulated devices have no links, and some chips no published rate
         seconds = None
-    return Counted(work, flops(work), memory(work, device.platform), target, seconds)
+    return Counted(work, flops(work), memory(work), target, seconds)
 
 
 def say_counted(counted: Counted) -> str:

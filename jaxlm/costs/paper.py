@@ -1,7 +1,7 @@
 """The paper run: the operations that a model uses, read from a recording of its own forward pass.
 
-A recording knows no batch, mesh, chip or implementation: one serves every plan of a model. From its edges follow which
-operations gradients pass, and which rematerialisation runs again.
+A recording knows no batch, mesh, chip or implementation: one of each kind of step and length serves every plan of a
+model. From its edges follow which operations gradients pass, and which rematerialisation runs again.
 """
 
 import functools
@@ -28,7 +28,7 @@ from jaxlm.parallel.rules import Kind
 # Products belong to operations: one outside of them would be counted nowhere.
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "pallas_call", "ragged_dot"})
 
-
+# Trees that are only read: a plan asks for the same one several times.
 abstract = functools.lru_cache(maxsize=8)(tree.abstract)
 
 
@@ -104,7 +104,10 @@ class Recording:
 
 @functools.lru_cache(maxsize=64)
 def record(model: ModelConfig, kind: Kind, sequence: int, dropout: bool) -> Recording:
-    """Record the forward pass of a step over one row of this many tokens; in decoding the cache holds them."""
+    """Record the forward pass of a step over one row of this many tokens; in decoding the cache holds them.
+
+    Raises ValueError for a product outside of the operations of `jaxlm.models.operations`.
+    """
     graph, parameters = abstract(model)
     shapes = tree.shapes(parameters, jnp.bfloat16)
     tokens = jax.ShapeDtypeStruct((1, sequence), jnp.int32)
@@ -117,7 +120,8 @@ def record(model: ModelConfig, kind: Kind, sequence: int, dropout: bool) -> Reco
 
         operands = shapes, tokens, jax.eval_shape(lambda: jax.random.key(0))
     else:
-        cache = jax.eval_shape(lambda: empty_cache(model, 1, sequence, jnp.bfloat16))
+        with recording():
+            cache = jax.eval_shape(lambda: empty_cache(model, 1, sequence, jnp.bfloat16))
         row = jax.ShapeDtypeStruct((1,), jnp.int32)
         forward = functools.partial(prefill if kind == "prefill" else decode_step, graph)
         operands = (shapes, tokens, row, cache) if kind == "prefill" else (shapes, row, cache)
@@ -126,7 +130,7 @@ def record(model: ModelConfig, kind: Kind, sequence: int, dropout: bool) -> Reco
     reader = _Reader()
     paths = list(tree.paths(shapes))
     inputs = [reader.new() for _ in jaxpr.invars]
-    reader.found.parameters.update(zip(inputs, paths, strict=False))
+    reader.found.parameters.update(zip(inputs, paths, strict=False))  # parameters are the first operand
     reader.read(jaxpr, inputs, (), 1, None)
     return reader.found
 

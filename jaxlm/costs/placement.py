@@ -48,7 +48,7 @@ def layout_on(experiment: Experiment, target: Target, kind: Kind) -> Layout:
     work = Workload.of(experiment, kind=kind).on(target.chip)
     for tensor in divisors(target.devices) if mesh.tensor == 1 else (mesh.tensor,):
         layout = Layout(data=target.devices // tensor, tensor=tensor)
-        if memory(replace(work, layout=layout), target.chip.kind).total <= target.chip.device_capacity():
+        if memory(replace(work, layout=layout)).total <= target.chip.device_capacity():
             break
     return layout
 

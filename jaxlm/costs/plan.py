@@ -171,7 +171,7 @@ def plan(work: Workload, target: Target) -> Plan:
             f"a sequence of {work.sequence} is longer than model.context_length = {work.model.context_length}"
         )
     work = work.on(target.chip)
-    return Plan(work, target, flops(work), memory(work, target.chip.kind), step_time(work, target))
+    return Plan(work, target, flops(work), memory(work), step_time(work, target))
 
 
 def step_time(work: Workload, target: Target) -> StepTime:

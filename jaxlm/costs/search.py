@@ -40,7 +40,7 @@ def search(work: Workload, target: Target, held: Collection[str] = ()) -> list[P
     found = []
     for layout in layouts(work, target.devices):
         for candidate in variants(replace(work.on(target.chip), layout=layout), held):
-            if memory(candidate, target.chip.kind).total <= target.chip.device_capacity():
+            if memory(candidate).total <= target.chip.device_capacity():
                 found.append(plan(candidate, target))
     return sorted(found, key=lambda p: p.time.expected)
 

@@ -71,7 +71,7 @@ def fit(
     capacity, work = target.chip.device_capacity(), work.on(target.chip)
 
     def counted(work: Workload) -> int:
-        return memory(work, target.chip.kind).total
+        return memory(work).total
 
     waiting = sorted(variants(work, held), key=lambda w: plan(w, target).time.expected)
     tried: list[FitTrial] = []

@@ -115,7 +115,7 @@ class HloComputation:
         return [self.instructions[name] for name in instruction.operands]
 
 
-@dataclass
+@dataclass(eq=False)
 class HloProgram:
     """A compiled program, the same for all devices of a mesh."""
 

@@ -4,6 +4,7 @@ XLA states the trip counts of loops on some platforms only. Elsewhere they are r
 its counter starts, how far it steps, and the comparison that ends the loop.
 """
 
+import functools
 import operator
 import re
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ _HOLDS = {
 Element = tuple[int, ...]
 
 
+@functools.lru_cache(maxsize=1)  # all that a report reads of a program asks for it
 def times(program: HloProgram) -> dict[str, int]:
     """Return the number of runs of each computation by name, those inside fusions and reductions included.
 

@@ -18,8 +18,7 @@ def suggest(plan: Plan, needed: int) -> list[str]:
     `needed` is in bytes on one device and shrinks in proportion to the count. Single changes come first; only if none
     suffices, combinations of two or three; empty if these do not suffice either.
     """
-    kind = plan.target.chip.kind
-    now = memory(plan.work, kind).total
+    now = memory(plan.work).total
     for together in (1, 2, 3):
         found = []
         for combination in itertools.combinations(_CHANGES, together):
@@ -31,7 +30,7 @@ def suggest(plan: Plan, needed: int) -> list[str]:
                 setting, work = changed
                 settings.append(setting)
             else:
-                size = round(needed * memory(work, kind).total / now)
+                size = round(needed * memory(work).total / now)
                 if size <= plan.capacity:
                     found.append(f"{' and '.join(settings)} ({gib(size, 1)} GiB)")
         if found:

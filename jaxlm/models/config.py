@@ -125,10 +125,6 @@ class GroupedQueryAttentionConfig(Section):
         """
         return math.lcm(self.num_kv_heads, devices)
 
-    def kv_copies(self, devices: int) -> int:
-        """Return the number of copies of each key/value head where query heads are sharded over `devices`."""
-        return self.kv_heads_over(devices) // self.num_kv_heads
-
 
 class DenseFeedForwardConfig(Section):
     """Two matrices with an activation between, or three when gated (Shazeer 2020, arXiv:2002.05202)."""

@@ -34,8 +34,8 @@ MARKER.def_abstract_eval(lambda *operands, marker, results: list(results))
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """Trace models inside as recordings."""
-    with _recording(True):
+    """Trace models inside as recordings, which know nothing of a mesh around."""
+    with _recording(True), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         yield
 
 

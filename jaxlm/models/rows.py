@@ -31,5 +31,7 @@ class Auxiliary(NamedTuple):
     statistics: dict[str, jax.Array] = {}
 
     def __or__(self, other: "Auxiliary") -> "Auxiliary":
-        """Return both together; their names differ."""
+        """Return both together. Raises ValueError for a name that both have: one would replace the other."""
+        if twice := (self.losses.keys() | self.statistics.keys()) & (other.losses.keys() | other.statistics.keys()):
+            raise ValueError(f"two parts of the objective or its statistics are called {', '.join(sorted(twice))}")
         return Auxiliary({**self.losses, **other.losses}, {**self.statistics, **other.statistics})

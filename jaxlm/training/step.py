@@ -90,7 +90,7 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
         targets = jnp.sum(counted)
         losses = {name: targets * jnp.sum(each_L) for name, each_L in of_layers.losses.items()}
         statistics = {name: targets * jnp.mean(each_L) for name, each_L in of_layers.statistics.items()}
-        return Auxiliary({**terms, **losses}, statistics)
+        return Auxiliary(terms) | Auxiliary(losses, statistics)
 
     def in_microbatches(batch: Batch) -> Batch:
         """[B, T] → [M, B / M, T]. Each takes every M-th row, so that it lies on all devices without moving any row."""

@@ -4,6 +4,7 @@ import random
 
 import jax
 import jax.numpy as jnp
+import meshes
 import model_fixtures
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
@@ -81,6 +82,16 @@ def test_a_layer_is_recorded_once_and_knows_how_often_it_runs():
     assert {use.times for use in linear} == {model.num_layers} and len(linear) == 7
     assert {found.names.get(value) for use in found.uses for value in use.results} > set(NAMES)
     assert found.uses[-1].name == "cross_entropy" and found.uses[-1].times == 1
+
+
+@pytest.mark.parametrize("kind", ["train", "prefill", "decode"])
+def test_a_recording_knows_nothing_of_a_mesh_around(kind):
+    """Key/value heads that the mesh does not divide are neither refused nor copied."""
+    model = model_fixtures.model(model_fixtures.QWEN3)
+    record = paper.record.__wrapped__
+    with jax.set_mesh(meshes.make(tensor=8)):
+        inside = record(model, kind, 16, False)
+    assert inside == record(model, kind, 16, False)
 
 
 def test_a_product_outside_of_the_operations_is_refused(monkeypatch):

@@ -246,6 +246,19 @@ def test_what_layers_return_is_in_the_objective_and_the_metrics(sizes, microbatc
     model_fixtures.assert_same_numbers(jax.device_get(moments), jax.device_get(gradients), 1e-4)
 
 
+def test_a_loss_of_a_layer_does_not_replace_another(monkeypatch):
+    call = DenseFeedForward.__call__
+
+    def with_loss(self, x_BTD, rows):
+        y_BTD, _ = call(self, x_BTD, rows)
+        return y_BTD, Auxiliary({"loss": jnp.mean(y_BTD)})
+
+    monkeypatch.setattr(DenseFeedForward, "__call__", with_loss)
+    steps = make_steps(model_fixtures.model(), model_fixtures.training(), model_fixtures.optimization())
+    with pytest.raises(ValueError, match="are called loss"):
+        jax.eval_shape(steps.train, jax.eval_shape(steps.init), model_fixtures.batch())
+
+
 def test_the_z_loss_is_not_among_the_metrics_where_it_is_off():
     steps = make_steps(model_fixtures.model(), model_fixtures.training(), model_fixtures.optimization())
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model_fixtures.batch())

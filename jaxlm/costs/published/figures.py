@@ -106,7 +106,7 @@ def held_bytes(setting: CaseSetting) -> float:
 @_figure
 def memory_bytes(setting: CaseSetting) -> float:
     """All memory, at the peak of a step."""
-    return memory.memory(setting.work, setting.target.chip.kind if setting.target else "gpu").total
+    return memory.memory(setting.work.on(setting.target.chip) if setting.target else setting.work).total
 
 
 @_figure

@@ -39,10 +39,10 @@ class Memory(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def memory(work: Workload, platform: str = "gpu") -> Memory:
-    """Return the peak memory of a step on one device of the mesh. `platform` is a `Chip.kind`: "tpu", or any other, for
-    which XLA is assumed to compile as for a GPU."""
-    fused = platform == "tpu"
+def memory(work: Workload) -> Memory:
+    """Return the peak memory of a step on one device of the mesh. But for a TPU, XLA is assumed to compile as for a
+    GPU."""
+    fused = work.platform == "tpu"
     phases = _training(work, fused) if work.kind == "train" else _inference(work, fused)
     return max(phases, key=lambda phase: phase.total)
 

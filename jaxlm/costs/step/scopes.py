@@ -1,4 +1,4 @@
-"""Names of the elementwise work of a step, and what is said of it."""
+"""Scopes of the elementwise work of a step, and one piece of it."""
 
 from typing import NamedTuple
 

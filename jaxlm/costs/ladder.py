@@ -12,9 +12,10 @@ from jaxlm.core.errors import InputError
 from jaxlm.costs.hardware.target import Target, of_devices
 from jaxlm.costs.napkin import Napkin, napkin
 from jaxlm.costs.plan import StepTime, mfu, step_time
-from jaxlm.costs.step import operations
-from jaxlm.costs.step.flops import Flops, flops
-from jaxlm.costs.step.memory import Memory, memory
+from jaxlm.costs.counted import operations
+from jaxlm.costs.counted.device import replicated_kv_heads
+from jaxlm.costs.counted.flops import Flops, flops
+from jaxlm.costs.counted.memory import Memory, memory
 from jaxlm.costs.workload import Workload
 
 
@@ -79,10 +80,10 @@ def say_counted(counted: Counted) -> str:
 
 def say_replicated(work: Workload) -> str | None:
     """One line where devices compute and hold key/value heads of others too; None where they do not."""
-    if not work.replicated_kv_heads:
+    if not (replicated := replicated_kv_heads(work)):
         return None
     return (
-        f"mesh.tensor = {work.layout['tensor']} does not divide {work.model.attention.num_kv_heads} key/value heads: "
+        f"mesh.tensor = {work.layout['tensor']} does not divide {' or '.join(map(str, replicated))} key/value heads: "
         "several devices compute and keep the same ones"
     )
 

@@ -16,9 +16,9 @@ from jaxlm.core.errors import InputError
 from jaxlm.core.units import GIB, gib
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.plan import Plan, dtype_of
-from jaxlm.costs.step import kernel_costs, operations
-from jaxlm.costs.step.memory import Memory
-from jaxlm.costs.step.operations import Operation
+from jaxlm.costs.counted import operations
+from jaxlm.costs.counted.memory import Memory
+from jaxlm.costs.counted.operations import Operation
 from jaxlm.costs.workload import Workload
 
 _INK, _PALE = "#22313f", "#9aa5b1"
@@ -56,11 +56,10 @@ class Point(NamedTuple):
 def points(work: Workload, chip: Chip) -> list[Point]:
     """Return the scopes of a step, the longest first. Figures are those of one device with all of the chip's rates."""
     scopes: dict[str, list[Operation]] = {}
-    fused = kernel_costs.attention(work) is not None
     for op in operations.step(work):
         # One kernel computes both products, and only the first is counted with its traffic.
-        in_kernel = fused and op.scope in (operations.SCORES, operations.MIXTURE)
-        scopes.setdefault("layers/attention/kernel" if in_kernel else op.scope, []).append(op)
+        in_kernel = op.kernel and op.product
+        scopes.setdefault(f"{op.scope.rpartition('/')[0]}/kernel" if in_kernel else op.scope, []).append(op)
     bandwidth, found = chip.memory_bytes_per_s, []
     for scope, ops in scopes.items():
         peak = chip.peak(dtype_of(ops[0], work))

@@ -9,11 +9,12 @@ from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.network import Network
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.napkin import Napkin, napkin
-from jaxlm.costs.step import operations, traffic
-from jaxlm.costs.step.flops import Flops, flops
-from jaxlm.costs.step.memory import Memory, kv_bytes_per_token, memory
-from jaxlm.costs.step.operations import Operation, Product
-from jaxlm.costs.step.parameters import parameters
+from jaxlm.costs.counted import operations, traffic
+from jaxlm.costs.counted.device import replicated_kv_heads
+from jaxlm.costs.counted.flops import Flops, flops
+from jaxlm.costs.counted.memory import Memory, kv_bytes_per_token, memory
+from jaxlm.costs.counted.operations import Operation, Product
+from jaxlm.costs.counted.parameters import parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout import AXES
 
@@ -120,7 +121,7 @@ class Plan:
             "sequence": self.work.sequence,
             "microbatches": self.work.microbatches,
             "remat": self.work.remat,
-            "replicated_kv_heads": self.work.replicated_kv_heads,
+            "replicated_kv_heads": bool(replicated_kv_heads(self.work)),
             "parameters": parameter_counts(self.work),
             "napkin": {**first._asdict(), "tokens_per_s": first.step_s and self.work.tokens / first.step_s},
             "flops": self.flops._asdict(),

@@ -6,7 +6,8 @@ from dataclasses import replace
 from jaxlm.config import divided_by_mesh, divisors
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import Plan, plan
-from jaxlm.costs.step.memory import memory
+from jaxlm.costs.counted.device import device
+from jaxlm.costs.counted.memory import memory
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout import AXES, Layout
 
@@ -50,7 +51,7 @@ def variants(work: Workload, held: Collection[str] = ()) -> Iterator[Workload]:
     if work.kind != "train":
         yield work
         return
-    names = ("query", "key", "value", "up") + (("gate",) if work.model.feed_forward.gated else ())
+    names = tuple(sorted({*device(work).found.names.values()} - {"attention"}))  # its kernel keeps more than that
     rows = work.batch // work.batch_shards
     parts = (work.microbatches,) if "microbatches" in held else [2**n for n in range(rows.bit_length())]
     remats = (work.remat,) if "remat" in held else ("none", names, "full")

@@ -6,19 +6,17 @@ import math
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import cached_property
 from typing import Any, Literal
 
 from jaxlm.config import Experiment
 from jaxlm.costs.hardware.chips import Chip
-from jaxlm.costs.step.parameters import parameters
+from jaxlm.costs.counted.parameters import parameters
 from jaxlm.models.config import ModelConfig, Remat
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import RULES, Kind, Rules
 from jaxlm.training.config import AdamWConfig, ConstantScheduleConfig, OptimizerConfig, TrainingConfig
 from jaxlm.training.groups import frozen
-from kernels_pallas.flash_attention import causal_chunks
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -176,50 +174,6 @@ class Workload:
         """Tokens of each sequence that a step reads."""
         return 1 if self.kind == "decode" else self.sequence
 
-    @property
-    def cached(self) -> int:
-        """Tokens of each sequence that a layer's cache holds: all, or the last of a window that all layers have."""
-        window = self.model.attention.window
-        return self.sequence if window is None or window.global_every else min(window.size, self.sequence)
-
-    @property
-    def keys(self) -> int:
-        """Tokens of each sequence with which a step computes scores; in decoding, those of the cache."""
-        return self.cached if self.kind == "decode" else self.sequence
-
-    def attended(self) -> list[tuple[int, int]]:
-        """Queries and keys of each sequence between which attention computes scores, part by part."""
-        if self.platform == "cpu" and self.kind == "train":
-            return [(end - first, end) for first, end in causal_chunks.bounds(self.sequence)]
-        return [(self.queries, self.keys)]
-
-    def scores(self) -> int:
-        """Return the number of scores of each sequence and head in `attended`."""
-        return sum(queries * keys for queries, keys in self.attended())
-
-    def seen(self, causally: bool) -> Fraction:
-        """The share of attention's scores, of all queries and keys in all layers, that windows leave, and where
-        `causally` what is not behind the query: half of them without a window. A decoded token sees its whole window.
-        """
-        S, layers, through = self.keys, self.model.num_layers, self.model.windowed_layers
-        window = self.model.attention.window
-        size = min(window.size, S) if window else S
-        if causally and self.kind != "decode":
-            whole, narrow = Fraction(1, 2), Fraction(size * (2 * S - size), 2 * S * S)
-        else:
-            whole, narrow = Fraction(1), Fraction(size, S)
-        return ((layers - through) * whole + through * narrow) / layers
-
-    @property
-    def replicated_kv_heads(self) -> bool:
-        """True if the tensor axis does not divide the key/value heads: several devices compute the same ones."""
-        return self.model.attention.num_kv_heads % self.head_shards != 0
-
-    @property
-    def head_shards(self) -> int:
-        """Devices among which the query heads are sharded."""
-        return self.parts("tensor", "act_heads", self.model.attention.num_heads)
-
     @_remembered
     def rows(self) -> int:
         """Return the sequences on one device at once: its part of a microbatch, or all where the mesh does not divide
@@ -227,23 +181,19 @@ class Workload:
         rows, parts = self.batch // self.microbatches, self.batch_shards
         return rows // parts if rows % parts == 0 else rows
 
-    def head_groups(self) -> tuple[int, int]:
-        """Key/value heads that attention reads on one device, and the query heads there that share each."""
-        attention, parts = self.model.attention, self.head_shards
-        read = attention.kv_heads_over(parts)
-        return read // parts, attention.num_heads // read
-
     @_remembered
-    def local(self, axis: str, size: int) -> int:
+    def local(self, axis: str, size: int, readers: int | None = None) -> int:
         """Return the size of a dimension with this logical axis on one device as it computes: sharded over `tensor`
-        alone (shards over `fsdp` are gathered first), key/value heads with their copies."""
-        if axis in ("kv_heads", "act_kv_heads"):
-            size = self.model.attention.kv_heads_over(self.head_shards)
+        alone (shards over `fsdp` are gathered first), key/value heads with the copies that so many query heads read."""
+        if readers is not None and axis in ("kv_heads", "act_kv_heads"):
+            size = math.lcm(size, self.parts("tensor", "act_heads", readers))
         return math.ceil(size / self.parts("tensor", axis, size))
 
-    def shape(self, axes: Sequence[str | None], shape: Sequence[int]) -> tuple[int, ...]:
+    def shape(
+        self, axes: Sequence[str | None], shape: Sequence[int], readers: int | None = None
+    ) -> tuple[int, ...]:
         """Return the shape of an array with these logical axes on one device, where this one is of a single row."""
-        local = (size if axis is None else self.local(axis, size) for axis, size in zip(axes, shape, strict=True))
+        local = (n if axis is None else self.local(axis, n, readers) for axis, n in zip(axes, shape, strict=True))
         return tuple(self.rows() if axis == "batch" else size for axis, size in zip(axes, local, strict=True))
 
     @_remembered

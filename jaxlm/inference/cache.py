@@ -175,13 +175,18 @@ def empty_cache(model: ModelConfig, batch: int, size: int, dtype: jnp.dtype) -> 
     return allocate(nnx.merge(*abstract(model)).slots(), batch, size, dtype)
 
 
+def kept_tokens(slot: Slot, size: int) -> int:
+    """Return the entries of a slot for each sequence in a cache with room for `size` tokens."""
+    return min(size, slot.window or size) if slot.per == "token" else 1
+
+
 def allocate(entries: Mapping[str, CacheEntry], batch: int, size: int, dtype: jnp.dtype) -> DenseCache:
     """Return an empty cache of these entries; `dtype` is that of slots which name none."""
 
     def zeros(layers: int, slot: Slot) -> Stored:
         shape = slot.shape
         if slot.per == "token":
-            shape = *shape[:-1], min(size, slot.window or size), shape[-1]
+            shape = *shape[:-1], kept_tokens(slot, size), shape[-1]
         stored = Stored(jnp.zeros((layers, batch, *shape), slot.dtype or dtype), slot)
         return dataclasses.replace(stored, array=constrain(stored.array, *stored.axes))
 

@@ -9,7 +9,7 @@ from jaxlm.config import Experiment
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import plan
 from jaxlm.costs.search import variants
-from jaxlm.costs.step.memory import memory
+from jaxlm.costs.counted.memory import memory
 from jaxlm.costs.workload import Workload
 from jaxlm.lowering.report import CompiledStep, DoesNotFit, FitTrial, compile
 from jaxlm.parallel.layout import Layout

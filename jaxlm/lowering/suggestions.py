@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from jaxlm.core.units import gib
 from jaxlm.costs.plan import Plan
-from jaxlm.costs.step.memory import memory
+from jaxlm.costs.counted.memory import memory
 from jaxlm.costs.workload import Workload
 
 _SHOWN = 4

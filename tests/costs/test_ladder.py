@@ -11,8 +11,8 @@ from jaxlm.costs.hardware import calibration
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.ladder import Counted, counted, gap, ladder, say_counted
 from jaxlm.costs.plan import plan
-from jaxlm.costs.step.flops import flops
-from jaxlm.costs.step.memory import memory
+from jaxlm.costs.counted.flops import flops
+from jaxlm.costs.counted.memory import memory
 
 WORK = workload("train", model_fixtures.model(), 8, 32, "float32", remat="full", kernels="xla")
 

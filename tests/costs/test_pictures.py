@@ -19,7 +19,7 @@ from jaxlm.costs import pictures
 from jaxlm.costs.hardware.catalog import find
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import plan
-from jaxlm.costs.step import operations
+from jaxlm.costs.counted import operations
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout import Layout
 

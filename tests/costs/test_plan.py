@@ -24,10 +24,10 @@ from jaxlm.costs.pictures import points
 from jaxlm.costs.plan import plan
 from jaxlm.costs.search import layouts, search
 from jaxlm.costs.serving import critical_batch, speculative_speedup
-from jaxlm.costs.step import operations, traffic
-from jaxlm.costs.step.flops import flops
-from jaxlm.costs.step.memory import kv_bytes_per_token, memory, trained
-from jaxlm.costs.step.parameters import parameters
+from jaxlm.costs.counted import operations, traffic
+from jaxlm.costs.counted.flops import flops
+from jaxlm.costs.counted.memory import kv_bytes_per_token, memory, trained
+from jaxlm.costs.counted.parameters import parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.inference.cache import empty_cache
 from jaxlm.inference.steps import decode_step, prefill

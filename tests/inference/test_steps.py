@@ -12,7 +12,7 @@ from workload_fixtures import workload
 
 from jaxlm.config import Experiment
 from jaxlm.core.errors import InputError
-from jaxlm.costs.step import memory
+from jaxlm.costs.counted import memory
 from jaxlm.inference import steps
 from jaxlm.inference.cache import cache_shardings, empty_cache
 from jaxlm.inference.generate import generate

@@ -11,7 +11,7 @@ from jaxlm.config import load
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import plan
 from jaxlm.costs.search import variants
-from jaxlm.costs.step.memory import memory
+from jaxlm.costs.counted.memory import memory
 from jaxlm.lowering.fit import fit
 from jaxlm.lowering.suggestions import suggest
 from jaxlm.models.config import ModelConfig

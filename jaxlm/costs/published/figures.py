@@ -7,8 +7,9 @@ from typing import NamedTuple
 from jaxlm.costs import plan
 from jaxlm.costs.hardware.network import Network
 from jaxlm.costs.hardware.target import Target
-from jaxlm.costs.step import layer_memory, memory, operations
-from jaxlm.costs.step.flops import flops
+from jaxlm.costs.counted import layer_memory, memory, operations
+from jaxlm.costs.counted.device import device
+from jaxlm.costs.counted.flops import flops
 from jaxlm.costs.workload import Workload
 
 DAY = 86_400.0
@@ -76,8 +77,10 @@ def napkin_flops(setting: CaseSetting, tokens: float) -> float:
 def attention_crossover(setting: CaseSetting) -> float:
     """Tokens at which attention's own products, which grow quadratically, cost as much as its projections."""
     forward = [op for op in operations.step(setting.work) if op.phase == "forward"]
-    attention = sum(op.times * op.flops for op in forward if op.scope in (operations.SCORES, operations.MIXTURE))
-    projections = sum(op.times * op.flops for op in forward if op.product and "/attention/" in op.scope) - attention
+    modules = {op.scope.rpartition("/")[0] for op in forward if op.seen}
+    of_modules = [op for op in forward if op.product and op.scope.rpartition("/")[0] in modules]
+    attention = sum(op.times * op.flops for op in of_modules if op.seen)
+    projections = sum(op.times * op.flops for op in of_modules) - attention
     return setting.work.sequence * projections / attention
 
 
@@ -112,7 +115,7 @@ def memory_bytes(setting: CaseSetting) -> float:
 @_figure
 def kept_bytes(setting: CaseSetting) -> float:
     """Activations that all layers keep for the backward pass."""
-    return layer_memory.kept(setting.work)
+    return layer_memory.kept(device(setting.work))
 
 
 @_figure

@@ -50,7 +50,8 @@ class GroupedQueryAttention(Module):
         query_BTNH, key_BTKH = rope(query_BTNH, HEADS, rows.rope), rope(key_BTKH, KV_HEADS, rows.rope)
         query_BTNH, key_BTKH, value_BTKH = named_heads(query_BTNH, key_BTKH, value_BTKH)
         cache = cache.update(rows, key=key_BTKH, value=value_BTKH)
-        options = {"scale": self.settings.scale, "soft_cap": self.settings.soft_cap}
+        w = self.settings.window
+        options = {"scale": self.settings.scale, "soft_cap": self.settings.soft_cap, "window": w.size if w else None}
         attended_BTNH = attention(query_BTNH, cache.view(), **options)
         (output_BTD,) = linear(attended_BTNH, self.output, biases=(self.output_bias,))
         return output_BTD, cache, Auxiliary()

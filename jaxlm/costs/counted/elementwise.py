@@ -10,19 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.costs.jaxpr.count import count
-from jaxlm.costs.paper import Use
-from jaxlm.costs.step import kernel_costs
-from jaxlm.costs.step.scopes import (
-    ACTIVATION,
-    HEADS,
-    LOSS,
-    NORMS,
-    POSITIONS,
-    RESIDUAL,
-    SOFTMAX,
-    Elementwise,
-)
-from jaxlm.costs.workload import Workload
+from jaxlm.costs.counted.device import Device
+from jaxlm.costs.counted.kernel_costs import Elementwise
+from jaxlm.costs.counted.paper import Use
+from jaxlm.costs.counted import attention, kernel_costs
 from jaxlm.models.config import Activation
 from jaxlm.models.operations import WHOLE
 from kernels_pallas import gated_activation
@@ -75,52 +66,53 @@ def _activation(name: Activation, gated: bool) -> tuple[Loop, Loop]:
     return Loop(once + bias, 0, 2 + gated), Loop(all_in_all - once + bias, 0, 4 + gated)
 
 
-def parts(work: Workload, use: Use) -> Iterator[Elementwise]:
+def parts(device: Device, use: Use) -> Iterator[Elementwise]:
     """Yield the elementwise work of an operation: its kernel, or else the loops that XLA makes of it."""
-    kernels = list(kernel_costs.elementwise(work, use))
-    yield from kernels or loops(work, use)
+    kernels = list(kernel_costs.elementwise(device, use))
+    yield from kernels or loops(device, use)
 
 
-def loops(work: Workload, use: Use) -> Iterator[Elementwise]:
+def loops(device: Device, use: Use) -> Iterator[Elementwise]:
     """Yield the loops of an operation without a kernel. XLA fuses the last norm, and what is done once to positions,
     into what reads it."""
 
     def each(scope: str, numbers: int, directions: tuple[Loop, Loop]) -> Elementwise:
-        return Elementwise(scope, use.times, *(loop.over(numbers, work.itemsize) for loop in directions))
+        costs = (loop.over(numbers, device.work.itemsize) for loop in directions)
+        return Elementwise(f"{use.scope}/{scope}".strip("/"), use.times, *costs)
 
-    axes, layered = use.marker.operands, use.loop is not None
-    numbers = math.prod(work.shape(axes[0], use.shapes[0]))
+    axes, layered = use.marker.operands, use.layer is not None
+    numbers = math.prod(device.operand(use, 0))
     match use.name:
         case "look_up" if "vocab" in axes[0]:
-            yield each("embedding/lookup", math.prod(work.shape(WHOLE, (*use.shapes[1], use.shapes[0][1]))), _LOOKUP)
+            yield each("look-up", math.prod(device.work.shape(WHOLE, use.made[0])), _LOOKUP)
         case "scale":
-            yield each("embedding/scale", numbers, _SCALED)
+            yield each("scale", numbers, _SCALED)
         case "dropout":
-            yield each("layers/dropout" if layered else "embedding/dropout", numbers, _DROPOUT)
+            yield each("dropout", numbers, _DROPOUT)
         case "linear" if len(axes) == 3:
-            added = math.prod(work.shape((*axes[0][:2], *axes[2]), (*use.shapes[0][:2], *use.shapes[2])))
-            yield each(f"{use.scope}_bias", added, _BESIDE)
+            yield each("bias", math.prod(device.work.shape((*WHOLE[:2], *axes[2]), use.made[0], use.readers)), _BESIDE)
         case "rms_norm" | "layer_norm" if axes[0][-1] == "act_head_dim":
-            yield each(POSITIONS, numbers, _BESIDE)
+            yield each("", numbers, _BESIDE)
         case "rms_norm" | "layer_norm" if layered:
-            yield each(NORMS, numbers, _NORMS[use.name])
-            if len(use.marker.results) == 2:
-                yield each(RESIDUAL, numbers, _RESIDUAL)
+            yield each("", numbers, _NORMS[use.name])
+            if len(use.results) == 2:
+                yield each("residual", numbers, _RESIDUAL)
         case "add" if layered:
-            yield each("layers/feed_forward/residual", numbers, _RESIDUAL)
+            yield each("residual", numbers, _RESIDUAL)
         case "rope":
-            yield each(POSITIONS, numbers, _BESIDE)
-        case "attention" if kernel_costs.attention(work) is None:
-            keys = math.prod(work.shape(axes[1], use.shapes[1]))
-            scores = work.rows() * work.scores() * work.local("act_heads", use.shapes[0][2])
-            yield each(SOFTMAX, scores, _SOFTMAX)
+            yield each("rope", numbers, _BESIDE)
+        case "attention" if attention.kernel(device, use) is None:
+            keys = math.prod(device.operand(use, 1))
+            scores = attention.scores(device, use)
+            yield each("softmax", scores, _SOFTMAX)
             if use.options["soft_cap"]:
-                yield each(SOFTMAX, scores, _SOFT_CAP)
-            yield each(HEADS, 2 * (numbers + keys), _MOVED)  # heads move in front of the sequence and back
+                yield each("softmax", scores, _SOFT_CAP)
+            yield each("heads", 2 * (numbers + keys), _MOVED)  # heads move in front of the sequence and back
         case "activation" | "gated_activation":
-            yield each(ACTIVATION, numbers, _activation(use.options["name"], use.name == "gated_activation"))
+            directions = _activation(use.options["name"], use.name == "gated_activation")
+            yield each("activation", numbers, directions)
         case "cross_entropy":
-            logits = work.rows() * use.shapes[0][1] * work.local("act_vocab", work.model.vocab_size)
-            yield each(LOSS, logits, _LOSS)
+            logits = math.prod(kernel_costs.logits(device, use))
+            yield each("loss", logits, _LOSS)
             if use.options["soft_cap"]:
-                yield each(LOSS, logits, _SOFT_CAP)
+                yield each("loss", logits, _SOFT_CAP)

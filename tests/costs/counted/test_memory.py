@@ -13,9 +13,9 @@ import pytest
 from matrices import sampled
 from workload_fixtures import changed, workload
 
-from jaxlm.costs.step.layer_memory import kept
-from jaxlm.costs.step.memory import memory
-from jaxlm.costs.step.parameters import parameters
+from jaxlm.costs.counted.layer_memory import kept
+from jaxlm.costs.counted.memory import memory
+from jaxlm.costs.counted.parameters import parameters
 
 ROOT = Path(__file__).parents[3]
 BENCHMARK = ROOT / "benchmarks" / "compiled_memory.py"

@@ -8,6 +8,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ from jaxlm.models.config import ModelConfig
 from jaxlm.models.operations import Dropout, cross_entropy
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.recording import MARKER, Marker, recording
+from jaxlm.models.transformer import Execution
 from jaxlm.parallel.rules import Kind
 
 # Products belong to operations: one outside of them would be counted nowhere.
@@ -35,8 +37,8 @@ abstract = functools.lru_cache(maxsize=8)(tree.abstract)
 class Use(NamedTuple):
     """One use of an operation: in which scope, how often it runs, and which values it reads and makes.
 
-    `shapes` are those of its operands, for one row of a batch. `loop`: the number of the loop that it stands in, or
-    None.
+    `shapes` and `made` are those of its operands and results, for one row of a batch. `layer`: the number of the layer
+    that it stands in, or None. `readers`: the query heads that read the key/value heads among them, or None.
     """
 
     marker: Marker
@@ -45,7 +47,9 @@ class Use(NamedTuple):
     operands: tuple[int, ...]
     results: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
-    loop: int | None
+    made: tuple[tuple[int, ...], ...]
+    layer: int | None
+    readers: int | None
 
     @property
     def name(self) -> str:
@@ -64,14 +68,15 @@ class Recording:
 
     Values are numbers. `sources` has for each value those that it is made of; what a loop carries is made of its start
     and of what the iteration before left. `parameters` are the paths of values that are parameters, `names` what
-    rematerialisation calls a value, and `loops` the values with which an iteration of a loop begins.
+    rematerialisation calls a value, and `layers` the values with which each layer begins: in training a layer is what
+    rematerialisation runs again as one, in inference what a loop over layers holds.
     """
 
     uses: list[Use] = field(default_factory=list)
     sources: dict[int, tuple[int, ...]] = field(default_factory=lambda: defaultdict(tuple))
     parameters: dict[int, str] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
-    loops: list[frozenset[int]] = field(default_factory=list)
+    layers: list[frozenset[int]] = field(default_factory=list)
 
     def trained(self, frozen: Set[str]) -> frozenset[int]:
         """Return the values that depend on a parameter outside of `frozen`: gradients reach no others."""
@@ -87,19 +92,36 @@ class Recording:
                 waiting.extend(readers[value])
         return frozenset(found)
 
-    def run_again(self, loop: int, wanted: Iterable[int], kept: Set[str]) -> set[int]:
-        """Return the values of a loop's iteration that must be made again to have the `wanted` ones.
+    @cached_property
+    def streams(self) -> frozenset[int]:
+        """The values that are made of a parameter, and are none: the others are the same for all layers."""
+        return self.trained(frozenset()) - self.parameters.keys()
 
-        What the iteration begins with is there, and so is what has one of the `kept` names.
+    def run_again(self, layer: int, wanted: Iterable[int], kept: Set[str]) -> set[int]:
+        """Return the values of a layer that must be made again to have the `wanted` ones.
+
+        What the layer begins with is there, and so is what has one of the `kept` names.
         """
         found, waiting = set(), list(wanted)
         while waiting:
             value = waiting.pop()
-            if value in found or value in self.loops[loop] or self.names.get(value) in kept:
+            if value in found or value in self.layers[layer] or self.names.get(value) in kept:
                 continue
             found.add(value)
             waiting.extend(self.sources.get(value, ()))
         return found
+
+    @cached_property
+    def by_layer(self) -> dict[int | None, list[Use]]:
+        """The uses of each layer, and those outside of layers under None."""
+        found: dict[int | None, list[Use]] = defaultdict(list)
+        for use in self.uses:
+            found[use.layer].append(use)
+        return found
+
+    def parameter(self, use: Use) -> str:
+        """Return the path of the matrix or table that an operation multiplies by or looks up."""
+        return next(self.parameters[value] for value in use.operands if value in self.parameters)
 
 
 @functools.lru_cache(maxsize=64)
@@ -112,10 +134,12 @@ def record(model: ModelConfig, kind: Kind, sequence: int, dropout: bool) -> Reco
     shapes = tree.shapes(parameters, jnp.bfloat16)
     tokens = jax.ShapeDtypeStruct((1, sequence), jnp.int32)
     if kind == "train":
+        by_layers = Execution(remat="full")  # marks where each layer begins and ends
 
         def forward(parameters: tree.Tree, tokens: jax.Array, key: jax.Array) -> jax.Array:
             module, dropped = nnx.merge(graph, parameters), Dropout(0.5, key) if dropout else Dropout()
-            hidden, _, _ = module.hidden(tokens, tokens, packed_causal_mask(tokens), dropout=dropped)
+            mask = packed_causal_mask(tokens)
+            hidden, _, _ = module.hidden(tokens, tokens, mask, dropout=dropped, execution=by_layers)
             return cross_entropy(hidden, module.unembedding_table, tokens, tokens > 0, model.logit_soft_cap)["loss"]
 
         operands = shapes, tokens, jax.eval_shape(lambda: jax.random.key(0))
@@ -127,7 +151,7 @@ def record(model: ModelConfig, kind: Kind, sequence: int, dropout: bool) -> Reco
         operands = (shapes, tokens, row, cache) if kind == "prefill" else (shapes, row, cache)
     with recording():
         jaxpr = jax.make_jaxpr(forward)(*operands).jaxpr
-    reader = _Reader()
+    reader = _Reader(by_checkpoints=kind == "train")
     paths = list(tree.paths(shapes))
     inputs = [reader.new() for _ in jaxpr.invars]
     reader.found.parameters.update(zip(inputs, paths, strict=False))  # parameters are the first operand
@@ -138,17 +162,23 @@ def record(model: ModelConfig, kind: Kind, sequence: int, dropout: bool) -> Reco
 class _Reader:
     """A reader of recorded jaxprs, which numbers their values."""
 
-    def __init__(self) -> None:
-        self.found, self._numbers = Recording(), 0
+    def __init__(self, by_checkpoints: bool) -> None:
+        self.found, self._numbers, self._readers = Recording(), 0, {}
+        self._by_checkpoints = by_checkpoints
 
     def new(self, *sources: int) -> int:
         """Return the number of a new value, made of these."""
         self._numbers += 1
         if sources:
             self.found.sources[self._numbers] = sources
+            self._inherit(self._numbers, sources)
         return self._numbers
 
-    def read(self, jaxpr: Jaxpr, inputs: list[int], scope: tuple[str, ...], times: int, loop: int | None) -> list[int]:
+    def _inherit(self, value: int, sources: Iterable[int]) -> None:
+        if readers := next((self._readers[source] for source in sources if source in self._readers), None):
+            self._readers[value] = readers
+
+    def read(self, jaxpr: Jaxpr, inputs: list[int], scope: tuple[str, ...], times: int, layer: int | None) -> list[int]:
         """Read a jaxpr and return the numbers of its results."""
         values: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
         values |= {each: self.new() for each in jaxpr.constvars}
@@ -162,10 +192,7 @@ class _Reader:
             here = (*scope, *(part for each in eqn.source_info.name_stack.stack for part in each.name.split("/")))
             name, inner = eqn.primitive.name, eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
             if eqn.primitive is MARKER:
-                results = [self.new(*known) for _ in eqn.outvars]
-                shapes = tuple(tuple(atom.aval.shape) for atom in eqn.invars)
-                marker = eqn.params["marker"]
-                self.found.uses.append(Use(marker, "/".join(here), times, tuple(known), tuple(results), shapes, loop))
+                results = self._use(eqn, known, here, times, layer)
             elif name in _PRODUCTS:
                 raise ValueError(f"{'/'.join(here) or 'the model'} multiplies outside of the operations of a model")
             elif name == "scan":
@@ -173,13 +200,33 @@ class _Reader:
             elif inner is not None:
                 body = getattr(inner, "jaxpr", inner)
                 given = [self.new() if each is None else each for each in operands]
-                results = self.read(body, given[-len(body.invars) :] if body.invars else [], here, times, loop)
+                given = given[-len(body.invars) :] if body.invars else []
+                within = self._layer(given) if name in ("checkpoint", "remat2") and self._by_checkpoints else layer
+                results = self.read(body, given, here, times, within)
             else:
                 results = known if name == "name" else [self.new(*known) for _ in eqn.outvars]
                 if name == "name":
                     self.found.names[results[0]] = eqn.params["name"]
             values.update(zip(eqn.outvars, results, strict=True))
         return [self.new() if isinstance(atom, Constant) else values[atom] for atom in jaxpr.outvars]
+
+    def _use(self, eqn: Any, operands: list[int], scope: tuple[str, ...], times: int, layer: int | None) -> list[int]:
+        """Add the use of an operation and return the numbers of its results."""
+        marker, results = eqn.params["marker"], [self.new(*operands) for _ in eqn.outvars]
+        shapes, made = (tuple(tuple(atom.aval.shape) for atom in side) for side in (eqn.invars, eqn.outvars))
+        readers = dict(marker.options).get("readers") or self._readers.get(results[0])
+        for value, axes in zip(results, marker.results, strict=True):
+            self._readers.pop(value, None)
+            if "act_kv_heads" in axes:
+                self._readers[value] = readers
+        path = "/".join(scope)
+        self.found.uses.append(Use(marker, path, times, tuple(operands), tuple(results), shapes, made, layer, readers))
+        return results
+
+    def _layer(self, inputs: list[int]) -> int:
+        """Return the number of a new layer, which begins with these values."""
+        self.found.layers.append(frozenset(inputs))
+        return len(self.found.layers) - 1
 
     def _scan(self, eqn: Any, operands: list[int], scope: tuple[str, ...], times: int) -> list[int]:
         """Read a loop once; each of its iterations uses the same operations."""
@@ -188,9 +235,8 @@ class _Reader:
         for value, operand in zip(inputs, operands, strict=True):
             if operand in self.found.parameters:  # a slice of a stacked parameter
                 self.found.parameters[value] = self.found.parameters[operand]
-        loop = len(self.found.loops)
-        self.found.loops.append(frozenset(inputs))
-        results = self.read(body, inputs, scope, times * eqn.params["length"], loop)
+        layer = None if self._by_checkpoints else self._layer(inputs)
+        results = self.read(body, inputs, scope, times * eqn.params["length"], layer)
         for value, start, end in zip(
             inputs[constants : constants + carried], operands[constants:], results, strict=False
         ):

@@ -1,11 +1,14 @@
 """The four FLOP figures of a step over the whole job: napkin, model, model_causal, executed."""
 
 import functools
+import math
 from dataclasses import replace
+from fractions import Fraction
 from typing import NamedTuple
 
-from jaxlm.costs.step import operations
-from jaxlm.costs.step.parameters import matmul_parameters
+from jaxlm.costs.counted import operations
+from jaxlm.costs.counted.device import device
+from jaxlm.costs.counted.parameters import parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout import Layout
 
@@ -29,10 +32,13 @@ class Flops(NamedTuple):
 
 def napkin_flops(work: Workload) -> int:
     """Return the FLOPs of a step by the textbook formula, from parameters and tokens alone."""
-    napkin = (6 if work.kind == "train" else 2) * matmul_parameters(work.model) * work.tokens
-    if work.kind == "prefill":  # only the last token of each prompt is unembedded
-        tables = work.model.vocab_size * work.model.d_model
-        napkin -= 2 * tables * (work.tokens - work.batch)
+    found, sizes = device(work).found, parameters(work.model)
+    multiply = {found.parameter(use): use.name for use in found.uses if use.name in ("linear", "logits", "cross_entropy")}
+    napkin = 0
+    for path, operation in multiply.items():
+        # In a prefill only the last token of each prompt is unembedded.
+        tokens = work.batch if operation == "logits" else work.tokens
+        napkin += (6 if work.kind == "train" else 2) * math.prod(sizes[path].shape) * tokens
     return napkin
 
 
@@ -42,20 +48,16 @@ def flops(work: Workload) -> Flops:
 
 
 @functools.lru_cache(maxsize=1024)
-def _flops(whole: Workload) -> Flops:
+def _flops(whole_step: Workload) -> Flops:
     """Return the FLOPs of a step on one device; a search asks for the same on many layouts."""
-    ran = operations.step(whole)
+    ran = operations.step(whole_step)
     executed = sum(op.times * op.flops for op in ran)
     # Kernels compute some products again, and fill up the last chunk of the loss: the model asks for neither. It asks
     # for scores that a CPU leaves out.
-    asked = ran if whole == whole.plain() else operations.step(whole.plain())
-    attention = others = 0
+    asked = ran if whole_step == whole_step.plain() else operations.step(whole_step.plain())
+    model = causal = Fraction(0)
     for op in asked:
-        if op.phase not in ("forward", "backward"):
-            continue
-        if op.scope in (operations.SCORES, operations.MIXTURE):
-            attention += op.times * op.flops
-        else:
-            others += op.times * op.flops
-    model, causal = (others + int(attention * whole.seen(causally)) for causally in (False, True))
-    return Flops(napkin_flops(whole), model, causal, executed)
+        if op.phase in ("forward", "backward"):
+            whole, seen = op.seen or (1, 1)
+            model, causal = model + op.times * op.flops * whole, causal + op.times * op.flops * seen
+    return Flops(napkin_flops(whole_step), int(model), int(causal), executed)

@@ -12,20 +12,19 @@ computes no more scores than are seen.
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from jaxlm.costs import paper
-from jaxlm.costs.paper import Recording, Use
-from jaxlm.costs.step import elementwise, kernel_costs
-from jaxlm.costs.step.elementwise import Elementwise
-from jaxlm.costs.step.parameters import parameters
+from jaxlm.costs.counted import attention, elementwise, kernel_costs
+from jaxlm.costs.counted.attention import Seen
+from jaxlm.costs.counted.device import Device
+from jaxlm.costs.counted.kernel_costs import Elementwise
+from jaxlm.costs.counted.paper import Use
+from jaxlm.costs.counted.parameters import parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.models import tree
 from kernels_pallas.core.launch import KernelCost
-
-SCORES, MIXTURE = "layers/attention/scores", "layers/attention/mixture"
 
 Phase = Literal["forward", "backward", "rematerialised", "optimizer"]
 
@@ -46,8 +45,8 @@ class Product(NamedTuple):
 class Operation(NamedTuple):
     """One operation on one device, which a step runs `times` times. FLOPs are those of its product, beside
     `elementwise` ones; `least_bytes` and `most_bytes` are the bracket of what it moves to and from memory each time. A
-    `kernel` is one of kernels_pallas or a product in one: all of one scope together are what it declares. Of its FLOPs
-    at least the share `least` runs: a kernel for attention declares all scores, and skips what nobody sees."""
+    `kernel` is one of kernels_pallas or a product in one: all of one scope together are what it declares. Of a product
+    of attention's scores only those that are `seen` are asked for: a kernel skips the others."""
 
     scope: str
     phase: Phase
@@ -57,7 +56,7 @@ class Operation(NamedTuple):
     most_bytes: int
     elementwise: int = 0
     kernel: bool = False
-    least: float = 1.0
+    seen: Seen | None = None
 
     @property
     def flops(self) -> int:
@@ -65,7 +64,8 @@ class Operation(NamedTuple):
 
     @property
     def least_flops(self) -> float:
-        return self.least * self.flops
+        """FLOPs that run at least."""
+        return float(self.seen.causal) * self.flops if self.kernel and self.seen else self.flops
 
 
 def step(work: Workload) -> list[Operation]:
@@ -80,72 +80,66 @@ def step(work: Workload) -> list[Operation]:
 @functools.lru_cache(maxsize=1024)
 def _computed(work: Workload) -> tuple[Operation, ...]:
     """Return the operations of forward and backward pass on one device."""
-    found, each = paper.record(work.model, work.kind, work.sequence, work.dropout), []
-    trained = found.trained(work.frozen) if work.kind == "train" else frozenset()
-    again = _run_again(work, found, trained)
-    for use in found.uses:
-        products, parts = list(_products(work, found, use)), list(elementwise.parts(work, use))
+    device, each = Device(work), []
+    again = run_again(device)
+    for use in device.found.uses:
+        products, parts = list(_products(device, use)), list(elementwise.parts(device, use))
         forward = [*products, *(_beside(part, "forward") for part in parts)]
         each += forward
-        if trained.isdisjoint(use.results):
+        if not device.trains(use):
             continue
-        if work.remat != "none" and use.loop is not None:
+        if work.remat != "none" and use.layer is not None:
             made = not again.isdisjoint(use.results)
             each += [op._replace(phase="rematerialised") for op in forward if _reruns(op, made)]
-        each += _gradients(work, use, products, trained)
+        each += _gradients(device, use, products)
         each += [_beside(part, "backward") for part in parts]
     return tuple(op._replace(times=op.times * work.microbatches) for op in each)
 
 
-def _gradients(work: Workload, use: Use, products: Sequence[Operation], trained: Set[int]) -> Iterator[Operation]:
+def _gradients(device: Device, use: Use, products: Sequence[Operation]) -> Iterator[Operation]:
     """Yield the products that give the gradients of the operands which depend on something that trains."""
     if products and products[0].kernel:
         # One kernel for the queries' gradient, one for the keys' and the values'. Both compute scores again, and the
         # gradient of the weights, which is the first of the mixture's.
         first, second = products
-        made = [(op.scope, "backward", product) for op in products for product in _transposed(op.product)]
-        again = (SCORES, first.product), (SCORES, first.product), (MIXTURE, _transposed(second.product)[0])
-        made += [(scope, "rematerialised", product) for scope, product in again]
-        yield from _kernel(first.times, kernel_costs.attention(work).backward, first.least, *made)
+        made = [op._replace(phase="backward", product=product) for op in products for product in _transposed(op)]
+        made += [op._replace(phase="rematerialised") for op in (first, first)]
+        made.append(second._replace(phase="rematerialised", product=_transposed(second)[0]))
+        yield from _kernel(attention.kernel(device, use).backward, *made)
         return
     # Attention always has all its gradients; a loss in chunks adds up both of its own.
-    together = use.name == "attention" or (use.name == "cross_entropy" and kernel_costs.loss(work) is not None)
-    asked = [together or operand in trained for operand in use.operands[:2]]
+    together = use.name == "attention" or (use.name == "cross_entropy" and kernel_costs.loss(device, use) is not None)
+    asked = [together or operand in device.trained for operand in use.operands[:2]]
     for op in products:
-        gradients = itertools.compress(_transposed(op.product), asked)
+        gradients = itertools.compress(_transposed(op), asked)
         yield from (op._replace(phase="backward", product=product) for product in gradients)
 
 
-def _transposed(product: Product) -> tuple[Product, Product]:
+def _transposed(op: Operation) -> tuple[Product, Product]:
     """Return the gradients of both operands of a product."""
-    batch, m, k, n = product
+    batch, m, k, n = op.product
     return Product(batch, m, n, k), Product(batch, k, m, n)
 
 
-def _run_again(work: Workload, found: Recording, trained: Set[int]) -> set[int]:
-    """Return the values that the backward pass of a layer makes again, from those that it reads."""
-    if work.remat == "none" or not trained:
-        return set()
+def run_again(device: Device) -> set[int]:
+    """Return the values that the backward pass makes again, from those that it reads."""
+    work, found, again = device.work, device.found, set()
+    if work.remat == "none" or not device.trained:
+        return again
     kept = frozenset() if work.remat == "full" else frozenset(work.remat)
-    again: set[int] = set()
-    for loop in range(len(found.loops)):
-        wanted = [
-            value
-            for use in found.uses
-            if use.loop == loop and not trained.isdisjoint(use.results)
-            for value in _saved(work, use, trained)
-        ]
-        again |= found.run_again(loop, wanted, kept)
+    for layer in range(len(found.layers)):
+        uses = [use for use in found.by_layer[layer] if device.trains(use)]
+        again |= found.run_again(layer, [value for use in uses for value in saved(device, use)], kept)
     return again
 
 
-def _saved(work: Workload, use: Use, trained: Set[int]) -> tuple[int, ...]:
+def saved(device: Device, use: Use) -> tuple[int, ...]:
     """Return the values that the backward pass of an operation reads."""
     match use.name:
         case "linear":
-            return use.operands[:1] if use.operands[1] in trained else ()
+            return use.operands[:1] if use.operands[1] in device.trained else ()
         case "attention":
-            return use.operands[:3] + (use.results if kernel_costs.attention(work) else ())
+            return use.operands[:3] + (use.results if attention.kernel(device, use) else ())
         case "rms_norm" | "layer_norm":
             return use.results[:1] if len(use.results) == 2 else use.operands[:1]
         case "activation" | "gated_activation":
@@ -160,46 +154,49 @@ def _reruns(op: Operation, made: bool) -> bool:
     Of attention without a kernel the softmax's backward pass wants scores and mixture, whatever is kept. Loops of XLA
     are fused into what reads them.
     """
-    return made or (not op.kernel and (op.product is None or op.scope in (SCORES, MIXTURE)))
+    return made or (not op.kernel and (op.product is None or op.seen is not None))
 
 
-def _products(work: Workload, found: Recording, use: Use) -> Iterator[Operation]:
-    itemsize = work.itemsize
+def _products(device: Device, use: Use) -> Iterator[Operation]:
+    itemsize = device.work.itemsize
     if use.name in ("linear", "logits", "cross_entropy"):
-        path, d = found.parameters[use.operands[1]], parameters(work.model)[found.parameters[use.operands[1]]]
-        k, n = (math.prod(work.local(d.axes[i], d.shape[i]) for i in side) for side in (d.inputs, d.outputs))
-        if d.axes[0] == "vocab":  # tied: it unembeds
-            k, n = n, k
-        tokens = work.rows() * use.shapes[0][1]
-        if use.name == "cross_entropy" and (loss := kernel_costs.loss(work)):
-            tokens, n = loss.chunks * loss.tokens, loss.labels  # the last chunk is filled up, and so are the labels
-        out = itemsize if use.name == "linear" else 4  # logits are float32
+        if use.name == "linear":
+            inputs = len(device.operand(use, 0)) - 2
+            matrix = device.operand(use, 1)
+            tokens = math.prod(device.operand(use, 0)[:2])
+            k, n, out = math.prod(matrix[:inputs]), math.prod(matrix[inputs:]), itemsize
+        else:
+            tokens, n = kernel_costs.logits(device, use)
+            k, out = device.operand(use, 0)[-1], 4  # logits are float32
+        if use.name == "cross_entropy" and (loss := kernel_costs.loss(device, use)):
+            tokens, n = loss.chunks * loss.tokens, loss.labels  # the last chunk is padded, and so are the labels
         moved = itemsize * (tokens * k + k * n) + out * tokens * n
+        path = device.found.parameter(use)
         yield Operation(path, "forward", use.times, Product(1, tokens, k, n), moved, moved)
     if use.name != "attention":
         return
-    rows, (K, G), H = work.rows(), work.head_groups(), use.shapes[0][-1]
-    kernel = kernel_costs.attention(work)
-    for queries, keys in work.attended():
-        first = Product(rows * K, G * queries, H, keys)
-        second = Product(rows * K, G * queries, keys, H)
+    rows, T, S, K, G, H = attention.heads(device, use)
+    scopes, seen = (f"{use.scope}/scores", f"{use.scope}/mixture"), attention.seen(use)
+    kernel = attention.kernel(device, use)
+    for queries, keys in attention.attended(device, use):
+        products = Product(rows * K, G * queries, H, keys), Product(rows * K, G * queries, keys, H)
+        made = [
+            Operation(scope, "forward", use.times, product, 0, 0, seen=seen)
+            for scope, product in zip(scopes, products, strict=True)
+        ]
         if kernel:
-            made = (SCORES, "forward", first), (MIXTURE, "forward", second)
-            yield from _kernel(use.times, kernel.forward, float(work.seen(causally=True)), *made)
+            yield from _kernel(kernel.forward, *made)
             continue
         once, scores = itemsize * rows * (queries * G + keys) * K * H, rows * K * G * queries * keys
-        yield Operation(SCORES, "forward", use.times, first, once, once + 4 * scores)
-        yield Operation(MIXTURE, "forward", use.times, second, once, once + itemsize * scores)
+        for op, each in zip(made, (4, itemsize), strict=True):
+            yield op._replace(least_bytes=once, most_bytes=once + each * scores)
 
 
-def _kernel(
-    times: int, declared: KernelCost, least: float, *products: tuple[str, Phase, Product]
-) -> Iterator[Operation]:
-    """The products of a kernel, of which it runs at least this share; what it declares besides them stands with the
-    first."""
-    rest, moved = declared.flops - sum(product.flops for _, _, product in products), declared.bytes
-    for scope, phase, product in products:
-        yield Operation(scope, phase, times, product, moved, moved, rest, kernel=True, least=least)
+def _kernel(declared: KernelCost, *products: Operation) -> Iterator[Operation]:
+    """Yield the products of a kernel; what it declares besides them stands with the first."""
+    rest, moved = declared.flops - sum(op.flops for op in products), declared.bytes
+    for op in products:
+        yield op._replace(least_bytes=moved, most_bytes=moved, elementwise=rest, kernel=True)
         rest = moved = 0
 
 

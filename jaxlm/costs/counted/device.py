@@ -1,0 +1,105 @@
+"""The recorded step as one device of a mesh runs it: local sizes, what trains, and what runs again."""
+
+import functools
+import math
+from collections.abc import Set
+from functools import cached_property
+
+from jaxlm.costs.counted import paper
+from jaxlm.costs.counted.paper import Recording, Use
+from jaxlm.costs.workload import Workload
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.recording import Axes
+from jaxlm.parallel.rules import Kind
+
+
+class Device:
+    """One device of a mesh in a step: the recording, and the sizes of its values there."""
+
+    def __init__(self, work: Workload):
+        self.work = work
+        self.found = paper.record(work.model, work.kind, work.sequence, work.dropout)
+
+    @cached_property
+    def trained(self) -> frozenset[int]:
+        """The values that gradients pass; none in inference."""
+        work = self.work
+        if work.kind != "train":
+            return frozenset()
+        return _trained(work.model, work.kind, work.sequence, work.dropout, work.frozen)
+
+    @cached_property
+    def layered(self) -> frozenset[str]:
+        """The paths of the parameters that layers read."""
+        found = self.found
+        return frozenset(
+            found.parameters[value]
+            for use in found.uses
+            if use.layer is not None
+            for value in use.operands
+            if value in found.parameters
+        )
+
+    def trains(self, use: Use) -> bool:
+        """Return whether gradients pass an operation."""
+        return not self.trained.isdisjoint(use.results)
+
+    def operand(self, use: Use, index: int) -> tuple[int, ...]:
+        """Return the shape of an operand, for the rows of a microbatch."""
+        return self._local(use.marker.operands[index], use.shapes[index], use.readers)
+
+    def result(self, use: Use, index: int = 0) -> tuple[int, ...]:
+        """Return the shape of a result, for the rows of a microbatch."""
+        return self._local(use.marker.results[index], use.made[index], use.readers)
+
+    def _local(self, axes: Axes, shape: tuple[int, ...], readers: int | None) -> tuple[int, ...]:
+        return self.work.shape(axes, shape, readers)
+
+    @cached_property
+    def numbers(self) -> dict[int, int]:
+        """The size of each value that an operation reads or makes, but of parameters."""
+        found: dict[int, int] = {}
+        for use in self.found.uses:
+            for index, value in enumerate(use.operands):
+                if value not in found and value not in self.found.parameters:
+                    found[value] = math.prod(self.operand(use, index))
+            found.update({value: math.prod(self.result(use, i)) for i, value in enumerate(use.results)})
+        return found
+
+    def same(self, value: int) -> int:
+        """Return the value whose buffer it is: what is whole already is not gathered."""
+        return self._aliases.get(value, value)
+
+    @cached_property
+    def _aliases(self) -> dict[int, int]:
+        gathers = (use for use in self.found.uses if use.name == "gather")
+        pairs = ((use.results[0], use.operands[0]) for use in gathers)
+        return {whole: part for whole, part in pairs if self.numbers[whole] == self.numbers[part]}
+
+    def copied_heads(self, use: Use) -> int:
+        """Return the key/value heads of a product that several devices compute the same of; 0 where none do."""
+        if use.name != "linear" or use.readers is None:
+            return 0
+        size = dict(zip(use.marker.operands[1], use.shapes[1], strict=True))["kv_heads"]
+        return size if size % self.work.parts("tensor", "act_heads", use.readers) else 0
+
+    def shards(self, axes: Axes, shape: tuple[int, ...], over: str) -> int:
+        """Return the number of shards that a mesh axis makes of an array."""
+        return math.prod(self.work.parts(over, axis, n) for axis, n in zip(axes, shape, strict=True) if axis)
+
+
+@functools.lru_cache(maxsize=2048)
+def device(work: Workload) -> Device:
+    """Return a device of a step."""
+    return Device(work)
+
+
+def replicated_kv_heads(work: Workload) -> list[int]:
+    """Return the numbers of key/value heads that the tensor axis does not divide: several devices compute the same."""
+    step = device(work)
+    return sorted({heads for use in step.found.uses if (heads := step.copied_heads(use))})
+
+
+@functools.lru_cache(maxsize=256)
+def _trained(model: ModelConfig, kind: Kind, sequence: int, dropout: bool, frozen: Set[str]) -> frozenset[int]:
+    return paper.record(model, kind, sequence, dropout).trained(frozen)

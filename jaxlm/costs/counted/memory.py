@@ -1,0 +1,190 @@
+"""Memory of one device at the peak of a step, in closed form over the abstract tree.
+
+A step goes through phases. What it holds at its peak is the largest of them, not the sum of all that it ever holds.
+Which arrays XLA keeps in each was read from its programs (`jaxlm.lowering.buffers`); docs/memory.md holds the two
+against each other.
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jaxlm.costs.counted import kernel_costs, operations
+from jaxlm.costs.counted import layer_memory
+from jaxlm.costs.counted.device import Device, device
+from jaxlm.costs.counted.paper import Use
+from jaxlm.costs.counted.parameters import parameters, slots
+from jaxlm.costs.workload import Workload
+from jaxlm.inference.cache import kept_tokens
+from jaxlm.models.cache import Slot
+from jaxlm.parallel.layout import Layout
+
+
+class Memory(NamedTuple):
+    """Bytes on one device at the peak of a step: of each kind, what is there at that moment.
+
+    `parameters`: the float32 masters, the copy in the dtype that computes, and matrices gathered over `fsdp`; in
+    inference that copy with its gathered matrices alone. `gradients`: those of the layers in that dtype and whole ones
+    that wait to be added over `fsdp`, and the float32 sums of microbatches. `optimizer`: its state, and the average of
+    the parameters where there is one. `activations`: what layers keep for the backward pass, and the work of one layer.
+    `logits`: float32 with their gradient, or the gradient alone. `kv_cache`: keys and values.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    kv_cache: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+@functools.lru_cache(maxsize=4096)
+def memory(work: Workload) -> Memory:
+    """Return the peak memory of a step on one device of the mesh. But for a TPU, XLA is assumed to compile as for a
+    GPU."""
+    phases = _training(device(work)) if work.kind == "train" else _inference(device(work))
+    return max(phases, key=lambda phase: phase.total)
+
+
+def kv_cache(work: Workload) -> int:
+    """Bytes that one device holds of what layers keep of earlier tokens."""
+    entries = slots(work.model, work.kind, work.layout)
+
+    def numbers(slot: Slot) -> int:
+        return math.prod(work.shape(("batch", *slot.axes), (1, *slot.shape)))
+
+    return sum(
+        layers * kept_tokens(slot, work.sequence) * numbers(slot) * _itemsize(work, slot)
+        for layers, each in entries.values()
+        for slot in each.values()
+    )
+
+
+def kv_bytes_per_token(work: Workload) -> int:
+    """Bytes that a token adds to the cache, over the whole mesh without replicas."""
+    entries = slots(work.model, work.kind, Layout())
+    per_token = [(layers, slot) for layers, each in entries.values() for slot in each.values() if slot.per == "token"]
+    return sum(layers * math.prod(slot.shape) * _itemsize(work, slot) for layers, slot in per_token)
+
+
+def _itemsize(work: Workload, slot: Slot) -> int:
+    return work.itemsize if slot.dtype is None else jnp.dtype(slot.dtype).itemsize
+
+
+def trained(work: Workload) -> Memory:
+    """Return the memory of all parameters in training: master and working copies, optimizer state, and gradients of
+    parameters that are not frozen. Gradients of the tables and the working copy of the layers never coexist."""
+    leaves, moved = parameters(work.model).values(), sum(_gradients(work).values())
+    total = sum(work.stored(d.axes, d.shape) for d in leaves)
+    working = total * work.itemsize if work.dtype != "float32" else 0
+    state = 4 * sum(operations.state_numbers(work, d) for d in leaves) + (4 * total if work.average else 0)
+    return Memory(4 * total + working, moved * work.itemsize + _sums(work, moved), state, 0, 0, 0)
+
+
+def _gradients(work: Workload) -> dict[str, int]:
+    """Numbers of each parameter's gradient, of what is not frozen."""
+    leaves = parameters(work.model).items()
+    return {path: work.stored(d.axes, d.shape) for path, d in leaves if path not in work.frozen}
+
+
+def _sums(work: Workload, numbers: int) -> int:
+    """Bytes of gradients added over microbatches."""
+    return 4 * numbers if work.microbatches > 1 else 0
+
+
+def _training(device: Device) -> Iterator[Memory]:
+    """The end of the forward pass, the loss, the first backward pass of a layer, and the update."""
+    work, found = device.work, device.found
+    gradients, layers = _gradients(work), range(len(found.layers))
+    through = any(use.layer is not None and device.trains(use) for use in found.uses)
+    of_layers = sum(numbers for path, numbers in gradients.items() if path in device.layered)
+    total, itemsize = sum(gradients.values()), work.itemsize
+    held, sums, saved = trained(work), _sums(work, total), layer_memory.kept(device) if through else 0
+    state = held.optimizer
+
+    for layer in layers:
+        forward = layer_memory.forward(device, layer, keeps=through and work.remat == "none")
+        yield Memory(held.parameters + _gathered(device, found.by_layer[layer]), sums, state, saved + forward.bytes, 0, 0)
+    (use,) = (use for use in found.uses if use.name == "cross_entropy")
+    (tokens, labels), width = kernel_costs.logits(device, use), use.shapes[0][-1]
+    if chunked := kernel_costs.loss(device, use):
+        # A chunk's logits and their gradient, that of the stream, and that of the unembedding, whole along `fsdp`.
+        around = saved + itemsize * (_stream(device, use) + 2 * tokens * width)
+        logits = chunked.tokens * chunked.labels * (4 + itemsize)
+        whole_table = 4 * chunked.labels * width
+        yield Memory(held.parameters + _tables(device), sums + whole_table, state, around, logits, 0)
+        waits, tables = 0, (4 if work.batch_shards == 1 else itemsize) * (total - of_layers)
+    else:
+        logits = tokens * labels
+        yield Memory(held.parameters + _tables(device), sums, state, saved, logits * (4 + itemsize), 0)
+        # That of the unembedding is made from the gradient of the logits, which waits until the layers are done if it
+        # is a narrow copy.
+        waits, tables = logits * itemsize if work.dtype != "float32" else 0, 0
+    for layer in layers if through else ():
+        uses, backward = found.by_layer[layer], layer_memory.backward(device, layer)
+        gathered = _gathered(device, _of_module(uses, backward.at))
+        # The gradients of the last matrices wait to be added over `fsdp`.
+        waiting = [use for use in _last(uses) if found.parameter(use) in gradients]
+        made = sums + tables + itemsize * of_layers + _gathered(device, waiting)
+        yield Memory(held.parameters + gathered, made, state, saved + backward.bytes, waits, 0)
+    masters = 4 * sum(work.stored(d.axes, d.shape) for d in parameters(work.model).values())
+    yield Memory(masters, sums or itemsize * total, state, 0, 0, 0)
+
+
+def _stream(device: Device, use: Use) -> int:
+    """Numbers of the stream that an operation reads gathered."""
+    gather = next(each for each in device.found.uses if each.name == "gather" and each.results[0] in use.operands)
+    return math.prod(device.operand(gather, 0))
+
+
+def _inference(device: Device) -> Iterator[Memory]:
+    """A layer, and the unembedding of the last tokens."""
+    work, found = device.work, device.found
+    held = work.itemsize * sum(work.stored(d.axes, d.shape) for d in parameters(work.model).values())
+    cache = kv_cache(work)
+    for layer in range(len(found.layers)):
+        uses, forward = found.by_layer[layer], layer_memory.forward(device, layer, keeps=False)
+        peak, read = uses[forward.at], 0
+        if peak.name == "attention":  # the keys, then the values, of the layer
+            read = work.itemsize * math.prod(device.operand(peak, 1))
+        # With kernels a matrix is gathered shortly before it is used.
+        gathered = _gathered(device, uses[forward.at :] if work.runs_kernels else uses)
+        yield Memory(held + gathered, 0, 0, forward.bytes + read, 0, cache)
+    (use,) = (use for use in found.uses if use.name == "logits")
+    yield Memory(held + _tables(device), 0, 0, 0, 4 * math.prod(kernel_costs.logits(device, use)), cache)
+
+
+def _gathered(device: Device, uses: Iterable[Use]) -> int:
+    """Bytes of the matrices of these operations, whole along `fsdp` while they are used."""
+    if device.work.layout["fsdp"] == 1:
+        return 0
+    matrices = (math.prod(device.operand(use, 1)) for use in uses if use.name == "linear")
+    return device.work.itemsize * sum(matrices)
+
+
+def _of_module(uses: Sequence[Use], at: int) -> list[Use]:
+    """Return the operations of the module in which one stands, or of those before it that it reads from."""
+    if uses[at].name == "attention":
+        return [use for use in uses if use.scope.startswith(uses[at].scope)]
+    return _last(uses)
+
+
+def _last(uses: Sequence[Use]) -> list[Use]:
+    """Return the products that read the last gathered stream of a layer."""
+    gathered = [use.results[0] for use in uses if use.name == "gather"]
+    return [use for use in uses if use.name == "linear" and use.operands[0] == gathered[-1]]
+
+
+def _tables(device: Device) -> int:
+    """Bytes of the larger table while it is whole along `fsdp`."""
+    if device.work.layout["fsdp"] == 1:
+        return 0
+    uses = (use for use in device.found.by_layer[None] if use.name in ("look_up", "logits", "cross_entropy"))
+    return device.work.itemsize * max(math.prod(device.operand(use, use.name != "look_up")) for use in uses)

@@ -1,0 +1,29 @@
+"""The parameters of a model, and what its layers keep of earlier tokens."""
+
+import functools
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
+
+from jaxlm.costs.counted.paper import abstract
+from jaxlm.models import tree
+from jaxlm.models.cache import CacheEntry
+from jaxlm.models.config import ModelConfig
+from jaxlm.parallel.layout import Layout
+from jaxlm.parallel.partition import using_rules
+from jaxlm.parallel.rules import RULES, Kind
+
+
+@functools.lru_cache(maxsize=256)
+def parameters(model: ModelConfig) -> dict[str, tree.Dimensions]:
+    """The dimensions of each parameter, by path."""
+    return tree.paths(tree.dimensions(abstract(model)[1]))
+
+
+@functools.lru_cache(maxsize=1024)
+def slots(model: ModelConfig, kind: Kind, layout: Layout) -> dict[str, CacheEntry]:
+    """Return what layers keep of earlier tokens, on a mesh of this layout."""
+    mesh = AbstractMesh(tuple(layout.values()), tuple(layout), (AxisType.Auto,) * len(layout))
+    with jax.sharding.use_abstract_mesh(mesh), using_rules(RULES[kind]):
+        return nnx.merge(*abstract(model)).slots()

@@ -26,8 +26,8 @@ import results
 from jaxlm import config as configuration
 from jaxlm.config import Experiment
 from jaxlm.core import accelerators
-from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.counted.memory import Memory, memory
+from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import Kind

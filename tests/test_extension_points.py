@@ -15,9 +15,8 @@ from flax import nnx
 from workload_fixtures import workload
 
 from jaxlm.core.schema import kind_of, sections_in
-from jaxlm.costs.counted import paper
+from jaxlm.costs.counted import elementwise, memory, operations, paper, traffic
 from jaxlm.costs.jaxpr.count import count
-from jaxlm.costs.counted import elementwise, memory, operations, traffic
 from jaxlm.models import tree
 from jaxlm.models.config import Activation, ModelConfig
 from jaxlm.models.norms import norm

@@ -9,13 +9,13 @@ from jax.sharding import Mesh
 
 from jaxlm.core import units
 from jaxlm.core.errors import InputError
-from jaxlm.costs.hardware.target import Target, of_devices
-from jaxlm.costs.napkin import Napkin, napkin
-from jaxlm.costs.plan import StepTime, mfu, step_time
 from jaxlm.costs.counted import operations
 from jaxlm.costs.counted.device import replicated_kv_heads
 from jaxlm.costs.counted.flops import Flops, flops
 from jaxlm.costs.counted.memory import Memory, memory
+from jaxlm.costs.hardware.target import Target, of_devices
+from jaxlm.costs.napkin import Napkin, napkin
+from jaxlm.costs.plan import StepTime, mfu, step_time
 from jaxlm.costs.workload import Workload
 
 

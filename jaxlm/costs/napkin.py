@@ -4,9 +4,9 @@ import math
 from typing import NamedTuple
 
 from jaxlm.core.errors import InputError
-from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.counted.flops import napkin_flops
 from jaxlm.costs.counted.parameters import parameters
+from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.workload import Workload
 
 # Float32 parameter and gradient, and Adam's two moments (Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1).

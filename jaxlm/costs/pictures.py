@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 
 from jaxlm.core.errors import InputError
 from jaxlm.core.units import GIB, gib
-from jaxlm.costs.hardware.chips import Chip
-from jaxlm.costs.plan import Plan, dtype_of
 from jaxlm.costs.counted import operations
 from jaxlm.costs.counted.memory import Memory
 from jaxlm.costs.counted.operations import Operation
+from jaxlm.costs.hardware.chips import Chip
+from jaxlm.costs.plan import Plan, dtype_of
 from jaxlm.costs.workload import Workload
 
 _INK, _PALE = "#22313f", "#9aa5b1"

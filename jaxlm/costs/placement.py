@@ -7,8 +7,8 @@ from dataclasses import replace
 from jaxlm import config
 from jaxlm.config import Experiment, divisors
 from jaxlm.core.errors import InputError
-from jaxlm.costs.hardware.target import COUNT, Target
 from jaxlm.costs.counted.memory import memory
+from jaxlm.costs.hardware.target import COUNT, Target
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.config import ALL, MeshConfig
 from jaxlm.parallel.layout import AXES, Layout

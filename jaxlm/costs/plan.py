@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxlm.core.errors import InputError
-from jaxlm.costs.hardware.chips import Chip
-from jaxlm.costs.hardware.network import Network
-from jaxlm.costs.hardware.target import Target
-from jaxlm.costs.napkin import Napkin, napkin
 from jaxlm.costs.counted import operations, traffic
 from jaxlm.costs.counted.device import replicated_kv_heads
 from jaxlm.costs.counted.flops import Flops, flops
 from jaxlm.costs.counted.memory import Memory, kv_bytes_per_token, memory
 from jaxlm.costs.counted.operations import Operation, Product
 from jaxlm.costs.counted.parameters import parameters
+from jaxlm.costs.hardware.chips import Chip
+from jaxlm.costs.hardware.network import Network
+from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.napkin import Napkin, napkin
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout import AXES
 

@@ -4,10 +4,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from jaxlm.config import divided_by_mesh, divisors
-from jaxlm.costs.hardware.target import Target
-from jaxlm.costs.plan import Plan, plan
 from jaxlm.costs.counted.device import device
 from jaxlm.costs.counted.memory import memory
+from jaxlm.costs.hardware.target import Target
+from jaxlm.costs.plan import Plan, plan
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout import AXES, Layout
 

@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 from jaxlm.config import Experiment
-from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.counted.parameters import parameters
+from jaxlm.costs.hardware.chips import Chip
 from jaxlm.models.config import ModelConfig, Remat
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import RULES, Kind, Rules
@@ -189,9 +189,7 @@ class Workload:
             size = math.lcm(size, self.parts("tensor", "act_heads", readers))
         return math.ceil(size / self.parts("tensor", axis, size))
 
-    def shape(
-        self, axes: Sequence[str | None], shape: Sequence[int], readers: int | None = None
-    ) -> tuple[int, ...]:
+    def shape(self, axes: Sequence[str | None], shape: Sequence[int], readers: int | None = None) -> tuple[int, ...]:
         """Return the shape of an array with these logical axes on one device, where this one is of a single row."""
         local = (n if axis is None else self.local(axis, n, readers) for axis, n in zip(axes, shape, strict=True))
         return tuple(self.rows() if axis == "batch" else size for axis, size in zip(axes, local, strict=True))
@@ -199,14 +197,9 @@ class Workload:
     @_remembered
     def stored(self, axes: Sequence[str], shape: Sequence[int]) -> int:
         """Numbers of a parameter that lie on one device."""
-        return math.prod(
-            math.ceil(size / (self.parts("fsdp", axis, size) * self.parts("tensor", axis, size)))
-            for axis, size in zip(axes, shape, strict=True)
-        )
+        return self.rules.stored(axes, shape, self.layout)
 
+    @_remembered
     def parts(self, over: str, axis: str, size: int) -> int:
         """Return the number of shards that a mesh axis makes of a dimension with this logical axis, uneven ones too."""
-        if self.rules.over(axis) != (over,):
-            return 1
-        shards = self.layout[over]
-        return 1 if size % shards and axis in self.rules.may_stay_whole else shards
+        return self.rules.parts(over, axis, size, self.layout)

@@ -6,10 +6,10 @@ from dataclasses import replace
 from jax.sharding import Mesh
 
 from jaxlm.config import Experiment
+from jaxlm.costs.counted.memory import memory
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import plan
 from jaxlm.costs.search import variants
-from jaxlm.costs.counted.memory import memory
 from jaxlm.costs.workload import Workload
 from jaxlm.lowering.report import CompiledStep, DoesNotFit, FitTrial, compile
 from jaxlm.parallel.layout import Layout

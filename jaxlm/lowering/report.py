@@ -13,12 +13,12 @@ from jax.sharding import Mesh
 
 from jaxlm.config import Experiment
 from jaxlm.core.errors import InputError
+from jaxlm.costs.counted import operations
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.network import KINDS, Network
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.jaxpr.count import count_jaxpr
 from jaxlm.costs.plan import Plan, plan
-from jaxlm.costs.counted import operations
 from jaxlm.costs.workload import Workload
 from jaxlm.lowering import buffers, collectives, hlo, launched_kernels, matmul_flops, programs, targets
 from jaxlm.lowering.collectives import CompiledCollective

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jaxlm.core.units import gib
-from jaxlm.costs.plan import Plan
 from jaxlm.costs.counted.memory import memory
+from jaxlm.costs.plan import Plan
 from jaxlm.costs.workload import Workload
 
 _SHOWN = 4

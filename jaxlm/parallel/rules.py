@@ -4,7 +4,8 @@ Models name the axes of their parameters and activations; nothing but these valu
 lands.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
@@ -43,6 +44,20 @@ class Rules:
         if axis not in self.may_stay_whole:
             raise ValueError(f"{'·'.join(over)} = {shards} does not divide {axis} = {size}")
         return 1
+
+    def parts(self, over: str, axis: str | None, size: int, layout: Mapping[str, int]) -> int:
+        """Return the number of shards that one mesh axis makes of a dimension, uneven ones too."""
+        if self.over(axis) != (over,):
+            return 1
+        shards = layout[over]
+        return 1 if size % shards and axis in self.may_stay_whole else shards
+
+    def stored(self, axes: Sequence[str], shape: Sequence[int], layout: Mapping[str, int]) -> int:
+        """Return the numbers of a parameter that lie on one device."""
+        return math.prod(
+            math.ceil(size / math.prod(self.parts(over, axis, size, layout) for over in self.over(axis)))
+            for axis, size in zip(axes, shape, strict=True)
+        )
 
 
 def _rules(mesh_axes: Mapping[str, tuple[str, ...]], may_stay_whole: frozenset[str]) -> Rules:

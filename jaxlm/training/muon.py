@@ -12,7 +12,10 @@ import optax
 
 from jaxlm.models.tree import Dimensions, Tree
 from jaxlm.parallel.collectives import map_whole
+from jaxlm.parallel.layout import Layout
+from jaxlm.parallel.rules import Rules
 from jaxlm.training.config import MuonConfig
+from jaxlm.training.optimizer_cost import OptimizerCost, OptimizerMove, OptimizerProduct, moments
 
 # Jordan et al. 2024, "Newton-Schulz iteration": a·X + b·(XXᵀ)X + c·(XXᵀ)²X takes singular values from far below 1 to
 # between 0.68 and 1.13 in five iterations.
@@ -53,6 +56,30 @@ def _of_layers(d: Dimensions, update: jax.Array, iterations: int) -> jax.Array:
     if not d.stack:
         return map_whole(orthogonal, update[None], None, *d.axes)[0]
     return map_whole(orthogonal, update, *d.axes)
+
+
+def cost(settings: MuonConfig, d: Dimensions, layout: Layout, rules: Rules) -> OptimizerCost:
+    """Return the cost of an update: that of Adam, or for a matrix one moment and the products of the iterations.
+
+    Updates move until each matrix is whole on one device, and back (`jaxlm.parallel.collectives.map_whole`): one axis
+    after the other goes to the stack, which is padded to the number of devices. Along an axis that shards a matrix that
+    is an all-to-all; along others a device keeps its shard, and gathers afterwards.
+    """
+    if not d.projection:
+        return moments(d, 2)
+    short, long = sorted(math.prod(d.shape[i] for i in side) for side in (d.inputs, d.outputs))
+    stack = math.prod(d.shape[i] for i in d.stack)
+    each = math.ceil(stack / layout.size)
+    sizes = (short, long, short), (short, short, short), (short, short, long)
+    products = tuple(OptimizerProduct(settings.iterations, each, *size) for size in sizes)
+    moves, held = [], rules.stored(d.axes, d.shape, layout) // stack * each * layout.size
+    for axis, size in reversed(list(layout.items())):
+        if any(rules.parts(axis, name, n, layout) > 1 for name, n in zip(d.axes, d.shape, strict=True)):
+            moves.append(OptimizerMove("all-to-all", axis, 2, held))
+        else:
+            moves.append(OptimizerMove("all-gather", axis, 1, held))
+            held //= size
+    return OptimizerCost(moments(d, 1).state, products, tuple(moves))
 
 
 def orthogonalize(x_MIO: jax.Array, iterations: int) -> jax.Array:

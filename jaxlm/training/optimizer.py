@@ -10,22 +10,38 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxlm.models import tree as model_tree
-from jaxlm.models.tree import Tree
+from jaxlm.models.tree import Dimensions, Tree
+from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.partition import named_sharding, replicated
-from jaxlm.training.adafactor import scale_by_adafactor
+from jaxlm.parallel.rules import Rules
+from jaxlm.training import adafactor, muon
 from jaxlm.training.config import OptimizerConfig
 from jaxlm.training.groups import Rule, rules
-from jaxlm.training.muon import scale_by_muon_and_adam
+from jaxlm.training.optimizer_cost import OptimizerCost, moments
 from jaxlm.training.schedules import schedule
 
 # Per kind: the direction of an update, from settings and dimensions, before decay and learning rate.
 _DIRECTIONS: dict[str, Callable[[Any, Tree], optax.GradientTransformation]] = {
     "adamw": lambda s, _: optax.scale_by_adam(s.beta1, s.beta2, s.epsilon),
-    "muon": scale_by_muon_and_adam,
-    "adafactor": lambda s, dimensions: scale_by_adafactor(dimensions, s.decay_exponent, s.update_clip),
+    "muon": muon.scale_by_muon_and_adam,
+    "adafactor": lambda s, dimensions: adafactor.scale_by_adafactor(dimensions, s.decay_exponent, s.update_clip),
     "lion": lambda s, _: optax.scale_by_lion(s.beta1, s.beta2),
     "sgd": lambda s, _: optax.trace(s.momentum, s.nesterov),
 }
+
+# Per kind: the cost of a parameter's update, from settings, its dimensions, and a mesh's layout and rules.
+_COSTS: dict[str, Callable[[Any, Dimensions, Layout, Rules], OptimizerCost]] = {
+    "adamw": lambda s, d, layout, rules: moments(d, 2),
+    "muon": muon.cost,
+    "adafactor": lambda s, d, layout, rules: adafactor.cost(d),
+    "lion": lambda s, d, layout, rules: moments(d, 1),
+    "sgd": lambda s, d, layout, rules: moments(d, 1),
+}
+
+
+def cost(settings: OptimizerConfig, d: Dimensions, layout: Layout, rules: Rules) -> OptimizerCost:
+    """Return what the optimizer declares for a parameter on a mesh of this layout."""
+    return _COSTS[settings.kind](settings, d, layout, rules)
 
 
 def optimizer(settings: OptimizerConfig, tree: nnx.State) -> optax.GradientTransformation:

@@ -7,12 +7,12 @@ import model_fixtures
 import pytest
 from workload_fixtures import changed, workload
 
+from jaxlm.costs.counted.flops import flops
+from jaxlm.costs.counted.memory import memory
 from jaxlm.costs.hardware import calibration
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.ladder import Counted, counted, gap, ladder, say_counted
 from jaxlm.costs.plan import plan
-from jaxlm.costs.counted.flops import flops
-from jaxlm.costs.counted.memory import memory
 
 WORK = workload("train", model_fixtures.model(), 8, 32, "float32", remat="full", kernels="xla")
 

@@ -16,10 +16,10 @@ from jaxlm import config
 from jaxlm.cli import main
 from jaxlm.core.errors import InputError
 from jaxlm.costs import pictures
+from jaxlm.costs.counted import operations
 from jaxlm.costs.hardware.catalog import find
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import plan
-from jaxlm.costs.counted import operations
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout import Layout
 

@@ -17,6 +17,10 @@ from workload_fixtures import changed, workload
 
 from jaxlm import config
 from jaxlm.core.errors import InputError
+from jaxlm.costs.counted import operations, traffic
+from jaxlm.costs.counted.flops import flops
+from jaxlm.costs.counted.memory import kv_bytes_per_token, memory, trained
+from jaxlm.costs.counted.parameters import parameters
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.jaxpr.count import count
@@ -24,10 +28,6 @@ from jaxlm.costs.pictures import points
 from jaxlm.costs.plan import plan
 from jaxlm.costs.search import layouts, search
 from jaxlm.costs.serving import critical_batch, speculative_speedup
-from jaxlm.costs.counted import operations, traffic
-from jaxlm.costs.counted.flops import flops
-from jaxlm.costs.counted.memory import kv_bytes_per_token, memory, trained
-from jaxlm.costs.counted.parameters import parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.inference.cache import empty_cache
 from jaxlm.inference.steps import decode_step, prefill

@@ -8,10 +8,10 @@ import pytest
 from workload_fixtures import changed, workload
 
 from jaxlm.config import load
+from jaxlm.costs.counted.memory import memory
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import plan
 from jaxlm.costs.search import variants
-from jaxlm.costs.counted.memory import memory
 from jaxlm.lowering.fit import fit
 from jaxlm.lowering.suggestions import suggest
 from jaxlm.models.config import ModelConfig

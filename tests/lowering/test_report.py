@@ -15,9 +15,9 @@ from matrices import sampled
 
 from jaxlm import config
 from jaxlm.cli import main
+from jaxlm.costs.counted import memory, traffic
 from jaxlm.costs.hardware import catalog
 from jaxlm.costs.hardware.target import Target
-from jaxlm.costs.counted import memory, traffic
 from jaxlm.costs.workload import Workload
 from jaxlm.lowering import buffers, hlo, launched_kernels, report, targets
 from jaxlm.parallel.collectives import on_each_device

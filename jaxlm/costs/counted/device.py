@@ -6,7 +6,7 @@ from collections.abc import Set
 from functools import cached_property
 
 from jaxlm.costs.counted import paper
-from jaxlm.costs.counted.paper import Recording, Use
+from jaxlm.costs.counted.paper import Use
 from jaxlm.costs.workload import Workload
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.recording import Axes

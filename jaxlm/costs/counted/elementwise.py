@@ -9,11 +9,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlm.costs.jaxpr.count import count
+from jaxlm.costs.counted import attention, kernel_costs
 from jaxlm.costs.counted.device import Device
 from jaxlm.costs.counted.kernel_costs import Elementwise
 from jaxlm.costs.counted.paper import Use
-from jaxlm.costs.counted import attention, kernel_costs
+from jaxlm.costs.jaxpr.count import count
 from jaxlm.models.config import Activation
 from jaxlm.models.operations import WHOLE
 from kernels_pallas import gated_activation

@@ -33,9 +33,9 @@ class Flops(NamedTuple):
 def napkin_flops(work: Workload) -> int:
     """Return the FLOPs of a step by the textbook formula, from parameters and tokens alone."""
     found, sizes = device(work).found, parameters(work.model)
-    multiply = {found.parameter(use): use.name for use in found.uses if use.name in ("linear", "logits", "cross_entropy")}
+    products = (use for use in found.uses if use.name in ("linear", "logits", "cross_entropy"))
     napkin = 0
-    for path, operation in multiply.items():
+    for path, operation in {found.parameter(use): use.name for use in products}.items():
         # In a prefill only the last token of each prompt is unembedded.
         tokens = work.batch if operation == "logits" else work.tokens
         napkin += (6 if work.kind == "train" else 2) * math.prod(sizes[path].shape) * tokens

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from jaxlm.costs.counted.device import Device
 from jaxlm.costs.counted.paper import Use
-from jaxlm.costs.workload import Workload
 from kernels_pallas.core.launch import KernelCost, KernelCosts
 from kernels_pallas.gated_activation import costs as gated_costs
 from kernels_pallas.layer_norm import costs as layer_norm_costs

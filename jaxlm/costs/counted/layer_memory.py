@@ -63,7 +63,7 @@ def _read(device: Device, uses: Sequence[Use]) -> int:
     its float32 result. The kernel for attention has its result in another order than the product that reads it.
     """
     itemsize, values, more = device.work.itemsize, set(), 0
-    windows = {use.options["window"] for use in uses if use.name == "attention"}
+    windows = {use.options["window"] for use in device.found.uses if use.name == "attention"}
     for use in uses:
         if use.name in _NORMS and not device.work.runs_kernels:
             more += 4 * 3 * math.prod(device.operand(use, 0))
@@ -90,38 +90,50 @@ def _log_sums(device: Device, use: Use) -> int:
 
 
 def forward(device: Device, layer: int, keeps: bool) -> Peak:
-    """Return the forward pass of a layer where it is largest. `keeps`: all that the backward pass reads is kept."""
+    """Return the forward pass of a layer where it is largest: in attention without a kernel, or else where most values
+    are there. `keeps`: all that the backward pass reads is kept."""
     uses, work = device.found.by_layer[layer], device.work
-    begin = _begin(device, device.found.layers[layer])
-    last = {device.same(value): i for i, use in enumerate(uses) for value in use.operands}
+    begin, last = _begin(device, device.found.layers[layer]), _last_reads(device, uses)
+    plain = _without_kernel(device, uses)
     peaks = []
-    for i, use in enumerate(uses):
+    for i in plain or range(len(uses)):
+        use = uses[i]
         there = {device.same(value) for value in begin.union(*(each.results for each in uses[: i + 1]))}
-        if use.name == "attention" and attention.kernel(device, use) is None:
-            through = {value for value in there if last.get(value, i + 1) > i} - set(use.results)
+        if plain:
+            through = {value for value in there if last.get(value, -1) > i} - set(use.results)
             result = 0 if work.platform == "tpu" else 4 * math.prod(device.result(use))
-            peaks.append(Peak(work.itemsize * _numbers(device, through) + result + _scores(device, use, keeps), i))
-            continue
-        # XLA frees a buffer after the operation that follows the last one that reads it.
-        live = {value for value in there if last.get(value, i) >= i - 1 or value in use.results}
-        if use.name in _IN_PLACE and not (work.runs_kernels and use.name in ("rope", "gated_activation")):
-            live -= set(use.results)
-        peaks.append(Peak(work.itemsize * _numbers(device, live), i))
+            bytes_ = work.itemsize * _numbers(device, through) + result + _scores(device, use, keeps)
+        else:
+            # XLA frees a buffer after the operation that follows the last one that reads it.
+            live = {value for value in there if last.get(value, -1) >= i - 1 or value in use.results}
+            bytes_ = work.itemsize * _numbers(device, live)
+        peaks.append(Peak(bytes_, i))
     return max(peaks)
 
 
 def backward(device: Device, layer: int) -> Peak:
-    """Return the backward pass of a layer where it is largest: where gradients of what it reads are made, and what it
-    made again is there."""
-    uses, work = device.found.by_layer[layer], device.work
-    peaks = []
-    for i, use in enumerate(uses):
-        if use.name == "attention" and attention.kernel(device, use) is None:
+    """Return the backward pass of a layer where it is largest: in attention without a kernel, or else where most of
+    what it reads and most gradients are there."""
+    uses, itemsize = device.found.by_layer[layer], device.work.itemsize
+    plain, peaks = _without_kernel(device, uses), []
+    for i in plain or range(len(uses)):
+        if plain:
             peaks.append(Peak(_softmax_backward(device, layer, i), i))
-            continue
-        bytes_ = _read(device, uses[: i + 1]) + work.itemsize * _numbers_of_gradients(device, layer, i)
-        peaks.append(Peak(bytes_, i))
+        else:
+            read = _read(device, uses[: i + 1])
+            peaks.append(Peak(read + itemsize * _numbers_of_gradients(device, layer, i), i))
     return max(peaks)
+
+
+def _without_kernel(device: Device, uses: Sequence[Use]) -> list[int]:
+    """Return the places of attention that XLA computes: its scores are more than all else."""
+    return [i for i, use in enumerate(uses) if use.name == "attention" and attention.kernel(device, use) is None]
+
+
+def _last_reads(device: Device, uses: Sequence[Use]) -> dict[int, int]:
+    """Return the place of the last operation of a layer that reads each value, its end for its result."""
+    found = {device.same(value): i for i, use in enumerate(uses) for value in use.operands}
+    return found | {device.same(value): len(uses) for value in uses[-1].results}
 
 
 def _numbers_of_gradients(device: Device, layer: int, at: int) -> int:

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxlm.costs.counted import kernel_costs, operations
-from jaxlm.costs.counted import layer_memory
+from jaxlm.costs.counted import kernel_costs, layer_memory, operations
 from jaxlm.costs.counted.device import Device, device
 from jaxlm.costs.counted.paper import Use
 from jaxlm.costs.counted.parameters import parameters, slots
@@ -84,7 +83,7 @@ def trained(work: Workload) -> Memory:
     leaves, moved = parameters(work.model).values(), sum(_gradients(work).values())
     total = sum(work.stored(d.axes, d.shape) for d in leaves)
     working = total * work.itemsize if work.dtype != "float32" else 0
-    state = 4 * sum(operations.state_numbers(work, d) for d in leaves) + (4 * total if work.average else 0)
+    state = operations.optimizer_bytes(work) + (4 * total if work.average else 0)
     return Memory(4 * total + working, moved * work.itemsize + _sums(work, moved), state, 0, 0, 0)
 
 
@@ -111,7 +110,9 @@ def _training(device: Device) -> Iterator[Memory]:
 
     for layer in layers:
         forward = layer_memory.forward(device, layer, keeps=through and work.remat == "none")
-        yield Memory(held.parameters + _gathered(device, found.by_layer[layer]), sums, state, saved + forward.bytes, 0, 0)
+        yield Memory(
+            held.parameters + _gathered(device, found.by_layer[layer]), sums, state, saved + forward.bytes, 0, 0
+        )
     (use,) = (use for use in found.uses if use.name == "cross_entropy")
     (tokens, labels), width = kernel_costs.logits(device, use), use.shapes[0][-1]
     if chunked := kernel_costs.loss(device, use):

@@ -23,7 +23,8 @@ from jaxlm.costs.counted.kernel_costs import Elementwise
 from jaxlm.costs.counted.paper import Use
 from jaxlm.costs.counted.parameters import parameters
 from jaxlm.costs.workload import Workload
-from jaxlm.models import tree
+from jaxlm.training.optimizer import cost
+from jaxlm.training.optimizer_cost import OptimizerCost
 from kernels_pallas.core.launch import KernelCost
 
 Phase = Literal["forward", "backward", "rematerialised", "optimizer"]
@@ -210,41 +211,35 @@ def _beside(part: Elementwise, phase: Phase) -> Operation:
 # For each number that trains, of AdamW. Other kinds, whose updates take 0.4 (SGD) to 1.6 times as many (Muon, besides
 # its products), are counted so too.
 _OPTIMIZER_FLOPS = 28
-# Numbers of optimizer state per number of a parameter; Adafactor's of a vector.
-_MOMENTS = {"adamw": 2, "adafactor": 1, "lion": 1, "sgd": 1}
 
 
 def _optimizer(work: Workload) -> Iterator[Operation]:
-    """Reads of gradient, parameter and state, writes of the last two; with Muon the products of its iterations. What is
-    frozen has a state all the same."""
+    """Yield reads of gradient, parameter and state, writes of the last two, and products. What is frozen has a state
+    all the same."""
     stored = {path: work.stored(d.axes, d.shape) for path, d in parameters(work.model).items()}
-    state = sum(state_numbers(work, d) for d in parameters(work.model).values())
     trained = sum(numbers for path, numbers in stored.items() if path not in work.frozen)
-    moved = 4 * (3 * trained + 2 * state + (2 * sum(stored.values()) if work.average else 0))
+    moved = 4 * (3 * trained + (2 * sum(stored.values()) if work.average else 0)) + 2 * optimizer_bytes(work)
     yield Operation("optimizer", "optimizer", 1, None, moved, 2 * moved, trained * _OPTIMIZER_FLOPS)
-    if work.optimizer.kind != "muon":
-        return
-    for path, d in parameters(work.model).items():
-        if not d.projection or path in work.frozen:
-            continue
-        sides = sorted(math.prod(d.shape[i] for i in side) for side in (d.inputs, d.outputs))
-        short, long = sides
-        matrices = math.ceil(math.prod(d.shape[i] for i in d.stack) / work.layout.size)
-        for product in (
-            Product(matrices, short, long, short),
-            Product(matrices, short, short, short),
-            Product(matrices, short, short, long),
-        ):
-            moved = 4 * matrices * (product.m * product.k + product.k * product.n + product.m * product.n)
-            yield Operation(f"optimizer/{path}", "optimizer", work.optimizer.iterations, product, moved, moved)
+    for path, (_, products, _) in updates(work).items():
+        for times, *sizes in products:
+            product = Product(*sizes)
+            moved = 4 * product.batch * (product.m * product.k + product.k * product.n + product.m * product.n)
+            yield Operation(f"optimizer/{path}", "optimizer", times, product, moved, moved)
 
 
-def state_numbers(work: Workload, d: tree.Dimensions) -> int:
-    """Float32 numbers of optimizer state that one device holds for a parameter."""
-    whole = work.stored(d.axes, d.shape)
-    if work.optimizer.kind == "muon":
-        return whole if d.projection else 2 * whole
-    if work.optimizer.kind == "adafactor" and d.inputs:  # one number per row and one per column of each layer's matrix
-        sides = (d.stack + d.inputs, d.stack + d.outputs)
-        return sum(work.stored(tuple(d.axes[i] for i in side), tuple(d.shape[i] for i in side)) for side in sides)
-    return _MOMENTS[work.optimizer.kind] * whole
+def updates(work: Workload) -> dict[str, OptimizerCost]:
+    """Return what the optimizer declares for each parameter that trains."""
+    return {
+        path: cost(work.optimizer, d, work.layout, work.rules)
+        for path, d in parameters(work.model).items()
+        if path not in work.frozen
+    }
+
+
+def optimizer_bytes(work: Workload) -> int:
+    """Return the bytes of the optimizer's state on one device, of all parameters."""
+    return 4 * sum(
+        work.stored(tuple(d.axes[i] for i in kept), tuple(d.shape[i] for i in kept))
+        for d in parameters(work.model).values()
+        for kept in cost(work.optimizer, d, work.layout, work.rules).state
+    )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jaxlm.costs.counted.device import Device, device
 from jaxlm.costs.counted.kernel_costs import logits, loss
-from jaxlm.costs.counted.operations import run_again
+from jaxlm.costs.counted.operations import run_again, updates
 from jaxlm.costs.counted.paper import Use
 from jaxlm.costs.counted.parameters import parameters
 from jaxlm.costs.workload import Workload
@@ -45,7 +45,7 @@ def _parameters(device: Device) -> Iterator[Collective]:
     three uses, and matrices that the backward pass computes with again in post-norm layers once more.
     """
     work, found, fsdp, train = device.work, device.found, ("fsdp",), device.work.kind == "train"
-    each, declared = work.microbatches, parameters(work.model)
+    each = work.microbatches
 
     def numbers(use: Use) -> int:
         return math.prod(device.operand(use, use.name != "look_up"))
@@ -66,12 +66,14 @@ def _parameters(device: Device) -> Iterator[Collective]:
         times = each * products[0].times if products else 0
         yield Collective("all-gather", fsdp, times * passes, work.itemsize * sum(map(numbers, products)), "layers")
         yield Collective("reduce-scatter", fsdp, times, work.itemsize * sum(map(numbers, trained)), "layers")
-    vectors = sum(
-        math.prod(work.local(axis, size) for axis, size in zip(d.axes, d.shape, strict=True))
-        for path, d in declared.items()
-        if train and path not in work.frozen and fsdp not in map(work.rules.over, d.axes)
-    )
-    yield Collective("all-reduce", fsdp, each, 4 * vectors, "vectors")  # added up in float32
+    vectors = {
+        path: use.times * math.prod(device.operand(use, i))
+        for use in found.uses
+        for i, value in enumerate(use.operands)
+        if (path := found.parameters.get(value)) and fsdp not in map(work.rules.over, use.marker.operands[i])
+        if train and path not in work.frozen
+    }
+    yield Collective("all-reduce", fsdp, each, 4 * sum(vectors.values()), "vectors")  # added up in float32
 
 
 def _copies(device: Device) -> Iterator[Collective]:
@@ -106,23 +108,13 @@ def _sums(work: Workload) -> Iterator[Collective]:
 
 
 def _optimizer(work: Workload) -> Iterator[Collective]:
-    """Muon's updates move in float32 until each matrix is whole on one device, and back
-    (`jaxlm.parallel.collectives.map_whole`): one axis after the other goes to the stack, which is padded to
-    the number of devices. Along an axis that shards a matrix that is an all-to-all; along others a device keeps its
-    shard, and gathers afterwards."""
-    if work.optimizer.kind != "muon":
-        return
-    moved: Counter[tuple[str, str]] = Counter()
-    for path, d in parameters(work.model).items():
-        if d.projection and path not in work.frozen:
-            stack, devices = math.prod(d.shape[i] for i in d.stack), work.layout.size
-            held = 4 * work.stored(d.axes, d.shape) // stack * math.ceil(stack / devices) * devices
-            for axis, size in reversed(list(work.layout.items())):
-                parted = any(work.parts(axis, *each) > 1 for each in zip(d.axes, d.shape, strict=True))
-                moved["all-to-all" if parted else "all-gather", axis] += held
-                held //= 1 if parted else size
-    for (kind, axis), held in moved.items():
-        yield Collective(kind, (axis,), 2 if kind == "all-to-all" else 1, held, "optimizer")
+    """What the optimizer declares, of all parameters together."""
+    moved: Counter[tuple[str, str, int]] = Counter()
+    for _, _, moves in updates(work).values():
+        for kind, axis, times, numbers in moves:
+            moved[kind, axis, times] += 4 * numbers
+    for (kind, axis, times), held in moved.items():
+        yield Collective(kind, (axis,), times, held, "optimizer")
 
 
 def _stream(device: Device) -> Iterator[Collective]:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxlm.costs import plan
-from jaxlm.costs.hardware.network import Network
-from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.counted import layer_memory, memory, operations
 from jaxlm.costs.counted.device import device
 from jaxlm.costs.counted.flops import flops
+from jaxlm.costs.hardware.network import Network
+from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.workload import Workload
 
 DAY = 86_400.0

@@ -11,9 +11,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from matrices import sampled
 from workload_fixtures import workload
 
-from jaxlm.costs.counted import paper
+from jaxlm.costs.counted import operations, paper
 from jaxlm.costs.jaxpr.count import count
-from jaxlm.costs.counted import operations
 from jaxlm.models import operations as model_operations
 from jaxlm.models.feed_forward.dense import DenseFeedForward
 from jaxlm.models.rows import Auxiliary

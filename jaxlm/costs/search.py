@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from jaxlm.config import divided_by_mesh, divisors
-from jaxlm.costs.counted.device import device
+from jaxlm.costs.counted.device import device_step
 from jaxlm.costs.counted.memory import memory
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import Plan, plan
@@ -51,7 +51,7 @@ def variants(work: Workload, held: Collection[str] = ()) -> Iterator[Workload]:
     if work.kind != "train":
         yield work
         return
-    names = tuple(sorted({*device(work).found.names.values()} - {"attention"}))  # its kernel keeps more than that
+    names = tuple(sorted({*device_step(work).found.names.values()} - {"attention"}))  # its kernel keeps more than that
     rows = work.batch // work.batch_shards
     parts = (work.microbatches,) if "microbatches" in held else [2**n for n in range(rows.bit_length())]
     remats = (work.remat,) if "remat" in held else ("none", names, "full")

@@ -67,6 +67,12 @@ class Workload:
         """The same with other values in its section [training]."""
         return replace(self, training=self.training.model_copy(update=changes))
 
+    def alike(self) -> "Workload":
+        """Return the step on a mesh whose axes of the batch are one: what a device computes depends on the number of
+        their shards alone, and a search asks for it often."""
+        first, *others = self.rules.over("batch")
+        return replace(self, layout=self.layout.replace(**dict.fromkeys(others, 1), **{first: self.batch_shards}))
+
     def __str__(self) -> str:
         return f"{self.kind}, {self.batch:,} × {self.sequence:,} tokens in {self.dtype}"
 

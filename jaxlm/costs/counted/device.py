@@ -13,7 +13,7 @@ from jaxlm.models.recording import Axes
 from jaxlm.parallel.rules import Kind
 
 
-class Device:
+class DeviceStep:
     """One device of a mesh in a step: the recording, and the sizes of its values there."""
 
     def __init__(self, work: Workload):
@@ -89,14 +89,14 @@ class Device:
 
 
 @functools.lru_cache(maxsize=2048)
-def device(work: Workload) -> Device:
+def device_step(work: Workload) -> DeviceStep:
     """Return a device of a step."""
-    return Device(work)
+    return DeviceStep(work)
 
 
 def replicated_kv_heads(work: Workload) -> list[int]:
     """Return the numbers of key/value heads that the tensor axis does not divide: several devices compute the same."""
-    step = device(work)
+    step = device_step(work)
     return sorted({heads for use in step.found.uses if (heads := step.copied_heads(use))})
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.costs.counted import attention, kernel_costs
-from jaxlm.costs.counted.device import Device
+from jaxlm.costs.counted.device import DeviceStep
 from jaxlm.costs.counted.kernel_costs import Elementwise
 from jaxlm.costs.counted.paper import Use
 from jaxlm.costs.jaxpr.count import count
@@ -66,13 +66,13 @@ def _activation(name: Activation, gated: bool) -> tuple[Loop, Loop]:
     return Loop(once + bias, 0, 2 + gated), Loop(all_in_all - once + bias, 0, 4 + gated)
 
 
-def parts(device: Device, use: Use) -> Iterator[Elementwise]:
+def parts(device: DeviceStep, use: Use) -> Iterator[Elementwise]:
     """Yield the elementwise work of an operation: its kernel, or else the loops that XLA makes of it."""
     kernels = list(kernel_costs.elementwise(device, use))
     yield from kernels or loops(device, use)
 
 
-def loops(device: Device, use: Use) -> Iterator[Elementwise]:
+def loops(device: DeviceStep, use: Use) -> Iterator[Elementwise]:
     """Yield the loops of an operation without a kernel. XLA fuses the last norm, and what is done once to positions,
     into what reads it."""
 

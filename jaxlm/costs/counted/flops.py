@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from jaxlm.costs.counted import operations
-from jaxlm.costs.counted.device import device
+from jaxlm.costs.counted.device import device_step
 from jaxlm.costs.counted.parameters import parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout import Layout
@@ -32,7 +32,7 @@ class Flops(NamedTuple):
 
 def napkin_flops(work: Workload) -> int:
     """Return the FLOPs of a step by the textbook formula, from parameters and tokens alone."""
-    found, sizes = device(work).found, parameters(work.model)
+    found, sizes = device_step(work).found, parameters(work.model)
     products = (use for use in found.uses if use.name in ("linear", "logits", "cross_entropy"))
     napkin = 0
     for path, operation in {found.parameter(use): use.name for use in products}.items():

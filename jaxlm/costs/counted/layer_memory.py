@@ -5,12 +5,13 @@ keeps of an operation besides was read from its programs (`jaxlm.lowering.buffer
 kernels.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jaxlm.costs.counted import attention
-from jaxlm.costs.counted.device import Device
+from jaxlm.costs.counted.device import DeviceStep
 from jaxlm.costs.counted.operations import saved
 from jaxlm.costs.counted.paper import Use
 
@@ -19,14 +20,15 @@ _NORMS = ("rms_norm", "layer_norm")
 _IN_PLACE = ("add", "scale", "dropout", "rope", "activation", "gated_activation")
 
 
-class Peak(NamedTuple):
+class LayerPeak(NamedTuple):
     """Bytes of a layer where it needs most, and the place of the operation at which it does."""
 
     bytes: int
     at: int
 
 
-def kept(device: Device) -> int:
+@functools.cache
+def kept(device: DeviceStep) -> int:
     """Bytes that all layers keep for their backward pass: what each begins with and what has the names that are kept,
     with attention's output its log-sum-exp; without rematerialisation all that it reads. Masks of dropout outside of
     layers stay in any case."""
@@ -46,17 +48,17 @@ def kept(device: Device) -> int:
     return total
 
 
-def _begin(device: Device, begin: Iterable[int]) -> set[int]:
+def _begin(device: DeviceStep, begin: Iterable[int]) -> set[int]:
     """Return the streams with which a layer begins."""
     return device.found.streams & set(begin) & device.numbers.keys()
 
 
-def _numbers(device: Device, values: Iterable[int]) -> int:
+def _numbers(device: DeviceStep, values: Iterable[int]) -> int:
     """Numbers of these values, each buffer once."""
     return sum(device.numbers[value] for value in {device.same(value) for value in values})
 
 
-def _read(device: Device, uses: Sequence[Use]) -> int:
+def _read(device: DeviceStep, uses: Sequence[Use]) -> int:
     """Bytes that the backward pass of operations reads, which are kept where nothing is computed again.
 
     Without kernels XLA keeps the float32 insides of a norm instead of what it reads, and the scores of attention with
@@ -82,14 +84,15 @@ def _read(device: Device, uses: Sequence[Use]) -> int:
     return itemsize * _numbers(device, values) + more
 
 
-def _log_sums(device: Device, use: Use) -> int:
+def _log_sums(device: DeviceStep, use: Use) -> int:
     """Bytes of the log-sum-exps that a kernel for attention keeps with its result."""
     sizes = attention.heads(device, use)
     logs = 4 * sizes.rows * sizes.queries * sizes.kv_heads * sizes.groups
     return logs if attention.kernel(device, use) else 0
 
 
-def forward(device: Device, layer: int, keeps: bool) -> Peak:
+@functools.cache
+def forward(device: DeviceStep, layer: int, keeps: bool) -> LayerPeak:
     """Return the forward pass of a layer where it is largest: in attention without a kernel, or else where most values
     are there. `keeps`: all that the backward pass reads is kept."""
     uses, work = device.found.by_layer[layer], device.work
@@ -107,36 +110,37 @@ def forward(device: Device, layer: int, keeps: bool) -> Peak:
             # XLA frees a buffer after the operation that follows the last one that reads it.
             live = {value for value in there if last.get(value, -1) >= i - 1 or value in use.results}
             bytes_ = work.itemsize * _numbers(device, live)
-        peaks.append(Peak(bytes_, i))
+        peaks.append(LayerPeak(bytes_, i))
     return max(peaks)
 
 
-def backward(device: Device, layer: int) -> Peak:
+@functools.cache
+def backward(device: DeviceStep, layer: int) -> LayerPeak:
     """Return the backward pass of a layer where it is largest: in attention without a kernel, or else where most of
     what it reads and most gradients are there."""
     uses, itemsize = device.found.by_layer[layer], device.work.itemsize
     plain, peaks = _without_kernel(device, uses), []
     for i in plain or range(len(uses)):
         if plain:
-            peaks.append(Peak(_softmax_backward(device, layer, i), i))
+            peaks.append(LayerPeak(_softmax_backward(device, layer, i), i))
         else:
             read = _read(device, uses[: i + 1])
-            peaks.append(Peak(read + itemsize * _numbers_of_gradients(device, layer, i), i))
+            peaks.append(LayerPeak(read + itemsize * _numbers_of_gradients(device, layer, i), i))
     return max(peaks)
 
 
-def _without_kernel(device: Device, uses: Sequence[Use]) -> list[int]:
+def _without_kernel(device: DeviceStep, uses: Sequence[Use]) -> list[int]:
     """Return the places of attention that XLA computes: its scores are more than all else."""
     return [i for i, use in enumerate(uses) if use.name == "attention" and attention.kernel(device, use) is None]
 
 
-def _last_reads(device: Device, uses: Sequence[Use]) -> dict[int, int]:
+def _last_reads(device: DeviceStep, uses: Sequence[Use]) -> dict[int, int]:
     """Return the place of the last operation of a layer that reads each value, its end for its result."""
     found = {device.same(value): i for i, use in enumerate(uses) for value in use.operands}
     return found | {device.same(value): len(uses) for value in uses[-1].results}
 
 
-def _numbers_of_gradients(device: Device, layer: int, at: int) -> int:
+def _numbers_of_gradients(device: DeviceStep, layer: int, at: int) -> int:
     """Numbers of the gradients that are there while one operation's are made: of values that it reads or makes, and of
     those that later operations read and earlier ones make."""
     uses, there = device.found.by_layer[layer], set()
@@ -151,7 +155,7 @@ def _numbers_of_gradients(device: Device, layer: int, at: int) -> int:
     return _numbers(device, there - set(uses[at].results) if in_place else there)
 
 
-def _softmax_backward(device: Device, layer: int, at: int) -> int:
+def _softmax_backward(device: DeviceStep, layer: int, at: int) -> int:
     """Bytes in the backward pass of attention without a kernel.
 
     On a GPU products that give the gradients of matrices come last, and what they read is still there: the inputs of
@@ -174,7 +178,7 @@ def _softmax_backward(device: Device, layer: int, at: int) -> int:
     return around + _scores(device, use, backward=True)
 
 
-def _scores(device: Device, use: Use, keeps: bool = False, backward: bool = False) -> int:
+def _scores(device: DeviceStep, use: Use, keeps: bool = False, backward: bool = False) -> int:
     """Bytes of attention's scores that a layer works with at once, besides those that are kept. XLA for a TPU makes
     weights of float32 scores within the product that reads them, and the mask an array of their size; for a GPU it
     makes weights an array in the dtype, and to keep what it makes also exponentials and the mask's values."""

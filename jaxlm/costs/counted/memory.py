@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxlm.costs.counted import kernel_costs, layer_memory, operations
-from jaxlm.costs.counted.device import Device, device
+from jaxlm.costs.counted.device import DeviceStep, device_step
 from jaxlm.costs.counted.paper import Use
 from jaxlm.costs.counted.parameters import parameters, slots
 from jaxlm.costs.workload import Workload
@@ -48,7 +48,7 @@ class Memory(NamedTuple):
 def memory(work: Workload) -> Memory:
     """Return the peak memory of a step on one device of the mesh. But for a TPU, XLA is assumed to compile as for a
     GPU."""
-    phases = _training(device(work)) if work.kind == "train" else _inference(device(work))
+    phases = _training(device_step(work)) if work.kind == "train" else _inference(device_step(work))
     return max(phases, key=lambda phase: phase.total)
 
 
@@ -98,18 +98,18 @@ def _sums(work: Workload, numbers: int) -> int:
     return 4 * numbers if work.microbatches > 1 else 0
 
 
-def _training(device: Device) -> Iterator[Memory]:
+def _training(device: DeviceStep) -> Iterator[Memory]:
     """The end of the forward pass, the loss, the first backward pass of a layer, and the update."""
-    work, found = device.work, device.found
+    work, found, alike = device.work, device.found, device_step(device.work.alike())
     gradients, layers = _gradients(work), range(len(found.layers))
     through = any(use.layer is not None and device.trains(use) for use in found.uses)
     of_layers = sum(numbers for path, numbers in gradients.items() if path in device.layered)
     total, itemsize = sum(gradients.values()), work.itemsize
-    held, sums, saved = trained(work), _sums(work, total), layer_memory.kept(device) if through else 0
+    held, sums, saved = trained(work), _sums(work, total), layer_memory.kept(alike) if through else 0
     state = held.optimizer
 
     for layer in layers:
-        forward = layer_memory.forward(device, layer, keeps=through and work.remat == "none")
+        forward = layer_memory.forward(alike, layer, keeps=through and work.remat == "none")
         yield Memory(
             held.parameters + _gathered(device, found.by_layer[layer]), sums, state, saved + forward.bytes, 0, 0
         )
@@ -129,7 +129,7 @@ def _training(device: Device) -> Iterator[Memory]:
         # is a narrow copy.
         waits, tables = logits * itemsize if work.dtype != "float32" else 0, 0
     for layer in layers if through else ():
-        uses, backward = found.by_layer[layer], layer_memory.backward(device, layer)
+        uses, backward = found.by_layer[layer], layer_memory.backward(alike, layer)
         gathered = _gathered(device, _of_module(uses, backward.at))
         # The gradients of the last matrices wait to be added over `fsdp`.
         waiting = [use for use in _last(uses) if found.parameter(use) in gradients]
@@ -139,19 +139,19 @@ def _training(device: Device) -> Iterator[Memory]:
     yield Memory(masters, sums or itemsize * total, state, 0, 0, 0)
 
 
-def _stream(device: Device, use: Use) -> int:
+def _stream(device: DeviceStep, use: Use) -> int:
     """Numbers of the stream that an operation reads gathered."""
     gather = next(each for each in device.found.uses if each.name == "gather" and each.results[0] in use.operands)
     return math.prod(device.operand(gather, 0))
 
 
-def _inference(device: Device) -> Iterator[Memory]:
+def _inference(device: DeviceStep) -> Iterator[Memory]:
     """A layer, and the unembedding of the last tokens."""
-    work, found = device.work, device.found
+    work, found, alike = device.work, device.found, device_step(device.work.alike())
     held = work.itemsize * sum(work.stored(d.axes, d.shape) for d in parameters(work.model).values())
     cache = kv_cache(work)
     for layer in range(len(found.layers)):
-        uses, forward = found.by_layer[layer], layer_memory.forward(device, layer, keeps=False)
+        uses, forward = found.by_layer[layer], layer_memory.forward(alike, layer, keeps=False)
         peak, read = uses[forward.at], 0
         if peak.name == "attention":  # the keys, then the values, of the layer
             read = work.itemsize * math.prod(device.operand(peak, 1))
@@ -162,7 +162,7 @@ def _inference(device: Device) -> Iterator[Memory]:
     yield Memory(held + _tables(device), 0, 0, 0, 4 * math.prod(kernel_costs.logits(device, use)), cache)
 
 
-def _gathered(device: Device, uses: Iterable[Use]) -> int:
+def _gathered(device: DeviceStep, uses: Iterable[Use]) -> int:
     """Bytes of the matrices of these operations, whole along `fsdp` while they are used."""
     if device.work.layout["fsdp"] == 1:
         return 0
@@ -183,7 +183,7 @@ def _last(uses: Sequence[Use]) -> list[Use]:
     return [use for use in uses if use.name == "linear" and use.operands[0] == gathered[-1]]
 
 
-def _tables(device: Device) -> int:
+def _tables(device: DeviceStep) -> int:
     """Bytes of the larger table while it is whole along `fsdp`."""
     if device.work.layout["fsdp"] == 1:
         return 0

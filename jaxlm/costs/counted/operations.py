@@ -13,12 +13,11 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from jaxlm.costs.counted import attention, elementwise, kernel_costs
 from jaxlm.costs.counted.attention import Seen
-from jaxlm.costs.counted.device import Device
+from jaxlm.costs.counted.device import DeviceStep
 from jaxlm.costs.counted.kernel_costs import Elementwise
 from jaxlm.costs.counted.paper import Use
 from jaxlm.costs.counted.parameters import parameters
@@ -71,17 +70,14 @@ class Operation(NamedTuple):
 
 def step(work: Workload) -> list[Operation]:
     """Return all operations of a step on one device."""
-    batch = work.rules.over("batch")
-    # What is computed depends on the shards of a batch, and not on which axes make them: a search asks this often.
-    alike = work.layout.replace(**dict.fromkeys(batch[1:], 1), **{batch[0]: work.batch_shards})
-    computed = _computed(replace(work, layout=alike))
+    computed = _computed(work.alike())
     return [*computed, *_optimizer(work)] if work.kind == "train" else list(computed)
 
 
 @functools.lru_cache(maxsize=1024)
 def _computed(work: Workload) -> tuple[Operation, ...]:
     """Return the operations of forward and backward pass on one device."""
-    device, each = Device(work), []
+    device, each = DeviceStep(work), []
     again = run_again(device)
     for use in device.found.uses:
         products, parts = list(_products(device, use)), list(elementwise.parts(device, use))
@@ -97,7 +93,7 @@ def _computed(work: Workload) -> tuple[Operation, ...]:
     return tuple(op._replace(times=op.times * work.microbatches) for op in each)
 
 
-def _gradients(device: Device, use: Use, products: Sequence[Operation]) -> Iterator[Operation]:
+def _gradients(device: DeviceStep, use: Use, products: Sequence[Operation]) -> Iterator[Operation]:
     """Yield the products that give the gradients of the operands which depend on something that trains."""
     if products and products[0].kernel:
         # One kernel for the queries' gradient, one for the keys' and the values'. Both compute scores again, and the
@@ -122,7 +118,7 @@ def _transposed(op: Operation) -> tuple[Product, Product]:
     return Product(batch, m, n, k), Product(batch, k, m, n)
 
 
-def run_again(device: Device) -> set[int]:
+def run_again(device: DeviceStep) -> set[int]:
     """Return the values that the backward pass makes again, from those that it reads."""
     work, found, again = device.work, device.found, set()
     if work.remat == "none" or not device.trained:
@@ -134,7 +130,7 @@ def run_again(device: Device) -> set[int]:
     return again
 
 
-def saved(device: Device, use: Use) -> tuple[int, ...]:
+def saved(device: DeviceStep, use: Use) -> tuple[int, ...]:
     """Return the values that the backward pass of an operation reads."""
     match use.name:
         case "linear":
@@ -158,7 +154,7 @@ def _reruns(op: Operation, made: bool) -> bool:
     return made or (not op.kernel and (op.product is None or op.seen is not None))
 
 
-def _products(device: Device, use: Use) -> Iterator[Operation]:
+def _products(device: DeviceStep, use: Use) -> Iterator[Operation]:
     itemsize = device.work.itemsize
     if use.name in ("linear", "logits", "cross_entropy"):
         if use.name == "linear":

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxlm.costs.counted.device import Device, device
+from jaxlm.costs.counted.device import DeviceStep, device_step
 from jaxlm.costs.counted.kernel_costs import logits, loss
 from jaxlm.costs.counted.operations import run_again, updates
 from jaxlm.costs.counted.paper import Use
@@ -28,14 +28,14 @@ class Collective(NamedTuple):
 
 def collectives(work: Workload) -> list[Collective]:
     """Return all collectives of a step, except over axes of size 1."""
-    step = device(work)
+    step = device_step(work)
     found = [*_parameters(step), *_stream(step)]
     if work.kind == "train":
         found += [*_copies(step), *_sums(work), *_optimizer(work)]
     return [c for c in found if work.layout.over(c.axes) > 1 and c.times * c.bytes]
 
 
-def _parameters(device: Device) -> Iterator[Collective]:
+def _parameters(device: DeviceStep) -> Iterator[Collective]:
     """Over `fsdp`, a layer's matrices are gathered together for its forward and again for its backward pass of each
     microbatch, and their gradients are summed, each device keeping its part; those of vectors are summed whole.
 
@@ -76,7 +76,7 @@ def _parameters(device: Device) -> Iterator[Collective]:
     yield Collective("all-reduce", fsdp, each, 4 * sum(vectors.values()), "vectors")  # added up in float32
 
 
-def _copies(device: Device) -> Iterator[Collective]:
+def _copies(device: DeviceStep) -> Iterator[Collective]:
     """Over `tensor`, gradients of key/value heads of which several devices have copies: each device holds the matrices
     of all heads. Where one has one head, it adds its gradient to those of the same, and gathers the others; else the
     gradients of all copies are gathered. The sum is counted as if the devices with the same were all of the axis."""
@@ -108,7 +108,7 @@ def _sums(work: Workload) -> Iterator[Collective]:
 
 
 def _optimizer(work: Workload) -> Iterator[Collective]:
-    """What the optimizer declares, of all parameters together."""
+    """Yield what the optimizer declares, of all parameters together."""
     moved: Counter[tuple[str, str, int]] = Counter()
     for _, _, moves in updates(work).values():
         for kind, axis, times, numbers in moves:
@@ -117,7 +117,7 @@ def _optimizer(work: Workload) -> Iterator[Collective]:
         yield Collective(kind, (axis,), times, held, "optimizer")
 
 
-def _stream(device: Device) -> Iterator[Collective]:
+def _stream(device: DeviceStep) -> Iterator[Collective]:
     """Over `tensor`, the stream is gathered before attention and feed-forward and summed after them, each device
     keeping its part of the sequence (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2), or all of it where the
     sequence does not divide; the backward pass transposes one into the other, as far as it goes. A loss in kernels sums
@@ -149,7 +149,7 @@ def _stream(device: Device) -> Iterator[Collective]:
             yield Collective(kind, tensor, times, size, of)
 
 
-def _is_summed(device: Device, use: Use) -> bool:
+def _is_summed(device: DeviceStep, use: Use) -> bool:
     """Return whether an operation contracts a dimension that `tensor` shards."""
     if use.name == "look_up":
         return device.work.parts("tensor", use.marker.operands[0][0], use.shapes[0][0]) > 1

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jaxlm.costs import plan
 from jaxlm.costs.counted import layer_memory, memory, operations
-from jaxlm.costs.counted.device import device
+from jaxlm.costs.counted.device import device_step
 from jaxlm.costs.counted.flops import flops
 from jaxlm.costs.hardware.network import Network
 from jaxlm.costs.hardware.target import Target
@@ -115,7 +115,7 @@ def memory_bytes(setting: CaseSetting) -> float:
 @_figure
 def kept_bytes(setting: CaseSetting) -> float:
     """Activations that all layers keep for the backward pass."""
-    return layer_memory.kept(device(setting.work))
+    return layer_memory.kept(device_step(setting.work))
 
 
 @_figure

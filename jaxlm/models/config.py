@@ -7,6 +7,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from jaxlm.core.schema import Count, Positive, Section, one_of
 
+NormPlacement = Literal["before", "after", "both"]
+Residual = Literal["sequential", "parallel", "parallel_shared_norm"]
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]
 
 # Norms, RoPE, attention, gated activations and the loss run as kernels of kernels_pallas wherever there is one for the
@@ -140,9 +142,14 @@ class ModelConfig(Section):
     """A decoder-only Transformer.
 
     `context_length` is the longest sequence that it can read. `attention.num_kv_heads` defaults to
-    `attention.num_heads`, `attention.head_dim` to `d_model / attention.num_heads`. Norms stand before attention and
-    before the feed-forward layer, with `post_norms` also after each. `scale_embeddings` multiplies embeddings by
-    √d_model; a `logit_soft_cap` keeps logits between −cap and cap.
+    `attention.num_heads`, `attention.head_dim` to `d_model / attention.num_heads`. `scale_embeddings` multiplies
+    embeddings by √d_model; a `logit_soft_cap` keeps logits between −cap and cap.
+
+    `norm_placement` says where attention f and the feed-forward layer f have norms: before, x + f(norm(x)) (Llama);
+    after, x + norm(f(x)) (OLMo 2, arXiv:2501.00656, section 2.1); or both, x + norm(f(norm(x))) (Gemma 2).
+    `residual` says what the feed-forward layer reads: the stream with attention added to it, or in parallel the one
+    that attention reads (arXiv:2204.02311, section 2), by a norm of its own (GPT-NeoX) or by attention's (GPT-J, Phi,
+    Cohere).
     """
 
     vocab_size: Count
@@ -153,7 +160,8 @@ class ModelConfig(Section):
     position: Annotated[LearnedPositionsConfig | RopeConfig, Field(discriminator="kind")]
     attention: GroupedQueryAttentionConfig
     feed_forward: DenseFeedForwardConfig
-    post_norms: bool = False
+    norm_placement: NormPlacement = "before"
+    residual: Residual = "sequential"
     tied_embeddings: bool = False
     scale_embeddings: bool = False
     logit_soft_cap: Positive | None = None
@@ -194,6 +202,11 @@ class ModelConfig(Section):
             raise ValueError(
                 f"model.attention.window.rope_theta rotates nothing: model.position.kind is {self.position.kind!r}; "
                 "leave it out"
+            )
+        if self.residual == "parallel_shared_norm" and self.norm_placement == "after":
+            raise ValueError(
+                'model.residual = "parallel_shared_norm" shares the norm before attention, and model.norm_placement = '
+                '"after" has none there; set model.residual to "parallel"'
             )
         return self
 

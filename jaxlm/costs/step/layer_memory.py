@@ -13,7 +13,7 @@ from jaxlm.models.config import ModelConfig
 
 def norms_per_layer(model: ModelConfig) -> int:
     """Return the number of norms of the residual stream in a layer."""
-    return 4 if model.post_norms else 2
+    return 4 if model.norm_placement == "both" else 2
 
 
 def kept(work: Workload) -> int:

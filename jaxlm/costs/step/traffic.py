@@ -130,7 +130,7 @@ def _stream(work: Workload) -> list[Collective]:
         )
         whole_sums = int(kernel_costs.loss(work) is not None and first <= ModelPart.FINAL_NORM)
         if through and work.remat != "none":  # the sum behind the feed-forward runs again where a norm reads it
-            sums, gathers = sums + (2 if model.post_norms else 1) * model.num_layers, gathers + blocks
+            sums, gathers = sums + (1 if model.norm_placement == "before" else 2) * model.num_layers, gathers + blocks
     found = []
     if parted:
         found.append(Collective("reduce-scatter", tensor, each * (sums - whole_sums), whole, "stream"))

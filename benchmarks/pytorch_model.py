@@ -24,7 +24,9 @@ class TorchTransformer(nn.Module):
                 attention.qk_norm or attention.scale or attention.soft_cap or attention.window
             ),
             "plus_one": getattr(model.norm, "plus_one", False),
-            "post_norms": model.post_norms,
+            "norms after a layer, or parallel blocks": (
+                model.norm_placement != "before" or model.residual != "sequential"
+            ),
             "scale_embeddings": model.scale_embeddings,
             "logit_soft_cap": model.logit_soft_cap,
             f"activation but {', '.join(_ACTIVATIONS)}": model.feed_forward.activation not in _ACTIVATIONS,

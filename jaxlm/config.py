@@ -114,8 +114,11 @@ def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train") -
 def divided_by_mesh(model: ModelConfig) -> list[tuple[str, str, int]]:
     """Return the dimensions of a model that mesh axes must divide: (axis, key in a configuration, size) each."""
     return [
-        ("tensor", "model.attention.num_heads", model.attention.num_heads),
-        ("tensor", "model.feed_forward.d_ff", model.feed_forward.d_ff),
+        *(("tensor", f"model.attention.{key}", getattr(model.attention, key)) for key in model.attention.sharded),
+        *(
+            ("tensor", f"model.feed_forward.{key}", getattr(model.feed_forward, key))
+            for key in model.feed_forward.sharded
+        ),
         ("tensor", "model.vocab_size", model.vocab_size),
         ("fsdp", "model.d_model", model.d_model),
     ]
@@ -143,9 +146,11 @@ def _check(experiment: Experiment, kind: Kind) -> None:
             f"training.microbatches = {training.microbatches} does not divide training.batch = {training.batch}: "
             f"set it to one of {_some_divisors(training.batch)}"
         )
-    if "gate" in training.remat and not model.feed_forward.gated:
+    kept = () if isinstance(training.remat, str) else training.remat
+    if unknown := [name for name in kept if name not in model.activations]:
         raise InputError(
-            "training.remat keeps gate, which a model with model.feed_forward.gated = false does not have; leave it out"
+            f"training.remat keeps {', '.join(unknown)}, which no layer of the model has; what it can keep is "
+            f"{', '.join(model.activations)}"
         )
     if experiment.data.tokenizer in ("bytes", "bpe") and model.vocab_size < BYTES_VOCABULARY:
         raise InputError(

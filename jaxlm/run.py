@@ -28,7 +28,7 @@ FILES = ("tokenizer", "text", "sources")
 # What the parameters of a run are good for; the other keys of [model] may differ where they are used.
 _ARCHITECTURE = (
     *("vocab_size", "num_layers", "d_model", "norm", "attention", "feed_forward"),
-    *("post_norms", "tied_embeddings", "scale_embeddings", "logit_soft_cap"),
+    *("norm_placement", "residual", "tied_embeddings", "scale_embeddings", "logit_soft_cap"),
 )
 
 

@@ -57,12 +57,20 @@ GEMMA = {
         "window": {"size": 5, "global_every": 2, "rope_theta": 100.0},
     },
     "feed_forward": {"d_ff": 48, "activation": "gelu_tanh", "gated": True},
-    "post_norms": True,
+    "norm_placement": "both",
     "tied_embeddings": True,
     "scale_embeddings": True,
     "logit_soft_cap": 4.0,
 }
 FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "qwen3": QWEN3, "llama3.1": LLAMA31, "mistral": MISTRAL, "gemma": GEMMA}
+
+# Where norms stand, and what the feed-forward layer reads.
+BLOCKS = tuple(
+    {"norm_placement": norm_placement, "residual": residual}
+    for norm_placement in ("before", "after", "both")
+    for residual in ("sequential", "parallel", "parallel_shared_norm")
+    if (norm_placement, residual) != ("after", "parallel_shared_norm")
+)
 
 
 def model(family: dict = LLAMA, **changes) -> ModelConfig:
@@ -124,6 +132,15 @@ def run_steps(model, training, batches, mesh=None, optimization=None):
             state, measured = steps.train(state, put_batch(host, mesh))
             metrics.append(jax.device_get(measured))
         return metrics, jax.device_get(state)
+
+
+def first_gradients(model, mesh, microbatches: int = 1):
+    """Return the loss and all gradients of one step, through the step function itself: Adam's first moment after one
+    update is (1 − β₁) × the gradient, and nothing is clipped."""
+    adam = optimization(clip_norm=1e9, beta1=0.5)
+    (metrics,), state = run_steps(model, training(microbatches=microbatches), [batch()], mesh, adam)
+    moments = state.optimizer[1][0].mu
+    return {"loss": metrics["loss"], "norm": metrics["grad_norm"]}, jax.tree.map(lambda m: 2.0 * m, moments)
 
 
 def assert_same_numbers(actual, expected, relative: float) -> None:

@@ -57,6 +57,7 @@ RENAMED = {
     "model.layers": "num_layers",
     "model.width": "d_model",
     "model.kernels": "training.kernels",
+    "model.post_norms": 'model.norm_placement = "both" where it was true',
     "model.attention.heads": "num_heads",
     "model.attention.kv_heads": "num_kv_heads",
     "model.attention.head_width": "head_dim",

@@ -1,11 +1,10 @@
 """The base class of configuration sections, sections chosen by `kind`, merging and comparison. Imports no JAX."""
 
-import functools
-import operator
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Optional, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**128 - 2.0**104  # normal numbers of float32
 
@@ -49,16 +48,44 @@ class Section(BaseModel):
         }
 
 
-def one_of(*sections: type[Section]) -> Any:
-    """Return the type of a key whose table is one of these sections, selected by `kind`; the first is the default."""
-    default = kind_of(sections[0])
+class Kinds:
+    """The type of a key whose table is one of these sections, selected by `kind`; the first is the default.
 
-    def choose(value: Any) -> str:
+    Others may be added after a section has a key of this type.
+    """
+
+    def __init__(self, *sections: type[Section]):
+        self._sections = {kind_of(section): section for section in sections}
+
+    def __iter__(self) -> Iterator[type[Section]]:
+        return iter(tuple(self._sections.values()))
+
+    def __or__(self, other: Any) -> Any:
+        return Optional[self] if other is None else NotImplemented  # noqa: UP045, `|` is this method
+
+    def add(self, section: type[Section]) -> None:
+        """Add a section. Raises ValueError where it has no kind, or where another has its kind."""
+        kind = kind_of(section)
+        if not isinstance(kind, str):
+            raise ValueError(f'{section.__name__} needs a kind: Literal["NAME"] = "NAME"')
+        if self._sections.setdefault(kind, section) is not section:
+            raise ValueError(f"kind = {kind!r} is {self._sections[kind].__name__}; {section.__name__} needs another")
+
+    def remove(self, section: type[Section]) -> None:
+        """Remove a section that was added."""
+        del self._sections[kind_of(section)]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._validated)
+
+    def _validated(self, value: Any) -> Section:
+        default = next(iter(self._sections))
         given = value.get("kind", default) if isinstance(value, dict) else getattr(value, "kind", default)
-        return given if isinstance(given, str) else repr(given)
-
-    tagged = [Annotated[section, Tag(kind_of(section) or "")] for section in sections]
-    return Annotated[functools.reduce(operator.or_, tagged), Discriminator(choose)]
+        section = self._sections.get(given) if isinstance(given, str) else None
+        if section is None:
+            tag, known = given if isinstance(given, str) else repr(given), ", ".join(map(repr, self._sections))
+            raise PydanticKnownError("union_tag_invalid", {"discriminator": "kind", "tag": tag, "expected_tags": known})
+        return section.model_validate(value)
 
 
 def _types_in(annotation: Any) -> set[Any]:
@@ -92,6 +119,8 @@ def sections_in(annotation: Any) -> Iterator[type[Section]]:
     """Yield the sections that a key of this type may hold, in the order of the annotation."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
+    elif isinstance(annotation, Kinds):
+        yield from annotation
     elif get_origin(annotation) is Annotated:
         yield from sections_in(get_args(annotation)[0])
     else:

@@ -1,32 +1,31 @@
 """The architecture of a decoder-only Transformer as orthogonal choices. Imports no JAX."""
 
 import math
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from jaxlm.core.schema import Count, Positive, Section, one_of
+from jaxlm.core.schema import Count, Kinds, Positive, Section, chosen
 
+NormPlacement = Literal["before", "after", "both"]
+Residual = Literal["sequential", "parallel", "parallel_shared_norm"]
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]
 
 # Norms, RoPE, attention, gated activations and the loss run as kernels of kernels_pallas wherever there is one for the
 # chip, or as what XLA makes of plain JAX.
 Kernels = Literal["auto", "xla"]
 
-# Activations of a layer that have a name, and what a layer keeps for its backward pass: everything,
-# only its input, or its input and the activations named.
-ActivationName = Literal["query", "key", "value", "attention", "up", "gate"]
 
-
-def _remat(value):
-    names = get_args(ActivationName)
-    listed = isinstance(value, list | tuple) and all(name in names for name in value)
+def _remat(value: Any) -> Any:
+    listed = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
     if value not in ("none", "full") and not listed:
-        raise ValueError(f'{value!r} is neither "none" nor "full" nor a list of {", ".join(names)}')
+        raise ValueError(f'{value!r} is neither "none" nor "full" nor a list of activations, such as ["query", "up"]')
     return value
 
 
-Remat = Annotated[Literal["none", "full"] | tuple[ActivationName, ...], BeforeValidator(_remat)]
+# What a layer keeps for its backward pass: everything, only its input, or its input and the activations named
+# (`ModelConfig.activations`).
+Remat = Annotated[Literal["none", "full"] | tuple[str, ...], BeforeValidator(_remat)]
 
 
 class RMSNormConfig(Section):
@@ -82,7 +81,7 @@ class RopeConfig(Section):
 
     kind: Literal["rope"] = "rope"
     theta: Positive = 10_000.0
-    scaling: one_of(Llama3ScalingConfig, LinearScalingConfig) | None = None  # pyright: ignore[reportInvalidTypeForm]
+    scaling: Kinds(Llama3ScalingConfig, LinearScalingConfig) | None = None  # pyright: ignore[reportInvalidTypeForm]
 
 
 class SlidingWindowConfig(Section):
@@ -98,13 +97,40 @@ class SlidingWindowConfig(Section):
     rope_theta: Positive | None = None
 
 
-class GroupedQueryAttentionConfig(Section):
+class LayerConfig(Section):
+    """A section from which a part of every layer is made: attention, or the feed-forward layer.
+
+    Attributes:
+      activations: names of the activations that rematerialisation can keep.
+      sharded: keys whose sizes `mesh.tensor` must divide.
+    """
+
+    kind: str
+    activations: ClassVar[tuple[str, ...]] = ()
+    sharded: ClassVar[tuple[str, ...]] = ()
+
+
+class AttentionConfig(LayerConfig):
+    """A section from which attention is made. With a key `window` it may have a `SlidingWindowConfig`.
+
+    Attributes:
+      rotated: the key that holds the number of a head's channels that rotary positions rotate; None rotates none.
+    """
+
+    rotated: ClassVar[str | None] = None
+
+
+class GroupedQueryAttentionConfig(AttentionConfig):
     """Grouped-query attention: `num_heads` query heads share `num_kv_heads` key/value heads (arXiv:2305.13245).
 
     `num_kv_heads = num_heads` is multi-head attention, `num_kv_heads = 1` multi-query attention. Scores are the
     products of queries and keys times `scale`, 1 / √head_dim where it is not given; with a `soft_cap` they
     stay between −cap and cap (Gemma 2, arXiv:2408.00118, section 2).
     """
+
+    activations: ClassVar = ("query", "key", "value", "attention")
+    sharded: ClassVar = ("num_heads",)
+    rotated: ClassVar = "head_dim"
 
     kind: Literal["gqa"] = "gqa"
     num_heads: Count
@@ -117,6 +143,22 @@ class GroupedQueryAttentionConfig(Section):
     soft_cap: Positive | None = None
     window: SlidingWindowConfig | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_kv_heads(cls, values: Any) -> Any:
+        """Write the default that depends on another key into the table."""
+        has_heads = isinstance(values, dict) and "num_heads" in values
+        return {"num_kv_heads": values["num_heads"], **values} if has_heads else values
+
+    @model_validator(mode="after")
+    def _grouped(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.attention.num_kv_heads = {self.num_kv_heads} does not divide "
+                f"model.attention.num_heads = {self.num_heads}; set it to one that does"
+            )
+        return self
+
     def kv_heads_over(self, devices: int) -> int:
         """Return the number of key/value heads that are computed where query heads are sharded over `devices`.
 
@@ -126,8 +168,10 @@ class GroupedQueryAttentionConfig(Section):
         return math.lcm(self.num_kv_heads, devices)
 
 
-class DenseFeedForwardConfig(Section):
+class DenseFeedForwardConfig(LayerConfig):
     """Two matrices with an activation between, or three when gated (Shazeer 2020, arXiv:2002.05202)."""
+
+    sharded: ClassVar = ("d_ff",)
 
     kind: Literal["dense"] = "dense"
     d_ff: Count
@@ -135,14 +179,29 @@ class DenseFeedForwardConfig(Section):
     gated: bool = False
     bias: bool = False
 
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """Names of the activations that rematerialisation can keep."""
+        return ("up", "gate") if self.gated else ("up",)
+
+
+# The sections of `[model.attention]` and `[model.feed_forward]`, to which `jaxlm.models` registers further kinds.
+ATTENTIONS = Kinds(GroupedQueryAttentionConfig)
+FEED_FORWARDS = Kinds(DenseFeedForwardConfig)
+
 
 class ModelConfig(Section):
     """A decoder-only Transformer.
 
     `context_length` is the longest sequence that it can read. `attention.num_kv_heads` defaults to
-    `attention.num_heads`, `attention.head_dim` to `d_model / attention.num_heads`. Norms stand before attention and
-    before the feed-forward layer, with `post_norms` also after each. `scale_embeddings` multiplies embeddings by
-    √d_model; a `logit_soft_cap` keeps logits between −cap and cap.
+    `attention.num_heads`, `attention.head_dim` to `d_model / attention.num_heads`. `scale_embeddings` multiplies
+    embeddings by √d_model; a `logit_soft_cap` keeps logits between −cap and cap.
+
+    `norm_placement` says where attention f and the feed-forward layer f have norms: before, x + f(norm(x)) (Llama);
+    after, x + norm(f(x)) (OLMo 2, arXiv:2501.00656, section 2.1); or both, x + norm(f(norm(x))) (Gemma 2).
+    `residual` says what the feed-forward layer reads: the stream with attention added to it, or in parallel the one
+    that attention reads (arXiv:2204.02311, section 2), by a norm of its own (GPT-NeoX) or by attention's (GPT-J, Phi,
+    Cohere).
     """
 
     vocab_size: Count
@@ -151,9 +210,10 @@ class ModelConfig(Section):
     d_model: Count
     norm: Annotated[RMSNormConfig | LayerNormConfig, Field(discriminator="kind")]
     position: Annotated[LearnedPositionsConfig | RopeConfig, Field(discriminator="kind")]
-    attention: GroupedQueryAttentionConfig
-    feed_forward: DenseFeedForwardConfig
-    post_norms: bool = False
+    attention: ATTENTIONS  # pyright: ignore[reportInvalidTypeForm]
+    feed_forward: FEED_FORWARDS  # pyright: ignore[reportInvalidTypeForm]
+    norm_placement: NormPlacement = "before"
+    residual: Residual = "sequential"
     tied_embeddings: bool = False
     scale_embeddings: bool = False
     logit_soft_cap: Positive | None = None
@@ -161,8 +221,8 @@ class ModelConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_heads(cls, values):
-        """Write the two defaults that depend on other keys into the table, so that a resolved file is whole."""
+    def _fill_head_dim(cls, values):
+        """Write the default that depends on two tables into that of attention, so that a resolved file is whole."""
         attention = values.get("attention") if isinstance(values, dict) else None
         if not isinstance(attention, dict) or "num_heads" not in attention:
             return values
@@ -170,37 +230,52 @@ class ModelConfig(Section):
         for key, size in (("attention.num_heads", heads), ("d_model", width)):
             if size is not None and not isinstance(size, int):
                 raise ValueError(f"model.{key} = {size!r}: it must be an integer")
-        filled = {"num_kv_heads": heads, **attention}
-        if "head_dim" not in filled and isinstance(width, int) and heads > 0:
+        sections = chosen(ATTENTIONS, attention)
+        asked = all("head_dim" in s.model_fields and s.model_fields["head_dim"].is_required() for s in sections)
+        if asked and "head_dim" not in attention and isinstance(width, int) and heads > 0:
             if width % heads:
                 raise ValueError(
                     f"model.attention.num_heads = {heads} does not divide model.d_model = {width}: "
                     "change one of them, or set model.attention.head_dim"
                 )
-            filled["head_dim"] = width // heads
-        return {**values, "attention": filled}
+            return {**values, "attention": {**attention, "head_dim": width // heads}}
+        return values
 
     @model_validator(mode="after")
     def _consistent(self):
-        attention = self.attention
-        if attention.num_heads % attention.num_kv_heads:
-            raise ValueError(
-                f"model.attention.num_kv_heads = {attention.num_kv_heads} does not divide "
-                f"model.attention.num_heads = {attention.num_heads}; set it to one that does"
-            )
-        if self.position.kind == "rope" and attention.head_dim % 2:
-            raise ValueError(f"model.attention.head_dim = {attention.head_dim}: it must be even, RoPE rotates pairs")
-        if attention.window and attention.window.rope_theta and self.position.kind != "rope":
+        if self.position.kind == "rope" and self.rope_dim % 2:
+            key = f"model.attention.{self.attention.rotated}"
+            raise ValueError(f"{key} = {self.rope_dim}: it must be even, RoPE rotates pairs")
+        if self.window and self.window.rope_theta and self.position.kind != "rope":
             raise ValueError(
                 f"model.attention.window.rope_theta rotates nothing: model.position.kind is {self.position.kind!r}; "
                 "leave it out"
             )
+        if self.residual == "parallel_shared_norm" and self.norm_placement == "after":
+            raise ValueError(
+                'model.residual = "parallel_shared_norm" shares the norm before attention, and model.norm_placement = '
+                '"after" has none there; set model.residual to "parallel"'
+            )
         return self
 
     @property
+    def window(self) -> SlidingWindowConfig | None:
+        """`attention.window`; None too for a kind that has none."""
+        return getattr(self.attention, "window", None)
+
+    @property
+    def rope_dim(self) -> int:
+        """The channels of a head that rotary positions rotate."""
+        return getattr(self.attention, self.attention.rotated) if self.attention.rotated else 0
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """Names of the activations of a layer that `training.remat` may keep."""
+        return *self.attention.activations, *self.feed_forward.activations
+
+    @property
     def windowed_layers(self) -> int:
-        """Return the number of layers with `attention.window`."""
-        window = self.attention.window
-        if window is None:
+        """The number of layers with `attention.window`."""
+        if self.window is None:
             return 0
-        return self.num_layers - (self.num_layers // window.global_every if window.global_every else 0)
+        return self.num_layers - (self.num_layers // self.window.global_every if self.window.global_every else 0)

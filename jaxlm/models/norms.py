@@ -42,6 +42,17 @@ class LayerNorm(Module):
         return operations.norm(layer_norm, x, axes, vectors, residual, epsilon=self.settings.epsilon)
 
 
+class NoNorm(Module):
+    """x itself, where a block has no norm."""
+
+    def __call__(self, x: jax.Array, axes: Axes = STREAM, residual: jax.Array | None = None) -> Any:
+        """Return x; with a residual (x + residual, x + residual)."""
+        if residual is None:
+            return x
+        total = operations.add(x, residual)
+        return total, total
+
+
 _NORMS = {"rms": RMSNorm, "layer": LayerNorm}
 
 

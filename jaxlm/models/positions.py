@@ -39,14 +39,14 @@ class LayerRows:
 
     def __init__(self, model: config.ModelConfig, positions_BT: jax.Array, key_range: KeyRange, dropout: Dropout):
         self._dropout = dropout
-        settings, self._window = model.position, model.attention.window
+        settings, self._window = model.position, model.window
         rope = None
-        if settings.kind == "rope":
-            rope = rope_table(settings, model.attention.head_dim, positions_BT)
+        if settings.kind == "rope" and model.rope_dim:
+            rope = rope_table(settings, model.rope_dim, positions_BT)
         self._global = self._windowed = key_range, rope
         if self._window is not None:
             if theta := self._window.rope_theta:
-                rope = rope_table(config.RopeConfig(theta=theta), model.attention.head_dim, positions_BT)
+                rope = rope_table(config.RopeConfig(theta=theta), model.rope_dim, positions_BT)
             self._windowed = sliding_window_mask(self._window.size, key_range), rope
 
     def of(self, layer: jax.Array) -> RowContext:
@@ -64,9 +64,9 @@ class LayerRows:
         return jax.tree.map(choose, self._global, self._windowed)
 
 
-def rope_table(settings: config.RopeConfig, head_dim: int, positions_BT: jax.Array) -> RopeTable:
+def rope_table(settings: config.RopeConfig, rope_dim: int, positions_BT: jax.Array) -> RopeTable:
     """Return the table of angles position · θ^(−2i/H) (arXiv:2104.09864, section 3.2.2), scaled where configured."""
-    frequency = settings.theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    frequency = settings.theta ** (-jnp.arange(0, rope_dim, 2, dtype=jnp.float32) / rope_dim)
     if settings.scaling is not None:
         frequency = _SCALED[settings.scaling.kind](frequency, settings.scaling)
     angle = positions_BT[..., None].astype(jnp.float32) * frequency[None, None]

@@ -11,7 +11,7 @@ from jaxlm.models import config, operations
 from jaxlm.models.attention import attention
 from jaxlm.models.cache import Cache, CacheEntry, LayerCache, NoCache, Slot
 from jaxlm.models.feed_forward import feed_forward
-from jaxlm.models.norms import norm
+from jaxlm.models.norms import LayerNorm, NoNorm, RMSNorm, norm
 from jaxlm.models.operations import Dropout, add, look_up, scale
 from jaxlm.models.parameters import Module, normal, param, stack
 from jaxlm.models.positions import LayerRows
@@ -32,15 +32,20 @@ class Execution(NamedTuple):
 
 
 class Block(Module):
-    """One layer: attention and feed-forward, each after a norm, or between two, and added to the residual."""
+    """One layer: attention and feed-forward, each with norms before it, after it, or both, added to the residual."""
 
     def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
-        self.attention_norm = norm(model, model.d_model, rngs)
+        def norm_where(there: bool) -> RMSNorm | LayerNorm | NoNorm:
+            return norm(model, model.d_model, rngs) if there else NoNorm()
+
+        before, after = model.norm_placement != "after", model.norm_placement != "before"
+        self.residual = model.residual
+        self.attention_norm = norm_where(before)
         self.attention = attention(model, rngs)
-        self.feed_forward_norm = norm(model, model.d_model, rngs)
+        self.feed_forward_norm = norm_where(before and model.residual != "parallel_shared_norm")
         self.feed_forward = feed_forward(model, rngs)
-        self.attention_post_norm = norm(model, model.d_model, rngs) if model.post_norms else None
-        self.feed_forward_post_norm = norm(model, model.d_model, rngs) if model.post_norms else None
+        self.attention_post_norm = norm_where(after)
+        self.feed_forward_post_norm = norm_where(after)
 
     def slots(self) -> dict[str, Slot]:
         """Return what the layer keeps of earlier tokens."""
@@ -50,14 +55,32 @@ class Block(Module):
         self, x_BTD: jax.Array, rows: RowContext, cache: LayerCache
     ) -> tuple[jax.Array, LayerCache, Auxiliary]:
         """Return the layer's output for x, [B, T, D] both, and the cache after it."""
+        form = self._sequential if self.residual == "sequential" else self._parallel
+        return form(x_BTD, rows, cache)
+
+    def _sequential(
+        self, x_BTD: jax.Array, rows: RowContext, cache: LayerCache
+    ) -> tuple[jax.Array, LayerCache, Auxiliary]:
+        """Add attention to x, then what the feed-forward layer makes of the sum."""
         read_BTD, cache, of_attention = self.attention(self.attention_norm(x_BTD), rows, cache)
-        if self.attention_post_norm is not None:
-            read_BTD = self.attention_post_norm(read_BTD)
-        x_BTD, normalised_BTD = self.feed_forward_norm(x_BTD, residual=rows.dropout(read_BTD, 0))
+        read_BTD = rows.dropout(self.attention_post_norm(read_BTD), 0)
+        x_BTD, normalised_BTD = self.feed_forward_norm(x_BTD, residual=read_BTD)
         made_BTD, of_feed_forward = self.feed_forward(normalised_BTD, rows)
-        if self.feed_forward_post_norm is not None:
-            made_BTD = self.feed_forward_post_norm(made_BTD)
-        return add(x_BTD, rows.dropout(made_BTD, 1)), cache, of_attention | of_feed_forward
+        made_BTD = rows.dropout(self.feed_forward_post_norm(made_BTD), 1)
+        return add(x_BTD, made_BTD), cache, of_attention | of_feed_forward
+
+    def _parallel(
+        self, x_BTD: jax.Array, rows: RowContext, cache: LayerCache
+    ) -> tuple[jax.Array, LayerCache, Auxiliary]:
+        """Add to x both attention and the feed-forward layer of x itself (arXiv:2204.02311, section 2)."""
+        normalised_BTD = self.attention_norm(x_BTD)
+        read_BTD, cache, of_attention = self.attention(normalised_BTD, rows, cache)
+        if self.residual != "parallel_shared_norm":
+            normalised_BTD = self.feed_forward_norm(x_BTD)
+        made_BTD, of_feed_forward = self.feed_forward(normalised_BTD, rows)
+        read_BTD = rows.dropout(self.attention_post_norm(read_BTD), 0)
+        made_BTD = rows.dropout(self.feed_forward_post_norm(made_BTD), 1)
+        return add(x_BTD, add(read_BTD, made_BTD)), cache, of_attention | of_feed_forward
 
 
 class Transformer(Module):

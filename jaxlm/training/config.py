@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jaxlm.core.schema import Count, CountFromZero, Fraction, NonNegative, Positive, Section, one_of
+from jaxlm.core.schema import Count, CountFromZero, Fraction, Kinds, NonNegative, Positive, Section
 from jaxlm.data.config import DataConfig
 from jaxlm.models.config import Kernels, ModelConfig, Remat
 
@@ -108,9 +108,7 @@ class OptimizerConfig(Section):
 
     kind: str
     learning_rate: Positive = 3e-4
-    schedule: one_of(
-        CosineScheduleConfig, LinearScheduleConfig, WarmupStableDecayScheduleConfig, ConstantScheduleConfig
-    )
+    schedule: Kinds(CosineScheduleConfig, LinearScheduleConfig, WarmupStableDecayScheduleConfig, ConstantScheduleConfig)
     weight_decay: NonNegative = 0.1
     clip_norm: Positive = 1.0
     groups: tuple[ParameterGroupConfig, ...] = ()
@@ -180,7 +178,7 @@ class SGDConfig(OptimizerConfig):
     nesterov: bool = False
 
 
-AnyOptimizer = one_of(AdamWConfig, MuonConfig, AdafactorConfig, LionConfig, SGDConfig)
+AnyOptimizer = Kinds(AdamWConfig, MuonConfig, AdafactorConfig, LionConfig, SGDConfig)
 
 
 class EvaluationConfig(Section):

@@ -88,7 +88,7 @@ def test_a_key_of_two_lines_is_refused_in_one():
         ("training.dtype=float16", ["training.dtype = 'float16'", "float32", "bfloat16"]),
         ("training.remat=some", ["training.remat", "some", "none", "full", "query"]),
         ("training.remat=['query', 'norm']", ["training.remat", "norm", "attention"]),
-        ("training.remat=['up', 'gate']", ["training.remat", "gate", "model.feed_forward.gated"]),
+        ("training.remat=['up', 'gate']", ["training.remat keeps gate,", "query, key, value, attention, up"]),
         ("training=5", ["training must be a section", "[training]"]),
         ("model=5", ["model must be a section", "[model]"]),
         ("optimizer.schedule=5", ["optimizer.schedule must be a section"]),

@@ -423,14 +423,14 @@ def test_what_is_sent():
     assert not traffic.collectives(changed(work, layout=meshes.layout()))
 
 
-@pytest.mark.parametrize("post_norms", [False, True])
-def test_the_last_sum_of_a_layer_runs_again_where_a_norm_reads_it(post_norms):
+@pytest.mark.parametrize("norm_placement", ["before", "both"])
+def test_the_last_sum_of_a_layer_runs_again_where_a_norm_reads_it(norm_placement):
     def sums(remat):
-        model = model_fixtures.model(post_norms=post_norms)
+        model = model_fixtures.model(norm_placement=norm_placement)
         work = workload("train", model, 16, 32, remat=remat, layout=Layout(tensor=2), kernels="xla")
         return sum(c.times for c in traffic.collectives(work) if (c.kind, c.of) == ("reduce-scatter", "stream"))
 
-    assert sums("full") - sums("none") == (2 if post_norms else 1) * model_fixtures.model().num_layers
+    assert sums("full") - sums("none") == (2 if norm_placement == "both" else 1) * model_fixtures.model().num_layers
 
 
 @pytest.mark.parametrize("tied, sums", [(False, 3), (True, 6)])

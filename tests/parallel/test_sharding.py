@@ -23,20 +23,10 @@ from jaxlm.training.step import jit_steps, make_steps
 MESHES = [(d, f, t) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) for t in (1, 2, 4, 8) if d * f * t == 8]
 
 
-def first_gradients(model, mesh, microbatches=1):
-    """Loss and all gradients of one step, through the step function itself: Adam's first moment after one update is
-    (1 − β₁) × the gradient, and nothing is clipped."""
-    optimization = model_fixtures.optimization(clip_norm=1e9, beta1=0.5)
-    training = model_fixtures.training(microbatches=microbatches)
-    (metrics,), state = model_fixtures.run_steps(model, training, [model_fixtures.batch()], mesh, optimization)
-    moments = state.optimizer[1][0].mu
-    return {"loss": metrics["loss"], "norm": metrics["grad_norm"]}, jax.tree.map(lambda m: 2.0 * m, moments)
-
-
 @pytest.fixture(scope="module")
 def on_one_device():
     return {
-        name: first_gradients(model_fixtures.model(model_fixtures.FAMILIES[name]), meshes.make())
+        name: model_fixtures.first_gradients(model_fixtures.model(model_fixtures.FAMILIES[name]), meshes.make())
         for name in ("llama", "gpt2")
     }
 
@@ -55,7 +45,9 @@ def test_there_are_ten_ways_to_factor_eight():
 )
 def test_losses_and_gradients_are_those_of_one_device(on_one_device, family, mesh):
     expected_loss, expected = on_one_device[family]
-    loss, gradients = first_gradients(model_fixtures.model(model_fixtures.FAMILIES[family]), meshes.make(*mesh))
+    loss, gradients = model_fixtures.first_gradients(
+        model_fixtures.model(model_fixtures.FAMILIES[family]), meshes.make(*mesh)
+    )
     # The tolerances of DESIGN: sums are added in another order, in float32.
     model_fixtures.assert_same_numbers(loss, expected_loss, 1e-5)
     model_fixtures.assert_same_numbers(gradients, expected, 1e-4)
@@ -65,7 +57,7 @@ def test_losses_and_gradients_are_those_of_one_device(on_one_device, family, mes
 @pytest.mark.parametrize("mesh", [(2, 2, 2), (4, 1, 2)], ids=str)
 def test_microbatches_on_a_mesh_are_the_whole_batch(on_one_device, mesh):
     expected_loss, expected = on_one_device["llama"]
-    loss, gradients = first_gradients(model_fixtures.model(), meshes.make(*mesh), microbatches=2)
+    loss, gradients = model_fixtures.first_gradients(model_fixtures.model(), meshes.make(*mesh), microbatches=2)
     model_fixtures.assert_same_numbers(loss, expected_loss, 1e-5)
     model_fixtures.assert_same_numbers(gradients, expected, 1e-4)
 

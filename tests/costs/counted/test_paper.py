@@ -67,6 +67,12 @@ def test_kernels_of_frozen_steps_declare_what_is_counted(seed):
     assert_counted(model, remat, patterns, ("gpu", "tpu")[seed % 2])
 
 
+@pytest.mark.parametrize("form", model_fixtures.BLOCKS, ids=lambda form: "-".join(form.values()))
+def test_kernels_of_every_form_of_a_block_declare_what_is_counted(form):
+    attention = {**model_fixtures.LLAMA["attention"], "head_dim": 16}
+    assert assert_counted(model_fixtures.model(**form, attention=attention), ("query", "up"), [], "gpu")
+
+
 @pytest.mark.parametrize(("platform", "runs"), [("gpu", False), ("tpu", True)])
 def test_a_kernel_for_attention_is_counted_where_it_runs(platform, runs):
     """Triton's takes head dims that 16 divides, Mosaic's any."""

@@ -12,8 +12,8 @@ from flax import nnx
 from matrices import sampled
 from workload_fixtures import workload
 
+from jaxlm.costs.counted import operations
 from jaxlm.costs.jaxpr.count import count
-from jaxlm.costs.step import operations
 from jaxlm.models import tree
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.training.step import make_steps

@@ -13,8 +13,8 @@ import pytest
 from jaxlm import config
 from jaxlm.core.errors import InputError
 from jaxlm.core.schema import Count
+from jaxlm.costs.counted import operations
 from jaxlm.costs.jaxpr.count import count
-from jaxlm.costs.step import operations
 from jaxlm.costs.workload import Workload
 from jaxlm.inference.generate import generate
 from jaxlm.inference.requests import Sampling
@@ -38,13 +38,6 @@ class GatedMultiQueryConfig(models.AttentionConfig):
     kind: Literal["gated_mqa"] = "gated_mqa"
     num_heads: Count
     head_dim: Count
-
-    # Counting reads these of every attention today.
-    num_kv_heads: ClassVar = 1
-    window: ClassVar = None
-
-    def kv_heads_over(self, devices: int) -> int:
-        return devices
 
 
 class GatedMultiQuery(Module):

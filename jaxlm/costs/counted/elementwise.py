@@ -47,6 +47,7 @@ _MOVED = Loop(0, 0, 2), Loop(0, 0, 2)
 _BESIDE = Loop(0, 0, 2), Loop(0, 0, 2)  # their FLOPs are in those of the softmax and the activation
 _LOOKUP = Loop(0, 0, 2), Loop(1, 0, 3)
 _SCALED = Loop(1, 0, 2), Loop(1, 0, 2)
+_NUMBER = Loop(1, 0, 1), Loop(1, 0, 1)  # between operations; several of them are one loop
 
 
 @functools.cache
@@ -108,6 +109,8 @@ def loops(device: DeviceStep, use: Use) -> Iterator[Elementwise]:
             if use.options["soft_cap"]:
                 yield each("softmax", scores, _SOFT_CAP)
             yield each("heads", 2 * (numbers + keys), _MOVED)  # heads move in front of the sequence and back
+        case "elementwise":
+            yield each("elementwise", numbers, _NUMBER)
         case "activation" | "gated_activation":
             directions = _activation(use.options["name"], use.name == "gated_activation")
             yield each("activation", numbers, directions)

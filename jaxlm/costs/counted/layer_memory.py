@@ -17,7 +17,7 @@ from jaxlm.costs.counted.paper import Use
 
 _NORMS = ("rms_norm", "layer_norm")
 # What XLA computes number by number, in the place of what it reads.
-_IN_PLACE = ("add", "scale", "dropout", "rope", "activation", "gated_activation")
+_IN_PLACE = ("add", "scale", "dropout", "rope", "activation", "gated_activation", "elementwise")
 
 
 class LayerPeak(NamedTuple):

@@ -149,7 +149,10 @@ def _inference(device: DeviceStep) -> Iterator[Memory]:
     """A layer, and the unembedding of the last tokens."""
     work, found, alike = device.work, device.found, device_step(device.work.alike())
     held = work.itemsize * sum(work.stored(d.axes, d.shape) for d in parameters(work.model).values())
-    cache = kv_cache(work)
+    cache, tables = kv_cache(work), [use for use in found.by_layer[None] if use.name in ("look_up", "logits")]
+    # A tied table is gathered once for both of its uses.
+    tied = len({found.parameter(use) for use in tables}) < len(tables)
+    held += _tables(device) if tied else 0
     for layer in range(len(found.layers)):
         uses, forward = found.by_layer[layer], layer_memory.forward(alike, layer, keeps=False)
         peak, read = uses[forward.at], 0
@@ -159,7 +162,9 @@ def _inference(device: DeviceStep) -> Iterator[Memory]:
         gathered = _gathered(device, uses[forward.at :] if work.runs_kernels else uses)
         yield Memory(held + gathered, 0, 0, forward.bytes + read, 0, cache)
     (use,) = (use for use in found.uses if use.name == "logits")
-    yield Memory(held + _tables(device), 0, 0, 0, 4 * math.prod(kernel_costs.logits(device, use)), cache)
+    yield Memory(
+        held + (0 if tied else _tables(device)), 0, 0, 0, 4 * math.prod(kernel_costs.logits(device, use)), cache
+    )
 
 
 def _gathered(device: DeviceStep, uses: Iterable[Use]) -> int:

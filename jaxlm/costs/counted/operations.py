@@ -141,6 +141,8 @@ def saved(device: DeviceStep, use: Use) -> tuple[int, ...]:
             return use.results[:1] if len(use.results) == 2 else use.operands[:1]
         case "activation" | "gated_activation":
             return use.operands
+        case "elementwise":
+            return use.options["reads"]
         case _:
             return ()
 

@@ -30,6 +30,12 @@ from jaxlm.parallel.rules import Kind
 # Products belong to operations: one outside of them would be counted nowhere.
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "pallas_call", "ragged_dot"})
 
+# What a module computes number by number between operations, and what its backward pass reads: operands, or the result.
+_READS_OPERANDS = frozenset({"mul", "div", "max", "min", "pow", "integer_pow", "log", "sin", "cos", "abs", "select_n"})
+_READS_RESULT = frozenset({"exp", "exp2", "logistic", "tanh", "rsqrt", "sqrt", "erf"})
+_READS_NOTHING = frozenset({"add", "sub", "neg"})
+_ELEMENTWISE = _READS_OPERANDS | _READS_RESULT | _READS_NOTHING
+
 # Trees that are only read: a plan asks for the same one several times.
 abstract = functools.lru_cache(maxsize=8)(tree.abstract)
 
@@ -163,7 +169,7 @@ class _Reader:
     """A reader of recorded jaxprs, which numbers their values."""
 
     def __init__(self, by_checkpoints: bool) -> None:
-        self.found, self._numbers, self._readers = Recording(), 0, {}
+        self.found, self._numbers, self._readers, self._axes = Recording(), 0, {}, {}
         self._by_checkpoints = by_checkpoints
 
     def new(self, *sources: int) -> int:
@@ -182,6 +188,7 @@ class _Reader:
         """Read a jaxpr and return the numbers of its results."""
         values: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
         values |= {each: self.new() for each in jaxpr.constvars}
+        gathered: dict[tuple, list[int]] = {}
 
         def number(atom: Any) -> int | None:
             return None if isinstance(atom, Constant) else values[atom]
@@ -191,8 +198,12 @@ class _Reader:
             known = [value for value in operands if value is not None]
             here = (*scope, *(part for each in eqn.source_info.name_stack.stack for part in each.name.split("/")))
             name, inner = eqn.primitive.name, eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-            if eqn.primitive is MARKER:
+            if eqn.primitive is MARKER and (gather := (eqn.params["marker"].operation, *known)) in gathered:
+                results = gathered[gather]  # XLA gathers a value once, whoever reads it
+            elif eqn.primitive is MARKER:
                 results = self._use(eqn, known, here, times, layer)
+                if gather[0] == "gather":
+                    gathered[gather] = results
             elif name in _PRODUCTS:
                 raise ValueError(f"{'/'.join(here) or 'the model'} multiplies outside of the operations of a model")
             elif name == "scan":
@@ -203,10 +214,11 @@ class _Reader:
                 given = given[-len(body.invars) :] if body.invars else []
                 within = self._layer(given) if name in ("checkpoint", "remat2") and self._by_checkpoints else layer
                 results = self.read(body, given, here, times, within)
+            elif name == "name":
+                results = known
+                self.found.names[results[0]] = eqn.params["name"]
             else:
-                results = known if name == "name" else [self.new(*known) for _ in eqn.outvars]
-                if name == "name":
-                    self.found.names[results[0]] = eqn.params["name"]
+                results = self._elementwise(eqn, operands, here, times, layer)
             values.update(zip(eqn.outvars, results, strict=True))
         return [self.new() if isinstance(atom, Constant) else values[atom] for atom in jaxpr.outvars]
 
@@ -216,11 +228,39 @@ class _Reader:
         shapes, made = (tuple(tuple(atom.aval.shape) for atom in side) for side in (eqn.invars, eqn.outvars))
         readers = dict(marker.options).get("readers") or self._readers.get(results[0])
         for value, axes in zip(results, marker.results, strict=True):
+            self._axes[value] = axes
             self._readers.pop(value, None)
             if "act_kv_heads" in axes:
                 self._readers[value] = readers
         path = "/".join(scope)
         self.found.uses.append(Use(marker, path, times, tuple(operands), tuple(results), shapes, made, layer, readers))
+        return results
+
+    def _elementwise(
+        self, eqn: Any, operands: list[int | None], scope: tuple[str, ...], times: int, layer: int | None
+    ) -> list[int]:
+        """Return the numbers of what is no operation; add a use where it computes each number of an array that
+        operations made."""
+        results = [self.new(*(value for value in operands if value is not None)) for _ in eqn.outvars]
+        shape, dtype = eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype
+        alike = [
+            value
+            for value, atom in zip(operands, eqn.invars, strict=True)
+            if value in self._axes and atom.aval.shape == shape
+        ]
+        if not alike or len(results) > 1 or not jnp.issubdtype(dtype, jnp.floating):
+            return results
+        self._axes[results[0]] = axes = self._axes[alike[0]]
+        if (name := eqn.primitive.name) in _ELEMENTWISE:
+            reads = alike if name in _READS_OPERANDS else results if name in _READS_RESULT else []
+            marker = Marker("elementwise", (axes,) * len(alike), (axes,), (("reads", tuple(reads)),))
+            shapes, readers = (tuple(shape),), self._readers.get(results[0])
+            self.found.uses.append(
+                Use(
+                    *(marker, "/".join(scope), times, tuple(alike), tuple(results)),
+                    *(shapes * len(alike), shapes, layer, readers),
+                )
+            )
         return results
 
     def _layer(self, inputs: list[int]) -> int:
@@ -235,6 +275,8 @@ class _Reader:
         for value, operand in zip(inputs, operands, strict=True):
             if operand in self.found.parameters:  # a slice of a stacked parameter
                 self.found.parameters[value] = self.found.parameters[operand]
+            elif operand in self._axes:
+                self._axes[value] = self._axes[operand]
         layer = None if self._by_checkpoints else self._layer(inputs)
         results = self.read(body, inputs, scope, times * eqn.params["length"], layer)
         for value, start, end in zip(

@@ -102,3 +102,21 @@ def test_no_two_classes_have_one_name():
 def test_docstrings_say_what_a_thing_is_or_does():
     opened = {place: (ast.get_docstring(node) or "").split() for place, node in definitions()}
     assert [place for place, words in opened.items() if words and words[0].strip(",.:") in BARE] == []
+
+
+def test_costs_know_no_architecture():
+    """No parameter path and no key of a layer: both are read from the recording of the model."""
+    from jaxlm.models.config import ModelConfig
+
+    keys = ModelConfig.model_fields.keys() - {"vocab_size", "context_length", "num_layers", "d_model"}
+    paths = re.compile(r"(layers|embedding|unembedding|positions|final_norm)/")
+    found = []
+    for file in (ROOT / "jaxlm" / "costs").rglob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            of_model = isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] == "model"
+            is_path = isinstance(node, ast.Constant) and isinstance(node.value, str) and paths.match(node.value)
+            if (of_model and node.attr in keys) or (is_path and id(node) not in prose):
+                found.append(f"{file.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}")
+    assert found == []

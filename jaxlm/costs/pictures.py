@@ -152,7 +152,7 @@ def _name(axes: Axes, named: Sequence[Point]) -> None:
 
 
 def _short(scope: str) -> str:
-    return scope.removeprefix("layers/")
+    return scope.split("/", 1)[-1]
 
 
 def memory_bars(axes: Axes, plans: dict[str, Plan]) -> None:

@@ -1,0 +1,83 @@
+"""Random configurations: what is counted is what their programs have, to the last FLOP and byte."""
+
+import math
+import random
+
+import jax
+import jax.numpy as jnp
+import model_fixtures
+import pytest
+import random_configurations
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from matrices import sampled
+
+from jaxlm.costs.counted import memory, operations
+from jaxlm.costs.counted.parameters import parameters
+from jaxlm.costs.jaxpr.count import JaxprCost, count
+from jaxlm.costs.workload import Workload
+from jaxlm.inference.cache import empty_cache
+from jaxlm.inference.steps import decode_step, prefill
+from jaxlm.models import kernels, tree
+from jaxlm.parallel.layout import AXES
+from jaxlm.training.optimizer import optimizer
+from jaxlm.training.step import make_steps
+
+CHIPS = {"gpu": AbstractDevice("NVIDIA H200", 1, "gpu"), "tpu": AbstractDevice("TPU v5 lite", 1, "tpu")}
+
+
+def read(work: Workload) -> JaxprCost:
+    """Return the cost of the jaxpr of a step on one device."""
+    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+    graph, abstract = tree.abstract(work.model)
+    mesh = AbstractMesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, abstract_device=CHIPS[work.platform])
+    with jax.sharding.use_abstract_mesh(mesh), kernels.using_kernels(work.training.kernels):
+        if work.kind == "train":
+            steps = make_steps(work.model, work.training, work.optimizer)
+            batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), ints(work.batch, work.sequence))
+            return count(steps.train, jax.eval_shape(steps.init), batch)
+        shapes = tree.shapes(abstract, work.dtype)
+        cache = jax.eval_shape(lambda: empty_cache(work.model, work.batch, work.sequence, jnp.dtype(work.dtype)))
+        if work.kind == "prefill":
+            prompts = ints(work.batch, work.sequence), ints(work.batch)
+            return count(lambda p, t, n, c: prefill(graph, p, t, n, c), shapes, *prompts, cache)
+        return count(lambda p, t, c: decode_step(graph, p, t, c), shapes, ints(work.batch), cache)
+
+
+@pytest.mark.parametrize("seed", sampled(range(1000), {str(n) for n in range(30)}))
+def test_counted_is_what_the_program_has(seed):
+    work = random_configurations.step(random.Random(seed))
+    found, ops = read(work), operations.step(work)
+    assert sum(op.times * op.flops for op in ops if not op.kernel) == found.matmul_flops
+    assert sum(op.times * (op.flops + op.elementwise) for op in ops if op.kernel) == found.kernel_flops
+    abstract = tree.abstract(work.model)[1]
+    numbers = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree.shapes(abstract)))
+    assert sum(math.prod(d.shape) for d in parameters(work.model).values()) == numbers
+    if work.kind == "train":
+        state = jax.eval_shape(optimizer(work.optimizer, abstract).init, tree.shapes(abstract))
+        held = 4 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state) if leaf.ndim)
+        assert memory.trained(work).optimizer == held + 4 * numbers * work.average
+    else:
+        cache = jax.eval_shape(lambda: empty_cache(work.model, work.batch, work.sequence, jnp.dtype(work.dtype)))
+        assert memory.kv_cache(work) == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.stored))
+
+
+def test_the_draw_reaches_every_option():
+    """Every value of every key of a layer, every kind of step, and models with several stacks of parameters."""
+    works = [random_configurations.step(random.Random(seed)) for seed in range(300)]
+    seen = {(key, str(value)) for work in works for block in work.model.layers for key, value in _leaves(block)}
+    for name in ("norm", "position", "attention", "feed_forward", "norm_placement", "residual"):
+        assert len({value for key, value in seen if key.startswith(name)}) >= 3
+    assert {work.kind for work in works} == {"train", "prefill", "decode"}
+    assert {work.optimizer.kind for work in works} == set(model_fixtures.OPTIMIZERS)
+    assert any(
+        len({path.split("/")[1] for path in parameters(w.model) if path.startswith("layers/")}) > 6 for w in works
+    )
+
+
+def _leaves(section):
+    for key, value in section:
+        yield from (
+            ((f"{key}.{name}", leaf) for name, leaf in _leaves(value))
+            if hasattr(value, "model_fields")
+            else [(key, value)]
+        )

@@ -211,11 +211,18 @@ def named_heads(query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Arra
 
 
 def attention(
-    query_BTNH: jax.Array, view: CacheView, *, scale: float | None = None, soft_cap: float | None = None
+    query_BTNH: jax.Array,
+    view: CacheView,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    window: int | None = None,
 ) -> jax.Array:
     """Return softmax(cap(scale · q·kᵀ)) · v over the keys in range, [B, T, N, H] (`kernels_pallas.flash_attention`).
 
-    The view has a `key` and a `value`, [B, S, K, H].
+    Args:
+      view: has a `key` and a `value`, [B, S, K, H].
+      window: the most keys that a token sees, which the key range of the view holds already; for recordings.
     """
 
     def operation(query: Any, key: Any, value: Any, start: Any, end: Any, **options: Any) -> Any:
@@ -227,7 +234,8 @@ def attention(
     options = {"is_causal": view.is_causal, "scale": scale, "soft_cap": soft_cap}
     if is_recording():
         shape = jax.ShapeDtypeStruct((*query_BTNH.shape[:3], view.arrays["value"].shape[-1]), query_BTNH.dtype)
-        return checkpoint_name(mark("attention", [*arrays, *intervals], [(shape, HEADS)], **options)[0], "attention")
+        (attended,) = mark("attention", [*arrays, *intervals], [(shape, HEADS)], window=window, **options)
+        return checkpoint_name(attended, "attention")
     attended = kernels.run(operation, *arrays, *intervals, **options)
     return constrain(attended, *HEADS)
 

@@ -28,6 +28,9 @@ from jaxlm.parallel.rules import Kind
 # Products belong to operations: one outside of them would be counted nowhere.
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "pallas_call", "ragged_dot"})
 
+# Operations that take a layer of a stacked parameter.
+_PARTS = frozenset({"dynamic_slice", "reshape", "squeeze"})
+
 # Trees that are only read: a plan asks for the same one several times.
 abstract = functools.lru_cache(maxsize=8)(tree.abstract)
 
@@ -35,8 +38,8 @@ abstract = functools.lru_cache(maxsize=8)(tree.abstract)
 class Use(NamedTuple):
     """One use of an operation: in which scope, how often it runs, and which values it reads and makes.
 
-    `shapes` are those of its operands, for one row of a batch. `loop`: the number of the loop that it stands in, or
-    None.
+    `shapes` are those of its operands, for one row of a batch. `loop`: the number of the layer of a loop that it stands
+    in, or None.
     """
 
     marker: Marker
@@ -64,7 +67,7 @@ class Recording:
 
     Values are numbers. `sources` has for each value those that it is made of; what a loop carries is made of its start
     and of what the iteration before left. `parameters` are the paths of values that are parameters, `names` what
-    rematerialisation calls a value, and `loops` the values with which an iteration of a loop begins.
+    rematerialisation calls a value, and `loops` the values with which a layer of a loop begins.
     """
 
     uses: list[Use] = field(default_factory=list)
@@ -88,9 +91,9 @@ class Recording:
         return frozenset(found)
 
     def run_again(self, loop: int, wanted: Iterable[int], kept: Set[str]) -> set[int]:
-        """Return the values of a loop's iteration that must be made again to have the `wanted` ones.
+        """Return the values of a layer that must be made again to have the `wanted` ones.
 
-        What the iteration begins with is there, and so is what has one of the `kept` names.
+        What the layer begins with is there, and so is what has one of the `kept` names.
         """
         found, waiting = set(), list(wanted)
         while waiting:
@@ -170,6 +173,12 @@ class _Reader:
                 raise ValueError(f"{'/'.join(here) or 'the model'} multiplies outside of the operations of a model")
             elif name == "scan":
                 results = self._scan(eqn, [self.new() if each is None else each for each in operands], here, times)
+            elif name == "remat2":  # a layer: recordings show each as what rematerialisation may run again
+                inputs = [self.new() if each is None else self._copied(each) for each in operands]
+                self.found.loops.append(frozenset(inputs))
+                results = self.read(inner, inputs, here, times, len(self.found.loops) - 1)
+            elif name in _PARTS and operands[0] in self.found.parameters:  # of a layer, in its stack
+                results = [self._copied(operands[0])]
             elif inner is not None:
                 body = getattr(inner, "jaxpr", inner)
                 given = [self.new() if each is None else each for each in operands]
@@ -181,16 +190,18 @@ class _Reader:
             values.update(zip(eqn.outvars, results, strict=True))
         return [self.new() if isinstance(atom, Constant) else values[atom] for atom in jaxpr.outvars]
 
+    def _copied(self, operand: int) -> int:
+        """Return the number of a value that is another one, or a part of a parameter."""
+        value = self.new(operand)
+        if operand in self.found.parameters:
+            self.found.parameters[value] = self.found.parameters[operand]
+        return value
+
     def _scan(self, eqn: Any, operands: list[int], scope: tuple[str, ...], times: int) -> list[int]:
         """Read a loop once; each of its iterations uses the same operations."""
         body, (constants, carried) = eqn.params["jaxpr"].jaxpr, _constants_and_carried(eqn.params)
-        inputs = [self.new(operand) for operand in operands]
-        for value, operand in zip(inputs, operands, strict=True):
-            if operand in self.found.parameters:  # a slice of a stacked parameter
-                self.found.parameters[value] = self.found.parameters[operand]
-        loop = len(self.found.loops)
-        self.found.loops.append(frozenset(inputs))
-        results = self.read(body, inputs, scope, times * eqn.params["length"], loop)
+        inputs = [self._copied(operand) for operand in operands]
+        results = self.read(body, inputs, scope, times * eqn.params["length"], None)
         for value, start, end in zip(
             inputs[constants : constants + carried], operands[constants:], results, strict=False
         ):

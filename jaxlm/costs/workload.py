@@ -177,38 +177,37 @@ class Workload:
         return 1 if self.kind == "decode" else self.sequence
 
     @property
-    def cached(self) -> int:
-        """Tokens of each sequence that a layer's cache holds: all, or the last of a window that all layers have."""
-        window = self.model.attention.window
-        return self.sequence if window is None or window.global_every else min(window.size, self.sequence)
+    def cached(self) -> list[int]:
+        """Tokens of each sequence that the cache of each layer holds: all, or the last of its window."""
+        return [min(block.attention.window or self.sequence, self.sequence) for block in self.model.layers]
 
     @property
     def keys(self) -> int:
-        """Tokens of each sequence with which a step computes scores; in decoding, those of the cache."""
-        return self.cached if self.kind == "decode" else self.sequence
+        """Tokens of each sequence with which a step computes scores; in decoding, the most that a cache holds."""
+        return max(self.cached) if self.kind == "decode" else self.sequence
 
-    def attended(self) -> list[tuple[int, int]]:
-        """Queries and keys of each sequence between which attention computes scores, part by part."""
+    def attended(self, keys: int | None = None) -> list[tuple[int, int]]:
+        """Queries and keys of each sequence between which a layer with these keys computes scores, part by part."""
         if self.platform == "cpu" and self.kind == "train":
             return [(end - first, end) for first, end in causal_chunks.bounds(self.sequence)]
-        return [(self.queries, self.keys)]
+        return [(self.queries, self.keys if keys is None else keys)]
 
-    def scores(self) -> int:
+    def scores(self, keys: int | None = None) -> int:
         """Return the number of scores of each sequence and head in `attended`."""
-        return sum(queries * keys for queries, keys in self.attended())
+        return sum(queries * keys for queries, keys in self.attended(keys))
 
     def seen(self, causally: bool) -> Fraction:
         """The share of attention's scores, of all queries and keys in all layers, that windows leave, and where
         `causally` what is not behind the query: half of them without a window. A decoded token sees its whole window.
         """
-        S, layers, through = self.keys, self.model.num_layers, self.model.windowed_layers
-        window = self.model.attention.window
-        size = min(window.size, S) if window else S
-        if causally and self.kind != "decode":
-            whole, narrow = Fraction(1, 2), Fraction(size * (2 * S - size), 2 * S * S)
+        S, sizes = self.sequence, self.cached
+        if self.kind == "decode":
+            return Fraction(1)
+        if causally:
+            shares = [Fraction(1, 2) if size == S else Fraction(size * (2 * S - size), 2 * S * S) for size in sizes]
         else:
-            whole, narrow = Fraction(1), Fraction(size, S)
-        return ((layers - through) * whole + through * narrow) / layers
+            shares = [Fraction(size, S) for size in sizes]
+        return sum(shares, Fraction(0)) / len(sizes)
 
     @property
     def replicated_kv_heads(self) -> bool:

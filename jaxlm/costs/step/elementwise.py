@@ -110,9 +110,9 @@ def loops(work: Workload, use: Use) -> Iterator[Elementwise]:
             yield each("layers/feed_forward/residual", numbers, _RESIDUAL)
         case "rope":
             yield each(POSITIONS, numbers, _BESIDE)
-        case "attention" if kernel_costs.attention(work) is None:
+        case "attention" if kernel_costs.attention(work, use.shapes[1][1]) is None:
             keys = math.prod(work.shape(axes[1], use.shapes[1]))
-            scores = work.rows() * work.scores() * work.local("act_heads", use.shapes[0][2])
+            scores = work.rows() * work.scores(use.shapes[1][1]) * work.local("act_heads", use.shapes[0][2])
             yield each(SOFTMAX, scores, _SOFTMAX)
             if use.options["soft_cap"]:
                 yield each(SOFTMAX, scores, _SOFT_CAP)

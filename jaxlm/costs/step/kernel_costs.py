@@ -60,13 +60,13 @@ def elementwise(work: Workload, use: Use) -> Iterator[Elementwise]:
             yield _launched(LOSS, chunked.chunks, KernelCosts(once, KernelCost()))
 
 
-def attention(work: Workload) -> KernelCosts | None:
-    """Return the attention cost of a layer, with all scores visible; None if XLA runs it instead: with few
+def attention(work: Workload, keys: int | None = None) -> KernelCosts | None:
+    """Return the attention cost of a layer with these keys, all scores visible; None if XLA runs it instead: with few
     queries, or with a head dim that the platform's kernel does not take."""
     (K, G), H = work.head_groups(), work.model.attention.head_dim
     if not work.runs_kernels:
         return None
-    return _attention(work.platform, work.rows(), work.queries, work.keys, K, G, H, work.dtype)
+    return _attention(work.platform, work.rows(), work.queries, keys or work.keys, K, G, H, work.dtype)
 
 
 @functools.lru_cache(maxsize=1024)

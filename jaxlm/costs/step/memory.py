@@ -49,13 +49,13 @@ def memory(work: Workload) -> Memory:
 
 def kv_cache(work: Workload) -> int:
     """Bytes of keys and values that one device holds for its sequences."""
-    return work.model.num_layers * 2 * work.itemsize * _keys(work)
+    return 2 * work.itemsize * sum(_keys(work, tokens) for tokens in work.cached)
 
 
 def kv_bytes_per_token(work: Workload) -> int:
     """Bytes of keys and values that a token adds to the cache, over the whole mesh without replicas."""
-    attention = work.model.attention
-    return 2 * work.model.num_layers * attention.num_kv_heads * attention.head_dim * work.itemsize
+    each = [block.attention.num_kv_heads * block.attention.head_dim for block in work.model.layers]
+    return 2 * sum(each) * work.itemsize
 
 
 def trained(work: Workload) -> Memory:
@@ -121,16 +121,19 @@ def _inference(work: Workload, fused: bool) -> Iterator[Memory]:
     if kernel_costs.attention(work):
         gathered, read = whole.layer - whole.attention - whole.hidden, 0
     else:
-        gathered, read = whole.layer, work.itemsize * _keys(work)  # the keys, then the values, of the layer
+        gathered, read = (
+            whole.layer,
+            work.itemsize * _keys(work, max(work.cached)),
+        )  # the keys, then the values, of the layer
     yield Memory(held + gathered, 0, 0, forward(work, fused) + read, 0, cache)
     yield Memory(held + whole.table, 0, 0, 0, logits, cache)
 
 
-def _keys(work: Workload) -> int:
-    """Numbers of a layer's keys in the cache, and as many of its values."""
+def _keys(work: Workload, tokens: int) -> int:
+    """Numbers of a layer's keys in a cache of so many tokens, and as many of its values."""
     attention = work.model.attention
     heads = work.local("act_kv_heads", attention.num_kv_heads)
-    return work.rows() * work.cached * heads * attention.head_dim
+    return work.rows() * tokens * heads * attention.head_dim
 
 
 class _Gathered(NamedTuple):

@@ -179,8 +179,8 @@ def _products(work: Workload, found: Recording, use: Use) -> Iterator[Operation]
     if use.name != "attention":
         return
     rows, (K, G), H = work.rows(), work.head_groups(), use.shapes[0][-1]
-    kernel = kernel_costs.attention(work)
-    for queries, keys in work.attended():
+    kernel = kernel_costs.attention(work, use.shapes[1][1])
+    for queries, keys in work.attended(use.shapes[1][1]):
         first = Product(rows * K, G * queries, H, keys)
         second = Product(rows * K, G * queries, keys, H)
         if kernel:

@@ -19,6 +19,8 @@ class TorchTransformer(nn.Module):
         super().__init__()
         attention = model.attention
         unsupported = {
+            "patterns of layers": model.pattern,
+            "positions of kind none": model.position.kind == "none",
             "scaled rotary positions": model.position.kind == "rope" and model.position.scaling,
             "qk_norm, scale, soft_cap or window": (
                 attention.qk_norm or attention.scale or attention.soft_cap or attention.window

@@ -74,7 +74,7 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
 # Sizes that may be rounded up to suit a mesh; others are bound to one another.
 # Tokens per row where nothing says how many, of a model whose context is longer.
 DEFAULT_SEQUENCE = 8192
-_PADDABLE = ("model.vocab_size", "model.feed_forward.d_ff")
+_PADDABLE = ("model.vocab_size", ".feed_forward.d_ff")
 
 
 def layout(experiment: Experiment, devices: int, kind: Kind = "train") -> Layout:
@@ -98,7 +98,7 @@ def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train") -
     for axis, key, size in divided_by_mesh(experiment.model):
         if size % (parts := layout[axis]):
             fitting = f"set mesh.{axis} to one of {_some_divisors(size)}"
-            if key in _PADDABLE:
+            if key.endswith(_PADDABLE):
                 fitting += f", or {key} to {math.ceil(size / parts) * parts}"
             raise InputError(f"mesh.{axis} = {parts} does not divide {key} = {size}: {fitting}")
     over = TRAIN.over("batch")
@@ -113,15 +113,14 @@ def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train") -
 
 def divided_by_mesh(model: ModelConfig) -> list[tuple[str, str, int]]:
     """Return the dimensions of a model that mesh axes must divide: (axis, key in a configuration, size) each."""
-    return [
-        *(("tensor", f"model.attention.{key}", getattr(model.attention, key)) for key in model.attention.sharded),
-        *(
-            ("tensor", f"model.feed_forward.{key}", getattr(model.feed_forward, key))
-            for key in model.feed_forward.sharded
-        ),
-        ("tensor", "model.vocab_size", model.vocab_size),
-        ("fsdp", "model.d_model", model.d_model),
-    ]
+    found: dict[tuple[str, str, int], None] = {}
+    for i, (_, block) in enumerate(model.entries):
+        for name, section in (("attention", block.attention), ("feed_forward", block.feed_forward)):
+            for key in section.sharded:
+                own = model.pattern and key in _at(model.pattern[i].patch, name)
+                place = f"model.pattern[{i}]" if own else "model"
+                found["tensor", f"{place}.{name}.{key}", getattr(section, key)] = None
+    return [*found, ("tensor", "model.vocab_size", model.vocab_size), ("fsdp", "model.d_model", model.d_model)]
 
 
 def divisors(n: int) -> list[int]:

@@ -27,7 +27,7 @@ SHAPING = ("field", "documents", "held_out")
 FILES = ("tokenizer", "text", "sources")
 # What the parameters of a run are good for; the other keys of [model] may differ where they are used.
 _ARCHITECTURE = (
-    *("vocab_size", "num_layers", "d_model", "norm", "attention", "feed_forward"),
+    *("vocab_size", "num_layers", "d_model", "norm", "attention", "feed_forward", "pattern"),
     *("norm_placement", "residual", "tied_embeddings", "scale_embeddings", "logit_soft_cap"),
 )
 

@@ -37,7 +37,7 @@ QWEN3 = {
     "attention": {"num_heads": 8, "num_kv_heads": 2, "head_dim": 8, "qk_norm": True},
     "tied_embeddings": True,
 }
-MISTRAL = {**LLAMA, "attention": {"num_heads": 8, "num_kv_heads": 4, "window": {"size": 5}}}
+MISTRAL = {**LLAMA, "attention": {"num_heads": 8, "num_kv_heads": 4, "window": 5}}
 LLAMA31 = {
     **LLAMA,
     "position": {"kind": "rope", "scaling": {"factor": 8.0, "original_context_length": 16}},
@@ -46,7 +46,7 @@ LLAMA31 = {
 GEMMA = {
     **LLAMA,
     "norm": {"kind": "rms", "plus_one": True},
-    "position": {"kind": "rope", "scaling": {"kind": "linear", "factor": 8.0}},
+    "position": {"kind": "rope"},
     "attention": {
         "num_heads": 8,
         "num_kv_heads": 4,
@@ -54,13 +54,16 @@ GEMMA = {
         "qk_norm": True,
         "scale": 0.5,
         "soft_cap": 3.0,
-        "window": {"size": 5, "global_every": 2, "rope_theta": 100.0},
     },
     "feed_forward": {"d_ff": 48, "activation": "gelu_tanh", "gated": True},
     "norm_placement": "both",
     "tied_embeddings": True,
     "scale_embeddings": True,
     "logit_soft_cap": 4.0,
+    "pattern": (
+        {"name": "local", "position": {"theta": 100.0}, "attention": {"window": 5}},
+        {"name": "global", "position": {"scaling": {"kind": "linear", "factor": 8.0}}},
+    ),
 }
 FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "qwen3": QWEN3, "llama3.1": LLAMA31, "mistral": MISTRAL, "gemma": GEMMA}
 

@@ -61,7 +61,10 @@ RENAMED = {
     "model.attention.heads": "num_heads",
     "model.attention.kv_heads": "num_kv_heads",
     "model.attention.head_width": "head_dim",
-    "model.attention.window.rotary_base": "rope_theta",
+    "model.attention.window.size": "model.attention.window",
+    "model.attention.window.global_every": "a [[model.pattern]] of layers with and without model.attention.window",
+    "model.attention.window.rope_theta": "position.theta of the entry of [[model.pattern]] that has the window",
+    "model.attention.window.rotary_base": "position.theta of the entry of [[model.pattern]] that has the window",
     "model.feed_forward.hidden": "d_ff",
     "model.position.base": "theta",
     "model.position.scaling.original_context": "original_context_length",
@@ -74,13 +77,14 @@ def _renamed(errors: list[Any], values: dict[str, Any]) -> str | None:
     """Return the line that names every key of an earlier version with its present name; None where there is none."""
     found = []
     for error in errors:
-        key = _key(error["loc"], values)
+        keys, given = [_key(error["loc"], values)], error.get("input")
         if error["type"] == "union_tag_invalid":
-            key = f"{key}.kind = {error['ctx']['tag']!r}"
+            keys = [f"{keys[0]}.kind = {error['ctx']['tag']!r}"]
         elif error["type"] == "literal_error":
-            key = f"{key} = {error['input']!r}"
-        if key in RENAMED:
-            found.append(f"{key} is now {RENAMED[key]}")
+            keys = [f"{keys[0]} = {given!r}"]
+        elif isinstance(given, dict):  # a section that is a value now
+            keys += [f"{keys[0]}.{name}" for name in given]
+        found += [f"{key} is now {RENAMED[key]}" for key in keys if key in RENAMED]
     return "; ".join(found) or None
 
 

@@ -1,7 +1,7 @@
 """The base class of configuration sections, sections chosen by `kind`, merging and comparison. Imports no JAX."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Optional, get_args, get_origin
+from typing import Annotated, Any, Optional, Self, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
@@ -46,6 +46,13 @@ class Section(BaseModel):
             name: str(value).lower() if isinstance(value, bool) and name in numbers else value
             for name, value in values.items()
         }
+
+    def __copy__(self) -> Self:
+        """Leave out what cached properties hold: a copy is made to have other values."""
+        copied = super().__copy__()
+        for name in copied.__dict__.keys() - type(self).model_fields.keys():
+            del copied.__dict__[name]
+        return copied
 
 
 class Kinds:

@@ -1,11 +1,16 @@
 """The architecture of a decoder-only Transformer as orthogonal choices. Imports no JAX."""
 
 import math
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from jaxlm.core.schema import Count, Kinds, Positive, Section, chosen
+from jaxlm.core.explain import explain
+from jaxlm.core.schema import Count, Kinds, Positive, Section, chosen, kind_of, merged
 
 NormPlacement = Literal["before", "after", "both"]
 Residual = Literal["sequential", "parallel", "parallel_shared_norm"]
@@ -84,17 +89,10 @@ class RopeConfig(Section):
     scaling: Kinds(Llama3ScalingConfig, LinearScalingConfig) | None = None  # pyright: ignore[reportInvalidTypeForm]
 
 
-class SlidingWindowConfig(Section):
-    """A token sees the last `size` tokens alone, itself one of them (Beltagy et al. 2020, arXiv:2004.05150, 3.1).
+class NoPositionsConfig(Section):
+    """No positions: tokens are told apart by the mask alone (NoPE, Kazemnejad et al. 2023, arXiv:2305.19466)."""
 
-    In each `global_every`-th layer it sees all before it, as Gemma does; in none where that is not given (Mistral).
-    `rope_theta` turns the layers with a window by other angles, which are not scaled (Gemma 3); without `global_every`
-    those are all layers.
-    """
-
-    size: Count
-    global_every: Annotated[int, Field(ge=2, lt=2**31)] | None = None
-    rope_theta: Positive | None = None
+    kind: Literal["none"] = "none"
 
 
 class LayerConfig(Section):
@@ -111,7 +109,7 @@ class LayerConfig(Section):
 
 
 class AttentionConfig(LayerConfig):
-    """A section from which attention is made. With a key `window` it may have a `SlidingWindowConfig`.
+    """A section from which attention is made. With a key `window` a token sees that many tokens at most, or all.
 
     Attributes:
       rotated: the key that holds the number of a head's channels that rotary positions rotate; None rotates none.
@@ -125,7 +123,8 @@ class GroupedQueryAttentionConfig(AttentionConfig):
 
     `num_kv_heads = num_heads` is multi-head attention, `num_kv_heads = 1` multi-query attention. Scores are the
     products of queries and keys times `scale`, 1 / √head_dim where it is not given; with a `soft_cap` they
-    stay between −cap and cap (Gemma 2, arXiv:2408.00118, section 2).
+    stay between −cap and cap (Gemma 2, arXiv:2408.00118, section 2). With a `window` a token sees the last `window`
+    tokens alone, itself one of them (Beltagy et al. 2020, arXiv:2004.05150, 3.1).
     """
 
     activations: ClassVar = ("query", "key", "value", "attention")
@@ -141,7 +140,7 @@ class GroupedQueryAttentionConfig(AttentionConfig):
     output_bias: bool = False
     scale: Positive | None = None
     soft_cap: Positive | None = None
-    window: SlidingWindowConfig | None = None
+    window: Count | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -190,12 +189,8 @@ ATTENTIONS = Kinds(GroupedQueryAttentionConfig)
 FEED_FORWARDS = Kinds(DenseFeedForwardConfig)
 
 
-class ModelConfig(Section):
-    """A decoder-only Transformer.
-
-    `context_length` is the longest sequence that it can read. `attention.num_kv_heads` defaults to
-    `attention.num_heads`, `attention.head_dim` to `d_model / attention.num_heads`. `scale_embeddings` multiplies
-    embeddings by √d_model; a `logit_soft_cap` keeps logits between −cap and cap.
+class BlockConfig(Section):
+    """One layer.
 
     `norm_placement` says where attention f and the feed-forward layer f have norms: before, x + f(norm(x)) (Llama);
     after, x + norm(f(x)) (OLMo 2, arXiv:2501.00656, section 2.1); or both, x + norm(f(norm(x))) (Gemma 2).
@@ -204,53 +199,18 @@ class ModelConfig(Section):
     Cohere).
     """
 
-    vocab_size: Count
-    context_length: Count
-    num_layers: Count
-    d_model: Count
     norm: Annotated[RMSNormConfig | LayerNormConfig, Field(discriminator="kind")]
-    position: Annotated[LearnedPositionsConfig | RopeConfig, Field(discriminator="kind")]
+    position: Annotated[LearnedPositionsConfig | RopeConfig | NoPositionsConfig, Field(discriminator="kind")]
     attention: ATTENTIONS  # pyright: ignore[reportInvalidTypeForm]
     feed_forward: FEED_FORWARDS  # pyright: ignore[reportInvalidTypeForm]
     norm_placement: NormPlacement = "before"
     residual: Residual = "sequential"
-    tied_embeddings: bool = False
-    scale_embeddings: bool = False
-    logit_soft_cap: Positive | None = None
-    initializer_std: Positive = 0.02
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_head_dim(cls, values):
-        """Write the default that depends on two tables into that of attention, so that a resolved file is whole."""
-        attention = values.get("attention") if isinstance(values, dict) else None
-        if not isinstance(attention, dict) or "num_heads" not in attention:
-            return values
-        heads, width = attention["num_heads"], values.get("d_model")
-        for key, size in (("attention.num_heads", heads), ("d_model", width)):
-            if size is not None and not isinstance(size, int):
-                raise ValueError(f"model.{key} = {size!r}: it must be an integer")
-        sections = chosen(ATTENTIONS, attention)
-        asked = all("head_dim" in s.model_fields and s.model_fields["head_dim"].is_required() for s in sections)
-        if asked and "head_dim" not in attention and isinstance(width, int) and heads > 0:
-            if width % heads:
-                raise ValueError(
-                    f"model.attention.num_heads = {heads} does not divide model.d_model = {width}: "
-                    "change one of them, or set model.attention.head_dim"
-                )
-            return {**values, "attention": {**attention, "head_dim": width // heads}}
-        return values
 
     @model_validator(mode="after")
     def _consistent(self):
         if self.position.kind == "rope" and self.rope_dim % 2:
             key = f"model.attention.{self.attention.rotated}"
             raise ValueError(f"{key} = {self.rope_dim}: it must be even, RoPE rotates pairs")
-        if self.window and self.window.rope_theta and self.position.kind != "rope":
-            raise ValueError(
-                f"model.attention.window.rope_theta rotates nothing: model.position.kind is {self.position.kind!r}; "
-                "leave it out"
-            )
         if self.residual == "parallel_shared_norm" and self.norm_placement == "after":
             raise ValueError(
                 'model.residual = "parallel_shared_norm" shares the norm before attention, and model.norm_placement = '
@@ -259,7 +219,7 @@ class ModelConfig(Section):
         return self
 
     @property
-    def window(self) -> SlidingWindowConfig | None:
+    def window(self) -> int | None:
         """`attention.window`; None too for a kind that has none."""
         return getattr(self.attention, "window", None)
 
@@ -273,9 +233,192 @@ class ModelConfig(Section):
         """Names of the activations of a layer that `training.remat` may keep."""
         return *self.attention.activations, *self.feed_forward.activations
 
+
+class PatternEntryConfig(Section):
+    """Layers of a pattern, one after another: their name, their number, and a patch of a block's keys.
+
+    `layers = "rest"` takes all that are left. The patch is merged into the keys of the model's block, as a file into
+    its `model.base`.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")]
+    layers: Count | Literal["rest"] = 1
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.layers))
+
     @property
-    def windowed_layers(self) -> int:
-        """The number of layers with `attention.window`."""
-        if self.window is None:
-            return 0
-        return self.num_layers - (self.num_layers // self.window.global_every if self.window.global_every else 0)
+    def patch(self) -> dict[str, Any]:
+        """The keys of a block that it changes."""
+        return self.model_extra or {}
+
+
+class ModelConfig(BlockConfig):
+    """A decoder-only Transformer.
+
+    `context_length` is the longest sequence that it can read. `attention.num_kv_heads` defaults to
+    `attention.num_heads`, `attention.head_dim` to `d_model / attention.num_heads`. `scale_embeddings` multiplies
+    embeddings by √d_model; a `logit_soft_cap` keeps logits between −cap and cap.
+
+    All layers have the block that its own keys describe, or those of a `pattern`: a list that is repeated until there
+    are `num_layers`, unless its last entry takes the rest.
+    """
+
+    vocab_size: Count
+    context_length: Count
+    num_layers: Count
+    d_model: Count
+    pattern: tuple[PatternEntryConfig, ...] = ()
+    tied_embeddings: bool = False
+    scale_embeddings: bool = False
+    logit_soft_cap: Positive | None = None
+    initializer_std: Positive = 0.02
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_head_dim(cls, values):
+        """Write the default that depends on two tables into that of attention, so that a resolved file is whole."""
+        attention = values.get("attention") if isinstance(values, dict) else None
+        if not isinstance(attention, dict):
+            return values
+        width, pattern = values.get("d_model"), values.get("pattern")
+        filled = {**values, "attention": _with_head_dim(attention, width, "model.attention")}
+        if isinstance(pattern, list | tuple):
+            base = {"kind": kind_of(next(iter(ATTENTIONS))), **attention}
+            filled["pattern"] = tuple(_with_own_heads(entry, base, width, i) for i, entry in enumerate(pattern))
+        return filled
+
+    @model_validator(mode="after")
+    def _whole(self):
+        names = [entry.name for entry in self.pattern]
+        for i, entry in enumerate(self.pattern):
+            if (first := names.index(entry.name)) < i:
+                raise ValueError(f"model.pattern[{i}].name = {entry.name!r} is the name of model.pattern[{first}] too")
+            if entry.layers == "rest" and i < len(names) - 1:
+                raise ValueError(
+                    f"model.pattern[{i}].layers = 'rest' leaves none for the entries after it; move it last"
+                )
+        *_, counted = accumulate((entry.layers for entry in self.pattern if entry.layers != "rest"), initial=0)
+        if counted > self.num_layers:
+            raise ValueError(
+                f"model.pattern has {counted} layers, more than model.num_layers = {self.num_layers}; change either"
+            )
+        if counted == self.num_layers and self.pattern[-1].layers == "rest":
+            raise ValueError(
+                f"model.pattern[{len(names) - 1}] is left no layers: those before it are all of model.num_layers = "
+                f"{self.num_layers}; leave it out"
+            )
+        _ = self.layers  # the merged blocks are valid
+        return self
+
+    @cached_property
+    def entries(self) -> tuple[tuple[str, BlockConfig], ...]:
+        """The name and the block of each entry of the pattern; without one "layers" and the model's own block."""
+        keys = BlockConfig.model_fields
+        if not self.pattern:
+            return (("layers", BlockConfig.model_validate({key: getattr(self, key) for key in keys})),)
+        base = self.model_dump(include=set(keys))
+        blocks: dict[BlockConfig, BlockConfig] = {}  # one object of equal ones
+        found = []
+        for i, entry in enumerate(self.pattern):
+            block = _patched(base, entry.patch, f"model.pattern[{i}]")
+            here, there = block.position.kind, self.position.kind
+            if here != there and "learned" in (here, there):
+                raise ValueError(
+                    f"model.pattern[{i}].position.kind = {here!r}, and model.position.kind = {there!r}: learned "
+                    "positions belong to the whole model, leave it out"
+                )
+            found.append((entry.name, blocks.setdefault(block, block)))
+        return tuple(found)
+
+    @cached_property
+    def layers(self) -> tuple[BlockConfig, ...]:
+        """The block of each layer; equal ones are one object."""
+        return tuple(self.entries[i][1] for i in self._entry_of_layers)
+
+    @cached_property
+    def layer_names(self) -> tuple[str, ...]:
+        """The name of each layer's entry in the pattern; "layers" without one."""
+        return tuple(self.entries[i][0] for i in self._entry_of_layers)
+
+    @property
+    def _entry_of_layers(self) -> list[int]:
+        """The index of each layer's entry."""
+        counts = [entry.layers for entry in self.pattern] or ["rest"]
+        once = [i for i, count in enumerate(counts) if count != "rest" for _ in range(count)]
+        if counts[-1] == "rest":
+            return once + [len(counts) - 1] * (self.num_layers - len(once))
+        return [once[layer % len(once)] for layer in range(self.num_layers)]
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """Names of the activations of any layer that `training.remat` may keep."""
+        return tuple(dict.fromkeys(name for _, block in self.entries for name in block.activations))
+
+    def of(self, block: BlockConfig) -> "ModelConfig":
+        """Return the model with this block in all layers."""
+        return self.model_copy(update={**{key: getattr(block, key) for key in BlockConfig.model_fields}, "pattern": ()})
+
+
+def _with_head_dim(attention: dict[str, Any], width: Any, key: str) -> dict[str, Any]:
+    """Return a table of attention, which stands at a key, with the default of `head_dim`."""
+    if "num_heads" not in attention:
+        return attention
+    heads = attention["num_heads"]
+    for name, size in ((f"{key}.num_heads", heads), ("model.d_model", width)):
+        if size is not None and not isinstance(size, int):
+            raise ValueError(f"{name} = {size!r}: it must be an integer")
+    sections = chosen(ATTENTIONS, attention)
+    asked = all("head_dim" in s.model_fields and s.model_fields["head_dim"].is_required() for s in sections)
+    if asked and "head_dim" not in attention and isinstance(width, int) and heads > 0:
+        if width % heads:
+            raise ValueError(
+                f"{key}.num_heads = {heads} does not divide model.d_model = {width}: "
+                f"change one of them, or set {key}.head_dim"
+            )
+        return {**attention, "head_dim": width // heads}
+    return attention
+
+
+def _with_own_heads(entry: Any, base: dict[str, Any], width: Any, index: int) -> Any:
+    """Return an entry of a pattern with the defaults of attention that follow from its keys and not from the model's.
+
+    The model's defaults would be merged into it otherwise.
+    """
+    patch = entry.get("attention") if isinstance(entry, dict) else None
+    if not isinstance(patch, dict):
+        return entry
+
+    def resolved(table: dict[str, Any], key: str) -> dict[str, Any]:
+        filled = _with_head_dim(table, width, key)
+        try:
+            (section,) = chosen(ATTENTIONS, filled)
+            return section.model_validate(filled).model_dump(exclude_none=True)
+        except ValueError:  # said where the whole block is validated
+            return filled
+
+    def patched(table: dict[str, Any]) -> dict[str, Any]:
+        return merged({"attention": table}, {"attention": patch})["attention"]
+
+    inherited = patched(resolved(base, "model.attention"))
+    own = resolved(patched(base), f"model.pattern[{index}].attention")
+    changes = {name: value for name, value in own.items() if inherited.get(name) != value}
+    return {**entry, "attention": {**patch, **changes}} if changes else entry
+
+
+class _Patched(Section):
+    """The place of a merged block in a file, for the messages of its errors."""
+
+    model: BlockConfig
+
+
+def _patched(base: Mapping[str, Any], patch: Mapping[str, Any], key: str) -> BlockConfig:
+    """Return a block with a patch merged in. Raises ValueError in one line about the keys of the entry."""
+    whole = {"model": merged(base, patch)}
+    try:
+        return _Patched.model_validate(whole).model
+    except ValidationError as error:
+        line = explain(error, _Patched, whole, set())
+        raise ValueError(re.sub(rf"\bmodel\.({'|'.join(whole['model'])})\b", rf"{key}.\1", line)) from None

@@ -68,8 +68,6 @@ def look_up(table: nnx.Param, index_BT: jax.Array) -> jax.Array:
 
 def gathered(x_BTD: jax.Array) -> jax.Array:
     """Return the normalised stream [B, T, D] with all of T on each device, gathered in its present dtype."""
-    if is_recording():
-        return mark("gather", [(x_BTD, STREAM)], [(x_BTD, WHOLE)])[0]
     # Without the first constraint the partitioner gathers before the cast from float32.
     return constrain(constrain(x_BTD, *STREAM), *WHOLE)
 
@@ -96,8 +94,11 @@ def linear(
         x = gathered(x)
     results = []
     for i, matrix in enumerate(matrices):
-        bias = biases[i] if biases else None
-        y = _product(x, matrix, bias, readers if "kv_heads" in _axes(matrix) else None)
+        axes, copies = _axes(matrix), 1
+        if readers is not None and "kv_heads" in axes:
+            size = matrix.shape[axes.index("kv_heads")]
+            copies = kv_heads(size, readers) // size
+        y = _product(x, matrix, biases[i] if biases else None, copies)
         made = _made(matrix)
         if names or made == STREAM:
             y = constrain(y, *made)
@@ -121,8 +122,8 @@ def _axes(parameter: nnx.Param) -> tuple[str, ...]:
     return parameter.axes[-parameter[...].ndim :]
 
 
-def _product(x: jax.Array, matrix: nnx.Param, bias: nnx.Param | None, readers: int | None) -> jax.Array:
-    """Return x · matrix (+ bias); where there are readers, each of its key/value heads as often as they need it.
+def _product(x: jax.Array, matrix: nnx.Param, bias: nnx.Param | None, copies: int) -> jax.Array:
+    """Return x · matrix (+ bias), each entry of the first output dimension `copies` times.
 
     Where T is not sharded it is one [B·T, I] × [I, O] product: XLA's CPU code for it is a third faster than for the
     batched form.
@@ -134,9 +135,7 @@ def _product(x: jax.Array, matrix: nnx.Param, bias: nnx.Param | None, readers: i
             axes = (*WHOLE[:2], *(f"act_{axis}" for axis in matrix.inputs))
             weights = [(p[...], _axes(p)) for p in (matrix, bias) if p is not None]
             shape = jax.ShapeDtypeStruct((*rows, *matrix[...].shape[contracted:]), x.dtype)
-            return mark("linear", [(x, axes), *weights], [(shape, _made(matrix))], readers=readers)[0]
-        size = matrix[...].shape[contracted]
-        copies = 1 if readers is None else kv_heads(size, readers) // size
+            return mark("linear", [(x, axes), *weights], [(shape, _made(matrix))])[0]
         weights = _copied(matrix, contracted, copies)
         if is_sharded("residual"):
             y = jnp.tensordot(x, weights, contracted)
@@ -221,8 +220,9 @@ def attention(
 ) -> jax.Array:
     """Return softmax(cap(scale · q·kᵀ)) · v over the keys in range, [B, T, N, H] (`kernels_pallas.flash_attention`).
 
-    The view has a `key` and a `value`, [B, S, K, H]. `window`: the most keys that a token sees, which the key range of
-    the view holds already; only a recording reads it.
+    Args:
+      view: has a `key` and a `value`, [B, S, K, H].
+      window: the most keys that a token sees, which the key range of the view holds already; for recordings.
     """
 
     def operation(query: Any, key: Any, value: Any, start: Any, end: Any, **options: Any) -> Any:

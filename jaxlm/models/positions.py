@@ -1,13 +1,15 @@
 """Positions of tokens: rotary angles, and attention masks as intervals of keys."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxlm.models import config
 from jaxlm.models.operations import Dropout, RopeTable
-from jaxlm.models.rows import RowContext
+from jaxlm.models.rows import Place, RowContext
 from kernels_pallas.flash_attention import KeyRange
 
 
@@ -31,37 +33,44 @@ def cache_causal_mask(positions_BT: jax.Array, length_B: jax.Array) -> KeyRange:
     return KeyRange(jnp.zeros_like(positions_BT), jnp.where(is_token_BT, positions_BT + 1, 0))
 
 
-class LayerRows:
-    """The inputs of each layer besides the stream.
+def program(block: config.BlockConfig) -> config.BlockConfig:
+    """Return the block without what differs between layers of one program: its window and its angles are arrays."""
+    same: dict[str, Any] = {}
+    if block.position.kind == "rope":
+        same["position"] = config.RopeConfig()
+    if block.window is not None:
+        same["attention"] = block.attention.model_copy(update={"window": None})
+    return block.model_copy(update=same)
 
-    At most two pairs of masks and rotary tables are made, once: one for layers with a window, one for the others.
-    """
+
+class LayerRows:
+    """The inputs of each layer besides the stream. Masks and rotary tables are made once for all layers alike."""
 
     def __init__(self, model: config.ModelConfig, positions_BT: jax.Array, key_range: KeyRange, dropout: Dropout):
         self._dropout = dropout
-        settings, self._window = model.position, model.window
-        rope = None
-        if settings.kind == "rope" and model.rope_dim:
-            rope = rope_table(settings, model.rope_dim, positions_BT)
-        self._global = self._windowed = key_range, rope
-        if self._window is not None:
-            if theta := self._window.rope_theta:
-                rope = rope_table(config.RopeConfig(theta=theta), model.rope_dim, positions_BT)
-            self._windowed = sliding_window_mask(self._window.size, key_range), rope
+        self._masks: dict[int | None, KeyRange] = {None: key_range}
+        self._tables: dict[tuple, RopeTable | None] = {}
+        for block in dict.fromkeys(model.layers):
+            if block.window not in self._masks:
+                self._masks[block.window] = sliding_window_mask(block.window, key_range)
+            if (angles := (block.position, block.rope_dim)) not in self._tables:
+                rotates = block.position.kind == "rope" and block.rope_dim > 0
+                self._tables[angles] = rope_table(*angles, positions_BT) if rotates else None
 
-    def of(self, layer: jax.Array) -> RowContext:
-        """Return what a layer reads, by its index from 0."""
-        return RowContext(*self._mask(layer), self._dropout.at(layer + 1))
+    def of(self, at: Place) -> RowContext:
+        """Return what a layer reads."""
+        masks = [self._masks[block.window] for block in at.blocks]
+        tables = [self._tables[block.position, block.rope_dim] for block in at.blocks]
+        return RowContext(_select(at.which, masks), _select(at.which, tables), self._dropout.at(at.layer + 1))
 
-    def _mask(self, layer: jax.Array) -> tuple[KeyRange, RopeTable | None]:
-        if self._window is None or self._window.global_every is None:
-            return self._windowed
-        is_global = (layer + 1) % self._window.global_every == 0
 
-        def choose(whole: jax.Array, narrow: jax.Array) -> jax.Array:
-            return whole if whole is narrow else jnp.where(is_global, whole, narrow)
+def _select(which: jax.Array, cases: Sequence[Any]) -> Any:
+    """Return one of several trees of arrays by its index; an array that they share is not selected."""
 
-        return jax.tree.map(choose, self._global, self._windowed)
+    def select(*arrays: jax.Array) -> jax.Array:
+        return arrays[0] if all(x is arrays[0] for x in arrays) else jax.lax.select_n(which, *arrays)
+
+    return jax.tree.map(select, *cases)
 
 
 def rope_table(settings: config.RopeConfig, rope_dim: int, positions_BT: jax.Array) -> RopeTable:

@@ -4,8 +4,23 @@ from typing import NamedTuple
 
 import jax
 
+from jaxlm.models.config import BlockConfig
 from jaxlm.models.operations import Dropout, RopeTable
 from kernels_pallas.flash_attention import KeyRange
+
+
+class Place(NamedTuple):
+    """A layer where a block runs.
+
+    `layer`: its index from 0. `blocks` and `which`: what it may be, blocks of one `program`, and its index among these.
+    `entry` and `index`: the entry of a cache that serves it, and its index there.
+    """
+
+    layer: jax.Array
+    blocks: tuple[BlockConfig, ...]
+    which: jax.Array
+    entry: str
+    index: jax.Array
 
 
 class RowContext(NamedTuple):

@@ -1,34 +1,21 @@
 """The decoder-only Transformer, assembled from interchangeable layers."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxlm.models import config, operations
 from jaxlm.models.attention import attention
 from jaxlm.models.cache import Cache, CacheEntry, LayerCache, NoCache, Slot
 from jaxlm.models.feed_forward import feed_forward
+from jaxlm.models.layers import Execution, Groups, Place, grouped
 from jaxlm.models.norms import LayerNorm, NoNorm, RMSNorm, norm
 from jaxlm.models.operations import Dropout, add, look_up, scale
-from jaxlm.models.parameters import Module, normal, param, stack
+from jaxlm.models.parameters import Module, normal, param
 from jaxlm.models.positions import LayerRows
 from jaxlm.models.rows import Auxiliary, RowContext
 from kernels_pallas.flash_attention import KeyRange
-
-_LAYERS = "layers"  # the stack's name, in the tree and in caches
-
-
-class Execution(NamedTuple):
-    """The execution of the layers, which does not change their result.
-
-    `remat`: what a layer keeps for its backward pass. `scan`: one compiled layer in a loop, or all written out.
-    """
-
-    remat: config.Remat = "none"
-    scan: bool = True
 
 
 class Block(Module):
@@ -92,14 +79,24 @@ class Transformer(Module):
         self.embedding = param(rngs, (V, D), "vocab -> embed", normal(std))
         learned = model.position.kind == "learned"
         self.positions = param(rngs, (model.context_length, D), "positions -> embed", normal(std)) if learned else None
-        self.layers = stack(lambda rngs: Block(model, rngs), model.num_layers, rngs)
+        self.groups = Groups.of(model, Block)
+        self.layers = self.groups.stacked(model, Block, rngs)
         self.final_norm = norm(model, D, rngs)
         tied = model.tied_embeddings
         self.unembedding = None if tied else param(rngs, (D, V), "embed -> vocab", normal(std))
 
     def slots(self) -> dict[str, CacheEntry]:
-        """Return what each stack of layers keeps of earlier tokens, on the mesh and under the rules around."""
-        return {_LAYERS: CacheEntry(self.model.num_layers, self.layers.slots())}
+        """Return what layers keep of earlier tokens, by entry: layers that keep the same have one.
+
+        It depends on the mesh and the rules around.
+        """
+        blocks = self.groups.modules(self.layers)
+        return {name: CacheEntry(len(at), blocks[at[0]].slots()) for name, at in self._entries().items()}
+
+    def _entries(self) -> dict[str, tuple[int, ...]]:
+        """Return the layers of each entry of a cache."""
+        kept = [tuple(sorted(block.slots().items())) for block in self.groups.modules(self.layers)]
+        return grouped(kept, self.model.layer_names)
 
     def hidden(
         self,
@@ -137,7 +134,7 @@ class Transformer(Module):
           cache: what layers keep of earlier tokens (`jaxlm.inference.cache`); the caller advances it.
           observe: statistics of the residual after each layer, besides those that layers return of themselves.
 
-        The auxiliary losses and statistics are those of each layer, [L].
+        The auxiliary losses and statistics are those of each layer that has them, [L] in layer order.
         """
         x_BTD = look_up(self.embedding, tokens_BT)
         if self.model.scale_embeddings:
@@ -148,12 +145,13 @@ class Transformer(Module):
 
         rows = LayerRows(self.model, positions_BT, key_range, dropout)
 
-        def run(block: Block, carry: tuple, layer: jax.Array) -> tuple:
+        def run(block: Block, carry: tuple, at: Place) -> tuple:
             x_BTD, cache = carry
-            x_BTD, of_layer, auxiliary = block(x_BTD, rows.of(layer), cache.layer(_LAYERS, layer))
+            x_BTD, of_layer, auxiliary = block(x_BTD, rows.of(at), cache.layer(at.entry, at.index))
             return (x_BTD, cache.put(of_layer)), auxiliary | Auxiliary(statistics=observe(x_BTD))
 
-        (x_BTD, cache), auxiliary = _through(self.layers, run, (x_BTD, cache), self.model.num_layers, execution)
+        entries = None if isinstance(cache, NoCache) else self._entries()
+        (x_BTD, cache), auxiliary = self.groups.through(self.layers, run, (x_BTD, cache), execution, entries)
         return x_BTD, cache, auxiliary
 
     @property
@@ -164,25 +162,3 @@ class Transformer(Module):
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Unembed [B, T, D] to float32 logits [B, T, V], between −cap and cap where there is a soft cap."""
         return operations.logits(hidden_BTD, self.unembedding_table, self.model.logit_soft_cap)
-
-
-def _through(
-    layers: Module, run: Callable[[Any, tuple, jax.Array], tuple], carry: tuple, n: int, execution: Execution
-) -> tuple:
-    """Carry a value through the stacked layers, scanned or unrolled over the same tree. Return it and each result."""
-    graph, stacked = nnx.split(layers)
-
-    def body(carry: tuple, layer: tuple) -> tuple[tuple, Any]:
-        tree, index = layer
-        return run(nnx.merge(graph, tree), carry, index)
-
-    if execution.remat != "none":
-        saved = () if execution.remat == "full" else execution.remat
-        # Inside scan nothing can be merged across iterations, so the barrier against it is needless there.
-        body = jax.checkpoint(
-            body,
-            policy=jax.checkpoint_policies.save_only_these_names(*saved),
-            prevent_cse=not execution.scan,
-        )
-    # unroll=True writes the loop out at trace time: the same tree, the same body, no while loop in the program.
-    return jax.lax.scan(body, carry, (stacked, jnp.arange(n)), unroll=1 if execution.scan else n)

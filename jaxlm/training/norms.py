@@ -5,8 +5,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlm.models import tree as model_tree
+from jaxlm.models.layers import Execution
 from jaxlm.models.positions import packed_causal_mask
-from jaxlm.models.transformer import Execution, Transformer
+from jaxlm.models.transformer import Transformer
 from jaxlm.models.tree import Tree
 
 

@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 from jaxlm.models import kernels
 from jaxlm.models import tree as model_tree
 from jaxlm.models.config import ModelConfig
+from jaxlm.models.layers import Execution
 from jaxlm.models.operations import Dropout, cross_entropy
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.rows import Auxiliary
-from jaxlm.models.transformer import Execution
 from jaxlm.models.tree import Tree
 from jaxlm.parallel.collectives import summed_over_data
 from jaxlm.parallel.partition import constrain, replicated

@@ -64,11 +64,13 @@ def test_the_gap_at_the_upper_bound_is_what_that_bound_counts(on_this_machine):
 
 
 @pytest.mark.parametrize("kernels", ["xla", "auto"])
-@pytest.mark.parametrize("window", [None, {"size": 64, "global_every": 2}])
-def test_attention_is_what_the_lower_bound_counts(window, kernels):
+@pytest.mark.parametrize("pattern", [(), ({"name": "local", "attention": {"window": 64}}, {"name": "global"})])
+def test_attention_is_what_the_lower_bound_counts(pattern, kernels):
     """Kernels skip scores; plain JAX computes those outside a window too."""
-    attention = {"num_heads": 4, "head_dim": 64, "window": window}
-    model = model_fixtures.model(attention=attention, context_length=8192, d_model=1024, vocab_size=8192)
+    attention = {"num_heads": 4, "head_dim": 64}
+    model = model_fixtures.model(
+        attention=attention, pattern=pattern, context_length=8192, d_model=1024, vocab_size=8192
+    )
     work, target = workload("train", model, 64, 8192, remat="full", kernels=kernels), Target.parse("h200-sxm")
     counts = plan(work, target)
     before = Counted(work, counts.flops, counts.memory, target, counts.time)

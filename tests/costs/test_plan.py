@@ -52,7 +52,7 @@ def counted(experiment):
 def windowless(work):
     """Each token attends to all tokens before it: XLA computes the scores outside a window too, and masks them."""
     attention = work.model.attention.model_copy(update={"window": None})
-    return changed(work, model=work.model.model_copy(update={"attention": attention}))
+    return changed(work, model=work.model.model_copy(update={"attention": attention, "pattern": ()}))
 
 
 @pytest.mark.parametrize(
@@ -305,20 +305,22 @@ def test_products_of_inference(family):
 def test_windows_leave_what_is_seen_through_them(sequence, every):
     """MFU counts the keys in each query's window; a causal count has only visible keys, with half of the diagonal. XLA
     computes all scores of the keys that are there, and the executed count has them all."""
-    window, layers = {"size": 5, "global_every": every}, 7
-    model = model_fixtures.model(num_layers=layers, attention={"num_heads": 8, "num_kv_heads": 4, "window": window})
+    layers, narrow = 7, {"attention": {"window": 5}}
+    pattern = () if every is None else ({"name": "narrow", "layers": every - 1, **narrow}, {"name": "wide"})
+    attention = {"num_heads": 8, "num_kv_heads": 4, "window": 5 if every is None else None}
+    model = model_fixtures.model(num_layers=layers, attention=attention, pattern=pattern)
+    through = [every is None or (layer + 1) % every > 0 for layer in range(layers)]
+    assert [block.attention.window for block in model.layers] == [5 if narrow else None for narrow in through]
     for kind in ("train", "prefill", "decode"):
         work = workload(kind, model, 4, sequence, kernels="xla")
         whole, seen = flops(windowless(work)), flops(work)
-        through = [every is None or (layer + 1) % every > 0 for layer in range(layers)]
-        assert model.windowed_layers == sum(through)
         queries, size = 1 if kind == "decode" else sequence, min(5, sequence)
         a_key = 2 * 2 * 4 * 8 * 4 * (3 if kind == "train" else 1)  # both products of a score
         keys = sum(queries * (size if narrow else sequence) for narrow in through)
         assert whole.model - seen.model == a_key * (layers * queries * sequence - keys)
         assert whole.executed == whole.model
-        there = size if kind == "decode" and every is None else sequence  # a ring holds no more
-        assert whole.executed - seen.executed == a_key * layers * queries * (sequence - there)
+        # A ring holds no more than its window.
+        assert whole.executed - seen.executed == (whole.model - seen.model if kind == "decode" else 0)
         if kind == "decode":
             assert seen.model_causal == seen.model
         else:
@@ -331,7 +333,7 @@ def test_a_kernel_for_attention_may_skip_what_nobody_sees():
     """The upper bound computes all scores, the lower bound only those that causality and windows leave."""
     sizes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 128}
     plain = model_fixtures.model(context_length=2**17, attention=sizes)
-    narrow = model_fixtures.model(context_length=2**17, attention={**sizes, "window": {"size": 1024}})
+    narrow = model_fixtures.model(context_length=2**17, attention={**sizes, "window": 1024})
     target = Target.parse("h200-sxm")
     of = {m: plan(workload("train", m, 1, 2**17, remat="full"), target) for m in (plain, narrow)}
     assert of[plain].flops.executed == of[narrow].flops.executed

@@ -96,20 +96,25 @@ def test_a_window_of_all_layers_keeps_its_tokens_alone():
     model, graph, parameters = parts(model_fixtures.MISTRAL)
     cache = empty_cache(model, 2, 24, jnp.float32)
     key = cache.stored["layers"]["key"]
-    assert key.array.shape == (3, 2, 4, 5, 4) and key.slot.window == key.size == 5
+    assert key.array.shape == (3, 2, 4, 5, 4) and key.slot.window == key.size == 5 and key.chunk == 1
     held = jax.tree.leaves(cache.stored)
     work = workload("prefill", model, 2, 24, "float32", kernels="xla")
     assert memory.kv_cache(work) == sum(x.nbytes for x in held)
     tokens, lengths = np.ones((2, 6), np.int32), np.array([6, 3], np.int32)
     _, cache = steps.prefill(graph, parameters, tokens, lengths, cache)
-    with pytest.raises(ValueError, match="a window of 5 tokens takes one token at a time"):
+    with pytest.raises(ValueError, match="windows of 5 tokens takes 1 at a time after a prompt, not 6"):
         steps.prefill(graph, parameters, tokens, lengths, cache)
 
 
-def test_a_window_of_some_layers_keeps_all_tokens():
-    """Layers of one stack have equally long arrays."""
-    cache = empty_cache(model_fixtures.model(model_fixtures.GEMMA), 2, 24, jnp.float32)
-    assert cache.stored["layers"]["key"].size == 24
+def test_layers_with_a_window_keep_its_tokens_and_others_all():
+    model = model_fixtures.model(model_fixtures.GEMMA)
+    cache = empty_cache(model, 2, 24, jnp.float32)
+    assert {name: slots["key"].array.shape for name, slots in cache.stored.items()} == {
+        "local": (2, 2, 4, 5, 8),
+        "global": (1, 2, 4, 24, 8),
+    }
+    work = workload("decode", model, 2, 24, "float32", kernels="xla")
+    assert memory.kv_cache(work) == sum(x.nbytes for x in jax.tree.leaves(cache.stored))
 
 
 def test_generation_is_greedy_at_temperature_zero():

@@ -13,9 +13,9 @@ from matrices import sampled
 
 from jaxlm.models import tree
 from jaxlm.models.embedding import looked_up
+from jaxlm.models.layers import Execution
 from jaxlm.models.operations import Dropout
 from jaxlm.models.positions import packed_causal_mask
-from jaxlm.models.transformer import Execution
 from kernels_pallas import gated_activation
 from kernels_pallas.core.products import einsum_in_float32
 from kernels_pallas.core.slopes import activation, soft_capped

@@ -24,11 +24,13 @@ from jaxlm.models.config import ModelConfig
 from jaxlm.models.operations import Dropout, cross_entropy
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.recording import MARKER, Marker, recording
-from jaxlm.models.transformer import Execution
 from jaxlm.parallel.rules import Kind
 
 # Products belong to operations: one outside of them would be counted nowhere.
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "pallas_call", "ragged_dot"})
+
+# Operations that take a layer of a stacked parameter.
+_PARTS = frozenset({"dynamic_slice", "reshape", "squeeze"})
 
 # What a module computes number by number between operations, and what its backward pass reads: operands, or the result.
 _READS_OPERANDS = frozenset({"mul", "div", "max", "min", "pow", "integer_pow", "log", "sin", "cos", "abs", "select_n"})
@@ -74,8 +76,7 @@ class Recording:
 
     Values are numbers. `sources` has for each value those that it is made of; what a loop carries is made of its start
     and of what the iteration before left. `parameters` are the paths of values that are parameters, `names` what
-    rematerialisation calls a value, and `layers` the values with which each layer begins: in training a layer is what
-    rematerialisation runs again as one, in inference what a loop over layers holds.
+    rematerialisation calls a value, and `layers` the values with which each layer begins.
     """
 
     uses: list[Use] = field(default_factory=list)
@@ -140,12 +141,10 @@ def record(model: ModelConfig, kind: Kind, sequence: int, dropout: bool) -> Reco
     shapes = tree.shapes(parameters, jnp.bfloat16)
     tokens = jax.ShapeDtypeStruct((1, sequence), jnp.int32)
     if kind == "train":
-        by_layers = Execution(remat="full")  # marks where each layer begins and ends
 
         def forward(parameters: tree.Tree, tokens: jax.Array, key: jax.Array) -> jax.Array:
             module, dropped = nnx.merge(graph, parameters), Dropout(0.5, key) if dropout else Dropout()
-            mask = packed_causal_mask(tokens)
-            hidden, _, _ = module.hidden(tokens, tokens, mask, dropout=dropped, execution=by_layers)
+            hidden, _, _ = module.hidden(tokens, tokens, packed_causal_mask(tokens), dropout=dropped)
             return cross_entropy(hidden, module.unembedding_table, tokens, tokens > 0, model.logit_soft_cap)["loss"]
 
         operands = shapes, tokens, jax.eval_shape(lambda: jax.random.key(0))
@@ -157,7 +156,7 @@ def record(model: ModelConfig, kind: Kind, sequence: int, dropout: bool) -> Reco
         operands = (shapes, tokens, row, cache) if kind == "prefill" else (shapes, row, cache)
     with recording():
         jaxpr = jax.make_jaxpr(forward)(*operands).jaxpr
-    reader = _Reader(by_checkpoints=kind == "train")
+    reader = _Reader()
     paths = list(tree.paths(shapes))
     inputs = [reader.new() for _ in jaxpr.invars]
     reader.found.parameters.update(zip(inputs, paths, strict=False))  # parameters are the first operand
@@ -168,9 +167,8 @@ def record(model: ModelConfig, kind: Kind, sequence: int, dropout: bool) -> Reco
 class _Reader:
     """A reader of recorded jaxprs, which numbers their values."""
 
-    def __init__(self, by_checkpoints: bool) -> None:
+    def __init__(self) -> None:
         self.found, self._numbers, self._readers, self._axes = Recording(), 0, {}, {}
-        self._by_checkpoints = by_checkpoints
 
     def new(self, *sources: int) -> int:
         """Return the number of a new value, made of these."""
@@ -208,12 +206,16 @@ class _Reader:
                 raise ValueError(f"{'/'.join(here) or 'the model'} multiplies outside of the operations of a model")
             elif name == "scan":
                 results = self._scan(eqn, [self.new() if each is None else each for each in operands], here, times)
+            elif name in ("checkpoint", "remat2"):  # a layer: recordings show each as what may run again
+                inputs = [self.new() if each is None else self._copied(each) for each in operands]
+                self.found.layers.append(frozenset(inputs))
+                results = self.read(inner, inputs, here, times, len(self.found.layers) - 1)
+            elif name in _PARTS and operands[0] in self.found.parameters:  # of a layer, in its stack
+                results = [self._copied(operands[0])]
             elif inner is not None:
                 body = getattr(inner, "jaxpr", inner)
                 given = [self.new() if each is None else each for each in operands]
-                given = given[-len(body.invars) :] if body.invars else []
-                within = self._layer(given) if name in ("checkpoint", "remat2") and self._by_checkpoints else layer
-                results = self.read(body, given, here, times, within)
+                results = self.read(body, given[-len(body.invars) :] if body.invars else [], here, times, layer)
             elif name == "name":
                 results = known
                 self.found.names[results[0]] = eqn.params["name"]
@@ -263,22 +265,19 @@ class _Reader:
             )
         return results
 
-    def _layer(self, inputs: list[int]) -> int:
-        """Return the number of a new layer, which begins with these values."""
-        self.found.layers.append(frozenset(inputs))
-        return len(self.found.layers) - 1
+    def _copied(self, operand: int) -> int:
+        """Return the number of a value that is another one, or a part of a parameter."""
+        value = self.new(operand)
+        for known in (self.found.parameters, self._axes):
+            if operand in known:
+                known[value] = known[operand]
+        return value
 
     def _scan(self, eqn: Any, operands: list[int], scope: tuple[str, ...], times: int) -> list[int]:
         """Read a loop once; each of its iterations uses the same operations."""
         body, (constants, carried) = eqn.params["jaxpr"].jaxpr, _constants_and_carried(eqn.params)
-        inputs = [self.new(operand) for operand in operands]
-        for value, operand in zip(inputs, operands, strict=True):
-            if operand in self.found.parameters:  # a slice of a stacked parameter
-                self.found.parameters[value] = self.found.parameters[operand]
-            elif operand in self._axes:
-                self._axes[value] = self._axes[operand]
-        layer = None if self._by_checkpoints else self._layer(inputs)
-        results = self.read(body, inputs, scope, times * eqn.params["length"], layer)
+        inputs = [self._copied(operand) for operand in operands]
+        results = self.read(body, inputs, scope, times * eqn.params["length"], None)
         for value, start, end in zip(
             inputs[constants : constants + carried], operands[constants:], results, strict=False
         ):

@@ -33,10 +33,8 @@ class GroupedQueryAttention(Module):
 
     def slots(self) -> dict[str, Slot]:
         """Return its keys and values, the copies of `linear` among them."""
-        heads, window = kv_heads(self.settings.num_kv_heads, self.settings.num_heads), self.settings.window
-        # Layers of one stack keep equally many tokens: all, where some of them have no window.
-        reads = window.size if window is not None and window.global_every is None else None
-        slot = Slot((heads, self.settings.head_dim), KV_HEADS[2:], window=reads)
+        heads = kv_heads(self.settings.num_kv_heads, self.settings.num_heads)
+        slot = Slot((heads, self.settings.head_dim), KV_HEADS[2:], window=self.settings.window)
         return {"key": slot, "value": slot}
 
     def __call__(
@@ -50,8 +48,9 @@ class GroupedQueryAttention(Module):
         query_BTNH, key_BTKH = rope(query_BTNH, HEADS, rows.rope), rope(key_BTKH, KV_HEADS, rows.rope)
         query_BTNH, key_BTKH, value_BTKH = named_heads(query_BTNH, key_BTKH, value_BTKH)
         cache = cache.update(rows, key=key_BTKH, value=value_BTKH)
-        w = self.settings.window
-        options = {"scale": self.settings.scale, "soft_cap": self.settings.soft_cap, "window": w.size if w else None}
-        attended_BTNH = attention(query_BTNH, cache.view(), **options)
+        settings = self.settings
+        attended_BTNH = attention(
+            query_BTNH, cache.view(), scale=settings.scale, soft_cap=settings.soft_cap, window=settings.window
+        )
         (output_BTD,) = linear(attended_BTNH, self.output, biases=(self.output_bias,))
         return output_BTD, cache, Auxiliary()

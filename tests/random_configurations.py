@@ -13,7 +13,7 @@ from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import Kind
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu_squared")
-PATTERNS = ("layers/*", "*feed_forward/*", "*attention/*", "*down", "embedding", "*norm*", "unembedding", "*query*")
+PATTERNS = ("layers/*", "*feed_forward/*", "*attention/*", "*down", "embedding", "*norm*", "*embedding", "*query*")
 
 
 @dataclass(frozen=True)

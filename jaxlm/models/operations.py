@@ -68,6 +68,8 @@ def look_up(table: nnx.Param, index_BT: jax.Array) -> jax.Array:
 
 def gathered(x_BTD: jax.Array) -> jax.Array:
     """Return the normalised stream [B, T, D] with all of T on each device, gathered in its present dtype."""
+    if is_recording():
+        return mark("gather", [(x_BTD, STREAM)], [(x_BTD, WHOLE)])[0]
     # Without the first constraint the partitioner gathers before the cast from float32.
     return constrain(constrain(x_BTD, *STREAM), *WHOLE)
 
@@ -94,11 +96,8 @@ def linear(
         x = gathered(x)
     results = []
     for i, matrix in enumerate(matrices):
-        axes, copies = _axes(matrix), 1
-        if readers is not None and "kv_heads" in axes:
-            size = matrix.shape[axes.index("kv_heads")]
-            copies = kv_heads(size, readers) // size
-        y = _product(x, matrix, biases[i] if biases else None, copies)
+        bias = biases[i] if biases else None
+        y = _product(x, matrix, bias, readers if "kv_heads" in _axes(matrix) else None)
         made = _made(matrix)
         if names or made == STREAM:
             y = constrain(y, *made)
@@ -122,8 +121,8 @@ def _axes(parameter: nnx.Param) -> tuple[str, ...]:
     return parameter.axes[-parameter[...].ndim :]
 
 
-def _product(x: jax.Array, matrix: nnx.Param, bias: nnx.Param | None, copies: int) -> jax.Array:
-    """Return x · matrix (+ bias), each entry of the first output dimension `copies` times.
+def _product(x: jax.Array, matrix: nnx.Param, bias: nnx.Param | None, readers: int | None) -> jax.Array:
+    """Return x · matrix (+ bias); where there are readers, each of its key/value heads as often as they need it.
 
     Where T is not sharded it is one [B·T, I] × [I, O] product: XLA's CPU code for it is a third faster than for the
     batched form.
@@ -135,7 +134,9 @@ def _product(x: jax.Array, matrix: nnx.Param, bias: nnx.Param | None, copies: in
             axes = (*WHOLE[:2], *(f"act_{axis}" for axis in matrix.inputs))
             weights = [(p[...], _axes(p)) for p in (matrix, bias) if p is not None]
             shape = jax.ShapeDtypeStruct((*rows, *matrix[...].shape[contracted:]), x.dtype)
-            return mark("linear", [(x, axes), *weights], [(shape, _made(matrix))])[0]
+            return mark("linear", [(x, axes), *weights], [(shape, _made(matrix))], readers=readers)[0]
+        size = matrix[...].shape[contracted]
+        copies = 1 if readers is None else kv_heads(size, readers) // size
         weights = _copied(matrix, contracted, copies)
         if is_sharded("residual"):
             y = jnp.tensordot(x, weights, contracted)

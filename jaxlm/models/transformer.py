@@ -162,3 +162,10 @@ class Transformer(Module):
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Unembed [B, T, D] to float32 logits [B, T, V], between −cap and cap where there is a soft cap."""
         return operations.logits(hidden_BTD, self.unembedding_table, self.model.logit_soft_cap)
+
+    def cross_entropy(
+        self, hidden_BTD: jax.Array, targets_BT: jax.Array, counted_BT: jax.Array, z_loss: float = 0.0
+    ) -> dict[str, jax.Array]:
+        """Return the terms of the objective of these targets, as `jaxlm.models.operations.cross_entropy` does."""
+        cap = self.model.logit_soft_cap
+        return operations.cross_entropy(hidden_BTD, self.unembedding_table, targets_BT, counted_BT, cap, z_loss)

@@ -14,7 +14,7 @@ from jaxlm.models import kernels
 from jaxlm.models import tree as model_tree
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.layers import Execution
-from jaxlm.models.operations import Dropout, cross_entropy
+from jaxlm.models.operations import Dropout
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.rows import Auxiliary
 from jaxlm.models.tree import Tree
@@ -84,8 +84,8 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
         hidden, _, of_layers = module.hidden(
             batch["tokens"], positions, packed_causal_mask(positions), dropout=dropout, execution=execution
         )
-        table, counted = module.unembedding_table, batch["segments"] > 0
-        terms = cross_entropy(hidden, table, batch["targets"], counted, model.logit_soft_cap, training.z_loss)
+        counted = batch["segments"] > 0
+        terms = module.cross_entropy(hidden, batch["targets"], counted, training.z_loss)
         terms = terms if training.z_loss else {"loss": terms["loss"]}
         targets = jnp.sum(counted)
         losses = {name: targets * jnp.sum(each_L) for name, each_L in of_layers.losses.items()}

@@ -21,7 +21,7 @@ from jaxlm.inference.cache import empty_cache
 from jaxlm.inference.steps import decode_step, prefill
 from jaxlm.models import tree
 from jaxlm.models.config import ModelConfig
-from jaxlm.models.operations import Dropout, cross_entropy
+from jaxlm.models.operations import Dropout
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.recording import MARKER, Marker, recording
 from jaxlm.parallel.rules import Kind
@@ -145,7 +145,7 @@ def record(model: ModelConfig, kind: Kind, sequence: int, dropout: bool) -> Reco
         def forward(parameters: tree.Tree, tokens: jax.Array, key: jax.Array) -> jax.Array:
             module, dropped = nnx.merge(graph, parameters), Dropout(0.5, key) if dropout else Dropout()
             hidden, _, _ = module.hidden(tokens, tokens, packed_causal_mask(tokens), dropout=dropped)
-            return cross_entropy(hidden, module.unembedding_table, tokens, tokens > 0, model.logit_soft_cap)["loss"]
+            return module.cross_entropy(hidden, tokens, tokens > 0)["loss"]
 
         operands = shapes, tokens, jax.eval_shape(lambda: jax.random.key(0))
     else:

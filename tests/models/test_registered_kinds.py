@@ -1,5 +1,8 @@
 """An attention kind and a feed-forward kind of one's own: all that they need stands in this file."""
 
+import platform
+import sys
+from collections import Counter
 from typing import ClassVar, Literal
 
 import chex
@@ -9,15 +12,18 @@ import meshes
 import model_fixtures
 import numpy as np
 import pytest
+from matrices import sampled
 
 from jaxlm import config
 from jaxlm.core.errors import InputError
 from jaxlm.core.schema import Count
-from jaxlm.costs.counted import operations
+from jaxlm.costs.counted import operations, traffic
+from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.workload import Workload
 from jaxlm.inference.generate import generate
 from jaxlm.inference.requests import Sampling
+from jaxlm.lowering import report, targets
 from jaxlm.models import attention, feed_forward, tree
 from jaxlm.models import config as models
 from jaxlm.models.cache import LayerCache, Slot
@@ -249,3 +255,31 @@ def test_a_cached_generation_is_the_full_forward_pass(file):
     for prompt, new in zip(prompts, drawn, strict=True):
         logits = model_fixtures.full_logits(graph, host, [*prompt, *new[:-1]])
         chex.assert_trees_all_equal(np.argmax(logits[len(prompt) - 1 :], axis=-1), new)
+
+
+LARGER = (
+    *("model.d_model=512", "model.attention.num_heads=8", "model.attention.head_dim=64", "training.batch=16"),
+    *("model.feed_forward.hidden_dim=1536", "model.vocab_size=4096", "model.context_length=512"),
+    *("model.num_layers=4", "training.dtype=bfloat16"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="the compilers are for Linux on x86-64"
+)
+@pytest.mark.parametrize("sizes", sampled([(1, 4, 1), (1, 1, 4)], [str((1, 1, 4))]), ids=str)
+def test_memory_and_collectives_are_those_of_the_compiled_step(file, sizes):
+    target = Target.parse("h200-sxm:4")
+    mesh = meshes.make(*sizes, devices=targets.devices(target))
+    experiment = load(file, *LARGER, *(["training.kernels=xla"] if sizes[2] > 1 else []))
+    found = report.compile(experiment, "train", target, mesh, False).report
+    assert found.flops == found.counted_flops
+    assert found.plan.memory.total == pytest.approx(found.memory.peak, rel=0.1)
+    sent, counted = Counter(), Counter()
+    for c in found.collectives:
+        sent[c.kind, c.axes] += c.count * c.bytes
+    for c in traffic.collectives(found.plan.work):
+        counted[c.kind, c.axes] += c.times * c.bytes
+    large = [kind for kind in sent.keys() | counted.keys() if kind[0] != "all-reduce"]  # of vectors, and of the loss
+    assert {kind: counted[kind] for kind in large} == {kind: sent[kind] for kind in large}

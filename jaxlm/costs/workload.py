@@ -179,7 +179,7 @@ class Workload:
     @property
     def cached(self) -> list[int]:
         """Tokens of each sequence that the cache of each layer holds: all, or the last of its window."""
-        return [min(block.attention.window or self.sequence, self.sequence) for block in self.model.layers]
+        return [min(block.window or self.sequence, self.sequence) for block in self.model.layers]
 
     @property
     def keys(self) -> int:

@@ -93,7 +93,7 @@ def _whole(work: Workload) -> int:
     if not kernel_costs.attention(work):
         attention = work.model.attention
         # Slopes of a cap, and where windows are of some layers alone the mask, which is another in each.
-        more = 4 * bool(attention.soft_cap) + (len({block.attention.window for block in work.model.layers}) > 1)
+        more = 4 * bool(attention.soft_cap) + (len({block.window for block in work.model.layers}) > 1)
         return _wide(work) + part.scores * (4 + itemsize + more)
     # The stream and its norm, twice, and what further norms read; queries, the result of attention, and that again as a
     # product takes it; keys and values; of an activation that is no kernel result and slope. Log-sum-exps are float32.

@@ -67,6 +67,18 @@ GEMMA = {
 }
 FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "qwen3": QWEN3, "llama3.1": LLAMA31, "mistral": MISTRAL, "gemma": GEMMA}
 
+# Three kinds of layer, twice and two thirds: some are narrower and normalise their heads, some have a window and angles
+# of their own, and some have no positions.
+MIXED = {
+    **LLAMA,
+    "num_layers": 8,
+    "pattern": (
+        {"name": "small", "feed_forward": {"d_ff": 24}, "attention": {"qk_norm": True}},
+        {"name": "local", "attention": {"window": 3}, "position": {"theta": 100.0}},
+        {"name": "still", "position": {"kind": "none"}},
+    ),
+}
+
 # Where norms stand, and what the feed-forward layer reads.
 BLOCKS = tuple(
     {"norm_placement": norm_placement, "residual": residual}

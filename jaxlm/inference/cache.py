@@ -95,7 +95,7 @@ def _scatter(stored: jax.Array, new: jax.Array, layer: jax.Array, at_B: jax.Arra
 def _scatter_around(stored: jax.Array, new: jax.Array, layer: jax.Array, at_B: jax.Array) -> jax.Array:
     """Write [B, …, T, H] into [L, B, …, S, H] by a scatter of B·T tokens [..., H], from the last index to the first."""
     T, S = new.shape[-2], stored.shape[-2]
-    at_BT = (at_B[:, None] + jnp.arange(T, dtype=at_B.dtype)) % S
+    at_BT = (at_B[:, None] + jnp.arange(T, dtype=at_B.dtype)[None]) % S
     row_BT = jnp.broadcast_to(jnp.arange(len(at_B), dtype=at_B.dtype)[:, None], at_BT.shape)
     tokens = jax.lax.ScatterDimensionNumbers(
         update_window_dims=tuple(range(2, new.ndim)),

@@ -91,7 +91,7 @@ class Groups:
         made = {
             block: nnx.eval_shape(partial(make, model.of(block)), nnx.Rngs(0)) for block in dict.fromkeys(model.layers)
         }
-        trees = {block: nnx.state(module).flat_state() for block, module in made.items()}
+        trees = {block: nnx.to_flat_state(nnx.state(module)) for block, module in made.items()}
         structures = {
             block: tuple((path, leaf.shape, leaf.axes) for path, leaf in tree) for block, tree in trees.items()
         }

@@ -7,6 +7,7 @@ import meshes
 import model_fixtures
 import numpy as np
 import pytest
+from flax import nnx
 from matrices import sampled
 from workload_fixtures import workload
 
@@ -20,9 +21,15 @@ from jaxlm.inference.requests import Sampling
 from jaxlm.lowering import collectives, hlo
 from jaxlm.lowering.programs import step as lowered_step
 from jaxlm.models import tree
+from jaxlm.models.positions import cache_causal_mask
 
-FAMILIES = [pytest.param(family, id=name) for name, family in model_fixtures.FAMILIES.items()]
-families = pytest.mark.parametrize("family", sampled(FAMILIES, ["gpt2", "gemma", "mistral"]))
+FAMILIES = {**model_fixtures.FAMILIES, "mixed": model_fixtures.MIXED}
+families = pytest.mark.parametrize(
+    "family",
+    sampled(
+        [pytest.param(family, id=name) for name, family in FAMILIES.items()], ["gpt2", "gemma", "mistral", "mixed"]
+    ),
+)
 
 
 def parts(family, mesh=None):
@@ -115,6 +122,47 @@ def test_layers_with_a_window_keep_its_tokens_and_others_all():
     }
     work = workload("decode", model, 2, 24, "float32", kernels="xla")
     assert memory.kv_cache(work) == sum(x.nbytes for x in jax.tree.leaves(cache.stored))
+
+
+@pytest.mark.parametrize(
+    "family, chunk",
+    sampled(
+        [pytest.param(name, chunk) for name in ("mistral", "mixed") for chunk in (1, 2, 4, 20)],
+        ["mistral-4", "mixed-2", "mixed-20"],
+    ),
+)
+def test_chunks_that_are_appended_equal_recomputing(family, chunk):
+    """Prompts, then chunks in which sequences have tokens of different number: rings go round their windows."""
+    model, graph, parameters = parts(FAMILIES[family])
+    tokens = np.random.default_rng(0).integers(0, model_fixtures.VOCABULARY, (3, 32), dtype=np.int32)
+    expected = [model_fixtures.full_logits(graph, parameters, row) for row in tokens]
+    cache = empty_cache(model, 3, 32, jnp.float32, chunk)
+    rings = [slots["key"] for slots in cache.stored.values() if slots["key"].slot.window]
+    assert [key.size for key in rings] == [min(32, key.slot.window + chunk - 1) for key in rings]
+
+    @jax.jit
+    def append(cache, chunk_BT, length_B):
+        positions_BT = cache.length[:, None] + jnp.arange(chunk_BT.shape[1])[None]
+        seen = cache_causal_mask(positions_BT, cache.length + length_B)
+        module = nnx.merge(graph, parameters)
+        hidden_BTD, cache, _ = module.hidden(chunk_BT, positions_BT, seen, cache=cache)
+        return module.logits(hidden_BTD), cache.advance(length_B)
+
+    read, draw = np.zeros(3, np.int32), np.random.default_rng(1)
+    for T in (7, *[chunk] * (3 if chunk == 20 else 6)):
+        given = np.minimum(draw.integers(1, T + 1, 3).astype(np.int32), 12)
+        if max(read) + T > 32:
+            break
+        rows = np.stack([row[at : at + T] for row, at in zip(tokens, read, strict=True)])
+        found, cache = append(cache, rows, given)
+        for row in range(3):
+            last = slice(read[row], read[row] + given[row])
+            model_fixtures.assert_same_numbers(found[row, : given[row]], expected[row][last], 1e-5)
+        read += given
+    np.testing.assert_array_equal(cache.length, read)
+    if rings and chunk < 20:
+        with pytest.raises(ValueError, match=rf"takes {chunk} at a time after a prompt, not {chunk + 1}"):
+            append(cache, tokens[:, : chunk + 1], given)
 
 
 def test_generation_is_greedy_at_temperature_zero():

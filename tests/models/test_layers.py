@@ -1,7 +1,9 @@
 """Layers that differ: their stacks, the loop through them, and everything that walks over layers."""
 
+import collections
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import meshes
@@ -10,23 +12,24 @@ import numpy as np
 import pytest
 from flax import nnx
 from matrices import sampled
+from workload_fixtures import workload
 
+from jaxlm.costs import paper
+from jaxlm.costs.jaxpr.count import count
+from jaxlm.costs.step.flops import flops
 from jaxlm.models import tree
+from jaxlm.models.cache import OwnTokens
 from jaxlm.models.layers import Execution, Segment, segments
-from jaxlm.models.positions import packed_causal_mask
+from jaxlm.models.operations import Dropout
+from jaxlm.models.positions import LayerRows, packed_causal_mask, rope_table, sliding_window_mask
+from jaxlm.models.rows import Auxiliary, RowContext
+from jaxlm.models.transformer import Block
+from jaxlm.parallel.batches import put_batch
+from jaxlm.training.checkpoints import Checkpoints, restore_state
+from jaxlm.training.groups import rules
+from jaxlm.training.optimizer import optimizer
+from jaxlm.training.step import make_steps
 
-# Three kinds of layer in a period of four, and a remainder of three: two structures, of which one has a window and
-# angles of its own in some layers, and one has no positions.
-MIXED = {
-    **model_fixtures.LLAMA,
-    "num_layers": 11,
-    "pattern": (
-        {"name": "wide", "feed_forward": {"d_ff": 24}, "attention": {"qk_norm": True}},
-        {"name": "local", "attention": {"window": 3}, "position": {"theta": 100.0}},
-        {"name": "still", "position": {"kind": "none"}},
-        {"name": "narrow", "attention": {"window": 6}},
-    ),
-}
 EXECUTIONS = [
     Execution("full", scan=True),
     Execution(("query", "up"), scan=True),
@@ -37,7 +40,7 @@ EXECUTIONS = [
 
 @pytest.fixture(scope="module")
 def mixed():
-    model = model_fixtures.model(MIXED)
+    model = model_fixtures.model(model_fixtures.MIXED)
     graph, _ = tree.abstract(model)
     return model, graph, tree.init(model, 0, meshes.make())
 
@@ -62,10 +65,10 @@ def test_layers_are_divided_by_the_shortest_period_that_repeats(keys, found):
 def test_equal_structures_share_a_stack_in_layer_order(mixed):
     _, _, parameters = mixed
     shapes = {path: x.shape for path, x in tree.paths(parameters).items() if path.startswith("layers/")}
-    assert shapes["layers/wide/feed_forward/up"] == (3, 32, 24)
-    assert shapes["layers/local/feed_forward/up"] == (8, 32, 48)
-    assert shapes["layers/wide/attention/query_norm/scale"] == (3, 4)
-    assert {path.split("/")[1] for path in shapes} == {"wide", "local"}
+    assert shapes["layers/small/feed_forward/up"] == (3, 32, 24)
+    assert shapes["layers/local/feed_forward/up"] == (5, 32, 48)
+    assert shapes["layers/small/attention/query_norm/scale"] == (3, 4)
+    assert {path.split("/")[1] for path in shapes} == {"small", "local"}
     assert "layers/local/attention/query_norm/scale" not in shapes
 
 
@@ -98,39 +101,117 @@ def test_execution_changes_nothing_in_mixed_layers(mixed, execution):
     gradient = jax.value_and_grad(loss_of, argnums=1, has_aux=True)
     expected, found = (gradient(graph, parameters, tokens, each) for each in (Execution(), execution))
     model_fixtures.assert_same_numbers(found, expected, 1e-5)
-    assert expected[0][1].shape == (11,)
-
-
-def by_hand(model, parameters, tokens):
-    """Return the logits of a model whose blocks are merged and run one by one, each as a model of its own."""
-    kinds, at = {"wide": "wide"}, {"wide": 0, "local": 0}
-    positions = jnp.arange(tokens.shape[1])[None]
-    graph, _ = tree.abstract(model)
-    module = nnx.merge(graph, parameters)
-    x_BTD = parameters["embedding"][tokens]
-    for name, block in zip(model.layer_names, model.layers, strict=True):
-        stack = kinds.get(name, "local")
-        one = model.of(block).model_copy(update={"num_layers": 1})
-        layer = jax.tree.map(lambda x, i=at[stack]: x[i : i + 1], parameters["layers"][stack])
-        at[stack] += 1
-        alone = nnx.merge(tree.abstract(one)[0], {**parameters, "layers": layer})
-        unit = jnp.eye(model_fixtures.VOCABULARY)  # the stream goes in and out of a model of one layer
-        del unit
-        x_BTD = alone_residual(alone, x_BTD, positions)
-    return module.logits(module.final_norm(x_BTD))
-
-
-def alone_residual(module, x_BTD, positions):
-    """Return the stream after a model of one layer whose embedding is the stream."""
-    T = x_BTD.shape[1]
-    module.embedding.set_value(x_BTD[0])
-    y_BTD, _, _ = module.residual(jnp.arange(T)[None], positions, packed_causal_mask(positions))
-    return y_BTD
+    assert expected[0][1].shape == (8,)
 
 
 def test_each_layer_computes_what_its_block_says(mixed):
-    """Layer by layer, as models of one kind of layer, which other tests hold against equations."""
+    """Block by block, with the mask and the angles of each."""
     model, graph, parameters = mixed
     tokens = np.random.default_rng(0).integers(0, model_fixtures.VOCABULARY, (1, 12), dtype=np.int32)
-    expected = by_hand(model, parameters, tokens)
+    positions = jnp.arange(12)[None]
+    x_BTD, at = parameters["embedding"][tokens], {"small": 0, "local": 0}
+    for name, block in zip(model.layer_names, model.layers, strict=True):
+        stack = "small" if name == "small" else "local"
+        layer = jax.tree.map(lambda x, i=at[stack]: x[i], parameters["layers"][stack])
+        at[stack] += 1
+        seen = sliding_window_mask(block.window or 99, packed_causal_mask(positions))
+        angles = None if block.position.kind == "none" else rope_table(block.position, 4, positions)
+        one = nnx.eval_shape(lambda block=block: Block(model.of(block), nnx.Rngs(0)))
+        x_BTD, *_ = nnx.merge(nnx.graphdef(one), layer)(x_BTD, RowContext(seen, angles, Dropout()), OwnTokens())
+    module = nnx.merge(graph, parameters)
+    expected = module.logits(module.final_norm(x_BTD))
     model_fixtures.assert_same_numbers(model_fixtures.full_logits(graph, parameters, tokens[0]), expected[0], 1e-5)
+
+
+def test_auxiliary_results_come_in_layer_order(mixed, monkeypatch):
+    """By name, of the layers that have one: a loss of the layers with norms of their heads, and all indices."""
+    model, graph, parameters = mixed
+
+    def call(self, x_BTD, rows, cache):
+        returned = Auxiliary({"norms": jnp.float32(1)} if self.attention.query_norm is not None else {})
+        return x_BTD, cache, returned
+
+    monkeypatch.setattr(Block, "__call__", call)
+    module, tokens = nnx.merge(graph, parameters), jnp.zeros((1, 4), jnp.int32)
+    places = []
+    monkeypatch.setattr(LayerRows, "of", lambda self, at: places.append(at))
+
+    def observe(x_BTD):
+        return {"layer": places[-1].layer}
+
+    _, _, found = module.residual(tokens, tokens, packed_causal_mask(tokens), observe=observe)
+    np.testing.assert_array_equal(found.statistics["layer"], range(model.num_layers))
+    assert found.losses["norms"].shape == (3,)
+
+
+@pytest.mark.parametrize("kind", ["train", "decode"])
+def test_recordings_know_the_window_of_every_layer(mixed, kind):
+    model, _, _ = mixed
+    uses = [use for use in paper.record(model, kind, 16, False).uses if use.name == "attention"]
+    windows = collections.Counter()
+    for use in uses:
+        windows[use.options["window"]] += use.times
+    assert windows == {None: 3 + 2, 3: 3}
+    if kind == "decode":  # rings are as long as their windows
+        assert {use.options["window"]: use.shapes[1][1] for use in uses} == {None: 16, 3: 3}
+
+
+@pytest.mark.parametrize(
+    "remat", sampled(["none", "full", ("query", "up")], ["full"]), ids=lambda value: "-".join([*value])
+)
+def test_the_products_of_mixed_layers_are_counted(mixed, remat):
+    model, _, _ = mixed
+    work = workload("train", model, 8, model_fixtures.CONTEXT, remat=remat, kernels="xla")
+    steps = make_steps(model, work.training, work.optimizer)
+    shape = jax.ShapeDtypeStruct((8, model_fixtures.CONTEXT), jnp.int32)
+    batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), shape)
+    assert flops(work).executed == count(steps.train, jax.eval_shape(steps.init), batch).matmul_flops
+
+
+@pytest.mark.parametrize("kind", ["muon", "adafactor", "adamw"])
+def test_each_layer_of_a_stack_is_updated_as_if_alone(mixed, kind):
+    """Its matrices are those of one layer, whichever stack it is in, and gains do not decay."""
+    model, _, parameters = mixed
+    _, abstract = tree.abstract(model)
+    settings = model_fixtures.optimization(kind=kind, clip_norm=1e9, weight_decay=0.1)
+    transform = optimizer(settings, abstract)
+
+    @jax.jit
+    def update(gradients):
+        return tree.paths(transform.update(gradients, transform.init(parameters), parameters)[0])
+
+    draw = np.random.default_rng(0)
+    gradients = jax.tree.map(lambda x: jnp.asarray(draw.normal(size=x.shape), jnp.float32), parameters)
+    others = jax.tree.map(lambda x: x.at[1:].mul(3.0), gradients)
+    before, after = update(gradients), update(others)
+    for path in ("layers/small/feed_forward/up", "layers/local/attention/output", "layers/local/attention_norm/scale"):
+        np.testing.assert_allclose(before[path][0], after[path][0], rtol=1e-5, atol=1e-7)
+    ruled = tree.paths(rules(settings, abstract))
+    assert {path for path, rule in ruled.items() if not rule.weight_decay} == {
+        path for path in ruled if path.endswith("scale")
+    }
+    assert all(d.stack == (0,) for path, d in tree.paths(tree.dimensions(abstract)).items() if "layers/" in path)
+
+
+def test_a_run_of_mixed_layers_resumes_to_the_last_bit(mixed, tmp_path):
+    model, _, _ = mixed
+    mesh, settings = meshes.make(2, 2, 2), (model_fixtures.training(), model_fixtures.optimization())
+    with jax.set_mesh(mesh):
+        steps = model_fixtures.jitted(model, settings[0], mesh, settings[1])
+        state, _ = steps.train(steps.init(), put_batch(model_fixtures.batch(seed=0), mesh))
+        with Checkpoints(tmp_path, 1) as saved:
+            saved.save(state, None)
+        like = tree.placed(jax.eval_shape(steps.init), steps.shardings(mesh))
+        restored = restore_state(tmp_path, 1, like)
+        chex.assert_trees_all_equal(jax.device_get(restored), jax.device_get(state))
+        after = [steps.train(each, put_batch(model_fixtures.batch(seed=1), mesh)) for each in (restored, state)]
+    chex.assert_trees_all_equal(*jax.device_get(after))
+
+
+def test_norms_are_those_of_each_layer(mixed):
+    model, _, _ = mixed
+    steps = make_steps(model, model_fixtures.training(), model_fixtures.optimization())
+    norms = jax.eval_shape(steps.norms, jax.eval_shape(steps.init), model_fixtures.batch())
+    assert norms["residual"].shape == (8,)
+    assert norms["gradient"]["layers/small/feed_forward/up"].shape == (3,)
+    assert norms["gradient"]["layers/local/feed_forward/up"].shape == (5,)

@@ -11,12 +11,12 @@ import model_fixtures
 import numpy as np
 import pytest
 from flax import nnx
+from jaxlm.costs.step.flops import flops
 from matrices import sampled
 from workload_fixtures import workload
 
 from jaxlm.costs import paper
 from jaxlm.costs.jaxpr.count import count
-from jaxlm.costs.step.flops import flops
 from jaxlm.models import tree
 from jaxlm.models.cache import OwnTokens
 from jaxlm.models.layers import Execution, Segment, segments

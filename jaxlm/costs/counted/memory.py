@@ -119,7 +119,8 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
         # A chunk's logits and their gradient, that of the stream, and that of the unembedding, whole along `fsdp`.
         around = saved + itemsize * (_stream(device, use) + 2 * tokens * width)
         logits = chunked.tokens * chunked.labels * (4 + itemsize)
-        whole_table = 4 * chunked.labels * width
+        # Of one chunk it is made when the logits are gone.
+        whole_table = 4 * chunked.labels * width if chunked.chunks > 1 else 0
         yield Memory(held.parameters + _tables(device), sums + whole_table, state, around, logits, 0)
         waits, tables = 0, (4 if work.batch_shards == 1 else itemsize) * (total - of_layers)
     else:
@@ -169,10 +170,14 @@ def _inference(device: DeviceStep) -> Iterator[Memory]:
 
 def _gathered(device: DeviceStep, uses: Iterable[Use]) -> int:
     """Bytes of the matrices of these operations, whole along `fsdp` while they are used."""
-    if device.work.layout["fsdp"] == 1:
-        return 0
-    matrices = (math.prod(device.operand(use, 1)) for use in uses if use.name == "linear")
-    return device.work.itemsize * sum(matrices)
+    return sum(_whole(device, use) for use in uses if use.name == "linear")
+
+
+def _whole(device: DeviceStep, use: Use) -> int:
+    """Bytes of the matrix of an operation if it is gathered along `fsdp`."""
+    i = int(use.name != "look_up")
+    gathered = device.shards(use.marker.operands[i], use.shapes[i], "fsdp") > 1
+    return device.work.itemsize * math.prod(device.operand(use, i)) if gathered else 0
 
 
 def _of_module(uses: Sequence[Use], at: int) -> list[Use]:
@@ -190,7 +195,5 @@ def _last(uses: Sequence[Use]) -> list[Use]:
 
 def _tables(device: DeviceStep) -> int:
     """Bytes of the larger table while it is whole along `fsdp`."""
-    if device.work.layout["fsdp"] == 1:
-        return 0
-    uses = (use for use in device.found.by_layer[None] if use.name in ("look_up", "logits", "cross_entropy"))
-    return device.work.itemsize * max(math.prod(device.operand(use, use.name != "look_up")) for use in uses)
+    uses = device.found.by_layer[None]
+    return max(_whole(device, use) for use in uses if use.name in ("look_up", "logits", "cross_entropy"))

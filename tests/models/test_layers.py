@@ -147,13 +147,21 @@ def test_auxiliary_results_come_in_layer_order(mixed, monkeypatch):
 @pytest.mark.parametrize("kind", ["train", "decode"])
 def test_recordings_know_the_window_of_every_layer(mixed, kind):
     model, _, _ = mixed
-    uses = [use for use in paper.record(model, kind, 16, False).uses if use.name == "attention"]
+    found = paper.record(model, kind, 16, False)
+    uses = [use for use in found.uses if use.name == "attention"]
     windows = collections.Counter()
     for use in uses:
         windows[use.options["window"]] += use.times
     assert windows == {None: 3 + 2, 3: 3}
     if kind == "decode":  # rings are as long as their windows
         assert {use.options["window"]: use.shapes[1][1] for use in uses} == {None: 16, 3: 3}
+
+
+def test_operations_bear_the_paths_of_their_parameters(mixed):
+    found = paper.record(mixed[0], "train", 16, False)
+    linear = [use for use in found.uses if use.name == "linear"]
+    assert {use.scope for use in linear} == {found.parameters[use.operands[1]] for use in linear}
+    assert "layers/small/attention/query" in {use.scope for use in linear}
 
 
 @pytest.mark.parametrize(

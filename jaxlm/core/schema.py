@@ -50,8 +50,8 @@ class Section(BaseModel):
     def __copy__(self) -> Self:
         """Leave out what cached properties hold: a copy is made to have other values."""
         copied = super().__copy__()
-        for name in copied.__dict__.keys() - type(self).model_fields.keys():
-            del copied.__dict__[name]
+        values = {name: value for name, value in copied.__dict__.items() if name in type(self).model_fields}
+        object.__setattr__(copied, "__dict__", values)
         return copied
 
 

@@ -347,7 +347,7 @@ class ModelConfig(BlockConfig):
     def _entry_of_layers(self) -> list[int]:
         """The index of each layer's entry."""
         counts = [entry.layers for entry in self.pattern] or ["rest"]
-        once = [i for i, count in enumerate(counts) if count != "rest" for _ in range(count)]
+        once = [i for i, count in enumerate(counts) for _ in range(count if isinstance(count, int) else 0)]
         if counts[-1] == "rest":
             return once + [len(counts) - 1] * (self.num_layers - len(once))
         return [once[layer % len(once)] for layer in range(self.num_layers)]

@@ -4,7 +4,7 @@ What is stacked and what runs in one loop are separate questions. There is one s
 layer order. The loop goes over the shortest period in which layers repeat.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ class Segment(NamedTuple):
     repeats: int
 
 
-def segments(keys: Sequence[Hashable]) -> list[Segment]:
+def segments(keys: Sequence[Any]) -> list[Segment]:
     """Return the segments in which layers with these keys repeat.
 
     A segment has the shortest period that occurs at least twice and repeats until less than a period is left, which is
@@ -60,15 +60,16 @@ def segments(keys: Sequence[Hashable]) -> list[Segment]:
     return found
 
 
-def grouped(keys: Sequence[Hashable], names: Sequence[str]) -> dict[str, tuple[int, ...]]:
+def grouped(keys: Sequence[Any], names: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Return the layers of each key, named as the first of them, or "layers" where all have one key."""
-    groups: dict[Hashable, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for layer, key in enumerate(keys):
         groups.setdefault(key, []).append(layer)
     return {names[layers[0]] if len(groups) > 1 else _ONLY: tuple(layers) for layers in groups.values()}
 
 
 Make = Callable[[ModelConfig, nnx.Rngs], Module]
+Stacks = Module | nnx.Dict  # the only stack, or all by name
 Run = Callable[[Any, Any, Place], tuple[Any, Auxiliary]]
 Entries = Mapping[str, Sequence[int]]
 
@@ -93,7 +94,8 @@ class Groups:
         }
         trees = {block: nnx.to_flat_state(nnx.state(module)) for block, module in made.items()}
         structures = {
-            block: tuple((path, leaf.shape, leaf.axes) for path, leaf in tree) for block, tree in trees.items()
+            block: tuple((path, leaf.shape, leaf.axes, leaf.inputs) for path, leaf in tree)
+            for block, tree in trees.items()
         }
         stacks = grouped([structures[block] for block in model.layers], model.layer_names)
         for name, layers in stacks.items():
@@ -102,29 +104,29 @@ class Groups:
         graphs = tuple((block, nnx.graphdef(module)) for block, module in made.items())
         return cls(model.layers, tuple(stacks.items()), graphs)
 
-    def stacked(self, model: ModelConfig, make: Make, rngs: nnx.Rngs) -> Module:
-        """Return the layers as one module whose parameters are [n, …], or several by the name of the stack."""
+    def stacked(self, model: ModelConfig, make: Make, rngs: nnx.Rngs) -> Stacks:
+        """Return the layers as stacks, whose parameters are [n, …]."""
         made = {name: _stack([self.blocks[i] for i in layers], model, make, rngs) for name, layers in self.stacks}
         return made[_ONLY] if len(made) == 1 else nnx.Dict(made)
 
-    def modules(self, layers: Module) -> list[Module]:
+    def modules(self, stacks: Stacks) -> list[Any]:
         """Return the block of each layer, with the parameters of its whole stack."""
-        graphs, trees = dict(self.graphs), self.trees(layers)
+        graphs, trees = dict(self.graphs), self.trees(stacks)
         names = {layer: name for name, layers in self.stacks for layer in layers}
         made = {block: nnx.merge(graphs[block], trees[names[i]]) for i, block in enumerate(self.blocks)}
         return [made[block] for block in self.blocks]
 
-    def trees(self, layers: Module) -> dict[str, nnx.State]:
+    def trees(self, stacks: Stacks) -> dict[str, nnx.State]:
         """Return the parameters of each stack."""
-        return {name: nnx.state(layers if len(self.stacks) == 1 else layers[name]) for name, _ in self.stacks}
+        return {name: nnx.state(stacks[name] if isinstance(stacks, nnx.Dict) else stacks) for name, _ in self.stacks}
 
     def through(
-        self, layers: Module, run: Run, carry: Any, execution: Execution, entries: Entries | None
+        self, stacks: Stacks, run: Run, carry: Any, execution: Execution, entries: Entries | None
     ) -> tuple[Any, Auxiliary]:
         """Carry a value through the layers. Return it and their auxiliary results by name, in layer order.
 
         Args:
-          layers: what `stacked` returned.
+          stacks: the parameters, as `stacked` returned them.
           run: takes a block, the value and the block's place, and returns the value and auxiliary results.
           execution: remat is per layer.
           entries: the layers of each entry of a cache that keeps something. With one, and in recordings, blocks that
@@ -132,7 +134,7 @@ class Groups:
         """
         apart = entries is not None or is_recording()
         keys = {block: block if apart else program(block) for block, _ in self.graphs}
-        loop, found = _LayerLoop(self, layers, run, execution, entries), []
+        loop, found = _LayerLoop(self, stacks, run, execution, entries), []
         for segment in segments([keys[block] for block in self.blocks]):
             carry, auxiliary = loop.over(segment, carry)
             found.append(auxiliary)
@@ -156,9 +158,9 @@ def _stack(blocks: Sequence[BlockConfig], model: ModelConfig, make: Make, rngs: 
 class _LayerLoop:
     """The loop over the layers of a segment, of which each has its own block in the body."""
 
-    def __init__(self, groups: Groups, layers: Module, run: Run, execution: Execution, entries: Entries | None):
+    def __init__(self, groups: Groups, stacks: Stacks, run: Run, execution: Execution, entries: Entries | None):
         self._groups, self._graphs, self._run, self._execution = groups, dict(groups.graphs), run, execution
-        self._trees, self._reads = groups.trees(layers), entries is not None or is_recording()
+        self._trees, self._reads = groups.trees(stacks), entries is not None or is_recording()
         self._stack = _places(dict(groups.stacks))
         self._entry = _places({_ONLY: range(len(groups.blocks))} if entries is None else entries)
 

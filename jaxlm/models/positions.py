@@ -49,18 +49,18 @@ class LayerRows:
     def __init__(self, model: config.ModelConfig, positions_BT: jax.Array, key_range: KeyRange, dropout: Dropout):
         self._dropout = dropout
         self._masks: dict[int | None, KeyRange] = {None: key_range}
-        self._tables: dict[tuple, RopeTable | None] = {}
+        self._tables: dict[tuple, RopeTable] = {}
         for block in dict.fromkeys(model.layers):
-            if block.window not in self._masks:
+            if block.window is not None and block.window not in self._masks:
                 self._masks[block.window] = sliding_window_mask(block.window, key_range)
-            if (angles := (block.position, block.rope_dim)) not in self._tables:
-                rotates = block.position.kind == "rope" and block.rope_dim > 0
-                self._tables[angles] = rope_table(*angles, positions_BT) if rotates else None
+            settings, width = block.position, block.rope_dim
+            if isinstance(settings, config.RopeConfig) and width > 0 and (settings, width) not in self._tables:
+                self._tables[settings, width] = rope_table(settings, width, positions_BT)
 
     def of(self, at: Place) -> RowContext:
         """Return what a layer reads."""
         masks = [self._masks[block.window] for block in at.blocks]
-        tables = [self._tables[block.position, block.rope_dim] for block in at.blocks]
+        tables = [self._tables.get((block.position, block.rope_dim)) for block in at.blocks]
         return RowContext(_select(at.which, masks), _select(at.which, tables), self._dropout.at(at.layer + 1))
 
 

@@ -14,6 +14,7 @@ from jaxlm.inference import steps
 from jaxlm.inference.cache import allocate, empty_cache
 from jaxlm.models import attention, tree
 from jaxlm.models.cache import CacheEntry, NoCache, Slot
+from jaxlm.models.config import GroupedQueryAttentionConfig
 from jaxlm.models.operations import CacheView, Dropout
 from jaxlm.models.parameters import Module, normal, param, stack
 from jaxlm.models.positions import cache_causal_mask
@@ -134,7 +135,7 @@ def test_a_mixer_reads_any_cache_as_it_reads_its_own_tokens(kind, scan):
 
 def test_a_new_mixer_is_decoded(monkeypatch):
     """Prompts of different lengths: padding leaves the state as it is."""
-    monkeypatch.setitem(attention._ATTENTIONS, "gqa", LatentRecurrence)
+    monkeypatch.setitem(attention._REGISTRY._modules, GroupedQueryAttentionConfig, LatentRecurrence)
     model = model_fixtures.model()
     graph, _ = tree.abstract(model)
     parameters = tree.init(model, 0, meshes.make())

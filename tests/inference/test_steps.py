@@ -22,6 +22,8 @@ from jaxlm.lowering import collectives, hlo
 from jaxlm.lowering.programs import step as lowered_step
 from jaxlm.models import tree
 from jaxlm.models.positions import cache_causal_mask
+from jaxlm.parallel.partition import using_rules
+from jaxlm.parallel.rules import DECODE
 
 FAMILIES = {**model_fixtures.FAMILIES, "mixed": model_fixtures.MIXED}
 families = pytest.mark.parametrize(
@@ -124,45 +126,48 @@ def test_layers_with_a_window_keep_its_tokens_and_others_all():
     assert memory.kv_cache(work) == sum(x.nbytes for x in jax.tree.leaves(cache.stored))
 
 
-@pytest.mark.parametrize(
-    "family, chunk",
-    sampled(
-        [pytest.param(name, chunk) for name in ("mistral", "mixed") for chunk in (1, 2, 4, 20)],
-        ["mistral-4", "mixed-2", "mixed-20"],
-    ),
-)
-def test_chunks_that_are_appended_equal_recomputing(family, chunk):
-    """Prompts, then chunks in which sequences have tokens of different number: rings go round their windows."""
+CHUNKS = [
+    pytest.param(name, chunk, mesh, id=f"{name}-{chunk}-{mesh}")
+    for name in ("mistral", "mixed")
+    for chunk in (1, 2, 4, 20)
+    for mesh in ((), (2, 1, 2))
+]
+
+
+@pytest.mark.parametrize("family, chunk, mesh", sampled(CHUNKS, ["mistral-4-(2, 1, 2)", "mixed-2-()", "mixed-20-()"]))
+def test_chunks_that_are_appended_equal_recomputing(family, chunk, mesh):
+    """Prompts, then chunks with other numbers of tokens in each sequence: rings go round their windows."""
     model, graph, parameters = parts(FAMILIES[family])
-    tokens = np.random.default_rng(0).integers(0, model_fixtures.VOCABULARY, (3, 32), dtype=np.int32)
+    tokens = np.random.default_rng(0).integers(0, model_fixtures.VOCABULARY, (4, 32), dtype=np.int32)
     expected = [model_fixtures.full_logits(graph, parameters, row) for row in tokens]
-    cache = empty_cache(model, 3, 32, jnp.float32, chunk)
-    rings = [slots["key"] for slots in cache.stored.values() if slots["key"].slot.window]
-    assert [key.size for key in rings] == [min(32, key.slot.window + chunk - 1) for key in rings]
 
     @jax.jit
-    def append(cache, chunk_BT, length_B):
+    def append(parameters, cache, chunk_BT, length_B):
+        cache = empty_cache(model, 4, 32, jnp.float32, chunk) if cache is None else cache
         positions_BT = cache.length[:, None] + jnp.arange(chunk_BT.shape[1])[None]
         seen = cache_causal_mask(positions_BT, cache.length + length_B)
         module = nnx.merge(graph, parameters)
         hidden_BTD, cache, _ = module.hidden(chunk_BT, positions_BT, seen, cache=cache)
         return module.logits(hidden_BTD), cache.advance(length_B)
 
-    read, draw = np.zeros(3, np.int32), np.random.default_rng(1)
-    for T in (7, *[chunk] * (3 if chunk == 20 else 6)):
-        given = np.minimum(draw.integers(1, T + 1, 3).astype(np.int32), 12)
+    placed, (_, _, parameters) = meshes.make(*mesh), parts(FAMILIES[family], meshes.make(*mesh))
+    read, draw, cache = np.zeros(4, np.int32), np.random.default_rng(1), None
+    for T in (7, *[chunk] * 9):
         if max(read) + T > 32:
             break
+        given = draw.integers(1, min(T, 12) + 1, 4).astype(np.int32)
         rows = np.stack([row[at : at + T] for row, at in zip(tokens, read, strict=True)])
-        found, cache = append(cache, rows, given)
-        for row in range(3):
+        with jax.set_mesh(placed), using_rules(DECODE):
+            found, cache = append(parameters, cache, rows, given)
+        for row in range(4):
             last = slice(read[row], read[row] + given[row])
             model_fixtures.assert_same_numbers(found[row, : given[row]], expected[row][last], 1e-5)
         read += given
     np.testing.assert_array_equal(cache.length, read)
-    if rings and chunk < 20:
-        with pytest.raises(ValueError, match=rf"takes {chunk} at a time after a prompt, not {chunk + 1}"):
-            append(cache, tokens[:, : chunk + 1], given)
+    rings = [slots["key"] for slots in cache.stored.values() if slots["key"].slot.window]
+    assert [key.size for key in rings] == [min(32, key.slot.window + chunk - 1) for key in rings]
+    with jax.set_mesh(placed), pytest.raises(ValueError, match=rf"takes {chunk} at a time after a prompt, not 21"):
+        append(parameters, cache, tokens[:, :21], given)
 
 
 def test_generation_is_greedy_at_temperature_zero():

@@ -1,7 +1,7 @@
 """Layers that differ: their stacks, the loop through them, and everything that walks over layers."""
 
 import collections
-import functools
+from functools import partial
 
 import chex
 import jax
@@ -11,12 +11,14 @@ import model_fixtures
 import numpy as np
 import pytest
 from flax import nnx
-from jaxlm.costs.step.flops import flops
 from matrices import sampled
 from workload_fixtures import workload
 
-from jaxlm.costs import paper
+from jaxlm.costs.counted import paper
 from jaxlm.costs.jaxpr.count import count
+from jaxlm.costs.counted.flops import flops
+from jaxlm.inference.cache import empty_cache
+from jaxlm.inference.steps import decode_step
 from jaxlm.models import tree
 from jaxlm.models.cache import OwnTokens
 from jaxlm.models.layers import Execution, Segment, segments
@@ -80,7 +82,7 @@ def test_parameters_begin_as_each_block_says():
     np.testing.assert_array_equal(scale[:, 0], [1.0, 0.0, 1.0])
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
+@partial(jax.jit, static_argnums=(0, 3))
 def loss_of(graph, parameters, tokens, execution):
     module = nnx.merge(graph, parameters)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
@@ -123,6 +125,35 @@ def test_each_layer_computes_what_its_block_says(mixed):
     model_fixtures.assert_same_numbers(model_fixtures.full_logits(graph, parameters, tokens[0]), expected[0], 1e-5)
 
 
+def equations(jaxpr):
+    """Yield the equations of a jaxpr and of all jaxprs in it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
+                yield from equations(inner)
+
+
+@pytest.mark.parametrize(("scan", "barriers"), [(True, 2), (False, 5)])
+def test_each_layer_is_rematerialised_by_itself(mixed, scan, barriers):
+    """Three in the body of a loop, and two that stand alone, where XLA would merge what runs again with what ran."""
+    _, graph, parameters = mixed
+    tokens = jnp.zeros((1, 8), jnp.int32)
+    jaxpr = jax.make_jaxpr(lambda p, t: loss_of(graph, p, t, Execution("full", scan)))(parameters, tokens)
+    found = [eqn.params["prevent_cse"] for eqn in equations(jaxpr.jaxpr) if eqn.primitive.name == "remat2"]
+    assert len(found) == 5 and sum(found) == barriers
+
+
+def test_inference_copies_no_parameters(mixed):
+    """A layer of a longer stack is read where it lies; a slice of the stack would be a copy in every step."""
+    model, graph, parameters = mixed
+    cache, row = empty_cache(model, 1, 16, jnp.float32), jnp.ones(1, jnp.int32)
+    jaxpr = jax.make_jaxpr(partial(decode_step, graph))(parameters, row, cache)
+    stacks = {x.shape for path, x in tree.paths(parameters).items() if path.startswith("layers/") and x.ndim > 2}
+    used = {eqn.primitive.name for eqn in equations(jaxpr.jaxpr) for x in eqn.invars if x.aval.shape in stacks}
+    assert used <= {"scan", "dynamic_slice", "pjit", "jit"}
+
+
 def test_auxiliary_results_come_in_layer_order(mixed, monkeypatch):
     """By name, of the layers that have one: a loss of the layers with norms of their heads, and all indices."""
     model, graph, parameters = mixed
@@ -147,13 +178,21 @@ def test_auxiliary_results_come_in_layer_order(mixed, monkeypatch):
 @pytest.mark.parametrize("kind", ["train", "decode"])
 def test_recordings_know_the_window_of_every_layer(mixed, kind):
     model, _, _ = mixed
-    uses = [use for use in paper.record(model, kind, 16, False).uses if use.name == "attention"]
+    found = paper.record(model, kind, 16, False)
+    uses = [use for use in found.uses if use.name == "attention"]
     windows = collections.Counter()
     for use in uses:
         windows[use.options["window"]] += use.times
     assert windows == {None: 3 + 2, 3: 3}
     if kind == "decode":  # rings are as long as their windows
         assert {use.options["window"]: use.shapes[1][1] for use in uses} == {None: 16, 3: 3}
+
+
+def test_operations_bear_the_paths_of_their_parameters(mixed):
+    found = paper.record(mixed[0], "train", 16, False)
+    linear = [use for use in found.uses if use.name == "linear"]
+    assert {use.scope for use in linear} == {found.parameters[use.operands[1]] for use in linear}
+    assert "layers/small/attention/query" in {use.scope for use in linear}
 
 
 @pytest.mark.parametrize(
@@ -193,9 +232,15 @@ def test_each_layer_of_a_stack_is_updated_as_if_alone(mixed, kind):
     assert all(d.stack == (0,) for path, d in tree.paths(tree.dimensions(abstract)).items() if "layers/" in path)
 
 
+def test_losses_and_gradients_do_not_depend_on_the_mesh(mixed):
+    expected, found = (model_fixtures.first_gradients(mixed[0], meshes.make(*mesh)) for mesh in ((), (2, 2, 2)))
+    model_fixtures.assert_same_numbers(found[0], expected[0], 1e-5)
+    model_fixtures.assert_same_numbers(found[1], expected[1], 1e-4)
+
+
 def test_a_run_of_mixed_layers_resumes_to_the_last_bit(mixed, tmp_path):
     model, _, _ = mixed
-    mesh, settings = meshes.make(2, 2, 2), (model_fixtures.training(), model_fixtures.optimization())
+    mesh, settings = meshes.make(), (model_fixtures.training(), model_fixtures.optimization())
     with jax.set_mesh(mesh):
         steps = model_fixtures.jitted(model, settings[0], mesh, settings[1])
         state, _ = steps.train(steps.init(), put_batch(model_fixtures.batch(seed=0), mesh))

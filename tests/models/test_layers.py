@@ -15,8 +15,8 @@ from matrices import sampled
 from workload_fixtures import workload
 
 from jaxlm.costs.counted import paper
-from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.counted.flops import flops
+from jaxlm.costs.jaxpr.count import count
 from jaxlm.inference.cache import empty_cache
 from jaxlm.inference.steps import decode_step
 from jaxlm.models import tree

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
@@ -30,16 +31,22 @@ class Flops(NamedTuple):
     executed: int
 
 
+def matmul_parameters(work: Workload) -> dict[str, int]:
+    """Return the number of parameters that multiply each token, by the name of the operation."""
+    found, sizes = device_step(work).found, parameters(work.model)
+    products = {found.parameter(use): use.name for use in found.uses if use.name in operations.PRODUCTS}
+    counts: Counter[str] = Counter()
+    for path, operation in products.items():
+        counts[operation] += math.prod(sizes[path].shape)
+    return counts
+
+
 def napkin_flops(work: Workload) -> int:
     """Return the FLOPs of a step by the textbook formula, from parameters and tokens alone."""
-    found, sizes = device_step(work).found, parameters(work.model)
-    products = (use for use in found.uses if use.name in ("linear", "logits", "cross_entropy"))
-    napkin = 0
-    for path, operation in {found.parameter(use): use.name for use in products}.items():
-        # In a prefill only the last token of each prompt is unembedded.
-        tokens = work.batch if operation == "logits" else work.tokens
-        napkin += (6 if work.kind == "train" else 2) * math.prod(sizes[path].shape) * tokens
-    return napkin
+    each = 6 if work.kind == "train" else 2
+    # In a prefill only the last token of each prompt is unembedded.
+    read = {"logits": work.batch}
+    return sum(each * n * read.get(operation, work.tokens) for operation, n in matmul_parameters(work).items())
 
 
 def flops(work: Workload) -> Flops:

@@ -26,6 +26,9 @@ from jaxlm.training.optimizer import cost
 from jaxlm.training.optimizer_cost import OptimizerCost
 from kernels_pallas.core.launch import KernelCost
 
+# Operations that multiply by a parameter.
+PRODUCTS = ("linear", "logits", "cross_entropy")
+
 Phase = Literal["forward", "backward", "rematerialised", "optimizer"]
 
 
@@ -158,7 +161,7 @@ def _reruns(op: Operation, made: bool) -> bool:
 
 def _products(device: DeviceStep, use: Use) -> Iterator[Operation]:
     itemsize = device.work.itemsize
-    if use.name in ("linear", "logits", "cross_entropy"):
+    if use.name in PRODUCTS:
         if use.name == "linear":
             inputs = len(device.operand(use, 0)) - 2
             matrix = device.operand(use, 1)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jaxlm.costs.counted.device import DeviceStep, device_step
 from jaxlm.costs.counted.kernel_costs import logits, loss
-from jaxlm.costs.counted.operations import run_again, updates
+from jaxlm.costs.counted.operations import PRODUCTS, run_again, updates
 from jaxlm.costs.counted.paper import Use
 from jaxlm.costs.counted.parameters import parameters
 from jaxlm.costs.workload import Workload
@@ -52,7 +52,7 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
 
     tables: dict[str, list[Use]] = defaultdict(list)
     for use in found.by_layer[None]:
-        if use.name in ("look_up", "linear", "logits", "cross_entropy"):
+        if use.name in ("look_up", *PRODUCTS):
             tables[found.parameter(use)].append(use)
     for path, uses in tables.items():
         once, whole = any(use.name == "look_up" for use in uses), work.itemsize * numbers(uses[0])

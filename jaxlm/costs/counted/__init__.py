@@ -1,1 +1,1 @@
-"""One step of a model on each device: FLOPs, memory and collectives, in closed form over the abstract tree."""
+"""One step of a model on each device: FLOPs, memory and collectives, counted from the recording of the model."""

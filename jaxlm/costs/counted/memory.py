@@ -1,4 +1,4 @@
-"""Memory of one device at the peak of a step, in closed form over the abstract tree.
+"""Memory of one device at the peak of a step, from the recording of the model.
 
 A step goes through phases. What it holds at its peak is the largest of them, not the sum of all that it ever holds.
 Which arrays XLA keeps in each was read from its programs (`jaxlm.lowering.buffers`); docs/memory.md holds the two

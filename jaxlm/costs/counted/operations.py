@@ -1,5 +1,4 @@
-"""Operations of a step, in closed form over the abstract tree: each matrix product with its sizes on one device, and
-the memory traffic around the products.
+"""Operations of a step: each matrix product with its sizes on one device, and the memory traffic around the products.
 
 Products are those of `jaxlm.costs.jaxpr.count` to the last FLOP; memory traffic is a bracket. Its lower end is what no
 schedule avoids: each product reads its operands and writes its result once, attention keeps its scores on the chip

@@ -1,5 +1,4 @@
-"""Collectives of a step, in closed form: those that XLA's partitioner places for the rules of logical axes in
-`jaxlm.parallel.rules`."""
+"""Collectives of a step: those that XLA's partitioner places for the sharding rules (`jaxlm.parallel.rules`)."""
 
 import math
 from collections import Counter, defaultdict

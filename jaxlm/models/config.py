@@ -1,6 +1,5 @@
 """The architecture of a decoder-only Transformer as orthogonal choices. Imports no JAX."""
 
-import math
 import re
 from collections.abc import Mapping
 from functools import cached_property
@@ -157,14 +156,6 @@ class GroupedQueryAttentionConfig(AttentionConfig):
                 f"model.attention.num_heads = {self.num_heads}; set it to one that does"
             )
         return self
-
-    def kv_heads_over(self, devices: int) -> int:
-        """Return the number of key/value heads that are computed where query heads are sharded over `devices`.
-
-        Where `devices` does not divide them each head is repeated, so that every device has exactly those of its query
-        heads.
-        """
-        return math.lcm(self.num_kv_heads, devices)
 
 
 class DenseFeedForwardConfig(LayerConfig):

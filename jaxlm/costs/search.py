@@ -51,7 +51,8 @@ def variants(work: Workload, held: Collection[str] = ()) -> Iterator[Workload]:
     if work.kind != "train":
         yield work
         return
-    names = tuple(sorted({*device_step(work).found.names.values()} - {"attention"}))  # its kernel keeps more than that
+    named = dict.fromkeys(device_step(work).found.names.values())
+    names = tuple(name for name in named if name != "attention")  # its kernel keeps more than that
     rows = work.batch // work.batch_shards
     parts = (work.microbatches,) if "microbatches" in held else [2**n for n in range(rows.bit_length())]
     remats = (work.remat,) if "remat" in held else ("none", names, "full")

@@ -168,6 +168,7 @@ def test_a_signal_ends_a_process_that_waits_for_others(number, status, config, t
     assert "stopped before the first step; to go on: jaxlm train" in said.splitlines()[-1]
 
 
+@pytest.mark.exhaustive
 def test_sigterm_for_one_process_stops_all_at_the_same_step(config, whole, tmp_path):
     run = tmp_path / "run"
     processes = start(config, [run] * 2, "training.steps=100000")

@@ -97,7 +97,8 @@ def test_flops_of_windowed_products_are_as_counted(small, kind):
     assert found.report.flops == found.report.counted_flops
 
 
-@pytest.mark.parametrize("platform", sampled(FOUR, ["cuda"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("platform", FOUR)
 def test_a_window_of_all_layers_is_compiled_as_counted(small, platform):
     """The cache holds the window's tokens alone, and a decoding step computes no other scores."""
     whole, narrow = [], ["model.attention.window=128"]  # whole tiles of a TPU
@@ -264,6 +265,7 @@ def test_a_step_that_does_not_fit_reports_sizes_and_suggestions(small, chips, ca
     assert "does not fit" in printed and "try training." in " ".join(printed.split())
 
 
+@pytest.mark.exhaustive
 def test_the_largest_microbatch_that_fits_is_found(small, capsys):
     status, row = run(capsys, small, "--on", "rtx4090", "training.batch=256", "--fit")
     assert status == 0 and row["fits"]
@@ -273,6 +275,7 @@ def test_the_largest_microbatch_that_fits_is_found(small, capsys):
     assert row["remat"] != "full" or row["microbatches"] > 1
 
 
+@pytest.mark.exhaustive
 def test_compiling_for_two_kinds_of_tpu_at_once(small):
     import subprocess
 

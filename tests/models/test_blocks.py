@@ -135,7 +135,7 @@ def test_causality_by_gradient(form):
     "form",
     sampled(
         [pytest.param(form, id="-".join(form.values())) for form in model_fixtures.BLOCKS],
-        ["after-sequential", "before-parallel_shared_norm"],
+        ["before-parallel_shared_norm"],
     ),
 )
 def test_losses_and_gradients_do_not_depend_on_the_mesh(form):

@@ -232,6 +232,7 @@ def test_each_layer_of_a_stack_is_updated_as_if_alone(mixed, kind):
     assert all(d.stack == (0,) for path, d in tree.paths(tree.dimensions(abstract)).items() if "layers/" in path)
 
 
+@pytest.mark.exhaustive
 def test_losses_and_gradients_do_not_depend_on_the_mesh(mixed):
     expected, found = (model_fixtures.first_gradients(mixed[0], meshes.make(*mesh)) for mesh in ((), (2, 2, 2)))
     model_fixtures.assert_same_numbers(found[0], expected[0], 1e-5)

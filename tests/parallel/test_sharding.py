@@ -236,6 +236,7 @@ def test_batches_go_to_the_devices_that_use_them():
     assert {shard.data.shape for shard in placed.addressable_shards} == {(2, model_fixtures.CONTEXT)}
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_on_a_mesh_with_microbatches_is_one_device_s_to_its_precision():
     training = model_fixtures.training(dtype="bfloat16", microbatches=2, remat="full")
     one, _ = model_fixtures.run_steps(model_fixtures.model(), training, [model_fixtures.batch()] * 3)

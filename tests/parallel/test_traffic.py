@@ -104,7 +104,8 @@ def test_a_step_holds_these_kinds_of_collectives_and_no_others(shape, platform):
 
 
 @on
-@pytest.mark.parametrize("tied", sampled([False, True], ["True"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tied", [False, True])
 def test_the_embedding_table_is_never_gathered_over_tensor(tied, platform):
     """Each device looks up what it has, and what they find is added."""
     mesh = meshes.make(1, 2, 2, devices=four[platform]())

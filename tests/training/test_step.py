@@ -212,7 +212,9 @@ def test_the_z_loss_is_added_to_the_objective_and_not_to_the_loss(microbatches):
     model_fixtures.assert_same_numbers(moments, jax.device_get(gradients), 1e-4)
 
 
-@pytest.mark.parametrize("sizes, microbatches", [((1, 1, 1), 1), ((2, 2, 1), 4)])
+@pytest.mark.parametrize(
+    "sizes, microbatches", [pytest.param((1, 1, 1), 1, marks=pytest.mark.exhaustive), ((2, 2, 1), 4)]
+)
 def test_what_layers_return_is_in_the_objective_and_the_metrics(sizes, microbatches, monkeypatch):
     """Losses of layers are summed over them and added to the objective, statistics averaged."""
     call = DenseFeedForward.__call__

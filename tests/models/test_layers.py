@@ -134,6 +134,18 @@ def equations(jaxpr):
                 yield from equations(inner)
 
 
+def test_layers_that_differ_in_windows_and_angles_train_in_one_loop():
+    """With a cache each runs by itself: rings and full caches differ in length."""
+    model = model_fixtures.model(model_fixtures.GEMMA)
+    graph, shapes = tree.abstract(model)[0], tree.shapes(tree.abstract(model)[1])
+    ints = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    cache = jax.eval_shape(lambda: empty_cache(model, 1, 16, jnp.float32))
+    train = jax.make_jaxpr(lambda p, t: loss_of(graph, p, t, Execution()))(shapes, ints((1, 8)))
+    decode = jax.make_jaxpr(partial(decode_step, graph))(shapes, ints((1,)), cache)
+    loops = [[e.params["length"] for e in equations(x.jaxpr) if e.primitive.name == "scan"] for x in (train, decode)]
+    assert loops == [[3], [1, 1, 1]]
+
+
 @pytest.mark.parametrize(("scan", "barriers"), [(True, 2), (False, 5)])
 def test_each_layer_is_rematerialised_by_itself(mixed, scan, barriers):
     """Three in the body of a loop, and two that stand alone, where XLA would merge what runs again with what ran."""

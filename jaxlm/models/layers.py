@@ -4,8 +4,10 @@ What is stacked and what runs in one loop are separate questions. There is one s
 layer order. The loop goes over the shortest period in which layers repeat.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -119,6 +121,16 @@ class Groups:
     def trees(self, stacks: Stacks) -> dict[str, nnx.State]:
         """Return the parameters of each stack."""
         return {name: nnx.state(stacks[name] if isinstance(stacks, nnx.Dict) else stacks) for name, _ in self.stacks}
+
+    def copied(self) -> dict[str, Fraction]:
+        """Return the share of each stack that training copies: loops that read a part of one read it from a slice."""
+        shares, sizes = {name: Fraction(0) for name, _ in self.stacks}, {name: len(at) for name, at in self.stacks}
+        places = _places(dict(self.stacks))
+        for start, period, repeats in segments([program(block) for block in self.blocks]):
+            for name, count in Counter(places[layer][0] for layer in range(start, start + period)).items():
+                read = Fraction(count * repeats, sizes[name])
+                shares[name] += read if read < 1 else 0
+        return shares
 
     def through(
         self, stacks: Stacks, run: Run, carry: Any, execution: Execution, entries: Entries | None

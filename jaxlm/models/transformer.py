@@ -1,6 +1,7 @@
 """The decoder-only Transformer, assembled from interchangeable layers."""
 
 from collections.abc import Callable
+from fractions import Fraction
 
 import jax
 from flax import nnx
@@ -84,6 +85,13 @@ class Transformer(Module):
         self.final_norm = norm(model, D, rngs)
         tied = model.tied_embeddings
         self.unembedding = None if tied else param(rngs, (D, V), "embed -> vocab", normal(std))
+
+    def copied(self) -> dict[str, Fraction]:
+        """Return the share of each parameter of the layers that training copies before its loops, by path."""
+        shares, trees = self.groups.copied(), self.groups.trees(self.layers)
+        under = {name: ("layers",) if len(trees) == 1 else ("layers", name) for name in trees}
+        paths = {name: [path for path, _ in nnx.to_flat_state(tree)] for name, tree in trees.items()}
+        return {"/".join((*under[name], *map(str, path))): shares[name] for name in trees for path in paths[name]}
 
     def slots(self) -> dict[str, CacheEntry]:
         """Return what layers keep of earlier tokens, by entry: layers that keep the same have one.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxlm.costs.counted import kernel_costs, layer_memory, operations
 from jaxlm.costs.counted.device import DeviceStep, device_step
 from jaxlm.costs.counted.paper import Use
-from jaxlm.costs.counted.parameters import parameters, slots
+from jaxlm.costs.counted.parameters import copied, parameters, slots
 from jaxlm.costs.workload import Workload
 from jaxlm.inference.cache import kept_tokens
 from jaxlm.models.cache import Slot
@@ -80,9 +80,10 @@ def _itemsize(work: Workload, slot: Slot) -> int:
 def trained(work: Workload) -> Memory:
     """Return the memory of all parameters in training: master and working copies, optimizer state, and gradients of
     parameters that are not frozen. Gradients of the tables and the working copy of the layers never coexist."""
-    leaves, moved = parameters(work.model).values(), sum(_gradients(work).values())
+    leaves, moved, shares = parameters(work.model).values(), sum(_gradients(work).values()), copied(work.model)
     total = sum(work.stored(d.axes, d.shape) for d in leaves)
-    working = total * work.itemsize if work.dtype != "float32" else 0
+    sliced = int(sum(work.stored(d.axes, d.shape) * shares.get(path, 0) for path, d in parameters(work.model).items()))
+    working = (total * (work.dtype != "float32") + sliced) * work.itemsize
     state = operations.optimizer_bytes(work) + (4 * total if work.average else 0)
     return Memory(4 * total + working, moved * work.itemsize + _sums(work, moved), state, 0, 0, 0)
 

@@ -1,6 +1,7 @@
 """The parameters of a model, and what its layers keep of earlier tokens."""
 
 import functools
+from fractions import Fraction
 
 import jax
 from flax import nnx
@@ -19,6 +20,12 @@ from jaxlm.parallel.rules import RULES, Kind
 def parameters(model: ModelConfig) -> dict[str, tree.Dimensions]:
     """The dimensions of each parameter, by path."""
     return tree.paths(tree.dimensions(abstract(model)[1]))
+
+
+@functools.lru_cache(maxsize=256)
+def copied(model: ModelConfig) -> dict[str, Fraction]:
+    """Return the share of each parameter that training copies before the loops over layers, by path."""
+    return nnx.merge(*abstract(model)).copied()
 
 
 @functools.lru_cache(maxsize=1024)

@@ -187,25 +187,37 @@ class Workload:
         rows, parts = self.batch // self.microbatches, self.batch_shards
         return rows // parts if rows % parts == 0 else rows
 
-    @_remembered
     def local(self, axis: str, size: int, readers: int | None = None) -> int:
         """Return the size of a dimension with this logical axis on one device as it computes: sharded over `tensor`
         alone (shards over `fsdp` are gathered first), key/value heads with the copies that so many query heads read."""
-        if readers is not None and axis in ("kv_heads", "act_kv_heads"):
-            size = math.lcm(size, self.parts("tensor", "act_heads", readers))
-        return math.ceil(size / self.parts("tensor", axis, size))
+        return _local(self.rules, self.layout, axis, size, readers)
 
     def shape(self, axes: Sequence[str | None], shape: Sequence[int], readers: int | None = None) -> tuple[int, ...]:
         """Return the shape of an array with these logical axes on one device, where this one is of a single row."""
-        local = (n if axis is None else self.local(axis, n, readers) for axis, n in zip(axes, shape, strict=True))
-        return tuple(self.rows() if axis == "batch" else size for axis, size in zip(axes, local, strict=True))
+        local = _shape(self.rules, self.layout, tuple(axes), tuple(shape), readers)
+        return (self.rows(), *local[1:]) if axes and axes[0] == "batch" else local
 
     @_remembered
     def stored(self, axes: Sequence[str], shape: Sequence[int]) -> int:
         """Numbers of a parameter that lie on one device."""
         return self.rules.stored(axes, shape, self.layout)
 
-    @_remembered
     def parts(self, over: str, axis: str, size: int) -> int:
         """Return the number of shards that a mesh axis makes of a dimension with this logical axis, uneven ones too."""
         return self.rules.parts(over, axis, size, self.layout)
+
+
+# Answers depend on rules, layout and sizes alone: plans of a search and of many batches ask the same.
+@functools.lru_cache(maxsize=1 << 16)
+def _local(rules: Rules, layout: Layout, axis: str, size: int, readers: int | None) -> int:
+    if readers is not None and axis in ("kv_heads", "act_kv_heads"):
+        size = math.lcm(size, rules.parts("tensor", "act_heads", readers, layout))
+    return math.ceil(size / rules.parts("tensor", axis, size, layout))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _shape(
+    rules: Rules, layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...], readers: int | None
+) -> tuple[int, ...]:
+    pairs = zip(axes, shape, strict=True)
+    return tuple(n if axis is None else _local(rules, layout, axis, n, readers) for axis, n in pairs)

@@ -35,6 +35,9 @@ class Layout(Mapping[str, int]):
     def __len__(self) -> int:
         return len(AXES)
 
+    def __eq__(self, other: object) -> bool:
+        return self._sizes == other._sizes if isinstance(other, Layout) else dict(self) == other
+
     def __hash__(self) -> int:
         return hash(self._sizes)
 

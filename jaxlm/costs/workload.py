@@ -21,16 +21,16 @@ from jaxlm.training.groups import frozen
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def _remembered(method: Callable) -> Callable:
-    """Make a method of a workload answer each question once: a search asks the same ones again and again."""
+def remembered(method: Callable) -> Callable:
+    """Make a function of an object that has `answers` answer each question about it once: a search asks often."""
     name = method.__name__
 
     @functools.wraps(method)
-    def answer(self: "Workload", *question: Any) -> Any:
+    def answer(self: Any, *question: Any) -> Any:
         key = name, *question
-        if key not in self._answers:
-            self._answers[key] = method(self, *question)
-        return self._answers[key]
+        if key not in self.answers:
+            self.answers[key] = method(self, *question)
+        return self.answers[key]
 
     return answer
 
@@ -127,7 +127,8 @@ class Workload:
         return self.kind == "train" and self.training.ema_decay is not None
 
     @cached_property
-    def _answers(self) -> dict[tuple, Any]:
+    def answers(self) -> dict[tuple, Any]:
+        """What was asked already."""
         return {}
 
     @cached_property
@@ -180,7 +181,7 @@ class Workload:
         """Tokens of each sequence that a step reads."""
         return 1 if self.kind == "decode" else self.sequence
 
-    @_remembered
+    @remembered
     def rows(self) -> int:
         """Return the sequences on one device at once: its part of a microbatch, or all where the mesh does not divide
         them."""
@@ -197,7 +198,7 @@ class Workload:
         local = _shape(self.rules, self.layout, tuple(axes), tuple(shape), readers)
         return (self.rows(), *local[1:]) if axes and axes[0] == "batch" else local
 
-    @_remembered
+    @remembered
     def stored(self, axes: Sequence[str], shape: Sequence[int]) -> int:
         """Numbers of a parameter that lie on one device."""
         return self.rules.stored(axes, shape, self.layout)

@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Set
 from functools import cached_property
+from typing import Any
 
 from jaxlm.costs.counted import paper
 from jaxlm.costs.counted.paper import Use
@@ -19,6 +20,7 @@ class DeviceStep:
     def __init__(self, work: Workload):
         self.work = work
         self.found = paper.record(work.model, work.kind, work.sequence, work.dropout)
+        self.answers: dict[tuple, Any] = {}
 
     @cached_property
     def trained(self) -> frozenset[int]:

@@ -5,7 +5,6 @@ keeps of an operation besides was read from its programs (`jaxlm.lowering.buffer
 kernels.
 """
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from jaxlm.costs.counted import attention
 from jaxlm.costs.counted.device import DeviceStep
 from jaxlm.costs.counted.operations import saved
 from jaxlm.costs.counted.paper import Use
+from jaxlm.costs.workload import remembered
 
 _NORMS = ("rms_norm", "layer_norm")
 # What XLA computes number by number, in the place of what it reads.
@@ -27,7 +27,7 @@ class LayerPeak(NamedTuple):
     at: int
 
 
-@functools.cache
+@remembered
 def kept(device: DeviceStep) -> int:
     """Bytes that all layers keep for their backward pass: what each begins with and what has the names that are kept,
     with attention's output its log-sum-exp; without rematerialisation all that it reads. Masks of dropout outside of
@@ -91,7 +91,7 @@ def _log_sums(device: DeviceStep, use: Use) -> int:
     return logs if attention.kernel(device, use) else 0
 
 
-@functools.cache
+@remembered
 def forward(device: DeviceStep, layer: int, keeps: bool) -> LayerPeak:
     """Return the forward pass of a layer where it is largest: in attention without a kernel, or else where most values
     are there. `keeps`: all that the backward pass reads is kept."""
@@ -114,7 +114,7 @@ def forward(device: DeviceStep, layer: int, keeps: bool) -> LayerPeak:
     return max(peaks)
 
 
-@functools.cache
+@remembered
 def backward(device: DeviceStep, layer: int) -> LayerPeak:
     """Return the backward pass of a layer where it is largest: in attention without a kernel, or else where most of
     what it reads and most gradients are there."""

@@ -110,7 +110,7 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
     state = held.optimizer
 
     for layer in layers:
-        forward = layer_memory.forward(alike, layer, keeps=through and work.remat == "none")
+        forward = layer_memory.forward(alike, layer, through and work.remat == "none")
         yield Memory(
             held.parameters + _gathered(device, found.by_layer[layer]), sums, state, saved + forward.bytes, 0, 0
         )
@@ -156,7 +156,7 @@ def _inference(device: DeviceStep) -> Iterator[Memory]:
     tied = len({found.parameter(use) for use in tables}) < len(tables)
     held += _tables(device) if tied else 0
     for layer in range(len(found.layers)):
-        uses, forward = found.by_layer[layer], layer_memory.forward(alike, layer, keeps=False)
+        uses, forward = found.by_layer[layer], layer_memory.forward(alike, layer, False)
         peak, read = uses[forward.at], 0
         if peak.name == "attention":  # the keys, then the values, of the layer
             read = work.itemsize * math.prod(device.operand(peak, 1))

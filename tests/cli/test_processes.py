@@ -91,6 +91,7 @@ def test_a_checkpoint_of_two_processes_resumes_in_another_number(count, config, 
     assert_close(losses(run), whole)
 
 
+@pytest.mark.exhaustive
 def test_a_lost_process_ends_the_others_and_a_restart_resumes(config, whole, tmp_path):
     run = tmp_path / "run"
     survivor, lost = start(config, [run] * 2, "training.steps=100000", "checkpoint.keep=1", before=HASTY)

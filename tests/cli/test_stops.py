@@ -181,6 +181,7 @@ def test_a_run_ends_before_its_hours_are_over_and_goes_on(config, tmp_path):
     assert f"stopped at step {printed['step']}, checkpoint written; to go on: jaxlm train" in errors.splitlines()[-1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_profile_names_steps_and_is_written(config, tmp_path):
     import jax

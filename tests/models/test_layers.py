@@ -96,7 +96,7 @@ def loss_of(graph, parameters, tokens, execution):
     return jnp.mean(jnp.square(module.logits(module.final_norm(x_BTD)))), auxiliary.statistics["mean"]
 
 
-@pytest.mark.parametrize("execution", sampled(EXECUTIONS, [str(EXECUTIONS[0]), str(EXECUTIONS[2])]), ids=str)
+@pytest.mark.parametrize("execution", sampled(EXECUTIONS, [str(EXECUTIONS[0])]), ids=str)
 def test_execution_changes_nothing_in_mixed_layers(mixed, execution):
     _, graph, parameters = mixed
     tokens = np.random.default_rng(0).integers(0, model_fixtures.VOCABULARY, (2, 12), dtype=np.int32)
@@ -251,6 +251,7 @@ def test_losses_and_gradients_do_not_depend_on_the_mesh(mixed):
     model_fixtures.assert_same_numbers(found[1], expected[1], 1e-4)
 
 
+@pytest.mark.exhaustive
 def test_a_run_of_mixed_layers_resumes_to_the_last_bit(mixed, tmp_path):
     model, _, _ = mixed
     mesh, settings = meshes.make(), (model_fixtures.training(), model_fixtures.optimization())

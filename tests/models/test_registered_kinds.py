@@ -219,6 +219,7 @@ def test_it_trains(file):
     assert min(moved.values()) > 0 and {"layers/attention/temperature", "layers/feed_forward/right"} < moved.keys()
 
 
+@pytest.mark.exhaustive
 def test_losses_and_gradients_do_not_depend_on_the_mesh(file):
     """Four devices have the one key head."""
     model = load(file).model

@@ -307,7 +307,8 @@ def test_muon_s_matrices_are_exchanged_once_each_way_and_never_replicated(mesh, 
     assert all(math.prod(map(int, shape.split(","))) <= 2 * 32 * 64 for shape in gathered)
 
 
-@pytest.mark.parametrize("kind", sampled(model_fixtures.OPTIMIZERS, ["muon"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", model_fixtures.OPTIMIZERS)
 def test_a_run_resumed_from_a_checkpoint_is_the_run_straight_through(kind, tmp_path):
     mesh = meshes.make(2, 2, 2)
     training = model_fixtures.training(ema_decay=0.9, z_loss=1e-3)

@@ -128,7 +128,7 @@ class Workload:
 
     @cached_property
     def answers(self) -> dict[tuple, Any]:
-        """What was asked already."""
+        """The answers that were given already."""
         return {}
 
     @cached_property

@@ -27,6 +27,8 @@ LIGHT = [
     ["plan", LLAMA, "--on", "h200-sxm:64", "--mesh", "auto", "training.sequence=8192"],
     ["plan", LLAMA, "--on", "all:8", "--workload", "decode", "training.batch=64", "training.sequence=4096"],
     ["plan", "--check"],
+    ["config"],
+    ["config", "training.remat"],
 ]
 ALL = """
 import json, sys

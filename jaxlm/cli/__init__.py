@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import io
 import sys
 from collections.abc import Sequence
 
@@ -40,8 +39,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit status: 0, 1 for a run that failed, 2 for bad input, 130 for Ctrl-C."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="replace")  # of what a terminal cannot encode; stderr escapes it anyway
+    output.replace_unencodable()
     try:
         with output.flushed_output():
             chosen = _parse(sys.argv[1:] if arguments is None else arguments)

@@ -1,4 +1,4 @@
-"""Standard output and error, shared with native libraries, when their reader may be gone."""
+"""Standard output and error: what they cannot encode, and what happens when their reader is gone."""
 
 import errno
 import io
@@ -24,6 +24,13 @@ class _ReaderlessFile(io.FileIO):
                 raise
             redirect_to_null(self.fileno())
             return super().write(data)
+
+
+def replace_unencodable() -> None:
+    """Let standard output replace the characters that its encoding lacks; standard error escapes them anyway."""
+    stream = sys.stdout
+    if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+        stream.reconfigure(errors="replace")
 
 
 @contextmanager

@@ -94,3 +94,39 @@ def test_a_reader_that_left_is_told_nothing():
         assert printed(writer) == (1, "")
     finally:
         os.close(writer)
+
+
+def ascii_only(*arguments: str) -> subprocess.CompletedProcess:
+    """Run a command in a locale that has ASCII alone."""
+    environment = {**os.environ, "PYTHONUTF8": "0", "LC_ALL": "C"}
+    command = [sys.executable, "-m", "jaxlm", *map(os.fsencode, arguments)]
+    return subprocess.run(command, capture_output=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["eval", "--help"],
+        ["config", "training"],
+        ["hardware", "h100-sxm5"],
+        ["plan", "configs/models/llama3.1-8b.toml", "--on", "h200-sxm:8", "training.sequence=4096"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_what_ascii_lacks_is_replaced(arguments):
+    done = ascii_only(*arguments)
+    assert done.returncode == 0 and done.stderr == b""
+    assert done.stdout.isascii() and (b"?" in done.stdout or arguments == ["--help"])
+
+
+def test_an_error_that_ascii_lacks_is_one_line():
+    done = ascii_only("config", "größe")
+    assert done.returncode == 2 and done.stderr.startswith(b"jaxlm: there is no key gr") and done.stderr.isascii()
+
+
+def test_a_path_that_the_locale_lacks_is_one_line():
+    done = ascii_only("plan", "größe.toml", "--on", "h200-sxm")
+    assert done.returncode == 2 and b"is no path in this locale; set PYTHONUTF8=1" in done.stderr
+    done = ascii_only("train", "configs/quickstart.toml", "data.text=größe.txt")
+    assert done.returncode == 2 and done.stderr.count(b"\n") == 1

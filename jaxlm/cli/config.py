@@ -61,7 +61,9 @@ def _named(found: "list[KeyTable]", name: str) -> "list[KeyTable]":
 
 
 def _title(table: "KeyTable") -> str:
-    return f"[{table.name}]" + (f' kind = "{table.kind}"' if table.kind else "")
+    listed = table.name.endswith("[]")
+    name = f"[[{table.name.removesuffix('[]')}]]" if listed else f"[{table.name}]"
+    return f'{name} kind = "{table.kind}"' if table.kind else name
 
 
 def _show(found: "list[KeyTable]") -> None:

@@ -96,5 +96,6 @@ def _readerless(stream: TextIO, file: int) -> TextIO:
         io.BufferedWriter(_ReaderlessFile(file, "w", closefd=False)),
         encoding=stream.encoding,
         errors=stream.errors,
-        line_buffering=bool(stream.line_buffering),
+        # PYTHONUNBUFFERED lets it write through.
+        line_buffering=bool(stream.line_buffering or getattr(stream, "write_through", False)),
     )

@@ -71,6 +71,7 @@ def figures(text: str) -> Counter[str]:
     return Counter(re.findall(r"\d[\d.,]*", text))
 
 
+@pytest.mark.slow
 def test_every_number_is_whole_in_80_columns():
     """Compare with a pipe, into which tables are printed 200 wide."""
     for command, wide, narrow in zip(LIGHT, printed(LIGHT, None), printed(LIGHT, 80), strict=True):

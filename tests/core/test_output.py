@@ -96,6 +96,20 @@ def test_a_reader_that_left_is_told_nothing():
         os.close(writer)
 
 
+def test_lines_of_both_streams_keep_their_order_without_buffers():
+    code = (
+        "import sys\nfrom jaxlm.core import output\nwith output.ignoring_closed_output():\n"
+        "    for i in range(4): print(i, file=(sys.stdout, sys.stderr)[i % 2])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert done.stdout.split() == [b"0", b"1", b"2", b"3"]
+
+
 def ascii_only(*arguments: str) -> subprocess.CompletedProcess:
     """Run a command in a locale that has ASCII alone."""
     environment = {**os.environ, "PYTHONUTF8": "0", "LC_ALL": "C"}

@@ -10,6 +10,8 @@ from typing import TextIO
 
 # Errors of writing to a pipe without a reader, and to a closed terminal.
 _NO_READER = (errno.EPIPE, errno.EIO)
+# Error handlers that Python chooses: it raises, writes other bytes, or writes escapes that break a table.
+_PYTHONS_OWN = ("strict", "surrogateescape", "backslashreplace")
 _NAMES = {"stdout": "standard output", "stderr": "standard error"}
 
 
@@ -27,10 +29,10 @@ class _ReaderlessFile(io.FileIO):
 
 
 def replace_unencodable() -> None:
-    """Let standard output replace the characters that its encoding lacks; standard error escapes them anyway."""
-    stream = sys.stdout
-    if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
-        stream.reconfigure(errors="replace")
+    """Let standard output and error replace the characters that their encoding lacks, unless Python was told how."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in _PYTHONS_OWN:
+            stream.reconfigure(errors="replace")
 
 
 @contextmanager

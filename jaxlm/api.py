@@ -375,7 +375,7 @@ def compile(
       experiment, on, mesh, workload, held: as in `plan`, but for "auto" and "all".
       fit: find the largest microbatch and the cheapest rematerialisation that fit, in place of the experiment's.
       quick: search less for a fast program; for TPUs only.
-      say: takes a line about each variant that is compiled.
+      say: takes a line before each program that is compiled.
       warn: takes a line about what is unusual of the mesh.
 
     Raises DoesNotFit where the compiler itself refuses for want of memory (TPUs), InputError where the step cannot be
@@ -409,4 +409,5 @@ def compile(
         warn(str(warning.message))
     if fit:
         return compile_fitting(experiment, target, devices, quick, say, held)
+    say(f"compiling for {target}")
     return report.compile(experiment, workload, target, devices, quick)

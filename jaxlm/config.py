@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 from pydantic import Field, ValidationError
 
+from jaxlm.core import toml
 from jaxlm.core.errors import InputError
 from jaxlm.core.explain import explain
 from jaxlm.core.schema import Section, chosen, kind_of, merged, sections_at
@@ -27,8 +27,8 @@ class Experiment(RunConfig):
     mesh: MeshConfig = Field(default_factory=MeshConfig)
 
     def to_toml(self) -> str:
-        """Every key with its value; loads back to the same experiment."""
-        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+        """Return every key with its value, unset ones as comments; it loads back to the same experiment."""
+        return toml.to_toml(self)
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), kind: Kind = "train") -> Experiment:

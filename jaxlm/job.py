@@ -15,7 +15,7 @@ from jaxlm.parallel import processes
 from jaxlm.run import Run
 from jaxlm.training import profile, sinks
 from jaxlm.training.display import Display, Ended
-from jaxlm.training.environment import environment, versions
+from jaxlm.training.environment import MachineLoad, environment, versions
 from jaxlm.training.goodput import Attempts, Clock, summary
 from jaxlm.training.interrupt import Stopped, StopRequest
 from jaxlm.training.records import JsonLines, plot_losses
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # Characters of a digest, to tell it from others.
 _SHOWN = 12
+# Between the prompt of the sample and what the model wrote.
+_PROMPT_ENDS = "[prompt ends]"
 
 
 class Job:
@@ -88,11 +90,13 @@ class Job:
         with self._display:
             dataset = self._prepare()
             counted, mesh = self._count()
+            load = MachineLoad()
             result = self._train(dataset, counted, mesh)
+            others = load.others()
         with self._clock.phase("ending"):
             self._saved = result.step
             if processes.is_first():
-                self._sum_up(counted)
+                self._sum_up(counted, others)
             if result.reason:
                 return Ended(result.step, result.reason)
             sample = _sample(self._experiment, dataset, result.parameters, mesh)
@@ -160,7 +164,7 @@ class Job:
                 f"{paths} was moved or removed; put it back, and the run goes on from its newest checkpoint"
             ) from error
 
-    def _sum_up(self, counted: "Counted") -> None:
+    def _sum_up(self, counted: "Counted", other_load: float | None) -> None:
         """Draw the loss curve, write the ladder, and say where the time went."""
         from jaxlm.costs.ladder import ladder
 
@@ -168,15 +172,16 @@ class Job:
         metrics = JsonLines(paths.metrics).rows()
         if metrics:
             plot_losses(metrics, JsonLines(paths.evaluations).rows(), paths.loss_curve)
-            rungs = ladder(counted, metrics)
+            rungs = ladder(counted, metrics, other_load)
             paths.ladder.write_text(json.dumps(rungs, indent=1) + "\n", encoding="utf-8")
         self._display.summary(summary(Attempts.file(paths.goodput).rows()), rungs)
 
 
 def _sample(experiment: Experiment, dataset: Dataset, parameters: Any, mesh: "Mesh") -> str:
-    """Continue the beginning of a held-out document."""
+    """Continue the beginning of a held-out document; a mark stands where the prompt ends."""
     import jax.numpy as jnp
 
+    from jaxlm.inference.detokenizer import Detokenizer
     from jaxlm.inference.generate import generate
     from jaxlm.inference.requests import Sampling, max_new_tokens
     from jaxlm.training.step import cast
@@ -199,4 +204,6 @@ def _sample(experiment: Experiment, dataset: Dataset, parameters: Any, mesh: "Me
     ids = [int(token[0]) for token in tokens]
     if dataset.tokenizer.separator in ids:
         ids = ids[: ids.index(dataset.tokenizer.separator)]
-    return dataset.tokenizer.decode(prompt + ids)
+    decoder = Detokenizer(dataset.tokenizer, prompt)
+    continuation = "".join([*map(decoder.add, ids), decoder.rest()])
+    return f"{dataset.tokenizer.decode(prompt)}{_PROMPT_ENDS}{continuation}"

@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import io
 import sys
 from collections.abc import Sequence
 
@@ -19,12 +18,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    from jaxlm.cli import bench, compile, eval, generate, hardware, plan, train
+    from jaxlm.cli import bench, compile, config, eval, generate, hardware, plan, train
 
     parser = _Parser(prog="jaxlm", description="Language models in JAX, with every cost counted before it is paid.")
     parser.add_argument("--version", action="version", version=f"jaxlm {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (train, eval, generate, plan, compile, hardware, bench):
+    for module in (train, eval, generate, plan, compile, hardware, bench, config):
         name, summary = module.__name__.rpartition(".")[2], module.__doc__.strip().splitlines()[0]
         command = commands.add_parser(name, help=summary, description=module.__doc__)
         module.add_arguments(command)
@@ -40,8 +39,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit status: 0, 1 for a run that failed, 2 for bad input, 130 for Ctrl-C."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="replace")  # of what a terminal cannot encode; stderr escapes it anyway
+    output.replace_unencodable()
     try:
         with output.flushed_output():
             chosen = _parse(sys.argv[1:] if arguments is None else arguments)

@@ -5,13 +5,14 @@ import json
 
 from jaxlm import api
 from jaxlm.cli import trained
+from jaxlm.cli.paths import as_utf8
 from jaxlm.core.errors import InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     trained.add_arguments(parser)
     given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--prompt", metavar="TEXT", help="text to continue")
+    given.add_argument("--prompt", type=as_utf8, metavar="TEXT", help="text to continue")
     given.add_argument("--token-ids", metavar="1,2,3", help="token ids to continue")
     parser.add_argument(
         "--max-tokens",

@@ -8,7 +8,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from jaxlm.cli.tables import add_numbers, print_table
+from jaxlm.cli.tables import TextTable, names, numbers, texts
 from jaxlm.core.units import number, or_dash, with_prefix
 
 if TYPE_CHECKING:
@@ -65,17 +65,15 @@ def _host() -> list["Chip"]:
 
 
 def _measure() -> "Chip":
-    from rich.console import Console
-
+    from jaxlm.cli.progress import working
     from jaxlm.core import accelerators
     from jaxlm.costs.hardware import calibration
     from jaxlm.parallel.devices import keep_freed_memory
 
     if accelerators.platforms() == "cpu":
         keep_freed_memory()  # as in a run
-    console = Console(stderr=True, highlight=False)
-    with console.status("measuring this machine"):
-        return calibration.measure(lambda line: console.print(line, markup=False, soft_wrap=True))
+    with working("measuring this machine") as say:
+        return calibration.measure(say)
 
 
 def _row(chip: "Chip") -> dict[str, Any]:
@@ -88,14 +86,11 @@ def _intensity(chip: "Chip") -> float | None:
 
 
 def _print_table(chips: list["Chip"]) -> None:
-    from rich import box
-
-    table = _table(box.SIMPLE_HEAD)
-    table.add_column("chip", no_wrap=True)
-    add_numbers(table, ("TFLOP/s", "GB", "TB/s", "FLOP/byte", "link GB/s", "W", "$/h"))
+    figures = ("TFLOP/s", "GB", "TB/s", "FLOP/byte", "link GB/s", "W", "$/h")
+    table = TextTable([*names("chip"), *numbers(*figures)])
     for chip in chips:
         peak, link = chip.peak_flops.get("bfloat16"), chip.link and chip.link.bytes_per_s
-        table.add_row(
+        table.add(
             chip.id,
             _scaled(peak, 1e12),
             _scaled(chip.memory_bytes, 1e9),
@@ -105,26 +100,17 @@ def _print_table(chips: list["Chip"]) -> None:
             _scaled(chip.watts, 1.0),
             or_dash(chip.usd_per_hour, lambda prices: _shown("usd_per_hour", prices)),
         )
-    print_table(table)
+    table.print()
 
 
 def _print_chip(chip: "Chip") -> None:
-    table = _table(None)
-    for column in ("figure", "value"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("source", overflow="fold")
+    table = TextTable([*names("figure", "value"), *texts("source")])
     for figure, value in chip.figures().items():
-        table.add_row(figure, _shown(figure, value), chip.source(figure) or "")
+        table.add(figure, _shown(figure, value), chip.source(figure) or "")
     print(f"{chip.id}: {chip.name}, {chip.vendor}")
-    print_table(table)
+    table.print()
     if chip.notes:
         print(chip.notes)
-
-
-def _table(box: Any) -> Any:
-    from rich.table import Table
-
-    return Table(box=box, show_edge=False, pad_edge=False)
 
 
 def _scaled(value: float | None, unit: float) -> str:

@@ -1,42 +1,53 @@
 """The ladder of a run as a person reads it at its end."""
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
-from jaxlm.cli.tables import add_numbers, headed
+from jaxlm.cli.tables import TextTable, names, numbers
 from jaxlm.core.units import memory, or_dash, seconds
 
 # A cause of the gap below this share of the step is not worth a word.
 _SMALL = 0.01
+# Other programs that take this share of the machine slow a step down.
+_BUSY = 0.1
 
 
 def show(rungs: dict[str, Any]) -> None:
-    """The rungs side by side, and what lies between the first and the last, on standard error."""
-    from rich.console import Console
-
-    table = headed()
-    table.add_column("", no_wrap=True)
-    names = ("napkin", "counted", "measured")
-    add_numbers(table, names)
-    table.add_row("FLOPs of a step", *(or_dash(rungs[name]["flops"], "{:.4g}".format) for name in names))
+    """Print the rungs side by side, and what lies between the first and the last, on standard error."""
+    rows = ("napkin", "counted", "measured")
+    table = TextTable([*names(""), *numbers(*rows)])
+    table.add("FLOPs of a step", *(or_dash(rungs[name]["flops"], "{:.4g}".format) for name in rows))
     bracket = rungs["counted"]["step_s"]
-    table.add_row(
+    table.add(
         "step",
         or_dash(rungs["napkin"]["step_s"], seconds),
         or_dash(bracket, lambda ends: " to ".join(map(seconds, ends))),
         seconds(rungs["measured"]["step_s"]),
     )
-    table.add_row("memory", *(or_dash(rungs[name]["memory_bytes"], memory) for name in names))
-    table.add_row("MFU", "", "", or_dash(rungs["measured"]["mfu"], "{:.1%}".format))
-    console = Console(file=sys.stderr, highlight=False)
-    console.print(table)
-    step_s, gap = rungs["measured"]["step_s"], rungs["gap"]
+    table.add("memory", *(or_dash(rungs[name]["memory_bytes"], memory) for name in rows))
+    table.add("MFU", "", "", or_dash(rungs["measured"]["mfu"], "{:.1%}".format))
+    table.print(sys.stderr)
+    for line in _explained(rungs):
+        print(line, file=sys.stderr)
+
+
+def _explained(rungs: dict[str, Any]) -> Iterator[str]:
+    """Yield the causes of the gap, and why a measured step is not between the ends of what was counted."""
+    step_s, gap, bracket = rungs["measured"]["step_s"], rungs["gap"], rungs["counted"]["step_s"]
     if rungs["napkin"]["step_s"] is not None and gap:
         causes = [
             f"{name.replace('_', ' ')} {'+' if s > 0 else '−'}{seconds(abs(s))}"
             for name, s in gap.items()
             if abs(s) >= _SMALL * step_s
         ]
-        console.print(f"from the napkin's step to the measured one: {', '.join(causes)}")
-    if rungs["inside"] is False:
-        console.print("the measured step lies outside of what was counted")
+        yield f"from the napkin's step to the measured one: {', '.join(causes)}"
+    if rungs["inside"] is not False:
+        return
+    lower, upper = bracket
+    if step_s < lower:
+        yield f"a step took {step_s / lower:.2f} times the least that was counted"
+        return
+    others = rungs["measured"]["other_load"] or 0.0
+    why = f", while other programs kept {others:.0%} of this machine busy" if others >= _BUSY else ""
+    yield f"a step took {step_s / upper:.2f} times the most that was counted{why}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxlm import api
 from jaxlm.cli import steps
 from jaxlm.cli.paths import path
-from jaxlm.cli.tables import add_numbers, against_capacity, facts, headed, print_table
+from jaxlm.cli.tables import TextTable, against_capacity, facts, names, numbers
 from jaxlm.core import units
 from jaxlm.core.errors import InputError
 
@@ -97,14 +97,12 @@ def _show_many(plans: list["Plan"], refused: dict[str, str], as_json: bool) -> N
         left_out = [{"target": target, "why": why} for target, why in refused.items()]
         print(json.dumps({**_row(plans[0]), "rows": [plan.row() for plan in plans], "refused": left_out}))
         return
-    table = headed(str(plans[0].work))
-    for column in ("chips", "mesh", "microbatches", "remat"):
-        table.add_column(column, no_wrap=True)
-    add_numbers(table, ("memory", "step", "tokens/s", "MFU", "$/Mtok", "J/tok"))
+    figures = numbers("memory", "step", "tokens/s", "MFU", "$/Mtok", "J/tok")
+    table = TextTable([*names("chips", "mesh", "microbatches", "remat"), *figures], str(plans[0].work))
     shown = plans[: _SHOWN if len({str(p.target) for p in plans}) == 1 else None]
     for plan in shown:
         remat = plan.work.remat if isinstance(plan.work.remat, str) else "named"
-        table.add_row(
+        table.add(
             str(plan.target),
             str(plan.work.layout),
             str(plan.work.microbatches),
@@ -116,7 +114,7 @@ def _show_many(plans: list["Plan"], refused: dict[str, str], as_json: bool) -> N
             units.or_dash(plan.usd_per_million_tokens, "{:.3g}".format),
             units.or_dash(plan.joules_per_token, "{:.3g}".format),
         )
-    print_table(table)
+    table.print()
     if named := [plan.work.remat_shown for plan in shown if not isinstance(plan.work.remat, str)]:
         print(f"named: training.remat={shlex.quote(named[0])}")
 
@@ -125,25 +123,25 @@ def _show(plan: "Plan") -> None:
     work, time, memory = plan.work, plan.time, plan.memory
     row = _row(plan)
     table = facts()
-    table.add_row("step", f"{work} on {plan.target}")
+    table.add("step", f"{work} on {plan.target}")
     microbatches = f", {work.microbatches} microbatches" if work.microbatches > 1 else ""
     trained = f"{microbatches}, remat {work.remat_shown}" if work.kind == "train" else ""
-    table.add_row("mesh", f"{work.layout}{trained}")
-    table.add_row("parameters", f"{row['parameters']['total']:,}")
+    table.add("mesh", f"{work.layout}{trained}")
+    table.add("parameters", f"{row['parameters']['total']:,}")
     for name, value in plan.flops._asdict().items():
         share = f"  {value / plan.flops.model:.3f} of model" if name != "model" else ""
-        table.add_row(f"FLOPs, {name}", f"{value:.4g}{share}")
+        table.add(f"FLOPs, {name}", f"{value:.4g}{share}")
     napkin, (held, took) = row["napkin"], _NAPKIN[work.kind]
-    table.add_row("memory, napkin", f"{units.memory(napkin['memory_bytes'])}: {held}")
+    table.add("memory, napkin", f"{units.memory(napkin['memory_bytes'])}: {held}")
     parts = {name: size for name, size in memory._asdict().items() if size}
     for name, size in parts.items():
-        table.add_row(f"memory, {name}", units.memory(size))
-    table.add_row("memory", against_capacity(memory.total, plan.capacity))
-    table.add_row(
+        table.add(f"memory, {name}", units.memory(size))
+    table.add("memory", against_capacity(memory.total, plan.capacity))
+    table.add(
         "time, napkin",
         f"{units.seconds(napkin['step_s'])}, {napkin['tokens_per_s']:,.0f} tokens/s: {took}",
     )
-    table.add_row(
+    table.add(
         "time",
         f"{units.seconds(time.lower_bound)} to {units.seconds(time.upper_bound)}: "
         f"compute {units.seconds(time.compute)}, memory {units.seconds(time.memory)}, "
@@ -152,21 +150,21 @@ def _show(plan: "Plan") -> None:
     each = plan.tokens_per_s / plan.target.devices
     # More than the peak is nothing wrong: kernels skip scores that nobody sees, and attention counts whole.
     of = "model FLOPs" if plan.mfu <= 1 else "model FLOPs, with scores that kernels skip"
-    table.add_row("rate", f"{plan.tokens_per_s:,.0f} tokens/s, {each:,.0f} per device, {plan.mfu:.1%} MFU ({of})")
-    table.add_row(
+    table.add("rate", f"{plan.tokens_per_s:,.0f} tokens/s, {each:,.0f} per device, {plan.mfu:.1%} MFU ({of})")
+    table.add(
         "price",
         f"{units.or_dash(plan.usd_per_million_tokens, '{:.3g}'.format)} $ per million tokens, "
         f"{units.or_dash(plan.joules_per_token, '{:.3g}'.format)} J per token",
     )
     if work.kind == "train" and work.steps > 1:
         paid = "" if plan.usd_per_run is None else f", {plan.usd_per_run:,.2f} $"
-        table.add_row("run", f"{work.steps:,} steps in {plan.run_s / 3600:,.2f} hours{paid}")
+        table.add("run", f"{work.steps:,} steps in {units.seconds(plan.run_s)}{paid}")
     elif work.kind == "prefill":
-        table.add_row("first token", f"after {units.seconds(time.expected)}")
+        table.add("first token", f"after {units.seconds(time.expected)}")
     elif work.kind == "decode":
-        table.add_row("each token", f"{units.seconds(time.expected)}, {row['kv_bytes_per_token']:,} bytes of cache")
+        table.add("each token", f"{units.seconds(time.expected)}, {row['kv_bytes_per_token']:,} bytes of cache")
     if "critical_batch" in row:
         batch = row["critical_batch"]
         said = "at no batch: the caches outgrow the FLOPs" if batch is None else f"from a batch of {batch:,}"
-        table.add_row("bound by compute", said)
-    print_table(table)
+        table.add("bound by compute", said)
+    table.print()

@@ -1,14 +1,29 @@
 """Progress of a long run: a live bar on a terminal, plain lines elsewhere, always on standard error."""
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jaxlm.core import units
 from jaxlm.training.display import Display
 
 _SECONDS_BETWEEN_LINES = 10.0
+
+
+@contextmanager
+def working(doing: str) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal what is being done for the length of a block, and yield a function that prints a line."""
+    console = Console(stderr=True, highlight=False)
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
+    with console.status(doing, spinner="line"):
+        yield say
 
 
 class Bar(Display):
@@ -51,7 +66,7 @@ class Bar(Display):
         if self._bar.disable:
             if time.monotonic() - self._said > _SECONDS_BETWEEN_LINES and done < size:
                 self._said = time.monotonic()
-                self.say(f"{doing}: {done / 1e6:,.0f} of {size / 1e6:,.0f} MB")
+                self.say(f"{doing}: {units.size(done)} of {units.size(size)}")
             return
         if self._reading is None:
             columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(compact=True)

@@ -1,9 +1,9 @@
 """Published figures next to the cost model's, for `jaxlm plan --check`."""
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from jaxlm.cli.tables import add_numbers, headed, print_table
+from jaxlm.cli.tables import TextTable, names, numbers, texts
 
 if TYPE_CHECKING:
     from jaxlm.costs.published.cases import CountedCase
@@ -18,26 +18,23 @@ def show(as_json: bool) -> None:
     if as_json:
         print(json.dumps({"rows": [row.row() for row in rows], "median_error": medians, "inside_bracket": inside}))
         return
-    print_table(_table(rows))
-    print_table(_summary(rows, medians))
+    _table(rows).print()
+    print()
+    _summary(rows, medians).print()
+    print()
     print(
         f"{inside['inside']} of {inside['all']} measured figures lie inside the bracket, {inside['faster']} are faster "
         f"and {inside['slower']} slower; {sum(row.counted is None for row in rows)} cases are beyond the cost model."
     )
 
 
-def _table(rows: list["CountedCase"]) -> Any:
-    table = headed()
-    table.add_column("case", no_wrap=True)
-    add_numbers(table, ("predicted", "bracket", "published"))
-    table.add_column("unit", no_wrap=True)
-    add_numbers(table, ("error",))
-    table.add_column("verdict", no_wrap=True)
-    table.add_column("why; or what stands for what is not exact", overflow="fold", ratio=1)
+def _table(rows: list["CountedCase"]) -> TextTable:
+    counted = [*numbers("predicted", "bracket", "published"), *names("unit"), *numbers("error"), *names("verdict")]
+    table = TextTable([*names("case"), *counted, *texts("why; or what stands for what is not exact")])
     for row in rows:
         case = row.case
         published = case.published if isinstance(case.published, float) else None
-        table.add_row(
+        table.add(
             case.id,
             _number(row.predicted),
             " to ".join(map(_number, row.bracket)) if row.measured else "",
@@ -50,13 +47,11 @@ def _table(rows: list["CountedCase"]) -> Any:
     return table
 
 
-def _summary(rows: list["CountedCase"], medians: dict[str, float]) -> Any:
-    table = headed()
-    table.add_column("kind", no_wrap=True)
-    add_numbers(table, ("cases", "within", "median error"))
+def _summary(rows: list["CountedCase"], medians: dict[str, float]) -> TextTable:
+    table = TextTable([*names("kind"), *numbers("cases", "within", "median error")])
     for kind, median in medians.items():
         counted = [row for row in rows if row.case.of == kind and row.counted is not None]
-        table.add_row(kind, str(len(counted)), str(sum(not row.off for row in counted)), f"{median:.1%}")
+        table.add(kind, str(len(counted)), str(sum(not row.off for row in counted)), f"{median:.1%}")
     return table
 
 

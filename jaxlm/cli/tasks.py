@@ -13,6 +13,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from jaxlm.cli.tables import TextTable, numbers, texts
 from jaxlm.core.errors import InputError
 
 _FEW_SHOT_SEED = 1234  # the harness's own
@@ -121,24 +122,18 @@ def show(results: dict[str, Any], truncated: Counter[str], step: int, as_json: b
             tasks[name]["truncated"] = truncated[name]
         print(json.dumps({"tasks": tasks, "step": step}))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"step {step}", title_justify="left", box=None, header_style="bold", pad_edge=False)
-    for column in ("task", "examples", "metric"):
-        table.add_column(column, overflow="fold")
-    for column in ("value", "± standard error"):
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = [*texts("task"), *numbers("examples"), *texts("metric"), *numbers("value", "± standard error")]
+    table = TextTable(columns, f"step {step}")
     for name, values in measured.items():
-        label, numbers = (name, str(results["n-shot"].get(name, ""))), _numbers(values)
-        for key, value in numbers.items():
+        label, found = (name, str(results["n-shot"].get(name, ""))), _numbers(values)
+        for key, value in found.items():
             metric, _, how = key.partition(",")
             if not how or metric.endswith("_stderr"):
                 continue
-            error = numbers.get(f"{metric}_stderr,{how}")
-            table.add_row(*label, metric if how == "none" else f"{metric} ({how})", _shown(value), _shown(error))
+            error = found.get(f"{metric}_stderr,{how}")
+            table.add(*label, metric if how == "none" else f"{metric} ({how})", _shown(value), _shown(error))
             label = "", ""
-    Console(highlight=False).print(table)
+    table.print()
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, Any]:

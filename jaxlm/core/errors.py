@@ -2,6 +2,7 @@
 
 import errno
 import re
+import sys
 import unicodedata
 
 _MAX_LENGTH = 2000  # characters of a message
@@ -48,7 +49,8 @@ def _one_line(message: str) -> str:
 def in_one_line(error: Exception) -> str | None:
     """Return the one line that replaces the traceback of an error; None if it needs its traceback.
 
-    Covers the two errors above, invalid environment variables, a full or refusing disk, and lack of memory.
+    Covers the two errors above, invalid environment variables, a full or refusing disk, paths that the locale
+    cannot name, and lack of memory.
     """
     if isinstance(error, InputError | RunFailed):
         return str(error)
@@ -57,6 +59,8 @@ def in_one_line(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.errno in _ADVICE:
         where = error.filename2 or error.filename or "the output"  # filename2: the target of a move
         return _one_line(f"{error.strerror}: {where}; {_ADVICE[error.errno]}")
+    if isinstance(error, UnicodeEncodeError) and error.encoding == sys.getfilesystemencoding() != "utf-8":
+        return _one_line(f"{error.object!r} is no path in this locale, of {error.encoding}; set PYTHONUTF8=1")
     if type(error).__name__ == "JaxRuntimeError" and _NO_ROOM.search(said := str(error).partition("\n")[0]):
         return _one_line(
             f"out of memory ({said[:200]}); lower training.batch or training.sequence, or use more devices or, "

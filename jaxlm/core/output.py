@@ -1,4 +1,4 @@
-"""Standard output and error, shared with native libraries, when their reader may be gone."""
+"""Standard output and error: what they cannot encode, and what happens when their reader is gone."""
 
 import errno
 import io
@@ -10,6 +10,8 @@ from typing import TextIO
 
 # Errors of writing to a pipe without a reader, and to a closed terminal.
 _NO_READER = (errno.EPIPE, errno.EIO)
+# Error handlers that Python chooses: it raises, writes other bytes, or writes escapes that break a table.
+_PYTHONS_OWN = ("strict", "surrogateescape", "backslashreplace")
 _NAMES = {"stdout": "standard output", "stderr": "standard error"}
 
 
@@ -24,6 +26,13 @@ class _ReaderlessFile(io.FileIO):
                 raise
             redirect_to_null(self.fileno())
             return super().write(data)
+
+
+def replace_unencodable() -> None:
+    """Let standard output and error replace the characters that their encoding lacks, unless Python was told how."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in _PYTHONS_OWN:
+            stream.reconfigure(errors="replace")
 
 
 @contextmanager
@@ -89,5 +98,6 @@ def _readerless(stream: TextIO, file: int) -> TextIO:
         io.BufferedWriter(_ReaderlessFile(file, "w", closefd=False)),
         encoding=stream.encoding,
         errors=stream.errors,
-        line_buffering=bool(stream.line_buffering),
+        # PYTHONUNBUFFERED lets it write through.
+        line_buffering=bool(stream.line_buffering or getattr(stream, "write_through", False)),
     )

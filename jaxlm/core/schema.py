@@ -1,6 +1,7 @@
 """The base class of configuration sections, sections chosen by `kind`, merging and comparison. Imports no JAX."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Optional, Self, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -29,10 +30,27 @@ NonNegative = Annotated[float, Field(ge=0.0), AfterValidator(_in_float32)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0), AfterValidator(_below_one)]
 
 
-class Section(BaseModel):
-    """A table of an experiment's TOML file. It is immutable; unknown keys are errors."""
+@dataclass(frozen=True)
+class InWords:
+    """In the annotation of a key: its default, which follows from other keys, or its type, for `jaxlm config`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
+    default: str | None = None
+    type: str | None = None
+
+
+class Section(BaseModel):
+    """A table of an experiment's TOML file. It is immutable; unknown keys are errors.
+
+    The docstring below a key is its meaning, for `jaxlm config`.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        coerce_numbers_to_str=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
 
     @model_validator(mode="before")
     @classmethod

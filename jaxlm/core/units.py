@@ -6,33 +6,48 @@ from typing import Any
 GIB = 2**30
 
 _PREFIXES = {1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1.0: "", 1e-3: "m", 1e-6: "µ", 1e-9: "n"}
+# The least seconds that are shown in a unit, and its length in seconds.
+_TIMES = {3 * 86400.0: ("days", 86400.0), 7200.0: ("h", 3600.0), 120.0: ("min", 60.0)}
+# The least bytes that are shown in a unit, its size in bytes, and its digits after the point.
+_SIZES = {2**40: ("TiB", 2**40, 2), GIB // 2: ("GiB", GIB, 2), 2**20: ("MiB", 2**20, 0), 2**10: ("KiB", 2**10, 0)}
 
 
-def gib(size: float, digits: int = 2) -> str:
+def gib(size: float) -> str:
     """Format bytes as a number of GiB, without the unit."""
-    return f"{size / GIB:.{digits}f}"
+    return f"{size / GIB:.2f}"
 
 
-def memory(size: int) -> str:
-    """Format bytes in GiB, or in MiB below 0.5 GiB."""
-    return f"{gib(size)} GiB" if size >= GIB / 2 else f"{size / 2**20:.0f} MiB"
+def memory(size: float) -> str:
+    """Format bytes of memory in the binary unit that fits, such as "1.50 GiB"."""
+    for least, (unit, scale, digits) in _SIZES.items():
+        if size >= least:
+            return f"{size / scale:,.{digits}f} {unit}"
+    return f"{size:.0f} B"
+
+
+def size(value: float) -> str:
+    """Format bytes that are read, written or sent in the decimal unit that fits, such as "1.5 MB"."""
+    return with_prefix(value, "B")
 
 
 def seconds(value: float) -> str:
-    """Format seconds with three digits in s, ms, µs or ns."""
+    """Format seconds with three digits in the unit that fits, from ns to days."""
+    for least, (unit, scale) in _TIMES.items():
+        if value >= least:
+            return f"{number(value / scale, 3)} {unit}"
     scale = next((scale for scale in (1.0, 1e-3, 1e-6) if value >= scale), 1e-9)
-    return f"{value / scale:.3g} {_PREFIXES[scale]}s"
+    return f"{value / scale:.3g} {_PREFIXES[scale]}s" if value else "0 s"
 
 
 def with_prefix(value: float, unit: str) -> str:
     """Format a value with an SI prefix, such as "3.35 TB/s"."""
-    scale = next((scale for scale in _PREFIXES if abs(value) >= scale), 1e-9)
+    scale = next((scale for scale in _PREFIXES if abs(value) >= scale), 1e-9) if value else 1.0
     return f"{number(value / scale)} {_PREFIXES[scale]}{unit}"
 
 
-def number(value: float) -> str:
-    """Format a number with four significant digits, or all digits before the point."""
-    return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
+def number(value: float, digits: int = 4) -> str:
+    """Format a number with so many significant digits, or all digits before the point."""
+    return f"{value:,.{digits}g}" if value < 10**digits else f"{value:,.0f}"
 
 
 def or_dash(value: Any, shown: Callable[[Any], str]) -> str:

@@ -88,10 +88,11 @@ def say_replicated(work: Workload) -> str | None:
     )
 
 
-def ladder(before: Counted, metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def ladder(before: Counted, metrics: Sequence[dict[str, Any]], other_load: float | None = None) -> dict[str, Any]:
     """The rungs, from the lines of metrics; those of the first steps are left out where there are others.
 
-    FLOPs of a step over the whole job, seconds of a step, bytes on one device (on CPUs: of the process).
+    FLOPs of a step over the whole job, seconds of a step, bytes on one device (on CPUs: of the process). `other_load`
+    is the share of this machine that other programs kept busy, which slows down steps on a CPU.
     """
     settled = metrics[1:] or metrics
     step_s = statistics.median(row["step_s"] for row in settled)
@@ -108,6 +109,7 @@ def ladder(before: Counted, metrics: Sequence[dict[str, Any]]) -> dict[str, Any]
             "step_s": step_s,
             "memory_bytes": settled[-1].get("peak_memory_bytes"),
             "mfu": before.mfu(step_s),
+            "other_load": other_load if before.target and before.target.chip.kind == "cpu" else None,
         },
         "inside": time and time.lower_bound <= step_s <= time.upper_bound,
         "gap": gap(before, settled, step_s),

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from jaxlm.core.errors import InputError
-from jaxlm.core.schema import Section
+from jaxlm.core.schema import InWords, Section
 
 STANDARD_LIBRARY = "stdlib"
 HUGGING_FACE = "hf:"  # prefix of a dataset name
@@ -44,48 +44,53 @@ def _known_tokenizer(tokenizer: str) -> str:
     return tokenizer
 
 
+Name = Annotated[str, Field(min_length=1)]
 Text = Annotated[
     tuple[str, ...],
+    InWords(type="string | list of strings"),
     BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
     AfterValidator(_not_empty),
 ]
 
 
 class SourceConfig(Section):
-    """One source of a data mixture.
-
-    `field` and `documents` default to the values in [data]. `weight`: the source gives weight / (sum of all weights)
-    of the rows of a batch, to within 1 %.
-    """
+    """One source of a data mixture."""
 
     text: Text
-    field: Annotated[str, Field(min_length=1)] | None = None
-    documents: PositiveInt | None = None
+    """Its text, as `data.text`."""
+    field: Annotated[Name | None, InWords(default="data.field")] = None
+    """The field of a record that holds its text."""
+    documents: Annotated[PositiveInt | None, InWords(default="data.documents")] = None
+    """Take the first n documents."""
     weight: PositiveFloat = 1.0
+    """The source gives weight / (sum of all weights) of the rows of a batch, to within 1 %."""
 
 
 class DataConfig(Section):
-    """Text, tokenizer and split.
+    """Text, tokenizer and split."""
 
-    `text`: files, directories and globs of `.txt`, `.md`, `.py` (a file is a document), `.jsonl`, `.jsonl.gz`,
-    `.jsonl.zst` and `.parquet` (a line or row is a document, its text in `field`); "stdlib" is the source code of the
-    Python standard library, present on every machine; "hf:OWNER/NAME:CONFIG@SPLIT" streams from Hugging Face, CONFIG
-    and SPLIT (default: train) where needed. `sources` replaces `text` with named sources, mixed by weight.
-    `documents`: take the first n documents of a source; required for a Hugging Face source.
-    `max_broken`: the largest fraction of a source's documents that may be unreadable; they are skipped.
-    `tokenizer`: "bytes", "characters", "bpe" (trained on the text, `model.vocab_size` tokens) or the path of a
-    `tokenizer.json`. `held_out`: the fraction of a source's documents (of a single document: its end) that training
-    never sees. `cache`: the folder of token shards.
-    """
-
-    text: Text | None = None
-    field: Annotated[str, Field(min_length=1)] = "text"
+    text: Annotated[Text | None, InWords(default='"stdlib" without sources')] = None
+    """Files, directories and globs of `.txt`, `.md`, `.py` (a file is a document), `.jsonl`, `.jsonl.gz`, `.jsonl.zst`
+    and `.parquet` (a line or row is a document, its text in `field`). "stdlib" is the source code of the Python
+    standard library, present on every machine. "hf:OWNER/NAME:CONFIG@SPLIT" streams from Hugging Face, CONFIG and SPLIT
+    (default: train) where needed."""
+    field: Name = "text"
+    """The field of a record that holds its text."""
     documents: PositiveInt | None = None
+    """Take the first n documents of a source; required for a Hugging Face source."""
     sources: dict[str, SourceConfig] = Field(default_factory=dict)
+    """Named sources in place of `text`, mixed by weight."""
     max_broken: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.001
+    """The largest fraction of a source's documents that may be unreadable; they are skipped."""
     tokenizer: Annotated[str, AfterValidator(_known_tokenizer)] = "bpe"
+    """The path of a `tokenizer.json`, or "bytes", "characters" or "bpe" (trained on the text, `model.vocab_size`
+    tokens)."""
     held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    cache: Annotated[str, Field(min_length=1)] = Field(default_factory=default_cache)
+    """The fraction of a source's documents (of a single document: its end) that training never sees."""
+    cache: Annotated[Name, InWords(default="$XDG_CACHE_HOME/jaxlm, or ~/.cache/jaxlm")] = Field(
+        default_factory=default_cache
+    )
+    """The folder of token shards."""
 
     @model_validator(mode="before")
     @classmethod

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxlm.core import units
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import building, leftovers, locked
 from jaxlm.data import formats, tokenizers
@@ -144,7 +145,7 @@ class _Cache:
                 if not directory.is_dir():  # no other process was first
                     for killed in leftovers(directory.parent, directory.name) if alone else ():
                         shutil.rmtree(killed, ignore_errors=True)
-                    self._say(f"tokenizing {_shown(index.train_bytes + index.held_out_bytes)} of {source.name}")
+                    self._say(f"tokenizing {units.size(index.train_bytes + index.held_out_bytes)} of {source.name}")
                     with self._dropping_stale_scans(source):
                         tokenize(index, tokenizer, directory, self._progress)
         elif unfinished(directory).is_dir():  # left by a killed process, unless another is just finishing
@@ -189,8 +190,8 @@ class _Cache:
         if kind == "characters":
             return train_characters(indexes, self._progress)
         size = sum(index.train_bytes for index in indexes)
-        some = f" {_shown(TRAINING_BYTES)} of" if size > TRAINING_BYTES else ""
-        self._say(f"training a BPE tokenizer of {vocabulary} tokens on{some} {_shown(size)}")
+        some = f" {units.size(TRAINING_BYTES)} of" if size > TRAINING_BYTES else ""
+        self._say(f"training a BPE tokenizer of {vocabulary} tokens on{some} {units.size(size)}")
         return train_bpe(indexes, vocabulary, self._progress)
 
     def _index(self, source: Source) -> SourceIndex:
@@ -237,7 +238,3 @@ def _fitting(tokenizer: Tokenizer, vocabulary: int) -> Tokenizer:
             f"set model.vocab_size={tokenizer.vocab_size} or more"
         )
     return tokenizer
-
-
-def _shown(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
-from jaxlm.core.units import gib
+from jaxlm.core import units
 from jaxlm.costs.counted.memory import memory
 from jaxlm.costs.plan import Plan
 from jaxlm.costs.workload import Workload
@@ -32,7 +32,7 @@ def suggest(plan: Plan, needed: int) -> list[str]:
             else:
                 size = round(needed * memory(work).total / now)
                 if size <= plan.capacity:
-                    found.append(f"{' and '.join(settings)} ({gib(size, 1)} GiB)")
+                    found.append(f"{' and '.join(settings)} ({units.memory(size)})")
         if found:
             return found[:_SHOWN]
     return []

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from jaxlm.core.explain import explain
-from jaxlm.core.schema import Count, Kinds, Positive, Section, chosen, kind_of, merged
+from jaxlm.core.schema import Count, InWords, Kinds, Positive, Section, chosen, kind_of, merged
 
 NormPlacement = Literal["before", "after", "both"]
 Residual = Literal["sequential", "parallel", "parallel_shared_norm"]
@@ -33,14 +33,13 @@ Remat = Annotated[Literal["none", "full"] | tuple[str, ...], BeforeValidator(_re
 
 
 class RMSNormConfig(Section):
-    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467, equation 4).
-
-    `plus_one` multiplies by 1 + the parameter, which starts at 0 (Gemma).
-    """
+    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467, equation 4)."""
 
     kind: Literal["rms"] = "rms"
     epsilon: Positive = 1e-5
+    """Added to the mean square."""
     plus_one: bool = False
+    """Multiply by 1 + the parameter, which starts at 0 (Gemma)."""
 
 
 class LayerNormConfig(Section):
@@ -48,7 +47,9 @@ class LayerNormConfig(Section):
 
     kind: Literal["layer"] = "layer"
     epsilon: Positive = 1e-5
+    """Added to the variance."""
     bias: bool = True
+    """Add a learned bias."""
 
 
 class LearnedPositionsConfig(Section):
@@ -62,9 +63,13 @@ class Llama3ScalingConfig(Section):
 
     kind: Literal["llama3"] = "llama3"
     factor: Positive
+    """Divides the slow frequencies."""
     low_frequency_factor: Positive = 1.0
+    """Frequencies that rotate fewer times than this in the original context are divided whole."""
     high_frequency_factor: Positive = 4.0
+    """Frequencies that rotate more times than this in the original context stay; those between are interpolated."""
     original_context_length: Count
+    """The context before it was stretched."""
 
     @model_validator(mode="after")
     def _ordered(self):
@@ -74,10 +79,11 @@ class Llama3ScalingConfig(Section):
 
 
 class LinearScalingConfig(Section):
-    """Stretches all rotary wavelengths by `factor` (Chen et al. 2023, arXiv:2306.15595, section 2.3)."""
+    """Stretches all rotary wavelengths (Chen et al. 2023, arXiv:2306.15595, section 2.3)."""
 
     kind: Literal["linear"] = "linear"
     factor: Positive
+    """Multiplies all wavelengths."""
 
 
 class RopeConfig(Section):
@@ -85,7 +91,9 @@ class RopeConfig(Section):
 
     kind: Literal["rope"] = "rope"
     theta: Positive = 10_000.0
+    """The base of the frequencies."""
     scaling: Kinds(Llama3ScalingConfig, LinearScalingConfig) | None = None  # pyright: ignore[reportInvalidTypeForm]
+    """Stretching of the frequencies, for longer contexts."""
 
 
 class NoPositionsConfig(Section):
@@ -120,10 +128,7 @@ class AttentionConfig(LayerConfig):
 class GroupedQueryAttentionConfig(AttentionConfig):
     """Grouped-query attention: `num_heads` query heads share `num_kv_heads` key/value heads (arXiv:2305.13245).
 
-    `num_kv_heads = num_heads` is multi-head attention, `num_kv_heads = 1` multi-query attention. Scores are the
-    products of queries and keys times `scale`, 1 / √head_dim where it is not given; with a `soft_cap` they
-    stay between −cap and cap (Gemma 2, arXiv:2408.00118, section 2). With a `window` a token sees the last `window`
-    tokens alone, itself one of them (Beltagy et al. 2020, arXiv:2004.05150, 3.1).
+    `num_kv_heads = num_heads` is multi-head attention, `num_kv_heads = 1` multi-query attention.
     """
 
     activations: ClassVar = ("query", "key", "value", "attention")
@@ -132,14 +137,23 @@ class GroupedQueryAttentionConfig(AttentionConfig):
 
     kind: Literal["gqa"] = "gqa"
     num_heads: Count
-    num_kv_heads: Count
-    head_dim: Count
+    """Query heads."""
+    num_kv_heads: Annotated[Count, InWords(default="num_heads")]
+    """Key/value heads; a divisor of `num_heads`."""
+    head_dim: Annotated[Count, InWords(default="model.d_model / num_heads")]
+    """Channels of a head."""
     qk_norm: bool = False
+    """Normalise queries and keys per head."""
     qkv_bias: bool = False
+    """Add a bias to queries, keys and values."""
     output_bias: bool = False
-    scale: Positive | None = None
+    """Add a bias to the output."""
+    scale: Annotated[Positive | None, InWords(default="1 / √head_dim")] = None
+    """Multiplies the products of queries and keys."""
     soft_cap: Positive | None = None
-    window: Count | None = None
+    """Keeps scores between −cap and cap (Gemma 2, arXiv:2408.00118, section 2)."""
+    window: Annotated[Count | None, InWords(default="all")] = None
+    """The last tokens that a token sees, itself one of them (Beltagy et al. 2020, arXiv:2004.05150, 3.1)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -165,9 +179,13 @@ class DenseFeedForwardConfig(LayerConfig):
 
     kind: Literal["dense"] = "dense"
     d_ff: Count
+    """Channels between the matrices."""
     activation: Activation
+    """The activation."""
     gated: bool = False
+    """Multiply the activation by a third matrix's product."""
     bias: bool = False
+    """Add biases."""
 
     @property
     def activations(self) -> tuple[str, ...]:
@@ -181,21 +199,18 @@ FEED_FORWARDS = Kinds(DenseFeedForwardConfig)
 
 
 class BlockConfig(Section):
-    """One layer.
-
-    `norm_placement` says where attention f and the feed-forward layer f have norms: before, x + f(norm(x)) (Llama);
-    after, x + norm(f(x)) (OLMo 2, arXiv:2501.00656, section 2.1); or both, x + norm(f(norm(x))) (Gemma 2).
-    `residual` says what the feed-forward layer reads: the stream with attention added to it, or in parallel the one
-    that attention reads (arXiv:2204.02311, section 2), by a norm of its own (GPT-NeoX) or by attention's (GPT-J, Phi,
-    Cohere).
-    """
+    """One layer."""
 
     norm: Annotated[RMSNormConfig | LayerNormConfig, Field(discriminator="kind")]
     position: Annotated[LearnedPositionsConfig | RopeConfig | NoPositionsConfig, Field(discriminator="kind")]
     attention: ATTENTIONS  # pyright: ignore[reportInvalidTypeForm]
     feed_forward: FEED_FORWARDS  # pyright: ignore[reportInvalidTypeForm]
     norm_placement: NormPlacement = "before"
+    """The place of the norms of attention f and the feed-forward layer f: before, x + f(norm(x)) (Llama); after,
+    x + norm(f(x)) (OLMo 2, arXiv:2501.00656, section 2.1); or both, x + norm(f(norm(x))) (Gemma 2)."""
     residual: Residual = "sequential"
+    """The input of the feed-forward layer: the stream with attention added to it, or in parallel the one that attention
+    reads (arXiv:2204.02311, section 2), by a norm of its own (GPT-NeoX) or by attention's (GPT-J, Phi, Cohere)."""
 
     @model_validator(mode="after")
     def _consistent(self):
@@ -226,16 +241,17 @@ class BlockConfig(Section):
 
 
 class PatternEntryConfig(Section):
-    """Layers of a pattern, one after another: their name, their number, and a patch of a block's keys.
+    """Layers of a pattern, one after another. Its other keys are a patch of a block's keys.
 
-    `layers = "rest"` takes all that are left. The patch is merged into the keys of the model's block, as a file into
-    its `model.base`.
+    The patch is merged into the keys of the model's block, as a file into its `model.base`.
     """
 
     model_config = ConfigDict(extra="allow")
 
     name: Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")]
+    """Its name, unique in the pattern."""
     layers: Count | Literal["rest"] = 1
+    """The number of its layers; "rest" takes all that are left."""
 
     def __hash__(self) -> int:
         return hash((self.name, self.layers))
@@ -247,25 +263,29 @@ class PatternEntryConfig(Section):
 
 
 class ModelConfig(BlockConfig):
-    """A decoder-only Transformer.
+    """A decoder-only Transformer. All layers have the block that its own keys describe, or those of a `pattern`.
 
-    `context_length` is the longest sequence that it can read. `attention.num_kv_heads` defaults to
-    `attention.num_heads`, `attention.head_dim` to `d_model / attention.num_heads`. `scale_embeddings` multiplies
-    embeddings by √d_model; a `logit_soft_cap` keeps logits between −cap and cap.
-
-    All layers have the block that its own keys describe, or those of a `pattern`: a list that is repeated until there
-    are `num_layers`, unless its last entry takes the rest.
+    In a file, `base = "FILE"` names another, relative to it, whose [model] the other keys change.
     """
 
     vocab_size: Count
+    """Tokens of the vocabulary."""
     context_length: Count
+    """The longest sequence that it can read, in tokens."""
     num_layers: Count
+    """Layers."""
     d_model: Count
+    """Channels of the residual stream."""
     pattern: tuple[PatternEntryConfig, ...] = ()
+    """Entries of layers, repeated until there are `num_layers`, unless the last takes the rest."""
     tied_embeddings: bool = False
+    """Use the token embedding as the unembedding too."""
     scale_embeddings: bool = False
+    """Multiply embeddings by √d_model (Gemma)."""
     logit_soft_cap: Positive | None = None
+    """Keeps logits between −cap and cap."""
     initializer_std: Positive = 0.02
+    """Standard deviation of the initial weights."""
 
     @model_validator(mode="before")
     @classmethod

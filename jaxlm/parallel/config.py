@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import create_model
+from pydantic import Field, create_model
 
 from jaxlm.core.errors import InputError
 from jaxlm.core.schema import Count, Section
@@ -12,8 +12,7 @@ ALL = "all"
 
 
 class _MeshSection(Section):
-    """Devices along each axis of the mesh: `data` replicates, `fsdp` shards parameters and batch, `tensor` shards
-    within layers. An axis of "all" takes the devices that the others leave."""
+    """Devices along each axis of the mesh. An axis of "all" takes the devices that the others leave."""
 
     def sizes(self) -> dict[str, int | Literal["all"]]:
         """Return the size of each axis as given."""
@@ -48,7 +47,14 @@ class _MeshSection(Section):
         return layout
 
 
-_FIELDS: dict[str, Any] = {axis: (Count | Literal["all"], ALL if axis == "fsdp" else 1) for axis in AXES}
+_MEANINGS = {
+    "data": "Replicas of the model, each with a share of the batch.",
+    "fsdp": "Shards of parameters, optimizer state and batch.",
+    "tensor": "Shards of each layer.",
+}
+_FIELDS: dict[str, Any] = {
+    axis: (Count | Literal["all"], Field(ALL if axis == "fsdp" else 1, description=_MEANINGS[axis])) for axis in AXES
+}
 MeshConfig = create_model(
     "MeshConfig",
     __base__=_MeshSection,

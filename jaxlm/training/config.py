@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jaxlm.core.schema import Count, CountFromZero, Fraction, Kinds, NonNegative, Positive, Section
+from jaxlm.core.schema import Count, CountFromZero, Fraction, InWords, Kinds, NonNegative, Positive, Section
 from jaxlm.data.config import DataConfig
 from jaxlm.models.config import Kernels, ModelConfig, Remat
 
@@ -14,71 +14,81 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 class TrainingConfig(Section):
     """The optimizer's steps and how each is computed.
 
-    `batch` is sequences per optimizer step over the whole job; `microbatches` divides it. `sequence` is tokens per row
-    (by default the model's context, at most 8,192). `dtype` is that of the forward and backward pass, and of the
-    gradients of one microbatch where devices sum them; parameters, gradients summed over microbatches and optimizer
-    state are float32.
-
-    `remat`, `scan_layers` and `kernels` change no result beyond rounding. `remat` is what a layer keeps for its
-    backward pass: everything, only its input, or the activations named. `kernels = "auto"` runs the kernels of
-    kernels_pallas on GPUs and TPUs; "xla" leaves all of them to XLA.
-
-    `z_loss` times log² Z is added to each token's loss, to keep softmax's Z near 1 (Chowdhery et al. 2022,
-    arXiv:2204.02311, section 5: 1e-4); the losses reported are without it. The numbers that `dropout` drops depend on
-    the size of the `data` axis, and so do losses with it. `ema_decay` keeps an exponential moving average of the
-    parameters. A step whose loss or gradient is not finite is skipped; `max_skipped_in_a_row` of them end the run.
+    `remat`, `scan_layers` and `kernels` change no result beyond rounding.
     """
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Seed of the parameters, the order of the text, dropout and the sample."""
     steps: Count = 1000
+    """Optimizer steps of the whole run."""
     batch: Count = 16
+    """Sequences per optimizer step over the whole job."""
     microbatches: Count = 1
-    sequence: Count
+    """Parts of a batch that are computed one after another to save memory; a divisor of `batch`."""
+    sequence: Annotated[Count, InWords(default="model.context_length, at most 8192")]
+    """Tokens per row."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """The dtype of the forward and backward pass, and of the gradients of one microbatch where devices sum them.
+    Parameters, gradients summed over microbatches and optimizer state are float32."""
     remat: Remat = "none"
+    """What a layer keeps for its backward pass: everything ("none"), only its input ("full"), or its input and the
+    activations named, such as ["query", "up"]."""
     scan_layers: bool = True
+    """Compile equal layers once, in a loop."""
     kernels: Kernels = "auto"
+    """Run the kernels of kernels_pallas on GPUs and TPUs ("auto"), or leave everything to XLA."""
     dropout: Fraction = 0.0
+    """The probability that an activation is dropped in training. The numbers drawn depend on the size of `mesh.data`,
+    and so do losses."""
     z_loss: NonNegative = 0.0
+    """This times log² Z is added to each token's loss, to keep softmax's Z near 1 (Chowdhery et al. 2022,
+    arXiv:2204.02311, section 5: 1e-4). The losses reported are without it."""
     ema_decay: Annotated[Fraction, Field(gt=0.0)] | None = None
+    """Decay per step of an exponential moving average of the parameters, which is kept if this is set."""
     log_every: Count = 10
+    """Steps between lines of metrics."""
     max_skipped_in_a_row: Count = 10
+    """Steps in a row whose loss or gradient is not finite, and which are skipped, that end the run."""
 
 
 class ScheduleConfig(Section):
-    """The keys of every learning-rate schedule. Its steps are updates; it starts with a linear warm-up over
-    `warmup_steps` from 0 to the peak, `optimizer.learning_rate`."""
+    """The keys of every learning-rate schedule. Its steps are updates."""
 
     kind: str
     warmup_steps: CountFromZero = 0
+    """Updates of the linear warm-up from 0 to the peak, `optimizer.learning_rate`."""
 
 
-class CosineScheduleConfig(ScheduleConfig):
-    """Half a cosine from the peak to `final_fraction` of it at `decay_steps` (by default `training.steps`;
-    Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5)."""
+class DecayingScheduleConfig(ScheduleConfig):
+    """The keys of every schedule that ends below its peak."""
+
+    decay_steps: Annotated[Count, InWords(default="training.steps")]
+    """The update at which the decay ends."""
+    final_fraction: Share = 0.0
+    """The learning rate at the end of the decay, relative to the peak."""
+
+
+class CosineScheduleConfig(DecayingScheduleConfig):
+    """Half a cosine from the peak to `final_fraction` of it (Loshchilov and Hutter 2017, arXiv:1608.03983,
+    equation 5)."""
 
     kind: Literal["cosine"] = "cosine"
-    decay_steps: Count
     final_fraction: Share = 0.1
 
 
-class LinearScheduleConfig(ScheduleConfig):
-    """A line from the peak to `final_fraction` of it at `decay_steps` (by default `training.steps`)."""
+class LinearScheduleConfig(DecayingScheduleConfig):
+    """A line from the peak to `final_fraction` of it."""
 
     kind: Literal["linear"] = "linear"
-    decay_steps: Count
-    final_fraction: Share = 0.0
 
 
-class WarmupStableDecayScheduleConfig(ScheduleConfig):
-    """The peak, then over the last `decay_fraction` of `decay_steps` a line to `final_fraction` of the peak at
-    `decay_steps` (by default `training.steps`; Hu et al. 2024, arXiv:2404.06395, section 4; the line and the share are
-    those of Hägele et al. 2024, arXiv:2405.18392)."""
+class WarmupStableDecayScheduleConfig(DecayingScheduleConfig):
+    """The peak, then a line to `final_fraction` of it (Hu et al. 2024, arXiv:2404.06395, section 4; the line and the
+    share are those of Hägele et al. 2024, arXiv:2405.18392)."""
 
     kind: Literal["warmup_stable_decay"] = "warmup_stable_decay"
-    decay_steps: Count
     decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
-    final_fraction: Share = 0.0
+    """The share of `decay_steps`, at their end, over which the learning rate decays."""
 
 
 class ConstantScheduleConfig(ScheduleConfig):
@@ -88,30 +98,30 @@ class ConstantScheduleConfig(ScheduleConfig):
 
 
 class ParameterGroupConfig(Section):
-    """Settings of the parameters whose path, such as "layers/attention/query", matches `pattern` (`*` matches any
-    characters, `/` too).
-
-    Their learning rate is multiplied by `learning_rate_scale`; 0 freezes them, and their gradients do not count in
-    the norm. `weight_decay` takes the place of the optimizer's, for gains and biases too.
-    """
+    """Settings of a group of parameters."""
 
     pattern: str
+    """Selects the parameters whose path, such as "layers/attention/query", matches it; `*` matches any characters, `/`
+    too."""
     learning_rate_scale: NonNegative = 1.0
+    """Multiplies their learning rate; 0 freezes them, and their gradients do not count in the norm."""
     weight_decay: NonNegative | None = None
+    """Takes the place of the optimizer's weight decay, for gains and biases too."""
 
 
 class OptimizerConfig(Section):
-    """The keys of every optimizer. One update is p ← p − rate · (direction + weight_decay · p), the direction from
-    gradients clipped to the global norm `clip_norm`; `weight_decay` acts on matrices only. Of `groups`, a parameter
-    belongs to the first whose pattern matches it.
-    """
+    """The keys of every optimizer."""
 
     kind: str
     learning_rate: Positive = 3e-4
+    """The peak of the schedule."""
     schedule: Kinds(CosineScheduleConfig, LinearScheduleConfig, WarmupStableDecayScheduleConfig, ConstantScheduleConfig)
     weight_decay: NonNegative = 0.1
+    """Decay of matrices: one update is p ← p − rate · (direction + weight_decay · p). Other parameters have none."""
     clip_norm: Positive = 1.0
+    """The largest global norm of the gradients, to which larger ones are scaled."""
     groups: tuple[ParameterGroupConfig, ...] = ()
+    """Groups of parameters with settings of their own; a parameter belongs to the first that matches it."""
 
 
 class AdamWConfig(OptimizerConfig):
@@ -119,8 +129,11 @@ class AdamWConfig(OptimizerConfig):
 
     kind: Literal["adamw"] = "adamw"
     beta1: Fraction = 0.9
+    """Decay of the first moment."""
     beta2: Fraction = 0.95
+    """Decay of the second moment."""
     epsilon: Positive = 1e-8
+    """Added to the root of the second moment."""
 
 
 class MuonConfig(OptimizerConfig):
@@ -130,31 +143,37 @@ class MuonConfig(OptimizerConfig):
     The update of a matrix, per layer and of the whole matrix [inputs, outputs] with the heads of a projection
     together, is orthogonal by `iterations` of Newton and Schulz, times 0.2 · √max(inputs, outputs): the root mean
     square of AdamW's, so that its learning rate and weight decay carry over (Liu et al. 2025, arXiv:2502.16982,
-    equation 4). `adam_learning_rate` is by default `learning_rate`.
+    equation 4).
     """
 
     kind: Literal["muon"] = "muon"
     momentum: Fraction = 0.95
+    """Decay of the momentum of matrices."""
     nesterov: bool = True
+    """Look ahead with the momentum."""
     iterations: Annotated[int, Field(gt=0, le=100)] = 5
-    adam_learning_rate: Positive | None = None
+    """Iterations of Newton and Schulz."""
+    adam_learning_rate: Annotated[Positive | None, InWords(default="optimizer.learning_rate")] = None
+    """The peak of the learning rate for AdamW's parameters."""
     beta1: Fraction = 0.9
+    """Decay of AdamW's first moment."""
     beta2: Fraction = 0.95
+    """Decay of AdamW's second moment."""
     epsilon: Positive = 1e-8
+    """Added to the root of AdamW's second moment."""
 
 
 class AdafactorConfig(OptimizerConfig):
-    """Adafactor (Shazeer and Stern 2018, arXiv:1804.04235, algorithms 4 and 5), without momentum.
-
-    `learning_rate` is relative to the root mean square of a parameter (at least 1e-3). The second moment is averaged
-    with decay 1 − t^−`decay_exponent`; an update's root mean square is at most `update_clip`.
-    """
+    """Adafactor (Shazeer and Stern 2018, arXiv:1804.04235, algorithms 4 and 5), without momentum."""
 
     kind: Literal["adafactor"] = "adafactor"
     learning_rate: Positive = 1e-2
+    """The peak of the schedule, relative to the root mean square of a parameter (at least 1e-3)."""
     weight_decay: NonNegative = 0.0
     decay_exponent: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8
+    """The second moment of update t is averaged with decay 1 − t^−`decay_exponent`."""
     update_clip: Positive = 1.0
+    """The largest root mean square of an update, to which larger ones are scaled."""
 
 
 class LionConfig(OptimizerConfig):
@@ -165,45 +184,54 @@ class LionConfig(OptimizerConfig):
     learning_rate: Positive = 1e-4
     weight_decay: NonNegative = 0.3
     beta1: Fraction = 0.9
+    """Weight of the momentum in an update."""
     beta2: Fraction = 0.99
+    """Decay of the momentum."""
 
 
 class SGDConfig(OptimizerConfig):
-    """Gradient descent with momentum (Sutskever et al. 2013, equations 1 to 4), `nesterov` looking ahead."""
+    """Gradient descent with momentum (Sutskever et al. 2013, equations 1 to 4)."""
 
     kind: Literal["sgd"] = "sgd"
     learning_rate: Positive = 0.1
     weight_decay: NonNegative = 0.0
     momentum: Fraction = 0.9
+    """Decay of the momentum."""
     nesterov: bool = False
+    """Look ahead with the momentum."""
 
 
 AnyOptimizer = Kinds(AdamWConfig, MuonConfig, AdafactorConfig, LionConfig, SGDConfig)
 
 
 class EvaluationConfig(Section):
-    """Held-out loss every `every` steps over `batches` batches of each source, always the same rows, drawn from all of
-    them; at the end over all of the held-out text."""
+    """The loss on held-out text: during training on some rows, at its end on all."""
 
     every: Count = 500
+    """Steps between evaluations."""
     batches: Count = 20
+    """Batches of each source in an evaluation, always the same rows, drawn from all of them."""
 
 
 class RecordsConfig(Section):
-    """Records in addition to metrics.jsonl and evaluations.jsonl: TensorBoard event files, a Weights & Biases run in
-    this project, and every `norms_every` steps the norms of each layer."""
+    """Records in addition to metrics.jsonl and evaluations.jsonl."""
 
     tensorboard: bool = True
+    """Write TensorBoard event files."""
     wandb_project: Annotated[str, Field(min_length=1)] | None = None
+    """The project of a Weights & Biases run, which is made if this is set."""
     norms_every: Count | None = None
+    """Steps between records of the norms of each layer, which are made if this is set."""
 
 
 class CheckpointConfig(Section):
-    """A checkpoint every `every` steps and at the end; the newest `keep` stay, and the one with the lowest
-    held-out loss among those at whose step `evaluation.every` let it be measured."""
+    """Checkpoints, one of them at the end."""
 
     every: Count = 500
+    """Steps between checkpoints."""
     keep: Count = 2
+    """The newest checkpoints that stay; so does the one with the lowest held-out loss, among those at whose step
+    `evaluation.every` let it be measured."""
 
 
 class RunConfig(Section):

@@ -1,4 +1,4 @@
-"""The environment of a run: versions, commit and devices, and the memory in use."""
+"""The environment of a run: versions, commit and devices, the memory in use, and what else the machine does."""
 
 import os
 import platform
@@ -42,6 +42,36 @@ def memory_use(devices: list) -> dict[str, int | None]:
         return {"memory_bytes": None, "peak_memory_bytes": peak}
     now = pages * resource.getpagesize()
     return {"memory_bytes": now, "peak_memory_bytes": max(now, peak)}  # the peak was read earlier
+
+
+class MachineLoad:
+    """The work of other programs on this machine since this object was made."""
+
+    def __init__(self) -> None:
+        self._before = _processor_seconds()
+
+    def others(self) -> float | None:
+        """Return the share of all cores that other programs, or other virtual machines, have kept busy until now.
+
+        None where the system does not tell.
+        """
+        now = _processor_seconds()
+        if self._before is None or now is None:
+            return None
+        whole, busy, own = (after - before for after, before in zip(now, self._before, strict=True))
+        return min(max(busy - own, 0.0) / whole, 1.0) if whole > 0 else None
+
+
+def _processor_seconds() -> tuple[float, float, float] | None:
+    """Return the seconds of all cores, of those the busy ones, and of those the ones of this process."""
+    try:
+        with open("/proc/stat") as file:
+            ticks = [int(field) for field in file.readline().split()[1:9]]  # idle and waiting for a disk are 3 and 4
+    except (OSError, ValueError):
+        return None
+    own, per_second = os.times(), os.sysconf("SC_CLK_TCK")
+    spent = own.user + own.system + own.children_user + own.children_system
+    return sum(ticks) / per_second, (sum(ticks) - sum(ticks[3:5])) / per_second, spent
 
 
 def versions(*names: str) -> dict[str, str | None]:

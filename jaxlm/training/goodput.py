@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxlm.core import units
 from jaxlm.training.records import JsonLines
 
 # Phases of the loop: waiting for the device, the loop's own work in parallel to it, fetching the next batch.
@@ -107,8 +108,8 @@ class Goodput(NamedTuple):
         others = sorted(
             ((s, name) for name, s in self.seconds.items() if name != "training" and s >= 0.05), reverse=True
         )
-        explained = ", ".join(f"{name.replace('_', ' ')} {_duration(s)}" for s, name in others)
-        spent, whole = _duration(self.seconds["training"]), _duration(sum(self.seconds.values()))
+        explained = ", ".join(f"{name.replace('_', ' ')} {units.seconds(s)}" for s, name in others)
+        spent, whole = units.seconds(self.seconds["training"]), units.seconds(sum(self.seconds.values()))
         over = f" over {self.attempts} attempts" if self.attempts > 1 else ""
         rest = f"; the rest: {explained}" if explained else ""
         return f"goodput {self.share:.1%}: {spent} of {whole}{over} in training steps{rest}"
@@ -169,9 +170,3 @@ def summary(attempts: Iterable[dict[str, Any]]) -> Goodput:
             total["training"] -= seconds
             total["lost_steps"] += seconds
     return Goodput(total["training"] / max(sum(total.values()), 1e-9), dict(total), len(attempts))
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -38,7 +38,7 @@ class Record:
     def begun(self, asked: dict[str, Any]) -> dict[str, Any] | None:
         """Return the results so far of an earlier process with the same request, or None."""
         try:
-            found = json.loads(self._part.read_text()) if self._file else {}
+            found = json.loads(self._part.read_text(encoding="utf-8")) if self._file else {}
         except (OSError, ValueError):
             return None
         if not asked.items() <= found.items():
@@ -66,5 +66,5 @@ class Record:
 def _replace(file: Path, content: dict[str, Any]) -> None:
     """Write a file atomically."""
     new = file.with_name(f"{file.name}.new")
-    new.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    new.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(new, file)

@@ -1,24 +1,32 @@
 """Standard output of a benchmark, while it runs and at its end."""
 
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
+
+from kernels_pallas.bench.run import SMALL
 
 STOPPED = "stopped: the same command goes on from here"
 
 
 def show_row(row: dict[str, Any]) -> None:
-    """Print a row on one line."""
+    """Print a row on one line, or on two where the terminal is narrower."""
     name = f"{row['operation']:<22} {row['case']:<30} {row['direction']:<9} {row['implementation']:<13}"
     if "reason" in row:
         print(f"{name} left out: {row['reason']}", flush=True)
         return
+    # What a small case reads stays in caches, which are faster than any copy.
+    of_copy = "" if row["case"].startswith(SMALL) else f" ({row['of_copy']:4.0%} of copy)"
     speedup = "" if row["speedup"] is None else f"{row['speedup']:6.2f} × XLA"
-    print(
-        f"{name} {row['seconds'] * 1e6:12.1f} µs  "
-        f"{row['bytes_per_s'] / 1e9:8.1f} GB/s ({row['of_copy']:4.0%} of copy)  "
-        f"{row['flops_per_s'] / 1e12:8.2f} TFLOP/s ({row['of_matmul']:4.0%} of matmul) {speedup}",
-        flush=True,
+    figures = (
+        f"{row['seconds'] * 1e6:12.1f} µs  {row['bytes_per_s'] / 1e9:8.1f} GB/s{of_copy}  "
+        f"{row['flops_per_s'] / 1e12:8.2f} TFLOP/s ({row['of_matmul']:4.0%} of matmul) {speedup}"
     )
+    line = f"{name} {figures}"
+    if sys.stdout.isatty() and len(line) > shutil.get_terminal_size().columns:
+        line = f"{' '.join(name.split())}\n  {' '.join(figures.split())}"
+    print(line, flush=True)
 
 
 def show_whole(results: dict[str, Any], file: Path) -> None:

@@ -96,11 +96,11 @@ def trying(blocks: dict[KernelKey, Any]) -> Iterator[dict[KernelKey, Asked]]:
 def record(chip: str, measured: dict[KernelKey, Any], path: Path | None = None) -> None:
     """Write sizes for a chip, by JAX's name for it, into the table."""
     path = path or TABLE
-    table = json.loads(path.read_text())
+    table = json.loads(path.read_text(encoding="utf-8"))
     said = {str(kernel): {field: n for field, n in best._asdict().items() if n} for kernel, best in measured.items()}
     table.setdefault(chip, {}).update(said)
     table = {chip: dict(sorted(rows.items())) for chip, rows in sorted(table.items())}
-    path.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     _table.cache_clear()
 
 
@@ -111,4 +111,4 @@ def state() -> Hashable:
 
 @functools.cache
 def _table() -> _Table:
-    return _Table(json.loads(TABLE.read_text()))
+    return _Table(json.loads(TABLE.read_text(encoding="utf-8")))

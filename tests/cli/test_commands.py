@@ -260,3 +260,20 @@ text = "{tmp_path}/code"
     assert [line.partition(":")[0] for line in shown[1:]] == ["web", "code"]
     other = jaxlm("eval", tmp_path / "run", "--data", tmp_path / "code" / "0.py", "--json")
     assert "sources" not in json.loads(other.stdout)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_a_run_in_a_locale_of_ascii_alone(tmp_path):
+    """Terminal, sample and records hold text that the locale lacks; what is printed is replaced."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    config = runs.write_config(folder, "training.steps=4")
+    for i in range(40):
+        (folder / f"{i}.txt").write_text(f"{i} naïve “ü” 😀 " * 99, encoding="utf-8")
+    for asked in (("train", config, "--out", tmp_path / "run"), ("eval", tmp_path / "run")):
+        command = [sys.executable, "-m", "jaxlm", *map(str, asked)]
+        environment = {**runs.environment(1), "PYTHONUTF8": "0", "LC_ALL": "C"}
+        ended = subprocess.run(command, capture_output=True, env=environment, timeout=300)
+        assert ended.returncode == 0 and ended.stdout.isascii() and ended.stderr.isascii(), ended.stderr
+    assert "na" in (tmp_path / "run" / "sample.txt").read_text(encoding="utf-8")

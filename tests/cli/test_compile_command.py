@@ -66,3 +66,4 @@ def test_where_the_compiler_refuses_the_row_has_the_keys_of_a_report(monkeypatch
     assert row["counted"].keys() == whole["counted"].keys()
     assert row["compile_s"] == 1.5 and row["flops_per_device"] is None and row["collectives"] == row["kernels"] == []
     assert row["replicated_kv_heads"] and "mesh.tensor = 16 does not divide 8 key/value heads" in errors
+    assert errors.splitlines()[-1] == "compiling for tpu-v5e:4x4"

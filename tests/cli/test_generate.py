@@ -1,6 +1,8 @@
 """`jaxlm generate`, called here on a model that is not trained."""
 
 import json
+import subprocess
+import sys
 
 import jax
 import meshes
@@ -58,11 +60,13 @@ def test_what_is_drawn_goes_on_from_the_prompt(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == " goes on 😀 here\n"
 
 
-def test_a_model_of_one_token_shows_a_sample(tmp_path):
-    experiment = load(runs.write_config(tmp_path, "model.context_length=1"))
+@pytest.mark.parametrize("context", [1, 32])
+def test_a_sample_shows_where_its_prompt_ends(context, tmp_path):
+    experiment = load(runs.write_config(tmp_path, f"model.context_length={context}"))
     data, mesh = prepare(experiment.data, experiment.model.vocab_size), meshes.make()
     sample = job._sample(experiment, data, tree.init(experiment.model, 0, mesh), mesh)
-    assert isinstance(sample, str)
+    prompt, mark, _ = sample.partition("[prompt ends]")
+    assert mark and bool(prompt) == (context > 1)  # a document begins with a separator
 
 
 def test_as_many_tokens_follow_as_the_context_holds(run, capsys):
@@ -88,3 +92,14 @@ def test_a_batch_that_the_mesh_does_not_divide_is_no_matter(run, capsys):
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     finally:
         written.write_text(whole)
+
+
+@pytest.mark.slow
+def test_ascii_alone_is_no_obstacle(run, capsys):
+    """The prompt is read as UTF-8, and what the terminal lacks is replaced."""
+    environment = {**runs.environment(), "PYTHONUTF8": "0", "LC_ALL": "C"}
+    asked = ["--prompt", "é", "--max-tokens", "2", "--temperature", "0"]
+    command = [part.encode() for part in (sys.executable, "-m", "jaxlm", "generate", str(run), *asked)]
+    done = subprocess.run(command, capture_output=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"é{generated(capsys, run, *asked)['text']}\n".encode("ascii", "replace")

@@ -286,7 +286,7 @@ def test_local_tasks_are_evaluated(folder, model, adapter, capsys):
 
     assert main(["eval", str(folder / "run"), "--tasks", choice]) == 0
     shown = capsys.readouterr().out
-    assert "step 40" in shown and ["choice", "0", "acc", "0.7500"] == shown.splitlines()[2].split()[:4]
+    assert "step 40" in shown and ["choice", "0", "acc", "0.7500"] == shown.splitlines()[3].split()[:4]
 
 
 def test_solved_examples_stand_before_a_question(folder):

@@ -32,8 +32,8 @@ def test_a_terminal_shows_bytes_and_then_steps(monkeypatch):
 def test_elsewhere_there_are_lines(monkeypatch):
     assert show(monkeypatch, False).splitlines() == [
         "tokenizing",
-        "reading web: 1 of 4 MB",
-        "reading web: 2 of 4 MB",
+        "reading web: 1 MB of 4 MB",
+        "reading web: 2 MB of 4 MB",
         "step 1: loss 1.5000 · 1,000 tokens/s",
         "step 2: loss 1.5000 · 1,000 tokens/s",
     ]

@@ -94,3 +94,53 @@ def test_a_reader_that_left_is_told_nothing():
         assert printed(writer) == (1, "")
     finally:
         os.close(writer)
+
+
+def test_lines_of_both_streams_keep_their_order_without_buffers():
+    code = (
+        "import sys\nfrom jaxlm.core import output\nwith output.ignoring_closed_output():\n"
+        "    for i in range(4): print(i, file=(sys.stdout, sys.stderr)[i % 2])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert done.stdout.split() == [b"0", b"1", b"2", b"3"]
+
+
+def ascii_only(*arguments: str) -> subprocess.CompletedProcess:
+    """Run a command in a locale that has ASCII alone."""
+    environment = {**os.environ, "PYTHONUTF8": "0", "LC_ALL": "C"}
+    command = [sys.executable, "-m", "jaxlm", *map(os.fsencode, arguments)]
+    return subprocess.run(command, capture_output=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["eval", "--help"],
+        ["config", "training"],
+        ["hardware", "h100-sxm5"],
+        ["plan", "configs/models/llama3.1-8b.toml", "--on", "h200-sxm:8", "training.sequence=4096"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_what_ascii_lacks_is_replaced(arguments):
+    done = ascii_only(*arguments)
+    assert done.returncode == 0 and done.stderr == b""
+    assert done.stdout.isascii() and (b"?" in done.stdout or arguments == ["--help"])
+
+
+def test_an_error_that_ascii_lacks_is_one_line():
+    done = ascii_only("config", "größe")
+    assert done.returncode == 2 and done.stderr.startswith(b"jaxlm: there is no key gr") and done.stderr.isascii()
+
+
+def test_a_path_that_the_locale_lacks_is_one_line():
+    done = ascii_only("plan", "größe.toml", "--on", "h200-sxm")
+    assert done.returncode == 2 and b"is no path in this locale; set PYTHONUTF8=1" in done.stderr
+    done = ascii_only("train", "configs/quickstart.toml", "data.text=größe.txt")
+    assert done.returncode == 2 and done.stderr.count(b"\n") == 1

@@ -7,6 +7,7 @@ import model_fixtures
 import pytest
 from workload_fixtures import changed, workload
 
+from jaxlm.cli.ladder import show
 from jaxlm.costs.counted.flops import flops
 from jaxlm.costs.counted.memory import memory
 from jaxlm.costs.hardware import calibration
@@ -101,3 +102,13 @@ def test_a_machine_that_is_not_known_still_has_flops_and_memory(monkeypatch, tmp
     rungs = ladder(unknown, metrics(0.1))
     assert unknown.target is None and unknown.mfu(1.0) is None and rungs["counted"]["flops"] > 0
     assert rungs["napkin"]["step_s"] is None and rungs["gap"] == {}
+
+
+def test_other_programs_are_named_where_they_explain_a_slow_step(on_this_machine, capsys):
+    upper = on_this_machine.time.upper_bound
+    for load, said in ((0.4, ", while other programs kept 40% of this machine busy"), (0.02, ""), (None, "")):
+        show(ladder(on_this_machine, metrics(2 * upper), load))
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last == f"a step took 2.00 times the most that was counted{said}"
+    show(ladder(on_this_machine, metrics((on_this_machine.time.lower_bound + upper) / 2)))
+    assert "times the" not in capsys.readouterr().err

@@ -43,7 +43,7 @@ def test_steps_that_were_done_twice_count_once():
     assert goodput.seconds == {"training": 60.0, "compilation": 10.0, "lost_steps": 10.0, "data_wait": 10.0}
     assert goodput.share == pytest.approx(60 / 90) and goodput.attempts == 2
     said = str(goodput)
-    assert said.startswith("goodput 66.7%: 60.0 s of 90.0 s over 2 attempts") and "lost steps 10.0 s" in said
+    assert said.startswith("goodput 66.7%: 60 s of 90 s over 2 attempts") and "lost steps 10 s" in said
 
 
 def test_a_start_that_did_no_step_is_all_loss():

@@ -1,0 +1,90 @@
+"""Look up the keys of a configuration file: their types, defaults and meanings."""
+
+import argparse
+import difflib
+import json
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from jaxlm.cli.tables import TextTable, names, texts
+from jaxlm.core.errors import InputError
+
+if TYPE_CHECKING:
+    from jaxlm.core.reference import KeyTable
+
+_HEAD = """# Every key of a configuration file
+
+Made by `jaxlm config --markdown`. A table stands once for each `kind` that selects its keys. Any key can be set from
+the command line too, as in `jaxlm train CONFIG training.batch=32`.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("key", nargs="?", metavar="KEY", help="a key or a table, such as training.remat or optimizer")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown (docs/reference.md)")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    from jaxlm.config import Experiment
+    from jaxlm.core.reference import tables
+
+    found = [table for table in tables(Experiment) if table.keys]
+    if arguments.key is not None:
+        found = _named(found, arguments.key)
+    if arguments.json:
+        keys = dict.fromkeys(key for table in found for key in table.keys)
+        print(json.dumps({"keys": [key._asdict() for key in keys]}))
+    elif arguments.markdown:
+        print("\n".join(_markdown(found)))
+    else:
+        _show(found)
+    return 0
+
+
+def _named(found: "list[KeyTable]", name: str) -> "list[KeyTable]":
+    """Return the tables at and under a dotted name, and those with its key, with that key alone."""
+    asked = re.sub(r"\[\d*\]", "", name).split(".")
+
+    def under(key: str) -> bool:
+        parts = key.replace("[]", "").split(".")
+        return len(parts) >= len(asked) and all(p in (a, "NAME") for p, a in zip(parts, asked, strict=False))
+
+    named = [t if under(t.name) else t._replace(keys=[key for key in t.keys if under(key.key)]) for t in found]
+    if named := [table for table in named if table.keys]:
+        return named
+    known = {key.key for table in found for key in table.keys} | {table.name for table in found}
+    last = [key for key in known if key.rpartition(".")[2] == asked[-1]]
+    near = difflib.get_close_matches(name, known, 1, 0.8) or sorted(last) or difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {' or '.join(near)}?" if near else "jaxlm config lists them"
+    raise InputError(f"there is no key {name}; {hint}")
+
+
+def _title(table: "KeyTable") -> str:
+    listed = table.name.endswith("[]")
+    name = f"[[{table.name.removesuffix('[]')}]]" if listed else f"[{table.name}]"
+    return f'{name} kind = "{table.kind}"' if table.kind else name
+
+
+def _show(found: "list[KeyTable]") -> None:
+    for i, table in enumerate(found):
+        about, rows = (
+            TextTable(texts(""), _title(table)),
+            TextTable([*names("key"), *texts("type", "default", "meaning")]),
+        )
+        about.add(table.about)
+        for key in table.keys:
+            rows.add(key.key.rpartition(".")[2], key.type, key.default, key.meaning)
+        print("\n" * (i > 0), end="")
+        about.print()
+        rows.print()
+
+
+def _markdown(found: "list[KeyTable]") -> Iterator[str]:
+    yield _HEAD
+    for table in found:
+        yield f"## {_title(table)}\n\n{table.about}\n\n| key | type | default | meaning |\n| --- | --- | --- | --- |"
+        for key in table.keys:
+            cells = (f"`{key.key.rpartition('.')[2]}`", key.type, key.default, key.meaning)
+            yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+        yield ""

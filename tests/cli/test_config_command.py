@@ -1,0 +1,110 @@
+"""`jaxlm config`: every key with its type, default and meaning."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import runs
+
+from jaxlm.cli import main
+from jaxlm.config import Experiment, load
+from jaxlm.core.explain import _keys
+from jaxlm.core.reference import tables
+
+ROOT = Path(__file__).parents[2]
+KEYS = {key.key: key for table in tables(Experiment) for key in table.keys}
+
+
+def said(capsys, *arguments: str) -> str:
+    assert main(["config", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_every_key_has_a_type_a_default_and_a_meaning():
+    assert [key for key in KEYS.values() if not (key.type and key.default and key.meaning)] == []
+
+
+def test_every_table_says_what_it_is():
+    assert [table.name for table in tables(Experiment) if table.keys and not table.about] == []
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").rglob("*.toml")), ids=lambda file: file.stem)
+def test_the_keys_of_every_configuration_are_among_them(file):
+    values = load(file).model_dump(mode="json")
+    known = {key.replace("[]", "") for key in KEYS} | {table.name.replace("[]", "") for table in tables(Experiment)}
+    assert set(_keys(Experiment, values)) - known == set()
+
+
+@pytest.mark.parametrize(
+    ("key", "type", "default"),
+    [
+        ("training.remat", '"none" | "full" | list of strings', '"none"'),
+        ("training.sequence", "integer > 0", "model.context_length, at most 8192"),
+        ("training.ema_decay", "number > 0 and < 1", "not set"),
+        ("training.seed", "integer ≥ 0 and < 4294967296", "0"),
+        ("data.text", "string | list of strings", '"stdlib" without sources'),
+        ("data.cache", "string", "$XDG_CACHE_HOME/jaxlm, or ~/.cache/jaxlm"),
+        ("mesh.fsdp", 'integer > 0 | "all"', '"all"'),
+        ("model.attention.head_dim", "integer > 0", "model.d_model / num_heads"),
+        ("model.norm.kind", '"rms" | "layer"', "required"),
+        ("optimizer.groups", "list of tables", "[]"),
+        ("optimizer.groups[].pattern", "string", "required"),
+        ("data.sources.NAME.field", "string", "data.field"),
+    ],
+)
+def test_types_and_defaults(key, type, default):
+    assert (KEYS[key].type, KEYS[key].default) == (type, default)
+
+
+def test_a_key_alone_is_told_for_each_kind(capsys):
+    found = json.loads(said(capsys, "optimizer.beta2", "--json"))["keys"]
+    assert [(key["kind"], key["default"]) for key in found] == [("adamw", "0.95"), ("muon", "0.95"), ("lion", "0.99")]
+    assert {key["key"] for key in found} == {"optimizer.beta2"}
+    assert "activations named" in " ".join(said(capsys, "training.remat").split())
+
+
+def test_a_table_is_told_whole_and_names_stand_for_any(capsys):
+    keys = {key["key"] for key in json.loads(said(capsys, "optimizer.schedule", "--json"))["keys"]}
+    assert keys == {f"optimizer.schedule.{k}" for k in ("kind", "warmup_steps", "decay_steps", "final_fraction")} | {
+        "optimizer.schedule.decay_fraction"
+    }
+    (key,) = json.loads(said(capsys, "data.sources.web.weight", "--json"))["keys"]
+    assert key["key"] == "data.sources.NAME.weight"
+    assert json.loads(said(capsys, "optimizer.groups[0].pattern", "--json"))["keys"][0]["type"] == "string"
+
+
+@pytest.mark.parametrize(
+    ("key", "near"), [("training.rematt", "training.remat"), ("beta2", "optimizer.beta2"), ("xyzzy", "lists them")]
+)
+def test_an_unknown_key_is_one_line(key, near, capsys):
+    assert main(["config", key]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and near in err
+
+
+def test_the_page_is_what_the_command_prints(capsys):
+    assert (ROOT / "docs" / "reference.md").read_text(encoding="utf-8") == said(capsys, "--markdown")
+
+
+def test_it_starts_without_jax():
+    code = "import sys; from jaxlm.cli import main; main(['config']); assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_run_keeps_every_key_and_those_that_are_not_set_as_comments(tmp_path):
+    file = runs.write_config(tmp_path, "training.ema_decay=0.9")
+    written, name = {}, ""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            name = line.strip("[]")
+            written[name] = "table"
+        elif " = " in line:
+            key, _, value = line.partition(" = ")
+            written[f"{name}.{key.removeprefix('# ')}"] = value if key[0] != "#" else None
+    assert written["training.ema_decay"] == "0.9" and written["model.attention.window"] is None
+    for table in tables(Experiment):
+        chosen = table.kind is None or written.get(f"{table.name}.kind") == f'"{table.kind}"'
+        inside = "[]" in table.name or "NAME" in table.name  # there are none here
+        assert not chosen or inside or {key.key for key in table.keys} <= written.keys()

@@ -206,7 +206,7 @@ FOLDERS = {
     ),
     "average turned on in the middle": (
         "train good.toml --out run training.ema_decay=0.99",
-        ["run was begun without training.ema_decay", "0.99", "--out"],
+        ["run was trained with no training.ema_decay, not 0.99", "bound to", "--out"],
     ),
     "another optimizer in the middle": (
         "train good.toml --out run optimizer.kind=muon",

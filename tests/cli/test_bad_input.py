@@ -194,6 +194,11 @@ DATA = {
     ),
 }
 FOLDERS = {
+    "out that a library reads as a pattern": (
+        "train good.toml --out 'lr=[1e-3]'",
+        ["lr=[1e-3]/checkpoints has '[1e-3]'", "choose another --out"],
+    ),
+    "config that is a folder and no run": ("plan foreign --on h200-sxm", ["foreign is a folder and no run", "RUN"]),
     "out is another's folder": ("train good.toml --out foreign", ["foreign", "no run", "--out"]),
     "out is a file": ("train good.toml --out text.txt", ["text.txt", "no run", "--out"]),
     "out is under a file": ("train good.toml --out text.txt/run", ["text.txt/run"]),

@@ -49,6 +49,7 @@ def train(
     profile: "ProfiledSteps | None" = None,
     max_hours: float | None = None,
     process: "ProcessSpec | None" = None,
+    continue_with_changes: bool = False,
 ) -> "Ended":
     """Train a model, or resume what `out` holds, up to `training.steps`.
 
@@ -62,6 +63,8 @@ def train(
       profile: steps to trace for XProf.
       max_hours: hours that this process may last, from its start.
       process: the place of this process in a job of several; Slurm, Open MPI and Cloud TPU say it themselves.
+      continue_with_changes: whether a run may be continued as another one (`jaxlm.training.changes`); history.jsonl in
+        `out` says from which step.
 
     Raises InputError where the experiment cannot be trained here or in `out`, Diverged and Unsaved (RunFailed) where
     the run fails, and Stopped for a signal before there is anything to save.
@@ -69,7 +72,7 @@ def train(
     from jaxlm.job import Job
     from jaxlm.training.display import Display
 
-    return Job(experiment, Path(out), display or Display(), profile, max_hours, process).run()
+    return Job(experiment, Path(out), display or Display(), profile, max_hours, process, continue_with_changes).run()
 
 
 def load(

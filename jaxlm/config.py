@@ -1,7 +1,10 @@
 """The experiment: every section of a TOML file, composed, resolved and checked before JAX starts."""
 
 import copy
+import hashlib
+import json
 import math
+import re
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,7 +21,13 @@ from jaxlm.models.config import ModelConfig
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import TRAIN, Kind
+from jaxlm.training.changes import is_free
 from jaxlm.training.config import OptimizerConfig, RunConfig, TrainingConfig
+from jaxlm.training.paths import RunPaths
+
+# The name of a run folder: other characters, which a shell or a library may read as a pattern, and its longest part.
+_UNSAFE = re.compile(r"[^\w.,=+-]", re.ASCII)
+_LONGEST = 100
 
 
 class Experiment(RunConfig):
@@ -32,13 +41,13 @@ class Experiment(RunConfig):
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), kind: Kind = "train") -> Experiment:
-    """Read a TOML file, apply `key=value` overrides with dotted keys, fill in and check everything that a step of this
-    kind asks for.
+    """Read a TOML file, or that of a run folder, apply `key=value` overrides with dotted keys, fill in and check
+    everything that a step of this kind asks for.
 
     `model.base = "FILE"`, relative to the file it stands in, names a TOML file whose [model] the other keys of
     [model] then change. Raises InputError, in one line.
     """
-    path = Path(path)
+    path = _file(Path(path))
     values = _read_toml(path)
     if isinstance(values.get("model"), dict):
         values["model"] = _on_its_base(values["model"], (path,))
@@ -57,18 +66,51 @@ def load(path: str | Path, overrides: Iterable[str] = (), kind: Kind = "train") 
 
 def overridden(overrides: Iterable[str]) -> list[str]:
     """The dotted keys that `key=value` overrides set, of overrides that `load` took."""
+    return list(_overridden(overrides))
+
+
+def _overridden(overrides: Iterable[str]) -> dict[str, Any]:
+    """Return {dotted key: value} of overrides."""
     values: dict[str, Any] = {}
     for override in overrides:
         _set(values, override)
-    return list(_leaves(values))
+    return dict(_leaves(values))
 
 
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{name}.")
         else:
-            yield prefix + name
+            yield prefix + name, value
+
+
+def default_run(path: Path, overrides: Iterable[str], experiment: Experiment) -> Path:
+    """Return the folder of a run that is given none: CONFIG if it is one, else `runs/`, the name of CONFIG and the
+    overrides that make another run, such as `runs/quickstart,batch=8,optimizer=muon`.
+
+    Equal overrides in any order give equal names, and others other names.
+    """
+    if path.is_dir():
+        return path
+    given = {key: value for key, value in sorted(_overridden(overrides).items()) if not is_free(key)}
+    if getattr(experiment.optimizer.schedule, "decay_steps", None) == experiment.training.steps:
+        given |= {key: value for key, value in _overridden(overrides).items() if key == "training.steps"}
+    exact = ",".join([path.stem, *(f"{_short(key)}={_text(value)}" for key, value in given.items())])
+    name = _UNSAFE.sub("-", exact)[:_LONGEST]
+    if name != exact:
+        name += f",{hashlib.sha256(exact.encode()).hexdigest()[:8]}"
+    return Path("runs") / (name if given else path.stem)
+
+
+def _short(key: str) -> str:
+    """Return a key without its section, which the rest tells; the kind of a section has the section's name."""
+    whole = key.removesuffix(".kind")
+    return whole.partition(".")[2] or whole
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 # Sizes that may be rounded up to suit a mesh; others are bound to one another.
@@ -158,6 +200,15 @@ def _check(experiment: Experiment, kind: Kind) -> None:
             "a file"
         )
     check_layout(experiment, experiment.mesh.least(), kind)
+
+
+def _file(path: Path) -> Path:
+    """Return the file of a configuration, which a run folder holds. Raise InputError for another folder."""
+    if not path.is_dir():
+        return path
+    if not (file := RunPaths(path).config).is_file():
+        raise InputError(f"{path} is a folder and no run: it holds no {file.name}; give a TOML file or a RUN")
+    return file
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

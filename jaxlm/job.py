@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from jaxlm import config
 from jaxlm.config import Experiment
+from jaxlm.core import accelerators
 from jaxlm.core.errors import RunFailed
+from jaxlm.core.schema import shown
+from jaxlm.costs import capacity
 from jaxlm.data.dataset import Dataset, prepare
 from jaxlm.parallel import processes
 from jaxlm.run import Run
@@ -44,15 +47,17 @@ class Job:
         traced: profile.ProfiledSteps | None,
         max_hours: float | None,
         spec: processes.ProcessSpec | None,
+        continue_with_changes: bool,
     ):
         self._clock = Clock()
         self._experiment, self._display, self._spec = experiment, display, spec
         self._traced = traced and traced.check(experiment.training.steps)
         sinks.check_installed(experiment.records.wandb_project)
-        self._run = Run(out)
-        self._run.check(experiment)
+        self._run, self._continue_with_changes = Run(out), continue_with_changes
+        self._changed = self._run.check(experiment, continue_with_changes)
         self._stop = StopRequest(self._leave, max_hours)
         self._saved: int | None = None  # the step that is
+        self._trained_from: int | None = None  # the first step of this start
 
     def run(self) -> Ended:
         """Train, write the sample, and say how it ended."""
@@ -88,8 +93,14 @@ class Job:
 
     def _train_and_sample(self) -> Ended:
         with self._display:
+            for change in self._changed:
+                self._display.say(f"resumed with {change.key} = {shown(change.now)}, before {shown(change.before)}")
+            # An accelerator tells what it has once it is started; a CPU is started later, as that sets how memory is
+            # allocated.
+            capacity.check_before_reading(self._experiment)
+            found = self._count() if accelerators.platforms() != "cpu" else None
             dataset = self._prepare()
-            counted, mesh = self._count()
+            counted, mesh = found or self._count()
             load = MachineLoad()
             result = self._train(dataset, counted, mesh)
             others = load.others()
@@ -128,6 +139,7 @@ class Job:
         mesh = mesh_here(experiment.mesh.least().size, partial(config.layout, experiment))
         say(f"{parameter_count(experiment.model):,} parameters on {describe(mesh)}")
         found = counted(Workload.of(experiment, Layout(mesh.shape)), mesh)
+        capacity.check(found.memory, found.capacity)
         if replicated := say_replicated(found.work):
             say(replicated)
         say(say_counted(found))
@@ -148,21 +160,29 @@ class Job:
             self._display,
             profile.Profiler(self._traced, paths.profile, self._display.say),
             self._stop,
+            partial(self._record, dataset),
         )
         trainer = Trainer(self._experiment, dataset, mesh, paths, counted.mfu, start)
         # Only now that nothing was refused is it a run.
         with processes.first_process_first("run"):
-            run.open(self._experiment, dataset)
+            run.open(self._experiment, dataset, self._continue_with_changes)
         if processes.is_first():
             JsonLines(paths.attempts).append(environment(list(mesh.devices.flat)))
         try:
-            return trainer.train()
+            result = trainer.train()
+            if self._changed and self._trained_from is None:
+                self._display.say("no step was left to train, and the record stays as it is")
+            return result
         except FileNotFoundError as error:
             if paths.config.exists():
                 raise
             raise RunFailed(
                 f"{paths} was moved or removed; put it back, and the run goes on from its newest checkpoint"
             ) from error
+
+    def _record(self, dataset: Dataset, step: int) -> None:
+        self._trained_from = step
+        self._run.record(self._experiment, dataset, step)
 
     def _sum_up(self, counted: "Counted", other_load: float | None) -> None:
         """Draw the loss curve, write the ladder, and say where the time went."""

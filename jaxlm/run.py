@@ -2,34 +2,31 @@
 
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from jaxlm import config
 from jaxlm.config import Experiment
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import leftovers, lock, replace, replacing, unwritable
-from jaxlm.core.schema import changed
+from jaxlm.core.schema import Change
 from jaxlm.data import tokenizers
 from jaxlm.data.dataset import Dataset, prepare, tokenize_whole
 from jaxlm.data.packing import Rows
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.parallel.processes import is_first
+from jaxlm.training.changes import architecture, bound, changed_keys, is_by_content, is_free
 from jaxlm.training.display import Display
 from jaxlm.training.paths import RunPaths
 from jaxlm.training.records import JsonLines
 
-# What a resumed run must share with its beginning; everything else may change.
-_KEPT = ("model", "training.batch", "training.sequence", "training.seed", "optimizer.kind")
 # Keys of [data] that decide the tokens: by themselves, or by files, which may have been moved.
 SHAPING = ("field", "documents", "held_out")
 FILES = ("tokenizer", "text", "sources")
-# What the parameters of a run are good for; the other keys of [model] may differ where they are used.
-_ARCHITECTURE = (
-    *("vocab_size", "num_layers", "d_model", "norm", "attention", "feed_forward", "pattern"),
-    *("norm_placement", "residual", "tied_embeddings", "scale_embeddings", "logit_soft_cap"),
-)
+_OTHER_OUT = "choose another --out"
+_CONTINUE = "--continue-with-changes"
+_NAMED = 8  # changed keys in a message, at most
 
 
 class Run:
@@ -39,24 +36,25 @@ class Run:
         self.paths = RunPaths(directory)
         self._claimed: TextIO | None = None
 
-    def check(self, experiment: Experiment) -> None:
-        """Raises InputError where the folder is none of ours or cannot be made, or where its run was begun as another
-        experiment or has lost its checkpoints."""
+    def check(self, experiment: Experiment, continue_with_changes: bool = False) -> list[Change]:
+        """Return the keys that a run in the folder is resumed with other values of.
+
+        Raises InputError where the folder is none of ours or cannot be made, where its run has lost its checkpoints, or
+        where it was trained as another experiment: unless `continue_with_changes`, if its checkpoints go with the new
+        one.
+        """
+        self.paths.check_name()
         if self.paths.config.exists():
             before = self.experiment()
             self.digest()
             self._check_checkpoints(before.checkpoint.every)
-            for key in _KEPT:
-                if change := changed(key, _value(before, key), _value(experiment, key)):
-                    raise InputError(f"{self.paths} was begun with {change}; put it back, or choose another --out")
-            was, now = before.training.ema_decay, experiment.training.ema_decay
-            if (was is None) != (now is None):
-                begun, now = ("without", now) if was is None else (f"with {was} for", "not set")
-                raise InputError(
-                    f"{self.paths} was begun {begun} training.ema_decay, which is {now} now, and an average begins "
-                    "with its run; put it back, or choose another --out"
-                )
-            return
+            found = changed_keys(before, experiment)
+            if refused := bound(before, experiment):
+                raise InputError(f"{self._trained_with(refused)}, which its checkpoints are bound to; {_OTHER_OUT}")
+            others = [change for change in found if not is_free(change.key) and not is_by_content(change.key)]
+            if others and not continue_with_changes:
+                raise InputError(f"{self._trained_with(others)}; {_ways_out(others)}")
+            return found
         try:
             # What a start leaves that was cut short.
             ours = {self.paths.lock, self.paths.tokenizer, self.paths.data, *leftovers(self.paths.directory)}
@@ -65,7 +63,12 @@ class Run:
         except OSError:
             usable = False
         if not usable:
-            raise InputError(f"{self.paths} is there and is no run, or cannot be made; choose another --out")
+            raise InputError(f"{self.paths} is there and is no run, or cannot be made; {_OTHER_OUT}")
+        return []
+
+    def _trained_with(self, found: Sequence[Change]) -> str:
+        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        return f"{self.paths} was trained with {'; '.join(map(str, found[:_NAMED]))}{more}"
 
     def _check_checkpoints(self, every: int) -> None:
         """Raises InputError where those are lost that it had, as on a disk that is away: it would begin anew, and what
@@ -82,11 +85,8 @@ class Run:
 
     def check_model(self, experiment: Experiment) -> None:
         """Raises InputError where a model is none for the parameters of this run."""
-        before = self.experiment()
-        positions = ("position.kind", *(("context_length",) if before.model.position.kind == "learned" else ()))
-        for key in (f"model.{name}" for name in (*_ARCHITECTURE, *positions)):
-            if change := changed(key, _value(before, key), _value(experiment, key)):
-                raise InputError(f"{self.paths} was trained with {change}; leave it out")
+        if found := architecture(self.experiment(), experiment):
+            raise InputError(f"{self._trained_with(found)}; leave it out")
 
     def overridden(self, overrides: Collection[str], reads: Collection[str] | None = None) -> Experiment:
         """The experiment with `key=value` overrides, of those sections and keys that the caller `reads` alone. Raises
@@ -159,12 +159,12 @@ class Run:
     def _taken(self) -> InputError:
         return InputError(f"another jaxlm train is at work in {self.paths}; wait for its end, or choose another --out")
 
-    def open(self, experiment: Experiment, dataset: Dataset) -> None:
+    def open(self, experiment: Experiment, dataset: Dataset, continue_with_changes: bool = False) -> None:
         """Make the folder, or continue it with the same data. The configuration comes last: it makes it a run.
-        In a job of several processes the first writes, and the others, behind it, look.
+        In a job of several processes the first writes, and the others, after it, look.
 
-        Raises InputError where another job has the folder, where the run was begun on other data, or where another
-        process of this job does not see the folder.
+        Raises InputError where another job has the folder, where the run was trained on other data and may not
+        `continue_with_changes` or has another tokenizer, or where another process of this job does not see the folder.
         """
         if is_first():
             self.paths.directory.mkdir(parents=True, exist_ok=True)
@@ -175,17 +175,49 @@ class Run:
             raise InputError(f"{self.paths} is not there for every process; choose an --out that all share")
         if not self.paths.config.exists():
             self._save_tokenizer(dataset)
-            self.paths.data.write_text(json.dumps({"digest": dataset.digest, "held_out_bytes": dataset.held_out_bytes}))
+            self._save_data(dataset)
         elif self.digest() != dataset.digest:
-            before = self.experiment()
-            keys = (f"data.{key}" for key in (*SHAPING, *FILES))
-            changes = (changed(key, _value(before, key), _value(experiment, key)) for key in keys)
-            change = next(filter(None, changes), "other text, sources or tokenizer than [data] gives now")
-            raise InputError(f"{self.paths} was trained with {change}; put it back, or choose another --out")
+            self._check_data(experiment, dataset, continue_with_changes)
         if is_first():
             if not self.paths.tokenizer.is_file():
                 self._save_tokenizer(dataset)
-            replace(self.paths.config, experiment.to_toml())
+            if not self.paths.config.exists():
+                replace(self.paths.config, experiment.to_toml())
+
+    def _check_data(self, experiment: Experiment, dataset: Dataset, continue_with_changes: bool) -> None:
+        """Raise InputError where a run cannot, or may not, go on with other data."""
+        if not continue_with_changes:
+            found = [c for c in changed_keys(self.experiment(), experiment) if is_by_content(c.key)]
+            other = f"{self.paths} was trained with other text, sources or tokenizer than [data] gives now"
+            raise InputError(f"{self._trained_with(found) if found else other}; {_ways_out(found)}")
+        if self.paths.tokenizer.is_file() and self.load_tokenizer().to_json() != dataset.tokenizer.to_json():
+            raise InputError(
+                f"{self.paths} was trained with another tokenizer; set data.tokenizer={self.paths.tokenizer}, or "
+                f"{_OTHER_OUT}"
+            )
+
+    def record(self, experiment: Experiment, dataset: Dataset, step: int) -> None:
+        """Record, once a step is trained, that it and those after it have this configuration and data.
+
+        In a job of several processes the first one writes.
+        """
+        if not is_first():
+            return
+        rows = [
+            row for row in JsonLines(self.paths.history).rows() if row["step"] < step
+        ]  # later ones are trained anew
+        if not rows and step > 1:  # begun before there was a history
+            rows = [{"step": 1, "data": self.digest(), "config": self.experiment().model_dump(mode="json")}]
+        now = {"step": step, "data": dataset.digest, "config": experiment.model_dump(mode="json")}
+        if not rows or {**rows[-1], "step": step} != now:
+            rows.append(now)
+        JsonLines(self.paths.history).replace(rows)
+        self._save_data(dataset)
+        replace(self.paths.config, experiment.to_toml())
+
+    def _save_data(self, dataset: Dataset) -> None:
+        values = {"digest": dataset.digest, "held_out_bytes": dataset.held_out_bytes}
+        replace(self.paths.data, json.dumps(values))
 
     def _save_tokenizer(self, dataset: Dataset) -> None:
         with replacing(self.paths.tokenizer) as partial:
@@ -219,12 +251,8 @@ class Run:
         return tokenizer
 
 
-def _value(experiment: Experiment, key: str) -> Any:
-    value: Any = experiment
-    for part in key.split("."):
-        value = getattr(value, part)
-    if isinstance(value, tuple):
-        return value[0] if len(value) == 1 else list(value)
-    if isinstance(value, dict):
-        return {name: each.model_dump() for name, each in value.items()}
-    return value.model_dump() if hasattr(value, "model_dump") else value
+def _ways_out(found: Iterable[Change]) -> str:
+    """Return how to go on where a run would become another one."""
+    kept = [change for change in found if change.key == "optimizer.schedule.decay_steps"]
+    schedule = f"keep its schedule with {kept[0].key}={kept[0].before}, " if kept and kept[0].before else ""
+    return f"{schedule}{_OTHER_OUT}, or go on in this one with {_CONTINUE}"

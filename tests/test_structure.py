@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -120,3 +121,9 @@ def test_costs_know_no_architecture():
             if (of_model and node.attr in keys) or (is_path and id(node) not in prose):
                 found.append(f"{file.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}")
     assert found == []
+
+
+def test_a_folder_that_a_user_makes_is_no_package_of_ours():
+    """Ruff would sort the imports of `tests/runs.py` anew where there is a folder runs/."""
+    ruff = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]
+    assert ruff["src"] == [] and set(ruff["lint"]["isort"]["known-first-party"]) == {"jaxlm", "kernels_pallas"}

@@ -1,7 +1,6 @@
 """Train a model as a TOML file says; started again, it resumes where it left off."""
 
 import argparse
-from pathlib import Path
 
 from jaxlm import api
 from jaxlm.cli.paths import path
@@ -9,9 +8,18 @@ from jaxlm.core import output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=path, metavar="CONFIG", help="a TOML file, such as configs/quickstart.toml")
+    parser.add_argument(
+        "config", type=path, metavar="CONFIG", help="a TOML file, such as configs/quickstart.toml, or a RUN to resume"
+    )
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as training.steps=100")
-    parser.add_argument("--out", type=path, metavar="RUN", help="folder of the run (runs/<name of CONFIG>)")
+    parser.add_argument(
+        "--out", type=path, metavar="RUN", help="folder of the run (runs/<name of CONFIG and key=value>)"
+    )
+    parser.add_argument(
+        "--continue-with-changes",
+        action="store_true",
+        help="resume RUN also with keys that make another run; its history.jsonl says from which step",
+    )
     parser.add_argument("--profile", metavar="START:STOP", help="trace the steps from START to before STOP, for XProf")
     parser.add_argument(
         "--max-hours", type=float, metavar="X", help="stop with a checkpoint before this start has lasted X hours"
@@ -33,10 +41,16 @@ def main(arguments: argparse.Namespace) -> int:
     experiment = config.load(arguments.config, arguments.overrides)
     profile = None if arguments.profile is None else ProfiledSteps.parse(arguments.profile)
     process = None if arguments.process is None else ProcessSpec.parse(arguments.process)
-    out = arguments.out or Path("runs") / arguments.config.stem
+    out = arguments.out or config.default_run(arguments.config, arguments.overrides, experiment)
     display = RunBar(experiment.training.steps, RunPaths(out), arguments.json)
     with output.ignoring_closed_output():
         ended = api.train(
-            experiment, out, display=display, profile=profile, max_hours=arguments.max_hours, process=process
+            experiment,
+            out,
+            display=display,
+            profile=profile,
+            max_hours=arguments.max_hours,
+            process=process,
+            continue_with_changes=arguments.continue_with_changes,
         )
     return exit_status(ended)

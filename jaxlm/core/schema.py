@@ -1,8 +1,9 @@
 """The base class of configuration sections, sections chosen by `kind`, merging and comparison. Imports no JAX."""
 
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Optional, Self, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, Optional, Self, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
@@ -169,12 +170,29 @@ def chosen(annotation: Any, values: Any) -> tuple[type[Section], ...]:
     return tuple(section for section in sections if given is not None and kind_of(section) == given) or sections
 
 
-def changed(key: str, before: Any, now: Any) -> str | None:
-    """Return the first changed value under a key, as "model.num_layers = 2, not 3"; None if nothing changed."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        names = sorted(
-            before.keys() | now.keys(), key=lambda name: (name != "kind", name)
-        )  # `kind` decides the other keys
-        under = ((f"{key}.{name}".removeprefix("."), before.get(name), now.get(name)) for name in names)
-        return next(filter(None, (changed(*each) for each in under)), None)
-    return None if before == now else f"{key} = {before}, not {now}"
+class Change(NamedTuple):
+    """A key whose value changed. It reads "model.num_layers = 2, not 3"."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        before = f"no {self.key}" if self.before is None else f"{self.key} = {shown(self.before)}"
+        return f"{before}, not {shown(self.now)}"
+
+
+def shown(value: Any) -> str:
+    """Return a value for a message, shortened."""
+    return "none" if value is None else textwrap.shorten(str(value), 80, placeholder=" …")
+
+
+def changes(before: Any, now: Any, key: str = "") -> Iterator[Change]:
+    """Yield the changed values of two tables. Of a table with another `kind`, which has other keys, only the kind."""
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        if before != now:
+            yield Change(key, before, now)
+        return
+    names = ("kind",) if before.get("kind") != now.get("kind") else sorted(before.keys() | now.keys())
+    for name in names:
+        yield from changes(before.get(name), now.get(name), f"{key}.{name}".removeprefix("."))

@@ -104,6 +104,7 @@ def _find(entry: str, key: str) -> tuple[list[Path], list[Path]]:
     try:
         path = Path(entry).expanduser()
         is_file, is_dir = path.is_file(), path.is_dir()
+        folder = next((parent for parent in path.parents if parent.is_dir()), path)
     except (OSError, RuntimeError, ValueError) as error:  # too long, an unknown user, or a null byte
         raise InputError(f"{key}: {entry} does not name {_KINDS} files ({error})") from None
     if is_file:
@@ -115,7 +116,9 @@ def _find(entry: str, key: str) -> tuple[list[Path], list[Path]]:
         if not files:
             raise InputError(f"{key}: no {_KINDS} files under {entry}")
         return files, []
-    matched = sorted(map(Path, glob.glob(str(path), recursive=True)))
+    # A folder that is there is no pattern, whatever its name.
+    pattern = os.path.join(glob.escape(str(folder)), path.relative_to(folder))
+    matched = sorted(map(Path, glob.glob(pattern, recursive=True)))
     files = [p for p in matched if _is_text(p, key)]
     if not files:
         raise InputError(f"{key}: {entry} is not a file, directory or glob of {_KINDS} files here")

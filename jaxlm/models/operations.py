@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -160,7 +161,7 @@ def _spread(bias: jax.Array, like: jax.Array) -> jax.Array:
     It goes through float32, in which its gradient is then accumulated: XLA for GPUs and CPUs would round each sum of
     two to bfloat16.
     """
-    wide = bias.astype(jnp.promote_types(bias.dtype, jnp.float32))
+    wide = bias.astype(np.promote_types(bias.dtype, jnp.float32))
     return jnp.broadcast_to(wide, like.shape).astype(like.dtype)
 
 

@@ -54,15 +54,8 @@ def start(wanted: int) -> list[Any]:
 
     named = os.environ.get("JAX_PLATFORMS")
     accelerators.choose()
-    chosen = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if wanted > 1 and not chosen:
-        emulated = math.ceil(wanted / processes.process_count())
-        if emulated > _MOST_EMULATED and accelerators.platforms() == "cpu":
-            raise InputError(
-                f"the mesh needs {emulated} devices of this CPU, and at most {_MOST_EMULATED} are emulated; lower "
-                f"{', '.join(f'mesh.{axis}' for axis in AXES)}"
-            )
-        jax.config.update("jax_num_cpu_devices", min(emulated, _MOST_EMULATED))
+    if (emulated := emulated_for(wanted)) > 1:
+        jax.config.update("jax_num_cpu_devices", emulated)
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts if a plugin of that name could not start
@@ -73,6 +66,20 @@ def start(wanted: int) -> list[Any]:
     if devices[0].platform == "cpu":
         keep_freed_memory()
     return devices
+
+
+def emulated_for(wanted: int) -> int:
+    """Return the devices that the CPU of each process is split into for a mesh of `wanted` devices; 1 where somebody
+    said otherwise. Raises InputError where so many are not emulated."""
+    if "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return 1
+    emulated = math.ceil(wanted / processes.process_count()) if wanted > 1 else 1
+    if emulated > _MOST_EMULATED and accelerators.platforms() == "cpu":
+        raise InputError(
+            f"the mesh needs {emulated} devices of this CPU, and at most {_MOST_EMULATED} are emulated; lower "
+            f"{', '.join(f'mesh.{axis}' for axis in AXES)}"
+        )
+    return min(emulated, _MOST_EMULATED)
 
 
 def keep_freed_memory() -> None:

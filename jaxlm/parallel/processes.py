@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxlm.core import accelerators
 from jaxlm.core.errors import InputError, exit_status, in_one_line
 from jaxlm.core.output import native_output_to_stderr
-from jaxlm.core.schema import changed
+from jaxlm.core.schema import changes
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -275,7 +275,7 @@ def check_same(name: str, values: dict[str, Any], remedy: str) -> None:
         json.loads(client.blocking_key_value_get(f"{key}/values/{index}", _BARRIER_TIMEOUT_S * 1000))
         for index in (others[0], 0)
     )
-    who, what = ", ".join(map(str, others)), changed("", theirs, first)
+    who, what = ", ".join(map(str, others)), next(changes(theirs, first))
     raise InputError(f"{name} of process {who} differ from those of process 0 ({what}); {remedy}")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+import tensorstore
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from jaxlm.core.errors import InputError, RunFailed
@@ -86,14 +87,14 @@ class Checkpoints:
 
     def save(self, state: TrainState, held_out_loss: float | None) -> None:
         """Begin to write a state; return when its buffers may be reused. Raises Unsaved, also for the save before."""
-        step = int(state.step)
+        step, parts = int(state.step), _items(state)
         if step in self._manager.all_steps():
             return
-        items = ocp.args.Composite(**{name: ocp.args.StandardSave(item) for name, item in _items(state).items()})
+        items = ocp.args.Composite(**{name: ocp.args.StandardSave(item) for name, item in parts.items()})
         metrics = None if held_out_loss is None else {LOSS: held_out_loss}
         self.wait()
         self.check_room(bytes_of(state))
-        self._began = time.monotonic()
+        self._began, self._arrays = time.monotonic(), {name: len(jax.tree.leaves(item)) for name, item in parts.items()}
         with self._refusals_named():
             self._manager.save(step, args=items, metrics=metrics)
 
@@ -139,10 +140,24 @@ class Checkpoints:
         return Unsaved(f"cannot write a checkpoint to {self._directory} ({reason}); {advice}, and the run {resumes}")
 
     def _write_manifest(self) -> None:
-        """Write the manifest into the folder that Orbax is about to rename: every committed checkpoint has one."""
+        """Open what was written, and write the manifest into the folder that Orbax is about to rename: every committed
+        checkpoint has one."""
         for folder in self._directory.glob(_IN_PROGRESS) if is_first() else ():
+            for name, arrays in self._arrays.items():
+                if (found := _arrays_in(folder / name)) != arrays:
+                    raise OSError(f"{name} can be read back with {found} of {arrays} arrays")
             manifests.write_manifest(folder)
         self._longest_s = max(self._longest_s, time.monotonic() - self._began)
+
+
+def _arrays_in(folder: Path) -> int:
+    """Return the number of arrays that can be found in an item of a checkpoint, opened as a restore opens it."""
+    base = {"driver": "file", "path": f"{folder}/"}
+    try:
+        keys = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result().list().result()
+    except ValueError:
+        return 0
+    return sum(key.rpartition(b"/")[2] in (b".zarray", b"zarr.json") for key in keys)
 
 
 def bytes_of(state: TrainState) -> int:

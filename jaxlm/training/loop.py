@@ -39,12 +39,14 @@ class Diverged(RunFailed):
 
 
 class Start(NamedTuple):
-    """The context of one attempt of a run: its clock, its display, the steps to trace, and the request to stop."""
+    """The context of one attempt of a run: its clock, its display, the steps to trace, the request to stop, and what to
+    call with the number of its first step once that is trained."""
 
     clock: Clock
     display: Display
     profiler: Profiler
     stop: StopRequest
+    trains_from: Callable[[int], None]
 
 
 class Result(NamedTuple):
@@ -74,7 +76,7 @@ class Trainer:
         self._settings, self._mesh, self._paths, self._mfu = settings, mesh, paths, mfu
         self._training, self._evaluation, self._checkpoint = settings.training, settings.evaluation, settings.checkpoint
         self._norms_every = settings.records.norms_every
-        self._clock, self._display, self._profiler, self._stop = start
+        self._clock, self._display, self._profiler, self._stop, self._trains_from = start
         sequence, sources = self._training.sequence, dataset.sources
         with first_process_first("packing"):
             self._rows = [(Rows(source.train, sequence), source.weight) for source in sources.values()]
@@ -122,7 +124,7 @@ class Trainer:
             return checkpoints.restore_state(self._paths.checkpoints, newest, like)
 
     def _continue(self, step: int, state: TrainState) -> Result:
-        training, last = self._training, self._training.steps
+        training, last, self._first = self._training, self._training.steps, step + 1
         # An evaluation that was interrupted comes first.
         due = step > 0 and self._evaluates_at(step) and not self._recorder.holds("evaluation", step)
         if step >= last and not due:
@@ -213,6 +215,8 @@ class Trainer:
         (step, arrays), self._previous = self._previous, None
         with self._clock.phase(DEVICE):
             metrics = to_host(arrays)
+        if step == self._first:
+            self._trains_from(step)
         self._throughput.add(int(metrics["tokens"]))
         self._attempts.write(step)
         in_a_row = int(metrics["skipped_in_a_row"])

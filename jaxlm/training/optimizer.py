@@ -18,6 +18,7 @@ from jaxlm.training import adafactor, muon
 from jaxlm.training.config import OptimizerConfig
 from jaxlm.training.groups import Rule, rules
 from jaxlm.training.optimizer_cost import OptimizerCost, moments
+from jaxlm.training.promotion import promoting
 from jaxlm.training.schedules import schedule
 
 # Per kind: the direction of an update, from settings and dimensions, before decay and learning rate.
@@ -52,10 +53,11 @@ def optimizer(settings: OptimizerConfig, tree: nnx.State) -> optax.GradientTrans
     dimensions = model_tree.dimensions(tree)
     direction = _DIRECTIONS[settings.kind](settings, dimensions)
     rate = schedule(settings.schedule, settings.learning_rate)
-    return optax.chain(
+    transform = optax.chain(
         optax.clip_by_global_norm(settings.clip_norm),
         optax.chain(direction, _decay_and_scale(settings, tree), optax.scale_by_learning_rate(rate)),
     )
+    return optax.GradientTransformation(promoting(transform.init), promoting(transform.update))
 
 
 def without_frozen(settings: OptimizerConfig, tree: nnx.State) -> Callable[[Tree], Tree]:

@@ -1,6 +1,12 @@
 """The file names in RUN, the folder of a training run."""
 
+import re
 from pathlib import Path
+
+from jaxlm.core.errors import InputError
+
+# A pattern of glob, what Orbax does not quote in one, or the beginning of a bucket's URL.
+_UNWRITABLE = re.compile(r"[*?\\]|\[[^/]*\]|gs:(?=/)")
 
 
 class RunPaths:
@@ -9,8 +15,10 @@ class RunPaths:
     def __init__(self, directory: Path):
         self.directory = directory
         self.lock = directory / "lock"  # held by the job that is running
-        # The definition of the run: the resolved experiment, the tokenizer and the identity of the data.
+        # The definition of the run: the resolved experiment that it trains with now, the experiments that it was
+        # trained with, each from a step, the tokenizer and the identity of the data.
         self.config = directory / "config.toml"
+        self.history = directory / "history.jsonl"
         self.tokenizer = directory / "tokenizer.json"
         self.data = directory / "data.json"
         # Lines of JSON: the environment of each attempt, steps, held-out losses, norms per layer, seconds per attempt.
@@ -28,6 +36,14 @@ class RunPaths:
         self.ladder = directory / "ladder.json"
         self.loss_curve = directory / "loss.png"
         self.sample = directory / "sample.txt"
+
+    def check_name(self) -> None:
+        """Raise InputError for a folder that Orbax cannot write checkpoints to: it reads paths as patterns or URLs."""
+        path = str(self.checkpoints.absolute())
+        if found := _UNWRITABLE.search(path):
+            raise InputError(
+                f"{path} has {found[0]!r}, and checkpoints cannot be written to such a path; choose another --out"
+            )
 
     def __str__(self) -> str:
         return str(self.directory)

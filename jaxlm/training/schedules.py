@@ -9,12 +9,13 @@ from jaxlm.training.config import (
     ScheduleConfig,
     WarmupStableDecayScheduleConfig,
 )
+from jaxlm.training.promotion import promoting
 
 
 def schedule(settings: ScheduleConfig, peak: float) -> optax.Schedule:
     """Return the learning rate as a function of the number of updates made so far."""
     warmup = optax.linear_schedule(0.0, peak, settings.warmup_steps)
-    return optax.join_schedules([warmup, _after_warmup(settings, peak)], [settings.warmup_steps])
+    return promoting(optax.join_schedules([warmup, _after_warmup(settings, peak)], [settings.warmup_steps]))
 
 
 def _after_warmup(settings: ScheduleConfig, peak: float) -> optax.Schedule:

@@ -87,7 +87,7 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
         counted = batch["segments"] > 0
         terms = module.cross_entropy(hidden, batch["targets"], counted, training.z_loss)
         terms = terms if training.z_loss else {"loss": terms["loss"]}
-        targets = jnp.sum(counted)
+        targets = jnp.sum(counted).astype(jnp.float32)
         losses = {name: targets * jnp.sum(each_L) for name, each_L in of_layers.losses.items()}
         statistics = {name: targets * jnp.mean(each_L) for name, each_L in of_layers.statistics.items()}
         return Auxiliary(terms) | Auxiliary(losses, statistics)
@@ -138,6 +138,7 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
         if average is None:
             return None
         # As tf.train.ExponentialMovingAverage does with num_updates.
+        updates = updates.astype(jnp.float32)
         decay = jnp.minimum(training.ema_decay, (1.0 + updates) / (10.0 + updates))
         return jax.tree.map(lambda a, p: a + (1.0 - decay) * (p - a), average, parameters)
 
@@ -189,7 +190,7 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
         squares_ML = jax.lax.map(lambda part: norms_of.squares(module, part, execution), in_microbatches(batch))
         return {
             "gradient": norms_of.of_gradients(mask_frozen(grads), tree),
-            "residual": jnp.sqrt(jnp.sum(squares_ML, axis=0) / jnp.maximum(targets, 1)),
+            "residual": jnp.sqrt(jnp.sum(squares_ML, axis=0) / jnp.maximum(targets, 1).astype(jnp.float32)),
         }
 
     def shardings(mesh: Mesh) -> TrainState:

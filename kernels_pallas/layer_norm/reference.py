@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def layer_norm(
@@ -16,7 +17,7 @@ def layer_norm(
     """See `kernels_pallas.layer_norm`."""
     if residual is not None:
         x = x + residual
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(np.promote_types(x.dtype, jnp.float32))
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     y = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + epsilon)
     last = (1,) * (x.ndim - 1) + (-1,)

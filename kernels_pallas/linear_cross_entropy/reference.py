@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels_pallas.linear_cross_entropy.results import reduced
 
@@ -20,7 +21,7 @@ def linear_cross_entropy(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """See `kernels_pallas.linear_cross_entropy`."""
     table = "VD" if transposed else "DV"
-    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    wide = np.promote_types(hidden.dtype, jnp.float32)
     logits = jnp.einsum(f"...D,{table}->...V", hidden, unembedding, preferred_element_type=wide)
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)

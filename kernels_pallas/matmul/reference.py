@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels_pallas.core.activations import REFERENCE
 
@@ -15,7 +16,7 @@ def matmul(
     activation: str | None = None,
 ) -> jax.Array:
     """See `kernels_pallas.matmul`."""
-    y = jnp.matmul(a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
+    y = jnp.matmul(a, b, preferred_element_type=np.promote_types(a.dtype, jnp.float32))
     if bias is not None:
         y = y + bias.astype(y.dtype).reshape((1,) * (a.ndim - 1) + (-1,))
     if activation is not None:

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def rms_norm(
@@ -15,7 +16,7 @@ def rms_norm(
     """See `kernels_pallas.rms_norm`."""
     if residual is not None:
         x = x + residual
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(np.promote_types(x.dtype, jnp.float32))
     y = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
     if scale is not None:
         factor = scale.astype(wide.dtype).reshape((1,) * (x.ndim - 1) + (-1,))

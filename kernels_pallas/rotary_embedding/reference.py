@@ -2,11 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def rotary_embedding(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> jax.Array:
     """See `kernels_pallas.rotary_embedding`."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = np.promote_types(x.dtype, jnp.float32)
     cos, sin = (jnp.broadcast_to(a.astype(wide), (*x.shape[:-2], a.shape[-1]))[..., None, :] for a in (cos, sin))
     if interleaved:
         pairs = x.astype(wide).reshape(*x.shape[:-1], x.shape[-1] // 2, 2)

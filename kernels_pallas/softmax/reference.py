@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def softmax(
@@ -25,7 +26,7 @@ def log_softmax(
 
 def _shifted(x, where, temperature, soft_cap) -> tuple[jax.Array, jax.Array]:
     """Return capped logits over the temperature, less the row's largest, 0 where masked; and the unmasked positions."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(np.promote_types(x.dtype, jnp.float32))
     unmasked = jnp.ones(x.shape, bool) if where is None else where
     if soft_cap is not None:
         wide = soft_cap * jnp.tanh(jnp.where(unmasked, wide, 0.0) / soft_cap)

@@ -194,6 +194,11 @@ DATA = {
     ),
 }
 FOLDERS = {
+    "out that a library reads as a pattern": (
+        "train good.toml --out 'lr=[1e-3]'",
+        ["lr=[1e-3]/checkpoints has '[1e-3]'", "choose another --out"],
+    ),
+    "config that is a folder and no run": ("plan foreign --on h200-sxm", ["foreign is a folder and no run", "RUN"]),
     "out is another's folder": ("train good.toml --out foreign", ["foreign", "no run", "--out"]),
     "out is a file": ("train good.toml --out text.txt", ["text.txt", "no run", "--out"]),
     "out is under a file": ("train good.toml --out text.txt/run", ["text.txt/run"]),
@@ -206,7 +211,7 @@ FOLDERS = {
     ),
     "average turned on in the middle": (
         "train good.toml --out run training.ema_decay=0.99",
-        ["run was begun without training.ema_decay", "0.99", "--out"],
+        ["run was trained with no training.ema_decay, not 0.99", "bound to", "--out"],
     ),
     "another optimizer in the middle": (
         "train good.toml --out run optimizer.kind=muon",

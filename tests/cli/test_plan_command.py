@@ -241,3 +241,14 @@ def test_bad_input_is_one_line(capsys, arguments, said):
     assert main(["plan", str(MODELS / "llama3.1-8b.toml"), *arguments]) == 2
     out, errors = capsys.readouterr()
     assert out == "" and errors.count("\n") == 1 and said in errors
+
+
+def test_a_run_folder_is_a_configuration_too(tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text((MODELS.parent / "quickstart.toml").read_text())
+    printed = []
+    for given in (run, run / "config.toml"):
+        assert main(["plan", str(given), "--on", "h200-sxm", "--json", "training.batch=32"]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]

@@ -122,6 +122,13 @@ def test_what_may_not_be_looked_at_is_refused_by_its_name(tree, monkeypatch, nam
             find_files([str(tree)])
 
 
+@pytest.mark.parametrize("name", ["[ab]", "a*", "a?", "{a}", "a%20#", "ä é", "-a", "file:a"])
+def test_a_glob_below_a_folder_of_any_name_matches_what_is_there(tmp_path, name):
+    there = write(tmp_path / name / "x.txt")
+    write(tmp_path / "ab" / "x.txt")
+    assert find_files([str(tmp_path / name / "*.txt")]) == [there]
+
+
 def test_a_path_with_glob_characters_that_is_there_is_itself(tree):
     write(tree / "odd[1]" / "d.txt")
     assert names(find_files([str(tree / "odd[1]")])) == ["d.txt"]

@@ -19,6 +19,7 @@ from jaxlm.models import tree as model_tree
 from jaxlm.parallel.batches import put_batch
 from jaxlm.training import checkpoints, manifests
 from jaxlm.training.checkpoints import Checkpoints
+from jaxlm.training.paths import RunPaths
 from jaxlm.training.step import cast, make_steps
 
 pytestmark = pytest.mark.usefixtures("programs_once")
@@ -300,3 +301,29 @@ def test_a_full_disk_takes_no_checkpoint_and_leaves_those_that_are_there(tmp_pat
             with pytest.raises(checkpoints.Unsaved, match=r"\(No space left on device\); make room, and"):
                 saved.wait()
     assert steps_in(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("name", ["{a,b}", "a%20b#c", "ä é", "-a", "file:a", "s3:", "a[b", "a]b[c", "$HOME ~"])
+def test_a_folder_of_any_name_that_is_not_refused_holds_checkpoints(tmp_path, name):
+    paths = RunPaths(tmp_path / name)
+    paths.check_name()
+    states = trained(paths.checkpoints, [1.0], mesh=(1, 1, 1))
+    restored = checkpoints.restore_state(paths.checkpoints, 1, like(meshes.make()))
+    chex.assert_trees_all_equal(jax.tree.map(np.asarray, restored), states[1])
+
+
+@pytest.mark.parametrize("name", ["lr=[1e-3]", "a*b", "a?b", "a\\b", "**", "gs:"])
+def test_a_name_that_orbax_reads_as_a_pattern_is_refused(tmp_path, monkeypatch, name):
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    for folder in (tmp_path / name, Path("run")):  # wherever in the path
+        with pytest.raises(InputError, match="cannot be written to such a path; choose another --out"):
+            RunPaths(folder).check_name()
+
+
+def test_a_checkpoint_that_cannot_be_opened_is_none(tmp_path):
+    """As Orbax leaves it below a folder whose name is a pattern."""
+    folder = tmp_path / "lr=[1e-3]" / "checkpoints"
+    with pytest.raises(RunFailed, match="can be read back with 0 of .* arrays"):
+        trained(folder, [1.0], mesh=(1, 1, 1))
+    assert not steps_in(folder) and manifests.newest_verified(folder, never) is None

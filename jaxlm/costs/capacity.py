@@ -1,0 +1,69 @@
+"""A training step that the memory here cannot hold, refused before it starts."""
+
+import math
+import os
+from typing import TYPE_CHECKING
+
+from jaxlm import config
+from jaxlm.config import Experiment
+from jaxlm.core import accelerators, units
+from jaxlm.core.errors import InputError
+from jaxlm.parallel.devices import emulated_for
+from jaxlm.parallel.processes import process_count
+
+if TYPE_CHECKING:
+    from jaxlm.costs.counted.memory import Memory
+
+# A step that is counted to need this much more than there is does not run; below, the count may be at fault, and it is
+# said only.
+_CERTAIN = 2
+
+
+def check_before_reading(experiment: Experiment) -> None:
+    """Raise InputError where the CPU of this machine has not the devices of a mesh, or no memory for a step.
+
+    Starts no JAX backend, and imports JAX for large models alone: with small ones bad text is found sooner.
+    """
+    if accelerators.platforms() != "cpu":
+        return
+    here = emulated_for(experiment.mesh.least().size)
+    if (given := os.environ.get("JAX_NUM_CPU_DEVICES", "")).isdigit():
+        here = int(given)
+    layout = config.layout(experiment, here * process_count())
+    if _at_most(experiment) < (capacity := _of_this_machine()):
+        return
+    from jaxlm.costs.counted.memory import memory
+    from jaxlm.costs.workload import Workload
+
+    # Emulated devices share the machine.
+    check(memory(Workload.of(experiment, layout).on_cpu()), capacity // math.ceil(layout.size / process_count()))
+
+
+def check(needed: "Memory", capacity: int | None) -> None:
+    """Raise InputError where a device cannot hold a training step."""
+    if capacity is None or needed.total <= _CERTAIN * capacity:
+        return
+    state = needed.parameters + needed.gradients + needed.optimizer
+    fewer = "lower training.batch or training.sequence, raise training.microbatches, or set training.remat=full"
+    remedy = fewer if state <= capacity else "choose a smaller model, or more devices"
+    raise InputError(
+        f"a step needs {units.memory(needed.total)} of memory on each device ({units.memory(state)} for parameters, "
+        f"gradients and optimizer), which has {units.memory(capacity)}: {remedy}; jaxlm plan says what fits which chips"
+    )
+
+
+def _of_this_machine() -> int:
+    """Return the bytes of memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _at_most(experiment: Experiment) -> int:
+    """Return more bytes than a step of a model of usual proportions takes, without counting it."""
+    model, training = experiment.model, experiment.training
+    heads = max(getattr(block.attention, "num_heads", 1) for _, block in model.entries)
+    widest = max(getattr(block.feed_forward, "d_ff", 1) for _, block in model.entries)
+    parameters = model.d_model * (model.vocab_size * 2 + model.num_layers * (8 * model.d_model + 3 * widest))
+    per_token = (
+        model.num_layers * (32 * model.d_model + 8 * widest + 4 * heads * training.sequence) + 4 * model.vocab_size
+    )
+    return 32 * parameters + 4 * training.batch * training.sequence * per_token

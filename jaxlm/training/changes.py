@@ -1,0 +1,63 @@
+"""Keys that a run may change when it is resumed, and those that make it another run. Imports no JAX."""
+
+from fnmatch import fnmatchcase
+
+from jaxlm.core.schema import Change, changes
+from jaxlm.training.config import RunConfig
+
+# Keys, and sections, that change no trained step, or no more than its rounding. More steps are among them: a schedule
+# that ends with them has `optimizer.schedule.decay_steps`, which is not. Every key that is in neither list, also one
+# that is yet to be added, makes another run.
+_FREE = (
+    *("evaluation.*", "checkpoint.*", "records.*", "mesh.*"),
+    *(f"training.{name}" for name in ("steps", "log_every", "max_skipped_in_a_row")),
+    *(f"training.{name}" for name in ("microbatches", "remat", "scan_layers", "kernels")),
+    *("data.cache", "data.max_broken"),
+)
+# Keys of paths: what is found there makes a run, and `jaxlm.run` compares that.
+_BY_CONTENT = ("data.text", "data.sources.*.text", "data.tokenizer")
+# Keys, and sections, that the parameters are bound to; the other keys of [model] may differ where they are used.
+_ARCHITECTURE = tuple(
+    f"model.{name}"
+    for name in (
+        *("vocab_size", "num_layers", "d_model", "norm", "attention", "feed_forward", "pattern", "position.kind"),
+        *("norm_placement", "residual", "tied_embeddings", "scale_embeddings", "logit_soft_cap"),
+    )
+)
+
+
+def changed_keys(before: RunConfig, now: RunConfig) -> list[Change]:
+    """Return the keys that differ, in alphabetical order."""
+    return list(changes(before.model_dump(mode="json"), now.model_dump(mode="json")))
+
+
+def is_free(key: str) -> bool:
+    """Return whether a key changes no trained step, or no more than its rounding."""
+    return any(fnmatchcase(key, free) for free in _FREE)
+
+
+def is_by_content(key: str) -> bool:
+    """Return whether a key is a path, of which the content decides."""
+    return any(fnmatchcase(key, path) for path in _BY_CONTENT)
+
+
+def architecture(before: RunConfig, now: RunConfig) -> list[Change]:
+    """Return the changes that make the parameters those of another model."""
+    learned = ("model.context_length",) if before.model.position.kind == "learned" else ()
+    keys = (*_ARCHITECTURE, *learned)
+    return [change for change in changed_keys(before, now) if _is_under(change.key, keys)]
+
+
+def bound(before: RunConfig, now: RunConfig) -> list[Change]:
+    """Return the changes that no checkpoint can be continued with: of the architecture, the optimizer's kind, or an
+    average of the weights that begins or ends in the middle."""
+    average = [
+        change
+        for change in changed_keys(before, now)
+        if change.key == "optimizer.kind" or (change.key == "training.ema_decay" and None in change[1:])
+    ]
+    return architecture(before, now) + average
+
+
+def _is_under(key: str, sections: tuple[str, ...]) -> bool:
+    return any(f"{key}.".startswith(f"{section}.") for section in sections)

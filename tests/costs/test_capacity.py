@@ -1,0 +1,67 @@
+"""Steps that the memory here cannot hold, refused before any text is read."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxlm import config
+from jaxlm.cli import main
+from jaxlm.core.errors import InputError
+from jaxlm.costs import capacity
+from jaxlm.costs.counted.memory import memory
+from jaxlm.costs.workload import Workload
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    """A machine with 16 GiB and no accelerator."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
+    monkeypatch.setattr(capacity, "_of_this_machine", lambda: 2**34)
+
+
+def test_a_large_model_is_refused_before_its_tokenizer_is_trained(cpu, tmp_path, monkeypatch, capsys):
+    def read(*_):
+        raise AssertionError("text is read")
+
+    monkeypatch.setattr("jaxlm.job.prepare", read)
+    assert main(["train", str(CONFIGS / "models" / "llama3.1-8b.toml"), "--out", str(tmp_path / "run")]) == 2
+    out, error = capsys.readouterr()
+    line = error.splitlines()[-1]
+    assert out == "" and "Traceback" not in error and not (tmp_path / "run").exists()
+    assert line.startswith("jaxlm: a step needs ") and "GiB of memory on each device (" in line
+    assert "which has 16.00 GiB: choose a smaller model, or more devices; jaxlm plan says" in line
+
+
+def test_a_large_batch_is_told_what_to_lower(cpu):
+    with pytest.raises(InputError, match="which has 16.00 GiB: lower training.batch or training.sequence"):
+        capacity.check_before_reading(config.load(CONFIGS / "quickstart.toml", ["training.batch=65536"]))
+
+
+def test_a_mesh_that_is_not_here_is_refused_too(cpu, monkeypatch):
+    with pytest.raises(InputError, match="the mesh needs 100000 devices of this CPU"):
+        capacity.check_before_reading(
+            config.load(CONFIGS / "quickstart.toml", ["mesh.data=100000", "training.batch=100000"])
+        )
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
+    with pytest.raises(InputError, match="devices"):
+        capacity.check_before_reading(config.load(CONFIGS / "quickstart.toml", ["mesh.data=16"]))
+
+
+@pytest.mark.parametrize("name", ["quickstart", "shakespeare_char", "mixture"])
+def test_a_small_model_is_not_counted_and_would_not_be_refused(cpu, monkeypatch, name):
+    experiment = config.load(CONFIGS / f"{name}.toml")
+    needed = memory(Workload.of(experiment).on_cpu())
+    assert needed.total < capacity._at_most(experiment) < 2**36
+    capacity.check(needed, needed.total)
+    capacity.check_before_reading(experiment)
+    with pytest.raises(InputError):
+        capacity.check(needed, needed.total // 3)
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "gemma2-9b", "qwen3-8b", "llama2-7b"])
+def test_nothing_published_is_taken_for_small(name):
+    experiment = config.load(CONFIGS / "models" / f"{name}.toml")
+    assert memory(Workload.of(experiment).on_cpu()).total < capacity._at_most(experiment)

@@ -70,7 +70,8 @@ class DataConfig(Section):
     `text`: files, directories and globs of `.txt`, `.md`, `.py` (a file is a document), `.jsonl`, `.jsonl.gz`,
     `.jsonl.zst` and `.parquet` (a line or row is a document, its text in `field`); "stdlib" is the source code of the
     Python standard library, present on every machine; "hf:OWNER/NAME:CONFIG@SPLIT" streams from Hugging Face, CONFIG
-    and SPLIT (default: train) where needed. `sources` replaces `text` with named sources, mixed by weight.
+    and SPLIT (default: train) where needed. Line ends stay as a file has them. `sources` replaces `text` with named
+    sources, mixed by weight.
     `documents`: take the first n documents of a source; required for a Hugging Face source.
     `max_broken`: the largest fraction of a source's documents that may be unreadable; they are skipped.
     `tokenizer`: "bytes", "characters", "bpe" (trained on the text, `model.vocab_size` tokens) or the path of a

@@ -1,4 +1,4 @@
-"""jaxlm from a program: train a model, load one that was trained, plan and compile its steps.
+"""jaxlm from a program: train a model, load and compare trained ones, plan and compile their steps.
 
 Importing this module imports nothing heavy; its functions import what they need.
 """
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from jaxlm.parallel.processes import ProcessSpec
     from jaxlm.parallel.rules import Kind
     from jaxlm.run import Run
+    from jaxlm.runs import RunComparison, RunSummary
     from jaxlm.training.display import Display, Ended
     from jaxlm.training.evaluation import Evaluation
     from jaxlm.training.profile import ProfiledSteps
 
-__all__ = ["LoadedModel", "compile", "load", "plan", "train"]
+__all__ = ["LoadedModel", "compare", "compile", "load", "plan", "runs", "train"]
 
 MAX_TOKENS = 100  # that are drawn where nobody says how many
 # Attempts to read a checkpoint of a run that trains on, and removes older ones.
@@ -205,7 +206,8 @@ class LoadedModel:
           seed: another seed draws other text. The i-th prompt draws from the i-th stream of the seed, so that its
             text does not depend on the other prompts.
 
-        Raises InputError for values that mean nothing, prompts without tokens, or more tokens than the context holds.
+        Raises InputError for values that mean nothing, prompts without tokens, more tokens than the context holds, or
+        logits that are not finite.
         """
         from jaxlm.inference.completion import completions
 
@@ -222,7 +224,8 @@ class LoadedModel:
         top_p: float | None = None,
         seed: int = 0,
     ) -> "Iterator[Piece]":
-        """Return the pieces of what `generate` gives, as they are drawn. Raises InputError as it does, at once."""
+        """Return the pieces of what `generate` gives, as they are drawn. Raises InputError as it does, at once but for
+        logits that are not finite."""
         from jaxlm.inference.completion import pieces
         from jaxlm.inference.generate import generate
         from jaxlm.inference.requests import Sampling, check_prompts, check_seed, default_max_tokens
@@ -331,6 +334,27 @@ class LoadedModel:
             return module.logits(hidden_BTD)
 
         return logits
+
+
+def runs(folder: str | Path = "runs") -> "list[RunSummary]":
+    """Return the runs in a folder and below it, the latest first. Raises InputError where there is no such folder."""
+    from jaxlm.runs import find
+
+    return find(Path(folder))
+
+
+def compare(runs: Sequence[str | Path], picture: str | Path | None = None) -> "RunComparison":
+    """Compare runs: the keys that differ, and their losses at equal steps and at equal training tokens.
+
+    Args:
+      runs: their folders.
+      picture: where to draw their losses as a PNG.
+
+    Raises InputError where a folder is no run, or where the picture cannot be written.
+    """
+    from jaxlm.runs import compare
+
+    return compare([Path(run) for run in runs], None if picture is None else Path(picture))
 
 
 def plan(

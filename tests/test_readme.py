@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[1]
 (PROGRAM,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
 
 
-def test_it_uses_the_five_names():
+def test_it_uses_the_seven_names():
     assert set(re.findall(r"\bapi\.(\w+)", PROGRAM)) == set(api.__all__)
-    assert len(api.__all__) == 5 and all(getattr(api, name).__doc__ for name in api.__all__)
+    assert len(api.__all__) == 7 and all(getattr(api, name).__doc__ for name in api.__all__)
 
 
 @pytest.mark.slow
@@ -32,3 +32,4 @@ def test_the_program_runs(tmp_path):
     assert counted.startswith("Memory(") and compiled.startswith("CompiledMemory(")
     assert re.fullmatch(r"1 \(1, \d+, 2048\)", shapes)
     assert (tmp_path / "runs" / "example" / "sample.txt").exists()
+    assert done.stdout.splitlines()[-2:] == ["[('runs/example', 'finished', 4)]", "{}"]

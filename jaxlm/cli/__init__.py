@@ -18,12 +18,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    from jaxlm.cli import bench, compile, config, eval, generate, hardware, plan, train
+    from jaxlm.cli import bench, compare, compile, config, eval, generate, hardware, plan, runs, train
 
     parser = _Parser(prog="jaxlm", description="Language models in JAX, with every cost counted before it is paid.")
     parser.add_argument("--version", action="version", version=f"jaxlm {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (train, eval, generate, plan, compile, hardware, bench, config):
+    for module in (train, eval, generate, runs, compare, plan, compile, hardware, bench, config):
         name, summary = module.__name__.rpartition(".")[2], module.__doc__.strip().splitlines()[0]
         command = commands.add_parser(name, help=summary, description=module.__doc__)
         module.add_arguments(command)

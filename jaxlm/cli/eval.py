@@ -62,7 +62,7 @@ def _at_tasks(arguments: argparse.Namespace) -> int:
     training = model.experiment.training
     adapter = HarnessModel(model.config, parameters, tokenizer, training.batch, model.mesh, training.kernels)
     results = tasks.run(adapter, asked, arguments.limit)
-    tasks.show(results, adapter.truncated, model.step, arguments.json)
+    tasks.show(results, adapter.truncated, adapter.unanswered, model.step, arguments.json)
     return 0
 
 

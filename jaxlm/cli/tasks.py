@@ -109,17 +109,20 @@ def run(model: Any, tasks: dict[str, Any], limit: int | None) -> dict[str, Any]:
         return evaluate(model, tasks, limit=limit, log_samples=False)
 
 
-def show(results: dict[str, Any], truncated: Counter[str], step: int, as_json: bool) -> None:
+def show(results: dict[str, Any], truncated: Counter[str], unanswered: Counter[str], step: int, as_json: bool) -> None:
     """Print the metrics of each task and group, under the harness's own names, and how many requests of each task lost
-    their beginning."""
-    if some := {name: count for name, count in truncated.items() if count}:
-        named = ", ".join(f"{count:,} of {name}" for name, count in some.items())
-        print(f"jaxlm: requests longer than model.context_length lost their beginning: {named}", file=sys.stderr)
+    their beginning or have no answer."""
+    for said, counts in (
+        ("requests longer than model.context_length lost their beginning", truncated),
+        ("requests that cannot be encoded, or begin with nothing, scored −∞ or gave no text", unanswered),
+    ):
+        if named := ", ".join(f"{count:,} of {name}" for name, count in counts.items() if count):
+            print(f"jaxlm: {said}: {named}", file=sys.stderr)
     measured = results["results"] | results.get("groups", {})
     if as_json:
         tasks = {name: _numbers(values) for name, values in measured.items()}
         for name in results["configs"]:
-            tasks[name]["truncated"] = truncated[name]
+            tasks[name] |= {"truncated": truncated[name], "unanswered": unanswered[name]}
         print(json.dumps({"tasks": tasks, "step": step}))
         return
     columns = [*texts("task"), *numbers("examples"), *texts("metric"), *numbers("value", "± standard error")]

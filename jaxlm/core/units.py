@@ -39,6 +39,14 @@ def seconds(value: float) -> str:
     return f"{value / scale:.3g} {_PREFIXES[scale]}s" if value else "0 s"
 
 
+def age(value: float) -> str:
+    """Format seconds as whole seconds, minutes, hours or days."""
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if value >= size:
+            return f"{value / size:.0f} {unit}"
+    return f"{value:.0f} s"
+
+
 def with_prefix(value: float, unit: str) -> str:
     """Format a value with an SI prefix, such as "3.35 TB/s"."""
     scale = next((scale for scale in _PREFIXES if abs(value) >= scale), 1e-9) if value else 1.0

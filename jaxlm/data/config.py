@@ -73,7 +73,7 @@ class DataConfig(Section):
     """Files, directories and globs of `.txt`, `.md`, `.py` (a file is a document), `.jsonl`, `.jsonl.gz`, `.jsonl.zst`
     and `.parquet` (a line or row is a document, its text in `field`). "stdlib" is the source code of the Python
     standard library, present on every machine. "hf:OWNER/NAME:CONFIG@SPLIT" streams from Hugging Face, CONFIG and SPLIT
-    (default: train) where needed."""
+    (default: train) where needed. Line ends stay as a file has them."""
     field: Name = "text"
     """The field of a record that holds its text."""
     documents: PositiveInt | None = None

@@ -23,7 +23,7 @@ from jaxlm.data.tokenizer_training import TRAINING_BYTES, train_bpe, train_chara
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.data.tokenizing import SIDES, tokenize, unfinished
 
-_FORMAT = 2  # of the cache; another number rebuilds everything
+_FORMAT = 3  # of the cache; another number rebuilds everything
 
 
 class SplitSource(NamedTuple):
@@ -117,7 +117,10 @@ class _Cache:
             case "bpe":
                 shaped_by = {"vocabulary": vocabulary, "held_out": self._data.held_out}
             case path:
-                return _fitting(tokenizers.load(expanded(path, "data.tokenizer")), vocabulary)
+                tokenizer = _fitting(tokenizers.load(expanded(path, "data.tokenizer")), vocabulary)
+                if tokenizer.dropout:
+                    self._say(f"data.tokenizer: the BPE dropout of {tokenizer.dropout:g} in {path} is switched off")
+                return tokenizer
         described = {"tokenizer": kind, **shaped_by, "sources": [source.described() for source in sources]}
         directory = self._directory("tokenizers", described)
         if not directory.is_dir():
@@ -134,8 +137,6 @@ class _Cache:
     def split(self, source: Source, tokenizer: Tokenizer) -> tuple[SplitSource, str]:
         """Return the tokens of a source, tokenized if needed, and their digest."""
         shaped_by = {"tokenizer": tokenizer.to_json(), "held_out": self._data.held_out}
-        if tokenizer.drops:
-            shaped_by["dropped"] = "counted"  # older stores count dropped bytes as predicted
         directory = self._directory("datasets", {**shaped_by, **source.described()})
         lock = self._folder / "locks" / directory.name
         if not directory.is_dir():

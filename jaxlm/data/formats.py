@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import tokenize
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 if TYPE_CHECKING:
     import pyarrow.parquet
@@ -19,6 +20,8 @@ CHUNK_BYTES = 2**24
 _WHOLE = (".txt", ".md", ".py")
 _COMPRESSED = (".jsonl.gz", ".jsonl.zst")
 SUFFIXES = (*_WHOLE, ".jsonl", *_COMPRESSED, ".parquet")
+_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[][{}]')  # or a string, whose brackets are text
+_JSON = json.JSONDecoder(parse_int=float)  # a float may have any number of digits, and no number is text
 _READ_BYTES = 2**16
 _COMPRESSED_READ_BYTES = 2**12  # small, to lose little of a corrupt file before the corrupt bytes
 
@@ -169,13 +172,12 @@ def _rest(piece: Slice, count: int, error: _Unreadable) -> Broken:
 
 
 def _read_whole(path: str) -> str:
-    """Read a UTF-8 text file, or Python source in its declared encoding."""
+    """Read a UTF-8 text file, or Python source in its declared encoding. Line ends stay, a byte order mark does not."""
+    content, encoding = Path(path).read_bytes(), "utf-8-sig"
     try:
         if path.endswith(".py"):
-            with tokenize.open(path) as source:
-                text = source.read()
-        else:
-            text = Path(path).read_text(encoding="utf-8-sig")
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+        text = content.decode(encoding)
         text.encode()  # a declared encoding may decode to what UTF-8 cannot hold
         return text
     except (UnicodeError, SyntaxError, LookupError) as error:
@@ -222,10 +224,10 @@ def _documents(
 
 def _text(line: bytes, field: str) -> str:
     try:
-        record = json.loads(line.decode("utf-8-sig"))
+        record = _record(line.decode("utf-8-sig"))
     except UnicodeError as error:
         raise _Unreadable(f"is not UTF-8 text ({error})") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _Unreadable(f"is not JSON ({error})") from None
     if not isinstance(record, dict):
         raise _Unreadable("is not a JSON object")
@@ -239,6 +241,33 @@ def _text(line: bytes, field: str) -> str:
     except UnicodeError:
         raise _Unreadable("is not Unicode text (half of a surrogate pair)") from None
     return text
+
+
+def _record(line: str) -> Any:
+    """Parse a line of JSON, whatever stands in fields that nobody asks for."""
+    try:
+        return _JSON.decode(line)
+    except RecursionError:
+        return _JSON.decode(_without_nested(line))
+
+
+def _without_nested(line: str) -> str:
+    """Return a line of JSON with null for every array and object in its outermost one. Raise ValueError if one of them
+    has no end.
+    """
+    kept, depth, end = [], 0, 0
+    for found in _BRACKET.finditer(line):
+        if found[0] in ("[", "{"):
+            depth += 1
+            if depth == 2:
+                kept.append(f"{line[end : found.start()]}null")
+        elif found[0] in ("]", "}"):
+            depth -= 1
+            if depth == 1:
+                end = found.end()
+    if depth:
+        raise ValueError(f"{depth:,} brackets are not closed")
+    return "".join([*kept, line[end:]])
 
 
 def named(fields: Iterable[str]) -> str:

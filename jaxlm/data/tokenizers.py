@@ -11,11 +11,10 @@ import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from jaxlm.core.errors import InputError
+from jaxlm.data import control_tokens
+from jaxlm.data.control_tokens import END_OF_TEXT
 
-END_OF_TEXT = "<|endoftext|>"
 BYTES_VOCABULARY = 257
-# Document separators of published tokenizers, in order of preference: with <eos> present, </s> is HTML.
-_SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "<｜end▁of▁sentence｜>", "</s>")
 # Characters per call of the encoder, and at least per piece of a long document.
 _AT_ONCE = 2**20
 _PIECE = 2**16
@@ -28,19 +27,21 @@ _BEFORE_BLANK = re.compile(r"\S(?=[ \n])")  # GPT-2's pattern always splits ther
 
 
 class Tokenizer:
-    """A map from text to token ids and back.
+    """A map from text to token ids and back. No text becomes a control token (`control_tokens.for_documents`).
 
     `vocab_size`: the largest id plus one. `separator`: the id that starts and ends a document, or None (characters).
+    `dropout`: the probability of BPE dropout that the file asks for, which is switched off.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
-        self._backend = backend
+        self.dropout: float = getattr(backend.model, "dropout", None) or 0.0
+        self._backend = backend = control_tokens.for_documents(backend)
         backend.no_truncation()
         backend.no_padding()
-        backend.encode_special_tokens = True  # a separator spelled out in a document is ordinary text
+        backend.encode_special_tokens = True  # a special token spelled out in a document is ordinary text
         self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
-        known = (backend.token_to_id(token) for token in _SEPARATORS)
-        self.separator: int | None = next((token for token in known if token is not None), None)
+        separator = control_tokens.separator(backend)
+        self.separator: int | None = None if separator is None else backend.token_to_id(separator)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without separators. Raise InputError for text without tokens."""

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxlm.inference import steps
 from jaxlm.inference.cache import DenseCache, cache_shardings, empty_cache
 from jaxlm.inference.requests import Sampling, check_prompts
-from jaxlm.inference.sampling import RowSampling, row_sampling, sample
+from jaxlm.inference.sampling import RowSampling, check_drawn, row_sampling, sample
 from jaxlm.models.config import Kernels, ModelConfig
 from jaxlm.models.kernels import using_kernels
 from jaxlm.models.tree import Tree, abstract
@@ -47,7 +47,7 @@ def generate(
         same programs again.
       kernels: `training.kernels`.
 
-    Raises InputError as `check_prompts` does.
+    Raises InputError as `check_prompts` does, and where logits are not finite.
     """
     check_prompts(model, prompts, max_tokens, pad_to)
     longest, batch = max(pad_to, *map(len, prompts)), len(prompts)
@@ -61,11 +61,11 @@ def generate(
     how = row_sampling([sampling] * batch if isinstance(sampling, Sampling) else sampling, seed, streams)
     with jax.set_mesh(mesh):
         tokens, cache = start(parameters, padded, length, how)
-    yield np.asarray(tokens)
+    yield check_drawn(np.asarray(tokens))
     for _ in range(max_tokens - 1):
         with jax.set_mesh(mesh):  # not across a yield: the caller must not find a mesh set
             tokens, cache = step(parameters, tokens, cache, how)
-        yield np.asarray(tokens)
+        yield check_drawn(np.asarray(tokens))
 
 
 @lru_cache(maxsize=8)

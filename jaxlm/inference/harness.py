@@ -1,11 +1,13 @@
 """An adapter of a model to EleutherAI's lm-evaluation-harness. Needs the extra `lm-eval`."""
 
 from collections import Counter, defaultdict
+from itertools import chain
+from math import inf
 from typing import Any
 
 from jax.sharding import Mesh
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
+from lm_eval.api.model import LM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from pydantic import TypeAdapter, ValidationError
@@ -20,6 +22,8 @@ from jaxlm.inference.scoring import Scorer, padded_length
 from jaxlm.models.config import Kernels, ModelConfig
 from jaxlm.models.tree import Tree
 
+Pair = tuple[list[int], list[int]]  # token ids of a context and of its continuation
+
 _SECTION = "generation_kwargs"
 _TYPES = {
     **dict.fromkeys(("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"), int),
@@ -33,12 +37,13 @@ _OFF = {
 _MAX_TOKENS = 256  # the harness's default, used unless the task gives a number or the context is too short
 
 
-class HarnessModel(TemplateLM):
+class HarnessModel(LM):
     """The three request types of `lm_eval`, answered for parameters on a mesh, `batch` requests at a time.
 
     As in training, a text begins after the tokenizer's separator. A request that is too long for the context loses its
-    beginning, as everywhere in the harness; `truncated` counts these requests by task. Parameters are in the dtype to
-    compute in.
+    beginning, as everywhere in the harness; `truncated` counts these requests by task. A request that the tokenizer
+    cannot encode, or that has no token before what is asked for, scores −∞ or gives no text; `unanswered` counts these.
+    Parameters are in the dtype to compute in.
     """
 
     def __init__(
@@ -54,42 +59,64 @@ class HarnessModel(TemplateLM):
         self._model, self._parameters, self._mesh = model, parameters, mesh
         self._tokens, self._batch, self._kernels = tokenizer, batch, kernels
         self.truncated: Counter[str] = Counter()
-        self._asked: list[Instance] = []
+        self.unanswered: Counter[str] = Counter()
         self._score = Scorer(model, parameters, batch, mesh, tokenizer.vocab_size, kernels)
-
-    @property
-    def eot_token_id(self) -> int:
-        """The separator of documents. Raises InputError if the tokenizer has none."""
-        if self._tokens.separator is None:
-            raise InputError("the run's tokenizer has no separator, so that nothing stands before a text's first token")
-        return self._tokens.separator
-
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Return the token ids of a text from its beginning, or of a continuation (`add_special_tokens` is False)."""
-        return self._tokens.encode(string) if add_special_tokens is False else self._tokens.encode_prompt(string)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return (ln p(continuation | context), whether greedy decoding gives it) for each request."""
-        self._asked = requests
-        return super().loglikelihood(requests, disable_tqdm=True)  # tokenizing is quick; scoring shows a bar
-
-    def _loglikelihood_tokens(self, requests: list, **_: Any) -> list[tuple[float, bool]]:
-        pairs = [(context, continuation) for _, context, continuation in requests]
-        scores = self._scores(pairs)
-        self.truncated.update(one.task_name for one, score in zip(self._asked, scores, strict=True) if score.truncated)
-        return [(score.logprob, score.greedy) for score in scores]
+        pairs = [self._pair(*request.args) for request in requests]
+        for request, pair in zip(requests, pairs, strict=True):
+            self.truncated[request.task_name] += sum(map(len, pair or ())) > self._model.context_length + 1
+        return self._answers(requests, pairs)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return ln p of whole texts, each token after the context that the windows of the harness give it."""
-        pairs, sizes = [], []
-        for request in requests:
-            ids = self.tok_encode(request.args[0], add_special_tokens=False)
-            windows = get_rolling_token_windows(ids, self.prefix_token_id, self._model.context_length, context_len=1)
-            before = len(pairs)
-            pairs += map(make_disjoint_window, windows)
-            sizes.append(len(pairs) - before)
-        scores = iter(self._scores(pairs))
-        return [sum(next(scores).logprob for _ in range(size)) for size in sizes]
+        """Return ln p of whole texts, each token after the context that the windows of the harness give it.
+
+        Raises InputError for a tokenizer without separator.
+        """
+        if self._tokens.separator is None:
+            raise InputError("the run's tokenizer has no separator, so that nothing stands before a text's first token")
+        pairs = [self._pair("", request.args[0]) for request in requests]
+        return [logprob for logprob, _ in self._answers(requests, pairs)]
+
+    def _pair(self, context: Any, continuation: Any) -> Pair | None:
+        """Return the token ids of both; None if they cannot be encoded, or if no token stands before the continuation.
+
+        As in the harness, blanks at the end of the context go to the continuation. A continuation that merges with the
+        context's last token, and so has no token of its own, is encoded alone.
+        """
+        context, continuation = _text(context), _text(continuation)
+        before = context.rstrip()
+        after = context[len(before) :] + continuation
+        try:
+            ids = self._tokens.encode_prompt(before)
+            asked = self._tokens.encode_prompt(before + after)[len(ids) :] or self._tokens.encode(after)
+        except InputError:
+            return None
+        return (ids, asked) if ids or not asked else None
+
+    def _answers(self, requests: list[Instance], pairs: list[Pair | None]) -> list[tuple[float, bool]]:
+        """Return (ln p, whether it is greedy): (0, True) of no tokens, (−∞, False) without a pair."""
+        windows = [self._windows(*pair) if pair else [] for pair in pairs]
+        scores: list[Any] = [None] * sum(map(len, windows))
+        with tqdm(total=len(scores), desc="scoring", disable=None) as bar:
+            for index, score in self._score([*chain.from_iterable(windows)]):
+                scores[index] = score
+                bar.update()
+        answers, left = [], iter(scores)
+        for request, pair, some in zip(requests, pairs, windows, strict=True):
+            parts = [next(left) for _ in some]
+            self.unanswered[request.task_name] += pair is None
+            logprob = -inf if pair is None else sum(part.logprob for part in parts)
+            answers.append((logprob, pair is not None and all(part.greedy for part in parts)))
+        return answers
+
+    def _windows(self, context: list[int], continuation: list[int]) -> list[Pair]:
+        """Return the pairs to score: several for a continuation that is longer than the model's context."""
+        longest = self._model.context_length
+        if len(continuation) <= longest:
+            return [(context, continuation)] if continuation else []
+        return [*map(make_disjoint_window, get_rolling_token_windows(continuation, context[-1], longest, 1))]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the text that follows each context, up to a separator, a stop string or the maximum of tokens.
@@ -102,11 +129,14 @@ class HarnessModel(TemplateLM):
         for index, request in enumerate(requests):
             context, given = request.args
             sampling, max_tokens, stops = generation_options(given, self._model.context_length)
-            prompt = self.tok_encode(context)
+            prompt = self._prompt(context)
+            if not prompt:
+                self.unanswered[request.task_name] += 1
+                continue
             self.truncated[request.task_name] += len(prompt) > max_prompt_tokens(self._model, max_tokens)
             alike[max_tokens, stops].append((prompt, sampling, index))
         texts = [""] * len(requests)
-        with tqdm(total=len(requests), desc="generating", disable=None) as bar:
+        with tqdm(total=sum(map(len, alike.values())), desc="generating", disable=None) as bar:
             for (max_tokens, stops), asked in alike.items():
                 asked.sort(key=lambda request: -len(request[0]))
                 for first in range(0, len(asked), self._batch):
@@ -148,13 +178,17 @@ class HarnessModel(TemplateLM):
             write(row, following[row].rest())
         return texts
 
-    def _scores(self, pairs: list) -> list:
-        scores = [None] * len(pairs)
-        with tqdm(total=len(pairs), desc="scoring", disable=None) as bar:
-            for index, score in self._score(pairs):
-                scores[index] = score
-                bar.update()
-        return scores
+    def _prompt(self, context: Any) -> list[int]:
+        """Return the token ids of a context; none if it cannot be encoded."""
+        try:
+            return self._tokens.encode_prompt(_text(context))
+        except InputError:
+            return []
+
+
+def _text(value: Any) -> str:
+    """Return a text of a request, where a task may give a number, or nothing."""
+    return "" if value is None else str(value)
 
 
 def generation_options(given: dict, context: int) -> tuple[Sampling, int, tuple[str, ...]]:

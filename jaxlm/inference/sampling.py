@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlm.core.errors import InputError
 from jaxlm.inference.requests import Sampling
 
+NO_TOKEN = -1  # drawn from logits that give no distribution
 _ALL = 2**31 - 1  # as top-k: more tokens than a vocabulary has
 
 
@@ -44,6 +46,7 @@ def row_sampling(rows: Sequence[Sampling], seed: int, streams: Sequence[int] | N
 def sample(logits_BV: jax.Array, how: RowSampling, position_B: jax.Array, vocab_size: int | None = None) -> jax.Array:
     """Return token ids, int32 [B]: a row's depends on its logits, options, seed, stream and position alone.
 
+    A row is NO_TOKEN if its largest logit is not finite: logits of NaN, of ∞, or of −∞ alone are no distribution.
     Nothing is drawn where all rows take the likeliest token, and no vocabulary is sorted where none is filtered.
 
     Args:
@@ -62,7 +65,18 @@ def sample(logits_BV: jax.Array, how: RowSampling, position_B: jax.Array, vocab_
         drawn_B = jax.vmap(jax.random.categorical)(_keys(how, position_B), kept_BV)
         return jnp.where(is_drawn_B, drawn_B.astype(jnp.int32), likeliest_B)
 
-    return jax.lax.cond(jnp.any(is_drawn_B), draw, lambda: likeliest_B)
+    drawn_B = jax.lax.cond(jnp.any(is_drawn_B), draw, lambda: likeliest_B)
+    return jnp.where(jnp.isfinite(jnp.max(logits_BV, axis=-1)), drawn_B, NO_TOKEN)
+
+
+def check_drawn(tokens: np.ndarray) -> np.ndarray:
+    """Return tokens [B] that `sample` drew. Raise InputError if one of them is NO_TOKEN."""
+    if (tokens == NO_TOKEN).any():
+        raise InputError(
+            "the model's logits are not finite, so that no token can be drawn: its weights are damaged or have "
+            "diverged, or training.dtype overflows; use another checkpoint, or training.dtype=float32"
+        )
+    return tokens
 
 
 @jax.vmap

@@ -31,7 +31,7 @@ from kernels_pallas.flash_attention.key_range import (
     union,
 )
 from kernels_pallas.flash_attention.operands import Operands, unmasked_scores
-from kernels_pallas.flash_attention.tiles import LOG2_E, FlashSettings
+from kernels_pallas.flash_attention.tiles import LOG2_E, FlashSettings, recomputed
 
 __all__ = [
     "KeyRange",
@@ -247,7 +247,7 @@ def _backward(settings: tuple[FlashSettings, ...], saved: tuple, cotangents: tup
     d_query, d_key, d_value = (functools.reduce(operator.add, each) for each in gradients)
     d_sinks = None
     if operands.sinks is not None:
-        of_sink = jnp.exp(operands.sinks.astype(jnp.float32)[None, :, None] - sums)
+        of_sink = recomputed(jnp.exp(operands.sinks.astype(jnp.float32)[None, :, None] - sums))
         d_sinks = jnp.sum(-of_sink * delta, axis=(0, 2)).astype(operands.sinks.dtype)
     d_bias = None if operands.bias is None else _bias_gradient(settings[0], operands, d_out, d_log_sum_exp)
     return (Operands(d_query, d_key, d_value, None, None, d_sinks, d_bias),)

@@ -38,7 +38,7 @@ from kernels_pallas.flash_attention.ring import (
     tiled,
     warp_specialize,
 )
-from kernels_pallas.flash_attention.tiles import FlashSettings, score_gradient, tanh_by_exp2
+from kernels_pallas.flash_attention.tiles import FlashSettings, recomputed, score_gradient, tanh_by_exp2
 
 _KEYS = CONSUMERS * ROWS
 # By the width of keys: the widest values whose gradients fit in registers, and queries per step.
@@ -187,7 +187,7 @@ def backward(
                 values, factor, slope = settings.factored(products, bias_of_scores(now), tanh=tanh_by_exp2)
                 whole = (visited.full <= i) & (i < visited.full_end)
                 values = lax.cond(whole, lambda values: values, hide, values)
-                weights = jnp.exp2(values * factor - down("sums", 0))
+                weights = recomputed(jnp.exp2(values * factor - down("sums", 0)))
                 d_scores = score_gradient(weights, d_weights, down("sums", 1), slope).astype(dtype)
 
                 def hand_on(d_query: jax.Array) -> None:

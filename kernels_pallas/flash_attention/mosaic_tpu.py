@@ -18,7 +18,7 @@ from kernels_pallas.core import launch, target, tuning
 from kernels_pallas.flash_attention import halves, tile_schedule
 from kernels_pallas.flash_attention.operands import Operands
 from kernels_pallas.flash_attention.tile_schedule import ScheduledTile, TileSchedule
-from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, FlashSettings, dot, score_gradient
+from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, FlashSettings, dot, recomputed, score_gradient
 
 # Queries lie along the lanes, and so do keys in a block of the bias.
 LANES = 128
@@ -242,7 +242,7 @@ def _query_gradient(
             d_query = total[...]
             for keys, (products, d_weights) in _ahead(blocks, _both_products(ref)):
                 scores, slope = _scores(settings, ref, masked, products, tile.inner * blocks.keys, keys)
-                weights = jnp.exp2(scores - ref["log_sum_exp"][...])
+                weights = recomputed(jnp.exp2(scores - ref["log_sum_exp"][...]))
                 d_scores = score_gradient(weights, d_weights, ref["delta"][...], slope)
                 key = ref["key"][keys]
                 d_query += dot(key, d_scores.astype(key.dtype), (0, 0))
@@ -293,7 +293,7 @@ def _key_gradient(
             d_out, query = ref["d_out"][...], ref["query"][...]
             for keys, (products, d_weights) in _ahead(blocks, _both_products(ref)):
                 scores, slope = _scores(settings, ref, masked, products, tile.outer * blocks.keys, keys)
-                weights = jnp.exp2(scores - ref["log_sum_exp"][...])
+                weights = recomputed(jnp.exp2(scores - ref["log_sum_exp"][...]))
                 value_total[keys] += dot(weights.astype(d_out.dtype), d_out, (1, 0))
                 d_scores = score_gradient(weights, d_weights, ref["delta"][...], slope)
                 key_total[keys] += dot(d_scores.astype(query.dtype), query, (1, 0))

@@ -83,6 +83,13 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     return jax.lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=jnp.float32)
 
 
+def recomputed(weights: jax.Array) -> jax.Array:
+    """Return weights made from scores and their log-sum-exp, at most 1: scores of 10⁴ and more round by more than the
+    exponential forgives.
+    """
+    return jnp.minimum(weights, 1.0)
+
+
 def score_gradient(weights: jax.Array, d_weights: jax.Array, delta: jax.Array, slope: jax.Array | None) -> jax.Array:
     """Return the gradient by the scaled products: weights · (d_weights − delta), delta = Σ output · its gradient per
     row.

@@ -18,7 +18,16 @@ from kernels_pallas.core import interpretation, launch, target, tuning
 from kernels_pallas.core.target import TargetChip
 from kernels_pallas.flash_attention.blocks import key_ranges, query_ranges
 from kernels_pallas.flash_attention.operands import Operands
-from kernels_pallas.flash_attention.tiles import LN_2, LOG2_E, LOWEST, FlashSettings, dot, score_gradient, tanh_by_exp2
+from kernels_pallas.flash_attention.tiles import (
+    LN_2,
+    LOG2_E,
+    LOWEST,
+    FlashSettings,
+    dot,
+    recomputed,
+    score_gradient,
+    tanh_by_exp2,
+)
 
 MAX_WIDTH = 256
 # Rows of a matrix unit's smallest tile: widths are multiples.
@@ -182,7 +191,7 @@ def _query_gradient(
             values, factor, slope = settings.factored(_dot_rows(query, key), bias, _tanh)
             if masked:
                 values = jnp.where(_sees(start[:, None], keys.index[None], end[:, None]), values, -jnp.inf)
-            weights = _exp2(values, factor, log_sum_exp[:, None])
+            weights = recomputed(_exp2(values, factor, log_sum_exp[:, None]))
             d_weights = _dot_rows(d_out, _load(ref["value"], keys, V))
             d_scores = score_gradient(weights, d_weights, delta[:, None], slope).astype(ref["key"].dtype)
             return tuple(d + dot(d_scores, chunk, (1, 0)) for d, chunk in zip(d_query, key, strict=True))
@@ -233,7 +242,7 @@ def _key_gradient(
                 if masked:
                     start, end = _load_row(ref["start"], at), _load_row(ref["end"], at)
                     values = jnp.where(_sees(start[None], keys.index[:, None], end[None]), values, -jnp.inf)
-                weights = _exp2(values, factor, _load_row(ref["log_sum_exp"], at, g)[None])
+                weights = recomputed(_exp2(values, factor, _load_row(ref["log_sum_exp"], at, g)[None]))
                 narrow = weights.astype(ref["value"].dtype)
                 d_value = tuple(d + dot(narrow, chunk, (1, 0)) for d, chunk in zip(d_value, d_out, strict=True))
                 d_weights = _dot_rows(value, d_out)

@@ -17,6 +17,7 @@ from jaxlm.config import load
 from jaxlm.data.dataset import prepare
 from jaxlm.inference import generate
 from jaxlm.models import tree
+from jaxlm.training import checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,17 @@ def test_what_is_drawn_goes_on_from_the_prompt(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "the model goes on 😀 here\n"
     assert main(["generate", str(run), "--token-ids", ",".join(map(str, prompt))]) == 0
     assert capsys.readouterr().out == " goes on 😀 here\n"
+
+
+@pytest.mark.parametrize("asked", [["--json"], ["--temperature", "0"]])
+def test_logits_that_are_not_finite_are_one_line(run, monkeypatch, capsys, asked):
+    restore = checkpoints.restore_parameters
+    broken = lambda *given, **how: jax.tree.map(lambda x: x * np.nan, restore(*given, **how))  # noqa: E731
+    monkeypatch.setattr(checkpoints, "restore_parameters", broken)
+    assert main(["generate", str(run), "--token-ids", "1,2", *asked]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith("jaxlm: the model's logits are not finite")
 
 
 @pytest.mark.parametrize("context", [1, 32])

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -255,12 +256,63 @@ def test_requests_that_lose_their_beginning_are_counted(folder, capsys):
     assert evaluate(capsys, folder / "run", "--tasks", choice, "--limit", 1)["tasks"]["cut_choice"]["truncated"] == 3
 
 
+def test_requests_without_an_answer_are_counted(capsys):
+    results = {"results": {"odd": {"acc,none": 0.5}, "plain": {"acc,none": 1.0}}, "configs": {"odd": {}, "plain": {}}}
+    tasks.show(results, Counter(), Counter(odd=2, plain=0), step=40, as_json=True)
+    out, error = capsys.readouterr()
+    assert json.loads(out)["tasks"]["odd"] == {"acc,none": 0.5, "truncated": 0, "unanswered": 2}
+    said = "requests that cannot be encoded, or begin with nothing, scored −∞ or gave no text"
+    assert error == f"jaxlm: {said}: 2 of odd\n"
+
+
 def test_a_text_needs_something_before_its_first_token(model):
     characters = make_adapter((*model[:2], characters_tokenizer(["alpha beta"])), batch=2)
-    assert len(ask(characters, "loglikelihood", ("alpha", " beta"))) == 1
-    for kind, given in (("loglikelihood", ("", "beta")), ("loglikelihood_rolling", ("beta",))):
-        with pytest.raises(InputError, match="tokenizer has no separator"):
-            ask(characters, kind, given)
+    (alone,) = ask(characters, "loglikelihood", ("alpha", " beta"))
+    asked = ("", "beta"), ("alpha", " beta"), ("", ""), ("alpha", "strange")
+    unanswered = (-math.inf, False)
+    answers = ask(characters, "loglikelihood", *asked)
+    assert answers == [unanswered, pytest.approx(alone, abs=1e-5), (0.0, True), unanswered]
+    greedily = {"until": [], "max_gen_toks": 4}
+    texts = ask(characters, "generate_until", *[(context, greedily) for context in ("", "alpha", "strange")])
+    assert texts[0] == texts[2] == "" != texts[1]
+    assert sum(characters.unanswered.values()) == 4
+    with pytest.raises(InputError, match="tokenizer has no separator"):
+        ask(characters, "loglikelihood_rolling", ("beta",))
+
+
+def test_a_degenerate_request_takes_no_other_down(model, adapter):
+    """Each has an answer of its own, and the others have theirs."""
+    plain = [("alpha ", "beta"), ("", "gamma")]
+    expected = ask(adapter, "loglikelihood", *plain)
+    long = "alpha beta " * 9
+    (rolled,) = ask(adapter, "loglikelihood_rolling", (long,))
+    odd = {
+        ("", ""): (0.0, True),
+        ("alpha", ""): (0.0, True),
+        ("alpha", None): (0.0, True),
+        ("", long): (pytest.approx(rolled, abs=1e-3), False),
+        ("half a pair \ud800", "beta"): (-math.inf, False),
+    }
+    before = adapter.unanswered.total()
+    answers = ask(adapter, "loglikelihood", plain[0], *odd, plain[1], (5, 7), ("5", "7"))
+    assert answers[1 : 1 + len(odd)] == list(odd.values())
+    assert [answers[0][0], answers[len(odd) + 1][0]] == pytest.approx([p for p, _ in expected], abs=1e-5)
+    assert answers[-2] == answers[-1] and adapter.unanswered.total() == before + 1
+    assert ask(adapter, "loglikelihood_rolling", ("",), ("\ud800",)) == [0.0, -math.inf]
+    options = {"until": [], "max_gen_toks": 6, "do_sample": False}
+    (alone,) = ask(adapter, "generate_until", ("alpha ", options))
+    assert ask(adapter, "generate_until", ("alpha ", options), ("\ud800", options)) == [alone, ""]
+
+
+def test_a_continuation_that_merges_into_its_context_is_encoded_alone(model):
+    """As "e" after "th" with a tokenizer that has "the"."""
+    tokenizer = tokenizer_fixtures.llama2()
+    merged = make_adapter((*model[:2], tokenizer), batch=2)
+    (context, continuation), other = merged._pair("th", "e"), merged._pair("th", " on")
+    assert (context, continuation) == (tokenizer.encode_prompt("th"), tokenizer.encode("e")) and continuation
+    assert other == (context, tokenizer.encode("th on")[len(context) - 1 :])
+    (answer, _) = ask(merged, "loglikelihood", ("th", "e"), ("th", " on"))
+    assert math.isfinite(answer[0])
 
 
 def test_local_tasks_are_evaluated(folder, model, adapter, capsys):

@@ -92,7 +92,7 @@ LINES = {
     "null": (b'{"text": null}', 'no text in its field "text"'),
     "half a character": (rb'{"text": "\ud83d"}', "not Unicode"),
     "too deep": (b"[" * 100_000, "is not JSON"),
-    "a number too long": (b'{"text": ' + b"1" * 10_000 + b"}", "is not JSON"),
+    "a number too long": (b'{"text": ' + b"1" * 10_000 + b"}", 'no text in its field "text"'),
 }
 
 
@@ -108,6 +108,45 @@ def test_a_broken_line_is_named_and_the_others_are_read(tmp_path, monkeypatch, c
     *before, broken, fourth, third, second, last = read_all(path)
     assert [*before, fourth, third, second, last] == TEXTS[:9]
     assert broken.where == f"{path}:7" and why in broken.why
+
+
+DEEP = "[" * 100_000, "]" * 100_000
+UNASKED = {
+    "a long integer": "9" * 5_000,
+    "a long negative integer": "-" + "9" * 10_000,
+    "long digits": "0." + "9" * 5_000 + "e" + "9" * 5_000,
+    "no number": "NaN",
+    "half a character": r'"\ud83d"',
+    "a deep array": "".join(DEEP),
+    "deep objects": '{"text":' * 50_000 + "0" + "}" * 50_000,
+    "brackets in a string": rf'[{DEEP[0]}{DEEP[1]}, "]]}}}}\\\"[{{"]',
+}
+
+
+@pytest.mark.parametrize("case", UNASKED)
+@pytest.mark.parametrize("form", ['{"x": %s, "text": "a [\\"b\\"] {"}', '{"text": "a [\\"b\\"] {", "x": [%s, 1]}'])
+def test_what_nobody_asked_for_loses_no_record(tmp_path, case, form):
+    path = tmp_path / "a.jsonl"
+    path.write_text(form % UNASKED[case] + "\n")
+    assert read_all(path) == ['a ["b"] {']
+
+
+def test_a_deep_value_without_its_end_is_no_json(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a", "x": ' + DEEP[0] + "}")
+    (broken,) = read_all(path)
+    assert broken.why == "is not JSON (100,000 brackets are not closed)"
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.py", *RECORDS])
+def test_line_ends_stay_as_they_are(tmp_path, name):
+    text = "# one\r\ntwo\rthree\n\r\n"
+    path = tmp_path / name
+    if name in RECORDS:
+        write(path, [text])
+    else:
+        path.write_bytes(b"\xef\xbb\xbf" * (name == "a.txt") + text.encode())
+    assert read_all(path) == [text]
 
 
 def test_a_byte_order_mark_and_other_line_ends_are_no_matter(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 
 from jaxlm.core.errors import InputError
 from jaxlm.inference.requests import Sampling
-from jaxlm.inference.sampling import filtered, row_sampling, sample
+from jaxlm.inference.sampling import NO_TOKEN, check_drawn, filtered, row_sampling, sample
 
 PROBABILITIES = np.array([0.5, 0.3, 0.15, 0.05])
 LOGITS = jnp.log(jnp.asarray(PROBABILITIES, jnp.float32))[None]
@@ -70,6 +70,21 @@ def test_temperature_zero_takes_the_likeliest():
     logits = jnp.array([[0.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
     how = row_sampling([Sampling(temperature=0.0)] * 2, seed=0)
     np.testing.assert_array_equal(sample(logits, how, jnp.zeros(2, jnp.int32)), [1, 0])
+
+
+@pytest.mark.parametrize("how", [Sampling(0.0), Sampling(), Sampling(top_k=2, top_p=0.5)])
+def test_logits_that_are_not_finite_give_no_token(how):
+    nan, inf = jnp.nan, jnp.inf
+    bad = [[nan] * 4, [0.0, nan, 1.0, 2.0], [0.0, inf, 1.0, 2.0], [-inf] * 4]
+    good = [[0.0, 9.0, 1.0, -inf], [-inf, 9.0, -inf, -inf], [0.0, 1e30, -1e30, 2.0]]
+    rows = row_sampling([how] * 7, seed=0)
+    jitted = jax.jit(lambda *arrays: sample(*arrays))
+    tokens = np.asarray(jitted(jnp.array(bad + good), rows, jnp.zeros(7, jnp.int32)))
+    assert (tokens[:4] == NO_TOKEN).all() and (tokens[4:] >= 0).all() and (check_drawn(tokens[4:]) == tokens[4:]).all()
+    with pytest.raises(InputError, match="logits are not finite"):
+        check_drawn(tokens)
+    padded = jnp.array([[0.0, 1.0, nan, inf]])
+    assert draw(padded, how, 1, vocab_size=2).item() in (0, 1)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -1,6 +1,7 @@
 """Properties of attention alone: its gradients, masked keys, and NaN."""
 
 import functools
+import itertools
 
 import chex
 import jax
@@ -80,6 +81,35 @@ def test_gradients_are_finite_differences(implementation):
     # remaining error is float32's, of terms that cancel.
     error = 1e-4 * sum(map(abs, along))
     np.testing.assert_allclose((4 * slope(1e-2) - slope(2e-2)) / 3, sum(along), rtol=0, atol=error)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "magnitude"),
+    [
+        *itertools.product(["reference", *IMPLEMENTATIONS], [6e4, 1e9]),
+        *itertools.product(["reference", "xla", "triton", "mosaic_tpu"], [1e20]),  # where Hopper's forward overflows
+    ],
+)
+@interpreted()
+def test_weights_stay_at_most_one_at_extreme_scores(implementation, magnitude):
+    """Every query sees key 0 alone, whose value's gradient is then the sum of 16 weights of 1."""
+    T, H = 16, 64
+    dtype = jnp.bfloat16 if implementation == "mosaic_gpu" else jnp.float32
+    query = jnp.zeros((1, T, 1, H), dtype).at[..., 0].set(-magnitude)
+    key, value = jnp.zeros((1, T, 1, H), dtype).at[..., 0].set(1), jnp.ones((1, T, 1, H), dtype)
+    first = KeyRange(np.zeros((1, T), np.int32), np.ones((1, T), np.int32))
+
+    # Optimised, XLA fuses products with sums as chips do: the backward pass rounds scores otherwise than the forward.
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
+    def gradients(*arrays):
+        attend = functools.partial(flash_attention, key_range=first, scale=1.0, implementation=implementation)
+        return jax.grad(lambda *arrays: jnp.sum(attend(*arrays).astype(jnp.float32)), argnums=(0, 1, 2))(*arrays)
+
+    d_query, d_key, d_value = gradients(query, key, value)
+    assert not np.any(d_value[:, 1:]) and not np.any(d_query) and not np.any(d_key)
+    assert np.all(d_value <= 16.0)
+    if magnitude == 6e4:
+        assert np.all(d_value[:, 0] == 16.0)
 
 
 @pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])

@@ -1,0 +1,61 @@
+"""Compare runs: the keys that differ, and their losses at equal steps and tokens."""
+
+import argparse
+import json
+from string import ascii_uppercase
+from typing import TYPE_CHECKING
+
+from jaxlm import api
+from jaxlm.cli.paths import path
+from jaxlm.core.errors import InputError
+
+if TYPE_CHECKING:
+    from jaxlm.runs import LossesAt
+
+_COLUMNS = 6  # of losses in a table, which 80 characters hold
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=path, metavar="RUN", help="folders of two runs or more")
+    parser.add_argument("--png", type=path, metavar="PATH", help="draw the losses of all into one picture")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    if not 2 <= len(arguments.runs) <= len(ascii_uppercase):
+        raise InputError(f"compare takes 2 to {len(ascii_uppercase)} runs, not {len(arguments.runs)}")
+    found = api.compare(arguments.runs, arguments.png)
+    if arguments.json:
+        losses = {
+            name: {scale: [row._asdict() for row in rows] for scale, rows in each._asdict().items()}
+            for name, each in (("training", found.training), ("held_out", found.held_out))
+        }
+        print(json.dumps({**found._asdict(), **losses}))
+        return 0
+    for letter, run in zip(ascii_uppercase, found.runs, strict=False):
+        print(letter, run)
+    for key, values in found.keys.items():
+        print(f"{key}: {', '.join(f'{a} {_shown(value)}' for a, value in zip(ascii_uppercase, values, strict=False))}")
+    if not found.keys:
+        print("no key differs")
+    for name, losses in (("training", found.training), ("held-out", found.held_out)):
+        _show(f"{name} loss at equal steps", "step", losses.steps, len(found.runs))
+        if [row.losses for row in losses.tokens] != [row.losses for row in losses.steps]:
+            _show(f"{name} loss at equal tokens", "tokens", losses.tokens, len(found.runs))
+    return 0
+
+
+def _show(title: str, scale: str, rows: "list[LossesAt]", runs: int) -> None:
+    from jaxlm.cli.tables import add_numbers, headed, print_table
+
+    print(f"{title}:" if rows else f"{title}: no {scale} has one in every run")
+    for first in range(0, runs if rows else 0, _COLUMNS):
+        table = headed()
+        shown = slice(first, first + _COLUMNS)
+        add_numbers(table, (scale, *ascii_uppercase[:runs][shown]))
+        for row in rows:
+            table.add_row(f"{row.at:,}", *(f"{loss:.4f}" for loss in row.losses[shown]))
+        print_table(table)
+
+
+def _shown(value: object) -> str:
+    return "–" if value is None else json.dumps(value, ensure_ascii=False)

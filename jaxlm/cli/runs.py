@@ -1,0 +1,42 @@
+"""List runs: state, step, losses and age."""
+
+import argparse
+import json
+from pathlib import Path
+
+from jaxlm import api
+from jaxlm.cli.paths import path
+from jaxlm.core.units import age, or_dash
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder", nargs="?", type=path, default=Path("runs"), metavar="FOLDER", help="folder that holds runs (runs)"
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    found = api.runs(arguments.folder)
+    if arguments.json:
+        print(json.dumps({"runs": [run._asdict() for run in found]}))
+        return 0
+    if not found:
+        print(f"{arguments.folder} holds no run; jaxlm train makes one")
+        return 0
+
+    from jaxlm.cli.tables import add_numbers, headed, print_table
+
+    table = headed()
+    table.add_column("run", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    add_numbers(table, ("step", "loss", "held out", "age"))
+    for run in found:
+        table.add_row(
+            run.run,
+            run.state,
+            f"{run.step}/{or_dash(run.steps, str)}",
+            *(or_dash(loss, "{:.4f}".format) for loss in (run.loss, run.held_out_loss)),
+            age(run.age_s),
+        )
+    print_table(table)
+    return 0

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from jaxlm import api
 from jaxlm.cli.paths import path
+from jaxlm.cli.tables import TextTable, numbers
 from jaxlm.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -45,16 +46,13 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _show(title: str, scale: str, rows: "list[LossesAt]", runs: int) -> None:
-    from jaxlm.cli.tables import add_numbers, headed, print_table
-
     print(f"{title}:" if rows else f"{title}: no {scale} has one in every run")
     for first in range(0, runs if rows else 0, _COLUMNS):
-        table = headed()
         shown = slice(first, first + _COLUMNS)
-        add_numbers(table, (scale, *ascii_uppercase[:runs][shown]))
+        table = TextTable(numbers(scale, *ascii_uppercase[:runs][shown]))
         for row in rows:
-            table.add_row(f"{row.at:,}", *(f"{loss:.4f}" for loss in row.losses[shown]))
-        print_table(table)
+            table.add(f"{row.at:,}", *(f"{loss:.4f}" for loss in row.losses[shown]))
+        table.print()
 
 
 def _shown(value: object) -> str:

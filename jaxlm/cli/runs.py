@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jaxlm import api
 from jaxlm.cli.paths import path
+from jaxlm.cli.tables import TextTable, names, numbers, texts
 from jaxlm.core.units import age, or_dash
 
 
@@ -24,19 +25,14 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"{arguments.folder} holds no run; jaxlm train makes one")
         return 0
 
-    from jaxlm.cli.tables import add_numbers, headed, print_table
-
-    table = headed()
-    table.add_column("run", overflow="fold")
-    table.add_column("state", no_wrap=True)
-    add_numbers(table, ("step", "loss", "held out", "age"))
+    table = TextTable([*texts("run"), *names("state"), *numbers("step", "loss", "held out", "age")])
     for run in found:
-        table.add_row(
+        table.add(
             run.run,
             run.state,
             f"{run.step}/{or_dash(run.steps, str)}",
             *(or_dash(loss, "{:.4f}".format) for loss in (run.loss, run.held_out_loss)),
             age(run.age_s),
         )
-    print_table(table)
+    table.print()
     return 0

@@ -115,16 +115,10 @@ def test_what_cannot_be_compared_is_one_line(make, tmp_path, capsys):
 
 
 def test_many_runs_keep_their_numbers_on_a_terminal_of_80_columns(make, monkeypatch, capsys):
-    monkeypatch.setattr("jaxlm.cli.tables.print_table", narrow)
+    monkeypatch.setattr("jaxlm.cli.tables._PIPE_WIDTH", 80)
     shown = printed(capsys, "compare", *(make(f"run-{i}", offset=i) for i in range(9)))
     assert "…" not in shown and max(map(len, shown.splitlines()[9:])) <= 80
     assert all(f"{3.6 + i:.4f}" in shown for i in range(9))
-
-
-def narrow(table):
-    from rich.console import Console
-
-    Console(width=80).print(table)
 
 
 def test_tensorboard_is_installed_by_what_the_docs_tell():

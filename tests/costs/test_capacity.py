@@ -31,7 +31,7 @@ def test_a_large_model_is_refused_before_its_tokenizer_is_trained(cpu, tmp_path,
     out, error = capsys.readouterr()
     line = error.splitlines()[-1]
     assert out == "" and "Traceback" not in error and not (tmp_path / "run").exists()
-    assert line.startswith("jaxlm: a step needs ") and "GiB of memory on each device (" in line
+    assert line.startswith("jaxlm: a step needs ") and "TiB of memory on each device (" in line
     assert "which has 16.00 GiB: choose a smaller model, or more devices; jaxlm plan says" in line
 
 

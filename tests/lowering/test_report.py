@@ -234,7 +234,8 @@ def run(capsys, *arguments) -> tuple[int, dict]:
     return status, json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("platform", sampled(["tpu", "cuda"], ["cuda"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_the_command_reports_and_keeps_the_programs(small, platform, capsys, tmp_path):
     status, row = run(capsys, small, "--on", FOUR[platform], "--mesh", "fsdp=2,tensor=2", "--dump", tmp_path / "kept")
     assert status == 0 and row["fits"] and row["devices"] == 4

@@ -74,13 +74,14 @@ def _overridden(overrides: Iterable[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for override in overrides:
         _set(values, override)
-    return dict(_leaves(values))
+    return dict(leaves(values))
 
 
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of nested tables."""
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
 
@@ -113,9 +114,9 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-# Sizes that may be rounded up to suit a mesh; others are bound to one another.
 # Tokens per row where nothing says how many, of a model whose context is longer.
 DEFAULT_SEQUENCE = 8192
+# Sizes that may be rounded up to suit a mesh; others are bound to one another.
 _PADDABLE = ("model.vocab_size", ".feed_forward.d_ff")
 
 

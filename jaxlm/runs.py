@@ -2,13 +2,12 @@
 
 import os
 import time
-import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from jaxlm.config import Experiment
+from jaxlm.config import Experiment, leaves
 from jaxlm.core.errors import InputError
 from jaxlm.run import Run
 from jaxlm.training.paths import RunPaths
@@ -133,18 +132,10 @@ def _curves(run: Run, experiment: Experiment) -> _Curves:
 
 
 def _differing(experiments: Iterable[Experiment]) -> dict[str, list[Any]]:
-    values = [dict(_leaves(tomllib.loads(experiment.to_toml()))) for experiment in experiments]
+    values = [dict(leaves(experiment.model_dump(mode="json", exclude_none=True))) for experiment in experiments]
     keys = dict.fromkeys(key for each in values for key in each)
     found = {key: [each.get(key) for each in values] for key in keys}
     return {key: each for key, each in found.items() if any(value != each[0] for value in each)}
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def _losses(runs: Sequence[_Curves], curve: Callable[[_Curves], dict[int, float]]) -> Losses:

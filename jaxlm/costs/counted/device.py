@@ -48,14 +48,15 @@ class DeviceStep:
 
     def operand(self, use: Use, index: int) -> tuple[int, ...]:
         """Return the shape of an operand, for the rows of a microbatch."""
-        return self._local(use.marker.operands[index], use.shapes[index], use.readers)
+        return self.work.shape(use.marker.operands[index], use.shapes[index], use.readers)
 
     def result(self, use: Use, index: int = 0) -> tuple[int, ...]:
         """Return the shape of a result, for the rows of a microbatch."""
-        return self._local(use.marker.results[index], use.made[index], use.readers)
+        return self.work.shape(use.marker.results[index], use.made[index], use.readers)
 
-    def _local(self, axes: Axes, shape: tuple[int, ...], readers: int | None) -> tuple[int, ...]:
-        return self.work.shape(axes, shape, readers)
+    def matrix(self, use: Use) -> int:
+        """Return the numbers of the matrix or table that an operation multiplies by or looks up, whole in `fsdp`."""
+        return math.prod(self.operand(use, int(use.name != "look_up")))
 
     @cached_property
     def numbers(self) -> dict[int, int]:

@@ -82,7 +82,8 @@ def trained(work: Workload) -> Memory:
     parameters that are not frozen. Gradients of the tables and the working copy of the layers never coexist."""
     leaves, moved, shares = parameters(work.model).values(), sum(_gradients(work).values()), copied(work.model)
     total = sum(work.stored(d.axes, d.shape) for d in leaves)
-    sliced = int(sum(work.stored(d.axes, d.shape) * shares.get(path, 0) for path, d in parameters(work.model).items()))
+    declared = parameters(work.model)
+    sliced = int(sum(work.stored(declared[path].axes, declared[path].shape) * n for path, n in shares.items()))
     working = (total * (work.dtype != "float32") + sliced) * work.itemsize
     state = operations.optimizer_bytes(work) + (4 * total if work.average else 0)
     return Memory(4 * total + working, moved * work.itemsize + _sums(work, moved), state, 0, 0, 0)
@@ -178,7 +179,7 @@ def _whole(device: DeviceStep, use: Use) -> int:
     """Bytes of the matrix of an operation if it is gathered along `fsdp`."""
     i = int(use.name != "look_up")
     gathered = device.shards(use.marker.operands[i], use.shapes[i], "fsdp") > 1
-    return device.work.itemsize * math.prod(device.operand(use, i)) if gathered else 0
+    return device.work.itemsize * device.matrix(use) if gathered else 0
 
 
 def _of_module(uses: Sequence[Use], at: int) -> list[Use]:

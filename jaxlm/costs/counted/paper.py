@@ -168,25 +168,23 @@ class _Reader:
     """A reader of recorded jaxprs, which numbers their values."""
 
     def __init__(self) -> None:
-        self.found, self._numbers, self._readers, self._axes = Recording(), 0, {}, {}
+        self.found, self._numbers = Recording(), 0
+        # Of values: the query heads that read key/value heads, logical axes, and the gathered value.
+        self._readers, self._axes, self._gathered = {}, {}, {}
 
     def new(self, *sources: int) -> int:
         """Return the number of a new value, made of these."""
         self._numbers += 1
         if sources:
             self.found.sources[self._numbers] = sources
-            self._inherit(self._numbers, sources)
+            if readers := next((self._readers[source] for source in sources if source in self._readers), None):
+                self._readers[self._numbers] = readers
         return self._numbers
-
-    def _inherit(self, value: int, sources: Iterable[int]) -> None:
-        if readers := next((self._readers[source] for source in sources if source in self._readers), None):
-            self._readers[value] = readers
 
     def read(self, jaxpr: Jaxpr, inputs: list[int], scope: tuple[str, ...], times: int, layer: int | None) -> list[int]:
         """Read a jaxpr and return the numbers of its results."""
         values: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
         values |= {each: self.new() for each in jaxpr.constvars}
-        gathered: dict[tuple, list[int]] = {}
 
         def number(atom: Any) -> int | None:
             return None if isinstance(atom, Constant) else values[atom]
@@ -196,12 +194,8 @@ class _Reader:
             known = [value for value in operands if value is not None]
             here = (*scope, *(part for each in eqn.source_info.name_stack.stack for part in each.name.split("/")))
             name, inner = eqn.primitive.name, eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-            if eqn.primitive is MARKER and (gather := (eqn.params["marker"].operation, *known)) in gathered:
-                results = gathered[gather]  # XLA gathers a value once, whoever reads it
-            elif eqn.primitive is MARKER:
+            if eqn.primitive is MARKER:
                 results = self._use(eqn, known, here, times, layer)
-                if gather[0] == "gather":
-                    gathered[gather] = results
             elif name in _PRODUCTS:
                 raise ValueError(f"{'/'.join(here) or 'the model'} multiplies outside of the operations of a model")
             elif name == "scan":
@@ -226,7 +220,12 @@ class _Reader:
 
     def _use(self, eqn: Any, operands: list[int], scope: tuple[str, ...], times: int, layer: int | None) -> list[int]:
         """Add the use of an operation and return the numbers of its results."""
-        marker, results = eqn.params["marker"], [self.new(*operands) for _ in eqn.outvars]
+        marker = eqn.params["marker"]
+        if marker.operation == "gather" and operands[0] in self._gathered:
+            return [self._gathered[operands[0]]]  # XLA gathers a value once, whoever reads it
+        results = [self.new(*operands) for _ in eqn.outvars]
+        if marker.operation == "gather":
+            self._gathered[operands[0]] = results[0]
         shapes, made = (tuple(tuple(atom.aval.shape) for atom in side) for side in (eqn.invars, eqn.outvars))
         readers = dict(marker.options).get("readers") or self._readers.get(results[0])
         for value, axes in zip(results, marker.results, strict=True):

@@ -24,8 +24,8 @@ def parameters(model: ModelConfig) -> dict[str, tree.Dimensions]:
 
 @functools.lru_cache(maxsize=256)
 def copied(model: ModelConfig) -> dict[str, Fraction]:
-    """Return the share of each parameter that training copies before the loops over layers, by path."""
-    return nnx.merge(*abstract(model)).copied()
+    """Return the share of each parameter that training copies before the loops over layers, by path; no zeros."""
+    return {path: share for path, share in nnx.merge(*abstract(model)).copied().items() if share}
 
 
 @functools.lru_cache(maxsize=1024)

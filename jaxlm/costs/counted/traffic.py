@@ -46,15 +46,12 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
     work, found, fsdp, train = device.work, device.found, ("fsdp",), device.work.kind == "train"
     each = work.microbatches
 
-    def numbers(use: Use) -> int:
-        return math.prod(device.operand(use, use.name != "look_up"))
-
     tables: dict[str, list[Use]] = defaultdict(list)
     for use in found.by_layer[None]:
         if use.name in ("look_up", *PRODUCTS):
             tables[found.parameter(use)].append(use)
     for path, uses in tables.items():
-        once, whole = any(use.name == "look_up" for use in uses), work.itemsize * numbers(uses[0])
+        once, whole = any(use.name == "look_up" for use in uses), work.itemsize * device.matrix(uses[0])
         trains = train and path not in work.frozen
         yield Collective("all-gather", fsdp, 1 if once else each, whole, path)
         yield Collective("reduce-scatter", fsdp, each * trains * len(uses), whole, path)
@@ -63,8 +60,10 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
         passes = 2 if any(map(device.trains, products)) else 1
         trained = [use for use in products if train and found.parameter(use) not in work.frozen]
         times = each * products[0].times if products else 0
-        yield Collective("all-gather", fsdp, times * passes, work.itemsize * sum(map(numbers, products)), "layers")
-        yield Collective("reduce-scatter", fsdp, times, work.itemsize * sum(map(numbers, trained)), "layers")
+        yield Collective(
+            "all-gather", fsdp, times * passes, work.itemsize * sum(map(device.matrix, products)), "layers"
+        )
+        yield Collective("reduce-scatter", fsdp, times, work.itemsize * sum(map(device.matrix, trained)), "layers")
     vectors = {
         path: use.times * math.prod(device.operand(use, i))
         for use in found.uses

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxlm.costs.ranking import Ranking
     from jaxlm.data.tokenizers import Tokenizer
     from jaxlm.inference.completion import Completion, Piece
+    from jaxlm.inference.requests import Named, Request, Sampling
     from jaxlm.lowering.report import CompiledStep
     from jaxlm.models.config import ModelConfig
     from jaxlm.models.tree import Tree
@@ -190,64 +191,85 @@ class LoadedModel:
         prompts: Sequence[str | Sequence[int]],
         max_tokens: int | None = None,
         *,
+        num_samples: int = 1,
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        stop: Sequence[str] = (),
         seed: int = 0,
     ) -> "list[Completion]":
-        """Continue prompts together, each up to the separator of documents.
+        """Continue prompts, each up to the separator of documents: `num_samples` continuations of the first prompt,
+        then of the next. Up to `training.batch` are drawn together.
 
         Args:
           prompts: texts, or lists of token ids.
           max_tokens: the most tokens to draw for each; by default `MAX_TOKENS`, or what the context leaves.
+          num_samples: continuations of each prompt.
           temperature: 0 takes the likeliest token.
           top_k: draws among the k likeliest.
           top_p: draws among the fewest that hold this much of the probability.
-          seed: another seed draws other text. The i-th prompt draws from the i-th stream of the seed, so that its
-            text does not depend on the other prompts.
+          stop: strings that end a text before them.
+          seed: another seed draws other text. A continuation has random numbers of the seed, its prompt's place and its
+            own among the samples, so that it does not depend on the others.
 
-        Raises InputError for values that mean nothing, prompts without tokens, more tokens than the context holds, or
-        logits that are not finite.
+        Raises InputError for values that mean nothing, prompts without tokens, more tokens than the context holds, stop
+        strings without a tokenizer, or logits that are not finite.
         """
         from jaxlm.inference.completion import completions
 
-        drawn = self.stream(prompts, max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-        return completions(drawn, len(prompts))
+        drawn = self.stream(
+            prompts, max_tokens, num_samples=num_samples, temperature=temperature, top_k=top_k, top_p=top_p,
+            stop=stop, seed=seed,
+        )  # fmt: skip
+        return completions(drawn, len(prompts) * num_samples)
 
     def stream(
         self,
         prompts: Sequence[str | Sequence[int]],
         max_tokens: int | None = None,
         *,
+        num_samples: int = 1,
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        stop: Sequence[str] = (),
         seed: int = 0,
     ) -> "Iterator[Piece]":
         """Return the pieces of what `generate` gives, as they are drawn. Raises InputError as it does, at once but for
         logits that are not finite."""
-        from jaxlm.inference.completion import pieces
-        from jaxlm.inference.generate import generate
-        from jaxlm.inference.requests import Sampling, check_prompts, check_seed, default_max_tokens
+        from jaxlm.inference.requests import Sampling, check_seed
 
         check_seed(seed)
         sampling = Sampling(temperature, top_k, top_p).check()
-        asked = [self.encode(prompt) for prompt in prompts]
-        if max_tokens is None:
-            max_tokens = default_max_tokens(self.config, max(map(len, asked), default=0), MAX_TOKENS)
-        check_prompts(self.config, asked, max_tokens)
-        drawn = generate(
-            self.config,
-            self.parameters,
-            asked,
-            max_tokens,
-            self.mesh,
-            sampling=sampling,
-            seed=seed,
-            vocab_size=self.tokenizer and self.tokenizer.vocab_size,
-            kernels=self.experiment.training.kernels,
+        return self.complete(self.requests(prompts, max_tokens, num_samples, sampling, stop), seed)
+
+    def requests(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        max_tokens: int | None,
+        num_samples: int,
+        sampling: "Sampling",
+        stop: Sequence[str],
+        **named: "Named",
+    ) -> "list[Request]":
+        """Return what `generate` asks for, for `complete`. Raises InputError as `jaxlm.inference.requests.sampled`."""
+        from jaxlm.inference.requests import sampled
+
+        encoded = [self.encode(prompt) for prompt in prompts]
+        limit = MAX_TOKENS if max_tokens is None else max_tokens
+        return sampled(
+            self.config, encoded, limit, num_samples, sampling, stop, within_context=max_tokens is None, **named
         )
-        return pieces(drawn, asked, self.tokenizer)
+
+    def complete(self, requests: "Sequence[Request]", seed: int = 0) -> "Iterator[Piece]":
+        """Return the pieces of the continuations of requests, as they are drawn. Raises InputError as `generate`."""
+        from jaxlm.inference.completion import Completer
+
+        if self.tokenizer is None and any(request.stop for request in requests):
+            raise InputError("the run has no tokenizer, so that there is no text to find a stop string in")
+        training = self.experiment.training
+        complete = Completer(self.config, self.parameters, self.tokenizer, training.batch, self.mesh, training.kernels)
+        return complete(requests, seed)
 
     def evaluate(self, data: str | None = None, display: "Display | None" = None) -> "Evaluation":
         """Return the loss on the held-out text of the run, or on all of the text at `data` (a file, directory or glob).

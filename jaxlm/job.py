@@ -198,32 +198,24 @@ class Job:
 
 
 def _sample(experiment: Experiment, dataset: Dataset, parameters: Any, mesh: "Mesh") -> str:
-    """Continue the beginning of a held-out document; a mark stands where the prompt ends."""
+    """Continue the beginning of a held-out document; a mark stands where the prompt ends. A model that has diverged has
+    no sample, and is a result all the same."""
     import jax.numpy as jnp
 
-    from jaxlm.inference.detokenizer import Detokenizer
-    from jaxlm.inference.generate import generate
-    from jaxlm.inference.requests import Sampling, max_new_tokens
+    from jaxlm.inference.completion import Completer
+    from jaxlm.inference.requests import Request, Sampling, max_new_tokens
+    from jaxlm.inference.sampling import NotFinite
     from jaxlm.training.step import cast
 
     model, store = experiment.model, max(dataset.sources.values(), key=lambda source: source.weight).held_out
     longest = int(store.lengths.argmax())
     given = min(32, math.ceil(model.context_length / 2), int(store.lengths[longest]))
     prompt = store.read(longest, 0, given).tolist()
-    tokens = generate(
-        model,
-        cast(parameters, jnp.dtype(experiment.training.dtype)),
-        [prompt],
-        min(200, max_new_tokens(model, given)),
-        mesh,
-        sampling=Sampling(temperature=0.8, top_p=0.95),
-        seed=experiment.training.seed,
-        vocab_size=dataset.tokenizer.vocab_size,
-        kernels=experiment.training.kernels,
-    )
-    ids = [int(token[0]) for token in tokens]
-    if dataset.tokenizer.separator in ids:
-        ids = ids[: ids.index(dataset.tokenizer.separator)]
-    decoder = Detokenizer(dataset.tokenizer, prompt)
-    continuation = "".join([*map(decoder.add, ids), decoder.rest()])
+    cast_parameters, kernels = cast(parameters, jnp.dtype(experiment.training.dtype)), experiment.training.kernels
+    complete = Completer(model, cast_parameters, dataset.tokenizer, 1, mesh, kernels)
+    request = Request(prompt, min(200, max_new_tokens(model, given)), Sampling(temperature=0.8, top_p=0.95))
+    try:
+        continuation = "".join(piece.text or "" for piece in complete([request], experiment.training.seed))
+    except NotFinite:
+        continuation = "[no token can be drawn: the model's logits are not finite]"
     return f"{dataset.tokenizer.decode(prompt)}{_PROMPT_ENDS}{continuation}"

@@ -1,24 +1,40 @@
-"""Continue a prompt with a trained model."""
+"""Continue prompts with a trained model.
+
+Without a prompt each line of standard input is one, continued as it is read; at a terminal Ctrl-D ends it.
+"""
 
 import argparse
 import json
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from jaxlm import api
-from jaxlm.cli import trained
+from jaxlm.cli import prompts, trained
 from jaxlm.cli.paths import as_utf8
-from jaxlm.core.errors import InputError
+from jaxlm.core.errors import InputError, in_one_line
+
+if TYPE_CHECKING:
+    from jaxlm.api import LoadedModel
+    from jaxlm.cli.prompts import Prompt
+    from jaxlm.inference.completion import Piece
+    from jaxlm.inference.requests import Sampling
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     trained.add_arguments(parser)
-    given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--prompt", type=as_utf8, metavar="TEXT", help="text to continue")
-    given.add_argument("--token-ids", metavar="1,2,3", help="token ids to continue")
+    prompts.add_arguments(parser)
     parser.add_argument(
         "--max-tokens",
         type=int,
         metavar="N",
-        help=f"at most this many ({api.MAX_TOKENS}, or fewer where the context ends before)",
+        help=f"at most this many for each ({api.MAX_TOKENS}, or fewer where the context ends before)",
+    )
+    parser.add_argument(
+        "--num-samples", type=int, default=1, metavar="N", help="continuations of each prompt (%(default)s)"
+    )
+    parser.add_argument(
+        "--stop", action="append", type=as_utf8, default=[], metavar="TEXT", help="end a continuation before this text"
     )
     parser.add_argument(
         "--temperature", type=float, default=1.0, metavar="X", help="0 takes the likeliest (%(default)s)"
@@ -31,37 +47,78 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    from jaxlm.inference.completion import completions
-    from jaxlm.inference.requests import Sampling, check_prompts, check_seed, default_max_tokens
+    from jaxlm.inference.requests import Sampling, check_seed
 
-    model = trained.load(arguments)
+    given = prompts.given(arguments)
+    if given is None and arguments.json:
+        raise InputError("--json is of prompts that are given: add --prompt, --prompts or --token-ids")
+    if "" in arguments.stop:
+        raise InputError("--stop '' would end every text; give at least one character")
     check_seed(arguments.seed, _option)
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p).check(_option)
-    text = arguments.prompt
-    prompt = model.encode(_token_ids(arguments.token_ids) if text is None else text)
-    max_tokens = arguments.max_tokens
-    if max_tokens is None:
-        max_tokens = default_max_tokens(model.config, len(prompt), api.MAX_TOKENS)
-    check_prompts(model.config, [prompt], max_tokens, named=_option)
-    drawn = model.stream([prompt], max_tokens, **sampling._asdict(), seed=arguments.seed)
-    if arguments.json:
-        (completion,) = completions(drawn, 1)
-        print(json.dumps(completion._asdict()))
+    model = trained.load(arguments, ("training.batch",))
+    if given is None:
+        _interact(model, sampling, arguments)
         return 0
-    print(text or "", end="", flush=True)
-    for number, piece in enumerate(drawn):
-        print(piece.text if piece.text is not None else f"{',' if number else ''}{piece.token_id}", end="", flush=True)
-    print()
+    pieces = _drawn(model, given, sampling, arguments)
+    if arguments.json:
+        from jaxlm.inference.completion import completions
+
+        drawn = completions(pieces, len(given) * arguments.num_samples)
+        rows = [
+            {"prompt": given[row // arguments.num_samples], **completion._asdict()}
+            for row, completion in enumerate(drawn)
+        ]
+        print(json.dumps({"completions": rows}))
+    else:
+        _show(pieces, given, arguments.num_samples)
     return 0
 
 
+def _drawn(
+    model: "LoadedModel", given: "list[Prompt]", sampling: "Sampling", arguments: argparse.Namespace, stream: int = 0
+) -> "Iterator[Piece]":
+    asked = model.requests(given, arguments.max_tokens, arguments.num_samples, sampling, arguments.stop, named=_option)
+    return model.complete([request._replace(stream=request.stream + stream) for request in asked], arguments.seed)
+
+
+def _interact(model: "LoadedModel", sampling: "Sampling", arguments: argparse.Namespace) -> None:
+    """Continue each line of standard input. A prompt that cannot be continued, and Ctrl-C, end that prompt alone."""
+    for line, prompt in enumerate(prompts.lines()):
+        try:
+            _show(_drawn(model, [prompt], sampling, arguments, line), [prompt], arguments.num_samples)
+        except KeyboardInterrupt:
+            print()
+        except InputError as error:
+            print(f"jaxlm: {in_one_line(error)}", file=sys.stderr)
+
+
+def _show(pieces: "Iterable[Piece]", given: "list[Prompt]", num_samples: int) -> None:
+    """Print texts, as they are drawn, after their prompts. Each of several has a line before it."""
+    from jaxlm.inference.completion import in_order
+
+    shown, separator = -1, ""
+    for row, token, text, finish_reason in in_order(pieces):
+        if row != shown:
+            shown, separator = row, ""
+            print(_heading(row, given, num_samples), end="")
+        if text is not None:
+            print(text, end="", flush=True)
+        elif token is not None:
+            print(f"{separator}{token}", end="", flush=True)
+            separator = ","
+        if finish_reason is not None:
+            print()
+
+
+def _heading(row: int, given: "list[Prompt]", num_samples: int) -> str:
+    """Return the line that names a continuation, where there are several, and its prompt."""
+    prompt, sample = divmod(row, num_samples)
+    names = [f"prompt {prompt + 1}"] * (len(given) > 1) + [f"sample {sample + 1}"] * (num_samples > 1)
+    line = f"--- {', '.join(names)} ---\n" if names else ""
+    return line + (given[prompt] if isinstance(given[prompt], str) else "")
+
+
 def _option(field: str) -> str:
-    """The option that sets it, as a message names it."""
+    """Return the option that sets a field, as a message names it."""
     return f"--{field.replace('_', '-')}"
-
-
-def _token_ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise InputError(f"--token-ids {text!r} is no list of numbers such as 1,2,3") from None

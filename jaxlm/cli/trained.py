@@ -31,12 +31,14 @@ _READ = ("model", "mesh", "training.dtype", "training.kernels")  # sections and 
 def load(
     arguments: Namespace, reads: Collection[str] = (), dtype: str | None = None, workload: "Kind" = "decode"
 ) -> "LoadedModel":
-    """The model of the run, with overrides of what the command reads: more than others in `reads`. Raises InputError as
-    `jaxlm.api.load` does."""
+    """Return the model of the run, with overrides of what the command reads: more than others in `reads`. Compiled
+    programs are kept for the next start. Raises InputError as `jaxlm.api.load` does."""
+    from jaxlm.core import compilation_cache
 
     def say(line: str) -> None:
         print(f"jaxlm: {line}", file=sys.stderr)
 
+    compilation_cache.enable(say)
     return api.load(
         arguments.run,
         arguments.overrides,

@@ -12,6 +12,11 @@ from pathlib import Path
 from typing import TextIO
 
 
+def default_cache() -> str:
+    """Return the folder of rebuildable files, `~` not expanded: `$XDG_CACHE_HOME/jaxlm`, or `~/.cache/jaxlm`."""
+    return os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "jaxlm")
+
+
 def unwritable(folder: Path) -> str | None:
     """Return why a folder (or its nearest existing parent) is not writable; None if it is."""
     try:

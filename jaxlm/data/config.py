@@ -1,7 +1,6 @@
 """Configuration of text sources, tokenizer and held-out split. Imports no JAX."""
 
 import math
-import os
 import re
 from pathlib import Path
 from typing import Annotated
@@ -9,17 +8,13 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from jaxlm.core.errors import InputError
+from jaxlm.core.files import default_cache
 from jaxlm.core.schema import InWords, Section
 
 STANDARD_LIBRARY = "stdlib"
 HUGGING_FACE = "hf:"  # prefix of a dataset name
 TOKENIZERS = ("bytes", "characters", "bpe")
 _MIN_WEIGHT = 1e-9  # of a source, relative to the largest
-
-
-def default_cache() -> str:
-    """Return the folder of rebuildable files, `~` not expanded: `$XDG_CACHE_HOME/jaxlm`, or `~/.cache/jaxlm`."""
-    return os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "jaxlm")
 
 
 def expanded(text: str, key: str) -> Path:

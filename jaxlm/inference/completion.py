@@ -1,63 +1,164 @@
-"""Continuations of prompts as text, while they are drawn."""
+"""Continuations of prompts as text, while they are drawn, in batches of few shapes."""
 
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-import numpy as np
+from jax.sharding import Mesh
 
 from jaxlm.data.tokenizers import Tokenizer
+from jaxlm.inference import generate
 from jaxlm.inference.detokenizer import Detokenizer
+from jaxlm.inference.requests import Request, max_prompt_tokens
+from jaxlm.inference.scoring import padded_length
+from jaxlm.inference.stops import StopScanner
+from jaxlm.models.config import Kernels, ModelConfig
+from jaxlm.models.tree import Tree
+
+# "stop": the tokenizer's separator or a stop string; "length": `max_tokens`.
+FinishReason = Literal["stop", "length"]
 
 
 class Piece(NamedTuple):
-    """The text that one token adds to the continuation of prompt `row`. The last piece of a continuation has no token,
-    and the text that waited for more bytes. `text` is None without a tokenizer."""
+    """The text that one token adds to the continuation of request `row`. The last piece of a continuation has no token,
+    the text that was held back, and says why it ended. `text` is None without a tokenizer."""
 
     row: int
     token_id: int | None
     text: str | None
+    finish_reason: FinishReason | None = None
 
 
 class Completion(NamedTuple):
-    """The continuation of one prompt, without the separator that ended it. `text` is None without a tokenizer."""
+    """The continuation of one prompt: its text up to a stop string, and its tokens, without the separator that ended
+    it. `text` is None without a tokenizer."""
 
     text: str | None
     token_ids: tuple[int, ...]
+    finish_reason: FinishReason
 
 
-def pieces(
-    drawn: Iterable[np.ndarray], prompts: Sequence[Sequence[int]], tokenizer: Tokenizer | None
-) -> Iterator[Piece]:
-    """Yield what each drawn token adds, until every continuation has met the tokenizer's separator.
+class Completer:
+    """A generator of continuations under one model, at most `batch` at a time on a mesh.
+
+    Requests are padded to a power of two of tokens, and batches to one of rows: few shapes are few programs to compile.
 
     Args:
-      drawn: int32 [B] each, as `generate` yields them.
-      prompts: B lists of token ids, which the text goes on from.
+      parameters: on `mesh`, in the dtype to compute in.
+      tokenizer: None gives token ids alone.
+      batch: the most requests that are drawn together.
+      kernels: `training.kernels`.
     """
-    texts = [tokenizer and Detokenizer(tokenizer, prompt) for prompt in prompts]
-    going = list(range(len(prompts)))
-    for tokens in drawn:
-        for row in list(going):
-            token, text = int(tokens[row]), texts[row]
-            if tokenizer and token == tokenizer.separator:
-                going.remove(row)
-            else:
-                yield Piece(row, token, text.add(token) if text else None)
-        if not going:
-            break
-    for row, text in enumerate(texts):
-        if text:
-            yield Piece(row, None, text.rest())
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        parameters: Tree,
+        tokenizer: Tokenizer | None,
+        batch: int,
+        mesh: Mesh,
+        kernels: Kernels = "auto",
+    ):
+        self._model, self._parameters, self._mesh = model, parameters, mesh
+        self._tokenizer, self._batch, self._kernels = tokenizer, batch, kernels
+
+    def __call__(self, requests: Sequence[Request], seed: int = 0) -> Iterator[Piece]:
+        """Yield the pieces of all continuations, until each has met the separator, a stop string or its `max_tokens`.
+
+        Raises InputError as `check_prompts` does, and where logits are not finite.
+        """
+        alike = defaultdict(list)  # the requests that one program serves
+        for row, request in enumerate(requests):
+            longest = max_prompt_tokens(self._model, request.max_tokens)
+            alike[request.max_tokens, padded_length(len(request.prompt), longest)].append(row)
+        for (max_tokens, length), rows in alike.items():
+            for first in range(0, len(rows), self._batch):
+                together = rows[first : first + self._batch]
+                yield from self._continue(together, [requests[row] for row in together], max_tokens, length, seed)
+
+    def _continue(
+        self, rows: Sequence[int], requests: Sequence[Request], max_tokens: int, length: int, seed: int
+    ) -> Iterator[Piece]:
+        batch = min(self._batch, 1 << (len(rows) - 1).bit_length())
+        filled = [*requests, *[requests[-1]] * (batch - len(rows))]
+        drawn = generate.generate(
+            self._model,
+            self._parameters,
+            [request.prompt for request in filled],
+            max_tokens,
+            self._mesh,
+            sampling=[request.sampling for request in filled],
+            seed=seed,
+            streams=[request.stream for request in filled],
+            vocab_size=self._tokenizer and self._tokenizer.vocab_size,
+            pad_to=length,
+            kernels=self._kernels,
+        )
+        going = {at: _Text(self._tokenizer, request) for at, request in enumerate(requests)}
+        for tokens in drawn:
+            for at, text in list(going.items()):
+                token = int(tokens[at])
+                if self._tokenizer and token == self._tokenizer.separator:
+                    yield Piece(rows[at], None, going.pop(at).rest(), "stop")
+                    continue
+                yield Piece(rows[at], token, text.add(token))
+                if text.stopped:
+                    yield Piece(rows[at], None, going.pop(at).rest(), "stop")
+            if not going:
+                return
+        for at, text in going.items():
+            rest = text.rest()
+            yield Piece(rows[at], None, rest, "stop" if text.stopped else "length")
+
+
+class _Text:
+    """The text of one continuation, up to a stop string; None everywhere without a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer | None, request: Request):
+        self._decoder = tokenizer and Detokenizer(tokenizer, request.prompt)
+        self._scanner = StopScanner(request.stop)
+
+    @property
+    def stopped(self) -> bool:
+        return self._scanner.found
+
+    def add(self, token: int) -> str | None:
+        return self._decoder and self._scanner.add(self._decoder.add(token))
+
+    def rest(self) -> str | None:
+        if self._decoder is None:
+            return None
+        if self.stopped:
+            return ""
+        return self._scanner.add(self._decoder.rest()) + self._scanner.rest()
+
+
+def in_order(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Yield pieces row by row: those of the first row that is not complete as they come, later ones after it."""
+    waiting: dict[int, deque[Piece]] = defaultdict(deque)
+    row = 0
+    for piece in pieces:
+        waiting[piece.row].append(piece)
+        while waiting[row]:
+            first = waiting[row].popleft()
+            yield first
+            row += first.finish_reason is not None
 
 
 def completions(pieces: Iterable[Piece], rows: int) -> list[Completion]:
-    """Gather pieces into the continuation of each of the `rows` prompts."""
+    """Gather all pieces into the continuation of each of the `rows` requests."""
     ids: list[list[int]] = [[] for _ in range(rows)]
     texts: list[list[str]] = [[] for _ in range(rows)]
-    for row, token, text in pieces:
+    reasons: list[FinishReason] = ["length"] * rows
+    for row, token, text, reason in pieces:
         if token is not None:
             ids[row].append(token)
         if text is not None:
             texts[row].append(text)
+        if reason is not None:
+            reasons[row] = reason
     has_text = any(texts)
-    return [Completion("".join(t) if has_text else None, tuple(i)) for i, t in zip(ids, texts, strict=True)]
+    return [
+        Completion("".join(text) if has_text else None, tuple(tokens), reason)
+        for text, tokens, reason in zip(texts, ids, reasons, strict=True)
+    ]

@@ -105,10 +105,3 @@ def programs(
 
     jit = partial(jax.jit, out_shardings=(rows, cache_placement))
     return jit(first_token), jit(next_token, donate_argnums=2)
-
-
-def before_stop(text: str, stops: Sequence[str], known: int = 0) -> str:
-    """A text up to the first of these strings in it; all of it where there is none. None lies in its first `known`
-    characters alone."""
-    found = (text.find(stop, max(known - len(stop) + 1, 0)) for stop in stops if stop)
-    return text[: min((at for at in found if at >= 0), default=len(text))]

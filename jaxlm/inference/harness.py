@@ -1,6 +1,7 @@
 """An adapter of a model to EleutherAI's lm-evaluation-harness. Needs the extra `lm-eval`."""
 
-from collections import Counter, defaultdict
+from collections import Counter
+from collections.abc import Iterator
 from itertools import chain
 from math import inf
 from typing import Any
@@ -15,10 +16,9 @@ from tqdm import tqdm
 
 from jaxlm.core.errors import InputError
 from jaxlm.data.tokenizers import Tokenizer
-from jaxlm.inference.detokenizer import Detokenizer
-from jaxlm.inference.generate import before_stop, generate
-from jaxlm.inference.requests import Sampling, max_prompt_tokens
-from jaxlm.inference.scoring import Scorer, padded_length
+from jaxlm.inference.completion import Completer, Piece, completions
+from jaxlm.inference.requests import Request, Sampling, max_prompt_tokens
+from jaxlm.inference.scoring import Scorer
 from jaxlm.models.config import Kernels, ModelConfig
 from jaxlm.models.tree import Tree
 
@@ -56,11 +56,11 @@ class HarnessModel(LM):
         kernels: Kernels = "auto",
     ):
         super().__init__()
-        self._model, self._parameters, self._mesh = model, parameters, mesh
-        self._tokens, self._batch, self._kernels = tokenizer, batch, kernels
+        self._model, self._tokens = model, tokenizer
         self.truncated: Counter[str] = Counter()
         self.unanswered: Counter[str] = Counter()
         self._score = Scorer(model, parameters, batch, mesh, tokenizer.vocab_size, kernels)
+        self._complete = Completer(model, parameters, tokenizer, batch, mesh, kernels)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return (ln p(continuation | context), whether greedy decoding gives it) for each request."""
@@ -125,7 +125,7 @@ class HarnessModel(LM):
 
         Raises InputError for generation options that jaxlm does not have.
         """
-        alike = defaultdict(list)  # the requests of one batch end alike
+        asked: dict[int, Request] = {}
         for index, request in enumerate(requests):
             context, given = request.args
             sampling, max_tokens, stops = generation_options(given, self._model.context_length)
@@ -133,50 +133,20 @@ class HarnessModel(LM):
             if not prompt:
                 self.unanswered[request.task_name] += 1
                 continue
-            self.truncated[request.task_name] += len(prompt) > max_prompt_tokens(self._model, max_tokens)
-            alike[max_tokens, stops].append((prompt, sampling, index))
+            longest = max_prompt_tokens(self._model, max_tokens)
+            self.truncated[request.task_name] += len(prompt) > longest
+            asked[index] = Request(prompt[-longest:], max_tokens, sampling, stops, stream=index)
+        with tqdm(total=len(asked), desc="generating", disable=None) as bar:
+            drawn = completions(self._with_progress([*asked.values()], bar), len(asked))
         texts = [""] * len(requests)
-        with tqdm(total=sum(map(len, alike.values())), desc="generating", disable=None) as bar:
-            for (max_tokens, stops), asked in alike.items():
-                asked.sort(key=lambda request: -len(request[0]))
-                for first in range(0, len(asked), self._batch):
-                    together = asked[first : first + self._batch]
-                    drawn = self._continue(together, max_tokens, stops)
-                    for (_, _, index), text in zip(together, drawn, strict=True):
-                        texts[index] = text
-                    bar.update(len(together))
+        for index, completion in zip(asked, drawn, strict=True):
+            texts[index] = completion.text or ""
         return texts
 
-    def _continue(self, asked: list, max_tokens: int, stops: tuple) -> list[str]:
-        longest = max_prompt_tokens(self._model, max_tokens)
-        prompts = [prompt[-longest:] for prompt, _, _ in asked]
-        pad_to = padded_length(max(map(len, prompts)), longest)
-        filled = [*asked, *[asked[-1]] * (self._batch - len(asked))]  # always the same program
-        rows, sampling, streams = zip(*((p[-longest:], how, index) for p, how, index in filled), strict=True)
-        following = [Detokenizer(self._tokens, prompt) for prompt in prompts]
-        texts, going = [""] * len(prompts), set(range(len(prompts)))
-
-        def write(row: int, piece: str) -> None:
-            whole = texts[row] + piece
-            texts[row] = before_stop(whole, stops, known=len(texts[row]))
-            if texts[row] != whole:
-                going.remove(row)
-
-        for tokens in generate(
-            self._model, self._parameters, rows, max_tokens, self._mesh, sampling=sampling, streams=streams,
-            vocab_size=self._tokens.vocab_size, pad_to=pad_to, kernels=self._kernels,
-        ):  # fmt: skip
-            for row in tuple(going):
-                if tokens[row] == self._tokens.separator:
-                    write(row, following[row].rest())
-                    going.discard(row)
-                else:
-                    write(row, following[row].add(int(tokens[row])))
-            if not going:
-                break
-        for row in tuple(going):
-            write(row, following[row].rest())
-        return texts
+    def _with_progress(self, requests: list[Request], bar: tqdm) -> Iterator[Piece]:
+        for piece in self._complete(requests):
+            bar.update(piece.finish_reason is not None)
+            yield piece
 
     def _prompt(self, context: Any) -> list[int]:
         """Return the token ids of a context; none if it cannot be encoded."""

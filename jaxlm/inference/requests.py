@@ -1,4 +1,4 @@
-"""Sampling options and the check of a request. Imports no JAX."""
+"""A request to continue a prompt, its sampling options, and its check. Imports no JAX."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -9,6 +9,7 @@ from jaxlm.models.config import ModelConfig
 # Bounds of the temperature: beyond them, divided logits overflow float32 or are all alike.
 _COLDEST, _HOTTEST = 1e-6, 1e6
 
+_PLACES = 1 << 16  # of prompts, and of samples: both are in the 32 bits of a stream
 
 # Writes an option's name as a message shows it before the value.
 Named = Callable[[str], str]
@@ -39,6 +40,19 @@ class Sampling(NamedTuple):
         return self
 
 
+class Request(NamedTuple):
+    """A prompt of token ids to continue, by at most `max_tokens` and up to the first of the `stop` strings.
+
+    Random numbers are those of the seed's `stream`, whatever else is drawn beside it.
+    """
+
+    prompt: Sequence[int]
+    max_tokens: int
+    sampling: Sampling = Sampling()
+    stop: Sequence[str] = ()
+    stream: int = 0
+
+
 def max_new_tokens(model: ModelConfig, prompt_tokens: int) -> int:
     """Return how many tokens fit into `model.context_length` after a prompt; the last one is drawn and never read."""
     return model.context_length - prompt_tokens + 1
@@ -47,12 +61,6 @@ def max_new_tokens(model: ModelConfig, prompt_tokens: int) -> int:
 def max_prompt_tokens(model: ModelConfig, new_tokens: int) -> int:
     """Return the longest prompt that leaves room for `new_tokens` tokens: the inverse of `max_new_tokens`."""
     return model.context_length - new_tokens + 1
-
-
-def default_max_tokens(model: ModelConfig, tokens: int, most: int) -> int:
-    """Tokens to generate after a prompt of `tokens` where nobody says how many: `most`, or fewer where the context ends
-    before."""
-    return min(most, max(max_new_tokens(model, tokens), 1))
 
 
 def check_seed(seed: int, named: Named = _NAMED) -> None:
@@ -88,3 +96,38 @@ def check_prompts(
             f"a prompt of {longest} tokens and {asked} exceed model.context_length = {model.context_length}; "
             f"at most {room} tokens can follow this prompt"
         )
+
+
+def sampled(
+    model: ModelConfig,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    num_samples: int,
+    sampling: Sampling,
+    stop: Sequence[str],
+    named: Named = _NAMED,
+    *,
+    within_context: bool = False,
+) -> list[Request]:
+    """Return the requests for `num_samples` continuations of the first prompt, then of the next.
+
+    Args:
+      max_tokens: the most tokens of each; where `within_context`, fewer where the context ends before.
+
+    The stream of a request depends on the places of its prompt and sample alone: more prompts or more samples change
+    none of the others.
+
+    Raises InputError as `check_prompts` does, naming the prompt if there are several, and for too many of them.
+    """
+    for count, name in ((len(prompts), "the number of prompts ="), (num_samples, named("num_samples"))):
+        if not 1 <= count < _PLACES:
+            raise InputError(f"{name} {count} must be from 1 to {_PLACES - 1:,}")
+    asked = []
+    for place, prompt in enumerate(prompts):
+        limit = min(max_tokens, max(max_new_tokens(model, len(prompt)), 1)) if within_context else max_tokens
+        try:
+            check_prompts(model, [prompt], limit, named=named)
+        except InputError as error:
+            raise error if len(prompts) == 1 else InputError(f"prompt {place + 1}: {error}") from None
+        asked += [Request(prompt, limit, sampling, stop, place + _PLACES * sample) for sample in range(num_samples)]
+    return asked

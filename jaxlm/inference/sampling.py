@@ -14,6 +14,10 @@ NO_TOKEN = -1  # drawn from logits that give no distribution
 _ALL = 2**31 - 1  # as top-k: more tokens than a vocabulary has
 
 
+class NotFinite(InputError):
+    """Logits are not finite, so that no token can be drawn."""
+
+
 class RowSampling(NamedTuple):
     """The sampling of each row of a batch, as arrays [B]: one program serves all options.
 
@@ -70,9 +74,9 @@ def sample(logits_BV: jax.Array, how: RowSampling, position_B: jax.Array, vocab_
 
 
 def check_drawn(tokens: np.ndarray) -> np.ndarray:
-    """Return tokens [B] that `sample` drew. Raise InputError if one of them is NO_TOKEN."""
+    """Return tokens [B] that `sample` drew. Raise NotFinite if one of them is NO_TOKEN."""
     if (tokens == NO_TOKEN).any():
-        raise InputError(
+        raise NotFinite(
             "the model's logits are not finite, so that no token can be drawn: its weights are damaged or have "
             "diverged, or training.dtype overflows; use another checkpoint, or training.dtype=float32"
         )

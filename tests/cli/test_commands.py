@@ -151,13 +151,19 @@ def test_eval_measures_other_text_on_a_mesh(run, text):
     assert four["tokens"] == one["tokens"] and four["loss"] == pytest.approx(one["loss"], rel=1e-5)
 
 
+def completion(*command):
+    """The continuation of the one prompt of a `jaxlm generate`."""
+    (found,) = json.loads(jaxlm(*command, "--json").stdout)["completions"]
+    return found
+
+
 @pytest.mark.slow
 def test_generate_continues_a_prompt_and_repeats(run):
     def generate(*options):
-        return json.loads(jaxlm("generate", run, "--prompt", "def f", "--max-tokens", 8, "--json", *options).stdout)
+        return completion("generate", run, "--prompt", "def f", "--max-tokens", 8, *options)
 
     first = generate("--seed", 1, "--temperature", 0.9, "--top-k", 20, "--top-p", 0.9)
-    assert set(first) == {"text", "token_ids"} and 0 < len(first["token_ids"]) <= 8
+    assert set(first) == {"prompt", "text", "token_ids", "finish_reason"} and 0 < len(first["token_ids"]) <= 8
     assert first == generate("--seed", 1, "--temperature", 0.9, "--top-k", 20, "--top-p", 0.9)
     assert generate("--temperature", 0) == generate("--top-k", 1, "--seed", 3)
     assert generate("--temperature", 0, "--ema")["token_ids"]
@@ -166,14 +172,14 @@ def test_generate_continues_a_prompt_and_repeats(run):
 @pytest.mark.slow
 def test_what_leaves_the_parameters_as_they_are_may_change(run):
     """A shorter context too, which --max-tokens ends before unless it is given."""
-    asked = ("generate", run, "--token-ids", "1,2,3", "--json", "model.context_length=64")
-    assert 0 < len(json.loads(jaxlm(*asked, "training.kernels=auto").stdout)["token_ids"]) <= 62
+    asked = ("generate", run, "--token-ids", "1,2,3", "model.context_length=64", "training.kernels=auto")
+    assert 0 < len(completion(*asked)["token_ids"]) <= 62
 
 
 @pytest.mark.slow
 def test_generate_for_a_person_is_prompt_and_text(run):
     asked = ("generate", run, "--prompt", "def f", "--max-tokens", 8, "--temperature", 0)
-    assert jaxlm(*asked).stdout == "def f" + json.loads(jaxlm(*asked, "--json").stdout)["text"] + "\n"
+    assert jaxlm(*asked).stdout == "def f" + completion(*asked)["text"] + "\n"
 
 
 @pytest.mark.slow
@@ -181,8 +187,8 @@ def test_generate_from_token_ids_without_a_tokenizer(run, tmp_path):
     (tmp_path / "bare").mkdir()
     for name in ("config.toml", "checkpoints"):
         (tmp_path / "bare" / name).symlink_to(run / name)
-    asked = ("--token-ids", "1,2,3", "--max-tokens", 4, "--temperature", 0, "--json")
-    bare = json.loads(jaxlm("generate", tmp_path / "bare", *asked).stdout)
+    asked = ("--token-ids", "1,2,3", "--max-tokens", 4, "--temperature", 0)
+    bare = completion("generate", tmp_path / "bare", *asked)
     assert bare["text"] is None and len(bare["token_ids"]) == 4
     refused = jaxlm("generate", tmp_path / "bare", "--prompt", "def", status=2)
     assert "--token-ids" in refused.stderr and len(refused.stderr.strip().splitlines()) == 1
@@ -207,6 +213,7 @@ def test_a_held_out_loss_that_is_not_finite_is_said(text, tmp_path):
         "optimizer.schedule.warmup_steps=0",
     )  # fmt: skip
     assert ended.stdout.splitlines()[-2] == f"{tmp_path / 'run'}: 2 steps, held-out loss not finite"
+    assert "[no token can be drawn: the model's logits are not finite]" in (tmp_path / "run/sample.txt").read_text()
 
 
 @pytest.mark.exhaustive

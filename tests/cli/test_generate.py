@@ -1,6 +1,9 @@
 """`jaxlm generate`, called here on a model that is not trained."""
 
+import io
 import json
+import os
+import pty
 import subprocess
 import sys
 
@@ -25,9 +28,14 @@ def run(tmp_path_factory):
     return runs.untrained(tmp_path_factory.mktemp("generate") / "run", "training.dtype=bfloat16")
 
 
-def generated(capsys, run, *arguments):
+def completions(capsys, run, *arguments):
     assert main(["generate", str(run), *map(str, arguments), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    return json.loads(capsys.readouterr().out)["completions"]
+
+
+def generated(capsys, run, *arguments):
+    (completion,) = completions(capsys, run, *arguments)
+    return completion
 
 
 def test_no_parameter_lies_in_float32_while_tokens_are_drawn(run, monkeypatch, capsys):
@@ -54,7 +62,8 @@ def test_what_is_drawn_goes_on_from_the_prompt(tmp_path, monkeypatch, capsys):
     prompt = tokenizer.encode("the model")
     following = tokenizer.encode("the model goes on 😀 here")[len(prompt) :]
     monkeypatch.setattr(generate, "generate", lambda *_, **__: (np.array([token]) for token in following))
-    assert generated(capsys, run, "--prompt", "the model") == {"text": " goes on 😀 here", "token_ids": following}
+    rest = {"text": " goes on 😀 here", "token_ids": following, "finish_reason": "length"}
+    assert generated(capsys, run, "--prompt", "the model") == {"prompt": "the model", **rest}
     assert main(["generate", str(run), "--prompt", "the model"]) == 0
     assert capsys.readouterr().out == "the model goes on 😀 here\n"
     assert main(["generate", str(run), "--token-ids", ",".join(map(str, prompt))]) == 0
@@ -104,6 +113,121 @@ def test_a_batch_that_the_mesh_does_not_divide_is_no_matter(run, capsys):
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     finally:
         written.write_text(whole)
+
+
+PROMPTS = ["alpha", "beta gamma", "é"]
+ASKED = ["--max-tokens", 6, "--num-samples", 2]
+
+
+def test_prompts_come_from_options_files_and_standard_input(run, tmp_path, monkeypatch, capsys):
+    """The continuations are the same, in the order of the prompts, and those of one alone."""
+    texts, records = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    texts.write_bytes("".join(f"{prompt}\r\n" for prompt in PROMPTS).encode())
+    digits = "9" * 5000  # of a number that nobody asked for
+    records.write_text("".join(f'{{"id": {digits}, "prompt": {json.dumps(prompt)}}}\n' for prompt in PROMPTS))
+    given = [part for prompt in PROMPTS for part in ("--prompt", prompt)]
+    expected = completions(capsys, run, *ASKED, *given)
+    assert [found["prompt"] for found in expected] == [prompt for prompt in PROMPTS for _ in range(2)]
+    assert expected[:2] == completions(capsys, run, *ASKED, "--prompt", PROMPTS[0])
+    assert completions(capsys, run, *ASKED, "--prompts", texts) == expected
+    assert completions(capsys, run, *ASKED, "--prompts", records) == expected
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(texts.read_bytes())))
+    assert completions(capsys, run, *ASKED, "--prompts", "-") == expected
+    ids = [part for prompt in PROMPTS for part in ("--token-ids", ",".join(map(str, [256, *prompt.encode()])))]
+    alike = completions(capsys, run, *ASKED, *ids, "training.batch=2")
+    assert [found["text"] for found in alike] == [found["text"] for found in expected]
+
+
+def test_several_texts_have_a_line_each(run, capsys):
+    given = [part for prompt in PROMPTS[:2] for part in ("--prompt", prompt)]
+    drawn = iter(completions(capsys, run, *ASKED, *given))
+    assert main(["generate", str(run), *map(str, ASKED), *given]) == 0
+    expected = ""
+    for number, prompt in enumerate(PROMPTS[:2], 1):
+        for sample in (1, 2):
+            expected += f"--- prompt {number}, sample {sample} ---\n{prompt}{next(drawn)['text']}\n"
+    assert capsys.readouterr().out == expected
+
+
+def test_a_stop_string_ends_a_text_before_it(run, capsys):
+    asked = "--prompt", "alpha", "--max-tokens", 20, "--temperature", 0
+    whole = generated(capsys, run, *asked)
+    stop = whole["text"][7:9]
+    cut = generated(capsys, run, *asked, "--stop", "never in it", "--stop", stop)
+    assert cut["text"] == whole["text"][: whole["text"].index(stop)] and cut["finish_reason"] == "stop"
+    assert whole["finish_reason"] == "length" and len(cut["token_ids"]) < 20
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (["--prompts", "FOLDER/none.txt"], "none.txt cannot be read: No such file or directory"),
+        (["--prompts", "FOLDER/empty.txt"], "empty.txt is empty; give at least one prompt"),
+        (["--prompts", "FOLDER/odd.jsonl"], 'odd.jsonl:2 is no record such as {"prompt": "a text"}'),
+        (["--prompts", "FOLDER/latin.txt"], "latin.txt is not UTF-8; convert it"),
+        (["--token-ids", "1", "--token-ids", "2,300"], "prompt 2: token id 300 is outside the vocabulary, 0 to 256"),
+        (["--prompt", "a", "--num-samples", "0"], "--num-samples 0 must be from 1 to 65,535"),
+        (["--prompt", "a", "--stop", ""], "--stop '' would end every text"),
+        (["--prompt", "a", "--token-ids", "1"], "not allowed with argument"),
+        (["--json"], "--json is of prompts that are given: add --prompt, --prompts or --token-ids"),
+    ],
+)
+def test_what_cannot_be_continued_is_one_line(run, tmp_path, capsys, asked, message):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "odd.jsonl").write_text('{"prompt": "alpha"}\n{"text": "beta"}\n')
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    assert main(["generate", str(run), *(part.replace("FOLDER", str(tmp_path)) for part in asked)]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
+
+
+def test_without_a_prompt_each_line_is_continued_as_it_is_read(run, monkeypatch, capsys):
+    """One that is too long is said, and takes no other down; a line again has other random numbers."""
+    lines = ["alpha\n", "x" * 40 + "\n", "beta\n", "alpha"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("".join(lines).encode())))
+    assert main(["generate", str(run), "--max-tokens", "6"]) == 0
+    out, error = capsys.readouterr()
+    first, second, third = (
+        generated(capsys, run, "--max-tokens", 6, "--prompt", p) for p in ("alpha", "beta", "alpha")
+    )
+    assert out.startswith(f"alpha{first['text']}\nbeta") and out.count("\n") >= 3
+    assert out.count("alpha") == 2 and not out.endswith(f"alpha{third['text']}\n")
+    assert error == "jaxlm: a prompt of 41 tokens exceeds model.context_length = 32; shorten it\n"
+
+
+@pytest.mark.slow
+def test_a_terminal_is_asked_for_prompts_until_its_end(run):
+    """Ctrl-C ends the text that is drawn, and nothing else."""
+    controller, terminal = pty.openpty()
+    command = [sys.executable, "-m", "jaxlm", "generate", str(run), "--max-tokens", "5", "--temperature", "0"]
+    process = subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, env=runs.environment(), start_new_session=True
+    )
+    os.close(terminal)
+    try:
+        seen = _read_until(controller, "> ")
+        os.write(controller, b"alpha\n")
+        seen = _read_until(controller, "\n> ")
+        assert seen.count("alpha") == 2  # as typed, and before its continuation
+        os.write(controller, b"\x04")
+        _read_until(controller, None)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(controller)
+
+
+def _read_until(terminal, end):
+    """Read what a terminal shows until a text, or until its program has left."""
+    seen = ""
+    while end is None or end not in seen:
+        try:
+            seen += os.read(terminal, 4096).decode()
+        except OSError:  # how Linux reports that the other side is closed
+            assert end is None, seen
+            break
+    return seen.replace("\r\n", "\n")
 
 
 @pytest.mark.slow

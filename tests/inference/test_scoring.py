@@ -11,7 +11,7 @@ from matrices import sampled
 
 from jaxlm.core.errors import InputError
 from jaxlm.inference import steps
-from jaxlm.inference.generate import before_stop, generate
+from jaxlm.inference.generate import generate
 from jaxlm.inference.requests import Sampling
 from jaxlm.inference.scoring import Scorer, padded_length, token_logprobs
 from jaxlm.models import tree
@@ -99,21 +99,6 @@ def test_few_lengths_are_compiled():
 def test_what_cannot_be_scored_is_refused(pair, message):
     with pytest.raises(InputError, match=message):
         scores([([1], [2]), pair])
-
-
-@pytest.mark.parametrize(
-    ("text", "stops", "expected"),
-    [
-        ("one two", [], "one two"),
-        ("one two", ["three", ""], "one two"),
-        ("one two", ["two", " t"], "one"),
-        ("one two", ["one"], ""),
-    ],
-)
-def test_a_text_ends_before_its_first_stop(text, stops, expected):
-    assert before_stop(text, stops) == expected
-    for known in range(len(expected) + 1):
-        assert before_stop(text, stops, known) == expected
 
 
 def test_prompts_padded_to_one_length_run_one_program(monkeypatch):

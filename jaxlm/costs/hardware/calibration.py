@@ -20,10 +20,9 @@ from pydantic import ValidationError
 
 from jaxlm.core import accelerators
 from jaxlm.core.errors import InputError
-from jaxlm.core.files import replace, unwritable
+from jaxlm.core.files import default_cache, replace, unwritable
 from jaxlm.core.schema import Section
 from jaxlm.costs.hardware.chips import Chip, OnChip
-from jaxlm.data.config import default_cache
 
 if TYPE_CHECKING:
     from jaxlm.costs.hardware.timed import Microbenchmark

@@ -1,0 +1,94 @@
+"""Prompts that a command is given: texts, token ids, files, standard input."""
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxlm.cli.paths import as_utf8, path
+from jaxlm.core.errors import InputError
+
+Prompt = str | list[int]  # a text, or token ids
+
+_STANDARD_INPUT = "-"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    given = parser.add_mutually_exclusive_group()
+    given.add_argument(
+        "--prompt", action="append", type=as_utf8, metavar="TEXT", help="text to continue; may be given several times"
+    )
+    given.add_argument(
+        "--token-ids", action="append", metavar="1,2,3", help="token ids to continue; may be given several times"
+    )
+    given.add_argument(
+        "--prompts",
+        type=path,
+        metavar="FILE",
+        help="a text to continue in each line, or in each record's prompt of a .jsonl file; - is standard input",
+    )
+
+
+def given(arguments: Namespace) -> list[Prompt] | None:
+    """Return all prompts of the arguments; None if there are none. Raises InputError for a file that cannot be read or
+    has none, and for token ids that are no numbers."""
+    if arguments.prompt is not None:
+        return arguments.prompt
+    if arguments.token_ids is not None:
+        return [_token_ids(text) for text in arguments.token_ids]
+    if arguments.prompts is None:
+        return None
+    return _read(arguments.prompts)
+
+
+def lines() -> Iterator[str]:
+    """Yield the lines of standard input as they come, without their ends; at a terminal after a sign."""
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            yield as_utf8(line.rstrip("\r\n"))
+        return
+    import readline  # noqa: F401  with it `input` lets a line be edited, and earlier ones be taken again
+
+    while True:
+        try:
+            yield as_utf8(input("> "))
+        except EOFError:
+            print()
+            return
+
+
+def _read(file: Path) -> list[Prompt]:
+    named = f"--prompts {file}"
+    try:
+        content = sys.stdin.buffer.read() if str(file) == _STANDARD_INPUT else file.read_bytes()
+        found = content.decode("utf-8").replace("\r\n", "\n").removesuffix("\n").split("\n")
+    except OSError as error:
+        raise InputError(f"{named} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{named} is not UTF-8; convert it") from None
+    if not content:
+        raise InputError(f"{named} is empty; give at least one prompt")
+    return _records(found, named) if file.suffix == ".jsonl" else found
+
+
+def _records(lines: list[str], named: str) -> list[Prompt]:
+    from pydantic import TypeAdapter
+
+    prompt, found = TypeAdapter(Prompt), []
+    for number, line in enumerate(lines, 1):
+        try:
+            # A float may have any number of digits, and no id is one.
+            record = json.loads(line, parse_int=lambda digits: int(digits) if len(digits) < 20 else float(digits))
+            found.append(prompt.validate_python(record["prompt"], strict=True))
+        except (ValueError, TypeError, LookupError):
+            like = '{"prompt": "a text"} or {"prompt": [1, 2, 3]}'
+            raise InputError(f"{named}:{number} is no record such as {like}") from None
+    return found
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"--token-ids {text!r} is no list of numbers such as 1,2,3") from None

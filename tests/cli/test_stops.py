@@ -119,6 +119,7 @@ def test_before_the_first_step_a_signal_ends_it_though_a_compiler_does_not_hear(
     assert "stopped before the first step; to go on: jaxlm train" in errors.splitlines()[-1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_before_the_first_step_too_hours_end_it_though_a_compiler_does_not_hear(config, tmp_path):
     began = time.monotonic()

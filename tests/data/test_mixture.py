@@ -3,6 +3,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
+from matrices import sampled
 from store_fixtures import write_store
 from text_fixtures import write
 
@@ -37,7 +38,10 @@ def drawn(rows, weights, count, batch=4, seed=0, start=0) -> list[tuple[str, int
     return [known[row.tobytes()] for each in batches for row in each["tokens"]]
 
 
-@pytest.mark.parametrize("weights", [(0.5, 0.3, 0.2), (0.9, 0.05, 0.05), (1 / 3, 1 / 3, 1 / 3), (0.01, 0.98, 0.01)])
+WEIGHTS = [(0.5, 0.3, 0.2), (0.9, 0.05, 0.05), (1 / 3, 1 / 3, 1 / 3), (0.01, 0.98, 0.01)]
+
+
+@pytest.mark.parametrize("weights", sampled(WEIGHTS, ["(0.5, 0.3, 0.2)", "(0.01, 0.98, 0.01)"]), ids=str)
 def test_rows_come_by_weight_throughout(rows, weights):
     weights = dict(zip(rows, weights, strict=True))
     names = [name for name, _ in drawn(rows, weights, 250)]

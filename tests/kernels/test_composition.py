@@ -50,7 +50,6 @@ MAPPED = sampled(
     [
         "layer_norm-triton",
         "rotary_embedding-mosaic_tpu",
-        "gated_activation-triton",
         "matmul-mosaic_tpu",
         "linear_cross_entropy-triton",
         "flash_attention-triton",

@@ -39,7 +39,7 @@ def test_there_are_ten_ways_to_factor_eight():
     "family, mesh",
     sampled(
         [pytest.param(family, mesh) for family in ("llama", "gpt2") for mesh in MESHES],
-        ["llama-(2, 2, 2)", "gpt2-(8, 1, 1)", "gpt2-(1, 4, 2)"],
+        ["llama-(2, 2, 2)", "gpt2-(1, 4, 2)"],
     ),
     ids=str,
 )

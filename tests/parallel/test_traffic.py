@@ -58,14 +58,14 @@ four = {
     "tpu": lambda: targets.devices(Target.parse("tpu-v5e:2x2")),
     "cuda": lambda: targets.devices(Target.parse("h200-sxm:4")),
 }
-on = pytest.mark.parametrize(
-    "platform", ["cpu", *(pytest.param(name, marks=[elsewhere, pytest.mark.slow]) for name in ("tpu", "cuda"))]
-)
+PLATFORMS = ["cpu", *(pytest.param(name, marks=[elsewhere, pytest.mark.slow]) for name in ("tpu", "cuda"))]
+on = pytest.mark.parametrize("platform", PLATFORMS)
+on_tpu, on_cuda = (pytest.mark.parametrize("platform", sampled(PLATFORMS, [name])) for name in ("tpu", "cuda"))
 # XLA's CPU compiler aborts on some products of bfloat16 under a shard_map.
 DTYPES = {"cpu": "float32", "tpu": "bfloat16", "cuda": "bfloat16"}
 
 
-@on
+@on_cuda
 @pytest.mark.parametrize("shape", sampled([(4, 1, 1), (2, 2, 1), (2, 1, 2)], ["(2, 1, 2)"]), ids=str)
 def test_gradients_cross_data_once_per_step(shape, platform):
     mesh = meshes.make(*shape, devices=four[platform]())
@@ -117,7 +117,7 @@ def test_the_embedding_table_is_never_gathered_over_tensor(tied, platform):
     assert not [c for c in gathers if "tensor" in c.axes and c.bytes >= table // 2]
 
 
-@on
+@on_tpu
 def test_no_parameter_above_a_size_is_whole_on_every_device(platform):
     mesh = meshes.make(1, 2, 2, devices=four[platform]())
     _, tree = model_tree.abstract(model_fixtures.model(vocab_size=VOCABULARY))

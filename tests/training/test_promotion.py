@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import meshes
 import pytest
+from matrices import sampled
 
 from jaxlm.config import load
 from jaxlm.training.step import make_steps
@@ -28,7 +29,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: settings[0])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", sampled(["float32", "bfloat16"], ["bfloat16"]))
 def test_a_step_promotes_no_dtype_implicitly(settings, dtype):
     experiment = load(QUICKSTART, [f"training.dtype={dtype}", *settings])
     training = experiment.training

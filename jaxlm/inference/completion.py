@@ -11,7 +11,7 @@ from jaxlm.inference import generate
 from jaxlm.inference.detokenizer import Detokenizer
 from jaxlm.inference.requests import Request, max_prompt_tokens
 from jaxlm.inference.scoring import padded_length
-from jaxlm.inference.stops import StopScanner
+from jaxlm.inference.stop_strings import StopScanner
 from jaxlm.models.config import Kernels, ModelConfig
 from jaxlm.models.tree import Tree
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from jaxlm.inference.stops import StopScanner
+from jaxlm.inference.stop_strings import StopScanner
 
 
 def before_stop(text, stops):

@@ -110,6 +110,8 @@ ARGUMENTS = {
 }
 CONFIGURATIONS = {
     "missing config": ("train missing.toml", ["missing.toml"]),
+    "misspelt name": ("plan llama3-8b --on h200-sxm", ["neither a file nor one of", "did you mean llama3.1-8b?"]),
+    "name with a path's mistake": ("train configs/quickstart.toml", ["did you mean quickstart?"]),
     "config that is not TOML": ("train broken.toml", ["broken.toml", "not TOML"]),
     "config of too many brackets": ("train deep.toml", ["deep.toml", "too many brackets"]),
     "override of too many brackets": (f"train good.toml training.steps={'[' * 3000}", ["training.steps", "brackets"]),

@@ -82,7 +82,7 @@ def test_configurations_need_no_jax():
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "there is no file"),
+        (None, "neither a file nor"),
         (b"[model", "is not TOML"),
         (b"[model]\nnum_layers = 1\nnum_layers = 2\n", "is not TOML"),
         (b"name = '\xff'", "cannot be read"),

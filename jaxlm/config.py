@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from jaxlm.core import toml
+from jaxlm.core import bundled, toml
 from jaxlm.core.errors import InputError
 from jaxlm.core.explain import explain
 from jaxlm.core.schema import Section, chosen, kind_of, merged, sections_at
@@ -41,13 +41,13 @@ class Experiment(RunConfig):
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), kind: Kind = "train") -> Experiment:
-    """Read a TOML file, or that of a run folder, apply `key=value` overrides with dotted keys, fill in and check
-    everything that a step of this kind asks for.
+    """Read a TOML file, that of a run folder, or a configuration that comes with jaxlm by its name; apply `key=value`
+    overrides with dotted keys, fill in and check everything that a step of this kind asks for.
 
     `model.base = "FILE"`, relative to the file it stands in, names a TOML file whose [model] the other keys of
-    [model] then change. Raises InputError, in one line.
+    [model] then change. It may be a name too. A path that exists goes before a name. Raises InputError, in one line.
     """
-    path = _file(Path(path))
+    path = _file(bundled.find(path))
     values = _read_toml(path)
     if isinstance(values.get("model"), dict):
         values["model"] = _on_its_base(values["model"], (path,))
@@ -97,11 +97,12 @@ def default_run(path: Path, overrides: Iterable[str], experiment: Experiment) ->
     given = {key: value for key, value in sorted(_overridden(overrides).items()) if not is_free(key)}
     if getattr(experiment.optimizer.schedule, "decay_steps", None) == experiment.training.steps:
         given |= {key: value for key, value in _overridden(overrides).items() if key == "training.steps"}
-    exact = ",".join([path.stem, *(f"{_short(key)}={_text(value)}" for key, value in given.items())])
+    stem = bundled.find(path).stem
+    exact = ",".join([stem, *(f"{_short(key)}={_text(value)}" for key, value in given.items())])
     name = _UNSAFE.sub("-", exact)[:_LONGEST]
     if name != exact:
         name += f",{hashlib.sha256(exact.encode()).hexdigest()[:8]}"
-    return Path("runs") / (name if given else path.stem)
+    return Path("runs") / (name if given else stem)
 
 
 def _short(key: str) -> str:
@@ -216,7 +217,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(f"there is no file {path}") from None
+        raise bundled.missing(path) from None
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{path} is not TOML: {error}") from None
     except RecursionError:
@@ -229,7 +230,7 @@ def _on_its_base(model: dict[str, Any], files: tuple[Path, ...]) -> dict[str, An
     """A [model] with what its `base` says, and the base of that; `files` led here."""
     if "base" not in model:
         return model
-    source = files[-1].parent / str(model["base"])
+    source = bundled.find(str(model["base"]), files[-1].parent)
     base = _read_toml(source).get("model")
     if not isinstance(base, dict):
         raise InputError(f"{files[-1]}: model.base = {str(source)!r} has no section [model]")

@@ -1,4 +1,4 @@
-"""Look up the keys of a configuration file: their types, defaults and meanings."""
+"""Look up the keys of a configuration file: their types, defaults and meanings; or list jaxlm's configurations."""
 
 import argparse
 import difflib
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from jaxlm.cli.tables import TextTable, names, texts
+from jaxlm.cli.tables import TextTable, names, numbers, texts
 from jaxlm.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -23,9 +23,18 @@ the command line too, as in `jaxlm train CONFIG training.batch=32`.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("key", nargs="?", metavar="KEY", help="a key or a table, such as training.remat or optimizer")
     parser.add_argument("--markdown", action="store_true", help="print Markdown (docs/reference.md)")
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="list the configurations that come with jaxlm, whose names train, plan and compile take as CONFIG, and "
+        "model.base too",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
+    if arguments.list:
+        _list(arguments)
+        return 0
     from jaxlm.config import Experiment
     from jaxlm.core.reference import tables
 
@@ -40,6 +49,32 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         _show(found)
     return 0
+
+
+def _list(arguments: argparse.Namespace) -> None:
+    if arguments.key is not None or arguments.markdown:
+        raise InputError("--list lists configurations, not keys: leave out KEY and --markdown")
+    from jaxlm.config import load
+    from jaxlm.core import bundled
+    from jaxlm.models.tree import parameter_count
+
+    rows = [
+        {
+            "name": name,
+            "kind": "experiment" if file.parent == bundled.FOLDER else "model",
+            "parameters": parameter_count(load(file).model),
+            "file": str(file),
+        }
+        for name, file in bundled.configurations().items()
+    ]
+    if arguments.json:
+        print(json.dumps({"configurations": rows}))
+        return
+    table = TextTable([*names("name", "kind"), *numbers("parameters")])
+    for row in rows:
+        table.add(row["name"], row["kind"], f"{row['parameters']:,}")
+    table.print()
+    print(f"files in {bundled.FOLDER}")
 
 
 def _named(found: "list[KeyTable]", name: str) -> "list[KeyTable]":

@@ -9,7 +9,11 @@ from jaxlm.core import output
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "config", type=path, metavar="CONFIG", help="a TOML file, such as configs/quickstart.toml, or a RUN to resume"
+        "config",
+        type=path,
+        metavar="CONFIG",
+        help="a TOML file, or a RUN to resume; where there is no such path, the name of a configuration that comes "
+        "with jaxlm, such as quickstart (jaxlm config --list)",
     )
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as training.steps=100")
     parser.add_argument(

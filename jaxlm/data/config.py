@@ -57,6 +57,8 @@ class SourceConfig(Section):
     """The field of a record that holds its text."""
     documents: Annotated[PositiveInt | None, InWords(default="data.documents")] = None
     """Take the first n documents."""
+    if_missing: Annotated[Name | None, InWords(default="data.if_missing")] = None
+    """How to get the text, for the message that it is missing."""
     weight: PositiveFloat = 1.0
     """The source gives weight / (sum of all weights) of the rows of a batch, to within 1 %."""
 
@@ -73,6 +75,8 @@ class DataConfig(Section):
     """The field of a record that holds its text."""
     documents: PositiveInt | None = None
     """Take the first n documents of a source; required for a Hugging Face source."""
+    if_missing: Name | None = None
+    """How to get the text, for the message that it is missing."""
     sources: dict[str, SourceConfig] = Field(default_factory=dict)
     """Named sources in place of `text`, mixed by weight."""
     max_broken: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.001
@@ -125,6 +129,7 @@ class DataConfig(Section):
                 text=source.text,
                 field=source.field or self.field,
                 documents=source.documents or self.documents,
+                if_missing=source.if_missing or self.if_missing,
                 weight=source.weight / total,
             )
             for key, source in given.items()

@@ -94,7 +94,9 @@ def tokenize_whole(
     `prepare` does.
     """
     documents = data.documents if text.startswith(HUGGING_FACE) else None
-    data = data.model_copy(update={"text": (text,), "sources": {}, "held_out": 1.0, "documents": documents})
+    data = data.model_copy(
+        update={"text": (text,), "if_missing": None, "sources": {}, "held_out": 1.0, "documents": documents}
+    )
     (source,) = find_sources(data, say)
     return _Cache(data, say, progress).split(source, tokenizer)[0].held_out
 

@@ -67,7 +67,7 @@ def find_sources(data: DataConfig, say: Callable[[str], None]) -> list[Source]:
                 fetched = huggingface.fetch(entry, source.field, source.documents, cache, key, say)
                 files.update(dict.fromkeys(fetched))
             else:
-                found_here, folders = _find(entry, key)
+                found_here, folders = _find(entry, key, source.if_missing)
                 files.update(dict.fromkeys(found_here))
                 passed_over.update(dict.fromkeys(folders, entry))
         for folder, entry in passed_over.items():
@@ -97,7 +97,7 @@ def _distinct(files: Iterable[Path]) -> Iterable[Path]:
     return seen.values()
 
 
-def _find(entry: str, key: str) -> tuple[list[Path], list[Path]]:
+def _find(entry: str, key: str, if_missing: str | None) -> tuple[list[Path], list[Path]]:
     """Return the files of an entry, in an order independent of the file system, and the folders that a glob matches."""
     if entry == STANDARD_LIBRARY:
         return _standard_library(), []
@@ -121,7 +121,8 @@ def _find(entry: str, key: str) -> tuple[list[Path], list[Path]]:
     matched = sorted(map(Path, glob.glob(pattern, recursive=True)))
     files = [p for p in matched if _is_text(p, key)]
     if not files:
-        raise InputError(f"{key}: {entry} is not a file, directory or glob of {_KINDS} files here")
+        remedy = f"; {if_missing}" if if_missing else ""
+        raise InputError(f"{key}: {entry} is not a file, directory or glob of {_KINDS} files here{remedy}")
     return files, [] if "**" in entry else [p for p in matched if os.path.isdir(p)]
 
 

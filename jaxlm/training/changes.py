@@ -12,7 +12,7 @@ _FREE = (
     *("evaluation.*", "checkpoint.*", "records.*", "mesh.*"),
     *(f"training.{name}" for name in ("steps", "log_every", "max_skipped_in_a_row")),
     *(f"training.{name}" for name in ("microbatches", "remat", "scan_layers", "kernels")),
-    *("data.cache", "data.max_broken"),
+    *("data.cache", "data.max_broken", "data.if_missing", "data.sources.*.if_missing"),
 )
 # Keys of paths: what is found there makes a run, and `jaxlm.run` compares that.
 _BY_CONTENT = ("data.text", "data.sources.*.text", "data.tokenizer")

@@ -110,6 +110,8 @@ ARGUMENTS = {
 }
 CONFIGURATIONS = {
     "missing config": ("train missing.toml", ["missing.toml"]),
+    "misspelt name": ("plan llama3-8b --on h200-sxm", ["neither a file nor one of", "did you mean llama3.1-8b?"]),
+    "name with a path's mistake": ("train configs/quickstart.toml", ["did you mean quickstart?"]),
     "config that is not TOML": ("train broken.toml", ["broken.toml", "not TOML"]),
     "config of too many brackets": ("train deep.toml", ["deep.toml", "too many brackets"]),
     "override of too many brackets": (f"train good.toml training.steps={'[' * 3000}", ["training.steps", "brackets"]),
@@ -173,6 +175,11 @@ CONFIGURATIONS = {
 }
 DATA = {
     "missing text": ("train good.toml data.text=missing.txt", ["data.text", "missing.txt"]),
+    "text that has to be fetched": (
+        "train shakespeare_char training.batch=16",
+        ["data.text", "curl -o tinyshakespeare.txt https://raw.githubusercontent.com/karpathy/char-rnn"],
+    ),
+    "text of the repository": ("train mixture", ["data.sources.notes.text", "root of jaxlm's repository"]),
     "text that is none": ("train good.toml data.text=picture.png", ["data.text", "picture.png", ".txt"]),
     "a text instead of its path": (f"train good.toml 'data.text={'To be, or not. ' * 30}'", ["data.text"]),
     "lines instead of a path": ("train good.toml 'data.text=To be,\nor not to be'", ["data.text"]),

@@ -50,7 +50,7 @@ SAME_RUN = [
     *("training.steps=80", "training.log_every=5", "training.max_skipped_in_a_row=3", "training.microbatches=2"),
     *("training.remat=full", "training.scan_layers=false", "training.kernels=xla", "mesh.data=2"),
     *("evaluation.every=7", "evaluation.batches=3", "checkpoint.every=3", "checkpoint.keep=9"),
-    *("records.norms_every=5", "data.cache=elsewhere", "data.max_broken=0.5"),
+    *("records.norms_every=5", "data.cache=elsewhere", "data.max_broken=0.5", "data.if_missing=ask"),
 ]
 
 

@@ -84,6 +84,19 @@ def test_an_unknown_key_is_one_line(key, near, capsys):
     assert out == "" and err.count("\n") == 1 and near in err
 
 
+def test_the_configurations_that_come_with_it_are_listed(capsys):
+    rows = json.loads(said(capsys, "--list", "--json"))["configurations"]
+    assert {Path(row["file"]).resolve() for row in rows} == set((ROOT / "configs").rglob("*.toml"))
+    found = {row["name"]: (row["kind"], row["parameters"]) for row in rows}
+    assert found["llama3.1-8b"] == ("model", 8_030_261_248) and found["quickstart"][0] == "experiment"
+    lines = said(capsys, "--list").splitlines()
+    for name, (kind, parameters) in found.items():
+        assert [name, kind, f"{parameters:,}"] in [line.split() for line in lines]
+    assert main(["config", "training.remat", "--list"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "leave out KEY" in err
+
+
 def test_the_page_is_what_the_command_prints(capsys):
     assert (ROOT / "docs" / "reference.md").read_text(encoding="utf-8") == said(capsys, "--markdown")
 

@@ -29,6 +29,7 @@ LIGHT = [
     ["plan", "--check"],
     ["config"],
     ["config", "training.remat"],
+    ["config", "--list"],
 ]
 ALL = """
 import json, sys

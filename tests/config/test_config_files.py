@@ -60,7 +60,7 @@ def test_a_resolved_file_holds_every_key():
     records = {"records.wandb_project", "records.norms_every"}
     attention = {f"model.attention.{name}" for name in ("scale", "soft_cap", "window")}
     model = {"model.position.scaling", "model.logit_soft_cap"} | attention
-    assert missing == model | {"training.ema_decay", "data.documents"} | records
+    assert missing == model | {"training.ema_decay", "data.documents", "data.if_missing"} | records
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
@@ -82,7 +82,7 @@ def test_configurations_need_no_jax():
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "there is no file"),
+        (None, "neither a file nor"),
         (b"[model", "is not TOML"),
         (b"[model]\nnum_layers = 1\nnum_layers = 2\n", "is not TOML"),
         (b"name = '\xff'", "cannot be read"),

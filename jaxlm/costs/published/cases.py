@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationError, model_validator
 
+from jaxlm.core import bundled
 from jaxlm.core.errors import InputError
 from jaxlm.core.schema import Section, merged
 from jaxlm.costs.hardware.chips import Chip
@@ -27,7 +28,6 @@ from jaxlm.training.config import AnyOptimizer, TrainingConfig
 
 PUBLISHED = Path(__file__).with_name("cases.toml")
 _OPTIMIZER = TypeAdapter(AnyOptimizer)
-MODELS = Path(__file__).parents[3] / "configs" / "models"
 
 Of = Literal[
     "parameters", "kv cache", "flops", "mfu", "memory", "measured memory", "roofline", "collectives", "duration",
@@ -53,7 +53,7 @@ class PublishedCase(Section):
     """A published figure.
 
     `figure` names one of `figures.FIGURES`, which is called with `given`; `scale` multiplies its result. `model` is one
-    of the file's [models] or a file of configs/models. `chips` is a target, and `chip` overrides figures of its chip.
+    of the file's [models] or of jaxlm's configurations. `chips` is a target, and `chip` overrides figures of its chip.
     `tolerance` is relative, and `because` gives its reason. `nearest` names the nearest expressible configuration if
     the exact one cannot be written. `why` explains a miss. A case with `not_expressed` is beyond the cost model.
     """
@@ -227,14 +227,9 @@ def _target(case: PublishedCase) -> Target | None:
 
 def _model(name: str, models: dict[str, Any]) -> dict[str, Any]:
     if name not in models:
-        path = MODELS / f"{name}.toml"
-        if not MODELS.is_dir():
-            raise InputError(
-                f"there is no folder {MODELS}, whose models the published figures are of; it is part of jaxlm's "
-                "checkout: install that with pip install -e"
-            )
-        if not path.exists():
-            raise InputError(f"{name!r} is neither one of the file's [models] nor a file of configs/models")
+        path = bundled.configurations().get(name)
+        if path is None:
+            raise InputError(f"{name!r} is neither one of the file's [models] nor one of jaxlm's configurations")
         return tomllib.loads(path.read_text(encoding="utf-8"))["model"]
     changes = dict(models[name])
     base = changes.pop("base", None)

@@ -9,7 +9,6 @@ import pytest
 
 from jaxlm.cli import main
 from jaxlm.core.errors import InputError
-from jaxlm.costs.published import cases
 from jaxlm.costs.published.cases import PUBLISHED, check, inside_bracket, median_errors, read
 
 ROWS = check()
@@ -125,13 +124,6 @@ def test_a_file_that_is_not_there_or_not_one_of_cases(tmp_path):
         (tmp_path / "cases.toml").write_text(f"[[case]]\n{case}{change}\npublished = 1.0")
         with pytest.raises(InputError, match=says):
             check(tmp_path / "cases.toml")
-
-
-def test_models_that_were_not_installed_are_named_with_what_to_do(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cases, "MODELS", tmp_path / "models")
-    assert main(["plan", "--check"]) == 2
-    printed = capsys.readouterr().err
-    assert printed.count("\n") == 1 and str(tmp_path / "models") in printed and "pip install -e" in printed
 
 
 def test_the_readme_has_the_table_that_is_counted():

@@ -8,6 +8,7 @@ from jaxlm import config
 from jaxlm.config import Experiment
 from jaxlm.core import accelerators, units
 from jaxlm.core.errors import InputError
+from jaxlm.models.bounds import parameters_at_most, values_per_token_at_most
 from jaxlm.parallel.devices import emulated_for
 from jaxlm.parallel.processes import process_count
 
@@ -60,10 +61,5 @@ def _of_this_machine() -> int:
 def _at_most(experiment: Experiment) -> int:
     """Return more bytes than a step of a model of usual proportions takes, without counting it."""
     model, training = experiment.model, experiment.training
-    heads = max(getattr(block.attention, "num_heads", 1) for _, block in model.entries)
-    widest = max(getattr(block.feed_forward, "d_ff", 1) for _, block in model.entries)
-    parameters = model.d_model * (model.vocab_size * 2 + model.num_layers * (8 * model.d_model + 3 * widest))
-    per_token = (
-        model.num_layers * (32 * model.d_model + 8 * widest + 4 * heads * training.sequence) + 4 * model.vocab_size
-    )
-    return 32 * parameters + 4 * training.batch * training.sequence * per_token
+    per_token = values_per_token_at_most(model, training.sequence)
+    return 32 * parameters_at_most(model) + 4 * training.batch * training.sequence * per_token

@@ -54,8 +54,9 @@ def run(notebook: NotebookNode) -> NotebookNode:
     session.cells = []
     for cell in notebook.cells:
         session.cells.append(cell)
-        hidden = (f"exec({source!r}, dict(globals()))" for source in solutions(cell))
-        session.cells += [nbformat.v4.new_code_cell(source) for source in hidden]
+        for source in solutions(cell):
+            program = f"compile({source!r}, 'a solution of {cell.id}', 'exec')"
+            session.cells.append(nbformat.v4.new_code_cell(f"exec({program}, dict(globals()))"))
     with tempfile.TemporaryDirectory() as folder:
         settings = Path(folder, "matplotlibrc")
         settings.write_text(f"figure.dpi: {DOTS_PER_INCH}\n")

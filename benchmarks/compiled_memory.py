@@ -140,11 +140,13 @@ def _cases() -> Iterator[MemoryCase]:
     yield MemoryCase("prefill", llama, "tpu-v5e:2x4", 4, 4096, tensor(1, 8))
     yield MemoryCase("prefill", llama, "tpu-v5p:2x2x1", 8, 4096, fsdp(4))
     yield MemoryCase("prefill", gpt2, "a100-sxm4-80g", 16, 1024)
+    yield MemoryCase("prefill", gpt2, "tpu-v5e:1x1", 16, 1024)
     yield MemoryCase("decode", llama, "h200-sxm", 32, 4096)
     yield MemoryCase("decode", llama, "h100-sxm5:8", 64, 4096, tensor(1, 8))
     yield MemoryCase("decode", llama, "tpu-v5e:2x4", 16, 4096, tensor(1, 8))
     yield MemoryCase("decode", llama, "tpu-v6e:2x2", 32, 2048, Layout(data=2, tensor=2))
     yield MemoryCase("decode", gpt2, "a100-sxm4-80g", 64, 1024)
+    yield MemoryCase("decode", gpt2, "tpu-v5e:1x1", 8, 1024)
     yield MemoryCase("decode", qwen, "tpu-v7x:1x1x1", 32, 4096, Layout(data=2))
 
 

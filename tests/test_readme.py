@@ -1,6 +1,7 @@
 """The program in README.md runs unchanged, and uses exactly the names of `jaxlm.api`."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -8,15 +9,31 @@ from pathlib import Path
 import pytest
 import runs
 
-from jaxlm import api
+from jaxlm import api, config
+from jaxlm.cli import _parse
 
 ROOT = Path(__file__).parents[1]
-(PROGRAM,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+(PROGRAM,) = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
 def test_it_uses_the_seven_names():
     assert set(re.findall(r"\bapi\.(\w+)", PROGRAM)) == set(api.__all__)
     assert len(api.__all__) == 7 and all(getattr(api, name).__doc__ for name in api.__all__)
+
+
+def test_the_first_page_trains_looks_generates_and_compares():
+    """In this order, by commands that are understood, of runs that its first two commands leave."""
+    page = README.partition("\nTest everything")[0]
+    blocks = "\n".join(re.findall(r"```\n(.*?)```", page, re.S))
+    lines = re.findall(r"^(?:.*&& )?jaxlm (.*?)(?: +#.*)?$", blocks, re.M)
+    commands = [_parse(shlex.split(line)) for line in lines]
+    assert [line.split()[0] for line in lines] == ["train", "runs", "generate", "train", "compare"]
+    trained = [
+        str(config.default_run(asked.config, asked.overrides, config.load(ROOT / asked.config, asked.overrides)))
+        for asked in (commands[0], commands[3])
+    ]
+    assert [str(run) for run in commands[4].runs] == trained and str(commands[2].run) == trained[0]
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def main(arguments: argparse.Namespace) -> int:
             {"prompt": given[row // arguments.num_samples], **completion._asdict()}
             for row, completion in enumerate(drawn)
         ]
-        print(json.dumps({"completions": rows}))
+        print(json.dumps(rows[0] if len(rows) == 1 else {"completions": rows}))
     else:
         _show(pieces, given, arguments.num_samples)
     return 0

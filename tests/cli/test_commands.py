@@ -153,8 +153,7 @@ def test_eval_measures_other_text_on_a_mesh(run, text):
 
 def completion(*command):
     """The continuation of the one prompt of a `jaxlm generate`."""
-    (found,) = json.loads(jaxlm(*command, "--json").stdout)["completions"]
-    return found
+    return json.loads(jaxlm(*command, "--json").stdout)
 
 
 @pytest.mark.slow

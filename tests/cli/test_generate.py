@@ -29,13 +29,12 @@ def run(tmp_path_factory):
 
 
 def completions(capsys, run, *arguments):
-    assert main(["generate", str(run), *map(str, arguments), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)["completions"]
+    return generated(capsys, run, *arguments)["completions"]
 
 
 def generated(capsys, run, *arguments):
-    (completion,) = completions(capsys, run, *arguments)
-    return completion
+    assert main(["generate", str(run), *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
 def test_no_parameter_lies_in_float32_while_tokens_are_drawn(run, monkeypatch, capsys):

@@ -21,6 +21,9 @@ from jaxlm.inference.cache import kept_tokens
 from jaxlm.models.cache import Slot
 from jaxlm.parallel.layout import Layout
 
+# Of a TPU's tile of an array's last two dimensions; few rows have a smaller one.
+_LANES, _SUBLANES = 128, 8
+
 
 class Memory(NamedTuple):
     """Bytes on one device at the peak of a step: of each kind, what is there at that moment.
@@ -29,7 +32,8 @@ class Memory(NamedTuple):
     inference that copy with its gathered matrices alone. `gradients`: those of the layers in that dtype and whole ones
     that wait to be added over `fsdp`, and the float32 sums of microbatches. `optimizer`: its state, and the average of
     the parameters where there is one. `activations`: what layers keep for the backward pass, and the work of one layer.
-    `logits`: float32 with their gradient, or the gradient alone. `kv_cache`: keys and values.
+    `logits`: float32 with their gradient, or the gradient alone. `kv_cache`: keys and values, and the copies of them on
+    which a TPU works.
     """
 
     parameters: int
@@ -64,6 +68,30 @@ def kv_cache(work: Workload) -> int:
         for layers, each in entries.values()
         for slot in each.values()
     )
+
+
+def _tiled_copies(work: Workload) -> int:
+    """Bytes of the copies of the cache that XLA for a TPU works on, since its arguments and results lie otherwise: when
+    decoding those of several heads on a device, with the heads as the rows of its tiles; in a prefill those of entries
+    that do not fill a tile's lanes."""
+    if work.platform != "tpu":
+        return 0
+    total = 0
+    for layers, each in slots(work.model, work.kind, work.layout).values():
+        for slot in each.values():
+            sequences, *heads, width = work.shape(("batch", *slot.axes), (1, *slot.shape))
+            rows, lanes = math.prod(heads), _up(width, _LANES)
+            if work.kind == "decode":
+                rows = _up(rows, min(_SUBLANES, 1 << (rows - 1).bit_length())) if rows > 1 else 0
+            elif lanes == width:
+                rows = 0
+            total += layers * kept_tokens(slot, work.sequence) * sequences * rows * lanes * _itemsize(work, slot)
+    return total
+
+
+def _up(size: int, multiple: int) -> int:
+    """Return a size padded to a multiple."""
+    return math.ceil(size / multiple) * multiple
 
 
 def kv_bytes_per_token(work: Workload) -> int:
@@ -152,7 +180,8 @@ def _inference(device: DeviceStep) -> Iterator[Memory]:
     """A layer, and the unembedding of the last tokens."""
     work, found, alike = device.work, device.found, device_step(device.work.alike())
     held = work.itemsize * sum(work.stored(d.axes, d.shape) for d in parameters(work.model).values())
-    cache, tables = kv_cache(work), [use for use in found.by_layer[None] if use.name in ("look_up", "logits")]
+    cache = kv_cache(work) + _tiled_copies(work)
+    tables = [use for use in found.by_layer[None] if use.name in ("look_up", "logits")]
     # A tied table is gathered once for both of its uses.
     tied = len({found.parameter(use) for use in tables}) < len(tables)
     held += _tables(device) if tied else 0

@@ -96,6 +96,8 @@ def lock(file: TextIO, *, shared: bool = False, wait: bool = False) -> bool:
 
     Raise BlockingIOError if another process holds the lock, unless `wait`.
     """
+    # Not filelock's: FileLock is exclusive only, so that processes of one job that ask together refuse each other;
+    # ReadWriteLock is an SQLite database, which is unsafe on NFS; SoftReadWriteLock outlasts a process that is killed.
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:

@@ -8,6 +8,8 @@ from jaxlm.data.tokenizers import Tokenizer
 _PATIENCE = 8  # tokens: bytes that have not completed a character by then never will
 
 
+# Not tokenizers' DecodeStream: after a prompt that ends within a character it repeats it ("the 😀" for "😀"), it has no
+# rest() for an incomplete end, and it holds bytes that form no character, decoding all of them again at each.
 class Detokenizer:
     """An incremental decoder of the tokens that follow a prompt.
 

@@ -59,6 +59,12 @@ def test_bytes_that_are_no_character_are_shown_as_such():
     assert text == "\ufffd" * 30 + "b"
 
 
+def test_bytes_that_are_no_character_are_not_held_to_the_end():
+    """The streaming decoder of the library shows none of them before a character follows."""
+    *shown, rest = pieces(bytes_tokenizer(), [97], [0xFF] * 30)
+    assert "".join(shown) == "\ufffd" * 24 and rest == "\ufffd" * 6
+
+
 def test_the_work_does_not_grow_with_the_text(tokenizer, monkeypatch):
     decoded: list[int] = []
     decode = tokenizer.decode

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 LAUNCH = Path(__file__).parents[1] / "launch"
 
@@ -47,7 +48,6 @@ def test_slurm_requeues_a_run_that_its_time_limit_stopped(ended, status, requeue
 
 @pytest.mark.parametrize(("told", "status"), [(True, 143), (False, 0)])
 def test_a_pod_that_is_told_to_stop_saves_and_does_not_count_as_done(told, status, programs, tmp_path):
-    yaml = pytest.importorskip("yaml")
     worker = yaml.safe_load((LAUNCH / "gke.yaml").read_text())["spec"]["replicatedJobs"][0]
     (container,) = worker["template"]["spec"]["template"]["spec"]["containers"]
     waits = f"trap 'sleep 0.3; touch {tmp_path}/saved; exit 0' TERM; echo ready; sleep 30 & wait"
@@ -83,7 +83,6 @@ def test_a_tpu_slice_trains_on_without_the_connection_that_started_it(programs, 
 
 
 def test_a_pod_without_good_input_is_not_started_again_and_a_preempted_one_always():
-    yaml = pytest.importorskip("yaml")
     spec = yaml.safe_load((LAUNCH / "gke.yaml").read_text())["spec"]
     (worker,) = spec["replicatedJobs"]
     (container,) = worker["template"]["spec"]["template"]["spec"]["containers"]

@@ -38,8 +38,7 @@ def load(
     def say(line: str) -> None:
         print(f"jaxlm: {line}", file=sys.stderr)
 
-    compilation_cache.enable(say)
-    return api.load(
+    model = api.load(
         arguments.run,
         arguments.overrides,
         reads=(*_READ, *reads),
@@ -49,3 +48,5 @@ def load(
         workload=workload,
         say=say,
     )
+    compilation_cache.enable(say)
+    return model

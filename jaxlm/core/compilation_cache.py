@@ -6,6 +6,7 @@ import platform
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jaxlm.core.files import default_cache
 
@@ -22,7 +23,8 @@ def enable(say: Callable[[str], None]) -> None:
     """
     import jax
 
-    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
+    settings: Any = jax.config  # which declares them as it starts
+    if settings.jax_compilation_cache_dir or not settings.jax_enable_compilation_cache:
         return
     folder = Path(default_cache(), "programs", _machine()).expanduser()
     try:

@@ -276,6 +276,9 @@ def test_the_largest_microbatch_that_fits_is_found(small, capsys):
     assert row["remat"] != "full" or row["microbatches"] > 1
 
 
+TWO_KINDS = "tpu-v5e:2x2", "tpu-v6e:2x2"
+
+
 @pytest.mark.exhaustive
 def test_compiling_for_two_kinds_of_tpu_at_once(small):
     import subprocess
@@ -286,11 +289,11 @@ def test_compiling_for_two_kinds_of_tpu_at_once(small):
             [sys.executable, "-c", code, "compile", str(small), "--on", chips, "--workload", "decode", "--json"],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
-        for chips in ("tpu-v5e:2x2", "tpu-v6e:2x2")
+        for chips in TWO_KINDS
     ]  # fmt: skip
-    for process in both:
+    for process, chips in zip(both, TWO_KINDS, strict=True):
         out, err = process.communicate()
-        assert (process.returncode, err) == (0, "") and json.loads(out)["fits"]
+        assert (process.returncode, err) == (0, f"compiling for {chips}\n") and json.loads(out)["fits"]
 
 
 @pytest.mark.parametrize(

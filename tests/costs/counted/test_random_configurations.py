@@ -101,9 +101,9 @@ LAYOUTS = (
     sys.platform != "linux" or platform.machine() != "x86_64", reason="the compilers are for Linux on x86-64"
 )
 def test_compiled_programs_are_as_counted():
-    """Twenty steps compiled for GPUs and TPUs: every FLOP is read, and on GPUs memory is within a tenth.
+    """Twenty steps compiled for GPUs and TPUs: every FLOP is read, and memory is within a tenth for 18 of them.
 
-    It was not in three of the ten for TPUs, by −22 to +14 %.
+    It was not in two of the ten for TPUs, by −22 and +14 %.
     """
     errors = {}
     for seed in range(20):
@@ -114,6 +114,5 @@ def test_compiled_programs_are_as_counted():
         experiment = Experiment(model=work.model, training=work.training, optimizer=work.optimizer.model_dump())
         found = report.compile(experiment, work.kind, target, mesh, False).report
         assert found.flops == found.counted_flops, (seed, work)
-        if target.chip.kind == "gpu":
-            errors[seed] = found.plan.memory.total / found.memory.peak - 1
-    assert all(abs(error) <= 0.1 for error in errors.values()), errors
+        errors[seed] = found.plan.memory.total / found.memory.peak - 1
+    assert sum(abs(error) <= 0.1 for error in errors.values()) >= 18, errors

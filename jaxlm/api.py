@@ -26,17 +26,16 @@ if TYPE_CHECKING:
     from jaxlm.parallel.layout import Layout
     from jaxlm.parallel.processes import ProcessSpec
     from jaxlm.parallel.rules import Kind
+    from jaxlm.published import Converted, PublishedSource
     from jaxlm.run import Run
     from jaxlm.runs import RunComparison, RunSummary
     from jaxlm.training.display import Display, Ended
     from jaxlm.training.evaluation import Evaluation
     from jaxlm.training.profile import ProfiledSteps
 
-__all__ = ["LoadedModel", "compare", "compile", "load", "plan", "runs", "train"]
+__all__ = ["LoadedModel", "compare", "compile", "export", "import_run", "load", "plan", "runs", "train"]
 
 MAX_TOKENS = 100  # that are drawn where nobody says how many
-# Attempts to read a checkpoint of a run that trains on, and removes older ones.
-_ATTEMPTS = 5
 
 
 def _silent(line: str) -> None:
@@ -52,6 +51,7 @@ def train(
     max_hours: float | None = None,
     process: "ProcessSpec | None" = None,
     continue_with_changes: bool = False,
+    start_from: str | Path | None = None,
 ) -> "Ended":
     """Train a model, or resume what `out` holds, up to `training.steps`.
 
@@ -67,6 +67,8 @@ def train(
       process: the place of this process in a job of several; Slurm, Open MPI and Cloud TPU say it themselves.
       continue_with_changes: whether a run may be continued as another one (`jaxlm.training.changes`); history.jsonl in
         `out` says from which step.
+      start_from: a run or a Hugging Face directory whose weights a new run begins with; its architecture and tokenizer
+        are to be the experiment's. A run that is resumed has its own.
 
     Raises InputError where the experiment cannot be trained here or in `out`, Diverged and Unsaved (RunFailed) where
     the run fails, and Stopped for a signal before there is anything to save.
@@ -74,7 +76,9 @@ def train(
     from jaxlm.job import Job
     from jaxlm.training.display import Display
 
-    return Job(experiment, Path(out), display or Display(), profile, max_hours, process, continue_with_changes).run()
+    source = None if start_from is None else source_of(Path(start_from))
+    shown = display or Display()
+    return Job(experiment, Path(out), shown, profile, max_hours, process, continue_with_changes, source).run()
 
 
 def load(
@@ -91,7 +95,7 @@ def load(
     """Load a trained model; its parameters are restored when they are first asked for.
 
     Args:
-      run: folder of a run of `train`.
+      run: folder of a run of `train`, or a Hugging Face directory.
       overrides: `key=value` changes of its experiment, such as "mesh.tensor=1"; none may change its architecture.
       reads: sections and keys that the caller reads: an override of any other is refused. None accepts all.
       checkpoint: the newest, or the one with the lowest held-out loss.
@@ -103,21 +107,29 @@ def load(
 
     Raises InputError where there is no run, where it keeps no average, or where an override does not suit it.
     """
+    source = source_of(Path(run))
+    if average and source.experiment().training.ema_decay is None:
+        raise InputError(f"{source} keeps no average of its weights (training.ema_decay); leave out --ema")
+    experiment = source.overridden(overrides, reads)
+    return LoadedModel(source, experiment, checkpoint, average, dtype or experiment.training.dtype, workload, say)
+
+
+def source_of(path: Path) -> "Run | PublishedSource":
+    """Return a run folder or a Hugging Face directory, whichever is there."""
+    from jaxlm.families.files import is_published
+    from jaxlm.published import PublishedSource
     from jaxlm.run import Run
 
-    kept = Run(Path(run))
-    if average and kept.experiment().training.ema_decay is None:
-        raise InputError(f"{kept.paths} keeps no average of its weights (training.ema_decay); leave out --ema")
-    experiment = kept.overridden(overrides, reads)
-    return LoadedModel(kept, experiment, checkpoint, average, dtype or experiment.training.dtype, workload, say)
+    run = Run(path)
+    return PublishedSource(path) if is_published(path) and not run.paths.config.is_file() else run
 
 
 class LoadedModel:
-    """A trained model: `load` makes one. `experiment` is that of its run, with overrides."""
+    """A trained or published model: `load` makes one. `experiment` is that of its run, with overrides."""
 
     def __init__(
         self,
-        run: "Run",
+        source: "Run | PublishedSource",
         experiment: "Experiment",
         checkpoint: Literal["newest", "best"],
         average: bool,
@@ -125,7 +137,7 @@ class LoadedModel:
         workload: "Kind",
         say: Callable[[str], None],
     ):
-        self.run, self.experiment = run, experiment
+        self.source, self.experiment = source, experiment
         self._checkpoint, self._average, self._dtype = checkpoint, average, dtype
         self._workload: Kind = workload
         self._say = say
@@ -171,13 +183,13 @@ class LoadedModel:
     @cached_property
     def tokenizer(self) -> "Tokenizer | None":
         """The tokenizer of the run, or None. Raises InputError for one with more tokens than the model."""
-        return self.run.load_tokenizer() if self.run.paths.tokenizer.is_file() else None
+        return self.source.load_tokenizer() if self.source.has_tokenizer else None
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Return a prompt's token ids. Raises InputError for text where there is no tokenizer."""
         if not isinstance(prompt, str):
             return list(prompt)
-        return (self.tokenizer or self.run.load_tokenizer()).encode_prompt(prompt)
+        return (self.tokenizer or self.source.load_tokenizer()).encode_prompt(prompt)
 
     def logits(self, tokens_BT: Any) -> "jax.Array":
         """Return float32 logits [B, T, V] of the token after each of int32 `tokens_BT`, each row a document."""
@@ -278,22 +290,20 @@ class LoadedModel:
         """
         import jax
 
-        from jaxlm.data.config import TOKENIZERS
-        from jaxlm.run import SHAPING
         from jaxlm.training.display import Display
         from jaxlm.training.evaluation import evaluate_sources
         from jaxlm.training.step import jit_steps, make_steps
 
         experiment, training = self.experiment, self.experiment.training
         if data is not None:
-            self.run.load_tokenizer()  # refused before anything is restored
+            self.source.load_tokenizer()  # refused before anything is restored
         else:
-            own = experiment.data.tokenizer in TOKENIZERS
-            self.run.check_shaping(experiment, (*SHAPING, "tokenizer") if own else SHAPING)
+            self.source.check_own_text(experiment)
         parameters = self.parameters
         steps = jit_steps(make_steps(self.config, training, experiment.optimizer), self.mesh)
         with display or Display() as shown:
-            text = self.run.held_out(experiment, shown) if data is None else self.run.text(experiment, data, shown)
+            source = self.source
+            text = source.held_out(experiment, shown) if data is None else source.text(experiment, data, shown)
         with jax.set_mesh(self.mesh):
             measured = evaluate_sources(steps.evaluate, parameters, text, training.batch, self.mesh)
         assert measured is not None  # nothing stops it
@@ -302,36 +312,12 @@ class LoadedModel:
     @cached_property
     def _restored(self) -> "tuple[int, Tree]":
         """The step and its parameters, rounded on their way: they never lie on the devices in float32 too."""
-        import jax.numpy as jnp
-
-        from jaxlm.models import tree as model_tree
         from jaxlm.parallel.rules import RULES
-        from jaxlm.training import checkpoints, manifests
 
-        choose = manifests.best_verified if self._checkpoint == "best" else manifests.newest_verified
-        _, tree = model_tree.abstract(self.config)
-        rules = RULES[self._workload]
-        shapes, placement = (
-            model_tree.shapes(tree, jnp.dtype(self._dtype)),
-            model_tree.shardings(tree, self.mesh, rules),
-        )
-        like, folder, said = model_tree.placed(shapes, placement), self.run.paths.checkpoints, set[str]()
-
-        def say(line: str) -> None:
-            if line not in said:
-                self._say(line)
-            said.add(line)
-
-        for attempt in range(1, _ATTEMPTS + 1):
-            step = choose(folder, say)
-            if step is None:
-                break
-            try:
-                return step, checkpoints.restore_parameters(folder, step, like, average=self._average)
-            except checkpoints.Gone:
-                if attempt == _ATTEMPTS:
-                    raise
-        raise InputError(f"{self.run.paths} has no whole checkpoint yet; jaxlm train writes one")
+        return self.source.restore(
+            self.config, self.mesh, RULES[self._workload], self._dtype,
+            checkpoint=self._checkpoint, average=self._average, say=self._say,
+        )  # fmt: skip
 
     @cached_property
     def _logits(self) -> "Callable[[Tree, jax.Array], jax.Array]":
@@ -356,6 +342,47 @@ class LoadedModel:
             return module.logits(hidden_BTD)
 
         return logits
+
+
+def import_run(model: str | Path, run: str | Path, *, say: Callable[[str], None] = _silent) -> "Converted":
+    """Convert a Hugging Face directory into a run, once. Nothing of it is executed.
+
+    Args:
+      model: the directory: config.json and safetensors of a family that jaxlm has (docs/models.md).
+      run: the folder to make. Training starts from it, and does not continue in it.
+      say: takes a line about what is not read, or odd.
+
+    Returns the family and the number of parameters. Raises InputError where the directory is broken, has a key or a
+    tensor that jaxlm does not know, or where the folder is taken.
+    """
+    from jaxlm import published
+
+    return published.import_run(Path(model), Path(run), say)
+
+
+def export(
+    run: str | Path,
+    folder: str | Path,
+    *,
+    checkpoint: Literal["newest", "best"] = "newest",
+    average: bool = False,
+    say: Callable[[str], None] = _silent,
+) -> "Converted":
+    """Write the model of a run as a Hugging Face directory.
+
+    Args:
+      run: the folder of a run, or a Hugging Face directory.
+      folder: the directory to make.
+      checkpoint, average: as in `load`.
+      say: takes a line about each file.
+
+    Returns the family and the number of parameters. Raises InputError where the model is of no family, or where the
+    folder is there.
+    """
+    from jaxlm import published
+
+    model = load(run, checkpoint=checkpoint, average=average, dtype="float32", say=say)
+    return published.export(model.source, model.parameters, model.experiment, Path(folder), say)
 
 
 def runs(folder: str | Path = "runs") -> "list[RunSummary]":

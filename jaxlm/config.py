@@ -17,6 +17,8 @@ from jaxlm.core.errors import InputError
 from jaxlm.core.explain import explain
 from jaxlm.core.schema import Section, chosen, kind_of, merged, sections_at
 from jaxlm.data.tokenizers import BYTES_VOCABULARY
+from jaxlm.families.files import CONFIG as PUBLISHED
+from jaxlm.families.files import is_published, read_json
 from jaxlm.models.config import ModelConfig
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.parallel.layout import Layout
@@ -41,14 +43,14 @@ class Experiment(RunConfig):
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), kind: Kind = "train") -> Experiment:
-    """Read a TOML file, that of a run folder, or a configuration that comes with jaxlm by its name; apply `key=value`
-    overrides with dotted keys, fill in and check everything that a step of this kind asks for.
+    """Read a TOML file, that of a run folder, a Hugging Face directory, or a configuration that comes with jaxlm by its
+    name; apply `key=value` overrides with dotted keys, fill in and check everything that a step of this kind asks for.
 
     `model.base = "FILE"`, relative to the file it stands in, names a TOML file whose [model] the other keys of
     [model] then change. It may be a name too. A path that exists goes before a name. Raises InputError, in one line.
     """
     path = _file(bundled.find(path))
-    values = _read_toml(path)
+    values = _read(path)
     if isinstance(values.get("model"), dict):
         values["model"] = _on_its_base(values["model"], (path,))
     file, overrides = copy.deepcopy(values), list(overrides)
@@ -205,12 +207,25 @@ def _check(experiment: Experiment, kind: Kind) -> None:
 
 
 def _file(path: Path) -> Path:
-    """Return the file of a configuration, which a run folder holds. Raise InputError for another folder."""
+    """Return the file of a configuration, which a run folder or a Hugging Face directory holds. Raise InputError for
+    another folder."""
     if not path.is_dir():
         return path
-    if not (file := RunPaths(path).config).is_file():
+    file = RunPaths(path).config
+    if not file.is_file() and is_published(path):
+        return path / PUBLISHED
+    if not file.is_file():
         raise InputError(f"{path} is a folder and no run: it holds no {file.name}; give a TOML file or a RUN")
     return file
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the keys of a file. Of a published model's config.json they are those of [model] alone."""
+    if path.name != PUBLISHED:
+        return _read_toml(path)
+    from jaxlm.families.settings import model_of
+
+    return {"model": model_of(read_json(path), str(path)).model_dump(mode="json", exclude_none=True)}
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -230,8 +245,8 @@ def _on_its_base(model: dict[str, Any], files: tuple[Path, ...]) -> dict[str, An
     """A [model] with what its `base` says, and the base of that; `files` led here."""
     if "base" not in model:
         return model
-    source = bundled.find(str(model["base"]), files[-1].parent)
-    base = _read_toml(source).get("model")
+    source = _file(bundled.find(str(model["base"]), files[-1].parent))
+    base = _read(source).get("model")
     if not isinstance(base, dict):
         raise InputError(f"{files[-1]}: model.base = {str(source)!r} has no section [model]")
     if source.resolve() in [file.resolve() for file in files]:

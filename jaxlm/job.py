@@ -16,6 +16,7 @@ from jaxlm.costs import capacity
 from jaxlm.data.dataset import Dataset, prepare
 from jaxlm.parallel import processes
 from jaxlm.run import Run
+from jaxlm.source import ModelSource, check_start, check_tokenizer
 from jaxlm.training import profile, sinks
 from jaxlm.training.display import Display, Ended
 from jaxlm.training.environment import MachineLoad, environment, versions
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from jaxlm.costs.ladder import Counted
     from jaxlm.training.loop import Result
+    from jaxlm.training.step import TrainState
 
 # Characters of a digest, to tell it from others.
 _SHOWN = 12
@@ -48,6 +50,7 @@ class Job:
         max_hours: float | None,
         spec: processes.ProcessSpec | None,
         continue_with_changes: bool,
+        source: ModelSource | None = None,
     ):
         self._clock = Clock()
         self._experiment, self._display, self._spec = experiment, display, spec
@@ -55,6 +58,9 @@ class Job:
         sinks.check_installed(experiment.records.wandb_project)
         self._run, self._continue_with_changes = Run(out), continue_with_changes
         self._changed = self._run.check(experiment, continue_with_changes)
+        self._source = source
+        if source is not None:
+            check_start(source, experiment)
         self._stop = StopRequest(self._leave, max_hours)
         self._saved: int | None = None  # the step that is
         self._trained_from: int | None = None  # the first step of this start
@@ -122,6 +128,8 @@ class Job:
                 dataset = prepare(data, vocabulary, self._display.say, self._display.progress)
             found = {"digest": dataset.digest[:_SHOWN]}
             processes.check_same("data", found, "let data.text and data.tokenizer be the same for all")
+        if self._source is not None:
+            check_tokenizer(self._source, dataset.tokenizer)
         return dataset
 
     def _count(self) -> "tuple[Counted, Mesh]":
@@ -161,11 +169,14 @@ class Job:
             profile.Profiler(self._traced, paths.profile, self._display.say),
             self._stop,
             partial(self._record, dataset),
+            *([] if self._source is None else [partial(self._begin, mesh)]),
         )
         trainer = Trainer(self._experiment, dataset, mesh, paths, counted.mfu, start)
         # Only now that nothing was refused is it a run.
         with processes.first_process_first("run"):
             run.open(self._experiment, dataset, self._continue_with_changes)
+            if self._source is not None and processes.is_first() and not paths.huggingface.exists():
+                self._source.carry(paths.huggingface)
         if processes.is_first():
             JsonLines(paths.attempts).append(environment(list(mesh.devices.flat)))
         try:
@@ -179,6 +190,18 @@ class Job:
             raise RunFailed(
                 f"{paths} was moved or removed; put it back, and the run goes on from its newest checkpoint"
             ) from error
+
+    def _begin(self, mesh: "Mesh", state: "TrainState") -> "TrainState":
+        """Return the first state with the weights that the run begins with."""
+        import jax
+
+        from jaxlm.parallel.rules import TRAIN
+
+        assert self._source is not None
+        step, parameters = self._source.restore(self._experiment.model, mesh, TRAIN, "float32", say=self._display.say)
+        self._display.say(f"beginning with the weights of {self._source}" + (f", step {step}" if step else ""))
+        average = None if state.average is None else jax.tree.map(jax.numpy.copy, parameters)
+        return state._replace(parameters=parameters, average=average)
 
     def _record(self, dataset: Dataset, step: int) -> None:
         self._trained_from = step

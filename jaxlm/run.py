@@ -2,30 +2,43 @@
 
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+import shutil
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from jaxlm import config
 from jaxlm.config import Experiment
 from jaxlm.core.errors import InputError
-from jaxlm.core.files import leftovers, lock, replace, replacing, unwritable
+from jaxlm.core.files import building, leftovers, lock, replace, replacing, unwritable
 from jaxlm.core.schema import Change
 from jaxlm.data import tokenizers
+from jaxlm.data.config import TOKENIZERS
 from jaxlm.data.dataset import Dataset, prepare, tokenize_whole
 from jaxlm.data.packing import Rows
 from jaxlm.data.tokenizers import Tokenizer
+from jaxlm.families import tokens
+from jaxlm.families.files import CONFIG, GENERATION, read_json
+from jaxlm.models.config import ModelConfig
 from jaxlm.parallel.processes import is_first
 from jaxlm.training.changes import architecture, bound, changed_keys, is_by_content, is_free
 from jaxlm.training.display import Display
 from jaxlm.training.paths import RunPaths
 from jaxlm.training.records import JsonLines
 
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Mesh
+
+    from jaxlm.models.tree import Tree
+    from jaxlm.parallel.rules import Rules
+
 # Keys of [data] that decide the tokens: by themselves, or by files, which may have been moved.
 SHAPING = ("field", "documents", "held_out")
 FILES = ("tokenizer", "text", "sources")
 _OTHER_OUT = "choose another --out"
 _CONTINUE = "--continue-with-changes"
+_ATTEMPTS = 5  # to read a checkpoint of a run that trains on, and removes older ones
 _NAMED = 8  # changed keys in a message, at most
 
 
@@ -35,6 +48,9 @@ class Run:
     def __init__(self, directory: Path):
         self.paths = RunPaths(directory)
         self._claimed: TextIO | None = None
+
+    def __str__(self) -> str:
+        return str(self.paths)
 
     def check(self, experiment: Experiment, continue_with_changes: bool = False) -> list[Change]:
         """Return the keys that a run in the folder is resumed with other values of.
@@ -46,6 +62,11 @@ class Run:
         self.paths.check_name()
         if self.paths.config.exists():
             before = self.experiment()
+            if self.paths.huggingface.is_dir() and not self.paths.data.exists():
+                raise InputError(
+                    f"{self.paths} holds imported weights, in which no training continues; start from them: "
+                    f"--from {self.paths}, with another --out"
+                )
             self.digest()
             self._check_checkpoints(before.checkpoint.every)
             found = changed_keys(before, experiment)
@@ -94,12 +115,13 @@ class Run:
         self.experiment()  # refuses what is no run
         experiment = config.load(self.paths.config, overrides, "decode")
         self.check_model(experiment)
-        for key in () if reads is None else config.overridden(overrides):
-            if not any(f"{key}.".startswith(f"{read}.") for read in reads):
-                raise InputError(
-                    f"{key} changes nothing here, where {', '.join(reads)} are read of the run; leave it out"
-                )
+        check_reads(config.overridden(overrides), reads)
         return experiment
+
+    def check_own_text(self, experiment: Experiment) -> None:
+        """Raise InputError where keys of [data] are not as the run was trained with, so that its text is another."""
+        own = experiment.data.tokenizer in TOKENIZERS
+        self.check_shaping(experiment, (*SHAPING, "tokenizer") if own else SHAPING)
 
     def check_shaping(self, experiment: Experiment, keys: Iterable[str]) -> None:
         """Raise InputError where one of these keys of [data] is not as the run was trained with."""
@@ -242,13 +264,98 @@ class Run:
         """The tokenizer of the run. Raises InputError where it has none, or one with more tokens than the model."""
         if not self.paths.tokenizer.is_file():
             raise InputError(f"{self.paths} has no {self.paths.tokenizer.name}; give --token-ids in place of --prompt")
-        tokenizer, model = tokenizers.load(self.paths.tokenizer), self.experiment().model
-        if tokenizer.vocab_size > model.vocab_size:
-            raise InputError(
-                f"{self.paths.tokenizer} has {tokenizer.vocab_size} tokens, and model.vocab_size = {model.vocab_size}: "
-                "the run was trained with another; put that back"
-            )
+        published = self.paths.huggingface / CONFIG
+        if published.is_file():
+            tokenizer = tokens.load(self.paths.tokenizer, read_json(published), self.generation)
+        else:
+            tokenizer = tokenizers.load(self.paths.tokenizer)
+        check_vocabulary(tokenizer, self.experiment().model.vocab_size, self.paths.tokenizer)
         return tokenizer
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Return whether the run has a tokenizer."""
+        return self.paths.tokenizer.is_file()
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The file of the tokenizer, which need not be there."""
+        return self.paths.tokenizer
+
+    def carry(self, folder: Path) -> None:
+        """Keep the small files that the run's weights came with, if it began with published ones, in a folder."""
+        if self.paths.huggingface.is_dir():
+            with building(folder) as partial:
+                shutil.copytree(self.paths.huggingface, partial, dirs_exist_ok=True)
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """The content of the generation_config.json that its weights came with; empty without one."""
+        file = self.paths.huggingface / GENERATION
+        return read_json(file) if file.is_file() else {}
+
+    def restore(
+        self,
+        model: ModelConfig,
+        mesh: "Mesh",
+        rules: "Rules",
+        dtype: "jax.typing.DTypeLike",
+        *,
+        checkpoint: str = "newest",
+        average: bool = False,
+        say: Callable[[str], None] = print,
+    ) -> "tuple[int, Tree]":
+        """Return a step and its parameters on a mesh, rounded to a dtype while they are read.
+
+        Args:
+          checkpoint: "newest", or "best", the one with the lowest held-out loss.
+          average: whether to take the moving average of the weights.
+          say: takes a line about each checkpoint that is passed over.
+
+        Raises InputError where there is no whole checkpoint.
+        """
+        import jax.numpy as jnp
+
+        from jaxlm.models import tree as model_tree
+        from jaxlm.training import checkpoints, manifests
+
+        choose = manifests.best_verified if checkpoint == "best" else manifests.newest_verified
+        _, tree = model_tree.abstract(model)
+        placement = model_tree.shardings(tree, mesh, rules)
+        like = model_tree.placed(model_tree.shapes(tree, jnp.dtype(dtype)), placement)
+        folder, said = self.paths.checkpoints, set[str]()
+
+        def say_once(line: str) -> None:
+            if line not in said:
+                say(line)
+            said.add(line)
+
+        for attempt in range(1, _ATTEMPTS + 1):
+            step = choose(folder, say_once)
+            if step is None:
+                break
+            try:
+                return step, checkpoints.restore_parameters(folder, step, like, average=average)
+            except checkpoints.Gone:
+                if attempt == _ATTEMPTS:
+                    raise
+        raise InputError(f"{self.paths} has no whole checkpoint yet; jaxlm train writes one")
+
+
+def check_reads(keys: Iterable[str], reads: Collection[str] | None) -> None:
+    """Raise InputError for a key that is set and that nobody `reads`; None reads all."""
+    for key in () if reads is None else keys:
+        if not any(f"{key}.".startswith(f"{read}.") for read in reads):
+            raise InputError(f"{key} changes nothing here, where {', '.join(reads)} are read of the run; leave it out")
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, file: Path) -> None:
+    """Raise InputError for a tokenizer with more tokens than a model."""
+    if tokenizer.vocab_size > vocab_size:
+        raise InputError(
+            f"{file} has {tokenizer.vocab_size} tokens, and model.vocab_size = {vocab_size}: the model was trained "
+            "with another; put that back"
+        )
 
 
 def _ways_out(found: Iterable[Change]) -> str:

@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 import runs
 
-from jaxlm import api, config
+from jaxlm import api, cli, config
 from jaxlm.cli import _parse
+from jaxlm.families.directory import PublishedModel
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 (PROGRAM,) = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
-def test_it_uses_the_seven_names():
+def test_it_uses_the_nine_names():
     assert set(re.findall(r"\bapi\.(\w+)", PROGRAM)) == set(api.__all__)
-    assert len(api.__all__) == 7 and all(getattr(api, name).__doc__ for name in api.__all__)
+    assert len(api.__all__) == 9 and all(getattr(api, name).__doc__ for name in api.__all__)
 
 
 def test_the_first_page_trains_looks_generates_and_compares():
@@ -36,6 +37,19 @@ def test_the_first_page_trains_looks_generates_and_compares():
     assert [str(run) for run in commands[4].runs] == trained and str(commands[2].run) == trained[0]
 
 
+def test_published_weights_go_in_and_come_out_in_three_lines(tmp_path, monkeypatch, capsys):
+    lines = re.findall(r"^jaxlm (.*stories.*)$", README, re.M)
+    assert [line.split()[0] for line in lines[:3]] == ["generate", "import", "export"]
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for line in lines[:3]:
+        assert cli.main(shlex.split(line)) == 0
+    assert capsys.readouterr().out.startswith("Once upon a time, there was a little girl named Lily.")
+    before, after = (PublishedModel(Path(folder)) for folder in (lines[1].split()[1], lines[2].split()[2]))
+    assert all((after.stored[name].read() == tensor.read()).all() for name, tensor in before.stored.items())
+
+
 @pytest.mark.slow
 def test_the_program_runs(tmp_path):
     """Run the program in its own process, set up as a run is, next to the files that it names."""
@@ -48,5 +62,6 @@ def test_the_program_runs(tmp_path):
     counted, compiled, shapes = done.stdout.splitlines()[:3]
     assert counted.startswith("Memory(") and compiled.startswith("CompiledMemory(")
     assert re.fullmatch(r"1 \(1, \d+, 2048\)", shapes)
+    assert "llama" in done.stdout.splitlines() and (tmp_path / "runs/published/model.safetensors").exists()
     assert (tmp_path / "runs" / "example" / "sample.txt").exists()
     assert done.stdout.splitlines()[-2:] == ["[('runs/example', 'finished', 4)]", "{}"]

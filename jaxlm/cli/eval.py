@@ -52,7 +52,7 @@ def _at_a_loss(arguments: argparse.Namespace) -> int:
 def _at_tasks(arguments: argparse.Namespace) -> int:
     """Evaluate at tasks, in batches of `training.batch`, computed in `training.dtype`."""
     model = trained.load(arguments, ("training.batch",))
-    tokenizer = model.run.load_tokenizer()
+    tokenizer = model.source.load_tokenizer()
     names = [name.strip() for name in arguments.tasks.split(",")]
     asked = tasks.load(names, arguments.num_fewshot, model.config.context_length)
     parameters = model.parameters

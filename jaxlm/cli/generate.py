@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxlm import api
 from jaxlm.cli import prompts, trained
@@ -36,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop", action="append", type=as_utf8, default=[], metavar="TEXT", help="end a continuation before this text"
     )
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, metavar="X", help="0 takes the likeliest (%(default)s)"
-    )
+    parser.add_argument("--temperature", type=float, metavar="X", help="0 takes the likeliest (1)")
     parser.add_argument("--top-k", type=int, metavar="K", help="draw among the K likeliest")
     parser.add_argument("--top-p", type=float, metavar="P", help="draw among the fewest that hold P of the probability")
     parser.add_argument(
@@ -55,8 +53,10 @@ def main(arguments: argparse.Namespace) -> int:
     if "" in arguments.stop:
         raise InputError("--stop '' would end every text; give at least one character")
     check_seed(arguments.seed, _option)
-    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p).check(_option)
+    asked = {name: getattr(arguments, name) for name in Sampling._fields if getattr(arguments, name) is not None}
+    Sampling(**asked).check(_option)
     model = trained.load(arguments, ("training.batch",))
+    sampling = _with_published(model, asked)
     if given is None:
         _interact(model, sampling, arguments)
         return 0
@@ -73,6 +73,22 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         _show(pieces, given, arguments.num_samples)
     return 0
+
+
+def _with_published(model: "LoadedModel", asked: dict[str, Any]) -> "Sampling":
+    """Return the sampling that is asked for, and otherwise what generation_config.json of published weights says."""
+    from jaxlm.inference.requests import Sampling
+
+    published = model.source.generation
+    off = {"top_k": 0, "top_p": 1.0}  # as transformers writes a filter that is none
+    found = {
+        name: published[name]
+        for name in Sampling._fields
+        if published.get("do_sample") and published.get(name, off.get(name)) not in (None, off.get(name))
+    }
+    if said := [f"{name} = {value}" for name, value in found.items() if name not in asked]:
+        print(f"jaxlm: {', '.join(said)} of generation_config.json", file=sys.stderr)
+    return Sampling(**{**found, **asked}).check("generation_config.json: {} =".format)
 
 
 def _drawn(

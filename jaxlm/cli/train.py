@@ -29,6 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-hours", type=float, metavar="X", help="stop with a checkpoint before this start has lasted X hours"
     )
     parser.add_argument(
+        "--from",
+        dest="start_from",
+        type=path,
+        metavar="MODEL",
+        help="begin with the weights of a run or a Hugging Face directory, with the same [model] and tokenizer",
+    )
+    parser.add_argument(
         "--process",
         metavar="INDEX/COUNT@HOST:PORT",
         help="which process of a job this is, and where process 0 listens (Slurm, Open MPI and Cloud TPU say so)",
@@ -56,5 +63,6 @@ def main(arguments: argparse.Namespace) -> int:
             max_hours=arguments.max_hours,
             process=process,
             continue_with_changes=arguments.continue_with_changes,
+            start_from=arguments.start_from,
         )
     return exit_status(ended)

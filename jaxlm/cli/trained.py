@@ -15,8 +15,13 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The run, and which of its checkpoints."""
-    parser.add_argument("run", type=path, metavar="RUN", help="folder of a run")
+    parser.add_argument("run", type=path, metavar="RUN", help="folder of a run, or a Hugging Face directory")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as mesh.tensor=1")
+    add_checkpoint(parser)
+
+
+def add_checkpoint(parser: ArgumentParser) -> None:
+    """Add the choice of a checkpoint, and of its weights or their average."""
     parser.add_argument(
         "--checkpoint", choices=("newest", "best"), default="newest", help="the newest, or lowest in held-out loss"
     )

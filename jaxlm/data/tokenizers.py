@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, cached_property, partial
 from pathlib import Path
 
@@ -30,10 +30,16 @@ class Tokenizer:
     """A map from text to token ids and back. No text becomes a control token (`control_tokens.for_documents`).
 
     `vocab_size`: the largest id plus one. `separator`: the id that starts and ends a document, or None (characters).
-    `dropout`: the probability of BPE dropout that the file asks for, which is switched off.
+    `begin`: the ids before a prompt. `ends`: the ids that end what is drawn. Both are the separator unless a published
+    model has others. `dropout`: the probability of BPE dropout that the file asks for, which is switched off.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer):
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        begin: Sequence[int] | None = None,
+        ends: Collection[int] | None = None,
+    ):
         self.dropout: float = getattr(backend.model, "dropout", None) or 0.0
         self._backend = backend = control_tokens.for_documents(backend)
         backend.no_truncation()
@@ -42,6 +48,9 @@ class Tokenizer:
         self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         separator = control_tokens.separator(backend)
         self.separator: int | None = None if separator is None else backend.token_to_id(separator)
+        own = () if self.separator is None else (self.separator,)
+        self.begin: tuple[int, ...] = own if begin is None else tuple(begin)
+        self.ends: frozenset[int] = frozenset(own if ends is None else ends)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without separators. Raise InputError for text without tokens."""
@@ -59,8 +68,8 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the token ids of the start of a document, after a separator if the tokenizer has one."""
-        return [*([] if self.separator is None else [self.separator]), *self.encode(text)]
+        """Return the token ids of the start of a document, after the ids that begin one."""
+        return [*self.begin, *(self.encode(text) if text else [])]
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the token ids of whole documents, between separators if the tokenizer has one."""
@@ -123,6 +132,10 @@ class Tokenizer:
         if isinstance(self._backend.decoder, decoders.ByteLevel):
             return len(self._backend.id_to_token(token))
         return len(self.decode([token]).encode())
+
+    def name_of(self, token: int) -> str:
+        """Return a token as the vocabulary spells it."""
+        return self._backend.id_to_token(token)
 
     @property
     def dtype(self) -> np.dtype:
@@ -231,12 +244,16 @@ def _uncut(text: str) -> Iterable[str]:
     return (text,)
 
 
-def load(path: Path) -> Tokenizer:
-    """Load a `tokenizer.json`. Raise InputError if the file is missing or invalid."""
+def load(path: Path, begin: Sequence[int] | None = None, ends: Collection[int] | None = None) -> Tokenizer:
+    """Load a `tokenizer.json`. Raise InputError if the file is missing or invalid.
+
+    Args:
+      begin, ends: as in `Tokenizer`.
+    """
     if not path.is_file():
         raise InputError(f"data.tokenizer: there is no file {path}")
     try:
-        return Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
+        return Tokenizer(tokenizers.Tokenizer.from_file(str(path)), begin, ends)
     except Exception as error:  # the library raises bare Exception
         raise InputError(f"data.tokenizer: {path} is not a tokenizer.json ({error})") from error
 

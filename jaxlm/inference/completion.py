@@ -15,7 +15,7 @@ from jaxlm.inference.stop_strings import StopScanner
 from jaxlm.models.config import Kernels, ModelConfig
 from jaxlm.models.tree import Tree
 
-# "stop": the tokenizer's separator or a stop string; "length": `max_tokens`.
+# "stop": one of the tokenizer's `ends` or a stop string; "length": `max_tokens`.
 FinishReason = Literal["stop", "length"]
 
 
@@ -30,8 +30,8 @@ class Piece(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """The continuation of one prompt: its text up to a stop string, and its tokens, without the separator that ended
-    it. `text` is None without a tokenizer."""
+    """The continuation of one prompt: its text up to a stop string, and its tokens, without the one that ended it.
+    `text` is None without a tokenizer."""
 
     text: str | None
     token_ids: tuple[int, ...]
@@ -63,7 +63,7 @@ class Completer:
         self._tokenizer, self._batch, self._kernels = tokenizer, batch, kernels
 
     def __call__(self, requests: Sequence[Request], seed: int = 0) -> Iterator[Piece]:
-        """Yield the pieces of all continuations, until each has met the separator, a stop string or its `max_tokens`.
+        """Yield the pieces of all continuations, until each has met an end, a stop string or its `max_tokens`.
 
         Raises InputError as `check_prompts` does, and where logits are not finite.
         """
@@ -98,7 +98,7 @@ class Completer:
         for tokens in drawn:
             for at, text in list(going.items()):
                 token = int(tokens[at])
-                if self._tokenizer and token == self._tokenizer.separator:
+                if self._tokenizer and token in self._tokenizer.ends:
                     yield Piece(rows[at], None, going.pop(at).rest(), "stop")
                     continue
                 yield Piece(rows[at], token, text.add(token))

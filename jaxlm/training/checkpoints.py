@@ -87,13 +87,16 @@ class Checkpoints:
 
     def save(self, state: TrainState, held_out_loss: float | None) -> None:
         """Begin to write a state; return when its buffers may be reused. Raises Unsaved, also for the save before."""
-        step, parts = int(state.step), _items(state)
+        self.check_room(bytes_of(state))
+        self.save_items(int(state.step), _items(state), held_out_loss)
+
+    def save_items(self, step: int, parts: dict[str, Any], held_out_loss: float | None) -> None:
+        """Begin to write the items of a step, as `save` does."""
         if step in self._manager.all_steps():
             return
         items = ocp.args.Composite(**{name: ocp.args.StandardSave(item) for name, item in parts.items()})
         metrics = None if held_out_loss is None else {LOSS: held_out_loss}
         self.wait()
-        self.check_room(bytes_of(state))
         self._began, self._arrays = time.monotonic(), {name: len(jax.tree.leaves(item)) for name, item in parts.items()}
         with self._refusals_named():
             self._manager.save(step, args=items, metrics=metrics)
@@ -176,6 +179,15 @@ def restore_parameters(directory: Path, step: int, like: Tree, average: bool = F
     """Return the parameters alone, or their average, laid out as `like` and rounded to its dtypes while reading."""
     item = "average" if average else "parameters"
     return _restore(directory, step, **{item: like})[item]
+
+
+def save_parameters(directory: Path, parameters: Tree) -> None:
+    """Write parameters alone, each in its dtype, as the checkpoint of step 0. Raises Unsaved."""
+    folder, item = directory.absolute(), {"parameters": parameters}
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(parameters))
+    with Checkpoints(folder, keep=1, size=size) as saved:
+        saved.check_room(size)
+        saved.save_items(0, item, None)
 
 
 def _items(state: TrainState) -> dict[str, Any]:

@@ -39,14 +39,15 @@ class Diverged(RunFailed):
 
 
 class Start(NamedTuple):
-    """The context of one attempt of a run: its clock, its display, the steps to trace, the request to stop, and what to
-    call with the number of its first step once that is trained."""
+    """The context of one attempt of a run: its clock, its display, the steps to trace, the request to stop, what to
+    call with the number of its first step once that is trained, and what makes the first state of the initial one."""
 
     clock: Clock
     display: Display
     profiler: Profiler
     stop: StopRequest
     trains_from: Callable[[int], None]
+    begin: Callable[[TrainState], TrainState] = lambda state: state
 
 
 class Result(NamedTuple):
@@ -76,7 +77,7 @@ class Trainer:
         self._settings, self._mesh, self._paths, self._mfu = settings, mesh, paths, mfu
         self._training, self._evaluation, self._checkpoint = settings.training, settings.evaluation, settings.checkpoint
         self._norms_every = settings.records.norms_every
-        self._clock, self._display, self._profiler, self._stop, self._trains_from = start
+        self._clock, self._display, self._profiler, self._stop, self._trains_from, self._begin = start
         sequence, sources = self._training.sequence, dataset.sources
         with first_process_first("packing"):
             self._rows = [(Rows(source.train, sequence), source.weight) for source in sources.values()]
@@ -117,7 +118,9 @@ class Trainer:
     def _initial_state(self, newest: int | None) -> TrainState:
         if newest is None:
             with self._clock.phase("compilation"):
-                return self._steps.init()
+                initial = self._steps.init()
+            with self._clock.phase("restoring"):
+                return self._begin(initial)
         self._display.say(f"resuming from step {newest}")
         like = placed(self._shapes, self._steps.shardings(self._mesh))
         with self._clock.phase("restoring"):

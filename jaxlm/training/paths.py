@@ -21,6 +21,8 @@ class RunPaths:
         self.history = directory / "history.jsonl"
         self.tokenizer = directory / "tokenizer.json"
         self.data = directory / "data.json"
+        # Of a run that began with published weights: the small files that they came with.
+        self.huggingface = directory / "huggingface"
         # Lines of JSON: the environment of each attempt, steps, held-out losses, norms per layer, seconds per attempt.
         self.attempts = directory / "attempts.jsonl"
         self.metrics = directory / "metrics.jsonl"

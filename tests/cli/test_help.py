@@ -21,11 +21,10 @@ finally:
 """
 
 
-def is_command(name: str) -> bool:
-    return hasattr(importlib.import_module(f"jaxlm.cli.{name}"), "main")
-
-
-COMMANDS = [module.name for module in pkgutil.iter_modules(jaxlm.cli.__path__) if is_command(module.name)]
+FOUND = [importlib.import_module(f"jaxlm.cli.{found.name}") for found in pkgutil.iter_modules(jaxlm.cli.__path__)]
+# A command that Python has a word for has an underscore in the name of its module.
+MODULES = {found.__name__.rpartition(".")[2].rstrip("_"): found for found in FOUND if hasattr(found, "main")}
+COMMANDS = list(MODULES)
 
 
 def test_the_commands_are_found():
@@ -62,7 +61,7 @@ def test_every_command_speaks_json_and_says_what_it_takes(command, capsys):
         main([command, "--help"])
     said = capsys.readouterr().out
     assert not ended.value.code
-    assert "--json" in said and importlib.import_module(f"jaxlm.cli.{command}").__doc__.split()[0] in said
+    assert "--json" in said and MODULES[command].__doc__.split()[0] in said
 
 
 @pytest.mark.parametrize("start", [["-c", CALL], ["-m", "jaxlm"]], ids=["jaxlm", "python -m jaxlm"])

@@ -1,0 +1,30 @@
+"""Write a model as a Hugging Face directory: safetensors, config.json and its tokenizer."""
+
+import argparse
+import json
+import sys
+
+from jaxlm import api
+from jaxlm.cli import trained
+from jaxlm.cli.paths import path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=path, metavar="RUN", help="folder of a run, or a Hugging Face directory")
+    parser.add_argument("folder", type=path, metavar="HF_DIR", help="the Hugging Face directory, which is made")
+    trained.add_checkpoint(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    done = api.export(
+        arguments.run,
+        arguments.folder,
+        checkpoint=arguments.checkpoint,
+        average=arguments.ema,
+        say=lambda line: print(f"jaxlm: {line}", file=sys.stderr),
+    )
+    if arguments.json:
+        print(json.dumps(done._asdict()))
+    else:
+        print(f"{arguments.folder}: {done.family}, {done.parameters:,} parameters")
+    return 0

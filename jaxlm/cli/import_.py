@@ -1,0 +1,22 @@
+"""Convert published weights into a run, once: the folder of a Hugging Face model with safetensors."""
+
+import argparse
+import json
+import sys
+
+from jaxlm import api
+from jaxlm.cli.paths import path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=path, metavar="HF_DIR", help="a Hugging Face directory")
+    parser.add_argument("run", type=path, metavar="RUN", help="the folder of a run, which is made")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    done = api.import_run(arguments.model, arguments.run, say=lambda line: print(f"jaxlm: {line}", file=sys.stderr))
+    if arguments.json:
+        print(json.dumps(done._asdict()))
+    else:
+        print(f"{arguments.run}: {done.family}, {done.parameters:,} parameters")
+    return 0

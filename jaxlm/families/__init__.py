@@ -1,0 +1,1 @@
+"""Published model families: their Hugging Face names, configurations and weights, both ways."""

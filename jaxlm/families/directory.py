@@ -1,0 +1,162 @@
+"""A Hugging Face directory: its config.json, its tensors, and the small files beside them."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxlm.core.errors import InputError
+from jaxlm.core.files import building
+from jaxlm.families import safetensors, table
+from jaxlm.families.family import Family, named
+from jaxlm.families.files import CONFIG, GENERATION, read_json, write_json
+from jaxlm.families.safetensors import StoredTensor
+from jaxlm.families.settings import config_of, family_of, model_of
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.tree import Tree
+from jaxlm.parallel.rules import Rules
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_SHARD_BYTES = 5_000_000_000
+
+
+class PublishedModel:
+    """A model in a Hugging Face directory. Files are read when they are asked for, and checked before they are used."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The content of config.json. Raises InputError where it is not valid."""
+        return read_json(self.folder / CONFIG)
+
+    @property
+    def family(self) -> Family:
+        """The family. Raises InputError for one that jaxlm does not have."""
+        return named(self.config.get("model_type"), str(self.folder / CONFIG))
+
+    @cached_property
+    def model(self) -> ModelConfig:
+        """The architecture. Raises InputError as `model_of` does."""
+        return model_of(self.config, str(self.folder / CONFIG))
+
+    @cached_property
+    def generation(self) -> dict[str, Any]:
+        """The content of generation_config.json; empty where there is none."""
+        file = self.folder / GENERATION
+        return read_json(file) if file.is_file() else {}
+
+    @cached_property
+    def stored(self) -> dict[str, StoredTensor]:
+        """All tensors by name, of the index or the one file. Raises InputError for a file that is missing or broken."""
+        if (self.folder / _INDEX).is_file():
+            names = read_json(self.folder / _INDEX).get("weight_map")
+            if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+                raise InputError(f"{self.folder / _INDEX} has no table weight_map of files")
+            headers = {file: safetensors.read_header(self._shard(file)) for file in dict.fromkeys(names.values())}
+            lost = [name for name, file in names.items() if name not in headers[file]]
+            if lost:
+                raise InputError(f"{self.folder / _INDEX} names {lost[0]}, which is not in {names[lost[0]]}")
+            return {name: headers[file][name] for name, file in names.items()}
+        if (self.folder / _SINGLE).is_file():
+            return safetensors.read_header(self.folder / _SINGLE)
+        old = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in self.folder.glob(pattern)]
+        why = (
+            f"has {old[0]}, which may run code when it is read; convert it to safetensors" if old else "has no tensors"
+        )
+        raise InputError(f"{self.folder} {why}: jaxlm reads {_SINGLE} or {_INDEX}")
+
+    def _shard(self, name: str) -> Path:
+        if name != os.path.basename(name) or name in ("", ".", ".."):
+            raise InputError(f"{self.folder / _INDEX} names {name!r}, which is no file in its folder")
+        if not (self.folder / name).is_file():
+            raise InputError(f"{self.folder} has no {name}, which its index names")
+        return self.folder / name
+
+    @cached_property
+    def tensors(self) -> dict[str, table.Held]:
+        """The tensors of the model by name. Raises InputError unless they are those that are stored, with their shapes,
+        but for `dropped` ones."""
+        expected = table.tensors(self.model, self.family.rules)
+        table.check(expected, self.stored, self.dropped, str(self.folder))
+        for copy, of in self.family.copies.items():
+            if copy in self.stored and copy not in expected and of in expected:
+                if not np.array_equal(self.stored[copy].read(), self.stored[of].read()):
+                    raise InputError(f"{self.folder}: {copy} is not {of}, and config.json ties them")
+        return expected
+
+    @property
+    def dropped(self) -> list[str]:
+        """The stored tensors that are no parameters, or copies of others."""
+        copies = [name for name in self.family.copies if name in self.stored and self.model.tied_embeddings]
+        return [*table.matching(self.stored, self.family.dropped), *copies]
+
+    def load(self, mesh: Mesh, rules: Rules, dtype: jax.typing.DTypeLike | None = None) -> Tree:
+        """Return the parameters, sharded on a mesh, in a dtype or each in its own. Raises InputError as `tensors`."""
+        return table.load(self.model, self.tensors, self.stored, mesh, rules, dtype)
+
+    def dtypes(self) -> dict[str, str]:
+        """Return the dtype of each tensor that is not in the most frequent one, and that one under ""."""
+        names = [self.stored[name].dtype_name for name in self.tensors]
+        usual = max(sorted(set(names)), key=names.count)
+        others = {name: self.stored[name].dtype_name for name in self.tensors}
+        return {"": usual, **{name: dtype for name, dtype in others.items() if dtype != usual}}
+
+
+def write(
+    folder: Path,
+    model: ModelConfig,
+    parameters: Tree,
+    dtypes: Mapping[str, str],
+    carried: Mapping[str, bytes],
+    say: Callable[[str], None],
+) -> Family:
+    """Write a Hugging Face directory: shards of at most 5 GB, index, config.json, and the files that are carried.
+
+    Args:
+      dtypes: of each tensor by name, of others under "".
+      carried: contents of further files by name. Of a config.json keys are kept that are not the architecture's.
+
+    Returns the family. Raises InputError for a model of none.
+    """
+    before = json.loads(carried[CONFIG]) if CONFIG in carried else {}
+    family = named(before["model_type"], CONFIG) if "model_type" in before else family_of(model)
+    expected = table.tensors(model, family.rules)
+    dtype_of = {name: safetensors.dtype_named(dtypes.get(name, dtypes[""])) for name in expected}
+    files = safetensors.shards(table.unwritten(expected, parameters, dtype_of), _SHARD_BYTES)
+    config = {**before, **config_of(model, family)}
+    if before and model_of(before, CONFIG) == model:
+        config = before
+    else:
+        config |= {key: _torch(dtypes[""]) for key in ("dtype", "torch_dtype")}
+    if not before:  # or transformers takes the ids of the family's first model
+        ids = json.loads(carried.get(GENERATION, b"{}"))
+        config |= {key: ids.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    with building(folder) as partial:
+        for name, content in carried.items():
+            (partial / name).write_bytes(content)
+        write_json(partial / CONFIG, config)
+        where = {}
+        for number, tensors in enumerate(files, 1):
+            name = _SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+            say(f"writing {name}")
+            safetensors.write(partial / name, tensors, {"format": "pt"})
+            where |= dict.fromkeys(tensors, name)
+        if len(files) > 1:
+            total = sum(safetensors.total_bytes(tensors.values()) for tensors in files)
+            write_json(partial / _INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    return family
+
+
+def _torch(dtype: str) -> str:
+    return {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}.get(dtype, "bfloat16")

@@ -1,0 +1,109 @@
+"""Families: one file each, of the keys of config.json and the names of tensors that its models have."""
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from jaxlm.core.errors import InputError
+from jaxlm.core.schema import merged
+from jaxlm.families.rule import TensorRule
+
+_FILES = resources.files("jaxlm.families") / "tables"
+# Sections of a family's file whose keys are added to those of its base; a key of "" takes one away.
+_SECTIONS = ("config", "defaults", "equal", "weights", "copies")
+
+
+@dataclass(frozen=True)
+class Family:
+    """A published family.
+
+    Attributes:
+      name: `model_type` in config.json.
+      architecture: in `architectures` there.
+      model: keys of [model] that all its models share.
+      config: key of config.json to key of [model], or to several that have one value.
+      defaults: values of keys that a config.json may leave out.
+      equal: keys of config.json that must have one of these values, where they are there.
+      inert: keys that change no result.
+      composites: translations of several keys together (`jaxlm.families.settings`).
+      rules: of its tensors.
+      dropped: names of tensors that are no parameters; {l} stands for a layer.
+      copies: tensors that a file may repeat under another name: the name of the copy, and that of the tensor.
+      bases: the files that its own builds on.
+    """
+
+    name: str
+    architecture: str
+    model: Mapping[str, Any]
+    config: Mapping[str, tuple[str, ...]]
+    defaults: Mapping[str, Any]
+    equal: Mapping[str, tuple[Any, ...]]
+    inert: frozenset[str]
+    composites: tuple[str, ...]
+    rules: tuple[TensorRule, ...]
+    dropped: tuple[str, ...]
+    copies: Mapping[str, str]
+    bases: int
+
+
+@functools.cache
+def families() -> dict[str, Family]:
+    """Return all families by their `model_type`."""
+    names = sorted(file.name.removesuffix(".toml") for file in _FILES.iterdir() if file.name.endswith(".toml"))
+    found = [_family(name) for name in names if "model_type" in _read(name)]
+    return {family.name: family for family in sorted(found, key=lambda family: (family.bases, family.name))}
+
+
+def named(model_type: Any, where: str) -> Family:
+    """Return the family of a `model_type`. Raises InputError for one that jaxlm does not have."""
+    if model_type not in families():
+        raise InputError(f"{where} has model_type {model_type!r}; jaxlm reads {', '.join(families())}")
+    return families()[model_type]
+
+
+def _read(name: str) -> dict[str, Any]:
+    return tomllib.loads((_FILES / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def _resolved(name: str) -> dict[str, Any]:
+    own = _read(name)
+    if "base" not in own:
+        return own
+    base = _resolved(own.pop("base"))
+    for section in _SECTIONS:
+        both = {**base.get(section, {}), **own.get(section, {})}
+        own[section] = {key: value for key, value in both.items() if value != ""}
+    own["model"] = merged(base.get("model", {}), own.get("model", {}))
+    for key in ("inert", "dropped"):
+        own[key] = [*base.get(key, []), *own.get(key, [])]
+    return {**base, **own}
+
+
+def _family(name: str) -> Family:
+    found = _resolved(name)
+    return Family(
+        name=found["model_type"],
+        architecture=found["architecture"],
+        model=found["model"],
+        config={key: _all(value) for key, value in found["config"].items()},
+        defaults=found.get("defaults", {}),
+        equal={key: _all(value) for key, value in found.get("equal", {}).items()},
+        inert=frozenset(found["inert"]),
+        composites=tuple(found["composites"]),
+        rules=tuple(TensorRule.parse(tensor, line) for tensor, line in found["weights"].items()),
+        dropped=tuple(found.get("dropped", ())),
+        copies=found.get("copies", {}),
+        bases=_bases(name),
+    )
+
+
+def _bases(name: str) -> int:
+    base = _read(name).get("base")
+    return 0 if base is None else 1 + _bases(base)
+
+
+def _all(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list) else (value,)

@@ -1,0 +1,38 @@
+"""The small files of a Hugging Face directory. Imports no JAX."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxlm.core.errors import InputError
+
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+# Files that are carried through an import and an export as they are.
+CARRIED = (
+    *(CONFIG, GENERATION, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+)
+
+
+def is_published(path: Path) -> bool:
+    """Return whether a folder is a Hugging Face directory."""
+    return (path / CONFIG).is_file()
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the table in a JSON file. Raises InputError where there is none."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"there is no {file}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{file} is not valid JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{file} holds no table")
+    return found
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a table as transformers writes it: sorted, with two blanks."""
+    file.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")

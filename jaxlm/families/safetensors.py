@@ -1,0 +1,170 @@
+"""Files of tensors in the safetensors format: eight bytes of length, a JSON header, and the numbers.
+
+The header comes from outside: every bound is checked before a byte of a tensor is read, and nothing is executed.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxlm.core.errors import InputError
+
+_LONGEST_HEADER = 100_000_000  # bytes, as in the format's own library
+_DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    **{f"I{8 * n}": np.dtype(f"i{n}") for n in (1, 2, 4, 8)},
+    **{f"U{8 * n}": np.dtype(f"u{n}") for n in (1, 2, 4, 8)},
+    "BOOL": np.dtype(np.bool_),
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def dtype_named(name: str) -> np.dtype:
+    """Return the dtype that the format calls so."""
+    return _DTYPES[name]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor in a file. Its numbers are read where they are asked for."""
+
+    file: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    def read(self) -> np.ndarray:
+        """Return the tensor as a read-only view of the file."""
+        if math.prod(self.shape) == 0:
+            return np.zeros(self.shape, self.dtype)
+        return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as the format names it."""
+        return _NAMES[self.dtype]
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file by name. Raises InputError where the file is not whole and sound."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
+                raise InputError(f"{file} is no safetensors file, or is cut off: its header cannot be {length} bytes")
+            header = json.loads(stream.read(length), object_pairs_hook=_without_duplicates, parse_int=_integer)
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{file} has a header that is not valid JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise InputError(f"{file} has a header that is no table of tensors")
+    header.pop("__metadata__", None)
+    found = {name: _tensor(file, name, entry, 8 + length) for name, entry in header.items()}
+    end = 8 + length
+    for name, tensor in sorted(found.items(), key=lambda item: (item[1].offset, math.prod(item[1].shape))):
+        if tensor.offset != end:
+            raise InputError(f"{file}: {name} overlaps another tensor, or leaves a gap before it")
+        end += tensor.dtype.itemsize * math.prod(tensor.shape)
+    if end != size:
+        missing = f"is cut off: {end - size:,} bytes of its tensors are missing" if end > size else "has more bytes"
+        raise InputError(f"{file} {missing}" + ("" if end > size else f" than its tensors: {size - end:,}"))
+    return found
+
+
+def _tensor(file: Path, name: str, entry: Any, start: int) -> StoredTensor:
+    match entry:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
+            pass
+        case _:
+            raise InputError(f"{file}: {name} is not described by dtype, shape and data_offsets")
+    if dtype not in _DTYPES:
+        raise InputError(f"{file}: {name} has the dtype {dtype!r}, which jaxlm does not read")
+    if not all(isinstance(n, int) and 0 <= n < 2**48 for n in shape) or not 0 <= begin <= end:
+        raise InputError(f"{file}: {name} has an impossible shape or place: {shape}, {begin} to {end}")
+    if end - begin != _DTYPES[dtype].itemsize * math.prod(shape):
+        raise InputError(
+            f"{file}: {name} of {dtype} {shape} takes {_DTYPES[dtype].itemsize * math.prod(shape):,} bytes, and its "
+            f"place has {end - begin:,}"
+        )
+    return StoredTensor(file, _DTYPES[dtype], tuple(shape), start + begin)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 20:
+        raise ValueError("a number is too large")
+    return int(digits)
+
+
+@dataclass(frozen=True)
+class Unwritten:
+    """A tensor to write; `make` gives its numbers when their turn comes."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], np.ndarray]
+
+    @property
+    def bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+def write(file: Path, tensors: Mapping[str, Unwritten], metadata: Mapping[str, str]) -> None:
+    """Write tensors one after another; no more than one is in memory."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, tensor in tensors.items():
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.bytes],
+        }
+        end += tensor.bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the numbers are aligned
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors.items():
+            array = np.asarray(tensor.make(), tensor.dtype, order="C")
+            assert array.shape == tensor.shape, name
+            stream.write(array.reshape(-1).view(np.uint8).data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def shards(tensors: Mapping[str, Unwritten], most: int) -> list[dict[str, Unwritten]]:
+    """Return the tensors in files of at most so many bytes each, in order; a larger tensor has one of its own."""
+    found: list[dict[str, Unwritten]] = [{}]
+    for name, tensor in tensors.items():
+        if found[-1] and sum(each.bytes for each in found[-1].values()) + tensor.bytes > most:
+            found.append({})
+        found[-1][name] = tensor
+    return found
+
+
+def total_bytes(tensors: Iterable[Unwritten]) -> int:
+    """Return the bytes of all tensors."""
+    return sum(tensor.bytes for tensor in tensors)

@@ -1,0 +1,190 @@
+"""Stored tensors and arrays of the tree: which tensor holds what, by one reversible line each."""
+
+import difflib
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxlm.core.errors import InputError
+from jaxlm.families.pattern import Pattern
+from jaxlm.families.rule import TensorRule
+from jaxlm.families.safetensors import StoredTensor, Unwritten
+from jaxlm.models import tree as model_tree
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.tree import Tree
+from jaxlm.parallel.rules import Rules
+
+_STACK = "layers"
+_SHOWN = 6  # differences in a message, at most
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """An array of the tree, or the part of a stack that is one layer's."""
+
+    path: str
+    index: int | None
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A stored tensor by its name, and where its numbers are in the tree."""
+
+    name: str
+    places: tuple[TensorPlace, ...]
+    pattern: Pattern | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that is stored."""
+        shapes = [place.shape for place in self.places]
+        return shapes[0] if self.pattern is None else self.pattern.stored_shape(shapes)
+
+    def read(self, stored: np.ndarray) -> list[np.ndarray]:
+        """Return the array of each place."""
+        if self.pattern is None:
+            return [stored]
+        return self.pattern.read(stored, [place.shape for place in self.places])
+
+    def write(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the stored tensor of the arrays of its places."""
+        return arrays[0] if self.pattern is None else self.pattern.write(arrays)
+
+
+def tensors(model: ModelConfig, rules: Sequence[TensorRule]) -> dict[str, Held]:
+    """Return the tensors in which a model is stored, by name.
+
+    A rule holds for the layers that have its arrays: layers without a bias have no tensor for it. Raises ValueError
+    where an array of the tree is in no rule, or in two.
+    """
+    graph, abstract = model_tree.abstract(model)
+    shapes = {path: leaf.shape for path, leaf in _leaves(model_tree.shapes(abstract))}
+    stacks = _stacks(graph, abstract)
+    found: dict[str, Held] = {}
+    for rule in rules:
+        for layer, (prefix, index) in enumerate(stacks) if "{l}" in rule.name else [(0, (_STACK, None))]:
+            paths = [path.replace(_STACK, prefix, 1) if path.startswith(f"{_STACK}/") else path for path in rule.paths]
+            if not any(path in shapes for path in paths):
+                continue
+            places = tuple(TensorPlace(path, index, shapes[path][index is not None :]) for path in paths)
+            held = Held(rule.name.replace("{l}", str(layer)), places, rule.pattern)
+            if held.name in found:
+                raise ValueError(f"two rules name {held.name}")
+            found[held.name] = held
+    covered = [(place.path, place.index) for held in found.values() for place in held.places]
+    whole = [(path, i) for path, shape in shapes.items() for i in (range(shape[0]) if _is_stack(path) else [None])]
+    if sorted(covered, key=str) != sorted(whole, key=str):
+        left = sorted({path for path, _ in set(whole) ^ set(covered)})
+        raise ValueError(f"no rule, or more than one, for {', '.join(left) or 'an array'}")
+    return found
+
+
+def _leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        yield jax.tree_util.keystr(path, simple=True, separator="/"), leaf
+
+
+def _is_stack(path: str) -> bool:
+    return path.startswith(f"{_STACK}/")
+
+
+def _stacks(graph: nnx.GraphDef, abstract: nnx.State) -> list[tuple[str, int]]:
+    """Return the path of each layer's stack and the layer's index in it."""
+    groups = nnx.merge(graph, abstract).groups.stacks
+    found = {
+        layer: (_STACK if len(groups) == 1 else f"{_STACK}/{name}", i)
+        for name, layers in groups
+        for i, layer in enumerate(layers)
+    }
+    return [found[layer] for layer in sorted(found)]
+
+
+def check(expected: Mapping[str, Held], stored: Mapping[str, StoredTensor], known: Collection[str], where: str) -> None:
+    """Raise InputError unless the stored tensors are those that are expected, with their shapes, and others that are
+    `known`. The message lists the differences."""
+    missing = [name for name in expected if name not in stored]
+    strange = [name for name in stored if name not in expected and name not in known]
+    wrong = []
+    for name in missing:
+        near = difflib.get_close_matches(name, strange, 1)
+        wrong.append(f"{name} is missing" + (f" (there is {near[0]})" if near else ""))
+    wrong += [f"{name} is none of the model's" for name in strange]
+    for name, held in expected.items():
+        if name in stored and stored[name].shape != held.shape:
+            wrong.append(f"{name} is {list(stored[name].shape)}, and the configuration says {list(held.shape)}")
+    if wrong:
+        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise InputError(f"{where}: {'; '.join(wrong[:_SHOWN])}{more}")
+
+
+def load(
+    model: ModelConfig,
+    expected: Mapping[str, Held],
+    stored: Mapping[str, StoredTensor],
+    mesh: Mesh,
+    rules: Rules,
+    dtype: jax.typing.DTypeLike | None,
+) -> Tree:
+    """Return the parameters, sharded on a mesh. Each process reads what its devices hold, one array after another.
+
+    Args:
+      dtype: to cast to; None keeps the dtype that each array is stored in (that of a stack's first layer).
+    """
+    _, abstract = model_tree.abstract(model)
+    sources: dict[str, dict[int | None, tuple[Held, int]]] = {}
+    for held in expected.values():
+        for part, place in enumerate(held.places):
+            sources.setdefault(place.path, {})[place.index] = (held, part)
+    shapes, shardings = model_tree.shapes(abstract), model_tree.shardings(abstract, mesh, rules)
+
+    def made(path: tuple, leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedSharding) -> jax.Array:
+        of_layers = sources[jax.tree_util.keystr(path, simple=True, separator="/")]
+        as_stored = stored[next(iter(of_layers.values()))[0].name].dtype
+        to = np.dtype(as_stored if dtype is None else dtype)
+
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            parts = [range(leaf.shape[0])[index[0]], index[1:]] if None not in of_layers else [[None], index]
+            numbers, inner = parts
+            arrays = []
+            for number in numbers:
+                held, part = of_layers[number]
+                arrays.append(held.read(stored[held.name].read())[part][inner].astype(to))
+            return arrays[0] if None in of_layers else np.stack(arrays)
+
+        return jax.make_array_from_callback(leaf.shape, sharding, shard)
+
+    return jax.tree_util.tree_map_with_path(made, shapes, shardings)
+
+
+def unwritten(expected: Mapping[str, Held], parameters: Tree, dtype_of: Mapping[str, np.dtype]) -> dict[str, Unwritten]:
+    """Return the tensors of parameters, to be written one after another in these dtypes."""
+    leaves = dict(_leaves(parameters))
+
+    def make(held: Held) -> np.ndarray:
+        arrays = [
+            leaves[place.path] if place.index is None else leaves[place.path][place.index] for place in held.places
+        ]
+        return held.write([np.asarray(jax.device_get(array)) for array in arrays]).astype(dtype_of[held.name])
+
+    return {
+        name: Unwritten(dtype_of[name], held.shape, lambda held=held: make(held)) for name, held in expected.items()
+    }
+
+
+def matching(names: Collection[str], patterns: Collection[str]) -> list[str]:
+    """Return the names that match one of these, in which {l} stands for a number."""
+    known = [re.compile(re.escape(pattern).replace(r"\{l\}", r"\d+") + "$") for pattern in patterns]
+    return [name for name in names if any(pattern.match(name) for pattern in known)]
+
+
+def parameter_count(expected: Mapping[str, Held]) -> int:
+    """Return the numbers of all tensors."""
+    return sum(math.prod(held.shape) for held in expected.values())

@@ -1,0 +1,216 @@
+"""A Hugging Face directory as a model to use, and runs that were imported from one or are to become one."""
+
+import json
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jaxlm import config
+from jaxlm.config import Experiment
+from jaxlm.core.errors import InputError
+from jaxlm.core.files import building, replace, unwritable
+from jaxlm.data.dataset import tokenize_whole
+from jaxlm.data.packing import Rows
+from jaxlm.data.tokenizers import Tokenizer
+from jaxlm.families import tokens
+from jaxlm.families.files import CARRIED, TOKENIZER
+from jaxlm.models.config import ModelConfig
+from jaxlm.run import Run, check_reads, check_vocabulary
+from jaxlm.training.display import Display
+
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Mesh
+
+    from jaxlm.models.tree import Tree
+    from jaxlm.parallel.rules import Rules
+
+_DTYPES = "dtypes.json"  # of the tensors that an imported run was read from
+
+
+class PublishedSource:
+    """The model in a Hugging Face directory, with what `jaxlm.api.LoadedModel` asks of a run."""
+
+    def __init__(self, folder: Path):
+        from jaxlm.families.directory import PublishedModel
+
+        self.folder, self.model = folder, PublishedModel(folder)
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    def experiment(self) -> Experiment:
+        """The architecture, and for the rest defaults."""
+        return config.load(self.folder, kind="decode")
+
+    def overridden(self, overrides: Collection[str], reads: Collection[str] | None = None) -> Experiment:
+        """The experiment with `key=value` overrides. Raises InputError as `Run.overridden` does."""
+        experiment = config.load(self.folder, overrides, "decode")
+        if experiment.model != self.experiment().model:
+            raise InputError(f"{self} has another [model] than the overrides make of it; leave them out")
+        check_reads(config.overridden(overrides), reads)
+        return experiment
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Return whether there is a tokenizer."""
+        return (self.folder / TOKENIZER).is_file()
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises InputError where there is none, or one with more tokens than the model."""
+        if not self.has_tokenizer:
+            raise InputError(f"{self} has no {TOKENIZER}; give --token-ids in place of --prompt")
+        found = tokens.load(self.folder / TOKENIZER, self.model.config, self.model.generation)
+        check_vocabulary(found, self.model.model.vocab_size, self.folder / TOKENIZER)
+        return found
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """The content of generation_config.json."""
+        return self.model.generation
+
+    def restore(
+        self,
+        model: ModelConfig,
+        mesh: "Mesh",
+        rules: "Rules",
+        dtype: "jax.typing.DTypeLike",
+        *,
+        checkpoint: str = "newest",
+        average: bool = False,
+        say: Callable[[str], None] = print,
+    ) -> "tuple[int, Tree]":
+        """Return 0 and the parameters, read from the file into their shards. Raises InputError where it is broken."""
+        if average or checkpoint != "newest":
+            raise InputError(f"{self} is a published model, with one set of weights; leave out --ema and --checkpoint")
+        if dropped := self.model.dropped:
+            say(f"{self}: {len(dropped)} tensors are no parameters and are not read, {dropped[0]} for one")
+        return 0, self.model.load(mesh, rules, dtype)
+
+    def check_own_text(self, experiment: Experiment) -> None:
+        """Raise InputError: no text is known that a published model was trained with."""
+        raise InputError(f"{self} is a published model, which has no held-out text; give --data PATH")
+
+    def carry(self, folder: Path) -> None:
+        """Keep its small files, and the dtypes of its tensors, in a folder of a run that begins with its weights."""
+        with building(folder) as partial:
+            for name in CARRIED:
+                if (self.folder / name).is_file():
+                    (partial / name).write_bytes((self.folder / name).read_bytes())
+            (partial / _DTYPES).write_text(json.dumps(self.model.dtypes(), indent=1) + "\n", encoding="utf-8")
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The file of its tokenizer, which need not be there."""
+        return self.folder / TOKENIZER
+
+    def held_out(self, experiment: Experiment, display: Display) -> dict[str, Rows]:
+        """Raise InputError as `check_own_text` does."""
+        self.check_own_text(experiment)
+        raise AssertionError
+
+    def text(self, experiment: Experiment, data: str, display: Display) -> dict[str, Rows]:
+        """The rows of a text, in the model's tokens. Raises InputError where it cannot be read."""
+        store = tokenize_whole(experiment.data, data, self.load_tokenizer(), display.say, display.progress)
+        return {"data": Rows(store, experiment.training.sequence)}
+
+
+class Converted(NamedTuple):
+    """The family of a model that was imported or exported, and its parameters."""
+
+    family: str
+    parameters: int
+
+
+def import_run(folder: Path, out: Path, say: Callable[[str], None]) -> Converted:
+    """Convert a Hugging Face directory into a run, once: its parameters in the dtype that they are stored in.
+
+    The small files of the directory are carried in `huggingface/` of the run, for its tokenizer and for an export.
+    Training continues in no such folder, but from it. Raises InputError where the directory is broken or the folder is
+    taken.
+    """
+    import jax
+
+    from jaxlm.families.directory import PublishedModel
+    from jaxlm.models.tree import parameter_count
+    from jaxlm.parallel.devices import mesh_here
+    from jaxlm.parallel.rules import TRAIN
+    from jaxlm.training import checkpoints
+
+    source, run = PublishedModel(folder), Run(out)
+    experiment = config.load(folder, kind="decode")
+    run.paths.check_name()
+    if (out.exists() and any(out.iterdir())) or unwritable(out):
+        raise InputError(f"{out} is there, or cannot be made; give another folder")
+    if source.dropped:
+        say(f"{len(source.dropped)} tensors are no parameters and are not read, {source.dropped[0]} for one")
+    say(f"{source.family.name}: {len(source.tensors)} tensors")
+    mesh = mesh_here(1, lambda devices: config.layout(experiment, devices, "decode"))
+    with jax.set_mesh(mesh):
+        parameters = source.load(mesh, TRAIN)
+        broken = jax.jit(lambda tree: jax.tree.map(lambda x: ~jax.numpy.isfinite(x).all(), tree))(parameters)
+    found = [jax.tree_util.keystr(path, simple=True, separator="/") for path, bad in _leaves(broken) if bad]
+    if found:
+        say(f"not all numbers are finite in {', '.join(found)}")
+    PublishedSource(folder).carry(run.paths.huggingface)
+    if (folder / TOKENIZER).is_file():
+        run.paths.tokenizer.write_bytes((folder / TOKENIZER).read_bytes())
+    checkpoints.save_parameters(run.paths.checkpoints, parameters)
+    replace(run.paths.config, experiment.to_toml())  # last: it makes the folder a run
+    return Converted(source.family.name, parameter_count(source.model))
+
+
+def export(
+    source: Run | PublishedSource, parameters: "Tree", experiment: Experiment, out: Path, say: Callable[[str], None]
+) -> Converted:
+    """Write a Hugging Face directory of a model.
+
+    A run that was imported, or started from published weights, gives back the files that it came with and the dtypes of
+    its tensors; another is in float32, with its own tokenizer. Raises InputError for a model of no family, and for a
+    folder that is there.
+    """
+    from jaxlm.families import directory
+    from jaxlm.models.tree import parameter_count
+
+    if out.exists() or unwritable(out):
+        raise InputError(f"{out} is there, or cannot be made; give another folder")
+    kept = source.folder if isinstance(source, PublishedSource) else source.paths.huggingface
+    carried = {name: (kept / name).read_bytes() for name in CARRIED if (kept / name).is_file()}
+    dtypes = {"": "F32"}
+    if isinstance(source, PublishedSource):
+        dtypes = source.model.dtypes()
+    elif (kept / _DTYPES).is_file():
+        dtypes = json.loads((kept / _DTYPES).read_text(encoding="utf-8"))
+    elif source.paths.tokenizer.is_file():
+        carried |= _own_tokenizer(source, experiment)
+    family = directory.write(out, experiment.model, parameters, dtypes, carried, say)
+    return Converted(family.name, parameter_count(experiment.model))
+
+
+def _own_tokenizer(run: Run, experiment: Experiment) -> dict[str, bytes]:
+    """Return the files of a tokenizer of ours: a text begins after its separator, and ends with it."""
+    tokenizer, described = run.load_tokenizer(), json.loads(run.paths.tokenizer.read_text(encoding="utf-8"))
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": experiment.model.context_length,
+        "clean_up_tokenization_spaces": False,
+    }
+    generation: dict[str, Any] = {}
+    if (separator := tokenizer.separator) is not None:
+        name = tokenizer.name_of(separator)
+        settings |= {"bos_token": name, "eos_token": name}
+        generation |= {"bos_token_id": separator, "eos_token_id": separator}
+        described["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {name: {"id": name, "ids": [separator], "tokens": [name]}},
+        }
+    files = {TOKENIZER: described, "tokenizer_config.json": settings, "generation_config.json": generation}
+    return {name: json.dumps(content, indent=2, ensure_ascii=False).encode() for name, content in files.items()}
+
+
+def _leaves(tree: Any) -> list[tuple[Any, Any]]:
+    import jax
+
+    return jax.tree_util.tree_leaves_with_path(tree)

@@ -1,0 +1,229 @@
+"""Published weights from the command line: used where they lie, imported, trained on, and given back."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import runs
+
+from jaxlm.cli import main
+from jaxlm.families.directory import PublishedModel
+
+PUBLISHED = Path(__file__).parents[1] / "families" / "stories260K"
+IDS = json.loads((PUBLISHED / "stories260K_tokens.json").read_text())["tokens"]
+STORY = (PUBLISHED / "expected.txt").read_text()
+GREEDY = ["--prompt", "", "--max-tokens", "200", "--temperature", "0", "training.dtype=float32", "--json"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("published")
+    assert main(["import", str(PUBLISHED), str(folder / "imported")]) == 0
+    assert main(["export", str(folder / "imported"), str(folder / "exported")]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("name", [None, "imported", "exported"])
+def test_the_story_is_told_to_the_last_byte(folder, name, capsys):
+    """By the published directory, by the run that it is imported to, and by what is exported of that."""
+    assert main(["generate", str(PUBLISHED if name is None else folder / name), *GREEDY]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["token_ids"] == IDS[1:201] and told["text"] == STORY and len(STORY.encode()) == 464
+
+
+def test_an_export_gives_back_what_was_imported(folder):
+    there, back = PublishedModel(PUBLISHED), PublishedModel(folder / "exported")
+    assert there.stored.keys() == back.stored.keys()
+    for name, tensor in there.stored.items():
+        assert tensor.dtype == back.stored[name].dtype
+        np.testing.assert_array_equal(tensor.read(), back.stored[name].read())
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert (folder / "exported" / name).read_bytes() == (PUBLISHED / name).read_bytes()
+
+
+def test_its_loss_is_measured_on_other_text_alone(tmp_path, capsys):
+    (tmp_path / "story.txt").write_text(STORY)
+    assert main(["eval", str(PUBLISHED), "--data", str(tmp_path / "story.txt"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] < 1.5  # nats a token, of its own greedy story
+    assert main(["eval", str(PUBLISHED)]) == 2
+    assert "is a published model, which has no held-out text; give --data PATH" in capsys.readouterr().err
+
+
+def test_it_is_planned_from_its_configuration_alone(tmp_path, capsys):
+    shutil.copy(PUBLISHED / "config.json", tmp_path)
+    assert main(["plan", str(tmp_path), "--on", "tpu-v5e:1x1", "--workload", "decode", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"]["total"] == 260_032
+
+
+def test_no_training_continues_in_an_import(folder, capsys):
+    assert main(["train", str(folder / "imported"), "--out", str(folder / "imported")]) == 2
+    assert f"holds imported weights, in which no training continues; start from them: --from {folder / 'imported'}" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    sentences = STORY.split(". ")
+    for number in range(4 * len(sentences)):
+        turned = sentences[number % len(sentences) :] + sentences
+        (folder / f"{number}.txt").write_text(". ".join(turned[: 4 + number // len(sentences)]))
+    path = folder / "tune.toml"
+    path.write_text(
+        f"""
+[model]
+base = "{PUBLISHED}"
+[data]
+text = "{folder}"
+tokenizer = "{PUBLISHED / "tokenizer.json"}"
+held_out = 0.1
+[training]
+steps = 4
+batch = 8
+sequence = 64
+dtype = "float32"
+log_every = 1
+[optimizer]
+learning_rate = 1e-4
+[records]
+tensorboard = false
+"""
+    )
+    return path
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_published_weights_and_gives_them_back_trained(folder, experiment):
+    out = folder / "tuned"
+    _, said = runs.finish(runs.start(experiment, out, "--from", str(folder / "imported")))
+    assert f"beginning with the weights of {folder / 'imported'}" in said
+    first = runs.losses(out)[1]
+    assert first < 2.5 < np.log(512)  # it knows the story
+    assert main(["export", str(out), str(folder / "given")]) == 0
+    there, back = PublishedModel(PUBLISHED), PublishedModel(folder / "given")
+    assert back.config == there.config and back.stored.keys() == there.stored.keys()
+    name = "model.layers.0.mlp.up_proj.weight"
+    change = np.abs(np.asarray(back.stored[name].read()) - there.stored[name].read()).max()
+    assert 0 < change < 0.01
+    assert (folder / "given" / "tokenizer.json").read_bytes() == (PUBLISHED / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.num_layers=3", "has another [model] than the configuration: model.num_layers = 3 and not 5"),
+        ("data.tokenizer=bpe", "has a tokenizer of its own; set data.tokenizer="),
+        ("data.tokenizer=bytes", "has a tokenizer of its own; set data.tokenizer="),
+    ],
+)
+def test_a_run_begins_with_nothing_that_does_not_fit(experiment, tmp_path, capsys, override, message):
+    asked = ["train", str(experiment), "--from", str(PUBLISHED), "--out", str(tmp_path / "run"), override]
+    assert main(asked) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "run" / "config.toml").exists()
+
+
+def test_the_command_line_goes_before_what_was_published(tmp_path, capsys):
+    shutil.copytree(PUBLISHED, tmp_path / "model")
+    published = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 0, "eos_token_id": [2, 378]}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(published))
+    asked = ["generate", str(tmp_path / "model"), "--prompt", "", "--max-tokens", "9"]
+    assert main([*asked, "--temperature", "0", "training.dtype=float32", "--json"]) == 0
+    out, error = capsys.readouterr()
+    assert error == "jaxlm: top_p = 0.9 of generation_config.json\n"
+    told = json.loads(out)
+    assert told["token_ids"] == IDS[1:4] and told["finish_reason"] == "stop"  # any of the ids that end a text ends it
+
+
+def broken(folder, change):
+    """A copy of the published directory with a change to it."""
+    shutil.copytree(PUBLISHED, folder)
+    change(folder)
+    return folder
+
+
+def _cut(folder):
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-9])
+
+
+def _only_pickles(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _escaping(folder):
+    index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _lost(folder):
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _config(**keys):
+    def change(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **keys}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_cut, "model.safetensors is cut off: 9 bytes of its tensors are missing"),
+        (_only_pickles, "has pytorch_model.bin, which may run code when it is read"),
+        (_escaping, "names '../model.safetensors', which is no file in its folder"),
+        (_lost, "has no model-00001-of-00002.safetensors, which its index names"),
+        (_config(model_type="rwkv"), "has model_type 'rwkv'; jaxlm reads gpt2"),
+        (_config(num_experts=8), "num_experts: jaxlm knows no such key of llama"),
+        (_config(hidden_size=32), "model.embed_tokens.weight is [512, 64], and the configuration says [512, 32]"),
+        (_config(num_hidden_layers=6), "model.layers.5.input_layernorm.weight is missing"),
+        (_config(tie_word_embeddings=False), "lm_head.weight is missing"),
+        (_config(attention_bias=True), "model.layers.0.self_attn.q_proj.bias is missing"),
+    ],
+)
+def test_a_broken_directory_is_one_line(tmp_path, capsys, change, message):
+    model = broken(tmp_path / "model", change)
+    assert main(["import", str(model), str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.strip().splitlines()[-1].startswith("jaxlm: ")
+    assert not (tmp_path / "run" / "config.toml").exists()
+
+
+@pytest.mark.slow
+def test_numbers_that_are_not_finite_are_said(tmp_path, capsys):
+    def change(folder):
+        tensor = PublishedModel(folder).stored["model.norm.weight"]
+        with (folder / "model.safetensors").open("r+b") as file:
+            file.seek(tensor.offset)
+            file.write(np.float32(np.nan).tobytes())
+
+    assert main(["import", str(broken(tmp_path / "model", change)), str(tmp_path / "run")]) == 0
+    assert "not all numbers are finite in final_norm/scale" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_of_ours_is_published_with_its_tokenizer(tmp_path, capsys):
+    """A model of Llama's parts, and one of GPT-2's, whose tokenizer is that of bytes."""
+    llama = ("norm.kind=rms", "position.kind=rope", "feed_forward.activation=silu", "feed_forward.gated=true")
+    llama = [f"model.{key}" for key in llama]
+    for name, overrides in {"gpt2": ["model.attention.qkv_bias=true"], "llama": llama}.items():
+        run, out = runs.untrained(tmp_path / name, *overrides), tmp_path / f"{name}-hf"
+        status = main(["export", str(run), str(out), "--json"])
+        said = capsys.readouterr()
+        if name == "gpt2":  # an output without a bias is not GPT-2's
+            assert status == 2 and "cannot be exported" in said.err
+            continue
+        assert status == 0 and json.loads(said.out)["family"] == "llama"
+        asked = ["--prompt", "alpha", "--max-tokens", "5", "--temperature", "0", "training.dtype=float32", "--json"]
+        told = []
+        for model in (run, out):
+            assert main(["generate", str(model), *asked]) == 0
+            told.append(json.loads(capsys.readouterr().out))
+        assert told[0] == told[1]
+        config = json.loads((out / "config.json").read_text())
+        assert config["bos_token_id"] == config["eos_token_id"] == 256

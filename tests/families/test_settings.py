@@ -1,0 +1,123 @@
+"""Keys of config.json and keys of [model], both ways."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxlm import config
+from jaxlm.core.errors import InputError
+from jaxlm.families.family import families
+from jaxlm.families.settings import config_of, family_of, model_of
+
+MODELS = sorted((Path(__file__).parents[2] / "configs" / "models").glob("*.toml"))
+FAMILY_OF = {"gpt2": "gpt2", "llama2": "llama", "llama3.1": "llama", "mistral": "mistral", "qwen3": "qwen3"}
+FAMILY_OF |= {"gemma2": "gemma2", "gemma3": "gemma3_text"}
+LLAMA = {
+    "model_type": "llama", "vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 5, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "intermediate_size": 80, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}  # fmt: skip
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+QWEN3, GEMMA3 = LLAMA | {"model_type": "qwen3"}, LLAMA | {"model_type": "gemma3_text", "query_pre_attn_scalar": 168}
+GEMMA2 = LLAMA | {"model_type": "gemma2", "query_pre_attn_scalar": 168, "hidden_act": "gelu_pytorch_tanh"}
+GEMMA3 = {key: value for key, value in GEMMA3.items() if key != "hidden_act"}
+
+
+def read(base=LLAMA, **keys):
+    return model_of(base | keys, "config.json")
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_every_model_here_is_published_and_read_again(path):
+    model = config.load(path).model
+    family = family_of(model)
+    assert family.name == FAMILY_OF[path.stem.rpartition("-")[0]]
+    written = config_of(model, family)
+    again = model_of(written, "config.json")
+    assert again.layers == model.layers and config_of(again, family) == written
+
+
+def test_what_is_left_out_has_the_family_s_default():
+    assert read(num_key_value_heads=None).attention.num_kv_heads == 6
+    assert read().attention.head_dim == 8 and read(head_dim=10).attention.head_dim == 10
+    assert read().position.theta == 10_000 and not read().tied_embeddings
+    gemma = read(GEMMA3, num_hidden_layers=7)
+    assert gemma.tied_embeddings and [layer.position.theta for layer in gemma.layers] == [1e4] * 5 + [1e6, 1e4]
+    assert windows(gemma) == [4096] * 5 + [None, 4096]
+    assert windows(read(GEMMA2)) == [4096, None, 4096, None, 4096]
+    gpt2 = {"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 64, "vocab_size": 96}
+    assert read(gpt2).feed_forward.d_ff == 192 and read(gpt2, n_inner=80).feed_forward.d_ff == 80
+
+
+def test_rotary_positions_are_read_in_both_spellings():
+    old = read(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **LLAMA3})
+    assert old == read(rope_parameters={"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3})
+    assert old == read(rope_theta=5e5, rope_scaling={"type": "llama3", **LLAMA3})
+    # The new spelling goes first.
+    assert read(rope_theta=1.0, rope_parameters={"rope_theta": 5e5, "rope_type": "default"}).position.theta == 5e5
+    written = config_of(old, families()["llama"])
+    assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 5e5
+    assert written["rope_scaling"] == {"rope_type": "llama3", **LLAMA3}
+
+
+def windows(model):
+    return [layer.window for layer in model.layers]
+
+
+def test_windows_are_those_of_the_layer_types():
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+    mistral = LLAMA | {"model_type": "mistral"}
+    assert windows(read(mistral)) == [4096] * 5 and windows(read(mistral, sliding_window=None)) == [None] * 5
+    ministral = read(LLAMA | {"model_type": "ministral"}, sliding_window=9, layer_types=kinds)
+    assert windows(ministral) == [9, 9, None, 9, 9]
+    assert windows(read(QWEN3, sliding_window=9, max_window_layers=3)) == [None] * 5  # use_sliding_window is not set
+    assert windows(read(QWEN3, sliding_window=9, max_window_layers=3, use_sliding_window=True)) == [None] * 3 + [9] * 2
+    gemma = read(GEMMA3, sliding_window=9, sliding_window_pattern=3)
+    assert windows(gemma) == [9, 9, None, 9, 9]
+    assert [layer.position.theta for layer in gemma.layers] == [1e4, 1e4, 1e6, 1e4, 1e4]
+
+
+def test_kinds_of_layers_have_their_own_rotary_positions():
+    nested = {"full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0}}
+    nested["sliding_attention"] = {"rope_theta": 1e4, "rope_type": "default"}
+    gemma = read(GEMMA3, sliding_window=9, sliding_window_pattern=3, rope_parameters=nested)
+    assert [layer.position.scaling is not None for layer in gemma.layers] == [False, False, True, False, False]
+    old = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    assert read(GEMMA3, sliding_window=9, sliding_window_pattern=3, **old) == gemma
+    assert config_of(gemma, families()["gemma3_text"])["rope_parameters"] == nested
+
+
+@pytest.mark.parametrize(
+    ("base", "keys", "message"),
+    [
+        ({}, {}, "config.json has model_type None; jaxlm reads gpt2, gemma, llama"),
+        (LLAMA, {"model_type": "rwkv"}, "has model_type 'rwkv'"),
+        (LLAMA, {"hidden_act": "relu"}, "hidden_act = 'relu', and jaxlm has llama with 'silu' alone"),
+        (LLAMA, {"attention_dropout": 0.1}, "attention_dropout = 0.1, and jaxlm has llama with 0.0 alone"),
+        (LLAMA, {"hidden_sizes": 9}, "hidden_sizes: jaxlm knows no such key of llama"),
+        (LLAMA, {"sliding_window": 9}, "sliding_window: jaxlm knows no such key of llama"),
+        (LLAMA, {"rope_scaling": {"type": "su", "factor": 2}}, "rope_type 'su' is a scaling that jaxlm does not have"),
+        (
+            LLAMA,
+            {"rope_scaling": {"type": "linear", "factor": 2, "odd": 1}},
+            "odd: jaxlm knows no such key of rope_type",
+        ),
+        (QWEN3, {"layer_types": ["full_attention"] * 4}, "layer_types names 4 layers, and num_hidden_layers = 5"),
+        (QWEN3, {"layer_types": ["linear_attention"] * 5}, "layer_types has linear_attention, which jaxlm does not"),
+    ],
+)
+def test_what_jaxlm_does_not_know_is_refused(base, keys, message):
+    with pytest.raises(InputError) as error:
+        read(base, **keys)
+    assert message in str(error.value)
+
+
+def test_a_model_of_no_family_is_refused():
+    model = read().model_copy(update={"logit_soft_cap": 5.0})
+    with pytest.raises(InputError, match=r"this \[model\] is none of .*llama.* and cannot be exported"):
+        family_of(model)
+
+
+def test_every_family_is_in_the_documentation():
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in page for name in families())

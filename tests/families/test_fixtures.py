@@ -30,6 +30,7 @@ FAMILIES = {
     "llama3_1",
     "llama3_2",
     "llama_dynamic",
+    "llama_yarn",
     "ministral",
     "mistral",
     "nanochat",
@@ -111,6 +112,22 @@ def test_arrays_belong_to_the_facts(name):
 
 
 @each_family
+def test_the_old_spelling_says_the_same(name):
+    fixture, _ = loud.read(name)
+    config, old = fixture["config"], fixture["old_config"]
+    assert not {"rope_parameters", "dtype"} & old.keys()
+    assert old["torch_dtype"] == config["dtype"] == "float32"
+    settings = str(config.get("rope_parameters"))
+    thetas = {old[key] for key in ("rope_theta", "rotary_emb_base", "rope_local_base_freq") if key in old}
+    assert thetas == {float(theta) for theta in re.findall(r"'rope_theta': ([\d.]+)", settings)}
+    # Nothing but spelling differs, except a window that is not used and an activation that is not what it says.
+    changed = {key for key in config.keys() & old.keys() if config[key] != old[key]}
+    assert changed <= {"transformers_version", "sliding_window_pattern"} | (
+        {"gemma": {"hidden_act"}, "qwen2": {"sliding_window", "max_window_layers"}}.get(name, set())
+    )
+
+
+@each_family
 def test_the_tolerance_is_above_the_noise_and_below_the_margin(name):
     fixture, _ = loud.read(name)
     assert fixture["tolerance"] == 2e-5
@@ -118,7 +135,7 @@ def test_the_tolerance_is_above_the_noise_and_below_the_margin(name):
     if greedy := fixture["greedy"]:
         assert len(greedy["tokens"]) == 64
         assert greedy["margin"] > 100 * fixture["noise"]["loud"]
-        assert greedy["margin"] > 4 * fixture["tolerance"]  # both logits may be off
+        assert greedy["margin"] >= 25 * fixture["tolerance"]  # both logits may be off
 
 
 @each_family
@@ -148,13 +165,8 @@ def test_sequences_reach_beyond_windows_and_original_lengths(name):
     length = len(sequences[0])
     assert len(sequences[1]) == length and sequences[0] != sequences[1]
     assert fixture["positions"][-1] == length - 1
-    window = config.get("sliding_window") or 0
-    if name == "phi3":  # all its layers: three windows would not leave room for rope to be long inside one
-        assert length > window
-    else:
-        assert length >= 3 * window
-    settings = str(config.get("rope_parameters"))
-    for original in re.findall(r"'original_max_position_embeddings': (\d+)", settings):
+    assert length >= 3 * (config.get("sliding_window") or 0)
+    for original in re.findall(r"'original_max_position_embeddings': (\d+)", str(config)):
         assert length >= 2 * int(original)
     kinds = config.get("layer_types")
     if kinds and name != "qwen2_window":  # its first layers see everything, the rest a window

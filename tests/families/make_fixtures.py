@@ -1,0 +1,525 @@
+"""Write the fixtures of the model families: what transformers computes for tiny models with loud and quiet weights.
+
+Runs in an environment of its own, with nothing of this repository installed, and downloads nothing:
+
+    python3.11 -m venv VENV
+    VENV/bin/pip install torch==2.13.0 transformers==5.24.0 numpy safetensors
+    VENV/bin/python tests/families/make_fixtures.py [NAME …]
+
+Each family gets `fixtures/NAME.json` (the config as transformers writes it, the names and shapes on disk, tokens,
+noise and tolerance) and `fixtures/NAME.npz` (logits and gradient probes). Two runs write the same bytes.
+
+The weights come from `loud.py`. They are written under the names that `save_pretrained` uses, read back with
+`from_pretrained`, and so pass through its conversion. References are float64 throughout, rounded to float32: models in
+transformers name float32 in norms, softmax and rotary tables, which `model.double()` leaves as they are, so here that
+name means float64 while a reference is computed.
+
+JSON keys:
+    config              config.json as transformers 5 writes it
+    old_config          the same in the spelling of transformers 4, which gives the same float32 logits bit by bit
+    weights             the arguments of `loud.tensor` for this family
+    tensors             name on disk -> shape
+    dtype               of all tensors on disk
+    parameters          sum of the sizes of the tensors
+    sequences           two token sequences of equal length
+    positions           positions of each sequence whose logits are stored
+    packed              two documents that share a row, and the stored positions of that row; positions restart at 0
+                        and attention stays within a document. null where rope depends on the length of a row.
+    short               number of tokens of each sequence in a second, shorter run; null except where rope depends on
+                        the length of a row
+    greedy              a prompt, the tokens that follow by argmax under loud weights, and the smallest difference of
+                        the two largest logits, relative to the largest |logit|. null where rope depends on the length.
+    largest             max |logit| over all positions of the sequences, by variant
+    noise               max difference of float32 and float64 logits relative to `largest`, by variant; `gradients`:
+                        largest relative L2 difference of a tensor's gradients
+    tolerance           largest admissible error relative to `largest`
+    gradient_tensors    tensors in the order of the array `gradients`; only for one family of each norm placement
+
+Arrays (float32): `loud` and `quiet` [sequence, position, vocabulary], `packed` [position, vocabulary] (loud),
+`short` [sequence, position, vocabulary] (loud, the last three positions), `gradients` [tensor, 1 + PROBES]: the L2 norm
+and the products with PROBES vectors `loud.normals(f"{name} probe {i}", shape)` of the gradients of
+sum(logits * loud.normals("cotangent", logits.shape)) over both sequences, under loud weights.
+"""
+
+import contextlib
+import json
+import math
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+
+import loud  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+from safetensors.numpy import load_file, save_file  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from transformers.utils import logging  # noqa: E402
+
+LIMIT_BYTES = 40 * 1024
+LENGTH = 47  # more than six windows, and more than twice the original lengths
+POSITIONS = [0, 1, 6, 7, 8, 15, 16, 20, 21, 33, 45, 46]  # around the windows and the original lengths, and the end
+DOCUMENTS = (21, 25)  # both beyond the original lengths
+PACKED_POSITIONS = [0, 7, 20, 21, 28, 37, 45]
+SHORT = 16  # the longest that is within the original lengths
+PROMPT = 22
+PROMPTS = 16  # candidates
+GREEDY = 64
+PROBES = 4
+TOLERANCE = 2e-5
+SAFE_MARGIN = 100  # times the noise
+
+WINDOW = 7
+THETA = 7000.0  # no class's default, like the other values here
+
+
+def rope(kind: str = "default", theta: float = THETA, **settings) -> dict:
+    return {"rope_type": kind, "rope_theta": theta, **settings}
+
+
+def common(**settings) -> dict:
+    """Return settings that most families share; all dimensions differ, and so do their products."""
+    return {
+        "vocab_size": 97,
+        "hidden_size": 48,
+        "intermediate_size": 76,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "max_position_embeddings": 128,
+        "pad_token_id": None,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "rms_norm_eps": 2e-5,
+        "rope_parameters": rope(),
+    } | settings
+
+
+def without(settings: dict, *keys: str) -> dict:
+    return {key: value for key, value in settings.items() if key not in keys}
+
+
+# One frequency below, one between and three above the two wavelengths.
+LLAMA3 = rope(
+    "llama3",
+    500.0,
+    factor=6.0,
+    low_freq_factor=0.6,
+    high_freq_factor=3.0,
+    original_max_position_embeddings=20,
+)
+# Some frequencies kept, one half-way, some interpolated. The two ends are rounded to whole frequencies, so the betas
+# are such that a tenth more moves the first end, and a longer original length the second.
+YARN = rope("yarn", 500.0, factor=4.0, beta_fast=0.2, beta_slow=0.0185, original_max_position_embeddings=16)
+YARN_UNROUNDED = YARN | {"truncate": False, "mscale": 1.2, "mscale_all_dim": 0.7}
+# The class's own theta: from the old spelling transformers reads no other for the layers with a window.
+YARN_GLOBAL = YARN | {"rope_theta": 500000.0, "beta_fast": 0.175, "beta_slow": 0.00105, "attention_factor": 1.3}
+NEOX = without(
+    common(
+        hidden_size=72,
+        intermediate_size=100,
+        num_attention_heads=3,
+        layer_norm_eps=2e-5,
+        rope_parameters=rope(partial_rotary_factor=0.25),
+    ),
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+)
+
+
+def longrope(short: list[float], long: list[float], **settings) -> dict:
+    return rope("longrope", short_factor=short, long_factor=long, original_max_position_embeddings=16, **settings)
+
+
+# Fixture -> (model_type, settings). One period of the layers and a remainder.
+FAMILIES = {
+    "gpt2": (
+        "gpt2",
+        {
+            "vocab_size": 97,
+            "n_embd": 48,
+            "n_layer": 3,
+            "n_head": 3,
+            "n_positions": 112,
+            "n_inner": 76,
+            "layer_norm_epsilon": 2e-5,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+    "gpt_neox": ("gpt_neox", NEOX),
+    "gpt_neox_sequential": ("gpt_neox", NEOX | {"use_parallel_residual": False}),
+    "llama2": ("llama", common()),
+    "llama3_1": ("llama", common(rope_parameters=LLAMA3)),
+    "llama3_2": ("llama", common(rope_parameters=LLAMA3, tie_word_embeddings=True)),
+    "llama_dynamic": ("llama", common(rope_parameters=rope("dynamic", factor=3.0), max_position_embeddings=16)),
+    "llama_yarn": ("llama", common(rope_parameters=YARN_UNROUNDED)),
+    "mistral": ("mistral", common(sliding_window=WINDOW)),
+    "ministral": (
+        "ministral",
+        common(
+            num_hidden_layers=5,
+            sliding_window=WINDOW,
+            layer_types=["full_attention", *["sliding_attention"] * 3, "full_attention"],
+        ),
+    ),
+    "qwen2": ("qwen2", common()),
+    "qwen2_window": ("qwen2", common(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)),
+    "qwen3": ("qwen3", common(tie_word_embeddings=True)),
+    "gemma": ("gemma", common()),
+    "gemma2": (
+        "gemma2",
+        common(
+            sliding_window=WINDOW,
+            query_pre_attn_scalar=14,
+            attn_logit_softcapping=4.0,
+            final_logit_softcapping=3.0,
+        ),
+    ),
+    "gemma3": (
+        "gemma3_text",
+        common(
+            num_hidden_layers=7,
+            sliding_window=WINDOW,
+            query_pre_attn_scalar=14,
+            rope_parameters={
+                "full_attention": rope("linear", 20000.0, factor=4.0),
+                "sliding_attention": rope(theta=3000.0),
+            },
+        ),
+    ),
+    "olmo2": ("olmo2", common()),
+    "olmo3": (
+        "olmo3",
+        common(
+            num_hidden_layers=5,
+            sliding_window=WINDOW,
+            rope_parameters={
+                "full_attention": YARN_GLOBAL,
+                "sliding_attention": rope(theta=500000.0),
+            },
+        ),
+    ),
+    # The class asks for as many factors as a head of hidden_size // num_attention_heads needs.
+    "phi3": (
+        "phi3",
+        common(
+            hidden_size=64,
+            sliding_window=13,
+            original_max_position_embeddings=16,
+            rope_parameters=longrope([1.0, 1.1, 1.2, 1.3, 1.4], [1.0, 2.0, 3.5, 5.0, 6.0]),
+        ),
+    ),
+    "phi4_mini": (
+        "phi3",
+        common(
+            hidden_size=52,
+            head_dim=8,
+            tie_word_embeddings=True,
+            original_max_position_embeddings=16,
+            rope_parameters=longrope([1.0, 1.1, 1.3], [1.2, 2.5, 4.0], partial_rotary_factor=0.75),
+        ),
+    ),
+    "smollm3": ("smollm3", common(num_hidden_layers=5)),
+    "granite": (
+        "granite",
+        common(
+            embedding_multiplier=5.0,
+            attention_multiplier=0.2,
+            residual_multiplier=0.6,
+            logits_scaling=3.0,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "glm4": ("glm4", common(head_dim=12, rope_parameters=rope(partial_rotary_factor=0.5))),
+    "cohere2": (
+        "cohere2",
+        without(
+            common(num_hidden_layers=5, sliding_window=WINDOW, layer_norm_eps=2e-5, logit_scale=0.3), "rms_norm_eps"
+        ),
+    ),
+    "exaone4": ("exaone4", common(num_hidden_layers=5, sliding_window=WINDOW)),
+    "seed_oss": ("seed_oss", common(attention_bias=True, attention_out_bias=False)),
+    "starcoder2": ("starcoder2", without(common(sliding_window=WINDOW, norm_epsilon=2e-5), "rms_norm_eps")),
+    "arcee": ("arcee", common(rope_parameters=YARN)),
+    "nanochat": ("nanochat", common(final_logit_softcapping=4.0)),
+}
+# Embeddings are smaller where they are multiplied, and where they would make each token predict itself: most are tied.
+WEIGHTS = {
+    **{name: {"norm_center": 0.0, "embedding_std": 0.07} for name in ("gemma", "gemma2", "gemma3")},
+    **{
+        name: {"embedding_std": 0.5}
+        for name in ("gpt2", "gpt_neox", "gpt_neox_sequential", "llama3_2", "qwen3", "starcoder2")
+    },
+    "granite": {"embedding_std": 0.1},
+}
+# What published files of transformers 4 say otherwise; None: nothing.
+OLD = {
+    "cohere2": {"layer_types": None, "sliding_window_pattern": 4},
+    "exaone4": {"sliding_window_pattern": "LLLG"},
+    "gemma": {"hidden_act": "gelu"},  # which means the tanh approximation
+    "gemma2": {"layer_types": None},
+    "gemma3": {"layer_types": None, "_sliding_window_pattern": None, "sliding_window_pattern": 6},
+    "qwen2": {"layer_types": None, "sliding_window": WINDOW, "max_window_layers": 1},  # a window, which is not used
+    "qwen2_window": {"layer_types": None},
+    "qwen3": {"layer_types": None},
+    "smollm3": {"layer_types": None},
+}
+GRADIENTS = {"llama3_1", "olmo2", "gemma2", "gpt_neox", "cohere2"}  # pre, post, sandwich, two parallel, one parallel
+LENGTH_DEPENDENT = {"phi3", "phi4_mini", "llama_dynamic"}  # a short run as well
+PATH_DEPENDENT = {"llama_dynamic"}  # each length has its frequencies, so neither packing nor a cache is exact
+
+FLOAT32 = torch.float32
+
+
+class NoFloat32(TorchDispatchMode):
+    """Refuses results in float32."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, torch.Tensor) and value.dtype == FLOAT32:
+                raise TypeError(f"{function} computes in float32")
+        return result
+
+
+@contextlib.contextmanager
+def float64_arithmetic():
+    """Let the name float32 mean float64, and refuse float32 results."""
+    single, method = torch.float32, torch.Tensor.float
+    torch.float32 = torch.float = torch.float64
+    torch.Tensor.float = torch.Tensor.double
+    torch.set_default_dtype(torch.float64)
+    try:
+        with NoFloat32():
+            yield
+    finally:
+        torch.float32 = torch.float = single
+        torch.Tensor.float = method
+        torch.set_default_dtype(single)
+
+
+def old_spelling(name: str, config: dict) -> dict:
+    """Return a config as transformers 4 spells it, with rope_theta, rope_scaling and torch_dtype."""
+    old = config | OLD.get(name, {}) | {"torch_dtype": config["dtype"], "transformers_version": "4.57.0"}
+    settings = old.pop("rope_parameters", {})
+    if "full_attention" in settings:
+        old["rope_local_base_freq"] = settings["sliding_attention"]["rope_theta"]
+        settings = settings["full_attention"]
+    theta, partial = "rope_theta", "partial_rotary_factor"
+    if config["model_type"] == "gpt_neox":
+        theta, partial = "rotary_emb_base", "rotary_pct"
+    old[theta] = settings.get("rope_theta")
+    old[partial] = settings.get("partial_rotary_factor")
+    scaling = {key: value for key, value in settings.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    if config["model_type"] == "phi3":  # whose length stands outside, and the kind under its oldest name
+        scaling = {"type": scaling["rope_type"]} | without(scaling, "rope_type", "original_max_position_embeddings")
+    if scaling.get("rope_type") != "default":
+        old["rope_scaling"] = scaling
+    null = {key for key, value in old.items() if value is None and config.get(key, "") is not None}
+    return dict(sorted(without(old, "dtype", *null).items()))
+
+
+class Reference:
+    """A family's tiny model in float32 as read from disk, and in float64."""
+
+    def __init__(self, name: str, variant: str):
+        model_type, settings = FAMILIES[name]
+        config = AutoConfig.for_model(model_type, **settings)
+        with tempfile.TemporaryDirectory() as folder:
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+            self.config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+            with safe_open(Path(folder) / "model.safetensors", "np") as file:
+                self.tensors = {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}
+                dtypes = {file.get_slice(name).get_dtype() for name in self.tensors}
+            if dtypes != {"F32"}:
+                raise ValueError(f"{name} has tensors of {dtypes}")
+            facts = {"tensors": self.tensors, "weights": WEIGHTS.get(name, {})}
+            save_file(loud.weights(facts, variant), Path(folder) / "model.safetensors", {"format": "pt"})
+            self.model = self.load(name, folder)
+            self.old_config = old_spelling(name, self.config)
+            (Path(folder) / "config.json").write_text(json.dumps(self.old_config), encoding="utf-8")
+            self.old_model = self.load(name, folder)
+        self.state = {key: value.double() for key, value in self.model.state_dict().items()}
+
+    @staticmethod
+    def load(name: str, folder: str):
+        """Return the float32 model of a folder, whose every tensor has a place and every place a tensor."""
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=FLOAT32, attn_implementation="eager", output_loading_info=True
+        )
+        if any(report.values()):
+            raise ValueError(f"{name} does not load as written: {report}")
+        return model.eval()
+
+    def double(self):
+        """Return the model in float64, its rotary tables and constants computed in float64; inside its context."""
+        model = AutoModelForCausalLM.from_config(
+            self.model.config, dtype=torch.float64, attn_implementation="eager"
+        ).eval()
+        model.load_state_dict(self.state)
+        return model
+
+    def logits(self, rows: list[list[int]], exact: bool = True) -> np.ndarray:
+        """Return logits [row, position, vocabulary] of full passes without a cache."""
+        with torch.no_grad(), float64_arithmetic() if exact else contextlib.nullcontext():
+            # Rope that depends on the length remembers the longest row, so exact models are made anew.
+            model = self.double() if exact else self.model
+            return model(torch.tensor(rows), use_cache=False).logits.numpy()
+
+    def gradients(self, rows: list[list[int]], exact: bool = True) -> dict[str, np.ndarray]:
+        """Return the gradients of the product of the logits with the fixed cotangent, by name on disk."""
+        with float64_arithmetic() if exact else contextlib.nullcontext():
+            model = self.double() if exact else self.model
+            logits = model(torch.tensor(rows), use_cache=False).logits
+            cotangent = torch.tensor(loud.normals("cotangent", tuple(logits.shape)), dtype=logits.dtype)
+            model.zero_grad()
+            (logits * cotangent).sum().backward()
+            with torch.no_grad():
+                for value in model.parameters():
+                    value.copy_(value.grad)
+        with tempfile.TemporaryDirectory() as folder:  # named on disk as the weights are
+            model.save_pretrained(folder)
+            return {
+                name: value.astype(np.float64) for name, value in load_file(Path(folder) / "model.safetensors").items()
+            }
+
+
+def two_digits(value: float) -> float:
+    """Round up to two significant digits, so that a last bit does not change a file."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return float(f"{math.ceil(value / unit) * unit:.1e}")
+
+
+def relative(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def greedy(reference: Reference, name: str, noise: float) -> dict:
+    """Return the most varied of the candidates whose every choice is safe from rounding.
+
+    Each token comes from a full pass over all before it.
+    """
+    rows = [loud.tokens(f"{name} prompt {i}", PROMPT, 97) for i in range(PROMPTS)]
+    margins, largest = [], []
+    with torch.no_grad(), float64_arithmetic():
+        model = reference.double()
+        for _ in range(GREEDY):
+            last = model(torch.tensor(rows), use_cache=False).logits[:, -1]
+            first, second = torch.topk(last, 2).values.unbind(-1)
+            margins.append((first - second).tolist())
+            largest.append(last.abs().amax(-1).tolist())
+            rows = [[*row, token] for row, token in zip(rows, last.argmax(-1).tolist(), strict=True)]
+    smallest = np.min(margins, 0) / np.max(largest, 0)
+    varied = [len(set(row[PROMPT:])) for row in rows]
+    safe = smallest > max(SAFE_MARGIN * noise, 25 * TOLERANCE)
+    best = max(range(PROMPTS), key=lambda i: (safe[i], varied[i], -i))
+    if not safe[best]:
+        raise ValueError(f"{name}: no prompt is safe; the largest margin is {smallest.max()}")
+    row = rows[best]
+    return {"prompt": row[:PROMPT], "tokens": row[PROMPT:], "margin": float(f"{smallest[best]:.3g}")}
+
+
+def fixture(name: str) -> tuple[dict, dict[str, np.ndarray]]:
+    """Return the facts and arrays of one family."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "`rope_scaling` is deprecated", FutureWarning)  # the old spelling is on purpose
+    logging.disable_progress_bar()
+    sequences = [loud.tokens(f"{name} sequence {i}", LENGTH, 97) for i in range(2)]
+    documents = [loud.tokens(f"{name} document {i}", count, 97) for i, count in enumerate(DOCUMENTS)]
+    arrays, largest, noise = {}, {}, {}
+    for variant in reversed(loud.VARIANTS):  # the loud reference stays
+        reference = Reference(name, variant)
+        exact = reference.logits(sequences)
+        arrays[variant] = exact[:, POSITIONS]
+        largest[variant] = float(f"{np.abs(exact).max():.6g}")
+        single = reference.logits(sequences, exact=False)
+        noise[variant] = two_digits(relative(single, exact))
+        with torch.no_grad():
+            if not np.array_equal(reference.old_model(torch.tensor(sequences), use_cache=False).logits, single):
+                raise ValueError(f"{name}: the old spelling of the config gives other logits")
+    facts = {
+        "family": name,
+        "config": reference.config,
+        "old_config": reference.old_config,
+        "weights": WEIGHTS.get(name, {}),
+        "tensors": reference.tensors,
+        "dtype": "F32",
+        "parameters": sum(math.prod(shape) for shape in reference.tensors.values()),
+        "sequences": sequences,
+        "positions": POSITIONS,
+        "packed": None,
+        "short": None,
+        "greedy": None,
+        "largest": largest,
+        "noise": noise,
+        "tolerance": TOLERANCE,
+        "gradient_tensors": None,
+    }
+    if name not in PATH_DEPENDENT:
+        row = np.concatenate([reference.logits([document])[0] for document in documents])
+        arrays["packed"] = row[PACKED_POSITIONS]
+        facts["packed"] = {"documents": documents, "positions": PACKED_POSITIONS}
+        facts["greedy"] = greedy(reference, name, noise["loud"])
+    if name in LENGTH_DEPENDENT:
+        facts["short"] = SHORT
+        arrays["short"] = reference.logits([sequence[:SHORT] for sequence in sequences])[:, -3:]
+    if name in GRADIENTS:
+        exact, single = reference.gradients(sequences), reference.gradients(sequences, exact=False)
+        if exact.keys() != reference.tensors.keys():
+            raise ValueError(f"{name} has other names in memory than on disk")
+        facts["gradient_tensors"] = sorted(exact)
+        arrays["gradients"] = np.array(
+            [
+                [np.linalg.norm(exact[key])]
+                + [(exact[key] * loud.normals(f"{key} probe {i}", exact[key].shape)).sum() for i in range(PROBES)]
+                for key in sorted(exact)
+            ]
+        )
+        noise["gradients"] = two_digits(
+            max(np.linalg.norm(single[key] - exact[key]) / np.linalg.norm(exact[key]) for key in exact)
+        )
+    return facts, {key: array.astype(np.float32) for key, array in arrays.items()}
+
+
+def text(facts: dict) -> str:
+    """Return JSON with one line for each key, and one for each entry of a config and of the tensors."""
+    lines = []
+    for key, value in facts.items():
+        if key in ("config", "old_config", "tensors"):
+            entries = ",\n".join(f"    {json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items())
+            lines.append(f"  {json.dumps(key)}: {{\n{entries}\n  }}")
+        else:
+            lines.append(f"  {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def main():
+    for name in sys.argv[1:] or FAMILIES:
+        facts, arrays = fixture(name)
+        loud.FIXTURES.mkdir(exist_ok=True)
+        files = [loud.FIXTURES / f"{name}.json", loud.FIXTURES / f"{name}.npz"]
+        files[0].write_text(text(facts), encoding="utf-8")
+        np.savez(files[1], **arrays)
+        size = sum(file.stat().st_size for file in files)
+        noise = "  ".join(f"{key} {value:.1e}" for key, value in facts["noise"].items())
+        choice = facts["greedy"] or {"margin": math.nan, "tokens": []}
+        print(
+            f"{name:20s} {noise:44s} margin {choice['margin']:.1e} of {len(set(choice['tokens'])):2d} tokens  "
+            f"largest {facts['largest']['loud']:6.2f} {facts['largest']['quiet']:6.3f}  {size / 1024:.1f} KB",
+            flush=True,
+        )
+        if size > LIMIT_BYTES:
+            raise ValueError(f"{name} takes {size} bytes; the limit is {LIMIT_BYTES}")
+
+
+if __name__ == "__main__":
+    main()

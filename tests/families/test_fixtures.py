@@ -1,0 +1,226 @@
+"""The fixtures of the model families: complete, small, telling, and reproduced where torch and transformers are."""
+
+import hashlib
+import importlib
+import math
+import re
+from pathlib import Path
+
+import loud
+import numpy as np
+import pytest
+
+LIMIT_BYTES = 40 * 1024
+RESEARCH = Path(__file__).parents[3] / "shared" / "research" / "hf_names.txt"
+SAME_WIDTH = {"gpt2", "gpt_neox", "gpt_neox_sequential"}  # the heads fill the residual stream by definition
+
+FAMILIES = {
+    "arcee",
+    "cohere2",
+    "exaone4",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "glm4",
+    "gpt2",
+    "gpt_neox",
+    "gpt_neox_sequential",
+    "granite",
+    "llama2",
+    "llama3_1",
+    "llama3_2",
+    "llama_dynamic",
+    "llama_yarn",
+    "ministral",
+    "mistral",
+    "nanochat",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "phi4_mini",
+    "qwen2",
+    "qwen2_window",
+    "qwen3",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
+}
+each_family = pytest.mark.parametrize("name", sorted(FAMILIES))
+
+
+def test_every_family_has_its_two_files():
+    files = {file.name for file in loud.FIXTURES.iterdir()}
+    assert files == {f"{name}.{kind}" for name in FAMILIES for kind in ("json", "npz")}
+    assert set(loud.names()) == FAMILIES
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "variant", "digest"),
+    [
+        ("model.embed_tokens.weight", (97, 48), "loud", "cb1a719a4455be0a"),
+        ("transformer.h.1.mlp.c_fc.weight", (48, 76), "loud", "501e8495e1b902d9"),
+        ("model.layers.2.self_attn.q_norm.weight", (10,), "loud", "e978061a789b34aa"),
+        ("model.layers.0.mlp.c_fc.bias", (76,), "loud", "d5ff8cdeaff3ba41"),
+        ("model.layers.0.mlp.down_proj.weight", (48, 76), "quiet", "2a78aaaad73ec2da"),
+        ("transformer.ln_f.weight", (48,), "quiet", "c90489868a1a64a7"),
+    ],
+)
+def test_weights_have_the_same_bits_everywhere(name, shape, variant, digest):
+    values = loud.tensor(name, shape, variant)
+    assert hashlib.sha256(values.astype("<f4").tobytes()).hexdigest()[:16] == digest
+
+
+def test_weights_have_their_sizes():
+    shape = (301, 203)
+    for name, mean, std in (
+        ("model.layers.0.mlp.up_proj.weight", 0, 1.5 / math.sqrt(203)),
+        ("transformer.h.0.attn.c_attn.weight", 0, 1.5 / math.sqrt(301)),
+        ("model.embed_tokens.weight", 0, 0.25),
+        ("model.norm.weight", 1, 0.3),
+        ("model.layers.0.self_attn.q_proj.bias", 0, 0.5),
+    ):
+        values = loud.tensor(name, shape, "loud", embedding_std=0.25)
+        np.testing.assert_allclose([values.mean(), values.std()], [mean, std], rtol=0.02, atol=0.01 * std)
+    assert not loud.tensor("model.layers.0.input_layernorm.weight", (48,), "quiet", norm_center=0.0).any()
+    assert (loud.tensor("model.layers.0.input_layernorm.weight", (48,), "quiet") == 1).all()
+    assert not loud.tensor("transformer.h.0.attn.c_attn.bias", (48,), "quiet").any()
+
+
+@each_family
+def test_a_fixture_is_small(name):
+    assert sum((loud.FIXTURES / f"{name}.{kind}").stat().st_size for kind in ("json", "npz")) <= LIMIT_BYTES
+
+
+@each_family
+def test_arrays_belong_to_the_facts(name):
+    fixture, arrays = loud.read(name)
+    vocab_size, positions = fixture["config"]["vocab_size"], len(fixture["positions"])
+    shapes = {variant: (2, positions, vocab_size) for variant in loud.VARIANTS}
+    if fixture["packed"]:
+        shapes["packed"] = (len(fixture["packed"]["positions"]), vocab_size)
+    if fixture["short"]:
+        shapes["short"] = (2, 3, vocab_size)
+    if fixture["gradient_tensors"]:
+        assert fixture["gradient_tensors"] == sorted(fixture["tensors"])
+        shapes["gradients"] = (len(fixture["tensors"]), 5)
+    assert {key: array.shape for key, array in arrays.items()} == shapes
+    assert all(array.dtype == np.float32 and np.isfinite(array).all() for array in arrays.values())
+    for variant in loud.VARIANTS:
+        assert 0.3 * fixture["largest"][variant] < np.abs(arrays[variant]).max() <= 1.0001 * fixture["largest"][variant]
+    drawn = loud.weights(fixture, "loud")
+    assert sum(array.size for array in drawn.values()) == fixture["parameters"]
+
+
+@each_family
+def test_the_old_spelling_says_the_same(name):
+    fixture, _ = loud.read(name)
+    config, old = fixture["config"], fixture["old_config"]
+    assert not {"rope_parameters", "dtype"} & old.keys()
+    assert old["torch_dtype"] == config["dtype"] == "float32"
+    settings = str(config.get("rope_parameters"))
+    thetas = {old[key] for key in ("rope_theta", "rotary_emb_base", "rope_local_base_freq") if key in old}
+    assert thetas == {float(theta) for theta in re.findall(r"'rope_theta': ([\d.]+)", settings)}
+    # Nothing but spelling differs, except a window that is not used and an activation that is not what it says.
+    changed = {key for key in config.keys() & old.keys() if config[key] != old[key]}
+    assert changed <= {"transformers_version", "sliding_window_pattern"} | (
+        {"gemma": {"hidden_act"}, "qwen2": {"sliding_window", "max_window_layers"}}.get(name, set())
+    )
+
+
+@each_family
+def test_the_tolerance_is_above_the_noise_and_below_the_margin(name):
+    fixture, _ = loud.read(name)
+    assert fixture["tolerance"] == 2e-5
+    assert all(noise <= fixture["tolerance"] / 4 for noise in fixture["noise"].values())
+    if greedy := fixture["greedy"]:
+        assert len(greedy["tokens"]) == 64
+        assert greedy["margin"] > 100 * fixture["noise"]["loud"]
+        assert greedy["margin"] >= 25 * fixture["tolerance"]  # both logits may be off
+
+
+@each_family
+def test_all_dimensions_differ(name):
+    """A transposed or misgrouped matrix has another shape or other values."""
+    fixture, _ = loud.read(name)
+    config = fixture["config"]
+    width = config.get("hidden_size") or config["n_embd"]
+    heads = config.get("num_attention_heads") or config["n_head"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head = config.get("head_dim") or width // heads
+    inner = config.get("intermediate_size") or config["n_inner"]
+    length, layers = len(fixture["sequences"][0]), config.get("num_hidden_layers") or config["n_layer"]
+    sizes = [width, inner, config["vocab_size"], length, head]
+    sizes += [] if name in SAME_WIDTH else [heads * head, kv_heads * head, heads, kv_heads]
+    assert len(set(sizes)) == len(sizes)
+    assert name in SAME_WIDTH or (kv_heads < heads and heads * head != width)
+    assert layers not in sizes
+    squares = [key for key, shape in fixture["tensors"].items() if len(shape) == 2 and shape[0] == shape[1]]
+    assert name in SAME_WIDTH or squares == []
+
+
+@each_family
+def test_sequences_reach_beyond_windows_and_original_lengths(name):
+    fixture, _ = loud.read(name)
+    config, sequences = fixture["config"], fixture["sequences"]
+    length = len(sequences[0])
+    assert len(sequences[1]) == length and sequences[0] != sequences[1]
+    assert fixture["positions"][-1] == length - 1
+    assert length >= 3 * (config.get("sliding_window") or 0)
+    for original in re.findall(r"'original_max_position_embeddings': (\d+)", str(config)):
+        assert length >= 2 * int(original)
+    kinds = config.get("layer_types")
+    if kinds and name != "qwen2_window":  # its first layers see everything, the rest a window
+        period = next(n for n in range(1, len(kinds) + 1) if kinds == (kinds[:n] * len(kinds))[: len(kinds)])
+        assert len(kinds) > period and (period == 1 or len(kinds) % period)
+
+
+def pattern(name: str) -> str:
+    return re.sub(r"\bh\.\d+", "h.L", re.sub(r"layers\.\d+", "layers.L", name))
+
+
+@each_family
+@pytest.mark.skipif(not RESEARCH.exists(), reason="the list of published names lies beside the checkout")
+def test_names_are_the_published_ones(name):
+    fixture, _ = loud.read(name)
+    config = fixture["config"]
+    section = re.search(rf"^## {config['model_type']} .*\n((?:   .*\n)+)", RESEARCH.read_text(encoding="utf-8"), re.M)
+    published = {
+        line.split()[0]: line.split("[")[1].count(",") for line in section[1].splitlines()
+    }  # name -> one less than the number of dimensions
+    if config.get("tie_word_embeddings"):
+        published.pop("lm_head.weight", None)
+    else:
+        published.setdefault("lm_head.weight", 1) if "embed_out.weight" not in published else None
+    assert {pattern(key): len(shape) - 1 for key, shape in fixture["tensors"].items()} == published
+    layers = config.get("num_hidden_layers") or config["n_layer"]
+    for key in published:
+        assert sum(pattern(found) == key for found in fixture["tensors"]) == (layers if ".L." in key else 1)
+
+
+def reproduces(name):
+    make_fixtures = importlib.import_module("make_fixtures")
+    facts, arrays = make_fixtures.fixture(name)
+    stored_facts, stored = loud.read(name)
+    for key in ("tensors", "sequences", "packed", "greedy", "gradient_tensors"):
+        assert facts[key] == stored_facts[key] or key == "greedy"
+    if greedy := stored_facts["greedy"]:
+        assert facts["greedy"]["tokens"] == greedy["tokens"]
+    assert arrays.keys() == stored.keys()
+    for key, array in arrays.items():
+        np.testing.assert_allclose(array, stored[key], rtol=1e-6, atol=1e-6 * np.abs(stored[key]).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama3_1", "phi3"])
+def test_transformers_reproduces_a_fixture(name):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    reproduces(name)
+
+
+@pytest.mark.exhaustive
+@each_family
+def test_transformers_reproduces_every_fixture(name):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    reproduces(name)

@@ -197,7 +197,8 @@ def _check(experiment: Experiment, kind: Kind) -> None:
             f"training.remat keeps {', '.join(unknown)}, which no layer of the model has; what it can keep is "
             f"{', '.join(model.activations)}"
         )
-    if experiment.data.tokenizer in ("bytes", "bpe") and model.vocab_size < BYTES_VOCABULARY:
+    makes_bytes = kind == "train" and experiment.data.tokenizer in ("bytes", "bpe")
+    if makes_bytes and model.vocab_size < BYTES_VOCABULARY:
         raise InputError(
             f'data.tokenizer = "{experiment.data.tokenizer}" has at least {BYTES_VOCABULARY} tokens, more than '
             f"model.vocab_size = {model.vocab_size}; set model.vocab_size={BYTES_VOCABULARY}, or data.tokenizer to "

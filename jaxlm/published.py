@@ -155,6 +155,8 @@ def import_run(folder: Path, out: Path, say: Callable[[str], None]) -> Converted
     PublishedSource(folder).carry(run.paths.huggingface)
     if (folder / TOKENIZER).is_file():
         run.paths.tokenizer.write_bytes((folder / TOKENIZER).read_bytes())
+        data = experiment.data.model_copy(update={"tokenizer": str(run.paths.tokenizer)})
+        experiment = experiment.model_copy(update={"data": data})
     checkpoints.save_parameters(run.paths.checkpoints, parameters)
     replace(run.paths.config, experiment.to_toml())  # last: it makes the folder a run
     return Converted(source.family.name, parameter_count(source.model))

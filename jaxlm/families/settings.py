@@ -30,8 +30,8 @@ def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
                 values = merged(values, _nested(target, value))
     for composite in family.composites:
         values = merged(values, _READERS[composite](given, values, where))
-    if given:
-        raise InputError(f"{where}: {', '.join(sorted(given))}: jaxlm knows no such key of {family.name}")
+    if left := [key for key, value in given.items() if value not in (None, {})]:
+        raise InputError(f"{where}: {', '.join(sorted(left))}: jaxlm knows no such key of {family.name}")
     return ModelConfig.model_validate(values)
 
 

@@ -1,0 +1,196 @@
+"""Families against transformers: the same config.json and weights give the same logits, tokens and gradients.
+
+The fixtures (`make_fixtures.py`) hold what transformers computed in float64. A tolerance is relative to the largest
+logit, and is set by the measured noise of float32.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import jax
+import jax.numpy as jnp
+import loud
+import meshes
+import numpy as np
+import pytest
+from flax import nnx
+from matrices import sampled
+from mutations import mutations
+
+from jaxlm import api
+from jaxlm.families import safetensors, table
+from jaxlm.families.directory import PublishedModel, write
+from jaxlm.families.family import families
+from jaxlm.families.safetensors import Unwritten
+from jaxlm.families.settings import config_of, model_of
+from jaxlm.models import tree
+from jaxlm.models.positions import packed_causal_mask
+from jaxlm.parallel.rules import TRAIN
+
+
+# Fixtures of families whose parts or tables are not there yet.
+NOT_YET = {
+    *(
+        "arcee",
+        "cohere2",
+        "exaone4",
+        "glm4",
+        "gpt_neox",
+        "gpt_neox_sequential",
+        "granite",
+        "llama_dynamic",
+        "llama_yarn",
+    ),
+    *("nanochat", "olmo2", "olmo3", "phi3", "phi4_mini", "smollm3"),
+}
+NAMES = [name for name in loud.names() if name not in NOT_YET]
+QUICK = ["gpt2", "llama3_1", "gemma3"]
+each = pytest.mark.parametrize("name", sampled(NAMES, QUICK))
+
+
+@cache
+def directory(name, variant):
+    """A Hugging Face directory with the weights of a fixture."""
+    facts, _ = loud.read(name)
+    folder = Path(mkdtemp(prefix=f"{name}-{variant}-"))
+    (folder / "config.json").write_text(json.dumps(facts["config"]))
+    weights = loud.weights(facts, variant)
+    tensors = {key: Unwritten(x.dtype, x.shape, lambda x=x: x) for key, x in weights.items()}
+    safetensors.write(folder / "model.safetensors", tensors, {"format": "pt"})
+    return folder
+
+
+@cache
+def loaded(name, variant):
+    """The model and its parameters, float32 on one device."""
+    published = PublishedModel(directory(name, variant))
+    return published.model, published.load(meshes.make(1, 1, 1), TRAIN, "float32")
+
+
+def logits(model, parameters, tokens, positions=None):
+    """float32 logits [B, T, V], under a mesh."""
+    graph, _ = tree.abstract(model)
+
+    @jax.jit
+    def run(parameters, tokens_BT, positions_BT):
+        module = nnx.merge(graph, parameters)
+        hidden_BTD, _, _ = module.hidden(tokens_BT, positions_BT, packed_causal_mask(positions_BT))
+        return module.logits(hidden_BTD)
+
+    tokens = jnp.asarray(tokens)
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return run(parameters, tokens, jnp.asarray(positions))
+
+
+@pytest.fixture(autouse=True)
+def on_one_device():
+    with jax.set_mesh(meshes.make(1, 1, 1)):
+        yield
+
+
+def error(facts, arrays, variant, model, parameters):
+    """The largest error of a logit, relative to the largest logit."""
+    given = np.asarray(logits(model, parameters, facts["sequences"]))[:, facts["positions"]]
+    return np.abs(given - arrays[variant]).max() / facts["largest"][variant]
+
+
+@each
+def test_names_and_configuration_are_those_that_transformers_writes(name):
+    facts, _ = loud.read(name)
+    model = model_of(facts["config"], name)
+    assert model_of(facts["old_config"], name) == model
+    expected = table.tensors(model, families()[facts["config"]["model_type"]].rules)
+    assert {key: list(held.shape) for key, held in expected.items()} == facts["tensors"]
+    assert tree.parameter_count(model) == facts["parameters"]
+
+
+@each
+@pytest.mark.parametrize("variant", loud.VARIANTS)
+def test_logits_are_those_of_transformers(name, variant):
+    facts, arrays = loud.read(name)
+    found = error(facts, arrays, variant, *loaded(name, variant))
+    assert found <= facts["tolerance"], f"{found:.1e}, and float32 has {facts['noise'][variant]:.1e}"
+
+
+@each
+def test_packed_documents_are_as_if_alone(name):
+    facts, arrays = loud.read(name)
+    if facts["packed"] is None:
+        pytest.skip("rotary positions depend on the length of a sequence")
+    documents = facts["packed"]["documents"]
+    tokens, positions = [sum(documents, [])], [sum([[*range(len(each))] for each in documents], [])]
+    given = np.asarray(logits(*loaded(name, "loud"), tokens, positions))[0, facts["packed"]["positions"]]
+    assert np.abs(given - arrays["packed"]).max() / facts["largest"]["loud"] <= facts["tolerance"]
+
+
+@each
+def test_greedy_tokens_with_the_cache_are_those_of_transformers(name):
+    facts, _ = loud.read(name)
+    if facts["greedy"] is None:
+        pytest.skip("rotary positions depend on the length of a sequence")
+    model = api.load(directory(name, "loud"), ["training.dtype=float32"])
+    (told,) = model.generate([facts["greedy"]["prompt"]], 64, temperature=0.0)
+    assert list(told.token_ids) == facts["greedy"]["tokens"]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if loud.read(name)[0].get("gradient_tensors")])
+def test_gradients_are_those_of_transformers(name):
+    facts, arrays = loud.read(name)
+    model, parameters = loaded(name, "loud")
+    tokens = jnp.asarray(facts["sequences"])
+    cotangent = loud.normals("cotangent", (*tokens.shape, model.vocab_size)).astype(np.float32)
+    gradients = jax.grad(lambda parameters: jnp.sum(logits(model, parameters, tokens) * cotangent))(parameters)
+    expected = table.tensors(model, families()[facts["config"]["model_type"]].rules)
+    stored = table.unwritten(expected, gradients, dict.fromkeys(expected, np.dtype(np.float32)))
+    for key, (norm, *products) in zip(facts["gradient_tensors"], arrays["gradients"], strict=True):
+        x = stored[key].make().astype(np.float64)
+        assert abs(np.linalg.norm(x) - norm) <= 1e-4 * norm, key
+        for i, product in enumerate(products):
+            probe = loud.normals(f"{key} probe {i}", x.shape)
+            assert abs(np.sum(x * probe) - product) <= 1e-4 * norm * np.sqrt(x.size), key
+
+
+@each
+def test_an_export_is_what_was_read(name, tmp_path):
+    published = PublishedModel(directory(name, "loud"))
+    _, parameters = loaded(name, "loud")
+    kept = {"config.json": (published.folder / "config.json").read_bytes()}
+    write(tmp_path / "out", published.model, parameters, published.dtypes(), kept, lambda line: None)
+    back = PublishedModel(tmp_path / "out")
+    assert back.stored.keys() == published.stored.keys() and back.config == published.config
+    for key, tensor in published.stored.items():
+        np.testing.assert_array_equal(tensor.read(), back.stored[key].read())
+    written = config_of(published.model, published.family)
+    assert model_of(written, name).layers == published.model.layers
+
+
+CASES = [
+    pytest.param(name, key, id=f"{name}-{key}")
+    for name in NAMES
+    for key in mutations(model_of(loud.read(name)[0]["config"], name))
+]
+
+
+@pytest.mark.parametrize(("name", "key"), sampled(CASES, lambda name, key: name == "llama3_1"))
+def test_a_fixture_notices_every_option(name, key):
+    """A model with another value of the option is 30 times further off than the right one, and beyond the tolerance."""
+    facts, arrays = loud.read(name)
+    seen = {}
+    for variant in loud.VARIANTS:
+        model, parameters = loaded(name, variant)
+        changed = mutations(model)[key]
+        initial = dict(tree.paths(tree.init(changed, 0, meshes.make(1, 1, 1))))
+        kept = tree.paths(parameters)
+        same = {path: kept.get(path, x) if kept.get(path, x).shape == x.shape else x for path, x in initial.items()}
+        _, abstract = tree.abstract(changed)
+        like = tree.shapes(abstract)
+        filled = jax.tree_util.tree_map_with_path(
+            lambda path, _: same[jax.tree_util.keystr(path, simple=True, separator="/")],
+            like,  # noqa: B023
+        )
+        right = error(facts, arrays, variant, model, parameters)
+        seen[variant] = error(facts, arrays, variant, changed, filled), right
+    assert any(wrong >= max(30 * right, 3 * facts["tolerance"]) for wrong, right in seen.values()), seen

@@ -24,21 +24,27 @@ JSON keys:
     sequences           two token sequences of equal length
     positions           positions of each sequence whose logits are stored
     packed              two documents that share a row, and the stored positions of that row; positions restart at 0
-                        and attention stays within a document. null where rope depends on the length of a row.
+                        and attention stays within a document, so each has the logits that it has alone. null where
+                        each length has its own rope.
     short               number of tokens of each sequence in a second, shorter run; null except where rope depends on
-                        the length of a row
-    greedy              a prompt, the tokens that follow by argmax under loud weights, and the smallest difference of
-                        the two largest logits, relative to the largest |logit|. null where rope depends on the length.
+                        the length
+    greedy              a prompt, the tokens that follow by argmax under loud weights, the smallest difference of the
+                        two largest logits, relative to the largest |logit|, and the steps whose logits are stored.
+                        null where each length has its own rope.
     largest             max |logit| over all positions of the sequences, by variant
     noise               max difference of float32 and float64 logits relative to `largest`, by variant; `gradients`:
                         largest relative L2 difference of a tensor's gradients
     tolerance           largest admissible error relative to `largest`
     gradient_tensors    tensors in the order of the array `gradients`; only for one family of each norm placement
 
-Arrays (float32): `loud` and `quiet` [sequence, position, vocabulary], `packed` [position, vocabulary] (loud),
-`short` [sequence, position, vocabulary] (loud, the last three positions), `gradients` [tensor, 1 + PROBES]: the L2 norm
-and the products with PROBES vectors `loud.normals(f"{name} probe {i}", shape)` of the gradients of
-sum(logits * loud.normals("cotangent", logits.shape)) over both sequences, under loud weights.
+Arrays, all float32 and, but for `quiet`, under loud weights:
+    loud, quiet         [sequence, position, vocabulary]
+    packed              [position, vocabulary]
+    short               [sequence, position, vocabulary], the last three positions
+    greedy              [step, vocabulary]
+    gradients           [tensor, 1 + PROBES]: the L2 norm of a tensor's gradients and their products with PROBES vectors
+                        `loud.normals(f"{name} probe {i}", shape)`; the gradients of
+                        sum(logits * loud.normals("cotangent", logits.shape)) over both sequences
 """
 
 import contextlib
@@ -58,6 +64,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.numpy import load_file, save_file  # noqa: E402
+from tiny_configs import FAMILIES, GRADIENTS, LENGTH_DEPENDENT, PATH_DEPENDENT, WEIGHTS, old_spelling  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 from transformers.utils import logging  # noqa: E402
@@ -71,211 +78,10 @@ SHORT = 16  # the longest that is within the original lengths
 PROMPT = 22
 PROMPTS = 16  # candidates
 GREEDY = 64
+GREEDY_STEPS = [0, 31, 63]  # whose logits are stored
 PROBES = 4
 TOLERANCE = 2e-5
 SAFE_MARGIN = 100  # times the noise
-
-WINDOW = 7
-THETA = 7000.0  # no class's default, like the other values here
-
-
-def rope(kind: str = "default", theta: float = THETA, **settings) -> dict:
-    return {"rope_type": kind, "rope_theta": theta, **settings}
-
-
-def common(**settings) -> dict:
-    """Return settings that most families share; all dimensions differ, and so do their products."""
-    return {
-        "vocab_size": 97,
-        "hidden_size": 48,
-        "intermediate_size": 76,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 10,
-        "max_position_embeddings": 128,
-        "pad_token_id": None,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "rms_norm_eps": 2e-5,
-        "rope_parameters": rope(),
-    } | settings
-
-
-def without(settings: dict, *keys: str) -> dict:
-    return {key: value for key, value in settings.items() if key not in keys}
-
-
-# One frequency below, one between and three above the two wavelengths.
-LLAMA3 = rope(
-    "llama3",
-    500.0,
-    factor=6.0,
-    low_freq_factor=0.6,
-    high_freq_factor=3.0,
-    original_max_position_embeddings=20,
-)
-# Some frequencies kept, one half-way, some interpolated. The two ends are rounded to whole frequencies, so the betas
-# are such that a tenth more moves the first end, and a longer original length the second.
-YARN = rope("yarn", 500.0, factor=4.0, beta_fast=0.2, beta_slow=0.0185, original_max_position_embeddings=16)
-YARN_UNROUNDED = YARN | {"truncate": False, "mscale": 1.2, "mscale_all_dim": 0.7}
-# The class's own theta: from the old spelling transformers reads no other for the layers with a window.
-YARN_GLOBAL = YARN | {"rope_theta": 500000.0, "beta_fast": 0.175, "beta_slow": 0.00105, "attention_factor": 1.3}
-NEOX = without(
-    common(
-        hidden_size=72,
-        intermediate_size=100,
-        num_attention_heads=3,
-        layer_norm_eps=2e-5,
-        rope_parameters=rope(partial_rotary_factor=0.25),
-    ),
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-)
-
-
-def longrope(short: list[float], long: list[float], **settings) -> dict:
-    return rope("longrope", short_factor=short, long_factor=long, original_max_position_embeddings=16, **settings)
-
-
-# Fixture -> (model_type, settings). One period of the layers and a remainder.
-FAMILIES = {
-    "gpt2": (
-        "gpt2",
-        {
-            "vocab_size": 97,
-            "n_embd": 48,
-            "n_layer": 3,
-            "n_head": 3,
-            "n_positions": 112,
-            "n_inner": 76,
-            "layer_norm_epsilon": 2e-5,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
-    ),
-    "gpt_neox": ("gpt_neox", NEOX),
-    "gpt_neox_sequential": ("gpt_neox", NEOX | {"use_parallel_residual": False}),
-    "llama2": ("llama", common()),
-    "llama3_1": ("llama", common(rope_parameters=LLAMA3)),
-    "llama3_2": ("llama", common(rope_parameters=LLAMA3, tie_word_embeddings=True)),
-    "llama_dynamic": ("llama", common(rope_parameters=rope("dynamic", factor=3.0), max_position_embeddings=16)),
-    "llama_yarn": ("llama", common(rope_parameters=YARN_UNROUNDED)),
-    "mistral": ("mistral", common(sliding_window=WINDOW)),
-    "ministral": (
-        "ministral",
-        common(
-            num_hidden_layers=5,
-            sliding_window=WINDOW,
-            layer_types=["full_attention", *["sliding_attention"] * 3, "full_attention"],
-        ),
-    ),
-    "qwen2": ("qwen2", common()),
-    "qwen2_window": ("qwen2", common(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)),
-    "qwen3": ("qwen3", common(tie_word_embeddings=True)),
-    "gemma": ("gemma", common()),
-    "gemma2": (
-        "gemma2",
-        common(
-            sliding_window=WINDOW,
-            query_pre_attn_scalar=14,
-            attn_logit_softcapping=4.0,
-            final_logit_softcapping=3.0,
-        ),
-    ),
-    "gemma3": (
-        "gemma3_text",
-        common(
-            num_hidden_layers=7,
-            sliding_window=WINDOW,
-            query_pre_attn_scalar=14,
-            rope_parameters={
-                "full_attention": rope("linear", 20000.0, factor=4.0),
-                "sliding_attention": rope(theta=3000.0),
-            },
-        ),
-    ),
-    "olmo2": ("olmo2", common()),
-    "olmo3": (
-        "olmo3",
-        common(
-            num_hidden_layers=5,
-            sliding_window=WINDOW,
-            rope_parameters={
-                "full_attention": YARN_GLOBAL,
-                "sliding_attention": rope(theta=500000.0),
-            },
-        ),
-    ),
-    # The class asks for as many factors as a head of hidden_size // num_attention_heads needs.
-    "phi3": (
-        "phi3",
-        common(
-            hidden_size=64,
-            sliding_window=13,
-            original_max_position_embeddings=16,
-            rope_parameters=longrope([1.0, 1.1, 1.2, 1.3, 1.4], [1.0, 2.0, 3.5, 5.0, 6.0]),
-        ),
-    ),
-    "phi4_mini": (
-        "phi3",
-        common(
-            hidden_size=52,
-            head_dim=8,
-            tie_word_embeddings=True,
-            original_max_position_embeddings=16,
-            rope_parameters=longrope([1.0, 1.1, 1.3], [1.2, 2.5, 4.0], partial_rotary_factor=0.75),
-        ),
-    ),
-    "smollm3": ("smollm3", common(num_hidden_layers=5)),
-    "granite": (
-        "granite",
-        common(
-            embedding_multiplier=5.0,
-            attention_multiplier=0.2,
-            residual_multiplier=0.6,
-            logits_scaling=3.0,
-            tie_word_embeddings=True,
-        ),
-    ),
-    "glm4": ("glm4", common(head_dim=12, rope_parameters=rope(partial_rotary_factor=0.5))),
-    "cohere2": (
-        "cohere2",
-        without(
-            common(num_hidden_layers=5, sliding_window=WINDOW, layer_norm_eps=2e-5, logit_scale=0.3), "rms_norm_eps"
-        ),
-    ),
-    "exaone4": ("exaone4", common(num_hidden_layers=5, sliding_window=WINDOW)),
-    "seed_oss": ("seed_oss", common(attention_bias=True, attention_out_bias=False)),
-    "starcoder2": ("starcoder2", without(common(sliding_window=WINDOW, norm_epsilon=2e-5), "rms_norm_eps")),
-    "arcee": ("arcee", common(rope_parameters=YARN)),
-    "nanochat": ("nanochat", common(final_logit_softcapping=4.0)),
-}
-# Embeddings are smaller where they are multiplied, and where they would make each token predict itself: most are tied.
-WEIGHTS = {
-    **{name: {"norm_center": 0.0, "embedding_std": 0.07} for name in ("gemma", "gemma2", "gemma3")},
-    **{
-        name: {"embedding_std": 0.5}
-        for name in ("gpt2", "gpt_neox", "gpt_neox_sequential", "llama3_2", "qwen3", "starcoder2")
-    },
-    "granite": {"embedding_std": 0.1},
-}
-# What published files of transformers 4 say otherwise; None: nothing.
-OLD = {
-    "cohere2": {"layer_types": None, "sliding_window_pattern": 4},
-    "exaone4": {"sliding_window_pattern": "LLLG"},
-    "gemma": {"hidden_act": "gelu"},  # which means the tanh approximation
-    "gemma2": {"layer_types": None},
-    "gemma3": {"layer_types": None, "_sliding_window_pattern": None, "sliding_window_pattern": 6},
-    "qwen2": {"layer_types": None, "sliding_window": WINDOW, "max_window_layers": 1},  # a window, which is not used
-    "qwen2_window": {"layer_types": None},
-    "qwen3": {"layer_types": None},
-    "smollm3": {"layer_types": None},
-}
-GRADIENTS = {"llama3_1", "olmo2", "gemma2", "gpt_neox", "cohere2"}  # pre, post, sandwich, two parallel, one parallel
-LENGTH_DEPENDENT = {"phi3", "phi4_mini", "llama_dynamic"}  # a short run as well
-PATH_DEPENDENT = {"llama_dynamic"}  # each length has its frequencies, so neither packing nor a cache is exact
 
 FLOAT32 = torch.float32
 
@@ -305,27 +111,6 @@ def float64_arithmetic():
         torch.float32 = torch.float = single
         torch.Tensor.float = method
         torch.set_default_dtype(single)
-
-
-def old_spelling(name: str, config: dict) -> dict:
-    """Return a config as transformers 4 spells it, with rope_theta, rope_scaling and torch_dtype."""
-    old = config | OLD.get(name, {}) | {"torch_dtype": config["dtype"], "transformers_version": "4.57.0"}
-    settings = old.pop("rope_parameters", {})
-    if "full_attention" in settings:
-        old["rope_local_base_freq"] = settings["sliding_attention"]["rope_theta"]
-        settings = settings["full_attention"]
-    theta, partial = "rope_theta", "partial_rotary_factor"
-    if config["model_type"] == "gpt_neox":
-        theta, partial = "rotary_emb_base", "rotary_pct"
-    old[theta] = settings.get("rope_theta")
-    old[partial] = settings.get("partial_rotary_factor")
-    scaling = {key: value for key, value in settings.items() if key not in ("rope_theta", "partial_rotary_factor")}
-    if config["model_type"] == "phi3":  # whose length stands outside, and the kind under its oldest name
-        scaling = {"type": scaling["rope_type"]} | without(scaling, "rope_type", "original_max_position_embeddings")
-    if scaling.get("rope_type") != "default":
-        old["rope_scaling"] = scaling
-    null = {key for key, value in old.items() if value is None and config.get(key, "") is not None}
-    return dict(sorted(without(old, "dtype", *null).items()))
 
 
 class Reference:
@@ -368,12 +153,12 @@ class Reference:
         model.load_state_dict(self.state)
         return model
 
-    def logits(self, rows: list[list[int]], exact: bool = True) -> np.ndarray:
+    def logits(self, rows: list[list[int]], exact: bool = True, **inputs) -> np.ndarray:
         """Return logits [row, position, vocabulary] of full passes without a cache."""
         with torch.no_grad(), float64_arithmetic() if exact else contextlib.nullcontext():
             # Rope that depends on the length remembers the longest row, so exact models are made anew.
             model = self.double() if exact else self.model
-            return model(torch.tensor(rows), use_cache=False).logits.numpy()
+            return model(torch.tensor(rows), use_cache=False, **inputs).logits.numpy()
 
     def gradients(self, rows: list[list[int]], exact: bool = True) -> dict[str, np.ndarray]:
         """Return the gradients of the product of the logits with the fixed cotangent, by name on disk."""
@@ -403,13 +188,13 @@ def relative(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-def greedy(reference: Reference, name: str, noise: float) -> dict:
-    """Return the most varied of the candidates whose every choice is safe from rounding.
+def greedy(reference: Reference, name: str, noise: float) -> tuple[dict, np.ndarray]:
+    """Return the most varied of the candidates whose every choice is safe from rounding, and logits of some steps.
 
     Each token comes from a full pass over all before it.
     """
     rows = [loud.tokens(f"{name} prompt {i}", PROMPT, 97) for i in range(PROMPTS)]
-    margins, largest = [], []
+    margins, largest, steps = [], [], []
     with torch.no_grad(), float64_arithmetic():
         model = reference.double()
         for _ in range(GREEDY):
@@ -417,6 +202,7 @@ def greedy(reference: Reference, name: str, noise: float) -> dict:
             first, second = torch.topk(last, 2).values.unbind(-1)
             margins.append((first - second).tolist())
             largest.append(last.abs().amax(-1).tolist())
+            steps.append(last.numpy())
             rows = [[*row, token] for row, token in zip(rows, last.argmax(-1).tolist(), strict=True)]
     smallest = np.min(margins, 0) / np.max(largest, 0)
     varied = [len(set(row[PROMPT:])) for row in rows]
@@ -425,7 +211,8 @@ def greedy(reference: Reference, name: str, noise: float) -> dict:
     if not safe[best]:
         raise ValueError(f"{name}: no prompt is safe; the largest margin is {smallest.max()}")
     row = rows[best]
-    return {"prompt": row[:PROMPT], "tokens": row[PROMPT:], "margin": float(f"{smallest[best]:.3g}")}
+    facts = {"prompt": row[:PROMPT], "tokens": row[PROMPT:], "margin": float(f"{smallest[best]:.3g}")}
+    return facts | {"steps": GREEDY_STEPS}, np.stack([steps[i][best] for i in GREEDY_STEPS])
 
 
 def fixture(name: str) -> tuple[dict, dict[str, np.ndarray]]:
@@ -465,10 +252,13 @@ def fixture(name: str) -> tuple[dict, dict[str, np.ndarray]]:
         "gradient_tensors": None,
     }
     if name not in PATH_DEPENDENT:
-        row = np.concatenate([reference.logits([document])[0] for document in documents])
-        arrays["packed"] = row[PACKED_POSITIONS]
+        apart = np.concatenate([reference.logits([document])[0] for document in documents])
+        restarting = torch.cat([torch.arange(count) for count in DOCUMENTS])[None]
+        if relative(reference.logits([sum(documents, [])], position_ids=restarting)[0], apart) > 1e-9:
+            raise ValueError(f"{name}: transformers packs otherwise")
+        arrays["packed"] = apart[PACKED_POSITIONS]
         facts["packed"] = {"documents": documents, "positions": PACKED_POSITIONS}
-        facts["greedy"] = greedy(reference, name, noise["loud"])
+        facts["greedy"], arrays["greedy"] = greedy(reference, name, noise["loud"])
     if name in LENGTH_DEPENDENT:
         facts["short"] = SHORT
         arrays["short"] = reference.logits([sequence[:SHORT] for sequence in sequences])[:, -3:]

@@ -1,0 +1,224 @@
+"""Settings of the tiny models that the family fixtures are made of.
+
+Every setting differs from its class's default where the family leaves a choice, so that a reader who overlooks the key
+is found out.
+"""
+
+WINDOW = 7
+THETA = 7000.0  # no class's default, like the other values here
+
+
+def rope(kind: str = "default", theta: float = THETA, **settings) -> dict:
+    return {"rope_type": kind, "rope_theta": theta, **settings}
+
+
+def common(**settings) -> dict:
+    """Return settings that most families share; all dimensions differ, and so do their products."""
+    return {
+        "vocab_size": 97,
+        "hidden_size": 48,
+        "intermediate_size": 76,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "max_position_embeddings": 128,
+        "pad_token_id": None,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "rms_norm_eps": 2e-5,
+        "rope_parameters": rope(),
+    } | settings
+
+
+def without(settings: dict, *keys: str) -> dict:
+    return {key: value for key, value in settings.items() if key not in keys}
+
+
+# One frequency below, one between and three above the two wavelengths.
+LLAMA3 = rope(
+    "llama3",
+    500.0,
+    factor=6.0,
+    low_freq_factor=0.6,
+    high_freq_factor=3.0,
+    original_max_position_embeddings=20,
+)
+# Some frequencies kept, one half-way, some interpolated. The two ends are rounded to whole frequencies, so the betas
+# are such that a tenth more moves the first end, and a longer original length the second.
+YARN = rope("yarn", 500.0, factor=4.0, beta_fast=0.2, beta_slow=0.0185, original_max_position_embeddings=16)
+YARN_UNROUNDED = YARN | {"truncate": False, "mscale": 1.2, "mscale_all_dim": 0.7}
+# The class's own theta: from the old spelling transformers reads no other for the layers with a window.
+YARN_GLOBAL = YARN | {"rope_theta": 500000.0, "beta_fast": 0.175, "beta_slow": 0.00105, "attention_factor": 1.3}
+NEOX = without(
+    common(
+        hidden_size=72,
+        intermediate_size=100,
+        num_attention_heads=3,
+        layer_norm_eps=2e-5,
+        rope_parameters=rope(partial_rotary_factor=0.25),
+    ),
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+)
+
+
+def longrope(short: list[float], long: list[float], **settings) -> dict:
+    return rope("longrope", short_factor=short, long_factor=long, original_max_position_embeddings=16, **settings)
+
+
+# Fixture -> (model_type, settings). One period of the layers and a remainder.
+FAMILIES = {
+    "gpt2": (
+        "gpt2",
+        {
+            "vocab_size": 97,
+            "n_embd": 48,
+            "n_layer": 3,
+            "n_head": 3,
+            "n_positions": 112,
+            "n_inner": 76,
+            "layer_norm_epsilon": 2e-5,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+    "gpt_neox": ("gpt_neox", NEOX),
+    "gpt_neox_sequential": ("gpt_neox", NEOX | {"use_parallel_residual": False}),
+    "llama2": ("llama", common()),
+    "llama3_1": ("llama", common(rope_parameters=LLAMA3)),
+    "llama3_2": ("llama", common(rope_parameters=LLAMA3, tie_word_embeddings=True)),
+    "llama_dynamic": ("llama", common(rope_parameters=rope("dynamic", factor=3.0), max_position_embeddings=16)),
+    "llama_yarn": ("llama", common(rope_parameters=YARN_UNROUNDED)),
+    "mistral": ("mistral", common(sliding_window=WINDOW)),
+    "ministral": (
+        "ministral",
+        common(
+            num_hidden_layers=5,
+            sliding_window=WINDOW,
+            layer_types=["full_attention", *["sliding_attention"] * 3, "full_attention"],
+        ),
+    ),
+    "qwen2": ("qwen2", common()),
+    "qwen2_window": ("qwen2", common(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)),
+    "qwen3": ("qwen3", common(tie_word_embeddings=True)),
+    "gemma": ("gemma", common()),
+    "gemma2": (
+        "gemma2",
+        common(
+            sliding_window=WINDOW,
+            query_pre_attn_scalar=14,
+            attn_logit_softcapping=4.0,
+            final_logit_softcapping=3.0,
+        ),
+    ),
+    "gemma3": (
+        "gemma3_text",
+        common(
+            num_hidden_layers=7,
+            sliding_window=WINDOW,
+            query_pre_attn_scalar=14,
+            rope_parameters={
+                "full_attention": rope("linear", 20000.0, factor=4.0),
+                "sliding_attention": rope(theta=3000.0),
+            },
+        ),
+    ),
+    "olmo2": ("olmo2", common()),
+    "olmo3": (
+        "olmo3",
+        common(
+            num_hidden_layers=5,
+            sliding_window=WINDOW,
+            rope_parameters={
+                "full_attention": YARN_GLOBAL,
+                "sliding_attention": rope(theta=500000.0),
+            },
+        ),
+    ),
+    # The class asks for as many factors as a head of hidden_size // num_attention_heads needs.
+    "phi3": (
+        "phi3",
+        common(
+            hidden_size=64,
+            sliding_window=13,
+            original_max_position_embeddings=16,
+            rope_parameters=longrope([1.0, 1.1, 1.2, 1.3, 1.4], [1.0, 2.0, 3.5, 5.0, 6.0]),
+        ),
+    ),
+    "phi4_mini": (
+        "phi3",
+        common(
+            hidden_size=52,
+            head_dim=8,
+            tie_word_embeddings=True,
+            original_max_position_embeddings=16,
+            rope_parameters=longrope([1.0, 1.1, 1.3], [1.2, 2.5, 4.0], partial_rotary_factor=0.75),
+        ),
+    ),
+    "smollm3": ("smollm3", common(num_hidden_layers=5)),
+    "granite": (
+        "granite",
+        common(
+            embedding_multiplier=5.0,
+            attention_multiplier=0.2,
+            residual_multiplier=0.6,
+            logits_scaling=3.0,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "glm4": ("glm4", common(head_dim=12, rope_parameters=rope(partial_rotary_factor=0.5))),
+    "cohere2": (
+        "cohere2",
+        without(
+            common(num_hidden_layers=5, sliding_window=WINDOW, layer_norm_eps=2e-5, logit_scale=0.3), "rms_norm_eps"
+        ),
+    ),
+    "exaone4": ("exaone4", common(num_hidden_layers=5, sliding_window=WINDOW)),
+    "seed_oss": ("seed_oss", common(attention_bias=True, attention_out_bias=False)),
+    "starcoder2": ("starcoder2", without(common(sliding_window=WINDOW, norm_epsilon=2e-5), "rms_norm_eps")),
+    "arcee": ("arcee", common(rope_parameters=YARN)),
+    "nanochat": ("nanochat", common(final_logit_softcapping=4.0)),
+}
+# Embeddings are smaller where the family multiplies them, and where tied ones would make each token predict itself.
+WEIGHTS = {
+    **{name: {"norm_center": 0.0, "embedding_std": 0.07} for name in ("gemma", "gemma2", "gemma3")},
+    **{name: {"embedding_std": 0.5} for name in ("gpt2", "llama3_2", "qwen3", "starcoder2")},
+    "granite": {"embedding_std": 0.1},
+}
+# What published files of transformers 4 say otherwise; None: nothing.
+OLD = {
+    "cohere2": {"layer_types": None, "sliding_window_pattern": 4},
+    "exaone4": {"sliding_window_pattern": "LLLG"},
+    "gemma": {"hidden_act": "gelu"},  # which means the tanh approximation
+    "gemma2": {"layer_types": None},
+    "gemma3": {"layer_types": None, "_sliding_window_pattern": None, "sliding_window_pattern": 6},
+    "qwen2": {"layer_types": None, "sliding_window": WINDOW, "max_window_layers": 1},  # a window, which is not used
+    "qwen2_window": {"layer_types": None},
+    "qwen3": {"layer_types": None},
+    "smollm3": {"layer_types": None},
+}
+GRADIENTS = {"llama3_1", "olmo2", "gemma2", "gpt_neox", "cohere2"}  # pre, post, sandwich, two parallel, one parallel
+LENGTH_DEPENDENT = {"phi3", "phi4_mini", "llama_dynamic"}  # a short run as well
+PATH_DEPENDENT = {"llama_dynamic"}  # each length has its frequencies, so neither packing nor a cache is exact
+
+
+def old_spelling(name: str, config: dict) -> dict:
+    """Return a config as transformers 4 spells it, with rope_theta, rope_scaling and torch_dtype."""
+    old = config | OLD.get(name, {}) | {"torch_dtype": config["dtype"], "transformers_version": "4.57.0"}
+    settings = old.pop("rope_parameters", {})
+    if "full_attention" in settings:
+        old["rope_local_base_freq"] = settings["sliding_attention"]["rope_theta"]
+        settings = settings["full_attention"]
+    theta, partial = "rope_theta", "partial_rotary_factor"
+    if config["model_type"] == "gpt_neox":
+        theta, partial = "rotary_emb_base", "rotary_pct"
+    old[theta] = settings.get("rope_theta")
+    old[partial] = settings.get("partial_rotary_factor")
+    scaling = without(settings, "rope_theta", "partial_rotary_factor")
+    if config["model_type"] == "phi3":  # whose length stands outside, and the kind under its oldest name
+        scaling = {"type": scaling["rope_type"]} | without(scaling, "rope_type", "original_max_position_embeddings")
+    old["rope_scaling"] = scaling if settings.get("rope_type", "default") != "default" else None
+    null = {key for key, value in old.items() if value is None and config.get(key, "") is not None}
+    return dict(sorted(without(old, "dtype", *null).items()))

@@ -21,7 +21,8 @@ class TorchTransformer(nn.Module):
         unsupported = {
             "patterns of layers": model.pattern,
             "positions of kind none": model.position.kind == "none",
-            "scaled rotary positions": model.position.kind == "rope" and model.position.scaling,
+            "scaled, partial or reversed rotary positions": model.position.kind == "rope"
+            and (model.position.scaling or model.position.fraction < 1 or model.position.reversed),
             "qk_norm, scale, soft_cap or window": (
                 attention.qk_norm or attention.scale or attention.soft_cap or attention.window
             ),

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from jaxlm.core.explain import explain
-from jaxlm.core.schema import Count, InWords, Kinds, Positive, Section, chosen, kind_of, merged
+from jaxlm.core.schema import Count, InWords, Kinds, Positive, Section, Share, chosen, kind_of, merged
 
 NormPlacement = Literal["before", "after", "both"]
 Residual = Literal["sequential", "parallel", "parallel_shared_norm"]
@@ -92,6 +92,11 @@ class RopeConfig(Section):
     kind: Literal["rope"] = "rope"
     theta: Positive = 10_000.0
     """The base of the frequencies."""
+    fraction: Share = 1.0
+    """Rotates the first channels of each head, this share of them rounded down, and leaves the others as they are
+    (GPT-NeoX, arXiv:2204.06745, section 2.1.1). Their number must be even."""
+    reversed: bool = False
+    """Rotate by the negative angle (nanochat)."""
     scaling: Kinds(Llama3ScalingConfig, LinearScalingConfig) | None = None  # pyright: ignore[reportInvalidTypeForm]
     """Stretching of the frequencies, for longer contexts."""
 
@@ -214,15 +219,25 @@ class BlockConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self):
-        if self.position.kind == "rope" and self.rope_dim % 2:
-            key = f"model.attention.{self.attention.rotated}"
-            raise ValueError(f"{key} = {self.rope_dim}: it must be even, RoPE rotates pairs")
+        if self.position.kind == "rope" and self.attention.rotated:
+            self._check_rope(self.position)
         if self.residual == "parallel_shared_norm" and self.norm_placement == "after":
             raise ValueError(
                 'model.residual = "parallel_shared_norm" shares the norm before attention, and model.norm_placement = '
                 '"after" has none there; set model.residual to "parallel"'
             )
         return self
+
+    def _check_rope(self, position: RopeConfig) -> None:
+        """Raise ValueError unless the channels that rotate are pairs."""
+        key, width = f"model.attention.{self.attention.rotated}", self.rope_dim
+        if position.fraction < 1 and (width == 0 or width % 2):
+            raise ValueError(
+                f"model.position.fraction = {position.fraction:g} of {key} is {width} channels: their number must be "
+                "even and more than 0, RoPE rotates pairs"
+            )
+        if width % 2:
+            raise ValueError(f"{key} = {width}: it must be even, RoPE rotates pairs")
 
     @property
     def window(self) -> int | None:
@@ -231,8 +246,10 @@ class BlockConfig(Section):
 
     @property
     def rope_dim(self) -> int:
-        """The channels of a head that rotary positions rotate."""
-        return getattr(self.attention, self.attention.rotated) if self.attention.rotated else 0
+        """The channels of a head that rotary positions rotate: its first."""
+        if self.position.kind != "rope" or self.attention.rotated is None:
+            return 0
+        return int(getattr(self.attention, self.attention.rotated) * self.position.fraction)
 
     @property
     def activations(self) -> tuple[str, ...]:

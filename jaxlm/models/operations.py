@@ -34,7 +34,7 @@ HIDDEN: Axes = ("batch", "sequence", "act_feed_forward")
 
 
 class RopeTable(NamedTuple):
-    """cos and sin of the rotary angles, float32 [B, T, H/2]."""
+    """cos and sin of the rotary angles, float32 [B, T, R/2]: the first R channels of each head rotate."""
 
     cos: jax.Array
     sin: jax.Array
@@ -194,16 +194,19 @@ def norm(
 
 
 def rope(x_BTNH: jax.Array, axes: Axes, table: RopeTable | None) -> jax.Array:
-    """Rotate the pairs (x[i], x[i + H/2]) of x, which has these logical axes, by the table's angles; float32 inside.
+    """Rotate the pairs (x[i], x[i + R/2]) of x, which has these logical axes, by the table's angles; float32 inside.
 
-    Without a table it is x.
+    Channels from R on pass. Without a table it is x.
     """
     if table is None:
         return x_BTNH
     angles = *axes[:2], None
     if is_recording():
         return mark("rope", [(x_BTNH, axes), (table.cos, angles), (table.sin, angles)], [(x_BTNH, axes)])[0]
-    return kernels.run(rotary_embedding, (x_BTNH, axes), (table.cos, angles), (table.sin, angles))
+    width = 2 * table.cos.shape[-1]
+    first = x_BTNH if width == x_BTNH.shape[-1] else x_BTNH[..., :width]
+    rotated = kernels.run(rotary_embedding, (first, axes), (table.cos, angles), (table.sin, angles))
+    return rotated if first is x_BTNH else jnp.concatenate([rotated, x_BTNH[..., width:]], axis=-1)
 
 
 def named_heads(query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array) -> tuple[jax.Array, ...]:

@@ -37,7 +37,7 @@ def program(block: config.BlockConfig) -> config.BlockConfig:
     """Return the block without what differs between layers of one program: its window and its angles are arrays."""
     same: dict[str, Any] = {}
     if block.position.kind == "rope":
-        same["position"] = config.RopeConfig()
+        same["position"] = config.RopeConfig(fraction=block.position.fraction)
     if block.window is not None:
         same["attention"] = block.attention.model_copy(update={"window": None})
     return block.model_copy(update=same)
@@ -54,7 +54,7 @@ class LayerRows:
             if block.window is not None and block.window not in self._masks:
                 self._masks[block.window] = sliding_window_mask(block.window, key_range)
             settings, width = block.position, block.rope_dim
-            if isinstance(settings, config.RopeConfig) and width > 0 and (settings, width) not in self._tables:
+            if isinstance(settings, config.RopeConfig) and width and (settings, width) not in self._tables:
                 self._tables[settings, width] = rope_table(settings, width, positions_BT)
 
     def of(self, at: Place) -> RowContext:
@@ -79,7 +79,7 @@ def rope_table(settings: config.RopeConfig, rope_dim: int, positions_BT: jax.Arr
     if settings.scaling is not None:
         frequency = _SCALED[settings.scaling.kind](frequency, settings.scaling)
     angle = positions_BT[..., None].astype(jnp.float32) * frequency[None, None]
-    return RopeTable(jnp.cos(angle), jnp.sin(angle))
+    return RopeTable(jnp.cos(angle), jnp.sin(-angle if settings.reversed else angle))
 
 
 def _llama3(frequency: jax.Array, scaling: config.Llama3ScalingConfig) -> jax.Array:

@@ -20,7 +20,8 @@ _BY_CONTENT = ("data.text", "data.sources.*.text", "data.tokenizer")
 _ARCHITECTURE = tuple(
     f"model.{name}"
     for name in (
-        *("vocab_size", "num_layers", "d_model", "norm", "attention", "feed_forward", "pattern", "position.kind"),
+        *("vocab_size", "num_layers", "d_model", "norm", "attention", "feed_forward", "pattern"),
+        *("position.kind", "position.fraction", "position.reversed"),
         *("norm_placement", "residual", "tied_embeddings", "scale_embeddings", "logit_soft_cap"),
     )
 )

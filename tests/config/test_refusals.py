@@ -97,6 +97,8 @@ def test_a_key_of_two_lines_is_refused_in_one():
         ("model.norm.kind=group", ["model.norm.kind = 'group'", "rms", "layer"]),
         ("model.position={kind='alibi'}", ["model.position.kind = 'alibi'", "learned", "rope"]),
         ("model.position.scaling={factor=2.0}", ["model.position.scaling.original_context_length is missing"]),
+        ("model.position.fraction=1.5", ["model.position.fraction = 1.5", "less than or equal to 1"]),
+        ("model.position.fraction=0.1", ["model.position.fraction = 0.1 of model.attention.head_dim", "must be even"]),
         (
             "model.position.scaling={factor=2.0, original_context_length=8, high_frequency_factor=1.0}",
             ["model.position.scaling", "high_frequency_factor must be larger than low_frequency_factor"],

@@ -54,7 +54,11 @@ def elementwise(device: DeviceStep, use: Use) -> Iterator[Elementwise]:
         case "rope":
             x, *angles = arrays()
             angles = [jax.ShapeDtypeStruct(each.shape, jnp.float32) for each in angles]
-            yield _launched(f"{use.scope}/rope", use.times, rotary_costs(x, *angles))
+            first = jax.ShapeDtypeStruct((*x.shape[:-1], 2 * angles[0].shape[-1]), x.dtype)
+            yield _launched(f"{use.scope}/rope", use.times, rotary_costs(first, *angles))
+            if first.size < x.size:  # the kernel's operand is cut out, and its result joined with the others
+                moved = KernelCost(bytes=2 * x.dtype.itemsize * (first.size + x.size))
+                yield Elementwise(f"{use.scope}/rope", use.times, moved, moved)
         case "gated_activation":
             costs = gated_costs(*arrays(), activation=use.options["name"])
             yield _launched(f"{use.scope}/activation", use.times, costs)

@@ -72,7 +72,9 @@ def _norm(draw: random.Random) -> dict[str, Any]:
 
 
 def _position(draw: random.Random) -> dict[str, Any]:
-    scaling = draw.choice([None, {"kind": "linear", "factor": 2.0}, {"factor": 8.0, "original_context_length": 16}])
+    original = {"factor": 8.0, "original_context_length": 16}
+    kinds = [{"kind": kind, **original} for kind in ("llama3", "dynamic", "yarn")]
+    scaling = draw.choice([None, {"kind": "linear", "factor": 2.0}, *kinds])
     partly = {"fraction": draw.choice([1.0, 1.0, 0.5, 0.75]), "reversed": draw.random() < 0.2}
     return draw.choice(
         [{"kind": "rope", "theta": 1e4, "scaling": scaling, **partly}, {"kind": "rope"}, {"kind": "none"}]

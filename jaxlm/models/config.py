@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from jaxlm.core.explain import explain
-from jaxlm.core.schema import Count, InWords, Kinds, Positive, Section, Share, chosen, kind_of, merged
+from jaxlm.core.schema import Count, InWords, Kinds, Positive, Section, chosen, kind_of, merged
+from jaxlm.models.position_config import LearnedPositionsConfig, LongRopeScalingConfig, NoPositionsConfig, RopeConfig
 
 NormPlacement = Literal["before", "after", "both"]
 Residual = Literal["sequential", "parallel", "parallel_shared_norm"]
@@ -50,61 +51,6 @@ class LayerNormConfig(Section):
     """Added to the variance."""
     bias: bool = True
     """Add a learned bias."""
-
-
-class LearnedPositionsConfig(Section):
-    """One learned vector per position, added to the token embedding (GPT-2)."""
-
-    kind: Literal["learned"] = "learned"
-
-
-class Llama3ScalingConfig(Section):
-    """Stretches the slow rotary frequencies, as Llama 3.1 does to reach 128k tokens (arXiv:2407.21783)."""
-
-    kind: Literal["llama3"] = "llama3"
-    factor: Positive
-    """Divides the slow frequencies."""
-    low_frequency_factor: Positive = 1.0
-    """Frequencies that rotate fewer times than this in the original context are divided whole."""
-    high_frequency_factor: Positive = 4.0
-    """Frequencies that rotate more times than this in the original context stay; those between are interpolated."""
-    original_context_length: Count
-    """The context before it was stretched."""
-
-    @model_validator(mode="after")
-    def _ordered(self):
-        if self.high_frequency_factor <= self.low_frequency_factor:
-            raise ValueError("high_frequency_factor must be larger than low_frequency_factor")
-        return self
-
-
-class LinearScalingConfig(Section):
-    """Stretches all rotary wavelengths (Chen et al. 2023, arXiv:2306.15595, section 2.3)."""
-
-    kind: Literal["linear"] = "linear"
-    factor: Positive
-    """Multiplies all wavelengths."""
-
-
-class RopeConfig(Section):
-    """Rotation of query and key pairs, half-split layout (Su et al. 2021, arXiv:2104.09864)."""
-
-    kind: Literal["rope"] = "rope"
-    theta: Positive = 10_000.0
-    """The base of the frequencies."""
-    fraction: Share = 1.0
-    """Rotates the first channels of each head, this share of them rounded down, and leaves the others as they are
-    (GPT-NeoX, arXiv:2204.06745, section 2.1.1). Their number must be even."""
-    reversed: bool = False
-    """Rotate by the negative angle (nanochat)."""
-    scaling: Kinds(Llama3ScalingConfig, LinearScalingConfig) | None = None  # pyright: ignore[reportInvalidTypeForm]
-    """Stretching of the frequencies, for longer contexts."""
-
-
-class NoPositionsConfig(Section):
-    """No positions: tokens are told apart by the mask alone (NoPE, Kazemnejad et al. 2023, arXiv:2305.19466)."""
-
-    kind: Literal["none"] = "none"
 
 
 class LayerConfig(Section):
@@ -229,7 +175,7 @@ class BlockConfig(Section):
         return self
 
     def _check_rope(self, position: RopeConfig) -> None:
-        """Raise ValueError unless the channels that rotate are pairs."""
+        """Raise ValueError unless the channels that rotate are pairs, of which each has a frequency."""
         key, width = f"model.attention.{self.attention.rotated}", self.rope_dim
         if position.fraction < 1 and (width == 0 or width % 2):
             raise ValueError(
@@ -238,6 +184,12 @@ class BlockConfig(Section):
             )
         if width % 2:
             raise ValueError(f"{key} = {width}: it must be even, RoPE rotates pairs")
+        scaling = position.scaling
+        if isinstance(scaling, LongRopeScalingConfig) and len(scaling.short_factors) != width // 2:
+            raise ValueError(
+                f"model.position.scaling.short_factors has {len(scaling.short_factors)} numbers; {width} channels of a "
+                f"head rotate, and ask for {width // 2}"
+            )
 
     @property
     def window(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Parts of a block that some families have: each is its equation, also in pieces, packed, cached, on meshes, counted."""
+"""Parts of a model that some families have: each is its equation, also packed, cached, on meshes, and is counted."""
 
 import functools
 
@@ -30,10 +30,24 @@ def of(attention=None, **changes):
     return {**model_fixtures.LLAMA, "num_layers": 2, "attention": {**heads, **(attention or {})}, **changes}
 
 
+def scaled(kind, **scaling):
+    """Return the keys of a Llama with a scaling of its angles."""
+    return of(position={"kind": "rope", "theta": 30.0, "scaling": {"kind": kind, "factor": 3.0, **scaling}})
+
+
 PARTS = {
     "partial": of(position={"kind": "rope", "fraction": 0.5}),
     "reversed": of(position={"kind": "rope", "reversed": True, "fraction": 0.34}),
+    "dynamic": scaled("dynamic", original_context_length=4),
+    "yarn": scaled("yarn", original_context_length=16, beta_fast=2.0, beta_slow=0.1),
+    "yarn, whole": scaled("yarn", original_context_length=16, truncate=False, mscale=0.7, mscale_all_dim=0.3),
+    "longrope": scaled(
+        "longrope", original_context_length=4, short_factors=[1.0, 1.1, 1.2, 1.5, 2, 3], long_factors=[1, 2, 3, 4, 5, 6]
+    ),
 }
+
+# Keys keep the angles with which they were written: dynamic ones differ from those of a full pass.
+CACHED = [name for name in PARTS if name != "dynamic"]
 
 
 def over(*kept):
@@ -60,8 +74,29 @@ def logits(graph, parameters, tokens, positions):
 
 
 def frequencies(position, width, length):
-    """Return the angle of each pair at position 1, and what multiplies cos and sin."""
-    return position.theta ** (-np.arange(0, width, 2) / width), 1.0
+    """Return the angle of each pair at position 1, and what multiplies cos and sin, by the published formulas."""
+    theta, scaling, pairs = position.theta, position.scaling, np.arange(0, width, 2)
+    if scaling is None:
+        return theta ** (-pairs / width), 1.0
+    factor, original = scaling.factor, scaling.original_context_length
+    if scaling.kind == "dynamic":
+        longer = max(length, original)
+        theta *= (factor * longer / original - (factor - 1)) ** (width / (width - 2))
+        return theta ** (-pairs / width), 1.0
+    if scaling.kind == "longrope":
+        factors = scaling.long_factors if length > original else scaling.short_factors
+        return 1 / (np.array(factors) * theta ** (pairs / width)), np.sqrt(1 + np.log(factor) / np.log(original))
+
+    def dimension(rotations):
+        return width * np.log(original / (rotations * 2 * np.pi)) / (2 * np.log(theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = np.floor(low), np.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    ramp = np.clip((np.arange(width // 2) - low) / (high - low), 0, 1)
+    factors = [0.1 * slope * np.log(factor) + 1 for slope in (scaling.mscale, scaling.mscale_all_dim)]
+    return (1 - ramp + ramp / factor) * theta ** (-pairs / width), factors[0] / factors[1]
 
 
 def rotated(x, position, length):
@@ -128,13 +163,13 @@ def test_packed_documents_are_as_if_alone(name):
         model_fixtures.assert_same_numbers(found[:, start:end], alone, 1e-5)
 
 
-@over("partial")
+@pytest.mark.parametrize("name", sampled(CACHED, ["partial", "yarn", "longrope"]))
 def test_prefill_and_decode_are_the_full_pass(name):
-    """Prompts of several lengths, and nine more tokens; no row passes an original context."""
+    """Prompts of several lengths, and nine more tokens."""
     model, graph, parameters = parts(name)
     tokens, positions = rows(3)
     expected = logits(graph, parameters, tokens, positions)
-    lengths = np.array([5, 1, 11], np.int32)
+    lengths = np.array([5, 7, 11], np.int32)  # all beyond an original context of 4
     prompts = jnp.where(jnp.arange(11)[None] < lengths[:, None], tokens[:, :11], 7)
     prefill = jax.jit(lambda p, t, n: steps.prefill(graph, p, t, n, empty_cache(model, 3, T, jnp.float32)))
     decode = jax.jit(chex.assert_max_traces(lambda p, t, c: steps.decode_step(graph, p, t, c), n=1))

@@ -30,7 +30,9 @@ class TorchTransformer(nn.Module):
             "norms after a layer, or parallel blocks": (
                 model.norm_placement != "before" or model.residual != "sequential"
             ),
-            "scale_embeddings": model.scale_embeddings,
+            "embedding_scale, residual_scale or logit_scale": (
+                (model.embedding_scale, model.residual_scale, model.logit_scale) != (1.0, 1.0, 1.0)
+            ),
             "logit_soft_cap": model.logit_soft_cap,
             f"activation but {', '.join(_ACTIVATIONS)}": model.feed_forward.activation not in _ACTIVATIONS,
         }

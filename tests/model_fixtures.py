@@ -58,7 +58,7 @@ GEMMA = {
     "feed_forward": {"d_ff": 48, "activation": "gelu_tanh", "gated": True},
     "norm_placement": "both",
     "tied_embeddings": True,
-    "scale_embeddings": True,
+    "embedding_scale": "sqrt_d_model",
     "logit_soft_cap": 4.0,
     "pattern": (
         {"name": "local", "position": {"theta": 100.0}, "attention": {"window": 5}},

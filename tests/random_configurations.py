@@ -59,7 +59,9 @@ def model(draw: random.Random, scale: Scale) -> ModelConfig:
         "feed_forward": _feed_forward(draw, scale),
         **draw.choice(model_fixtures.BLOCKS),
         "tied_embeddings": draw.random() < 0.5,
-        "scale_embeddings": draw.random() < 0.3,
+        "embedding_scale": draw.choice([1.0, 1.0, "sqrt_d_model", 12.0]),
+        "residual_scale": draw.choice([1.0, 1.0, 0.22]),
+        "logit_scale": draw.choice([1.0, 1.0, 0.0625]),
         "logit_soft_cap": draw.choice([None, None, 30.0]),
     }
     return ModelConfig(**keys, pattern=_pattern(draw, scale, keys["num_layers"], learned))

@@ -58,6 +58,7 @@ RENAMED = {
     "model.width": "d_model",
     "model.kernels": "training.kernels",
     "model.post_norms": 'model.norm_placement = "both" where it was true',
+    "model.scale_embeddings": 'model.embedding_scale = "sqrt_d_model" where it was true',
     "model.attention.heads": "num_heads",
     "model.attention.kv_heads": "num_kv_heads",
     "model.attention.head_width": "head_dim",
@@ -109,8 +110,8 @@ def _did_you_mean(key: str, whole: type[Section], values: dict[str, Any]) -> str
         return f"; it is a key of {section}.kind = {' or '.join(map(repr, kinds))}"
     known = sorted({_like(known, key) for known in _keys(whole, values)})
     siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
-    near = [f"{section}.{n}".lstrip(".") for n in difflib.get_close_matches(name, siblings, 1)]
-    near = near or [k for k in known if k.rpartition(".")[2] == name and k.startswith(f"{section}.")]
+    near = [k for k in known if k.rpartition(".")[2] == name and k.startswith(f"{section}.")]
+    near = near or [f"{section}.{n}".lstrip(".") for n in difflib.get_close_matches(name, siblings, 1)]
     near = near or [f"{section}.{n}".lstrip(".") for n in siblings if name in n.split("_")][:1]
     near = near or [k for k in known if k.rpartition(".")[2] == name]
     near = near or ([] if siblings else difflib.get_close_matches(key, known, 1))

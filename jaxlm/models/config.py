@@ -162,6 +162,8 @@ class BlockConfig(Section):
     residual: Residual = "sequential"
     """The input of the feed-forward layer: the stream with attention added to it, or in parallel the one that attention
     reads (arXiv:2204.02311, section 2), by a norm of its own (GPT-NeoX) or by attention's (GPT-J, Phi, Cohere)."""
+    residual_scale: Positive = 1.0
+    """Multiplies what attention and the feed-forward layer add to the stream (Granite)."""
 
     @model_validator(mode="after")
     def _consistent(self):
@@ -249,8 +251,10 @@ class ModelConfig(BlockConfig):
     """Entries of layers, repeated until there are `num_layers`, unless the last takes the rest."""
     tied_embeddings: bool = False
     """Use the token embedding as the unembedding too."""
-    scale_embeddings: bool = False
-    """Multiply embeddings by √d_model (Gemma)."""
+    embedding_scale: Positive | Literal["sqrt_d_model"] = 1.0
+    """Multiplies embeddings: a number (Granite), or √d_model rounded to their dtype (Gemma)."""
+    logit_scale: Positive = 1.0
+    """Multiplies logits, before their cap (Cohere, Granite)."""
     logit_soft_cap: Positive | None = None
     """Keeps logits between −cap and cap."""
     initializer_std: Positive = 0.02

@@ -267,10 +267,12 @@ def add(x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
 
 
 def scale(x_BTD: jax.Array, factor: float) -> jax.Array:
-    """Return a stream times a number, which is rounded to its dtype first."""
+    """Return a stream times a number, computed in float32; x itself for 1."""
+    if factor == 1.0:
+        return x_BTD
     if is_recording():
         return mark("scale", [(x_BTD, STREAM)], [(x_BTD, STREAM)])[0]
-    return x_BTD * jnp.asarray(factor, x_BTD.dtype)
+    return (x_BTD.astype(np.promote_types(x_BTD.dtype, jnp.float32)) * factor).astype(x_BTD.dtype)
 
 
 class Dropout(NamedTuple):

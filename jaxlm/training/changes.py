@@ -22,7 +22,8 @@ _ARCHITECTURE = tuple(
     for name in (
         *("vocab_size", "num_layers", "d_model", "norm", "attention", "feed_forward", "pattern"),
         *("position.kind", "position.fraction", "position.reversed"),
-        *("norm_placement", "residual", "tied_embeddings", "scale_embeddings", "logit_soft_cap"),
+        *("norm_placement", "residual", "residual_scale", "tied_embeddings", "embedding_scale"),
+        *("logit_scale", "logit_soft_cap"),
     )
 )
 

@@ -17,9 +17,12 @@ from jaxlm.costs.counted import operations
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.inference import steps
 from jaxlm.inference.cache import empty_cache
+from jaxlm.inference.scoring import token_logprobs
 from jaxlm.models import tree
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.training.step import make_steps
+from kernels_pallas.core import interpreted
+from kernels_pallas.linear_cross_entropy import chunks
 
 T = 20  # tokens of a row
 
@@ -43,6 +46,10 @@ PARTS = {
     "yarn, whole": scaled("yarn", original_context_length=16, truncate=False, mscale=0.7, mscale_all_dim=0.3),
     "longrope": scaled(
         "longrope", original_context_length=4, short_factors=[1.0, 1.1, 1.2, 1.5, 2, 3], long_factors=[1, 2, 3, 4, 5, 6]
+    ),
+    "scaled": of(embedding_scale=3.0, residual_scale=0.22, logit_scale=0.3, logit_soft_cap=2.0),
+    "scaled, parallel": of(
+        embedding_scale="sqrt_d_model", residual_scale=1.5, norm_placement="both", residual="parallel"
     ),
 }
 
@@ -111,7 +118,8 @@ def rotated(x, position, length):
 
 
 def norm(x, p):
-    return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * p["scale"]
+    """Return the norm of x with these parameters; x itself where there are none."""
+    return x if p is None else x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * p["scale"]
 
 
 def attention(x, p, block):
@@ -127,14 +135,31 @@ def feed_forward(x, p):
     return (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
 
 
+def layer(x, p, block):
+    def attended(x):
+        return norm(attention(norm(x, p.get("attention_norm")), p["attention"], block), p.get("attention_post_norm"))
+
+    def fed(x):
+        return norm(
+            feed_forward(norm(x, p.get("feed_forward_norm")), p["feed_forward"]), p.get("feed_forward_post_norm")
+        )
+
+    m = block.residual_scale
+    if block.residual == "parallel":
+        return x + m * attended(x) + m * fed(x)
+    x = x + m * attended(x)
+    return x + m * fed(x)
+
+
 def written_out(model, parameters, tokens):
     """Return the logits of rows that are a document each, from the equations."""
-    x = parameters["embedding"][tokens]
+    factor = model.embedding_scale
+    x = parameters["embedding"][tokens] * (np.sqrt(model.d_model) if factor == "sqrt_d_model" else factor)
     for i, block in enumerate(model.layers):
         p = jax.tree.map(lambda leaf, i=i: leaf[i], parameters["layers"])
-        x = x + attention(norm(x, p["attention_norm"]), p["attention"], block)
-        x = x + feed_forward(norm(x, p["feed_forward_norm"]), p["feed_forward"])
-    return norm(x, parameters["final_norm"]) @ parameters["unembedding"]
+        x = layer(x, p, block)
+    scores = model.logit_scale * (norm(x, parameters["final_norm"]) @ parameters["unembedding"])
+    return scores if model.logit_soft_cap is None else model.logit_soft_cap * jnp.tanh(scores / model.logit_soft_cap)
 
 
 def rows(count=2, length=T):
@@ -163,7 +188,7 @@ def test_packed_documents_are_as_if_alone(name):
         model_fixtures.assert_same_numbers(found[:, start:end], alone, 1e-5)
 
 
-@pytest.mark.parametrize("name", sampled(CACHED, ["partial", "yarn", "longrope"]))
+@pytest.mark.parametrize("name", sampled(CACHED, ["partial", "yarn", "longrope", "scaled"]))
 def test_prefill_and_decode_are_the_full_pass(name):
     """Prompts of several lengths, and nine more tokens."""
     model, graph, parameters = parts(name)
@@ -179,7 +204,7 @@ def test_prefill_and_decode_are_the_full_pass(name):
         found, cache = decode(parameters, tokens[np.arange(3), lengths + at], cache)
 
 
-@over("partial")
+@over("scaled")
 def test_losses_and_gradients_do_not_depend_on_the_mesh(name):
     model = model_fixtures.model(PARTS[name])
     expected_loss, expected = model_fixtures.first_gradients(model, meshes.make())
@@ -198,3 +223,35 @@ def test_a_part_is_counted_to_the_last_flop(name):
     read = count(made.train, jax.eval_shape(made.init), batch)
     ops = operations.step(workload("train", model, 8, model_fixtures.CONTEXT, remat="full", kernels="xla"))
     assert sum(op.times * op.flops for op in ops) == read.matmul_flops
+
+
+def test_scaled_logits_have_the_same_loss_where_they_are_not_held(monkeypatch):
+    """In chunks, as kernels compute it."""
+    model, graph, parameters = parts("scaled")
+    tokens, _ = rows()
+    hidden = jax.random.normal(jax.random.key(0), (*tokens.shape, model.d_model))
+
+    def loss(hidden, parameters):
+        return nnx.merge(graph, parameters).cross_entropy(hidden, tokens, tokens > 0)["loss"]
+
+    def by_logits(hidden, parameters):
+        logprobs = jax.nn.log_softmax(nnx.merge(graph, parameters).logits(hidden))
+        at_target = jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
+        return -jnp.sum(jnp.where(tokens > 0, at_target, 0.0))
+
+    def both(loss):
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(hidden, parameters)
+
+    expected = both(by_logits)
+    monkeypatch.setattr(chunks, "LOGITS", 16 * model.vocab_size)
+    with interpreted("chunked"):
+        model_fixtures.assert_same_numbers(both(loss), expected, 1e-5)
+
+
+def test_scores_of_continuations_are_of_scaled_logits():
+    _, graph, parameters = parts("scaled")
+    tokens, positions = rows()
+    found, _ = token_logprobs(graph, parameters, tokens[:, :-1], tokens[:, 1:])
+    expected = jax.nn.log_softmax(logits(graph, parameters, tokens, positions))[:, :-1]
+    expected = jnp.take_along_axis(expected, tokens[:, 1:, None], axis=-1)[..., 0]
+    model_fixtures.assert_same_numbers(found, expected, 1e-5)

@@ -24,7 +24,7 @@ class TorchTransformer(nn.Module):
             "scaled, partial or reversed rotary positions": model.position.kind == "rope"
             and (model.position.scaling or model.position.fraction < 1 or model.position.reversed),
             "qk_norm, scale, soft_cap or window": (
-                attention.qk_norm or attention.scale or attention.soft_cap or attention.window
+                attention.qk_norm != "none" or attention.scale or attention.soft_cap or attention.window
             ),
             "plus_one": getattr(model.norm, "plus_one", False),
             "norms after a layer, or parallel blocks": (

@@ -2,17 +2,18 @@
 
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import model_fixtures
 from workload_fixtures import workload
 
 from jaxlm.costs.workload import Workload
-from jaxlm.models.config import ModelConfig
+from jaxlm.models.config import ModelConfig, QKNorm
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import Kind
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu_squared")
+QK_NORMS = ("none", "none", "none", *get_args(QKNorm))
 PATTERNS = ("layers/*", "*feed_forward/*", "*attention/*", "*down", "embedding", "*norm*", "*embedding", "*query*")
 
 
@@ -90,7 +91,7 @@ def _attention(draw: random.Random, scale: Scale) -> dict[str, Any]:
         "num_heads": heads,
         "num_kv_heads": draw.choice([n for n in (1, 2, 4, 8, 16) if heads % n == 0]),
         "head_dim": draw.choice(scale.head_dims),
-        "qk_norm": draw.random() < 0.4,
+        "qk_norm": draw.choice(QK_NORMS),
         "qkv_bias": draw.random() < 0.4,
         "output_bias": draw.random() < 0.3,
         "scale": draw.choice([None, 0.1]),
@@ -119,7 +120,7 @@ def _pattern(draw: random.Random, scale: Scale, layers: int, learned: bool) -> l
         if draw.random() < 0.6:
             patch["attention"] = {"window": draw.choice(scale.windows)}
         if draw.random() < 0.3:
-            patch.setdefault("attention", {})["qk_norm"] = draw.random() < 0.5
+            patch.setdefault("attention", {})["qk_norm"] = draw.choice(QK_NORMS)
         if draw.random() < 0.3:
             patch["feed_forward"] = {"d_ff": draw.choice(scale.hidden), "gated": draw.random() < 0.5}
         if draw.random() < 0.3 and not learned:

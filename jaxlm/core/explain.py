@@ -62,6 +62,8 @@ RENAMED = {
     "model.attention.heads": "num_heads",
     "model.attention.kv_heads": "num_kv_heads",
     "model.attention.head_width": "head_dim",
+    "model.attention.qk_norm = true": "'head'",
+    "model.attention.qk_norm = false": "'none'",
     "model.attention.window.size": "model.attention.window",
     "model.attention.window.global_every": "a [[model.pattern]] of layers with and without model.attention.window",
     "model.attention.window.rope_theta": "position.theta of the entry of [[model.pattern]] that has the window",
@@ -82,7 +84,7 @@ def _renamed(errors: list[Any], values: dict[str, Any]) -> str | None:
         if error["type"] == "union_tag_invalid":
             keys = [f"{keys[0]}.kind = {error['ctx']['tag']!r}"]
         elif error["type"] == "literal_error":
-            keys = [f"{keys[0]} = {given!r}"]
+            keys = [f"{keys[0]} = {str(given).lower() if isinstance(given, bool) else repr(given)}"]
         elif isinstance(given, dict):  # a section that is a value now
             keys += [f"{keys[0]}.{name}" for name in given]
         found += [f"{key} is now {RENAMED[key]}" for key in keys if key in RENAMED]

@@ -13,6 +13,7 @@ from jaxlm.core.schema import Count, InWords, Kinds, Positive, Section, chosen, 
 from jaxlm.models.position_config import LearnedPositionsConfig, LongRopeScalingConfig, NoPositionsConfig, RopeConfig
 
 NormPlacement = Literal["before", "after", "both"]
+QKNorm = Literal["none", "head", "head_after_rope", "projection"]
 Residual = Literal["sequential", "parallel", "parallel_shared_norm"]
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]
 
@@ -93,8 +94,9 @@ class GroupedQueryAttentionConfig(AttentionConfig):
     """Key/value heads; a divisor of `num_heads`."""
     head_dim: Annotated[Count, InWords(default="model.d_model / num_heads")]
     """Channels of a head."""
-    qk_norm: bool = False
-    """Normalise queries and keys per head."""
+    qk_norm: QKNorm = "none"
+    """Norms of queries and keys: of each head before its rotation (Qwen3, Gemma 3), of each head after it (HunYuan,
+    nanochat), or of all heads together before it (OLMo 2, arXiv:2501.00656, section 2.1)."""
     qkv_bias: bool = False
     """Add a bias to queries, keys and values."""
     output_bias: bool = False

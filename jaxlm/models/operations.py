@@ -169,28 +169,43 @@ def norm(
     operation: Callable[..., Any],
     x: jax.Array,
     axes: Axes,
-    vectors: Sequence[jax.Array | None],
+    vectors: Sequence[nnx.Param | None],
     residual: jax.Array | None = None,
+    dimensions: int = 1,
     **options: Any,
 ) -> Any:
-    """Return a norm of x, an operation of `kernels_pallas`, over its last dimension, which no device shares.
+    """Return a norm of x, an operation of `kernels_pallas`, over its last `dimensions`.
+
+    Where devices share one of these, XLA computes the norm, with a sum over the devices.
 
     Args:
       operation: `rms_norm` or `layer_norm`, with its `options`.
       axes: the logical axes of x.
-      vectors: the gain, and the bias where the operation has one, as wide as x.
+      vectors: the gain, and the bias where the operation has one, of the shape of these dimensions. Those of key/value
+        heads are copied as the heads are.
       residual: where it is given the result is (x + residual, its norm), by one kernel.
     """
-
+    normalised = axes[-dimensions:]
     if is_recording():
-        operands = (x, axes), *((v, axes[-1:]) for v in vectors), (residual, axes)
-        results = mark(operation.__name__, operands, [(x, axes)] * (1 if residual is None else 2), **options)
-        return results[0] if residual is None else tuple(results)
+        given = [(v[...], normalised) for v in vectors if v is not None]
+        results = [(x, axes)] * (1 if residual is None else 2)
+        made = mark(
+            operation.__name__, [(x, axes), *given, (residual, axes)], results, dimensions=dimensions, **options
+        )
+        return made[0] if residual is None else tuple(made)
 
     def normalise(x: jax.Array, residual: jax.Array | None, *vectors: jax.Array | None, **options: Any) -> Any:
-        return operation(x, *vectors, residual=residual, **options)
+        rows = x.shape[:-dimensions]
+        flat = [v if v is None else v.reshape(-1) for v in vectors]
+        x, residual = (y if y is None else y.reshape(*rows, -1) for y in (x, residual))
+        made = operation(x, *flat, residual=residual, **options)
+        return jax.tree.map(lambda y: y.reshape(*rows, *shape), made)
 
-    return kernels.run(normalise, (x, axes), (residual, axes), *((v, axes[-1:]) for v in vectors), **options)
+    shape = x.shape[-dimensions:]
+    of_heads = [v if v is None else _copied(v, 0, shape[0] // v[...].shape[0]) for v in vectors]
+    if any(shards_of(axis, size) > 1 for axis, size in zip(normalised, shape, strict=True)):
+        return normalise(x, residual, *of_heads, implementation="xla", **options)
+    return kernels.run(normalise, (x, axes), (residual, axes), *((v, normalised) for v in of_heads), **options)
 
 
 def rope(x_BTNH: jax.Array, axes: Axes, table: RopeTable | None) -> jax.Array:

@@ -13,7 +13,7 @@ from jaxlm.models.attention import attention
 from jaxlm.models.cache import Cache, CacheEntry, LayerCache, NoCache, Slot
 from jaxlm.models.feed_forward import feed_forward
 from jaxlm.models.layers import Execution, Groups, Place, grouped
-from jaxlm.models.norms import LayerNorm, NoNorm, RMSNorm, norm
+from jaxlm.models.norms import NoNorm, Norm, norm
 from jaxlm.models.operations import Dropout, add, look_up, scale
 from jaxlm.models.parameters import Module, normal, param
 from jaxlm.models.positions import LayerRows
@@ -25,8 +25,8 @@ class Block(Module):
     """One layer: attention and feed-forward, each with norms before it, after it, or both, added to the residual."""
 
     def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
-        def norm_where(there: bool) -> RMSNorm | LayerNorm | NoNorm:
-            return norm(model, model.d_model, rngs) if there else NoNorm()
+        def norm_where(there: bool) -> Norm:
+            return norm(model, rngs) if there else NoNorm()
 
         before, after = model.norm_placement != "after", model.norm_placement != "before"
         self.residual, self.residual_scale = model.residual, model.residual_scale
@@ -88,7 +88,7 @@ class Transformer(Module):
         self.positions = param(rngs, (model.context_length, D), "positions -> embed", normal(std)) if learned else None
         self.groups = Groups.of(model, Block)
         self.layers = self.groups.stacked(model, Block, rngs)
-        self.final_norm = norm(model, D, rngs)
+        self.final_norm = norm(model, rngs)
         tied = model.tied_embeddings
         self.unembedding = None if tied else param(rngs, (D, V), "embed -> vocab", normal(std))
 

@@ -48,6 +48,9 @@ PARTS = {
         "longrope", original_context_length=4, short_factors=[1.0, 1.1, 1.2, 1.5, 2, 3], long_factors=[1, 2, 3, 4, 5, 6]
     ),
     "scaled": of(embedding_scale=3.0, residual_scale=0.22, logit_scale=0.3, logit_soft_cap=2.0),
+    "norm of heads after rotation": of({"qk_norm": "head_after_rope", "num_kv_heads": 1}),
+    "norm of projections": of({"qk_norm": "projection", "qkv_bias": True}, norm_placement="after"),
+    "layer norm of projections": of({"qk_norm": "projection", "num_kv_heads": 1}, norm={"kind": "layer"}),
     "scaled, parallel": of(
         embedding_scale="sqrt_d_model", residual_scale=1.5, norm_placement="both", residual="parallel"
     ),
@@ -68,7 +71,8 @@ def parts(name):
     draw = np.random.default_rng(1)
 
     def loud(path, leaf):
-        return leaf + draw.uniform(-0.4, 0.6, leaf.shape).astype(np.float32) if path[-1].key == "scale" else leaf
+        is_vector = path[-1].key.endswith(("scale", "bias"))
+        return leaf + draw.uniform(-0.4, 0.6, leaf.shape).astype(np.float32) if is_vector else leaf
 
     parameters = jax.tree_util.tree_map_with_path(loud, tree.init(model, 0, meshes.make()))
     return model, tree.abstract(model)[0], parameters
@@ -118,13 +122,27 @@ def rotated(x, position, length):
 
 
 def norm(x, p):
-    """Return the norm of x with these parameters; x itself where there are none."""
-    return x if p is None else x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * p["scale"]
+    """Return the norm of x over the dimensions of these parameters; x itself where there are none."""
+    if p is None:
+        return x
+    over = tuple(range(-p["scale"].ndim, 0))
+    if "bias" in p:
+        x = x - jnp.mean(x, over, keepdims=True)
+    y = x / jnp.sqrt(jnp.mean(x**2, over, keepdims=True) + 1e-5) * p["scale"]
+    return y + p["bias"] if "bias" in p else y
+
+
+def q_or_k_rotated(x, p, block):
+    if block.attention.qk_norm == "head_after_rope":
+        return norm(rotated(x, block.position, x.shape[1]), p)
+    return rotated(norm(x, p), block.position, x.shape[1])
 
 
 def attention(x, p, block):
     query, key, value = (jnp.einsum("btd,dnh->btnh", x, p[name]) for name in ("query", "key", "value"))
-    query, key = (rotated(y, block.position, x.shape[1]) for y in (query, key))
+    if "query_bias" in p:
+        query, key, value = query + p["query_bias"], key + p["key_bias"], value + p["value_bias"]
+    query, key = (q_or_k_rotated(y, p.get(f"{name}_norm"), block) for y, name in ((query, "query"), (key, "key")))
     key, value = (jnp.repeat(y, query.shape[2] // y.shape[2], axis=2) for y in (key, value))
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) / jnp.sqrt(query.shape[-1])
     scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), scores, -jnp.inf)
@@ -188,7 +206,7 @@ def test_packed_documents_are_as_if_alone(name):
         model_fixtures.assert_same_numbers(found[:, start:end], alone, 1e-5)
 
 
-@pytest.mark.parametrize("name", sampled(CACHED, ["partial", "yarn", "longrope", "scaled"]))
+@pytest.mark.parametrize("name", sampled(CACHED, ["partial", "yarn", "longrope", "scaled", "norm of projections"]))
 def test_prefill_and_decode_are_the_full_pass(name):
     """Prompts of several lengths, and nine more tokens."""
     model, graph, parameters = parts(name)
@@ -204,7 +222,7 @@ def test_prefill_and_decode_are_the_full_pass(name):
         found, cache = decode(parameters, tokens[np.arange(3), lengths + at], cache)
 
 
-@over("scaled")
+@over("scaled", "norm of projections", "layer norm of projections")
 def test_losses_and_gradients_do_not_depend_on_the_mesh(name):
     model = model_fixtures.model(PARTS[name])
     expected_loss, expected = model_fixtures.first_gradients(model, meshes.make())

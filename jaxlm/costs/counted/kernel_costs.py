@@ -1,5 +1,6 @@
 """Costs of the kernels of a step on one device, as each kernel declares them (`costs` in kernels_pallas)."""
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -47,8 +48,11 @@ def elementwise(device: DeviceStep, use: Use) -> Iterator[Elementwise]:
         return [jax.ShapeDtypeStruct(device.operand(use, i), work.dtype) for i in range(len(use.operands))]
 
     match use.name:
-        case "rms_norm" | "layer_norm":
-            x, *vectors = arrays()
+        case "rms_norm" | "layer_norm" if not device.shares_norm(use):
+            over = use.options["dimensions"]
+            x, *vectors = (
+                jax.ShapeDtypeStruct((*a.shape[:-over], math.prod(a.shape[-over:])), a.dtype) for a in arrays()
+            )
             residual = vectors.pop() if len(use.results) == 2 else None
             yield _launched(use.scope, use.times, _NORMS[use.name](x, *vectors, residual=residual))
         case "rope":

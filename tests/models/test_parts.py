@@ -269,7 +269,17 @@ def test_scaled_logits_have_the_same_loss_where_they_are_not_held(monkeypatch):
 def test_scores_of_continuations_are_of_scaled_logits():
     _, graph, parameters = parts("scaled")
     tokens, positions = rows()
-    found, _ = token_logprobs(graph, parameters, tokens[:, :-1], tokens[:, 1:])
+    found, _ = token_logprobs(graph, parameters, tokens[:, :-1], tokens[:, 1:], jnp.full(len(tokens), T - 1))
     expected = jax.nn.log_softmax(logits(graph, parameters, tokens, positions))[:, :-1]
     expected = jnp.take_along_axis(expected, tokens[:, 1:, None], axis=-1)[..., 0]
     model_fixtures.assert_same_numbers(found, expected, 1e-5)
+
+
+def test_padding_does_not_lengthen_a_document_that_is_scored():
+    """Three tokens are within the original context, twenty are not."""
+    _, graph, parameters = parts("longrope")
+    tokens, _ = rows()
+    scored = jax.jit(functools.partial(token_logprobs, graph))
+    alone, _ = scored(parameters, tokens[:, :3], tokens[:, 1:4], jnp.full(2, 3))
+    padded, _ = scored(parameters, tokens.at[:, 3:].set(0), jnp.roll(tokens, -1, 1), jnp.full(2, 3))
+    model_fixtures.assert_same_numbers(padded[:, :3], alone, 1e-5)

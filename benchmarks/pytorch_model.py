@@ -27,6 +27,7 @@ class TorchTransformer(nn.Module):
                 attention.qk_norm != "none" or attention.scale or attention.soft_cap or attention.window
             ),
             "plus_one": getattr(model.norm, "plus_one", False),
+            "norms without a scale, or of embeddings": not model.norm.scale or model.embedding_norm,
             "norms after a layer, or parallel blocks": (
                 model.norm_placement != "before" or model.residual != "sequential"
             ),

@@ -61,6 +61,7 @@ def model(draw: random.Random, scale: Scale) -> ModelConfig:
         **draw.choice(model_fixtures.BLOCKS),
         "tied_embeddings": draw.random() < 0.5,
         "embedding_scale": draw.choice([1.0, 1.0, "sqrt_d_model", 12.0]),
+        "embedding_norm": draw.random() < 0.2,
         "residual_scale": draw.choice([1.0, 1.0, 0.22]),
         "logit_scale": draw.choice([1.0, 1.0, 0.0625]),
         "logit_soft_cap": draw.choice([None, None, 30.0]),
@@ -69,9 +70,9 @@ def model(draw: random.Random, scale: Scale) -> ModelConfig:
 
 
 def _norm(draw: random.Random) -> dict[str, Any]:
-    return draw.choice(
-        [{"kind": "rms"}, {"kind": "rms", "plus_one": True}, {"kind": "layer"}, {"kind": "layer", "bias": False}]
-    )
+    rms = [{}, {"plus_one": True}, {"scale": False}]
+    layer = [{}, {"bias": False}, {"scale": False}, {"scale": False, "bias": False}]
+    return draw.choice([{"kind": "rms", **draw.choice(rms)}, {"kind": "layer", **draw.choice(layer)}])
 
 
 def _position(draw: random.Random) -> dict[str, Any]:
@@ -137,13 +138,15 @@ def step(draw: random.Random, scale: Scale = SMALL, kind: Kind | None = None, la
     """Return a random step of a random model."""
     drawn = model(draw, scale)
     names = [name for name in drawn.activations if draw.random() < 0.5]
+    has_norms = drawn.norm.scale or getattr(drawn.norm, "bias", False)
+    patterns = [pattern for pattern in PATTERNS if has_norms or pattern != "*norm*"]
     changes = {
         "remat": draw.choice(["none", "full", tuple(names) or "full"]),
         "microbatches": draw.choice([1, 1, 2]),
         "kernels": draw.choice(["auto", "xla"]),
         "dropout": draw.choice([0.0, 0.0, 0.1]),
         "optimizer": draw.choice(model_fixtures.OPTIMIZERS),
-        "frozen": draw.choice([[], [], [draw.choice(PATTERNS)]]),
+        "frozen": draw.choice([[], [], [draw.choice(patterns)]]),
         "ema_decay": draw.choice([None, 0.99]),
         "platform": draw.choice(["gpu", "tpu"]),
         "layout": layout,

@@ -40,8 +40,16 @@ class RMSNormConfig(Section):
     kind: Literal["rms"] = "rms"
     epsilon: Positive = 1e-5
     """Added to the mean square."""
+    scale: bool = True
+    """Multiply by a learned parameter (without one in nanochat)."""
     plus_one: bool = False
     """Multiply by 1 + the parameter, which starts at 0 (Gemma)."""
+
+    @model_validator(mode="after")
+    def _scaled(self):
+        if self.plus_one and not self.scale:
+            raise ValueError("plus_one = true adds 1 to a parameter that scale = false leaves out; change either")
+        return self
 
 
 class LayerNormConfig(Section):
@@ -50,6 +58,8 @@ class LayerNormConfig(Section):
     kind: Literal["layer"] = "layer"
     epsilon: Positive = 1e-5
     """Added to the variance."""
+    scale: bool = True
+    """Multiply by a learned parameter."""
     bias: bool = True
     """Add a learned bias."""
 
@@ -255,6 +265,8 @@ class ModelConfig(BlockConfig):
     """Use the token embedding as the unembedding too."""
     embedding_scale: Positive | Literal["sqrt_d_model"] = 1.0
     """Multiplies embeddings: a number (Granite), or √d_model rounded to their dtype (Gemma)."""
+    embedding_norm: bool = False
+    """Normalise embeddings, learned positions among them (nanochat)."""
     logit_scale: Positive = 1.0
     """Multiplies logits, before their cap (Cohere, Granite)."""
     logit_soft_cap: Positive | None = None

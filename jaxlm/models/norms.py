@@ -1,4 +1,4 @@
-"""Norm layers, over the last dimensions of an array: those of their vectors."""
+"""Norm layers, over one or more of the last dimensions of an array."""
 
 from typing import Any
 
@@ -18,7 +18,8 @@ class RMSNorm(Module):
     def __init__(self, model: config.ModelConfig, shape: tuple[int, ...], axes: str, rngs: nnx.Rngs):
         assert isinstance(model.norm, config.RMSNormConfig)
         self.settings, self.dimensions = model.norm, len(shape)
-        self.scale = param(rngs, shape, axes, zeros if model.norm.plus_one else ones)
+        initial = zeros if model.norm.plus_one else ones
+        self.scale = param(rngs, shape, axes, initial) if model.norm.scale else None
 
     def __call__(self, x: jax.Array, axes: Axes = STREAM, residual: jax.Array | None = None) -> Any:
         """Return the norm of x, which has these logical axes; with a residual (x + residual, its norm)."""
@@ -32,7 +33,7 @@ class LayerNorm(Module):
     def __init__(self, model: config.ModelConfig, shape: tuple[int, ...], axes: str, rngs: nnx.Rngs):
         assert isinstance(model.norm, config.LayerNormConfig)
         self.settings, self.dimensions = model.norm, len(shape)
-        self.scale = param(rngs, shape, axes, ones)
+        self.scale = param(rngs, shape, axes, ones) if model.norm.scale else None
         self.bias = param(rngs, shape, axes, zeros) if model.norm.bias else None
 
     def __call__(self, x: jax.Array, axes: Axes = STREAM, residual: jax.Array | None = None) -> Any:

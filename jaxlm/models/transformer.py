@@ -86,6 +86,7 @@ class Transformer(Module):
         self.embedding = param(rngs, (V, D), "vocab -> embed", normal(std))
         learned = model.position.kind == "learned"
         self.positions = param(rngs, (model.context_length, D), "positions -> embed", normal(std)) if learned else None
+        self.embedding_norm = norm(model, rngs) if model.embedding_norm else NoNorm()
         self.groups = Groups.of(model, Block)
         self.layers = self.groups.stacked(model, Block, rngs)
         self.final_norm = norm(model, rngs)
@@ -154,7 +155,7 @@ class Transformer(Module):
         x_BTD = scale(x_BTD, self._embedding_scale(x_BTD.dtype))
         if self.positions is not None:
             x_BTD = add(x_BTD, look_up(self.positions, positions_BT))
-        x_BTD = dropout.at(0)(x_BTD, 0)
+        x_BTD = dropout.at(0)(self.embedding_norm(x_BTD), 0)
 
         rows = LayerRows(self.model, positions_BT, key_range, dropout)
 

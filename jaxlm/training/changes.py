@@ -23,7 +23,7 @@ _ARCHITECTURE = tuple(
         *("vocab_size", "num_layers", "d_model", "norm", "attention", "feed_forward", "pattern"),
         *("position.kind", "position.fraction", "position.reversed"),
         *("norm_placement", "residual", "residual_scale", "tied_embeddings", "embedding_scale"),
-        *("logit_scale", "logit_soft_cap"),
+        *("embedding_norm", "logit_scale", "logit_soft_cap"),
     )
 )
 

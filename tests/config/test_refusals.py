@@ -126,6 +126,10 @@ def test_a_key_of_two_lines_is_refused_in_one():
         ("model.attention.window=0", ["model.attention.window = 0", "greater than 0"]),
         ("model.scale=2.0", ["unknown key model.scale; did you mean model.attention.scale?"]),
         ("model.logit_soft_cap=0", ["model.logit_soft_cap = 0", "greater than 0"]),
+        (
+            "model.norm={kind='rms', plus_one=true, scale=false}",
+            ["model.norm", "plus_one = true adds 1 to a parameter that scale = false leaves out"],
+        ),
         ("model.norm={kind='layer', plus_one=true}", ["unknown key model.norm.plus_one", "model.norm.kind = 'rms'"]),
         ("model.feed_forward.activation=swiglu", ["model.feed_forward.activation = 'swiglu'", "silu"]),
         ("model.attention={}", ["model.attention.num_heads is missing"]),

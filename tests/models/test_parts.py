@@ -51,6 +51,14 @@ PARTS = {
     "norm of heads after rotation": of({"qk_norm": "head_after_rope", "num_kv_heads": 1}),
     "norm of projections": of({"qk_norm": "projection", "qkv_bias": True}, norm_placement="after"),
     "layer norm of projections": of({"qk_norm": "projection", "num_kv_heads": 1}, norm={"kind": "layer"}),
+    "norm without a scale": of(
+        {"qk_norm": "head_after_rope"},
+        norm={"kind": "rms", "scale": False},
+        embedding_norm=True,
+        position={"kind": "rope", "reversed": True},
+    ),
+    "layer norm without parameters": of({"qk_norm": "head"}, norm={"kind": "layer", "scale": False, "bias": False}),
+    "norm of embeddings": of(embedding_norm=True, norm={"kind": "layer", "scale": False}),
     "scaled, parallel": of(
         embedding_scale="sqrt_d_model", residual_scale=1.5, norm_placement="both", residual="parallel"
     ),
@@ -121,21 +129,22 @@ def rotated(x, position, length):
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
-def norm(x, p):
-    """Return the norm of x over the dimensions of these parameters; x itself where there are none."""
-    if p is None:
+def norm(settings, x, p, there=True, dimensions=1):
+    """Return the norm of x over its last dimensions, if it is there, with the parameters that there are."""
+    if not there:
         return x
-    over = tuple(range(-p["scale"].ndim, 0))
-    if "bias" in p:
+    over, p = tuple(range(-dimensions, 0)), p or {}
+    if settings.kind == "layer":
         x = x - jnp.mean(x, over, keepdims=True)
-    y = x / jnp.sqrt(jnp.mean(x**2, over, keepdims=True) + 1e-5) * p["scale"]
-    return y + p["bias"] if "bias" in p else y
+    y = x / jnp.sqrt(jnp.mean(x**2, over, keepdims=True) + 1e-5) * p.get("scale", 1.0)
+    return y + p.get("bias", 0.0)
 
 
 def q_or_k_rotated(x, p, block):
-    if block.attention.qk_norm == "head_after_rope":
-        return norm(rotated(x, block.position, x.shape[1]), p)
-    return rotated(norm(x, p), block.position, x.shape[1])
+    kind, length = block.attention.qk_norm, x.shape[1]
+    if kind == "head_after_rope":
+        return norm(block.norm, rotated(x, block.position, length), p)
+    return rotated(norm(block.norm, x, p, kind != "none", 2 if kind == "projection" else 1), block.position, length)
 
 
 def attention(x, p, block):
@@ -154,13 +163,15 @@ def feed_forward(x, p):
 
 
 def layer(x, p, block):
+    before, after = block.norm_placement != "after", block.norm_placement != "before"
+
     def attended(x):
-        return norm(attention(norm(x, p.get("attention_norm")), p["attention"], block), p.get("attention_post_norm"))
+        made = attention(norm(block.norm, x, p.get("attention_norm"), before), p["attention"], block)
+        return norm(block.norm, made, p.get("attention_post_norm"), after)
 
     def fed(x):
-        return norm(
-            feed_forward(norm(x, p.get("feed_forward_norm")), p["feed_forward"]), p.get("feed_forward_post_norm")
-        )
+        made = feed_forward(norm(block.norm, x, p.get("feed_forward_norm"), before), p["feed_forward"])
+        return norm(block.norm, made, p.get("feed_forward_post_norm"), after)
 
     m = block.residual_scale
     if block.residual == "parallel":
@@ -173,10 +184,11 @@ def written_out(model, parameters, tokens):
     """Return the logits of rows that are a document each, from the equations."""
     factor = model.embedding_scale
     x = parameters["embedding"][tokens] * (np.sqrt(model.d_model) if factor == "sqrt_d_model" else factor)
+    x = norm(model.norm, x, parameters.get("embedding_norm"), model.embedding_norm)
     for i, block in enumerate(model.layers):
         p = jax.tree.map(lambda leaf, i=i: leaf[i], parameters["layers"])
         x = layer(x, p, block)
-    scores = model.logit_scale * (norm(x, parameters["final_norm"]) @ parameters["unembedding"])
+    scores = model.logit_scale * (norm(model.norm, x, parameters.get("final_norm")) @ parameters["unembedding"])
     return scores if model.logit_soft_cap is None else model.logit_soft_cap * jnp.tanh(scores / model.logit_soft_cap)
 
 
@@ -206,7 +218,9 @@ def test_packed_documents_are_as_if_alone(name):
         model_fixtures.assert_same_numbers(found[:, start:end], alone, 1e-5)
 
 
-@pytest.mark.parametrize("name", sampled(CACHED, ["partial", "yarn", "longrope", "scaled", "norm of projections"]))
+@pytest.mark.parametrize(
+    "name", sampled(CACHED, ["partial", "yarn", "longrope", "scaled", "norm of projections", "norm without a scale"])
+)
 def test_prefill_and_decode_are_the_full_pass(name):
     """Prompts of several lengths, and nine more tokens."""
     model, graph, parameters = parts(name)

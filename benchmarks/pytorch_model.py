@@ -21,15 +21,19 @@ class TorchTransformer(nn.Module):
         unsupported = {
             "patterns of layers": model.pattern,
             "positions of kind none": model.position.kind == "none",
-            "scaled rotary positions": model.position.kind == "rope" and model.position.scaling,
+            "scaled, partial or reversed rotary positions": model.position.kind == "rope"
+            and (model.position.scaling or model.position.fraction < 1 or model.position.reversed),
             "qk_norm, scale, soft_cap or window": (
-                attention.qk_norm or attention.scale or attention.soft_cap or attention.window
+                attention.qk_norm != "none" or attention.scale or attention.soft_cap or attention.window
             ),
             "plus_one": getattr(model.norm, "plus_one", False),
+            "norms without a scale, or of embeddings": not model.norm.scale or model.embedding_norm,
             "norms after a layer, or parallel blocks": (
                 model.norm_placement != "before" or model.residual != "sequential"
             ),
-            "scale_embeddings": model.scale_embeddings,
+            "embedding_scale, residual_scale or logit_scale": (
+                (model.embedding_scale, model.residual_scale, model.logit_scale) != (1.0, 1.0, 1.0)
+            ),
             "logit_soft_cap": model.logit_soft_cap,
             f"activation but {', '.join(_ACTIVATIONS)}": model.feed_forward.activation not in _ACTIVATIONS,
         }

@@ -34,7 +34,7 @@ GPT2 = {
 }
 QWEN3 = {
     **LLAMA,
-    "attention": {"num_heads": 8, "num_kv_heads": 2, "head_dim": 8, "qk_norm": True},
+    "attention": {"num_heads": 8, "num_kv_heads": 2, "head_dim": 8, "qk_norm": "head"},
     "tied_embeddings": True,
 }
 MISTRAL = {**LLAMA, "attention": {"num_heads": 8, "num_kv_heads": 4, "window": 5}}
@@ -51,14 +51,14 @@ GEMMA = {
         "num_heads": 8,
         "num_kv_heads": 4,
         "head_dim": 8,
-        "qk_norm": True,
+        "qk_norm": "head",
         "scale": 0.5,
         "soft_cap": 3.0,
     },
     "feed_forward": {"d_ff": 48, "activation": "gelu_tanh", "gated": True},
     "norm_placement": "both",
     "tied_embeddings": True,
-    "scale_embeddings": True,
+    "embedding_scale": "sqrt_d_model",
     "logit_soft_cap": 4.0,
     "pattern": (
         {"name": "local", "position": {"theta": 100.0}, "attention": {"window": 5}},
@@ -73,7 +73,7 @@ MIXED = {
     **LLAMA,
     "num_layers": 8,
     "pattern": (
-        {"name": "small", "feed_forward": {"d_ff": 24}, "attention": {"qk_norm": True}},
+        {"name": "small", "feed_forward": {"d_ff": 24}, "attention": {"qk_norm": "head"}},
         {"name": "local", "attention": {"window": 3}, "position": {"theta": 100.0}},
         {"name": "still", "position": {"kind": "none"}},
     ),

@@ -2,17 +2,18 @@
 
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import model_fixtures
 from workload_fixtures import workload
 
 from jaxlm.costs.workload import Workload
-from jaxlm.models.config import ModelConfig
+from jaxlm.models.config import ModelConfig, QKNorm
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import Kind
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu_squared")
+QK_NORMS = ("none", "none", "none", *get_args(QKNorm))
 PATTERNS = ("layers/*", "*feed_forward/*", "*attention/*", "*down", "embedding", "*norm*", "*embedding", "*query*")
 
 
@@ -59,21 +60,29 @@ def model(draw: random.Random, scale: Scale) -> ModelConfig:
         "feed_forward": _feed_forward(draw, scale),
         **draw.choice(model_fixtures.BLOCKS),
         "tied_embeddings": draw.random() < 0.5,
-        "scale_embeddings": draw.random() < 0.3,
+        "embedding_scale": draw.choice([1.0, 1.0, "sqrt_d_model", 12.0]),
+        "embedding_norm": draw.random() < 0.2,
+        "residual_scale": draw.choice([1.0, 1.0, 0.22]),
+        "logit_scale": draw.choice([1.0, 1.0, 0.0625]),
         "logit_soft_cap": draw.choice([None, None, 30.0]),
     }
     return ModelConfig(**keys, pattern=_pattern(draw, scale, keys["num_layers"], learned))
 
 
 def _norm(draw: random.Random) -> dict[str, Any]:
-    return draw.choice(
-        [{"kind": "rms"}, {"kind": "rms", "plus_one": True}, {"kind": "layer"}, {"kind": "layer", "bias": False}]
-    )
+    rms = [{}, {"plus_one": True}, {"scale": False}]
+    layer = [{}, {"bias": False}, {"scale": False}, {"scale": False, "bias": False}]
+    return draw.choice([{"kind": "rms", **draw.choice(rms)}, {"kind": "layer", **draw.choice(layer)}])
 
 
 def _position(draw: random.Random) -> dict[str, Any]:
-    scaling = draw.choice([None, {"kind": "linear", "factor": 2.0}, {"factor": 8.0, "original_context_length": 16}])
-    return draw.choice([{"kind": "rope", "theta": 1e4, "scaling": scaling}, {"kind": "rope"}, {"kind": "none"}])
+    original = {"factor": 8.0, "original_context_length": 16}
+    kinds = [{"kind": kind, **original} for kind in ("llama3", "dynamic", "yarn")]
+    scaling = draw.choice([None, {"kind": "linear", "factor": 2.0}, *kinds])
+    partly = {"fraction": draw.choice([1.0, 1.0, 0.5, 0.75]), "reversed": draw.random() < 0.2}
+    return draw.choice(
+        [{"kind": "rope", "theta": 1e4, "scaling": scaling, **partly}, {"kind": "rope"}, {"kind": "none"}]
+    )
 
 
 def _attention(draw: random.Random, scale: Scale) -> dict[str, Any]:
@@ -83,7 +92,7 @@ def _attention(draw: random.Random, scale: Scale) -> dict[str, Any]:
         "num_heads": heads,
         "num_kv_heads": draw.choice([n for n in (1, 2, 4, 8, 16) if heads % n == 0]),
         "head_dim": draw.choice(scale.head_dims),
-        "qk_norm": draw.random() < 0.4,
+        "qk_norm": draw.choice(QK_NORMS),
         "qkv_bias": draw.random() < 0.4,
         "output_bias": draw.random() < 0.3,
         "scale": draw.choice([None, 0.1]),
@@ -112,7 +121,7 @@ def _pattern(draw: random.Random, scale: Scale, layers: int, learned: bool) -> l
         if draw.random() < 0.6:
             patch["attention"] = {"window": draw.choice(scale.windows)}
         if draw.random() < 0.3:
-            patch.setdefault("attention", {})["qk_norm"] = draw.random() < 0.5
+            patch.setdefault("attention", {})["qk_norm"] = draw.choice(QK_NORMS)
         if draw.random() < 0.3:
             patch["feed_forward"] = {"d_ff": draw.choice(scale.hidden), "gated": draw.random() < 0.5}
         if draw.random() < 0.3 and not learned:
@@ -129,13 +138,15 @@ def step(draw: random.Random, scale: Scale = SMALL, kind: Kind | None = None, la
     """Return a random step of a random model."""
     drawn = model(draw, scale)
     names = [name for name in drawn.activations if draw.random() < 0.5]
+    has_norms = drawn.norm.scale or getattr(drawn.norm, "bias", False)
+    patterns = [pattern for pattern in PATTERNS if has_norms or pattern != "*norm*"]
     changes = {
         "remat": draw.choice(["none", "full", tuple(names) or "full"]),
         "microbatches": draw.choice([1, 1, 2]),
         "kernels": draw.choice(["auto", "xla"]),
         "dropout": draw.choice([0.0, 0.0, 0.1]),
         "optimizer": draw.choice(model_fixtures.OPTIMIZERS),
-        "frozen": draw.choice([[], [], [draw.choice(PATTERNS)]]),
+        "frozen": draw.choice([[], [], [draw.choice(patterns)]]),
         "ema_decay": draw.choice([None, 0.99]),
         "platform": draw.choice(["gpu", "tpu"]),
         "layout": layout,

@@ -75,7 +75,7 @@ def test_a_norm_is_counted(kind):
     """FLOPs agree within a fifth."""
     model = model_fixtures.model(norm={"kind": kind})
     is_counted(model)
-    graph, scale = nnx.split(norm(model, model.d_model, nnx.Rngs(0)))
+    graph, scale = nnx.split(norm(model, nnx.Rngs(0)))
     x = jax.ShapeDtypeStruct((8, model_fixtures.CONTEXT, model.d_model), jnp.float32)
     counted = count(both_ways(lambda scale, x: nnx.merge(graph, scale)(x)), scale, x)
     work = workload("train", model, 8, model_fixtures.CONTEXT, "float32", kernels="xla")

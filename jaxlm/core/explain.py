@@ -58,9 +58,12 @@ RENAMED = {
     "model.width": "d_model",
     "model.kernels": "training.kernels",
     "model.post_norms": 'model.norm_placement = "both" where it was true',
+    "model.scale_embeddings": 'model.embedding_scale = "sqrt_d_model" where it was true',
     "model.attention.heads": "num_heads",
     "model.attention.kv_heads": "num_kv_heads",
     "model.attention.head_width": "head_dim",
+    "model.attention.qk_norm = true": "'head'",
+    "model.attention.qk_norm = false": "'none'",
     "model.attention.window.size": "model.attention.window",
     "model.attention.window.global_every": "a [[model.pattern]] of layers with and without model.attention.window",
     "model.attention.window.rope_theta": "position.theta of the entry of [[model.pattern]] that has the window",
@@ -81,7 +84,7 @@ def _renamed(errors: list[Any], values: dict[str, Any]) -> str | None:
         if error["type"] == "union_tag_invalid":
             keys = [f"{keys[0]}.kind = {error['ctx']['tag']!r}"]
         elif error["type"] == "literal_error":
-            keys = [f"{keys[0]} = {given!r}"]
+            keys = [f"{keys[0]} = {str(given).lower() if isinstance(given, bool) else repr(given)}"]
         elif isinstance(given, dict):  # a section that is a value now
             keys += [f"{keys[0]}.{name}" for name in given]
         found += [f"{key} is now {RENAMED[key]}" for key in keys if key in RENAMED]
@@ -109,8 +112,8 @@ def _did_you_mean(key: str, whole: type[Section], values: dict[str, Any]) -> str
         return f"; it is a key of {section}.kind = {' or '.join(map(repr, kinds))}"
     known = sorted({_like(known, key) for known in _keys(whole, values)})
     siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
-    near = [f"{section}.{n}".lstrip(".") for n in difflib.get_close_matches(name, siblings, 1)]
-    near = near or [k for k in known if k.rpartition(".")[2] == name and k.startswith(f"{section}.")]
+    near = [k for k in known if k.rpartition(".")[2] == name and k.startswith(f"{section}.")]
+    near = near or [f"{section}.{n}".lstrip(".") for n in difflib.get_close_matches(name, siblings, 1)]
     near = near or [f"{section}.{n}".lstrip(".") for n in siblings if name in n.split("_")][:1]
     near = near or [k for k in known if k.rpartition(".")[2] == name]
     near = near or ([] if siblings else difflib.get_close_matches(key, known, 1))

@@ -29,6 +29,7 @@ CountFromZero = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[float, Field(gt=0.0), AfterValidator(_in_float32)]
 NonNegative = Annotated[float, Field(ge=0.0), AfterValidator(_in_float32)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0), AfterValidator(_below_one)]
+Share = Annotated[float, Field(gt=0.0, le=1.0), AfterValidator(_in_float32)]
 
 
 @dataclass(frozen=True)

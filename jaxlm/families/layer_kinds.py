@@ -152,6 +152,8 @@ def _parameters(block: BlockConfig, family: Family) -> dict[str, Any]:
         raise InputError(f"positions of the kind {block.position.kind!r} are not {family.name}'s")
     found: dict[str, Any] = {"rope_theta": block.position.theta, "rope_type": "default"}
     if (scaling := block.position.scaling) is not None:
+        if scaling.kind not in _SCALINGS:
+            raise InputError(f"a scaling of the kind {scaling.kind!r} is not {family.name}'s")
         keys = _SCALINGS[scaling.kind]
         found |= {"rope_type": scaling.kind, **{theirs: getattr(scaling, ours) for theirs, ours in keys.items()}}
     return found

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxlm.core.errors import InputError
 from jaxlm.models.config import Kernels, ModelConfig
 from jaxlm.models.kernels import using_kernels
-from jaxlm.models.positions import packed_causal_mask
+from jaxlm.models.positions import cache_causal_mask
 from jaxlm.models.tree import Tree, abstract
 from jaxlm.parallel.batches import put_batch
 from jaxlm.parallel.partition import replicated, using_rules
@@ -33,19 +33,25 @@ class Score(NamedTuple):
 
 
 def token_logprobs(
-    graph: nnx.GraphDef, parameters: Tree, tokens_BT: jax.Array, targets_BT: jax.Array, vocab_size: int | None = None
+    graph: nnx.GraphDef,
+    parameters: Tree,
+    tokens_BT: jax.Array,
+    targets_BT: jax.Array,
+    length_B: jax.Array,
+    vocab_size: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return ln p of each target after its prefix, float32 [B, T], and whether it is the likeliest, bool [B, T].
 
     Args:
       graph: the module's graph, from `models.tree.abstract`.
       parameters: in the dtype to compute in.
-      tokens_BT, targets_BT: int32, padded on the right: the model is causal, so padding changes nothing before it.
+      tokens_BT, targets_BT: int32, padded on the right.
+      length_B: int32 tokens of each row without padding.
       vocab_size: ids from here on are padding of the vocabulary and never the likeliest.
     """
     module = nnx.merge(graph, parameters)
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
-    hidden_BTD, _, _ = module.hidden(tokens_BT, positions_BT, packed_causal_mask(positions_BT))
+    hidden_BTD, _, _ = module.hidden(tokens_BT, positions_BT, cache_causal_mask(positions_BT, length_B))
     logits_BTV = module.logits(hidden_BTD)
     losses_BT, _ = cross_entropy(logits_BTV, targets_BT)
     return -losses_BT, jnp.argmax(logits_BTV[..., :vocab_size], axis=-1) == targets_BT
@@ -95,11 +101,13 @@ class Scorer:
     def _run(self, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         length = padded_length(max(map(len, rows)) - 1, self._context)
         batch = {name: np.zeros((self._batch, length), np.int32) for name in ("tokens", "targets")}
+        batch["lengths"] = lengths = np.zeros(self._batch, np.int32)
         for at, row in enumerate(rows):
             batch["tokens"][at, : len(row) - 1], batch["targets"][at, : len(row) - 1] = row[:-1], row[1:]
+            lengths[at] = len(row) - 1
         with jax.set_mesh(self._mesh):
             placed = put_batch(batch, self._mesh, PREFILL)
-            return jax.device_get(self._logprobs(self._parameters, placed["tokens"], placed["targets"]))
+            return jax.device_get(self._logprobs(self._parameters, *placed.values()))
 
 
 def _check(context: Sequence[int], continuation: Sequence[int], longest: int) -> None:

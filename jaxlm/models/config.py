@@ -10,8 +10,10 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_
 
 from jaxlm.core.explain import explain
 from jaxlm.core.schema import Count, InWords, Kinds, Positive, Section, chosen, kind_of, merged
+from jaxlm.models.position_config import LearnedPositionsConfig, LongRopeScalingConfig, NoPositionsConfig, RopeConfig
 
 NormPlacement = Literal["before", "after", "both"]
+QKNorm = Literal["none", "head", "head_after_rope", "projection"]
 Residual = Literal["sequential", "parallel", "parallel_shared_norm"]
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]
 
@@ -38,8 +40,16 @@ class RMSNormConfig(Section):
     kind: Literal["rms"] = "rms"
     epsilon: Positive = 1e-5
     """Added to the mean square."""
+    scale: bool = True
+    """Multiply by a learned parameter (without one in nanochat)."""
     plus_one: bool = False
     """Multiply by 1 + the parameter, which starts at 0 (Gemma)."""
+
+    @model_validator(mode="after")
+    def _scaled(self):
+        if self.plus_one and not self.scale:
+            raise ValueError("plus_one = true adds 1 to a parameter that scale = false leaves out; change either")
+        return self
 
 
 class LayerNormConfig(Section):
@@ -48,58 +58,10 @@ class LayerNormConfig(Section):
     kind: Literal["layer"] = "layer"
     epsilon: Positive = 1e-5
     """Added to the variance."""
+    scale: bool = True
+    """Multiply by a learned parameter."""
     bias: bool = True
     """Add a learned bias."""
-
-
-class LearnedPositionsConfig(Section):
-    """One learned vector per position, added to the token embedding (GPT-2)."""
-
-    kind: Literal["learned"] = "learned"
-
-
-class Llama3ScalingConfig(Section):
-    """Stretches the slow rotary frequencies, as Llama 3.1 does to reach 128k tokens (arXiv:2407.21783)."""
-
-    kind: Literal["llama3"] = "llama3"
-    factor: Positive
-    """Divides the slow frequencies."""
-    low_frequency_factor: Positive = 1.0
-    """Frequencies that rotate fewer times than this in the original context are divided whole."""
-    high_frequency_factor: Positive = 4.0
-    """Frequencies that rotate more times than this in the original context stay; those between are interpolated."""
-    original_context_length: Count
-    """The context before it was stretched."""
-
-    @model_validator(mode="after")
-    def _ordered(self):
-        if self.high_frequency_factor <= self.low_frequency_factor:
-            raise ValueError("high_frequency_factor must be larger than low_frequency_factor")
-        return self
-
-
-class LinearScalingConfig(Section):
-    """Stretches all rotary wavelengths (Chen et al. 2023, arXiv:2306.15595, section 2.3)."""
-
-    kind: Literal["linear"] = "linear"
-    factor: Positive
-    """Multiplies all wavelengths."""
-
-
-class RopeConfig(Section):
-    """Rotation of query and key pairs, half-split layout (Su et al. 2021, arXiv:2104.09864)."""
-
-    kind: Literal["rope"] = "rope"
-    theta: Positive = 10_000.0
-    """The base of the frequencies."""
-    scaling: Kinds(Llama3ScalingConfig, LinearScalingConfig) | None = None  # pyright: ignore[reportInvalidTypeForm]
-    """Stretching of the frequencies, for longer contexts."""
-
-
-class NoPositionsConfig(Section):
-    """No positions: tokens are told apart by the mask alone (NoPE, Kazemnejad et al. 2023, arXiv:2305.19466)."""
-
-    kind: Literal["none"] = "none"
 
 
 class LayerConfig(Section):
@@ -142,8 +104,9 @@ class GroupedQueryAttentionConfig(AttentionConfig):
     """Key/value heads; a divisor of `num_heads`."""
     head_dim: Annotated[Count, InWords(default="model.d_model / num_heads")]
     """Channels of a head."""
-    qk_norm: bool = False
-    """Normalise queries and keys per head."""
+    qk_norm: QKNorm = "none"
+    """Norms of queries and keys: of each head before its rotation (Qwen3, Gemma 3), of each head after it (HunYuan,
+    nanochat), or of all heads together before it (OLMo 2, arXiv:2501.00656, section 2.1)."""
     qkv_bias: bool = False
     """Add a bias to queries, keys and values."""
     output_bias: bool = False
@@ -211,18 +174,36 @@ class BlockConfig(Section):
     residual: Residual = "sequential"
     """The input of the feed-forward layer: the stream with attention added to it, or in parallel the one that attention
     reads (arXiv:2204.02311, section 2), by a norm of its own (GPT-NeoX) or by attention's (GPT-J, Phi, Cohere)."""
+    residual_scale: Positive = 1.0
+    """Multiplies what attention and the feed-forward layer add to the stream (Granite)."""
 
     @model_validator(mode="after")
     def _consistent(self):
-        if self.position.kind == "rope" and self.rope_dim % 2:
-            key = f"model.attention.{self.attention.rotated}"
-            raise ValueError(f"{key} = {self.rope_dim}: it must be even, RoPE rotates pairs")
+        if self.position.kind == "rope" and self.attention.rotated:
+            self._check_rope(self.position)
         if self.residual == "parallel_shared_norm" and self.norm_placement == "after":
             raise ValueError(
                 'model.residual = "parallel_shared_norm" shares the norm before attention, and model.norm_placement = '
                 '"after" has none there; set model.residual to "parallel"'
             )
         return self
+
+    def _check_rope(self, position: RopeConfig) -> None:
+        """Raise ValueError unless the channels that rotate are pairs, of which each has a frequency."""
+        key, width = f"model.attention.{self.attention.rotated}", self.rope_dim
+        if position.fraction < 1 and (width == 0 or width % 2):
+            raise ValueError(
+                f"model.position.fraction = {position.fraction:g} of {key} is {width} channels: their number must be "
+                "even and more than 0, RoPE rotates pairs"
+            )
+        if width % 2:
+            raise ValueError(f"{key} = {width}: it must be even, RoPE rotates pairs")
+        scaling = position.scaling
+        if isinstance(scaling, LongRopeScalingConfig) and len(scaling.short_factors) != width // 2:
+            raise ValueError(
+                f"model.position.scaling.short_factors has {len(scaling.short_factors)} numbers; {width} channels of a "
+                f"head rotate, and ask for {width // 2}"
+            )
 
     @property
     def window(self) -> int | None:
@@ -231,8 +212,10 @@ class BlockConfig(Section):
 
     @property
     def rope_dim(self) -> int:
-        """The channels of a head that rotary positions rotate."""
-        return getattr(self.attention, self.attention.rotated) if self.attention.rotated else 0
+        """The channels of a head that rotary positions rotate: its first."""
+        if self.position.kind != "rope" or self.attention.rotated is None:
+            return 0
+        return int(getattr(self.attention, self.attention.rotated) * self.position.fraction)
 
     @property
     def activations(self) -> tuple[str, ...]:
@@ -280,8 +263,12 @@ class ModelConfig(BlockConfig):
     """Entries of layers, repeated until there are `num_layers`, unless the last takes the rest."""
     tied_embeddings: bool = False
     """Use the token embedding as the unembedding too."""
-    scale_embeddings: bool = False
-    """Multiply embeddings by √d_model (Gemma)."""
+    embedding_scale: Positive | Literal["sqrt_d_model"] = 1.0
+    """Multiplies embeddings: a number (Granite), or √d_model rounded to their dtype (Gemma)."""
+    embedding_norm: bool = False
+    """Normalise embeddings, learned positions among them (nanochat)."""
+    logit_scale: Positive = 1.0
+    """Multiplies logits, before their cap (Cohere, Granite)."""
     logit_soft_cap: Positive | None = None
     """Keeps logits between −cap and cap."""
     initializer_std: Positive = 0.02

@@ -1,4 +1,4 @@
-"""Norm layers."""
+"""Norm layers, over one or more of the last dimensions of an array."""
 
 from typing import Any
 
@@ -13,33 +13,33 @@ from kernels_pallas import layer_norm, rms_norm
 
 
 class RMSNorm(Module):
-    """x / √(mean(x²) + ε) · scale over the last dimension, or times 1 + scale, statistics in float32
-    (arXiv:1910.07467)."""
+    """x / √(mean(x²) + ε) · scale, or times 1 + scale, statistics in float32 (arXiv:1910.07467)."""
 
-    def __init__(self, model: config.ModelConfig, width: int, axis: str, rngs: nnx.Rngs):
+    def __init__(self, model: config.ModelConfig, shape: tuple[int, ...], axes: str, rngs: nnx.Rngs):
         assert isinstance(model.norm, config.RMSNormConfig)
-        self.settings = model.norm
-        self.scale = param(rngs, (width,), axis, zeros if model.norm.plus_one else ones)
+        self.settings, self.dimensions = model.norm, len(shape)
+        initial = zeros if model.norm.plus_one else ones
+        self.scale = param(rngs, shape, axes, initial) if model.norm.scale else None
 
     def __call__(self, x: jax.Array, axes: Axes = STREAM, residual: jax.Array | None = None) -> Any:
-        """Return the norm of x [..., width], which has these logical axes; with a residual (x + residual, its norm)."""
+        """Return the norm of x, which has these logical axes; with a residual (x + residual, its norm)."""
         options = {"epsilon": self.settings.epsilon, "plus_one": self.settings.plus_one}
-        return operations.norm(rms_norm, x, axes, (self.scale[...],), residual, **options)
+        return operations.norm(rms_norm, x, axes, (self.scale,), residual, self.dimensions, **options)
 
 
 class LayerNorm(Module):
-    """(x − mean) / √(var + ε) · scale + bias over the last dimension, statistics in float32 (arXiv:1607.06450)."""
+    """(x − mean) / √(var + ε) · scale + bias, statistics in float32 (arXiv:1607.06450)."""
 
-    def __init__(self, model: config.ModelConfig, width: int, axis: str, rngs: nnx.Rngs):
+    def __init__(self, model: config.ModelConfig, shape: tuple[int, ...], axes: str, rngs: nnx.Rngs):
         assert isinstance(model.norm, config.LayerNormConfig)
-        self.settings = model.norm
-        self.scale = param(rngs, (width,), axis, ones)
-        self.bias = param(rngs, (width,), axis, zeros) if model.norm.bias else None
+        self.settings, self.dimensions = model.norm, len(shape)
+        self.scale = param(rngs, shape, axes, ones) if model.norm.scale else None
+        self.bias = param(rngs, shape, axes, zeros) if model.norm.bias else None
 
     def __call__(self, x: jax.Array, axes: Axes = STREAM, residual: jax.Array | None = None) -> Any:
-        """Return the norm of x [..., width], which has these logical axes; with a residual (x + residual, its norm)."""
-        vectors = self.scale[...], None if self.bias is None else self.bias[...]
-        return operations.norm(layer_norm, x, axes, vectors, residual, epsilon=self.settings.epsilon)
+        """Return the norm of x, which has these logical axes; with a residual (x + residual, its norm)."""
+        vectors, epsilon = (self.scale, self.bias), self.settings.epsilon
+        return operations.norm(layer_norm, x, axes, vectors, residual, self.dimensions, epsilon=epsilon)
 
 
 class NoNorm(Module):
@@ -53,9 +53,12 @@ class NoNorm(Module):
         return total, total
 
 
+Norm = RMSNorm | LayerNorm | NoNorm
 _NORMS = {"rms": RMSNorm, "layer": LayerNorm}
 
 
-def norm(model: config.ModelConfig, width: int, rngs: nnx.Rngs, axis: str = "channels") -> RMSNorm | LayerNorm:
-    """Return the norm that the configuration names, over `width` channels."""
-    return _NORMS[model.norm.kind](model, width, axis, rngs)
+def norm(
+    model: config.ModelConfig, rngs: nnx.Rngs, shape: tuple[int, ...] | None = None, axes: str = "channels"
+) -> Norm:
+    """Return the norm that the configuration names, over dimensions of this shape; over the stream's where None."""
+    return _NORMS[model.norm.kind](model, shape or (model.d_model,), axes, rngs)

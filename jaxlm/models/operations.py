@@ -34,7 +34,7 @@ HIDDEN: Axes = ("batch", "sequence", "act_feed_forward")
 
 
 class RopeTable(NamedTuple):
-    """cos and sin of the rotary angles, float32 [B, T, H/2]."""
+    """cos and sin of the rotary angles, float32 [B, T, R/2]: the first R channels of each head rotate."""
 
     cos: jax.Array
     sin: jax.Array
@@ -169,41 +169,59 @@ def norm(
     operation: Callable[..., Any],
     x: jax.Array,
     axes: Axes,
-    vectors: Sequence[jax.Array | None],
+    vectors: Sequence[nnx.Param | None],
     residual: jax.Array | None = None,
+    dimensions: int = 1,
     **options: Any,
 ) -> Any:
-    """Return a norm of x, an operation of `kernels_pallas`, over its last dimension, which no device shares.
+    """Return a norm of x, an operation of `kernels_pallas`, over its last `dimensions`.
+
+    Where devices share one of these, XLA computes the norm, with a sum over the devices.
 
     Args:
       operation: `rms_norm` or `layer_norm`, with its `options`.
       axes: the logical axes of x.
-      vectors: the gain, and the bias where the operation has one, as wide as x.
+      vectors: the gain, and the bias where the operation has one, of the shape of these dimensions. Those of key/value
+        heads are copied as the heads are.
       residual: where it is given the result is (x + residual, its norm), by one kernel.
     """
-
+    normalised = axes[-dimensions:]
     if is_recording():
-        operands = (x, axes), *((v, axes[-1:]) for v in vectors), (residual, axes)
-        results = mark(operation.__name__, operands, [(x, axes)] * (1 if residual is None else 2), **options)
-        return results[0] if residual is None else tuple(results)
+        given = [(v[...], normalised) for v in vectors if v is not None]
+        results = [(x, axes)] * (1 if residual is None else 2)
+        made = mark(
+            operation.__name__, [(x, axes), *given, (residual, axes)], results, dimensions=dimensions, **options
+        )
+        return made[0] if residual is None else tuple(made)
 
     def normalise(x: jax.Array, residual: jax.Array | None, *vectors: jax.Array | None, **options: Any) -> Any:
-        return operation(x, *vectors, residual=residual, **options)
+        rows = x.shape[:-dimensions]
+        flat = [v if v is None else v.reshape(-1) for v in vectors]
+        x, residual = (y if y is None else y.reshape(*rows, -1) for y in (x, residual))
+        made = operation(x, *flat, residual=residual, **options)
+        return jax.tree.map(lambda y: y.reshape(*rows, *shape), made)
 
-    return kernels.run(normalise, (x, axes), (residual, axes), *((v, axes[-1:]) for v in vectors), **options)
+    shape = x.shape[-dimensions:]
+    of_heads = [v if v is None else _copied(v, 0, shape[0] // v[...].shape[0]) for v in vectors]
+    if any(shards_of(axis, size) > 1 for axis, size in zip(normalised, shape, strict=True)):
+        return normalise(x, residual, *of_heads, implementation="xla", **options)
+    return kernels.run(normalise, (x, axes), (residual, axes), *((v, normalised) for v in of_heads), **options)
 
 
 def rope(x_BTNH: jax.Array, axes: Axes, table: RopeTable | None) -> jax.Array:
-    """Rotate the pairs (x[i], x[i + H/2]) of x, which has these logical axes, by the table's angles; float32 inside.
+    """Rotate the pairs (x[i], x[i + R/2]) of x, which has these logical axes, by the table's angles; float32 inside.
 
-    Without a table it is x.
+    Channels from R on pass. Without a table it is x.
     """
     if table is None:
         return x_BTNH
     angles = *axes[:2], None
     if is_recording():
         return mark("rope", [(x_BTNH, axes), (table.cos, angles), (table.sin, angles)], [(x_BTNH, axes)])[0]
-    return kernels.run(rotary_embedding, (x_BTNH, axes), (table.cos, angles), (table.sin, angles))
+    width = 2 * table.cos.shape[-1]
+    first = x_BTNH if width == x_BTNH.shape[-1] else x_BTNH[..., :width]
+    rotated = kernels.run(rotary_embedding, (first, axes), (table.cos, angles), (table.sin, angles))
+    return rotated if first is x_BTNH else jnp.concatenate([rotated, x_BTNH[..., width:]], axis=-1)
 
 
 def named_heads(query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array) -> tuple[jax.Array, ...]:
@@ -264,10 +282,12 @@ def add(x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
 
 
 def scale(x_BTD: jax.Array, factor: float) -> jax.Array:
-    """Return a stream times a number, which is rounded to its dtype first."""
+    """Return a stream times a number, computed in float32; x itself for 1."""
+    if factor == 1.0:
+        return x_BTD
     if is_recording():
         return mark("scale", [(x_BTD, STREAM)], [(x_BTD, STREAM)])[0]
-    return x_BTD * jnp.asarray(factor, x_BTD.dtype)
+    return (x_BTD.astype(np.promote_types(x_BTD.dtype, jnp.float32)) * factor).astype(x_BTD.dtype)
 
 
 class Dropout(NamedTuple):

@@ -9,6 +9,14 @@ import jax.numpy as jnp
 
 from jaxlm.models import config
 from jaxlm.models.operations import Dropout, RopeTable
+from jaxlm.models.position_config import (
+    DynamicScalingConfig,
+    LinearScalingConfig,
+    Llama3ScalingConfig,
+    LongRopeScalingConfig,
+    RopeConfig,
+    YarnScalingConfig,
+)
 from jaxlm.models.rows import Place, RowContext
 from kernels_pallas.flash_attention import KeyRange
 
@@ -37,7 +45,7 @@ def program(block: config.BlockConfig) -> config.BlockConfig:
     """Return the block without what differs between layers of one program: its window and its angles are arrays."""
     same: dict[str, Any] = {}
     if block.position.kind == "rope":
-        same["position"] = config.RopeConfig()
+        same["position"] = RopeConfig(fraction=block.position.fraction)
     if block.window is not None:
         same["attention"] = block.attention.model_copy(update={"window": None})
     return block.model_copy(update=same)
@@ -50,12 +58,13 @@ class LayerRows:
         self._dropout = dropout
         self._masks: dict[int | None, KeyRange] = {None: key_range}
         self._tables: dict[tuple, RopeTable] = {}
+        length_BT = document_lengths(positions_BT, key_range)
         for block in dict.fromkeys(model.layers):
             if block.window is not None and block.window not in self._masks:
                 self._masks[block.window] = sliding_window_mask(block.window, key_range)
             settings, width = block.position, block.rope_dim
-            if isinstance(settings, config.RopeConfig) and width > 0 and (settings, width) not in self._tables:
-                self._tables[settings, width] = rope_table(settings, width, positions_BT)
+            if isinstance(settings, RopeConfig) and width and (settings, width) not in self._tables:
+                self._tables[settings, width] = rope_table(settings, width, positions_BT, length_BT)
 
     def of(self, at: Place) -> RowContext:
         """Return what a layer reads."""
@@ -73,16 +82,45 @@ def _select(which: jax.Array, cases: Sequence[Any]) -> Any:
     return jax.tree.map(select, *cases)
 
 
-def rope_table(settings: config.RopeConfig, rope_dim: int, positions_BT: jax.Array) -> RopeTable:
-    """Return the table of angles position · θ^(−2i/H) (arXiv:2104.09864, section 3.2.2), scaled where configured."""
-    frequency = settings.theta ** (-jnp.arange(0, rope_dim, 2, dtype=jnp.float32) / rope_dim)
+def document_lengths(positions_BT: jax.Array, key_range: KeyRange) -> jax.Array:
+    """Return the tokens of each token's document up to the last one of its row, int32 [B, T].
+
+    Tokens that see nothing are padding, and do not count.
+    """
+    is_token_BT = (key_range.end > key_range.start).astype(jnp.int32)
+    total_BT = jnp.cumsum(is_token_BT, axis=1)
+    before_BT = total_BT - is_token_BT  # tokens of the row before each
+    begins_BT = jnp.where(positions_BT == 0, before_BT, total_BT[:, -1:])
+    after_BT = jnp.concatenate([begins_BT[:, 1:], total_BT[:, -1:]], axis=1)
+    ends_BT = jax.lax.cummin(after_BT, axis=1, reverse=True)  # tokens of the row before the next document
+    return positions_BT + ends_BT - before_BT
+
+
+def rope_table(
+    settings: RopeConfig, rope_dim: int, positions_BT: jax.Array, length_BT: jax.Array | None = None
+) -> RopeTable:
+    """Return the table of angles position · θ^(−2i/R) (arXiv:2104.09864, section 3.2.2), scaled where configured.
+
+    Args:
+      settings: the base of the frequencies, their scaling and the direction.
+      rope_dim: R, the channels of a head that rotate.
+      positions_BT: int32 position of each token in its document.
+      length_BT: the tokens of that document, on which some scalings depend; position + 1 where None.
+    """
+    frequency, amplitude = settings.theta ** (-jnp.arange(0, rope_dim, 2, dtype=jnp.float32) / rope_dim), 1.0
     if settings.scaling is not None:
-        frequency = _SCALED[settings.scaling.kind](frequency, settings.scaling)
-    angle = positions_BT[..., None].astype(jnp.float32) * frequency[None, None]
-    return RopeTable(jnp.cos(angle), jnp.sin(angle))
+        length_BT = positions_BT + 1 if length_BT is None else length_BT
+        frequency = _SCALED[settings.scaling.kind](frequency, settings, settings.scaling, length_BT)
+        amplitude = settings.scaling.amplitude
+    angle = positions_BT[..., None].astype(jnp.float32) * (frequency if frequency.ndim > 1 else frequency[None, None])
+    cos, sin = jnp.cos(angle), jnp.sin(-angle if settings.reversed else angle)
+    return RopeTable(cos, sin) if amplitude == 1.0 else RopeTable(amplitude * cos, amplitude * sin)
 
 
-def _llama3(frequency: jax.Array, scaling: config.Llama3ScalingConfig) -> jax.Array:
+# Scaled frequencies, [R/2] or of each token [B, T, R/2].
+
+
+def _llama3(frequency: jax.Array, settings: RopeConfig, scaling: Llama3ScalingConfig, length_BT: jax.Array):
     """Stretch wavelengths beyond the original context by `factor`, keep short ones, and blend between."""
     rotations = scaling.original_context_length * frequency / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
@@ -90,8 +128,42 @@ def _llama3(frequency: jax.Array, scaling: config.Llama3ScalingConfig) -> jax.Ar
     return kept * frequency + (1.0 - kept) * frequency / scaling.factor
 
 
-def _linear(frequency: jax.Array, scaling: config.LinearScalingConfig) -> jax.Array:
+def _linear(frequency: jax.Array, settings: RopeConfig, scaling: LinearScalingConfig, length_BT: jax.Array):
     return frequency / scaling.factor
 
 
-_SCALED = {"llama3": _llama3, "linear": _linear}
+def _dynamic(frequency: jax.Array, settings: RopeConfig, scaling: DynamicScalingConfig, length_BT: jax.Array):
+    """Raise θ by g^(R/(R − 2)), which divides the slowest frequency by g and leaves the fastest as it is."""
+    over_BT = jnp.maximum(length_BT / scaling.original_context_length - 1.0, 0.0)
+    share = jnp.arange(len(frequency), dtype=jnp.float32) / max(len(frequency) - 1, 1)
+    return frequency[None, None] * (1.0 + scaling.factor * over_BT)[..., None] ** -share[None, None]
+
+
+def _yarn(frequency: jax.Array, settings: RopeConfig, scaling: YarnScalingConfig, length_BT: jax.Array):
+    """Divide slow frequencies by `factor`, keep fast ones, and blend by the number of the pair between (YaRN, 3.2).
+
+    Of R channels the last pair of the blend is at most R − 1, as in the published code, where it is counted in pairs.
+    """
+
+    def pair(rotations: float) -> float:
+        """Return the number of the pair that rotates that many times in the original context."""
+        original = scaling.original_context_length / (2 * math.pi * rotations)
+        return len(frequency) * math.log(original) / math.log(settings.theta)
+
+    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * len(frequency) - 1)
+    pairs = jnp.arange(len(frequency), dtype=jnp.float32)
+    kept = 1.0 - jnp.clip((pairs - low) / (high - low or 0.001), 0.0, 1.0)
+    return kept * frequency + (1.0 - kept) * frequency / scaling.factor
+
+
+def _longrope(frequency: jax.Array, settings: RopeConfig, scaling: LongRopeScalingConfig, length_BT: jax.Array):
+    """Divide each frequency by its factor for documents of that length."""
+    short, long = (jnp.asarray(factors, jnp.float32) for factors in (scaling.short_factors, scaling.long_factors))
+    is_long_BT1 = (length_BT > scaling.original_context_length)[..., None]
+    return frequency[None, None] / jnp.where(is_long_BT1, long[None, None], short[None, None])
+
+
+_SCALED = {"llama3": _llama3, "linear": _linear, "dynamic": _dynamic, "yarn": _yarn, "longrope": _longrope}

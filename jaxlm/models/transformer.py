@@ -4,6 +4,8 @@ from collections.abc import Callable
 from fractions import Fraction
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxlm.models import config, operations
@@ -11,7 +13,7 @@ from jaxlm.models.attention import attention
 from jaxlm.models.cache import Cache, CacheEntry, LayerCache, NoCache, Slot
 from jaxlm.models.feed_forward import feed_forward
 from jaxlm.models.layers import Execution, Groups, Place, grouped
-from jaxlm.models.norms import LayerNorm, NoNorm, RMSNorm, norm
+from jaxlm.models.norms import NoNorm, Norm, norm
 from jaxlm.models.operations import Dropout, add, look_up, scale
 from jaxlm.models.parameters import Module, normal, param
 from jaxlm.models.positions import LayerRows
@@ -23,11 +25,11 @@ class Block(Module):
     """One layer: attention and feed-forward, each with norms before it, after it, or both, added to the residual."""
 
     def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
-        def norm_where(there: bool) -> RMSNorm | LayerNorm | NoNorm:
-            return norm(model, model.d_model, rngs) if there else NoNorm()
+        def norm_where(there: bool) -> Norm:
+            return norm(model, rngs) if there else NoNorm()
 
         before, after = model.norm_placement != "after", model.norm_placement != "before"
-        self.residual = model.residual
+        self.residual, self.residual_scale = model.residual, model.residual_scale
         self.attention_norm = norm_where(before)
         self.attention = attention(model, rngs)
         self.feed_forward_norm = norm_where(before and model.residual != "parallel_shared_norm")
@@ -51,10 +53,12 @@ class Block(Module):
     ) -> tuple[jax.Array, LayerCache, Auxiliary]:
         """Add attention to x, then what the feed-forward layer makes of the sum."""
         read_BTD, cache, of_attention = self.attention(self.attention_norm(x_BTD), rows, cache)
-        read_BTD = rows.dropout(self.attention_post_norm(read_BTD), 0)
+        read_BTD = scale(self.attention_post_norm(read_BTD), self.residual_scale)
+        read_BTD = rows.dropout(read_BTD, 0)
         x_BTD, normalised_BTD = self.feed_forward_norm(x_BTD, residual=read_BTD)
         made_BTD, of_feed_forward = self.feed_forward(normalised_BTD, rows)
-        made_BTD = rows.dropout(self.feed_forward_post_norm(made_BTD), 1)
+        made_BTD = scale(self.feed_forward_post_norm(made_BTD), self.residual_scale)
+        made_BTD = rows.dropout(made_BTD, 1)
         return add(x_BTD, made_BTD), cache, of_attention | of_feed_forward
 
     def _parallel(
@@ -66,8 +70,10 @@ class Block(Module):
         if self.residual != "parallel_shared_norm":
             normalised_BTD = self.feed_forward_norm(x_BTD)
         made_BTD, of_feed_forward = self.feed_forward(normalised_BTD, rows)
-        read_BTD = rows.dropout(self.attention_post_norm(read_BTD), 0)
-        made_BTD = rows.dropout(self.feed_forward_post_norm(made_BTD), 1)
+        read_BTD = scale(self.attention_post_norm(read_BTD), self.residual_scale)
+        read_BTD = rows.dropout(read_BTD, 0)
+        made_BTD = scale(self.feed_forward_post_norm(made_BTD), self.residual_scale)
+        made_BTD = rows.dropout(made_BTD, 1)
         return add(x_BTD, add(read_BTD, made_BTD)), cache, of_attention | of_feed_forward
 
 
@@ -80,9 +86,10 @@ class Transformer(Module):
         self.embedding = param(rngs, (V, D), "vocab -> embed", normal(std))
         learned = model.position.kind == "learned"
         self.positions = param(rngs, (model.context_length, D), "positions -> embed", normal(std)) if learned else None
+        self.embedding_norm = norm(model, rngs) if model.embedding_norm else NoNorm()
         self.groups = Groups.of(model, Block)
         self.layers = self.groups.stacked(model, Block, rngs)
-        self.final_norm = norm(model, D, rngs)
+        self.final_norm = norm(model, rngs)
         tied = model.tied_embeddings
         self.unembedding = None if tied else param(rngs, (D, V), "embed -> vocab", normal(std))
 
@@ -145,11 +152,10 @@ class Transformer(Module):
         The auxiliary losses and statistics are those of each layer that has them, [L] in layer order.
         """
         x_BTD = look_up(self.embedding, tokens_BT)
-        if self.model.scale_embeddings:
-            x_BTD = scale(x_BTD, self.model.d_model**0.5)
+        x_BTD = scale(x_BTD, self._embedding_scale(x_BTD.dtype))
         if self.positions is not None:
             x_BTD = add(x_BTD, look_up(self.positions, positions_BT))
-        x_BTD = dropout.at(0)(x_BTD, 0)
+        x_BTD = dropout.at(0)(self.embedding_norm(x_BTD), 0)
 
         rows = LayerRows(self.model, positions_BT, key_range, dropout)
 
@@ -162,18 +168,25 @@ class Transformer(Module):
         (x_BTD, cache), auxiliary = self.groups.through(self.layers, run, (x_BTD, cache), execution, entries)
         return x_BTD, cache, auxiliary
 
+    def _embedding_scale(self, dtype: jnp.dtype) -> float:
+        """Return the number that multiplies embeddings of this dtype."""
+        factor = self.model.embedding_scale
+        return float(np.asarray(self.model.d_model**0.5, dtype)) if factor == "sqrt_d_model" else factor
+
     @property
     def unembedding_table(self) -> nnx.Param:
         """The unembedding [D, V], or the embedding [V, D] where it is tied."""
         return self.embedding if self.unembedding is None else self.unembedding
 
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
-        """Unembed [B, T, D] to float32 logits [B, T, V], between −cap and cap where there is a soft cap."""
+        """Unembed [B, T, D] to float32 logits [B, T, V], scaled, and between −cap and cap where there is a soft cap."""
+        hidden_BTD = scale(hidden_BTD, self.model.logit_scale)
         return operations.logits(hidden_BTD, self.unembedding_table, self.model.logit_soft_cap)
 
     def cross_entropy(
         self, hidden_BTD: jax.Array, targets_BT: jax.Array, counted_BT: jax.Array, z_loss: float = 0.0
     ) -> dict[str, jax.Array]:
         """Return the terms of the objective of these targets, as `jaxlm.models.operations.cross_entropy` does."""
-        cap = self.model.logit_soft_cap
+        # A scaled input has scaled logits, and no kernel has to know.
+        hidden_BTD, cap = scale(hidden_BTD, self.model.logit_scale), self.model.logit_soft_cap
         return operations.cross_entropy(hidden_BTD, self.unembedding_table, targets_BT, counted_BT, cap, z_loss)

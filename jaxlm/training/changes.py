@@ -20,8 +20,10 @@ _BY_CONTENT = ("data.text", "data.sources.*.text", "data.tokenizer")
 _ARCHITECTURE = tuple(
     f"model.{name}"
     for name in (
-        *("vocab_size", "num_layers", "d_model", "norm", "attention", "feed_forward", "pattern", "position.kind"),
-        *("norm_placement", "residual", "tied_embeddings", "scale_embeddings", "logit_soft_cap"),
+        *("vocab_size", "num_layers", "d_model", "norm", "attention", "feed_forward", "pattern"),
+        *("position.kind", "position.fraction", "position.reversed"),
+        *("norm_placement", "residual", "residual_scale", "tied_embeddings", "embedding_scale"),
+        *("embedding_norm", "logit_scale", "logit_soft_cap"),
     )
 )
 

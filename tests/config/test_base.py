@@ -7,6 +7,7 @@ from config_fixtures import CONTENT, SMALL, flat, refusal, write
 
 from jaxlm.config import load
 from jaxlm.core.errors import InputError
+from jaxlm.models.config import LayerNormConfig
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_a_table_of_another_kind_takes_the_place_of_its_base(tmp_path):
         return load(write(tmp_path / "mine.toml", f"[model]\nbase = {str(big)!r}\n{changes}\n")).model
 
     assert on_it('position = { kind = "learned" }').position.model_dump() == {"kind": "learned"}
-    assert on_it('norm.kind = "layer"').norm.model_dump() == {"kind": "layer", "epsilon": 1e-5, "bias": True}
+    assert on_it('norm.kind = "layer"').norm.model_dump() == LayerNormConfig().model_dump()
     before, after = load(big).model.position, on_it('position = { kind = "rope", theta = 5.0 }').position
     assert before.scaling is not None and after == before.model_copy(update={"theta": 5.0})
 

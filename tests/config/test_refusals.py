@@ -97,15 +97,39 @@ def test_a_key_of_two_lines_is_refused_in_one():
         ("model.norm.kind=group", ["model.norm.kind = 'group'", "rms", "layer"]),
         ("model.position={kind='alibi'}", ["model.position.kind = 'alibi'", "learned", "rope"]),
         ("model.position.scaling={factor=2.0}", ["model.position.scaling.original_context_length is missing"]),
+        ("model.position.fraction=1.5", ["model.position.fraction = 1.5", "less than or equal to 1"]),
+        ("model.position.fraction=0.1", ["model.position.fraction = 0.1 of model.attention.head_dim", "must be even"]),
         (
             "model.position.scaling={factor=2.0, original_context_length=8, high_frequency_factor=1.0}",
             ["model.position.scaling", "high_frequency_factor must be larger than low_frequency_factor"],
         ),
-        ("model.position.scaling={kind='yarn', factor=2.0}", ["position.scaling.kind = 'yarn'", "llama3", "linear"]),
+        ("model.position.scaling={kind='ntk', factor=2.0}", ["position.scaling.kind = 'ntk'", "llama3", "yarn"]),
+        (
+            "model.position.scaling={kind='yarn', factor=2.0, original_context_length=8, beta_fast=1.0}",
+            ["model.position.scaling", "beta_fast must be larger than beta_slow"],
+        ),
+        (
+            "model.position={kind='rope', theta=1.0, scaling={kind='yarn', factor=2.0, original_context_length=8}}",
+            ["model.position", "theta = 1: it must be above 1"],
+        ),
+        (
+            "model.position.scaling={kind='longrope', factor=2.0, original_context_length=8, short_factors=[1.0], "
+            "long_factors=[2.0]}",
+            ["model.position.scaling.short_factors has 1 numbers", "channels of a head rotate"],
+        ),
+        (
+            "model.position.scaling={kind='longrope', factor=2.0, original_context_length=8, short_factors=[1.0], "
+            "long_factors=[]}",
+            ["short_factors has 1 numbers, and long_factors 0"],
+        ),
         ("model.attention.window={}", ["model.attention.window", "valid integer"]),
         ("model.attention.window=0", ["model.attention.window = 0", "greater than 0"]),
         ("model.scale=2.0", ["unknown key model.scale; did you mean model.attention.scale?"]),
         ("model.logit_soft_cap=0", ["model.logit_soft_cap = 0", "greater than 0"]),
+        (
+            "model.norm={kind='rms', plus_one=true, scale=false}",
+            ["model.norm", "plus_one = true adds 1 to a parameter that scale = false leaves out"],
+        ),
         ("model.norm={kind='layer', plus_one=true}", ["unknown key model.norm.plus_one", "model.norm.kind = 'rms'"]),
         ("model.feed_forward.activation=swiglu", ["model.feed_forward.activation = 'swiglu'", "silu"]),
         ("model.attention={}", ["model.attention.num_heads is missing"]),

@@ -551,7 +551,7 @@ def test_what_is_not_fused_counts_biases_rotation_and_norms_of_heads():
     moved = 2 * 2 * 2 * 32 * model.num_layers * H  # read and written in bfloat16, for each head
     base = unfused()
     assert unfused(qkv_bias=True) - base == moved * (heads + 2 * kv_heads)
-    assert unfused(qk_norm=True) - base == moved * (heads + kv_heads)
+    assert unfused(qk_norm="head") - base == moved * (heads + kv_heads)
 
 
 def test_search_finds_what_fits_and_sorts_it():

@@ -50,7 +50,7 @@ def test_names_and_shapes_are_those_that_are_published():
 def test_layers_of_several_structures_keep_their_numbers():
     keys = dict(TINY, model_type="qwen3", num_hidden_layers=5)
     model = model_of(keys, "config.json").model_dump(exclude_none=True)
-    pattern = ({"name": "plain", "layers": 2, "attention": {"qk_norm": False}}, {"name": "normed"})
+    pattern = ({"name": "plain", "layers": 2, "attention": {"qk_norm": "none"}}, {"name": "normed"})
     mixed = type(model_of(keys, "x")).model_validate({**model, "pattern": pattern})
     expected = table.tensors(mixed, families()["qwen3"].rules)
     normed = {re.findall(r"\d+", name)[0] for name in expected if "q_norm" in name}

@@ -41,7 +41,7 @@ def pairs(count=5, most=40):
 def test_token_logprobs_are_log_softmax_and_argmax(family):
     graph, _, parameters = parts(model_fixtures.FAMILIES[family])
     tokens, targets = np.random.default_rng(0).integers(0, model_fixtures.VOCABULARY, (2, 3, 12), dtype=np.int32)
-    logprobs, likeliest = jax.jit(lambda *x: token_logprobs(graph, *x))(parameters, tokens, targets)
+    logprobs, likeliest = jax.jit(lambda *x: token_logprobs(graph, *x))(parameters, tokens, targets, np.full(3, 12))
     chex.assert_type([logprobs, likeliest], [jnp.float32, jnp.bool_])
     for row in range(3):
         logits = model_fixtures.full_logits(graph, parameters, tokens[row])

@@ -148,6 +148,7 @@ def test_gaps_that_a_tpu_closes_are_not_what_a_step_needs(chip, temporaries, gap
                 ["model.attention.num_heads=12", "model.attention.num_kv_heads=6", "model.d_model=768"],
                 id="a head and a half",
             ),
+            pytest.param((1, 1, 4), ["model.attention.qk_norm=projection"], id="norms of all heads"),
             pytest.param(
                 (2, 2, 1),
                 [f"optimizer.groups=[{FROZEN % 'layers/feed_forward/*'}, {FROZEN % 'embedding'}]"],
@@ -157,7 +158,7 @@ def test_gaps_that_a_tpu_closes_are_not_what_a_step_needs(chip, temporaries, gap
                 (1, 2, 2), [f"optimizer.groups=[{FROZEN % 'layers/*'}, {FROZEN % 'embedding'}]"], id="frozen layers"
             ),
         ],
-        ["kernels, half a head", "frozen layers"],
+        ["kernels, half a head", "norms of all heads", "frozen layers"],
     ),
 )
 def test_collectives_are_as_counted(small, sizes, settings):

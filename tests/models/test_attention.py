@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from matrices import sampled
 
-from jaxlm.models.config import LinearScalingConfig, Llama3ScalingConfig, RopeConfig
 from jaxlm.models.operations import HEADS, rope
-from jaxlm.models.positions import packed_causal_mask, rope_table
+from jaxlm.models.position_config import LinearScalingConfig, Llama3ScalingConfig, LongRopeScalingConfig, RopeConfig
+from jaxlm.models.positions import cache_causal_mask, document_lengths, packed_causal_mask, rope_table
 from jaxlm.parallel.layout import AXES
 from kernels_pallas.flash_attention import KeyRange, causal_chunks, flash_attention
 
@@ -168,3 +168,25 @@ def test_linear_scaling_makes_steps_of_a_factor_one():
     stretched = RopeConfig(scaling=LinearScalingConfig(factor=8.0))
     positions = jnp.arange(12)[None]
     chex.assert_trees_all_close(rope_table(stretched, 8, 8 * positions), rope_table(RopeConfig(), 8, positions))
+
+
+def test_lengths_are_those_of_documents_without_padding():
+    packed = jnp.array([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
+    np.testing.assert_array_equal(document_lengths(packed, packed_causal_mask(packed)), [[3, 3, 3, 2, 2, 1], [6] * 6])
+    prompts = jnp.broadcast_to(jnp.arange(4), (3, 4))
+    lengths = jnp.array([4, 2, 1])
+    found = np.asarray(document_lengths(prompts, cache_causal_mask(prompts, lengths)))
+    for row, length in enumerate(lengths):
+        assert set(found[row, :length]) == {int(length)}
+    one = jnp.array([[7], [0]])
+    np.testing.assert_array_equal(document_lengths(one, cache_causal_mask(one, one[:, 0] + 1)), [[8], [1]])
+
+
+def test_long_documents_have_factors_of_their_own():
+    scaling = {"factor": 4.0, "short_factors": (1.0, 2.0), "long_factors": (1.0, 8.0), "original_context_length": 4}
+    settings = RopeConfig(scaling=LongRopeScalingConfig(**scaling, attention_factor=1.0))
+    positions = jnp.array([[3]])
+    angles = lambda length: np.arctan2(*reversed(rope_table(settings, 4, positions, jnp.array([[length]]))))  # noqa: E731
+    np.testing.assert_allclose(angles(4)[0, 0], [3.0, 3.0 / 100 / 2], rtol=1e-6)
+    np.testing.assert_allclose(angles(5)[0, 0], [3.0, 3.0 / 100 / 8], rtol=1e-6)
+    chex.assert_trees_all_equal(rope_table(settings, 4, positions), rope_table(settings, 4, positions, positions + 1))

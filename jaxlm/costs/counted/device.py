@@ -86,6 +86,14 @@ class DeviceStep:
         size = dict(zip(use.marker.operands[1], use.shapes[1], strict=True))["kv_heads"]
         return size if size % self.work.parts("tensor", "act_heads", use.readers) else 0
 
+    def shares_norm(self, use: Use) -> bool:
+        """Return whether `tensor` shards what a norm is over. Key/value heads are copied as query heads need them."""
+        over = use.options["dimensions"]
+        sizes = dict(zip(use.marker.operands[0][-over:], use.shapes[0][-over:], strict=True))
+        if use.readers is not None and sizes.pop("act_kv_heads", None):
+            sizes["act_heads"] = use.readers
+        return any(self.work.parts("tensor", axis, size) > 1 for axis, size in sizes.items())
+
     def shards(self, axes: Axes, shape: tuple[int, ...], over: str) -> int:
         """Return the number of shards that a mesh axis makes of an array."""
         return math.prod(self.work.parts(over, axis, n) for axis, n in zip(axes, shape, strict=True) if axis)

@@ -92,7 +92,7 @@ def loops(device: DeviceStep, use: Use) -> Iterator[Elementwise]:
             yield each("dropout", numbers, _DROPOUT)
         case "linear" if len(axes) == 3:
             yield each("bias", math.prod(device.work.shape((*WHOLE[:2], *axes[2]), use.made[0], use.readers)), _BESIDE)
-        case "rms_norm" | "layer_norm" if axes[0][-1] == "act_head_dim":
+        case "rms_norm" | "layer_norm" if axes[0][-use.options["dimensions"]] == "act_head_dim":
             yield each("", numbers, _BESIDE)
         case "rms_norm" | "layer_norm" if layered:
             yield each("", numbers, _NORMS[use.name])

@@ -1,5 +1,6 @@
 """Costs of the kernels of a step on one device, as each kernel declares them (`costs` in kernels_pallas)."""
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -47,14 +48,21 @@ def elementwise(device: DeviceStep, use: Use) -> Iterator[Elementwise]:
         return [jax.ShapeDtypeStruct(device.operand(use, i), work.dtype) for i in range(len(use.operands))]
 
     match use.name:
-        case "rms_norm" | "layer_norm":
-            x, *vectors = arrays()
+        case "rms_norm" | "layer_norm" if not device.shares_norm(use):
+            over = use.options["dimensions"]
+            x, *vectors = (
+                jax.ShapeDtypeStruct((*a.shape[:-over], math.prod(a.shape[-over:])), a.dtype) for a in arrays()
+            )
             residual = vectors.pop() if len(use.results) == 2 else None
             yield _launched(use.scope, use.times, _NORMS[use.name](x, *vectors, residual=residual))
         case "rope":
             x, *angles = arrays()
             angles = [jax.ShapeDtypeStruct(each.shape, jnp.float32) for each in angles]
-            yield _launched(f"{use.scope}/rope", use.times, rotary_costs(x, *angles))
+            first = jax.ShapeDtypeStruct((*x.shape[:-1], 2 * angles[0].shape[-1]), x.dtype)
+            yield _launched(f"{use.scope}/rope", use.times, rotary_costs(first, *angles))
+            if first.size < x.size:  # the kernel's operand is cut out, and its result joined with the others
+                moved = KernelCost(bytes=2 * x.dtype.itemsize * (first.size + x.size))
+                yield Elementwise(f"{use.scope}/rope", use.times, moved, moved)
         case "gated_activation":
             costs = gated_costs(*arrays(), activation=use.options["name"])
             yield _launched(f"{use.scope}/activation", use.times, costs)

@@ -28,7 +28,7 @@ class Collective(NamedTuple):
 def collectives(work: Workload) -> list[Collective]:
     """Return all collectives of a step, except over axes of size 1."""
     step = device_step(work)
-    found = [*_parameters(step), *_stream(step)]
+    found = [*_parameters(step), *_stream(step), *_norms(step)]
     if work.kind == "train":
         found += [*_copies(step), *_sums(work), *_optimizer(work)]
     return [c for c in found if work.layout.over(c.axes) > 1 and c.times * c.bytes]
@@ -145,6 +145,23 @@ def _stream(device: DeviceStep) -> Iterator[Collective]:
     for (kind, size, of), times in counts.items():
         if kind:
             yield Collective(kind, tensor, times, size, of)
+
+
+# Sums over the channels of each token that a norm asks for, in either direction.
+_STATISTICS = {"rms_norm": 1, "layer_norm": 2}
+
+
+def _norms(device: DeviceStep) -> Iterator[Collective]:
+    """Over `tensor`, norms of all heads together sum the statistics of each token, in float32. Those of the queries and
+    keys of a layer are sent together."""
+    again = run_again(device)
+    for uses in device.found.by_layer.values():
+        shared = [use for use in uses if use.name in _STATISTICS and device.shares_norm(use)]
+        for use in shared[:1]:
+            passes = 1 + (not again.isdisjoint(use.results)) + device.trains(use)
+            times = device.work.microbatches * use.times * passes * _STATISTICS[use.name]
+            bytes_ = sum(4 * math.prod(device.operand(each, 0)[:2]) for each in shared)
+            yield Collective("all-reduce", ("tensor",), times, bytes_, "norms")
 
 
 def _is_summed(device: DeviceStep, use: Use) -> bool:

@@ -5,7 +5,7 @@ from flax import nnx
 
 from jaxlm.models import config
 from jaxlm.models.cache import LayerCache, Slot
-from jaxlm.models.norms import norm
+from jaxlm.models.norms import NoNorm, Norm, norm
 from jaxlm.models.operations import HEADS, KV_HEADS, attention, kv_heads, linear, named_heads, rope
 from jaxlm.models.parameters import Module, normal, param, zeros
 from jaxlm.models.rows import Auxiliary, RowContext
@@ -28,8 +28,18 @@ class GroupedQueryAttention(Module):
         self.key_bias = param(rngs, (K, H), "kv_heads head_dim", zeros) if biased else None
         self.value_bias = param(rngs, (K, H), "kv_heads head_dim", zeros) if biased else None
         self.output_bias = param(rngs, (D,), "channels", zeros) if settings.output_bias else None
-        self.query_norm = norm(model, H, rngs, axis="head_dim") if settings.qk_norm else None
-        self.key_norm = norm(model, H, rngs, axis="head_dim") if settings.qk_norm else None
+        self.query_norm = self._norm(model, (N, H), "heads head_dim", rngs)
+        self.key_norm = self._norm(model, (K, H), "kv_heads head_dim", rngs)
+
+    def _norm(self, model: config.ModelConfig, shape: tuple[int, ...], axes: str, rngs: nnx.Rngs) -> Norm:
+        """Return the norm of all heads, of each head, or none."""
+        match self.settings.qk_norm:
+            case "projection":
+                return norm(model, rngs, shape, axes)
+            case "head" | "head_after_rope":
+                return norm(model, rngs, shape[1:], "head_dim")
+            case "none":
+                return NoNorm()
 
     def slots(self) -> dict[str, Slot]:
         """Return its keys and values, the copies of `linear` among them."""
@@ -43,9 +53,12 @@ class GroupedQueryAttention(Module):
         """Return the layer's output for x, [B, T, D] both, and the cache with its keys and values appended."""
         matrices, biases = (self.query, self.key, self.value), (self.query_bias, self.key_bias, self.value_bias)
         query_BTNH, key_BTKH, value_BTKH = linear(x_BTD, *matrices, biases=biases, readers=self.settings.num_heads)
-        if self.query_norm is not None and self.key_norm is not None:
+        after = self.settings.qk_norm == "head_after_rope"
+        if not after:
             query_BTNH, key_BTKH = self.query_norm(query_BTNH, HEADS), self.key_norm(key_BTKH, KV_HEADS)
         query_BTNH, key_BTKH = rope(query_BTNH, HEADS, rows.rope), rope(key_BTKH, KV_HEADS, rows.rope)
+        if after:
+            query_BTNH, key_BTKH = self.query_norm(query_BTNH, HEADS), self.key_norm(key_BTKH, KV_HEADS)
         query_BTNH, key_BTKH, value_BTKH = named_heads(query_BTNH, key_BTKH, value_BTKH)
         cache = cache.update(rows, key=key_BTKH, value=value_BTKH)
         settings = self.settings

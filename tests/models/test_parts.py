@@ -1,0 +1,299 @@
+"""Parts of a model that some families have: each is its equation, also packed, cached, on meshes, and is counted."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import meshes
+import model_fixtures
+import numpy as np
+import pytest
+from flax import nnx
+from matrices import sampled
+from workload_fixtures import workload
+
+from jaxlm.costs.counted import operations
+from jaxlm.costs.jaxpr.count import count
+from jaxlm.inference import steps
+from jaxlm.inference.cache import empty_cache
+from jaxlm.inference.scoring import token_logprobs
+from jaxlm.models import tree
+from jaxlm.models.positions import packed_causal_mask
+from jaxlm.training.step import make_steps
+from kernels_pallas.core import interpreted
+from kernels_pallas.linear_cross_entropy import chunks
+
+T = 20  # tokens of a row
+
+
+def of(attention=None, **changes):
+    """Return the keys of a Llama with changes."""
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 12}
+    return {**model_fixtures.LLAMA, "num_layers": 2, "attention": {**heads, **(attention or {})}, **changes}
+
+
+def scaled(kind, **scaling):
+    """Return the keys of a Llama with a scaling of its angles."""
+    return of(position={"kind": "rope", "theta": 30.0, "scaling": {"kind": kind, "factor": 3.0, **scaling}})
+
+
+PARTS = {
+    "partial": of(position={"kind": "rope", "fraction": 0.5}),
+    "reversed": of(position={"kind": "rope", "reversed": True, "fraction": 0.34}),
+    "dynamic": scaled("dynamic", original_context_length=4),
+    "yarn": scaled("yarn", original_context_length=16, beta_fast=2.0, beta_slow=0.1),
+    "yarn, whole": scaled("yarn", original_context_length=16, truncate=False, mscale=0.7, mscale_all_dim=0.3),
+    "longrope": scaled(
+        "longrope", original_context_length=4, short_factors=[1.0, 1.1, 1.2, 1.5, 2, 3], long_factors=[1, 2, 3, 4, 5, 6]
+    ),
+    "scaled": of(embedding_scale=3.0, residual_scale=0.22, logit_scale=0.3, logit_soft_cap=2.0),
+    "norm of heads after rotation": of({"qk_norm": "head_after_rope", "num_kv_heads": 1}),
+    "norm of projections": of({"qk_norm": "projection", "qkv_bias": True}, norm_placement="after"),
+    "layer norm of projections": of({"qk_norm": "projection", "num_kv_heads": 1}, norm={"kind": "layer"}),
+    "norm without a scale": of(
+        {"qk_norm": "head_after_rope"},
+        norm={"kind": "rms", "scale": False},
+        embedding_norm=True,
+        position={"kind": "rope", "reversed": True},
+    ),
+    "layer norm without parameters": of({"qk_norm": "head"}, norm={"kind": "layer", "scale": False, "bias": False}),
+    "norm of embeddings": of(embedding_norm=True, norm={"kind": "layer", "scale": False}),
+    "scaled, parallel": of(
+        embedding_scale="sqrt_d_model", residual_scale=1.5, norm_placement="both", residual="parallel"
+    ),
+}
+
+# Keys keep the angles with which they were written: dynamic ones differ from those of a full pass.
+CACHED = [name for name in PARTS if name != "dynamic"]
+
+
+def over(*kept):
+    """Parametrise a test over these parts, and over all in the exhaustive suite."""
+    return pytest.mark.parametrize("name", sampled(list(PARTS), list(kept)))
+
+
+def parts(name):
+    """Return a model, its graph and parameters, no norm of which is 1."""
+    model = model_fixtures.model(PARTS[name])
+    draw = np.random.default_rng(1)
+
+    def loud(path, leaf):
+        is_vector = path[-1].key.endswith(("scale", "bias"))
+        return leaf + draw.uniform(-0.4, 0.6, leaf.shape).astype(np.float32) if is_vector else leaf
+
+    parameters = jax.tree_util.tree_map_with_path(loud, tree.init(model, 0, meshes.make()))
+    return model, tree.abstract(model)[0], parameters
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits(graph, parameters, tokens, positions):
+    module = nnx.merge(graph, parameters)
+    return module.logits(module.hidden(tokens, positions, packed_causal_mask(positions))[0])
+
+
+def frequencies(position, width, length):
+    """Return the angle of each pair at position 1, and what multiplies cos and sin, by the published formulas."""
+    theta, scaling, pairs = position.theta, position.scaling, np.arange(0, width, 2)
+    if scaling is None:
+        return theta ** (-pairs / width), 1.0
+    factor, original = scaling.factor, scaling.original_context_length
+    if scaling.kind == "dynamic":
+        longer = max(length, original)
+        theta *= (factor * longer / original - (factor - 1)) ** (width / (width - 2))
+        return theta ** (-pairs / width), 1.0
+    if scaling.kind == "longrope":
+        factors = scaling.long_factors if length > original else scaling.short_factors
+        return 1 / (np.array(factors) * theta ** (pairs / width)), np.sqrt(1 + np.log(factor) / np.log(original))
+
+    def dimension(rotations):
+        return width * np.log(original / (rotations * 2 * np.pi)) / (2 * np.log(theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = np.floor(low), np.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    ramp = np.clip((np.arange(width // 2) - low) / (high - low), 0, 1)
+    factors = [0.1 * slope * np.log(factor) + 1 for slope in (scaling.mscale, scaling.mscale_all_dim)]
+    return (1 - ramp + ramp / factor) * theta ** (-pairs / width), factors[0] / factors[1]
+
+
+def rotated(x, position, length):
+    if position.kind == "none":
+        return x
+    width = int(x.shape[-1] * position.fraction)
+    frequency, factor = frequencies(position, width, length)
+    angle = (jnp.arange(x.shape[1])[:, None] * frequency)[None, :, None]
+    cos, sin = factor * jnp.cos(angle), factor * jnp.sin(angle) * (-1 if position.reversed else 1)
+    first, second, rest = jnp.split(x, [width // 2, width], axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+
+def norm(settings, x, p, there=True, dimensions=1):
+    """Return the norm of x over its last dimensions, if it is there, with the parameters that there are."""
+    if not there:
+        return x
+    over, p = tuple(range(-dimensions, 0)), p or {}
+    if settings.kind == "layer":
+        x = x - jnp.mean(x, over, keepdims=True)
+    y = x / jnp.sqrt(jnp.mean(x**2, over, keepdims=True) + 1e-5) * p.get("scale", 1.0)
+    return y + p.get("bias", 0.0)
+
+
+def q_or_k_rotated(x, p, block):
+    kind, length = block.attention.qk_norm, x.shape[1]
+    if kind == "head_after_rope":
+        return norm(block.norm, rotated(x, block.position, length), p)
+    return rotated(norm(block.norm, x, p, kind != "none", 2 if kind == "projection" else 1), block.position, length)
+
+
+def attention(x, p, block):
+    query, key, value = (jnp.einsum("btd,dnh->btnh", x, p[name]) for name in ("query", "key", "value"))
+    if "query_bias" in p:
+        query, key, value = query + p["query_bias"], key + p["key_bias"], value + p["value_bias"]
+    query, key = (q_or_k_rotated(y, p.get(f"{name}_norm"), block) for y, name in ((query, "query"), (key, "key")))
+    key, value = (jnp.repeat(y, query.shape[2] // y.shape[2], axis=2) for y in (key, value))
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key) / jnp.sqrt(query.shape[-1])
+    scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), scores, -jnp.inf)
+    return jnp.einsum("bnts,bsnh,nhd->btd", jax.nn.softmax(scores), value, p["output"])
+
+
+def feed_forward(x, p):
+    return (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
+
+
+def layer(x, p, block):
+    before, after = block.norm_placement != "after", block.norm_placement != "before"
+
+    def attended(x):
+        made = attention(norm(block.norm, x, p.get("attention_norm"), before), p["attention"], block)
+        return norm(block.norm, made, p.get("attention_post_norm"), after)
+
+    def fed(x):
+        made = feed_forward(norm(block.norm, x, p.get("feed_forward_norm"), before), p["feed_forward"])
+        return norm(block.norm, made, p.get("feed_forward_post_norm"), after)
+
+    m = block.residual_scale
+    if block.residual == "parallel":
+        return x + m * attended(x) + m * fed(x)
+    x = x + m * attended(x)
+    return x + m * fed(x)
+
+
+def written_out(model, parameters, tokens):
+    """Return the logits of rows that are a document each, from the equations."""
+    factor = model.embedding_scale
+    x = parameters["embedding"][tokens] * (np.sqrt(model.d_model) if factor == "sqrt_d_model" else factor)
+    x = norm(model.norm, x, parameters.get("embedding_norm"), model.embedding_norm)
+    for i, block in enumerate(model.layers):
+        p = jax.tree.map(lambda leaf, i=i: leaf[i], parameters["layers"])
+        x = layer(x, p, block)
+    scores = model.logit_scale * (norm(model.norm, x, parameters.get("final_norm")) @ parameters["unembedding"])
+    return scores if model.logit_soft_cap is None else model.logit_soft_cap * jnp.tanh(scores / model.logit_soft_cap)
+
+
+def rows(count=2, length=T):
+    tokens = np.random.default_rng(0).integers(0, model_fixtures.VOCABULARY, (count, length), dtype=np.int32)
+    return jnp.asarray(tokens), jnp.broadcast_to(jnp.arange(length)[None], tokens.shape)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_is_its_equation(name):
+    model, graph, parameters = parts(name)
+    tokens, positions = rows()
+    with jax.numpy_rank_promotion("allow"), jax.default_matmul_precision("highest"):
+        expected = jax.jit(functools.partial(written_out, model))(parameters, tokens)
+    model_fixtures.assert_same_numbers(logits(graph, parameters, tokens, positions), expected, 1e-5)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_packed_documents_are_as_if_alone(name):
+    _, graph, parameters = parts(name)
+    tokens, _ = rows(1)
+    cuts = [(0, 3), (3, T - 3), (T - 3, T)]
+    packed = jnp.concatenate([jnp.arange(end - start) for start, end in cuts])[None]
+    found = logits(graph, parameters, tokens, packed)
+    for start, end in cuts:
+        alone = logits(graph, parameters, tokens[:, start:end], packed[:, start:end])
+        model_fixtures.assert_same_numbers(found[:, start:end], alone, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", sampled(CACHED, ["partial", "yarn", "longrope", "scaled", "norm of projections", "norm without a scale"])
+)
+def test_prefill_and_decode_are_the_full_pass(name):
+    """Prompts of several lengths, and nine more tokens."""
+    model, graph, parameters = parts(name)
+    tokens, positions = rows(3)
+    expected = logits(graph, parameters, tokens, positions)
+    lengths = np.array([5, 7, 11], np.int32)  # all beyond an original context of 4
+    prompts = jnp.where(jnp.arange(11)[None] < lengths[:, None], tokens[:, :11], 7)
+    prefill = jax.jit(lambda p, t, n: steps.prefill(graph, p, t, n, empty_cache(model, 3, T, jnp.float32)))
+    decode = jax.jit(chex.assert_max_traces(lambda p, t, c: steps.decode_step(graph, p, t, c), n=1))
+    found, cache = prefill(parameters, prompts, lengths)
+    for at in range(9):
+        model_fixtures.assert_same_numbers(found, expected[np.arange(3), lengths - 1 + at], 1e-5)
+        found, cache = decode(parameters, tokens[np.arange(3), lengths + at], cache)
+
+
+@over("scaled", "norm of projections", "layer norm of projections")
+def test_losses_and_gradients_do_not_depend_on_the_mesh(name):
+    model = model_fixtures.model(PARTS[name])
+    expected_loss, expected = model_fixtures.first_gradients(model, meshes.make())
+    loss, gradients = model_fixtures.first_gradients(model, meshes.make(2, 2, 2))
+    model_fixtures.assert_same_numbers(loss, expected_loss, 1e-5)
+    model_fixtures.assert_same_numbers(gradients, expected, 1e-4)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_is_counted_to_the_last_flop(name):
+    model = model_fixtures.model(PARTS[name])
+    training = model_fixtures.training(remat="full", dtype="bfloat16", kernels="xla")
+    made = make_steps(model, training, model_fixtures.optimization())
+    shape = jax.ShapeDtypeStruct((8, model_fixtures.CONTEXT), jnp.int32)
+    batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), shape)
+    read = count(made.train, jax.eval_shape(made.init), batch)
+    ops = operations.step(workload("train", model, 8, model_fixtures.CONTEXT, remat="full", kernels="xla"))
+    assert sum(op.times * op.flops for op in ops) == read.matmul_flops
+
+
+def test_scaled_logits_have_the_same_loss_where_they_are_not_held(monkeypatch):
+    """In chunks, as kernels compute it."""
+    model, graph, parameters = parts("scaled")
+    tokens, _ = rows()
+    hidden = jax.random.normal(jax.random.key(0), (*tokens.shape, model.d_model))
+
+    def loss(hidden, parameters):
+        return nnx.merge(graph, parameters).cross_entropy(hidden, tokens, tokens > 0)["loss"]
+
+    def by_logits(hidden, parameters):
+        logprobs = jax.nn.log_softmax(nnx.merge(graph, parameters).logits(hidden))
+        at_target = jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
+        return -jnp.sum(jnp.where(tokens > 0, at_target, 0.0))
+
+    def both(loss):
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(hidden, parameters)
+
+    expected = both(by_logits)
+    monkeypatch.setattr(chunks, "LOGITS", 16 * model.vocab_size)
+    with interpreted("chunked"):
+        model_fixtures.assert_same_numbers(both(loss), expected, 1e-5)
+
+
+def test_scores_of_continuations_are_of_scaled_logits():
+    _, graph, parameters = parts("scaled")
+    tokens, positions = rows()
+    found, _ = token_logprobs(graph, parameters, tokens[:, :-1], tokens[:, 1:], jnp.full(len(tokens), T - 1))
+    expected = jax.nn.log_softmax(logits(graph, parameters, tokens, positions))[:, :-1]
+    expected = jnp.take_along_axis(expected, tokens[:, 1:, None], axis=-1)[..., 0]
+    model_fixtures.assert_same_numbers(found, expected, 1e-5)
+
+
+def test_padding_does_not_lengthen_a_document_that_is_scored():
+    """Three tokens are within the original context, twenty are not."""
+    _, graph, parameters = parts("longrope")
+    tokens, _ = rows()
+    scored = jax.jit(functools.partial(token_logprobs, graph))
+    alone, _ = scored(parameters, tokens[:, :3], tokens[:, 1:4], jnp.full(2, 3))
+    padded, _ = scored(parameters, tokens.at[:, 3:].set(0), jnp.roll(tokens, -1, 1), jnp.full(2, 3))
+    model_fixtures.assert_same_numbers(padded[:, :3], alone, 1e-5)

@@ -32,6 +32,8 @@ class Family:
       rules: of its tensors.
       dropped: names of tensors that are no parameters; {l} stands for a layer.
       copies: tensors that a file may repeat under another name: the name of the copy, and that of the tensor.
+      aliases: older names of keys, and the names that they have now.
+      outer: keys of rotary positions that stand beside them too.
       bases: the files that its own builds on.
     """
 
@@ -46,15 +48,20 @@ class Family:
     rules: tuple[TensorRule, ...]
     dropped: tuple[str, ...]
     copies: Mapping[str, str]
+    aliases: Mapping[str, str]
+    outer: frozenset[str]
     bases: int
 
 
 @functools.cache
 def families() -> dict[str, Family]:
-    """Return all families by their `model_type`."""
+    """Return all families by their `model_type`, the plainest first: Llama's, then those that build on fewer others."""
     names = sorted(file.name.removesuffix(".toml") for file in _FILES.iterdir() if file.name.endswith(".toml"))
     found = [_family(name) for name in names if "model_type" in _read(name)]
-    return {family.name: family for family in sorted(found, key=lambda family: (family.bases, family.name))}
+    return {
+        family.name: family
+        for family in sorted(found, key=lambda family: (family.name != "llama", family.bases, family.name))
+    }
 
 
 def named(model_type: Any, where: str) -> Family:
@@ -96,6 +103,8 @@ def _family(name: str) -> Family:
         rules=tuple(TensorRule.parse(tensor, line) for tensor, line in found["weights"].items()),
         dropped=tuple(found.get("dropped", ())),
         copies=found.get("copies", {}),
+        aliases=found.get("aliases", {}),
+        outer=frozenset(found.get("outer", ())),
         bases=_bases(name),
     )
 

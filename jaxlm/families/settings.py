@@ -1,13 +1,14 @@
 """The keys of a published config.json and those of [model], both ways."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
+
+from pydantic import ValidationError
 
 from jaxlm.core.errors import InputError
 from jaxlm.core.schema import merged
-from jaxlm.families import layer_kinds
 from jaxlm.families.family import Family, families, named
+from jaxlm.families.layer_kinds import LayerKinds
 from jaxlm.models.config import BlockConfig, ModelConfig
 
 
@@ -18,7 +19,8 @@ def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
     cannot express: nothing is ignored that changes a result.
     """
     family = named(config.get("model_type"), where)
-    given = {key: value for key, value in {**family.defaults, **config}.items() if key not in family.inert}
+    known = {family.aliases.get(key, key): value for key, value in config.items()}
+    given = {key: value for key, value in {**family.defaults, **known}.items() if key not in family.inert}
     values: dict[str, Any] = dict(family.model)
     for key, allowed in family.equal.items():
         value = given.pop(key, allowed[0])
@@ -29,10 +31,14 @@ def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
             for target in targets:
                 values = merged(values, _nested(target, value))
     for composite in family.composites:
-        values = merged(values, _READERS[composite](given, values, where))
+        values = merged(values, _COMPOSITES[composite].read(given, values, where))
     if left := [key for key, value in given.items() if value not in (None, {})]:
         raise InputError(f"{where}: {', '.join(sorted(left))}: jaxlm knows no such key of {family.name}")
-    return ModelConfig.model_validate(values)
+    try:
+        return ModelConfig.model_validate(values)
+    except ValidationError as error:
+        why = error.errors()[0]
+        raise InputError(f"{where} describes no model: {'.'.join(map(str, why['loc']))}: {why['msg']}") from None
 
 
 def config_of(model: ModelConfig, family: Family) -> dict[str, Any]:
@@ -46,17 +52,17 @@ def config_of(model: ModelConfig, family: Family) -> dict[str, Any]:
     config |= {key: allowed[0] for key, allowed in family.equal.items()}
     config |= {key: _value(model, targets[0]) for key, targets in family.config.items()}
     for composite in family.composites:
-        config |= _WRITERS[composite](model, family)
-    return config
+        config |= _COMPOSITES[composite].write(model, family)
+    return config | {old: config[new] for old, new in family.aliases.items() if new in config}
 
 
 def family_of(model: ModelConfig) -> Family:
-    """Return the family that a model can be published in. Raises InputError where there is none."""
+    """Return the family that a model can be published in, the plainest of several. Raises InputError for none."""
     for family in families().values():
         try:
             if _alike(model_of(config_of(model, family), family.name), model):
                 return family
-        except (InputError, ValueError, AttributeError):
+        except (InputError, AttributeError):
             continue
     raise InputError(f"this [model] is none of {', '.join(families())}, and cannot be exported")
 
@@ -84,39 +90,59 @@ def _value(model: ModelConfig, dotted: str) -> Any:
     return found
 
 
-def _read_query_scale(given: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+class _QueryScale:
     """Gemma divides queries by the root of a number of its own, not of the width of a head."""
-    scalar = given.pop("query_pre_attn_scalar")
-    same = scalar == values["attention"].get("head_dim")
-    return {} if same else {"attention": {"scale": scalar**-0.5}}
+
+    def read(self, given: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        scalar = given.pop("query_pre_attn_scalar")
+        same = scalar == values["attention"].get("head_dim")
+        return {} if same else {"attention": {"scale": scalar**-0.5}}
+
+    def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
+        attention = model.attention
+        scalar = attention.head_dim if attention.scale is None else attention.scale**-2
+        whole = round(scalar)
+        return {"query_pre_attn_scalar": whole if abs(scalar - whole) < 1e-6 * whole else scalar}
 
 
-def _write_query_scale(model: ModelConfig, family: Family) -> dict[str, Any]:
-    attention = model.attention
-    scalar = attention.head_dim if attention.scale is None else attention.scale**-2
-    whole = round(scalar)
-    return {"query_pre_attn_scalar": whole if abs(scalar - whole) < 1e-6 * whole else scalar}
-
-
-def _read_inner(given: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+class _InnerWidth:
     """GPT-2 leaves out the width of its feed-forward layer: four times the stream's."""
-    return {} if "d_ff" in values["feed_forward"] else {"feed_forward": {"d_ff": 4 * values["d_model"]}}
+
+    def read(self, given: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        return {} if "d_ff" in values["feed_forward"] else {"feed_forward": {"d_ff": 4 * values["d_model"]}}
+
+    def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
+        return {}
 
 
-def _write_inner(model: ModelConfig, family: Family) -> dict[str, Any]:
-    return {}
+class _LogitsScaling:
+    """Granite divides logits."""
+
+    def read(self, given: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        return {"logit_scale": 1.0 / given.pop("logits_scaling")}
+
+    def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
+        return {"logits_scaling": 1.0 / model.logit_scale}
 
 
-# Translations of several keys together.
-_READERS = {
-    "rope": partial(layer_kinds.read, has_windows=False),
-    "rope and windows": partial(layer_kinds.read, has_windows=True),
-    "query scale": _read_query_scale,
-    "inner width": _read_inner,
-}
-_WRITERS = {
-    "rope": partial(layer_kinds.write, has_windows=False),
-    "rope and windows": partial(layer_kinds.write, has_windows=True),
-    "query scale": _write_query_scale,
-    "inner width": _write_inner,
+class _ParallelResidual:
+    """GPT-NeoX has its two layers side by side, or one after the other."""
+
+    def read(self, given: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        return {"residual": "parallel" if given.pop("use_parallel_residual") else "sequential"}
+
+    def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
+        return {"use_parallel_residual": model.residual == "parallel"}
+
+
+# Translations of several keys together, or of one whose value has another form.
+_COMPOSITES = {
+    "rope": LayerKinds(),
+    "rope and windows": LayerKinds(windows=True),
+    "rope where there is a window": LayerKinds(windows=True, rotates="windowed"),
+    "rope of listed layers": LayerKinds(windows=True, rotates="listed"),
+    "query scale": _QueryScale(),
+    "inner width": _InnerWidth(),
+    "logits scaling": _LogitsScaling(),
+    "parallel residual": _ParallelResidual(),
 }

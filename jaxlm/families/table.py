@@ -1,7 +1,6 @@
 """Stored tensors and arrays of the tree: which tensor holds what, by one reversible line each."""
 
 import difflib
-import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,11 +26,13 @@ _SHOWN = 6  # differences in a message, at most
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """An array of the tree, or the part of a stack that is one layer's."""
+    """An array of the tree, or the part of a stack that is one layer's; of the last dimension from `start` to `end`."""
 
     path: str
     index: int | None
     shape: tuple[int, ...]
+    start: int | None = None
+    end: int | None = None
 
 
 @dataclass(frozen=True)
@@ -71,20 +72,28 @@ def tensors(model: ModelConfig, rules: Sequence[TensorRule]) -> dict[str, Held]:
     found: dict[str, Held] = {}
     for rule in rules:
         for layer, (prefix, index) in enumerate(stacks) if "{l}" in rule.name else [(0, (_STACK, None))]:
-            paths = [path.replace(_STACK, prefix, 1) if path.startswith(f"{_STACK}/") else path for path in rule.paths]
-            if not any(path in shapes for path in paths):
+            named = [path.replace(_STACK, prefix, 1) if _is_stack(path) else path for path in rule.paths]
+            if not any(name.partition("[")[0] in shapes for name in named):
                 continue
-            places = tuple(TensorPlace(path, index, shapes[path][index is not None :]) for path in paths)
+            places = tuple(_place(name, index, shapes, model.layers[layer].rope_dim) for name in named)
             held = Held(rule.name.replace("{l}", str(layer)), places, rule.pattern)
             if held.name in found:
                 raise ValueError(f"two rules name {held.name}")
             found[held.name] = held
-    covered = [(place.path, place.index) for held in found.values() for place in held.places]
+    covered = [(place.path, place.index) for held in found.values() for place in held.places if not place.start]
     whole = [(path, i) for path, shape in shapes.items() for i in (range(shape[0]) if _is_stack(path) else [None])]
     if sorted(covered, key=str) != sorted(whole, key=str):
         left = sorted({path for path, _ in set(whole) ^ set(covered)})
         raise ValueError(f"no rule, or more than one, for {', '.join(left) or 'an array'}")
     return found
+
+
+def _place(name: str, index: int | None, shapes: Mapping[str, tuple[int, ...]], rotated: int) -> TensorPlace:
+    """Return the place of a path, with [rotated] or [rest] for the channels of a head that rotate, or do not."""
+    path, _, part = name.removesuffix("]").partition("[")
+    *shape, last = shapes[path][index is not None :]
+    ends = {"": (None, None), "rotated": (None, rotated), "rest": (rotated, None)}[part]
+    return TensorPlace(path, index, (*shape, len(range(last)[slice(*ends)])), *ends)
 
 
 def _leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
@@ -139,25 +148,26 @@ def load(
       dtype: to cast to; None keeps the dtype that each array is stored in (that of a stack's first layer).
     """
     _, abstract = model_tree.abstract(model)
-    sources: dict[str, dict[int | None, tuple[Held, int]]] = {}
+    sources: dict[str, dict[int | None, list[tuple[Held, int]]]] = {}
     for held in expected.values():
         for part, place in enumerate(held.places):
-            sources.setdefault(place.path, {})[place.index] = (held, part)
+            sources.setdefault(place.path, {}).setdefault(place.index, []).append((held, part))
     shapes, shardings = model_tree.shapes(abstract), model_tree.shardings(abstract, mesh, rules)
 
     def made(path: tuple, leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedSharding) -> jax.Array:
         of_layers = sources[jax.tree_util.keystr(path, simple=True, separator="/")]
-        as_stored = stored[next(iter(of_layers.values()))[0].name].dtype
+        as_stored = stored[next(iter(of_layers.values()))[0][0].name].dtype
         to = np.dtype(as_stored if dtype is None else dtype)
 
         def shard(index: tuple[slice, ...]) -> np.ndarray:
-            parts = [range(leaf.shape[0])[index[0]], index[1:]] if None not in of_layers else [[None], index]
-            numbers, inner = parts
+            alone = None in of_layers
+            numbers, inner = ([None], index) if alone else (range(leaf.shape[0])[index[0]], index[1:])
             arrays = []
             for number in numbers:
-                held, part = of_layers[number]
-                arrays.append(held.read(stored[held.name].read())[part][inner].astype(to))
-            return arrays[0] if None in of_layers else np.stack(arrays)
+                parts = [held.read(stored[held.name].read())[part] for held, part in of_layers[number]]
+                whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+                arrays.append(whole[inner].astype(to))
+            return arrays[0] if alone else np.stack(arrays)
 
         return jax.make_array_from_callback(leaf.shape, sharding, shard)
 
@@ -169,10 +179,12 @@ def unwritten(expected: Mapping[str, Held], parameters: Tree, dtype_of: Mapping[
     leaves = dict(_leaves(parameters))
 
     def make(held: Held) -> np.ndarray:
-        arrays = [
-            leaves[place.path] if place.index is None else leaves[place.path][place.index] for place in held.places
-        ]
-        return held.write([np.asarray(jax.device_get(array)) for array in arrays]).astype(dtype_of[held.name])
+        return held.write([array(place) for place in held.places]).astype(dtype_of[held.name])
+
+    def array(place: TensorPlace) -> np.ndarray:
+        leaf = leaves[place.path]
+        whole = jax.device_get(leaf if place.index is None else leaf[place.index])
+        return np.asarray(whole)[..., place.start : place.end]
 
     return {
         name: Unwritten(dtype_of[name], held.shape, lambda held=held: make(held)) for name, held in expected.items()
@@ -183,8 +195,3 @@ def matching(names: Collection[str], patterns: Collection[str]) -> list[str]:
     """Return the names that match one of these, in which {l} stands for a number."""
     known = [re.compile(re.escape(pattern).replace(r"\{l\}", r"\d+") + "$") for pattern in patterns]
     return [name for name in names if any(pattern.match(name) for pattern in known)]
-
-
-def parameter_count(expected: Mapping[str, Held]) -> int:
-    """Return the numbers of all tensors."""
-    return sum(math.prod(held.shape) for held in expected.values())

@@ -90,13 +90,23 @@ def test_kinds_of_layers_have_their_own_rotary_positions():
 @pytest.mark.parametrize(
     ("base", "keys", "message"),
     [
-        ({}, {}, "config.json has model_type None; jaxlm reads gpt2, gemma, llama"),
+        ({}, {}, "config.json has model_type None; jaxlm reads llama, gpt2, gpt_neox, arcee"),
         (LLAMA, {"model_type": "rwkv"}, "has model_type 'rwkv'"),
         (LLAMA, {"hidden_act": "relu"}, "hidden_act = 'relu', and jaxlm has llama with 'silu' alone"),
         (LLAMA, {"attention_dropout": 0.1}, "attention_dropout = 0.1, and jaxlm has llama with 0.0 alone"),
         (LLAMA, {"hidden_sizes": 9}, "hidden_sizes: jaxlm knows no such key of llama"),
         (LLAMA, {"sliding_window": 9}, "sliding_window: jaxlm knows no such key of llama"),
-        (LLAMA, {"rope_scaling": {"type": "su", "factor": 2}}, "rope_type 'su' is a scaling that jaxlm does not have"),
+        (
+            LLAMA,
+            {"rope_scaling": {"type": "mrope", "factor": 2}},
+            "rope_type 'mrope' is a scaling that jaxlm does not have",
+        ),
+        (
+            LLAMA,
+            {"rope_scaling": {"type": "su", "factor": 2}},
+            "describes no model: position.rope.scaling.short_factors",
+        ),
+        (LLAMA, {"num_key_value_heads": 4}, "describes no model"),
         (
             LLAMA,
             {"rope_scaling": {"type": "linear", "factor": 2, "odd": 1}},

@@ -1,0 +1,130 @@
+"""Rotary positions of a published config.json, in its two spellings, and [model.position], both ways."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxlm.core.errors import InputError
+from jaxlm.families.family import Family
+from jaxlm.models.config import BlockConfig, ModelConfig
+
+_ORIGINAL = "original_max_position_embeddings"
+# Keys of a scaling in config.json and in [model.position.scaling], by its kind.
+_SCALINGS: dict[str, dict[str, str]] = {
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor", _ORIGINAL: "original_context_length"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_frequency_factor",
+        "high_freq_factor": "high_frequency_factor",
+        _ORIGINAL: "original_context_length",
+    },
+    "yarn": {
+        **{name: name for name in ("factor", "beta_fast", "beta_slow", "truncate", "attention_factor")},
+        **{"mscale": "mscale", "mscale_all_dim": "mscale_all_dim", _ORIGINAL: "original_context_length"},
+    },
+    "longrope": {
+        **{"factor": "factor", "attention_factor": "attention_factor", _ORIGINAL: "original_context_length"},
+        **{"short_factor": "short_factors", "long_factor": "long_factors"},
+    },
+}
+_OLD_NAMES = {"su": "longrope"}
+
+
+def read(
+    given: dict[str, Any], kinds: Sequence[str], values: Mapping[str, Any], where: str
+) -> dict[str, dict[str, Any]]:
+    """Take the keys of rotary positions out of `given`. Return `position` of each kind of layer.
+
+    `rope_parameters` goes before `rope_theta` and `rope_scaling`. Raises InputError for a scaling that jaxlm lacks.
+    """
+    theta, scaling = given.pop("rope_theta", None), given.pop("rope_scaling", None) or {}
+    parameters, local = given.pop("rope_parameters", None) or {}, given.pop("rope_local_base_freq", None)
+    context = {"max": values["context_length"], _ORIGINAL: given.pop(_ORIGINAL, None)}
+    old = {"rope_theta": theta, "partial_rotary_factor": given.pop("partial_rotary_factor", None)}
+    if parameters and all(isinstance(value, Mapping) for value in parameters.values()):
+        if strange := parameters.keys() - set(kinds):
+            raise InputError(f"{where}: rope_parameters has {', '.join(sorted(strange))}, which jaxlm does not have")
+        return {kind: _position({**old, **parameters.get(kind, {})}, context, where) for kind in kinds}
+    whole = _position({**old, **({} if parameters else scaling), **parameters}, context, where)
+    if local is None:
+        return dict.fromkeys(kinds, whole)
+    return {kinds[0]: whole, kinds[1]: _position({**old, "rope_theta": local}, context, where)}
+
+
+def write(blocks: Mapping[str, BlockConfig], model: ModelConfig, family: Family) -> dict[str, Any]:
+    """Return the keys of rotary positions, in both spellings, of a layer of each kind."""
+    ropes = {kind: _parameters(block) for kind, block in blocks.items()}
+    full, *others = ropes.values()
+    found: dict[str, Any] = {
+        "rope_theta": full["rope_theta"],
+        "rope_scaling": _old_scaling(full),
+        "rope_parameters": full,
+    }
+    if _ORIGINAL in family.outer and _ORIGINAL in full:
+        found[_ORIGINAL] = full[_ORIGINAL]
+    if "partial_rotary_factor" in full:
+        found["partial_rotary_factor"] = full["partial_rotary_factor"]
+    if others and others[0] != full:
+        whole, local = ropes["full_attention"], ropes["sliding_attention"]
+        found |= {"rope_parameters": ropes, "rope_local_base_freq": local["rope_theta"]}
+        found |= {"rope_theta": whole["rope_theta"], "rope_scaling": _old_scaling(whole)}
+    return found
+
+
+def _old_scaling(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return `rope_scaling`, the scaling in the spelling of transformers 4."""
+    others = ("rope_theta", "partial_rotary_factor")
+    return None if parameters["rope_type"] == "default" else {k: x for k, x in parameters.items() if k not in others}
+
+
+def _position(parameters: dict[str, Any], context: Mapping[str, Any], where: str) -> dict[str, Any]:
+    left = {key: value for key, value in parameters.items() if value is not None}
+    kinds = {left.pop(key) for key in ("rope_type", "type") if key in left}
+    kind = next(iter(kinds), "default")
+    kind = _OLD_NAMES.get(kind, kind)
+    position: dict[str, Any] = {"kind": "rope", "theta": float(left.pop("rope_theta"))}
+    fraction = left.pop("partial_rotary_factor", 1.0)
+    if fraction != 1:
+        position["fraction"] = float(fraction)
+    if kind != "default":
+        if kind not in _SCALINGS:
+            raise InputError(f"{where}: rope_type {kind!r} is a scaling that jaxlm does not have")
+        position["scaling"] = _scaling(kind, left, context)
+    if left and kind != "default":
+        raise InputError(f"{where}: {', '.join(sorted(left))}: jaxlm knows no such key of rope_type {kind!r}")
+    return position
+
+
+def _scaling(kind: str, left: dict[str, Any], context: Mapping[str, Any]) -> dict[str, Any]:
+    """Take the keys of a scaling out of `left`. What is left out follows from the context, as in transformers."""
+    found = {ours: left.pop(theirs) for theirs, ours in _SCALINGS[kind].items() if theirs in left}
+    original = context[_ORIGINAL] or found.get("original_context_length") or context["max"]
+    if kind == "dynamic":
+        original = context["max"]
+    if kind != "linear":
+        found["original_context_length"] = original
+    if kind in ("yarn", "longrope") and ("factor" not in found or (kind == "longrope" and context[_ORIGINAL])):
+        found["factor"] = context["max"] / original
+    if kind == "yarn" and not (found.get("mscale") and found.get("mscale_all_dim")):  # either alone is ignored
+        found.pop("mscale", None), found.pop("mscale_all_dim", None)
+    for key in ("short_factors", "long_factors"):
+        if key in found:
+            found[key] = [float(x) for x in found[key]]
+    return {"kind": kind, **found}
+
+
+def _parameters(block: BlockConfig) -> dict[str, Any]:
+    """Return the rotary positions of a layer as `rope_parameters` has them."""
+    position: Any = block.position
+    found: dict[str, Any] = {"rope_theta": position.theta, "rope_type": "default"}
+    if position.fraction != 1:
+        found["partial_rotary_factor"] = position.fraction
+    if (scaling := position.scaling) is not None:
+        values = {theirs: getattr(scaling, ours) for theirs, ours in _SCALINGS[scaling.kind].items()}
+        values = {key: list(x) if isinstance(x, tuple) else x for key, x in values.items() if x is not None}
+        if scaling.kind == "yarn" and not scaling.mscale_all_dim:
+            values.pop("mscale"), values.pop("mscale_all_dim")
+        if scaling.kind == "dynamic":
+            values.pop(_ORIGINAL)
+        found |= {"rope_type": scaling.kind, **values}
+    return found

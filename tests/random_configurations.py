@@ -125,7 +125,15 @@ def _pattern(draw: random.Random, scale: Scale, layers: int, learned: bool) -> l
         if draw.random() < 0.3:
             patch["feed_forward"] = {"d_ff": draw.choice(scale.hidden), "gated": draw.random() < 0.5}
         if draw.random() < 0.3 and not learned:
-            patch["position"] = {"kind": draw.choice(["rope", "none"])}
+            yarn = {"kind": "yarn", "factor": 4.0, "original_context_length": 16}
+            patch["position"] = draw.choice(
+                [
+                    {"kind": "rope"},
+                    {"kind": "none"},
+                    {"kind": "rope", "scaling": yarn},
+                    {"kind": "rope", "fraction": 0.5},
+                ]
+            )
         entries.append({"name": name, **patch})
     if draw.random() < 0.3:
         entries[-1]["layers"] = "rest"

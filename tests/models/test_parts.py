@@ -38,6 +38,11 @@ def scaled(kind, **scaling):
     return of(position={"kind": "rope", "theta": 30.0, "scaling": {"kind": kind, "factor": 3.0, **scaling}})
 
 
+def pattern(**patch):
+    """Return three layers with a window and one without, which is patched."""
+    return {"name": "local", "layers": 3}, {"name": "global", "attention": {"window": None}, **patch}
+
+
 PARTS = {
     "partial": of(position={"kind": "rope", "fraction": 0.5}),
     "reversed": of(position={"kind": "rope", "reversed": True, "fraction": 0.34}),
@@ -59,6 +64,12 @@ PARTS = {
     ),
     "layer norm without parameters": of({"qk_norm": "head"}, norm={"kind": "layer", "scale": False, "bias": False}),
     "norm of embeddings": of(embedding_norm=True, norm={"kind": "layer", "scale": False}),
+    "no positions in global layers": of({"window": 5}, num_layers=6, pattern=pattern(position={"kind": "none"})),
+    "yarn in global layers": of(
+        {"window": 5},
+        num_layers=6,
+        pattern=pattern(position={"scaling": {"kind": "yarn", "factor": 4.0, "original_context_length": 16}}),
+    ),
     "scaled, parallel": of(
         embedding_scale="sqrt_d_model", residual_scale=1.5, norm_placement="both", residual="parallel"
     ),
@@ -66,6 +77,10 @@ PARTS = {
 
 # Keys keep the angles with which they were written: dynamic ones differ from those of a full pass.
 CACHED = [name for name in PARTS if name != "dynamic"]
+
+
+SOME = ["partial", "yarn", "longrope", "scaled", "norm of projections", "norm without a scale"]
+SOME += ["no positions in global layers"]
 
 
 def over(*kept):
@@ -154,7 +169,9 @@ def attention(x, p, block):
     query, key = (q_or_k_rotated(y, p.get(f"{name}_norm"), block) for y, name in ((query, "query"), (key, "key")))
     key, value = (jnp.repeat(y, query.shape[2] // y.shape[2], axis=2) for y in (key, value))
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) / jnp.sqrt(query.shape[-1])
-    scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), scores, -jnp.inf)
+    seen = jnp.tri(x.shape[1], dtype=bool)
+    seen = seen if block.window is None else seen & ~jnp.tri(x.shape[1], k=-block.window, dtype=bool)
+    scores = jnp.where(seen, scores, -jnp.inf)
     return jnp.einsum("bnts,bsnh,nhd->btd", jax.nn.softmax(scores), value, p["output"])
 
 
@@ -218,9 +235,7 @@ def test_packed_documents_are_as_if_alone(name):
         model_fixtures.assert_same_numbers(found[:, start:end], alone, 1e-5)
 
 
-@pytest.mark.parametrize(
-    "name", sampled(CACHED, ["partial", "yarn", "longrope", "scaled", "norm of projections", "norm without a scale"])
-)
+@pytest.mark.parametrize("name", sampled(CACHED, SOME))
 def test_prefill_and_decode_are_the_full_pass(name):
     """Prompts of several lengths, and nine more tokens."""
     model, graph, parameters = parts(name)
@@ -236,7 +251,7 @@ def test_prefill_and_decode_are_the_full_pass(name):
         found, cache = decode(parameters, tokens[np.arange(3), lengths + at], cache)
 
 
-@over("scaled", "norm of projections", "layer norm of projections")
+@over("scaled", "no positions in global layers", "norm of projections", "layer norm of projections")
 def test_losses_and_gradients_do_not_depend_on_the_mesh(name):
     model = model_fixtures.model(PARTS[name])
     expected_loss, expected = model_fixtures.first_gradients(model, meshes.make())
@@ -297,3 +312,12 @@ def test_padding_does_not_lengthen_a_document_that_is_scored():
     alone, _ = scored(parameters, tokens[:, :3], tokens[:, 1:4], jnp.full(2, 3))
     padded, _ = scored(parameters, tokens.at[:, 3:].set(0), jnp.roll(tokens, -1, 1), jnp.full(2, 3))
     model_fixtures.assert_same_numbers(padded[:, :3], alone, 1e-5)
+
+
+def test_layers_with_and_without_positions_train():
+    """Three layers of a kind and one of another keep their parameters in one stack."""
+    model = model_fixtures.model(PARTS["no positions in global layers"])
+    assert [block.position.kind for block in model.layers] == [*["rope"] * 3, "none", *["rope"] * 2]
+    assert not [path for path in tree.paths(tree.shapes(tree.abstract(model)[1])) if "global" in path]
+    metrics, _ = model_fixtures.run_steps(model, model_fixtures.training(), [model_fixtures.batch()] * 8)
+    assert metrics[-1]["loss"] < 0.9 * metrics[0]["loss"]

@@ -19,7 +19,7 @@ _OLD_KEYS = ("use_sliding_window", "max_window_layers", "sliding_window_pattern"
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """How the layers of a family may differ.
+    """The ways in which the layers of a family may differ.
 
     `windows`: some may have one. `rotates`: all layers, those with a window where there is one, or those of a list.
     """

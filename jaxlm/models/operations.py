@@ -197,13 +197,13 @@ def norm(
     def normalise(x: jax.Array, residual: jax.Array | None, *vectors: jax.Array | None, **options: Any) -> Any:
         rows = x.shape[:-dimensions]
         flat = [v if v is None else v.reshape(-1) for v in vectors]
-        x, residual = (y if y is None else y.reshape(*rows, -1) for y in (x, residual))
-        made = operation(x, *flat, residual=residual, **options)
+        added = None if residual is None else residual.reshape(*rows, -1)
+        made = operation(x.reshape(*rows, -1), *flat, residual=added, **options)
         return jax.tree.map(lambda y: y.reshape(*rows, *shape), made)
 
     shape = x.shape[-dimensions:]
     of_heads = [v if v is None else _copied(v, 0, shape[0] // v[...].shape[0]) for v in vectors]
-    if any(shards_of(axis, size) > 1 for axis, size in zip(normalised, shape, strict=True)):
+    if any(axis and shards_of(axis, size) > 1 for axis, size in zip(normalised, shape, strict=True)):
         return normalise(x, residual, *of_heads, implementation="xla", **options)
     return kernels.run(normalise, (x, axes), (residual, axes), *((v, normalised) for v in of_heads), **options)
 

@@ -38,7 +38,7 @@ class GroupedQueryAttention(Module):
                 return norm(model, rngs, shape, axes)
             case "head" | "head_after_rope":
                 return norm(model, rngs, shape[1:], "head_dim")
-            case "none":
+            case _:
                 return NoNorm()
 
     def slots(self) -> dict[str, Slot]:

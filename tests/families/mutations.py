@@ -20,7 +20,8 @@ _OTHERS = {
     "norm_placement": {"before": "both", "after": "before", "both": "before"},
     "residual": {"sequential": "parallel", "parallel": "sequential", "parallel_shared_norm": "sequential"},
 }
-_FACTORS = {"norm.epsilon": 10.0, "position.theta": 50.0}
+# What is enough to move a rounded number of pairs, too.
+_FACTORS = {"norm.epsilon": 10.0, "position.theta": 50.0, "position.scaling.beta_slow": 8.0}
 
 
 def mutations(model: ModelConfig) -> dict[str, ModelConfig]:
@@ -58,7 +59,7 @@ def _changes(table: dict[str, Any], whole: dict[str, Any], prefix: str) -> Itera
             yield key, _with(whole, key, not value)
         elif isinstance(value, int):
             yield key, _with(whole, key, value + 1)
-        elif isinstance(value, float):
+        elif isinstance(value, float) and value:
             yield key, _with(whole, key, value * _FACTORS.get(key, 1.5))
 
 

@@ -54,8 +54,8 @@ def _changes(table: dict[str, Any], whole: dict[str, Any], prefix: str) -> Itera
         elif key in _OTHERS:
             yield key, _with(whole, key, _OTHERS[key][value])
         elif isinstance(value, bool):
-            if not value and name.endswith("bias"):
-                continue  # one that no file has would be 0
+            if not value and (name.endswith("bias") or key == "norm.scale"):
+                continue  # no file has one, and as it is initialised it changes nothing
             yield key, _with(whole, key, not value)
         elif isinstance(value, int):
             yield key, _with(whole, key, value + 1)

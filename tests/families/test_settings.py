@@ -11,7 +11,9 @@ from jaxlm.families.settings import config_of, family_of, model_of
 
 MODELS = sorted((Path(__file__).parents[2] / "configs" / "models").glob("*.toml"))
 FAMILY_OF = {"gpt2": "gpt2", "llama2": "llama", "llama3.1": "llama", "mistral": "mistral", "qwen3": "qwen3"}
-FAMILY_OF |= {"gemma2": "gemma2", "gemma3": "gemma3_text"}
+FAMILY_OF |= {"gemma": "gemma", "gemma2": "gemma2", "gemma3": "gemma3_text", "olmo2": "olmo2", "olmo3": "olmo3"}
+FAMILY_OF |= {"llama3.2": "llama", "qwen2.5": "qwen2", "smollm3": "smollm3"}
+FAMILY_OF |= {"phi3": "mistral", "phi4": "llama"}  # without LongRoPE they have no part that these lack
 LLAMA = {
     "model_type": "llama", "vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 5, "num_attention_heads": 6,
     "num_key_value_heads": 2, "intermediate_size": 80, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
@@ -31,7 +33,7 @@ def read(base=LLAMA, **keys):
 def test_every_model_here_is_published_and_read_again(path):
     model = config.load(path).model
     family = family_of(model)
-    assert family.name == FAMILY_OF[path.stem.rpartition("-")[0]]
+    assert family.name == FAMILY_OF[path.stem.partition("-")[0]]
     written = config_of(model, family)
     again = model_of(written, "config.json")
     assert again.layers == model.layers and config_of(again, family) == written

@@ -31,7 +31,19 @@ PUBLISHED = {
     "llama3.1-405b": 405_853_388_800,
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
     "mistral-7b": 7_241_732_096,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "olmo2-7b": 7_298_617_344,
+    "olmo3-7b": 7_298_011_136,
+    "phi3-mini": 3_821_079_552,
+    "phi4": 14_659_507_200,
+    "smollm3-3b": 3_075_098_624,
     "gemma2-2b": 2_614_341_888,
     "gemma2-9b": 9_241_705_984,
     "gemma2-27b": 27_227_128_320,
@@ -123,7 +135,24 @@ GOLDEN_AXES["gemma2"] = {
     "layers/feed_forward_post_norm/scale": "layers channels",
 }
 GOLDEN_AXES["gemma3"] = GOLDEN_AXES["gemma2"] | GOLDEN_AXES["qwen3"]
-GOLDEN_AXES["mistral"] = GOLDEN_AXES["llama"]
+GOLDEN_AXES["mistral"] = GOLDEN_AXES["phi"] = GOLDEN_AXES["llama"]
+TIED = {path: axes for path, axes in GOLDEN_AXES["llama"].items() if path != "unembedding"}
+GOLDEN_AXES |= dict.fromkeys(("llama3.2", "gemma-", "smollm3"), TIED)
+GOLDEN_AXES["qwen3-32b"] = GOLDEN_AXES["qwen3"] | GOLDEN_AXES["llama"]
+BIASES = {
+    "layers/attention/query_bias": "layers heads head_dim",
+    "layers/attention/key_bias": "layers kv_heads head_dim",
+    "layers/attention/value_bias": "layers kv_heads head_dim",
+}
+GOLDEN_AXES |= {"qwen2.5-1.5b": TIED | BIASES, "qwen2.5-7b": GOLDEN_AXES["llama"] | BIASES}
+GOLDEN_AXES["olmo"] = {
+    **{path: axes for path, axes in GOLDEN_AXES["llama"].items() if not path.endswith("_norm/scale")},
+    "final_norm/scale": "channels",
+    "layers/attention/query_norm/scale": "layers heads head_dim",
+    "layers/attention/key_norm/scale": "layers kv_heads head_dim",
+    "layers/attention_post_norm/scale": "layers channels",
+    "layers/feed_forward_post_norm/scale": "layers channels",
+}
 # Sizes of a family differ in nothing else.
 FAMILIES = {name: family for family in GOLDEN_AXES for name in PUBLISHED if name.startswith(family)}
 

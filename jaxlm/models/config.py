@@ -81,7 +81,7 @@ class AttentionConfig(LayerConfig):
     """A section from which attention is made. With a key `window` a token sees that many tokens at most, or all.
 
     Attributes:
-      rotated: the key that holds the number of a head's channels that rotary positions rotate; None rotates none.
+      rotated: the key that holds the channels of a head, of which rotary positions rotate a part; None rotates none.
     """
 
     rotated: ClassVar[str | None] = None

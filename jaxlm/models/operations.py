@@ -197,11 +197,12 @@ def norm(
     def normalise(x: jax.Array, residual: jax.Array | None, *vectors: jax.Array | None, **options: Any) -> Any:
         rows = x.shape[:-dimensions]
         flat = [v if v is None else v.reshape(-1) for v in vectors]
-        added = None if residual is None else residual.reshape(*rows, -1)
-        made = operation(x.reshape(*rows, -1), *flat, residual=added, **options)
+        total = residual if residual is None else residual.reshape(*rows, width)
+        made = operation(x.reshape(*rows, width), *flat, residual=total, **options)
         return jax.tree.map(lambda y: y.reshape(*rows, *shape), made)
 
     shape = x.shape[-dimensions:]
+    width = math.prod(shape)
     of_heads = [v if v is None else _copied(v, 0, shape[0] // v[...].shape[0]) for v in vectors]
     if any(axis and shards_of(axis, size) > 1 for axis, size in zip(normalised, shape, strict=True)):
         return normalise(x, residual, *of_heads, implementation="xla", **options)

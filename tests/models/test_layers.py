@@ -171,7 +171,7 @@ def test_auxiliary_results_come_in_layer_order(mixed, monkeypatch):
     model, graph, parameters = mixed
 
     def call(self, x_BTD, rows, cache):
-        returned = Auxiliary({"norms": jnp.float32(1)} if self.attention.query_norm is not None else {})
+        returned = Auxiliary({"norms": jnp.float32(1)} if self.attention.settings.qk_norm != "none" else {})
         return x_BTD, cache, returned
 
     monkeypatch.setattr(Block, "__call__", call)

@@ -251,6 +251,21 @@ def test_prefill_and_decode_are_the_full_pass(name):
         found, cache = decode(parameters, tokens[np.arange(3), lengths + at], cache)
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("name", ["partial", "norm of projections", "norm without a scale"])
+def test_kernels_compute_what_xla_does(name, tensor):
+    """Heads are as wide as the kernel for attention takes; devices that share heads leave the norm of all to XLA."""
+    model = model_fixtures.model({**PARTS[name], "attention": {**PARTS[name]["attention"], "head_dim": 16}})
+    (graph, _), mesh = tree.abstract(model), meshes.make(tensor=tensor, devices=jax.devices()[:tensor])
+    parameters = tree.init(model, 0, mesh)
+    tokens, positions = rows()
+    with jax.set_mesh(mesh):
+        expected = logits(graph, parameters, tokens, positions)
+        with interpreted("triton"):
+            found = logits(graph, parameters, tokens, positions)
+    model_fixtures.assert_same_numbers(found, expected, 1e-5)
+
+
 @over("scaled", "no positions in global layers", "norm of projections", "layer norm of projections")
 def test_losses_and_gradients_do_not_depend_on_the_mesh(name):
     model = model_fixtures.model(PARTS[name])

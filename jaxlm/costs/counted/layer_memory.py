@@ -67,7 +67,7 @@ def _read(device: DeviceStep, uses: Sequence[Use]) -> int:
     itemsize, values, more = device.work.itemsize, set(), 0
     windows = {use.options["window"] for use in device.found.uses if use.name == "attention"}
     for use in uses:
-        if use.name in _NORMS and not device.work.runs_kernels:
+        if use.name in _NORMS and (device.shares_norm(use) or not device.work.runs_kernels):
             more += 4 * 3 * math.prod(device.operand(use, 0))
         elif use.name == "dropout":
             more += math.prod(device.operand(use, 0))  # a mask

@@ -15,7 +15,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.core.files import building
 from jaxlm.families import safetensors, table
 from jaxlm.families.family import Family, named
-from jaxlm.families.files import CONFIG, GENERATION, read_json, write_json
+from jaxlm.families.files import CONFIG, GENERATION, read_json, text_of, write_json
 from jaxlm.families.safetensors import StoredTensor
 from jaxlm.families.settings import config_of, family_of, model_of
 from jaxlm.models.config import ModelConfig
@@ -37,8 +37,8 @@ class PublishedModel:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The content of config.json. Raises InputError where it is not valid."""
-        return read_json(self.folder / CONFIG)
+        """The content of config.json, of the text where there is more. Raises InputError where it is not valid."""
+        return dict(text_of(read_json(self.folder / CONFIG)))
 
     @property
     def family(self) -> Family:
@@ -58,6 +58,27 @@ class PublishedModel:
 
     @cached_property
     def stored(self) -> dict[str, StoredTensor]:
+        """The tensors of text, as the family names them. Raises InputError for a file that is missing or broken."""
+        return {name: tensor for name, tensor in self._named.items() if name not in self._left_out}
+
+    @cached_property
+    def _named(self) -> dict[str, StoredTensor]:
+        prefixes = self.family.prefixes
+
+        def renamed(name: str) -> str:
+            return next((now + name.removeprefix(old) for old, now in prefixes.items() if name.startswith(old)), name)
+
+        return {renamed(name): tensor for name, tensor in self._files.items()}
+
+    @cached_property
+    def _left_out(self) -> list[str]:
+        """The tensors of pictures and the like: those that no prefix of text stands before."""
+        if "text_config" not in read_json(self.folder / CONFIG):
+            return []
+        return [name for name, was in zip(self._named, self._files, strict=True) if name == was]
+
+    @cached_property
+    def _files(self) -> dict[str, StoredTensor]:
         """All tensors by name, of the index or the one file. Raises InputError for a file that is missing or broken."""
         if (self.folder / _INDEX).is_file():
             names = read_json(self.folder / _INDEX).get("weight_map")
@@ -99,7 +120,7 @@ class PublishedModel:
     def dropped(self) -> list[str]:
         """The stored tensors that are no parameters, or copies of others."""
         copies = [name for name in self.family.copies if name in self.stored and self.model.tied_embeddings]
-        return [*table.matching(self.stored, self.family.dropped), *copies]
+        return [*table.matching(self.stored, self.family.dropped), *copies, *self._left_out]
 
     def load(self, mesh: Mesh, rules: Rules, dtype: jax.typing.DTypeLike | None = None) -> Tree:
         """Return the parameters, sharded on a mesh, in a dtype or each in its own. Raises InputError as `tensors`."""
@@ -129,13 +150,13 @@ def write(
 
     Returns the family. Raises InputError for a model of none.
     """
-    before = json.loads(carried[CONFIG]) if CONFIG in carried else {}
+    before = dict(text_of(json.loads(carried[CONFIG]))) if CONFIG in carried else {}
     family = named(before["model_type"], CONFIG) if "model_type" in before else family_of(model)
     expected = table.tensors(model, family.rules)
     dtype_of = {name: safetensors.dtype_named(dtypes.get(name, dtypes[""])) for name in expected}
     files = safetensors.shards(table.unwritten(expected, parameters, dtype_of), _SHARD_BYTES)
     config = {**before, **config_of(model, family)}
-    if before and model_of(before, CONFIG) == model:
+    if "architectures" in before and model_of(before, CONFIG) == model:
         config = before
     else:
         config |= {key: _torch(dtypes[""]) for key in ("dtype", "torch_dtype")}

@@ -33,6 +33,7 @@ class Family:
       dropped: names of tensors that are no parameters; {l} stands for a layer.
       copies: tensors that a file may repeat under another name: the name of the copy, and that of the tensor.
       aliases: older names of keys, and the names that they have now.
+      prefixes: beginnings of names in some files, and those that the rules have.
       outer: keys of rotary positions that stand beside them too.
       bases: the files that its own builds on.
     """
@@ -49,6 +50,7 @@ class Family:
     dropped: tuple[str, ...]
     copies: Mapping[str, str]
     aliases: Mapping[str, str]
+    prefixes: Mapping[str, str]
     outer: frozenset[str]
     bases: int
 
@@ -104,6 +106,7 @@ def _family(name: str) -> Family:
         dropped=tuple(found.get("dropped", ())),
         copies=found.get("copies", {}),
         aliases=found.get("aliases", {}),
+        prefixes=found.get("prefixes", {}),
         outer=frozenset(found.get("outer", ())),
         bases=_bases(name),
     )

@@ -36,3 +36,9 @@ def read_json(file: Path) -> dict[str, Any]:
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
     """Write a table as transformers writes it: sorted, with two blanks."""
     file.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a configuration, or its part of text where it has others too, such as that of pictures."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config

@@ -1,0 +1,54 @@
+"""Hugging Face directories whose names are others than those of the family's rules."""
+
+import json
+
+import loud
+import numpy as np
+import pytest
+
+from jaxlm.families import safetensors
+from jaxlm.families.directory import PublishedModel
+from jaxlm.families.safetensors import Unwritten
+
+
+def directory(folder, config, tensors):
+    """Write a directory with these tensors."""
+    folder.mkdir()
+    unwritten = {name: Unwritten(x.dtype, x.shape, lambda x=x: x) for name, x in tensors.items()}
+    safetensors.write(folder / "model.safetensors", unwritten, {})
+    (folder / "config.json").write_text(json.dumps(config))
+    return PublishedModel(folder)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_of_a_model_of_pictures_is_read_alone(tmp_path, prefix):
+    facts, _ = loud.read("gemma3")
+    weights = loud.weights(facts, "loud")
+    text = directory(tmp_path / "text", facts["config"], weights)
+    nested = {"model_type": "gemma3", "text_config": facts["config"], "vision_config": {}}
+    named = {prefix + name.removeprefix("model."): x for name, x in weights.items()}
+    both = directory(tmp_path / "both", nested, named | {"vision_tower.x": np.zeros(3, np.float32)})
+    assert both.model == text.model and both.dropped == ["vision_tower.x"]
+    assert both.tensors == text.tensors
+    for name, tensor in text.stored.items():
+        np.testing.assert_array_equal(tensor.read(), both.stored[name].read())
+
+
+def test_old_files_of_gpt2_have_the_names_of_the_base_model(tmp_path):
+    facts, _ = loud.read("gpt2")
+    weights = loud.weights(facts, "loud")
+    old = {name.removeprefix("transformer."): x for name, x in weights.items()}
+    masks = {f"h.{layer}.attn.bias": np.ones((1, 1, 4, 4), np.float32) for layer in range(3)}
+    found = directory(tmp_path / "old", facts["config"], old | masks)
+    assert found.tensors.keys() == weights.keys() and len(found.dropped) == 3
+
+
+def test_a_copy_of_a_tied_table_is_compared(tmp_path):
+    facts, _ = loud.read("gpt2")
+    weights = loud.weights(facts, "loud")
+    table = weights["transformer.wte.weight"]
+    same = directory(tmp_path / "same", facts["config"], weights | {"lm_head.weight": table})
+    assert same.tensors and same.dropped == ["lm_head.weight"]
+    other = directory(tmp_path / "other", facts["config"], weights | {"lm_head.weight": table + 1})
+    with pytest.raises(ValueError, match="lm_head.weight is not transformer.wte.weight, and config.json ties them"):
+        assert other.tensors

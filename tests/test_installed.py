@@ -67,6 +67,7 @@ def test_the_quickstart_trains_on_the_standard_library(jaxlm, tmp_path):
     assert run.name.startswith("quickstart,") and (run / "sample.txt").exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_models_are_planned_by_name_and_held_against_published_figures(jaxlm):
     planned = jaxlm("-m", "jaxlm", "plan", "llama3.1-8b", "--on", "h100-sxm5:8", "--mesh", "auto", "--json")

@@ -99,7 +99,7 @@ ARGUMENTS = {
     "out in a bucket": ("train good.toml --out gs://bucket/run", ["--out", "'gs://bucket/run'", "mount"]),
     "picture without a name": ("plan good.toml --on h200-sxm --plot ''", ["--plot", "'' is no path"]),
     "no run": ("eval", ["RUN"]),
-    "no prompt": ("generate run", ["--prompt", "--token-ids"]),
+    "no prompt and one object": ("generate run --json", ["--json", "--prompt", "--token-ids"]),
     "two prompts": ("generate run --prompt a --token-ids 1", ["--prompt", "--token-ids"]),
     "text and tasks": ("eval run --data text.txt --tasks hellaswag", ["--data", "--tasks"]),
     "limit without tasks": ("eval run --limit 3", ["--limit", "--tasks"]),
@@ -253,7 +253,7 @@ FOLDERS = {
         "generate run --prompt a training.seed=1",
         [
             "training.seed changes nothing here",
-            "model, mesh, training.dtype, training.kernels are read",
+            "model, mesh, training.dtype, training.kernels, training.batch are read",
             "leave it out",
         ],
     ),

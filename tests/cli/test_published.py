@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import runs
+from matrices import sampled
 
 from jaxlm.cli import main
 from jaxlm.families.directory import PublishedModel
@@ -25,7 +26,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", [None, "imported", "exported"])
+@pytest.mark.parametrize("name", sampled([None, "imported", "exported"], ["None", "exported"]))
 def test_the_story_is_told_to_the_last_byte(folder, name, capsys):
     """By the published directory, by the run that it is imported to, and by what is exported of that."""
     assert main(["generate", str(PUBLISHED if name is None else folder / name), *GREEDY]) == 0
@@ -178,7 +179,7 @@ def _config(**keys):
         (_only_pickles, "has pytorch_model.bin, which may run code when it is read"),
         (_escaping, "names '../model.safetensors', which is no file in its folder"),
         (_lost, "has no model-00001-of-00002.safetensors, which its index names"),
-        (_config(model_type="rwkv"), "has model_type 'rwkv'; jaxlm reads gpt2"),
+        (_config(model_type="rwkv"), "has model_type 'rwkv'; jaxlm reads llama"),
         (_config(num_experts=8), "num_experts: jaxlm knows no such key of llama"),
         (_config(hidden_size=32), "model.embed_tokens.weight is [512, 64], and the configuration says [512, 32]"),
         (_config(num_hidden_layers=6), "model.layers.5.input_layernorm.weight is missing"),

@@ -53,6 +53,7 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_losses(config, uninterr
     assert figures(run, "evaluations.jsonl") == figures(uninterrupted, "evaluations.jsonl")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_second_start_is_refused_until_the_first_is_gone(config, tmp_path):
     run = tmp_path / "run"

@@ -142,6 +142,7 @@ Checkpoints._write_manifest = slowly
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_signal_while_the_last_checkpoint_is_written_waits_for_it(config, tmp_path):
     run = tmp_path / "run"

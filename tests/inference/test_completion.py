@@ -41,11 +41,10 @@ def test_each_is_what_it_is_alone(completer):
         Request([256, *b"abc"], 9, greedy, stream=1),
     ]
     alone = [complete(completer(1), [request], 2)[0] for request in requests]
-    assert complete(completer(3), requests, 2) == alone
-    assert complete(completer(8), requests[::-1], 2) == alone[::-1]
+    assert complete(completer(3), requests[::-1], 2) == alone[::-1]
     assert [len(one.token_ids) for one in alone] == [9, 9, 4, 9, 9]
     assert all(one.finish_reason == "length" for one in alone)
-    assert complete(completer(8), requests, 3) != alone
+    assert complete(completer(3), requests, 3) != alone
 
 
 def test_samples_and_prompts_that_are_added_change_no_others(completer):

@@ -105,6 +105,7 @@ def test_mosaic_takes_mapped_masks_that_are_not_known_while_tracing(axes):
 
 
 @ELSEWHERE
+@pytest.mark.exhaustive
 def test_a_wide_bias_of_float32_fits_vmem():
     """Compiled for a v4: its compiler and v5p's stay within 16 MiB."""
     device = targets.devices(Target.parse("tpu-v4:4"))[0]

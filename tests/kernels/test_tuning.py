@@ -147,6 +147,7 @@ def _tiles(function, shapes, compiled=False):
 
 
 @ELSEWHERE
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_tiles_of_scores_that_were_tuned_without_a_bias_are_not_taken_with_it():
     """Tiles that fit the 16 MiB of a v5e alone do not fit with a tile of a bias, nor with wider heads."""

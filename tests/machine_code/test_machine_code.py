@@ -62,7 +62,6 @@ SAMPLE = {
     "gated_activation-plain-bfloat16-triton-B200",
     "layer_norm-residual-bfloat16-triton-H100",
     "linear_cross_entropy-everything-float32-triton-H100",
-    "linear_cross_entropy-plain-bfloat16-triton-A100",
     "linear_cross_entropy-plain-bfloat16-triton-B200",
     "log_softmax-odd width, masked rows-float32-triton-H100",
     "matmul-plain-bfloat16-triton-A100",

@@ -39,7 +39,7 @@ def test_there_are_ten_ways_to_factor_eight():
     "family, mesh",
     sampled(
         [pytest.param(family, mesh) for family in ("llama", "gpt2") for mesh in MESHES],
-        ["llama-(2, 2, 2)", "gpt2-(1, 4, 2)"],
+        ["gpt2-(2, 2, 2)"],
     ),
     ids=str,
 )
@@ -85,7 +85,8 @@ def all_that_is_new_on_one_device():
     return all_that_is_new(meshes.make())
 
 
-@pytest.mark.parametrize("mesh", sampled(MESHES, ["(2, 2, 2)"]), ids=str)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_muon_groups_average_and_z_loss_are_those_of_one_device(all_that_is_new_on_one_device, mesh):
     expected_metrics, expected = all_that_is_new_on_one_device
     metrics, state = all_that_is_new(meshes.make(*mesh))
@@ -138,9 +139,7 @@ CONTRACT = {
 }
 
 
-@pytest.mark.parametrize(
-    "mesh", sampled(CONTRACT, ["(1, 1, 1)", "(8, 1, 1)", "(1, 8, 1)", "(1, 1, 4)", "(2, 2, 2)"]), ids=str
-)
+@pytest.mark.parametrize("mesh", sampled(CONTRACT, ["(8, 1, 1)", "(1, 1, 4)", "(2, 2, 2)"]), ids=str)
 def test_a_mesh_contains_its_collectives_and_no_other(mesh):
     assert set(collectives(model_fixtures.model(), meshes.make(*mesh))) == CONTRACT[mesh]
 

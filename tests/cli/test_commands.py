@@ -156,6 +156,7 @@ def completion(*command):
     return json.loads(jaxlm(*command, "--json").stdout)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_generate_continues_a_prompt_and_repeats(run):
     def generate(*options):

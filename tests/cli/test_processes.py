@@ -108,6 +108,7 @@ def test_a_lost_process_ends_the_others_and_a_restart_resumes(config, whole, tmp
     assert_close({s: x for s, x in losses(run).items() if s <= STEPS}, whole)
 
 
+@pytest.mark.exhaustive
 def test_bad_input_of_one_process_ends_all(config, tmp_path):
     first, second = start(config, [tmp_path / "run", tmp_path / "elsewhere"], before=HASTY)
     _, said = runs.finish(second, status=2)

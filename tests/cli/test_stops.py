@@ -169,6 +169,7 @@ def test_a_second_signal_ends_it_at_once(config, tmp_path):
     assert process.returncode == 128 + signal.SIGTERM and time.monotonic() - asked < 5, errors
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_ends_before_its_hours_are_over_and_goes_on(config, tmp_path):
     run = tmp_path / "run"

@@ -212,6 +212,7 @@ def test_the_z_loss_is_added_to_the_objective_and_not_to_the_loss(microbatches):
     model_fixtures.assert_same_numbers(moments, jax.device_get(gradients), 1e-4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "sizes, microbatches", [pytest.param((1, 1, 1), 1, marks=pytest.mark.exhaustive), ((2, 2, 1), 4)]
 )

@@ -61,7 +61,9 @@ def write(blocks: Mapping[str, BlockConfig], model: ModelConfig, family: Family)
         "rope_parameters": full,
     }
     if _ORIGINAL in family.outer and _ORIGINAL in full:
-        found[_ORIGINAL] = full[_ORIGINAL]
+        # Beside it transformers 4 takes these three keys alone.
+        factors = {key: full[key] for key in ("short_factor", "long_factor") if key in full}
+        found |= {_ORIGINAL: full[_ORIGINAL], "rope_scaling": {"type": full["rope_type"], **factors}}
     if "partial_rotary_factor" in full:
         found["partial_rotary_factor"] = full["partial_rotary_factor"]
     if others and others[0] != full:

@@ -6,8 +6,8 @@ Two steps, in two environments, since transformers is no dependency of jaxlm:
     VENV/bin/python tests/families/open_exports.py read FOLDER --results benchmarks/results/exports/NAME.json
 
 The first writes a Hugging Face directory of each fixture's loud weights, with a config.json of jaxlm's own making. The
-second opens each in transformers (`make_fixtures.py` says how to install it) and fails at a Python warning, a tensor that is
-missing or left over, or a logit off by more than 2e-5 of the largest.
+second opens each in transformers (`make_fixtures.py` says how to install it). It fails at a Python warning, a tensor
+that is missing or left over, or a logit off by more than 2e-5 of the largest.
 """
 
 import argparse

@@ -9,13 +9,12 @@ from jaxlm import config
 from jaxlm.config import Experiment
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import building, replace, unwritable
-from jaxlm.data.dataset import tokenize_whole
 from jaxlm.data.packing import Rows
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.families import tokens
 from jaxlm.families.files import CARRIED, TOKENIZER
 from jaxlm.models.config import ModelConfig
-from jaxlm.run import Run, check_reads, check_vocabulary
+from jaxlm.run import Run, check_reads, check_vocabulary, text_rows
 from jaxlm.training.display import Display
 
 if TYPE_CHECKING:
@@ -111,8 +110,7 @@ class PublishedSource:
 
     def text(self, experiment: Experiment, data: str, display: Display) -> dict[str, Rows]:
         """The rows of a text, in the model's tokens. Raises InputError where it cannot be read."""
-        store = tokenize_whole(experiment.data, data, self.load_tokenizer(), display.say, display.progress)
-        return {"data": Rows(store, experiment.training.sequence)}
+        return text_rows(experiment, data, self.load_tokenizer(), display)
 
 
 class Converted(NamedTuple):
@@ -132,7 +130,7 @@ def import_run(folder: Path, out: Path, say: Callable[[str], None]) -> Converted
     import jax
 
     from jaxlm.families.directory import PublishedModel
-    from jaxlm.models.tree import parameter_count
+    from jaxlm.models.tree import parameter_count, paths
     from jaxlm.parallel.devices import mesh_here
     from jaxlm.parallel.rules import TRAIN
     from jaxlm.training import checkpoints
@@ -149,7 +147,7 @@ def import_run(folder: Path, out: Path, say: Callable[[str], None]) -> Converted
     with jax.set_mesh(mesh):
         parameters = source.load(mesh, TRAIN)
         broken = jax.jit(lambda tree: jax.tree.map(lambda x: ~jax.numpy.isfinite(x).all(), tree))(parameters)
-    found = [jax.tree_util.keystr(path, simple=True, separator="/") for path, bad in _leaves(broken) if bad]
+    found = [path for path, bad in paths(broken).items() if bad]
     if found:
         say(f"not all numbers are finite in {', '.join(found)}")
     PublishedSource(folder).carry(run.paths.huggingface)
@@ -210,9 +208,3 @@ def _own_tokenizer(run: Run, experiment: Experiment) -> dict[str, bytes]:
         }
     files = {TOKENIZER: described, "tokenizer_config.json": settings, "generation_config.json": generation}
     return {name: json.dumps(content, indent=2, ensure_ascii=False).encode() for name, content in files.items()}
-
-
-def _leaves(tree: Any) -> list[tuple[Any, Any]]:
-    import jax
-
-    return jax.tree_util.tree_leaves_with_path(tree)

@@ -145,11 +145,7 @@ class Run:
     def text(self, experiment: Experiment, data: str, display: Display) -> dict[str, Rows]:
         """The rows of other text, at the path `data`, in the tokens of the run. Raises InputError where it cannot be
         read."""
-        try:
-            store = tokenize_whole(experiment.data, data, self.load_tokenizer(), display.say, display.progress)
-        except InputError as error:
-            raise InputError(re.sub(r"^data\.text\b", "--data", str(error))) from None
-        return {"data": Rows(store, experiment.training.sequence)}
+        return text_rows(experiment, data, self.load_tokenizer(), display)
 
     def claim(self) -> None:
         """Have the folder, once it is there, for this job alone until its first process ends, however it ends.
@@ -363,3 +359,12 @@ def _ways_out(found: Iterable[Change]) -> str:
     kept = [change for change in found if change.key == "optimizer.schedule.decay_steps"]
     schedule = f"keep its schedule with {kept[0].key}={kept[0].before}, " if kept and kept[0].before else ""
     return f"{schedule}{_OTHER_OUT}, or go on in this one with {_CONTINUE}"
+
+
+def text_rows(experiment: Experiment, data: str, tokenizer: Tokenizer, display: Display) -> dict[str, Rows]:
+    """Return the rows of a text, at the path `data`, in tokens. Raises InputError where it cannot be read."""
+    try:
+        store = tokenize_whole(experiment.data, data, tokenizer, display.say, display.progress)
+    except InputError as error:
+        raise InputError(re.sub(r"^data\.text\b", "--data", str(error))) from None
+    return {"data": Rows(store, experiment.training.sequence)}

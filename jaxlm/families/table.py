@@ -2,9 +2,8 @@
 
 import difflib
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -21,6 +20,7 @@ from jaxlm.models.tree import Tree
 from jaxlm.parallel.rules import Rules
 
 _STACK = "layers"
+_READ = ("BF16", "F16", "F32", "F64")  # a quantized tensor means nothing without its scales
 _SHOWN = 6  # differences in a message, at most
 
 
@@ -67,7 +67,7 @@ def tensors(model: ModelConfig, rules: Sequence[TensorRule]) -> dict[str, Held]:
     where an array of the tree is in no rule, or in two.
     """
     graph, abstract = model_tree.abstract(model)
-    shapes = {path: leaf.shape for path, leaf in _leaves(model_tree.shapes(abstract))}
+    shapes = {path: leaf.shape for path, leaf in model_tree.paths(model_tree.shapes(abstract)).items()}
     stacks = _stacks(graph, abstract)
     found: dict[str, Held] = {}
     for rule in rules:
@@ -94,11 +94,6 @@ def _place(name: str, index: int | None, shapes: Mapping[str, tuple[int, ...]], 
     *shape, last = shapes[path][index is not None :]
     ends = {"": (None, None), "rotated": (None, rotated), "rest": (rotated, None)}[part]
     return TensorPlace(path, index, (*shape, len(range(last)[slice(*ends)])), *ends)
-
-
-def _leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        yield jax.tree_util.keystr(path, simple=True, separator="/"), leaf
 
 
 def _is_stack(path: str) -> bool:
@@ -129,6 +124,8 @@ def check(expected: Mapping[str, Held], stored: Mapping[str, StoredTensor], know
     for name, held in expected.items():
         if name in stored and stored[name].shape != held.shape:
             wrong.append(f"{name} is {list(stored[name].shape)}, and the configuration says {list(held.shape)}")
+        elif name in stored and stored[name].dtype_name not in _READ:
+            wrong.append(f"{name} is {stored[name].dtype_name}, and a parameter is one of {', '.join(_READ)}")
     if wrong:
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise InputError(f"{where}: {'; '.join(wrong[:_SHOWN])}{more}")
@@ -176,7 +173,7 @@ def load(
 
 def unwritten(expected: Mapping[str, Held], parameters: Tree, dtype_of: Mapping[str, np.dtype]) -> dict[str, Unwritten]:
     """Return the tensors of parameters, to be written one after another in these dtypes."""
-    leaves = dict(_leaves(parameters))
+    leaves = model_tree.paths(parameters)
 
     def make(held: Held) -> np.ndarray:
         return held.write([array(place) for place in held.places]).astype(dtype_of[held.name])

@@ -77,6 +77,17 @@ def test_all_differences_are_listed_with_the_nearest_names():
     assert "model.layers.1.mlp.down_proj.weight is [80, 48], and the configuration says [48, 80]" in said
 
 
+@pytest.mark.parametrize("dtype", ["int8", "bool", "float8_e4m3fn"])
+def test_a_parameter_in_a_dtype_that_needs_scales_is_refused(dtype):
+    model = model_of(TINY | {"model_type": "llama"}, "config.json")
+    expected = table.tensors(model, families()["llama"].rules)
+    found = stored(expected)
+    name = "model.norm.weight"
+    found[name] = StoredTensor(Path("x"), jax.numpy.dtype(dtype), found[name].shape, 0)
+    with pytest.raises(InputError, match=f"{name} is .*, and a parameter is one of BF16, F16, F32, F64"):
+        table.check(expected, found, [], "there")
+
+
 def test_a_family_without_a_rule_for_a_parameter_is_no_family():
     model = model_of(TINY | {"model_type": "qwen3"}, "config.json")
     with pytest.raises(ValueError, match="no rule, or more than one, for layers/attention/key_norm/scale"):

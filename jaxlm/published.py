@@ -82,8 +82,8 @@ class PublishedSource:
         """Return 0 and the parameters, read from the file into their shards. Raises InputError where it is broken."""
         if average or checkpoint != "newest":
             raise InputError(f"{self} is a published model, with one set of weights; leave out --ema and --checkpoint")
-        if dropped := self.model.dropped:
-            say(f"{self}: {len(dropped)} tensors are no parameters and are not read, {dropped[0]} for one")
+        for remark in self.model.remarks():
+            say(f"{self}: {remark}")
         return 0, self.model.load(mesh, rules, dtype)
 
     def check_own_text(self, experiment: Experiment) -> None:
@@ -140,8 +140,8 @@ def import_run(folder: Path, out: Path, say: Callable[[str], None]) -> Converted
     run.paths.check_name()
     if (out.exists() and any(out.iterdir())) or unwritable(out):
         raise InputError(f"{out} is there, or cannot be made; give another folder")
-    if source.dropped:
-        say(f"{len(source.dropped)} tensors are no parameters and are not read, {source.dropped[0]} for one")
+    for remark in source.remarks():
+        say(remark)
     say(f"{source.family.name}: {len(source.tensors)} tensors")
     mesh = mesh_here(1, lambda devices: config.layout(experiment, devices, "decode"))
     with jax.set_mesh(mesh):

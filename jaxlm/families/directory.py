@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -13,10 +14,10 @@ from jax.sharding import Mesh
 
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import building
-from jaxlm.families import safetensors, table
+from jaxlm.families import quantized, safetensors, table
 from jaxlm.families.family import Family, named
 from jaxlm.families.files import CONFIG, GENERATION, read_json, text_of, write_json
-from jaxlm.families.safetensors import StoredTensor
+from jaxlm.families.safetensors import LazyTensor, StoredTensor
 from jaxlm.families.settings import config_of, family_of, model_of
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.tree import Tree
@@ -36,9 +37,13 @@ class PublishedModel:
         return str(self.folder)
 
     @cached_property
+    def _whole_config(self) -> dict[str, Any]:
+        return read_json(self.folder / CONFIG)
+
+    @property
     def config(self) -> dict[str, Any]:
         """The content of config.json, of the text where there is more. Raises InputError where it is not valid."""
-        return dict(text_of(read_json(self.folder / CONFIG)))
+        return dict(text_of(self._whole_config))
 
     @property
     def family(self) -> Family:
@@ -48,7 +53,7 @@ class PublishedModel:
     @cached_property
     def model(self) -> ModelConfig:
         """The architecture. Raises InputError as `model_of` does."""
-        return model_of(self.config, str(self.folder / CONFIG))
+        return model_of(self._whole_config, str(self.folder / CONFIG))
 
     @cached_property
     def generation(self) -> dict[str, Any]:
@@ -57,25 +62,29 @@ class PublishedModel:
         return read_json(file) if file.is_file() else {}
 
     @cached_property
-    def stored(self) -> dict[str, StoredTensor]:
+    def stored(self) -> dict[str, StoredTensor | LazyTensor]:
         """The tensors of text, as the family names them. Raises InputError for a file that is missing or broken."""
         return {name: tensor for name, tensor in self._named.items() if name not in self._left_out}
 
     @cached_property
-    def _named(self) -> dict[str, StoredTensor]:
+    def _named(self) -> dict[str, StoredTensor | LazyTensor]:
         prefixes = self.family.prefixes
 
         def renamed(name: str) -> str:
             return next((now + name.removeprefix(old) for old, now in prefixes.items() if name.startswith(old)), name)
 
-        return {renamed(name): tensor for name, tensor in self._files.items()}
+        return {renamed(name): tensor for name, tensor in self._dequantized.items()}
 
     @cached_property
     def _left_out(self) -> list[str]:
         """The tensors of pictures and the like: those that no prefix of text stands before."""
-        if "text_config" not in read_json(self.folder / CONFIG):
+        if "text_config" not in self._whole_config:
             return []
-        return [name for name, was in zip(self._named, self._files, strict=True) if name == was]
+        return [name for name, was in zip(self._named, self._dequantized, strict=True) if name == was]
+
+    @cached_property
+    def _dequantized(self) -> dict[str, StoredTensor | LazyTensor]:
+        return quantized.dequantized(self._files)
 
     @cached_property
     def _files(self) -> dict[str, StoredTensor]:
@@ -128,10 +137,17 @@ class PublishedModel:
 
     def dtypes(self) -> dict[str, str]:
         """Return the dtype of each tensor that is not in the most frequent one, and that one under ""."""
-        names = [self.stored[name].dtype_name for name in self.tensors]
-        usual = max(sorted(set(names)), key=names.count)
-        others = {name: self.stored[name].dtype_name for name in self.tensors}
-        return {"": usual, **{name: dtype for name, dtype in others.items() if dtype != usual}}
+        each = {name: self.stored[name].dtype_name for name in self.tensors}
+        [(usual, _)] = Counter(each.values()).most_common(1)
+        return {"": usual, **{name: dtype for name, dtype in each.items() if dtype != usual}}
+
+    def remarks(self) -> list[str]:
+        """Return a line about each kind of tensor that is not read as it is stored."""
+        number = sum(isinstance(self.stored[name], LazyTensor) for name in self.tensors)
+        said = [f"{number} tensors are quantized and are read as bfloat16, as an export has them"] if number else []
+        if dropped := self.dropped:
+            said.append(f"{len(dropped)} tensors are no parameters and are not read, {dropped[0]} for one")
+        return said
 
 
 def write(
@@ -151,6 +167,7 @@ def write(
     Returns the family. Raises InputError for a model of none.
     """
     before = dict(text_of(json.loads(carried[CONFIG]))) if CONFIG in carried else {}
+    before.pop(quantized.CONFIG_KEY, None)
     family = named(before["model_type"], CONFIG) if "model_type" in before else family_of(model)
     expected = table.tensors(model, family.rules)
     dtype_of = {name: safetensors.dtype_named(dtypes.get(name, dtypes[""])) for name in expected}

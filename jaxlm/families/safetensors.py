@@ -58,6 +58,28 @@ class StoredTensor:
         return _NAMES[self.dtype]
 
 
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that is in no file as it is; `make` gives its numbers when their turn comes."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], np.ndarray]
+
+    def read(self) -> np.ndarray:
+        """Return the tensor."""
+        return self.make()
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as the format names it."""
+        return _NAMES[self.dtype]
+
+    @property
+    def bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a file by name. Raises InputError where the file is not whole and sound."""
     try:
@@ -119,20 +141,7 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-@dataclass(frozen=True)
-class Unwritten:
-    """A tensor to write; `make` gives its numbers when their turn comes."""
-
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    make: Callable[[], np.ndarray]
-
-    @property
-    def bytes(self) -> int:
-        return self.dtype.itemsize * math.prod(self.shape)
-
-
-def write(file: Path, tensors: Mapping[str, Unwritten], metadata: Mapping[str, str]) -> None:
+def write(file: Path, tensors: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> None:
     """Write tensors one after another; no more than one is in memory."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
@@ -148,16 +157,16 @@ def write(file: Path, tensors: Mapping[str, Unwritten], metadata: Mapping[str, s
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for name, tensor in tensors.items():
-            array = np.asarray(tensor.make(), tensor.dtype, order="C")
+            array = np.asarray(tensor.read(), tensor.dtype, order="C")
             assert array.shape == tensor.shape, name
             stream.write(array.reshape(-1).view(np.uint8).data)
         stream.flush()
         os.fsync(stream.fileno())
 
 
-def shards(tensors: Mapping[str, Unwritten], most: int) -> list[dict[str, Unwritten]]:
+def shards(tensors: Mapping[str, LazyTensor], most: int) -> list[dict[str, LazyTensor]]:
     """Return the tensors in files of at most so many bytes each, in order; a larger tensor has one of its own."""
-    found: list[dict[str, Unwritten]] = [{}]
+    found: list[dict[str, LazyTensor]] = [{}]
     for name, tensor in tensors.items():
         if found[-1] and sum(each.bytes for each in found[-1].values()) + tensor.bytes > most:
             found.append({})
@@ -165,6 +174,6 @@ def shards(tensors: Mapping[str, Unwritten], most: int) -> list[dict[str, Unwrit
     return found
 
 
-def total_bytes(tensors: Iterable[Unwritten]) -> int:
+def total_bytes(tensors: Iterable[LazyTensor]) -> int:
     """Return the bytes of all tensors."""
     return sum(tensor.bytes for tensor in tensors)

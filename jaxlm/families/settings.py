@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from jaxlm.core.errors import InputError
 from jaxlm.core.schema import merged
+from jaxlm.families import quantized
 from jaxlm.families.family import Family, families, named
 from jaxlm.families.files import text_of
 from jaxlm.families.layer_kinds import LayerKinds
@@ -16,11 +17,12 @@ from jaxlm.models.config import BlockConfig, ModelConfig
 def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
     """Return the architecture that a config.json describes.
 
-    Of a model of text and pictures it is that of the text. Raises InputError for a family that jaxlm does not have, and
-    for a key that it does not know or whose value it
-    cannot express: nothing is ignored that changes a result.
+    Of a model of text and pictures it is that of the text, and of a quantized one that of what it stands for. Raises
+    InputError for a family that jaxlm does not have, and for a key that it does not know or whose value it cannot
+    express: nothing is ignored that changes a result.
     """
-    config = text_of(config)
+    quantized.check_method(config, where)
+    config = {key: value for key, value in text_of(config).items() if key != quantized.CONFIG_KEY}
     family = named(config.get("model_type"), where)
     known = {family.aliases.get(key, key): value for key, value in config.items()}
     given = {key: value for key, value in {**family.defaults, **known}.items() if key not in family.inert}

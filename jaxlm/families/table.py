@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxlm.core.errors import InputError
 from jaxlm.families.pattern import Pattern
 from jaxlm.families.rule import TensorRule
-from jaxlm.families.safetensors import StoredTensor, Unwritten
+from jaxlm.families.safetensors import LazyTensor, StoredTensor
 from jaxlm.models import tree as model_tree
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.tree import Tree
@@ -111,7 +111,9 @@ def _stacks(graph: nnx.GraphDef, abstract: nnx.State) -> list[tuple[str, int]]:
     return [found[layer] for layer in sorted(found)]
 
 
-def check(expected: Mapping[str, Held], stored: Mapping[str, StoredTensor], known: Collection[str], where: str) -> None:
+def check(
+    expected: Mapping[str, Held], stored: Mapping[str, StoredTensor | LazyTensor], known: Collection[str], where: str
+) -> None:
     """Raise InputError unless the stored tensors are those that are expected, with their shapes, and others that are
     `known`. The message lists the differences."""
     missing = [name for name in expected if name not in stored]
@@ -134,7 +136,7 @@ def check(expected: Mapping[str, Held], stored: Mapping[str, StoredTensor], know
 def load(
     model: ModelConfig,
     expected: Mapping[str, Held],
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, StoredTensor | LazyTensor],
     mesh: Mesh,
     rules: Rules,
     dtype: jax.typing.DTypeLike | None,
@@ -171,7 +173,9 @@ def load(
     return jax.tree_util.tree_map_with_path(made, shapes, shardings)
 
 
-def unwritten(expected: Mapping[str, Held], parameters: Tree, dtype_of: Mapping[str, np.dtype]) -> dict[str, Unwritten]:
+def unwritten(
+    expected: Mapping[str, Held], parameters: Tree, dtype_of: Mapping[str, np.dtype]
+) -> dict[str, LazyTensor]:
     """Return the tensors of parameters, to be written one after another in these dtypes."""
     leaves = model_tree.paths(parameters)
 
@@ -184,7 +188,7 @@ def unwritten(expected: Mapping[str, Held], parameters: Tree, dtype_of: Mapping[
         return np.asarray(whole)[..., place.start : place.end]
 
     return {
-        name: Unwritten(dtype_of[name], held.shape, lambda held=held: make(held)) for name, held in expected.items()
+        name: LazyTensor(dtype_of[name], held.shape, lambda held=held: make(held)) for name, held in expected.items()
     }
 
 

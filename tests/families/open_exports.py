@@ -29,7 +29,7 @@ def write(folder: Path) -> None:
 
     from jaxlm.families import directory, safetensors
     from jaxlm.families.directory import PublishedModel
-    from jaxlm.families.safetensors import Unwritten
+    from jaxlm.families.safetensors import LazyTensor
     from jaxlm.families.settings import config_of
     from jaxlm.parallel.layout import Layout
     from jaxlm.parallel.mesh import make_mesh
@@ -40,7 +40,7 @@ def write(folder: Path) -> None:
         facts, _ = loud.read(name)
         with tempfile.TemporaryDirectory() as there:
             tensors = {
-                key: Unwritten(x.dtype, x.shape, lambda x=x: x) for key, x in loud.weights(facts, "loud").items()
+                key: LazyTensor(x.dtype, x.shape, lambda x=x: x) for key, x in loud.weights(facts, "loud").items()
             }
             safetensors.write(Path(there, "model.safetensors"), tensors, {"format": "pt"})
             Path(there, "config.json").write_text(json.dumps(facts["config"]))

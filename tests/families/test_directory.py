@@ -8,14 +8,14 @@ import pytest
 
 from jaxlm.families import safetensors
 from jaxlm.families.directory import PublishedModel
-from jaxlm.families.safetensors import Unwritten
+from jaxlm.families.safetensors import LazyTensor
 
 
 def directory(folder, config, tensors):
     """Write a directory with these tensors."""
     folder.mkdir()
-    unwritten = {name: Unwritten(x.dtype, x.shape, lambda x=x: x) for name, x in tensors.items()}
-    safetensors.write(folder / "model.safetensors", unwritten, {})
+    made = {name: LazyTensor(x.dtype, x.shape, lambda x=x: x) for name, x in tensors.items()}
+    safetensors.write(folder / "model.safetensors", made, {})
     (folder / "config.json").write_text(json.dumps(config))
     return PublishedModel(folder)
 

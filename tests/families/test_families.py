@@ -23,7 +23,7 @@ from jaxlm import api
 from jaxlm.families import safetensors, table
 from jaxlm.families.directory import PublishedModel, write
 from jaxlm.families.family import families
-from jaxlm.families.safetensors import Unwritten
+from jaxlm.families.safetensors import LazyTensor
 from jaxlm.families.settings import config_of, model_of
 from jaxlm.models import tree
 from jaxlm.models.positions import packed_causal_mask
@@ -41,7 +41,7 @@ def directory(name, variant):
     folder = Path(mkdtemp(prefix=f"{name}-{variant}-"))
     (folder / "config.json").write_text(json.dumps(facts["config"]))
     weights = loud.weights(facts, variant)
-    tensors = {key: Unwritten(x.dtype, x.shape, lambda x=x: x) for key, x in weights.items()}
+    tensors = {key: LazyTensor(x.dtype, x.shape, lambda x=x: x) for key, x in weights.items()}
     safetensors.write(folder / "model.safetensors", tensors, {"format": "pt"})
     return folder
 

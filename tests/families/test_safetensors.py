@@ -9,7 +9,7 @@ import pytest
 
 from jaxlm.core.errors import InputError
 from jaxlm.families import safetensors
-from jaxlm.families.safetensors import Unwritten, read_header, write
+from jaxlm.families.safetensors import LazyTensor, read_header, write
 
 ARRAYS = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -21,7 +21,7 @@ ARRAYS = {
 
 
 def unwritten(arrays):
-    return {name: Unwritten(x.dtype, x.shape, lambda x=x: x) for name, x in arrays.items()}
+    return {name: LazyTensor(x.dtype, x.shape, lambda x=x: x) for name, x in arrays.items()}
 
 
 def test_what_is_written_is_read(tmp_path):

@@ -95,7 +95,7 @@ def load(
     """Load a trained model; its parameters are restored when they are first asked for.
 
     Args:
-      run: folder of a run of `train`, or a Hugging Face directory.
+      run: folder of a run of `train`, a Hugging Face directory, or hf:ORG/NAME of the Hub.
       overrides: `key=value` changes of its experiment, such as "mesh.tensor=1"; none may change its architecture.
       reads: sections and keys that the caller reads: an override of any other is refused. None accepts all.
       checkpoint: the newest, or the one with the lowest held-out loss.
@@ -115,13 +115,15 @@ def load(
 
 
 def source_of(path: Path) -> "Run | PublishedSource":
-    """Return a run folder or a Hugging Face directory, whichever is there."""
+    """Return a run folder or a Hugging Face directory, whichever is there, or a model of the Hub."""
+    from jaxlm.families import hub
     from jaxlm.families.files import is_published
     from jaxlm.published import PublishedSource
     from jaxlm.run import Run
 
     run = Run(path)
-    return PublishedSource(path) if is_published(path) and not run.paths.config.is_file() else run
+    published = hub.is_name(path) or (is_published(path) and not run.paths.config.is_file())
+    return PublishedSource(path) if published else run
 
 
 class LoadedModel:
@@ -348,7 +350,8 @@ def import_run(model: str | Path, run: str | Path, *, say: Callable[[str], None]
     """Convert a Hugging Face directory into a run, once. Nothing of it is executed.
 
     Args:
-      model: the directory: config.json and safetensors of a family that jaxlm has (docs/models.md).
+      model: the directory, or hf:ORG/NAME of the Hub: config.json and safetensors of a family that jaxlm has
+        (docs/models.md).
       run: the folder to make. Training starts from it, and does not continue in it.
       say: takes a line about what is not read, or odd.
 

@@ -17,6 +17,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.core.explain import explain
 from jaxlm.core.schema import Section, chosen, kind_of, merged, sections_at
 from jaxlm.data.tokenizers import BYTES_VOCABULARY
+from jaxlm.families import hub
 from jaxlm.families.files import CONFIG as PUBLISHED
 from jaxlm.families.files import is_published, read_json
 from jaxlm.models.config import ModelConfig
@@ -43,13 +44,14 @@ class Experiment(RunConfig):
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), kind: Kind = "train") -> Experiment:
-    """Read a TOML file, that of a run folder, a Hugging Face directory, or a configuration that comes with jaxlm by its
-    name; apply `key=value` overrides with dotted keys, fill in and check everything that a step of this kind asks for.
+    """Read a TOML file, that of a run folder, a Hugging Face directory, hf:ORG/NAME of the Hub, or a configuration that
+    comes with jaxlm by its name; apply `key=value` overrides with dotted keys, fill in and check everything that a step
+    of this kind asks for.
 
     `model.base = "FILE"`, relative to the file it stands in, names a TOML file whose [model] the other keys of
     [model] then change. It may be a name too. A path that exists goes before a name. Raises InputError, in one line.
     """
-    path = _file(bundled.find(path))
+    path = _found(path)
     values = _read(path)
     if isinstance(values.get("model"), dict):
         values["model"] = _on_its_base(values["model"], (path,))
@@ -207,9 +209,12 @@ def _check(experiment: Experiment, kind: Kind) -> None:
     check_layout(experiment, experiment.mesh.least(), kind)
 
 
-def _file(path: Path) -> Path:
-    """Return the file of a configuration, which a run folder or a Hugging Face directory holds. Raise InputError for
-    another folder."""
+def _found(name: str | Path, folder: Path = Path()) -> Path:
+    """Return the file of a configuration by a path in `folder`, a name, or that of a model of the Hub. A run folder or
+    a Hugging Face directory holds one; raise InputError for another folder."""
+    if hub.is_name(name):
+        return hub.fetch(name) / PUBLISHED
+    path = bundled.find(name, folder)
     if not path.is_dir():
         return path
     file = RunPaths(path).config
@@ -246,7 +251,7 @@ def _on_its_base(model: dict[str, Any], files: tuple[Path, ...]) -> dict[str, An
     """A [model] with what its `base` says, and the base of that; `files` led here."""
     if "base" not in model:
         return model
-    source = _file(bundled.find(str(model["base"]), files[-1].parent))
+    source = _found(str(model["base"]), files[-1].parent)
     base = _read(source).get("model")
     if not isinstance(base, dict):
         raise InputError(f"{files[-1]}: model.base = {str(source)!r} has no section [model]")

@@ -11,7 +11,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.core.files import building, replace, unwritable
 from jaxlm.data.packing import Rows
 from jaxlm.data.tokenizers import Tokenizer
-from jaxlm.families import tokens
+from jaxlm.families import hub, tokens
 from jaxlm.families.files import CARRIED, TOKENIZER
 from jaxlm.models.config import ModelConfig
 from jaxlm.run import Run, check_reads, check_vocabulary, text_rows
@@ -30,13 +30,15 @@ _DTYPES = "dtypes.json"  # of the tensors that an imported run was read from
 class PublishedSource:
     """The model in a Hugging Face directory, with what `jaxlm.api.LoadedModel` asks of a run."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, path: Path):
+        """Take a directory, or the name of a model of the Hub, whose small files are fetched."""
         from jaxlm.families.directory import PublishedModel
 
-        self.folder, self.model = folder, PublishedModel(folder)
+        self.folder = hub.fetch(path) if hub.is_name(path) else path
+        self.model = PublishedModel(self.folder, str(path) if hub.is_name(path) else None)
 
     def __str__(self) -> str:
-        return str(self.folder)
+        return str(self.model)
 
     def experiment(self) -> Experiment:
         """The architecture, and for the rest defaults."""
@@ -120,8 +122,8 @@ class Converted(NamedTuple):
     parameters: int
 
 
-def import_run(folder: Path, out: Path, say: Callable[[str], None]) -> Converted:
-    """Convert a Hugging Face directory into a run, once: its parameters in the dtype that they are stored in.
+def import_run(path: Path, out: Path, say: Callable[[str], None]) -> Converted:
+    """Convert a model in a Hugging Face directory, or of the Hub, into a run, once, in the dtype that it is stored in.
 
     The small files of the directory are carried in `huggingface/` of the run, for its tokenizer and for an export.
     Training continues in no such folder, but from it. Raises InputError where the directory is broken or the folder is
@@ -129,14 +131,13 @@ def import_run(folder: Path, out: Path, say: Callable[[str], None]) -> Converted
     """
     import jax
 
-    from jaxlm.families.directory import PublishedModel
     from jaxlm.models.tree import parameter_count, paths
     from jaxlm.parallel.devices import mesh_here
     from jaxlm.parallel.rules import TRAIN
     from jaxlm.training import checkpoints
 
-    source, run = PublishedModel(folder), Run(out)
-    experiment = config.load(folder, kind="decode")
+    published, run = PublishedSource(path), Run(out)
+    source, experiment = published.model, published.experiment()
     run.paths.check_name()
     if (out.exists() and any(out.iterdir())) or unwritable(out):
         raise InputError(f"{out} is there, or cannot be made; give another folder")
@@ -150,9 +151,9 @@ def import_run(folder: Path, out: Path, say: Callable[[str], None]) -> Converted
     found = [path for path, bad in paths(broken).items() if bad]
     if found:
         say(f"not all numbers are finite in {', '.join(found)}")
-    PublishedSource(folder).carry(run.paths.huggingface)
-    if (folder / TOKENIZER).is_file():
-        run.paths.tokenizer.write_bytes((folder / TOKENIZER).read_bytes())
+    published.carry(run.paths.huggingface)
+    if published.has_tokenizer:
+        run.paths.tokenizer.write_bytes(published.tokenizer_file.read_bytes())
         data = experiment.data.model_copy(update={"tokenizer": str(run.paths.tokenizer)})
         experiment = experiment.model_copy(update={"data": data})
     checkpoints.save_parameters(run.paths.checkpoints, parameters)

@@ -10,7 +10,9 @@ from jaxlm.cli.paths import path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=path, metavar="RUN", help="folder of a run, or a Hugging Face directory")
+    parser.add_argument(
+        "run", type=path, metavar="RUN", help="folder of a run, a Hugging Face directory, or hf:ORG/NAME"
+    )
     parser.add_argument("folder", type=path, metavar="HF_DIR", help="the Hugging Face directory, which is made")
     trained.add_checkpoint(parser)
 

@@ -1,4 +1,4 @@
-"""Convert published weights into a run, once: the folder of a Hugging Face model with safetensors."""
+"""Convert published weights into a run, once: a Hugging Face directory, or hf:ORG/NAME of the Hub."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from jaxlm.cli.paths import path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=path, metavar="HF_DIR", help="a Hugging Face directory")
+    parser.add_argument("model", type=path, metavar="MODEL", help="a Hugging Face directory, or hf:ORG/NAME[@REVISION]")
     parser.add_argument("run", type=path, metavar="RUN", help="the folder of a run, which is made")
 
 

@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="start_from",
         type=path,
         metavar="MODEL",
-        help="begin with the weights of a run or a Hugging Face directory, with the same [model] and tokenizer",
+        help="begin with the weights of a run, a Hugging Face directory or hf:ORG/NAME, with the same [model] and "
+        "tokenizer",
     )
     parser.add_argument(
         "--process",

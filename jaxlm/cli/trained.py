@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The run, and which of its checkpoints."""
-    parser.add_argument("run", type=path, metavar="RUN", help="folder of a run, or a Hugging Face directory")
+    parser.add_argument(
+        "run", type=path, metavar="RUN", help="folder of a run, a Hugging Face directory, or hf:ORG/NAME"
+    )
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as mesh.tensor=1")
     add_checkpoint(parser)
 

@@ -1,7 +1,6 @@
 """A Hugging Face directory: its config.json, its tensors, and the small files beside them."""
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -14,27 +13,29 @@ from jax.sharding import Mesh
 
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import building
-from jaxlm.families import quantized, safetensors, table
+from jaxlm.families import hub, quantized, safetensors, table
 from jaxlm.families.family import Family, named
-from jaxlm.families.files import CONFIG, GENERATION, read_json, text_of, write_json
+from jaxlm.families.files import CONFIG, GENERATION, INDEX, SINGLE, read_json, shards, text_of, write_json
 from jaxlm.families.safetensors import LazyTensor, StoredTensor
 from jaxlm.families.settings import config_of, family_of, model_of
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.tree import Tree
 from jaxlm.parallel.rules import Rules
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SHARD_BYTES = 5_000_000_000
 
 
 class PublishedModel:
-    """A model in a Hugging Face directory. Files are read when they are asked for, and checked before they are used."""
+    """A model in a Hugging Face directory. Files are read when they are asked for, and checked before they are used.
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    Of one of the Hub, `hub_name`, the folder has the small files, and safetensors are fetched when they are asked for.
+    """
+
+    def __init__(self, folder: Path, hub_name: str | None = None):
+        self.folder, self._hub_name = folder, hub_name
 
     def __str__(self) -> str:
-        return str(self.folder)
+        return self._hub_name or str(self.folder)
 
     @cached_property
     def _whole_config(self) -> dict[str, Any]:
@@ -89,26 +90,24 @@ class PublishedModel:
     @cached_property
     def _files(self) -> dict[str, StoredTensor]:
         """All tensors by name, of the index or the one file. Raises InputError for a file that is missing or broken."""
-        if (self.folder / _INDEX).is_file():
-            names = read_json(self.folder / _INDEX).get("weight_map")
-            if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-                raise InputError(f"{self.folder / _INDEX} has no table weight_map of files")
+        if self._hub_name is not None:
+            hub.fetch_weights(self._hub_name, self.folder)
+        if (self.folder / INDEX).is_file():
+            names = shards(self.folder)
             headers = {file: safetensors.read_header(self._shard(file)) for file in dict.fromkeys(names.values())}
             lost = [name for name, file in names.items() if name not in headers[file]]
             if lost:
-                raise InputError(f"{self.folder / _INDEX} names {lost[0]}, which is not in {names[lost[0]]}")
+                raise InputError(f"{self.folder / INDEX} names {lost[0]}, which is not in {names[lost[0]]}")
             return {name: headers[file][name] for name, file in names.items()}
-        if (self.folder / _SINGLE).is_file():
-            return safetensors.read_header(self.folder / _SINGLE)
+        if (self.folder / SINGLE).is_file():
+            return safetensors.read_header(self.folder / SINGLE)
         old = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in self.folder.glob(pattern)]
         why = (
             f"has {old[0]}, which may run code when it is read; convert it to safetensors" if old else "has no tensors"
         )
-        raise InputError(f"{self.folder} {why}: jaxlm reads {_SINGLE} or {_INDEX}")
+        raise InputError(f"{self.folder} {why}: jaxlm reads {SINGLE} or {INDEX}")
 
     def _shard(self, name: str) -> Path:
-        if name != os.path.basename(name) or name in ("", ".", ".."):
-            raise InputError(f"{self.folder / _INDEX} names {name!r}, which is no file in its folder")
         if not (self.folder / name).is_file():
             raise InputError(f"{self.folder} has no {name}, which its index names")
         return self.folder / name
@@ -186,13 +185,13 @@ def write(
         write_json(partial / CONFIG, config)
         where = {}
         for number, tensors in enumerate(files, 1):
-            name = _SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+            name = SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
             say(f"writing {name}")
             safetensors.write(partial / name, tensors, {"format": "pt"})
             where |= dict.fromkeys(tensors, name)
         if len(files) > 1:
             total = sum(safetensors.total_bytes(tensors.values()) for tensors in files)
-            write_json(partial / _INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+            write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     return family
 
 

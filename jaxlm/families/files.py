@@ -1,6 +1,7 @@
 """The small files of a Hugging Face directory. Imports no JAX."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from jaxlm.core.errors import InputError
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Files that are carried through an import and an export as they are.
 CARRIED = (
     *(CONFIG, GENERATION, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -42,3 +44,15 @@ def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a configuration, or its part of text where it has others too, such as that of pictures."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else config
+
+
+def shards(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor that the index of a folder names. Raises InputError for one that is no index, or
+    that names a file elsewhere."""
+    where = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+        raise InputError(f"{folder / INDEX} has no table weight_map of files")
+    for name in where.values():
+        if name != os.path.basename(name) or name in ("", ".", ".."):
+            raise InputError(f"{folder / INDEX} names {name!r}, which is no file in its folder")
+    return where

@@ -1,0 +1,52 @@
+"""Models of the Hugging Face Hub, fetched into its own cache: hf:ORG/NAME, or hf:ORG/NAME@REVISION.
+
+Files are fetched when they are asked for, and nothing else is: no weights for a configuration. `HF_HUB_OFFLINE=1` uses
+what was fetched before, `HF_TOKEN` opens gated models, `HF_HOME` says where the cache is.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from jaxlm.core.errors import InputError
+from jaxlm.data.config import HUGGING_FACE
+from jaxlm.families.files import CARRIED, INDEX, SINGLE, shards
+
+_NAME = re.compile(re.escape(HUGGING_FACE) + r"(?P<model>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
+
+
+def is_name(path: str | Path) -> bool:
+    """Return whether this names a model of the Hub and no path."""
+    return str(path).startswith(HUGGING_FACE)
+
+
+def fetch(name: str | Path) -> Path:
+    """Return the folder in which a model's small files lie: all but its weights.
+
+    Raises InputError for a name that is none, without the package huggingface_hub, and for what cannot be fetched.
+    """
+    asked = _NAME.fullmatch(str(name))
+    if asked is None:
+        raise InputError(f"{name} is no model of the Hub; write hf:ORG/NAME, followed by @REVISION as needed")
+    return _snapshot(name, asked["model"], asked["revision"], [*CARRIED, INDEX])
+
+
+def fetch_weights(name: str | Path, folder: Path) -> None:
+    """Put the safetensors of a model into the `folder` of its small files. Raises InputError where they cannot be
+    fetched."""
+    asked = _NAME.fullmatch(str(name))
+    assert asked is not None
+    commit = folder.name  # or what was published since comes with it
+    _snapshot(name, asked["model"], commit, set(shards(folder).values()) if (folder / INDEX).is_file() else [SINGLE])
+
+
+def _snapshot(name: str | Path, model: str, revision: str | None, files: Iterable[str]) -> Path:
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise InputError(f"{name} needs the package huggingface_hub: pip install 'jaxlm[hf]'") from None
+    try:
+        return Path(huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=list(files)))
+    except Exception as error:  # the library raises all kinds, for network, model and permission
+        why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise InputError(f"{name} cannot be fetched: {why}") from error

@@ -2,8 +2,8 @@
 
 import string
 
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 from jaxlm.data.tokenizers import Tokenizer
 
@@ -37,4 +37,16 @@ def wordpiece(text: str) -> Tokenizer:
     tokens = ["[UNK]", *letters, *(f"##{letter}" for letter in letters), "the", "mod", "##el"]
     backend = Backend(models.WordPiece({token: i for i, token in enumerate(tokens)}, unk_token="[UNK]"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    return Tokenizer(backend)
+
+
+def chatml() -> Tokenizer:
+    """Make a byte-level tokenizer with the control tokens of ChatML, one of which takes the blanks behind it."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(
+        [AddedToken(name, special=True) for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
+    )
+    backend.add_special_tokens([AddedToken("<|note|>", special=True, rstrip=True)])
     return Tokenizer(backend)

@@ -23,6 +23,7 @@ _ANYWHERE = re.compile(r"(?s:.)")
 _LOOKS_AROUND = re.compile(r"\(\?<|\(\?=|(?<!\\s\+)\(\?!|\(\?!(?!\\S\))|\\[ABbGKYyZz]|(?<!\[)\^|\$")
 _UNSURE = 8  # last splits of a window, which its end may have changed
 _PRIVATE = "\uf8ff"  # a character that has tokens only if all bytes have
+_NO_CHARACTER = "\ufdef"  # around the stand-in of a control token (Unicode 16, section 23.7)
 _BEFORE_BLANK = re.compile(r"\S(?=[ \n])")  # GPT-2's pattern always splits there, independent of context
 
 
@@ -70,6 +71,45 @@ class Tokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """Return the token ids of the start of a document, after the ids that begin one."""
         return [*self.begin, *(self.encode(text) if text else [])]
+
+    @cached_property
+    def controls(self) -> dict[str, int]:
+        """The ids of the control tokens that a template may write, by their spelling."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special and token.content}
+
+    def encode_rendered(self, pieces: Iterable[str | int]) -> list[int]:
+        """Return the token ids of a text in which ids of control tokens stand between pieces of text.
+
+        The text is encoded as a whole, cut at control tokens as the tokenizer cuts it there. Raises InputError for text
+        that cannot be encoded.
+        """
+        backend, stand_ins = self._with_stand_ins
+        pieces = list(pieces)
+        if any(_NO_CHARACTER in piece for piece in pieces if isinstance(piece, str)):
+            raise InputError(f"the text holds U+{ord(_NO_CHARACTER):04X}, which is no character; leave it out")
+        text = "".join(piece if isinstance(piece, str) else stand_ins[piece] for piece in pieces)
+        control_of = {backend.token_to_id(name): number for number, name in stand_ins.items()}
+        try:
+            found = backend.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # the library raises bare Exception
+            raise InputError(self._why_not([text]) or f"the text cannot be tokenized: {error}") from error
+        return [control_of.get(token, token) for token in found]
+
+    @cached_property
+    def _with_stand_ins(self) -> tuple[tokenizers.Tokenizer, dict[int, str]]:
+        """A tokenizer that finds control tokens under names that no text holds, and these names by id."""
+        backend = tokenizers.Tokenizer.from_str(self.to_json())
+        backend.encode_special_tokens = True
+        added = self._backend.get_added_tokens_decoder()
+        stand_ins = {number: f"{_NO_CHARACTER}{number}{_NO_CHARACTER}" for number in self.controls.values()}
+        backend.add_tokens(
+            [
+                tokenizers.AddedToken(name, lstrip=added[number].lstrip, rstrip=added[number].rstrip, normalized=False)
+                for number, name in stand_ins.items()
+            ]
+        )
+        return backend, stand_ins
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the token ids of whole documents, between separators if the tokenizer has one."""

@@ -1,0 +1,202 @@
+"""Chat templates: messages as token ids, by the Jinja template that a published model comes with.
+
+A template comes from outside and is run in Jinja's immutable sandbox, with the functions that published ones call
+(transformers' `apply_chat_template`). Control tokens that the template writes become their ids; one that is spelled
+out in a message stays text.
+"""
+
+import datetime
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from jaxlm.core.errors import InputError
+from jaxlm.data.tokenizers import Tokenizer
+
+Message = Mapping[str, Any]
+
+_FILE, _SETTINGS, _OLD_FILE = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
+_DEFAULT = "default"  # of several templates with names
+# Code points that are no characters (Unicode 16, section 23.7): each stands for the first letter of a control token
+# that a message spells out, while its template runs.
+_STAND_INS = [chr(code) for code in range(0xFDD0, 0xFDEF)]
+_SHOWN = 200  # characters of a template's own complaint
+
+
+class ChatTemplate:
+    """A chat template with the tokenizer that it is for.
+
+    Args:
+      source: the template.
+      tokenizer: of the model.
+      variables: that the template reads, such as `bos_token`.
+      name: of the file, for messages.
+      now: the clock that `strftime_now` reads.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        tokenizer: Tokenizer,
+        variables: Mapping[str, Any],
+        name: str,
+        now: Callable[[], datetime.datetime] = datetime.datetime.now,
+    ):
+        self.source, self.tokenizer, self.name = source, tokenizer, name
+        self.variables = dict(variables)
+        try:
+            self._template = _environment(now).from_string(source)
+        except jinja2.TemplateError as error:
+            raise InputError(f"{name} is no chat template: {_first_line(error)}") from None
+
+    def encode(self, messages: Sequence[Message], *, reply: bool, tools: Sequence[Any] | None = None) -> list[int]:
+        """Return the token ids of a conversation. Nothing is put before them: a template writes its own beginning.
+
+        Args:
+          messages: each with a `role` and its `content`, and what else the template knows.
+          reply: whether the assistant's next message begins after them.
+          tools: descriptions of functions, for a template that shows them.
+
+        Raises InputError where the template refuses the messages or fails.
+        """
+        return self.tokenizer.encode_rendered(self._pieces(messages, reply, tools))
+
+    def render(self, messages: Sequence[Message], *, reply: bool, tools: Sequence[Any] | None = None) -> str:
+        """Return the text that `encode` encodes. Raises InputError as it does."""
+        names = {token: name for name, token in self.tokenizer.controls.items()}
+        pieces = self._pieces(messages, reply, tools)
+        return "".join(piece if isinstance(piece, str) else names[piece] for piece in pieces)
+
+    def _pieces(self, messages: Sequence[Message], reply: bool, tools: Sequence[Any] | None) -> Iterator[str | int]:
+        """Yield what the template writes: texts, and the ids of control tokens between them."""
+        given = {"messages": list(messages), "tools": list(tools) if tools else None}
+        used = set(json.dumps(given, ensure_ascii=False)) if self._control else set()
+        free = iter(character for character in _STAND_INS if character not in used)
+        stands_for: dict[str, str] = {}
+
+        def hidden(match: re.Match[str]) -> str:
+            first = match[0][0]
+            if first not in stands_for and (stand_in := next(free, None)) is not None:
+                stands_for[first] = stand_in
+            if first not in stands_for:
+                raise InputError("the messages hold every code point that could stand for a control token in them")
+            return stands_for[first] + match[0][1:]
+
+        shown = _mapped(given, lambda text: self._control.sub(hidden, text)) if self._control else given
+        try:
+            text = self._template.render(**self.variables, **shown, add_generation_prompt=reply)
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
+            raise InputError(f"{self.name} cannot show these messages: {_first_line(error)}") from None
+        as_given = str.maketrans({stand_in: first for first, stand_in in stands_for.items()})
+        at = 0
+        for match in self._control.finditer(text) if self._control else ():
+            if match.start() > at:
+                yield text[at : match.start()].translate(as_given)
+            yield self.tokenizer.controls[match[0]]
+            at = match.end()
+        if at < len(text):
+            yield text[at:].translate(as_given)
+
+    @cached_property
+    def _control(self) -> re.Pattern[str] | None:
+        """A pattern of all control tokens, the longest first."""
+        names = sorted(self.tokenizer.controls, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, names))) if names else None
+
+
+def load(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Return the chat template in a folder of published files, or None.
+
+    It is `chat_template.jinja`, or `chat_template` in tokenizer_config.json (a text, or a list of named ones of which
+    "default" is taken) or in chat_template.json. Raises InputError for files that are broken.
+    """
+    settings = _table(folder / _SETTINGS)
+    variables = {name: _content(value) for name, value in settings.items() if name.endswith("_token")}
+    variables = {name: text for name, text in variables.items() if text is not None}
+    if (folder / _FILE).is_file():
+        return ChatTemplate(_text(folder / _FILE), tokenizer, variables, str(folder / _FILE))
+    for file, found in ((folder / _SETTINGS, settings), (folder / _OLD_FILE, _table(folder / _OLD_FILE))):
+        if (source := _chosen(found.get("chat_template"), file)) is not None:
+            return ChatTemplate(source, tokenizer, variables, f"chat_template of {file}")
+    return None
+
+
+def _chosen(described: Any, file: Path) -> str | None:
+    if isinstance(described, list) and all(isinstance(entry, dict) for entry in described):
+        by_name = {entry.get("name"): entry.get("template") for entry in described}
+        described = by_name.get(_DEFAULT)
+        if described is None and by_name:
+            raise InputError(f'{file} has chat templates {", ".join(map(str, by_name))}, and none is "{_DEFAULT}"')
+    if described is not None and not isinstance(described, str):
+        raise InputError(f"chat_template of {file} is neither a text nor a list of named ones")
+    return described
+
+
+def _content(token: Any) -> str | None:
+    """Return the text of a token, which may be described by a table."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def _table(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(_text(file))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file} is not valid JSON ({error})") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"{file} cannot be read: {error}") from None
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """Return JSON with every text in it changed, but for names."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: _mapped(inner, change) for name, inner in value.items()}
+    return [_mapped(inner, change) for inner in value] if isinstance(value, Sequence) else value
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:_SHOWN]
+
+
+def _environment(now: Callable[[], datetime.datetime]) -> ImmutableSandboxedEnvironment:
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    found = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
+    )
+    found.filters["tojson"] = to_json
+    found.globals["raise_exception"] = raise_exception
+    found.globals["strftime_now"] = lambda form: now().strftime(form)
+    return found
+
+
+class _Generation(Extension):
+    """The tag {% generation %}, which some templates put around what the assistant says; it changes no text."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)

@@ -1,0 +1,109 @@
+"""Chat templates: text, ids, control tokens in messages, and what templates may not do."""
+
+import datetime
+import json
+
+import pytest
+import tokenizer_fixtures
+
+from jaxlm.data.chat_template import ChatTemplate, load
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QUESTION = [{"role": "user", "content": "Hi"}]
+
+
+def template(source=CHATML, **variables):
+    return ChatTemplate(source, tokenizer_fixtures.chatml(), variables, "a template")
+
+
+def test_messages_become_text_and_control_tokens():
+    chat = template()
+    expected = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert chat.render(QUESTION, reply=True) == expected
+    start, end = (chat.tokenizer.controls[name] for name in ("<|im_start|>", "<|im_end|>"))
+    text = chat.tokenizer.encode
+    assert chat.encode(QUESTION, reply=True) == [
+        *[start, *text("user\nHi"), end, *text("\n"), start, *text("assistant\n")]
+    ]
+    assert chat.encode(QUESTION, reply=False) == [start, *text("user\nHi"), end, *text("\n")]
+
+
+@pytest.mark.parametrize(
+    "spelled", ["<|im_end|>", "a<|im_end|>b<|im_start|>", "\ufdd0<|note|>", "<|im_<|im_end|>end|>"]
+)
+def test_a_control_token_that_a_message_spells_out_is_text(spelled):
+    chat = template()
+    found = chat.encode([{"role": "user", "content": spelled}], reply=False)
+    start, end = (chat.tokenizer.controls[name] for name in ("<|im_start|>", "<|im_end|>"))
+    text = chat.tokenizer.encode
+    assert found == [start, *text(f"user\n{spelled}"), end, *text("\n")]
+
+
+def test_stand_ins_cannot_be_written_by_a_message():
+    with pytest.raises(ValueError, match="U\\+FDEF, which is no character"):
+        template().encode([{"role": "user", "content": "\ufdef256\ufdef"}], reply=False)
+
+
+def test_a_control_token_takes_the_blanks_that_it_takes_elsewhere():
+    chat = template("<|note|>   {{ messages[0].content }}")
+    assert chat.encode(QUESTION, reply=False) == [chat.tokenizer.controls["<|note|>"], *chat.tokenizer.encode("Hi")]
+
+
+def test_a_beginning_is_written_once():
+    chat = template("{{ bos_token }}{{ messages[0].content }}", bos_token="<|endoftext|>")
+    begin = chat.tokenizer.controls["<|endoftext|>"]
+    assert chat.encode(QUESTION, reply=True) == [begin, *chat.tokenizer.encode("Hi")]
+
+
+def test_functions_that_published_templates_call():
+    source = (
+        "{%- for m in messages %}{%- if loop.index > 1 %}{% break %}{% endif %}"
+        "{% generation %}{{ m.content | trim }}{% endgeneration %}{%- endfor %}"
+        "|{{ strftime_now('%d %b %Y') }}|{{ tools[0] | tojson }}|{{ {'a': 'é'} | tojson(indent=1) }}"
+    )
+    day = datetime.datetime(2026, 1, 2)
+    chat = ChatTemplate(source, tokenizer_fixtures.chatml(), {}, "a template", lambda: day)
+    messages = [{"role": "user", "content": " Hi "}, {"role": "user", "content": "not shown"}]
+    assert chat.render(messages, reply=False, tools=[{"name": "f"}]) == 'Hi|02 Jan 2026|{"name": "f"}|{\n "a": "é"\n}'
+
+
+@pytest.mark.parametrize(
+    "source, why",
+    [
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "str"),
+        ("{{ messages[7].content }}", "has no element 7"),
+        ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+    ],
+)
+def test_what_a_template_may_not_do_is_one_line(source, why):
+    with pytest.raises(ValueError, match=f"a template cannot show these messages: .*{why}"):
+        template(source).encode(QUESTION, reply=True)
+
+
+def test_a_template_that_is_none_is_named():
+    with pytest.raises(ValueError, match="a template is no chat template"):
+        template("{% if %}")
+
+
+def test_a_folder_has_its_template_in_one_of_several_files(tmp_path):
+    tokenizer, settings = tokenizer_fixtures.chatml(), tmp_path / "tokenizer_config.json"
+    assert load(tmp_path, tokenizer) is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "old"}))
+    assert load(tmp_path, tokenizer).render(QUESTION, reply=False) == "old"
+    described = {"bos_token": {"content": "<|endoftext|>"}, "eos_token": None, "chat_template": "{{ bos_token }}one"}
+    settings.write_text(json.dumps(described))
+    assert load(tmp_path, tokenizer).render(QUESTION, reply=False) == "<|endoftext|>one"
+    named = [{"name": "tool_use", "template": "two"}, {"name": "default", "template": "three"}]
+    settings.write_text(json.dumps({"chat_template": named}))
+    assert load(tmp_path, tokenizer).render(QUESTION, reply=False) == "three"
+    settings.write_text(json.dumps({"chat_template": named[:1]}))
+    with pytest.raises(ValueError, match='has chat templates tool_use, and none is "default"'):
+        load(tmp_path, tokenizer)
+    (tmp_path / "chat_template.jinja").write_text("four")
+    assert load(tmp_path, tokenizer).render(QUESTION, reply=False) == "four"

@@ -13,6 +13,7 @@ from jaxlm.core import accelerators
 from jaxlm.core.errors import RunFailed
 from jaxlm.core.schema import shown
 from jaxlm.costs import capacity
+from jaxlm.data import conversations
 from jaxlm.data.dataset import Dataset, prepare
 from jaxlm.parallel import processes
 from jaxlm.run import Run
@@ -130,7 +131,22 @@ class Job:
             processes.check_same("data", found, "let data.text and data.tokenizer be the same for all")
         if self._source is not None:
             check_tokenizer(self._source, dataset.tokenizer)
+        self._show_conversations(dataset)
         return dataset
+
+    def _show_conversations(self, dataset: Dataset) -> None:
+        """Show one conversation and what of it is learned, and say how many are too long."""
+        sequence = self._experiment.training.sequence
+        for name, source in dataset.sources.items():
+            if not source.train.of_conversations:
+                continue
+            self._display.example(conversations.pieces(source.train, 0, dataset.tokenizer))
+            lengths = source.train.lengths
+            if cut := int((lengths > sequence + 1).sum()):
+                self._display.say(
+                    f"{name}: {cut:,} of {len(lengths):,} conversations are longer than training.sequence = {sequence} "
+                    f"tokens (the longest has {int(lengths.max()):,}) and are cut there"
+                )
 
     def _count(self) -> "tuple[Counted, Mesh]":
         """Make the mesh, and say what a step on it costs."""
@@ -221,8 +237,8 @@ class Job:
 
 
 def _sample(experiment: Experiment, dataset: Dataset, parameters: Any, mesh: "Mesh") -> str:
-    """Continue the beginning of a held-out document; a mark stands where the prompt ends. A model that has diverged has
-    no sample, and is a result all the same."""
+    """Continue the beginning of a held-out document, or answer a held-out conversation; a mark stands where the prompt
+    ends. A model that has diverged has no sample, and is a result all the same."""
     import jax.numpy as jnp
 
     from jaxlm.inference.completion import Completer
@@ -231,8 +247,13 @@ def _sample(experiment: Experiment, dataset: Dataset, parameters: Any, mesh: "Me
     from jaxlm.training.step import cast
 
     model, store = experiment.model, max(dataset.sources.values(), key=lambda source: source.weight).held_out
-    longest = int(store.lengths.argmax())
-    given = min(32, math.ceil(model.context_length / 2), int(store.lengths[longest]))
+    longest, most = int(store.lengths.argmax()), math.ceil(model.context_length / 2)
+    if store.of_conversations:
+        asked = (int(store.learned(number, 0, int(length)).argmax()) for number, length in enumerate(store.lengths))
+        fitting = ((number, tokens) for number, tokens in enumerate(asked) if 0 < tokens <= most)
+        longest, given = next(fitting, (longest, most))
+    else:
+        given = min(32, most, int(store.lengths[longest]))
     prompt = store.read(longest, 0, given).tolist()
     cast_parameters, kernels = cast(parameters, jnp.dtype(experiment.training.dtype)), experiment.training.kernels
     complete = Completer(model, cast_parameters, dataset.tokenizer, 1, mesh, kernels)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # Keys of [data] that decide the tokens: by themselves, or by files, which may have been moved.
 SHAPING = ("field", "documents", "held_out")
-FILES = ("tokenizer", "text", "sources")
+FILES = ("tokenizer", "text", "chat", "chat_template", "validation", "sources")
 _OTHER_OUT = "choose another --out"
 _CONTINUE = "--continue-with-changes"
 _ATTEMPTS = 5  # to read a checkpoint of a run that trains on, and removes older ones

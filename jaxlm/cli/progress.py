@@ -1,12 +1,13 @@
 """Progress of a long run: a live bar on a terminal, plain lines elsewhere, always on standard error."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from jaxlm.core import units
 from jaxlm.training.display import Display
@@ -59,6 +60,15 @@ class Bar(Display):
     def say(self, line: str) -> None:
         """Print a line above the bar."""
         self._console.print(line, markup=False, soft_wrap=True)
+
+    def example(self, pieces: Sequence[tuple[str, bool]]) -> None:
+        """Print a conversation, what is learned in green; without colours, in brackets."""
+        self.say("one conversation, and what of it is learned:")
+        shown = Text()
+        for piece, learned in pieces:
+            marked = f"⟦{piece}⟧" if learned and self._console.color_system is None else piece
+            shown.append(marked, "bold green" if learned else "dim")
+        self._console.print(shown, soft_wrap=True)
 
     def progress(self, doing: str, done: int, size: int) -> None:
         """Show `done` of `size` bytes of the work before the first step, in a bar of its own; without a terminal, in a

@@ -57,6 +57,16 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise InputError(f"{name} is no chat template: {_first_line(error)}") from None
 
+    def to_json(self) -> str:
+        """Return a text that `from_json` reads; equal templates have equal texts."""
+        return json.dumps({"source": self.source, "variables": self.variables, "name": self.name})
+
+    @classmethod
+    def from_json(cls, text: str, tokenizer: Tokenizer) -> "ChatTemplate":
+        """Return the template that `to_json` wrote, with the clock of this machine."""
+        described = json.loads(text)
+        return cls(described["source"], tokenizer, described["variables"], described["name"])
+
     def encode(self, messages: Sequence[Message], *, reply: bool, tools: Sequence[Any] | None = None) -> list[int]:
         """Return the token ids of a conversation. Nothing is put before them: a template writes its own beginning.
 
@@ -118,15 +128,24 @@ def load(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
     It is `chat_template.jinja`, or `chat_template` in tokenizer_config.json (a text, or a list of named ones of which
     "default" is taken) or in chat_template.json. Raises InputError for files that are broken.
     """
-    settings = _table(folder / _SETTINGS)
-    variables = {name: _content(value) for name, value in settings.items() if name.endswith("_token")}
-    variables = {name: text for name, text in variables.items() if text is not None}
     if (folder / _FILE).is_file():
-        return ChatTemplate(_text(folder / _FILE), tokenizer, variables, str(folder / _FILE))
+        return read(folder / _FILE, folder, tokenizer)
+    settings = _table(folder / _SETTINGS)
     for file, found in ((folder / _SETTINGS, settings), (folder / _OLD_FILE, _table(folder / _OLD_FILE))):
         if (source := _chosen(found.get("chat_template"), file)) is not None:
-            return ChatTemplate(source, tokenizer, variables, f"chat_template of {file}")
+            return ChatTemplate(source, tokenizer, _variables(settings), f"chat_template of {file}")
     return None
+
+
+def read(file: Path, folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the chat template in a file, with the names of tokens that a folder of published files has. Raises
+    InputError for files that are missing or broken."""
+    return ChatTemplate(_text(file), tokenizer, _variables(_table(folder / _SETTINGS)), str(file))
+
+
+def _variables(settings: Mapping[str, Any]) -> dict[str, str]:
+    found = {name: _content(value) for name, value in settings.items() if name.endswith("_token")}
+    return {name: text for name, text in found.items() if text is not None}
 
 
 def _chosen(described: Any, file: Path) -> str | None:

@@ -3,7 +3,7 @@
 import math
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
@@ -49,10 +49,14 @@ Text = Annotated[
 
 
 class SourceConfig(Section):
-    """One source of a data mixture."""
+    """One source of a data mixture, of text or of conversations."""
 
-    text: Text
+    text: Text | None = None
     """Its text, as `data.text`."""
+    chat: Text | None = None
+    """Its conversations, as `data.chat`, in place of text."""
+    validation: Text | None = None
+    """Its held-out text or conversations, as `data.validation`."""
     field: Annotated[Name | None, InWords(default="data.field")] = None
     """The field of a record that holds its text."""
     documents: Annotated[PositiveInt | None, InWords(default="data.documents")] = None
@@ -61,6 +65,17 @@ class SourceConfig(Section):
     """How to get the text, for the message that it is missing."""
     weight: PositiveFloat = 1.0
     """The source gives weight / (sum of all weights) of the rows of a batch, to within 1 %."""
+
+    @model_validator(mode="after")
+    def _text_or_chat(self):
+        if (self.text is None) == (self.chat is None):
+            raise ValueError("text is missing, or chat" if self.text is None else "text and chat are both given")
+        return self
+
+    @property
+    def kind(self) -> Literal["text", "chat"]:
+        """Return the key of its files."""
+        return "text" if self.chat is None else "chat"
 
 
 class DataConfig(Section):
@@ -77,6 +92,14 @@ class DataConfig(Section):
     """Take the first n documents of a source; required for a Hugging Face source."""
     if_missing: Name | None = None
     """How to get the text, for the message that it is missing."""
+    chat: Text | None = None
+    """Conversations in place of text, in files of records (`.jsonl`, `.parquet`…): each has `messages`, or `prompt` and
+    `completion`. The chat template beside the tokenizer shows them, and only what the assistant says is trained and
+    measured, up to the end of its turn. One that is longer than `training.sequence` is cut there."""
+    chat_template: Annotated[Name | None, InWords(default="that beside data.tokenizer")] = None
+    """The path of a chat template, a Jinja file."""
+    validation: Text | None = None
+    """Text or conversations to measure the held-out loss on; of the others none is then held out."""
     sources: dict[str, SourceConfig] = Field(default_factory=dict)
     """Named sources in place of `text`, mixed by weight."""
     max_broken: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.001
@@ -84,8 +107,9 @@ class DataConfig(Section):
     tokenizer: Annotated[str, AfterValidator(_known_tokenizer)] = "bpe"
     """The path of a `tokenizer.json`, or "bytes", "characters" or "bpe" (trained on the text, `model.vocab_size`
     tokens)."""
-    held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    """The fraction of a source's documents (of a single document: its end) that training never sees."""
+    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
+    """The fraction of a source's documents (of a single document: its end) that training never sees; 0 where each has
+    `validation` of its own."""
     cache: Annotated[Name, InWords(default="$XDG_CACHE_HOME/jaxlm, or ~/.cache/jaxlm")] = Field(
         default_factory=default_cache
     )
@@ -94,17 +118,20 @@ class DataConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_to_standard_library(cls, values):
-        if isinstance(values, dict) and not values.get("sources") and values.get("text") is None:
+        if isinstance(values, dict) and not values.get("sources") and values.get("text") is values.get("chat") is None:
             return {**values, "text": STANDARD_LIBRARY}
         return values
 
     @model_validator(mode="after")
     def _consistent(self):
-        if self.text and self.sources:
+        given = [f"data.{name}" for name in ("text", "chat", "sources") if getattr(self, name)]
+        if len(given) > 1:
             raise ValueError(
-                "data.text and data.sources are both given; remove one, or make the text one of the sources: "
+                f"{' and '.join(given[:2])} are both given; remove one, or make each one of the sources: "
                 "[data.sources.NAME]"
             )
+        if self.validation and self.sources:
+            raise ValueError("data.validation is of a single source; give data.sources.NAME.validation")
         for name in self.sources:  # the name becomes a key of the results
             if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
                 raise ValueError(f"data.sources.{name!r} is not a name of letters, digits, _ and -")
@@ -117,16 +144,27 @@ class DataConfig(Section):
                     f"data.sources.{name}.weight = {weight} is less than {_MIN_WEIGHT} of the largest, "
                     f"{max(weights.values())}, and would give no row; remove the source or raise its weight"
                 )
+        described = self.described()
+        if self.held_out == 0.0 and (bare := [key for key, source in described.items() if not source.validation]):
+            raise ValueError(f"data.held_out = 0 leaves no held-out text of {bare[0]}; give it validation text")
+        if self.tokenizer in TOKENIZERS and (chats := [key for key, source in described.items() if source.chat]):
+            raise ValueError(
+                f'{chats[0]} needs the tokenizer of a model that converses, and data.tokenizer = "{self.tokenizer}" '
+                "has no control tokens; set it to the path of its tokenizer.json, or start --from that model"
+            )
         return self
 
     def described(self) -> dict[str, SourceConfig]:
         """Return the sources with defaults filled in, by the key of their text. Weights sum to 1."""
-        given = {f"data.sources.{name}.text": source for name, source in self.sources.items()}
-        given = given or {"data.text": SourceConfig(text=self.text)}
+        given = {f"data.sources.{name}.{source.kind}": source for name, source in self.sources.items()}
+        single = SourceConfig(text=self.text, chat=self.chat, validation=self.validation) if not given else None
+        given = given if single is None else {f"data.{single.kind}": single}
         total = sum(source.weight for source in given.values())
         return {
             key: SourceConfig(
                 text=source.text,
+                chat=source.chat,
+                validation=source.validation,
                 field=source.field or self.field,
                 documents=source.documents or self.documents,
                 if_missing=source.if_missing or self.if_missing,

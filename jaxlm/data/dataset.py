@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 from jaxlm.core import units
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import building, leftovers, locked
-from jaxlm.data import formats, tokenizers
+from jaxlm.data import chat_template, formats, tokenizers
 from jaxlm.data.cache import reading, writing
+from jaxlm.data.chat_template import ChatTemplate
 from jaxlm.data.config import HUGGING_FACE, DataConfig, expanded
 from jaxlm.data.scan import Progress, SkippedDocuments, SourceIndex, scan_source
 from jaxlm.data.sources import Changed, Source, find_sources
@@ -95,7 +96,10 @@ def tokenize_whole(
     """
     documents = data.documents if text.startswith(HUGGING_FACE) else None
     data = data.model_copy(
-        update={"text": (text,), "if_missing": None, "sources": {}, "held_out": 1.0, "documents": documents}
+        update={
+            **{"text": (text,), "chat": None, "validation": None, "sources": {}},
+            **{"if_missing": None, "held_out": 1.0, "documents": documents},
+        }
     )
     (source,) = find_sources(data, say)
     return _Cache(data, say, progress).split(source, tokenizer)[0].held_out
@@ -137,8 +141,18 @@ class _Cache:
         return _fitting(tokenizer, vocabulary)
 
     def split(self, source: Source, tokenizer: Tokenizer) -> tuple[SplitSource, str]:
-        """Return the tokens of a source, tokenized if needed, and their digest."""
-        shaped_by = {"tokenizer": tokenizer.to_json(), "held_out": self._data.held_out}
+        """Return the tokens of a source and of its validation text, tokenized if needed, and their digest."""
+        found, digest = self._split(source, tokenizer)
+        if source.validation is None:
+            return found, digest
+        validation, other = self._split(source.validation, tokenizer)
+        return found._replace(held_out=validation.held_out), digest + other
+
+    def _split(self, source: Source, tokenizer: Tokenizer) -> tuple[SplitSource, str]:
+        template = self._template(source, tokenizer) if source.field is None else None
+        shaped_by = {"tokenizer": tokenizer.to_json(), "held_out": source.held_out}
+        if template is not None:
+            shaped_by["template"] = [template.source, template.variables]
         directory = self._directory("datasets", {**shaped_by, **source.described()})
         lock = self._folder / "locks" / directory.name
         if not directory.is_dir():
@@ -150,7 +164,7 @@ class _Cache:
                         shutil.rmtree(killed, ignore_errors=True)
                     self._say(f"tokenizing {units.size(index.train_bytes + index.held_out_bytes)} of {source.name}")
                     with self._dropping_stale_scans(source):
-                        tokenize(index, tokenizer, directory, self._progress)
+                        tokenize(index, tokenizer, template, directory, self._progress)
         elif unfinished(directory).is_dir():  # left by a killed process, unless another is just finishing
             with suppress(OSError), locked(lock, _nobody) as alone:
                 if alone:
@@ -161,10 +175,20 @@ class _Cache:
             digest = manifest["digest"]
             # Earlier versions called the entry `losses`, or had none.
             skipped = SkippedDocuments(**manifest.get("skipped", manifest.get("losses", {})))
-        if source.name not in self._indexes:
+        if source.key not in self._indexes:
             self._report_skipped(source, skipped)
         self._report_unknown(source, train, held_out)
         return SplitSource(train, held_out, source.weight), digest
+
+    def _template(self, source: Source, tokenizer: Tokenizer) -> ChatTemplate:
+        """Return the template that shows conversations: that of the configuration, or beside the tokenizer."""
+        folder = expanded(self._data.tokenizer, "data.tokenizer").parent
+        if (path := self._data.chat_template) is not None:
+            return chat_template.read(expanded(path, "data.chat_template"), folder, tokenizer)
+        for place in (folder, folder / "huggingface"):  # of a published model, of a run
+            if (found := chat_template.load(place, tokenizer)) is not None:
+                return found
+        raise InputError(f"{source.key}: there is no chat template in {folder}; set data.chat_template to a Jinja file")
 
     def _report_skipped(self, source: Source, skipped: SkippedDocuments) -> None:
         """Check and report the skipped documents of tokens from an earlier run, as a scan does."""
@@ -198,25 +222,24 @@ class _Cache:
         return train_bpe(indexes, vocabulary, self._progress)
 
     def _index(self, source: Source) -> SourceIndex:
-        if source.name not in self._indexes:
+        if source.key not in self._indexes:
             log = self._log(source)
             waiting = partial(self._say, f"another jaxlm reads {source.name}; waiting for it")
             with ExitStack() as until:
                 with writing(self._data.cache):
                     alone = until.enter_context(locked(self._folder / "locks" / log.name, waiting))
-                self._indexes[source.name] = scan_source(
+                self._indexes[source.key] = scan_source(
                     source,
-                    self._data.held_out,
                     self._data.max_broken,
                     self._say,
                     self._progress,
                     log if alone else None,
                 )
-        return self._indexes[source.name]
+        return self._indexes[source.key]
 
     def _log(self, source: Source) -> Path:
         """Return the log file of the scan of a source."""
-        described = {"held_out": self._data.held_out, "chunk_bytes": formats.CHUNK_BYTES, **source.described()}
+        described = {"held_out": source.held_out, "chunk_bytes": formats.CHUNK_BYTES, **source.described()}
         return self._directory("scans", described)
 
     @contextmanager

@@ -73,7 +73,9 @@ class Rows:
         self.store, self.sequence = store, sequence
         index = store.directory / f"rows-{sequence}"
         if not index.is_dir():
-            pieces, rows = pack(store.lengths, sequence)
+            # A conversation is learned from its beginning or not at all.
+            lengths = np.minimum(store.lengths, sequence + 1) if store.of_conversations else store.lengths
+            pieces, rows = pack(lengths, sequence)
             with writing(store.directory), building(index) as folder:
                 np.save(folder / "pieces.npy", pieces)
                 np.save(folder / "rows.npy", rows)
@@ -91,8 +93,8 @@ class Rows:
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         """Return int32 [T] arrays of a row.
 
-        `tokens`; `targets`, the next token of each; `segments`, 1, 2, … per piece and 0 for padding; `positions`, from
-        0 in each piece.
+        `tokens`; `targets`, the next token of each; `segments`, 1, 2, … per piece and 0 for targets that do not count,
+        of padding and of conversations; `positions`, from 0 in each piece.
         """
         batch = empty_row(self.sequence)
         at = 0
@@ -101,7 +103,8 @@ class Rows:
             text = self.store.read(document, start, length + 1)
             here = slice(at, at + length)
             batch["tokens"][here], batch["targets"][here] = text[:-1], text[1:]
-            batch["segments"][here], batch["positions"][here] = segment, np.arange(length)
+            batch["segments"][here] = segment * self.store.learned(document, start + 1, length)
+            batch["positions"][here] = np.arange(length)
             at += length
         batch["positions"][at:] = np.arange(self.sequence - at)
         return batch

@@ -23,7 +23,7 @@ Progress = Callable[[str, int, int], None]  # (activity, bytes of files done, by
 
 
 class Split(NamedTuple):
-    """The held-out split: a fraction of the documents or, of a single document (`alone`), its end."""
+    """The held-out split: a fraction of the documents or, of a single text (`alone`), its end."""
 
     held_out: float
     alone: bool = False
@@ -116,7 +116,6 @@ class _Tally(NamedTuple):
 
 def scan_source(
     source: Source,
-    held_out: float,
     max_broken: float,
     say: Callable[[str], None],
     progress: Progress,
@@ -124,10 +123,11 @@ def scan_source(
 ) -> SourceIndex:
     """Read a source to its end, or to its last requested document, and return its index.
 
-    `held_out` = 1 holds out everything. `log`: a file with the results of an earlier scan of the same source and
-    split, which are not computed again. Raise InputError if the source or one side of the split has no text, or if a
-    larger fraction than `max_broken` of its documents is unreadable.
+    A source whose `held_out` is 1 is held out as a whole. `log`: a file with the results of an earlier scan of the same
+    source and split, which are not computed again. Raise InputError if the source or one side of the split has no text,
+    or if a larger fraction than `max_broken` of its documents is unreadable.
     """
+    held_out = source.held_out
     chunks, split = formats.cut(source.files, source.field), Split(held_out)
     tallies: list[_Tally] = []
     left, done, readable, errors = source.documents, 0, 0, 0
@@ -160,11 +160,11 @@ def scan_source(
         say(f"skipped: {example}")
     if broken > len(examples):
         say(skipped.summary(source))
-    if readable == 1:
+    if readable == 1 and source.field is not None:
         split = Split(held_out, alone=True)
         tallies = [_tally(chunk, split) for chunk, tally in zip(chunks, tallies, strict=True) if tally.documents]
     train, ends = sum(t.train_bytes for t in tallies), sum(t.held_out_bytes for t in tallies)
-    for side, size in (("training", train or held_out == 1.0), ("held-out", ends)):
+    for side, size in (("training", train or held_out == 1.0), ("held-out", ends or held_out == 0.0)):
         if not size:
             raise InputError(
                 f"data.held_out = {held_out} leaves no {side} text of the {readable:,} documents of {source.key}; "

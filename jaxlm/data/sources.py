@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 from jaxlm.core.errors import InputError
 from jaxlm.data import huggingface
-from jaxlm.data.config import HUGGING_FACE, STANDARD_LIBRARY, DataConfig, expanded
-from jaxlm.data.formats import SUFFIXES
+from jaxlm.data.config import HUGGING_FACE, STANDARD_LIBRARY, DataConfig, SourceConfig, expanded
+from jaxlm.data.formats import RECORDS, SUFFIXES
 
-_KINDS = ", ".join(SUFFIXES)
 # Excluded from the standard library's folder: installed packages, build outputs, and the tests, which are larger than
 # all the rest.
 _NOT_STANDARD_LIBRARY = {
@@ -29,16 +28,19 @@ class Source(NamedTuple):
     """A text source.
 
     `key`: its configuration key. `files`: each with its size (bytes) and modification time (ns) when found. `field`:
-    the record field that holds the text. `documents`: the number to take (None: all). `weight`: its fraction of the
-    rows of a batch.
+    the record field that holds the text, None for conversations, which are whole records. `documents`: the number to
+    take (None: all). `weight`: its fraction of the rows of a batch. `held_out`: the fraction of its documents that is
+    held out. `validation`: a source that is held out in its place.
     """
 
     name: str
     key: str
     files: dict[Path, tuple[int, int]]
-    field: str
+    field: str | None
     documents: int | None
     weight: float
+    held_out: float
+    validation: "Source | None" = None
 
     def described(self) -> dict[str, Any]:
         """Return a JSON value that changes whenever the documents may have changed."""
@@ -57,27 +59,54 @@ def find_sources(data: DataConfig, say: Callable[[str], None]) -> list[Source]:
 
     Raise InputError for an entry that matches nothing, or no text.
     """
-    cache = expanded(data.cache, "data.cache")
     found = []
     for key, source in data.described().items():
-        files: dict[Path, None] = {}
-        passed_over: dict[Path, str] = {}
-        for entry in source.text:
-            if entry.startswith(HUGGING_FACE):
-                fetched = huggingface.fetch(entry, source.field, source.documents, cache, key, say)
-                files.update(dict.fromkeys(fetched))
-            else:
-                found_here, folders = _find(entry, key, source.if_missing)
-                files.update(dict.fromkeys(found_here))
-                passed_over.update(dict.fromkeys(folders, entry))
-        for folder, entry in passed_over.items():
-            if not any(folder in file.parents for file in files):
-                say(f"{key}: {entry} also matches the folder {folder}, which is not read; add it to read it")
-                break
-        name = key.split(".")[-2]
-        stamped = {path: _stamp(path) for path in _distinct(files)}
-        found.append(Source(name, key, stamped, source.field, source.documents, source.weight))
+        name, suffixes = key.split(".")[-2], SUFFIXES if source.chat is None else RECORDS
+        field = source.field if source.chat is None else None
+
+        def files(entries: Iterable[str], key: str, source=source, suffixes=suffixes) -> dict[Path, tuple[int, int]]:
+            return _files(entries, key, source, suffixes, data, say)
+
+        validation = None
+        if source.validation is not None:
+            key_of_validation = f"{key.rpartition('.')[0]}.validation"
+            held_out = files(source.validation, key_of_validation)
+            validation = Source(name, key_of_validation, held_out, field, None, source.weight, 1.0)
+        of_its_own = 0.0 if validation else data.held_out
+        entries = source.text if source.chat is None else source.chat
+        found.append(
+            Source(name, key, files(entries, key), field, source.documents, source.weight, of_its_own, validation)
+        )
     return found
+
+
+def _files(
+    entries: Iterable[str],
+    key: str,
+    source: SourceConfig,
+    suffixes: tuple[str, ...],
+    data: DataConfig,
+    say: Callable[[str], None],
+) -> dict[Path, tuple[int, int]]:
+    """Return the files of entries, with their stamps."""
+    files: dict[Path, None] = {}
+    passed_over: dict[Path, str] = {}
+    for entry in entries:
+        if entry.startswith(HUGGING_FACE):
+            if source.chat is not None:
+                raise InputError(f"{key}: {entry}: conversations are read from files; give {', '.join(suffixes)}")
+            cache = expanded(data.cache, "data.cache")
+            fetched = huggingface.fetch(entry, source.field, source.documents, cache, key, say)
+            files.update(dict.fromkeys(fetched))
+        else:
+            found_here, folders = _find(entry, key, source.if_missing, suffixes)
+            files.update(dict.fromkeys(found_here))
+            passed_over.update(dict.fromkeys(folders, entry))
+    for folder, entry in passed_over.items():
+        if not any(folder in file.parents for file in files):
+            say(f"{key}: {entry} also matches the folder {folder}, which is not read; add it to read it")
+            break
+    return {path: _stamp(path) for path in _distinct(files)}
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -97,8 +126,9 @@ def _distinct(files: Iterable[Path]) -> Iterable[Path]:
     return seen.values()
 
 
-def _find(entry: str, key: str, if_missing: str | None) -> tuple[list[Path], list[Path]]:
+def _find(entry: str, key: str, if_missing: str | None, suffixes: tuple[str, ...]) -> tuple[list[Path], list[Path]]:
     """Return the files of an entry, in an order independent of the file system, and the folders that a glob matches."""
+    kinds = ", ".join(suffixes)
     if entry == STANDARD_LIBRARY:
         return _standard_library(), []
     try:
@@ -106,23 +136,23 @@ def _find(entry: str, key: str, if_missing: str | None) -> tuple[list[Path], lis
         is_file, is_dir = path.is_file(), path.is_dir()
         folder = next((parent for parent in path.parents if parent.is_dir()), path)
     except (OSError, RuntimeError, ValueError) as error:  # too long, an unknown user, or a null byte
-        raise InputError(f"{key}: {entry} does not name {_KINDS} files ({error})") from None
+        raise InputError(f"{key}: {entry} does not name {kinds} files ({error})") from None
     if is_file:
-        if not _is_text(path, key):
-            raise InputError(f"{key}: {entry} is not text; give {_KINDS} files")
+        if not _is_text(path, key, suffixes):
+            raise InputError(f"{key}: {entry} is not one of {kinds}; give such files")
         return [path], []
     if is_dir:
-        files = sorted(p for p in _under(path, key) if _is_text(p, key))
+        files = sorted(p for p in _under(path, key) if _is_text(p, key, suffixes))
         if not files:
-            raise InputError(f"{key}: no {_KINDS} files under {entry}")
+            raise InputError(f"{key}: no {kinds} files under {entry}")
         return files, []
     # A folder that is there is no pattern, whatever its name.
     pattern = os.path.join(glob.escape(str(folder)), path.relative_to(folder))
     matched = sorted(map(Path, glob.glob(pattern, recursive=True)))
-    files = [p for p in matched if _is_text(p, key)]
+    files = [p for p in matched if _is_text(p, key, suffixes)]
     if not files:
         remedy = f"; {if_missing}" if if_missing else ""
-        raise InputError(f"{key}: {entry} is not a file, directory or glob of {_KINDS} files here{remedy}")
+        raise InputError(f"{key}: {entry} is not a file, directory or glob of {kinds} files here{remedy}")
     return files, [] if "**" in entry else [p for p in matched if os.path.isdir(p)]
 
 
@@ -147,9 +177,9 @@ def _under(directory: Path, key: str) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names)
 
 
-def _is_text(path: Path, key: str) -> bool:
+def _is_text(path: Path, key: str, suffixes: tuple[str, ...]) -> bool:
     """Return whether a path is a text file, or a broken link to one (reading reports that)."""
-    if not path.name.endswith(SUFFIXES):
+    if not path.name.endswith(suffixes):
         return False
     try:
         return stat.S_ISREG(path.stat().st_mode)

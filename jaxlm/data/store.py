@@ -3,8 +3,9 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -15,6 +16,18 @@ SHARD_TOKENS = 2**29
 _DOCUMENTS_AT_ONCE = 256
 _CHARACTERS_AT_ONCE = 2**22
 _LONGEST_TOKEN = 256  # characters
+LEARNED = np.uint32(1 << 31)  # the highest bit of a token of a conversation that is learned
+
+
+class Encoder(Protocol):
+    """Makes token ids of documents, in a dtype, with their sizes."""
+
+    dtype: np.dtype
+
+    def encode(self, documents: Sequence[str]) -> tuple[list[np.ndarray], Counter[str]]:
+        """Return the token ids of each document, and the sizes that `TokenStore` has of all. Raises InputError for text
+        that cannot be tokenized."""
+        ...
 
 
 class TokenStore:
@@ -23,7 +36,8 @@ class TokenStore:
     A folder with `tokens-00000.npy` … (the smallest unsigned type that holds an id), `documents.npy`, int64
     [documents, 3]: shard, first token and number of tokens, and `sizes.json`. No document spans two shards.
     `sizes`: `predicted_bytes`, UTF-8 bytes of the targets; `dropped_bytes`, UTF-8 bytes of characters that the
-    tokenizer drops; `unknown_tokens`, the number of tokens that stand for unknown text.
+    tokenizer drops; `unknown_tokens`, the number of tokens that stand for unknown text; of conversations
+    `learned_targets`, the number of targets that are learned, whose tokens have the bit `LEARNED` set.
     """
 
     def __init__(self, directory: Path):
@@ -46,7 +60,9 @@ class TokenStore:
 
     @property
     def targets(self) -> int:
-        """The number of predicted tokens: all but the first of each document."""
+        """The number of predicted tokens: all but the first of each document, or those that are learned."""
+        if self.of_conversations:
+            return self.sizes["learned_targets"]
         return int(np.maximum(self.documents[:, 2] - 1, 0).sum())
 
     @property
@@ -54,8 +70,22 @@ class TokenStore:
         """UTF-8 bytes of the targets."""
         return self.sizes["predicted_bytes"]
 
+    @property
+    def of_conversations(self) -> bool:
+        """Return whether only some of the tokens are learned."""
+        return "learned_targets" in self.sizes
+
     def read(self, document: int, start: int, length: int) -> np.ndarray:
         """Return `length` tokens of a document, from its token `start` on."""
+        tokens = self._read(document, start, length)
+        return tokens & ~LEARNED if self.of_conversations else tokens
+
+    def learned(self, document: int, start: int, length: int) -> np.ndarray:
+        """Return whether each of `length` tokens of a document is learned, from its token `start` on."""
+        tokens = self._read(document, start, length)
+        return (tokens & LEARNED).astype(bool) if self.of_conversations else np.ones(len(tokens), bool)
+
+    def _read(self, document: int, start: int, length: int) -> np.ndarray:
         shard, first, _ = self.documents[document]
         return self.shards[shard][first + start : first + start + length]
 
@@ -66,10 +96,10 @@ class StoreWriter:
     It holds a few documents in memory at a time.
     """
 
-    def __init__(self, directory: Path, tokenizer: Tokenizer):
+    def __init__(self, directory: Path, encoder: Encoder):
         directory.mkdir(parents=True)
-        self._files = _StoreFiles(directory, tokenizer.dtype)
-        self._tokenizer = tokenizer
+        self._files = _StoreFiles(directory, encoder.dtype)
+        self._encoder = encoder
         self._waiting: list[str] = []
         self._characters = 0
 
@@ -89,13 +119,27 @@ class StoreWriter:
             self._encode()
 
     def _encode(self) -> None:
-        sizes, unknown = self._files.sizes, self._tokenizer.unknown
-        for tokens in self._tokenizer.encode_documents(self._waiting):
+        documents, sizes = self._encoder.encode(self._waiting)
+        for tokens in documents:
             self._files.append(tokens, np.array([[0, len(tokens)]]))
-            sizes["unknown_tokens"] += 0 if unknown is None else int(np.count_nonzero(tokens == unknown))
-        sizes["dropped_bytes"] += sum(dropped_bytes(text, self._tokenizer) for text in self._waiting)
-        sizes["predicted_bytes"] += predicted_bytes(self._waiting, self._tokenizer)
+        self._files.sizes.update(sizes)
         self._waiting, self._characters = [], 0
+
+
+class DocumentEncoder:
+    """Encodes text documents for a store, between separators."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer, self.dtype = tokenizer, tokenizer.dtype
+
+    def encode(self, documents: Sequence[str]) -> tuple[list[np.ndarray], Counter[str]]:
+        """Return the token ids of documents, and their sizes."""
+        found, unknown = self._tokenizer.encode_documents(documents), self._tokenizer.unknown
+        return found, Counter(
+            unknown_tokens=0 if unknown is None else sum(int(np.count_nonzero(ids == unknown)) for ids in found),
+            dropped_bytes=sum(dropped_bytes(text, self._tokenizer) for text in documents),
+            predicted_bytes=predicted_bytes(documents, self._tokenizer),
+        )
 
 
 def join_stores(directory: Path, stores: Iterable[Path]) -> str:

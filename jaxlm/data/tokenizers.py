@@ -167,6 +167,10 @@ class Tokenizer:
         """Return the text of token ids, without separators. Broken UTF-8 becomes U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=True)
 
+    def spelled_out(self, ids: Iterable[int]) -> str:
+        """Return the text of token ids with the names of control tokens."""
+        return self._backend.decode(list(ids), skip_special_tokens=False)
+
     def size(self, token: int) -> int:
         """Return the UTF-8 bytes of a token. A byte-level token may be part of a character."""
         if isinstance(self._backend.decoder, decoders.ByteLevel):

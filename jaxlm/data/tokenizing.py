@@ -9,37 +9,45 @@ from typing import NamedTuple
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import building
 from jaxlm.data import tokenizers
+from jaxlm.data.chat_template import ChatTemplate
+from jaxlm.data.conversations import ConversationEncoder
 from jaxlm.data.formats import FileChunk
 from jaxlm.data.parallel import in_order
 from jaxlm.data.scan import Progress, SourceIndex, Split, documents
-from jaxlm.data.store import StoreWriter, join_stores
+from jaxlm.data.store import DocumentEncoder, Encoder, StoreWriter, join_stores
 from jaxlm.data.tokenizers import Tokenizer
 
 SIDES = ("train", "held_out")
 
 
 class _Job(NamedTuple):
-    """One chunk to tokenize into a folder, with the tokenizer stored in a file."""
+    """One chunk to tokenize into a folder, with the tokenizer stored in a file, and the template of conversations."""
 
     chunk: FileChunk
     split: Split
     tokenizer: Path
+    template: Path | None
     directory: Path
 
 
-def tokenize(index: SourceIndex, tokenizer: Tokenizer, directory: Path, progress: Progress) -> None:
+def tokenize(
+    index: SourceIndex, tokenizer: Tokenizer, template: ChatTemplate | None, directory: Path, progress: Progress
+) -> None:
     """Tokenize a source into a new folder: stores `train` and `held_out`, and a manifest.
 
-    The manifest holds the digest of the stores and the skipped documents. Chunks are tokenized in parallel into the
-    folder `unfinished(directory)`; completed ones survive an interruption and are reused. The stores hold the chunks
-    in order, however they were computed. Raise InputError, and leave nothing, for text that the tokenizer cannot
-    encode or that changed since the scan.
+    The template shows conversations. The manifest holds the digest of the stores and the skipped documents. Chunks are
+    tokenized in parallel into the folder `unfinished(directory)`; completed ones survive an interruption and are
+    reused. The stores hold the chunks in order, however they were computed. Raise InputError, and leave nothing, for
+    text that the tokenizer or template cannot encode or that changed since the scan.
     """
     work = unfinished(directory)
     work.mkdir(parents=True, exist_ok=True)
     tokenizer.save(work / "tokenizer.json")
+    of_conversations = work / "template.json" if template is not None else None
+    if template is not None:
+        (work / "template.json").write_text(template.to_json(), encoding="utf-8")
     jobs = [
-        _Job(chunk, index.split, work / "tokenizer.json", work / f"{number:06d}")
+        _Job(chunk, index.split, work / "tokenizer.json", of_conversations, work / f"{number:06d}")
         for number, chunk in enumerate(index.chunks)
     ]
     missing = [job for job in jobs if not job.directory.is_dir()]
@@ -65,11 +73,11 @@ def unfinished(directory: Path) -> Path:
 
 
 def _tokenize_chunk(job: _Job) -> None:
-    tokenizer = _load(job.tokenizer)
+    encoder = _encoder(job.tokenizer, job.template)
     with (
         building(job.directory) as folder,
-        StoreWriter(folder / "train", tokenizer) as train,
-        StoreWriter(folder / "held_out", tokenizer) as held_out,
+        StoreWriter(folder / "train", encoder) as train,
+        StoreWriter(folder / "held_out", encoder) as held_out,
     ):
         for text in documents(job.chunk):
             for writer, side in zip((train, held_out), job.split.divide(text), strict=True):
@@ -77,4 +85,9 @@ def _tokenize_chunk(job: _Job) -> None:
                     writer.add(side)
 
 
-_load = lru_cache(1)(tokenizers.load)
+@lru_cache(1)
+def _encoder(tokenizer: Path, template: Path | None) -> Encoder:
+    loaded = tokenizers.load(tokenizer)
+    if template is None:
+        return DocumentEncoder(loaded)
+    return ConversationEncoder(ChatTemplate.from_json(template.read_text(encoding="utf-8"), loaded))

@@ -15,7 +15,10 @@ _FREE = (
     *("data.cache", "data.max_broken", "data.if_missing", "data.sources.*.if_missing"),
 )
 # Keys of paths: what is found there makes a run, and `jaxlm.run` compares that.
-_BY_CONTENT = ("data.text", "data.sources.*.text", "data.tokenizer")
+_BY_CONTENT = (
+    *("data.text", "data.chat", "data.validation", "data.chat_template", "data.tokenizer"),
+    *("data.sources.*.text", "data.sources.*.chat", "data.sources.*.validation"),
+)
 # Keys, and sections, that the parameters are bound to; the other keys of [model] may differ where they are used.
 _ARCHITECTURE = tuple(
     f"model.{name}"

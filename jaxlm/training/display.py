@@ -1,5 +1,6 @@
 """The messages of a run to whoever watches it, and its end. Imports no JAX."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
@@ -26,6 +27,9 @@ class Display:
 
     def say(self, line: str) -> None:
         """Something happened."""
+
+    def example(self, pieces: Sequence[tuple[str, bool]]) -> None:
+        """One conversation, in pieces of text, and whether each is learned."""
 
     def progress(self, doing: str, done: int, size: int) -> None:
         """`done` of `size` bytes are read, before the first step."""

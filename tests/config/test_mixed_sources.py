@@ -64,7 +64,7 @@ def test_sources_come_from_the_command_line_too(mixed):
         ("data.text=a.txt", ["data.text and data.sources are both given"]),
         ("data.sources.web.weight=0", ["data.sources.web.weight = 0", "greater than 0"]),
         ("data.sources.web.text=[]", ["data.sources.web.text", "no text"]),
-        ("data.sources.new.weight=1", ["data.sources.new.text is missing"]),
+        ("data.sources.new.weight=1", ["data.sources.new", "text is missing"]),
         ("data.sources.web=a.txt", ["[data.sources.web]"]),
         ("data.sources.web.wait=1", ["did you mean data.sources.web.weight?"]),
         (

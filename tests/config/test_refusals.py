@@ -165,7 +165,7 @@ def test_a_key_of_two_lines_is_refused_in_one():
         ("data.text=[]", ["data.text", "no text", "stdlib"]),
         ("data.text=5", ["data.text = 5"]),
         ("data.held_out=1", ["data.held_out = 1", "less than 1"]),
-        ("data.held_out=0.0", ["data.held_out = 0.0", "greater than 0"]),
+        ("data.held_out=0.0", ["data.held_out = 0 leaves no held-out text", "validation"]),
         ("data.sources.web.text=a.txt", ["data.text and data.sources are both given", "[data.sources.NAME]"]),
         ("data.max_broken=1", ["data.max_broken = 1", "less than 1"]),
         ("data.documents=0", ["data.documents = 0", "greater than 0"]),

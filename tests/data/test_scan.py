@@ -19,7 +19,8 @@ TEXTS = [f"document {i} " + "word " * (i % 13) for i in range(3000)]
 
 def look(path: Path, max_broken=0.001, said=None, held_out=0.1, **data):
     (source,) = find_sources(DataConfig(text=str(path), **data), print)
-    return scan_source(source, held_out, max_broken, (said if said is not None else []).append, lambda *_: None)
+    say = (said if said is not None else []).append
+    return scan_source(source._replace(held_out=held_out), max_broken, say, lambda *_: None)
 
 
 def taken(found) -> list[str]:

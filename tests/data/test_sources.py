@@ -272,4 +272,4 @@ def test_a_side_without_text_is_refused(documents, held_out, side, tmp_path):
         write(tmp_path / f"{number}.txt", text)
     (source,) = find_sources(DataConfig(text=str(tmp_path)), lambda line: None)
     with pytest.raises(InputError, match=f"data.held_out = .* no {side} text"):
-        scan_source(source, held_out, 0.0, lambda line: None, lambda *_: None)
+        scan_source(source._replace(held_out=held_out), 0.0, lambda line: None, lambda *_: None)

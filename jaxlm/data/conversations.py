@@ -1,0 +1,165 @@
+"""Conversations: records of messages, as token ids and which of them are learned."""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxlm.core.errors import InputError
+from jaxlm.data.chat_template import ChatTemplate, Message
+from jaxlm.data.store import LEARNED, TokenStore
+from jaxlm.data.tokenizers import Tokenizer
+
+ASSISTANT = "assistant"
+_FORMS = "messages, or prompt and completion"
+
+
+class NotAConversation(ValueError):
+    """A record that holds no conversation; the message says why."""
+
+
+class Conversation(NamedTuple):
+    """Messages, of which those of the assistant are learned from the message `learned_from` on; with the tools that it
+    may call."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+    learned_from: int = 0
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> "Conversation":
+        """Return the conversation of a record.
+
+        It has `messages`, each with `role` and `content`, or `prompt` and `completion`, each a text or such messages,
+        of which the completion alone is learned. A message of the assistant with `weight` 0 is not learned. Raises
+        NotAConversation for another record.
+        """
+        tools = record.get("tools") or None
+        if tools is not None and not isinstance(tools, list):
+            raise NotAConversation("has tools that are no list")
+        if "messages" in record:
+            found = cls(_messages(record["messages"], "messages"), tools)
+        elif "prompt" in record and "completion" in record:
+            before = said(record["prompt"], "user", "prompt")
+            found = cls(before + said(record["completion"], ASSISTANT, "completion"), tools, len(before))
+        else:
+            raise NotAConversation(f"has no {_FORMS}, but {', '.join(map(repr, list(record)[:8])) or 'nothing'}")
+        if not any(map(found.is_learned, range(len(found.messages)))):
+            raise NotAConversation("has no message of the assistant to learn")
+        return found
+
+    def to_json(self) -> str:
+        """Return a text that `from_json` reads."""
+        return json.dumps(self._asdict(), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Conversation":
+        """Return the conversation that `to_json` wrote."""
+        return cls(**json.loads(text))
+
+    def is_learned(self, number: int) -> bool:
+        """Return whether a message is learned."""
+        message = self.messages[number]
+        return message["role"] == ASSISTANT and number >= self.learned_from and message.get("weight", 1) != 0
+
+
+def said(value: Any, role: str, key: str) -> list[dict[str, Any]]:
+    """Return messages: those given, or a text as one of a role. Raises NotAConversation for neither."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else _messages(value, key)
+
+
+def _messages(value: Any, key: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise NotAConversation(f"has {key} that are no list of messages")
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise NotAConversation(f"has {key} of which one has no role")
+        if not isinstance(message.get("content"), str | list | None) or (
+            message.get("content") is None and "tool_calls" not in message
+        ):
+            raise NotAConversation(f"has {key} of which one has no content")
+    return [{name: inner for name, inner in message.items() if inner is not None} for message in value]
+
+
+class Encoded(NamedTuple):
+    """Token ids, uint32 [tokens], and whether each is learned, bool [tokens]."""
+
+    tokens: np.ndarray
+    learned: np.ndarray
+
+
+def encode(conversation: Conversation, template: ChatTemplate) -> Encoded:
+    """Return a conversation as a template shows it, of which the assistant's answers are learned.
+
+    An answer is what the tokens of the conversation up to it have more than those of the conversation before it. It
+    ends with its last control token, the end of its turn, where only blanks follow that. Raises InputError for a
+    template that shows a message otherwise once others follow: it would be learned as it is never seen.
+    """
+
+    def shown(messages: Sequence[Message], reply: bool) -> list[int]:
+        return template.encode([_without_weight(message) for message in messages], reply=reply, tools=tools)
+
+    messages, tools = conversation.messages, conversation.tools
+    tokens = shown(messages, False)
+    learned = np.zeros(len(tokens), bool)
+    for number in filter(conversation.is_learned, range(len(messages))):
+        before, after = shown(messages[:number], True), shown(messages[: number + 1], False)
+        if after[: len(before)] != before or tokens[: len(after)] != after:
+            raise InputError(
+                f"{template.name} shows message {number + 1} otherwise once its answer or others follow, so that no "
+                "tokens are its answer; give a data.chat_template whose text only grows, or conversations of one "
+                f"answer: {json.dumps(messages[number]['content'], ensure_ascii=False)[:80]}"
+            )
+        learned[len(before) : _end_of_turn(after, len(before), template)] = True
+    return Encoded(np.array(tokens, np.uint32), learned)
+
+
+def _without_weight(message: Message) -> Message:
+    return {name: value for name, value in message.items() if name != "weight"}
+
+
+def _end_of_turn(tokens: Sequence[int], start: int, template: ChatTemplate) -> int:
+    """Return the end of an answer that starts there."""
+    controls = set(template.tokenizer.controls.values())
+    last = next((at for at in range(len(tokens) - 1, start - 1, -1) if tokens[at] in controls), None)
+    if last is None or template.tokenizer.decode(tokens[last + 1 :]).strip():
+        return len(tokens)
+    return last + 1
+
+
+def pieces(store: TokenStore, document: int, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
+    """Return a stored conversation as texts, control tokens spelled out, and whether each is learned."""
+    length = int(store.lengths[document])
+    tokens, learned = store.read(document, 0, length), store.learned(document, 0, length)
+    cuts = [0, *(np.flatnonzero(np.diff(learned)) + 1).tolist(), length]
+    return [
+        (tokenizer.spelled_out(tokens[start:end].tolist()), bool(learned[start]))
+        for start, end in itertools.pairwise(cuts)
+        if end > start
+    ]
+
+
+class ConversationEncoder:
+    """Encodes conversations for a store: `Conversation.to_json` to token ids, those that are learned marked."""
+
+    dtype = np.dtype(np.uint32)
+
+    def __init__(self, template: ChatTemplate):
+        self._template, self._tokenizer = template, template.tokenizer
+
+    def encode(self, documents: Sequence[str]) -> tuple[list[np.ndarray], Counter[str]]:
+        """Return marked token ids of each document, and their sizes as `TokenStore` has them."""
+        found: list[np.ndarray] = []
+        sizes = Counter(learned_targets=0, predicted_bytes=0, dropped_bytes=0, unknown_tokens=0)
+        for document in documents:
+            tokens, learned = encode(Conversation.from_json(document), self._template)
+            found.append(np.where(learned, tokens | LEARNED, tokens))
+            answers = tokens[1:][learned[1:]]
+            sizes["learned_targets"] += len(answers)
+            sizes["predicted_bytes"] += len(self._tokenizer.decode(answers.tolist()).encode())
+            if self._tokenizer.unknown is not None:
+                sizes["unknown_tokens"] += int(np.count_nonzero(tokens == self._tokenizer.unknown))
+        return found, sizes

@@ -183,6 +183,10 @@ def _some_divisors(n: int) -> str:
 def _check(experiment: Experiment, kind: Kind) -> None:
     """Check what involves several sections. Raises InputError."""
     model, training = experiment.model, experiment.training
+    if experiment.dpo is not None and not experiment.data.of_preferences:
+        raise InputError("[dpo] is an objective for data.preferences, which are not given; give them or leave it out")
+    if experiment.dpo is not None and training.z_loss:
+        raise InputError(f"training.z_loss = {training.z_loss} is no part of [dpo]; leave it out")
     if training.sequence > model.context_length:
         raise InputError(
             f"training.sequence = {training.sequence} is longer than model.context_length = {model.context_length}; "
@@ -314,6 +318,8 @@ def _fill(values: dict[str, Any]) -> set[str]:
     filled = set()
     for section in ("training", "optimizer"):
         values.setdefault(section, {})
+    if _has_preferences(values.get("data")):
+        values.setdefault("dpo", {})
     model, training, optimizer = values.get("model"), values["training"], values["optimizer"]
     if isinstance(model, dict) and isinstance(training, dict) and "context_length" in model:
         if "sequence" not in training:
@@ -329,6 +335,12 @@ def _fill(values: dict[str, Any]) -> set[str]:
                 schedule["decay_steps"] = steps
                 filled.add("optimizer.schedule.decay_steps")
     return filled
+
+
+def _has_preferences(data: Any) -> bool:
+    sources = data.get("sources") if isinstance(data, dict) else None
+    given = [data, *(sources.values() if isinstance(sources, dict) else ())]
+    return any(isinstance(table, dict) and table.get("preferences") is not None for table in given)
 
 
 def _schedules(schedule: dict[str, Any]) -> tuple[type[Section], ...]:

@@ -140,12 +140,17 @@ class Job:
         for name, source in dataset.sources.items():
             if not source.train.of_conversations:
                 continue
-            self._display.example(conversations.pieces(source.train, 0, dataset.tokenizer))
-            lengths = source.train.lengths
+            lengths, titles = source.train.lengths, ["one conversation"]
+            if source.train.of_pairs:
+                lengths, titles = lengths[::2] + lengths[1::2] - 1, ["a chosen answer", "the rejected one"]
+            for number, title in enumerate(titles):
+                pieces = conversations.pieces(source.train, number, dataset.tokenizer)
+                self._display.example(f"{title} of {name}, and what of it is learned:", pieces)
             if cut := int((lengths > sequence + 1).sum()):
+                of = "pairs" if source.train.of_pairs else "conversations"
                 self._display.say(
-                    f"{name}: {cut:,} of {len(lengths):,} conversations are longer than training.sequence = {sequence} "
-                    f"tokens (the longest has {int(lengths.max()):,}) and are cut there"
+                    f"{name}: {cut:,} of {len(lengths):,} {of} are longer than training.sequence = {sequence} tokens "
+                    f"(the longest has {int(lengths.max()) - 1:,}) and are cut there"
                 )
 
     def _count(self) -> "tuple[Counted, Mesh]":

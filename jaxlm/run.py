@@ -120,6 +120,11 @@ class Run:
 
     def check_own_text(self, experiment: Experiment) -> None:
         """Raise InputError where keys of [data] are not as the run was trained with, so that its text is another."""
+        if experiment.dpo is not None:
+            raise InputError(
+                f"{self.paths} was trained on preferences, whose held-out loss is in {self.paths.evaluations.name}; "
+                "give --data PATH"
+            )
         own = experiment.data.tokenizer in TOKENIZERS
         self.check_shaping(experiment, (*SHAPING, "tokenizer") if own else SHAPING)
 

@@ -7,6 +7,11 @@ from tokenizers import Tokenizer as Backend
 
 from jaxlm.data.tokenizers import Tokenizer
 
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
 
 def sentencepiece(decoder: decoders.Decoder) -> Tokenizer:
     """Make a SentencePiece tokenizer as in Llama 2 and Gemma: blanks are ▁, with byte fallback."""

@@ -61,9 +61,9 @@ class Bar(Display):
         """Print a line above the bar."""
         self._console.print(line, markup=False, soft_wrap=True)
 
-    def example(self, pieces: Sequence[tuple[str, bool]]) -> None:
+    def example(self, title: str, pieces: Sequence[tuple[str, bool]]) -> None:
         """Print a conversation, what is learned in green; without colours, in brackets."""
-        self.say("one conversation, and what of it is learned:")
+        self.say(title)
         shown = Text()
         for piece, learned in pieces:
             marked = f"⟦{piece}⟧" if learned and self._console.color_system is None else piece

@@ -3,7 +3,7 @@
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
@@ -13,6 +13,7 @@ from jaxlm.core.schema import InWords, Section
 
 STANDARD_LIBRARY = "stdlib"
 HUGGING_FACE = "hf:"  # prefix of a dataset name
+_KINDS = ("text", "chat", "preferences")  # keys of files
 TOKENIZERS = ("bytes", "characters", "bpe")
 _MIN_WEIGHT = 1e-9  # of a source, relative to the largest
 
@@ -55,8 +56,10 @@ class SourceConfig(Section):
     """Its text, as `data.text`."""
     chat: Text | None = None
     """Its conversations, as `data.chat`, in place of text."""
+    preferences: Text | None = None
+    """Its preferences, as `data.preferences`, in place of text."""
     validation: Text | None = None
-    """Its held-out text or conversations, as `data.validation`."""
+    """Its held-out text or records, as `data.validation`."""
     field: Annotated[Name | None, InWords(default="data.field")] = None
     """The field of a record that holds its text."""
     documents: Annotated[PositiveInt | None, InWords(default="data.documents")] = None
@@ -68,14 +71,20 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _text_or_chat(self):
-        if (self.text is None) == (self.chat is None):
-            raise ValueError("text is missing, or chat" if self.text is None else "text and chat are both given")
+        given = [kind for kind in _KINDS if getattr(self, kind) is not None]
+        if len(given) != 1:
+            raise ValueError(f"{' and '.join(given)} are both given" if given else "text is missing, or chat")
         return self
 
     @property
-    def kind(self) -> Literal["text", "chat"]:
+    def kind(self) -> str:
         """Return the key of its files."""
-        return "text" if self.chat is None else "chat"
+        return next(kind for kind in _KINDS if getattr(self, kind) is not None)
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """Return its files, directories and globs."""
+        return getattr(self, self.kind)
 
 
 class DataConfig(Section):
@@ -96,10 +105,13 @@ class DataConfig(Section):
     """Conversations in place of text, in files of records (`.jsonl`, `.parquet`…): each has `messages`, or `prompt` and
     `completion`. The chat template beside the tokenizer shows them, and only what the assistant says is trained and
     measured, up to the end of its turn. One that is longer than `training.sequence` is cut there."""
+    preferences: Text | None = None
+    """Preferences in place of text, for `[dpo]`: records with `prompt`, `chosen` and `rejected`, shown as conversations
+    are. A row holds one pair of answers, each with its prompt; longer ones are cut at their ends."""
     chat_template: Annotated[Name | None, InWords(default="that beside data.tokenizer")] = None
     """The path of a chat template, a Jinja file."""
     validation: Text | None = None
-    """Text or conversations to measure the held-out loss on; of the others none is then held out."""
+    """Text or records to measure the held-out loss on; of the others none is then held out."""
     sources: dict[str, SourceConfig] = Field(default_factory=dict)
     """Named sources in place of `text`, mixed by weight."""
     max_broken: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.001
@@ -118,18 +130,21 @@ class DataConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_to_standard_library(cls, values):
-        if isinstance(values, dict) and not values.get("sources") and values.get("text") is values.get("chat") is None:
+        if isinstance(values, dict) and not values.get("sources") and all(values.get(kind) is None for kind in _KINDS):
             return {**values, "text": STANDARD_LIBRARY}
         return values
 
     @model_validator(mode="after")
     def _consistent(self):
-        given = [f"data.{name}" for name in ("text", "chat", "sources") if getattr(self, name)]
+        given = [f"data.{name}" for name in (*_KINDS, "sources") if getattr(self, name)]
         if len(given) > 1:
             raise ValueError(
                 f"{' and '.join(given[:2])} are both given; remove one, or make each one of the sources: "
                 "[data.sources.NAME]"
             )
+        kinds = {source.kind for source in self.sources.values()}
+        if "preferences" in kinds and len(kinds) > 1:
+            raise ValueError("data.sources has preferences and others, which have another loss; keep one kind")
         if self.validation and self.sources:
             raise ValueError("data.validation is of a single source; give data.sources.NAME.validation")
         for name in self.sources:  # the name becomes a key of the results
@@ -147,24 +162,29 @@ class DataConfig(Section):
         described = self.described()
         if self.held_out == 0.0 and (bare := [key for key, source in described.items() if not source.validation]):
             raise ValueError(f"data.held_out = 0 leaves no held-out text of {bare[0]}; give it validation text")
-        if self.tokenizer in TOKENIZERS and (chats := [key for key, source in described.items() if source.chat]):
+        spoken = [key for key, source in described.items() if source.kind != "text"]
+        if spoken and self.tokenizer in TOKENIZERS:
             raise ValueError(
-                f'{chats[0]} needs the tokenizer of a model that converses, and data.tokenizer = "{self.tokenizer}" '
+                f'{spoken[0]} needs the tokenizer of a model that converses, and data.tokenizer = "{self.tokenizer}" '
                 "has no control tokens; set it to the path of its tokenizer.json, or start --from that model"
             )
         return self
 
+    @property
+    def of_preferences(self) -> bool:
+        """Return whether its sources hold preferences."""
+        return any(source.kind == "preferences" for source in self.described().values())
+
     def described(self) -> dict[str, SourceConfig]:
         """Return the sources with defaults filled in, by the key of their text. Weights sum to 1."""
         given = {f"data.sources.{name}.{source.kind}": source for name, source in self.sources.items()}
-        single = SourceConfig(text=self.text, chat=self.chat, validation=self.validation) if not given else None
-        given = given if single is None else {f"data.{single.kind}": single}
+        if not given:
+            single = SourceConfig(**{kind: getattr(self, kind) for kind in (*_KINDS, "validation")})
+            given = {f"data.{single.kind}": single}
         total = sum(source.weight for source in given.values())
         return {
             key: SourceConfig(
-                text=source.text,
-                chat=source.chat,
-                validation=source.validation,
+                **{kind: getattr(source, kind) for kind in (*_KINDS, "validation")},
                 field=source.field or self.field,
                 documents=source.documents or self.documents,
                 if_missing=source.if_missing or self.if_missing,

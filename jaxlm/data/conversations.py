@@ -4,6 +4,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,6 +85,40 @@ def _messages(value: Any, key: str) -> list[dict[str, Any]]:
     return [{name: inner for name, inner in message.items() if inner is not None} for message in value]
 
 
+class Preference(NamedTuple):
+    """Two conversations that begin alike, of which the first ends with the better answer."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> "Preference":
+        """Return the two of a record with `prompt`, `chosen` and `rejected`, each a text or messages; without `prompt`
+        the two are whole conversations, whose equal messages are the prompt. Raises NotAConversation for another
+        record."""
+        if missing := [key for key in ("chosen", "rejected") if key not in record]:
+            raise NotAConversation(f"has no {missing[0]}, but {', '.join(map(repr, list(record)[:8])) or 'nothing'}")
+        before = said(record["prompt"], "user", "prompt") if "prompt" in record else []
+        both = [said(record[key], ASSISTANT, key) for key in ("chosen", "rejected")]
+        alike = next((i for i, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
+        alike = 0 if "prompt" in record else alike
+        tools = record.get("tools") or None
+        found = cls(*(Conversation(before + messages, tools, len(before) + alike) for messages in both))
+        for key, conversation in found._asdict().items():
+            if not any(map(conversation.is_learned, range(len(conversation.messages)))):
+                raise NotAConversation(f"has no answer of the assistant in {key}")
+        return found
+
+    def to_json(self) -> str:
+        """Return a text that `from_json` reads."""
+        return json.dumps([conversation._asdict() for conversation in self], ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Preference":
+        """Return what `to_json` wrote."""
+        return cls(*(Conversation(**described) for described in json.loads(text)))
+
+
 class Encoded(NamedTuple):
     """Token ids, uint32 [tokens], and whether each is learned, bool [tokens]."""
 
@@ -152,10 +187,13 @@ class ConversationEncoder:
 
     def encode(self, documents: Sequence[str]) -> tuple[list[np.ndarray], Counter[str]]:
         """Return marked token ids of each document, and their sizes as `TokenStore` has them."""
+        return self._encode(list(map(Conversation.from_json, documents)))
+
+    def _encode(self, conversations: Sequence[Conversation]) -> tuple[list[np.ndarray], Counter[str]]:
         found: list[np.ndarray] = []
         sizes = Counter(learned_targets=0, predicted_bytes=0, dropped_bytes=0, unknown_tokens=0)
-        for document in documents:
-            tokens, learned = encode(Conversation.from_json(document), self._template)
+        for conversation in conversations:
+            tokens, learned = encode(conversation, self._template)
             found.append(np.where(learned, tokens | LEARNED, tokens))
             answers = tokens[1:][learned[1:]]
             sizes["learned_targets"] += len(answers)
@@ -163,3 +201,28 @@ class ConversationEncoder:
             if self._tokenizer.unknown is not None:
                 sizes["unknown_tokens"] += int(np.count_nonzero(tokens == self._tokenizer.unknown))
         return found, sizes
+
+
+class PreferenceEncoder(ConversationEncoder):
+    """Encodes preferences for a store: two documents for each, the chosen and the rejected conversation."""
+
+    def encode(self, documents: Sequence[str]) -> tuple[list[np.ndarray], Counter[str]]:
+        """Return marked token ids of both conversations of each document, and their sizes."""
+        found, sizes = self._encode(list(itertools.chain.from_iterable(map(Preference.from_json, documents))))
+        return found, sizes | Counter(pairs=len(documents))
+
+
+class RecordKind(Enum):
+    """The kinds of records that are not text in a field: the keys of [data] that name their files."""
+
+    CHAT = "chat"
+    PREFERENCES = "preferences"
+
+    @property
+    def reader(self) -> type[Conversation] | type[Preference]:
+        """Return what reads a record."""
+        return {RecordKind.CHAT: Conversation, RecordKind.PREFERENCES: Preference}[self]
+
+    def encoder(self, template: ChatTemplate) -> ConversationEncoder:
+        """Return what encodes what was read."""
+        return {RecordKind.CHAT: ConversationEncoder, RecordKind.PREFERENCES: PreferenceEncoder}[self](template)

@@ -17,6 +17,7 @@ from jaxlm.data import chat_template, formats, tokenizers
 from jaxlm.data.cache import reading, writing
 from jaxlm.data.chat_template import ChatTemplate
 from jaxlm.data.config import HUGGING_FACE, DataConfig, expanded
+from jaxlm.data.conversations import RecordKind
 from jaxlm.data.scan import Progress, SkippedDocuments, SourceIndex, scan_source
 from jaxlm.data.sources import Changed, Source, find_sources
 from jaxlm.data.store import TokenStore
@@ -97,7 +98,7 @@ def tokenize_whole(
     documents = data.documents if text.startswith(HUGGING_FACE) else None
     data = data.model_copy(
         update={
-            **{"text": (text,), "chat": None, "validation": None, "sources": {}},
+            **{"text": (text,), "chat": None, "preferences": None, "validation": None, "sources": {}},
             **{"if_missing": None, "held_out": 1.0, "documents": documents},
         }
     )
@@ -149,7 +150,7 @@ class _Cache:
         return found._replace(held_out=validation.held_out), digest + other
 
     def _split(self, source: Source, tokenizer: Tokenizer) -> tuple[SplitSource, str]:
-        template = self._template(source, tokenizer) if source.field is None else None
+        template = self._template(source, tokenizer) if isinstance(source.field, RecordKind) else None
         shaped_by = {"tokenizer": tokenizer.to_json(), "held_out": source.held_out}
         if template is not None:
             shaped_by["template"] = [template.source, template.variables]

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from jaxlm.data.conversations import Conversation, NotAConversation
+from jaxlm.data.conversations import NotAConversation, RecordKind
 
 if TYPE_CHECKING:
     import pyarrow.parquet
@@ -44,11 +44,11 @@ class Slice(NamedTuple):
 
 
 class FileChunk(NamedTuple):
-    """A unit of work: file slices, the field that holds the text (None: a record is a conversation), and the number of
-    documents to take (None: all)."""
+    """A unit of work: file slices, the field that holds the text or, of another kind than text, the kind of its records
+    (`conversations.RECORDS`), and the number of documents to take (None: all)."""
 
     slices: tuple[Slice, ...]
-    field: str | None
+    field: str | RecordKind
     documents: int | None = None
 
     @property
@@ -81,7 +81,7 @@ class _Unreadable(Exception):
         self.read = read
 
 
-def cut(files: Iterable[Path], field: str | None) -> list[FileChunk]:
+def cut(files: Iterable[Path], field: str | RecordKind) -> list[FileChunk]:
     """Divide files into chunks of about CHUNK_BYTES, in file order. The result depends on the files alone.
 
     Compressed files, documents and row groups are never divided.
@@ -141,7 +141,7 @@ def read(chunk: FileChunk) -> Iterator[str | Broken]:
                 left = left - 1 if left is not None and isinstance(item, str) else left
 
 
-def _read_slice(piece: Slice, field: str | None) -> Iterator[str | Broken]:
+def _read_slice(piece: Slice, field: str | RecordKind) -> Iterator[str | Broken]:
     count = 0
     try:
         for item in _items(piece, field):
@@ -153,7 +153,7 @@ def _read_slice(piece: Slice, field: str | None) -> Iterator[str | Broken]:
         yield _rest(piece, count, _Unreadable(f"cannot be read ({error.strerror or error})"))
 
 
-def _items(piece: Slice, field: str | None) -> Iterator[str | Broken]:
+def _items(piece: Slice, field: str | RecordKind) -> Iterator[str | Broken]:
     path = piece.path
     if path.endswith(_WHOLE):
         yield _read_whole(path)
@@ -188,7 +188,7 @@ def _read_whole(path: str) -> str:
         raise _Unreadable(f"is not UTF-8 text ({error})") from None
 
 
-def _read_lines(piece: Slice, field: str | None) -> Iterator[str | Broken]:
+def _read_lines(piece: Slice, field: str | RecordKind) -> Iterator[str | Broken]:
     with open(piece.path, "rb") as file:
         if piece.start:  # a line across the start belongs to the previous slice
             file.seek(piece.start - 1)
@@ -214,7 +214,7 @@ def _lines_in(path: str, size: int) -> int:
 
 
 def _documents(
-    lines: Iterable[bytes], field: str | None, path: str, lines_before: Callable[[], int] = lambda: 0
+    lines: Iterable[bytes], field: str | RecordKind, path: str, lines_before: Callable[[], int] = lambda: 0
 ) -> Iterator[str | Broken]:
     """Yield the text of each JSON line that is not blank."""
     for number, line in enumerate(lines, start=1):
@@ -226,18 +226,18 @@ def _documents(
             yield Broken(f"{path}:{lines_before() + number}", str(error))
 
 
-def _text(line: bytes, field: str | None) -> str:
+def _text(line: bytes, field: str | RecordKind) -> str:
     try:
         text = line.decode("utf-8-sig")
-        record = json.loads(text) if field is None else _record(text)
+        record = json.loads(text) if isinstance(field, RecordKind) else _record(text)
     except UnicodeError as error:
         raise _Unreadable(f"is not UTF-8 text ({error})") from None
     except (ValueError, RecursionError) as error:
         raise _Unreadable(f"is not JSON ({error})") from None
     if not isinstance(record, dict):
         raise _Unreadable("is not a JSON object")
-    if field is None:
-        return _conversation(record)
+    if isinstance(field, RecordKind):
+        return _record_of(field, record)
     if field not in record:
         raise _Unreadable(f'has no field "{field}", but {named(record)}')
     text = record[field]
@@ -250,9 +250,9 @@ def _text(line: bytes, field: str | None) -> str:
     return text
 
 
-def _conversation(record: dict[str, Any]) -> str:
+def _record_of(kind: RecordKind, record: dict[str, Any]) -> str:
     try:
-        text = Conversation.of_record(record).to_json()
+        text = kind.reader.of_record(record).to_json()
         text.encode()
         return text
     except NotAConversation as error:
@@ -372,19 +372,20 @@ def _parquet(path: str) -> Iterator["pyarrow.parquet.ParquetFile"]:
             raise _Unreadable(f"is a corrupt Parquet file ({error})") from None
 
 
-def _read_parquet(piece: Slice, field: str | None) -> Iterator[str | Broken]:
+def _read_parquet(piece: Slice, field: str | RecordKind) -> Iterator[str | Broken]:
     with _parquet(piece.path) as file:
         names = file.schema_arrow.names
-        if field is not None and field not in names:
+        of_records = isinstance(field, RecordKind)
+        if not of_records and field not in names:
             raise _Unreadable(f'has no column "{field}", but {named(names)}')
-        columns = None if field is None else [field]
+        columns = None if of_records else [field]
         number = sum(file.metadata.row_group(i).num_rows for i in range(piece.start))
         groups = list(range(piece.start, piece.end))
         for batch in file.iter_batches(256, row_groups=groups, columns=columns, use_threads=False):
-            for value in batch.to_struct_array() if field is None else batch.column(0):
+            for value in batch.to_struct_array() if of_records else batch.column(0):
                 number += 1
                 try:
-                    text = value.as_py() if field is not None else _conversation(value.as_py())
+                    text = _record_of(field, value.as_py()) if of_records else value.as_py()
                 except UnicodeError as error:
                     yield Broken(f"{piece.path}:{number}", f"is not UTF-8 text ({error})")
                     continue

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import grain
 import numpy as np
 
-from jaxlm.data.packing import Rows, empty_row
+from jaxlm.data.packing import PreferenceRows, Rows
 
 Batch = dict[str, np.ndarray]
 
@@ -13,7 +13,11 @@ _ENDLESS = 2**62  # steps
 
 
 def training_batches(
-    sources: Sequence[tuple[Rows, float]], batch: int, seed: int, start: int, share: Sequence[int] | None = None
+    sources: Sequence[tuple[Rows | PreferenceRows, float]],
+    batch: int,
+    seed: int,
+    start: int,
+    share: Sequence[int] | None = None,
 ) -> Iterator[Batch]:
     """Yield endless batches, int32 arrays [batch, T], from step `start` on.
 
@@ -45,7 +49,7 @@ def _seed_of(seed: int, position: int) -> int:
 
 
 def evaluation_batches(
-    rows: Rows, batch: int, limit: int | None = None, share: Sequence[int] | None = None
+    rows: Rows | PreferenceRows, batch: int, limit: int | None = None, share: Sequence[int] | None = None
 ) -> Iterator[Batch]:
     """Yield all rows once, or the first `limit` batches, always in the same order.
 
@@ -55,7 +59,7 @@ def evaluation_batches(
     """
     count = -(-len(rows) // batch)
     order = np.random.default_rng(0).permutation(len(rows))
-    empty = empty_row(rows.sequence)
+    empty = rows.empty()
     share = range(batch) if share is None else share
     for first in range(0, min(count, limit or count) * batch, batch):
         yield _stack([rows[int(order[first + row])] if first + row < len(rows) else empty for row in share])

@@ -96,7 +96,7 @@ class Rows:
         `tokens`; `targets`, the next token of each; `segments`, 1, 2, … per piece and 0 for targets that do not count,
         of padding and of conversations; `positions`, from 0 in each piece.
         """
-        batch = empty_row(self.sequence)
+        batch = self.empty()
         at = 0
         for segment, piece in enumerate(self._pieces[self._rows[row] : self._rows[row + 1]], start=1):
             document, start, length = (int(x) for x in piece)
@@ -108,6 +108,57 @@ class Rows:
             at += length
         batch["positions"][at:] = np.arange(self.sequence - at)
         return batch
+
+    def empty(self) -> dict[str, np.ndarray]:
+        """Return a row of padding, without targets."""
+        return empty_row(self.sequence)
+
+
+CHOSEN, REJECTED = 1, 2  # segments of the two answers of a pair
+
+
+class PreferenceRows:
+    """The rows of a store of preferences, one pair each: the chosen conversation, then the rejected one.
+
+    `reference`: ln p of both answers of each pair under the model that training began with, float32 [pairs, 2], once
+    it is known. Where the two are longer than a row both lose their ends, the longer one more.
+    """
+
+    def __init__(self, store: TokenStore, sequence: int):
+        self.store, self.sequence = store, sequence
+        self.reference = np.zeros((len(store.lengths) // 2, 2), np.float32)
+
+    def __len__(self) -> int:
+        return len(self.reference)
+
+    def lengths(self, row: int) -> tuple[int, int]:
+        """Return the number of targets of the chosen and the rejected conversation."""
+        chosen, rejected = (int(length) - 1 for length in self.store.lengths[2 * row : 2 * row + 2])
+        half = self.sequence // 2
+        return min(chosen, max(half, self.sequence - rejected)), min(rejected, max(half, self.sequence - chosen))
+
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        """Return the arrays of a row as `Rows` does, with `CHOSEN` and `REJECTED` as segments, and its `reference`."""
+        batch = self.empty()
+        at = 0
+        for document, (segment, length) in enumerate(zip((CHOSEN, REJECTED), self.lengths(row), strict=True), 2 * row):
+            tokens = self.store.read(document, 0, length + 1)
+            here = slice(at, at + length)
+            batch["tokens"][here], batch["targets"][here] = tokens[:-1], tokens[1:]
+            batch["segments"][here] = segment * self.store.learned(document, 1, length)
+            batch["positions"][here] = np.arange(length)
+            at += length
+        batch["positions"][at:] = np.arange(self.sequence - at)
+        return {**batch, "reference": self.reference[row]}
+
+    def empty(self) -> dict[str, np.ndarray]:
+        """Return a row of padding."""
+        return {**empty_row(self.sequence), "reference": np.zeros(2, np.float32)}
+
+
+def rows_of(store: TokenStore, sequence: int) -> Rows | PreferenceRows:
+    """Return the rows of a store."""
+    return PreferenceRows(store, sequence) if store.of_pairs else Rows(store, sequence)
 
 
 def empty_row(sequence: int) -> dict[str, np.ndarray]:

@@ -160,7 +160,7 @@ def scan_source(
         say(f"skipped: {example}")
     if broken > len(examples):
         say(skipped.summary(source))
-    if readable == 1 and source.field is not None:
+    if readable == 1 and isinstance(source.field, str):
         split = Split(held_out, alone=True)
         tallies = [_tally(chunk, split) for chunk, tally in zip(chunks, tallies, strict=True) if tally.documents]
     train, ends = sum(t.train_bytes for t in tallies), sum(t.held_out_bytes for t in tallies)

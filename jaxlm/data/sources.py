@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from jaxlm.core.errors import InputError
 from jaxlm.data import huggingface
 from jaxlm.data.config import HUGGING_FACE, STANDARD_LIBRARY, DataConfig, SourceConfig, expanded
+from jaxlm.data.conversations import RecordKind
 from jaxlm.data.formats import RECORDS, SUFFIXES
 
 # Excluded from the standard library's folder: installed packages, build outputs, and the tests, which are larger than
@@ -28,7 +29,7 @@ class Source(NamedTuple):
     """A text source.
 
     `key`: its configuration key. `files`: each with its size (bytes) and modification time (ns) when found. `field`:
-    the record field that holds the text, None for conversations, which are whole records. `documents`: the number to
+    the record field that holds the text, or the kind of records that are read whole. `documents`: the number to
     take (None: all). `weight`: its fraction of the rows of a batch. `held_out`: the fraction of its documents that is
     held out. `validation`: a source that is held out in its place.
     """
@@ -36,7 +37,7 @@ class Source(NamedTuple):
     name: str
     key: str
     files: dict[Path, tuple[int, int]]
-    field: str | None
+    field: str | RecordKind
     documents: int | None
     weight: float
     held_out: float
@@ -45,7 +46,8 @@ class Source(NamedTuple):
     def described(self) -> dict[str, Any]:
         """Return a JSON value that changes whenever the documents may have changed."""
         files = [(str(path), *stamp) for path, stamp in self.files.items()]
-        return {"field": self.field, "documents": self.documents, "files": files}
+        field = {"kind": self.field.value} if isinstance(self.field, RecordKind) else {"field": self.field}
+        return {**field, "documents": self.documents, "files": files}
 
     def check(self) -> None:
         """Raise Changed if a file is no longer the one that was found. Results from it must not be cached."""
@@ -61,8 +63,8 @@ def find_sources(data: DataConfig, say: Callable[[str], None]) -> list[Source]:
     """
     found = []
     for key, source in data.described().items():
-        name, suffixes = key.split(".")[-2], SUFFIXES if source.chat is None else RECORDS
-        field = source.field if source.chat is None else None
+        name, records = key.split(".")[-2], None if source.kind == "text" else RecordKind(source.kind)
+        field, suffixes = (source.field, SUFFIXES) if records is None else (records, RECORDS)
 
         def files(entries: Iterable[str], key: str, source=source, suffixes=suffixes) -> dict[Path, tuple[int, int]]:
             return _files(entries, key, source, suffixes, data, say)
@@ -73,10 +75,8 @@ def find_sources(data: DataConfig, say: Callable[[str], None]) -> list[Source]:
             held_out = files(source.validation, key_of_validation)
             validation = Source(name, key_of_validation, held_out, field, None, source.weight, 1.0)
         of_its_own = 0.0 if validation else data.held_out
-        entries = source.text if source.chat is None else source.chat
-        found.append(
-            Source(name, key, files(entries, key), field, source.documents, source.weight, of_its_own, validation)
-        )
+        stamped = files(source.entries, key)
+        found.append(Source(name, key, stamped, field, source.documents, source.weight, of_its_own, validation))
     return found
 
 
@@ -93,7 +93,7 @@ def _files(
     passed_over: dict[Path, str] = {}
     for entry in entries:
         if entry.startswith(HUGGING_FACE):
-            if source.chat is not None:
+            if source.kind != "text":
                 raise InputError(f"{key}: {entry}: conversations are read from files; give {', '.join(suffixes)}")
             cache = expanded(data.cache, "data.cache")
             fetched = huggingface.fetch(entry, source.field, source.documents, cache, key, say)

@@ -37,7 +37,8 @@ class TokenStore:
     [documents, 3]: shard, first token and number of tokens, and `sizes.json`. No document spans two shards.
     `sizes`: `predicted_bytes`, UTF-8 bytes of the targets; `dropped_bytes`, UTF-8 bytes of characters that the
     tokenizer drops; `unknown_tokens`, the number of tokens that stand for unknown text; of conversations
-    `learned_targets`, the number of targets that are learned, whose tokens have the bit `LEARNED` set.
+    `learned_targets`, the number of targets that are learned, whose tokens have the bit `LEARNED` set; of preferences
+    `pairs`.
     """
 
     def __init__(self, directory: Path):
@@ -74,6 +75,11 @@ class TokenStore:
     def of_conversations(self) -> bool:
         """Return whether only some of the tokens are learned."""
         return "learned_targets" in self.sizes
+
+    @property
+    def of_pairs(self) -> bool:
+        """Return whether every two documents are the chosen and the rejected conversation of a preference."""
+        return "pairs" in self.sizes
 
     def read(self, document: int, start: int, length: int) -> np.ndarray:
         """Return `length` tokens of a document, from its token `start` on."""

@@ -10,7 +10,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.core.files import building
 from jaxlm.data import tokenizers
 from jaxlm.data.chat_template import ChatTemplate
-from jaxlm.data.conversations import ConversationEncoder
+from jaxlm.data.conversations import RecordKind
 from jaxlm.data.formats import FileChunk
 from jaxlm.data.parallel import in_order
 from jaxlm.data.scan import Progress, SourceIndex, Split, documents
@@ -73,7 +73,7 @@ def unfinished(directory: Path) -> Path:
 
 
 def _tokenize_chunk(job: _Job) -> None:
-    encoder = _encoder(job.tokenizer, job.template)
+    encoder = _encoder(job.chunk.field, job.tokenizer, job.template)
     with (
         building(job.directory) as folder,
         StoreWriter(folder / "train", encoder) as train,
@@ -86,8 +86,8 @@ def _tokenize_chunk(job: _Job) -> None:
 
 
 @lru_cache(1)
-def _encoder(tokenizer: Path, template: Path | None) -> Encoder:
+def _encoder(kind: str | RecordKind, tokenizer: Path, template: Path | None) -> Encoder:
     loaded = tokenizers.load(tokenizer)
-    if template is None:
+    if isinstance(kind, str) or template is None:
         return DocumentEncoder(loaded)
-    return ConversationEncoder(ChatTemplate.from_json(template.read_text(encoding="utf-8"), loaded))
+    return kind.encoder(ChatTemplate.from_json(template.read_text(encoding="utf-8"), loaded))

@@ -70,10 +70,13 @@ def step(experiment: Experiment, kind: Kind, mesh: Mesh) -> Step:
 
 
 def _train(experiment: Experiment, mesh: Mesh) -> tuple[Any, tuple]:
-    steps = make_steps(experiment.model, experiment.training, experiment.optimizer)
+    steps = make_steps(experiment.model, experiment.training, experiment.optimizer, experiment.dpo)
     state = model_tree.placed(jax.eval_shape(steps.init), steps.shardings(mesh))
     shape = experiment.training.batch, experiment.training.sequence
     batch = {name: _ids(shape, mesh, TRAIN) for name in ("tokens", "targets", "segments", "positions")}
+    if experiment.dpo is not None:
+        pairs = _ids((experiment.training.batch, 2), mesh, TRAIN)
+        batch["reference"] = jax.ShapeDtypeStruct(pairs.shape, jnp.float32, sharding=pairs.sharding)
     return jit_steps(steps, mesh).train, (state, batch)
 
 

@@ -354,25 +354,44 @@ def cross_entropy(
             shape = jax.ShapeDtypeStruct((), jnp.float32)
             (total,) = mark("cross_entropy", operands, [(shape, ())], soft_cap=soft_cap)
         return {"loss": total, "z_loss": jnp.zeros_like(total)}
+    total, log_z_BT = _cross_entropy(
+        hidden_BTD, table, targets_BT, counted_BT, soft_cap, z_loss=z_loss, reduction="sum", return_log_z=True
+    )
+    z = jnp.sum(jnp.where(counted_BT, z_loss * jnp.square(log_z_BT), 0.0)) if z_loss else jnp.zeros_like(total)
+    return {"loss": total - z, "z_loss": z}
+
+
+def token_losses(
+    hidden_BTD: jax.Array, table: nnx.Param, targets_BT: jax.Array, counted_BT: jax.Array, soft_cap: float | None
+) -> jax.Array:
+    """Return the cross-entropy of each target in nats, float32 [B, T], 0 for those that do not count. The arguments are
+    those of `cross_entropy`, which costs less where their sum is all that is asked for."""
+    return _cross_entropy(gathered(hidden_BTD), table, targets_BT, counted_BT, soft_cap, reduction="none")
+
+
+def _cross_entropy(
+    hidden_BTD: jax.Array,
+    table: nnx.Param,
+    targets_BT: jax.Array,
+    counted_BT: jax.Array,
+    soft_cap: float | None,
+    **options: Any,
+) -> Any:
     mesh, specs = mesh_around(), None
     if not mesh.empty:
         rules = rules_around()
         specs = partition(WHOLE, hidden_BTD.shape, mesh, rules), partition(table.axes, table.shape, mesh, rules)
     with scope(table):
-        total, log_z_BT = linear_cross_entropy(
+        return linear_cross_entropy(
             hidden_BTD,
             table[...],
             jnp.where(counted_BT, targets_BT, -1),
             transposed=_is_tied(table),
             soft_cap=soft_cap,
-            z_loss=z_loss,
-            reduction="sum",
-            return_log_z=True,
             partition=specs,
             implementation=kernels.implementation(),
+            **options,
         )
-    z = jnp.sum(jnp.where(counted_BT, z_loss * jnp.square(log_z_BT), 0.0)) if z_loss else jnp.zeros_like(total)
-    return {"loss": total - z, "z_loss": z}
 
 
 def _is_tied(table: nnx.Param) -> bool:

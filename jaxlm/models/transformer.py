@@ -183,6 +183,11 @@ class Transformer(Module):
         hidden_BTD = scale(hidden_BTD, self.model.logit_scale)
         return operations.logits(hidden_BTD, self.unembedding_table, self.model.logit_soft_cap)
 
+    def token_losses(self, hidden_BTD: jax.Array, targets_BT: jax.Array, counted_BT: jax.Array) -> jax.Array:
+        """Return the cross-entropy of each target, as `jaxlm.models.operations.token_losses` does."""
+        hidden_BTD, cap = scale(hidden_BTD, self.model.logit_scale), self.model.logit_soft_cap
+        return operations.token_losses(hidden_BTD, self.unembedding_table, targets_BT, counted_BT, cap)
+
     def cross_entropy(
         self, hidden_BTD: jax.Array, targets_BT: jax.Array, counted_BT: jax.Array, z_loss: float = 0.0
     ) -> dict[str, jax.Array]:

@@ -28,8 +28,8 @@ class Display:
     def say(self, line: str) -> None:
         """Something happened."""
 
-    def example(self, pieces: Sequence[tuple[str, bool]]) -> None:
-        """One conversation, in pieces of text, and whether each is learned."""
+    def example(self, title: str, pieces: Sequence[tuple[str, bool]]) -> None:
+        """A conversation, in pieces of text, and whether each is learned."""
 
     def progress(self, doing: str, done: int, size: int) -> None:
         """`done` of `size` bytes are read, before the first step."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from jaxlm.data.loader import evaluation_batches
-from jaxlm.data.packing import Rows
+from jaxlm.data.packing import PreferenceRows, Rows
 from jaxlm.models.tree import Tree
 from jaxlm.parallel.batches import process_rows, put_batch
 
@@ -50,7 +50,7 @@ class Evaluation(NamedTuple):
 def evaluate(
     step: Callable,
     parameters: Tree,
-    rows: Rows,
+    rows: Rows | PreferenceRows,
     batch: int,
     mesh: Mesh,
     limit: int | None = None,
@@ -76,7 +76,7 @@ def evaluate(
 def evaluate_sources(
     step: Callable,
     parameters: Tree,
-    sources: Mapping[str, Rows],
+    sources: Mapping[str, Rows | PreferenceRows],
     batch: int,
     mesh: Mesh,
     limit: int | None = None,

@@ -13,11 +13,11 @@ from jax.sharding import Mesh
 from jaxlm.core.errors import RunFailed
 from jaxlm.data.dataset import Dataset
 from jaxlm.data.loader import training_batches
-from jaxlm.data.packing import Rows
+from jaxlm.data.packing import PreferenceRows, rows_of
 from jaxlm.models.tree import Tree, placed
 from jaxlm.parallel.batches import process_rows, put_batch
-from jaxlm.parallel.processes import StopConsensus, barrier, failing_as_one, first_process_first
-from jaxlm.training import checkpoints, manifests
+from jaxlm.parallel.processes import StopConsensus, barrier, failing_as_one, first_process_first, is_first
+from jaxlm.training import checkpoints, manifests, references
 from jaxlm.training.checkpoints import Checkpoints, bytes_of
 from jaxlm.training.config import RunConfig
 from jaxlm.training.display import Display
@@ -25,6 +25,7 @@ from jaxlm.training.environment import memory_use
 from jaxlm.training.evaluation import Evaluation, evaluate_sources
 from jaxlm.training.goodput import DATA, DATA_WAIT, DEVICE, HOST, Attempts, Clock, ThroughputMeter
 from jaxlm.training.interrupt import OUT_OF_TIME, StopRequest
+from jaxlm.training.objectives import PREFERENCE_METRICS
 from jaxlm.training.paths import RunPaths
 from jaxlm.training.profile import Profiler
 from jaxlm.training.recorder import Recorder
@@ -80,9 +81,10 @@ class Trainer:
         self._clock, self._display, self._profiler, self._stop, self._trains_from, self._begin = start
         sequence, sources = self._training.sequence, dataset.sources
         with first_process_first("packing"):
-            self._rows = [(Rows(source.train, sequence), source.weight) for source in sources.values()]
-            self._held_out_rows = {name: Rows(source.held_out, sequence) for name, source in sources.items()}
-        self._steps = jit_steps(make_steps(settings.model, self._training, settings.optimizer), mesh)
+            self._rows = [(rows_of(source.train, sequence), source.weight) for source in sources.values()]
+            self._held_out_rows = {name: rows_of(source.held_out, sequence) for name, source in sources.items()}
+        steps = make_steps(settings.model, self._training, settings.optimizer, settings.dpo)
+        self._steps = jit_steps(steps, mesh)
         self._shapes = jax.eval_shape(self._steps.init)
         self._state_bytes = bytes_of(self._shapes)
         self._consensus = StopConsensus(mesh)
@@ -120,11 +122,33 @@ class Trainer:
             with self._clock.phase("compilation"):
                 initial = self._steps.init()
             with self._clock.phase("restoring"):
-                return self._begin(initial)
+                initial = self._begin(initial)
+            self._find_references(initial)
+            return initial
         self._display.say(f"resuming from step {newest}")
+        self._find_references(None)
         like = placed(self._shapes, self._steps.shardings(self._mesh))
         with self._clock.phase("restoring"):
             return checkpoints.restore_state(self._paths.checkpoints, newest, like)
+
+    def _find_references(self, initial: TrainState | None) -> None:
+        """Read what the first model gives preferences, or compute and keep it."""
+        trained = zip(self._held_out_rows, [rows for rows, _ in self._rows], strict=True)
+        sides = [*(("training", *named) for named in trained), *(("held-out", *n) for n in self._held_out_rows.items())]
+        pairs = [(side, name, rows) for side, name, rows in sides if isinstance(rows, PreferenceRows)]
+        for side, name, rows in pairs:
+            kept = self._paths.reference / f"{name}-{side}.npy"
+            if initial is None:
+                rows.reference = references.read(kept, len(rows))
+                continue
+            with self._clock.phase("reference"):
+                batch, answers = self._training.batch, self._steps.answers
+                self._display.say(f"log-probabilities of {len(rows):,} {side} pairs of {name} under the first model")
+                rows.reference = references.compute(
+                    answers, initial.parameters, rows, batch, self._mesh, self._display.say
+                )
+                if is_first():
+                    references.write(kept, rows.reference)
 
     def _continue(self, step: int, state: TrainState) -> Result:
         training, last, self._first = self._training, self._training.steps, step + 1
@@ -233,7 +257,7 @@ class Trainer:
                 "mfu": self._mfu(rates["step_s"]),
                 "grad_norm": _finite(metrics["grad_norm"]),
                 "learning_rate": _finite(metrics["learning_rate"]),
-                **{name: _finite(metrics[name]) for name in ("z_loss",) if name in metrics},
+                **{name: _finite(metrics[name]) for name in ("z_loss", *PREFERENCE_METRICS) if name in metrics},
                 "skipped": int(metrics["skipped"]),
                 **memory_use(self._mesh.local_devices),
             }

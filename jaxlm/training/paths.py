@@ -23,6 +23,8 @@ class RunPaths:
         self.data = directory / "data.json"
         # Of a run that began with published weights: the small files that they came with.
         self.huggingface = directory / "huggingface"
+        # Of preferences: log-probabilities under the model that training began with, for each source and side.
+        self.reference = directory / "reference"
         # Lines of JSON: the environment of each attempt, steps, held-out losses, norms per layer, seconds per attempt.
         self.attempts = directory / "attempts.jsonl"
         self.metrics = directory / "metrics.jsonl"

@@ -21,12 +21,10 @@ from jaxlm.models.tree import Tree
 from jaxlm.parallel.collectives import summed_over_data
 from jaxlm.parallel.partition import constrain, replicated
 from jaxlm.training import norms as norms_of
-from jaxlm.training.config import OptimizerConfig, TrainingConfig
+from jaxlm.training.config import DPOConfig, OptimizerConfig, TrainingConfig
+from jaxlm.training.objectives import Batch, DirectPreference, NextToken, answers
 from jaxlm.training.optimizer import optimizer, state_shardings, without_frozen
 from jaxlm.training.schedules import schedule
-
-# tokens, targets, segments, positions: int32 [B, T] each (`jaxlm.data.packing`).
-Batch = dict[str, jax.Array]
 
 
 class TrainState(NamedTuple):
@@ -46,20 +44,24 @@ class Steps(NamedTuple):
     init: Callable[[], TrainState]
     train: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]
+    answers: Callable[[Tree, Batch], jax.Array]
     norms: Callable[[TrainState, Batch], dict[str, Any]]
     shardings: Callable[[Mesh], TrainState]
 
 
-def make_steps(model: ModelConfig, training: TrainingConfig, optimization: OptimizerConfig) -> Steps:
-    """The steps of this model under these settings.
+def make_steps(
+    model: ModelConfig, training: TrainingConfig, optimization: OptimizerConfig, dpo: DPOConfig | None = None
+) -> Steps:
+    """The steps of this model under these settings; the objective is the next token's unless `dpo` is given.
 
     `train` returns the next state and the metrics `loss` (nats per target), `grad_norm` (before clipping),
     `learning_rate`, `tokens` (targets that count), `skipped` and `skipped_in_a_row`; where it is on also `z_loss`, the
-    mean term that was added to the loss, and what layers return (`jaxlm.models.rows.Auxiliary`). `evaluate` returns the
-    sum of the token losses and the number of targets. Under microbatches the loss is still Σ token losses / Σ targets
-    over the whole batch. `norms` returns what `train` would meet on this batch, by layer: `gradient` by path
-    (`norms.of_gradients`) and `residual`, the root mean square of the stream after each layer, [L]. It is a program of
-    its own, so that looking changes no rounding in `train` and costs nothing on other steps.
+    mean term that was added to the loss, and what layers and other objectives return
+    (`jaxlm.models.rows.Auxiliary`). `evaluate` returns the sum of the losses and their number, `answers` the
+    log-probabilities of preferences (`objectives.answers`). Under microbatches the loss is still the sum over the whole
+    batch by what the objective counts in it. `norms` returns what `train` would meet on this batch, by layer:
+    `gradient` by path (`norms.of_gradients`) and `residual`, the root mean square of the stream after each layer, [L].
+    It is a program of its own, so that looking changes no rounding in `train` and costs nothing on other steps.
 
     Raises InputError where a pattern of `optimizer.groups` decides nothing.
     """
@@ -69,6 +71,7 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
     learning_rate = schedule(optimization.schedule, optimization.learning_rate)
     dtype = jnp.dtype(training.dtype)
     execution = Execution(remat=training.remat, scan=training.scan_layers)
+    objective = NextToken(training.z_loss) if dpo is None else DirectPreference(dpo.beta)
 
     def init() -> TrainState:
         fresh = model_tree.parameters(model_tree.build(model, training.seed))
@@ -77,20 +80,16 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
         return TrainState(zero, fresh, transform.init(fresh), zero, zero, average)
 
     def summed_losses(parameters: Tree, batch: Batch, dropout: Dropout) -> Auxiliary:
-        """The terms of the objective and the statistics of the layers, each summed over the targets; `loss` is the
-        cross-entropy."""
+        """The terms of the objective and statistics, each summed over what the objective counts."""
         module = nnx.merge(graph, parameters)
         positions = batch["positions"]
         hidden, _, of_layers = module.hidden(
             batch["tokens"], positions, packed_causal_mask(positions), dropout=dropout, execution=execution
         )
-        counted = batch["segments"] > 0
-        terms = module.cross_entropy(hidden, batch["targets"], counted, training.z_loss)
-        terms = terms if training.z_loss else {"loss": terms["loss"]}
-        targets = jnp.sum(counted).astype(jnp.float32)
-        losses = {name: targets * jnp.sum(each_L) for name, each_L in of_layers.losses.items()}
-        statistics = {name: targets * jnp.mean(each_L) for name, each_L in of_layers.statistics.items()}
-        return Auxiliary(terms) | Auxiliary(losses, statistics)
+        count = objective.count(batch).astype(jnp.float32)
+        losses = {name: count * jnp.sum(each_L) for name, each_L in of_layers.losses.items()}
+        statistics = {name: count * jnp.mean(each_L) for name, each_L in of_layers.statistics.items()}
+        return objective.sums(module, hidden, batch) | Auxiliary(losses, statistics)
 
     def in_microbatches(batch: Batch) -> Batch:
         """[B, T] → [M, B / M, T]. Each takes every M-th row, so that it lies on all devices without moving any row."""
@@ -101,7 +100,7 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
         """Means of the objective's terms and of statistics, the float32 gradients of the objective, and the number of
         targets."""
         targets = jnp.sum(batch["segments"] > 0)
-        scale = 1.0 / jnp.maximum(targets, 1).astype(jnp.float32)
+        scale = 1.0 / jnp.maximum(objective.count(batch), 1).astype(jnp.float32)
         working = cast(parameters, dtype)
 
         def microbatch_gradients(working: Tree, index: jax.Array | int, microbatch: Batch) -> tuple[Auxiliary, Tree]:
@@ -181,7 +180,14 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
     @kernels.using_kernels(training.kernels)
     def evaluate(parameters: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
         terms = summed_losses(cast(parameters, dtype), batch, Dropout())
-        return terms.losses["loss"], jnp.sum(batch["segments"] > 0)
+        return terms.losses["loss"], objective.count(batch)
+
+    @kernels.using_kernels(training.kernels)
+    def log_probabilities(parameters: Tree, batch: Batch) -> jax.Array:
+        module = nnx.merge(graph, cast(parameters, dtype))
+        positions = batch["positions"]
+        hidden, _, _ = module.hidden(batch["tokens"], positions, packed_causal_mask(positions), execution=execution)
+        return answers(module, hidden, batch)
 
     @kernels.using_kernels(training.kernels)
     def norms(state: TrainState, batch: Batch) -> dict[str, Any]:
@@ -204,7 +210,7 @@ def make_steps(model: ModelConfig, training: TrainingConfig, optimization: Optim
             average=None if training.ema_decay is None else like_parameters,
         )
 
-    return Steps(init, train, evaluate, norms, shardings)
+    return Steps(init, train, evaluate, log_probabilities, norms, shardings)
 
 
 def cast(parameters: Tree, dtype: jnp.dtype) -> Tree:
@@ -220,5 +226,6 @@ def jit_steps(steps: Steps, mesh: Mesh) -> Steps:
         init=jax.jit(steps.init, out_shardings=state),
         train=jax.jit(steps.train, donate_argnums=0, out_shardings=(state, whole)),
         evaluate=jax.jit(steps.evaluate, out_shardings=whole),
+        answers=jax.jit(steps.answers, out_shardings=whole),
         norms=jax.jit(steps.norms, out_shardings=whole),
     )

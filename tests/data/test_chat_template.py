@@ -5,13 +5,10 @@ import json
 
 import pytest
 import tokenizer_fixtures
+from tokenizer_fixtures import CHATML
 
 from jaxlm.data.chat_template import ChatTemplate, load
 
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 QUESTION = [{"role": "user", "content": "Hi"}]
 
 

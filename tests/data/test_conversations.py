@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import tokenizer_fixtures
+from tokenizer_fixtures import CHATML
 
 from jaxlm.core.errors import InputError
 from jaxlm.data import conversations
@@ -14,10 +15,6 @@ from jaxlm.data.conversations import Conversation, NotAConversation, encode
 from jaxlm.data.dataset import prepare
 from jaxlm.data.packing import Rows
 
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 TOKENIZER = tokenizer_fixtures.chatml()
 
 

@@ -1,0 +1,156 @@
+"""Direct preference optimisation: rows of pairs, the loss and its metrics, and a run that learns what is preferred."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import meshes
+import model_fixtures
+import numpy as np
+import pytest
+import tokenizer_fixtures
+from flax import nnx
+from tokenizer_fixtures import CHATML
+
+from jaxlm.data.config import DataConfig
+from jaxlm.data.conversations import NotAConversation, Preference
+from jaxlm.data.dataset import prepare
+from jaxlm.data.packing import CHOSEN, REJECTED, PreferenceRows, rows_of
+from jaxlm.models.positions import packed_causal_mask
+from jaxlm.models.tree import abstract
+from jaxlm.training import references
+from jaxlm.training.config import DPOConfig
+from jaxlm.training.step import jit_steps, make_steps
+
+TOKENIZER = tokenizer_fixtures.chatml()
+BETA = 0.3
+
+
+def pairs(folder, number=24):
+    """Write records in which answers are the question said again, and rejected ones are not; return their dataset."""
+    folder.mkdir(exist_ok=True)
+    TOKENIZER.save(folder / "tokenizer.json")
+    (folder / "chat_template.jinja").write_text(CHATML)
+    lines = [{"prompt": f"{i}?", "chosen": f"{i}", "rejected": "no" * (1 + i % 3)} for i in range(number)]
+    (folder / "x.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    keys = {"tokenizer": str(folder / "tokenizer.json"), "cache": str(folder / "cache"), "held_out": 0.2}
+    return prepare(DataConfig(preferences=str(folder / "x.jsonl"), **keys), 300)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return rows_of(pairs(tmp_path_factory.mktemp("pairs")).sources["data"].train, 96)
+
+
+def batch_of(rows, numbers):
+    each = [rows[i] for i in numbers]
+    return {name: jnp.asarray(np.stack([row[name] for row in each])) for name in each[0]}
+
+
+def test_a_row_holds_both_answers_apart(rows):
+    assert isinstance(rows, PreferenceRows)
+    for number in range(len(rows)):
+        row = rows[number]
+        said = [TOKENIZER.spelled_out(row["targets"][row["segments"] == part].tolist()) for part in (CHOSEN, REJECTED)]
+        assert said[0].removesuffix("<|im_end|>").isdigit() and said[1].removesuffix("<|im_end|>").strip("no") == ""
+        assert (row["positions"] == 0).sum() == 3, "two conversations, and padding"
+
+
+def test_a_pair_longer_than_a_row_loses_ends(rows):
+    short = PreferenceRows(rows.store, 30)
+    for number in range(len(short)):
+        chosen, rejected = short.lengths(number)
+        assert chosen + rejected <= 30 and min(chosen, rejected) >= min(15, *rows.lengths(number))
+        assert len(short[number]["tokens"]) == 30
+
+
+@pytest.mark.parametrize(
+    "record, why",
+    [
+        ({"prompt": "x", "chosen": "y"}, "has no rejected, but 'prompt', 'chosen'"),
+        ({"prompt": "x", "chosen": "y", "rejected": 3}, "has rejected that are no list"),
+        ({"chosen": [{"role": "user", "content": "y"}], "rejected": "x"}, "has no answer of the assistant in chosen"),
+    ],
+)
+def test_a_record_that_is_no_preference_says_why(record, why):
+    with pytest.raises(NotAConversation, match=why):
+        Preference.of_record(record)
+
+
+def test_whole_conversations_have_the_prompt_that_they_share():
+    question = {"role": "user", "content": "x"}
+    before = [question, {"role": "assistant", "content": "which?"}, question]
+    both = {name: [*before, {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+    found = Preference.of_record(both)
+    assert [c.learned_from for c in found] == [3, 3]
+    assert found == Preference.of_record({"prompt": before, "chosen": "chosen", "rejected": "rejected"})
+    assert Preference.from_json(found.to_json()) == found
+
+
+def made(**training):
+    settings = model_fixtures.training(dtype="float32", batch=8, sequence=96, **training)
+    model = model_fixtures.model(vocab_size=300, context_length=96)
+    return make_steps(model, settings, model_fixtures.optimization(learning_rate=3e-3), DPOConfig(beta=BETA))
+
+
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
+def test_the_loss_begins_at_ln_2_and_the_margin_grows(rows, microbatches):
+    mesh = meshes.make(devices=jax.devices()[:1])
+    steps = jit_steps(made(microbatches=microbatches), mesh)
+    with jax.set_mesh(mesh):
+        state = steps.init()
+        rows.reference = references.compute(steps.answers, state.parameters, rows, 8, mesh, print)
+        losses = []
+        for step in range(12):
+            state, metrics = steps.train(state, batch_of(rows, [(8 * step + i) % len(rows) for i in range(8)]))
+            losses.append(float(metrics["loss"]))
+            if step == 0:
+                # Sums of some ten log-probabilities of about 5.7 nats, each rounded at 2⁻²³, times beta.
+                assert losses[0] == pytest.approx(math.log(2), abs=1e-5)
+                assert abs(float(metrics["margin"])) < 1e-5
+        assert losses[-1] < 0.3 and float(metrics["accuracy"]) == 1.0 and float(metrics["margin"]) > 1.0
+        assert float(metrics["margin"]) == pytest.approx(
+            float(metrics["chosen_reward"] - metrics["rejected_reward"]), rel=1e-4
+        )
+
+
+def test_the_loss_is_that_of_the_paper(rows):
+    """Against log-probabilities of each answer alone, by logits."""
+    model, number = model_fixtures.model(vocab_size=300, context_length=96), 8
+    graph, _ = abstract(model)
+    mesh = meshes.make(devices=jax.devices()[:1])
+    documents = [rows.store.read(i, 0, int(length)).astype(np.int32) for i, length in enumerate(rows.store.lengths)]
+    alone = np.zeros((2 * number, max(map(len, documents))), np.int32)
+    learned = np.zeros(alone.shape, bool)
+    for i in range(2 * number):
+        alone[i, : len(documents[i])] = documents[i]
+        learned[i, : len(documents[i])] = rows.store.learned(i, 0, len(documents[i]))
+
+    @jax.jit
+    def log_probabilities(parameters):
+        module, positions = (
+            nnx.merge(graph, parameters),
+            jnp.broadcast_to(jnp.arange(alone.shape[1] - 1), alone[:, 1:].shape),
+        )
+        hidden, _, _ = module.hidden(jnp.asarray(alone[:, :-1]), positions, packed_causal_mask(positions))
+        logs = jax.nn.log_softmax(module.logits(hidden))
+        each = jnp.take_along_axis(logs, jnp.asarray(alone[:, 1:, None]), axis=-1)[..., 0]
+        return jnp.sum(each * learned[:, 1:], axis=1)
+
+    with jax.set_mesh(mesh):
+        steps = jit_steps(made(), mesh)
+        state = steps.init()
+        found = np.asarray(log_probabilities(state.parameters)).reshape(number, 2)
+        reference = np.random.default_rng(0).normal(-60, 3, (number, 2)).astype(np.float32)
+        batch = batch_of(rows, range(number)) | {"reference": jnp.asarray(reference)}
+        np.testing.assert_allclose(steps.answers(state.parameters, batch), found, rtol=1e-5)
+        total, count = steps.evaluate(state.parameters, batch)
+        _, metrics = steps.train(state, batch)
+    rewards = BETA * (found - reference)
+    margins = rewards[:, 0] - rewards[:, 1]
+    assert int(count) == number
+    for loss in (float(total) / number, float(metrics["loss"])):
+        np.testing.assert_allclose(loss, np.mean(np.log1p(np.exp(-margins))), rtol=1e-5)
+    np.testing.assert_allclose(float(metrics["accuracy"]), np.mean(margins > 0))
+    np.testing.assert_allclose(float(metrics["margin"]), np.mean(margins), rtol=1e-4, atol=1e-5)

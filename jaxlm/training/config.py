@@ -202,8 +202,8 @@ class SGDConfig(OptimizerConfig):
 
 
 class DPOConfig(Section):
-    """Direct preference optimisation on `data.preferences` (Rafailov et al. 2023, arXiv:2305.18290, equation 7), held
-    against the model that training began with."""
+    """Direct preference optimisation, the objective of `data.preferences` (Rafailov et al. 2023, arXiv:2305.18290,
+    equation 7): answers are held against the model that training began with."""
 
     beta: Positive = 0.1
     """The weight of the log-probabilities relative to that model's: the larger, the closer to it."""
@@ -250,7 +250,6 @@ class RunConfig(Section):
     training: TrainingConfig
     optimizer: AnyOptimizer
     dpo: DPOConfig | None = None
-    """Another objective than the next token's, which `data.preferences` has; by default then with its defaults."""
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     records: RecordsConfig = Field(default_factory=RecordsConfig)

@@ -60,8 +60,10 @@ def test_a_resolved_file_holds_every_key():
     records = {"records.wandb_project", "records.norms_every"}
     attention = {f"model.attention.{name}" for name in ("scale", "soft_cap", "window")}
     model = {"model.position.scaling", "model.logit_soft_cap"} | attention
-    data = {f"data.{name}" for name in ("documents", "if_missing", "chat", "chat_template", "validation")}
-    assert missing == model | data | {"training.ema_decay"} | records
+    data = {
+        f"data.{name}" for name in ("documents", "if_missing", "chat", "preferences", "chat_template", "validation")
+    }
+    assert missing == model | data | {"training.ema_decay", "dpo"} | records
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)

@@ -13,6 +13,11 @@ from jaxlm.families.rule import TensorRule
 
 _FILES = resources.files("jaxlm.families") / "tables"
 # Sections of a family's file whose keys are added to those of its base; a key of "" takes one away.
+# Keys of every config.json that change no result.
+_INERT = (
+    *("_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "initializer_range", "model_type"),
+    *("pad_token_id", "torch_dtype", "transformers_version", "use_cache"),
+)
 _SECTIONS = ("config", "defaults", "equal", "weights", "copies")
 
 
@@ -100,7 +105,7 @@ def _family(name: str) -> Family:
         config={key: _all(value) for key, value in found["config"].items()},
         defaults=found.get("defaults", {}),
         equal={key: _all(value) for key, value in found.get("equal", {}).items()},
-        inert=frozenset(found["inert"]),
+        inert=frozenset((*_INERT, *found.get("inert", ()))),
         composites=tuple(found["composites"]),
         rules=tuple(TensorRule.parse(tensor, line) for tensor, line in found["weights"].items()),
         dropped=tuple(found.get("dropped", ())),

@@ -87,6 +87,7 @@ def test_a_run_holds_what_it_should(run):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_resolved_configuration_trains_the_same_model(run, tmp_path):
     jaxlm("train", run / "config.toml", "--out", tmp_path / "again")
     losses = [[row["loss"] for row in lines(folder / "metrics.jsonl")] for folder in (run, tmp_path / "again")]
@@ -170,6 +171,7 @@ def test_generate_continues_a_prompt_and_repeats(run):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_leaves_the_parameters_as_they_are_may_change(run):
     """A shorter context too, which --max-tokens ends before unless it is given."""
     asked = ("generate", run, "--token-ids", "1,2,3", "model.context_length=64", "training.kernels=auto")
@@ -183,6 +185,7 @@ def test_generate_for_a_person_is_prompt_and_text(run):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_generate_from_token_ids_without_a_tokenizer(run, tmp_path):
     (tmp_path / "bare").mkdir()
     for name in ("config.toml", "checkpoints"):

@@ -37,6 +37,7 @@ def generated(capsys, run, *arguments):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.exhaustive
 def test_no_parameter_lies_in_float32_while_tokens_are_drawn(run, monkeypatch, capsys):
     before = {id(array) for array in jax.live_arrays()}
     largest = []
@@ -80,7 +81,7 @@ def test_logits_that_are_not_finite_are_one_line(run, monkeypatch, capsys, asked
     assert printed.err.startswith("jaxlm: the model's logits are not finite")
 
 
-@pytest.mark.parametrize("context", [1, 32])
+@pytest.mark.parametrize("context", [pytest.param(1, marks=pytest.mark.exhaustive), 32])
 def test_a_sample_shows_where_its_prompt_ends(context, tmp_path):
     experiment = load(runs.write_config(tmp_path, f"model.context_length={context}"))
     data, mesh = prepare(experiment.data, experiment.model.vocab_size), meshes.make()
@@ -97,6 +98,7 @@ def test_as_many_tokens_follow_as_the_context_holds(run, capsys):
         assert f"at most {follow} tokens can follow" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_batch_that_the_mesh_does_not_divide_is_no_matter(run, capsys):
     """Nothing is trained: one prompt is drawn from, and a loss is that of one device, whatever the batch was."""
     written = run / "config.toml"
@@ -137,6 +139,7 @@ def test_prompts_come_from_options_files_and_standard_input(run, tmp_path, monke
     assert [found["text"] for found in alike] == [found["text"] for found in expected]
 
 
+@pytest.mark.exhaustive
 def test_several_texts_have_a_line_each(run, capsys):
     given = [part for prompt in PROMPTS[:2] for part in ("--prompt", prompt)]
     drawn = iter(completions(capsys, run, *ASKED, *given))
@@ -230,6 +233,7 @@ def _read_until(terminal, end):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ascii_alone_is_no_obstacle(run, capsys):
     """The prompt is read as UTF-8, and what the terminal lacks is replaced."""
     environment = {**runs.environment(), "PYTHONUTF8": "0", "LC_ALL": "C"}

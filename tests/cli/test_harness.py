@@ -151,6 +151,7 @@ def test_log_likelihoods_are_those_of_the_logits(model, adapter):
         assert is_greedy == (scored.argmax(axis=-1).tolist() == targets)
 
 
+@pytest.mark.exhaustive
 def test_answers_do_not_depend_on_the_batch(model, adapter):
     one = make_adapter(model, batch=1)
     many, alone = (ask(a, "loglikelihood", *PAIRS) for a in (adapter, one))
@@ -164,6 +165,7 @@ def test_answers_do_not_depend_on_the_batch(model, adapter):
     assert ask(adapter, "generate_until", *prompts) == ask(one, "generate_until", *prompts)
 
 
+@pytest.mark.exhaustive
 def test_rolling_is_what_eval_measures(folder, model, adapter, capsys):
     """Compare on whole windows, so that both cut the text at the same places; eval includes the final separator."""
     text = ("alpha beta gamma delta " * 9)[: 4 * CONTEXT]
@@ -179,6 +181,7 @@ def test_rolling_is_what_eval_measures(folder, model, adapter, capsys):
     assert found["bits_per_byte,none"] == pytest.approx(-rolling / math.log(2) / len(text), rel=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_generation_ends_before_the_first_stop(model, adapter):
     for prompt in ("alpha ", "gamma " * 30):
         whole = greedy(model, prompt)

@@ -251,7 +251,9 @@ def test_products_of_the_training_step_are_those_that_run(family, training, opti
     assert not cost.assumed
 
 
-@pytest.mark.parametrize("shape, microbatches", [((2, 2, 2), 1), ((4, 1, 2), 2)], ids=str)
+@pytest.mark.parametrize(
+    "shape, microbatches", [((2, 2, 2), 1), pytest.param((4, 1, 2), 2, marks=pytest.mark.exhaustive)], ids=str
+)
 def test_the_products_of_all_devices_are_those_of_one(shape, microbatches):
     mesh = meshes.make(*shape)
     training = model_fixtures.training(remat="full", microbatches=microbatches, batch=16)

@@ -219,6 +219,8 @@ class Job:
         from jaxlm.parallel.rules import TRAIN
 
         assert self._source is not None
+        for initial in jax.tree.leaves((state.parameters, state.average)):
+            initial.delete()  # room for theirs
         step, parameters = self._source.restore(self._experiment.model, mesh, TRAIN, "float32", say=self._display.say)
         self._display.say(f"beginning with the weights of {self._source}" + (f", step {step}" if step else ""))
         average = None if state.average is None else jax.tree.map(jax.numpy.copy, parameters)

@@ -182,3 +182,14 @@ def test_a_worker_that_fails_is_left_out():
         "killed": "ended with status 9",
     }
     assert len(worked["good"].step_s) == 3 and worked["good"].facts == {"device": "cpu"}
+
+
+def test_published_weights_take_the_memory_of_their_shards():
+    """As recorded; tests/families/test_reading.py measures a smaller checkpoint."""
+    import import_memory
+
+    for file in (BENCHMARKS / "results").glob("*/import_memory.json"):
+        cases = json.loads(file.read_text())["cases"]
+        loaded = [row for name, row in cases.items() if name.startswith("load")]
+        assert loaded and cases.keys() == import_memory.CASES.keys()
+        assert all(row["beyond_shards_over_largest_tensor"] <= import_memory.MARGIN for row in loaded)

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from jaxlm.families.safetensors import LazyTensor, StoredTensor
 from jaxlm.models import tree as model_tree
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.tree import Tree
+from jaxlm.parallel.host_shards import HostShards
 from jaxlm.parallel.rules import Rules
 
 _STACK = "layers"
@@ -33,6 +35,12 @@ class TensorPlace:
     shape: tuple[int, ...]
     start: int | None = None
     end: int | None = None
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """The indices of its first number in the array of the tree."""
+        layer = () if self.index is None else (self.index,)
+        return (*layer, *(0 for _ in self.shape[1:]), self.start or 0)
 
 
 @dataclass(frozen=True)
@@ -141,36 +149,35 @@ def load(
     rules: Rules,
     dtype: jax.typing.DTypeLike | None,
 ) -> Tree:
-    """Return the parameters, sharded on a mesh. Each process reads what its devices hold, one array after another.
+    """Return the parameters, sharded on a mesh. Each stored tensor is read once, into the shards that this process's
+    devices hold; arrays go to their devices as they are complete.
+
+    Of a tensor in a file only those pages are read in which there are numbers of this process's shards: whole rows of
+    it, or a part of each row. Where its pattern interleaves two axes (rotary pairs), or where it is dequantized, the
+    tensor is read whole.
 
     Args:
       dtype: to cast to; None keeps the dtype that each array is stored in (that of a stack's first layer).
     """
     _, abstract = model_tree.abstract(model)
-    sources: dict[str, dict[int | None, list[tuple[Held, int]]]] = {}
-    for held in expected.values():
-        for part, place in enumerate(held.places):
-            sources.setdefault(place.path, {}).setdefault(place.index, []).append((held, part))
-    shapes, shardings = model_tree.shapes(abstract), model_tree.shardings(abstract, mesh, rules)
-
-    def made(path: tuple, leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedSharding) -> jax.Array:
-        of_layers = sources[jax.tree_util.keystr(path, simple=True, separator="/")]
-        as_stored = stored[next(iter(of_layers.values()))[0][0].name].dtype
-        to = np.dtype(as_stored if dtype is None else dtype)
-
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
-            alone = None in of_layers
-            numbers, inner = ([None], index) if alone else (range(leaf.shape[0])[index[0]], index[1:])
-            arrays = []
-            for number in numbers:
-                parts = [held.read(stored[held.name].read())[part] for held, part in of_layers[number]]
-                whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
-                arrays.append(whole[inner].astype(to))
-            return arrays[0] if alone else np.stack(arrays)
-
-        return jax.make_array_from_callback(leaf.shape, sharding, shard)
-
-    return jax.tree_util.tree_map_with_path(made, shapes, shardings)
+    shapes = model_tree.paths(model_tree.shapes(abstract))
+    shardings = model_tree.shardings(abstract, mesh, rules)
+    sharding_of = model_tree.paths(shardings)
+    missing = Counter(place.path for held in expected.values() for place in held.places)
+    filled: dict[str, HostShards] = {}
+    arrays: dict[str, jax.Array] = {}
+    for held in expected.values():  # all layers of a rule, then the next: few arrays are filled at a time
+        numbers = stored[held.name].read()
+        for place, piece in zip(held.places, held.read(numbers), strict=True):
+            path = place.path
+            if path not in filled:
+                to = jax.dtypes.canonicalize_dtype(numbers.dtype if dtype is None else dtype)
+                filled[path] = HostShards(shapes[path].shape, to, sharding_of[path])
+            filled[path].fill(place.begin, piece if place.index is None else piece[None])
+            missing[path] -= 1
+            if not missing[path]:
+                arrays[path] = filled.pop(path).on_devices()
+    return jax.tree.unflatten(jax.tree.structure(shardings), [arrays[path] for path in sharding_of])
 
 
 def unwritten(
@@ -180,7 +187,7 @@ def unwritten(
     leaves = model_tree.paths(parameters)
 
     def make(held: Held) -> np.ndarray:
-        return held.write([array(place) for place in held.places]).astype(dtype_of[held.name])
+        return held.write([array(place) for place in held.places]).astype(dtype_of[held.name], copy=False)
 
     def array(place: TensorPlace) -> np.ndarray:
         leaf = leaves[place.path]

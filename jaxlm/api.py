@@ -100,9 +100,10 @@ def load(
       reads: sections and keys that the caller reads: an override of any other is refused. None accepts all.
       checkpoint: the newest, or the one with the lowest held-out loss.
       average: whether to take the moving average of the weights (`training.ema_decay`) in their place.
-      dtype: of the parameters, "float32" or "bfloat16"; `training.dtype` where it is not given.
+      dtype: of the parameters, "float32" or "bfloat16", or "stored" for the one that each is stored in;
+        `training.dtype` where it is not given.
       workload: the step that parameters are laid out for: "decode" keeps weights where they are; "train", for
-        `evaluate`, shards them over fsdp too.
+        `evaluate`, shards them over fsdp too, and "prefill" those of them that it divides.
       say: takes a line about each checkpoint that is passed over.
 
     Raises InputError where there is no run, where it keeps no average, or where an override does not suit it.
@@ -174,7 +175,7 @@ class LoadedModel:
         from jaxlm.costs.placement import layout_on
 
         device = jax.devices()[0]
-        if self._workload != "train":
+        if self._workload == "decode":
             try:
                 return layout_on(self.experiment, of_devices(device.device_kind, device.platform, devices), "decode")
             except InputError:  # a chip that the catalog does not know
@@ -316,8 +317,9 @@ class LoadedModel:
         """The step and its parameters, rounded on their way: they never lie on the devices in float32 too."""
         from jaxlm.parallel.rules import RULES
 
+        dtype = None if self._dtype == "stored" else self._dtype
         return self.source.restore(
-            self.config, self.mesh, RULES[self._workload], self._dtype,
+            self.config, self.mesh, RULES[self._workload], dtype,
             checkpoint=self._checkpoint, average=self._average, say=self._say,
         )  # fmt: skip
 
@@ -384,7 +386,8 @@ def export(
     """
     from jaxlm import published
 
-    model = load(run, checkpoint=checkpoint, average=average, dtype="float32", say=say)
+    # Nothing is computed: each device holds as little as may be.
+    model = load(run, checkpoint=checkpoint, average=average, dtype="stored", workload="prefill", say=say)
     return published.export(model.source, model.parameters, model.experiment, Path(folder), say)
 
 

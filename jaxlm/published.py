@@ -75,7 +75,7 @@ class PublishedSource:
         model: ModelConfig,
         mesh: "Mesh",
         rules: "Rules",
-        dtype: "jax.typing.DTypeLike",
+        dtype: "jax.typing.DTypeLike | None",
         *,
         checkpoint: str = "newest",
         average: bool = False,
@@ -133,7 +133,7 @@ def import_run(path: Path, out: Path, say: Callable[[str], None]) -> Converted:
 
     from jaxlm.models.tree import parameter_count, paths
     from jaxlm.parallel.devices import mesh_here
-    from jaxlm.parallel.rules import TRAIN
+    from jaxlm.parallel.rules import PREFILL
     from jaxlm.training import checkpoints
 
     published, run = PublishedSource(path), Run(out)
@@ -146,10 +146,9 @@ def import_run(path: Path, out: Path, say: Callable[[str], None]) -> Converted:
     say(f"{source.family.name}: {len(source.tensors)} tensors")
     mesh = mesh_here(1, lambda devices: config.layout(experiment, devices, "decode"))
     with jax.set_mesh(mesh):
-        parameters = source.load(mesh, TRAIN)
-        broken = jax.jit(lambda tree: jax.tree.map(lambda x: ~jax.numpy.isfinite(x).all(), tree))(parameters)
-    found = [path for path, bad in paths(broken).items() if bad]
-    if found:
+        parameters = source.load(mesh, PREFILL)  # sharded as in training, but for what these devices do not divide
+        finite = jax.jit(lambda tree: jax.tree.map(_is_finite, tree))(parameters)
+    if found := [path for path, good in paths(finite).items() if not good]:
         say(f"not all numbers are finite in {', '.join(found)}")
     published.carry(run.paths.huggingface)
     if published.has_tokenizer:
@@ -159,6 +158,13 @@ def import_run(path: Path, out: Path, say: Callable[[str], None]) -> Converted:
     checkpoints.save_parameters(run.paths.checkpoints, parameters)
     replace(run.paths.config, experiment.to_toml())  # last: it makes the folder a run
     return Converted(source.family.name, parameter_count(source.model))
+
+
+def _is_finite(x: "jax.Array") -> "jax.Array":
+    """Return whether all numbers are finite, by their extremes: XLA would keep an answer for each number."""
+    from jax.numpy import isfinite
+
+    return isfinite(x.min()) & isfinite(x.max())
 
 
 def export(

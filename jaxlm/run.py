@@ -300,7 +300,7 @@ class Run:
         model: ModelConfig,
         mesh: "Mesh",
         rules: "Rules",
-        dtype: "jax.typing.DTypeLike",
+        dtype: "jax.typing.DTypeLike | None",
         *,
         checkpoint: str = "newest",
         average: bool = False,
@@ -309,21 +309,20 @@ class Run:
         """Return a step and its parameters on a mesh, rounded to a dtype while they are read.
 
         Args:
+          dtype: None keeps the one that each array is stored in.
           checkpoint: "newest", or "best", the one with the lowest held-out loss.
           average: whether to take the moving average of the weights.
           say: takes a line about each checkpoint that is passed over.
 
         Raises InputError where there is no whole checkpoint.
         """
-        import jax.numpy as jnp
-
         from jaxlm.models import tree as model_tree
         from jaxlm.training import checkpoints, manifests
 
         choose = manifests.best_verified if checkpoint == "best" else manifests.newest_verified
         _, tree = model_tree.abstract(model)
         placement = model_tree.shardings(tree, mesh, rules)
-        like = model_tree.placed(model_tree.shapes(tree, jnp.dtype(dtype)), placement)
+        like = model_tree.placed(model_tree.shapes(tree, dtype), placement)
         folder, said = self.paths.checkpoints, set[str]()
 
         def say_once(line: str) -> None:
@@ -336,7 +335,7 @@ class Run:
             if step is None:
                 break
             try:
-                return step, checkpoints.restore_parameters(folder, step, like, average=average)
+                return step, checkpoints.restore_parameters(folder, step, like, average, as_stored=dtype is None)
             except checkpoints.Gone:
                 if attempt == _ATTEMPTS:
                     raise

@@ -55,13 +55,14 @@ class ModelSource(Protocol):
         model: ModelConfig,
         mesh: "Mesh",
         rules: "Rules",
-        dtype: "jax.typing.DTypeLike",
+        dtype: "jax.typing.DTypeLike | None",
         *,
         checkpoint: str = "newest",
         average: bool = False,
         say: Callable[[str], None] = print,
     ) -> "tuple[int, Tree]":
-        """Return its step and its parameters, on a mesh. Raises InputError where they are not whole."""
+        """Return its step and its parameters, on a mesh, in a dtype or each in its own. Raises InputError where they
+        are not whole."""
         ...
 
     def carry(self, folder: Path) -> None:

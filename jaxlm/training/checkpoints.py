@@ -17,7 +17,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 
 from jaxlm.core.errors import InputError, RunFailed
 from jaxlm.core.files import unwritable
-from jaxlm.models.tree import Tree
+from jaxlm.models.tree import Tree, paths
 from jaxlm.parallel.processes import first_process_first, is_first
 from jaxlm.training import manifests
 from jaxlm.training.manifests import LOSS
@@ -170,15 +170,16 @@ def bytes_of(state: TrainState) -> int:
 
 def restore_state(directory: Path, step: int, like: TrainState) -> TrainState:
     """Return the training state of a step, laid out as `like`: `jax.ShapeDtypeStruct`s with shardings on any mesh."""
-    restored = _restore(directory, step, **_items(like))
+    restored = _restore(directory, step, as_stored=False, **_items(like))
     rest = restored.pop("rest")
     return TrainState(**restored, **rest)
 
 
-def restore_parameters(directory: Path, step: int, like: Tree, average: bool = False) -> Tree:
-    """Return the parameters alone, or their average, laid out as `like` and rounded to its dtypes while reading."""
+def restore_parameters(directory: Path, step: int, like: Tree, average: bool = False, as_stored: bool = False) -> Tree:
+    """Return the parameters alone, or their average, laid out as `like` and rounded to its dtypes while reading, or
+    each in the dtype that it is stored in."""
     item = "average" if average else "parameters"
-    return _restore(directory, step, **{item: like})[item]
+    return _restore(directory, step, as_stored, **{item: like})[item]
 
 
 def save_parameters(directory: Path, parameters: Tree) -> None:
@@ -197,10 +198,23 @@ def _items(state: TrainState) -> dict[str, Any]:
     return {name: tree for name, tree in items.items() if tree is not None} | {"rest": parts}
 
 
-def _restore(directory: Path, step: int, **items: Any) -> dict[str, Any]:
+def _with_dtypes(folder: Path, like: Tree) -> Tree:
+    """Return `like` in the dtypes of an item of a checkpoint. What is not there stays, for a restore to refuse."""
+    with ocp.StandardCheckpointer() as reader:
+        stored = paths(reader.metadata(folder.absolute()).item_metadata.tree)
+
+    def as_stored(path: str, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return leaf.update(dtype=stored[path].dtype) if path in stored else leaf
+
+    return jax.tree.unflatten(jax.tree.structure(like), [as_stored(*named) for named in paths(like).items()])
+
+
+def _restore(directory: Path, step: int, as_stored: bool, **items: Any) -> dict[str, Any]:
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        wanted = {name: ocp.args.StandardRestore(like) for name, like in items.items()}
         try:
+            if as_stored:
+                items = {name: _with_dtypes(directory / str(step) / name, like) for name, like in items.items()}
+            wanted = {name: ocp.args.StandardRestore(like) for name, like in items.items()}
             restored = reader.restore((directory / str(step)).absolute(), args=ocp.args.Composite(**wanted))
             return {name: restored[name] for name in items}
         except (ValueError, KeyError, OSError) as error:

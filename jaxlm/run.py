@@ -62,7 +62,7 @@ class Run:
         self.paths.check_name()
         if self.paths.config.exists():
             before = self.experiment()
-            if self.paths.huggingface.is_dir() and not self.paths.data.exists():
+            if self.is_imported:
                 raise InputError(
                     f"{self.paths} holds imported weights, in which no training continues; start from them: "
                     f"--from {self.paths}, with another --out"
@@ -103,6 +103,12 @@ class Run:
                 f"{self.paths.checkpoints} has no checkpoint, though {self.paths.metrics.name} has {max(steps)} steps; "
                 "put it back, or choose another --out"
             )
+
+    @property
+    def is_imported(self) -> bool:
+        """Return whether `jaxlm import` made it: it was begun with no data, and is not trained."""
+        paths = self.paths
+        return paths.config.is_file() and paths.huggingface.is_dir() and not paths.data.exists()
 
     def check_model(self, experiment: Experiment) -> None:
         """Raises InputError where a model is none for the parameters of this run."""

@@ -9,23 +9,26 @@ from typing import Any, Literal, NamedTuple
 
 from jaxlm.config import Experiment, leaves
 from jaxlm.core.errors import InputError
+from jaxlm.families.files import CONFIG, read_json, text_of
 from jaxlm.run import Run
 from jaxlm.training.paths import RunPaths
 from jaxlm.training.records import JsonLines
 
-State = Literal["running", "finished", "stopped", "unreadable"]
+State = Literal["running", "finished", "stopped", "imported", "unreadable"]
 _POINTS = 8  # at which losses are compared
 
 
 class RunSummary(NamedTuple):
     """A run as its folder tells it.
 
-    `step` of `steps`: the last recorded one. `loss`: of its last training step on record, and `held_out_loss`: of its
-    last evaluation, in nats per token; None without one. `age_s`: seconds since something was recorded.
+    `family`: of the published weights that it holds or began with; None without any. `step` of `steps`: the last
+    recorded one. `loss`: of its last training step on record, and `held_out_loss`: of its last evaluation, in nats per
+    token; None without one. `age_s`: seconds since something was recorded.
     """
 
     run: str
     state: State
+    family: str | None
     step: int
     steps: int | None
     loss: float | None
@@ -50,10 +53,12 @@ class Losses(NamedTuple):
 class RunComparison(NamedTuple):
     """Runs side by side: the keys whose values differ, with the value of each run, and their losses in nats per token.
 
-    A key that a run does not have is None there.
+    A key that a run does not have is None there. `unmeasured`: the runs that have no loss on record, such as imported
+    weights.
     """
 
     runs: list[str]
+    unmeasured: list[str]
     keys: dict[str, list[Any]]
     training: Losses
     held_out: Losses
@@ -75,9 +80,10 @@ def find(folder: Path) -> list[RunSummary]:
     found = []
     for directory, below, _ in os.walk(folder):
         paths = RunPaths(Path(directory))
-        if paths.config.is_file() and paths.data.is_file():
+        run = Run(paths.directory)
+        if paths.config.is_file() and (paths.data.is_file() or run.is_imported):
             below.clear()
-            found.append(_summary(Run(paths.directory)))
+            found.append(_summary(run))
     return sorted(found, key=lambda run: (run.age_s, run.run))
 
 
@@ -88,11 +94,20 @@ def _summary(run: Run) -> RunSummary:
     recorded = [path.stat().st_mtime for path in (paths.config, paths.metrics, paths.evaluations) if path.exists()]
     state, steps = _state(run, held_out[-1]["step"] if held_out else 0)
     last = [rows[-1].get("loss") if rows else None for rows in (training, held_out)]
-    return RunSummary(str(paths), state, step, steps, *last, max(time.time() - max(recorded), 0.0))
+    return RunSummary(str(paths), state, _family(run), step, steps, *last, max(time.time() - max(recorded), 0.0))
+
+
+def _family(run: Run) -> str | None:
+    try:
+        return text_of(read_json(run.paths.huggingface / CONFIG)).get("model_type")
+    except InputError:  # none came with it
+        return None
 
 
 def _state(run: Run, evaluated: int) -> tuple[State, int | None]:
     """Return the state and the last step of a run that was evaluated at some step."""
+    if run.is_imported:
+        return "imported", None
     try:
         state, steps = "stopped", run.experiment().training.steps
     except InputError:
@@ -117,6 +132,7 @@ def compare(folders: Sequence[Path], picture: Path | None = None) -> RunComparis
         _draw(curves, picture)
     return RunComparison(
         [str(run.paths) for run in runs],
+        [curve.name for curve in curves if not curve.training and not curve.held_out],
         _differing(experiments),
         _losses(curves, lambda run: run.training),
         _losses(curves, lambda run: run.held_out),

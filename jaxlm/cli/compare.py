@@ -38,6 +38,9 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"{key}: {', '.join(f'{a} {_shown(value)}' for a, value in zip(ascii_uppercase, values, strict=False))}")
     if not found.keys:
         print("no key differs")
+    if found.unmeasured:
+        print(f"no losses to compare: none is on record of {', '.join(found.unmeasured)}")
+        return 0
     for name, losses in (("training", found.training), ("held-out", found.held_out)):
         _show(f"{name} loss at equal steps", "step", losses.steps, len(found.runs))
         if [row.losses for row in losses.tokens] != [row.losses for row in losses.steps]:

@@ -1,4 +1,4 @@
-"""List runs: state, step, losses and age."""
+"""List runs: state, step, losses and age, and the family of published weights."""
 
 import argparse
 import json
@@ -22,14 +22,17 @@ def main(arguments: argparse.Namespace) -> int:
         print(json.dumps({"runs": [run._asdict() for run in found]}))
         return 0
     if not found:
-        print(f"{arguments.folder} holds no run; jaxlm train makes one")
+        print(f"{arguments.folder} holds no run; jaxlm train or jaxlm import makes one")
         return 0
 
-    table = TextTable([*texts("run"), *names("state"), *numbers("step", "loss", "held out", "age")])
+    families = any(run.family for run in found)
+    named = names("state", "family") if families else names("state")
+    table = TextTable([*texts("run"), *named, *numbers("step", "loss", "held out", "age")])
     for run in found:
         table.add(
             run.run,
             run.state,
+            *([or_dash(run.family, str)] if families else []),
             f"{run.step}/{or_dash(run.steps, str)}",
             *(or_dash(loss, "{:.4f}".format) for loss in (run.loss, run.held_out_loss)),
             age(run.age_s),

@@ -65,6 +65,18 @@ def test_no_training_continues_in_an_import(folder, capsys):
     )
 
 
+def test_an_import_is_listed_and_has_no_loss_to_compare(folder, tmp_path, capsys):
+    shutil.copytree(folder / "imported", tmp_path / "imported")
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "imported imported llama 0/– – –" in " ".join(capsys.readouterr().out.split())
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert (run["state"], run["family"], run["step"], run["steps"]) == ("imported", "llama", 0, None)
+    assert main(["compare", str(tmp_path / "imported"), str(folder / "imported")]) == 0
+    said = capsys.readouterr().out
+    assert said.endswith(f"none is on record of {tmp_path / 'imported'}, {folder / 'imported'}\n")
+
+
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
@@ -110,6 +122,18 @@ def test_a_run_begins_with_published_weights_and_gives_them_back_trained(folder,
     change = np.abs(np.asarray(back.stored[name].read()) - there.stored[name].read()).max()
     assert 0 < change < 0.01
     assert (folder / "given" / "tokenizer.json").read_bytes() == (PUBLISHED / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.exhaustive  # tests/families/test_reading.py loads them in two processes
+def test_two_processes_begin_with_published_weights(folder, experiment):
+    """With the loss that one begins with, to what another order of sums makes of it in float32."""
+    port, out = runs.free_port(), folder / "by-two"
+    places = [("--process", f"{index}/2@127.0.0.1:{port}") for index in range(2)]
+    settings = ("training.steps=1", "mesh.tensor=2", "--from", str(PUBLISHED))
+    for process in [runs.start(experiment, out, *settings, *place) for place in places]:
+        runs.finish(process)
+    runs.finish(runs.start(experiment, folder / "by-one", *settings, devices=2))
+    assert runs.losses(out)[1] == pytest.approx(runs.losses(folder / "by-one")[1], rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_a_folder_without_runs_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["runs"]) == 2
     assert capsys.readouterr().err == "jaxlm: runs is no folder; give one that holds runs\n"
-    assert printed(capsys, "runs", tmp_path) == f"{tmp_path} holds no run; jaxlm train makes one\n"
+    assert printed(capsys, "runs", tmp_path) == f"{tmp_path} holds no run; jaxlm train or jaxlm import makes one\n"
 
 
 def test_runs_are_compared_by_keys_steps_and_tokens(make, tmp_path, capsys):
@@ -99,8 +99,12 @@ def test_runs_are_compared_by_keys_steps_and_tokens(make, tmp_path, capsys):
 def test_what_is_equal_or_missing_is_said(make, capsys):
     same = printed(capsys, "compare", make("a"), make("b"))
     assert "no key differs" in same and "tokens" not in same
-    nothing = printed(capsys, "compare", make("c", step=0), make("d"))
-    assert "held-out loss at equal steps: no step has one in every run" in nothing
+    apart = printed(capsys, "compare", make("c", step=10), make("d"))
+    assert "held-out loss at equal steps: no step has one in every run" in apart
+    nothing = printed(capsys, "compare", make("e"), make("f", step=0), make("g", step=0))
+    (last,) = re.findall("^no losses.*", nothing, re.M)
+    assert re.fullmatch("no losses to compare: none is on record of [^ ]*f, [^ ]*g", last)
+    assert "at equal steps" not in nothing
 
 
 def test_what_cannot_be_compared_is_one_line(make, tmp_path, capsys):

@@ -4,13 +4,17 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import runs
 from matrices import sampled
 
+from jaxlm import api
 from jaxlm.cli import main
+from jaxlm.families import safetensors
 from jaxlm.families.directory import PublishedModel
+from jaxlm.families.safetensors import LazyTensor
 
 PUBLISHED = Path(__file__).parents[1] / "families" / "stories260K"
 IDS = json.loads((PUBLISHED / "stories260K_tokens.json").read_text())["tokens"]
@@ -63,6 +67,25 @@ def test_no_training_continues_in_an_import(folder, capsys):
     assert f"holds imported weights, in which no training continues; start from them: --from {folder / 'imported'}" in (
         capsys.readouterr().err
     )
+
+
+def test_arrays_keep_their_dtypes_on_devices_that_do_not_divide_them(tmp_path, monkeypatch):
+    """In bfloat16, with one norm in float32, on three devices."""
+    monkeypatch.setattr("jaxlm.parallel.devices.start", lambda wanted: jax.devices()[:3])
+    there = {name: tensor.read() for name, tensor in PublishedModel(PUBLISHED).stored.items()}
+    there = {name: x if name == "model.norm.weight" else x.astype(jax.numpy.bfloat16) for name, x in there.items()}
+    tensors = {name: LazyTensor(x.dtype, x.shape, lambda x=x: x) for name, x in there.items()}
+    (tmp_path / "model").mkdir()
+    safetensors.write(tmp_path / "model" / "model.safetensors", tensors, {})
+    shutil.copy(PUBLISHED / "config.json", tmp_path / "model")
+    assert main(["import", str(tmp_path / "model"), str(tmp_path / "run")]) == 0
+    held = api.load(tmp_path / "run", dtype="stored").parameters
+    assert {str(x.dtype) for x in jax.tree.leaves(held)} == {"bfloat16", "float32"}
+    assert held["layers"]["feed_forward"]["up"].dtype == "bfloat16"
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "back")]) == 0
+    for name, tensor in PublishedModel(tmp_path / "back").stored.items():
+        assert tensor.dtype == there[name].dtype
+        np.testing.assert_array_equal(tensor.read(), there[name])
 
 
 def test_an_import_is_listed_and_has_no_loss_to_compare(folder, tmp_path, capsys):

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ _DEFAULT = "default"  # of several templates with names
 # that a message spells out, while its template runs.
 _STAND_INS = [chr(code) for code in range(0xFDD0, 0xFDEF)]
 _SHOWN = 200  # characters of a template's own complaint
+_ANSWER = "\ue000"  # a letter that no template writes
 
 
 class ChatTemplate:
@@ -85,6 +87,24 @@ class ChatTemplate:
         pieces = self._pieces(messages, reply, tools)
         return "".join(piece if isinstance(piece, str) else names[piece] for piece in pieces)
 
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The control token that the template writes behind an answer; empty where it writes none.
+
+        It ends what is drawn beside the ids that the model's files name, which may be those of a base model.
+        """
+        question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}
+        # First at the end: gpt-oss ends an answer there with <|return|>, and with <|end|> what it thinks before.
+        for conversation in ([question, answer], [question, answer, question]):
+            try:
+                pieces = list(self._pieces(conversation, False, None))
+            except InputError:  # it asks for other messages
+                continue
+            for piece, following in pairwise(pieces):
+                if isinstance(piece, str) and isinstance(following, int) and piece.rstrip().endswith(_ANSWER):
+                    return frozenset([following])
+        return frozenset()
+
     def _pieces(self, messages: Sequence[Message], reply: bool, tools: Sequence[Any] | None) -> Iterator[str | int]:
         """Yield what the template writes: texts, and the ids of control tokens between them."""
         given = {"messages": list(messages), "tools": list(tools) if tools else None}
@@ -122,25 +142,29 @@ class ChatTemplate:
         return re.compile("|".join(map(re.escape, names))) if names else None
 
 
-def load(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Return the chat template in a folder of published files, or None.
+def load(
+    folder: Path, tokenizer: Tokenizer, now: Callable[[], datetime.datetime] = datetime.datetime.now
+) -> ChatTemplate | None:
+    """Return the chat template in a folder of published files, or None. `now` is the clock that it reads.
 
     It is `chat_template.jinja`, or `chat_template` in tokenizer_config.json (a text, or a list of named ones of which
     "default" is taken) or in chat_template.json. Raises InputError for files that are broken.
     """
     if (folder / _FILE).is_file():
-        return read(folder / _FILE, folder, tokenizer)
+        return read(folder / _FILE, folder, tokenizer, now)
     settings = _table(folder / _SETTINGS)
     for file, found in ((folder / _SETTINGS, settings), (folder / _OLD_FILE, _table(folder / _OLD_FILE))):
         if (source := _chosen(found.get("chat_template"), file)) is not None:
-            return ChatTemplate(source, tokenizer, _variables(settings), f"chat_template of {file}")
+            return ChatTemplate(source, tokenizer, _variables(settings), f"chat_template of {file}", now)
     return None
 
 
-def read(file: Path, folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
+def read(
+    file: Path, folder: Path, tokenizer: Tokenizer, now: Callable[[], datetime.datetime] = datetime.datetime.now
+) -> ChatTemplate:
     """Return the chat template in a file, with the names of tokens that a folder of published files has. Raises
     InputError for files that are missing or broken."""
-    return ChatTemplate(_text(file), tokenizer, _variables(_table(folder / _SETTINGS)), str(file))
+    return ChatTemplate(_text(file), tokenizer, _variables(_table(folder / _SETTINGS)), str(file), now)
 
 
 def _variables(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -8,6 +8,8 @@ from typing import Any
 import tokenizers
 
 END_OF_TEXT = "<|endoftext|>"
+# Names of control tokens, whatever their file says: DeepSeek's does not call <｜User｜> special.
+_NAMED_AS_CONTROL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 # Document separators of published tokenizers, in order of preference: with <eos> present, </s> is HTML.
 _SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "<｜end▁of▁sentence｜>", "</s>")
 
@@ -20,9 +22,10 @@ def separator(backend: tokenizers.Tokenizer) -> str | None:
 def for_documents(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     """Return a tokenizer that gives no control id for any text, and one encoding for each text.
 
-    Control tokens are the special tokens, the separator, the unknown token and, with byte fallback, the names of bytes.
-    Where the model itself can make one from text (Unigram; BPE with `ignore_merges`), the pre-tokenizer cuts the text
-    after its first character. BPE dropout is switched off. The result is the argument itself if nothing changes.
+    Control tokens are the special tokens, added ones with names such as <|user|>, the separator, the unknown token and,
+    with byte fallback, the names of bytes. Where the model itself can make one from text (Unigram; BPE with
+    `ignore_merges`), the pre-tokenizer cuts the text after its first character. BPE dropout is switched off. The result
+    is the argument itself if nothing changes.
     """
     described = json.loads(backend.to_str())
     before = json.dumps(described)
@@ -45,7 +48,9 @@ def _controls(described: dict[str, Any], ends: str | None) -> set[str]:
     unknown = model.get("unk_token")
     if model.get("unk_id") is not None:
         unknown = model["vocab"][model["unk_id"]][0]
-    found = {ends, unknown, *(token["content"] for token in described["added_tokens"] if token["special"])}
+    added = described["added_tokens"]
+    special = (t["content"] for t in added if t["special"] or _NAMED_AS_CONTROL.fullmatch(t["content"]))
+    found = {ends, unknown, *special}
     if model.get("byte_fallback"):
         found |= {f"<0x{byte:02X}>" for byte in range(256)}
     return {token for token in found if token and len(token) > 1}  # a single character is a letter of the text

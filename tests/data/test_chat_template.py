@@ -104,3 +104,23 @@ def test_a_folder_has_its_template_in_one_of_several_files(tmp_path):
         load(tmp_path, tokenizer)
     (tmp_path / "chat_template.jinja").write_text("four")
     assert load(tmp_path, tokenizer).render(QUESTION, reply=False) == "four"
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        (CHATML, "<|im_end|>"),
+        # As of gpt-oss: an answer ends another way than what is said before it.
+        (
+            "{% for m in messages %}{{ m.content }}{{ '<|im_end|>' if loop.last else '<|note|>' }}{% endfor %}",
+            "<|im_end|>",
+        ),
+        # As of GLM-4: the next turn ends an answer.
+        ("{% for m in messages %}<|note|>{{ m.content }}\n{% endfor %}", "<|note|>"),
+        ("{% for m in messages %}{{ m.content }}\n###{% endfor %}", None),
+        ("{{ raise_exception('begin with a system message') }}", None),
+    ],
+)
+def test_the_end_of_an_answer_is_found_by_rendering_one(source, name):
+    chat = template(source)
+    assert chat.ends == ({chat.tokenizer.controls[name]} if name else set())

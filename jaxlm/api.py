@@ -4,10 +4,10 @@ Importing this module imports nothing heavy; its functions import what they need
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, cast
 
 from jaxlm.core.errors import InputError
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from jaxlm.config import Experiment
     from jaxlm.costs.ranking import Ranking
+    from jaxlm.data.chat_template import ChatTemplate, Message
     from jaxlm.data.tokenizers import Tokenizer
     from jaxlm.inference.completion import Completion, Piece
     from jaxlm.inference.requests import Named, Request, Sampling
@@ -26,20 +27,42 @@ if TYPE_CHECKING:
     from jaxlm.parallel.layout import Layout
     from jaxlm.parallel.processes import ProcessSpec
     from jaxlm.parallel.rules import Kind
-    from jaxlm.published import Converted, PublishedSource
-    from jaxlm.run import Run
+    from jaxlm.published import Converted
     from jaxlm.runs import RunComparison, RunSummary
+    from jaxlm.source import ModelSource
     from jaxlm.training.display import Display, Ended
     from jaxlm.training.evaluation import Evaluation
     from jaxlm.training.profile import ProfiledSteps
 
-__all__ = ["LoadedModel", "compare", "compile", "export", "import_run", "load", "plan", "runs", "train"]
+__all__ = ["LoadedModel", "compare", "compile", "configure", "export", "import_run", "load", "plan", "runs", "train"]
 
 MAX_TOKENS = 100  # that are drawn where nobody says how many
+MAX_ANSWER_TOKENS = 1024  # of an answer
+
+# A text or token ids to continue, or the messages of a conversation to answer, each with `role` and `content`.
+Prompt: TypeAlias = "str | Sequence[int] | Sequence[Message]"
 
 
 def _silent(line: str) -> None:
     pass
+
+
+def configure(
+    config: str | Path, overrides: Sequence[str] = (), *, start_from: str | Path | None = None
+) -> "Experiment":
+    """Load the configuration of a run. Raises InputError as `jaxlm.config.load` does.
+
+    Args:
+      config: a TOML file, a run, or the name of a configuration that comes with jaxlm.
+      overrides: `key=value` changes.
+      start_from: the model that the run is to begin with: [model] and data.tokenizer are its where they are not given.
+    """
+    from jaxlm import config as experiments
+    from jaxlm.source import load_experiment
+
+    if start_from is None:
+        return experiments.load(config, overrides)
+    return load_experiment(config, overrides, source_of(Path(start_from)))
 
 
 def train(
@@ -59,7 +82,7 @@ def train(
     `max_hours`. Call it in the main thread, which alone may handle signals.
 
     Args:
-      experiment: as `jaxlm.config.load` returns it.
+      experiment: as `configure` returns it.
       out: folder of the run, made where it is not there.
       display: is told what happens; by default nobody is.
       profile: steps to trace for XProf.
@@ -68,7 +91,7 @@ def train(
       continue_with_changes: whether a run may be continued as another one (`jaxlm.training.changes`); history.jsonl in
         `out` says from which step.
       start_from: a run or a Hugging Face directory whose weights a new run begins with; its architecture and tokenizer
-        are to be the experiment's. A run that is resumed has its own.
+        are to be the experiment's. A run that is resumed remembers it, and needs it only before its first checkpoint.
 
     Raises InputError where the experiment cannot be trained here or in `out`, Diverged and Unsaved (RunFailed) where
     the run fails, and Stopped for a signal before there is anything to save.
@@ -76,7 +99,7 @@ def train(
     from jaxlm.job import Job
     from jaxlm.training.display import Display
 
-    source = None if start_from is None else source_of(Path(start_from))
+    source = _unread(Path(out)) if start_from is None else source_of(Path(start_from))
     shown = display or Display()
     return Job(experiment, Path(out), shown, profile, max_hours, process, continue_with_changes, source).run()
 
@@ -115,7 +138,23 @@ def load(
     return LoadedModel(source, experiment, checkpoint, average, dtype or experiment.training.dtype, workload, say)
 
 
-def source_of(path: Path) -> "Run | PublishedSource":
+def _unread(out: Path) -> "ModelSource | None":
+    """Return the weights that a run in a folder begins with and has no checkpoint of yet. Raises InputError where they
+    are not there."""
+    from jaxlm.run import Run
+
+    run = Run(out)
+    if (origin := run.begun_from) is None or run.has_checkpoint:
+        return None
+    source = source_of(Path(origin.source))
+    try:
+        source.experiment()
+    except InputError as error:
+        raise InputError(f"{run} has no checkpoint yet and begins with {origin.source}: {error}") from None
+    return source
+
+
+def source_of(path: Path) -> "ModelSource":
     """Return a run folder or a Hugging Face directory, whichever is there, or a model of the Hub."""
     from jaxlm.families import hub
     from jaxlm.families.files import is_published
@@ -132,7 +171,7 @@ class LoadedModel:
 
     def __init__(
         self,
-        source: "Run | PublishedSource",
+        source: "ModelSource",
         experiment: "Experiment",
         checkpoint: Literal["newest", "best"],
         average: bool,
@@ -188,10 +227,23 @@ class LoadedModel:
         """The tokenizer of the run, or None. Raises InputError for one with more tokens than the model."""
         return self.source.load_tokenizer() if self.source.has_tokenizer else None
 
-    def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return a prompt's token ids. Raises InputError for text where there is no tokenizer."""
+    @cached_property
+    def chat_template(self) -> "ChatTemplate":
+        """The chat template. Raises InputError for a model without one."""
+        if (found := self.source.chat_template()) is None:
+            raise InputError(
+                f"{self.source} has no chat template (chat_template.jinja, or one in tokenizer_config.json); give it a "
+                "text to continue, without --chat"
+            )
+        return found
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return a prompt's token ids, those of a conversation up to where the answer begins. Raises InputError for
+        text where there is no tokenizer, and for messages where there is no chat template or it refuses them."""
+        if _is_conversation(prompt):
+            return self.chat_template.encode(prompt, reply=True)
         if not isinstance(prompt, str):
-            return list(prompt)
+            return list(cast("Sequence[int]", prompt))
         return (self.tokenizer or self.source.load_tokenizer()).encode_prompt(prompt)
 
     def logits(self, tokens_BT: Any) -> "jax.Array":
@@ -203,7 +255,7 @@ class LoadedModel:
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         max_tokens: int | None = None,
         *,
         num_samples: int = 1,
@@ -213,12 +265,14 @@ class LoadedModel:
         stop: Sequence[str] = (),
         seed: int = 0,
     ) -> "list[Completion]":
-        """Continue prompts, each up to the separator of documents: `num_samples` continuations of the first prompt,
-        then of the next. Up to `training.batch` are drawn together.
+        """Continue prompts, each up to the separator of documents, and answer conversations: `num_samples`
+        continuations of the first prompt, then of the next. Up to `training.batch` are drawn together.
 
         Args:
-          prompts: texts, or lists of token ids.
-          max_tokens: the most tokens to draw for each; by default `MAX_TOKENS`, or what the context leaves.
+          prompts: texts, lists of token ids, or conversations: lists of messages such as {"role": "user",
+            "content": "Hello"}, which the model's chat template shows.
+          max_tokens: the most tokens to draw for each; by default `MAX_TOKENS`, of answers `MAX_ANSWER_TOKENS`, or what
+            the context leaves.
           num_samples: continuations of each prompt.
           temperature: 0 takes the likeliest token.
           top_k: draws among the k likeliest.
@@ -240,7 +294,7 @@ class LoadedModel:
 
     def stream(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         max_tokens: int | None = None,
         *,
         num_samples: int = 1,
@@ -260,21 +314,30 @@ class LoadedModel:
 
     def requests(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         max_tokens: int | None,
         num_samples: int,
         sampling: "Sampling",
         stop: Sequence[str],
-        **named: "Named",
+        named: "Named" = "{} =".format,
     ) -> "list[Request]":
         """Return what `generate` asks for, for `complete`. Raises InputError as `jaxlm.inference.requests.sampled`."""
-        from jaxlm.inference.requests import sampled
+        from jaxlm.inference.requests import answer_tokens, fitting_tokens, sampled
 
-        encoded = [self.encode(prompt) for prompt in prompts]
-        limit = MAX_TOKENS if max_tokens is None else max_tokens
-        return sampled(
-            self.config, encoded, limit, num_samples, sampling, stop, within_context=max_tokens is None, **named
-        )
+        encoded, limits = [self.encode(prompt) for prompt in prompts], [max_tokens or 0] * len(prompts)
+        chats = [_is_conversation(prompt) for prompt in prompts]
+        if max_tokens is None:
+            limits = [
+                answer_tokens(self.config, len(ids), MAX_ANSWER_TOKENS)
+                if chat
+                else fitting_tokens(self.config, len(ids), MAX_TOKENS)
+                for ids, chat in zip(encoded, chats, strict=True)
+            ]
+        asked = sampled(self.config, encoded, limits, num_samples, sampling, stop, named)
+        return [
+            request._replace(ends=self.chat_template.ends) if chats[row // num_samples] else request
+            for row, request in enumerate(asked)
+        ]
 
     def complete(self, requests: "Sequence[Request]", seed: int = 0) -> "Iterator[Piece]":
         """Return the pieces of the continuations of requests, as they are drawn. Raises InputError as `generate`."""
@@ -346,6 +409,10 @@ class LoadedModel:
             return module.logits(hidden_BTD)
 
         return logits
+
+
+def _is_conversation(prompt: Prompt) -> "TypeGuard[Sequence[Message]]":
+    return len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def import_run(model: str | Path, run: str | Path, *, say: Callable[[str], None] = _silent) -> "Converted":

@@ -43,18 +43,30 @@ class Experiment(RunConfig):
         return toml.to_toml(self)
 
 
-def load(path: str | Path, overrides: Iterable[str] = (), kind: Kind = "train") -> Experiment:
+def load(
+    path: str | Path,
+    overrides: Iterable[str] = (),
+    kind: Kind = "train",
+    *,
+    model: dict[str, Any] | None = None,
+    tokenizer: str | None = None,
+) -> Experiment:
     """Read a TOML file, that of a run folder, a Hugging Face directory, hf:ORG/NAME of the Hub, or a configuration that
     comes with jaxlm by its name; apply `key=value` overrides with dotted keys, fill in and check everything that a step
     of this kind asks for.
 
     `model.base = "FILE"`, relative to the file it stands in, names a TOML file whose [model] the other keys of
-    [model] then change. It may be a name too. A path that exists goes before a name. Raises InputError, in one line.
+    [model] then change. It may be a name too. A path that exists goes before a name. Where the file has no [model],
+    `model` is it, and where it has no data.tokenizer, `tokenizer`. Raises InputError, in one line.
     """
     path = _found(path)
     values = _read(path)
     if isinstance(values.get("model"), dict):
         values["model"] = _on_its_base(values["model"], (path,))
+    if model is not None:
+        values.setdefault("model", model)
+    if tokenizer is not None and isinstance(values.setdefault("data", {}), dict):
+        values["data"].setdefault("tokenizer", tokenizer)
     file, overrides = copy.deepcopy(values), list(overrides)
     for override in overrides:
         _set(values, override)
@@ -90,9 +102,11 @@ def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield prefix + name, value
 
 
-def default_run(path: Path, overrides: Iterable[str], experiment: Experiment) -> Path:
+def default_run(
+    path: Path, overrides: Iterable[str], experiment: Experiment, start_from: str | Path | None = None
+) -> Path:
     """Return the folder of a run that is given none: CONFIG if it is one, else `runs/`, the name of CONFIG and the
-    overrides that make another run, such as `runs/quickstart,batch=8,optimizer=muon`.
+    overrides that make another run, such as `runs/quickstart,batch=8,optimizer=muon`, and the model it starts from.
 
     Equal overrides in any order give equal names, and others other names.
     """
@@ -101,6 +115,8 @@ def default_run(path: Path, overrides: Iterable[str], experiment: Experiment) ->
     given = {key: value for key, value in sorted(_overridden(overrides).items()) if not is_free(key)}
     if getattr(experiment.optimizer.schedule, "decay_steps", None) == experiment.training.steps:
         given |= {key: value for key, value in _overridden(overrides).items() if key == "training.steps"}
+    if start_from is not None:
+        given |= {"from": Path(start_from).name}
     stem = bundled.find(path).stem
     exact = ",".join([stem, *(f"{_short(key)}={_text(value)}" for key, value in given.items())])
     name = _UNSAFE.sub("-", exact)[:_LONGEST]

@@ -14,10 +14,11 @@ from jaxlm.core.errors import RunFailed
 from jaxlm.core.schema import shown
 from jaxlm.costs import capacity
 from jaxlm.data import conversations
+from jaxlm.data.config import TOKENIZERS
 from jaxlm.data.dataset import Dataset, prepare
 from jaxlm.parallel import processes
 from jaxlm.run import Run
-from jaxlm.source import ModelSource, check_start, check_tokenizer
+from jaxlm.source import ModelSource, check_start, check_tokenizer, with_own_tokenizer
 from jaxlm.training import profile, sinks
 from jaxlm.training.display import Display, Ended
 from jaxlm.training.environment import MachineLoad, environment, versions
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from jaxlm.costs.ladder import Counted
+    from jaxlm.models.tree import Tree
     from jaxlm.training.loop import Result
-    from jaxlm.training.step import TrainState
 
 # Characters of a digest, to tell it from others.
 _SHOWN = 12
@@ -57,11 +58,13 @@ class Job:
         self._experiment, self._display, self._spec = experiment, display, spec
         self._traced = traced and traced.check(experiment.training.steps)
         sinks.check_installed(experiment.records.wandb_project)
-        self._run, self._continue_with_changes = Run(out), continue_with_changes
-        self._changed = self._run.check(experiment, continue_with_changes)
-        self._source = source
+        self._run, self._continue_with_changes, self._source = Run(out), continue_with_changes, source
+        self._data = experiment.data  # as it is read: a run that begins has no tokenizer and template of its own yet
         if source is not None:
             check_start(source, experiment)
+            self._experiment = experiment = with_own_tokenizer(experiment, source, self._run.paths.tokenizer)
+        self._origin = None if source is None else source.origin()
+        self._changed = self._run.check(experiment, continue_with_changes, self._origin)
         self._stop = StopRequest(self._leave, max_hours)
         self._saved: int | None = None  # the step that is
         self._trained_from: int | None = None  # the first step of this start
@@ -117,16 +120,19 @@ class Job:
                 self._sum_up(counted, others)
             if result.reason:
                 return Ended(result.step, result.reason)
+            dataset = dataset._replace(tokenizer=self._run.load_tokenizer())  # with the ends of published weights
             sample = _sample(self._experiment, dataset, result.parameters, mesh)
         if processes.is_first():
             self._run.paths.sample.write_text(sample, encoding="utf-8")
         return Ended(result.step, 0, sample)
 
     def _prepare(self) -> Dataset:
-        data, vocabulary = self._experiment.data, self._experiment.model.vocab_size
+        data, vocabulary, given = self._data, self._experiment.model.vocab_size, None
+        if self._source is not None and self._source.has_tokenizer and data.tokenizer not in TOKENIZERS:
+            given = self._source.load_tokenizer()
         with self._clock.phase("data_preparation"):
             with processes.first_process_first("data"):
-                dataset = prepare(data, vocabulary, self._display.say, self._display.progress)
+                dataset = prepare(data, vocabulary, self._display.say, self._display.progress, given)
             found = {"digest": dataset.digest[:_SHOWN]}
             processes.check_same("data", found, "let data.text and data.tokenizer be the same for all")
         if self._source is not None:
@@ -190,14 +196,13 @@ class Job:
             profile.Profiler(self._traced, paths.profile, self._display.say),
             self._stop,
             partial(self._record, dataset),
-            *([] if self._source is None else [partial(self._begin, mesh)]),
+            partial(self._weights, mesh),
         )
         trainer = Trainer(self._experiment, dataset, mesh, paths, counted.mfu, start)
         # Only now that nothing was refused is it a run.
         with processes.first_process_first("run"):
-            run.open(self._experiment, dataset, self._continue_with_changes)
-            if self._source is not None and processes.is_first() and not paths.huggingface.exists():
-                self._source.carry(paths.huggingface)
+            carried = dict if self._source is None else self._source.carried
+            run.open(self._experiment, dataset, self._continue_with_changes, self._origin, carried)
         if processes.is_first():
             JsonLines(paths.attempts).append(environment(list(mesh.devices.flat)))
         try:
@@ -212,19 +217,18 @@ class Job:
                 f"{paths} was moved or removed; put it back, and the run goes on from its newest checkpoint"
             ) from error
 
-    def _begin(self, mesh: "Mesh", state: "TrainState") -> "TrainState":
-        """Return the first state with the weights that the run begins with."""
-        import jax
-
+    def _weights(self, mesh: "Mesh") -> "Tree | None":
+        """Return the weights that the run begins with, or None for those of its seed."""
         from jaxlm.parallel.rules import TRAIN
 
-        assert self._source is not None
-        for initial in jax.tree.leaves((state.parameters, state.average)):
-            initial.delete()  # room for theirs
+        if self._source is None:
+            return None
         step, parameters = self._source.restore(self._experiment.model, mesh, TRAIN, "float32", say=self._display.say)
-        self._display.say(f"beginning with the weights of {self._source}" + (f", step {step}" if step else ""))
-        average = None if state.average is None else jax.tree.map(jax.numpy.copy, parameters)
-        return state._replace(parameters=parameters, average=average)
+        origin = self._source.origin(step)
+        if processes.is_first():
+            origin.save(self._run.paths.origin)
+        self._display.say(f"beginning with the weights of {origin}")
+        return parameters
 
     def _record(self, dataset: Dataset, step: int) -> None:
         self._trained_from = step
@@ -254,17 +258,21 @@ def _sample(experiment: Experiment, dataset: Dataset, parameters: Any, mesh: "Me
     from jaxlm.training.step import cast
 
     model, store = experiment.model, max(dataset.sources.values(), key=lambda source: source.weight).held_out
-    longest, most = int(store.lengths.argmax()), math.ceil(model.context_length / 2)
+    longest, most, ends = int(store.lengths.argmax()), math.ceil(model.context_length / 2), None
     if store.of_conversations:
         asked = (int(store.learned(number, 0, int(length)).argmax()) for number, length in enumerate(store.lengths))
         fitting = ((number, tokens) for number, tokens in enumerate(asked) if 0 < tokens <= most)
         longest, given = next(fitting, (longest, most))
+        whole = longest, 0, int(store.lengths[longest])
+        last = store.read(*whole)[store.learned(*whole)][-1:].tolist()
+        ends = {*last} & {*dataset.tokenizer.controls.values()}  # as the template ends an answer
     else:
         given = min(32, most, int(store.lengths[longest]))
     prompt = store.read(longest, 0, given).tolist()
     cast_parameters, kernels = cast(parameters, jnp.dtype(experiment.training.dtype)), experiment.training.kernels
     complete = Completer(model, cast_parameters, dataset.tokenizer, 1, mesh, kernels)
-    request = Request(prompt, min(200, max_new_tokens(model, given)), Sampling(temperature=0.8, top_p=0.95))
+    sampling, tokens = Sampling(temperature=0.8, top_p=0.95), min(200, max_new_tokens(model, given))
+    request = Request(prompt, tokens, sampling, ends=ends)
     try:
         continuation = "".join(piece.text or "" for piece in complete([request], experiment.training.seed))
     except NotFinite:

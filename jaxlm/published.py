@@ -8,19 +8,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxlm import config
 from jaxlm.config import Experiment
 from jaxlm.core.errors import InputError
-from jaxlm.core.files import building, replace, unwritable
+from jaxlm.core.files import replace, unwritable
 from jaxlm.data.packing import Rows
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.families import hub, tokens
 from jaxlm.families.files import CARRIED, TOKENIZER
 from jaxlm.models.config import ModelConfig
-from jaxlm.run import Run, check_reads, check_vocabulary, text_rows
+from jaxlm.run import Run, check_reads, check_vocabulary, keep, text_rows
+from jaxlm.source import ModelSource
 from jaxlm.training.display import Display
+from jaxlm.training.origin import Origin
 
 if TYPE_CHECKING:
     import jax
     from jax.sharding import Mesh
 
+    from jaxlm.data.chat_template import ChatTemplate
     from jaxlm.models.tree import Tree
     from jaxlm.parallel.rules import Rules
 
@@ -65,6 +68,12 @@ class PublishedSource:
         check_vocabulary(found, self.model.model.vocab_size, self.folder / TOKENIZER)
         return found
 
+    def chat_template(self) -> "ChatTemplate | None":
+        """The chat template, or None. Raises InputError for one that is broken."""
+        from jaxlm.data.chat_template import load
+
+        return load(self.folder, self.load_tokenizer()) if self.has_tokenizer else None
+
     @property
     def generation(self) -> dict[str, Any]:
         """The content of generation_config.json."""
@@ -92,13 +101,15 @@ class PublishedSource:
         """Raise InputError: no text is known that a published model was trained with."""
         raise InputError(f"{self} is a published model, which has no held-out text; give --data PATH")
 
-    def carry(self, folder: Path) -> None:
-        """Keep its small files, and the dtypes of its tensors, in a folder of a run that begins with its weights."""
-        with building(folder) as partial:
-            for name in CARRIED:
-                if (self.folder / name).is_file():
-                    (partial / name).write_bytes((self.folder / name).read_bytes())
-            (partial / _DTYPES).write_text(json.dumps(self.model.dtypes(), indent=1) + "\n", encoding="utf-8")
+    def carried(self) -> dict[str, bytes]:
+        """Its small files by name, and the dtypes of its tensors."""
+        found = {name: (self.folder / name).read_bytes() for name in CARRIED if (self.folder / name).is_file()}
+        return found | {_DTYPES: (json.dumps(self.model.dtypes(), indent=1) + "\n").encode()}
+
+    def origin(self, step: int | None = None) -> Origin:
+        """The record of a run that begins with its weights, which have no step."""
+        hub_name = self.model.hub_name
+        return Origin(hub_name or str(self.folder.absolute()), "published", None, hub_name and self.folder.name)
 
     @property
     def tokenizer_file(self) -> Path:
@@ -150,7 +161,8 @@ def import_run(path: Path, out: Path, say: Callable[[str], None]) -> Converted:
         finite = jax.jit(lambda tree: jax.tree.map(_is_finite, tree))(parameters)
     if found := [path for path, good in paths(finite).items() if not good]:
         say(f"not all numbers are finite in {', '.join(found)}")
-    published.carry(run.paths.huggingface)
+    keep(published.carried(), run.paths.huggingface)
+    published.origin().save(run.paths.origin)
     if published.has_tokenizer:
         run.paths.tokenizer.write_bytes(published.tokenizer_file.read_bytes())
         data = experiment.data.model_copy(update={"tokenizer": str(run.paths.tokenizer)})
@@ -168,7 +180,7 @@ def _is_finite(x: "jax.Array") -> "jax.Array":
 
 
 def export(
-    source: Run | PublishedSource, parameters: "Tree", experiment: Experiment, out: Path, say: Callable[[str], None]
+    source: ModelSource, parameters: "Tree", experiment: Experiment, out: Path, say: Callable[[str], None]
 ) -> Converted:
     """Write a Hugging Face directory of a model.
 
@@ -181,22 +193,17 @@ def export(
 
     if out.exists() or unwritable(out):
         raise InputError(f"{out} is there, or cannot be made; give another folder")
-    kept = source.folder if isinstance(source, PublishedSource) else source.paths.huggingface
-    carried = {name: (kept / name).read_bytes() for name in CARRIED if (kept / name).is_file()}
-    dtypes = {"": "F32"}
-    if isinstance(source, PublishedSource):
-        dtypes = source.model.dtypes()
-    elif (kept / _DTYPES).is_file():
-        dtypes = json.loads((kept / _DTYPES).read_text(encoding="utf-8"))
-    elif source.paths.tokenizer.is_file():
-        carried |= _own_tokenizer(source, experiment)
+    carried = source.carried()
+    dtypes = json.loads(carried.pop(_DTYPES, b'{"": "F32"}'))
+    if not carried and source.has_tokenizer:
+        carried = _own_tokenizer(source, experiment)
     family = directory.write(out, experiment.model, parameters, dtypes, carried, say)
     return Converted(family.name, parameter_count(experiment.model))
 
 
-def _own_tokenizer(run: Run, experiment: Experiment) -> dict[str, bytes]:
+def _own_tokenizer(source: ModelSource, experiment: Experiment) -> dict[str, bytes]:
     """Return the files of a tokenizer of ours: a text begins after its separator, and ends with it."""
-    tokenizer, described = run.load_tokenizer(), json.loads(run.paths.tokenizer.read_text(encoding="utf-8"))
+    tokenizer, described = source.load_tokenizer(), json.loads(source.tokenizer_file.read_text(encoding="utf-8"))
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": experiment.model.context_length,

@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -13,7 +13,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.core.files import building, leftovers, lock, replace, replacing, unwritable
 from jaxlm.core.schema import Change
 from jaxlm.data import tokenizers
-from jaxlm.data.config import TOKENIZERS
+from jaxlm.data.config import TOKENIZERS, expanded
 from jaxlm.data.dataset import Dataset, prepare, tokenize_whole
 from jaxlm.data.packing import Rows
 from jaxlm.data.tokenizers import Tokenizer
@@ -21,8 +21,10 @@ from jaxlm.families import tokens
 from jaxlm.families.files import CONFIG, GENERATION, read_json
 from jaxlm.models.config import ModelConfig
 from jaxlm.parallel.processes import is_first
+from jaxlm.training import origin as origins
 from jaxlm.training.changes import architecture, bound, changed_keys, is_by_content, is_free
 from jaxlm.training.display import Display
+from jaxlm.training.origin import Origin
 from jaxlm.training.paths import RunPaths
 from jaxlm.training.records import JsonLines
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     import jax
     from jax.sharding import Mesh
 
+    from jaxlm.data.chat_template import ChatTemplate
     from jaxlm.models.tree import Tree
     from jaxlm.parallel.rules import Rules
 
@@ -52,12 +55,14 @@ class Run:
     def __str__(self) -> str:
         return str(self.paths)
 
-    def check(self, experiment: Experiment, continue_with_changes: bool = False) -> list[Change]:
+    def check(
+        self, experiment: Experiment, continue_with_changes: bool = False, origin: Origin | None = None
+    ) -> list[Change]:
         """Return the keys that a run in the folder is resumed with other values of.
 
-        Raises InputError where the folder is none of ours or cannot be made, where its run has lost its checkpoints, or
-        where it was trained as another experiment: unless `continue_with_changes`, if its checkpoints go with the new
-        one.
+        Raises InputError where the folder is none of ours or cannot be made, where its run has lost its checkpoints or
+        began with other weights than `origin`, or where it was trained as another experiment: unless
+        `continue_with_changes`, if its checkpoints go with the new one.
         """
         self.paths.check_name()
         if self.paths.config.exists():
@@ -68,6 +73,7 @@ class Run:
                     f"--from {self.paths}, with another --out"
                 )
             self.digest()
+            self._check_origin(origin)
             self._check_checkpoints(before.checkpoint.every)
             found = changed_keys(before, experiment)
             if refused := bound(before, experiment):
@@ -78,7 +84,9 @@ class Run:
             return found
         try:
             # What a start leaves that was cut short.
-            ours = {self.paths.lock, self.paths.tokenizer, self.paths.data, *leftovers(self.paths.directory)}
+            paths = self.paths
+            ours = {paths.lock, paths.tokenizer, paths.data, paths.origin, paths.huggingface}
+            ours.update(leftovers(paths.directory))
             there = self.paths.directory.exists()
             usable = set(self.paths.directory.iterdir()) <= ours if there else not unwritable(self.paths.directory)
         except OSError:
@@ -86,6 +94,24 @@ class Run:
         if not usable:
             raise InputError(f"{self.paths} is there and is no run, or cannot be made; {_OTHER_OUT}")
         return []
+
+    @property
+    def begun_from(self) -> Origin | None:
+        """The weights that the run began with; None for those of its seed. Raises InputError where that is broken."""
+        return origins.read(self.paths.origin)
+
+    def _check_origin(self, asked: Origin | None) -> None:
+        begun = self.begun_from
+        if asked is not None and (begun is None or begun.source != asked.source):
+            before = "weights of its own" if begun is None else f"the weights of {begun.source}"
+            raise InputError(
+                f"{self.paths} began with {before}, not with those of {asked.source}; leave out --from, or {_OTHER_OUT}"
+            )
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Return whether there is a checkpoint, whole or not."""
+        return any(self.paths.checkpoints.glob("[0-9]*"))
 
     def _trained_with(self, found: Sequence[Change]) -> str:
         more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
@@ -97,7 +123,7 @@ class Run:
         steps = [row["step"] for row in JsonLines(self.paths.metrics).rows()]
         lost = bool(steps) and not self.paths.checkpoints.is_dir()  # there before the first line
         # The second checkpoint is begun once the first is whole.
-        lost |= max(steps, default=0) > 2 * every and not any(self.paths.checkpoints.glob("[0-9]*"))
+        lost |= max(steps, default=0) > 2 * every and not self.has_checkpoint
         if lost:
             raise InputError(
                 f"{self.paths.checkpoints} has no checkpoint, though {self.paths.metrics.name} has {max(steps)} steps; "
@@ -188,9 +214,20 @@ class Run:
     def _taken(self) -> InputError:
         return InputError(f"another jaxlm train is at work in {self.paths}; wait for its end, or choose another --out")
 
-    def open(self, experiment: Experiment, dataset: Dataset, continue_with_changes: bool = False) -> None:
+    def open(
+        self,
+        experiment: Experiment,
+        dataset: Dataset,
+        continue_with_changes: bool = False,
+        origin: Origin | None = None,
+        carried: Callable[[], Mapping[str, bytes]] = dict,
+    ) -> None:
         """Make the folder, or continue it with the same data. The configuration comes last: it makes it a run.
         In a job of several processes the first writes, and the others, after it, look.
+
+        Args:
+          origin: of the weights that a new run begins with.
+          carried: returns the small files that these came with.
 
         Raises InputError where another job has the folder, where the run was trained on other data and may not
         `continue_with_changes` or has another tokenizer, or where another process of this job does not see the folder.
@@ -199,12 +236,13 @@ class Run:
             self.paths.directory.mkdir(parents=True, exist_ok=True)
             self.claim()
             for killed in leftovers(self.paths.directory):
-                killed.unlink()
+                shutil.rmtree(killed) if killed.is_dir() else killed.unlink()
         elif not self.paths.config.exists():
             raise InputError(f"{self.paths} is not there for every process; choose an --out that all share")
         if not self.paths.config.exists():
             self._save_tokenizer(dataset)
             self._save_data(dataset)
+            self._save_origin(origin, carried())
         elif self.digest() != dataset.digest:
             self._check_data(experiment, dataset, continue_with_changes)
         if is_first():
@@ -248,6 +286,14 @@ class Run:
         values = {"digest": dataset.digest, "held_out_bytes": dataset.held_out_bytes}
         replace(self.paths.data, json.dumps(values))
 
+    def _save_origin(self, origin: Origin | None, carried: Mapping[str, bytes]) -> None:
+        self.paths.origin.unlink(missing_ok=True)  # of a start that was cut short, as the folder
+        shutil.rmtree(self.paths.huggingface, ignore_errors=True)
+        if origin is not None:
+            origin.save(self.paths.origin)
+        if carried:
+            keep(carried, self.paths.huggingface)
+
     def _save_tokenizer(self, dataset: Dataset) -> None:
         with replacing(self.paths.tokenizer) as partial:
             dataset.tokenizer.save(partial)
@@ -289,11 +335,30 @@ class Run:
         """The file of the tokenizer, which need not be there."""
         return self.paths.tokenizer
 
-    def carry(self, folder: Path) -> None:
-        """Keep the small files that the run's weights came with, if it began with published ones, in a folder."""
-        if self.paths.huggingface.is_dir():
-            with building(folder) as partial:
-                shutil.copytree(self.paths.huggingface, partial, dirs_exist_ok=True)
+    def chat_template(self) -> "ChatTemplate | None":
+        """The chat template that it was trained with, or its weights came with, or beside its tokenizer; None without
+        one. Raises InputError for one that is broken, or no longer there."""
+        from jaxlm.data.chat_template import load, read
+
+        if not self.has_tokenizer:
+            return None
+        data, tokenizer, published = self.experiment().data, self.load_tokenizer(), self.paths.huggingface
+        if data.chat_template is not None:
+            return read(expanded(data.chat_template, "data.chat_template"), published, tokenizer)
+        found = load(published, tokenizer)
+        if found is None and data.tokenizer not in TOKENIZERS:
+            found = load(expanded(data.tokenizer, "data.tokenizer").parent, tokenizer)
+        return found
+
+    def carried(self) -> dict[str, bytes]:
+        """The small files that its weights came with, by name: none unless it began with published ones."""
+        folder = self.paths.huggingface
+        files = sorted(folder.iterdir()) if folder.is_dir() else []
+        return {file.name: file.read_bytes() for file in files if file.is_file()}
+
+    def origin(self, step: int | None = None) -> Origin:
+        """The record of a run that begins with its weights, of this step."""
+        return Origin(str(self.paths.directory.absolute()), "run", step)
 
     @property
     def generation(self) -> dict[str, Any]:
@@ -346,6 +411,13 @@ class Run:
                 if attempt == _ATTEMPTS:
                     raise
         raise InputError(f"{self.paths} has no whole checkpoint yet; jaxlm train writes one")
+
+
+def keep(files: Mapping[str, bytes], folder: Path) -> None:
+    """Write files into a new folder, all or none."""
+    with building(folder) as partial:
+        for name, content in files.items():
+            (partial / name).write_bytes(content)
 
 
 def check_reads(keys: Iterable[str], reads: Collection[str] | None) -> None:

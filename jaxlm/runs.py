@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -23,7 +23,8 @@ class RunSummary(NamedTuple):
 
     `family`: of the published weights that it holds or began with; None without any. `step` of `steps`: the last
     recorded one. `loss`: of its last training step on record, and `held_out_loss`: of its last evaluation, in nats per
-    token; None without one. `age_s`: seconds since something was recorded.
+    token; None without one. `age_s`: seconds since something was recorded. `begun_from`: the model that its weights
+    began with, or None.
     """
 
     run: str
@@ -34,6 +35,7 @@ class RunSummary(NamedTuple):
     loss: float | None
     held_out_loss: float | None
     age_s: float
+    begun_from: str | None
 
 
 class LossesAt(NamedTuple):
@@ -53,8 +55,8 @@ class Losses(NamedTuple):
 class RunComparison(NamedTuple):
     """Runs side by side: the keys whose values differ, with the value of each run, and their losses in nats per token.
 
-    A key that a run does not have is None there. `unmeasured`: the runs that have no loss on record, such as imported
-    weights.
+    A key that a run does not have is None there. `--from` is the model that a run began with. `unmeasured`: the runs
+    that have no loss on record, such as imported weights.
     """
 
     runs: list[str]
@@ -94,13 +96,21 @@ def _summary(run: Run) -> RunSummary:
     recorded = [path.stat().st_mtime for path in (paths.config, paths.metrics, paths.evaluations) if path.exists()]
     state, steps = _state(run, held_out[-1]["step"] if held_out else 0)
     last = [rows[-1].get("loss") if rows else None for rows in (training, held_out)]
-    return RunSummary(str(paths), state, _family(run), step, steps, *last, max(time.time() - max(recorded), 0.0))
+    age_s = max(time.time() - max(recorded), 0.0)
+    return RunSummary(str(paths), state, _family(run), step, steps, *last, age_s, _origin(run))
 
 
 def _family(run: Run) -> str | None:
     try:
         return text_of(read_json(run.paths.huggingface / CONFIG)).get("model_type")
     except InputError:  # none came with it
+        return None
+
+
+def _origin(run: Run) -> str | None:
+    try:
+        return None if run.begun_from is None else str(run.begun_from)
+    except InputError:  # of a run that is unreadable
         return None
 
 
@@ -133,7 +143,7 @@ def compare(folders: Sequence[Path], picture: Path | None = None) -> RunComparis
     return RunComparison(
         [str(run.paths) for run in runs],
         [curve.name for curve in curves if not curve.training and not curve.held_out],
-        _differing(experiments),
+        _differing([_keys(run, experiment) for run, experiment in zip(runs, experiments, strict=True)]),
         _losses(curves, lambda run: run.training),
         _losses(curves, lambda run: run.held_out),
     )
@@ -147,8 +157,17 @@ def _curves(run: Run, experiment: Experiment) -> _Curves:
     return _Curves(str(run.paths), experiment.training.batch * experiment.training.sequence, training, held_out)
 
 
-def _differing(experiments: Iterable[Experiment]) -> dict[str, list[Any]]:
-    values = [dict(leaves(experiment.model_dump(mode="json", exclude_none=True))) for experiment in experiments]
+def _keys(run: Run, experiment: Experiment) -> dict[str, Any]:
+    """Return the keys of a run, with the model that it began with, whose tokenizer it keeps a copy of."""
+    values = dict(leaves(experiment.model_dump(mode="json", exclude_none=True)))
+    if (origin := _origin(run)) is None:
+        return values
+    if values["data.tokenizer"] == str(run.paths.tokenizer):
+        del values["data.tokenizer"]
+    return values | {"--from": origin}
+
+
+def _differing(values: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     keys = dict.fromkeys(key for each in values for key in each)
     found = {key: [each.get(key) for each in values] for key in keys}
     return {key: each for key, each in found.items() if any(value != each[0] for value in each)}

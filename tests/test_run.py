@@ -10,6 +10,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.core.files import replacing
 from jaxlm.data.tokenizers import bytes_tokenizer
 from jaxlm.run import Run
+from jaxlm.training.origin import Origin
 
 
 def test_a_folder_is_of_one_job(tmp_path):
@@ -71,3 +72,27 @@ def test_what_a_killed_process_was_writing_is_removed(tmp_path):
     Run(tmp_path / "run").check(experiment)
     run.open(experiment, dataset)
     assert {*run.paths.directory.iterdir()} == before
+
+
+def test_a_run_remembers_the_weights_that_it_began_with(tmp_path):
+    """It forgets those of a start that was cut short."""
+    experiment = load(write_config(tmp_path))
+    dataset = SimpleNamespace(tokenizer=bytes_tokenizer(), digest="of no data", held_out_bytes=1)
+    run, base = Run(tmp_path / "run"), Origin("/models/base", "published", revision="c0ffee")
+    for folder in (run.paths.huggingface, run.paths.directory / f".huggingface-{'0' * 32}"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    Origin("/models/other", "run", 3).save(run.paths.origin)
+    run.check(experiment, origin=base)
+    run.open(experiment, dataset, origin=base, carried=lambda: {"generation_config.json": b"{}"})
+    assert run.begun_from == base and run.carried() == {"generation_config.json": b"{}"}
+    assert not [*run.paths.directory.glob(".huggingface*")]
+    assert run.check(experiment, origin=base) == run.check(experiment) == []
+    with pytest.raises(InputError, match="began with the weights of /models/base, not with those of /models/other"):
+        run.check(experiment, origin=Origin("/models/other", "run"))
+    run.paths.origin.write_text('{"torn')
+    with pytest.raises(InputError, match="origin.json does not say what the run began with"):
+        run.check(experiment)
+    run.paths.origin.unlink()
+    with pytest.raises(InputError, match="began with weights of its own, not with those of /models/base"):
+        run.check(experiment, origin=base)

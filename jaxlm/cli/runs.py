@@ -25,9 +25,10 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"{arguments.folder} holds no run; jaxlm train or jaxlm import makes one")
         return 0
 
-    families = any(run.family for run in found)
+    families, begun = any(run.family for run in found), any(run.begun_from for run in found)
     named = names("state", "family") if families else names("state")
-    table = TextTable([*texts("run"), *named, *numbers("step", "loss", "held out", "age")])
+    columns = [*texts("run"), *named, *numbers("step", "loss", "held out", "age")]
+    table = TextTable([*columns, *texts("from")] if begun else columns)
     for run in found:
         table.add(
             run.run,
@@ -36,6 +37,7 @@ def main(arguments: argparse.Namespace) -> int:
             f"{run.step}/{or_dash(run.steps, str)}",
             *(or_dash(loss, "{:.4f}".format) for loss in (run.loss, run.held_out_loss)),
             age(run.age_s),
+            *([or_dash(run.begun_from, str)] if begun else []),
         )
     table.print()
     return 0

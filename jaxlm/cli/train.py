@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="start_from",
         type=path,
         metavar="MODEL",
-        help="begin with the weights of a run, a Hugging Face directory or hf:ORG/NAME, with the same [model] and "
-        "tokenizer",
+        help="begin with the weights and tokenizer of a run, a Hugging Face directory or hf:ORG/NAME; CONFIG needs no "
+        "[model]",
     )
     parser.add_argument(
         "--process",
@@ -50,10 +50,11 @@ def main(arguments: argparse.Namespace) -> int:
     from jaxlm.training.paths import RunPaths
     from jaxlm.training.profile import ProfiledSteps
 
-    experiment = config.load(arguments.config, arguments.overrides)
+    start_from = arguments.start_from
+    experiment = api.configure(arguments.config, arguments.overrides, start_from=start_from)
     profile = None if arguments.profile is None else ProfiledSteps.parse(arguments.profile)
     process = None if arguments.process is None else ProcessSpec.parse(arguments.process)
-    out = arguments.out or config.default_run(arguments.config, arguments.overrides, experiment)
+    out = arguments.out or config.default_run(arguments.config, arguments.overrides, experiment, start_from)
     display = RunBar(experiment.training.steps, RunPaths(out), arguments.json)
     with output.ignoring_closed_output():
         ended = api.train(
@@ -64,6 +65,6 @@ def main(arguments: argparse.Namespace) -> int:
             max_hours=arguments.max_hours,
             process=process,
             continue_with_changes=arguments.continue_with_changes,
-            start_from=arguments.start_from,
+            start_from=start_from,
         )
     return exit_status(ended)

@@ -59,15 +59,19 @@ def _nobody(*_: object) -> None:
 
 
 def prepare(
-    data: DataConfig, vocabulary: int, say: Callable[[str], None] = _nobody, progress: Progress = _nobody
+    data: DataConfig,
+    vocabulary: int,
+    say: Callable[[str], None] = _nobody,
+    progress: Progress = _nobody,
+    tokenizer: Tokenizer | None = None,
 ) -> Dataset:
-    """Return the dataset of a configuration, from the cache if present.
+    """Return the dataset of a configuration, from the cache if present. `tokenizer` stands for `data.tokenizer`.
 
     Raise InputError for unreadable text, or for a tokenizer with more tokens than `vocabulary`.
     """
     sources, cache = find_sources(data, say), _Cache(data, say, progress)
     try:
-        tokenizer = cache.tokenizer(sources, vocabulary)
+        tokenizer = _fitting(tokenizer or cache.tokenizer(sources, vocabulary), vocabulary)
         found = {source.name: cache.split(source, tokenizer) for source in sources}
     except BrokenProcessPool:
         raise InputError(

@@ -32,10 +32,10 @@ class PublishedModel:
     """
 
     def __init__(self, folder: Path, hub_name: str | None = None):
-        self.folder, self._hub_name = folder, hub_name
+        self.folder, self.hub_name = folder, hub_name
 
     def __str__(self) -> str:
-        return self._hub_name or str(self.folder)
+        return self.hub_name or str(self.folder)
 
     @cached_property
     def _whole_config(self) -> dict[str, Any]:
@@ -90,8 +90,8 @@ class PublishedModel:
     @cached_property
     def _files(self) -> dict[str, StoredTensor]:
         """All tensors by name, of the index or the one file. Raises InputError for a file that is missing or broken."""
-        if self._hub_name is not None:
-            hub.fetch_weights(self._hub_name, self.folder)
+        if self.hub_name is not None:
+            hub.fetch_weights(self.hub_name, self.folder)
         if (self.folder / INDEX).is_file():
             names = shards(self.folder)
             headers = {file: safetensors.read_header(self._shard(file)) for file in dict.fromkeys(names.values())}

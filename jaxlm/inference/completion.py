@@ -15,7 +15,7 @@ from jaxlm.inference.stop_strings import StopScanner
 from jaxlm.models.config import Kernels, ModelConfig
 from jaxlm.models.tree import Tree
 
-# "stop": one of the tokenizer's `ends` or a stop string; "length": `max_tokens`.
+# "stop": one of the `ends` of tokenizer or request, or a stop string; "length": `max_tokens`.
 FinishReason = Literal["stop", "length"]
 
 
@@ -98,7 +98,7 @@ class Completer:
         for tokens in drawn:
             for at, text in list(going.items()):
                 token = int(tokens[at])
-                if self._tokenizer and token in self._tokenizer.ends:
+                if text.ends_with(token):
                     yield Piece(rows[at], None, going.pop(at).rest(), "stop")
                     continue
                 yield Piece(rows[at], token, text.add(token))
@@ -115,12 +115,16 @@ class _Text:
     """The text of one continuation, up to a stop string; None everywhere without a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None, request: Request):
-        self._decoder = tokenizer and Detokenizer(tokenizer, request.prompt)
+        self._ends = {*(request.ends or ()), *(tokenizer.ends if tokenizer else ())}
+        self._decoder = tokenizer and Detokenizer(tokenizer, request.prompt if request.ends is None else [])
         self._scanner = StopScanner(request.stop)
 
     @property
     def stopped(self) -> bool:
         return self._scanner.found
+
+    def ends_with(self, token: int) -> bool:
+        return token in self._ends
 
     def add(self, token: int) -> str | None:
         return self._decoder and self._scanner.add(self._decoder.add(token))

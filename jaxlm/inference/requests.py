@@ -1,6 +1,6 @@
 """A request to continue a prompt, its sampling options, and its check. Imports no JAX."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from jaxlm.core.errors import InputError
@@ -43,6 +43,7 @@ class Sampling(NamedTuple):
 class Request(NamedTuple):
     """A prompt of token ids to continue, by at most `max_tokens` and up to the first of the `stop` strings.
 
+    Where it has `ends`, what follows is an answer: a text of its own, which these ids end beside the tokenizer's.
     Random numbers are those of the seed's `stream`, whatever else is drawn beside it.
     """
 
@@ -51,11 +52,24 @@ class Request(NamedTuple):
     sampling: Sampling = Sampling()
     stop: Sequence[str] = ()
     stream: int = 0
+    ends: Collection[int] | None = None
 
 
 def max_new_tokens(model: ModelConfig, prompt_tokens: int) -> int:
     """Return how many tokens fit into `model.context_length` after a prompt; the last one is drawn and never read."""
     return model.context_length - prompt_tokens + 1
+
+
+def fitting_tokens(model: ModelConfig, prompt_tokens: int, most: int) -> int:
+    """Return how many of at most `most` tokens fit into the context after a prompt: 1 where none does."""
+    return min(most, max(max_new_tokens(model, prompt_tokens), 1))
+
+
+def answer_tokens(model: ModelConfig, prompt_tokens: int, most: int) -> int:
+    """Return `fitting_tokens` of an answer: where they are not `most`, a power of two, so that the turns of a
+    conversation near the end of its context have few programs."""
+    fitting = fitting_tokens(model, prompt_tokens, most)
+    return most if fitting == most else 1 << (fitting.bit_length() - 1)
 
 
 def max_prompt_tokens(model: ModelConfig, new_tokens: int) -> int:
@@ -101,18 +115,16 @@ def check_prompts(
 def sampled(
     model: ModelConfig,
     prompts: Sequence[Sequence[int]],
-    max_tokens: int,
+    max_tokens: Sequence[int],
     num_samples: int,
     sampling: Sampling,
     stop: Sequence[str],
     named: Named = _NAMED,
-    *,
-    within_context: bool = False,
 ) -> list[Request]:
     """Return the requests for `num_samples` continuations of the first prompt, then of the next.
 
     Args:
-      max_tokens: the most tokens of each; where `within_context`, fewer where the context ends before.
+      max_tokens: the most tokens to follow each prompt.
 
     The stream of a request depends on the places of its prompt and sample alone: more prompts or more samples change
     none of the others.
@@ -123,8 +135,7 @@ def sampled(
         if not 1 <= count < _PLACES:
             raise InputError(f"{name} {count} must be from 1 to {_PLACES - 1:,}")
     asked = []
-    for place, prompt in enumerate(prompts):
-        limit = min(max_tokens, max(max_new_tokens(model, len(prompt)), 1)) if within_context else max_tokens
+    for place, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True)):
         try:
             check_prompts(model, [prompt], limit, named=named)
         except InputError as error:

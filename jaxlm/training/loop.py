@@ -41,14 +41,15 @@ class Diverged(RunFailed):
 
 class Start(NamedTuple):
     """The context of one attempt of a run: its clock, its display, the steps to trace, the request to stop, what to
-    call with the number of its first step once that is trained, and what makes the first state of the initial one."""
+    call with the number of its first step once that is trained, and what returns the float32 parameters that a new run
+    begins with, or None for those of its seed."""
 
     clock: Clock
     display: Display
     profiler: Profiler
     stop: StopRequest
     trains_from: Callable[[int], None]
-    begin: Callable[[TrainState], TrainState] = lambda state: state
+    weights: Callable[[], Tree | None] = lambda: None
 
 
 class Result(NamedTuple):
@@ -78,7 +79,7 @@ class Trainer:
         self._settings, self._mesh, self._paths, self._mfu = settings, mesh, paths, mfu
         self._training, self._evaluation, self._checkpoint = settings.training, settings.evaluation, settings.checkpoint
         self._norms_every = settings.records.norms_every
-        self._clock, self._display, self._profiler, self._stop, self._trains_from, self._begin = start
+        self._clock, self._display, self._profiler, self._stop, self._trains_from, self._weights = start
         sequence, sources = self._training.sequence, dataset.sources
         with first_process_first("packing"):
             self._rows = [(rows_of(source.train, sequence), source.weight) for source in sources.values()]
@@ -119,10 +120,10 @@ class Trainer:
 
     def _initial_state(self, newest: int | None) -> TrainState:
         if newest is None:
-            with self._clock.phase("compilation"):
-                initial = self._steps.init()
             with self._clock.phase("restoring"):
-                initial = self._begin(initial)
+                weights = self._weights()
+            with self._clock.phase("compilation"):
+                initial = self._steps.init() if weights is None else self._steps.begin(weights)
             self._find_references(initial)
             return initial
         self._display.say(f"resuming from step {newest}")

@@ -21,7 +21,8 @@ class RunPaths:
         self.history = directory / "history.jsonl"
         self.tokenizer = directory / "tokenizer.json"
         self.data = directory / "data.json"
-        # Of a run that began with published weights: the small files that they came with.
+        # Of a run that began with weights: whose they were, and the small files that published ones came with.
+        self.origin = directory / "origin.json"
         self.huggingface = directory / "huggingface"
         # Of preferences: log-probabilities under the model that training began with, for each source and side.
         self.reference = directory / "reference"

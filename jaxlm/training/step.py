@@ -42,6 +42,7 @@ class Steps(NamedTuple):
     """The functions of a training run, pure, or jitted by `jit_steps`, and the shardings of their state on a mesh."""
 
     init: Callable[[], TrainState]
+    begin: Callable[[Tree], TrainState]
     train: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]
     answers: Callable[[Tree, Batch], jax.Array]
@@ -54,6 +55,7 @@ def make_steps(
 ) -> Steps:
     """The steps of this model under these settings; the objective is the next token's unless `dpo` is given.
 
+    `init` returns the first state, with parameters of `training.seed`, and `begin` that with given ones, in float32.
     `train` returns the next state and the metrics `loss` (nats per target), `grad_norm` (before clipping),
     `learning_rate`, `tokens` (targets that count), `skipped` and `skipped_in_a_row`; where it is on also `z_loss`, the
     mean term that was added to the loss, and what layers and other objectives return
@@ -73,11 +75,13 @@ def make_steps(
     execution = Execution(remat=training.remat, scan=training.scan_layers)
     objective = NextToken(training.z_loss) if dpo is None else DirectPreference(dpo.beta)
 
-    def init() -> TrainState:
-        fresh = model_tree.parameters(model_tree.build(model, training.seed))
+    def begin(parameters: Tree) -> TrainState:
         zero = jnp.zeros((), jnp.int32)
-        average = None if training.ema_decay is None else fresh
-        return TrainState(zero, fresh, transform.init(fresh), zero, zero, average)
+        average = None if training.ema_decay is None else parameters
+        return TrainState(zero, parameters, transform.init(parameters), zero, zero, average)
+
+    def init() -> TrainState:
+        return begin(model_tree.parameters(model_tree.build(model, training.seed)))
 
     def summed_losses(parameters: Tree, batch: Batch, dropout: Dropout) -> Auxiliary:
         """The terms of the objective and statistics, each summed over what the objective counts."""
@@ -210,7 +214,7 @@ def make_steps(
             average=None if training.ema_decay is None else like_parameters,
         )
 
-    return Steps(init, train, evaluate, log_probabilities, norms, shardings)
+    return Steps(init, begin, train, evaluate, log_probabilities, norms, shardings)
 
 
 def cast(parameters: Tree, dtype: jnp.dtype) -> Tree:
@@ -219,11 +223,12 @@ def cast(parameters: Tree, dtype: jnp.dtype) -> Tree:
 
 
 def jit_steps(steps: Steps, mesh: Mesh) -> Steps:
-    """The steps jitted for a mesh, shardings pinned, to be called under `jax.set_mesh`. `train` consumes its state: its
-    buffers are donated."""
+    """The steps jitted for a mesh, shardings pinned, to be called under `jax.set_mesh`. `begin` and `train` consume
+    what they are given: its buffers are donated."""
     state, whole = steps.shardings(mesh), replicated(mesh)
     return steps._replace(
         init=jax.jit(steps.init, out_shardings=state),
+        begin=jax.jit(steps.begin, donate_argnums=0, out_shardings=state),
         train=jax.jit(steps.train, donate_argnums=0, out_shardings=(state, whole)),
         evaluate=jax.jit(steps.evaluate, out_shardings=whole),
         answers=jax.jit(steps.answers, out_shardings=whole),

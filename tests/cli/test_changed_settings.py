@@ -196,6 +196,8 @@ def test_the_default_folder_tells_overrides_apart(tmp_path):
     assert len(texts) == 6 and all(len(text) < 130 and set(text).isdisjoint("?*[]ä\\") for text in texts)
     assert name("data.text=a/b").startswith("runs/tiny,text=a-b,")
     assert config.default_run(tmp_path, (), config.load(file)) == tmp_path  # a run folder
+    begun = config.default_run(file, ["training.batch=16"], config.load(file), "hf:ORG/base-8B")
+    assert begun.name == f"{file.stem},batch=16,from=base-8B"
 
 
 def test_short_names_of_keys_are_of_one_key_each():

@@ -1,5 +1,6 @@
 """Published weights from the command line: used where they lie, imported, trained on, and given back."""
 
+import gc
 import json
 import shutil
 from pathlib import Path
@@ -110,11 +111,8 @@ def experiment(tmp_path_factory):
     path = folder / "tune.toml"
     path.write_text(
         f"""
-[model]
-base = "{PUBLISHED}"
 [data]
 text = "{folder}"
-tokenizer = "{PUBLISHED / "tokenizer.json"}"
 held_out = 0.1
 [training]
 steps = 4
@@ -131,20 +129,63 @@ tensorboard = false
     return path
 
 
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory):
+    """The published directory with a chat template, and ids of its own that end what is drawn."""
+    folder = tmp_path_factory.mktemp("chatty") / "model"
+    shutil.copytree(PUBLISHED, folder)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}<s>{% endfor %}")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 378], "temperature": 0.7}')
+    return folder
+
+
 @pytest.mark.slow
-def test_a_run_begins_with_published_weights_and_gives_them_back_trained(folder, experiment):
-    out = folder / "tuned"
-    _, said = runs.finish(runs.start(experiment, out, "--from", str(folder / "imported")))
-    assert f"beginning with the weights of {folder / 'imported'}" in said
+def test_a_run_begins_with_published_weights_and_gives_them_back_trained(chatty, experiment, tmp_path, capsys):
+    out = tmp_path / "tuned"
+    command = ["train", str(experiment), "--from", str(chatty), "--out", str(out)]
+
+    def said(*arguments, status=0):
+        gc.collect()  # the lock of the run before, as the end of its process
+        assert main(list(map(str, arguments))) == status
+        printed = capsys.readouterr()
+        assert "resumed with" not in printed.err
+        return printed.err
+
+    assert f"beginning with the weights of {chatty}" in said(*command)
     first = runs.losses(out)[1]
     assert first < 2.5 < np.log(512)  # it knows the story
-    assert main(["export", str(out), str(folder / "given")]) == 0
-    there, back = PublishedModel(PUBLISHED), PublishedModel(folder / "given")
+    run = api.load(out)
+    assert run.config == api.load(chatty).config and run.experiment.data.tokenizer == str(out / "tokenizer.json")
+    assert run.tokenizer.ends == {2, 378} and run.chat_template.ends == {1}
+    origin = {"source": str(chatty), "kind": "published", "step": None, "revision": None}
+    assert json.loads((out / "origin.json").read_text()) == origin
+
+    said("export", out, tmp_path / "given")
+    there, back = PublishedModel(chatty), PublishedModel(tmp_path / "given")
     assert back.config == there.config and back.stored.keys() == there.stored.keys()
     name = "model.layers.0.mlp.up_proj.weight"
     change = np.abs(np.asarray(back.stored[name].read()) - there.stored[name].read()).max()
     assert 0 < change < 0.01
-    assert (folder / "given" / "tokenizer.json").read_bytes() == (PUBLISHED / "tokenizer.json").read_bytes()
+    for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
+        assert (tmp_path / "given" / name).read_bytes() == (chatty / name).read_bytes()
+
+    # It goes on by the same command, and by itself without the source; only its first state needs that.
+    recorded, away = runs.rows(out), chatty.rename(tmp_path / "away")
+    said("train", out)
+    killed = shutil.copytree(out, tmp_path / "killed", ignore=shutil.ignore_patterns("checkpoints", "*.jsonl"))
+    why = f"jaxlm: {killed} has no checkpoint yet and begins with {chatty}: {chatty} is no run: it holds no config.toml"
+    assert said("train", killed, status=2).startswith(why)
+    away.rename(chatty)
+    said(*command)
+    assert str(api._unread(killed)) == str(chatty) and api._unread(out) is None
+    assert runs.rows(out) == recorded
+    other = said("train", experiment, "--from", PUBLISHED, "--out", out, status=2)
+    assert other == (
+        f"jaxlm: {out} began with the weights of {chatty}, not with those of {PUBLISHED}; leave out --from, or choose "
+        "another --out\n"
+    )
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    assert str(chatty) in {row["begun_from"] for row in json.loads(capsys.readouterr().out)["runs"]}
 
 
 @pytest.mark.exhaustive  # tests/families/test_reading.py loads them in two processes
@@ -163,8 +204,8 @@ def test_two_processes_begin_with_published_weights(folder, experiment):
     ("override", "message"),
     [
         ("model.num_layers=3", "has another [model] than the configuration: model.num_layers = 3 and not 5"),
-        ("data.tokenizer=bpe", "has a tokenizer of its own; set data.tokenizer="),
-        ("data.tokenizer=bytes", "has a tokenizer of its own; set data.tokenizer="),
+        ("data.tokenizer=bpe", "has a tokenizer of its own, and data.tokenizer is another; leave that out"),
+        ("data.tokenizer=bytes", "has a tokenizer of its own, and data.tokenizer is another; leave that out"),
     ],
 )
 def test_a_run_begins_with_nothing_that_does_not_fit(experiment, tmp_path, capsys, override, message):

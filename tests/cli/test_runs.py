@@ -13,6 +13,7 @@ import runs
 from jaxlm.cli import main
 from jaxlm.config import load
 from jaxlm.run import Run
+from jaxlm.training.origin import Origin
 from jaxlm.training.paths import RunPaths
 
 STEPS = 40
@@ -94,6 +95,17 @@ def test_runs_are_compared_by_keys_steps_and_tokens(make, tmp_path, capsys):
     shown = printed(capsys, "compare", *folders)
     assert f"A {folders[0]}\nB {folders[1]}\n" in shown and "training.batch: A 8, B 16\n" in shown
     assert "training loss at equal tokens" in shown and re.search(r"10,240 +3\.6000 +4\.8000", shown)
+
+
+def test_runs_show_the_model_that_they_began_with(make, tmp_path, capsys):
+    """Not as a tokenizer, of which each has a copy."""
+    folders = [make(name, f"data.tokenizer={tmp_path / name / 'tokenizer.json'}") for name in ("a", "b", "c")]
+    for folder, step in zip(folders, (20, 20, None), strict=True):
+        Origin("/models/base", "run", step).save(RunPaths(folder).origin)
+    assert printed(capsys, "runs", tmp_path).count("/models/base, step 20\n") == 2
+    assert "no key differs" in printed(capsys, "compare", *folders[:2])
+    found = json.loads(printed(capsys, "compare", *folders[1:], "--json"))["keys"]
+    assert found == {"--from": ["/models/base, step 20", "/models/base"]}
 
 
 def test_what_is_equal_or_missing_is_said(make, capsys):

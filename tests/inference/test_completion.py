@@ -12,7 +12,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.data.tokenizers import bytes_tokenizer
 from jaxlm.inference import generate
 from jaxlm.inference.completion import Completer, Completion, Piece, completions, in_order
-from jaxlm.inference.requests import Request, Sampling, sampled
+from jaxlm.inference.requests import Request, Sampling, answer_tokens, fitting_tokens, sampled
 from jaxlm.models import tree
 
 CONTEXT = 64
@@ -51,7 +51,7 @@ def test_samples_and_prompts_that_are_added_change_no_others(completer):
     model = completer(1)._model
 
     def run(prompts, num_samples):
-        texts = complete(completer(4), sampled(model, prompts, 6, num_samples, Sampling(), ()))
+        texts = complete(completer(4), sampled(model, prompts, [6] * len(prompts), num_samples, Sampling(), ()))
         return [tuple(texts[at : at + num_samples]) for at in range(0, len(texts), num_samples)]
 
     few, many = run([[256, 1]], 2), run([[256, 1], [256, 2]], 3)
@@ -106,10 +106,11 @@ def test_pieces_come_row_by_row():
 def test_a_prompt_that_cannot_be_continued_is_named(completer):
     model = completer(1)._model
     with pytest.raises(InputError, match="^prompt 2: a prompt of 65 tokens exceeds model.context_length = 64"):
-        sampled(model, [[1], [1] * 65], 4, 1, Sampling(), ())
+        sampled(model, [[1], [1] * 65], [4, 4], 1, Sampling(), ())
     with pytest.raises(InputError, match="^the prompt is empty"):
-        sampled(model, [[]], 4, 1, Sampling(), ())
+        sampled(model, [[]], [4], 1, Sampling(), ())
     with pytest.raises(InputError, match=r"^--num-samples 0 must be from 1 to 65,535"):
-        sampled(model, [[1]], 4, 0, Sampling(), (), lambda field: f"--{field.replace('_', '-')}")
-    limits = [r.max_tokens for r in sampled(model, [[1], [1] * 60], 10, 1, Sampling(), (), within_context=True)]
+        sampled(model, [[1]], [4], 0, Sampling(), (), lambda field: f"--{field.replace('_', '-')}")
+    limits = [fitting_tokens(model, given, 10) for given in (1, 60)]
     assert limits == [10, 5]
+    assert [answer_tokens(model, given, 10) for given in (1, 60, 80)] == [10, 4, 1]

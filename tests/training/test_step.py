@@ -169,6 +169,17 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_is_counted():
     assert metrics[3]["learning_rate"] == pytest.approx(float(schedule(CosineScheduleConfig(decay_steps=100), 1e-2)(1)))
 
 
+def test_a_state_begins_with_given_parameters_which_no_array_shares():
+    training, mesh = model_fixtures.training(ema_decay=0.3), meshes.make()
+    steps = jit_steps(make_steps(model_fixtures.model(num_layers=1), training, model_fixtures.optimization()), mesh)
+    with jax.set_mesh(mesh):
+        initial = steps.init()
+        begun = steps.begin(jax.tree.map(jnp.copy, initial.parameters))
+    chex.assert_trees_all_equal(begun, initial)
+    buffers = [array.unsafe_buffer_pointer() for array in jax.tree.leaves(begun)]
+    assert len(set(buffers)) == len(buffers)  # `train` donates each
+
+
 def test_the_average_follows_the_parameters_and_a_skipped_step_leaves_it_alone():
     metrics, states = poisoned(model_fixtures.model(num_layers=2), at_steps=(1,), steps=4, ema_decay=0.3)
     chex.assert_trees_all_equal(states[1].average, states[0].average)

@@ -1,4 +1,4 @@
-"""Continue prompts with a trained model.
+"""Continue prompts with a trained model, or converse with it.
 
 Without a prompt each line of standard input is one, continued as it is read; at a terminal Ctrl-D ends it.
 """
@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from jaxlm import api
-from jaxlm.cli import prompts, trained
+from jaxlm.cli import chat, prompts, trained
 from jaxlm.cli.paths import as_utf8
 from jaxlm.core.errors import InputError, in_one_line
 
 if TYPE_CHECKING:
     from jaxlm.api import LoadedModel
-    from jaxlm.cli.prompts import Prompt
+    from jaxlm.cli.prompts import Conversation, Prompt
     from jaxlm.inference.completion import Piece
     from jaxlm.inference.requests import Sampling
 
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     trained.add_arguments(parser)
     prompts.add_arguments(parser)
+    chat.add_arguments(parser)
     parser.add_argument(
         "--max-tokens",
         type=int,
         metavar="N",
-        help=f"at most this many for each ({api.MAX_TOKENS}, or fewer where the context ends before)",
+        help=f"at most this many for each ({api.MAX_TOKENS}, of answers {api.MAX_ANSWER_TOKENS}, or fewer where the "
+        "context ends before)",
     )
     parser.add_argument(
         "--num-samples", type=int, default=1, metavar="N", help="continuations of each prompt (%(default)s)"
@@ -47,16 +49,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     from jaxlm.inference.requests import Sampling, check_seed
 
+    chat.check(arguments)
     given = prompts.given(arguments)
     if given is None and arguments.json:
         raise InputError("--json is of prompts that are given: add --prompt, --prompts or --token-ids")
+    if given is None and arguments.chat and arguments.num_samples != 1:
+        raise InputError("--num-samples is of prompts that are given: add --prompt or --prompts")
+    if given is not None and arguments.chat:
+        given = chat.conversations(given, arguments.system)
     if "" in arguments.stop:
         raise InputError("--stop '' would end every text; give at least one character")
     check_seed(arguments.seed, _option)
     asked = {name: getattr(arguments, name) for name in Sampling._fields if getattr(arguments, name) is not None}
     Sampling(**asked).check(_option)
     model = trained.load(arguments, ("training.batch",))
+    if arguments.chat:
+        model.chat_template  # noqa: B018  refused before the first message
     sampling = _with_published(model, asked)
+    if given is None and arguments.chat:
+        _converse(model, sampling, arguments)
+        return 0
     if given is None:
         _interact(model, sampling, arguments)
         return 0
@@ -66,7 +78,7 @@ def main(arguments: argparse.Namespace) -> int:
 
         drawn = completions(pieces, len(given) * arguments.num_samples)
         rows = [
-            {"prompt": given[row // arguments.num_samples], **completion._asdict()}
+            {"messages" if arguments.chat else "prompt": given[row // arguments.num_samples], **completion._asdict()}
             for row, completion in enumerate(drawn)
         ]
         print(json.dumps(rows[0] if len(rows) == 1 else {"completions": rows}))
@@ -107,6 +119,16 @@ def _interact(model: "LoadedModel", sampling: "Sampling", arguments: argparse.Na
             print()
         except InputError as error:
             print(f"jaxlm: {in_one_line(error)}", file=sys.stderr)
+
+
+def _converse(model: "LoadedModel", sampling: "Sampling", arguments: argparse.Namespace) -> None:
+    def answers(messages: "Conversation", turn: int) -> "Iterator[Piece]":
+        return _drawn(model, [messages], sampling, arguments, turn)
+
+    def show(pieces: "Iterator[Piece]") -> None:
+        _show(pieces, [[]], 1)
+
+    chat.converse(model, answers, show, arguments.system, arguments.max_tokens)
 
 
 def _show(pieces: "Iterable[Piece]", given: "list[Prompt]", num_samples: int) -> None:

@@ -5,11 +5,13 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from jaxlm.cli.paths import as_utf8, path
 from jaxlm.core.errors import InputError
 
-Prompt = str | list[int]  # a text, or token ids
+Conversation = list[dict[str, Any]]  # messages, each with its `role`
+Prompt = str | list[int] | Conversation  # a text, token ids, or a conversation
 
 _STANDARD_INPUT = "-"
 
@@ -26,7 +28,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--prompts",
         type=path,
         metavar="FILE",
-        help="a text to continue in each line, or in each record's prompt of a .jsonl file; - is standard input",
+        help="a text to continue in each line, or in each record's prompt of a .jsonl file, or with --chat its "
+        "messages; - is standard input",
     )
 
 
@@ -39,11 +42,12 @@ def given(arguments: Namespace) -> list[Prompt] | None:
         return [_token_ids(text) for text in arguments.token_ids]
     if arguments.prompts is None:
         return None
-    return _read(arguments.prompts)
+    return _read(arguments.prompts, arguments.chat)
 
 
 def lines() -> Iterator[str]:
-    """Yield the lines of standard input as they come, without their ends; at a terminal after a sign."""
+    """Yield the lines of standard input as they come, without their ends; at a terminal after a sign, where Ctrl-C
+    leaves a line and Ctrl-D ends them."""
     if not sys.stdin.isatty():
         for line in sys.stdin:
             yield as_utf8(line.rstrip("\r\n"))
@@ -52,13 +56,17 @@ def lines() -> Iterator[str]:
 
     while True:
         try:
-            yield as_utf8(input("> "))
+            line = input("> ")
+        except KeyboardInterrupt:
+            print()
+            continue
         except EOFError:
             print()
             return
+        yield as_utf8(line)
 
 
-def _read(file: Path) -> list[Prompt]:
+def _read(file: Path, chat: bool) -> list[Prompt]:
     named = f"--prompts {file}"
     try:
         content = sys.stdin.buffer.read() if str(file) == _STANDARD_INPUT else file.read_bytes()
@@ -69,20 +77,29 @@ def _read(file: Path) -> list[Prompt]:
         raise InputError(f"{named} is not UTF-8; convert it") from None
     if not content:
         raise InputError(f"{named} is empty; give at least one prompt")
-    return _records(found, named) if file.suffix == ".jsonl" else found
+    return _records(found, named, chat) if file.suffix == ".jsonl" else list(found)
 
 
-def _records(lines: list[str], named: str) -> list[Prompt]:
+def _records(lines: list[str], named: str, chat: bool) -> list[Prompt]:
+    """Read a record in each line, of a prompt or, for a `chat`, of a message or messages."""
     from pydantic import TypeAdapter
 
-    prompt, found = TypeAdapter(Prompt), []
+    prompt, messages, found = TypeAdapter(str if chat else str | list[int]), TypeAdapter(Conversation), []
     for number, line in enumerate(lines, 1):
         try:
             # A float may have any number of digits, and no id is one.
             record = json.loads(line, parse_int=lambda digits: int(digits) if len(digits) < 20 else float(digits))
-            found.append(prompt.validate_python(record["prompt"], strict=True))
+            if chat and "messages" in record:
+                found.append(messages.validate_python(record["messages"], strict=True))
+                if not found[-1] or not all(isinstance(message["role"], str) for message in found[-1]):
+                    raise ValueError
+            else:
+                found.append(prompt.validate_python(record["prompt"], strict=True))
         except (ValueError, TypeError, LookupError):
-            like = '{"prompt": "a text"} or {"prompt": [1, 2, 3]}'
+            one, other = '{"prompt": "a text"}', '{"prompt": [1, 2, 3]}'
+            if chat:
+                one, other = '{"messages": [{"role": "user", "content": "a text"}]}', one
+            like = f"{one} or {other}"
             raise InputError(f"{named}:{number} is no record such as {like}") from None
     return found
 

@@ -1,0 +1,111 @@
+"""Conversations with a model that has a chat template: turns at a terminal or from standard input, or given whole."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from jaxlm.cli import prompts
+from jaxlm.cli.paths import as_utf8
+from jaxlm.core.errors import InputError, in_one_line
+
+if TYPE_CHECKING:
+    from jaxlm.api import LoadedModel
+    from jaxlm.cli.prompts import Conversation, Prompt
+    from jaxlm.inference.completion import Piece
+
+RESET = "/reset"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The conversation, and what stands before it."""
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="answer prompts as messages in the model's chat template; without any, converse: each line is a message, "
+        f"and the line {RESET} begins another conversation",
+    )
+    parser.add_argument("--system", type=as_utf8, metavar="TEXT", help="system message of each conversation")
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raise InputError for options that do not go together."""
+    if not arguments.chat and arguments.system is not None:
+        raise InputError("--system is of a conversation: add --chat")
+    if arguments.chat and arguments.token_ids is not None:
+        raise InputError("--token-ids are no message: leave out --chat, or give --prompt or --prompts")
+
+
+def conversations(given: "list[Prompt]", system: str | None) -> "list[Prompt]":
+    """Return prompts as conversations, after the system message. Raises InputError for one that has another."""
+    found: list[Prompt] = []
+    for number, prompt in enumerate(given, 1):
+        messages = [_message("user", prompt)] if isinstance(prompt, str) else prompt
+        if system is not None and any(message["role"] == "system" for message in messages):
+            raise InputError(f"conversation {number} has a system message of its own; leave out --system")
+        found.append([*_beginning(system), *messages])
+    return found
+
+
+def converse(
+    model: "LoadedModel",
+    answers: "Callable[[Conversation, int], Iterator[Piece]]",
+    show: "Callable[[Iterator[Piece]], None]",
+    system: str | None,
+    max_tokens: int | None,
+) -> None:
+    """Answer each line of standard input, after those before it.
+
+    Ctrl-C ends an answer, which stays as far as it came. A message that cannot be answered is left out.
+
+    Args:
+      answers: returns the pieces of the answer to a conversation, whose random numbers are those of a number.
+      show: prints them.
+    """
+    messages = _beginning(system)
+    for turn, line in enumerate(prompts.lines()):
+        if line == RESET:
+            messages = _beginning(system)
+            continue
+        said: list[str] = []
+
+        def heard(pieces: "Iterator[Piece]", said: list[str] = said) -> "Iterator[Piece]":
+            for piece in pieces:
+                said.append(piece.text or "")
+                yield piece
+                if piece.finish_reason == "length":
+                    print("jaxlm: the answer is cut off; --max-tokens N lets it be longer", file=sys.stderr)
+
+        asked = [*messages, _message("user", line)]
+        try:
+            _check_room(model, asked, max_tokens)
+            show(heard(answers(asked, turn)))
+        except KeyboardInterrupt:
+            print()
+            if not any(said):
+                continue
+        except InputError as error:
+            print(f"jaxlm: {in_one_line(error)}", file=sys.stderr)
+            continue
+        messages = [*asked, _message("assistant", "".join(said))]
+
+
+def _check_room(model: "LoadedModel", messages: "Conversation", max_tokens: int | None) -> None:
+    """Raise InputError where no answer fits into the context."""
+    from jaxlm.inference.requests import max_new_tokens
+
+    tokens, context = len(model.encode(messages)), model.config.context_length
+    if max_new_tokens(model.config, tokens) < (max_tokens or 1):
+        asked = "" if max_tokens is None else f" of --max-tokens {max_tokens}"
+        raise InputError(
+            f"with this message the conversation has {tokens} tokens, and model.context_length = {context} leaves no "
+            f"room for an answer{asked}; {RESET} begins another, and a shorter message may fit"
+        )
+
+
+def _beginning(system: str | None) -> "Conversation":
+    return [] if system is None else [_message("system", system)]
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}

@@ -1,0 +1,138 @@
+"""Fine-tuning from the command line: a small published model learns to converse, and to prefer."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import runs
+from matrices import sampled
+
+from jaxlm.cli import main
+from jaxlm.families.directory import PublishedModel
+
+PUBLISHED = Path(__file__).parents[1] / "families" / "stories260K"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ 'Q: ' + m.content + ' A:' }}"
+    "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+)
+ANIMALS = {"dog": "Woof", "cat": "Meow", "cow": "Moo", "duck": "Quack", "sheep": "Baa", "pig": "Oink"}
+QUESTIONS = ["What does the {} say?", "Tell me what a {} says.", "And the {}?", "How does the {} go?"]
+RUN = """
+[data]
+{data}
+cache = "{folder}/cache"
+[training]
+steps = {steps}
+batch = {batch}
+sequence = 96
+dtype = "float32"
+log_every = 1
+[optimizer]
+learning_rate = {rate}
+schedule = {{kind = "constant", warmup_steps = 4}}
+weight_decay = 0.0
+[evaluation]
+every = 1000
+[checkpoint]
+every = 10
+[records]
+tensorboard = false
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A published model with a chat template of ours."""
+    folder = tmp_path_factory.mktemp("model") / "stories"
+    shutil.copytree(PUBLISHED, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory):
+    """The configuration of each kind of fine-tuning, by name."""
+    folder = tmp_path_factory.mktemp("records")
+    asked = [(q.format(animal), animal) for q in QUESTIONS for animal in ANIMALS]
+    spoken = [{"messages": [_said("user", q), _said("assistant", ANIMALS[animal])]} for q, animal in asked]
+    preferred = [{"prompt": q, "chosen": ANIMALS[animal], "rejected": "I do not know"} for q, animal in asked]
+    configurations = {}
+    for name, lines, key, steps, rate in (
+        ("chat", spoken, "chat", 60, 3e-3),
+        ("dpo", preferred, "preferences", 30, 5e-4),
+    ):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / f"{name}-held-out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:8]))
+        data = f'{key} = "{folder}/{name}.jsonl"\nvalidation = "{folder}/{name}-held-out.jsonl"\nheld_out = 0.0'
+        path = folder / f"{name}.toml"
+        path.write_text(RUN.format(data=data, folder=folder, steps=steps, rate=rate, batch=8))
+        configurations[name] = path
+    return configurations
+
+
+def _said(role, content):
+    return {"role": role, "content": content}
+
+
+def losses(run):
+    return list(runs.losses(run).values())
+
+
+@pytest.fixture(scope="module")
+def tuned(model, kinds, tmp_path_factory):
+    """A run of each kind, by name."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, configuration in kinds.items():
+        assert main(["train", str(configuration), "--from", str(model), "--out", str(folder / name)]) == 0
+    return {name: folder / name for name in kinds}
+
+
+def test_a_model_learns_to_converse(tuned, capsys):
+    assert losses(tuned["chat"])[-1] < 0.2 < 2 < losses(tuned["chat"])[0]
+    asked = ["--chat", "--prompt", "What does the cow say?", "--temperature", "0", "--json"]
+    assert main(["generate", str(tuned["chat"]), *asked]) == 0
+    assert json.loads(capsys.readouterr().out)["text"].strip() == "Moo"
+
+
+def test_a_model_learns_what_is_preferred(tuned):
+    rows = runs.rows(tuned["dpo"])
+    assert rows[0]["loss"] == pytest.approx(np.log(2), abs=1e-5) and rows[-1]["loss"] < 0.2
+    assert rows[-1]["accuracy"] == 1.0 and rows[-1]["margin"] > 1.0 and rows[-1]["rejected_reward"] < 0
+
+
+@pytest.mark.parametrize("name", sampled(["chat", "dpo"], ["dpo"]))
+def test_a_run_that_was_killed_goes_on_to_the_same_losses(name, kinds, model, tuned, tmp_path):
+    started = runs.start(kinds[name], tmp_path / "run", "--from", str(model), devices=8)
+    runs.wait_for_step(started, tmp_path / "run", 12)
+    started.kill()
+    started.wait()
+    assert main(["train", str(tmp_path / "run")]) == 0
+    assert losses(tmp_path / "run") == losses(tuned[name])
+
+
+@pytest.mark.parametrize("name", sampled(["chat", "dpo"], ["dpo"]))
+def test_a_mesh_of_eight_devices_gives_the_same_losses(name, kinds, model, tuned, tmp_path):
+    few = ["training.steps=6", "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]
+    assert main(["train", str(kinds[name]), *few, "--from", str(model), "--out", str(tmp_path / "run")]) == 0
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(tuned[name])[:6], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["chat", "dpo"])
+def test_what_was_learned_is_published_with_its_template(name, tuned, model, tmp_path):
+    assert main(["export", str(tuned[name]), str(tmp_path / "out")]) == 0
+    for kept in ("chat_template.jinja", "tokenizer_config.json", "generation_config.json", "tokenizer.json"):
+        assert (tmp_path / "out" / kept).read_bytes() == (model / kept).read_bytes()
+    assert PublishedModel(tmp_path / "out").tensors.keys() == PublishedModel(model).tensors.keys()
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from jaxlm import api
+
+    tokens = np.random.default_rng(0).integers(3, 512, (2, 40))
+    with torch.no_grad():
+        theirs = (
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").float()(torch.tensor(tokens)).logits
+        )
+    ours = api.load(tuned[name], dtype="float32").logits(tokens)
+    np.testing.assert_allclose(ours, theirs.numpy(), atol=2e-5 * float(theirs.abs().max()))

@@ -13,8 +13,8 @@ from jaxlm.core import accelerators
 from jaxlm.core.errors import RunFailed
 from jaxlm.core.schema import shown
 from jaxlm.costs import capacity
-from jaxlm.data import conversations
-from jaxlm.data.config import TOKENIZERS
+from jaxlm.data import chat_template, conversations
+from jaxlm.data.config import TOKENIZERS, expanded
 from jaxlm.data.dataset import Dataset, prepare
 from jaxlm.parallel import processes
 from jaxlm.run import Run
@@ -140,6 +140,13 @@ class Job:
         self._show_conversations(dataset)
         return dataset
 
+    def _carried(self) -> dict[str, bytes]:
+        """Return the small files that the weights came with, and the chat template that the run is trained with."""
+        found = {} if self._source is None else self._source.carried()
+        if (path := self._experiment.data.chat_template) is not None:
+            found[chat_template.FILE] = expanded(path, "data.chat_template").read_bytes()
+        return found
+
     def _show_conversations(self, dataset: Dataset) -> None:
         """Show one conversation and what of it is learned, and say how many are too long."""
         sequence = self._experiment.training.sequence
@@ -201,8 +208,7 @@ class Job:
         trainer = Trainer(self._experiment, dataset, mesh, paths, counted.mfu, start)
         # Only now that nothing was refused is it a run.
         with processes.first_process_first("run"):
-            carried = dict if self._source is None else self._source.carried
-            run.open(self._experiment, dataset, self._continue_with_changes, self._origin, carried)
+            run.open(self._experiment, dataset, self._continue_with_changes, self._origin, self._carried)
         if processes.is_first():
             JsonLines(paths.attempts).append(environment(list(mesh.devices.flat)))
         try:

@@ -195,8 +195,8 @@ def export(
         raise InputError(f"{out} is there, or cannot be made; give another folder")
     carried = source.carried()
     dtypes = json.loads(carried.pop(_DTYPES, b'{"": "F32"}'))
-    if not carried and source.has_tokenizer:
-        carried = _own_tokenizer(source, experiment)
+    if TOKENIZER not in carried and source.has_tokenizer:
+        carried = _own_tokenizer(source, experiment) | carried
     family = directory.write(out, experiment.model, parameters, dtypes, carried, say)
     return Converted(family.name, parameter_count(experiment.model))
 

@@ -337,14 +337,12 @@ class Run:
 
     def chat_template(self) -> "ChatTemplate | None":
         """The chat template that it was trained with, or its weights came with, or beside its tokenizer; None without
-        one. Raises InputError for one that is broken, or no longer there."""
-        from jaxlm.data.chat_template import load, read
+        one. Raises InputError for one that is broken."""
+        from jaxlm.data.chat_template import load
 
         if not self.has_tokenizer:
             return None
         data, tokenizer, published = self.experiment().data, self.load_tokenizer(), self.paths.huggingface
-        if data.chat_template is not None:
-            return read(expanded(data.chat_template, "data.chat_template"), published, tokenizer)
         found = load(published, tokenizer)
         if found is None and data.tokenizer not in TOKENIZERS:
             found = load(expanded(data.tokenizer, "data.tokenizer").parent, tokenizer)

@@ -24,7 +24,7 @@ from jaxlm.data.tokenizers import Tokenizer
 
 Message = Mapping[str, Any]
 
-_FILE, _SETTINGS, _OLD_FILE = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
+FILE, _SETTINGS, _OLD_FILE = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
 _DEFAULT = "default"  # of several templates with names
 # Code points that are no characters (Unicode 16, section 23.7): each stands for the first letter of a control token
 # that a message spells out, while its template runs.
@@ -150,8 +150,8 @@ def load(
     It is `chat_template.jinja`, or `chat_template` in tokenizer_config.json (a text, or a list of named ones of which
     "default" is taken) or in chat_template.json. Raises InputError for files that are broken.
     """
-    if (folder / _FILE).is_file():
-        return read(folder / _FILE, folder, tokenizer, now)
+    if (folder / FILE).is_file():
+        return read(folder / FILE, folder, tokenizer, now)
     settings = _table(folder / _SETTINGS)
     for file, found in ((folder / _SETTINGS, settings), (folder / _OLD_FILE, _table(folder / _OLD_FILE))):
         if (source := _chosen(found.get("chat_template"), file)) is not None:

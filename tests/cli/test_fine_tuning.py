@@ -67,6 +67,9 @@ def kinds(tmp_path_factory):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (folder / f"{name}-held-out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:8]))
         data = f'{key} = "{folder}/{name}.jsonl"\nvalidation = "{folder}/{name}-held-out.jsonl"\nheld_out = 0.0'
+        if name == "dpo":
+            (folder / "own.jinja").write_text(TEMPLATE + "{# of our own #}")
+            data += f'\nchat_template = "{folder}/own.jinja"'
         path = folder / f"{name}.toml"
         path.write_text(RUN.format(data=data, folder=folder, steps=steps, rate=rate, batch=8))
         configurations[name] = path
@@ -123,8 +126,10 @@ def test_a_mesh_of_eight_devices_gives_the_same_losses(name, kinds, model, tuned
 @pytest.mark.parametrize("name", ["chat", "dpo"])
 def test_what_was_learned_is_published_with_its_template(name, tuned, model, tmp_path):
     assert main(["export", str(tuned[name]), str(tmp_path / "out")]) == 0
-    for kept in ("chat_template.jinja", "tokenizer_config.json", "generation_config.json", "tokenizer.json"):
+    for kept in ("tokenizer_config.json", "generation_config.json", "tokenizer.json"):
         assert (tmp_path / "out" / kept).read_bytes() == (model / kept).read_bytes()
+    template = (tmp_path / "out" / "chat_template.jinja").read_text()
+    assert template == TEMPLATE + "{# of our own #}" * (name == "dpo")
     assert PublishedModel(tmp_path / "out").tensors.keys() == PublishedModel(model).tensors.keys()
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     from jaxlm import api

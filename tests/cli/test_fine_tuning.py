@@ -61,8 +61,8 @@ def kinds(tmp_path_factory):
     preferred = [{"prompt": q, "chosen": ANIMALS[animal], "rejected": "I do not know"} for q, animal in asked]
     configurations = {}
     for name, lines, key, steps, rate in (
-        ("chat", spoken, "chat", 60, 3e-3),
-        ("dpo", preferred, "preferences", 30, 5e-4),
+        ("chat", spoken, "chat", 32, 5e-3),
+        ("dpo", preferred, "preferences", 16, 5e-4),
     ):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (folder / f"{name}-held-out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:8]))

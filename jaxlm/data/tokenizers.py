@@ -181,6 +181,12 @@ class Tokenizer:
         """Return a token as the vocabulary spells it."""
         return self._backend.id_to_token(token)
 
+    def known(self, size: int) -> np.ndarray:
+        """Return whether each of `size` ids has a token, bool [size]: a model may have rows for more, even between
+        them."""
+        ids = [*self._backend.get_vocab(with_added_tokens=True).values()]
+        return np.isin(np.arange(size), ids)
+
     @property
     def dtype(self) -> np.dtype:
         """The smallest unsigned integer type that holds every id."""

@@ -45,7 +45,7 @@ class Completer:
 
     Args:
       parameters: on `mesh`, in the dtype to compute in.
-      tokenizer: None gives token ids alone.
+      tokenizer: None gives token ids alone, of all rows of the vocabulary.
       batch: the most requests that are drawn together.
       kernels: `training.kernels`.
     """
@@ -61,6 +61,7 @@ class Completer:
     ):
         self._model, self._parameters, self._mesh = model, parameters, mesh
         self._tokenizer, self._batch, self._kernels = tokenizer, batch, kernels
+        self._known = tokenizer and tokenizer.known(model.vocab_size)
 
     def __call__(self, requests: Sequence[Request], seed: int = 0) -> Iterator[Piece]:
         """Yield the pieces of all continuations, until each has met an end, a stop string or its `max_tokens`.
@@ -90,7 +91,7 @@ class Completer:
             sampling=[request.sampling for request in filled],
             seed=seed,
             streams=[request.stream for request in filled],
-            vocab_size=self._tokenizer and self._tokenizer.vocab_size,
+            known=self._known,
             pad_to=length,
             kernels=self._kernels,
         )

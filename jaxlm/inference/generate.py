@@ -15,7 +15,7 @@ from jaxlm.inference.sampling import RowSampling, check_drawn, row_sampling, sam
 from jaxlm.models.config import Kernels, ModelConfig
 from jaxlm.models.kernels import using_kernels
 from jaxlm.models.tree import Tree, abstract
-from jaxlm.parallel.partition import named_sharding, using_rules
+from jaxlm.parallel.partition import named_sharding, replicated, using_rules
 from jaxlm.parallel.rules import DECODE, PREFILL
 
 
@@ -29,7 +29,7 @@ def generate(
     sampling: Sampling | Sequence[Sampling] = Sampling(),
     seed: int = 0,
     streams: Sequence[int] | None = None,
-    vocab_size: int | None = None,
+    known: np.ndarray | None = None,
     pad_to: int = 0,
     kernels: Kernels = "auto",
 ) -> Iterator[np.ndarray]:
@@ -42,7 +42,7 @@ def generate(
       parameters: on `mesh`, in the dtype to compute in, which is also the cache's.
       sampling: of all prompts, or of each.
       streams: a number of 32 bits per prompt; 0, 1, … where none are given.
-      vocab_size: the number of ids that the tokenizer knows.
+      known: bool [V], whether an id has a token (`Tokenizer.known`); others are never drawn. None where all have.
       pad_to: prompts are padded to the longest, or to so many tokens: batches of equal size and padded length run the
         same programs again.
       kernels: `training.kernels`.
@@ -52,19 +52,20 @@ def generate(
     check_prompts(model, prompts, max_tokens, pad_to)
     longest, batch = max(pad_to, *map(len, prompts)), len(prompts)
     dtype = jax.tree.leaves(parameters)[0].dtype
-    start, step = programs(model, batch, longest + max_tokens - 1, dtype, mesh, vocab_size, kernels)
+    start, step = programs(model, batch, longest + max_tokens - 1, dtype, mesh, kernels)
 
     padded = np.zeros((batch, longest), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
     length = np.array([len(prompt) for prompt in prompts], np.int32)
     how = row_sampling([sampling] * batch if isinstance(sampling, Sampling) else sampling, seed, streams)
+    known_V = jax.device_put(np.ones(model.vocab_size, bool) if known is None else known, replicated(mesh))
     with jax.set_mesh(mesh):
-        tokens, cache = start(parameters, padded, length, how)
+        tokens, cache = start(parameters, padded, length, how, known_V)
     yield check_drawn(np.asarray(tokens))
     for _ in range(max_tokens - 1):
         with jax.set_mesh(mesh):  # not across a yield: the caller must not find a mesh set
-            tokens, cache = step(parameters, tokens, cache, how)
+            tokens, cache = step(parameters, tokens, cache, how, known_V)
         yield check_drawn(np.asarray(tokens))
 
 
@@ -75,14 +76,13 @@ def programs(
     size: int,
     dtype: jnp.dtype,
     mesh: Mesh,
-    vocab_size: int | None,
     kernels: Kernels = "auto",
 ) -> tuple[Callable, Callable]:
     """Return the jitted steps (prefill, decode), to be called under `jax.set_mesh`.
 
-    prefill(parameters, tokens [B, T], length [B], RowSampling) reads prompts into a cache of `size` tokens each and
-    draws the first tokens [B]; decode(parameters, tokens [B], cache, RowSampling) reads these and draws the next ones,
-    and consumes the cache that it was given.
+    prefill(parameters, tokens [B, T], length [B], RowSampling, known [V]) reads prompts into a cache of `size` tokens
+    each and draws the first tokens [B]; decode(parameters, tokens [B], cache, RowSampling, known [V]) reads these and
+    draws the next ones, and consumes the cache that it was given. One program serves all tokenizers.
     """
     graph, _ = abstract(model)
     cache_placement, rows = (
@@ -92,16 +92,18 @@ def programs(
 
     @using_rules(PREFILL)
     @using_kernels(kernels)
-    def first_token(parameters: Tree, tokens: jax.Array, length: jax.Array, how: RowSampling) -> tuple:
+    def first_token(
+        parameters: Tree, tokens: jax.Array, length: jax.Array, how: RowSampling, known: jax.Array
+    ) -> tuple:
         cache = empty_cache(model, batch, size, dtype)
         logits, cache = steps.prefill(graph, parameters, tokens, length, cache)
-        return sample(logits, how, cache.length, vocab_size), cache
+        return sample(logits, how, cache.length, known), cache
 
     @using_rules(DECODE)
     @using_kernels(kernels)
-    def next_token(parameters: Tree, tokens: jax.Array, cache: DenseCache, how: RowSampling) -> tuple:
+    def next_token(parameters: Tree, tokens: jax.Array, cache: DenseCache, how: RowSampling, known: jax.Array) -> tuple:
         logits, cache = steps.decode_step(graph, parameters, tokens, cache)
-        return sample(logits, how, cache.length, vocab_size), cache
+        return sample(logits, how, cache.length, known), cache
 
     jit = partial(jax.jit, out_shardings=(rows, cache_placement))
     return jit(first_token), jit(next_token, donate_argnums=2)

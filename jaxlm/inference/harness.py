@@ -59,7 +59,7 @@ class HarnessModel(LM):
         self._model, self._tokens = model, tokenizer
         self.truncated: Counter[str] = Counter()
         self.unanswered: Counter[str] = Counter()
-        self._score = Scorer(model, parameters, batch, mesh, tokenizer.vocab_size, kernels)
+        self._score = Scorer(model, parameters, batch, mesh, tokenizer.known(model.vocab_size), kernels)
         self._complete = Completer(model, parameters, tokenizer, batch, mesh, kernels)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:

@@ -47,7 +47,9 @@ def row_sampling(rows: Sequence[Sampling], seed: int, streams: Sequence[int] | N
     )
 
 
-def sample(logits_BV: jax.Array, how: RowSampling, position_B: jax.Array, vocab_size: int | None = None) -> jax.Array:
+def sample(
+    logits_BV: jax.Array, how: RowSampling, position_B: jax.Array, known_V: jax.Array | None = None
+) -> jax.Array:
     """Return token ids, int32 [B]: a row's depends on its logits, options, seed, stream and position alone.
 
     A row is NO_TOKEN if its largest logit is not finite: logits of NaN, of ∞, or of −∞ alone are no distribution.
@@ -55,10 +57,10 @@ def sample(logits_BV: jax.Array, how: RowSampling, position_B: jax.Array, vocab_
 
     Args:
       position_B: int32, of the token that is drawn in its sequence.
-      vocab_size: ids from here on are padding of the vocabulary and never drawn.
+      known_V: bool, whether an id has a token; others have probability 0. None where all have.
     """
-    if vocab_size is not None and vocab_size < logits_BV.shape[-1]:
-        logits_BV = jnp.where(jnp.arange(logits_BV.shape[-1])[None] < vocab_size, logits_BV, -jnp.inf)
+    if known_V is not None:
+        logits_BV = jnp.where(known_V[None], logits_BV, -jnp.inf)
     likeliest_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     is_drawn_B = how.temperature > 0.0
     excludes_B = is_drawn_B & ((how.top_k < logits_BV.shape[-1]) | (how.tail > 0.0))

@@ -38,7 +38,7 @@ def token_logprobs(
     tokens_BT: jax.Array,
     targets_BT: jax.Array,
     length_B: jax.Array,
-    vocab_size: int | None = None,
+    known_V: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return ln p of each target after its prefix, float32 [B, T], and whether it is the likeliest, bool [B, T].
 
@@ -47,14 +47,17 @@ def token_logprobs(
       parameters: in the dtype to compute in.
       tokens_BT, targets_BT: int32, padded on the right.
       length_B: int32 tokens of each row without padding.
-      vocab_size: ids from here on are padding of the vocabulary and never the likeliest.
+      known_V: bool, whether an id has a token; others keep their probability, and are never the
+        likeliest. None where all have.
     """
     module = nnx.merge(graph, parameters)
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
     hidden_BTD, _, _ = module.hidden(tokens_BT, positions_BT, cache_causal_mask(positions_BT, length_B))
     logits_BTV = module.logits(hidden_BTD)
     losses_BT, _ = cross_entropy(logits_BTV, targets_BT)
-    return -losses_BT, jnp.argmax(logits_BTV[..., :vocab_size], axis=-1) == targets_BT
+    if known_V is not None:
+        logits_BTV = jnp.where(known_V[None, None], logits_BTV, -jnp.inf)
+    return -losses_BT, jnp.argmax(logits_BTV, axis=-1) == targets_BT
 
 
 def padded_length(tokens: int, longest: int) -> int:
@@ -63,7 +66,10 @@ def padded_length(tokens: int, longest: int) -> int:
 
 
 class Scorer:
-    """A scorer of continuations under one model, `batch` at a time on a mesh; `vocab_size` as in `token_logprobs`."""
+    """A scorer of continuations under one model, `batch` at a time on a mesh.
+
+    `known`: bool [V], whether an id has a token (`Tokenizer.known`); None where all have.
+    """
 
     def __init__(
         self,
@@ -71,12 +77,13 @@ class Scorer:
         parameters: Tree,
         batch: int,
         mesh: Mesh,
-        vocab_size: int | None = None,
+        known: np.ndarray | None = None,
         kernels: Kernels = "auto",
     ):
         graph, _ = abstract(model)
         self._context, self._parameters, self._batch, self._mesh = model.context_length, parameters, batch, mesh
-        logprobs = using_rules(PREFILL)(using_kernels(kernels)(partial(token_logprobs, graph, vocab_size=vocab_size)))
+        self._known = jax.device_put(np.ones(model.vocab_size, bool) if known is None else known, replicated(mesh))
+        logprobs = using_rules(PREFILL)(using_kernels(kernels)(partial(token_logprobs, graph)))
         self._logprobs = jax.jit(logprobs, out_shardings=replicated(mesh))
 
     def __call__(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Iterator[tuple[int, Score]]:
@@ -107,7 +114,7 @@ class Scorer:
             lengths[at] = len(row) - 1
         with jax.set_mesh(self._mesh):
             placed = put_batch(batch, self._mesh, PREFILL)
-            return jax.device_get(self._logprobs(self._parameters, *placed.values()))
+            return jax.device_get(self._logprobs(self._parameters, *placed.values(), self._known))
 
 
 def _check(context: Sequence[int], continuation: Sequence[int], longest: int) -> None:

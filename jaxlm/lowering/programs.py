@@ -15,7 +15,7 @@ from jaxlm.inference.generate import programs
 from jaxlm.inference.requests import Sampling
 from jaxlm.inference.sampling import row_sampling
 from jaxlm.models import tree as model_tree
-from jaxlm.parallel.partition import named_sharding
+from jaxlm.parallel.partition import named_sharding, replicated
 from jaxlm.parallel.rules import RULES, TRAIN, Kind, Rules
 from jaxlm.training.step import jit_steps, make_steps
 
@@ -56,17 +56,20 @@ def step(experiment: Experiment, kind: Kind, mesh: Mesh) -> Step:
     dtype = jnp.dtype(training.dtype)
     _, tree = model_tree.abstract(model)
     sizes = model, training.batch, training.sequence
-    prefill, decode = programs(*sizes, dtype, mesh, None, training.kernels)
+    prefill, decode = programs(*sizes, dtype, mesh, training.kernels)
     parameters = model_tree.placed(model_tree.shapes(tree, dtype), model_tree.shardings(tree, mesh, RULES[kind]))
     how = jax.eval_shape(lambda: row_sampling([Sampling()] * training.batch, seed=0))
     one = _ids((training.batch,), mesh, RULES[kind])
+    known = jax.ShapeDtypeStruct((model.vocab_size,), jnp.bool, sharding=replicated(mesh))
     if kind == "prefill":
-        return Step(prefill, (parameters, _ids((training.batch, training.sequence), mesh, RULES[kind]), one, how), mesh)
+        return Step(
+            prefill, (parameters, _ids((training.batch, training.sequence), mesh, RULES[kind]), one, how, known), mesh
+        )
     length = np.full(training.batch, training.sequence, np.int32)
     with jax.set_mesh(mesh):
         filled = jax.eval_shape(lambda: empty_cache(*sizes, dtype).advance(length))
     cache = model_tree.placed(filled, cache_shardings(*sizes, mesh))
-    return Step(decode, (parameters, one, cache, how), mesh)
+    return Step(decode, (parameters, one, cache, how, known), mesh)
 
 
 def _train(experiment: Experiment, mesh: Mesh) -> tuple[Any, tuple]:

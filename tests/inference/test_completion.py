@@ -47,6 +47,18 @@ def test_each_is_what_it_is_alone(completer):
     assert complete(completer(3), requests, 3) != alone
 
 
+def test_rows_of_the_model_without_a_token_are_never_drawn(completer, monkeypatch):
+    """The likeliest ids of the model, beyond the tokens and between them. They cost no other program."""
+    asked = [Request([256, byte], 9, Sampling(t), stream=byte) for byte, t in zip(b"abcd", (0, 0, 1, 1), strict=True)]
+    likeliest = {token for one in complete(completer(4), asked) for token in one.token_ids}
+    tokenizer, known = bytes_tokenizer(), np.ones(257, bool)
+    known[list(likeliest)] = False
+    monkeypatch.setattr(tokenizer, "known", lambda size: known)
+    compiled = generate.programs.cache_info().misses
+    drawn = {token for one in complete(completer(4, tokenizer), asked) for token in one.token_ids}
+    assert drawn and not drawn & likeliest and generate.programs.cache_info().misses == compiled
+
+
 def test_samples_and_prompts_that_are_added_change_no_others(completer):
     model = completer(1)._model
 

@@ -18,10 +18,10 @@ def kept(how, logits=LOGITS):
     return set(np.flatnonzero(np.isfinite(remaining[0])).tolist())
 
 
-def draw(logits, how, rows, vocab_size=None):
+def draw(logits, how, rows, known=None):
     """Return the tokens that so many streams draw from the logits [1, V]."""
     logits = jnp.broadcast_to(logits, (rows, logits.shape[-1]))
-    return np.asarray(sample(logits, row_sampling([how] * rows, seed=0), jnp.zeros(rows, jnp.int32), vocab_size))
+    return np.asarray(sample(logits, row_sampling([how] * rows, seed=0), jnp.zeros(rows, jnp.int32), known))
 
 
 @pytest.mark.parametrize(
@@ -84,13 +84,21 @@ def test_logits_that_are_not_finite_give_no_token(how):
     with pytest.raises(InputError, match="logits are not finite"):
         check_drawn(tokens)
     padded = jnp.array([[0.0, 1.0, nan, inf]])
-    assert draw(padded, how, 1, vocab_size=2).item() in (0, 1)
+    assert draw(padded, how, 1, jnp.arange(4) < 2).item() in (0, 1)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_padding_of_the_vocabulary_is_never_drawn(temperature):
-    logits = jnp.array([[0.0, 0.0, 50.0, 50.0]])
-    assert set(draw(logits, Sampling(temperature), 64, vocab_size=2)) <= {0, 1}
+@pytest.mark.parametrize("how", [Sampling(0.0), Sampling(), Sampling(top_k=3), Sampling(top_p=0.9), Sampling(1e6)])
+def test_a_row_without_a_token_is_never_drawn(how):
+    """Neither beyond the tokens nor between them. The likelier such rows are not among those that filters count."""
+    logits = jnp.array([[0.0, 50.0, 0.0, 0.0, 50.0, 60.0]])
+    known = np.array([True, False, True, True, False, False])
+    assert set(draw(logits, how, 64, known)) == ({0} if how.temperature == 0.0 else {0, 2, 3})
+
+
+def test_a_vocabulary_without_gaps_draws_as_ever():
+    logits = jnp.asarray(np.random.default_rng(0).normal(0.0, 2.0, (1, 64)), jnp.float32)
+    for how in (Sampling(0.0), Sampling(), Sampling(top_k=9, top_p=0.9)):
+        np.testing.assert_array_equal(draw(logits, how, 64, np.ones(64, bool)), draw(logits, how, 64))
 
 
 @pytest.mark.parametrize(

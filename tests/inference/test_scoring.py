@@ -76,11 +76,21 @@ def test_any_mesh_scores_the_same():
 
 
 def test_what_greedy_decoding_gives_is_greedy():
+    """Also where the model's likeliest ids have no tokens: none is drawn, and what is scored keeps its probability."""
     _, model, parameters = parts()
-    drawn = generate(model, parameters, [[3, 1, 4]], 6, meshes.make(), sampling=Sampling(0.0), vocab_size=40)
-    ids = [int(token[0]) for token in drawn]
-    other = [*ids[:-1], (ids[-1] + 1) % 40]
-    assert [s.greedy for s in scores([([3, 1, 4], ids), ([3, 1, 4], other)], vocab_size=40)] == [True, False]
+
+    def drawn(known=None):
+        how = {"sampling": Sampling(0.0), "known": known}
+        return [int(token[0]) for token in generate(model, parameters, [[3, 1, 4]], 6, meshes.make(), **how)]
+
+    likeliest, known = drawn(), np.arange(model_fixtures.VOCABULARY) < 60
+    known[likeliest[0]] = False
+    ids = drawn(known)
+    assert known[ids].all() and likeliest[0] not in ids
+    other = [*ids[:-1], next(i for i in range(60) if known[i] and i != ids[-1])]
+    asked = [([3, 1, 4], ids), ([3, 1, 4], other)]
+    assert [s.greedy for s in scores(asked, known=known)] == [True, False]
+    assert [s.logprob for s in scores(asked, known=known)] == [s.logprob for s in scores(asked)]
 
 
 def test_few_lengths_are_compiled():

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Collection
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,8 +12,8 @@ from jaxlm.core.errors import InputError
 from jaxlm.core.files import replace, unwritable
 from jaxlm.data.packing import Rows
 from jaxlm.data.tokenizers import Tokenizer
-from jaxlm.families import hub, tokens
-from jaxlm.families.files import CARRIED, TOKENIZER
+from jaxlm.families import files, hub, tokens
+from jaxlm.families.files import TOKENIZER
 from jaxlm.models.config import ModelConfig
 from jaxlm.run import Run, check_reads, check_vocabulary, keep, text_rows
 from jaxlm.source import ModelSource
@@ -57,15 +58,26 @@ class PublishedSource:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Return whether there is a tokenizer."""
-        return (self.folder / TOKENIZER).is_file()
+        """Return whether there is a tokenizer, in a file of a format that jaxlm has."""
+        return bool(tokens.files(self.folder))
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The file of its tokenizer, or of what that is converted to. Raises InputError where there is none, or one
+        that cannot be converted."""
+        return self._tokenizer_file
+
+    @cached_property
+    def _tokenizer_file(self) -> Path:
+        if not self.has_tokenizer:
+            only = f", but {code}, which is code and is not run" if (code := tokens.code(self.folder)) else ""
+            raise InputError(f"{self} has no {TOKENIZER}{only}; give --token-ids in place of --prompt")
+        return tokens.complete(self.folder, self.model.model.vocab_size)
 
     def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises InputError where there is none, or one with more tokens than the model."""
-        if not self.has_tokenizer:
-            raise InputError(f"{self} has no {TOKENIZER}; give --token-ids in place of --prompt")
-        found = tokens.load(self.folder / TOKENIZER, self.model.config, self.model.generation)
-        check_vocabulary(found, self.model.model.vocab_size, self.folder / TOKENIZER)
+        """The tokenizer. Raises InputError as `tokenizer_file`, and for one with more tokens than the model."""
+        found = tokens.load(self.tokenizer_file, self.folder)
+        check_vocabulary(found, self.model.model.vocab_size, self.tokenizer_file)
         return found
 
     def chat_template(self) -> "ChatTemplate | None":
@@ -103,18 +115,13 @@ class PublishedSource:
 
     def carried(self) -> dict[str, bytes]:
         """Its small files by name, and the dtypes of its tensors."""
-        found = {name: (self.folder / name).read_bytes() for name in CARRIED if (self.folder / name).is_file()}
+        found = {file.name: file.read_bytes() for file in files.carried(self.folder)}
         return found | {_DTYPES: (json.dumps(self.model.dtypes(), indent=1) + "\n").encode()}
 
     def origin(self, step: int | None = None) -> Origin:
         """The record of a run that begins with its weights, which have no step."""
         hub_name = self.model.hub_name
         return Origin(hub_name or str(self.folder.absolute()), "published", None, hub_name and self.folder.name)
-
-    @property
-    def tokenizer_file(self) -> Path:
-        """The file of its tokenizer, which need not be there."""
-        return self.folder / TOKENIZER
 
     def held_out(self, experiment: Experiment, display: Display) -> dict[str, Rows]:
         """Raise InputError as `check_own_text` does."""
@@ -155,6 +162,10 @@ def import_run(path: Path, out: Path, say: Callable[[str], None]) -> Converted:
     for remark in source.remarks():
         say(remark)
     say(f"{source.family.name}: {len(source.tensors)} tensors")
+    if published.has_tokenizer:
+        published.load_tokenizer()  # refused before the weights are read
+    elif code := tokens.code(published.folder):
+        say(f"{code} is code and is not run: the run has no tokenizer")
     mesh = mesh_here(1, lambda devices: config.layout(experiment, devices, "decode"))
     with jax.set_mesh(mesh):
         parameters = source.load(mesh, PREFILL)  # sharded as in training, but for what these devices do not divide
@@ -195,7 +206,7 @@ def export(
         raise InputError(f"{out} is there, or cannot be made; give another folder")
     carried = source.carried()
     dtypes = json.loads(carried.pop(_DTYPES, b'{"": "F32"}'))
-    if TOKENIZER not in carried and source.has_tokenizer:
+    if not tokens.among(carried) and source.has_tokenizer:
         carried = _own_tokenizer(source, experiment) | carried
     family = directory.write(out, experiment.model, parameters, dtypes, carried, say)
     return Converted(family.name, parameter_count(experiment.model))
@@ -214,11 +225,6 @@ def _own_tokenizer(source: ModelSource, experiment: Experiment) -> dict[str, byt
         name = tokenizer.name_of(separator)
         settings |= {"bos_token": name, "eos_token": name}
         generation |= {"bos_token_id": separator, "eos_token_id": separator}
-        described["post_processor"] = {
-            "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {name: {"id": name, "ids": [separator], "tokens": [name]}},
-        }
-    files = {TOKENIZER: described, "tokenizer_config.json": settings, "generation_config.json": generation}
-    return {name: json.dumps(content, indent=2, ensure_ascii=False).encode() for name, content in files.items()}
+        described["post_processor"] = tokens.template(name, separator)
+    made = {TOKENIZER: described, "tokenizer_config.json": settings, "generation_config.json": generation}
+    return {name: json.dumps(content, indent=2, ensure_ascii=False).encode() for name, content in made.items()}

@@ -18,7 +18,7 @@ from jaxlm.data.dataset import Dataset, prepare, tokenize_whole
 from jaxlm.data.packing import Rows
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.families import tokens
-from jaxlm.families.files import CONFIG, GENERATION, read_json
+from jaxlm.families.files import GENERATION, is_published, read_json
 from jaxlm.models.config import ModelConfig
 from jaxlm.parallel.processes import is_first
 from jaxlm.training import origin as origins
@@ -317,9 +317,8 @@ class Run:
         """The tokenizer of the run. Raises InputError where it has none, or one with more tokens than the model."""
         if not self.paths.tokenizer.is_file():
             raise InputError(f"{self.paths} has no {self.paths.tokenizer.name}; give --token-ids in place of --prompt")
-        published = self.paths.huggingface / CONFIG
-        if published.is_file():
-            tokenizer = tokens.load(self.paths.tokenizer, read_json(published), self.generation)
+        if is_published(self.paths.huggingface):
+            tokenizer = tokens.load(self.paths.tokenizer, self.paths.huggingface)
         else:
             tokenizer = tokenizers.load(self.paths.tokenizer)
         check_vocabulary(tokenizer, self.experiment().model.vocab_size, self.paths.tokenizer)

@@ -84,7 +84,7 @@ class Tokenizer:
         The text is encoded as a whole, cut at control tokens as the tokenizer cuts it there. Raises InputError for text
         that cannot be encoded.
         """
-        backend, stand_ins = self._with_stand_ins
+        backend, stand_ins = self._withstand_ins
         pieces = list(pieces)
         if any(_NO_CHARACTER in piece for piece in pieces if isinstance(piece, str)):
             raise InputError(f"the text holds U+{ord(_NO_CHARACTER):04X}, which is no character; leave it out")
@@ -97,7 +97,7 @@ class Tokenizer:
         return [control_of.get(token, token) for token in found]
 
     @cached_property
-    def _with_stand_ins(self) -> tuple[tokenizers.Tokenizer, dict[int, str]]:
+    def _withstand_ins(self) -> tuple[tokenizers.Tokenizer, dict[int, str]]:
         """A tokenizer that finds control tokens under names that no text holds, and these names by id."""
         backend = tokenizers.Tokenizer.from_str(self.to_json())
         backend.encode_special_tokens = True
@@ -294,16 +294,17 @@ def _uncut(text: str) -> Iterable[str]:
     return (text,)
 
 
-def load(path: Path, begin: Sequence[int] | None = None, ends: Collection[int] | None = None) -> Tokenizer:
-    """Load a `tokenizer.json`. Raise InputError if the file is missing or invalid.
+def load(path: Path) -> Tokenizer:
+    """Load a `tokenizer.json`. Raise InputError if the file is missing or invalid."""
+    return Tokenizer(read(path))
 
-    Args:
-      begin, ends: as in `Tokenizer`.
-    """
+
+def read(path: Path) -> tokenizers.Tokenizer:
+    """Return what a `tokenizer.json` describes. Raise InputError if the file is missing or invalid."""
     if not path.is_file():
         raise InputError(f"data.tokenizer: there is no file {path}")
     try:
-        return Tokenizer(tokenizers.Tokenizer.from_file(str(path)), begin, ends)
+        return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise InputError(f"data.tokenizer: {path} is not a tokenizer.json ({error})") from error
 
@@ -311,7 +312,7 @@ def load(path: Path, begin: Sequence[int] | None = None, ends: Collection[int] |
 def bytes_tokenizer() -> Tokenizer:
     """Make a tokenizer whose ids are the UTF-8 byte values; 256 separates documents."""
     # The byte-level alphabet lists printable stand-ins for the 256 bytes; token i must stand for byte i.
-    vocabulary = {_stand_in(byte): byte for byte in range(256)}
+    vocabulary = {stand_in(byte): byte for byte in range(256)}
     return _byte_level(models.BPE(vocab=vocabulary, merges=[]))
 
 
@@ -355,7 +356,7 @@ def _byte_level(model: models.Model) -> Tokenizer:
     return Tokenizer(backend)
 
 
-def _stand_in(byte: int) -> str:
+def stand_in(byte: int) -> str:
     """Return GPT-2's printable character for a byte: itself if printable, otherwise moved past U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     if byte in printable:

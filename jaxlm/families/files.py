@@ -9,17 +9,26 @@ from typing import Any
 from jaxlm.core.errors import InputError
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+TEKKEN, TIKTOKEN, SENTENCEPIECE, VOCABULARY, MERGES = (
+    *("tekken.json", ("tiktoken.model", "*.tiktoken"), "tokenizer.model", "vocab.json", "merges.txt"),
+)
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-# Files that are carried through an import and an export as they are.
+# Files that are carried through an import and an export as they are. A * stands for any letters.
 CARRIED = (
-    *(CONFIG, GENERATION, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+    *(CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS),
+    *(TEKKEN, *TIKTOKEN, SENTENCEPIECE, VOCABULARY, MERGES, "chat_template.jinja", "chat_template.json"),
 )
 
 
 def is_published(path: Path) -> bool:
     """Return whether a folder is a Hugging Face directory."""
     return (path / CONFIG).is_file()
+
+
+def carried(folder: Path) -> list[Path]:
+    """Return the files of a folder that an import and an export carry."""
+    return [file for pattern in CARRIED for file in sorted(folder.glob(pattern)) if file.is_file()]
 
 
 def read_json(file: Path) -> dict[str, Any]:

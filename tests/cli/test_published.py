@@ -9,13 +9,17 @@ import jax
 import numpy as np
 import pytest
 import runs
+import vocabulary_fixtures
 from matrices import sampled
 
 from jaxlm import api
 from jaxlm.cli import main
+from jaxlm.core.errors import InputError
 from jaxlm.families import safetensors
 from jaxlm.families.directory import PublishedModel
 from jaxlm.families.safetensors import LazyTensor
+from jaxlm.published import PublishedSource
+from jaxlm.run import Run
 
 PUBLISHED = Path(__file__).parents[1] / "families" / "stories260K"
 IDS = json.loads((PUBLISHED / "stories260K_tokens.json").read_text())["tokens"]
@@ -47,6 +51,34 @@ def test_an_export_gives_back_what_was_imported(folder):
         np.testing.assert_array_equal(tensor.read(), back.stored[name].read())
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
         assert (folder / "exported" / name).read_bytes() == (PUBLISHED / name).read_bytes()
+
+
+def test_a_tokenizer_in_another_file_is_converted_and_given_back_as_it_was(tmp_path):
+    """No file that says how a text ends is overwritten, and code is not even copied."""
+    model, ends = tmp_path / "model", {"eos_token_id": [2, 378], "bos_token_id": 1}
+    shutil.copytree(PUBLISHED, model)
+    (model / "tokenizer.json").unlink()
+    (model / "tokenization_own.py").write_text("raise SystemExit")
+    with pytest.raises(InputError, match="has no tokenizer.json, but tokenization_own.py, which is code and"):
+        PublishedSource(model).load_tokenizer()
+    contents = {
+        **{"tekken.json": vocabulary_fixtures.tekken_file(), "old.tiktoken": vocabulary_fixtures.tiktoken_file()},
+        **{name: json.dumps(table).encode() for name, table in {
+            "generation_config.json": ends, "tokenizer_config.json": {"eos_token": "[/INST]"},
+            "special_tokens_map.json": {"eos_token": {"content": "[IMG]"}}, "added_tokens.json": {"<more>": 500},
+        }.items()},
+    }  # fmt: skip
+    for name, content in contents.items():
+        (model / name).write_bytes(content)
+    assert main(["import", str(model), str(tmp_path / "run")]) == 0
+    for source in (Run(tmp_path / "run"), PublishedSource(model)):
+        tokenizer = source.load_tokenizer()
+        assert tokenizer.begin == (1,) and tokenizer.ends == {2, 378, 4, 10} and tokenizer.encode("<more>") == [500]
+        assert tokenizer.known(512).sum() == 426  # of 512 rows
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "back")]) == 0
+    files = {file.name: file.read_bytes() for file in (tmp_path / "back").iterdir()}
+    assert files.keys() == {*contents, "config.json", "model.safetensors"}
+    assert all(files[name] == content for name, content in contents.items())
 
 
 def test_its_loss_is_measured_on_other_text_alone(tmp_path, capsys):
@@ -252,6 +284,11 @@ def _lost(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def _unknown_ranks(folder):
+    (folder / "tokenizer.json").unlink()
+    (folder / "tiktoken.model").write_bytes(vocabulary_fixtures.tiktoken_file())
+
+
 def _config(**keys):
     def change(folder):
         config = json.loads((folder / "config.json").read_text())
@@ -267,6 +304,7 @@ def _config(**keys):
         (_only_pickles, "has pytorch_model.bin, which may run code when it is read"),
         (_escaping, "names '../model.safetensors', which is no file in its folder"),
         (_lost, "has no model-00001-of-00002.safetensors, which its index names"),
+        (_unknown_ranks, "tiktoken.model: it has 400 tokens of bytes: which pattern splits texts for them is in code"),
         (_config(model_type="rwkv"), "has model_type 'rwkv'; jaxlm reads llama"),
         (_config(num_experts=8), "num_experts: jaxlm knows no such key of llama"),
         (_config(hidden_size=32), "model.embed_tokens.weight is [512, 64], and the configuration says [512, 32]"),

@@ -127,7 +127,9 @@ def _show(plan: "Plan") -> None:
     microbatches = f", {work.microbatches} microbatches" if work.microbatches > 1 else ""
     trained = f"{microbatches}, remat {work.remat_shown}" if work.kind == "train" else ""
     table.add("mesh", f"{work.layout}{trained}")
-    table.add("parameters", f"{row['parameters']['total']:,}")
+    counts = row["parameters"]
+    trained = counts.get("trainable", counts["total"])
+    table.add("parameters", f"{counts['total']:,}" + (f", of which {trained:,} train" * (trained < counts["total"])))
     for name, value in plan.flops._asdict().items():
         share = f"  {value / plan.flops.model:.3f} of model" if name != "model" else ""
         table.add(f"FLOPs, {name}", f"{value:.4g}{share}")

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from jaxlm.core.errors import InputError
 from jaxlm.costs.counted.flops import napkin_flops
-from jaxlm.costs.counted.parameters import parameters
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.workload import Workload
 
@@ -15,8 +14,9 @@ _TRAINED_BYTES = 16
 
 class Napkin(NamedTuple):
     """A napkin estimate of a step. `flops`: over the whole job. `memory_bytes`: on one device, 16 per parameter in
-    training and the size of one number in inference. `step_s`: the FLOPs at the chips' peak, or in decoding one read of
-    that memory at its bandwidth; None if the chips or their peak are unknown."""
+    training and the size of one number in inference, and for what is not trained beside adapters. `step_s`: the FLOPs
+    at the chips' peak, or in decoding one read of that memory at its bandwidth; None if the chips or their peak are
+    unknown."""
 
     flops: int
     step_s: float | None
@@ -26,8 +26,9 @@ class Napkin(NamedTuple):
 def napkin(work: Workload, target: Target | None) -> Napkin:
     """Estimate a workload; the `data` axis replicates parameters, the other axes shard them."""
     each = _TRAINED_BYTES if work.kind == "train" else work.itemsize
-    held = sum(math.prod(d.shape) for d in parameters(work.model).values())
-    flops, size = napkin_flops(work), each * held // work.layout.over(("fsdp", "tensor"))
+    declared, base = work.parameters, work.base
+    held = sum(math.prod(d.shape) * (work.itemsize if path in base else each) for path, d in declared.items())
+    flops, size = napkin_flops(work), held // work.layout.over(("fsdp", "tensor"))
     if target is None:
         return Napkin(flops, None, size)
     if work.kind == "decode":

@@ -10,7 +10,6 @@ from jaxlm.costs.counted.device import replicated_kv_heads
 from jaxlm.costs.counted.flops import Flops, flops
 from jaxlm.costs.counted.memory import Memory, kv_bytes_per_token, memory
 from jaxlm.costs.counted.operations import Operation, Product
-from jaxlm.costs.counted.parameters import parameters
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.costs.hardware.network import Network
 from jaxlm.costs.hardware.target import Target
@@ -224,11 +223,13 @@ def _in_tiles(product: Product, chip: Chip) -> int:
 
 
 def parameter_counts(work: Workload) -> dict[str, int]:
-    """Return the number of parameters: in total, active for each token, and in the embedding tables."""
-    sizes = {path: math.prod(d.shape) for path, d in parameters(work.model).items()}
+    """Return the number of parameters: in total, active for each token, in the embedding tables, and in training of
+    those that train."""
+    sizes = {path: math.prod(d.shape) for path, d in work.parameters.items()}
     total = sum(sizes.values())
-    tables = sum(sizes[path] for path, d in parameters(work.model).items() if d.table)
-    return {"total": total, "active": total, "embedding": tables}
+    tables = sum(sizes[path] for path, d in work.parameters.items() if d.table)
+    counts = {"total": total, "active": total, "embedding": tables}
+    return counts | ({"trainable": total - sum(sizes[path] for path in work.frozen)} if work.kind == "train" else {})
 
 
 def mfu(flops: float, seconds: float, chip: Chip, chips: int, dtype: str) -> float:

@@ -10,9 +10,11 @@ from functools import cached_property
 from typing import Any, Literal
 
 from jaxlm.config import Experiment
-from jaxlm.costs.counted.parameters import parameters
+from jaxlm.costs.counted import parameters
 from jaxlm.costs.hardware.chips import Chip
 from jaxlm.models.config import ModelConfig, Remat
+from jaxlm.models.lora_config import LoraConfig
+from jaxlm.models.tree import Dimensions
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import RULES, Kind, Rules
 from jaxlm.training.config import AdamWConfig, ConstantScheduleConfig, OptimizerConfig, TrainingConfig
@@ -42,7 +44,8 @@ class Workload:
     `train` is an optimizer step over `training.batch` rows of `training.sequence` tokens; `prefill` reads `batch`
     prompts of `sequence` tokens and gives the logits behind each; `decode` reads one token more of each of `batch`
     sequences that hold `sequence` tokens. `training.dtype` is that of forward and backward pass, and of the cache; in
-    training, parameters, accumulated gradients and optimizer state are float32. `platform` is that of the chip, which
+    training, parameters, accumulated gradients and optimizer state are float32, but for parameters that `lora` adapts
+    or leaves as they are: these are in that dtype. `platform` is that of the chip, which
     decides what kernels run; on a CPU training computes attention in chunks
     (`kernels_pallas.flash_attention.causal_chunks`).
     """
@@ -53,15 +56,16 @@ class Workload:
     optimizer: OptimizerConfig = AdamWConfig(schedule=ConstantScheduleConfig())
     layout: Layout = Layout()
     platform: Literal["gpu", "tpu", "cpu"] = "gpu"
+    lora: LoraConfig | None = None  # in training
 
     @classmethod
     def of(cls, experiment: Experiment, layout: Layout = Layout(), kind: Kind = "train") -> "Workload":
         """Return the step of an experiment on a mesh of this layout. Raises InputError where a pattern of
-        `optimizer.groups` decides nothing of a training step."""
-        model, optimizer = experiment.model, experiment.optimizer
-        if kind == "train":
-            frozen(optimizer.groups, list(parameters(model)))  # refuses patterns before anything is counted
-        return cls(kind, model, experiment.training, optimizer, layout)
+        `optimizer.groups` or `lora.targets` decides nothing of a training step."""
+        lora = experiment.lora if kind == "train" else None
+        work = cls(kind, experiment.model, experiment.training, experiment.optimizer, layout, lora=lora)
+        work.frozen  # noqa: B018, refuses patterns before anything is counted
+        return work
 
     def with_training(self, **changes: Any) -> "Workload":
         """The same with other values in its section [training]."""
@@ -134,9 +138,30 @@ class Workload:
     @cached_property
     def frozen(self) -> frozenset[str]:
         """The paths of the parameters that do not train; none in inference, where nothing does."""
-        if self.kind != "train" or not self.optimizer.groups:
+        if self.kind != "train" or not (self.lora or self.optimizer.groups):
             return frozenset()
-        return frozen(self.optimizer.groups, list(parameters(self.model)))
+        return self.base | frozen(self.optimizer.groups, list(self.trainable))
+
+    @property
+    def parameters(self) -> dict[str, Dimensions]:
+        """The dimensions of each parameter, by path."""
+        return parameters.parameters(self.model, self.lora)
+
+    @property
+    def base(self) -> frozenset[str]:
+        """The paths of the parameters that are not trained beside adapters: their only copy is in the dtype of the
+        computation, and they have no state of an optimizer."""
+        return frozenset() if self.lora is None else parameters.base(self.model, self.lora)
+
+    @property
+    def trainable(self) -> dict[str, Dimensions]:
+        """The dimensions of the parameters of which a training run keeps a float32 copy, by path."""
+        return {path: d for path, d in self.parameters.items() if path not in self.base}
+
+    @property
+    def trainable_numbers(self) -> int:
+        """The numbers of all of these together."""
+        return sum(math.prod(d.shape) for d in self.trainable.values())
 
     @property
     def itemsize(self) -> int:

@@ -73,7 +73,7 @@ def step(experiment: Experiment, kind: Kind, mesh: Mesh) -> Step:
 
 
 def _train(experiment: Experiment, mesh: Mesh) -> tuple[Any, tuple]:
-    steps = make_steps(experiment.model, experiment.training, experiment.optimizer, experiment.dpo)
+    steps = make_steps(experiment.model, experiment.training, experiment.optimizer, experiment.dpo, experiment.lora)
     state = model_tree.placed(jax.eval_shape(steps.init), steps.shardings(mesh))
     shape = experiment.training.batch, experiment.training.sequence
     batch = {name: _ids(shape, mesh, TRAIN) for name in ("tokens", "targets", "segments", "positions")}

@@ -113,10 +113,14 @@ class Groups:
 
     def modules(self, stacks: Stacks) -> list[Any]:
         """Return the block of each layer, with the parameters of its whole stack."""
-        graphs, trees = dict(self.graphs), self.trees(stacks)
-        names = {layer: name for name, layers in self.stacks for layer in layers}
-        made = {block: nnx.merge(graphs[block], trees[names[i]]) for i, block in enumerate(self.blocks)}
+        made = dict(zip(dict(self.graphs), self.distinct(stacks), strict=True))
         return [made[block] for block in self.blocks]
+
+    def distinct(self, stacks: Stacks) -> list[Any]:
+        """Return each distinct block, in the order of `graphs`, with the parameters of its whole stack."""
+        trees = self.trees(stacks)
+        names = {self.blocks[layer]: name for name, layers in self.stacks for layer in layers}
+        return [nnx.merge(graph, trees[names[block]]) for block, graph in self.graphs]
 
     def trees(self, stacks: Stacks) -> dict[str, nnx.State]:
         """Return the parameters of each stack."""

@@ -6,6 +6,7 @@ profiles and for rematerialisation, and chooses its implementation. Between oper
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxlm.models import kernels
 from jaxlm.models.embedding import looked_up
-from jaxlm.models.parameters import scope
+from jaxlm.models.parameters import RANK, AdaptedMatrix, scope
 from jaxlm.models.recording import Axes, is_recording, mark
 from jaxlm.parallel.partition import by_shards, constrain, is_sharded, mesh_around, partition, rules_around, shards_of
 from kernels_pallas import flash_attention, linear_cross_entropy, rotary_embedding
@@ -77,12 +78,13 @@ def gathered(x_BTD: jax.Array) -> jax.Array:
 
 def linear(
     x: jax.Array,
-    *matrices: nnx.Param,
+    *matrices: nnx.Param | AdaptedMatrix,
     biases: Sequence[nnx.Param | None] = (),
     names: Sequence[str] = (),
     readers: int | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Return x [B, T, *inputs] · matrix [*inputs, *outputs] (+ bias [*outputs]) of each matrix, in x's dtype.
+    """Return x [B, T, *inputs] · matrix [*inputs, *outputs] (+ bias [*outputs]) of each matrix, in x's dtype; of one
+    with an adapter x·W + scale · (x·A)·B.
 
     The axes that a matrix declares say which are inputs, and how its result [B, T, *outputs] is sharded. A stream is
     gathered once for all matrices that read it, and what is added to a stream is scattered again.
@@ -93,17 +95,29 @@ def linear(
       readers: query heads that read the key/value heads. Where devices hold fewer of those than they need, each is
         computed and kept by all devices whose query heads read it.
     """
-    if matrices[0].inputs == ("embed",):
+    plain = [matrix.base if isinstance(matrix, AdaptedMatrix) else matrix for matrix in matrices]
+    if plain[0].inputs == ("embed",):
         x = gathered(x)
     results = []
-    for i, matrix in enumerate(matrices):
-        bias = biases[i] if biases else None
-        y = _product(x, matrix, bias, readers if "kv_heads" in _axes(matrix) else None)
-        made = _made(matrix)
-        if names or made == STREAM:
-            y = constrain(y, *made)
+    for i, (matrix, whole) in enumerate(zip(plain, matrices, strict=True)):
+        bias, made = biases[i] if biases else None, _made(matrix)
+        reads = readers if "kv_heads" in _axes(matrix) else None
+        with nullcontext() if whole is matrix else jax.named_scope(whole.name or ""):
+            y = _product(x, matrix, bias, reads, made)
+            if names or made == STREAM:
+                y = constrain(y, *made)
+            if isinstance(whole, AdaptedMatrix):
+                y = y + _adapted(x, whole, made, reads)
         results.append(checkpoint_name(y, names[i]) if names else y)
     return tuple(results)
+
+
+def _adapted(x: jax.Array, matrix: AdaptedMatrix, made: Axes, readers: int | None) -> jax.Array:
+    """Return scale · (x·A)·B, with these logical axes: each device makes its part of a stream from its part of x·A."""
+    rows = made[:2]
+    narrow = *rows, f"act_{RANK}"
+    x_BTR = scale(constrain(_product(x, matrix.a, None, made=narrow), *narrow), matrix.scale, narrow)
+    return constrain(_product(x_BTR, matrix.b, None, readers, made, rows), *made)
 
 
 def kv_heads(size: int, readers: int) -> int:
@@ -122,20 +136,28 @@ def _axes(parameter: nnx.Param) -> tuple[str, ...]:
     return parameter.axes[-parameter[...].ndim :]
 
 
-def _product(x: jax.Array, matrix: nnx.Param, bias: nnx.Param | None, readers: int | None) -> jax.Array:
-    """Return x · matrix (+ bias); where there are readers, each of its key/value heads as often as they need it.
+def _product(
+    x: jax.Array,
+    matrix: nnx.Param,
+    bias: nnx.Param | None,
+    readers: int | None = None,
+    made: Axes = (),
+    rows: Axes = WHOLE[:2],
+) -> jax.Array:
+    """Return x · matrix (+ bias); where there are readers, each of its key/value heads as often as they need it. The
+    logical axes of the result are `made`, and the first ones of x `rows`.
 
     Where T is not sharded it is one [B·T, I] × [I, O] product: XLA's CPU code for it is a third faster than for the
     batched form.
     """
     contracted = len(matrix.inputs)
-    rows, inputs = x.shape[: x.ndim - contracted], math.prod(matrix.shape[:contracted])
+    sizes, inputs = x.shape[: x.ndim - contracted], math.prod(matrix.shape[:contracted])
     with scope(matrix):
         if is_recording():
-            axes = (*WHOLE[:2], *(f"act_{axis}" for axis in matrix.inputs))
+            axes = (*rows, *(f"act_{axis}" for axis in matrix.inputs))
             weights = [(p[...], _axes(p)) for p in (matrix, bias) if p is not None]
-            shape = jax.ShapeDtypeStruct((*rows, *matrix[...].shape[contracted:]), x.dtype)
-            return mark("linear", [(x, axes), *weights], [(shape, _made(matrix))], readers=readers)[0]
+            shape = jax.ShapeDtypeStruct((*sizes, *matrix[...].shape[contracted:]), x.dtype)
+            return mark("linear", [(x, axes), *weights], [(shape, made)], readers=readers)[0]
         size = matrix[...].shape[contracted]
         copies = 1 if readers is None else kv_heads(size, readers) // size
         weights = _copied(matrix, contracted, copies)
@@ -143,7 +165,7 @@ def _product(x: jax.Array, matrix: nnx.Param, bias: nnx.Param | None, readers: i
             y = jnp.tensordot(x, weights, contracted)
         else:
             y = jnp.matmul(x.reshape(-1, inputs), weights.reshape(inputs, -1))
-            y = y.reshape(*rows, *weights.shape[contracted:])
+            y = y.reshape(*sizes, *weights.shape[contracted:])
         return y if bias is None else y + _spread(_copied(bias, 0, copies), y)
 
 
@@ -282,13 +304,13 @@ def add(x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
     return x_BTD + y_BTD
 
 
-def scale(x_BTD: jax.Array, factor: float) -> jax.Array:
-    """Return a stream times a number, computed in float32; x itself for 1."""
+def scale(x: jax.Array, factor: float, axes: Axes = STREAM) -> jax.Array:
+    """Return an array with these logical axes times a number, computed in float32; x itself for 1."""
     if factor == 1.0:
-        return x_BTD
+        return x
     if is_recording():
-        return mark("scale", [(x_BTD, STREAM)], [(x_BTD, STREAM)])[0]
-    return (x_BTD.astype(np.promote_types(x_BTD.dtype, jnp.float32)) * factor).astype(x_BTD.dtype)
+        return mark("scale", [(x, axes)], [(x, axes)])[0]
+    return (x.astype(np.promote_types(x.dtype, jnp.float32)) * factor).astype(x.dtype)
 
 
 class Dropout(NamedTuple):

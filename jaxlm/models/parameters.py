@@ -1,6 +1,8 @@
 """The declaration of parameters: once, in their module, with everything that other code reads about them."""
 
 import functools
+import math
+import string
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -11,8 +13,15 @@ from flax import nnx
 
 Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
 
+RANK = "lora"  # the logical axis between the two matrices of an adapter
+
 zeros: Initializer = jax.nn.initializers.zeros
 ones: Initializer = jax.nn.initializers.ones
+
+
+def uniform(bound: float) -> Initializer:
+    """Return the initializer that draws from between −bound and bound."""
+    return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
 def normal(std: float) -> Initializer:
@@ -60,6 +69,41 @@ class Module(nnx.Module):
         elif isinstance(value, nnx.Param):
             value.set_metadata(name=name)
         super().__setattr__(name, value)
+
+
+class AdaptedMatrix(Module):
+    """A matrix W that is not trained, and the adapter A, B that is: x·W + scale · (x·A)·B.
+
+    `base` is W [*inputs, *outputs], `a` is [*inputs, rank] and `b` [rank, *outputs]; all may be stacked. A begins
+    uniform between ±1/√inputs, as PEFT has it, and B at zero, so that the sum begins as W (Hu et al. 2021,
+    arXiv:2106.09685, section 4.1).
+    """
+
+    base: nnx.Param
+
+    def __init__(
+        self, shape: tuple[int, ...], axes: tuple[str, ...], inputs: int, rank: int, scale: float, rngs: nnx.Rngs
+    ):
+        """Declare the adapter of a matrix of this shape and these axes, the first `inputs` of which it contracts. The
+        matrix becomes `base` afterwards."""
+        self.scale = scale
+        before, after = " ".join(axes[:inputs]), " ".join(axes[inputs:])
+        bound = math.prod(shape[:inputs]) ** -0.5
+        self.a = param(rngs, (*shape[:inputs], rank), f"{before} -> {RANK}", uniform(bound))
+        self.b = param(rngs, (rank, *shape[inputs:]), f"{RANK} -> {after}", zeros)
+
+    def sum(self) -> jax.Array:
+        """Return W + scale · A·B, computed in float32, in the dtype of W."""
+        letters = dict(zip(dict.fromkeys((*self.base.axes, RANK)), string.ascii_letters, strict=False))
+        a, b, base = ("".join(letters[axis] for axis in p.axes) for p in (self.a, self.b, self.base))
+        wide = (p[...].astype(jnp.float32) for p in (self.a, self.b))
+        product = jnp.einsum(f"{a},{b}->{base}", *wide, precision="highest")
+        return (self.base[...].astype(jnp.float32) + self.scale * product).astype(self.base[...].dtype)
+
+
+def is_adapter(parameter: nnx.Param) -> bool:
+    """Return whether a parameter is one of an adapter."""
+    return RANK in parameter.axes
 
 
 def scope(parameter: nnx.Param) -> AbstractContextManager:

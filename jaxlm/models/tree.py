@@ -5,7 +5,8 @@ compilation. Trees are nested dicts whose leaves are found by path ("layers/atte
 """
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,10 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxlm.models import lora
 from jaxlm.models.config import ModelConfig
+from jaxlm.models.lora_config import LoraConfig
+from jaxlm.models.parameters import is_adapter
 from jaxlm.models.transformer import Transformer
 from jaxlm.parallel.partition import named_sharding
 from jaxlm.parallel.rules import TRAIN, Rules
@@ -26,13 +30,13 @@ _STACKED = frozenset({"layers"})
 _TABLES = frozenset({"vocab", "positions"})
 
 
-def abstract(model: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
-    """Return (graph, tree) of the model: `nnx.merge(graph, parameters)` is the module.
+def abstract(model: ModelConfig, adapted: LoraConfig | None = None) -> tuple[nnx.GraphDef, nnx.State]:
+    """Return (graph, tree) of the model, or of one with adapters: `nnx.merge(graph, parameters)` is the module.
 
     The tree's leaves are `nnx.Param` with a `jax.ShapeDtypeStruct` and the metadata `axes` and `inputs` that
     `models.parameters.param` declared.
     """
-    return nnx.split(nnx.eval_shape(lambda: build(model, seed=0)))
+    return nnx.split(nnx.eval_shape(lambda: build(model, 0, adapted)))
 
 
 def read(tree: nnx.State, leaf: Callable[[nnx.Param], Any]) -> Tree:
@@ -101,12 +105,70 @@ def parameter_count(model: ModelConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(tree)))
 
 
-def build(model: ModelConfig, seed: int) -> Transformer:
-    """Return the module with initial parameters; inside jit, so that each device makes only its own shard.
+def build(model: ModelConfig, seed: int, adapted: LoraConfig | None = None) -> Transformer:
+    """Return the module with initial parameters, perhaps with adapters; inside jit, so that each device makes only its
+    own shard.
 
-    The values do not depend on the mesh.
+    The values do not depend on the mesh. Raises InputError for a target of adapters that is none.
     """
-    return Transformer(model, nnx.Rngs(params=seed))
+    rngs = nnx.Rngs(params=seed)
+    module = Transformer(model, rngs)
+    return module if adapted is None else lora.adapt(module, adapted, _targets(module, adapted), rngs)
+
+
+def targets(model: ModelConfig, adapted: LoraConfig) -> tuple[str, ...]:
+    """Return the paths of the matrices that have adapters. Raises InputError for a pattern that matches none."""
+    return _targets(nnx.merge(*abstract(model)), adapted)
+
+
+def _targets(module: Transformer, adapted: LoraConfig) -> tuple[str, ...]:
+    declared = paths(dimensions(nnx.state(module)))
+    matrices = [path for path, d in declared.items() if d.projection]
+    return lora.targets(adapted, matrices, [path for path in declared if path not in matrices])
+
+
+def trained(tree: nnx.State) -> tuple[nnx.State, nnx.State]:
+    """Return the adapters of an abstract tree, or of a module's, and what is not trained beside them; without adapters
+    all, and nothing."""
+    adapters, rest = nnx.split_state(tree, lambda _, leaf: is_adapter(leaf), ...)
+    return (adapters, rest) if adapters else (rest, adapters)
+
+
+def joined(*trees: Tree) -> Tree:
+    """Return one tree with the leaves of all of these, none of which is in two."""
+    found: Tree = {}
+    for tree in trees:
+        for name, below in tree.items():
+            found[name] = joined(found[name], below) if name in found else below
+    return found
+
+
+def under_adapters(parameters: Tree, paths: Iterable[str]) -> Tree:
+    """Return the parameters of a model as those beside the adapters of the matrices at these paths."""
+    chosen = {tuple(path.split("/")) for path in paths}
+
+    def moved(tree: Any, above: tuple[str, ...]) -> Any:
+        if above in chosen:
+            return {"base": tree}
+        return {name: moved(below, (*above, name)) for name, below in tree.items()} if isinstance(tree, dict) else tree
+
+    return moved(parameters, ())
+
+
+def merged(model: ModelConfig, adapted: LoraConfig, whole: Tree, mesh: Mesh, rules: Rules) -> Tree:
+    """Return the parameters of the model that a base and its adapters are together, each matrix W + scale · A·B.
+
+    They are in the dtypes of the base and lie on the mesh as these rules have it. The arrays of `whole` are given up.
+    """
+    graph, _ = abstract(model, adapted)
+    _, plain = abstract(model)
+
+    def merge(whole: Tree) -> Tree:
+        return parameters(lora.merge(nnx.merge(graph, whole)))
+
+    with jax.set_mesh(mesh), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")  # on a CPU
+        return jax.jit(merge, donate_argnums=0, out_shardings=shardings(plain, mesh, rules))(whole)
 
 
 def init(model: ModelConfig, seed: int, mesh: Mesh) -> Tree:

@@ -76,6 +76,7 @@ TRAIN = _rules(
         "kv_heads": ("tensor",),
         "head_dim": (),
         "feed_forward": ("tensor",),
+        "lora": (),  # between the two matrices of an adapter
         "channels": (),  # vectors as wide as the model: too small to be worth gathering
         # activations
         "batch": ("data", "fsdp"),
@@ -86,6 +87,7 @@ TRAIN = _rules(
         "act_kv_heads": ("tensor",),
         "act_head_dim": (),
         "act_feed_forward": ("tensor",),
+        "act_lora": (),
         "act_vocab": ("tensor",),
     },
     frozenset({"batch", "residual", "kv_heads"}),

@@ -54,14 +54,15 @@ def architecture(before: RunConfig, now: RunConfig) -> list[Change]:
 
 
 def bound(before: RunConfig, now: RunConfig) -> list[Change]:
-    """Return the changes that no checkpoint can be continued with: of the architecture, the optimizer's kind, or an
-    average of the weights that begins or ends in the middle."""
-    average = [
+    """Return the changes that no checkpoint can be continued with: of the architecture, the optimizer's kind, the
+    shapes of adapters, or an average of the weights that begins or ends in the middle."""
+    others = [
         change
         for change in changed_keys(before, now)
-        if change.key == "optimizer.kind" or (change.key == "training.ema_decay" and None in change[1:])
+        if change.key in ("optimizer.kind", "lora", "lora.rank", "lora.targets")
+        or (change.key == "training.ema_decay" and None in change[1:])
     ]
-    return architecture(before, now) + average
+    return architecture(before, now) + others
 
 
 def _is_under(key: str, sections: tuple[str, ...]) -> bool:

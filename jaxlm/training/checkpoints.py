@@ -169,7 +169,8 @@ def bytes_of(state: TrainState) -> int:
 
 
 def restore_state(directory: Path, step: int, like: TrainState) -> TrainState:
-    """Return the training state of a step, laid out as `like`: `jax.ShapeDtypeStruct`s with shardings on any mesh."""
+    """Return the training state of a step, laid out as `like`: `jax.ShapeDtypeStruct`s with shardings on any mesh. It
+    has no base."""
     restored = _restore(directory, step, as_stored=False, **_items(like))
     rest = restored.pop("rest")
     return TrainState(**restored, **rest)
@@ -192,8 +193,9 @@ def save_parameters(directory: Path, parameters: Tree) -> None:
 
 
 def _items(state: TrainState) -> dict[str, Any]:
-    """Return the trees that are written separately, so that each can be read alone, and the `rest`."""
+    """Return the trees that are written separately, so that each can be read alone, and the `rest`: not the base."""
     parts = state._asdict()
+    del parts["base"]
     items = {name: parts.pop(name) for name in ("parameters", "average")}
     return {name: tree for name, tree in items.items() if tree is not None} | {"rest": parts}
 

@@ -7,6 +7,7 @@ from pydantic import Field
 from jaxlm.core.schema import Count, CountFromZero, Fraction, InWords, Kinds, NonNegative, Positive, Section
 from jaxlm.data.config import DataConfig
 from jaxlm.models.config import Kernels, ModelConfig, Remat
+from jaxlm.models.lora_config import LoraConfig
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -253,3 +254,4 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     records: RecordsConfig = Field(default_factory=RecordsConfig)
+    lora: LoraConfig | None = None

@@ -14,7 +14,7 @@ from jaxlm.core.errors import RunFailed
 from jaxlm.data.dataset import Dataset
 from jaxlm.data.loader import training_batches
 from jaxlm.data.packing import PreferenceRows, rows_of
-from jaxlm.models.tree import Tree, placed
+from jaxlm.models.tree import Tree, joined, placed
 from jaxlm.parallel.batches import process_rows, put_batch
 from jaxlm.parallel.processes import StopConsensus, barrier, failing_as_one, first_process_first, is_first
 from jaxlm.training import checkpoints, manifests, references
@@ -42,7 +42,7 @@ class Diverged(RunFailed):
 class Start(NamedTuple):
     """The context of one attempt of a run: its clock, its display, the steps to trace, the request to stop, what to
     call with the number of its first step once that is trained, and what returns the float32 parameters that a new run
-    begins with, or None for those of its seed."""
+    begins with, or None for those of its seed; with adapters what these adapt, in the dtype of the computation."""
 
     clock: Clock
     display: Display
@@ -53,7 +53,8 @@ class Start(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The end of a run: its step, its parameters, and the reason (`interrupt.named`) if it stopped early."""
+    """The end of a run: its step, its parameters with those of a base, and the reason (`interrupt.named`) if it stopped
+    early."""
 
     step: int
     parameters: Tree
@@ -84,9 +85,10 @@ class Trainer:
         with first_process_first("packing"):
             self._rows = [(rows_of(source.train, sequence), source.weight) for source in sources.values()]
             self._held_out_rows = {name: rows_of(source.held_out, sequence) for name, source in sources.items()}
-        steps = make_steps(settings.model, self._training, settings.optimizer, settings.dpo)
+        steps = make_steps(settings.model, self._training, settings.optimizer, settings.dpo, settings.lora)
         self._steps = jit_steps(steps, mesh)
-        self._shapes = jax.eval_shape(self._steps.init)
+
+        self._shapes = jax.eval_shape(self._steps.init)._replace(base={})
         self._state_bytes = bytes_of(self._shapes)
         self._consensus = StopConsensus(mesh)
         self._throughput = ThroughputMeter(self._clock)
@@ -128,9 +130,10 @@ class Trainer:
             return initial
         self._display.say(f"resuming from step {newest}")
         self._find_references(None)
-        like = placed(self._shapes, self._steps.shardings(self._mesh))
+        like = placed(self._shapes, self._steps.shardings(self._mesh)._replace(base={}))
         with self._clock.phase("restoring"):
-            return checkpoints.restore_state(self._paths.checkpoints, newest, like)
+            restored = checkpoints.restore_state(self._paths.checkpoints, newest, like)
+            return restored if self._settings.lora is None else restored._replace(base=self._weights())
 
     def _find_references(self, initial: TrainState | None) -> None:
         """Read what the first model gives preferences, or compute and keep it."""
@@ -145,9 +148,8 @@ class Trainer:
             with self._clock.phase("reference"):
                 batch, answers = self._training.batch, self._steps.answers
                 self._display.say(f"log-probabilities of {len(rows):,} {side} pairs of {name} under the first model")
-                rows.reference = references.compute(
-                    answers, initial.parameters, rows, batch, self._mesh, self._display.say
-                )
+                first = joined(initial.parameters, initial.base)
+                rows.reference = references.compute(answers, first, rows, batch, self._mesh, self._display.say)
                 if is_first():
                     references.write(kept, rows.reference)
 
@@ -156,7 +158,7 @@ class Trainer:
         # An evaluation that was interrupted comes first.
         due = step > 0 and self._evaluates_at(step) and not self._recorder.holds("evaluation", step)
         if step >= last and not due:
-            return Result(step, state.parameters, 0)
+            return Result(step, joined(state.parameters, state.base), 0)
 
         share = process_rows(training.batch, self._mesh)
         batches = training_batches(self._rows, training.batch, training.seed, start=step, share=share)
@@ -201,7 +203,7 @@ class Trainer:
             if step >= last and self._recorder.holds("evaluation", step):  # hours were enough, but a signal may be new
                 reason = self._stop.reason()
                 self._consensus.propose(0 if reason == OUT_OF_TIME else reason)
-            return Result(step, state.parameters, self._consensus.result())
+            return Result(step, joined(state.parameters, state.base), self._consensus.result())
 
     def _compile(self, state: TrainState, batch: dict[str, jax.Array]) -> Steps:
         """Everything before the first step: until then there is nothing to lose."""
@@ -210,7 +212,7 @@ class Trainer:
         with self._clock.phase("compilation"):
             compiled = self._steps._replace(
                 train=self._steps.train.lower(state, batch).compile(),
-                evaluate=self._steps.evaluate.lower(state.parameters, batch).compile(),
+                evaluate=self._steps.evaluate.lower(joined(state.parameters, state.base), batch).compile(),
             )
             if self._norms_every:
                 compiled = compiled._replace(norms=compiled.norms.lower(state, batch).compile())
@@ -282,8 +284,8 @@ class Trainer:
         limit = None if step >= self._training.steps else few
 
         def held_out(parameters: Tree, limit: int | None) -> Evaluation | None:
-            rows, batch = self._held_out_rows, self._training.batch
-            return evaluate_sources(programs.evaluate, parameters, rows, batch, self._mesh, limit, self._goes_on)
+            rows, batch, whole = self._held_out_rows, self._training.batch, joined(parameters, state.base)
+            return evaluate_sources(programs.evaluate, whole, rows, batch, self._mesh, limit, self._goes_on)
 
         with self._clock.phase("evaluation"):
             measured = held_out(state.parameters, limit)

@@ -14,6 +14,7 @@ from jaxlm.models import kernels
 from jaxlm.models import tree as model_tree
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.layers import Execution
+from jaxlm.models.lora_config import LoraConfig
 from jaxlm.models.operations import Dropout
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.rows import Auxiliary
@@ -31,11 +32,13 @@ class TrainState(NamedTuple):
     """Everything that a resumed run needs; the position in the data is `step`."""
 
     step: jax.Array  # batches consumed, int32
-    parameters: Tree  # float32
+    parameters: Tree  # those that train, float32
     optimizer: optax.OptState
     skipped: jax.Array  # steps whose update was not finite, int32
     skipped_in_a_row: jax.Array
     average: Tree | None = None  # of the parameters, float32; None without `training.ema_decay`
+    # What adapters adapt and what is beside it, in the dtype of the computation: it stays, and no checkpoint holds it.
+    base: Tree = {}
 
 
 class Steps(NamedTuple):
@@ -51,23 +54,31 @@ class Steps(NamedTuple):
 
 
 def make_steps(
-    model: ModelConfig, training: TrainingConfig, optimization: OptimizerConfig, dpo: DPOConfig | None = None
+    model: ModelConfig,
+    training: TrainingConfig,
+    optimization: OptimizerConfig,
+    dpo: DPOConfig | None = None,
+    lora: LoraConfig | None = None,
 ) -> Steps:
-    """The steps of this model under these settings; the objective is the next token's unless `dpo` is given.
+    """The steps of this model under these settings; the objective is the next token's unless `dpo` is given. With
+    `lora` adapters alone are trained, and are the `parameters` of the state.
 
-    `init` returns the first state, with parameters of `training.seed`, and `begin` that with given ones, in float32.
+    `init` returns the first state, with parameters of `training.seed`, and `begin` that with given ones, in float32,
+    or of adapters with what they adapt.
     `train` returns the next state and the metrics `loss` (nats per target), `grad_norm` (before clipping),
     `learning_rate`, `tokens` (targets that count), `skipped` and `skipped_in_a_row`; where it is on also `z_loss`, the
     mean term that was added to the loss, and what layers and other objectives return
     (`jaxlm.models.rows.Auxiliary`). `evaluate` returns the sum of the losses and their number, `answers` the
-    log-probabilities of preferences (`objectives.answers`). Under microbatches the loss is still the sum over the whole
-    batch by what the objective counts in it. `norms` returns what `train` would meet on this batch, by layer:
-    `gradient` by path (`norms.of_gradients`) and `residual`, the root mean square of the stream after each layer, [L].
-    It is a program of its own, so that looking changes no rounding in `train` and costs nothing on other steps.
+    log-probabilities of preferences (`objectives.answers`); both take the parameters with those of the base. Under
+    microbatches the loss is still the sum over the whole batch by what the objective counts in it. `norms` returns what
+    `train` would meet on this batch, by layer: `gradient` by path (`norms.of_gradients`) and `residual`, the root mean
+    square of the stream after each layer, [L]. It is a program of its own, so that looking changes no rounding in
+    `train` and costs nothing on other steps.
 
-    Raises InputError where a pattern of `optimizer.groups` decides nothing.
+    Raises InputError where a pattern of `optimizer.groups` or `lora.targets` decides nothing.
     """
-    graph, tree = model_tree.abstract(model)
+    graph, whole_tree = model_tree.abstract(model, lora)
+    tree, base_tree = model_tree.trained(whole_tree)
     transform = optimizer(optimization, tree)
     mask_frozen = without_frozen(optimization, tree)
     learning_rate = schedule(optimization.schedule, optimization.learning_rate)
@@ -75,13 +86,20 @@ def make_steps(
     execution = Execution(remat=training.remat, scan=training.scan_layers)
     objective = NextToken(training.z_loss) if dpo is None else DirectPreference(dpo.beta)
 
-    def begin(parameters: Tree) -> TrainState:
-        zero = jnp.zeros((), jnp.int32)
-        average = None if training.ema_decay is None else parameters
-        return TrainState(zero, parameters, transform.init(parameters), zero, zero, average)
+    def begin(weights: Tree) -> TrainState:
+        return first(weights, {}) if lora is None else first(drawn()[0], weights)
 
     def init() -> TrainState:
-        return begin(model_tree.parameters(model_tree.build(model, training.seed)))
+        return first(*drawn())
+
+    def drawn() -> tuple[Tree, Tree]:
+        parameters, base = model_tree.trained(nnx.state(model_tree.build(model, training.seed, lora)))
+        return nnx.to_pure_dict(parameters), cast(nnx.to_pure_dict(base), dtype)
+
+    def first(parameters: Tree, base: Tree) -> TrainState:
+        zero = jnp.zeros((), jnp.int32)
+        average = None if training.ema_decay is None else parameters
+        return TrainState(zero, parameters, transform.init(parameters), zero, zero, average, base)
 
     def summed_losses(parameters: Tree, batch: Batch, dropout: Dropout) -> Auxiliary:
         """The terms of the objective and statistics, each summed over what the objective counts."""
@@ -100,36 +118,40 @@ def make_steps(
         parts = {k: rearrange(x, "(B M) T -> M B T", M=training.microbatches) for k, x in batch.items()}
         return {k: constrain(x, None, "batch", "sequence") for k, x in parts.items()}
 
-    def gradients(parameters: Tree, batch: Batch, key: jax.Array) -> tuple[Auxiliary, Tree, jax.Array]:
+    def gradients(state: TrainState, batch: Batch) -> tuple[Auxiliary, Tree, jax.Array]:
         """Means of the objective's terms and of statistics, the float32 gradients of the objective, and the number of
         targets."""
+        key = jax.random.fold_in(jax.random.key(training.seed), state.step)
         targets = jnp.sum(batch["segments"] > 0)
         scale = 1.0 / jnp.maximum(objective.count(batch), 1).astype(jnp.float32)
-        working = cast(parameters, dtype)
+        working = cast(state.parameters, dtype), state.base
 
-        def microbatch_gradients(working: Tree, index: jax.Array | int, microbatch: Batch) -> tuple[Auxiliary, Tree]:
+        def microbatch_gradients(
+            working: tuple[Tree, Tree], index: jax.Array | int, microbatch: Batch
+        ) -> tuple[Auxiliary, Tree]:
             dropout = Dropout(training.dropout, jax.random.fold_in(key, index))
 
-            def objective(p: Tree) -> tuple[jax.Array, Auxiliary]:
-                terms = jax.tree.map(lambda term: term * scale, summed_losses(p, microbatch, dropout))
+            def objective(p: Tree, base: Tree) -> tuple[jax.Array, Auxiliary]:
+                losses = summed_losses(model_tree.joined(p, base), microbatch, dropout)
+                terms = jax.tree.map(lambda term: term * scale, losses)
                 return sum(terms.losses.values()), terms
 
-            grads, terms = jax.grad(objective, has_aux=True)(working)
+            grads, terms = jax.grad(objective, has_aux=True)(*working)
             return terms, grads
 
         if training.microbatches == 1:
             terms, grads = microbatch_gradients(working, 0, batch)
             return terms, cast(grads, jnp.float32), targets
 
-        def accumulate(working: Tree, batch: Batch, part: jax.Array | int) -> tuple[Auxiliary, Tree]:
+        def accumulate(working: tuple[Tree, Tree], batch: Batch, part: jax.Array | int) -> tuple[Auxiliary, Tree]:
             def add(total: tuple, indexed: tuple) -> tuple[tuple, None]:
                 terms_and_grads = microbatch_gradients(working, *indexed)
                 return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, terms_and_grads), None
 
             microbatches = in_microbatches(batch)
             one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), microbatches)
-            terms = jax.eval_shape(summed_losses, working, one, Dropout())
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (terms, working))
+            terms = jax.eval_shape(summed_losses, model_tree.joined(*working), one, Dropout())
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (terms, working[0]))
             indices = part * training.microbatches + jnp.arange(training.microbatches)
             return jax.lax.scan(add, zeros, (indices, microbatches))[0]
 
@@ -145,12 +167,9 @@ def make_steps(
         decay = jnp.minimum(training.ema_decay, (1.0 + updates) / (10.0 + updates))
         return jax.tree.map(lambda a, p: a + (1.0 - decay) * (p - a), average, parameters)
 
-    def dropout_key(state: TrainState) -> jax.Array:
-        return jax.random.fold_in(jax.random.key(training.seed), state.step)
-
     @kernels.using_kernels(training.kernels)
     def train(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        terms, grads, targets = gradients(state.parameters, batch, dropout_key(state))
+        terms, grads, targets = gradients(state, batch)
         grads = mask_frozen(grads)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(terms.losses["loss"]) & jnp.isfinite(grad_norm)
@@ -170,6 +189,7 @@ def make_steps(
             skipped=state.skipped + skipped,
             skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
             average=average,
+            base=state.base,
         )
         return next_state, {
             **terms.losses,
@@ -195,8 +215,8 @@ def make_steps(
 
     @kernels.using_kernels(training.kernels)
     def norms(state: TrainState, batch: Batch) -> dict[str, Any]:
-        _, grads, targets = gradients(state.parameters, batch, dropout_key(state))
-        module = nnx.merge(graph, cast(state.parameters, dtype))
+        _, grads, targets = gradients(state, batch)
+        module = nnx.merge(graph, model_tree.joined(cast(state.parameters, dtype), state.base))
         squares_ML = jax.lax.map(lambda part: norms_of.squares(module, part, execution), in_microbatches(batch))
         return {
             "gradient": norms_of.of_gradients(mask_frozen(grads), tree),
@@ -212,6 +232,7 @@ def make_steps(
             skipped=whole,
             skipped_in_a_row=whole,
             average=None if training.ema_decay is None else like_parameters,
+            base=model_tree.shardings(base_tree, mesh),
         )
 
     return Steps(init, begin, train, evaluate, log_probabilities, norms, shardings)

@@ -63,7 +63,7 @@ def test_a_resolved_file_holds_every_key():
     data = {
         f"data.{name}" for name in ("documents", "if_missing", "chat", "preferences", "chat_template", "validation")
     }
-    assert missing == model | data | {"training.ema_decay", "dpo"} | records
+    assert missing == model | data | {"training.ema_decay", "dpo", "lora"} | records
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)

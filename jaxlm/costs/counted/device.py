@@ -10,8 +10,8 @@ from jaxlm.costs.counted import paper
 from jaxlm.costs.counted.paper import Use
 from jaxlm.costs.workload import Workload
 from jaxlm.models.config import ModelConfig
+from jaxlm.models.lora_config import LoraConfig
 from jaxlm.models.recording import Axes
-from jaxlm.parallel.rules import Kind
 
 
 class DeviceStep:
@@ -19,7 +19,7 @@ class DeviceStep:
 
     def __init__(self, work: Workload):
         self.work = work
-        self.found = paper.record(work.model, work.kind, work.sequence, work.dropout)
+        self.found = paper.record(work.model, work.kind, work.sequence, work.dropout, work.lora)
         self.answers: dict[tuple, Any] = {}
 
     @cached_property
@@ -28,7 +28,7 @@ class DeviceStep:
         work = self.work
         if work.kind != "train":
             return frozenset()
-        return _trained(work.model, work.kind, work.sequence, work.dropout, work.frozen)
+        return _trained(work.model, work.sequence, work.dropout, work.lora, work.frozen)
 
     @cached_property
     def layered(self) -> frozenset[str]:
@@ -112,5 +112,7 @@ def replicated_kv_heads(work: Workload) -> list[int]:
 
 
 @functools.lru_cache(maxsize=256)
-def _trained(model: ModelConfig, kind: Kind, sequence: int, dropout: bool, frozen: Set[str]) -> frozenset[int]:
-    return paper.record(model, kind, sequence, dropout).trained(frozen)
+def _trained(
+    model: ModelConfig, sequence: int, dropout: bool, lora: LoraConfig | None, frozen: Set[str]
+) -> frozenset[int]:
+    return paper.record(model, "train", sequence, dropout, lora).trained(frozen)

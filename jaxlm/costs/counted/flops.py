@@ -2,14 +2,12 @@
 
 import functools
 import math
-from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
 
 from jaxlm.costs.counted import operations
 from jaxlm.costs.counted.device import device_step
-from jaxlm.costs.counted.parameters import parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.parallel.layout import Layout
 
@@ -18,11 +16,11 @@ class Flops(NamedTuple):
     """FLOPs of the matrix products of a step.
 
     `napkin`: 6 for each parameter that multiplies and each token in training (Kaplan et al. 2020, arXiv:2001.08361,
-    section 2.1), 2 in inference; attention is left out. `model`: the products of forward and backward pass, attention
-    whole, each once (Chowdhery et al. 2022, arXiv:2204.02311, appendix B, with the exact sizes); MFU is of these. In a
-    layer with a window each query has as many keys as that. `model_causal`: with half of attention, in a layer with a
-    window what causality leaves of it. `executed`: what runs, with what rematerialisation computes again, and the
-    products of the optimizer.
+    section 2.1), 4 for those beside adapters, which have no gradient, and 2 in inference; attention is left out.
+    `model`: the products of forward and backward pass, attention whole, each once (Chowdhery et al. 2022,
+    arXiv:2204.02311, appendix B, with the exact sizes); MFU is of these. In a layer with a window each query has as
+    many keys as that. `model_causal`: with half of attention, in a layer with a window what causality leaves of it.
+    `executed`: what runs, with what rematerialisation computes again, and the products of the optimizer.
     """
 
     napkin: int
@@ -31,22 +29,20 @@ class Flops(NamedTuple):
     executed: int
 
 
-def matmul_parameters(work: Workload) -> dict[str, int]:
-    """Return the number of parameters that multiply each token, by the name of the operation."""
-    found, sizes = device_step(work).found, parameters(work.model)
-    products = {found.parameter(use): use.name for use in found.uses if use.name in operations.PRODUCTS}
-    counts: Counter[str] = Counter()
-    for path, operation in products.items():
-        counts[operation] += math.prod(sizes[path].shape)
-    return counts
-
-
 def napkin_flops(work: Workload) -> int:
     """Return the FLOPs of a step by the textbook formula, from parameters and tokens alone."""
-    each = 6 if work.kind == "train" else 2
+    found, declared = device_step(work).found, work.parameters
+    products = {found.parameter(use): use.name for use in found.uses if use.name in operations.PRODUCTS}
     # In a prefill only the last token of each prompt is unembedded.
     read = {"logits": work.batch}
-    return sum(each * n * read.get(operation, work.tokens) for operation, n in matmul_parameters(work).items())
+
+    def each(path: str) -> int:
+        return 2 if work.kind != "train" else 4 if path in work.base else 6
+
+    return sum(
+        each(path) * math.prod(declared[path].shape) * read.get(operation, work.tokens)
+        for path, operation in products.items()
+    )
 
 
 def flops(work: Workload) -> Flops:

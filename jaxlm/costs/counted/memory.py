@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxlm.costs.counted import kernel_costs, layer_memory, operations
 from jaxlm.costs.counted.device import DeviceStep, device_step
 from jaxlm.costs.counted.paper import Use
-from jaxlm.costs.counted.parameters import copied, parameters, slots
+from jaxlm.costs.counted.parameters import copied, slots
 from jaxlm.costs.workload import Workload
 from jaxlm.inference.cache import kept_tokens
 from jaxlm.models.cache import Slot
@@ -28,12 +28,12 @@ _LANES, _SUBLANES = 128, 8
 class Memory(NamedTuple):
     """Bytes on one device at the peak of a step: of each kind, what is there at that moment.
 
-    `parameters`: the float32 masters, the copy in the dtype that computes, and matrices gathered over `fsdp`; in
-    inference that copy with its gathered matrices alone. `gradients`: those of the layers in that dtype and whole ones
-    that wait to be added over `fsdp`, and the float32 sums of microbatches. `optimizer`: its state, and the average of
-    the parameters where there is one. `activations`: what layers keep for the backward pass, and the work of one layer.
-    `logits`: float32 with their gradient, or the gradient alone. `kv_cache`: keys and values, and the copies of them on
-    which a TPU works.
+    `parameters`: the float32 masters, the copy in the dtype that computes, which is the only one of what is not trained
+    beside adapters, and matrices gathered over `fsdp`; in inference that copy with its gathered matrices alone.
+    `gradients`: those of the layers in that dtype and whole ones that wait to be added over `fsdp`, and the float32
+    sums of microbatches. `optimizer`: its state, and the average of the parameters where there is one. `activations`:
+    what layers keep for the backward pass, and the work of one layer. `logits`: float32 with their gradient, or the
+    gradient alone. `kv_cache`: keys and values, and the copies of them on which a TPU works.
     """
 
     parameters: int
@@ -108,18 +108,29 @@ def _itemsize(work: Workload, slot: Slot) -> int:
 def trained(work: Workload) -> Memory:
     """Return the memory of all parameters in training: master and working copies, optimizer state, and gradients of
     parameters that are not frozen. Gradients of the tables and the working copy of the layers never coexist."""
-    leaves, moved, shares = parameters(work.model).values(), sum(_gradients(work).values()), copied(work.model)
-    total = sum(work.stored(d.axes, d.shape) for d in leaves)
-    declared = parameters(work.model)
+    moved, total = sum(_gradients(work).values()), _trainable(work)
+    declared, shares = work.parameters, copied(work.model, work.lora)
     sliced = int(sum(work.stored(declared[path].axes, declared[path].shape) * n for path, n in shares.items()))
     working = (total * (work.dtype != "float32") + sliced) * work.itemsize
     state = operations.optimizer_bytes(work) + (4 * total if work.average else 0)
-    return Memory(4 * total + working, moved * work.itemsize + _sums(work, moved), state, 0, 0, 0)
+    held = 4 * total + _base(work) + working
+    return Memory(held, moved * work.itemsize + _sums(work, moved), state, 0, 0, 0)
+
+
+def _trainable(work: Workload) -> int:
+    """Numbers of the parameters that have a float32 copy."""
+    return sum(work.stored(d.axes, d.shape) for d in work.trainable.values())
+
+
+def _base(work: Workload) -> int:
+    """Bytes of the parameters that are not trained beside adapters."""
+    declared = work.parameters
+    return work.itemsize * sum(work.stored(declared[path].axes, declared[path].shape) for path in work.base)
 
 
 def _gradients(work: Workload) -> dict[str, int]:
     """Numbers of each parameter's gradient, of what is not frozen."""
-    leaves = parameters(work.model).items()
+    leaves = work.trainable.items()
     return {path: work.stored(d.axes, d.shape) for path, d in leaves if path not in work.frozen}
 
 
@@ -145,20 +156,26 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
         )
     (use,) = (use for use in found.uses if use.name == "cross_entropy")
     (tokens, labels), width = kernel_costs.logits(device, use), use.shapes[0][-1]
+    trains = found.parameter(use) in gradients
     if chunked := kernel_costs.loss(device, use):
         # A chunk's logits and their gradient, that of the stream, and that of the unembedding, whole along `fsdp`.
         around = saved + itemsize * (_stream(device, use) + 2 * tokens * width)
         logits = chunked.tokens * chunked.labels * (4 + itemsize)
         # Of one chunk it is made when the logits are gone.
-        whole_table = 4 * chunked.labels * width if chunked.chunks > 1 else 0
+        whole_table = 4 * chunked.labels * width if chunked.chunks > 1 and trains else 0
+        # A table that is no copy in this dtype is copied to be padded.
+        if found.parameter(use) in work.base and chunked.labels > labels:
+            around += itemsize * chunked.labels * width
         yield Memory(held.parameters + _tables(device), sums + whole_table, state, around, logits, 0)
         waits, tables = 0, (4 if work.batch_shards == 1 else itemsize) * (total - of_layers)
     else:
         logits = tokens * labels
-        yield Memory(held.parameters + _tables(device), sums, state, saved, logits * (4 + itemsize), 0)
+        # Only for the gradient of a table does a TPU make an array of the logits' gradient.
+        narrow = itemsize if trains or work.platform != "tpu" else 0
+        yield Memory(held.parameters + _tables(device), sums, state, saved, logits * (4 + narrow), 0)
         # That of the unembedding is made from the gradient of the logits, which waits until the layers are done if it
         # is a narrow copy.
-        waits, tables = logits * itemsize if work.dtype != "float32" else 0, 0
+        waits, tables = logits * itemsize if trains and work.dtype != "float32" else 0, 0
     for layer in layers if through else ():
         uses, backward = found.by_layer[layer], layer_memory.backward(alike, layer)
         gathered = _gathered(device, _of_module(uses, backward.at))
@@ -166,8 +183,7 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
         waiting = [use for use in _last(uses) if found.parameter(use) in gradients]
         made = sums + tables + itemsize * of_layers + _gathered(device, waiting)
         yield Memory(held.parameters + gathered, made, state, saved + backward.bytes, waits, 0)
-    masters = 4 * sum(work.stored(d.axes, d.shape) for d in parameters(work.model).values())
-    yield Memory(masters, sums or itemsize * total, state, 0, 0, 0)
+    yield Memory(4 * _trainable(work) + _base(work), sums or itemsize * total, state, 0, 0, 0)
 
 
 def _stream(device: DeviceStep, use: Use) -> int:
@@ -179,7 +195,7 @@ def _stream(device: DeviceStep, use: Use) -> int:
 def _inference(device: DeviceStep) -> Iterator[Memory]:
     """A layer, and the unembedding of the last tokens."""
     work, found, alike = device.work, device.found, device_step(device.work.alike())
-    held = work.itemsize * sum(work.stored(d.axes, d.shape) for d in parameters(work.model).values())
+    held = work.itemsize * sum(work.stored(d.axes, d.shape) for d in work.parameters.values())
     cache = kv_cache(work) + _tiled_copies(work)
     tables = [use for use in found.by_layer[None] if use.name in ("look_up", "logits")]
     # A tied table is gathered once for both of its uses.

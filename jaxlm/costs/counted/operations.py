@@ -19,7 +19,6 @@ from jaxlm.costs.counted.attention import Seen
 from jaxlm.costs.counted.device import DeviceStep
 from jaxlm.costs.counted.kernel_costs import Elementwise
 from jaxlm.costs.counted.paper import Use
-from jaxlm.costs.counted.parameters import parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.training.optimizer import cost
 from jaxlm.training.optimizer_cost import OptimizerCost
@@ -215,9 +214,9 @@ _OPTIMIZER_FLOPS = 28
 
 
 def _optimizer(work: Workload) -> Iterator[Operation]:
-    """Yield reads of gradient, parameter and state, writes of the last two, and products. What is frozen has a state
-    all the same."""
-    stored = {path: work.stored(d.axes, d.shape) for path, d in parameters(work.model).items()}
+    """Yield reads of gradient, parameter and state, writes of the last two, and products. What a group freezes has a
+    state all the same."""
+    stored = {path: work.stored(d.axes, d.shape) for path, d in work.trainable.items()}
     trained = sum(numbers for path, numbers in stored.items() if path not in work.frozen)
     moved = 4 * (3 * trained + (2 * sum(stored.values()) if work.average else 0)) + 2 * optimizer_bytes(work)
     yield Operation("optimizer", "optimizer", 1, None, moved, 2 * moved, trained * _OPTIMIZER_FLOPS)
@@ -232,15 +231,15 @@ def updates(work: Workload) -> dict[str, OptimizerCost]:
     """Return what the optimizer declares for each parameter that trains."""
     return {
         path: cost(work.optimizer, d, work.layout, work.rules)
-        for path, d in parameters(work.model).items()
+        for path, d in work.trainable.items()
         if path not in work.frozen
     }
 
 
 def optimizer_bytes(work: Workload) -> int:
-    """Return the bytes of the optimizer's state on one device, of all parameters."""
+    """Return the bytes of the optimizer's state on one device."""
     return 4 * sum(
         work.stored(tuple(d.axes[i] for i in kept), tuple(d.shape[i] for i in kept))
-        for d in parameters(work.model).values()
+        for d in work.trainable.values()
         for kept in cost(work.optimizer, d, work.layout, work.rules).state
     )

@@ -21,6 +21,7 @@ from jaxlm.inference.cache import empty_cache
 from jaxlm.inference.steps import decode_step, prefill
 from jaxlm.models import tree
 from jaxlm.models.config import ModelConfig
+from jaxlm.models.lora_config import LoraConfig
 from jaxlm.models.operations import Dropout
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.recording import MARKER, Marker, recording
@@ -132,12 +133,13 @@ class Recording:
 
 
 @functools.lru_cache(maxsize=64)
-def record(model: ModelConfig, kind: Kind, sequence: int, dropout: bool) -> Recording:
-    """Record the forward pass of a step over one row of this many tokens; in decoding the cache holds them.
+def record(model: ModelConfig, kind: Kind, sequence: int, dropout: bool, lora: LoraConfig | None = None) -> Recording:
+    """Record the forward pass of a step over one row of this many tokens; in decoding the cache holds them. A model in
+    training may have adapters.
 
     Raises ValueError for a product outside of the operations of `jaxlm.models.operations`.
     """
-    graph, parameters = abstract(model)
+    graph, parameters = abstract(model, lora)
     shapes = tree.shapes(parameters, jnp.bfloat16)
     tokens = jax.ShapeDtypeStruct((1, sequence), jnp.int32)
     if kind == "train":

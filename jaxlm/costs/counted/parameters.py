@@ -11,21 +11,28 @@ from jaxlm.costs.counted.paper import abstract
 from jaxlm.models import tree
 from jaxlm.models.cache import CacheEntry
 from jaxlm.models.config import ModelConfig
+from jaxlm.models.lora_config import LoraConfig
 from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.partition import using_rules
 from jaxlm.parallel.rules import RULES, Kind
 
 
 @functools.lru_cache(maxsize=256)
-def parameters(model: ModelConfig) -> dict[str, tree.Dimensions]:
-    """The dimensions of each parameter, by path."""
-    return tree.paths(tree.dimensions(abstract(model)[1]))
+def parameters(model: ModelConfig, lora: LoraConfig | None = None) -> dict[str, tree.Dimensions]:
+    """The dimensions of each parameter, by path, perhaps with adapters."""
+    return tree.paths(tree.dimensions(abstract(model, lora)[1]))
 
 
 @functools.lru_cache(maxsize=256)
-def copied(model: ModelConfig) -> dict[str, Fraction]:
+def base(model: ModelConfig, lora: LoraConfig) -> frozenset[str]:
+    """The paths of the parameters that are not trained beside adapters."""
+    return frozenset(tree.paths(tree.shapes(tree.trained(abstract(model, lora)[1])[1])))
+
+
+@functools.lru_cache(maxsize=256)
+def copied(model: ModelConfig, lora: LoraConfig | None = None) -> dict[str, Fraction]:
     """Return the share of each parameter that training copies before the loops over layers, by path; no zeros."""
-    return {path: share for path, share in nnx.merge(*abstract(model)).copied().items() if share}
+    return {path: share for path, share in nnx.merge(*abstract(model, lora)).copied().items() if share}
 
 
 @functools.lru_cache(maxsize=1024)

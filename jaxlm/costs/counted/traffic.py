@@ -9,7 +9,6 @@ from jaxlm.costs.counted.device import DeviceStep, device_step
 from jaxlm.costs.counted.kernel_costs import logits, loss
 from jaxlm.costs.counted.operations import PRODUCTS, run_again, updates
 from jaxlm.costs.counted.paper import Use
-from jaxlm.costs.counted.parameters import parameters
 from jaxlm.costs.workload import Workload
 from jaxlm.models.operations import STREAM, WHOLE
 
@@ -99,7 +98,7 @@ def _copies(device: DeviceStep) -> Iterator[Collective]:
 
 def _sums(work: Workload) -> Iterator[Collective]:
     """Over `data`, gradients are summed once per step."""
-    leaves = parameters(work.model).items()
+    leaves = work.parameters.items()
     stored = sum(work.stored(d.axes, d.shape) for path, d in leaves if path not in work.frozen)
     wide = 4 if work.microbatches > 1 else work.itemsize
     yield Collective("all-reduce", ("data",), 1, wide * stored, "gradients")

@@ -1,0 +1,88 @@
+"""LoRA as a change of a model's modules: matrices with adapters, which alone are trained, and their sum."""
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+from flax import nnx
+
+from jaxlm.core.errors import InputError
+from jaxlm.models.lora_config import LoraConfig
+from jaxlm.models.parameters import AdaptedMatrix, Module, stack
+from jaxlm.models.transformer import Transformer
+
+_SHOWN = 4  # paths in a message
+_Changed = TypeVar("_Changed", bound=Module)
+
+
+def targets(settings: LoraConfig, matrices: Sequence[str], others: Iterable[str]) -> tuple[str, ...]:
+    """Return the matrices that have adapters, of the paths of a model's matrices.
+
+    Raises InputError for a pattern that matches none of them; `others` are the paths of other parameters.
+    """
+    for i, pattern in enumerate(settings.targets):
+        if any(fnmatchcase(path, pattern) for path in matrices):
+            continue
+        wrong = [path for path in others if fnmatchcase(path, pattern)]
+        near = difflib.get_close_matches(pattern, matrices, _SHOWN, cutoff=0.4) or matrices[:_SHOWN]
+        why = f"{wrong[0]} is no matrix of a layer" if wrong else "it matches no parameter"
+        raise InputError(f"lora.targets[{i}] = {pattern!r}: {why}; adapters go with {', '.join(near)}")
+    return tuple(path for path in matrices if any(fnmatchcase(path, pattern) for pattern in settings.targets))
+
+
+def adapt(module: Transformer, settings: LoraConfig, paths: Sequence[str], rngs: nnx.Rngs) -> Transformer:
+    """Give the matrices of a model at these paths adapters, and return it."""
+    groups = module.groups
+
+    def blocks() -> tuple[Module, ...]:
+        blocks = groups.distinct(module.layers)
+        return tuple(_adapt(block, settings, _below(paths, block.name), nnx.Rngs(0)) for block in blocks)
+
+    graphs = map(nnx.graphdef, nnx.eval_shape(blocks))
+    module.groups = replace(groups, graphs=tuple(zip(dict(groups.graphs), graphs, strict=True)))
+    return _adapt(module, settings, paths, rngs)
+
+
+def _below(paths: Iterable[str], name: str) -> list[str]:
+    return [path.removeprefix(f"{name}/") for path in paths if path.startswith(f"{name}/")]
+
+
+def _adapt(module: _Changed, settings: LoraConfig, paths: Sequence[str], rngs: nnx.Rngs) -> _Changed:
+    for path in paths:
+        *above, name = path.split("/")
+        parent = _at(module, above)
+        base = getattr(parent, name)
+        setattr(parent, name, _adapted(base, settings, rngs))
+    return module
+
+
+def _adapted(base: nnx.Param, settings: LoraConfig, rngs: nnx.Rngs) -> AdaptedMatrix:
+    """Return a matrix with an adapter, or a stack of them."""
+    stacked = base.axes.count("layers")
+    inputs, axes, shape = len(base.inputs), base.axes[stacked:], base.shape[stacked:]
+
+    def make(rngs: nnx.Rngs) -> AdaptedMatrix:
+        return AdaptedMatrix(shape, axes, inputs, settings.rank, settings.scale, rngs)
+
+    made = stack(make, base.shape[0], rngs) if stacked else make(rngs)
+    made.base = nnx.Param(base[...], axes=base.axes, inputs=base.inputs)
+    return made
+
+
+def merge(module: Transformer) -> Transformer:
+    """Put the sum W + scale · A·B in the place of each adapted matrix, in the dtype of W, and return the module.
+
+    It is computed in float32. The module is none to run any more, since its layers are described as adapted ones.
+    """
+    for path, node in list(nnx.iter_graph(module)):
+        if isinstance(node, AdaptedMatrix):
+            setattr(_at(module, path[:-1]), str(path[-1]), nnx.Param(node.sum()))
+    return module
+
+
+def _at(module: Any, path: Sequence[Any]) -> Any:
+    for part in path:
+        module = module[part] if isinstance(module, Mapping | nnx.Dict | nnx.List) else getattr(module, part)
+    return module

@@ -1,0 +1,107 @@
+"""Costs of a step with adapters: counted from its recording, as its program has them."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import model_fixtures
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from matrices import sampled
+from workload_fixtures import workload
+
+from jaxlm import config
+from jaxlm.config import Experiment
+from jaxlm.core.errors import InputError
+from jaxlm.costs.counted import memory, operations
+from jaxlm.costs.counted.flops import flops
+from jaxlm.costs.jaxpr.count import count
+from jaxlm.costs.plan import parameter_counts
+from jaxlm.costs.workload import Workload
+from jaxlm.models.lora_config import LoraConfig
+from jaxlm.parallel.layout import AXES, Layout
+from jaxlm.training.step import make_steps
+
+CHIPS = {"gpu": AbstractDevice("NVIDIA H200", 1, "gpu"), "tpu": AbstractDevice("TPU v5 lite", 1, "tpu")}
+MODELS = {**model_fixtures.FAMILIES, "mixed": model_fixtures.MIXED}
+TARGETS = {"all": ("*",), "some": ("*/attention/value", "*/down"), "gate": ("*/up",)}
+REMAT = {"none": "none", "full": "full", "some": ("query", "up")}
+
+
+@pytest.mark.parametrize(
+    "name, targets, remat, platform",
+    sampled(
+        [
+            pytest.param(name, targets, remat, platform)
+            for name in MODELS
+            for targets in TARGETS
+            for remat in REMAT
+            for platform in CHIPS
+        ],
+        ["llama-all-full-gpu", "gpt2-some-none-tpu", "gemma-all-some-gpu", "mixed-gate-full-tpu"],
+    ),
+)
+def test_every_product_is_counted(name, targets, remat, platform):
+    """To the last FLOP, and the optimizer's state to the last byte."""
+    settings = MODELS[name]
+    model = model_fixtures.model(settings, attention={**settings["attention"], "head_dim": 16})
+    lora = LoraConfig(rank=4, targets=TARGETS[targets])
+    changes = {"remat": REMAT[remat], "kernels": "auto", "microbatches": 2}
+    steps = make_steps(
+        model, model_fixtures.training(dtype="bfloat16", **changes), model_fixtures.optimization(), lora=lora
+    )
+    batch = dict.fromkeys(
+        ("tokens", "targets", "segments", "positions"), jax.ShapeDtypeStruct((8, model_fixtures.CONTEXT), jnp.int32)
+    )
+    mesh = AbstractMesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, abstract_device=CHIPS[platform])
+    with jax.sharding.use_abstract_mesh(mesh):
+        state = jax.eval_shape(steps.init)
+        found = count(steps.train, state, batch)
+    work = workload("train", model, 8, model_fixtures.CONTEXT, platform=platform, lora=lora, **changes)
+    ops = operations.step(work)
+    assert sum(op.times * op.flops for op in ops if not op.kernel) == found.matmul_flops
+    assert sum(op.times * (op.flops + op.elementwise) for op in ops if op.kernel) == found.kernel_flops
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim)
+    assert memory.trained(work).optimizer == held
+    counts = parameter_counts(work)
+    assert counts["trainable"] == sum(leaf.size for leaf in jax.tree.leaves(state.parameters))
+    assert counts["total"] - counts["trainable"] == sum(leaf.size for leaf in jax.tree.leaves(state.base))
+
+
+def test_a_base_is_held_once_and_has_no_gradients():
+    """Llama 3.1 8B is 16 GB in bfloat16; whole training holds 48 GB of parameters alone."""
+    experiment = config.load("llama3.1-8b", ["lora.rank=16", "training.sequence=4096", "training.remat=full"])
+    work = Workload.of(experiment)
+    whole = replace(work, lora=None)
+    assert parameter_counts(work) == {
+        "total": 8_030_261_248 + 41_943_040,
+        "active": 8_030_261_248 + 41_943_040,
+        "embedding": 2 * 128_256 * 4096,
+        "trainable": 41_943_040,
+    }
+    held = memory.trained(work)
+    assert held.parameters == 2 * 8_030_261_248 + (4 + 2) * 41_943_040
+    assert held.optimizer == 8 * 41_943_040 and held.gradients == 2 * 41_943_040
+    assert memory.trained(whole).parameters == 6 * 8_030_261_248
+    # A third of a trained step's products are gradients of matrices.
+    assert 0.66 < flops(work).model / flops(whole).model < 0.72
+    assert flops(work).napkin < 0.68 * flops(whole).napkin
+
+
+def test_targets_are_refused_before_anything_is_counted():
+    experiment = config.load("qwen3-0.6b", ["lora.targets=['q_proj']"])
+    with pytest.raises(InputError, match=r"lora.targets\[0\] = 'q_proj': it matches no parameter"):
+        Workload.of(experiment)
+    assert Workload.of(experiment, kind="decode").lora is None
+
+
+def test_a_mesh_shards_adapters_with_what_they_adapt():
+    model = model_fixtures.model()
+    experiment = Experiment(
+        model=model,
+        training=model_fixtures.training(),
+        optimizer=model_fixtures.optimization().model_dump(),
+        lora=LoraConfig(rank=4),
+    )
+    one, eight = (Workload.of(experiment, layout) for layout in (Layout(), Layout(data=2, fsdp=2, tensor=2)))
+    assert memory.trained(eight).parameters < 0.4 * memory.trained(one).parameters

@@ -90,8 +90,9 @@ def train(
       process: the place of this process in a job of several; Slurm, Open MPI and Cloud TPU say it themselves.
       continue_with_changes: whether a run may be continued as another one (`jaxlm.training.changes`); history.jsonl in
         `out` says from which step.
-      start_from: a run or a Hugging Face directory whose weights a new run begins with; its architecture and tokenizer
-        are to be the experiment's. A run that is resumed remembers it, and needs it only before its first checkpoint.
+      start_from: a run or a Hugging Face directory whose weights a new run begins with, or adapts (`experiment.lora`);
+        its architecture and tokenizer are to be the experiment's. A run that is resumed remembers it, and needs it only
+        before its first checkpoint, or for adapters.
 
     Raises InputError where the experiment cannot be trained here or in `out`, Diverged and Unsaved (RunFailed) where
     the run fails, and Stopped for a signal before there is anything to save.
@@ -99,7 +100,7 @@ def train(
     from jaxlm.job import Job
     from jaxlm.training.display import Display
 
-    source = _unread(Path(out)) if start_from is None else source_of(Path(start_from))
+    source = _needed(Path(out)) if start_from is None else source_of(Path(start_from))
     shown = display or Display()
     return Job(experiment, Path(out), shown, profile, max_hours, process, continue_with_changes, source).run()
 
@@ -138,32 +139,41 @@ def load(
     return LoadedModel(source, experiment, checkpoint, average, dtype or experiment.training.dtype, workload, say)
 
 
-def _unread(out: Path) -> "ModelSource | None":
-    """Return the weights that a run in a folder begins with and has no checkpoint of yet. Raises InputError where they
-    are not there."""
+def _needed(out: Path) -> "ModelSource | None":
+    """Return the weights that a run in a folder begins with and has no checkpoint of yet, or that its adapters adapt.
+    Raises InputError where they are not there."""
     from jaxlm.run import Run
 
     run = Run(out)
-    if (origin := run.begun_from) is None or run.has_checkpoint:
+    if (origin := run.begun_from) is None or (run.has_checkpoint and not run.has_adapters):
         return None
-    source = source_of(Path(origin.source))
+    source = source_of(Path(origin.pinned))
     try:
         source.experiment()
     except InputError as error:
-        raise InputError(f"{run} has no checkpoint yet and begins with {origin.source}: {error}") from None
+        needs = "adapts" if run.has_adapters else "has no checkpoint yet and begins with"
+        raise InputError(f"{run} {needs} {origin.source}: {error}") from None
     return source
 
 
 def source_of(path: Path) -> "ModelSource":
     """Return a run folder or a Hugging Face directory, whichever is there, or a model of the Hub."""
     from jaxlm.families import hub
-    from jaxlm.families.files import is_published
+    from jaxlm.families.files import is_adapter, is_published
+    from jaxlm.lora_run import LoraRun
     from jaxlm.published import PublishedSource
     from jaxlm.run import Run
 
     run = Run(path)
-    published = hub.is_name(path) or (is_published(path) and not run.paths.config.is_file())
-    return PublishedSource(path) if published else run
+    published = is_published(path) or is_adapter(path)
+    if hub.is_name(path) or (published and not run.paths.config.is_file()):
+        return PublishedSource(path)
+    if not run.has_adapters:
+        return run
+    base = _needed(path)
+    if base is None:
+        raise InputError(f"{run} has adapters, and no {run.paths.origin.name} says of which model; put it back")
+    return LoraRun(path, base)
 
 
 class LoadedModel:
@@ -438,6 +448,7 @@ def export(
     *,
     checkpoint: Literal["newest", "best"] = "newest",
     average: bool = False,
+    adapter: bool = False,
     say: Callable[[str], None] = _silent,
 ) -> "Converted":
     """Write the model of a run as a Hugging Face directory.
@@ -446,13 +457,20 @@ def export(
       run: the folder of a run, or a Hugging Face directory.
       folder: the directory to make.
       checkpoint, average: as in `load`.
+      adapter: write the adapters of a run alone, as a PEFT directory; otherwise they are added to what they adapt.
       say: takes a line about each file.
 
-    Returns the family and the number of parameters. Raises InputError where the model is of no family, or where the
-    folder is there.
+    Returns the family and the number of parameters. Raises InputError where the model is of no family, where the folder
+    is there, or for an `adapter` of a run that has none.
     """
     from jaxlm import published
+    from jaxlm.lora_run import LoraRun
 
+    if adapter:
+        source = source_of(Path(run))
+        if not isinstance(source, LoraRun):
+            raise InputError(f"{source} is no run with adapters ([lora]); leave out --adapter")
+        return published.Converted(*source.export(Path(folder), checkpoint, average, say))
     # Nothing is computed: each device holds as little as may be.
     model = load(run, checkpoint=checkpoint, average=average, dtype="stored", workload="prefill", say=say)
     return published.export(model.source, model.parameters, model.experiment, Path(folder), say)

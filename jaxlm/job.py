@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxlm import config
 from jaxlm.config import Experiment
 from jaxlm.core import accelerators
-from jaxlm.core.errors import RunFailed
+from jaxlm.core.errors import InputError, RunFailed
 from jaxlm.core.schema import shown
 from jaxlm.costs import capacity
 from jaxlm.data import chat_template, conversations
@@ -60,6 +60,9 @@ class Job:
         sinks.check_installed(experiment.records.wandb_project)
         self._run, self._continue_with_changes, self._source = Run(out), continue_with_changes, source
         self._data = experiment.data  # as it is read: a run that begins has no tokenizer and template of its own yet
+        if experiment.lora is not None and source is None:
+            self._run.check(experiment, continue_with_changes)
+            raise InputError("[lora] adapts the weights of a model: give --from MODEL")
         if source is not None:
             check_start(source, experiment)
             self._experiment = experiment = with_own_tokenizer(experiment, source, self._run.paths.tokenizer)
@@ -121,7 +124,7 @@ class Job:
             if result.reason:
                 return Ended(result.step, result.reason)
             dataset = dataset._replace(tokenizer=self._run.load_tokenizer())  # with the ends of published weights
-            sample = _sample(self._experiment, dataset, result.parameters, mesh)
+            sample = _sample(self._experiment, dataset, self._merged(result.parameters, mesh), mesh)
         if processes.is_first():
             self._run.paths.sample.write_text(sample, encoding="utf-8")
         return Ended(result.step, 0, sample)
@@ -179,8 +182,10 @@ class Job:
         with self._clock.phase("calibration"), processes.first_process_first("calibration"):
             calibration.ensure(say)
         mesh = mesh_here(experiment.mesh.least().size, partial(config.layout, experiment))
-        say(f"{parameter_count(experiment.model):,} parameters on {describe(mesh)}")
-        found = counted(Workload.of(experiment, Layout(mesh.shape)), mesh)
+        work = Workload.of(experiment, Layout(mesh.shape))
+        trained = f", and {work.trainable_numbers:,} in adapters" if experiment.lora else ""
+        say(f"{parameter_count(experiment.model):,} parameters{trained} on {describe(mesh)}")
+        found = counted(work, mesh)
         capacity.check(found.memory, found.capacity)
         if replicated := say_replicated(found.work):
             say(replicated)
@@ -224,17 +229,36 @@ class Job:
             ) from error
 
     def _weights(self, mesh: "Mesh") -> "Tree | None":
-        """Return the weights that the run begins with, or None for those of its seed."""
+        """Return the weights that the run begins with, or that its adapters adapt; None for those of its seed."""
+        from jaxlm.models import tree as model_tree
         from jaxlm.parallel.rules import TRAIN
 
         if self._source is None:
             return None
-        step, parameters = self._source.restore(self._experiment.model, mesh, TRAIN, "float32", say=self._display.say)
+        experiment, lora, run, say = self._experiment, self._experiment.lora, self._run, self._display.say
+        remembered = run.begun_from if lora is not None and run.has_checkpoint else None
+        if remembered is not None and processes.is_first():
+            remembered.check(run, self._source)
+        dtype = "float32" if lora is None else experiment.training.dtype
+        checkpoint = "newest" if remembered is None or remembered.step is None else remembered.step
+        step, parameters = self._source.restore(experiment.model, mesh, TRAIN, dtype, checkpoint=checkpoint, say=say)
         origin = self._source.origin(step)
-        if processes.is_first():
-            origin.save(self._run.paths.origin)
-        self._display.say(f"beginning with the weights of {origin}")
-        return parameters
+        if processes.is_first() and remembered is None:
+            digest = None if lora is None else self._source.weights_digest(step)
+            origin._replace(digest=digest).save(run.paths.origin)
+        if lora is None:
+            say(f"beginning with the weights of {origin}")
+            return parameters
+        say(f"adapting the weights of {origin}")
+        return model_tree.under_adapters(parameters, model_tree.targets(experiment.model, lora))
+
+    def _merged(self, parameters: "Tree", mesh: "Mesh") -> "Tree":
+        """Return the parameters of the model, with adapters added to what they adapt."""
+        from jaxlm.models import tree as model_tree
+        from jaxlm.parallel.rules import TRAIN
+
+        model, lora = self._experiment.model, self._experiment.lora
+        return parameters if lora is None else model_tree.merged(model, lora, parameters, mesh, TRAIN)
 
     def _record(self, dataset: Dataset, step: int) -> None:
         self._trained_from = step

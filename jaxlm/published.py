@@ -13,7 +13,7 @@ from jaxlm.core.files import replace, unwritable
 from jaxlm.data.packing import Rows
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.families import files, hub, tokens
-from jaxlm.families.files import TOKENIZER
+from jaxlm.families.files import TOKENIZER, is_adapter
 from jaxlm.models.config import ModelConfig
 from jaxlm.run import Run, check_reads, check_vocabulary, keep, text_rows
 from jaxlm.source import ModelSource
@@ -35,11 +35,17 @@ class PublishedSource:
     """The model in a Hugging Face directory, with what `jaxlm.api.LoadedModel` asks of a run."""
 
     def __init__(self, path: Path):
-        """Take a directory, or the name of a model of the Hub, whose small files are fetched."""
+        """Take a directory, of a model or of adapters of one, or the name of a model of the Hub, whose small files are
+        fetched."""
         from jaxlm.families.directory import PublishedModel
+        from jaxlm.families.peft import AdaptedModel
 
-        self.folder = hub.fetch(path) if hub.is_name(path) else path
-        self.model = PublishedModel(self.folder, str(path) if hub.is_name(path) else None)
+        if is_adapter(path):
+            self.model = AdaptedModel(path)
+        else:
+            folder = hub.fetch(path) if hub.is_name(path) else path
+            self.model = PublishedModel(folder, str(path) if hub.is_name(path) else None)
+        self.folder = self.model.folder
 
     def __str__(self) -> str:
         return str(self.model)
@@ -98,12 +104,12 @@ class PublishedSource:
         rules: "Rules",
         dtype: "jax.typing.DTypeLike | None",
         *,
-        checkpoint: str = "newest",
+        checkpoint: str | int = "newest",
         average: bool = False,
         say: Callable[[str], None] = print,
     ) -> "tuple[int, Tree]":
         """Return 0 and the parameters, read from the file into their shards. Raises InputError where it is broken."""
-        if average or checkpoint != "newest":
+        if average or checkpoint not in ("newest", 0):
             raise InputError(f"{self} is a published model, with one set of weights; leave out --ema and --checkpoint")
         for remark in self.model.remarks():
             say(f"{self}: {remark}")
@@ -121,7 +127,12 @@ class PublishedSource:
     def origin(self, step: int | None = None) -> Origin:
         """The record of a run that begins with its weights, which have no step."""
         hub_name = self.model.hub_name
-        return Origin(hub_name or str(self.folder.absolute()), "published", None, hub_name and self.folder.name)
+        where = hub_name or str((self.model.adapter or self.folder).absolute())
+        return Origin(where, "published", None, hub_name and self.folder.name)
+
+    def weights_digest(self, step: int | None = None) -> str:
+        """Return a digest of its weights. Raises InputError where a file is missing."""
+        return self.model.digest()
 
     def held_out(self, experiment: Experiment, display: Display) -> dict[str, Rows]:
         """Raise InputError as `check_own_text` does."""

@@ -30,6 +30,7 @@ from jaxlm.training.records import JsonLines
 
 if TYPE_CHECKING:
     import jax
+    from flax import nnx
     from jax.sharding import Mesh
 
     from jaxlm.data.chat_template import ChatTemplate
@@ -107,6 +108,11 @@ class Run:
             raise InputError(
                 f"{self.paths} began with {before}, not with those of {asked.source}; leave out --from, or {_OTHER_OUT}"
             )
+
+    @property
+    def has_adapters(self) -> bool:
+        """Return whether it trains adapters of other weights."""
+        return self.paths.config.is_file() and self.experiment().lora is not None
 
     @property
     def has_checkpoint(self) -> bool:
@@ -370,7 +376,7 @@ class Run:
         rules: "Rules",
         dtype: "jax.typing.DTypeLike | None",
         *,
-        checkpoint: str = "newest",
+        checkpoint: str | int = "newest",
         average: bool = False,
         say: Callable[[str], None] = print,
     ) -> "tuple[int, Tree]":
@@ -378,17 +384,30 @@ class Run:
 
         Args:
           dtype: None keeps the one that each array is stored in.
-          checkpoint: "newest", or "best", the one with the lowest held-out loss.
+          checkpoint: "newest", or "best", the one with the lowest held-out loss, or a step.
           average: whether to take the moving average of the weights.
           say: takes a line about each checkpoint that is passed over.
 
         Raises InputError where there is no whole checkpoint.
         """
         from jaxlm.models import tree as model_tree
-        from jaxlm.training import checkpoints, manifests
 
-        choose = manifests.best_verified if checkpoint == "best" else manifests.newest_verified
-        _, tree = model_tree.abstract(model)
+        return self.restored(model_tree.abstract(model)[1], mesh, rules, dtype, checkpoint, average, say)
+
+    def restored(
+        self,
+        tree: "nnx.State",
+        mesh: "Mesh",
+        rules: "Rules",
+        dtype: "jax.typing.DTypeLike | None",
+        checkpoint: str | int,
+        average: bool,
+        say: Callable[[str], None],
+    ) -> "tuple[int, Tree]":
+        """Return a step and what it saved of the parameters of an abstract tree, as `restore` does."""
+        from jaxlm.models import tree as model_tree
+        from jaxlm.training import checkpoints
+
         placement = model_tree.shardings(tree, mesh, rules)
         like = model_tree.placed(model_tree.shapes(tree, dtype), placement)
         folder, said = self.paths.checkpoints, set[str]()
@@ -399,15 +418,36 @@ class Run:
             said.add(line)
 
         for attempt in range(1, _ATTEMPTS + 1):
-            step = choose(folder, say_once)
-            if step is None:
-                break
+            step = self._chosen(checkpoint, say_once)
             try:
                 return step, checkpoints.restore_parameters(folder, step, like, average, as_stored=dtype is None)
             except checkpoints.Gone:
                 if attempt == _ATTEMPTS:
                     raise
-        raise InputError(f"{self.paths} has no whole checkpoint yet; jaxlm train writes one")
+        raise AssertionError
+
+    def _chosen(self, checkpoint: str | int, say: Callable[[str], None]) -> int:
+        """Return the step of a checkpoint. Raises InputError where it is not whole."""
+        from jaxlm.training import manifests
+
+        folder = self.paths.checkpoints
+        if isinstance(checkpoint, int):
+            if broken := manifests.corruption_of(folder / str(checkpoint)):
+                raise InputError(f"{self.paths} has no whole checkpoint of step {checkpoint} ({broken}); put it back")
+            return checkpoint
+        choose = manifests.best_verified if checkpoint == "best" else manifests.newest_verified
+        step = choose(folder, say)
+        if step is None:
+            raise InputError(f"{self.paths} has no whole checkpoint yet; jaxlm train writes one")
+        return step
+
+    def weights_digest(self, step: int | None = None) -> str:
+        """Return a digest of the parameters of a step, the newest by default. Raises InputError where it is not
+        whole."""
+        from jaxlm.training import manifests
+
+        found = self._chosen("newest" if step is None else step, lambda line: None)
+        return manifests.digest_of(self.paths.checkpoints, found)
 
 
 def keep(files: Mapping[str, bytes], folder: Path) -> None:

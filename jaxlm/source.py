@@ -71,7 +71,7 @@ class ModelSource(Protocol):
         rules: "Rules",
         dtype: "jax.typing.DTypeLike | None",
         *,
-        checkpoint: str = "newest",
+        checkpoint: str | int = "newest",
         average: bool = False,
         say: Callable[[str], None] = print,
     ) -> "tuple[int, Tree]":
@@ -81,6 +81,10 @@ class ModelSource(Protocol):
 
     def carried(self) -> dict[str, bytes]:
         """Return the small files that published weights came with, by name, which an export gives back."""
+        ...
+
+    def weights_digest(self, step: int | None = None) -> str:
+        """Return a digest of its weights, of a step or the newest. Raises InputError where they are not whole."""
         ...
 
     def origin(self, step: int | None = None) -> Origin:

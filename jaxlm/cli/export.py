@@ -1,4 +1,4 @@
-"""Write a model as a Hugging Face directory: safetensors, config.json and its tokenizer."""
+"""Write a model as a Hugging Face directory: safetensors, config.json and its tokenizer; or adapters alone."""
 
 import argparse
 import json
@@ -14,6 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run", type=path, metavar="RUN", help="folder of a run, a Hugging Face directory, or hf:ORG/NAME"
     )
     parser.add_argument("folder", type=path, metavar="HF_DIR", help="the Hugging Face directory, which is made")
+    parser.add_argument(
+        "--adapter", action="store_true", help="of a run with [lora]: its adapters alone, as a PEFT directory"
+    )
     trained.add_checkpoint(parser)
 
 
@@ -23,6 +26,7 @@ def main(arguments: argparse.Namespace) -> int:
         arguments.folder,
         checkpoint=arguments.checkpoint,
         average=arguments.ema,
+        adapter=arguments.adapter,
         say=lambda line: print(f"jaxlm: {line}", file=sys.stderr),
     )
     if arguments.json:

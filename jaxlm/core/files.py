@@ -2,11 +2,13 @@
 
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
@@ -25,6 +27,17 @@ def unwritable(folder: Path) -> str | None:
     except OSError as error:
         return error.strerror
     return None
+
+
+def digest(files: Iterable[Path]) -> str:
+    """Return a digest of the content of files, in this order; several are read at once."""
+
+    def one(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "blake2b").hexdigest()
+
+    with ThreadPoolExecutor() as pool:
+        return hashlib.blake2b("".join(pool.map(one, files)).encode(), digest_size=32).hexdigest()
 
 
 def replace(path: Path, text: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxlm.core.errors import InputError
-from jaxlm.core.files import building
+from jaxlm.core.files import building, digest
 from jaxlm.families import hub, quantized, safetensors, table
 from jaxlm.families.family import Family, named
 from jaxlm.families.files import CONFIG, GENERATION, INDEX, SINGLE, read_json, shards, text_of, write_json
@@ -30,6 +30,8 @@ class PublishedModel:
 
     Of one of the Hub, `hub_name`, the folder has the small files, and safetensors are fetched when they are asked for.
     """
+
+    adapter: Path | None = None  # the folder of what is added to its tensors
 
     def __init__(self, folder: Path, hub_name: str | None = None):
         self.folder, self.hub_name = folder, hub_name
@@ -69,12 +71,12 @@ class PublishedModel:
 
     @cached_property
     def _named(self) -> dict[str, StoredTensor | LazyTensor]:
-        prefixes = self.family.prefixes
+        return {self.renamed(name): tensor for name, tensor in self._dequantized.items()}
 
-        def renamed(name: str) -> str:
-            return next((now + name.removeprefix(old) for old, now in prefixes.items() if name.startswith(old)), name)
-
-        return {renamed(name): tensor for name, tensor in self._dequantized.items()}
+    def renamed(self, name: str) -> str:
+        """Return the name that the family has for a tensor."""
+        prefixes = self.family.prefixes.items()
+        return next((now + name.removeprefix(old) for old, now in prefixes if name.startswith(old)), name)
 
     @cached_property
     def _left_out(self) -> list[str]:
@@ -133,6 +135,11 @@ class PublishedModel:
     def load(self, mesh: Mesh, rules: Rules, dtype: jax.typing.DTypeLike | None = None) -> Tree:
         """Return the parameters, sharded on a mesh, in a dtype or each in its own. Raises InputError as `tensors`."""
         return table.load(self.model, self.tensors, self.stored, mesh, rules, dtype)
+
+    def digest(self) -> str:
+        """Return a digest of the files of its tensors. Raises InputError where one is missing."""
+        files = {tensor.file for tensor in self._files.values()}
+        return digest(sorted(files))
 
     def dtypes(self) -> dict[str, str]:
         """Return the dtype of each tensor that is not in the most frequent one, and that one under ""."""

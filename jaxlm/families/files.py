@@ -14,6 +14,7 @@ TEKKEN, TIKTOKEN, SENTENCEPIECE, VOCABULARY, MERGES = (
     *("tekken.json", ("tiktoken.model", "*.tiktoken"), "tokenizer.model", "vocab.json", "merges.txt"),
 )
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 # Files that are carried through an import and an export as they are. A * stands for any letters.
 CARRIED = (
     *(CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS),
@@ -29,6 +30,11 @@ def is_published(path: Path) -> bool:
 def carried(folder: Path) -> list[Path]:
     """Return the files of a folder that an import and an export carry."""
     return [file for pattern in CARRIED for file in sorted(folder.glob(pattern)) if file.is_file()]
+
+
+def is_adapter(path: Path) -> bool:
+    """Return whether a folder is a PEFT directory."""
+    return (path / ADAPTER_CONFIG).is_file()
 
 
 def read_json(file: Path) -> dict[str, Any]:

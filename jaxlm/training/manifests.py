@@ -96,6 +96,13 @@ def best_verified(directory: Path, say: Callable[[str], None]) -> int | None:
     return newest_verified(directory, say)
 
 
+def digest_of(directory: Path, step: int) -> str:
+    """Return a digest of the parameters of a checkpoint that was verified, from the checksums of their files."""
+    listed = json.loads((directory / str(step) / _CHECKSUMS).read_text())
+    of_parameters = {name: digest for name, digest in listed.items() if name.startswith("parameters/")}
+    return hashlib.blake2b(json.dumps(of_parameters, sort_keys=True).encode(), digest_size=32).hexdigest()
+
+
 def held_out_loss(directory: Path, step: int) -> float | None:
     """Return the held-out loss of a checkpoint, in nats per token; None if it was not measured."""
     return _loss(directory / str(step))

@@ -2,30 +2,50 @@
 
 import json
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from jaxlm.core.errors import InputError
 from jaxlm.core.files import replace
+
+
+class WeightsSource(Protocol):
+    """A model whose weights can be told from others."""
+
+    def weights_digest(self, step: int | None = None) -> str:
+        """Return a digest of the weights of a step."""
+        ...
 
 
 class Origin(NamedTuple):
     """A model whose weights a run began with.
 
     `source`: the absolute path of its folder, or its name at the Hub. `revision`: the commit there. `step`: of a run,
-    once its weights are read.
+    once its weights are read. `digest`: of the weights, where adapters need them again.
     """
 
     source: str
     kind: Literal["run", "published"]
     step: int | None = None
     revision: str | None = None
+    digest: str | None = None
+
+    @property
+    def pinned(self) -> str:
+        """The path of the folder, or the name at the Hub with its commit."""
+        return f"{self.source.partition('@')[0]}@{self.revision}" if self.revision else self.source
 
     def __str__(self) -> str:
         return self.source if not self.step else f"{self.source}, step {self.step}"
 
+    def check(self, run: object, source: "WeightsSource") -> None:
+        """Raise InputError where the weights that a run adapts are not those that it was begun with."""
+        if source.weights_digest(self.step) != self.digest:
+            raise InputError(f"{self} is not the model that {run} adapts: its weights have changed; put them back")
+
     def save(self, file: Path) -> None:
         """Write it, atomically."""
-        replace(file, json.dumps(self._asdict(), indent=1) + "\n")
+        said = {key: value for key, value in self._asdict().items() if key != "digest" or value}
+        replace(file, json.dumps(said, indent=1) + "\n")
 
 
 def read(file: Path) -> Origin | None:

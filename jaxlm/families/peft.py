@@ -1,0 +1,287 @@
+"""Adapters in the format of PEFT (adapter_config.json, adapter_model.safetensors), read and written.
+
+The table of a family says what a tensor holds. What permutes the outputs of a matrix permutes those of B; a tensor that
+holds several matrices has the A of each above one another, and each B in a block of its own, so that its rank and its
+alpha are as many times those of one.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxlm.core.errors import InputError
+from jaxlm.core.files import building, digest
+from jaxlm.data.config import HUGGING_FACE
+from jaxlm.families import hub, safetensors, table
+from jaxlm.families.directory import PublishedModel
+from jaxlm.families.family import Family
+from jaxlm.families.files import ADAPTER, ADAPTER_CONFIG, is_published, read_json, write_json
+from jaxlm.families.safetensors import LazyTensor, StoredTensor
+from jaxlm.families.table import Held, TensorPlace
+from jaxlm.models import tree as model_tree
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.lora_config import LoraConfig
+from jaxlm.models.tree import Dimensions, Tree
+from jaxlm.parallel.rules import Rules
+
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(re.escape(_PREFIX) + r"(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
+_HUB = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_SHOWN = 4  # names in a message
+# Keys that change no result where tensors are there, or that are read.
+_INERT = frozenset(
+    "auto_mapping base_model_name_or_path exclude_modules inference_mode layers_pattern layers_to_transform lora_alpha "
+    "lora_dropout megatron_core parent_library peft_type peft_version qalora_group_size r rank_pattern alpha_pattern "
+    "revision runtime_config target_modules task_type use_rslora fan_in_fan_out".split()
+)
+_NONE = (None, False, "none", [], {})  # of another key: nothing is asked for
+_INITIAL = (*_NONE, True, "gaussian", "orthogonal")  # of init_lora_weights: the others change the base
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of a stored matrix: scale · B·A, with A [rank, in] and B [out, rank]; `transposed` where the matrix
+    is stored [in, out]."""
+
+    a: StoredTensor
+    b: StoredTensor
+    scale: float
+    transposed: bool
+
+    def added_to(self, matrix: np.ndarray) -> np.ndarray:
+        """Return the sum with a matrix, float32."""
+        product = self.scale * (self.b.read().astype(np.float32) @ self.a.read().astype(np.float32))
+        return matrix.astype(np.float32) + (product.T if self.transposed else product)
+
+
+class AdaptedModel(PublishedModel):
+    """The model of a PEFT directory: a published one, each matrix with its adapter added."""
+
+    def __init__(self, folder: Path):
+        """Take a directory with an adapter_config.json. Raises InputError where the model that it names is away."""
+        self.adapter = folder
+        self.base = _base(folder, self._adapter_config)
+        super().__init__(self.base.folder)
+
+    def __str__(self) -> str:
+        return str(self.adapter)
+
+    @cached_property
+    def _adapter_config(self) -> dict[str, Any]:
+        """The content of adapter_config.json. Raises InputError for what changes a result and is not read."""
+        file = self.adapter / ADAPTER_CONFIG
+        config = read_json(file)
+        if config.get("peft_type") != "LORA":
+            raise InputError(f"{file}: peft_type = {config.get('peft_type')!r}, and jaxlm reads LORA")
+        for key, value in config.items():
+            if key not in _INERT and value not in (_INITIAL if key == "init_lora_weights" else _NONE):
+                raise InputError(f"{file}: {key} = {value!r}: jaxlm reads adapters without it")
+        return config
+
+    @cached_property
+    def stored(self) -> dict[str, StoredTensor | LazyTensor]:
+        """The tensors, with adapters added, in the dtypes of the base."""
+        return self._sums(wide=False)
+
+    def _sums(self, wide: bool) -> dict[str, StoredTensor | LazyTensor]:
+        """Return the tensors with adapters added, rounded to their dtypes unless they stay `wide`: float32."""
+
+        def added(name: str, tensor: StoredTensor | LazyTensor) -> StoredTensor | LazyTensor:
+            if name not in self._adapters:
+                return tensor
+            adapter, to = self._adapters[name], np.dtype(np.float32) if wide else tensor.dtype
+            return LazyTensor(
+                tensor.dtype, tensor.shape, lambda: adapter.added_to(tensor.read()).astype(to, copy=False)
+            )
+
+        return {name: added(name, tensor) for name, tensor in self.base.stored.items()}
+
+    @cached_property
+    def _adapters(self) -> dict[str, Adapter]:
+        """The adapters by the tensor that they go with. Raises InputError where one is broken, or goes with none."""
+        file, config = self.adapter / ADAPTER, self._adapter_config
+        if not file.is_file():
+            raise InputError(f"{self.adapter} has no {ADAPTER}; save the adapter as safetensors")
+        declared = _matrices(self.model, self.family)
+        factors: dict[str, dict[str, StoredTensor]] = {}
+        for name, tensor in safetensors.read_header(file).items():
+            found = _FACTOR.fullmatch(name)
+            matrix = found and self.base.renamed(f"{found['module']}.weight")
+            if found is None or matrix not in declared:
+                raise InputError(f"{file}: {name} is the adapter of no matrix of {self.base}")
+            factors.setdefault(matrix, {})[found["factor"]] = tensor
+        made = {}
+        for name, each in factors.items():
+            held, transposed = declared[name]
+            outputs, inputs = reversed(held.shape) if transposed else held.shape
+            shapes = {factor: tensor.shape for factor, tensor in each.items()}
+            rank = shapes.get("A", (0,))[0]
+            if shapes != {"A": (rank, inputs), "B": (outputs, rank)} or rank == 0:
+                said = ", ".join(f"{factor} {list(shape)}" for factor, shape in shapes.items())
+                raise InputError(
+                    f"{file}: the adapter of {name} is {said}, and should be A [r, {inputs}], B [{outputs}, r]"
+                )
+            alpha = self._setting("alpha_pattern", "lora_alpha", name.removesuffix(".weight"))
+            scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+            made[name] = Adapter(each["A"], each["B"], scale, transposed)
+        return made
+
+    def _setting(self, pattern: str, key: str, module: str) -> float:
+        """Return the value for a module: of the first pattern that its name ends with, or of the key."""
+        config, file = self._adapter_config, self.adapter / ADAPTER_CONFIG
+        try:
+            for regex, value in (config.get(pattern) or {}).items():
+                if re.match(rf"(.*\.)?({regex})$", module):
+                    return float(value)
+            return float(config[key])
+        except (re.error, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{file}: {key} and {pattern} give {module} no number ({error})") from None
+
+    def load(self, mesh: Mesh, rules: Rules, dtype: jax.typing.DTypeLike | None = None) -> Tree:
+        """Return the parameters, as `PublishedModel.load` does; sums are rounded once."""
+        stored = self._sums(wide=dtype is not None)
+        return table.load(self.model, self.tensors, stored, mesh, rules, dtype)
+
+    def digest(self) -> str:
+        """Return a digest of adapters and base."""
+        return f"{digest([self.adapter / ADAPTER, self.adapter / ADAPTER_CONFIG])}+{self.base.digest()}"
+
+    def dtypes(self) -> dict[str, str]:
+        """Return the dtypes of the base."""
+        return self.base.dtypes()
+
+    def remarks(self) -> list[str]:
+        """Return what is odd of the base."""
+        return [*self.base.remarks(), f"{len(self._adapters)} adapters are added to {self.base}"]
+
+
+def _base(folder: Path, config: Mapping[str, Any]) -> PublishedModel:
+    """Return the model that an adapter names: a folder, from here or from the adapter's, or one of the Hub."""
+    name, file = str(config.get("base_model_name_or_path") or ""), folder / ADAPTER_CONFIG
+    for path in (Path(name), folder / name) if name else ():
+        if is_published(path):
+            return PublishedModel(path)
+    if not _HUB.fullmatch(name):
+        raise InputError(
+            f"{folder} adapts {name!r}, which is no Hugging Face directory; set base_model_name_or_path in {file}"
+        )
+    revision = config.get("revision")
+    of_hub = f"{HUGGING_FACE}{name}" + (f"@{revision}" if revision else "")
+    return PublishedModel(hub.fetch(of_hub), of_hub)
+
+
+def _matrices(model: ModelConfig, family: Family) -> dict[str, tuple[Held, bool]]:
+    """Return the tensors that are matrices by which something is multiplied, and whether each is stored [in, out]."""
+    declared = model_tree.paths(model_tree.dimensions(model_tree.abstract(model)[1]))
+    found = {}
+    for name, held in table.tensors(model, family.rules).items():
+        of = [declared[place.path] for place in held.places]
+        if name.endswith(".weight") and all(d.projection or (d.table and d.axes[-1] == "vocab") for d in of):
+            one, two = (_narrowed(held, declared, rank).shape for rank in (1, 2))
+            found[name] = held, one[0] != two[0]
+    return found
+
+
+def _narrowed(held: Held, declared: Mapping[str, Dimensions], rank: int) -> Held:
+    """Return a tensor like this one whose matrices have so many inputs."""
+
+    def narrow(place: TensorPlace) -> TensorPlace:
+        inputs = len(declared[place.path].inputs)
+        return replace(place, shape=(rank, *(1,) * (inputs - 1), *place.shape[inputs:]))
+
+    return Held(held.name, tuple(map(narrow, held.places)), held.pattern)
+
+
+def _written(
+    held: Held, transposed: bool, declared: Mapping[str, Dimensions], leaves: Mapping[str, np.ndarray], rank: int
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return A [k · rank, in] and B [out, k · rank] of a tensor that holds k adapted matrices; None for no such."""
+    paths = [path for path in dict.fromkeys(place.path for place in held.places) if f"{path}/a" in leaves]
+    if not paths:
+        return None
+    narrow = _narrowed(held, declared, len(paths) * rank)
+    first, blocks = [], [np.zeros(place.shape, np.float32) for place in narrow.places]
+    for part, path in enumerate(paths):
+        a, b = leaves[f"{path}/a"], leaves[f"{path}/b"]
+        for place, block in zip(narrow.places, blocks, strict=True):
+            if place.path == path:
+                of_layer = b if place.index is None else b[place.index]
+                rows = block[part * rank : (part + 1) * rank]
+                rows[...] = of_layer[..., place.start : place.end].reshape(rows.shape)
+        index = next(place.index for place in narrow.places if place.path == path)
+        first.append((a if index is None else a[index]).reshape(-1, rank).T)
+    second = narrow.write(blocks)
+    return np.concatenate(first), second.T if transposed else second
+
+
+def write(
+    folder: Path, model: ModelConfig, family: Family, lora: LoraConfig, adapters: Tree, base: Mapping[str, str]
+) -> int:
+    """Write adapters as a PEFT directory, in float32, and return their numbers.
+
+    Args:
+      adapters: by path, as they are trained.
+      base: keys of adapter_config.json that name the model.
+    """
+    leaves = {path: np.asarray(jax.device_get(leaf)) for path, leaf in model_tree.paths(adapters).items()}
+    declared = model_tree.paths(model_tree.dimensions(model_tree.abstract(model)[1]))
+    matrices, tensors, ranks = _matrices(model, family), {}, {}
+    for name, (held, transposed) in matrices.items():
+        factors = _written(held, transposed, declared, leaves, lora.rank)
+        if factors is None:
+            continue
+        module = name.removesuffix(".weight")
+        ranks[module] = len(factors[0])
+        for letter, factor in zip("AB", factors, strict=True):
+            tensors[f"{_PREFIX}{module}.lora_{letter}.weight"] = LazyTensor(
+                np.dtype(np.float32), factor.shape, lambda factor=factor: factor
+            )
+    modules = [name.removesuffix(".weight") for name in matrices]
+    fused = {module: rank for module, rank in ranks.items() if rank != lora.rank}
+    config = {
+        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "bias": "none", "lora_dropout": 0.0},
+        **base,
+        "r": lora.rank,
+        "lora_alpha": _whole(lora.alpha),
+        "use_rslora": lora.rank_stabilized,
+        "fan_in_fan_out": any(transposed for name, (_, transposed) in matrices.items()),
+        "target_modules": sorted(_short(set(ranks), modules)),
+        "rank_pattern": {re.escape(key): fused[some] for key, some in _named(fused, ranks, modules)},
+        "alpha_pattern": {
+            re.escape(key): _whole(lora.scale * (math.sqrt(fused[some]) if lora.rank_stabilized else fused[some]))
+            for key, some in _named(fused, ranks, modules)
+        },
+    }
+    with building(folder) as partial:
+        write_json(partial / ADAPTER_CONFIG, config)
+        safetensors.write(partial / ADAPTER, tensors, {"format": "pt"})
+    return sum(math.prod(tensor.shape) for tensor in tensors.values())
+
+
+def _whole(value: float) -> float:
+    """Return a number as an integer where it is one: PEFT's are."""
+    return round(value) if math.isclose(value, round(value), rel_tol=1e-12) else value
+
+
+def _short(chosen: set[str], modules: list[str]) -> set[str]:
+    """Return what PEFT takes for these modules: the last part of a name where all that have it are among them."""
+    others = {module.rpartition(".")[2] for module in modules if module not in chosen}
+    last = {module: module.rpartition(".")[2] for module in chosen}
+    return {module if last[module] in others else last[module] for module in chosen}
+
+
+def _named(fused: Mapping[str, int], ranks: Mapping[str, int], modules: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield the names for modules of one rank, shortened, and one of the modules."""
+    for rank in sorted(set(fused.values())):
+        chosen = {module for module in fused if fused[module] == rank}
+        rest = [module for module in modules if module in ranks]
+        for key in sorted(_short(chosen, rest)):
+            yield key, next(module for module in chosen if module == key or module.endswith(f".{key}"))

@@ -1,0 +1,149 @@
+"""Adapters from the command line: trained beside published weights, resumed, used, and given away."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import runs
+
+from jaxlm.cli import main
+from jaxlm.families.directory import PublishedModel
+
+PUBLISHED = Path(__file__).parents[1] / "families" / "stories260K"
+STORY = (PUBLISHED / "expected.txt").read_text()
+CONFIG = f"""
+[model]
+base = "{PUBLISHED}"
+[data]
+text = "TEXT"
+tokenizer = "{PUBLISHED / "tokenizer.json"}"
+held_out = 0.1
+[training]
+steps = 12
+batch = 8
+sequence = 64
+dtype = "float32"
+log_every = 1
+[optimizer]
+learning_rate = 3e-3
+[checkpoint]
+every = 4
+[records]
+tensorboard = false
+[lora]
+rank = 4
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A configuration, a copy of the base, and a run that was trained without a stop."""
+    folder = tmp_path_factory.mktemp("lora")
+    (folder / "text").mkdir()
+    words = STORY.split()
+    for number in range(40):  # the story's words backwards, which the base does not expect
+        turned = words[number:] + words[:number]
+        (folder / "text" / f"{number}.txt").write_text(" ".join(reversed(turned)))
+    (folder / "lora.toml").write_text(CONFIG.replace("TEXT", str(folder / "text")))
+    shutil.copytree(PUBLISHED, folder / "base")
+    runs.finish(runs.start(folder / "lora.toml", folder / "run", "--from", str(folder / "base")))
+    return folder
+
+
+@pytest.mark.slow
+def test_it_learns_and_resumes_after_a_kill_to_the_same_losses(folder):
+    """Its checkpoints hold adapters alone, and origin.json says what they adapt."""
+    expected = runs.losses(folder / "run")
+    assert expected[1] > 4.5 and expected[12] < expected[1] - 0.5
+    killed = runs.start(folder / "lora.toml", folder / "killed", "--from", str(folder / "base"))
+    runs.wait_for_step(killed, folder / "killed", 6)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    _, said = runs.finish(runs.start(folder / "lora.toml", folder / "killed"))
+    assert "resuming from step" in said and f"adapting the weights of {folder / 'base'}" in said
+    assert runs.losses(folder / "killed") == expected
+    saved = sum(file.stat().st_size for file in (folder / "run" / "checkpoints" / "12" / "parameters").rglob("*"))
+    assert saved < (PUBLISHED / "model.safetensors").stat().st_size / 4
+    assert json.loads((folder / "run" / "origin.json").read_text())["source"] == str(folder / "base")
+
+
+@pytest.mark.slow
+def test_every_form_of_the_model_gives_the_same_loss(folder, capsys):
+    """The run, its export, its adapter beside the base, and the import of that."""
+    assert main(["export", str(folder / "run"), str(folder / "merged")]) == 0
+    assert main(["export", str(folder / "run"), str(folder / "adapter"), "--adapter", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"family": "llama", "parameters": 23_120}
+    assert main(["import", str(folder / "adapter"), str(folder / "imported")]) == 0
+    losses = []
+    for name in ("base", "run", "merged", "adapter", "imported"):
+        capsys.readouterr()
+        assert (
+            main(
+                [
+                    "eval",
+                    str(folder / name),
+                    "--data",
+                    str(folder / "text"),
+                    "training.sequence=64",
+                    "training.dtype=float32",
+                    "--json",
+                ]
+            )
+            == 0
+        )
+        losses.append(json.loads(capsys.readouterr().out)["loss"])
+    base, *others = losses
+    assert base > others[0] + 0.5
+    np.testing.assert_allclose(others, others[0], rtol=1e-5)
+    merged, there = PublishedModel(folder / "merged"), PublishedModel(PUBLISHED)
+    assert merged.config == there.config and merged.stored.keys() == there.stored.keys()
+
+
+def refused(capsys, *arguments):
+    """Return the one line that a command is refused with."""
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == 2
+    error = capsys.readouterr().err.splitlines()
+    return error[-1]
+
+
+def test_adapters_need_a_base(folder, tmp_path, capsys):
+    line = refused(capsys, "train", folder / "lora.toml", "--out", tmp_path / "new")
+    assert "[lora] adapts the weights of a model: give --from MODEL" in line and not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow
+def test_a_base_that_is_gone_or_has_changed_is_refused_by_name(folder, tmp_path, capsys):
+    shutil.copytree(folder / "run", tmp_path / "run")
+    shutil.copytree(folder / "base", tmp_path / "base")
+    origin = tmp_path / "run" / "origin.json"
+    origin.write_text(json.dumps({**json.loads(origin.read_text()), "source": str(tmp_path / "base")}))
+    asked = "generate", tmp_path / "run", "--prompt", "Once", "--max-tokens", "1"
+    assert main([str(argument) for argument in asked]) == 0
+    stored = bytearray((tmp_path / "base" / "model.safetensors").read_bytes())
+    stored[-1] ^= 1
+    (tmp_path / "base" / "model.safetensors").write_bytes(stored)
+    assert f"{tmp_path / 'base'} is not the model that {tmp_path / 'run'} adapts: its weights have changed" in refused(
+        capsys, *asked
+    )
+    shutil.rmtree(tmp_path / "base")
+    assert f"{tmp_path / 'run'} adapts {tmp_path / 'base'}: " in refused(capsys, *asked)
+    origin.unlink()
+    assert "has adapters, and no origin.json says of which model; put it back" in refused(capsys, *asked)
+
+
+@pytest.mark.slow
+def test_what_does_not_suit_a_run_with_adapters_is_refused(folder, tmp_path, capsys):
+    train = "train", folder / "lora.toml", "--out", folder / "run"
+    assert "lora.rank = 4, not 8, which its checkpoints are bound to" in refused(capsys, *train, "lora.rank=8")
+    assert "lora.alpha = 16.0, not 8.0; choose another --out" in refused(capsys, *train, "lora.alpha=8")
+    with_out = "train", folder / "lora.toml", "--from", folder / "base", "--out", tmp_path / "new"
+    assert "lora.targets[0] = 'q_proj': it matches no parameter; adapters go with layers/" in refused(
+        capsys, *with_out, "lora.targets=['q_proj']"
+    )
+    assert "lora.rank = 0: input should be greater than 0" in refused(capsys, *with_out, "lora.rank=0")
+    line = refused(capsys, "export", folder / "base", tmp_path / "adapter", "--adapter")
+    assert f"{folder / 'base'} is no run with adapters ([lora]); leave out --adapter" in line

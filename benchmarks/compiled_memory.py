@@ -125,6 +125,14 @@ def _cases() -> Iterator[MemoryCase]:
     yield MemoryCase("train", qwen, "tpu-v6e:2x2", 8, 4096, tensor(2, 2), (auto,))
     yield MemoryCase("prefill", llama, "h200-sxm:8", 32, 4096, fsdp(8), (auto,))
 
+    lora = "lora.rank=16"
+    yield MemoryCase("train", gpt2, "a100-sxm4-80g", 16, 1024, overrides=(auto, full, lora))
+    yield MemoryCase("train", llama, "h200-sxm:8", 32, 4096, fsdp(8), (few, auto, full, lora))
+    yield MemoryCase("train", llama, "h200-sxm:8", 32, 4096, fsdp(8), (few, auto, lora))
+    yield MemoryCase("train", llama, "h200-sxm:8", 8, 4096, fsdp(8), (few, full, lora))
+    yield MemoryCase("train", llama, "tpu-v5p:2x2x2", 32, 4096, fsdp(8), (few, auto, full, lora))
+    yield MemoryCase("train", llama, "tpu-v5p:2x2x2", 8, 4096, fsdp(8), (few, full, lora))
+
     gemma, small = "gemma2-2b", "model.vocab_size=8192"  # the peak is in the loss; with a small vocabulary, in a layer
     yield MemoryCase("train", gemma, "h200-sxm:8", 8, 4096, fsdp(8), (few, full))
     yield MemoryCase("train", gemma, "h200-sxm:8", 8, 4096, fsdp(8), (few, small, full))

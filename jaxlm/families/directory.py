@@ -178,10 +178,10 @@ def write(
     expected = table.tensors(model, family.rules)
     dtype_of = {name: safetensors.dtype_named(dtypes.get(name, dtypes[""])) for name in expected}
     files = safetensors.shards(table.unwritten(expected, parameters, dtype_of), _SHARD_BYTES)
-    config = {**before, **config_of(model, family)}
     if "architectures" in before and model_of(before, CONFIG) == model:
         config = before
     else:
+        config = {**before, **config_of(model, family)}
         config |= {key: _torch(dtypes[""]) for key in ("dtype", "torch_dtype")}
     if not before:  # or transformers takes the ids of the family's first model
         ids = json.loads(carried.get(GENERATION, b"{}"))

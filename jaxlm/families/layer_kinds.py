@@ -21,11 +21,12 @@ _OLD_KEYS = ("use_sliding_window", "max_window_layers", "sliding_window_pattern"
 class LayerKinds:
     """The ways in which the layers of a family may differ.
 
-    `windows`: some may have one. `rotates`: all layers, those with a window where there is one, or those of a list.
+    `windows`: some may have one. `rotates`: all layers, those with a window, the same but all where no window is given,
+    or those of a list.
     """
 
     windows: bool = False
-    rotates: Literal["all", "windowed", "listed"] = "all"
+    rotates: Literal["all", "windowed", "windowed or all", "listed"] = "all"
 
     def read(self, given: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Take the keys of windows and rotary positions out of `given`. Return those of [model].
@@ -36,13 +37,16 @@ class LayerKinds:
         """
         layers = values["num_layers"]
         ropes = rope_keys.read(given, _KINDS, values, where)
+        typed = given.get("layer_types") is not None
         kinds = _kinds(given, layers, where) if self.windows else [_FULL] * layers
         window = given.pop("sliding_window", None) if self.windows else None
         for key in _OLD_KEYS if self.windows else ():
             given.pop(key, None)
         if window is None:
             kinds = [_FULL] * layers
-        rotated = self._rotated(given, kinds)
+        rotated = self._rotated(given, kinds, window)
+        if self.rotates == "listed" and window is not None and not typed:  # SmolLM3's two kinds
+            kinds = [_FULL if rotates else _SLIDING for rotates in rotated]
         unrotated = {"kind": "none"}
         found = [
             (window if kind == _SLIDING else None, ropes[kind] if rotates else unrotated)
@@ -58,22 +62,30 @@ class LayerKinds:
         windows = {block.window for block in model.layers} - {None}
         if len(windows) > 1 or (windows and not self.windows):
             raise InputError(f"{family.name} has {'one window' if self.windows else 'no windows'}")
-        found: dict[str, Any] = {"sliding_window": next(iter(windows), None)} if self.windows else {}
+        window = next(iter(windows), None)
+        # transformers gives some layers a window where no kinds are listed, and asks for its size where none has one.
+        by_kind = "sliding_window_pattern" in family.defaults
+        if window is None and by_kind and not (self.rotates == "windowed or all" and any(rotated)):
+            window = family.defaults["sliding_window"]
+        found: dict[str, Any] = {"sliding_window": window} if self.windows else {}
         kinds = [_SLIDING if is_windowed else _FULL for is_windowed in windowed]
-        found |= rope_keys.write(_rotating(model.layers, kinds, rotated, family), model, family)
+        if rotating := _rotating(model.layers, kinds, rotated, family):
+            found |= rope_keys.write(rotating, model, family)
+        elif self.rotates == "all":
+            raise InputError(f"{family.name} has rotary positions")
         if "use_sliding_window" in family.defaults:
             found |= {"use_sliding_window": any(windowed), "max_window_layers": _first(windowed)}
-        if any(windowed):
+        if any(windowed) or by_kind:
             found["layer_types"] = kinds
         if self.rotates == "listed":
             found["no_rope_layers"] = [int(rotates) for rotates in rotated]
-        elif rotated != self._rotated({}, kinds):
+        elif rotated != self._rotated({}, kinds, window):
             raise InputError(f"{family.name} rotates other layers")
         return found
 
-    def _rotated(self, given: dict[str, Any], kinds: Sequence[str]) -> list[bool]:
+    def _rotated(self, given: dict[str, Any], kinds: Sequence[str], window: int | None) -> list[bool]:
         """Return whether each layer has rotary positions."""
-        if self.rotates == "windowed" and _SLIDING in kinds:
+        if self.rotates == "windowed" or (self.rotates == "windowed or all" and window is not None):
             return [kind == _SLIDING for kind in kinds]
         if self.rotates == "listed":
             every = given.pop("no_rope_layer_interval", None) or len(kinds) + 1
@@ -110,13 +122,11 @@ def _model(layers: Sequence[tuple[int | None, dict[str, Any]]]) -> dict[str, Any
 def _rotating(
     blocks: Sequence[BlockConfig], kinds: Sequence[str], rotated: Sequence[bool], family: Family
 ) -> dict[str, BlockConfig]:
-    """Return a layer of each kind with rotary positions. Raises InputError for several of a kind, or none at all."""
+    """Return a layer of each kind with rotary positions. Raises InputError for several of a kind."""
     found: dict[str, BlockConfig] = {}
     for block, kind, rotates in zip(blocks, kinds, rotated, strict=True):
         if rotates and found.setdefault(kind, block).position != block.position:
             raise InputError(f"layers of one kind have several rotary positions, and {family.name} has one")
-    if not found:
-        raise InputError(f"{family.name} has rotary positions")
     return found
 
 

@@ -53,23 +53,29 @@ def read(
 
 def write(blocks: Mapping[str, BlockConfig], model: ModelConfig, family: Family) -> dict[str, Any]:
     """Return the keys of rotary positions, in both spellings, of a layer of each kind."""
-    ropes = {kind: _parameters(block) for kind, block in blocks.items()}
+    ropes = {kind: _parameters(block, family) for kind, block in blocks.items()}
     full, *others = ropes.values()
     found: dict[str, Any] = {
         "rope_theta": full["rope_theta"],
         "rope_scaling": _old_scaling(full),
         "rope_parameters": full,
     }
+    if "rope_local_base_freq" in family.defaults:
+        whole, local = ropes.get("full_attention", full), ropes.get("sliding_attention", full)
+        found = {
+            "rope_theta": whole["rope_theta"],
+            "rope_scaling": _old_scaling(whole),
+            "rope_local_base_freq": local["rope_theta"],
+            "rope_parameters": {"full_attention": whole, "sliding_attention": local},
+        }
+    elif any(rope != full for rope in others):
+        raise InputError(f"{family.name} has one kind of rotary positions")
     if _ORIGINAL in family.outer and _ORIGINAL in full:
         # Beside it transformers 4 takes these three keys alone.
         factors = {key: full[key] for key in ("short_factor", "long_factor") if key in full}
         found |= {_ORIGINAL: full[_ORIGINAL], "rope_scaling": {"type": full["rope_type"], **factors}}
     if "partial_rotary_factor" in full:
         found["partial_rotary_factor"] = full["partial_rotary_factor"]
-    if others and others[0] != full:
-        whole, local = ropes["full_attention"], ropes["sliding_attention"]
-        found |= {"rope_parameters": ropes, "rope_local_base_freq": local["rope_theta"]}
-        found |= {"rope_theta": whole["rope_theta"], "rope_scaling": _old_scaling(whole)}
     return found
 
 
@@ -115,11 +121,11 @@ def _scaling(kind: str, left: dict[str, Any], context: Mapping[str, Any]) -> dic
     return {"kind": kind, **found}
 
 
-def _parameters(block: BlockConfig) -> dict[str, Any]:
+def _parameters(block: BlockConfig, family: Family) -> dict[str, Any]:
     """Return the rotary positions of a layer as `rope_parameters` has them."""
     position: Any = block.position
     found: dict[str, Any] = {"rope_theta": position.theta, "rope_type": "default"}
-    if position.fraction != 1:
+    if position.fraction != 1 or "partial_rotary_factor" in family.defaults:
         found["partial_rotary_factor"] = position.fraction
     if (scaling := position.scaling) is not None:
         values = {theirs: getattr(scaling, ours) for theirs, ours in _SCALINGS[scaling.kind].items()}

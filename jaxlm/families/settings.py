@@ -1,7 +1,7 @@
 """The keys of a published config.json and those of [model], both ways."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import ValidationError
 
@@ -110,6 +110,52 @@ class _QueryScale:
         return {"query_pre_attn_scalar": whole if abs(scalar - whole) < 1e-6 * whole else scalar}
 
 
+class _WholeHeads:
+    """Some classes of transformers refuse a stream that their heads do not divide, though no part of them needs it."""
+
+    def read(self, given: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        return {}
+
+    def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
+        if model.d_model % model.attention.num_heads:
+            raise InputError(f"{family.name} has a d_model that num_heads divides")
+        return {}
+
+
+class _ScoreMultiplier:
+    """Granite always says what multiplies the products of queries and keys."""
+
+    def read(self, given: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        return {"attention": {"scale": given.pop("attention_multiplier")}}
+
+    def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
+        attention = model.attention
+        return {"attention_multiplier": attention.head_dim**-0.5 if attention.scale is None else attention.scale}
+
+
+class _Activation:
+    """GPT-NeoX names its activation, as transformers does."""
+
+    _NAMES: ClassVar = {
+        "gelu": "gelu",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "gelu_new": "gelu_tanh",
+        "relu": "relu",
+        "relu2": "relu_squared",
+        "silu": "silu",
+    }
+
+    def read(self, given: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        name = given.pop("hidden_act")
+        if name not in self._NAMES:
+            raise InputError(f"{where}: hidden_act = {name!r}, and jaxlm has {_either(tuple(self._NAMES))} alone")
+        return {"feed_forward": {"activation": self._NAMES[name]}}
+
+    def write(self, model: ModelConfig, family: Family) -> dict[str, Any]:
+        names = {ours: theirs for theirs, ours in reversed(self._NAMES.items())}
+        return {"hidden_act": names[model.feed_forward.activation]}
+
+
 class _InnerWidth:
     """GPT-2 leaves out the width of its feed-forward layer: four times the stream's."""
 
@@ -144,9 +190,13 @@ class _ParallelResidual:
 _COMPOSITES = {
     "rope": LayerKinds(),
     "rope and windows": LayerKinds(windows=True),
-    "rope where there is a window": LayerKinds(windows=True, rotates="windowed"),
+    "rope of windows": LayerKinds(windows=True, rotates="windowed"),
+    "rope of windows where there are any": LayerKinds(windows=True, rotates="windowed or all"),
     "rope of listed layers": LayerKinds(windows=True, rotates="listed"),
     "query scale": _QueryScale(),
+    "score multiplier": _ScoreMultiplier(),
+    "activation": _Activation(),
+    "whole heads": _WholeHeads(),
     "inner width": _InnerWidth(),
     "logits scaling": _LogitsScaling(),
     "parallel residual": _ParallelResidual(),

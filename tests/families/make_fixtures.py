@@ -114,10 +114,16 @@ def float64_arithmetic():
 
 
 class Reference:
-    """A family's tiny model in float32 as read from disk, and in float64."""
+    """A tiny model of a family with loud or quiet weights, in float32 as read from disk, and in float64.
 
-    def __init__(self, name: str, variant: str):
-        model_type, settings = FAMILIES[name]
+    Args:
+        model_type: The family, as config.json names it.
+        settings: The keys of its configuration.
+        weights: The arguments of `loud.tensor`.
+        variant: "loud" or "quiet".
+    """
+
+    def __init__(self, model_type: str, settings: dict, weights: dict, variant: str):
         config = AutoConfig.for_model(model_type, **settings)
         with tempfile.TemporaryDirectory() as folder:
             AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -126,23 +132,26 @@ class Reference:
                 self.tensors = {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}
                 dtypes = {file.get_slice(name).get_dtype() for name in self.tensors}
             if dtypes != {"F32"}:
-                raise ValueError(f"{name} has tensors of {dtypes}")
-            facts = {"tensors": self.tensors, "weights": WEIGHTS.get(name, {})}
-            save_file(loud.weights(facts, variant), Path(folder) / "model.safetensors", {"format": "pt"})
-            self.model = self.load(name, folder)
-            self.old_config = old_spelling(name, self.config)
-            (Path(folder) / "config.json").write_text(json.dumps(self.old_config), encoding="utf-8")
-            self.old_model = self.load(name, folder)
+                raise ValueError(f"{model_type} has tensors of {dtypes}")
+            self.weights = loud.weights({"tensors": self.tensors, "weights": weights}, variant)
+            self.model = self.with_config(self.config)
         self.state = {key: value.double() for key, value in self.model.state_dict().items()}
 
+    def with_config(self, config: dict):
+        """Return the float32 model that a directory with this config.json and the weights is read as."""
+        with tempfile.TemporaryDirectory() as folder:
+            save_file(self.weights, Path(folder) / "model.safetensors", {"format": "pt"})
+            (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+            return self.load(folder)
+
     @staticmethod
-    def load(name: str, folder: str):
-        """Return the float32 model of a folder, whose every tensor has a place and every place a tensor."""
+    def load(folder: str | Path):
+        """Return the float32 model of a directory, whose every tensor has a place and every place a tensor."""
         model, report = AutoModelForCausalLM.from_pretrained(
             folder, dtype=FLOAT32, attn_implementation="eager", output_loading_info=True
         )
         if any(report.values()):
-            raise ValueError(f"{name} does not load as written: {report}")
+            raise ValueError(f"{folder} does not load as written: {report}")
         return model.eval()
 
     def double(self):
@@ -188,23 +197,30 @@ def relative(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-def greedy(reference: Reference, name: str, noise: float) -> tuple[dict, np.ndarray]:
-    """Return the most varied of the candidates whose every choice is safe from rounding, and logits of some steps.
+def continuations(reference: Reference, name: str, count: int) -> tuple[list[list[int]], np.ndarray, np.ndarray]:
+    """Return candidates of PROMPT tokens and `count` more by argmax, the margin of each choice and its logits.
 
-    Each token comes from a full pass over all before it.
+    Each token comes from a full pass over all before it. A margin is the difference of the two largest logits, relative
+    to the largest of all. Shapes are [candidate][token], [step, candidate] and [step, candidate, vocabulary].
     """
     rows = [loud.tokens(f"{name} prompt {i}", PROMPT, 97) for i in range(PROMPTS)]
     margins, largest, steps = [], [], []
     with torch.no_grad(), float64_arithmetic():
         model = reference.double()
-        for _ in range(GREEDY):
+        for _ in range(count):
             last = model(torch.tensor(rows), use_cache=False).logits[:, -1]
             first, second = torch.topk(last, 2).values.unbind(-1)
             margins.append((first - second).tolist())
             largest.append(last.abs().amax(-1).tolist())
             steps.append(last.numpy())
             rows = [[*row, token] for row, token in zip(rows, last.argmax(-1).tolist(), strict=True)]
-    smallest = np.min(margins, 0) / np.max(largest, 0)
+    return rows, np.array(margins) / np.max(largest, 0), np.stack(steps)
+
+
+def greedy(reference: Reference, name: str, noise: float) -> tuple[dict, np.ndarray]:
+    """Return the most varied of the candidates whose every choice is safe from rounding, and logits of some steps."""
+    rows, margins, steps = continuations(reference, name, GREEDY)
+    smallest = margins.min(0)
     varied = [len(set(row[PROMPT:])) for row in rows]
     safe = smallest > max(SAFE_MARGIN * noise, 25 * TOLERANCE)
     best = max(range(PROMPTS), key=lambda i: (safe[i], varied[i], -i))
@@ -212,7 +228,7 @@ def greedy(reference: Reference, name: str, noise: float) -> tuple[dict, np.ndar
         raise ValueError(f"{name}: no prompt is safe; the largest margin is {smallest.max()}")
     row = rows[best]
     facts = {"prompt": row[:PROMPT], "tokens": row[PROMPT:], "margin": float(f"{smallest[best]:.3g}")}
-    return facts | {"steps": GREEDY_STEPS}, np.stack([steps[i][best] for i in GREEDY_STEPS])
+    return facts | {"steps": GREEDY_STEPS}, steps[GREEDY_STEPS, best]
 
 
 def fixture(name: str) -> tuple[dict, dict[str, np.ndarray]]:
@@ -224,19 +240,21 @@ def fixture(name: str) -> tuple[dict, dict[str, np.ndarray]]:
     documents = [loud.tokens(f"{name} document {i}", count, 97) for i, count in enumerate(DOCUMENTS)]
     arrays, largest, noise = {}, {}, {}
     for variant in reversed(loud.VARIANTS):  # the loud reference stays
-        reference = Reference(name, variant)
+        reference = Reference(*FAMILIES[name], WEIGHTS.get(name, {}), variant)
+        old_config = old_spelling(name, reference.config)
         exact = reference.logits(sequences)
         arrays[variant] = exact[:, POSITIONS]
         largest[variant] = float(f"{np.abs(exact).max():.6g}")
         single = reference.logits(sequences, exact=False)
         noise[variant] = two_digits(relative(single, exact))
         with torch.no_grad():
-            if not np.array_equal(reference.old_model(torch.tensor(sequences), use_cache=False).logits, single):
+            old_model = reference.with_config(old_config)
+            if not np.array_equal(old_model(torch.tensor(sequences), use_cache=False).logits, single):
                 raise ValueError(f"{name}: the old spelling of the config gives other logits")
     facts = {
         "family": name,
         "config": reference.config,
-        "old_config": reference.old_config,
+        "old_config": old_config,
         "weights": WEIGHTS.get(name, {}),
         "tensors": reference.tensors,
         "dtype": "F32",

@@ -1,23 +1,17 @@
 """Hugging Face directories whose names are others than those of the family's rules."""
 
-import json
-
 import loud
 import numpy as np
 import pytest
+from running import save
 
-from jaxlm.families import safetensors
 from jaxlm.families.directory import PublishedModel
-from jaxlm.families.safetensors import LazyTensor
 
 
 def directory(folder, config, tensors):
     """Write a directory with these tensors."""
     folder.mkdir()
-    made = {name: LazyTensor(x.dtype, x.shape, lambda x=x: x) for name, x in tensors.items()}
-    safetensors.write(folder / "model.safetensors", made, {})
-    (folder / "config.json").write_text(json.dumps(config))
-    return PublishedModel(folder)
+    return PublishedModel(save(folder, config, tensors))
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])

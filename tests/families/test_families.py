@@ -4,7 +4,6 @@ The fixtures (`make_fixtures.py`) hold what transformers computed in float64. A 
 logit, and is set by the measured noise of float32.
 """
 
-import json
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -15,18 +14,16 @@ import loud
 import meshes
 import numpy as np
 import pytest
-from flax import nnx
 from matrices import sampled
 from mutations import mutations
+from running import logits, save
 
 from jaxlm import api
-from jaxlm.families import safetensors, table
+from jaxlm.families import table
 from jaxlm.families.directory import PublishedModel, write
 from jaxlm.families.family import families
-from jaxlm.families.safetensors import LazyTensor
 from jaxlm.families.settings import config_of, model_of
 from jaxlm.models import tree
-from jaxlm.models.positions import packed_causal_mask
 from jaxlm.parallel.rules import TRAIN
 
 NAMES = loud.names()
@@ -38,12 +35,7 @@ each = pytest.mark.parametrize("name", sampled(NAMES, QUICK))
 def directory(name, variant):
     """A Hugging Face directory with the weights of a fixture."""
     facts, _ = loud.read(name)
-    folder = Path(mkdtemp(prefix=f"{name}-{variant}-"))
-    (folder / "config.json").write_text(json.dumps(facts["config"]))
-    weights = loud.weights(facts, variant)
-    tensors = {key: LazyTensor(x.dtype, x.shape, lambda x=x: x) for key, x in weights.items()}
-    safetensors.write(folder / "model.safetensors", tensors, {"format": "pt"})
-    return folder
+    return save(Path(mkdtemp(prefix=f"{name}-{variant}-")), facts["config"], loud.weights(facts, variant))
 
 
 @cache
@@ -51,22 +43,6 @@ def loaded(name, variant):
     """The model and its parameters, float32 on one device."""
     published = PublishedModel(directory(name, variant))
     return published.model, published.load(meshes.make(1, 1, 1), TRAIN, "float32")
-
-
-def logits(model, parameters, tokens, positions=None):
-    """float32 logits [B, T, V], under a mesh."""
-    graph, _ = tree.abstract(model)
-
-    @jax.jit
-    def run(parameters, tokens_BT, positions_BT):
-        module = nnx.merge(graph, parameters)
-        hidden_BTD, _, _ = module.hidden(tokens_BT, positions_BT, packed_causal_mask(positions_BT))
-        return module.logits(hidden_BTD)
-
-    tokens = jnp.asarray(tokens)
-    if positions is None:
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return run(parameters, tokens, jnp.asarray(positions))
 
 
 @pytest.fixture

@@ -44,6 +44,20 @@ PUBLISHED = {
     "phi3-mini": 3_821_079_552,
     "phi4": 14_659_507_200,
     "smollm3-3b": 3_075_098_624,
+    "ministral-8b": 8_019_808_256,
+    "pythia-160m": 162_322_944,
+    "pythia-6.9b": 6_857_302_016,
+    "glm4-9b": 9_400_279_040,
+    "command-r7b": 8_028_033_024,
+    "exaone4-32b": 32_003_216_384,
+    "granite3.3-2b": 2_533_539_840,
+    "granite3.3-8b": 8_170_864_640,
+    "seed-oss-36b": 36_151_104_512,
+    "starcoder2-3b": 3_030_371_328,
+    "starcoder2-7b": 7_173_923_840,
+    "afm-4.5b": 4_619_184_640,
+    "nanochat-d20": 560_988_160,
+    "nanochat-d32": 1_879_048_192,
     "gemma2-2b": 2_614_341_888,
     "gemma2-9b": 9_241_705_984,
     "gemma2-27b": 27_227_128_320,
@@ -152,6 +166,23 @@ GOLDEN_AXES["olmo"] = {
     "layers/attention/key_norm/scale": "layers kv_heads head_dim",
     "layers/attention_post_norm/scale": "layers channels",
     "layers/feed_forward_post_norm/scale": "layers channels",
+}
+UNGATED = {path: axes for path, axes in GOLDEN_AXES["llama"].items() if path != "layers/feed_forward/gate"}
+LAYER_NORMED = {path: axes for path, axes in GOLDEN_AXES["gpt2"].items() if path != "positions"}
+POST_NORMS = {f"layers/{part}_post_norm/scale": "layers channels" for part in ("attention", "feed_forward")}
+QK_NORMS = {f"layers/attention/{part}_norm/scale": "layers head_dim" for part in ("query", "key")}
+BEFORE = ("layers/attention_norm/scale", "layers/feed_forward_norm/scale")
+GOLDEN_AXES |= {
+    "ministral": GOLDEN_AXES["llama"],
+    "pythia": LAYER_NORMED | {"unembedding": "embed vocab"},
+    "glm4": GOLDEN_AXES["llama"] | BIASES | POST_NORMS,
+    "command": {path: axes for path, axes in TIED.items() if path != "layers/feed_forward_norm/scale"},
+    "exaone4": {path: axes for path, axes in GOLDEN_AXES["llama"].items() if path not in BEFORE} | POST_NORMS | QK_NORMS,
+    "granite": TIED,
+    "seed": GOLDEN_AXES["llama"] | BIASES,
+    "starcoder2": LAYER_NORMED,
+    "afm": UNGATED,
+    "nanochat": {path: axes for path, axes in UNGATED.items() if "norm" not in path},
 }
 # Sizes of a family differ in nothing else.
 FAMILIES = {name: family for family in GOLDEN_AXES for name in PUBLISHED if name.startswith(family)}

@@ -71,9 +71,11 @@ def write(blocks: Mapping[str, BlockConfig], model: ModelConfig, family: Family)
     elif any(rope != full for rope in others):
         raise InputError(f"{family.name} has one kind of rotary positions")
     if _ORIGINAL in family.outer and _ORIGINAL in full:
-        # Beside it transformers 4 takes these three keys alone.
-        factors = {key: full[key] for key in ("short_factor", "long_factor") if key in full}
-        found |= {_ORIGINAL: full[_ORIGINAL], "rope_scaling": {"type": full["rope_type"], **factors}}
+        found[_ORIGINAL] = full[_ORIGINAL]
+        # Beside it transformers 4 takes three keys alone, and what follows from the two lengths; 5 reads them first.
+        if "attention_factor" not in full and full["factor"] == model.context_length / full[_ORIGINAL]:
+            factors = {key: full[key] for key in ("short_factor", "long_factor") if key in full}
+            found["rope_scaling"] = {"type": full["rope_type"], **factors}
     if "partial_rotary_factor" in full:
         found["partial_rotary_factor"] = full["partial_rotary_factor"]
     return found
@@ -111,7 +113,7 @@ def _scaling(kind: str, left: dict[str, Any], context: Mapping[str, Any]) -> dic
         original = context["max"]
     if kind != "linear":
         found["original_context_length"] = original
-    if kind in ("yarn", "longrope") and ("factor" not in found or (kind == "longrope" and context[_ORIGINAL])):
+    if kind in ("yarn", "longrope") and "factor" not in found:
         found["factor"] = context["max"] / original
     if kind == "yarn" and not (found.get("mscale") and found.get("mscale_all_dim")):  # either alone is ignored
         found.pop("mscale", None), found.pop("mscale_all_dim", None)
@@ -122,11 +124,14 @@ def _scaling(kind: str, left: dict[str, Any], context: Mapping[str, Any]) -> dic
 
 
 def _parameters(block: BlockConfig, family: Family) -> dict[str, Any]:
-    """Return the rotary positions of a layer as `rope_parameters` has them."""
+    """Return the rotary positions of a layer as `rope_parameters` has them. Raises InputError for a part of heads where
+    the family has none."""
     position: Any = block.position
     found: dict[str, Any] = {"rope_theta": position.theta, "rope_type": "default"}
-    if position.fraction != 1 or "partial_rotary_factor" in family.defaults:
+    if "partial_rotary_factor" in family.defaults:
         found["partial_rotary_factor"] = position.fraction
+    elif position.fraction != 1:
+        raise InputError(f"{family.name} rotates whole heads")
     if (scaling := position.scaling) is not None:
         values = {theirs: getattr(scaling, ours) for theirs, ours in _SCALINGS[scaling.kind].items()}
         values = {key: list(x) if isinstance(x, tuple) else x for key, x in values.items() if x is not None}

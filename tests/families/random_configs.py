@@ -76,7 +76,7 @@ def _rope(r: random.Random, settings: Settings, part: float = 1.0, kinds: tuple[
     if kind == "llama3":
         rope |= {"low_freq_factor": r.choice((0.6, 1.0)), "high_freq_factor": r.choice((2.0, 4.0))}
     if kind == "yarn":
-        rope |= _some(r, beta_fast=r.choice((0.3, 2.0, 40.0)), beta_slow=r.choice((0.01, 0.1)))
+        rope |= r.choice(({}, {"beta_fast": r.choice((0.3, 2.0, 40.0)), "beta_slow": r.choice((0.01, 0.1))}))
         rope |= _some(r, truncate=False, attention_factor=1.3)
         rope |= _some(r, mscale=1.2) | _some(r, mscale_all_dim=0.7)
     if kind == "longrope":
@@ -136,6 +136,7 @@ def _gpt_neox(r: random.Random) -> Settings:
         r, (0.25, 0.5, 1.0), filled=True, hidden_act=r.choice(("gelu", "gelu_pytorch_tanh", "relu", "silu"))
     )
     base = _renamed(base, rms_norm_eps="layer_norm_eps", num_key_value_heads="", head_dim="")
+    base["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
     return base | _flags(r, "use_parallel_residual", "attention_bias")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jaxlm.families import safetensors
-from jaxlm.families.safetensors import Unwritten
+from jaxlm.families.safetensors import LazyTensor
 from jaxlm.models import tree
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.positions import packed_causal_mask
@@ -18,7 +18,7 @@ from jaxlm.models.positions import packed_causal_mask
 
 def save(folder: Path, config: Mapping[str, object], weights: Mapping[str, np.ndarray]) -> Path:
     """Write a Hugging Face directory. Return it."""
-    tensors = {name: Unwritten(x.dtype, x.shape, lambda x=x: x) for name, x in weights.items()}
+    tensors = {name: LazyTensor(x.dtype, x.shape, lambda x=x: x) for name, x in weights.items()}
     safetensors.write(folder / "model.safetensors", tensors, {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder

@@ -29,6 +29,12 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 QWEN3, GEMMA3 = LLAMA | {"model_type": "qwen3"}, LLAMA | {"model_type": "gemma3_text", "query_pre_attn_scalar": 168}
 GEMMA2 = LLAMA | {"model_type": "gemma2", "query_pre_attn_scalar": 168, "hidden_act": "gelu_pytorch_tanh"}
 GEMMA3 = {key: value for key, value in GEMMA3.items() if key != "hidden_act"}
+NEOX = {key: LLAMA[key] for key in LLAMA if key not in ("num_key_value_heads", "rms_norm_eps", "hidden_act")}
+NEOX |= {"model_type": "gpt_neox"}
+COHERE2 = {"layer_norm_eps" if key == "rms_norm_eps" else key: value for key, value in LLAMA.items()}
+COHERE2 |= {"model_type": "cohere2"}
+BASES = {"gemma2": GEMMA2, "gemma3_text": GEMMA3, "cohere2": COHERE2}
+BASES |= {name: LLAMA | {"model_type": name} for name in ("exaone4", "olmo3", "smollm3")}
 
 
 def read(base=LLAMA, **keys):
@@ -60,6 +66,9 @@ def test_what_is_left_out_has_the_family_s_default():
     assert gemma.tied_embeddings and [layer.position.theta for layer in gemma.layers] == [1e4] * 5 + [1e6, 1e4]
     assert windows(gemma) == [4096] * 5 + [None, 4096]
     assert windows(read(GEMMA2)) == [4096, None, 4096, None, 4096]
+    glm4, arcee = LLAMA | {"model_type": "glm4"}, LLAMA | {"model_type": "arcee", "hidden_act": "relu2"}
+    assert read(glm4).attention.qkv_bias and read(glm4).position.fraction == 0.5
+    assert read({key: value for key, value in arcee.items() if key != "rms_norm_eps"}).norm.epsilon == 1e-5
     gpt2 = {"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 64, "vocab_size": 96}
     assert read(gpt2).feed_forward.d_ff == 192 and read(gpt2, n_inner=80).feed_forward.d_ff == 80
 
@@ -77,6 +86,23 @@ def test_rotary_positions_are_read_in_both_spellings():
 
 def windows(model):
     return [layer.window for layer in model.layers]
+
+
+def test_a_factor_that_does_not_follow_from_the_lengths_is_written():
+    """transformers 5 reads Phi-3's `rope_scaling` before its `rope_parameters`."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    phi3 = LLAMA | {"model_type": "phi3", "original_max_position_embeddings": 16}
+    told = {"rope_type": "longrope", **factors}
+    for more in ({}, {"factor": 4.0}, {"factor": 8.0}, {"attention_factor": 1.5}):
+        model = read(phi3, rope_parameters=told | more | {"rope_theta": 5e5})
+        written = config_of(model, families()["phi3"])
+        plain = more in ({}, {"factor": 4.0})
+        assert written["rope_scaling"] == (
+            {"type": "longrope", **factors}
+            if plain
+            else told | {"factor": 4.0} | more | {"original_max_position_embeddings": 16}
+        )
+        assert read(written) == model == read({key: written[key] for key in written if key != "rope_parameters"})
 
 
 def test_windows_are_those_of_the_layer_types():
@@ -102,12 +128,83 @@ def test_kinds_of_layers_have_their_own_rotary_positions():
     assert config_of(gemma, families()["gemma3_text"])["rope_parameters"] == nested
 
 
+def rotates(model):
+    return [layer.position.kind == "rope" for layer in model.layers]
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "expected"),
+    [
+        ("cohere2", {}, [True, True, True, False, True]),
+        ("cohere2", {"sliding_window": None}, [False] * 5),
+        ("cohere2", {"layer_types": ["full_attention"] * 5}, [False] * 5),
+        ("exaone4", {}, [True, True, True, False, True]),
+        ("exaone4", {"sliding_window": None}, [True] * 5),
+        ("exaone4", {"layer_types": ["full_attention"] * 5}, [False] * 5),
+        ("smollm3", {}, [True, True, True, False, True]),
+        ("smollm3", {"no_rope_layers": [0] * 5}, [False] * 5),
+    ],
+)
+def test_layers_rotate_that_the_family_says(family, keys, expected):
+    model = read(BASES[family], **keys)
+    assert rotates(model) == expected
+    written = config_of(model, families()[family])
+    assert read(written).layers == model.layers
+
+
+def test_windows_of_smollm3_are_of_the_layers_that_do_not_rotate():
+    smollm3 = LLAMA | {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 9}
+    assert windows(read(smollm3)) == [None, None, None, 9, None]
+    assert windows(read(smollm3, layer_types=["sliding_attention"] + ["full_attention"] * 4)) == [9] + [None] * 4
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "olmo3", "cohere2"])
+def test_an_export_without_windows_says_the_kind_of_each_layer(family):
+    """transformers makes up kinds that are not listed, and asks for the size of a window even if no layer has one."""
+    written = config_of(read(BASES[family], sliding_window=None), families()[family])
+    assert written["layer_types"] == ["full_attention"] * 5 and written["sliding_window"] == 4096
+    assert windows(read(written)) == [None] * 5
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo3"])
+def test_an_export_names_the_rotary_positions_of_both_kinds_of_layers(family):
+    same = {"rope_theta": 5e5, "rope_local_base_freq": 5e5}
+    written = config_of(read(BASES[family], layer_types=["full_attention"] * 5, **same), families()[family])
+    rope = {"rope_theta": 5e5, "rope_type": "default"}
+    assert written["rope_parameters"] == {"full_attention": rope, "sliding_attention": rope}
+    assert written["rope_theta"] == written["rope_local_base_freq"] == 5e5
+
+
+def test_an_export_says_that_all_of_a_head_rotates_where_the_family_s_default_is_a_part():
+    glm4 = read(LLAMA | {"model_type": "glm4"}, partial_rotary_factor=1.0)
+    assert config_of(glm4, families()["glm4"])["rope_parameters"]["partial_rotary_factor"] == 1.0
+    neox = read(NEOX, rotary_pct=1.0, hidden_act="gelu_new")
+    written = config_of(neox, families()["gpt_neox"])
+    assert written["rotary_pct"] == 1.0 and written["hidden_act"] == "gelu_pytorch_tanh"
+    assert neox.feed_forward.activation == "gelu_tanh" and read(written) == neox
+
+
+def test_the_family_of_an_export_has_what_its_class_in_transformers_asks_for():
+    assert family_of(read()).name == "llama" and family_of(read(head_dim=10)).name == "llama"
+    assert family_of(read(hidden_size=50, head_dim=10)).name == "mistral"  # 6 heads do not divide 50
+    assert family_of(read(partial_rotary_factor=0.5)).name == "phi3"  # Llama's ignores the key
+    granite = config_of(read(), families()["granite"])
+    assert granite["attention_multiplier"] == 8**-0.5
+    # Two kinds of rotary positions are none of Mistral's.
+    nested = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    kinds = ["full_attention"] + ["sliding_attention"] * 4
+    two = read(LLAMA | {"model_type": "ministral"}, rope_parameters=nested, layer_types=kinds, sliding_window=9)
+    with pytest.raises(InputError, match="is none of"):
+        family_of(two)
+
+
 @pytest.mark.parametrize(
     ("base", "keys", "message"),
     [
         ({}, {}, "config.json has model_type None; jaxlm reads llama, gpt2, gpt_neox, arcee"),
         (LLAMA, {"model_type": "rwkv"}, "has model_type 'rwkv'"),
         (LLAMA, {"hidden_act": "relu"}, "hidden_act = 'relu', and jaxlm has llama with 'silu' alone"),
+        (NEOX, {"hidden_act": "gelu_fast"}, "hidden_act = 'gelu_fast', and jaxlm has 'gelu' or 'gelu_pytorch_tanh' or"),
         (LLAMA, {"attention_dropout": 0.1}, "attention_dropout = 0.1, and jaxlm has llama with 0.0 alone"),
         (LLAMA, {"hidden_sizes": 9}, "hidden_sizes: jaxlm knows no such key of llama"),
         (LLAMA, {"sliding_window": 9}, "sliding_window: jaxlm knows no such key of llama"),

@@ -47,6 +47,16 @@ def test_names_and_shapes_are_those_that_are_published():
     assert len(more) == 2 * 7 and all(name.endswith(".bias") for name in more)
 
 
+@pytest.mark.parametrize("family", ["llama", "granite", "smollm3", "seed_oss", "arcee", "starcoder2"])
+def test_every_bias_that_a_configuration_can_ask_for_is_stored(family):
+    keys = {key: True for key in families()[family].config if key.endswith("bias")}
+    biased = model_of(TINY | {"model_type": family} | keys, "config.json")
+    expected = table.tensors(biased, families()[family].rules)
+    assert sum(math.prod(held.shape) for held in expected.values()) == tree.parameter_count(biased)
+    assert sum(".self_attn." in name and name.endswith("bias") for name in expected) == 2 * 4
+    assert sum(".mlp." in name and name.endswith("bias") for name in expected) == 2 * (2 + biased.feed_forward.gated)
+
+
 def test_layers_of_several_structures_keep_their_numbers():
     keys = dict(TINY, model_type="qwen3", num_hidden_layers=5)
     model = model_of(keys, "config.json").model_dump(exclude_none=True)

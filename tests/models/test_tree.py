@@ -177,7 +177,9 @@ GOLDEN_AXES |= {
     "pythia": LAYER_NORMED | {"unembedding": "embed vocab"},
     "glm4": GOLDEN_AXES["llama"] | BIASES | POST_NORMS,
     "command": {path: axes for path, axes in TIED.items() if path != "layers/feed_forward_norm/scale"},
-    "exaone4": {path: axes for path, axes in GOLDEN_AXES["llama"].items() if path not in BEFORE} | POST_NORMS | QK_NORMS,
+    "exaone4": {path: axes for path, axes in GOLDEN_AXES["llama"].items() if path not in BEFORE}
+    | POST_NORMS
+    | QK_NORMS,
     "granite": TIED,
     "seed": GOLDEN_AXES["llama"] | BIASES,
     "starcoder2": LAYER_NORMED,

@@ -128,7 +128,7 @@ def safe_continuation(reference, key):
 
 
 def opened(folder, model, parameters, family):
-    """What transformers computes of an export, into a family or into the plainest that has its parts."""
+    """Return the logits that transformers has for an export, into a family or the plainest that has its parts."""
     carried = {}
     if family:
         ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}

@@ -110,11 +110,11 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_chosen_again(run, monkeypatc
     """As beside a run that trains on."""
     plain, asked = checkpoints.restore_parameters, []
 
-    def restore(directory, step, like, average):
+    def restore(directory, step, *rest, **options):
         asked.append(step)
         if len(asked) < goes_until:
             raise checkpoints.Gone("it was removed")
-        return plain(directory, step, like, average)
+        return plain(directory, step, *rest, **options)
 
     monkeypatch.setattr(checkpoints, "restore_parameters", restore)
     goes_until = 3

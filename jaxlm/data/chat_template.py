@@ -24,7 +24,7 @@ from jaxlm.data.tokenizers import Tokenizer
 
 Message = Mapping[str, Any]
 
-FILE, _SETTINGS, _OLD_FILE = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
+FILE, SETTINGS, _OLD_FILE = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
 _DEFAULT = "default"  # of several templates with names
 # Code points that are no characters (Unicode 16, section 23.7): each stands for the first letter of a control token
 # that a message spells out, while its template runs.
@@ -152,8 +152,8 @@ def load(
     """
     if (folder / FILE).is_file():
         return read(folder / FILE, folder, tokenizer, now)
-    settings = _table(folder / _SETTINGS)
-    for file, found in ((folder / _SETTINGS, settings), (folder / _OLD_FILE, _table(folder / _OLD_FILE))):
+    settings = _table(folder / SETTINGS)
+    for file, found in ((folder / SETTINGS, settings), (folder / _OLD_FILE, _table(folder / _OLD_FILE))):
         if (source := _chosen(found.get("chat_template"), file)) is not None:
             return ChatTemplate(source, tokenizer, _variables(settings), f"chat_template of {file}", now)
     return None
@@ -164,7 +164,7 @@ def read(
 ) -> ChatTemplate:
     """Return the chat template in a file, with the names of tokens that a folder of published files has. Raises
     InputError for files that are missing or broken."""
-    return ChatTemplate(_text(file), tokenizer, _variables(_table(folder / _SETTINGS)), str(file), now)
+    return ChatTemplate(_text(file), tokenizer, _variables(_table(folder / SETTINGS)), str(file), now)
 
 
 def _variables(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -188,9 +188,11 @@ class _Cache:
     def _template(self, source: Source, tokenizer: Tokenizer) -> ChatTemplate:
         """Return the template that shows conversations: that of the configuration, or beside the tokenizer."""
         folder = expanded(self._data.tokenizer, "data.tokenizer").parent
+        places = folder, folder / "huggingface"  # of a published model, of a run
         if (path := self._data.chat_template) is not None:
-            return chat_template.read(expanded(path, "data.chat_template"), folder, tokenizer)
-        for place in (folder, folder / "huggingface"):  # of a published model, of a run
+            beside = next((place for place in places if (place / chat_template.SETTINGS).is_file()), folder)
+            return chat_template.read(expanded(path, "data.chat_template"), beside, tokenizer)
+        for place in places:
             if (found := chat_template.load(place, tokenizer)) is not None:
                 return found
         raise InputError(f"{source.key}: there is no chat template in {folder}; set data.chat_template to a Jinja file")

@@ -98,16 +98,21 @@ def linear(
     plain = [matrix.base if isinstance(matrix, AdaptedMatrix) else matrix for matrix in matrices]
     if plain[0].inputs == ("embed",):
         x = gathered(x)
+    reads = [readers if "kv_heads" in _axes(matrix) else None for matrix in plain]
+    # Adapters come first, so that the gradients of x by the other matrices follow one another: these are parts of sums
+    # over devices, which are then added once.
+    added = [
+        _adapted(x, whole, _made(matrix), read) if isinstance(whole, AdaptedMatrix) else None
+        for whole, matrix, read in zip(matrices, plain, reads, strict=True)
+    ]
     results = []
     for i, (matrix, whole) in enumerate(zip(plain, matrices, strict=True)):
-        bias, made = biases[i] if biases else None, _made(matrix)
-        reads = readers if "kv_heads" in _axes(matrix) else None
+        made, more = _made(matrix), added[i]
         with nullcontext() if whole is matrix else jax.named_scope(whole.name or ""):
-            y = _product(x, matrix, bias, reads, made)
+            y = _product(x, matrix, biases[i] if biases else None, reads[i], made)
             if names or made == STREAM:
                 y = constrain(y, *made)
-            if isinstance(whole, AdaptedMatrix):
-                y = y + _adapted(x, whole, made, reads)
+            y = y if more is None else y + more
         results.append(checkpoint_name(y, names[i]) if names else y)
     return tuple(results)
 
@@ -116,8 +121,9 @@ def _adapted(x: jax.Array, matrix: AdaptedMatrix, made: Axes, readers: int | Non
     """Return scale · (x·A)·B, with these logical axes: each device makes its part of a stream from its part of x·A."""
     rows = made[:2]
     narrow = *rows, f"act_{RANK}"
-    x_BTR = scale(constrain(_product(x, matrix.a, None, made=narrow), *narrow), matrix.scale, narrow)
-    return constrain(_product(x_BTR, matrix.b, None, readers, made, rows), *made)
+    with jax.named_scope(matrix.name or ""):
+        x_BTR = scale(constrain(_product(x, matrix.a, None, made=narrow), *narrow), matrix.scale, narrow)
+        return constrain(_product(x_BTR, matrix.b, None, readers, made, rows), *made)
 
 
 def kv_heads(size: int, readers: int) -> int:

@@ -1,9 +1,13 @@
 """Costs of a step with adapters: counted from its recording, as its program has them."""
 
+import platform
+import sys
+from collections import Counter
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import meshes
 import model_fixtures
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
@@ -13,11 +17,13 @@ from workload_fixtures import workload
 from jaxlm import config
 from jaxlm.config import Experiment
 from jaxlm.core.errors import InputError
-from jaxlm.costs.counted import memory, operations
+from jaxlm.costs.counted import memory, operations, traffic
 from jaxlm.costs.counted.flops import flops
+from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.costs.plan import parameter_counts
 from jaxlm.costs.workload import Workload
+from jaxlm.lowering import collectives, hlo, programs, targets
 from jaxlm.models.lora_config import LoraConfig
 from jaxlm.parallel.layout import AXES, Layout
 from jaxlm.training.step import make_steps
@@ -105,3 +111,28 @@ def test_a_mesh_shards_adapters_with_what_they_adapt():
     )
     one, eight = (Workload.of(experiment, layout) for layout in (Layout(), Layout(data=2, fsdp=2, tensor=2)))
     assert memory.trained(eight).parameters < 0.4 * memory.trained(one).parameters
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="the compilers are for Linux on x86-64"
+)
+def test_what_crosses_tensor_is_counted():
+    """Within 5 % of a program for GPUs, which makes an all-reduce of some reduce-scatters. In the backward pass the
+    gradients of one stream by several adapted matrices are one sum."""
+    mesh = meshes.make(1, 2, 2, devices=targets.devices(Target.parse("h200-sxm:4")))
+    model, lora, rows = model_fixtures.model(vocab_size=2048), LoraConfig(rank=4), 32
+    training = model_fixtures.training(dtype="bfloat16", batch=rows, kernels="xla")
+    experiment = Experiment(
+        model=model, training=training, optimizer=model_fixtures.optimization().model_dump(), lora=lora
+    )
+    program = hlo.parse(programs.step(experiment, "train", mesh).trace().lower().compile().as_text())
+    compiled, counted = Counter(), Counter()
+    for sent in collectives.collectives(program, dict(mesh.shape)):
+        compiled[sent.axes, sent.kind == "all-gather"] += sent.count * sent.bytes
+    for sent in traffic.collectives(Workload.of(experiment, Layout(fsdp=2, tensor=2)).plain()):
+        counted[sent.axes, sent.kind == "all-gather"] += sent.times * sent.bytes
+    for gathers in (False, True):
+        across = ("tensor",), gathers
+        assert counted[across] == pytest.approx(compiled[across], rel=0.05)

@@ -11,6 +11,7 @@ from jaxlm.costs.counted.operations import PRODUCTS, run_again, updates
 from jaxlm.costs.counted.paper import Use
 from jaxlm.costs.workload import Workload
 from jaxlm.models.operations import STREAM, WHOLE
+from jaxlm.models.parameters import RANK
 
 
 class Collective(NamedTuple):
@@ -29,13 +30,14 @@ def collectives(work: Workload) -> list[Collective]:
     step = device_step(work)
     found = [*_parameters(step), *_stream(step), *_norms(step)]
     if work.kind == "train":
-        found += [*_copies(step), *_sums(work), *_optimizer(work)]
+        found += [*_copies(step), *_adapters(step), *_sums(work), *_optimizer(work)]
     return [c for c in found if work.layout.over(c.axes) > 1 and c.times * c.bytes]
 
 
 def _parameters(device: DeviceStep) -> Iterator[Collective]:
     """Over `fsdp`, a layer's matrices are gathered together for its forward and again for its backward pass of each
-    microbatch, and their gradients are summed, each device keeping its part; those of vectors are summed whole.
+    microbatch, and their gradients are summed, each device keeping its part; those of vectors, and of matrices that
+    `fsdp` does not shard, are summed whole.
 
     A table is gathered once, since forward and backward pass of the unembedding follow each other, and summed for each
     of its uses. What is looked up is the same for all microbatches: XLA gathers it before their loop. Not so where each
@@ -55,7 +57,7 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
         yield Collective("all-gather", fsdp, 1 if once else each, whole, path)
         yield Collective("reduce-scatter", fsdp, each * trains * len(uses), whole, path)
     for layer in range(len(found.layers)):
-        products = [use for use in found.by_layer[layer] if use.name == "linear"]
+        products = [use for use in found.by_layer[layer] if use.name == "linear" and _is_gathered(device, use)]
         passes = 2 if any(map(device.trains, products)) else 1
         trained = [use for use in products if train and found.parameter(use) not in work.frozen]
         times = each * products[0].times if products else 0
@@ -63,14 +65,33 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
             "all-gather", fsdp, times * passes, work.itemsize * sum(map(device.matrix, products)), "layers"
         )
         yield Collective("reduce-scatter", fsdp, times, work.itemsize * sum(map(device.matrix, trained)), "layers")
-    vectors = {
-        path: use.times * math.prod(device.operand(use, i))
+    # Gradients of vectors are added up in float32.
+    whole = {
+        path: use.times * math.prod(device.operand(use, i)) * (work.itemsize if (use.name, i) == ("linear", 1) else 4)
         for use in found.uses
         for i, value in enumerate(use.operands)
         if (path := found.parameters.get(value)) and fsdp not in map(work.rules.over, use.marker.operands[i])
         if train and path not in work.frozen
     }
-    yield Collective("all-reduce", fsdp, each, 4 * sum(vectors.values()), "vectors")  # added up in float32
+    yield Collective("all-reduce", fsdp, each, sum(whole.values()), "vectors")
+
+
+def _is_gathered(device: DeviceStep, use: Use) -> bool:
+    return "fsdp" in {over for axis in use.marker.operands[1] for over in device.work.rules.over(axis)}
+
+
+def _adapters(device: DeviceStep) -> Iterator[Collective]:
+    """Over `tensor`, sums for adapters: the gradient of x·A where devices have parts of what B makes of it, and that of
+    B where each makes its part of a stream."""
+    work, tensor = device.work, ("tensor",)
+    for use in device.found.uses:
+        if use.name != "linear" or use.marker.operands[1][0] != RANK or not device.trains(use):
+            continue
+        times = work.microbatches * use.times
+        if device.shards(use.marker.operands[1], use.shapes[1], "tensor") > 1:
+            yield Collective("all-reduce", tensor, times, work.itemsize * math.prod(device.operand(use, 0)), "adapters")
+        elif device.shards(use.marker.operands[0][1:2], use.shapes[0][1:2], "tensor") > 1:
+            yield Collective("all-reduce", tensor, times, work.itemsize * device.matrix(use), "adapters")
 
 
 def _copies(device: DeviceStep) -> Iterator[Collective]:

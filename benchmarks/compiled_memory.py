@@ -131,7 +131,6 @@ def _cases() -> Iterator[MemoryCase]:
     yield MemoryCase("train", llama, "h200-sxm:8", 32, 4096, fsdp(8), (few, auto, lora))
     yield MemoryCase("train", llama, "h200-sxm:8", 8, 4096, fsdp(8), (few, full, lora))
     yield MemoryCase("train", llama, "tpu-v5p:2x2x2", 32, 4096, fsdp(8), (few, auto, full, lora))
-    yield MemoryCase("train", llama, "tpu-v5p:2x2x2", 8, 4096, fsdp(8), (few, full, lora))
 
     gemma, small = "gemma2-2b", "model.vocab_size=8192"  # the peak is in the loss; with a small vocabulary, in a layer
     yield MemoryCase("train", gemma, "h200-sxm:8", 8, 4096, fsdp(8), (few, full))

@@ -205,12 +205,9 @@ class _LayerLoop:
                 found.append(auxiliary)
             return carry, tuple(found)
 
-        over = jnp.arange(segment.repeats), slabs, which
-        if segment.repeats == 1:  # a loop of one trip would have gradients of what enters it, whoever asks for them
-            carry, found = body(carry, jax.tree.map(lambda x: x[0], over))
-            return carry, jax.tree.map(lambda x: x[None], found)
         # `unroll` writes the loop out at trace time: the same tree, the same body, no while loop in the program.
-        return jax.lax.scan(body, carry, over, unroll=1 if self._execution.scan else segment.repeats)
+        unroll = 1 if self._execution.scan else segment.repeats
+        return jax.lax.scan(body, carry, (jnp.arange(segment.repeats), slabs, which), unroll=unroll)
 
     def _layer(self, segment: Segment, layer: int) -> Callable[..., tuple[Any, Auxiliary]]:
         """Return the function that runs a layer of the period, by the number of the repeat."""

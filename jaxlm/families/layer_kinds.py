@@ -21,11 +21,13 @@ _OLD_KEYS = ("use_sliding_window", "max_window_layers", "sliding_window_pattern"
 class LayerKinds:
     """The ways in which the layers of a family may differ.
 
-    `windows`: some may have one. `rotates`: all layers, those with a window, the same but all where no window is given,
-    or those of a list.
+    `windows`: some may have one. `kinds`: transformers asks for a window's size and the kind of each layer, even where
+    none has one. `rotates`: all layers, those with a window, the same but all where no window is given, or those of a
+    list.
     """
 
     windows: bool = False
+    kinds: bool = False
     rotates: Literal["all", "windowed", "windowed or all", "listed"] = "all"
 
     def read(self, given: dict[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -63,9 +65,7 @@ class LayerKinds:
         if len(windows) > 1 or (windows and not self.windows):
             raise InputError(f"{family.name} has {'one window' if self.windows else 'no windows'}")
         window = next(iter(windows), None)
-        # transformers gives some layers a window where no kinds are listed, and asks for its size where none has one.
-        by_kind = "sliding_window_pattern" in family.defaults
-        if window is None and by_kind and not (self.rotates == "windowed or all" and any(rotated)):
+        if window is None and self.kinds and not (self.rotates == "windowed or all" and any(rotated)):
             window = family.defaults["sliding_window"]
         found: dict[str, Any] = {"sliding_window": window} if self.windows else {}
         kinds = [_SLIDING if is_windowed else _FULL for is_windowed in windowed]
@@ -75,7 +75,7 @@ class LayerKinds:
             raise InputError(f"{family.name} has rotary positions")
         if "use_sliding_window" in family.defaults:
             found |= {"use_sliding_window": any(windowed), "max_window_layers": _first(windowed)}
-        if any(windowed) or by_kind:
+        if any(windowed) or self.kinds:
             found["layer_types"] = kinds
         if self.rotates == "listed":
             found["no_rope_layers"] = [int(rotates) for rotates in rotated]

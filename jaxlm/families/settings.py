@@ -190,8 +190,9 @@ class _ParallelResidual:
 _COMPOSITES = {
     "rope": LayerKinds(),
     "rope and windows": LayerKinds(windows=True),
-    "rope of windows": LayerKinds(windows=True, rotates="windowed"),
-    "rope of windows where there are any": LayerKinds(windows=True, rotates="windowed or all"),
+    "rope and kinds of layers": LayerKinds(windows=True, kinds=True),
+    "rope of windows": LayerKinds(windows=True, kinds=True, rotates="windowed"),
+    "rope of windows where there are any": LayerKinds(windows=True, kinds=True, rotates="windowed or all"),
     "rope of listed layers": LayerKinds(windows=True, rotates="listed"),
     "query scale": _QueryScale(),
     "score multiplier": _ScoreMultiplier(),

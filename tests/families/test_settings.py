@@ -34,7 +34,7 @@ NEOX |= {"model_type": "gpt_neox"}
 COHERE2 = {"layer_norm_eps" if key == "rms_norm_eps" else key: value for key, value in LLAMA.items()}
 COHERE2 |= {"model_type": "cohere2"}
 BASES = {"gemma2": GEMMA2, "gemma3_text": GEMMA3, "cohere2": COHERE2}
-BASES |= {name: LLAMA | {"model_type": name} for name in ("exaone4", "olmo3", "smollm3")}
+BASES |= {name: LLAMA | {"model_type": name} for name in ("exaone4", "olmo3", "smollm3", "ministral")}
 
 
 def read(base=LLAMA, **keys):
@@ -158,7 +158,7 @@ def test_windows_of_smollm3_are_of_the_layers_that_do_not_rotate():
     assert windows(read(smollm3, layer_types=["sliding_attention"] + ["full_attention"] * 4)) == [9] + [None] * 4
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "olmo3", "cohere2"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "olmo3", "cohere2", "ministral"])
 def test_an_export_without_windows_says_the_kind_of_each_layer(family):
     """transformers makes up kinds that are not listed, and asks for the size of a window even if no layer has one."""
     written = config_of(read(BASES[family], sliding_window=None), families()[family])

@@ -26,10 +26,10 @@ def write(folder: Path) -> None:
     import tempfile
 
     import jax
+    from running import save
 
-    from jaxlm.families import directory, safetensors
+    from jaxlm.families import directory
     from jaxlm.families.directory import PublishedModel
-    from jaxlm.families.safetensors import LazyTensor
     from jaxlm.families.settings import config_of
     from jaxlm.parallel.layout import Layout
     from jaxlm.parallel.mesh import make_mesh
@@ -39,12 +39,7 @@ def write(folder: Path) -> None:
     for name in loud.names():
         facts, _ = loud.read(name)
         with tempfile.TemporaryDirectory() as there:
-            tensors = {
-                key: LazyTensor(x.dtype, x.shape, lambda x=x: x) for key, x in loud.weights(facts, "loud").items()
-            }
-            safetensors.write(Path(there, "model.safetensors"), tensors, {"format": "pt"})
-            Path(there, "config.json").write_text(json.dumps(facts["config"]))
-            model = PublishedModel(Path(there))
+            model = PublishedModel(save(Path(there), facts["config"], loud.weights(facts, "loud")))
             ours = config_of(model.model, model.family) | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
             kept = {"config.json": json.dumps(ours | {"dtype": "float32", "torch_dtype": "float32"}).encode()}
             parameters = model.load(mesh, TRAIN, "float32")

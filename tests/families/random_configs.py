@@ -58,8 +58,8 @@ def _decoder(r: random.Random, partial: tuple[float, ...] = (1.0,), filled: bool
     settings["rope_parameters"] = rope = _rope(r, settings, part)
     if rope["rope_type"] == "dynamic" and r.random() < 0.5:
         settings["max_position_embeddings"] = r.choice(ORIGINALS)
-    if hidden == heads * width and r.random() < 0.5:
-        del settings["head_dim"]  # which follows
+    if hidden == heads * width and r.random() < 0.5 and rope["rope_type"] != "longrope":
+        del settings["head_dim"]  # which follows, or is the family's own
     return settings
 
 
@@ -150,6 +150,8 @@ def _mistral(r: random.Random) -> Settings:
 
 def _ministral(r: random.Random) -> Settings:
     base = _decoder(r)
+    # transformers 5.24 scales rotary positions of None channels where the width of a head is left out.
+    base.setdefault("head_dim", base["hidden_size"] // base["num_attention_heads"])
     return base | _kinds(r, base)
 
 
@@ -169,14 +171,15 @@ def _gemma2(r: random.Random) -> Settings:
 
 def _gemma3(r: random.Random) -> Settings:
     # transformers 5.24 reads a cap of the scores of Gemma 3, and does not use it.
-    return _nested(r, _gemma2(r), KINDS) | {"attn_logit_softcapping": None}
+    return _nested(r, _gemma2(r)) | {"attn_logit_softcapping": None}
 
 
-def _nested(r: random.Random, settings: Settings, kinds: tuple[str, ...]) -> Settings:
+def _nested(r: random.Random, settings: Settings) -> Settings:
     """Return settings with rotary positions of their own for each kind of layer."""
     sized = {"head_dim": settings["hidden_size"] // settings["num_attention_heads"]} | settings
-    full, sliding = _rope(r, sized, kinds=kinds), _rope(r, sized, kinds=kinds)
-    return settings | {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+    # transformers 5.24 looks for `truncate` beside the two kinds, where it is not.
+    full, sliding = (_without(_rope(r, sized), ["truncate"]) for _ in range(2))
+    return sized | {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
 
 def _olmo2(r: random.Random) -> Settings:
@@ -185,7 +188,7 @@ def _olmo2(r: random.Random) -> Settings:
 
 def _olmo3(r: random.Random) -> Settings:
     base = _olmo2(r)
-    return _nested(r, base | _kinds(r, base), KINDS)
+    return _nested(r, base | _kinds(r, base))
 
 
 def _phi3(r: random.Random) -> Settings:

@@ -33,8 +33,7 @@ make_fixtures = pytest.importorskip("make_fixtures")
 DRAWS = 20  # of each family, one of them in the quick suite
 TOKENS = 16
 DOCUMENTS = (21, 26)  # beyond the original contexts, and of one sequence's length together
-TOLERANCE = make_fixtures.TOLERANCE  # of the largest logit
-MARGIN = 25 * TOLERANCE  # between the two largest logits: both may be off
+MARGIN = 25 * make_fixtures.TOLERANCE  # between the two largest logits, of the largest of all: both may be off
 NEOX = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 76, "num_hidden_layers": 5, "num_attention_heads": 6,
     "max_position_embeddings": 8192,
@@ -89,17 +88,19 @@ def test_a_random_model_is_that_of_transformers(name, seed, tmp_path):
     sequences = [loud.tokens(f"{name} {seed} {i}", sum(DOCUMENTS), 97) for i in range(2)]
     first, second = sequences[0][: DOCUMENTS[0]], sequences[0][DOCUMENTS[0] :]
     exact = reference.logits(sequences)
+    noise = error(reference.logits(sequences, exact=False), exact)
+    tolerance = max(make_fixtures.TOLERANCE, 4 * noise)  # wide heads without norms or caps are noisier than fixtures
     apart = np.concatenate([reference.logits([document])[0] for document in (first, second)])
     save(tmp_path, reference.config, reference.weights)
     parameters = PublishedModel(tmp_path).load(meshes.make(1, 1, 1), TRAIN, "float32")
     whole, restarting = [*range(sum(DOCUMENTS))], [i for count in DOCUMENTS for i in range(count)]
     with jax.set_mesh(meshes.make(1, 1, 1)):
         found = np.asarray(logits(model, parameters, [*sequences, sequences[0]], [whole, whole, restarting]))
-    assert error(found[:2], exact) <= TOLERANCE
-    assert error(found[2], apart) <= TOLERANCE
+    assert error(found[:2], exact) <= tolerance, noise
+    assert error(found[2], apart) <= tolerance, noise
 
     again = opened(tmp_path / "export", model, parameters, family if seed % 2 else None)
-    assert error(again(sequences), exact) <= TOLERANCE
+    assert error(again(sequences), exact) <= tolerance, noise
 
 
 @pytest.mark.parametrize(("name", "seed"), sampled(CASES, lambda name, seed: seed == 0 and name in QUICK))

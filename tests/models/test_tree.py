@@ -100,6 +100,10 @@ def test_the_abstract_tree_starts_no_backend():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def without(axes, *paths):
+    return {path: names for path, names in axes.items() if path not in paths}
+
+
 GOLDEN_AXES = {
     "gpt2": {
         "embedding": "vocab embed",
@@ -167,8 +171,8 @@ GOLDEN_AXES["olmo"] = {
     "layers/attention_post_norm/scale": "layers channels",
     "layers/feed_forward_post_norm/scale": "layers channels",
 }
-UNGATED = {path: axes for path, axes in GOLDEN_AXES["llama"].items() if path != "layers/feed_forward/gate"}
-LAYER_NORMED = {path: axes for path, axes in GOLDEN_AXES["gpt2"].items() if path != "positions"}
+UNGATED = without(GOLDEN_AXES["llama"], "layers/feed_forward/gate")
+LAYER_NORMED = without(GOLDEN_AXES["gpt2"], "positions")
 POST_NORMS = {f"layers/{part}_post_norm/scale": "layers channels" for part in ("attention", "feed_forward")}
 QK_NORMS = {f"layers/attention/{part}_norm/scale": "layers head_dim" for part in ("query", "key")}
 BEFORE = ("layers/attention_norm/scale", "layers/feed_forward_norm/scale")
@@ -176,10 +180,8 @@ GOLDEN_AXES |= {
     "ministral": GOLDEN_AXES["llama"],
     "pythia": LAYER_NORMED | {"unembedding": "embed vocab"},
     "glm4": GOLDEN_AXES["llama"] | BIASES | POST_NORMS,
-    "command": {path: axes for path, axes in TIED.items() if path != "layers/feed_forward_norm/scale"},
-    "exaone4": {path: axes for path, axes in GOLDEN_AXES["llama"].items() if path not in BEFORE}
-    | POST_NORMS
-    | QK_NORMS,
+    "command": without(TIED, "layers/feed_forward_norm/scale"),
+    "exaone4": without(GOLDEN_AXES["llama"], *BEFORE) | POST_NORMS | QK_NORMS,
     "granite": TIED,
     "seed": GOLDEN_AXES["llama"] | BIASES,
     "starcoder2": LAYER_NORMED,

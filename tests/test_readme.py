@@ -64,4 +64,5 @@ def test_the_program_runs(tmp_path):
     assert re.fullmatch(r"1 \(1, \d+, 2048\)", shapes)
     assert "llama" in done.stdout.splitlines() and (tmp_path / "runs/published/model.safetensors").exists()
     assert (tmp_path / "runs" / "example" / "sample.txt").exists()
-    assert done.stdout.splitlines()[-2:] == ["[('runs/example', 'finished', 4)]", "{}"]
+    states = [("runs/imported", "imported", 0), ("runs/example", "finished", 4)]
+    assert done.stdout.splitlines()[-2:] == [str(states), "{}"]

@@ -3,6 +3,7 @@
 import ast
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -98,6 +99,12 @@ def test_no_two_classes_have_one_name():
         if isinstance(node, ast.ClassDef):
             places.setdefault(node.name, []).append(place)
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_no_two_files_of_tests_have_one_name():
+    """Pytest imports them by their names alone."""
+    names = Counter(file.name for file in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, times in names.items() if times > 1] == []
 
 
 def test_docstrings_say_what_a_thing_is_or_does():

@@ -102,7 +102,7 @@ class DataConfig(Section):
     if_missing: Name | None = None
     """How to get the text, for the message that it is missing."""
     chat: Text | None = None
-    """Conversations in place of text, in files of records (`.jsonl`, `.parquet`…): each has `messages`, or `prompt` and
+    """Conversations in place of text, in files of records (such as `.jsonl`): each has `messages`, or `prompt` and
     `completion`. The chat template beside the tokenizer shows them, and only what the assistant says is trained and
     measured, up to the end of its turn. One that is longer than `training.sequence` is cut there."""
     preferences: Text | None = None

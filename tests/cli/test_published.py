@@ -209,7 +209,7 @@ def test_a_run_begins_with_published_weights_and_gives_them_back_trained(chatty,
     assert said("train", killed, status=2).startswith(why)
     away.rename(chatty)
     said(*command)
-    assert str(api._unread(killed)) == str(chatty) and api._unread(out) is None
+    assert str(api._needed(killed)) == str(chatty) and api._needed(out) is None
     assert runs.rows(out) == recorded
     other = said("train", experiment, "--from", PUBLISHED, "--out", out, status=2)
     assert other == (

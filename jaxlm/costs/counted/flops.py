@@ -29,10 +29,15 @@ class Flops(NamedTuple):
     executed: int
 
 
-def napkin_flops(work: Workload) -> int:
-    """Return the FLOPs of a step by the textbook formula, from parameters and tokens alone."""
+def matmul_parameters(work: Workload) -> dict[tuple[str, str], int]:
+    """Return the number of parameters that multiply each token, by path and by the name of the operation."""
     found, declared = device_step(work).found, work.parameters
     products = {found.parameter(use): use.name for use in found.uses if use.name in operations.PRODUCTS}
+    return {(path, operation): math.prod(declared[path].shape) for path, operation in products.items()}
+
+
+def napkin_flops(work: Workload) -> int:
+    """Return the FLOPs of a step by the textbook formula, from parameters and tokens alone."""
     # In a prefill only the last token of each prompt is unembedded.
     read = {"logits": work.batch}
 
@@ -40,8 +45,7 @@ def napkin_flops(work: Workload) -> int:
         return 2 if work.kind != "train" else 4 if path in work.base else 6
 
     return sum(
-        each(path) * math.prod(declared[path].shape) * read.get(operation, work.tokens)
-        for path, operation in products.items()
+        each(path) * n * read.get(operation, work.tokens) for (path, operation), n in matmul_parameters(work).items()
     )
 
 

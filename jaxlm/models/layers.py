@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from jaxlm.models.config import BlockConfig, ModelConfig, Remat
-from jaxlm.models.parameters import Module, stack
+from jaxlm.models.parameters import Module, shapes_alone, stack
 from jaxlm.models.positions import program
 from jaxlm.models.recording import is_recording
 from jaxlm.models.rows import Auxiliary, Place
@@ -91,9 +91,11 @@ class Groups:
     @classmethod
     def of(cls, model: ModelConfig, make: Make) -> "Groups":
         """Return the groups of a model's layers; `make` makes one."""
-        made = {
-            block: nnx.eval_shape(partial(make, model.of(block)), nnx.Rngs(0)) for block in dict.fromkeys(model.layers)
-        }
+        with shapes_alone():
+            made = {
+                block: nnx.eval_shape(partial(make, model.of(block)), nnx.Rngs(0))
+                for block in dict.fromkeys(model.layers)
+            }
         trees = {block: nnx.to_flat_state(nnx.state(module)) for block, module in made.items()}
         structures = {
             block: tuple((path, leaf.shape, leaf.axes, leaf.inputs) for path, leaf in tree)
@@ -145,15 +147,14 @@ class Groups:
           stacks: the parameters, as `stacked` returned them.
           run: takes a block, the value and the block's place, and returns the value and auxiliary results.
           execution: remat is per layer.
-          entries: the layers of each entry of a cache that keeps something. With one, and in recordings, blocks that
-            differ at all run apart; otherwise those of one `program` run as one.
+          entries: the layers of each entry of a cache that keeps something. With one, blocks that differ at all run
+            apart; otherwise those of one `program` run as one, and apart in recordings, inside of that loop.
         """
-        apart = entries is not None or is_recording()
-        keys = {block: block if apart else program(block) for block, _ in self.graphs}
         loop, found = _LayerLoop(self, stacks, run, execution, entries), []
-        for segment in segments([keys[block] for block in self.blocks]):
+        keys = self.blocks if entries is not None else [program(block) for block in self.blocks]
+        for segment in segments(keys):
             carry, auxiliary = loop.over(segment, carry)
-            found.append(auxiliary)
+            found += auxiliary
         return carry, _in_layer_order(found)
 
 
@@ -180,8 +181,30 @@ class _LayerLoop:
         self._stack = _places(dict(groups.stacks))
         self._entry = _places({_ONLY: range(len(groups.blocks))} if entries is None else entries)
 
-    def over(self, segment: Segment, carry: Any) -> tuple[Any, tuple[Auxiliary, ...]]:
-        """Return the value after a segment, and the auxiliary results of each layer of its period, [repeats, …]."""
+    def over(self, segment: Segment, carry: Any) -> tuple[Any, list[tuple[Auxiliary, ...]]]:
+        """Return the value after a segment, and the auxiliary results of each layer of its period, [repeats, …].
+
+        In a recording of training they are those of the segments whose blocks do not differ at all.
+        """
+        blocks = self._groups.blocks[segment.start : segment.start + segment.period * segment.repeats]
+        equal = [Segment(segment.start + start, *rest) for start, *rest in segments(blocks)]
+        if not is_recording() or len(equal) == 1 or segment.repeats == 1:
+            carry, found = self._over(segment, carry)
+            return carry, [found]
+
+        def body(carry: Any, _: None) -> tuple[Any, list[tuple[Auxiliary, ...]]]:
+            """Run the blocks apart, in a loop of one trip: what it carries is what the loop of training does."""
+            found = []
+            for each in equal:
+                carry, auxiliary = self._over(each, carry)
+                found.append(auxiliary)
+            return carry, found
+
+        carry, found = jax.lax.scan(body, carry, length=1)
+        return carry, jax.tree.map(lambda x: x[0], found)
+
+    def _over(self, segment: Segment, carry: Any) -> tuple[Any, tuple[Auxiliary, ...]]:
+        """Run one loop over a segment, or none where it does not repeat."""
         layers = range(segment.start, segment.start + segment.period)
         inside: dict[str, list[int]] = {}  # of each stack the layers in a period
         for layer in layers:
@@ -205,9 +228,12 @@ class _LayerLoop:
                 found.append(auxiliary)
             return carry, tuple(found)
 
+        over = jnp.arange(segment.repeats), slabs, which
+        if segment.repeats == 1:  # a loop of one trip would have gradients of what enters it, whoever asks for them
+            carry, found = body(carry, jax.tree.map(lambda x: x[0], over))
+            return carry, jax.tree.map(lambda x: x[None], found)
         # `unroll` writes the loop out at trace time: the same tree, the same body, no while loop in the program.
-        unroll = 1 if self._execution.scan else segment.repeats
-        return jax.lax.scan(body, carry, (jnp.arange(segment.repeats), slabs, which), unroll=unroll)
+        return jax.lax.scan(body, carry, over, unroll=1 if self._execution.scan else segment.repeats)
 
     def _layer(self, segment: Segment, layer: int) -> Callable[..., tuple[Any, Auxiliary]]:
         """Return the function that runs a layer of the period, by the number of the repeat."""

@@ -3,8 +3,8 @@
 import functools
 import math
 import string
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import jax
@@ -29,6 +29,17 @@ def normal(std: float) -> Initializer:
     return jax.nn.initializers.normal(std)
 
 
+# A user context: JAX keys its caches by it, so that what is traced here is not reused outside.
+_shapes_alone = jax.make_user_context(False)
+
+
+@contextmanager
+def shapes_alone() -> Iterator[None]:
+    """Declare parameters inside without their initial values, whose tracing is most of an abstract tree's time."""
+    with _shapes_alone(True):
+        yield
+
+
 def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: str, init: Initializer) -> nnx.Param:
     """Declare a float32 parameter; the only way to do so.
 
@@ -46,7 +57,8 @@ def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: str, init: Initializer) 
     names = (*inputs.split(), *outputs.split())
     if len(names) != len(shape):
         raise ValueError(f"axes {axes!r} name {len(names)} dimensions; the shape {shape} has {len(shape)}")
-    return nnx.Param(init(rngs.params(), shape, jnp.float32), axes=names, inputs=tuple(inputs.split()) if arrow else ())
+    value = jnp.zeros(shape, jnp.float32) if _shapes_alone.value else init(rngs.params(), shape, jnp.float32)
+    return nnx.Param(value, axes=names, inputs=tuple(inputs.split()) if arrow else ())
 
 
 class Module(nnx.Module):

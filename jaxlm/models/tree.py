@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxlm.models import lora
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.lora_config import LoraConfig
-from jaxlm.models.parameters import is_adapter
+from jaxlm.models.parameters import is_adapter, shapes_alone
 from jaxlm.models.transformer import Transformer
 from jaxlm.parallel.partition import named_sharding
 from jaxlm.parallel.rules import TRAIN, Rules
@@ -36,7 +36,8 @@ def abstract(model: ModelConfig, adapted: LoraConfig | None = None) -> tuple[nnx
     The tree's leaves are `nnx.Param` with a `jax.ShapeDtypeStruct` and the metadata `axes` and `inputs` that
     `models.parameters.param` declared.
     """
-    return nnx.split(nnx.eval_shape(lambda: build(model, 0, adapted)))
+    with shapes_alone():
+        return nnx.split(nnx.eval_shape(lambda: build(model, 0, adapted)))
 
 
 def read(tree: nnx.State, leaf: Callable[[nnx.Param], Any]) -> Tree:

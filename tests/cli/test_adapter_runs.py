@@ -70,6 +70,7 @@ def test_it_learns_and_resumes_after_a_kill_to_the_same_losses(folder):
     assert json.loads((folder / "run" / "origin.json").read_text())["source"] == str(folder / "base")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_every_form_of_the_model_gives_the_same_loss(folder, capsys):
     """The run, its export, its adapter beside the base, and the import of that."""

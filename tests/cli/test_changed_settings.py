@@ -157,6 +157,7 @@ def test_a_run_of_before_there_was_a_history_keeps_its_configuration(tmp_path):
     assert [row["step"] for row in rows(tmp_path / "run", "history.jsonl")] == [1, 7]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_is_continued_with_changes_and_says_from_which_step(tmp_path, tmp_path_factory):
     small = write_config(tmp_path_factory.mktemp("text"), "training.steps=6", "optimizer.schedule.kind=constant")

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import runs
-from matrices import sampled
 
 from jaxlm.cli import main
 from jaxlm.families.directory import PublishedModel
@@ -106,7 +105,8 @@ def test_a_model_learns_what_is_preferred(tuned):
     assert rows[-1]["accuracy"] == 1.0 and rows[-1]["margin"] > 1.0 and rows[-1]["rejected_reward"] < 0
 
 
-@pytest.mark.parametrize("name", sampled(["chat", "dpo"], ["dpo"]))
+@pytest.mark.exhaustive  # test_adapter_runs.py kills a run with adapters
+@pytest.mark.parametrize("name", ["chat", "dpo"])
 def test_a_run_that_was_killed_goes_on_to_the_same_losses(name, kinds, model, tuned, tmp_path):
     started = runs.start(kinds[name], tmp_path / "run", "--from", str(model), devices=8)
     runs.wait_for_step(started, tmp_path / "run", 12)
@@ -116,7 +116,8 @@ def test_a_run_that_was_killed_goes_on_to_the_same_losses(name, kinds, model, tu
     assert losses(tmp_path / "run") == losses(tuned[name])
 
 
-@pytest.mark.parametrize("name", sampled(["chat", "dpo"], ["dpo"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["chat", "dpo"])
 def test_a_mesh_of_eight_devices_gives_the_same_losses(name, kinds, model, tuned, tmp_path):
     few = ["training.steps=6", "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]
     assert main(["train", str(kinds[name]), *few, "--from", str(model), "--out", str(tmp_path / "run")]) == 0

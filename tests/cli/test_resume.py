@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matrices import sampled
 from runs import COMPILING, SIGNALS, finish, losses, rows, start, wait_for_step, write_config
 
 STEPS = 200
@@ -68,7 +67,8 @@ def test_a_second_start_is_refused_until_the_first_is_gone(config, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "status"), sampled(SIGNALS, ["SIGINT"]))
+@pytest.mark.exhaustive  # test_stops.py has signals, and test_adapter_runs.py a run that goes on bit-equal
+@pytest.mark.parametrize(("number", "status"), SIGNALS)
 def test_a_signal_saves_and_says_how_to_go_on(config, uninterrupted, tmp_path, number, status):
     run = tmp_path / "run"
     process = start(config, run)

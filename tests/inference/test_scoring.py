@@ -111,6 +111,7 @@ def test_what_cannot_be_scored_is_refused(pair, message):
         scores([([1], [2]), pair])
 
 
+@pytest.mark.exhaustive
 def test_prompts_padded_to_one_length_run_one_program(monkeypatch):
     _, model, parameters = parts(model_fixtures.GPT2)
     # Another value than other tests', whose compiled programs would be found again.

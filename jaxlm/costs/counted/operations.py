@@ -84,11 +84,12 @@ def _computed(work: Workload) -> tuple[Operation, ...]:
         products, parts = list(_products(device, use)), list(elementwise.parts(device, use))
         forward = [*products, *(_beside(part, "forward") for part in parts)]
         each += forward
-        if not device.trains(use):
-            continue
+        trains = device.trains(use)
         if work.remat != "none" and use.layer is not None:
             made = not again.isdisjoint(use.results)
-            each += [op._replace(phase="rematerialised") for op in forward if _reruns(op, made)]
+            each += [op._replace(phase="rematerialised") for op in forward if _reruns(op, made) and (made or trains)]
+        if not trains:
+            continue
         each += _gradients(device, use, products)
         each += [_beside(part, "backward") for part in parts]
     return tuple(op._replace(times=op.times * work.microbatches) for op in each)

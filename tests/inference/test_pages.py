@@ -1,0 +1,283 @@
+"""Pages of the key/value cache are shared, found again, evicted, and never lost."""
+
+import subprocess
+import sys
+from unittest.mock import patch
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxlm.core.errors import InputError
+from jaxlm.inference import pages as pages_module
+from jaxlm.inference.pages import PageGroup, Pages
+
+SIZE = 4
+TEXT = tuple(range(100, 140))
+
+
+def full(count, size=SIZE):
+    return Pages([PageGroup(count)], size)
+
+
+def written(pages, tokens, salt=b"", step=1):
+    """Hold and publish the pages of a text, written so many tokens at a time."""
+    holding = pages.match(tokens, salt)
+    while holding.tokens < len(tokens):
+        assert pages.extend(holding, min(holding.tokens + step, len(tokens)))
+        pages.publish(holding, tokens[: holding.tokens])
+        pages.check()
+    return holding
+
+
+def found(pages, tokens, salt=b""):
+    """The tokens of a text that are found."""
+    holding = pages.match(tokens, salt)
+    pages.release(holding)
+    pages.check()
+    return holding.tokens
+
+
+def test_pages_import_no_jax():
+    code = "import sys, jaxlm.inference.pages; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_prefix_of_whole_pages_is_found_and_leaves_a_token_to_read():
+    pages = full(20)
+    pages.release(written(pages, TEXT[:14]))
+    lengths = {0: 0, 1: 0, 4: 0, 5: 4, 8: 4, 9: 8, 12: 8, 13: 12, 14: 12, 40: 12}
+    assert {n: found(pages, TEXT[:n]) for n in lengths} == lengths
+    assert found(pages, (*TEXT[:5], 0, *TEXT[6:14])) == 4
+    assert found(pages, (0, *TEXT[1:14])) == 0
+    assert pages.held == (0,) and pages.cached == (3,)
+
+
+def test_sequences_share_whole_pages_and_write_to_their_own():
+    pages = full(20)
+    first = written(pages, TEXT[:10])
+    second = written(pages, TEXT[:10])
+    assert first.tables[0][:2] == second.tables[0][:2] and first.tables[0][2] != second.tables[0][2]
+    assert pages.held == (4,)
+    pages.release(first)
+    assert pages.held == (3,)  # the shared ones are the second's
+    pages.release(second)
+    assert pages.held == (0,)
+
+
+def test_two_that_write_one_text_at_once_keep_their_own_pages():
+    pages = full(20)
+    both = [pages.match(TEXT[:9]), pages.match(TEXT[:9])]
+    for holding in both:
+        assert pages.extend(holding, 9)
+    for holding in both:
+        pages.publish(holding, TEXT[:9])
+        pages.check()
+    assert not {*both[0].tables[0]} & {*both[1].tables[0]}
+    pages.release(both[0])
+    assert found(pages, TEXT[:9]) == 8
+    pages.release(both[1])
+    pages.check()
+    assert pages.cached == (2,)
+
+
+def test_a_prefix_is_forgotten_with_the_last_that_held_or_had_it():
+    pages = full(7)
+    both = [pages.match(TEXT[:9]), pages.match(TEXT[:9])]
+    for holding in both:
+        assert pages.extend(holding, 8)
+        pages.publish(holding, TEXT[:8])
+    pages.release(both[0])
+    other = pages.match(())
+    assert pages.extend(other, 16) and pages.cached == (0,)  # evicts what was found
+    assert found(pages, TEXT[:9]) == 0
+    pages.release(both[1])
+    pages.check()
+    pages.release(other)
+    pages.check()
+    assert pages.cached == (0,)
+
+
+def test_a_salt_keeps_prefixes_apart():
+    """Nobody learns from the time to an answer that another, under another salt, asked the same."""
+    pages = full(20)
+    pages.release(written(pages, TEXT[:14], b"one"))
+    assert [found(pages, TEXT[:14], salt) for salt in (b"one", b"two", b"", b"on")] == [12, 0, 0, 0]
+
+
+def test_two_salts_keep_one_text_each():
+    pages = full(20)
+    for salt in (b"one", b"two"):
+        pages.release(written(pages, TEXT[:14], salt))
+    assert [found(pages, TEXT[:14], salt) for salt in (b"one", b"two")] == [12, 12] and pages.cached == (6,)
+
+
+def test_fields_of_a_digest_are_told_apart():
+    """A salt that is spelled like a page, or a page like a salt, has another digest."""
+    root, digest = pages_module._root, pages_module._digest
+    page = digest(root(b""), (1, 2))
+    assert page not in (root(root(b"") + bytes(16)), root(b"page" + root(b"") + bytes([1, *[0] * 7, 2, *[0] * 7])))
+    assert len({page, digest(root(b""), (1, 2 << 8)), digest(root(b""), (1,)), digest(page, (1, 2))}) == 4
+
+
+@pytest.mark.parametrize("salts", [(b"", b""), (b"one", b"two")])
+def test_texts_whose_digests_collide_never_get_each_others_pages(salts):
+    """A hit compares tokens, all that comes before them, and the salt."""
+    one, other = (1, 2, 3, 4), (5, 6, 7, 8)
+    with patch.object(pages_module, "_digest", lambda before, tokens: bytes([sum(tokens) % 2])):
+        pages = full(20)
+        pages.release(written(pages, (*one, 0), salts[0]))
+        holding = written(pages, (*other, *one, 0), salts[1])
+        assert found(pages, (*one, 0), salts[0]) == 4
+        assert found(pages, (*other, *one, 0), salts[1]) == 0
+        assert found(pages, (*one, 0), b"three") == 0
+        pages.release(holding)
+        pages.check()
+
+
+def test_a_page_after_others_is_another_page():
+    with patch.object(pages_module, "_digest", lambda before, tokens: bytes(tokens)):
+        pages = full(20)
+        pages.release(written(pages, TEXT[:9]))
+        pages.release(written(pages, (*TEXT[20:24], *TEXT[4:9])))
+        assert found(pages, (*TEXT[20:24], *TEXT[4:9])) == 4 and found(pages, TEXT[4:9]) == 0
+
+
+def test_room_is_exact():
+    pages = full(6)
+    assert [pages.fits(tokens) for tokens in (19, 20, 21)] == [True, True, False]
+    holding, other = pages.match(TEXT), pages.match(TEXT)
+    assert pages.room(holding) == 20 and not pages.extend(holding, 21) and pages.held == (0,)
+    assert pages.extend(holding, 16) and pages.held == (4,)
+    assert pages.extend(other, 4) and not pages.extend(other, 5)
+    assert not pages.extend(holding, 17) and pages.extend(holding, 16)
+    assert pages.has_room(holding, 17, without=[other]) and not pages.has_room(holding, 17)
+    assert not pages.has_room(holding, 17, spare=1, without=[other])
+    pages.release(other)
+    assert pages.extend(holding, 20) and not pages.extend(holding, 21)
+    pages.release(holding)
+    pages.check()
+
+
+def test_pages_that_others_share_are_no_room():
+    pages = full(6)
+    first, second = written(pages, TEXT[:9]), written(pages, TEXT[:9])
+    third = pages.match(())
+    assert pages.has_room(third, 4) and not pages.has_room(third, 5)
+    assert pages.has_room(third, 8, without=[second]) and not pages.has_room(third, 9, without=[second])
+    assert pages.has_room(third, 20, without=[first, second])
+
+
+def test_the_least_recently_used_is_evicted_and_of_a_text_its_end_first():
+    pages = full(9)
+    pages.release(written(pages, TEXT[:13]))
+    pages.release(written(pages, TEXT[20:33]))
+    assert found(pages, TEXT[:13]) == 12  # which uses it again
+    holding = pages.match(())
+    assert pages.extend(holding, 12)  # two are free, and one goes
+    assert (found(pages, TEXT[20:33]), found(pages, TEXT[:13])) == (8, 12)
+    assert not pages.extend(holding, 33) and pages.extend(holding, 20)
+    assert (found(pages, TEXT[20:33]), found(pages, TEXT[:13])) == (0, 12)
+    pages.release(holding)
+
+
+def test_a_text_that_was_partly_evicted_is_published_again():
+    pages = full(6)
+    pages.release(written(pages, TEXT[:16]))
+    other = pages.match(())
+    assert pages.extend(other, 12) and found(pages, TEXT[:16]) == 8
+    pages.release(other)
+    pages.release(written(pages, TEXT[:16]))
+    assert found(pages, (*TEXT[:16], 0)) == 16
+
+
+@pytest.mark.parametrize("window", range(1, 12))
+def test_a_window_keeps_the_pages_that_its_next_token_reads(window):
+    pages = Pages([PageGroup(12), PageGroup(12, window)], SIZE)
+    holding = pages.match(TEXT)
+    most = 0
+    for token in range(len(TEXT)):
+        assert pages.extend(holding, token + 1)
+        pages.check()
+        kept = [at for at, page in enumerate(holding.tables[1]) if page]
+        assert kept == list(range(max(token - window + 1, 0) // SIZE, token // SIZE + 1))
+        assert all(holding.tables[0])
+        most = max(most, len(kept))
+    alone = Pages([PageGroup(most + 1, window)], SIZE)
+    assert alone.fits(10**9)
+    assert most == 1 or not Pages([PageGroup(most, window)], SIZE).fits(10**9)
+    pages.release(holding)
+    pages.check()
+
+
+def test_tokens_written_together_keep_all_that_the_first_of_them_reads():
+    pages = Pages([PageGroup(12, 5)], SIZE)
+    holding = pages.match(TEXT)
+    assert pages.extend(holding, 20) and [*map(bool, holding.tables[0])] == [True] * 5
+    assert pages.extend(holding, 40) and [*map(bool, holding.tables[0])] == [False] * 4 + [True] * 6
+
+
+def test_a_prefix_needs_the_pages_of_a_window_at_its_end_and_all_of_a_full_layer():
+    """A gap before the window does not matter; one within the window, or in a full layer, does."""
+    pages = Pages([PageGroup(12), PageGroup(5, 5)], SIZE)
+    holding = written(pages, TEXT[:33])
+    assert [*map(bool, holding.tables[1])] == [False] * 7 + [True] * 2
+    pages.release(holding)  # of the window the last pages are cached: all but the first ones, which went
+    assert found(pages, TEXT[:33]) == 32
+    again = pages.match(TEXT[:33])
+    assert [*map(bool, again.tables[1])] == [False] * 7 + [True] and all(again.tables[0])
+    pages.release(again)
+    other = pages.match(())
+    assert pages.extend(other, 16)  # takes the window's pages
+    assert found(pages, TEXT[:33]) == 0 and pages.cached[0] > 0
+
+    pages = Pages([PageGroup(10), PageGroup(40, 5)], SIZE)
+    pages.release(written(pages, TEXT[:33]))
+    other = pages.match(())
+    assert pages.extend(other, 12)  # one was free; two go from the end
+    assert found(pages, TEXT[:33]) == 24 and pages.cached == (6, 8)
+
+
+def test_bad_use_is_refused():
+    pages = full(4)
+    holding = pages.match(TEXT)
+    pages.release(holding)
+    with pytest.raises(KeyError):
+        pages.release(holding)
+    for groups, size in (([], 4), ([PageGroup(1)], 4), ([PageGroup(4)], 0)):
+        with pytest.raises(InputError, match="2 pages"):
+            Pages(groups, size)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(
+    groups=st.lists(st.builds(PageGroup, st.integers(2, 9), st.none() | st.integers(1, 9)), min_size=1, max_size=3),
+    size=st.integers(1, 4),
+    actions=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 1), st.integers(0, 24)), max_size=40
+    ),
+)
+def test_pages_balance_whatever_is_done(groups, size, actions):
+    pages = Pages(groups, size)
+    holdings = []
+    for kind, which, text, number in actions:
+        tokens = [text, *[0] * 11, *[text] * 12]
+        if kind == 0:
+            holdings.append((pages.match(tokens[:number], bytes([which % 2])), tokens))
+            assert holdings[-1][0].tokens < max(number, 1)
+        elif holdings and kind < 3:
+            holding, tokens = holdings[which % len(holdings)]
+            room, before = pages.room(holding), [table[:] for table in holding.tables]
+            if pages.extend(holding, number):
+                assert number <= room and all(len(table) * size >= number for table in holding.tables)
+            else:
+                assert number > room and holding.tables == before
+            if kind == 2:
+                pages.publish(holding, tokens[: holding.tokens])
+        elif holdings:
+            pages.release(holdings.pop(which % len(holdings))[0])
+        pages.check()
+    for holding, _ in holdings:
+        pages.release(holding)
+    pages.check()
+    assert not any(pages.held)

@@ -21,6 +21,20 @@ if TYPE_CHECKING:
     from jaxlm.inference.requests import Sampling
 
 
+# Type, metavar and explanation of each option that says how a token is drawn: fields of Sampling.
+_SAMPLING = {
+    "temperature": (float, "X", "0 takes the likeliest (1)"),
+    "top_k": (int, "K", "draw among the K likeliest"),
+    "top_p": (float, "P", "draw among the fewest that hold P of the probability"),
+    "min_p": (float, "P", "draw among those at least P times as likely as the likeliest"),
+    "repetition_penalty": (float, "R", "divide positive logits of tokens before by R, multiply others (1)"),
+    "presence_penalty": (float, "X", "subtract X from logits of tokens drawn before (0)"),
+    "frequency_penalty": (float, "X", "subtract X for each time that a token was drawn (0)"),
+}
+# As transformers writes options that change nothing.
+_OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     trained.add_arguments(parser)
     prompts.add_arguments(parser)
@@ -38,9 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop", action="append", type=as_utf8, default=[], metavar="TEXT", help="end a continuation before this text"
     )
-    parser.add_argument("--temperature", type=float, metavar="X", help="0 takes the likeliest (1)")
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw among the K likeliest")
-    parser.add_argument("--top-p", type=float, metavar="P", help="draw among the fewest that hold P of the probability")
+    for name, (kind, metavar, explanation) in _SAMPLING.items():
+        parser.add_argument(_option(name), type=kind, metavar=metavar, help=explanation)
     parser.add_argument(
         "--seed", type=int, default=0, metavar="S", help="another seed draws another text (%(default)s)"
     )
@@ -60,7 +73,7 @@ def main(arguments: argparse.Namespace) -> int:
     if "" in arguments.stop:
         raise InputError("--stop '' would end every text; give at least one character")
     check_seed(arguments.seed, _option)
-    asked = {name: getattr(arguments, name) for name in Sampling._fields if getattr(arguments, name) is not None}
+    asked = {name: getattr(arguments, name) for name in _SAMPLING if getattr(arguments, name) is not None}
     Sampling(**asked).check(_option)
     model = trained.load(arguments, ("training.batch",))
     if arguments.chat:
@@ -92,11 +105,10 @@ def _with_published(model: "LoadedModel", asked: dict[str, Any]) -> "Sampling":
     from jaxlm.inference.requests import Sampling
 
     published = model.source.generation
-    off = {"top_k": 0, "top_p": 1.0}  # as transformers writes a filter that is none
     found = {
         name: published[name]
-        for name in Sampling._fields
-        if published.get("do_sample") and published.get(name, off.get(name)) not in (None, off.get(name))
+        for name in _SAMPLING
+        if published.get("do_sample") and published.get(name, _OFF.get(name)) not in (None, _OFF.get(name))
     }
     if said := [f"{name} = {value}" for name, value in found.items() if name not in asked]:
         print(f"jaxlm: {', '.join(said)} of generation_config.json", file=sys.stderr)

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxlm.core.errors import InputError
 from jaxlm.inference import steps
 from jaxlm.inference.cache import DenseCache, cache_shardings, empty_cache
-from jaxlm.inference.requests import Sampling, check_prompts
-from jaxlm.inference.sampling import RowSampling, check_drawn, row_sampling, sample
+from jaxlm.inference.requests import Sampling, check_biases, check_prompts
+from jaxlm.inference.sampling import RowSampling, check_drawn, count_drawn, count_prompt, row_sampling, sample
 from jaxlm.models.config import Kernels, ModelConfig
 from jaxlm.models.kernels import using_kernels
 from jaxlm.models.tree import Tree, abstract
@@ -47,9 +48,15 @@ def generate(
         same programs again.
       kernels: `training.kernels`.
 
-    Raises InputError as `check_prompts` does, and where logits are not finite.
+    Raises InputError as `check_prompts` and `check_biases` do, for options that ask for log-probabilities, and where
+    logits are not finite.
     """
     check_prompts(model, prompts, max_tokens, pad_to)
+    options = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
+    for option in options:
+        check_biases(model, option)
+        if option.logprobs is not None:
+            raise InputError(f"logprobs = {option.logprobs}: these texts have no log-probabilities; leave it out")
     longest, batch = max(pad_to, *map(len, prompts)), len(prompts)
     dtype = jax.tree.leaves(parameters)[0].dtype
     start, step = programs(model, batch, longest + max_tokens - 1, dtype, mesh, kernels)
@@ -58,14 +65,16 @@ def generate(
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
     length = np.array([len(prompt) for prompt in prompts], np.int32)
-    how = row_sampling([sampling] * batch if isinstance(sampling, Sampling) else sampling, seed, streams)
+    how = row_sampling(options, seed, streams)
     known_V = jax.device_put(np.ones(model.vocab_size, bool) if known is None else known, replicated(mesh))
+    counting = any(option.counts_tokens for option in options)
+    counts = np.zeros((batch, model.vocab_size), np.int32) if counting else None
     with jax.set_mesh(mesh):
-        tokens, cache = start(parameters, padded, length, how, known_V)
+        tokens, cache, counts = start(parameters, padded, length, how, known_V, counts)
     yield check_drawn(np.asarray(tokens))
     for _ in range(max_tokens - 1):
         with jax.set_mesh(mesh):  # not across a yield: the caller must not find a mesh set
-            tokens, cache = step(parameters, tokens, cache, how, known_V)
+            tokens, cache, counts = step(parameters, tokens, cache, how, known_V, counts)
         yield check_drawn(np.asarray(tokens))
 
 
@@ -80,30 +89,52 @@ def programs(
 ) -> tuple[Callable, Callable]:
     """Return the jitted steps (prefill, decode), to be called under `jax.set_mesh`.
 
-    prefill(parameters, tokens [B, T], length [B], RowSampling, known [V]) reads prompts into a cache of `size` tokens
-    each and draws the first tokens [B]; decode(parameters, tokens [B], cache, RowSampling, known [V]) reads these and
-    draws the next ones, and consumes the cache that it was given. One program serves all tokenizers.
+    prefill(parameters, tokens [B, T], length [B], RowSampling, known [V], counts) reads prompts into a cache of `size`
+    tokens each and draws the first tokens [B]; decode(parameters, tokens [B], cache, RowSampling, known [V], counts)
+    reads these and draws the next ones, and consumes the cache and counts that it was given. Both return tokens, cache
+    and counts [B, V] (`count_prompt`), of no tokens at first, or None where no row has a penalty. One program serves
+    all tokenizers, and all options: two with penalties.
     """
     graph, _ = abstract(model)
-    cache_placement, rows = (
-        cache_shardings(model, batch, size, mesh),
-        named_sharding(("batch",), (batch,), mesh, DECODE),
-    )
+    cache_placement = cache_shardings(model, batch, size, mesh)
+    rows = named_sharding(("batch",), (batch,), mesh, DECODE)
+    counted = named_sharding(("batch", "act_vocab"), (batch, model.vocab_size), mesh, DECODE)
 
     @using_rules(PREFILL)
     @using_kernels(kernels)
     def first_token(
-        parameters: Tree, tokens: jax.Array, length: jax.Array, how: RowSampling, known: jax.Array
+        parameters: Tree,
+        tokens: jax.Array,
+        length: jax.Array,
+        how: RowSampling,
+        known: jax.Array,
+        counts: jax.Array | None,
     ) -> tuple:
         cache = empty_cache(model, batch, size, dtype)
         logits, cache = steps.prefill(graph, parameters, tokens, length, cache)
-        return sample(logits, how, cache.length, known), cache
+        if counts is not None:
+            is_given = jnp.arange(tokens.shape[1])[None] < length[:, None]
+            counts = count_prompt(counts, jnp.arange(batch)[:, None], jnp.where(is_given, tokens, model.vocab_size))
+        return drawn(logits, how, cache, known, counts)
 
     @using_rules(DECODE)
     @using_kernels(kernels)
-    def next_token(parameters: Tree, tokens: jax.Array, cache: DenseCache, how: RowSampling, known: jax.Array) -> tuple:
+    def next_token(
+        parameters: Tree,
+        tokens: jax.Array,
+        cache: DenseCache,
+        how: RowSampling,
+        known: jax.Array,
+        counts: jax.Array | None,
+    ) -> tuple:
         logits, cache = steps.decode_step(graph, parameters, tokens, cache)
-        return sample(logits, how, cache.length, known), cache
+        return drawn(logits, how, cache, known, counts)
 
-    jit = partial(jax.jit, out_shardings=(rows, cache_placement))
-    return jit(first_token), jit(next_token, donate_argnums=2)
+    def drawn(
+        logits: jax.Array, how: RowSampling, cache: DenseCache, known: jax.Array, counts: jax.Array | None
+    ) -> tuple:
+        tokens = sample(logits, how, cache.length, known, counts).token
+        return tokens, cache, None if counts is None else count_drawn(counts, jnp.arange(batch), tokens)
+
+    jit = partial(jax.jit, out_shardings=(rows, cache_placement, counted))
+    return jit(first_token), jit(next_token, donate_argnums=(2, 5))

@@ -27,7 +27,9 @@ Pair = tuple[list[int], list[int]]  # token ids of a context and of its continua
 _SECTION = "generation_kwargs"
 _TYPES = {
     **dict.fromkeys(("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"), int),
-    **{"do_sample": bool, "temperature": float, "top_k": int, "top_p": float, "until": str | list[str]},
+    **{"do_sample": bool, "temperature": float, "top_k": int, "top_p": float, "min_p": float},
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), float),
+    **{"logit_bias": dict[int, float], "until": str | list[str]},
 }
 # Values by which tasks switch an option off.
 _OFF = {
@@ -169,14 +171,16 @@ def generation_options(given: dict, context: int) -> tuple[Sampling, int, tuple[
     given = {key: _read(key, value) for key, value in given.items() if value is not None}
     options = normalize_gen_kwargs(given, min(_MAX_TOKENS, context // 2))
     options = {key: value for key, value in options.items() if value not in _OFF.get(key, ())}
-    greedy = not options.pop("do_sample")
-    drawn = Sampling(*(options.pop(name, default) for name, default in Sampling()._asdict().items()))
+    is_greedy = not options.pop("do_sample")
+    drawn = Sampling(**{name: options.pop(name) for name in Sampling._fields if name in options and name != "logprobs"})
     max_tokens, stops = options.pop("max_gen_toks"), tuple(options.pop("until"))
     if options:
         raise InputError(f"{_SECTION}: {', '.join(options)} is nothing that jaxlm can generate with")
     if not 0 < max_tokens <= context:
         raise InputError(f"{_SECTION}.max_gen_toks = {max_tokens} must be 1 to model.context_length = {context}")
-    return Sampling(temperature=0.0) if greedy else drawn.check((_SECTION + ".{} =").format), max_tokens, stops
+    if is_greedy:
+        drawn = drawn._replace(temperature=0.0, top_k=None, top_p=None, min_p=None)
+    return drawn.check((_SECTION + ".{} =").format), max_tokens, stops
 
 
 def _read(key: str, value: Any) -> Any:

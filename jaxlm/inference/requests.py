@@ -1,13 +1,16 @@
 """A request to continue a prompt, its sampling options, and its check. Imports no JAX."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxlm.core.errors import InputError
 from jaxlm.models.config import ModelConfig
 
-# Bounds of the temperature: beyond them, divided logits overflow float32 or are all alike.
-_COLDEST, _HOTTEST = 1e-6, 1e6
+# Bounds of what divides logits: beyond them, float32 overflows or all are alike.
+_SMALLEST, _LARGEST = 1e-6, 1e6
+
+MAX_BIASES = 300  # token ids of one request, as many as OpenAI's API takes
+MAX_LOGPROBS = 20  # likeliest tokens beside the drawn one, as many as OpenAI's API gives
 
 _PLACES = 1 << 16  # of prompts, and of samples: both are in the 32 bits of a stream
 
@@ -18,26 +21,69 @@ _NAMED: Named = "{} =".format
 
 class Sampling(NamedTuple):
     """Sampling from softmax(logits / temperature): among the `top_k` likeliest tokens, then among the fewest of these
-    that hold `top_p` of the remaining probability (nucleus sampling; Holtzman et al. 2020, arXiv:1904.09751).
+    that hold `top_p` of the remaining probability (nucleus sampling; Holtzman et al. 2020, arXiv:1904.09751), then
+    among those that are at least `min_p` times as likely as the likeliest (Nguyen et al. 2024, arXiv:2407.01082).
 
-    Temperature 0 takes the likeliest token. None switches a filter off.
+    Temperature 0 takes the likeliest token. None switches a filter off. Before all this, for temperature 0 too, logits
+    are changed, in this order:
+
+    - `repetition_penalty` divides those of tokens in the prompt or drawn before, and multiplies them where they are
+      negative (Keskar et al. 2019, arXiv:1909.05858, section 4.1, with the sign as transformers and vLLM have it).
+    - `frequency_penalty` is subtracted for each time that a token was drawn, and `presence_penalty` once.
+    - `logit_bias` is added to those of its token ids.
+
+    `logprobs` asks for the log-probability of the drawn token and of so many likeliest ones.
     """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: int | None = None
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Return whether it depends on the tokens before, by a penalty."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     def check(self, named: Named = _NAMED) -> "Sampling":
         """Return itself. Raises InputError for values without meaning, under the names that `named` gives them."""
-        if self.temperature != 0.0 and not _COLDEST <= self.temperature <= _HOTTEST:
+        if self.temperature != 0.0 and not _SMALLEST <= self.temperature <= _LARGEST:
             raise InputError(
-                f"{named('temperature')} {self.temperature:g} must be 0, or from {_COLDEST:g} to {_HOTTEST:g}"
+                f"{named('temperature')} {self.temperature:g} must be 0, or from {_SMALLEST:g} to {_LARGEST:g}"
             )
         if self.top_k is not None and self.top_k < 1:
             raise InputError(f"{named('top_k')} {self.top_k} must be 1 or more")
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             raise InputError(f"{named('top_p')} {self.top_p:g} must be above 0 and at most 1")
+        if self.min_p is not None and not 0.0 <= self.min_p <= 1.0:
+            raise InputError(f"{named('min_p')} {self.min_p:g} must be from 0 to 1")
+        if not _SMALLEST <= self.repetition_penalty <= _LARGEST:
+            raise InputError(
+                f"{named('repetition_penalty')} {self.repetition_penalty:g} must be from {_SMALLEST:g} to "
+                f"{_LARGEST:g}; 1 is none"
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2.0 <= (penalty := getattr(self, name)) <= 2.0:
+                raise InputError(f"{named(name)} {penalty:g} must be from -2 to 2")
+        self._check_bias(named)
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise InputError(f"{named('logprobs')} {self.logprobs} must be from 0 to {MAX_LOGPROBS}")
         return self
+
+    def _check_bias(self, named: Named) -> None:
+        biases = self.logit_bias or {}
+        if len(biases) > MAX_BIASES:
+            raise InputError(f"{named('logit_bias')} {len(biases)} token ids must be at most {MAX_BIASES}")
+        for token, bias in biases.items():
+            if token < 0:
+                raise InputError(f"{named('logit_bias')} {{{token}: {bias:g}}}: a token id must be 0 or more")
+            if not -100.0 <= bias <= 100.0:
+                raise InputError(f"{named('logit_bias')} {{{token}: {bias:g}}}: a bias must be from -100 to 100")
 
 
 class Request(NamedTuple):
@@ -109,6 +155,15 @@ def check_prompts(
         raise InputError(
             f"a prompt of {longest} tokens and {asked} exceed model.context_length = {model.context_length}; "
             f"at most {room} tokens can follow this prompt"
+        )
+
+
+def check_biases(model: ModelConfig, sampling: Sampling, named: Named = _NAMED) -> None:
+    """Raise InputError for `logit_bias` of ids outside the vocabulary."""
+    strange = next((token for token in sampling.logit_bias or () if token >= model.vocab_size), None)
+    if strange is not None:
+        raise InputError(
+            f"{named('logit_bias')} {{{strange}: …}}: the id is outside the vocabulary, 0 to {model.vocab_size - 1}"
         )
 
 

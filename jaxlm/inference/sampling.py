@@ -1,6 +1,11 @@
-"""Sampling of the next token from logits: every row of a batch by its own options and random numbers."""
+"""Sampling of the next token from logits: every row of a batch by its own options and random numbers.
 
-from collections.abc import Sequence
+A row's token and log-probabilities are equal to the bit alone and in any batch. On a CPU, XLA gives sums over float32
+to a library from some size on, which adds in another order and has another exponential; so nothing here is a float32
+sum or maximum of XLA's: `_total` adds part to part, largest logits come from argmax, and the draw counts in integers.
+"""
+
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -8,10 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core.errors import InputError
-from jaxlm.inference.requests import Sampling
+from jaxlm.inference.requests import MAX_BIASES, MAX_LOGPROBS, Sampling
+from jaxlm.parallel.partition import constrain
 
 NO_TOKEN = -1  # drawn from logits that give no distribution
-_ALL = 2**31 - 1  # as top-k: more tokens than a vocabulary has
+_ALL = 2**31 - 1  # as top-k: more tokens than a vocabulary has; as a token id: none
+
+_FEW = 64  # the largest top-k that lax.top_k finds, ten times faster on a CPU than a search over all values
+_PARTS = 32  # of a row, added to each other in one loop: a power of two
+_BLOCK = 512  # tokens of a block, among which a draw finds its block first
 
 
 class NotFinite(InputError):
@@ -19,12 +29,18 @@ class NotFinite(InputError):
 
 
 class RowSampling(NamedTuple):
-    """The sampling of each row of a batch, as arrays [B]: one program serves all options.
+    """The sampling of each row of a batch, as arrays [R], or [R, `MAX_BIASES`] of biases: one program serves all
+    options.
 
     Attributes:
       temperature: float32; 0 takes the likeliest token.
       top_k: int32; from the vocabulary's size on it excludes nothing.
       tail: float32, 1 − top_p, which keeps a top-p close to 1 apart from 1; 0 excludes nothing.
+      farthest: float32, −ln(min_p): how far below the largest a token's ln p may be; ∞ excludes nothing.
+      repetition, presence, frequency: float32, the penalties; 1, 0 and 0 change nothing.
+      biased: int32, token ids; those outside the vocabulary have no bias.
+      bias: float32, of these.
+      logprobs: int32, how many likeliest tokens' log-probabilities are asked for; −1 asks for none at all.
       seed: uint32, of the row's random numbers.
       stream: uint32, apart for rows of equal seeds.
     """
@@ -32,47 +48,113 @@ class RowSampling(NamedTuple):
     temperature: jax.Array | np.ndarray
     top_k: jax.Array | np.ndarray
     tail: jax.Array | np.ndarray
+    farthest: jax.Array | np.ndarray
+    repetition: jax.Array | np.ndarray
+    presence: jax.Array | np.ndarray
+    frequency: jax.Array | np.ndarray
+    biased: jax.Array | np.ndarray
+    bias: jax.Array | np.ndarray
+    logprobs: jax.Array | np.ndarray
     seed: jax.Array | np.ndarray
     stream: jax.Array | np.ndarray
 
 
-def row_sampling(rows: Sequence[Sampling], seed: int, streams: Sequence[int] | None = None) -> RowSampling:
-    """Return the sampling of rows under one seed; row i draws from stream i where no streams are given."""
+class Drawn(NamedTuple):
+    """The token of each row, and log-probabilities, natural, of the model: of its logits before penalties, biases,
+    temperature and filters, so that they say how likely the model finds a text, however it was drawn.
+
+    Attributes:
+      token: int32 [R], NO_TOKEN where logits are not finite.
+      logprob: float32 [R], the token's; NaN where the row asks for none, or has no token.
+      top: int32 [R, K], the ids of the likeliest tokens, in order, where K is the smaller of `MAX_LOGPROBS` and the
+        vocabulary; NO_TOKEN beyond the number that the row asks for. Ids without a token are not among them.
+      top_logprobs: float32 [R, K], theirs; −∞ beyond.
+    """
+
+    token: jax.Array
+    logprob: jax.Array
+    top: jax.Array
+    top_logprobs: jax.Array
+
+
+def row_sampling(
+    rows: Sequence[Sampling], seed: int | Sequence[int], streams: Sequence[int] | None = None
+) -> RowSampling:
+    """Return the sampling of rows under one seed, or under one of each; row i draws from stream i where no streams are
+    given."""
+
+    def floats(of: Callable[[Sampling], float]) -> np.ndarray:
+        return np.array([of(how) for how in rows], np.float32)
+
+    biased = np.full((len(rows), MAX_BIASES), _ALL, np.int32)
+    bias = np.zeros((len(rows), MAX_BIASES), np.float32)
+    for row, how in enumerate(rows):
+        if how.logit_bias:
+            biased[row, : len(how.logit_bias)], bias[row, : len(how.logit_bias)] = zip(
+                *how.logit_bias.items(), strict=True
+            )
     return RowSampling(
-        np.array([how.temperature for how in rows], np.float32),
-        np.array([_ALL if how.top_k is None else min(how.top_k, _ALL) for how in rows], np.int32),
-        np.array([0.0 if how.top_p is None else 1.0 - how.top_p for how in rows], np.float32),
-        np.full(len(rows), seed, np.uint32),
-        np.array(range(len(rows)) if streams is None else streams, np.uint32),
+        temperature=floats(lambda how: how.temperature),
+        top_k=np.array([_ALL if how.top_k is None else min(how.top_k, _ALL) for how in rows], np.int32),
+        tail=floats(lambda how: 0.0 if how.top_p is None else 1.0 - how.top_p),
+        farthest=floats(lambda how: -np.log(how.min_p) if how.min_p else np.inf),
+        repetition=floats(lambda how: how.repetition_penalty),
+        presence=floats(lambda how: how.presence_penalty),
+        frequency=floats(lambda how: how.frequency_penalty),
+        biased=biased,
+        bias=bias,
+        logprobs=np.array([-1 if how.logprobs is None else how.logprobs for how in rows], np.int32),
+        seed=np.broadcast_to(np.asarray(seed, np.uint32), len(rows)),
+        stream=np.array(range(len(rows)) if streams is None else streams, np.uint32),
     )
 
 
-def sample(
-    logits_BV: jax.Array, how: RowSampling, position_B: jax.Array, known_V: jax.Array | None = None
-) -> jax.Array:
-    """Return token ids, int32 [B]: a row's depends on its logits, options, seed, stream and position alone.
+def count_prompt(counts_RV: jax.Array, row_N: jax.Array, token_N: jax.Array) -> jax.Array:
+    """Return counts in which tokens of rows, int32 of one shape, are in the prompts; a token id beyond the vocabulary
+    is none.
 
-    A row is NO_TOKEN if its largest logit is not finite: logits of NaN, of ∞, or of −∞ alone are no distribution.
-    Nothing is drawn where all rows take the likeliest token, and no vocabulary is sorted where none is filtered.
+    Counts are int32 [R, V]: two for each time that a token was drawn, and one more if it is in the prompt. Those of a
+    sequence without tokens are 0.
+    """
+    marked_N = counts_RV.at[row_N, token_N].get(mode="fill", fill_value=0) | 1
+    return counts_RV.at[row_N, token_N].set(marked_N, mode="drop")
+
+
+def count_drawn(counts_RV: jax.Array, row_N: jax.Array, token_N: jax.Array) -> jax.Array:
+    """Return counts (`count_prompt`) in which tokens N of rows N are drawn once more; NO_TOKEN is none."""
+    return counts_RV.at[row_N, jnp.where(token_N == NO_TOKEN, _ALL, token_N)].add(2, mode="drop")
+
+
+def sample(
+    logits_RV: jax.Array,
+    how: RowSampling,
+    position_R: jax.Array,
+    known_V: jax.Array | None = None,
+    counts_RV: jax.Array | None = None,
+) -> Drawn:
+    """Draw a token for each row: it depends on the row's logits, options, seed, stream, position and counts alone.
+
+    A row has no token if its largest logit is not finite: logits of NaN, of ∞, or of −∞ alone are no distribution.
+    Nothing is drawn where all rows take the likeliest token, nothing is searched where none is filtered, and nothing
+    else is computed that no row asks for.
 
     Args:
-      position_B: int32, of the token that is drawn in its sequence.
+      logits_RV: float32.
+      position_R: int32, of the token that is drawn in its sequence.
       known_V: bool, whether an id has a token; others have probability 0. None where all have.
+      counts_RV: of the tokens before (`count_prompt`); None where no row has a penalty.
     """
-    if known_V is not None:
-        logits_BV = jnp.where(known_V[None], logits_BV, -jnp.inf)
-    likeliest_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    is_drawn_B = how.temperature > 0.0
-    excludes_B = is_drawn_B & ((how.top_k < logits_BV.shape[-1]) | (how.tail > 0.0))
+    changed_RV = adjusted(logits_RV, how, known_V, counts_RV)
+    likeliest_R = jnp.argmax(changed_RV, axis=-1).astype(jnp.int32)
+    is_drawn_R = how.temperature > 0.0
 
     def draw() -> jax.Array:
-        warm_BV = logits_BV / jnp.where(is_drawn_B, how.temperature, 1.0)[:, None]
-        kept_BV = jax.lax.cond(jnp.any(excludes_B), filtered, lambda warm_BV, *_: warm_BV, warm_BV, how.top_k, how.tail)
-        drawn_B = jax.vmap(jax.random.categorical)(_keys(how, position_B), kept_BV)
-        return jnp.where(is_drawn_B, drawn_B.astype(jnp.int32), likeliest_B)
+        bits_R = jax.vmap(jax.random.bits)(_keys(how.seed, how.stream, position_R))
+        return jnp.where(is_drawn_R, pick(filtered(changed_RV, how), bits_R), likeliest_R)
 
-    drawn_B = jax.lax.cond(jnp.any(is_drawn_B), draw, lambda: likeliest_B)
-    return jnp.where(jnp.isfinite(jnp.max(logits_BV, axis=-1)), drawn_B, NO_TOKEN)
+    token_R = jax.lax.cond(jnp.any(is_drawn_R), draw, lambda: likeliest_R)
+    token_R = jnp.where(jnp.isfinite(_at(changed_RV, likeliest_R)), token_R, NO_TOKEN)
+    return Drawn(token_R, *_logprobs(logits_RV, token_R, how.logprobs, known_V))
 
 
 def check_drawn(tokens: np.ndarray) -> np.ndarray:
@@ -85,23 +167,175 @@ def check_drawn(tokens: np.ndarray) -> np.ndarray:
     return tokens
 
 
+def adjusted(
+    logits_RV: jax.Array, how: RowSampling, known_V: jax.Array | None = None, counts_RV: jax.Array | None = None
+) -> jax.Array:
+    """Return logits after penalties and biases (`Sampling`), −∞ for ids without a token; arguments as of `sample`."""
+
+    def penalised() -> jax.Array:
+        repetition_R1, drawn_RV = how.repetition[:, None], counts_RV >> 1
+        less_RV = jnp.where(logits_RV > 0.0, logits_RV / repetition_R1, logits_RV * repetition_R1)
+        once_RV = jnp.where(drawn_RV > 0, how.presence[:, None], 0.0)
+        each_RV = how.frequency[:, None] * drawn_RV.astype(jnp.float32)
+        return jnp.where(counts_RV > 0, less_RV, logits_RV) - each_RV - once_RV
+
+    def biased() -> jax.Array:
+        add = jax.vmap(lambda logits_V, ids, bias: logits_V.at[ids].add(bias, mode="drop"))
+        return add(changed_RV, how.biased, how.bias)
+
+    changed_RV = logits_RV
+    if counts_RV is not None:
+        counts = (how.repetition != 1.0) | (how.presence != 0.0) | (how.frequency != 0.0)
+        changed_RV = jax.lax.cond(jnp.any(counts), penalised, lambda: logits_RV)
+    changed_RV = jax.lax.cond(jnp.any(how.bias != 0.0), biased, lambda: changed_RV)
+    return changed_RV if known_V is None else jnp.where(known_V[None], changed_RV, -jnp.inf)
+
+
+def filtered(logits_RV: jax.Array, how: RowSampling) -> jax.Array:
+    """Return p / largest p of softmax(logits / temperature), 0 for tokens that top-k, top-p and min-p exclude.
+
+    Probabilities that are equal in float32 stay or go together. Nothing is excluded from rows of temperature 0, which
+    has no softmax.
+    """
+    V, is_drawn_R = logits_RV.shape[-1], how.temperature > 0.0
+    logits_RV = constrain(logits_RV, "batch", None)  # once, and not by a collective for each step of a search
+    largest_R1 = _at(logits_RV, jnp.argmax(logits_RV, axis=-1))[:, None]
+    # ln(largest p / p). The largest logit is subtracted before it can overflow.
+    distance_RV = (largest_R1 - logits_RV) / jnp.where(is_drawn_R, how.temperature, 1.0)[:, None]
+    mass_RV = jnp.exp(-distance_RV)
+    top_k_R, tail_R = jnp.where(is_drawn_R, jnp.minimum(how.top_k, V), V), jnp.where(is_drawn_R, how.tail, 0.0)
+
+    farthest_R = jnp.where(is_drawn_R, how.farthest, jnp.inf)
+
+    def few_tokens() -> jax.Array:
+        nearest_RK, _ = jax.lax.top_k(-distance_RV, min(V, _FEW))
+        return -_at(nearest_RK, jnp.minimum(top_k_R, _FEW) - 1)
+
+    def many_tokens() -> jax.Array:
+        # A token stays while fewer than k are likelier, that is, while more than all but k are as likely at most.
+        return _largest(
+            lambda at_R: _total((distance_RV >= at_R[:, None]).astype(jnp.int32)) > V - top_k_R, len(top_k_R)
+        )
+
+    def likeliest() -> jax.Array:
+        farthest_R = jax.lax.cond(jnp.any((top_k_R > _FEW) & (top_k_R < V)), many_tokens, few_tokens)
+        return jnp.where(distance_RV <= jnp.where(top_k_R < V, farthest_R, jnp.inf)[:, None], mass_RV, 0.0)
+
+    def nucleus() -> jax.Array:
+        # A token goes while it and all less likely ones hold 1 − top_p at most: sums of small numbers, for which
+        # float32 is exact enough. The likeliest always stays.
+        filled_RV = _filled(likeliest_RV)
+        limit_R = tail_R * _total(filled_RV)
+        least_R = _largest(
+            lambda at_R: _total(jnp.where(filled_RV <= at_R[:, None], filled_RV, 0.0)) <= limit_R, len(limit_R)
+        )
+        stays_RV = (likeliest_RV > least_R[:, None]) | (distance_RV == 0.0) | (tail_R == 0.0)[:, None]
+        return jnp.where(stays_RV, likeliest_RV, 0.0)
+
+    likeliest_RV = jax.lax.cond(jnp.any(top_k_R < V), likeliest, lambda: mass_RV)
+    nucleus_RV = jax.lax.cond(jnp.any(tail_R > 0.0), nucleus, lambda: likeliest_RV)
+    return jax.lax.cond(
+        jnp.any(farthest_R < jnp.inf),
+        lambda: jnp.where(distance_RV <= farthest_R[:, None], nucleus_RV, 0.0),
+        lambda: nucleus_RV,
+    )
+
+
+def _largest(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
+    """Return the largest float32 of each row, from 0, for which `holds` is true, as it is for all below.
+
+    Floats that are not negative are ordered as their bits, which are found one by one from the highest: 31 sums over a
+    vocabulary instead of a sort.
+    """
+
+    def with_bit(at: jax.Array, bits_R: jax.Array) -> jax.Array:
+        trial_R = bits_R | (1 << (30 - at))
+        return jnp.where(holds(jax.lax.bitcast_convert_type(trial_R, jnp.float32)), trial_R, bits_R)
+
+    bits_R = jax.lax.fori_loop(0, 31, with_bit, jnp.zeros(rows, jnp.int32))
+    return jax.lax.bitcast_convert_type(bits_R, jnp.float32)
+
+
+def pick(mass_RV: jax.Array, bits_R: jax.Array) -> jax.Array:
+    """Return the token, int32 [R], at which the sum of probabilities over ids passes a random share of the whole.
+
+    Args:
+      mass_RV: float32, probabilities times one number of a row; the largest is 1.
+      bits_R: uint32, random.
+
+    Probabilities are rounded to multiples of 2^-30: sums of integers are exact, and 32 bits could tell few more apart.
+    """
+    weight_RV = jnp.round(mass_RV * (2.0**30 / _total(mass_RV))[:, None]).astype(jnp.int32)
+    blocks_RNL = jnp.pad(weight_RV, ((0, 0), (0, -weight_RV.shape[-1] % _BLOCK))).reshape(len(bits_R), -1, _BLOCK)
+    upto_RN = jnp.cumsum(jnp.sum(blocks_RNL, axis=-1), axis=-1)
+    target_R = _share(bits_R, upto_RN[:, -1])
+    block_R = jnp.sum(upto_RN <= target_R[:, None], axis=-1)
+    block_RL = jnp.take_along_axis(blocks_RNL, block_R[:, None, None], axis=1)[:, 0]
+    target_R -= _at(upto_RN, block_R) - jnp.sum(block_RL, axis=-1)  # within the block
+    return block_R * _BLOCK + jnp.sum(jnp.cumsum(block_RL, axis=-1) <= target_R[:, None], axis=-1)
+
+
+def _share(bits_R: jax.Array, whole_R: jax.Array) -> jax.Array:
+    """Return ⌊bits · whole / 2³²⌋, int32, of uint32 bits and int32 numbers that are not negative.
+
+    `jax.lax.mulhi` would be this, but does not compile for several devices in JAX 0.10.
+    """
+    whole_R, half = whole_R.astype(jnp.uint32), jnp.uint32(0xFFFF)
+    low_R, high_R = (bits_R & half) * (whole_R & half), (bits_R >> 16) * (whole_R >> 16)
+    one_R, other_R = (bits_R >> 16) * (whole_R & half), (bits_R & half) * (whole_R >> 16)
+    carry_R = ((low_R >> 16) + (one_R & half) + (other_R & half)) >> 16
+    return (high_R + (one_R >> 16) + (other_R >> 16) + carry_R).astype(jnp.int32)
+
+
+def _logprobs(
+    logits_RV: jax.Array, token_R: jax.Array, asked_R: jax.Array, known_V: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the fields of Drawn beside the token."""
+    size = len(token_R), min(MAX_LOGPROBS, logits_RV.shape[-1])
+
+    def some() -> tuple[jax.Array, jax.Array, jax.Array]:
+        whole_RV = constrain(logits_RV, "batch", None)
+        distance_RV = whole_RV - _at(whole_RV, jnp.argmax(whole_RV, axis=-1))[:, None]
+        ln_total_R = jnp.log(_total(jnp.exp(distance_RV)))
+        drawn_R = jnp.where(asked_R >= 0, _at(distance_RV, token_R) - ln_total_R, jnp.nan)
+        top_RK, id_RK = jax.lax.top_k(
+            distance_RV if known_V is None else jnp.where(known_V[None], distance_RV, -jnp.inf), size[1]
+        )
+        is_asked_RK = (jnp.arange(size[1])[None] < asked_R[:, None]) & (top_RK > -jnp.inf)
+        return (
+            jnp.where(token_R == NO_TOKEN, jnp.nan, drawn_R),
+            jnp.where(is_asked_RK, id_RK, NO_TOKEN),
+            jnp.where(is_asked_RK, top_RK - ln_total_R[:, None], -jnp.inf),
+        )
+
+    def none() -> tuple[jax.Array, jax.Array, jax.Array]:
+        return jnp.full(size[0], jnp.nan), jnp.full(size, NO_TOKEN), jnp.full(size, -jnp.inf)
+
+    return jax.lax.cond(jnp.any(asked_R >= 0), some, none)
+
+
 @jax.vmap
-def _keys(how: RowSampling, position: jax.Array) -> jax.Array:
+def _keys(seed: jax.Array, stream: jax.Array, position: jax.Array) -> jax.Array:
     # Threefry whatever the configuration says: the numbers of "rbg" depend on the batch under vmap.
-    key = jax.random.key(how.seed, impl="threefry2x32")
-    return jax.random.fold_in(jax.random.fold_in(key, how.stream), position)
+    key = jax.random.key(seed, impl="threefry2x32")
+    return jax.random.fold_in(jax.random.fold_in(key, stream), position)
 
 
-def filtered(logits_BV: jax.Array, top_k_B: jax.Array, tail_B: jax.Array) -> jax.Array:
-    """Return logits, −∞ for tokens that top-k and top-p exclude (`RowSampling`). Equal logits stay or go together."""
-    V = logits_BV.shape[-1]
-    ordered_BV = jnp.sort(logits_BV, axis=-1)
-    least_B1 = jnp.take_along_axis(ordered_BV, V - jnp.clip(top_k_B, 1, V)[:, None], axis=-1)
-    logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
-    ordered_BV = jnp.where(ordered_BV >= least_B1, ordered_BV, -jnp.inf)
-    # A token stays while the likelier tokens hold less than top_p, that is, while it and all less likely ones hold more
-    # than 1 − top_p: sums of small numbers, for which float32 is exact enough. The likeliest always stays.
-    rest_BV = jnp.cumsum(jax.nn.softmax(ordered_BV, axis=-1), axis=-1)
-    kept_BV = jnp.where(rest_BV > tail_B[:, None], ordered_BV, ordered_BV[:, -1:])
-    least_B1 = jnp.min(kept_BV, axis=-1, keepdims=True)
-    return jnp.where((logits_BV >= least_B1) | (tail_B[:, None] == 0.0), logits_BV, -jnp.inf)
+def _at(values_RV: jax.Array, index_R: jax.Array) -> jax.Array:
+    """Return one value of each row."""
+    return jnp.take_along_axis(values_RV, index_R[:, None], axis=-1)[:, 0]
+
+
+def _total(values_RV: jax.Array) -> jax.Array:
+    """Return the sum of each row, whose order depends on the length of a row alone."""
+    while values_RV.shape[-1] > 1:
+        parts = jnp.split(_filled(values_RV), _PARTS, axis=-1)
+        while len(parts) > 1:
+            parts = [one + other for one, other in zip(parts[::2], parts[1::2], strict=True)]
+        (values_RV,) = parts
+    return values_RV[:, 0]
+
+
+def _filled(values_RV: jax.Array) -> jax.Array:
+    """Return rows with zeros up to a multiple of `_PARTS`."""
+    return jnp.pad(values_RV, ((0, 0), (0, -values_RV.shape[-1] % _PARTS)))

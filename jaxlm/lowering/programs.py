@@ -45,7 +45,7 @@ class Step:
 
 def step(experiment: Experiment, kind: Kind, mesh: Mesh) -> Step:
     """Return the step of `jaxlm train`, or a step of `jaxlm generate`, with its donation and shardings, and with the
-    sampling that all options run through.
+    sampling that all options but penalties run through.
 
     It has `training.batch` sequences of `training.sequence` tokens in `training.dtype`. Prefill fills a cache of
     exactly these tokens; a decoding step reads the last token.
@@ -63,13 +63,15 @@ def step(experiment: Experiment, kind: Kind, mesh: Mesh) -> Step:
     known = jax.ShapeDtypeStruct((model.vocab_size,), jnp.bool, sharding=replicated(mesh))
     if kind == "prefill":
         return Step(
-            prefill, (parameters, _ids((training.batch, training.sequence), mesh, RULES[kind]), one, how, known), mesh
+            prefill,
+            (parameters, _ids((training.batch, training.sequence), mesh, RULES[kind]), one, how, known, None),
+            mesh,
         )
     length = np.full(training.batch, training.sequence, np.int32)
     with jax.set_mesh(mesh):
         filled = jax.eval_shape(lambda: empty_cache(*sizes, dtype).advance(length))
     cache = model_tree.placed(filled, cache_shardings(*sizes, mesh))
-    return Step(decode, (parameters, one, cache, how, known), mesh)
+    return Step(decode, (parameters, one, cache, how, known, None), mesh)
 
 
 def _train(experiment: Experiment, mesh: Mesh) -> tuple[Any, tuple]:

@@ -299,6 +299,19 @@ GENERATION = {
     "top-k of none": ("generate run --prompt a --top-k 0", ["--top-k 0", "1"]),
     "top-p of nothing": ("generate run --prompt a --top-p 0", ["--top-p 0", "above 0"]),
     "top-p of more than all": ("generate run --prompt a --top-p 1.5", ["--top-p 1.5", "at most 1"]),
+    "min-p of more than all": ("generate run --prompt a --min-p 1.5", ["--min-p 1.5", "from 0 to 1"]),
+    "repetition penalty of nothing": (
+        "generate run --prompt a --repetition-penalty 0",
+        ["--repetition-penalty 0", "1 is none"],
+    ),
+    "presence penalty beyond its range": (
+        "generate run --prompt a --presence-penalty 3",
+        ["--presence-penalty 3", "from -2 to 2"],
+    ),
+    "frequency penalty that is no number": (
+        "generate run --prompt a --frequency-penalty nan",
+        ["--frequency-penalty nan", "from -2 to 2"],
+    ),
     "words for token ids": ("generate run --token-ids one,two", ["--token-ids", "'one,two'", "1,2,3"]),
     "no token ids": ("generate run --token-ids ''", ["--token-ids", "''", "1,2,3"]),
     "token ids with a gap": ("generate run --token-ids 1,,2", ["--token-ids", "'1,,2'", "1,2,3"]),

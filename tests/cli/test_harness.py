@@ -220,6 +220,10 @@ def test_sampling_draws_other_texts_and_repeats(adapter):
         ({"max_gen_toks": "many"}, "max_gen_toks = 'many': input should be a valid integer"),
         ({"max_new_tokens": 0}, "max_gen_toks = 0 must be 1 to"),
         ({"do_sample": True, "top_p": 2.0}, r"generation_kwargs\.top_p = 2 must be above 0"),
+        ({"repetition_penalty": 0.0}, r"generation_kwargs\.repetition_penalty = 0 must be from"),
+        ({"min_p": "low"}, "min_p = 'low': input should be a valid number"),
+        ({"logit_bias": {"a": 1.0}}, "logit_bias = .*: input should be a valid integer"),
+        ({"logprobs": 2}, "logprobs is nothing that jaxlm"),
         ({"do_sample": True, "top_k": 2.5}, "top_k = 2.5: input should be a valid integer"),
         ({"temperature": "hot"}, "temperature = 'hot': input should be a valid number"),
         ({"temperature": -1.0, "do_sample": True}, r"generation_kwargs\.temperature = -1 must be 0"),
@@ -240,6 +244,15 @@ def test_what_changes_nothing_may_be_given():
     expected = Sampling(temperature=0.7), 8, ("\n",)
     for given in (plain, plain | off, plain | {"temperature": "0.7", "max_gen_toks": 8.0, "top_k": -1}):
         assert generation_options(given, CONTEXT) == expected
+
+
+def test_penalties_hold_for_the_likeliest_too():
+    """And filters do not, as in transformers."""
+    from jaxlm.inference.harness import generation_options
+
+    given = {"until": [], "max_gen_toks": 8, "top_p": 0.5, "repetition_penalty": "1.2", "logit_bias": {"5": -1}}
+    expected = Sampling(0.0, repetition_penalty=1.2, logit_bias={5: -1.0})
+    assert generation_options(given, CONTEXT) == (expected, 8, ())
 
 
 def test_a_way_to_generate_is_refused_before_anything_is_restored(folder, capsys, monkeypatch):

@@ -249,9 +249,11 @@ def test_a_run_begins_with_nothing_that_does_not_fit(experiment, tmp_path, capsy
 def test_the_command_line_goes_before_what_was_published(tmp_path, capsys):
     shutil.copytree(PUBLISHED, tmp_path / "model")
     published = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 0, "eos_token_id": [2, 378]}
+    published |= {"repetition_penalty": 1.05, "min_p": 0.0}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(published))
     asked = ["generate", str(tmp_path / "model"), "--prompt", "", "--max-tokens", "9"]
-    assert main([*asked, "--temperature", "0", "training.dtype=float32", "--json"]) == 0
+    command = [*asked, "--temperature", "0", "--repetition-penalty", "1", "training.dtype=float32", "--json"]
+    assert main(command) == 0
     out, error = capsys.readouterr()
     assert error == "jaxlm: top_p = 0.9 of generation_config.json\n"
     told = json.loads(out)

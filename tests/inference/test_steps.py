@@ -196,7 +196,7 @@ def test_a_prompt_is_continued_as_if_alone(family):
     """Its text depends on its own options, seed and stream, and not on what shares the batch."""
     model, _, parameters = parts(model_fixtures.FAMILIES[family])
     prompts = [[1, 2, 3], [5] * 9, [7, 8], [4]]
-    options = [Sampling(0.8), Sampling(0.0), Sampling(1.2, top_k=9), Sampling(top_p=0.9, repetition_penalty=1.2)]
+    options = [Sampling(0.8), Sampling(0.0), Sampling(1.2, top_k=9), Sampling(top_p=0.9)]
     continued = functools.partial(generate, model, parameters, max_tokens=8, mesh=meshes.make(), seed=3)
     together = np.stack(list(continued(prompts, sampling=options)))
     for i, (prompt, how) in enumerate(zip(prompts, options, strict=True)):
@@ -209,20 +209,19 @@ def test_penalties_count_prompts_and_what_was_drawn():
     """Step by step, as logits of the whole sequence and their definition give it; other rows have no penalties."""
     model, graph, parameters = parts(model_fixtures.LLAMA)
     how = Sampling(0.0, repetition_penalty=1.7, presence_penalty=0.2, frequency_penalty=0.4, logit_bias={9: 0.3})
-    prompts, options, read = [[3, 1, 4, 1, 5], [2, 2]], [how, Sampling(0.0)], 10
-    found = np.stack(list(generate(model, parameters, prompts, read, meshes.make(), sampling=options)))
+    prompts, options = [[3, 1, 4, 1, 5], [2, 2, 7, 0, 7]], [how, Sampling(0.0)]
+    found = np.stack(list(generate(model, parameters, prompts, 10, meshes.make(), sampling=options)))
     for row, (prompt, option) in enumerate(zip(prompts, options, strict=True)):
-        sequence = list(prompt)
-        for token in found[:, row]:
-            logits = np.array(model_fixtures.full_logits(graph, parameters, sequence)[-1])
-            drawn, seen = np.bincount(sequence[len(prompt) :], minlength=logits.size), sorted(set(sequence))
-            by = option.repetition_penalty
-            logits[seen] = np.where(logits[seen] > 0, logits[seen] / by, logits[seen] * by)
-            logits -= option.frequency_penalty * drawn + option.presence_penalty * (drawn > 0)
-            logits[9] += (option.logit_bias or {}).get(9, 0.0)
-            assert token == logits.argmax()
-            sequence.append(int(token))
-    plain = list(generate(model, parameters, prompts, read, meshes.make(), sampling=Sampling(0.0)))
+        sequence = [*prompt, *found[:, row].tolist()]
+        logits = np.array(model_fixtures.full_logits(graph, parameters, sequence))
+        for at in range(len(prompt), len(sequence)):
+            drawn = np.bincount(sequence[len(prompt) : at], minlength=model.vocab_size)
+            changed, seen, by = logits[at - 1], sorted({*sequence[:at]}), option.repetition_penalty
+            changed[seen] = np.where(changed[seen] > 0, changed[seen] / by, changed[seen] * by)
+            changed -= option.frequency_penalty * drawn + option.presence_penalty * (drawn > 0)
+            changed[9] += (option.logit_bias or {}).get(9, 0.0)
+            assert sequence[at] == changed.argmax()
+    plain = list(generate(model, parameters, prompts, 10, meshes.make(), sampling=Sampling(0.0)))
     assert (found[:, 0] != np.stack(plain)[:, 0]).any() and (found[:, 1] == np.stack(plain)[:, 1]).all()
 
 

@@ -377,7 +377,7 @@ def test_log_probabilities_are_those_of_the_model():
 def test_fewer_tokens_than_log_probabilities():
     how = row_sampling([Sampling(logprobs=20)], seed=0)
     drawn = sample(LOGITS, how, jnp.zeros(1, jnp.int32), np.array([True, False, True, True]))
-    assert drawn.top.tolist() == [[0, 2, 3, NO_TOKEN]]
+    assert drawn.top_ids.tolist() == [[0, 2, 3, NO_TOKEN]]
     np.testing.assert_allclose(np.exp(drawn.top_logprobs), [[0.5, 0.15, 0.05, 0.0]], rtol=1e-6)
 
 

@@ -158,11 +158,16 @@ def sample(
 def check_drawn(tokens: np.ndarray) -> np.ndarray:
     """Return tokens [B] that `sample` drew. Raise NotFinite if one of them is NO_TOKEN."""
     if (tokens == NO_TOKEN).any():
-        raise NotFinite(
-            "the model's logits are not finite, so that no token can be drawn: its weights are damaged or have "
-            "diverged, or training.dtype overflows; use another checkpoint, or training.dtype=float32"
-        )
+        raise NotFinite(not_finite())
     return tokens
+
+
+def not_finite() -> str:
+    """Return what a draw of NO_TOKEN means, in one line."""
+    return (
+        "the model's logits are not finite, so that no token can be drawn: its weights are damaged or have diverged, "
+        "or training.dtype overflows; use another checkpoint, or training.dtype=float32"
+    )
 
 
 def adjusted(

@@ -166,6 +166,7 @@ class Scheduler:
         self._admitted: list[Generation] = []
         self._planned: tuple[Generation, ...] = ()  # in the plan before
         self._failed: list[Generation] = []
+        self.preemptions = 0
         self._blocked = -1, -1  # the last that had no room, and the count of returns then
 
     @property
@@ -368,6 +369,7 @@ class Scheduler:
     def _preempt(self, generation: Generation) -> None:
         self._stop(generation)
         generation.preemptions += 1
+        self.preemptions += 1
         self._wait(generation)
 
     def _wait(self, generation: Generation) -> None:

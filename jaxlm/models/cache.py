@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, Protocol, Self
 import jax
 import jax.numpy as jnp
 
-from jaxlm.models.operations import CacheView
+from jaxlm.models.operations import CacheView, PagedView
 from jaxlm.models.recording import Axes
 from jaxlm.models.rows import Auxiliary, RowContext
 from kernels_pallas.flash_attention import KeyRange
@@ -49,7 +49,7 @@ class LayerCache(Protocol):
         """
         ...
 
-    def view(self) -> CacheView:
+    def view(self) -> CacheView | PagedView:
         """Return the slots for reading, and the keys among them that each token of the last update sees."""
         ...
 

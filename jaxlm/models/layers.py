@@ -81,15 +81,17 @@ class Groups:
     """The layers of a model by their parameters.
 
     `blocks`: of each layer. `stacks`: the name and the layers of each stack; blocks whose abstract trees are equal
-    (paths, shapes and axes) have one. `graphs`: of each distinct block.
+    (paths, shapes and axes) have one. `graphs`: of each distinct block. `apart`: each layer is a stack of its own,
+    and runs by itself.
     """
 
     blocks: tuple[BlockConfig, ...]
     stacks: tuple[tuple[str, tuple[int, ...]], ...]
     graphs: tuple[tuple[BlockConfig, nnx.GraphDef], ...]
+    apart: bool = False
 
     @classmethod
-    def of(cls, model: ModelConfig, make: Make) -> "Groups":
+    def of(cls, model: ModelConfig, make: Make, apart: bool = False) -> "Groups":
         """Return the groups of a model's layers; `make` makes one."""
         with shapes_alone():
             made = {
@@ -101,17 +103,20 @@ class Groups:
             block: tuple((path, leaf.shape, leaf.axes, leaf.inputs) for path, leaf in tree)
             for block, tree in trees.items()
         }
-        stacks = grouped([structures[block] for block in model.layers], model.layer_names)
+        if apart:
+            stacks = {str(layer): (layer,) for layer in range(model.num_layers)}
+        else:
+            stacks = grouped([structures[block] for block in model.layers], model.layer_names)
         for name, layers in stacks.items():
             for layer in layers:
-                made[model.layers[layer]].name = _ONLY if len(stacks) == 1 else f"{_ONLY}/{name}"
+                made[model.layers[layer]].name = _ONLY if apart or _ONLY in stacks else f"{_ONLY}/{name}"
         graphs = tuple((block, nnx.graphdef(module)) for block, module in made.items())
-        return cls(model.layers, tuple(stacks.items()), graphs)
+        return cls(model.layers, tuple(stacks.items()), graphs, apart)
 
     def stacked(self, model: ModelConfig, make: Make, rngs: nnx.Rngs) -> Stacks:
         """Return the layers as stacks, whose parameters are [n, …]."""
         made = {name: _stack([self.blocks[i] for i in layers], model, make, rngs) for name, layers in self.stacks}
-        return made[_ONLY] if len(made) == 1 else nnx.Dict(made)
+        return made[_ONLY] if _ONLY in made else nnx.Dict(made)
 
     def modules(self, stacks: Stacks) -> list[Any]:
         """Return the block of each layer, with the parameters of its whole stack."""
@@ -151,7 +156,9 @@ class Groups:
             apart; otherwise those of one `program` run as one, and apart in recordings, inside of that loop.
         """
         loop, found = _LayerLoop(self, stacks, run, execution, entries), []
-        keys = self.blocks if entries is not None else [program(block) for block in self.blocks]
+        keys: Sequence[Any] = self.blocks if entries is not None else [program(block) for block in self.blocks]
+        if self.apart:
+            keys = range(len(self.blocks))
         for segment in segments(keys):
             carry, auxiliary = loop.over(segment, carry)
             found += auxiliary

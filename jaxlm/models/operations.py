@@ -25,6 +25,7 @@ from kernels_pallas import gated_activation as gated_operation
 from kernels_pallas.core import slopes
 from kernels_pallas.flash_attention import KeyRange
 from kernels_pallas.linear_cross_entropy import xla
+from kernels_pallas.paged_attention import paged_attention
 
 # Logical axes of the arrays of a layer: the stream between blocks, what a block reads of it, heads and hidden numbers.
 STREAM: Axes = ("batch", "residual", "act_embed")
@@ -52,6 +53,37 @@ class CacheView(NamedTuple):
     arrays: dict[str, jax.Array]
     key_range: KeyRange | None = None
     is_causal: bool = False
+
+
+class PagedSection(NamedTuple):
+    """Rows of a step in runs of `rows`, each of one sequence: the pages of these, int32 [Q, M], for Q · rows rows."""
+
+    table: jax.Array
+    rows: int
+
+
+class PagedView(NamedTuple):
+    """The slots of a layer's cache in pages, for reading by rows [R, 1] that follow one another in sections.
+
+    `pages`: by slot, [P, …, S, H] where an entry is [..., H]: each head's tokens of a page together. `key_range`: the
+    positions that each row sees in its sequence.
+    """
+
+    pages: dict[str, jax.Array]
+    sections: tuple[PagedSection, ...]
+    key_range: KeyRange
+    is_causal: bool = False
+
+    @property
+    def arrays(self) -> dict[str, jax.Array]:
+        """The slots as a `CacheView` has them, [R, M · S, *shape]: a copy of all pages for each row."""
+        table_RM = jnp.concatenate([jnp.repeat(table, rows, axis=0) for table, rows in self.sections])
+
+        def gathered(pages: jax.Array) -> jax.Array:
+            by_token = jnp.moveaxis(pages, -2, 1)[table_RM]  # [R, M, S, …, H]
+            return by_token.reshape(by_token.shape[0], -1, *by_token.shape[3:])
+
+        return {name: gathered(pages) for name, pages in self.pages.items()}
 
 
 def look_up(table: nnx.Param, index_BT: jax.Array) -> jax.Array:
@@ -261,22 +293,25 @@ def named_heads(query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Arra
 
 def attention(
     query_BTNH: jax.Array,
-    view: CacheView,
+    view: CacheView | PagedView,
     *,
     scale: float | None = None,
     soft_cap: float | None = None,
     window: int | None = None,
 ) -> jax.Array:
-    """Return softmax(cap(scale · q·kᵀ)) · v over the keys in range, [B, T, N, H] (`kernels_pallas.flash_attention`).
+    """Return softmax(cap(scale · q·kᵀ)) · v over the keys in range, [B, T, N, H] (`kernels_pallas.flash_attention`,
+    or `paged_attention` where they lie in pages).
 
     Args:
-      view: has a `key` and a `value`, [B, S, K, H].
+      view: has a `key` and a `value`, [B, S, K, H], or pages of them.
       window: the most keys that a token sees, which the key range of the view holds already; for recordings.
     """
 
     def operation(query: Any, key: Any, value: Any, start: Any, end: Any, **options: Any) -> Any:
         return flash_attention(query, key, value, key_range=(start, end), **options)
 
+    if isinstance(view, PagedView):
+        return constrain(_paged_attention(query_BTNH, view, scale=scale, soft_cap=soft_cap), *HEADS)
     assert view.key_range is not None, "the cache is updated before attention reads it"
     arrays = (query_BTNH, HEADS), (view.arrays["key"], KV_HEADS), (view.arrays["value"], KV_HEADS)
     intervals = [(x_BT, HEADS[:2]) for x_BT in view.key_range]
@@ -287,6 +322,22 @@ def attention(
         return checkpoint_name(attended, "attention")
     attended = kernels.run(operation, *arrays, *intervals, **options)
     return constrain(attended, *HEADS)
+
+
+def _paged_attention(query_R1NH: jax.Array, view: PagedView, **options: Any) -> jax.Array:
+    """Return attention by the rows of each section, [R, 1, N, H]."""
+    attended, at = [], 0
+    for table_QM, rows in view.sections:
+        Q = len(table_QM)
+        part = slice(at, at + Q * rows)
+        query_QTNH = query_R1NH[part].reshape(Q, rows, *query_R1NH.shape[2:])
+        seen = KeyRange(*(x_R1[part].reshape(Q, rows) for x_R1 in view.key_range))
+        made_QTNH = paged_attention(
+            query_QTNH, view.pages["key"], view.pages["value"], table_QM, key_range=seen, **options
+        )
+        attended.append(made_QTNH.reshape(Q * rows, 1, *made_QTNH.shape[2:]))
+        at += Q * rows
+    return jnp.concatenate(attended)
 
 
 def activation(name: str, x: jax.Array) -> jax.Array:

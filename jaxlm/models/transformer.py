@@ -78,16 +78,19 @@ class Block(Module):
 
 
 class Transformer(Module):
-    """Token and position embedding, a stack of blocks, a final norm and the unembedding."""
+    """Token and position embedding, blocks, a final norm and the unembedding.
 
-    def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs):
+    Blocks of equal structure are stacked; where they are `apart` each has arrays of its own, and no loop runs them.
+    """
+
+    def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs, apart: bool = False):
         V, D, std = model.vocab_size, model.d_model, model.initializer_std
         self.model = model
         self.embedding = param(rngs, (V, D), "vocab -> embed", normal(std))
         learned = model.position.kind == "learned"
         self.positions = param(rngs, (model.context_length, D), "positions -> embed", normal(std)) if learned else None
         self.embedding_norm = norm(model, rngs) if model.embedding_norm else NoNorm()
-        self.groups = Groups.of(model, Block)
+        self.groups = Groups.of(model, Block, apart)
         self.layers = self.groups.stacked(model, Block, rngs)
         self.final_norm = norm(model, rngs)
         tied = model.tied_embeddings
@@ -110,6 +113,8 @@ class Transformer(Module):
 
     def _entries(self) -> dict[str, tuple[int, ...]]:
         """Return the layers of each entry of a cache."""
+        if self.groups.apart:
+            return {name: layers for name, layers in self.groups.stacks}
         kept = [tuple(sorted(block.slots().items())) for block in self.groups.modules(self.layers)]
         return grouped(kept, self.model.layer_names)
 

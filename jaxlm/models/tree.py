@@ -30,14 +30,17 @@ _STACKED = frozenset({"layers"})
 _TABLES = frozenset({"vocab", "positions"})
 
 
-def abstract(model: ModelConfig, adapted: LoraConfig | None = None) -> tuple[nnx.GraphDef, nnx.State]:
-    """Return (graph, tree) of the model, or of one with adapters: `nnx.merge(graph, parameters)` is the module.
+def abstract(
+    model: ModelConfig, adapted: LoraConfig | None = None, apart: bool = False
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """Return (graph, tree) of the model, or of one with adapters: `nnx.merge(graph, parameters)` is the module. Its
+    layers may be `apart`, as `taken_apart` makes them.
 
     The tree's leaves are `nnx.Param` with a `jax.ShapeDtypeStruct` and the metadata `axes` and `inputs` that
     `models.parameters.param` declared.
     """
     with shapes_alone():
-        return nnx.split(nnx.eval_shape(lambda: build(model, 0, adapted)))
+        return nnx.split(nnx.eval_shape(lambda: build(model, 0, adapted, apart)))
 
 
 def read(tree: nnx.State, leaf: Callable[[nnx.Param], Any]) -> Tree:
@@ -106,14 +109,14 @@ def parameter_count(model: ModelConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(tree)))
 
 
-def build(model: ModelConfig, seed: int, adapted: LoraConfig | None = None) -> Transformer:
+def build(model: ModelConfig, seed: int, adapted: LoraConfig | None = None, apart: bool = False) -> Transformer:
     """Return the module with initial parameters, perhaps with adapters; inside jit, so that each device makes only its
     own shard.
 
     The values do not depend on the mesh. Raises InputError for a target of adapters that is none.
     """
     rngs = nnx.Rngs(params=seed)
-    module = Transformer(model, rngs)
+    module = Transformer(model, rngs, apart)
     return module if adapted is None else lora.adapt(module, adapted, _targets(module, adapted), rngs)
 
 
@@ -170,6 +173,24 @@ def merged(model: ModelConfig, adapted: LoraConfig, whole: Tree, mesh: Mesh, rul
     with jax.set_mesh(mesh), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")  # on a CPU
         return jax.jit(merge, donate_argnums=0, out_shardings=shardings(plain, mesh, rules))(whole)
+
+
+def taken_apart(model: ModelConfig, parameters: Tree) -> Tree:
+    """Return the parameters of a model with the layers of its stacks apart, [1, …] each, by the number of the layer.
+
+    A step that runs no loop over layers would copy each from its stack, every time. The stacks are given up one by one.
+    """
+    groups = nnx.merge(*abstract(model)).groups
+    layers, apart = parameters["layers"], {}
+    for name, members in groups.stacks:
+        stack = layers if len(groups.stacks) == 1 else layers[name]
+        leaves, structure = jax.tree.flatten(stack)
+        taken: list[list[jax.Array]] = [[] for _ in members]
+        for x in leaves:
+            for i, of_layer in enumerate(taken):
+                of_layer.append(x[i : i + 1])
+        apart |= {str(layer): structure.unflatten(of) for layer, of in zip(members, taken, strict=True)}
+    return {**parameters, "layers": apart}
 
 
 def init(model: ModelConfig, seed: int, mesh: Mesh) -> Tree:

@@ -38,7 +38,7 @@ def trees(model, lora, scale=0.3):
     return graph, base, structure.unflatten(drawn)
 
 
-@pytest.mark.parametrize("name", sampled(list(MODELS), ["mixed"]))
+@pytest.mark.parametrize("name", sampled(list(MODELS), ["gpt2"]))
 def test_adapters_compute_what_their_sum_with_the_base_computes(name):
     """In float32 to the order of sums: (x·A)·B is not x·(A·B)."""
     model, lora = model_fixtures.model(MODELS[name]), LoraConfig(rank=3, alpha=6.0)

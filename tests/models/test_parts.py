@@ -270,6 +270,7 @@ def test_kernels_compute_what_xla_does(name, tensor):
     model_fixtures.assert_same_numbers(found, expected, 1e-5)
 
 
+@pytest.mark.exhaustive  # tests/lowering/test_report.py counts the norm of projections on a mesh
 @over("norm of projections")
 def test_losses_and_gradients_do_not_depend_on_the_mesh(name):
     model = model_fixtures.model(PARTS[name])
@@ -333,6 +334,7 @@ def test_padding_does_not_lengthen_a_document_that_is_scored():
     model_fixtures.assert_same_numbers(padded[:, :3], alone, 1e-5)
 
 
+@pytest.mark.exhaustive
 def test_layers_with_and_without_positions_train():
     """Three layers of a kind and one of another keep their parameters in one stack."""
     model = model_fixtures.model(PARTS["no positions in global layers"])

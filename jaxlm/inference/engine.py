@@ -1,0 +1,223 @@
+"""The inference engine: requests in, tokens out, each step dispatched before the one before it is read."""
+
+import threading
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxlm.inference.pages import Pages
+from jaxlm.inference.requests import Request
+from jaxlm.inference.runner import PendingStep, Runner, cache_size, page_groups, page_layout, self_check
+from jaxlm.inference.sampling import NO_TOKEN, not_finite
+from jaxlm.inference.scheduler import EndReason, Scheduler
+from jaxlm.models.config import Kernels, ModelConfig
+from jaxlm.models.tree import Tree
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """The sizes of an engine.
+
+    Attributes:
+      context: the most tokens of a sequence; None is the model's context length.
+      slots: the most sequences that are under way.
+      cache_bytes: the most memory of keys and values, over all devices; fewer pages than all slots could need make some
+        wait.
+      page: tokens of a page, a multiple of `runner.TILE`; None is 128.
+      max_queued, max_queued_tokens: the most requests that wait, and of their tokens.
+      kernels: `training.kernels`.
+      exact: compute each row in one way on a CPU, whatever shares its step; without it products may be faster.
+    """
+
+    context: int | None = None
+    slots: int = 64
+    cache_bytes: int = 1 << 30
+    page: int = 128
+    max_queued: int = 1 << 20
+    max_queued_tokens: int = 1 << 40
+    kernels: Kernels = "auto"
+    exact: bool = True
+
+
+class EngineEvent(NamedTuple):
+    """One thing that happened to a request.
+
+    Attributes:
+      id: of the request.
+      token: that was drawn; None where nothing was, or where it is an id that ended it.
+      end: why it ended; None while it goes on.
+      error: one line, where `end` is "error".
+      logprob: ln p of the token, and
+      top: ids and ln p of the likeliest ones, as far as the request asks for them (`Sampling.logprobs`).
+      hidden: float32 [D], the normalised stream that the token was drawn from.
+      scores: for rows of the prompt from `first` on, ln p of the token after each, and whether it is the likeliest.
+      first: see `scores`.
+    """
+
+    id: int
+    token: int | None = None
+    end: EndReason | None = None
+    error: str | None = None
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    hidden: np.ndarray | None = None
+    scores: tuple[np.ndarray, np.ndarray] | None = None
+    first: int = 0
+
+
+class Engine:
+    """A model that serves requests together, each as if it were alone.
+
+    `submit` and `cancel` may be called from any thread; `step` belongs to one. A token's logits depend on the tokens of
+    its own sequence alone, to the bit on a CPU: not on other requests, on how a prompt is cut into chunks, on prefixes
+    that were found in the cache, or on whether it was interrupted (`check` measures it).
+
+    Args:
+      parameters: on `mesh`, in the dtype to compute in.
+      known: bool [V], whether an id has a token; others are never drawn. None where all have.
+      ends: ids that end every request.
+
+    Raises InputError for a model that the engine cannot page.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        parameters: Tree,
+        mesh: Mesh,
+        settings: EngineSettings = EngineSettings(),
+        *,
+        known: np.ndarray | None = None,
+        ends: Collection[int] = (),
+    ):
+        self.model, self.settings, self._ends = model, settings, frozenset(ends)
+        context = min(settings.context or model.context_length, model.context_length)
+        layout = page_layout(model, mesh, settings.page)
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        dtype = jnp.dtype("float32") if on_cpu else jax.tree.leaves(parameters)[0].dtype
+        size = cache_size(layout, context, settings.slots, settings.cache_bytes, dtype)
+        self.runner = Runner(
+            model,
+            parameters,
+            mesh,
+            size,
+            known=known,
+            slots=settings.slots,
+            kernels=settings.kernels,
+            exact=settings.exact,
+        )
+        self.pages = Pages(page_groups(layout, size), settings.page)
+        self._scheduler = Scheduler(
+            self.pages,
+            slots=min(settings.slots, self.runner.decode_rows),
+            chunk_tokens=self.runner.chunk_tokens,
+            tile=self.runner.tile,
+            max_queued=settings.max_queued,
+            max_queued_tokens=settings.max_queued_tokens,
+            max_context=context,
+        )
+        self._lock = threading.Lock()
+        self._ahead: PendingStep | None = None
+        self._scored: set[int] = set()
+
+    @property
+    def is_idle(self) -> bool:
+        """True while nothing waits, runs or is to be read."""
+        return self._ahead is None and not self._scheduler.waiting and not self._scheduler.admitted
+
+    @property
+    def preemptions(self) -> int:
+        """The times that a request lost its pages to others, to be read again."""
+        return self._scheduler.preemptions
+
+    @property
+    def cache_bytes(self) -> int:
+        """The memory of keys and values, over all devices."""
+        return self.runner.cache_bytes
+
+    def warm(self, scores: bool = False) -> None:
+        """Compile all programs before the first request."""
+        self.runner.warm(scores)
+
+    def check(self) -> bool:
+        """Return whether a row is computed in one way by all programs, to the bit. To be called before requests."""
+        return self_check(self.runner, self.model.vocab_size)
+
+    def submit(self, request: Request, *, priority: int = 0, salt: bytes = b"", scores: bool = False) -> int:
+        """Put a request into the queue and return its id.
+
+        Args:
+          priority: smaller is sooner.
+          salt: prefixes of prompts are shared under one salt alone.
+          scores: also give the log-probabilities of the prompt's own tokens, which reads all of it anew.
+
+        Raises `scheduler.NeverFits` if it could not run alone, and `scheduler.Full` if too many wait.
+        """
+        with self._lock:
+            generation = self._scheduler.submit(request, priority=priority, salt=salt, ends=self._ends, is_cold=scores)
+            if scores:
+                self._scored.add(generation.id)
+            return generation.id
+
+    def cancel(self, id: int) -> None:
+        """End a request that nobody waits for; an unknown one, or one that has ended, is left alone."""
+        with self._lock:
+            self._scheduler.cancel(id)
+            self._scored.discard(id)
+
+    def finish(self, id: int) -> None:
+        """End a request whose text has met a stop string."""
+        with self._lock:
+            self._scheduler.finish(id)
+
+    def step(self) -> list[EngineEvent]:
+        """Dispatch the next step, read the one before it, and return what happened: nothing where all is idle."""
+        with self._lock:
+            plan = self._scheduler.plan()
+            events = [
+                EngineEvent(generation.id, end="error", error="the cache has no room for it to go on, even alone")
+                for generation in self._scheduler.failed()
+            ]
+        # A generation that is cancelled meanwhile has its rows computed and dropped.
+        scores = plan is not None and any(chunk.generation.id in self._scored for chunk in plan.chunks)
+        done, self._ahead = self._ahead, plan and self.runner.dispatch(plan, scores)
+        if done is None:
+            return events
+        reading = self.runner.read(done)
+        with self._lock:
+            tokens = {id: drawn.token for id, drawn in reading.tokens.items()}
+            for generation in done.plan.draws:
+                if tokens[generation.id] == NO_TOKEN and not generation.end:
+                    self._scheduler.cancel(generation.id)
+                    self._scored.discard(generation.id)
+                    events.append(EngineEvent(generation.id, end="error", error=not_finite()))
+            for chunk in done.plan.chunks:
+                id = chunk.generation.id
+                if id in self._scored and chunk.start < chunk.generation.prompt:
+                    events.append(EngineEvent(id, scores=reading.scores[id], first=chunk.start))
+            for draw in self._scheduler.commit(done.plan, tokens):
+                id, ended_by = draw.generation.id, draw.token in draw.generation.ends
+                drawn = reading.tokens[id]
+                events.append(
+                    EngineEvent(
+                        id,
+                        None if ended_by else draw.token,
+                        draw.end,
+                        logprob=drawn.logprob,
+                        top=drawn.top,
+                        hidden=reading.hidden[id],
+                    )
+                )
+                if draw.end:
+                    self._scored.discard(id)
+        return events
+
+    def run(self) -> Iterator[EngineEvent]:
+        """Yield what happens until all requests have ended."""
+        while not self.is_idle:
+            yield from self.step()

@@ -1,0 +1,70 @@
+"""Weights as the engine keeps them: each layer apart, and matrices on a CPU by their outputs."""
+
+import math
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxlm.models import tree
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.tree import Dimensions, Tree
+from jaxlm.parallel.partition import named_sharding
+from jaxlm.parallel.rules import Rules
+
+_LOOKED_UP = frozenset({"vocab", "positions"})
+
+
+class WeightLayout:
+    """The form in which the engine keeps the parameters of a model.
+
+    A step that ran a loop over stacked layers would copy each, or on a CPU convert all of them. On a CPU a matrix by
+    its outputs, [out, in], is multiplied by one kernel whatever the number of rows, so that a row's result does not
+    depend on what shares its step; by its inputs the kernel changes with the number of rows.
+
+    Args:
+      by_outputs: whether matrices are [out, in].
+    """
+
+    def __init__(self, model: ModelConfig, by_outputs: bool):
+        self.model, self.by_outputs = model, by_outputs
+        self.graph, self.abstract = tree.abstract(model, apart=True)
+        self._dimensions = tree.paths(tree.dimensions(self.abstract))
+
+    def stored(self, parameters: Tree, mesh: Mesh, rules: Rules) -> Tree:
+        """Return the parameters as they are kept, on the mesh as these rules have it."""
+
+        def kept(path: tuple, x: jax.Array) -> jax.Array:
+            of = self._dimensions[_name(path)]
+            sharding = named_sharding(of.axes, of.shape, mesh, rules)
+            if not self._is_turned(of):
+                return jax.device_put(x, sharding)
+            turned = NamedSharding(
+                mesh, PartitionSpec(*(_over(sharding.spec, each) for each in (of.outputs, of.inputs)))
+            )
+            inputs = math.prod(of.shape[i] for i in of.inputs)
+            return jax.jit(lambda x: x.reshape(inputs, -1).T, out_shardings=turned)(x)
+
+        return jax.tree_util.tree_map_with_path(kept, tree.taken_apart(self.model, parameters))
+
+    def restored(self, stored: Tree) -> Tree:
+        """Return the parameters of the module of `graph`, inside of a step: XLA multiplies what is kept."""
+
+        def declared(path: tuple, x: jax.Array) -> jax.Array:
+            of = self._dimensions[_name(path)]
+            return x.T.reshape(of.shape) if self._is_turned(of) else x
+
+        return jax.tree_util.tree_map_with_path(declared, stored)
+
+    def _is_turned(self, of: Dimensions) -> bool:
+        return self.by_outputs and bool(of.inputs) and of.axes[of.inputs[0]] not in _LOOKED_UP
+
+
+def _name(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _over(spec: PartitionSpec, dimensions: tuple[int, ...]) -> str | tuple[str, ...] | None:
+    """Return the mesh axes that shard the first of these dimensions; no rule shards heads or hidden numbers within."""
+    first, *others = (spec[i] if i < len(spec) else None for i in dimensions)
+    assert not any(others), spec
+    return first

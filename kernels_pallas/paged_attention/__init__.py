@@ -1,0 +1,76 @@
+"""Attention whose keys and values lie in pages, which a table of each sequence names."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas.core import checks
+from kernels_pallas.core.choice import choose
+from kernels_pallas.flash_attention.key_range import KeyRange
+from kernels_pallas.paged_attention import reference, xla
+
+__all__ = ["paged_attention"]
+
+
+def paged_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    table: jax.Array,
+    *,
+    key_range: KeyRange | tuple[Any, Any],
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """softmax(cap · tanh(scale · q·kᵀ / cap)) · v over the keys in range of each sequence, read from pages (vLLM,
+    arXiv:2309.06180, section 4.1).
+
+    A query's result depends on its own sequence alone, to the bit on a CPU: not on the other rows, on how many there
+    are, on the pages that hold the keys, or on what else these pages hold.
+
+    Args:
+      query: [Q, T, N, H] in float32, bfloat16 or float16: T queries of each of Q sequences.
+      key: [P, K, S, H], pages of S tokens, of any of these dtypes; N a multiple of K, as in `flash_attention`.
+      value: [P, K, S, V] like key.
+      table: int32 [Q, M]: the pages of a sequence's tokens, of which the key at position p lies at index p modulo S of
+        page p // S. Entries of pages that nobody sees may be any.
+      key_range: int32 [Q, T] each: query t sees the positions from start to before end. One that sees nothing gives
+        zeros.
+      scale: positive; 1 / √H where None.
+      soft_cap: positive; scores stay between −cap and cap.
+      implementation: "reference" or "xla"; None is "xla", which walks over the pages that a row sees and holds the
+        scores of one page of each sequence.
+
+    Returns [Q, T, N, V] in query's dtype. It has no derivative.
+
+    Raises ValueError for operands that do not fit.
+    """
+    _check(query, key, value, table, key_range)
+    chosen = choose("paged_attention", implementation, {"xla": lambda _: None})
+    attend = reference.paged_attention if chosen == "reference" else xla.paged_attention
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return attend(query, key, value, table, key_range=KeyRange(*key_range), scale=scale, soft_cap=soft_cap)
+
+
+def _check(query: Any, key: Any, value: Any, table: Any, key_range: tuple[Any, Any]) -> None:
+    operation = "paged_attention"
+    checks.array(operation, query=query, key=key, value=value, table=table)
+    checks.floating(operation, query=query, key=key, value=value)
+    if not query.ndim == key.ndim == value.ndim == 4 or table.ndim != 2:
+        shapes = ", ".join(str(list(x.shape)) for x in (query, key, value, table))
+        raise ValueError(f"{operation}: query, key, value and table are {shapes}; they must have 4, 4, 4 and 2 axes")
+    if key.shape[:3] != value.shape[:3] or key.shape[-1] != query.shape[-1] or key.dtype != value.dtype:
+        raise ValueError(
+            f"{operation}: key is {list(key.shape)} {key.dtype} and value {list(value.shape)} {value.dtype} for query "
+            f"{list(query.shape)}; both must be [P, K, S, …] in one dtype, and key as wide as query"
+        )
+    if not key.shape[1] or query.shape[2] % key.shape[1]:
+        raise ValueError(f"{operation}: {query.shape[2]} query heads are no multiple of {key.shape[1]} key/value heads")
+    if table.shape[0] != query.shape[0] or not jnp.issubdtype(table.dtype, np.integer):
+        raise ValueError(f"{operation}: table is {table.dtype} {list(table.shape)} for {query.shape[0]} sequences")
+    if any(x.shape != query.shape[:2] for x in key_range):
+        shapes = " and ".join(str(list(x.shape)) for x in key_range)
+        raise ValueError(f"{operation}: key_range is {shapes}; both must be {list(query.shape[:2])}")

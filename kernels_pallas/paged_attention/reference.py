@@ -1,0 +1,27 @@
+"""Paged attention in plain JAX: all pages of each sequence, then attention."""
+
+import jax
+
+from kernels_pallas.flash_attention import reference
+from kernels_pallas.flash_attention.key_range import KeyRange
+
+
+def paged_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    table: jax.Array,
+    *,
+    key_range: KeyRange,
+    scale: float,
+    soft_cap: float | None,
+) -> jax.Array:
+    """See `kernels_pallas.paged_attention`."""
+
+    def gathered(pages: jax.Array) -> jax.Array:
+        (Q, M), (_, K, S, H) = table.shape, pages.shape
+        return pages[table].transpose(0, 1, 3, 2, 4).reshape(Q, M * S, K, H)
+
+    return reference.flash_attention(
+        query, gathered(key), gathered(value), key_range=key_range, scale=scale, soft_cap=soft_cap
+    )

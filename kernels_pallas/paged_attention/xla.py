@@ -1,0 +1,74 @@
+"""Paged attention as XLA runs it fast: a loop over the pages that somebody sees, with an online softmax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas.core.products import einsum_in_float32
+from kernels_pallas.core.slopes import soft_capped
+from kernels_pallas.flash_attention.key_range import KeyRange
+
+# XLA computes products of fewer rows, or smaller ones, on a CPU by other kernels, which add up in another order.
+_ROWS, _MULTIPLICATIONS = 2, 2048
+_LOWEST = float(np.finfo(np.float32).min)
+
+
+def paged_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    table: jax.Array,
+    *,
+    key_range: KeyRange,
+    scale: float,
+    soft_cap: float | None,
+) -> jax.Array:
+    """See `kernels_pallas.paged_attention`.
+
+    Pages begin at multiples of S, whoever reads them, so that each row adds the same numbers in the same order. A page
+    of which a row sees nothing leaves its sums as they are.
+    """
+    (Q, T, N, H), (_, K, S, V) = query.shape, value.shape
+    G = N // K
+    rows = max(_ROWS, -(-_MULTIPLICATIONS // (min(H, V) * S)))
+    if T * G < rows:
+        more = -(-rows // G) - T
+        query = jnp.pad(query, [(0, 0), (0, more), (0, 0), (0, 0)])
+        key_range = KeyRange(*(jnp.pad(x, [(0, 0), (0, more)]) for x in key_range))
+        options = {"key_range": key_range, "scale": scale, "soft_cap": soft_cap}
+        return paged_attention(query, key, value, table, **options)[:, :T]
+    wide = jnp.promote_types(query.dtype, key.dtype)
+    query_QKRH = query.astype(wide).reshape(Q, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(Q, K, T * G, H)
+    start_QT, end_QT = key_range
+    is_seen_QT = end_QT > start_QT
+    last_Q = jnp.max(jnp.where(is_seen_QT, end_QT, 0), axis=1)
+    first_Q = jnp.min(jnp.where(is_seen_QT, start_QT, last_Q[:, None]), axis=1)
+    page_Q = first_Q // S
+    pages = jnp.max((last_Q + S - 1) // S - page_Q)
+
+    def read(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        largest, total, attended = carry
+        at_Q = page_Q + i
+        there_Q = jnp.take_along_axis(table, jnp.minimum(at_Q, table.shape[1] - 1)[:, None], axis=1)[:, 0]
+        index_QS = at_Q[:, None] * S + jnp.arange(S)[None]
+        seen_QTS = (start_QT[..., None] <= index_QS[:, None]) & (index_QS[:, None] < end_QT[..., None])
+        scores = einsum_in_float32("QKRH,QKSH->QKRS", query_QKRH, key[there_Q]) * scale
+        if soft_cap is not None:
+            scores = soft_capped(scores, soft_cap)
+        scores = scores.reshape(Q, K, T, G, S)
+        seen = seen_QTS[:, None, :, None]
+        larger = jnp.maximum(largest, jnp.max(jnp.where(seen, scores, _LOWEST), axis=-1))
+        weights = jnp.where(seen, jnp.exp(scores - larger[..., None]), 0.0)
+        kept = jnp.exp(largest - larger)
+        # The rest of a page may hold anything, also NaN of a sequence that had it before: 0 · NaN is no 0.
+        mine = (first_Q[:, None] <= index_QS) & (index_QS < last_Q[:, None])
+        value_QKSV = jnp.where(mine[:, None, :, None], value[there_Q], 0)
+        product = einsum_in_float32("QKRS,QKSV->QKRV", weights.reshape(Q, K, T * G, S).astype(value.dtype), value_QKSV)
+        attended = attended * kept[..., None] + product.reshape(Q, K, T, G, V)
+        return larger, total * kept + jnp.sum(weights, axis=-1), attended
+
+    sizes = Q, K, T, G
+    zeros = jnp.full(sizes, _LOWEST), jnp.zeros(sizes), jnp.zeros((*sizes, V))
+    _, total, attended = jax.lax.fori_loop(0, pages, read, zeros)
+    attended = attended / jnp.where(total == 0.0, 1.0, total)[..., None]
+    return attended.transpose(0, 2, 1, 3, 4).reshape(Q, T, N, V).astype(query.dtype)

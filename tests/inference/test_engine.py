@@ -1,0 +1,218 @@
+"""The engine's invariants, to the bit: a request's tokens, and the stream that they are drawn from, are its own."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import meshes
+import model_fixtures
+import numpy as np
+import pytest
+from matrices import sampled
+
+from jaxlm.inference.engine import Engine, EngineSettings
+from jaxlm.inference.requests import Request, Sampling
+from jaxlm.inference.runner import page_layout
+from jaxlm.inference.scheduler import Full, NeverFits
+from jaxlm.models import tree
+
+FAMILIES = {**model_fixtures.FAMILIES, "mixed": model_fixtures.MIXED}
+SETTINGS = EngineSettings(slots=8, page=32)
+PAGES = 12  # in all, where 8 requests of the whole context would hold 40
+CASES = [(family, dtype) for family in FAMILIES for dtype in ("float32", "bfloat16")]
+
+
+def make(family="llama", dtype="float32", mesh=None, known=None, **settings):
+    """Return an engine; an id that is not known has an embedding of NaN."""
+    mesh = mesh or meshes.make()
+    model = model_fixtures.model(FAMILIES[family], context_length=160)
+    parameters = jax.tree.map(lambda x: x.astype(dtype), tree.init(model, 0, mesh))
+    layout = page_layout(model, mesh, SETTINGS.page)
+    each = sum(layout.page_bytes(group, jnp.dtype("float32")) for group in range(len(layout.groups)))
+    settings = {"cache_bytes": PAGES * each, **settings}
+    if known is not None:
+        parameters["embedding"] = jnp.where(known[:, None], parameters["embedding"], jnp.nan)
+    return Engine(model, parameters, mesh, replace(SETTINGS, **settings), known=known)
+
+
+@pytest.fixture(scope="module", params=sampled(CASES, ["('mixed', 'float32')"]), ids=str)
+def engine(request):
+    return make(*request.param)
+
+
+def requests(count=8, seed=0, longest=110):
+    draw = np.random.default_rng(seed)
+    return [
+        Request(
+            draw.integers(0, model_fixtures.VOCABULARY, draw.integers(1, longest)).tolist(),
+            int(draw.integers(1, 24)),
+            Sampling(temperature=0.9, top_k=20) if i % 2 else Sampling(temperature=0.0),
+            stream=i,
+            seed=7,
+        )
+        for i in range(count)
+    ]
+
+
+def full_logits(engine, tokens):
+    """Return the logits [T, V] after each token, from one forward pass in float32."""
+    graph, _ = tree.abstract(engine.model)
+    padded = np.zeros((1, engine.model.context_length), np.int32)
+    padded[0, : len(tokens)] = tokens
+    logits = model_fixtures._logits(graph, tree.init(engine.model, 0, meshes.make()), padded)
+    return np.asarray(logits)[0, : len(tokens)]
+
+
+def served(engine, asked, **options):
+    """Return for each request the tokens drawn and the bits of the stream before each, all pages given back."""
+    ids = [engine.submit(request, **options) for request in asked]
+    found = {id: [] for id in ids}
+    for event in engine.run():
+        assert event.error is None
+        if event.token is not None:
+            found[event.id].append((event.token, event.hidden.tobytes()))
+    engine.pages.check()
+    assert not any(engine.pages.held)
+    assert [len(found[id]) for id in ids] == [request.max_tokens for request in asked]
+    return [found[id] for id in ids]
+
+
+def test_it_checks_itself(engine):
+    assert engine.check()
+
+
+def test_a_request_is_served_as_if_alone(engine):
+    """Together with others, in another order, and by itself; the last of these finds its prompt in the cache."""
+    asked = requests()
+    together = served(engine, asked)
+    assert served(engine, asked[::-1]) == together[::-1]
+    alone = [served(engine, [request])[0] for request in asked[:3]]
+    assert alone == together[:3] and any(engine.pages.cached)
+
+
+def test_greedy_tokens_are_those_of_the_full_pass(engine):
+    if engine.runner.dtype != jnp.float32:
+        pytest.skip("in bfloat16 ties are broken otherwise")
+    (request, *_) = requests(longest=40)
+    (drawn,) = served(engine, [request])
+    logits = full_logits(engine, [*request.prompt, *[token for token, _ in drawn]])
+    assert logits[len(request.prompt) - 1 : -1].argmax(axis=-1).tolist() == [token for token, _ in drawn]
+
+
+def test_a_cache_too_small_for_all_changes_nothing(engine):
+    """Generations lose their pages to others and read all again; alone none does."""
+    asked = [request._replace(prompt=request.prompt[:20], max_tokens=100) for request in requests(4)]
+    alone, before = [served(engine, [request])[0] for request in asked], engine.preemptions
+    assert served(engine, asked) == alone and engine.preemptions > before
+
+
+def test_scores_are_log_probabilities_of_the_prompt(engine):
+    """Also of a prompt that is in the cache: its scores are computed anew."""
+    if engine.runner.dtype != jnp.float32:
+        pytest.skip("compared with float32")
+    prompt = requests(longest=90, seed=3)[2].prompt
+    for _ in range(2):
+        engine.submit(Request(prompt, 1, Sampling(temperature=0.0)), scores=True)
+        logprobs, greedy = np.zeros(len(prompt)), np.zeros(len(prompt), bool)
+        for event in engine.run():
+            if event.scores is not None:
+                rows = slice(event.first, event.first + len(event.scores[0]))
+                logprobs[rows], greedy[rows] = event.scores
+    logits = full_logits(engine, prompt)
+    expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))[np.arange(len(prompt) - 1), prompt[1:]]
+    np.testing.assert_allclose(logprobs[:-1], expected, rtol=0, atol=2e-5)
+    assert (greedy[:-1] == (logits.argmax(axis=-1)[:-1] == prompt[1:])).all()
+
+
+def test_random_requests_and_cancellations_leave_no_page_in_use(engine):
+    """Requests that are not cancelled have the tokens that they have alone."""
+    draw = np.random.default_rng(5)
+    asked = requests(24, seed=5, longest=70)
+    waiting, ids, found, cancelled = list(asked), [], {}, set()
+    while waiting or not engine.is_idle:
+        while waiting and draw.random() < 0.4:
+            ids.append(engine.submit(waiting.pop(0)))
+            found[ids[-1]] = []
+        if ids and draw.random() < 0.1:
+            cancelled.add(id := ids[draw.integers(len(ids))])
+            engine.cancel(id)
+        for event in engine.step():
+            if event.token is not None:
+                found[event.id].append(event.token)
+        engine.pages.check()
+    assert not any(engine.pages.held) and cancelled
+    for id, request in list(zip(ids, asked, strict=True))[:6]:
+        alone = [token for token, _ in served(engine, [request])[0]]
+        assert found[id] == alone or (id in cancelled and found[id] == alone[: len(found[id])])
+
+
+def test_each_option_is_the_request_s_own(engine):
+    """Penalties, biases and log-probabilities, beside requests without; a request that repeats draws the same."""
+    (plain,) = requests(1, longest=30)
+    base = plain._replace(max_tokens=20)
+
+    def drawn(*asked):
+        ids = [engine.submit(request) for request in asked]
+        found = {id: [] for id in ids}
+        for event in engine.run():
+            if event.token is not None:
+                found[event.id].append((event.token, event.logprob, event.top))
+        return [found[id] for id in ids]
+
+    def greedy(**options):
+        return base._replace(sampling=Sampling(temperature=0.0, **options))
+
+    (without,) = drawn(greedy())
+    often = max((token for token, *_ in without), key=[token for token, *_ in without].count)
+    asked = [
+        greedy(),
+        greedy(repetition_penalty=100.0),
+        greedy(presence_penalty=2.0, frequency_penalty=2.0),
+        greedy(logit_bias={often: -100.0}),
+        greedy(logprobs=2),
+    ]
+    same, repeated, penalised, biased, told = drawn(*asked)
+    assert same == without and [token for token, *_ in told] == [token for token, *_ in without]
+    assert all(logprob is None and top == () for _, logprob, top in without)
+    assert all(top[0] == (token, pytest.approx(logprob)) and len(top) == 2 for token, logprob, top in told)
+    assert often not in [token for token, *_ in biased]
+    new = [token for token, *_ in repeated]
+    assert len({*new}) == len(new) and not {*new} & {*base.prompt}
+    assert penalised != without and drawn(*asked[::-1])[::-1] == [same, repeated, penalised, biased, told]
+
+
+def test_nothing_is_compiled_while_it_serves(engine, monkeypatch):
+    engine.runner.warm()
+    monkeypatch.setattr(jax.stages.Lowered, "compile", None)
+    served(engine, requests(3, seed=9))
+
+
+def test_what_cannot_be_served_is_refused_when_it_is_asked():
+    engine = make(max_queued=2, max_queued_tokens=10)
+    with pytest.raises(NeverFits, match="at most 160"):
+        engine.submit(Request([1] * 150, 12))
+    engine.submit(Request([1] * 150, 11))
+    with pytest.raises(Full):
+        engine.submit(Request([1], 1))
+    engine.cancel(99)
+
+
+@pytest.mark.exhaustive
+def test_logits_that_are_not_finite_end_one_request_alone():
+    """Beside others, whose pages it had before or has after them."""
+    known = np.arange(model_fixtures.VOCABULARY) != 5
+    engine = make(known=known)
+    good = [Request([1, 2, 3], 9, Sampling(temperature=0.0)), Request([4] * 40, 9, Sampling(temperature=0.0))]
+    expected = served(engine, good)
+    bad = engine.submit(Request([5] * 45, 9))
+    ids = [engine.submit(request) for request in good]
+    found, errors = {id: [] for id in ids}, []
+    for event in engine.run():
+        if event.error:
+            errors.append((event.id, event.end))
+            assert "not finite" in event.error
+        elif event.token is not None:
+            found[event.id].append((event.token, event.hidden.tobytes()))
+    assert errors == [(bad, "error")] and [found[id] for id in ids] == expected
+    engine.pages.check()
+    assert not any(engine.pages.held) and served(engine, good[::-1]) == expected[::-1]

@@ -230,7 +230,10 @@ class LoadedModel:
             except InputError:  # a chip that the catalog does not know
                 pass
         # Nothing is trained: any number of sequences will do.
-        return config.layout(self.experiment, devices, "decode")
+        found = config.layout(self.experiment, devices, "decode")
+        if self._workload == "train":  # its evaluation
+            config.check_divides(found, self.config)
+        return found
 
     @cached_property
     def tokenizer(self) -> "Tokenizer | None":

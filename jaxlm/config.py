@@ -159,12 +159,7 @@ def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train") -
     if kind != "train":
         return
     training = experiment.training
-    for axis, key, size in divided_by_mesh(experiment.model):
-        if size % (parts := layout[axis]):
-            fitting = f"set mesh.{axis} to one of {_some_divisors(size)}"
-            if key.endswith(_PADDABLE):
-                fitting += f", or {key} to {math.ceil(size / parts) * parts}"
-            raise InputError(f"mesh.{axis} = {parts} does not divide {key} = {size}: {fitting}")
+    check_divides(layout, experiment.model)
     over = TRAIN.over("batch")
     rows, parts = training.batch // training.microbatches, layout.over(over)
     if rows % parts:
@@ -173,6 +168,17 @@ def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train") -
             f"{' × '.join(f'mesh.{axis}' for axis in over)} = {parts} does not divide the {rows} rows of a microbatch "
             f"(training.batch / training.microbatches): set training.batch to {fitting}"
         )
+
+
+def check_divides(layout: Layout, model: ModelConfig) -> None:
+    """Raise InputError where a layout does not divide the model, as steps of training need it, naming the number to
+    change."""
+    for axis, key, size in divided_by_mesh(model):
+        if size % (parts := layout[axis]):
+            fitting = f"set mesh.{axis} to one of {_some_divisors(size)}"
+            if key.endswith(_PADDABLE):
+                fitting += f", or {key} to {math.ceil(size / parts) * parts}"
+            raise InputError(f"mesh.{axis} = {parts} does not divide {key} = {size}: {fitting}")
 
 
 def divided_by_mesh(model: ModelConfig) -> list[tuple[str, str, int]]:

@@ -81,6 +81,13 @@ def test_a_tokenizer_in_another_file_is_converted_and_given_back_as_it_was(tmp_p
     assert all(files[name] == content for name, content in contents.items())
 
 
+def test_a_mesh_that_does_not_divide_the_model_is_one_line(tmp_path, capsys):
+    (tmp_path / "other.txt").write_text(STORY)
+    assert main(["eval", str(PUBLISHED), "--data", str(tmp_path / "other.txt"), "mesh.tensor=8"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "mesh.tensor = 8 does not divide model.feed_forward.d_ff = 172: set" in said
+
+
 def test_its_loss_is_measured_on_other_text_alone(tmp_path, capsys):
     (tmp_path / "story.txt").write_text(STORY)
     assert main(["eval", str(PUBLISHED), "--data", str(tmp_path / "story.txt"), "--json"]) == 0

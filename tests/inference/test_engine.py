@@ -1,6 +1,8 @@
 """The engine's invariants, to the bit: a request's tokens, and the stream that they are drawn from, are its own."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 from matrices import sampled
 
+from jaxlm import api
 from jaxlm.inference.engine import Engine, EngineSettings
 from jaxlm.inference.requests import Request, Sampling
 from jaxlm.inference.runner import page_layout
@@ -17,6 +20,7 @@ from jaxlm.inference.scheduler import Full, NeverFits
 from jaxlm.models import tree
 
 FAMILIES = {**model_fixtures.FAMILIES, "mixed": model_fixtures.MIXED}
+STORIES = Path(__file__).parents[1] / "families" / "stories260K"
 SETTINGS = EngineSettings(slots=8, page=32)
 PAGES = 12  # in all, where 8 requests of the whole context would hold 40
 CASES = [(family, dtype) for family in FAMILIES for dtype in ("float32", "bfloat16")]
@@ -216,3 +220,23 @@ def test_logits_that_are_not_finite_end_one_request_alone():
     assert errors == [(bad, "error")] and [found[id] for id in ids] == expected
     engine.pages.check()
     assert not any(engine.pages.held) and served(engine, good[::-1]) == expected[::-1]
+
+
+def test_a_published_model_tells_its_story():
+    """200 greedy tokens that others computed from these weights in float32."""
+    ids = json.loads((STORIES / "stories260K_tokens.json").read_text())["tokens"]
+    model = api.load(STORIES, dtype="float32")
+    settings = replace(SETTINGS, context=256, kernels="xla")
+    engine = Engine(model.config, model.parameters, model.mesh, settings)
+    engine.submit(Request(ids[:1], 200, Sampling(temperature=0.0)))
+    assert [event.token for event in engine.run() if event.token is not None] == ids[1:201]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh", [(1, 1, 2), (1, 1, 8), (2, 2, 2)], ids=str)
+def test_several_devices_draw_what_one_does(mesh):
+    """Pages are sharded over key/value heads, which are copied where `tensor` has more shards than heads."""
+    asked = requests(4, longest=60)
+    one, several = (make("mixed", mesh=each) for each in (meshes.make(), meshes.make(*mesh)))
+    for expected, found in zip(served(one, asked), served(several, asked), strict=True):
+        assert [token for token, _ in found] == [token for token, _ in expected]

@@ -28,7 +28,8 @@ class EngineSettings:
       slots: the most sequences that are under way.
       cache_bytes: the most memory of keys and values, over all devices; fewer pages than all slots could need make some
         wait.
-      page: tokens of a page, a multiple of `runner.TILE`; None is 128.
+      page: tokens of a page, a multiple of `runner.TILE`.
+      chunk_tokens: the most rows of prompts in a step, rounded up to whole tiles.
       max_queued, max_queued_tokens: the most requests that wait, and of their tokens.
       kernels: `training.kernels`.
       exact: compute each row in one way on a CPU, whatever shares its step; without it products may be faster.
@@ -38,6 +39,7 @@ class EngineSettings:
     slots: int = 64
     cache_bytes: int = 1 << 30
     page: int = 128
+    chunk_tokens: int = 512
     max_queued: int = 1 << 20
     max_queued_tokens: int = 1 << 40
     kernels: Kernels = "auto"
@@ -108,6 +110,7 @@ class Engine:
             size,
             known=known,
             slots=settings.slots,
+            chunk_tokens=settings.chunk_tokens,
             kernels=settings.kernels,
             exact=settings.exact,
         )

@@ -78,8 +78,8 @@ class Runner:
       known: bool [V], whether an id has a token; None where all have.
       slots: the most generations that are under way.
       size: of the cache, of `cache_size`.
-      decode, tiles: the numbers of rows and of tiles of prompts that there are programs for, ascending; the first of
-        `tiles` is 0.
+      decode: the numbers of sequences that there are programs for, ascending.
+      chunk_tokens: the most rows of prompts in a step; there are programs without any, with two tiles, and with these.
       exact: compute each row in one way on a CPU, whatever shares its step.
     """
 
@@ -93,12 +93,13 @@ class Runner:
         known: np.ndarray | None = None,
         slots: int = 64,
         decode: Sequence[int] = (8, 64),
-        tiles: Sequence[int] = (0, 2, 16),
+        chunk_tokens: int = 512,
         kernels: Kernels = "auto",
         exact: bool = True,
     ):
         self._mesh, self._kernels, self._slots, self.size = mesh, kernels, slots, size
-        self.tile, self._tiles = TILE, tuple(tiles)
+        most = max(-(-chunk_tokens // TILE), 1)
+        self.tile, self._tiles = TILE, tuple(sorted({0, min(2, most), most}))
         self._decode = sorted({max(min(n, slots), min(decode)) for n in decode})
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         self._options = _EXACT_ON_CPU if on_cpu and exact else None

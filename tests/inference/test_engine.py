@@ -21,7 +21,7 @@ from jaxlm.models import tree
 
 FAMILIES = {**model_fixtures.FAMILIES, "mixed": model_fixtures.MIXED}
 STORIES = Path(__file__).parents[1] / "families" / "stories260K"
-SETTINGS = EngineSettings(slots=8, page=32)
+SETTINGS = EngineSettings(slots=8, page=32, chunk_tokens=64)
 PAGES = 12  # in all, where 8 requests of the whole context would hold 40
 CASES = [(family, dtype) for family in FAMILIES for dtype in ("float32", "bfloat16")]
 
@@ -105,9 +105,12 @@ def test_greedy_tokens_are_those_of_the_full_pass(engine):
 
 def test_a_cache_too_small_for_all_changes_nothing(engine):
     """Generations lose their pages to others and read all again; alone none does."""
-    asked = [request._replace(prompt=request.prompt[:20], max_tokens=100) for request in requests(4)]
-    alone, before = [served(engine, [request])[0] for request in asked], engine.preemptions
-    assert served(engine, asked) == alone and engine.preemptions > before
+    asked = [request._replace(prompt=request.prompt[:20], max_tokens=130) for request in requests(6)]
+    before = engine.preemptions
+    together = served(engine, asked)
+    assert engine.preemptions > before
+    for i in (0, 5):
+        assert served(engine, [asked[i]]) == [together[i]]
 
 
 def test_scores_are_log_probabilities_of_the_prompt(engine):
@@ -220,6 +223,11 @@ def test_logits_that_are_not_finite_end_one_request_alone():
     assert errors == [(bad, "error")] and [found[id] for id in ids] == expected
     engine.pages.check()
     assert not any(engine.pages.held) and served(engine, good[::-1]) == expected[::-1]
+
+
+@pytest.mark.exhaustive
+def test_programs_of_many_rows_compute_a_row_as_those_of_few_do():
+    assert make("llama", slots=64, chunk_tokens=512).check()
 
 
 def test_a_published_model_tells_its_story():

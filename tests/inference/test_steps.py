@@ -191,7 +191,8 @@ def test_generation_repeats_with_its_seed_and_differs_with_another():
     assert run(0) == run(0) != run(1)
 
 
-@pytest.mark.parametrize("family", sampled(["llama", "mistral"], ["mistral"]))
+@pytest.mark.exhaustive  # test_completion.py draws what each is alone
+@pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_a_prompt_is_continued_as_if_alone(family):
     """Its text depends on its own options, seed and stream, and not on what shares the batch."""
     model, _, parameters = parts(model_fixtures.FAMILIES[family])

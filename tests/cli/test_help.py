@@ -3,7 +3,6 @@ import os
 import pkgutil
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -71,9 +70,12 @@ def test_version_is_said(start):
 
 
 def test_help_takes_less_than_half_a_second():
+    """In time of a processor: other work on the machine makes it wait."""
+
     def seconds() -> float:
-        began = time.perf_counter()
+        before = os.times()
         subprocess.run([sys.executable, "-c", CALL, "--help"], check=True, stdout=subprocess.DEVNULL)
-        return time.perf_counter() - began
+        after = os.times()
+        return after.children_user - before.children_user + after.children_system - before.children_system
 
     assert min(seconds() for _ in range(5)) < 0.5

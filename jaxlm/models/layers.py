@@ -195,8 +195,8 @@ class _LayerLoop:
         """
         blocks = self._groups.blocks[segment.start : segment.start + segment.period * segment.repeats]
         equal = [Segment(segment.start + start, *rest) for start, *rest in segments(blocks)]
-        if not is_recording() or len(equal) == 1 or segment.repeats == 1:
-            carry, found = self._over(segment, carry)
+        if not is_recording() or len(equal) == 1:
+            carry, found = self._over(equal[0] if is_recording() else segment, carry)
             return carry, [found]
 
         def body(carry: Any, _: None) -> tuple[Any, list[tuple[Auxiliary, ...]]]:

@@ -20,19 +20,21 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 
 
-# Modules whose fixtures train a run: all tests of one run in one worker, which trains it once.
-TRAINING = frozenset(f"tests/cli/test_{name}.py" for name in ("commands", "harness", "processes", "resume", "stops"))
+# Modules whose fixtures train a run, or compile an engine: all tests of one run in one worker, which makes it once.
+TOGETHER = frozenset(
+    f"tests/cli/test_{name}.py" for name in ("commands", "harness", "processes", "resume", "stops")
+) | {"tests/inference/test_engine.py"}
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Hand out tests to workers one by one, but those of a module in TRAINING together."""
+    """Hand out tests to workers one by one, but those of a module in TOGETHER together."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ModuleScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             module = nodeid.partition("::")[0]
-            return module if module in TRAINING else nodeid
+            return module if module in TOGETHER else nodeid
 
     return ModuleScheduling(config, log)
 

@@ -182,11 +182,11 @@ def _logits(graph, parameters, tokens):
     return module.logits(hidden)
 
 
-def full_logits(graph, parameters, tokens):
+def full_logits(graph, parameters, tokens, length=CONTEXT):
     """Return the logits [T, V] after each token of one sequence, from one forward pass.
 
-    Sequences are padded to one length, which changes no logits before the padding, so that one program serves all.
+    Sequences are padded to this length, which changes no logits before the padding, so that one program serves all.
     """
-    padded = np.zeros((1, CONTEXT), np.int32)
+    padded = np.zeros((1, length), np.int32)
     padded[0, : len(tokens)] = tokens
     return _logits(graph, parameters, padded)[0, : len(tokens)]

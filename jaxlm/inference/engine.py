@@ -5,16 +5,14 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxlm.inference.pages import Pages
 from jaxlm.inference.requests import Request
-from jaxlm.inference.runner import PendingStep, Runner, cache_size, page_groups, page_layout, self_check
+from jaxlm.inference.runner import TILE, PendingStep, Runner
 from jaxlm.inference.sampling import NO_TOKEN, not_finite
-from jaxlm.inference.scheduler import EndReason, Scheduler
+from jaxlm.inference.scheduler import Chunk, EndReason, Scheduler
 from jaxlm.models.config import Kernels, ModelConfig
 from jaxlm.models.tree import Tree
 
@@ -32,7 +30,8 @@ class EngineSettings:
       chunk_tokens: the most rows of prompts in a step, rounded up to whole tiles.
       max_queued, max_queued_tokens: the most requests that wait, and of their tokens.
       kernels: `training.kernels`.
-      exact: compute each row in one way on a CPU, whatever shares its step; without it products may be faster.
+      exact: compute each row in one way on a CPU, whatever shares its step; without it XLA may choose another way for
+        each number of rows.
     """
 
     context: int | None = None
@@ -84,7 +83,7 @@ class Engine:
       known: bool [V], whether an id has a token; others are never drawn. None where all have.
       ends: ids that end every request.
 
-    Raises InputError for a model that the engine cannot page.
+    Raises InputError for a model or a page that the engine cannot serve.
     """
 
     def __init__(
@@ -99,34 +98,31 @@ class Engine:
     ):
         self.model, self.settings, self._ends = model, settings, frozenset(ends)
         context = min(settings.context or model.context_length, model.context_length)
-        layout = page_layout(model, mesh, settings.page)
-        on_cpu = mesh.devices.flat[0].platform == "cpu"
-        dtype = jnp.dtype("float32") if on_cpu else jax.tree.leaves(parameters)[0].dtype
-        size = cache_size(layout, context, settings.slots, settings.cache_bytes, dtype)
         self.runner = Runner(
             model,
             parameters,
             mesh,
-            size,
             known=known,
+            page=settings.page,
+            context=context,
             slots=settings.slots,
             chunk_tokens=settings.chunk_tokens,
+            cache_bytes=settings.cache_bytes,
             kernels=settings.kernels,
             exact=settings.exact,
         )
-        self.pages = Pages(page_groups(layout, size), settings.page)
+        self.pages = Pages(self.runner.page_groups, settings.page)
         self._scheduler = Scheduler(
             self.pages,
-            slots=min(settings.slots, self.runner.decode_rows),
+            slots=settings.slots,
             chunk_tokens=self.runner.chunk_tokens,
-            tile=self.runner.tile,
+            tile=TILE,
             max_queued=settings.max_queued,
             max_queued_tokens=settings.max_queued_tokens,
             max_context=context,
         )
         self._lock = threading.Lock()
         self._ahead: PendingStep | None = None
-        self._scored: set[int] = set()
 
     @property
     def is_idle(self) -> bool:
@@ -138,43 +134,41 @@ class Engine:
         """The times that a request lost its pages to others, to be read again."""
         return self._scheduler.preemptions
 
-    @property
-    def cache_bytes(self) -> int:
-        """The memory of keys and values, over all devices."""
-        return self.runner.cache_bytes
-
     def warm(self, scores: bool = False) -> None:
         """Compile all programs before the first request."""
         self.runner.warm(scores)
 
     def check(self) -> bool:
         """Return whether a row is computed in one way by all programs, to the bit. To be called before requests."""
-        return self_check(self.runner, self.model.vocab_size)
+        return self.runner.check()
 
-    def submit(self, request: Request, *, priority: int = 0, salt: bytes = b"", scores: bool = False) -> int:
+    def submit(
+        self, request: Request, *, priority: int = 0, seed: int = 0, salt: bytes = b"", scores: bool = False
+    ) -> int:
         """Put a request into the queue and return its id.
 
         Args:
           priority: smaller is sooner.
+          seed: of the random numbers, of which the request takes its stream.
           salt: prefixes of prompts are shared under one salt alone.
           scores: also give the log-probabilities of the prompt's own tokens, which reads all of it anew.
 
         Raises `scheduler.NeverFits` if it could not run alone, and `scheduler.Full` if too many wait.
         """
         with self._lock:
-            generation = self._scheduler.submit(request, priority=priority, salt=salt, ends=self._ends, is_cold=scores)
-            if scores:
-                self._scored.add(generation.id)
+            generation = self._scheduler.submit(
+                request, priority=priority, seed=seed, salt=salt, ends=self._ends, is_cold=scores
+            )
             return generation.id
 
     def cancel(self, id: int) -> None:
-        """End a request that nobody waits for; an unknown one, or one that has ended, is left alone."""
+        """End a request that nobody waits for, without an event; an unknown one, or one that has ended, is left
+        alone."""
         with self._lock:
             self._scheduler.cancel(id)
-            self._scored.discard(id)
 
     def finish(self, id: int) -> None:
-        """End a request whose text has met a stop string."""
+        """End a request whose text has met a stop string, without an event."""
         with self._lock:
             self._scheduler.finish(id)
 
@@ -187,7 +181,7 @@ class Engine:
                 for generation in self._scheduler.failed()
             ]
         # A generation that is cancelled meanwhile has its rows computed and dropped.
-        scores = plan is not None and any(chunk.generation.id in self._scored for chunk in plan.chunks)
+        scores = plan is not None and any(map(_is_scored, plan.chunks))
         done, self._ahead = self._ahead, plan and self.runner.dispatch(plan, scores)
         if done is None:
             return events
@@ -197,11 +191,10 @@ class Engine:
             for generation in done.plan.draws:
                 if tokens[generation.id] == NO_TOKEN and not generation.end:
                     self._scheduler.cancel(generation.id)
-                    self._scored.discard(generation.id)
                     events.append(EngineEvent(generation.id, end="error", error=not_finite()))
             for chunk in done.plan.chunks:
-                id = chunk.generation.id
-                if id in self._scored and chunk.start < chunk.generation.prompt:
+                if _is_scored(chunk) and not chunk.generation.end:
+                    id = chunk.generation.id
                     events.append(EngineEvent(id, scores=reading.scores[id], first=chunk.start))
             for draw in self._scheduler.commit(done.plan, tokens):
                 id, ended_by = draw.generation.id, draw.token in draw.generation.ends
@@ -216,11 +209,15 @@ class Engine:
                         hidden=reading.hidden[id],
                     )
                 )
-                if draw.end:
-                    self._scored.discard(id)
         return events
 
     def run(self) -> Iterator[EngineEvent]:
         """Yield what happens until all requests have ended."""
         while not self.is_idle:
             yield from self.step()
+
+
+def _is_scored(chunk: Chunk) -> bool:
+    """Return whether the log-probabilities of a chunk's own tokens are asked for: it is of a prompt that is read anew
+    for them."""
+    return chunk.generation.is_cold and chunk.start < chunk.generation.prompt

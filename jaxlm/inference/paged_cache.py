@@ -89,14 +89,14 @@ def _axes(slot: Slot) -> Axes:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["arrays", "tables", "position_R"],
-    meta_fields=["layout_of_entries", "rows"],
+    meta_fields=["group_of_entries", "rows"],
 )
 @dataclasses.dataclass(frozen=True)
 class PagedCache:
     """The pages as one step reads and writes them.
 
     `arrays`: the pages. `tables`: of each group, for each section, int32 [Q, M]. `position_R`: of each row in its
-    sequence, −1 for a row of padding, which writes to page 0. `layout_of_entries`: the group of each entry. `rows`: of
+    sequence, −1 for a row of padding, which writes to page 0. `group_of_entries`: the group of each entry. `rows`: of
     each sequence in a section. In a section with several rows, these follow one another from a multiple of their number
     on, so that they lie in one page; those after the last that is no padding may write what is read by nobody.
     """
@@ -104,12 +104,12 @@ class PagedCache:
     arrays: Arrays
     tables: tuple[tuple[jax.Array, ...], ...]
     position_R: jax.Array
-    layout_of_entries: tuple[tuple[str, int], ...]
+    group_of_entries: tuple[tuple[str, int], ...]
     rows: tuple[int, ...]
 
     def layer(self, entry: str, index: jax.Array | int) -> "PagedLayer":
         """Return the cache of the layer of an entry, which has no other."""
-        tables = self.tables[dict(self.layout_of_entries)[entry]]
+        tables = self.tables[dict(self.group_of_entries)[entry]]
         sections = tuple(PagedSection(*each) for each in zip(tables, self.rows, strict=True))
         empty = jnp.zeros((len(self.position_R), 1), jnp.int32)
         return PagedLayer(self.arrays[entry], sections, self.position_R, KeyRange(empty, empty), entry)

@@ -40,8 +40,8 @@ class Batch(NamedTuple):
 
     `token_R`: int32; −1 is what was drawn last in the row's slot. `position_R`: in the sequence, −1 is padding.
     `slot_Q`: of each run, where its draw is kept on the device; the last slot is of runs that draw nothing. `last_Q`:
-    the row of each run that draws. `tables`: of each group and section, int32 [Q, M]. `target_R`: the token after each
-    row of a prompt, where scores are asked for.
+    the row of each run that draws. `tables`: of each group, int32 [Q, M] of the runs that decode, and of the tiles
+    where there are any. `target_R`: the token after each row of a prompt, where scores are asked for.
     """
 
     token_R: np.ndarray
@@ -103,8 +103,7 @@ def ragged_step(
     position_R1 = jnp.maximum(batch.position_R, 0)[:, None]
     end_R1 = jnp.where(is_row_R[:, None], position_R1 + 1, 0)
     groups = tuple((name, group) for name, (group, _) in layout.entries.items())
-    tables = tuple(sections[: 1 + bool(shape.tiles)] for sections in batch.tables)
-    cache = PagedCache(pages, tables, batch.position_R, groups, (1, shape.tile)[: 1 + bool(shape.tiles)])
+    cache = PagedCache(pages, batch.tables, batch.position_R, groups, (1, shape.tile)[: len(batch.tables[0])])
     hidden_R1D, cache, _ = module.hidden(
         token_R[:, None], position_R1, KeyRange(jnp.zeros_like(end_R1), end_R1), cache=cache
     )

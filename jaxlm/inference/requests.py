@@ -90,7 +90,7 @@ class Request(NamedTuple):
     """A prompt of token ids to continue, by at most `max_tokens` and up to the first of the `stop` strings.
 
     Where it has `ends`, what follows is an answer: a text of its own, which these ids end beside the tokenizer's.
-    Random numbers are those of the `stream` of its `seed`, whatever else is drawn beside it.
+    Random numbers are those of the seed's `stream`, whatever else is drawn beside it.
     """
 
     prompt: Sequence[int]
@@ -99,7 +99,6 @@ class Request(NamedTuple):
     stop: Sequence[str] = ()
     stream: int = 0
     ends: Collection[int] | None = None
-    seed: int = 0
 
 
 def max_new_tokens(model: ModelConfig, prompt_tokens: int) -> int:

@@ -1,7 +1,7 @@
 """The programs of the engine on its devices: compiled for few numbers of rows, one step ahead of what is read."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -13,32 +13,27 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxlm.core.errors import InputError
 from jaxlm.inference.paged_cache import PageLayout
 from jaxlm.inference.pages import PageGroup
 from jaxlm.inference.ragged_step import Batch, SlotState, StepResults, StepShape, ragged_step
 from jaxlm.inference.requests import Sampling
 from jaxlm.inference.sampling import NO_TOKEN, Drawn, RowSampling, row_sampling
-from jaxlm.inference.scheduler import StepPlan
+from jaxlm.inference.scheduler import Generation, StepPlan
 from jaxlm.inference.weights import WeightLayout
 from jaxlm.models.config import Kernels, ModelConfig
 from jaxlm.models.kernels import using_kernels
+from jaxlm.models.positions import depends_on_length
 from jaxlm.models.tree import Tree
 from jaxlm.parallel.partition import replicated, using_rules
 from jaxlm.parallel.rules import ENGINE
 
 TILE = 32  # rows of a prompt that read their keys together
+_FEW = 8  # sequences that decode in the smaller of two programs; with fewer rows products go to other kernels
 # Products alone go to the library that computes a row in one way, whatever the number of rows: its sums along rows do
-# not. As fast (measured on two cores with AVX-512).
+# not.
 _EXACT_ON_CPU = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
-
-
-class CacheSize(NamedTuple):
-    """Room for the keys and values of sequences: the tokens of a `page`, the pages of each group of layers, and the
-    most tokens of a sequence, `context`."""
-
-    page: int
-    counts: tuple[int, ...]
-    context: int
+_GREEDY = Sampling(temperature=0.0)
 
 
 @dataclass(frozen=True)
@@ -76,11 +71,15 @@ class Runner:
     Args:
       parameters: on `mesh`, in the dtype to compute in.
       known: bool [V], whether an id has a token; None where all have.
-      slots: the most generations that are under way.
-      size: of the cache, of `cache_size`.
-      decode: the numbers of sequences that there are programs for, ascending.
+      page: tokens of a page.
+      context: the most tokens of a sequence.
+      slots: the most generations that are under way; there are programs for 8 that decode, and for these.
       chunk_tokens: the most rows of prompts in a step; there are programs without any, with two tiles, and with these.
+      cache_bytes: the most memory of pages, over all devices.
+      kernels: `training.kernels`.
       exact: compute each row in one way on a CPU, whatever shares its step.
+
+    Raises InputError for a model or a page that the engine cannot serve.
     """
 
     def __init__(
@@ -88,28 +87,38 @@ class Runner:
         model: ModelConfig,
         parameters: Tree,
         mesh: Mesh,
-        size: CacheSize,
         *,
-        known: np.ndarray | None = None,
-        slots: int = 64,
-        decode: Sequence[int] = (8, 64),
-        chunk_tokens: int = 512,
-        kernels: Kernels = "auto",
-        exact: bool = True,
+        known: np.ndarray | None,
+        page: int,
+        context: int,
+        slots: int,
+        chunk_tokens: int,
+        cache_bytes: int,
+        kernels: Kernels,
+        exact: bool,
     ):
-        self._mesh, self._kernels, self._slots, self.size = mesh, kernels, slots, size
+        if page < TILE or page % TILE:
+            raise InputError(f"a page of {page} tokens must be a multiple of {TILE}, which prompts are read by")
+        if depends_on_length(model):
+            raise InputError(
+                "rotary angles of this model depend on the length of the whole text (model.position.scaling), and the "
+                "engine reads a text in parts; generate without it"
+            )
+        self._mesh, self._kernels, self._slots = mesh, kernels, slots
         most = max(-(-chunk_tokens // TILE), 1)
-        self.tile, self._tiles = TILE, tuple(sorted({0, min(2, most), most}))
-        self._decode = sorted({max(min(n, slots), min(decode)) for n in decode})
+        self._tiles, self._decode = sorted({0, min(2, most), most}), sorted({_FEW, max(_FEW, slots)})
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         self._options = _EXACT_ON_CPU if on_cpu and exact else None
         self._weights = WeightLayout(model, by_outputs=on_cpu)
-        self.layout = page_layout(model, mesh, size.page)
-        self.dtype = jax.tree.leaves(parameters)[0].dtype
-        stored = jnp.dtype("float32") if on_cpu else self.dtype  # widened there in each step otherwise
-        self._shardings = self.layout.shardings(size.counts, mesh, ENGINE)
+        with jax.set_mesh(mesh), using_rules(ENGINE):  # shards of query heads say which key/value heads are copied
+            self.layout = PageLayout.of(nnx.merge(self._weights.graph, self._weights.abstract).slots(), page)
+        dtype = jax.tree.leaves(parameters)[0].dtype
+        stored = jnp.dtype("float32") if on_cpu else dtype  # widened there in each step otherwise
+        self._most_pages = -(-context // page)
+        self.counts = page_counts(self.layout, self._most_pages, slots, cache_bytes, stored)
+        self._shardings = self.layout.shardings(self.counts, mesh, ENGINE)
         with jax.set_mesh(mesh):
-            allocate = jax.jit(partial(self.layout.allocate, size.counts, stored), out_shardings=self._shardings)
+            allocate = jax.jit(partial(self.layout.allocate, self.counts, stored), out_shardings=self._shardings)
             self._pages = allocate()
         self._parameters = self._weights.stored(parameters, mesh, ENGINE)
         whole = replicated(mesh)
@@ -122,25 +131,19 @@ class Runner:
         self._compiled: dict[StepShape, Callable] = {}
 
     @property
-    def cache_bytes(self) -> int:
-        """The bytes of all pages."""
-        return sum(x.nbytes for x in jax.tree.leaves(self._pages))
-
-    @property
     def chunk_tokens(self) -> int:
         """The most rows of prompts in a step."""
         return self._tiles[-1] * TILE
 
     @property
-    def decode_rows(self) -> int:
-        """The most sequences that decode in a step."""
-        return self._decode[-1]
+    def page_groups(self) -> list[PageGroup]:
+        """The groups of pages that an allocator hands out."""
+        return [PageGroup(count, window) for count, window in zip(self.counts, self.layout.groups, strict=True)]
 
     def shapes(self, scores: bool = False) -> list[StepShape]:
         """Return the shapes that there are programs for, without those of scores or with."""
         plain = [StepShape(decode, tiles, TILE) for decode in self._decode for tiles in self._tiles]
-        scored = [StepShape(self._decode[0], tiles, TILE, True) for tiles in self._tiles[1:]]
-        return plain + scored if scores else plain
+        return [*plain, *(shape._replace(scores=True) for shape in plain if scores and shape.tiles)]
 
     def warm(self, scores: bool = False) -> None:
         """Compile all programs, several at a time, so that no request waits for one."""
@@ -151,8 +154,8 @@ class Runner:
     def dispatch(self, plan: StepPlan, scores: bool = False) -> PendingStep:
         """Start a step and return at once. `scores`: of the rows of its chunks."""
         shape = self._shape(plan, scores)
-        batch, samplings = self._batch(plan, shape)
-        how = row_sampling(*map(list, zip(*samplings, strict=True)))
+        batch, draws = self._batch(plan, shape)
+        how = row_sampling(*map(list, zip(*draws, strict=True)))
         for chunk, slot in zip(plan.chunks, plan.slots[len(plan.decode) :], strict=True):
             if chunk.draws and chunk.generation.request.sampling.counts_tokens:
                 self._count(chunk.generation.tokens, chunk.generation.prompt, slot)
@@ -197,50 +200,63 @@ class Runner:
     def _batch(self, plan: StepPlan, shape: StepShape) -> tuple[Batch, list[tuple[Sampling, int, int]]]:
         """Return the arrays of a step, and how each of its runs draws: options, seed and stream."""
         batch = self._empty(shape)
-        greedy = Sampling(temperature=0.0), 0, 0
-        samplings = [greedy] * shape.runs
+        draws: list[tuple[Sampling, int, int]] = [(_GREEDY, 0, 0)] * shape.runs
+
+        def draw(run: int, i: int, generation: Generation) -> None:
+            batch.slot_Q[run] = plan.slots[i]
+            draws[run] = generation.request.sampling, generation.seed, generation.request.stream
+
         for run, (generation, position) in enumerate(zip(plan.decode, plan.positions, strict=True)):
-            batch.token_R[run], batch.position_R[run], batch.slot_Q[run] = -1, position, plan.slots[run]
-            samplings[run] = generation.request.sampling, generation.request.seed, generation.request.stream
-            self._write_table(batch, 0, run, plan.tables[run])
+            _write_run(batch, shape, run, [-1], position, plan.tables[run])
+            draw(run, run, generation)
         run = shape.decode
         for i, chunk in enumerate(plan.chunks, len(plan.decode)):
             tokens = chunk.generation.tokens
             for start in range(chunk.start, chunk.stop, TILE):
                 stop = min(start + TILE, chunk.stop)
-                first = shape.decode + (run - shape.decode) * TILE
-                rows = slice(first, first + stop - start)
-                batch.token_R[rows], batch.position_R[rows] = tokens[start:stop], range(start, stop)
+                _write_run(batch, shape, run, tokens[start:stop], start, plan.tables[i])
                 after = tokens[start + 1 : stop + 1]
-                batch.target_R[first - shape.decode :][: len(after)] = after
-                batch.last_Q[run] = first + stop - start - 1
-                self._write_table(batch, 1, run - shape.decode, plan.tables[i])
+                batch.target_R[(run - shape.decode) * TILE :][: len(after)] = after
                 run += 1
             if chunk.draws:
-                request = chunk.generation.request
-                batch.slot_Q[run - 1] = plan.slots[i]
-                samplings[run - 1] = request.sampling, request.seed, request.stream
-        return batch, samplings
+                draw(run - 1, i, chunk.generation)
+        return batch, draws
 
     def _empty(self, shape: StepShape) -> Batch:
         """Return the arrays of a step whose rows are all padding."""
         last_Q = np.arange(shape.runs, dtype=np.int32)
         last_Q[shape.decode :] = shape.decode + np.arange(shape.tiles) * TILE
-        pages = -(-self.size.context // self.size.page)
-        sections = shape.decode, shape.tiles
+        sections = (shape.decode, shape.tiles) if shape.tiles else (shape.decode,)
         return Batch(
             token_R=np.zeros(shape.rows, np.int32),
             position_R=np.full(shape.rows, -1, np.int32),
             slot_Q=np.full(shape.runs, self._slots, np.int32),
             last_Q=last_Q,
-            tables=tuple(tuple(np.zeros((Q, pages), np.int32) for Q in sections) for _ in self.layout.groups),
+            tables=tuple(
+                tuple(np.zeros((Q, self._most_pages), np.int32) for Q in sections) for _ in self.layout.groups
+            ),
             target_R=np.zeros(shape.tiles * TILE, np.int32),
         )
 
-    @staticmethod
-    def _write_table(batch: Batch, section: int, run: int, tables: Sequence[Sequence[int]]) -> None:
-        for group, table in zip(batch.tables, tables, strict=True):
-            group[section][run, : len(table)] = table
+    def check(self) -> bool:
+        """Return whether a token's results are the same to the bit in every program, at another row each time, read as
+        part of a prompt or by itself. Pages of a runner that is idle are overwritten."""
+        tokens = np.random.default_rng(0).integers(0, len(self._known), TILE + 3)
+        table = range(1, -(-len(tokens) // self.layout.size) + 1)
+
+        def read(shape: StepShape, first: int, run: int) -> bytes:
+            """Read the tokens from this one on, in runs from this one on; return the last hidden state."""
+            batch = self._empty(shape)
+            for start in range(first, len(tokens), TILE):
+                _write_run(batch, shape, run, tokens[start : start + TILE], start, [table] * len(self.layout.groups))
+                run += 1
+            results = self._run(shape, batch, row_sampling([_GREEDY] * shape.runs, 0))
+            return np.asarray(results.hidden_QD[run - 1]).tobytes()
+
+        plain = self.shapes()
+        runs = [(shape, 0, run) for shape in plain if shape.tiles >= 2 for run in {shape.decode, shape.runs - 2}]
+        runs += [(shape, len(tokens) - 1, run) for shape in plain for run in {0, shape.decode - 1}]
+        return len({read(*each) for each in runs}) == 1
 
     def _program(self, shape: StepShape) -> Callable:
         """Return the compiled step of a shape."""
@@ -270,67 +286,32 @@ def _token_drawn(drawn: Drawn, run: int) -> TokenDrawn:
     return TokenDrawn(int(drawn.token[run]), None if math.isnan(logprob) else logprob, top)
 
 
-def page_layout(model: ModelConfig, mesh: Mesh, page: int) -> PageLayout:
-    """Return the pages of a model on a mesh, whose shards of the query heads decide what key/value heads are copied.
+def _write_run(
+    batch: Batch,
+    shape: StepShape,
+    run: int,
+    tokens: Sequence[int] | np.ndarray,
+    start: int,
+    tables: Sequence[Sequence[int]],
+) -> None:
+    """Write tokens at positions from `start` on as a run: the row of a sequence that decodes, or rows of a tile."""
+    tile = run - shape.decode
+    section, place = (0, run) if tile < 0 else (1, tile)
+    first = run if tile < 0 else shape.decode + tile * shape.tile
+    rows = slice(first, first + len(tokens))
+    batch.token_R[rows], batch.position_R[rows] = tokens, range(start, start + len(tokens))
+    batch.last_Q[run] = rows.stop - 1
+    for group, table in zip(batch.tables, tables, strict=True):
+        group[section][place, : len(table)] = table
 
-    Raises InputError for a model that the engine cannot page.
-    """
-    weights = WeightLayout(model, by_outputs=False)
-    with jax.set_mesh(mesh), using_rules(ENGINE):
-        return PageLayout.of(nnx.merge(weights.graph, weights.abstract).slots(), page)
 
-
-def cache_size(layout: PageLayout, context: int, slots: int, most_bytes: int, dtype: jnp.dtype) -> CacheSize:
-    """Return the pages of each group within so many bytes: those that `slots` sequences of `context` tokens hold, or
+def page_counts(layout: PageLayout, most_pages: int, slots: int, most_bytes: int, dtype: jnp.dtype) -> tuple[int, ...]:
+    """Return the pages of each group within so many bytes: those that `slots` sequences of `most_pages` pages hold, or
     the same share of them in each group. A layer with a window holds the pages that a token of a sequence reads, and
     one more."""
     page = layout.size
-    whole = -(-context // page)
-    most = [whole if window is None else min(whole, -(-window // page) + 2) for window in layout.groups]
+    most = [most_pages if window is None else min(most_pages, -(-window // page) + 2) for window in layout.groups]
     each = [layout.page_bytes(group, dtype) for group in range(len(most))]
     asked = slots * sum(n * size for n, size in zip(most, each, strict=True))
     share = min(1.0, most_bytes / asked)
-    return CacheSize(page, tuple(max(2, math.ceil(n * slots * share) + 1) for n in most), context)
-
-
-def page_groups(layout: PageLayout, size: CacheSize) -> list[PageGroup]:
-    """Return the groups of pages that an allocator hands out."""
-    return [PageGroup(count, window) for count, window in zip(size.counts, layout.groups, strict=True)]
-
-
-def self_check(runner: Runner, vocabulary: int) -> bool:
-    """Return whether a token's results are the same to the bit in every program: alone and with others, read as part
-    of a prompt or by itself. Pages of a runner that is idle are overwritten."""
-    tokens = np.random.default_rng(0).integers(0, vocabulary, TILE + 3)
-    found = set(_read_in_each(runner, tokens))
-    return len(found) == 1
-
-
-def _read_in_each(runner: Runner, tokens: np.ndarray) -> Iterator[bytes]:
-    """Yield the last hidden state of a sequence as each program computes it, at another row each time."""
-    page = runner.size.page
-    pages = -(-len(tokens) // page)
-    greedy = Sampling(temperature=0.0)
-
-    def read(shape: StepShape, start: int, stop: int, run: int) -> bytes:
-        """Read some tokens as one row, or as tiles from this run on."""
-        batch, in_tiles = runner._empty(shape), run >= shape.decode
-        for at in range(start, stop, TILE):
-            first = shape.decode + (run - shape.decode) * TILE if in_tiles else run
-            end = min(at + TILE, stop)
-            rows = slice(first, first + end - at)
-            batch.token_R[rows], batch.position_R[rows] = tokens[at:end], range(at, end)
-            batch.last_Q[run] = rows.stop - 1
-            place = run - shape.decode if in_tiles else run
-            runner._write_table(batch, int(in_tiles), place, [range(1, pages + 1)] * len(batch.tables))
-            run += 1
-        results = runner._run(shape, batch, row_sampling([greedy] * shape.runs, 0))
-        return np.asarray(results.hidden_QD[run - 1]).tobytes()
-
-    for shape in runner.shapes():
-        if shape.tiles:
-            for run in {shape.decode, shape.runs - 2}:
-                yield read(shape, 0, len(tokens), run)
-    for shape in runner.shapes():
-        for run in {0, shape.decode - 1}:
-            yield read(shape, len(tokens) - 1, len(tokens), run)
+    return tuple(max(2, math.ceil(n * slots * share) + 1) for n in most)

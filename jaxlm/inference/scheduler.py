@@ -34,6 +34,7 @@ class Generation:
       prompt: tokens of the prompt, the boundary for penalties and usage.
       ends: the ids that end it.
       priority: smaller is sooner; then the smaller id.
+      seed: of its random numbers.
       salt: prefixes are shared under one salt alone.
       is_cold: reads all of its prompt itself, as the log-probabilities of a prompt need.
       holding: its pages; None while it waits.
@@ -51,6 +52,7 @@ class Generation:
     prompt: int
     ends: frozenset[int]
     priority: int
+    seed: int
     salt: bytes
     is_cold: bool
     holding: Holding | None = None
@@ -140,6 +142,8 @@ class Scheduler:
       max_queued: the most requests that wait.
       max_queued_tokens: the most tokens of theirs; a single one may have more.
       max_context: the most tokens of a sequence.
+
+    `preemptions` counts the times that one lost its pages.
     """
 
     def __init__(
@@ -184,6 +188,7 @@ class Scheduler:
         request: Request,
         *,
         priority: int = 0,
+        seed: int = 0,
         salt: bytes = b"",
         ends: Collection[int] = (),
         is_cold: bool = False,
@@ -216,6 +221,7 @@ class Scheduler:
             prompt=prompt,
             ends=frozenset((*(request.ends or ()), *ends)),
             priority=priority,
+            seed=seed,
             salt=salt,
             is_cold=is_cold,
         )

@@ -11,8 +11,6 @@ from jaxlm.models.tree import Dimensions, Tree
 from jaxlm.parallel.partition import named_sharding
 from jaxlm.parallel.rules import Rules
 
-_LOOKED_UP = frozenset({"vocab", "positions"})
-
 
 class WeightLayout:
     """The form in which the engine keeps the parameters of a model.
@@ -56,7 +54,7 @@ class WeightLayout:
         return jax.tree_util.tree_map_with_path(declared, stored)
 
     def _is_turned(self, of: Dimensions) -> bool:
-        return self.by_outputs and bool(of.inputs) and of.axes[of.inputs[0]] not in _LOOKED_UP
+        return self.by_outputs and bool(of.inputs) and not of.looked_up
 
 
 def _name(path: tuple) -> str:

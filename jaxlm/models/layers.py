@@ -193,10 +193,12 @@ class _LayerLoop:
 
         In a recording of training they are those of the segments whose blocks do not differ at all.
         """
-        blocks = self._groups.blocks[segment.start : segment.start + segment.period * segment.repeats]
-        equal = [Segment(segment.start + start, *rest) for start, *rest in segments(blocks)]
-        if not is_recording() or len(equal) == 1:
-            carry, found = self._over(equal[0] if is_recording() else segment, carry)
+        equal = [segment]
+        if is_recording():
+            blocks = self._groups.blocks[segment.start : segment.start + segment.period * segment.repeats]
+            equal = [Segment(segment.start + start, *rest) for start, *rest in segments(blocks)]
+        if len(equal) == 1:
+            carry, found = self._over(equal[0], carry)
             return carry, [found]
 
         def body(carry: Any, _: None) -> tuple[Any, list[tuple[Auxiliary, ...]]]:

@@ -72,7 +72,6 @@ class PagedView(NamedTuple):
     pages: dict[str, jax.Array]
     sections: tuple[PagedSection, ...]
     key_range: KeyRange
-    is_causal: bool = False
 
     @property
     def arrays(self) -> dict[str, jax.Array]:

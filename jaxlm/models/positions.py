@@ -51,6 +51,12 @@ def program(block: config.BlockConfig) -> config.BlockConfig:
     return block.model_copy(update=same)
 
 
+def depends_on_length(model: config.ModelConfig) -> bool:
+    """Return whether angles depend on how long a document is in all, and not on positions alone."""
+    positions = [block.position for block in model.layers]
+    return any(isinstance(p, RopeConfig) and p.scaling is not None and p.scaling.kind in _BY_LENGTH for p in positions)
+
+
 class LayerRows:
     """The inputs of each layer besides the stream. Masks and rotary tables are made once for all layers alike."""
 
@@ -166,4 +172,5 @@ def _longrope(frequency: jax.Array, settings: RopeConfig, scaling: LongRopeScali
     return frequency[None, None] / jnp.where(is_long_BT1, long[None, None], short[None, None])
 
 
+_BY_LENGTH = frozenset({"dynamic", "longrope"})
 _SCALED = {"llama3": _llama3, "linear": _linear, "dynamic": _dynamic, "yarn": _yarn, "longrope": _longrope}

@@ -79,6 +79,11 @@ class Dimensions:
     table: bool  # a matrix with a row or column per token or position: embedding, unembedding
 
     @property
+    def looked_up(self) -> bool:
+        """Return whether its inputs are entries that are looked up: an embedding, of tokens or positions."""
+        return bool(self.inputs) and self.axes[self.inputs[0]] in _TABLES
+
+    @property
     def projection(self) -> bool:
         """Return whether it is a matrix that maps channels to channels, no table: a matrix for Muon."""
         return bool(self.inputs) and not self.table
@@ -178,7 +183,7 @@ def merged(model: ModelConfig, adapted: LoraConfig, whole: Tree, mesh: Mesh, rul
 def taken_apart(model: ModelConfig, parameters: Tree) -> Tree:
     """Return the parameters of a model with the layers of its stacks apart, [1, …] each, by the number of the layer.
 
-    A step that runs no loop over layers would copy each from its stack, every time. The stacks are given up one by one.
+    A step that runs no loop over layers would copy each from its stack, every time. Nothing is given up.
     """
     groups = nnx.merge(*abstract(model)).groups
     layers, apart = parameters["layers"], {}

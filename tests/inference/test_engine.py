@@ -10,20 +10,31 @@ import meshes
 import model_fixtures
 import numpy as np
 import pytest
+from flax import nnx
+from jax import monitoring
 from matrices import sampled
 
 from jaxlm import api
+from jaxlm.core.errors import InputError
 from jaxlm.inference.engine import Engine, EngineSettings
+from jaxlm.inference.paged_cache import PageLayout
 from jaxlm.inference.requests import Request, Sampling
-from jaxlm.inference.runner import page_layout
 from jaxlm.inference.scheduler import Full, NeverFits
 from jaxlm.models import tree
 
 FAMILIES = {**model_fixtures.FAMILIES, "mixed": model_fixtures.MIXED}
+DYNAMIC = {"kind": "rope", "scaling": {"kind": "dynamic", "factor": 2.0, "original_context_length": 16}}
 STORIES = Path(__file__).parents[1] / "families" / "stories260K"
 SETTINGS = EngineSettings(slots=8, page=32, chunk_tokens=64)
 PAGES = 12  # in all, where 8 requests of the whole context would hold 40
+KEPT = ["('mixed', 'float32')"]
 CASES = [(family, dtype) for family in FAMILIES for dtype in ("float32", "bfloat16")]
+
+
+# Compared with a full pass in that dtype.
+in_float32 = pytest.mark.parametrize(
+    "engine", sampled([case for case in CASES if case[1] == "float32"], KEPT), indirect=True, scope="module", ids=str
+)
 
 
 def make(family="llama", dtype="float32", mesh=None, known=None, **settings):
@@ -31,7 +42,7 @@ def make(family="llama", dtype="float32", mesh=None, known=None, **settings):
     mesh = mesh or meshes.make()
     model = model_fixtures.model(FAMILIES[family], context_length=160)
     parameters = jax.tree.map(lambda x: x.astype(dtype), tree.init(model, 0, mesh))
-    layout = page_layout(model, mesh, SETTINGS.page)
+    layout = PageLayout.of(nnx.merge(*tree.abstract(model, apart=True)).slots(), SETTINGS.page)
     each = sum(layout.page_bytes(group, jnp.dtype("float32")) for group in range(len(layout.groups)))
     settings = {"cache_bytes": PAGES * each, **settings}
     if known is not None:
@@ -39,7 +50,7 @@ def make(family="llama", dtype="float32", mesh=None, known=None, **settings):
     return Engine(model, parameters, mesh, replace(SETTINGS, **settings), known=known)
 
 
-@pytest.fixture(scope="module", params=sampled(CASES, ["('mixed', 'float32')"]), ids=str)
+@pytest.fixture(scope="module", params=sampled(CASES, KEPT), ids=str)
 def engine(request):
     return make(*request.param)
 
@@ -52,7 +63,6 @@ def requests(count=8, seed=0, longest=110):
             int(draw.integers(1, 24)),
             Sampling(temperature=0.9, top_k=20) if i % 2 else Sampling(temperature=0.0),
             stream=i,
-            seed=7,
         )
         for i in range(count)
     ]
@@ -61,15 +71,13 @@ def requests(count=8, seed=0, longest=110):
 def full_logits(engine, tokens):
     """Return the logits [T, V] after each token, from one forward pass in float32."""
     graph, _ = tree.abstract(engine.model)
-    padded = np.zeros((1, engine.model.context_length), np.int32)
-    padded[0, : len(tokens)] = tokens
-    logits = model_fixtures._logits(graph, tree.init(engine.model, 0, meshes.make()), padded)
-    return np.asarray(logits)[0, : len(tokens)]
+    parameters = tree.init(engine.model, 0, meshes.make())
+    return np.asarray(model_fixtures.full_logits(graph, parameters, tokens, engine.model.context_length))
 
 
 def served(engine, asked, **options):
     """Return for each request the tokens drawn and the bits of the stream before each, all pages given back."""
-    ids = [engine.submit(request, **options) for request in asked]
+    ids = [engine.submit(request, seed=7, **options) for request in asked]
     found = {id: [] for id in ids}
     for event in engine.run():
         assert event.error is None
@@ -94,9 +102,8 @@ def test_a_request_is_served_as_if_alone(engine):
     assert alone == together[:3] and any(engine.pages.cached)
 
 
+@in_float32
 def test_greedy_tokens_are_those_of_the_full_pass(engine):
-    if engine.runner.dtype != jnp.float32:
-        pytest.skip("in bfloat16 ties are broken otherwise")
     (request, *_) = requests(longest=40)
     (drawn,) = served(engine, [request])
     logits = full_logits(engine, [*request.prompt, *[token for token, _ in drawn]])
@@ -113,10 +120,9 @@ def test_a_cache_too_small_for_all_changes_nothing(engine):
         assert served(engine, [asked[i]]) == [together[i]]
 
 
+@in_float32
 def test_scores_are_log_probabilities_of_the_prompt(engine):
     """Also of a prompt that is in the cache: its scores are computed anew."""
-    if engine.runner.dtype != jnp.float32:
-        pytest.skip("compared with float32")
     prompt = requests(longest=90, seed=3)[2].prompt
     for _ in range(2):
         engine.submit(Request(prompt, 1, Sampling(temperature=0.0)), scores=True)
@@ -127,6 +133,7 @@ def test_scores_are_log_probabilities_of_the_prompt(engine):
                 logprobs[rows], greedy[rows] = event.scores
     logits = full_logits(engine, prompt)
     expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))[np.arange(len(prompt) - 1), prompt[1:]]
+    # Logits up to 10 in float32, of sums in another order.
     np.testing.assert_allclose(logprobs[:-1], expected, rtol=0, atol=2e-5)
     assert (greedy[:-1] == (logits.argmax(axis=-1)[:-1] == prompt[1:])).all()
 
@@ -138,7 +145,7 @@ def test_random_requests_and_cancellations_leave_no_page_in_use(engine):
     waiting, ids, found, cancelled = list(asked), [], {}, set()
     while waiting or not engine.is_idle:
         while waiting and draw.random() < 0.4:
-            ids.append(engine.submit(waiting.pop(0)))
+            ids.append(engine.submit(waiting.pop(0), seed=7))
             found[ids[-1]] = []
         if ids and draw.random() < 0.1:
             cancelled.add(id := ids[draw.integers(len(ids))])
@@ -188,10 +195,38 @@ def test_each_option_is_the_request_s_own(engine):
     assert penalised != without and drawn(*asked[::-1])[::-1] == [same, repeated, penalised, biased, told]
 
 
-def test_nothing_is_compiled_while_it_serves(engine, monkeypatch):
-    engine.runner.warm()
-    monkeypatch.setattr(jax.stages.Lowered, "compile", None)
-    served(engine, requests(3, seed=9))
+def test_nothing_is_compiled_while_it_serves(engine):
+    """Neither for options that need arrays of their own, nor for scores."""
+    engine.warm(scores=True)
+    compiled = []
+
+    def listen(event, _, **__):
+        compiled.extend([event] * event.endswith("backend_compile_duration"))
+
+    monitoring.register_event_duration_secs_listener(listen)
+    try:
+        jax.jit(lambda x: x + 41)(1)
+        assert compiled.pop() and not compiled  # it hears
+        penalised = [r._replace(sampling=Sampling(frequency_penalty=1.0, logprobs=3)) for r in requests(3, seed=9)]
+        served(engine, penalised)
+        served(engine, requests(2, seed=10), scores=True)
+    finally:
+        monitoring.unregister_event_duration_listener(listen)
+    assert compiled == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "message"),
+    [
+        ({"page": 40}, {}, "page of 40 tokens must be a multiple of 32"),
+        ({}, {"position": DYNAMIC}, "depend on the length of the whole text"),
+    ],
+    ids=["page", "position"],
+)
+def test_an_engine_that_could_not_serve_is_not_made(settings, changes, message):
+    model = model_fixtures.model(**changes, context_length=160)
+    with pytest.raises(InputError, match=message):
+        Engine(model, tree.init(model, 0, meshes.make()), meshes.make(), replace(SETTINGS, **settings))
 
 
 def test_what_cannot_be_served_is_refused_when_it_is_asked():

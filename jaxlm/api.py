@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from jaxlm.data.chat_template import ChatTemplate, Message
     from jaxlm.data.tokenizers import Tokenizer
     from jaxlm.inference.completion import Completion, Piece
+    from jaxlm.inference.engine import Engine
     from jaxlm.inference.requests import Named, Request, Sampling
+    from jaxlm.inference.settings import EngineSettings
     from jaxlm.lowering.report import CompiledStep
     from jaxlm.models.config import ModelConfig
     from jaxlm.models.tree import Tree
@@ -114,6 +116,7 @@ def load(
     average: bool = False,
     dtype: str | None = None,
     workload: "Kind" = "decode",
+    engine: "EngineSettings | None" = None,
     say: Callable[[str], None] = _silent,
 ) -> "LoadedModel":
     """Load a trained model; its parameters are restored when they are first asked for.
@@ -124,11 +127,13 @@ def load(
       reads: sections and keys that the caller reads: an override of any other is refused. None accepts all.
       checkpoint: the newest, or the one with the lowest held-out loss.
       average: whether to take the moving average of the weights (`training.ema_decay`) in their place.
-      dtype: of the parameters, "float32" or "bfloat16", or "stored" for the one that each is stored in;
-        `training.dtype` where it is not given.
+      dtype: of the parameters, "float32" or "bfloat16", "stored" for the one that each is stored in, or "auto" for the
+        one that is fastest here, as measured; `training.dtype` where it is not given.
       workload: the step that parameters are laid out for: "decode" keeps weights where they are; "train", for
         `evaluate`, shards them over fsdp too, and "prefill" those of them that it divides.
-      say: takes a line about each checkpoint that is passed over.
+      engine: sizes of the engine that continues prompts; by default 64 sequences at a time, of as many tokens as are
+        asked for.
+      say: takes a line about each checkpoint that is passed over, and about a dtype that was chosen.
 
     Raises InputError where there is no run, where it keeps no average, or where an override does not suit it.
     """
@@ -136,7 +141,8 @@ def load(
     if average and source.experiment().training.ema_decay is None:
         raise InputError(f"{source} keeps no average of its weights (training.ema_decay); leave out --ema")
     experiment = source.overridden(overrides, reads)
-    return LoadedModel(source, experiment, checkpoint, average, dtype or experiment.training.dtype, workload, say)
+    dtype = dtype or experiment.training.dtype
+    return LoadedModel(source, experiment, checkpoint, average, dtype, workload, engine, say)
 
 
 def _needed(out: Path) -> "ModelSource | None":
@@ -187,9 +193,12 @@ class LoadedModel:
         average: bool,
         dtype: str,
         workload: "Kind",
+        engine: "EngineSettings | None",
         say: Callable[[str], None],
     ):
         self.source, self.experiment = source, experiment
+        self._settings, self._engine = engine, None
+        self._step: int | None = None
         self._checkpoint, self._average, self._dtype = checkpoint, average, dtype
         self._workload: Kind = workload
         self._say = say
@@ -207,7 +216,7 @@ class LoadedModel:
     @property
     def step(self) -> int:
         """The step that the parameters are of."""
-        return self._restored[0]
+        return self._restored[0] if self._step is None else self._step
 
     @cached_property
     def mesh(self) -> "Mesh":
@@ -279,7 +288,7 @@ class LoadedModel:
         seed: int = 0,
     ) -> "list[Completion]":
         """Continue prompts, each up to the separator of documents, and answer conversations: `num_samples`
-        continuations of the first prompt, then of the next. Up to `training.batch` are drawn together.
+        continuations of the first prompt, then of the next. They are drawn together, and each is as if it were alone.
 
         Args:
           prompts: texts, lists of token ids, or conversations: lists of messages such as {"role": "user",
@@ -335,15 +344,13 @@ class LoadedModel:
         named: "Named" = "{} =".format,
     ) -> "list[Request]":
         """Return what `generate` asks for, for `complete`. Raises InputError as `jaxlm.inference.requests.sampled`."""
-        from jaxlm.inference.requests import answer_tokens, fitting_tokens, sampled
+        from jaxlm.inference.requests import fitting_tokens, sampled
 
         encoded, limits = [self.encode(prompt) for prompt in prompts], [max_tokens or 0] * len(prompts)
         chats = [_is_conversation(prompt) for prompt in prompts]
         if max_tokens is None:
             limits = [
-                answer_tokens(self.config, len(ids), MAX_ANSWER_TOKENS)
-                if chat
-                else fitting_tokens(self.config, len(ids), MAX_TOKENS)
+                fitting_tokens(self.config, len(ids), MAX_ANSWER_TOKENS if chat else MAX_TOKENS)
                 for ids, chat in zip(encoded, chats, strict=True)
             ]
         asked = sampled(self.config, encoded, limits, num_samples, sampling, stop, named)
@@ -358,9 +365,38 @@ class LoadedModel:
 
         if self.tokenizer is None and any(request.stop for request in requests):
             raise InputError("the run has no tokenizer, so that there is no text to find a stop string in")
-        training = self.experiment.training
-        complete = Completer(self.config, self.parameters, self.tokenizer, training.batch, self.mesh, training.kernels)
-        return complete(requests, seed)
+        longest = max((request.most_tokens for request in requests), default=1)
+        return Completer(self.engine(longest), self.tokenizer)(requests, seed)
+
+    def engine(self, tokens: int = 1) -> "Engine":
+        """Return the engine of the model, for sequences of so many tokens at least. It is made when it is first asked
+        for, and again for longer sequences than its cache holds, unless `load` was given its sizes.
+
+        Raises InputError for a model that the engine cannot serve, or where memory does not hold its cache.
+        """
+        from jaxlm.inference.settings import EngineSettings
+
+        if self._engine is None:
+            self._engine = self._new_engine(self._settings or EngineSettings())
+        if self._settings is None and self._engine.longest < min(tokens, self.config.context_length):
+            self._engine = None  # its memory is free before another takes some
+            self._engine = self._new_engine(EngineSettings(context=1 << (tokens - 1).bit_length()))
+        return self._engine
+
+    def _new_engine(self, settings: "EngineSettings") -> "Engine":
+        from jaxlm.inference.engine import Engine
+
+        self._step, parameters = self._restored
+        del self._restored  # the engine keeps weights in a form of its own, and two are too many
+        return Engine(
+            self.config,
+            parameters,
+            self.mesh,
+            settings,
+            known=self.tokenizer and self.tokenizer.known(self.config.vocab_size),
+            ends=self.tokenizer.ends if self.tokenizer else (),
+            kernels=self.experiment.training.kernels,
+        )
 
     def evaluate(self, data: str | None = None, display: "Display | None" = None) -> "Evaluation":
         """Return the loss on the held-out text of the run, or on all of the text at `data` (a file, directory or glob).
@@ -393,9 +429,15 @@ class LoadedModel:
         """The step and its parameters, rounded on their way: they never lie on the devices in float32 too."""
         from jaxlm.parallel.rules import RULES
 
+        mesh = self.mesh
+        if self._dtype == "auto":
+            from jaxlm.inference import dtype_choice
+
+            self._dtype, why = dtype_choice.fastest()
+            self._say(f"computing in {self._dtype}, {why}")
         dtype = None if self._dtype == "stored" else self._dtype
         return self.source.restore(
-            self.config, self.mesh, RULES[self._workload], dtype,
+            self.config, mesh, RULES[self._workload], dtype,
             checkpoint=self._checkpoint, average=self._average, say=self._say,
         )  # fmt: skip
 

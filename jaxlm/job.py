@@ -283,8 +283,10 @@ def _sample(experiment: Experiment, dataset: Dataset, parameters: Any, mesh: "Me
     import jax.numpy as jnp
 
     from jaxlm.inference.completion import Completer
+    from jaxlm.inference.engine import Engine
     from jaxlm.inference.requests import Request, Sampling, max_new_tokens
     from jaxlm.inference.sampling import NotFinite
+    from jaxlm.inference.settings import EngineSettings
     from jaxlm.training.step import cast
 
     model, store = experiment.model, max(dataset.sources.values(), key=lambda source: source.weight).held_out
@@ -300,11 +302,21 @@ def _sample(experiment: Experiment, dataset: Dataset, parameters: Any, mesh: "Me
         given = min(32, most, int(store.lengths[longest]))
     prompt = store.read(longest, 0, given).tolist()
     cast_parameters, kernels = cast(parameters, jnp.dtype(experiment.training.dtype)), experiment.training.kernels
-    complete = Completer(model, cast_parameters, dataset.tokenizer, 1, mesh, kernels)
+    tokenizer = dataset.tokenizer
     sampling, tokens = Sampling(temperature=0.8, top_p=0.95), min(200, max_new_tokens(model, given))
     request = Request(prompt, tokens, sampling, ends=ends)
+    engine = Engine(
+        model,
+        cast_parameters,
+        mesh,
+        EngineSettings(slots=1, context=request.most_tokens),
+        known=tokenizer.known(model.vocab_size),
+        ends=tokenizer.ends,
+        kernels=kernels,
+    )
     try:
-        continuation = "".join(piece.text or "" for piece in complete([request], experiment.training.seed))
+        pieces = Completer(engine, tokenizer)([request], experiment.training.seed)
+        continuation = "".join(piece.text or "" for piece in pieces)
     except NotFinite:
         continuation = "[no token can be drawn: the model's logits are not finite]"
     return f"{dataset.tokenizer.decode(prompt)}{_PROMPT_ENDS}{continuation}"

@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from jaxlm.cli import tasks, trained
+from jaxlm.cli import engine, tasks, trained
 from jaxlm.core.errors import InputError
 
 _ROWS = ("training.batch", "training.sequence", "training.scan_layers")  # of [training] that a loss is measured with
@@ -21,12 +21,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="in place of a loss: tasks of the lm-evaluation-harness, by their names or YAML files",
     )
     tasks.add_arguments(parser)
+    engine.add_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     tasks.check(arguments)
     if arguments.data == "":  # as of a shell variable that is not set
         raise InputError("--data names no text; give a file, directory or glob, or leave it out")
+    if arguments.tasks is None and (given := engine.option(arguments)):
+        raise InputError(f"{given} is of the engine that answers tasks: add --tasks, or leave it out")
     return _at_a_loss(arguments) if arguments.tasks is None else _at_tasks(arguments)
 
 
@@ -50,17 +53,14 @@ def _at_a_loss(arguments: argparse.Namespace) -> int:
 
 
 def _at_tasks(arguments: argparse.Namespace) -> int:
-    """Evaluate at tasks, in batches of `training.batch`, computed in `training.dtype`."""
-    model = trained.load(arguments, ("training.batch",))
+    """Evaluate at tasks, computed in `training.dtype`."""
+    model = engine.load(arguments)
     tokenizer = model.source.load_tokenizer()
     names = [name.strip() for name in arguments.tasks.split(",")]
     asked = tasks.load(names, arguments.num_fewshot, model.config.context_length)
-    parameters = model.parameters
-
     from jaxlm.inference.harness import HarnessModel
 
-    training = model.experiment.training
-    adapter = HarnessModel(model.config, parameters, tokenizer, training.batch, model.mesh, training.kernels)
+    adapter = HarnessModel(model.engine(), tokenizer)
     results = tasks.run(adapter, asked, arguments.limit)
     tasks.show(results, adapter.truncated, adapter.unanswered, model.step, arguments.json)
     return 0

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from jaxlm import api
-from jaxlm.cli import chat, prompts, trained
+from jaxlm.cli import chat, engine, prompts, trained
 from jaxlm.cli.paths import as_utf8
 from jaxlm.core.errors import InputError, in_one_line
 
@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, metavar="S", help="another seed draws another text (%(default)s)"
     )
+    engine.add_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -75,7 +76,7 @@ def main(arguments: argparse.Namespace) -> int:
     check_seed(arguments.seed, _option)
     asked = {name: getattr(arguments, name) for name in _SAMPLING if getattr(arguments, name) is not None}
     Sampling(**asked).check(_option)
-    model = trained.load(arguments, ("training.batch",))
+    model = engine.load(arguments)
     if arguments.chat:
         model.chat_template  # noqa: B018  refused before the first message
     sampling = _with_published(model, asked)

@@ -10,6 +10,7 @@ from jaxlm.cli.paths import path
 
 if TYPE_CHECKING:
     from jaxlm.api import LoadedModel
+    from jaxlm.inference.settings import EngineSettings
     from jaxlm.parallel.rules import Kind
 
 
@@ -36,7 +37,11 @@ _READ = ("model", "mesh", "training.dtype", "training.kernels")  # sections and 
 
 
 def load(
-    arguments: Namespace, reads: Collection[str] = (), dtype: str | None = None, workload: "Kind" = "decode"
+    arguments: Namespace,
+    reads: Collection[str] = (),
+    dtype: str | None = None,
+    workload: "Kind" = "decode",
+    engine: "EngineSettings | None" = None,
 ) -> "LoadedModel":
     """Return the model of the run, with overrides of what the command reads: more than others in `reads`. Compiled
     programs are kept for the next start. Raises InputError as `jaxlm.api.load` does."""
@@ -53,6 +58,7 @@ def load(
         average=arguments.ema,
         dtype=dtype,
         workload=workload,
+        engine=engine,
         say=say,
     )
     compilation_cache.enable(say)

@@ -2,47 +2,21 @@
 
 import threading
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxlm.core.errors import InputError
 from jaxlm.inference.pages import Pages
-from jaxlm.inference.requests import Request
-from jaxlm.inference.runner import TILE, PendingStep, Runner
-from jaxlm.inference.sampling import NO_TOKEN, not_finite
-from jaxlm.inference.scheduler import Chunk, EndReason, Scheduler
+from jaxlm.inference.requests import Request, check_biases, check_prompts
+from jaxlm.inference.runner import TILE, PendingStep, Runner, Scores
+from jaxlm.inference.sampling import NO_TOKEN, NotFinite, not_finite
+from jaxlm.inference.scheduler import EndReason, NeverFits, Scheduler
+from jaxlm.inference.settings import EngineSettings
 from jaxlm.models.config import Kernels, ModelConfig
+from jaxlm.models.positions import angle_classes
 from jaxlm.models.tree import Tree
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """The sizes of an engine.
-
-    Attributes:
-      context: the most tokens of a sequence; None is the model's context length.
-      slots: the most sequences that are under way.
-      cache_bytes: the most memory of keys and values, over all devices; fewer pages than all slots could need make some
-        wait.
-      page: tokens of a page, a multiple of `runner.TILE`.
-      chunk_tokens: the most rows of prompts in a step, rounded up to whole tiles.
-      max_queued, max_queued_tokens: the most requests that wait, and of their tokens.
-      kernels: `training.kernels`.
-      exact: compute each row in one way on a CPU, whatever shares its step; without it XLA may choose another way for
-        each number of rows.
-    """
-
-    context: int | None = None
-    slots: int = 64
-    cache_bytes: int = 1 << 30
-    page: int = 128
-    chunk_tokens: int = 512
-    max_queued: int = 1 << 20
-    max_queued_tokens: int = 1 << 40
-    kernels: Kernels = "auto"
-    exact: bool = True
 
 
 class EngineEvent(NamedTuple):
@@ -52,23 +26,24 @@ class EngineEvent(NamedTuple):
       id: of the request.
       token: that was drawn; None where nothing was, or where it is an id that ended it.
       end: why it ended; None while it goes on.
-      error: one line, where `end` is "error".
+      error: where `end` is "error": what happened to this request alone.
       logprob: ln p of the token, and
       top: ids and ln p of the likeliest ones, as far as the request asks for them (`Sampling.logprobs`).
-      hidden: float32 [D], the normalised stream that the token was drawn from.
-      scores: for rows of the prompt from `first` on, ln p of the token after each, and whether it is the likeliest.
-      first: see `scores`.
+      hidden: float32 [D], the normalised stream that the token was drawn from, where the request asks for it.
+      scores: of tokens of the prompt, as far as the request asks for them; they come in parts, each before the first
+        token that is drawn after it.
+      cached: with a token, how many of the prompt were found in the cache.
     """
 
     id: int
     token: int | None = None
     end: EndReason | None = None
-    error: str | None = None
+    error: InputError | None = None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     hidden: np.ndarray | None = None
-    scores: tuple[np.ndarray, np.ndarray] | None = None
-    first: int = 0
+    scores: Scores | None = None
+    cached: int = 0
 
 
 class Engine:
@@ -82,6 +57,7 @@ class Engine:
       parameters: on `mesh`, in the dtype to compute in.
       known: bool [V], whether an id has a token; others are never drawn. None where all have.
       ends: ids that end every request.
+      kernels: `training.kernels`.
 
     Raises InputError for a model or a page that the engine cannot serve.
     """
@@ -95,20 +71,20 @@ class Engine:
         *,
         known: np.ndarray | None = None,
         ends: Collection[int] = (),
+        kernels: Kernels = "auto",
     ):
         self.model, self.settings, self._ends = model, settings, frozenset(ends)
-        context = min(settings.context or model.context_length, model.context_length)
         self.runner = Runner(
             model,
             parameters,
             mesh,
             known=known,
             page=settings.page,
-            context=context,
+            context=settings.context,
             slots=settings.slots,
             chunk_tokens=settings.chunk_tokens,
             cache_bytes=settings.cache_bytes,
-            kernels=settings.kernels,
+            kernels=kernels,
             exact=settings.exact,
         )
         self.pages = Pages(self.runner.page_groups, settings.page)
@@ -119,15 +95,31 @@ class Engine:
             tile=TILE,
             max_queued=settings.max_queued,
             max_queued_tokens=settings.max_queued_tokens,
-            max_context=context,
+            max_context=self.longest,
         )
         self._lock = threading.Lock()
         self._ahead: PendingStep | None = None
+        self._kept: list[EngineEvent] = []  # of other requests than `answers` was asked for
 
     @property
     def is_idle(self) -> bool:
         """True while nothing waits, runs or is to be read."""
-        return self._ahead is None and not self._scheduler.waiting and not self._scheduler.admitted
+        return self._ahead is None and not self.waiting and not self.running
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a sequence."""
+        return self.runner.context
+
+    @property
+    def waiting(self) -> int:
+        """The requests that wait."""
+        return self._scheduler.waiting
+
+    @property
+    def running(self) -> int:
+        """The requests that are under way."""
+        return self._scheduler.admitted
 
     @property
     def preemptions(self) -> int:
@@ -142,24 +134,24 @@ class Engine:
         """Return whether a row is computed in one way by all programs, to the bit. To be called before requests."""
         return self.runner.check()
 
-    def submit(
-        self, request: Request, *, priority: int = 0, seed: int = 0, salt: bytes = b"", scores: bool = False
-    ) -> int:
+    def submit(self, request: Request, *, priority: int = 0, seed: int = 0, salt: bytes = b"") -> int:
         """Put a request into the queue and return its id.
 
         Args:
           priority: smaller is sooner.
           seed: of the random numbers, of which the request takes its stream.
           salt: prefixes of prompts are shared under one salt alone.
-          scores: also give the log-probabilities of the prompt's own tokens, which reads all of it anew.
 
-        Raises `scheduler.NeverFits` if it could not run alone, and `scheduler.Full` if too many wait.
+        Raises InputError as `check_prompts` and `check_biases` do, `scheduler.NeverFits` if it could not run alone, and
+        `scheduler.Full` if too many wait.
         """
+        check_prompts(self.model, [request.prompt], request.max_tokens)
+        check_biases(self.model, request.sampling)
+        # Keys of one length are not those of another where angles depend on it.
+        classes = np.array(angle_classes(self.model, request.most_tokens), np.int64)
+        salt = classes.tobytes() + salt
         with self._lock:
-            generation = self._scheduler.submit(
-                request, priority=priority, seed=seed, salt=salt, ends=self._ends, is_cold=scores
-            )
-            return generation.id
+            return self._scheduler.submit(request, priority=priority, seed=seed, salt=salt, ends=self._ends).id
 
     def cancel(self, id: int) -> None:
         """End a request that nobody waits for, without an event; an unknown one, or one that has ended, is left
@@ -176,13 +168,10 @@ class Engine:
         """Dispatch the next step, read the one before it, and return what happened: nothing where all is idle."""
         with self._lock:
             plan = self._scheduler.plan()
-            events = [
-                EngineEvent(generation.id, end="error", error="the cache has no room for it to go on, even alone")
-                for generation in self._scheduler.failed()
-            ]
+            no_room = NeverFits("the cache has no room for it to go on, even alone")
+            events = [EngineEvent(failed.id, end="error", error=no_room) for failed in self._scheduler.failed()]
         # A generation that is cancelled meanwhile has its rows computed and dropped.
-        scores = plan is not None and any(map(_is_scored, plan.chunks))
-        done, self._ahead = self._ahead, plan and self.runner.dispatch(plan, scores)
+        done, self._ahead = self._ahead, plan and self.runner.dispatch(plan)
         if done is None:
             return events
         reading = self.runner.read(done)
@@ -191,11 +180,10 @@ class Engine:
             for generation in done.plan.draws:
                 if tokens[generation.id] == NO_TOKEN and not generation.end:
                     self._scheduler.cancel(generation.id)
-                    events.append(EngineEvent(generation.id, end="error", error=not_finite()))
+                    events.append(EngineEvent(generation.id, end="error", error=NotFinite(not_finite())))
             for chunk in done.plan.chunks:
-                if _is_scored(chunk) and not chunk.generation.end:
-                    id = chunk.generation.id
-                    events.append(EngineEvent(id, scores=reading.scores[id], first=chunk.start))
+                if chunk.is_scored and not chunk.generation.end:
+                    events.append(EngineEvent(chunk.generation.id, scores=reading.scores[chunk.generation.id]))
             for draw in self._scheduler.commit(done.plan, tokens):
                 id, ended_by = draw.generation.id, draw.token in draw.generation.ends
                 drawn = reading.tokens[id]
@@ -206,7 +194,8 @@ class Engine:
                         draw.end,
                         logprob=drawn.logprob,
                         top=drawn.top,
-                        hidden=reading.hidden[id],
+                        hidden=reading.hidden.get(id),
+                        cached=draw.generation.cached,
                     )
                 )
         return events
@@ -216,8 +205,24 @@ class Engine:
         while not self.is_idle:
             yield from self.step()
 
+    def answers(self, ids: Collection[int]) -> Iterator[EngineEvent]:
+        """Yield what happens to some requests until they have ended, and keep what happens to others for theirs.
 
-def _is_scored(chunk: Chunk) -> bool:
-    """Return whether the log-probabilities of a chunk's own tokens are asked for: it is of a prompt that is read anew
-    for them."""
-    return chunk.generation.is_cold and chunk.start < chunk.generation.prompt
+        Requests that have not ended when the iterator is closed are cancelled.
+        """
+        waiting = set(ids)
+        try:
+            while waiting:
+                mine = [event for event in self._kept if event.id in waiting]
+                self._kept = [event for event in self._kept if event.id not in waiting]
+                if not mine:
+                    waiting &= self._scheduler.live  # a request that is cancelled or finished has no event
+                    self._kept += self.step()
+                for event in mine:
+                    if event.end:
+                        waiting.discard(event.id)
+                    yield event
+        finally:
+            for id in waiting:
+                self.cancel(id)
+            self._kept = [event for event in self._kept if event.id not in waiting]

@@ -6,7 +6,6 @@ from itertools import chain
 from math import inf
 from typing import Any
 
-from jax.sharding import Mesh
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.models.utils import normalize_gen_kwargs
@@ -17,10 +16,9 @@ from tqdm import tqdm
 from jaxlm.core.errors import InputError
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.inference.completion import Completer, Piece, completions
-from jaxlm.inference.requests import Request, Sampling, max_prompt_tokens
+from jaxlm.inference.engine import Engine
+from jaxlm.inference.requests import Request, Sampling
 from jaxlm.inference.scoring import Scorer
-from jaxlm.models.config import Kernels, ModelConfig
-from jaxlm.models.tree import Tree
 
 Pair = tuple[list[int], list[int]]  # token ids of a context and of its continuation
 
@@ -40,35 +38,25 @@ _MAX_TOKENS = 256  # the harness's default, used unless the task gives a number 
 
 
 class HarnessModel(LM):
-    """The three request types of `lm_eval`, answered for parameters on a mesh, `batch` requests at a time.
+    """The three request types of `lm_eval`, answered by an engine.
 
     As in training, a text begins after the tokenizer's separator. A request that is too long for the context loses its
     beginning, as everywhere in the harness; `truncated` counts these requests by task. A request that the tokenizer
     cannot encode, or that has no token before what is asked for, scores −∞ or gives no text; `unanswered` counts these.
-    Parameters are in the dtype to compute in.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        parameters: Tree,
-        tokenizer: Tokenizer,
-        batch: int,
-        mesh: Mesh,
-        kernels: Kernels = "auto",
-    ):
+    def __init__(self, engine: Engine, tokenizer: Tokenizer):
         super().__init__()
-        self._model, self._tokens = model, tokenizer
+        self._context, self._tokens = engine.longest, tokenizer
         self.truncated: Counter[str] = Counter()
         self.unanswered: Counter[str] = Counter()
-        self._score = Scorer(model, parameters, batch, mesh, tokenizer.known(model.vocab_size), kernels)
-        self._complete = Completer(model, parameters, tokenizer, batch, mesh, kernels)
+        self._score, self._complete = Scorer(engine), Completer(engine, tokenizer)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return (ln p(continuation | context), whether greedy decoding gives it) for each request."""
         pairs = [self._pair(*request.args) for request in requests]
         for request, pair in zip(requests, pairs, strict=True):
-            self.truncated[request.task_name] += sum(map(len, pair or ())) > self._model.context_length + 1
+            self.truncated[request.task_name] += sum(map(len, pair or ())) > self._context + 1
         return self._answers(requests, pairs)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -115,7 +103,7 @@ class HarnessModel(LM):
 
     def _windows(self, context: list[int], continuation: list[int]) -> list[Pair]:
         """Return the pairs to score: several for a continuation that is longer than the model's context."""
-        longest = self._model.context_length
+        longest = self._context
         if len(continuation) <= longest:
             return [(context, continuation)] if continuation else []
         return [*map(make_disjoint_window, get_rolling_token_windows(continuation, context[-1], longest, 1))]
@@ -130,12 +118,12 @@ class HarnessModel(LM):
         asked: dict[int, Request] = {}
         for index, request in enumerate(requests):
             context, given = request.args
-            sampling, max_tokens, stops = generation_options(given, self._model.context_length)
+            sampling, max_tokens, stops = generation_options(given, self._context)
             prompt = self._prompt(context)
             if not prompt:
                 self.unanswered[request.task_name] += 1
                 continue
-            longest = max_prompt_tokens(self._model, max_tokens)
+            longest = self._context - max_tokens + 1
             self.truncated[request.task_name] += len(prompt) > longest
             asked[index] = Request(prompt[-longest:], max_tokens, sampling, stops, stream=index)
         with tqdm(total=len(asked), desc="generating", disable=None) as bar:

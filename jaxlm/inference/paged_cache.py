@@ -50,15 +50,17 @@ class PageLayout(NamedTuple):
             found[name] = windows.index(window), entry
         return cls(tuple(windows), found, size)
 
-    def page_bytes(self, group: int, dtype: jnp.dtype) -> int:
-        """Return the bytes of one page of all layers of a group, on all devices that share it."""
-        numbers = [
-            math.prod(slot.shape) * jnp.dtype(slot.dtype or dtype).itemsize
-            for at, entry in self.entries.values()
+    def page_bytes(self, group: int, dtype: jnp.dtype, mesh: Mesh, rules: Rules) -> int:
+        """Return the bytes on each device of one page of all layers of a group."""
+        one = [1] * len(self.groups)
+        shapes = jax.eval_shape(lambda: self.allocate(one, dtype))
+        shardings = self.shardings(one, mesh, rules)
+        return sum(
+            math.prod(shardings[name][slot].shard_shape(x.shape)) * x.dtype.itemsize
+            for name, (at, _) in self.entries.items()
             if at == group
-            for slot in entry.slots.values()
-        ]
-        return self.size * sum(numbers)
+            for slot, x in shapes[name].items()
+        )
 
     def allocate(self, counts: Sequence[int], dtype: jnp.dtype) -> Arrays:
         """Return pages of zeros, `counts` of each group, in slots' own dtypes or this one."""

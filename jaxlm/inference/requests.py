@@ -91,6 +91,9 @@ class Request(NamedTuple):
 
     Where it has `ends`, what follows is an answer: a text of its own, which these ids end beside the tokenizer's.
     Random numbers are those of the seed's `stream`, whatever else is drawn beside it.
+
+    It asks for the log-probability of the token after each one of the prompt from the index `scores_from` on; after the
+    last that is `following`, where it is given. `hidden` asks for the stream that each token is drawn from.
     """
 
     prompt: Sequence[int]
@@ -99,6 +102,14 @@ class Request(NamedTuple):
     stop: Sequence[str] = ()
     stream: int = 0
     ends: Collection[int] | None = None
+    scores_from: int | None = None
+    following: int | None = None
+    hidden: bool = False
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that it reads: the last is drawn and not read."""
+        return len(self.prompt) + self.max_tokens - 1
 
 
 def max_new_tokens(model: ModelConfig, prompt_tokens: int) -> int:
@@ -111,18 +122,6 @@ def fitting_tokens(model: ModelConfig, prompt_tokens: int, most: int) -> int:
     return min(most, max(max_new_tokens(model, prompt_tokens), 1))
 
 
-def answer_tokens(model: ModelConfig, prompt_tokens: int, most: int) -> int:
-    """Return `fitting_tokens` of an answer: where they are not `most`, a power of two, so that the turns of a
-    conversation near the end of its context have few programs."""
-    fitting = fitting_tokens(model, prompt_tokens, most)
-    return most if fitting == most else 1 << (fitting.bit_length() - 1)
-
-
-def max_prompt_tokens(model: ModelConfig, new_tokens: int) -> int:
-    """Return the longest prompt that leaves room for `new_tokens` tokens: the inverse of `max_new_tokens`."""
-    return model.context_length - new_tokens + 1
-
-
 def check_seed(seed: int, named: Named = _NAMED) -> None:
     """Raise InputError for a seed that is no unsigned number of 32 bits."""
     if not 0 <= seed < 2**32:
@@ -133,11 +132,10 @@ def check_prompts(
     model: ModelConfig,
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
-    pad_to: int = 0,
     named: Named = _NAMED,
 ) -> None:
     """Raise InputError for empty prompts, ids outside the vocabulary, or more tokens than `model.context_length`
-    holds. A prompt that is padded to `pad_to` tokens counts as that long."""
+    holds."""
     asked = f"{named('max_tokens')} {max_tokens}"
     if max_tokens < 1:
         raise InputError(f"{asked} must be 1 or more")
@@ -146,7 +144,7 @@ def check_prompts(
     strange = next((t for prompt in prompts for t in prompt if not 0 <= t < model.vocab_size), None)
     if strange is not None:
         raise InputError(f"token id {strange} is outside the vocabulary, 0 to {model.vocab_size - 1}")
-    longest = max(pad_to, *map(len, prompts))
+    longest = max(map(len, prompts))
     if longest > model.context_length:
         raise InputError(
             f"a prompt of {longest} tokens exceeds model.context_length = {model.context_length}; shorten it"

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.random import threefry2x32_p
 
 from jaxlm.core.errors import InputError
 from jaxlm.inference.requests import MAX_BIASES, MAX_LOGPROBS, Sampling
@@ -147,7 +148,7 @@ def sample(
     is_drawn_R = how.temperature > 0.0
 
     def draw() -> jax.Array:
-        bits_R = jax.vmap(jax.random.bits)(_keys(how.seed, how.stream, position_R))
+        bits_R = _bits(how.seed, how.stream, position_R)
         return jnp.where(is_drawn_R, pick(filtered(changed_RV, how), bits_R), likeliest_R)
 
     token_R = jax.lax.cond(jnp.any(is_drawn_R), draw, lambda: likeliest_R)
@@ -316,11 +317,12 @@ def _logprobs(
     return jax.lax.cond(jnp.any(asked_R >= 0), some, none)
 
 
-@jax.vmap
-def _keys(seed: jax.Array, stream: jax.Array, position: jax.Array) -> jax.Array:
-    # Threefry whatever the configuration says: the numbers of "rbg" depend on the batch under vmap.
-    key = jax.random.key(seed, impl="threefry2x32")
-    return jax.random.fold_in(jax.random.fold_in(key, stream), position)
+def _bits(seed_R: jax.Array, stream_R: jax.Array, position_R: jax.Array) -> jax.Array:
+    """Return 32 random bits of each row: Threefry-2x32 of the position under the key (seed, stream) (Salmon et al.,
+    "Parallel random numbers: as easy as 1, 2, 3", SC 2011)."""
+    position_R = position_R.astype(jnp.uint32)
+    bits_R, _ = threefry2x32_p.bind(seed_R, stream_R, position_R, jnp.zeros_like(position_R))
+    return bits_R
 
 
 def _at(values_RV: jax.Array, index_R: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ import heapq
 import itertools
 from array import array
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -36,7 +36,6 @@ class Generation:
       priority: smaller is sooner; then the smaller id.
       seed: of its random numbers.
       salt: prefixes are shared under one salt alone.
-      is_cold: reads all of its prompt itself, as the log-probabilities of a prompt need.
       holding: its pages; None while it waits.
       slot: the index of its state on the device; -1 while it waits.
       computed: tokens whose keys are dispatched.
@@ -54,7 +53,6 @@ class Generation:
     priority: int
     seed: int
     salt: bytes
-    is_cold: bool
     holding: Holding | None = None
     slot: int = -1
     computed: int = 0
@@ -79,6 +77,12 @@ class Generation:
         """True once the last token that it may draw is dispatched."""
         return self.drawn + self.pending >= self.request.max_tokens
 
+    @property
+    def shareable(self) -> list[int]:
+        """The tokens that it need not read if others have: none whose log-probability after it is asked for."""
+        scored = self.request.scores_from
+        return self.tokens if scored is None else self.tokens[: scored + 1]
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -88,6 +92,12 @@ class Chunk:
     start: int
     stop: int
     draws: bool
+
+    @property
+    def is_scored(self) -> bool:
+        """True if log-probabilities of tokens after some of these are asked for."""
+        scored = self.generation.request.scores_from
+        return scored is not None and scored < self.stop and self.start < self.generation.prompt
 
 
 @dataclass(frozen=True)
@@ -167,11 +177,17 @@ class Scheduler:
         self._ids = itertools.count()
         self._live: dict[int, Generation] = {}
         self._waiting: list[Generation] = []  # in order
+        self._waiting_tokens = 0
         self._admitted: list[Generation] = []
         self._planned: tuple[Generation, ...] = ()  # in the plan before
         self._failed: list[Generation] = []
         self.preemptions = 0
         self._blocked = -1, -1  # the last that had no room, and the count of returns then
+
+    @property
+    def live(self) -> Set[int]:
+        """The ids of generations that have not ended."""
+        return self._live.keys()
 
     @property
     def waiting(self) -> int:
@@ -191,7 +207,6 @@ class Scheduler:
         seed: int = 0,
         salt: bytes = b"",
         ends: Collection[int] = (),
-        is_cold: bool = False,
     ) -> Generation:
         """Put a request into the queue; `ends` are ids that end it beside its own.
 
@@ -200,7 +215,7 @@ class Scheduler:
         prompt, longest = len(request.prompt), self._longest
         if not prompt or request.max_tokens < 1:
             raise InputError("a request has one token of prompt or more, and max_tokens of 1 or more")
-        needs = prompt + request.max_tokens - 1  # the last is drawn and never read
+        needs = request.most_tokens
         if needs > longest:
             size = self._pages.size
             raise NeverFits(
@@ -208,7 +223,7 @@ class Scheduler:
                 f"({-(-needs // size)} pages), and a sequence has at most {longest} ({-(-longest // size)} pages); "
                 "shorten the prompt or lower max_tokens"
             )
-        tokens = sum(len(generation.tokens) for generation in self._waiting)
+        tokens = self._waiting_tokens
         if len(self._waiting) >= self._max_queued or (tokens and tokens + prompt > self._max_queued_tokens):
             raise Full(
                 f"{len(self._waiting)} requests of {tokens} tokens wait; the queue takes {self._max_queued} "
@@ -223,7 +238,6 @@ class Scheduler:
             priority=priority,
             seed=seed,
             salt=salt,
-            is_cold=is_cold,
         )
         self._live[generation.id] = generation
         self._wait(generation)
@@ -294,6 +308,7 @@ class Scheduler:
             generation.pending -= 1
             if token not in generation.ends:
                 generation.tokens.append(token)
+                self._waiting_tokens += generation.holding is None
                 end = "length" if generation.drawn == generation.request.max_tokens else None
             else:
                 end = "stop"
@@ -311,7 +326,7 @@ class Scheduler:
         """
         if generation.pending or self._blocked == (generation.id, self._pages.returns):
             return False  # a draw has yet to be read, or nothing came back since there was no room
-        holding = self._pages.match([] if generation.is_cold else generation.tokens, generation.salt)
+        holding = self._pages.match(generation.shareable, generation.salt)
         is_early = self._is_being_read(generation, holding)
         victims = None if is_early else self._victims(generation, holding, later)
         if victims is None:
@@ -320,6 +335,7 @@ class Scheduler:
                 self._blocked = generation.id, self._pages.returns
             return False
         del self._waiting[0]
+        self._waiting_tokens -= len(generation.tokens)
         for _ in range(victims):
             self._preempt(later.pop())
         if not generation.preemptions:
@@ -346,16 +362,12 @@ class Scheduler:
     def _is_being_read(self, generation: Generation, holding: Holding) -> bool:
         """Return whether one before it reads the same next page now: then it is better to wait for that."""
         end = holding.tokens + self._pages.size
-        return (
-            end < len(generation.tokens)
-            and not generation.is_cold
-            and any(
-                other.holding.published * self._pages.size < end <= len(other.tokens)
-                and other.salt == generation.salt
-                and _order(other) < _order(generation)
-                and other.tokens[:end] == generation.tokens[:end]
-                for other in self._admitted
-            )
+        return end < len(generation.shareable) and any(
+            other.holding.published * self._pages.size < end <= len(other.tokens)
+            and other.salt == generation.salt
+            and _order(other) < _order(generation)
+            and other.tokens[:end] == generation.tokens[:end]
+            for other in self._admitted
         )
 
     def _extended(self, generation: Generation, stop: int, later: deque[Generation]) -> int:
@@ -380,6 +392,7 @@ class Scheduler:
 
     def _wait(self, generation: Generation) -> None:
         bisect.insort(self._waiting, generation, key=_order)
+        self._waiting_tokens += len(generation.tokens)
 
     def _end(self, generation: Generation, end: EndReason) -> None:
         generation.end = end
@@ -388,6 +401,7 @@ class Scheduler:
             self._stop(generation)
         else:
             self._waiting.remove(generation)
+            self._waiting_tokens -= len(generation.tokens)
 
     def _stop(self, generation: Generation) -> None:
         """Take pages and slot from a generation."""

@@ -1,26 +1,13 @@
-"""Log-likelihoods of given continuations after their contexts, in batches of few shapes."""
+"""Log-likelihoods of given continuations after their contexts."""
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.sharding import Mesh
 
 from jaxlm.core.errors import InputError
-from jaxlm.models.config import Kernels, ModelConfig
-from jaxlm.models.kernels import using_kernels
-from jaxlm.models.positions import cache_causal_mask
-from jaxlm.models.tree import Tree, abstract
-from jaxlm.parallel.batches import put_batch
-from jaxlm.parallel.partition import replicated, using_rules
-from jaxlm.parallel.rules import PREFILL
-from kernels_pallas.linear_cross_entropy.xla import cross_entropy
-
-_SHORTEST = 32
+from jaxlm.inference.engine import Engine
+from jaxlm.inference.requests import Request, Sampling
 
 
 class Score(NamedTuple):
@@ -32,89 +19,47 @@ class Score(NamedTuple):
     truncated: bool
 
 
-def token_logprobs(
-    graph: nnx.GraphDef,
-    parameters: Tree,
-    tokens_BT: jax.Array,
-    targets_BT: jax.Array,
-    length_B: jax.Array,
-    known_V: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Return ln p of each target after its prefix, float32 [B, T], and whether it is the likeliest, bool [B, T].
-
-    Args:
-      graph: the module's graph, from `models.tree.abstract`.
-      parameters: in the dtype to compute in.
-      tokens_BT, targets_BT: int32, padded on the right.
-      length_B: int32 tokens of each row without padding.
-      known_V: bool, whether an id has a token; others keep their probability, and are never the
-        likeliest. None where all have.
-    """
-    module = nnx.merge(graph, parameters)
-    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
-    hidden_BTD, _, _ = module.hidden(tokens_BT, positions_BT, cache_causal_mask(positions_BT, length_B))
-    logits_BTV = module.logits(hidden_BTD)
-    losses_BT, _ = cross_entropy(logits_BTV, targets_BT)
-    if known_V is not None:
-        logits_BTV = jnp.where(known_V[None, None], logits_BTV, -jnp.inf)
-    return -losses_BT, jnp.argmax(logits_BTV, axis=-1) == targets_BT
-
-
-def padded_length(tokens: int, longest: int) -> int:
-    """Return the power of two that holds `tokens`, at most `longest`: few lengths are few programs to compile."""
-    return min(longest, max(_SHORTEST, 1 << (tokens - 1).bit_length()))
-
-
 class Scorer:
-    """A scorer of continuations under one model, `batch` at a time on a mesh.
+    """A scorer of continuations by an engine. Contexts that begin alike are read once, as far as its cache goes."""
 
-    `known`: bool [V], whether an id has a token (`Tokenizer.known`); None where all have.
-    """
-
-    def __init__(
-        self,
-        model: ModelConfig,
-        parameters: Tree,
-        batch: int,
-        mesh: Mesh,
-        known: np.ndarray | None = None,
-        kernels: Kernels = "auto",
-    ):
-        graph, _ = abstract(model)
-        self._context, self._parameters, self._batch, self._mesh = model.context_length, parameters, batch, mesh
-        self._known = jax.device_put(np.ones(model.vocab_size, bool) if known is None else known, replicated(mesh))
-        logprobs = using_rules(PREFILL)(using_kernels(kernels)(partial(token_logprobs, graph)))
-        self._logprobs = jax.jit(logprobs, out_shardings=replicated(mesh))
+    def __init__(self, engine: Engine):
+        self._engine, self._longest = engine, engine.longest
 
     def __call__(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Iterator[tuple[int, Score]]:
-        """Yield the index and Score of each (context, continuation) of token ids, the longest first.
+        """Yield the index and Score of each (context, continuation) of token ids, as they are known.
 
-        A pair of more than `model.context_length` + 1 tokens loses the beginning of its context. Raises InputError for
-        a context or continuation without tokens, and for a continuation longer than `model.context_length`.
+        A pair of more tokens than the engine's context and one loses the beginning of its context. Raises InputError
+        for a context or continuation without tokens, for a continuation longer than that context, and where logits are
+        not finite.
         """
         for context, continuation in pairs:
-            _check(context, continuation, self._context)
-        rows = [np.array([*context, *continuation], np.int32)[-self._context - 1 :] for context, continuation in pairs]
-        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
-        for first in range(0, len(order), self._batch):
-            chosen = order[first : first + self._batch]
-            logprobs, likeliest = self._run([rows[i] for i in chosen])
-            for at, i in enumerate(chosen):
-                end = len(rows[i]) - 1
-                scored = slice(end - len(pairs[i][1]), end)
-                logprob, greedy = logprobs[at, scored].sum(dtype=np.float64), likeliest[at, scored].all()
-                yield i, Score(float(logprob), bool(greedy), truncated=sum(map(len, pairs[i])) > len(rows[i]))
+            _check(context, continuation, self._longest)
+        asked: dict[int, int] = {}
+        try:
+            for index, pair in enumerate(pairs):
+                asked[self._engine.submit(self._request(*pair))] = index
+            logprobs = {id: np.zeros(len(pairs[index][1])) for id, index in asked.items()}
+            greedy = dict.fromkeys(asked, True)
+            for event in self._engine.answers(asked):
+                if event.error:
+                    raise event.error
+                context, continuation = pairs[asked[event.id]]
+                if event.scores:
+                    at = event.scores.first - min(len(context), self._longest + 1 - len(continuation)) + 1
+                    rows = slice(at, at + len(event.scores.logprob))
+                    logprobs[event.id][rows] = event.scores.logprob
+                    greedy[event.id] &= event.scores.likeliest.tolist() == [*continuation[rows]]
+                if event.end:
+                    truncated = len(context) + len(continuation) > self._longest + 1
+                    yield asked[event.id], Score(float(logprobs[event.id].sum()), greedy[event.id], truncated)
+        finally:
+            for id in asked:
+                self._engine.cancel(id)
 
-    def _run(self, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        length = padded_length(max(map(len, rows)) - 1, self._context)
-        batch = {name: np.zeros((self._batch, length), np.int32) for name in ("tokens", "targets")}
-        batch["lengths"] = lengths = np.zeros(self._batch, np.int32)
-        for at, row in enumerate(rows):
-            batch["tokens"][at, : len(row) - 1], batch["targets"][at, : len(row) - 1] = row[:-1], row[1:]
-            lengths[at] = len(row) - 1
-        with jax.set_mesh(self._mesh):
-            placed = put_batch(batch, self._mesh, PREFILL)
-            return jax.device_get(self._logprobs(self._parameters, *placed.values(), self._known))
+    def _request(self, context: Sequence[int], continuation: Sequence[int]) -> Request:
+        *prompt, last = [*context, *continuation][-self._longest - 1 :]
+        first = len(prompt) - len(continuation)  # the index of the token before the continuation
+        return Request(prompt, 1, Sampling(temperature=0.0), scores_from=first, following=last)
 
 
 def _check(context: Sequence[int], continuation: Sequence[int], longest: int) -> None:

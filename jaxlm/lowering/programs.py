@@ -10,13 +10,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxlm.config import Experiment
-from jaxlm.inference.cache import cache_shardings, empty_cache
-from jaxlm.inference.generate import programs
+from jaxlm.inference import steps
+from jaxlm.inference.cache import DenseCache, cache_shardings, empty_cache
 from jaxlm.inference.requests import Sampling
-from jaxlm.inference.sampling import row_sampling
+from jaxlm.inference.sampling import RowSampling, row_sampling, sample
 from jaxlm.models import tree as model_tree
-from jaxlm.parallel.partition import named_sharding, replicated
-from jaxlm.parallel.rules import RULES, TRAIN, Kind, Rules
+from jaxlm.models.kernels import using_kernels
+from jaxlm.models.tree import Tree
+from jaxlm.parallel.partition import named_sharding, replicated, using_rules
+from jaxlm.parallel.rules import DECODE, PREFILL, RULES, TRAIN, Kind, Rules
 from jaxlm.training.step import jit_steps, make_steps
 
 
@@ -44,8 +46,8 @@ class Step:
 
 
 def step(experiment: Experiment, kind: Kind, mesh: Mesh) -> Step:
-    """Return the step of `jaxlm train`, or a step of `jaxlm generate`, with its donation and shardings, and with the
-    sampling that all options but penalties run through.
+    """Return the step of `jaxlm train`, or one that reads prompts or a token of each sequence with a dense cache and
+    draws the next, with its donation and shardings.
 
     It has `training.batch` sequences of `training.sequence` tokens in `training.dtype`. Prefill fills a cache of
     exactly these tokens; a decoding step reads the last token.
@@ -54,24 +56,37 @@ def step(experiment: Experiment, kind: Kind, mesh: Mesh) -> Step:
         return Step(*_train(experiment, mesh), mesh)
     model, training = experiment.model, experiment.training
     dtype = jnp.dtype(training.dtype)
-    _, tree = model_tree.abstract(model)
+    graph, tree = model_tree.abstract(model)
     sizes = model, training.batch, training.sequence
-    prefill, decode = programs(*sizes, dtype, mesh, training.kernels)
+    cache_placement = cache_shardings(*sizes, mesh)
     parameters = model_tree.placed(model_tree.shapes(tree, dtype), model_tree.shardings(tree, mesh, RULES[kind]))
     how = jax.eval_shape(lambda: row_sampling([Sampling()] * training.batch, seed=0))
     one = _ids((training.batch,), mesh, RULES[kind])
     known = jax.ShapeDtypeStruct((model.vocab_size,), jnp.bool, sharding=replicated(mesh))
+    rows = named_sharding(("batch",), (training.batch,), mesh, DECODE)
+
+    @using_rules(PREFILL)
+    @using_kernels(training.kernels)
+    def prefill(parameters: Tree, tokens: jax.Array, length: jax.Array, how: RowSampling, known: jax.Array) -> tuple:
+        logits, cache = steps.prefill(graph, parameters, tokens, length, empty_cache(*sizes, dtype))
+        return sample(logits, how, cache.length, known).token, cache
+
+    @using_rules(DECODE)
+    @using_kernels(training.kernels)
+    def decode(parameters: Tree, tokens: jax.Array, cache: DenseCache, how: RowSampling, known: jax.Array) -> tuple:
+        logits, cache = steps.decode_step(graph, parameters, tokens, cache)
+        return sample(logits, how, cache.length, known).token, cache
+
     if kind == "prefill":
-        return Step(
-            prefill,
-            (parameters, _ids((training.batch, training.sequence), mesh, RULES[kind]), one, how, known, None),
-            mesh,
-        )
+        prompts = _ids((training.batch, training.sequence), mesh, RULES[kind])
+        jitted = jax.jit(prefill, out_shardings=(rows, cache_placement))
+        return Step(jitted, (parameters, prompts, one, how, known), mesh)
     length = np.full(training.batch, training.sequence, np.int32)
     with jax.set_mesh(mesh):
         filled = jax.eval_shape(lambda: empty_cache(*sizes, dtype).advance(length))
-    cache = model_tree.placed(filled, cache_shardings(*sizes, mesh))
-    return Step(decode, (parameters, one, cache, how, known, None), mesh)
+    cache = model_tree.placed(filled, cache_placement)
+    jitted = jax.jit(decode, out_shardings=(rows, cache_placement), donate_argnums=2)
+    return Step(jitted, (parameters, one, cache, how, known), mesh)
 
 
 def _train(experiment: Experiment, mesh: Mesh) -> tuple[Any, tuple]:

@@ -51,20 +51,35 @@ def program(block: config.BlockConfig) -> config.BlockConfig:
     return block.model_copy(update=same)
 
 
-def depends_on_length(model: config.ModelConfig) -> bool:
-    """Return whether angles depend on how long a document is in all, and not on positions alone."""
-    positions = [block.position for block in model.layers]
-    return any(isinstance(p, RopeConfig) and p.scaling is not None and p.scaling.kind in _BY_LENGTH for p in positions)
+def angle_classes(model: config.ModelConfig, length: int) -> tuple[int, ...]:
+    """Return what angles depend on of a document's length, besides positions: documents with equal classes have equal
+    angles. Empty for models whose angles depend on positions alone."""
+    scalings = dict.fromkeys(block.position.scaling for block in model.layers if isinstance(block.position, RopeConfig))
+    classes = []
+    for scaling in scalings:
+        if isinstance(scaling, DynamicScalingConfig):
+            classes.append(max(length, scaling.original_context_length))
+        elif isinstance(scaling, LongRopeScalingConfig):
+            classes.append(int(length > scaling.original_context_length))
+    return tuple(classes)
 
 
 class LayerRows:
     """The inputs of each layer besides the stream. Masks and rotary tables are made once for all layers alike."""
 
-    def __init__(self, model: config.ModelConfig, positions_BT: jax.Array, key_range: KeyRange, dropout: Dropout):
+    def __init__(
+        self,
+        model: config.ModelConfig,
+        positions_BT: jax.Array,
+        key_range: KeyRange,
+        dropout: Dropout,
+        length_BT: jax.Array | None = None,
+    ):
         self._dropout = dropout
         self._masks: dict[int | None, KeyRange] = {None: key_range}
         self._tables: dict[tuple, RopeTable] = {}
-        length_BT = document_lengths(positions_BT, key_range)
+        if length_BT is None:
+            length_BT = document_lengths(positions_BT, key_range)
         for block in dict.fromkeys(model.layers):
             if block.window is not None and block.window not in self._masks:
                 self._masks[block.window] = sliding_window_mask(block.window, key_range)
@@ -172,5 +187,4 @@ def _longrope(frequency: jax.Array, settings: RopeConfig, scaling: LongRopeScali
     return frequency[None, None] / jnp.where(is_long_BT1, long[None, None], short[None, None])
 
 
-_BY_LENGTH = frozenset({"dynamic", "longrope"})
 _SCALED = {"llama3": _llama3, "linear": _linear, "dynamic": _dynamic, "yarn": _yarn, "longrope": _longrope}

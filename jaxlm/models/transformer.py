@@ -127,10 +127,17 @@ class Transformer(Module):
         cache: Cache = NoCache(),
         dropout: Dropout = Dropout(),
         execution: Execution = Execution(),
+        length_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache, Auxiliary]:
         """Return the normalised residual after the last layer, [B, T, D], and the rest as `residual` does."""
         x_BTD, cache, auxiliary = self.residual(
-            tokens_BT, positions_BT, key_range, cache=cache, dropout=dropout, execution=execution
+            tokens_BT,
+            positions_BT,
+            key_range,
+            cache=cache,
+            dropout=dropout,
+            execution=execution,
+            length_BT=length_BT,
         )
         return self.final_norm(x_BTD), cache, auxiliary
 
@@ -143,6 +150,7 @@ class Transformer(Module):
         cache: Cache = NoCache(),
         dropout: Dropout = Dropout(),
         execution: Execution = Execution(),
+        length_BT: jax.Array | None = None,
         observe: Callable[[jax.Array], dict[str, jax.Array]] = lambda x_BTD: {},
     ) -> tuple[jax.Array, Cache, Auxiliary]:
         """Return the residual after the last layer, [B, T, D], the cache after it, and what layers return besides.
@@ -152,6 +160,8 @@ class Transformer(Module):
           positions_BT: int32 position of each token in its document.
           key_range: the keys that each token attends to: indices of the row, or of the cache where there is one.
           cache: what layers keep of earlier tokens (`jaxlm.inference.cache`); the caller advances it.
+          length_BT: int32 tokens of each token's document, which some scaled rotary angles depend on; those that the
+            row has of it where None.
           observe: statistics of the residual after each layer, besides those that layers return of themselves.
 
         The auxiliary losses and statistics are those of each layer that has them, [L] in layer order.
@@ -162,7 +172,7 @@ class Transformer(Module):
             x_BTD = add(x_BTD, look_up(self.positions, positions_BT))
         x_BTD = dropout.at(0)(self.embedding_norm(x_BTD), 0)
 
-        rows = LayerRows(self.model, positions_BT, key_range, dropout)
+        rows = LayerRows(self.model, positions_BT, key_range, dropout, length_BT)
 
         def run(block: Block, carry: tuple, at: Place) -> tuple:
             x_BTD, cache = carry

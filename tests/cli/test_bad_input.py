@@ -253,7 +253,7 @@ FOLDERS = {
         "generate run --prompt a training.seed=1",
         [
             "training.seed changes nothing here",
-            "model, mesh, training.dtype, training.kernels, training.batch are read",
+            "model, mesh, training.dtype, training.kernels are read",
             "leave it out",
         ],
     ),

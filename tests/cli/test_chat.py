@@ -5,12 +5,11 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
+from engine_fixtures import WrittenEngine
 
 from jaxlm import api
 from jaxlm.cli import main
-from jaxlm.inference import generate
 
 PUBLISHED = Path(__file__).parents[1] / "families" / "stories260K"
 END_OF_TURN, END_OF_TEXT = 1, 2  # <s> and </s>
@@ -33,22 +32,18 @@ def model(tmp_path_factory):
 def answering(model, monkeypatch):
     """Return a function that says what is answered next, and the prompts that were answered, as text."""
     answers, asked = [], []
-    loaded = api.load(model)
-    tokenizer = loaded.tokenizer
+    tokenizer = api.load(model).tokenizer
 
-    def drawn(_model, _parameters, prompts, max_tokens, _mesh, *, streams, **_):
-        (prompt,) = {tuple(prompt) for prompt in prompts}
-        text = "".join("|" if token == END_OF_TURN else tokenizer.name_of(token) for token in prompt)
-        asked.append((text.replace("▁", " "), streams[0], max_tokens))
-        for token in answers.pop(0):
-            if isinstance(token, BaseException):
-                raise token
-            yield np.array([token] * len(prompts))
+    def following(request):
+        text = "".join("|" if token == END_OF_TURN else tokenizer.name_of(token) for token in request.prompt)
+        asked.append((text.replace("▁", " "), request.stream, request.max_tokens))
+        return answers.pop(0)
 
     def answer(text, *ends):
         answers.append([*tokenizer.encode(text), *ends])
 
-    monkeypatch.setattr(generate, "generate", drawn)
+    engine = WrittenEngine(following, tokenizer.ends)
+    monkeypatch.setattr(api.LoadedModel, "engine", lambda self, tokens: engine)
     return answer, asked
 
 
@@ -114,7 +109,7 @@ def test_a_terminal_has_a_conversation_until_its_end(model, answering, monkeypat
     out, _ = said(capsys, model)
     assert out == "\nOne.\nTwo.\n\n"
     assert asked[1][0] == " user: Hi| assistant: One.| user: Again| assistant: "
-    assert [limit for _, _, limit in asked] == [256, 256]  # a power of two below what the context leaves
+    assert [limit for _, _, limit in asked] == [497, 476]  # what the context leaves
 
 
 def test_messages_that_are_given_are_answered_once(model, answering, tmp_path, capsys):

@@ -16,14 +16,25 @@ from matrices import sampled
 
 from jaxlm import api
 from jaxlm.core.errors import InputError
-from jaxlm.inference.engine import Engine, EngineSettings
+from jaxlm.inference.engine import Engine
 from jaxlm.inference.paged_cache import PageLayout
 from jaxlm.inference.requests import Request, Sampling
 from jaxlm.inference.scheduler import Full, NeverFits
+from jaxlm.inference.settings import EngineSettings
 from jaxlm.models import tree
+from jaxlm.parallel.rules import ENGINE
 
 FAMILIES = {**model_fixtures.FAMILIES, "mixed": model_fixtures.MIXED}
-DYNAMIC = {"kind": "rope", "scaling": {"kind": "dynamic", "factor": 2.0, "original_context_length": 16}}
+SCALINGS = [
+    {
+        "kind": "longrope",
+        "factor": 4.0,
+        "original_context_length": 40,
+        "short_factors": [1.0, 1.5],
+        "long_factors": [1.0, 9.0],
+    },
+    {"kind": "dynamic", "factor": 2.0, "original_context_length": 40},
+]
 STORIES = Path(__file__).parents[1] / "families" / "stories260K"
 SETTINGS = EngineSettings(slots=8, page=32, chunk_tokens=64)
 PAGES = 12  # in all, where 8 requests of the whole context would hold 40
@@ -43,7 +54,7 @@ def make(family="llama", dtype="float32", mesh=None, known=None, **settings):
     model = model_fixtures.model(FAMILIES[family], context_length=160)
     parameters = jax.tree.map(lambda x: x.astype(dtype), tree.init(model, 0, mesh))
     layout = PageLayout.of(nnx.merge(*tree.abstract(model, apart=True)).slots(), SETTINGS.page)
-    each = sum(layout.page_bytes(group, jnp.dtype("float32")) for group in range(len(layout.groups)))
+    each = sum(layout.page_bytes(group, jnp.dtype("float32"), mesh, ENGINE) for group in range(len(layout.groups)))
     settings = {"cache_bytes": PAGES * each, **settings}
     if known is not None:
         parameters["embedding"] = jnp.where(known[:, None], parameters["embedding"], jnp.nan)
@@ -77,7 +88,7 @@ def full_logits(engine, tokens):
 
 def served(engine, asked, **options):
     """Return for each request the tokens drawn and the bits of the stream before each, all pages given back."""
-    ids = [engine.submit(request, seed=7, **options) for request in asked]
+    ids = [engine.submit(request._replace(hidden=True, **options), seed=7) for request in asked]
     found = {id: [] for id in ids}
     for event in engine.run():
         assert event.error is None
@@ -124,18 +135,25 @@ def test_a_cache_too_small_for_all_changes_nothing(engine):
 def test_scores_are_log_probabilities_of_the_prompt(engine):
     """Also of a prompt that is in the cache: its scores are computed anew."""
     prompt = requests(longest=90, seed=3)[2].prompt
+    whole = full_logits(engine, prompt)
     for _ in range(2):
-        engine.submit(Request(prompt, 1, Sampling(temperature=0.0)), scores=True)
-        logprobs, greedy = np.zeros(len(prompt)), np.zeros(len(prompt), bool)
-        for event in engine.run():
-            if event.scores is not None:
-                rows = slice(event.first, event.first + len(event.scores[0]))
-                logprobs[rows], greedy[rows] = event.scores
-    logits = full_logits(engine, prompt)
-    expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))[np.arange(len(prompt) - 1), prompt[1:]]
-    # Logits up to 10 in float32, of sums in another order.
-    np.testing.assert_allclose(logprobs[:-1], expected, rtol=0, atol=2e-5)
-    assert (greedy[:-1] == (logits.argmax(axis=-1)[:-1] == prompt[1:])).all()
+        for scores_from, following in ((0, 5), (40, 7), (len(prompt) - 1, 3), (50, None)):
+            asked = Request(prompt, 1, Sampling(temperature=0.0), scores_from=scores_from, following=following)
+            engine.submit(asked)
+            after = [*prompt[1:], *([] if following is None else [following])]
+            found = np.zeros((3, len(after)))
+            for event in engine.run():
+                if event.scores is not None:
+                    first, *scored = event.scores
+                    assert first >= scores_from and len({len(each) for each in scored}) == 1
+                    found[:, first : first + len(scored[0])] = scored
+            logits = whole[: len(after)]
+            expected, likeliest = np.asarray(jax.nn.log_softmax(logits, axis=-1)), logits.argmax(axis=-1)
+            rows = np.arange(scores_from, len(after))
+            # Logits up to 10 in float32, of sums in another order.
+            np.testing.assert_allclose(found[0, rows], expected[rows, np.array(after)[rows]], rtol=0, atol=2e-5)
+            assert found[1, rows].tolist() == likeliest[rows].tolist()
+            np.testing.assert_allclose(found[2, rows], expected[rows, likeliest[rows]], rtol=0, atol=2e-5)
 
 
 def test_random_requests_and_cancellations_leave_no_page_in_use(engine):
@@ -209,7 +227,7 @@ def test_nothing_is_compiled_while_it_serves(engine):
         assert compiled.pop() and not compiled  # it hears
         penalised = [r._replace(sampling=Sampling(frequency_penalty=1.0, logprobs=3)) for r in requests(3, seed=9)]
         served(engine, penalised)
-        served(engine, requests(2, seed=10), scores=True)
+        served(engine, requests(2, seed=10), scores_from=0)
     finally:
         monitoring.unregister_event_duration_listener(listen)
     assert compiled == []
@@ -219,9 +237,9 @@ def test_nothing_is_compiled_while_it_serves(engine):
     ("settings", "changes", "message"),
     [
         ({"page": 40}, {}, "page of 40 tokens must be a multiple of 32"),
-        ({}, {"position": DYNAMIC}, "depend on the length of the whole text"),
+        ({"context": 160, "cache_bytes": 1000}, {}, "does not hold one sequence of 160 tokens, which needs"),
     ],
-    ids=["page", "position"],
+    ids=["page", "memory"],
 )
 def test_an_engine_that_could_not_serve_is_not_made(settings, changes, message):
     model = model_fixtures.model(**changes, context_length=160)
@@ -230,10 +248,20 @@ def test_an_engine_that_could_not_serve_is_not_made(settings, changes, message):
 
 
 def test_what_cannot_be_served_is_refused_when_it_is_asked():
-    engine = make(max_queued=2, max_queued_tokens=10)
-    with pytest.raises(NeverFits, match="at most 160"):
-        engine.submit(Request([1] * 150, 12))
-    engine.submit(Request([1] * 150, 11))
+    engine = make(max_queued=2, max_queued_tokens=10, context=100)
+    for request, message in {
+        Request((1,) * 150, 12): "at most 11 tokens can follow",
+        Request((1, model_fixtures.VOCABULARY), 1): "outside the vocabulary",
+        Request((), 1): "the prompt is empty",
+        Request((1,), 0): "max_tokens = 0 must be 1 or more",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            engine.submit(request)
+    with pytest.raises(InputError, match="logit_bias = {99: …}: the id is outside"):
+        engine.submit(Request([1], 1, Sampling(logit_bias={99: 1.0})))
+    with pytest.raises(NeverFits, match="at most 100"):
+        engine.submit(Request([1] * 90, 12))
+    engine.submit(Request([1] * 90, 11))
     with pytest.raises(Full):
         engine.submit(Request([1], 1))
     engine.cancel(99)
@@ -252,7 +280,7 @@ def test_logits_that_are_not_finite_end_one_request_alone():
     for event in engine.run():
         if event.error:
             errors.append((event.id, event.end))
-            assert "not finite" in event.error
+            assert "not finite" in str(event.error)
         elif event.token is not None:
             found[event.id].append((event.token, event.hidden.tobytes()))
     assert errors == [(bad, "error")] and [found[id] for id in ids] == expected
@@ -265,12 +293,27 @@ def test_programs_of_many_rows_compute_a_row_as_those_of_few_do():
     assert make("llama", slots=64, chunk_tokens=512).check()
 
 
+@pytest.mark.parametrize("scaling", sampled(SCALINGS, [str(SCALINGS[0])]), ids=lambda scaling: scaling["kind"])
+def test_angles_are_of_the_length_that_a_text_may_have(scaling):
+    """Keys of the prompt, which fills a page, are not found again by a text that may become too long for them."""
+    model = model_fixtures.model(position={"kind": "rope", "scaling": scaling}, context_length=160)
+    parameters, prompt = tree.init(model, 0, meshes.make()), [*range(36)]
+    engine = Engine(model, parameters, meshes.make(), SETTINGS)
+    graph, _ = tree.abstract(model)
+    for new in (2, 12):
+        engine.submit(Request(prompt, new, Sampling(temperature=0.0)))
+        drawn = [event.token for event in engine.run()]
+        read = [*prompt, *drawn[:-1]]
+        logits = np.asarray(model_fixtures.full_logits(graph, parameters, read, len(read)))
+        assert logits[len(prompt) - 1 :].argmax(axis=-1).tolist() == drawn
+
+
 def test_a_published_model_tells_its_story():
     """200 greedy tokens that others computed from these weights in float32."""
     ids = json.loads((STORIES / "stories260K_tokens.json").read_text())["tokens"]
     model = api.load(STORIES, dtype="float32")
-    settings = replace(SETTINGS, context=256, kernels="xla")
-    engine = Engine(model.config, model.parameters, model.mesh, settings)
+    settings = replace(SETTINGS, context=256)
+    engine = Engine(model.config, model.parameters, model.mesh, settings, kernels="xla")
     engine.submit(Request(ids[:1], 200, Sampling(temperature=0.0)))
     assert [event.token for event in engine.run() if event.token is not None] == ids[1:201]
 

@@ -108,8 +108,9 @@ class SimulatedEngine:
             max_context=self.max_context,
         )
 
-    def submit(self, prompt, max_tokens=4, stream=0, **options):
-        generation = self.scheduler.submit(Request(prompt, max_tokens, stream=stream), **options)
+    def submit(self, prompt, max_tokens=4, stream=0, scores_from=None, **options):
+        request = Request(prompt, max_tokens, stream=stream, scores_from=scores_from)
+        generation = self.scheduler.submit(request, **options)
         self.draws[generation.id] = []
         return generation
 
@@ -171,7 +172,7 @@ class Visit(NamedTuple):
     priority: int
     salt: int
     has_end: bool
-    is_cold: bool
+    scores_from: int | None
     leaves: int | None
     how: int
 
@@ -191,7 +192,7 @@ VISITS = st.builds(
     priority=st.integers(0, 2),
     salt=st.sampled_from((0, 0, 0, 1)),
     has_end=BOOLEANS,
-    is_cold=BOOLEANS,
+    scores_from=st.sampled_from((None, None, None, 0, 2, 5)),
     leaves=st.none() | st.integers(0, 12),
     how=st.integers(0, 3),
 )
@@ -243,7 +244,7 @@ def serve(engine, visits):
     while step <= 12 or engine.scheduler.waiting or engine.scheduler.admitted or engine.flight:
         for visit in [visit for visit in visits if visit.at == step]:
             prompt = visit.prompt()
-            options = {"priority": visit.priority, "salt": bytes([visit.salt]), "is_cold": visit.is_cold}
+            options = {"priority": visit.priority, "salt": bytes([visit.salt]), "scores_from": visit.scores_from}
             try:
                 generation = engine.submit(prompt, visit.max_tokens, ends=[END] if visit.has_end else [], **options)
                 came.append((generation, visit))
@@ -365,7 +366,7 @@ def test_prompts_share_a_step_and_no_tile():
 def test_samples_of_a_prompt_share_its_pages_and_are_as_alone():
     """They wait for the step in which the first reads it; then each reads the 2 of 10 tokens that fill no page."""
     engine = full(40, chunk=32, tile=2, slots=6)
-    samples = [engine.submit(PROMPT, 6, stream=n, is_cold=n == 1) for n in range(5)]
+    samples = [engine.submit(PROMPT, 6, stream=n, scores_from=0 if n == 1 else None) for n in range(5)]
     engine.run()
     chunks = [(step, c.generation, c.start, c.stop) for step, plan in enumerate(engine.plans) for c in plan.chunks]
     assert chunks == [
@@ -392,7 +393,7 @@ def test_nobody_waits_for_pages_that_another_reads_without_need():
 
     engine = full(11, chunk=32)
     engine.submit(PROMPT, 1)
-    engine.submit(PROMPT, 20, is_cold=True)  # has pages of its own, and the others are found
+    engine.submit(PROMPT, 20, scores_from=0)  # has pages of its own, and the others are found
     engine.step()
     engine.submit([4] * 24, 1)  # takes those
     [engine.step() for _ in range(3)]
@@ -406,10 +407,10 @@ def test_what_was_read_and_drawn_is_found_under_its_salt_by_those_who_want_it(ah
     engine = full(60, ahead=ahead)
     first = engine.submit(PROMPT, 7, salt=b"one")  # with 16 tokens read
     engine.run()
-    text, options = first.tokens, ({"salt": b"one"}, {}, {"salt": b"one", "is_cold": True})
-    again = [engine.submit(text, 1, **each) for each in options]
+    options = {"salt": b"one"}, {}, {"salt": b"one", "scores_from": 0}, {"salt": b"one", "scores_from": 9}
+    again = [engine.submit(first.tokens, 1, **each) for each in options]
     engine.run()
-    assert [generation.cached for generation in again] == [16, 0, 0]
+    assert [generation.cached for generation in again] == [16, 0, 0, 8]
 
 
 def test_a_preempted_generation_is_read_again_with_what_it_drew():

@@ -1,5 +1,3 @@
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -12,12 +10,9 @@ from matrices import sampled
 from workload_fixtures import workload
 
 from jaxlm.config import Experiment
-from jaxlm.core.errors import InputError
 from jaxlm.costs.counted import memory
 from jaxlm.inference import steps
 from jaxlm.inference.cache import cache_shardings, empty_cache
-from jaxlm.inference.generate import generate
-from jaxlm.inference.requests import Sampling
 from jaxlm.lowering import collectives, hlo
 from jaxlm.lowering.programs import step as lowered_step
 from jaxlm.models import tree
@@ -168,121 +163,6 @@ def test_chunks_that_are_appended_equal_recomputing(family, chunk, mesh):
     assert [key.size for key in rings] == [min(32, key.slot.window + chunk - 1) for key in rings]
     with jax.set_mesh(placed), pytest.raises(ValueError, match=rf"takes {chunk} at a time after a prompt, not 21"):
         append(parameters, cache, tokens[:, :21], given)
-
-
-def test_generation_is_greedy_at_temperature_zero():
-    model, graph, parameters = parts(model_fixtures.LLAMA)
-    mesh = meshes.make()
-    prompt = [3, 1, 4, 1, 5]
-    drawn = [int(t[0]) for t in generate(model, parameters, [prompt], 8, mesh, sampling=Sampling(temperature=0.0))]
-    sequence = list(prompt)
-    for token in drawn:
-        assert token == int(np.argmax(model_fixtures.full_logits(graph, parameters, sequence)[-1]))
-        sequence.append(token)
-
-
-def test_generation_repeats_with_its_seed_and_differs_with_another():
-    model, _, parameters = parts(model_fixtures.LLAMA)
-    mesh = meshes.make()
-
-    def run(seed):
-        return [int(t[0]) for t in generate(model, parameters, [[1, 2]], 16, mesh, seed=seed)]
-
-    assert run(0) == run(0) != run(1)
-
-
-@pytest.mark.exhaustive  # test_completion.py draws what each is alone
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_a_prompt_is_continued_as_if_alone(family):
-    """Its text depends on its own options, seed and stream, and not on what shares the batch."""
-    model, _, parameters = parts(model_fixtures.FAMILIES[family])
-    prompts = [[1, 2, 3], [5] * 9, [7, 8], [4]]
-    options = [Sampling(0.8), Sampling(0.0), Sampling(1.2, top_k=9), Sampling(top_p=0.9)]
-    continued = functools.partial(generate, model, parameters, max_tokens=8, mesh=meshes.make(), seed=3)
-    together = np.stack(list(continued(prompts, sampling=options)))
-    for i, (prompt, how) in enumerate(zip(prompts, options, strict=True)):
-        alone = np.stack(list(continued([prompt], sampling=how, streams=[i])))
-        np.testing.assert_array_equal(together[:, i], alone[:, 0])
-    assert (together[:, 2] != np.stack(list(continued([prompts[2]], sampling=options[2])))[:, 0]).any()
-
-
-def test_penalties_count_prompts_and_what_was_drawn():
-    """Step by step, as logits of the whole sequence and their definition give it; other rows have no penalties."""
-    model, graph, parameters = parts(model_fixtures.LLAMA)
-    how = Sampling(0.0, repetition_penalty=1.7, presence_penalty=0.2, frequency_penalty=0.4, logit_bias={9: 0.3})
-    prompts, options = [[3, 1, 4, 1, 5], [2, 2, 7, 0, 7]], [how, Sampling(0.0)]
-    found = np.stack(list(generate(model, parameters, prompts, 10, meshes.make(), sampling=options)))
-    for row, (prompt, option) in enumerate(zip(prompts, options, strict=True)):
-        sequence = [*prompt, *found[:, row].tolist()]
-        logits = np.array(model_fixtures.full_logits(graph, parameters, sequence))
-        for at in range(len(prompt), len(sequence)):
-            drawn = np.bincount(sequence[len(prompt) : at], minlength=model.vocab_size)
-            changed, seen, by = logits[at - 1], sorted({*sequence[:at]}), option.repetition_penalty
-            changed[seen] = np.where(changed[seen] > 0, changed[seen] / by, changed[seen] * by)
-            changed -= option.frequency_penalty * drawn + option.presence_penalty * (drawn > 0)
-            changed[9] += (option.logit_bias or {}).get(9, 0.0)
-            assert sequence[at] == changed.argmax()
-    plain = list(generate(model, parameters, prompts, 10, meshes.make(), sampling=Sampling(0.0)))
-    assert (found[:, 0] != np.stack(plain)[:, 0]).any() and (found[:, 1] == np.stack(plain)[:, 1]).all()
-
-
-@pytest.mark.parametrize(
-    "how, message",
-    [
-        (Sampling(logprobs=0), "logprobs = 0: these texts have no log-probabilities"),
-        (Sampling(logit_bias={64: 1.0}), "logit_bias = {64: …}: the id is outside the vocabulary, 0 to 63"),
-    ],
-)
-def test_options_that_generation_cannot_keep_are_refused(how, message):
-    model, _, parameters = parts(model_fixtures.LLAMA)
-    with pytest.raises(InputError, match=message):
-        next(generate(model, parameters, [[1], [2]], 1, meshes.make(), sampling=[Sampling(), how]))
-
-
-def test_generation_on_a_mesh_with_one_prompt():
-    """One sequence cannot be split over eight devices; it is replicated, not refused."""
-    mesh = meshes.make(data=2, fsdp=2, tensor=2)
-    model, _, spread = parts(model_fixtures.LLAMA, mesh)
-    _, _, parameters = parts(model_fixtures.LLAMA)
-    greedy = Sampling(temperature=0.0)
-    many = [int(t[0]) for t in generate(model, spread, [[1, 2, 3]], 5, mesh, sampling=greedy)]
-    one = [int(t[0]) for t in generate(model, parameters, [[1, 2, 3]], 5, meshes.make(), sampling=greedy)]
-    assert many == one
-
-
-@pytest.mark.parametrize(
-    ("prompts", "max_tokens", "message"),
-    [
-        ([[]], 1, "prompt is empty"),
-        ([[1], []], 1, "prompt is empty"),
-        ([[64]], 1, "token id 64 is outside the vocabulary, 0 to 63"),
-        ([[-1]], 1, "token id -1 is outside"),
-        ([[1] * 30], 4, "at most 3 tokens can follow"),
-        ([[1] * 33], 1, "a prompt of 33 tokens exceeds model.context_length = 32"),
-        ([[1]], 0, "max_tokens = 0 must be 1 or more"),
-    ],
-)
-def test_what_cannot_be_generated_is_refused(prompts, max_tokens, message):
-    model, _, parameters = parts(model_fixtures.LLAMA)
-    with pytest.raises(InputError, match=message):
-        next(generate(model, parameters, prompts, max_tokens, meshes.make()))
-
-
-def test_the_whole_context_can_be_used():
-    model, graph, parameters = parts(model_fixtures.GPT2)
-    for given, follow in ((30, 3), (32, 1)):
-        greedy = Sampling(temperature=0.0)
-        drawn = list(generate(model, parameters, [[1] * given], follow, meshes.make(), sampling=greedy))
-        assert len(drawn) == follow
-        read = [1] * given + [int(token[0]) for token in drawn[:-1]]
-        assert len(read) == model_fixtures.CONTEXT
-        assert int(drawn[-1][0]) == int(np.argmax(model_fixtures.full_logits(graph, parameters, read)[-1]))
-
-
-def test_prompts_are_not_filled_beyond_the_context():
-    model, _, parameters = parts(model_fixtures.LLAMA)
-    with pytest.raises(InputError, match="33 tokens exceeds model.context_length = 32"):
-        next(generate(model, parameters, [[1]], 1, meshes.make(), pad_to=33))
 
 
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (1, 1, 8), (1, 2, 4), (2, 2, 2)], ids=str)

@@ -9,6 +9,7 @@ import meshes
 import model_fixtures
 import numpy as np
 import pytest
+from engine_fixtures import SMALL
 from flax import nnx
 from matrices import sampled
 from workload_fixtures import workload
@@ -17,7 +18,8 @@ from jaxlm.costs.counted import operations
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.inference import steps
 from jaxlm.inference.cache import empty_cache
-from jaxlm.inference.scoring import token_logprobs
+from jaxlm.inference.engine import Engine
+from jaxlm.inference.scoring import Scorer
 from jaxlm.models import tree
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.training.step import make_steps
@@ -316,22 +318,13 @@ def test_scaled_logits_have_the_same_loss_where_they_are_not_held(monkeypatch):
 
 
 def test_scores_of_continuations_are_of_scaled_logits():
-    _, graph, parameters = parts("scaled")
+    model, graph, parameters = parts("scaled")
     tokens, positions = rows()
-    found, _ = token_logprobs(graph, parameters, tokens[:, :-1], tokens[:, 1:], jnp.full(len(tokens), T - 1))
     expected = jax.nn.log_softmax(logits(graph, parameters, tokens, positions))[:, :-1]
-    expected = jnp.take_along_axis(expected, tokens[:, 1:, None], axis=-1)[..., 0]
-    model_fixtures.assert_same_numbers(found, expected, 1e-5)
-
-
-def test_padding_does_not_lengthen_a_document_that_is_scored():
-    """Three tokens are within the original context, twenty are not."""
-    _, graph, parameters = parts("longrope")
-    tokens, _ = rows()
-    scored = jax.jit(functools.partial(token_logprobs, graph))
-    alone, _ = scored(parameters, tokens[:, :3], tokens[:, 1:4], jnp.full(2, 3))
-    padded, _ = scored(parameters, tokens.at[:, 3:].set(0), jnp.roll(tokens, -1, 1), jnp.full(2, 3))
-    model_fixtures.assert_same_numbers(padded[:, :3], alone, 1e-5)
+    expected = jnp.take_along_axis(expected, tokens[:, 1:, None], axis=-1)[..., 0].sum(axis=1)
+    pairs = [(row[:1], row[1:]) for row in tokens.tolist()]
+    found = dict(Scorer(Engine(model, parameters, meshes.make(), SMALL))(pairs))
+    model_fixtures.assert_same_numbers(jnp.array([found[i].logprob for i in range(len(pairs))]), expected, 1e-5)
 
 
 @pytest.mark.exhaustive

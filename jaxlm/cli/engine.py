@@ -1,0 +1,80 @@
+"""The sizes of the engine that continues prompts."""
+
+import argparse
+import re
+from typing import TYPE_CHECKING
+
+from jaxlm.cli import trained
+
+if TYPE_CHECKING:
+    from jaxlm.api import LoadedModel
+
+_UNITS = {
+    **{"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
+    **{"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The number of sequences that are drawn together, their length and their memory."""
+    parser.add_argument("--slots", type=_positive, metavar="N", help="sequences that are under way at most (64)")
+    parser.add_argument(
+        "--max-context",
+        type=_positive,
+        metavar="N",
+        help="tokens of a sequence at most (the model's, or what the cache holds)",
+    )
+    parser.add_argument(
+        "--cache-memory",
+        type=_memory,
+        metavar="SIZE",
+        help="memory of keys and values on each device, such as 2GiB (1GiB on a CPU, 80 %% of what is free elsewhere)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        help="what to compute in (training.dtype); auto: what is fastest here, as measured",
+    )
+    parser.add_argument(
+        "--fast",
+        action="store_true",
+        help="on a CPU: let a token's last bits depend on what is drawn beside it, for speed of few sequences",
+    )
+
+
+def load(arguments: argparse.Namespace) -> "LoadedModel":
+    """Return the model of the run, with what is asked for of its engine. Raises InputError as `jaxlm.api.load` does."""
+    from jaxlm.inference.settings import EngineSettings
+
+    given = _given(arguments)
+    settings = EngineSettings(**{field: value for field, (_, value) in given.items()}) if given else None
+    return trained.load(arguments, dtype=arguments.dtype, engine=settings)
+
+
+def option(arguments: argparse.Namespace) -> str | None:
+    """Return an option that is given, or None."""
+    return next((option for option, _ in _given(arguments).values()), "--dtype" if arguments.dtype else None)
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, tuple[str, int | bool]]:
+    """Return the options that are given, and their values, by the setting."""
+    asked = {
+        "slots": ("--slots", arguments.slots),
+        "context": ("--max-context", arguments.max_context),
+        "cache_bytes": ("--cache-memory", arguments.cache_memory),
+        "exact": ("--fast", False if arguments.fast else None),
+    }
+    return {field: (option, value) for field, (option, value) in asked.items() if value is not None}
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 on")
+    return int(text)
+
+
+def _memory(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text)
+    if not found or found[2] not in _UNITS or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a size such as 512MiB or 2GiB")
+    return int(float(found[1]) * _UNITS[found[2]])

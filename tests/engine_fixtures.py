@@ -1,0 +1,75 @@
+"""Texts drawn by an engine, as its tests and those above it want them."""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import meshes
+import numpy as np
+
+from jaxlm.inference.engine import Engine, EngineEvent
+from jaxlm.inference.requests import Request, Sampling
+from jaxlm.inference.settings import EngineSettings
+
+SMALL = EngineSettings(slots=8, page=32, chunk_tokens=64)
+
+
+def drawn(
+    model,
+    parameters,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    mesh=None,
+    *,
+    sampling: Sampling | Sequence[Sampling] = Sampling(),
+    seed: int = 0,
+    streams: Sequence[int] | None = None,
+    known: np.ndarray | None = None,
+) -> list[list[int]]:
+    """Return the tokens that follow each prompt; streams are 0, 1, … where none are given."""
+    engine = Engine(model, parameters, mesh or meshes.make(), SMALL, known=known)
+    options = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
+    asked = zip(prompts, options, streams or range(len(prompts)), strict=True)
+    ids = [engine.submit(Request(prompt, max_tokens, how, stream=n), seed=seed) for prompt, how, n in asked]
+    found = {id: [] for id in ids}
+    for event in engine.run():
+        if event.error:
+            raise event.error
+        found[event.id].append(event.token)
+    return [found[id] for id in ids]
+
+
+class WrittenEngine:
+    """An engine whose tokens are written for it.
+
+    `following` gives the tokens that follow the prompt of a request; an exception among them is raised. `asked` are the
+    requests that came.
+    """
+
+    def __init__(self, following: Callable[[Request], Iterable[int | BaseException]], ends: Collection[int] = ()):
+        self._following, self._ends = following, frozenset(ends)
+        self._left, self.asked = {}, []
+        self.longest = 64
+
+    def submit(self, request, *, seed=0):
+        id = len(self.asked)
+        self.asked.append(request)
+        tokens = list(self._following(request))
+        self._left[id] = iter(tokens), len(tokens), {*self._ends, *(request.ends or ())}
+        return id
+
+    def cancel(self, id):
+        self._left.pop(id, None)
+
+    finish = cancel
+
+    def answers(self, ids):
+        waiting = dict.fromkeys(ids, 0)
+        while waiting := {id: n + 1 for id, n in waiting.items() if id in self._left}:
+            for id, n in waiting.items():
+                tokens, count, ends = self._left[id]
+                token = next(tokens)
+                if isinstance(token, BaseException):
+                    raise token
+                end = "stop" if token in ends else "length" if n == count else None
+                if end:
+                    self.cancel(id)
+                yield EngineEvent(id, None if end == "stop" else token, end)

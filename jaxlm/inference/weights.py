@@ -1,6 +1,8 @@
 """Weights as the engine keeps them: each layer apart, and matrices on a CPU by their outputs."""
 
 import math
+from collections.abc import Callable
+from functools import lru_cache
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -39,8 +41,7 @@ class WeightLayout:
             turned = NamedSharding(
                 mesh, PartitionSpec(*(_over(sharding.spec, each) for each in (of.outputs, of.inputs)))
             )
-            inputs = math.prod(of.shape[i] for i in of.inputs)
-            return jax.jit(lambda x: x.reshape(inputs, -1).T, out_shardings=turned)(x)
+            return _turn(math.prod(of.shape[i] for i in of.inputs), turned)(x)
 
         return jax.tree_util.tree_map_with_path(kept, tree.taken_apart(self.model, parameters))
 
@@ -55,6 +56,12 @@ class WeightLayout:
 
     def _is_turned(self, of: Dimensions) -> bool:
         return self.by_outputs and bool(of.inputs) and not of.looked_up
+
+
+@lru_cache
+def _turn(inputs: int, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """Return a program that turns matrices of so many inputs: one for all layers."""
+    return jax.jit(lambda x: x.reshape(inputs, -1).T, out_shardings=sharding)
 
 
 def _name(path: tuple) -> str:

@@ -193,9 +193,15 @@ def taken_apart(model: ModelConfig, parameters: Tree) -> Tree:
         taken: list[list[jax.Array]] = [[] for _ in members]
         for x in leaves:
             for i, of_layer in enumerate(taken):
-                of_layer.append(x[i : i + 1])
+                of_layer.append(_layer_of(x, i))
         apart |= {str(layer): structure.unflatten(of) for layer, of in zip(members, taken, strict=True)}
     return {**parameters, "layers": apart}
+
+
+@jax.jit
+def _layer_of(stack: jax.Array, layer: int) -> jax.Array:
+    """Return a layer of a stack, [1, …]: one program for all layers."""
+    return jax.lax.dynamic_slice_in_dim(stack, layer, 1)
 
 
 def init(model: ModelConfig, seed: int, mesh: Mesh) -> Tree:

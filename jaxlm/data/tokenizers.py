@@ -21,6 +21,7 @@ _PIECE = 2**16
 _ANYWHERE = re.compile(r"(?s:.)")
 # Constructs that look before or after a match, except `\s+(?!\S)`: blanks without the last one.
 _LOOKS_AROUND = re.compile(r"\(\?<|\(\?=|(?<!\\s\+)\(\?!|\(\?!(?!\\S\))|\\[ABbGKYyZz]|(?<!\[)\^|\$")
+_ONE_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _UNSURE = 8  # last splits of a window, which its end may have changed
 _PRIVATE = "\uf8ff"  # a character that has tokens only if all bytes have
 _NO_CHARACTER = "\ufdef"  # around the stand-in of a control token (Unicode 16, section 23.7)
@@ -176,6 +177,26 @@ class Tokenizer:
         if isinstance(self._backend.decoder, decoders.ByteLevel):
             return len(self._backend.id_to_token(token))
         return len(self.decode([token]).encode())
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return the UTF-8 bytes that a token adds to a text that it does not begin: of a byte-level token, maybe a
+        part of a character; of a control token, its name; of an id without a token, none."""
+        name = self._backend.id_to_token(token)
+        if name is None:
+            return b""
+        if token in self._backend.get_added_tokens_decoder():
+            return name.encode()
+        if isinstance(self._backend.decoder, decoders.ByteLevel):
+            return bytes(_BYTES[letter] for letter in name)
+        if _ONE_BYTE.fullmatch(name) and self.decode([token]) != name:
+            return bytes.fromhex(name[3:5])
+        before = self.decode([self._ordinary])
+        return self.decode([self._ordinary, token])[len(before) :].encode()
+
+    @cached_property
+    def _ordinary(self) -> int:
+        """The first token that has a text by itself."""
+        return next(token for token in range(self.vocab_size) if self.decode([token]).strip(" \ufffd"))
 
     def name_of(self, token: int) -> str:
         """Return a token as the vocabulary spells it."""
@@ -362,3 +383,6 @@ def stand_in(byte: int) -> str:
     if byte in printable:
         return chr(byte)
     return chr(0x100 + sum(b not in printable for b in range(byte)))
+
+
+_BYTES = {stand_in(byte): byte for byte in range(256)}

@@ -89,6 +89,21 @@ def test_broken_utf8_decodes_to_the_replacement_character():
     assert bytes_tokenizer().decode([0x61, 0xFF, 0x62]) == "a\ufffdb"
 
 
+@pytest.mark.parametrize(
+    "make", [bytes_tokenizer, tokenizer_fixtures.llama2, tokenizer_fixtures.chatml, lambda: train_bpe(CORPUS, 400)]
+)
+def test_bytes_of_tokens_are_those_of_the_text(make):
+    """Wherever a text is cut into tokens; of one of another kind but for a blank that it begins with."""
+    tokenizer = make()
+    for text in ("the mon, the é", "你😀", "babe def"):
+        found = b"".join(map(tokenizer.bytes_of, tokenizer.encode(text)))
+        assert found.removeprefix(b" ") == text.encode()
+    assert [tokenizer.bytes_of(token) for token in tokenizer.controls.values()] == [
+        *map(str.encode, tokenizer.controls)
+    ]
+    assert tokenizer.bytes_of(10**6) == b""
+
+
 def test_characters_are_numbered_in_code_point_order():
     tokenizer = characters_tokenizer([SHAKESPEARE[::-1], SHAKESPEARE[:30]])
     assert (tokenizer.vocab_size, tokenizer.separator) == (65, None)

@@ -20,21 +20,21 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 
 
-# Modules whose fixtures train a run, or compile an engine: all tests of one run in one worker, which makes it once.
+# Modules, and a folder of them, whose fixtures train a run or compile an engine: all tests of one run in one worker,
+# which makes it once.
 TOGETHER = frozenset(
     f"tests/cli/test_{name}.py" for name in ("commands", "harness", "processes", "resume", "stops")
-) | {"tests/inference/test_engine.py", "tests/inference/test_service.py"}
+) | {"tests/inference/test_engine.py", "tests/inference/test_service.py", "tests/server/"}
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Hand out tests to workers one by one, but those of a module in TOGETHER together."""
+    """Hand out tests to workers one by one, but those of TOGETHER together."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ModuleScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            module = nodeid.partition("::")[0]
-            return module if module in TOGETHER else nodeid
+            return next((together for together in TOGETHER if nodeid.startswith(together)), nodeid)
 
     return ModuleScheduling(config, log)
 

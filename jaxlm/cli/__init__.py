@@ -18,12 +18,27 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    from jaxlm.cli import bench, compare, compile, config, eval, export, generate, hardware, import_, plan, runs, train
+    from jaxlm.cli import (
+        bench,
+        compare,
+        compile,
+        config,
+        eval,
+        export,
+        generate,
+        hardware,
+        import_,
+        plan,
+        runs,
+        serve,
+        train,
+    )
 
     parser = _Parser(prog="jaxlm", description="Language models in JAX, with every cost counted before it is paid.")
     parser.add_argument("--version", action="version", version=f"jaxlm {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (train, eval, generate, runs, compare, import_, export, plan, compile, hardware, bench, config):
+    modules = train, eval, generate, serve, runs, compare, import_, export, plan, compile, hardware, bench, config
+    for module in modules:
         name, summary = module.__name__.rpartition(".")[2].rstrip("_"), module.__doc__.strip().splitlines()[0]
         command = commands.add_parser(name, help=summary, description=module.__doc__)
         module.add_arguments(command)

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--cache-memory",
-        type=_memory,
+        type=memory,
         metavar="SIZE",
         help="memory of keys and values on each device, such as 2GiB (1GiB on a CPU, 80 %% of what is free elsewhere)",
     )
@@ -42,13 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load(arguments: argparse.Namespace) -> "LoadedModel":
-    """Return the model of the run, with what is asked for of its engine. Raises InputError as `jaxlm.api.load` does."""
+def load(arguments: argparse.Namespace, **more: int) -> "LoadedModel":
+    """Return the model of the run, with what is asked for of its engine, and `more` of its settings. Raises InputError
+    as `jaxlm.api.load` does."""
     from jaxlm.inference.settings import EngineSettings
 
-    given = _given(arguments)
-    settings = EngineSettings(**{field: value for field, (_, value) in given.items()}) if given else None
-    return trained.load(arguments, dtype=arguments.dtype, engine=settings)
+    settings = {field: value for field, (_, value) in _given(arguments).items()} | more
+    return trained.load(arguments, dtype=arguments.dtype, engine=EngineSettings(**settings) if settings else None)
 
 
 def option(arguments: argparse.Namespace) -> str | None:
@@ -73,7 +73,8 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _memory(text: str) -> int:
+def memory(text: str) -> int:
+    """Return the bytes of a size. Raises ArgumentTypeError for what is none."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text)
     if not found or found[2] not in _UNITS or not float(found[1]):
         raise argparse.ArgumentTypeError(f"{text!r} must be a size such as 512MiB or 2GiB")

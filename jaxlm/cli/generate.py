@@ -79,7 +79,7 @@ def main(arguments: argparse.Namespace) -> int:
     model = engine.load(arguments)
     if arguments.chat:
         model.chat_template  # noqa: B018  refused before the first message
-    sampling = _with_published(model, asked)
+    sampling = with_published(model, asked)
     if given is None and arguments.chat:
         _converse(model, sampling, arguments)
         return 0
@@ -101,7 +101,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _with_published(model: "LoadedModel", asked: dict[str, Any]) -> "Sampling":
+def with_published(model: "LoadedModel", asked: dict[str, Any]) -> "Sampling":
     """Return the sampling that is asked for, and otherwise what generation_config.json of published weights says."""
     from jaxlm.inference.requests import Sampling
 

@@ -14,6 +14,7 @@ from jaxlm.inference.requests import Request
 from jaxlm.inference.scheduler import EndReason
 
 _POLL_S = 0.02  # between looks at what is left, while it drains
+_LAST_STEP_S = 10.0  # that the step under way is waited for at the end
 _LONGEST_WAIT_S = 60  # that a client is told to wait
 
 
@@ -247,7 +248,7 @@ class EngineService:
         for id, _ in left:
             self.engine.cancel(id)
         _tell({listener.stream for _, listener in left}, Draining("the server ends; ask again later"))
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, _LAST_STEP_S)  # one that hangs does not keep the process
 
     def _finish(self, id: int) -> None:
         with self._wake:

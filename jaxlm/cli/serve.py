@@ -1,0 +1,177 @@
+"""Serve a model over HTTP, as clients of OpenAI's API speak it.
+
+It listens once all programs are compiled. SIGTERM or Ctrl-C lets it finish what it has taken; a second one ends it.
+"""
+
+import argparse
+import importlib.util
+import ipaddress
+import json
+import os
+import signal
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxlm.cli import engine, trained
+from jaxlm.cli.generate import with_published
+from jaxlm.cli.paths import path
+from jaxlm.core.errors import InputError, RunFailed
+
+if TYPE_CHECKING:
+    import socket
+
+    from jaxlm.inference.engine import Engine
+
+_NEEDS = ("starlette", "uvicorn", "prometheus_client")
+
+
+# Type, metavar, default and explanation of each limit.
+_LIMITS = {
+    "chunk-tokens": (int, "N", 512, "at most so many tokens of prompts in a step (%(default)s)"),
+    "max-queued": (int, "N", 1024, "at most so many texts that wait; more are told to come again (%(default)s)"),
+    "max-queued-tokens": (int, "N", 4_000_000, "at most so many tokens of their prompts (%(default)s)"),
+    "max-body": (engine.memory, "SIZE", "8MiB", "the largest body of a request (%(default)s)"),
+    "max-seconds": (float, "S", 3600.0, "the longest that a request may take (%(default)s)"),
+    "stalled-seconds": (float, "S", 60.0, "the longest that a step may take before /health fails (%(default)s)"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    trained.add_arguments(parser)
+    engine.add_arguments(parser)
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="the address to listen on (%(default)s: this machine alone)"
+    )
+    parser.add_argument("--port", type=int, default=8000, metavar="N", help="(%(default)s; 0: any that is free)")
+    parser.add_argument("--name", metavar="NAME", help="the model's name for clients (that of its folder)")
+    parser.add_argument(
+        "--api-key-file", type=path, metavar="FILE", help="keys, one a line, one of which each request must show"
+    )
+    for name, (kind, metavar, default, explanation) in _LIMITS.items():
+        parser.add_argument(f"--{name}", type=kind, metavar=metavar, default=default, help=explanation)
+    parser.add_argument(
+        "--drain-seconds", type=float, default=30.0, metavar="S", help="to finish requests in at the end (%(default)s)"
+    )
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="refuse to serve where a text's numbers depend, in any bit, on what is served beside it",
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    if any(importlib.util.find_spec(name) is None for name in _NEEDS):
+        raise InputError("jaxlm serve needs the packages of a server: pip install 'jaxlm[serve]'")
+    _check(arguments)
+    keys = _keys(arguments.api_key_file) if arguments.api_key_file else []
+    with _bound(arguments) as listening:
+        return _serve(arguments, keys, listening)
+
+
+def _serve(arguments: argparse.Namespace, keys: list[str], listening: "socket.socket") -> int:
+    from jaxlm.inference.service import EngineService
+    from jaxlm.server.app import make_app
+    from jaxlm.server.metrics import ServerMetrics
+    from jaxlm.server.process import DrainingServer, url_of
+    from jaxlm.server.served import ServedModel, ServerLimits
+
+    model = engine.load(
+        arguments,
+        chunk_tokens=arguments.chunk_tokens,
+        max_queued=arguments.max_queued,
+        max_queued_tokens=arguments.max_queued_tokens,
+    )
+    if model.tokenizer is None:
+        raise InputError(f"{model.source} has no tokenizer, and a server speaks in texts; generate from --token-ids")
+    template, sampling = model.source.chat_template(), with_published(model, {})
+    running = model.engine()
+    exact = _warmed(running, arguments.json)
+    if arguments.exact and not exact:
+        raise RunFailed("programs of other sizes compute a row otherwise here, in some bit; serve without --exact")
+    metrics = ServerMetrics()
+    service = EngineService(running, metrics, lambda: server.end())
+    metrics.watch(service)
+    served = ServedModel(
+        arguments.name or _name(arguments.run),
+        service,
+        model.tokenizer,
+        template,
+        sampling,
+        exact,
+        ServerLimits(arguments.max_body, arguments.max_seconds, arguments.stalled_seconds),
+        keys,
+    )
+
+    def ready() -> None:
+        url = url_of(listening)
+        if arguments.json:
+            print(json.dumps({"url": url, "model": served.name, "exact": exact, "pid": os.getpid()}), flush=True)
+            return
+        _say(f"serving {served.name} at {url}/v1 (exact: {'yes' if exact else 'no'}); Ctrl-C ends it")
+
+    server = DrainingServer(make_app(served, metrics), service, arguments.drain_seconds, ready)
+    server.run(sockets=[listening])
+    if service.failure:
+        raise RunFailed(service.failure)
+    return 130 if server.signal == signal.SIGINT else 0
+
+
+def _warmed(engine: "Engine", is_quiet: bool) -> bool:
+    """Compile all programs, and return whether they compute a row in one way."""
+    from jaxlm.cli.progress import working
+
+    programs = len(engine.runner.shapes(scores=True))
+    with nullcontext() if is_quiet else working(f"compiling {programs} programs"):
+        engine.warm(scores=True)
+    with nullcontext() if is_quiet else working("comparing what they compute"):
+        return engine.check()
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise InputError for limits without meaning."""
+    for name in _LIMITS:
+        value = getattr(arguments, name.replace("-", "_"))
+        if value is not None and not value > 0:
+            raise InputError(f"--{name} {value} must be above 0")
+    if not arguments.drain_seconds >= 0:
+        raise InputError(f"--drain-seconds {arguments.drain_seconds} must be 0 or more")
+    if not 0 <= arguments.port < 2**16:
+        raise InputError(f"--port {arguments.port} must be from 0 to {2**16 - 1}")
+
+
+def _keys(file: Path) -> list[str]:
+    """Return the keys in a file. Raises InputError where it holds none, or one that a header cannot."""
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"--api-key-file {file} cannot be read: {error}") from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys or not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
+        raise InputError(f"--api-key-file {file} must hold a key in each line, of ASCII characters without blanks")
+    return keys
+
+
+def _bound(arguments: argparse.Namespace) -> "socket.socket":
+    """Return the socket of the server, before a model is loaded for nothing."""
+    from jaxlm.server.process import listen
+
+    try:
+        found = listen(arguments.host, arguments.port)
+    except OSError as error:
+        place = f"--host {arguments.host} --port {arguments.port}"
+        raise InputError(f"{place}: {error.strerror or error}; choose another") from None
+    if not arguments.api_key_file and not ipaddress.ip_address(found.getsockname()[0]).is_loopback:
+        _say("whoever reaches this address may use the model; --api-key-file asks for keys")
+    return found
+
+
+def _name(run: Path) -> str:
+    """Return the name of a model: ORG/NAME of hf:ORG/NAME, or that of its folder."""
+    name = str(run)
+    return name.removeprefix("hf:") if name.startswith("hf:") else run.resolve().name
+
+
+def _say(line: str) -> None:
+    print(f"jaxlm: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server of a model that an engine runs."""

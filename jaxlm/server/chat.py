@@ -1,0 +1,255 @@
+"""/v1/chat/completions: answers to messages, which the model's chat template shows."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal, NotRequired
+
+from anyio import to_thread
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from jaxlm.inference.requests import MAX_LOGPROBS
+from jaxlm.server.events import Streamed
+from jaxlm.server.messages import MessageBody, ToolBody, encoded_conversation
+from jaxlm.server.refusals import Refusal
+from jaxlm.server.schema import DrawingBody, drawing, neutral
+from jaxlm.server.served import Caller, ServedModel
+from jaxlm.server.texts import AskedCalls, AskedTexts, TextDelta, Texts, TokenShown, Usage
+from jaxlm.server.tools import FORMATS, CalledFunction, format_of
+
+_OLD = "tools and tool_choice say the same"
+_NO_AUDIO = "the models here read and write text"
+
+
+class ChatBody(DrawingBody):
+    """A request for answers to a conversation."""
+
+    messages: Annotated[list[MessageBody], Field(min_length=1)]
+    """The conversation, which the answer follows."""
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    """The most tokens of an answer; what the context leaves where it is not given."""
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """The former name of `max_completion_tokens`."""
+    logprobs: bool | None = None
+    """Give the log-probability of each token."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Give those of so many likeliest tokens too."""
+    response_format: neutral({"type": "text"}, why="answers are not held to a grammar yet") = None
+    tools: list[ToolBody] | None = None
+    """Functions that an answer may call, in the form that the model's chat template shows."""
+    tool_choice: neutral("none", "auto", why="a call cannot be forced before answers are held to a grammar") = None
+    """"none" shows the model no tools."""
+    parallel_tool_calls: bool | None = None
+    """Whether an answer may have several calls (true); otherwise it ends with its first."""
+    functions: neutral([], why=_OLD) = None
+    function_call: neutral("none", "auto", why=_OLD) = None
+    modalities: neutral(["text"], why=_NO_AUDIO) = None
+    audio: neutral(why=_NO_AUDIO) = None
+    prediction: neutral(why="nothing is guessed ahead") = None
+    reasoning_effort: neutral(why="the models here have no such dial") = None
+    verbosity: neutral("medium", why="the models here have no such dial") = None
+    service_tier: neutral("auto", "default", why="there is one tier") = None
+    web_search_options: neutral(why="the model searches nothing") = None
+    prompt_cache_key: str | None = None
+    """A hint where prompts may be found again, of which nothing is needed here."""
+    safety_identifier: str | None = None
+    """A name for the caller's end user; nothing depends on it."""
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most tokens of an answer. Raises Refusal where two are given that differ."""
+        given = {limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None}
+        if len(given) > 1:
+            raise Refusal(
+                f"max_tokens = {self.max_tokens} and max_completion_tokens = {self.max_completion_tokens} are one "
+                "limit; give one of them",
+                param="max_tokens",
+            )
+        return next(iter(given), None)
+
+    @property
+    def asked_logprobs(self) -> int | None:
+        """The likeliest tokens whose log-probabilities are asked for beside the drawn one's; None: not even that."""
+        if self.top_logprobs and not self.logprobs:
+            raise Refusal("top_logprobs needs logprobs = true", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class LikelyToken(TypedDict):
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class ChatToken(LikelyToken):
+    """A token with its log-probability, and those of the likeliest ones in its place."""
+
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChatToken]
+    refusal: None
+
+
+class ToolCallFunction(TypedDict):
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """A call of a function, with its arguments as JSON; in a stream with its index, and whole."""
+
+    index: NotRequired[int]
+    id: str
+    type: Literal["function"]
+    function: ToolCallFunction
+
+
+class AssistantMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class ChatAnswer(TypedDict):
+    """Answers to a conversation."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(TypedDict):
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+class ChatChunkChoice(TypedDict):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+
+
+class ChatChunk(TypedDict):
+    """The parts of answers that were drawn since the chunk before."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[Usage | None]
+
+
+async def answer_chat(served: ServedModel, caller: Caller, body: ChatBody) -> ChatAnswer | Streamed:
+    """Answer a conversation."""
+    includes_usage = body.includes_usage
+    texts = await to_thread.run_sync(_texts, served, caller, body)
+    head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": served.name}
+    if body.stream:
+        texts.begin()
+        return Streamed(texts, _chunks(served, texts, head, includes_usage))
+    async with texts:
+        return await _whole(served, texts, head)
+
+
+def _texts(served: ServedModel, caller: Caller, body: ChatBody) -> Texts:
+    sampling, options = body.sampling(served.sampling, body.asked_logprobs), drawing(body)
+    tools = [] if body.tool_choice == "none" else body.tools or []
+    calls = None
+    if tools and served.chat_template:
+        if (form := format_of(served.chat_template.source)) is None:
+            raise Refusal(
+                f"{served.name} has no chat template that shows tools in a form that is known here: "
+                f"{', '.join(FORMATS)}; leave tools out",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        calls = AskedCalls(form, [tool.function.name for tool in tools], body.parallel_tool_calls is not False)
+    prompt = encoded_conversation(served, body.messages, tools)
+    assert served.chat_template is not None
+    options["ends"] = (*options["ends"], *served.chat_template.ends)
+    asked = AskedTexts([prompt], body.most_tokens, sampling, is_answer=True, calls=calls, **options)
+    return Texts(served, caller, asked)
+
+
+async def _whole(served: ServedModel, texts: Texts, head: dict[str, Any]) -> ChatAnswer:
+    pieces: list[list[TextDelta]] = [[] for _ in range(texts.count)]
+    async for delta in texts.deltas():
+        pieces[delta.index].append(delta)
+    has_logprobs = texts.asked.sampling.logprobs is not None
+    choices: list[Any] = [
+        {
+            "index": index,
+            "message": _message(deltas),
+            "logprobs": _logprobs(served, [delta.token for delta in deltas if delta.token]) if has_logprobs else None,
+            "finish_reason": deltas[-1].finish_reason,
+        }
+        for index, deltas in enumerate(pieces)
+    ]
+    return {**head, "object": "chat.completion", "choices": choices, "usage": texts.usage}  # type: ignore[typeddict-item]
+
+
+def _message(deltas: list[TextDelta]) -> AssistantMessage:
+    text, calls = "".join(delta.text for delta in deltas), [call for delta in deltas for call in delta.calls]
+    message: AssistantMessage = {"role": "assistant", "content": text, "refusal": None}
+    if calls:
+        message |= {"content": text or None, "tool_calls": [_call(call) for call in calls]}
+    return message
+
+
+def _call(call: CalledFunction) -> ToolCall:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+async def _chunks(
+    served: ServedModel, texts: Texts, head: dict[str, Any], includes_usage: bool
+) -> AsyncIterator[dict[str, Any]]:
+    usage = {"usage": None} if includes_usage else {}
+    has_logprobs = texts.asked.sampling.logprobs is not None
+
+    def chunk(index: int, delta: ChatDelta, logprobs: ChatLogprobs | None, finish_reason: str | None) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {**head, "object": "chat.completion.chunk", "choices": [choice], **usage}
+
+    for index in range(texts.count):
+        yield chunk(index, {"role": "assistant", "content": ""}, None, None)
+    called = [0] * texts.count
+    async for index, text, token, finish_reason, calls in texts.deltas():
+        logprobs = _logprobs(served, [token]) if has_logprobs and token else None
+        if text or logprobs:
+            yield chunk(index, {"content": text}, logprobs, None)
+        for call in calls:
+            yield chunk(index, {"tool_calls": [{"index": called[index], **_call(call)}]}, None, None)
+            called[index] += 1
+        if finish_reason:
+            yield chunk(index, {}, None, finish_reason)
+    if includes_usage:
+        yield {**head, "object": "chat.completion.chunk", "choices": [], "usage": texts.usage}
+
+
+def _logprobs(served: ServedModel, tokens: list[TokenShown]) -> ChatLogprobs:
+    def likely(id: int, logprob: float) -> LikelyToken:
+        content = served.token_bytes(id)
+        return {"token": content.decode(errors="replace"), "bytes": list(content), "logprob": logprob}
+
+    content: list[ChatToken] = [
+        {**likely(token.id, token.logprob or 0.0), "top_logprobs": [likely(*each) for each in token.top]}
+        for token in tokens
+    ]
+    return {"content": content, "refusal": None}

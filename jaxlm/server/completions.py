@@ -1,0 +1,212 @@
+"""/v1/completions: texts that go on."""
+
+import codecs
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal, NotRequired
+
+from anyio import to_thread
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from jaxlm.inference.requests import MAX_LOGPROBS
+from jaxlm.server.events import Streamed
+from jaxlm.server.refusals import Refusal
+from jaxlm.server.schema import DrawingBody, drawing, in_words, neutral
+from jaxlm.server.served import Caller, ServedModel
+from jaxlm.server.texts import AskedTexts, TextDelta, Texts, TokenShown, Usage
+
+_MAX_TOKENS = 16  # as OpenAI's API has it
+
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class CompletionBody(DrawingBody):
+    """A request for continuations of prompts."""
+
+    prompt: Annotated[
+        str | list[str] | list[TokenId] | list[list[TokenId]],
+        in_words("a text, a list of texts, a list of token ids, or a list of lists of token ids"),
+    ]
+    """Texts, which begin as documents do, or token ids as they are."""
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """The most tokens to follow each prompt (16); 0 is for `echo`."""
+    echo: bool | None = None
+    """Begin each text with its prompt; with `logprobs`, with the log-probabilities of its tokens too."""
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Give the log-probability of each token, and of so many likeliest ones."""
+    suffix: neutral("", why="the models here continue texts, and fill no gaps in them") = None
+    best_of: neutral(1, why="all that is drawn is returned, `n` of each prompt") = None
+
+
+class CompletionLogprobs(TypedDict):
+    """For each token its text, its log-probability, the likeliest tokens in its place, and where its text begins. The
+    first token of a prompt has none."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class CompletionAnswer(TypedDict):
+    """Continuations: all of them, or, in a stream, what was drawn since the chunk before."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage | None]
+
+
+async def complete(served: ServedModel, caller: Caller, body: CompletionBody) -> CompletionAnswer | Streamed:
+    """Answer a request for continuations."""
+    includes_usage = body.includes_usage
+    texts, shown = await to_thread.run_sync(_texts, served, caller, body)
+    answer = _Completion(served, body, texts, shown)
+    if body.stream:
+        texts.begin()
+        return Streamed(texts, answer.chunks(includes_usage))
+    async with texts:
+        return await answer.whole()
+
+
+def _texts(served: ServedModel, caller: Caller, body: CompletionBody) -> tuple[Texts, list[str]]:
+    """Return what is asked for, and the prompts as texts for `echo`."""
+    max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if not max_tokens and not body.echo:
+        raise Refusal("max_tokens = 0 gives nothing; give 1 or more, or echo = true", param="max_tokens")
+    if body.echo and (body.logprobs or 0) > 1:
+        raise Refusal(
+            f"logprobs = {body.logprobs} with echo = true: of a prompt's tokens 1 likeliest one is known; give 0 or 1",
+            param="logprobs",
+        )
+    prompts: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+    if prompts and isinstance(prompts[0], int):
+        prompts = [prompts]
+    tokenizer = served.tokenizer
+    encoded = [tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    if not encoded:
+        raise Refusal("prompt = [] holds nothing to go on with; give a text", param="prompt")
+    echoed = []
+    if body.echo:
+        echoed = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
+    sampling = body.sampling(served.sampling, body.logprobs)
+    scores = bool(body.echo) and body.logprobs is not None
+    asked = AskedTexts(encoded, max_tokens, sampling, scores=scores, **drawing(body))
+    return Texts(served, caller, asked), echoed
+
+
+class _Completion:
+    """The answer to a request, whole or in chunks."""
+
+    def __init__(self, served: ServedModel, body: CompletionBody, texts: Texts, shown: list[str]):
+        self._texts, self._shown = texts, shown
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": served.name,
+        }
+        self._logprobs = (
+            None if body.logprobs is None else [_Logprobs(served, body.logprobs) for _ in range(texts.count)]
+        )
+        self._begun: set[int] = set()
+
+    async def whole(self) -> CompletionAnswer:
+        """Return all continuations."""
+        choices = [self._choice(index, "", None) for index in range(self._texts.count)]
+        pieces: list[list[str]] = [[] for _ in choices]
+        async for delta in self._texts.deltas():
+            pieces[delta.index].append(self._added(delta))
+            choices[delta.index]["finish_reason"] = delta.finish_reason
+        for index, choice in enumerate(choices):
+            choice["text"] = "".join(pieces[index])
+            choice["logprobs"] = self._logprobs and self._logprobs[index].taken()
+        return {**self._head, "choices": choices, "usage": self._texts.usage}
+
+    async def chunks(self, includes_usage: bool) -> AsyncIterator[CompletionAnswer]:
+        """Yield what is drawn, chunk by chunk."""
+        usage = {"usage": None} if includes_usage else {}
+        async for delta in self._texts.deltas():
+            text = self._added(delta)
+            if text or delta.finish_reason or self._logprobs:
+                logprobs = self._logprobs and self._logprobs[delta.index].taken()
+                choice = self._choice(delta.index, text, delta.finish_reason, logprobs)
+                yield {**self._head, "choices": [choice], **usage}
+        if includes_usage:
+            yield {**self._head, "choices": [], "usage": self._texts.usage}
+
+    def _added(self, delta: TextDelta) -> str:
+        """Return the text of a delta, with its prompt before the first, and note its log-probabilities."""
+        index, text = delta.index, delta.text
+        logprobs = self._logprobs and self._logprobs[index]
+        if self._shown and index not in self._begun:
+            self._begun.add(index)
+            text = self._shown[index // self._texts.asked.n] + text
+            if logprobs:
+                logprobs.add(TokenShown(self._texts.asked.prompts[index // self._texts.asked.n][0], None, ()))
+                for token in self._texts.prompt_scores[index]:
+                    logprobs.add(token)
+        if logprobs and delta.token:
+            logprobs.add(delta.token)
+        return text
+
+    def _choice(
+        self, index: int, text: str, finish_reason: Any, logprobs: CompletionLogprobs | None = None
+    ) -> CompletionChoice:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+class _Logprobs:
+    """The log-probabilities of one continuation, those that were not taken yet."""
+
+    def __init__(self, served: ServedModel, top: int):
+        self._served, self._top, self._offset = served, top, 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._controls = frozenset(served.tokenizer.controls.values())
+        self._tokens: list[tuple[TokenShown, int]] = []
+
+    def add(self, token: TokenShown) -> None:
+        """Add a token. Names of control tokens are not part of the text."""
+        content = b"" if token.id in self._controls else self._served.token_bytes(token.id)
+        if content and content[0] & 0xC0 != 0x80:  # a character begins: the one before is whole, or never will be
+            self._offset += len(self._decoder.decode(b"", final=True))
+        self._tokens.append((token, self._offset))
+        self._offset += len(self._decoder.decode(content))
+
+    def taken(self) -> CompletionLogprobs:
+        """Return those of the tokens since it was called last."""
+        taken, self._tokens = self._tokens, []
+        return {
+            "tokens": [self._name(token.id) for token, _ in taken],
+            "token_logprobs": [token.logprob for token, _ in taken],
+            "top_logprobs": [self._likeliest(token) for token, _ in taken] if self._top else None,
+            "text_offset": [offset for _, offset in taken],
+        }
+
+    def _likeliest(self, token: TokenShown) -> dict[str, float] | None:
+        """Return the likeliest tokens, and the token itself; of several with one name the likeliest."""
+        if token.logprob is None:
+            return None
+        found: dict[str, float] = {}
+        for id, logprob in (*token.top, (token.id, token.logprob)):
+            found.setdefault(self._name(id), logprob)
+        return found
+
+    def _name(self, id: int) -> str:
+        """Return a token as text; a part of a character as OpenAI's API spells it."""
+        content = self._served.token_bytes(id)
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)

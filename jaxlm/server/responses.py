@@ -1,0 +1,277 @@
+"""/v1/responses, without memory: an answer to a conversation that is sent whole each time."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from typing import Annotated, Any, Literal, NotRequired
+
+from anyio import to_thread
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from jaxlm.server.events import Streamed
+from jaxlm.server.messages import MessageBody, TextPart, encoded_conversation
+from jaxlm.server.refusals import Refusal
+from jaxlm.server.schema import RequestBody, SamplingBody, in_words, neutral
+from jaxlm.server.served import Caller, ServedModel
+from jaxlm.server.texts import AskedTexts, Texts
+
+_NO_MEMORY = "nothing is stored; send the whole conversation"
+_NO_TOOLS = "tools are those of /v1/chat/completions alone"
+
+
+class ResponsePart(RequestBody):
+    """A part of a message: text that is said to the model, or that it has said."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: neutral([], why="they are no part of what a template shows") = None
+    logprobs: neutral([], why="they are no part of what a template shows") = None
+
+
+class ResponseItem(RequestBody):
+    """A message of a conversation."""
+
+    type: Literal["message"] | None = None
+    """There are no others than messages."""
+    role: Literal["system", "developer", "user", "assistant"]
+    """Who says it."""
+    content: Annotated[
+        str | list[ResponsePart],
+        in_words('a text, or a list of parts such as {"type": "input_text", "text": "Hello"}'),
+    ]
+    """A text; parts are lines of one."""
+    id: str | None = None
+    """Of a message that was answered before; nothing depends on it."""
+    status: str | None = None
+    """Of such a message; nothing depends on it."""
+
+
+class ReasoningOptions(RequestBody):
+    """Options of reasoning, which the models here do not have."""
+
+    effort: neutral(why="the models here have no such dial") = None
+    summary: neutral(why="the models here have no such dial") = None
+
+
+class TextOptions(RequestBody):
+    """Options of the text of an answer."""
+
+    format: neutral({"type": "text"}, why="answers are not held to a grammar yet") = None
+    verbosity: neutral("medium", why="the models here have no such dial") = None
+
+
+class ResponsesBody(SamplingBody):
+    """A request for an answer."""
+
+    input: Annotated[str | list[ResponseItem], Field(union_mode="left_to_right")]
+    """What the user says, or a whole conversation."""
+    instructions: str | None = None
+    """A system message before it."""
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    """The most tokens of the answer; what the context leaves where it is not given."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    """Of the random numbers."""
+    cache_salt: str | None = None
+    """Prefixes of prompts are found again under one salt alone; keys of the API are salts already."""
+    text: TextOptions | None = None
+    """Options of the text."""
+    reasoning: ReasoningOptions | None = None
+    """Options of reasoning."""
+    previous_response_id: neutral(why=_NO_MEMORY) = None
+    conversation: neutral(why=_NO_MEMORY) = None
+    background: neutral(False, why=_NO_MEMORY) = None
+    include: neutral([], why="an answer has its text alone") = None
+    prompt: neutral(why="there are no prompts by reference") = None
+    tools: neutral([], why=_NO_TOOLS) = None
+    tool_choice: neutral("none", "auto", why=_NO_TOOLS) = None
+    max_tool_calls: neutral(why=_NO_TOOLS) = None
+    parallel_tool_calls: bool | None = None
+    """Nothing depends on it without tools."""
+    top_logprobs: neutral(0, why="an answer has its text alone") = None
+    truncation: neutral("disabled", why="a conversation that does not fit is refused") = None
+    service_tier: neutral("auto", "default", why="there is one tier") = None
+    prompt_cache_key: str | None = None
+    """A hint where prompts may be found again, of which nothing is needed here."""
+    safety_identifier: str | None = None
+    """A name for the caller's end user; nothing depends on it."""
+
+
+class ResponseUsage(TypedDict):
+    """Tokens that were read and drawn."""
+
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class ResponseAnswer(TypedDict):
+    """An answer, with what it was asked."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete"]
+    error: None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, Any]
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str
+    tools: list[Any]
+    top_p: float
+    truncation: str
+    usage: ResponseUsage | None
+
+
+class ResponseEvent(TypedDict):
+    """A part of an answer, or the whole of it at its beginning and end, by its `type`."""
+
+    type: str
+    sequence_number: int
+    response: NotRequired[ResponseAnswer]
+    item_id: NotRequired[str]
+    output_index: NotRequired[int]
+    content_index: NotRequired[int]
+    item: NotRequired[dict[str, Any]]
+    part: NotRequired[dict[str, Any]]
+    delta: NotRequired[str]
+    text: NotRequired[str]
+    logprobs: NotRequired[list[Any]]
+
+
+async def respond(served: ServedModel, caller: Caller, body: ResponsesBody) -> ResponseAnswer | Streamed:
+    """Answer a request."""
+    if body.stream_options is not None and body.stream_options.include_usage is not None:
+        raise Refusal("the last event of a stream has its usage; leave include_usage out", param="stream_options")
+    body.includes_usage  # noqa: B018  refuses options of a stream without one
+    texts = await to_thread.run_sync(_texts, served, caller, body)
+    answer = _Response(served, body, texts)
+    if body.stream:
+        texts.begin()
+        return Streamed(texts, answer.events())
+    async with texts:
+        async for _ in answer.events():
+            pass
+    return answer.whole()
+
+
+def _texts(served: ServedModel, caller: Caller, body: ResponsesBody) -> Texts:
+    messages = [MessageBody(role="system", content=body.instructions)] if body.instructions else []
+    if isinstance(body.input, str):
+        messages.append(MessageBody(role="user", content=body.input))
+    else:
+        messages += [MessageBody(role=item.role, content=_content(item)) for item in body.input]
+    if not messages:
+        raise Refusal("input is empty; say something", param="input")
+    prompt = encoded_conversation(served, messages)
+    assert served.chat_template is not None
+    asked = AskedTexts(
+        [prompt],
+        body.max_output_tokens,
+        body.sampling(served.sampling, None),
+        seed=body.seed,
+        ends=served.chat_template.ends,
+        salt=body.cache_salt,
+        is_answer=True,
+    )
+    return Texts(served, caller, asked)
+
+
+def _content(item: ResponseItem) -> str | list[TextPart]:
+    if isinstance(item.content, str):
+        return item.content
+    return [TextPart(type="text", text=part.text) for part in item.content]
+
+
+class _Response:
+    """An answer while it is drawn."""
+
+    def __init__(self, served: ServedModel, body: ResponsesBody, texts: Texts):
+        self._body, self._texts = body, texts
+        self._id, self._item_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
+        self._created, self._model = int(time.time()), served.name
+        self._text, self._status, self._events = "", "in_progress", 0
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield the events of a stream, and gather the answer."""
+        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        for name in ("created", "in_progress"):
+            yield self._event(name, response=self.whole())
+        yield self._event("output_item.added", output_index=0, item=self._item([]))
+        yield self._event("content_part.added", **place, part=self._part())
+        finish_reason = None
+        async for delta in self._texts.deltas():
+            self._text, finish_reason = self._text + delta.text, delta.finish_reason
+            if delta.text:
+                yield self._event("output_text.delta", **place, delta=delta.text, logprobs=[])
+        self._status = "incomplete" if finish_reason == "length" else "completed"
+        for event in self._last(place):
+            yield event
+
+    def _last(self, place: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        yield self._event("output_text.done", **place, text=self._text, logprobs=[])
+        yield self._event("content_part.done", **place, part=self._part())
+        yield self._event("output_item.done", output_index=0, item=self._item([self._part()]))
+        yield self._event(self._status, response=self.whole())
+
+    def whole(self) -> ResponseAnswer:
+        """Return the answer as far as it is there."""
+        body, asked, is_done = self._body, self._texts.asked, self._status != "in_progress"
+        usage = self._texts.usage
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": self._status,  # type: ignore[typeddict-item]
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self._model,
+            "output": [self._item([self._part()])] if is_done else [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": asked.sampling.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": 1.0 if asked.sampling.top_p is None else asked.sampling.top_p,
+            "truncation": "disabled",
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            }
+            if is_done
+            else None,
+        }
+
+    def _item(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._item_id,
+            "type": "message",
+            "role": "assistant",
+            "status": self._status,
+            "content": content,
+        }
+
+    def _part(self) -> dict[str, Any]:
+        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
+
+    def _event(self, name: str, **content: Any) -> dict[str, Any]:
+        number, self._events = self._events, self._events + 1
+        return {"type": f"response.{name}", "sequence_number": number, **content}

@@ -1,0 +1,217 @@
+"""Bodies of requests: what each may hold, refused by name otherwise. Imports no JAX.
+
+Values that clients send unasked and that change nothing are accepted; nothing else is taken and ignored.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Collection
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, WrapValidator
+from pydantic import model_validator as validator
+from pydantic_core import PydanticCustomError
+
+from jaxlm.core.errors import InputError
+from jaxlm.inference.requests import Sampling
+from jaxlm.server.refusals import Refusal
+
+Body = TypeVar("Body", bound="RequestBody")
+
+_MEMBER = re.compile(r"str|list\[.*\]")  # of a union, in the place of an error
+
+MAX_STOPS = 16  # stop strings of a request
+MAX_CHOICES = 128  # continuations of a prompt, as many as OpenAI's API gives
+
+
+def neutral(*values: Any, why: str) -> Any:
+    """Return the type of a parameter of which only values that change nothing are supported; None always is.
+
+    Args:
+      values: lists, tables and scalars.
+      why: it is not supported, after "is not supported: ".
+    """
+    shown = " or ".join(["null", *map(json.dumps, values)])
+
+    def check(value: Any) -> Any:
+        if value is None or any(_is_number(value) == _is_number(known) and value == known for known in values):
+            return value
+        raise PydanticCustomError("unsupported", f"is not supported: {why}; leave it out, or give {shown}")
+
+    return Annotated[Any, AfterValidator(check), WithJsonSchema({"enum": [None, *values]})]
+
+
+def in_words(words: str) -> WrapValidator:
+    """Return a validator that says in words what a union takes, in place of an error for each of its members."""
+
+    def check(value: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("wrong_type", f"must be {words}") from None
+
+    return WrapValidator(check)
+
+
+class RequestBody(BaseModel):
+    """A table of a request. Unknown parameters are refused, with the nearest name."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            for name in values:
+                if name not in cls.model_fields:
+                    near = difflib.get_close_matches(str(name), cls.model_fields, 1)
+                    hint = f"; did you mean {near[0]!r}?" if near else ""
+                    message = f"unknown parameter {name!r}{hint}"
+                    raise PydanticCustomError("unknown_parameter", "{message}", {"message": message, "name": name})
+        return values
+
+
+class StreamOptions(RequestBody):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+    """Send the tokens that were read and drawn, in a chunk before the last."""
+    include_obfuscation: neutral(False, why="nothing is padded against observers of the network") = None
+
+
+class SamplingBody(RequestBody):
+    """The parameters of every request for text."""
+
+    model: str
+    """The model's name, as /v1/models gives it."""
+    temperature: float | None = None
+    """0 takes the likeliest token."""
+    top_p: float | None = None
+    """Draw among the fewest tokens that hold this much of the probability."""
+    top_k: int | None = None
+    """Draw among the likeliest tokens; 0 and -1 among all."""
+    min_p: float | None = None
+    """Draw among tokens at least this many times as likely as the likeliest; 0 among all."""
+    stream: bool | None = None
+    """Send text as it is drawn, by server-sent events."""
+    stream_options: StreamOptions | None = None
+    """Of a stream alone."""
+    user: str | None = None
+    """A name for the caller's end user; nothing depends on it."""
+    metadata: dict[str, Any] | None = None
+    """Notes of the caller; nothing depends on them."""
+    store: neutral(False, why="nothing is stored") = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Return whether a stream ends with its usage. Raises Refusal for options of a stream without one."""
+        if self.stream_options is not None and not self.stream:
+            raise Refusal("stream_options are those of a stream; add stream = true", param="stream_options")
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def sampling(self, published: Sampling, logprobs: int | None) -> Sampling:
+        """Return how tokens are drawn; what the body leaves open is as `published`. Raises Refusal for values without
+        meaning."""
+        options = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        given = {name: value for name in options if (value := getattr(self, name, None)) is not None}
+        if (bias := getattr(self, "logit_bias", None)) is not None:
+            given["logit_bias"] = bias or None
+        if self.top_k is not None:
+            given["top_k"] = None if self.top_k in (0, -1) else self.top_k
+        if self.min_p is not None:
+            given["min_p"] = self.min_p or None
+        try:
+            return published._replace(**given, logprobs=logprobs).check()
+        except InputError as error:
+            raise Refusal(str(error), param=str(error).partition(" ")[0]) from None
+
+
+class DrawingBody(SamplingBody):
+    """The parameters of requests for completions and answers."""
+
+    repetition_penalty: float | None = None
+    """Divide positive logits of tokens before by this, and multiply others."""
+    presence_penalty: float | None = None
+    """Subtract this from logits of tokens that were drawn before."""
+    frequency_penalty: float | None = None
+    """Subtract this for each time that a token was drawn."""
+    logit_bias: dict[Annotated[int, Field(strict=False)], float] | None = None  # JSON's names are texts
+    """What is added to the logits of token ids."""
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """Continuations of each prompt."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    """Of the random numbers: the same request has the same answer, whatever is served beside it. Without it each
+    prompt has another."""
+    stop: Annotated[
+        str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None,
+        in_words(f"a text, or a list of at most {MAX_STOPS} texts"),
+    ] = None
+    """The text ends before the first of these."""
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=1024)] | None = None
+    """Ids that end the text too."""
+    cache_salt: str | None = None
+    """Prefixes of prompts are found again under one salt alone; keys of the API are salts already."""
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        stops = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        if "" in stops:
+            raise Refusal("stop = '' would end every text; give at least one character", param="stop")
+        return stops
+
+
+def drawing(body: DrawingBody) -> dict[str, Any]:
+    """Return what a body says of how many texts are drawn and what ends them, as `AskedTexts` has it."""
+    return {
+        "n": body.n or 1,
+        "seed": body.seed,
+        "stop": body.stops,
+        "ends": tuple(body.stop_token_ids or ()),
+        "salt": body.cache_salt,
+    }
+
+
+def parsed(body: type[Body], content: bytes) -> Body:
+    """Return the body of a request. Raises Refusal for what is no JSON, or not what the body may hold."""
+    try:
+        return body.model_validate_json(content)
+    except ValidationError as error:
+        raise _refusal(error) from None
+    except RecursionError:
+        raise Refusal("the body is nested too deeply", code="invalid_json") from None
+
+
+def _refusal(error: ValidationError) -> Refusal:
+    """Return the first of the errors as one line that begins with the parameter; of a union's, the deepest."""
+    errors = error.errors(include_url=False, include_input=False)
+    first = max((each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]), key=lambda each: len(each["loc"]))
+    place = ".".join(str(part) for part in first["loc"] if not _MEMBER.fullmatch(str(part)))
+    message = first["msg"][:1].lower() + first["msg"][1:]
+    match first["type"]:
+        case "json_invalid":
+            return Refusal(f"the body is not valid JSON: {message}", code="invalid_json")
+        case "unknown_parameter":
+            param = f"{place}.{first['ctx']['name']}".lstrip(".")
+            return Refusal(f"{place}: {message}" if place else message, param=param, code="unknown_parameter")
+        case "unsupported":
+            return Refusal(f"{place} {message}", param=place, code="unsupported_parameter")
+        case "missing":
+            return Refusal(f"{place} is missing", param=place, code="missing_parameter")
+    return Refusal(f"{place}: {message}" if place else message, param=place or None)
+
+
+def check_model(given: str, names: Collection[str]) -> None:
+    """Raise Refusal for a model that is not served."""
+    if given not in names:
+        raise Refusal(
+            f"there is no model {given!r} here; it has {', '.join(map(repr, names))}",
+            404,
+            param="model",
+            code="model_not_found",
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,94 @@
+"""The model that a server serves, and the limits of what it is asked."""
+
+import hashlib
+import hmac
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from jaxlm.data.chat_template import ChatTemplate
+from jaxlm.data.tokenizers import Tokenizer
+from jaxlm.inference.requests import Sampling
+from jaxlm.inference.service import EngineService
+from jaxlm.server.refusals import Refusal
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """The most that one request may take.
+
+    Attributes:
+      body_bytes: of its body.
+      seconds: from its arrival to the end of its answer.
+      stalled_seconds: that a step of the engine may take before the server calls itself unhealthy.
+    """
+
+    body_bytes: int = 8 << 20
+    seconds: float = 3600.0
+    stalled_seconds: float = 60.0
+
+
+class Caller(NamedTuple):
+    """A caller: `salt` keeps what they say from being found in the cache by others."""
+
+    salt: bytes = b""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model under its name, with the service that runs it.
+
+    Attributes:
+      chat_template: None where it has none, and answers no messages.
+      sampling: where a request leaves it open.
+      exact: whether a request has the same numbers to the bit whatever is served beside it (`Engine.check`).
+      keys: of the API, one of which each request must show; without any, none.
+      created: seconds since 1970.
+    """
+
+    name: str
+    service: EngineService
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None = None
+    sampling: Sampling = Sampling()
+    exact: bool = False
+    limits: ServerLimits = ServerLimits()
+    keys: Collection[str] = ()
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def token_bytes(self) -> Callable[[int], bytes]:
+        """A function that returns the bytes of a token."""
+        return lru_cache(1 << 16)(self.tokenizer.bytes_of)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a prompt with its continuation, but for the last."""
+        return self.service.engine.longest
+
+    def room(self, prompt_tokens: int) -> int:
+        """Return how many tokens may follow a prompt; the last one is drawn and never read. At least 1, for a prompt
+        that is too long to be refused as such."""
+        return max(self.longest - prompt_tokens + 1, 1)
+
+    def caller(self, authorization: str | None) -> Caller:
+        """Return who shows this header. Raises Refusal for none of the keys, compared in constant time."""
+        if not self.keys:
+            return Caller()
+        scheme, _, given = (authorization or "").partition(" ")
+        digest = _digest(given.strip())
+        known = [hmac.compare_digest(digest, _digest(key)) for key in self.keys]  # all of them, whichever it is
+        if scheme.lower() != "bearer" or not any(known):
+            raise Refusal(
+                "a key of this server is missing or wrong; send it as Authorization: Bearer KEY",
+                401,
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return Caller(digest)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

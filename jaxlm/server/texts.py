@@ -1,0 +1,264 @@
+"""The continuations that one request asks for, as text, while the engine draws them."""
+
+import hashlib
+import secrets
+from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from typing_extensions import TypedDict
+
+from jaxlm.core.errors import InputError
+from jaxlm.inference.continuation import ContinuationText
+from jaxlm.inference.engine import EngineEvent
+from jaxlm.inference.requests import Request, Sampling, check_biases, check_prompts
+from jaxlm.inference.runner import Scores
+from jaxlm.inference.service import EventStream
+from jaxlm.server.refusals import Refusal
+from jaxlm.server.served import Caller, ServedModel
+from jaxlm.server.tools import CalledFunction, CallFormat, CallsText
+
+
+class PromptDetails(TypedDict):
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    """Tokens that were read and drawn; each prompt counts once, whatever `n`, and an id that ends a text does not."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class AskedCalls(NamedTuple):
+    """The calls that answers may hold: the form in which the model writes them, the names of the functions, and whether
+    one answer may have several."""
+
+    form: CallFormat
+    names: Collection[str]
+    parallel: bool = True
+
+
+@dataclass(frozen=True)
+class AskedTexts:
+    """Prompts to continue, and how.
+
+    Attributes:
+      max_tokens: the most tokens to follow each prompt; None is what the context leaves, and 0 draws none.
+      n: continuations of each.
+      seed: of the random numbers of each prompt; None draws one for each.
+      ends: ids that end a text beside the tokenizer's.
+      salt: divides what is found in the cache beside the caller's.
+      is_answer: a text of its own, which does not continue the prompt's last word.
+      calls: what calls of functions an answer may hold; None: it is text alone.
+      scores: also give the log-probabilities of the prompts' tokens.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    max_tokens: int | None
+    sampling: Sampling
+    n: int = 1
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    ends: Collection[int] = ()
+    salt: str | None = None
+    is_answer: bool = False
+    calls: AskedCalls | None = None
+    scores: bool = False
+
+
+class TokenShown(NamedTuple):
+    """A token with its ln p, and the likeliest ones with theirs, as far as the request asks for them."""
+
+    id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...]
+
+
+class TextDelta(NamedTuple):
+    """The text that a token adds to the continuation of an index, and why it ended. `token` is None where an id ended
+    it, which is not shown; `text` may be empty while it is held back. `calls` are of functions, each whole."""
+
+    index: int
+    text: str
+    token: TokenShown | None
+    finish_reason: str | None
+    calls: tuple[CalledFunction, ...] = ()
+
+
+class Texts:
+    """The continuations of a request: `n` of its first prompt, then of the next. A context, which submits them, and
+    cancels at its end what has not ended.
+
+    It may be made in any thread. Raises Refusal for what cannot be served, and `begin` what `EngineService.stream`
+    raises.
+
+    Attributes:
+      prompt_scores: for each index, of the prompt's tokens after the first what their draws would have shown, once its
+        first delta is there; empty unless they are asked for.
+    """
+
+    def __init__(self, served: ServedModel, caller: Caller, asked: AskedTexts):
+        self.served, self.asked = served, asked
+        engine, count = served.service.engine, len(asked.prompts) * asked.n
+        if count > engine.settings.max_queued:
+            raise Refusal(f"{count} texts are more than the queue takes, {engine.settings.max_queued}; ask for fewer")
+        try:
+            check_biases(engine.model, asked.sampling)
+        except InputError as error:
+            raise Refusal(str(error), param="logit_bias") from None
+        limits = [
+            served.room(len(prompt)) if asked.max_tokens is None else asked.max_tokens for prompt in asked.prompts
+        ]
+        for place, prompt in enumerate(asked.prompts):
+            _check(served, prompt, limits[place], "" if len(asked.prompts) == 1 else f"prompt {place}: ")
+        scores_from = 0 if asked.scores else None
+        self._requests = [
+            Request(
+                prompt,
+                max(limit, 1),
+                asked.sampling,
+                asked.stop,
+                sample,
+                frozenset(asked.ends),
+                scores_from=scores_from,
+            )
+            for prompt, limit in zip(asked.prompts, limits, strict=True)
+            for sample in range(asked.n)
+        ]
+        self._seeds = [
+            seed
+            for seed in [secrets.randbits(32) if asked.seed is None else asked.seed for _ in asked.prompts]
+            for _ in range(asked.n)
+        ]
+        self._salt = caller.salt
+        if asked.salt is not None:
+            self._salt = hashlib.sha256(b"key" + caller.salt + b"salt" + asked.salt.encode()).digest()
+        self._texts = [_text_of(served, request, asked) for request in self._requests]
+        self._called: set[int] = set()
+        self._scored = [_PromptScores(len(request.prompt)) for request in self._requests] if asked.scores else []
+        self.prompt_scores: list[list[TokenShown]] = [[] for _ in self._requests]
+        self._prompt_tokens = sum(map(len, asked.prompts))
+        self._cached_tokens = self._completion_tokens = 0
+        self._stream: EventStream | None = None
+
+    def begin(self) -> None:
+        """Submit all, or raise why not."""
+        self._stream = self.served.service.stream(self._requests, seeds=self._seeds, salt=self._salt)
+
+    async def __aenter__(self) -> "Texts":
+        if self._stream is None:
+            self.begin()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel what has not ended."""
+        if self._stream is not None:
+            self._stream.close()
+
+    @property
+    def count(self) -> int:
+        """The number of continuations."""
+        return len(self._texts)
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens so far."""
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": self._prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
+        }
+
+    async def deltas(self) -> AsyncIterator[TextDelta]:
+        """Yield what is drawn, until all continuations have ended. Raises Refusal where one fails."""
+        assert self._stream is not None
+        begun = set()
+        async for index, event in self._stream:
+            if event.end == "error":
+                raise Refusal(f"the model failed: {event.error}", 500, code="generation_failed")
+            if event.scores is not None:
+                self._scored[index].add(event.scores)
+                continue
+            if index not in begun:
+                begun.add(index)
+                self._begin(index, event)
+            yield self._delta(index, event)
+
+    def _begin(self, index: int, event: EngineEvent) -> None:
+        if index % self.asked.n == 0:
+            self._cached_tokens += event.cached
+        if self._scored:
+            prompt = self.asked.prompts[index // self.asked.n]
+            self.prompt_scores[index] = self._scored[index].shown(prompt, bool(self.asked.sampling.logprobs))
+
+    def _delta(self, index: int, event: EngineEvent) -> TextDelta:
+        if self.asked.max_tokens == 0:
+            return TextDelta(index, "", None, "length")
+        text, end, piece, token = self._texts[index], event.end, "", None
+        if event.token is not None:
+            self._completion_tokens += 1
+            token = TokenShown(event.token, event.logprob, event.top)
+            piece = text.add(event.token)
+        if end and not text.stopped:
+            piece += text.rest()
+        calls = text.taken() if isinstance(text, CallsText) else ()
+        if calls:
+            self._called.add(index)
+        if self._stream and (text.stopped or (calls and self.asked.calls and not self.asked.calls.parallel)):
+            self._stream.finish(index)
+            end, calls = "stop", calls[:1] if self.asked.calls and not self.asked.calls.parallel else calls
+        return TextDelta(index, piece, token, "tool_calls" if end == "stop" and index in self._called else end, calls)
+
+
+def _text_of(served: ServedModel, request: Request, asked: AskedTexts) -> ContinuationText | CallsText:
+    if asked.calls:
+        return CallsText(served.tokenizer, request, asked.calls.form, asked.calls.names)
+    # What ends it does not say whether it is an answer.
+    return ContinuationText(served.tokenizer, request if asked.is_answer else request._replace(ends=None))
+
+
+class _PromptScores:
+    """The log-probabilities of a prompt's tokens, as chunks of them come, of some a second time."""
+
+    def __init__(self, tokens: int):
+        self._logprob, self._best_logprob = np.zeros((2, tokens), np.float32)
+        self._best = np.zeros(tokens, np.int32)
+
+    def add(self, scores: Scores) -> None:
+        """Take a chunk."""
+        rows = slice(scores.first, scores.first + len(scores.logprob))
+        self._logprob[rows], self._best[rows] = scores.logprob, scores.likeliest
+        self._best_logprob[rows] = scores.likeliest_logprob
+
+    def shown(self, prompt: Sequence[int], likeliest: bool) -> list[TokenShown]:
+        """Return each token after the first with its log-probability, and the likeliest one if asked."""
+        rows = zip(prompt[1:], self._logprob.tolist(), self._best.tolist(), self._best_logprob.tolist(), strict=False)
+        return [TokenShown(id, ln_p, ((best, most),) if likeliest else ()) for id, ln_p, best, most in rows]
+
+
+def _check(served: ServedModel, prompt: Sequence[int], max_tokens: int, where: str) -> None:
+    model = served.service.engine.model
+    try:
+        if len(prompt) <= model.context_length:  # a longer one is refused below
+            check_prompts(model, [prompt], 1)
+    except InputError as error:
+        raise Refusal(f"{where}{error}", param="prompt") from None
+    needs = len(prompt) + max(max_tokens, 1) - 1
+    if needs > served.longest:
+        raise Refusal(
+            f"{where}a prompt of {len(prompt)} tokens and max_tokens = {max_tokens} exceed the {served.longest} tokens "
+            f"that a text may have here; shorten the prompt, or ask for at most {served.longest - len(prompt) + 1}"
+            if len(prompt) <= served.longest
+            else f"{where}a prompt of {len(prompt)} tokens exceeds the {served.longest} that a text may have here; "
+            "shorten it",
+            param="max_tokens" if len(prompt) <= served.longest else "prompt",
+            code="context_length_exceeded",
+        )

@@ -1,0 +1,95 @@
+"""/tokenize, /detokenize and /tokenizer_info: texts as the model's token ids, and back."""
+
+from typing import Annotated
+
+from anyio import to_thread
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from jaxlm.server.messages import MessageBody, encoded_conversation
+from jaxlm.server.refusals import Refusal
+from jaxlm.server.schema import RequestBody
+from jaxlm.server.served import Caller, ServedModel
+
+
+class TokenizeBody(RequestBody):
+    """A request for the token ids of a text, or of a conversation."""
+
+    model: str | None = None
+    """The model's name, as /v1/models gives it."""
+    prompt: str | None = None
+    """A text."""
+    messages: list[MessageBody] | None = None
+    """A conversation, as the chat template shows it up to where the answer begins."""
+    add_special_tokens: bool | None = None
+    """Begin a text with the ids that begin a document (true)."""
+
+
+class TokenizeAnswer(TypedDict):
+    """Token ids, their number, and the most that a text may have."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeBody(RequestBody):
+    """A request for the text of token ids."""
+
+    model: str | None = None
+    """The model's name, as /v1/models gives it."""
+    tokens: list[Annotated[int, Field(ge=0)]]
+    """Token ids."""
+
+
+class DetokenizeAnswer(TypedDict):
+    """A text, with the names of control tokens."""
+
+    prompt: str
+
+
+async def tokenize(served: ServedModel, caller: Caller, body: TokenizeBody) -> TokenizeAnswer:
+    """Answer with the token ids of a text."""
+    if (body.prompt is None) == (body.messages is None):
+        raise Refusal("give one of prompt and messages", param="prompt")
+    if body.messages is not None and body.add_special_tokens is not None:
+        raise Refusal("add_special_tokens is of a prompt: a template begins as it does", param="add_special_tokens")
+
+    def ids() -> list[int]:
+        if body.messages is not None:
+            return encoded_conversation(served, body.messages)
+        begins = body.add_special_tokens is not False
+        text = body.prompt or ""
+        return served.tokenizer.encode_prompt(text) if begins else served.tokenizer.encode(text)
+
+    found = await to_thread.run_sync(ids)
+    return {"tokens": found, "count": len(found), "max_model_len": served.longest}
+
+
+async def detokenize(served: ServedModel, caller: Caller, body: DetokenizeBody) -> DetokenizeAnswer:
+    """Answer with the text of token ids."""
+    size = served.service.engine.model.vocab_size
+    if (strange := next((token for token in body.tokens if token >= size), None)) is not None:
+        raise Refusal(f"token id {strange} is outside the vocabulary, 0 to {size - 1}", param="tokens")
+    return {"prompt": await to_thread.run_sync(served.tokenizer.spelled_out, body.tokens)}
+
+
+class TokenizerInfo(TypedDict):
+    """A tokenizer as clients that count tokens ask for it: its control tokens by name, and the chat template."""
+
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: str | None
+
+
+def tokenizer_info(served: ServedModel) -> TokenizerInfo:
+    """Return what a client may know of the tokenizer."""
+    tokenizer, template = served.tokenizer, served.chat_template
+    end = next(iter(sorted(tokenizer.ends)), None) if tokenizer.separator is None else tokenizer.separator
+    return {
+        "tokenizer_class": "tokenizers.Tokenizer",
+        "bos_token": tokenizer.name_of(tokenizer.begin[0]) if tokenizer.begin else None,
+        "eos_token": None if end is None else tokenizer.name_of(end),
+        "chat_template": template and template.source,
+    }

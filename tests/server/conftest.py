@@ -1,0 +1,53 @@
+"""One tiny model behind a server over loopback, for all tests of the server."""
+
+import meshes
+import model_fixtures
+import openai
+import pytest
+import tokenizer_fixtures
+from serving import CONTEXT, serving
+
+from jaxlm.inference.engine import Engine
+from jaxlm.inference.settings import EngineSettings
+from jaxlm.models import tree
+
+SETTINGS = EngineSettings(slots=8, page=32, chunk_tokens=64, max_queued=64)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return tokenizer_fixtures.chatml()
+
+
+@pytest.fixture(scope="session")
+def engine(tokenizer):
+    """An engine of random weights: its texts are random bytes, few of which are characters."""
+    vocabulary = 264  # more rows than tokens
+    model = model_fixtures.model(vocab_size=vocabulary, context_length=CONTEXT)
+    parameters = tree.init(model, 0, meshes.make())
+    # No id ends every text: so the tests know how long each is.
+    engine = Engine(model, parameters, meshes.make(), SETTINGS, known=tokenizer.known(vocabulary))
+    engine.warm(scores=True)
+    return engine
+
+
+@pytest.fixture(scope="session")
+def server(engine, tokenizer):
+    with serving(engine, tokenizer) as (served, url):
+        yield served, url
+
+
+@pytest.fixture(scope="session")
+def client(server):
+    _, url = server
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request):
+    """No page is in use after a test of the server."""
+    yield
+    if "server" in request.fixturenames:
+        served, _ = request.getfixturevalue("server")
+        assert not any(served.service.engine.pages.held)

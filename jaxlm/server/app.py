@@ -4,13 +4,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from anyio import to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from jaxlm.server.endpoints import ENDPOINTS, PREFIX, Endpoint
@@ -23,6 +24,11 @@ from jaxlm.server.schema import check_model, parsed
 from jaxlm.server.served import ServedModel
 from jaxlm.server.tokens import tokenizer_info
 
+_PAGE = Path(__file__).with_name("page.html")
+_ALLOWED = (  # of the page: what it holds itself, and this server
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+)
 _SMALL = 1 << 16  # bytes that are read in no time
 
 _log = logging.getLogger("jaxlm.server")
@@ -36,6 +42,7 @@ def make_app(served: ServedModel, metrics: ServerMetrics) -> Starlette:
         routes += _both(endpoint.path, server.posted(endpoint), "POST")
     routes += _both("/models", server.read(lambda request: JSONResponse(models_list(served))), "GET")
     routes += _both("/models/{name:path}", server.read(server.model), "GET")
+    routes.append(Route("/", server.page, methods=["GET"]))
     routes += _both("/tokenizer_info", server.read(lambda request: JSONResponse(tokenizer_info(served))), "GET")
     routes += _both("/metrics", server.read(server.metrics), "GET")
     routes += _both("/health", server.read(server.health, is_open=True), "GET")
@@ -138,6 +145,10 @@ class _Server:
                 return self._refusal(error).response()
 
         return handler
+
+    async def page(self, request: Request) -> Response:
+        """Answer with a page to try the model on, which speaks with this server alone."""
+        return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": _ALLOWED})
 
     def model(self, request: Request) -> Response:
         """Answer with the model of a name."""

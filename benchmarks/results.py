@@ -25,6 +25,7 @@ _PACKAGES = (
     "flax",
     "optax",
     "torch",
+    "transformers",
     "triton",
     "numpy",
 )

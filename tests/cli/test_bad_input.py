@@ -90,7 +90,7 @@ def check(status: int, out: str, error: str, says: list[str]) -> None:
 ARGUMENTS = {
     "no command": ("", ["COMMAND"]),
     "misspelt command": ("trian good.toml", ["no command 'trian'", "did you mean train?"]),
-    "unknown command": ("serve run", ["serve", "train", "eval"]),
+    "unknown command": ("deploy run", ["deploy", "train", "serve"]),
     "no config": ("train", ["CONFIG"]),
     "unknown option": ("train good.toml --outt x", ["--outt", "--help"]),
     "config without a name": ("train ''", ["CONFIG", "'' is no path"]),

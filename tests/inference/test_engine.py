@@ -122,8 +122,13 @@ def test_greedy_tokens_are_those_of_the_full_pass(engine):
 
 
 def test_a_cache_too_small_for_all_changes_nothing(engine):
-    """Generations lose their pages to others and read all again; alone none does."""
-    asked = [request._replace(prompt=request.prompt[:20], max_tokens=130) for request in requests(6)]
+    """Generations lose their pages to others and read all again; alone none does. Penalties count what was drawn."""
+    asked = [
+        request._replace(
+            prompt=request.prompt[:20], max_tokens=130, sampling=request.sampling._replace(frequency_penalty=0.3)
+        )
+        for request in requests(6)
+    ]
     before = engine.preemptions
     together = served(engine, asked)
     assert engine.preemptions > before

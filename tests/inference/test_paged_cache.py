@@ -1,12 +1,14 @@
 """Pages of a cache: what rows write is read at its position, by their own sequence."""
 
 import jax.numpy as jnp
+import meshes
 import numpy as np
 
 from jaxlm.inference.paged_cache import PagedCache, PageLayout
 from jaxlm.models.cache import CacheEntry, Slot
 from jaxlm.models.operations import HEADS, Dropout, attention
 from jaxlm.models.rows import RowContext
+from jaxlm.parallel.rules import ENGINE
 from kernels_pallas.flash_attention import KeyRange, flash_attention
 
 PAGE, TILE, SHAPE = 8, 4, (2, 16)
@@ -37,4 +39,6 @@ def test_rows_write_to_and_read_from_their_own_sequence():
     query = jnp.asarray(draw.standard_normal((5, 1, 4, 16)).astype(np.float32))
     expected = flash_attention(query, view.arrays["key"], view.arrays["value"], key_range=rows.key_range)
     np.testing.assert_allclose(attention(query, view), expected, rtol=0, atol=1e-6)  # sums in another order
-    assert layout.page_bytes(0, jnp.dtype("float32")) == sum(x[0].nbytes for x in before.values())
+    assert layout.page_bytes(0, jnp.dtype("float32"), meshes.make(), ENGINE) == sum(
+        x[0].nbytes for x in before.values()
+    )

@@ -11,7 +11,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.inference.pages import Pages
 from jaxlm.inference.requests import Request, check_biases, check_prompts
 from jaxlm.inference.runner import TILE, PendingStep, Runner, Scores
-from jaxlm.inference.sampling import NO_TOKEN, NotFinite, not_finite
+from jaxlm.inference.sampling import NO_TOKEN, NotFinite
 from jaxlm.inference.scheduler import EndReason, NeverFits, Scheduler
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.models.config import Kernels, ModelConfig
@@ -168,8 +168,7 @@ class Engine:
         """Dispatch the next step, read the one before it, and return what happened: nothing where all is idle."""
         with self._lock:
             plan = self._scheduler.plan()
-            no_room = NeverFits("the cache has no room for it to go on, even alone")
-            events = [EngineEvent(failed.id, end="error", error=no_room) for failed in self._scheduler.failed()]
+            events = [EngineEvent(failed.id, end="error", error=_no_room()) for failed in self._scheduler.failed()]
         # A generation that is cancelled meanwhile has its rows computed and dropped.
         done, self._ahead = self._ahead, plan and self.runner.dispatch(plan)
         if done is None:
@@ -180,7 +179,7 @@ class Engine:
             for generation in done.plan.draws:
                 if tokens[generation.id] == NO_TOKEN and not generation.end:
                     self._scheduler.cancel(generation.id)
-                    events.append(EngineEvent(generation.id, end="error", error=NotFinite(not_finite())))
+                    events.append(EngineEvent(generation.id, end="error", error=NotFinite()))
             for chunk in done.plan.chunks:
                 if chunk.is_scored and not chunk.generation.end:
                     events.append(EngineEvent(chunk.generation.id, scores=reading.scores[chunk.generation.id]))
@@ -226,3 +225,7 @@ class Engine:
             for id in waiting:
                 self.cancel(id)
             self._kept = [event for event in self._kept if event.id not in waiting]
+
+
+def _no_room() -> NeverFits:
+    return NeverFits("the cache has no room for it to go on, even alone")

@@ -57,7 +57,7 @@ class Batch(NamedTuple):
 
 class SlotState(NamedTuple):
     """The state of each slot on the device: `last_S`, the token drawn last; `counts_SV`, of its tokens
-    (`sampling.count_prompt`); and `how` it draws."""
+    (`sampling.token_counts`); and `how` it draws."""
 
     last_S: jax.Array
     counts_SV: jax.Array

@@ -19,7 +19,7 @@ from jaxlm.inference.paged_cache import PageLayout
 from jaxlm.inference.pages import PageGroup
 from jaxlm.inference.ragged_step import Batch, SlotState, StepResults, StepShape, draw, ragged_step
 from jaxlm.inference.requests import Sampling
-from jaxlm.inference.sampling import NO_TOKEN, Drawn, row_sampling
+from jaxlm.inference.sampling import NO_TOKEN, Drawn, row_sampling, token_counts
 from jaxlm.inference.scheduler import Chunk, StepPlan
 from jaxlm.inference.weights import WeightLayout
 from jaxlm.models.config import Kernels, ModelConfig
@@ -211,9 +211,7 @@ class Runner:
 
     def _count(self, slot: int, tokens: Sequence[int], prompt: int) -> None:
         """Set the counts of a slot to those of a prompt and what was drawn after it."""
-        counts_V = np.zeros(self._state.counts_SV.shape[1], np.int32)
-        np.add.at(counts_V, tokens[prompt:], 2)
-        counts_V[tokens[:prompt]] |= 1
+        counts_V = token_counts(tokens[:prompt], tokens[prompt:], self._state.counts_SV.shape[1])
         self._state = self._state._replace(counts_SV=self._put(self._state.counts_SV, np.int32(slot), counts_V))
 
     def read(self, step: PendingStep) -> Reading:

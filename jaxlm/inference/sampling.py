@@ -26,7 +26,13 @@ _BLOCK = 512  # tokens of a block, among which a draw finds its block first
 
 
 class NotFinite(InputError):
-    """Logits are not finite, so that no token can be drawn."""
+    """Logits are not finite, so that no token can be drawn: what a draw of NO_TOKEN means."""
+
+    def __init__(self):
+        super().__init__(
+            "the model's logits are not finite, so that no token can be drawn: its weights are damaged or have "
+            "diverged, or training.dtype overflows; use another checkpoint, or training.dtype=float32"
+        )
 
 
 class RowSampling(NamedTuple):
@@ -108,19 +114,17 @@ def row_sampling(
     )
 
 
-def count_prompt(counts_RV: jax.Array, row_N: jax.Array, token_N: jax.Array) -> jax.Array:
-    """Return counts in which tokens of rows, int32 of one shape, are in the prompts; a token id beyond the vocabulary
-    is none.
-
-    Counts are int32 [R, V]: two for each time that a token was drawn, and one more if it is in the prompt. Those of a
-    sequence without tokens are 0.
-    """
-    marked_N = counts_RV.at[row_N, token_N].get(mode="fill", fill_value=0) | 1
-    return counts_RV.at[row_N, token_N].set(marked_N, mode="drop")
+def token_counts(prompt: Sequence[int], drawn: Sequence[int], size: int) -> np.ndarray:
+    """Return the counts of a sequence over a vocabulary of this size, int32 [V]: two for each time that a token was
+    drawn, and one more if it is in the prompt."""
+    counts_V = np.zeros(size, np.int32)
+    np.add.at(counts_V, drawn, 2)
+    counts_V[prompt] |= 1
+    return counts_V
 
 
 def count_drawn(counts_RV: jax.Array, row_N: jax.Array, token_N: jax.Array) -> jax.Array:
-    """Return counts (`count_prompt`) in which tokens N of rows N are drawn once more; NO_TOKEN is none."""
+    """Return counts [R, V] (`token_counts`) in which tokens N of rows N are drawn once more; NO_TOKEN is none."""
     return counts_RV.at[row_N, jnp.where(token_N == NO_TOKEN, _ALL, token_N)].add(2, mode="drop")
 
 
@@ -141,7 +145,7 @@ def sample(
       logits_RV: float32.
       position_R: int32, of the token that is drawn in its sequence.
       known_V: bool, whether an id has a token; others have probability 0. None where all have.
-      counts_RV: of the tokens before (`count_prompt`); None where no row has a penalty.
+      counts_RV: of the tokens before (`token_counts`); None where no row has a penalty.
     """
     changed_RV = adjusted(logits_RV, how, known_V, counts_RV)
     likeliest_R = jnp.argmax(changed_RV, axis=-1).astype(jnp.int32)
@@ -154,21 +158,6 @@ def sample(
     token_R = jax.lax.cond(jnp.any(is_drawn_R), draw, lambda: likeliest_R)
     token_R = jnp.where(jnp.isfinite(_at(changed_RV, likeliest_R)), token_R, NO_TOKEN)
     return Drawn(token_R, *_logprobs(logits_RV, token_R, how.logprobs, known_V))
-
-
-def check_drawn(tokens: np.ndarray) -> np.ndarray:
-    """Return tokens [B] that `sample` drew. Raise NotFinite if one of them is NO_TOKEN."""
-    if (tokens == NO_TOKEN).any():
-        raise NotFinite(not_finite())
-    return tokens
-
-
-def not_finite() -> str:
-    """Return what a draw of NO_TOKEN means, in one line."""
-    return (
-        "the model's logits are not finite, so that no token can be drawn: its weights are damaged or have diverged, "
-        "or training.dtype overflows; use another checkpoint, or training.dtype=float32"
-    )
 
 
 def adjusted(

@@ -67,4 +67,4 @@ def _check(context: Sequence[int], continuation: Sequence[int], longest: int) ->
         empty = "continuation" if context else "context"
         raise InputError(f"a {empty} without tokens cannot be scored")
     if len(continuation) > longest:
-        raise InputError(f"a continuation of {len(continuation)} tokens exceeds model.context_length = {longest}")
+        raise InputError(f"a continuation of {len(continuation)} tokens exceeds the context of {longest}")

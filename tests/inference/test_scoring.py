@@ -104,7 +104,7 @@ def test_what_greedy_decoding_gives_is_greedy():
     [
         (([], [1]), "a context without tokens"),
         (([1], []), "a continuation without tokens"),
-        (([1], [1] * 33), r"33 tokens exceeds model\.context_length = 32"),
+        (([1], [1] * 33), "33 tokens exceeds the context of 32"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(pair, message):

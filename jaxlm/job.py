@@ -123,6 +123,8 @@ class Job:
                 self._sum_up(counted, others)
             if result.reason:
                 return Ended(result.step, result.reason)
+            if not self._experiment.records.sample_tokens:
+                return Ended(result.step, 0)
             dataset = dataset._replace(tokenizer=self._run.load_tokenizer())  # with the ends of published weights
             sample = _sample(self._experiment, dataset, self._merged(result.parameters, mesh), mesh)
         if processes.is_first():
@@ -303,7 +305,8 @@ def _sample(experiment: Experiment, dataset: Dataset, parameters: Any, mesh: "Me
     prompt = store.read(longest, 0, given).tolist()
     cast_parameters, kernels = cast(parameters, jnp.dtype(experiment.training.dtype)), experiment.training.kernels
     tokenizer = dataset.tokenizer
-    sampling, tokens = Sampling(temperature=0.8, top_p=0.95), min(200, max_new_tokens(model, given))
+    sampling = Sampling(temperature=0.8, top_p=0.95)
+    tokens = min(experiment.records.sample_tokens, max_new_tokens(model, given))
     request = Request(prompt, tokens, sampling, ends=ends)
     engine = Engine(
         model,

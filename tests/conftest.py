@@ -1,5 +1,6 @@
 """Every test runs on eight emulated CPU devices, with full float32 products and without silent broadcasting."""
 
+import gc
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -15,6 +16,8 @@ import runs  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 CACHED_FROM_S = 0.1  # of compiling: smaller programs are compiled as fast as they are read
+
+gc.set_threshold(100_000, 20, 100)  # tracing makes many objects: a seventh of the time went to look through them
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")

@@ -47,6 +47,7 @@ batches = 2
 every = 20
 [records]
 tensorboard = false
+sample_tokens = 0
 """
 
 

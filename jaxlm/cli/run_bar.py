@@ -51,9 +51,11 @@ class RunBar(Bar):
         paths, evaluations = self._paths, JsonLines(self._paths.evaluations).rows()
         loss = evaluations[-1]["loss"] if evaluations else None
         held_out = "" if not evaluations else f", held-out loss {'not finite' if loss is None else f'{loss:.4f}'}"
-        print(f"\n{ended.sample}\n")
+        if ended.sample is not None:
+            print(f"\n{ended.sample}\n")
         print(f"{paths}: {ended.step} steps{held_out}")
-        print(f"loss curve {paths.loss_curve}, sample {paths.sample}, checkpoints {paths.checkpoints}")
+        sample = "" if ended.sample is None else f"sample {paths.sample}, "
+        print(f"loss curve {paths.loss_curve}, {sample}checkpoints {paths.checkpoints}")
 
     def _row(self, ended: Ended) -> dict[str, Any]:
         last: dict[str, Any] = (JsonLines(self._paths.metrics).rows() or [{}])[-1]

@@ -4,13 +4,15 @@ import threading
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxlm.core.errors import InputError
 from jaxlm.inference.pages import Pages
+from jaxlm.inference.programs import TILE, EnginePrograms
 from jaxlm.inference.requests import Request, check_biases, check_prompts
-from jaxlm.inference.runner import TILE, PendingStep, Runner, Scores
+from jaxlm.inference.runner import PendingStep, Runner, Scores
 from jaxlm.inference.sampling import NO_TOKEN, NotFinite
 from jaxlm.inference.scheduler import EndReason, NeverFits, Scheduler
 from jaxlm.inference.settings import EngineSettings
@@ -74,18 +76,18 @@ class Engine:
         kernels: Kernels = "auto",
     ):
         self.model, self.settings, self._ends = model, settings, frozenset(ends)
-        self.runner = Runner(
+        programs = EnginePrograms(
             model,
-            parameters,
             mesh,
-            known=known,
-            page=settings.page,
-            context=settings.context,
-            slots=settings.slots,
-            chunk_tokens=settings.chunk_tokens,
-            cache_bytes=settings.cache_bytes,
-            kernels=kernels,
-            exact=settings.exact,
+            jax.tree.leaves(parameters)[0].dtype,
+            settings.page,
+            settings.slots,
+            settings.chunk_tokens,
+            settings.exact,
+            kernels,
+        )
+        self.runner = Runner(
+            programs, parameters, known=known, context=settings.context, cache_bytes=settings.cache_bytes
         )
         self.pages = Pages(self.runner.page_groups, settings.page)
         self._scheduler = Scheduler(
@@ -109,7 +111,7 @@ class Engine:
     @property
     def longest(self) -> int:
         """The most tokens of a sequence."""
-        return self.runner.context
+        return self.runner.cache.context
 
     @property
     def waiting(self) -> int:

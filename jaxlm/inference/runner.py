@@ -1,39 +1,26 @@
-"""The programs of the engine on its devices: compiled for few numbers of rows, one step ahead of what is read."""
+"""The engine on its devices: weights, pages and slots, and steps that are dispatched one ahead of what is read."""
 
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
-from jaxlm.core.errors import InputError
 from jaxlm.inference.cache_memory import cache_size
-from jaxlm.inference.paged_cache import PageLayout
 from jaxlm.inference.pages import PageGroup
-from jaxlm.inference.ragged_step import Batch, SlotState, StepResults, StepShape, draw, ragged_step
+from jaxlm.inference.programs import GREEDY, TILE, EnginePrograms, compiled_draw, compiled_step
+from jaxlm.inference.ragged_step import Batch, StepResults, StepShape
 from jaxlm.inference.requests import Sampling
 from jaxlm.inference.sampling import NO_TOKEN, Drawn, row_sampling, token_counts
 from jaxlm.inference.scheduler import Chunk, StepPlan
-from jaxlm.inference.weights import WeightLayout
-from jaxlm.models.config import Kernels, ModelConfig
-from jaxlm.models.kernels import using_kernels
 from jaxlm.models.tree import Tree
-from jaxlm.parallel.partition import named_sharding, replicated, using_rules
+from jaxlm.parallel.partition import replicated
 from jaxlm.parallel.rules import ENGINE
-
-TILE = 32  # rows of a prompt that read their keys together
-_FEW = 8  # sequences that decode in a smaller program than that of all
-# Products alone go to the library that computes a row in one way, whatever the number of rows: its sums along rows do
-# not.
-_EXACT_ON_CPU = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
-_GREEDY = Sampling(temperature=0.0)
 
 
 @dataclass(frozen=True)
@@ -79,110 +66,68 @@ class Scores(NamedTuple):
 
 
 class Runner:
-    """A model's weights and pages on a mesh, and the programs that run steps over them.
+    """A model's weights and pages, and the programs that run steps over them.
 
     Args:
-      parameters: on `mesh`, in the dtype to compute in.
+      parameters: on the programs' mesh, in their dtype.
       known: bool [V], whether an id has a token; None where all have.
-      page: tokens of a page.
       context: the most tokens of a sequence; None is the model's, or as many as the cache holds.
-      slots: the most generations that are under way; there are programs for few that decode, and for these.
-      chunk_tokens: the most rows of prompts in a step; there are programs without any, with two tiles, and with these,
-        for which there are also those with scores.
       cache_bytes: the most memory of pages on each device; None as `cache_size` says.
-      kernels: `training.kernels`.
-      exact: compute each row in one way on a CPU, whatever shares its step.
 
-    Raises InputError for a model or a page that the engine cannot serve, or too little memory.
+    Raises InputError for too little memory.
     """
 
     def __init__(
         self,
-        model: ModelConfig,
+        programs: EnginePrograms,
         parameters: Tree,
-        mesh: Mesh,
         *,
         known: np.ndarray | None,
-        page: int,
         context: int | None,
-        slots: int,
-        chunk_tokens: int,
         cache_bytes: int | None,
-        kernels: Kernels,
-        exact: bool,
     ):
-        if page < TILE or page % TILE:
-            raise InputError(f"a page of {page} tokens must be a multiple of {TILE}, which prompts are read by")
-        self._mesh, self._kernels, self._slots = mesh, kernels, slots
-        most = max(-(-chunk_tokens // TILE), 1)
-        on_cpu, dtype = mesh.devices.flat[0].platform == "cpu", jax.tree.leaves(parameters)[0].dtype
-        # One row goes to another kernel than several, before which a matrix of bfloat16 is widened.
-        fewest = 1 if on_cpu and not exact and dtype == jnp.float32 else 2
-        self._decode = [*(n for n in (fewest, _FEW) if n < slots), max(fewest, slots)]
-        self._tiles = sorted({0, min(2, most), most})
-        self._options = _EXACT_ON_CPU if on_cpu and exact else None
-        self._weights = WeightLayout(model, by_outputs=on_cpu and exact)
-        with jax.set_mesh(mesh), using_rules(ENGINE):  # shards of query heads say which key/value heads are copied
-            self.layout = PageLayout.of(nnx.merge(self._weights.graph, self._weights.abstract).slots(), page)
-        stored = jnp.dtype("float32") if on_cpu else dtype  # widened there in each step otherwise
-        self._parameters = self._weights.stored(parameters, mesh, ENGINE)
-        self.context, self.counts = cache_size(
+        self.programs, self.layout, model, mesh = programs, programs.layout, programs.model, programs.mesh
+        self._slots = programs.slots
+        self._parameters = programs.weights.stored(parameters, mesh, ENGINE)
+        self.cache = cache_size(
             self.layout,
-            stored,
+            programs.page_dtype,
             mesh,
             ENGINE,
             longest=model.context_length,
             context=context,
-            slots=slots,
+            slots=self._slots,
             most_bytes=cache_bytes,
         )
-        self._most_pages = -(-self.context // page)
-        self._shardings = self.layout.shardings(self.counts, mesh, ENGINE)
         with jax.set_mesh(mesh):
-            allocate = jax.jit(partial(self.layout.allocate, self.counts, stored), out_shardings=self._shardings)
-            self._pages = allocate()
-        self._whole = whole = replicated(mesh)
-        state = SlotState(
-            last_S=np.zeros(slots + 1, np.int32),
-            counts_SV=np.zeros((slots + 1, model.vocab_size), np.int32),
-            how=row_sampling([_GREEDY] * (slots + 1), 0),
-        )
-        self._state = jax.device_put(state, whole)
-        self._put = jax.jit(
-            lambda all, slot, one: jax.tree.map(lambda all, one: all.at[slot].set(one), all, one),
-            donate_argnums=0,
-            out_shardings=whole,
-        )
+            self._pages = programs.pages(self.cache)()
+        whole = replicated(mesh)
+        self._state = jax.device_put(programs.empty_state(), whole)
         self._known = jax.device_put(np.ones(model.vocab_size, bool) if known is None else known, whole)
-        self._steps: dict[StepShape, Callable] = {}
-        self._draws: dict[int, Callable] = {}
+        self._shapes = programs.shapes(), programs.shapes(scores=True)
+        self._put = _put(whole)
+        # Found by their shape alone in each step: to compare models takes time.
+        self._step = cache(partial(compiled_step, programs, self.cache))
+        self._draw = cache(partial(compiled_draw, programs))
 
     @property
     def chunk_tokens(self) -> int:
         """The most rows of prompts in a step."""
-        return self._tiles[-1] * TILE
+        return self.programs.tiles[-1] * TILE
 
     @property
     def page_groups(self) -> list[PageGroup]:
         """The groups of pages that an allocator hands out."""
-        return [PageGroup(count, window) for count, window in zip(self.counts, self.layout.groups, strict=True)]
-
-    def shapes(self, scores: bool = False) -> list[StepShape]:
-        """Return the shapes that there are programs for, without those of scores or with."""
-        fewest, *more = self._decode
-        shapes = [StepShape(fewest, tiles, TILE) for tiles in (self._tiles[:-1] if more else self._tiles)]
-        shapes += [StepShape(decode, tiles, TILE) for decode in more for tiles in self._tiles]
-        scored = [shape._replace(scores=True) for shape in shapes if shape.tiles == self._tiles[-1]]
-        return [*shapes, *(scored if scores else [])]
+        return [PageGroup(count, window) for count, window in zip(self.cache.counts, self.layout.groups, strict=True)]
 
     def warm(self, scores: bool = False) -> None:
         """Compile all programs, several at a time, so that no request waits for one."""
         with ThreadPoolExecutor() as pool:
-            made = [*map(partial(pool.submit, self._step), self.shapes(scores))]
-            made += [*map(partial(pool.submit, self._draw), self._decode)]
+            made = [*map(partial(pool.submit, self._step), self._shapes[scores])]
+            made += [*map(partial(pool.submit, self._draw), self.programs.decode)]
             for each in made:
                 each.result()
-        self._set_slot(self._slots, _GREEDY, 0, 0)
+        self._set_slot(self._slots, GREEDY, 0, 0)
         self._count(self._slots, [], 0)
 
     def dispatch(self, plan: StepPlan) -> PendingStep:
@@ -236,13 +181,13 @@ class Runner:
         rows = sum(_padded(chunk.stop - chunk.start) for chunk in plan.chunks)
         return next(
             shape
-            for shape in self.shapes(scores)
+            for shape in self._shapes[scores]
             if shape.scores == scores and shape.decode >= len(plan.draws) and shape.tiles * TILE >= rows
         )
 
     def _batch(self, plan: StepPlan, shape: StepShape) -> Batch:
         """Return the arrays of a step."""
-        batch = self._empty(shape)
+        batch = self.programs.empty_batch(shape, self.cache)
         for run, (generation, position) in enumerate(zip(plan.decode, plan.positions, strict=True)):
             _write_run(batch, shape, run, [-1], position, plan.tables[run], generation.request.most_tokens)
             batch.slot_Q[run] = plan.slots[run]
@@ -264,21 +209,6 @@ class Runner:
                 draws += 1
         return batch
 
-    def _empty(self, shape: StepShape) -> Batch:
-        """Return the arrays of a step whose rows are all padding."""
-        sections = (shape.decode, shape.tiles) if shape.tiles else (shape.decode,)
-        return Batch(
-            token_R=np.zeros(shape.rows, np.int32),
-            position_R=np.full(shape.rows, -1, np.int32),
-            length_R=np.zeros(shape.rows, np.int32),
-            row_Q=np.arange(shape.decode, dtype=np.int32),
-            slot_Q=np.full(shape.decode, self._slots, np.int32),
-            tables=tuple(
-                tuple(np.zeros((n, self._most_pages), np.int32) for n in sections) for _ in self.layout.groups
-            ),
-            target_R=np.full(shape.tiles * TILE, -1, np.int32),
-        )
-
     def check(self) -> bool:
         """Return whether a token's results are the same to the bit in every program, at another row each time, read as
         part of a prompt or by itself. Pages of a runner that is idle are overwritten."""
@@ -287,7 +217,7 @@ class Runner:
 
         def read(shape: StepShape, first: int, run: int) -> bytes:
             """Read the tokens from this one on, in runs from this one on; return the logits after the last."""
-            batch = self._empty(shape)
+            batch = self.programs.empty_batch(shape, self.cache)
             for start in range(first, len(tokens), TILE):
                 tables = [table] * len(self.layout.groups)
                 batch.row_Q[-1] = _write_run(
@@ -297,42 +227,20 @@ class Runner:
             results, _ = self._run(shape, batch)
             return np.asarray(results.logits_QV[-1]).tobytes()
 
-        plain = self.shapes()
+        plain = self._shapes[False]
         runs = [(shape, 0, run) for shape in plain if shape.tiles >= 2 for run in {shape.decode, shape.runs - 2}]
         runs += [(shape, len(tokens) - 1, run) for shape in plain for run in {0, shape.decode - 1}]
         return len({read(*each) for each in runs}) == 1
 
-    def _step(self, shape: StepShape) -> Callable:
-        """Return the compiled step of a shape."""
-        if shape not in self._steps:
-            step = partial(ragged_step, self._weights, self.layout, shape)
-            results = StepResults(self._logits_sharding(shape.decode), *[self._whole] * 4)
-            self._steps[shape] = self._compiled(
-                step,
-                (self._parameters, self._pages, self._state.last_S, self._empty(shape), self._known),
-                out_shardings=(self._shardings, results),
-                donate_argnums=1,
-            )
-        return self._steps[shape]
 
-    def _draw(self, draws: int) -> Callable:
-        """Return the compiled draw of so many tokens."""
-        if draws not in self._draws:
-            sharding = self._logits_sharding(draws)
-            logits = jax.ShapeDtypeStruct((draws, len(self._known)), jnp.float32, sharding=sharding)
-            ids = np.zeros(draws, np.int32)
-            self._draws[draws] = self._compiled(
-                draw, (self._state, logits, ids, ids, self._known), out_shardings=self._whole, donate_argnums=0
-            )
-        return self._draws[draws]
-
-    def _logits_sharding(self, draws: int) -> NamedSharding:
-        return named_sharding(("batch", "act_vocab"), (draws, len(self._known)), self._mesh, ENGINE)
-
-    def _compiled(self, function: Callable, operands: tuple, **options: Any) -> Callable:
-        ruled = using_rules(ENGINE)(using_kernels(self._kernels)(function))
-        with jax.set_mesh(self._mesh):
-            return jax.jit(ruled, compiler_options=self._options, **options).lower(*operands).compile()
+@lru_cache
+def _put(sharding: NamedSharding) -> Callable[[Any, np.int32, Any], Any]:
+    """Return a program that changes the state of one slot in that of all."""
+    return jax.jit(
+        lambda all, slot, one: jax.tree.map(lambda all, one: all.at[slot].set(one), all, one),
+        donate_argnums=0,
+        out_shardings=sharding,
+    )
 
 
 def _padded(rows: int) -> int:

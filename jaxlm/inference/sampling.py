@@ -6,6 +6,7 @@ sum or maximum of XLA's: `_total` adds part to part, largest logits come from ar
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -205,9 +206,7 @@ def filtered(logits_RV: jax.Array, how: RowSampling) -> jax.Array:
 
     def many_tokens() -> jax.Array:
         # A token stays while fewer than k are likelier, that is, while more than all but k are as likely at most.
-        return _largest(
-            lambda at_R: _total((distance_RV >= at_R[:, None]).astype(jnp.int32)) > V - top_k_R, len(top_k_R)
-        )
+        return _largest(lambda at_R: jnp.sum(distance_RV >= at_R[:, None], axis=-1) > V - top_k_R, len(top_k_R))
 
     def likeliest() -> jax.Array:
         found_R = jax.lax.cond(jnp.any((top_k_R > _FEW) & (top_k_R < V)), many_tokens, few_tokens)
@@ -216,10 +215,9 @@ def filtered(logits_RV: jax.Array, how: RowSampling) -> jax.Array:
     def nucleus() -> jax.Array:
         # A token goes while it and all less likely ones hold 1 − top_p at most: sums of small numbers, for which
         # float32 is exact enough. The likeliest always stays.
-        filled_RV = _filled(likeliest_RV)
-        limit_R = tail_R * _total(filled_RV)
+        limit_R = tail_R * _total(likeliest_RV)
         least_R = _largest(
-            lambda at_R: _total(jnp.where(filled_RV <= at_R[:, None], filled_RV, 0.0)) <= limit_R, len(limit_R)
+            lambda at_R: _total(jnp.where(likeliest_RV <= at_R[:, None], likeliest_RV, 0.0)) <= limit_R, len(limit_R)
         )
         stays_RV = (likeliest_RV > least_R[:, None]) | (distance_RV == 0.0) | (tail_R == 0.0)[:, None]
         return jnp.where(stays_RV, likeliest_RV, 0.0)
@@ -320,15 +318,19 @@ def _at(values_RV: jax.Array, index_R: jax.Array) -> jax.Array:
 
 
 def _total(values_RV: jax.Array) -> jax.Array:
-    """Return the sum of each row, whose order depends on the length of a row alone."""
+    """Return the sum of each row: on a CPU in an order that depends on the length of a row alone.
+
+    Within a loop a TPU would turn the rows around to cut them, and pad two rows to 64 times their size.
+    """
+    return jax.lax.platform_dependent(values_RV, cpu=_in_order, default=partial(jnp.sum, axis=-1))
+
+
+def _in_order(values_RV: jax.Array) -> jax.Array:
+    """Return the sum of each row by pairs of its parts."""
     while values_RV.shape[-1] > 1:
-        parts = jnp.split(_filled(values_RV), _PARTS, axis=-1)
+        filled_RV = jnp.pad(values_RV, ((0, 0), (0, -values_RV.shape[-1] % _PARTS)))
+        parts = jnp.split(filled_RV, _PARTS, axis=-1)
         while len(parts) > 1:
             parts = [one + other for one, other in zip(parts[::2], parts[1::2], strict=True)]
         (values_RV,) = parts
     return values_RV[:, 0]
-
-
-def _filled(values_RV: jax.Array) -> jax.Array:
-    """Return rows with zeros up to a multiple of `_PARTS`."""
-    return jnp.pad(values_RV, ((0, 0), (0, -values_RV.shape[-1] % _PARTS)))

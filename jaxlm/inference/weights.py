@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.models import tree
@@ -35,15 +36,23 @@ class WeightLayout:
 
         def kept(path: tuple, x: jax.Array) -> jax.Array:
             of = self._dimensions[_name(path)]
-            sharding = named_sharding(of.axes, of.shape, mesh, rules)
+            sharding = self._sharding(of, mesh, rules)
             if not self._is_turned(of):
                 return jax.device_put(x, sharding)
-            turned = NamedSharding(
-                mesh, PartitionSpec(*(_over(sharding.spec, each) for each in (of.outputs, of.inputs)))
-            )
-            return _turn(math.prod(of.shape[i] for i in of.inputs), turned)(x)
+            return _turn(math.prod(of.shape[i] for i in of.inputs), sharding)(x)
 
         return jax.tree_util.tree_map_with_path(kept, tree.taken_apart(self.model, parameters))
+
+    def abstract_stored(self, dtype: jnp.dtype, mesh: Mesh, rules: Rules) -> Tree:
+        """Return the shapes and shardings of parameters as they are kept."""
+
+        def kept(path: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            of, shape = self._dimensions[_name(path)], x.shape
+            if self._is_turned(of):
+                shape = tuple(math.prod(of.shape[i] for i in some) for some in (of.outputs, of.inputs))
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self._sharding(of, mesh, rules))
+
+        return jax.tree_util.tree_map_with_path(kept, tree.shapes(self.abstract, dtype))
 
     def restored(self, stored: Tree) -> Tree:
         """Return the parameters of the module of `graph`, inside of a step: XLA multiplies what is kept."""
@@ -53,6 +62,12 @@ class WeightLayout:
             return x.T.reshape(of.shape) if self._is_turned(of) else x
 
         return jax.tree_util.tree_map_with_path(declared, stored)
+
+    def _sharding(self, of: Dimensions, mesh: Mesh, rules: Rules) -> NamedSharding:
+        sharding = named_sharding(of.axes, of.shape, mesh, rules)
+        if not self._is_turned(of):
+            return sharding
+        return NamedSharding(mesh, PartitionSpec(*(_over(sharding.spec, each) for each in (of.outputs, of.inputs))))
 
     def _is_turned(self, of: Dimensions) -> bool:
         return self.by_outputs and bool(of.inputs) and not of.looked_up

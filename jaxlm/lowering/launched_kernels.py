@@ -77,9 +77,12 @@ class Chain(NamedTuple):
     bytes: int
 
 
-def kernels(program: HloProgram, declared: Declared = _NONE) -> list[LaunchedKernel]:
-    """Return all kernels but collectives, in execution order."""
-    return [kernel for _, _, kernel in _all(program, declared)]
+def kernels(program: HloProgram, declared: Declared = _NONE, trips: int | None = None) -> list[LaunchedKernel]:
+    """Return all kernels but collectives, in execution order.
+
+    `trips`: of loops that depend on data (`loops.times`).
+    """
+    return [kernel for _, _, kernel in _all(program, declared, trips)]
 
 
 def calls(program: HloProgram) -> list[tuple[str, int]]:
@@ -126,9 +129,11 @@ def chains(program: HloProgram, intensity: float, declared: Declared = _NONE) ->
     return sorted(found, key=lambda chain: -chain.bytes)
 
 
-def _all(program: HloProgram, declared: Declared) -> list[tuple[HloComputation, HloInstruction, LaunchedKernel]]:
+def _all(
+    program: HloProgram, declared: Declared, trips: int | None = None
+) -> list[tuple[HloComputation, HloInstruction, LaunchedKernel]]:
     """Return kernels with declared FLOPs; kernels of one name share them in proportion to their arrays' sizes."""
-    found = list(_compiled(program))
+    found = list(_compiled(program, trips))
     sizes = [sum(array.bytes for part in (i, *c.operands(i)) for array in part.arrays) for c, i, _ in found]
     whole: Counter[str] = Counter()
     for (_, _, kernel), size in zip(found, sizes, strict=True):
@@ -140,14 +145,16 @@ def _all(program: HloProgram, declared: Declared) -> list[tuple[HloComputation, 
     return [(c, i, k._replace(declared_flops=share(k, size))) for (c, i, k), size in zip(found, sizes, strict=True)]
 
 
-def _compiled(program: HloProgram) -> Iterator[tuple[HloComputation, HloInstruction, LaunchedKernel]]:
-    for computation, instruction, times in executed(program):
+def _compiled(
+    program: HloProgram, trips: int | None
+) -> Iterator[tuple[HloComputation, HloInstruction, LaunchedKernel]]:
+    for computation, instruction, times in executed(program, trips):
         opcode = instruction.opcode
         if opcode in _NO_WORK or controlled(instruction) or _COLLECTIVE_OR_ASYNC.search(opcode):
             continue
         if opcode == "custom-call" and not instruction.kernel:
             continue
-        inside = _fused(program, computation, instruction)
+        inside = fused(program, computation, instruction)
         yield (
             computation,
             instruction,
@@ -164,14 +171,14 @@ def _compiled(program: HloProgram) -> Iterator[tuple[HloComputation, HloInstruct
         )
 
 
-def _fused(
+def fused(
     program: HloProgram, computation: HloComputation, instruction: HloInstruction
 ) -> list[tuple[HloComputation, HloInstruction]]:
     """Return the instruction itself, or all instructions of a fusion, nested fusions included."""
     if instruction.opcode != "fusion":
         return [(computation, instruction)]
     inner = program.computations[instruction.called["calls"][0]]
-    return [pair for i in inner.instructions.values() for pair in _fused(program, inner, i)]
+    return [pair for i in inner.instructions.values() for pair in fused(program, inner, i)]
 
 
 def _elementwise_flops(computation: HloComputation, instruction: HloInstruction) -> int:
@@ -194,13 +201,13 @@ def _bytes(program: HloProgram, computation: HloComputation, instruction: HloIns
         return _in_memory(instruction) + sum(_in_memory(operand) for operand in operands)
     inner = program.computations[instruction.called["calls"][0]]
     read = sum(
-        min(_in_memory(operand), _read(program, inner, parameter))
+        min(_in_memory(operand), bytes_read(program, inner, parameter))
         for parameter, operand in zip(inner.parameters, operands, strict=True)
     )
     return read + _written(inner, instruction)
 
 
-def _read(program: HloProgram, inner: HloComputation, value: HloInstruction) -> int:
+def bytes_read(program: HloProgram, inner: HloComputation, value: HloInstruction) -> int:
     """Return the bytes of a fusion's parameter that are read.
 
     If the parameter is only sliced, the slices count; if it is only updated in place, nothing; otherwise all of it.
@@ -211,17 +218,24 @@ def _read(program: HloProgram, inner: HloComputation, value: HloInstruction) -> 
         if user.opcode in _SLICES and first:
             read += sum(array.bytes for array in user.arrays)
         elif user.opcode == "bitcast":
-            read += _read(program, inner, user)
+            read += bytes_read(program, inner, user)
         elif user.opcode == "fusion":
             nested = program.computations[user.called["calls"][0]]
-            read += sum(
-                _read(program, nested, parameter)
-                for parameter, name in zip(nested.parameters, user.operands, strict=True)
-                if name == value.name
-            )
+            for parameter, name in zip(nested.parameters, user.operands, strict=True):
+                if name == value.name:
+                    where, what = (inner, user) if _is_view(nested, parameter) else (nested, parameter)
+                    read += bytes_read(program, where, what)
         elif not (user.opcode in _UPDATES and first):
             read += sum(array.bytes for array in value.arrays)
     return read
+
+
+def _is_view(nested: HloComputation, parameter: HloInstruction) -> bool:
+    """Return whether a nested fusion is its parameter in another layout: its reader reads the parameter."""
+    root = nested.instructions[nested.root]
+    while root.opcode == "bitcast":
+        root = nested.instructions[root.operands[0]]
+    return root is parameter
 
 
 def _written(inner: HloComputation, fusion: HloInstruction) -> int:

@@ -28,27 +28,27 @@ Element = tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=1)  # all that a report reads of a program asks for it
-def times(program: HloProgram) -> dict[str, int]:
+def times(program: HloProgram, trips: int | None = None) -> dict[str, int]:
     """Return the number of runs of each computation by name, those inside fusions and reductions included.
 
-    A loop whose trip count cannot be read, perhaps because it depends on data, runs once.
+    A loop whose trip count cannot be read, perhaps because it depends on data, runs `trips` times; without that, once.
 
-    Raises InputError, which names the loop, if it has matrix products, kernels or collectives: they are not counted by
-    a guess.
+    Raises InputError, which names the loop, if `trips` is None and such a loop has matrix products, kernels or
+    collectives: they are not counted by a guess.
     """
     found = dict.fromkeys(program.computations, 0)
-    for name, runs in _runs(_CallSite(program, program.entry), 1):
+    for name, runs in _runs(_CallSite(program, program.entry), 1, trips):
         found[name] += runs
     return found
 
 
-def executed(program: HloProgram) -> Iterator[tuple[HloComputation, HloInstruction, int]]:
-    """Yield the instructions that the device executes, and their number of runs.
+def executed(program: HloProgram, trips: int | None = None) -> Iterator[tuple[HloComputation, HloInstruction, int]]:
+    """Yield the instructions that the device executes, and their number of runs (`trips` as in `times`).
 
     These are the instructions of the entry computation and of its loops and branches, but not of fusions and
     reductions.
     """
-    runs = times(program)
+    runs = times(program, trips)
     reached, waiting = {}, [program.entry.name]
     while waiting:
         name = waiting.pop()
@@ -200,30 +200,32 @@ def _trips(direction: str, distance: int, step: int) -> int | None:
     return -(distance // step) if step > 0 else None
 
 
-def _runs(site: _CallSite, runs: int) -> Iterator[tuple[str, int]]:
+def _runs(site: _CallSite, runs: int, trips: int | None) -> Iterator[tuple[str, int]]:
     """Yield the names of a computation that runs so often and of all that it calls, with their numbers of runs."""
     yield site.computation.name, runs
     for instruction in site.computation.instructions.values():
         for name in (name for names in instruction.called.values() for name in names):
             inside, each = site.inside(instruction, name), runs
             if instruction.opcode == "while":
-                each = runs * _trips_or_once(site, instruction)
+                each = runs * _trips_of(site, instruction, trips)
             elif instruction.opcode == "conditional":
                 each = _branch_runs(inside, runs)
-            yield from _runs(inside, each)
+            yield from _runs(inside, each, trips)
 
 
-def _trips_or_once(site: _CallSite, instruction: HloInstruction) -> int:
-    """Return a loop's trip count, or 1 if it cannot be read and nothing in the loop is counted."""
+def _trips_of(site: _CallSite, instruction: HloInstruction, unread: int | None) -> int:
+    """Return a loop's trip count; where it cannot be read `unread`, or 1 if nothing in the loop is counted."""
     trips = _Loop(site, instruction).trips()
-    inside = (run for name in controlled(instruction) for run in _runs(site.inside(instruction, name), 1))
-    if trips is None and any(_counted(site.program.computations[name]) for name, _ in inside):
+    if trips is not None or unread is not None:
+        return unread if trips is None else trips
+    inside = (run for name in controlled(instruction) for run in _runs(site.inside(instruction, name), 1, None))
+    if any(_counted(site.program.computations[name]) for name, _ in inside):
         of = scope(instruction.op_name) or site.program.source(instruction) or "of unknown scope"
         raise InputError(
             f"the compiled program does not show how often its loop {instruction.name} ({of}) runs, so the products, "
             "kernels and collectives in it cannot be counted"
         )
-    return 1 if trips is None else trips
+    return 1
 
 
 def _branch_runs(branch: _CallSite, runs: int) -> int:

@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ _STACKED = frozenset({"layers"})
 _TABLES = frozenset({"vocab", "positions"})
 
 
+@lru_cache(maxsize=64)  # commands ask for it a dozen times
 def abstract(
     model: ModelConfig, adapted: LoraConfig | None = None, apart: bool = False
 ) -> tuple[nnx.GraphDef, nnx.State]:
@@ -37,7 +39,7 @@ def abstract(
     layers may be `apart`, as `taken_apart` makes them.
 
     The tree's leaves are `nnx.Param` with a `jax.ShapeDtypeStruct` and the metadata `axes` and `inputs` that
-    `models.parameters.param` declared.
+    `models.parameters.param` declared. Nobody may change it.
     """
     with shapes_alone():
         return nnx.split(nnx.eval_shape(lambda: build(model, 0, adapted, apart)))

@@ -231,6 +231,8 @@ class RecordsConfig(Section):
     """The project of a Weights & Biases run, which is made if this is set."""
     norms_every: Count | None = None
     """Steps between records of the norms of each layer, which are made if this is set."""
+    sample_tokens: CountFromZero = 200
+    """The most tokens of the sample that is drawn when the run is over; 0 draws none."""
 
 
 class CheckpointConfig(Section):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 class Ended(NamedTuple):
     """The end of a run: its step, None before the first was saved; the reason why it stopped early
-    (`interrupt.named`), 0 for a whole run; and the text that a whole run wrote."""
+    (`interrupt.named`), 0 for a whole run; and the text that a whole run wrote, unless it draws none."""
 
     step: int | None
     reason: int

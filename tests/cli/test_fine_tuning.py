@@ -38,6 +38,7 @@ every = 1000
 every = 10
 [records]
 tensorboard = false
+sample_tokens = {sample}
 """
 
 
@@ -70,7 +71,9 @@ def kinds(tmp_path_factory):
             (folder / "own.jinja").write_text(TEMPLATE + "{# of our own #}")
             data += f'\nchat_template = "{folder}/own.jinja"'
         path = folder / f"{name}.toml"
-        path.write_text(RUN.format(data=data, folder=folder, steps=steps, rate=rate, batch=8))
+        path.write_text(
+            RUN.format(data=data, folder=folder, steps=steps, rate=rate, batch=8, sample=8 * (name == "chat"))
+        )
         configurations[name] = path
     return configurations
 

@@ -92,7 +92,7 @@ def test_logits_that_are_not_finite_are_one_line(run, monkeypatch, capsys, asked
 
 @pytest.mark.parametrize("context", [pytest.param(1, marks=pytest.mark.exhaustive), 32])
 def test_a_sample_shows_where_its_prompt_ends(context, tmp_path):
-    experiment = load(runs.write_config(tmp_path, f"model.context_length={context}"))
+    experiment = load(runs.write_config(tmp_path, f"model.context_length={context}", "records.sample_tokens=40"))
     data, mesh = prepare(experiment.data, experiment.model.vocab_size), meshes.make()
     sample = job._sample(experiment, data, tree.init(experiment.model, 0, mesh), mesh)
     prompt, mark, _ = sample.partition("[prompt ends]")

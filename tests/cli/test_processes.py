@@ -35,10 +35,10 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(config, tmp_path_factory):
-    """The losses of one process with eight devices."""
+    """The losses and the sample of one process with all devices."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    runs.finish(runs.start(config, run, devices=DEVICES))
-    return losses(run)
+    runs.finish(runs.start(config, run, "records.sample_tokens=24", devices=DEVICES))
+    return losses(run), (run / "sample.txt").read_text()
 
 
 # A lost process is missed sooner than after the 30 s that users wait.
@@ -69,8 +69,11 @@ def assert_close(actual, expected):
 
 
 def test_two_processes_train_to_the_losses_of_one(config, whole, tmp_path):
-    (first, _), (second, quiet) = finish(start(config, [tmp_path / "run"] * 2, "--json"))
-    assert_close(losses(tmp_path / "run"), whole)
+    """And draw its sample, by an engine on a mesh over both."""
+    run, (expected, sample) = tmp_path / "run", whole
+    (first, _), (second, quiet) = finish(start(config, [run] * 2, "--json", "records.sample_tokens=24"))
+    assert_close(losses(run), expected)
+    assert (run / "sample.txt").read_text() == sample
     assert json.loads(first)["step"] == STEPS  # one object, without output of the network library
     assert second == "" and "step" not in quiet
 
@@ -88,7 +91,7 @@ def test_a_checkpoint_of_two_processes_resumes_in_another_number(count, config, 
     run = tmp_path / "run"
     finish(start(config, [run] * 2, "training.steps=10"))
     finish(start(config, [run] * count))
-    assert_close(losses(run), whole)
+    assert_close(losses(run), whole[0])
 
 
 @pytest.mark.exhaustive
@@ -105,7 +108,7 @@ def test_a_lost_process_ends_the_others_and_a_restart_resumes(config, whole, tmp
     behind = max(max(losses(run)) + 8, STEPS)
     _, said = finish(start(config, [run] * 2, f"training.steps={behind}"))[0]
     assert "resuming from step" in said and max(losses(run)) == behind
-    assert_close({s: x for s, x in losses(run).items() if s <= STEPS}, whole)
+    assert_close({s: x for s, x in losses(run).items() if s <= STEPS}, whole[0])
 
 
 @pytest.mark.exhaustive
@@ -180,7 +183,7 @@ def test_sigterm_for_one_process_stops_all_at_the_same_step(config, whole, tmp_p
     assert "stopped at step" in said and "to go on: jaxlm train" in said
     if max(losses(run)) < STEPS:
         finish(start(config, [run]))
-    assert_close({s: x for s, x in losses(run).items() if s <= STEPS}, whole)
+    assert_close({s: x for s, x in losses(run).items() if s <= STEPS}, whole[0])
 
 
 @pytest.mark.exhaustive

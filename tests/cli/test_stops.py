@@ -94,14 +94,15 @@ def test_a_signal_in_an_evaluation_does_not_wait_for_it_and_it_is_done_later(con
 def test_a_signal_in_the_last_evaluation_leaves_it_to_the_next_start(config, uninterrupted, tmp_path, delay):
     run = tmp_path / "run"
     delayed = SLOW_EVALUATION.replace("DELAY", delay)
-    process = start(config, run, "evaluation.every=1000", before=delayed)
+    options = "evaluation.every=1000", "records.sample_tokens=2"
+    process = start(config, run, *options, before=delayed)
     wait_for_line(process, "step 40:")
     time.sleep(1.0)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0 and "stopped at step 40, checkpoint written" in errors, errors
     assert not losses(run, "evaluations.jsonl") and not (run / "sample.txt").exists()
-    finish(start(config, run, "evaluation.every=1000"))
+    finish(start(config, run, *options))
     assert losses(run, "evaluations.jsonl")[40] == losses(uninterrupted, "evaluations.jsonl")[40]
     assert held_out_loss(run / "checkpoints", 40) == losses(run, "evaluations.jsonl")[40]
     assert (run / "sample.txt").exists()

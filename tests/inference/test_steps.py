@@ -23,9 +23,7 @@ from jaxlm.parallel.rules import DECODE
 FAMILIES = {**model_fixtures.FAMILIES, "mixed": model_fixtures.MIXED}
 families = pytest.mark.parametrize(
     "family",
-    sampled(
-        [pytest.param(family, id=name) for name, family in FAMILIES.items()], ["gpt2", "gemma", "mistral", "mixed"]
-    ),
+    sampled([pytest.param(family, id=name) for name, family in FAMILIES.items()], ["gpt2", "mixed"]),
 )
 
 
@@ -63,7 +61,7 @@ def test_prefill_and_decode_equal_recomputing(family):
             *(pytest.param("llama", shape) for shape in ((1, 1, 8), (2, 2, 2), (8, 1, 1), (1, 2, 4))),
             *(pytest.param("mistral", shape) for shape in ((1, 1, 8), (2, 2, 2))),
         ],
-        ["llama-(1, 1, 8)", "mistral-(2, 2, 2)"],
+        ["mistral-(2, 2, 2)"],
     ),
     ids=str,
 )
@@ -165,7 +163,7 @@ def test_chunks_that_are_appended_equal_recomputing(family, chunk, mesh):
         append(parameters, cache, tokens[:, :21], given)
 
 
-@pytest.mark.parametrize("sizes", [(1, 8, 1), (1, 1, 8), (1, 2, 4), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", sampled([(1, 8, 1), (1, 1, 8), (1, 2, 4), (2, 2, 2)], ["(2, 2, 2)"]), ids=str)
 def test_decoding_sends_no_weights(sizes):
     """Under the rules of decoding what moves is a token's activations, whatever axes the mesh has."""
     model = model_fixtures.model(d_model=256, attention={"num_heads": 8}, vocab_size=512)

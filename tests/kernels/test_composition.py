@@ -53,7 +53,6 @@ MAPPED = sampled(
         "matmul-mosaic_tpu",
         "linear_cross_entropy-triton",
         "flash_attention-triton",
-        "flash_attention-mosaic_tpu",
     ],
 )
 MAPPED_OVER_NOTHING = sampled(

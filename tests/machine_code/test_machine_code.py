@@ -64,12 +64,9 @@ SAMPLE = {
     "linear_cross_entropy-everything-float32-triton-H100",
     "linear_cross_entropy-plain-bfloat16-triton-B200",
     "log_softmax-odd width, masked rows-float32-triton-H100",
-    "matmul-plain-bfloat16-triton-A100",
-    "matmul-plain-bfloat16-triton-B200",
     "matmul-whole epilogue-bfloat16-triton-H100",
     "rms_norm-residual-bfloat16-triton-H100",
     "rotary_embedding-half-split-bfloat16-triton-B200",
-    "softmax-odd width, masked rows-float32-triton-H100",
 }
 
 

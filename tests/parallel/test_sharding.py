@@ -139,12 +139,12 @@ CONTRACT = {
 }
 
 
-@pytest.mark.parametrize("mesh", sampled(CONTRACT, ["(8, 1, 1)", "(1, 1, 4)", "(2, 2, 2)"]), ids=str)
+@pytest.mark.parametrize("mesh", sampled(CONTRACT, ["(2, 2, 2)"]), ids=str)
 def test_a_mesh_contains_its_collectives_and_no_other(mesh):
     assert set(collectives(model_fixtures.model(), meshes.make(*mesh))) == CONTRACT[mesh]
 
 
-@pytest.mark.parametrize("mesh", [(1, 8, 1), (1, 1, 4), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("mesh", sampled([(1, 8, 1), (1, 1, 4), (2, 2, 2)], ["(2, 2, 2)"]), ids=str)
 def test_only_parameters_and_the_stream_are_gathered(mesh):
     """Gathers over fsdp are of parameters, over tensor of the residual [B, T, D]; of no other activation, and of no
     vocabulary that the tensor axis shards."""

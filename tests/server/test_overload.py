@@ -192,9 +192,7 @@ def test_a_failing_request_takes_no_other_with_it(server, monkeypatch):
                 failed.append(event.id)
                 engine.cancel(event.id)
         return [
-            event._replace(token=None, end="error", error=NotFinite())
-            if event.id in failed
-            else event
+            event._replace(token=None, end="error", error=NotFinite()) if event.id in failed else event
             for event in events
         ]
 

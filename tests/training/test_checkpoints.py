@@ -13,6 +13,7 @@ import meshes
 import model_fixtures
 import numpy as np
 import pytest
+from matrices import sampled
 
 from jaxlm.core.errors import InputError, RunFailed
 from jaxlm.models import tree as model_tree
@@ -71,7 +72,7 @@ def test_a_state_comes_back_to_the_last_bit_though_its_buffers_were_reused(tmp_p
         chex.assert_trees_all_equal(jax.device_get(restored), state)
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (8, 1, 1), (1, 2, 4)], ids=str)
+@pytest.mark.parametrize("mesh", sampled([(1, 1, 1), (8, 1, 1), (1, 2, 4)], ["(1, 2, 4)"]), ids=str)
 def test_a_state_from_one_mesh_restores_onto_another(tmp_path, mesh):
     states = trained(tmp_path, [None])
     mesh = meshes.make(*mesh)
@@ -221,7 +222,13 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_does_not_blame_the_model(
         checkpoints.restore_parameters(tmp_path, 1, wanted)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"{}", b"3", b"null", b'{"held_out_loss": "x"}'])
+@pytest.mark.parametrize(
+    "content",
+    sampled(
+        [b"", b"{", b"\xff", b"{}", b"3", b"null", b'{"held_out_loss": "x"}'],
+        lambda content: content in (b"{", b"null"),
+    ),
+)
 def test_a_loss_that_cannot_be_read_costs_its_own_checkpoint_alone(tmp_path, content):
     """Orbax compares the losses of all checkpoints, and would fail at the start."""
     states = trained(tmp_path, [1.0, 2.0], keep=2)
@@ -303,7 +310,10 @@ def test_a_full_disk_takes_no_checkpoint_and_leaves_those_that_are_there(tmp_pat
     assert steps_in(tmp_path) == [3]
 
 
-@pytest.mark.parametrize("name", ["{a,b}", "a%20b#c", "ä é", "-a", "file:a", "s3:", "a[b", "a]b[c", "$HOME ~"])
+@pytest.mark.parametrize(
+    "name",
+    sampled(["{a,b}", "a%20b#c", "ä é", "-a", "file:a", "s3:", "a[b", "a]b[c", "$HOME ~"], ["{a,b}", "a%20b#c", "ä é"]),
+)
 def test_a_folder_of_any_name_that_is_not_refused_holds_checkpoints(tmp_path, name):
     paths = RunPaths(tmp_path / name)
     paths.check_name()

@@ -289,7 +289,7 @@ def test_updates_are_those_of_one_device(updated_on_one_device, mesh):
         model_fixtures.assert_same_numbers(moved, expected, 1e-4)
 
 
-@pytest.mark.parametrize("mesh", [(1, 8, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("mesh", sampled([(1, 8, 1), (2, 2, 2)], ["(2, 2, 2)"]), ids=str)
 def test_muon_s_matrices_are_exchanged_once_each_way_and_never_replicated(mesh, capfd):
     tree, mesh = abstract(), meshes.make(*mesh)
     transform = optimizer(settings("muon"), tree)
@@ -330,7 +330,7 @@ def test_a_run_resumed_from_a_checkpoint_is_the_run_straight_through(kind, tmp_p
     chex.assert_trees_all_equal(resumed, straight)
 
 
-@pytest.mark.parametrize("kind", sampled(model_fixtures.OPTIMIZERS, ["lion", "sgd"]))
+@pytest.mark.parametrize("kind", sampled(model_fixtures.OPTIMIZERS, ["lion"]))
 def test_every_optimizer_learns(kind):
     rate = {"adafactor": 3e-2, "lion": 1e-3, "sgd": 0.3}.get(kind, 1e-2)
     chosen = model_fixtures.optimization(

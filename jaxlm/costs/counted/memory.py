@@ -71,9 +71,9 @@ def kv_cache(work: Workload) -> int:
 
 
 def _tiled_copies(work: Workload) -> int:
-    """Bytes of the copies of the cache that XLA for a TPU works on, since its arguments and results lie otherwise: when
-    decoding those of several heads on a device, with the heads as the rows of its tiles; in a prefill those of entries
-    that do not fill a tile's lanes."""
+    """Bytes of the copies of the cache that XLA for a TPU works on, since its arguments and results lie otherwise:
+    those of entries that do not fill a tile's lanes, and when decoding those of several heads on a device, with the
+    heads as the rows of its tiles."""
     if work.platform != "tpu":
         return 0
     total = 0
@@ -82,8 +82,8 @@ def _tiled_copies(work: Workload) -> int:
             sequences, *heads, width = work.shape(("batch", *slot.axes), (1, *slot.shape))
             rows, lanes = math.prod(heads), _up(width, _LANES)
             if work.kind == "decode":
-                rows = _up(rows, min(_SUBLANES, 1 << (rows - 1).bit_length())) if rows > 1 else 0
-            elif lanes == width:
+                rows = _up(rows, min(_SUBLANES, 1 << (rows - 1).bit_length()))
+            if lanes == width and (work.kind == "prefill" or rows == 1):
                 rows = 0
             total += layers * kept_tokens(slot, work.sequence) * sequences * rows * lanes * _itemsize(work, slot)
     return total

@@ -1,0 +1,188 @@
+"""The engine's programs: their numbers of rows and their operands, for a mesh of devices that need not be present."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from jaxlm.core.errors import InputError
+from jaxlm.inference.cache_memory import CacheSize
+from jaxlm.inference.paged_cache import Arrays, PageLayout
+from jaxlm.inference.ragged_step import Batch, SlotState, StepResults, StepShape, draw, ragged_step
+from jaxlm.inference.requests import Sampling
+from jaxlm.inference.sampling import row_sampling
+from jaxlm.inference.weights import WeightLayout
+from jaxlm.models.config import Kernels, ModelConfig
+from jaxlm.models.kernels import using_kernels
+from jaxlm.models.tree import Tree, placed
+from jaxlm.parallel.partition import named_sharding, replicated, using_rules
+from jaxlm.parallel.rules import ENGINE
+
+TILE = 32  # rows of a prompt that read their keys together
+GREEDY = Sampling(temperature=0.0)
+_FEW = 8  # sequences that decode in a smaller program than that of all
+_KEPT = 64  # compiled programs, of engines that are alike
+# Products alone go to the library that computes a row in one way, whatever the number of rows: its sums along rows do
+# not.
+_EXACT_ON_CPU = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+
+
+@dataclass(frozen=True)
+class EnginePrograms:
+    """The programs of an engine on a mesh. Two that are equal share what is compiled.
+
+    Attributes:
+      dtype: to compute in.
+      page: tokens of a page.
+      slots: the most sequences that decode.
+      chunk_tokens: the most rows of prompts in a step, rounded up to whole tiles.
+      exact: compute each row in one way on a CPU.
+      kernels: `training.kernels`.
+
+    Raises InputError for a model or a page that the engine cannot serve.
+    """
+
+    model: ModelConfig
+    mesh: Mesh
+    dtype: jnp.dtype
+    page: int
+    slots: int
+    chunk_tokens: int
+    exact: bool
+    kernels: Kernels
+
+    def __post_init__(self):
+        if self.page < TILE or self.page % TILE:
+            raise InputError(f"a page of {self.page} tokens must be a multiple of {TILE}, which prompts are read by")
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return self.mesh.devices.flat[0].platform == "cpu"
+
+    @property
+    def decode(self) -> list[int]:
+        """The sequences that decode, of which there are programs."""
+        # One row goes to another kernel than several, before which a matrix of bfloat16 is widened.
+        fewest = 1 if self.is_on_cpu and not self.exact and self.dtype == jnp.float32 else 2
+        return [*(n for n in (fewest, _FEW) if n < self.slots), max(fewest, self.slots)]
+
+    @property
+    def tiles(self) -> list[int]:
+        """The tiles of prompts, of which there are programs."""
+        most = max(-(-self.chunk_tokens // TILE), 1)
+        return sorted({0, min(2, most), most})
+
+    @cached_property
+    def weights(self) -> WeightLayout:
+        """The form in which parameters are kept."""
+        return WeightLayout(self.model, by_outputs=self.is_on_cpu and self.exact)
+
+    @cached_property
+    def layout(self) -> PageLayout:
+        """The pages of the model's layers."""
+        with jax.set_mesh(self.mesh), using_rules(ENGINE):  # shards of query heads say which others are copied
+            return PageLayout.of(nnx.merge(self.weights.graph, self.weights.abstract).slots(), self.page)
+
+    @property
+    def page_dtype(self) -> jnp.dtype:
+        """The dtype of the pages: on a CPU it would be widened in each step."""
+        return jnp.dtype("float32") if self.is_on_cpu else self.dtype
+
+    def shapes(self, scores: bool = False) -> list[StepShape]:
+        """Return the shapes that there are programs for, without those of scores or with."""
+        fewest, *more = self.decode
+        shapes = [StepShape(fewest, tiles, TILE) for tiles in (self.tiles[:-1] if more else self.tiles)]
+        shapes += [StepShape(decode, tiles, TILE) for decode in more for tiles in self.tiles]
+        scored = [shape._replace(scores=True) for shape in shapes if shape.tiles == self.tiles[-1]]
+        return [*shapes, *(scored if scores else [])]
+
+    def page_shardings(self, cache: CacheSize) -> dict[str, dict[str, NamedSharding]]:
+        """Return the shardings of the pages of a cache."""
+        return self.layout.shardings(cache.counts, self.mesh, ENGINE)
+
+    def pages(self, cache: CacheSize) -> Callable[[], Arrays]:
+        """Return a program that makes the pages of a cache, of zeros."""
+        allocate = partial(self.layout.allocate, cache.counts, self.page_dtype)
+        return jax.jit(allocate, out_shardings=self.page_shardings(cache))
+
+    def empty_state(self) -> SlotState:
+        """Return the state of `slots` slots, and of one that nobody has, on the host."""
+        slots = self.slots + 1
+        counts_SV = np.zeros((slots, self.model.vocab_size), np.int32)
+        return SlotState(np.zeros(slots, np.int32), counts_SV, row_sampling([GREEDY] * slots, 0))
+
+    def empty_batch(self, shape: StepShape, cache: CacheSize) -> Batch:
+        """Return the arrays of a step whose rows are all padding."""
+        sections = (shape.decode, shape.tiles) if shape.tiles else (shape.decode,)
+        pages = -(-cache.context // self.layout.size)
+        return Batch(
+            token_R=np.zeros(shape.rows, np.int32),
+            position_R=np.full(shape.rows, -1, np.int32),
+            length_R=np.zeros(shape.rows, np.int32),
+            row_Q=np.arange(shape.decode, dtype=np.int32),
+            slot_Q=np.full(shape.decode, self.slots, np.int32),
+            tables=tuple(tuple(np.zeros((n, pages), np.int32) for n in sections) for _ in self.layout.groups),
+            target_R=np.full(shape.tiles * TILE, -1, np.int32),
+        )
+
+    def step(self, shape: StepShape, cache: CacheSize) -> jax.stages.Lowered:
+        """Return the step of a shape, which gives up the pages."""
+        step = partial(ragged_step, self.weights, self.layout, shape)
+        results = StepResults(self._logits_sharding(shape.decode), *[self._whole] * 4)
+        pages = placed(jax.eval_shape(self.pages(cache)), self.page_shardings(cache))
+        operands = self.abstract_parameters(), pages, self._state.last_S, self.empty_batch(shape, cache), self._known
+        return self._lowered(step, operands, out_shardings=(self.page_shardings(cache), results), donate_argnums=1)
+
+    def draw(self, draws: int) -> jax.stages.Lowered:
+        """Return the draw of so many tokens, which gives up the state."""
+        vocabulary, sharding = self.model.vocab_size, self._logits_sharding(draws)
+        logits = jax.ShapeDtypeStruct((draws, vocabulary), jnp.float32, sharding=sharding)
+        ids = np.zeros(draws, np.int32)
+        operands = self._state, logits, ids, ids, self._known
+        return self._lowered(draw, operands, out_shardings=self._whole, donate_argnums=0)
+
+    def abstract_parameters(self) -> Tree:
+        """Return the shapes and shardings of the parameters as they are kept."""
+        return self.weights.abstract_stored(self.dtype, self.mesh, ENGINE)
+
+    @cached_property
+    def _whole(self) -> NamedSharding:
+        return replicated(self.mesh)
+
+    @cached_property
+    def _state(self) -> SlotState:
+        return self._on_all(jax.eval_shape(self.empty_state))
+
+    @cached_property
+    def _known(self) -> jax.ShapeDtypeStruct:
+        return self._on_all(jax.ShapeDtypeStruct((self.model.vocab_size,), jnp.bool))
+
+    def _on_all(self, shapes: Any) -> Any:
+        return placed(shapes, jax.tree.map(lambda _: self._whole, shapes))
+
+    def _logits_sharding(self, draws: int) -> NamedSharding:
+        return named_sharding(("batch", "act_vocab"), (draws, self.model.vocab_size), self.mesh, ENGINE)
+
+    def _lowered(self, function: Callable, operands: tuple, **options: Any) -> jax.stages.Lowered:
+        ruled = using_rules(ENGINE)(using_kernels(self.kernels)(function))
+        exact = _EXACT_ON_CPU if self.is_on_cpu and self.exact else None
+        with jax.set_mesh(self.mesh):
+            return jax.jit(ruled, compiler_options=exact, **options).lower(*operands)
+
+
+@lru_cache(maxsize=_KEPT)
+def compiled_step(programs: EnginePrograms, cache: CacheSize, shape: StepShape) -> jax.stages.Compiled:
+    """Return the compiled step of a shape."""
+    return programs.step(shape, cache).compile()
+
+
+@lru_cache(maxsize=_KEPT)
+def compiled_draw(programs: EnginePrograms, draws: int) -> jax.stages.Compiled:
+    """Return the compiled draw of so many tokens."""
+    return programs.draw(draws).compile()

@@ -40,7 +40,8 @@ def argument_reads(program: HloProgram, trips: int | None = None) -> list[Argume
             ArgumentRead(
                 parameter.op_name or parameter.name,
                 sum(array.bytes for array in parameter.arrays),
-                sum(read for read, _ in reader.found.values()),
+                # What the run before has fetched is not read again, unless each run ends with a copy for the next.
+                sum(read for read, _ in reader.found.values()) or reader.prefetched,
                 sum(copied for _, copied in reader.found.values()),
             )
         )
@@ -55,6 +56,7 @@ class _Reader:
     runs: dict[str, int]
     found: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     seen: set[tuple[str, str, Element]] = field(default_factory=set)
+    prefetched: int = 0
 
     def follow(self, computation: HloComputation, name: str, element: Element) -> None:
         """Find the readers of an element of a value."""
@@ -88,7 +90,7 @@ class _Reader:
             case "fusion":
                 self._use_in_fusion(computation, user, place)
             case "copy-start" if user.attribute("cross_program_prefetch_index"):
-                pass  # of the first run alone: each run ends with the copy for the next
+                self.prefetched = user.arrays[0].bytes
             case "copy-start" | "slice-start":
                 target = user.arrays[0] if user.opcode == "copy-start" else user.arrays[-2]
                 self._add(computation, user, target.bytes, target.bytes if target.space == 0 else 0)

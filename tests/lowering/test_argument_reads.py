@@ -1,0 +1,156 @@
+"""How much of each argument a compiled program reads and copies, and so what the engine's decoding step does."""
+
+import platform
+import sys
+
+import jax.numpy as jnp
+import meshes
+import model_fixtures
+import pytest
+from matrices import sampled
+
+from jaxlm.costs.hardware.target import Target
+from jaxlm.inference.cache_memory import CacheSize
+from jaxlm.inference.programs import TILE, EnginePrograms
+from jaxlm.inference.ragged_step import StepShape
+from jaxlm.lowering import hlo, targets
+from jaxlm.lowering.argument_reads import argument_reads
+from jaxlm.parallel.rules import ENGINE
+
+MATRIX = 4 * 8 * 8
+STATE = "(s32[], f32[8,8], f32[8])"
+COMPUTATIONS = f"""
+%turned (a: f32[8,8]) -> f32[8,8] {{
+  %a = f32[8,8] parameter(0)
+  ROOT %b = f32[8,8] bitcast(%a)
+}}
+%multiplied (a: f32[8,8], b: f32[8]) -> f32[8] {{
+  %a = f32[8,8] parameter(0)
+  %b = f32[8] parameter(1)
+  %view = f32[8,8] fusion(%a), kind=kLoop, calls=%turned
+  ROOT %c = f32[8] dot(%view, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}
+%converted (a: f32[8,8]) -> bf16[8,8] {{
+  %a = f32[8,8] parameter(0)
+  ROOT %b = bf16[8,8] convert(%a)
+}}
+%row (a: f32[8,8], i: s32[]) -> f32[1,8] {{
+  %a = f32[8,8] parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %b = f32[1,8] dynamic-slice(%a, %i, %i), dynamic_slice_sizes={{1,8}}
+}}
+%changed (a: f32[8,8], b: f32[1,8], i: s32[]) -> f32[8,8] {{
+  %a = f32[8,8] parameter(0)
+  %b = f32[1,8] parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %c = f32[8,8] dynamic-update-slice(%a, %b, %i, %i)
+}}
+%body (p: {STATE}) -> {STATE} {{
+  %p = {STATE} parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %w = f32[8,8] get-tuple-element(%p), index=1
+  %x = f32[8] get-tuple-element(%p), index=2
+  %y = f32[8] fusion(%w, %x), kind=kOutput, calls=%multiplied
+  ROOT %next = {STATE} tuple(%i, %w, %y)
+}}
+%test (p: {STATE}) -> pred[] {{
+  %p = {STATE} parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  ROOT %c = pred[] compare(%i, %i), direction=LT
+}}
+"""
+# What is done to the matrix %w, and what is found of it: times read, times copied.
+USES = {
+    "a product": ("%r = f32[8] fusion(%w, %x), kind=kOutput, calls=%multiplied", 1, 0),
+    "a conversion": ("%r = bf16[8,8] fusion(%w), kind=kLoop, calls=%converted", 1, 0.5),
+    "a copy": ("%r = f32[8,8] copy(%w)", 1, 1),
+    "a row": ("%r = f32[1,8] fusion(%w, %i), kind=kLoop, calls=%row", 1 / 8, 1 / 8),
+    "two uses": (
+        "%q = f32[8] dot(%w, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n"
+        "  %r = f32[8] fusion(%w, %x), kind=kOutput, calls=%multiplied",
+        2,
+        0,
+    ),
+    "an update in place, and a product of it": (
+        "%o = f32[1,8] constant({...})\n"
+        "  %u = f32[8,8] fusion(%w, %o, %i), kind=kLoop, calls=%changed\n"
+        "  %r = f32[8] fusion(%u, %x), kind=kOutput, calls=%multiplied",
+        1,
+        0,
+    ),
+    "a copy to faster memory, where it is read for nothing": (
+        "%s = (f32[8,8]{1,0:S(1)}, f32[8,8], u32[]) copy-start(%w)\n"
+        "  %d = f32[8,8]{1,0:S(1)} copy-done(%s)\n"
+        "  %r = f32[8] fusion(%d, %x), kind=kOutput, calls=%multiplied",
+        1,
+        0,
+    ),
+    "a copy by the run before": (
+        "%r = (f32[8,8]{1,0:S(1)}, f32[8,8], u32[]) copy-start(%w), cross_program_prefetch_index=0",
+        1,
+        0,
+    ),
+    "a copy for the next run, besides the first": (
+        "%f = (f32[8,8]{1,0:S(1)}, f32[8,8], u32[]) copy-start(%w), cross_program_prefetch_index=0\n"
+        "  %r = (f32[8,8]{1,0:S(1)}, f32[8,8], u32[]) copy-start(%w)",
+        1,
+        0,
+    ),
+    "a product in a loop": (
+        f"%p = {STATE} tuple(%i, %w, %x)\n  %r = {STATE} while(%p), condition=%test, body=%body",
+        3,
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_uses_are_found(use):
+    lines, read, copied = USES[use]
+    found = hlo.parse(f"""HloModule m
+{COMPUTATIONS}
+ENTRY %main (w: f32[8,8], x: f32[8], i: s32[]) -> f32[8] {{
+  %w = f32[8,8] parameter(0), metadata={{op_name="weight"}}
+  %x = f32[8] parameter(1)
+  %i = s32[] parameter(2)
+  {lines}
+  ROOT %done = f32[8] copy(%x)
+}}
+""")
+    weight, *_ = argument_reads(found, trips=3)
+    assert weight == ("weight", MATRIX, read * MATRIX, copied * MATRIX)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="the compilers are for Linux on x86-64"
+)
+@pytest.mark.parametrize("chips", sampled(["h200-sxm:1", "tpu-v6e:1x1", "h200-sxm:2"], ["h200-sxm:1"]))
+def test_a_step_reads_each_weight_once_and_the_pages_that_it_must(chips):
+    """And copies no weight. Every sequence has read two pages of three; for a GPU XLA gathers them, then multiplies."""
+    target = Target.parse(chips)
+    mesh = meshes.make(1, 1, target.devices, devices=targets.devices(target))
+    wide = {**model_fixtures.LLAMA["feed_forward"], "d_ff": 512}  # XLA for a GPU pads matrices of other widths
+    model = model_fixtures.model(d_model=256, context_length=384, vocab_size=1024, feed_forward=wide)
+    programs = EnginePrograms(model, mesh, jnp.dtype("bfloat16"), 128, 4, 64, True, "auto")
+    cache = CacheSize(384, tuple(13 for _ in programs.layout.groups))
+    compiled = programs.step(StepShape(4, 0, TILE), cache).compile()
+    found = argument_reads(hlo.parse(compiled.as_text()), trips=2)
+    weights = [each for each in found if each.name.startswith("parameters") and each.bytes > 2 * 256]
+    assert len(weights) >= 3 * 7
+    for each in weights:
+        rows = 4 * 2 * 256  # of the tokens that are looked up
+        # A TPU takes the table and the pages of so small a model to faster memory whole.
+        expected = {each.bytes, rows} if "'embedding'" in each.name else {each.bytes}
+        assert each.read in expected and each.copied <= rows, each
+    pages = [each for each in found if each.name.startswith("pages")]
+    counted = (
+        2
+        * 4
+        * sum(
+            programs.layout.page_bytes(group, programs.page_dtype, mesh, ENGINE)
+            for group in range(len(programs.layout.groups))
+        )
+    )
+    in_faster_memory = sum(each.bytes for each in pages) if target.chip.kind == "tpu" else counted
+    assert sum(each.read for each in pages) in (counted, in_faster_memory)

@@ -69,7 +69,7 @@ def read(case: DecodingCase) -> dict[str, Any]:
     mesh = make_mesh(Layout(tensor=target.devices), targets.devices(target))
     model = configuration.load(ROOT / "configs" / "models" / f"{case.model}.toml", []).model
     settings = EngineSettings(slots=case.sequences)
-    programs = EnginePrograms(model, mesh, jnp.dtype("bfloat16"), settings)
+    programs = EnginePrograms.of(model, mesh, jnp.dtype("bfloat16"), settings)
     pages = -(-case.length // settings.page)
     cache = CacheSize(pages * settings.page, tuple(pages * case.sequences + 1 for _ in programs.layout.groups))
     began = time.perf_counter()

@@ -76,16 +76,7 @@ class Engine:
         kernels: Kernels = "auto",
     ):
         self.model, self.settings, self._ends = model, settings, frozenset(ends)
-        programs = EnginePrograms(
-            model,
-            mesh,
-            jax.tree.leaves(parameters)[0].dtype,
-            settings.page,
-            settings.slots,
-            settings.chunk_tokens,
-            settings.exact,
-            kernels,
-        )
+        programs = EnginePrograms.of(model, mesh, jax.tree.leaves(parameters)[0].dtype, settings, kernels)
         self.runner = Runner(
             programs, parameters, known=known, context=settings.context, cache_bytes=settings.cache_bytes
         )

@@ -17,6 +17,7 @@ from jaxlm.inference.paged_cache import Arrays, PageLayout
 from jaxlm.inference.ragged_step import Batch, SlotState, StepResults, StepShape, draw, ragged_step
 from jaxlm.inference.requests import Sampling
 from jaxlm.inference.sampling import row_sampling
+from jaxlm.inference.settings import EngineSettings
 from jaxlm.inference.weights import WeightLayout
 from jaxlm.models.config import Kernels, ModelConfig
 from jaxlm.models.kernels import using_kernels
@@ -56,6 +57,13 @@ class EnginePrograms:
     chunk_tokens: int
     exact: bool
     kernels: Kernels
+
+    @classmethod
+    def of(
+        cls, model: ModelConfig, mesh: Mesh, dtype: jnp.dtype, settings: EngineSettings, kernels: Kernels = "auto"
+    ) -> "EnginePrograms":
+        """Return the programs of an engine of these sizes."""
+        return cls(model, mesh, dtype, settings.page, settings.slots, settings.chunk_tokens, settings.exact, kernels)
 
     def __post_init__(self):
         if self.page < TILE or self.page % TILE:

@@ -13,6 +13,7 @@ from jaxlm.costs.hardware.target import Target
 from jaxlm.inference.cache_memory import CacheSize
 from jaxlm.inference.programs import TILE, EnginePrograms
 from jaxlm.inference.ragged_step import StepShape
+from jaxlm.inference.settings import EngineSettings
 from jaxlm.lowering import hlo, targets
 from jaxlm.lowering.argument_reads import argument_reads
 from jaxlm.parallel.rules import ENGINE
@@ -132,7 +133,7 @@ def test_a_step_reads_each_weight_once_and_the_pages_that_it_must(chips):
     mesh = meshes.make(1, 1, target.devices, devices=targets.devices(target))
     wide = {**model_fixtures.LLAMA["feed_forward"], "d_ff": 512}  # XLA for a GPU pads matrices of other widths
     model = model_fixtures.model(d_model=256, context_length=384, vocab_size=1024, feed_forward=wide)
-    programs = EnginePrograms(model, mesh, jnp.dtype("bfloat16"), 128, 4, 64, True, "auto")
+    programs = EnginePrograms.of(model, mesh, jnp.dtype("bfloat16"), EngineSettings(slots=4))
     cache = CacheSize(384, tuple(13 for _ in programs.layout.groups))
     compiled = programs.step(StepShape(4, 0, TILE), cache).compile()
     found = argument_reads(hlo.parse(compiled.as_text()), trips=2)

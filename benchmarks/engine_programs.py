@@ -1,4 +1,4 @@
-"""What the engine's decoding step reads on chips that are not here, from XLA's program.
+"""The bytes that the engine's decoding step reads on chips that are not here, from XLA's program.
 
     python benchmarks/engine_programs.py [--only TEXT]
 

@@ -34,7 +34,7 @@ def argument_reads(program: HloProgram, trips: int | None = None) -> list[Argume
     found = []
     runs = loops.times(program, trips)
     for parameter in program.entry.parameters:
-        reader = _Reader(program, runs)
+        reader = _ArgumentReader(program, runs)
         reader.follow(program.entry, parameter.name, ())
         found.append(
             ArgumentRead(
@@ -49,7 +49,7 @@ def argument_reads(program: HloProgram, trips: int | None = None) -> list[Argume
 
 
 @dataclass
-class _Reader:
+class _ArgumentReader:
     """The readers of one array, as it passes from instruction to instruction: (bytes read, bytes copied) of each."""
 
     program: HloProgram

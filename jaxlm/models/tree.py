@@ -31,7 +31,6 @@ _STACKED = frozenset({"layers"})
 _TABLES = frozenset({"vocab", "positions"})
 
 
-@lru_cache(maxsize=64)  # commands ask for it a dozen times
 def abstract(
     model: ModelConfig, adapted: LoraConfig | None = None, apart: bool = False
 ) -> tuple[nnx.GraphDef, nnx.State]:
@@ -41,6 +40,12 @@ def abstract(
     The tree's leaves are `nnx.Param` with a `jax.ShapeDtypeStruct` and the metadata `axes` and `inputs` that
     `models.parameters.param` declared. Nobody may change it.
     """
+    asked: Any = (model, adapted, apart)  # frozen, and so hashable, which pydantic does not tell a type checker
+    return _abstract(*asked)
+
+
+@lru_cache(maxsize=64)  # commands ask for it a dozen times
+def _abstract(model: ModelConfig, adapted: LoraConfig | None, apart: bool) -> tuple[nnx.GraphDef, nnx.State]:
     with shapes_alone():
         return nnx.split(nnx.eval_shape(lambda: build(model, 0, adapted, apart)))
 

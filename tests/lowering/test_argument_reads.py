@@ -1,4 +1,4 @@
-"""How much of each argument a compiled program reads and copies, and so what the engine's decoding step does."""
+"""The bytes of arguments that compiled programs read and copy: each weight once in a decoding step of the engine."""
 
 import platform
 import sys

@@ -198,9 +198,9 @@ def _inference(device: DeviceStep) -> Iterator[Memory]:
     held = work.itemsize * sum(work.stored(d.axes, d.shape) for d in work.parameters.values())
     cache = kv_cache(work) + _tiled_copies(work)
     tables = [use for use in found.by_layer[None] if use.name in ("look_up", "logits")]
-    # A tied table is gathered once for both of its uses.
-    tied = len({found.parameter(use) for use in tables}) < len(tables)
-    held += _tables(device) if tied else 0
+    # A GPU gathers a tied table once for both of its uses.
+    kept = work.platform != "tpu" and len({found.parameter(use) for use in tables}) < len(tables)
+    held += _tables(device) if kept else 0
     for layer in range(len(found.layers)):
         uses, forward = found.by_layer[layer], layer_memory.forward(alike, layer, False)
         peak, read = uses[forward.at], 0
@@ -211,7 +211,7 @@ def _inference(device: DeviceStep) -> Iterator[Memory]:
         yield Memory(held + gathered, 0, 0, forward.bytes + read, 0, cache)
     (use,) = (use for use in found.uses if use.name == "logits")
     yield Memory(
-        held + (0 if tied else _tables(device)), 0, 0, 0, 4 * math.prod(kernel_costs.logits(device, use)), cache
+        held + (0 if kept else _tables(device)), 0, 0, 0, 4 * math.prod(kernel_costs.logits(device, use)), cache
     )
 
 

@@ -101,10 +101,7 @@ LAYOUTS = (
     sys.platform != "linux" or platform.machine() != "x86_64", reason="the compilers are for Linux on x86-64"
 )
 def test_compiled_programs_are_as_counted():
-    """Twenty steps compiled for GPUs and TPUs: every FLOP is read, and memory is within a tenth for 18 of them.
-
-    It was not in two of the ten for TPUs, by −22 and +14 %.
-    """
+    """Twenty steps compiled for GPUs and TPUs: every FLOP is read, and memory is within a tenth for 18 of them."""
     errors = {}
     for seed in range(20):
         draw = random.Random(f"compiled {seed}")

@@ -62,7 +62,6 @@ def read(case: DecodingCase) -> dict[str, Any]:
     from jaxlm.lowering.report import memory_of
     from jaxlm.parallel.layout import Layout
     from jaxlm.parallel.mesh import make_mesh
-    from jaxlm.parallel.rules import ENGINE
 
     accelerators.choose()
     target = Target.parse(case.on)
@@ -79,14 +78,7 @@ def read(case: DecodingCase) -> dict[str, Any]:
     weights = [each for each in found if each.name.startswith("parameters")]
     stored = [each for each in found if each.name.startswith("pages")]
     matrices = [each for each in weights if each.bytes > 1 << 20]
-    counted = (
-        pages
-        * case.sequences
-        * sum(
-            programs.layout.page_bytes(group, programs.page_dtype, mesh, ENGINE)
-            for group in range(len(programs.layout.groups))
-        )
-    )
+    counted = pages * case.sequences * sum(programs.page_bytes)
     memory = memory_of(compiled, target.chip)
     return {
         "compile_s": round(seconds, 1),

@@ -102,6 +102,12 @@ class EnginePrograms:
         """The dtype of the pages: on a CPU it would be widened in each step."""
         return jnp.dtype("float32") if self.is_on_cpu else self.dtype
 
+    @property
+    def page_bytes(self) -> list[int]:
+        """Bytes on each device of one page of each group, of all its layers."""
+        groups = range(len(self.layout.groups))
+        return [self.layout.page_bytes(group, self.page_dtype, self.mesh, ENGINE) for group in groups]
+
     def shapes(self, scores: bool = False) -> list[StepShape]:
         """Return the shapes that there are programs for, without those of scores or with."""
         fewest, *more = self.decode

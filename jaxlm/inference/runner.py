@@ -86,11 +86,11 @@ class Runner:
         context: int | None,
         cache_bytes: int | None,
     ):
-        self.programs, self.layout, model, mesh = programs, programs.layout, programs.model, programs.mesh
+        self.programs, model, mesh = programs, programs.model, programs.mesh
         self._slots = programs.slots
         self._parameters = programs.weights.stored(parameters, mesh, ENGINE)
         self.cache = cache_size(
-            self.layout,
+            programs.layout,
             programs.page_dtype,
             mesh,
             ENGINE,
@@ -118,7 +118,10 @@ class Runner:
     @property
     def page_groups(self) -> list[PageGroup]:
         """The groups of pages that an allocator hands out."""
-        return [PageGroup(count, window) for count, window in zip(self.cache.counts, self.layout.groups, strict=True)]
+        return [
+            PageGroup(count, window)
+            for count, window in zip(self.cache.counts, self.programs.layout.groups, strict=True)
+        ]
 
     def warm(self, scores: bool = False) -> None:
         """Compile all programs, several at a time, so that no request waits for one."""
@@ -213,13 +216,13 @@ class Runner:
         """Return whether a token's results are the same to the bit in every program, at another row each time, read as
         part of a prompt or by itself. Pages of a runner that is idle are overwritten."""
         tokens = np.random.default_rng(0).integers(0, len(self._known), TILE + 3)
-        table = range(1, -(-len(tokens) // self.layout.size) + 1)
+        table = range(1, -(-len(tokens) // self.programs.layout.size) + 1)
 
         def read(shape: StepShape, first: int, run: int) -> bytes:
             """Read the tokens from this one on, in runs from this one on; return the logits after the last."""
             batch = self.programs.empty_batch(shape, self.cache)
             for start in range(first, len(tokens), TILE):
-                tables = [table] * len(self.layout.groups)
+                tables = [table] * len(self.programs.layout.groups)
                 batch.row_Q[-1] = _write_run(
                     batch, shape, run, tokens[start : start + TILE], start, tables, len(tokens)
                 )

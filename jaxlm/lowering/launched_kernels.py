@@ -77,12 +77,9 @@ class Chain(NamedTuple):
     bytes: int
 
 
-def kernels(program: HloProgram, declared: Declared = _NONE, trips: int | None = None) -> list[LaunchedKernel]:
-    """Return all kernels but collectives, in execution order.
-
-    `trips`: of loops that depend on data (`loops.times`).
-    """
-    return [kernel for _, _, kernel in _all(program, declared, trips)]
+def kernels(program: HloProgram, declared: Declared = _NONE) -> list[LaunchedKernel]:
+    """Return all kernels but collectives, in execution order."""
+    return [kernel for _, _, kernel in _all(program, declared)]
 
 
 def calls(program: HloProgram) -> list[tuple[str, int]]:
@@ -129,11 +126,9 @@ def chains(program: HloProgram, intensity: float, declared: Declared = _NONE) ->
     return sorted(found, key=lambda chain: -chain.bytes)
 
 
-def _all(
-    program: HloProgram, declared: Declared, trips: int | None = None
-) -> list[tuple[HloComputation, HloInstruction, LaunchedKernel]]:
+def _all(program: HloProgram, declared: Declared) -> list[tuple[HloComputation, HloInstruction, LaunchedKernel]]:
     """Return kernels with declared FLOPs; kernels of one name share them in proportion to their arrays' sizes."""
-    found = list(_compiled(program, trips))
+    found = list(_compiled(program))
     sizes = [sum(array.bytes for part in (i, *c.operands(i)) for array in part.arrays) for c, i, _ in found]
     whole: Counter[str] = Counter()
     for (_, _, kernel), size in zip(found, sizes, strict=True):
@@ -145,10 +140,8 @@ def _all(
     return [(c, i, k._replace(declared_flops=share(k, size))) for (c, i, k), size in zip(found, sizes, strict=True)]
 
 
-def _compiled(
-    program: HloProgram, trips: int | None
-) -> Iterator[tuple[HloComputation, HloInstruction, LaunchedKernel]]:
-    for computation, instruction, times in executed(program, trips):
+def _compiled(program: HloProgram) -> Iterator[tuple[HloComputation, HloInstruction, LaunchedKernel]]:
+    for computation, instruction, times in executed(program):
         opcode = instruction.opcode
         if opcode in _NO_WORK or controlled(instruction) or _COLLECTIVE_OR_ASYNC.search(opcode):
             continue

@@ -42,13 +42,13 @@ def times(program: HloProgram, trips: int | None = None) -> dict[str, int]:
     return found
 
 
-def executed(program: HloProgram, trips: int | None = None) -> Iterator[tuple[HloComputation, HloInstruction, int]]:
-    """Yield the instructions that the device executes, and their number of runs (`trips` as in `times`).
+def executed(program: HloProgram) -> Iterator[tuple[HloComputation, HloInstruction, int]]:
+    """Yield the instructions that the device executes, and their number of runs.
 
     These are the instructions of the entry computation and of its loops and branches, but not of fusions and
     reductions.
     """
-    runs = times(program, trips)
+    runs = times(program)
     reached, waiting = {}, [program.entry.name]
     while waiting:
         name = waiting.pop()

@@ -68,6 +68,7 @@ def test_it_learns_and_resumes_after_a_kill_to_the_same_losses(folder):
     assert runs.losses(folder / "killed") == expected
     saved = sum(file.stat().st_size for file in (folder / "run" / "checkpoints" / "12" / "parameters").rglob("*"))
     assert saved < (PUBLISHED / "model.safetensors").stat().st_size / 4
+    assert not (folder / "run" / "sample.txt").exists()
     assert json.loads((folder / "run" / "origin.json").read_text())["source"] == str(folder / "base")
 
 

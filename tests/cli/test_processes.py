@@ -34,11 +34,17 @@ def config(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(config, tmp_path_factory):
-    """The losses and the sample of one process with all devices."""
+def run_of_one(config, tmp_path_factory):
+    """The run of one process with all devices."""
     run = tmp_path_factory.mktemp("whole") / "run"
     runs.finish(runs.start(config, run, "records.sample_tokens=24", devices=DEVICES))
-    return losses(run), (run / "sample.txt").read_text()
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(run_of_one):
+    """Its losses."""
+    return losses(run_of_one)
 
 
 # A lost process is missed sooner than after the 30 s that users wait.
@@ -68,12 +74,12 @@ def assert_close(actual, expected):
     np.testing.assert_allclose([actual[s] for s in expected], list(expected.values()), rtol=1e-5)
 
 
-def test_two_processes_train_to_the_losses_of_one(config, whole, tmp_path):
+def test_two_processes_train_to_the_losses_of_one(config, run_of_one, whole, tmp_path):
     """And draw its sample, by an engine on a mesh over both."""
-    run, (expected, sample) = tmp_path / "run", whole
+    run = tmp_path / "run"
     (first, _), (second, quiet) = finish(start(config, [run] * 2, "--json", "records.sample_tokens=24"))
-    assert_close(losses(run), expected)
-    assert (run / "sample.txt").read_text() == sample
+    assert_close(losses(run), whole)
+    assert (run / "sample.txt").read_text() == (run_of_one / "sample.txt").read_text()
     assert json.loads(first)["step"] == STEPS  # one object, without output of the network library
     assert second == "" and "step" not in quiet
 
@@ -91,7 +97,7 @@ def test_a_checkpoint_of_two_processes_resumes_in_another_number(count, config, 
     run = tmp_path / "run"
     finish(start(config, [run] * 2, "training.steps=10"))
     finish(start(config, [run] * count))
-    assert_close(losses(run), whole[0])
+    assert_close(losses(run), whole)
 
 
 @pytest.mark.exhaustive
@@ -108,7 +114,7 @@ def test_a_lost_process_ends_the_others_and_a_restart_resumes(config, whole, tmp
     behind = max(max(losses(run)) + 8, STEPS)
     _, said = finish(start(config, [run] * 2, f"training.steps={behind}"))[0]
     assert "resuming from step" in said and max(losses(run)) == behind
-    assert_close({s: x for s, x in losses(run).items() if s <= STEPS}, whole[0])
+    assert_close({s: x for s, x in losses(run).items() if s <= STEPS}, whole)
 
 
 @pytest.mark.exhaustive
@@ -183,7 +189,7 @@ def test_sigterm_for_one_process_stops_all_at_the_same_step(config, whole, tmp_p
     assert "stopped at step" in said and "to go on: jaxlm train" in said
     if max(losses(run)) < STEPS:
         finish(start(config, [run]))
-    assert_close({s: x for s, x in losses(run).items() if s <= STEPS}, whole[0])
+    assert_close({s: x for s, x in losses(run).items() if s <= STEPS}, whole)
 
 
 @pytest.mark.exhaustive

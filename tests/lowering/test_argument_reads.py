@@ -16,7 +16,6 @@ from jaxlm.inference.ragged_step import StepShape
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.lowering import hlo, targets
 from jaxlm.lowering.argument_reads import argument_reads
-from jaxlm.parallel.rules import ENGINE
 
 MATRIX = 4 * 8 * 8
 STATE = "(s32[], f32[8,8], f32[8])"
@@ -145,13 +144,6 @@ def test_a_step_reads_each_weight_once_and_the_pages_that_it_must(chips):
         expected = {each.bytes, rows} if "'embedding'" in each.name else {each.bytes}
         assert each.read in expected and each.copied <= rows, each
     pages = [each for each in found if each.name.startswith("pages")]
-    counted = (
-        2
-        * 4
-        * sum(
-            programs.layout.page_bytes(group, programs.page_dtype, mesh, ENGINE)
-            for group in range(len(programs.layout.groups))
-        )
-    )
+    counted = 2 * 4 * sum(programs.page_bytes)
     in_faster_memory = sum(each.bytes for each in pages) if target.chip.kind == "tpu" else counted
     assert sum(each.read for each in pages) in (counted, in_faster_memory)

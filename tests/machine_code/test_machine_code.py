@@ -67,6 +67,7 @@ SAMPLE = {
     "matmul-whole epilogue-bfloat16-triton-H100",
     "rms_norm-residual-bfloat16-triton-H100",
     "rotary_embedding-half-split-bfloat16-triton-B200",
+    "softmax-odd width, masked rows-float32-triton-H100",
 }
 
 

@@ -95,7 +95,7 @@ def block(x, p, norm_placement, residual):
     "form",
     sampled(
         [pytest.param(form, id="-".join(form.values())) for form in model_fixtures.BLOCKS],
-        ["before-parallel", "both-sequential"],
+        ["before-parallel", "after-sequential", "both-parallel_shared_norm"],
     ),
 )
 def test_a_block_is_its_equation(form):

@@ -398,9 +398,12 @@ class LoadedModel:
             kernels=self.experiment.training.kernels,
         )
 
-    def evaluate(self, data: str | None = None, display: "Display | None" = None) -> "Evaluation":
+    def evaluate(
+        self, data: str | None = None, display: "Display | None" = None, *, is_chat: bool = False
+    ) -> "Evaluation":
         """Return the loss on the held-out text of the run, or on all of the text at `data` (a file, directory or glob).
 
+        With `is_chat` there are conversations at `data`, as in `data.chat`, and the loss is that on their answers.
         Raises InputError where the text cannot be read, or is not what the run was trained with.
         """
         import jax
@@ -412,13 +415,17 @@ class LoadedModel:
         experiment, training = self.experiment, self.experiment.training
         if data is not None:
             self.source.load_tokenizer()  # refused before anything is restored
+            template = self.chat_template if is_chat else None
         else:
             self.source.check_own_text(experiment)
         parameters = self.parameters
         steps = jit_steps(make_steps(self.config, training, experiment.optimizer), self.mesh)
         with display or Display() as shown:
             source = self.source
-            text = source.held_out(experiment, shown) if data is None else source.text(experiment, data, shown)
+            if data is None:
+                text = source.held_out(experiment, shown)
+            else:
+                text = source.text(experiment, data, template, shown)
         with jax.set_mesh(self.mesh):
             measured = evaluate_sources(steps.evaluate, parameters, text, training.batch, self.mesh)
         assert measured is not None  # nothing stops it

@@ -35,16 +35,13 @@ class PublishedSource:
     """The model in a Hugging Face directory, with what `jaxlm.api.LoadedModel` asks of a run."""
 
     def __init__(self, path: Path):
-        """Take a directory, of a model or of adapters of one, or the name of a model of the Hub, whose small files are
-        fetched."""
+        """Take a directory, of a model or of adapters of one, or the name of such a one on the Hub, whose small files
+        are fetched."""
         from jaxlm.families.directory import PublishedModel
         from jaxlm.families.peft import AdaptedModel
 
-        if is_adapter(path):
-            self.model = AdaptedModel(path)
-        else:
-            folder = hub.fetch(path) if hub.is_name(path) else path
-            self.model = PublishedModel(folder, str(path) if hub.is_name(path) else None)
+        folder, name = (hub.fetch(path), str(path)) if hub.is_name(path) else (path, None)
+        self.model = AdaptedModel(folder, name) if is_adapter(folder) else PublishedModel(folder, name)
         self.folder = self.model.folder
 
     def __str__(self) -> str:
@@ -126,9 +123,8 @@ class PublishedSource:
 
     def origin(self, step: int | None = None) -> Origin:
         """The record of a run that begins with its weights, which have no step."""
-        hub_name = self.model.hub_name
-        where = hub_name or str((self.model.adapter or self.folder).absolute())
-        return Origin(where, "published", None, hub_name and self.folder.name)
+        hub_name, folder = self.model.hub_name, self.model.adapter or self.folder
+        return Origin(hub_name or str(folder.absolute()), "published", None, hub_name and folder.name)
 
     def weights_digest(self, step: int | None = None) -> str:
         """Return a digest of its weights. Raises InputError where a file is missing."""
@@ -139,9 +135,12 @@ class PublishedSource:
         self.check_own_text(experiment)
         raise AssertionError
 
-    def text(self, experiment: Experiment, data: str, display: Display) -> dict[str, Rows]:
-        """The rows of a text, in the model's tokens. Raises InputError where it cannot be read."""
-        return text_rows(experiment, data, self.load_tokenizer(), display)
+    def text(
+        self, experiment: Experiment, data: str, template: "ChatTemplate | None", display: Display
+    ) -> dict[str, Rows]:
+        """The rows of a text, or of conversations that a template shows, in the model's tokens. Raises InputError where
+        it cannot be read."""
+        return text_rows(experiment, data, self.load_tokenizer(), template, display)
 
 
 class Converted(NamedTuple):

@@ -185,10 +185,12 @@ class Run:
             raise InputError(f"the text of {self.paths} has changed since it was trained; give --data PATH")
         return {name: Rows(source.held_out, experiment.training.sequence) for name, source in dataset.sources.items()}
 
-    def text(self, experiment: Experiment, data: str, display: Display) -> dict[str, Rows]:
-        """The rows of other text, at the path `data`, in the tokens of the run. Raises InputError where it cannot be
-        read."""
-        return text_rows(experiment, data, self.load_tokenizer(), display)
+    def text(
+        self, experiment: Experiment, data: str, template: "ChatTemplate | None", display: Display
+    ) -> dict[str, Rows]:
+        """The rows of other text at the path `data`, or of conversations that a template shows, in the tokens of the
+        run. Raises InputError where it cannot be read."""
+        return text_rows(experiment, data, self.load_tokenizer(), template, display)
 
     def claim(self) -> None:
         """Have the folder, once it is there, for this job alone until its first process ends, however it ends.
@@ -341,8 +343,8 @@ class Run:
         return self.paths.tokenizer
 
     def chat_template(self) -> "ChatTemplate | None":
-        """The chat template that it was trained with, or its weights came with, or beside its tokenizer; None without
-        one. Raises InputError for one that is broken."""
+        """The chat template that it was trained with, or its weights came with, or beside its tokenizer, with the
+        variables of its configuration; None without one. Raises InputError for one that is broken."""
         from jaxlm.data.chat_template import load
 
         if not self.has_tokenizer:
@@ -351,7 +353,7 @@ class Run:
         found = load(published, tokenizer)
         if found is None and data.tokenizer not in TOKENIZERS:
             found = load(expanded(data.tokenizer, "data.tokenizer").parent, tokenizer)
-        return found
+        return found and found.with_kwargs(data.chat_template_kwargs)
 
     def carried(self) -> dict[str, bytes]:
         """The small files that its weights came with, by name: none unless it began with published ones."""
@@ -480,10 +482,18 @@ def _ways_out(found: Iterable[Change]) -> str:
     return f"{schedule}{_OTHER_OUT}, or go on in this one with {_CONTINUE}"
 
 
-def text_rows(experiment: Experiment, data: str, tokenizer: Tokenizer, display: Display) -> dict[str, Rows]:
-    """Return the rows of a text, at the path `data`, in tokens. Raises InputError where it cannot be read."""
+def text_rows(
+    experiment: Experiment, data: str, tokenizer: Tokenizer, template: "ChatTemplate | None", display: Display
+) -> dict[str, Rows]:
+    """Return the rows of a text at the path `data`, or of conversations that a template shows, in tokens. Raises
+    InputError where it cannot be read."""
     try:
-        store = tokenize_whole(experiment.data, data, tokenizer, display.say, display.progress)
+        store = tokenize_whole(experiment.data, data, tokenizer, template, display.say, display.progress)
     except InputError as error:
-        raise InputError(re.sub(r"^data\.text\b", "--data", str(error))) from None
+        raise InputError(re.sub(r"^data\.(text|chat)\b", _options, str(error))) from None
     return {"data": Rows(store, experiment.training.sequence)}
+
+
+def _options(key: re.Match[str]) -> str:
+    """Return the option of `jaxlm eval` for a key of other text."""
+    return {"text": "--data", "chat": "--chat"}[key[1]]

@@ -99,8 +99,11 @@ class ModelSource(Protocol):
         """Return the rows of its held-out text. Raises InputError as `check_own_text`."""
         ...
 
-    def text(self, experiment: Experiment, data: str, display: Display) -> dict[str, Rows]:
-        """Return the rows of other text in its tokens. Raises InputError where it cannot be read."""
+    def text(
+        self, experiment: Experiment, data: str, template: "ChatTemplate | None", display: Display
+    ) -> dict[str, Rows]:
+        """Return the rows of other text, or of conversations that a template shows, in its tokens. Raises InputError
+        where it cannot be read."""
         ...
 
 

@@ -6,8 +6,14 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 if os.environ["JAX_PLATFORMS"] == "cpu":  # on a chip, compile the programs that users run
-    # Most of the time here is LLVM's, optimising programs that run once; XLA's own passes stay the same.
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    # Programs here run once, and their machine code is made quickly. XLA's passes stay the same.
+    QUICK_CODE = (
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+        "--xla_cpu_use_fusion_emitters=false",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    )
+    os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_CODE))
 
 import chex  # noqa: E402
 import jax  # noqa: E402

@@ -1,9 +1,10 @@
 """Conversations with a model that has a chat template: turns at a terminal or from standard input, or given whole."""
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxlm.cli import prompts
 from jaxlm.cli.paths import as_utf8
@@ -25,11 +26,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="answer prompts as messages in the model's chat template; without any, converse: each line is a message, "
         f"and the line {RESET} begins another conversation",
     )
+    add_template_arguments(parser)
     parser.add_argument("--system", type=as_utf8, metavar="TEXT", help="system message of each conversation")
+
+
+def add_template_arguments(parser: argparse.ArgumentParser) -> None:
+    """Variables of the chat template."""
+    parser.add_argument(
+        "--chat-template-kwargs",
+        type=_kwargs,
+        default={},
+        metavar="JSON",
+        help="""variables that the chat template reads, such as '{"enable_thinking": false}'""",
+    )
+
+
+def _kwargs(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"""{text!r} is no JSON object, such as '{{"enable_thinking": false}}'""")
+    return found
 
 
 def check(arguments: argparse.Namespace) -> None:
     """Raise InputError for options that do not go together."""
+    if not arguments.chat and arguments.chat_template_kwargs:
+        raise InputError("--chat-template-kwargs are of a conversation: add --chat")
     if not arguments.chat and arguments.system is not None:
         raise InputError("--system is of a conversation: add --chat")
     if arguments.chat and arguments.token_ids is not None:

@@ -1,4 +1,4 @@
-"""Measure the loss of a trained model on its held-out text, or on other text; or how well it does at tasks."""
+"""Measure the loss of a trained model on its held-out text, other text or answers; or how well it does at tasks."""
 
 import argparse
 import json
@@ -16,6 +16,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data", metavar="PATH", help="a file, directory or glob of text in place of the held-out text"
     )
     instead.add_argument(
+        "--chat",
+        metavar="PATH",
+        help="conversations in its place, as data.chat has them: the loss is that on their answers",
+    )
+    instead.add_argument(
         "--tasks",
         metavar="TASK[,…]",
         help="in place of a loss: tasks of the lm-evaluation-harness, by their names or YAML files",
@@ -26,8 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     tasks.check(arguments)
-    if arguments.data == "":  # as of a shell variable that is not set
-        raise InputError("--data names no text; give a file, directory or glob, or leave it out")
+    for option in ("data", "chat"):
+        if getattr(arguments, option) == "":  # as of a shell variable that is not set
+            raise InputError(f"--{option} names no text; give a file, directory or glob, or leave it out")
     if arguments.tasks is None and (given := engine.option(arguments)):
         raise InputError(f"{given} is of the engine that answers tasks: add --tasks, or leave it out")
     return _at_a_loss(arguments) if arguments.tasks is None else _at_tasks(arguments)
@@ -35,11 +41,12 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _at_a_loss(arguments: argparse.Namespace) -> int:
     """Measure the loss, of parameters in float32."""
-    model = trained.load(arguments, (*_ROWS, *_read_of_data(arguments.data)), "float32", "train")
+    data = arguments.chat if arguments.data is None else arguments.data
+    model = trained.load(arguments, (*_ROWS, *_read_of_data(data)), "float32", "train")
 
     from jaxlm.cli.progress import Bar
 
-    measured = model.evaluate(arguments.data, Bar(steps=0))
+    measured = model.evaluate(data, Bar(steps=0), is_chat=arguments.chat is not None)
     if arguments.json:
         print(json.dumps({**measured.row(), "step": model.step}))
         return 0

@@ -78,7 +78,7 @@ def main(arguments: argparse.Namespace) -> int:
     Sampling(**asked).check(_option)
     model = engine.load(arguments)
     if arguments.chat:
-        model.chat_template  # noqa: B018  refused before the first message
+        model.chat_template = model.chat_template.with_kwargs(arguments.chat_template_kwargs)
     sampling = with_published(model, asked)
     if given is None and arguments.chat:
         _converse(model, sampling, arguments)

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxlm.cli import engine, trained
+from jaxlm.cli import chat, engine, trained
 from jaxlm.cli.generate import with_published
 from jaxlm.cli.paths import path
 from jaxlm.core.errors import InputError, RunFailed
@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key-file", type=path, metavar="FILE", help="keys, one a line, one of which each request must show"
     )
+    chat.add_template_arguments(parser)
     for name, (kind, metavar, default, explanation) in _LIMITS.items():
         parser.add_argument(f"--{name}", type=kind, metavar=metavar, default=default, help=explanation)
     parser.add_argument(
@@ -86,6 +87,8 @@ def _serve(arguments: argparse.Namespace, keys: list[str], listening: "socket.so
     if model.tokenizer is None:
         raise InputError(f"{model.source} has no tokenizer, and a server speaks in texts; generate from --token-ids")
     template, sampling = model.source.chat_template(), with_published(model, {})
+    if arguments.chat_template_kwargs:
+        template = model.chat_template.with_kwargs(arguments.chat_template_kwargs)
     running = model.engine()
     exact = _warmed(running, arguments.json)
     if arguments.exact and not exact:

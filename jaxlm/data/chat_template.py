@@ -5,6 +5,7 @@ A template comes from outside and is run in Jinja's immutable sandbox, with the 
 out in a message stays text.
 """
 
+import copy
 import datetime
 import json
 import re
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -25,10 +26,12 @@ from jaxlm.data.tokenizers import Tokenizer
 Message = Mapping[str, Any]
 
 FILE, SETTINGS, _OLD_FILE = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
+_SPECIAL_TOKENS = "special_tokens_map.json"  # of older files, for what SETTINGS does not name
 _DEFAULT = "default"  # of several templates with names
 # Code points that are no characters (Unicode 16, section 23.7): each stands for the first letter of a control token
 # that a message spells out, while its template runs.
 _STAND_INS = [chr(code) for code in range(0xFDD0, 0xFDEF)]
+_GIVEN = frozenset({"messages", "tools", "add_generation_prompt"})  # to every template
 _SHOWN = 200  # characters of a template's own complaint
 _ANSWER = "\ue000"  # a letter that no template writes
 
@@ -54,8 +57,10 @@ class ChatTemplate:
     ):
         self.source, self.tokenizer, self.name = source, tokenizer, name
         self.variables = dict(variables)
+        environment = _environment(now)
         try:
-            self._template = _environment(now).from_string(source)
+            self._template = environment.from_string(source)
+            self._reads = meta.find_undeclared_variables(environment.parse(source)) - environment.globals.keys()
         except jinja2.TemplateError as error:
             raise InputError(f"{name} is no chat template: {_first_line(error)}") from None
 
@@ -68,6 +73,21 @@ class ChatTemplate:
         """Return the template that `to_json` wrote, with the clock of this machine."""
         described = json.loads(text)
         return cls(described["source"], tokenizer, described["variables"], described["name"])
+
+    def with_kwargs(self, kwargs: Mapping[str, Any]) -> "ChatTemplate":
+        """Return this template with variables of its own set, such as `enable_thinking`. Raises InputError for one that
+        it does not read."""
+        if not kwargs:
+            return self
+        own = self._reads - _GIVEN
+        for name in kwargs:
+            if name not in own:
+                read = ", ".join(sorted(own)) or "none"
+                raise InputError(f"chat_template_kwargs: {self.name} reads no {name!r}; what it reads is {read}")
+        found = copy.copy(self)
+        found.variables = self.variables | dict(kwargs)
+        found.__dict__.pop("ends", None)  # they may be others now
+        return found
 
     def encode(self, messages: Sequence[Message], *, reply: bool, tools: Sequence[Any] | None = None) -> list[int]:
         """Return the token ids of a conversation. Nothing is put before them: a template writes its own beginning.
@@ -152,10 +172,9 @@ def load(
     """
     if (folder / FILE).is_file():
         return read(folder / FILE, folder, tokenizer, now)
-    settings = _table(folder / SETTINGS)
-    for file, found in ((folder / SETTINGS, settings), (folder / _OLD_FILE, _table(folder / _OLD_FILE))):
-        if (source := _chosen(found.get("chat_template"), file)) is not None:
-            return ChatTemplate(source, tokenizer, _variables(settings), f"chat_template of {file}", now)
+    for file in (folder / SETTINGS, folder / _OLD_FILE):
+        if (source := _chosen(_table(file).get("chat_template"), file)) is not None:
+            return ChatTemplate(source, tokenizer, _tokens(folder), f"chat_template of {file}", now)
     return None
 
 
@@ -164,10 +183,12 @@ def read(
 ) -> ChatTemplate:
     """Return the chat template in a file, with the names of tokens that a folder of published files has. Raises
     InputError for files that are missing or broken."""
-    return ChatTemplate(_text(file), tokenizer, _variables(_table(folder / SETTINGS)), str(file), now)
+    return ChatTemplate(_text(file), tokenizer, _tokens(folder), str(file), now)
 
 
-def _variables(settings: Mapping[str, Any]) -> dict[str, str]:
+def _tokens(folder: Path) -> dict[str, str]:
+    """Return the tokens that a template may name, such as `bos_token`."""
+    settings = _table(folder / _SPECIAL_TOKENS) | _table(folder / SETTINGS)
     found = {name: _content(value) for name, value in settings.items() if name.endswith("_token")}
     return {name: text for name, text in found.items() if text is not None}
 

@@ -110,6 +110,10 @@ class DataConfig(Section):
     are. A row holds one pair of answers, each with its prompt; longer ones are cut at their ends."""
     chat_template: Annotated[Name | None, InWords(default="that beside data.tokenizer")] = None
     """The path of a chat template, a Jinja file."""
+    chat_template_kwargs: Annotated[dict[str, bool | int | float | str], InWords(type="table", default="none")] = Field(
+        default_factory=dict
+    )
+    """Variables that the chat template reads, such as `enable_thinking = false`."""
     validation: Text | None = None
     """Text or records to measure the held-out loss on; of the others none is then held out."""
     sources: dict[str, SourceConfig] = Field(default_factory=dict)

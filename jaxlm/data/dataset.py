@@ -91,10 +91,11 @@ def tokenize_whole(
     data: DataConfig,
     text: str,
     tokenizer: Tokenizer,
+    template: ChatTemplate | None = None,
     say: Callable[[str], None] = _nobody,
     progress: Progress = _nobody,
 ) -> TokenStore:
-    """Tokenize other text with the reading settings of `data` into one store.
+    """Tokenize other text, or conversations that a template shows, with the reading settings of `data` into one store.
 
     Read all documents, except for a Hugging Face source, where `data.documents` limits them. Raise InputError as
     `prepare` does.
@@ -102,19 +103,22 @@ def tokenize_whole(
     documents = data.documents if text.startswith(HUGGING_FACE) else None
     data = data.model_copy(
         update={
-            **{"text": (text,), "chat": None, "preferences": None, "validation": None, "sources": {}},
+            **{"text": None, "chat": None, "preferences": None, "validation": None, "sources": {}},
+            "text" if template is None else "chat": (text,),
             **{"if_missing": None, "held_out": 1.0, "documents": documents},
         }
     )
     (source,) = find_sources(data, say)
-    return _Cache(data, say, progress).split(source, tokenizer)[0].held_out
+    return _Cache(data, say, progress, template).split(source, tokenizer)[0].held_out
 
 
 class _Cache:
     """Tokenizers, scan logs and token stores under `data.cache`, each named by a hash of all its inputs."""
 
-    def __init__(self, data: DataConfig, say: Callable[[str], None], progress: Progress):
-        self._data, self._say, self._progress = data, say, progress
+    def __init__(
+        self, data: DataConfig, say: Callable[[str], None], progress: Progress, template: ChatTemplate | None = None
+    ):
+        self._data, self._say, self._progress, self._given = data, say, progress, template
         self._folder = expanded(data.cache, "data.cache")
         self._indexes: dict[str, SourceIndex] = {}
 
@@ -187,6 +191,11 @@ class _Cache:
 
     def _template(self, source: Source, tokenizer: Tokenizer) -> ChatTemplate:
         """Return the template that shows conversations: that of the configuration, or beside the tokenizer."""
+        if self._given is not None:
+            return self._given
+        return self._plain_template(source, tokenizer).with_kwargs(self._data.chat_template_kwargs)
+
+    def _plain_template(self, source: Source, tokenizer: Tokenizer) -> ChatTemplate:
         folder = expanded(self._data.tokenizer, "data.tokenizer").parent
         places = folder, folder / "huggingface"  # of a published model, of a run
         if (path := self._data.chat_template) is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxlm.core.errors import InputError
 from jaxlm.data.config import HUGGING_FACE
-from jaxlm.families.files import CARRIED, INDEX, SINGLE, shards
+from jaxlm.families.files import ADAPTER, ADAPTER_CONFIG, CARRIED, INDEX, SINGLE, shards
 
 _NAME = re.compile(re.escape(HUGGING_FACE) + r"(?P<model>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
 
@@ -21,14 +21,14 @@ def is_name(path: str | Path) -> bool:
 
 
 def fetch(name: str | Path) -> Path:
-    """Return the folder in which a model's small files lie: all but its weights.
+    """Return the folder in which a model's small files lie: all but its weights. An adapter's are small.
 
     Raises InputError for a name that is none, without the package huggingface_hub, and for what cannot be fetched.
     """
     asked = _NAME.fullmatch(str(name))
     if asked is None:
         raise InputError(f"{name} is no model of the Hub; write hf:ORG/NAME, followed by @REVISION as needed")
-    return _snapshot(name, asked["model"], asked["revision"], [*CARRIED, INDEX])
+    return _snapshot(name, asked["model"], asked["revision"], [*CARRIED, INDEX, ADAPTER_CONFIG, ADAPTER])
 
 
 def fetch_weights(name: str | Path, folder: Path) -> None:

@@ -65,14 +65,14 @@ class Adapter:
 class AdaptedModel(PublishedModel):
     """The model of a PEFT directory: a published one, each matrix with its adapter added."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, hub_name: str | None = None):
         """Take a directory with an adapter_config.json. Raises InputError where the model that it names is away."""
         self.adapter = folder
         self.base = _base(folder, self._adapter_config)
-        super().__init__(self.base.folder)
+        super().__init__(self.base.folder, hub_name)
 
     def __str__(self) -> str:
-        return str(self.adapter)
+        return self.hub_name or str(self.adapter)
 
     @cached_property
     def _adapter_config(self) -> dict[str, Any]:

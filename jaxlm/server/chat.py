@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from jaxlm.inference.requests import MAX_LOGPROBS
 from jaxlm.server.events import Streamed
-from jaxlm.server.messages import MessageBody, ToolBody, encoded_conversation
+from jaxlm.server.messages import MessageBody, ToolBody, encoded, template_of
 from jaxlm.server.refusals import Refusal
 from jaxlm.server.schema import DrawingBody, drawing, neutral
 from jaxlm.server.served import Caller, ServedModel
@@ -40,6 +40,8 @@ class ChatBody(DrawingBody):
     """Functions that an answer may call, in the form that the model's chat template shows."""
     tool_choice: neutral("none", "auto", why="a call cannot be forced before answers are held to a grammar") = None
     """"none" shows the model no tools."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables that the model's chat template reads, such as `enable_thinking`."""
     parallel_tool_calls: bool | None = None
     """Whether an answer may have several calls (true); otherwise it ends with its first."""
     functions: neutral([], why=_OLD) = None
@@ -171,9 +173,9 @@ async def answer_chat(served: ServedModel, caller: Caller, body: ChatBody) -> Ch
 def _texts(served: ServedModel, caller: Caller, body: ChatBody) -> Texts:
     sampling, options = body.sampling(served.sampling, body.asked_logprobs), drawing(body)
     tools = [] if body.tool_choice == "none" else body.tools or []
-    calls = None
-    if tools and served.chat_template:
-        if (form := format_of(served.chat_template.source)) is None:
+    calls, template = None, template_of(served, body.chat_template_kwargs)
+    if tools:
+        if (form := format_of(template.source)) is None:
             raise Refusal(
                 f"{served.name} has no chat template that shows tools in a form that is known here: "
                 f"{', '.join(FORMATS)}; leave tools out",
@@ -181,9 +183,8 @@ def _texts(served: ServedModel, caller: Caller, body: ChatBody) -> Texts:
                 code="unsupported_parameter",
             )
         calls = AskedCalls(form, [tool.function.name for tool in tools], body.parallel_tool_calls is not False)
-    prompt = encoded_conversation(served, body.messages, tools)
-    assert served.chat_template is not None
-    options["ends"] = (*options["ends"], *served.chat_template.ends)
+    prompt = encoded(template, body.messages, tools)
+    options["ends"] = (*options["ends"], *template.ends)
     asked = AskedTexts([prompt], body.most_tokens, sampling, is_answer=True, calls=calls, **options)
     return Texts(served, caller, asked)
 

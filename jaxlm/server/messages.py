@@ -2,12 +2,13 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from jaxlm.core.errors import InputError
+from jaxlm.data.chat_template import ChatTemplate
 from jaxlm.server.refusals import Refusal
 from jaxlm.server.schema import RequestBody, in_words, neutral
 from jaxlm.server.served import ServedModel
@@ -76,12 +77,20 @@ class MessageBody(RequestBody):
     function_call: neutral(why="tool_calls say the same") = None
 
 
-def encoded_conversation(served: ServedModel, messages: list[MessageBody], tools: Sequence[ToolBody] = ()) -> list[int]:
-    """Return the token ids of a conversation, up to where the answer begins. Raises Refusal where the model has no chat
-    template, or where that refuses it."""
-    template = served.chat_template
-    if template is None:
+def template_of(served: ServedModel, kwargs: Mapping[str, Any] | None = None) -> ChatTemplate:
+    """Return the chat template, with variables of a request. Raises Refusal where the model has none, or it reads no
+    such variable."""
+    if served.chat_template is None:
         raise Refusal(f"{served.name} has no chat template; send a prompt to /v1/completions", code="no_chat_template")
+    try:
+        return served.chat_template.with_kwargs(kwargs or {})
+    except InputError as error:
+        raise Refusal(str(error), param="chat_template_kwargs") from None
+
+
+def encoded(template: ChatTemplate, messages: list[MessageBody], tools: Sequence[ToolBody] = ()) -> list[int]:
+    """Return the token ids of a conversation, up to where the answer begins. Raises Refusal where the template refuses
+    it."""
     shown = [tool.model_dump(exclude_none=True) for tool in tools]
     try:
         return template.encode(

@@ -10,7 +10,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from jaxlm.server.events import Streamed
-from jaxlm.server.messages import MessageBody, TextPart, encoded_conversation
+from jaxlm.server.messages import MessageBody, TextPart, encoded, template_of
 from jaxlm.server.refusals import Refusal
 from jaxlm.server.schema import RequestBody, SamplingBody, in_words, neutral
 from jaxlm.server.served import Caller, ServedModel
@@ -173,14 +173,13 @@ def _texts(served: ServedModel, caller: Caller, body: ResponsesBody) -> Texts:
         messages += [MessageBody(role=item.role, content=_content(item)) for item in body.input]
     if not messages:
         raise Refusal("input is empty; say something", param="input")
-    prompt = encoded_conversation(served, messages)
-    assert served.chat_template is not None
+    template = template_of(served)
     asked = AskedTexts(
-        [prompt],
+        [encoded(template, messages)],
         body.max_output_tokens,
         body.sampling(served.sampling, None),
         seed=body.seed,
-        ends=served.chat_template.ends,
+        ends=template.ends,
         salt=body.cache_salt,
         is_answer=True,
     )

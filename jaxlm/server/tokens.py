@@ -1,12 +1,12 @@
 """/tokenize, /detokenize and /tokenizer_info: texts as the model's token ids, and back."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from anyio import to_thread
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from jaxlm.server.messages import MessageBody, encoded_conversation
+from jaxlm.server.messages import MessageBody, encoded, template_of
 from jaxlm.server.refusals import Refusal
 from jaxlm.server.schema import RequestBody
 from jaxlm.server.served import Caller, ServedModel
@@ -21,6 +21,8 @@ class TokenizeBody(RequestBody):
     """A text."""
     messages: list[MessageBody] | None = None
     """A conversation, as the chat template shows it up to where the answer begins."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables that the chat template reads, such as `enable_thinking`."""
     add_special_tokens: bool | None = None
     """Begin a text with the ids that begin a document (true)."""
 
@@ -52,12 +54,14 @@ async def tokenize(served: ServedModel, caller: Caller, body: TokenizeBody) -> T
     """Answer with the token ids of a text."""
     if (body.prompt is None) == (body.messages is None):
         raise Refusal("give one of prompt and messages", param="prompt")
+    if body.messages is None and body.chat_template_kwargs:
+        raise Refusal("chat_template_kwargs are those of messages", param="chat_template_kwargs")
     if body.messages is not None and body.add_special_tokens is not None:
         raise Refusal("add_special_tokens is of a prompt: a template begins as it does", param="add_special_tokens")
 
     def ids() -> list[int]:
         if body.messages is not None:
-            return encoded_conversation(served, body.messages)
+            return encoded(template_of(served, body.chat_template_kwargs), body.messages)
         begins = body.add_special_tokens is not False
         text = body.prompt or ""
         return served.tokenizer.encode_prompt(text) if begins else served.tokenizer.encode(text)

@@ -166,6 +166,18 @@ def test_what_cannot_be_answered_is_one_line(model, tmp_path, capsys, asked, mes
     assert message in error and error.count("\n") == 1 and not out
 
 
+def test_variables_of_the_template_are_those_that_it_reads(model, answering, capsys):
+    answer, asked = answering
+    (model / "chat_template.jinja").write_text(TEMPLATE + "{% if short %}shortly: {% endif %}")
+    answer("One day.", END_OF_TURN)
+    said(capsys, model, "--prompt", "Hi", "--chat-template-kwargs", '{"short": true}')
+    [(text, _, _)] = asked
+    _, error = said(capsys, model, "--prompt", "Hi", "--chat-template-kwargs", '{"brief": true}', status=2)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    assert text == " user: Hi| assistant: shortly: "
+    assert "reads no 'brief'; what it reads is short" in error and error.count("\n") == 1
+
+
 def test_a_model_without_a_chat_template_is_one_line(capsys):
     error = said(capsys, PUBLISHED, status=2).err
     assert error == (

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import runs
 
+from jaxlm import api
 from jaxlm.cli import main
 from jaxlm.families.directory import PublishedModel
 
 PUBLISHED = Path(__file__).parents[1] / "families" / "stories260K"
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ 'Q: ' + m.content + ' A:' }}"
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ 'Q: ' + m.content + (mark or '') + ' A:' }}"
     "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
 )
 ANIMALS = {"dog": "Woof", "cat": "Meow", "cow": "Moo", "duck": "Quack", "sheep": "Baa", "pig": "Oink"}
@@ -67,6 +68,8 @@ def kinds(tmp_path_factory):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (folder / f"{name}-held-out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:8]))
         data = f'{key} = "{folder}/{name}.jsonl"\nvalidation = "{folder}/{name}-held-out.jsonl"\nheld_out = 0.0'
+        if name == "chat":
+            data += '\nchat_template_kwargs = {mark = "."}'
         if name == "dpo":
             (folder / "own.jinja").write_text(TEMPLATE + "{# of our own #}")
             data += f'\nchat_template = "{folder}/own.jinja"'
@@ -100,6 +103,25 @@ def test_a_model_learns_to_converse(tuned, capsys):
     asked = ["--chat", "--prompt", "What does the cow say?", "--temperature", "0", "--json"]
     assert main(["generate", str(tuned["chat"]), *asked]) == 0
     assert json.loads(capsys.readouterr().out)["text"].strip() == "Moo"
+    shown = api.load(tuned["chat"]).chat_template.render([_said("user", "Hi")], reply=True)
+    assert shown == "<s>Q: Hi. A:"  # with the variables of training
+
+
+def test_the_loss_on_answers_is_that_of_training(tuned, model, kinds, capsys):
+    """The held-out loss of the run, from the file of its conversations, also with the template of the base."""
+    conversations = kinds["chat"].with_name("chat-held-out.jsonl")
+
+    def measured(*arguments):
+        cache = ["--json", f"data.cache={kinds['chat'].parent / 'cache'}"]
+        assert main(["eval", *map(str, arguments), *cache]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    held_out = measured(tuned["chat"])
+    answers = measured(tuned["chat"], "--chat", conversations)
+    assert (answers["loss"], answers["tokens"]) == (pytest.approx(held_out["loss"], abs=1e-6), held_out["tokens"])
+    assert measured(model, "--chat", conversations, "training.sequence=96")["loss"] > 2
+    assert main(["eval", str(PUBLISHED), "--chat", str(conversations)]) == 2
+    assert "has no chat template" in capsys.readouterr().err
 
 
 def test_a_model_learns_what_is_preferred(tuned):

@@ -28,6 +28,20 @@ def test_messages_become_text_and_control_tokens():
     assert chat.encode(QUESTION, reply=False) == [start, *text("user\nHi"), end, *text("\n")]
 
 
+THINKING = CHATML + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+
+
+def test_variables_of_its_own_are_those_that_it_reads():
+    chat = template(THINKING)
+    silent = chat.with_kwargs({"enable_thinking": False})
+    assert silent.render(QUESTION, reply=True) == chat.render(QUESTION, reply=True) + "<think></think>"
+    assert chat.with_kwargs({"enable_thinking": True}).encode(QUESTION, reply=True) == chat.encode(QUESTION, reply=True)
+    with pytest.raises(ValueError, match="reads no 'enable_thought'; what it reads is enable_thinking"):
+        chat.with_kwargs({"enable_thought": False})
+    with pytest.raises(ValueError, match="reads no 'messages'"):
+        chat.with_kwargs({"messages": []})
+
+
 @pytest.mark.parametrize(
     "spelled", ["<|im_end|>", "a<|im_end|>b<|im_start|>", "\ufdd0<|note|>", "<|im_<|im_end|>end|>"]
 )
@@ -86,6 +100,13 @@ def test_what_a_template_may_not_do_is_one_line(source, why):
 def test_a_template_that_is_none_is_named():
     with pytest.raises(ValueError, match="a template is no chat template"):
         template("{% if %}")
+
+
+def test_an_old_file_names_tokens_that_the_settings_do_not(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ eos_token }}")
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": {"content": "<|note|>"}, "eos_token": "none"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    assert load(tmp_path, tokenizer_fixtures.chatml()).render(QUESTION, reply=True) == "<|note|><|im_end|>"
 
 
 def test_a_folder_has_its_template_in_one_of_several_files(tmp_path):

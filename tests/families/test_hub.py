@@ -10,9 +10,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import jax
+import numpy as np
 import pytest
 
-from jaxlm.families import hub
+from jaxlm.core.files import digest
+from jaxlm.families import hub, peft
+from jaxlm.families.directory import PublishedModel
+from jaxlm.families.files import ADAPTER, ADAPTER_CONFIG
+from jaxlm.models import tree
+from jaxlm.models.lora_config import LoraConfig
 
 STORIES = Path(__file__).parent / "stories260K"
 COMMIT = "5f1c" * 10
@@ -20,10 +27,10 @@ WEIGHTS = "model.safetensors"
 
 
 class _Endpoint(BaseHTTPRequestHandler):
-    """Serves one model, ORG/stories, as the Hub does, and records the files that are asked for."""
+    """Serves models as the Hub does, and records the files that are asked for."""
 
     fetched: list[str] = []
-    unwanted = {"pytorch_model.bin": b"not to be fetched"}
+    models = {"ORG/stories": {"pytorch_model.bin": b"not to be fetched"}}
 
     def do_HEAD(self) -> None:
         self._answer(body=False)
@@ -33,13 +40,14 @@ class _Endpoint(BaseHTTPRequestHandler):
 
     def _answer(self, body: bool) -> None:
         asked = unquote(urlsplit(self.path).path)
-        files = {file.name: file.read_bytes() for file in STORIES.iterdir()} | self.unwanted
-        if asked.startswith("/api/models/ORG/stories/revision/"):
-            self._send(json.dumps({"id": "ORG/stories", "sha": COMMIT, "siblings": [{"rfilename": f} for f in files]}))
-        elif asked.startswith("/api/models/ORG/stories/tree/"):
+        model = next((model for model in self.models if f"/{model}/" in asked), "")
+        files = self.models.get(model, {})
+        if asked.startswith(f"/api/models/{model}/revision/"):
+            self._send(json.dumps({"id": model, "sha": COMMIT, "siblings": [{"rfilename": f} for f in files]}))
+        elif asked.startswith(f"/api/models/{model}/tree/"):
             listed = [{"type": "file", "path": f, "size": len(x), "oid": _etag(x)} for f, x in files.items()]
             self._send(json.dumps(listed))
-        elif asked.startswith("/ORG/stories/resolve/") and (name := asked.rpartition("/")[2]) in files:
+        elif asked.startswith(f"/{model}/resolve/") and (name := asked.rpartition("/")[2]) in files:
             if body:
                 self.fetched.append(name)
             self._send(files[name], body, {"ETag": f'"{_etag(files[name])}"', "X-Repo-Commit": COMMIT})
@@ -67,6 +75,7 @@ def _etag(content: bytes) -> str:
 def endpoint(tmp_path_factory):
     """The environment of a process that takes this machine for the Hub."""
     pytest.importorskip("huggingface_hub")
+    _Endpoint.models["ORG/stories"] |= {file.name: file.read_bytes() for file in STORIES.iterdir()}
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Endpoint)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     names = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path_factory.mktemp("hub"))}
@@ -104,6 +113,22 @@ hub.fetch_weights("hf:ORG/stories", folder := hub.fetch("hf:ORG/stories"))
 print(sorted(file.name for file in folder.iterdir()))
 """
     assert WEIGHTS in run(code, {**endpoint, "HF_HUB_OFFLINE": "1"})
+
+
+def test_an_adapter_is_fetched_with_the_model_that_it_names(endpoint, tmp_path):
+    base, lora = PublishedModel(STORIES), LoraConfig(rank=2)
+    shapes = tree.shapes(tree.trained(tree.abstract(base.model, lora)[1])[0])
+    adapters = jax.tree.map(lambda leaf: np.random.default_rng(0).normal(size=leaf.shape), shapes)
+    peft.write(tmp_path / "a", base.model, base.family, lora, adapters, {"base_model_name_or_path": "ORG/stories"})
+    _Endpoint.models["ORG/adapter"] = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()}
+    code = """
+from pathlib import Path
+from jaxlm.published import PublishedSource
+source = PublishedSource(Path("hf:ORG/adapter"))
+print(source, source.origin().pinned, source.weights_digest(), source.load_tokenizer().vocab_size)
+"""
+    digests = f"{digest([tmp_path / 'a' / ADAPTER, tmp_path / 'a' / ADAPTER_CONFIG])}+{base.digest()}"
+    assert run(code, endpoint) == f"hf:ORG/adapter hf:ORG/adapter@{COMMIT} {digests} 512\n"
 
 
 def test_what_cannot_be_fetched_is_one_line(endpoint):

@@ -1,8 +1,12 @@
 """/v1/chat/completions, by the client of OpenAI."""
 
+import httpx
 import openai
 import pytest
 from serving import SEED, tokens_alone
+from tokenizer_fixtures import CHATML
+
+from jaxlm.data.chat_template import ChatTemplate
 
 CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 
@@ -104,6 +108,23 @@ def test_parts_developers_and_answers_before_are_messages(client, server):
         CONVERSATION[1],
     ]
     assert said.choices[0].message.content == answer_alone(served, shown, 20)
+
+
+def test_variables_of_the_template_are_those_that_it_reads(client, server, monkeypatch):
+    served, url = server
+    template = ChatTemplate(CHATML + "{% if short %}Shortly: {% endif %}", served.tokenizer, {}, "its template")
+    monkeypatch.setitem(vars(served), "chat_template", template)
+    asked = {"model": "tiny", "messages": CONVERSATION}
+    plain, short = (
+        httpx.post(f"{url}/tokenize", json={**asked, **more}, trust_env=False).json()["tokens"]
+        for more in ({}, {"chat_template_kwargs": {"short": True}})
+    )
+    assert short == [*plain, *served.tokenizer.encode("Shortly: ")]
+    answer = create(client, extra_body={"chat_template_kwargs": {"short": True}})
+    assert answer.usage.prompt_tokens == len(short)
+    with pytest.raises(openai.BadRequestError, match="reads no 'brief'; what it reads is short") as refused:
+        create(client, extra_body={"chat_template_kwargs": {"brief": True}})
+    assert refused.value.body["param"] == "chat_template_kwargs"
 
 
 def test_control_tokens_that_a_message_spells_out_stay_text(client, server):

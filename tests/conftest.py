@@ -2,17 +2,21 @@
 
 import gc
 import os
+from importlib.metadata import version
+
+from packaging.version import Version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 if os.environ["JAX_PLATFORMS"] == "cpu":  # on a chip, compile the programs that users run
     # Programs here run once, and their machine code is made quickly. XLA's passes stay the same.
-    QUICK_CODE = (
+    QUICK_CODE = [
         "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
-        "--xla_cpu_use_fusion_emitters=false",
         "--xla_cpu_parallel_codegen_split_count=1",
-    )
+    ]
+    if Version(version("jaxlib")) < Version("0.11"):  # later ones have no such flag
+        QUICK_CODE.append("--xla_cpu_use_fusion_emitters=false")
     os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_CODE))
 
 import chex  # noqa: E402

@@ -4,6 +4,8 @@ import argparse
 import difflib
 import sys
 from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
 
 from jaxlm import __version__
 from jaxlm.core import output
@@ -37,19 +39,34 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="jaxlm", description="Language models in JAX, with every cost counted before it is paid.")
     parser.add_argument("--version", action="version", version=f"jaxlm {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    modules = train, eval, generate, serve, runs, compare, import_, export, plan, compile, hardware, bench, config
-    for module in modules:
-        name, summary = module.__name__.rpartition(".")[2].rstrip("_"), module.__doc__.strip().splitlines()[0]
-        command = commands.add_parser(name, help=summary, description=module.__doc__)
+    for module in train, eval, generate, serve, runs, compare, import_, export, plan, compile, hardware, config:
+        _add(commands, module)
+    measures = _add(commands, bench).add_subparsers(dest="part", metavar="WHAT", required=True)
+    for module in bench.PARTS:
+        _add(measures, module)
+    chosen, rest = parser, list(arguments)
+    for level in commands, measures:
+        if rest and rest[0] in level.choices:
+            chosen = level.choices[rest.pop(0)]
+        elif rest and (near := difflib.get_close_matches(rest[0], level.choices, 1)):
+            raise InputError(f"there is no command {rest[0]!r}; did you mean {near[0]}?")
+        if chosen is not commands.choices["bench"]:
+            break
+    if chosen in (parser, commands.choices["bench"]):
+        return parser.parse_args(arguments)
+    # Options may stand between key=value overrides, which a parser with commands does not allow.
+    return chosen.parse_intermixed_args(rest)
+
+
+def _add(commands: Any, module: ModuleType) -> argparse.ArgumentParser:
+    """Add the parser of a command to others."""
+    name, summary = module.__name__.rpartition(".")[2].rstrip("_"), (module.__doc__ or "").strip().splitlines()[0]
+    command = commands.add_parser(name, help=summary, description=module.__doc__)
+    if hasattr(module, "main"):
         module.add_arguments(command)
         command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
         command.set_defaults(main=module.main)
-    if arguments and arguments[0] in commands.choices:
-        # Options may stand between key=value overrides, which a parser with commands does not allow.
-        return commands.choices[arguments[0]].parse_intermixed_args(arguments[1:])
-    if arguments and (near := difflib.get_close_matches(arguments[0], commands.choices, 1)):
-        raise InputError(f"there is no command {arguments[0]!r}; did you mean {near[0]}?")
-    return parser.parse_args(arguments)
+    return command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -108,3 +108,14 @@ class Bar(Display):
 def _metrics(metrics: dict[str, Any]) -> str:
     loss = "not finite" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
     return f"loss {loss} · {metrics['tokens_per_s']:,.0f} tokens/s"
+
+
+@contextmanager
+def counting(doing: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show on a terminal how many of so many are done for the length of a block, and yield a function that counts
+    one."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(compact=True)
+    console = Console(stderr=True, highlight=False)
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as shown:
+        task = shown.add_task(doing, total=total)
+        yield lambda: shown.advance(task)

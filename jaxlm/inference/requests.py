@@ -89,7 +89,8 @@ class Sampling(NamedTuple):
 class Request(NamedTuple):
     """A prompt of token ids to continue, by at most `max_tokens` and up to the first of the `stop` strings.
 
-    Where it has `ends`, what follows is an answer: a text of its own, which these ids end beside the tokenizer's.
+    Where it has `ends`, what follows is an answer: a text of its own, which these ids end beside the tokenizer's. With
+    `ignores_ends` the tokenizer's end nothing.
     Random numbers are those of the seed's `stream`, whatever else is drawn beside it.
 
     It asks for the log-probability of the token after each one of the prompt from the index `scores_from` on; after the
@@ -102,6 +103,7 @@ class Request(NamedTuple):
     stop: Sequence[str] = ()
     stream: int = 0
     ends: Collection[int] | None = None
+    ignores_ends: bool = False
     scores_from: int | None = None
     following: int | None = None
     hidden: bool = False

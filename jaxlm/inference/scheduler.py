@@ -234,7 +234,7 @@ class Scheduler:
             request=request,
             tokens=list(request.prompt),
             prompt=prompt,
-            ends=frozenset((*(request.ends or ()), *ends)),
+            ends=frozenset((*(request.ends or ()), *(() if request.ignores_ends else ends))),
             priority=priority,
             seed=seed,
             salt=salt,

@@ -184,7 +184,8 @@ def _texts(served: ServedModel, caller: Caller, body: ChatBody) -> Texts:
             )
         calls = AskedCalls(form, [tool.function.name for tool in tools], body.parallel_tool_calls is not False)
     prompt = encoded(template, body.messages, tools)
-    options["ends"] = (*options["ends"], *template.ends)
+    if not body.ignore_eos:
+        options["ends"] = (*options["ends"], *template.ends)
     asked = AskedTexts([prompt], body.most_tokens, sampling, is_answer=True, calls=calls, **options)
     return Texts(served, caller, asked)
 

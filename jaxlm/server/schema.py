@@ -150,6 +150,10 @@ class DrawingBody(SamplingBody):
     """The text ends before the first of these."""
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=1024)] | None = None
     """Ids that end the text too."""
+    ignore_eos: bool | None = None
+    """The model's own ids that end a text end none: it has `max_tokens` tokens, but for `stop` and `stop_token_ids`."""
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    """Texts with a smaller one are drawn sooner, and the others wait, or begin again later (0)."""
     cache_salt: str | None = None
     """Prefixes of prompts are found again under one salt alone; keys of the API are salts already."""
 
@@ -169,6 +173,8 @@ def drawing(body: DrawingBody) -> dict[str, Any]:
         "seed": body.seed,
         "stop": body.stops,
         "ends": tuple(body.stop_token_ids or ()),
+        "ignores_ends": bool(body.ignore_eos),
+        "priority": body.priority or 0,
         "salt": body.cache_salt,
     }
 

@@ -51,6 +51,8 @@ class AskedTexts:
       n: continuations of each.
       seed: of the random numbers of each prompt; None draws one for each.
       ends: ids that end a text beside the tokenizer's.
+      ignores_ends: whether the tokenizer's end none.
+      priority: smaller is sooner.
       salt: divides what is found in the cache beside the caller's.
       is_answer: a text of its own, which does not continue the prompt's last word.
       calls: what calls of functions an answer may hold; None: it is text alone.
@@ -64,6 +66,8 @@ class AskedTexts:
     seed: int | None = None
     stop: Sequence[str] = ()
     ends: Collection[int] = ()
+    ignores_ends: bool = False
+    priority: int = 0
     salt: str | None = None
     is_answer: bool = False
     calls: AskedCalls | None = None
@@ -124,6 +128,7 @@ class Texts:
                 asked.stop,
                 sample,
                 frozenset(asked.ends),
+                asked.ignores_ends,
                 scores_from=scores_from,
             )
             for prompt, limit in zip(asked.prompts, limits, strict=True)
@@ -147,7 +152,9 @@ class Texts:
 
     def begin(self) -> None:
         """Submit all, or raise why not."""
-        self._stream = self.served.service.stream(self._requests, seeds=self._seeds, salt=self._salt)
+        self._stream = self.served.service.stream(
+            self._requests, seeds=self._seeds, priority=self.asked.priority, salt=self._salt
+        )
 
     async def __aenter__(self) -> "Texts":
         if self._stream is None:

@@ -130,6 +130,29 @@ def test_a_model_learns_what_is_preferred(tuned):
     assert rows[-1]["accuracy"] == 1.0 and rows[-1]["margin"] > 1.0 and rows[-1]["rejected_reward"] < 0
 
 
+@pytest.mark.exhaustive  # test_adapter_runs.py trains adapters with AdamW
+@pytest.mark.parametrize("name", ["chat", "dpo"])
+@pytest.mark.parametrize("changes", [["optimizer.kind=muon"], ["training.dropout=0.1"]], ids=["muon", "dropout"])
+def test_adapters_learn_by_other_optimizers_and_with_dropout(name, changes, kinds, model, tmp_path):
+    changes = [*changes, "lora.rank=4", "optimizer.learning_rate=5e-3", "training.steps=24"]
+    assert main(["train", str(kinds[name]), *changes, "--from", str(model), "--out", str(tmp_path / "run")]) == 0
+    found = losses(tmp_path / "run")
+    assert found[-1] < found[0] / 3
+
+
+@pytest.mark.exhaustive
+def test_adapters_in_two_processes_train_to_the_losses_of_one(kinds, model, tmp_path):
+    """To 1e-5, the tolerance in float32 across processes."""
+    for count in (1, 2):
+        port, run = runs.free_port(), tmp_path / str(count)
+        places = [() if count == 1 else ("--process", f"{i}/{count}@127.0.0.1:{port}") for i in range(count)]
+        given = ("--from", str(model), "lora.rank=4", "training.steps=8", "records.sample_tokens=0")
+        started = [runs.start(kinds["dpo"], run, *given, *place, devices=4 // count) for place in places]
+        for process in started:
+            runs.finish(process)
+    np.testing.assert_allclose(losses(tmp_path / "2"), losses(tmp_path / "1"), rtol=1e-5)
+
+
 @pytest.mark.exhaustive  # test_adapter_runs.py kills a run with adapters
 @pytest.mark.parametrize("name", ["chat", "dpo"])
 def test_a_run_that_was_killed_goes_on_to_the_same_losses(name, kinds, model, tuned, tmp_path):

@@ -137,7 +137,10 @@ def test_masks_known_while_tracing_and_later_give_the_same():
         return jax.value_and_grad(loss, has_aux=True)(arrays)
 
     arrays = query, key, value
-    chex.assert_trees_all_equal(results_and_gradients(arrays), results_and_gradients(arrays, known))
+    # Two programs, which XLA may round otherwise: by 6e-7 of gradients up to 2, and 1e-6 of the sum.
+    chex.assert_trees_all_close(
+        results_and_gradients(arrays), results_and_gradients(arrays, known), atol=2e-6, rtol=2e-6
+    )
 
 
 @pytest.mark.parametrize("maps", sampled(["both", "arrays", "mask"], ["both"]))

@@ -171,6 +171,31 @@ def test_ids_that_end_a_text_are_not_part_of_it(client, server):
     assert answer.choices[0].finish_reason == "stop" and answer.usage.completion_tokens == at
 
 
+def test_the_model_s_own_ends_can_be_ignored(client, server, monkeypatch):
+    served, _ = server
+    tokens = tokens_alone(served, served.tokenizer.encode_prompt("Hello"), 20)
+    first, second = [at for at in range(4, 20) if tokens[at] not in tokens[:at]][:2]
+    monkeypatch.setattr(served.service.engine, "_ends", frozenset([tokens[first]]))
+    assert create(client).usage.completion_tokens == first
+    answer = create(client, extra_body={"ignore_eos": True})
+    assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 20)
+    answer = create(client, extra_body={"ignore_eos": True, "stop_token_ids": [tokens[second]]})
+    assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("stop", second)
+
+
+def test_a_smaller_priority_is_sooner(client, server, monkeypatch):
+    served, _ = server
+    given, submit = [], served.service.engine.submit
+
+    def submitted(request, *, priority=0, **options):
+        given.append(priority)
+        return submit(request, priority=priority, **options)
+
+    monkeypatch.setattr(served.service.engine, "submit", submitted)
+    assert create(client, extra_body={"priority": -3}).choices[0].text == create(client).choices[0].text
+    assert given == [-3, 0]
+
+
 OPTIONS = {
     "temperature": 0.3,
     "top_p": 0.3,

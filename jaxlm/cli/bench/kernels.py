@@ -14,7 +14,6 @@ from jaxlm.cli.paths import path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["kernels"], help="benchmark to run")
     parser.add_argument("operations", nargs="*", default=[], metavar="OPERATION", help="such as rms_norm; default: all")
     parser.add_argument(
         "--out", type=path, default=Path("benchmarks/results"), metavar="FOLDER", help="folder for the results"

@@ -1,0 +1,269 @@
+"""Measure a server under a load, beside what its chips allow at best.
+
+The server is started on this machine for MODEL, or is one that runs already (--url), of any kind that speaks OpenAI's
+API. The load is of random tokens, as many at a time as --concurrency says or at random times of a mean --rate; nothing
+is downloaded. The bounds are the lower ones of `jaxlm plan`, for the chips in --on.
+"""
+
+import argparse
+import asyncio
+import importlib.util
+import json
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxlm.cli.paths import path
+from jaxlm.core.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jaxlm.config import Experiment
+    from jaxlm.server.load.asked import Load
+    from jaxlm.server.load.bounds import LoadBounds
+    from jaxlm.server.load.sending import Answered
+
+_LOADS = ("random", "shared-prefix")
+_PREFIX = 0.75  # of a prompt, where its prefix is shared and no length is given
+_CONCURRENCY = 8
+_SHOWN = 8  # errors in the figures
+_LABELS = {"ttft": "to the first token", "tpot": "per later token", "itl": "between parts", "e2el": "whole text"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=path, metavar="MODEL", help="that is served: as for jaxlm serve")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as training.dtype=float32")
+    parser.add_argument("--url", help="of a server of MODEL that runs (one is started on this machine)")
+    parser.add_argument("--name", help="the model's name there (the first in /v1/models)")
+    parser.add_argument("--api-key-file", type=path, metavar="FILE", help="a file with the key to show")
+    parser.add_argument("--load", choices=_LOADS, default="random", help="whether prompts begin alike (%(default)s)")
+    for name, default, explanation in (
+        ("requests", 100, "that are measured"),
+        ("input-tokens", 128, "of a prompt, on average"),
+        ("output-tokens", 32, "of what follows, on average"),
+        ("seed", 0, "of the load's random numbers"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{explanation} (%(default)s)")
+    for name, explanation in (
+        ("prefix-tokens", f"that are shared ({_PREFIX:g} of --input-tokens)"),
+        ("prefixes", "different ones (4)"),
+        ("concurrency", f"requests under way at most ({_CONCURRENCY}; with --rate, any number)"),
+        ("warm-up", "requests before those that are measured (as many as --concurrency)"),
+    ):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=explanation)
+    parser.add_argument(
+        "--spread", type=float, default=0.0, metavar="X", help="lengths are from 1 - X to 1 + X of their means (0)"
+    )
+    parser.add_argument("--rate", type=float, metavar="R", help="requests a second, at random times")
+    parser.add_argument(
+        "--burstiness", type=float, metavar="G", help="of the times: 1 as a Poisson process, less in bursts (1)"
+    )
+    parser.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="METRIC:MS",
+        help="what a good request has, such as ttft:500 tpot:50",
+    )
+    parser.add_argument("--on", metavar="CHIPS", help="the chips of the server, for the bounds (host)")
+    parser.add_argument("--out", type=path, metavar="FILE", help="write the figures to FILE, as JSON")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    if importlib.util.find_spec("httpx") is None:
+        raise InputError("jaxlm bench serve needs the packages of a server: pip install 'jaxlm[serve]'")
+    from jaxlm import config
+    from jaxlm.core.files import replace, unwritable
+
+    load, goodput, key = _load(arguments), _goodput(arguments.goodput), _key(arguments.api_key_file)
+    if arguments.url is None and (arguments.name or key):
+        raise InputError("--name and --api-key-file are of a server that runs: add --url")
+    if arguments.out and (why := unwritable(arguments.out.parent)):
+        raise InputError(f"--out {arguments.out}: {why}")
+    experiment = config.load(arguments.run, arguments.overrides, "decode")
+    if load.longest > experiment.model.context_length + 1:
+        raise InputError(
+            f"texts of up to {load.longest} tokens exceed model.context_length = {experiment.model.context_length}; "
+            "lower --input-tokens or --output-tokens"
+        )
+    _bounds(arguments.on, experiment, load, 1.0)  # refused before anything is measured
+    found, is_whole = _measured(arguments, experiment, load, goodput, key)
+    if arguments.out:
+        replace(arguments.out, json.dumps(found, indent=1) + "\n")
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        _show(found)
+    return 0 if is_whole else 130
+
+
+def _measured(
+    arguments: argparse.Namespace, experiment: "Experiment", load: "Load", goodput: dict[str, float], key: str | None
+) -> tuple[dict[str, Any], bool]:
+    """Return the figures, and whether no Ctrl-C ended the load before its end."""
+    from jaxlm.cli.progress import counting, working
+    from jaxlm.server.load.sending import checked
+    from jaxlm.server.load.started import started
+
+    answered: list[Answered] = []
+    is_whole = True
+    with ExitStack() as until_the_end:
+        url = arguments.url
+        if url is None:
+            with working("starting a server"):
+                url = until_the_end.enter_context(started(arguments.run, arguments.overrides))
+        count = until_the_end.enter_context(counting("requests", load.requests))
+
+        def ended(one: "Answered") -> None:
+            answered.append(one)
+            count()
+
+        try:
+            asyncio.run(_send(url, key, arguments.name, load, experiment.model.vocab_size, ended))
+        except KeyboardInterrupt:
+            is_whole = False
+    good = checked(answered)
+    if not good:
+        raise KeyboardInterrupt
+    return _figures(arguments, experiment, load, good, answered, goodput), is_whole
+
+
+async def _send(
+    url: str, key: str | None, name: str | None, load: "Load", vocabulary: int, ended: "Callable[[Answered], None]"
+) -> None:
+    """Send the warm-up, and then what is measured."""
+    from jaxlm.server.load.sending import ServerClient, run
+
+    texts = load.texts(vocabulary)
+    async with ServerClient(url, key) as client:
+        model = name or await client.model()
+        await run(client, model, texts[: load.warm_up], [0.0] * load.warm_up, load.concurrency, lambda _: None)
+        await run(client, model, texts[load.warm_up :], load.times(), load.concurrency, ended)
+
+
+def _figures(
+    arguments: argparse.Namespace,
+    experiment: "Experiment",
+    load: "Load",
+    good: "list[Answered]",
+    answered: "list[Answered]",
+    goodput: dict[str, float],
+) -> dict[str, Any]:
+    """Return the figures with what was asked, the bounds beside them, and where they were measured."""
+    from jaxlm.server.load.figures import figures
+    from jaxlm.training.environment import environment
+
+    duration = max(each.ended for each in answered) - min(each.sent for each in answered)
+    failed = [each.error for each in answered if each.error]
+    found = figures(good, len(failed), duration, goodput)
+    least = _bounds(arguments.on, experiment, load, found["mean_concurrency"])
+    return {
+        "model": arguments.run.name,
+        "dtype": experiment.training.dtype,
+        "load": asdict(load),
+        "goodput": goodput,
+        **found,
+        "errors": failed[:_SHOWN],
+        "bounds": least and {"chips": arguments.on or "host", **least._asdict()},
+        "environment": environment([]),
+    }
+
+
+def _bounds(on: str | None, experiment: "Experiment", load: "Load", concurrency: float) -> "LoadBounds | None":
+    """Return the bounds; None on a machine that is not calibrated. Raises InputError for chips that are not known."""
+    from jaxlm.costs.hardware.target import Target
+    from jaxlm.server.load.bounds import bounds
+
+    try:
+        target = Target.parse(on or "host")
+        # A prefix that is shared may be found in the cache.
+        return bounds(experiment, target, load.input_tokens - load.prefix_tokens, load.output_tokens, concurrency)
+    except InputError:
+        if on is not None:
+            raise
+        return None
+
+
+def _load(arguments: argparse.Namespace) -> "Load":
+    """Return the load. Raises InputError for options that do not go together, or mean nothing."""
+    from jaxlm.server.load.asked import Load
+
+    shared = arguments.load == "shared-prefix"
+    if not shared and (arguments.prefix_tokens is not None or arguments.prefixes is not None):
+        raise InputError("--prefix-tokens and --prefixes are of --load shared-prefix")
+    if arguments.rate is None and arguments.burstiness is not None:
+        raise InputError("--burstiness is of random times: add --rate")
+    concurrency = arguments.concurrency
+    if concurrency is None and arguments.rate is None:
+        concurrency = _CONCURRENCY
+    warm_up = (concurrency or _CONCURRENCY) if arguments.warm_up is None else arguments.warm_up
+    prefix = round(_PREFIX * arguments.input_tokens) if arguments.prefix_tokens is None else arguments.prefix_tokens
+    return Load(
+        kind=arguments.load,
+        requests=arguments.requests,
+        warm_up=warm_up,
+        input_tokens=arguments.input_tokens,
+        output_tokens=arguments.output_tokens,
+        spread=arguments.spread,
+        prefix_tokens=prefix if shared else 0,
+        prefixes=(arguments.prefixes if arguments.prefixes is not None else 4) if shared else 1,
+        rate=arguments.rate,
+        burstiness=1.0 if arguments.burstiness is None else arguments.burstiness,
+        concurrency=concurrency,
+        seed=arguments.seed,
+    ).check()
+
+
+def _goodput(asked: list[str]) -> dict[str, float]:
+    """Return the most milliseconds by metric. Raises InputError for what names none."""
+    from jaxlm.server.load.figures import METRICS
+
+    found = {}
+    for each in asked:
+        name, _, most = each.partition(":")
+        if name not in METRICS or not most.replace(".", "", 1).isdecimal():
+            raise InputError(f"--goodput {each!r} must be one of {', '.join(METRICS)} with milliseconds: ttft:500")
+        found[name] = float(most)
+    return found
+
+
+def _key(file: Path | None) -> str | None:
+    """Return the first key in a file. Raises InputError where there is none."""
+    if file is None:
+        return None
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"--api-key-file {file} cannot be read: {error}") from None
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not keys:
+        raise InputError(f"--api-key-file {file} holds no key")
+    return keys[0]
+
+
+def _show(found: dict[str, Any]) -> None:
+    from jaxlm.cli.tables import TextTable, names, numbers
+    from jaxlm.server.load.figures import METRICS
+
+    load, least = found["load"], found["bounds"]
+    at = f"{load['rate']:g} requests/s" if load["rate"] else f"{load['concurrency']} at a time"
+    title = f"{found['model']}: {load['input_tokens']} + {load['output_tokens']} tokens, {load['kind']}, {at}"
+    table = TextTable([*names("milliseconds"), *numbers("mean", "p50", "p90", "p99", "bound")], title)
+    for name in METRICS:
+        values = [found[f"{kind}_{name}_ms"] for kind in ("mean", "median", "p90", "p99")]
+        bound = least and least.get(name) and 1e3 * least[name]
+        table.add(_LABELS[name], *("–" if ms is None else f"{ms:,.3g}" for ms in (*values, bound)))
+    table.print()
+    of_bound = f", at most {least['output_throughput']:,.0f} on {least['chips']}" if least else ""
+    print(
+        f"{found['completed']} requests in {found['duration']:.1f} s: {found['request_throughput']:.2f} requests/s, "
+        f"{found['output_throughput']:,.0f} output tokens/s{of_bound}"
+    )
+    if "request_goodput" in found:
+        print(f"goodput: {found['request_goodput']:.2f} requests/s")
+    if found["failed"]:
+        print(f"{found['failed']} requests failed: {found['errors'][0]}")
+    if not least:
+        print("no bounds: this machine is not calibrated (jaxlm hardware host --measure), and --on names no chips")

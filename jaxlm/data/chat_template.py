@@ -45,6 +45,9 @@ class ChatTemplate:
       variables: that the template reads, such as `bos_token`.
       name: of the file, for messages.
       now: the clock that `strftime_now` reads.
+
+    Attributes:
+      reads: the variables that it reads beside the messages, tools, and whether an answer follows.
     """
 
     def __init__(
@@ -60,9 +63,10 @@ class ChatTemplate:
         environment = _environment(now)
         try:
             self._template = environment.from_string(source)
-            self._reads = meta.find_undeclared_variables(environment.parse(source)) - environment.globals.keys()
+            reads = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateError as error:
             raise InputError(f"{name} is no chat template: {_first_line(error)}") from None
+        self.reads = reads - environment.globals.keys() - _GIVEN
 
     def to_json(self) -> str:
         """Return a text that `from_json` reads; equal templates have equal texts."""
@@ -79,10 +83,9 @@ class ChatTemplate:
         it does not read."""
         if not kwargs:
             return self
-        own = self._reads - _GIVEN
         for name in kwargs:
-            if name not in own:
-                read = ", ".join(sorted(own)) or "none"
+            if name not in self.reads:
+                read = ", ".join(sorted(self.reads)) or "none"
                 raise InputError(f"chat_template_kwargs: {self.name} reads no {name!r}; what it reads is {read}")
         found = copy.copy(self)
         found.variables = self.variables | dict(kwargs)

@@ -10,16 +10,31 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from jaxlm.inference.requests import MAX_LOGPROBS
+from jaxlm.server.answers.calls import FORMATS, CalledFunction
+from jaxlm.server.answers.forms import form_of
+from jaxlm.server.answers.text import with_controls
 from jaxlm.server.events import Streamed
-from jaxlm.server.messages import MessageBody, ToolBody, encoded, template_of
+from jaxlm.server.messages import MessageBody, ToolBody, encoded, prompt_end, template_of
 from jaxlm.server.refusals import Refusal
-from jaxlm.server.schema import DrawingBody, drawing, neutral
+from jaxlm.server.schema import DrawingBody, RequestBody, drawing, in_words, neutral
 from jaxlm.server.served import Caller, ServedModel
-from jaxlm.server.texts import AskedCalls, AskedTexts, TextDelta, Texts, TokenShown, Usage
-from jaxlm.server.tools import FORMATS, CalledFunction, format_of
+from jaxlm.server.texts import AskedAnswer, AskedTexts, TextDelta, Texts, TokenShown, Usage
 
 _OLD = "tools and tool_choice say the same"
 _NO_AUDIO = "the models here read and write text"
+
+
+class FunctionName(RequestBody):
+    """The name of a function."""
+
+    name: str
+
+
+class ToolChoice(RequestBody):
+    """The function that an answer calls."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatBody(DrawingBody):
@@ -38,8 +53,11 @@ class ChatBody(DrawingBody):
     response_format: neutral({"type": "text"}, why="answers are not held to a grammar yet") = None
     tools: list[ToolBody] | None = None
     """Functions that an answer may call, in the form that the model's chat template shows."""
-    tool_choice: neutral("none", "auto", why="a call cannot be forced before answers are held to a grammar") = None
-    """"none" shows the model no tools."""
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | ToolChoice | None,
+        in_words('"none", "auto", "required", or {"type": "function", "function": {"name": …}}'),
+    ] = None
+    """"none" shows the model no tools; with "required", or a function, an answer begins with a call."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables that the model's chat template reads, such as `enable_thinking`."""
     parallel_tool_calls: bool | None = None
@@ -49,7 +67,8 @@ class ChatBody(DrawingBody):
     modalities: neutral(["text"], why=_NO_AUDIO) = None
     audio: neutral(why=_NO_AUDIO) = None
     prediction: neutral(why="nothing is guessed ahead") = None
-    reasoning_effort: neutral(why="the models here have no such dial") = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """How much is thought before the answer, for a model whose chat template reads it."""
     verbosity: neutral("medium", why="the models here have no such dial") = None
     service_tier: neutral("auto", "default", why="there is one tier") = None
     web_search_options: neutral(why="the model searches nothing") = None
@@ -57,6 +76,16 @@ class ChatBody(DrawingBody):
     """A hint where prompts may be found again, of which nothing is needed here."""
     safety_identifier: str | None = None
     """A name for the caller's end user; nothing depends on it."""
+
+    @property
+    def shown_tools(self) -> list[ToolBody]:
+        """The tools that the model is shown. Raises Refusal for the choice of one that is not there."""
+        names, choice = [tool.function.name for tool in self.tools or []], self.tool_choice
+        if choice == "required" and not names:
+            raise Refusal('tool_choice = "required" needs tools', param="tool_choice")
+        if isinstance(choice, ToolChoice) and choice.function.name not in names:
+            raise Refusal(f"tool_choice: no function {choice.function.name!r} is in tools", param="tool_choice")
+        return [] if choice == "none" else self.tools or []
 
     @property
     def most_tokens(self) -> int | None:
@@ -113,6 +142,7 @@ class AssistantMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCall]]
 
 
@@ -137,6 +167,7 @@ class ChatAnswer(TypedDict):
 class ChatDelta(TypedDict):
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCall]]
 
 
@@ -172,21 +203,25 @@ async def answer_chat(served: ServedModel, caller: Caller, body: ChatBody) -> Ch
 
 def _texts(served: ServedModel, caller: Caller, body: ChatBody) -> Texts:
     sampling, options = body.sampling(served.sampling, body.asked_logprobs), drawing(body)
-    tools = [] if body.tool_choice == "none" else body.tools or []
-    calls, template = None, template_of(served, body.chat_template_kwargs)
-    if tools:
-        if (form := format_of(template.source)) is None:
-            raise Refusal(
-                f"{served.name} has no chat template that shows tools in a form that is known here: "
-                f"{', '.join(FORMATS)}; leave tools out",
-                param="tools",
-                code="unsupported_parameter",
-            )
-        calls = AskedCalls(form, [tool.function.name for tool in tools], body.parallel_tool_calls is not False)
-    prompt = encoded(template, body.messages, tools)
+    tools, template = body.shown_tools, template_of(served, body.chat_template_kwargs, body.reasoning_effort)
+    form, names = form_of(template.source), [tool.function.name for tool in tools]
+    if tools and not (form and form.shows_tools):
+        raise Refusal(
+            f"{served.name} has no chat template that shows tools in a form that is known here: "
+            f"{', '.join([*FORMATS, 'gpt-oss'])}; leave tools out",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    prompt, answer = encoded(template, body.messages, tools), None
+    if form:
+        answer = AskedAnswer(form, names, body.parallel_tool_calls is not False, prompt_end(served, prompt))
+        if body.tool_choice == "required" or isinstance(body.tool_choice, ToolChoice):
+            chosen = body.tool_choice.function.name if isinstance(body.tool_choice, ToolChoice) else None
+            begun = form.opening(names[0] if len(names) == 1 else chosen, answer.prompt_end)
+            answer, prompt = answer._replace(begun=begun), [*prompt, *with_controls(served.tokenizer, begun)]
     if not body.ignore_eos:
         options["ends"] = (*options["ends"], *template.ends)
-    asked = AskedTexts([prompt], body.most_tokens, sampling, is_answer=True, calls=calls, **options)
+    asked = AskedTexts([prompt], body.most_tokens, sampling, is_answer=True, answer=answer, **options)
     return Texts(served, caller, asked)
 
 
@@ -210,6 +245,8 @@ async def _whole(served: ServedModel, texts: Texts, head: dict[str, Any]) -> Cha
 def _message(deltas: list[TextDelta]) -> AssistantMessage:
     text, calls = "".join(delta.text for delta in deltas), [call for delta in deltas for call in delta.calls]
     message: AssistantMessage = {"role": "assistant", "content": text, "refusal": None}
+    if thought := "".join(delta.thought for delta in deltas):
+        message["reasoning_content"] = thought
     if calls:
         message |= {"content": text or None, "tool_calls": [_call(call) for call in calls]}
     return message
@@ -232,8 +269,10 @@ async def _chunks(
     for index in range(texts.count):
         yield chunk(index, {"role": "assistant", "content": ""}, None, None)
     called = [0] * texts.count
-    async for index, text, token, finish_reason, calls in texts.deltas():
+    async for index, text, token, finish_reason, thought, calls in texts.deltas():
         logprobs = _logprobs(served, [token]) if has_logprobs and token else None
+        if thought:
+            yield chunk(index, {"reasoning_content": thought}, None, None)
         if text or logprobs:
             yield chunk(index, {"content": text}, logprobs, None)
         for call in calls:

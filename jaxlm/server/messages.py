@@ -14,6 +14,9 @@ from jaxlm.server.schema import RequestBody, in_words, neutral
 from jaxlm.server.served import ServedModel
 
 _NO_AUDIO = "the models here read and write text"
+_PROMPT_END = 16  # tokens of a prompt that say where its answer begins
+_THOUGHTS = ("reasoning_content", "thinking")  # keys of messages, as templates read them
+_EFFORT = "reasoning_effort"
 _NOT_SHOWN = "it is no part of what a template shows"
 
 
@@ -69,6 +72,8 @@ class MessageBody(RequestBody):
     """For templates that show it."""
     tool_calls: list[CallBody] | None = None
     """What an answer before has called."""
+    reasoning_content: str | None = None
+    """What an answer before has thought, for templates that show it."""
     tool_call_id: str | None = None
     """The call that a message of a tool answers."""
     refusal: neutral(why=_NOT_SHOWN) = None
@@ -77,13 +82,21 @@ class MessageBody(RequestBody):
     function_call: neutral(why="tool_calls say the same") = None
 
 
-def template_of(served: ServedModel, kwargs: Mapping[str, Any] | None = None) -> ChatTemplate:
+def template_of(
+    served: ServedModel, kwargs: Mapping[str, Any] | None = None, effort: str | None = None
+) -> ChatTemplate:
     """Return the chat template, with variables of a request. Raises Refusal where the model has none, or it reads no
     such variable."""
     if served.chat_template is None:
         raise Refusal(f"{served.name} has no chat template; send a prompt to /v1/completions", code="no_chat_template")
+    if effort is not None and _EFFORT not in served.chat_template.reads:
+        raise Refusal(
+            f"{_EFFORT} is not supported: the model's chat template does not read it; leave it out",
+            param=_EFFORT,
+            code="unsupported_parameter",
+        )
     try:
-        return served.chat_template.with_kwargs(kwargs or {})
+        return served.chat_template.with_kwargs((kwargs or {}) | ({} if effort is None else {_EFFORT: effort}))
     except InputError as error:
         raise Refusal(str(error), param="chat_template_kwargs") from None
 
@@ -98,6 +111,11 @@ def encoded(template: ChatTemplate, messages: list[MessageBody], tools: Sequence
         )
     except InputError as error:
         raise Refusal(str(error), param="messages") from None
+
+
+def prompt_end(served: ServedModel, prompt: Sequence[int]) -> str:
+    """Return the end of a prompt as text, with the names of control tokens."""
+    return served.tokenizer.spelled_out(prompt[-_PROMPT_END:])
 
 
 def _shown(message: MessageBody, template: str) -> dict[str, Any]:
@@ -119,6 +137,13 @@ def _shown(message: MessageBody, template: str) -> dict[str, Any]:
         raise Refusal("messages: the model's chat template shows no calls of tools; leave them out", param="messages")
     if message.tool_calls:
         shown["tool_calls"] = [_shown_call(call) for call in message.tool_calls]
+    if message.reasoning_content is not None:
+        key = next((key for key in _THOUGHTS if re.search(rf"\b{key}\b", template)), None)
+        if key is None:
+            raise Refusal(
+                "messages: the model's chat template shows no reasoning_content; leave it out", param="messages"
+            )
+        shown[key] = message.reasoning_content
     if message.tool_call_id is not None:
         shown["tool_call_id"] = message.tool_call_id
     return shown

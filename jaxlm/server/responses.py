@@ -9,12 +9,13 @@ from anyio import to_thread
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from jaxlm.server.answers.forms import form_of
 from jaxlm.server.events import Streamed
-from jaxlm.server.messages import MessageBody, TextPart, encoded, template_of
+from jaxlm.server.messages import MessageBody, TextPart, encoded, prompt_end, template_of
 from jaxlm.server.refusals import Refusal
 from jaxlm.server.schema import RequestBody, SamplingBody, in_words, neutral
 from jaxlm.server.served import Caller, ServedModel
-from jaxlm.server.texts import AskedTexts, Texts
+from jaxlm.server.texts import AskedAnswer, AskedTexts, Texts
 
 _NO_MEMORY = "nothing is stored; send the whole conversation"
 _NO_TOOLS = "tools are those of /v1/chat/completions alone"
@@ -48,10 +49,11 @@ class ResponseItem(RequestBody):
 
 
 class ReasoningOptions(RequestBody):
-    """Options of reasoning, which the models here do not have."""
+    """Options of what is thought before an answer."""
 
-    effort: neutral(why="the models here have no such dial") = None
-    summary: neutral(why="the models here have no such dial") = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """How much is thought, for a model whose chat template reads it."""
+    summary: neutral("auto", why="what is thought is given whole") = None
 
 
 class TextOptions(RequestBody):
@@ -173,15 +175,17 @@ def _texts(served: ServedModel, caller: Caller, body: ResponsesBody) -> Texts:
         messages += [MessageBody(role=item.role, content=_content(item)) for item in body.input]
     if not messages:
         raise Refusal("input is empty; say something", param="input")
-    template = template_of(served)
+    template = template_of(served, effort=body.reasoning and body.reasoning.effort)
+    form, prompt = form_of(template.source), encoded(template, messages)
     asked = AskedTexts(
-        [encoded(template, messages)],
+        [prompt],
         body.max_output_tokens,
         body.sampling(served.sampling, None),
         seed=body.seed,
         ends=template.ends,
         salt=body.cache_salt,
         is_answer=True,
+        answer=form and AskedAnswer(form, prompt_end=prompt_end(served, prompt)),
     )
     return Texts(served, caller, asked)
 
@@ -197,31 +201,57 @@ class _Response:
 
     def __init__(self, served: ServedModel, body: ResponsesBody, texts: Texts):
         self._body, self._texts = body, texts
-        self._id, self._item_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
+        self._id = f"resp_{uuid.uuid4().hex}"
         self._created, self._model = int(time.time()), served.name
-        self._text, self._status, self._events = "", "in_progress", 0
+        self._status, self._events = "in_progress", 0
+        self._items: list[_Item] = []
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the events of a stream, and gather the answer."""
-        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         for name in ("created", "in_progress"):
             yield self._event(name, response=self.whole())
-        yield self._event("output_item.added", output_index=0, item=self._item([]))
-        yield self._event("content_part.added", **place, part=self._part())
         finish_reason = None
         async for delta in self._texts.deltas():
-            self._text, finish_reason = self._text + delta.text, delta.finish_reason
-            if delta.text:
-                yield self._event("output_text.delta", **place, delta=delta.text, logprobs=[])
+            finish_reason = delta.finish_reason
+            for kind, text in ((_Thought, delta.thought), (_Message, delta.text)):
+                for event in self._said(kind, text):
+                    yield event
         self._status = "incomplete" if finish_reason == "length" else "completed"
-        for event in self._last(place):
+        for event in (*self._begun(_Message), *self._ended()):
             yield event
-
-    def _last(self, place: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        yield self._event("output_text.done", **place, text=self._text, logprobs=[])
-        yield self._event("content_part.done", **place, part=self._part())
-        yield self._event("output_item.done", output_index=0, item=self._item([self._part()]))
         yield self._event(self._status, response=self.whole())
+
+    def _said(self, kind: "type[_Item]", text: str) -> Iterator[dict[str, Any]]:
+        """Add text to the item of a kind, and yield the events of it."""
+        if text:
+            yield from self._begun(kind)
+            self._items[-1].text += text
+            more = {"logprobs": []} if kind is _Message else {}
+            yield self._event(f"{kind.text_name}.delta", **self._place, delta=text, **more)
+
+    def _begun(self, kind: "type[_Item]") -> Iterator[dict[str, Any]]:
+        """Let the last item be of a kind, and yield the events of that."""
+        if self._items and isinstance(self._items[-1], kind):
+            return
+        if self._items:
+            yield from self._ended()
+        item = kind()
+        self._items.append(item)
+        yield self._event("output_item.added", output_index=self._place["output_index"], item=item.shown(False))
+        yield self._event("content_part.added", **self._place, part=item.part())
+
+    def _ended(self) -> Iterator[dict[str, Any]]:
+        """End the last item, and yield the events of that."""
+        item, more = self._items[-1], {"logprobs": []} if isinstance(self._items[-1], _Message) else {}
+        item.status = "completed" if self._status == "in_progress" else self._status
+        yield self._event(f"{item.text_name}.done", **self._place, text=item.text, **more)
+        yield self._event("content_part.done", **self._place, part=item.part())
+        yield self._event("output_item.done", output_index=self._place["output_index"], item=item.shown())
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        """The place of the last item."""
+        return {"item_id": self._items[-1].id, "output_index": len(self._items) - 1, "content_index": 0}
 
     def whole(self) -> ResponseAnswer:
         """Return the answer as far as it is there."""
@@ -238,7 +268,7 @@ class _Response:
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
             "model": self._model,
-            "output": [self._item([self._part()])] if is_done else [],
+            "output": [item.shown() for item in self._items] if is_done else [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
@@ -252,25 +282,56 @@ class _Response:
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {**usage["completion_tokens_details"]},
                 "total_tokens": usage["total_tokens"],
             }
             if is_done
             else None,
         }
 
-    def _item(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._item_id,
-            "type": "message",
-            "role": "assistant",
-            "status": self._status,
-            "content": content,
-        }
-
-    def _part(self) -> dict[str, Any]:
-        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
-
     def _event(self, name: str, **content: Any) -> dict[str, Any]:
         number, self._events = self._events, self._events + 1
         return {"type": f"response.{name}", "sequence_number": number, **content}
+
+
+class _Item:
+    """A part of an answer: its text, under a name of its own."""
+
+    prefix = text_name = ""
+
+    def __init__(self):
+        self.id, self.text, self.status = f"{self.prefix}_{uuid.uuid4().hex}", "", "in_progress"
+
+    def part(self) -> dict[str, Any]:
+        """Return its text as a part of it."""
+        raise NotImplementedError
+
+    def shown(self, with_part: bool = True) -> dict[str, Any]:
+        """Return it, with its text or as it begins."""
+        raise NotImplementedError
+
+
+class _Message(_Item):
+    """A message: text that is said."""
+
+    prefix, text_name = "msg", "output_text"
+
+    def part(self) -> dict[str, Any]:
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+
+    def shown(self, with_part: bool = True) -> dict[str, Any]:
+        content = [self.part()] if with_part else []
+        return {"id": self.id, "type": "message", "role": "assistant", "status": self.status, "content": content}
+
+
+class _Thought(_Item):
+    """Text that is thought before a message."""
+
+    prefix, text_name = "rs", "reasoning_text"
+
+    def part(self) -> dict[str, Any]:
+        return {"type": "reasoning_text", "text": self.text}
+
+    def shown(self, with_part: bool = True) -> dict[str, Any]:
+        content = [self.part()] if with_part else []
+        return {"id": self.id, "type": "reasoning", "status": self.status, "summary": [], "content": content}

@@ -15,13 +15,19 @@ from jaxlm.inference.engine import EngineEvent
 from jaxlm.inference.requests import Request, Sampling, check_biases, check_prompts
 from jaxlm.inference.runner import Scores
 from jaxlm.inference.service import EventStream
+from jaxlm.server.answers.calls import CalledFunction
+from jaxlm.server.answers.forms import AnswerForm
+from jaxlm.server.answers.text import AnswerText
 from jaxlm.server.refusals import Refusal
 from jaxlm.server.served import Caller, ServedModel
-from jaxlm.server.tools import CalledFunction, CallFormat, CallsText
 
 
 class PromptDetails(TypedDict):
     cached_tokens: int
+
+
+class CompletionDetails(TypedDict):
+    reasoning_tokens: int
 
 
 class Usage(TypedDict):
@@ -31,15 +37,24 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
 
 
-class AskedCalls(NamedTuple):
-    """The calls that answers may hold: the form in which the model writes them, the names of the functions, and whether
-    one answer may have several."""
+class AskedAnswer(NamedTuple):
+    """The form in which the model writes answers, and what they may hold.
 
-    form: CallFormat
-    names: Collection[str]
+    Attributes:
+      names: of the functions that may be called.
+      parallel: whether one answer may have several calls.
+      prompt_end: the end of the conversation as it is shown, with control tokens.
+      begun: what the answer begins with, as the end of the prompt.
+    """
+
+    form: AnswerForm
+    names: Collection[str] = ()
     parallel: bool = True
+    prompt_end: str = ""
+    begun: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,7 +70,7 @@ class AskedTexts:
       priority: smaller is sooner.
       salt: divides what is found in the cache beside the caller's.
       is_answer: a text of its own, which does not continue the prompt's last word.
-      calls: what calls of functions an answer may hold; None: it is text alone.
+      answer: the form of such a text; None: it is text alone.
       scores: also give the log-probabilities of the prompts' tokens.
     """
 
@@ -70,7 +85,7 @@ class AskedTexts:
     priority: int = 0
     salt: str | None = None
     is_answer: bool = False
-    calls: AskedCalls | None = None
+    answer: AskedAnswer | None = None
     scores: bool = False
 
 
@@ -84,12 +99,14 @@ class TokenShown(NamedTuple):
 
 class TextDelta(NamedTuple):
     """The text that a token adds to the continuation of an index, and why it ended. `token` is None where an id ended
-    it, which is not shown; `text` may be empty while it is held back. `calls` are of functions, each whole."""
+    it, which is not shown; `text` may be empty while it is held back. `thought` is what it adds to what is thought, and
+    `calls` are of functions, each whole."""
 
     index: int
     text: str
     token: TokenShown | None
     finish_reason: str | None
+    thought: str = ""
     calls: tuple[CalledFunction, ...] = ()
 
 
@@ -147,7 +164,7 @@ class Texts:
         self._scored = [_PromptScores(len(request.prompt)) for request in self._requests] if asked.scores else []
         self.prompt_scores: list[list[TokenShown]] = [[] for _ in self._requests]
         self._prompt_tokens = sum(map(len, asked.prompts))
-        self._cached_tokens = self._completion_tokens = 0
+        self._cached_tokens = self._completion_tokens = self._reasoning_tokens = 0
         self._stream: EventStream | None = None
 
     def begin(self) -> None:
@@ -182,6 +199,7 @@ class Texts:
             "completion_tokens": self._completion_tokens,
             "total_tokens": self._prompt_tokens + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
         }
 
     async def deltas(self) -> AsyncIterator[TextDelta]:
@@ -216,18 +234,23 @@ class Texts:
             piece = text.add(event.token)
         if end and not text.stopped:
             piece += text.rest()
-        calls = text.taken() if isinstance(text, CallsText) else ()
+        thought, calls = text.taken() if isinstance(text, AnswerText) else ("", ())
+        if isinstance(text, AnswerText) and token is not None:
+            self._reasoning_tokens += text.is_inside
         if calls:
             self._called.add(index)
-        if self._stream and (text.stopped or (calls and self.asked.calls and not self.asked.calls.parallel)):
+        is_single = self.asked.answer is not None and not self.asked.answer.parallel
+        if self._stream and (text.stopped or (calls and is_single)):
             self._stream.finish(index)
-            end, calls = "stop", calls[:1] if self.asked.calls and not self.asked.calls.parallel else calls
-        return TextDelta(index, piece, token, "tool_calls" if end == "stop" and index in self._called else end, calls)
+            end, calls = "stop", calls[:1] if is_single else calls
+        finish_reason = "tool_calls" if end == "stop" and index in self._called else end
+        return TextDelta(index, piece, token, finish_reason, thought, calls)
 
 
-def _text_of(served: ServedModel, request: Request, asked: AskedTexts) -> ContinuationText | CallsText:
-    if asked.calls:
-        return CallsText(served.tokenizer, request, asked.calls.form, asked.calls.names)
+def _text_of(served: ServedModel, request: Request, asked: AskedTexts) -> ContinuationText | AnswerText:
+    if asked.answer:
+        form, names, _, prompt_end, begun = asked.answer
+        return AnswerText(served.tokenizer, request, form, names, prompt_end, begun)
     # What ends it does not say whether it is an answer.
     return ContinuationText(served.tokenizer, request if asked.is_answer else request._replace(ends=None))
 

@@ -54,7 +54,7 @@ CHATS = [
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "shows tools in a form that is known"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),
     ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools.0.function.strict", "schema"),
-    ({"tool_choice": "required"}, "tool_choice", "cannot be forced"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"functions": [{"name": "f"}]}, "functions", "tools and tool_choice"),
     ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages", "shows no calls of tools"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not held to a grammar yet"),

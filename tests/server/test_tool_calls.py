@@ -1,19 +1,23 @@
-"""Calls of tools: each form is read as the templates of its family write it, however it is cut into pieces."""
+"""Calls of tools and thoughts: each form is read as the templates of its family write it, however it is cut."""
 
 import json
 import random
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import tokenizer_fixtures
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 from serving import serving
 from tokenizers import AddedToken
 
 from jaxlm.data.chat_template import ChatTemplate
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.inference.requests import Request
-from jaxlm.server.tools import FORMATS, CallReader, CallsText, format_of
+from jaxlm.server.answers.calls import FORMATS, format_of
+from jaxlm.server.answers.forms import HarmonyForm, PlainForm, form_of
+from jaxlm.server.answers.text import AnswerText, with_controls
+from jaxlm.server.answers.thoughts import THOUGHTS
 
 CITY = '{"city": "Zürich {1}"}'
 WRITTEN = {
@@ -45,7 +49,38 @@ WRITTEN = {
         (f' <|python_tag|>{{"name": "weather", "parameters": {CITY}}}; {{"name": "time", "parameters": {{}}}}', "", 2),
     ],
 }
-CASES = [(form, *case) for form, cases in WRITTEN.items() for case in cases]
+HARMONY = "<|start|>assistant<|channel|>commentary to=functions."
+WRITTEN_IN_CHANNELS = [
+    (f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{CITY}<|call|>", "", "", 1),
+    (f"<|channel|>analysis<|message|>I look.<|end|>{HARMONY}weather json<|message|>{CITY}", "", "I look.", 1),
+    (
+        f"<|channel|>commentary<|message|>I look.<|end|>{HARMONY}weather<|message|>{CITY}<|call|>{HARMONY}time"
+        "<|message|>{}",
+        *("I look.", "", 2),
+    ),
+    (f" to=functions.weather<|channel|>commentary json<|message|>{CITY}<|call|>", "", "", 1),
+    (
+        "<|channel|>analysis<|message|>I know.<|end|><|start|>assistant<|channel|>final<|message|>7 °C",
+        "7 °C",
+        "I know.",
+        0,
+    ),
+    ("<|channel|>analysis<|message|>It breaks", "", "It breaks", 0),
+    (f"{HARMONY}other<|message|>{CITY}<|call|>", CITY, "", 0),
+    (f"{HARMONY}weather<|message|>{{broken<|call|>", "{broken", "", 0),
+    ("no channel", "no channel", "", 0),
+]
+HERMES = PlainForm(FORMATS["hermes"], THOUGHTS["think"])
+CASES = [
+    *[(PlainForm(FORMATS[form], None), text, said, "", n) for form, each in WRITTEN.items() for text, said, n in each],
+    *[(HarmonyForm(), *case) for case in WRITTEN_IN_CHANNELS],
+    (HERMES, f"<think>\nA <b>?\n</think>\n\n{WRITTEN['hermes'][0][0]}", "", "A <b>?", 1),
+    (HERMES, "\n<think>\nA\n\nB\n</think>\n\nIt is <think> 7 °C.\n", "It is <think> 7 °C.\n", "A\n\nB", 0),
+    (HERMES, "<think>A\n", "", "A\n", 0),
+    (HERMES, "<th is no mark", "<th is no mark", "", 0),
+    (HERMES, "<thin", "<thin", "", 0),
+]
+NAMES = "weather", "time"
 
 
 def tokenizer(controls):
@@ -66,36 +101,42 @@ def encoded(text, tokenizer):
     return ids
 
 
+def read(form, text, sizes, prompt_end=""):
+    """Return what is said and thought, and the calls, of a text in pieces of these sizes."""
+    reader, parts = form.reader(NAMES, prompt_end), []
+    while text:
+        size = next(sizes)
+        parts.append(reader.add(text[:size]))
+        text = text[size:]
+    parts.append(reader.rest())
+    said, thought, calls = zip(*parts, strict=True)
+    return "".join(said), "".join(thought), [call for each in calls for call in each]
+
+
 @pytest.mark.parametrize("as_controls", [False, True])
-@pytest.mark.parametrize(("name", "text", "said", "count"), CASES)
-def test_calls_are_read_as_they_are_written(name, text, said, count, as_controls):
-    """Row 36: each once and whole, whether its marks are control tokens or text."""
-    form = FORMATS[name]
-    marks = [mark for mark in (form.start, form.end, *form.controls, *form.dropped) if mark]
-    with_marks = tokenizer(marks if as_controls else [])
-    answer = CallsText(with_marks, Request([1], 9), form, ("weather", "time"))
+@pytest.mark.parametrize(("form", "text", "said", "thought", "count"), CASES)
+def test_answers_are_read_as_they_are_written(form, text, said, thought, count, as_controls):
+    """Row 36: each call once and whole, whether marks are control tokens or text."""
+    with_marks = tokenizer(sorted(form.marks(NAMES)) if as_controls else [])
+    answer = AnswerText(with_marks, Request([1], 9), form, NAMES)
     pieces = [answer.add(token) for token in encoded(text, with_marks)]
     pieces.append(answer.rest())
-    calls = answer.taken()
-    assert "".join(pieces) == said and len(calls) == count and answer.taken() == ()
-    assert (calls[0].name, json.loads(calls[0].arguments)) == ("weather", json.loads(CITY))
+    thoughts, calls = answer.taken()
+    assert ("".join(pieces), thoughts, len(calls)) == (said, thought, count) and answer.taken() == ("", ())
+    if calls:
+        assert (calls[0].name, json.loads(calls[0].arguments)) == ("weather", json.loads(CITY))
     assert len({call.id for call in calls}) == count
 
 
-@pytest.mark.parametrize(("name", "text", "said", "count"), CASES)
-def test_pieces_do_not_matter(name, text, said, count):
+@pytest.mark.parametrize(("form", "text", "said", "thought", "count"), CASES)
+def test_pieces_do_not_matter(form, text, said, thought, count):
     draw = random.Random(0)
     for _ in range(20):
-        reader, calls, spoken, rest = CallReader(FORMATS[name], ("weather", "time")), [], "", text
-        while rest:
-            size = draw.randint(1, 9)
-            more, found = reader.add(rest[:size])
-            spoken, calls, rest = spoken + more, calls + found, rest[size:]
-        more, found = reader.rest()
-        assert spoken + more == said and len(calls + found) == count
+        found = read(form, text, iter(lambda: draw.randint(1, 9), None))
+        assert (*found[:2], len(found[2])) == (said, thought, count)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("form", [PlainForm(form, None) for form in FORMATS.values()], ids=list(FORMATS))
 @pytest.mark.parametrize(
     "text",
     [
@@ -111,17 +152,53 @@ def test_pieces_do_not_matter(name, text, said, count):
         " \n ",
     ],
 )
-def test_what_is_no_call_is_said(name, text):
+def test_what_is_no_call_is_said(form, text):
     """Also a call of a function that there is not, and one that breaks off."""
-    reader = CallReader(FORMATS[name], ("weather",))
-    pieces, calls = zip(*[reader.add(letter) for letter in text], reader.rest(), strict=True)
-    assert "".join(pieces) == text and not any(calls)
+    assert read(form, text, iter(lambda: 1, None)) == (text, "", [])
+
+
+# What ends a call behind its arguments.
+CLOSINGS = {
+    "deepseek-v3": "\n```<｜tool▁call▁end｜>",
+    "deepseek": "<｜tool▁call▁end｜>",
+    "mistral": "",
+    "mistral-list": "}]",
+    "hermes": "}</tool_call>",
+    "llama3": "}",
+    "gpt-oss": "",
+}
+
+
+@pytest.mark.parametrize("name", CLOSINGS)
+@pytest.mark.parametrize("prompt_end", ["assistant\n", "assistant\n<think>\n"])
+def test_an_answer_that_begins_as_a_call_is_one(name, prompt_end):
+    """Its function may be chosen or not; thoughts end before."""
+    form = HarmonyForm() if name == "gpt-oss" else PlainForm(FORMATS[name], THOUGHTS["think"])
+    chosen, any_of = form.opening("weather", prompt_end), form.opening(None, prompt_end)
+    assert chosen.startswith(f"{any_of}weather") and any_of
+    said, _, (call,) = read(form, chosen + CITY + CLOSINGS[name], iter(lambda: 3, None), prompt_end)
+    assert said == "" and (call.name, json.loads(call.arguments)) == ("weather", json.loads(CITY))
+
+
+def test_thoughts_that_the_prompt_begins_are_read_to_their_end():
+    form = PlainForm(None, THOUGHTS["think"])
+    assert read(form, "A?\n</think>\n\nB", iter(lambda: 2, None), "<think>\n") == ("B", "A?", [])
+    assert read(form, "B", iter(lambda: 2, None), "<think>\n\n</think>\n\n") == ("B", "", [])
+
+
+def test_ours_becomes_control_tokens():
+    with_marks = tokenizer(["<|channel|>"])
+    expected = [with_marks.controls["<|channel|>"], *with_marks.encode("final")]
+    assert with_controls(with_marks, "<|channel|>final") == expected
 
 
 def test_a_template_says_the_form():
     assert format_of("{{ messages }} <tool_call></tool_call>") is None  # it shows no tools
     assert format_of("{% if tools %}") is None
     assert format_of("{% if tools %} <tool_call>{{ x }}</tool_call>") is FORMATS["hermes"]
+    assert form_of("{{ messages }}") is None
+    assert form_of("{% if tools %} <tool_call>{{ x }}</tool_call> <think></think>") == HERMES
+    assert isinstance(form_of("<|channel|>final<|message|>"), HarmonyForm)
 
 
 TEMPLATE = (
@@ -141,7 +218,7 @@ ANSWER = "I look. " + "".join(
 
 
 @contextmanager
-def written(engine, tokenizer, monkeypatch, text):
+def written(engine, tokenizer, monkeypatch, text, template=TEMPLATE):
     """Serve an engine whose answers are this text."""
     tokens, step, places = tokenizer.encode(text), engine.step, {}
 
@@ -157,7 +234,7 @@ def written(engine, tokenizer, monkeypatch, text):
         return events
 
     monkeypatch.setattr(engine, "step", writes)
-    template = ChatTemplate(TEMPLATE, tokenizer, {}, "chat_template.jinja")
+    template = ChatTemplate(template, tokenizer, {}, "chat_template.jinja")
     with (
         serving(engine, tokenizer, chat_template=template) as (_, url),
         OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60) as client,
@@ -168,6 +245,7 @@ def written(engine, tokenizer, monkeypatch, text):
             asked = {"tools": TOOLS, "logit_bias": {str(id): -100 for id in tokenizer.controls.values()}, **options}
             return client.chat.completions.create(model="tiny", messages=messages, **asked)
 
+        create.client = client
         yield create, template
 
 
@@ -216,3 +294,71 @@ def test_an_answer_may_call_nothing(engine, tokenizer, monkeypatch):
         (choice,) = create().choices
     assert (choice.finish_reason, choice.message.content) == ("stop", "It is <b>warm</b>. ")
     assert choice.message.tool_calls is None
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_call_can_be_asked_for(choice, engine, tokenizer, monkeypatch):
+    """The answer begins with one; of several functions its name is drawn."""
+    opening = FORMATS["hermes"].opening
+    named = f"weather{opening[1]}" if choice == "required" else ""
+    with written(engine, tokenizer, monkeypatch, f"{named}{CITY}}}</tool_call>") as (create, template):
+        whole = create(tool_choice=choice)
+        chunks = [each for chunk in create(tool_choice=choice, stream=True) for each in chunk.choices]
+        with pytest.raises(BadRequestError, match="no function 'other' is in tools"):
+            create(tool_choice={"type": "function", "function": {"name": "other"}})
+        with pytest.raises(BadRequestError, match="needs tools"):
+            create(tool_choice="required", tools=[])
+    (called,) = whole.choices[0].message.tool_calls
+    assert (called.function.name, json.loads(called.function.arguments)) == ("weather", json.loads(CITY))
+    assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == (None, "tool_calls")
+    (streamed,) = [call for each in chunks for call in each.delta.tool_calls or []]
+    assert streamed.function.arguments == called.function.arguments
+    begun = opening[0] if choice == "required" else f"{opening[0]}weather{opening[1]}"
+    prompt = template.encode([QUESTION], reply=True, tools=TOOLS)
+    assert whole.usage.prompt_tokens == len(prompt) + len(tokenizer.encode(begun))
+
+
+TEXTS_OF_RESPONSES = "reasoning_text", "output_text"
+THINKING = "{% if false %}<think></think>{% endif %}" + TEMPLATE.replace(
+    "{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}"
+)
+
+
+def test_what_is_thought_is_no_part_of_the_answer(engine, tokenizer, monkeypatch):
+    """Chats and responses give it by itself, whole and as streams."""
+    text = "<think>\nA warm day?\n</think>\n\nIt is."
+    with written(engine, tokenizer, monkeypatch, text, THINKING) as (create, template):
+        whole = create(tools=None)
+        message = whole.choices[0].message
+        chunks = [each for chunk in create(tools=None, stream=True) for each in chunk.choices]
+        before = {"role": "assistant", "content": "It is.", "reasoning_content": "A warm day?"}
+        later = create([QUESTION, message.model_dump(), QUESTION], tools=None, max_tokens=1)
+        respond = partial(create.client.responses.create, model="tiny", input="Is it warm?", temperature=0)
+        answer, events = respond(), list(respond(stream=True))
+    assert (message.content, message.reasoning_content) == ("It is.", "A warm day?")
+    drawn = len(tokenizer.encode(text)), len(tokenizer.encode("<think>\nA warm day?\n</think")) - len("<think")
+    assert (whole.usage.completion_tokens, whole.usage.completion_tokens_details.reasoning_tokens) == drawn
+    assert "".join(each.delta.content or "" for each in chunks) == "It is."
+    assert "".join(getattr(each.delta, "reasoning_content", "") for each in chunks) == "A warm day?"
+    assert later.usage.prompt_tokens == len(template.encode([QUESTION, before, QUESTION], reply=True))
+    thought, said = answer.output
+    assert (thought.type, thought.content[0].text) == ("reasoning", "A warm day?")
+    assert (said.type, said.content[0].text) == ("message", "It is.")
+    texts = {
+        kind: "".join(e.delta for e in events if e.type == f"response.{kind}.delta") for kind in TEXTS_OF_RESPONSES
+    }
+    assert texts == {"reasoning_text": "A warm day?", "output_text": "It is."}
+    assert [e.output_index for e in events if e.type == "response.output_item.done"] == [0, 1]
+    assert [item.type for item in events[-1].response.output] == ["reasoning", "message"]
+
+
+def test_a_dial_of_thought_is_of_templates_that_read_it(engine, tokenizer, monkeypatch):
+    template = THINKING + "{{ reasoning_effort }}"
+    with written(engine, tokenizer, monkeypatch, "It is.", template) as (create, shown):
+        low, high = (create(tools=None, reasoning_effort=effort).usage.prompt_tokens for effort in ("low", "minimal"))
+    assert high - low == len("minimal") - len("low")
+    with written(engine, tokenizer, monkeypatch, "It is.") as (create, _):
+        with pytest.raises(BadRequestError, match="chat template does not read it"):
+            create(tools=None, reasoning_effort="low")
+        with pytest.raises(BadRequestError, match="shows no reasoning_content"):
+            create([QUESTION, {"role": "assistant", "content": "It is.", "reasoning_content": "A warm day?"}])

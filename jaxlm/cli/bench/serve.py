@@ -257,10 +257,8 @@ def _show(found: dict[str, Any]) -> None:
         table.add(_LABELS[name], *("–" if ms is None else f"{ms:,.3g}" for ms in (*values, bound)))
     table.print()
     of_bound = f", at most {least['output_throughput']:,.0f} on {least['chips']}" if least else ""
-    print(
-        f"{found['completed']} requests in {found['duration']:.1f} s: {found['request_throughput']:.2f} requests/s, "
-        f"{found['output_throughput']:,.0f} output tokens/s{of_bound}"
-    )
+    print(f"{found['completed']} requests in {found['duration']:.1f} s: {found['request_throughput']:.2f} requests/s")
+    print(f"{found['output_throughput']:,.0f} output tokens/s{of_bound}")
     if "request_goodput" in found:
         print(f"goodput: {found['request_goodput']:.2f} requests/s")
     if found["failed"]:

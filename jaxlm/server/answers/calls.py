@@ -1,4 +1,4 @@
-"""Calls of tools in answers: the forms in which families of models write them, as data, and their reader.
+"""Calls of tools: the forms in which families of models write them, as data, and their reader.
 
 A call is given once it is whole, so that a stream never holds a part of its JSON, nor the same part twice.
 """
@@ -7,13 +7,8 @@ import json
 import re
 import uuid
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
-
-from jaxlm.data.tokenizers import Tokenizer
-from jaxlm.inference.detokenizer import Detokenizer
-from jaxlm.inference.requests import Request
-from jaxlm.inference.stop_strings import StopScanner
 
 
 class CalledFunction(NamedTuple):
@@ -22,6 +17,14 @@ class CalledFunction(NamedTuple):
     id: str
     name: str
     arguments: str
+
+
+class AnswerParts(NamedTuple):
+    """The parts that a piece of an answer adds: what is said, what is thought before, and calls, each whole."""
+
+    said: str = ""
+    thought: str = ""
+    calls: tuple[CalledFunction, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class CallFormat:
       patterns: of what stands between, with groups `name` and `arguments`; where none is found it is JSON: an object
         with `name` and `arguments` (or `parameters`), a list of them, or several with semicolons between.
       controls: control tokens that are parts of it. Those in `dropped` stand around calls and say nothing.
+      opening: what begins a call up to the name of its function, and from there to its arguments.
     """
 
     known_by: tuple[str, ...]
@@ -43,34 +47,59 @@ class CallFormat:
     patterns: tuple[re.Pattern[str], ...] = ()
     controls: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+    opening: tuple[str, str] = ("", "")
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """The control tokens and texts that are parts of it."""
+        return frozenset(mark for mark in (self.start, self.end, *self.controls, *self.dropped) if mark)
 
 
 # The first whose signs are all in a template is its own.
+_DEEPSEEK = CallFormat(
+    ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    (
+        re.compile(r"function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n(?P<arguments>.*?)\n?```", re.S),  # V3, R1
+        re.compile(r"(?P<name>[^<\n]+)<｜tool▁sep｜>(?P<arguments>.*)", re.S),  # V3.1
+    ),
+    ("<｜tool▁sep｜>",),
+    ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
+)
+_MISTRAL = CallFormat(
+    ("[TOOL_CALLS]", "[ARGS]"),  # from v11 of its tokenizers on
+    "[TOOL_CALLS]",
+    None,
+    (re.compile(r"(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\](?P<arguments>.*?)(?:\[TOOL_CALLS\]|\Z)", re.S),),
+    ("[ARGS]", "[CALL_ID]"),
+    opening=("[TOOL_CALLS]", "[ARGS]"),
+)
 FORMATS = {
-    "deepseek": CallFormat(
-        ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁call▁end｜>",
-        (
-            re.compile(r"function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n(?P<arguments>.*?)\n?```", re.S),  # V3, R1
-            re.compile(r"(?P<name>[^<\n]+)<｜tool▁sep｜>(?P<arguments>.*)", re.S),  # V3.1
-        ),
-        ("<｜tool▁sep｜>",),
-        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    "deepseek-v3": replace(
+        _DEEPSEEK,
+        known_by=(*_DEEPSEEK.known_by, "```json"),
+        opening=(f"{_DEEPSEEK.opening[0]}function<｜tool▁sep｜>", "\n```json\n"),
     ),
-    "mistral": CallFormat(
-        ("[TOOL_CALLS]",),
-        "[TOOL_CALLS]",
+    "deepseek": _DEEPSEEK,
+    "mistral": _MISTRAL,
+    "mistral-list": replace(
+        _MISTRAL, known_by=("[TOOL_CALLS]",), opening=('[TOOL_CALLS][{"name": "', '", "arguments": ')
+    ),
+    "hermes": CallFormat(  # Qwen among others
+        ("<tool_call>", "</tool_call>"),
+        "<tool_call>",
+        "</tool_call>",
+        opening=('<tool_call>\n{"name": "', '", "arguments": '),
+    ),
+    "llama3": CallFormat(
+        ("ipython", '"parameters": '),
         None,
-        (
-            re.compile(
-                r"(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\](?P<arguments>.*?)(?:\[TOOL_CALLS\]|\Z)", re.S
-            ),  # from v11 of its tokenizers on; a list before
-        ),
-        ("[ARGS]", "[CALL_ID]"),
+        None,
+        dropped=("<|python_tag|>",),
+        opening=('{"name": "', '", "parameters": '),
     ),
-    "hermes": CallFormat(("<tool_call>", "</tool_call>"), "<tool_call>", "</tool_call>"),  # Qwen among others
-    "llama3": CallFormat(("ipython", '"parameters": '), None, None, (), (), ("<|python_tag|>",)),
 }
 
 
@@ -103,7 +132,7 @@ class CallReader:
             if not self._in_call:
                 found = min(((at, mark) for mark in self._marks if (at := self._held.find(mark)) >= 0), default=None)
                 if found is None:
-                    kept = len(self._held) - max((_overlap(self._held, mark) for mark in self._marks), default=0)
+                    kept = len(self._held) - max((overlap(self._held, mark) for mark in self._marks), default=0)
                     said.append(self._held[:kept])
                     self._held = self._held[kept:]
                     break
@@ -160,62 +189,13 @@ class CallReader:
                     found += [(each["name"], each.get("arguments", each.get("parameters"))) for each in _listed(value)]
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 return []
-        calls = [_called(name, arguments) for name, arguments in found]
+        calls = [called(name, arguments) for name, arguments in found]
         if not all(call and call.name in self._names for call in calls):
             return []
         return [call for call in calls if call]
 
 
-@dataclass
-class CallsText:
-    """The text of an answer that may call functions, as `ContinuationText` gives it; `calls` are those that were found
-    since they were taken last."""
-
-    tokenizer: Tokenizer
-    request: Request
-    form: CallFormat
-    names: Collection[str]
-    calls: list[CalledFunction] = field(default_factory=list)
-
-    def __post_init__(self):
-        parts = {self.form.start, self.form.end, *self.form.controls, *self.form.dropped}
-        self._shown = {id: name for name, id in self.tokenizer.controls.items() if name in parts}
-        self._decoder = Detokenizer(self.tokenizer, [])
-        self._reader, self._scanner = CallReader(self.form, self.names), StopScanner(self.request.stop)
-
-    @property
-    def stopped(self) -> bool:
-        """True once a stop string was found: nothing follows."""
-        return self._scanner.found
-
-    def add(self, token: int) -> str:
-        """Return the text that a token adds."""
-        piece = self._shown.get(token)
-        if piece is None:
-            return self._said(*self._reader.add(self._decoder.add(token)))
-        before, self._decoder = self._decoder.rest(), Detokenizer(self.tokenizer, [])
-        return self._said(*self._reader.add(before + piece))
-
-    def rest(self) -> str:
-        """Return what was held back, after the last token."""
-        if self.stopped:
-            return ""
-        text = self._said(*self._reader.add(self._decoder.rest()))
-        return text if self.stopped else text + self._said(*self._reader.rest()) + self._scanner.rest()
-
-    def taken(self) -> tuple[CalledFunction, ...]:
-        """Return the calls since it was called last."""
-        calls, self.calls = tuple(self.calls), []
-        return calls
-
-    def _said(self, text: str, calls: list[CalledFunction]) -> str:
-        said = self._scanner.add(text)
-        if not self.stopped:
-            self.calls += calls
-        return said
-
-
-def _called(name: Any, arguments: Any) -> CalledFunction | None:
+def called(name: Any, arguments: Any) -> CalledFunction | None:
     """Return a call; None where its arguments are no JSON object."""
     if isinstance(arguments, str):
         try:
@@ -245,6 +225,6 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """Return the length of the longest end of a text that is a beginning of a mark, and not all of it."""
     return next(n for n in range(min(len(text), len(mark) - 1), -1, -1) if text.endswith(mark[:n]))

@@ -1,0 +1,83 @@
+"""Answers in the form of gpt-oss, "harmony": several messages with a channel each, of thoughts, text or calls.
+
+Source: https://github.com/openai/harmony, docs/format.md.
+"""
+
+import re
+from collections.abc import Collection
+
+from jaxlm.server.answers.calls import AnswerParts, CalledFunction, called, overlap
+
+_START, _CHANNEL, _MESSAGE, _END, _CALL, _RETURN, _CONSTRAIN = MARKS = (
+    *("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"),
+)
+_ENDS = (_END, _CALL, _RETURN, _START, _CHANNEL)  # of a message
+_RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+OPENING = f"{_CHANNEL}commentary to=functions.", f" {_CONSTRAIN}json{_MESSAGE}"
+
+
+class HarmonyReader:
+    """A reader of an answer's text, piece by piece, in which control tokens are spelled out: what is said, what is
+    thought, and calls of known names."""
+
+    def __init__(self, names: Collection[str]):
+        self._names, self._held, self._body = frozenset(names), "", ""
+        self._is_header = True
+        self._kind = ""  # "said", "thought", or the name of a function
+
+    @property
+    def is_inside(self) -> bool:
+        """True while it reads what is thought."""
+        return not self._is_header and self._kind == "thought"
+
+    def add(self, piece: str) -> AnswerParts:
+        """Return what a piece adds."""
+        self._held += piece
+        said, thought = [], []
+        calls: list[CalledFunction] = []
+        while True:
+            if self._is_header:
+                if (at := self._held.find(_MESSAGE)) < 0:
+                    break
+                self._begin(self._held[:at])
+                self._held = self._held[at + len(_MESSAGE) :]
+            found = min(((at, mark) for mark in _ENDS if (at := self._held.find(mark)) >= 0), default=None)
+            end = found[0] if found else len(self._held) - max(overlap(self._held, mark) for mark in _ENDS)
+            text, self._held = self._held[:end], self._held[end:]
+            if self._kind in ("said", "thought"):
+                (said if self._kind == "said" else thought).append(text)
+            else:
+                self._body += text
+            if found is None:
+                break
+            more, ended = self._ended()
+            said.append(more)
+            calls += ended
+            mark = found[1]
+            self._is_header, self._held = True, self._held.removeprefix(mark if mark not in (_START, _CHANNEL) else "")
+        return AnswerParts("".join(said), "".join(thought), tuple(calls))
+
+    def rest(self) -> AnswerParts:
+        """Return what was held back, of an answer that ends here."""
+        held, self._held = self._held, ""
+        if self._is_header:  # a header that breaks off, or an answer without any
+            return AnswerParts("" if self._kind else held)
+        if self._kind in ("said", "thought"):
+            return AnswerParts(**{self._kind: held})
+        self._body += held
+        said, calls = self._ended()
+        return AnswerParts(said, calls=tuple(calls))
+
+    def _begin(self, header: str) -> None:
+        """Begin the message of a header."""
+        recipient, channel = _RECIPIENT.search(header), header.partition(_CHANNEL)[2]
+        self._is_header, self._body = False, ""
+        self._kind = recipient[1] if recipient else "thought" if channel.startswith("analysis") else "said"
+
+    def _ended(self) -> tuple[str, list[CalledFunction]]:
+        """Return the call that has ended, or as text what is none of a known name."""
+        if self._kind in ("said", "thought"):
+            return "", []
+        body, self._body = self._body, ""
+        call = called(self._kind, body) if self._kind in self._names else None
+        return ("", [call]) if call else (body, [])

@@ -1,0 +1,85 @@
+"""The parts of an answer while its tokens are drawn."""
+
+import re
+from collections.abc import Collection
+
+from jaxlm.data.tokenizers import Tokenizer
+from jaxlm.inference.detokenizer import Detokenizer
+from jaxlm.inference.requests import Request
+from jaxlm.inference.stop_strings import StopScanner
+from jaxlm.server.answers.calls import AnswerParts, CalledFunction
+from jaxlm.server.answers.forms import AnswerForm
+
+
+class AnswerText:
+    """The text of an answer, as `ContinuationText` gives it; `taken` gives what is thought, and calls.
+
+    Args:
+      names: of the functions that it may call.
+      prompt_end: the end of what the answer follows, with control tokens.
+      begun: the text that the answer begins with already, as a part of the prompt.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        request: Request,
+        form: AnswerForm,
+        names: Collection[str] = (),
+        prompt_end: str = "",
+        begun: str = "",
+    ):
+        self._tokenizer = tokenizer
+        self._shown = {id: name for name, id in tokenizer.controls.items() if name in form.marks(names)}
+        self._decoder = Detokenizer(tokenizer, [])
+        self._reader = form.reader(names, prompt_end)
+        self._scanner = StopScanner(request.stop)
+        self._thought, self._calls = "", []
+        self._begun = self._said(self._reader.add(begun)) if begun else ""
+
+    @property
+    def stopped(self) -> bool:
+        """True once a stop string was found: nothing follows."""
+        return self._scanner.found
+
+    @property
+    def is_inside(self) -> bool:
+        """True while what comes is thought."""
+        return self._reader.is_inside
+
+    def add(self, token: int) -> str:
+        """Return the text that a token adds."""
+        begun, self._begun = self._begun, ""
+        piece = self._shown.get(token)
+        if piece is None:
+            return begun + self._said(self._reader.add(self._decoder.add(token)))
+        before, self._decoder = self._decoder.rest(), Detokenizer(self._tokenizer, [])
+        return begun + self._said(self._reader.add(before + piece))
+
+    def rest(self) -> str:
+        """Return what was held back, after the last token."""
+        if self.stopped:
+            return ""
+        begun, self._begun = self._begun, ""
+        text = begun + self._said(self._reader.add(self._decoder.rest()))
+        return text if self.stopped else text + self._said(self._reader.rest()) + self._scanner.rest()
+
+    def taken(self) -> tuple[str, tuple[CalledFunction, ...]]:
+        """Return what was thought and the calls since it was called last."""
+        found = self._thought, tuple(self._calls)
+        self._thought, self._calls = "", []
+        return found
+
+    def _said(self, parts: AnswerParts) -> str:
+        said = self._scanner.add(parts.said)
+        self._thought += parts.thought
+        if not self.stopped:
+            self._calls += parts.calls
+        return said
+
+
+def with_controls(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of a text in which names of control tokens are these tokens. It is one of ours, no user's."""
+    names = sorted(tokenizer.controls, key=len, reverse=True)
+    cut = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+    return tokenizer.encode_rendered([tokenizer.controls.get(piece, piece) for piece in cut if piece])

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from jaxlm.cli import _parse
+
 LAUNCH = Path(__file__).parents[1] / "launch"
 
 
@@ -100,3 +102,39 @@ def test_a_pod_without_good_input_is_not_started_again_and_a_preempted_one_alway
         for line in said
     ]
     assert matched == ["RestartJobSetAndIgnoreMaxRestarts", "FailJobSet"]
+
+
+def test_slurm_drains_a_server_at_its_time_limit_and_asks_for_another_turn(programs, tmp_path):
+    server = "trap 'echo drained >> %s/calls; exit 0' TERM; touch %s/up; while true; do sleep 0.05; done"
+    environment = programs(jaxlm=server % (tmp_path, tmp_path), scontrol="") | {"SLURM_JOB_ID": "7"}
+    job = subprocess.Popen(
+        ["bash", str(LAUNCH / "serve_slurm.sh"), "model", "keys", "--slots", "8"], env=environment, cwd=tmp_path
+    )
+    while not (tmp_path / "up").exists():
+        time.sleep(0.05)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(60) == 0
+    given = "serve model --host 0.0.0.0 --port 8000 --api-key-file keys --drain-seconds 150 --slots 8"
+    assert (tmp_path / "calls").read_text().splitlines() == [f"jaxlm {given}", "drained", "scontrol requeue 7"]
+    _parse(given.split())
+
+
+def test_slurm_keeps_the_status_of_a_server_that_ends_by_itself(programs, tmp_path):
+    environment = programs(jaxlm="exit 2", scontrol="") | {"SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", str(LAUNCH / "serve_slurm.sh"), "model", "keys"], env=environment, cwd=tmp_path)
+    assert done.returncode == 2 and "scontrol" not in (tmp_path / "calls").read_text()
+
+
+def test_kubernetes_gives_a_server_time_to_drain_and_asks_for_its_health():
+    deployment, service = yaml.safe_load_all((LAUNCH / "serve_gke.yaml").read_text())
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    asked = _parse(container["args"])
+    assert asked.drain_seconds < pod["terminationGracePeriodSeconds"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"] == {"path": "/health", "port": asked.port}
+    assert service["spec"]["ports"][0]["targetPort"] == asked.port == container["ports"][0]["containerPort"]
+    assert (
+        str(asked.api_key_file) == "/keys/keys"
+        and service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
+    )

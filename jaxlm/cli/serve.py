@@ -22,6 +22,8 @@ from jaxlm.core.errors import InputError, RunFailed
 if TYPE_CHECKING:
     import socket
 
+    from jaxlm.api import LoadedModel
+    from jaxlm.costs.serving import TokenCost
     from jaxlm.inference.engine import Engine
 
 _NEEDS = ("starlette", "uvicorn", "prometheus_client")
@@ -102,6 +104,7 @@ def _serve(arguments: argparse.Namespace, keys: list[str], listening: "socket.so
         model.tokenizer,
         template,
         sampling,
+        _cost(model, running),
         exact,
         ServerLimits(arguments.max_body, arguments.max_seconds, arguments.stalled_seconds),
         keys,
@@ -119,6 +122,25 @@ def _serve(arguments: argparse.Namespace, keys: list[str], listening: "socket.so
     if service.failure:
         raise RunFailed(service.failure)
     return 130 if server.signal == signal.SIGINT else 0
+
+
+def _cost(model: "LoadedModel", engine: "Engine") -> "TokenCost":
+    """Return what a token of a sequence that is half as long as it may be costs."""
+    import jax
+
+    from jaxlm.costs.hardware.target import of_devices
+    from jaxlm.costs.serving import token_cost
+    from jaxlm.costs.workload import Workload
+    from jaxlm.parallel.layout import Layout
+
+    layout, device = Layout(**model.mesh.shape), jax.devices()[0]
+    work = Workload.of(model.experiment, layout, "decode")
+    half = max(engine.longest // 2, 1)
+    work = work.with_training(batch=work.batch_shards, sequence=half, dtype=str(engine.runner.programs.dtype))
+    try:
+        return token_cost(work, of_devices(device.device_kind, device.platform, layout.size))
+    except InputError:  # chips that the catalog does not know, or a machine that is not calibrated
+        return token_cost(work, None)
 
 
 def _warmed(engine: "Engine", is_quiet: bool) -> bool:

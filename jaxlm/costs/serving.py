@@ -1,11 +1,40 @@
 """Serving arithmetic: the critical batch of decoding, and the speedup of speculative decoding."""
 
+from typing import NamedTuple
+
 from jaxlm.core.errors import InputError
+from jaxlm.costs.counted import operations
+from jaxlm.costs.counted.flops import flops
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import step_time
 from jaxlm.costs.workload import Workload
 
 _DOUBLINGS = 21
+
+
+class TokenCost(NamedTuple):
+    """The counted cost of one more token of one sequence that is drawn alone.
+
+    Attributes:
+      context: tokens that the sequence holds.
+      flops: model FLOPs.
+      read_bytes: the least bytes that are read and written: all weights, and the keys and values of the sequence.
+      bound_s: the lower bound of its time on these chips; None where they are not known.
+    """
+
+    context: int
+    flops: int
+    read_bytes: int
+    bound_s: float | None
+
+
+def token_cost(work: Workload, target: Target | None) -> TokenCost:
+    """Return the cost of a token of one of the sequences of a decoding step, as `jaxlm plan` counts it."""
+    if target is not None:
+        work = work.on(target.chip)
+    least = sum(op.times * op.least_bytes for op in operations.step(work)) * work.layout.size
+    bound = None if target is None else step_time(work, target).lower_bound
+    return TokenCost(work.sequence, round(flops(work).model / work.batch), round(least), bound)
 
 
 def critical_batch(work: Workload, target: Target) -> int | None:

@@ -7,14 +7,25 @@ from typing_extensions import TypedDict
 from jaxlm.server.served import ServedModel
 
 
+class CountedCost(TypedDict):
+    """The counted cost of a token after `context` others, drawn alone: model FLOPs, bytes that are read at least, and
+    the seconds that it takes at least on these chips, where they are known."""
+
+    context: int
+    flops: int
+    read_bytes: int
+    bound_s: float | None
+
+
 class ModelEntry(TypedDict):
-    """A model: its name, when it was loaded, and the most tokens of a text."""
+    """A model: its name, when it was loaded, the most tokens of a text, and what a token costs."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
+    counted: CountedCost | None
 
 
 class ModelList(TypedDict):
@@ -32,6 +43,7 @@ def model_entry(served: ServedModel) -> ModelEntry:
         "created": served.created,
         "owned_by": "jaxlm",
         "max_model_len": served.longest,
+        "counted": served.cost and {**served.cost._asdict()},  # type: ignore[typeddict-item]
     }
 
 

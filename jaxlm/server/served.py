@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from jaxlm.costs.serving import TokenCost
 from jaxlm.data.chat_template import ChatTemplate
 from jaxlm.data.tokenizers import Tokenizer
 from jaxlm.inference.requests import Sampling
@@ -43,6 +44,7 @@ class ServedModel:
     Attributes:
       chat_template: None where it has none, and answers no messages.
       sampling: where a request leaves it open.
+      cost: of a token, as it is counted.
       exact: whether a request has the same numbers to the bit whatever is served beside it (`Engine.check`).
       keys: of the API, one of which each request must show; without any, none.
       created: seconds since 1970.
@@ -53,6 +55,7 @@ class ServedModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None = None
     sampling: Sampling = Sampling()
+    cost: TokenCost | None = None
     exact: bool = False
     limits: ServerLimits = ServerLimits()
     keys: Collection[str] = ()

@@ -8,6 +8,7 @@ import threading
 import tokenizer_fixtures
 import uvicorn
 
+from jaxlm.costs.serving import TokenCost
 from jaxlm.data.chat_template import ChatTemplate
 from jaxlm.inference.requests import Request, Sampling
 from jaxlm.inference.service import EngineService
@@ -26,7 +27,8 @@ def serving(engine, tokenizer, **options):
     service = EngineService(engine, metrics)
     metrics.watch(service)
     template = ChatTemplate(tokenizer_fixtures.CHATML, tokenizer, {}, "chat_template.jinja")
-    served = ServedModel("tiny", service, tokenizer, **{"chat_template": template, **options})
+    given = {"chat_template": template, "cost": TokenCost(128, 1_234_000, 4_567_000, 0.002), **options}
+    served = ServedModel("tiny", service, tokenizer, **given)
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(
         uvicorn.Config(make_app(served, metrics), log_level="warning", timeout_graceful_shutdown=10)

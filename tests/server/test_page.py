@@ -85,7 +85,9 @@ def test_a_text_is_shown_token_by_token_with_alternatives(browser, server):
     )
     # Bytes at the end that are no character yet wait for the next token.
     assert expected.rstrip("\ufffd").startswith(shown.replace("\u200b", "").rstrip("\ufffd"))
-    assert re.match(r"30 tokens · first after \d+ ms · [\d.]+ tokens/s", find(browser, "#speed")[0].text)
+    assert re.match(
+        r"30 tokens · first after \d+ ms · [\d.]+ ms a token, [\d.]+ tokens/s", find(browser, "#speed")[0].text
+    )
     token = find(browser, "#out .token")[3]
     ActionChains(browser).move_to_element(token).perform()
     rows = [row.text for row in find(browser, "#tip div")]
@@ -116,4 +118,6 @@ def test_charts_show_the_server_now(browser):
     wait(browser, lambda: "0 waiting" in find(browser, "#say-requests")[0].text)
     assert re.fullmatch(r"0 of 8 running, 0 waiting", find(browser, "#say-requests")[0].text)
     assert "pages in use" in find(browser, "#say-pages")[0].text and "in all" in find(browser, "#say-speed")[0].text
+    counted = "counted for a token after 128, alone: 1.23 MFLOP · 4.57 MB to read · at least 2 ms, 500 tokens/s at most"
+    assert find(browser, "#counted")[0].text == counted
     assert len(find(browser, "#chart-requests polyline")) == 2 and len(find(browser, "#chart-speed polyline")) == 1

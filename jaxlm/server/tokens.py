@@ -24,7 +24,8 @@ class TokenizeBody(RequestBody):
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables that the chat template reads, such as `enable_thinking`."""
     add_special_tokens: bool | None = None
-    """Begin a text with the ids that begin a document (true)."""
+    """Begin a text with the ids that begin a document (true). If false, the name of a control token alone is its id, as
+    clients look it up; in a longer text it stays text."""
 
 
 class TokenizeAnswer(TypedDict):
@@ -64,6 +65,8 @@ async def tokenize(served: ServedModel, caller: Caller, body: TokenizeBody) -> T
             return encoded(template_of(served, body.chat_template_kwargs), body.messages)
         begins = body.add_special_tokens is not False
         text = body.prompt or ""
+        if not begins and text in served.tokenizer.controls:
+            return [served.tokenizer.controls[text]]
         return served.tokenizer.encode_prompt(text) if begins else served.tokenizer.encode(text)
 
     found = await to_thread.run_sync(ids)

@@ -81,6 +81,8 @@ def test_the_harness_finds_the_tokenizer(server):
     ids = served.tokenizer.encode("Hello 😀")
     assert tokenizer.encode("Hello 😀") == ids and tokenizer.decode(ids) == "Hello 😀"
     assert tokenizer.eos_token == tokenizer.bos_token == "<|endoftext|>"
+    assert tokenizer.eos_token_id == served.tokenizer.controls["<|endoftext|>"]
+    assert len(tokenizer.encode(" <|endoftext|>")) == len(" <|endoftext|>")
     assert tokenizer.tokenizer_info["chat_template"] == served.chat_template.source
 
 

@@ -12,10 +12,8 @@ bandwidth of a sum over an array of 256 MiB, measured here.
 
 import argparse
 import importlib.util
-import statistics
 import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,27 +27,14 @@ from jaxlm.core import accelerators
 def engine_steps(model: Path, rows: int, context: int, dtype: str, exact: bool) -> interleave.Worker:
     """Return a worker with the steps of the engine, in which `rows` sequences draw."""
     import jax
-    import numpy as np
 
     from jaxlm import api
-    from jaxlm.inference.requests import Request, Sampling
+    from jaxlm.inference.measured import decode_steps
     from jaxlm.inference.settings import EngineSettings
 
     settings = EngineSettings(slots=rows, exact=exact)
-    loaded = api.load(model, dtype=dtype, engine=settings)
-    engine = loaded.engine()
-    draw, vocabulary = np.random.default_rng(0), loaded.config.vocab_size
-    for stream in range(rows):
-        prompt = draw.integers(0, vocabulary, context).tolist()
-        new = loaded.config.context_length - context
-        engine.submit(Request(prompt, new, Sampling(temperature=0.0), stream=stream, ends=()))
-    drawing: set[int] = set()
-    while len(drawing) < rows:
-        drawing |= {event.id for event in engine.step() if event.token is not None}
-
-    def run(n: int) -> None:
-        for _ in range(n):
-            engine.step()
+    engine = api.load(model, dtype=dtype, engine=settings).engine()
+    run = decode_steps(engine, rows, context, engine.longest - context - 1)
 
     def facts() -> dict[str, Any]:
         """Return the device, the bytes of the weights that a step reads, and those of a token's keys and values."""
@@ -84,22 +69,6 @@ def transformers_steps(model: Path, rows: int, context: int, dtype: str) -> inte
             state = loaded(token, past_key_values=state.past_key_values, use_cache=True)
 
     return interleave.Worker(run, lambda: {"threads": torch.get_num_threads()})
-
-
-def read_bytes_per_s() -> float:
-    """Return the bandwidth of a sum over an array far larger than any cache."""
-    import jax
-    import jax.numpy as jnp
-
-    x = jnp.ones(1 << 26, jnp.float32)
-    total = jax.jit(jnp.sum)
-    jax.block_until_ready(total(x))
-    times = []
-    for _ in range(9):
-        begun = time.perf_counter()
-        jax.block_until_ready(total(x))
-        times.append(time.perf_counter() - begun)
-    return x.nbytes / statistics.median(times)
 
 
 def random_gpt2(folder: Path) -> Path:
@@ -139,6 +108,8 @@ def main() -> None:
     names = list(WORKERS) if importlib.util.find_spec("transformers") else ["jaxlm", "jaxlm-fast"]
     with tempfile.TemporaryDirectory() as folder:
         model = random_gpt2(Path(folder)) if arguments.model == "gpt2-124m" else Path(arguments.model)
+        from jaxlm.inference.measured import read_bytes_per_s
+
         bandwidth, cases = read_bytes_per_s(), []
         for rows, context in sizes:
             command = [sys.executable, __file__, str(model), "--rows", str(rows), "--context", str(context)]

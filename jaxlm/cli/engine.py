@@ -30,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="memory of keys and values on each device, such as 2GiB (1GiB on a CPU, 80 %% of what is free elsewhere)",
     )
+    add_dtype(parser)
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """Add the dtype to compute in, and the choice of speed."""
     parser.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),

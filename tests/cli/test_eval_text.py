@@ -31,7 +31,7 @@ def text(tmp_path):
     def text(*overrides: str, data: str | None = None) -> dict:
         experiment = config.load(run.paths.config, overrides)
         with Bar(steps=0) as bar:
-            return run.held_out(experiment, bar) if data is None else run.text(experiment, data, bar)
+            return run.held_out(experiment, bar) if data is None else run.text(experiment, data, None, bar)
 
     return text
 

@@ -1,5 +1,5 @@
-"""Measure beside what is counted: kernels on this machine, or a server under a load."""
+"""Measure beside what is counted: kernels and decoding on this machine, or a server under a load."""
 
-from jaxlm.cli.bench import kernels, serve
+from jaxlm.cli.bench import decode, kernels, serve
 
-PARTS = kernels, serve
+PARTS = kernels, decode, serve

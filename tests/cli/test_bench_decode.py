@@ -1,0 +1,50 @@
+"""`jaxlm bench decode`: the time of a token beside that of reading what it needs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxlm.cli import main
+from jaxlm.inference import measured
+
+STORIES = Path(__file__).parents[1] / "families" / "stories260K"
+
+
+@pytest.fixture(autouse=True)
+def few_reads(monkeypatch):
+    monkeypatch.setattr(measured, "_READ_NUMBERS", 1 << 16)
+
+
+def said(capsys, *arguments, status=0):
+    assert main(["bench", "decode", *map(str, arguments)]) == status
+    return capsys.readouterr()
+
+
+@pytest.mark.slow
+def test_each_number_of_sequences_is_measured_beside_what_is_read(capsys, tmp_path):
+    asked = [STORIES, "--dtype", "float32", "--rows", "1,3", "--context", "20", "--blocks", 2, "--steps", 3]
+    out, _ = said(capsys, *asked, "--out", tmp_path / "figures.json")
+    found = json.loads((tmp_path / "figures.json").read_text())
+    assert [(case["rows"], case["context"]) for case in found["cases"]] == [(1, 20), (3, 20)]
+    one, three = found["cases"]
+    for case in found["cases"]:
+        assert len(case["step_s"]) == 2 and case["dtype"] == "float32"
+        assert case["tokens_per_s"] == pytest.approx(case["rows"] / case["median_step_s"])
+        assert case["read_s"] == pytest.approx(case["read_bytes"] / found["read_bytes_per_s"])
+    numbers = 260_032  # of the model, each read once; the rest are keys and values, and what goes between operations
+    assert 4 * numbers < one["read_bytes"] < three["read_bytes"] < 8 * numbers
+    assert max(map(len, out.splitlines())) <= 80 and "stories260K in float32, exact" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--context", 500], "--context 500 and 131 steps exceed model.context_length = 512"),
+        (["--rows", "0"], "'0' must be whole numbers from 1 on, such as 1,8"),
+        (["--blocks", "0"], "--blocks 0 must be 1 or more"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(arguments, why, capsys):
+    _, error = said(capsys, STORIES, *arguments, status=2)
+    assert why in error and error.count("\n") == 1

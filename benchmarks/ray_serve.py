@@ -1,6 +1,6 @@
 """Two replicas of a server by Ray Serve on this machine, and one server by itself, under the same load.
 
-    pip install 'ray[serve]>=2.40' '.[serve]'
+    pip install '.[serve,ray]'
     python benchmarks/ray_serve.py [MODEL]
 
 All share the cores of the machine, so that two replicas are no faster here: what is seen is that texts are the same

@@ -26,6 +26,7 @@ _PACKAGES = (
     "optax",
     "torch",
     "transformers",
+    "ray",
     "triton",
     "numpy",
 )

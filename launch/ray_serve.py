@@ -1,6 +1,6 @@
 """Several replicas of a model behind one address, by Ray Serve.
 
-    pip install 'ray[serve]>=2.40' 'jaxlm[serve]'
+    pip install 'jaxlm[serve,ray]'
     python launch/ray_serve.py MODEL --replicas 2 [--port 8000] [--gpus 1] [-- --max-context 8192 …]
 
 Each replica is a `jaxlm serve` of its own, with what stands behind `--` given to it. An ingress reads what comes in,
@@ -83,30 +83,32 @@ class Ingress:
     async def __call__(self, request: Request) -> Response:
         """Answer as a replica answers."""
         content = await request.body()
-        with ExitStack() as entered:
-            number = entered.enter_context(self._router.routed(prompt_of(content)))
-            target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-            asked = self._replicas[number].options(stream=True).relay
-            parts = asked.remote(request.method, target, _passed_on(request.headers), content)
-            try:
-                status, headers = await anext(parts)
-            except Exception as error:  # the replica is lost; another takes its place and has read nothing
-                self._router.forget(number)
-                message = f"a replica is lost ({type(error).__name__}); ask again"
-                described = {"message": message, "type": "server_error", "param": None, "code": "replica_lost"}
-                return JSONResponse({"error": described}, 503, {"Retry-After": "5"})
-            under_way = entered.pop_all()
-
-        async def body() -> AsyncIterator[bytes]:
-            with under_way:
+        prompt, lost = prompt_of(content), []
+        while len(lost) < len(self._replicas):
+            with ExitStack() as entered:
+                number = entered.enter_context(self._router.routed(prompt, lost))
+                target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+                asked = self._replicas[number].options(stream=True).relay
+                parts = asked.remote(request.method, target, _passed_on(request.headers), content)
                 try:
-                    async for part in parts:
-                        yield part
-                except asyncio.CancelledError:
-                    parts.cancel()
-                    raise
+                    status, headers = await anext(parts)
+                    return StreamingResponse(_relayed(parts, entered.pop_all()), status, headers)
+                except Exception:  # it is lost before it answered; Ray starts another, which has read nothing
+                    self._router.forget(number)
+                    lost.append(number)
+        described = {"message": "no replica answers; try again", "type": "server_error", "param": None}
+        return JSONResponse({"error": described | {"code": "replica_lost"}}, 503, {"Retry-After": "5"})
 
-        return StreamingResponse(body(), status, headers)
+
+async def _relayed(parts: Any, under_way: ExitStack) -> AsyncIterator[bytes]:
+    """Yield the body of an answer; a client that goes away ends it."""
+    with under_way:
+        try:
+            async for part in parts:
+                yield part
+        except asyncio.CancelledError:
+            parts.cancel()
+            raise
 
 
 def _passed_on(headers: Any) -> dict[str, str]:

@@ -7,7 +7,7 @@ alike go to one server, as long as its load is near that of the others. Imports 
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,10 +24,11 @@ class PrefixRouter:
         self._read: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(servers)]
 
     @contextmanager
-    def routed(self, prompt: str) -> Iterator[int]:
-        """Choose a server for a prompt, which is under way there for the length of the block."""
+    def routed(self, prompt: str, without: Collection[int] = ()) -> Iterator[int]:
+        """Choose a server for a prompt, which is under way there for the length of the block: none of `without`, which
+        leaves at least one."""
         pieces = list(_beginnings(prompt))
-        server = self._chosen(pieces)
+        server = self._chosen(pieces, without)
         self._remember(server, pieces)
         self.load[server] += 1
         try:
@@ -39,9 +40,10 @@ class PrefixRouter:
         """Forget what a server has read: it is another one now."""
         self._read[server].clear()
 
-    def _chosen(self, pieces: Sequence[bytes]) -> int:
-        least = min(self.load)
-        near = [i for i, load in enumerate(self.load) if load - least <= max(_UNEVEN, load // 4)]
+    def _chosen(self, pieces: Sequence[bytes], without: Collection[int]) -> int:
+        there = [(i, load) for i, load in enumerate(self.load) if i not in without]
+        least = min(load for _, load in there)
+        near = [i for i, load in there if load - least <= max(_UNEVEN, load // 4)]
         return max(near, key=lambda i: (self._known(i, pieces), -self.load[i], -len(self._read[i])))
 
     def _known(self, server: int, pieces: Sequence[bytes]) -> int:

@@ -49,6 +49,13 @@ def test_a_server_that_is_another_has_read_nothing():
     assert served(router, "b" * 600) == first  # it has read less now
 
 
+def test_a_server_can_be_left_out():
+    router = PrefixRouter(2)
+    first = served(router, "a" * 600)
+    with router.routed("a" * 600, without=[first]) as other:
+        assert other != first and router.load[other] == 1
+
+
 def test_the_prompt_is_what_is_read():
     message = {"role": "user", "content": "Hi"}
     alike = [json.dumps({"model": "m", "messages": [message], "seed": seed}).encode() for seed in (1, 2)]

@@ -25,9 +25,12 @@ if TYPE_CHECKING:
     from jaxlm.api import LoadedModel
     from jaxlm.costs.serving import TokenCost
     from jaxlm.inference.engine import Engine
+    from jaxlm.parallel.processes import ProcessSpec
 
 _NEEDS = ("starlette", "uvicorn", "prometheus_client")
 
+
+_SAME = ("overrides", "checkpoint", "ema", "slots", "max_context", "cache_memory", "dtype", "fast")  # for all processes
 
 # Type, metavar, default and explanation of each limit.
 _LIMITS = {
@@ -58,6 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drain-seconds", type=float, default=30.0, metavar="S", help="to finish requests in at the end (%(default)s)"
     )
     parser.add_argument(
+        "--process",
+        metavar="INDEX/COUNT@HOST:PORT",
+        help="which process of a job this is, all of whose devices serve one model, and where process 0 meets the "
+        "others (Slurm, Open MPI and Cloud TPU say so); process 0 serves",
+    )
+    parser.add_argument(
         "--exact",
         action="store_true",
         help="refuse to serve where a text's numbers depend, in any bit, on what is served beside it",
@@ -68,17 +77,34 @@ def main(arguments: argparse.Namespace) -> int:
     if any(importlib.util.find_spec(name) is None for name in _NEEDS):
         raise InputError("jaxlm serve needs the packages of a server: pip install 'jaxlm[serve]'")
     _check(arguments)
+    from jaxlm.parallel import processes
+
+    spec = None if arguments.process is None else processes.ProcessSpec.parse(arguments.process)
     keys = _keys(arguments.api_key_file) if arguments.api_key_file else []
-    with _bound(arguments) as listening:
-        return _serve(arguments, keys, listening)
+    with processes.failing_as_one():
+        _join(arguments, spec)
+        if not processes.is_first():
+            return _follow(arguments)
+        with _bound(arguments) as listening:
+            return _serve(arguments, keys, listening)
 
 
-def _serve(arguments: argparse.Namespace, keys: list[str], listening: "socket.socket") -> int:
-    from jaxlm.inference.service import EngineService
-    from jaxlm.server.app import make_app
-    from jaxlm.server.metrics import ServerMetrics
-    from jaxlm.server.process import DrainingServer, url_of
-    from jaxlm.server.served import ServedModel, ServerLimits
+def _join(arguments: argparse.Namespace, spec: "ProcessSpec | None") -> None:
+    """Become a process of the job, all of which do the same. Raises InputError where they were asked for other
+    things."""
+    from jaxlm.parallel import processes
+
+    processes.join(spec)
+    if processes.process_count() > 1 and arguments.dtype == "auto":
+        raise InputError("--dtype auto is measured by each process; give all the same one")
+    asked = {name: getattr(arguments, name) for name in (*_SAME, *(name.replace("-", "_") for name in _LIMITS))}
+    asked |= {"run": arguments.run.name, "COUNT": processes.process_count()}
+    processes.check_same("settings", asked, "start all with the same MODEL, options and COUNT")
+
+
+def _loaded(arguments: argparse.Namespace) -> "tuple[LoadedModel, Engine, bool]":
+    """Return the model and its engine, and whether it computes a row in one way. Every process does the same."""
+    from jaxlm.parallel import processes
 
     model = engine.load(
         arguments,
@@ -88,13 +114,35 @@ def _serve(arguments: argparse.Namespace, keys: list[str], listening: "socket.so
     )
     if model.tokenizer is None:
         raise InputError(f"{model.source} has no tokenizer, and a server speaks in texts; generate from --token-ids")
+    running = model.engine()
+    processes.check_same("caches", {"pages": list(running.runner.cache.counts)}, "give all the same --cache-memory")
+    return model, running, _warmed(running, arguments.json or not processes.is_first())
+
+
+def _follow(arguments: argparse.Namespace) -> int:
+    """Do what process 0 does, until it ends."""
+    from jaxlm.inference import leader
+
+    _, running, _ = _loaded(arguments)
+    leader.follow(running)
+    return 0
+
+
+def _serve(arguments: argparse.Namespace, keys: list[str], listening: "socket.socket") -> int:
+    from jaxlm.inference import leader
+    from jaxlm.inference.service import EngineService
+    from jaxlm.server.app import make_app
+    from jaxlm.server.metrics import ServerMetrics
+    from jaxlm.server.process import DrainingServer, url_of
+    from jaxlm.server.served import ServedModel, ServerLimits
+
+    model, running, exact = _loaded(arguments)
     template, sampling = model.source.chat_template(), with_published(model, {})
     if arguments.chat_template_kwargs:
         template = model.chat_template.with_kwargs(arguments.chat_template_kwargs)
-    running = model.engine()
-    exact = _warmed(running, arguments.json)
     if arguments.exact and not exact:
         raise RunFailed("programs of other sizes compute a row otherwise here, in some bit; serve without --exact")
+    end_others = leader.lead(running)
     metrics = ServerMetrics()
     service = EngineService(running, metrics, lambda: server.end())
     metrics.watch(service)
@@ -119,6 +167,7 @@ def _serve(arguments: argparse.Namespace, keys: list[str], listening: "socket.so
 
     server = DrainingServer(make_app(served, metrics), service, arguments.drain_seconds, ready)
     server.run(sockets=[listening])
+    end_others()
     if service.failure:
         raise RunFailed(service.failure)
     return 130 if server.signal == signal.SIGINT else 0

@@ -2,13 +2,14 @@
 
 import threading
 from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxlm.core.errors import InputError
+from jaxlm.inference.leader import Send, Told, message_of
 from jaxlm.inference.pages import Pages
 from jaxlm.inference.programs import TILE, EnginePrograms
 from jaxlm.inference.requests import Request, check_biases, check_prompts
@@ -92,6 +93,8 @@ class Engine:
         )
         self._lock = threading.Lock()
         self._ahead: PendingStep | None = None
+        self._told: list[Told] = []  # what the other processes do not know yet
+        self._tell: Send | None = None
         self._kept: list[EngineEvent] = []  # of other requests than `answers` was asked for
 
     @property
@@ -142,24 +145,47 @@ class Engine:
         check_biases(self.model, request.sampling)
         # Keys of one length are not those of another where angles depend on it.
         classes = np.array(angle_classes(self.model, request.most_tokens), np.int64)
-        salt = classes.tobytes() + salt
+        key_salt = classes.tobytes() + salt
         with self._lock:
-            return self._scheduler.submit(request, priority=priority, seed=seed, salt=salt, ends=self._ends).id
+            id = self._scheduler.submit(request, priority=priority, seed=seed, salt=key_salt, ends=self._ends).id
+            if self._tell is not None:
+                self._told.append(Told("submit", id, request, priority, seed, salt.hex()))
+            return id
 
     def cancel(self, id: int) -> None:
         """End a request that nobody waits for, without an event; an unknown one, or one that has ended, is left
         alone."""
-        with self._lock:
-            self._scheduler.cancel(id)
+        self._end("cancel", id)
 
     def finish(self, id: int) -> None:
         """End a request whose text has met a stop string, without an event."""
+        self._end("finish", id)
+
+    def tell(self, send: Send) -> None:
+        """Send what is asked of this engine before each step, for engines that follow it (`leader.follow`). What ends
+        requests then waits for the next step, which is the same one everywhere."""
+        self._tell = send
+
+    def _end(self, method: Literal["cancel", "finish"], id: int) -> None:
         with self._lock:
-            self._scheduler.finish(id)
+            if self._tell is None:
+                getattr(self._scheduler, method)(id)
+            elif id in self._scheduler.live:
+                self._told.append(Told(method, id))
+
+    def _tell_others(self) -> None:
+        """Tell what was asked since the last step, of which what ends requests happens now."""
+        if self._tell is not None:
+            told, self._told = self._told, []
+            for each in told:
+                if each.method != "submit":
+                    getattr(self._scheduler, each.method)(each.id)
+            self._tell(message_of(told))
 
     def step(self) -> list[EngineEvent]:
         """Dispatch the next step, read the one before it, and return what happened: nothing where all is idle."""
         with self._lock:
+            self._tell_others()
             plan = self._scheduler.plan()
             events = [EngineEvent(failed.id, end="error", error=_no_room()) for failed in self._scheduler.failed()]
         # A generation that is cancelled meanwhile has its rows computed and dropped.

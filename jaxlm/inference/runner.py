@@ -228,7 +228,8 @@ class Runner:
                 )
                 run += 1
             results, _ = self._run(shape, batch)
-            return np.asarray(results.logits_QV[-1]).tobytes()
+            # Those of the vocabulary that lie on devices of this process.
+            return b"".join(np.asarray(shard.data)[-1].tobytes() for shard in results.logits_QV.addressable_shards)
 
         plain = self._shapes[False]
         runs = [(shape, 0, run) for shape in plain if shape.tiles >= 2 for run in {shape.decode, shape.runs - 2}]

@@ -42,6 +42,7 @@ _LOST = re.compile(
     r"|connection (reset|closed|refused)|broken pipe|socket closed|remote process exited)"
 )
 _broadcasts = itertools.count()
+_TOLD_KEPT = 4096  # messages that the others may be behind: more steps than can be dispatched ahead
 
 
 class ProcessSpec(NamedTuple):
@@ -253,6 +254,20 @@ def broadcast_from_first(value: int) -> int:
         _state().client.key_value_set(key, str(int(value)))
         return value
     return int(_state().client.blocking_key_value_get(key, _BARRIER_TIMEOUT_S * 1000))
+
+
+def tell_others(message: str) -> None:
+    """Let `told_by_first` of every other process return a message, once; process 0 goes on at once."""
+    number = next(_broadcasts)
+    client = _state().client
+    client.key_value_set(f"jaxlm told {number}", message)
+    if number >= _TOLD_KEPT:
+        client.key_value_delete(f"jaxlm told {number - _TOLD_KEPT}")
+
+
+def told_by_first() -> str:
+    """Return the next message of process 0, which may take arbitrarily long."""
+    return _state().client.blocking_key_value_get(f"jaxlm told {next(_broadcasts)}", _BARRIER_TIMEOUT_S * 1000)
 
 
 def check_same(name: str, values: dict[str, Any], remedy: str) -> None:

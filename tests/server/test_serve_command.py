@@ -186,3 +186,73 @@ def test_a_server_s_packages_are_named(monkeypatch, capsys):
 
     monkeypatch.setattr(command, "_NEEDS", ("starlette", "no_such_package"))
     assert "pip install 'jaxlm[serve]'" in refused(capsys)
+
+
+@pytest.mark.exhaustive  # tests/inference/test_leader.py has the engine of another process do the same
+def test_two_processes_serve_one_model(tmp_path):
+    """Each has a half of the heads. Texts are those of one, whatever is cancelled beside them; both end in order."""
+    port, command = runs.free_port(), "import sys; from jaxlm.cli import main; sys.exit(main())"
+    options = ["serve", str(STORIES), "training.dtype=float32", "mesh.tensor=2", *SMALL, "--json", "--process"]
+    first, second = (
+        subprocess.Popen(
+            [sys.executable, "-c", command, *options, f"{index}/2@127.0.0.1:{port}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=runs.environment(1),
+        )
+        for index in range(2)
+    )
+    try:
+        line = first.stdout.readline()
+        assert line, first.communicate()[1]
+        url = json.loads(line)["url"]
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+            left = client.completions.create(**PROMPT, max_tokens=300, stream=True)
+            next(iter(left))
+            both = [streamed(url, max_tokens=40) for _ in range(2)]
+            left.close()
+            assert client.completions.create(**PROMPT, max_tokens=40).choices[0].text == story(40)
+            for thread, chunks in both:
+                thread.join(60)
+                texts = [json.loads(chunk)["choices"][0]["text"] for chunk in chunks[:-1]]
+                assert "".join(texts) == story(40)
+            stopped = client.completions.create(**PROMPT, max_tokens=40, stop=["Lily"]).choices[0]
+            assert stopped.finish_reason == "stop" and "Lily" not in stopped.text
+        deadline = time.monotonic() + 30
+        while "jaxlm_pages_held 0.0" not in httpx.get(f"{url}/metrics").text:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        first.send_signal(signal.SIGTERM)
+        assert ended(first)[0] == ended(second)[0] == 0
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.slow
+def test_processes_that_were_asked_for_other_things_end(tmp_path):
+    port = runs.free_port()
+    started = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "jaxlm",
+                "serve",
+                str(STORIES),
+                *SMALL,
+                *more,
+                "--process",
+                f"{i}/2@127.0.0.1:{port}",
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=runs.environment(1),
+        )
+        for i, more in enumerate(([], ["--slots", "4"]))
+    ]
+    for process in started:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 2 and "(slots = 4, not 8); start all with the same MODEL" in errors

@@ -1,7 +1,7 @@
 """The inference engine: requests in, tokens out, each step dispatched before the one before it is read."""
 
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Literal, NamedTuple
 
 import jax
@@ -9,7 +9,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxlm.core.errors import InputError
-from jaxlm.inference.leader import Send, Told, message_of
 from jaxlm.inference.pages import Pages
 from jaxlm.inference.programs import TILE, EnginePrograms
 from jaxlm.inference.requests import Request, check_biases, check_prompts
@@ -17,6 +16,7 @@ from jaxlm.inference.runner import PendingStep, Runner, Scores
 from jaxlm.inference.sampling import NO_TOKEN, NotFinite
 from jaxlm.inference.scheduler import EndReason, NeverFits, Scheduler
 from jaxlm.inference.settings import EngineSettings
+from jaxlm.inference.told import Told, message_of
 from jaxlm.models.config import Kernels, ModelConfig
 from jaxlm.models.positions import angle_classes
 from jaxlm.models.tree import Tree
@@ -94,7 +94,7 @@ class Engine:
         self._lock = threading.Lock()
         self._ahead: PendingStep | None = None
         self._told: list[Told] = []  # what the other processes do not know yet
-        self._tell: Send | None = None
+        self._tell: Callable[[str], None] | None = None
         self._kept: list[EngineEvent] = []  # of other requests than `answers` was asked for
 
     @property
@@ -161,7 +161,7 @@ class Engine:
         """End a request whose text has met a stop string, without an event."""
         self._end("finish", id)
 
-    def tell(self, send: Send) -> None:
+    def tell(self, send: Callable[[str], None]) -> None:
         """Send what is asked of this engine before each step, for engines that follow it (`leader.follow`). What ends
         requests then waits for the next step, which is the same one everywhere."""
         self._tell = send

@@ -11,8 +11,8 @@ from engine_fixtures import SMALL
 
 from jaxlm.inference import leader
 from jaxlm.inference.engine import Engine
-from jaxlm.inference.leader import Told, message_of, told_by
 from jaxlm.inference.requests import Request, Sampling
+from jaxlm.inference.told import Told, message_of, told_by
 from jaxlm.models import tree
 from jaxlm.parallel import processes
 

@@ -36,7 +36,8 @@ jax.config.update("jax_default_matmul_precision", "highest")
 # Modules, and a folder of them, whose fixtures train a run or compile an engine: all tests of one run in one worker,
 # which makes it once.
 TOGETHER = frozenset(
-    f"tests/cli/test_{name}.py" for name in ("commands", "harness", "processes", "resume", "stops")
+    f"tests/cli/test_{name}.py"
+    for name in ("adapter_runs", "commands", "fine_tuning", "harness", "processes", "resume", "stops")
 ) | {"tests/inference/test_engine.py", "tests/inference/test_service.py", "tests/server/"}
 
 

@@ -22,18 +22,18 @@ def said(capsys, *arguments, status=0):
 
 
 @pytest.mark.slow
-def test_each_number_of_sequences_is_measured_beside_what_is_read(capsys, tmp_path):
-    asked = [STORIES, "--dtype", "float32", "--rows", "1,3", "--context", "20", "--blocks", 2, "--steps", 3]
+def test_each_length_is_measured_beside_what_is_read(capsys, tmp_path):
+    asked = [STORIES, "--dtype", "float32", "--rows", "3", "--context", "20,60", "--blocks", 2, "--steps", 3]
     out, _ = said(capsys, *asked, "--out", tmp_path / "figures.json")
     found = json.loads((tmp_path / "figures.json").read_text())
-    assert [(case["rows"], case["context"]) for case in found["cases"]] == [(1, 20), (3, 20)]
-    one, three = found["cases"]
+    assert [(case["rows"], case["context"]) for case in found["cases"]] == [(3, 20), (3, 60)]
+    short, long = found["cases"]
     for case in found["cases"]:
         assert len(case["step_s"]) == 2 and case["dtype"] == "float32"
         assert case["tokens_per_s"] == pytest.approx(case["rows"] / case["median_step_s"])
         assert case["read_s"] == pytest.approx(case["read_bytes"] / found["read_bytes_per_s"])
     numbers = 260_032  # of the model, each read once; the rest are keys and values, and what goes between operations
-    assert 4 * numbers < one["read_bytes"] < three["read_bytes"] < 8 * numbers
+    assert 4 * numbers < short["read_bytes"] < long["read_bytes"] < 8 * numbers
     assert max(map(len, out.splitlines())) <= 80 and "stories260K in float32, exact" in out
 
 

@@ -413,9 +413,11 @@ class LoadedModel:
         from jaxlm.training.step import jit_steps, make_steps
 
         experiment, training = self.experiment, self.experiment.training
+        if is_chat and data is None:
+            raise InputError("is_chat is of other text; give data, the path of conversations")
+        template = self.chat_template if is_chat else None
         if data is not None:
             self.source.load_tokenizer()  # refused before anything is restored
-            template = self.chat_template if is_chat else None
         else:
             self.source.check_own_text(experiment)
         parameters = self.parameters

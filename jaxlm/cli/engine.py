@@ -8,6 +8,8 @@ from jaxlm.cli import trained
 
 if TYPE_CHECKING:
     from jaxlm.api import LoadedModel
+    from jaxlm.costs.workload import Workload
+    from jaxlm.inference.engine import Engine
 
 _UNITS = {
     **{"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
@@ -54,6 +56,17 @@ def load(arguments: argparse.Namespace, **more: int) -> "LoadedModel":
 
     settings = {field: value for field, (_, value) in _given(arguments).items()} | more
     return trained.load(arguments, dtype=arguments.dtype, engine=EngineSettings(**settings) if settings else None)
+
+
+def work_of(model: "LoadedModel", running: "Engine", batch: int | None, sequence: int) -> "Workload":
+    """Return the decoding step of an engine for costs, of `batch` sequences (one on each shard of a batch) that hold so
+    many tokens."""
+    from jaxlm.costs.workload import Workload
+    from jaxlm.parallel.layout import Layout
+
+    work = Workload.of(model.experiment, Layout(**model.mesh.shape), "decode")
+    dtype = str(running.runner.programs.dtype)
+    return work.with_training(batch=batch or work.batch_shards, sequence=sequence, dtype=dtype)
 
 
 def option(arguments: argparse.Namespace) -> str | None:

@@ -173,21 +173,16 @@ def _serve(arguments: argparse.Namespace, keys: list[str], listening: "socket.so
     return 130 if server.signal == signal.SIGINT else 0
 
 
-def _cost(model: "LoadedModel", engine: "Engine") -> "TokenCost":
+def _cost(model: "LoadedModel", running: "Engine") -> "TokenCost":
     """Return what a token of a sequence that is half as long as it may be costs."""
     import jax
 
     from jaxlm.costs.hardware.target import of_devices
     from jaxlm.costs.serving import token_cost
-    from jaxlm.costs.workload import Workload
-    from jaxlm.parallel.layout import Layout
 
-    layout, device = Layout(**model.mesh.shape), jax.devices()[0]
-    work = Workload.of(model.experiment, layout, "decode")
-    half = max(engine.longest // 2, 1)
-    work = work.with_training(batch=work.batch_shards, sequence=half, dtype=str(engine.runner.programs.dtype))
+    device, work = jax.devices()[0], engine.work_of(model, running, None, max(running.longest // 2, 1))
     try:
-        return token_cost(work, of_devices(device.device_kind, device.platform, layout.size))
+        return token_cost(work, of_devices(device.device_kind, device.platform, work.layout.size))
     except InputError:  # chips that the catalog does not know, or a machine that is not calibrated
         return token_cost(work, None)
 

@@ -13,12 +13,13 @@ _DOUBLINGS = 21
 
 
 class TokenCost(NamedTuple):
-    """The counted cost of one more token of one sequence that is drawn alone.
+    """The counted cost of a decoding step, of one sequence unless the work has more.
 
     Attributes:
       context: tokens that the sequence holds.
-      flops: model FLOPs.
-      read_bytes: the least bytes that are read and written: all weights, and the keys and values of the sequence.
+      flops: model FLOPs of one of the sequences.
+      read_bytes: the least bytes of the step that all devices together read and write: all weights, and the keys and
+        values of every sequence.
       bound_s: the lower bound of its time on these chips; None where they are not known.
     """
 
@@ -29,7 +30,7 @@ class TokenCost(NamedTuple):
 
 
 def token_cost(work: Workload, target: Target | None) -> TokenCost:
-    """Return the cost of a token of one of the sequences of a decoding step, as `jaxlm plan` counts it."""
+    """Return the cost of a decoding step, as `jaxlm plan` counts it."""
     if target is not None:
         work = work.on(target.chip)
     least = sum(op.times * op.least_bytes for op in operations.step(work)) * work.layout.size

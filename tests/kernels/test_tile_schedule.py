@@ -1,6 +1,7 @@
 """The tiles of scores that TPU attention visits: exactly the unmasked ones, from one list per call."""
 
 import functools
+from importlib.metadata import version
 
 import chex
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from launches import launches
 from matrices import sampled
+from packaging.version import Version
 from test_choice import V5E
 from test_flash_attention import drawn
 
@@ -128,7 +130,10 @@ def test_masks_known_while_tracing_and_later_give_the_same():
     ids = np.repeat([[0, 0, 1, 1, 1, -1], [2, 3, 3, 3, 3, 3]], 50, axis=1)
     known = KeyRange(*map(np.asarray, intersection(causal(300), packed(ids))))
 
-    @jax.jit
+    # By the emitters that users have: those of the tests' quick code round the two programs otherwise.
+    has_flag = Version(version("jaxlib")) < Version("0.11")
+
+    @functools.partial(jax.jit, compiler_options={"xla_cpu_use_fusion_emitters": True} if has_flag else None)
     def results_and_gradients(arrays, key_range=known):
         def loss(arrays):
             out = flash_attention(*arrays, key_range=key_range, implementation="mosaic_tpu")
@@ -137,10 +142,7 @@ def test_masks_known_while_tracing_and_later_give_the_same():
         return jax.value_and_grad(loss, has_aux=True)(arrays)
 
     arrays = query, key, value
-    # Two programs, which XLA may round otherwise: by 6e-7 of gradients up to 2, and 1e-6 of the sum.
-    chex.assert_trees_all_close(
-        results_and_gradients(arrays), results_and_gradients(arrays, known), atol=2e-6, rtol=2e-6
-    )
+    chex.assert_trees_all_equal(results_and_gradients(arrays), results_and_gradients(arrays, known))
 
 
 @pytest.mark.parametrize("maps", sampled(["both", "arrays", "mask"], ["both"]))

@@ -14,11 +14,13 @@ from jaxlm.inference.engine import Engine
 from jaxlm.inference.harness import HarnessModel
 from jaxlm.models import tree
 
-CHOICE = """
-task: animals
+TASK = """
+task: {name}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {folder}/animals.jsonl}}, cache_dir: {folder}/cache}}
 test_split: test
+"""
+CHOICE = """
 doc_to_text: "{{{{question}}}}"
 doc_to_target: "{{{{answer}}}}"
 doc_to_choice: ["Woof", " Meow", "Moo, it says"]
@@ -26,20 +28,12 @@ output_type: multiple_choice
 metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 """
 ROLLING = """
-task: texts
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/animals.jsonl}}, cache_dir: {folder}/cache}}
-test_split: test
 doc_to_text: ""
 doc_to_target: "{{{{question}}}}"
 output_type: loglikelihood_rolling
 metric_list: [{{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}}]
 """
 UNTIL = """
-task: continued
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/animals.jsonl}}, cache_dir: {folder}/cache}}
-test_split: test
 doc_to_text: "{{{{question}}}}"
 doc_to_target: "x"
 output_type: generate_until
@@ -57,7 +51,7 @@ def test_its_figures_are_those_of_eval(engine, tokenizer, server, tmp_path, monk
     questions = [f"What does the {animal} say? " for animal in ("dog", "cat", "cow", "sheep")]
     (tmp_path / "animals.jsonl").write_text("".join(json.dumps({"question": q, "answer": 0}) + "\n" for q in questions))
     for name, text in (("animals", CHOICE), ("texts", ROLLING), ("continued", UNTIL)):
-        (tmp_path / f"{name}.yaml").write_text(text.format(folder=tmp_path))
+        (tmp_path / f"{name}.yaml").write_text((TASK + text).format(name=name, folder=tmp_path))
     asked = [str(tmp_path / f"{name}.yaml") for name in ("animals", "texts", "continued")]
 
     parameters = tree.init(engine.model, 0, meshes.make())

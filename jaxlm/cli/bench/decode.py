@@ -6,13 +6,12 @@ is measured first.
 """
 
 import argparse
-import json
 import statistics
 import time
 from typing import Any
 
 from jaxlm.cli import engine, trained
-from jaxlm.cli.paths import path
+from jaxlm.cli.bench import out
 from jaxlm.core.errors import InputError
 
 
@@ -23,21 +22,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--blocks", type=int, default=12, metavar="N", help="of steps (%(default)s)")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="of a block (%(default)s)")
     engine.add_dtype(parser)
-    parser.add_argument("--out", type=path, metavar="FILE", help="write the figures to FILE, as JSON")
+    out.add_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     import jax
 
-    from jaxlm.core.files import replace, unwritable
     from jaxlm.inference.measured import read_bytes_per_s
     from jaxlm.training.environment import environment
 
     for name in ("blocks", "steps"):
         if getattr(arguments, name) < 1:
             raise InputError(f"--{name} {getattr(arguments, name)} must be 1 or more")
-    if arguments.out and (why := unwritable(arguments.out.parent)):
-        raise InputError(f"--out {arguments.out}: {why}")
+    out.check(arguments)
     bandwidth, cases = None, []
     for context in arguments.context:
         for rows in arguments.rows:
@@ -53,12 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
         "cases": cases,
         "environment": environment(jax.devices()),
     }
-    if arguments.out:
-        replace(arguments.out, json.dumps(found, indent=1) + "\n")
-    if arguments.json:
-        print(json.dumps(found))
-    else:
-        _show(found)
+    out.give(arguments, found, _show)
     return 0
 
 
@@ -80,22 +72,24 @@ def _loaded(arguments: argparse.Namespace, rows: int, context: int) -> Any:
 def _measured(arguments: argparse.Namespace, model: Any, rows: int, context: int, bandwidth: float) -> dict[str, Any]:
     """Return the figures of a number of sequences of a length."""
     from jaxlm.cli.progress import working
+    from jaxlm.costs.serving import token_cost
     from jaxlm.inference.measured import decode_steps
 
-    engine, steps = model.engine(), arguments.steps
+    running, steps = model.engine(), arguments.steps
     with working(f"{rows} sequences of {context} tokens"):
-        run = decode_steps(engine, rows, context, (arguments.blocks + 1) * steps)
+        run = decode_steps(running, rows, context, (arguments.blocks + 1) * steps)
         times = []
         for _ in range(arguments.blocks + 1):
             begun = time.perf_counter()
             run(steps)
             times.append((time.perf_counter() - begun) / steps)
-    read = _read_bytes(model, engine, rows, context + len(times) * steps // 2)
+    work = engine.work_of(model, running, rows, context + len(times) * steps // 2)
+    read = token_cost(work, None).read_bytes // work.layout.size  # of one device
     step = statistics.median(times[1:])
     return {
         "rows": rows,
         "context": context,
-        "dtype": str(engine.runner.programs.dtype),
+        "dtype": str(running.runner.programs.dtype),
         "median_step_s": step,
         "step_s": times[1:],
         "tokens_per_s": rows / step,
@@ -103,17 +97,6 @@ def _measured(arguments: argparse.Namespace, model: Any, rows: int, context: int
         "read_s": read / bandwidth,
         "share_of_read_bound": read / bandwidth / step,
     }
-
-
-def _read_bytes(model: Any, engine: Any, rows: int, context: int) -> int:
-    """Return the least bytes that a device reads and writes in a step, as they are counted."""
-    from jaxlm.costs.serving import token_cost
-    from jaxlm.costs.workload import Workload
-    from jaxlm.parallel.layout import Layout
-
-    work = Workload.of(model.experiment, Layout(**model.mesh.shape), "decode")
-    changes = {"batch": rows, "sequence": context, "dtype": str(engine.runner.programs.dtype)}
-    return token_cost(work.with_training(**changes), None).read_bytes // work.layout.size
 
 
 def _show(found: dict[str, Any]) -> None:

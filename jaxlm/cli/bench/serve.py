@@ -8,12 +8,12 @@ is downloaded. The bounds are the lower ones of `jaxlm plan`, for the chips in -
 import argparse
 import asyncio
 import importlib.util
-import json
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxlm.cli.bench import out
 from jaxlm.cli.paths import path
 from jaxlm.core.errors import InputError
 
@@ -68,20 +68,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what a good request has, such as ttft:500 tpot:50",
     )
     parser.add_argument("--on", metavar="CHIPS", help="the chips of the server, for the bounds (host)")
-    parser.add_argument("--out", type=path, metavar="FILE", help="write the figures to FILE, as JSON")
+    out.add_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     if importlib.util.find_spec("httpx") is None:
         raise InputError("jaxlm bench serve needs the packages of a server: pip install 'jaxlm[serve]'")
     from jaxlm import config
-    from jaxlm.core.files import replace, unwritable
 
     load, goodput, key = _load(arguments), _goodput(arguments.goodput), _key(arguments.api_key_file)
     if arguments.url is None and (arguments.name or key):
         raise InputError("--name and --api-key-file are of a server that runs: add --url")
-    if arguments.out and (why := unwritable(arguments.out.parent)):
-        raise InputError(f"--out {arguments.out}: {why}")
+    out.check(arguments)
     experiment = config.load(arguments.run, arguments.overrides, "decode")
     if load.longest > experiment.model.context_length + 1:
         raise InputError(
@@ -90,12 +88,7 @@ def main(arguments: argparse.Namespace) -> int:
         )
     _bounds(arguments.on, experiment, load, 1.0)  # refused before anything is measured
     found, is_whole = _measured(arguments, experiment, load, goodput, key)
-    if arguments.out:
-        replace(arguments.out, json.dumps(found, indent=1) + "\n")
-    if arguments.json:
-        print(json.dumps(found))
-    else:
-        _show(found)
+    out.give(arguments, found, _show)
     return 0 if is_whole else 130
 
 

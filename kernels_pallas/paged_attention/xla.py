@@ -8,8 +8,9 @@ from kernels_pallas.core.products import einsum_in_float32
 from kernels_pallas.core.slopes import soft_capped
 from kernels_pallas.flash_attention.key_range import KeyRange
 
-# XLA computes products of fewer rows, or smaller ones, on a CPU by other kernels, which add up in another order.
-_ROWS, _MULTIPLICATIONS = 2, 2048
+# XLA computes products of fewer rows, or smaller ones, on a CPU by other kernels, which add up in another order; and
+# where columns do not fill two vectors of AVX2, by kernels that change with the number of rows.
+_ROWS, _MULTIPLICATIONS, _COLUMNS = 2, 2048, 16
 _LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -37,6 +38,7 @@ def paged_attention(
         key_range = KeyRange(*(jnp.pad(x, [(0, 0), (0, more)]) for x in key_range))
         options = {"key_range": key_range, "scale": scale, "soft_cap": soft_cap}
         return paged_attention(query, key, value, table, **options)[:, :T]
+    columns = -(-V // _COLUMNS) * _COLUMNS
     wide = jnp.promote_types(query.dtype, key.dtype)
     query_QKRH = query.astype(wide).reshape(Q, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(Q, K, T * G, H)
     start_QT, end_QT = key_range
@@ -63,12 +65,13 @@ def paged_attention(
         # The rest of a page may hold anything, also NaN of a sequence that had it before: 0 · NaN is no 0.
         mine = (first_Q[:, None] <= index_QS) & (index_QS < last_Q[:, None])
         value_QKSV = jnp.where(mine[:, None, :, None], value[there_Q], 0)
+        value_QKSV = jnp.pad(value_QKSV, [*[(0, 0)] * 3, (0, columns - V)])
         product = einsum_in_float32("QKRS,QKSV->QKRV", weights.reshape(Q, K, T * G, S).astype(value.dtype), value_QKSV)
-        attended = attended * kept[..., None] + product.reshape(Q, K, T, G, V)
+        attended = attended * kept[..., None] + product.reshape(Q, K, T, G, columns)
         return larger, total * kept + jnp.sum(weights, axis=-1), attended
 
     sizes = Q, K, T, G
-    zeros = jnp.full(sizes, _LOWEST), jnp.zeros(sizes), jnp.zeros((*sizes, V))
+    zeros = jnp.full(sizes, _LOWEST), jnp.zeros(sizes), jnp.zeros((*sizes, columns))
     _, total, attended = jax.lax.fori_loop(0, pages, read, zeros)
-    attended = attended / jnp.where(total == 0.0, 1.0, total)[..., None]
+    attended = attended[..., :V] / jnp.where(total == 0.0, 1.0, total)[..., None]
     return attended.transpose(0, 2, 1, 3, 4).reshape(Q, T, N, V).astype(query.dtype)

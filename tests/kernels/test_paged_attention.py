@@ -75,7 +75,9 @@ def test_rows_depend_on_their_own_sequence_alone_to_the_bit():
             np.testing.assert_array_equal(alone[0, 0], together[i, t])
 
 
-@pytest.mark.parametrize(("heads", "groups", "width", "size"), [(4, 1, 8, 32), (4, 2, 8, 32), (3, 1, 64, 128)])
+@pytest.mark.parametrize(
+    ("heads", "groups", "width", "size"), [(4, 1, 8, 32), (4, 2, 8, 128), (4, 2, 24, 128), (3, 1, 64, 128)]
+)
 def test_a_row_is_computed_in_one_way_however_many_there_are(heads, groups, width, size):
     """Compare rows of one sequence by themselves with rows of a run, to the bit."""
     random = np.random.default_rng(0)

@@ -179,6 +179,8 @@ def _nested(r: random.Random, settings: Settings) -> Settings:
     sized = {"head_dim": settings["hidden_size"] // settings["num_attention_heads"]} | settings
     # transformers 5.24 looks for `truncate` beside the two kinds, where it is not.
     full, sliding = (_without(_rope(r, sized), ["truncate"]) for _ in range(2))
+    if "dynamic" not in (full["rope_type"], sliding["rope_type"]):  # a short context, of the positions before, is none
+        sized["max_position_embeddings"] = max(sized["max_position_embeddings"], 64)
     return sized | {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
 

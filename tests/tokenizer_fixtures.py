@@ -45,10 +45,10 @@ def wordpiece(text: str) -> Tokenizer:
     return Tokenizer(backend)
 
 
-def chatml() -> Tokenizer:
+def chatml(*merges: tuple[str, str]) -> Tokenizer:
     """Make a byte-level tokenizer with the control tokens of ChatML, one of which takes the blanks behind it."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet()) + ["".join(pair) for pair in merges]
+    backend = Backend(models.BPE({token: i for i, token in enumerate(tokens)}, list(merges)))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     backend.add_special_tokens(
         [AddedToken(name, special=True) for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]

@@ -143,10 +143,19 @@ def encode(conversation: Conversation, template: ChatTemplate) -> Encoded:
     for number in filter(conversation.is_learned, range(len(messages))):
         before, after = shown(messages[:number], True), shown(messages[: number + 1], False)
         if after[: len(before)] != before or tokens[: len(after)] != after:
+            told = json.dumps(messages[number]["content"], ensure_ascii=False)[:80]
+            begun = template.render(list(map(_without_weight, messages[:number])), reply=True, tools=tools)
+            whole = template.render(list(map(_without_weight, messages[: number + 1])), reply=False, tools=tools)
+            if whole.startswith(begun) and after[: len(before)] != before:
+                raise InputError(
+                    f"{template.name} ends with {json.dumps(begun[-16:], ensure_ascii=False)} where message "
+                    f"{number + 1} begins, whose first letters become one token with it; give a data.chat_template "
+                    f"whose text before an answer ends without a blank, or with a control token: {told}"
+                )
             raise InputError(
                 f"{template.name} shows message {number + 1} otherwise once its answer or others follow, so that no "
                 "tokens are its answer; give a data.chat_template whose text only grows, or conversations of one "
-                f"answer: {json.dumps(messages[number]['content'], ensure_ascii=False)[:80]}"
+                f"answer: {told}"
             )
         learned[len(before) : _end_of_turn(after, len(before), template)] = True
     return Encoded(np.array(tokens, np.uint32), learned)

@@ -31,12 +31,12 @@ TWO_TURNS = [
 ]
 
 
-def learned(record, template=CHATML) -> list[str]:
+def learned(record, template=CHATML, tokenizer=TOKENIZER) -> list[str]:
     """Return the texts that are learned of a record."""
     conversation = Conversation.from_json(Conversation.of_record(record).to_json())
-    tokens, marks = encode(conversation, ChatTemplate(template, TOKENIZER, {}, "the template"))
+    tokens, marks = encode(conversation, ChatTemplate(template, tokenizer, {}, "the template"))
     cuts = [0, *(np.flatnonzero(np.diff(marks)) + 1), len(marks)]
-    pieces = [(TOKENIZER.spelled_out(tokens[a:b].tolist()), marks[a]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    pieces = [(tokenizer.spelled_out(tokens[a:b].tolist()), marks[a]) for a, b in zip(cuts, cuts[1:], strict=False)]
     return [text for text, mark in pieces if mark]
 
 
@@ -72,6 +72,15 @@ def test_an_answer_without_an_end_is_learned_whole():
 def test_a_template_whose_text_does_not_only_grow_is_refused(template):
     with pytest.raises(InputError, match="the template shows message 3 otherwise once its answer or others follow"):
         learned({"messages": [*TWO_TURNS[:2], message("assistant", "22"), *TWO_TURNS[3:]]}, template)
+
+
+def test_a_blank_that_becomes_one_token_with_an_answer_is_named():
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    merging = tokenizer_fixtures.chatml(("Ġ", "f"))
+    assert learned({"prompt": "2+2?", "completion": "4"}, template, merging) == ["4\n"]
+    with pytest.raises(InputError, match=r'ends with "2\+2\?\\nassistant: " where message 2 begins, .*: "four"'):
+        learned({"prompt": "2+2?", "completion": "four"}, template, merging)
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,20 @@
-"""Compare decoding on a CPU with Hugging Face transformers': the time of one token of every sequence.
+"""Compare decoding on a CPU with transformers' and llama.cpp's: the time of one token of every sequence.
 
     pip install torch==2.13.0 'transformers>=5'
+    pip install --no-binary llama-cpp-python llama-cpp-python gguf   # builds llama.cpp; what is missing is left out
     python benchmarks/decode.py MODEL [--rows 1,8] [--context 500] [--dtype float32]
 
-MODEL is a directory of published weights, or "gpt2-124m": that architecture with random weights. Each program runs in a
-separate process on random prompts of that many tokens; blocks of steps alternate, so that all run under the same
-conditions, and the first block of each is warm-up. The engine runs exact, as it is served, and with --fast. Beside them
-stands the time in which a step's weights, and the keys and values of so many tokens, can be read at all: at the
-bandwidth of a sum over an array of 256 MiB, measured here.
+MODEL is a directory of published weights, or "gpt2-124m" or "llama-125m": such a model with random weights. Each
+program runs in a separate process on random prompts of that many tokens; blocks of steps alternate, so that all run
+under the same conditions, and the first block of each is warm-up. The engine runs exact, as it is served, and with
+--fast. llama.cpp reads the same weights from a GGUF file in the same dtype, and keeps keys and values in float16, as it
+does by default. Beside them stands the time in which a step's weights, and the keys and values of so many tokens, can
+be read at all: at the bandwidth of a sum over an array of 256 MiB, measured here.
 """
 
 import argparse
 import importlib.util
+import os
 import sys
 import tempfile
 from functools import partial
@@ -38,13 +41,13 @@ def engine_steps(model: Path, rows: int, context: int, dtype: str, exact: bool) 
 
     def facts() -> dict[str, Any]:
         """Return the device, the bytes of the weights that a step reads, and those of a token's keys and values."""
-        layout, counts = engine.runner.layout, engine.runner.counts
-        pages = sum(array.nbytes for slots in engine.runner._pages.values() for array in slots.values())
-        weights = sum(array.nbytes for array in jax.tree.leaves(engine.runner._parameters))
+        programs = engine.runner.programs
+        weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(programs.abstract_parameters()))
+        tokens = [each / programs.page for each in programs.page_bytes]
         return {
             "device": jax.devices()[0].device_kind,
             "weight_bytes": weights,
-            "bytes_per_token": pages / (counts[0] * layout.size) if len(counts) == 1 else None,
+            "bytes_per_token": tokens[0] if len(tokens) == 1 else None,
         }
 
     return interleave.Worker(run, facts)
@@ -71,21 +74,93 @@ def transformers_steps(model: Path, rows: int, context: int, dtype: str) -> inte
     return interleave.Worker(run, lambda: {"threads": torch.get_num_threads()})
 
 
-def random_gpt2(folder: Path) -> Path:
-    """Write GPT-2 124M with random weights, and return its directory."""
+def llama_cpp_steps(model: Path, rows: int, context: int, dtype: str) -> interleave.Worker:
+    """Return a worker with llama.cpp's pass for one token of each of `rows` sequences."""
+    import ctypes
+
+    import gguf_file
+    import llama_cpp as cpp
+    import numpy as np
+
+    cpp.llama_backend_init()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.gguf"
+        gguf_file.write(model, file, dtype)
+        loaded = cpp.llama_model_load_from_file(str(file).encode(), cpp.llama_model_default_params())
+    if not loaded:
+        raise RuntimeError("llama.cpp does not load the model")
+    how = cpp.llama_context_default_params()
+    how.n_ctx = rows * cpp.llama_model_n_ctx_train(loaded)
+    how.n_seq_max, how.n_batch = rows, max(rows, context)
+    how.n_threads = how.n_threads_batch = os.cpu_count()
+    state = cpp.llama_init_from_model(loaded, how)
+    vocabulary = cpp.llama_vocab_n_tokens(cpp.llama_model_get_vocab(loaded))
+    batch = cpp.llama_batch_init(how.n_batch, 0, 1)
+
+    def read(tokens: list[int], positions: list[int], sequences: list[int]) -> None:
+        """Read tokens, each after those of its sequence; the last of each run has logits."""
+        batch.n_tokens = len(tokens)
+        for i, (token, position, sequence) in enumerate(zip(tokens, positions, sequences, strict=True)):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, position, 1, sequence
+            batch.logits[i] = i + 1 == len(tokens) or len(set(sequences)) > 1
+        if cpp.llama_decode(state, batch):
+            raise RuntimeError("llama.cpp does not decode")
+
+    def drawn(row: int) -> int:
+        logits = ctypes.cast(cpp.llama_get_logits_ith(state, row), ctypes.POINTER(ctypes.c_float * vocabulary))
+        return int(np.frombuffer(logits.contents, np.float32).argmax())
+
+    prompts = np.random.default_rng(0).integers(0, vocabulary, (rows, context)).tolist()
+    tokens = []
+    for sequence, prompt in enumerate(prompts):
+        read(prompt, list(range(context)), [sequence] * context)
+        tokens.append(drawn(context - 1))
+    length = context
+
+    def run(n: int) -> None:
+        nonlocal tokens, length
+        for _ in range(n):
+            read(tokens, [length] * rows, list(range(rows)))
+            tokens, length = [drawn(row) for row in range(rows)], length + 1
+
+    return interleave.Worker(run, lambda: {"threads": how.n_threads, "keys_and_values": "float16"})
+
+
+def random_model(name: str, folder: Path) -> Path:
+    """Write a model with random weights, and return its directory."""
     import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
+    import transformers
 
     torch.manual_seed(0)
-    GPT2LMHeadModel(GPT2Config()).save_pretrained(folder)
-    return folder
+    config = MODELS[name]
+    made = getattr(transformers, config["architecture"])(transformers.AutoConfig.for_model(**config["config"]))
+    made.save_pretrained(folder / name)
+    return folder / name
 
 
+MODELS = {
+    "gpt2-124m": {"architecture": "GPT2LMHeadModel", "config": {"model_type": "gpt2"}},
+    "llama-125m": {
+        "architecture": "LlamaForCausalLM",
+        "config": {
+            "model_type": "llama",
+            "vocab_size": 32_000,
+            "hidden_size": 768,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 1024,
+        },
+    },
+}
 WORKERS = {
     "jaxlm": partial(engine_steps, exact=True),
     "jaxlm-fast": partial(engine_steps, exact=False),
     "transformers": transformers_steps,
+    "llama.cpp": llama_cpp_steps,
 }
+NEEDS = {"transformers": "transformers", "llama.cpp": "llama_cpp"}
 
 
 def main() -> None:
@@ -96,6 +171,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--steps", type=int, default=10, help="in each block")
+    parser.add_argument("--out", type=Path, default=results.FOLDER, help="folder of the results")
     parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     accelerators.choose()
@@ -105,9 +181,10 @@ def main() -> None:
         ((rows, context),) = sizes
         make = partial(WORKERS[arguments.worker], Path(arguments.model), rows, context, arguments.dtype)
         return interleave.serve(make)
-    names = list(WORKERS) if importlib.util.find_spec("transformers") else ["jaxlm", "jaxlm-fast"]
+    names = [name for name in WORKERS if name not in NEEDS or importlib.util.find_spec(NEEDS[name])]
     with tempfile.TemporaryDirectory() as folder:
-        model = random_gpt2(Path(folder)) if arguments.model == "gpt2-124m" else Path(arguments.model)
+        known = arguments.model in MODELS
+        model = random_model(arguments.model, Path(folder)) if known else Path(arguments.model)
         from jaxlm.inference.measured import read_bytes_per_s
 
         bandwidth, cases = read_bytes_per_s(), []
@@ -129,7 +206,7 @@ def main() -> None:
             cases.append({"rows": rows, "context": context, "read_bound_s": bound, "facts": facts, **found})
     name = f"decode-{Path(arguments.model).name}-{arguments.dtype}"
     described = {"dtype": arguments.dtype, "steps_per_block": arguments.steps, "read_bytes_per_s": bandwidth}
-    print(results.write(name, results.cpu(), {**described, "cases": cases}))
+    print(results.write(name, results.cpu(), {**described, "cases": cases}, arguments.out))
 
 
 if __name__ == "__main__":

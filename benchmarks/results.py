@@ -26,6 +26,7 @@ _PACKAGES = (
     "optax",
     "torch",
     "transformers",
+    "llama-cpp-python",
     "ray",
     "triton",
     "numpy",

@@ -15,6 +15,7 @@ from jaxlm.models import tree
 from jaxlm.training.step import make_steps
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+STORIES = Path(__file__).parent / "families" / "stories260K"
 CONFIG = """
 [model]
 vocab_size = 300
@@ -154,6 +155,28 @@ def test_jaxlm_alone(tmp_path):
     assert (row["batch"], row["remat"]) == (2, "full")
     assert len(row["jaxlm"]["blocks_step_s"]) == 2 and row["jaxlm"]["compiled_peak_memory_bytes"] > 0
     assert row["pytorch-compiled"] == {"left_out": "--without-torch"}
+
+
+@pytest.mark.slow
+def test_steps_of_the_engine_know_what_they_read():
+    import decode
+
+    worker = decode.engine_steps(STORIES, rows=2, context=8, dtype="float32", exact=True)
+    worker.run(2)
+    facts = worker.facts()
+    # 5 layers of 4 heads of 8 keys and values of float32.
+    assert facts["bytes_per_token"] == 5 * 2 * 4 * 8 * 4 and facts["weight_bytes"] > 4 * 260_000
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_decoding_is_measured(tmp_path):
+    """By the engine alone, where neither transformers nor llama.cpp is installed."""
+    command = [sys.executable, str(BENCHMARKS / "decode.py"), str(STORIES), "--rows", "2", "--context", "8"]
+    subprocess.run([*command, "--blocks", "1", "--steps", "2", "--out", str(tmp_path)], check=True, timeout=300)
+    (written,) = tmp_path.glob("*/decode-stories260K-float32.json")
+    (case,) = json.loads(written.read_text())["cases"]
+    assert case["jaxlm"]["median_step_s"] > 0 and case["jaxlm-fast"]["median_step_s"] > 0
 
 
 @pytest.mark.slow

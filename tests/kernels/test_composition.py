@@ -48,7 +48,6 @@ def _arguments(operation, implementation, seed=0):
 MAPPED = sampled(
     CALLS,
     [
-        "layer_norm-triton",
         "rotary_embedding-mosaic_tpu",
         "matmul-mosaic_tpu",
         "linear_cross_entropy-triton",
@@ -68,12 +67,9 @@ MAPPED_OVER_NOTHING = sampled(
 CHECKPOINTED = sampled(
     WITHOUT_EFFECTS,
     [
-        "rms_norm-mosaic_tpu",
         "log_softmax-triton",
         "layer_norm-mosaic_tpu",
-        "rotary_embedding-triton",
         "linear_cross_entropy-mosaic_tpu",
-        "flash_attention-mosaic_tpu",
     ],
 )
 
@@ -139,13 +135,17 @@ SHARDED = sampled(
     ROW_OPERATIONS,
     [
         "rms_norm-triton",
-        "softmax-triton",
         "gated_activation-mosaic_tpu",
-        "bias_activation-mosaic_tpu",
-        "log_softmax-mosaic_tpu",
     ],
 )
-COMPILED = sampled(ROW_OPERATIONS, ["rms_norm-mosaic_tpu", "softmax-mosaic_tpu", "layer_norm-triton"])
+COMPILED = sampled(
+    [
+        pytest.param(*call.values, check_vma, id=f"{call.id}-{check_vma}")
+        for call in ROW_OPERATIONS
+        for check_vma in (True, False)
+    ],
+    ["rms_norm-mosaic_tpu-True", "softmax-mosaic_tpu-True", "layer_norm-triton-False"],
+)
 
 
 @pytest.mark.parametrize("operation, implementation", SHARDED)
@@ -172,8 +172,7 @@ def test_gradients_inside_and_through_shard_map(operation, implementation):
 
 
 @ELSEWHERE
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("operation, implementation", COMPILED)
+@pytest.mark.parametrize("operation, implementation, check_vma", COMPILED)
 def test_shard_map_sends_nothing_but_the_sum_of_gradients_of_what_is_replicated(operation, implementation, check_vma):
     """Compiled for four devices. With check_vma JAX sums the gradient inside, otherwise around shard_map."""
     chips = {"triton": "h200-sxm:4", "mosaic_tpu": "tpu-v5e:2x2"}[implementation]

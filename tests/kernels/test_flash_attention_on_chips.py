@@ -30,12 +30,9 @@ from kernels_pallas.flash_attention import (
     sliding_window,
 )
 
-# The kernels for Hopper have no float32.
-EACH = pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "mosaic_gpu"])
-
 
 @ELSEWHERE
-@pytest.mark.parametrize("chip", sampled(["A100", "H200", "v5e", "v7x"], ["v5e"]))
+@pytest.mark.parametrize("chip", sampled(["A100", "H200", "v5e", "v7x"], ["A100"]))
 def test_kernels_hold_no_scores(chip):
     """The scores of one head at 8192 take 128 MiB in bfloat16; forward and gradient together take less than 16."""
     mesh = Mesh(np.array(targets.devices(Target.parse(CHIPS[chip]))[:1]), ("one",))

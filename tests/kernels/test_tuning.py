@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import Mesh
 from launches import launches
 from markers import ELSEWHERE
+from matrices import sampled
 from test_costs import both_ways
 
 from jaxlm.costs.hardware.target import Target
@@ -85,10 +86,19 @@ def test_what_is_0_stays_0(table):
     assert asked == {kernel: (Sizes(2, 0, 0), ("rows",))}
 
 
-@pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])
-@pytest.mark.parametrize("function, operands", [(softmax, 1), (gated_activation, 2)])
+@pytest.mark.parametrize(
+    "function, operands, implementation",
+    sampled(
+        [
+            pytest.param(function, operands, name, id=f"{function.__name__}-{name}")
+            for function, operands in ((softmax, 1), (gated_activation, 2))
+            for name in ("triton", "mosaic_tpu")
+        ],
+        ["softmax-mosaic_tpu", "gated_activation-triton"],
+    ),
+)
 @interpreted()
-def test_what_one_width_was_tuned_with_serves_others(table, implementation, function, operands):
+def test_what_one_width_was_tuned_with_serves_others(table, function, operands, implementation):
     """Widths 1,600 and 2,000 share an entry: blocks hold whole rows of both, and none ends within the array."""
     run = functools.partial(function, implementation=implementation)
 
@@ -199,7 +209,7 @@ def test_every_kernel_asks(name, implementation):
     assert len(launched) >= 2 and {kernel.name for kernel in asked} == launched
 
 
-@pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])
+@pytest.mark.parametrize("implementation", sampled(["triton", "mosaic_tpu"], ["mosaic_tpu"]))
 @interpreted()
 def test_the_loss_tuned_at_one_vocabulary_serves_others(table, implementation):
     """Vocabularies of 600 and 1,000 share an entry; with blocks of any size that fits the losses are the same."""
@@ -224,7 +234,7 @@ def test_the_loss_tuned_at_one_vocabulary_serves_others(table, implementation):
         chex.assert_trees_all_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])
+@pytest.mark.parametrize("implementation", sampled(["triton", "mosaic_tpu"], ["triton"]))
 @interpreted()
 def test_rotary_tuned_with_few_heads_serves_more(table, implementation):
     """Five heads and eight share an entry; on TPUs no more rows than fit are taken, whatever the table says."""

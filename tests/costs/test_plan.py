@@ -66,15 +66,11 @@ def windowless(work):
             for remat in ("none", "full", SOME)
         ],
         [
-            "quickstart-none",
-            "shakespeare_char-full",
             "gpt2-124m-none",
-            f"llama2-7b-{SOME}",
             "llama3.1-8b-full",
             f"qwen3-0.6b-{SOME}",
             "mistral-7b-none",
             "gemma2-2b-full",
-            "gemma3-1b-none",
         ],
     ),
 )
@@ -103,7 +99,7 @@ def test_every_config_s_training_step_has_the_products_that_are_counted(path, re
             )
             for remat in ("none", "full", SOME)
         ],
-        ["qwen3-0.6b-none", "gpt2-124m-full", f"gemma3-1b-{SOME}"],
+        ["qwen3-0.6b-none", "gpt2-124m-full"],
     ),
 )
 def test_kernels_compute_what_both_counters_read(name, chip, remat):
@@ -131,7 +127,7 @@ def test_kernels_compute_what_both_counters_read(name, chip, remat):
             for sequence in (128, 300, 1024)
             for remat in ("none", "full", SOME)
         ],
-        ["128-none", "300-full", f"1024-{SOME}"],
+        ["128-none", f"1024-{SOME}"],
     ),
 )
 def test_a_cpu_computes_attention_in_parts(sequence, remat):
@@ -206,11 +202,8 @@ FROZEN = {
         ],
         [
             "llama-layers-full",
-            "llama-embedding-some",
-            "qwen3-attention-full",
             "qwen3-down-none",
             "gemma-all but the unembedding-some",
-            "gemma-all but one table-full",
         ],
     ),
 )
@@ -268,7 +261,7 @@ def test_state_of_every_optimizer_lies_on_a_mesh_as_counted(kind, mesh):
     assert trained(work).optimizer == sum(jax.tree.leaves(shards))
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", sampled(["none", "full"], ["full"]))
 def test_dropout_takes_passes_and_no_products(remat):
     model = model_fixtures.model()
     dropped, plain = (
@@ -289,7 +282,7 @@ def test_dropout_takes_passes_and_no_products(remat):
     assert elementwise(work) - elementwise(without) == pytest.approx(more, rel=0.1)
 
 
-@pytest.mark.parametrize("family", model_fixtures.FAMILIES)
+@pytest.mark.parametrize("family", sampled(model_fixtures.FAMILIES, ["llama", "gpt2", "gemma"]))
 def test_products_of_inference(family):
     model = model_fixtures.model(model_fixtures.FAMILIES[family])
     graph, abstract = tree.abstract(model)
@@ -302,9 +295,11 @@ def test_products_of_inference(family):
     assert flops(workload("decode", model, B, T, kernels="xla")).executed == one.matmul_flops
 
 
-@pytest.mark.parametrize("sequence", [3, 24])
-@pytest.mark.parametrize("every", [None, 2, 3])
-def test_windows_leave_what_is_seen_through_them(sequence, every):
+@pytest.mark.parametrize(
+    "every, sequence",
+    sampled([pytest.param(every, sequence) for every in (None, 2, 3) for sequence in (3, 24)], ["None-3", "2-24"]),
+)
+def test_windows_leave_what_is_seen_through_them(every, sequence):
     """MFU counts the keys in each query's window; a causal count has only visible keys, with half of the diagonal. XLA
     computes all scores of the keys that are there, and the executed count has them all."""
     layers, narrow = 7, {"attention": {"window": 5}}

@@ -222,17 +222,18 @@ def test_the_tpu_kernels_race_with_nothing_and_read_what_was_written():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "what, T, S, width, bias",
+    "what, T, S, heads, width, bias",
     sampled(
         [
-            pytest.param("forward", 70, 600, 64, (1, 1, 70, 600), id="forward"),
-            pytest.param("backward", 260, 100, 64, (1, 1, 1, 100), id="backward"),
-            pytest.param("backward", 140, 100, 128, (1, 1, 140, 100), id="backward, wide"),
+            pytest.param("forward", 70, 600, 1, 64, (1, 1, 70, 600), id="forward"),
+            pytest.param("forward", 70, 600, 3, 64, (1, 1, 70, 600), id="forward, grouped"),
+            pytest.param("backward", 260, 100, 3, 64, (1, 1, 1, 100), id="backward"),
+            pytest.param("backward", 140, 100, 3, 128, (1, 1, 140, 100), id="backward, wide"),
         ],
         ["forward"],
     ),
 )
-def test_the_hopper_kernels_race_with_nothing_and_free_what_they_fill(what, T, S, width, bias):
+def test_the_hopper_kernels_race_with_nothing_and_free_what_they_fill(what, T, S, heads, width, bias):
     """On an emulated block: races, deadlocks, barriers passed too often or too rarely, and NaN where nothing was
     copied.
 
@@ -241,8 +242,8 @@ def test_the_hopper_kernels_race_with_nothing_and_free_what_they_fill(what, T, S
     """
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
-    arrays = drawn((1, T, 3, width), (1, S, 1, width), (1, S, 1, width), dtype=jnp.bfloat16)
-    pull, bias = drawn((1, T, 3, width), bias, seed=1)
+    arrays = drawn((1, T, heads, width), (1, S, 1, width), (1, S, 1, width), dtype=jnp.bfloat16)
+    pull, bias = drawn((1, T, heads, width), bias, seed=1)
     key_range = sliding_window(T, S // 2, offset=7, after=S - 70)
 
     def results(arrays, **how):

@@ -88,20 +88,24 @@ def test_mosaic_takes_what_is_mapped_over_any_dimension(function, structs):
 
 
 @ELSEWHERE
-@pytest.mark.parametrize("axes", sampled([(0, 0), (0, None), (None, 0)], ["(0, 0)"]), ids=str)
-def test_mosaic_takes_mapped_masks_that_are_not_known_while_tracing(axes):
+@pytest.mark.parametrize(
+    "axes, backward",
+    sampled(
+        [pytest.param(axes, backward) for axes in ((0, 0), (0, None), (None, 0)) for backward in (False, True)],
+        ["(0, 0)-False"],
+    ),
+    ids=str,
+)
+def test_mosaic_takes_mapped_masks_that_are_not_known_while_tracing(axes, backward):
     """The grid is as long as the longest sequence's list of tiles: one mask per mapped entry, or one for all."""
 
-    def gradient(x, mask):
-        def loss(x):
-            out = flash_attention(x, x, x, key_range=intersection(causal(512), packed((mask > 0).astype(jnp.int32))))
-            return jnp.sum(jnp.square(out.astype(jnp.float32)))
-
-        return jax.grad(loss)(x)
+    def loss(x, mask):
+        out = flash_attention(x, x, x, key_range=intersection(causal(512), packed((mask > 0).astype(jnp.int32))))
+        return jnp.sum(jnp.square(out.astype(jnp.float32)))
 
     shapes = ((1, 512, 2, 64), (1, 512))
     structs = [shape if axis is None else (3, *shape) for shape, axis in zip(shapes, axes, strict=True)]
-    _compiles(jax.vmap(gradient, in_axes=axes), *structs)
+    _compiles(jax.vmap(jax.grad(loss) if backward else loss, in_axes=axes), *structs)
 
 
 @ELSEWHERE

@@ -184,14 +184,15 @@ def test_tiles_of_scores_that_were_tuned_without_a_bias_are_not_taken_with_it():
 
 @ELSEWHERE
 @pytest.mark.slow
-def test_tiles_of_a_product_that_were_tuned_alone_are_not_taken_with_a_residual():
+@pytest.mark.parametrize("compiled", sampled([False, True], ["False"]))
+def test_tiles_of_a_product_that_were_tuned_alone_are_not_taken_with_a_residual(compiled):
     tuned = products.MatmulTpuBlocks(1024, 1024, 512)
     entry = {tuning.KernelKey("matmul", "mosaic_tpu", (2048, 2048, 2048), "bfloat16"): tuned}
     square = 2048, 2048
     with tuning.trying(entry):
         alone = _tiles(matmul, [square, square])
         more = functools.partial(matmul, activation="gelu")
-        added = _tiles(lambda a, b, c, d: more(a, b, c, d), [square, square, (2048,), square], compiled=True)
+        added = _tiles(lambda a, b, c, d: more(a, b, c, d), [square, square, (2048,), square], compiled)
     assert alone["matmul"][0] == [1024, 512] and added["matmul"][0] == [512, 2048]
 
 

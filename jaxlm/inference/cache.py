@@ -122,7 +122,7 @@ def _last(size: int, new: jax.Array, tokens_B: jax.Array) -> jax.Array:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["stored", "length", "index", "shown"],
-    meta_fields=["entry", "is_empty"],
+    meta_fields=["is_empty"],
 )
 @dataclasses.dataclass(frozen=True)
 class DenseLayer:
@@ -132,7 +132,6 @@ class DenseLayer:
     length: jax.Array
     index: jax.Array
     shown: CacheView
-    entry: str
     is_empty: bool
 
     def update(self, rows: RowContext, **new: jax.Array) -> "DenseLayer":
@@ -190,12 +189,12 @@ class DenseCache:
     def layer(self, entry: str, index: jax.Array | int) -> DenseLayer:
         """Return the cache of one layer of an entry."""
         at = jnp.asarray(index, jnp.int32)
-        return DenseLayer(self.stored[entry], self.length, at, CacheView({}), entry, self.is_empty)
+        return DenseLayer(self.stored[entry], self.length, at, CacheView({}), self.is_empty)
 
-    def put(self, layer: LayerCache) -> "DenseCache":
-        """Return the cache with what a layer has stored."""
+    def put(self, entry: str, layer: LayerCache) -> "DenseCache":
+        """Return the cache with what a layer of an entry has stored."""
         assert isinstance(layer, DenseLayer), "a layer comes from `layer`"
-        return dataclasses.replace(self, stored={**self.stored, layer.entry: layer.stored})
+        return dataclasses.replace(self, stored={**self.stored, entry: layer.stored})
 
     def advance(self, lengths_B: jax.Array) -> "DenseCache":
         """Return the cache after a forward pass: each sequence holds `lengths_B` tokens more."""

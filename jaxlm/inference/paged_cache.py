@@ -114,18 +114,23 @@ class PagedCache:
         tables = self.tables[dict(self.group_of_entries)[entry]]
         sections = tuple(PagedSection(*each) for each in zip(tables, self.rows, strict=True))
         empty = jnp.zeros((len(self.position_R), 1), jnp.int32)
-        return PagedLayer(self.arrays[entry], sections, self.position_R, KeyRange(empty, empty), entry)
+        return PagedLayer(self.arrays[entry], sections, self.position_R, KeyRange(empty, empty))
 
-    def put(self, layer: LayerCache) -> "PagedCache":
-        """Return the cache with what a layer has stored."""
+    def put(self, entry: str, layer: LayerCache) -> "PagedCache":
+        """Return the cache with what a layer of an entry has stored."""
         assert isinstance(layer, PagedLayer), "a layer comes from `layer`"
-        return dataclasses.replace(self, arrays={**self.arrays, layer.entry: layer.arrays})
+        return dataclasses.replace(self, arrays={**self.arrays, entry: layer.arrays})
 
     def advance(self, lengths_B: jax.Array) -> "PagedCache":
         """Return itself: the scheduler knows how long sequences are."""
         return self
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["arrays", "sections", "position_R", "key_range"],
+    meta_fields=[],
+)
 @dataclasses.dataclass(frozen=True)
 class PagedLayer:
     """One layer of a paged cache."""
@@ -134,7 +139,6 @@ class PagedLayer:
     sections: tuple[PagedSection, ...]
     position_R: jax.Array
     key_range: KeyRange
-    entry: str
 
     def update(self, rows: RowContext, **new: jax.Array) -> "PagedLayer":
         """Write the rows' entries [R, 1, *shape], each at its position in the pages of its sequence."""
@@ -147,7 +151,8 @@ class PagedLayer:
         """Write entries [R, …, H] into pages [P, …, S, H], one slice for each sequence."""
         new, at, size = new.astype(pages.dtype), 0, pages.shape[-2]
         inside = pages.ndim - 3  # dimensions of an entry before its last
-        for table_QM, rows in self.sections:
+        for section in self.sections:
+            table_QM, rows = section.table, section.rows
             Q = len(table_QM)
             first_Q = self.position_R[at : at + Q * rows : rows]
             is_padding_Q = first_Q < 0

@@ -61,8 +61,8 @@ class Cache(Protocol):
         """Return the cache of one layer of an entry, by its index from 0, traced or static."""
         ...
 
-    def put(self, layer: LayerCache) -> Self:
-        """Return the cache after an update of a layer that came from it."""
+    def put(self, entry: str, layer: LayerCache) -> Self:
+        """Return the cache after an update of a layer of an entry that came from it."""
         ...
 
     def advance(self, lengths_B: jax.Array) -> Self:
@@ -106,7 +106,7 @@ class NoCache(NamedTuple):
         """Return an empty cache of a layer."""
         return OwnTokens()
 
-    def put(self, layer: LayerCache) -> Self:
+    def put(self, entry: str, layer: LayerCache) -> Self:
         """Drop what the layer held."""
         return self
 

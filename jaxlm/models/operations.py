@@ -7,6 +7,8 @@ profiles and for rematerialisation, and chooses its implementation. Between oper
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -55,7 +57,9 @@ class CacheView(NamedTuple):
     is_causal: bool = False
 
 
-class PagedSection(NamedTuple):
+@partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["rows"])
+@dataclass(frozen=True)
+class PagedSection:
     """Rows of a step in runs of `rows`, each of one sequence: the pages of these, int32 [Q, M], for Q · rows rows."""
 
     table: jax.Array
@@ -76,7 +80,7 @@ class PagedView(NamedTuple):
     @property
     def arrays(self) -> dict[str, jax.Array]:
         """The slots as a `CacheView` has them, [R, M · S, *shape]: a copy of all pages for each row."""
-        table_RM = jnp.concatenate([jnp.repeat(table, rows, axis=0) for table, rows in self.sections])
+        table_RM = jnp.concatenate([jnp.repeat(each.table, each.rows, axis=0) for each in self.sections])
 
         def gathered(pages: jax.Array) -> jax.Array:
             by_token = jnp.moveaxis(pages, -2, 1)[table_RM]  # [R, M, S, …, H]
@@ -326,7 +330,8 @@ def attention(
 def _paged_attention(query_R1NH: jax.Array, view: PagedView, **options: Any) -> jax.Array:
     """Return attention by the rows of each section, [R, 1, N, H]."""
     attended, at = [], 0
-    for table_QM, rows in view.sections:
+    for section in view.sections:
+        table_QM, rows = section.table, section.rows
         Q = len(table_QM)
         part = slice(at, at + Q * rows)
         query_QTNH = query_R1NH[part].reshape(Q, rows, *query_R1NH.shape[2:])

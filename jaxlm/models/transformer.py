@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -174,10 +175,16 @@ class Transformer(Module):
 
         rows = LayerRows(self.model, positions_BT, key_range, dropout, length_BT)
 
+        def layer(block: Block, *operands: Any) -> tuple:
+            return block(*operands)
+
+        if self.groups.apart:  # equal blocks are traced once, and XLA writes out what calls them
+            layer = jax.jit(layer)
+
         def run(block: Block, carry: tuple, at: Place) -> tuple:
             x_BTD, cache = carry
-            x_BTD, of_layer, auxiliary = block(x_BTD, rows.of(at), cache.layer(at.entry, at.index))
-            return (x_BTD, cache.put(of_layer)), auxiliary | Auxiliary(statistics=observe(x_BTD))
+            x_BTD, of_layer, auxiliary = layer(block, x_BTD, rows.of(at), cache.layer(at.entry, at.index))
+            return (x_BTD, cache.put(at.entry, of_layer)), auxiliary | Auxiliary(statistics=observe(x_BTD))
 
         entries = None if isinstance(cache, NoCache) else self._entries()
         (x_BTD, cache), auxiliary = self.groups.through(self.layers, run, (x_BTD, cache), execution, entries)

@@ -84,7 +84,7 @@ class GrowingCache(NamedTuple):
     def layer(self, entry, index):
         return GrowingLayer(self.slots, self.layers[index], index)
 
-    def put(self, layer):
+    def put(self, entry, layer):
         return self._replace(layers=(*self.layers[: layer.index], layer.arrays, *self.layers[layer.index + 1 :]))
 
     def advance(self, lengths_B):
@@ -102,7 +102,7 @@ def through(layers, cache, x_BTD, start, scan):
         x, cache = carry
         parameters, index = layer
         y, of_layer, _ = nnx.merge(graph, parameters)(x, rows, cache.layer("layers", index))
-        return (x + y, cache.put(of_layer)), None
+        return (x + y, cache.put("layers", of_layer)), None
 
     if scan:
         (x_BTD, cache), _ = jax.lax.scan(body, (x_BTD, cache), (stacked, jnp.arange(LAYERS)))

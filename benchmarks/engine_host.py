@@ -1,0 +1,111 @@
+"""Measure what an engine takes of the host: in each step, and until it is ready to serve.
+
+    python benchmarks/engine_host.py MODEL [--rows 1,8] [--context 500] [--steps 100] [--starts 3]
+
+MODEL is a run or a directory of published weights. `host_share` is the part of a step in which the processor neither
+computes the model nor waits for it: planning, writing the batch, dispatching the programs, and handing out tokens.
+`start_s` is the time from a new process to an engine whose programs are all ready, as a server has before its first
+request, and `first_text_s` that to the first token of `jaxlm generate`; the first start fills the cache of compiled
+programs, and the medians are of the others.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import results
+
+from jaxlm.core import accelerators
+
+READY = """
+import sys
+from jaxlm import api
+from jaxlm.core import compilation_cache
+compilation_cache.enable(print)
+api.load(sys.argv[1]).engine().warm()
+"""
+
+
+def host_work(model: str, rows: int, context: int, steps: int) -> dict[str, float]:
+    """Return seconds of a step, and of what the host does in it."""
+    import jax
+
+    from jaxlm import api
+    from jaxlm.inference.measured import decode_steps
+    from jaxlm.inference.settings import EngineSettings
+
+    engine = api.load(model, engine=EngineSettings(slots=rows)).engine()
+    run = decode_steps(engine, rows, context, 2 * steps)
+    spent = {"dispatch": 0.0, "wait": 0.0}
+
+    def timed(name: str, function: Any) -> Any:
+        def call(*operands: Any) -> Any:
+            began = time.perf_counter()
+            found = function(*operands)
+            spent[name] += time.perf_counter() - began
+            return found
+
+        return call
+
+    engine.runner._run = timed("dispatch", engine.runner._run)
+    run(steps)
+    spent |= {"dispatch": 0.0, "wait": 0.0}
+    waits, jax.device_get = jax.device_get, timed("wait", jax.device_get)
+    try:
+        began = time.perf_counter()
+        run(steps)
+        total = time.perf_counter() - began
+    finally:
+        jax.device_get = waits
+    return {
+        "rows": rows,
+        "step_s": total / steps,
+        "dispatch_s": spent["dispatch"] / steps,
+        "plan_and_tokens_s": (total - spent["dispatch"] - spent["wait"]) / steps,
+        "host_share": 1 - spent["wait"] / total,
+    }
+
+
+def starts(command: list[str], times: int) -> list[float]:
+    """Return the seconds that a command takes, several times, with a cache of compiled programs of its own."""
+    found = []
+    with tempfile.TemporaryDirectory() as cache:
+        for _ in range(times):
+            began = time.perf_counter()
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"XDG_CACHE_HOME": cache})
+            found.append(time.perf_counter() - began)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--rows", default="1,8", help="sequences, one or several numbers (%(default)s)")
+    parser.add_argument("--context", type=int, default=500, help="tokens of the prompts (%(default)s)")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--starts", type=int, default=4, help="times that a process is started (%(default)s)")
+    parser.add_argument("--out", type=Path, default=results.FOLDER, help="folder of the results")
+    arguments = parser.parse_args()
+    accelerators.choose()
+    steps = []
+    for rows in map(int, arguments.rows.split(",")):
+        steps.append(found := host_work(arguments.model, rows, arguments.context, arguments.steps))
+        print(f"{rows} sequences: {1e3 * found['step_s']:.2f} ms a step, of which the host {found['host_share']:.1%}")
+    generate = [sys.executable, "-m", "jaxlm", "generate", arguments.model, "--prompt", "a", "--max-tokens", "1"]
+    begun = {}
+    for name, command in (("start_s", [sys.executable, "-c", READY, arguments.model]), ("first_text_s", generate)):
+        first, *others = starts(command, arguments.starts)
+        begun[name] = {"cold": first, "warm": others, "median": statistics.median(others)}
+        print(f"{name}: {first:.1f} s, then {begun[name]['median']:.1f} s")
+    described = {"context": arguments.context, "steps": steps, **begun}
+    print(results.write(f"engine_host-{Path(arguments.model).name}", results.cpu(), described, arguments.out))
+
+
+if __name__ == "__main__":
+    main()

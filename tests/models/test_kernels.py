@@ -87,7 +87,13 @@ def test_a_step_with_kernels_equals_one_without(family, mesh, packed, kernels_as
     model_fixtures.assert_same_numbers(gradients, wanted, 1e-4)
 
 
-@pytest.mark.parametrize("chip, tensor", [("NVIDIA H200", 1), ("NVIDIA H200", 4), ("TPU v5 lite", 1), ("cpu", 1)])
+@pytest.mark.parametrize(
+    "chip, tensor",
+    sampled(
+        [pytest.param(*of) for of in (("NVIDIA H200", 1), ("NVIDIA H200", 4), ("TPU v5 lite", 1), ("cpu", 1))],
+        ["NVIDIA H200-4", "TPU v5 lite-1", "cpu-1"],
+    ),
+)
 def test_the_chip_and_the_switch_decide(chip, tensor):
     """Qwen 3 has four norms, two rotations and a gate in its layer and one norm behind, each forward and backward, and
     attention, whose backward pass is two kernels, also where two key/value heads are on four devices."""

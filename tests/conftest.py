@@ -37,8 +37,14 @@ jax.config.update("jax_default_matmul_precision", "highest")
 # which makes it once.
 TOGETHER = frozenset(
     f"tests/cli/test_{name}.py"
-    for name in ("adapter_runs", "commands", "fine_tuning", "harness", "processes", "resume", "stops")
-) | {"tests/inference/test_engine.py", "tests/inference/test_service.py", "tests/server/"}
+    for name in (
+        "adapter_runs", "commands", "fine_tuning", "generate", "harness", "processes", "published", "resume", "stops",
+    )
+) | {
+    *(f"tests/inference/test_{name}.py" for name in ("completion", "engine", "scoring", "service")),
+    "tests/server/",
+    "tests/test_installed.py",
+}  # fmt: skip
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -58,8 +64,13 @@ def cache_of_its_own(tmp_path_factory):
     """Keep the tests' caches apart from the user's.
 
     All workers, and processes that tests start, share one JAX cache: a program that one test compiled serves others.
+    They share the measurement of this machine too, which takes 20 s.
     """
     folder = tmp_path_factory.getbasetemp()
+    measured = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "measured"
+    measured.mkdir(exist_ok=True)
+    (folder / "cache" / "jaxlm").mkdir(parents=True)
+    (folder / "cache" / "jaxlm" / "hardware").symlink_to(measured)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         programs = str((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "programs")

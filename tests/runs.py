@@ -48,6 +48,8 @@ every = 20
 [records]
 tensorboard = false
 sample_tokens = 0
+[mesh]
+fsdp = 1
 """
 
 

@@ -40,6 +40,8 @@ every = 10
 [records]
 tensorboard = false
 sample_tokens = {sample}
+[mesh]
+fsdp = 1
 """
 
 
@@ -101,6 +103,7 @@ def tuned(model, kinds, tmp_path_factory):
 def test_a_model_learns_to_converse(tuned, capsys):
     assert losses(tuned["chat"])[-1] < 0.2 < 2 < losses(tuned["chat"])[0]
     asked = ["--chat", "--prompt", "What does the cow say?", "--temperature", "0", "--json"]
+    asked += ["--slots", "1", "--max-context", "128", "--max-tokens", "9"]  # the programs of the run's sample
     assert main(["generate", str(tuned["chat"]), *asked]) == 0
     assert json.loads(capsys.readouterr().out)["text"].strip() == "Moo"
     shown = api.load(tuned["chat"]).chat_template.render([_said("user", "Hi")], reply=True)

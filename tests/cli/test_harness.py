@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import runs
 import tokenizer_fixtures
-from engine_fixtures import SMALL, WrittenEngine
+from engine_fixtures import WrittenEngine
 from flax import nnx
 
 from jaxlm import api
@@ -23,6 +23,7 @@ from jaxlm.core.errors import InputError
 from jaxlm.data.tokenizers import characters_tokenizer
 from jaxlm.inference.engine import Engine
 from jaxlm.inference.requests import Sampling
+from jaxlm.inference.settings import EngineSettings
 from jaxlm.models import tree
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.tree import abstract
@@ -30,6 +31,7 @@ from jaxlm.models.tree import abstract
 pytestmark = pytest.mark.slow
 
 CONTEXT, SEPARATOR = 32, 256
+FEW, AS_FEW = EngineSettings(slots=2), ("--slots", 2)  # one engine's programs serve all tests
 TASK = """
 task: {name}
 dataset_path: json
@@ -71,15 +73,15 @@ def no_network(monkeypatch):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("harness")
     (folder / "text").mkdir()
-    config = runs.write_config(folder / "text")
-    runs.finish(runs.start(config, folder / "run"))
+    config = runs.write_config(folder / "text", "model.num_layers=1")
+    assert main(["train", str(config), "--out", str(folder / "run")]) == 0
     return folder
 
 
 @pytest.fixture(scope="module")
 def model(folder):
     """The trained model, as jaxlm's own functions take it."""
-    loaded = api.load(folder / "run", dtype="float32")
+    loaded = api.load(folder / "run", dtype="float32", engine=FEW)
     return loaded, abstract(loaded.config)[0], loaded.tokenizer
 
 
@@ -92,7 +94,7 @@ def make_adapter(loaded, tokenizer):
     from jaxlm.inference.harness import HarnessModel
 
     known = tokenizer.known(loaded.config.vocab_size)
-    engine = Engine(loaded.config, loaded.parameters, loaded.mesh, SMALL, known=known, ends=tokenizer.ends)
+    engine = Engine(loaded.config, loaded.parameters, loaded.mesh, FEW, known=known, ends=tokenizer.ends)
     return HarnessModel(engine, tokenizer)
 
 
@@ -267,13 +269,16 @@ def test_requests_that_lose_their_beginning_are_counted(folder, capsys):
     long, short = DOC | {"question": "alpha " * 20}, DOC
     choice = write_task(folder, "cut_choice", CHOICE, [long, short | {"answer": 1}])
     until = write_task(folder, "cut_until", UNTIL, [long | {"answer": "x"}, DOC | {"answer": "x"}])
-    assert main(["eval", str(folder / "run"), "--tasks", f"{choice}, {until}", "--json"]) == 0
+    assert main(["eval", str(folder / "run"), "--tasks", f"{choice}, {until}", *map(str, AS_FEW), "--json"]) == 0
     out, error = capsys.readouterr()
     found = json.loads(out)["tasks"]
     assert (found["cut_choice"]["truncated"], found["cut_until"]["truncated"]) == (3, 1)
     said = "jaxlm: requests longer than model.context_length lost their beginning: 3 of cut_choice, 1 of cut_until\n"
     assert error.count(said) == 1
-    assert evaluate(capsys, folder / "run", "--tasks", choice, "--limit", 1)["tasks"]["cut_choice"]["truncated"] == 3
+    assert (
+        evaluate(capsys, folder / "run", "--tasks", choice, "--limit", 1, *AS_FEW)["tasks"]["cut_choice"]["truncated"]
+        == 3
+    )
 
 
 def test_requests_without_an_answer_are_counted(capsys):
@@ -350,14 +355,14 @@ def test_local_tasks_are_evaluated(folder, model, adapter, capsys):
     docs = [{"question": q, "answer": a} for q, a in zip(questions, [*answers[:2], "wrong", "wrong"], strict=True)]
     until = write_task(folder, "until", UNTIL, docs)
 
-    found = evaluate(capsys, folder / "run", "--tasks", f"{choice},{until}")
+    found = evaluate(capsys, folder / "run", "--tasks", f"{choice},{until}", *AS_FEW)
     assert set(found) == {"tasks", "step"} and found["step"] == 40
     assert found["tasks"]["choice"]["acc,none"] == 0.75 and found["tasks"]["choice"]["sample_len"] == 4
     assert found["tasks"]["until"]["exact_match,none"] == 0.5
-    found = evaluate(capsys, folder / "run", "--tasks", choice, "--limit", 1, "mesh.fsdp=2")
+    found = evaluate(capsys, folder / "run", "--tasks", choice, "--limit", 1, "mesh.fsdp=2", *AS_FEW)
     assert found["tasks"]["choice"]["acc,none"] == 0.0 and found["tasks"]["choice"]["sample_len"] == 1
 
-    assert main(["eval", str(folder / "run"), "--tasks", choice]) == 0
+    assert main(["eval", str(folder / "run"), "--tasks", choice, *map(str, AS_FEW)]) == 0
     shown = capsys.readouterr().out
     assert "step 40" in shown and ["choice", "0", "acc", "0.7500"] == shown.splitlines()[3].split()[:4]
 

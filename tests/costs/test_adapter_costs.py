@@ -44,7 +44,7 @@ REMAT = {"none": "none", "full": "full", "some": ("query", "up")}
             for remat in REMAT
             for platform in CHIPS
         ],
-        ["llama-all-full-gpu", "gpt2-some-none-tpu", "gemma-all-some-gpu", "mixed-gate-full-tpu"],
+        ["llama-all-full-gpu", "gpt2-some-none-tpu", "gemma-all-some-gpu"],
     ),
 )
 def test_every_product_is_counted(name, targets, remat, platform):

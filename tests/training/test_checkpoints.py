@@ -181,9 +181,18 @@ def test_corrupt_checkpoints_are_set_aside_not_lost_and_their_steps_written_agai
     chex.assert_trees_all_equal(jax.device_get(checkpoints.restore_state(tmp_path, 2, like(mesh))), states[2])
 
 
-@pytest.mark.parametrize("name", ["checksums.json", "metrics/metrics"])
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
-def test_what_a_disk_refuses_is_not_corrupt_and_what_another_host_removed_is_gone(tmp_path, monkeypatch, name, number):
+@pytest.mark.parametrize(
+    "number, name",
+    sampled(
+        [
+            pytest.param(number, name, id=f"{errno.errorcode[number]}-{name}")
+            for number in (errno.EIO, errno.ESTALE)
+            for name in ("checksums.json", "metrics/metrics")
+        ],
+        ["EIO-checksums.json", "ESTALE-metrics/metrics"],
+    ),
+)
+def test_what_a_disk_refuses_is_not_corrupt_and_what_another_host_removed_is_gone(tmp_path, monkeypatch, number, name):
     trained(tmp_path, [1.0, 2.0], keep=2)
     plain = Path.read_text
 
@@ -317,7 +326,7 @@ def test_a_full_disk_takes_no_checkpoint_and_leaves_those_that_are_there(tmp_pat
 def test_a_folder_of_any_name_that_is_not_refused_holds_checkpoints(tmp_path, name):
     paths = RunPaths(tmp_path / name)
     paths.check_name()
-    states = trained(paths.checkpoints, [1.0], mesh=(1, 1, 1))
+    states = trained(paths.checkpoints, [1.0])
     restored = checkpoints.restore_state(paths.checkpoints, 1, like(meshes.make()))
     chex.assert_trees_all_equal(jax.tree.map(np.asarray, restored), states[1])
 

@@ -11,12 +11,14 @@ from matrices import sampled
 from runs import SIGNALS, losses
 from store_fixtures import write_store
 
+from jaxlm.cli import main
 from jaxlm.data.packing import Rows
 from jaxlm.data.tokenizers import bytes_tokenizer
 
 pytestmark = pytest.mark.slow
 
 DEVICES, STEPS = 4, 24
+RARE = f"evaluation.every={STEPS}", f"checkpoint.every={STEPS}"
 
 
 @pytest.fixture(scope="module")
@@ -30,21 +32,16 @@ def config(tmp_path_factory):
         "checkpoint.every=8",
         "mesh.data=2",
         "mesh.fsdp=2",
+        "model.num_layers=1",
     )
 
 
 @pytest.fixture(scope="module")
-def run_of_one(config, tmp_path_factory):
-    """The run of one process with all devices."""
+def whole(config, tmp_path_factory):
+    """The losses of one process with all devices, which is this one."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    runs.finish(runs.start(config, run, "records.sample_tokens=24", devices=DEVICES))
-    return run
-
-
-@pytest.fixture(scope="module")
-def whole(run_of_one):
-    """Its losses."""
-    return losses(run_of_one)
+    assert main(["train", str(config), "--out", str(run), *RARE]) == 0
+    return losses(run)
 
 
 # A lost process is missed sooner than after the 30 s that users wait.
@@ -74,14 +71,21 @@ def assert_close(actual, expected):
     np.testing.assert_allclose([actual[s] for s in expected], list(expected.values()), rtol=1e-5)
 
 
-def test_two_processes_train_to_the_losses_of_one(config, run_of_one, whole, tmp_path):
-    """And draw its sample, by an engine on a mesh over both."""
+def test_two_processes_train_to_the_losses_of_one(config, whole, tmp_path):
     run = tmp_path / "run"
-    (first, _), (second, quiet) = finish(start(config, [run] * 2, "--json", "records.sample_tokens=24"))
+    (first, _), (second, quiet) = finish(start(config, [run] * 2, *RARE, "--json"))
     assert_close(losses(run), whole)
-    assert (run / "sample.txt").read_text() == (run_of_one / "sample.txt").read_text()
     assert json.loads(first)["step"] == STEPS  # one object, without output of the network library
     assert second == "" and "step" not in quiet
+
+
+@pytest.mark.exhaustive  # tests/inference/test_leader.py has engines that follow another
+def test_two_processes_draw_the_sample_of_one(config, tmp_path):
+    """By an engine on a mesh over both."""
+    alone, both = tmp_path / "alone", tmp_path / "both"
+    for folders in ([alone], [both] * 2):
+        finish(start(config, folders, "training.steps=8", "records.sample_tokens=24"))
+    assert (both / "sample.txt").read_text() == (alone / "sample.txt").read_text()
 
 
 @pytest.mark.exhaustive

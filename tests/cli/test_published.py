@@ -24,7 +24,17 @@ from jaxlm.run import Run
 PUBLISHED = Path(__file__).parents[1] / "families" / "stories260K"
 IDS = json.loads((PUBLISHED / "stories260K_tokens.json").read_text())["tokens"]
 STORY = (PUBLISHED / "expected.txt").read_text()
-GREEDY = ["--prompt", "", "--max-tokens", "200", "--temperature", "0", "training.dtype=float32", "--json"]
+GREEDY = [
+    "--prompt",
+    "",
+    "--max-tokens",
+    "200",
+    "--temperature",
+    "0",
+    "training.dtype=float32",
+    "mesh.fsdp=1",
+    "--json",
+]
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +173,9 @@ log_every = 1
 learning_rate = 1e-4
 [records]
 tensorboard = false
+sample_tokens = 0
+[mesh]
+fsdp = 1
 """
     )
     return path

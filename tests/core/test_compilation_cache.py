@@ -79,10 +79,10 @@ def test_a_program_that_was_written_in_part_is_removed(enabled):
 
 @pytest.mark.slow
 def test_a_second_start_compiles_nothing(tmp_path):
-    run = runs.untrained(tmp_path / "run")
+    run = runs.untrained(tmp_path / "run", "model.num_layers=1")
     environment = {**runs.environment(), "XDG_CACHE_HOME": str(tmp_path / "home")}
     environment.pop("JAX_COMPILATION_CACHE_DIR")
-    asked = ["generate", str(run), "--max-tokens", "5", "--temperature", "0", "--prompt"]
+    asked = ["generate", str(run), "--max-tokens", "5", "--temperature", "0", "--slots", "1", "--prompt"]
     # However fast this machine compiles them.
     keeping_all = "from jaxlm.core import compilation_cache; compilation_cache._WORTHWHILE_S = 0.0"
     program = f"import sys; {keeping_all}; from jaxlm.cli import main; sys.exit(main())"

@@ -84,8 +84,8 @@ def test_how_text_is_cut_into_parts_makes_no_difference(describe, tmp_path, monk
     monkeypatch.setattr(formats, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(parallel, "cores", lambda: 1)
     assert built("cut") == whole
-    monkeypatch.setattr(parallel, "cores", lambda: 3)
-    assert built("by three processes") == whole
+    monkeypatch.setattr(parallel, "cores", lambda: 2)
+    assert built("by two processes") == whole
 
 
 def test_what_is_whole_is_not_tokenized_again(describe, tmp_path, in_chunks, monkeypatch):

@@ -303,7 +303,7 @@ def test_angles_are_of_the_length_that_a_text_may_have(scaling):
     """Keys of the prompt, which fills a page, are not found again by a text that may become too long for them."""
     model = model_fixtures.model(position={"kind": "rope", "scaling": scaling}, context_length=160)
     parameters, prompt = tree.init(model, 0, meshes.make()), [*range(36)]
-    engine = Engine(model, parameters, meshes.make(), SETTINGS)
+    engine = Engine(model, parameters, meshes.make(), replace(SETTINGS, slots=1))
     graph, _ = tree.abstract(model)
     for new in (2, 12):
         engine.submit(Request(prompt, new, Sampling(temperature=0.0)))
@@ -313,6 +313,7 @@ def test_angles_are_of_the_length_that_a_text_may_have(scaling):
         assert logits[len(prompt) - 1 :].argmax(axis=-1).tolist() == drawn
 
 
+@pytest.mark.exhaustive  # tests/cli/test_published.py has these tokens
 def test_a_published_model_tells_its_story():
     """200 greedy tokens that others computed from these weights in float32."""
     ids = json.loads((STORIES / "stories260K_tokens.json").read_text())["tokens"]

@@ -1,6 +1,7 @@
 """`jaxlm bench serve`: loads as data, figures by hand, and a whole load of a server."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -140,10 +141,16 @@ def test_what_cannot_be_measured_is_one_line(arguments, why, config, capsys):
 
 
 @pytest.mark.slow
-def test_a_server_is_started_and_ended(capfd):
+def test_a_server_is_started_and_ended(monkeypatch, capfd):
     """The server itself says what is wrong with the weights."""
-    from pathlib import Path
+    from jaxlm.server.load import started
 
+    def smaller(command, **how):  # than by default, with the programs of test_serve_command.py
+        return start([*command, "--slots", "2", "--chunk-tokens", "32", "--max-context", "400"], **how)
+
+    start = started.subprocess.Popen
+    monkeypatch.setattr(started.subprocess, "Popen", smaller)
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
     stories = Path(__file__).parents[1] / "families" / "stories260K"
     lengths = ["--requests", 3, "--input-tokens", 9, "--output-tokens", 4, "--json"]
     out, _ = said(capfd, stories, "training.dtype=float32", *lengths)

@@ -18,7 +18,7 @@ from jaxlm.cli import main
 from jaxlm.published import PublishedSource
 
 STORIES = Path(__file__).parents[1] / "families" / "stories260K"
-SMALL = ("--port", "0", "--slots", "8", "--chunk-tokens", "64", "--max-context", "400")
+SMALL = ("--port", "0", "--slots", "2", "--chunk-tokens", "32", "--max-context", "400")
 PROMPT = {"model": "stories260K", "prompt": "Once upon a time", "temperature": 0}
 # The engine fails at its hundredth step, after those of its check.
 FAILING = """
@@ -255,4 +255,4 @@ def test_processes_that_were_asked_for_other_things_end(tmp_path):
     ]
     for process in started:
         _, errors = process.communicate(timeout=120)
-        assert process.returncode == 2 and "(slots = 4, not 8); start all with the same MODEL" in errors
+        assert process.returncode == 2 and "(slots = 4, not 2); start all with the same MODEL" in errors

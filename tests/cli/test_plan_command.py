@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from matrices import sampled
 
 from jaxlm.cli import main
 
@@ -25,10 +26,13 @@ def plan(capsys, *arguments, model="llama3.1-8b"):
 
 @pytest.mark.parametrize(
     ("model", "chips", "mesh"),
-    [
-        ("llama3.1-405b", "h100-sxm5:16384", "data=128,fsdp=16,tensor=8"),
-        ("llama3.1-405b", "tpu-v5p:16x20x28", "data=70,fsdp=128"),
-    ],
+    sampled(
+        [
+            pytest.param("llama3.1-405b", "h100-sxm5:16384", "data=128,fsdp=16,tensor=8", id="h100"),
+            pytest.param("llama3.1-405b", "tpu-v5p:16x20x28", "data=70,fsdp=128", id="v5p"),
+        ],
+        ["v5p"],
+    ),
 )
 def test_thousands_of_chips_in_two_seconds_without_a_backend(model, chips, mesh):
     code = (

@@ -41,7 +41,7 @@ def drawn(rows, weights, count, batch=4, seed=0, start=0) -> list[tuple[str, int
 WEIGHTS = [(0.5, 0.3, 0.2), (0.9, 0.05, 0.05), (1 / 3, 1 / 3, 1 / 3), (0.01, 0.98, 0.01)]
 
 
-@pytest.mark.parametrize("weights", sampled(WEIGHTS, ["(0.5, 0.3, 0.2)", "(0.01, 0.98, 0.01)"]), ids=str)
+@pytest.mark.parametrize("weights", sampled(WEIGHTS, ["(0.01, 0.98, 0.01)"]), ids=str)
 def test_rows_come_by_weight_throughout(rows, weights):
     weights = dict(zip(rows, weights, strict=True))
     names = [name for name, _ in drawn(rows, weights, 250)]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matrices import sampled
 from store_fixtures import write_store
 from text_fixtures import RECORDS, write
 
@@ -73,7 +74,7 @@ def test_the_format_makes_no_difference(describe, tmp_path):
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "characters", "bpe"])
+@pytest.mark.parametrize("tokenizer", sampled(["bytes", "characters", "bpe"], ["bpe"]))
 def test_how_text_is_cut_into_parts_makes_no_difference(describe, tmp_path, monkeypatch, tokenizer):
     def built(cache: str):
         data = prepare(describe(tokenizer=tokenizer, cache=str(tmp_path / cache)), VOCABULARY)
@@ -152,8 +153,17 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
-@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize(
+    ("number", "cores"),
+    sampled(
+        [
+            pytest.param(number, cores, id=f"{name}-{cores}")
+            for number, name in ((signal.SIGKILL, "killed"), (signal.SIGINT, "interrupted"))
+            for cores in (1, 2)
+        ],
+        ["interrupted-1", "killed-2"],
+    ),
+)
 def test_a_process_that_was_killed_is_gone_on_with(describe, tmp_path, number, cores):
     (tmp_path / "script.py").write_text(SCRIPT)
     root = Path(formats.__file__).parents[2]

@@ -24,7 +24,7 @@ from jaxlm.inference.settings import EngineSettings
 from jaxlm.models import tree
 from jaxlm.parallel.rules import ENGINE
 
-FAMILIES = {**model_fixtures.FAMILIES, "mixed": model_fixtures.MIXED}
+FAMILIES = {**model_fixtures.FAMILIES, "mixed": {**model_fixtures.MIXED, "num_layers": 4}}
 SCALINGS = [
     {
         "kind": "longrope",

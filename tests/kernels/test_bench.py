@@ -42,6 +42,7 @@ def test_alone(tmp_path, capsys):
     assert "of copy" not in said and "of matmul" in said  # small cases stay in caches
 
 
+@pytest.mark.exhaustive
 def test_memory_is_left_to_peers(tmp_path):
     """JAX's memory options are set before its first use of a device."""
     code = (

@@ -1,9 +1,12 @@
 """Paged attention against the reference, and its promise that a row depends on its own sequence alone."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from matrices import sampled
 
 from kernels_pallas.paged_attention import paged_attention
 
@@ -35,9 +38,17 @@ TABLE = tables([3, 7, 1], [4], [9, 8, 11, 2, 6])
 SEEN = ranges([(0, 37), (0, 38)], [(0, 0), (0, 1)], [(41, 72), (42, 73)])
 
 
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("options", [{}, {"scale": 0.3, "soft_cap": 2.0}], ids=["plain", "capped"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+CAPPED = {"scale": 0.3, "soft_cap": 2.0}
+FORMS = itertools.product([1, 3], [{}, CAPPED], ["float32", "bfloat16"])
+
+
+@pytest.mark.parametrize(
+    ("groups", "options", "dtype"),
+    sampled(
+        [pytest.param(*form, id=f"{form[0]}-{'capped' if form[1] else 'plain'}-{form[2]}") for form in FORMS],
+        ["1-plain-bfloat16", "3-capped-float32", "3-plain-float32"],
+    ),
+)
 def test_it_is_the_reference(groups, options, dtype):
     key, value, query = drawn(groups, dtype)
     q = query(3, 2)

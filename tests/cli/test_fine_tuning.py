@@ -149,7 +149,7 @@ def test_adapters_in_two_processes_train_to_the_losses_of_one(kinds, model, tmp_
     for count in (1, 2):
         port, run = runs.free_port(), tmp_path / str(count)
         places = [() if count == 1 else ("--process", f"{i}/{count}@127.0.0.1:{port}") for i in range(count)]
-        given = ("--from", str(model), "lora.rank=4", "training.steps=8", "records.sample_tokens=0")
+        given = ("--from", str(model), "lora.rank=4", "training.steps=8", "mesh.fsdp=4", "records.sample_tokens=0")
         started = [runs.start(kinds["dpo"], run, *given, *place, devices=4 // count) for place in places]
         for process in started:
             runs.finish(process)

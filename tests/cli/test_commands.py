@@ -283,7 +283,7 @@ def test_a_run_in_a_locale_of_ascii_alone(tmp_path):
     """Terminal, sample and records hold text that the locale lacks; what is printed is replaced."""
     folder = tmp_path / "text"
     folder.mkdir()
-    config = runs.write_config(folder, "training.steps=4")
+    config = runs.write_config(folder, "training.steps=4", "records.sample_tokens=24")
     for i in range(40):
         (folder / f"{i}.txt").write_text(f"{i} naïve “ü” 😀 " * 99, encoding="utf-8")
     for asked in (("train", config, "--out", tmp_path / "run"), ("eval", tmp_path / "run")):

@@ -98,11 +98,12 @@ def llama_cpp_steps(model: Path, rows: int, context: int, dtype: str) -> interle
     batch = cpp.llama_batch_init(how.n_batch, 0, 1)
 
     def read(tokens: list[int], positions: list[int], sequences: list[int]) -> None:
-        """Read tokens, each after those of its sequence; the last of each run has logits."""
+        """Read tokens, those of a sequence after one another; the last of each sequence has logits."""
         batch.n_tokens = len(tokens)
+        following = [*sequences[1:], None]
         for i, (token, position, sequence) in enumerate(zip(tokens, positions, sequences, strict=True)):
             batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, position, 1, sequence
-            batch.logits[i] = i + 1 == len(tokens) or len(set(sequences)) > 1
+            batch.logits[i] = following[i] != sequence
         if cpp.llama_decode(state, batch):
             raise RuntimeError("llama.cpp does not decode")
 

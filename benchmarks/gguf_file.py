@@ -39,7 +39,8 @@ _LAYER = re.compile(r"^(?:h|layers)\.(\d+)\.")
 def write(model: Path, file: Path, dtype: str) -> None:
     """Write the weights of a Hugging Face directory of `model_type` "gpt2" or "llama", matrices in `dtype`.
 
-    Vectors are float32, as llama.cpp's own converter has them. Raises KeyError for another family or tensor.
+    Vectors are float32, as llama.cpp's own converter has them. Raises KeyError for another family or tensor, and
+    ValueError for scaled rotary angles or biases of attention, which are not written.
     """
     import gguf
 
@@ -47,6 +48,9 @@ def write(model: Path, file: Path, dtype: str) -> None:
     config, family = published.config, published.config["model_type"]
     writer = gguf.GGUFWriter(file, family)
     kind = {"float32": gguf.GGMLQuantizationType.F32, "bfloat16": gguf.GGMLQuantizationType.BF16}[dtype]
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") != "default" or config.get("attention_bias"):
+        raise ValueError(f"{model} has scaled rotary angles or biases of attention, which are not written")
     sizes = _gpt2_sizes(config) if family == "gpt2" else _llama_sizes(config)
     writer.add_context_length(sizes["context"])
     writer.add_embedding_length(sizes["width"])

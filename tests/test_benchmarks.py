@@ -170,6 +170,15 @@ def test_steps_of_the_engine_know_what_they_read():
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
+def test_work_of_the_host_is_a_part_of_a_step():
+    import engine_host
+
+    found = engine_host.host_work(str(STORIES), rows=2, context=8, steps=4)
+    assert 0 < found["dispatch_s"] + found["plan_and_tokens_s"] < found["step_s"] and 0 < found["host_share"] < 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_decoding_is_measured(tmp_path):
     """By the engine alone, where neither transformers nor llama.cpp is installed."""
     command = [sys.executable, str(BENCHMARKS / "decode.py"), str(STORIES), "--rows", "2", "--context", "8"]

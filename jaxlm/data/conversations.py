@@ -134,18 +134,19 @@ def encode(conversation: Conversation, template: ChatTemplate) -> Encoded:
     template that shows a message otherwise once others follow: it would be learned as it is never seen.
     """
 
-    def shown(messages: Sequence[Message], reply: bool) -> list[int]:
-        return template.encode([_without_weight(message) for message in messages], reply=reply, tools=tools)
+    def shown(count: int, reply: bool) -> list[int]:
+        return template.encode(plain[:count], reply=reply, tools=tools)
 
     messages, tools = conversation.messages, conversation.tools
-    tokens = shown(messages, False)
+    plain = list(map(_without_weight, messages))
+    tokens = shown(len(plain), False)
     learned = np.zeros(len(tokens), bool)
     for number in filter(conversation.is_learned, range(len(messages))):
-        before, after = shown(messages[:number], True), shown(messages[: number + 1], False)
+        before, after = shown(number, True), shown(number + 1, False)
         if after[: len(before)] != before or tokens[: len(after)] != after:
             told = json.dumps(messages[number]["content"], ensure_ascii=False)[:80]
-            begun = template.render(list(map(_without_weight, messages[:number])), reply=True, tools=tools)
-            whole = template.render(list(map(_without_weight, messages[: number + 1])), reply=False, tools=tools)
+            begun = template.render(plain[:number], reply=True, tools=tools)
+            whole = template.render(plain[: number + 1], reply=False, tools=tools)
             if whole.startswith(begun) and after[: len(before)] != before:
                 raise InputError(
                     f"{template.name} ends with {json.dumps(begun[-16:], ensure_ascii=False)} where message "

@@ -83,6 +83,8 @@ class Job:
                 if status is None:
                     raise
                 os._exit(status)  # a compiler may still be at work in its threads, and would be waited for
+            finally:
+                self._run.release()
             self._display.ended(ended)
             return ended
 

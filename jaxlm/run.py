@@ -193,7 +193,7 @@ class Run:
         return text_rows(experiment, data, self.load_tokenizer(), template, display)
 
     def claim(self) -> None:
-        """Have the folder, once it is there, for this job alone until its first process ends, however it ends.
+        """Have the folder, once it is there, for this job alone until `release`, or the end of its first process.
 
         Raises InputError where another job has it, or where nothing can be written to it.
         """
@@ -207,6 +207,12 @@ class Run:
             lock(self._claimed)
         except BlockingIOError:
             raise self._taken() from None
+
+    def release(self) -> None:
+        """Leave the folder to other jobs, if this one has it."""
+        if self._claimed is not None:
+            self._claimed.close()
+            self._claimed = None
 
     def check_free(self) -> None:
         """Raises InputError where another job has the folder. For every process, before it joins the others: where that

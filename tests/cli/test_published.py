@@ -1,6 +1,5 @@
 """Published weights from the command line: used where they lie, imported, trained on, and given back."""
 
-import gc
 import json
 import shutil
 from pathlib import Path
@@ -197,7 +196,6 @@ def test_a_run_begins_with_published_weights_and_gives_them_back_trained(chatty,
     command = ["train", str(experiment), "--from", str(chatty), "--out", str(out)]
 
     def said(*arguments, status=0):
-        gc.collect()  # the lock of the run before, as the end of its process
         assert main(list(map(str, arguments))) == status
         printed = capsys.readouterr()
         assert "resumed with" not in printed.err

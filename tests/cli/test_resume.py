@@ -1,6 +1,5 @@
 """Runs that are killed, interrupted and moved between meshes end as if nothing had happened."""
 
-import gc
 import random
 import shutil
 import signal
@@ -118,7 +117,6 @@ def test_a_corrupt_checkpoint_costs_only_the_way_from_the_one_before(config, uni
 
 def refused(capsys, config, run, *overrides):
     """Return the one line that a run is refused with, here: a process takes seconds to start."""
-    gc.collect()  # the lock of the run before, as the end of its process
     assert main(["train", str(config), "--out", str(run), *overrides]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""

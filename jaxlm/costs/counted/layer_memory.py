@@ -107,8 +107,12 @@ def forward(device: DeviceStep, layer: int, keeps: bool) -> LayerPeak:
             result = 0 if work.platform == "tpu" else 4 * math.prod(device.result(use))
             bytes_ = work.itemsize * _numbers(device, through) + result + _scores(device, use, keeps)
         else:
-            # XLA frees a buffer after the operation that follows the last one that reads it.
-            live = {value for value in there if last.get(value, -1) >= i - 1 or value in use.results}
+            # A GPU's program frees a buffer after the operation that follows the last one that reads it. A TPU's frees
+            # it at once, and works number by number in place.
+            is_tpu = work.platform == "tpu"
+            live = {value for value in there if last.get(value, -1) >= i - (not is_tpu) or value in use.results}
+            if is_tpu and use.name in _IN_PLACE:
+                live -= set(use.results)
             bytes_ = work.itemsize * _numbers(device, live)
         peaks.append(LayerPeak(bytes_, i))
     return max(peaks)

@@ -170,12 +170,14 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
         waits, tables = 0, (4 if work.batch_shards == 1 else itemsize) * (total - of_layers)
     else:
         logits = tokens * labels
-        # Only for the gradient of a table does a TPU make an array of the logits' gradient.
-        narrow = itemsize if trains or work.platform != "tpu" else 0
+        # A TPU makes an array of the logits' gradient for the gradient of a table that is sharded over `fsdp`. Otherwise
+        # the products that read it compute it from the logits.
+        is_array = work.platform != "tpu" or (trains and _whole(device, use) > 0)
+        narrow = itemsize if is_array else 0
         yield Memory(held.parameters + _tables(device), sums, state, saved, logits * (4 + narrow), 0)
-        # That of the unembedding is made from the gradient of the logits, which waits until the layers are done if it
-        # is a narrow copy.
-        waits, tables = logits * itemsize if trains and work.dtype != "float32" else 0, 0
+        # That of the unembedding comes after the layers, for which the narrow copy waits, or else the logits.
+        waits = logits * (narrow or 4) if trains and work.dtype != "float32" else 0
+        tables = 0
     for layer in layers if through else ():
         uses, backward = found.by_layer[layer], layer_memory.backward(alike, layer)
         gathered = _gathered(device, _of_module(uses, backward.at))

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from einops import rearrange
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxlm.models.cache import CacheEntry, LayerCache, Slot
+from jaxlm.models.cache import CacheEntry, LayerCache, Recurrence, Slot, States, carried, where_sequences
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.operations import CacheView
 from jaxlm.models.recording import Axes
@@ -135,7 +136,7 @@ class DenseLayer:
     is_empty: bool
 
     def update(self, rows: RowContext, **new: jax.Array) -> "DenseLayer":
-        """Write T new tokens of each sequence after its `length`, or what is kept per sequence.
+        """Write T new tokens of each sequence after its `length`.
 
         In a ring they overwrite tokens. A prompt is therefore read as it came; from then on a ring takes a chunk at a
         time, and is read by position. Raises ValueError for more.
@@ -164,9 +165,20 @@ class DenseLayer:
                     key_range = KeyRange(*(jnp.maximum(at_BT - first_B[:, None], 0) for at_BT in rows.key_range))
         return dataclasses.replace(self, stored=stored, shown=CacheView(arrays, key_range))
 
+    def carry(self, rows: RowContext, step: Recurrence, first: States, inputs_BT: Any) -> tuple[Any, "DenseLayer"]:
+        """Carry the states of each sequence through T new tokens."""
+        begins_B = self.length == 0
+        before = {name: self.stored[name].read(self.index) for name in first}
+        states = {name: where_sequences(begins_B, first[name][None], state) for name, state in before.items()}
+        is_token_BT = rows.key_range.end > rows.key_range.start
+        states, outputs_BT = carried(step, states, inputs_BT, is_token_BT)
+        written = {name: self.stored[name].write(state, self.index, self.length) for name, state in states.items()}
+        return outputs_BT, dataclasses.replace(self, stored={**self.stored, **written})
+
     def view(self) -> CacheView:
-        """Return all that is stored for the layer; of a ring the prompt as it came, or its tokens by position."""
-        stored = {name: slot.read(self.index) for name, slot in self.stored.items() if name not in self.shown.arrays}
+        """Return the tokens stored for the layer; of a ring the prompt as it came, or its tokens by position."""
+        of_tokens = {name: slot for name, slot in self.stored.items() if slot.slot.per == "token"}
+        stored = {name: slot.read(self.index) for name, slot in of_tokens.items() if name not in self.shown.arrays}
         return self.shown._replace(arrays={**stored, **self.shown.arrays})
 
 

@@ -4,14 +4,13 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jaxlm.core.errors import InputError
-from jaxlm.models.cache import CacheEntry, LayerCache, Slot
+from jaxlm.models.cache import CacheEntry, LayerCache, Recurrence, Slot, States, carried, where_sequences
 from jaxlm.models.operations import PagedSection, PagedView
 from jaxlm.models.recording import Axes
 from jaxlm.models.rows import RowContext
@@ -22,33 +21,57 @@ from kernels_pallas.flash_attention import KeyRange
 Arrays = dict[str, dict[str, jax.Array]]  # by entry and slot, [P, …, S, H]
 
 
+STATE_WINDOW = 2  # a token reads the state after the one before it, and writes its own
+
+
+class PagedEntry(NamedTuple):
+    """The pages of an entry of the cache, which is of one layer.
+
+    `slots`: what the layer keeps, by name. `tokens`, `states`: the groups of its slots of tokens and of its states,
+    None where it has none.
+    """
+
+    name: str
+    slots: tuple[tuple[str, Slot], ...]
+    tokens: int | None
+    states: int | None
+
+    def group(self, slot: Slot) -> int | None:
+        """Return the group of one of the slots."""
+        return self.tokens if slot.per == "token" else self.states
+
+
 class PageLayout(NamedTuple):
     """The pages of a model's layers.
 
+    A page holds the entries of its tokens, or the state of the sequence after the last of its tokens that was read: so
+    the pages of a prefix hold its state too, and a sequence that finds them goes on from it.
+
     `groups`: the windows after which layers free their pages, None for layers that read all: each group has pages of
-    its own and a table for each sequence. `entries`: the group of each entry of the cache, and what it keeps. `size`:
-    the tokens of a page.
+    its own and a table for each sequence. `size`: the tokens of a page.
     """
 
     groups: tuple[int | None, ...]
-    entries: dict[str, tuple[int, CacheEntry]]
+    entries: tuple[PagedEntry, ...]
     size: int
 
     @classmethod
     def of(cls, entries: Mapping[str, CacheEntry], size: int) -> "PageLayout":
-        """Return the layout for these entries, of one layer each. Raises InputError where one keeps a state of a whole
-        sequence."""
+        """Return the layout for these entries, of one layer each."""
         windows: list[int | None] = []
-        found = {}
-        for name, entry in entries.items():
-            if any(slot.per == "sequence" for slot in entry.slots.values()):
-                raise InputError(f"layers of {name} keep a state of each sequence, which the engine cannot page yet")
-            reach = [slot.window for slot in entry.slots.values()]
-            window = None if None in reach else max(reach, default=None)
+
+        def group(window: int | None) -> int:
             if window not in windows:
                 windows.append(window)
-            found[name] = windows.index(window), entry
-        return cls(tuple(windows), found, size)
+            return windows.index(window)
+
+        found = []
+        for name, entry in entries.items():
+            reach = [slot.window for slot in entry.slots.values() if slot.per == "token"]
+            tokens = group(None if None in reach else max(reach)) if reach else None
+            states = group(STATE_WINDOW) if len(reach) < len(entry.slots) else None
+            found.append(PagedEntry(name, tuple(entry.slots.items()), tokens, states))
+        return cls(tuple(windows), tuple(found), size)
 
     def page_bytes(self, group: int, dtype: jnp.dtype, mesh: Mesh, rules: Rules) -> int:
         """Return the bytes on each device of one page of all layers of a group."""
@@ -56,70 +79,82 @@ class PageLayout(NamedTuple):
         shapes = jax.eval_shape(lambda: self.allocate(one, dtype))
         shardings = self.shardings(one, mesh, rules)
         return sum(
-            math.prod(shardings[name][slot].shard_shape(x.shape)) * x.dtype.itemsize
-            for name, (at, _) in self.entries.items()
-            if at == group
-            for slot, x in shapes[name].items()
+            math.prod(shardings[entry.name][name].shard_shape(x.shape)) * x.dtype.itemsize
+            for entry in self.entries
+            for name, slot in entry.slots
+            if entry.group(slot) == group
+            for x in [shapes[entry.name][name]]
         )
 
     def allocate(self, counts: Sequence[int], dtype: jnp.dtype) -> Arrays:
         """Return pages of zeros, `counts` of each group, in slots' own dtypes or this one."""
 
-        def zeros(group: int, slot: Slot) -> jax.Array:
-            shape = counts[group], *slot.shape[:-1], self.size, slot.shape[-1]
-            return jnp.zeros(shape, slot.dtype or dtype)
+        def zeros(entry: PagedEntry, slot: Slot) -> jax.Array:
+            group = entry.group(slot)
+            assert group is not None, "there is a group for each slot"
+            shape = (*slot.shape[:-1], self.size, slot.shape[-1]) if slot.per == "token" else slot.shape
+            return jnp.zeros((counts[group], *shape), slot.dtype or dtype)
 
-        return {
-            name: {slot: zeros(group, of) for slot, of in entry.slots.items()}
-            for name, (group, entry) in self.entries.items()
-        }
+        return {each.name: {name: zeros(each, slot) for name, slot in each.slots} for each in self.entries}
 
     def shardings(self, counts: Sequence[int], mesh: Mesh, rules: Rules) -> dict[str, dict[str, NamedSharding]]:
         """Return the shardings of the pages: heads lie as attention computes them."""
         shapes = jax.eval_shape(lambda: self.allocate(counts, jnp.dtype("float32")))
-        return {
-            name: {slot: named_sharding(_axes(of), shapes[name][slot].shape, mesh, rules) for slot, of in slots.items()}
-            for name, (_, (_, slots)) in self.entries.items()
-        }
+
+        def sharding(entry: PagedEntry, name: str, slot: Slot) -> NamedSharding:
+            return named_sharding(_axes(slot), shapes[entry.name][name].shape, mesh, rules)
+
+        return {each.name: {name: sharding(each, name, slot) for name, slot in each.slots} for each in self.entries}
 
 
 def _axes(slot: Slot) -> Axes:
     """Return the logical axes of a slot's pages."""
-    return None, *slot.axes[:-1], None, slot.axes[-1]
+    return (None, *slot.axes[:-1], None, slot.axes[-1]) if slot.per == "token" else (None, *slot.axes)
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["arrays", "tables", "position_R"],
-    meta_fields=["group_of_entries", "rows"],
+    meta_fields=["layout", "rows"],
 )
 @dataclasses.dataclass(frozen=True)
 class PagedCache:
     """The pages as one step reads and writes them.
 
     `arrays`: the pages. `tables`: of each group, for each section, int32 [Q, M]. `position_R`: of each row in its
-    sequence, −1 for a row of padding, which writes to page 0. `group_of_entries`: the group of each entry. `rows`: of
-    each sequence in a section. In a section with several rows, these follow one another from a multiple of their number
-    on, so that they lie in one page; those after the last that is no padding may write what is read by nobody.
+    sequence, −1 for a row of padding, which writes to page 0. `rows`: of each sequence in a section. In a section with
+    several rows, these follow one another from a multiple of their number on, so that they lie in one page; those after
+    the last that is no padding may write what is read by nobody. Runs of one sequence in such a section come in order.
     """
 
     arrays: Arrays
     tables: tuple[tuple[jax.Array, ...], ...]
     position_R: jax.Array
-    group_of_entries: tuple[tuple[str, int], ...]
+    layout: PageLayout
     rows: tuple[int, ...]
 
     def layer(self, entry: str, index: jax.Array | int) -> "PagedLayer":
         """Return the cache of the layer of an entry, which has no other."""
-        tables = self.tables[dict(self.group_of_entries)[entry]]
-        sections = tuple(PagedSection(*each) for each in zip(tables, self.rows, strict=True))
+        (paged,) = (each for each in self.layout.entries if each.name == entry)
         empty = jnp.zeros((len(self.position_R), 1), jnp.int32)
-        return PagedLayer(self.arrays[entry], sections, self.position_R, KeyRange(empty, empty))
+        return PagedLayer(
+            pages={name: self.arrays[entry][name] for name, slot in paged.slots if slot.per == "token"},
+            states={name: self.arrays[entry][name] for name, slot in paged.slots if slot.per == "sequence"},
+            of_tokens=self._sections(paged.tokens),
+            of_states=self._sections(paged.states),
+            position_R=self.position_R,
+            key_range=KeyRange(empty, empty),
+            size=self.layout.size,
+        )
+
+    def _sections(self, group: int | None) -> tuple[PagedSection, ...]:
+        tables = () if group is None else self.tables[group]
+        return tuple(PagedSection(table, rows) for table, rows in zip(tables, self.rows, strict=False))
 
     def put(self, entry: str, layer: LayerCache) -> "PagedCache":
         """Return the cache with what a layer of an entry has stored."""
         assert isinstance(layer, PagedLayer), "a layer comes from `layer`"
-        return dataclasses.replace(self, arrays={**self.arrays, entry: layer.arrays})
+        return dataclasses.replace(self, arrays={**self.arrays, entry: {**layer.pages, **layer.states}})
 
     def advance(self, lengths_B: jax.Array) -> "PagedCache":
         """Return itself: the scheduler knows how long sequences are."""
@@ -128,38 +163,37 @@ class PagedCache:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["arrays", "sections", "position_R", "key_range"],
-    meta_fields=[],
+    data_fields=["pages", "states", "of_tokens", "of_states", "position_R", "key_range"],
+    meta_fields=["size"],
 )
 @dataclasses.dataclass(frozen=True)
 class PagedLayer:
-    """One layer of a paged cache."""
+    """One layer of a paged cache.
 
-    arrays: dict[str, jax.Array]
-    sections: tuple[PagedSection, ...]
+    `pages`: of tokens, by slot. `states`: by slot, [P, *shape], one in each page. `of_tokens`, `of_states`: where the
+    rows have theirs. `size`: tokens of a page.
+    """
+
+    pages: dict[str, jax.Array]
+    states: dict[str, jax.Array]
+    of_tokens: tuple[PagedSection, ...]
+    of_states: tuple[PagedSection, ...]
     position_R: jax.Array
     key_range: KeyRange
+    size: int
 
     def update(self, rows: RowContext, **new: jax.Array) -> "PagedLayer":
         """Write the rows' entries [R, 1, *shape], each at its position in the pages of its sequence."""
-        arrays = dict(self.arrays)
-        for name, x in new.items():
-            arrays[name] = self._written(arrays[name], x[:, 0])
-        return dataclasses.replace(self, arrays=arrays, key_range=rows.key_range)
+        written = {name: self._written(self.pages[name], x[:, 0]) for name, x in new.items()}
+        return dataclasses.replace(self, pages={**self.pages, **written}, key_range=rows.key_range)
 
     def _written(self, pages: jax.Array, new: jax.Array) -> jax.Array:
-        """Write entries [R, …, H] into pages [P, …, S, H], one slice for each sequence."""
-        new, at, size = new.astype(pages.dtype), 0, pages.shape[-2]
-        inside = pages.ndim - 3  # dimensions of an entry before its last
-        for section in self.sections:
-            table_QM, rows = section.table, section.rows
-            Q = len(table_QM)
-            first_Q = self.position_R[at : at + Q * rows : rows]
-            is_padding_Q = first_Q < 0
-            first_Q = jnp.maximum(first_Q, 0)
-            page_Q = jnp.take_along_axis(table_QM, (first_Q // size)[:, None], axis=1)[:, 0]
-            page_Q, at_Q = jnp.where(is_padding_Q, 0, page_Q), first_Q % size
-            part = new[at : at + Q * rows].reshape(Q, rows, *new.shape[1:])
+        """Write entries [R, …, H] into pages [P, …, S, H], one slice for each run."""
+        new, at, inside = new.astype(pages.dtype), 0, pages.ndim - 3  # dimensions of an entry before its last
+        for section in self.of_tokens:
+            page_Q, first_Q = self._places(section, at)
+            at_Q = jnp.maximum(first_Q, 0) % self.size
+            part = _runs(new, at, section)
             part = jnp.moveaxis(part, 1, -2)  # [Q, …, rows, H]
 
             def write(
@@ -172,10 +206,57 @@ class PagedLayer:
                 start = (page_Q[q], *[0] * inside, at_Q[q], 0)
                 return jax.lax.dynamic_update_slice(pages, part[q][None], start)
 
-            pages = jax.lax.fori_loop(0, Q, write, pages)
-            at += Q * rows
+            pages = jax.lax.fori_loop(0, len(page_Q), write, pages)
+            at += len(page_Q) * section.rows
         return pages
 
+    def _places(self, section: PagedSection, at: int, back: int = 0) -> tuple[jax.Array, jax.Array]:
+        """Return the page of the token that is `back` before the first of each run [Q], 0 where that is padding or
+        there is none, and the position of the first. `at`: the section's first row."""
+        first_Q = self.position_R[at : at + len(section.table) * section.rows : section.rows]
+        index_Q1 = (jnp.maximum(first_Q - back, 0) // self.size)[:, None]
+        page_Q = jnp.take_along_axis(section.table, index_Q1, axis=1)[:, 0]
+        return jnp.where(first_Q < back, 0, page_Q), first_Q
+
+    def carry(self, rows: RowContext, step: Recurrence, first: States, inputs_BT: Any) -> tuple[Any, "PagedLayer"]:
+        """Carry the states of the rows' sequences through inputs [R, 1, ...].
+
+        Sequences of one row are carried together, and runs of several one after the other, since the next may go on
+        from the last.
+        """
+        states, outputs, at = dict(self.states), [], 0
+        for section in self.of_states:
+            (from_Q, first_Q), (to_Q, _) = self._places(section, at, back=1), self._places(section, at)
+            n = len(to_Q) * section.rows
+            inputs = jax.tree.map(lambda x, at=at, section=section: _runs(x[:, 0], at, section), inputs_BT)
+            is_token_QT = _runs(rows.key_range.end > rows.key_range.start, at, section)[..., 0]
+
+            def run(states: States, runs: tuple[jax.Array, jax.Array, jax.Array, Any, jax.Array]) -> tuple[States, Any]:
+                """Carry the states of runs, of which no two are of one sequence."""
+                from_Q, to_Q, first_Q, inputs, is_token_QT = runs
+                before = {
+                    name: where_sequences(first_Q > 0, states[name][from_Q], begin[None].astype(states[name].dtype))
+                    for name, begin in first.items()
+                }
+                after, outputs = carried(step, before, inputs, is_token_QT)
+                return {**states, **{name: states[name].at[to_Q].set(x) for name, x in after.items()}}, outputs
+
+            runs = from_Q, to_Q, first_Q, inputs, is_token_QT
+            if section.rows == 1:
+                states, made = run(states, runs)
+            else:
+                states, made = jax.lax.scan(run, states, jax.tree.map(lambda x: x[:, None], runs))
+                made = jax.tree.map(lambda x: x[:, 0], made)
+            outputs.append(jax.tree.map(lambda x, n=n: x.reshape(n, 1, *x.shape[2:]), made))
+            at += n
+        return jax.tree.map(lambda *xs: jnp.concatenate(xs), *outputs), dataclasses.replace(self, states=states)
+
     def view(self) -> PagedView:
-        """Return the pages of the layer."""
-        return PagedView(self.arrays, self.sections, self.key_range)
+        """Return the pages of the layer's tokens."""
+        return PagedView(self.pages, self.of_tokens, self.key_range)
+
+
+def _runs(x: jax.Array, at: int, section: PagedSection) -> jax.Array:
+    """Return the rows of a section, from `at` on, as [Q, rows, ...]."""
+    Q = len(section.table)
+    return x[at : at + Q * section.rows].reshape(Q, section.rows, *x.shape[1:])

@@ -105,8 +105,8 @@ def ragged_step(
     is_row_R = batch.position_R >= 0
     position_R1 = jnp.maximum(batch.position_R, 0)[:, None]
     end_R1 = jnp.where(is_row_R[:, None], position_R1 + 1, 0)
-    groups = tuple((name, group) for name, (group, _) in layout.entries.items())
-    cache = PagedCache(pages, batch.tables, batch.position_R, groups, (1, shape.tile)[: len(batch.tables[0])])
+    rows = (1, shape.tile) if shape.tiles else (1,)
+    cache = PagedCache(pages, batch.tables, batch.position_R, layout, rows)
     hidden_R1D, cache, _ = module.hidden(
         token_R[:, None],
         position_R1,

@@ -1,7 +1,7 @@
 """The protocol between mixers, which say what they keep of earlier tokens, and caches, which keep it."""
 
-from collections.abc import Mapping
-from typing import Literal, NamedTuple, Protocol, Self
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ class Slot(NamedTuple):
       shape: sizes of an entry.
       axes: its logical axes.
       dtype: None is that of the computation.
-      per: entries of tokens are appended; that of a sequence is replaced.
+      per: entries of tokens are appended; that of a sequence, a state, is replaced.
       window: each token reads the entries of so many tokens at most, itself the last; None reads all.
     """
 
@@ -28,6 +28,12 @@ class Slot(NamedTuple):
     dtype: jnp.dtype | None = None
     per: Literal["token", "sequence"] = "token"
     window: int | None = None
+
+
+States = dict[str, jax.Array]  # by slot, [B, *shape] of each sequence
+
+# One token of a recurrence: takes the states and inputs [B, ...], and returns the states after it and outputs [B, ...].
+Recurrence = Callable[[States, Any], tuple[States, Any]]
 
 
 class CacheEntry(NamedTuple):
@@ -41,16 +47,30 @@ class LayerCache(Protocol):
     """A cache as one layer reads and writes it."""
 
     def update(self, rows: RowContext, **new: jax.Array) -> Self:
-        """Return the cache after writing slots by name.
+        """Return the cache after writing slots of tokens by name.
 
         Args:
           rows: a token whose `key_range` is empty is padding.
-          new: [B, T, *shape] of the next T tokens of each sequence, or [B, *shape] of each sequence.
+          new: [B, T, *shape] of the next T tokens of each sequence.
+        """
+        ...
+
+    def carry(self, rows: RowContext, step: Recurrence, first: States, inputs_BT: Any) -> tuple[Any, Self]:
+        """Carry the states of each sequence through its next T tokens.
+
+        Padding leaves the states as they are, and its outputs are anything. What a layer computes of each token alone
+        is better done for all of them before and after.
+
+        Args:
+          first: by slot, the state [*shape] before the first token of a sequence.
+          inputs_BT: a tree of [B, T, ...].
+
+        Returns the outputs of `step`, a tree of [B, T, ...], and the cache with the states after the last token.
         """
         ...
 
     def view(self) -> CacheView | PagedView:
-        """Return the slots for reading, and the keys among them that each token of the last update sees."""
+        """Return the slots of tokens for reading, and the keys among them that each token of the last update sees."""
         ...
 
 
@@ -85,7 +105,7 @@ class Mixer(Protocol):
 
 
 class OwnTokens(NamedTuple):
-    """A layer's cache that holds the tokens of this pass alone. A slot per sequence has no value before its update."""
+    """A layer's cache that holds the tokens of this pass alone."""
 
     arrays: dict[str, jax.Array] = {}
     key_range: KeyRange | None = None
@@ -93,6 +113,12 @@ class OwnTokens(NamedTuple):
     def update(self, rows: RowContext, **new: jax.Array) -> Self:
         """Hold the new arrays."""
         return self._replace(arrays={**self.arrays, **new}, key_range=rows.key_range)
+
+    def carry(self, rows: RowContext, step: Recurrence, first: States, inputs_BT: Any) -> tuple[Any, Self]:
+        """Carry states from the first token of the rows to the last, and forget them."""
+        is_token_BT = rows.key_range.end > rows.key_range.start
+        _, outputs_BT = carried(step, begun(first, len(is_token_BT)), inputs_BT, is_token_BT)
+        return outputs_BT, self
 
     def view(self) -> CacheView:
         """Return the arrays as they are. No token sees keys after its own."""
@@ -113,3 +139,29 @@ class NoCache(NamedTuple):
     def advance(self, lengths_B: jax.Array) -> Self:
         """Return itself."""
         return self
+
+
+def begun(first: States, sequences: int) -> States:
+    """Return the states [B, *shape] of sequences that begin."""
+    return {name: jnp.broadcast_to(state[None], (sequences, *state.shape)) for name, state in first.items()}
+
+
+def carried(step: Recurrence, states: States, inputs_BT: Any, is_token_BT: jax.Array) -> tuple[States, Any]:
+    """Carry states through T tokens of B sequences. Return them after the last, and the outputs [B, T, ...]."""
+
+    def one(states: States, token: tuple[Any, jax.Array]) -> tuple[States, Any]:
+        inputs_B, is_token_B = token
+        after, outputs_B = step(states, inputs_B)
+        return {name: where_sequences(is_token_B, after[name], state) for name, state in states.items()}, outputs_B
+
+    states, outputs_TB = jax.lax.scan(one, states, jax.tree.map(_swapped, (inputs_BT, is_token_BT)))
+    return states, jax.tree.map(_swapped, outputs_TB)
+
+
+def where_sequences(is_so_B: jax.Array, yes: jax.Array, no: jax.Array) -> jax.Array:
+    """Choose between arrays [B, ...] for each sequence, in the dtype of the second."""
+    return jnp.where(is_so_B.reshape(-1, *[1] * (no.ndim - 1)), yes.astype(no.dtype), no)
+
+
+def _swapped(x: jax.Array) -> jax.Array:
+    return jnp.swapaxes(x, 0, 1)

@@ -47,9 +47,9 @@ class RopeTable(NamedTuple):
 class CacheView(NamedTuple):
     """The slots of a layer's cache, for reading.
 
-    `arrays`: by slot, [B, S, *shape] of tokens or [B, *shape] of sequences. `key_range`: the keys, as indices into S,
-    that each token of this pass sees; None before they were written. `is_causal`: a promise that S are the tokens of
-    this pass, and that none sees a key after its own.
+    `arrays`: by slot of tokens, [B, S, *shape]. `key_range`: the keys, as indices into S, that each token of this pass
+    sees; None before they were written. `is_causal`: a promise that S are the tokens of this pass, and that none sees a
+    key after its own.
     """
 
     arrays: dict[str, jax.Array]
@@ -67,7 +67,7 @@ class PagedSection:
 
 
 class PagedView(NamedTuple):
-    """The slots of a layer's cache in pages, for reading by rows [R, 1] that follow one another in sections.
+    """The slots of tokens of a layer's cache in pages, for reading by rows [R, 1] that follow one another in sections.
 
     `pages`: by slot, [P, …, S, H] where an entry is [..., H]: each head's tokens of a page together. `key_range`: the
     positions that each row sees in its sequence.

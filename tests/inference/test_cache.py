@@ -1,5 +1,6 @@
 """The protocol between mixers and caches, on a mixer and a cache that are made here."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -8,17 +9,22 @@ import meshes
 import model_fixtures
 import numpy as np
 import pytest
+from engine_fixtures import SMALL
 from flax import nnx
 
 from jaxlm.inference import steps
 from jaxlm.inference.cache import allocate, empty_cache
+from jaxlm.inference.engine import Engine
+from jaxlm.inference.programs import EnginePrograms
+from jaxlm.inference.requests import Request, Sampling
 from jaxlm.models import attention, tree
-from jaxlm.models.cache import CacheEntry, NoCache, Slot
+from jaxlm.models.cache import CacheEntry, NoCache, Slot, carried
 from jaxlm.models.config import GroupedQueryAttentionConfig
 from jaxlm.models.operations import CacheView, Dropout
 from jaxlm.models.parameters import Module, normal, param, stack
 from jaxlm.models.positions import cache_causal_mask
 from jaxlm.models.rows import Auxiliary, RowContext
+from jaxlm.parallel.rules import ENGINE
 
 LAYERS, WIDTH, LATENT = 3, 32, 6
 
@@ -36,23 +42,21 @@ class LatentRecurrence(Module):
 
     def __call__(self, x_BTD, rows, cache):
         latent_BTC = x_BTD @ self.down[...]
-        is_token_BT = rows.key_range.end > rows.key_range.start
 
-        def decay(state_BC, token):
-            latent_BC, is_token_B = token
-            state_BC = jnp.where(is_token_B[:, None], 0.9 * state_BC + latent_BC, state_BC)
-            return state_BC, state_BC
+        def decay(states, latent_BC):
+            state_BC = 0.9 * states["state"] + latent_BC
+            return {"state": state_BC}, state_BC
 
-        first_BC = cache.view().arrays.get("state", jnp.zeros_like(latent_BTC[:, 0]))
-        state_BC, states_TBC = jax.lax.scan(decay, first_BC, (latent_BTC.swapaxes(0, 1), is_token_BT.T))
-        cache = cache.update(rows, latent=latent_BTC, state=state_BC)
+        first = {"state": jnp.full(LATENT, 0.5, jnp.float32)}
+        states_BTC, cache = cache.carry(rows, decay, first, latent_BTC)
+        cache = cache.update(rows, latent=latent_BTC)
         seen = cache.view()
         index_S = jnp.arange(seen.arrays["latent"].shape[1])[None, None]
         mask_BTS = (seen.key_range.start[..., None] <= index_S) & (index_S < seen.key_range.end[..., None])
         mean_BTC = (
             jnp.einsum("BTS,BSC->BTC", mask_BTS, seen.arrays["latent"]) / jnp.maximum(mask_BTS.sum(2), 1)[..., None]
         )
-        return jnp.tanh((mean_BTC + states_TBC.swapaxes(0, 1)) @ self.up[...]), cache, Auxiliary()
+        return jnp.tanh((mean_BTC + states_BTC) @ self.up[...]), cache, Auxiliary()
 
 
 class GrowingLayer(NamedTuple):
@@ -70,8 +74,13 @@ class GrowingLayer(NamedTuple):
             arrays[name] = jnp.concatenate([arrays[name], x], axis=1) if grows else x
         return self._replace(arrays=arrays, key_range=rows.key_range)
 
+    def carry(self, rows, step, first, inputs):
+        is_token = rows.key_range.end > rows.key_range.start
+        states, outputs = carried(step, {name: self.arrays[name] for name in first}, inputs, is_token)
+        return outputs, self._replace(arrays={**self.arrays, **states})
+
     def view(self):
-        return CacheView(self.arrays, self.key_range)
+        return CacheView({name: x for name, x in self.arrays.items() if name != "state"}, self.key_range)
 
 
 class GrowingCache(NamedTuple):
@@ -123,7 +132,7 @@ def test_a_mixer_reads_any_cache_as_it_reads_its_own_tokens(kind, scan):
         shapes = {name: slot.array.shape for name, slot in cache.stored["layers"].items()}
         assert shapes == {"latent": (LAYERS, 2, 9, LATENT), "state": (LAYERS, 2, LATENT)}
     else:
-        start = jnp.zeros((2, LATENT))
+        start = jnp.full((2, LATENT), 0.5)
         cache = GrowingCache(slots, tuple({"state": start} for _ in range(LAYERS)))
     read = 0
     for T in (4, 1, 2):  # a prompt, a token, and a chunk
@@ -133,10 +142,16 @@ def test_a_mixer_reads_any_cache_as_it_reads_its_own_tokens(kind, scan):
     assert np.all(np.asarray(cache.length) == 7)
 
 
-def test_a_new_mixer_is_decoded(monkeypatch):
-    """Prompts of different lengths: padding leaves the state as it is."""
+@pytest.fixture
+def new_mixer(monkeypatch):
+    """The module of grouped-query attention is the one above."""
     monkeypatch.setitem(attention._REGISTRY._modules, GroupedQueryAttentionConfig, LatentRecurrence)
     monkeypatch.setattr(tree, "_abstract", tree._abstract.__wrapped__)  # the kind has another module here alone
+
+
+@pytest.mark.usefixtures("new_mixer")
+def test_a_new_mixer_is_decoded():
+    """Prompts of different lengths: padding leaves the state as it is."""
     model = model_fixtures.model()
     graph, _ = tree.abstract(model)
     parameters = tree.init(model, 0, meshes.make())
@@ -151,3 +166,38 @@ def test_a_new_mixer_is_decoded(monkeypatch):
         for row in range(2):
             model_fixtures.assert_same_numbers(logits[row], expected[row][lengths[row] + step - 1], 1e-5)
         logits, cache = steps.decode_step(graph, parameters, tokens[np.arange(2), lengths + step], cache)
+
+
+@pytest.mark.usefixtures("new_mixer")
+def test_the_engine_keeps_the_state_of_each_sequence():
+    """Prompts of several chunks and of one token, found prefixes and lost pages: all go on from the right state."""
+    model = model_fixtures.model(context_length=160)
+    graph, _ = tree.abstract(model)
+    parameters = tree.init(model, 0, mesh := meshes.make())
+    # Of the two groups tokens need 5 pages of a sequence and states 3; there is room for two.
+    layout = EnginePrograms.of(model, mesh, jnp.dtype("float32"), SMALL).layout
+    assert layout.groups == (None, 2)
+    tokens, states = (layout.page_bytes(group, jnp.dtype("float32"), mesh, ENGINE) for group in range(2))
+    engine = Engine(model, parameters, mesh, replace(SMALL, cache_bytes=11 * tokens + 11 * states))
+    draw = np.random.default_rng(0)
+    long, *others = (draw.integers(0, model_fixtures.VOCABULARY, n).tolist() for n in (100, 1, 33, 64, 96, 50, 20, 60))
+
+    def texts(*prompts):
+        """Check what is drawn after prompts, and return how much of each was found in the cache."""
+        asked = {engine.submit(Request(prompt, 48, Sampling(temperature=0.0))): prompt for prompt in prompts}
+        found, cached = {id: [] for id in asked}, {}
+        for event in engine.run():
+            found[event.id].append(event.token)
+            cached[event.id] = event.cached
+        for id, prompt in asked.items():
+            logits = model_fixtures.full_logits(graph, parameters, prompt + found[id], 160)
+            assert found[id] == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        return [cached[id] for id in asked]
+
+    texts(*others)
+    assert engine.preemptions
+    texts(long)
+    assert texts(long) == [96]
+    assert texts(long[:70] + others[0]) == [64]
+    engine.pages.check()
+    assert engine.pages.held == (0, 0)

@@ -22,9 +22,8 @@ def test_rows_write_to_and_read_from_their_own_sequence():
     before = {name: draw.standard_normal((6, 2, PAGE, 16)).astype(np.float32) for name in ("key", "value")}
     tables = jnp.asarray([[4, 2]]), jnp.asarray([[1, 3]])
     position = np.array([11, 4, 5, 6, -1], np.int32)
-    cache = PagedCache(
-        {"0": {name: jnp.asarray(x) for name, x in before.items()}}, (tables,), position, (("0", 0),), (1, TILE)
-    )
+    arrays = {"0": {name: jnp.asarray(x) for name, x in before.items()}}
+    cache = PagedCache(arrays, (tables,), position, layout, (1, TILE))
     end = jnp.asarray(position + 1)[:, None]
     rows = RowContext(KeyRange(jnp.zeros_like(end), end), None, Dropout())
     new = {name: draw.standard_normal((5, 1, *SHAPE)).astype(np.float32) for name in before}

@@ -170,8 +170,8 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
         waits, tables = 0, (4 if work.batch_shards == 1 else itemsize) * (total - of_layers)
     else:
         logits = tokens * labels
-        # A TPU makes an array of the logits' gradient for the gradient of a table that is sharded over `fsdp`. Otherwise
-        # the products that read it compute it from the logits.
+        # A TPU makes an array of the logits' gradient for that of a table which is sharded over `fsdp`. Otherwise the
+        # products that read it compute it from the logits.
         is_array = work.platform != "tpu" or (trains and _whole(device, use) > 0)
         narrow = itemsize if is_array else 0
         yield Memory(held.parameters + _tables(device), sums, state, saved, logits * (4 + narrow), 0)

@@ -16,8 +16,9 @@ from jaxlm.costs.counted.paper import Use
 from jaxlm.costs.workload import remembered
 
 _NORMS = ("rms_norm", "layer_norm")
-# What XLA computes number by number, in the place of what it reads.
-_IN_PLACE = ("add", "scale", "dropout", "rope", "activation", "gated_activation", "elementwise")
+# What XLA computes number by number, in the place of what it reads; and what it does so where no kernels run.
+_ALWAYS_IN_PLACE = ("add", "scale", "dropout", "activation", "elementwise")
+_IN_PLACE = (*_ALWAYS_IN_PLACE, "rope", "gated_activation")
 
 
 class LayerPeak(NamedTuple):
@@ -108,10 +109,10 @@ def forward(device: DeviceStep, layer: int, keeps: bool) -> LayerPeak:
             bytes_ = work.itemsize * _numbers(device, through) + result + _scores(device, use, keeps)
         else:
             # A GPU's program frees a buffer after the operation that follows the last one that reads it. A TPU's frees
-            # it at once, and works number by number in place.
+            # it at once, and works in place where it can.
             is_tpu = work.platform == "tpu"
             live = {value for value in there if last.get(value, -1) >= i - (not is_tpu) or value in use.results}
-            if is_tpu and use.name in _IN_PLACE:
+            if is_tpu and use.name in _ALWAYS_IN_PLACE:
                 live -= set(use.results)
             bytes_ = work.itemsize * _numbers(device, live)
         peaks.append(LayerPeak(bytes_, i))

@@ -42,6 +42,7 @@ TOGETHER = frozenset(
     )
 ) | {
     *(f"tests/inference/test_{name}.py" for name in ("completion", "engine", "scoring", "service")),
+    *(f"tests/training/test_{name}.py" for name in ("checkpoints", "norms", "step")),
     "tests/server/",
     "tests/test_installed.py",
 }  # fmt: skip

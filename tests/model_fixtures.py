@@ -11,6 +11,7 @@ from flax import nnx
 from pydantic import TypeAdapter
 
 from jaxlm.core.schema import kind_of, sections_in
+from jaxlm.models import tree
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.parallel.batches import put_batch
@@ -100,6 +101,20 @@ def model(family: dict = LLAMA, **changes) -> ModelConfig:
     return ModelConfig(**{**sizes, **family, **changes})
 
 
+def parameters(model: ModelConfig, seed: int = 0) -> dict:
+    """Return parameters drawn by NumPy, which compiles nothing: matrices are normal, norms and biases as they begin."""
+    draw = np.random.default_rng(seed)
+
+    def drawn(path, leaf):
+        if path[-1].key == "scale":
+            return np.full(leaf.shape, 0.0 if getattr(model.norm, "plus_one", False) else 1.0, np.float32)
+        if path[-1].key.endswith("bias"):
+            return np.zeros(leaf.shape, np.float32)
+        return model.initializer_std * draw.standard_normal(leaf.shape, np.float32)
+
+    return jax.tree_util.tree_map_with_path(drawn, tree.shapes(tree.abstract(model)[1]))
+
+
 def training(**changes) -> TrainingConfig:
     return TrainingConfig(**{"batch": 8, "sequence": CONTEXT, "dtype": "float32", **changes})
 
@@ -136,17 +151,23 @@ def jitted(model, training, mesh, optimization):
     return jit_steps(make_steps(model, training, optimization), mesh)
 
 
-def run_steps(model, training, batches, mesh=None, optimization=None):
-    """Run training steps. Return (metrics of each step, final state)."""
+def run_steps(model, training, batches, mesh=None, optimization=None, initialised=False):
+    """Run training steps from drawn `parameters`, or from those that a run initialises, which is a program more.
+    Return (metrics of each step, final state)."""
     mesh = mesh or meshes.make()
     with jax.set_mesh(mesh):
         steps = jitted(model, training, mesh, optimization or _OPTIMIZATION)
-        state = steps.init()
+        state = steps.init() if initialised else steps.begin(placed(model, mesh))
         metrics = []
         for host in batches:
             state, measured = steps.train(state, put_batch(host, mesh))
             metrics.append(jax.device_get(measured))
         return metrics, jax.device_get(state)
+
+
+def placed(model, mesh):
+    """Return drawn parameters as they lie on a mesh."""
+    return jax.device_put(parameters(model), tree.shardings(tree.abstract(model)[1], mesh))
 
 
 def first_gradients(model, mesh, microbatches: int = 1):

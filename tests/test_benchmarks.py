@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import jax
+import meshes
 import model_fixtures
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ CONFIG = """
 [model]
 vocab_size = 300
 context_length = 32
-num_layers = 2
+num_layers = 1
 d_model = 32
 norm = {kind = "rms"}
 position = {kind = "rope"}
@@ -158,9 +159,10 @@ def test_jaxlm_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_steps_of_the_engine_know_what_they_read():
+def test_steps_of_the_engine_know_what_they_read(monkeypatch):
     import decode
 
+    meshes.have(monkeypatch, 1)
     worker = decode.engine_steps(STORIES, rows=2, context=8, dtype="float32", exact=True)
     worker.run(2)
     facts = worker.facts()

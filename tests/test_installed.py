@@ -13,7 +13,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGED = ("jaxlm", "kernels_pallas", "configs", "pyproject.toml", "README.md", "LICENSE")
 TINY = (
     "training.steps=2", "training.batch=2", "training.sequence=32", "evaluation.every=2", "evaluation.batches=1",
-    "model.vocab_size=257", "model.num_layers=1", "data.tokenizer=bytes", "data.documents=40", "data.held_out=0.1",
+    "model.vocab_size=257", "model.num_layers=1", "model.d_model=32", "model.attention.num_heads=4",
+    "model.attention.num_kv_heads=2", "model.feed_forward.d_ff=64", "records.sample_tokens=8",
+    "data.tokenizer=bytes", "data.documents=20", "data.held_out=0.1",
 )  # fmt: skip
 
 

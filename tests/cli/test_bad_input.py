@@ -69,9 +69,9 @@ def place(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def measured(place):
+def unmeasured(monkeypatch):
     """A run that gets so far would measure this machine first, for longer."""
-    calibration.measure(largest=64, copied_bytes=2**16, calls=3)
+    monkeypatch.setattr(calibration, "ensure", lambda say: None)
 
 
 def files(place: Path) -> dict:
@@ -380,7 +380,7 @@ def test_json_does_not_change_how_bad_input_is_refused(place, capsys):
     check(main([*shlex.split(arguments), "--json"]), *capsys.readouterr(), says)
 
 
-def test_a_mesh_larger_than_any_cpu_begins_no_run(place, measured, monkeypatch, capsys):
+def test_a_mesh_larger_than_any_cpu_begins_no_run(place, unmeasured, monkeypatch, capsys):
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
     assert main(["train", "good.toml", "mesh.data=100000", "training.batch=100000"]) == 2
     printed = capsys.readouterr()
@@ -388,7 +388,7 @@ def test_a_mesh_larger_than_any_cpu_begins_no_run(place, measured, monkeypatch, 
     assert not (place / "runs").exists()
 
 
-def test_a_mesh_larger_than_the_machine_begins_no_run(place, measured, capsys):
+def test_a_mesh_larger_than_the_machine_begins_no_run(place, unmeasured, capsys):
     """The data may have been prepared by then, but later settings need not be those that were refused."""
     assert main(["train", "good.toml", "mesh.data=16", "training.batch=16"]) == 2
     printed = capsys.readouterr()
@@ -429,7 +429,7 @@ def test_a_platform_that_is_not_here_begins_no_run(platform, place):
     assert done.stdout == "" and not (place / "runs").exists()
 
 
-def test_a_pattern_that_matches_nothing_begins_no_run(place, measured, capsys):
+def test_a_pattern_that_matches_nothing_begins_no_run(place, unmeasured, capsys):
     assert main(["train", "good.toml", "optimizer.groups=[{pattern='embeding'}]"]) == 2
     printed = capsys.readouterr()
     last = printed.err.splitlines()[-1]

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import meshes
 import pytest
 
 from jaxlm.cli import main
@@ -22,7 +23,8 @@ def said(capsys, *arguments, status=0):
 
 
 @pytest.mark.slow
-def test_each_length_is_measured_beside_what_is_read(capsys, tmp_path):
+def test_each_length_is_measured_beside_what_is_read(capsys, tmp_path, monkeypatch):
+    meshes.have(monkeypatch, 1)
     asked = [STORIES, "--dtype", "float32", "--rows", "2", "--context", "20,30", "--blocks", 2, "--steps", 3]
     out, _ = said(capsys, *asked, "--out", tmp_path / "figures.json")
     found = json.loads((tmp_path / "figures.json").read_text())

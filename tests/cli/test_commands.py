@@ -1,5 +1,7 @@
 """train, eval and generate as a user calls them: each in a process of its own, where that matters."""
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -46,18 +48,11 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "run"
-    ended = jaxlm(
-        "train",
-        CONFIGS / "quickstart.toml",
-        *SMALL,
-        f"data.text={text}",
-        "data.held_out=0.3",
-        "training.ema_decay=0.5",
-        "--out",
-        folder,
-        "--json",
-    )
-    (folder / "stdout").write_text(ended.stdout)
+    changes = f"data.text={text}", "data.held_out=0.3", "training.ema_decay=0.5", "mesh.fsdp=1"
+    asked = "train", str(CONFIGS / "quickstart.toml"), *SMALL, *changes, "--out", str(folder), "--json"
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main([*asked]) == 0
+    (folder / "stdout").write_text(out.getvalue())
     return folder
 
 
@@ -95,14 +90,14 @@ def test_a_run_holds_what_it_should(run):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_the_resolved_configuration_trains_the_same_model(run, tmp_path):
-    jaxlm("train", run / "config.toml", "--out", tmp_path / "again")
+    assert main(["train", str(run / "config.toml"), "--out", str(tmp_path / "again")]) == 0
     losses = [[row["loss"] for row in lines(folder / "metrics.jsonl")] for folder in (run, tmp_path / "again")]
     assert losses[0] == losses[1]
 
 
 @pytest.mark.slow
-def test_eval_measures_the_held_out_text(run):
-    measured = json.loads(jaxlm("eval", run, "--json").stdout)
+def test_eval_measures_the_held_out_text(run, capsys):
+    measured = json.loads(printed(capsys, "eval", run, "--json"))
     last = lines(run / "evaluations.jsonl")[-1]
     assert measured["tokens"] == last["tokens"]
     assert measured["loss"] == pytest.approx(last["loss"], rel=1e-6)
@@ -184,7 +179,7 @@ def test_what_leaves_the_parameters_as_they_are_may_change(run):
 
 @pytest.mark.slow
 def test_generate_for_a_person_is_prompt_and_text(run, capsys):
-    asked = ("generate", run, "--prompt", "def f", "--max-tokens", 8, "--temperature", 0)
+    asked = ("generate", run, "--prompt", "def f", "--max-tokens", 8, "--temperature", 0, "--slots", 1)
     assert printed(capsys, *asked) == "def f" + json.loads(printed(capsys, *asked, "--json"))["text"] + "\n"
 
 

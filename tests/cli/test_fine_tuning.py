@@ -1,18 +1,16 @@
 """Fine-tuning from the command line: a small published model learns to converse, and to prefer."""
 
 import json
-import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 import runs
+from story_fixtures import STORIES, shallow
 
 from jaxlm import api
 from jaxlm.cli import main
 from jaxlm.families.directory import PublishedModel
 
-PUBLISHED = Path(__file__).parents[1] / "families" / "stories260K"
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ 'Q: ' + m.content + (mark or '') + ' A:' }}"
     "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
@@ -26,7 +24,7 @@ cache = "{folder}/cache"
 [training]
 steps = {steps}
 batch = {batch}
-sequence = 96
+sequence = 48
 dtype = "float32"
 log_every = 1
 [optimizer]
@@ -49,7 +47,7 @@ fsdp = 1
 def model(tmp_path_factory):
     """A published model with a chat template of ours."""
     folder = tmp_path_factory.mktemp("model") / "stories"
-    shutil.copytree(PUBLISHED, folder)
+    shallow(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     return folder
@@ -122,8 +120,8 @@ def test_the_loss_on_answers_is_that_of_training(tuned, model, kinds, capsys):
     held_out = measured(tuned["chat"])
     answers = measured(tuned["chat"], "--chat", conversations)
     assert (answers["loss"], answers["tokens"]) == (pytest.approx(held_out["loss"], abs=1e-6), held_out["tokens"])
-    assert measured(model, "--chat", conversations, "training.sequence=96")["loss"] > 2
-    assert main(["eval", str(PUBLISHED), "--chat", str(conversations)]) == 2
+    assert measured(model, "--chat", conversations, "training.sequence=48")["loss"] > 2
+    assert main(["eval", str(STORIES), "--chat", str(conversations)]) == 2
     assert "has no chat template" in capsys.readouterr().err
 
 

@@ -66,7 +66,7 @@ def test_no_parameter_lies_in_float32_while_tokens_are_drawn(run, monkeypatch, c
 def test_what_is_drawn_goes_on_from_the_prompt(tmp_path, monkeypatch, capsys):
     """Its first blank stays, and a character of several tokens is shown whole."""
     tokenizer = tokenizer_fixtures.llama2()
-    run = runs.untrained(tmp_path / "run", "model.vocab_size=296", tokenizer=tokenizer)
+    run = runs.untrained(tmp_path / "run", "model.num_layers=1", "model.vocab_size=296", tokenizer=tokenizer)
     prompt = tokenizer.encode("the model")
     following = tokenizer.encode("the model goes on 😀 here")[len(prompt) :]
     engine = WrittenEngine(lambda _: following)
@@ -92,7 +92,8 @@ def test_logits_that_are_not_finite_are_one_line(run, monkeypatch, capsys, asked
 
 @pytest.mark.parametrize("context", [pytest.param(1, marks=pytest.mark.exhaustive), 32])
 def test_a_sample_shows_where_its_prompt_ends(context, tmp_path):
-    experiment = load(runs.write_config(tmp_path, f"model.context_length={context}", "records.sample_tokens=40"))
+    changes = "model.num_layers=1", f"model.context_length={context}", "records.sample_tokens=40"
+    experiment = load(runs.write_config(tmp_path, *changes))
     data, mesh = prepare(experiment.data, experiment.model.vocab_size), meshes.make()
     sample = job._sample(experiment, data, tree.init(experiment.model, 0, mesh), mesh)
     prompt, mark, _ = sample.partition("[prompt ends]")
@@ -210,9 +211,13 @@ def test_without_a_prompt_each_line_is_continued_as_it_is_read(run, monkeypatch,
 def test_a_terminal_is_asked_for_prompts_until_its_end(run):
     """Ctrl-C ends the text that is drawn, and nothing else."""
     controller, terminal = pty.openpty()
+    environment = {
+        **runs.environment(8),
+        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+    }  # with the programs of this process
     command = [sys.executable, "-m", "jaxlm", "generate", str(run), "--max-tokens", "5", "--temperature", "0"]
     process = subprocess.Popen(
-        command, stdin=terminal, stdout=terminal, stderr=terminal, env=runs.environment(), start_new_session=True
+        command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment, start_new_session=True
     )
     os.close(terminal)
     try:

@@ -4,18 +4,14 @@ import json
 import math
 import sys
 from collections import Counter
-from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
-import meshes
 import model_fixtures
 import numpy as np
 import pytest
 import runs
 import tokenizer_fixtures
 from engine_fixtures import WrittenEngine
-from flax import nnx
 
 from jaxlm import api
 from jaxlm.cli import main, tasks
@@ -24,13 +20,12 @@ from jaxlm.data.tokenizers import characters_tokenizer
 from jaxlm.inference.engine import Engine
 from jaxlm.inference.requests import Sampling
 from jaxlm.inference.settings import EngineSettings
-from jaxlm.models import tree
-from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.tree import abstract
 
 pytestmark = pytest.mark.slow
 
 CONTEXT, SEPARATOR = 32, 256
+LLAMA2 = tokenizer_fixtures.llama2()  # of more tokens than bytes; the model has as many
 FEW, AS_FEW = EngineSettings(slots=2), ("--slots", 2)  # one engine's programs serve all tests
 TASK = """
 task: {name}
@@ -73,7 +68,7 @@ def no_network(monkeypatch):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("harness")
     (folder / "text").mkdir()
-    config = runs.write_config(folder / "text", "model.num_layers=1")
+    config = runs.write_config(folder / "text", "model.num_layers=1", f"model.vocab_size={LLAMA2.vocab_size}")
     assert main(["train", str(config), "--out", str(folder / "run")]) == 0
     return folder
 
@@ -107,14 +102,7 @@ def ask(adapter, kind, *arguments):
 def log_softmax(model, tokens):
     """ln p of every token behind each of these, [T, V]."""
     loaded, graph, _ = model
-
-    @jax.jit
-    def run(parameters, tokens_1T):
-        module, positions = nnx.merge(graph, parameters), jnp.arange(tokens_1T.shape[1])[None]
-        hidden, _, _ = module.hidden(tokens_1T, positions, packed_causal_mask(positions))
-        return jax.nn.log_softmax(module.logits(hidden))[0]
-
-    return np.asarray(run(loaded.parameters, jnp.asarray(tokens)[None]))
+    return np.asarray(jax.nn.log_softmax(model_fixtures.full_logits(graph, loaded.parameters, tokens)))
 
 
 def greedy(model, prompt, count=12):
@@ -200,10 +188,9 @@ def test_a_continuation_goes_on_from_its_context():
     """Its first blank stays, and a stop is found where it begins in one token and ends in another."""
     from jaxlm.inference.harness import HarnessModel
 
-    tokenizer = tokenizer_fixtures.llama2()
-    context = tokenizer.encode("the model")
-    following = tokenizer.encode("the model goes on 😀 here")[len(context) :]
-    adapter = HarnessModel(WrittenEngine(lambda _: following), tokenizer)
+    context = LLAMA2.encode("the model")
+    following = LLAMA2.encode("the model goes on 😀 here")[len(context) :]
+    adapter = HarnessModel(WrittenEngine(lambda _: following), LLAMA2)
     for until, text in {"never": " goes on 😀 here", "on 😀": " goes ", " go": "", "😀 h": " goes on "}.items():
         assert ask(adapter, "generate_until", ("the model", {"until": until})) == [text]
 
@@ -329,11 +316,9 @@ def test_a_degenerate_request_takes_no_other_down(model, adapter):
     assert ask(adapter, "generate_until", ("alpha ", options), ("\ud800", options)) == [alone, ""]
 
 
-def test_a_continuation_that_merges_into_its_context_is_encoded_alone():
+def test_a_continuation_that_merges_into_its_context_is_encoded_alone(model):
     """As "e" after "th" with a tokenizer that has "the"."""
-    tokenizer, mesh = tokenizer_fixtures.llama2(), meshes.make()
-    larger = model_fixtures.model(vocab_size=tokenizer.vocab_size)
-    merged = make_adapter(SimpleNamespace(config=larger, parameters=tree.init(larger, 0, mesh), mesh=mesh), tokenizer)
+    tokenizer, merged = LLAMA2, make_adapter(model[0], LLAMA2)
     (context, continuation), other = merged._pair("th", "e"), merged._pair("th", " on")
     assert (context, continuation) == (tokenizer.encode_prompt("th"), tokenizer.encode("e")) and continuation
     assert other == (context, tokenizer.encode("th on")[len(context) - 1 :])
@@ -359,12 +344,19 @@ def test_local_tasks_are_evaluated(folder, model, adapter, capsys):
     assert set(found) == {"tasks", "step"} and found["step"] == 40
     assert found["tasks"]["choice"]["acc,none"] == 0.75 and found["tasks"]["choice"]["sample_len"] == 4
     assert found["tasks"]["until"]["exact_match,none"] == 0.5
-    found = evaluate(capsys, folder / "run", "--tasks", choice, "--limit", 1, "mesh.fsdp=2", *AS_FEW)
+    found = evaluate(capsys, folder / "run", "--tasks", choice, "--limit", 1, *AS_FEW)
     assert found["tasks"]["choice"]["acc,none"] == 0.0 and found["tasks"]["choice"]["sample_len"] == 1
 
     assert main(["eval", str(folder / "run"), "--tasks", choice, *map(str, AS_FEW)]) == 0
     shown = capsys.readouterr().out
     assert "step 40" in shown and ["choice", "0", "acc", "0.7500"] == shown.splitlines()[3].split()[:4]
+
+
+@pytest.mark.exhaustive  # tests/inference/test_scoring.py has meshes
+def test_local_tasks_are_evaluated_on_a_mesh(folder, capsys):
+    choice = write_task(folder, "meshed", CHOICE, [DOC, DOC | {"answer": 1}, DOC | {"answer": 2}])
+    one, two = (evaluate(capsys, folder / "run", "--tasks", choice, *mesh, *AS_FEW) for mesh in ([], ["mesh.fsdp=2"]))
+    assert two == one and one["tasks"]["meshed"]["acc,none"] == pytest.approx(1 / 3)
 
 
 def test_solved_examples_stand_before_a_question(folder):

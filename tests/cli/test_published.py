@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import jax
+import meshes
 import numpy as np
 import pytest
 import runs
@@ -23,17 +24,9 @@ from jaxlm.run import Run
 PUBLISHED = Path(__file__).parents[1] / "families" / "stories260K"
 IDS = json.loads((PUBLISHED / "stories260K_tokens.json").read_text())["tokens"]
 STORY = (PUBLISHED / "expected.txt").read_text()
-GREEDY = [
-    "--prompt",
-    "",
-    "--max-tokens",
-    "200",
-    "--temperature",
-    "0",
-    "training.dtype=float32",
-    "mesh.fsdp=1",
-    "--json",
-]
+ON_ONE = ["training.dtype=float32", "mesh.fsdp=1"]
+AS_FEW = ["--slots", "1", "--max-context", "256"]  # one engine's programs serve all tests
+GREEDY = ["--prompt", "", "--max-tokens", "200", "--temperature", "0", *AS_FEW, *ON_ONE, "--json"]
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +92,7 @@ def test_a_mesh_that_does_not_divide_the_model_is_one_line(tmp_path, capsys):
 
 def test_its_loss_is_measured_on_other_text_alone(tmp_path, capsys):
     (tmp_path / "story.txt").write_text(STORY)
-    assert main(["eval", str(PUBLISHED), "--data", str(tmp_path / "story.txt"), "--json"]) == 0
+    assert main(["eval", str(PUBLISHED), "--data", str(tmp_path / "story.txt"), "mesh.fsdp=1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["loss"] < 1.5  # nats a token, of its own greedy story
     assert main(["eval", str(PUBLISHED)]) == 2
     assert "is a published model, which has no held-out text; give --data PATH" in capsys.readouterr().err
@@ -120,7 +113,7 @@ def test_no_training_continues_in_an_import(folder, capsys):
 
 def test_arrays_keep_their_dtypes_on_devices_that_do_not_divide_them(tmp_path, monkeypatch):
     """In bfloat16, with one norm in float32, on three devices."""
-    monkeypatch.setattr("jaxlm.parallel.devices.start", lambda wanted: jax.devices()[:3])
+    meshes.have(monkeypatch, 3)
     there = {name: tensor.read() for name, tensor in PublishedModel(PUBLISHED).stored.items()}
     there = {name: x if name == "model.norm.weight" else x.astype(jax.numpy.bfloat16) for name, x in there.items()}
     tensors = {name: LazyTensor(x.dtype, x.shape, lambda x=x: x) for name, x in there.items()}
@@ -269,9 +262,8 @@ def test_the_command_line_goes_before_what_was_published(tmp_path, capsys):
     published = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 0, "eos_token_id": [2, 378]}
     published |= {"repetition_penalty": 1.05, "min_p": 0.0}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(published))
-    asked = ["generate", str(tmp_path / "model"), "--prompt", "", "--max-tokens", "9"]
-    command = [*asked, "--temperature", "0", "--repetition-penalty", "1", "training.dtype=float32", "--json"]
-    assert main(command) == 0
+    asked = ["generate", str(tmp_path / "model"), "--prompt", "", "--max-tokens", "9", *AS_FEW, *ON_ONE]
+    assert main([*asked, "--temperature", "0", "--repetition-penalty", "1", "--json"]) == 0
     out, error = capsys.readouterr()
     assert error == "jaxlm: top_p = 0.9 of generation_config.json\n"
     told = json.loads(out)
@@ -359,14 +351,14 @@ def test_a_run_of_ours_is_published_with_its_tokenizer(tmp_path, capsys):
     llama = ("norm.kind=rms", "position.kind=rope", "feed_forward.activation=silu", "feed_forward.gated=true")
     llama = [f"model.{key}" for key in llama]
     for name, overrides in {"gpt2": ["model.attention.qkv_bias=true"], "llama": llama}.items():
-        run, out = runs.untrained(tmp_path / name, *overrides), tmp_path / f"{name}-hf"
+        run, out = runs.untrained(tmp_path / name, "model.num_layers=1", *overrides), tmp_path / f"{name}-hf"
         status = main(["export", str(run), str(out), "--json"])
         said = capsys.readouterr()
         if name == "gpt2":  # an output without a bias is not GPT-2's
             assert status == 2 and "cannot be exported" in said.err
             continue
         assert status == 0 and json.loads(said.out)["family"] == "llama"
-        asked = ["--prompt", "alpha", "--max-tokens", "5", "--temperature", "0", "training.dtype=float32", "--json"]
+        asked = ["--prompt", "alpha", "--max-tokens", "5", "--temperature", "0", "--slots", "1", *ON_ONE, "--json"]
         told = []
         for model in (run, out):
             assert main(["generate", str(model), *asked]) == 0

@@ -27,6 +27,19 @@ def figures(run, name="metrics.jsonl"):
     return {row["step"]: (row["loss"], row.get("grad_norm")) for row in rows(run, name)}
 
 
+# A run that is looked at when it is done needs no more.
+SHORT = "training.steps=5", "evaluation.every=2", "checkpoint.every=2"
+
+
+@pytest.fixture(scope="module")
+def finished(config, tmp_path_factory):
+    """A run that ended, of more steps than two checkpoints are apart, trained in this process."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    assert main(["train", str(config), *SHORT, "--out", str(run)]) == 0
+    assert list(figures(run)) == [1, 2, 3, 4, 5]
+    return run
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(config, tmp_path_factory):
     run = tmp_path_factory.mktemp("whole") / "run"
@@ -117,16 +130,16 @@ def test_a_corrupt_checkpoint_costs_only_the_way_from_the_one_before(config, uni
 
 def refused(capsys, config, run, *overrides):
     """Return the one line that a run is refused with, here: a process takes seconds to start."""
-    assert main(["train", str(config), "--out", str(run), *overrides]) == 2
+    assert main(["train", str(config), *SHORT, *overrides, "--out", str(run)]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     return printed.err.strip().splitlines()[-1]
 
 
 @pytest.mark.slow
-def test_a_run_whose_checkpoints_are_lost_is_not_begun_anew(config, uninterrupted, tmp_path, capsys):
+def test_a_run_whose_checkpoints_are_lost_is_not_begun_anew(config, finished, tmp_path, capsys):
     """Its records stay: the checkpoints may be on a disk that is not mounted."""
-    run = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
     sums = list((run / "checkpoints").glob("*/checksums.json"))
     for file in sums:
         file.write_bytes(b"")
@@ -135,16 +148,16 @@ def test_a_run_whose_checkpoints_are_lost_is_not_begun_anew(config, uninterrupte
     shutil.rmtree(run / "checkpoints")
     for _ in "away", "a mount point without its disk":
         line = refused(capsys, config, run)
-        assert f"/checkpoints has no checkpoint, though metrics.jsonl has {STEPS} steps; put it" in line
+        assert "/checkpoints has no checkpoint, though metrics.jsonl has 5 steps; put it" in line
         (run / "checkpoints").mkdir(exist_ok=True)
-    assert figures(run) == figures(uninterrupted)
+    assert figures(run) == figures(finished)
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_left_as_it_is(config, uninterrupted):
-    before = (uninterrupted / "metrics.jsonl").read_bytes()
-    finish(start(config, uninterrupted))
-    assert (uninterrupted / "metrics.jsonl").read_bytes() == before
+def test_a_finished_run_is_left_as_it_is(config, finished):
+    before = (finished / "metrics.jsonl").read_bytes()
+    assert main(["train", str(config), *SHORT, "--out", str(finished)]) == 0
+    assert (finished / "metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.slow
@@ -157,5 +170,5 @@ def test_a_finished_run_is_left_as_it_is(config, uninterrupted):
         ("data.held_out=0.2", "data.held_out = 0.1, not 0.2"),
     ],
 )
-def test_a_run_is_not_continued_as_another(config, uninterrupted, override, named, capsys):
-    assert named in refused(capsys, config, uninterrupted, override)
+def test_a_run_is_not_continued_as_another(config, finished, override, named, capsys):
+    assert named in refused(capsys, config, finished, override)

@@ -103,7 +103,7 @@ def test_what_one_width_was_tuned_with_serves_others(table, function, operands, 
     run = functools.partial(function, implementation=implementation)
 
     def drawn(width):
-        return jax.random.normal(jax.random.key(0), (operands, 64, width))
+        return jnp.asarray(np.random.default_rng(0).standard_normal((operands, 64, width), np.float32))
 
     with tuning.trying({}) as asked:
         run(*drawn(1600))
@@ -216,12 +216,15 @@ def test_the_loss_tuned_at_one_vocabulary_serves_others(table, implementation):
     """Vocabularies of 600 and 1,000 share an entry; with blocks of any size that fits the losses are the same."""
 
     def drawn(labels):
-        hidden = jax.random.normal(jax.random.key(0), (96, 32))
-        return hidden, jax.random.normal(jax.random.key(1), (32, labels)), jnp.arange(96) * 6
+        random = np.random.default_rng(0)
+        hidden, unembedding = (random.standard_normal(shape, np.float32) for shape in ((96, 32), (32, labels)))
+        return hidden, unembedding, 6 * np.arange(96)
 
-    def losses_and_gradients(arrays, **how):
+    @functools.partial(jax.jit, static_argnames="implementation")
+    def losses_and_gradients(arrays, implementation):
         hidden, unembedding, targets = arrays
-        losses, pull_back = jax.vjp(lambda *xs: linear_cross_entropy(*xs, targets, **how), hidden, unembedding)
+        run = functools.partial(linear_cross_entropy, implementation=implementation)
+        losses, pull_back = jax.vjp(lambda *xs: run(*xs, targets), hidden, unembedding)
         return losses, *pull_back(jnp.ones_like(losses))
 
     sizes = {"columns": 128, "warps": 2, "stages": 1} if implementation == "triton" else {"rows": 16, "columns": 256}
@@ -241,9 +244,9 @@ def test_rotary_tuned_with_few_heads_serves_more(table, implementation):
     """Five heads and eight share an entry; on TPUs no more rows than fit are taken, whatever the table says."""
 
     def drawn(heads):
-        x = jax.random.normal(jax.random.key(0), (2, 40, heads, 32))
-        angles = jax.random.normal(jax.random.key(1), (2, 40, 16))
-        return x, jnp.cos(angles), jnp.sin(angles)
+        random = np.random.default_rng(0)
+        x, angles = (random.standard_normal(shape, np.float32) for shape in ((2, 40, heads, 32), (2, 40, 16)))
+        return tuple(map(jnp.asarray, (x, np.cos(angles), np.sin(angles))))
 
     run = functools.partial(rotary_embedding, implementation=implementation)
     for size in (1, 8, 2**20):

@@ -40,7 +40,7 @@ def changed(body, blocks=5, **how):
             for name, wait in (("wait", WAIT), ("backward", BACKWARD))
             for late in (True, False)
         ],
-        lambda blocks, wait, late: blocks == 5 or late == (wait == BACKWARD),
+        lambda blocks, wait, late: blocks == 5 or (wait == WAIT and not late),
     ),
 )
 def test_blocks_proceed_in_order(blocks, wait, late):

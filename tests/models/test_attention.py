@@ -54,10 +54,9 @@ def test_a_query_that_sees_nothing_gives_zeros_and_no_gradient():
     def total(query, key, value):
         return jnp.sum(attend(query, key, value, key_range=nothing) * 3.0)
 
-    assert total(query, key, value) == 0.0
-    chex.assert_trees_all_equal(
-        jax.grad(total, argnums=(0, 1, 2))(query, key, value), tuple(map(jnp.zeros_like, (query, key, value)))
-    )
+    value_, gradients = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))(query, key, value)
+    assert value_ == 0.0
+    chex.assert_trees_all_equal(gradients, tuple(map(np.zeros_like, (query, key, value))))
 
 
 @pytest.mark.parametrize("length", [0, 1, 255, 256, 300, 1000, 5000])
@@ -118,8 +117,9 @@ def test_rows_see_their_own_segment_up_to_themselves():
     np.testing.assert_array_equal(key_range.end, [[1, 2, 3, 4, 5, 6]])
 
 
-def rotated(x, table):
-    return rope(jnp.asarray(x), HEADS, table)
+@functools.partial(jax.jit, static_argnums=1)
+def rotated(x, settings, positions):
+    return rope(x, HEADS, rope_table(settings, x.shape[-1], positions))
 
 
 def test_rotary_scores_depend_on_distance_only():
@@ -127,8 +127,8 @@ def test_rotary_scores_depend_on_distance_only():
     query, key = draw.normal(size=(2, 1, 1, 1, 16)).astype(np.float32)
 
     def score(q_at, k_at):
-        turned = (rotated(x, rope_table(RopeConfig(), 16, jnp.array([[at]]))) for x, at in ((query, q_at), (key, k_at)))
-        return jnp.vdot(*turned)
+        turned = (rotated(x, RopeConfig(), np.array([[at]])) for x, at in ((query, q_at), (key, k_at)))
+        return np.vdot(*turned)
 
     np.testing.assert_allclose(score(7, 3), score(104, 100), rtol=1e-5)
     assert abs(score(7, 3) - score(7, 4)) > 1e-3
@@ -136,14 +136,14 @@ def test_rotary_scores_depend_on_distance_only():
 
 def test_rotary_keeps_length_and_position_zero():
     x = np.random.default_rng(0).normal(size=(1, 2, 3, 8)).astype(np.float32)
-    turned = rotated(x, rope_table(RopeConfig(), 8, jnp.array([[0, 5]])))
+    turned = rotated(x, RopeConfig(), np.array([[0, 5]]))
     np.testing.assert_allclose(np.linalg.norm(turned, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-6)
     np.testing.assert_array_equal(turned[:, 0], x[:, 0])
 
 
 def test_rotary_pairs_are_half_a_head_apart():
-    table = rope_table(RopeConfig(theta=100.0), 4, jnp.array([[1]]))
-    turned = rotated(jnp.array([[[[1.0, 0.0, 0.0, 0.0]]]]), table)
+    x = np.array([[[[1.0, 0.0, 0.0, 0.0]]]], np.float32)
+    turned = np.asarray(rotated(x, RopeConfig(theta=100.0), np.array([[1]])))
     np.testing.assert_allclose(turned[0, 0, 0], [np.cos(1.0), 0.0, np.sin(1.0), 0.0], atol=1e-7)
 
 
@@ -171,15 +171,22 @@ def test_linear_scaling_makes_steps_of_a_factor_one():
 
 
 def test_lengths_are_those_of_documents_without_padding():
-    packed = jnp.array([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
-    np.testing.assert_array_equal(document_lengths(packed, packed_causal_mask(packed)), [[3, 3, 3, 2, 2, 1], [6] * 6])
-    prompts = jnp.broadcast_to(jnp.arange(4), (3, 4))
-    lengths = jnp.array([4, 2, 1])
-    found = np.asarray(document_lengths(prompts, cache_causal_mask(prompts, lengths)))
+    @jax.jit
+    def of_packed(positions):
+        return document_lengths(positions, packed_causal_mask(positions))
+
+    @jax.jit
+    def of_cached(positions, lengths):
+        return document_lengths(positions, cache_causal_mask(positions, lengths))
+
+    packed = np.array([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
+    np.testing.assert_array_equal(of_packed(packed), [[3, 3, 3, 2, 2, 1], [6] * 6])
+    lengths = np.array([4, 2, 1])
+    found = np.asarray(of_cached(np.broadcast_to(np.arange(4), (3, 4)), lengths))
     for row, length in enumerate(lengths):
         assert set(found[row, :length]) == {int(length)}
-    one = jnp.array([[7], [0]])
-    np.testing.assert_array_equal(document_lengths(one, cache_causal_mask(one, one[:, 0] + 1)), [[8], [1]])
+    one = np.array([[7], [0]])
+    np.testing.assert_array_equal(of_cached(one, one[:, 0] + 1), [[8], [1]])
 
 
 def test_long_documents_have_factors_of_their_own():

@@ -31,11 +31,11 @@ def hidden(graph, parameters):
 def trees(model, lora, scale=0.3):
     """Return (graph, base, adapters) with random adapters, both of whose matrices are there."""
     graph, _ = tree.abstract(model, lora)
-    adapters, base = map(nnx.to_pure_dict, tree.trained(nnx.state(tree.build(model, 0, lora))))
-    leaves, structure = jax.tree.flatten(adapters)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    drawn = [scale * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
-    return graph, base, structure.unflatten(drawn)
+    declared = tree.trained(tree.abstract(model, lora)[1])[0]
+    draw = np.random.default_rng(1)
+    adapters = jax.tree.map(lambda x: scale * draw.standard_normal(x.shape, np.float32), tree.shapes(declared))
+    base = tree.under_adapters(model_fixtures.parameters(model), tree.targets(model, lora))
+    return graph, base, adapters
 
 
 @pytest.mark.parametrize("name", sampled(list(MODELS), ["gpt2"]))
@@ -44,7 +44,7 @@ def test_adapters_compute_what_their_sum_with_the_base_computes(name):
     model, lora = model_fixtures.model(MODELS[name]), LoraConfig(rank=3, alpha=6.0)
     graph, base, adapters = trees(model, lora)
     compute = jax.jit(lambda adapters: hidden(graph, tree.joined(base, adapters)))
-    adapted, plain = compute(adapters), compute(jax.tree.map(jnp.zeros_like, adapters))
+    adapted, plain = map(np.asarray, (compute(adapters), compute(jax.tree.map(np.zeros_like, adapters))))
     merged = tree.merged(model, lora, tree.joined(base, adapters), meshes.make(), TRAIN)
     summed = jax.jit(lambda: hidden(tree.abstract(model)[0], merged))()
     largest = np.abs(adapted).max()
@@ -55,8 +55,7 @@ def test_adapters_compute_what_their_sum_with_the_base_computes(name):
 def test_a_run_begins_as_its_base():
     """B is zero, and A as PEFT begins it: uniform, of variance 1/3 of the inputs'."""
     model, lora = model_fixtures.model(), LoraConfig(rank=16)
-    adapters, base = tree.trained(nnx.state(tree.build(model, 0, lora)))
-    adapters, base = nnx.to_pure_dict(adapters), nnx.to_pure_dict(base)
+    adapters, base = map(nnx.to_pure_dict, tree.trained(nnx.state(tree.build(model, 0, lora))))
     for path, leaf in tree.paths(adapters).items():
         inputs = leaf[0, ..., 0].size
         if path.endswith("/b"):
@@ -75,7 +74,9 @@ def steps_of(mesh, **training):
     with jax.set_mesh(mesh):
         settings = model_fixtures.training(ema_decay=0.5, **training)
         steps = jit_steps(make_steps(model, settings, model_fixtures.optimization(), lora=lora), mesh)
-        state = steps.init()
+        # A base that is drawn, and adapters as a run begins them.
+        base = tree.under_adapters(model_fixtures.parameters(model), tree.targets(model, lora))
+        state = steps.begin(jax.device_put(base, steps.shardings(mesh).base))
         first, measured = jax.device_get(state), []
         for seed in range(3):
             state, metrics = steps.train(state, put_batch(model_fixtures.batch(seed=seed), mesh))

@@ -247,7 +247,7 @@ def test_it_is_counted_to_the_last_flop(file, remat):
 
 def test_a_cached_generation_is_the_full_forward_pass(file):
     model, mesh = load(file).model, meshes.make(data=2, tensor=2)
-    parameters, graph = tree.init(model, 0, mesh), tree.abstract(model)[0]
+    parameters, graph = model_fixtures.placed(model, mesh), tree.abstract(model)[0]
     prompts = [[1, 2, 3, 4, 5], [7, 8]]
     continued = drawn(model, parameters, prompts, 8, mesh, sampling=Sampling(temperature=0.0))
     host = jax.device_get(parameters)

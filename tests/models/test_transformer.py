@@ -29,7 +29,7 @@ one_family = pytest.mark.parametrize("family", sampled(FAMILIES, ["gemma"]))
 def parts(family, **changes):
     model = model_fixtures.model(family, **changes)
     graph, _ = tree.abstract(model)
-    return model, graph, tree.init(model, 0, meshes.make())
+    return model, graph, model_fixtures.parameters(model)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "execution"))
@@ -42,7 +42,7 @@ def logits(graph, parameters, tokens, positions, key_range=None, execution=Execu
 
 def rows(length=12, rows=2, seed=0):
     tokens = np.random.default_rng(seed).integers(0, model_fixtures.VOCABULARY, (rows, length), dtype=np.int32)
-    return jnp.asarray(tokens), jnp.broadcast_to(jnp.arange(length)[None], tokens.shape)
+    return tokens, np.broadcast_to(np.arange(length, dtype=np.int32)[None], tokens.shape)
 
 
 def hidden(graph, parameters, embedding, tokens, positions):
@@ -51,22 +51,24 @@ def hidden(graph, parameters, embedding, tokens, positions):
     return module.hidden(tokens, positions, packed_causal_mask(positions))[0]
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def gradient_of_outputs(graph, parameters, positions, weight_T):
+    def total(embedding):
+        tokens = jnp.arange(positions.shape[1])[None]
+        x_BTD = hidden(graph, parameters, embedding, tokens, positions)
+        return jnp.sum(jnp.square(x_BTD) * weight_T[None, :, None])
+
+    return jax.grad(total)(parameters["embedding"])
+
+
 def influence(graph, parameters, positions):
     """Return a function of chosen outputs: the size of their gradient with respect to each input position."""
-    tokens = jnp.arange(positions.shape[1])[None]
-
-    @jax.jit
-    def gradient(weight_T):
-        def total(embedding):
-            x_BTD = hidden(graph, parameters, embedding, tokens, positions)
-            return jnp.sum(jnp.square(x_BTD) * weight_T[None, :, None])
-
-        return jax.grad(total)(parameters["embedding"])
 
     def of(chosen):
         weight_T = np.zeros(positions.shape[1], np.float32)
         weight_T[list(chosen)] = 1.0
-        return np.abs(np.asarray(gradient(weight_T))).sum(axis=1)[: positions.shape[1]]
+        gradient = gradient_of_outputs(graph, parameters, positions, weight_T)
+        return np.abs(np.asarray(gradient)).sum(axis=1)[: positions.shape[1]]
 
     return of
 
@@ -75,7 +77,7 @@ def influence(graph, parameters, positions):
 def test_causality_by_gradient(family):
     """An output has no gradient from any input after it, and some from every input up to it."""
     _, graph, parameters = parts(family)
-    influence_of = influence(graph, parameters, jnp.arange(12)[None])
+    influence_of = influence(graph, parameters, np.arange(12)[None])
     for t in (0, 5, 11):
         felt = influence_of([t])
         assert np.all(felt[t + 1 :] == 0.0) and np.all(felt[: t + 1] > 0.0)
@@ -85,17 +87,20 @@ def test_causality_by_gradient(family):
 def test_packed_documents_are_as_if_alone(family):
     _, graph, parameters = parts(family)
     tokens, _ = rows(rows=1)
-    positions = jnp.array([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]])
-    packed = logits(graph, parameters, tokens, positions)
+    positions = np.array([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]])
+    packed = np.asarray(logits(graph, parameters, tokens, positions))
     for start, end in ((0, 5), (5, 8), (8, 12)):
-        alone = logits(graph, parameters, tokens[:, start:end], jnp.arange(end - start)[None])
+        # Behind it, tokens that are documents of their own: one program for all lengths.
+        row, its_positions = np.zeros_like(tokens), np.zeros_like(positions)
+        row[:, : end - start], its_positions[:, : end - start] = tokens[:, start:end], np.arange(end - start)
+        alone = np.asarray(logits(graph, parameters, row, its_positions))[:, : end - start]
         chex.assert_trees_all_close(packed[:, start:end], alone, rtol=1e-4, atol=1e-4)
 
 
 @one_family
 def test_no_gradient_crosses_a_document_boundary(family):
     _, graph, parameters = parts(family)
-    felt = influence(graph, parameters, jnp.array([[*range(6), *range(6)]]))(range(6, 12))
+    felt = influence(graph, parameters, np.array([[*range(6), *range(6)]]))(range(6, 12))
     assert np.all(felt[:6] == 0.0) and np.all(felt[6:] > 0.0)
 
 
@@ -103,8 +108,8 @@ def test_no_gradient_crosses_a_document_boundary(family):
 def test_padding_behind_a_row_changes_nothing(family):
     _, graph, parameters = parts(family)
     tokens, positions = rows()
-    padded = jnp.concatenate([tokens, jnp.full((2, 5), 3)], axis=1)
-    padded_positions = jnp.concatenate([positions, jnp.broadcast_to(jnp.arange(5)[None], (2, 5))], axis=1)
+    padded = np.pad(tokens, ((0, 0), (0, 5)), constant_values=3)
+    padded_positions = np.concatenate([positions, np.broadcast_to(np.arange(5)[None], (2, 5))], axis=1)
     chex.assert_trees_all_close(
         logits(graph, parameters, padded, padded_positions)[:, :12],
         logits(graph, parameters, tokens, positions),
@@ -129,9 +134,9 @@ EXECUTIONS = [
         [
             pytest.param(family, which, id=f"{family}-{len(which)}")
             for family in ("llama", "gpt2")
-            for which in (EXECUTIONS, [EXECUTIONS[i] for i in (0, 1, 2, 5)])
+            for which in (EXECUTIONS, [EXECUTIONS[i] for i in (0, 5)])
         ],
-        ["gpt2-4"],
+        ["gpt2-2"],
     ),
 )
 def test_execution_changes_neither_loss_nor_gradients(family, executions):
@@ -168,7 +173,7 @@ def test_grouped_heads_equal_repeated_ones():
     _, full_graph, _ = parts({**model_fixtures.LLAMA, "attention": {"num_heads": 8, "num_kv_heads": 8}})
     repeated = jax.tree.map(lambda x: x, parameters)
     for name in ("key", "value"):
-        repeated["layers"]["attention"][name] = jnp.repeat(parameters["layers"]["attention"][name], 2, axis=2)
+        repeated["layers"]["attention"][name] = np.repeat(parameters["layers"]["attention"][name], 2, axis=2)
     tokens, positions = rows()
     chex.assert_trees_all_close(
         logits(graph, parameters, tokens, positions),
@@ -293,7 +298,8 @@ def test_a_window_is_only_another_interval():
     _, graph, parameters = parts(model_fixtures.LLAMA, num_layers=1)
     tokens, positions = rows(rows=1)
     window = KeyRange(jnp.maximum(positions - 2, 0), positions + 1)
-    changed = tokens.at[0, 0].set((tokens[0, 0] + 1) % model_fixtures.VOCABULARY)
+    changed = tokens.copy()
+    changed[0, 0] = (tokens[0, 0] + 1) % model_fixtures.VOCABULARY
     before, after = (logits(graph, parameters, t, positions, window) for t in (tokens, changed))
     np.testing.assert_array_equal(before[:, 3:], after[:, 3:])
     assert not np.array_equal(before[:, :3], after[:, :3])

@@ -60,6 +60,21 @@ four = {
 }
 PLATFORMS = ["cpu", *(pytest.param(name, marks=[elsewhere, pytest.mark.slow]) for name in ("tpu", "cuda"))]
 on = pytest.mark.parametrize("platform", PLATFORMS)
+
+
+def on_every_platform(*shapes):
+    """Return each shape of a mesh with each platform, as parameters of a test."""
+    return [
+        pytest.param(
+            shape,
+            *(platform.values if hasattr(platform, "values") else [platform]),
+            marks=getattr(platform, "marks", ()),
+        )
+        for shape in shapes
+        for platform in PLATFORMS
+    ]
+
+
 on_cpu = pytest.mark.parametrize("platform", sampled(PLATFORMS, ["cpu"]))
 # XLA's CPU compiler aborts on some products of bfloat16 under a shard_map.
 DTYPES = {"cpu": "float32", "tpu": "bfloat16", "cuda": "bfloat16"}
@@ -71,9 +86,14 @@ def assert_gradients_cross_data_once(found):
     assert any(c.kind == "all-reduce" for c in crossing)
 
 
-@on
-@pytest.mark.exhaustive  # the sample of it is in test_the_stream_is_gathered_and_scattered_on_cuda
-@pytest.mark.parametrize("shape", [(4, 1, 1), (2, 2, 1), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "shape, platform",
+    sampled(
+        on_every_platform((4, 1, 1), (2, 2, 1), (2, 1, 2)),
+        ["(2, 1, 2)-cpu"],
+    ),
+    ids=str,
+)
 def test_gradients_cross_data_once_per_step(shape, platform):
     mesh = meshes.make(*shape, devices=four[platform]())
     found = sent(training_step(mesh, DTYPES[platform]), mesh)
@@ -84,15 +104,7 @@ def test_gradients_cross_data_once_per_step(shape, platform):
 @pytest.mark.parametrize(
     "shape, platform",
     sampled(
-        [
-            pytest.param(
-                shape,
-                *(platform.values if hasattr(platform, "values") else [platform]),
-                marks=getattr(platform, "marks", ()),
-            )
-            for shape in ((4, 1, 1), (1, 4, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2))
-            for platform in PLATFORMS
-        ],
+        on_every_platform((4, 1, 1), (1, 4, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)),
         ["(1, 2, 2)-cpu", "(1, 2, 2)-tpu"],
     ),
     ids=str,
@@ -148,6 +160,7 @@ def test_no_parameter_above_a_size_is_whole_on_every_device(platform):
     assert largest == VOCABULARY * 32 // 4
 
 
+@pytest.mark.exhaustive  # tests/lowering/test_report.py counts what crosses `tensor` there
 @pytest.mark.slow
 @elsewhere
 def test_the_stream_is_gathered_and_scattered_on_cuda():

@@ -1,4 +1,5 @@
 import errno
+import functools
 import json
 import os
 import re
@@ -33,20 +34,39 @@ def like(mesh, model=None):
     return model_tree.placed(jax.eval_shape(steps.init), steps.shardings(mesh))
 
 
-def trained(directory, losses, keep=2, mesh=MESH):
-    """Train len(losses) steps and save after each with its held-out loss; return the saved states."""
-    mesh = meshes.make(*mesh)
-    states = {}
-    with jax.set_mesh(mesh), Checkpoints(directory, keep) as saved:
-        steps = model_fixtures.jitted(
+def trained(directory, steps):
+    """Train some steps and save after each; return the saved states."""
+    mesh, states = meshes.make(*MESH), {}
+    with jax.set_mesh(mesh), Checkpoints(directory, steps) as saved:
+        compiled = model_fixtures.jitted(
             model_fixtures.model(), model_fixtures.training(), mesh, model_fixtures.optimization()
         )
-        state = steps.init()
-        for step, loss in enumerate(losses, start=1):
-            state, _ = steps.train(state, put_batch(model_fixtures.batch(seed=step), mesh))
+        state = compiled.begin(model_fixtures.placed(model_fixtures.model(), mesh))
+        for step in range(1, steps + 1):
+            state, _ = compiled.train(state, put_batch(model_fixtures.batch(seed=step), mesh))
             states[step] = jax.tree.map(lambda x: np.array(x, copy=True), state)
             # The next step reuses the buffers while this one is still being written.
-            saved.save(state, loss)
+            saved.save(state, None)
+    return states
+
+
+@functools.cache
+def begun():
+    """Return the first state of a run on one device, on the host."""
+    return model_fixtures.run_steps(model_fixtures.model(), model_fixtures.training(), [])[1]
+
+
+def state_of(step):
+    """Return a state whose every array is another at every step."""
+    return jax.tree.map(lambda x: x + x.dtype.type(step), begun())
+
+
+def written(directory, losses, keep=2):
+    """Save a state for each held-out loss, from one device and without training; return the states."""
+    states = {step: state_of(step) for step in range(1, len(losses) + 1)}
+    with jax.set_mesh(meshes.make()), Checkpoints(directory, keep) as saved:
+        for loss, state in zip(losses, states.values(), strict=True):
+            saved.save(jax.device_put(state), loss)
     return states
 
 
@@ -66,7 +86,7 @@ def flip_a_byte(folder):
 
 
 def test_a_state_comes_back_to_the_last_bit_though_its_buffers_were_reused(tmp_path):
-    states = trained(tmp_path, [None, None, None], keep=3)
+    states = trained(tmp_path, 3)
     for step, state in states.items():
         restored = checkpoints.restore_state(tmp_path, step, like(meshes.make(*MESH)))
         chex.assert_trees_all_equal(jax.device_get(restored), state)
@@ -74,7 +94,7 @@ def test_a_state_comes_back_to_the_last_bit_though_its_buffers_were_reused(tmp_p
 
 @pytest.mark.parametrize("mesh", sampled([(1, 1, 1), (8, 1, 1), (1, 2, 4)], ["(1, 2, 4)"]), ids=str)
 def test_a_state_from_one_mesh_restores_onto_another(tmp_path, mesh):
-    states = trained(tmp_path, [None])
+    states = trained(tmp_path, 1)
     mesh = meshes.make(*mesh)
     restored = checkpoints.restore_state(tmp_path, 1, like(mesh))
     chex.assert_trees_all_equal(jax.device_get(restored), states[1])
@@ -83,7 +103,7 @@ def test_a_state_from_one_mesh_restores_onto_another(tmp_path, mesh):
 
 
 def test_parameters_restore_alone_and_are_rounded_as_they_are_read(tmp_path):
-    saved = trained(tmp_path, [None])[1].parameters
+    saved = written(tmp_path, [None])[1].parameters
     whole = like(meshes.make()).parameters
     for dtype in (jnp.float32, jnp.bfloat16):
         wanted = jax.tree.map(lambda leaf, dtype=dtype: leaf.update(dtype=dtype), whole)
@@ -92,28 +112,22 @@ def test_parameters_restore_alone_and_are_rounded_as_they_are_read(tmp_path):
 
 
 def test_the_newest_and_the_best_stay(tmp_path):
-    trained(tmp_path, [3.0, 1.0, 2.0, 2.5, None, 2.6])
+    written(tmp_path, [3.0, 1.0, 2.0, 2.5, None, 2.6])
     assert steps_in(tmp_path) == [2, 5, 6]
     assert manifests.newest_verified(tmp_path, never) == 6
     assert manifests.best_verified(tmp_path, never) == 2
 
 
 def test_the_best_stays_the_best_when_a_run_is_resumed(tmp_path):
-    trained(tmp_path, [1.0, 2.0, 3.0])
-    mesh = meshes.make(*MESH)
-    with jax.set_mesh(mesh), Checkpoints(tmp_path, 2) as saved:
-        steps = model_fixtures.jitted(
-            model_fixtures.model(), model_fixtures.training(), mesh, model_fixtures.optimization()
-        )
-        state = checkpoints.restore_state(tmp_path, 3, like(mesh))
-        for loss in (4.0, 5.0, 6.0):
-            state, _ = steps.train(state, put_batch(model_fixtures.batch(), mesh))
-            saved.save(state, loss)
+    written(tmp_path, [1.0, 2.0, 3.0])
+    with Checkpoints(tmp_path, 2) as saved:
+        for step, loss in enumerate((4.0, 5.0, 6.0), start=4):
+            saved.save(state_of(step), loss)
     assert steps_in(tmp_path) == [1, 5, 6]
 
 
 def test_a_loss_that_is_measured_later_counts_for_the_best(tmp_path):
-    states = trained(tmp_path, [3.0, None])
+    states = written(tmp_path, [3.0, None])
     with Checkpoints(tmp_path, 1) as saved:
         saved.note(2, 1.0)
         saved.note(1, None)
@@ -130,7 +144,7 @@ def test_a_loss_that_is_measured_later_counts_for_the_best(tmp_path):
 
 
 def test_a_corrupt_checkpoint_is_reported_and_the_one_before_it_used(tmp_path):
-    states = trained(tmp_path, [None, None])
+    states = written(tmp_path, [None, None])
     flip_a_byte(tmp_path / "2")
     lines = []
     assert manifests.newest_verified(tmp_path, lines.append) == 1
@@ -140,14 +154,14 @@ def test_a_corrupt_checkpoint_is_reported_and_the_one_before_it_used(tmp_path):
 
 
 def test_a_corrupt_best_checkpoint_gives_way_to_the_next_best(tmp_path):
-    trained(tmp_path, [1.0, 3.0, 2.0])
+    written(tmp_path, [1.0, 3.0, 2.0])
     flip_a_byte(tmp_path / "1")
     assert manifests.best_verified(tmp_path, lambda line: None) == 3
 
 
 @pytest.mark.parametrize("what", ["a file is missing", "a file is cut short", "there are no checksums"])
 def test_other_corruption_is_seen_too(tmp_path, what):
-    trained(tmp_path, [None])
+    written(tmp_path, [None])
     sums = tmp_path / "1" / "checksums.json"
     largest = max((p for p in (tmp_path / "1").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     match what:
@@ -161,7 +175,7 @@ def test_other_corruption_is_seen_too(tmp_path, what):
 
 
 def test_every_file_of_a_checkpoint_is_under_a_checksum(tmp_path):
-    trained(tmp_path, [1.0])
+    written(tmp_path, [1.0])
     files = {p.relative_to(tmp_path / "1").as_posix() for p in (tmp_path / "1").rglob("*") if p.is_file()}
     covered = set(json.loads((tmp_path / "1" / "checksums.json").read_text()))
     # Orbax's commit markers are written after the checksums, and hold nothing that is restored.
@@ -169,14 +183,13 @@ def test_every_file_of_a_checkpoint_is_under_a_checksum(tmp_path):
 
 
 def test_corrupt_checkpoints_are_set_aside_not_lost_and_their_steps_written_again(tmp_path):
-    states = trained(tmp_path, [None, None])
+    states = written(tmp_path, [None, None])
     flip_a_byte(tmp_path / "2")
     assert manifests.resume_from(tmp_path, lambda line: None) == 1
     assert steps_in(tmp_path) == [1] and (tmp_path / "corrupt" / "2").is_dir()
-    trained_again = trained(tmp_path / "other", [None, None])
     mesh = meshes.make()
     with jax.set_mesh(mesh), Checkpoints(tmp_path, 2) as saved:
-        saved.save(jax.device_put(trained_again[2]), None)
+        saved.save(jax.device_put(states[2]), None)
     assert manifests.newest_verified(tmp_path, never) == 2
     chex.assert_trees_all_equal(jax.device_get(checkpoints.restore_state(tmp_path, 2, like(mesh))), states[2])
 
@@ -193,7 +206,7 @@ def test_corrupt_checkpoints_are_set_aside_not_lost_and_their_steps_written_agai
     ),
 )
 def test_what_a_disk_refuses_is_not_corrupt_and_what_another_host_removed_is_gone(tmp_path, monkeypatch, number, name):
-    trained(tmp_path, [1.0, 2.0], keep=2)
+    written(tmp_path, [1.0, 2.0], keep=2)
     plain = Path.read_text
 
     def read_text(path, *arguments):
@@ -211,7 +224,7 @@ def test_what_a_disk_refuses_is_not_corrupt_and_what_another_host_removed_is_gon
 
 
 def test_if_all_are_corrupt_none_is_set_aside(tmp_path):
-    trained(tmp_path, [None, None])
+    written(tmp_path, [None, None])
     flip_a_byte(tmp_path / "1")
     flip_a_byte(tmp_path / "2")
     with pytest.raises(InputError, match="every checkpoint in .* is corrupt; restore one from a copy, or"):
@@ -221,7 +234,7 @@ def test_if_all_are_corrupt_none_is_set_aside(tmp_path):
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_read_does_not_blame_the_model(tmp_path):
-    trained(tmp_path, [None])
+    written(tmp_path, [None])
     wanted = like(meshes.make()).parameters
     shutil.rmtree(tmp_path / "1" / "parameters" / "d")
     with pytest.raises(checkpoints.Gone, match="checkpoint 1 of .* was removed while it was read; try again"):
@@ -240,7 +253,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_does_not_blame_the_model(
 )
 def test_a_loss_that_cannot_be_read_costs_its_own_checkpoint_alone(tmp_path, content):
     """Orbax compares the losses of all checkpoints, and would fail at the start."""
-    states = trained(tmp_path, [1.0, 2.0], keep=2)
+    states = written(tmp_path, [1.0, 2.0], keep=2)
     (tmp_path / "1" / "metrics" / "metrics").write_bytes(content)
     (tmp_path / "007").mkdir()
     said: list[str] = []
@@ -255,14 +268,14 @@ def test_a_loss_that_cannot_be_read_costs_its_own_checkpoint_alone(tmp_path, con
 
 
 def test_an_average_that_is_not_there_is_refused_in_one_line(tmp_path):
-    trained(tmp_path, [None])
+    written(tmp_path, [None])
     parameters = like(meshes.make()).parameters
     with pytest.raises(InputError, match=r"checkpoint 1 of .* does not match \[model\] .*average"):
         checkpoints.restore_parameters(tmp_path, 1, parameters, average=True)
 
 
 def test_what_a_killed_process_left_half_written_is_no_checkpoint(tmp_path):
-    trained(tmp_path, [None])
+    written(tmp_path, [None])
     half = tmp_path / "2.orbax-checkpoint-tmp"
     (tmp_path / "1").rename(half)
     (half / "commit_success.txt").unlink()
@@ -273,7 +286,7 @@ def test_what_a_killed_process_left_half_written_is_no_checkpoint(tmp_path):
 
 
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(tmp_path):
-    trained(tmp_path, [None])
+    written(tmp_path, [None])
     for other, names in (
         (model_fixtures.model(d_model=64), "64"),
         (model_fixtures.model(tied_embeddings=True), "unembedding"),
@@ -290,9 +303,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(tmp_path):
 def test_a_full_disk_takes_no_checkpoint_and_leaves_those_that_are_there(tmp_path, monkeypatch):
     """A full disk is found before anything is written; one that fills meanwhile, from Orbax's error."""
     mesh = meshes.make(*MESH)
-    state = model_fixtures.jitted(
-        model_fixtures.model(), model_fixtures.training(), mesh, model_fixtures.optimization()
-    ).init()
+    state = jax.device_put(begun(), jax.tree.map(lambda x: x.sharding, like(mesh)))
     size = checkpoints.bytes_of(state)
     with jax.set_mesh(mesh), Checkpoints(tmp_path, keep=2) as saved:
         saved.save(state._replace(step=state.step + 3), None)
@@ -326,7 +337,7 @@ def test_a_full_disk_takes_no_checkpoint_and_leaves_those_that_are_there(tmp_pat
 def test_a_folder_of_any_name_that_is_not_refused_holds_checkpoints(tmp_path, name):
     paths = RunPaths(tmp_path / name)
     paths.check_name()
-    states = trained(paths.checkpoints, [1.0])
+    states = written(paths.checkpoints, [1.0])
     restored = checkpoints.restore_state(paths.checkpoints, 1, like(meshes.make()))
     chex.assert_trees_all_equal(jax.tree.map(np.asarray, restored), states[1])
 
@@ -344,5 +355,5 @@ def test_a_checkpoint_that_cannot_be_opened_is_none(tmp_path):
     """As Orbax leaves it below a folder whose name is a pattern."""
     folder = tmp_path / "lr=[1e-3]" / "checkpoints"
     with pytest.raises(RunFailed, match="can be read back with 0 of .* arrays"):
-        trained(folder, [1.0], mesh=(1, 1, 1))
+        written(folder, [1.0])
     assert not steps_in(folder) and manifests.newest_verified(folder, never) is None

@@ -88,10 +88,12 @@ def test_whole_conversations_have_the_prompt_that_they_share():
     assert Preference.from_json(found.to_json()) == found
 
 
+MODEL = model_fixtures.model(vocab_size=300, context_length=96)
+
+
 def made(**training):
     settings = model_fixtures.training(dtype="float32", batch=8, sequence=96, **training)
-    model = model_fixtures.model(vocab_size=300, context_length=96)
-    return make_steps(model, settings, model_fixtures.optimization(learning_rate=3e-3), DPOConfig(beta=BETA))
+    return make_steps(MODEL, settings, model_fixtures.optimization(learning_rate=3e-3), DPOConfig(beta=BETA))
 
 
 @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
@@ -99,7 +101,7 @@ def test_the_loss_begins_at_ln_2_and_the_margin_grows(rows, microbatches):
     mesh = meshes.make(devices=jax.devices()[:1])
     steps = jit_steps(made(microbatches=microbatches), mesh)
     with jax.set_mesh(mesh):
-        state = steps.init()
+        state = steps.begin(model_fixtures.placed(MODEL, mesh))
         rows.reference = references.compute(steps.answers, state.parameters, rows, 8, mesh, print)
         losses = []
         for step in range(12):
@@ -117,8 +119,7 @@ def test_the_loss_begins_at_ln_2_and_the_margin_grows(rows, microbatches):
 
 def test_the_loss_is_that_of_the_paper(rows):
     """Against log-probabilities of each answer alone, by logits."""
-    model, number = model_fixtures.model(vocab_size=300, context_length=96), 8
-    graph, _ = abstract(model)
+    number, graph = 8, abstract(MODEL)[0]
     mesh = meshes.make(devices=jax.devices()[:1])
     documents = [rows.store.read(i, 0, int(length)).astype(np.int32) for i, length in enumerate(rows.store.lengths)]
     alone = np.zeros((2 * number, max(map(len, documents))), np.int32)
@@ -140,7 +141,7 @@ def test_the_loss_is_that_of_the_paper(rows):
 
     with jax.set_mesh(mesh):
         steps = jit_steps(made(), mesh)
-        state = steps.init()
+        state = steps.begin(model_fixtures.placed(MODEL, mesh))
         found = np.asarray(log_probabilities(state.parameters)).reshape(number, 2)
         reference = np.random.default_rng(0).normal(-60, 3, (number, 2)).astype(np.float32)
         batch = batch_of(rows, range(number)) | {"reference": jnp.asarray(reference)}

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import meshes
 import model_fixtures
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from matrices import sampled
@@ -36,12 +35,6 @@ def test_cross_entropy_is_minus_the_log_of_the_softmax():
     np.testing.assert_allclose(log_z, np.logaddexp.reduce(logits.astype(np.float64), -1), rtol=1e-6)
 
 
-def test_an_untrained_model_knows_nothing():
-    model = model_fixtures.model(initializer_std=0.002)
-    (metrics,), _ = model_fixtures.run_steps(model, model_fixtures.training(), [model_fixtures.batch()])
-    np.testing.assert_allclose(metrics["loss"], np.log(model_fixtures.VOCABULARY), atol=0.01)
-
-
 # Losses of the first, second and tenth step as they were when the numerics were first checked against numpy and
 # against one another on every mesh; what changes them changes the model, its initialisation or the optimizer.
 GOLDEN = {
@@ -54,7 +47,10 @@ GOLDEN = {
 @pytest.mark.parametrize("family", sampled(GOLDEN, ["gpt2", "llama"]))
 def test_golden_losses(family):
     metrics, _ = model_fixtures.run_steps(
-        model_fixtures.model(model_fixtures.FAMILIES[family]), model_fixtures.training(), [model_fixtures.batch()] * 10
+        model_fixtures.model(model_fixtures.FAMILIES[family]),
+        model_fixtures.training(),
+        [model_fixtures.batch()] * 10,
+        initialised=True,
     )
     losses = [metrics[i]["loss"] for i in (0, 1, 9)]
     # Ten steps carry the rounding of other processors along; they do not carry it further than this.
@@ -93,13 +89,13 @@ def test_weights_decay_and_gains_and_biases_do_not():
     model = model_fixtures.model(model_fixtures.GPT2)
     batch = model_fixtures.batch()
     batch["segments"][:] = 0  # no gradient: what moves is decay
-    settings = model_fixtures.optimization(weight_decay=0.5)
+    settings = model_fixtures.optimization()
     _, state = model_fixtures.run_steps(model, model_fixtures.training(), [batch], optimization=settings)
     _, abstract = tree.abstract(model)
-    before = tree.paths(tree.init(model, 0, meshes.make()))
+    before = tree.paths(model_fixtures.parameters(model))
     after, dimensions = tree.paths(state.parameters), tree.paths(tree.dimensions(abstract))
     for path, old in before.items():
-        shrunk = old * (1 - settings.learning_rate * 0.5) if dimensions[path].inputs else old
+        shrunk = old * (1 - settings.learning_rate * settings.weight_decay) if dimensions[path].inputs else old
         np.testing.assert_allclose(after[path], shrunk, rtol=1e-6, err_msg=path)
 
 
@@ -108,13 +104,13 @@ def test_one_step_is_adamw_by_hand():
     _, state = model_fixtures.run_steps(
         model, model_fixtures.training(), [model_fixtures.batch()], optimization=settings
     )
-    before = tree.init(model, 0, meshes.make())
+    before = model_fixtures.parameters(model)
     gradient = jax.tree.map(lambda m: m / (1 - settings.beta1), state.optimizer[1][0].mu)
     # After one step the corrected moments are g and g², and the update is lr · g / (|g| + ε).
     expected = jax.tree.map(
         lambda p, g: p - settings.learning_rate * g / (np.abs(g) + settings.epsilon), before, gradient
     )
-    chex.assert_trees_all_close(state.parameters, jax.device_get(expected), atol=1e-6)
+    chex.assert_trees_all_close(state.parameters, expected, atol=1e-6)
 
 
 def test_clipping_bounds_the_gradient_and_reports_it_unclipped():
@@ -124,7 +120,8 @@ def test_clipping_bounds_the_gradient_and_reports_it_unclipped():
         model_fixtures.model(), model_fixtures.training(), [model_fixtures.batch()], optimization=settings
     )
     assert clipped[0]["grad_norm"] == free[0]["grad_norm"] > 0.01
-    norm = optax.tree.norm(state.optimizer[1][0].mu) / (1 - settings.beta1)
+    squares = sum(np.sum(np.square(m)) for m in jax.tree.leaves(state.optimizer[1][0].mu))
+    norm = np.sqrt(squares) / (1 - settings.beta1)
     np.testing.assert_allclose(norm, 0.01, rtol=1e-4)
 
 
@@ -135,10 +132,9 @@ def poisoned(model, at_steps, steps=6, **training):
         compiled = model_fixtures.jitted(
             model, model_fixtures.training(**training), mesh, model_fixtures.optimization()
         )
-        state = compiled.init()
-        parameters = jax.tree.map(lambda x: x, state.parameters)
-        parameters["embedding"] = parameters["embedding"].at[0].set(jnp.nan)
-        state = state._replace(parameters=parameters)
+        parameters = model_fixtures.parameters(model)
+        parameters["embedding"][0] = np.nan
+        state = compiled.begin(jax.device_put(parameters))
         metrics, states = [], []
         for step in range(steps):
             batch = model_fixtures.batch(seed=step)
@@ -178,7 +174,7 @@ def test_a_state_begins_with_given_parameters_which_no_array_shares():
 def test_the_average_follows_the_parameters_and_a_skipped_step_leaves_it_alone():
     metrics, states = poisoned(model_fixtures.model(num_layers=2), at_steps=(1,), steps=4, ema_decay=0.3)
     chex.assert_trees_all_equal(states[1].average, states[0].average)
-    average = jax.device_get(tree.init(model_fixtures.model(num_layers=2), 0, meshes.make()))
+    average = model_fixtures.parameters(model_fixtures.model(num_layers=2))
     for updates, state in enumerate((states[0], states[2], states[3]), start=1):
         decay = min(0.3, (1 + updates) / (10 + updates))
         average = jax.tree.map(lambda a, p, d=decay: d * a + (1 - d) * p, average, state.parameters)
@@ -211,7 +207,7 @@ def test_the_z_loss_is_added_to_the_objective_and_not_to_the_loss(microbatches):
         loss, z_loss = ((jnp.where(valid, x, 0.0)).sum() / valid.sum() for x in (loss, coefficient * log_z**2))
         return loss + z_loss, (loss, z_loss)
 
-    parameters = tree.init(model, 0, meshes.make())
+    parameters = model_fixtures.parameters(model)
     gradients, (loss, z_loss) = jax.jit(jax.grad(objective, has_aux=True))(parameters)
     model_fixtures.assert_same_numbers([metrics["loss"], metrics["z_loss"]], [loss, z_loss], 1e-5)
     moments = jax.tree.map(lambda m: m / (1 - settings.beta1), state.optimizer[1][0].mu)
@@ -291,7 +287,7 @@ def test_the_logarithm_of_z_is_computed_once():
     assert exponentials(1e-4) == exponentials(0.0) > 0
 
 
-def test_dropout_is_the_step_s_own_and_repeats():
+def test_dropout_is_the_step_s_own_and_repeats(monkeypatch):
     def losses(dropout, seed=0):
         metrics, _ = model_fixtures.run_steps(
             model_fixtures.model(), model_fixtures.training(dropout=dropout, seed=seed), [model_fixtures.batch()] * 3
@@ -299,9 +295,9 @@ def test_dropout_is_the_step_s_own_and_repeats():
         return [float(m["loss"]) for m in metrics]
 
     first = losses(0.3)
-    model_fixtures.jitted.cache_clear()
-    assert first == losses(0.3)
     assert first != losses(0.0)
+    monkeypatch.setattr(model_fixtures, "jitted", model_fixtures.jitted.__wrapped__)  # another trace
+    assert first == losses(0.3)
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32():
@@ -318,7 +314,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32():
 @pytest.mark.parametrize("family", sampled(["llama", "gpt2"], ["gpt2"]))
 def test_gradients_in_bfloat16_are_those_of_float32_to_its_precision(family):
     """This holds for every parameter, even if one token of the batch is far more frequent than the others."""
-    rows, length = 8, 512
+    rows, length = 8, 240
     tokens = (
         np.random.default_rng(0).zipf(1.5, (rows, length + 1)).clip(max=model_fixtures.VOCABULARY).astype(np.int32) - 1
     )
@@ -331,13 +327,13 @@ def test_gradients_in_bfloat16_are_those_of_float32_to_its_precision(family):
     descent = model_fixtures.optimization(
         kind="sgd", learning_rate=1.0, momentum=0.0, clip_norm=1e9, schedule={"kind": "constant"}
     )
-    _, begun = model_fixtures.run_steps(model, model_fixtures.training(sequence=length), [])
+    before = model_fixtures.parameters(model)
 
     def gradients(dtype):
         _, state = model_fixtures.run_steps(
             model, model_fixtures.training(sequence=length, dtype=dtype), [batch], optimization=descent
         )
-        return jax.tree.map(np.subtract, begun.parameters, state.parameters)
+        return jax.tree.map(np.subtract, before, state.parameters)
 
     # Eight bits of mantissa, and their rounding in one layer.
     model_fixtures.assert_same_numbers(gradients("bfloat16"), gradients("float32"), relative=0.02)
@@ -365,7 +361,7 @@ def test_one_trace_serves_every_step():
     )
     with jax.set_mesh(mesh):
         compiled = jit_steps(steps, mesh)
-        state = compiled.init()
+        state = compiled.begin(model_fixtures.placed(model_fixtures.model(), mesh))
         for step in range(3):
             batch = put_batch(model_fixtures.batch(seed=step), mesh)
             state, _ = compiled.train(state, batch)
@@ -378,14 +374,15 @@ def test_the_state_s_buffers_are_donated():
         compiled = model_fixtures.jitted(
             model_fixtures.model(), model_fixtures.training(), mesh, model_fixtures.optimization()
         )
-        state = compiled.init()
+        state = compiled.begin(model_fixtures.placed(model_fixtures.model(), mesh))
         compiled.train(state, put_batch(model_fixtures.batch(), mesh))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
-def test_training_learns():
-    metrics, _ = model_fixtures.run_steps(
-        model_fixtures.model(initializer_std=0.02), model_fixtures.training(), [model_fixtures.batch()] * 60
-    )
+def test_an_untrained_model_knows_nothing_and_training_learns():
+    model = model_fixtures.model(initializer_std=0.002, num_layers=1)
+    batches = [model_fixtures.batch()] * 60
+    metrics, _ = model_fixtures.run_steps(model, model_fixtures.training(), batches, initialised=True)
+    np.testing.assert_allclose(metrics[0]["loss"], np.log(model_fixtures.VOCABULARY), atol=0.01)
     # Random targets carry ln 64 = 4.16 nats each; only memorisation gets below.
     assert metrics[-1]["loss"] < 2.0

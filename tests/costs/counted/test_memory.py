@@ -10,7 +10,6 @@ from pathlib import Path
 import meshes
 import model_fixtures
 import pytest
-from matrices import sampled
 from workload_fixtures import changed, workload
 
 from jaxlm.costs.counted.device import device_step
@@ -53,7 +52,8 @@ SMALL = (
 @pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "x86_64", reason="the compilers are for Linux on x86-64"
 )
-@pytest.mark.parametrize("name", sampled(SMALL, SMALL[1:2]))
+@pytest.mark.exhaustive  # tests/lowering/test_report.py has the memory of a small step
+@pytest.mark.parametrize("name", SMALL)
 def test_what_compilers_say_here_is_near_what_is_counted(name, compiled_memory):
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}  # the tests' own, for CPUs
     command = [sys.executable, str(BENCHMARK), "--worker", name]

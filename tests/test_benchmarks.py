@@ -227,3 +227,16 @@ def test_published_weights_take_the_memory_of_their_shards():
         loaded = [row for name, row in cases.items() if name.startswith("load")]
         assert loaded and cases.keys() == import_memory.CASES.keys()
         assert all(row["beyond_shards_over_largest_tensor"] <= import_memory.MARGIN for row in loaded)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_both_score_the_same_requests():
+    import scoring
+
+    found = []
+    for name in scoring.WORKERS:
+        worker = scoring.worker(name, STORIES, requests=8, choices=4, batch=4, dtype="float32")
+        worker.run(1)
+        found.append(worker.facts()["mean_logprob"])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)

@@ -18,7 +18,14 @@ _UNITS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The number of sequences that are drawn together, their length and their memory."""
+    """Add the sizes of an engine, the dtype to compute in, and the choice of speed."""
+    add_sizes(parser)
+    add_dtype(parser)
+    add_fast(parser)
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Add the number of sequences that are drawn together, their length and memory, and the prompts of a step."""
     parser.add_argument("--slots", type=_positive, metavar="N", help="sequences that are under way at most (64)")
     parser.add_argument(
         "--max-context",
@@ -32,16 +39,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="memory of keys and values on each device, such as 2GiB (1GiB on a CPU, 80 %% of what is free elsewhere)",
     )
-    add_dtype(parser)
+    parser.add_argument(
+        "--chunk-tokens", type=_positive, metavar="N", help="at most so many tokens of prompts in a step (512)"
+    )
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
-    """Add the dtype to compute in, and the choice of speed."""
+    """Add the dtype to compute in."""
     parser.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
         help="what to compute in (training.dtype); auto: what is fastest here, as measured",
     )
+
+
+def add_fast(parser: argparse.ArgumentParser) -> None:
+    """Add the choice between speed and equal bits."""
     parser.add_argument(
         "--fast",
         action="store_true",
@@ -74,12 +87,19 @@ def option(arguments: argparse.Namespace) -> str | None:
     return next((option for option, _ in _given(arguments).values()), "--dtype" if arguments.dtype else None)
 
 
+def options(arguments: argparse.Namespace) -> list[str]:
+    """Return the sizes and the choice of speed that are given, as options of a command."""
+    given = _given(arguments).values()
+    return [word for option, value in given for word in ([option] if value is False else [option, str(value)])]
+
+
 def _given(arguments: argparse.Namespace) -> dict[str, tuple[str, int | bool]]:
     """Return the options that are given, and their values, by the setting."""
     asked = {
         "slots": ("--slots", arguments.slots),
         "context": ("--max-context", arguments.max_context),
         "cache_bytes": ("--cache-memory", arguments.cache_memory),
+        "chunk_tokens": ("--chunk-tokens", arguments.chunk_tokens),
         "exact": ("--fast", False if arguments.fast else None),
     }
     return {field: (option, value) for field, (option, value) in asked.items() if value is not None}

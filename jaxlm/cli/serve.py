@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 _NEEDS = ("starlette", "uvicorn", "prometheus_client")
 
 
-_SAME = ("overrides", "checkpoint", "ema", "slots", "max_context", "cache_memory", "dtype", "fast")  # for all processes
+# The same for all processes.
+_SAME = ("overrides", "checkpoint", "ema", "slots", "max_context", "cache_memory", "chunk_tokens", "dtype", "fast")
 
 # Type, metavar, default and explanation of each limit.
 _LIMITS = {
-    "chunk-tokens": (int, "N", 512, "at most so many tokens of prompts in a step (%(default)s)"),
     "max-queued": (int, "N", 1024, "at most so many texts that wait; more are told to come again (%(default)s)"),
     "max-queued-tokens": (int, "N", 4_000_000, "at most so many tokens of their prompts (%(default)s)"),
     "max-body": (engine.memory, "SIZE", "8MiB", "the largest body of a request (%(default)s)"),
@@ -108,7 +108,6 @@ def _loaded(arguments: argparse.Namespace) -> "tuple[LoadedModel, Engine, bool]"
 
     model = engine.load(
         arguments,
-        chunk_tokens=arguments.chunk_tokens,
         max_queued=arguments.max_queued,
         max_queued_tokens=arguments.max_queued_tokens,
     )

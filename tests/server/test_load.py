@@ -132,6 +132,7 @@ def test_requests_that_fail_are_counted_and_shown(engine, tokenizer, config, cap
         (["--input-tokens", CONTEXT], f"exceed model.context_length = {CONTEXT}"),
         (["--on", "h2000"], "h2000"),
         (["--url", "http://127.0.0.1:9"], "--url http://127.0.0.1:9 has no model in /v1/models: "),
+        (["--url", "http://127.0.0.1:9", "--slots", 2], "--slots is of a server that is started: leave out --url"),
         (["--name", "tiny"], "--name and --api-key-file are of a server that runs: add --url"),
     ],
 )
@@ -143,16 +144,10 @@ def test_what_cannot_be_measured_is_one_line(arguments, why, config, capsys):
 @pytest.mark.slow
 def test_a_server_is_started_and_ended(monkeypatch, capfd):
     """The server itself says what is wrong with the weights."""
-    from jaxlm.server.load import started
-
-    def smaller(command, **how):  # than by default, with the programs of test_serve_command.py
-        return start([*command, "--slots", "2", "--chunk-tokens", "32", "--max-context", "400"], **how)
-
-    start = started.subprocess.Popen
-    monkeypatch.setattr(started.subprocess, "Popen", smaller)
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
     stories = Path(__file__).parents[1] / "families" / "stories260K"
-    lengths = ["--requests", 3, "--input-tokens", 9, "--output-tokens", 4, "--json"]
+    smaller = ["--slots", 2, "--chunk-tokens", 32, "--max-context", 400]  # with the programs of test_serve_command.py
+    lengths = [*smaller, "--requests", 3, "--input-tokens", 9, "--output-tokens", 4, "--json"]
     out, _ = said(capfd, stories, "training.dtype=float32", *lengths)
     assert json.loads(out)["total_output_tokens"] == 12
     _, error = said(capfd, stories.with_name("nothing"), *lengths, status=2)

@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--blocks", type=int, default=12, metavar="N", help="of steps (%(default)s)")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="of a block (%(default)s)")
     engine.add_dtype(parser)
+    engine.add_fast(parser)
     out.add_arguments(parser)
 
 

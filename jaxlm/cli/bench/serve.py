@@ -1,8 +1,9 @@
 """Measure a server under a load, beside what its chips allow at best.
 
-The server is started on this machine for MODEL, or is one that runs already (--url), of any kind that speaks OpenAI's
-API. The load is of random tokens, as many at a time as --concurrency says or at random times of a mean --rate; nothing
-is downloaded. The bounds are the lower ones of `jaxlm plan`, for the chips in --on.
+The server is started on this machine for MODEL, with an engine of the sizes that are given, or is one that runs already
+(--url), of any kind that speaks OpenAI's API. The load is of random tokens, as many at a time as --concurrency says or
+at random times of a mean --rate; nothing is downloaded. The bounds are the lower ones of `jaxlm plan`, for the chips in
+--on.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxlm.cli import engine
 from jaxlm.cli.bench import out
 from jaxlm.cli.paths import path
 from jaxlm.core.errors import InputError
@@ -67,6 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="METRIC:MS",
         help="what a good request has, such as ttft:500 tpot:50",
     )
+    engine.add_sizes(parser)
+    engine.add_fast(parser)
     parser.add_argument("--on", metavar="CHIPS", help="the chips of the server, for the bounds (host)")
     out.add_arguments(parser)
 
@@ -79,6 +83,8 @@ def main(arguments: argparse.Namespace) -> int:
     load, goodput, key = _load(arguments), _goodput(arguments.goodput), _key(arguments.api_key_file)
     if arguments.url is None and (arguments.name or key):
         raise InputError("--name and --api-key-file are of a server that runs: add --url")
+    if arguments.url is not None and (given := engine.options(arguments)):
+        raise InputError(f"{given[0]} is of a server that is started: leave out --url")
     out.check(arguments)
     experiment = config.load(arguments.run, arguments.overrides, "decode")
     if load.longest > experiment.model.context_length + 1:
@@ -106,7 +112,8 @@ def _measured(
         url = arguments.url
         if url is None:
             with working("starting a server"):
-                url = until_the_end.enter_context(started(arguments.run, arguments.overrides))
+                server = started(arguments.run, arguments.overrides, engine.options(arguments))
+                url = until_the_end.enter_context(server)
         count = until_the_end.enter_context(counting("requests", load.requests))
 
         def ended(one: "Answered") -> None:

@@ -13,10 +13,10 @@ _END_S = 60.0  # until a server that is told to end is killed
 
 
 @contextmanager
-def started(model: Path, overrides: Sequence[str]) -> Iterator[str]:
-    """Serve a model over loopback, with the defaults of `jaxlm serve`, and yield its address. What the server complains
-    of goes to standard error. Raises InputError and RunFailed as it ends."""
-    command = [sys.executable, "-m", "jaxlm", "serve", str(model), *overrides, "--port", "0", "--json"]
+def started(model: Path, overrides: Sequence[str], options: Sequence[str]) -> Iterator[str]:
+    """Serve a model over loopback, with these options of `jaxlm serve`, and yield its address. What the server
+    complains of goes to standard error. Raises InputError and RunFailed as it ends."""
+    command = [sys.executable, "-m", "jaxlm", "serve", str(model), *overrides, *options, "--port", "0", "--json"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None

@@ -224,36 +224,43 @@ class PagedLayer:
         Sequences of one row are carried together, and runs of several one after the other, since the next may go on
         from the last.
         """
-        states, outputs, at = dict(self.states), [], 0
+        states, outputs, at = self.states, [], 0
+        of_rows_R = jax.tree.map(lambda x: x[:, 0], (inputs_BT, rows.key_range.end > rows.key_range.start))
         for section in self.of_states:
             (from_Q, first_Q), (to_Q, _) = self._places(section, at, back=1), self._places(section, at)
-            n = len(to_Q) * section.rows
-            inputs = jax.tree.map(lambda x, at=at, section=section: _runs(x[:, 0], at, section), inputs_BT)
-            is_token_QT = _runs(rows.key_range.end > rows.key_range.start, at, section)[..., 0]
-
-            def run(states: States, runs: tuple[jax.Array, jax.Array, jax.Array, Any, jax.Array]) -> tuple[States, Any]:
-                """Carry the states of runs, of which no two are of one sequence."""
-                from_Q, to_Q, first_Q, inputs, is_token_QT = runs
-                before = {
-                    name: where_sequences(first_Q > 0, states[name][from_Q], begin[None].astype(states[name].dtype))
-                    for name, begin in first.items()
-                }
-                after, outputs = carried(step, before, inputs, is_token_QT)
-                return {**states, **{name: states[name].at[to_Q].set(x) for name, x in after.items()}}, outputs
-
-            runs = from_Q, to_Q, first_Q, inputs, is_token_QT
+            of_rows_QT = jax.tree.map(partial(_runs, at=at, section=section), of_rows_R)
+            runs, carry = _Runs(from_Q, to_Q, first_Q, *of_rows_QT), partial(_carried_runs, step, first)
             if section.rows == 1:
-                states, made = run(states, runs)
+                states, made_QT = carry(states, runs)
             else:
-                states, made = jax.lax.scan(run, states, jax.tree.map(lambda x: x[:, None], runs))
-                made = jax.tree.map(lambda x: x[:, 0], made)
-            outputs.append(jax.tree.map(lambda x, n=n: x.reshape(n, 1, *x.shape[2:]), made))
-            at += n
+                states, made_Q1T = jax.lax.scan(carry, states, jax.tree.map(lambda x: x[:, None], runs))
+                made_QT = jax.tree.map(lambda x: x[:, 0], made_Q1T)
+            outputs.append(jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[2:]), made_QT))
+            at += len(to_Q) * section.rows
         return jax.tree.map(lambda *xs: jnp.concatenate(xs), *outputs), dataclasses.replace(self, states=states)
 
     def view(self) -> PagedView:
         """Return the pages of the layer's tokens."""
         return PagedView(self.pages, self.of_tokens, self.key_range)
+
+
+class _Runs(NamedTuple):
+    """Runs of rows, each of one sequence: the pages that its state comes from and goes to, the position of the first
+    row, what the recurrence reads of the rows, and which of them are tokens."""
+
+    from_Q: jax.Array
+    to_Q: jax.Array
+    first_Q: jax.Array
+    inputs_QT: Any
+    is_token_QT: jax.Array
+
+
+def _carried_runs(step: Recurrence, first: States, states: States, runs: _Runs) -> tuple[States, Any]:
+    """Carry states through runs of which no two are of one sequence. Return the pages of states, and the outputs."""
+    begins_Q = runs.first_Q == 0
+    before = {name: where_sequences(begins_Q, x[None], states[name][runs.from_Q]) for name, x in first.items()}
+    after, outputs_QT = carried(step, before, runs.inputs_QT, runs.is_token_QT)
+    return states | {name: states[name].at[runs.to_Q].set(x) for name, x in after.items()}, outputs_QT
 
 
 def _runs(x: jax.Array, at: int, section: PagedSection) -> jax.Array:

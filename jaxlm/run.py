@@ -21,6 +21,7 @@ from jaxlm.families import tokens
 from jaxlm.families.files import GENERATION, is_published, read_json
 from jaxlm.models.config import ModelConfig
 from jaxlm.parallel.processes import is_first
+from jaxlm.training import manifests
 from jaxlm.training import origin as origins
 from jaxlm.training.changes import architecture, bound, changed_keys, is_by_content, is_free
 from jaxlm.training.display import Display
@@ -116,8 +117,8 @@ class Run:
 
     @property
     def has_checkpoint(self) -> bool:
-        """Return whether there is a checkpoint, whole or not."""
-        return any(self.paths.checkpoints.glob("[0-9]*"))
+        """Return whether there is a checkpoint that was written to its end, whole or not by now."""
+        return bool(manifests.steps_in(self.paths.checkpoints))
 
     def _trained_with(self, found: Sequence[Change]) -> str:
         more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
@@ -436,8 +437,6 @@ class Run:
 
     def _chosen(self, checkpoint: str | int, say: Callable[[str], None]) -> int:
         """Return the step of a checkpoint. Raises InputError where it is not whole."""
-        from jaxlm.training import manifests
-
         folder = self.paths.checkpoints
         if isinstance(checkpoint, int):
             if broken := manifests.corruption_of(folder / str(checkpoint)):
@@ -452,8 +451,6 @@ class Run:
     def weights_digest(self, step: int | None = None) -> str:
         """Return a digest of the parameters of a step, the newest by default. Raises InputError where it is not
         whole."""
-        from jaxlm.training import manifests
-
         found = self._chosen("newest" if step is None else step, lambda line: None)
         return manifests.digest_of(self.paths.checkpoints, found)
 

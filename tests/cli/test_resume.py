@@ -11,6 +11,7 @@ import pytest
 from runs import COMPILING, SIGNALS, finish, losses, rows, start, wait_for_step, write_config
 
 from jaxlm.cli import main
+from jaxlm.run import Run
 
 STEPS = 200
 
@@ -151,6 +152,15 @@ def test_a_run_whose_checkpoints_are_lost_is_not_begun_anew(config, finished, tm
         assert "/checkpoints has no checkpoint, though metrics.jsonl has 5 steps; put it" in line
         (run / "checkpoints").mkdir(exist_ok=True)
     assert figures(run) == figures(finished)
+
+
+def test_a_checkpoint_that_is_being_written_is_none(tmp_path):
+    """A run that ends there begins anew, with the weights that it began with."""
+    run = Run(tmp_path)
+    (run.paths.checkpoints / "10.orbax-checkpoint-tmp").mkdir(parents=True)
+    assert not run.has_checkpoint
+    (run.paths.checkpoints / "10").mkdir()
+    assert run.has_checkpoint
 
 
 @pytest.mark.slow

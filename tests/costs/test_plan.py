@@ -422,6 +422,12 @@ def test_what_is_sent():
     assert not traffic.collectives(changed(work, layout=meshes.layout()))
 
 
+def test_decoding_keeps_weights_and_tables_where_they_are():
+    work = workload("decode", model_fixtures.model(), batch=8, sequence=64, layout=meshes.layout(fsdp=8))
+    assert not traffic.collectives(work)
+    assert {c.kind for c in traffic.collectives(replace(work, kind="prefill"))} == {"all-gather"}
+
+
 @pytest.mark.parametrize("norm_placement", ["before", "both"])
 def test_the_last_sum_of_a_layer_runs_again_where_a_norm_reads_it(norm_placement):
     def sums(remat):
@@ -434,7 +440,8 @@ def test_the_last_sum_of_a_layer_runs_again_where_a_norm_reads_it(norm_placement
 
 @pytest.mark.parametrize("tied, sums", [(False, 3), (True, 6)])
 def test_tables_are_gathered_once_and_summed_for_each_use(tied, sums):
-    """The looked-up table is gathered before the loop over three microbatches, the unembedding inside it."""
+    """The looked-up table is gathered before the loop over three microbatches, the unembedding inside it; a prefill
+    gathers it once, and a decoding step has it whole."""
     model = model_fixtures.model(tied_embeddings=tied)
     work = workload("train", model, 24, 32, microbatches=3, layout=meshes.layout(2, 4, 1), kernels="xla")
     sent = {(c.kind, c.of): c.times for c in traffic.collectives(work)}
@@ -444,8 +451,9 @@ def test_tables_are_gathered_once_and_summed_for_each_use(tied, sums):
         sent[key] == 3 for key in unembedding
     )
     assert sent["all-gather", "layers"] == 2 * 3 * model.num_layers == 2 * sent["reduce-scatter", "layers"]
-    (once,) = (c for c in traffic.collectives(changed(work, kind="decode")) if c.of == "embedding")
+    (once,) = (c for c in traffic.collectives(changed(work, kind="prefill")) if c.of == "embedding")
     assert once[:3] == ("all-gather", ("fsdp",), 1)
+    assert not [c for c in traffic.collectives(changed(work, kind="decode")) if c.of == "embedding"]
 
 
 def test_muon_moves_whole_matrices():

@@ -49,7 +49,7 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
 
     tables: dict[str, list[Use]] = defaultdict(list)
     for use in found.by_layer[None]:
-        if use.name in ("look_up", *PRODUCTS):
+        if use.name in ("look_up", *PRODUCTS) and _is_gathered(device, use):
             tables[found.parameter(use)].append(use)
     for path, uses in tables.items():
         once, whole = any(use.name == "look_up" for use in uses), work.itemsize * device.matrix(uses[0])
@@ -77,7 +77,9 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
 
 
 def _is_gathered(device: DeviceStep, use: Use) -> bool:
-    return "fsdp" in {over for axis in use.marker.operands[1] for over in device.work.rules.over(axis)}
+    """Return whether the rules of the step shard the matrix of an operation over `fsdp`."""
+    axes = use.marker.operands[use.name != "look_up"]
+    return "fsdp" in {over for axis in axes for over in device.work.rules.over(axis)}
 
 
 def _adapters(device: DeviceStep) -> Iterator[Collective]:

@@ -12,6 +12,7 @@ alternate, and the first block of each is warm-up.
 import argparse
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import results
 from jaxlm.core import accelerators
 
 Pairs = list[tuple[list[int], list[int]]]
+Score = Callable[[Pairs], dict[int, float]]  # ln p of each continuation, by its index
 
 
 def pairs(seed: int, requests: int, choices: int, vocabulary: int) -> Pairs:
@@ -35,8 +37,9 @@ def pairs(seed: int, requests: int, choices: int, vocabulary: int) -> Pairs:
     return found
 
 
-def engine_scores(model: Path, batch: int, dtype: str) -> Any:
-    """Return a function that scores pairs by the engine, as `jaxlm eval --tasks` does."""
+def engine_scores(model: Path, batch: int, dtype: str) -> tuple[Score, int]:
+    """Return a function that scores pairs by the engine, as `jaxlm eval --tasks` does, and the size of the vocabulary.
+    The engine batches by itself."""
     from jaxlm import api
     from jaxlm.inference.scoring import Scorer
 
@@ -46,8 +49,9 @@ def engine_scores(model: Path, batch: int, dtype: str) -> Any:
     return lambda pairs: {at: score.logprob for at, score in scorer(pairs)}, engine.model.vocab_size
 
 
-def batch_scores(model: Path, batch: int, dtype: str) -> Any:
-    """Return a function that scores pairs, `batch` rows at a time, the longest first."""
+def batch_scores(model: Path, batch: int, dtype: str) -> tuple[Score, int]:
+    """Return a function that scores pairs, `batch` rows at a time, the longest first, and the size of the
+    vocabulary."""
     import jax
     import jax.numpy as jnp
     from flax import nnx

@@ -115,6 +115,17 @@ def parameters(model: ModelConfig, seed: int = 0) -> dict:
     return jax.tree_util.tree_map_with_path(drawn, tree.shapes(tree.abstract(model)[1]))
 
 
+def softmax(scores: np.ndarray) -> np.ndarray:
+    """Return the softmax of the last dimension, in NumPy: an oracle for models that are written out."""
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    """Return x · σ(x), in NumPy."""
+    return x / (1 + np.exp(-x))
+
+
 def training(**changes) -> TrainingConfig:
     return TrainingConfig(**{"batch": 8, "sequence": CONTEXT, "dtype": "float32", **changes})
 

@@ -170,8 +170,7 @@ class DenseLayer:
         begins_B = self.length == 0
         before = {name: self.stored[name].read(self.index) for name in first}
         states = {name: where_sequences(begins_B, first[name][None], state) for name, state in before.items()}
-        is_token_BT = rows.key_range.end > rows.key_range.start
-        states, outputs_BT = carried(step, states, inputs_BT, is_token_BT)
+        states, outputs_BT = carried(step, states, inputs_BT, rows.is_token_BT)
         written = {name: self.stored[name].write(state, self.index, self.length) for name, state in states.items()}
         return outputs_BT, dataclasses.replace(self, stored={**self.stored, **written})
 

@@ -21,7 +21,7 @@ from kernels_pallas.flash_attention import KeyRange
 Arrays = dict[str, dict[str, jax.Array]]  # by entry and slot, [P, …, S, H]
 
 
-STATE_WINDOW = 2  # a token reads the state after the one before it, and writes its own
+_STATE_WINDOW = 2  # a token reads the state after the one before it, and writes its own
 
 
 class PagedEntry(NamedTuple):
@@ -69,7 +69,7 @@ class PageLayout(NamedTuple):
         for name, entry in entries.items():
             reach = [slot.window for slot in entry.slots.values() if slot.per == "token"]
             tokens = group(None if None in reach else max(reach)) if reach else None
-            states = group(STATE_WINDOW) if len(reach) < len(entry.slots) else None
+            states = group(_STATE_WINDOW) if len(reach) < len(entry.slots) else None
             found.append(PagedEntry(name, tuple(entry.slots.items()), tokens, states))
         return cls(tuple(windows), tuple(found), size)
 
@@ -148,8 +148,10 @@ class PagedCache:
         )
 
     def _sections(self, group: int | None) -> tuple[PagedSection, ...]:
-        tables = () if group is None else self.tables[group]
-        return tuple(PagedSection(table, rows) for table, rows in zip(tables, self.rows, strict=False))
+        """Return where the rows have their pages of a group; nowhere in none."""
+        if group is None:
+            return ()
+        return tuple(PagedSection(*each) for each in zip(self.tables[group], self.rows, strict=True))
 
     def put(self, entry: str, layer: LayerCache) -> "PagedCache":
         """Return the cache with what a layer of an entry has stored."""
@@ -193,7 +195,7 @@ class PagedLayer:
         for section in self.of_tokens:
             page_Q, first_Q = self._places(section, at)
             at_Q = jnp.maximum(first_Q, 0) % self.size
-            part = _runs(new, at, section)
+            part = _in_runs(new, at, section)
             part = jnp.moveaxis(part, 1, -2)  # [Q, …, rows, H]
 
             def write(
@@ -225,10 +227,10 @@ class PagedLayer:
         from the last.
         """
         states, outputs, at = self.states, [], 0
-        of_rows_R = jax.tree.map(lambda x: x[:, 0], (inputs_BT, rows.key_range.end > rows.key_range.start))
+        of_rows_R = jax.tree.map(lambda x: x[:, 0], (inputs_BT, rows.is_token_BT))
         for section in self.of_states:
             (from_Q, first_Q), (to_Q, _) = self._places(section, at, back=1), self._places(section, at)
-            of_rows_QT = jax.tree.map(partial(_runs, at=at, section=section), of_rows_R)
+            of_rows_QT = jax.tree.map(partial(_in_runs, at=at, section=section), of_rows_R)
             runs, carry = _Runs(from_Q, to_Q, first_Q, *of_rows_QT), partial(_carried_runs, step, first)
             if section.rows == 1:
                 states, made_QT = carry(states, runs)
@@ -263,7 +265,7 @@ def _carried_runs(step: Recurrence, first: States, states: States, runs: _Runs) 
     return states | {name: states[name].at[runs.to_Q].set(x) for name, x in after.items()}, outputs_QT
 
 
-def _runs(x: jax.Array, at: int, section: PagedSection) -> jax.Array:
+def _in_runs(x: jax.Array, at: int, section: PagedSection) -> jax.Array:
     """Return the rows of a section, from `at` on, as [Q, rows, ...]."""
     Q = len(section.table)
     return x[at : at + Q * section.rows].reshape(Q, section.rows, *x.shape[1:])

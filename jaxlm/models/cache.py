@@ -30,9 +30,10 @@ class Slot(NamedTuple):
     window: int | None = None
 
 
-States = dict[str, jax.Array]  # by slot, [B, *shape] of each sequence
+States = dict[str, jax.Array]  # by slot
 
-# One token of a recurrence: takes the states and inputs [B, ...], and returns the states after it and outputs [B, ...].
+# One token of a recurrence: takes states [B, *shape] and inputs [B, ...] of sequences, and returns the states after it
+# and outputs [B, ...].
 Recurrence = Callable[[States, Any], tuple[States, Any]]
 
 
@@ -116,8 +117,7 @@ class OwnTokens(NamedTuple):
 
     def carry(self, rows: RowContext, step: Recurrence, first: States, inputs_BT: Any) -> tuple[Any, Self]:
         """Carry states from the first token of the rows to the last, and forget them."""
-        is_token_BT = rows.key_range.end > rows.key_range.start
-        _, outputs_BT = carried(step, begun(first, len(is_token_BT)), inputs_BT, is_token_BT)
+        _, outputs_BT = carried(step, begun(first, len(rows.is_token_BT)), inputs_BT, rows.is_token_BT)
         return outputs_BT, self
 
     def view(self) -> CacheView:
@@ -147,7 +147,7 @@ def begun(first: States, sequences: int) -> States:
 
 
 def carried(step: Recurrence, states: States, inputs_BT: Any, is_token_BT: jax.Array) -> tuple[States, Any]:
-    """Carry states through T tokens of B sequences. Return them after the last, and the outputs [B, T, ...]."""
+    """Carry states [B, *shape] through T tokens. Return them after the last, and the outputs [B, T, ...]."""
 
     def one(states: States, token: tuple[Any, jax.Array]) -> tuple[States, Any]:
         inputs_B, is_token_B = token

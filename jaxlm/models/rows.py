@@ -34,6 +34,11 @@ class RowContext(NamedTuple):
     rope: RopeTable | None
     dropout: Dropout
 
+    @property
+    def is_token_BT(self) -> jax.Array:
+        """True where there is a token, [B, T]: padding sees no key."""
+        return self.key_range.end > self.key_range.start
+
 
 class Auxiliary(NamedTuple):
     """The results of a layer besides the stream: float32 scalars by name, each a mean over the tokens that it saw.

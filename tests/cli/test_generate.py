@@ -211,10 +211,8 @@ def test_without_a_prompt_each_line_is_continued_as_it_is_read(run, monkeypatch,
 def test_a_terminal_is_asked_for_prompts_until_its_end(run):
     """Ctrl-C ends the text that is drawn, and nothing else."""
     controller, terminal = pty.openpty()
-    environment = {
-        **runs.environment(8),
-        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
-    }  # with the programs of this process
+    # With the programs of this process.
+    environment = {**runs.environment(8), "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
     command = [sys.executable, "-m", "jaxlm", "generate", str(run), "--max-tokens", "5", "--temperature", "0"]
     process = subprocess.Popen(
         command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment, start_new_session=True

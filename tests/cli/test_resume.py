@@ -155,7 +155,7 @@ def test_a_run_whose_checkpoints_are_lost_is_not_begun_anew(config, finished, tm
 
 
 def test_a_checkpoint_that_is_being_written_is_none(tmp_path):
-    """A run that ends there begins anew, with the weights that it began with."""
+    """Else a run that ends there would not look for the weights that it began with."""
     run = Run(tmp_path)
     (run.paths.checkpoints / "10.orbax-checkpoint-tmp").mkdir(parents=True)
     assert not run.has_checkpoint

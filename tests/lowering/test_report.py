@@ -170,7 +170,8 @@ def test_collectives_are_as_counted(small, sizes, settings):
     arrays are sent together; no program takes less time than is counted. Replicated key/value heads send their
     gradients, with one head per device and with more."""
     step = compiled(small, FOUR["cuda"], "train", sizes, ["model.num_layers=3", *settings])
-    assert_flops_and_memory_agree(step, "cuda", "train", holes=0.02)  # 1.8 % with norms of all heads
+    of_all_heads = "model.attention.qk_norm=projection" in settings  # 1.8 % there, on JAX 0.10.2
+    assert_flops_and_memory_agree(step, "cuda", "train", holes=0.02 if of_all_heads else 0.01)
     found, sent, counted = step.report, Counter(), Counter()
     for c in found.collectives:
         sent[c.kind, c.axes] += c.count * c.bytes
@@ -241,18 +242,18 @@ def test_pallas_kernels_are_found_and_nothing_is_gathered_around_them(platform):
 
 @pytest.fixture
 def compiled_once(monkeypatch):
-    """Compile a step once for all commands of a test."""
-    plain, made = report.compile, []
+    """Compile a step once for all commands of a test that ask for the same."""
+    plain, made = report.compile, {}
 
     def once(*arguments):
-        if not made:
+        if (asked := repr(arguments)) not in made:
             try:
-                made.append(plain(*arguments))
+                made[asked] = plain(*arguments)
             except report.DoesNotFit as refused:
-                made.append(refused)
-        if isinstance(made[0], report.DoesNotFit):
-            raise made[0]
-        return made[0]
+                made[asked] = refused
+        if isinstance(made[asked], report.DoesNotFit):
+            raise made[asked]
+        return made[asked]
 
     monkeypatch.setattr(report, "compile", once)
 

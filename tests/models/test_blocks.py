@@ -56,21 +56,12 @@ def attention(x, p):
     query, key = rotated(query), np.repeat(rotated(key), 2, axis=2)
     scores = np.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(query.shape[-1])
     scores = np.where(np.tri(x.shape[1], dtype=bool), scores, -np.inf)
-    mixed = np.einsum("bnts,bsnh->btnh", softmax(scores), np.repeat(value, 2, axis=2))
+    mixed = np.einsum("bnts,bsnh->btnh", model_fixtures.softmax(scores), np.repeat(value, 2, axis=2))
     return np.einsum("btnh,nhd->btd", mixed, p["output"])
 
 
-def softmax(scores):
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
-
-
-def silu(x):
-    return x / (1 + np.exp(-x))
-
-
 def feed_forward(x, p):
-    return (silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
+    return (model_fixtures.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
 
 
 def block(x, p, norm_placement, residual):

@@ -174,20 +174,11 @@ def attention(x, p, block):
     seen = np.tri(x.shape[1], dtype=bool)
     seen = seen if block.window is None else seen & ~np.tri(x.shape[1], k=-block.window, dtype=bool)
     scores = np.where(seen, scores, -np.inf)
-    return np.einsum("bnts,bsnh,nhd->btd", softmax(scores), value, p["output"], optimize=True)
-
-
-def softmax(scores):
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
-
-
-def silu(x):
-    return x / (1 + np.exp(-x))
+    return np.einsum("bnts,bsnh,nhd->btd", model_fixtures.softmax(scores), value, p["output"], optimize=True)
 
 
 def feed_forward(x, p):
-    return (silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
+    return (model_fixtures.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
 
 
 def layer(x, p, block):

@@ -54,6 +54,11 @@ class DeviceStep:
         """Return the shape of a result, for the rows of a microbatch."""
         return self.work.shape(use.marker.results[index], use.made[index], use.readers)
 
+    def is_gathered(self, use: Use) -> bool:
+        """Return whether the matrix or table of an operation is sharded over `fsdp`, and so gathered for it."""
+        i = int(use.name != "look_up")
+        return self.shards(use.marker.operands[i], use.shapes[i], "fsdp") > 1
+
     def matrix(self, use: Use) -> int:
         """Return the numbers of the matrix or table that an operation multiplies by or looks up, whole in `fsdp`."""
         return math.prod(self.operand(use, int(use.name != "look_up")))

@@ -111,7 +111,8 @@ def forward(device: DeviceStep, layer: int, keeps: bool) -> LayerPeak:
             # A GPU's program frees a buffer after the operation that follows the last one that reads it. A TPU's frees
             # it at once, and works in place where it can.
             is_tpu = work.platform == "tpu"
-            live = {value for value in there if last.get(value, -1) >= i - (not is_tpu) or value in use.results}
+            kept_from = i if is_tpu else i - 1
+            live = {value for value in there if last.get(value, -1) >= kept_from or value in use.results}
             if is_tpu and use.name in _ALWAYS_IN_PLACE:
                 live -= set(use.results)
             bytes_ = work.itemsize * _numbers(device, live)

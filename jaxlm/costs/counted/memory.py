@@ -172,7 +172,7 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
         logits = tokens * labels
         # A TPU makes an array of the logits' gradient for that of a table which is sharded over `fsdp`. Otherwise the
         # products that read it compute it from the logits.
-        is_array = work.platform != "tpu" or (trains and _whole(device, use) > 0)
+        is_array = work.platform != "tpu" or (trains and device.is_gathered(use))
         narrow = itemsize if is_array else 0
         yield Memory(held.parameters + _tables(device), sums, state, saved, logits * (4 + narrow), 0)
         # That of the unembedding comes after the layers, for which the narrow copy waits, or else the logits.
@@ -224,9 +224,7 @@ def _gathered(device: DeviceStep, uses: Iterable[Use]) -> int:
 
 def _whole(device: DeviceStep, use: Use) -> int:
     """Bytes of the matrix of an operation if it is gathered along `fsdp`."""
-    i = int(use.name != "look_up")
-    gathered = device.shards(use.marker.operands[i], use.shapes[i], "fsdp") > 1
-    return device.work.itemsize * device.matrix(use) if gathered else 0
+    return device.work.itemsize * device.matrix(use) if device.is_gathered(use) else 0
 
 
 def _of_module(uses: Sequence[Use], at: int) -> list[Use]:

@@ -49,7 +49,7 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
 
     tables: dict[str, list[Use]] = defaultdict(list)
     for use in found.by_layer[None]:
-        if use.name in ("look_up", *PRODUCTS) and _is_gathered(device, use):
+        if use.name in ("look_up", *PRODUCTS) and device.is_gathered(use):
             tables[found.parameter(use)].append(use)
     for path, uses in tables.items():
         once, whole = any(use.name == "look_up" for use in uses), work.itemsize * device.matrix(uses[0])
@@ -57,7 +57,7 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
         yield Collective("all-gather", fsdp, 1 if once else each, whole, path)
         yield Collective("reduce-scatter", fsdp, each * trains * len(uses), whole, path)
     for layer in range(len(found.layers)):
-        products = [use for use in found.by_layer[layer] if use.name == "linear" and _is_gathered(device, use)]
+        products = [use for use in found.by_layer[layer] if use.name == "linear" and device.is_gathered(use)]
         passes = 2 if any(map(device.trains, products)) else 1
         trained = [use for use in products if train and found.parameter(use) not in work.frozen]
         times = each * products[0].times if products else 0
@@ -74,12 +74,6 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
         if train and path not in work.frozen
     }
     yield Collective("all-reduce", fsdp, each, sum(whole.values()), "vectors")
-
-
-def _is_gathered(device: DeviceStep, use: Use) -> bool:
-    """Return whether the rules of the step shard the matrix of an operation over `fsdp`."""
-    axes = use.marker.operands[use.name != "look_up"]
-    return "fsdp" in {over for axis in axes for over in device.work.rules.over(axis)}
 
 
 def _adapters(device: DeviceStep) -> Iterator[Collective]:

@@ -9,9 +9,10 @@ bfloat16 and fused AdamW. Each runs in a separate process with its own allocator
 both run at the same clocks; the first block of each is warm-up. Both stay on the GPU between blocks: JAX allocates
 memory on demand (XLA_PYTHON_CLIENT_PREALLOCATE=false), and the two must fit together. Every step has new random tokens.
 
-MFU is the model's FLOPs over the step's time and the chip's published peak. The FLOPs are the matrix products of
+Writes train_gpu-<model>.json for each. MFU is the model's FLOPs over the step's time and the chip's published peak. The FLOPs are the matrix products of
 jaxlm's step without rematerialisation, counted from its jaxpr with attention whole, and the same number is used for
-both. With JAX_PLATFORMS=cpu it runs on a CPU, as its test does.
+both. Beside the measured step stand the bracket of seconds and the bytes that are counted for this chip
+(`jaxlm plan`). With JAX_PLATFORMS=cpu it runs on a CPU, as its test does.
 """
 
 import argparse
@@ -27,6 +28,7 @@ import interleave
 import results
 from training_steps import jaxlm_steps, pytorch_steps
 
+from jaxlm import api
 from jaxlm import config as configuration
 from jaxlm.config import Experiment
 from jaxlm.core.errors import InputError
@@ -108,8 +110,22 @@ def compare(path: Path, experiment: Experiment, arguments: argparse.Namespace) -
         "steps_per_block": arguments.steps,
         "flops": counted,
         "peak_flops": peak,
+        "counted": counted_step(experiment, device),
         **{name: row(done) for name, done in worked.items()},
         **({"pytorch-compiled": {"left_out": absent}} if absent else {}),
+    }
+
+
+def counted_step(experiment: Experiment, device: str | None) -> dict[str, float] | None:
+    """Return the counted seconds and bytes of a step on one such device; None for a chip that no catalog has."""
+    known = device and catalog.of_kind(device)
+    if not known:
+        return None
+    (plan,), _ = api.plan(experiment, f"{known.id}:1")
+    return {
+        "lower_bound_s": plan.time.lower_bound,
+        "upper_bound_s": plan.time.upper_bound,
+        "memory_bytes": plan.memory.total,
     }
 
 
@@ -132,6 +148,9 @@ def find(model: str) -> Path:
 
 def show(name: str, described: dict[str, Any]) -> None:
     print(f"{name}, {described['batch']} × {described['sequence']} tokens on {described['device'] or 'no device'}")
+    if counted := described["counted"]:
+        low, high = (1e3 * counted[f"{bound}_bound_s"] for bound in ("lower", "upper"))
+        print(f"  counted: {low:.1f} to {high:.1f} ms, {counted['memory_bytes'] / 1e9:.1f} GB")
     for worker in WORKERS:
         row = described[worker]
         if "median_step_s" not in row:
@@ -176,17 +195,16 @@ def main() -> None:
         (experiment,) = experiments.values()
         return interleave.serve(lambda: WORKERS[arguments.worker](experiment))
 
-    described, chip = {}, None
+    failed = []
     for name, experiment in experiments.items():
-        described[name] = compare(paths[name], experiment, arguments)
-        show(name, described[name])
-        device = described[name]["device"]
-        chip = results.chip(device) if device else chip
-        if chip:  # after each model, so that an interruption loses only one
-            written = results.write("train_gpu", chip, {"models": described}, arguments.out)
-    if chip is None:
-        raise SystemExit("nothing ran: no results are written")
-    print(written)
+        described = compare(paths[name], experiment, arguments)
+        show(name, described)
+        if device := described["device"]:
+            print(results.write(f"train_gpu-{name}", results.chip(device), described, arguments.out))
+        else:
+            failed.append(name)
+    if failed:
+        raise SystemExit(f"nothing ran of {', '.join(failed)}: no results are written")
 
 
 if __name__ == "__main__":

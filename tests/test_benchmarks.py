@@ -139,6 +139,10 @@ def test_an_h200_has_its_peak():
 
     assert train_gpu.peak_flops("NVIDIA H200", "bfloat16") == 989.4e12
     assert train_gpu.peak_flops("cpu", "bfloat16") is None
+    experiment = config.load(train_gpu.find("gpt2-355m"), ["training.batch=16"])
+    counted = train_gpu.counted_step(experiment, "NVIDIA H100 80GB HBM3")
+    assert 0.04 < counted["lower_bound_s"] < counted["upper_bound_s"] < 0.2 and 15e9 < counted["memory_bytes"] < 40e9
+    assert train_gpu.counted_step(experiment, "cpu") is None
 
 
 def compare(tmp_path, *options) -> dict:
@@ -147,8 +151,8 @@ def compare(tmp_path, *options) -> dict:
     command = [sys.executable, str(BENCHMARKS / "train_gpu.py"), "--models", str(tmp_path / "tiny.toml")]
     command += ["--blocks", "2", "--steps", "2", "--out", str(tmp_path), "mesh.fsdp=1", *options]
     subprocess.run(command, check=True, timeout=300)
-    (written,) = tmp_path.glob("*/train_gpu.json")
-    return json.loads(written.read_text())["models"]["tiny"]
+    (written,) = tmp_path.glob("*/train_gpu-tiny.json")
+    return json.loads(written.read_text())
 
 
 def test_jaxlm_alone(tmp_path):

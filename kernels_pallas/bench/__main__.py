@@ -19,12 +19,13 @@ from kernels_pallas.core.registry import OPERATIONS
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kernels_pallas.bench", description=__doc__.splitlines()[0])
     parser.add_argument("operations", nargs="*", metavar="OPERATION", help=f"of {', '.join(OPERATIONS)}; default: all")
+    parser.add_argument("--case", action="append", default=[], metavar="PATTERN", help="such as '* 8192 × 128'")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of results")
     parser.add_argument("--rounds", type=int, default=7, help="of each measurement, whose median counts")
     options = parser.parse_args(arguments)
     file = results_file(options.out, device())
     try:
-        results = benchmark(options.operations, options.rounds, show_row, file)
+        results = benchmark(options.operations, options.rounds, show_row, file, options.case)
     except ValueError as error:
         parser.error(str(error))
     except KeyboardInterrupt:

@@ -1,11 +1,12 @@
 """Benchmarks of all operations on this machine's device: each kernel, XLA's version, libraries and PyTorch."""
 
 import contextlib
+import fnmatch
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,10 +26,26 @@ SMALL = "small"
 _PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "torch", "triton", "numpy")
 
 
-def cases(operation: KernelOperation) -> tuple[KernelCase, ...]:
-    """Return the cases that are timed here: on a CPU those that are called small, elsewhere all others."""
+def cases(operation: KernelOperation, patterns: Sequence[str] = ()) -> tuple[KernelCase, ...]:
+    """Return the cases that are timed here: on a CPU those that are called small, elsewhere all others; of these the
+    ones whose names match a pattern of the shell, where there are any patterns.
+    """
     on_cpu = jax.devices()[0].platform == "cpu"
-    return tuple(case for case in operation.used_in("bench") if on_cpu == case.name.startswith(SMALL))
+    here = (case for case in operation.used_in("bench") if on_cpu == case.name.startswith(SMALL))
+    wanted = patterns or ("*",)
+    return tuple(case for case in here if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in wanted))
+
+
+def check_cases(operations: Sequence[str], patterns: Sequence[str]) -> None:
+    """Raise ValueError for an unknown operation, and for a pattern that matches no case of these operations, or of all
+    where none is named.
+    """
+    check(operations)
+    among = [OPERATIONS[name] for name in operations or OPERATIONS]
+    for pattern in patterns:
+        if not any(cases(operation, (pattern,)) for operation in among):
+            names = ", ".join(dict.fromkeys(case.name for operation in among for case in cases(operation)))
+            raise ValueError(f"--case {pattern}: no case has such a name; there are {names}")
 
 
 def peers_of(operation: str) -> tuple[peers.Peer, ...]:
@@ -102,10 +119,10 @@ class Comparison(NamedTuple):
         }
 
 
-def comparisons(operations: list[str]) -> Iterator[Comparison]:
-    """Yield every comparison of these operations that can be measured here."""
+def comparisons(operations: Sequence[str], patterns: Sequence[str] = ()) -> Iterator[Comparison]:
+    """Yield every comparison of these operations, and of the cases of these patterns, that can be measured here."""
     for name in operations:
-        for case in cases(OPERATIONS[name]):
+        for case in cases(OPERATIONS[name], patterns):
             for training in (False, True):
                 yield Comparison(OPERATIONS[name], case, training)
 
@@ -199,21 +216,24 @@ def benchmark(
     rounds: int = 7,
     say: Callable[[dict], None] = lambda row: None,
     file: Path | None = None,
+    patterns: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Measure the ceilings and these operations, or all where none is named; `say` is called with each row.
 
+    Where there are patterns, only the cases whose names match one are measured.
+
     Results are written to `file` where one is given. If the process ends early, the next one with the same request on
     that day resumes after them, and skips the row that was running.
-    Raises ValueError for an unknown operation, fewer than one round, and a file that cannot be written, before anything
-    is measured.
+    Raises ValueError for an unknown operation, a pattern without a case, fewer than one round, and a file that cannot
+    be written, before anything is measured.
     """
-    check(operations)
+    check_cases(operations, patterns)
     if rounds < 1:
         raise ValueError(f"--rounds {rounds}: it must be at least 1")
     record = Record(file)
     operations = operations or list(OPERATIONS)
     asked = {"benchmark": "kernels", "day": time.strftime("%Y-%m-%d"), "device": device(), "versions": _versions()}
-    asked |= {"operations": operations, "rounds": rounds}
+    asked |= {"operations": operations, "cases": list(patterns), "rounds": rounds}
     results = record.begun(asked) or asked | {
         "ceilings": ceilings()._asdict(),
         "rows": [],
@@ -221,7 +241,7 @@ def benchmark(
     }
     with _stoppable():
         try:
-            for comparison in comparisons(operations):
+            for comparison in comparisons(operations, patterns):
                 if not any(comparison.named.items() <= row.items() for row in results["rows"] + results["left_out"]):
                     _measure(comparison, results, say, record)
         except KeyboardInterrupt:  # not the fault of the row that was running

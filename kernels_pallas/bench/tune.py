@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.bench.run import cases, program
+from kernels_pallas.bench.run import cases, check_cases, program
 from kernels_pallas.bench.timing import measure
 from kernels_pallas.core import tuning
 from kernels_pallas.core.cases import KernelCase, KernelOperation
-from kernels_pallas.core.registry import OPERATIONS, check
+from kernels_pallas.core.registry import OPERATIONS
 
 _ENOUGH = 0.98
 # Difference of float32 sums in another order, relative to the largest: about 10⁻⁵ for products of 4096 numbers.
@@ -107,16 +107,17 @@ def _check_device(run: Callable[[], Any]) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kernels_pallas.bench.tune", description=__doc__.splitlines()[0])
     parser.add_argument("operations", nargs="*", metavar="OPERATION", help=f"of {', '.join(OPERATIONS)}; default: all")
+    parser.add_argument("--case", action="append", default=[], metavar="PATTERN", help="such as '* 8192 × 128'")
     parser.add_argument("--dry-run", action="store_true", help="print what is fastest, and write nothing")
     options = parser.parse_args(arguments)
     try:
-        check(options.operations)
+        check_cases(options.operations, options.case)
     except ValueError as error:
         parser.error(str(error))
     device, tuned = jax.devices()[0].device_kind, False
     for name in options.operations or OPERATIONS:
         operation = OPERATIONS[name]
-        for case, implementation in itertools.product(cases(operation), operation.implementations):
+        for case, implementation in itertools.product(cases(operation, options.case), operation.implementations):
             try:
                 found = tune(operation, case, implementation)
             except DeviceLost as error:

@@ -42,6 +42,16 @@ def test_alone(tmp_path, capsys):
     assert "of copy" not in said and "of matmul" in said  # small cases stay in caches
 
 
+def test_cases_are_chosen_by_pattern(tmp_path, capsys):
+    bench.main(["rms_norm", "softmax", "--rounds", "1", "--case", "sm*", "--out", str(tmp_path)])
+    results = json.loads((tmp_path / "cpu" / "kernels.json").read_text())
+    assert results["cases"] == ["sm*"] and {row["case"] for row in results["rows"]} == {"small"}
+    assert run.cases(OPERATIONS["rms_norm"], ["large*"]) == ()
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["rms_norm", "--case", "sm*", "--case", "large", "--out", str(tmp_path)])
+    assert "--case large: no case has such a name; there are small" in capsys.readouterr().err
+
+
 @pytest.mark.exhaustive
 def test_memory_is_left_to_peers(tmp_path):
     """JAX's memory options are set before its first use of a device."""

@@ -16,6 +16,13 @@ from jaxlm.cli.paths import path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("operations", nargs="*", default=[], metavar="OPERATION", help="such as rms_norm; default: all")
     parser.add_argument(
+        "--case",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="only cases of such names, as '* 8192 × 128'; may be given again",
+    )
+    parser.add_argument(
         "--out", type=path, default=Path("benchmarks/results"), metavar="FOLDER", help="folder for the results"
     )
     parser.add_argument("--rounds", type=int, default=7, help="rounds of each measurement; the median is reported")
@@ -35,7 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
     known = catalog.of_kind(device)
     file = results_file(arguments.out, known.id if known else device)
     try:
-        results = run.benchmark(arguments.operations, arguments.rounds, say, file)
+        results = run.benchmark(arguments.operations, arguments.rounds, say, file, arguments.case)
     except ValueError as error:
         raise InputError(str(error)) from None
     except KeyboardInterrupt:

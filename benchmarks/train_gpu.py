@@ -9,17 +9,18 @@ bfloat16 and fused AdamW. Each runs in a separate process with its own allocator
 both run at the same clocks; the first block of each is warm-up. Both stay on the GPU between blocks: JAX allocates
 memory on demand (XLA_PYTHON_CLIENT_PREALLOCATE=false), and the two must fit together. Every step has new random tokens.
 
-Writes train_gpu-<model>.json for each, with what is changed but batch and sequence in its name, such as
-train_gpu-gpt2-355m,scan_layers=false.json. MFU is the model's FLOPs over the step's time and the chip's published peak. The FLOPs are the matrix products of
-jaxlm's step without rematerialisation, counted from its jaxpr with attention whole, and the same number is used for
-both. Beside the measured step stand the bracket of seconds and the bytes that are counted for this chip
-(`jaxlm plan`). With JAX_PLATFORMS=cpu it runs on a CPU, as its test does.
+Writes train_gpu-<model>.json for each, with what is changed but batch and sequence in its name, such as train_gpu-
+gpt2-355m-scan_layers-false.json. MFU is the model's FLOPs over the step's time and the chip's published peak. The
+FLOPs are the matrix products of jaxlm's step without rematerialisation, counted from its jaxpr with attention whole,
+and the same number is used for both. Beside the measured step stand the bracket of seconds and the bytes that are
+counted for this chip (`jaxlm plan`). With JAX_PLATFORMS=cpu it runs on a CPU, as its test does.
 """
 
 import argparse
 import importlib.util
 import math
 import os
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -197,13 +198,16 @@ def main() -> None:
         return interleave.serve(lambda: WORKERS[arguments.worker](experiment))
 
     sizes = "training.batch=", "training.sequence="
-    changes = [each.removeprefix("training.") for each in arguments.overrides if not each.startswith(sizes)]
+    changed = [each.removeprefix("training.") for each in arguments.overrides if not each.startswith(sizes)]
+    changes = [re.sub(r"[^\w.]+", "-", each).strip("-") for each in changed]
     failed = []
     for name, experiment in experiments.items():
         described = compare(paths[name], experiment, arguments)
         show(name, described)
         if device := described["device"]:
-            print(results.write(f"train_gpu-{','.join([name, *changes])}", results.chip(device), described, arguments.out))
+            print(
+                results.write("-".join(["train_gpu", name, *changes]), results.chip(device), described, arguments.out)
+            )
         else:
             failed.append(name)
     if failed:

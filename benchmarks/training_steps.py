@@ -44,10 +44,11 @@ def jaxlm_steps(experiment: "Experiment") -> Worker:
         device = mesh.devices.flat[0]
         with jax.set_mesh(mesh):  # the program that ran: not compiled again
             planned = compiled.train.lower(state, batch()).compile().memory_analysis()
+        outputs = planned.output_size_in_bytes - planned.alias_size_in_bytes
         return {
             "device": device.device_kind,
             "peak_memory_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
-            "compiled_peak_memory_bytes": planned and planned.peak_memory_in_bytes,
+            "compiled_peak_memory_bytes": planned.argument_size_in_bytes + outputs + planned.temp_size_in_bytes,
         }
 
     return Worker(run, facts)

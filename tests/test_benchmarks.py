@@ -151,13 +151,13 @@ def compare(tmp_path, *options) -> dict:
     command = [sys.executable, str(BENCHMARKS / "train_gpu.py"), "--models", str(tmp_path / "tiny.toml")]
     command += ["--blocks", "2", "--steps", "2", "--out", str(tmp_path), "mesh.fsdp=1", *options]
     subprocess.run(command, check=True, timeout=300)
-    (written,) = tmp_path.glob("*/train_gpu-tiny,*.json")
+    (written,) = tmp_path.glob("*/train_gpu-tiny-*.json")
     return json.loads(written.read_text())
 
 
 def test_jaxlm_alone(tmp_path):
     row = compare(tmp_path, "--without-torch", "--batch", "2", "--remat", "full")
-    assert [file.name for file in tmp_path.glob("*/*.json")] == ["train_gpu-tiny,mesh.fsdp=1,remat=full.json"]
+    assert [file.name for file in tmp_path.glob("*/*.json")] == ["train_gpu-tiny-mesh.fsdp-1-remat-full.json"]
     assert (row["batch"], row["remat"]) == (2, "full")
     assert len(row["jaxlm"]["blocks_step_s"]) == 2 and row["jaxlm"]["compiled_peak_memory_bytes"] > 0
     assert row["pytorch-compiled"] == {"left_out": "--without-torch"}

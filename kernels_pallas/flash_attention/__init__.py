@@ -49,7 +49,7 @@ __all__ = [
 
 KERNELS = {"triton": triton, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
 IMPLEMENTATIONS = tuple(KERNELS)
-# No chip has measured "mosaic_gpu" yet: once benchmarks say so, it comes before "triton" and is not here.
+# "mosaic_gpu" is faster than "triton" for some shapes alone (docs/kernels.md, How fast).
 _BY_NAME = ("mosaic_gpu", "cudnn")
 
 # A matrix unit's tile has sixteen rows: fewer queries than that are bound by the reading of keys and values, of scores

@@ -10,10 +10,10 @@ both run at the same clocks; the first block of each is warm-up. Both stay on th
 memory on demand (XLA_PYTHON_CLIENT_PREALLOCATE=false), and the two must fit together. Every step has new random tokens.
 
 Writes train_gpu-<model>.json for each, with what is changed but batch and sequence in its name, such as
-train_gpu-gpt2-355m-scan_layers-false.json. MFU is the model's FLOPs over the step's time and the chip's published peak. The
-FLOPs are the matrix products of jaxlm's step without rematerialisation, counted from its jaxpr with attention whole,
-and the same number is used for both. Beside the measured step stand the bracket of seconds and the bytes that are
-counted for this chip (`jaxlm plan`). With JAX_PLATFORMS=cpu it runs on a CPU, as its test does.
+train_gpu-gpt2-355m-scan_layers-false.json. MFU is the model's FLOPs over the step's time and the chip's published
+peak. The FLOPs are the matrix products of jaxlm's step without rematerialisation, counted from its jaxpr with
+attention whole, and the same number is used for both. Beside the measured step stand the bracket of seconds and the
+bytes that are counted for this chip (`jaxlm plan`). With JAX_PLATFORMS=cpu it runs on a CPU, as its test does.
 """
 
 import argparse

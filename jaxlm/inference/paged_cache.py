@@ -12,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxlm.models.cache import CacheEntry, LayerCache, Recurrence, Slot, States, carried, where_sequences
 from jaxlm.models.operations import PagedSection, PagedView
-from jaxlm.models.recording import Axes
 from jaxlm.models.rows import RowContext
 from jaxlm.parallel.partition import named_sharding
 from jaxlm.parallel.rules import Rules
@@ -92,8 +91,7 @@ class PageLayout(NamedTuple):
         def zeros(entry: PagedEntry, slot: Slot) -> jax.Array:
             group = entry.group(slot)
             assert group is not None, "there is a group for each slot"
-            shape = (*slot.shape[:-1], self.size, slot.shape[-1]) if slot.per == "token" else slot.shape
-            return jnp.zeros((counts[group], *shape), slot.dtype or dtype)
+            return jnp.zeros((counts[group], *_with_tokens(slot, slot.shape, self.size)), slot.dtype or dtype)
 
         return {each.name: {name: zeros(each, slot) for name, slot in each.slots} for each in self.entries}
 
@@ -102,14 +100,17 @@ class PageLayout(NamedTuple):
         shapes = jax.eval_shape(lambda: self.allocate(counts, jnp.dtype("float32")))
 
         def sharding(entry: PagedEntry, name: str, slot: Slot) -> NamedSharding:
-            return named_sharding(_axes(slot), shapes[entry.name][name].shape, mesh, rules)
+            axes = None, *_with_tokens(slot, slot.axes, None)
+            return named_sharding(axes, shapes[entry.name][name].shape, mesh, rules)
 
         return {each.name: {name: sharding(each, name, slot) for name, slot in each.slots} for each in self.entries}
 
 
-def _axes(slot: Slot) -> Axes:
-    """Return the logical axes of a slot's pages."""
-    return (None, *slot.axes[:-1], None, slot.axes[-1]) if slot.per == "token" else (None, *slot.axes)
+def _with_tokens(slot: Slot, entry: tuple, tokens: Any) -> tuple:
+    """Return what is said of each axis of an entry, with that of a page's tokens where they lie; without in a state."""
+    if slot.per == "sequence":
+        return entry
+    return (*entry, tokens) if slot.tokens_last else (*entry[:-1], tokens, entry[-1])
 
 
 @partial(
@@ -145,6 +146,7 @@ class PagedCache:
             position_R=self.position_R,
             key_range=KeyRange(empty, empty),
             size=self.layout.size,
+            tokens_last=frozenset(name for name, slot in paged.slots if slot.tokens_last),
         )
 
     def _sections(self, group: int | None) -> tuple[PagedSection, ...]:
@@ -166,14 +168,14 @@ class PagedCache:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["pages", "states", "of_tokens", "of_states", "position_R", "key_range"],
-    meta_fields=["size"],
+    meta_fields=["size", "tokens_last"],
 )
 @dataclasses.dataclass(frozen=True)
 class PagedLayer:
     """One layer of a paged cache.
 
     `pages`: of tokens, by slot. `states`: by slot, [P, *shape], one in each page. `of_tokens`, `of_states`: where the
-    rows have theirs. `size`: tokens of a page.
+    rows have theirs. `size`: tokens of a page. `tokens_last`: the slots whose pages have them last.
     """
 
     pages: dict[str, jax.Array]
@@ -183,20 +185,22 @@ class PagedLayer:
     position_R: jax.Array
     key_range: KeyRange
     size: int
+    tokens_last: frozenset[str]
 
     def update(self, rows: RowContext, **new: jax.Array) -> "PagedLayer":
         """Write the rows' entries [R, 1, *shape], each at its position in the pages of its sequence."""
-        written = {name: self._written(self.pages[name], x[:, 0]) for name, x in new.items()}
+        written = {name: self._written(name, x[:, 0]) for name, x in new.items()}
         return dataclasses.replace(self, pages={**self.pages, **written}, key_range=rows.key_range)
 
-    def _written(self, pages: jax.Array, new: jax.Array) -> jax.Array:
-        """Write entries [R, …, H] into pages [P, …, S, H], one slice for each run."""
-        new, at, inside = new.astype(pages.dtype), 0, pages.ndim - 3  # dimensions of an entry before its last
+    def _written(self, name: str, new: jax.Array) -> jax.Array:
+        """Write entries [R, …, H] into the pages of a slot, one slice for each run."""
+        pages, at = self.pages[name], 0
+        new, tokens = new.astype(pages.dtype), pages.ndim - (1 if name in self.tokens_last else 2)  # the axis of a page
         for section in self.of_tokens:
             page_Q, first_Q = self._places(section, at)
             at_Q = jnp.maximum(first_Q, 0) % self.size
             part = _in_runs(new, at, section)
-            part = jnp.moveaxis(part, 1, -2)  # [Q, …, rows, H]
+            part = jnp.moveaxis(part, 1, tokens)  # [Q, …, rows, H], or rows last
 
             def write(
                 q: jax.Array,
@@ -205,7 +209,8 @@ class PagedLayer:
                 page_Q: jax.Array = page_Q,
                 at_Q: jax.Array = at_Q,
             ) -> jax.Array:
-                start = (page_Q[q], *[0] * inside, at_Q[q], 0)
+                start = [page_Q[q], *[0] * (pages.ndim - 1)]
+                start[tokens] = at_Q[q]
                 return jax.lax.dynamic_update_slice(pages, part[q][None], start)
 
             pages = jax.lax.fori_loop(0, len(page_Q), write, pages)
@@ -243,7 +248,7 @@ class PagedLayer:
 
     def view(self) -> PagedView:
         """Return the pages of the layer's tokens."""
-        return PagedView(self.pages, self.of_tokens, self.key_range)
+        return PagedView(self.pages, self.of_tokens, self.key_range, self.tokens_last)
 
 
 class _Runs(NamedTuple):

@@ -103,6 +103,7 @@ class Runner:
             self._pages = programs.pages(self.cache)()
         whole = replicated(mesh)
         self._state = jax.device_put(programs.empty_state(), whole)
+        self._how: dict[int, tuple[Sampling, int, int]] = {}  # how each slot draws
         self._known = jax.device_put(np.ones(model.vocab_size, bool) if known is None else known, whole)
         self._shapes = programs.shapes(), programs.shapes(scores=True)
         self._put = _put(whole)
@@ -153,7 +154,11 @@ class Runner:
         return results, drawn
 
     def _set_slot(self, slot: int, sampling: Sampling, seed: int, stream: int) -> None:
-        """Set how a slot draws."""
+        """Set how a slot draws, if that is another way than it did last."""
+        how = (sampling, seed, stream) if sampling.temperature else (sampling, 0, 0)
+        if self._how.get(slot) == how:
+            return
+        self._how[slot] = how
         one = jax.tree.map(lambda x: x[0], row_sampling([sampling], seed, [stream]))
         self._state = self._state._replace(how=self._put(self._state.how, np.int32(slot), one))
 

@@ -21,6 +21,8 @@ class Slot(NamedTuple):
       dtype: None is that of the computation.
       per: entries of tokens are appended; that of a sequence, a state, is replaced.
       window: each token reads the entries of so many tokens at most, itself the last; None reads all.
+      tokens_last: pages hold one number of all their tokens together, not one token's: so read products that contract
+        an entry, as of keys, faster.
     """
 
     shape: tuple[int, ...]
@@ -28,6 +30,7 @@ class Slot(NamedTuple):
     dtype: jnp.dtype | None = None
     per: Literal["token", "sequence"] = "token"
     window: int | None = None
+    tokens_last: bool = False
 
 
 States = dict[str, jax.Array]  # by slot

@@ -69,13 +69,14 @@ class PagedSection:
 class PagedView(NamedTuple):
     """The slots of tokens of a layer's cache in pages, for reading by rows [R, 1] that follow one another in sections.
 
-    `pages`: by slot, [P, …, S, H] where an entry is [..., H]: each head's tokens of a page together. `key_range`: the
-    positions that each row sees in its sequence.
+    `pages`: by slot, [P, …, S, H] where an entry is [..., H]: each head's tokens of a page together; [P, …, H, S] of
+    those `tokens_last`. `key_range`: the positions that each row sees in its sequence.
     """
 
     pages: dict[str, jax.Array]
     sections: tuple[PagedSection, ...]
     key_range: KeyRange
+    tokens_last: frozenset[str] = frozenset()
 
     @property
     def arrays(self) -> dict[str, jax.Array]:
@@ -86,7 +87,12 @@ class PagedView(NamedTuple):
             by_token = jnp.moveaxis(pages, -2, 1)[table_RM]  # [R, M, S, …, H]
             return by_token.reshape(by_token.shape[0], -1, *by_token.shape[3:])
 
-        return {name: gathered(pages) for name, pages in self.pages.items()}
+        return {name: gathered(self.lying(name, tokens_last=False)) for name in self.pages}
+
+    def lying(self, name: str, *, tokens_last: bool) -> jax.Array:
+        """Return the pages of a slot with tokens last, or last but one: a copy of all where they lie otherwise."""
+        pages = self.pages[name]
+        return pages if tokens_last == (name in self.tokens_last) else jnp.swapaxes(pages, -1, -2)
 
 
 def look_up(table: nnx.Param, index_BT: jax.Array) -> jax.Array:
@@ -336,9 +342,8 @@ def _paged_attention(query_R1NH: jax.Array, view: PagedView, **options: Any) -> 
         part = slice(at, at + Q * rows)
         query_QTNH = query_R1NH[part].reshape(Q, rows, *query_R1NH.shape[2:])
         seen = KeyRange(*(x_R1[part].reshape(Q, rows) for x_R1 in view.key_range))
-        made_QTNH = paged_attention(
-            query_QTNH, view.pages["key"], view.pages["value"], table_QM, key_range=seen, **options
-        )
+        key, value = view.lying("key", tokens_last=True), view.lying("value", tokens_last=False)
+        made_QTNH = paged_attention(query_QTNH, key, value, table_QM, key_range=seen, **options)
         attended.append(made_QTNH.reshape(Q * rows, 1, *made_QTNH.shape[2:]))
         at += Q * rows
     return jnp.concatenate(attended)

@@ -33,8 +33,9 @@ def paged_attention(
 
     Args:
       query: [Q, T, N, H] in float32, bfloat16 or float16: T queries of each of Q sequences.
-      key: [P, K, S, H], pages of S tokens, of any of these dtypes; N a multiple of K, as in `flash_attention`.
-      value: [P, K, S, V] like key.
+      key: [P, K, H, S], pages of S tokens, of any of these dtypes; N a multiple of K, as in `flash_attention`.
+      value: [P, K, S, V] like key. Products contract H of keys and S of values, and are the faster for finding them
+        before the last axis.
       table: int32 [Q, M]: the pages of a sequence's tokens, of which the key at position p lies at index p modulo S of
         page p // S. Entries of pages that nobody sees may be any.
       key_range: int32 [Q, T] each: query t sees the positions from start to before end. One that sees nothing gives
@@ -62,10 +63,11 @@ def _check(query: Any, key: Any, value: Any, table: Any, key_range: tuple[Any, A
     if not query.ndim == key.ndim == value.ndim == 4 or table.ndim != 2:
         shapes = ", ".join(str(list(x.shape)) for x in (query, key, value, table))
         raise ValueError(f"{operation}: query, key, value and table are {shapes}; they must have 4, 4, 4 and 2 axes")
-    if key.shape[:3] != value.shape[:3] or key.shape[-1] != query.shape[-1] or key.dtype != value.dtype:
+    (*pages, size, _), (*of_key, width, of_size) = value.shape, key.shape
+    if [*pages, size] != [*of_key, of_size] or width != query.shape[-1] or key.dtype != value.dtype:
         raise ValueError(
             f"{operation}: key is {list(key.shape)} {key.dtype} and value {list(value.shape)} {value.dtype} for query "
-            f"{list(query.shape)}; both must be [P, K, S, …] in one dtype, and key as wide as query"
+            f"{list(query.shape)}; they must be [P, K, H, S] and [P, K, S, …] in one dtype, and query [Q, T, N, H]"
         )
     if not key.shape[1] or query.shape[2] % key.shape[1]:
         raise ValueError(f"{operation}: {query.shape[2]} query heads are no multiple of {key.shape[1]} key/value heads")

@@ -1,6 +1,7 @@
 """Paged attention in plain JAX: all pages of each sequence, then attention."""
 
 import jax
+import jax.numpy as jnp
 
 from kernels_pallas.flash_attention import reference
 from kernels_pallas.flash_attention.key_range import KeyRange
@@ -23,5 +24,5 @@ def paged_attention(
         return pages[table].transpose(0, 1, 3, 2, 4).reshape(Q, M * S, K, H)
 
     return reference.flash_attention(
-        query, gathered(key), gathered(value), key_range=key_range, scale=scale, soft_cap=soft_cap
+        query, gathered(jnp.swapaxes(key, 2, 3)), gathered(value), key_range=key_range, scale=scale, soft_cap=soft_cap
     )

@@ -11,6 +11,8 @@ from kernels_pallas.flash_attention.key_range import KeyRange
 # XLA computes products of fewer rows, or smaller ones, on a CPU by other kernels, which add up in another order; and
 # where columns do not fill two vectors of AVX2, by kernels that change with the number of rows.
 _ROWS, _MULTIPLICATIONS, _COLUMNS = 2, 2048, 16
+# More columns than these that do not fill four vectors of AVX-512 have another kernel from so many rows on.
+_FULL_COLUMNS, _MANY_ROWS = 64, 64
 _LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -54,19 +56,18 @@ def paged_attention(
         there_Q = jnp.take_along_axis(table, jnp.minimum(at_Q, table.shape[1] - 1)[:, None], axis=1)[:, 0]
         index_QS = at_Q[:, None] * S + jnp.arange(S)[None]
         seen_QTS = (start_QT[..., None] <= index_QS[:, None]) & (index_QS[:, None] < end_QT[..., None])
-        scores = einsum_in_float32("QKRH,QKSH->QKRS", query_QKRH, key[there_Q]) * scale
+        scores = _product(query_QKRH, key[there_Q]) * scale
         if soft_cap is not None:
             scores = soft_capped(scores, soft_cap)
-        scores = scores.reshape(Q, K, T, G, S)
-        seen = seen_QTS[:, None, :, None]
-        larger = jnp.maximum(largest, jnp.max(jnp.where(seen, scores, _LOWEST), axis=-1))
-        weights = jnp.where(seen, jnp.exp(scores - larger[..., None]), 0.0)
+        scores = jnp.where(seen_QTS[:, None, :, None], scores.reshape(Q, K, T, G, S), _LOWEST)
+        larger = jnp.maximum(largest, jnp.max(scores, axis=-1))
+        weights = jnp.exp(scores - jnp.where(larger == _LOWEST, 0.0, larger)[..., None])  # 0 of what is not seen
         kept = jnp.exp(largest - larger)
         # The rest of a page may hold anything, also NaN of a sequence that had it before: 0 · NaN is no 0.
         mine = (first_Q[:, None] <= index_QS) & (index_QS < last_Q[:, None])
         value_QKSV = jnp.where(mine[:, None, :, None], value[there_Q], 0)
         value_QKSV = jnp.pad(value_QKSV, [*[(0, 0)] * 3, (0, columns - V)])
-        product = einsum_in_float32("QKRS,QKSV->QKRV", weights.reshape(Q, K, T * G, S).astype(value.dtype), value_QKSV)
+        product = _product(weights.reshape(Q, K, T * G, S).astype(value.dtype), value_QKSV)
         attended = attended * kept[..., None] + product.reshape(Q, K, T, G, columns)
         return larger, total * kept + jnp.sum(weights, axis=-1), attended
 
@@ -75,3 +76,11 @@ def paged_attention(
     _, total, attended = jax.lax.fori_loop(0, pages, read, zeros)
     attended = attended[..., :V] / jnp.where(total == 0.0, 1.0, total)[..., None]
     return attended.transpose(0, 2, 1, 3, 4).reshape(Q, T, N, V).astype(query.dtype)
+
+
+def _product(a_QKRS: jax.Array, b_QKSV: jax.Array) -> jax.Array:
+    """Return a · b of each sequence and head in float32, whose rows are computed in one way however many there are."""
+    rows, columns = a_QKRS.shape[2], b_QKSV.shape[3]
+    at_once = rows if columns == _COLUMNS or columns % _FULL_COLUMNS == 0 else _MANY_ROWS // 2
+    parts = [a_QKRS[:, :, first : first + at_once] for first in range(0, rows, at_once)]
+    return jnp.concatenate([einsum_in_float32("QKRS,QKSV->QKRV", part, b_QKSV) for part in parts], axis=2)

@@ -17,12 +17,12 @@ PAGE, TILE, SHAPE = 8, 4, (2, 16)
 def test_rows_write_to_and_read_from_their_own_sequence():
     """One that decodes, and a tile of another whose last row is padding; attention is that over the arrays."""
     slot = Slot(SHAPE, HEADS[2:])
-    layout = PageLayout.of({"0": CacheEntry(1, {"key": slot, "value": slot})}, PAGE)
+    layout = PageLayout.of({"0": CacheEntry(1, {"key": slot._replace(tokens_last=True), "value": slot})}, PAGE)
     draw = np.random.default_rng(0)
     before = {name: draw.standard_normal((6, 2, PAGE, 16)).astype(np.float32) for name in ("key", "value")}
     tables = jnp.asarray([[4, 2]]), jnp.asarray([[1, 3]])
     position = np.array([11, 4, 5, 6, -1], np.int32)
-    arrays = {"0": {name: jnp.asarray(x) for name, x in before.items()}}
+    arrays = {"0": {"key": jnp.asarray(before["key"].swapaxes(2, 3)), "value": jnp.asarray(before["value"])}}
     cache = PagedCache(arrays, (tables,), position, layout, (1, TILE))
     end = jnp.asarray(position + 1)[:, None]
     rows = RowContext(KeyRange(jnp.zeros_like(end), end), None, Dropout())
@@ -34,7 +34,7 @@ def test_rows_write_to_and_read_from_their_own_sequence():
         np.testing.assert_array_equal(arrays[0, :11], np.concatenate(before[name][[4, 2]].swapaxes(1, 2))[:11])
         for row in range(1, 4):  # rows of a tile see one another
             np.testing.assert_array_equal(arrays[row, 4:7], new[name][1:4, 0])
-        np.testing.assert_array_equal(view.pages[name][0], before[name][0])
+        np.testing.assert_array_equal(view.lying(name, tokens_last=False)[0], before[name][0])
     query = jnp.asarray(draw.standard_normal((5, 1, 4, 16)).astype(np.float32))
     expected = flash_attention(query, view.arrays["key"], view.arrays["value"], key_range=rows.key_range)
     np.testing.assert_allclose(attention(query, view), expected, rtol=0, atol=1e-6)  # sums in another order

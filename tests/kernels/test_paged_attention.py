@@ -14,13 +14,13 @@ PAGES, K, S, H, M = 23, 2, 16, 8, 5
 
 
 def drawn(groups, dtype="float32", seed=0):
-    """Return pages [P, K, S, H], and a function that draws queries."""
+    """Return pages of keys and of values, and a function that draws queries."""
     random = np.random.default_rng(seed)
 
     def draw(*shape):
         return jnp.asarray(random.standard_normal(shape, np.float32)).astype(dtype)
 
-    return draw(PAGES, K, S, H), draw(PAGES, K, S, H), lambda Q, T: draw(Q, T, K * groups, H)
+    return draw(PAGES, K, H, S), draw(PAGES, K, S, H), lambda Q, T: draw(Q, T, K * groups, H)
 
 
 def tables(*rows):
@@ -76,7 +76,9 @@ def test_rows_depend_on_their_own_sequence_alone_to_the_bit():
     for row, start, end in zip(np.asarray(TABLE), *(np.asarray(x) for x in SEEN), strict=True):
         for position in range(start.min(), end.max()):
             unseen[row[position // S], position % S] = False
-    spoiled = [jnp.where(unseen[:, None, :, None], jnp.nan, x) for x in (key, value)]
+    spoiled = [
+        jnp.where(where, jnp.nan, x) for where, x in ((unseen[:, None, None], key), (unseen[:, None, :, None], value))
+    ]
     np.testing.assert_array_equal(attend(q, *spoiled, TABLE, key_range=SEEN), together)
 
     for i in range(3):
@@ -94,7 +96,7 @@ def test_a_row_is_computed_in_one_way_however_many_there_are(heads, groups, widt
     random = np.random.default_rng(0)
     key, value, q = (
         jnp.asarray(random.standard_normal(shape, np.float32))
-        for shape in [(4, heads, size, width)] * 2 + [(1, 32, heads * groups, width)]
+        for shape in [(4, heads, width, size), (4, heads, size, width), (1, 32, heads * groups, width)]
     )
     table, end = jnp.asarray([[2, 1, 3]]), size + 6 + jnp.arange(32)[None]
     attend = jax.jit(paged_attention)
@@ -110,6 +112,7 @@ def test_what_does_not_fit_is_refused():
     q = query(3, 2)
     for operands, message in [
         ((q, key, value[..., :4, :], TABLE), "one dtype"),
+        ((q, jnp.swapaxes(key, 2, 3), value, TABLE), r"\[P, K, H, S\]"),
         ((q[:, :, :5], key, value, TABLE), "no multiple of 2"),
         ((q[:2], key, value, TABLE), "2 sequences"),
         ((q[..., None], key, value, TABLE), "4, 4, 4 and 2"),

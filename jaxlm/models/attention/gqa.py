@@ -45,7 +45,7 @@ class GroupedQueryAttention(Module):
         """Return its keys and values, the copies of `linear` among them."""
         heads = kv_heads(self.settings.num_kv_heads, self.settings.num_heads)
         slot = Slot((heads, self.settings.head_dim), KV_HEADS[2:], window=self.settings.window)
-        return {"key": slot, "value": slot}
+        return {"key": slot._replace(tokens_last=True), "value": slot}
 
     def __call__(
         self, x_BTD: jax.Array, rows: RowContext, cache: LayerCache

@@ -40,6 +40,6 @@ def with_slopes(function: Callable, *x: jax.Array) -> jax.Array:
 def _with_slopes_jvp(function: Callable, x: tuple, tangents: tuple) -> tuple[jax.Array, Any]:
     value, pull_back = jax.vjp(function, *(each.astype(jnp.float32) for each in x))
     slopes = [slope.astype(x[0].dtype) for slope in pull_back(jnp.ones_like(value))]
-    if target.current().platform == "gpu":  # else XLA keeps float32 slopes, and rounds them where they are read
+    if target.platform() == "gpu":  # else XLA keeps float32 slopes, and rounds them where they are read
         slopes = [jax.lax.optimization_barrier(slope) for slope in slopes]
     return value.astype(x[0].dtype), sum(t * slope for t, slope in zip(tangents, slopes, strict=True))

@@ -73,6 +73,14 @@ def current() -> TargetChip:
     return of_device(_default_device())
 
 
+def platform() -> str | None:
+    """Return "cpu", "gpu" or "tpu": that of the mesh in context, also of an abstract one. None without a mesh, where a
+    program may be compiled for any chip: no backend is asked.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return None if device is None else of_kind(device.platform, device.device_kind, device.num_cores).platform
+
+
 def of_device(device: Any) -> TargetChip:
     """Return the target for a device."""
     known = of_kind(device.platform, device.device_kind, getattr(device, "core_count", None))

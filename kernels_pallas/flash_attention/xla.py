@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.core import target
 from kernels_pallas.core.products import einsum_in_float32
 from kernels_pallas.core.slopes import soft_capped
 from kernels_pallas.flash_attention import causal_chunks
@@ -40,14 +41,8 @@ def flash_attention(
     """See `kernels_pallas.flash_attention`."""
     T, S = query.shape[1], key.shape[1]
     start, end = (jnp.zeros((1, T), jnp.int32), jnp.full((1, T), S)) if key_range is None else map(narrowed, key_range)
-    attend = _in_causal_chunks if is_causal and _on_cpu() else _attend
+    attend = _in_causal_chunks if is_causal and target.platform() == "cpu" else _attend
     return attend(query, key, value, KeyRange(start, end), scale, soft_cap)
-
-
-def _on_cpu() -> bool:
-    """Return whether the mesh in context is a CPU's. Without one the same program may be compiled for any chip."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device is not None and device.platform == "cpu"
 
 
 def _in_causal_chunks(query, key, value, key_range: KeyRange, scale, soft_cap) -> jax.Array:

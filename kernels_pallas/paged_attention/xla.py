@@ -11,7 +11,7 @@ from kernels_pallas.flash_attention.key_range import KeyRange
 # XLA computes products of fewer rows, or smaller ones, on a CPU by other kernels, which add up in another order; and
 # where columns do not fill two vectors of AVX2, by kernels that change with the number of rows.
 _ROWS, _MULTIPLICATIONS, _COLUMNS = 2, 2048, 16
-# More columns than these that do not fill four vectors of AVX-512 have another kernel from so many rows on.
+# Columns that do not fill four vectors of AVX-512 have another kernel from so many rows on.
 _FULL_COLUMNS, _MANY_ROWS = 64, 64
 _LOWEST = float(np.finfo(np.float32).min)
 
@@ -81,6 +81,6 @@ def paged_attention(
 def _product(a_QKRS: jax.Array, b_QKSV: jax.Array) -> jax.Array:
     """Return a · b of each sequence and head in float32, whose rows are computed in one way however many there are."""
     rows, columns = a_QKRS.shape[2], b_QKSV.shape[3]
-    at_once = rows if columns == _COLUMNS or columns % _FULL_COLUMNS == 0 else _MANY_ROWS // 2
+    at_once = _MANY_ROWS // 2 if columns % _FULL_COLUMNS else rows
     parts = [a_QKRS[:, :, first : first + at_once] for first in range(0, rows, at_once)]
     return jnp.concatenate([einsum_in_float32("QKRS,QKSV->QKRV", part, b_QKSV) for part in parts], axis=2)

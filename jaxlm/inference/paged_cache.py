@@ -17,7 +17,7 @@ from jaxlm.parallel.partition import named_sharding
 from jaxlm.parallel.rules import Rules
 from kernels_pallas.flash_attention import KeyRange
 
-Arrays = dict[str, dict[str, jax.Array]]  # by entry and slot, [P, …, S, H]
+Arrays = dict[str, dict[str, jax.Array]]  # by entry and slot, [P, …, S, H], or [P, …, H, S]
 
 
 _STATE_WINDOW = 2  # a token reads the state after the one before it, and writes its own

@@ -21,8 +21,8 @@ class Slot(NamedTuple):
       dtype: None is that of the computation.
       per: entries of tokens are appended; that of a sequence, a state, is replaced.
       window: each token reads the entries of so many tokens at most, itself the last; None reads all.
-      tokens_last: pages hold one number of all their tokens together, not one token's: so read products that contract
-        an entry, as of keys, faster.
+      tokens_last: a page is [..., H, tokens] in place of [..., tokens, H], of entries [..., H]: products that sum over
+        H, as of queries with keys, read it faster.
     """
 
     shape: tuple[int, ...]

@@ -87,9 +87,9 @@ class PagedView(NamedTuple):
             by_token = jnp.moveaxis(pages, -2, 1)[table_RM]  # [R, M, S, …, H]
             return by_token.reshape(by_token.shape[0], -1, *by_token.shape[3:])
 
-        return {name: gathered(self.lying(name, tokens_last=False)) for name in self.pages}
+        return {name: gathered(self.pages_of(name, tokens_last=False)) for name in self.pages}
 
-    def lying(self, name: str, *, tokens_last: bool) -> jax.Array:
+    def pages_of(self, name: str, *, tokens_last: bool) -> jax.Array:
         """Return the pages of a slot with tokens last, or last but one: a copy of all where they lie otherwise."""
         pages = self.pages[name]
         return pages if tokens_last == (name in self.tokens_last) else jnp.swapaxes(pages, -1, -2)
@@ -335,6 +335,7 @@ def attention(
 
 def _paged_attention(query_R1NH: jax.Array, view: PagedView, **options: Any) -> jax.Array:
     """Return attention by the rows of each section, [R, 1, N, H]."""
+    key, value = view.pages_of("key", tokens_last=True), view.pages_of("value", tokens_last=False)
     attended, at = [], 0
     for section in view.sections:
         table_QM, rows = section.table, section.rows
@@ -342,7 +343,6 @@ def _paged_attention(query_R1NH: jax.Array, view: PagedView, **options: Any) -> 
         part = slice(at, at + Q * rows)
         query_QTNH = query_R1NH[part].reshape(Q, rows, *query_R1NH.shape[2:])
         seen = KeyRange(*(x_R1[part].reshape(Q, rows) for x_R1 in view.key_range))
-        key, value = view.lying("key", tokens_last=True), view.lying("value", tokens_last=False)
         made_QTNH = paged_attention(query_QTNH, key, value, table_QM, key_range=seen, **options)
         attended.append(made_QTNH.reshape(Q * rows, 1, *made_QTNH.shape[2:]))
         at += Q * rows

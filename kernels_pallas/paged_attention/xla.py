@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.core import target
 from kernels_pallas.core.products import einsum_in_float32
 from kernels_pallas.core.slopes import soft_capped
 from kernels_pallas.flash_attention.key_range import KeyRange
@@ -79,8 +80,9 @@ def paged_attention(
 
 
 def _product(a_QKRS: jax.Array, b_QKSV: jax.Array) -> jax.Array:
-    """Return a · b of each sequence and head in float32, whose rows are computed in one way however many there are."""
+    """Return a · b, [Q, K, R, V], in float32. On a CPU each row is computed in one way, however many there are."""
     rows, columns = a_QKRS.shape[2], b_QKSV.shape[3]
-    at_once = _MANY_ROWS // 2 if columns % _FULL_COLUMNS else rows
+    is_cut = columns % _FULL_COLUMNS and target.platform() in ("cpu", None)
+    at_once = _MANY_ROWS // 2 if is_cut else rows
     parts = [a_QKRS[:, :, first : first + at_once] for first in range(0, rows, at_once)]
     return jnp.concatenate([einsum_in_float32("QKRS,QKSV->QKRV", part, b_QKSV) for part in parts], axis=2)

@@ -34,7 +34,7 @@ def test_rows_write_to_and_read_from_their_own_sequence():
         np.testing.assert_array_equal(arrays[0, :11], np.concatenate(before[name][[4, 2]].swapaxes(1, 2))[:11])
         for row in range(1, 4):  # rows of a tile see one another
             np.testing.assert_array_equal(arrays[row, 4:7], new[name][1:4, 0])
-        np.testing.assert_array_equal(view.lying(name, tokens_last=False)[0], before[name][0])
+        np.testing.assert_array_equal(view.pages_of(name, tokens_last=False)[0], before[name][0])
     query = jnp.asarray(draw.standard_normal((5, 1, 4, 16)).astype(np.float32))
     expected = flash_attention(query, view.arrays["key"], view.arrays["value"], key_range=rows.key_range)
     np.testing.assert_allclose(attention(query, view), expected, rtol=0, atol=1e-6)  # sums in another order

@@ -33,33 +33,6 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 
 
-# Modules, and a folder of them, whose fixtures train a run or compile an engine: all tests of one run in one worker,
-# which makes it once.
-TOGETHER = frozenset(
-    f"tests/cli/test_{name}.py"
-    for name in (
-        "adapter_runs", "commands", "fine_tuning", "generate", "harness", "processes", "published", "resume", "stops",
-    )
-) | {
-    *(f"tests/inference/test_{name}.py" for name in ("completion", "engine", "scoring", "service")),
-    *(f"tests/training/test_{name}.py" for name in ("checkpoints", "norms", "step")),
-    "tests/server/",
-    "tests/test_installed.py",
-}  # fmt: skip
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """Hand out tests to workers one by one, but those of TOGETHER together."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ModuleScheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid):
-            return next((together for together in TOGETHER if nodeid.startswith(together)), nodeid)
-
-    return ModuleScheduling(config, log)
-
-
 @pytest.fixture(autouse=True, scope="session")
 def cache_of_its_own(tmp_path_factory):
     """Keep the tests' caches apart from the user's.

@@ -15,6 +15,8 @@ import runs
 from jaxlm.cli import main
 from jaxlm.training import checkpoints
 
+pytestmark = pytest.mark.xdist_group(__name__)
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = (
     "training.steps=12", "training.batch=4", "training.sequence=64", "training.log_every=5",

@@ -24,6 +24,8 @@ from jaxlm.inference.settings import EngineSettings
 from jaxlm.models import tree
 from jaxlm.training import checkpoints
 
+pytestmark = pytest.mark.xdist_group(__name__)
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):

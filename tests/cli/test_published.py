@@ -21,6 +21,8 @@ from jaxlm.families.safetensors import LazyTensor
 from jaxlm.published import PublishedSource
 from jaxlm.run import Run
 
+pytestmark = pytest.mark.xdist_group(__name__)
+
 PUBLISHED = Path(__file__).parents[1] / "families" / "stories260K"
 IDS = json.loads((PUBLISHED / "stories260K_tokens.json").read_text())["tokens"]
 STORY = (PUBLISHED / "expected.txt").read_text()

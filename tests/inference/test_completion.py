@@ -17,6 +17,8 @@ from jaxlm.inference.engine import Engine
 from jaxlm.inference.requests import Request, Sampling, fitting_tokens, sampled
 from jaxlm.models import tree
 
+pytestmark = pytest.mark.xdist_group(__name__)
+
 CONTEXT = 64
 
 

@@ -24,6 +24,8 @@ from jaxlm.inference.settings import EngineSettings
 from jaxlm.models import tree
 from jaxlm.parallel.rules import ENGINE
 
+pytestmark = pytest.mark.xdist_group(__name__)
+
 FAMILIES = {**model_fixtures.FAMILIES, "mixed": {**model_fixtures.MIXED, "num_layers": 4}}
 SCALINGS = [
     {

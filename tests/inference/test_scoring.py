@@ -16,6 +16,8 @@ from jaxlm.inference.requests import Sampling
 from jaxlm.inference.scoring import Scorer
 from jaxlm.models import tree
 
+pytestmark = pytest.mark.xdist_group(__name__)
+
 families = pytest.mark.parametrize("family", sampled(model_fixtures.FAMILIES, ["gpt2", "gemma"]))
 
 

@@ -17,6 +17,8 @@ from jaxlm.inference.service import Draining, EngineFailed, EngineService, Servi
 from jaxlm.inference.settings import EngineSettings
 from jaxlm.models import tree
 
+pytestmark = pytest.mark.xdist_group(__name__)
+
 SETTINGS = EngineSettings(slots=8, page=32, chunk_tokens=64, max_queued=6)
 CONTEXT = 160
 

@@ -8,6 +8,8 @@ from tokenizer_fixtures import CHATML
 
 from jaxlm.data.chat_template import ChatTemplate
 
+pytestmark = pytest.mark.xdist_group("server")
+
 CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 
 

@@ -10,6 +10,8 @@ from serving import SEED, text_alone, tokens_alone
 
 from jaxlm.inference.requests import Sampling
 
+pytestmark = pytest.mark.xdist_group("server")
+
 LONG = "a prompt of more than one page of the cache, whose keys are found there again, " * 2
 
 

@@ -7,6 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from matrices import sampled
 from schemathesis import GenerationMode, checks
 
+pytestmark = pytest.mark.xdist_group("server")
+
 OPERATIONS = [
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),

@@ -14,6 +14,8 @@ from jaxlm.inference.engine import Engine
 from jaxlm.inference.harness import HarnessModel
 from jaxlm.models import tree
 
+pytestmark = pytest.mark.xdist_group("server")
+
 TASK = """
 task: {name}
 dataset_path: json

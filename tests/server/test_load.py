@@ -13,6 +13,8 @@ from jaxlm.server.load.asked import Load
 from jaxlm.server.load.figures import figures
 from jaxlm.server.load.sending import Answered
 
+pytestmark = pytest.mark.xdist_group("server")
+
 
 def test_lengths_spread_about_their_means():
     load = Load(requests=2000, warm_up=0, input_tokens=40, output_tokens=10, spread=0.5).check()

@@ -14,6 +14,8 @@ from serving import tokens_alone
 from jaxlm.inference.requests import Sampling
 from jaxlm.models import tree
 
+pytestmark = pytest.mark.xdist_group("server")
+
 TEXTS = ["Hello", "a longer text that is another", "Hello"]
 
 

@@ -12,6 +12,8 @@ from serving import serving, text_alone
 
 from jaxlm.inference.sampling import NotFinite
 
+pytestmark = pytest.mark.xdist_group("server")
+
 BODY = {"model": "tiny", "prompt": "Hello", "temperature": 0.8, "seed": 3}
 
 

@@ -7,6 +7,8 @@ import httpx
 import pytest
 from serving import SEED, text_alone
 
+pytestmark = pytest.mark.xdist_group("server")
+
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 
 

@@ -9,6 +9,8 @@ from serving import CONTEXT, serving
 
 from jaxlm.server.served import ServerLimits
 
+pytestmark = pytest.mark.xdist_group("server")
+
 PROMPT = {"model": "tiny", "prompt": "Hello"}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
 

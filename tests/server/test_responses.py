@@ -1,6 +1,9 @@
 """/v1/responses, by the client of OpenAI: the answer that a chat gives, in the form of responses."""
 
+import pytest
 from serving import SEED
+
+pytestmark = pytest.mark.xdist_group("server")
 
 SAID = "Hello"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": SAID}]

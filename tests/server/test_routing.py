@@ -3,7 +3,11 @@
 import json
 from contextlib import ExitStack
 
+import pytest
+
 from jaxlm.server.routing import PrefixRouter, prompt_of
+
+pytestmark = pytest.mark.xdist_group("server")
 
 
 def served(router, prompt):

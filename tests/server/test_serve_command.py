@@ -17,6 +17,8 @@ import runs
 from jaxlm.cli import main
 from jaxlm.published import PublishedSource
 
+pytestmark = pytest.mark.xdist_group("server")
+
 STORIES = Path(__file__).parents[1] / "families" / "stories260K"
 SMALL = ("--port", "0", "--slots", "2", "--chunk-tokens", "32", "--max-context", "400")
 PROMPT = {"model": "stories260K", "prompt": "Once upon a time", "temperature": 0}

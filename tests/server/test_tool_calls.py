@@ -19,6 +19,8 @@ from jaxlm.server.answers.forms import HarmonyForm, PlainForm, form_of
 from jaxlm.server.answers.text import AnswerText, with_controls
 from jaxlm.server.answers.thoughts import THOUGHTS
 
+pytestmark = pytest.mark.xdist_group("server")
+
 CITY = '{"city": "Zürich {1}"}'
 WRITTEN = {
     "hermes": [

@@ -24,7 +24,7 @@ from jaxlm.training.checkpoints import Checkpoints
 from jaxlm.training.paths import RunPaths
 from jaxlm.training.step import cast, make_steps
 
-pytestmark = pytest.mark.usefixtures("programs_once")
+pytestmark = [pytest.mark.usefixtures("programs_once"), pytest.mark.xdist_group(__name__)]
 
 MESH = (2, 2, 2)
 

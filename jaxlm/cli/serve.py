@@ -190,7 +190,7 @@ def _warmed(engine: "Engine", is_quiet: bool) -> bool:
     """Compile all programs, and return whether they compute a row in one way."""
     from jaxlm.cli.progress import working
 
-    programs = len(engine.runner.programs.shapes(scores=True))
+    programs = len(engine.runner.programs.shapes.all(scores=True))
     with nullcontext() if is_quiet else working(f"compiling {programs} programs"):
         engine.warm(scores=True)
     with nullcontext() if is_quiet else working("comparing what they compute"):

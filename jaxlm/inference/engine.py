@@ -10,12 +10,13 @@ from jax.sharding import Mesh
 
 from jaxlm.core.errors import InputError
 from jaxlm.inference.pages import Pages
-from jaxlm.inference.programs import TILE, EnginePrograms
+from jaxlm.inference.programs import EnginePrograms
 from jaxlm.inference.requests import Request, check_biases, check_prompts
 from jaxlm.inference.runner import PendingStep, Runner, Scores
 from jaxlm.inference.sampling import NO_TOKEN, NotFinite
 from jaxlm.inference.scheduler import EndReason, NeverFits, Scheduler
 from jaxlm.inference.settings import EngineSettings
+from jaxlm.inference.step_shapes import TILE
 from jaxlm.inference.told import Told, message_of
 from jaxlm.models.config import Kernels, ModelConfig
 from jaxlm.models.positions import angle_classes

@@ -14,10 +14,11 @@ from jax.sharding import Mesh, NamedSharding
 from jaxlm.core.errors import InputError
 from jaxlm.inference.cache_memory import CacheSize
 from jaxlm.inference.paged_cache import Arrays, PageLayout
-from jaxlm.inference.ragged_step import Batch, SlotState, StepResults, StepShape, draw, ragged_step
+from jaxlm.inference.ragged_step import Batch, SlotState, StepResults, draw, ragged_step
 from jaxlm.inference.requests import Sampling
 from jaxlm.inference.sampling import row_sampling
 from jaxlm.inference.settings import EngineSettings
+from jaxlm.inference.step_shapes import TILE, StepShape, StepShapes
 from jaxlm.inference.weights import WeightLayout
 from jaxlm.models.config import Kernels, ModelConfig
 from jaxlm.models.kernels import using_kernels
@@ -25,9 +26,7 @@ from jaxlm.models.tree import Tree, placed
 from jaxlm.parallel.partition import named_sharding, replicated, using_rules
 from jaxlm.parallel.rules import ENGINE
 
-TILE = 32  # rows of a prompt that read their keys together
 GREEDY = Sampling(temperature=0.0)
-_FEW = 8  # sequences that decode in a smaller program than that of all
 _KEPT = 64  # compiled programs, of engines that are alike
 # Products alone go to the library that computes a row in one way, whatever the number of rows: its sums along rows do
 # not.
@@ -74,17 +73,11 @@ class EnginePrograms:
         return self.mesh.devices.flat[0].platform == "cpu"
 
     @property
-    def decode(self) -> list[int]:
-        """The sequences that decode, of which there are programs."""
+    def shapes(self) -> StepShapes:
+        """The shapes that there are programs for."""
         # One row goes to another kernel than several, before which a matrix of bfloat16 is widened.
         fewest = 1 if self.is_on_cpu and not self.exact and self.dtype == jnp.float32 else 2
-        return [*(n for n in (fewest, _FEW) if n < self.slots), max(fewest, self.slots)]
-
-    @property
-    def tiles(self) -> list[int]:
-        """The tiles of prompts, of which there are programs."""
-        most = max(-(-self.chunk_tokens // TILE), 1)
-        return sorted({0, min(2, most), most})
+        return StepShapes(self.slots, self.chunk_tokens, fewest)
 
     @cached_property
     def weights(self) -> WeightLayout:
@@ -107,14 +100,6 @@ class EnginePrograms:
         """Bytes on each device of one page of each group, of all its layers."""
         groups = range(len(self.layout.groups))
         return [self.layout.page_bytes(group, self.page_dtype, self.mesh, ENGINE) for group in groups]
-
-    def shapes(self, scores: bool = False) -> list[StepShape]:
-        """Return the shapes that there are programs for, without those of scores or with."""
-        fewest, *more = self.decode
-        shapes = [StepShape(fewest, tiles, TILE) for tiles in (self.tiles[:-1] if more else self.tiles)]
-        shapes += [StepShape(decode, tiles, TILE) for decode in more for tiles in self.tiles]
-        scored = [shape._replace(scores=True) for shape in shapes if shape.tiles == self.tiles[-1]]
-        return [*shapes, *(scored if scores else [])]
 
     def page_shardings(self, cache: CacheSize) -> dict[str, dict[str, NamedSharding]]:
         """Return the shardings of the pages of a cache."""

@@ -9,31 +9,11 @@ from flax import nnx
 
 from jaxlm.inference.paged_cache import Arrays, PagedCache, PageLayout
 from jaxlm.inference.sampling import Drawn, RowSampling, count_drawn, sample
+from jaxlm.inference.step_shapes import StepShape
 from jaxlm.inference.weights import WeightLayout
 from jaxlm.models.tree import Tree
 from kernels_pallas.flash_attention import KeyRange
 from kernels_pallas.linear_cross_entropy.xla import cross_entropy
-
-
-class StepShape(NamedTuple):
-    """The rows of a step, which a program is compiled for: `decode` sequences of one row, and `tiles` runs of `tile`
-    rows of prompts. It gives the logits of as many draws as sequences may decode. `scores`: whether it also gives the
-    log-probabilities of the tokens after the prompts' rows."""
-
-    decode: int
-    tiles: int
-    tile: int
-    scores: bool = False
-
-    @property
-    def rows(self) -> int:
-        """The rows in all."""
-        return self.decode + self.tiles * self.tile
-
-    @property
-    def runs(self) -> int:
-        """The runs of rows of one sequence."""
-        return self.decode + self.tiles
 
 
 class Batch(NamedTuple):

@@ -13,11 +13,12 @@ from jax.sharding import NamedSharding
 
 from jaxlm.inference.cache_memory import cache_size
 from jaxlm.inference.pages import PageGroup
-from jaxlm.inference.programs import GREEDY, TILE, EnginePrograms, compiled_draw, compiled_step
-from jaxlm.inference.ragged_step import Batch, StepResults, StepShape
+from jaxlm.inference.programs import GREEDY, EnginePrograms, compiled_draw, compiled_step
+from jaxlm.inference.ragged_step import Batch, StepResults
 from jaxlm.inference.requests import Sampling
 from jaxlm.inference.sampling import NO_TOKEN, Drawn, row_sampling, token_counts
 from jaxlm.inference.scheduler import Chunk, StepPlan
+from jaxlm.inference.step_shapes import TILE, StepShape, fitting
 from jaxlm.models.tree import Tree
 from jaxlm.parallel.partition import replicated
 from jaxlm.parallel.rules import ENGINE
@@ -105,7 +106,7 @@ class Runner:
         self._state = jax.device_put(programs.empty_state(), whole)
         self._how: dict[int, tuple[Sampling, int, int]] = {}  # how each slot draws
         self._known = jax.device_put(np.ones(model.vocab_size, bool) if known is None else known, whole)
-        self._shapes = programs.shapes(), programs.shapes(scores=True)
+        self._shapes = programs.shapes.all(), programs.shapes.all(scores=True)
         self._put = _put(whole)
         # Found by their shape alone in each step: to compare models takes time.
         self._step = cache(partial(compiled_step, programs, self.cache))
@@ -114,7 +115,7 @@ class Runner:
     @property
     def chunk_tokens(self) -> int:
         """The most rows of prompts in a step."""
-        return self.programs.tiles[-1] * TILE
+        return self.programs.shapes.tiles[-1] * TILE
 
     @property
     def page_groups(self) -> list[PageGroup]:
@@ -128,7 +129,7 @@ class Runner:
         """Compile all programs, several at a time, so that no request waits for one."""
         with ThreadPoolExecutor() as pool:
             made = [*map(partial(pool.submit, self._step), self._shapes[scores])]
-            made += [*map(partial(pool.submit, self._draw), self.programs.decode)]
+            made += [*map(partial(pool.submit, self._draw), self.programs.shapes.decode)]
             for each in made:
                 each.result()
         self._set_slot(self._slots, GREEDY, 0, 0)
@@ -187,11 +188,7 @@ class Runner:
         """Return the smallest shape that a plan fits into."""
         scores = any(chunk.is_scored for chunk in plan.chunks)
         rows = sum(_padded(chunk.stop - chunk.start) for chunk in plan.chunks)
-        return next(
-            shape
-            for shape in self._shapes[scores]
-            if shape.scores == scores and shape.decode >= len(plan.draws) and shape.tiles * TILE >= rows
-        )
+        return fitting(self._shapes[scores], len(plan.draws), rows, scores)
 
     def _batch(self, plan: StepPlan, shape: StepShape) -> Batch:
         """Return the arrays of a step."""

@@ -13,7 +13,7 @@ class EngineSettings:
       cache_bytes: the most memory of keys and values on each device, where fewer than all slots could need make some
         wait; None is 1 GiB on a CPU, 80 % of what is free on other devices, and at least what one sequence of `context`
         needs.
-      page: tokens of a page, a multiple of `programs.TILE`.
+      page: tokens of a page, a multiple of `step_shapes.TILE`.
       chunk_tokens: the most rows of prompts in a step, rounded up to whole tiles.
       max_queued, max_queued_tokens: the most requests that wait, and of their tokens.
       exact: compute each row in one way on a CPU, whatever shares its step; without it XLA may choose another way for

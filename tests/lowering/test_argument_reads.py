@@ -11,9 +11,9 @@ from matrices import sampled
 
 from jaxlm.costs.hardware.target import Target
 from jaxlm.inference.cache_memory import CacheSize
-from jaxlm.inference.programs import TILE, EnginePrograms
-from jaxlm.inference.ragged_step import StepShape
+from jaxlm.inference.programs import EnginePrograms
 from jaxlm.inference.settings import EngineSettings
+from jaxlm.inference.step_shapes import TILE, StepShape
 from jaxlm.lowering import hlo, targets
 from jaxlm.lowering.argument_reads import argument_reads
 

@@ -132,7 +132,10 @@ class EnginePrograms:
 
     def step(self, shape: StepShape, cache: CacheSize) -> jax.stages.Lowered:
         """Return the step of a shape, which gives up the pages."""
-        step = partial(ragged_step, self.weights, self.layout, shape)
+
+        def step(parameters: Tree, *operands: Any) -> tuple[Arrays, StepResults]:
+            return ragged_step(self.weights.module(parameters), self.layout, shape, *operands)
+
         results = StepResults(self._logits_sharding(shape.decode), *[self._whole] * 4)
         pages = placed(jax.eval_shape(self.pages(cache)), self.page_shardings(cache))
         operands = self.abstract_parameters(), pages, self._state.last_S, self.empty_batch(shape, cache), self._known

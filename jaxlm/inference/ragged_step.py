@@ -5,13 +5,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxlm.inference.paged_cache import Arrays, PagedCache, PageLayout
 from jaxlm.inference.sampling import Drawn, RowSampling, count_drawn, sample
 from jaxlm.inference.step_shapes import StepShape
-from jaxlm.inference.weights import WeightLayout
-from jaxlm.models.tree import Tree
+from jaxlm.models.transformer import Transformer
 from kernels_pallas.flash_attention import KeyRange
 from kernels_pallas.linear_cross_entropy.xla import cross_entropy
 
@@ -60,10 +58,9 @@ class StepResults(NamedTuple):
 
 
 def ragged_step(
-    weights: WeightLayout,
+    module: Transformer,
     layout: PageLayout,
     shape: StepShape,
-    parameters: Tree,
     pages: Arrays,
     last_S: jax.Array,
     batch: Batch,
@@ -72,14 +69,13 @@ def ragged_step(
     """Return the pages with the keys of all rows, and the results.
 
     Args:
-      parameters: as `weights` keeps them, in the dtype to compute in.
-      pages: given up.
+      module: with parameters in the dtype to compute in.
+      layout: of the pages, with the entries of the module's cache.
       last_S: int32, the token that each slot has drawn last.
       known_V: bool, whether an id has a token.
 
     A row's results depend on the tokens of its own sequence alone.
     """
-    module = nnx.merge(weights.graph, weights.restored(parameters))
     decode_Q, prompt_R = batch.token_R[: shape.decode], batch.token_R[shape.decode :]
     token_R = jnp.concatenate([jnp.where(decode_Q < 0, last_S[batch.slot_Q], decode_Q), prompt_R])
     is_row_R = batch.position_R >= 0
@@ -116,7 +112,7 @@ def draw(
 
 
 def _scores(
-    module: nnx.Module, hidden_R1D: jax.Array, target_R: jax.Array, known_V: jax.Array, shape: StepShape
+    module: Transformer, hidden_R1D: jax.Array, target_R: jax.Array, known_V: jax.Array, shape: StepShape
 ) -> list[jax.Array]:
     """Return ln p of each row's target, the likeliest token and its ln p: a tile of logits at a time, and none of tiles
     without target."""

@@ -6,10 +6,12 @@ from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.models import tree
 from jaxlm.models.config import ModelConfig
+from jaxlm.models.transformer import Transformer
 from jaxlm.models.tree import Dimensions, Tree
 from jaxlm.parallel.partition import named_sharding
 from jaxlm.parallel.rules import Rules
@@ -54,14 +56,14 @@ class WeightLayout:
 
         return jax.tree_util.tree_map_with_path(kept, tree.shapes(self.abstract, dtype))
 
-    def restored(self, stored: Tree) -> Tree:
-        """Return the parameters of the module of `graph`, inside of a step: XLA multiplies what is kept."""
+    def module(self, stored: Tree) -> Transformer:
+        """Return the model with these parameters, inside of a step: XLA multiplies the arrays as they are kept."""
 
         def declared(path: tuple, x: jax.Array) -> jax.Array:
             of = self._dimensions[_name(path)]
             return x.T.reshape(of.shape) if self._is_turned(of) else x
 
-        return jax.tree_util.tree_map_with_path(declared, stored)
+        return nnx.merge(self.graph, jax.tree_util.tree_map_with_path(declared, stored))
 
     def _sharding(self, of: Dimensions, mesh: Mesh, rules: Rules) -> NamedSharding:
         sharding = named_sharding(of.axes, of.shape, mesh, rules)

@@ -34,14 +34,12 @@ def paged_attention(
     """
     (Q, T, N, H), (_, K, S, V) = query.shape, value.shape
     G = N // K
-    rows = max(_ROWS, -(-_MULTIPLICATIONS // (min(H, V) * S)))
-    if T * G < rows:
-        more = -(-rows // G) - T
+    if more := padded_queries(T, G, H, V, S) - T:
         query = jnp.pad(query, [(0, 0), (0, more), (0, 0), (0, 0)])
         key_range = KeyRange(*(jnp.pad(x, [(0, 0), (0, more)]) for x in key_range))
         options = {"key_range": key_range, "scale": scale, "soft_cap": soft_cap}
         return paged_attention(query, key, value, table, **options)[:, :T]
-    columns = -(-V // _COLUMNS) * _COLUMNS
+    columns = padded_columns(V)
     wide = jnp.promote_types(query.dtype, key.dtype)
     query_QKRH = query.astype(wide).reshape(Q, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(Q, K, T * G, H)
     start_QT, end_QT = key_range
@@ -77,6 +75,17 @@ def paged_attention(
     _, total, attended = jax.lax.fori_loop(0, pages, read, zeros)
     attended = attended[..., :V] / jnp.where(total == 0.0, 1.0, total)[..., None]
     return attended.transpose(0, 2, 1, 3, 4).reshape(Q, T, N, V).astype(query.dtype)
+
+
+def padded_queries(T: int, G: int, H: int, V: int, S: int) -> int:
+    """Return the queries of each sequence that are computed for T of them, in groups of G heads that share keys."""
+    rows = max(_ROWS, -(-_MULTIPLICATIONS // (min(H, V) * S)))
+    return T if T * G >= rows else -(-rows // G)
+
+
+def padded_columns(V: int) -> int:
+    """Return the columns of the product with values of width V that are computed."""
+    return -(-V // _COLUMNS) * _COLUMNS
 
 
 def _product(a_QKRS: jax.Array, b_QKSV: jax.Array) -> jax.Array:

@@ -12,7 +12,8 @@ an H200); in general XLA may still merge equal work or move it out of a loop. `j
 cost of one equation. Around it:
 
 - A scan costs its body times its length. A `while` costs its condition and body times its iterations, which are read
-  from the program if it compares a counter with a constant, and otherwise given as `trips`.
+  from the program if it compares a counter with a number that is a constant or follows from the NumPy arrays among the
+  arguments, and otherwise given as `trips`.
 - A `cond` costs its branch with the most FLOPs, then the most bytes.
 - `shard_map` costs its body on every shard: figures are sums over the mesh. Outside it figures are those of whole
   arrays, however they are partitioned; collectives that XLA's partitioner places are not in a jaxpr.
@@ -28,6 +29,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax._src.source_info_util import Transform  # tells jvp(x) from a scope of that name; there is no public name
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.extend.core import Literal as Constant
@@ -35,6 +37,7 @@ from jax.interpreters import partial_eval
 
 from jaxlm.costs.jaxpr import primitives
 from jaxlm.costs.jaxpr.cost import JaxprCost, Phase, Row
+from jaxlm.costs.jaxpr.values import Values, called_jaxpr
 
 # The scope that jax.checkpoint adds around recomputed work.
 _AGAIN = "rematted_computation"
@@ -46,20 +49,26 @@ def count(fn: Callable, *args: Any, trips: int | None = None, **kwargs: Any) -> 
     Args:
       fn: any function that `jax.jit` takes. Under `jax.sharding.use_abstract_mesh` (or `jax.set_mesh`) it may use
         meshes of absent devices.
-      args, kwargs: trees of arrays or `jax.ShapeDtypeStruct`.
+      args, kwargs: trees of arrays or `jax.ShapeDtypeStruct`. The numbers of NumPy arrays are known where loops depend
+        on them.
       trips: iterations of each `while` loop whose number the program does not state.
 
     Raises ValueError for such a loop without `trips`, and for a Pallas kernel that states no cost.
     """
     named = fn.func if isinstance(fn, functools.partial) else fn
-    return count_jaxpr(jax.make_jaxpr(fn)(*args, **kwargs).jaxpr, trips, getattr(named, "__name__", "total"))
+    jaxpr, name = jax.make_jaxpr(fn)(*args, **kwargs).jaxpr, getattr(named, "__name__", "total")
+    return count_jaxpr(jaxpr, trips, name, jax.tree.leaves((args, kwargs)))
 
 
-def count_jaxpr(jaxpr: Jaxpr, trips: int | None = None, name: str = "total") -> JaxprCost:
-    """Count the cost of a jaxpr whose results are all used."""
-    live, _ = partial_eval.dce_jaxpr(jaxpr, True)
+def count_jaxpr(
+    jaxpr: Jaxpr, trips: int | None = None, name: str = "total", arguments: Sequence[Any] = ()
+) -> JaxprCost:
+    """Count the cost of a jaxpr whose results are all used; its `arguments` may have NumPy arrays among them."""
+    live, is_used = partial_eval.dce_jaxpr(jaxpr, True)
+    given = list(arguments) or [None] * len(is_used)
+    used = [x if isinstance(x, np.ndarray) else None for x, used in zip(given, is_used, strict=True) if used]
     rows = _RowSums()
-    _walk(live, _Place(trips), rows)
+    _walk(live, _Place(trips), rows, Values(live, [lambda x=x: x for x in used]))
     return JaxprCost(name, rows.all())
 
 
@@ -104,16 +113,16 @@ class _RowSums:
         return tuple(Row(*key, *values) for key, values in self.sums.items())
 
 
-def _walk(jaxpr: Jaxpr, place: _Place, rows: _RowSums) -> None:
+def _walk(jaxpr: Jaxpr, place: _Place, rows: _RowSums, values: Values) -> None:
     for eqn in jaxpr.eqns:
         here, name = place.inside(eqn), eqn.primitive.name
         if name == "cond":
-            _add_dearest(eqn.params["branches"], here, rows)
+            _add_dearest(eqn, here, rows, values)
             continue
-        parts = None if name in primitives.KNOWN else _parts(eqn, here)
+        parts = None if name in primitives.KNOWN else _parts(eqn, here, values)
         if parts:
-            for part, there in parts:
-                _walk(part, there, rows)
+            for part, there, operands in parts:
+                _walk(_open(part), there, rows, values.inside(part, operands))
             continue
         once = primitives.equation_cost(eqn)
         key = (here.scope, name, once.kind, here.phase, _axes(eqn) if once.kind == "collective" else (), once.assumed)
@@ -121,10 +130,11 @@ def _walk(jaxpr: Jaxpr, place: _Place, rows: _RowSums) -> None:
         rows.add(key, (here.runs, *(everywhere * n for n in (once.flops, once.bytes_in, once.bytes_out))))
 
 
-def _add_dearest(branches: Sequence[Any], place: _Place, rows: _RowSums) -> None:
+def _add_dearest(eqn: JaxprEqn, place: _Place, rows: _RowSums, values: Values) -> None:
+    branches = eqn.params["branches"]
     counted = [_RowSums() for _ in branches]
     for branch, its in zip(branches, counted, strict=True):
-        _walk(_open(branch), place, its)
+        _walk(_open(branch), place, its, values.inside(branch, eqn.invars[1:]))
 
     def price(its: _RowSums) -> tuple[int, int]:
         cost = JaxprCost("", its.all())
@@ -134,38 +144,57 @@ def _add_dearest(branches: Sequence[Any], place: _Place, rows: _RowSums) -> None
         rows.add(key, values)
 
 
-def _parts(eqn: JaxprEqn, place: _Place) -> list[tuple[Jaxpr, _Place]]:
-    """Return the jaxprs that an equation runs, each with its place."""
+def _parts(eqn: JaxprEqn, place: _Place, values: Values) -> list[tuple[Any, _Place, Sequence[Any]]]:
+    """Return the jaxprs that an equation runs, each with its place and the operands that all of its runs have."""
     parameters = eqn.params
     match eqn.primitive.name:
         case "scan":
-            return [(_open(parameters["jaxpr"]), place.times(parameters["length"]))]
+            body, constants = parameters["jaxpr"], _constants(parameters)
+            return [(body, place.times(parameters["length"]), _first(eqn.invars, constants, body))]
         case "while":
-            n = _iterations(eqn)
+            n = _iterations(eqn, values)
             n = place.trips if n is None else n
             if n is None:
                 raise ValueError(
                     f"the program does not say how often its while loop in scope {'/'.join(place.scope) or '(none)'} "
                     "runs: pass trips=… to count"
                 )
-            condition, body = _open(parameters["cond_jaxpr"]), _open(parameters["body_jaxpr"])
-            return [(condition, place.times(n + 1)), (body, place.times(n))]
+            condition, body, own = parameters["cond_jaxpr"], parameters["body_jaxpr"], parameters["cond_nconsts"]
+            return [
+                (condition, place.times(n + 1), _first(eqn.invars, own, condition)),
+                (body, place.times(n), _first(eqn.invars[own:], parameters["body_nconsts"], body)),
+            ]
         case "shard_map":
             shards = 1
             for axis in parameters["newly_manual_axes"]:
                 shards *= parameters["mesh"].shape[axis]
-            return [(parameters["jaxpr"], place._replace(shards=place.shards * shards))]
+            return [
+                (parameters["jaxpr"], place._replace(shards=place.shards * shards), _first([], 0, parameters["jaxpr"]))
+            ]
         case "custom_linear_solve":
-            return [(_open(parameters["jaxprs"].solve), place)]
+            return [(solve := parameters["jaxprs"].solve, place, _first([], 0, solve))]
         case "linear_call":
-            return [(_open(parameters["callee"]), place)]
+            return [(parameters["callee"], place, _first([], 0, parameters["callee"]))]
         case _:
-            return [(jaxpr, place) for jaxpr in jaxprs_in_params(parameters)]
+            called = called_jaxpr(eqn)
+            if called is not None:
+                return [(called, place, eqn.invars)]
+            return [(jaxpr, place, _first([], 0, jaxpr)) for jaxpr in jaxprs_in_params(parameters)]
+
+
+def _constants(parameters: dict[str, Any]) -> int:
+    """Return how many operands of a scan are the same in each of its runs; JAX 0.12 keeps them as trees."""
+    return len(parameters["ft_in"].unpack()[0]) if "ft_in" in parameters else parameters["num_consts"]
+
+
+def _first(operands: Sequence[Any], n: int, jaxpr: Any) -> list[Any]:
+    """Return the first n operands of a jaxpr, and None for its others."""
+    return [*operands[:n], *[None] * (len(_open(jaxpr).invars) - n)]
 
 
 def _open(jaxpr: Any) -> Jaxpr:
     """Return the jaxpr in a closed one (in newer versions of JAX every jaxpr is closed)."""
-    return jaxpr.jaxpr
+    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def _axes(eqn: JaxprEqn) -> tuple[str, ...]:
@@ -173,9 +202,9 @@ def _axes(eqn: JaxprEqn) -> tuple[str, ...]:
     return tuple(map(str, names)) if isinstance(names, tuple | list | frozenset) else (str(names),)
 
 
-def _iterations(eqn: JaxprEqn) -> int | None:
-    """Return the iterations of a `while` that compares a counter with a constant, if the counter starts and steps by
-    constants; otherwise None."""
+def _iterations(eqn: JaxprEqn, values: Values) -> int | None:
+    """Return the iterations of a `while` that compares a counter with a known number, if the counter starts and steps
+    by known ones; otherwise None."""
     condition, body = _open(eqn.params["cond_jaxpr"]), _open(eqn.params["body_jaxpr"])
     carried = len(body.outvars)
     constants, starts = eqn.invars[: len(condition.invars) - carried], eqn.invars[-carried:]
@@ -184,7 +213,10 @@ def _iterations(eqn: JaxprEqn) -> int | None:
         return None
 
     def written(atom: Any) -> int | None:
-        return int(atom.val) if isinstance(atom, Constant) else None
+        known = np.asarray(atom.val) if isinstance(atom, Constant) else values(atom) if atom in outside else None
+        return None if known is None or known.ndim else int(known)
+
+    outside = [atom for atom in eqn.invars if not isinstance(atom, Constant)]
 
     def end_of(atom: Any) -> int | None:
         """Return the value of a variable that the condition reads, if no iteration changes it."""

@@ -1,0 +1,130 @@
+"""Values inside a jaxpr that follow from arguments whose numbers are known: bounds of loops. Asks no backend."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Literal as Constant
+
+Value = np.ndarray | None  # None where the numbers are not known
+
+
+def _broadcast(x: np.ndarray, parameters: dict[str, Any]) -> np.ndarray:
+    sizes = [1] * len(parameters["shape"])
+    for axis, size in zip(parameters["broadcast_dimensions"], x.shape, strict=True):
+        sizes[axis] = size
+    return np.broadcast_to(x.reshape(sizes), parameters["shape"])
+
+
+def _padded(x: np.ndarray, fill: np.ndarray, parameters: dict[str, Any]) -> Value:
+    config = parameters["padding_config"]
+    if any(low < 0 or high < 0 or inner for low, high, inner in config):
+        return None
+    return np.pad(x, [(low, high) for low, high, _ in config], constant_values=fill)
+
+
+def _sliced(x: np.ndarray, parameters: dict[str, Any]) -> np.ndarray:
+    steps = parameters["strides"] or (1,) * x.ndim
+    return x[tuple(map(slice, parameters["start_indices"], parameters["limit_indices"], steps))]
+
+
+# What integers pass on their way from the arguments to the bound of a loop, by the name of the primitive.
+_RULES: dict[str, Callable[..., Value]] = {
+    "add": lambda x, y, _: x + y,
+    "sub": lambda x, y, _: x - y,
+    "mul": lambda x, y, _: x * y,
+    "max": lambda x, y, _: np.maximum(x, y),
+    "min": lambda x, y, _: np.minimum(x, y),
+    "div": lambda x, y, _: np.trunc(x / y).astype(x.dtype),  # of integers, towards zero
+    "rem": lambda x, y, _: np.fmod(x, y),
+    "neg": lambda x, _: -x,
+    "sign": lambda x, _: np.sign(x),
+    "not": lambda x, _: ~x,
+    "and": lambda x, y, _: x & y,
+    "or": lambda x, y, _: x | y,
+    "eq": lambda x, y, _: x == y,
+    "ne": lambda x, y, _: x != y,
+    "lt": lambda x, y, _: x < y,
+    "le": lambda x, y, _: x <= y,
+    "gt": lambda x, y, _: x > y,
+    "ge": lambda x, y, _: x >= y,
+    "clamp": lambda low, x, high, _: np.clip(x, low, high),
+    "select_n": lambda which, *cases_: np.choose(which.astype(int), cases_[:-1]),
+    "convert_element_type": lambda x, p: x.astype(p["new_dtype"]),
+    "broadcast_in_dim": lambda x, p: _broadcast(x, p),
+    "reshape": lambda x, p: x.reshape(p["new_sizes"]),
+    "squeeze": lambda x, p: np.squeeze(x, p["dimensions"]),
+    "transpose": lambda x, p: np.transpose(x, p["permutation"]),
+    "concatenate": lambda *xs: np.concatenate(xs[:-1], xs[-1]["dimension"]),
+    "slice": _sliced,
+    "pad": _padded,
+    "iota": lambda p: _broadcast(np.arange(p["shape"][p["dimension"]], dtype=p["dtype"]), _axis_of(p)),
+    "reduce_max": lambda x, p: np.max(x, p["axes"]),
+    "reduce_min": lambda x, p: np.min(x, p["axes"]),
+    "reduce_sum": lambda x, p: np.sum(x, p["axes"], dtype=x.dtype),
+    "sharding_constraint": lambda x, _: x,
+    "copy": lambda x, _: x,
+    "stop_gradient": lambda x, _: x,
+}
+
+
+def _axis_of(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"shape": parameters["shape"], "broadcast_dimensions": (parameters["dimension"],)}
+
+
+class Values:
+    """The known values of one jaxpr, each computed when it is first asked for.
+
+    Args:
+      inputs: for each input of the jaxpr a function that returns its value.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, inputs: Sequence[Callable[[], Value]], constants: Sequence[Any] = ()):
+        self._inputs = dict(zip(jaxpr.invars, inputs, strict=True))
+        self._inputs |= {var: (lambda x=x: _small(x)) for var, x in zip(jaxpr.constvars, constants, strict=False)}
+        self._makers = {var: (eqn, i) for eqn in jaxpr.eqns for i, var in enumerate(eqn.outvars)}
+        self._known: dict[Any, Value] = {}
+
+    def __call__(self, atom: Any) -> Value:
+        """Return the value of a variable or a constant, or None where its numbers are not known."""
+        if isinstance(atom, Constant):
+            return np.asarray(atom.val)
+        if atom not in self._known:
+            self._known[atom] = self._computed(atom)
+        return self._known[atom]
+
+    def inside(self, jaxpr: Any, operands: Sequence[Any]) -> "Values":
+        """Return the values of a jaxpr that an equation calls; those of operands that are None are not known."""
+        inner = getattr(jaxpr, "jaxpr", jaxpr)
+        inputs = [(lambda: None) if atom is None else (lambda atom=atom: self(atom)) for atom in operands]
+        return Values(inner, inputs, getattr(jaxpr, "consts", ()))
+
+    def _computed(self, var: Any) -> Value:
+        if var in self._inputs:
+            return self._inputs[var]()
+        if var not in self._makers:
+            return None
+        eqn, index = self._makers[var]
+        if (called := called_jaxpr(eqn)) is not None:
+            return self.inside(called, eqn.invars)(getattr(called, "jaxpr", called).outvars[index])
+        rule = _RULES.get(eqn.primitive.name)
+        if rule is None or eqn.outvars[0].aval.dtype.kind not in "ib":
+            return None
+        operands = [self(atom) for atom in eqn.invars]
+        return None if any(x is None for x in operands) else rule(*operands, eqn.params)
+
+
+def called_jaxpr(eqn: JaxprEqn) -> Any:
+    """Return the jaxpr that an equation calls once with its own operands, or None."""
+    if eqn.primitive.name in ("scan", "while", "cond", "shard_map", "pallas_call"):
+        return None
+    called = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    if called is None or len(getattr(called, "jaxpr", called).invars) != len(eqn.invars):
+        return None
+    return called
+
+
+def _small(x: Any) -> Value:
+    """Return a constant of a jaxpr as NumPy has it, if it may be part of a bound."""
+    return np.asarray(x) if getattr(x, "dtype", np.dtype("O")).kind in "ib" and x.size <= 1 << 16 else None

@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 
 from jaxlm.models.cache import CacheEntry, LayerCache, Recurrence, Slot, States, carried, where_sequences
 from jaxlm.models.config import ModelConfig
-from jaxlm.models.operations import CacheView
-from jaxlm.models.recording import Axes
+from jaxlm.models.logical_axes import Axes
 from jaxlm.models.rows import RowContext
 from jaxlm.models.tree import abstract
+from jaxlm.models.views import CacheView
 from jaxlm.parallel.collectives import on_each_device
 from jaxlm.parallel.partition import constrain, named_sharding, using_rules
 from jaxlm.parallel.rules import DECODE

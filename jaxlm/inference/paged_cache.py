@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxlm.models.cache import CacheEntry, LayerCache, Recurrence, Slot, States, carried, where_sequences
-from jaxlm.models.operations import PagedSection, PagedView
 from jaxlm.models.rows import RowContext
+from jaxlm.models.views import PagedSection, PagedView
 from jaxlm.parallel.partition import named_sharding
 from jaxlm.parallel.rules import Rules
 from kernels_pallas.flash_attention import KeyRange

@@ -6,9 +6,9 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 import jax
 import jax.numpy as jnp
 
-from jaxlm.models.operations import CacheView, PagedView
-from jaxlm.models.recording import Axes
+from jaxlm.models.logical_axes import Axes
 from jaxlm.models.rows import Auxiliary, RowContext
+from jaxlm.models.views import CacheView, PagedView
 from kernels_pallas.flash_attention import KeyRange
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxlm.models.config import Kernels
-from jaxlm.models.recording import Axes
+from jaxlm.models.logical_axes import Axes
 from jaxlm.parallel.collectives import on_each_device
 from kernels_pallas.core import interpretation
 

@@ -5,10 +5,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxlm.models import config, operations
-from jaxlm.models.operations import STREAM
+from jaxlm.models import config, doors
+from jaxlm.models.logical_axes import RESIDUAL, Axes
 from jaxlm.models.parameters import Module, ones, param, zeros
-from jaxlm.models.recording import Axes
 from kernels_pallas import layer_norm, rms_norm
 
 
@@ -21,10 +20,10 @@ class RMSNorm(Module):
         initial = zeros if model.norm.plus_one else ones
         self.scale = param(rngs, shape, axes, initial) if model.norm.scale else None
 
-    def __call__(self, x: jax.Array, axes: Axes = STREAM, residual: jax.Array | None = None) -> Any:
+    def __call__(self, x: jax.Array, axes: Axes = RESIDUAL, residual: jax.Array | None = None) -> Any:
         """Return the norm of x, which has these logical axes; with a residual (x + residual, its norm)."""
         options = {"epsilon": self.settings.epsilon, "plus_one": self.settings.plus_one}
-        return operations.norm(rms_norm, x, axes, (self.scale,), residual, self.dimensions, **options)
+        return doors.norm(rms_norm, x, axes, (self.scale,), residual, self.dimensions, **options)
 
 
 class LayerNorm(Module):
@@ -36,20 +35,20 @@ class LayerNorm(Module):
         self.scale = param(rngs, shape, axes, ones) if model.norm.scale else None
         self.bias = param(rngs, shape, axes, zeros) if model.norm.bias else None
 
-    def __call__(self, x: jax.Array, axes: Axes = STREAM, residual: jax.Array | None = None) -> Any:
+    def __call__(self, x: jax.Array, axes: Axes = RESIDUAL, residual: jax.Array | None = None) -> Any:
         """Return the norm of x, which has these logical axes; with a residual (x + residual, its norm)."""
         vectors, epsilon = (self.scale, self.bias), self.settings.epsilon
-        return operations.norm(layer_norm, x, axes, vectors, residual, self.dimensions, epsilon=epsilon)
+        return doors.norm(layer_norm, x, axes, vectors, residual, self.dimensions, epsilon=epsilon)
 
 
 class NoNorm(Module):
     """x itself, where a block has no norm."""
 
-    def __call__(self, x: jax.Array, axes: Axes = STREAM, residual: jax.Array | None = None) -> Any:
+    def __call__(self, x: jax.Array, axes: Axes = RESIDUAL, residual: jax.Array | None = None) -> Any:
         """Return x; with a residual (x + residual, x + residual)."""
         if residual is None:
             return x
-        total = operations.add(x, residual)
+        total = doors.add(x, residual)
         return total, total
 
 

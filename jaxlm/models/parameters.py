@@ -118,9 +118,14 @@ def is_adapter(parameter: nnx.Param) -> bool:
     return RANK in parameter.axes
 
 
-def scope(parameter: nnx.Param) -> AbstractContextManager:
+def axes_of(parameter: nnx.Param) -> tuple[str, ...]:
+    """Return the logical axes of a parameter's value: inside a loop over layers that of the layers is gone."""
+    return parameter.axes[-parameter[...].ndim :]
+
+
+def scope(parameter: nnx.Param | None) -> AbstractContextManager:
     """Add the parameter's name to the path of everything computed inside."""
-    name = parameter.get_metadata().get("name")
+    name = None if parameter is None else parameter.get_metadata().get("name")
     return jax.named_scope(name) if name else nullcontext()
 
 

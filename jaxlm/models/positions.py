@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.models import config
-from jaxlm.models.operations import Dropout, RopeTable
+from jaxlm.models.doors import Dropout, RopeTable
 from jaxlm.models.position_config import (
     DynamicScalingConfig,
     LinearScalingConfig,

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 
 from jaxlm.models.config import BlockConfig
-from jaxlm.models.operations import Dropout, RopeTable
+from jaxlm.models.doors import Dropout, RopeTable
 from kernels_pallas.flash_attention import KeyRange
 
 

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxlm.models import config, operations
+from jaxlm.models import config, doors
 from jaxlm.models.attention import attention
 from jaxlm.models.cache import Cache, CacheEntry, LayerCache, NoCache, Slot
+from jaxlm.models.doors import Dropout, add, look_up, scale
 from jaxlm.models.feed_forward import feed_forward
 from jaxlm.models.layers import Execution, Groups, Place, grouped
 from jaxlm.models.norms import NoNorm, Norm, norm
-from jaxlm.models.operations import Dropout, add, look_up, scale
 from jaxlm.models.parameters import Module, normal, param
 from jaxlm.models.positions import LayerRows
 from jaxlm.models.rows import Auxiliary, RowContext
@@ -53,29 +53,29 @@ class Block(Module):
         self, x_BTD: jax.Array, rows: RowContext, cache: LayerCache
     ) -> tuple[jax.Array, LayerCache, Auxiliary]:
         """Add attention to x, then what the feed-forward layer makes of the sum."""
-        read_BTD, cache, of_attention = self.attention(self.attention_norm(x_BTD), rows, cache)
-        read_BTD = scale(self.attention_post_norm(read_BTD), self.residual_scale)
-        read_BTD = rows.dropout(read_BTD, 0)
-        x_BTD, normalised_BTD = self.feed_forward_norm(x_BTD, residual=read_BTD)
-        made_BTD, of_feed_forward = self.feed_forward(normalised_BTD, rows)
-        made_BTD = scale(self.feed_forward_post_norm(made_BTD), self.residual_scale)
-        made_BTD = rows.dropout(made_BTD, 1)
-        return add(x_BTD, made_BTD), cache, of_attention | of_feed_forward
+        attention_BTD, cache, of_attention = self.attention(self.attention_norm(x_BTD), rows, cache)
+        attention_BTD = scale(self.attention_post_norm(attention_BTD), self.residual_scale)
+        attention_BTD = rows.dropout(attention_BTD, 0)
+        x_BTD, normalised_BTD = self.feed_forward_norm(x_BTD, residual=attention_BTD)
+        feed_forward_BTD, of_feed_forward = self.feed_forward(normalised_BTD, rows)
+        feed_forward_BTD = scale(self.feed_forward_post_norm(feed_forward_BTD), self.residual_scale)
+        feed_forward_BTD = rows.dropout(feed_forward_BTD, 1)
+        return add(x_BTD, feed_forward_BTD), cache, of_attention | of_feed_forward
 
     def _parallel(
         self, x_BTD: jax.Array, rows: RowContext, cache: LayerCache
     ) -> tuple[jax.Array, LayerCache, Auxiliary]:
         """Add to x both attention and the feed-forward layer of x itself (arXiv:2204.02311, section 2)."""
         normalised_BTD = self.attention_norm(x_BTD)
-        read_BTD, cache, of_attention = self.attention(normalised_BTD, rows, cache)
+        attention_BTD, cache, of_attention = self.attention(normalised_BTD, rows, cache)
         if self.residual != "parallel_shared_norm":
             normalised_BTD = self.feed_forward_norm(x_BTD)
-        made_BTD, of_feed_forward = self.feed_forward(normalised_BTD, rows)
-        read_BTD = scale(self.attention_post_norm(read_BTD), self.residual_scale)
-        read_BTD = rows.dropout(read_BTD, 0)
-        made_BTD = scale(self.feed_forward_post_norm(made_BTD), self.residual_scale)
-        made_BTD = rows.dropout(made_BTD, 1)
-        return add(x_BTD, add(read_BTD, made_BTD)), cache, of_attention | of_feed_forward
+        feed_forward_BTD, of_feed_forward = self.feed_forward(normalised_BTD, rows)
+        attention_BTD = scale(self.attention_post_norm(attention_BTD), self.residual_scale)
+        attention_BTD = rows.dropout(attention_BTD, 0)
+        feed_forward_BTD = scale(self.feed_forward_post_norm(feed_forward_BTD), self.residual_scale)
+        feed_forward_BTD = rows.dropout(feed_forward_BTD, 1)
+        return add(x_BTD, add(attention_BTD, feed_forward_BTD)), cache, of_attention | of_feed_forward
 
 
 class Transformer(Module):
@@ -203,17 +203,17 @@ class Transformer(Module):
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Unembed [B, T, D] to float32 logits [B, T, V], scaled, and between −cap and cap where there is a soft cap."""
         hidden_BTD = scale(hidden_BTD, self.model.logit_scale)
-        return operations.logits(hidden_BTD, self.unembedding_table, self.model.logit_soft_cap)
+        return doors.logits(hidden_BTD, self.unembedding_table, self.model.logit_soft_cap)
 
     def token_losses(self, hidden_BTD: jax.Array, targets_BT: jax.Array, counted_BT: jax.Array) -> jax.Array:
-        """Return the cross-entropy of each target, as `jaxlm.models.operations.token_losses` does."""
+        """Return the cross-entropy of each target, as `jaxlm.models.doors.token_losses` does."""
         hidden_BTD, cap = scale(hidden_BTD, self.model.logit_scale), self.model.logit_soft_cap
-        return operations.token_losses(hidden_BTD, self.unembedding_table, targets_BT, counted_BT, cap)
+        return doors.token_losses(hidden_BTD, self.unembedding_table, targets_BT, counted_BT, cap)
 
     def cross_entropy(
         self, hidden_BTD: jax.Array, targets_BT: jax.Array, counted_BT: jax.Array, z_loss: float = 0.0
     ) -> dict[str, jax.Array]:
-        """Return the terms of the objective of these targets, as `jaxlm.models.operations.cross_entropy` does."""
+        """Return the terms of the objective of these targets, as `jaxlm.models.doors.cross_entropy` does."""
         # A scaled input has scaled logits, and no kernel has to know.
         hidden_BTD, cap = scale(hidden_BTD, self.model.logit_scale), self.model.logit_soft_cap
-        return operations.cross_entropy(hidden_BTD, self.unembedding_table, targets_BT, counted_BT, cap, z_loss)
+        return doors.cross_entropy(hidden_BTD, self.unembedding_table, targets_BT, counted_BT, cap, z_loss)

@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from jaxlm.models import kernels
 from jaxlm.models import tree as model_tree
 from jaxlm.models.config import ModelConfig
+from jaxlm.models.doors import Dropout
 from jaxlm.models.layers import Execution
 from jaxlm.models.lora_config import LoraConfig
-from jaxlm.models.operations import Dropout
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.rows import Auxiliary
 from jaxlm.models.tree import Tree

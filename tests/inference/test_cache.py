@@ -20,10 +20,11 @@ from jaxlm.inference.requests import Request, Sampling
 from jaxlm.models import attention, tree
 from jaxlm.models.cache import CacheEntry, NoCache, Slot, carried
 from jaxlm.models.config import GroupedQueryAttentionConfig
-from jaxlm.models.operations import CacheView, Dropout
+from jaxlm.models.doors import Dropout
 from jaxlm.models.parameters import Module, normal, param, stack
 from jaxlm.models.positions import cache_causal_mask
 from jaxlm.models.rows import Auxiliary, RowContext
+from jaxlm.models.views import CacheView
 from jaxlm.parallel.rules import ENGINE
 
 LAYERS, WIDTH, LATENT = 3, 32, 6

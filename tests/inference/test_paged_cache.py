@@ -6,7 +6,8 @@ import numpy as np
 
 from jaxlm.inference.paged_cache import PagedCache, PageLayout
 from jaxlm.models.cache import CacheEntry, Slot
-from jaxlm.models.operations import HEADS, Dropout, attention
+from jaxlm.models.doors import Dropout, attention
+from jaxlm.models.logical_axes import HEADS
 from jaxlm.models.rows import RowContext
 from jaxlm.parallel.rules import ENGINE
 from kernels_pallas.flash_attention import KeyRange, flash_attention

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from matrices import sampled
 
-from jaxlm.models.operations import HEADS, rope
+from jaxlm.models.doors import rope
+from jaxlm.models.logical_axes import HEADS
 from jaxlm.models.position_config import LinearScalingConfig, Llama3ScalingConfig, LongRopeScalingConfig, RopeConfig
 from jaxlm.models.positions import cache_causal_mask, document_lengths, packed_causal_mask, rope_table
 from jaxlm.parallel.layout import AXES

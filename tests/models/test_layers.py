@@ -21,8 +21,8 @@ from jaxlm.inference.cache import empty_cache
 from jaxlm.inference.steps import decode_step
 from jaxlm.models import tree
 from jaxlm.models.cache import OwnTokens
+from jaxlm.models.doors import Dropout
 from jaxlm.models.layers import Execution, Segment, segments
-from jaxlm.models.operations import Dropout
 from jaxlm.models.positions import LayerRows, packed_causal_mask, rope_table, sliding_window_mask
 from jaxlm.models.rows import Auxiliary, RowContext
 from jaxlm.models.transformer import Block

@@ -25,8 +25,9 @@ from jaxlm.lowering import report, targets
 from jaxlm.models import attention, feed_forward, tree
 from jaxlm.models import config as models
 from jaxlm.models.cache import LayerCache, Slot
-from jaxlm.models.operations import HEADS, KV_HEADS, activation, kv_heads, linear, rope
-from jaxlm.models.operations import attention as attend
+from jaxlm.models.doors import activation, kv_heads, linear, rope
+from jaxlm.models.doors import attention as attend
+from jaxlm.models.logical_axes import HEADS, KV_HEADS
 from jaxlm.models.parameters import Module, normal, ones, param
 from jaxlm.models.rows import Auxiliary, RowContext
 from jaxlm.training.step import make_steps
@@ -64,7 +65,7 @@ class GatedMultiQuery(Module):
     def __call__(self, x_BTD: jax.Array, rows: RowContext, cache: LayerCache):
         matrices, names = (self.query, self.key, self.value, self.gate), ("query", "key", "value", "reading_gate")
         query_BTNH, key_BTKH, value_BTKH, gate_BTNH = linear(
-            x_BTD, *matrices, names=names, readers=self.settings.num_heads
+            x_BTD, *matrices, names=names, num_query_heads=self.settings.num_heads
         )
         query_BTNH = query_BTNH * self.temperature[...][None, None, :, None]
         key_BTKH = rope(key_BTKH, KV_HEADS, rows.rope)

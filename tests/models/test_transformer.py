@@ -12,9 +12,9 @@ from flax import nnx
 from matrices import sampled
 
 from jaxlm.models import tree
+from jaxlm.models.doors import Dropout
 from jaxlm.models.embedding import looked_up
 from jaxlm.models.layers import Execution
-from jaxlm.models.operations import Dropout
 from jaxlm.models.positions import packed_causal_mask
 from kernels_pallas import gated_activation
 from kernels_pallas.core.products import einsum_in_float32

@@ -10,8 +10,8 @@ from jaxlm.costs.counted import paper
 from jaxlm.costs.counted.paper import Use
 from jaxlm.costs.workload import Workload
 from jaxlm.models.config import ModelConfig
+from jaxlm.models.logical_axes import Axes
 from jaxlm.models.lora_config import LoraConfig
-from jaxlm.models.recording import Axes
 
 
 class DeviceStep:

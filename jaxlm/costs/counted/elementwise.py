@@ -15,7 +15,7 @@ from jaxlm.costs.counted.kernel_costs import Elementwise
 from jaxlm.costs.counted.paper import Use
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.models.config import Activation
-from jaxlm.models.operations import WHOLE
+from jaxlm.models.logical_axes import GATHERED
 from kernels_pallas import gated_activation
 from kernels_pallas.core.launch import KernelCost
 from kernels_pallas.core.slopes import activation
@@ -85,17 +85,19 @@ def loops(device: DeviceStep, use: Use) -> Iterator[Elementwise]:
     numbers = math.prod(device.operand(use, 0))
     match use.name:
         case "look_up" if "vocab" in axes[0]:
-            yield each("look-up", math.prod(device.work.shape(WHOLE, use.made[0])), _LOOKUP)
+            yield each("look-up", math.prod(device.work.shape(GATHERED, use.made[0])), _LOOKUP)
         case "scale":
             yield each("scale", numbers, _SCALED)
         case "dropout":
             yield each("dropout", numbers, _DROPOUT)
         case "linear" if len(axes) == 3:
-            yield each("bias", math.prod(device.work.shape((*WHOLE[:2], *axes[2]), use.made[0], use.readers)), _BESIDE)
-        case "rms_norm" | "layer_norm" if axes[0][-use.options["dimensions"]] == "act_head_dim":
+            yield each(
+                "bias", math.prod(device.work.shape((*GATHERED[:2], *axes[2]), use.made[0], use.readers)), _BESIDE
+            )
+        case "norm" if axes[0][-use.options["dimensions"]] == "act_head_dim":
             yield each("", numbers, _BESIDE)
-        case "rms_norm" | "layer_norm" if layered:
-            yield each("", numbers, _NORMS[use.name])
+        case "norm" if layered:
+            yield each("", numbers, _NORMS[use.options["operation"]])
             if len(use.results) == 2:
                 yield each("residual", numbers, _RESIDUAL)
         case "add" if layered:
@@ -111,8 +113,8 @@ def loops(device: DeviceStep, use: Use) -> Iterator[Elementwise]:
             yield each("heads", 2 * (numbers + keys), _MOVED)  # heads move in front of the sequence and back
         case "elementwise":
             yield each("elementwise", numbers, _NUMBER)
-        case "activation" | "gated_activation":
-            directions = _activation(use.options["name"], use.name == "gated_activation")
+        case "activation" | "gated":
+            directions = _activation(use.options["name"], use.name == "gated")
             yield each("activation", numbers, directions)
         case "cross_entropy":
             logits = math.prod(kernel_costs.logits(device, use))

@@ -48,13 +48,13 @@ def elementwise(device: DeviceStep, use: Use) -> Iterator[Elementwise]:
         return [jax.ShapeDtypeStruct(device.operand(use, i), work.dtype) for i in range(len(use.operands))]
 
     match use.name:
-        case "rms_norm" | "layer_norm" if not device.shares_norm(use):
+        case "norm" if not device.shares_norm(use):
             over = use.options["dimensions"]
             x, *vectors = (
                 jax.ShapeDtypeStruct((*a.shape[:-over], math.prod(a.shape[-over:])), a.dtype) for a in arrays()
             )
             residual = vectors.pop() if len(use.results) == 2 else None
-            yield _launched(use.scope, use.times, _NORMS[use.name](x, *vectors, residual=residual))
+            yield _launched(use.scope, use.times, _NORMS[use.options["operation"]](x, *vectors, residual=residual))
         case "rope":
             x, *angles = arrays()
             angles = [jax.ShapeDtypeStruct(each.shape, jnp.float32) for each in angles]
@@ -63,7 +63,7 @@ def elementwise(device: DeviceStep, use: Use) -> Iterator[Elementwise]:
             if first.size < x.size:  # the kernel's operand is cut out, and its result joined with the others
                 moved = KernelCost(bytes=2 * x.dtype.itemsize * (first.size + x.size))
                 yield Elementwise(f"{use.scope}/rope", use.times, moved, moved)
-        case "gated_activation":
+        case "gated":
             costs = gated_costs(*arrays(), activation=use.options["name"])
             yield _launched(f"{use.scope}/activation", use.times, costs)
         case "cross_entropy" if chunked := loss(device, use):

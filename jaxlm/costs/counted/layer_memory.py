@@ -15,10 +15,9 @@ from jaxlm.costs.counted.operations import saved
 from jaxlm.costs.counted.paper import Use
 from jaxlm.costs.workload import remembered
 
-_NORMS = ("rms_norm", "layer_norm")
 # What XLA computes number by number, in the place of what it reads; and what it does so where no kernels run.
 _ALWAYS_IN_PLACE = ("add", "scale", "dropout", "activation", "elementwise")
-_IN_PLACE = (*_ALWAYS_IN_PLACE, "rope", "gated_activation")
+_IN_PLACE = (*_ALWAYS_IN_PLACE, "rope", "gated")
 
 
 class LayerPeak(NamedTuple):
@@ -68,7 +67,7 @@ def _read(device: DeviceStep, uses: Sequence[Use]) -> int:
     itemsize, values, more = device.work.itemsize, set(), 0
     windows = {use.options["window"] for use in device.found.uses if use.name == "attention"}
     for use in uses:
-        if use.name in _NORMS and (device.shares_norm(use) or not device.work.runs_kernels):
+        if use.name == "norm" and (device.shares_norm(use) or not device.work.runs_kernels):
             more += 4 * 3 * math.prod(device.operand(use, 0))
         elif use.name == "dropout":
             more += math.prod(device.operand(use, 0))  # a mask

@@ -139,9 +139,9 @@ def saved(device: DeviceStep, use: Use) -> tuple[int, ...]:
             return use.operands[:1] if use.operands[1] in device.trained else ()
         case "attention":
             return use.operands[:3] + (use.results if attention.kernel(device, use) else ())
-        case "rms_norm" | "layer_norm":
+        case "norm":
             return use.results[:1] if len(use.results) == 2 else use.operands[:1]
-        case "activation" | "gated_activation":
+        case "activation" | "gated":
             return use.operands
         case "elementwise":
             return use.options["reads"]

@@ -21,10 +21,11 @@ from jaxlm.inference.cache import empty_cache
 from jaxlm.inference.steps import decode_step, prefill
 from jaxlm.models import tree
 from jaxlm.models.config import ModelConfig
+from jaxlm.models.doors import Dropout
+from jaxlm.models.doors.door import MARKER, Marker
 from jaxlm.models.lora_config import LoraConfig
-from jaxlm.models.operations import Dropout
 from jaxlm.models.positions import packed_causal_mask
-from jaxlm.models.recording import MARKER, Marker, recording
+from jaxlm.models.recording import recording
 from jaxlm.parallel.rules import Kind
 
 # Products belong to operations: one outside of them would be counted nowhere.
@@ -63,7 +64,7 @@ class Use(NamedTuple):
     @property
     def name(self) -> str:
         """The name of the operation."""
-        return self.marker.operation
+        return self.marker.door
 
     @property
     def options(self) -> dict[str, Any]:
@@ -137,7 +138,7 @@ def record(model: ModelConfig, kind: Kind, sequence: int, dropout: bool, lora: L
     """Record the forward pass of a step over one row of this many tokens; in decoding the cache holds them. A model in
     training may have adapters.
 
-    Raises ValueError for a product outside of the operations of `jaxlm.models.operations`.
+    Raises ValueError for a product outside of the doors (`jaxlm.models.doors`).
     """
     graph, parameters = abstract(model, lora)
     shapes = tree.shapes(parameters, jnp.bfloat16)
@@ -223,13 +224,13 @@ class _Reader:
     def _use(self, eqn: Any, operands: list[int], scope: tuple[str, ...], times: int, layer: int | None) -> list[int]:
         """Add the use of an operation and return the numbers of its results."""
         marker = eqn.params["marker"]
-        if marker.operation == "gather" and operands[0] in self._gathered:
+        if marker.door == "gather" and operands[0] in self._gathered:
             return [self._gathered[operands[0]]]  # XLA gathers a value once, whoever reads it
         results = [self.new(*operands) for _ in eqn.outvars]
-        if marker.operation == "gather":
+        if marker.door == "gather":
             self._gathered[operands[0]] = results[0]
         shapes, made = (tuple(tuple(atom.aval.shape) for atom in side) for side in (eqn.invars, eqn.outvars))
-        readers = dict(marker.options).get("readers") or self._readers.get(results[0])
+        readers = dict(marker.options).get("num_query_heads") or self._readers.get(results[0])
         for value, axes in zip(results, marker.results, strict=True):
             self._axes[value] = axes
             self._readers.pop(value, None)

@@ -10,7 +10,7 @@ from jaxlm.costs.counted.kernel_costs import logits, loss
 from jaxlm.costs.counted.operations import PRODUCTS, run_again, updates
 from jaxlm.costs.counted.paper import Use
 from jaxlm.costs.workload import Workload
-from jaxlm.models.operations import STREAM, WHOLE
+from jaxlm.models.logical_axes import GATHERED, RESIDUAL
 from jaxlm.models.parameters import RANK
 
 
@@ -150,8 +150,8 @@ def _stream(device: DeviceStep) -> Iterator[Collective]:
         gathers, sums = use.name == "gather", _is_summed(device, use)
         if not gathers and not sums:
             continue
-        whole = work.itemsize * math.prod(work.shape(WHOLE, use.made[0]))
-        parted = whole > work.itemsize * math.prod(work.shape(STREAM, use.made[0]))
+        whole = work.itemsize * math.prod(work.shape(GATHERED, use.made[0]))
+        parted = whole > work.itemsize * math.prod(work.shape(RESIDUAL, use.made[0]))
         gather, total = "all-gather" if parted else "", "reduce-scatter" if parted else "all-reduce"
         reruns = use.layer is not None and not again.isdisjoint(use.results)
         counts[gather if gathers else total, whole, "stream"] += times * (1 + reruns)
@@ -172,10 +172,10 @@ def _norms(device: DeviceStep) -> Iterator[Collective]:
     keys of a layer are sent together."""
     again = run_again(device)
     for uses in device.found.by_layer.values():
-        shared = [use for use in uses if use.name in _STATISTICS and device.shares_norm(use)]
+        shared = [use for use in uses if use.name == "norm" and device.shares_norm(use)]
         for use in shared[:1]:
             passes = 1 + (not again.isdisjoint(use.results)) + device.trains(use)
-            times = device.work.microbatches * use.times * passes * _STATISTICS[use.name]
+            times = device.work.microbatches * use.times * passes * _STATISTICS[use.options["operation"]]
             bytes_ = sum(4 * math.prod(device.operand(each, 0)[:2]) for each in shared)
             yield Collective("all-reduce", ("tensor",), times, bytes_, "norms")
 

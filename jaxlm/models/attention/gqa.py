@@ -5,8 +5,9 @@ from flax import nnx
 
 from jaxlm.models import config
 from jaxlm.models.cache import LayerCache, Slot
+from jaxlm.models.doors import attention, kv_heads, linear, named_heads, rope
+from jaxlm.models.logical_axes import HEADS, KV_HEADS
 from jaxlm.models.norms import NoNorm, Norm, norm
-from jaxlm.models.operations import HEADS, KV_HEADS, attention, kv_heads, linear, named_heads, rope
 from jaxlm.models.parameters import Module, normal, param, zeros
 from jaxlm.models.rows import Auxiliary, RowContext
 
@@ -52,7 +53,9 @@ class GroupedQueryAttention(Module):
     ) -> tuple[jax.Array, LayerCache, Auxiliary]:
         """Return the layer's output for x, [B, T, D] both, and the cache with its keys and values appended."""
         matrices, biases = (self.query, self.key, self.value), (self.query_bias, self.key_bias, self.value_bias)
-        query_BTNH, key_BTKH, value_BTKH = linear(x_BTD, *matrices, biases=biases, readers=self.settings.num_heads)
+        query_BTNH, key_BTKH, value_BTKH = linear(
+            x_BTD, *matrices, biases=biases, num_query_heads=self.settings.num_heads
+        )
         after = self.settings.qk_norm == "head_after_rope"
         if not after:
             query_BTNH, key_BTKH = self.query_norm(query_BTNH, HEADS), self.key_norm(key_BTKH, KV_HEADS)

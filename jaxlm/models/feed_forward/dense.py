@@ -4,7 +4,7 @@ import jax
 from flax import nnx
 
 from jaxlm.models import config
-from jaxlm.models.operations import activation, gated, linear
+from jaxlm.models.doors import activation, gated, linear
 from jaxlm.models.parameters import Module, normal, param, zeros
 from jaxlm.models.rows import Auxiliary, RowContext
 

@@ -13,7 +13,7 @@ from workload_fixtures import workload
 
 from jaxlm.costs.counted import operations, paper
 from jaxlm.costs.jaxpr.count import count
-from jaxlm.models import operations as model_operations
+from jaxlm.models import doors
 from jaxlm.models.feed_forward.dense import DenseFeedForward
 from jaxlm.models.rows import Auxiliary
 from jaxlm.parallel.layout import AXES
@@ -116,4 +116,4 @@ def test_a_product_outside_of_the_operations_is_refused(monkeypatch):
 
 def test_nothing_is_recorded_outside_of_a_recording():
     x = jnp.ones((1, 2, 4))
-    assert "operation" not in str(jax.make_jaxpr(lambda x: model_operations.add(x, x))(x))
+    assert "door" not in str(jax.make_jaxpr(lambda x: doors.add(x, x))(x))

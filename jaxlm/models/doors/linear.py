@@ -1,0 +1,133 @@
+"""Products with matrices, with the biases and the adapters that they have."""
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxlm.models.doors.door import Signature, door
+from jaxlm.models.doors.elementwise import scale
+from jaxlm.models.doors.gather import gather
+from jaxlm.models.doors.heads import kv_heads, repeat_heads
+from jaxlm.models.logical_axes import GATHERED, RESIDUAL, Axes
+from jaxlm.models.parameters import RANK, AdaptedMatrix, axes_of
+from jaxlm.parallel.partition import constrain, is_sharded
+
+
+def linear(
+    x: jax.Array,
+    *matrices: nnx.Param | AdaptedMatrix,
+    biases: Sequence[nnx.Param | None] = (),
+    names: Sequence[str] = (),
+    num_query_heads: int | None = None,
+) -> tuple[jax.Array, ...]:
+    """Return x [B, T, *inputs] · matrix [*inputs, *outputs] (+ bias [*outputs]) of each matrix, in x's dtype; of one
+    with an adapter x·W + scale · (x·A)·B.
+
+    The axes that a matrix declares say which are inputs, and how its result [B, T, *outputs] is sharded. The residual
+    is gathered once for all matrices that read it, and what is added to the residual is scattered again.
+
+    Args:
+      biases: one for each matrix, or None; none has one where this is empty.
+      names: of the results, for rematerialisation; none has one where this is empty.
+      num_query_heads: query heads that read the key/value heads. Where devices hold fewer of those than they need, each
+        is computed and kept by all devices whose query heads read it.
+    """
+    bases = [matrix.base if isinstance(matrix, AdaptedMatrix) else matrix for matrix in matrices]
+    if bases[0].inputs == ("embed",):
+        x = gather(x)
+    query_heads = [num_query_heads if "kv_heads" in axes_of(matrix) else None for matrix in bases]
+    # Adapters come first, so that the gradients of x by the other matrices follow one another: these are parts of sums
+    # over devices, which are then added once.
+    added = [
+        _adapted(x, matrix, _result_axes(base), heads) if isinstance(matrix, AdaptedMatrix) else None
+        for matrix, base, heads in zip(matrices, bases, query_heads, strict=True)
+    ]
+    results = []
+    for i, (base, matrix) in enumerate(zip(bases, matrices, strict=True)):
+        axes, of_adapter = _result_axes(base), added[i]
+        with nullcontext() if matrix is base else jax.named_scope(matrix.name or ""):
+            y = _product(x, base, biases[i] if biases else None, query_heads[i], axes)
+            if names or axes == RESIDUAL:
+                y = constrain(y, *axes)
+            y = y if of_adapter is None else y + of_adapter
+        results.append(checkpoint_name(y, names[i]) if names else y)
+    return tuple(results)
+
+
+def _adapted(x: jax.Array, matrix: AdaptedMatrix, axes: Axes, num_query_heads: int | None) -> jax.Array:
+    """Return scale · (x·A)·B, with these logical axes: each device computes its part of the residual from its part of
+    x·A."""
+    rows = axes[:2]
+    narrow = *rows, f"act_{RANK}"
+    with jax.named_scope(matrix.name or ""):
+        x_BTR = scale(constrain(_product(x, matrix.a, None, axes=narrow), *narrow), matrix.scale, narrow)
+        return constrain(_product(x_BTR, matrix.b, None, num_query_heads, axes, rows), *axes)
+
+
+def _result_axes(matrix: nnx.Param) -> Axes:
+    """Return the logical axes of a product with a matrix: what is as wide as the residual is added to it."""
+    outputs = axes_of(matrix)[len(matrix.inputs) :]
+    return RESIDUAL if outputs == ("embed",) else (*GATHERED[:2], *(f"act_{axis}" for axis in outputs))
+
+
+def _signature(
+    x: jax.Array,
+    matrix: nnx.Param,
+    bias: nnx.Param | None,
+    num_query_heads: int | None = None,
+    axes: Axes = (),
+    rows: Axes = GATHERED[:2],
+) -> Signature:
+    inputs = len(matrix.inputs)
+    outputs = matrix[...].shape[inputs:]
+    weights = [(p[...], axes_of(p)) for p in (matrix, bias) if p is not None]
+    y = jax.ShapeDtypeStruct((*x.shape[: x.ndim - inputs], *outputs), x.dtype)
+    operands = [(x, (*rows, *(f"act_{axis}" for axis in matrix.inputs))), *weights]
+    return Signature(operands, [(y, axes)], {"num_query_heads": num_query_heads}, of=matrix)
+
+
+@door(_signature, name="linear")
+def _product(
+    x: jax.Array,
+    matrix: nnx.Param,
+    bias: nnx.Param | None,
+    num_query_heads: int | None = None,
+    axes: Axes = (),
+    rows: Axes = GATHERED[:2],
+) -> jax.Array:
+    """Return x · matrix (+ bias), where there are query heads with each key/value head as often as they need it.
+
+    Where T is not sharded it is one [B·T, I] × [I, O] product: XLA's CPU code for it is a third faster than for the
+    batched form.
+
+    Args:
+      axes: the logical axes of the result.
+      rows: the first logical axes of x.
+    """
+    contracted = len(matrix.inputs)
+    sizes, inputs = x.shape[: x.ndim - contracted], math.prod(matrix.shape[:contracted])
+    size = matrix[...].shape[contracted]
+    copies = 1 if num_query_heads is None else kv_heads(size, num_query_heads) // size
+    weights = repeat_heads(matrix, contracted, copies)
+    if is_sharded("residual"):
+        y = jnp.tensordot(x, weights, contracted)
+    else:
+        y = jnp.matmul(x.reshape(-1, inputs), weights.reshape(inputs, -1))
+        y = y.reshape(*sizes, *weights.shape[contracted:])
+    return y if bias is None else y + _broadcast_bias(repeat_heads(bias, 0, copies), y)
+
+
+def _broadcast_bias(bias: jax.Array, like: jax.Array) -> jax.Array:
+    """Broadcast a bias [*outputs] to the shape and dtype of an array [..., *outputs].
+
+    It goes through float32, in which its gradient is then accumulated: XLA for GPUs and CPUs would round each sum of
+    two to bfloat16.
+    """
+    wide = bias.astype(np.promote_types(bias.dtype, jnp.float32))
+    return jnp.broadcast_to(wide, like.shape).astype(like.dtype)

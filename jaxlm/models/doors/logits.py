@@ -1,0 +1,39 @@
+"""Logits: the unembedding of the normalised residual."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxlm.models.doors.door import Signature, door
+from jaxlm.models.doors.gather import gather
+from jaxlm.models.logical_axes import GATHERED, Axes
+from jaxlm.parallel.partition import is_sharded
+from kernels_pallas.linear_cross_entropy import xla
+
+LOGITS: Axes = (*GATHERED[:2], "act_vocab")
+
+
+def logits(hidden_BTD: jax.Array, table: nnx.Param, soft_cap: float | None) -> jax.Array:
+    """Unembed the normalised residual [B, T, D] to float32 logits [B, T, V], between −cap and cap where there is one.
+
+    The table is an unembedding [D, V], or a tied embedding [V, D].
+    """
+    return _logits(gather(hidden_BTD), table, soft_cap)
+
+
+def _signature(hidden_BTD: jax.Array, table: nnx.Param, soft_cap: float | None) -> Signature:
+    size = table.shape[table.axes.index("vocab")]
+    logits_BTV = jax.ShapeDtypeStruct((*hidden_BTD.shape[:2], size), jnp.float32)
+    operands = [(hidden_BTD, GATHERED), (table[...], table.axes)]
+    return Signature(operands, [(logits_BTV, LOGITS)], {"soft_cap": soft_cap}, of=table)
+
+
+@door(_signature, name="logits", pinned=True)
+def _logits(hidden_BTD: jax.Array, table: nnx.Param, soft_cap: float | None) -> jax.Array:
+    flat = not is_sharded("residual")
+    return xla.logits(hidden_BTD, table[...], is_tied(table), soft_cap=soft_cap, flat=flat)
+
+
+def is_tied(table: nnx.Param) -> bool:
+    """Return whether a table of the unembedding is an embedding [V, D]."""
+    return table.axes[0] == "vocab"

@@ -1,0 +1,61 @@
+"""Views of a layer's cache, which attention reads: whole slots, or pages of them."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.flash_attention import KeyRange
+
+
+class CacheView(NamedTuple):
+    """The slots of a layer's cache, for reading.
+
+    `arrays`: by slot of tokens, [B, S, *shape]. `key_range`: the keys, as indices into S, that each token of this pass
+    sees; None before they were written. `is_causal`: a promise that S are the tokens of this pass, and that none sees a
+    key after its own.
+    """
+
+    arrays: dict[str, jax.Array]
+    key_range: KeyRange | None = None
+    is_causal: bool = False
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["rows"])
+@dataclass(frozen=True)
+class PagedSection:
+    """Rows of a step in runs of `rows`, each of one sequence: the pages of these, int32 [Q, M], for Q · rows rows."""
+
+    table: jax.Array
+    rows: int
+
+
+class PagedView(NamedTuple):
+    """The slots of tokens of a layer's cache in pages, for reading by rows [R, 1] that follow one another in sections.
+
+    `pages`: by slot, [P, …, S, H] where an entry is [..., H]: each head's tokens of a page together; [P, …, H, S] of
+    those `tokens_last`. `key_range`: the positions that each row sees in its sequence.
+    """
+
+    pages: dict[str, jax.Array]
+    sections: tuple[PagedSection, ...]
+    key_range: KeyRange
+    tokens_last: frozenset[str] = frozenset()
+
+    @property
+    def arrays(self) -> dict[str, jax.Array]:
+        """The slots as a `CacheView` has them, [R, M · S, *shape]: a copy of all pages for each row."""
+        table_RM = jnp.concatenate([jnp.repeat(each.table, each.rows, axis=0) for each in self.sections])
+
+        def gathered(pages: jax.Array) -> jax.Array:
+            by_token = jnp.moveaxis(pages, -2, 1)[table_RM]  # [R, M, S, …, H]
+            return by_token.reshape(by_token.shape[0], -1, *by_token.shape[3:])
+
+        return {name: gathered(self.pages_of(name, tokens_last=False)) for name in self.pages}
+
+    def pages_of(self, name: str, *, tokens_last: bool) -> jax.Array:
+        """Return the pages of a slot with tokens last, or last but one: a copy of all where they lie otherwise."""
+        pages = self.pages[name]
+        return pages if tokens_last == (name in self.tokens_last) else jnp.swapaxes(pages, -1, -2)

@@ -52,7 +52,7 @@ def main() -> None:
     from jaxlm.training.loop import to_host
     from jaxlm.training.paths import RunPaths
     from jaxlm.training.recorder import Recorder
-    from jaxlm.training.step import jit_steps, make_steps
+    from jaxlm.training.step import TrainStep
 
     training = experiment.training
     mesh = mesh_here(experiment.mesh.least().size, partial(configuration.layout, experiment))
@@ -63,7 +63,7 @@ def main() -> None:
     host = next(batches)
 
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as folder:
-        steps = jit_steps(make_steps(experiment.model, training, experiment.optimizer), mesh)
+        steps = TrainStep(experiment.model, training, experiment.optimizer).jitted(mesh)
         state, batch = steps.init(), put_batch(host, mesh)
         program = steps.train.lower(state, batch).compile()
         metrics = None

@@ -65,10 +65,10 @@ def flops(experiment: Experiment) -> dict[str, int]:
 
     from jaxlm.costs.jaxpr.count import count
     from jaxlm.models import tree
-    from jaxlm.training.step import make_steps
+    from jaxlm.training.step import TrainStep
 
     model, training = experiment.model, experiment.training
-    steps = make_steps(model, training.model_copy(update={"remat": "none"}), experiment.optimizer)
+    steps = TrainStep(model, training.model_copy(update={"remat": "none"}), experiment.optimizer)
     row = jax.ShapeDtypeStruct((training.batch, training.sequence), "int32")
     batch = {name: row for name in ("tokens", "targets", "segments", "positions")}
 

@@ -17,13 +17,13 @@ def jaxlm_steps(experiment: "Experiment") -> Worker:
     from jaxlm import config
     from jaxlm.parallel.batches import put_batch
     from jaxlm.parallel.devices import mesh_here
-    from jaxlm.training.step import jit_steps, make_steps
+    from jaxlm.training.step import TrainStep
 
     training, draw = experiment.training, np.random.default_rng(0)
     shape = training.batch, training.sequence
     mesh = mesh_here(experiment.mesh.least().size, partial(config.layout, experiment))
     with jax.set_mesh(mesh):
-        compiled = jit_steps(make_steps(experiment.model, training, experiment.optimizer), mesh)
+        compiled = TrainStep(experiment.model, training, experiment.optimizer).jitted(mesh)
         state = compiled.init()
     positions = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
 

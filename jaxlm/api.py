@@ -410,7 +410,7 @@ class LoadedModel:
 
         from jaxlm.training.display import Display
         from jaxlm.training.evaluation import evaluate_sources
-        from jaxlm.training.step import jit_steps, make_steps
+        from jaxlm.training.step import TrainStep
 
         experiment, training = self.experiment, self.experiment.training
         if is_chat and data is None:
@@ -421,7 +421,7 @@ class LoadedModel:
         else:
             self.source.check_own_text(experiment)
         parameters = self.parameters
-        steps = jit_steps(make_steps(self.config, training, experiment.optimizer), self.mesh)
+        steps = TrainStep(self.config, training, experiment.optimizer).jitted(self.mesh)
         with display or Display() as shown:
             source = self.source
             if data is None:

@@ -207,12 +207,12 @@ class Job:
 
         run, paths = self._run, self._run.paths
         start = Start(
-            self._clock,
-            self._display,
-            profile.Profiler(self._traced, paths.profile, self._display.say),
-            self._stop,
-            partial(self._record, dataset),
-            partial(self._weights, mesh),
+            clock=self._clock,
+            display=self._display,
+            profiler=profile.Profiler(self._traced, paths.profile, self._display.say),
+            stop=self._stop,
+            trains_from=partial(self._record, dataset),
+            weights=partial(self._weights, mesh),
         )
         trainer = Trainer(self._experiment, dataset, mesh, paths, counted.mfu, start)
         # Only now that nothing was refused is it a run.

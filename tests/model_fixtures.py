@@ -16,7 +16,7 @@ from jaxlm.models.config import ModelConfig
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.parallel.batches import put_batch
 from jaxlm.training.config import AnyOptimizer, OptimizerConfig, TrainingConfig
-from jaxlm.training.step import jit_steps, make_steps
+from jaxlm.training.step import TrainStep
 
 VOCABULARY, CONTEXT = 64, 32
 
@@ -159,7 +159,7 @@ _OPTIMIZATION = optimization()
 
 def jitted(model, training, mesh, optimization):
     """Return the jitted steps of an experiment, compiled at their first call."""
-    return jit_steps(make_steps(model, training, optimization), mesh)
+    return TrainStep(model, training, optimization).jitted(mesh)
 
 
 def run_steps(model, training, batches, mesh=None, optimization=None, initialised=False):

@@ -18,7 +18,7 @@ from jaxlm.config import load
 from jaxlm.data.tokenizers import Tokenizer, bytes_tokenizer
 from jaxlm.run import Run
 from jaxlm.training.checkpoints import Checkpoints
-from jaxlm.training.step import jit_steps, make_steps
+from jaxlm.training.step import TrainStep
 
 CONFIG = """
 [model]
@@ -73,7 +73,7 @@ def untrained(folder: Path, *overrides: str, tokenizer: Tokenizer | None = None)
     run.paths.data.write_text(json.dumps({"digest": "of no data", "held_out_bytes": 1}))
     (tokenizer or bytes_tokenizer()).save(run.paths.tokenizer)
     experiment, mesh = run.experiment(), meshes.make()
-    steps = jit_steps(make_steps(experiment.model, experiment.training, experiment.optimizer), mesh)
+    steps = TrainStep.of(experiment).jitted(mesh)
     with jax.set_mesh(mesh), Checkpoints(run.paths.checkpoints, keep=1) as saved:
         saved.save(steps.init(), None)
     return folder

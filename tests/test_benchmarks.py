@@ -13,7 +13,7 @@ import pytest
 
 from jaxlm import config
 from jaxlm.models import tree
-from jaxlm.training.step import make_steps
+from jaxlm.training.step import TrainStep
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 STORIES = Path(__file__).parent / "families" / "stories260K"
@@ -108,7 +108,7 @@ def test_the_pytorch_model_is_the_same_model(family):
     batch = model_fixtures.batch(rows=2)
     batch["segments"] = np.ones_like(batch["segments"])
     batch["positions"] = np.tile(np.arange(model_fixtures.CONTEXT, dtype=np.int32), (2, 1))
-    steps = make_steps(model, model_fixtures.training(batch=2), model_fixtures.optimization())
+    steps = TrainStep(model, model_fixtures.training(batch=2), model_fixtures.optimization())
     total, targets = jax.jit(steps.evaluate)(parameters, batch)
 
     net = TorchTransformer(model)

@@ -19,7 +19,7 @@ from jaxlm.models.kernels import using_kernels
 from jaxlm.models.tree import Tree
 from jaxlm.parallel.partition import named_sharding, replicated, using_rules
 from jaxlm.parallel.rules import DECODE, PREFILL, RULES, TRAIN, Kind, Rules
-from jaxlm.training.step import jit_steps, make_steps
+from jaxlm.training.step import TrainStep
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,14 @@ def step(experiment: Experiment, kind: Kind, mesh: Mesh) -> Step:
 
 
 def _train(experiment: Experiment, mesh: Mesh) -> tuple[Any, tuple]:
-    steps = make_steps(experiment.model, experiment.training, experiment.optimizer, experiment.dpo, experiment.lora)
+    steps = TrainStep.of(experiment)
     state = model_tree.placed(jax.eval_shape(steps.init), steps.shardings(mesh))
     shape = experiment.training.batch, experiment.training.sequence
     batch = {name: _ids(shape, mesh, TRAIN) for name in ("tokens", "targets", "segments", "positions")}
     if experiment.dpo is not None:
         pairs = _ids((experiment.training.batch, 2), mesh, TRAIN)
         batch["reference"] = jax.ShapeDtypeStruct(pairs.shape, jnp.float32, sharding=pairs.sharding)
-    return jit_steps(steps, mesh).train, (state, batch)
+    return steps.jitted(mesh).train, (state, batch)
 
 
 def _ids(shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> jax.ShapeDtypeStruct:

@@ -173,7 +173,7 @@ def restore_state(directory: Path, step: int, like: TrainState) -> TrainState:
     has no base."""
     restored = _restore(directory, step, as_stored=False, **_items(like))
     rest = restored.pop("rest")
-    return TrainState(**restored, **rest)
+    return TrainState(**rest, **{"average": None, "base": {}, **restored})
 
 
 def restore_parameters(directory: Path, step: int, like: Tree, average: bool = False, as_stored: bool = False) -> Tree:

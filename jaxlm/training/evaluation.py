@@ -59,7 +59,7 @@ def evaluate(
     """Return the mean loss over all rows, or over `limit` batches; call it under `jax.set_mesh`. Return None once
     `go_on`, which is asked before every batch, says no.
 
-    `step` is a compiled `training.step.Steps.evaluate`. Losses are accumulated in float64 on the host.
+    `step` is a compiled `TrainStep.evaluate`. Losses are accumulated in float64 on the host.
     """
     losses, tokens, ahead = 0.0, 0, None
     for host in evaluation_batches(rows, batch, limit, process_rows(batch, mesh)):

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ from jaxlm.training.objectives import PREFERENCE_METRICS
 from jaxlm.training.paths import RunPaths
 from jaxlm.training.profile import Profiler
 from jaxlm.training.recorder import Recorder
-from jaxlm.training.step import Steps, TrainState, jit_steps, make_steps
+from jaxlm.training.step import TrainPrograms, TrainState, TrainStep
 
 # For what comes behind the last checkpoint.
 _END_S = 2.0
@@ -39,10 +40,16 @@ class Diverged(RunFailed):
     """Too many steps in a row had a loss or gradient that is not finite."""
 
 
-class Start(NamedTuple):
-    """The context of one attempt of a run: its clock, its display, the steps to trace, the request to stop, what to
-    call with the number of its first step once that is trained, and what returns the float32 parameters that a new run
-    begins with, or None for those of its seed; with adapters what these adapt, in the dtype of the computation."""
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The context of one attempt of a run.
+
+    Attributes:
+      profiler: traces the steps that are to be traced.
+      trains_from: called with the number of the first step of this attempt, once that is trained.
+      weights: returns the float32 parameters that a new run begins with, or None for those of its seed; with adapters
+        the weights that these adapt, in the dtype of the computation.
+    """
 
     clock: Clock
     display: Display
@@ -80,15 +87,16 @@ class Trainer:
         self._settings, self._mesh, self._paths, self._mfu = settings, mesh, paths, mfu
         self._training, self._evaluation, self._checkpoint = settings.training, settings.evaluation, settings.checkpoint
         self._norms_every = settings.records.norms_every
-        self._clock, self._display, self._profiler, self._stop, self._trains_from, self._weights = start
+        self._clock, self._display, self._profiler = start.clock, start.display, start.profiler
+        self._stop, self._trains_from, self._weights = start.stop, start.trains_from, start.weights
         sequence, sources = self._training.sequence, dataset.sources
         with first_process_first("packing"):
             self._rows = [(rows_of(source.train, sequence), source.weight) for source in sources.values()]
             self._held_out_rows = {name: rows_of(source.held_out, sequence) for name, source in sources.items()}
-        steps = make_steps(settings.model, self._training, settings.optimizer, settings.dpo, settings.lora)
-        self._steps = jit_steps(steps, mesh)
+        self._step = TrainStep.of(settings)
+        self._programs = self._step.jitted(mesh)
 
-        self._shapes = jax.eval_shape(self._steps.init)._replace(base={})
+        self._shapes = jax.eval_shape(self._step.init)._replace(base={})
         self._state_bytes = bytes_of(self._shapes)
         self._consensus = StopConsensus(mesh)
         self._throughput = ThroughputMeter(self._clock)
@@ -125,12 +133,12 @@ class Trainer:
             with self._clock.phase("restoring"):
                 weights = self._weights()
             with self._clock.phase("compilation"):
-                initial = self._steps.init() if weights is None else self._steps.begin(weights)
+                initial = self._programs.init() if weights is None else self._programs.begin(weights)
             self._find_references(initial)
             return initial
         self._display.say(f"resuming from step {newest}")
         self._find_references(None)
-        like = placed(self._shapes, self._steps.shardings(self._mesh)._replace(base={}))
+        like = placed(self._shapes, self._step.shardings(self._mesh)._replace(base={}))
         with self._clock.phase("restoring"):
             restored = checkpoints.restore_state(self._paths.checkpoints, newest, like)
             return restored if self._settings.lora is None else restored._replace(base=self._weights())
@@ -146,10 +154,10 @@ class Trainer:
                 rows.reference = references.read(kept, len(rows))
                 continue
             with self._clock.phase("reference"):
-                batch, answers = self._training.batch, self._steps.answers
+                batch, logprobs = self._training.batch, self._programs.preference_logprobs
                 self._display.say(f"log-probabilities of {len(rows):,} {side} pairs of {name} under the first model")
                 first = joined(initial.parameters, initial.base)
-                rows.reference = references.compute(answers, first, rows, batch, self._mesh, self._display.say)
+                rows.reference = references.compute(logprobs, first, rows, batch, self._mesh, self._display.say)
                 if is_first():
                     references.write(kept, rows.reference)
 
@@ -205,14 +213,14 @@ class Trainer:
                 self._consensus.propose(0 if reason == OUT_OF_TIME else reason)
             return Result(step, joined(state.parameters, state.base), self._consensus.result())
 
-    def _compile(self, state: TrainState, batch: dict[str, jax.Array]) -> Steps:
+    def _compile(self, state: TrainState, batch: dict[str, jax.Array]) -> TrainPrograms:
         """Everything before the first step: until then there is nothing to lose."""
         began = time.perf_counter()
         self._display.say("compiling the training step")
         with self._clock.phase("compilation"):
-            compiled = self._steps._replace(
-                train=self._steps.train.lower(state, batch).compile(),
-                evaluate=self._steps.evaluate.lower(joined(state.parameters, state.base), batch).compile(),
+            compiled = self._programs._replace(
+                train=self._programs.train.lower(state, batch).compile(),
+                evaluate=self._programs.evaluate.lower(joined(state.parameters, state.base), batch).compile(),
             )
             if self._norms_every:
                 compiled = compiled._replace(norms=compiled.norms.lower(state, batch).compile())
@@ -277,7 +285,7 @@ class Trainer:
     def _evaluates_at(self, step: int) -> bool:
         return step >= self._training.steps or step % self._evaluation.every == 0
 
-    def _evaluate(self, step: int, programs: Steps, state: TrainState) -> float | None:
+    def _evaluate(self, step: int, programs: TrainPrograms, state: TrainState) -> float | None:
         """Record the held-out loss, at the end of all text. Returns what the checkpoints of a run are compared by, the
         loss on the rows of every evaluation; None where it is not finite, or the run is to stop before."""
         few = self._evaluation.batches
@@ -302,7 +310,7 @@ class Trainer:
         self._display.say(said)
         return _finite(compared.loss)
 
-    def _norms(self, step: int, programs: Steps, state: TrainState, batch: dict[str, jax.Array]) -> None:
+    def _norms(self, step: int, programs: TrainPrograms, state: TrainState, batch: dict[str, jax.Array]) -> None:
         with self._clock.phase("norms"):
             norms = jax.device_get(programs.norms(state, batch))
         self._recorder.write("norms", {"step": step, **jax.tree.map(_finite_list, norms)})

@@ -59,7 +59,7 @@ class DirectPreference(NamedTuple):
     def sums(self, module: Transformer, hidden_BTD: jax.Array, batch: Batch) -> Auxiliary:
         """Return the sum of `loss` and, over pairs, of `accuracy` (of the chosen answer having the higher r), `margin`
         (r_chosen − r_rejected), `chosen_reward` and `rejected_reward`."""
-        rewards_B2 = self.beta * (answers(module, hidden_BTD, batch) - batch["reference"])
+        rewards_B2 = self.beta * (preference_logprobs(module, hidden_BTD, batch) - batch["reference"])
         margin_B, pair_B = rewards_B2[:, 0] - rewards_B2[:, 1], self._is_pair(batch)
 
         def total(x_B: jax.Array) -> jax.Array:
@@ -73,7 +73,7 @@ class DirectPreference(NamedTuple):
         return jnp.any(batch["segments"] > 0, axis=1)
 
 
-def answers(module: Transformer, hidden_BTD: jax.Array, batch: Batch) -> jax.Array:
+def preference_logprobs(module: Transformer, hidden_BTD: jax.Array, batch: Batch) -> jax.Array:
     """Return ln p of the chosen and of the rejected answer of each row, float32 [B, 2]."""
     segments_BT = batch["segments"]
     losses_BT = module.token_losses(hidden_BTD, batch["targets"], segments_BT > 0)

@@ -18,7 +18,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 def compute(
-    answers: Callable[[Tree, dict[str, jax.Array]], jax.Array],
+    logprobs: Callable[[Tree, dict[str, jax.Array]], jax.Array],
     parameters: Tree,
     rows: PreferenceRows,
     batch: int,
@@ -27,13 +27,13 @@ def compute(
 ) -> np.ndarray:
     """Return ln p of the chosen and the rejected answer of each pair, float32 [pairs, 2]; call it under `jax.set_mesh`.
 
-    `answers` is a compiled `training.step.Steps.answers`. A line is said every ten seconds.
+    `logprobs` is a compiled `TrainStep.preference_logprobs`. A line is said every ten seconds.
     """
     found, share, said = np.zeros((len(rows), 2), np.float32), process_rows(batch, mesh), time.monotonic()
     for first in range(0, len(rows), batch):
         host = [rows[first + row] if first + row < len(rows) else rows.empty() for row in share]
         placed = put_batch({name: np.stack([row[name] for row in host]) for name in host[0]}, mesh)
-        found[first : first + batch] = np.asarray(answers(parameters, placed))[: len(rows) - first]
+        found[first : first + batch] = np.asarray(logprobs(parameters, placed))[: len(rows) - first]
         if time.monotonic() - said > _SECONDS_BETWEEN_LINES:
             said = time.monotonic()
             say(f"{min(first + batch, len(rows)):,} of {len(rows):,} pairs")

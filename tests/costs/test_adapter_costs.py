@@ -26,7 +26,7 @@ from jaxlm.costs.workload import Workload
 from jaxlm.lowering import collectives, hlo, programs, targets
 from jaxlm.models.lora_config import LoraConfig
 from jaxlm.parallel.layout import AXES, Layout
-from jaxlm.training.step import make_steps
+from jaxlm.training.step import TrainStep
 
 CHIPS = {"gpu": AbstractDevice("NVIDIA H200", 1, "gpu"), "tpu": AbstractDevice("TPU v5 lite", 1, "tpu")}
 MODELS = {**model_fixtures.FAMILIES, "mixed": model_fixtures.MIXED}
@@ -53,7 +53,7 @@ def test_every_product_is_counted(name, targets, remat, platform):
     model = model_fixtures.model(settings, attention={**settings["attention"], "head_dim": 16})
     lora = LoraConfig(rank=4, targets=TARGETS[targets])
     changes = {"remat": REMAT[remat], "kernels": "auto", "microbatches": 2}
-    steps = make_steps(
+    steps = TrainStep(
         model, model_fixtures.training(dtype="bfloat16", **changes), model_fixtures.optimization(), lora=lora
     )
     batch = dict.fromkeys(

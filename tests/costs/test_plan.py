@@ -36,7 +36,7 @@ from jaxlm.inference.steps import decode_step, prefill
 from jaxlm.lowering.fit import fit
 from jaxlm.models import tree
 from jaxlm.parallel.layout import AXES, Layout
-from jaxlm.training.step import make_steps
+from jaxlm.training.step import TrainStep
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SOME = '["query", "key", "value", "attention", "up"]'  # of the activations, kept for the backward pass
@@ -45,7 +45,7 @@ EXPERIMENTS = sorted([*CONFIGS.glob("*.toml"), *CONFIGS.glob("models/*.toml")], 
 
 def counted(experiment):
     """The products of the experiment's own training step."""
-    steps = make_steps(experiment.model, experiment.training, experiment.optimizer)
+    steps = TrainStep.of(experiment)
     shape = experiment.training.batch, experiment.training.sequence
     batch = {n: jax.ShapeDtypeStruct(shape, jnp.int32) for n in ("tokens", "targets", "segments", "positions")}
     return count(steps.train, jax.eval_shape(steps.init), batch)
@@ -136,7 +136,7 @@ def test_a_cpu_computes_attention_in_parts(sequence, remat):
         model_fixtures.model(context_length=sequence),
         model_fixtures.training(batch=4, sequence=sequence, remat=remat),
     )
-    steps = make_steps(model, training, model_fixtures.optimization())
+    steps = TrainStep(model, training, model_fixtures.optimization())
     batch = {n: jax.ShapeDtypeStruct((4, sequence), jnp.int32) for n in ("tokens", "targets", "segments", "positions")}
     with jax.set_mesh(meshes.make(devices=jax.devices()[:1])):
         cost = count(steps.train, jax.eval_shape(steps.init), batch)
@@ -171,7 +171,7 @@ def test_products_and_state_of_every_optimizer(family, kind):
         model_fixtures.training(remat="full", microbatches=2, dtype="bfloat16", kernels="xla"),
     )
     optimization = model_fixtures.optimization(kind=kind)
-    steps = make_steps(model, training, optimization)
+    steps = TrainStep(model, training, optimization)
     state = jax.eval_shape(steps.init)
     shape = training.batch, training.sequence
     batch = {n: jax.ShapeDtypeStruct(shape, jnp.int32) for n in ("tokens", "targets", "segments", "positions")}
@@ -254,7 +254,7 @@ def test_a_pattern_that_decides_nothing_is_refused_before_anything_is_counted():
 @pytest.mark.parametrize("kind", model_fixtures.OPTIMIZERS)
 def test_state_of_every_optimizer_lies_on_a_mesh_as_counted(kind, mesh):
     model = model_fixtures.model(model_fixtures.QWEN3)  # two key heads: whole beside four parts of `tensor`
-    steps = make_steps(model, model_fixtures.training(), model_fixtures.optimization(kind=kind))
+    steps = TrainStep(model, model_fixtures.training(), model_fixtures.optimization(kind=kind))
     held = jax.eval_shape(steps.init).optimizer, steps.shardings(meshes.make(*mesh)).optimizer
     shards = jax.tree.map(lambda x, lies: math.prod(lies.shard_shape(x.shape)) * 4 if x.ndim else 0, *held)
     work = workload("train", model, 8, 32, optimizer=kind, layout=meshes.layout(*mesh), kernels="xla")

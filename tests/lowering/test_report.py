@@ -336,7 +336,7 @@ def test_compiling_for_two_kinds_of_tpu_at_once(small):
         ("jit(train)/transpose(jvp(layers/norm))/mul", "backward layers/norm/mul"),
         ("jit(train)/transpose(jvp())/checkpoint/rematted_computation/layers/mul", "again layers/mul"),
         ("jit(train)/jvp(jit(_where))/select_n", "select_n"),
-        ("jit(train)/make_steps.<locals>.dropout_key/add", "dropout_key/add"),
+        ("jit(train)/adamw.<locals>.dropout_key/add", "dropout_key/add"),
     ],
 )
 def test_scopes_are_those_of_the_model(name, shown):

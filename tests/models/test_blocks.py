@@ -16,7 +16,7 @@ from jaxlm.costs.counted import operations
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.models import tree
 from jaxlm.models.positions import packed_causal_mask
-from jaxlm.training.step import make_steps
+from jaxlm.training.step import TrainStep
 
 FORMS = [pytest.param(form, id="-".join(form.values())) for form in model_fixtures.BLOCKS]
 
@@ -161,7 +161,7 @@ def test_losses_and_gradients_do_not_depend_on_the_mesh(form):
 )
 def test_a_block_is_counted_to_the_last_flop(form, remat):
     model = model_fixtures.model(**form)
-    steps = make_steps(
+    steps = TrainStep(
         model, model_fixtures.training(remat=remat, dtype="bfloat16", kernels="xla"), model_fixtures.optimization()
     )
     shape = jax.ShapeDtypeStruct((8, model_fixtures.CONTEXT), jnp.int32)

@@ -14,7 +14,7 @@ from matrices import sampled
 
 from jaxlm.models import kernels
 from jaxlm.parallel.layout import AXES
-from jaxlm.training.step import make_steps
+from jaxlm.training.step import TrainStep
 from kernels_pallas.core import interpreted
 
 
@@ -102,7 +102,7 @@ def test_the_chip_and_the_switch_decide(chip, tensor):
 
     def kernels_of_a_step(kernels):
         model = model_fixtures.model(FAMILIES["qwen3"])
-        steps = make_steps(model, model_fixtures.training(kernels=kernels), model_fixtures.optimization())
+        steps = TrainStep(model, model_fixtures.training(kernels=kernels), model_fixtures.optimization())
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32), model_fixtures.batch())
         with jax.sharding.use_abstract_mesh(mesh):
             return len(list(launches(jax.make_jaxpr(steps.train)(jax.eval_shape(steps.init), batch))))

@@ -30,7 +30,7 @@ from jaxlm.parallel.batches import put_batch
 from jaxlm.training.checkpoints import Checkpoints, restore_state
 from jaxlm.training.groups import rules
 from jaxlm.training.optimizer import optimizer
-from jaxlm.training.step import make_steps
+from jaxlm.training.step import TrainStep
 
 EXECUTIONS = [
     Execution("full", scan=True),
@@ -234,7 +234,7 @@ def test_operations_bear_the_paths_of_their_parameters(mixed):
 def test_the_products_of_mixed_layers_are_counted(mixed, remat):
     model, _, _ = mixed
     work = workload("train", model, 8, model_fixtures.CONTEXT, remat=remat, kernels="xla")
-    steps = make_steps(model, work.training, work.optimizer)
+    steps = TrainStep(model, work.training, work.optimizer)
     shape = jax.ShapeDtypeStruct((8, model_fixtures.CONTEXT), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), shape)
     assert flops(work).executed == count(steps.train, jax.eval_shape(steps.init), batch).matmul_flops
@@ -281,7 +281,7 @@ def test_a_run_of_mixed_layers_resumes_to_the_last_bit(mixed, tmp_path):
         state, _ = steps.train(steps.init(), put_batch(model_fixtures.batch(seed=0), mesh))
         with Checkpoints(tmp_path, 1) as saved:
             saved.save(state, None)
-        like = tree.placed(jax.eval_shape(steps.init), steps.shardings(mesh))
+        like = tree.placed(jax.eval_shape(steps.init), TrainStep(model, *settings).shardings(mesh))
         restored = restore_state(tmp_path, 1, like)
         chex.assert_trees_all_equal(jax.device_get(restored), jax.device_get(state))
         after = [steps.train(each, put_batch(model_fixtures.batch(seed=1), mesh)) for each in (restored, state)]
@@ -290,7 +290,7 @@ def test_a_run_of_mixed_layers_resumes_to_the_last_bit(mixed, tmp_path):
 
 def test_norms_are_those_of_each_layer(mixed):
     model, _, _ = mixed
-    steps = make_steps(model, model_fixtures.training(), model_fixtures.optimization())
+    steps = TrainStep(model, model_fixtures.training(), model_fixtures.optimization())
     norms = jax.eval_shape(steps.norms, jax.eval_shape(steps.init), model_fixtures.batch())
     assert norms["residual"].shape == (8,)
     assert norms["gradient"]["layers/small/feed_forward/up"].shape == (3,)

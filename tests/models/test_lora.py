@@ -15,7 +15,7 @@ from jaxlm.models.lora_config import LoraConfig
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.parallel.batches import put_batch
 from jaxlm.parallel.rules import TRAIN
-from jaxlm.training.step import jit_steps, make_steps
+from jaxlm.training.step import TrainStep
 
 # The last has two stacks of parameters in three layers.
 MODELS = {**model_fixtures.FAMILIES, "mixed": {**model_fixtures.MIXED, "num_layers": 3}}
@@ -73,10 +73,11 @@ def steps_of(mesh, **training):
     model, lora = model_fixtures.model(num_layers=2), LoraConfig(rank=4, targets=("*/attention/*", "*/down"))
     with jax.set_mesh(mesh):
         settings = model_fixtures.training(ema_decay=0.5, **training)
-        steps = jit_steps(make_steps(model, settings, model_fixtures.optimization(), lora=lora), mesh)
+        step = TrainStep(model, settings, model_fixtures.optimization(), lora=lora)
+        steps = step.jitted(mesh)
         # A base that is drawn, and adapters as a run begins them.
         base = tree.under_adapters(model_fixtures.parameters(model), tree.targets(model, lora))
-        state = steps.begin(jax.device_put(base, steps.shardings(mesh).base))
+        state = steps.begin(jax.device_put(base, step.shardings(mesh).base))
         first, measured = jax.device_get(state), []
         for seed in range(3):
             state, metrics = steps.train(state, put_batch(model_fixtures.batch(seed=seed), mesh))

@@ -22,7 +22,7 @@ from jaxlm.inference.engine import Engine
 from jaxlm.inference.scoring import Scorer
 from jaxlm.models import tree
 from jaxlm.models.positions import packed_causal_mask
-from jaxlm.training.step import make_steps
+from jaxlm.training.step import TrainStep
 from kernels_pallas.core import interpreted
 from kernels_pallas.linear_cross_entropy import chunks
 
@@ -290,7 +290,7 @@ def test_losses_and_gradients_do_not_depend_on_the_mesh(name):
 def test_a_part_is_counted_to_the_last_flop(name):
     model = model_fixtures.model(PARTS[name])
     training = model_fixtures.training(remat="full", dtype="bfloat16", kernels="xla")
-    made = make_steps(model, training, model_fixtures.optimization())
+    made = TrainStep(model, training, model_fixtures.optimization())
     shape = jax.ShapeDtypeStruct((8, model_fixtures.CONTEXT), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), shape)
     read = count(made.train, jax.eval_shape(made.init), batch)

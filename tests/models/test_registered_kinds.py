@@ -30,7 +30,7 @@ from jaxlm.models.doors import attention as attend
 from jaxlm.models.logical_axes import HEADS, KV_HEADS
 from jaxlm.models.parameters import Module, normal, ones, param
 from jaxlm.models.rows import Auxiliary, RowContext
-from jaxlm.training.step import make_steps
+from jaxlm.training.step import TrainStep
 
 
 class GatedMultiQueryConfig(models.AttentionConfig):
@@ -234,7 +234,7 @@ REMATS = ("none", "full", ("query", "reading_gate", "left"), ("attention", "left
 def a_step(file, remat):
     """Return a training step as the Workload that is counted, and as a function with the shapes of its operands."""
     experiment = load(file, "training.kernels=xla", f"training.remat={list(remat) if remat in REMATS[2:] else remat}")
-    steps = make_steps(experiment.model, experiment.training, experiment.optimizer)
+    steps = TrainStep.of(experiment)
     shape = jax.ShapeDtypeStruct((experiment.training.batch, experiment.training.sequence), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), shape)
     return Workload.of(experiment), steps.train, (jax.eval_shape(steps.init), batch)

@@ -18,7 +18,7 @@ from jaxlm.parallel import mesh as mesh_module
 from jaxlm.parallel.batches import put_batch
 from jaxlm.parallel.layout import AXES
 from jaxlm.parallel.partition import constrain, partition
-from jaxlm.training.step import jit_steps, make_steps
+from jaxlm.training.step import TrainStep
 
 MESHES = [(d, f, t) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) for t in (1, 2, 4, 8) if d * f * t == 8]
 
@@ -101,7 +101,7 @@ COLLECTIVE = re.compile(
 @functools.cache
 def training_step(model, mesh, **training):
     """The text of the compiled training step."""
-    steps = make_steps(model, model_fixtures.training(**training), model_fixtures.optimization())
+    steps = TrainStep(model, model_fixtures.training(**training), model_fixtures.optimization())
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         jax.eval_shape(steps.init),
@@ -109,7 +109,7 @@ def training_step(model, mesh, **training):
     )
     with jax.set_mesh(mesh):
         batch = put_batch(model_fixtures.batch(), mesh)
-        return jit_steps(steps, mesh).train.lower(state, batch).compile().as_text()
+        return steps.jitted(mesh).train.lower(state, batch).compile().as_text()
 
 
 def collectives(model, mesh, **training):

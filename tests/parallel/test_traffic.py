@@ -19,7 +19,7 @@ from jaxlm.costs.hardware.target import Target
 from jaxlm.lowering import collectives, hlo, targets
 from jaxlm.models import tree as model_tree
 from jaxlm.parallel.partition import named_sharding
-from jaxlm.training.step import jit_steps, make_steps
+from jaxlm.training.step import TrainStep
 
 VOCABULARY = 2048
 
@@ -32,7 +32,7 @@ def training_step(
     training = model_fixtures.training(
         dtype=dtype, microbatches=microbatches, batch=32, sequence=context, kernels="xla"
     )
-    steps = make_steps(model_fixtures.model(context_length=context, **model), training, model_fixtures.optimization())
+    steps = TrainStep(model_fixtures.model(context_length=context, **model), training, model_fixtures.optimization())
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         jax.eval_shape(steps.init),
@@ -42,7 +42,7 @@ def training_step(
     names = ("tokens", "targets", "segments", "positions")
     batch = {name: jax.ShapeDtypeStruct((32, context), jnp.int32, sharding=lies) for name in names}
     with jax.set_mesh(mesh):
-        return hlo.parse(jit_steps(steps, mesh).train.lower(state, batch).compile().as_text())
+        return hlo.parse(steps.jitted(mesh).train.lower(state, batch).compile().as_text())
 
 
 def sent(program: hlo.HloProgram, mesh) -> list[collectives.CompiledCollective]:

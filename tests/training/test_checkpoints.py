@@ -22,7 +22,7 @@ from jaxlm.parallel.batches import put_batch
 from jaxlm.training import checkpoints, manifests
 from jaxlm.training.checkpoints import Checkpoints
 from jaxlm.training.paths import RunPaths
-from jaxlm.training.step import cast, make_steps
+from jaxlm.training.step import TrainStep, cast
 
 pytestmark = [pytest.mark.usefixtures("programs_once"), pytest.mark.xdist_group(__name__)]
 
@@ -30,7 +30,7 @@ MESH = (2, 2, 2)
 
 
 def like(mesh, model=None):
-    steps = make_steps(model or model_fixtures.model(), model_fixtures.training(), model_fixtures.optimization())
+    steps = TrainStep(model or model_fixtures.model(), model_fixtures.training(), model_fixtures.optimization())
     return model_tree.placed(jax.eval_shape(steps.init), steps.shardings(mesh))
 
 

@@ -11,7 +11,7 @@ from matrices import sampled
 
 from jaxlm.models import kernels as kernel_choice
 from jaxlm.parallel.batches import put_batch
-from jaxlm.training.step import jit_steps, make_steps
+from jaxlm.training.step import TrainStep
 from kernels_pallas.core import interpreted
 from kernels_pallas.linear_cross_entropy import chunks
 
@@ -72,7 +72,7 @@ def test_a_step_without_logits_is_one_with_them(fused, family, mesh, microbatche
 
 def holds_logits(choice, which):
     """Return whether an array of tokens × labels is in the jaxpr of a step."""
-    steps = make_steps(model_fixtures.model(), model_fixtures.training(kernels=choice), model_fixtures.optimization())
+    steps = TrainStep(model_fixtures.model(), model_fixtures.training(kernels=choice), model_fixtures.optimization())
     state, batch = jax.eval_shape(steps.init), model_fixtures.batch()
     arguments = (state, batch) if which == "train" else (state.parameters, batch)
     with jax.set_mesh(meshes.make()):
@@ -94,12 +94,9 @@ def test_evaluation_without_logits(fused):
     with jax.set_mesh(mesh):
         sums, parameters = [], model_fixtures.placed(model_fixtures.model(), mesh)
         for choice in ("xla", "auto"):
-            steps = jit_steps(
-                make_steps(
-                    model_fixtures.model(), model_fixtures.training(kernels=choice), model_fixtures.optimization()
-                ),
-                mesh,
-            )
+            steps = TrainStep(
+                model_fixtures.model(), model_fixtures.training(kernels=choice), model_fixtures.optimization()
+            ).jitted(mesh)
             sums.append(steps.evaluate(parameters, put_batch(batch, mesh)))
     np.testing.assert_allclose(sums[1][0], sums[0][0], rtol=1e-5)
     assert sums[1][1] == sums[0][1]

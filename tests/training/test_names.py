@@ -9,7 +9,7 @@ import pytest
 from matrices import sampled
 
 from jaxlm.models import tree
-from jaxlm.training.step import jit_steps, make_steps
+from jaxlm.training.step import TrainStep
 
 # Products of two activations; they belong to the layer that makes them.
 ATTENTION = re.compile(r"layers/attention/BK")
@@ -19,14 +19,11 @@ def products(family, **training):
     """The op_name of every product in the compiled training step, without the marks of transformations."""
     mesh = meshes.make()
     with jax.set_mesh(mesh):
-        steps = jit_steps(
-            make_steps(
-                model_fixtures.model(model_fixtures.FAMILIES[family]),
-                model_fixtures.training(**training),
-                model_fixtures.optimization(),
-            ),
-            mesh,
-        )
+        steps = TrainStep(
+            model_fixtures.model(model_fixtures.FAMILIES[family]),
+            model_fixtures.training(**training),
+            model_fixtures.optimization(),
+        ).jitted(mesh)
         text = steps.train.lower(jax.eval_shape(steps.init), model_fixtures.batch()).compile().as_text()
     lines = [line for line in text.splitlines() if re.search(r"= \S+ (dot|convolution|custom-call)\(", line)]
     names = [re.search(r'op_name="([^"]*)"', line)[1] for line in lines if "dot_general" in line or " dot(" in line]

@@ -22,7 +22,7 @@ from jaxlm.parallel.partition import replicated
 from jaxlm.training import checkpoints
 from jaxlm.training.checkpoints import Checkpoints
 from jaxlm.training.optimizer import optimizer, state_shardings
-from jaxlm.training.step import jit_steps, make_steps
+from jaxlm.training.step import TrainStep
 
 MESHES = [(d, f, t) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) for t in (1, 2, 4, 8) if d * f * t == 8]
 # Every sort of parameter: learned positions, biases, norms, an unembedding, matrices with heads on either side.
@@ -325,9 +325,9 @@ def test_muon_s_matrices_are_exchanged_once_each_way_and_never_replicated(mesh, 
 def test_a_run_resumed_from_a_checkpoint_is_the_run_straight_through(kind, tmp_path):
     mesh = meshes.make(2, 2, 2)
     training = model_fixtures.training(ema_decay=0.9, z_loss=1e-3)
-    steps = make_steps(model_fixtures.model(num_layers=2), training, model_fixtures.optimization(kind=kind))
+    steps = TrainStep(model_fixtures.model(num_layers=2), training, model_fixtures.optimization(kind=kind))
     with jax.set_mesh(mesh):
-        compiled = jit_steps(steps, mesh)
+        compiled = steps.jitted(mesh)
 
         def go_on(state, seeds):
             for seed in seeds:
@@ -429,6 +429,6 @@ def test_gradients_of_frozen_parameters_do_not_count():
 def test_a_pattern_that_decides_nothing_is_refused_in_one_line(patterns, says):
     chosen = model_fixtures.optimization(groups=[{"pattern": pattern} for pattern in patterns])
     with pytest.raises(InputError) as refused:
-        make_steps(MODEL, model_fixtures.training(), chosen)
+        TrainStep(MODEL, model_fixtures.training(), chosen)
     said = str(refused.value)
     assert "\n" not in said and not [part for part in says if part not in said], said

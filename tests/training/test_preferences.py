@@ -21,7 +21,7 @@ from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.tree import abstract
 from jaxlm.training import references
 from jaxlm.training.config import DPOConfig
-from jaxlm.training.step import jit_steps, make_steps
+from jaxlm.training.step import TrainStep
 
 TOKENIZER = tokenizer_fixtures.chatml()
 BETA = 0.3
@@ -93,16 +93,16 @@ MODEL = model_fixtures.model(vocab_size=300, context_length=96)
 
 def made(**training):
     settings = model_fixtures.training(dtype="float32", batch=8, sequence=96, **training)
-    return make_steps(MODEL, settings, model_fixtures.optimization(learning_rate=3e-3), DPOConfig(beta=BETA))
+    return TrainStep(MODEL, settings, model_fixtures.optimization(learning_rate=3e-3), DPOConfig(beta=BETA))
 
 
 @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_the_loss_begins_at_ln_2_and_the_margin_grows(rows, microbatches):
     mesh = meshes.make(devices=jax.devices()[:1])
-    steps = jit_steps(made(microbatches=microbatches), mesh)
+    steps = made(microbatches=microbatches).jitted(mesh)
     with jax.set_mesh(mesh):
         state = steps.begin(model_fixtures.placed(MODEL, mesh))
-        rows.reference = references.compute(steps.answers, state.parameters, rows, 8, mesh, print)
+        rows.reference = references.compute(steps.preference_logprobs, state.parameters, rows, 8, mesh, print)
         losses = []
         for step in range(12):
             state, metrics = steps.train(state, batch_of(rows, [(8 * step + i) % len(rows) for i in range(8)]))
@@ -140,12 +140,12 @@ def test_the_loss_is_that_of_the_paper(rows):
         return jnp.sum(each * learned[:, 1:], axis=1)
 
     with jax.set_mesh(mesh):
-        steps = jit_steps(made(), mesh)
+        steps = made().jitted(mesh)
         state = steps.begin(model_fixtures.placed(MODEL, mesh))
         found = np.asarray(log_probabilities(state.parameters)).reshape(number, 2)
         reference = np.random.default_rng(0).normal(-60, 3, (number, 2)).astype(np.float32)
         batch = batch_of(rows, range(number)) | {"reference": jnp.asarray(reference)}
-        np.testing.assert_allclose(steps.answers(state.parameters, batch), found, rtol=1e-5)
+        np.testing.assert_allclose(steps.preference_logprobs(state.parameters, batch), found, rtol=1e-5)
         total, count = steps.evaluate(state.parameters, batch)
         _, metrics = steps.train(state, batch)
     rewards = BETA * (found - reference)

@@ -9,7 +9,7 @@ import pytest
 from matrices import sampled
 
 from jaxlm.config import load
-from jaxlm.training.step import make_steps
+from jaxlm.training.step import TrainStep
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 # Each part of a step, of the model and of the optimizers that mixes dtypes.
@@ -36,7 +36,7 @@ def test_a_step_promotes_no_dtype_implicitly(settings, dtype):
     row = jax.ShapeDtypeStruct((training.batch, training.sequence), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), row)
     with jax.numpy_dtype_promotion("strict"), jax.set_mesh(meshes.make()):
-        steps = make_steps(experiment.model, training, experiment.optimizer)
+        steps = TrainStep(experiment.model, training, experiment.optimizer)
         state = jax.eval_shape(steps.init)
         _, metrics = jax.eval_shape(steps.train, state, batch)
         loss, _ = jax.eval_shape(steps.evaluate, state.parameters, batch)

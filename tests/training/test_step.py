@@ -17,7 +17,7 @@ from jaxlm.models.rows import Auxiliary
 from jaxlm.parallel.batches import put_batch
 from jaxlm.training.config import CosineScheduleConfig
 from jaxlm.training.schedules import schedule
-from jaxlm.training.step import jit_steps, make_steps
+from jaxlm.training.step import TrainStep
 from kernels_pallas.linear_cross_entropy.xla import cross_entropy
 
 pytestmark = [pytest.mark.usefixtures("programs_once"), pytest.mark.xdist_group(__name__)]
@@ -162,7 +162,7 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_is_counted():
 
 def test_a_state_begins_with_given_parameters_which_no_array_shares():
     training, mesh = model_fixtures.training(ema_decay=0.3), meshes.make()
-    steps = jit_steps(make_steps(model_fixtures.model(num_layers=1), training, model_fixtures.optimization()), mesh)
+    steps = TrainStep(model_fixtures.model(num_layers=1), training, model_fixtures.optimization()).jitted(mesh)
     with jax.set_mesh(mesh):
         initial = steps.init()
         begun = steps.begin(jax.tree.map(jnp.copy, initial.parameters))
@@ -182,7 +182,7 @@ def test_the_average_follows_the_parameters_and_a_skipped_step_leaves_it_alone()
 
 
 def test_without_an_average_nothing_of_it_is_in_the_state():
-    steps = make_steps(model_fixtures.model(), model_fixtures.training(), model_fixtures.optimization())
+    steps = TrainStep(model_fixtures.model(), model_fixtures.training(), model_fixtures.optimization())
     state = jax.eval_shape(steps.init)
     assert state.average is None and not [path for path in tree.paths(state) if "average" in path]
 
@@ -233,7 +233,7 @@ def test_what_layers_return_is_in_the_objective_and_the_metrics(sizes, microbatc
     batch = {name: np.repeat(x, 8, axis=0) for name, x in row.items()}  # every part of the batch has the same means
     mesh = meshes.make(*sizes)
     with jax.set_mesh(mesh):
-        steps = jit_steps(make_steps(model, model_fixtures.training(microbatches=microbatches), settings), mesh)
+        steps = TrainStep(model, model_fixtures.training(microbatches=microbatches), settings).jitted(mesh)
         state, metrics = steps.train(steps.init(), put_batch(batch, mesh))
     graph, _ = tree.abstract(model)
     valid = row["segments"] > 0
@@ -259,13 +259,13 @@ def test_a_loss_of_a_layer_does_not_replace_another(monkeypatch):
         return y_BTD, Auxiliary({"loss": jnp.mean(y_BTD)})
 
     monkeypatch.setattr(DenseFeedForward, "__call__", with_loss)
-    steps = make_steps(model_fixtures.model(), model_fixtures.training(), model_fixtures.optimization())
+    steps = TrainStep(model_fixtures.model(), model_fixtures.training(), model_fixtures.optimization())
     with pytest.raises(ValueError, match="are called loss"):
         jax.eval_shape(steps.train, jax.eval_shape(steps.init), model_fixtures.batch())
 
 
 def test_the_z_loss_is_not_among_the_metrics_where_it_is_off():
-    steps = make_steps(model_fixtures.model(), model_fixtures.training(), model_fixtures.optimization())
+    steps = TrainStep(model_fixtures.model(), model_fixtures.training(), model_fixtures.optimization())
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model_fixtures.batch())
     _, metrics = jax.eval_shape(steps.train, jax.eval_shape(steps.init), batch)
     assert "loss" in metrics and "z_loss" not in metrics
@@ -276,9 +276,7 @@ def test_the_logarithm_of_z_is_computed_once():
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model_fixtures.batch())
 
     def exponentials(z_loss):
-        steps = make_steps(
-            model_fixtures.model(), model_fixtures.training(z_loss=z_loss), model_fixtures.optimization()
-        )
+        steps = TrainStep(model_fixtures.model(), model_fixtures.training(z_loss=z_loss), model_fixtures.optimization())
         program = jax.jit(steps.train).lower(jax.eval_shape(steps.init), batch).as_text()
         return len(
             re.findall(rf"exponential .* tensor<8x{model_fixtures.CONTEXT}x{model_fixtures.VOCABULARY}xf32>", program)
@@ -342,7 +340,7 @@ def test_gradients_in_bfloat16_are_those_of_float32_to_its_precision(family):
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_every_product_of_the_step_is_of_bfloat16(family):
     """Backward too: JAX's own transpose of a product with a float32 result multiplies in float32."""
-    steps = make_steps(
+    steps = TrainStep(
         model_fixtures.model(model_fixtures.FAMILIES[family]),
         model_fixtures.training(dtype="bfloat16"),
         model_fixtures.optimization(),
@@ -353,14 +351,13 @@ def test_every_product_of_the_step_is_of_bfloat16(family):
     assert len(operands) > 20 and set(operands) == {("bf16", "bf16")}
 
 
-def test_one_trace_serves_every_step():
+def test_one_trace_serves_every_step(monkeypatch):
     mesh = meshes.make()
-    steps = make_steps(model_fixtures.model(), model_fixtures.training(), model_fixtures.optimization())
-    steps = steps._replace(
-        train=chex.assert_max_traces(steps.train, n=1), evaluate=chex.assert_max_traces(steps.evaluate, n=1)
-    )
+    for name in ("train", "evaluate"):
+        monkeypatch.setattr(TrainStep, name, chex.assert_max_traces(getattr(TrainStep, name), n=1))
+    step = TrainStep(model_fixtures.model(), model_fixtures.training(), model_fixtures.optimization())
     with jax.set_mesh(mesh):
-        compiled = jit_steps(steps, mesh)
+        compiled = step.jitted(mesh)
         state = compiled.begin(model_fixtures.placed(model_fixtures.model(), mesh))
         for step in range(3):
             batch = put_batch(model_fixtures.batch(seed=step), mesh)

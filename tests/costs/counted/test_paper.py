@@ -17,7 +17,7 @@ from jaxlm.models import doors
 from jaxlm.models.feed_forward.dense import DenseFeedForward
 from jaxlm.models.rows import Auxiliary
 from jaxlm.parallel.layout import AXES
-from jaxlm.training.step import make_steps
+from jaxlm.training.step import TrainStep
 
 NAMES = ("query", "key", "value", "attention", "up", "gate")
 PATTERNS = (
@@ -45,7 +45,7 @@ def assert_counted(model, remat, patterns, platform):
     """Assert that the jaxpr of a step and its count have the same FLOPs, of products and of kernels."""
     groups = [{"pattern": pattern, "learning_rate_scale": 0.0} for pattern in patterns]
     training = model_fixtures.training(remat=remat, kernels="auto", dtype="bfloat16")
-    steps = make_steps(model, training, model_fixtures.optimization(groups=groups))
+    steps = TrainStep(model, training, model_fixtures.optimization(groups=groups))
     shape = jax.ShapeDtypeStruct((8, model_fixtures.CONTEXT), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), shape)
     mesh = AbstractMesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, abstract_device=CHIPS[platform])

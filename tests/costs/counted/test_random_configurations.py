@@ -27,7 +27,7 @@ from jaxlm.models import kernels, tree
 from jaxlm.parallel.layout import AXES, Layout
 from jaxlm.parallel.mesh import make_mesh
 from jaxlm.training.optimizer import optimizer
-from jaxlm.training.step import make_steps
+from jaxlm.training.step import TrainStep
 
 CHIPS = {"gpu": AbstractDevice("NVIDIA H200", 1, "gpu"), "tpu": AbstractDevice("TPU v5 lite", 1, "tpu")}
 
@@ -44,7 +44,7 @@ def read(work: Workload) -> JaxprCost:
     mesh = AbstractMesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, abstract_device=CHIPS[work.platform])
     with jax.sharding.use_abstract_mesh(mesh), kernels.using_kernels(work.training.kernels):
         if work.kind == "train":
-            steps = make_steps(work.model, work.training, work.optimizer)
+            steps = TrainStep(work.model, work.training, work.optimizer)
             batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), ints(work.batch, work.sequence))
             return count(steps.train, jax.eval_shape(steps.init), batch)
         shapes = tree.shapes(abstract, work.dtype)

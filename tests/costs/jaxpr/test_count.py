@@ -26,7 +26,7 @@ from jaxlm.inference.steps import decode_step, prefill
 from jaxlm.models import tree
 from jaxlm.models.config import ModelConfig
 from jaxlm.parallel.partition import named_sharding
-from jaxlm.training.step import jit_steps, make_steps
+from jaxlm.training.step import TrainStep
 
 
 def f32(*shape):
@@ -151,7 +151,7 @@ def test_scopes_and_phases():
 
 
 def abstract_step(model, training, optimization=None):
-    steps = make_steps(model, training, optimization or model_fixtures.optimization())
+    steps = TrainStep(model, training, optimization or model_fixtures.optimization())
     batch = {name: i32(training.batch, training.sequence) for name in ("tokens", "targets", "segments", "positions")}
     return steps, jax.eval_shape(steps.init), batch
 
@@ -245,7 +245,7 @@ def test_products_of_the_training_step_are_those_that_run(family, training, opti
         model_fixtures.optimization(**optimization),
     )
     with jax.set_mesh(mesh):
-        text = jit_steps(steps, mesh).train.lower(state, batch).compile().as_text()
+        text = steps.jitted(mesh).train.lower(state, batch).compile().as_text()
     cost = count(steps.train, state, batch)
     assert cost.matmul_flops == executed_products(text)
     assert not cost.assumed
@@ -266,7 +266,7 @@ def test_the_products_of_all_devices_are_those_of_one(shape, microbatches):
     with jax.set_mesh(mesh):
         cost = count(steps.train, state, batch)
         arguments = jax.tree.map(lying, state, steps.shardings(mesh)), jax.tree.map(lambda x: lying(x, rows), batch)
-        text = jit_steps(steps, mesh).train.lower(*arguments).compile().as_text()
+        text = steps.jitted(mesh).train.lower(*arguments).compile().as_text()
     assert cost.matmul_flops == mesh.size * executed_products(text)
     # Float32 gradients and the loss cross the data axis once, placed by the program itself or by XLA's partitioner.
     sent = shape[0] * 4 * (tree.parameter_count(model_fixtures.model()) + 1)
@@ -311,8 +311,8 @@ import jax
 from model_fixtures import model, optimization, training
 from jax.sharding import AbstractMesh, AxisType
 from jaxlm.costs.jaxpr.count import count
-from jaxlm.training.step import make_steps
-steps = make_steps(model(), training(microbatches=2, batch=4096), optimization())
+from jaxlm.training.step import TrainStep
+steps = TrainStep(model(), training(microbatches=2, batch=4096), optimization())
 batch = {k: jax.ShapeDtypeStruct((4096, 32), "int32") for k in ("tokens", "targets", "segments", "positions")}
 state = jax.eval_shape(steps.init)
 alone = count(steps.train, state, batch)

@@ -82,9 +82,11 @@ def say_replicated(work: Workload) -> str | None:
     """One line where devices compute and hold key/value heads of others too; None where they do not."""
     if not (replicated := replicated_kv_heads(work)):
         return None
+    axes, numbers = work.rules.over("act_heads"), " or ".join(map(str, replicated))
+    mesh = " × ".join(f"mesh.{axis}" for axis in axes)
     return (
-        f"mesh.tensor = {work.layout['tensor']} does not divide {' or '.join(map(str, replicated))} key/value heads: "
-        "several devices compute and keep the same ones"
+        f"{mesh} = {work.layout.over(axes)} does not divide {numbers} key/value heads: several devices "
+        "compute and keep the same ones"
     )
 
 

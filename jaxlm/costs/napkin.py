@@ -24,11 +24,11 @@ class Napkin(NamedTuple):
 
 
 def napkin(work: Workload, target: Target | None) -> Napkin:
-    """Estimate a workload; the `data` axis replicates parameters, the other axes shard them."""
+    """Estimate a workload; whatever axes shard some parameter are counted to shard all."""
     each = _TRAINED_BYTES if work.kind == "train" else work.itemsize
     declared, base = work.parameters, work.base
     held = sum(math.prod(d.shape) * (work.itemsize if path in base else each) for path, d in declared.items())
-    flops, size = napkin_flops(work), held // work.layout.over(("fsdp", "tensor"))
+    flops, size = napkin_flops(work), held // work.layout.over(work.rules.of_parameters)
     if target is None:
         return Napkin(flops, None, size)
     if work.kind == "decode":

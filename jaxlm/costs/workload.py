@@ -4,7 +4,7 @@ import functools
 import json
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from jaxlm.models.config import ModelConfig, Remat
 from jaxlm.models.lora_config import LoraConfig
 from jaxlm.models.tree import Dimensions
 from jaxlm.parallel.layout import Layout
-from jaxlm.parallel.rules import RULES, Kind, Rules
+from jaxlm.parallel.rules import RULES, Kind, Placement, Rules, local, together
 from jaxlm.training.config import AdamWConfig, ConstantScheduleConfig, OptimizerConfig, TrainingConfig
 from jaxlm.training.groups import frozen
 
@@ -57,6 +57,7 @@ class Workload:
     layout: Layout = Layout()
     platform: Literal["gpu", "tpu", "cpu"] = "gpu"
     lora: LoraConfig | None = None  # in training
+    own_rules: Rules | None = None  # in place of those of RULES for this kind of step
 
     @classmethod
     def of(cls, experiment: Experiment, layout: Layout = Layout(), kind: Kind = "train") -> "Workload":
@@ -72,18 +73,21 @@ class Workload:
         return replace(self, training=self.training.model_copy(update=changes))
 
     def alike(self) -> "Workload":
-        """Return the step on a mesh whose axes of the batch are one: what a device computes depends on the number of
-        their shards alone, and a search asks for it often."""
-        first, *others = self.rules.over("batch")
-        return replace(self, layout=self.layout.replace(**dict.fromkeys(others, 1), **{first: self.batch_shards}))
+        """Return the step on a mesh where one axis shards the batch alone: what a device computes depends on the number
+        of the shards of such axes together, and a search asks for it often."""
+        first, *others = self.rules.batch_alone or ("",)
+        if not others:
+            return self
+        shards = self.layout.over((first, *others))
+        return replace(self, layout=self.layout.replace(**dict.fromkeys(others, 1), **{first: shards}))
 
     def __str__(self) -> str:
         return f"{self.kind}, {self.batch:,} × {self.sequence:,} tokens in {self.dtype}"
 
     @property
     def rules(self) -> Rules:
-        """The sharding rules of this kind of step."""
-        return RULES[self.kind]
+        """The sharding rules of the step."""
+        return self.own_rules or RULES[self.kind]
 
     @property
     def batch_shards(self) -> int:
@@ -210,40 +214,80 @@ class Workload:
     def rows(self) -> int:
         """Return the sequences on one device at once: its part of a microbatch, or all where the mesh does not divide
         them."""
-        rows, parts = self.batch // self.microbatches, self.batch_shards
-        return rows // parts if rows % parts == 0 else rows
+        return self.batch // self.microbatches // self._row_shards()
 
-    def local(self, axis: str, size: int, readers: int | None = None) -> int:
-        """Return the size of a dimension with this logical axis on one device as it computes: sharded over `tensor`
-        alone (shards over `fsdp` are gathered first), key/value heads with the copies that so many query heads read."""
-        return _local(self.rules, self.layout, axis, size, readers)
+    @remembered
+    def _row_shards(self) -> int:
+        """Return the shards of a microbatch; 1 where the mesh does not divide its rows."""
+        shards = self.batch_shards
+        return 1 if self.batch // self.microbatches % shards else shards
+
+    def placed(self, axes: Sequence[str | None], shape: Sequence[int], readers: int | None = None) -> Placement:
+        """Return the mesh axes with several devices that shard each dimension of an array while a layer computes.
+        Key/value heads are those with the copies that so many query heads read."""
+        return _placed(self.rules, self.layout, tuple(axes), self._sizes(axes, shape), readers)
+
+    def gathered_over(self, axes: Sequence[str], shape: Sequence[int]) -> tuple[str, ...]:
+        """Return the mesh axes with several devices over which a parameter is gathered before a layer computes."""
+        return _gathered_over(self.rules, self.layout, tuple(axes), tuple(shape))
+
+    def several(self, mesh_axes: Iterable[str]) -> tuple[str, ...]:
+        """Return those mesh axes that have several devices, each once, outermost first."""
+        among = set(mesh_axes)
+        return tuple(axis for axis, size in self.layout.items() if size > 1 and axis in among)
+
+    def shards(self, axis: str, size: int) -> int:
+        """Return the number of shards of a dimension while a layer computes, uneven ones too."""
+        return self.layout.over(together(self.placed((axis,), (size,))))
 
     def shape(self, axes: Sequence[str | None], shape: Sequence[int], readers: int | None = None) -> tuple[int, ...]:
-        """Return the shape of an array with these logical axes on one device, where this one is of a single row."""
-        local = _shape(self.rules, self.layout, tuple(axes), tuple(shape), readers)
+        """Return the shape of an array with these logical axes on one device while a layer computes, where this one is
+        of a single row: what shards parameters alone is gathered. Key/value heads are those of `placed`."""
+        local = _shape(self.rules, self.layout, tuple(axes), self._sizes(axes, shape), readers)
         return (self.rows(), *local[1:]) if axes and axes[0] == "batch" else local
+
+    def _sizes(self, axes: Sequence[str | None], shape: Sequence[int]) -> tuple[int, ...]:
+        """Return a shape with a row for each shard of the batch, or with one where the mesh does not divide them:
+        answers then do not depend on the number of rows."""
+        if not axes or axes[0] != "batch":
+            return tuple(shape)
+        return (self._row_shards(), *shape[1:])
 
     @remembered
     def stored(self, axes: Sequence[str], shape: Sequence[int]) -> int:
         """Numbers of a parameter that lie on one device."""
         return self.rules.stored(axes, shape, self.layout)
 
-    def parts(self, over: str, axis: str, size: int) -> int:
-        """Return the number of shards that a mesh axis makes of a dimension with this logical axis, uneven ones too."""
-        return self.rules.parts(over, axis, size, self.layout)
-
 
 # Answers depend on rules, layout and sizes alone: plans of a search and of many batches ask the same.
 @functools.lru_cache(maxsize=1 << 16)
-def _local(rules: Rules, layout: Layout, axis: str, size: int, readers: int | None) -> int:
-    if readers is not None and axis in ("kv_heads", "act_kv_heads"):
-        size = math.lcm(size, rules.parts("tensor", "act_heads", readers, layout))
-    return math.ceil(size / rules.parts("tensor", axis, size, layout))
+def _placed(rules: Rules, layout: Layout, axes: tuple, shape: tuple[int, ...], readers: int | None) -> Placement:
+    placement = rules.placed(axes, _with_copies(rules, layout, axes, shape, readers), layout, computing=True)
+    return tuple(tuple(name for name in over if layout[name] > 1) for over in placement)
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _shape(
-    rules: Rules, layout: Layout, axes: tuple[str | None, ...], shape: tuple[int, ...], readers: int | None
+def _shape(rules: Rules, layout: Layout, axes: tuple, shape: tuple[int, ...], readers: int | None) -> tuple[int, ...]:
+    return local(
+        _placed(rules, layout, axes, shape, readers), _with_copies(rules, layout, axes, shape, readers), layout
+    )
+
+
+def _with_copies(
+    rules: Rules, layout: Layout, axes: tuple, shape: tuple[int, ...], readers: int | None
 ) -> tuple[int, ...]:
-    pairs = zip(axes, shape, strict=True)
-    return tuple(n if axis is None else _local(rules, layout, axis, n, readers) for axis, n in pairs)
+    """Return a shape with so many key/value heads that the devices have those which their query heads read."""
+    if readers is None:
+        return shape
+    (over,) = _placed(rules, layout, ("act_heads",), (readers,), None)
+    shards = layout.over(over)
+    return tuple(
+        math.lcm(n, shards) if axis in ("kv_heads", "act_kv_heads") else n for axis, n in zip(axes, shape, strict=True)
+    )
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _gathered_over(rules: Rules, layout: Layout, axes: tuple, shape: tuple[int, ...]) -> tuple[str, ...]:
+    computing = together(rules.placed(axes, shape, layout, computing=True))
+    stored = together(rules.placed(axes, shape, layout))
+    return tuple(name for name in layout if layout[name] > 1 and name in stored and name not in computing)

@@ -13,7 +13,7 @@ class Layout(Mapping[str, int]):
     Raises ValueError for an axis that is not one of AXES, and for a size below 1.
     """
 
-    __slots__ = ("_sizes",)
+    __slots__ = ("_hash", "_sizes")
 
     def __init__(self, sizes: Mapping[str, int] | None = None, **more: int):
         given = {**(sizes or {}), **more}
@@ -21,13 +21,13 @@ class Layout(Mapping[str, int]):
             raise ValueError(f"there is no mesh axis {', '.join(sorted(unknown))}; the axes are {', '.join(AXES)}")
         if any(size < 1 for size in given.values()):
             raise ValueError(f"the sizes of a mesh are 1 or more, not {given}")
-        self._sizes = tuple(given.get(axis, 1) for axis in AXES)
+        self._sizes = {axis: given[axis] for axis in AXES if given.get(axis, 1) > 1}
+        self._hash = hash(tuple(self._sizes.items()))  # caches ask for it often
 
     def __getitem__(self, axis: str) -> int:
-        try:
-            return self._sizes[AXES.index(axis)]
-        except ValueError:
-            raise KeyError(axis) from None
+        if axis not in AXES:
+            raise KeyError(axis)
+        return self._sizes.get(axis, 1)
 
     def __iter__(self) -> Iterator[str]:
         return iter(AXES)
@@ -39,18 +39,18 @@ class Layout(Mapping[str, int]):
         return self._sizes == other._sizes if isinstance(other, Layout) else dict(self) == other
 
     def __hash__(self) -> int:
-        return hash(self._sizes)
+        return self._hash
 
     def __repr__(self) -> str:
-        return f"Layout({', '.join(f'{axis}={size}' for axis, size in self.items() if size > 1)})"
+        return f"Layout({', '.join(f'{axis}={size}' for axis, size in self._sizes.items())})"
 
     def __str__(self) -> str:
-        return " × ".join(f"{axis} {size}" for axis, size in self.items() if size > 1) or "one device"
+        return " × ".join(f"{axis} {size}" for axis, size in self._sizes.items()) or "one device"
 
     @property
     def size(self) -> int:
         """Devices in all."""
-        return math.prod(self._sizes)
+        return math.prod(self._sizes.values())
 
     def over(self, axes: Iterable[str]) -> int:
         """Return the number of shards that these axes together make."""

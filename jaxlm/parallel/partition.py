@@ -41,13 +41,11 @@ def partition(
     manual = getattr(mesh, "manual_axes", ())
     sizes = {axis: 1 if axis in manual else size for axis, size in mesh.shape.items()}
 
-    def entry(name: str | None, size: int) -> tuple[str, ...] | str | None:
-        over = tuple(axis for axis in rules.over(name) if axis not in manual)
-        if not over or (rules.shards(name, size, sizes) == 1 and Layout(sizes).over(over) > 1):
-            return None
-        return over[0] if len(over) == 1 else over
+    def entry(over: tuple[str, ...]) -> tuple[str, ...] | str | None:
+        auto = tuple(axis for axis in over if axis not in manual)
+        return None if not auto else auto[0] if len(auto) == 1 else auto
 
-    return PartitionSpec(*map(entry, axes, shape))
+    return PartitionSpec(*map(entry, rules.placed(axes, shape, sizes, exact=True)))
 
 
 def named_sharding(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh, rules: Rules = TRAIN) -> NamedSharding:

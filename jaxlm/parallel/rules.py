@@ -5,20 +5,25 @@ lands.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Literal
 
-from jaxlm.parallel.layout import Layout
-
 # The kinds of steps that have rules of their own.
 Kind = Literal["train", "prefill", "decode"]
+# The mesh axes that shard each dimension of an array.
+Placement = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Rules:
     """A mapping from logical axes to mesh axes.
+
+    The dimensions of a parameter lie by their own axes ("embed") where it is stored; while a layer computes with it
+    they lie as those of activations do ("act_embed"), wherever there is such an axis. Whatever is sharded more where it
+    is stored is gathered first.
 
     Attributes:
       mesh_axes: for each logical axis the mesh axes that shard it, outermost first; none keeps it whole.
@@ -32,32 +37,95 @@ class Rules:
         """Return the mesh axes of a logical axis; none for None. Raises KeyError for a name that has no rule."""
         return () if axis is None else self.mesh_axes[axis]
 
+    def computed_over(self, axis: str | None) -> tuple[str, ...]:
+        """Return the mesh axes of a logical axis while a layer computes: of a parameter's, those of its activation."""
+        return self.mesh_axes.get(f"act_{axis}", self.over(axis))
+
+    def gathered_over(self, axis: str | None) -> tuple[str, ...]:
+        """Return the mesh axes over which a parameter's dimension is gathered before a layer computes with it."""
+        return _without(self.over(axis), self.computed_over(axis))
+
+    def placed(
+        self,
+        axes: Sequence[str | None],
+        shape: Sequence[int],
+        layout: Mapping[str, int],
+        *,
+        computing: bool = False,
+        exact: bool = False,
+    ) -> Placement:
+        """Return the mesh axes that shard each dimension of an array, axes of size 1 among them. A mesh axis shards
+        one dimension: the first that asks for it.
+
+        Args:
+          axes: the logical axes of the dimensions.
+          shape: their sizes.
+          layout: devices along each mesh axis.
+          computing: while a layer computes; otherwise as a parameter is stored.
+          exact: raise ValueError where the mesh does not divide a dimension that must divide. Otherwise its shards are
+            uneven, and the largest has size / shards, rounded up.
+        """
+        placement: list[tuple[str, ...]] = []
+        taken: set[str] = set()
+        for axis, size in zip(axes, shape, strict=True):
+            over = _without(self.computed_over(axis) if computing else self.over(axis), taken)
+            shards = math.prod(layout[name] for name in over)
+            if size % shards:
+                if axis in self.may_stay_whole:
+                    over = ()
+                elif exact:
+                    raise ValueError(f"{'·'.join(over)} = {shards} does not divide {axis} = {size}")
+            taken.update(over)
+            placement.append(over)
+        return tuple(placement)
+
     def shards(self, axis: str | None, size: int, layout: Mapping[str, int]) -> int:
         """Return the number of shards of a dimension of this size: 1 where it stays whole.
 
         Raises ValueError where the mesh does not divide a dimension that must divide.
         """
-        over = self.over(axis)
-        shards = Layout(layout).over(over)
-        if size % shards == 0:
-            return shards
-        if axis not in self.may_stay_whole:
-            raise ValueError(f"{'·'.join(over)} = {shards} does not divide {axis} = {size}")
-        return 1
-
-    def parts(self, over: str, axis: str | None, size: int, layout: Mapping[str, int]) -> int:
-        """Return the number of shards that one mesh axis makes of a dimension, uneven ones too."""
-        if self.over(axis) != (over,):
-            return 1
-        shards = layout[over]
-        return 1 if size % shards and axis in self.may_stay_whole else shards
+        (over,) = self.placed((axis,), (size,), layout, exact=True)
+        return math.prod(layout[name] for name in over)
 
     def stored(self, axes: Sequence[str], shape: Sequence[int], layout: Mapping[str, int]) -> int:
         """Return the numbers of a parameter that lie on one device."""
-        return math.prod(
-            math.ceil(size / math.prod(self.parts(over, axis, size, layout) for over in self.over(axis)))
-            for axis, size in zip(axes, shape, strict=True)
-        )
+        return math.prod(local(self.placed(axes, shape, layout), shape, layout))
+
+    def duties(self, mesh_axis: str) -> frozenset[str]:
+        """Return the logical axes that a mesh axis shards."""
+        return frozenset(axis for axis, over in self.mesh_axes.items() if mesh_axis in over)
+
+    @cached_property
+    def replicas(self) -> tuple[str, ...]:
+        """The mesh axes that shard the batch alone: each of their devices has a copy of the model."""
+        return tuple(axis for axis in self.over("batch") if self.duties(axis) == {"batch"})
+
+    @cached_property
+    def batch_alone(self) -> tuple[str, ...]:
+        """The mesh axes that shard nothing but the batch while a layer computes."""
+        parameters = {axis for axis in self.mesh_axes if f"act_{axis}" in self.mesh_axes}
+        return tuple(axis for axis in self.over("batch") if self.duties(axis) - parameters == {"batch"})
+
+    @cached_property
+    def of_parameters(self) -> frozenset[str]:
+        """The mesh axes that shard parameters."""
+        names = (axis for axis in self.mesh_axes if f"act_{axis}" in self.mesh_axes)
+        return frozenset(mesh_axis for axis in names for mesh_axis in self.over(axis))
+
+
+def local(placement: Placement, shape: Sequence[int], layout: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the shape of an array on one device, of uneven shards that of the largest."""
+    shards = (math.prod(layout[name] for name in over) for over in placement)
+    return tuple(math.ceil(size / n) for size, n in zip(shape, shards, strict=True))
+
+
+def together(placement: Placement) -> tuple[str, ...]:
+    """Return the mesh axes of all these dimensions."""
+    return tuple(name for over in placement for name in over)
+
+
+def _without(names: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in others)
 
 
 def _rules(mesh_axes: Mapping[str, tuple[str, ...]], may_stay_whole: frozenset[str]) -> Rules:
@@ -81,6 +149,7 @@ TRAIN = _rules(
         # activations
         "batch": ("data", "fsdp"),
         "sequence": (),
+        "key_sequence": (),  # of keys and values
         "residual": ("tensor",),  # the sequence between attention and feed-forward (arXiv:2205.05198, section 4.2.2)
         "act_embed": (),
         "act_heads": ("tensor",),

@@ -13,7 +13,7 @@ import optax
 from jaxlm.models.tree import Dimensions, Tree
 from jaxlm.parallel.collectives import map_whole
 from jaxlm.parallel.layout import Layout
-from jaxlm.parallel.rules import Rules
+from jaxlm.parallel.rules import Rules, together
 from jaxlm.training.config import MuonConfig
 from jaxlm.training.optimizer_cost import OptimizerCost, OptimizerMove, OptimizerProduct, moments
 
@@ -73,8 +73,9 @@ def cost(settings: MuonConfig, d: Dimensions, layout: Layout, rules: Rules) -> O
     sizes = (short, long, short), (short, short, short), (short, short, long)
     products = tuple(OptimizerProduct(settings.iterations, each, *size) for size in sizes)
     moves, held = [], rules.stored(d.axes, d.shape, layout) // stack * each * layout.size
+    sharding = together(rules.placed(d.axes, d.shape, layout))
     for axis, size in reversed(list(layout.items())):
-        if any(rules.parts(axis, name, n, layout) > 1 for name, n in zip(d.axes, d.shape, strict=True)):
+        if size > 1 and axis in sharding:
             moves.append(OptimizerMove("all-to-all", axis, 2, held))
         else:
             moves.append(OptimizerMove("all-gather", axis, 1, held))

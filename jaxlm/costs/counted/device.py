@@ -10,8 +10,8 @@ from jaxlm.costs.counted import paper
 from jaxlm.costs.counted.paper import Use
 from jaxlm.costs.workload import Workload
 from jaxlm.models.config import ModelConfig
-from jaxlm.models.logical_axes import Axes
 from jaxlm.models.lora_config import LoraConfig
+from jaxlm.parallel.rules import Placement, together
 
 
 class DeviceStep:
@@ -55,12 +55,20 @@ class DeviceStep:
         return self.work.shape(use.marker.results[index], use.made[index], use.readers)
 
     def is_gathered(self, use: Use) -> bool:
-        """Return whether the matrix or table of an operation is sharded over `fsdp`, and so gathered for it."""
+        """Return whether the matrix or table of an operation is gathered for it."""
+        return bool(self.gathered_over(use))
+
+    def gathered_over(self, use: Use) -> tuple[str, ...]:
+        """Return the mesh axes over which the matrix or table of an operation is gathered for it."""
         i = int(use.name != "look_up")
-        return self.shards(use.marker.operands[i], use.shapes[i], "fsdp") > 1
+        return self.work.gathered_over(use.marker.operands[i], use.shapes[i])
+
+    def placed(self, use: Use, index: int) -> Placement:
+        """Return the mesh axes that shard each dimension of an operand as the operation reads it."""
+        return self.work.placed(use.marker.operands[index], use.shapes[index], use.readers)
 
     def matrix(self, use: Use) -> int:
-        """Return the numbers of the matrix or table that an operation multiplies by or looks up, whole in `fsdp`."""
+        """Return the numbers of the matrix or table that an operation multiplies by or looks up, gathered."""
         return math.prod(self.operand(use, int(use.name != "look_up")))
 
     @cached_property
@@ -89,19 +97,11 @@ class DeviceStep:
         if use.name != "linear" or use.readers is None:
             return 0
         size = dict(zip(use.marker.operands[1], use.shapes[1], strict=True))["kv_heads"]
-        return size if size % self.work.parts("tensor", "act_heads", use.readers) else 0
+        return size if size % self.work.shards("act_heads", use.readers) else 0
 
-    def shares_norm(self, use: Use) -> bool:
-        """Return whether `tensor` shards what a norm is over. Key/value heads are copied as query heads need them."""
-        over = use.options["dimensions"]
-        sizes = dict(zip(use.marker.operands[0][-over:], use.shapes[0][-over:], strict=True))
-        if use.readers is not None and sizes.pop("act_kv_heads", None):
-            sizes["act_heads"] = use.readers
-        return any(self.work.parts("tensor", axis, size) > 1 for axis, size in sizes.items())
-
-    def shards(self, axes: Axes, shape: tuple[int, ...], over: str) -> int:
-        """Return the number of shards that a mesh axis makes of an array."""
-        return math.prod(self.work.parts(over, axis, n) for axis, n in zip(axes, shape, strict=True) if axis)
+    def shares_norm(self, use: Use) -> tuple[str, ...]:
+        """Return the mesh axes that shard what a norm is over. Key/value heads are copied as query heads need them."""
+        return together(self.placed(use, 0)[-use.options["dimensions"] :])
 
 
 @functools.lru_cache(maxsize=2048)
@@ -111,7 +111,7 @@ def device_step(work: Workload) -> DeviceStep:
 
 
 def replicated_kv_heads(work: Workload) -> list[int]:
-    """Return the numbers of key/value heads that the tensor axis does not divide: several devices compute the same."""
+    """Return the numbers of key/value heads that the mesh does not divide: several devices compute the same."""
     step = device_step(work)
     return sorted({heads for use in step.found.uses if (heads := step.copied_heads(use))})
 

@@ -12,6 +12,7 @@ from jaxlm.costs.counted.paper import Use
 from jaxlm.costs.workload import Workload
 from jaxlm.models.logical_axes import GATHERED, RESIDUAL
 from jaxlm.models.parameters import RANK
+from jaxlm.parallel.rules import together
 
 
 class Collective(NamedTuple):
@@ -35,17 +36,21 @@ def collectives(work: Workload) -> list[Collective]:
 
 
 def _parameters(device: DeviceStep) -> Iterator[Collective]:
-    """Over `fsdp`, a layer's matrices are gathered together for its forward and again for its backward pass of each
-    microbatch, and their gradients are summed, each device keeping its part; those of vectors, and of matrices that
-    `fsdp` does not shard, are summed whole.
+    """Over the axes that shard parameters where they are stored alone (`fsdp`), a layer's matrices are gathered
+    together for its forward and again for its backward pass of each microbatch. Their gradients are summed over those
+    that shard the batch, each device keeping its part; over axes of the batch that shard other parameters, and not
+    this one, they are summed whole, as those of vectors are.
 
     A table is gathered once, since forward and backward pass of the unembedding follow each other, and summed for each
     of its uses. What is looked up is the same for all microbatches: XLA gathers it before their loop. Not so where each
-    part of `data` has a loop of its own: there JAX 0.10's gathers it in each microbatch, a tied one for each of its
+    replica has a loop of its own: there JAX 0.10's gathers it in each microbatch, a tied one for each of its
     three uses, and matrices that the backward pass computes with again in post-norm layers once more.
     """
-    work, found, fsdp, train = device.work, device.found, ("fsdp",), device.work.kind == "train"
-    each = work.microbatches
+    work, found, train = device.work, device.found, device.work.kind == "train"
+    each, summed = work.microbatches, _summed_each_microbatch(work)
+
+    def scattered(axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(axis for axis in axes if axis in summed)
 
     tables: dict[str, list[Use]] = defaultdict(list)
     for use in found.by_layer[None]:
@@ -53,72 +58,90 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
             tables[found.parameter(use)].append(use)
     for path, uses in tables.items():
         once, whole = any(use.name == "look_up" for use in uses), work.itemsize * device.matrix(uses[0])
-        trains = train and path not in work.frozen
-        yield Collective("all-gather", fsdp, 1 if once else each, whole, path)
-        yield Collective("reduce-scatter", fsdp, each * trains * len(uses), whole, path)
+        axes, trains = device.gathered_over(uses[0]), train and path not in work.frozen
+        yield Collective("all-gather", axes, 1 if once else each, whole, path)
+        yield Collective("reduce-scatter", scattered(axes), each * trains * len(uses), whole, path)
     for layer in range(len(found.layers)):
-        products = [use for use in found.by_layer[layer] if use.name == "linear" and device.is_gathered(use)]
-        passes = 2 if any(map(device.trains, products)) else 1
-        trained = [use for use in products if train and found.parameter(use) not in work.frozen]
-        times = each * products[0].times if products else 0
-        yield Collective(
-            "all-gather", fsdp, times * passes, work.itemsize * sum(map(device.matrix, products)), "layers"
-        )
-        yield Collective("reduce-scatter", fsdp, times, work.itemsize * sum(map(device.matrix, trained)), "layers")
+        groups: dict[tuple[str, ...], list[Use]] = defaultdict(list)
+        for use in found.by_layer[layer]:
+            if use.name == "linear" and device.is_gathered(use):
+                groups[device.gathered_over(use)].append(use)
+        for axes, products in groups.items():
+            passes = 2 if any(map(device.trains, products)) else 1
+            trained = [use for use in products if train and found.parameter(use) not in work.frozen]
+            times = each * products[0].times
+            gathered, gradients = (work.itemsize * sum(map(device.matrix, uses)) for uses in (products, trained))
+            yield Collective("all-gather", axes, times * passes, gathered, "layers")
+            yield Collective("reduce-scatter", scattered(axes), times, gradients, "layers")
     # Gradients of vectors are added up in float32.
-    whole = {
-        path: use.times * math.prod(device.operand(use, i)) * (work.itemsize if (use.name, i) == ("linear", 1) else 4)
-        for use in found.uses
-        for i, value in enumerate(use.operands)
-        if (path := found.parameters.get(value)) and fsdp not in map(work.rules.over, use.marker.operands[i])
-        if train and path not in work.frozen
-    }
-    yield Collective("all-reduce", fsdp, each, sum(whole.values()), "vectors")
+    whole: dict[tuple[str, tuple[str, ...]], int] = {}
+    for use in found.uses if train else ():
+        for i, value in enumerate(use.operands):
+            path = found.parameters.get(value)
+            if path is None or path in work.frozen:
+                continue
+            stored_over = {name for axis in use.marker.operands[i] for name in work.rules.over(axis)}
+            left = tuple(name for name in summed if name not in stored_over)
+            itemsize = work.itemsize if (use.name, i) == ("linear", 1) else 4
+            parts = work.layout.over(name for name in summed if name in stored_over)
+            whole[path, left] = use.times * math.prod(device.operand(use, i)) * itemsize // parts
+    vectors: Counter[tuple[str, ...]] = Counter()
+    for (_, left), size in whole.items():
+        vectors[left] += size
+    for left, size in vectors.items():
+        yield Collective("all-reduce", left, each, size, "vectors")
+
+
+def _summed_each_microbatch(work: Workload) -> tuple[str, ...]:
+    """Return the mesh axes over which gradients are summed in each microbatch: those of the batch, but for replicas."""
+    return tuple(axis for axis in work.several(work.rules.over("batch")) if axis not in work.rules.replicas)
 
 
 def _adapters(device: DeviceStep) -> Iterator[Collective]:
-    """Over `tensor`, sums for adapters: the gradient of x·A where devices have parts of what B makes of it, and that of
-    B where each makes its part of a stream."""
-    work, tensor = device.work, ("tensor",)
+    """Over the axes that shard a layer, sums for adapters: the gradient of x·A where devices have parts of what B makes
+    of it, and that of B where each makes its part of a stream."""
+    work = device.work
     for use in device.found.uses:
         if use.name != "linear" or use.marker.operands[1][0] != RANK or not device.trains(use):
             continue
         times = work.microbatches * use.times
-        if device.shards(use.marker.operands[1], use.shapes[1], "tensor") > 1:
-            yield Collective("all-reduce", tensor, times, work.itemsize * math.prod(device.operand(use, 0)), "adapters")
-        elif device.shards(use.marker.operands[0][1:2], use.shapes[0][1:2], "tensor") > 1:
-            yield Collective("all-reduce", tensor, times, work.itemsize * device.matrix(use), "adapters")
+        if axes := together(work.placed(use.marker.operands[1], use.shapes[1])):
+            yield Collective("all-reduce", axes, times, work.itemsize * math.prod(device.operand(use, 0)), "adapters")
+        elif axes := together(device.placed(use, 0)[1:2]):
+            yield Collective("all-reduce", axes, times, work.itemsize * device.matrix(use), "adapters")
 
 
 def _copies(device: DeviceStep) -> Iterator[Collective]:
-    """Over `tensor`, gradients of key/value heads of which several devices have copies: each device holds the matrices
-    of all heads. Where one has one head, it adds its gradient to those of the same, and gathers the others; else the
-    gradients of all copies are gathered. The sum is counted as if the devices with the same were all of the axis."""
+    """Over the axes of the query heads, gradients of key/value heads of which several devices have copies: each device
+    holds the matrices of all heads. Where one has one head, it adds its gradient to those of the same, and gathers the
+    others; else the gradients of all copies are gathered. The sum is counted as if the devices with the same were all
+    of the axis."""
     work, found = device.work, device.found
     for uses in found.by_layer.values():
         shared = [use for use in uses if device.copied_heads(use)]
-        groups: Counter[tuple[int, int]] = Counter()
+        groups: Counter[tuple[int, tuple[str, ...]]] = Counter()
         for use in shared:
-            key = device.copied_heads(use), work.parts("tensor", "act_heads", use.readers)
+            key = device.copied_heads(use), together(work.placed(("act_heads",), (use.readers,)))
             for i, value in enumerate(use.operands[1:], 1):
                 if found.parameters[value] not in work.frozen:
                     groups[key] += work.itemsize * work.stored(use.marker.operands[i], use.shapes[i])
-        for (kv_heads, tensor), held in groups.items():
+        for (kv_heads, axes), held in groups.items():
+            shards = work.layout.over(axes)
             one, times = held // kv_heads, work.microbatches * shared[0].times
-            if tensor % kv_heads:
-                copies = math.lcm(kv_heads, tensor)
-                yield Collective("all-gather", ("tensor",), times, one * copies, "copies")
+            if shards % kv_heads:
+                copies = math.lcm(kv_heads, shards)
+                yield Collective("all-gather", axes, times, one * copies, "copies")
             else:
-                yield Collective("all-reduce", ("tensor",), times, one, "copies")
-                yield Collective("all-gather", ("tensor",), times, one * kv_heads * (kv_heads > 1), "copies")
+                yield Collective("all-reduce", axes, times, one, "copies")
+                yield Collective("all-gather", axes, times, one * kv_heads * (kv_heads > 1), "copies")
 
 
 def _sums(work: Workload) -> Iterator[Collective]:
-    """Over `data`, gradients are summed once per step."""
+    """Over the axes whose devices have copies of the model, gradients are summed once per step."""
     leaves = work.parameters.items()
     stored = sum(work.stored(d.axes, d.shape) for path, d in leaves if path not in work.frozen)
     wide = 4 if work.microbatches > 1 else work.itemsize
-    yield Collective("all-reduce", ("data",), 1, wide * stored, "gradients")
+    yield Collective("all-reduce", work.several(work.rules.replicas), 1, wide * stored, "gradients")
 
 
 def _optimizer(work: Workload) -> Iterator[Collective]:
@@ -132,35 +155,48 @@ def _optimizer(work: Workload) -> Iterator[Collective]:
 
 
 def _stream(device: DeviceStep) -> Iterator[Collective]:
-    """Over `tensor`, the stream is gathered before attention and feed-forward and summed after them, each device
-    keeping its part of the sequence (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2), or all of it where the
-    sequence does not divide; the backward pass transposes one into the other, as far as it goes. A loss in kernels sums
-    its gradient whole. Of few logits, which kernels leave to XLA, it is counted like the others, as TPUs do it; GPUs
-    sum it whole, in float32."""
-    work, tensor, again = device.work, ("tensor",), run_again(device)
-    counts: Counter[tuple[str, int, str]] = Counter()
+    """Over the axes that shard a layer (`tensor`), the stream is gathered before attention and feed-forward and summed
+    after them, each device keeping its part of the sequence (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2),
+    or all of it where the sequence does not divide; the backward pass transposes one into the other, as far as it goes.
+    A loss in kernels sums its gradient whole. Of few logits, which kernels leave to XLA, it is counted like the others,
+    as TPUs do it; GPUs sum it whole, in float32."""
+    work, again = device.work, run_again(device)
+    counts: Counter[tuple[str, tuple[str, ...], int, str]] = Counter()
     whole_sums = {use.operands[0] for use in device.found.uses if use.name == "cross_entropy" and loss(device, use)}
     for use in device.found.uses:
         times = work.microbatches * use.times
         if use.name == "cross_entropy":
             # The maximum of each token's logits; then, sent together, their sum and the one at its target.
             tokens, _ = logits(device, use)
-            counts["all-reduce", 4 * tokens, "loss"] += times
-            counts["all-reduce", 2 * 4 * tokens, "loss"] += times
-        gathers, sums = use.name == "gather", _is_summed(device, use)
-        if not gathers and not sums:
+            labels = together(device.placed(use, 1))
+            counts["all-reduce", labels, 4 * tokens, "loss"] += times
+            counts["all-reduce", labels, 2 * 4 * tokens, "loss"] += times
+        gathers, summed = use.name == "gather", _summed_over(device, use)
+        if not gathers and not summed:
             continue
         whole = work.itemsize * math.prod(work.shape(GATHERED, use.made[0]))
-        parted = whole > work.itemsize * math.prod(work.shape(RESIDUAL, use.made[0]))
-        gather, total = "all-gather" if parted else "", "reduce-scatter" if parted else "all-reduce"
+        # The axes over which devices have parts of the stream that are gathered.
+        parts, all_of_it = (together(work.placed(axes, use.made[0])) for axes in (RESIDUAL, GATHERED))
+        parted = tuple(axis for axis in parts if axis not in all_of_it)
+
+        def sums(axes: tuple[str, ...], scatters: bool, n: int, whole: int = whole, parted: tuple = parted) -> None:
+            """Count a sum over these axes, of which each device keeps its part."""
+            kept = tuple(axis for axis in axes if scatters and axis in parted)
+            left = tuple(axis for axis in axes if axis not in kept)
+            counts["reduce-scatter", kept, whole, "stream"] += n
+            counts["all-reduce", left, whole // work.layout.over(kept), "stream"] += n
+
         reruns = use.layer is not None and not again.isdisjoint(use.results)
-        counts[gather if gathers else total, whole, "stream"] += times * (1 + reruns)
-        if device.trains(use):
-            back = "all-reduce" if use.results[0] in whole_sums else total
-            counts[back if gathers else gather, whole, "stream"] += times
-    for (kind, size, of), times in counts.items():
-        if kind:
-            yield Collective(kind, tensor, times, size, of)
+        forward, trains = times * (1 + reruns), device.trains(use)
+        if gathers:
+            counts["all-gather", parted, whole, "stream"] += forward
+            if trains:
+                sums(_read_over(device, use.results[0]), use.results[0] not in whole_sums, times)
+        else:
+            sums(summed, True, forward)
+            counts["all-gather", parted, whole, "stream"] += times * trains
+    for (kind, axes, size, of), times in counts.items():
+        yield Collective(kind, axes, times, size, of)
 
 
 # Sums over the channels of each token that a norm asks for, in either direction.
@@ -168,8 +204,8 @@ _STATISTICS = {"rms_norm": 1, "layer_norm": 2}
 
 
 def _norms(device: DeviceStep) -> Iterator[Collective]:
-    """Over `tensor`, norms of all heads together sum the statistics of each token, in float32. Those of the queries and
-    keys of a layer are sent together."""
+    """Norms whose channels several devices share sum the statistics of each token over these, in float32. Those of the
+    queries and keys of a layer are sent together."""
     again = run_again(device)
     for uses in device.found.by_layer.values():
         shared = [use for use in uses if use.name == "norm" and device.shares_norm(use)]
@@ -177,14 +213,22 @@ def _norms(device: DeviceStep) -> Iterator[Collective]:
             passes = 1 + (not again.isdisjoint(use.results)) + device.trains(use)
             times = device.work.microbatches * use.times * passes * _STATISTICS[use.options["operation"]]
             bytes_ = sum(4 * math.prod(device.operand(each, 0)[:2]) for each in shared)
-            yield Collective("all-reduce", ("tensor",), times, bytes_, "norms")
+            yield Collective("all-reduce", device.shares_norm(use), times, bytes_, "norms")
 
 
-def _is_summed(device: DeviceStep, use: Use) -> bool:
-    """Return whether an operation contracts a dimension that `tensor` shards."""
+def _summed_over(device: DeviceStep, use: Use) -> tuple[str, ...]:
+    """Return the mesh axes that shard what an operation contracts, over which its result is summed."""
     if use.name == "look_up":
-        return device.work.parts("tensor", use.marker.operands[0][0], use.shapes[0][0]) > 1
+        return together(device.placed(use, 0)[:1])
     if use.name != "linear":
-        return False
+        return ()
     inputs = len(use.shapes[0]) - 2
-    return device.shards(use.marker.operands[1][:inputs], use.shapes[1][:inputs], "tensor") > 1
+    return together(device.placed(use, 1)[:inputs])
+
+
+def _read_over(device: DeviceStep, value: int) -> tuple[str, ...]:
+    """Return the mesh axes that shard the outputs of the products which read a stream: its gradient is summed over
+    them."""
+    reads = [use for use in device.found.uses if use.name in PRODUCTS and use.operands[0] == value]
+    axes = (axis for use in reads for axis in together(device.placed(use, 1)) if axis not in _summed_over(device, use))
+    return device.work.several(axes)

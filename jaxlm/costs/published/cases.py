@@ -46,7 +46,7 @@ class CaseStepConfig(Section):
     microbatches: PositiveInt = 1
     optimizer: str = "adamw"
     kernels: Kernels = "xla"
-    mesh: dict[Literal["data", "fsdp", "tensor"], PositiveInt] = Field(default_factory=dict)
+    mesh: dict[str, PositiveInt] = Field(default_factory=dict)
 
 
 class PublishedCase(Section):

@@ -1,4 +1,4 @@
-"""Weights as the engine keeps them: each layer apart, and matrices on a CPU by their outputs."""
+"""Weights as the engine keeps them: each layer by itself, and matrices on a CPU by their outputs."""
 
 import math
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class WeightLayout:
 
     def __init__(self, model: ModelConfig, by_outputs: bool):
         self.model, self.by_outputs = model, by_outputs
-        self.graph, self.abstract = tree.abstract(model, apart=True)
+        self.graph, self.abstract = tree.abstract(model, unrolled=True)
         self._dimensions = tree.paths(tree.dimensions(self.abstract))
 
     def stored(self, parameters: Tree, mesh: Mesh, rules: Rules) -> Tree:
@@ -43,7 +43,7 @@ class WeightLayout:
                 return jax.device_put(x, sharding)
             return _turn(math.prod(of.shape[i] for i in of.inputs), sharding)(x)
 
-        return jax.tree_util.tree_map_with_path(kept, tree.taken_apart(self.model, parameters))
+        return jax.tree_util.tree_map_with_path(kept, tree.unstack_layers(self.model, parameters))
 
     def abstract_stored(self, dtype: jnp.dtype, mesh: Mesh, rules: Rules) -> Tree:
         """Return the shapes and shardings of parameters as they are kept."""

@@ -1,28 +1,24 @@
-"""Layers in groups: stacks of equal parameters, and the loop through layers that differ.
+"""The way of a pass through the layers: which of them one body runs, in which loops, and the loop itself.
 
-What is stacked and what runs in one loop are separate questions. There is one stack per structure of parameters, in
-layer order. The loop goes over the shortest period in which layers repeat.
+What is stacked (`jaxlm.models.stacks`) and what runs in one loop are separate questions. A loop goes over the shortest
+period in which layers repeat.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-from jaxlm.models.config import BlockConfig, ModelConfig, Remat
-from jaxlm.models.parameters import Module, shapes_alone, stack
-from jaxlm.models.positions import program
+from jaxlm.models.config import BlockConfig, Remat
+from jaxlm.models.positions import traced_structure
 from jaxlm.models.recording import is_recording
-from jaxlm.models.rows import Auxiliary, Place
-
-_ONLY = "layers"  # the name of a group that has all layers
+from jaxlm.models.rows import Auxiliary, LayerIndex
+from jaxlm.models.stacks import Groups, Stacks, places
 
 
 class Execution(NamedTuple):
@@ -44,264 +40,222 @@ class Segment(NamedTuple):
     repeats: int
 
 
-def segments(keys: Sequence[Any]) -> list[Segment]:
-    """Return the segments in which layers with these keys repeat.
+def segments(keys: Sequence[Any], start: int = 0) -> list[Segment]:
+    """Return the segments in which layers with these keys, the first of which is `start`, repeat.
 
     A segment has the shortest period that occurs at least twice and repeats until less than a period is left, which is
     divided in the same way. Where there is none, it is the first run of equal keys.
     """
-    found, start = [], 0
-    while left := keys[start:]:
+    divided, at = [], 0
+    while left := keys[at:]:
         n = len(left)
         periods = (p for p in range(1, n // 2 + 1) if all(left[i] == left[i % p] for i in range(n // p * p)))
         if period := next(periods, None):
-            found.append(Segment(start, period, n // period))
+            divided.append(Segment(start + at, period, n // period))
         else:
-            found.append(Segment(start, 1, next((i for i in range(n) if left[i] != left[0]), n)))
-        start += found[-1].period * found[-1].repeats
-    return found
+            divided.append(Segment(start + at, 1, next((i for i in range(n) if left[i] != left[0]), n)))
+        at += divided[-1].period * divided[-1].repeats
+    return divided
 
 
-def grouped(keys: Sequence[Any], names: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Return the layers of each key, named as the first of them, or "layers" where all have one key."""
-    groups: dict[Any, list[int]] = {}
-    for layer, key in enumerate(keys):
-        groups.setdefault(key, []).append(layer)
-    return {names[layers[0]] if len(groups) > 1 else _ONLY: tuple(layers) for layers in groups.values()}
-
-
-Make = Callable[[ModelConfig, nnx.Rngs], Module]
-Stacks = Module | nnx.Dict  # the only stack, or all by name
-Run = Callable[[Any, Any, Place], tuple[Any, Auxiliary]]
+Layer = Callable[[Any, Any, LayerIndex], tuple[Any, Auxiliary]]
 Entries = Mapping[str, Sequence[int]]
 
 
-@dataclass(frozen=True)
-class Groups:
-    """The layers of a model by their parameters.
+class LayerRun(NamedTuple):
+    """The layers that one body runs, one in each trip of a loop. Their indices are evenly spaced.
 
-    `blocks`: of each layer. `stacks`: the name and the layers of each stack; blocks whose abstract trees are equal
-    (paths, shapes and axes) have one. `graphs`: of each distinct block. `apart`: each layer is a stack of its own,
-    and runs by itself.
+    `layers`: from 0. `stack` and `indices`: the stack of their parameters, and where they are in it. `entry` and
+    `entry_indices`: the entry of a cache that serves them, and where in it. `blocks`: of one `traced_structure`.
     """
 
+    layers: tuple[int, ...]
+    stack: str
+    indices: tuple[int, ...]
+    entry: str
+    entry_indices: tuple[int, ...]
     blocks: tuple[BlockConfig, ...]
-    stacks: tuple[tuple[str, tuple[int, ...]], ...]
-    graphs: tuple[tuple[BlockConfig, nnx.GraphDef], ...]
-    apart: bool = False
 
-    @classmethod
-    def of(cls, model: ModelConfig, make: Make, apart: bool = False) -> "Groups":
-        """Return the groups of a model's layers; `make` makes one."""
-        with shapes_alone():
-            made = {
-                block: nnx.eval_shape(partial(make, model.of(block)), nnx.Rngs(0))
-                for block in dict.fromkeys(model.layers)
-            }
-        trees = {block: nnx.to_flat_state(nnx.state(module)) for block, module in made.items()}
-        structures = {
-            block: tuple((path, leaf.shape, leaf.axes, leaf.inputs) for path, leaf in tree)
-            for block, tree in trees.items()
-        }
-        if apart:
-            stacks = {str(layer): (layer,) for layer in range(model.num_layers)}
-        else:
-            stacks = grouped([structures[block] for block in model.layers], model.layer_names)
-        for name, layers in stacks.items():
-            for layer in layers:
-                made[model.layers[layer]].name = _ONLY if apart or _ONLY in stacks else f"{_ONLY}/{name}"
-        graphs = tuple((block, nnx.graphdef(module)) for block, module in made.items())
-        return cls(model.layers, tuple(stacks.items()), graphs, apart)
+    @property
+    def distinct(self) -> tuple[BlockConfig, ...]:
+        """The blocks, each once."""
+        return tuple(dict.fromkeys(self.blocks))
 
-    def stacked(self, model: ModelConfig, make: Make, rngs: nnx.Rngs) -> Stacks:
-        """Return the layers as stacks, whose parameters are [n, …]."""
-        made = {name: _stack([self.blocks[i] for i in layers], model, make, rngs) for name, layers in self.stacks}
-        return made[_ONLY] if _ONLY in made else nnx.Dict(made)
-
-    def modules(self, stacks: Stacks) -> list[Any]:
-        """Return the block of each layer, with the parameters of its whole stack."""
-        made = dict(zip(dict(self.graphs), self.distinct(stacks), strict=True))
-        return [made[block] for block in self.blocks]
-
-    def distinct(self, stacks: Stacks) -> list[Any]:
-        """Return each distinct block, in the order of `graphs`, with the parameters of its whole stack."""
-        trees = self.trees(stacks)
-        names = {self.blocks[layer]: name for name, layers in self.stacks for layer in layers}
-        return [nnx.merge(graph, trees[names[block]]) for block, graph in self.graphs]
-
-    def trees(self, stacks: Stacks) -> dict[str, nnx.State]:
-        """Return the parameters of each stack."""
-        return {name: nnx.state(stacks[name] if isinstance(stacks, nnx.Dict) else stacks) for name, _ in self.stacks}
-
-    def copied(self) -> dict[str, Fraction]:
-        """Return the share of each stack that training copies: loops that read a part of one read it from a slice."""
-        shares, sizes = {name: Fraction(0) for name, _ in self.stacks}, {name: len(at) for name, at in self.stacks}
-        places = _places(dict(self.stacks))
-        for start, period, repeats in segments([program(block) for block in self.blocks]):
-            for name, count in Counter(places[layer][0] for layer in range(start, start + period)).items():
-                read = Fraction(count * repeats, sizes[name])
-                shares[name] += read if read < 1 else 0
-        return shares
-
-    def through(
-        self, stacks: Stacks, run: Run, carry: Any, execution: Execution, entries: Entries | None
-    ) -> tuple[Any, Auxiliary]:
-        """Carry a value through the layers. Return it and their auxiliary results by name, in layer order.
-
-        Args:
-          stacks: the parameters, as `stacked` returned them.
-          run: takes a block, the value and the block's place, and returns the value and auxiliary results.
-          execution: remat is per layer.
-          entries: the layers of each entry of a cache that keeps something. With one, blocks that differ at all run
-            apart; otherwise those of one `program` run as one, and apart in recordings, inside of that loop.
-        """
-        loop, found = _LayerLoop(self, stacks, run, execution, entries), []
-        keys: Sequence[Any] = self.blocks if entries is not None else [program(block) for block in self.blocks]
-        if self.apart:
-            keys = range(len(self.blocks))
-        for segment in segments(keys):
-            carry, auxiliary = loop.over(segment, carry)
-            found += auxiliary
-        return carry, _in_layer_order(found)
+    @property
+    def which(self) -> list[int]:
+        """The index of each trip's block among the distinct ones."""
+        return [self.distinct.index(block) for block in self.blocks]
 
 
-def _stack(blocks: Sequence[BlockConfig], model: ModelConfig, make: Make, rngs: nnx.Rngs) -> Module:
-    """Return layers with these blocks as one module; each layer's parameters begin as its own block says."""
-    programs: dict[BlockConfig, list[int]] = {}
-    for at, block in enumerate(blocks):
-        programs.setdefault(program(block), []).append(at)
-    models = [(model.of(blocks[at[0]]), len(at)) for at in programs.values()]
-    parts = [stack(partial(make, each), n, rngs) for each, n in models]
-    if len(parts) > 1:
-        order = np.argsort(np.concatenate(list(programs.values())))
-        trees = [nnx.state(part) for part in parts]
-        nnx.update(parts[0], jax.tree.map(lambda *xs: jnp.concatenate(xs)[order], *trees))
-    return parts[0]
+LayerLoop = tuple[LayerRun, ...]  # each trip runs a layer of every run, in this order
 
 
-class _LayerLoop:
-    """The loop over the layers of a segment, of which each has its own block in the body."""
+class Traversal(NamedTuple):
+    """The way of one pass through the layers.
 
-    def __init__(self, groups: Groups, stacks: Stacks, run: Run, execution: Execution, entries: Entries | None):
-        self._groups, self._graphs, self._run, self._execution = groups, dict(groups.graphs), run, execution
-        self._trees, self._reads = groups.trees(stacks), entries is not None or is_recording()
-        self._stack = _places(dict(groups.stacks))
-        self._entry = _places({_ONLY: range(len(groups.blocks))} if entries is None else entries)
+    `sections`: loops in layer order; those of one section stand together in the body of a loop of one trip. `slices`:
+    a loop takes a slice of a stack of which it runs a part; otherwise each layer is read where it lies. `saved`: the
+    names of what a layer keeps for its backward pass; None keeps all.
+    """
 
-    def over(self, segment: Segment, carry: Any) -> tuple[Any, list[tuple[Auxiliary, ...]]]:
-        """Return the value after a segment, and the auxiliary results of each layer of its period, [repeats, …].
+    sections: tuple[tuple[LayerLoop, ...], ...]
+    slices: bool
+    saved: Sequence[str] | None
 
-        In a recording of training they are those of the segments whose blocks do not differ at all.
-        """
-        equal = [segment]
-        if is_recording():
-            blocks = self._groups.blocks[segment.start : segment.start + segment.period * segment.repeats]
-            equal = [Segment(segment.start + start, *rest) for start, *rest in segments(blocks)]
-        if len(equal) == 1:
-            carry, found = self._over(equal[0], carry)
-            return carry, [found]
 
-        def body(carry: Any, _: None) -> tuple[Any, list[tuple[Auxiliary, ...]]]:
-            """Run the blocks apart, in a loop of one trip: what it carries is what the loop of training does."""
-            found = []
-            for each in equal:
-                carry, auxiliary = self._over(each, carry)
-                found.append(auxiliary)
-            return carry, found
+def traversal(groups: Groups, remat: Remat = "none", entries: Entries | None = None) -> Traversal:
+    """Return the way of a pass through the layers; `entries` are the layers of each entry of its cache, if it has one.
 
-        carry, found = jax.lax.scan(body, carry, length=1)
-        return carry, jax.tree.map(lambda x: x[0], found)
+    Passes differ here, and nowhere else:
 
-    def _over(self, segment: Segment, carry: Any) -> tuple[Any, tuple[Auxiliary, ...]]:
-        """Run one loop over a segment, or none where it does not repeat."""
-        layers = range(segment.start, segment.start + segment.period)
-        inside: dict[str, list[int]] = {}  # of each stack the layers in a period
-        for layer in layers:
-            inside.setdefault(self._stack[layer][0], []).append(layer)
-        slabs = {name: self._slab(segment, name, among) for name, among in inside.items()}
-        runs = {layer: self._layer(segment, layer) for layer in layers}
-        which = {layer: jnp.asarray(self._variants(segment, layer)[1]) for layer in layers}
+    - In training, layers of one `traced_structure` share a body, and loops take slices: the gradient of what is read
+      from a stack would be as large as the stack, in every layer.
+    - With a cache, only equal blocks do, and nothing is sliced: a slice would be a copy of parameters.
+    - Unrolled layers run one by one.
+    - A recording has one body for each block of a loop of the recorded pass, and marks layers as what may run again.
+    """
+    is_recorded, blocks = is_recording(), groups.blocks
+    keys: Sequence[Any] = [traced_structure(block) for block in blocks] if entries is None else blocks
+    sections = [[segment] for segment in segments(range(len(blocks)) if groups.unrolled else keys)]
+    if is_recorded:
+        ranges = [(start, start + period * repeats) for ((start, period, repeats),) in sections]
+        sections = [segments(blocks[start:end], start) for start, end in ranges]
+    of_stack = places(dict(groups.stacks))
+    of_entry = places({"layers": range(len(blocks))} if entries is None else entries)
 
-        def body(carry: Any, each: tuple) -> tuple[Any, tuple[Auxiliary, ...]]:
-            repeat, slabs, which = each
-            trees = {}
-            for name, among in inside.items():
-                slab = slabs[name]
-                if slab is None:
-                    trees |= {layer: self._read(segment, layer, repeat) for layer in among}
-                else:
-                    trees |= zip(among, [slab] if len(among) == 1 else _unstacked(slab), strict=True)
-            found = []
-            for layer in layers:
-                carry, auxiliary = runs[layer](carry, trees[layer], repeat, which[layer])
-                found.append(auxiliary)
-            return carry, tuple(found)
+    def run(layers: range) -> LayerRun:
+        (stack, _), (entry, _) = of_stack[layers[0]], of_entry[layers[0]]
+        indices, entry_indices = ([of[layer][1] for layer in layers] for of in (of_stack, of_entry))
+        of_layers = [blocks[layer] for layer in layers]
+        return LayerRun(tuple(layers), stack, tuple(indices), entry, tuple(entry_indices), tuple(of_layers))
 
-        over = jnp.arange(segment.repeats), slabs, which
-        if segment.repeats == 1:  # a loop of one trip would have gradients of what enters it, whoever asks for them
-            carry, found = body(carry, jax.tree.map(lambda x: x[0], over))
-            return carry, jax.tree.map(lambda x: x[None], found)
-        # `unroll` writes the loop out at trace time: the same tree, the same body, no while loop in the program.
-        return jax.lax.scan(body, carry, over, unroll=1 if self._execution.scan else segment.repeats)
+    def loop(segment: Segment) -> LayerLoop:
+        start, period, repeats = segment
+        return tuple(run(range(start + i, start + period * repeats, period)) for i in range(period))
 
-    def _layer(self, segment: Segment, layer: int) -> Callable[..., tuple[Any, Auxiliary]]:
-        """Return the function that runs a layer of the period, by the number of the repeat."""
-        graph, (blocks, _) = self._graphs[self._groups.blocks[layer]], self._variants(segment, layer)
-        (entry, index), step = self._entry[layer], _step(self._entry, segment, layer)
+    keeps_all = remat == "none" and not is_recorded
+    return Traversal(
+        tuple(tuple(map(loop, section)) for section in sections),
+        slices=entries is None and not is_recorded,
+        saved=None if keeps_all else () if isinstance(remat, str) else remat,
+    )
 
-        def run(carry: Any, tree: nnx.State, repeat: jax.Array, which: jax.Array) -> tuple[Any, Auxiliary]:
-            at = Place(layer + segment.period * repeat, blocks, which, entry, index + step * repeat)
-            return self._run(nnx.merge(graph, tree), carry, at)
 
-        remat = self._execution.remat
-        if remat == "none" and not is_recording():  # recordings show what rematerialisation may run again
-            return run
-        saved = () if isinstance(remat, str) else remat
+def copied(groups: Groups) -> dict[str, Fraction]:
+    """Return the share of each stack that training copies: loops that run a part of a stack read it from a slice."""
+    shares, sizes = {name: Fraction(0) for name, _ in groups.stacks}, {name: len(at) for name, at in groups.stacks}
+    for loop in (loop for section in traversal(groups).sections for loop in section):
+        for name, layers in Counter(run.stack for run in loop for _ in run.layers).items():
+            part = Fraction(layers, sizes[name])
+            shares[name] += part if part < 1 else 0
+    return shares
+
+
+def through(
+    groups: Groups, stacks: Stacks, layer: Layer, carry: Any, execution: Execution, entries: Entries | None
+) -> tuple[Any, Auxiliary]:
+    """Carry a value through the layers. Return it and their auxiliary results by name, in layer order.
+
+    Args:
+      stacks: the parameters, as `Groups.stacked` returned them.
+      layer: takes a block, the value and the layer's index, and returns the value and auxiliary results.
+      execution: remat is per layer.
+      entries: the layers of each entry of a cache that keeps something.
+    """
+    way, trees = traversal(groups, execution.remat, entries), groups.trees(stacks)
+    loop_through = partial(_loop_through, dict(groups.graphs), trees, layer, way, execution.scan)
+    results: list[tuple[Auxiliary, ...]] = []
+    for section in way.sections:
+
+        def body(carry: Any, _: None, section: Sequence[LayerLoop] = section) -> tuple[Any, list]:
+            of_loops = []
+            for loop in section:
+                carry, of_loop = loop_through(loop, carry)
+                of_loops.append(of_loop)
+            return carry, of_loops
+
+        if len(section) == 1:
+            carry, of_section = body(carry, None)
+        else:  # what the loop of one trip carries is what the loop of the recorded pass does
+            carry, of_section = jax.lax.scan(body, carry, length=1)
+            of_section = jax.tree.map(lambda x: x[0], of_section)
+        results += of_section
+    return carry, _in_layer_order(results)
+
+
+def _loop_through(
+    graphs: Mapping[BlockConfig, nnx.GraphDef],
+    trees: Mapping[str, nnx.State],
+    layer: Layer,
+    way: Traversal,
+    scan: bool,
+    loop: LayerLoop,
+    carry: Any,
+) -> tuple[Any, tuple[Auxiliary, ...]]:
+    """Carry a value through the layers of a loop. Return it and the auxiliary results of each run, [trips, …]."""
+    trips, by_stack = len(loop[0].layers), {run.stack: [r for r in loop if r.stack == run.stack] for run in loop}
+
+    def compute(run: LayerRun, carry: Any, tree: nnx.State, trip: jax.Array, which: jax.Array) -> tuple:
+        index = LayerIndex(_at(run.layers, trip), run.distinct, which, run.entry, _at(run.entry_indices, trip))
+        return layer(nnx.merge(graphs[run.blocks[0]], tree), carry, index)
+
+    def computed(run: LayerRun) -> Callable[..., tuple[Any, Auxiliary]]:
+        if way.saved is None:
+            return partial(compute, run)
+        policy = jax.checkpoint_policies.save_only_these_names(*way.saved)
         # Inside a loop nothing can be merged across iterations, so the barrier against it is needless there.
-        return jax.checkpoint(
-            run,
-            policy=jax.checkpoint_policies.save_only_these_names(*saved),
-            prevent_cse=not self._execution.scan or segment.repeats == 1,
-        )
+        return jax.checkpoint(partial(compute, run), policy=policy, prevent_cse=not scan or trips == 1)
 
-    def _variants(self, segment: Segment, layer: int) -> tuple[tuple[BlockConfig, ...], list[int]]:
-        """Return the distinct blocks that a layer of the period may be, and which it is in each repeat."""
-        of_repeats = [self._groups.blocks[layer + segment.period * repeat] for repeat in range(segment.repeats)]
-        blocks = tuple(dict.fromkeys(of_repeats))
-        return blocks, [blocks.index(block) for block in of_repeats]
+    def body(carry: Any, each: tuple) -> tuple[Any, tuple[Auxiliary, ...]]:
+        (trip, slices, which), parameters, results = each, {}, []
+        for stack, runs in by_stack.items():
+            trees_of_runs = _parameters(runs, trees[stack], slices[stack], trip)
+            parameters |= zip((run.layers for run in runs), trees_of_runs, strict=True)
+        for i, run in enumerate(loop):
+            carry, auxiliary = computed(run)(carry, parameters[run.layers], trip, which[i])
+            results.append(auxiliary)
+        return carry, tuple(results)
 
-    def _slab(self, segment: Segment, name: str, among: Sequence[int]) -> nnx.State | None:
-        """Return what a loop reads of a stack, [repeats, …], for several layers of a period [repeats, layers, …].
-
-        It is None where layers are read where they lie: in inference a slice would be a copy of the parameters. In
-        training the gradient of what is read so would be as large as the stack, in every layer.
-        """
-        repeats, count, (_, first) = segment.repeats, len(among), self._stack[among[0]]
-        whole = repeats * count == len(dict(self._groups.stacks)[name])
-        if self._reads and not (whole and count == 1):
-            return None
-
-        def cut(x: jax.Array) -> jax.Array:
-            x = x if whole else x[first : first + repeats * count]
-            return x if count == 1 else x.reshape(repeats, count, *x.shape[1:])
-
-        return jax.tree.map(cut, self._trees[name])
-
-    def _read(self, segment: Segment, layer: int, repeat: jax.Array) -> nnx.State:
-        """Return the parameters of a layer of the period, read from its stack."""
-        (name, first), step = self._stack[layer], _step(self._stack, segment, layer)
-        index = first + step * repeat
-        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), self._trees[name])
+    slices = {stack: _slices(runs, trees[stack], way.slices) for stack, runs in by_stack.items()}
+    which = [jnp.asarray(run.which) for run in loop]
+    over = jnp.arange(trips), slices, which
+    if trips == 1:  # a loop of one trip would have gradients of what enters it, whoever asks for them
+        carry, results = body(carry, jax.tree.map(lambda x: x[0], over))
+        return carry, jax.tree.map(lambda x: x[None], results)
+    # `unroll` writes the loop out at trace time: the same tree, the same body, no while loop in the program.
+    return jax.lax.scan(body, carry, over, unroll=1 if scan else trips)
 
 
-def _places(groups: Entries) -> dict[int, tuple[str, int]]:
-    """Return for each layer the name of its group and its index there."""
-    return {layer: (name, i) for name, layers in groups.items() for i, layer in enumerate(layers)}
+def _slices(runs: Sequence[LayerRun], tree: nnx.State, may_slice: bool) -> nnx.State | None:
+    """Return what a loop takes of a stack for these runs: [trips, …] of one, [trips, runs, …] of several.
+
+    It is None where each layer is read where it lies (`Traversal.slices`), unless the loop takes the stack as it is.
+    """
+    trips, count, first = len(runs[0].layers), len(runs), runs[0].indices[0]
+    is_whole = trips * count == len(jax.tree.leaves(tree)[0])
+    if not may_slice and not (is_whole and count == 1):
+        return None
+
+    def cut(x: jax.Array) -> jax.Array:
+        x = x if is_whole else x[first : first + trips * count]
+        return x if count == 1 else x.reshape(trips, count, *x.shape[1:])
+
+    return jax.tree.map(cut, tree)
 
 
-def _step(places: Mapping[int, tuple[str, int]], segment: Segment, layer: int) -> int:
-    """Return how far on in its group the same layer of the next period is."""
-    return 0 if segment.repeats == 1 else places[layer + segment.period][1] - places[layer][1]
+def _parameters(
+    runs: Sequence[LayerRun], tree: nnx.State, piece: nnx.State | None, trip: jax.Array
+) -> Sequence[nnx.State]:
+    """Return the parameters of each run in a trip: from its slice of their stack, or read from the stack."""
+    if piece is not None:
+        return [piece] if len(runs) == 1 else _unstacked(piece)
+    indices = [_at(run.indices, trip) for run in runs]
+    return [jax.tree.map(lambda x, i=i: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree) for i in indices]
+
+
+def _at(indices: Sequence[int], trip: jax.Array) -> jax.Array:
+    """Return the index of a trip."""
+    return indices[0] + (indices[1] - indices[0] if len(indices) > 1 else 0) * trip
 
 
 def _unstacked(tree: nnx.State) -> list[nnx.State]:
@@ -310,8 +264,8 @@ def _unstacked(tree: nnx.State) -> list[nnx.State]:
     return [structure.unflatten(each) for each in zip(*map(jnp.unstack, leaves), strict=True)]
 
 
-def _in_layer_order(found: Sequence[tuple[Auxiliary, ...]]) -> Auxiliary:
-    """Return the results of layers by name, [layers that have it, …]; `found` has those of each segment's period."""
+def _in_layer_order(results: Sequence[tuple[Auxiliary, ...]]) -> Auxiliary:
+    """Return the results of layers by name, [layers that have it, …]; `results` has those of each segment's period."""
 
     def together(of_segments: list[list[dict[str, jax.Array]]]) -> dict[str, jax.Array]:
         by_name: dict[str, list[jax.Array]] = {}
@@ -322,5 +276,5 @@ def _in_layer_order(found: Sequence[tuple[Auxiliary, ...]]) -> Auxiliary:
                 by_name.setdefault(name, []).append(mixed)
         return {name: jnp.concatenate(arrays) if arrays[1:] else arrays[0] for name, arrays in by_name.items()}
 
-    losses, statistics = ([[getattr(x, key) for x in period] for period in found] for key in Auxiliary._fields)
+    losses, statistics = ([[getattr(x, key) for x in period] for period in results] for key in Auxiliary._fields)
     return Auxiliary(together(losses), together(statistics))

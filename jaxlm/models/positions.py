@@ -17,7 +17,7 @@ from jaxlm.models.position_config import (
     RopeConfig,
     YarnScalingConfig,
 )
-from jaxlm.models.rows import Place, RowContext
+from jaxlm.models.rows import LayerIndex, RowContext
 from kernels_pallas.flash_attention import KeyRange
 
 
@@ -41,8 +41,8 @@ def cache_causal_mask(positions_BT: jax.Array, length_B: jax.Array) -> KeyRange:
     return KeyRange(jnp.zeros_like(positions_BT), jnp.where(is_token_BT, positions_BT + 1, 0))
 
 
-def program(block: config.BlockConfig) -> config.BlockConfig:
-    """Return the block without what differs between layers of one program: its window and its angles are arrays."""
+def traced_structure(block: config.BlockConfig) -> config.BlockConfig:
+    """Return the block without what layers that are traced once may differ in: windows and angles are arrays."""
     same: dict[str, Any] = {}
     if block.position.kind == "rope":
         same["position"] = RopeConfig(fraction=block.position.fraction)
@@ -87,7 +87,7 @@ class LayerRows:
             if isinstance(settings, RopeConfig) and width and (settings, width) not in self._tables:
                 self._tables[settings, width] = rope_table(settings, width, positions_BT, length_BT)
 
-    def of(self, at: Place) -> RowContext:
+    def of(self, at: LayerIndex) -> RowContext:
         """Return what a layer reads."""
         masks = [self._masks[block.window] for block in at.blocks]
         tables = [self._tables.get((block.position, block.rope_dim)) for block in at.blocks]

@@ -9,11 +9,11 @@ from jaxlm.models.doors import Dropout, RopeTable
 from kernels_pallas.flash_attention import KeyRange
 
 
-class Place(NamedTuple):
-    """A layer where a block runs.
+class LayerIndex(NamedTuple):
+    """The layer that a block runs as.
 
-    `layer`: its index from 0. `blocks` and `which`: what it may be, blocks of one `program`, and its index among these.
-    `entry` and `index`: the entry of a cache that serves it, and its index there.
+    `layer`: its index from 0. `blocks` and `which`: the blocks that it may be, of one `traced_structure`, and the index
+    of its own among them. `entry` and `index`: the entry of a cache that serves the layer, and its index there.
     """
 
     layer: jax.Array

@@ -14,11 +14,12 @@ from jaxlm.models.attention import attention
 from jaxlm.models.cache import Cache, CacheEntry, LayerCache, NoCache, Slot
 from jaxlm.models.doors import Dropout, add, look_up, scale
 from jaxlm.models.feed_forward import feed_forward
-from jaxlm.models.layers import Execution, Groups, Place, grouped
+from jaxlm.models.layers import Execution, copied, through
 from jaxlm.models.norms import NoNorm, Norm, norm
 from jaxlm.models.parameters import Module, normal, param
 from jaxlm.models.positions import LayerRows
-from jaxlm.models.rows import Auxiliary, RowContext
+from jaxlm.models.rows import Auxiliary, LayerIndex, RowContext
+from jaxlm.models.stacks import Groups, grouped
 from kernels_pallas.flash_attention import KeyRange
 
 
@@ -81,17 +82,17 @@ class Block(Module):
 class Transformer(Module):
     """Token and position embedding, blocks, a final norm and the unembedding.
 
-    Blocks of equal structure are stacked; where they are `apart` each has arrays of its own, and no loop runs them.
+    Blocks of equal structure are stacked; `unrolled` ones have arrays of their own, and no loop runs them.
     """
 
-    def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs, apart: bool = False):
+    def __init__(self, model: config.ModelConfig, rngs: nnx.Rngs, unrolled: bool = False):
         V, D, std = model.vocab_size, model.d_model, model.initializer_std
         self.model = model
         self.embedding = param(rngs, (V, D), "vocab -> embed", normal(std))
         learned = model.position.kind == "learned"
         self.positions = param(rngs, (model.context_length, D), "positions -> embed", normal(std)) if learned else None
         self.embedding_norm = norm(model, rngs) if model.embedding_norm else NoNorm()
-        self.groups = Groups.of(model, Block, apart)
+        self.groups = Groups.of(model, Block, unrolled)
         self.layers = self.groups.stacked(model, Block, rngs)
         self.final_norm = norm(model, rngs)
         tied = model.tied_embeddings
@@ -99,7 +100,7 @@ class Transformer(Module):
 
     def copied(self) -> dict[str, Fraction]:
         """Return the share of each parameter of the layers that training copies before its loops, by path."""
-        shares, trees = self.groups.copied(), self.groups.trees(self.layers)
+        shares, trees = copied(self.groups), self.groups.trees(self.layers)
         under = {name: ("layers",) if len(trees) == 1 else ("layers", name) for name in trees}
         paths = {name: [path for path, _ in nnx.to_flat_state(tree)] for name, tree in trees.items()}
         return {"/".join((*under[name], *map(str, path))): shares[name] for name in trees for path in paths[name]}
@@ -114,7 +115,7 @@ class Transformer(Module):
 
     def _entries(self) -> dict[str, tuple[int, ...]]:
         """Return the layers of each entry of a cache."""
-        if self.groups.apart:
+        if self.groups.unrolled:
             return {name: layers for name, layers in self.groups.stacks}
         kept = [tuple(sorted(block.slots().items())) for block in self.groups.modules(self.layers)]
         return grouped(kept, self.model.layer_names)
@@ -178,16 +179,16 @@ class Transformer(Module):
         def layer(block: Block, *operands: Any) -> tuple:
             return block(*operands)
 
-        if self.groups.apart:  # equal blocks are traced once, and XLA writes out what calls them
+        if self.groups.unrolled:  # equal blocks are traced once, and XLA writes out what calls them
             layer = jax.jit(layer)
 
-        def run(block: Block, carry: tuple, at: Place) -> tuple:
+        def run(block: Block, carry: tuple, at: LayerIndex) -> tuple:
             x_BTD, cache = carry
             x_BTD, of_layer, auxiliary = layer(block, x_BTD, rows.of(at), cache.layer(at.entry, at.index))
             return (x_BTD, cache.put(at.entry, of_layer)), auxiliary | Auxiliary(statistics=observe(x_BTD))
 
         entries = None if isinstance(cache, NoCache) else self._entries()
-        (x_BTD, cache), auxiliary = self.groups.through(self.layers, run, (x_BTD, cache), execution, entries)
+        (x_BTD, cache), auxiliary = through(self.groups, self.layers, run, (x_BTD, cache), execution, entries)
         return x_BTD, cache, auxiliary
 
     def _embedding_scale(self, dtype: jnp.dtype) -> float:

@@ -32,22 +32,22 @@ _TABLES = frozenset({"vocab", "positions"})
 
 
 def abstract(
-    model: ModelConfig, adapted: LoraConfig | None = None, apart: bool = False
+    model: ModelConfig, adapted: LoraConfig | None = None, unrolled: bool = False
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Return (graph, tree) of the model, or of one with adapters: `nnx.merge(graph, parameters)` is the module. Its
-    layers may be `apart`, as `taken_apart` makes them.
+    layers may be `unrolled`, as `unstack_layers` returns them.
 
     The tree's leaves are `nnx.Param` with a `jax.ShapeDtypeStruct` and the metadata `axes` and `inputs` that
     `models.parameters.param` declared. Nobody may change it.
     """
-    asked: Any = (model, adapted, apart)  # frozen, and so hashable, which pydantic does not tell a type checker
+    asked: Any = (model, adapted, unrolled)  # frozen, and so hashable, which pydantic does not tell a type checker
     return _abstract(*asked)
 
 
 @lru_cache(maxsize=64)  # commands ask for it a dozen times
-def _abstract(model: ModelConfig, adapted: LoraConfig | None, apart: bool) -> tuple[nnx.GraphDef, nnx.State]:
+def _abstract(model: ModelConfig, adapted: LoraConfig | None, unrolled: bool) -> tuple[nnx.GraphDef, nnx.State]:
     with shapes_alone():
-        return nnx.split(nnx.eval_shape(lambda: build(model, 0, adapted, apart)))
+        return nnx.split(nnx.eval_shape(lambda: build(model, 0, adapted, unrolled)))
 
 
 def read(tree: nnx.State, leaf: Callable[[nnx.Param], Any]) -> Tree:
@@ -121,14 +121,14 @@ def parameter_count(model: ModelConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(tree)))
 
 
-def build(model: ModelConfig, seed: int, adapted: LoraConfig | None = None, apart: bool = False) -> Transformer:
+def build(model: ModelConfig, seed: int, adapted: LoraConfig | None = None, unrolled: bool = False) -> Transformer:
     """Return the module with initial parameters, perhaps with adapters; inside jit, so that each device makes only its
     own shard.
 
     The values do not depend on the mesh. Raises InputError for a target of adapters that is none.
     """
     rngs = nnx.Rngs(params=seed)
-    module = Transformer(model, rngs, apart)
+    module = Transformer(model, rngs, unrolled)
     return module if adapted is None else lora.adapt(module, adapted, _targets(module, adapted), rngs)
 
 
@@ -172,9 +172,9 @@ def under_adapters(parameters: Tree, paths: Iterable[str]) -> Tree:
 
 
 def merged(model: ModelConfig, adapted: LoraConfig, whole: Tree, mesh: Mesh, rules: Rules) -> Tree:
-    """Return the parameters of the model that a base and its adapters are together, each matrix W + scale · A·B.
+    """Return the parameters of the model with its adapters added to the base: each matrix is W + scale · A·B.
 
-    They are in the dtypes of the base and lie on the mesh as these rules have it. The arrays of `whole` are given up.
+    They are in the dtypes of the base, sharded by these rules. `whole` has base and adapters, and is donated.
     """
     graph, _ = abstract(model, adapted)
     _, plain = abstract(model)
@@ -187,22 +187,19 @@ def merged(model: ModelConfig, adapted: LoraConfig, whole: Tree, mesh: Mesh, rul
         return jax.jit(merge, donate_argnums=0, out_shardings=shardings(plain, mesh, rules))(whole)
 
 
-def taken_apart(model: ModelConfig, parameters: Tree) -> Tree:
-    """Return the parameters of a model with the layers of its stacks apart, [1, …] each, by the number of the layer.
+def unstack_layers(model: ModelConfig, parameters: Tree) -> Tree:
+    """Return the parameters of a model with each layer by itself, [1, …], under its number.
 
-    A step that runs no loop over layers would copy each from its stack, every time. Nothing is given up.
+    A step without a loop over layers would copy each layer from its stack, every time. No buffer is donated.
     """
     groups = nnx.merge(*abstract(model)).groups
-    layers, apart = parameters["layers"], {}
+    layers, unstacked = parameters["layers"], {}
     for name, members in groups.stacks:
         stack = layers if len(groups.stacks) == 1 else layers[name]
         leaves, structure = jax.tree.flatten(stack)
-        taken: list[list[jax.Array]] = [[] for _ in members]
-        for x in leaves:
-            for i, of_layer in enumerate(taken):
-                of_layer.append(_layer_of(x, i))
-        apart |= {str(layer): structure.unflatten(of) for layer, of in zip(members, taken, strict=True)}
-    return {**parameters, "layers": apart}
+        for i, layer in enumerate(members):
+            unstacked[str(layer)] = structure.unflatten([_layer_of(x, i) for x in leaves])
+    return {**parameters, "layers": unstacked}
 
 
 @jax.jit

@@ -55,7 +55,7 @@ def make(family="llama", dtype="float32", mesh=None, known=None, **settings):
     mesh = mesh or meshes.make()
     model = model_fixtures.model(FAMILIES[family], context_length=160)
     parameters = jax.tree.map(lambda x: x.astype(dtype), tree.init(model, 0, mesh))
-    layout = PageLayout.of(nnx.merge(*tree.abstract(model, apart=True)).slots(), SETTINGS.page)
+    layout = PageLayout.of(nnx.merge(*tree.abstract(model, unrolled=True)).slots(), SETTINGS.page)
     each = sum(layout.page_bytes(group, jnp.dtype("float32"), mesh, ENGINE) for group in range(len(layout.groups)))
     settings = {"cache_bytes": PAGES * each, **settings}
     if known is not None:

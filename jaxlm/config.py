@@ -21,8 +21,10 @@ from jaxlm.families import hub
 from jaxlm.families.files import CONFIG as PUBLISHED
 from jaxlm.families.files import is_published, read_json
 from jaxlm.models.config import ModelConfig
+from jaxlm.parallel import layout_choice
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.parallel.layout import Layout
+from jaxlm.parallel.layout_choice import ModelSize, some_divisors
 from jaxlm.parallel.rules import TRAIN, Kind
 from jaxlm.training.changes import is_free
 from jaxlm.training.config import OptimizerConfig, RunConfig, TrainingConfig
@@ -137,8 +139,8 @@ def _text(value: Any) -> str:
 
 # Tokens per row where nothing says how many, of a model whose context is longer.
 DEFAULT_SEQUENCE = 8192
-# Sizes that may be rounded up to suit a mesh; others are bound to one another.
-_PADDABLE = ("model.vocab_size", ".feed_forward.d_ff")
+# Keys of sizes that may be rounded up to suit a mesh; others are bound to one another.
+_PADDABLE = ("vocab_size", "d_ff")
 
 
 def layout(experiment: Experiment, devices: int, kind: Kind = "train") -> Layout:
@@ -165,7 +167,7 @@ def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train") -
     if rows % parts:
         fitting = math.ceil(rows / parts) * parts * training.microbatches
         raise InputError(
-            f"{' × '.join(f'mesh.{axis}' for axis in over)} = {parts} does not divide the {rows} rows of a microbatch "
+            f"{layout_choice.describe_axes(over)} = {parts} does not divide the {rows} rows of a microbatch "
             f"(training.batch / training.microbatches): set training.batch to {fitting}"
         )
 
@@ -173,33 +175,20 @@ def check_layout(experiment: Experiment, layout: Layout, kind: Kind = "train") -
 def check_divides(layout: Layout, model: ModelConfig) -> None:
     """Raise InputError where a layout does not divide the model, as steps of training need it, naming the number to
     change."""
-    for axis, key, size in divided_by_mesh(model):
-        if size % (parts := layout[axis]):
-            fitting = f"set mesh.{axis} to one of {_some_divisors(size)}"
-            if key.endswith(_PADDABLE):
-                fitting += f", or {key} to {math.ceil(size / parts) * parts}"
-            raise InputError(f"mesh.{axis} = {parts} does not divide {key} = {size}: {fitting}")
+    layout_choice.check_divides(layout, TRAIN, divided_by_mesh(model))
 
 
-def divided_by_mesh(model: ModelConfig) -> list[tuple[str, str, int]]:
-    """Return the dimensions of a model that mesh axes must divide: (axis, key in a configuration, size) each."""
-    found: dict[tuple[str, str, int], None] = {}
+def divided_by_mesh(model: ModelConfig) -> list[ModelSize]:
+    """Return the sizes of a model that a mesh must divide, each once."""
+    sizes: dict[ModelSize, None] = {}
     for i, (_, block) in enumerate(model.entries):
         for name, section in (("attention", block.attention), ("feed_forward", block.feed_forward)):
-            for key in section.sharded:
+            for key, axis in section.logical_axes.items():
                 own = model.pattern and key in _at(model.pattern[i].patch, name)
                 place = f"model.pattern[{i}]" if own else "model"
-                found["tensor", f"{place}.{name}.{key}", getattr(section, key)] = None
-    return [*found, ("tensor", "model.vocab_size", model.vocab_size), ("fsdp", "model.d_model", model.d_model)]
-
-
-def divisors(n: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return small + [n // d for d in reversed(small) if d * d != n]
-
-
-def _some_divisors(n: int) -> str:
-    return ", ".join(map(str, divisors(n)[:8]))
+                sizes[ModelSize(axis, f"{place}.{name}.{key}", getattr(section, key), key in _PADDABLE)] = None
+    tables = (("vocab", "vocab_size"), ("embed", "d_model"))
+    return [*sizes, *(ModelSize(axis, f"model.{key}", getattr(model, key), key in _PADDABLE) for axis, key in tables)]
 
 
 def _check(experiment: Experiment, kind: Kind) -> None:
@@ -217,7 +206,7 @@ def _check(experiment: Experiment, kind: Kind) -> None:
     if kind == "train" and training.batch % training.microbatches:
         raise InputError(
             f"training.microbatches = {training.microbatches} does not divide training.batch = {training.batch}: "
-            f"set it to one of {_some_divisors(training.batch)}"
+            f"set it to one of {some_divisors(training.batch)}"
         )
     kept = () if isinstance(training.remat, str) else training.remat
     if unknown := [name for name in kept if name not in model.activations]:

@@ -23,6 +23,7 @@ def _below_one(value: float) -> float:
     return value
 
 
+COUNT = "[1-9][0-9]{0,5}"  # a pattern for numbers of chips or devices in an option of a command
 Count = Annotated[int, Field(gt=0, lt=2**31)]  # fits in int32, in which JAX counts
 CountFromZero = Annotated[int, Field(ge=0, lt=2**31)]
 # Numbers that JAX computes with, in float32.

@@ -17,6 +17,7 @@ from jaxlm.costs.hardware.target import Target, of_devices
 from jaxlm.costs.napkin import Napkin, napkin
 from jaxlm.costs.plan import StepTime, mfu, step_time
 from jaxlm.costs.workload import Workload
+from jaxlm.parallel.layout_choice import describe_axes
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,8 @@ def say_replicated(work: Workload) -> str | None:
     if not (replicated := replicated_kv_heads(work)):
         return None
     axes, numbers = work.rules.over("act_heads"), " or ".join(map(str, replicated))
-    mesh = " × ".join(f"mesh.{axis}" for axis in axes)
     return (
-        f"{mesh} = {work.layout.over(axes)} does not divide {numbers} key/value heads: several devices "
+        f"{describe_axes(axes)} = {work.layout.over(axes)} does not divide {numbers} key/value heads: several devices "
         "compute and keep the same ones"
     )
 

@@ -15,7 +15,6 @@ from jaxlm.costs.hardware.network import Network
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.napkin import Napkin, napkin
 from jaxlm.costs.workload import Workload
-from jaxlm.parallel.layout import AXES
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ def plan(work: Workload, target: Target) -> Plan:
     if work.layout.size != target.devices:
         raise InputError(
             f"the mesh {work.layout} has {work.layout.size} devices and {target} has {target.devices}: "
-            f"{' × '.join(AXES)} must give that number"
+            f"{' × '.join(work.layout)} must give that number"
         )
     if work.sequence > work.model.context_length:
         raise InputError(

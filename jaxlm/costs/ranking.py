@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from jaxlm.config import Experiment
 from jaxlm.core.errors import InputError
+from jaxlm.core.schema import COUNT
 from jaxlm.costs.hardware.catalog import catalog
-from jaxlm.costs.hardware.target import COUNT, Target
+from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.placement import batch_shards, layout_on, on_mesh, with_batch
 from jaxlm.costs.plan import Plan, plan
 from jaxlm.costs.search import search

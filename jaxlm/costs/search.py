@@ -1,39 +1,27 @@
 """Search for the fastest mesh, microbatches and rematerialisation that fit."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from jaxlm.config import divided_by_mesh, divisors
+from jaxlm.config import divided_by_mesh
 from jaxlm.costs.counted.device import device_step
 from jaxlm.costs.counted.memory import memory
 from jaxlm.costs.hardware.target import Target
 from jaxlm.costs.plan import Plan, plan
 from jaxlm.costs.workload import Workload
-from jaxlm.parallel.layout import AXES, Layout
+from jaxlm.parallel import layout_choice
+from jaxlm.parallel.layout import Layout
 
 
 def layouts(work: Workload, devices: int) -> Iterator[Layout]:
     """Yield the layouts of a number of devices: in training those that divide the model and the batch."""
-    for layout in _factorings(devices, AXES):
-        if work.kind == "train":
-            fits = all(size % layout[axis] == 0 for axis, _, size in divided_by_mesh(work.model))
-            fits = fits and work.batch % layout.over(work.rules.over("batch")) == 0
-        else:  # an axis that shards sequences alone is `data`, whatever its name
-            fits = layout["fsdp"] == 1 or "fsdp" in work.rules.over("embed")
-        if fits:
-            yield layout
+    sizes = divided_by_mesh(work.model)
 
+    def fits(layout: Layout) -> bool:
+        rows = layout.over(work.rules.over("batch"))
+        return work.kind != "train" or (work.batch % rows == 0 and layout_choice.divides(layout, work.rules, sizes))
 
-def _factorings(devices: int, axes: Sequence[str]) -> Iterator[Layout]:
-    """Yield every layout of a number of devices over some axes, the innermost growing last."""
-    outermost, *others = axes
-    if not others:
-        yield Layout({outermost: devices})
-        return
-    innermost = others[-1]
-    for size in divisors(devices):
-        for rest in _factorings(devices // size, axes[:-1]):
-            yield rest.replace(**{innermost: size})
+    return layout_choice.layouts(devices, work.rules, fits)
 
 
 def search(work: Workload, target: Target, held: Collection[str] = ()) -> list[Plan]:

@@ -57,13 +57,15 @@ def _microbatches(work: Workload) -> Change:
 
 def _chips(times: int) -> Callable[[Workload], Change]:
     def change(work: Workload) -> Change:
-        fsdp = work.layout["fsdp"] * times
-        if work.model.d_model % fsdp:
+        # The innermost axis of the batch: it shards parameters too, wherever one does.
+        axis = work.rules.over("batch")[-1]
+        layout = work.layout.replace(**{axis: work.layout[axis] * times})
+        if work.model.d_model % layout.over(work.rules.over("embed")):
             return None
         # Training keeps the rows per device; inference keeps the total.
         batch = work.batch * times if work.kind == "train" else work.batch
-        wider = replace(work.with_training(batch=batch), layout=work.layout.replace(fsdp=fsdp))
-        return f"{times} times the chips, on fsdp", wider
+        wider = replace(work.with_training(batch=batch), layout=layout)
+        return f"{times} times the chips, on {axis}", wider
 
     return change
 

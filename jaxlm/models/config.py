@@ -69,12 +69,13 @@ class LayerConfig(Section):
 
     Attributes:
       activations: names of the activations that rematerialisation can keep.
-      sharded: keys whose sizes `mesh.tensor` must divide.
+      logical_axes: by key, the logical axis of the parameters' dimensions of that size; a mesh must divide those that
+        its axes shard.
     """
 
     kind: str
     activations: ClassVar[tuple[str, ...]] = ()
-    sharded: ClassVar[tuple[str, ...]] = ()
+    logical_axes: ClassVar[Mapping[str, str]] = {}
 
 
 class AttentionConfig(LayerConfig):
@@ -94,7 +95,7 @@ class GroupedQueryAttentionConfig(AttentionConfig):
     """
 
     activations: ClassVar = ("query", "key", "value", "attention")
-    sharded: ClassVar = ("num_heads",)
+    logical_axes: ClassVar = {"num_heads": "heads"}
     rotated: ClassVar = "head_dim"
 
     kind: Literal["gqa"] = "gqa"
@@ -138,7 +139,7 @@ class GroupedQueryAttentionConfig(AttentionConfig):
 class DenseFeedForwardConfig(LayerConfig):
     """Two matrices with an activation between, or three when gated (Shazeer 2020, arXiv:2002.05202)."""
 
-    sharded: ClassVar = ("d_ff",)
+    logical_axes: ClassVar = {"d_ff": "feed_forward"}
 
     kind: Literal["dense"] = "dense"
     d_ff: Count

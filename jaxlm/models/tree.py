@@ -21,7 +21,7 @@ from jaxlm.models.lora_config import LoraConfig
 from jaxlm.models.parameters import is_adapter, shapes_alone
 from jaxlm.models.transformer import Transformer
 from jaxlm.parallel.partition import named_sharding
-from jaxlm.parallel.rules import TRAIN, Rules
+from jaxlm.parallel.rules import Rules
 
 Tree = dict[str, Any]
 
@@ -60,8 +60,8 @@ def shapes(tree: nnx.State, dtype: jax.typing.DTypeLike | None = None) -> Tree:
     return read(tree, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype))
 
 
-def shardings(tree: nnx.State, mesh: Mesh, rules: Rules = TRAIN) -> Tree:
-    """Return the NamedSharding of each parameter."""
+def shardings(tree: nnx.State, mesh: Mesh, rules: Rules | None = None) -> Tree:
+    """Return the NamedSharding of each parameter, under these rules or those around."""
     return read(tree, lambda leaf: named_sharding(leaf.axes, leaf.shape, mesh, rules))
 
 

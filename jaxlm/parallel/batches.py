@@ -7,8 +7,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxlm.parallel.layout import AXES, Layout
-from jaxlm.parallel.partition import named_sharding
+from jaxlm.parallel.layout import Layout
+from jaxlm.parallel.partition import named_sharding, rules_around
 from jaxlm.parallel.rules import TRAIN, Rules
 
 
@@ -23,13 +23,15 @@ def process_rows(batch: int, mesh: Mesh, rules: Rules = TRAIN) -> np.ndarray:
 def _shards(mesh: Mesh, rules: Rules) -> tuple[int, int]:
     """Return the number of shards of a batch on the mesh, and how many of them this process has."""
     over = rules.over("batch")
-    at = [AXES.index(axis) for axis in over]
+    at = [mesh.axis_names.index(axis) for axis in over]
     ours = np.isin(mesh.device_ids, [device.id for device in mesh.local_devices])
     return Layout(mesh.shape).over(over), len(np.unique(np.argwhere(ours)[:, at], axis=0))
 
 
-def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh, rules: Rules = TRAIN) -> dict[str, jax.Array]:
-    """Put host arrays [rows of this process, …] onto the mesh as global arrays [B, …], B over the batch axes."""
+def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh, rules: Rules | None = None) -> dict[str, jax.Array]:
+    """Put host arrays [rows of this process, …] onto the mesh as global arrays [B, …], B over the batch axes of these
+    rules, or of those around."""
+    rules = rules or rules_around()
     shards, ours = _shards(mesh, rules)
 
     def put(x: np.ndarray) -> jax.Array:

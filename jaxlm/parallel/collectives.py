@@ -1,4 +1,4 @@
-"""Computations over the shards of a mesh: sums over `data`, functions of shards, functions of whole entries."""
+"""Computations over the shards of a mesh: sums over replicas, functions of shards, functions of whole entries."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,28 +7,29 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxlm.parallel.layout import AXES
 from jaxlm.parallel.partition import constrain, mesh_around, partition, rules_around
 
 
-def summed_over_data(function: Callable[[Any, Any, jax.Array | int], Any], whole: Any, batch: Any) -> Any:
-    """function(whole, batch, part), whose results are sums over the rows of `batch`, added over the `data` axis once.
+def summed_over_replicas(function: Callable[[Any, Any, jax.Array | int], Any], whole: Any, batch: Any) -> Any:
+    """function(whole, batch, part), whose results are sums over the rows of `batch`, added once over the mesh axes that
+    shard the batch alone (`Rules.replicas`).
 
-    Inside, each part of the axis sees its rows alone, so that a loop there sends nothing over it: XLA would leave the
-    all-reduce of an accumulated sum in the loop. `part` is 0, 1, … along the axis; what is drawn at random
+    Inside, each part of these axes sees its rows alone, so that a loop there sends nothing over them: XLA would leave
+    the all-reduce of an accumulated sum in the loop. `part` is 0, 1, … along the axes; what is drawn at random
     there (dropout) depends on how many parts there are. Results are float32.
     """
     mesh = mesh_around()
-    if mesh.empty or mesh.shape["data"] == 1:
+    axes = tuple(axis for axis in rules_around().replicas if not mesh.empty and mesh.shape[axis] > 1)
+    if not axes:
         return function(whole, batch, 0)
 
     def local(whole: Any, batch: Any) -> Any:
-        return jax.lax.psum(function(whole, batch, jax.lax.axis_index("data")), "data")
+        return jax.lax.psum(function(whole, batch, jax.lax.axis_index(axes)), axes)
 
-    everywhere, rows = PartitionSpec(), PartitionSpec("data")
-    # check_vma=False: whole is not varying over data, and its gradients inside must stay the sums of this part.
+    everywhere, rows = PartitionSpec(), PartitionSpec(axes)
+    # check_vma=False: whole is not varying over replicas, and its gradients inside must stay the sums of this part.
     return jax.shard_map(
-        local, in_specs=(everywhere, rows), out_specs=everywhere, axis_names={"data"}, check_vma=False
+        local, in_specs=(everywhere, rows), out_specs=everywhere, axis_names=set(axes), check_vma=False
     )(whole, batch)
 
 
@@ -61,9 +62,9 @@ def map_whole(function: Callable[[jax.Array], jax.Array], x: jax.Array, *axes: s
         return function(x)
     entries = list(partition(axes, x.shape, mesh, rules_around()))
     layouts = [PartitionSpec(*entries)]
-    # One mesh axis after the other moves to the first dimension: each is one all-to-all (over data it is a slice, and
-    # an all-gather back). Asked for at once, the partitioner replicates the array on its way.
-    for axis in reversed(AXES):
+    # One mesh axis after the other moves to the first dimension: each is one all-to-all (over an axis that shards
+    # none of them a slice, and an all-gather back). Asked for at once, the partitioner replicates the array on its way.
+    for axis in reversed(mesh.axis_names):
         first, *others = ((entry,) if isinstance(entry, str) else (entry or ()) for entry in entries)
         entries = [(*(a for a in first if a != axis), axis), *(tuple(a for a in e if a != axis) for e in others)]
         layouts.append(PartitionSpec(*entries))

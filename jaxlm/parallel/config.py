@@ -11,12 +11,12 @@ from jaxlm.parallel.layout import AXES, Layout
 ALL = "all"
 
 
-class _MeshSection(Section):
+class MeshSection(Section):
     """Devices along each axis of the mesh. An axis of "all" takes the devices that the others leave."""
 
     def sizes(self) -> dict[str, int | Literal["all"]]:
         """Return the size of each axis as given."""
-        return {axis: getattr(self, axis) for axis in AXES}
+        return {axis: getattr(self, axis) for axis in type(self).model_fields}
 
     def least(self) -> Layout:
         """Return the smallest layout: axes of "all" have one device."""
@@ -29,7 +29,7 @@ class _MeshSection(Section):
             named = " and ".join(f"mesh.{axis}" for axis in rest)
             raise InputError(f'{named} are both "all"; set one of them to a number')
         layout = self.least()
-        others = " × ".join(f"mesh.{axis}" for axis in AXES if axis not in rest)
+        others = " × ".join(f"mesh.{axis}" for axis in layout if axis not in rest)
         if rest:
             share, over = divmod(devices, layout.size)
             if over or not share:
@@ -47,17 +47,18 @@ class _MeshSection(Section):
         return layout
 
 
-_MEANINGS = {
-    "data": "Replicas of the model, each with a share of the batch.",
-    "fsdp": "Shards of parameters, optimizer state and batch.",
-    "tensor": "Shards of each layer.",
+# The default and the meaning of each axis.
+_AXES: dict[str, tuple[int | str, str]] = {
+    "data": (1, "Replicas of the model, each with a share of the batch."),
+    "fsdp": (ALL, "Shards of parameters, optimizer state and batch."),
+    "tensor": (1, "Shards of each layer."),
 }
 _FIELDS: dict[str, Any] = {
-    axis: (Count | Literal["all"], Field(ALL if axis == "fsdp" else 1, description=_MEANINGS[axis])) for axis in AXES
+    axis: (Count | Literal["all"], Field(_AXES[axis][0], description=_AXES[axis][1])) for axis in AXES
 }
 MeshConfig = create_model(
     "MeshConfig",
-    __base__=_MeshSection,
-    __doc__=_MeshSection.__doc__,
+    __base__=MeshSection,
+    __doc__=MeshSection.__doc__,
     **_FIELDS,
 )

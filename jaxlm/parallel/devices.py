@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxlm.core import accelerators
 from jaxlm.core.errors import InputError
 from jaxlm.parallel import processes
-from jaxlm.parallel.layout import AXES, Layout
+from jaxlm.parallel.layout import Layout
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -38,7 +38,7 @@ def mesh_here(least: int, layout: Callable[[int], Layout]) -> "Mesh":
     if idle:
         raise InputError(
             f"a mesh of {mesh.size} of {len(devices)} devices leaves process {', '.join(map(str, sorted(idle)))} "
-            f"without any; start fewer processes, or let {' × '.join(f'mesh.{axis}' for axis in AXES)} "
+            f"without any; start fewer processes, or let {' × '.join(f'mesh.{axis}' for axis in Layout())} "
             f"be {len(devices)}"
         )
     return mesh
@@ -77,7 +77,7 @@ def emulated_for(wanted: int) -> int:
     if emulated > _MOST_EMULATED and accelerators.platforms() == "cpu":
         raise InputError(
             f"the mesh needs {emulated} devices of this CPU, and at most {_MOST_EMULATED} are emulated; lower "
-            f"{', '.join(f'mesh.{axis}' for axis in AXES)}"
+            f"{', '.join(f'mesh.{axis}' for axis in Layout())}"
         )
     return min(emulated, _MOST_EMULATED)
 

@@ -11,19 +11,19 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxlm.core.errors import InputError
-from jaxlm.parallel.layout import AXES, Layout
-
-# The axes that may go over the slow network between slices, in this order.
-_BETWEEN_SLICES = ("data", "fsdp")
+from jaxlm.parallel.layout import Layout
+from jaxlm.parallel.rules import TRAIN
 
 
 def make_mesh(layout: Layout = Layout(), devices: Sequence | None = None) -> Mesh:
     """Return a mesh of the first devices, as many as the layout has, with the innermost axis nearest together.
 
-    Where the devices lie in several slices, each a fast network of its own, `data` and then `fsdp` go over the slow
-    network between them. Warns where an axis of the mesh shares links of the torus with another.
+    Where the devices lie in several slices, each a fast network of its own, the axes of the batch, which send least
+    often, go over the slow network between them, in their order. Warns where an axis of the mesh shares links of the
+    torus with another.
 
-    Raises InputError where there are fewer devices than that, or where data × fsdp does not divide over the slices.
+    Raises InputError where there are fewer devices than that, or where the axes of the batch do not divide over the
+    slices.
     """
     devices = jax.devices() if devices is None else list(devices)
     if layout.size > len(devices):
@@ -48,7 +48,7 @@ def make_mesh(layout: Layout = Layout(), devices: Sequence | None = None) -> Mes
 def _over_slices(layout: Layout, slices: int) -> Layout:
     """Return how the slices are shared among the axes that may go over the network between them."""
     left, outer = slices, {}
-    for axis in _BETWEEN_SLICES:
+    for axis in TRAIN.over("batch"):
         outer[axis] = math.gcd(layout[axis], left)
         left //= outer[axis]
     if left > 1:
@@ -65,4 +65,4 @@ def _sizes(layout: Layout) -> str:
 
 
 def _mesh(devices: np.ndarray) -> Mesh:
-    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(devices, tuple(Layout()), axis_types=(AxisType.Auto,) * devices.ndim)

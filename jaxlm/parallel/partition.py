@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxlm.parallel.layout import AXES, Layout
+from jaxlm.parallel.layout import Layout
 from jaxlm.parallel.rules import TRAIN, Rules
 
 # A user context: JAX keys its caches by it, so that what is traced under some rules is not reused under others.
@@ -29,9 +29,9 @@ def rules_around() -> Rules:
 
 
 def partition(
-    axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh, rules: Rules = TRAIN
+    axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh, rules: Rules | None = None
 ) -> PartitionSpec:
-    """Return the PartitionSpec of an array whose dimensions have these logical axes.
+    """Return the PartitionSpec of an array whose dimensions have these logical axes, under these rules or those around.
 
     Raises ValueError where a mesh axis does not divide a dimension that has no right to stay whole.
     """
@@ -45,10 +45,12 @@ def partition(
         auto = tuple(axis for axis in over if axis not in manual)
         return None if not auto else auto[0] if len(auto) == 1 else auto
 
-    return PartitionSpec(*map(entry, rules.placed(axes, shape, sizes, exact=True)))
+    return PartitionSpec(*map(entry, (rules or rules_around()).placed(axes, shape, sizes, exact=True)))
 
 
-def named_sharding(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh, rules: Rules = TRAIN) -> NamedSharding:
+def named_sharding(
+    axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh, rules: Rules | None = None
+) -> NamedSharding:
     """Return `partition` as a sharding over a mesh of devices."""
     return NamedSharding(mesh, partition(axes, shape, mesh, rules))
 
@@ -64,7 +66,7 @@ def mesh_around() -> AbstractMesh:
     Raises ValueError for a mesh that the rules know nothing of.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and (mesh.axis_names != AXES or AxisType.Explicit in mesh.axis_types):
+    if not mesh.empty and (mesh.axis_names != tuple(Layout()) or AxisType.Explicit in mesh.axis_types):
         axes = ", ".join(f"{name} ({type.name})" for name, type in zip(mesh.axis_names, mesh.axis_types, strict=True))
         raise ValueError(
             f"a model runs on a mesh that jaxlm.parallel.mesh.make_mesh makes; this one has the axes {axes}"

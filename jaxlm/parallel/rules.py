@@ -103,14 +103,22 @@ class Rules:
     @cached_property
     def batch_alone(self) -> tuple[str, ...]:
         """The mesh axes that shard nothing but the batch while a layer computes."""
-        parameters = {axis for axis in self.mesh_axes if f"act_{axis}" in self.mesh_axes}
-        return tuple(axis for axis in self.over("batch") if self.duties(axis) - parameters == {"batch"})
+        return tuple(axis for axis in self.over("batch") if self.duties(axis) - self._parameters == {"batch"})
 
     @cached_property
     def of_parameters(self) -> frozenset[str]:
-        """The mesh axes that shard parameters."""
-        names = (axis for axis in self.mesh_axes if f"act_{axis}" in self.mesh_axes)
-        return frozenset(mesh_axis for axis in names for mesh_axis in self.over(axis))
+        """The mesh axes that shard parameters where they are stored."""
+        return frozenset(mesh_axis for axis in self._parameters for mesh_axis in self.over(axis))
+
+    @cached_property
+    def of_layers(self) -> frozenset[str]:
+        """The mesh axes that shard parameters while a layer computes."""
+        return frozenset(mesh_axis for axis in self._parameters for mesh_axis in self.computed_over(axis))
+
+    @cached_property
+    def _parameters(self) -> frozenset[str]:
+        """The logical axes of parameters that have one of activations beside them."""
+        return frozenset(axis for axis in self.mesh_axes if f"act_{axis}" in self.mesh_axes)
 
 
 def local(placement: Placement, shape: Sequence[int], layout: Mapping[str, int]) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from jaxlm.models.lora_config import LoraConfig
 from jaxlm.models.positions import packed_causal_mask
 from jaxlm.models.rows import Auxiliary
 from jaxlm.models.tree import Tree
-from jaxlm.parallel.collectives import summed_over_data
+from jaxlm.parallel.collectives import summed_over_replicas
 from jaxlm.parallel.partition import constrain, replicated
 from jaxlm.training import norms as norms_of
 from jaxlm.training.config import DPOConfig, OptimizerConfig, RunConfig, TrainingConfig
@@ -105,7 +105,7 @@ class TrainStep:
         def accumulate(weights: tuple[Tree, Tree], batch: Batch, part: jax.Array | int) -> tuple[Auxiliary, Tree]:
             return self._accumulated_gradients(weights, batch, scale, key, part)
 
-        terms, grads = summed_over_data(accumulate, weights, batch)
+        terms, grads = summed_over_replicas(accumulate, weights, batch)
         return terms, grads, targets
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:

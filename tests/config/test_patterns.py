@@ -84,7 +84,7 @@ def test_a_copy_has_the_layers_of_its_own_keys():
 
 def test_a_mesh_divides_the_sizes_of_every_entry():
     found = model(pattern("{name='a', feed_forward={d_ff=36}}", "{name='b'}"))
-    sizes = {key: size for _, key, size in divided_by_mesh(found)}
+    sizes = {each.key: each.size for each in divided_by_mesh(found)}
     assert sizes["model.pattern[0].feed_forward.d_ff"] == 36
     assert sizes["model.feed_forward.d_ff"] == found.feed_forward.d_ff
     said = refusal(pattern("{name='a', feed_forward={d_ff=37}}", "{name='b'}"), "mesh.tensor=2")

@@ -37,7 +37,7 @@ class GatedMultiQueryConfig(models.AttentionConfig):
     """Multi-query attention with a temperature of each head, and a gate on what it reads."""
 
     activations: ClassVar = ("query", "key", "value", "reading_gate", "attention")
-    sharded: ClassVar = ("num_heads",)
+    logical_axes: ClassVar = {"num_heads": "heads"}
     rotated: ClassVar = "head_dim"
 
     kind: Literal["gated_mqa"] = "gated_mqa"
@@ -79,7 +79,7 @@ class BilinearConfig(models.LayerConfig):
     """The square of the positive part of a product of two projections."""
 
     activations: ClassVar = ("left", "right")
-    sharded: ClassVar = ("hidden_dim",)
+    logical_axes: ClassVar = {"hidden_dim": "feed_forward"}
 
     kind: Literal["bilinear"] = "bilinear"
     hidden_dim: Count

@@ -6,10 +6,9 @@ import re
 from dataclasses import dataclass
 
 from jaxlm.core.errors import InputError
+from jaxlm.core.schema import COUNT
 from jaxlm.costs.hardware.catalog import HOST, find, of_kind
 from jaxlm.costs.hardware.chips import Chip, parse_topology, show_topology
-
-COUNT = "[1-9][0-9]{0,5}"  # a pattern for the number of chips or devices
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 Axes = tuple[str | None, ...]
 
-# The residual between blocks, the rows that a block reads with the whole sequence on each device, heads and hidden
-# numbers.
+# The residual between blocks; the rows that a block reads with the whole sequence on each device; heads of queries, and
+# of keys and values, whose sequence has an axis of its own; hidden numbers.
 RESIDUAL: Axes = ("batch", "residual", "act_embed")
 GATHERED: Axes = ("batch", "sequence", "act_embed")
 HEADS: Axes = ("batch", "sequence", "act_heads", "act_head_dim")
-KV_HEADS: Axes = ("batch", "sequence", "act_kv_heads", "act_head_dim")
+KV_HEADS: Axes = ("batch", "key_sequence", "act_kv_heads", "act_head_dim")
 HIDDEN: Axes = ("batch", "sequence", "act_feed_forward")

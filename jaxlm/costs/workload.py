@@ -23,7 +23,7 @@ from jaxlm.training.groups import frozen
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def remembered(method: Callable) -> Callable:
+def memoized(method: Callable) -> Callable:
     """Make a function of an object that has `answers` answer each question about it once: a search asks often."""
     name = method.__name__
 
@@ -72,7 +72,7 @@ class Workload:
         """The same with other values in its section [training]."""
         return replace(self, training=self.training.model_copy(update=changes))
 
-    def alike(self) -> "Workload":
+    def representative(self) -> "Workload":
         """Return the step on a mesh where one axis shards the batch alone: what a device computes depends on the number
         of the shards of such axes together, and a search asks for it often."""
         first, *others = self.rules.batch_alone or ("",)
@@ -190,13 +190,13 @@ class Workload:
         """The same on a chip: without kernels where they are not compiled for it."""
         if chip.kind == "cpu":
             return self.on_cpu()
-        return replace(self, platform=chip.kind) if chip.runs_kernels else self.plain()
+        return replace(self, platform=chip.kind) if chip.runs_kernels else self.without_kernels()
 
     def on_cpu(self) -> "Workload":
         """The same on any CPU."""
-        return replace(self.plain(), platform="cpu")
+        return replace(self.without_kernels(), platform="cpu")
 
-    def plain(self) -> "Workload":
+    def without_kernels(self) -> "Workload":
         """The same of plain JAX, with all of attention's scores: each product as the model has it."""
         return replace(self.with_training(kernels="xla"), platform="gpu")
 
@@ -210,22 +210,22 @@ class Workload:
         """Tokens of each sequence that a step reads."""
         return 1 if self.kind == "decode" else self.sequence
 
-    @remembered
+    @memoized
     def rows(self) -> int:
         """Return the sequences on one device at once: its part of a microbatch, or all where the mesh does not divide
         them."""
         return self.batch // self.microbatches // self._row_shards()
 
-    @remembered
+    @memoized
     def _row_shards(self) -> int:
         """Return the shards of a microbatch; 1 where the mesh does not divide its rows."""
         shards = self.batch_shards
         return 1 if self.batch // self.microbatches % shards else shards
 
-    def placed(self, axes: Sequence[str | None], shape: Sequence[int], readers: int | None = None) -> Placement:
+    def placed(self, axes: Sequence[str | None], shape: Sequence[int], num_query_heads: int | None = None) -> Placement:
         """Return the mesh axes with several devices that shard each dimension of an array while a layer computes.
         Key/value heads are those with the copies that so many query heads read."""
-        return _placed(self.rules, self.layout, tuple(axes), self._sizes(axes, shape), readers)
+        return _placed(self.rules, self.layout, tuple(axes), self._sizes(axes, shape), num_query_heads)
 
     def gathered_over(self, axes: Sequence[str], shape: Sequence[int]) -> tuple[str, ...]:
         """Return the mesh axes with several devices over which a parameter is gathered before a layer computes."""
@@ -240,20 +240,20 @@ class Workload:
         """Return the number of shards of a dimension while a layer computes, uneven ones too."""
         return self.layout.over(together(self.placed((axis,), (size,))))
 
-    def shape(self, axes: Sequence[str | None], shape: Sequence[int], readers: int | None = None) -> tuple[int, ...]:
+    def shape(
+        self, axes: Sequence[str | None], shape: Sequence[int], num_query_heads: int | None = None
+    ) -> tuple[int, ...]:
         """Return the shape of an array with these logical axes on one device while a layer computes, where this one is
         of a single row: what shards parameters alone is gathered. Key/value heads are those of `placed`."""
-        local = _shape(self.rules, self.layout, tuple(axes), self._sizes(axes, shape), readers)
-        return (self.rows(), *local[1:]) if axes and axes[0] == "batch" else local
+        local = _shape(self.rules, self.layout, tuple(axes), self._sizes(axes, shape), num_query_heads)
+        return tuple(self.rows() if axis == "batch" else n for axis, n in zip(axes, local, strict=True))
 
     def _sizes(self, axes: Sequence[str | None], shape: Sequence[int]) -> tuple[int, ...]:
         """Return a shape with a row for each shard of the batch, or with one where the mesh does not divide them:
         answers then do not depend on the number of rows."""
-        if not axes or axes[0] != "batch":
-            return tuple(shape)
-        return (self._row_shards(), *shape[1:])
+        return tuple(self._row_shards() if axis == "batch" else n for axis, n in zip(axes, shape, strict=True))
 
-    @remembered
+    @memoized
     def stored(self, axes: Sequence[str], shape: Sequence[int]) -> int:
         """Numbers of a parameter that lie on one device."""
         return self.rules.stored(axes, shape, self.layout)
@@ -261,25 +261,27 @@ class Workload:
 
 # Answers depend on rules, layout and sizes alone: plans of a search and of many batches ask the same.
 @functools.lru_cache(maxsize=1 << 16)
-def _placed(rules: Rules, layout: Layout, axes: tuple, shape: tuple[int, ...], readers: int | None) -> Placement:
-    placement = rules.placed(axes, _with_copies(rules, layout, axes, shape, readers), layout, computing=True)
+def _placed(rules: Rules, layout: Layout, axes: tuple, shape: tuple[int, ...], heads: int | None) -> Placement:
+    placement = rules.placed(axes, _with_copies(rules, layout, axes, shape, heads), layout, computing=True)
     return tuple(tuple(name for name in over if layout[name] > 1) for over in placement)
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _shape(rules: Rules, layout: Layout, axes: tuple, shape: tuple[int, ...], readers: int | None) -> tuple[int, ...]:
+def _shape(rules: Rules, layout: Layout, axes: tuple, shape: tuple[int, ...], heads: int | None) -> tuple[int, ...]:
     return local(
-        _placed(rules, layout, axes, shape, readers), _with_copies(rules, layout, axes, shape, readers), layout
+        _placed(rules, layout, axes, shape, heads),
+        _with_copies(rules, layout, axes, shape, heads),
+        layout,
     )
 
 
 def _with_copies(
-    rules: Rules, layout: Layout, axes: tuple, shape: tuple[int, ...], readers: int | None
+    rules: Rules, layout: Layout, axes: tuple, shape: tuple[int, ...], heads: int | None
 ) -> tuple[int, ...]:
     """Return a shape with so many key/value heads that the devices have those which their query heads read."""
-    if readers is None:
+    if heads is None:
         return shape
-    (over,) = _placed(rules, layout, ("act_heads",), (readers,), None)
+    (over,) = _placed(rules, layout, ("act_heads",), (heads,), None)
     shards = layout.over(over)
     return tuple(
         math.lcm(n, shards) if axis in ("kv_heads", "act_kv_heads") else n for axis, n in zip(axes, shape, strict=True)

@@ -14,7 +14,7 @@ from flax import nnx
 from matrices import sampled
 from workload_fixtures import workload
 
-from jaxlm.costs.counted import paper
+from jaxlm.costs.counted import recorder
 from jaxlm.costs.counted.flops import flops
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.inference.cache import empty_cache
@@ -211,7 +211,7 @@ def test_auxiliary_results_come_in_layer_order(mixed, monkeypatch):
 @pytest.mark.parametrize("kind", ["train", "decode"])
 def test_recordings_know_the_window_of_every_layer(mixed, kind):
     model, _, _ = mixed
-    found = paper.record(model, kind, 16, False)
+    found = recorder.record(model, kind, 16, False)
     uses = [use for use in found.uses if use.name == "attention"]
     windows = collections.Counter()
     for use in uses:
@@ -222,7 +222,7 @@ def test_recordings_know_the_window_of_every_layer(mixed, kind):
 
 
 def test_operations_bear_the_paths_of_their_parameters(mixed):
-    found = paper.record(mixed[0], "train", 16, False)
+    found = recorder.record(mixed[0], "train", 16, False)
     linear = [use for use in found.uses if use.name == "linear"]
     assert {use.scope for use in linear} == {found.parameters[use.operands[1]] for use in linear}
     assert "layers/small/attention/query" in {use.scope for use in linear}

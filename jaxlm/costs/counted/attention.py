@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 
 from jaxlm.costs.counted.device import DeviceStep
-from jaxlm.costs.counted.paper import Use
+from jaxlm.costs.counted.recorder import RecordedOp
 from kernels_pallas.core.launch import KernelCosts
 from kernels_pallas.flash_attention import causal_chunks, costs, runs_kernel
 
@@ -31,13 +31,13 @@ class Seen(NamedTuple):
     causal: Fraction
 
 
-def heads(device: DeviceStep, use: Use) -> Heads:
+def heads(device: DeviceStep, use: RecordedOp) -> Heads:
     """Return the sizes of an attention."""
     (rows, queries, N, head_dim), (_, keys, K, _) = device.operand(use, 0), device.operand(use, 1)
     return Heads(rows, queries, keys, K, N // K, head_dim)
 
 
-def attended(device: DeviceStep, use: Use) -> list[tuple[int, int]]:
+def attended(device: DeviceStep, use: RecordedOp) -> list[tuple[int, int]]:
     """Return queries and keys of each sequence between which scores are computed, part by part: on a CPU training
     computes attention in chunks (`kernels_pallas.flash_attention.causal_chunks`)."""
     queries, keys = use.shapes[0][1], use.shapes[1][1]
@@ -46,13 +46,13 @@ def attended(device: DeviceStep, use: Use) -> list[tuple[int, int]]:
     return [(queries, keys)]
 
 
-def scores(device: DeviceStep, use: Use) -> int:
+def scores(device: DeviceStep, use: RecordedOp) -> int:
     """Return the number of scores that are computed."""
     sizes = heads(device, use)
     return sizes.rows * sizes.kv_heads * sizes.groups * sum(q * k for q, k in attended(device, use))
 
 
-def seen(use: Use) -> Seen:
+def seen(use: RecordedOp) -> Seen:
     """Return the shares of scores that a token sees: half of them without a window. One token sees its whole window."""
     queries, S = use.shapes[0][1], use.shapes[1][1]
     size = min(use.options["window"] or S, S)
@@ -60,7 +60,7 @@ def seen(use: Use) -> Seen:
     return Seen(whole, whole if queries == 1 else Fraction(size * (2 * S - size), 2 * S * S))
 
 
-def kernel(device: DeviceStep, use: Use) -> KernelCosts | None:
+def kernel(device: DeviceStep, use: RecordedOp) -> KernelCosts | None:
     """Return the cost of its kernel with all scores visible; None if XLA runs it instead: with few queries, or with a
     head dim that the platform's kernel does not take."""
     work = device.work

@@ -6,8 +6,8 @@ from collections.abc import Set
 from functools import cached_property
 from typing import Any
 
-from jaxlm.costs.counted import paper
-from jaxlm.costs.counted.paper import Use
+from jaxlm.costs.counted import recorder
+from jaxlm.costs.counted.recorder import RecordedOp
 from jaxlm.costs.workload import Workload
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.lora_config import LoraConfig
@@ -19,7 +19,7 @@ class DeviceStep:
 
     def __init__(self, work: Workload):
         self.work = work
-        self.found = paper.record(work.model, work.kind, work.sequence, work.dropout, work.lora)
+        self.found = recorder.record(work.model, work.kind, work.sequence, work.dropout, work.lora)
         self.answers: dict[tuple, Any] = {}
 
     @cached_property
@@ -42,32 +42,32 @@ class DeviceStep:
             if value in found.parameters
         )
 
-    def trains(self, use: Use) -> bool:
+    def trains(self, use: RecordedOp) -> bool:
         """Return whether gradients pass an operation."""
         return not self.trained.isdisjoint(use.results)
 
-    def operand(self, use: Use, index: int) -> tuple[int, ...]:
+    def operand(self, use: RecordedOp, index: int) -> tuple[int, ...]:
         """Return the shape of an operand, for the rows of a microbatch."""
-        return self.work.shape(use.marker.operands[index], use.shapes[index], use.readers)
+        return self.work.shape(use.marker.operands[index], use.shapes[index], use.num_query_heads)
 
-    def result(self, use: Use, index: int = 0) -> tuple[int, ...]:
+    def result(self, use: RecordedOp, index: int = 0) -> tuple[int, ...]:
         """Return the shape of a result, for the rows of a microbatch."""
-        return self.work.shape(use.marker.results[index], use.made[index], use.readers)
+        return self.work.shape(use.marker.results[index], use.result_shapes[index], use.num_query_heads)
 
-    def is_gathered(self, use: Use) -> bool:
+    def is_gathered(self, use: RecordedOp) -> bool:
         """Return whether the matrix or table of an operation is gathered for it."""
         return bool(self.gathered_over(use))
 
-    def gathered_over(self, use: Use) -> tuple[str, ...]:
+    def gathered_over(self, use: RecordedOp) -> tuple[str, ...]:
         """Return the mesh axes over which the matrix or table of an operation is gathered for it."""
         i = int(use.name != "look_up")
         return self.work.gathered_over(use.marker.operands[i], use.shapes[i])
 
-    def placed(self, use: Use, index: int) -> Placement:
+    def placed(self, use: RecordedOp, index: int) -> Placement:
         """Return the mesh axes that shard each dimension of an operand as the operation reads it."""
-        return self.work.placed(use.marker.operands[index], use.shapes[index], use.readers)
+        return self.work.placed(use.marker.operands[index], use.shapes[index], use.num_query_heads)
 
-    def matrix(self, use: Use) -> int:
+    def matrix(self, use: RecordedOp) -> int:
         """Return the numbers of the matrix or table that an operation multiplies by or looks up, gathered."""
         return math.prod(self.operand(use, int(use.name != "look_up")))
 
@@ -92,14 +92,14 @@ class DeviceStep:
         pairs = ((use.results[0], use.operands[0]) for use in gathers)
         return {whole: part for whole, part in pairs if self.numbers[whole] == self.numbers[part]}
 
-    def copied_heads(self, use: Use) -> int:
+    def copied_heads(self, use: RecordedOp) -> int:
         """Return the key/value heads of a product that several devices compute the same of; 0 where none do."""
-        if use.name != "linear" or use.readers is None:
+        if use.name != "linear" or use.num_query_heads is None:
             return 0
         size = dict(zip(use.marker.operands[1], use.shapes[1], strict=True))["kv_heads"]
-        return size if size % self.work.shards("act_heads", use.readers) else 0
+        return size if size % self.work.shards("act_heads", use.num_query_heads) else 0
 
-    def shares_norm(self, use: Use) -> tuple[str, ...]:
+    def shares_norm(self, use: RecordedOp) -> tuple[str, ...]:
         """Return the mesh axes that shard what a norm is over. Key/value heads are copied as query heads need them."""
         return together(self.placed(use, 0)[-use.options["dimensions"] :])
 
@@ -120,4 +120,4 @@ def replicated_kv_heads(work: Workload) -> list[int]:
 def _trained(
     model: ModelConfig, sequence: int, dropout: bool, lora: LoraConfig | None, frozen: Set[str]
 ) -> frozenset[int]:
-    return paper.record(model, "train", sequence, dropout, lora).trained(frozen)
+    return recorder.record(model, "train", sequence, dropout, lora).trained(frozen)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxlm.costs.counted import attention, kernel_costs
 from jaxlm.costs.counted.device import DeviceStep
 from jaxlm.costs.counted.kernel_costs import Elementwise
-from jaxlm.costs.counted.paper import Use
+from jaxlm.costs.counted.recorder import RecordedOp
 from jaxlm.costs.jaxpr.count import count
 from jaxlm.models.config import Activation
 from jaxlm.models.logical_axes import GATHERED
@@ -67,13 +67,13 @@ def _activation(name: Activation, gated: bool) -> tuple[Loop, Loop]:
     return Loop(once + bias, 0, 2 + gated), Loop(all_in_all - once + bias, 0, 4 + gated)
 
 
-def parts(device: DeviceStep, use: Use) -> Iterator[Elementwise]:
+def parts(device: DeviceStep, use: RecordedOp) -> Iterator[Elementwise]:
     """Yield the elementwise work of an operation: its kernel, or else the loops that XLA makes of it."""
     kernels = list(kernel_costs.elementwise(device, use))
     yield from kernels or loops(device, use)
 
 
-def loops(device: DeviceStep, use: Use) -> Iterator[Elementwise]:
+def loops(device: DeviceStep, use: RecordedOp) -> Iterator[Elementwise]:
     """Yield the loops of an operation without a kernel. XLA fuses the last norm, and what is done once to positions,
     into what reads it."""
 
@@ -85,14 +85,16 @@ def loops(device: DeviceStep, use: Use) -> Iterator[Elementwise]:
     numbers = math.prod(device.operand(use, 0))
     match use.name:
         case "look_up" if "vocab" in axes[0]:
-            yield each("look-up", math.prod(device.work.shape(GATHERED, use.made[0])), _LOOKUP)
+            yield each("look-up", math.prod(device.work.shape(GATHERED, use.result_shapes[0])), _LOOKUP)
         case "scale":
             yield each("scale", numbers, _SCALED)
         case "dropout":
             yield each("dropout", numbers, _DROPOUT)
         case "linear" if len(axes) == 3:
             yield each(
-                "bias", math.prod(device.work.shape((*GATHERED[:2], *axes[2]), use.made[0], use.readers)), _BESIDE
+                "bias",
+                math.prod(device.work.shape((*GATHERED[:2], *axes[2]), use.result_shapes[0], use.num_query_heads)),
+                _BESIDE,
             )
         case "norm" if axes[0][-use.options["dimensions"]] == "act_head_dim":
             yield each("", numbers, _BESIDE)

@@ -61,7 +61,7 @@ def _flops(whole_step: Workload) -> Flops:
     executed = sum(op.times * op.flops for op in ran)
     # Kernels compute some products again, and fill up the last chunk of the loss: the model asks for neither. It asks
     # for scores that a CPU leaves out.
-    asked = ran if whole_step == whole_step.plain() else operations.step(whole_step.plain())
+    asked = ran if whole_step == whole_step.without_kernels() else operations.step(whole_step.without_kernels())
     model = causal = Fraction(0)
     for op in asked:
         if op.phase in ("forward", "backward"):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.costs.counted.device import DeviceStep
-from jaxlm.costs.counted.paper import Use
+from jaxlm.costs.counted.recorder import RecordedOp
 from kernels_pallas.core.launch import KernelCost, KernelCosts
 from kernels_pallas.gated_activation import costs as gated_costs
 from kernels_pallas.layer_norm import costs as layer_norm_costs
@@ -38,7 +38,7 @@ class Loss(NamedTuple):
     labels: int
 
 
-def elementwise(device: DeviceStep, use: Use) -> Iterator[Elementwise]:
+def elementwise(device: DeviceStep, use: RecordedOp) -> Iterator[Elementwise]:
     """Yield the kernel of an operation except attention; none where XLA computes it."""
     work = device.work
     if not work.runs_kernels:
@@ -74,7 +74,7 @@ def elementwise(device: DeviceStep, use: Use) -> Iterator[Elementwise]:
             yield _launched("loss", chunked.chunks, KernelCosts(once, KernelCost()))
 
 
-def loss(device: DeviceStep, use: Use) -> Loss | None:
+def loss(device: DeviceStep, use: RecordedOp) -> Loss | None:
     """Return the chunks of a microbatch's loss; None if its logits are held whole, since they are few."""
     tokens, labels = logits(device, use)
     if not device.work.runs_kernels or tokens * labels < chunks.WORTHWHILE:
@@ -82,7 +82,7 @@ def loss(device: DeviceStep, use: Use) -> Loss | None:
     return Loss(*chunks.chunk(tokens, labels), chunks.padded(labels))
 
 
-def logits(device: DeviceStep, use: Use) -> tuple[int, int]:
+def logits(device: DeviceStep, use: RecordedOp) -> tuple[int, int]:
     """Return the tokens and the labels of logits, or of a loss."""
     rows, tokens, _ = device.operand(use, 0)
     axes = use.marker.operands[1]

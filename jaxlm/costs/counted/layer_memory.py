@@ -12,8 +12,8 @@ from typing import NamedTuple
 from jaxlm.costs.counted import attention
 from jaxlm.costs.counted.device import DeviceStep
 from jaxlm.costs.counted.operations import saved
-from jaxlm.costs.counted.paper import Use
-from jaxlm.costs.workload import remembered
+from jaxlm.costs.counted.recorder import RecordedOp
+from jaxlm.costs.workload import memoized
 
 # What XLA computes number by number, in the place of what it reads; and what it does so where no kernels run.
 _ALWAYS_IN_PLACE = ("add", "scale", "dropout", "activation", "elementwise")
@@ -27,7 +27,7 @@ class LayerPeak(NamedTuple):
     at: int
 
 
-@remembered
+@memoized
 def kept(device: DeviceStep) -> int:
     """Bytes that all layers keep for their backward pass: what each begins with and what has the names that are kept,
     with attention's output its log-sum-exp; without rematerialisation all that it reads. Masks of dropout outside of
@@ -50,7 +50,7 @@ def kept(device: DeviceStep) -> int:
 
 def _begin(device: DeviceStep, begin: Iterable[int]) -> set[int]:
     """Return the streams with which a layer begins."""
-    return device.found.streams & set(begin) & device.numbers.keys()
+    return device.found.activations & set(begin) & device.numbers.keys()
 
 
 def _numbers(device: DeviceStep, values: Iterable[int]) -> int:
@@ -58,7 +58,7 @@ def _numbers(device: DeviceStep, values: Iterable[int]) -> int:
     return sum(device.numbers[value] for value in {device.same(value) for value in values})
 
 
-def _read(device: DeviceStep, uses: Sequence[Use]) -> int:
+def _read(device: DeviceStep, uses: Sequence[RecordedOp]) -> int:
     """Bytes that the backward pass of operations reads, which are kept where nothing is computed again.
 
     Without kernels XLA keeps the float32 insides of a norm instead of what it reads, and the scores of attention with
@@ -84,14 +84,14 @@ def _read(device: DeviceStep, uses: Sequence[Use]) -> int:
     return itemsize * _numbers(device, values) + more
 
 
-def _log_sums(device: DeviceStep, use: Use) -> int:
+def _log_sums(device: DeviceStep, use: RecordedOp) -> int:
     """Bytes of the log-sum-exps that a kernel for attention keeps with its result."""
     sizes = attention.heads(device, use)
     logs = 4 * sizes.rows * sizes.queries * sizes.kv_heads * sizes.groups
     return logs if attention.kernel(device, use) else 0
 
 
-@remembered
+@memoized
 def forward(device: DeviceStep, layer: int, keeps: bool) -> LayerPeak:
     """Return the forward pass of a layer where it is largest: in attention without a kernel, or else where most values
     are there. `keeps`: all that the backward pass reads is kept."""
@@ -119,7 +119,7 @@ def forward(device: DeviceStep, layer: int, keeps: bool) -> LayerPeak:
     return max(peaks)
 
 
-@remembered
+@memoized
 def backward(device: DeviceStep, layer: int) -> LayerPeak:
     """Return the backward pass of a layer where it is largest: in attention without a kernel, or else where most of
     what it reads and most gradients are there."""
@@ -134,12 +134,12 @@ def backward(device: DeviceStep, layer: int) -> LayerPeak:
     return max(peaks)
 
 
-def _without_kernel(device: DeviceStep, uses: Sequence[Use]) -> list[int]:
+def _without_kernel(device: DeviceStep, uses: Sequence[RecordedOp]) -> list[int]:
     """Return the places of attention that XLA computes: its scores are more than all else."""
     return [i for i, use in enumerate(uses) if use.name == "attention" and attention.kernel(device, use) is None]
 
 
-def _last_reads(device: DeviceStep, uses: Sequence[Use]) -> dict[int, int]:
+def _last_reads(device: DeviceStep, uses: Sequence[RecordedOp]) -> dict[int, int]:
     """Return the place of the last operation of a layer that reads each value, its end for its result."""
     found = {device.same(value): i for i, use in enumerate(uses) for value in use.operands}
     return found | {device.same(value): len(uses) for value in uses[-1].results}
@@ -183,7 +183,7 @@ def _softmax_backward(device: DeviceStep, layer: int, at: int) -> int:
     return around + _scores(device, use, backward=True)
 
 
-def _scores(device: DeviceStep, use: Use, keeps: bool = False, backward: bool = False) -> int:
+def _scores(device: DeviceStep, use: RecordedOp, keeps: bool = False, backward: bool = False) -> int:
     """Bytes of attention's scores that a layer works with at once, besides those that are kept. XLA for a TPU makes
     weights of float32 scores within the product that reads them, and the mask an array of their size; for a GPU it
     makes weights an array in the dtype, and to keep what it makes also exponentials and the mask's values."""

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from jaxlm.costs.counted import kernel_costs, layer_memory, operations
 from jaxlm.costs.counted.device import DeviceStep, device_step
-from jaxlm.costs.counted.paper import Use
 from jaxlm.costs.counted.parameters import copied, slots
+from jaxlm.costs.counted.recorder import RecordedOp
 from jaxlm.costs.workload import Workload
 from jaxlm.inference.cache import kept_tokens
 from jaxlm.models.cache import Slot
@@ -141,16 +141,16 @@ def _sums(work: Workload, numbers: int) -> int:
 
 def _training(device: DeviceStep) -> Iterator[Memory]:
     """The end of the forward pass, the loss, the first backward pass of a layer, and the update."""
-    work, found, alike = device.work, device.found, device_step(device.work.alike())
+    work, found, representative = device.work, device.found, device_step(device.work.representative())
     gradients, layers = _gradients(work), range(len(found.layers))
     through = any(use.layer is not None and device.trains(use) for use in found.uses)
     of_layers = sum(numbers for path, numbers in gradients.items() if path in device.layered)
     total, itemsize = sum(gradients.values()), work.itemsize
-    held, sums, saved = trained(work), _sums(work, total), layer_memory.kept(alike) if through else 0
+    held, sums, saved = trained(work), _sums(work, total), layer_memory.kept(representative) if through else 0
     state = held.optimizer
 
     for layer in layers:
-        forward = layer_memory.forward(alike, layer, through and work.remat == "none")
+        forward = layer_memory.forward(representative, layer, through and work.remat == "none")
         yield Memory(
             held.parameters + _gathered(device, found.by_layer[layer]), sums, state, saved + forward.bytes, 0, 0
         )
@@ -179,7 +179,7 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
         waits = logits * (narrow or 4) if trains and work.dtype != "float32" else 0
         tables = 0
     for layer in layers if through else ():
-        uses, backward = found.by_layer[layer], layer_memory.backward(alike, layer)
+        uses, backward = found.by_layer[layer], layer_memory.backward(representative, layer)
         gathered = _gathered(device, _of_module(uses, backward.at))
         # The gradients of the last matrices wait to be added over `fsdp`.
         waiting = [use for use in _last(uses) if found.parameter(use) in gradients]
@@ -188,7 +188,7 @@ def _training(device: DeviceStep) -> Iterator[Memory]:
     yield Memory(4 * _trainable(work) + _base(work), sums or itemsize * total, state, 0, 0, 0)
 
 
-def _stream(device: DeviceStep, use: Use) -> int:
+def _stream(device: DeviceStep, use: RecordedOp) -> int:
     """Numbers of the stream that an operation reads gathered."""
     gather = next(each for each in device.found.uses if each.name == "gather" and each.results[0] in use.operands)
     return math.prod(device.operand(gather, 0))
@@ -196,7 +196,7 @@ def _stream(device: DeviceStep, use: Use) -> int:
 
 def _inference(device: DeviceStep) -> Iterator[Memory]:
     """A layer, and the unembedding of the last tokens."""
-    work, found, alike = device.work, device.found, device_step(device.work.alike())
+    work, found, representative = device.work, device.found, device_step(device.work.representative())
     held = work.itemsize * sum(work.stored(d.axes, d.shape) for d in work.parameters.values())
     cache = kv_cache(work) + _tiled_copies(work)
     tables = [use for use in found.by_layer[None] if use.name in ("look_up", "logits")]
@@ -204,7 +204,7 @@ def _inference(device: DeviceStep) -> Iterator[Memory]:
     kept = work.platform != "tpu" and len({found.parameter(use) for use in tables}) < len(tables)
     held += _tables(device) if kept else 0
     for layer in range(len(found.layers)):
-        uses, forward = found.by_layer[layer], layer_memory.forward(alike, layer, False)
+        uses, forward = found.by_layer[layer], layer_memory.forward(representative, layer, False)
         peak, read = uses[forward.at], 0
         if peak.name == "attention":  # the keys, then the values, of the layer
             read = work.itemsize * math.prod(device.operand(peak, 1))
@@ -217,24 +217,24 @@ def _inference(device: DeviceStep) -> Iterator[Memory]:
     )
 
 
-def _gathered(device: DeviceStep, uses: Iterable[Use]) -> int:
+def _gathered(device: DeviceStep, uses: Iterable[RecordedOp]) -> int:
     """Bytes of the matrices of these operations, whole along `fsdp` while they are used."""
     return sum(_whole(device, use) for use in uses if use.name == "linear")
 
 
-def _whole(device: DeviceStep, use: Use) -> int:
+def _whole(device: DeviceStep, use: RecordedOp) -> int:
     """Bytes of the matrix of an operation if it is gathered along `fsdp`."""
     return device.work.itemsize * device.matrix(use) if device.is_gathered(use) else 0
 
 
-def _of_module(uses: Sequence[Use], at: int) -> list[Use]:
+def _of_module(uses: Sequence[RecordedOp], at: int) -> list[RecordedOp]:
     """Return the operations of the module in which one stands, or of those before it that it reads from."""
     if uses[at].name == "attention":
         return [use for use in uses if use.scope.startswith(uses[at].scope)]
     return _last(uses)
 
 
-def _last(uses: Sequence[Use]) -> list[Use]:
+def _last(uses: Sequence[RecordedOp]) -> list[RecordedOp]:
     """Return the products that read the last gathered stream of a layer."""
     gathered = [use.results[0] for use in uses if use.name == "gather"]
     return [use for use in uses if use.name == "linear" and use.operands[0] == gathered[-1]]

@@ -18,7 +18,7 @@ from jaxlm.costs.counted import attention, elementwise, kernel_costs
 from jaxlm.costs.counted.attention import Seen
 from jaxlm.costs.counted.device import DeviceStep
 from jaxlm.costs.counted.kernel_costs import Elementwise
-from jaxlm.costs.counted.paper import Use
+from jaxlm.costs.counted.recorder import RecordedOp
 from jaxlm.costs.workload import Workload
 from jaxlm.training.optimizer import cost
 from jaxlm.training.optimizer_cost import OptimizerCost
@@ -71,7 +71,7 @@ class Operation(NamedTuple):
 
 def step(work: Workload) -> list[Operation]:
     """Return all operations of a step on one device."""
-    computed = _computed(work.alike())
+    computed = _computed(work.representative())
     return [*computed, *_optimizer(work)] if work.kind == "train" else list(computed)
 
 
@@ -95,7 +95,7 @@ def _computed(work: Workload) -> tuple[Operation, ...]:
     return tuple(op._replace(times=op.times * work.microbatches) for op in each)
 
 
-def _gradients(device: DeviceStep, use: Use, products: Sequence[Operation]) -> Iterator[Operation]:
+def _gradients(device: DeviceStep, use: RecordedOp, products: Sequence[Operation]) -> Iterator[Operation]:
     """Yield the products that give the gradients of the operands which depend on something that trains."""
     if products and products[0].kernel:
         # One kernel for the queries' gradient, one for the keys' and the values'. Both compute scores again, and the
@@ -132,7 +132,7 @@ def run_again(device: DeviceStep) -> set[int]:
     return again
 
 
-def saved(device: DeviceStep, use: Use) -> tuple[int, ...]:
+def saved(device: DeviceStep, use: RecordedOp) -> tuple[int, ...]:
     """Return the values that the backward pass of an operation reads."""
     match use.name:
         case "linear":
@@ -158,7 +158,7 @@ def _reruns(op: Operation, made: bool) -> bool:
     return made or (not op.kernel and (op.product is None or op.seen is not None))
 
 
-def _products(device: DeviceStep, use: Use) -> Iterator[Operation]:
+def _products(device: DeviceStep, use: RecordedOp) -> Iterator[Operation]:
     itemsize = device.work.itemsize
     if use.name in PRODUCTS:
         if use.name == "linear":

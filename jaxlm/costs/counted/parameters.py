@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxlm.costs.counted.paper import abstract
+from jaxlm.costs.counted.recorder import abstract
 from jaxlm.models import tree
 from jaxlm.models.cache import CacheEntry
 from jaxlm.models.config import ModelConfig

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jaxlm.costs.counted.device import DeviceStep, device_step
 from jaxlm.costs.counted.kernel_costs import logits, loss
 from jaxlm.costs.counted.operations import PRODUCTS, run_again, updates
-from jaxlm.costs.counted.paper import Use
+from jaxlm.costs.counted.recorder import RecordedOp
 from jaxlm.costs.workload import Workload
 from jaxlm.models.logical_axes import GATHERED, RESIDUAL
 from jaxlm.models.parameters import RANK
@@ -52,7 +52,7 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
     def scattered(axes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(axis for axis in axes if axis in summed)
 
-    tables: dict[str, list[Use]] = defaultdict(list)
+    tables: dict[str, list[RecordedOp]] = defaultdict(list)
     for use in found.by_layer[None]:
         if use.name in ("look_up", *PRODUCTS) and device.is_gathered(use):
             tables[found.parameter(use)].append(use)
@@ -62,7 +62,7 @@ def _parameters(device: DeviceStep) -> Iterator[Collective]:
         yield Collective("all-gather", axes, 1 if once else each, whole, path)
         yield Collective("reduce-scatter", scattered(axes), each * trains * len(uses), whole, path)
     for layer in range(len(found.layers)):
-        groups: dict[tuple[str, ...], list[Use]] = defaultdict(list)
+        groups: dict[tuple[str, ...], list[RecordedOp]] = defaultdict(list)
         for use in found.by_layer[layer]:
             if use.name == "linear" and device.is_gathered(use):
                 groups[device.gathered_over(use)].append(use)
@@ -121,7 +121,7 @@ def _copies(device: DeviceStep) -> Iterator[Collective]:
         shared = [use for use in uses if device.copied_heads(use)]
         groups: Counter[tuple[int, tuple[str, ...]]] = Counter()
         for use in shared:
-            key = device.copied_heads(use), together(work.placed(("act_heads",), (use.readers,)))
+            key = device.copied_heads(use), together(work.placed(("act_heads",), (use.num_query_heads,)))
             for i, value in enumerate(use.operands[1:], 1):
                 if found.parameters[value] not in work.frozen:
                     groups[key] += work.itemsize * work.stored(use.marker.operands[i], use.shapes[i])
@@ -174,9 +174,9 @@ def _stream(device: DeviceStep) -> Iterator[Collective]:
         gathers, summed = use.name == "gather", _summed_over(device, use)
         if not gathers and not summed:
             continue
-        whole = work.itemsize * math.prod(work.shape(GATHERED, use.made[0]))
+        whole = work.itemsize * math.prod(work.shape(GATHERED, use.result_shapes[0]))
         # The axes over which devices have parts of the stream that are gathered.
-        parts, all_of_it = (together(work.placed(axes, use.made[0])) for axes in (RESIDUAL, GATHERED))
+        parts, all_of_it = (together(work.placed(axes, use.result_shapes[0])) for axes in (RESIDUAL, GATHERED))
         parted = tuple(axis for axis in parts if axis not in all_of_it)
 
         def sums(axes: tuple[str, ...], scatters: bool, n: int, whole: int = whole, parted: tuple = parted) -> None:
@@ -216,7 +216,7 @@ def _norms(device: DeviceStep) -> Iterator[Collective]:
             yield Collective("all-reduce", device.shares_norm(use), times, bytes_, "norms")
 
 
-def _summed_over(device: DeviceStep, use: Use) -> tuple[str, ...]:
+def _summed_over(device: DeviceStep, use: RecordedOp) -> tuple[str, ...]:
     """Return the mesh axes that shard what an operation contracts, over which its result is summed."""
     if use.name == "look_up":
         return together(device.placed(use, 0)[:1])

@@ -1,0 +1,344 @@
+"""Recordings: the doors that a model computes through, read from the jaxpr of its own forward pass.
+
+A recording knows no batch, mesh, chip, implementation or dtype: one of each kind of step and length serves every plan
+of a model. From its edges follow which operations gradients pass, and which rematerialisation runs again.
+"""
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.extend.core import Jaxpr
+from jax.extend.core import Literal as Constant
+
+from jaxlm.costs.counted.axes import Dimensions, Factor, dimensions, factors, products_inside, through
+from jaxlm.inference.cache import empty_cache
+from jaxlm.inference.steps import decode_step, prefill
+from jaxlm.models import tree
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.doors import Dropout
+from jaxlm.models.doors.door import MARKER, Marker
+from jaxlm.models.lora_config import LoraConfig
+from jaxlm.models.positions import packed_causal_mask
+from jaxlm.models.recording import recording
+from jaxlm.parallel.rules import Kind
+
+# Products belong to doors: one outside of them would be counted nowhere.
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "pallas_call", "ragged_dot"})
+
+# The dtype of a recording that stands for the one that the model computes in; no model asks for it by name.
+_COMPUTE = jnp.bfloat16
+
+# Equations that take a layer of a stacked parameter.
+_PARTS = frozenset({"dynamic_slice", "reshape", "squeeze"})
+
+# What a module computes number by number between doors, and what its backward pass reads: operands, or the result.
+_READS_OPERANDS = frozenset({"mul", "div", "max", "min", "pow", "integer_pow", "log", "sin", "cos", "abs", "select_n"})
+_READS_RESULT = frozenset({"exp", "exp2", "logistic", "tanh", "rsqrt", "sqrt", "erf"})
+_READS_NOTHING = frozenset({"add", "sub", "neg"})
+_ELEMENTWISE = _READS_OPERANDS | _READS_RESULT | _READS_NOTHING
+
+# Trees that are only read: a plan asks for the same one several times.
+abstract = functools.lru_cache(maxsize=8)(tree.abstract)
+
+
+class RecordedOp(NamedTuple):
+    """One use of a door.
+
+    Attributes:
+      marker: the door, the logical axes of its operands and results, and its options.
+      scope: the names around it.
+      times: it runs so often in a forward pass.
+      operands, results: the values that it reads and makes.
+      shapes, result_shapes: of these, for one row of a batch.
+      dtypes, result_dtypes: of these; None is the dtype that the model computes in.
+      layer: the number of the layer that it stands in, or None.
+      num_query_heads: those that read the key/value heads among its operands or results, or None.
+    """
+
+    marker: Marker
+    scope: str
+    times: int
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    result_shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str | None, ...]
+    result_dtypes: tuple[str | None, ...]
+    layer: int | None
+    num_query_heads: int | None
+
+    @property
+    def name(self) -> str:
+        """The name of the door."""
+        return self.marker.door
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The settings that its cost depends on."""
+        return dict(self.marker.options)
+
+
+@dataclass
+class Recording:
+    """The uses of doors in a forward pass in order, and how values are made of one another.
+
+    Values are numbers. `sources` has for each value those that it is made of; what a loop carries is made of its start
+    and of what the iteration before left. `parameters` are the paths of values that are parameters, `names` what
+    rematerialisation calls a value, and `layers` the values with which each layer begins.
+    """
+
+    uses: list[RecordedOp] = field(default_factory=list)
+    sources: dict[int, tuple[int, ...]] = field(default_factory=lambda: defaultdict(tuple))
+    parameters: dict[int, str] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+    layers: list[frozenset[int]] = field(default_factory=list)
+
+    def trained(self, frozen: Set[str]) -> frozenset[int]:
+        """Return the values that depend on a parameter outside of `frozen`: gradients reach no others."""
+        made_of = defaultdict(list)
+        for value, sources in self.sources.items():
+            for source in sources:
+                made_of[source].append(value)
+        trained, waiting = set(), [value for value, path in self.parameters.items() if path not in frozen]
+        while waiting:
+            value = waiting.pop()
+            if value not in trained:
+                trained.add(value)
+                waiting.extend(made_of[value])
+        return frozenset(trained)
+
+    @cached_property
+    def activations(self) -> frozenset[int]:
+        """The values that are made of a parameter, and are none: the others are the same for all layers."""
+        return self.trained(frozenset()) - self.parameters.keys()
+
+    def run_again(self, layer: int, wanted: Iterable[int], kept: Set[str]) -> set[int]:
+        """Return the values of a layer that must be made again to have the `wanted` ones.
+
+        What the layer begins with is there, and so is what has one of the `kept` names.
+        """
+        again, waiting = set(), list(wanted)
+        while waiting:
+            value = waiting.pop()
+            if value in again or value in self.layers[layer] or self.names.get(value) in kept:
+                continue
+            again.add(value)
+            waiting.extend(self.sources.get(value, ()))
+        return again
+
+    @cached_property
+    def by_layer(self) -> dict[int | None, list[RecordedOp]]:
+        """The uses of each layer, and those outside of layers under None."""
+        layers: dict[int | None, list[RecordedOp]] = defaultdict(list)
+        for use in self.uses:
+            layers[use.layer].append(use)
+        return layers
+
+    def parameter(self, use: RecordedOp) -> str:
+        """Return the path of the matrix or table that a door multiplies by or looks up."""
+        return next(self.parameters[value] for value in use.operands if value in self.parameters)
+
+
+@functools.lru_cache(maxsize=64)
+def record(model: ModelConfig, kind: Kind, sequence: int, dropout: bool, lora: LoraConfig | None = None) -> Recording:
+    """Record the forward pass of a step over one row of this many tokens; in decoding the cache holds them. A model in
+    training may have adapters.
+
+    Raises ValueError for a product outside of the doors (`jaxlm.models.doors`).
+    """
+    graph, parameters = abstract(model, lora)
+    shapes = tree.shapes(parameters, _COMPUTE)
+    tokens = jax.ShapeDtypeStruct((1, sequence), jnp.int32)
+    if kind == "train":
+
+        def forward(parameters: tree.Tree, tokens: jax.Array, key: jax.Array) -> jax.Array:
+            module, dropped = nnx.merge(graph, parameters), Dropout(0.5, key) if dropout else Dropout()
+            hidden, _, _ = module.hidden(tokens, tokens, packed_causal_mask(tokens), dropout=dropped)
+            return module.cross_entropy(hidden, tokens, tokens > 0)["loss"]
+
+        operands = shapes, tokens, jax.eval_shape(lambda: jax.random.key(0))
+    else:
+        with recording():
+            cache = jax.eval_shape(lambda: empty_cache(model, 1, sequence, _COMPUTE))
+        row = jax.ShapeDtypeStruct((1,), jnp.int32)
+        forward = functools.partial(prefill if kind == "prefill" else decode_step, graph)
+        operands = (shapes, tokens, row, cache) if kind == "prefill" else (shapes, row, cache)
+    with recording():
+        jaxpr = jax.make_jaxpr(forward)(*operands).jaxpr
+    reader = _Reader()
+    paths = list(tree.paths(shapes))
+    inputs = [reader.new() for _ in jaxpr.invars]
+    reader.recording.parameters.update(zip(inputs, paths, strict=False))  # parameters are the first operand
+    reader.read(jaxpr, inputs, (), 1, None)
+    return reader.recording
+
+
+class _Reader:
+    """A reader of recorded jaxprs, which numbers their values."""
+
+    def __init__(self) -> None:
+        self.recording, self._numbers = Recording(), 0
+        # Of values: the query heads that read key/value heads, and the logical axes of what doors made.
+        self._query_heads: dict[int, int] = {}
+        self._axes: dict[int, Dimensions] = {}
+        self._broadcast: set[int] = set()
+        self._results: dict[tuple, list[int]] = {}  # of a door and its operands
+
+    def new(self, *sources: int) -> int:
+        """Return the number of a new value, made of these."""
+        self._numbers += 1
+        if sources:
+            self.recording.sources[self._numbers] = sources
+            heads = next((self._query_heads[source] for source in sources if source in self._query_heads), None)
+            if heads is not None:
+                self._query_heads[self._numbers] = heads
+        return self._numbers
+
+    def read(self, jaxpr: Jaxpr, inputs: list[int], scope: tuple[str, ...], times: int, layer: int | None) -> list[int]:
+        """Read a jaxpr and return the numbers of its results."""
+        values: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
+        values |= {each: self.new() for each in jaxpr.constvars}
+
+        def number(atom: Any) -> int | None:
+            return None if isinstance(atom, Constant) else values[atom]
+
+        for eqn in jaxpr.eqns:
+            operands = [number(atom) for atom in eqn.invars]
+            known = [value for value in operands if value is not None]
+            here = (*scope, *(part for each in eqn.source_info.name_stack.stack for part in each.name.split("/")))
+            name, inner = eqn.primitive.name, eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+            if eqn.primitive is MARKER:
+                results = self._use(eqn, known, here, times, layer)
+            elif name in _PRODUCTS:
+                raise ValueError(f"{_place(here)} multiplies outside of the doors of a model (jaxlm.models.doors)")
+            elif name == "scan":
+                results = self._scan(eqn, [self.new() if each is None else each for each in operands], here, times)
+            elif name in ("checkpoint", "remat2"):  # a layer: recordings show each as what may run again
+                inputs = [self.new() if each is None else self._copied(each) for each in operands]
+                self.recording.layers.append(frozenset(inputs))
+                results = self.read(inner, inputs, here, times, len(self.recording.layers) - 1)
+            elif name in _PARTS and operands[0] in self.recording.parameters:  # of a layer, in its stack
+                results = [self._copied(operands[0])]
+            elif inner is not None:
+                body = getattr(inner, "jaxpr", inner)
+                given = [self.new() if each is None else each for each in operands]
+                results = self.read(body, given[-len(body.invars) :] if body.invars else [], here, times, layer)
+            elif products_inside(eqn, _PRODUCTS | {MARKER.name}):
+                raise ValueError(
+                    f"{_place(here)} multiplies in a {name}, whose trips or branch no recording knows: use a scan, or "
+                    "a door around it"
+                )
+            elif name == "name":
+                results = known
+                self.recording.names[results[0]] = eqn.params["name"]
+            else:
+                results = self._between_doors(eqn, operands, here, times, layer)
+            values.update(zip(eqn.outvars, results, strict=True))
+        return [self.new() if isinstance(atom, Constant) else values[atom] for atom in jaxpr.outvars]
+
+    def _use(self, eqn: Any, operands: list[int], scope: tuple[str, ...], times: int, layer: int | None) -> list[int]:
+        """Add the use of a door and return the numbers of its results. Of the same operands XLA computes it once."""
+        marker: Marker = eqn.params["marker"]
+        key = marker, *operands
+        if key in self._results:
+            return self._results[key]
+        self._results[key] = results = [self.new(*operands) for _ in eqn.outvars]
+        heads = dict(marker.options).get("num_query_heads") or self._query_heads.get(results[0])
+        for value, axes, atom in zip(results, marker.results, eqn.outvars, strict=True):
+            self._axes[value] = dimensions(axes, atom.aval.shape)
+            self._query_heads.pop(value, None)
+            if heads is not None and "act_kv_heads" in axes:
+                self._query_heads[value] = heads
+        arrays = [[(tuple(atom.aval.shape), _dtype(atom)) for atom in side] for side in (eqn.invars, eqn.outvars)]
+        (shapes, dtypes), (result_shapes, result_dtypes) = (tuple(zip(*each, strict=True)) for each in arrays)
+        values = tuple(operands), tuple(results), shapes, result_shapes, dtypes, result_dtypes
+        self.recording.uses.append(RecordedOp(marker, "/".join(scope), times, *values, layer, heads))
+        return results
+
+    def _between_doors(
+        self, eqn: Any, operands: list[int | None], scope: tuple[str, ...], times: int, layer: int | None
+    ) -> list[int]:
+        """Return the numbers of the results of mathematics between doors; add a use where it computes each number of an
+        array that doors made."""
+        results = [self.new(*(value for value in operands if value is not None)) for _ in eqn.outvars]
+        if len(results) > 1:
+            return results
+        axes = through(eqn, [None if value is None else self._axes.get(value) for value in operands])
+        if axes is None:
+            return results
+        (atom,), (result,) = eqn.outvars, results
+        name, shape = eqn.primitive.name, tuple(atom.aval.shape)
+        self._axes[result] = axes
+        if name == "broadcast_in_dim" and math.prod(shape) > math.prod(eqn.invars[0].aval.shape):
+            self._broadcast.add(result)  # a view of fewer numbers
+        if name not in _ELEMENTWISE or not jnp.issubdtype(atom.aval.dtype, jnp.floating):
+            return results
+        read = [
+            (value, each)
+            for value, each in zip(operands, eqn.invars, strict=True)
+            if value in self._axes and value not in self._broadcast and tuple(each.aval.shape) == shape
+        ]
+        reads = [value for value, _ in read] if name in _READS_OPERANDS else results if name in _READS_RESULT else []
+        flat = tuple(factor.axis for factor in factors(axes))
+        sizes = tuple(factor.size for factor in factors(axes))
+        marker = Marker("elementwise", (flat,) * len(read), (flat,), (("reads", tuple(reads)),))
+        values = tuple(value for value, _ in read), tuple(results), (sizes,) * len(read), (sizes,)
+        dtypes = tuple(_dtype(each) for _, each in read), (_dtype(atom),)
+        heads = self._query_heads.get(result)
+        self.recording.uses.append(RecordedOp(marker, "/".join(scope), times, *values, *dtypes, layer, heads))
+        return results
+
+    def _copied(self, operand: int, dropped: int = 0) -> int:
+        """Return the number of a value that is another one, or a part of it: without its first dimensions, or of a
+        parameter."""
+        value = self.new(operand)
+        if operand in self.recording.parameters:
+            self.recording.parameters[value] = self.recording.parameters[operand]
+        if operand in self._axes:
+            self._axes[value] = self._axes[operand][dropped:]
+        return value
+
+    def _scan(self, eqn: Any, operands: list[int], scope: tuple[str, ...], times: int) -> list[int]:
+        """Read a loop once; each of its iterations uses the same doors."""
+        body, (constants, carried) = eqn.params["jaxpr"].jaxpr, _constants_and_carried(eqn.params)
+        entering = constants + carried
+        inputs = [self._copied(operand, int(i >= entering)) for i, operand in enumerate(operands)]
+        results = self.read(body, inputs, scope, times * eqn.params["length"], None)
+        for value, start, end in zip(inputs[constants:entering], operands[constants:], results, strict=False):
+            self.recording.sources[value] = (start, end)
+        scanned = [self._axes[value][0] for value in operands[entering:] if self._axes.get(value)]
+        first = scanned[0] if scanned else (Factor(None, eqn.params["length"]),)
+        return [*results[:carried], *(self._stacked(value, first) for value in results[carried:])]
+
+    def _stacked(self, part: int, first: tuple[Factor, ...]) -> int:
+        """Return the number of what a loop stacks up of a value, along a first dimension."""
+        value = self.new(part)
+        if part in self._axes:
+            self._axes[value] = (first, *self._axes[part])
+        return value
+
+
+def _place(scope: Sequence[str]) -> str:
+    return "/".join(scope) or "the model"
+
+
+def _dtype(atom: Any) -> str | None:
+    """Return the dtype of an array; None is the one that the model computes in."""
+    dtype = atom.aval.dtype
+    return None if dtype == _COMPUTE else str(dtype)
+
+
+def _constants_and_carried(parameters: dict[str, Any]) -> tuple[int, int]:
+    """Return how many operands of a scan are constants and how many it carries; JAX 0.12 keeps them as trees."""
+    if "ft_in" not in parameters:
+        return parameters["num_consts"], parameters["num_carry"]
+    constants, carried, _ = parameters["ft_in"].unpack()
+    return len(constants), len(carried)

@@ -206,7 +206,7 @@ def test_a_mixer_that_transposes_is_counted_on_a_mesh(transposing, kind):
     ],
 )
 def test_axes_follow_the_equations(function, axes):
-    """Of arrays of one sequence and one token."""
+    """Arrays of one sequence and one token."""
     jaxpr = jax.make_jaxpr(function)(jnp.ones((1, 1, 4, 6))).jaxpr
     known = {jaxpr.invars[0]: dimensions(("batch", "sequence", "heads", "width"), (1, 1, 4, 6))}
     for eqn in jaxpr.eqns:

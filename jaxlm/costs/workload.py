@@ -246,12 +246,19 @@ class Workload:
         """Return the shape of an array with these logical axes on one device while a layer computes, where this one is
         of a single row: what shards parameters alone is gathered. Key/value heads are those of `placed`."""
         local = _shape(self.rules, self.layout, tuple(axes), self._sizes(axes, shape), num_query_heads)
-        return tuple(self.rows() if axis == "batch" else n for axis, n in zip(axes, local, strict=True))
+        return self._with_rows(axes, local, self.rows())
 
     def _sizes(self, axes: Sequence[str | None], shape: Sequence[int]) -> tuple[int, ...]:
         """Return a shape with a row for each shard of the batch, or with one where the mesh does not divide them:
         answers then do not depend on the number of rows."""
-        return tuple(self._row_shards() if axis == "batch" else n for axis, n in zip(axes, shape, strict=True))
+        return self._with_rows(axes, tuple(shape), self._row_shards())
+
+    def _with_rows(self, axes: Sequence[str | None], shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
+        """Return a shape with so many rows of the batch."""
+        if "batch" not in axes:
+            return shape
+        at = axes.index("batch")
+        return (*shape[:at], rows, *shape[at + 1 :])
 
     @memoized
     def stored(self, axes: Sequence[str], shape: Sequence[int]) -> int:

@@ -5,8 +5,10 @@ import pytest
 from config_fixtures import SMALL
 
 from jaxlm import config
-from jaxlm.config import check_layout, load
+from jaxlm.config import check_layout, divided_by_mesh, load
 from jaxlm.core.errors import InputError
+from jaxlm.costs.counted.parameters import parameters
+from jaxlm.parallel.rules import TRAIN
 
 
 @pytest.mark.parametrize(
@@ -73,3 +75,12 @@ def test_only_training_asks_that_a_mesh_divides_the_rows_of_a_microbatch():
 def test_two_axes_cannot_both_take_the_rest():
     with pytest.raises(InputError, match="mesh.fsdp and mesh.tensor are both"):
         config.layout(load(SMALL, ["mesh.tensor=all"]), 8)
+
+
+@pytest.mark.parametrize("name", ["llama3.1-8b", "gpt2-124m", "gemma3-1b", "olmo2-7b"])
+def test_every_size_that_a_mesh_divides_has_a_key(name):
+    """What layers say of their sizes and what their parameters declare is one."""
+    model = load(name).model
+    keys = {(each.axis, each.size) for each in divided_by_mesh(model)}
+    declared = {pair for d in parameters(model).values() for pair in zip(d.axes, d.shape, strict=True)}
+    assert {(axis, size) for axis, size in declared if TRAIN.over(axis) and axis not in TRAIN.may_stay_whole} == keys

@@ -79,7 +79,7 @@ def test_two_axes_cannot_both_take_the_rest():
 
 @pytest.mark.parametrize("name", ["llama3.1-8b", "gpt2-124m", "gemma3-1b", "olmo2-7b"])
 def test_every_size_that_a_mesh_divides_has_a_key(name):
-    """What layers say of their sizes and what their parameters declare is one."""
+    """Layers name the axes of their sizes, and their parameters declare the same."""
     model = load(name).model
     keys = {(each.axis, each.size) for each in divided_by_mesh(model)}
     declared = {pair for d in parameters(model).values() for pair in zip(d.axes, d.shape, strict=True)}
